@@ -1,0 +1,26 @@
+"""Facts of the GPU this package is written for: NVIDIA Hopper, sm_90a."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+TARGET = {"kind": "cuda", "arch": "sm_90a"}
+SMEM_LIMIT = 232448  # bytes of shared memory a CTA may have
+SMEM_PER_SM = 233472  # bytes, 1 KB of them reserved for each CTA
+REGISTERS = 65536  # of 32 bits an SM
+
+
+def is_hopper(device: torch.device | int) -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def sm_count(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def gpu_slug(name: str) -> str:
+    """NVIDIA H200 -> nvidia_h200: the name of its tuned table and of its results."""
+    return "_".join(name.lower().split())

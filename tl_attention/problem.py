@@ -44,6 +44,7 @@ class FwdConfig:
     num_stages: int = 2  # depth of the K ring and of the V ring
     ping_pong: bool = False  # warpgroups take turns at the tensor cores
     schedule: str = "grid"  # which CTA computes which tile: see SCHEDULES
+    q_stages: int = 1  # depth of the Q ring; 2 loads the next tile's queries early (not for the schedule grid)
 
     @property
     def warpgroups(self) -> int:
@@ -55,13 +56,13 @@ class FwdConfig:
         return 128 * (self.warpgroups + 1)
 
     def __str__(self) -> str:
-        return f"{self.block_M}x{self.block_N}x{self.num_stages} {self.schedule}" + " ping-pong" * self.ping_pong
+        return f"{self.block_M}x{self.block_N}x{self.num_stages} {self.schedule}" + f" q{self.q_stages}" * (self.q_stages > 1) + " ping-pong" * self.ping_pong
 
     def as_row(self) -> dict:
         return asdict(self)
 
 
-# grid: one CTA a tile, the longest first. persistent: one CTA an SM, which takes every num_sms-th tile.
+# grid: one CTA a tile, the longest first. persistent: one CTA an SM, which takes every ctas-th tile.
 # dynamic: one CTA an SM, which takes the next tile nobody has.
 SCHEDULES = ("grid", "persistent", "dynamic")
 

@@ -1,0 +1,134 @@
+"""What the benchmark does without a Hopper GPU: it reports on the shipped kernels and checks the CPU path."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+from report import progress_bar
+from rich.console import Console
+from rich.table import Table
+
+from tl_attention import configs
+from tl_attention.problem import AttnProblem, FwdConfig
+from tl_attention.testing.bench import PEAK_TFLOPS, Shape, first_line, fwd_ceiling
+from tl_attention.testing.inputs import make_inputs
+
+QUICK_CONFIGS = 4
+CEILING_SEQLEN = 8192
+CPU_SHAPES = (
+    "2,4,2,100,100,64,causal",
+    "1,2,2,33,130,128,causal",
+    "1,2,1,77,50,96,64,full",
+    "1,1,1,9,5,192,128,causal",  # rows without a key
+)
+
+
+def run(console: Console, quick: bool) -> int:
+    """quick: a few of the kernels only. Returns 1 if the CPU path is wrong, else 0."""
+    found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    console.print(
+        f"\nNo Hopper GPU here (found: {found}), so nothing is timed. Instead: what the compiler makes of "
+        "the shipped kernels for sm_90a, what the model allows each, and a check of the CPU path.\n"
+    )
+    try:
+        report_kernels(console, quick)
+    except KeyboardInterrupt:
+        console.print("Interrupted: the other kernels are left out.\n")
+    return check_cpu(console)
+
+
+def report_kernels(console: Console, quick: bool) -> None:
+    """Compiles the shipped configs on all cores and prints a line for each."""
+    try:
+        from tl_attention.cubin import NO_NVCC, find_nvcc
+
+        missing = None if (nvcc := find_nvcc()) else NO_NVCC
+    except ImportError as error:
+        missing = f"{error}: pip install 'tilelang[nvcc]'"
+    if missing:
+        console.print(f"No kernel is compiled: {missing}\n", markup=False)
+        return
+    pairs = configs.shipped_configs()
+    if quick:
+        console.print(f"--quick: a few of the {len(pairs)} kernels")
+        pairs = pairs[:: len(pairs) // QUICK_CONFIGS + 1]
+
+    title = f"shipped kernels, {nvcc[0]} for sm_90a, and their ceilings in TFLOPS at S={CEILING_SEQLEN}"
+    table = Table(title=title)
+    facts = ("registers", "spills", "smem", "CTAs/SM", "HGMMA", "TMA", "exp after MMA", "exp under MMA")
+    for column in ("problem", "config", *facts, "fault"):
+        table.add_column(column, justify="right" if column in facts else "left")
+    try:
+        with progress_bar(console) as progress:
+            for line in progress.track(_lines(pairs), total=len(pairs), description="compiling"):
+                table.add_row(*line)
+    finally:
+        console.print(table)
+        console.print(
+            f"Ceilings: {PEAK_TFLOPS} TFLOPS of an H200 at its boost clock, less what the mask wastes of the "
+            "tiles, with the exponentials of the softmax after the matrix products or under them.\n"
+        )
+
+
+def _lines(pairs: Sequence[tuple[AttnProblem, FwdConfig]]) -> Iterator[tuple[str, ...]]:
+    """kernel_line of each, in their order."""
+    workers = min(len(pairs), os.cpu_count() or 1)
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
+        try:
+            yield from pool.map(kernel_line, *zip(*pairs, strict=True))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def kernel_line(problem: AttnProblem, config: FwdConfig) -> tuple[str, ...]:
+    """What the compiler says of one kernel, or why it does not compile."""
+    from tl_attention import cubin
+
+    length = CEILING_SEQLEN
+    shape = Shape(1, 1, 1, length, length, problem.head_dim, problem.head_dim_v, problem.causal)
+    ceilings = [f"{tflops:.0f}" for tflops in fwd_ceiling(shape, config.block_M, config.block_N)]
+    try:
+        found = cubin.report(problem, config)
+    except Exception as error:  # one kernel that does not compile leaves the others their lines
+        return (str(problem), str(config), *"––––––", *ceilings, first_line(error))
+    facts = (found.registers, found.spill_bytes, found.smem_bytes, found.ctas_per_sm, found.hgmma, found.tma)
+    return (str(problem), str(config), *map(str, facts), *ceilings, found.fault or "")
+
+
+def check_cpu(console: Console) -> int:
+    """Compares mha_fwd_interface on CPU tensors to PyTorch's attention in float64. Returns 1 if wrong."""
+    from tl_attention import mha_fwd_interface
+
+    wrong = 0
+    for text in CPU_SHAPES:
+        shape = Shape.parse(text)
+        q, k, v = (x.transpose(1, 2) for x in make_inputs(shape, torch.bfloat16, device="cpu"))
+        out, lse = mha_fwd_interface(q, k, v, is_causal=shape.causal)
+        ref, ref_lse = sdpa_float64(q, k, v, shape)
+        same = torch.allclose(out.double(), ref, rtol=2**-6, atol=1e-4)
+        same &= torch.allclose(lse.double(), ref_lse, rtol=1e-4, atol=1e-4)
+        wrong += not same
+        verdict = "as scaled_dot_product_attention" if same else "WRONG"
+        console.print(f"CPU, mha_fwd_interface {shape}: {verdict}", highlight=False)
+    return int(wrong > 0)
+
+
+def sdpa_float64(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out of PyTorch's own attention and lse in base 2; q, k, v are [batch, heads, seqlen, head_dim]."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(shape.heads_q // shape.heads_kv, 1) for x in (k, v))
+    seen = torch.ones(shape.seqlen_q, shape.seqlen_k, dtype=torch.bool)
+    if shape.causal:
+        seen = seen.tril(shape.seqlen_k - shape.seqlen_q)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    scores = (q @ k.mT * shape.head_dim**-0.5).masked_fill(~seen, -torch.inf)
+    return out.nan_to_num(), scores.logsumexp(-1) / math.log(2)  # SDPA may give NaN where a row sees no key

@@ -1,0 +1,302 @@
+"""Rows of the benchmark as a terminal table, Markdown, JSON lines and plots.
+
+A row is a dict, a line of the JSONL: one provider on one problem. `status` is ok, wrong, skipped (the library
+cannot run the problem) or failed; `reason` says why it is not ok; without ok there is no speed.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TextIO
+
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+Row = dict[str, Any]
+OURS = "tl_attention"
+PROBLEM = (
+    "pass",
+    "dtype",
+    "batch",
+    "heads_q",
+    "heads_kv",
+    "seqlen_q",
+    "seqlen_k",
+    "head_dim",
+    "head_dim_v",
+    "mask",
+)
+
+CONVENTION = (
+    "TFLOPS count visible pairs: 2 x pairs x (head_dim + head_dim_v) x batch x query heads; causal counts "
+    "what the mask leaves, s(s+1)/2 pairs a head where the lengths are equal. A time is the median of "
+    "CUDA-graph replays, the providers in turn; a ratio is the median of those of the rounds. A speed stands "
+    "only beside a correct output."
+)
+
+
+def show_environment(console: Console, facts: dict[str, str]) -> None:
+    for key, value in facts.items():
+        console.print(f"{key}: {value}", highlight=False, markup=False)
+
+
+def progress_bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)
+
+
+def problems(rows: Iterable[Row]) -> dict[tuple, dict[str, Row]]:
+    """Problem -> provider -> row, in the order of the rows."""
+    grouped: dict[tuple, dict[str, Row]] = {}
+    for row in rows:
+        grouped.setdefault(tuple(row[key] for key in PROBLEM), {})[row["provider"]] = row
+    return grouped
+
+
+def providers(rows: Iterable[Row]) -> list[str]:
+    """Those that ran anything."""
+    return list(dict.fromkeys(row["provider"] for row in rows if row["status"] != "skipped"))
+
+
+def describe(row: Row) -> str:
+    """B4 H16 S4096 d128 causal, with both of what differs: H32/8, S512/8192, d192/128."""
+
+    def both(a: int, b: int) -> str:
+        return str(a) if a == b else f"{a}/{b}"
+
+    sizes = (
+        f"B{row['batch']} H{both(row['heads_q'], row['heads_kv'])} S{both(row['seqlen_q'], row['seqlen_k'])}"
+    )
+    return f"{sizes} d{both(row['head_dim'], row['head_dim_v'])} {row['mask']}"
+
+
+def best(group: dict[str, Row]) -> float:
+    return max((row["tflops"] for row in group.values() if row["status"] == "ok"), default=math.nan)
+
+
+def cell(row: Row | None, fastest: float, bold: tuple[str, str]) -> str:
+    """TFLOPS, the fastest in bold; or why there are none."""
+    if row is None or row["status"] == "skipped":
+        return "–"
+    if row["status"] != "ok":
+        return row["status"].upper()
+    return f"{row['tflops']:.0f}".join(bold if row["tflops"] == fastest else ("", ""))
+
+
+def line(rows: list[Row]) -> str:
+    """One problem while the others run."""
+    fastest = best({row["provider"]: row for row in rows})
+    speeds = (
+        f"{row['title']} {cell(row, fastest, ('[bold]', '[/]'))}"
+        for row in rows
+        if row["status"] != "skipped"
+    )
+    return f"{describe(rows[0])}: {', '.join(speeds)}"
+
+
+def geomeans(rows: Iterable[Row]) -> dict[str, tuple[float, int, int]]:
+    """Provider -> (geometric mean of our speed over its, rows where we are faster, rows where both ran)."""
+    ours = [row for row in rows if row["provider"] == OURS and row["status"] == "ok"]
+    ratios = {
+        name: [row[f"ratio_vs_{name}"] for row in ours if f"ratio_vs_{name}" in row]
+        for name in providers(rows)
+    }
+    return {
+        name: (statistics.geometric_mean(values), sum(value > 1 for value in values), len(values))
+        for name, values in ratios.items()
+        if values and name != OURS
+    }
+
+
+def notes(rows: Iterable[Row]) -> list[str]:
+    """Why rows have no speed, or one that no graph timed: each reason once, with where if that is short."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            found.setdefault((row["title"], f"{row['status']}: {row['reason']}"), []).append(describe(row))
+        elif row["timer"] != "graph":
+            found.setdefault((row["title"], row["timer"]), []).append(describe(row))
+    return [
+        f"{title} {reason} ({', '.join(where) if len(where) <= 3 else f'{len(where)} rows'})"
+        for (title, reason), where in found.items()
+    ]
+
+
+def _number(row: Row | None, key: str, form: str) -> str:
+    return format(row[key], form) if row and row.get(key) is not None else "–"
+
+
+DETAILS = {  # of our row: column -> key and format
+    "ms": ("ms", ".3f"),
+    "eager ms": ("eager_ms", ".3f"),
+    "% cuBLAS": ("pct_cublas", ".0f"),
+    "GB/s": ("gbps", ".0f"),
+    "FLOP/B": ("intensity", ".0f"),
+    "error": ("max_err_ratio", ".2f"),
+    "vs fa2": ("ratio_vs_fa2", ".2f"),
+    "vs cudnn": ("ratio_vs_cudnn", ".2f"),
+    "score": ("score", ".2f"),
+}
+
+
+def _grid(rows: list[Row], bold: tuple[str, str]) -> tuple[list[str], list[list[str]]]:
+    """Header and lines of the table that terminal and Markdown share."""
+    names = providers(rows)
+    titles = {row["provider"]: row["title"] for row in rows}
+    details = {
+        column: spec for column, spec in DETAILS.items() if any(row.get(spec[0]) is not None for row in rows)
+    }
+    lines = []
+    for group in problems(rows).values():
+        fastest, ours = best(group), group.get(OURS)
+        speeds = [cell(group.get(name), fastest, bold) for name in names]
+        lines.append(
+            [
+                describe(next(iter(group.values()))),
+                *speeds,
+                *(_number(ours, *spec) for spec in details.values()),
+            ]
+        )
+    return ["problem", *(titles[name] for name in names), *details], lines
+
+
+def table(rows: list[Row]) -> Table:
+    """For the terminal, with the geomeans at its foot."""
+    header, lines = _grid(rows, ("[bold green]", "[/]"))
+    means = {name: f"{mean:.2f}x" for name, (mean, _, _) in geomeans(rows).items()}
+    foot = ["geomean of ours over", *(means.get(name, "") for name in providers(rows))]
+    result = Table(title="forward, TFLOPS", show_footer=True)
+    for i, column in enumerate(header):
+        result.add_column(
+            column, foot[i] if i < len(foot) else "", justify="right" if i else "left", no_wrap=i == 0
+        )
+    for line in lines:
+        result.add_row(*(text.replace("WRONG", "[bold red]WRONG[/]") for text in line))
+    return result
+
+
+def markdown(environment: dict[str, str], rows: list[Row], plot_name: str | None = None) -> str:
+    """The report: where it was measured, TFLOPS of all, geomeans, what did not run."""
+    header, lines = _grid(rows, ("**", "**"))
+    dtypes = ", ".join(dict.fromkeys(row["dtype"] for row in rows))
+    libraries = {row["title"]: row["library"] for row in rows if row["status"] != "skipped"}
+    parts = [
+        "# Attention forward, " + dtypes,
+        "\n".join(
+            f"- {key}: {f'`{value}`' if key == 'command' else value}" for key, value in environment.items()
+        ),
+        "\n".join(f"- {name}: {library}" for name, library in libraries.items()),
+        CONVENTION + " The fastest of a row is bold. `error` is the largest error over the error allowed.",
+        "\n".join(
+            "| " + " | ".join(line) + " |"
+            for line in (header, ["---", *["---:"] * (len(header) - 1)], *lines)
+        ),
+        "\n".join(
+            f"- {mean:.2f}x {name}: geometric mean of {count} rows, faster in {wins}"
+            for name, (mean, wins, count) in geomeans(rows).items()
+        ),
+    ]
+    parts.append("\n".join(f"- {note}" for note in notes(rows)))
+    if plot_name:
+        parts.append(f"![TFLOPS against sequence length]({plot_name})")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def write_jsonl(file: TextIO, rows: Iterable[Row]) -> None:
+    """Appends the rows and flushes, so that an interrupted run keeps them."""
+    for row in rows:
+        file.write(json.dumps(row) + "\n")
+    file.flush()
+
+
+def plot(rows: list[Row], path: Path) -> bool:
+    """TFLOPS against seqlen as PNG, a panel per head dims and mask; False where no series has two lengths.
+
+    A panel holds problems that differ in length alone, the number of tokens being constant.
+    """
+    panels: dict[str, dict[str, dict[int, float]]] = {}
+    for row in rows:
+        if row["status"] == "ok" and row["seqlen_q"] == row["seqlen_k"]:
+            tokens = row["batch"] * row["seqlen_q"]
+            key = (
+                describe(row | {"batch": 0, "seqlen_q": 0, "seqlen_k": 0})
+                .removeprefix("B0 ")
+                .replace(" S0", "")
+            )
+            series = panels.setdefault(f"{key}, {tokens // 1024}k tokens", {}).setdefault(row["title"], {})
+            series[row["seqlen_q"]] = row["tflops"]
+    panels = {key: lines for key, lines in panels.items() if max(map(len, lines.values())) > 1}
+    if not panels:
+        return False
+    columns = 2 if len(panels) > 1 else 1
+    count = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(6 * columns, 3.6 * count), layout="constrained")
+    axes = figure.subplots(count, columns, squeeze=False).flat
+    handles: dict[str, Any] = {}
+    colors = {title: f"C{i}" for i, title in enumerate(dict.fromkeys(row["title"] for row in rows))}
+    for (name, lines), axis in zip(panels.items(), axes, strict=False):
+        for title, series in lines.items():
+            ours = title == OURS
+            axis.plot(
+                *zip(*sorted(series.items()), strict=True),
+                "o-",
+                label=title,
+                color=colors[title],
+                lw=3 if ours else 1.5,
+            )
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(lengths := sorted({length for series in lines.values() for length in series}))
+        axis.set_xticklabels([f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
+        axis.set(title=name, xlabel="sequence length", ylabel="TFLOPS", ylim=(0, None))
+        axis.grid(alpha=0.3)
+        handles |= {line.get_label(): line for line in axis.get_lines()}
+    for axis in list(axes):
+        axis.set_visible(False)
+    figure.legend(handles=handles.values(), loc="outside lower center", ncols=len(handles))
+    figure.suptitle(f"Attention forward on {rows[0]['gpu']}")
+    figure.savefig(path, dpi=120)
+    return True
+
+
+def read_peers(path: Path) -> dict[tuple, float]:
+    """(pass, head_dim, mask, seqlen, batch, heads) -> best over cudnn, of a CSV of peers' TFLOPS."""
+    with path.open(newline="") as file:
+        return {
+            (
+                peer["pass"],
+                int(peer["head_dim"]),
+                peer["mask"],
+                *(int(peer[key]) for key in ("seqlen", "batch", "heads")),
+            ): (float(peer["best"]) / float(peer["cudnn"]))
+            for peer in csv.DictReader(file)
+            if peer["cudnn"]
+        }
+
+
+def score(row: Row, peers: dict[tuple, float]) -> float | None:
+    """(ours / cudnn in this run) / (best / cudnn in the peers' table): 1 is level with the best peer."""
+    same = (
+        row.get("ratio_vs_cudnn")
+        and row["heads_q"] == row["heads_kv"]
+        and row["head_dim"] == row["head_dim_v"]
+    )
+    key = tuple(row[name] for name in ("pass", "head_dim", "mask", "seqlen_k", "batch", "heads_q"))
+    return (
+        row["ratio_vs_cudnn"] / peers[key]
+        if same and row["seqlen_q"] == row["seqlen_k"] and key in peers
+        else None
+    )

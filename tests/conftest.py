@@ -1,0 +1,32 @@
+"""Each test has its own seed, hypothesis no deadline, PyTorch one thread; a skipped GPU test says why."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+from hypothesis import settings
+
+from tl_attention.target import is_hopper
+
+# Tensors here are small, and the threads of several test processes only stand in each other's way.
+torch.set_num_threads(1)
+settings.register_profile("tl_attention", deadline=None)
+settings.load_profile("tl_attention")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if is_hopper(0):
+        return
+    found = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no CUDA GPU"
+    reason = (
+        f"needs an NVIDIA Hopper GPU (sm_90), found {found}: run `pytest -m gpu` on an H100, H200 or GH200"
+    )
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.manual_seed(zlib.crc32(item.nodeid.encode()))

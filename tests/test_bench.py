@@ -1,0 +1,490 @@
+"""The benchmark without a GPU: formulas, shapes, rounds, reports, and the command with stubs for the GPU."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tl_attention import configs
+from tl_attention.testing import bench
+from tl_attention.testing.bench import Eager, Shape, Timing
+
+pytest.importorskip("rich", reason="the benchmark needs rich")
+pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import no_gpu
+import providers
+import report
+import run
+from rich.console import Console
+
+SHAPE = "1,2,2,48,48,32,32,causal"
+KEYS = (
+    *("pass", "provider", "dtype", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim"),
+    *("head_dim_v", "mask", "ms", "tflops", "correct", "max_err_ratio", "commit", "gpu", "p25", "p75"),
+    *("eager_ms", "gbps", "intensity", "pct_cublas", "ratio_vs_naive"),
+)
+
+sizes = st.integers(1, 70)
+shapes = st.builds(
+    lambda batch, heads_kv, group, *rest: Shape(batch, heads_kv * group, heads_kv, *rest),
+    *(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), sizes, sizes, sizes, sizes, st.booleans()),
+)
+
+
+@given(shapes)
+def test_bench_flops_count_visible_pairs(shape: Shape) -> None:
+    seen = [
+        (i, j)
+        for i in range(shape.seqlen_q)
+        for j in range(shape.seqlen_k)
+        if not shape.causal or j <= i + shape.seqlen_k - shape.seqlen_q
+    ]
+    assert bench.visible_pairs(shape) == len(seen)
+    heads = shape.batch * shape.heads_q
+    assert bench.fwd_flops(shape) == heads * len(seen) * 2 * (shape.head_dim + shape.head_dim_v)
+
+
+@given(shapes)
+def test_bench_bytes_are_those_of_the_tensors(shape: Shape) -> None:
+    q, out = (
+        torch.empty(shape.batch, shape.seqlen_q, shape.heads_q, d) for d in (shape.head_dim, shape.head_dim_v)
+    )
+    k, v = (
+        torch.empty(shape.batch, shape.seqlen_k, shape.heads_kv, d)
+        for d in (shape.head_dim, shape.head_dim_v)
+    )
+    lse = torch.empty(shape.batch, shape.heads_q, shape.seqlen_q)
+    assert bench.input_bytes(shape) == 2 * (q.numel() + k.numel() + v.numel())
+    assert bench.fwd_bytes(shape) == bench.input_bytes(shape) + 2 * out.numel() + 4 * lse.numel()
+
+
+def test_bench_flops_of_the_articles_shape() -> None:
+    shape = Shape.parse("1,16,16,4096,4096,128,causal")
+    assert bench.fwd_flops(shape) == 4 * 16 * 128 * (4096 * 4097 // 2)
+
+
+@given(shapes)
+def test_bench_shape_round_trip(shape: Shape) -> None:
+    assert Shape.parse(str(shape)) == shape
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("1,2,2,3,4,64", "mask causal or full, got '64'"),
+        ("1,2,2,3,4,causal", "got 5 numbers"),
+        ("1,2,2,3,4,64,64,64,full", "got 8 numbers"),
+        ("1,2,2,0,4,64,full", "positive whole numbers"),
+        ("1,2,2,3,4,-64,full", "positive whole numbers"),
+        ("1,3,2,3,4,64,full", "Hq a multiple of Hkv, got 3 and 2"),
+        ("", "mask causal or full"),
+    ],
+)
+def test_bench_shape_errors_say_what_is_wrong(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Shape.parse(text)
+
+
+def test_bench_ceilings_are_those_of_the_model() -> None:
+    full, causal = (Shape.parse(f"1,1,1,1024,1024,128,{mask}") for mask in ("full", "causal"))
+    after, under = bench.fwd_ceiling(full, 128, 128)
+    assert (after, under) == pytest.approx((bench.PEAK_TFLOPS / 1.5, bench.PEAK_TFLOPS))
+    wasted = (1024 * 1025 / 2) / (128 * 128 * 36)  # 36 tiles of 128 x 128 touch the triangle
+    assert bench.fwd_ceiling(causal, 128, 128) == pytest.approx((after * wasted, under * wasted))
+
+
+def test_bench_inputs_rotate_beyond_twice_the_l2_cache() -> None:
+    for nbytes in (1 << 20, 40 << 20, 100 << 20, 1 << 30):
+        copies = bench.rotation(nbytes)
+        assert copies * nbytes > 2 * bench.L2_BYTES >= (copies - 1) * nbytes
+    assert bench.rotation(1) == bench.MAX_COPIES
+
+
+def test_bench_rounds_rotate_and_slow_calls_sit_some_out() -> None:
+    orders = bench.round_order({"a": 10, "b": 10, "slow": 100, "naive": 5000}, rounds=15, cap_ms=500)
+    assert len(orders) == 15
+    assert set(orders[0]) == {"a", "b", "slow", "naive"}
+    counts = {name: sum(name in order for order in orders) for name in orders[0]}
+    assert counts == {"a": 15, "b": 15, "slow": 5, "naive": bench.MIN_SAMPLES}
+    assert {order[0] for order in orders} >= {"a", "b"}
+
+
+def test_bench_speedup_is_the_median_of_the_rounds_ratios() -> None:
+    ours, theirs = Timing((1.0, 2.0, 4.0, 8.0), 1, "graph"), Timing((2.0, None, 4.0, 24.0), 1, "graph")
+    assert bench.speedup(ours, theirs) == bench.Quartiles(1.5, 2.0, 2.5)
+    assert ours.median_ms == 3.0
+    assert theirs.median_ms == 4.0
+
+
+class FakeEvent:
+    """Takes the time of the work it stands around from a counter."""
+
+    clock = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = math.nan
+
+    def record(self) -> None:
+        self.at = FakeEvent.clock
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.at - self.at
+
+
+def test_bench_timer_samples_every_round_and_names_its_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refused:
+        def __init__(self, graph: object) -> None:
+            raise RuntimeError("not here\nfor many reasons")
+
+    def work(ms: float) -> None:
+        FakeEvent.clock += ms
+
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", Refused)
+    for name in ("synchronize", "current_stream", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    copies = [partial(work, 1.0), partial(work, 3.0)]
+    calls = {"one": partial(work, 0.5), "two": copies, "slow": partial(work, 400.0)}
+    timings = bench.time_interleaved(calls, rounds=9)
+    medians = {name: timing.median_ms for name, timing in timings.items()}
+    assert medians == pytest.approx({"one": 0.5, "two": 1.8, "slow": 400})
+    assert [timing.launches for timing in timings.values()] == [20, 5, 1]
+    counts = [sum(sample is not None for sample in timing.samples) for timing in timings.values()]
+    assert counts == [9, 9, bench.MIN_SAMPLES]
+    assert timings["one"].timer == "eager: graph capture failed, RuntimeError: not here"
+    assert bench.time_eager(calls["one"]).ms == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="rounds: expected at least 1, got 0"):
+        bench.time_interleaved(calls, rounds=0)
+
+
+@pytest.mark.gpu
+def test_bench_timer_on_gpu_sees_twice_the_work() -> None:
+    x = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
+
+    def uncapturable() -> float:
+        return float((x @ x)[0, 0])
+
+    calls = {"once": lambda: x @ x, "twice": lambda: (x @ x) @ x, "uncapturable": uncapturable}
+    timings = bench.time_interleaved(calls, rounds=9)
+    assert bench.speedup(timings["once"], timings["twice"]).median == pytest.approx(2, rel=0.1)
+    assert timings["once"].timer == timings["twice"].timer == "graph"
+    assert timings["uncapturable"].timer.startswith("eager: graph capture failed")
+    assert bench.time_interleaved({"after": calls["once"]}, rounds=3)["after"].timer == "graph"
+
+
+def test_bench_paper_grid_is_16k_tokens_of_hidden_2048() -> None:
+    paper = {str(shape) for name, shape in run.chosen_shapes(["paper-*"]).items()}
+    lengths = [512 << i for i in range(6)]
+    assert paper == {
+        f"{16384 // s},{2048 // d},{2048 // d},{s},{s},{d},{d},{mask}"
+        for d in (64, 128, 256)
+        for s in lengths
+        for mask in ("full", "causal")
+    }
+
+
+def test_bench_named_shapes_are_shapes() -> None:
+    named = configs.named_shapes()
+    assert len({Shape.parse(text) for text in named.values()}) == len(named)
+    assert all(str(Shape.parse(text)) == text for text in named.values())
+    assert len(run.chosen_shapes(run.DEFAULT)) == 37
+
+
+def test_bench_shapes_by_name_pattern_and_text() -> None:
+    assert list(run.chosen_shapes(["article;paper-d64-full-*k", SHAPE])) == [
+        "article",
+        *(f"paper-d64-full-{n}k" for n in (1, 2, 4, 8, 16)),
+        SHAPE,
+    ]
+    with pytest.raises(ValueError, match=r"'nonsense': not in .*, which has paper-d64-full-512"):
+        run.chosen_shapes(["nonsense"])
+
+
+def fake_row(
+    provider: str, seqlen: int, tflops: float | None, mask: str = "full", **other: object
+) -> report.Row:
+    size = {"batch": 16384 // seqlen, "heads_q": 16, "heads_kv": 16, "seqlen_q": seqlen, "seqlen_k": seqlen}
+    size |= {"head_dim": 128, "head_dim_v": 128, "mask": mask}
+    row = {
+        "pass": "fwd",
+        "provider": provider,
+        "title": provider,
+        "library": "1.0",
+        "dtype": "bf16",
+        "gpu": "H",
+        **size,
+    }
+    if tflops is None:
+        return row | {"status": "wrong", "correct": False, "reason": "out[0] is 1 instead of 2"} | other
+    speed = {
+        "ms": 1.0,
+        "eager_ms": 1.1,
+        "tflops": tflops,
+        "gbps": 100.0,
+        "intensity": 500.0,
+        "pct_cublas": 80.0,
+    }
+    return row | speed | {"status": "ok", "correct": True, "max_err_ratio": 0.5, "timer": "graph"} | other
+
+
+ROWS = [
+    fake_row("tl_attention", 1024, 600.0, ratio_vs_fa2=2.0, ratio_vs_cudnn=0.9),
+    fake_row("fa2", 1024, 300.0),
+    fake_row("cudnn", 1024, 660.0),
+    fake_row("tl_attention", 4096, 640.0, ratio_vs_fa2=1.125),
+    fake_row("fa2", 4096, 570.0, timer="eager: graph capture failed, RuntimeError: no"),
+    fake_row("cudnn", 4096, None),
+    fake_row("fa4", 4096, None, status="skipped", correct=None, reason="not installed"),
+]
+
+
+def test_bench_geomeans() -> None:
+    assert report.geomeans(ROWS) == {"fa2": (pytest.approx(1.5), 2, 2), "cudnn": (pytest.approx(0.9), 0, 1)}
+
+
+def test_bench_markdown_shows_losses_and_wrong_rows() -> None:
+    text = report.markdown({"gpu": "H", "command": "run.py"}, ROWS, "fwd.png")
+    assert "| B16 H16 S1024 d128 full | 600 | 300 | **660** |" in text
+    assert "| B4 H16 S4096 d128 full | **640** | 570 | WRONG |" in text
+    assert "1.50x fa2: geometric mean of 2 rows, faster in 2" in text
+    assert "cudnn wrong: out[0] is 1 instead of 2 (B4 H16 S4096 d128 full)" in text
+    assert "fa2 eager: graph capture failed" in text
+    assert "fa4 skipped: not installed" in text
+    assert "visible pairs" in text
+    assert "![TFLOPS against sequence length](fwd.png)" in text
+
+
+def test_bench_table_shows_geomeans() -> None:
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(report.table(ROWS))
+    text = console.export_text()
+    assert "geomean of ours over" in text
+    assert "1.50x" in text
+    assert "WRONG" in text
+
+
+def test_bench_plots_where_there_are_two_lengths(tmp_path: Path) -> None:
+    assert report.plot(ROWS, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert not report.plot(ROWS[:3], tmp_path / "none.png")
+
+
+def test_bench_score_is_relative_to_the_best_peer(tmp_path: Path) -> None:
+    peers = tmp_path / "peers.csv"
+    peers.write_text("pass,head_dim,mask,seqlen,batch,heads,cudnn,best\nfwd,128,full,1024,16,16,500,600\n")
+    table = report.read_peers(peers)
+    assert report.score(ROWS[0], table) == pytest.approx(0.9 / 1.2)
+    assert report.score(ROWS[3], table) is None
+
+
+class Stub:
+    """Times nothing: every call is said to take as many milliseconds as its place."""
+
+    @staticmethod
+    def time_interleaved(calls: dict, rounds: int) -> dict[str, Timing]:
+        return {name: Timing((float(i),) * rounds, 1, "graph") for i, name in enumerate(calls, 1)}
+
+    @staticmethod
+    def boom(shape: Shape, *_: torch.Tensor) -> providers.Ready:
+        raise RuntimeError("no kernel\nand a long story")
+
+    @staticmethod
+    def wrong(shape: Shape, *_: torch.Tensor) -> providers.Ready:
+        return providers._same(lambda q, k, v: (v + 1, None))
+
+
+@pytest.fixture
+def gpu_stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPU tensors: naive as ours and as itself, one provider that is wrong, one that raises."""
+    naive = providers.PROVIDERS["naive"]
+    stubs = {"tl_attention": naive, "naive": naive, "fa3": providers.PROVIDERS["fa3"]}
+    stubs |= {
+        "fa4": providers.Provider(Stub.wrong, "bhsd", str),
+        "flex": providers.Provider(Stub.boom, "bhsd", str),
+    }
+    monkeypatch.setattr(run, "PROVIDERS", stubs)
+    monkeypatch.setattr(run, "make_inputs", partial(run.make_inputs, device="cpu"))
+    monkeypatch.setattr(bench, "rotation", lambda nbytes: 2)
+    monkeypatch.setattr(bench, "time_interleaved", Stub.time_interleaved)
+    monkeypatch.setattr(bench, "time_eager", lambda call: Eager(1.0, 5.0))
+    monkeypatch.setattr(bench, "measure_cublas_tflops", lambda: 700.0)
+    monkeypatch.setattr(bench, "measure_copy_bandwidth", lambda: 4000.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(run, "is_hopper", lambda device: True)
+    monkeypatch.setattr(
+        bench, "environment", lambda command: {"gpu": "NVIDIA H200", "commit": "c", "command": command}
+    )
+
+
+NAMES = ["tl_attention", "naive", "fa3", "fa4", "flex"]
+
+
+@pytest.mark.usefixtures("gpu_stub")
+def test_bench_run_gates_speeds_and_writes_all(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    argv = [
+        "--shapes",
+        SHAPE,
+        "1,2,2,96,96,32,32,causal",
+        "--providers",
+        *NAMES,
+        "--out",
+        str(tmp_path),
+        "--rounds",
+        "3",
+    ]
+    assert run.main(argv) == 0
+    rows = [json.loads(line) for line in (tmp_path / "fwd.jsonl").read_text().splitlines()]
+    status = {row["provider"]: row["status"] for row in rows}
+    assert status == dict(zip(NAMES, ("ok", "ok", "skipped", "wrong", "failed"), strict=True))
+    assert [row["shape"] for row in rows[::5]] == [SHAPE, "1,2,2,96,96,32,32,causal"]
+    ours, *_, wrong, failed = rows[:5]
+    assert set(KEYS) <= ours.keys()
+    assert ours["ratio_vs_naive"] == 2.0
+    assert ours["tflops"] == pytest.approx(bench.fwd_flops(Shape.parse(SHAPE)) / 1e-3 / 1e12)
+    assert "ms" not in wrong
+    assert "instead of" in wrong["reason"]
+    assert failed["reason"] == "RuntimeError: no kernel"
+    assert "WRONG" in (tmp_path / "fwd.md").read_text()
+    assert (
+        json.loads((tmp_path / "environment.json").read_text())["copy"] == "4000 GB/s, ridge point 175 FLOP/B"
+    )
+    assert "2.00x" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("gpu_stub")
+def test_bench_run_keeps_what_it_has_when_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = run.measure
+
+    def interrupted(shape: Shape, *rest: object) -> list[report.Row]:
+        if shape.seqlen_q == 96:
+            raise KeyboardInterrupt
+        return measure(shape, *rest)
+
+    monkeypatch.setattr(run, "measure", interrupted)
+    argv = [
+        "--shapes",
+        SHAPE,
+        "1,2,2,96,96,32,32,causal",
+        "--providers",
+        "tl_attention",
+        "--out",
+        str(tmp_path),
+    ]
+    assert run.main(argv) == 130
+    assert len((tmp_path / "fwd.jsonl").read_text().splitlines()) == 1
+    assert "B1 H2 S48 d32 causal" in (tmp_path / "fwd.md").read_text()
+
+
+@pytest.mark.usefixtures("gpu_stub")
+def test_bench_run_fails_where_ours_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(run.PROVIDERS, "tl_attention", run.PROVIDERS["fa4"])
+    assert run.main(["--shapes", SHAPE, "--providers", "tl_attention", "--out", str(tmp_path)]) == 1
+
+
+def test_bench_bad_arguments_end_with_a_message(capsys: pytest.CaptureFixture) -> None:
+    for argv, words in ((["--shapes", "1,2,full"], "2 numbers"), (["--rounds", "0"], "at least 1")):
+        with pytest.raises(SystemExit):
+            run.main(argv)
+        assert words in capsys.readouterr().err
+
+
+@pytest.fixture
+def no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "is_hopper", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_hopper")
+@pytest.mark.filterwarnings("ignore:tl_attention")
+def test_bench_without_gpu_reports_kernels_and_checks_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(no_gpu, "_lines", lambda pairs: iter([tuple("abcdefghijk")] * len(pairs)))
+    monkeypatch.setattr("tl_attention.cubin.find_nvcc", lambda: (Path("nvcc"), "PATH"))
+    assert run.main(["--quick"]) == 0
+    text = capsys.readouterr().out
+    assert "No Hopper GPU" in text
+    assert "CTAs/SM" in text
+    assert text.count("as scaled_dot_product_attention") == len(no_gpu.CPU_SHAPES)
+
+
+@pytest.mark.usefixtures("no_hopper")
+@pytest.mark.filterwarnings("ignore:tl_attention")
+def test_bench_without_nvcc_says_so_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("tl_attention.cubin.find_nvcc", lambda: None)
+    assert run.main([]) == 0
+    text = capsys.readouterr().out
+    assert "nvcc is neither" in text
+    assert text.count("as scaled_dot_product_attention") == len(no_gpu.CPU_SHAPES)
+
+
+def test_bench_kernel_that_does_not_compile_keeps_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(problem: object, config: object) -> None:
+        raise RuntimeError("nvcc refuses the kernel:\nlong")
+
+    monkeypatch.setattr("tl_attention.cubin.report", refuse)
+    problem = configs.problems()[0]
+    line = no_gpu.kernel_line(problem, configs.default_config(problem))
+    assert len(line) == 11
+    assert line[-1] == "RuntimeError: nvcc refuses the kernel:"
+
+
+@pytest.mark.filterwarnings("ignore:tl_attention")
+def test_bench_cpu_check_sees_a_wrong_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tl_attention
+
+    right = tl_attention.mha_fwd_interface
+    monkeypatch.setattr(
+        tl_attention,
+        "mha_fwd_interface",
+        lambda *qkv, **options: tuple(1.1 * x for x in right(*qkv, **options)),
+    )
+    assert no_gpu.check_cpu(Console(quiet=True)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "words"),
+    [
+        ("fa2", "1,1,1,8,8,192,128,full", "one head_dim"),
+        ("cudnn", "1,1,1,8,16,64,causal", "top-left"),
+        ("naive", "1,64,64,16384,16384,64,full", "would take 32 GiB"),
+        ("naive", "1,1,1,16,8,64,causal", "NaN"),
+    ],
+)
+def test_bench_provider_says_why_it_cannot(name: str, shape: str, words: str) -> None:
+    with pytest.raises(providers.Unsupported, match=words):
+        providers.PROVIDERS[name].prepare(Shape.parse(shape), torch.empty(0), torch.empty(0), torch.empty(0))
+
+
+@pytest.mark.parametrize("shape", ["2,4,2,33,33,32,16,full", "1,2,1,20,47,64,causal"])
+def test_bench_naive_is_right(shape: str) -> None:
+    shape = Shape.parse(shape)
+    bshd = run.make_inputs(shape, torch.bfloat16, device="cpu")
+    inputs = [x.transpose(1, 2).contiguous() for x in bshd]
+    ready = providers.PROVIDERS["naive"].prepare(shape, *inputs)
+    assert run.verify("naive", ready, inputs, bshd, shape.causal)["status"] == "ok"
+
+
+def test_bench_environment_needs_no_gpu() -> None:
+    facts = bench.environment("python run.py")
+    assert facts["command"] == "python run.py"
+    assert facts["torch"] == torch.__version__
+    assert not math.isnan(len(facts["commit"]))

@@ -1,0 +1,144 @@
+"""Every error of the public functions, and what they do without a kernel: empty tensors, CPU tensors, torch.compile."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+
+import tl_attention
+from tl_attention import flash_attn_func, mha_fwd_interface, ref_mha_fwd_interface
+
+
+def qkv(batch=2, heads=4, heads_kv=2, seqlen_q=5, seqlen_k=7, head_dim=64, head_dim_v=64, dtype=torch.bfloat16):
+    """[batch, heads, seqlen, head_dim]"""
+    return [
+        torch.randn(batch, h, s, d, dtype=dtype)
+        for h, s, d in ((heads, seqlen_q, head_dim), (heads_kv, seqlen_k, head_dim), (heads_kv, seqlen_k, head_dim_v))
+    ]
+
+
+def with_k(**changes):
+    return [qkv()[0], *qkv(**changes)[1:]]
+
+
+ERRORS = {
+    "q-is-no-tensor": (lambda: [[1.0], *qkv()[1:]], {}, TypeError, r"q: expected a torch\.Tensor, got list"),
+    "fp32": (lambda: qkv(dtype=torch.float32), {}, TypeError, r"q: expected bfloat16 or float16, got torch\.float32; cast it"),
+    "mixed-dtypes": (lambda: with_k(dtype=torch.float16), {}, TypeError, r"k, v: expected the dtype of q, torch\.bfloat16, got"),
+    "3-dimensions": (lambda: [x[0] for x in qkv()], {}, ValueError, r"q: expected 4 dimensions \[batch, heads, seqlen, head_dim\]"),
+    "last-dimension-strided": (
+        lambda: [x.mT.contiguous().mT for x in qkv()], {}, ValueError, r"q: expected the last dimension to be contiguous.*contiguous\(\)",
+    ),
+    "devices": (lambda: [qkv()[0], *(x.to("meta") for x in qkv()[1:])], {}, ValueError, r"k, v: expected the device of q, cpu, got meta"),
+    "batch": (lambda: with_k(batch=3), {}, ValueError, r"k, v: expected the batch of q, 2, got 3 and 3"),
+    "v-seqlen": (lambda: [*qkv()[:2], qkv(seqlen_k=8)[2]], {}, ValueError, r"v: expected the heads and seqlen of k, 2 and 7, got 2 and 8"),
+    "heads": (lambda: with_k(heads_kv=3), {}, ValueError, r"k, v: expected a number of heads that divides the 4 of q, got 3"),
+    "no-kv-heads": (lambda: with_k(heads_kv=0), {}, ValueError, r"k, v: expected a number of heads that divides the 4 of q, got 0"),
+    "k-head-dim": (lambda: with_k(head_dim=72), {}, ValueError, r"k: expected the head_dim of q, 64, got 72"),
+    "head-dim-odd": (lambda: qkv(head_dim=60, head_dim_v=60), {}, ValueError, r"multiples of 8, got 60 of q and k, 60 of v; pad"),
+    "head-dim-0": (lambda: qkv(head_dim=0, head_dim_v=0), {}, ValueError, r"multiples of 8, got 0"),
+    "head-dim-large": (lambda: qkv(head_dim=264), {}, NotImplementedError, r"q, k: head_dim 264 is not supported; expected at most 256"),
+    "head-dim-v-larger": (lambda: qkv(head_dim_v=128), {}, NotImplementedError, r"v: head_dim 128 above that of q and k, 64"),
+    "scale-inf": (qkv, {"sm_scale": math.inf}, ValueError, r"softmax_scale: expected a finite number or None.*got inf"),
+    "scale-nan": (qkv, {"sm_scale": math.nan}, ValueError, r"softmax_scale: expected a finite number"),
+    "scale-text": (qkv, {"sm_scale": "1"}, ValueError, r"softmax_scale: expected a finite number or None.*got '1'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("inputs", "options", "error", "text"), ERRORS.values(), ids=ERRORS)
+def test_error_names_argument_expectation_and_what_came(inputs, options, error, text):
+    with pytest.raises(error, match=text):
+        mha_fwd_interface(*inputs(), **options)
+
+
+OPTIONS = {
+    "dropout_p": 0.1,
+    "window_size": (128, 0),
+    "softcap": 30.0,
+    "alibi_slopes": torch.ones(4),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_option_not_built_is_refused_by_name(name):
+    with pytest.raises(NotImplementedError, match=f"{name}: .*not supported yet"):
+        flash_attn_func(*(x.transpose(1, 2) for x in qkv()), **{name: OPTIONS[name]})
+
+
+def test_flash_attn_func_has_the_parameters_of_flash_attention_2():
+    import inspect
+
+    assert list(inspect.signature(flash_attn_func).parameters) == (
+        "q k v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs".split()
+    )
+
+
+@pytest.mark.filterwarnings("ignore:tl_attention")
+@pytest.mark.parametrize("causal", [False, True])
+def test_cpu_tensors_run_the_reference(causal):
+    q, k, v = qkv()
+    out, lse = mha_fwd_interface(q, k, v, is_causal=causal)
+    expected, expected_lse = ref_mha_fwd_interface(q, k, v, is_causal=causal)
+    assert out.dtype == q.dtype and out.is_contiguous()
+    torch.testing.assert_close(out.float(), expected, atol=0.01, rtol=0.01)
+    torch.testing.assert_close(lse, expected_lse)
+    flash, flash_lse, probs = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal, return_attn_probs=True)
+    assert torch.equal(flash.transpose(1, 2), out) and probs is None and flash.is_contiguous()
+    torch.testing.assert_close(flash_lse, lse * math.log(2))
+
+
+def test_cpu_tensors_warn_once(monkeypatch):
+    monkeypatch.setattr(tl_attention.ops, "_warned", set())
+    with pytest.warns(UserWarning, match="CPU tensors run the plain PyTorch reference"):
+        mha_fwd_interface(*qkv())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mha_fwd_interface(*qkv())
+
+
+EMPTY = {"batch": {"batch": 0}, "heads": {"heads": 0, "heads_kv": 0}, "seqlen_q": {"seqlen_q": 0}, "seqlen_k": {"seqlen_k": 0}}
+
+
+@pytest.mark.filterwarnings("ignore:tl_attention")
+@pytest.mark.parametrize("changes", EMPTY.values(), ids=EMPTY)
+def test_empty_tensors_give_empty_or_zero_outputs(changes):
+    q, k, v = qkv(**changes)
+    out, lse = mha_fwd_interface(q, k, v, is_causal=True)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    assert not out.any() and (lse == -math.inf).all()
+
+
+@pytest.mark.filterwarnings("ignore:tl_attention")
+def test_backward_is_refused_by_name():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    out, _ = mha_fwd_interface(q, k, v)
+    with pytest.raises(NotImplementedError, match="backward of tl_attention is not built yet"):
+        out.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:tl_attention")
+def test_torch_compile_traces_both_functions_without_a_break():
+    torch._dynamo.reset()
+    q, k, v = qkv()
+
+    def both(q, k, v):
+        out, lse = mha_fwd_interface(q, k, v, is_causal=True)
+        return out * 2, lse, flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for mine, expected in zip(compiled(q, k, v), both(q, k, v), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.filterwarnings("ignore:tl_attention")
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_opcheck(heads_first):
+    q, k, v = (x.transpose(1, 2) for x in qkv())
+    torch.library.opcheck(
+        torch.ops.tl_attention.fwd.default,
+        (q, k, v, 0.125, True, False, heads_first),
+        test_utils=("test_schema", "test_faketensor"),
+    )

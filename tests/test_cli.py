@@ -1,0 +1,98 @@
+"""The console script, where there is no GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+
+import pytest
+
+from tl_attention import cli, cubin
+
+
+@pytest.mark.parametrize("command", [[], ["tune"], ["compile"], ["doctor"]], ids=" ".join)
+def test_cli_help(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*command, "--help"])
+    assert "usage: tl-attention" in capsys.readouterr().out
+
+
+def test_doctor_says_what_is_found_and_what_to_do(capsys, monkeypatch):
+    monkeypatch.setattr(cubin, "find_cuobjdump", lambda: None)
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for name in (
+        "python",
+        "torch",
+        "GPU",
+        "tilelang",
+        "nvcc",
+        "cuobjdump",
+        "cache",
+        "tuned table",
+        "triton",
+        "fa2",
+    ):
+        assert name in out
+    assert "pip install triton" in out
+
+
+def test_doctor_strict_fails_for_what_is_needed(monkeypatch, capsys):
+    monkeypatch.setattr(
+        cli, "CHECKS", ((True, "nvcc", lambda: (False, "gone")), (False, "rich", lambda: 1 / 0))
+    )
+    assert cli.main(["doctor"]) == 0
+    assert cli.main(["doctor", "--strict"]) == 1
+    out = capsys.readouterr().out
+    assert "MISSING nvcc" in out and "ZeroDivisionError" in out
+
+
+def test_tune_without_gpu_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "is_hopper", lambda device: False)
+    assert cli.main(["tune"]) == 2
+    assert "Hopper" in capsys.readouterr().out
+
+
+def test_bench_outside_a_checkout_says_so(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "tl_attention" / "cli.py"))
+    assert cli.main(["bench", "--shapes", "article"]) == 2
+    assert "checkout" in capsys.readouterr().out
+
+
+def test_bench_forwards_its_arguments(monkeypatch):
+    seen = []
+    monkeypatch.setitem(sys.modules, "run", types.SimpleNamespace(main=seen.append))
+    assert cli.main(["bench", "--shapes", "article", "--help"]) == 0
+    assert seen == [["--shapes", "article", "--help"]]
+
+
+@pytest.mark.parametrize(("text", "expected"), [("90", 90), ("90s", 90), ("10m", 600), ("0.5h", 1800)])
+def test_seconds(text, expected):
+    assert cli.seconds(text) == expected
+
+
+def test_parse_shapes_takes_names_patterns_and_sizes():
+    shapes = cli.parse_shapes(["article", "paper-d64-full-*", "1,8,2,333,517,192,128,causal"])
+    assert len(shapes) == 8
+    assert shapes[0].seqlen_q == 4096
+    assert shapes[-1].head_dim_v == 128
+
+
+@pytest.mark.parametrize("word", ["articel", "1,8,8,128,128,64,upper"])
+def test_parse_shapes_refuses_the_unknown(word):
+    with pytest.raises(SystemExit, match=f"--shapes.*{word.split(',')[-1]}"):
+        cli.parse_shapes([word])
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang")
+@pytest.mark.timeout(300)
+def test_compile_one_config(capsys, monkeypatch, tmp_path):
+    if not cubin.find_nvcc():
+        pytest.skip(cubin.NO_NVCC)
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    assert cli.main(["compile", "bf16", "d64", "full", "grid", "--jobs", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "bf16 d64 full" in out and "ok" in out
+    assert list(tmp_path.rglob("*.so"))

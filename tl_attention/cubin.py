@@ -1,0 +1,193 @@
+"""What the compiler made of a kernel: registers, spills, shared memory, tensor instructions. Needs no GPU."""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tl_attention.configs import smem_bytes
+from tl_attention.problem import AttnProblem, FwdConfig
+from tl_attention.target import REGISTERS, SMEM_LIMIT, SMEM_PER_SM, TARGET
+
+# Each marks a slow kernel. C7507: setmaxnreg is ignored; the others: every wgmma is waited for
+WARNINGS = ("C7507", "C7510", "C7512", "C7514", "C7517")
+NO_NVCC = "nvcc is neither in CUDA_HOME, nor on PATH, nor a pip package: pip install 'tilelang[nvcc]==0.1.15'"
+THREADS_PER_SM = 2048
+SMEM_RESERVED = 1024  # bytes the hardware takes for each CTA
+
+
+@dataclass(frozen=True)
+class Report:
+    registers: int  # a thread at launch; warpgroups redistribute them
+    spill_bytes: int  # stores of a thread
+    smem_bytes: int  # dynamic: the tiles
+    smem_static: int  # the barriers
+    ctas_per_sm: int
+    warnings: tuple[str, ...]  # those of WARNINGS that ptxas gave
+    hgmma: int  # wgmma instructions in the code
+    tma: int  # TMA loads
+    tma_stores: int
+    loops: tuple[
+        int, ...
+    ]  # instructions of each loop over keys; for each warpgroup the masked one, the plain one
+    counted_in: str  # SASS; or PTX where there is no cuobjdump, and then no loops
+
+    @property
+    def fault(self) -> str | None:
+        """Why a kernel like this must not ship, None if it may."""
+        faults = [f"{self.spill_bytes} bytes of spills"] * (self.spill_bytes > 0) + list(self.warnings)
+        if (smem := self.smem_bytes + self.smem_static) > SMEM_LIMIT:
+            faults.append(f"{smem} of {SMEM_LIMIT} bytes of shared memory")
+        if not self.hgmma or not self.tma:
+            faults.append(f"{self.hgmma} wgmma and {self.tma} TMA load instructions")
+        return ", ".join(faults) or None
+
+
+def report(problem: AttnProblem, config: FwdConfig) -> Report:
+    """Lower the kernel, assemble it for sm_90a and read what came out."""
+    from tl_attention import dispatch
+
+    return report_source(*dispatch.lower_fwd(problem, config), threads=config.threads)
+
+
+def report_compiled(problem: AttnProblem, config: FwdConfig) -> Report:
+    """The same for a kernel that dispatch.compile_fwd has made: its source is in TileLang's cache."""
+    import tilelang
+
+    from tl_attention.kernels.fwd import PASS_CONFIGS, flash_fwd
+
+    kernel = tilelang.compile(flash_fwd(problem, config), target=TARGET, pass_configs=PASS_CONFIGS)
+    return report_source(kernel.get_kernel_source(), smem_bytes(problem, config), config.threads)
+
+
+def report_source(source: str, smem: int, threads: int) -> Report:
+    """The report of CUDA source by TileLang, launched with smem bytes of dynamic shared memory.
+
+    Raises:
+        FileNotFoundError: no nvcc. RuntimeError: nvcc refuses the source.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log, cubin = _assemble(source, Path(folder))
+        sass = _disassemble(cubin)
+        code, counted_in = (sass, "SASS") if sass else (cubin.with_suffix(".ptx").read_text(), "PTX")
+    registers = _largest(r"Used (\d+) registers", log)
+    smem_static = _largest(r"(\d+) bytes smem", log)
+    patterns = {
+        "SASS": (r"\bHGMMA\b", r"\bUTMALDG\b", r"\bUTMASTG\b"),
+        "PTX": (
+            r"\bwgmma\.mma_async\b",
+            r"\btensor\.\dd\.shared::\w+\.global\b",
+            r"\btensor\.\dd\.global\.shared::cta\b",
+        ),
+    }[counted_in]
+    hgmma, tma, tma_stores = (len(re.findall(pattern, code)) for pattern in patterns)
+    return Report(
+        registers=registers,
+        spill_bytes=_largest(r"(\d+) bytes spill stores", log),
+        smem_bytes=smem,
+        smem_static=smem_static,
+        ctas_per_sm=ctas_per_sm(registers, smem + smem_static, threads),
+        warnings=tuple(warning for warning in WARNINGS if warning in log),
+        hgmma=hgmma,
+        tma=tma,
+        tma_stores=tma_stores,
+        loops=tuple(loop.total() for loop in main_loops(sass)) if sass else (),
+        counted_in=counted_in,
+    )
+
+
+def ctas_per_sm(registers: int, smem: int, threads: int) -> int:
+    """CTAs an SM holds at once. Registers are given out to warps in units of 256."""
+    per_warp = -(-registers * 32 // 256) * 256
+    by_registers = REGISTERS // (per_warp * threads // 32)
+    return min(by_registers, THREADS_PER_SM // threads, SMEM_PER_SM // (smem + SMEM_RESERVED))
+
+
+def find_nvcc() -> tuple[Path, str] | None:
+    """nvcc where TileLang looks for it, and in words how it got there; None if there is none."""
+    from tilelang.env import CUDA_HOME
+
+    nvcc = Path(CUDA_HOME, "bin", "nvcc")
+    if not CUDA_HOME or not nvcc.exists():
+        return None
+    variable = next((name for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ), None)
+    if variable:
+        return nvcc, variable
+    if shutil.which("nvcc"):
+        return nvcc, "PATH"
+    return nvcc, "pip package nvidia-cuda-nvcc" if "site-packages" in nvcc.parts else "usual folder"
+
+
+def find_cuobjdump() -> Path | None:
+    """cuobjdump on PATH, of the CUDA toolkit, or of an installed triton."""
+    from tilelang.env import CUDA_HOME
+
+    triton = importlib.util.find_spec("triton")
+    folders = [os.environ.get("PATH", ""), str(Path(CUDA_HOME, "bin"))]
+    if triton and triton.origin:
+        folders.append(str(Path(triton.origin).parent / "backends/nvidia/bin"))
+    found = shutil.which("cuobjdump", path=os.pathsep.join(folders))
+    return Path(found) if found else None
+
+
+def _assemble(source: str, folder: Path) -> tuple[str, Path]:
+    """(what ptxas says, the cubin, with its PTX beside it)"""
+    from tilelang.contrib import nvcc
+
+    from tl_attention.kernels.fwd import PASS_CONFIGS
+
+    if not (found := find_nvcc()):
+        raise FileNotFoundError(NO_NVCC)
+    path = folder / "kernel.cu"
+    path.write_text(source)
+    flags = ["--use_fast_math"] if PASS_CONFIGS.get("tl.enable_fast_math") else []
+    command = [
+        found[0],
+        "--cubin",
+        "-O3",
+        f"-arch={TARGET['arch']}",
+        *nvcc.default_compile_options(flags),
+        "-Xptxas=-v",
+    ]
+    run = subprocess.run([*command, "--keep", path.name], capture_output=True, text=True, cwd=folder)
+    if run.returncode:
+        raise RuntimeError(f"nvcc refuses the kernel:\n{run.stdout}{run.stderr}")
+    return run.stdout + run.stderr, path.with_suffix(".cubin")
+
+
+def _disassemble(cubin: Path) -> str | None:
+    cuobjdump = find_cuobjdump()
+    return (
+        cuobjdump
+        and subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    )
+
+
+def _largest(pattern: str, log: str) -> int:
+    return max(map(int, re.findall(pattern, log)), default=0)
+
+
+def main_loops(sass: str) -> list[collections.Counter[str]]:
+    """Opcode counts of the loops over keys: backward branches around wgmma and exponentials."""
+    code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+    index = {address: i for i, (address, _) in enumerate(code)}
+    loops = []
+    for i, (address, text) in enumerate(code):
+        jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        start = int(jump[1], 16) if jump else address + 1
+        if start > address or start not in index:
+            continue
+        body = collections.Counter(
+            re.sub(r"^@!?U?P\w+\s+", "", t).split()[0] for _, t in code[index[start] : i + 1]
+        )
+        wgmmas = sum(count for opcode, count in body.items() if opcode.startswith("HGMMA"))
+        if wgmmas >= 4 and body["MUFU.EX2"] >= 16 and "EXIT" not in body:
+            loops.append(body)
+    return loops

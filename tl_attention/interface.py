@@ -1,0 +1,63 @@
+"""The research entry: [batch, heads, seqlen, head_dim], log-sum-exp in base 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tl_attention.checks import check_fwd
+from tl_attention.ops import attention
+from tl_attention.reference import attention_reference
+
+
+def mha_fwd_interface(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sm_scale: float | None = None,
+    is_causal: bool = False,
+    return_kernel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor] | Callable:
+    """Exact attention in one pass: out = softmax(sm_scale * q k^T + mask) v, and the log-sum-exp of its rows in BASE 2.
+
+    Args:
+        q: [batch, heads, seqlen_q, head_dim_qk], bfloat16 or float16; head_dim_qk a multiple of 8, at most 256.
+        k: [batch, heads_kv, seqlen_kv, head_dim_qk], heads a multiple of heads_kv.
+        v: [batch, heads_kv, seqlen_kv, head_dim_v], head_dim_v <= head_dim_qk.
+            Any strides with a contiguous last dimension, so transposed views and slices of packed QKV enter as they are. What TMA
+            cannot address (a stride of 0 or of no multiple of 16 bytes, an address of none) is copied.
+        sm_scale: multiplies the scores; any finite number, head_dim_qk ** -0.5 if None.
+        is_causal: query i sees key j if j <= i + seqlen_kv - seqlen_q (bottom-right); False: every query sees every key.
+        return_kernel: return the compiled callable kernel(q, k, v) -> (out, lse) for tensors like these, for timing.
+    Returns:
+        out [batch, heads, seqlen_q, head_dim_v] in the dtype of q; lse [batch, heads, seqlen_q], fp32: log2 of the sum of
+        2 ** (score * sm_scale * log2 e) (multiply by ln 2 for the natural one). A query that sees no key has out 0 and lse -inf.
+    Raises:
+        TypeError, ValueError, NotImplementedError: the argument, what was expected and what came.
+    Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
+    """
+    check_fwd(q, k, v, sm_scale, "batch, heads, seqlen")
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out, lse = attention(q, k, v, sm_scale, is_causal, lse_base2=True, heads_first=True)
+        return out.transpose(1, 2), lse
+
+    if not return_kernel:
+        return kernel(q, k, v)
+    kernel(q, k, v)  # compiles it
+    return kernel
+
+
+def ref_mha_fwd_interface(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float | None = None, is_causal: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What mha_fwd_interface computes, by the plain formula in fp32 on any device: the oracle of the tests.
+
+    Returns:
+        out in fp32 (not rounded to the dtype of q), and lse in base 2, fp32; shapes and edge values as mha_fwd_interface.
+    """
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out, lse = attention_reference(q, k, v, sm_scale, is_causal, lse_base2=True)
+    return out.transpose(1, 2), lse

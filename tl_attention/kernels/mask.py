@@ -1,0 +1,62 @@
+"""Which keys a query sees: all of them, or if causal those with key <= query + seqlen_k - seqlen_q (bottom-right)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+
+@dataclass(frozen=True)
+class Mask:
+    causal: bool
+    seqlen_q: Any
+    seqlen_k: Any
+
+    def last_key(self, query: Any) -> Any:
+        """The last key the query sees; less than 0 if it sees none."""
+        return query + self.seqlen_k - self.seqlen_q if self.causal else self.seqlen_k - 1
+
+    @T.inline
+    def apply(self, acc_s, first_query, first_key):
+        """Set the scores [rows, cols] of keys that their query does not see to -inf."""
+        rows, cols = acc_s.shape
+        for i, j in T.Parallel(rows, cols):
+            acc_s[i, j] = T.if_then_else(first_key + j <= self.last_key(first_query + i), acc_s[i, j], -T.infinity("float32"))
+
+
+@T.meta_class
+class KeyBlocks:
+    """The blocks of block_N keys that queries [first_query, first_query + block_M) need; step 0 is the last block.
+
+    There is always one: queries that see no key get a wholly masked block, so that no role waits for another in vain.
+    """
+
+    def __init__(self, mask: Mask, block_M: int, block_N: int, name: str = "blocks"):
+        self.mask, self.block_M, self.block_N = mask, block_M, block_N
+        # Variables, not expressions: TileLang 0.1.15 would copy those into every use
+        self.num_steps = T.alloc_var("int32", init=0)
+        self.num_masked = T.alloc_var("int32", init=0)
+
+    @T.inline
+    def start(self, first_query):
+        seen_by_some = T.min(self.mask.last_key(first_query + self.block_M - 1) + 1, self.mask.seqlen_k)  # keys
+        seen_by_all = T.max(self.mask.last_key(first_query) + 1, 0)
+        # From one lane, so that what counts steps lives in uniform registers: 32 fewer R2UR a step at d128
+        self.num_steps[0] = T.shfl_sync(T.max(T.ceildiv(seen_by_some, self.block_N), 1), 0)
+        self.num_masked[0] = T.shfl_sync(T.max(self.num_steps[0] - seen_by_all // self.block_N, 1), 0)
+
+    @property
+    def steps(self) -> Any:
+        return self.num_steps[0]
+
+    @property
+    def sweeps(self) -> tuple:
+        """(masked, first step, number of steps) after step 0: those that may hold a masked key, then the others."""
+        if self.mask.causal:
+            return (True, 1, self.num_masked[0] - 1), (False, self.num_masked[0], self.num_steps[0] - self.num_masked[0])
+        return ((False, 1, self.num_steps[0] - 1),)
+
+    def first_key(self, step: Any) -> Any:
+        return (self.num_steps[0] - 1 - step) * self.block_N

@@ -1,0 +1,81 @@
+"""How roles meet: rings of shared tiles between the producer and the consumers, and turns at the tensor cores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tilelang.language as T
+from tilelang.layout import make_swizzled_layout
+
+WARPGROUP = 128  # threads
+FIRST_BARRIER = 8  # of the named ones: 0-2 are TileLang's, and its ThreadSync pass hands out 3, 4, .. (0.1.15)
+ARRIVE = {"emit_arrive": 1}  # the TMA copy arrives at its barrier too, beside announcing its bytes
+
+
+def alloc_swizzled(shape: list[int], dtype: str):
+    """Shared memory in the layout TMA and wgmma agree on."""
+    tiles = T.alloc_shared(shape, dtype)
+    T.annotate_layout({tiles: make_swizzled_layout(tiles)})
+    return tiles
+
+
+@T.meta_class
+class TileRing:
+    """Slots [rows, cols] of shared memory that TMA fills and consumer warps drain, each side at its own pace.
+
+    Step i uses slot i % slots for the (i // slots)-th time; the parity of that count is what a barrier is waited on with.
+    """
+
+    def __init__(self, shape: list[int], dtype: str, consumer_warps: int, name: str):
+        self.slots = shape[0]
+        self.tiles = alloc_swizzled(shape, dtype)  # [slots, rows, cols]
+        self.full = T.alloc_barrier([1] * self.slots)  # the tile has landed
+        self.empty = T.alloc_barrier([consumer_warps] * self.slots)  # every consumer warp is done with it
+
+    def __getitem__(self, step):
+        return self.tiles[step % self.slots, :, :]
+
+    def wait(self, step):
+        return T.mbarrier_wait_parity(self.full[step % self.slots], step // self.slots % 2)
+
+    @T.inline
+    def release(self, step):
+        if T.get_thread_binding() % 32 == 0:
+            T.mbarrier_arrive(self.empty[step % self.slots])
+
+    def wait_empty(self, step: Any) -> Any:
+        return T.mbarrier_wait_parity(self.empty[step % self.slots], step // self.slots % 2 ^ 1)
+
+    @T.inline
+    def fill(self, step, source):
+        self.wait_empty(step)
+        T.tma_copy(source, self[step], barrier=self.full[step % self.slots], annotations=ARRIVE)
+
+
+class Turns:
+    """Ping-pong: the warpgroups issue their GEMMs in turn, so that the softmax of one runs under the GEMMs of another."""
+
+    def __init__(self, warpgroups: int, on: bool):
+        self.warpgroups, self.on = warpgroups, on and warpgroups > 1
+
+    def start(self, w: int):
+        return self.give(w) if w == self.warpgroups - 1 else None
+
+    def take(self, w: int):
+        return T.sync_threads(FIRST_BARRIER + w, 2 * WARPGROUP) if self.on else None
+
+    def give(self, w: int):
+        return T.named_barrier_arrive(FIRST_BARRIER + (w + 1) % self.warpgroups, 2 * WARPGROUP) if self.on else None
+
+
+def sync_warpgroup(w: int):
+    return T.sync_threads(FIRST_BARRIER + 4 + w, WARPGROUP)
+
+
+
+@T.macro
+def wait_for_stores():
+    """Until TMA has read what this warpgroup gave it to store."""
+    if T.shuffle_elect(WARPGROUP):
+        T.tma_store_wait(0)
+    T.sync_warp()

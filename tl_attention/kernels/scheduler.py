@@ -1,0 +1,157 @@
+"""Which CTA computes which tile (block_M queries of one head), and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+
+@dataclass(frozen=True)
+class TileOrder:
+    """Numbers the tiles of a problem; what it needs is worked out on the host (dispatch.plan), where a division is cheap.
+
+    Causal: the longest first, over a group of heads whose keys and values stay in the L2 together; group after group.
+    Full: all tiles of a head, then the next head.
+    """
+
+    causal: bool
+    heads: Any
+    heads_kv: Any
+    all_heads: Any  # heads * batch
+    m_blocks: Any
+    group_heads: Any
+
+    @property
+    def num_tiles(self) -> Any:
+        return self.m_blocks * self.all_heads
+
+
+@T.meta_class
+class Tile:
+    """Where the tile at hand lies. In variables: as expressions of its number they kept TileLang 0.1.15's prover busy for a minute."""
+
+    def __init__(self, order: TileOrder, name: str = "tile"):
+        self.order = order
+        self.batch_idx, self.head_idx, self.kv_head_idx, self.block = (T.alloc_var("int32", init=0) for _ in range(4))
+        self.first_head, self.rank, self.members = (T.alloc_var("int32", init=0) for _ in range(3))
+
+    @property
+    def batch(self) -> Any:
+        return self.batch_idx[0]
+
+    @property
+    def head(self) -> Any:
+        return self.head_idx[0]
+
+    @property
+    def kv_head(self) -> Any:
+        return self.kv_head_idx[0]
+
+    @property
+    def m_block(self) -> Any:
+        return self.block[0]
+
+    @T.inline
+    def locate(self, number):
+        order = self.order
+        if order.causal:
+            self.first_head[0] = T.truncdiv(number, order.group_heads * order.m_blocks) * order.group_heads
+            self.rank[0] = number - self.first_head[0] * order.m_blocks
+            self.members[0] = T.min(order.group_heads, order.all_heads - self.first_head[0])
+            self.head_idx[0] = self.first_head[0] + T.truncmod(self.rank[0], self.members[0])
+            self.block[0] = order.m_blocks - 1 - T.truncdiv(self.rank[0], self.members[0])
+        else:
+            self.head_idx[0] = T.truncdiv(number, order.m_blocks)
+            self.block[0] = T.truncmod(number, order.m_blocks)
+        self.batch_idx[0] = T.truncdiv(self.head_idx[0], order.heads)
+        self.head_idx[0] = T.truncmod(self.head_idx[0], order.heads)
+        self.kv_head_idx[0] = T.truncdiv(self.head_idx[0] * order.heads_kv, order.heads)
+
+
+@T.meta_class
+class TileBox:
+    """Where the producer leaves the plan of each tile for the consumers, which so neither divide nor count; m_block -1 is the end.
+
+    Slot turn % 2 is free again once the consumers have released the queries of the turn before.
+    """
+
+    def __init__(self, name: str = "tile_box"):
+        self.plans = T.alloc_shared([2, 8], "int32")
+        self.full = T.alloc_barrier([1, 1])
+
+    @T.inline
+    def post(self, turn, tile, first_step, blocks):
+        if T.get_thread_binding() % 32 == 0:
+            self.plans[turn % 2, 0] = tile.block[0]
+            self.plans[turn % 2, 1] = tile.head_idx[0]
+            self.plans[turn % 2, 2] = tile.batch_idx[0]
+            self.plans[turn % 2, 3] = first_step
+            self.plans[turn % 2, 4] = blocks.num_steps[0]
+            self.plans[turn % 2, 5] = blocks.num_masked[0]
+            T.mbarrier_arrive(self.full[turn % 2])
+
+    @T.inline
+    def close(self, turn):
+        if T.get_thread_binding() % 32 == 0:
+            self.plans[turn % 2, 0] = -1
+            T.mbarrier_arrive(self.full[turn % 2])
+
+    def wait(self, turn: Any) -> Any:
+        return T.mbarrier_wait_parity(self.full[turn % 2], turn // 2 % 2)
+
+    def at_end(self, turn: Any) -> Any:
+        return self.plans[turn % 2, 0] < 0
+
+    @T.inline
+    def read_tile(self, turn, tile):
+        tile.block[0] = self.plans[turn % 2, 0]
+        tile.head_idx[0] = self.plans[turn % 2, 1]
+        tile.batch_idx[0] = self.plans[turn % 2, 2]
+
+    @T.inline
+    def read_blocks(self, turn, blocks):
+        # From one lane, so that what counts steps lives in uniform registers
+        blocks.num_steps[0] = T.shfl_sync(self.plans[turn % 2, 4], 0)
+        blocks.num_masked[0] = T.shfl_sync(self.plans[turn % 2, 5], 0)
+
+    def first_step(self, turn: Any) -> Any:
+        return T.shfl_sync(self.plans[turn % 2, 3], 0)
+
+
+@T.meta_class
+class TileNumbers:
+    """The numbers of the tiles a CTA takes.
+
+    persistent: every ctas-th. dynamic: the next that no CTA has drawn yet, by a counter in global memory, [numbers drawn, CTAs
+    done], both 0 before the kernel and after it.
+    """
+
+    def __init__(self, schedule: str, first: Any, ctas: Any, tickets: Any, name: str = "tile_numbers"):
+        self.dynamic, self.ctas, self.tickets = schedule == "dynamic", ctas, tickets
+        self.current = T.alloc_var("int32", init=first)
+        self.drawn = T.alloc_var("int32", init=0)
+
+    @T.inline
+    def draw(self):
+        """Some time before advance, which so need not wait for the counter."""
+        if self.dynamic:
+            if T.get_thread_binding() % 32 == 0:
+                self.drawn[0] = T.atomic_add(self.tickets[0], 1, return_prev=True)
+
+    @T.inline
+    def advance(self):
+        if self.dynamic:
+            self.current[0] = self.ctas + T.shfl_sync(self.drawn[0], 0)
+        else:
+            self.current[0] += self.ctas
+
+    @T.inline
+    def close(self):
+        """The last CTA to see the end puts the counter back to 0 for the next kernel on this stream."""
+        if self.dynamic:
+            if T.get_thread_binding() % 32 == 0:
+                if T.atomic_add(self.tickets[1], 1, return_prev=True) == self.ctas - 1:
+                    self.tickets[0] = 0
+                    self.tickets[1] = 0

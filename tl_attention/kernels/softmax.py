@@ -1,0 +1,80 @@
+"""Online softmax over 64 rows of scores, in base 2: exp(x) = exp2(x * LOG2E)."""
+
+from __future__ import annotations
+
+import math
+
+import tilelang.language as T
+
+LOG2E = math.log2(math.e)
+LAZY = 8.0  # P stays below 2^8, fit for fp16; its rounding error is relative, so nothing is lost
+LOWEST = -1e30  # below any score, yet LOWEST - LOWEST is 0, where -inf would give NaN
+SMALLEST_SCALE = 2.0**-126  # the scale 0 becomes this: masked scores stay -inf * scale = -inf, the others vanish
+
+
+@T.meta_class
+class OnlineSoftmax:
+    """Running maximum and sum of the rows of a [64, block_N] tile; the scores are raw, scale_log2 > 0 is folded into the exponent.
+
+    Row sums stay split over the 8 columns a quad of threads holds until finish(), so no step shuffles for them.
+    """
+
+    def __init__(self, block_N: int, scale_log2, name: str = "softmax"):
+        self.block_N, self.scale_log2 = block_N, scale_log2
+        self.row_max = T.alloc_fragment([64], "float32")
+        self.row_max_prev = T.alloc_fragment([64], "float32")
+        self.row_scale = T.alloc_fragment([64], "float32")  # what the row's output so far is multiplied by
+        self.partial_sum = T.alloc_fragment([64, 8], "float32")
+        self.block_sum = T.alloc_fragment([64, 8], "float32")
+        self.moved = T.alloc_var("int32", init=0)
+        self.row_sum = T.alloc_fragment([64], "float32")
+
+    @T.inline
+    def reset(self):
+        T.fill(self.row_max, LOWEST)
+        T.clear(self.partial_sum)
+
+    @T.inline
+    def update(self, acc_s):
+        """Replace scores by exp2((score - row_max) * scale_log2), and set row_scale for what was summed before.
+
+        row_max follows the running maximum only when that has grown by 2^LAZY: any row_max gives the same quotient, and
+        most steps then need no rescale.
+        """
+        T.copy(self.row_max, self.row_max_prev)
+        T.reduce_max(acc_s, self.row_max, dim=1, clear=False)
+        for i in T.Parallel(64):
+            self.row_max[i] = T.if_then_else(
+                (self.row_max[i] - self.row_max_prev[i]) * self.scale_log2 > LAZY, self.row_max[i], self.row_max_prev[i]
+            )
+        for i in T.Parallel(64):
+            self.row_scale[i] = T.exp2((self.row_max_prev[i] - self.row_max[i]) * self.scale_log2)  # exact for LOWEST, unlike an FMA
+        for i, j in T.Parallel(64, self.block_N):
+            acc_s[i, j] = T.exp2(acc_s[i, j] * self.scale_log2 - self.row_max[i] * self.scale_log2)
+        T.reduce_sum(T.view(acc_s, [64, self.block_N // 8, 8]), self.block_sum, dim=1)
+        for i, j in T.Parallel(64, 8):
+            self.partial_sum[i, j] = self.partial_sum[i, j] * self.row_scale[i] + self.block_sum[i, j]
+
+    @T.inline
+    def rescale(self, acc_o):
+        """Multiply by row_scale, if a row of this warp moved its maximum."""
+        rows, cols = acc_o.shape
+        self.moved[0] = 0
+        for i in T.Parallel(64):
+            if self.row_max[i] > self.row_max_prev[i]:
+                self.moved[0] = 1
+        if T.any_sync(self.moved[0] != 0):
+            for i, j in T.Parallel(rows, cols):
+                acc_o[i, j] *= self.row_scale[i]
+
+    @T.inline
+    def finish(self, acc_o, lse, lse_unit):
+        """Divide by the row sum, and set lse in units of log2 / lse_unit; 0 and -inf for a row with no key."""
+        rows, cols = acc_o.shape
+        T.reduce_sum(self.partial_sum, self.row_sum, dim=1)
+        for i in T.Parallel(64):
+            lse[i] = (T.log2(self.row_sum[i]) + self.row_max[i] * self.scale_log2) * lse_unit
+        for i in T.Parallel(64):
+            self.row_scale[i] = T.if_then_else(self.row_sum[i] != 0, 1 / self.row_sum[i], 0)
+        for i, j in T.Parallel(rows, cols):
+            acc_o[i, j] *= self.row_scale[i]

@@ -1,0 +1,46 @@
+"""Where the tiles of one head lie in global memory. A kernel for another memory path (varlen, paged) brings its own class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+
+def strided(name: str, shape: list, dtype: str) -> Any:
+    """A tensor argument with any strides but the last, which is 1; TMA wants the others to be multiples of 16 bytes."""
+    strides = [T.dynamic(f"{name}_stride_{axis}", "int64") for axis in range(len(shape) - 1)]
+    return T.StridedTensor(shape, [*strides, 1], dtype)
+
+
+@dataclass(frozen=True)
+class DenseTiles:
+    """Q, K, V, O: [batch, seqlen, heads, columns]; Lse: [batch, heads, seqlen_q].
+
+    A tile is head_dim (Q, K) or head_dim_v (V, O) wide, whatever the tensors' columns: TMA reads 0 and writes nothing past
+    either end.
+    """
+
+    Q: Any
+    K: Any
+    V: Any
+    O: Any
+    Lse: Any
+    head_dim: int
+    head_dim_v: int
+
+    def q(self, tile: Any, start: Any, rows: int) -> Any:
+        return self.Q[tile.batch, start : start + rows, tile.head, 0 : self.head_dim]
+
+    def k(self, tile: Any, start: Any, rows: int) -> Any:
+        return self.K[tile.batch, start : start + rows, tile.kv_head, 0 : self.head_dim]
+
+    def v(self, tile: Any, start: Any, rows: int) -> Any:
+        return self.V[tile.batch, start : start + rows, tile.kv_head, 0 : self.head_dim_v]
+
+    def o(self, tile: Any, start: Any, rows: int) -> Any:
+        return self.O[tile.batch, start : start + rows, tile.head, 0 : self.head_dim_v]
+
+    def lse(self, tile: Any, start: Any, rows: int) -> Any:
+        return self.Lse[tile.batch, tile.head, start : start + rows]

@@ -1,0 +1,69 @@
+"""The forward as a torch op, with a schema and a fake, so that torch.compile traces through it without a break."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+
+from tl_attention import dispatch
+from tl_attention.checks import check_device
+from tl_attention.reference import attention_reference
+
+
+@torch.library.custom_op("tl_attention::fwd", mutates_args=(), device_types=("cuda", "cpu"))
+def fwd_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool, lse_base2: bool, heads_first: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dispatch.fwd, or the reference on CPU tensors."""
+    if q.device.type == "cpu":
+        return _on_cpu(q, k, v, softmax_scale, causal, lse_base2, heads_first)
+    check_device(q)
+    return dispatch.fwd(q, k, v, softmax_scale, causal, lse_base2, heads_first)
+
+
+@fwd_op.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool, lse_base2: bool, heads_first: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, seqlen_q, heads, _ = q.shape
+    lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+    if heads_first:
+        return q.new_empty((batch, heads, seqlen_q, v.shape[3])).transpose(1, 2), lse
+    return q.new_empty((batch, seqlen_q, heads, v.shape[3])), lse
+
+
+def _no_backward(ctx: object, *grads: torch.Tensor) -> None:
+    raise NotImplementedError("the backward of tl_attention is not built yet; call it under torch.no_grad() or detach q, k and v")
+
+
+fwd_op.register_autograd(_no_backward)
+
+_warned: set[str] = set()
+
+
+def _on_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool, lse_base2: bool, heads_first: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not _warned:
+        _warned.add("cpu")
+        warnings.warn("tl_attention: CPU tensors run the plain PyTorch reference, which is slow", stacklevel=4)
+    out, lse = attention_reference(q, k, v, softmax_scale, causal, lse_base2=lse_base2)
+    out = out.to(q.dtype)
+    return out.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else out.contiguous(), lse
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None, causal: bool, lse_base2: bool, heads_first: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The one way in of the public functions; [batch, seqlen, heads, head_dim] views, checked.
+
+    Straight to the launch where nobody traces and no gradient is asked: the op's bookkeeping costs more than the rest of the call.
+    """
+    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if needs_grad or torch.compiler.is_compiling() or type(q) is not torch.Tensor or q.device.type != "cuda":
+        return fwd_op(q, k, v, scale, causal, lse_base2, heads_first)
+    check_device(q)
+    return dispatch.fwd(q, k, v, scale, causal, lse_base2, heads_first)

@@ -1,0 +1,355 @@
+"""The one timer, the FLOP, byte and roofline formulas, and the facts of the machine a speed was measured on.
+
+Protocol. All calls are warmed up and captured first. A sample is one replay of a CUDA graph of so many
+launches that it lasts about 10 ms, between two events. Every round takes one sample of each call, starting
+one place further on, with no idle time in between (sustained clocks). Small inputs take turns with copies
+(see `rotation`), so a launch finds none of them in L2. Ratios are taken within a round: both sides see the
+same clock.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+L2_BYTES = 50 << 20
+MAX_COPIES = 1024
+PEAK_TFLOPS = 1071  # dense bf16 of an H200: 132 SMs x 4096 FLOP a clock x 1.98 GHz
+MIN_SAMPLES = 3
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An attention problem and its sizes, written `B,Hq,Hkv,Sq,Sk,D[,Dv],mask` with mask causal or full."""
+
+    batch: int
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Raises ValueError with the form expected and what is wrong."""
+        *sizes, mask = (field.strip() for field in text.split(","))
+        complaint = f"shape {text!r}: expected B,Hq,Hkv,Sq,Sk,D[,Dv],mask"
+        if mask not in ("causal", "full"):
+            raise ValueError(f"{complaint} with mask causal or full, got {mask!r}")
+        if len(sizes) not in (6, 7):
+            raise ValueError(f"{complaint}: 6 or 7 numbers and a mask, got {len(sizes)} numbers")
+        if not all(size.isdecimal() and int(size) > 0 for size in sizes):
+            raise ValueError(f"{complaint} with positive whole numbers")
+        numbers = [int(size) for size in sizes]
+        if numbers[1] % numbers[2]:
+            raise ValueError(f"{complaint} with Hq a multiple of Hkv, got {numbers[1]} and {numbers[2]}")
+        return cls(*numbers[:6], numbers[-1], mask == "causal")
+
+    @property
+    def mask(self) -> str:
+        return "causal" if self.causal else "full"
+
+    def __str__(self) -> str:
+        *sizes, _ = astuple(self)
+        return ",".join(map(str, (*sizes, self.mask)))
+
+
+def visible_pairs(shape: Shape) -> int:
+    """(query, key) pairs that one head of one batch entry attends to; causal is bottom-right."""
+    if not shape.causal:
+        return shape.seqlen_q * shape.seqlen_k
+    rows = min(shape.seqlen_q, shape.seqlen_k)  # the last rows; any before them see no key
+    return rows * (2 * shape.seqlen_k - rows + 1) // 2
+
+
+def fwd_flops(shape: Shape) -> int:
+    """2 FLOPs a multiply-add of S = QKᵀ and O = PV, over the visible pairs of all batch entries and heads."""
+    return 2 * visible_pairs(shape) * (shape.head_dim + shape.head_dim_v) * shape.batch * shape.heads_q
+
+
+def input_bytes(shape: Shape) -> int:
+    """q, k and v, 2 bytes an element."""
+    q = shape.heads_q * shape.seqlen_q * shape.head_dim
+    kv = shape.heads_kv * shape.seqlen_k * (shape.head_dim + shape.head_dim_v)
+    return 2 * shape.batch * (q + kv)
+
+
+def fwd_bytes(shape: Shape) -> int:
+    """q, k, v read once and out written once, 2 bytes an element, and the fp32 lse."""
+    rows = shape.batch * shape.heads_q * shape.seqlen_q
+    return input_bytes(shape) + rows * (2 * shape.head_dim_v + 4)
+
+
+def intensity(shape: Shape) -> float:
+    """FLOPs a byte."""
+    return fwd_flops(shape) / fwd_bytes(shape)
+
+
+def fwd_ceiling(shape: Shape, block_M: int, block_N: int) -> tuple[float, float]:
+    """What the model allows a kernel with these tiles at most, in TFLOPS: (exp after MMA, exp under MMA).
+
+    An SM does 4096 tensor FLOPs or 16 exp2 a clock. A tile is computed whole where the mask leaves any of it.
+    Source: Shah et al. 2024 (FlashAttention-3), section 3.1, with the numbers of an H200 at its boost clock.
+    """
+    mma = 2 * (shape.head_dim + shape.head_dim_v) / 4096  # clocks a score
+    exp = 1 / 16
+    executed = 0
+    for first in range(0, shape.seqlen_q, block_M):
+        last = min(first + block_M, shape.seqlen_q)  # one past the last query of the tile
+        keys = max(0, last + shape.seqlen_k - shape.seqlen_q) if shape.causal else shape.seqlen_k
+        executed += block_M * math.ceil(keys / block_N) * block_N
+    useful = PEAK_TFLOPS * visible_pairs(shape) / executed if executed else 0.0
+    return useful * mma / (mma + exp), useful * mma / max(mma, exp)
+
+
+@dataclass(frozen=True)
+class Quartiles:
+    p25: float
+    median: float
+    p75: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Quartiles:
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        return cls(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds a launch, one sample a round."""
+
+    samples: tuple[float | None, ...]  # None in a round that a slow call sat out
+    launches: int  # in a sample
+    timer: str  # graph, or eager and why
+
+    @property
+    def quartiles(self) -> Quartiles:
+        return Quartiles.of([sample for sample in self.samples if sample is not None])
+
+    @property
+    def median_ms(self) -> float:
+        return self.quartiles.median
+
+    @property
+    def p25(self) -> float:
+        return self.quartiles.p25
+
+    @property
+    def p75(self) -> float:
+        return self.quartiles.p75
+
+
+def speedup(timing: Timing, base: Timing) -> Quartiles:
+    """How many times as fast as base, of the ratios of the rounds that both took part in."""
+    pairs = zip(timing.samples, base.samples, strict=True)
+    return Quartiles.of([theirs / ours for ours, theirs in pairs if ours is not None and theirs is not None])
+
+
+def rotation(nbytes: int) -> int:
+    """How many copies of inputs of nbytes to take turns with: together they exceed twice the L2 cache."""
+    return min(MAX_COPIES, 2 * L2_BYTES // nbytes + 1)
+
+
+def round_order(costs_ms: Mapping[str, float], rounds: int, cap_ms: float) -> list[list[str]]:
+    """Who is sampled in each round, in order.
+
+    Everyone moves one place up each round, so all are first equally often. A call whose samples would take
+    more than cap_ms sits out rounds, evenly, but has MIN_SAMPLES; the first round has everyone.
+    """
+    names = list(costs_ms)
+    most = max(1, rounds // MIN_SAMPLES)
+    stride = {name: min(most, math.ceil(cost * rounds / cap_ms) or 1) for name, cost in costs_ms.items()}
+    turns = ([*names[i % len(names) :], *names[: i % len(names)]] for i in range(rounds))
+    return [[name for name in turn if i % stride[name] == 0] for i, turn in enumerate(turns)]
+
+
+Call = Callable[[], object]
+
+
+def time_interleaved(
+    calls: Mapping[str, Call | Sequence[Call]],
+    rounds: int = 15,
+    *,
+    sample_ms: float = 10.0,
+    cap_ms: float = 500.0,
+) -> dict[str, Timing]:
+    """Times each call on the current CUDA device by the protocol of this module.
+
+    Args:
+        calls: by name; a sequence holds the same call on different copies of its inputs, launched in turn.
+        sample_ms: about how long a sample lasts; a longer call is sampled one launch at a time.
+        cap_ms: about how long all samples of one call may take; a slower one is sampled in fewer rounds.
+    Returns:
+        The timings by name. A call that no graph can capture is launched from the host, and `timer` says so.
+    Raises:
+        ValueError: fewer than one round. Whatever a call raises outside of capture.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds: expected at least 1, got {rounds}")
+    turns = {name: [call] if callable(call) else list(call) for name, call in calls.items()}
+    costs = {name: _warm_up(copies) for name, copies in turns.items()}
+    launches = {name: max(1, round(sample_ms / cost)) for name, cost in costs.items()}
+    samplers = {name: _sampler(copies, launches[name]) for name, copies in turns.items()}
+    sample_costs = {name: costs[name] * launches[name] for name in turns}
+
+    samples = {name: [None] * rounds for name in turns}
+    for i, order in enumerate([list(turns), *round_order(sample_costs, rounds, cap_ms)]):
+        events = {name: _events(samplers[name][0]) for name in order}
+        torch.cuda.synchronize()
+        if i == 0:
+            continue  # first replays upload the graphs
+        for name, (start, end) in events.items():
+            samples[name][i - 1] = start.elapsed_time(end) / launches[name]
+    return {name: Timing(tuple(samples[name]), launches[name], samplers[name][1]) for name in turns}
+
+
+@dataclass(frozen=True)
+class Eager:
+    """Back-to-back calls from Python, L2 warm: what a launch costs where no graph is used."""
+
+    ms: float  # a call, the slower of host and device
+    host_us: float  # the host's share
+
+
+def time_eager(call: Call, *, sample_ms: float = 10.0) -> Eager:
+    """Median of 3 runs of as many back-to-back calls as last about sample_ms, at most 100."""
+    count = min(100, max(1, round(sample_ms / _warm_up([call]))))
+    device, host = [], []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        start, end = _events(lambda: _repeat([call], count))
+        host.append(time.perf_counter() - begin)
+        torch.cuda.synchronize()
+        device.append(start.elapsed_time(end))
+    return Eager(statistics.median(device) / count, statistics.median(host) / count * 1e6)
+
+
+def _events(work: Call) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    return start, end
+
+
+def _repeat(copies: Sequence[Call], count: int) -> None:
+    for i in range(count):
+        copies[i % len(copies)]()
+
+
+def _warm_up(copies: Sequence[Call]) -> float:
+    """Compiles, tunes and loads whatever a first call does, then estimates the milliseconds of one."""
+    _repeat(copies, 3)
+    torch.cuda.synchronize()
+    start, end = _events(partial(_repeat, copies, 1))
+    torch.cuda.synchronize()
+    count = max(1, min(25, int(20 / max(start.elapsed_time(end), 1e-3))))
+    start, end = _events(partial(_repeat, copies, count))
+    torch.cuda.synchronize()
+    return max(start.elapsed_time(end) / count, 1e-3)
+
+
+def _sampler(copies: Sequence[Call], launches: int) -> tuple[Call, str]:
+    """One sample, and the timer it is for."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph):
+            _repeat(copies, launches)
+    except Exception as error:  # whatever a library raises: the reason is reported
+        torch.cuda.set_stream(stream)  # a capture that fails leaves its own
+        torch.cuda.synchronize()
+        return partial(_repeat, copies, launches), f"eager: graph capture failed, {first_line(error)}"
+    return graph.replay, "graph"
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+
+
+def measure_cublas_tflops(size: int = 8192) -> float:
+    """TFLOPS of the bf16 product of random normal matrices [size, size]: the rate a kernel can hope for."""
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    out = torch.empty_like(a)
+    product = {"cublas": partial(torch.mm, a, b, out=out)}
+    return 2 * size**3 / time_interleaved(product, sample_ms=100, cap_ms=2000)["cublas"].median_ms / 1e9
+
+
+def measure_copy_bandwidth(nbytes: int = 1 << 30) -> float:
+    """GB/s, read plus written, of a copy of nbytes in device memory."""
+    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda").random_()
+    timing = time_interleaved({"copy": partial(torch.empty_like(source).copy_, source)})["copy"]
+    return 2 * nbytes / timing.median_ms / 1e6
+
+
+def version(distribution: str) -> str | None:
+    """Of an installed distribution; None where there is none."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def environment(command: str) -> dict[str, str]:
+    """What places a number, in words: GPU, limits, clocks, versions, commit. What is absent says so."""
+    facts = {"gpu": "none", "power limit": "unknown", "clocks": "unknown", "driver": "unknown"}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        facts["gpu"] = f"{properties.name}, {properties.multi_processor_count} SMs"
+        facts |= _nvidia_smi(str(getattr(properties, "uuid", "")))
+    packages = ("torch", "triton", "tilelang", "flash-attn", "flash-attn-3", "flash-attn-4")
+    return {
+        **facts,
+        "cuda": torch.version.cuda or "none",
+        "cudnn": str(torch.backends.cudnn.version() or "none"),
+        "python": platform.python_version(),
+        **{package: version(package) or "not installed" for package in packages},
+        "commit": git_commit(),
+        "command": command,
+    }
+
+
+def _nvidia_smi(uuid: str) -> dict[str, str]:
+    fields = "power.limit,clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,driver_version"
+    device = ["-i", f"GPU-{uuid}"] if uuid else []
+    lines = _output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader", *device])
+    values = lines.split("\n")[0].split(", ")
+    if len(values) != fields.count(",") + 1:
+        return {}
+    power, sm, sm_max, memory, temperature, driver = values
+    clocks = f"SM {sm} (max {sm_max}), memory {memory}, {temperature} °C at the start"
+    return {"power limit": power, "clocks": clocks, "driver": driver}
+
+
+def git_commit() -> str:
+    """Short hash of the checkout, -dirty where tracked files differ; unknown where this is none."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    commit = _output([*git, "rev-parse", "--short", "HEAD"])
+    dirty = _output([*git, "status", "--porcelain", "--untracked-files=no"])
+    return f"{commit}{'-dirty' if dirty else ''}" if commit else "unknown"
+
+
+def _output(command: list[str]) -> str:
+    """Standard output of a command; empty where it is missing, fails or takes too long."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

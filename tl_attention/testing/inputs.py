@@ -1,0 +1,71 @@
+"""Inputs and outputs for tests, tuner and benchmark: random normal values in every layout callers use."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from tl_attention.testing.bench import Shape
+
+# bshd, bhsd: stored in that order. packed: slices of one [batch, seqlen, widths of q + k + v] tensor.
+LAYOUTS = ("bshd", "bhsd", "packed")
+
+GUARD = 4096  # elements before and after a poisoned output; keeps it 128-byte aligned
+
+
+def make_inputs(
+    shape: Shape, dtype: torch.dtype, layout: str = "bshd", seed: int = 0, device: torch.device | str = "cuda"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k, v as [batch, seqlen, heads, head_dim] views; a seed gives the same values in every layout."""
+    generator = torch.Generator(device).manual_seed(seed)
+    sizes = (
+        (shape.batch, shape.seqlen_q, shape.heads_q, shape.head_dim),
+        (shape.batch, shape.seqlen_k, shape.heads_kv, shape.head_dim),
+        (shape.batch, shape.seqlen_k, shape.heads_kv, shape.head_dim_v),
+    )
+    q, k, v = (torch.randn(size, generator=generator, dtype=dtype, device=device) for size in sizes)
+    return arrange(q, k, v, layout)
+
+
+def arrange(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> tuple[torch.Tensor, ...]:
+    """The same [batch, seqlen, heads, head_dim] values in one of LAYOUTS; memory no slice covers is NaN."""
+    if layout == "bshd":
+        return q.contiguous(), k.contiguous(), v.contiguous()
+    if layout == "bhsd":
+        return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    if layout != "packed":
+        raise ValueError(f"layout: expected one of {LAYOUTS}, got {layout!r}")
+    widths = [x.shape[2] * x.shape[3] for x in (q, k, v)]
+    packed = q.new_full((q.shape[0], max(q.shape[1], k.shape[1]), sum(widths)), math.nan)
+    slices = packed.split(widths, dim=-1)
+    return tuple(
+        part[:, : x.shape[1]].unflatten(-1, x.shape[2:]).copy_(x)
+        for part, x in zip(slices, (q, k, v), strict=True)
+    )
+
+
+def poisoned(
+    *shape: int, dtype: torch.dtype, layout: str = "bshd", device: torch.device | str = "cuda"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(whole, view): an output of NaN, dense, with GUARD elements of NaN on either side in the 1-D `whole`.
+
+    Args:
+        shape: of the view, [batch, seqlen, heads, head_dim] or, for an LSE, any other.
+        layout: bshd (stored in the order of shape) or bhsd (dimensions 1 and 2 swapped in memory).
+    """
+    whole = torch.full((math.prod(shape) + 2 * GUARD,), math.nan, dtype=dtype, device=device)
+    dense = whole[GUARD : whole.numel() - GUARD]
+    if layout == "bshd":
+        return whole, dense.view(shape)
+    if layout != "bhsd":
+        raise ValueError(f"layout: expected bshd or bhsd, got {layout!r}")
+    return whole, dense.view(shape[0], shape[2], shape[1], *shape[3:]).transpose(1, 2)
+
+
+def guard_is_untouched(whole: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether nothing was written before or after the view that `poisoned` returned with this whole."""
+    start, stop = view.storage_offset(), view.storage_offset() + view.numel()
+    return bool(whole[:start].isnan().all() and whole[stop:].isnan().all())

@@ -1,0 +1,86 @@
+"""The one error rule: an output may err at most twice as much as PyTorch does in the same dtype."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from tl_attention.reference import attention_reference
+
+# An LSE is fp32 whatever the inputs are: PyTorch's error in their dtype would excuse too much. The exp2 unit,
+# the order of sums and the tensor cores' rounding stay within 1e-5 of the largest LSE.
+LSE_RTOL = 2**-15
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a forward is right. Ratios are worst error / error allowed, inf at a misplaced NaN or inf."""
+
+    ok: bool
+    max_err_ratio: float
+    lse_err_ratio: float
+    text: str
+
+
+@torch.no_grad()
+def check_fwd(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    lse_base2: bool = False,
+) -> Verdict:
+    """Compare a forward to the reference (fp32 math on a GPU, fp64 on CPU).
+
+        max|out - ref| <= 2 max|pt - ref| + 2 max|ref + 0.3 - 0.3 - ref|
+        max|lse - ref_lse| <= LSE_RTOL * max(1, max|ref_lse|)
+
+    pt is the reference's formula in the dtype of q, as is the last term of that line, the rounding of a sum.
+    NaN and inf must be where the reference has them; they have no part in these maxima.
+
+    Args:
+        out: [batch, seqlen_q, heads_q, head_dim_v].
+        lse: [batch, heads_q, seqlen_q], base 2 with lse_base2, else natural; None leaves it unchecked.
+        q, k, v: [batch, seqlen, heads, head_dim], as for attention_reference.
+    """
+    exact = torch.float32 if q.is_cuda else torch.float64
+    ref, ref_lse = attention_reference(q, k, v, softmax_scale, causal, dtype=exact, lse_base2=lse_base2)
+    pt, _ = attention_reference(q, k, v, softmax_scale, causal, dtype=q.dtype)
+    rounded = ref.to(q.dtype)
+    allowed = 2 * _peak(pt - ref) + 2 * _peak(rounded + 0.3 - 0.3 - rounded)
+    ratio, text = _judge("out", out, ref, allowed)
+    lse_ratio, lse_text = 0.0, "lse unchecked"
+    if lse is not None:
+        lse_ratio, lse_text = _judge("lse", lse, ref_lse, LSE_RTOL * max(1.0, _peak(ref_lse)))
+    return Verdict(max(ratio, lse_ratio) <= 1, ratio, lse_ratio, f"{text}; {lse_text}")
+
+
+def _peak(x: torch.Tensor) -> float:
+    """The largest finite magnitude, 0 if there is none."""
+    return float(x.abs().nan_to_num(nan=0.0, posinf=0.0).max()) if x.numel() else 0.0
+
+
+def _judge(name: str, actual: torch.Tensor, expected: torch.Tensor, allowed: float) -> tuple[float, str]:
+    """The largest error over the error allowed, and where it is in words."""
+    if actual.shape != expected.shape:
+        return math.inf, f"{name} has shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    if not expected.numel():
+        return 0.0, f"{name} is empty"
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    error = (actual - expected).abs().masked_fill(same, 0).nan_to_num(nan=math.inf, posinf=math.inf)
+    at = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    worst = float(error[at])
+    ratio = worst / max(allowed, sys.float_info.min)
+    if ratio <= 1:
+        return ratio, f"{name} errs by {ratio:.2g} of what is allowed"
+    share = int((error > allowed).sum()) / error.numel()
+    return ratio, (
+        f"{name}{list(at)} is {float(actual[at]):.6g} instead of {float(expected[at]):.6g}, {ratio:.3g} "
+        f"times the error allowed ({allowed:.3g}), which {share:.2%} of elements exceed"
+    )

@@ -12,11 +12,17 @@ import tl_attention
 from tl_attention import flash_attn_func, mha_fwd_interface, ref_mha_fwd_interface
 
 
-def qkv(batch=2, heads=4, heads_kv=2, seqlen_q=5, seqlen_k=7, head_dim=64, head_dim_v=64, dtype=torch.bfloat16):
+def qkv(
+    batch=2, heads=4, heads_kv=2, seqlen_q=5, seqlen_k=7, head_dim=64, head_dim_v=64, dtype=torch.bfloat16
+):
     """[batch, heads, seqlen, head_dim]"""
     return [
         torch.randn(batch, h, s, d, dtype=dtype)
-        for h, s, d in ((heads, seqlen_q, head_dim), (heads_kv, seqlen_k, head_dim), (heads_kv, seqlen_k, head_dim_v))
+        for h, s, d in (
+            (heads, seqlen_q, head_dim),
+            (heads_kv, seqlen_k, head_dim),
+            (heads_kv, seqlen_k, head_dim_v),
+        )
     ]
 
 
@@ -72,7 +78,7 @@ def test_flash_attn_func_has_the_parameters_of_flash_attention_2():
     import inspect
 
     assert list(inspect.signature(flash_attn_func).parameters) == (
-        "q k v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs".split()
+        ["q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic", "return_attn_probs"]
     )
 
 
@@ -85,7 +91,9 @@ def test_cpu_tensors_run_the_reference(causal):
     assert out.dtype == q.dtype and out.is_contiguous()
     torch.testing.assert_close(out.float(), expected, atol=0.01, rtol=0.01)
     torch.testing.assert_close(lse, expected_lse)
-    flash, flash_lse, probs = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal, return_attn_probs=True)
+    flash, flash_lse, probs = flash_attn_func(
+        *(x.transpose(1, 2) for x in (q, k, v)), causal=causal, return_attn_probs=True
+    )
     assert torch.equal(flash.transpose(1, 2), out) and probs is None and flash.is_contiguous()
     torch.testing.assert_close(flash_lse, lse * math.log(2))
 
@@ -99,7 +107,12 @@ def test_cpu_tensors_warn_once(monkeypatch):
         mha_fwd_interface(*qkv())
 
 
-EMPTY = {"batch": {"batch": 0}, "heads": {"heads": 0, "heads_kv": 0}, "seqlen_q": {"seqlen_q": 0}, "seqlen_k": {"seqlen_k": 0}}
+EMPTY = {
+    "batch": {"batch": 0},
+    "heads": {"heads": 0, "heads_kv": 0},
+    "seqlen_q": {"seqlen_q": 0},
+    "seqlen_k": {"seqlen_k": 0},
+}
 
 
 @pytest.mark.filterwarnings("ignore:tl_attention")

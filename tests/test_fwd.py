@@ -24,7 +24,9 @@ BF16, FP16 = torch.bfloat16, torch.float16
 def run(shape: Shape, dtype=BF16, layout="bshd", scale=None, lse_base2=False, config=None, seed=0):
     """Launch on poisoned, guarded outputs and check out and lse by the error rule."""
     q, k, v = make_inputs(shape, dtype, layout, seed)
-    verdict = check_launch(q, k, v, scale, shape.causal, lse_base2, "bhsd" if layout == "bhsd" else "bshd", config)
+    verdict = check_launch(
+        q, k, v, scale, shape.causal, lse_base2, "bhsd" if layout == "bhsd" else "bshd", config
+    )
     assert verdict.ok, verdict.text
 
 
@@ -32,7 +34,9 @@ def check_launch(q, k, v, scale, causal, lse_base2=False, out_layout="bshd", con
     batch, seqlen_q, heads, _ = q.shape
     whole_out, out = poisoned(batch, seqlen_q, heads, v.shape[3], dtype=q.dtype, layout=out_layout)
     whole_lse, lse = poisoned(batch, heads, seqlen_q, dtype=torch.float32)
-    dispatch.launch(q, k, v, out, lse, q.shape[3] ** -0.5 if scale is None else scale, causal, lse_base2, config)
+    dispatch.launch(
+        q, k, v, out, lse, q.shape[3] ** -0.5 if scale is None else scale, causal, lse_base2, config
+    )
     assert guard_is_untouched(whole_out, out), "out: written outside its bounds"
     assert guard_is_untouched(whole_lse, lse), "lse: written outside its bounds"
     return check_fwd(out, lse, q, k, v, scale, causal, lse_base2)
@@ -169,7 +173,9 @@ def test_fwd_compiles_once_a_problem_class(causal):
         buckets.add(length_bucket(seqlen_k))
         seqlen_q = lengths[-i] if seqlen_k < 4000 else 100
         q, k, v = make_inputs(
-            Shape(1 + i % 3, 4, 1 + i % 2, seqlen_q, seqlen_k, 128, 128, causal), BF16, ["bshd", "bhsd", "packed"][i % 3]
+            Shape(1 + i % 3, 4, 1 + i % 2, seqlen_q, seqlen_k, 128, 128, causal),
+            BF16,
+            ["bshd", "bhsd", "packed"][i % 3],
         )
         dispatch.fwd(q, k, v, 0.1 + i / 1000, causal, bool(i % 2))
     torch.cuda.synchronize()
@@ -207,7 +213,9 @@ TAKEN_AS_IT_IS = {
     "packed": lambda x: torch.cat([x, x, x], 2)[:, :, x.shape[2] : 2 * x.shape[2]],
     "every-other-row": lambda x: x.repeat_interleave(2, 1)[:, ::2],
     "columns-of-a-wider-tensor": lambda x: torch.cat([x, x], -1)[..., 8 : 8 + x.shape[-1]],
-    "one-head-of-odd-stride": lambda x: x[:, :, :1].as_strided((*x.shape[:2], 1, x.shape[3]), (*x.stride()[:2], 3, 1)),
+    "one-head-of-odd-stride": lambda x: x[:, :, :1].as_strided(
+        (*x.shape[:2], 1, x.shape[3]), (*x.stride()[:2], 3, 1)
+    ),
     "one-batch-expanded": lambda x: x[0].expand(1, *x.shape[1:]),
 }
 
@@ -246,7 +254,9 @@ def test_fwd_of_tensors_past_2_31_elements():
     assert verdict.ok, verdict.text
     del v, out
     out, lse = dispatch.fwd(k, q, q, 0.1, False, False)
-    verdict = check_fwd(out[2:, -500:, 63:], lse[2:, 63:, -500:], k[2:, -500:, 63:], q[2:, :, 63:], q[2:, :, 63:], 0.1, False)
+    verdict = check_fwd(
+        out[2:, -500:, 63:], lse[2:, 63:, -500:], k[2:, -500:, 63:], q[2:, :, 63:], q[2:, :, 63:], 0.1, False
+    )
     assert verdict.ok, verdict.text
 
 
@@ -276,7 +286,9 @@ def test_fwd_is_deterministic():
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_fwd_on_two_streams_at_once(schedule):
-    config = next(c for c in candidates(AttnProblem("bfloat16", 128, 128, True), "8k") if c.schedule == schedule)
+    config = next(
+        c for c in candidates(AttnProblem("bfloat16", 128, 128, True), "8k") if c.schedule == schedule
+    )
     inputs = [make_inputs(Shape(2, 16, 16, 1500, 1500, 128, 128, True), BF16, seed=s) for s in range(2)]
     expected = [dispatch.fwd(*x, 0.1, True, False, config=config)[0] for x in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]
@@ -293,7 +305,9 @@ def test_fwd_on_two_streams_at_once(schedule):
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_fwd_in_graphs_replayed_beside_each_other(schedule):
-    config = next(c for c in candidates(AttnProblem("bfloat16", 128, 128, True), "8k") if c.schedule == schedule)
+    config = next(
+        c for c in candidates(AttnProblem("bfloat16", 128, 128, True), "8k") if c.schedule == schedule
+    )
     inputs = [make_inputs(Shape(2, 16, 16, 1500, 1500, 128, 128, True), BF16, seed=s) for s in range(2)]
     for x in inputs:
         dispatch.fwd(*x, 0.1, True, False, config=config)
@@ -305,7 +319,9 @@ def test_fwd_in_graphs_replayed_beside_each_other(schedule):
             outs.append(dispatch.fwd(*x, 0.1, True, False, config=config)[0])
         graphs.append(graph)
     for seed in (7, 8):  # new values in the captured inputs
-        fresh = [make_inputs(Shape(2, 16, 16, 1500, 1500, 128, 128, True), BF16, seed=seed + s) for s in range(2)]
+        fresh = [
+            make_inputs(Shape(2, 16, 16, 1500, 1500, 128, 128, True), BF16, seed=seed + s) for s in range(2)
+        ]
         expected = [dispatch.fwd(*x, 0.1, True, False, config=config)[0] for x in fresh]
         for x, new in zip(inputs, fresh, strict=True):
             for old_tensor, new_tensor in zip(x, new, strict=True):
@@ -340,7 +356,9 @@ def test_public_functions_agree_with_the_reference():
 @pytest.mark.gpu
 def test_public_functions_compile_with_dynamic_lengths():
     torch._dynamo.reset()
-    compiled = torch.compile(lambda q, k, v: flash_attn_func(q, k, v, causal=True) * 2, fullgraph=True, dynamic=True)
+    compiled = torch.compile(
+        lambda q, k, v: flash_attn_func(q, k, v, causal=True) * 2, fullgraph=True, dynamic=True
+    )
     for seqlen in (100, 200, 333):
         q, k, v = make_inputs(Shape(2, 4, 2, seqlen, seqlen, 64, 64, True), BF16)
         expected, _ = attention_reference(q, k, v, None, True)

@@ -15,7 +15,9 @@ def _described(x: object) -> str:
     return f"{tuple(x.shape)} {x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else repr(x)
 
 
-def check_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None, layout: str) -> None:
+def check_fwd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None, layout: str
+) -> None:
     """q, k, v as a public function got them; layout: its words for their shape, "batch, seqlen, heads" or "batch, heads, seqlen".
 
     Raises:
@@ -27,17 +29,25 @@ def check_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: 
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
         if x.dtype not in DTYPES:
-            raise TypeError(f"{name}: expected bfloat16 or float16, got {x.dtype}; cast it with {name}.to(torch.bfloat16)")
+            raise TypeError(
+                f"{name}: expected bfloat16 or float16, got {x.dtype}; cast it with {name}.to(torch.bfloat16)"
+            )
         if x.ndim != 4:
-            raise ValueError(f"{name}: expected 4 dimensions [{layout}, head_dim], got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"{name}: expected 4 dimensions [{layout}, head_dim], got shape {tuple(x.shape)}"
+            )
         if x.stride(3) != 1 and x.shape[3] > 1:
             raise ValueError(
                 f"{name}: expected the last dimension to be contiguous, got strides {x.stride()}; call {name}.contiguous()"
             )
     if k.dtype != q.dtype or v.dtype != q.dtype:
-        raise TypeError(f"k, v: expected the dtype of q, {q.dtype}, got {k.dtype} and {v.dtype}; cast them to one dtype")
+        raise TypeError(
+            f"k, v: expected the dtype of q, {q.dtype}, got {k.dtype} and {v.dtype}; cast them to one dtype"
+        )
     if k.device != q.device or v.device != q.device:
-        raise ValueError(f"k, v: expected the device of q, {q.device}, got {k.device} and {v.device}; move them to one device")
+        raise ValueError(
+            f"k, v: expected the device of q, {q.device}, got {k.device} and {v.device}; move them to one device"
+        )
 
     heads_axis = 2 if layout.endswith("heads") else 1
     batch, heads, head_dim = q.shape[0], q.shape[heads_axis], q.shape[3]
@@ -58,17 +68,27 @@ def check_fwd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: 
             " zeros, pass softmax_scale explicitly and slice the output"
         )
     if head_dim > MAX_HEAD_DIM:
-        raise NotImplementedError(f"q, k: head_dim {head_dim} is not supported; expected at most {MAX_HEAD_DIM}")
+        raise NotImplementedError(
+            f"q, k: head_dim {head_dim} is not supported; expected at most {MAX_HEAD_DIM}"
+        )
     if head_dim_v > head_dim:
-        raise NotImplementedError(f"v: head_dim {head_dim_v} above that of q and k, {head_dim}, is not supported; pad q and k with zeros")
-    if softmax_scale is not None and not (isinstance(softmax_scale, (int, float)) and math.isfinite(softmax_scale)):
-        raise ValueError(f"softmax_scale: expected a finite number or None for head_dim ** -0.5, got {softmax_scale!r}")
+        raise NotImplementedError(
+            f"v: head_dim {head_dim_v} above that of q and k, {head_dim}, is not supported; pad q and k with zeros"
+        )
+    if softmax_scale is not None and not (
+        isinstance(softmax_scale, (int, float)) and math.isfinite(softmax_scale)
+    ):
+        raise ValueError(
+            f"softmax_scale: expected a finite number or None for head_dim ** -0.5, got {softmax_scale!r}"
+        )
 
 
 def check_device(q: torch.Tensor) -> None:
     """Raises NotImplementedError unless q is on a Hopper GPU."""
     if q.device.type != "cuda":
-        raise NotImplementedError(f"q: expected a CUDA tensor, or a CPU tensor for the reference path, got one on {q.device}")
+        raise NotImplementedError(
+            f"q: expected a CUDA tensor, or a CPU tensor for the reference path, got one on {q.device}"
+        )
     capability = torch.cuda.get_device_capability(q.device)
     if capability != (9, 0):
         name = torch.cuda.get_device_name(q.device)
@@ -81,4 +101,6 @@ def check_not_built(**options: tuple[object, object]) -> None:
     """Options as name=(value, value that means off)."""
     for name, (value, off) in options.items():
         if value != off and not (name == "window_size" and tuple(value) in ((-1, -1), (None, None))):
-            raise NotImplementedError(f"{name}: {_described(value)} is not supported yet; leave it at {off!r}")
+            raise NotImplementedError(
+                f"{name}: {_described(value)} is not supported yet; leave it at {off!r}"
+            )

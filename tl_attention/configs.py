@@ -19,7 +19,6 @@ else:
 
 BARRIER_BYTES = 1024  # what barriers take of the shared memory beside the tiles
 TILE_BOX_BYTES = 64  # kernels.scheduler.TileBox
-TILE_ALIGNMENT = 1024
 # A thread, by consumer warpgroups; the rest of its 240 or 160 is for addresses and row statistics
 ACCUMULATOR_REGISTERS = {1: 216, 2: 216, 3: 128}
 
@@ -30,11 +29,7 @@ def smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
     rows_v = config.num_stages * config.block_N
     own_output = problem.head_dim != problem.head_dim_v  # else O leaves through the tile of Q
     rows_v += config.block_M * own_output
-    tile_box = 0
-    if config.schedule != "grid":
-        tile_box = (
-            TILE_ALIGNMENT if own_output else TILE_BOX_BYTES
-        )  # before the tile of O, or behind all tiles
+    tile_box = TILE_BOX_BYTES * (config.schedule != "grid")
     return 2 * (rows_qk * problem.head_dim + rows_v * problem.head_dim_v) + tile_box
 
 

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
-import itertools
 import math
 import os
 import sys
@@ -30,7 +29,9 @@ LN2 = math.log(2.0)
 MAX_GRID = 2**31 - 1  # CTAs of one launch
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 L2_SHARE = 32 << 20  # bytes of a 50 MB L2 that the keys and values of one group of heads may fill
-GRAPH_TICKETS = 1 << 15  # launches of dynamic kernels that captured graphs may hold, before each costs a memset of its own
+GRAPH_TICKETS = (
+    1 << 15
+)  # launches of dynamic kernels that captured graphs may hold, before each costs a memset of its own
 
 Kernel = Callable[..., None]
 
@@ -133,7 +134,9 @@ def tma_ready(x: torch.Tensor) -> torch.Tensor:
     s0, s1, s2, _ = x.stride()
     if s0 and s1 and s2 and not (s0 | s1 | s2) & 7 and not x.data_ptr() & 15:
         return x
-    strides = [s if n > 1 else 8 * math.ceil(x.shape[-1] / 8) for n, s in zip(x.shape[:3], (s0, s1, s2), strict=True)]
+    strides = [
+        s if n > 1 else 8 * math.ceil(x.shape[-1] / 8) for n, s in zip(x.shape[:3], (s0, s1, s2), strict=True)
+    ]
     if all(s and not s % 8 for s in strides) and not x.data_ptr() & 15:
         return x.as_strided(x.shape, (*strides, 1))
     return x.clone(memory_format=torch.contiguous_format)
@@ -165,7 +168,14 @@ def _unused_tickets(device: int) -> torch.Tensor:
 
 
 def plan(
-    batch: int, heads: int, heads_kv: int, seqlen_q: int, seqlen_k: int, row_bytes: int, block_M: int, max_ctas: int
+    batch: int,
+    heads: int,
+    heads_kv: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    row_bytes: int,
+    block_M: int,
+    max_ctas: int,
 ) -> tuple[int, int, int]:
     """(m_blocks, group_heads, ctas): what kernels/scheduler.py asks of the host. row_bytes: of one key and its value."""
     m_blocks = -(-seqlen_q // block_M)
@@ -251,5 +261,7 @@ def launch(
     row_bytes = 2 * (head_dim + v.shape[3])
     counts = plan(batch, heads, k.shape[2], seqlen_q, k.shape[1], row_bytes, config.block_M, max_ctas)
     unit = 1.0 if lse_base2 else LN2
-    kernel(tma_ready(q), tma_ready(k), tma_ready(v), tma_ready(out), lse, tickets, softmax_scale, unit, *counts)
+    kernel(
+        tma_ready(q), tma_ready(k), tma_ready(v), tma_ready(out), lse, tickets, softmax_scale, unit, *counts
+    )
     return out, lse

@@ -41,7 +41,10 @@ def flash_attn_func(
     Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
     """
     check_not_built(
-        dropout_p=(dropout_p, 0.0), window_size=(window_size, (-1, -1)), softcap=(softcap, 0.0), alibi_slopes=(alibi_slopes, None)
+        dropout_p=(dropout_p, 0.0),
+        window_size=(window_size, (-1, -1)),
+        softcap=(softcap, 0.0),
+        alibi_slopes=(alibi_slopes, None),
     )
     check_fwd(q, k, v, softmax_scale, "batch, seqlen, heads")
     out, lse = attention(q, k, v, softmax_scale, causal, lse_base2=False, heads_first=False)

@@ -14,7 +14,13 @@ from tl_attention.reference import attention_reference
 
 @torch.library.custom_op("tl_attention::fwd", mutates_args=(), device_types=("cuda", "cpu"))
 def fwd_op(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool, lse_base2: bool, heads_first: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    lse_base2: bool,
+    heads_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dispatch.fwd, or the reference on CPU tensors."""
     if q.device.type == "cpu":
@@ -25,7 +31,13 @@ def fwd_op(
 
 @fwd_op.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool, lse_base2: bool, heads_first: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    lse_base2: bool,
+    heads_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     batch, seqlen_q, heads, _ = q.shape
     lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
@@ -35,7 +47,9 @@ def _(
 
 
 def _no_backward(ctx: object, *grads: torch.Tensor) -> None:
-    raise NotImplementedError("the backward of tl_attention is not built yet; call it under torch.no_grad() or detach q, k and v")
+    raise NotImplementedError(
+        "the backward of tl_attention is not built yet; call it under torch.no_grad() or detach q, k and v"
+    )
 
 
 fwd_op.register_autograd(_no_backward)
@@ -44,18 +58,32 @@ _warned: set[str] = set()
 
 
 def _on_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: bool, lse_base2: bool, heads_first: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    lse_base2: bool,
+    heads_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if not _warned:
         _warned.add("cpu")
-        warnings.warn("tl_attention: CPU tensors run the plain PyTorch reference, which is slow", stacklevel=4)
+        warnings.warn(
+            "tl_attention: CPU tensors run the plain PyTorch reference, which is slow", stacklevel=4
+        )
     out, lse = attention_reference(q, k, v, softmax_scale, causal, lse_base2=lse_base2)
     out = out.to(q.dtype)
     return out.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else out.contiguous(), lse
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None, causal: bool, lse_base2: bool, heads_first: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    lse_base2: bool,
+    heads_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The one way in of the public functions; [batch, seqlen, heads, head_dim] views, checked.
 

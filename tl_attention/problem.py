@@ -8,7 +8,17 @@ DTYPES = ("bfloat16", "float16")
 
 # (of Q and K, of V and O), least work first. A problem runs at the first width that holds it: TMA fills the other
 # columns of a tile with zeros on its way in and drops them on its way out.
-TILE_WIDTHS = ((64, 64), (96, 64), (96, 96), (128, 64), (128, 128), (192, 128), (192, 192), (256, 128), (256, 256))
+TILE_WIDTHS = (
+    (64, 64),
+    (96, 64),
+    (96, 96),
+    (128, 64),
+    (128, 128),
+    (192, 128),
+    (192, 192),
+    (256, 128),
+    (256, 256),
+)
 MAX_HEAD_DIM = TILE_WIDTHS[-1][0]
 
 # The last seqlen_k of each length bucket but the last, which has no end.
@@ -30,7 +40,9 @@ class AttnProblem:
 
     def __str__(self) -> str:
         """The words of a tuning key: bf16 d128 causal, fp16 d192-128 full."""
-        dims = f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}-{self.head_dim_v}"
+        dims = (
+            f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}-{self.head_dim_v}"
+        )
         dtype = {"bfloat16": "bf16", "float16": "fp16"}[self.dtype]
         return f"{dtype} {dims} {'causal' if self.causal else 'full'}"
 
@@ -44,7 +56,9 @@ class FwdConfig:
     num_stages: int = 2  # depth of the K ring and of the V ring
     ping_pong: bool = False  # warpgroups take turns at the tensor cores
     schedule: str = "grid"  # which CTA computes which tile: see SCHEDULES
-    q_stages: int = 1  # depth of the Q ring; 2 loads the next tile's queries early (not for the schedule grid)
+    q_stages: int = (
+        1  # depth of the Q ring; 2 loads the next tile's queries early (not for the schedule grid)
+    )
 
     @property
     def warpgroups(self) -> int:
@@ -56,7 +70,11 @@ class FwdConfig:
         return 128 * (self.warpgroups + 1)
 
     def __str__(self) -> str:
-        return f"{self.block_M}x{self.block_N}x{self.num_stages} {self.schedule}" + f" q{self.q_stages}" * (self.q_stages > 1) + " ping-pong" * self.ping_pong
+        return (
+            f"{self.block_M}x{self.block_N}x{self.num_stages} {self.schedule}"
+            + f" q{self.q_stages}" * (self.q_stages > 1)
+            + " ping-pong" * self.ping_pong
+        )
 
     def as_row(self) -> dict:
         return asdict(self)

@@ -23,7 +23,9 @@ class Mask:
         """Set the scores [rows, cols] of keys that their query does not see to -inf."""
         rows, cols = acc_s.shape
         for i, j in T.Parallel(rows, cols):
-            acc_s[i, j] = T.if_then_else(first_key + j <= self.last_key(first_query + i), acc_s[i, j], -T.infinity("float32"))
+            acc_s[i, j] = T.if_then_else(
+                first_key + j <= self.last_key(first_query + i), acc_s[i, j], -T.infinity("float32")
+            )
 
 
 @T.meta_class
@@ -41,7 +43,9 @@ class KeyBlocks:
 
     @T.inline
     def start(self, first_query):
-        seen_by_some = T.min(self.mask.last_key(first_query + self.block_M - 1) + 1, self.mask.seqlen_k)  # keys
+        seen_by_some = T.min(
+            self.mask.last_key(first_query + self.block_M - 1) + 1, self.mask.seqlen_k
+        )  # keys
         seen_by_all = T.max(self.mask.last_key(first_query) + 1, 0)
         # From one lane, so that what counts steps lives in uniform registers: 32 fewer R2UR a step at d128
         self.num_steps[0] = T.shfl_sync(T.max(T.ceildiv(seen_by_some, self.block_N), 1), 0)
@@ -55,7 +59,11 @@ class KeyBlocks:
     def sweeps(self) -> tuple:
         """(masked, first step, number of steps) after step 0: those that may hold a masked key, then the others."""
         if self.mask.causal:
-            return (True, 1, self.num_masked[0] - 1), (False, self.num_masked[0], self.num_steps[0] - self.num_masked[0])
+            return (True, 1, self.num_masked[0] - 1), (
+                False,
+                self.num_masked[0],
+                self.num_steps[0] - self.num_masked[0],
+            )
         return ((False, 1, self.num_steps[0] - 1),)
 
     def first_key(self, step: Any) -> Any:

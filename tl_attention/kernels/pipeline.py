@@ -8,7 +8,9 @@ import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 WARPGROUP = 128  # threads
-FIRST_BARRIER = 8  # of the named ones: 0-2 are TileLang's, and its ThreadSync pass hands out 3, 4, .. (0.1.15)
+FIRST_BARRIER = (
+    8  # of the named ones: 0-2 are TileLang's, and its ThreadSync pass hands out 3, 4, .. (0.1.15)
+)
 ARRIVE = {"emit_arrive": 1}  # the TMA copy arrives at its barrier too, beside announcing its bytes
 
 
@@ -39,6 +41,12 @@ class TileRing:
         return T.mbarrier_wait_parity(self.full[step % self.slots], step // self.slots % 2)
 
     @T.inline
+    def negate(self, step):
+        _, rows, cols = self.tiles.shape
+        for i, j in T.Parallel(rows, cols):
+            self.tiles[step % self.slots, i, j] = -self.tiles[step % self.slots, i, j]
+
+    @T.inline
     def release(self, step):
         if T.get_thread_binding() % 32 == 0:
             T.mbarrier_arrive(self.empty[step % self.slots])
@@ -65,12 +73,15 @@ class Turns:
         return T.sync_threads(FIRST_BARRIER + w, 2 * WARPGROUP) if self.on else None
 
     def give(self, w: int):
-        return T.named_barrier_arrive(FIRST_BARRIER + (w + 1) % self.warpgroups, 2 * WARPGROUP) if self.on else None
+        return (
+            T.named_barrier_arrive(FIRST_BARRIER + (w + 1) % self.warpgroups, 2 * WARPGROUP)
+            if self.on
+            else None
+        )
 
 
 def sync_warpgroup(w: int):
     return T.sync_threads(FIRST_BARRIER + 4 + w, WARPGROUP)
-
 
 
 @T.macro

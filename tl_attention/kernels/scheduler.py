@@ -34,7 +34,9 @@ class Tile:
 
     def __init__(self, order: TileOrder, name: str = "tile"):
         self.order = order
-        self.batch_idx, self.head_idx, self.kv_head_idx, self.block = (T.alloc_var("int32", init=0) for _ in range(4))
+        self.batch_idx, self.head_idx, self.kv_head_idx, self.block = (
+            T.alloc_var("int32", init=0) for _ in range(4)
+        )
         self.first_head, self.rank, self.members = (T.alloc_var("int32", init=0) for _ in range(3))
 
     @property

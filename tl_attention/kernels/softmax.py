@@ -9,7 +9,9 @@ import tilelang.language as T
 LOG2E = math.log2(math.e)
 LAZY = 8.0  # P stays below 2^8, fit for fp16; its rounding error is relative, so nothing is lost
 LOWEST = -1e30  # below any score, yet LOWEST - LOWEST is 0, where -inf would give NaN
-SMALLEST_SCALE = 2.0**-126  # the scale 0 becomes this: masked scores stay -inf * scale = -inf, the others vanish
+SMALLEST_SCALE = (
+    2.0**-126
+)  # the scale 0 becomes this: masked scores stay -inf * scale = -inf, the others vanish
 
 
 @T.meta_class
@@ -45,10 +47,14 @@ class OnlineSoftmax:
         T.reduce_max(acc_s, self.row_max, dim=1, clear=False)
         for i in T.Parallel(64):
             self.row_max[i] = T.if_then_else(
-                (self.row_max[i] - self.row_max_prev[i]) * self.scale_log2 > LAZY, self.row_max[i], self.row_max_prev[i]
+                (self.row_max[i] - self.row_max_prev[i]) * self.scale_log2 > LAZY,
+                self.row_max[i],
+                self.row_max_prev[i],
             )
         for i in T.Parallel(64):
-            self.row_scale[i] = T.exp2((self.row_max_prev[i] - self.row_max[i]) * self.scale_log2)  # exact for LOWEST, unlike an FMA
+            self.row_scale[i] = T.exp2(
+                (self.row_max_prev[i] - self.row_max[i]) * self.scale_log2
+            )  # exact for LOWEST, unlike an FMA
         for i, j in T.Parallel(64, self.block_N):
             acc_s[i, j] = T.exp2(acc_s[i, j] * self.scale_log2 - self.row_max[i] * self.scale_log2)
         T.reduce_sum(T.view(acc_s, [64, self.block_N // 8, 8]), self.block_sum, dim=1)

@@ -44,3 +44,14 @@ class DenseTiles:
 
     def lse(self, tile: Any, start: Any, rows: int) -> Any:
         return self.Lse[tile.batch, tile.head, start : start + rows]
+
+
+@dataclass(frozen=True)
+class SharedTiles:
+    """What the roles of a CTA share: rings of tiles; O, where the output leaves from, None if that is Q; the box of tile plans."""
+
+    Q: Any
+    K: Any
+    V: Any
+    O: Any
+    tile_box: Any

@@ -18,6 +18,9 @@ settings.load_profile("tl_attention")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if is_hopper(0):
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.xdist_group("gpu"))  # one process has the GPU to itself
         return
     found = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no CUDA GPU"
     reason = (

@@ -78,7 +78,19 @@ def test_flash_attn_func_has_the_parameters_of_flash_attention_2():
     import inspect
 
     assert list(inspect.signature(flash_attn_func).parameters) == (
-        ["q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic", "return_attn_probs"]
+        [
+            "q",
+            "k",
+            "v",
+            "dropout_p",
+            "softmax_scale",
+            "causal",
+            "window_size",
+            "softcap",
+            "alibi_slopes",
+            "deterministic",
+            "return_attn_probs",
+        ]
     )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tl_attention import dispatch, flash_attn_func, mha_fwd_interface, ref_mha_fwd_interface
-from tl_attention.configs import candidates
+from tl_attention.configs import default_config
 from tl_attention.problem import SCHEDULES, AttnProblem, FwdConfig, length_bucket, tile_width
 from tl_attention.reference import attention_reference
 from tl_attention.testing.bench import Shape
@@ -121,7 +124,7 @@ def test_fwd_matches_reference(shape, options):
 def test_fwd_every_schedule_matches_reference(schedule, causal, dims):
     """Whatever the tuned table holds: each way to walk the tiles, with fewer tiles than SMs, as many, and many more."""
     problem = AttnProblem("bfloat16", *dims, causal)
-    config = next(c for c in candidates(problem, "8k") if c.schedule == schedule)
+    config = replace(default_config(problem), schedule=schedule, q_stages=1)
     for batch, heads, seqlen in ((1, 1, 100), (1, 132, 100), (4, 12, 1500)):
         run(Shape(batch, heads, heads, seqlen, seqlen + 30, *dims, causal), config=config)
 
@@ -286,9 +289,7 @@ def test_fwd_is_deterministic():
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_fwd_on_two_streams_at_once(schedule):
-    config = next(
-        c for c in candidates(AttnProblem("bfloat16", 128, 128, True), "8k") if c.schedule == schedule
-    )
+    config = FwdConfig(128, 128, schedule=schedule)
     inputs = [make_inputs(Shape(2, 16, 16, 1500, 1500, 128, 128, True), BF16, seed=s) for s in range(2)]
     expected = [dispatch.fwd(*x, 0.1, True, False, config=config)[0] for x in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]
@@ -305,9 +306,7 @@ def test_fwd_on_two_streams_at_once(schedule):
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_fwd_in_graphs_replayed_beside_each_other(schedule):
-    config = next(
-        c for c in candidates(AttnProblem("bfloat16", 128, 128, True), "8k") if c.schedule == schedule
-    )
+    config = FwdConfig(128, 128, schedule=schedule)
     inputs = [make_inputs(Shape(2, 16, 16, 1500, 1500, 128, 128, True), BF16, seed=s) for s in range(2)]
     for x in inputs:
         dispatch.fwd(*x, 0.1, True, False, config=config)
@@ -333,6 +332,35 @@ def test_fwd_in_graphs_replayed_beside_each_other(schedule):
                     graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(out, want) for out, want in zip(outs, expected, strict=True))
+
+
+FIRST_CALL = """
+import sys, time
+import torch
+q, k, v = (torch.randn(1, 300, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+torch.cuda.synchronize()
+start = time.perf_counter()
+from tl_attention import flash_attn_func
+flash_attn_func(q, k, v, causal=True)
+torch.cuda.synchronize()
+assert "tilelang" not in sys.modules
+print(time.perf_counter() - start)
+"""
+
+
+@pytest.mark.gpu
+def test_first_call_of_a_second_process_is_fast():
+    def first_call() -> float:
+        return float(
+            subprocess.run(
+                [sys.executable, "-c", FIRST_CALL], capture_output=True, text=True, check=True
+            ).stdout
+        )
+
+    mha_fwd_interface(
+        *(torch.randn(1, 4, 300, 128, device="cuda", dtype=BF16) for _ in range(3)), is_causal=True
+    )
+    assert min(first_call() for _ in range(2)) <= 0.5
 
 
 @pytest.mark.gpu

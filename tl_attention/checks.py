@@ -64,8 +64,8 @@ def check_fwd(
         raise ValueError(f"k: expected the head_dim of q, {head_dim}, got {k.shape[3]}")
     if head_dim % 8 or head_dim_v % 8 or not head_dim or not head_dim_v:
         raise ValueError(
-            f"q, k, v: expected head dims that are multiples of 8, got {head_dim} of q and k, {head_dim_v} of v; pad the last dimension with"
-            " zeros, pass softmax_scale explicitly and slice the output"
+            f"q, k, v: expected head dims that are multiples of 8, got {head_dim} of q and k, {head_dim_v} of v; pad the last"
+            " dimension with zeros, pass softmax_scale explicitly and slice the output"
         )
     if head_dim > MAX_HEAD_DIM:
         raise NotImplementedError(

@@ -171,7 +171,7 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
         (problem, config): result for problem, config, result in track(built, "compile", total=len(pairs))
     }
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     table = Table("problem", "config", *autotune.REPORT_COLUMNS, "verdict")
     faults = 0
     for problem, config in pairs:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tl_attention.configs import smem_bytes
@@ -34,9 +35,7 @@ class Report:
     hgmma: int  # wgmma instructions in the code
     tma: int  # TMA loads
     tma_stores: int
-    loops: tuple[
-        int, ...
-    ]  # instructions of each loop over keys; for each warpgroup the masked one, the plain one
+    loops: tuple[int, ...]  # instructions of the loops over keys; a warpgroup has a masked and a plain one
     counted_in: str  # SASS; or PTX where there is no cuobjdump, and then no loops
 
     @property
@@ -58,13 +57,20 @@ def report(problem: AttnProblem, config: FwdConfig) -> Report:
 
 
 def report_compiled(problem: AttnProblem, config: FwdConfig) -> Report:
-    """The same for a kernel that dispatch.compile_fwd has made: its source is in TileLang's cache."""
-    import tilelang
+    """The same for a kernel that dispatch.compile_fwd has made, from the source it keeps; kept beside that."""
+    from tl_attention import dispatch
 
-    from tl_attention.kernels.fwd import PASS_CONFIGS, flash_fwd
-
-    kernel = tilelang.compile(flash_fwd(problem, config), target=TARGET, pass_configs=PASS_CONFIGS)
-    return report_source(kernel.get_kernel_source(), smem_bytes(problem, config), config.threads)
+    path = dispatch.kernel_path(problem, config)
+    kept = path.with_suffix(".json")
+    if not kept.exists():
+        report = report_source(
+            path.with_suffix(".cu").read_text(), smem_bytes(problem, config), config.threads
+        )
+        kept.write_text(json.dumps(asdict(report)))
+    values = json.loads(kept.read_text())
+    return Report(
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    )
 
 
 def report_source(source: str, smem: int, threads: int) -> Report:

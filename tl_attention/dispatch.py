@@ -66,7 +66,7 @@ def _sources_digest() -> str:
 
 
 def kernel_path(problem: AttnProblem, config: FwdConfig) -> Path:
-    """Where the compiled kernel lies, or will."""
+    """Where the compiled kernel lies, or will; its CUDA source lies beside it as .cu."""
     key = f"{_sources_digest()} {problem!r} {config!r}"
     return cache_dir() / f"fwd-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
 
@@ -90,9 +90,11 @@ def _build(problem: AttnProblem, config: FwdConfig, path: Path) -> None:
 
     from tl_attention.kernels.fwd import PASS_CONFIGS, flash_fwd
 
+    logging.getLogger("tilelang").setLevel(logging.WARNING)  # it tells of each export
     kernel = tilelang.compile(flash_fwd(problem, config), target=TARGET, pass_configs=PASS_CONFIGS)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        path.with_suffix(".cu").write_text(kernel.get_kernel_source())
         kernel.export_library(str(Path(folder, path.name)))
         os.replace(Path(folder, path.name), path)  # whole or not at all, whoever else compiles it now
 
@@ -216,7 +218,7 @@ def fwd(
     Returns:
         out [batch, seqlen_q, heads, head_dim_v], a view if heads_first; lse [batch, heads, seqlen_q] fp32.
     """
-    batch, seqlen_q, heads, head_dim = q.shape
+    batch, seqlen_q, heads, _ = q.shape
     seqlen_k, head_dim_v = k.shape[1], v.shape[3]
     if heads_first:
         out = q.new_empty((batch, heads, seqlen_q, head_dim_v)).transpose(1, 2)

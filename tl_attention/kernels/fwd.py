@@ -38,12 +38,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     A row with no key gives O = 0, Lse = -inf. Empty tensors are for the caller: TMA takes none.
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
-    block_M, block_N, num_stages, q_stages = (
-        config.block_M,
-        config.block_N,
-        config.num_stages,
-        config.q_stages,
-    )
+    block_M, block_N = config.block_M, config.block_N
+    num_stages, q_stages = config.num_stages, config.q_stages
     warpgroups = tuple(range(config.warpgroups))
     consumer_warps = 4 * config.warpgroups
     row_wise = T.GemmWarpPolicy.FullRow
@@ -157,6 +153,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 softmax.rescale(acc_o)
 
         # O += P V of the first block of keys, O /= row sums
+        if (
+            persistent
+        ):  # read again, rather than held in registers all the way, and before the box may be filled anew
+            shared.tile_box.read_tile(turn, tile)
         if not O_in_Q:
             shared.Q.release(q_step)
         last = blocks.steps - 1
@@ -166,8 +166,6 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         shared.V.release(first_step + last)
         softmax.finish(acc_o, lse, lse_unit)
 
-        if persistent:  # read again, rather than held in registers all the way
-            shared.tile_box.read_tile(turn, tile)
         query = tile.m_block * block_M + 64 * w
         if O_in_Q:
             T.copy(acc_o, shared.Q[q_step])

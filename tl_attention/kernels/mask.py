@@ -23,9 +23,8 @@ class Mask:
         """Set the scores [rows, cols] of keys that their query does not see to -inf."""
         rows, cols = acc_s.shape
         for i, j in T.Parallel(rows, cols):
-            acc_s[i, j] = T.if_then_else(
-                first_key + j <= self.last_key(first_query + i), acc_s[i, j], -T.infinity("float32")
-            )
+            seen = first_key + j <= self.last_key(first_query + i)
+            acc_s[i, j] = T.if_then_else(seen, acc_s[i, j], -T.infinity("float32"))
 
 
 @T.meta_class
@@ -59,11 +58,8 @@ class KeyBlocks:
     def sweeps(self) -> tuple:
         """(masked, first step, number of steps) after step 0: those that may hold a masked key, then the others."""
         if self.mask.causal:
-            return (True, 1, self.num_masked[0] - 1), (
-                False,
-                self.num_masked[0],
-                self.num_steps[0] - self.num_masked[0],
-            )
+            masked, plain = self.num_masked[0] - 1, self.num_steps[0] - self.num_masked[0]
+            return (True, 1, masked), (False, self.num_masked[0], plain)
         return ((False, 1, self.num_steps[0] - 1),)
 
     def first_key(self, step: Any) -> Any:

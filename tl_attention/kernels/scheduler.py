@@ -30,7 +30,10 @@ class TileOrder:
 
 @T.meta_class
 class Tile:
-    """Where the tile at hand lies. In variables: as expressions of its number they kept TileLang 0.1.15's prover busy for a minute."""
+    """Where the tile at hand lies.
+
+    In variables: as expressions of its number they kept the prover of TileLang 0.1.15 busy for a minute.
+    """
 
     def __init__(self, order: TileOrder, name: str = "tile"):
         self.order = order

@@ -46,15 +46,11 @@ class OnlineSoftmax:
         T.copy(self.row_max, self.row_max_prev)
         T.reduce_max(acc_s, self.row_max, dim=1, clear=False)
         for i in T.Parallel(64):
-            self.row_max[i] = T.if_then_else(
-                (self.row_max[i] - self.row_max_prev[i]) * self.scale_log2 > LAZY,
-                self.row_max[i],
-                self.row_max_prev[i],
-            )
+            grown = (self.row_max[i] - self.row_max_prev[i]) * self.scale_log2
+            self.row_max[i] = T.if_then_else(grown > LAZY, self.row_max[i], self.row_max_prev[i])
         for i in T.Parallel(64):
-            self.row_scale[i] = T.exp2(
-                (self.row_max_prev[i] - self.row_max[i]) * self.scale_log2
-            )  # exact for LOWEST, unlike an FMA
+            # The difference first: exact for LOWEST, where an FMA would leave its rounding error
+            self.row_scale[i] = T.exp2((self.row_max_prev[i] - self.row_max[i]) * self.scale_log2)
         for i, j in T.Parallel(64, self.block_N):
             acc_s[i, j] = T.exp2(acc_s[i, j] * self.scale_log2 - self.row_max[i] * self.scale_log2)
         T.reduce_sum(T.view(acc_s, [64, self.block_N // 8, 8]), self.block_sum, dim=1)

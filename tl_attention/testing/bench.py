@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import os
 import platform
 import shutil
 import statistics
@@ -337,7 +338,12 @@ def _nvidia_smi(uuid: str) -> dict[str, str]:
 
 
 def git_commit() -> str:
-    """Short hash of the checkout, -dirty where tracked files differ; unknown where this is none."""
+    """Short hash of the checkout, -dirty where tracked files differ; unknown where this is none.
+
+    TL_ATTENTION_COMMIT says it for a copy that has no .git.
+    """
+    if told := os.environ.get("TL_ATTENTION_COMMIT"):
+        return told
     git = ["git", "-C", str(Path(__file__).parent)]
     commit = _output([*git, "rev-parse", "--short", "HEAD"])
     dirty = _output([*git, "status", "--porcelain", "--untracked-files=no"])

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import math
-import multiprocessing
-import os
-from collections.abc import Iterator, Sequence
 
 import torch
 from report import progress_bar
 from rich.console import Console
 from rich.table import Table
 
-from tl_attention import configs
+from tl_attention import autotune, configs, cubin
 from tl_attention.problem import AttnProblem, FwdConfig
-from tl_attention.testing.bench import PEAK_TFLOPS, Shape, first_line, fwd_ceiling
+from tl_attention.testing.bench import PEAK_TFLOPS, Shape, fwd_ceiling
 from tl_attention.testing.inputs import make_inputs
 
 QUICK_CONFIGS = 4
@@ -45,9 +41,7 @@ def run(console: Console, quick: bool) -> int:
 def report_kernels(console: Console, quick: bool) -> None:
     """Compiles the shipped configs on all cores and prints a line for each."""
     try:
-        from tl_attention.cubin import NO_NVCC, find_nvcc
-
-        missing = None if (nvcc := find_nvcc()) else NO_NVCC
+        missing = None if (nvcc := cubin.find_nvcc()) else cubin.NO_NVCC
     except ImportError as error:
         missing = f"{error}: pip install 'tilelang[nvcc]'"
     if missing:
@@ -58,16 +52,22 @@ def report_kernels(console: Console, quick: bool) -> None:
         console.print(f"--quick: a few of the {len(pairs)} kernels")
         pairs = pairs[:: len(pairs) // QUICK_CONFIGS + 1]
 
-    title = f"shipped kernels, {nvcc[0]} for sm_90a, and their ceilings in TFLOPS at S={CEILING_SEQLEN}"
-    table = Table(title=title)
-    facts = ("registers", "spills", "smem", "CTAs/SM", "HGMMA", "TMA", "exp after MMA", "exp under MMA")
-    for column in ("problem", "config", *facts, "fault"):
-        table.add_column(column, justify="right" if column in facts else "left")
+    ceilings = ("exp after MMA", "exp under MMA")
+    table = Table(
+        title=f"shipped kernels, {nvcc[0]} for sm_90a, and their ceilings in TFLOPS at S={CEILING_SEQLEN}"
+    )
+    for column in ("problem", "config", *autotune.REPORT_COLUMNS, *ceilings, "verdict"):
+        table.add_column(column, justify="right" if column in ceilings else "left")
+    built = autotune.compile_all(pairs)
+    results = {}
     try:
         with progress_bar(console) as progress:
-            for line in progress.track(_lines(pairs), total=len(pairs), description="compiling"):
-                table.add_row(*line)
+            for problem, config, result in progress.track(built, len(pairs), description="compiling"):
+                results[problem, config] = result
     finally:
+        for pair in pairs:
+            if pair in results:
+                table.add_row(*kernel_line(*pair, results[pair]))
         console.print(table)
         console.print(
             f"Ceilings: {PEAK_TFLOPS} TFLOPS of an H200 at its boost clock, less what the mask wastes of the "
@@ -75,31 +75,16 @@ def report_kernels(console: Console, quick: bool) -> None:
         )
 
 
-def _lines(pairs: Sequence[tuple[AttnProblem, FwdConfig]]) -> Iterator[tuple[str, ...]]:
-    """kernel_line of each, in their order."""
-    workers = min(len(pairs), os.cpu_count() or 1)
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
-        try:
-            yield from pool.map(kernel_line, *zip(*pairs, strict=True))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def kernel_line(problem: AttnProblem, config: FwdConfig) -> tuple[str, ...]:
+def kernel_line(
+    problem: AttnProblem, config: FwdConfig, result: cubin.Report | autotune.Failure
+) -> tuple[str, ...]:
     """What the compiler says of one kernel, or why it does not compile."""
-    from tl_attention import cubin
-
     length = CEILING_SEQLEN
     shape = Shape(1, 1, 1, length, length, problem.head_dim, problem.head_dim_v, problem.causal)
     ceilings = [f"{tflops:.0f}" for tflops in fwd_ceiling(shape, config.block_M, config.block_N)]
-    try:
-        found = cubin.report(problem, config)
-    except Exception as error:  # one kernel that does not compile leaves the others their lines
-        return (str(problem), str(config), *"––––––", *ceilings, first_line(error))
-    facts = (found.registers, found.spill_bytes, found.smem_bytes, found.ctas_per_sm, found.hgmma, found.tma)
-    return (str(problem), str(config), *map(str, facts), *ceilings, found.fault or "")
+    report = None if isinstance(result, autotune.Failure) else result
+    verdict = report.fault or "ok" if report else str(result).strip().splitlines()[-1]
+    return (str(problem), str(config), *autotune.report_cells(report), *ceilings, verdict)
 
 
 def check_cpu(console: Console) -> int:

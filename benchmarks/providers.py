@@ -149,7 +149,7 @@ def _pair(result: Any) -> Result:
 def _function(module: str, name: str) -> Callable[..., Any]:
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, OSError, AttributeError) as error:
+    except Exception as error:  # of a broken installation: whatever it raises
         raise Unsupported(f"{module}.{name} cannot be imported: {error}") from error
 
 

@@ -1,16 +1,20 @@
 """Rows of the benchmark as a terminal table, Markdown, JSON lines and plots.
 
+    python benchmarks/report.py FOLDER    the report of a stored run anew, and what README says of it
+
 A row is a dict, a line of the JSONL: one provider on one problem. `status` is ok, wrong, skipped (the library
 cannot run the problem) or failed; `reason` says why it is not ok; without ok there is no speed.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import math
 import statistics
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,12 +44,14 @@ PROBLEM = (
     "head_dim_v",
     "mask",
 )
+MEASURED = ("ms", "tflops", "correct", "max_err_ratio")  # None in a row where they are unknown
 
 CONVENTION = (
     "TFLOPS count visible pairs: 2 x pairs x (head_dim + head_dim_v) x batch x query heads; causal counts "
     "what the mask leaves, s(s+1)/2 pairs a head where the lengths are equal. A time is the median of "
-    "CUDA-graph replays, the providers in turn; a ratio is the median of those of the rounds. A speed stands "
-    "only beside a correct output."
+    "CUDA-graph replays, the providers in turn; a ratio is the median of those of the rounds. Each provider "
+    "has contiguous tensors in the layout it is made for, bshd ([batch, seqlen, heads, head_dim]) or bhsd. A "
+    "speed stands only where the output of the last timed call is correct."
 )
 
 
@@ -153,12 +159,14 @@ DETAILS = {  # of our row: column -> key and format
 }
 
 
-def _grid(rows: list[Row], bold: tuple[str, str]) -> tuple[list[str], list[list[str]]]:
+def _grid(
+    rows: list[Row], bold: tuple[str, str], details: dict[str, tuple[str, str]]
+) -> tuple[list[str], list[list[str]]]:
     """Header and lines of the table that terminal and Markdown share."""
     names = providers(rows)
     titles = {row["provider"]: row["title"] for row in rows}
     details = {
-        column: spec for column, spec in DETAILS.items() if any(row.get(spec[0]) is not None for row in rows)
+        column: spec for column, spec in details.items() if any(row.get(spec[0]) is not None for row in rows)
     }
     lines = []
     for group in problems(rows).values():
@@ -176,7 +184,7 @@ def _grid(rows: list[Row], bold: tuple[str, str]) -> tuple[list[str], list[list[
 
 def table(rows: list[Row]) -> Table:
     """For the terminal, with the geomeans at its foot."""
-    header, lines = _grid(rows, ("[bold green]", "[/]"))
+    header, lines = _grid(rows, ("[bold green]", "[/]"), DETAILS)
     means = {name: f"{mean:.2f}x" for name, (mean, _, _) in geomeans(rows).items()}
     foot = ["geomean of ours over", *(means.get(name, "") for name in providers(rows))]
     result = Table(title="forward, TFLOPS", show_footer=True)
@@ -191,20 +199,15 @@ def table(rows: list[Row]) -> Table:
 
 def markdown(environment: dict[str, str], rows: list[Row], plot_name: str | None = None) -> str:
     """The report: where it was measured, TFLOPS of all, geomeans, what did not run."""
-    header, lines = _grid(rows, ("**", "**"))
     dtypes = ", ".join(dict.fromkeys(row["dtype"] for row in rows))
-    libraries = {row["title"]: row["library"] for row in rows if row["status"] != "skipped"}
     parts = [
         "# Attention forward, " + dtypes,
         "\n".join(
             f"- {key}: {f'`{value}`' if key == 'command' else value}" for key, value in environment.items()
         ),
-        "\n".join(f"- {name}: {library}" for name, library in libraries.items()),
+        "\n".join(f"- {row['title']}: {row['library']}, {row['layout']}" for row in _libraries(rows)),
         CONVENTION + " The fastest of a row is bold. `error` is the largest error over the error allowed.",
-        "\n".join(
-            "| " + " | ".join(line) + " |"
-            for line in (header, ["---", *["---:"] * (len(header) - 1)], *lines)
-        ),
+        _markdown_table(rows, DETAILS),
         "\n".join(
             f"- {mean:.2f}x {name}: geometric mean of {count} rows, faster in {wins}"
             for name, (mean, wins, count) in geomeans(rows).items()
@@ -214,6 +217,50 @@ def markdown(environment: dict[str, str], rows: list[Row], plot_name: str | None
     if plot_name:
         parts.append(f"![TFLOPS against sequence length]({plot_name})")
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _libraries(rows: list[Row]) -> list[Row]:
+    """A row of each provider that ran anything."""
+    return list({row["provider"]: row for row in rows if row["status"] != "skipped"}.values())
+
+
+def _markdown_table(rows: list[Row], details: dict[str, tuple[str, str]]) -> str:
+    header, lines = _grid(rows, ("**", "**"), details)
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
+
+
+def readme(rows: list[Row], environment: dict[str, str]) -> str:
+    """What README says of a run: where it was measured, geomeans, TFLOPS of all."""
+    versions = [f"torch {environment['torch']}", f"CUDA {environment['cuda']}"]
+    versions += [f"tilelang {environment['tilelang']}"]
+    versions += [f"{row['title']}: {row['library']}" for row in _libraries(rows) if row["provider"] != OURS]
+    dtypes = ", ".join(dict.fromkeys(row["dtype"] for row in rows))
+    means = (
+        f"{mean:.2f}x {name} (faster in {wins} of {count} rows)"
+        for name, (mean, wins, count) in geomeans(rows).items()
+    )
+    parts = [
+        f"{environment['gpu']}, power limit {environment['power limit']}; {'; '.join(versions)}. "
+        f"Forward, {dtypes}, TFLOPS; medians of CUDA-graph replays at sustained clocks, the fastest bold.",
+        f"Geometric mean of the speed of {OURS} over that of each: {', '.join(means)}.",
+        _markdown_table(rows, {}),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def read(folder: Path) -> tuple[list[Row], dict[str, str]]:
+    """The rows and the environment of a stored run."""
+    rows = [json.loads(line) for line in (folder / "fwd.jsonl").read_text().splitlines()]
+    return rows, json.loads((folder / "environment.json").read_text())
+
+
+def write(folder: Path, rows: list[Row], environment: dict[str, str]) -> list[str]:
+    """All of a report but the JSONL; the names of the files."""
+    drawn = ["fwd.png"] if plot(rows, folder / "fwd.png") else []
+    (folder / "fwd.md").write_text(markdown(environment, rows, *drawn))
+    (folder / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
+    return ["fwd.md", "environment.json", *drawn]
 
 
 def write_jsonl(file: TextIO, rows: Iterable[Row]) -> None:
@@ -300,3 +347,20 @@ def score(row: Row, peers: dict[tuple, float]) -> float | None:
         if same and row["seqlen_q"] == row["seqlen_k"] and key in peers
         else None
     )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/report.py",
+        description="Make the report of a stored run anew; print README's section.",
+    )
+    parser.add_argument("folder", type=Path, help="has fwd.jsonl and environment.json")
+    folder = parser.parse_args(argv).folder
+    rows, environment = read(folder)
+    write(folder, rows, environment)
+    print(readme(rows, environment), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

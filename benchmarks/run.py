@@ -9,49 +9,31 @@ Without a Hopper GPU it compiles the shipped kernels for sm_90a, reports on them
 from __future__ import annotations
 
 import argparse
-import fnmatch
-import json
+import contextlib
+import math
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import no_gpu
 import report
 import torch
-from providers import PROVIDERS, Ready, Unsupported, title
+from providers import PROVIDERS, Ready, Result, Unsupported, title
 from report import OURS, Row
 from rich.console import Console
 
-from tl_attention import configs
 from tl_attention.target import is_hopper
 from tl_attention.testing import bench
-from tl_attention.testing.bench import Shape
+from tl_attention.testing.bench import Shape, chosen_shapes
 from tl_attention.testing.inputs import make_inputs
 from tl_attention.testing.numeric import check_fwd
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT = ("paper-*", "article")
 QUICK = ("paper-*-4k", "article")
-
-
-def chosen_shapes(texts: Sequence[str]) -> dict[str, Shape]:
-    """Name -> shape, of names and patterns of configs/shapes.toml and literal shapes, apart by spaces or ';'.
-
-    Raises:
-        ValueError: nothing has this name, or the text is no shape.
-    """
-    named, chosen = configs.named_shapes(), {}
-    for text in " ".join(texts).replace(";", " ").split():
-        if "," in text:
-            chosen[text] = Shape.parse(text)
-            continue
-        if not (names := fnmatch.filter(named, text)):
-            raise ValueError(f"shape {text!r}: not in configs/shapes.toml, which has {', '.join(named)}")
-        chosen |= {name: Shape.parse(named[name]) for name in names}
-    return chosen
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -80,7 +62,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 where an output of tl_attention was wrong or missing, 130 after Ctrl-C, else 0."""
+    """Returns 1 if an output of tl_attention is wrong or missing or the GPU fails, 130 after Ctrl-C, or 0."""
     args = parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 200)
     arguments = sys.argv[1:] if argv is None else argv
@@ -124,91 +106,165 @@ def benchmark(args: argparse.Namespace, console: Console, environment: dict[str,
                 rows += new
                 console.print(report.line(new), highlight=False)
                 progress.advance(task)
+                if error := gpu_error():
+                    console.print(f"Stopped at {name}: the GPU does nothing more, {error}.", markup=False)
+                    return 1
     except KeyboardInterrupt:
         console.print(f"Interrupted after {len(report.problems(rows))} of {len(args.shapes)} rows.")
         return 130
     finally:
         if rows:
             finish(args.out, console, environment, rows)
-    return int(any(row["status"] in ("wrong", "failed") for row in rows if row["provider"] == OURS))
+    return int(any(row["status"] != "ok" for row in rows if row["provider"] == OURS))
+
+
+def gpu_error() -> str | None:
+    """The error that every CUDA call of this process meets from now on, if there is one."""
+    try:
+        torch.cuda.synchronize()
+    except Exception as error:
+        return bench.first_line(error)
+    return None
 
 
 def measure(shape: Shape, dtype: torch.dtype, names: Sequence[str], rounds: int) -> list[Row]:
-    """One row a provider: checked, then timed in turn with the others that are right."""
-    bshd = [make_inputs(shape, dtype, seed=i) for i in range(bench.rotation(bench.input_bytes(shape)))]
-    inputs = {"bshd": bshd, "bhsd": [tuple(x.transpose(1, 2).contiguous() for x in qkv) for qkv in bshd]}
-    size = asdict(shape) | {"mask": shape.mask}
-    del size["causal"]
-    rows: dict[str, Row] = {}
-    ready: dict[str, Ready] = {}
-    for name in names:
-        provider = PROVIDERS[name]
-        row = rows[name] = {"provider": name, "title": title(name), "library": provider.library(), **size}
-        try:
-            candidate = provider.prepare(shape, *inputs[provider.layout][0])
-            row |= verify(name, candidate, inputs[provider.layout][0], bshd[0], shape.causal)
-        except Unsupported as reason:
-            row |= {"status": "skipped", "correct": None, "reason": str(reason)}
-        except Exception as error:  # whatever a library raises goes into its row
-            torch.cuda.synchronize()
-            row |= {"status": "failed", "correct": None, "reason": bench.first_line(error)}
-        if row["correct"]:
-            ready[name] = candidate
+    """One row a provider: checked, timed in turn with the others that are right, and checked again.
 
-    own = {name: inputs[PROVIDERS[name].layout] for name in ready}
-    calls = {name: [partial(ready[name].launch, *qkv) for qkv in own[name]] for name in ready}
-    timings = bench.time_interleaved(calls, rounds) if calls else {}
-    for name, timing in timings.items():
-        eager = bench.time_eager(partial(ready[name].call, *own[name][0]))
-        rows[name] |= {
-            "ms": timing.median_ms,
-            "p25": timing.p25,
-            "p75": timing.p75,
-            "timer": timing.timer,
-            "launches": timing.launches,
-            "rounds": sum(sample is not None for sample in timing.samples),
-            "eager_ms": eager.ms,
-            "host_us": eager.host_us,
-            "tflops": bench.fwd_flops(shape) / timing.median_ms / 1e9,
-            "gbps": bench.fwd_bytes(shape) / timing.median_ms / 1e6,
-            "intensity": bench.intensity(shape),
-        }
-        for other in timings.keys() - {name}:
-            ratio = bench.speedup(timing, timings[other])
-            rows[name][f"ratio_vs_{other}"] = ratio.median
-            rows[name][f"ratio_range_vs_{other}"] = [ratio.p25, ratio.p75]
+    What a provider raises is the reason of its row. What the inputs or the GPU raise is that of all rows that
+    are not finished by then.
+    """
+    rows = {name: new_row(name, shape) for name in names}
+    try:
+        compare(shape, dtype, rows, rounds)
+    except Exception as error:
+        for row in rows.values():
+            if row["status"] == "failed":
+                row["reason"] = row["reason"] or bench.first_line(error)
     return list(rows.values())
 
 
-def verify(
-    name: str, ready: Ready, inputs: Sequence[torch.Tensor], bshd: Sequence[torch.Tensor], causal: bool
-) -> Row:
-    """What the error rule says of a provider's output for bshd, which inputs hold in its own layout."""
+def new_row(name: str, shape: Shape) -> Row:
+    """A row that nothing is known of."""
     provider = PROVIDERS[name]
-    out, lse = ready.launch(*inputs)
-    same = ready.call is ready.launch or torch.equal(out, ready.call(*inputs)[0])
-    out = out if provider.layout == "bshd" else out.transpose(1, 2)
-    verdict = check_fwd(out, lse, *bshd, causal=causal, lse_base2=provider.lse_base2)
-    correct = verdict.ok and same
-    wrong = verdict.text if same else "its launch alone gives another output than the call"
+    size = asdict(shape) | {"mask": shape.mask}
+    del size["causal"]
+    facts = {"provider": name, "title": title(name), "library": provider.library(), "layout": provider.layout}
+    return facts | size | dict.fromkeys(report.MEASURED) | {"status": "failed", "reason": None}
+
+
+@contextlib.contextmanager
+def reasons(row: Row) -> Iterator[None]:
+    """Whatever a library raises here goes into its row; what every later CUDA call meets, too, is raised."""
+    try:
+        yield
+    except Unsupported as reason:
+        row |= {"status": "skipped", "reason": str(reason)}
+    except Exception as error:
+        row |= {"status": "failed", "reason": bench.first_line(error)}
+        torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class Entrant:
+    """A provider that is ready for a problem, and was right once."""
+
+    ready: Ready
+    inputs: list[tuple[torch.Tensor, ...]]  # copies, in its layout
+    checked: Result  # of the first
+
+
+def compare(shape: Shape, dtype: torch.dtype, rows: dict[str, Row], rounds: int) -> None:
+    """Fills in the rows."""
+    bshd = [make_inputs(shape, dtype, seed=i) for i in range(bench.rotation(bench.input_bytes(shape)))]
+    inputs = {"bshd": bshd, "bhsd": [tuple(x.transpose(1, 2).contiguous() for x in qkv) for qkv in bshd]}
+    entrants: dict[str, Entrant] = {}
+    for name, row in rows.items():
+        with reasons(row):
+            own = inputs[row["layout"]]
+            ready = PROVIDERS[name].prepare(shape, *own[0])
+            result = ready.launch(*own[0])
+            row |= verify(name, result, bshd[0], shape.causal)
+            if row["correct"]:
+                entrants[name] = Entrant(ready, own, tuple(x if x is None else x.clone() for x in result))
+
+    timings = time_all(entrants, rows, rounds)
+    right: dict[str, bench.Timing] = {}
+    for name, entrant in entrants.items():
+        row, timing = rows[name], timings[name]
+        with reasons(row):
+            eager = bench.time_eager(partial(entrant.ready.call, *entrant.inputs[0]))
+            for result in (timing.result, eager.result):
+                if row["correct"] and not same(result, entrant.checked):
+                    row |= verify(name, result, bshd[0], shape.causal, "when timed, ")
+            if row["correct"]:
+                row |= speeds(shape, timing, eager)
+                right[name] = timing
+    for name, timing in right.items():
+        for other in right.keys() - {name}:
+            ratio = bench.speedup(timing, right[other])
+            rows[name][f"ratio_vs_{other}"] = ratio.median
+            rows[name][f"ratio_range_vs_{other}"] = [ratio.p25, ratio.p75]
+
+
+def verify(name: str, result: Result, bshd: Sequence[torch.Tensor], causal: bool, when: str = "") -> Row:
+    """What the error rule says of a provider's result for bshd."""
+    out, lse = result
+    out = out if PROVIDERS[name].layout == "bshd" else out.transpose(1, 2)
+    verdict = check_fwd(out, lse, *bshd, causal=causal, lse_base2=PROVIDERS[name].lse_base2)
+    found = {
+        "correct": verdict.ok,
+        "max_err_ratio": finite(verdict.max_err_ratio),
+        "lse_err_ratio": None if lse is None else finite(verdict.lse_err_ratio),
+    }
+    return found if verdict.ok else found | {"status": "wrong", "reason": when + verdict.text}
+
+
+def finite(x: float) -> float | None:
+    """JSON has no inf."""
+    return x if math.isfinite(x) else None
+
+
+def same(a: Result, b: Result) -> bool:
+    return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def time_all(entrants: dict[str, Entrant], rows: dict[str, Row], rounds: int) -> dict[str, bench.Timing]:
+    """All in turn. One that fails loses its place among the entrants, and the others are timed anew."""
+    while entrants:
+        calls = {name: [partial(e.ready.launch, *qkv) for qkv in e.inputs] for name, e in entrants.items()}
+        try:
+            return bench.time_interleaved(calls, rounds)
+        except bench.CallFailed as failure:
+            del entrants[failure.name]
+            with reasons(rows[failure.name]):
+                raise failure.__cause__ from None
+    return {}
+
+
+def speeds(shape: Shape, timing: bench.Timing, eager: bench.Eager) -> Row:
     return {
-        "status": "ok" if correct else "wrong",
-        "correct": correct,
-        "reason": None if correct else wrong,
-        "max_err_ratio": verdict.max_err_ratio,
-        "lse_err_ratio": None if lse is None else verdict.lse_err_ratio,
+        "status": "ok",
+        "ms": timing.median_ms,
+        "p25": timing.p25,
+        "p75": timing.p75,
+        "timer": timing.timer,
+        "launches": timing.launches,
+        "rounds": sum(sample is not None for sample in timing.samples),
+        "eager_ms": eager.ms,
+        "host_us": eager.host_us,
+        "tflops": bench.fwd_flops(shape) / timing.median_ms / 1e9,
+        "gbps": bench.fwd_bytes(shape) / timing.median_ms / 1e6,
+        "intensity": bench.intensity(shape),
     }
 
 
 def finish(out: Path, console: Console, environment: dict[str, str], rows: list[Row]) -> None:
-    """Table, Markdown, plots, and the environment as JSON."""
+    """Shows the table and writes the report."""
     console.print(report.table(rows))
     for note in report.notes(rows):
         console.print(f"- {note}", highlight=False, markup=False)
-    drawn = ["fwd.png"] if report.plot(rows, out / "fwd.png") else []
-    (out / "fwd.md").write_text(report.markdown(environment, rows, *drawn))
-    (out / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
-    console.print(f"Written to {out}: {', '.join(['fwd.jsonl', 'fwd.md', 'environment.json', *drawn])}")
+    written = report.write(out, rows, environment)
+    console.print(f"Written to {out}: {', '.join(['fwd.jsonl', *written])}")
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import pytest
 from rich.console import Console
 
-from tl_attention import autotune, configs, cubin
+from tl_attention import autotune, configs, cubin, sandbox
 from tl_attention.autotune import Trial
-from tl_attention.problem import AttnProblem, FwdConfig
-from tl_attention.sandbox import Failure, Sandbox, Sandboxes
+from tl_attention.problem import BUCKETS, AttnProblem, FwdConfig
+from tl_attention.sandbox import Failure, Sandbox, Sandboxes, time_left
 from tl_attention.testing.bench import Shape
 
 SHAPE = Shape(1, 8, 8, 2048, 2048, 256, 256, True)
@@ -69,7 +69,15 @@ def test_sandboxes_map_gives_results_and_failures():
         results = {args[0]: result for args, result in sandboxes.map(misbehave, calls, 10)}
         assert results["fine"] == "fine"
         assert isinstance(results["raise"], Failure) and isinstance(results["exit"], Failure)
-        assert list(sandboxes.map(misbehave, calls, 10, deadline=time.monotonic() - 1)) == []
+        assert list(sandboxes.map(misbehave, calls, 10, begin_by=time.monotonic() - 1)) == []
+
+
+def test_time_left_is_bounded_by_the_deadline():
+    now = time.monotonic()
+    assert time_left(300, now + 1000) == 300
+    assert 90 < time_left(300, now + 100) <= 100
+    assert time_left(300, now - 100) == sandbox.GRACE
+    assert time_left(1, now - 100) == 1
 
 
 CANDIDATES = [
@@ -158,7 +166,7 @@ def test_tune_bad_candidates_cost_only_themselves(run_tune):
     assert table["gpu"] == "Test GPU" and table["arch"] == "sm_90a" and table["commit"]
     assert {line["fate"] for line in log} >= {"winner", "faulty", "failed", "wrong"}
     assert log[0]["report"]["registers"] == 168
-    assert "432 bytes of spills" in printed and "bf16 d256 causal 8k" in printed
+    assert "432 bytes of spills" in printed and "bf16 d256 causal 4k" in printed
 
 
 def test_tune_score_is_the_geometric_mean(run_tune):
@@ -174,7 +182,7 @@ def test_tune_timing_that_dies_is_repeated_one_by_one(run_tune):
 
 
 def interrupt(problem: AttnProblem, config: FwdConfig, shapes: Sequence[Shape]) -> str | None:
-    if shapes[-1].seqlen_k > 8192:
+    if shapes[-1].seqlen_k > 4096:
         os.kill(os.getppid(), signal.SIGINT)
         time.sleep(60)
     return None
@@ -183,28 +191,80 @@ def interrupt(problem: AttnProblem, config: FwdConfig, shapes: Sequence[Shape]) 
 def test_tune_interrupted_keeps_what_is_done(run_tune):
     later = dataclasses.replace(SHAPE, seqlen_q=16384, seqlen_k=16384)
     _, table, _, printed = run_tune(shapes=(SHAPE, SHAPE, later), check=interrupt)
-    assert list(table["fwd"]) == ["bf16 d256 causal 8k"]
+    assert list(table["fwd"]) == ["bf16 d256 causal 4k"]
     assert "bf16 d256 causal long" in printed
+
+
+def time_that_dies_of_the_best_again(
+    problem: AttnProblem, candidates: Sequence[FwdConfig], shapes: Sequence[Shape], rounds: int
+) -> dict[FwdConfig, tuple[float, ...]]:
+    best = sorted(CANDIDATES, key=lambda config: config.block_N)[-2:]
+    if rounds == autotune.FINAL_ROUNDS and set(best) & set(candidates):
+        os._exit(7)
+    return fake_time(problem, candidates, shapes, rounds)
+
+
+def test_tune_falls_back_to_the_next_best(run_tune):
+    attempts, table, *_ = run_tune(time=time_that_dies_of_the_best_again)
+    assert sorted(a.config.block_N for a in attempts.values() if a.fate == "failed") == [80, 96]
+    (row,) = table["fwd"].values()
+    assert row["config"]["block_N"] == 64
+
+
+def hang(problem: AttnProblem, config: FwdConfig) -> cubin.Report:
+    time.sleep(100)
+    return GOOD
+
+
+def test_tune_budget_cuts_what_hangs(run_tune, monkeypatch):
+    monkeypatch.setattr(sandbox, "GRACE", 0.5)
+    begin = time.monotonic()
+    attempts, table, *_ = run_tune(budget_s=2, compile=hang)
+    assert time.monotonic() - begin < 60  # to start a process takes most of it
+    assert not table["fwd"]
+    assert {attempt.fate for attempt in attempts.values()} == {"failed", "not reached"}
+
+
+def test_tune_tries_what_its_table_has_first(run_tune, tmp_path):
+    incumbent = FwdConfig(64, 48, num_stages=3)
+    rows = {"bf16 d256 causal 4k": {"config": dataclasses.asdict(incumbent)}}
+    (tmp_path / "table.json").write_text(configs.format_tuned({"gpu": "Test GPU", "fwd": rows}))
+    attempts, *_ = run_tune()
+    assert attempts[incumbent].fate == "slower"
+
+
+def test_tune_says_at_once_that_it_cannot_write(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        autotune.tune([SHAPE], 1, gpu_name="Test GPU", path=tmp_path / "file" / "table.json")
 
 
 def test_tune_says_what_the_budget_did_not_reach(run_tune):
     attempts, table, log, printed = run_tune(budget_s=0)
     assert not attempts and not table["fwd"] and not log
-    assert "not reached, left as they were: bf16 d256 causal 8k" in printed
+    assert "not reached, left as they were: bf16 d256 causal 4k" in printed
 
 
-def test_tune_keeps_other_rows_of_the_table(run_tune, tmp_path):
-    (tmp_path / "table.json").write_text(
-        configs.format_tuned({"gpu": "Test GPU", "fwd": {"fp16 d64 full 1k": {"tflops": 1.0}}})
-    )
+def test_tune_keeps_other_rows_of_the_table_that_a_problem_has(run_tune, tmp_path):
+    rows = {key: {"tflops": 1.0} for key in ("fp16 d64 full 1k", "bf16 d64 full 3k")}
+    (tmp_path / "table.json").write_text(configs.format_tuned({"gpu": "Test GPU", "fwd": rows}))
     _, table, *_ = run_tune()
-    assert list(table["fwd"]) == ["bf16 d256 causal 8k", "fp16 d64 full 1k"]
+    assert list(table["fwd"]) == ["bf16 d256 causal 4k", "fp16 d64 full 1k"]
 
 
 def test_default_shapes_reach_every_class_and_bucket():
     groups = autotune.group_shapes(autotune.default_shapes(), ["bfloat16"])
     assert len(groups) == 3 * len(configs.problems()) // 2
-    assert all(len(members) > 1 for members in groups.values())
+    assert all(len(members) > 2 for members in groups.values())
+
+
+@pytest.mark.parametrize("bucket", BUCKETS)
+def test_one_of_the_default_shapes_of_a_bucket_is_a_benchmark_shape(bucket):
+    named = {Shape.parse(text) for text in configs.named_shapes().values()}
+    groups = autotune.group_shapes(autotune.default_shapes(), ["bfloat16"])
+    for head_dim in (64, 128, 256):
+        members = groups[AttnProblem.of("bfloat16", head_dim, head_dim, False), bucket]
+        assert [member in named for member in members] == [True] + [False] * (len(members) - 1)
 
 
 def test_check_shapes_have_lengths_that_no_tile_divides():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
+import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tl_attention import configs
+from tl_attention import autotune, configs
 from tl_attention.testing import bench
 from tl_attention.testing.bench import Eager, Shape, Timing
 
@@ -28,11 +31,11 @@ import run
 from rich.console import Console
 
 SHAPE = "1,2,2,48,48,32,32,causal"
-KEYS = (
+EVERY_ROW = {
     *("pass", "provider", "dtype", "batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim"),
-    *("head_dim_v", "mask", "ms", "tflops", "correct", "max_err_ratio", "commit", "gpu", "p25", "p75"),
-    *("eager_ms", "gbps", "intensity", "pct_cublas", "ratio_vs_naive"),
-)
+    *("head_dim_v", "mask", "ms", "tflops", "correct", "max_err_ratio", "commit", "gpu", "layout"),
+}
+TIMED_ROW = EVERY_ROW | {"p25", "p75", "eager_ms", "gbps", "intensity", "pct_cublas", "ratio_vs_naive"}
 
 sizes = st.integers(1, 70)
 shapes = st.builds(
@@ -141,19 +144,26 @@ class FakeEvent:
         return end.at - self.at
 
 
+def work(ms: float, result: object = None) -> object:
+    FakeEvent.clock += ms
+    return result
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    for name in ("synchronize", "current_stream", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+
+
+@pytest.mark.usefixtures("fake_cuda")
 def test_bench_timer_samples_every_round_and_names_its_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refused:
         def __init__(self, graph: object) -> None:
             raise RuntimeError("not here\nfor many reasons")
 
-    def work(ms: float) -> None:
-        FakeEvent.clock += ms
-
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", Refused)
-    for name in ("synchronize", "current_stream", "set_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     copies = [partial(work, 1.0), partial(work, 3.0)]
     calls = {"one": partial(work, 0.5), "two": copies, "slow": partial(work, 400.0)}
     timings = bench.time_interleaved(calls, rounds=9)
@@ -168,6 +178,62 @@ def test_bench_timer_samples_every_round_and_names_its_fallback(monkeypatch: pyt
         bench.time_interleaved(calls, rounds=0)
 
 
+class FakeGraph:
+    """Its replays take 10 ms and do what `again` says."""
+
+    again = staticmethod(lambda: None)
+
+    def replay(self) -> None:
+        FakeEvent.clock += 10
+        FakeGraph.again()
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_bench_timer_returns_what_the_last_replay_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    first, second = torch.ones(3), torch.ones(3)
+    copies = [partial(work, 1.0, (first, None)), partial(work, 1.0, (second, None))]
+
+    idle = bench.time_interleaved({"idle": copies}, rounds=3)["idle"]
+    assert idle.timer == "graph"
+    assert idle.result[0] is first
+    assert first.isnan().all(), "replays that do nothing leave the NaN of the timer"
+
+    monkeypatch.setattr(FakeGraph, "again", staticmethod(lambda: first.fill_(2)))
+    assert bench.time_interleaved({"works": copies}, rounds=3)["works"].result[0].eq(2).all()
+    assert second.eq(1).all()
+    assert bench.time_eager(copies[0]).result[0] is first
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_bench_timer_names_the_call_that_fails() -> None:
+    def fail() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(bench.CallFailed, match="bad: ValueError: no") as caught:
+        bench.time_interleaved({"good": partial(work, 1.0), "bad": fail}, rounds=1)
+    assert caught.value.name == "bad"
+
+
+def test_bench_commit_is_that_of_the_packages_own_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TL_ATTENTION_COMMIT", raising=False)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    author = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+    subprocess.run(
+        ["git", "-C", tmp_path, *author, "commit", "-q", "--allow-empty", "-m", "first"], check=True
+    )
+    for root, known in ((tmp_path, True), (tmp_path / "venv/site-packages", False)):
+        file = root / "tl_attention/testing/bench.py"
+        file.parent.mkdir(parents=True)
+        monkeypatch.setattr(bench, "__file__", str(file))
+        assert (bench.git_commit() != "unknown") == known
+    monkeypatch.setenv("TL_ATTENTION_COMMIT", "told")
+    assert bench.git_commit() == "told"
+
+
 @pytest.mark.gpu
 def test_bench_timer_on_gpu_sees_twice_the_work() -> None:
     x = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
@@ -177,6 +243,7 @@ def test_bench_timer_on_gpu_sees_twice_the_work() -> None:
 
     calls = {"once": lambda: x @ x, "twice": lambda: (x @ x) @ x, "uncapturable": uncapturable}
     timings = bench.time_interleaved(calls, rounds=9)
+    torch.testing.assert_close(timings["once"].result, x @ x)
     assert bench.speedup(timings["once"], timings["twice"]).median == pytest.approx(2, rel=0.1)
     assert timings["once"].timer == timings["twice"].timer == "graph"
     assert timings["uncapturable"].timer.startswith("eager: graph capture failed")
@@ -184,7 +251,7 @@ def test_bench_timer_on_gpu_sees_twice_the_work() -> None:
 
 
 def test_bench_paper_grid_is_16k_tokens_of_hidden_2048() -> None:
-    paper = {str(shape) for name, shape in run.chosen_shapes(["paper-*"]).items()}
+    paper = {str(shape) for name, shape in bench.chosen_shapes(["paper-*"]).items()}
     lengths = [512 << i for i in range(6)]
     assert paper == {
         f"{16384 // s},{2048 // d},{2048 // d},{s},{s},{d},{d},{mask}"
@@ -198,17 +265,17 @@ def test_bench_named_shapes_are_shapes() -> None:
     named = configs.named_shapes()
     assert len({Shape.parse(text) for text in named.values()}) == len(named)
     assert all(str(Shape.parse(text)) == text for text in named.values())
-    assert len(run.chosen_shapes(run.DEFAULT)) == 37
+    assert len(bench.chosen_shapes(run.DEFAULT)) == 37
 
 
 def test_bench_shapes_by_name_pattern_and_text() -> None:
-    assert list(run.chosen_shapes(["article;paper-d64-full-*k", SHAPE])) == [
+    assert list(bench.chosen_shapes(["article;paper-d64-full-*k", SHAPE])) == [
         "article",
         *(f"paper-d64-full-{n}k" for n in (1, 2, 4, 8, 16)),
         SHAPE,
     ]
     with pytest.raises(ValueError, match=r"'nonsense': not in .*, which has paper-d64-full-512"):
-        run.chosen_shapes(["nonsense"])
+        bench.chosen_shapes(["nonsense"])
 
 
 def fake_row(
@@ -221,12 +288,14 @@ def fake_row(
         "provider": provider,
         "title": provider,
         "library": "1.0",
+        "layout": "bhsd",
         "dtype": "bf16",
         "gpu": "H",
         **size,
     }
     if tflops is None:
-        return row | {"status": "wrong", "correct": False, "reason": "out[0] is 1 instead of 2"} | other
+        wrong = {"status": "wrong", "correct": False, "reason": "out[0] is 1 instead of 2"}
+        return row | dict.fromkeys(report.MEASURED) | wrong | other
     speed = {
         "ms": 1.0,
         "eager_ms": 1.1,
@@ -265,6 +334,44 @@ def test_bench_markdown_shows_losses_and_wrong_rows() -> None:
     assert "![TFLOPS against sequence length](fwd.png)" in text
 
 
+ENVIRONMENT = {"gpu": "H", "power limit": "700 W", "torch": "2", "cuda": "13", "tilelang": "0.1.15"}
+
+
+def test_bench_readme_section_is_short_and_shows_losses() -> None:
+    where, means, table = report.readme(ROWS, ENVIRONMENT).strip().split("\n\n")
+    assert "H, power limit 700 W; torch 2; CUDA 13; tilelang 0.1.15; fa2: 1.0; cudnn: 1.0." in where
+    assert "1.50x fa2 (faster in 2 of 2 rows), 0.90x cudnn (faster in 0 of 1 rows)" in means
+    assert table.splitlines() == [
+        "| problem | tl_attention | fa2 | cudnn |",
+        "| --- | ---: | ---: | ---: |",
+        "| B16 H16 S1024 d128 full | 600 | 300 | **660** |",
+        "| B4 H16 S4096 d128 full | **640** | 570 | WRONG |",
+    ]
+
+
+def test_bench_report_can_be_made_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with (tmp_path / "fwd.jsonl").open("w") as file:
+        report.write_jsonl(file, ROWS)
+    assert report.write(tmp_path, ROWS, ENVIRONMENT) == ["fwd.md", "environment.json", "fwd.png"]
+    before = (tmp_path / "fwd.md").read_text()
+    for name in ("fwd.md", "fwd.png"):
+        (tmp_path / name).unlink()
+    assert report.main([str(tmp_path)]) == 0
+    assert (tmp_path / "fwd.md").read_text() == before
+    assert (tmp_path / "fwd.png").exists()
+    assert capsys.readouterr().out == report.readme(ROWS, ENVIRONMENT)
+
+
+def test_bench_readme_shows_the_stored_results() -> None:
+    root = Path(__file__).parents[1]
+    folder = root / "benchmarks/results/nvidia_h200"
+    if not (folder / "fwd.jsonl").exists():
+        pytest.skip("no results are stored: python benchmarks/run.py --out benchmarks/results/nvidia_h200")
+    _, _, rest = (root / "README.md").read_text().partition("<!-- speed -->\n")
+    shown, _, _ = rest.partition("<!-- /speed -->\n")
+    assert shown.strip() == report.readme(*report.read(folder)).strip(), f"run benchmarks/report.py {folder}"
+
+
 def test_bench_table_shows_geomeans() -> None:
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(report.table(ROWS))
@@ -293,7 +400,10 @@ class Stub:
 
     @staticmethod
     def time_interleaved(calls: dict, rounds: int) -> dict[str, Timing]:
-        return {name: Timing((float(i),) * rounds, 1, "graph") for i, name in enumerate(calls, 1)}
+        return {
+            name: Timing((float(i),) * rounds, 1, "graph", copies[0]())
+            for i, (name, copies) in enumerate(calls.items(), 1)
+        }
 
     @staticmethod
     def boom(shape: Shape, *_: torch.Tensor) -> providers.Ready:
@@ -317,7 +427,7 @@ def gpu_stub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "make_inputs", partial(run.make_inputs, device="cpu"))
     monkeypatch.setattr(bench, "rotation", lambda nbytes: 2)
     monkeypatch.setattr(bench, "time_interleaved", Stub.time_interleaved)
-    monkeypatch.setattr(bench, "time_eager", lambda call: Eager(1.0, 5.0))
+    monkeypatch.setattr(bench, "time_eager", lambda call: Eager(1.0, 5.0, call()))
     monkeypatch.setattr(bench, "measure_cublas_tflops", lambda: 700.0)
     monkeypatch.setattr(bench, "measure_copy_bandwidth", lambda: 4000.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
@@ -352,10 +462,12 @@ def test_bench_run_gates_speeds_and_writes_all(tmp_path: Path, capsys: pytest.Ca
     assert status == dict(zip(NAMES, ("ok", "ok", "skipped", "wrong", "failed"), strict=True))
     assert [row["shape"] for row in rows[::5]] == [SHAPE, "1,2,2,96,96,32,32,causal"]
     ours, *_, wrong, failed = rows[:5]
-    assert set(KEYS) <= ours.keys()
+    assert ours.keys() >= TIMED_ROW
+    assert all(row.keys() >= EVERY_ROW for row in rows)
+    assert ours["layout"] == "bhsd"
     assert ours["ratio_vs_naive"] == 2.0
     assert ours["tflops"] == pytest.approx(bench.fwd_flops(Shape.parse(SHAPE)) / 1e-3 / 1e12)
-    assert "ms" not in wrong
+    assert wrong["ms"] is wrong["tflops"] is failed["correct"] is failed["max_err_ratio"] is None
     assert "instead of" in wrong["reason"]
     assert failed["reason"] == "RuntimeError: no kernel"
     assert "WRONG" in (tmp_path / "fwd.md").read_text()
@@ -391,6 +503,101 @@ def test_bench_run_keeps_what_it_has_when_interrupted(
     assert "B1 H2 S48 d32 causal" in (tmp_path / "fwd.md").read_text()
 
 
+def run_rows(tmp_path: Path, *names: str, status: int = 0) -> list[report.Row]:
+    """The rows of two shapes."""
+    shapes = ["--shapes", SHAPE, "1,2,2,96,96,32,32,causal"]
+    assert run.main([*shapes, "--providers", *names, "--out", str(tmp_path)]) == status
+    return [json.loads(line) for line in (tmp_path / "fwd.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("gpu_stub")
+def test_bench_run_leaves_out_a_provider_that_fails_in_timing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_once(calls: dict, rounds: int) -> dict[str, Timing]:
+        if "fa2" in calls:
+            error = RuntimeError("out of memory")
+            raise bench.CallFailed("fa2", error) from error
+        return Stub.time_interleaved(calls, rounds)
+
+    monkeypatch.setattr(bench, "time_interleaved", fail_once)
+    monkeypatch.setitem(run.PROVIDERS, "fa2", run.PROVIDERS["naive"])
+    rows = run_rows(tmp_path, "tl_attention", "fa2", "naive")
+    assert [row["status"] for row in rows] == ["ok", "failed", "ok"] * 2
+    assert rows[1]["reason"] == "RuntimeError: out of memory"
+    assert rows[1]["ms"] is None
+    assert rows[0]["ratio_vs_naive"] == 2.0
+    assert "ratio_vs_fa2" not in rows[0]
+
+
+@pytest.mark.usefixtures("gpu_stub")
+def test_bench_run_gives_no_speed_to_what_is_wrong_when_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Forgetful:
+        """Right at its first call alone."""
+
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self, *qkv: torch.Tensor) -> providers.Result:
+            self.calls += 1
+            out, lse = self.right(*qkv)
+            return (out if self.calls == 1 else out * torch.nan), lse
+
+        def prepare(self, *problem: object) -> providers.Ready:
+            self.right = providers.PROVIDERS["naive"].prepare(*problem).launch
+            self.calls = 0
+            return providers.Ready(self, self)
+
+    monkeypatch.setitem(run.PROVIDERS, "fa2", providers.Provider(Forgetful().prepare, "bhsd", str))
+    rows = run_rows(tmp_path, "tl_attention", "fa2", "naive")
+    assert [row["status"] for row in rows] == ["ok", "wrong", "ok"] * 2
+    assert rows[1]["ms"] is rows[1]["max_err_ratio"] is None
+    assert rows[1]["reason"].startswith("when timed, out[0, 0, 0, 0] is nan instead of")
+    assert "ratio_vs_fa2" not in rows[0]
+
+
+@pytest.mark.usefixtures("gpu_stub")
+def test_bench_run_goes_on_after_a_shape_without_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_inputs = run.make_inputs
+
+    def too_large(shape: Shape, *rest: object, **options: object) -> tuple:
+        if shape.seqlen_q == 48:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return make_inputs(shape, *rest, **options)
+
+    monkeypatch.setattr(run, "make_inputs", too_large)
+    rows = run_rows(tmp_path, "tl_attention", "naive", status=1)
+    assert [row["status"] for row in rows] == ["failed", "failed", "ok", "ok"]
+    assert rows[0]["reason"] == "OutOfMemoryError: CUDA out of memory"
+
+
+@pytest.mark.usefixtures("gpu_stub")
+def test_bench_run_stops_where_the_gpu_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def sticky() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def crash(*_: object) -> None:
+        monkeypatch.setattr(torch.cuda, "synchronize", sticky)
+        raise RuntimeError("the first")
+
+    monkeypatch.setitem(run.PROVIDERS, "flex", providers.Provider(crash, "bhsd", str))
+    rows = run_rows(tmp_path, "naive", "flex", "tl_attention", status=1)
+    assert [row["reason"].partition(": ")[2] for row in rows] == [
+        "CUDA error: an illegal memory access was encountered",
+        "the first",
+        "CUDA error: an illegal memory access was encountered",
+    ]
+    assert {row["status"] for row in rows} == {"failed"}
+    assert f"Stopped at {SHAPE}: the GPU" in capsys.readouterr().out
+    assert "FAILED" in (tmp_path / "fwd.md").read_text()
+
+
 @pytest.mark.usefixtures("gpu_stub")
 def test_bench_run_fails_where_ours_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(run.PROVIDERS, "tl_attention", run.PROVIDERS["fa4"])
@@ -415,12 +622,16 @@ def no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bench_without_gpu_reports_kernels_and_checks_cpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(no_gpu, "_lines", lambda pairs: iter([tuple("abcdefghijk")] * len(pairs)))
+    def refuse(pairs: list[tuple]) -> Iterator[tuple]:
+        return ((*pair, autotune.Failure("RuntimeError: nvcc refuses")) for pair in pairs)
+
+    monkeypatch.setattr(autotune, "compile_all", refuse)
     monkeypatch.setattr("tl_attention.cubin.find_nvcc", lambda: (Path("nvcc"), "PATH"))
     assert run.main(["--quick"]) == 0
     text = capsys.readouterr().out
     assert "No Hopper GPU" in text
     assert "CTAs/SM" in text
+    assert "RuntimeError: nvcc refuses" in text
     assert text.count("as scaled_dot_product_attention") == len(no_gpu.CPU_SHAPES)
 
 
@@ -434,17 +645,6 @@ def test_bench_without_nvcc_says_so_and_goes_on(
     text = capsys.readouterr().out
     assert "nvcc is neither" in text
     assert text.count("as scaled_dot_product_attention") == len(no_gpu.CPU_SHAPES)
-
-
-def test_bench_kernel_that_does_not_compile_keeps_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(problem: object, config: object) -> None:
-        raise RuntimeError("nvcc refuses the kernel:\nlong")
-
-    monkeypatch.setattr("tl_attention.cubin.report", refuse)
-    problem = configs.problems()[0]
-    line = no_gpu.kernel_line(problem, configs.default_config(problem))
-    assert len(line) == 11
-    assert line[-1] == "RuntimeError: nvcc refuses the kernel:"
 
 
 @pytest.mark.filterwarnings("ignore:tl_attention")
@@ -480,7 +680,7 @@ def test_bench_naive_is_right(shape: str) -> None:
     bshd = run.make_inputs(shape, torch.bfloat16, device="cpu")
     inputs = [x.transpose(1, 2).contiguous() for x in bshd]
     ready = providers.PROVIDERS["naive"].prepare(shape, *inputs)
-    assert run.verify("naive", ready, inputs, bshd, shape.causal)["status"] == "ok"
+    assert run.verify("naive", ready.launch(*inputs), bshd, shape.causal)["correct"]
 
 
 def test_bench_environment_needs_no_gpu() -> None:

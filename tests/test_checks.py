@@ -50,6 +50,7 @@ ERRORS = {
     "head-dim-v-larger": (lambda: qkv(head_dim_v=128), {}, NotImplementedError, r"v: head_dim 128 above that of q and k, 64"),
     "scale-inf": (qkv, {"sm_scale": math.inf}, ValueError, r"softmax_scale: expected a finite number or None.*got inf"),
     "scale-nan": (qkv, {"sm_scale": math.nan}, ValueError, r"softmax_scale: expected a finite number"),
+    "causal-is-no-bool": (qkv, {"is_causal": torch.tensor(True)}, TypeError, r"causal: expected a bool, got"),
     "scale-text": (qkv, {"sm_scale": "1"}, ValueError, r"softmax_scale: expected a finite number or None.*got '1'"),
 }  # fmt: skip
 
@@ -72,6 +73,28 @@ OPTIONS = {
 def test_option_not_built_is_refused_by_name(name):
     with pytest.raises(NotImplementedError, match=f"{name}: .*not supported yet"):
         flash_attn_func(*(x.transpose(1, 2) for x in qkv()), **{name: OPTIONS[name]})
+
+
+def test_window_size_is_a_pair():
+    with pytest.raises(TypeError, match=r"window_size: expected a pair \(left, right\), got 128"):
+        flash_attn_func(*(x.transpose(1, 2) for x in qkv()), window_size=128)
+
+
+@pytest.mark.filterwarnings("ignore:tl_attention")
+def test_forward_mode_differentiation_is_refused():
+    import torch.autograd.forward_ad as fwad
+
+    q, k, v = qkv()
+    with fwad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        mha_fwd_interface(fwad.make_dual(q, q), k, v)
+
+
+@pytest.mark.filterwarnings("ignore:tl_attention")
+def test_reference_ignores_autocast():
+    q, k, v = qkv()
+    expected, _ = ref_mha_fwd_interface(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(ref_mha_fwd_interface(q, k, v)[0], expected)
 
 
 def test_flash_attn_func_has_the_parameters_of_flash_attention_2():
@@ -111,7 +134,7 @@ def test_cpu_tensors_run_the_reference(causal):
 
 
 def test_cpu_tensors_warn_once(monkeypatch):
-    monkeypatch.setattr(tl_attention.ops, "_warned", set())
+    monkeypatch.setattr(tl_attention.ops, "_warned_of_cpu", False)
     with pytest.warns(UserWarning, match="CPU tensors run the plain PyTorch reference"):
         mha_fwd_interface(*qkv())
     with warnings.catch_warnings():

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from tl_attention import cli, cubin
+from tl_attention import cli, configs, cubin
 
 
 @pytest.mark.parametrize("command", [[], ["tune"], ["compile"], ["doctor"]], ids=" ".join)
@@ -54,6 +54,14 @@ def test_tune_without_gpu_says_so(monkeypatch, capsys):
     assert "Hopper" in capsys.readouterr().out
 
 
+def test_tune_says_that_it_cannot_write_before_it_starts(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(cli, "is_hopper", lambda device: True)
+    (tmp_path / "file").touch()
+    table = tmp_path / "file" / "table.json"
+    assert cli.main(["tune", "--table", str(table), "--log", str(tmp_path / "log.jsonl")]) == 2
+    assert f"cannot write {table}" in capsys.readouterr().out
+
+
 def test_bench_outside_a_checkout_says_so(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(cli, "__file__", str(tmp_path / "tl_attention" / "cli.py"))
     assert cli.main(["bench", "--shapes", "article"]) == 2
@@ -92,7 +100,8 @@ def test_compile_one_config(capsys, monkeypatch, tmp_path):
         pytest.skip(cubin.NO_NVCC)
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
-    assert cli.main(["compile", "bf16", "d64", "full", "grid", "--jobs", "1"]) == 0
+    problem, config = configs.shipped_configs()[0]
+    assert cli.main(["compile", *f"{problem} {config}".split(), "--jobs", "1"]) == 0
     out = capsys.readouterr().out
-    assert "bf16 d64 full" in out and "ok" in out
+    assert str(problem) in out and "ok" in out
     assert list(tmp_path.rglob("*.so"))

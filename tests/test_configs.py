@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -22,16 +25,19 @@ def test_grid_default_and_candidates_are_legal(problem):
     for bucket in BUCKETS:
         found = configs.candidates(problem, bucket)
         assert found[0] == configs.default_config(problem)
-        assert len(found) == len(set(found)) > 3
+        assert 5 < len(found) == len(set(found)) <= 24
         assert [c for c in found if configs.is_legal(problem, c)] == []
 
 
 @pytest.mark.parametrize("problem", configs.problems()[: len(configs.problems()) // 2], ids=str)
-def test_grid_has_no_tile_that_never_runs(problem):
-    table = configs._class_table(problem)
-    for tiles in (table["tiles"], *(table[bucket].get("tiles", []) for bucket in BUCKETS if bucket in table)):
-        for block_M, block_N in tiles:
-            assert configs.is_legal(problem, FwdConfig(block_M, block_N)) is None
+def test_grid_has_no_value_that_never_runs(problem):
+    for line in configs._class_table(problem)["search"]:
+        assert set(line) <= {"tiles", "buckets", *configs.SEARCHED}
+        assert set(line.get("buckets", BUCKETS)) <= set(BUCKETS)
+        lists = configs._grid()["fwd"] | line
+        for tile, *values in itertools.product(lists["tiles"], *(lists[name] for name in configs.SEARCHED)):
+            config = FwdConfig(*tile, **dict(zip(configs.SEARCHED, values, strict=True)))
+            assert configs.is_legal(problem, config) is None
 
 
 @pytest.mark.parametrize(
@@ -68,44 +74,46 @@ def test_tuned_table_is_sorted_legal_and_one_row_a_line(path):
 
 @pytest.fixture
 def tuned_row(tmp_path, monkeypatch):
-    """Puts one row into the table of a GPU and picks the config of a problem there."""
+    """Puts one row into the user's table of a GPU and picks the config of a problem there."""
+    monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path))
 
     def pick(row: dict, problem: AttnProblem = D128) -> tuple[FwdConfig, str]:
-        (tmp_path / "gpu.json").write_text(
-            configs.format_tuned({"gpu": "GPU", "fwd": {tuning_key(D128, "8k"): row}})
-        )
-        monkeypatch.setattr(configs, "tuned_path", lambda gpu_name: tmp_path / "gpu.json")
+        write_row(tmp_path / "tuned" / "gpu.json", row)
         configs.pick_config.cache_clear()
-        configs._tuned_rows.cache_clear()
-        return configs.pick_config(problem, "8k", "GPU")
+        return configs.pick_config(problem, "4k", "GPU")
 
     yield pick
     configs.pick_config.cache_clear()
-    configs._tuned_rows.cache_clear()
+
+
+def write_row(path: Path, row: dict) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(configs.format_tuned({"gpu": "GPU", "fwd": {tuning_key(D128, "4k"): row}}))
+    return path
 
 
 WINNER = FwdConfig(128, 96, ping_pong=True)
 
 
-def test_tuned_row_comes_before_the_default(tuned_row):
-    assert tuned_row({"config": WINNER.as_row(), "tflops": 1.0}) == (
+def test_tuned_row_comes_before_the_default(tuned_row, tmp_path):
+    assert tuned_row({"config": asdict(WINNER), "tflops": 1.0}) == (
         WINNER,
-        "row 'bf16 d128 causal 8k' of gpu.json",
+        f"row 'bf16 d128 causal 4k' of {tmp_path / 'tuned' / 'gpu.json'}",
     )
 
 
 def test_tuned_row_serves_the_other_dtype(tuned_row):
     fp16 = AttnProblem("float16", 128, 128, True)
-    assert tuned_row({"config": WINNER.as_row()}, fp16)[0] == WINNER
+    assert tuned_row({"config": asdict(WINNER)}, fp16)[0] == WINNER
 
 
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"config": {**WINNER.as_row(), "block_N": 100}}, "block_N 100"),
+        ({"config": {**asdict(WINNER), "block_N": 100}}, "block_N 100"),
         ({"config": {"block_M": 128, "warps": 12}}, "unexpected keyword argument 'warps'"),
         ({"block_M": 128}, "KeyError"),
-        ({"config": {**WINNER.as_row(), "block_N": "96"}}, "TypeError"),
+        ({"config": {**asdict(WINNER), "block_N": "96"}}, "TypeError"),
     ],
     ids=["illegal", "renamed", "flat", "text"],
 )
@@ -115,10 +123,54 @@ def test_tuned_row_that_is_stale_is_a_miss_with_words(tuned_row, row, why):
     assert "stale" in source and why in source
 
 
-def test_pick_config_without_table_is_the_default():
-    config, source = configs.pick_config(D128, "8k", "No Such GPU")
+def test_first_table_that_has_a_row_serves(tmp_path):
+    other = FwdConfig(128, 64)
+    first = write_row(tmp_path / "first.json", {"config": asdict(WINNER)})
+    second = write_row(tmp_path / "second.json", {"config": asdict(other)})
+    assert configs.config_of_tables(D128, "4k", [first, second])[0] == WINNER
+    assert configs.config_of_tables(D128, "4k", [tmp_path / "none.json", second])[0] == other
+    stale = write_row(tmp_path / "stale.json", {"config": {"warps": 12}})
+    assert configs.config_of_tables(D128, "4k", [stale, second])[0] == other
+
+
+def test_pick_config_without_table_is_the_default(tmp_path, monkeypatch):
+    monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path))
+    config, source = configs.pick_config(D128, "4k", "No Such GPU")
     assert config == configs.default_config(D128)
-    assert source == "default of grid.toml: no_such_gpu.json has no row 'bf16 d128 causal 8k'"
+    assert source.startswith(f"default of {configs.data_dir() / 'grid.toml'}: ")
+    for path in configs.tuned_paths("No Such GPU"):
+        assert f"{path} has no row 'bf16 d128 causal 4k'" in source
+
+
+def test_tuner_writes_to_a_checkout_and_not_into_an_installed_package(tmp_path, monkeypatch):
+    monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path))
+    assert configs.tuned_path("A GPU") == configs.data_dir() / "tuned" / "a_gpu.json"
+    monkeypatch.setattr(configs, "installed", lambda: True)
+    assert configs.tuned_path("A GPU") == tmp_path / "tuned" / "a_gpu.json"
+
+
+@pytest.mark.parametrize(
+    ("set_to", "expected"),
+    [
+        ({"TL_ATTENTION_CACHE_DIR": "/a", "TILELANG_CACHE_DIR": "/b", "XDG_CACHE_HOME": "/c"}, "/a"),
+        ({"TILELANG_CACHE_DIR": "/b", "XDG_CACHE_HOME": "/c"}, "/b/tl_attention"),
+        ({"XDG_CACHE_HOME": "/c", "TILELANG_CACHE_DIR": ""}, "/c/tl_attention"),
+        ({}, "/home/me/.cache/tl_attention"),
+    ],
+    ids=["ours", "tilelang", "xdg", "home"],
+)
+def test_cache_dir(set_to, expected, monkeypatch):
+    for name in ("TL_ATTENTION_CACHE_DIR", "TILELANG_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"HOME": "/home/me"} | set_to).items():
+        monkeypatch.setenv(name, value)
+    assert configs.cache_dir() == Path(expected)
+
+
+def test_shipped_configs_are_not_the_users(tuned_row):
+    before = configs.shipped_configs()
+    tuned_row({"config": asdict(FwdConfig(128, 32))})
+    assert configs.shipped_configs() == before
 
 
 def test_shipped_configs_hold_every_default_once():

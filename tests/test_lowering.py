@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from dataclasses import asdict
 
 import pytest
 
@@ -46,6 +48,31 @@ def test_lowering_instructions_are_counted_without_cuobjdump(monkeypatch):
     assert with_ptx.counted_in == "PTX"
     assert with_ptx.hgmma and with_ptx.tma and with_ptx.tma_stores
     assert with_ptx.registers == with_sass.registers
+
+
+REPORT = cubin.Report(168, 0, 1000, 100, 1, (), 8, 4, 1, (400,), "SASS")
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        None,
+        asdict(REPORT) | {"occupancy": 1},
+        {key: value for key, value in asdict(REPORT).items() if key != "loops"},
+        "{",
+    ],
+    ids=["none", "unknown field", "missing field", "cut short"],
+)
+def test_report_compiled_is_made_anew_where_none_fits(kept, tmp_path, monkeypatch):
+    monkeypatch.setattr(dispatch, "kernel_path", lambda problem, config: tmp_path / "kernel.so")
+    monkeypatch.setattr(cubin, "report_source", lambda source, smem, threads: REPORT)
+    (tmp_path / "kernel.cu").write_text("")
+    if kept is not None:
+        (tmp_path / "kernel.json").write_text(kept if isinstance(kept, str) else json.dumps(kept))
+    problem = configs.problems()[0]
+    assert cubin.report_compiled(problem, FwdConfig(64, 32)) == REPORT
+    monkeypatch.setattr(cubin, "report_source", lambda *args: pytest.fail("made anew though kept"))
+    assert cubin.report_compiled(problem, FwdConfig(64, 32)) == REPORT
 
 
 @pytest.mark.parametrize(

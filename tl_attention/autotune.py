@@ -1,4 +1,4 @@
-"""Search the grid of configs on this GPU. Runs only when asked; writes configs/tuned/<gpu>.json.
+"""Search the grid of configs on this GPU. Runs only when asked; writes configs.tuned_path, or a table it is told.
 
 Candidates are compiled in parallel, checked against the reference, then timed against each other, all in
 subprocesses: one that crashes or hangs costs only itself. One with spills or ptxas warnings is not timed.
@@ -10,8 +10,8 @@ import contextlib
 import functools
 import json
 import logging
-import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -22,16 +22,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from tl_attention import configs, cubin
-from tl_attention.problem import (
-    BUCKETS,
-    TILE_WIDTHS,
-    AttnProblem,
-    FwdConfig,
-    length_bucket,
-    tile_width,
-    tuning_key,
-)
-from tl_attention.sandbox import Failure, Sandboxes
+from tl_attention.problem import BUCKETS, TILE_WIDTHS, AttnProblem, FwdConfig, length_bucket, tuning_key
+from tl_attention.sandbox import GRACE, Failure, OutOfTime, Sandboxes, time_left
 from tl_attention.target import TARGET
 from tl_attention.testing import bench
 from tl_attention.testing.bench import Shape
@@ -45,7 +37,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-COMPILE_LIMIT = 300.0  # seconds for one candidate
+# Seconds; less where less of the budget is left
+COMPILE_LIMIT = 300.0  # for one candidate
 CHECK_LIMIT = 30.0  # for one candidate; a hang costs as much
 TIME_LIMIT = 300.0  # for the candidates of a group together
 MIN_SHARE = 20.0  # of the budget for one group, so that a short budget serves the first ones well
@@ -164,7 +157,7 @@ def group_shapes(shapes: Iterable[Shape], dtypes: Iterable[str]) -> dict[Group, 
     shapes = list(shapes)
     for dtype in dtypes:
         for shape in shapes:
-            problem = AttnProblem(dtype, *tile_width(shape.head_dim, shape.head_dim_v), shape.causal)
+            problem = AttnProblem.of(dtype, shape.head_dim, shape.head_dim_v, shape.causal)
             groups.setdefault((problem, length_bucket(shape.seqlen_k)), []).append(shape)
     return groups
 
@@ -180,11 +173,19 @@ def check_shapes(shapes: Sequence[Shape]) -> list[Shape]:
 def compile_all(
     pairs: Iterable[tuple[AttnProblem, FwdConfig]], jobs: int | None = None, trial: Trial | None = None
 ) -> Iterator[tuple[AttnProblem, FwdConfig, cubin.Report | Failure]]:
-    """Compile kernels into the disk cache, as many at once as there are CPUs; yields each as it is done."""
+    """Compile kernels into the disk cache, as many at once as there are CPUs for it; yields each as it is done."""
     trial = trial or Trial()
-    with Sandboxes(jobs or os.cpu_count() or 1, trial.prepare_to_compile) as sandboxes:
+    with Sandboxes(jobs, trial.prepare_to_compile) as sandboxes:
         for pair, result in sandboxes.map(trial.compile, pairs, COMPILE_LIMIT):
             yield *pair, result
+
+
+def check_writable(*paths: Path) -> None:
+    """Raises OSError if no file can be made in the place of a path."""
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
 
 
 def tune(
@@ -204,22 +205,28 @@ def tune(
 
     Args:
         shapes: a row's score is the geometric mean over those it serves.
-        budget_s: seconds, shared evenly among rows; rows it does not reach are named and left as they were.
+        budget_s: seconds, shared evenly among rows; rows it does not reach are named and left as they were. What hangs at
+            the end is cut off a few times sandbox.GRACE later.
         only: tune rows whose key has all these words.
         gpu_name: as torch gives it; default the current device.
-        path: the table, default that of the GPU in configs/tuned; each row is written as soon as it is known.
+        path: the table to improve, which says what serves now; default configs.tuned_path, and then what serves now is
+            what a call would get. Each row is written as soon as it is known.
         log: JSONL, one line a candidate: what the compiler made of it, how fast it was, why it lost.
-        jobs: kernels compiled at once, default as many as there are CPUs.
+        jobs: kernels compiled at once, default as many as there are CPUs for this process.
         trial: what stands in for compiling, checking and timing.
     Returns:
         The attempts by tuning key, of the rows that were reached. Ctrl-C returns what there is.
+    Raises:
+        OSError: the table or the log cannot be written there; nothing was compiled yet.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     trial, console = trial or Trial(), console or Console()
     gpu_name = gpu_name or torch.cuda.get_device_name()
+    tables = [path] if path else configs.tuned_paths(gpu_name)
     path = path or configs.tuned_path(gpu_name)
+    check_writable(path, *([log] if log else []))
     groups = {
         group: members
         for group, members in group_shapes(shapes, dtypes).items()
@@ -230,16 +237,16 @@ def tune(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=console) as progress,
-        Sandboxes(jobs or os.cpu_count() or 1, trial.prepare_to_compile) as builders,
+        Sandboxes(jobs, trial.prepare_to_compile) as builders,
         Sandboxes(1, trial.prepare_to_run) as judge,
         contextlib.suppress(KeyboardInterrupt),
     ):
-        search = Search(trial, builders, judge, progress, gpu_name)
+        search = Search(trial, builders, judge, progress, tables)
         for done, ((problem, bucket), members) in enumerate(groups.items()):
             left = deadline - time.monotonic()
-            if left <= 0:
+            if left <= 0 or (done and left < GRACE):
                 break
-            until = time.monotonic() + max(left / (len(groups) - done), MIN_SHARE)
+            until = time.monotonic() + min(max(left / (len(groups) - done), MIN_SHARE), left)
             key = tuning_key(problem, bucket)
             attempts = search.run(problem, bucket, members, until)
             results[key] = attempts
@@ -261,26 +268,27 @@ class Search:
     builders: Sandboxes
     judge: Sandboxes
     progress: Progress
-    gpu_name: str
+    tables: Sequence[Path]
     built: dict[tuple[AttnProblem, FwdConfig], cubin.Report | Failure] = field(default_factory=dict)
 
     def run(
         self, problem: AttnProblem, bucket: str, shapes: Sequence[Shape], deadline: float
     ) -> list[Attempt]:
         """The attempts of a group, the winner first. What serves it now is among them, and tried first."""
-        incumbent = configs.pick_config(problem, bucket, self.gpu_name)[0]
+        incumbent = configs.config_of_tables(problem, bucket, self.tables)[0]
         attempts = [Attempt(c) for c in dict.fromkeys([incumbent, *configs.candidates(problem, bucket)])]
         key, begin = tuning_key(problem, bucket), time.monotonic()
-        built = self._compile(problem, key, attempts, begin + 0.5 * (deadline - begin))
-        share = 0.25 * (deadline - begin)  # checks have it even if the last compilations took long
-        right = self._check(problem, key, built, shapes, max(deadline - share, time.monotonic() + share))
-        timed = self._time(problem, right, shapes, ROUNDS)
-        finalists = sorted(timed, key=Attempt.score.fget, reverse=True)[:2]
-        best = max(
-            self._time(problem, finalists, shapes, FINAL_ROUNDS, "again"),
-            key=Attempt.score_again.fget,
-            default=None,
-        )
+        quarter = 0.25 * (deadline - begin)
+        built = self._compile(problem, key, attempts, begin + 2 * quarter, begin + 3 * quarter)
+        # Checks have a quarter even if the last compilations took long
+        begin_by = max(begin + 3 * quarter, time.monotonic() + quarter)
+        right = self._check(problem, key, built, shapes, begin_by, deadline)
+        timed = self._time(problem, right, shapes, ROUNDS, deadline)
+        ranked, finalists = sorted(timed, key=Attempt.score.fget, reverse=True), []
+        while ranked and not finalists:
+            finalists = self._time(problem, ranked[:2], shapes, FINAL_ROUNDS, deadline, "again")
+            ranked = ranked[2:] if time.monotonic() < deadline else []
+        best = max(finalists, key=Attempt.score_again.fget, default=None)
         for attempt in (attempt for attempt in timed if best and attempt.tflops):
             attempt.fate = "winner" if attempt is best else "slower"
             attempt.why = f"{attempt.score / best.score:.3f} of the winner"
@@ -289,17 +297,17 @@ class Search:
         return sorted(attempts, key=lambda attempt: (attempt.fate != "winner", -attempt.score))
 
     def _compile(
-        self, problem: AttnProblem, key: str, attempts: list[Attempt], deadline: float
+        self, problem: AttnProblem, key: str, attempts: list[Attempt], begin_by: float, end_by: float
     ) -> list[Attempt]:
         """Those that may ship."""
         pairs = [(problem, attempt.config) for attempt in attempts]
         new = [pair for pair in pairs if pair not in self.built]
-        for pair, result in self._tracked(
-            f"{key}: compile", len(new), self.builders.map(self.trial.compile, new, COMPILE_LIMIT, deadline)
-        ):
-            self.built[pair] = result
+        results = self.builders.map(self.trial.compile, new, COMPILE_LIMIT, begin_by, end_by)
+        found = dict(self._tracked(f"{key}: compile", len(new), results))
+        # The next row may have time for one that this row cut off
+        self.built |= {pair: result for pair, result in found.items() if not isinstance(result, OutOfTime)}
         for attempt, pair in zip(attempts, pairs, strict=True):
-            result = self.built.get(pair)
+            result = self.built.get(pair) or found.get(pair)
             if isinstance(result, Failure):
                 attempt.lose("failed", f"compile: {result}")
             elif result:
@@ -314,12 +322,13 @@ class Search:
         key: str,
         attempts: list[Attempt],
         shapes: Sequence[Shape],
-        deadline: float,
+        begin_by: float,
+        end_by: float,
     ) -> list[Attempt]:
         """Those that are right."""
         by_config, right = {attempt.config: attempt for attempt in attempts}, []
         calls = [(problem, config, check_shapes(shapes)) for config in by_config]
-        verdicts = self.judge.map(self.trial.check, calls, self.trial.check_limit_s, deadline)
+        verdicts = self.judge.map(self.trial.check, calls, self.trial.check_limit_s, begin_by, end_by)
         for (_, config, _), verdict in self._tracked(f"{key}: check", len(calls), verdicts):
             if isinstance(verdict, Failure):
                 by_config[config].lose("failed", f"check: {verdict}")
@@ -335,6 +344,7 @@ class Search:
         attempts: list[Attempt],
         shapes: Sequence[Shape],
         rounds: int,
+        end_by: float,
         into: str = "tflops",
     ) -> list[Attempt]:
         """Those that were timed: all in one run, or if that fails one by one, to find whose fault it is."""
@@ -342,13 +352,15 @@ class Search:
             return []
         try:
             candidates = [attempt.config for attempt in attempts]
-            tflops = self.judge.call(self.trial.time, problem, candidates, shapes, rounds, limit_s=TIME_LIMIT)
+            limit_s = time_left(TIME_LIMIT, end_by)
+            tflops = self.judge.call(self.trial.time, problem, candidates, shapes, rounds, limit_s=limit_s)
         except Failure as failure:
             if len(attempts) > 1:
                 return [
                     timed
                     for attempt in attempts
-                    for timed in self._time(problem, [attempt], shapes, rounds, into)
+                    if time.monotonic() < end_by
+                    for timed in self._time(problem, [attempt], shapes, rounds, end_by, into)
                 ]
             attempts[0].lose("failed", f"timing: {failure}")
             return []
@@ -365,7 +377,7 @@ class Search:
 
 
 def save_winner(path: Path, gpu_name: str, key: str, winner: Attempt, shapes: Sequence[Shape]) -> None:
-    """Put a row into the table, with the provenance of this run as the table's own."""
+    """Put a row into the table, with the provenance of this run as the table's own; rows of no class of today go."""
     facts = bench.environment("tl-attention tune")
     date = datetime.now(timezone.utc).date().isoformat()
     provenance = {"gpu": gpu_name, "arch": TARGET["arch"]}
@@ -373,13 +385,14 @@ def save_winner(path: Path, gpu_name: str, key: str, winner: Attempt, shapes: Se
         "date": date
     }
     row = {
-        "config": winner.config.as_row(),
+        "config": asdict(winner.config),
         "tflops": round(winner.score_again, 1),
         "shapes": {str(shape): round(tflops, 1) for shape, tflops in zip(shapes, winner.again, strict=True)},
         "commit": facts["commit"],
         "date": date,
     }
-    rows = configs.read_tuned(path)["fwd"] | {key: row}
+    keys = {tuning_key(problem, bucket) for problem in configs.problems() for bucket in BUCKETS}
+    rows = {name: row for name, row in configs.read_tuned(path)["fwd"].items() if name in keys} | {key: row}
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".tmp")
     scratch.write_text(configs.format_tuned(provenance | {"fwd": rows}))

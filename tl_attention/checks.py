@@ -1,7 +1,8 @@
-"""Every error a user can meet before a launch: argument, expectation, what came, what to do. Looks at metadata alone."""
+"""What a user may get wrong in a call: argument, expectation, what came, what to do. Looks at metadata alone."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -16,9 +17,12 @@ def _described(x: object) -> str:
 
 
 def check_fwd(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None, layout: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None, causal: bool, layout: str
 ) -> None:
-    """q, k, v as a public function got them; layout: its words for their shape, "batch, seqlen, heads" or "batch, heads, seqlen".
+    """The arguments as a public function got them.
+
+    Args:
+        layout: its words for the shapes, "batch, seqlen, heads" or "batch, heads, seqlen".
 
     Raises:
         TypeError: not a tensor, or a dtype the kernels do not take.
@@ -81,26 +85,51 @@ def check_fwd(
         raise ValueError(
             f"softmax_scale: expected a finite number or None for head_dim ** -0.5, got {softmax_scale!r}"
         )
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal: expected a bool, got {_described(causal)}")
+
+
+@functools.cache
+def _fault_of_gpu(device: torch.device) -> str | None:
+    capability = torch.cuda.get_device_capability(device)
+    if capability == (9, 0):
+        return None
+    name = f"{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]})"
+    return f"q: expected a Hopper GPU (sm_90: H100, H200, H800, H20, GH200), got {name}"
 
 
 def check_device(q: torch.Tensor) -> None:
     """Raises NotImplementedError unless q is on a Hopper GPU."""
     if q.device.type != "cuda":
         raise NotImplementedError(
-            f"q: expected a CUDA tensor, or a CPU tensor for the reference path, got one on {q.device}"
+            f"q: expected a tensor on a Hopper GPU, or on the CPU to run the reference, got {q.device}"
         )
-    capability = torch.cuda.get_device_capability(q.device)
-    if capability != (9, 0):
-        name = torch.cuda.get_device_name(q.device)
-        raise NotImplementedError(
-            f"q: expected a Hopper GPU (sm_90: H100, H200, H800, H20, GH200), got {name} (sm_{capability[0]}{capability[1]})"
-        )
+    if fault := _fault_of_gpu(q.device):
+        raise NotImplementedError(fault)
 
 
-def check_not_built(**options: tuple[object, object]) -> None:
-    """Options as name=(value, value that means off)."""
-    for name, (value, off) in options.items():
-        if value != off and not (name == "window_size" and tuple(value) in ((-1, -1), (None, None))):
+def check_not_built(
+    dropout_p: float, window_size: tuple, softcap: float, alibi_slopes: torch.Tensor | None
+) -> None:
+    """Options of FlashAttention-2 that may be off alone, so far."""
+    if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
+        raise TypeError(f"window_size: expected a pair (left, right), got {_described(window_size)}")
+    off = {
+        "dropout_p": (dropout_p, dropout_p == 0),
+        "window_size": (window_size, all(bound in (-1, None) for bound in window_size)),
+        "softcap": (softcap, softcap == 0),
+        "alibi_slopes": (alibi_slopes, alibi_slopes is None),
+    }
+    for name, (value, is_off) in off.items():
+        if not is_off:
             raise NotImplementedError(
-                f"{name}: {_described(value)} is not supported yet; leave it at {off!r}"
+                f"{name}: {_described(value)} is not supported yet; leave it at its default"
             )
+
+
+def check_no_forward_ad() -> None:
+    """Raises NotImplementedError within forward-mode automatic differentiation, whose tangents would be lost."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            "q, k, v: forward-mode automatic differentiation is not supported; use no dual level"
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import importlib
 import importlib.util
 import platform
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tl_attention import configs
-from tl_attention.problem import DTYPES, AttnProblem, FwdConfig, length_bucket, tile_width
+from tl_attention.problem import DTYPES, AttnProblem, FwdConfig, length_bucket
 from tl_attention.target import is_hopper
 
 if TYPE_CHECKING:
@@ -58,10 +57,11 @@ def _parser() -> argparse.ArgumentParser:
         parents=[shapes],
         help="find the fastest config of each problem class on this GPU",
         description="Compile the candidates of configs/grid.toml, check each against the reference, time them"
-        " against each other, and write the winners to configs/tuned/. Ctrl-C keeps what is done.",
+        " against each other, and write the winners to configs/tuned/ in a checkout, else to the user's table in"
+        " the cache folder. Ctrl-C keeps what is done.",
     )
     command.add_argument(
-        "--only", nargs="+", metavar="WORD", default=(), help="classes with these words: d128 causal 8k"
+        "--only", nargs="+", metavar="WORD", default=(), help="classes with these words: d128 causal 4k"
     )
     command.add_argument(
         "--budget", type=seconds, default=1800.0, metavar="TIME", help="90s, 10m or 1h; default: 30m"
@@ -69,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--log", type=Path, default=Path("bench_out/tune.jsonl"), help="default: %(default)s"
     )
-    command.add_argument("--table", type=Path, help="default: that of this GPU in configs/tuned/")
+    command.add_argument(
+        "--table", type=Path, help="the table to improve; default: this GPU's of the checkout or the user"
+    )
     command.set_defaults(run=tune)
 
     command = commands.add_parser(
@@ -98,16 +100,10 @@ def seconds(text: str) -> float:
 
 def parse_shapes(words: Sequence[str]) -> list[Shape]:
     """Raises SystemExit for a name that configs/shapes.toml lacks and a shape of another form."""
-    from tl_attention.testing.bench import Shape
+    from tl_attention.testing.bench import chosen_shapes
 
-    named = configs.named_shapes()
-    texts = [[word] if "," in word else [named[n] for n in fnmatch.filter(named, word)] for word in words]
-    if unknown := [word for word, found in zip(words, texts, strict=True) if not found]:
-        raise SystemExit(
-            f"--shapes: configs/shapes.toml has no {', '.join(unknown)}; it has {', '.join(named)}"
-        )
     try:
-        return [Shape.parse(text) for found in texts for text in found]
+        return list(chosen_shapes(words).values())
     except ValueError as error:
         raise SystemExit(f"--shapes: {error}") from None
 
@@ -132,6 +128,13 @@ def tune(arguments: argparse.Namespace) -> int:
         return 2
     from tl_attention import autotune
 
+    table = arguments.table or configs.tuned_path(torch.cuda.get_device_name())
+    try:
+        autotune.check_writable(table, arguments.log)
+    except OSError as error:
+        print(f"tl-attention tune cannot write {table} or {arguments.log}: {error}", end="; ")
+        print("--table and --log name other places")
+        return 2
     shapes = parse_shapes(arguments.shapes) if arguments.shapes else autotune.default_shapes()
     results = autotune.tune(
         shapes,
@@ -142,7 +145,7 @@ def tune(arguments: argparse.Namespace) -> int:
         log=arguments.log,
         jobs=arguments.jobs,
     )
-    print(f"{len(results)} classes tuned; why each loser lost: {arguments.log}")
+    print(f"{len(results)} classes tuned, in {table}; why each loser lost: {arguments.log}")
     return 0 if results else 1
 
 
@@ -193,7 +196,7 @@ def _serving(shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iterator[tuple[A
 
 
 def _problem(shape: Shape, dtype: str) -> AttnProblem:
-    return AttnProblem(dtype, *tile_width(shape.head_dim, shape.head_dim_v), shape.causal)
+    return AttnProblem.of(dtype, shape.head_dim, shape.head_dim_v, shape.causal)
 
 
 def _has_words(text: str, words: Sequence[str]) -> bool:
@@ -274,18 +277,16 @@ def _check_cuobjdump() -> tuple[bool, str]:
 
 
 def _check_cache() -> tuple[bool, str]:
-    from tl_attention import dispatch
-
-    folder = dispatch.cache_dir()
+    folder = configs.cache_dir()
     sizes = [path.stat().st_size for path in folder.rglob("*.so")] if folder.exists() else []
     return True, f"{folder}, {len(sizes)} kernels, {sum(sizes) / 1e6:.1f} MB"
 
 
 def _check_table() -> tuple[bool, str]:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
-    rows = len(configs.read_tuned(configs.tuned_path(name))["fwd"])
-    if rows:
-        return True, f"{configs.tuned_path(name)}, {rows} rows"
+    rows = {path: len(configs.read_tuned(path)["fwd"]) for path in configs.tuned_paths(name)}
+    if found := [f"{path}, {count} rows" for path, count in rows.items() if count]:
+        return True, "; then ".join(found)
     return (
         False,
         f"none for {name}, so the defaults of {configs.data_dir() / 'grid.toml'} serve: tl-attention tune",

@@ -1,24 +1,27 @@
-"""The only reader of configs/: the grid the tuner searches, defaults, tuned winners, named shapes."""
+"""The only reader of configs/: the grid the tuner searches, defaults, tuned winners, named shapes.
+
+Tuned tables are read from two places: the user's own under cache_dir(), then the one shipped in configs/tuned.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import json
+import os
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tl_attention.problem import BUCKETS, DTYPES, SCHEDULES, TILE_WIDTHS, AttnProblem, FwdConfig, tuning_key
 from tl_attention.target import SMEM_LIMIT, gpu_slug
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 BARRIER_BYTES = 1024  # what barriers take of the shared memory beside the tiles
 TILE_BOX_BYTES = 64  # kernels.scheduler.TileBox
+# What the lines of a search in grid.toml are products of, beside tiles
+SEARCHED = ("num_stages", "ping_pong", "schedule", "q_stages")
 # A thread, by consumer warpgroups; the rest of its 240 or 160 is for addresses and row statistics
 ACCUMULATOR_REGISTERS = {1: 216, 2: 216, 3: 128}
 
@@ -62,13 +65,33 @@ def is_legal(problem: AttnProblem, config: FwdConfig) -> str | None:
     return None
 
 
+def installed() -> bool:
+    """Whether this is an installed wheel, whose files are not ours to write, and not a checkout."""
+    return Path(__file__).with_name("configs_data").is_dir()
+
+
 def data_dir() -> Path:
     """The folder of the data files: in an installed package beside this file, in a checkout configs/."""
-    shipped = Path(__file__).with_name("configs_data")
-    return shipped if shipped.is_dir() else Path(__file__).parents[1] / "configs"
+    return Path(__file__).with_name("configs_data") if installed() else Path(__file__).parents[1] / "configs"
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels and the user's tuned tables lie.
+
+    TL_ATTENTION_CACHE_DIR, else tl_attention/ in TILELANG_CACHE_DIR, in XDG_CACHE_HOME or in ~/.cache.
+    """
+    if explicit := os.environ.get("TL_ATTENTION_CACHE_DIR"):
+        return Path(explicit)
+    parents = (os.environ.get(name) for name in ("TILELANG_CACHE_DIR", "XDG_CACHE_HOME"))
+    return Path(next(filter(None, parents), Path.home() / ".cache")) / "tl_attention"
 
 
 def _toml(name: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib  # not at the top: importing the package needs torch alone
+
     path = data_dir() / name
     return tomllib.loads(path.read_text()) if path.exists() else {}
 
@@ -88,20 +111,27 @@ def default_config(problem: AttnProblem) -> FwdConfig:
 
 def candidates(problem: AttnProblem, bucket: str) -> list[FwdConfig]:
     """The legal configs of the grid for a length bucket, the default first."""
-    table = _class_table(problem)
-    layers = (_grid()["fwd"], table, table.get(bucket, {}))
-    lists = {key: value for layer in layers for key, value in layer.items() if isinstance(value, list)}
-    tiles, names = lists.pop("tiles"), tuple(lists)
-    product = [
-        FwdConfig(block_M, block_N, **dict(zip(names, values, strict=True)))
-        for (block_M, block_N), *values in itertools.product(tiles, *lists.values())
-    ]
-    return [c for c in dict.fromkeys([default_config(problem), *product]) if is_legal(problem, c) is None]
+    found = [default_config(problem)]
+    for line in _class_table(problem)["search"]:
+        lists = _grid()["fwd"] | line
+        if bucket in line.get("buckets", BUCKETS):
+            found += [
+                FwdConfig(*tile, **dict(zip(SEARCHED, values, strict=True)))
+                for tile, *values in itertools.product(lists["tiles"], *(lists[name] for name in SEARCHED))
+            ]
+    return [config for config in dict.fromkeys(found) if is_legal(problem, config) is None]
+
+
+def tuned_paths(gpu_name: str) -> tuple[Path, Path]:
+    """The tables of a GPU, by its name as torch gives it, in the order they are read: the user's, the shipped one."""
+    name = Path("tuned", f"{gpu_slug(gpu_name)}.json")
+    return cache_dir() / name, data_dir() / name
 
 
 def tuned_path(gpu_name: str) -> Path:
-    """Where the winners of a GPU lie, by its name as torch gives it: tuned/nvidia_h200.json."""
-    return data_dir() / "tuned" / f"{gpu_slug(gpu_name)}.json"
+    """The table the tuner writes: in a checkout the shipped one, else the user's."""
+    users, shipped = tuned_paths(gpu_name)
+    return users if installed() else shipped
 
 
 def read_tuned(path: Path) -> dict[str, Any]:
@@ -114,11 +144,6 @@ def format_tuned(table: dict[str, Any]) -> str:
     provenance = json.dumps({key: value for key, value in table.items() if key != "fwd"})
     rows = ",\n".join(f'  "{key}": {json.dumps(row)}' for key, row in sorted(table["fwd"].items()))
     return f'{provenance[:-1]},\n "fwd": {{\n{rows}\n}}}}\n'
-
-
-@functools.cache
-def _tuned_rows(path: Path) -> dict[str, Any]:
-    return read_tuned(path)["fwd"]
 
 
 def config_of_row(problem: AttnProblem, row: dict[str, Any]) -> FwdConfig:
@@ -141,25 +166,32 @@ def config_of_row(problem: AttnProblem, row: dict[str, Any]) -> FwdConfig:
 def pick_config(problem: AttnProblem, bucket: str, gpu_name: str) -> tuple[FwdConfig, str]:
     """The config that serves a problem on a GPU, by its name as torch gives it, and in words whence it comes.
 
-    A row tuned for this GPU comes before the default of the grid; a dtype without a row has the other's.
+    A row tuned for this GPU comes before the default of the grid, the user's row before a shipped one.
     """
-    path = tuned_path(gpu_name)
-    rows = _tuned_rows(path)
+    return config_of_tables(problem, bucket, tuned_paths(gpu_name))
+
+
+def config_of_tables(problem: AttnProblem, bucket: str, paths: Iterable[Path]) -> tuple[FwdConfig, str]:
+    """The config of the first of some tuned tables that has one, else the default; and in words whence it comes.
+
+    In a table that has no row for its dtype, a problem takes the other dtype's. A stale row counts as none.
+    """
     keys = [
-        tuning_key(AttnProblem(dtype, *_shape(problem)), bucket)
+        tuning_key(replace(problem, dtype=dtype), bucket)
         for dtype in sorted(DTYPES, key=problem.dtype.__ne__)
     ]
-    key = next((key for key in keys if key in rows), None)
-    if key is None:
-        return default_config(problem), f"default of grid.toml: {path.name} has no row {keys[0]!r}"
-    try:
-        return config_of_row(problem, rows[key]), f"row {key!r} of {path.name}"
-    except ValueError as error:
-        return default_config(problem), f"default of grid.toml: row {key!r} of {path.name} is stale, {error}"
-
-
-def _shape(problem: AttnProblem) -> tuple[int, int, bool]:
-    return problem.head_dim, problem.head_dim_v, problem.causal
+    misses = []
+    for path in paths:
+        rows = read_tuned(path)["fwd"]
+        key = next((key for key in keys if key in rows), None)
+        if key is None:
+            misses.append(f"{path} has no row {keys[0]!r}")
+            continue
+        try:
+            return config_of_row(problem, rows[key]), f"row {key!r} of {path}"
+        except ValueError as error:
+            misses.append(f"row {key!r} of {path} is stale, {error}")
+    return default_config(problem), f"default of {data_dir() / 'grid.toml'}: {'; '.join(misses)}"
 
 
 def problems() -> list[AttnProblem]:
@@ -173,9 +205,14 @@ def problems() -> list[AttnProblem]:
 
 
 def shipped_configs() -> list[tuple[AttnProblem, FwdConfig]]:
-    """Every default and every config of a tuned table, in both dtypes, without duplicates."""
-    gpus = [read_tuned(path)["gpu"] for path in sorted((data_dir() / "tuned").glob("*.json"))]
-    tuned = [(p, pick_config(p, bucket, gpu)[0]) for gpu in gpus for p in problems() for bucket in BUCKETS]
+    """Every default and every config of a shipped table, in both dtypes, without duplicates."""
+    tables = sorted((data_dir() / "tuned").glob("*.json"))
+    tuned = [
+        (problem, config_of_tables(problem, bucket, [table])[0])
+        for table in tables
+        for problem in problems()
+        for bucket in BUCKETS
+    ]
     return list(dict.fromkeys([*((p, default_config(p)) for p in problems()), *tuned]))
 
 

@@ -62,15 +62,20 @@ def report_compiled(problem: AttnProblem, config: FwdConfig) -> Report:
 
     path = dispatch.kernel_path(problem, config)
     kept = path.with_suffix(".json")
-    if not kept.exists():
-        report = report_source(
-            path.with_suffix(".cu").read_text(), smem_bytes(problem, config), config.threads
-        )
+    if (report := _read_report(kept)) is None:
+        source = path.with_suffix(".cu").read_text()
+        report = report_source(source, smem_bytes(problem, config), config.threads)
         kept.write_text(json.dumps(asdict(report)))
-    values = json.loads(kept.read_text())
-    return Report(
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    )
+    return report
+
+
+def _read_report(path: Path) -> Report | None:
+    """A kept report; None if there is none, or one cut short or with other fields than Report has now."""
+    try:
+        values = json.loads(path.read_text())
+        return Report(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
 
 
 def report_source(source: str, smem: int, threads: int) -> Report:

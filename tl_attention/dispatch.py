@@ -1,54 +1,47 @@
 """From a call to a launch: (problem, config) -> compiled kernel -> outputs. The short hot path of the package.
 
-Kernels are compiled once, kept on disk under cache_dir() and in a dict of the process. A process that finds its kernel on
+Kernels are compiled once, kept on disk under configs.cache_dir() and in a dict of the process. A process that finds its kernel on
 disk loads it without importing tilelang, which takes longer than loading.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import logging
 import math
 import os
+import platform
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tl_attention import configs
-from tl_attention.problem import AttnProblem, FwdConfig, length_bucket, tile_width, tuning_key
+from tl_attention.problem import BUCKETS, AttnProblem, FwdConfig, length_bucket, tuning_key
 from tl_attention.target import TARGET, sm_count
 
 LN2 = math.log(2.0)
 MAX_GRID = 2**31 - 1  # CTAs of one launch
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 L2_SHARE = 32 << 20  # bytes of a 50 MB L2 that the keys and values of one group of heads may fill
-GRAPH_TICKETS = (
-    1 << 15
-)  # launches of dynamic kernels that captured graphs may hold, before each costs a memset of its own
+# Counters a device has; when streams and captured launches have used them up, a new one is a memset before its launch
+TICKET_ROWS = 1 << 15
 
 Kernel = Callable[..., None]
 
 _compiled: dict[tuple[AttnProblem, FwdConfig], Kernel] = {}
-_launchers: dict[tuple, Kernel] = {}
-_stream_tickets: dict[tuple[int, int], torch.Tensor] = {}
-_graph_tickets: dict[int, tuple[torch.Tensor, Any]] = {}
-
-
-def cache_dir() -> Path:
-    """Where compiled kernels lie: TL_ATTENTION_CACHE_DIR, else tl_attention/ in TILELANG_CACHE_DIR or the user's cache."""
-    if explicit := os.environ.get("TL_ATTENTION_CACHE_DIR"):
-        return Path(explicit)
-    if tilelang_cache := os.environ.get("TILELANG_CACHE_DIR"):
-        return Path(tilelang_cache) / "tl_attention"
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tl_attention"
+_launchers: dict[tuple, tuple[Kernel, FwdConfig, int]] = {}
+_offices: dict[int, TicketOffice] = {}
+_lock = threading.Lock()
 
 
 def compile_count() -> int:
@@ -60,7 +53,8 @@ def compile_count() -> int:
 def _sources_digest() -> str:
     """Of everything a kernel is made from but its problem and config."""
     folder = Path(__file__).parent
-    digest = hashlib.sha256(importlib.metadata.version("tilelang").encode())
+    versions = [importlib.metadata.version(name) for name in ("tilelang", "apache-tvm-ffi")]
+    digest = hashlib.sha256(" ".join([*versions, platform.machine()]).encode())
     for path in sorted([*folder.glob("kernels/*.py"), folder / "problem.py", folder / "target.py"]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -69,7 +63,7 @@ def _sources_digest() -> str:
 def kernel_path(problem: AttnProblem, config: FwdConfig) -> Path:
     """Where the compiled kernel lies, or will; its CUDA source lies beside it as .cu."""
     key = f"{_sources_digest()} {problem!r} {config!r}"
-    return cache_dir() / f"fwd-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
+    return configs.cache_dir() / f"fwd-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
 
 
 def lower_fwd(problem: AttnProblem, config: FwdConfig) -> tuple[str, int]:
@@ -89,15 +83,24 @@ def lower_fwd(problem: AttnProblem, config: FwdConfig) -> tuple[str, int]:
 def _build(problem: AttnProblem, config: FwdConfig, path: Path) -> None:
     import tilelang
 
+    from tl_attention import cubin
     from tl_attention.kernels.fwd import PASS_CONFIGS, flash_fwd
 
-    logging.getLogger("tilelang").setLevel(logging.WARNING)  # it tells of each export
-    kernel = tilelang.compile(flash_fwd(problem, config), target=TARGET, pass_configs=PASS_CONFIGS)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        path.with_suffix(".cu").write_text(kernel.get_kernel_source())
-        kernel.export_library(str(Path(folder, path.name)))
-        os.replace(Path(folder, path.name), path)  # whole or not at all, whoever else compiles it now
+    if cubin.find_nvcc() is None:
+        raise RuntimeError(
+            f"tl_attention: {problem} needs a kernel that is not compiled yet; {cubin.NO_NVCC}"
+        )
+    logger = logging.getLogger("tilelang")
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # it tells of each export
+    try:
+        kernel = tilelang.compile(flash_fwd(problem, config), target=TARGET, pass_configs=PASS_CONFIGS)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            path.with_suffix(".cu").write_text(kernel.get_kernel_source())
+            kernel.export_library(str(Path(folder, path.name)))
+            os.replace(Path(folder, path.name), path)
+    finally:
+        logger.setLevel(level)
 
 
 @functools.cache
@@ -114,13 +117,19 @@ def compile_fwd(problem: AttnProblem, config: FwdConfig) -> Kernel:
     """The compiled kernel: from this process, else from disk, else by nvcc for sm_90a (seconds, no GPU needed).
 
     Returns:
-        kernel(Q, K, V, O, Lse, Tickets, softmax_scale, lse_unit, m_blocks, group_heads, ctas), as kernels/fwd.py describes it.
+        kernel(Q, K, V, O, Lse, Tickets, softmax_scale, lse_unit, *plan(...)), as kernels/fwd.py describes it.
     """
     key = (problem, config)
     if key not in _compiled:
         path = kernel_path(problem, config)
         if not path.exists():
-            _build(problem, config, path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.with_suffix(".lock").open(
+                "w"
+            ) as lock:  # of many processes one compiles, the others wait
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not path.exists():
+                    _build(problem, config, path)
         _load_runtime()
         import tvm_ffi
 
@@ -145,29 +154,51 @@ def tma_ready(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _tickets(device: int) -> torch.Tensor:
-    """The counter of a dynamic kernel: int32 [2], zero whenever no kernel runs with it.
+class TicketOffice:
+    """The counters of the dynamic kernels of a device: rows of one int32 [n, 2], zero whenever no kernel runs with them.
 
-    Kernels on one stream share it, as they run one after the other; a captured launch has one of its own, as graphs may be
+    Kernels on one stream share a row, as they run one after the other; a captured launch has a row of its own, as graphs may be
     replayed beside each other.
     """
-    if torch.cuda.is_current_stream_capturing():
-        arena, numbers = _graph_tickets.get(device, (None, None))
-        number = next(numbers, None) if numbers is not None else None
-        return torch.zeros(2, dtype=torch.int32, device=device) if number is None else arena[number]
-    stream = torch.cuda.current_stream(device).cuda_stream
-    tickets = _stream_tickets.get((device, stream))
-    if tickets is None:
-        if device not in _graph_tickets:
-            arena = torch.zeros(GRAPH_TICKETS, 2, dtype=torch.int32, device=device)
-            _graph_tickets[device] = arena, iter(range(GRAPH_TICKETS))
-        tickets = _stream_tickets[device, stream] = torch.zeros(2, dtype=torch.int32, device=device)
-    return tickets
+
+    def __init__(self, device: int):
+        # In a thread of its own: this one may be filling the memory pool of a graph, which must not own the counters
+        thread = threading.Thread(target=self._allocate, args=(device,))
+        thread.start()
+        thread.join()
+        self.next_row = itertools.count(1)
+        self.of_stream: dict[int, torch.Tensor] = {}
+
+    def _allocate(self, device: int) -> None:
+        self.rows = torch.zeros(TICKET_ROWS, 2, dtype=torch.int32, device=f"cuda:{device}")
+        torch.cuda.current_stream(device).synchronize()
+
+    def row(self) -> torch.Tensor:
+        number = next(self.next_row)
+        return self.rows[number] if number < TICKET_ROWS else torch.zeros_like(self.rows[0])
+
+    def tickets(self, device: int, dynamic: bool) -> torch.Tensor:
+        if not dynamic:
+            return self.rows[0]
+        if torch.cuda.is_current_stream_capturing():
+            return self.row()
+        stream = torch.cuda.current_stream(device).cuda_stream
+        tickets = self.of_stream.get(stream)
+        if tickets is None:
+            tickets = self.of_stream.setdefault(stream, self.row())
+        return tickets
 
 
-@functools.cache
-def _unused_tickets(device: int) -> torch.Tensor:
-    return torch.zeros(2, dtype=torch.int32, device=device)
+def _tickets(device: int, dynamic: bool) -> torch.Tensor:
+    office = _offices.get(device)
+    if office is None:
+        if (
+            torch.cuda.is_current_stream_capturing()
+        ):  # no call came before: a memset in the graph, before each launch
+            return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
+        with _lock:
+            office = _offices.get(device) or _offices.setdefault(device, TicketOffice(device))
+    return office.tickets(device, dynamic)
 
 
 def plan(
@@ -179,20 +210,27 @@ def plan(
     row_bytes: int,
     block_M: int,
     max_ctas: int,
-) -> tuple[int, int, int]:
-    """(m_blocks, group_heads, ctas): what kernels/scheduler.py asks of the host. row_bytes: of one key and its value."""
+) -> tuple[int, int, int, int]:
+    """(heads_a_kv_head, m_blocks, group_heads, ctas): what kernels/scheduler.py asks of the host.
+
+    row_bytes: of one key and its value.
+    """
+    heads_a_kv_head = heads // heads_kv
     m_blocks = -(-seqlen_q // block_M)
-    group_heads = max(L2_SHARE // (seqlen_k * row_bytes), 1) * (heads // heads_kv)
-    return m_blocks, min(group_heads, heads * batch), min(m_blocks * heads * batch, max_ctas)
+    group_heads = min(max(L2_SHARE // (seqlen_k * row_bytes), 1) * heads_a_kv_head, heads * batch)
+    return heads_a_kv_head, m_blocks, group_heads, min(m_blocks * heads * batch, max_ctas)
 
 
 def _find_kernel(key: tuple, config: FwdConfig | None) -> tuple[Kernel, FwdConfig, int]:
     """The kernel of a launch key, its config, and how many CTAs it may have."""
     dtype, head_dim, head_dim_v, causal, bucket, device = key
-    problem = AttnProblem(DTYPE_NAMES[dtype], *tile_width(head_dim, head_dim_v), causal)
+    problem = AttnProblem.of(DTYPE_NAMES[dtype], head_dim, head_dim_v, causal)
     source = "explicit"
     if config is None:
-        config, source = configs.pick_config(problem, bucket, torch.cuda.get_device_name(device))
+        gpu = torch.cuda.get_device_name(device)
+        config, source = configs.pick_config(problem, bucket, gpu)
+        for other in BUCKETS:  # so that no length compiles later
+            compile_fwd(problem, configs.pick_config(problem, other, gpu)[0])
     elif reason := configs.is_legal(problem, config):
         raise ValueError(f"config: {config} cannot run {problem}: {reason}")
     if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
@@ -249,7 +287,10 @@ def launch(
     lse_base2: bool,
     config: FwdConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the kernel on q's device, the current one; out and lse are written and returned. No tensor is empty."""
+    """Run the kernel on q's device, the current one. No tensor is empty.
+
+    out, which TMA can address, and lse, contiguous, are written and returned.
+    """
     device = q.device.index
     key = (q.dtype, q.shape[3], v.shape[3], causal, length_bucket(k.shape[1]), device)
     if config is None:
@@ -259,12 +300,10 @@ def launch(
     else:
         found = _find_kernel(key, config)
     kernel, config, max_ctas = found
-    tickets = _tickets(device) if config.schedule == "dynamic" else _unused_tickets(device)
+    tickets = _tickets(device, config.schedule == "dynamic")
     batch, seqlen_q, heads, head_dim = q.shape
     row_bytes = 2 * (head_dim + v.shape[3])
     counts = plan(batch, heads, k.shape[2], seqlen_q, k.shape[1], row_bytes, config.block_M, max_ctas)
     unit = 1.0 if lse_base2 else LN2
-    kernel(
-        tma_ready(q), tma_ready(k), tma_ready(v), tma_ready(out), lse, tickets, softmax_scale, unit, *counts
-    )
+    kernel(tma_ready(q), tma_ready(k), tma_ready(v), out, lse, tickets, softmax_scale, unit, *counts)
     return out, lse

@@ -40,12 +40,7 @@ def flash_attn_func(
         TypeError, ValueError, NotImplementedError: the argument, what was expected and what came.
     Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
     """
-    check_not_built(
-        dropout_p=(dropout_p, 0.0),
-        window_size=(window_size, (-1, -1)),
-        softcap=(softcap, 0.0),
-        alibi_slopes=(alibi_slopes, None),
-    )
-    check_fwd(q, k, v, softmax_scale, "batch, seqlen, heads")
+    check_not_built(dropout_p, window_size, softcap, alibi_slopes)
+    check_fwd(q, k, v, softmax_scale, causal, "batch, seqlen, heads")
     out, lse = attention(q, k, v, softmax_scale, causal, lse_base2=False, heads_first=False)
     return (out, lse, None) if return_attn_probs else out

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from tl_attention.checks import check_fwd
+from tl_attention import dispatch
+from tl_attention.checks import check_device, check_fwd
 from tl_attention.ops import attention
 from tl_attention.reference import attention_reference
 
@@ -29,7 +30,7 @@ def mha_fwd_interface(
             cannot address (a stride of 0 or of no multiple of 16 bytes, an address of none) is copied.
         sm_scale: multiplies the scores; any finite number, head_dim_qk ** -0.5 if None.
         is_causal: query i sees key j if j <= i + seqlen_kv - seqlen_q (bottom-right); False: every query sees every key.
-        return_kernel: return the compiled callable kernel(q, k, v) -> (out, lse) for tensors like these, for timing.
+        return_kernel: return kernel(q, k, v) -> (out, lse), compiled for tensors like these, which checks nothing: for timing.
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the dtype of q; lse [batch, heads, seqlen_q], fp32: log2 of the sum of
         2 ** (score * sm_scale * log2 e) (multiply by ln 2 for the natural one). A query that sees no key has out 0 and lse -inf.
@@ -37,16 +38,31 @@ def mha_fwd_interface(
         TypeError, ValueError, NotImplementedError: the argument, what was expected and what came.
     Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
     """
-    check_fwd(q, k, v, sm_scale, "batch, heads, seqlen")
+    check_fwd(q, k, v, sm_scale, is_causal, "batch, heads, seqlen")
+    if return_kernel:
+        return _kernel_like(q, k, v, sm_scale, is_causal)
+    out, lse = attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), sm_scale, is_causal, lse_base2=True, heads_first=True
+    )
+    return out.transpose(1, 2), lse
+
+
+def _kernel_like(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float | None, is_causal: bool
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """kernel(q, k, v) -> (out, lse) without checks; compiled by a first call on q, k and v."""
+    scale = q.shape[3] ** -0.5 if sm_scale is None else float(sm_scale)
+    run = attention
+    if q.device.type != "cpu":
+        check_device(q)
+        run = dispatch.fwd
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out, lse = attention(q, k, v, sm_scale, is_causal, lse_base2=True, heads_first=True)
+        out, lse = run(q, k, v, scale, is_causal, True, True)  # base 2, heads first
         return out.transpose(1, 2), lse
 
-    if not return_kernel:
-        return kernel(q, k, v)
-    kernel(q, k, v)  # compiles it
+    kernel(q, k, v)
     return kernel
 
 

@@ -8,8 +8,10 @@ import warnings
 import torch
 
 from tl_attention import dispatch
-from tl_attention.checks import check_device
+from tl_attention.checks import check_device, check_no_forward_ad
 from tl_attention.reference import attention_reference
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
 
 
 @torch.library.custom_op("tl_attention::fwd", mutates_args=(), device_types=("cuda", "cpu"))
@@ -23,10 +25,12 @@ def fwd_op(
     heads_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dispatch.fwd, or the reference on CPU tensors."""
-    if q.device.type == "cpu":
-        return _on_cpu(q, k, v, softmax_scale, causal, lse_base2, heads_first)
-    check_device(q)
-    return dispatch.fwd(q, k, v, softmax_scale, causal, lse_base2, heads_first)
+    if q.device.type != "cpu":
+        check_device(q)
+        return dispatch.fwd(q, k, v, softmax_scale, causal, lse_base2, heads_first)
+    out, lse = attention_reference(q, k, v, softmax_scale, causal, lse_base2=lse_base2)
+    out = out.to(q.dtype)
+    return out.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else out.contiguous(), lse
 
 
 @fwd_op.register_fake
@@ -38,7 +42,7 @@ def _(
     causal: bool,
     lse_base2: bool,
     heads_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Outputs:
     batch, seqlen_q, heads, _ = q.shape
     lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
     if heads_first:
@@ -54,26 +58,18 @@ def _no_backward(ctx: object, *grads: torch.Tensor) -> None:
 
 fwd_op.register_autograd(_no_backward)
 
-_warned: set[str] = set()
+_warned_of_cpu = False
 
 
-def _on_cpu(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
-    lse_base2: bool,
-    heads_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if not _warned:
-        _warned.add("cpu")
-        warnings.warn(
-            "tl_attention: CPU tensors run the plain PyTorch reference, which is slow", stacklevel=4
-        )
-    out, lse = attention_reference(q, k, v, softmax_scale, causal, lse_base2=lse_base2)
-    out = out.to(q.dtype)
-    return out.transpose(1, 2).contiguous().transpose(1, 2) if heads_first else out.contiguous(), lse
+def _someone_looks(*tensors: torch.Tensor) -> bool:
+    """Whether a tracer, a mode, a transform, a subclass or autograd has to see the op."""
+    return (
+        torch.compiler.is_compiling()
+        or any(type(x) is not torch.Tensor for x in tensors)
+        or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def attention(
@@ -84,14 +80,21 @@ def attention(
     causal: bool,
     lse_base2: bool,
     heads_first: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Outputs:
     """The one way in of the public functions; [batch, seqlen, heads, head_dim] views, checked.
 
-    Straight to the launch where nobody traces and no gradient is asked: the op's bookkeeping costs more than the rest of the call.
+    Straight to the launch where nobody looks: the bookkeeping of the op costs more than the rest of the call.
     """
+    global _warned_of_cpu
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
-    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if needs_grad or torch.compiler.is_compiling() or type(q) is not torch.Tensor or q.device.type != "cuda":
-        return fwd_op(q, k, v, scale, causal, lse_base2, heads_first)
-    check_device(q)
-    return dispatch.fwd(q, k, v, scale, causal, lse_base2, heads_first)
+    check_no_forward_ad()
+    if q.device.type == "cpu":
+        if not _warned_of_cpu and not torch.compiler.is_compiling():
+            _warned_of_cpu = True
+            warnings.warn(
+                "tl_attention: CPU tensors run the plain PyTorch reference, which is slow", stacklevel=3
+            )
+    elif q.device.type != "cuda" or not _someone_looks(q, k, v):
+        check_device(q)
+        return dispatch.fwd(q, k, v, scale, causal, lse_base2, heads_first)
+    return fwd_op(q, k, v, scale, causal, lse_base2, heads_first)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 DTYPES = ("bfloat16", "float16")
 
@@ -22,8 +22,8 @@ TILE_WIDTHS = (
 MAX_HEAD_DIM = TILE_WIDTHS[-1][0]
 
 # The last seqlen_k of each length bucket but the last, which has no end.
-BUCKET_ENDS = (1024, 8192)
-BUCKETS = ("1k", "8k", "long")
+BUCKET_ENDS = (1024, 4096)
+BUCKETS = ("1k", "4k", "long")
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,16 @@ class AttnProblem:
     head_dim_v: int
     causal: bool
 
+    @classmethod
+    def of(cls, dtype: str, head_dim: int, head_dim_v: int, causal: bool) -> AttnProblem:
+        """The problem that serves tensors of these head dims."""
+        return cls(dtype, *tile_width(head_dim, head_dim_v), causal)
+
     def __str__(self) -> str:
         """The words of a tuning key: bf16 d128 causal, fp16 d192-128 full."""
-        dims = (
-            f"d{self.head_dim}" if self.head_dim == self.head_dim_v else f"d{self.head_dim}-{self.head_dim_v}"
-        )
         dtype = {"bfloat16": "bf16", "float16": "fp16"}[self.dtype]
-        return f"{dtype} {dims} {'causal' if self.causal else 'full'}"
+        dim_v = f"-{self.head_dim_v}" * (self.head_dim_v != self.head_dim)
+        return f"{dtype} d{self.head_dim}{dim_v} {'causal' if self.causal else 'full'}"
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,7 @@ class FwdConfig:
     num_stages: int = 2  # depth of the K ring and of the V ring
     ping_pong: bool = False  # warpgroups take turns at the tensor cores
     schedule: str = "grid"  # which CTA computes which tile: see SCHEDULES
-    q_stages: int = (
-        1  # depth of the Q ring; 2 loads the next tile's queries early (not for the schedule grid)
-    )
+    q_stages: int = 1  # depth of the Q ring; 2 loads the queries of the next tile early, if there is one
 
     @property
     def warpgroups(self) -> int:
@@ -70,14 +71,8 @@ class FwdConfig:
         return 128 * (self.warpgroups + 1)
 
     def __str__(self) -> str:
-        return (
-            f"{self.block_M}x{self.block_N}x{self.num_stages} {self.schedule}"
-            + f" q{self.q_stages}" * (self.q_stages > 1)
-            + " ping-pong" * self.ping_pong
-        )
-
-    def as_row(self) -> dict:
-        return asdict(self)
+        extras = f" q{self.q_stages}" * (self.q_stages > 1) + " ping-pong" * self.ping_pong
+        return f"{self.block_M}x{self.block_N}x{self.num_stages} {self.schedule}{extras}"
 
 
 # grid: one CTA a tile, the longest first. persistent: one CTA an SM, which takes every ctas-th tile.
@@ -96,5 +91,5 @@ def length_bucket(seqlen_k: int) -> str:
 
 
 def tuning_key(problem: AttnProblem, bucket: str) -> str:
-    """bf16 d128 causal 8k"""
+    """bf16 d128 causal 4k"""
     return f"{problem} {bucket}"

@@ -56,7 +56,7 @@ def attention_reference(
         if causal and not v.isfinite().all():
             rows_at_once = 1  # a row alone is given just the keys it sees: no 0 * NaN from the others
         pairs_at_once = max(1, MAX_SCORES // (group * rows_at_once * seqlen_k))
-        with _true_fp32():
+        with _true_fp32(q.device):
             for pair in range(0, pairs, pairs_at_once):
                 here = slice(pair, pair + pairs_at_once)
                 for row in range(max(0, -offset), seqlen_q, rows_at_once):
@@ -84,14 +84,15 @@ def _attend(
 
 
 @contextlib.contextmanager
-def _true_fp32() -> Iterator[None]:
-    """No TF32 or bf16 in fp32 matmuls. Every matmul obeys this setting; reading allow_tf32 could raise."""
+def _true_fp32(device: torch.device) -> Iterator[None]:
+    """No TF32, bf16 or autocast in fp32 matmuls. Every matmul obeys this setting; reading allow_tf32 could raise."""
     settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     before = [setting.fp32_precision for setting in settings]
     try:
         for setting in settings:
             setting.fp32_precision = "ieee"
-        yield
+        with torch.autocast(device.type, enabled=False):
+            yield
     finally:
         for setting, precision in zip(settings, before, strict=True):
             setting.fp32_precision = precision

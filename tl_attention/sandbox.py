@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
+import os
 import queue
 import signal
 import time
@@ -12,11 +13,21 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-START_LIMIT = 180.0  # seconds a subprocess may take to import and prepare
+START_LIMIT = 60.0  # seconds a subprocess may take to import and prepare, if its call may not take longer
+GRACE = 10.0  # seconds a call has at least, however late it begins
+
+
+def time_left(limit_s: float, end_by: float) -> float:
+    """Seconds for a call: limit_s, or if that is less what is left until end_by (time.monotonic), but at least GRACE."""
+    return min(limit_s, max(end_by - time.monotonic(), GRACE))
 
 
 class Failure(Exception):
     """A call in a subprocess that came to nothing; the text says how."""
+
+
+class OutOfTime(Failure):
+    """It did not end within its limit."""
 
 
 class Sandbox:
@@ -32,7 +43,7 @@ class Sandbox:
         try:
             if self.process is None:
                 self._start()
-                self._receive(START_LIMIT)
+                self._receive(max(START_LIMIT, limit_s))
             self.pipe.send((function, args))
             return self._receive(limit_s)
         except (EOFError, OSError):
@@ -70,7 +81,7 @@ class Sandbox:
 
     def _receive(self, limit_s: float) -> Any:
         if not self.pipe.poll(limit_s):
-            raise Failure(f"no end within {limit_s:g} s")
+            raise OutOfTime(f"no end within {limit_s:.3g} s")
         value, error = self.pipe.recv()
         if error:
             raise Failure(error)
@@ -92,9 +103,10 @@ def _serve(pipe: Any, prepare: Callable[[], None]) -> None:
 
 
 class Sandboxes:
-    """Several, that share the calls of a map."""
+    """Several, that share the calls of a map: default as many as there are CPUs for this process."""
 
-    def __init__(self, count: int, prepare: Callable[[], None]):
+    def __init__(self, count: int | None, prepare: Callable[[], None]):
+        count = count or len(os.sched_getaffinity(0))
         self.all = [Sandbox(prepare) for _ in range(count)]
         self.idle: queue.LifoQueue[Sandbox] = queue.LifoQueue()  # those that have started go first
         for sandbox in self.all:
@@ -120,15 +132,23 @@ class Sandboxes:
             self.idle.put(sandbox)
 
     def map(
-        self, function: Callable[..., Any], calls: Iterable[tuple], limit_s: float, deadline: float = math.inf
+        self,
+        function: Callable[..., Any],
+        calls: Iterable[tuple],
+        limit_s: float,
+        begin_by: float = math.inf,
+        end_by: float = math.inf,
     ) -> Iterator[tuple[tuple, Any]]:
-        """(args, result or Failure) of each call as it ends, but for those not begun by the deadline."""
+        """(args, result or Failure) of each call as it ends, but for those not begun in time (time.monotonic).
+
+        A call may take limit_s, or what is left until end_by when it begins, but GRACE at least.
+        """
 
         def run(args: tuple) -> list[tuple[tuple, Any]]:
-            if time.monotonic() > deadline:
+            if time.monotonic() > begin_by:
                 return []
             try:
-                return [(args, self.call(function, *args, limit_s=limit_s))]
+                return [(args, self.call(function, *args, limit_s=time_left(limit_s, end_by)))]
             except Failure as failure:
                 return [(args, failure)]
 

@@ -31,7 +31,8 @@ PASS_CONFIGS = {
 
 
 def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
-    """Kernel(Q, K, V, O, Lse, Tickets, softmax_scale, lse_unit, m_blocks, group_heads, ctas).
+    """Kernel(Q, K, V, O, Lse, Tickets, softmax_scale, lse_unit, heads_a_kv_head, m_blocks,
+    group_heads, ctas), the last four from dispatch.plan.
 
     Q, K, V, O are views [batch, seqlen, heads, columns] with no more columns than the problem's tile widths; Lse is
     [batch, heads, seqlen_q] fp32, in units of log2 / lse_unit. Tickets: int32 [2], zeros, the kernel's own while it runs.
@@ -133,9 +134,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         # S = Q K^T, softmax of each block before it, beside O += P V of the last
         T.clear(acc_o)
         for masked, start, count in blocks.sweeps:
-            for i in T.serial(
-                count
-            ):  # from 0, so that the ring index stays in uniform registers: 32 R2UR less a step
+            # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR a step at d128
+            for i in T.serial(count):
                 shared.K.wait(first_step + start + i)
                 turns.take(w)
                 T.wgmma_gemm(shared.Q[q_step], shared.K[first_step + start + i], acc_s, **q_kt)
@@ -153,9 +153,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 softmax.rescale(acc_o)
 
         # O += P V of the first block of keys, O /= row sums
-        if (
-            persistent
-        ):  # read again, rather than held in registers all the way, and before the box may be filled anew
+        # Read again, rather than held in registers all the way, and before the box may be filled anew
+        if persistent:
             shared.tile_box.read_tile(turn, tile)
         if not O_in_Q:
             shared.Q.release(q_step)
@@ -215,6 +214,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         Tickets: tickets_view,
         softmax_scale: T.float32,
         lse_unit: T.float32,
+        heads_a_kv_head: T.int32,
         m_blocks: T.int32,
         group_heads: T.int32,
         ctas: T.int32,
@@ -227,7 +227,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 O=None if O_in_Q else alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype),
                 tile_box=TileBox() if persistent else None,
             )
-            order = TileOrder(problem.causal, heads, heads_kv, heads * batch, m_blocks, group_heads)
+            order = TileOrder(problem.causal, heads, heads * batch, heads_a_kv_head, m_blocks, group_heads)
             tiles = DenseTiles(Q, K, V, O, Lse, head_dim, head_dim_v)
 
             thread = T.get_thread_binding()

@@ -42,11 +42,10 @@ class KeyBlocks:
 
     @T.inline
     def start(self, first_query):
-        seen_by_some = T.min(
-            self.mask.last_key(first_query + self.block_M - 1) + 1, self.mask.seqlen_k
-        )  # keys
+        # Numbers of keys
+        seen_by_some = T.min(self.mask.last_key(first_query + self.block_M - 1) + 1, self.mask.seqlen_k)
         seen_by_all = T.max(self.mask.last_key(first_query) + 1, 0)
-        # From one lane, so that what counts steps lives in uniform registers: 32 fewer R2UR a step at d128
+        # From one lane, so that what counts steps lives in uniform registers
         self.num_steps[0] = T.shfl_sync(T.max(T.ceildiv(seen_by_some, self.block_N), 1), 0)
         self.num_masked[0] = T.shfl_sync(T.max(self.num_steps[0] - seen_by_all // self.block_N, 1), 0)
 

@@ -8,9 +8,8 @@ import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
 WARPGROUP = 128  # threads
-FIRST_BARRIER = (
-    8  # of the named ones: 0-2 are TileLang's, and its ThreadSync pass hands out 3, 4, .. (0.1.15)
-)
+# Of the named ones: 0-2 are TileLang's, and its ThreadSync pass hands out 3, 4, .. (0.1.15)
+FIRST_BARRIER = 8
 ARRIVE = {"emit_arrive": 1}  # the TMA copy arrives at its barrier too, beside announcing its bytes
 
 

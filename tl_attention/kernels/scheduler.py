@@ -18,8 +18,8 @@ class TileOrder:
 
     causal: bool
     heads: Any
-    heads_kv: Any
     all_heads: Any  # heads * batch
+    heads_a_kv_head: Any
     m_blocks: Any
     group_heads: Any
 
@@ -72,14 +72,16 @@ class Tile:
             self.block[0] = T.truncmod(number, order.m_blocks)
         self.batch_idx[0] = T.truncdiv(self.head_idx[0], order.heads)
         self.head_idx[0] = T.truncmod(self.head_idx[0], order.heads)
-        self.kv_head_idx[0] = T.truncdiv(self.head_idx[0] * order.heads_kv, order.heads)
+        self.kv_head_idx[0] = T.truncdiv(self.head_idx[0], order.heads_a_kv_head)
 
 
 @T.meta_class
 class TileBox:
-    """Where the producer leaves the plan of each tile for the consumers, which so neither divide nor count; m_block -1 is the end.
+    """Where the producer leaves the plan of each tile for the consumers, which so neither divide nor count.
 
-    Slot turn % 2 is free again once the consumers have released the queries of the turn before.
+    An m_block of -1 is the end. The producer posts a plan after it has room for the tile's queries: by then the consumers
+    have released those of the turn before, or of two turns before, and read the plan in this slot ahead of that. An mbarrier
+    does not keep the compiler from moving plain loads and stores across it; a sync_warp on either side does.
     """
 
     def __init__(self, name: str = "tile_box"):
@@ -95,16 +97,24 @@ class TileBox:
             self.plans[turn % 2, 3] = first_step
             self.plans[turn % 2, 4] = blocks.num_steps[0]
             self.plans[turn % 2, 5] = blocks.num_masked[0]
-            T.mbarrier_arrive(self.full[turn % 2])
+        self.announce(turn)
 
     @T.inline
     def close(self, turn):
         if T.get_thread_binding() % 32 == 0:
             self.plans[turn % 2, 0] = -1
+        self.announce(turn)
+
+    @T.inline
+    def announce(self, turn):
+        T.sync_warp()
+        if T.get_thread_binding() % 32 == 0:
             T.mbarrier_arrive(self.full[turn % 2])
 
-    def wait(self, turn: Any) -> Any:
-        return T.mbarrier_wait_parity(self.full[turn % 2], turn // 2 % 2)
+    @T.inline
+    def wait(self, turn):
+        T.mbarrier_wait_parity(self.full[turn % 2], turn // 2 % 2)
+        T.sync_warp()
 
     def at_end(self, turn: Any) -> Any:
         return self.plans[turn % 2, 0] < 0
@@ -114,10 +124,11 @@ class TileBox:
         tile.block[0] = self.plans[turn % 2, 0]
         tile.head_idx[0] = self.plans[turn % 2, 1]
         tile.batch_idx[0] = self.plans[turn % 2, 2]
+        T.sync_warp()
 
     @T.inline
     def read_blocks(self, turn, blocks):
-        # From one lane, so that what counts steps lives in uniform registers
+        # From one lane, as KeyBlocks.start has them
         blocks.num_steps[0] = T.shfl_sync(self.plans[turn % 2, 4], 0)
         blocks.num_masked[0] = T.shfl_sync(self.plans[turn % 2, 5], 0)
 

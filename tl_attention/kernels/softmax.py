@@ -8,10 +8,13 @@ import tilelang.language as T
 
 LOG2E = math.log2(math.e)
 LAZY = 8.0  # P stays below 2^8, fit for fp16; its rounding error is relative, so nothing is lost
-LOWEST = -1e30  # below any score, yet LOWEST - LOWEST is 0, where -inf would give NaN
-SMALLEST_SCALE = (
-    2.0**-126
-)  # the scale 0 becomes this: masked scores stay -inf * scale = -inf, the others vanish
+# Where the running maximum starts: below any score, small enough for its product with a large scale, and
+# LOWEST - LOWEST is 0, where -inf would give NaN
+LOWEST = -1e20
+# The scale 0 becomes this: masked scores stay -inf * scale = -inf, the others vanish
+SMALLEST_SCALE = 2.0**-126
+# P stays below 2^8, fit for fp16; its rounding error is relative, so nothing is lost
+LAZY = 8.0
 
 
 @T.meta_class

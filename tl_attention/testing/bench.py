@@ -4,11 +4,14 @@ Protocol. All calls are warmed up and captured first. A sample is one replay of 
 launches that it lasts about 10 ms, between two events. Every round takes one sample of each call, starting
 one place further on, with no idle time in between (sustained clocks). Small inputs take turns with copies
 (see `rotation`), so a launch finds none of them in L2. Ratios are taken within a round: both sides see the
-same clock.
+same clock. The last launch of a sample is of the first copy, and what it returned the sample before is made
+NaN, so that `result` shows whether the calls that were timed did their work.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import importlib.metadata
 import math
 import os
@@ -17,12 +20,14 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
+
+from tl_attention import configs
 
 L2_BYTES = 50 << 20
 MAX_COPIES = 1024
@@ -66,6 +71,23 @@ class Shape:
     def __str__(self) -> str:
         *sizes, _ = astuple(self)
         return ",".join(map(str, (*sizes, self.mask)))
+
+
+def chosen_shapes(texts: Sequence[str]) -> dict[str, Shape]:
+    """Name -> shape, of names and patterns of configs/shapes.toml and literal shapes, split by space or ;
+
+    Raises:
+        ValueError: nothing has this name, or the text is no shape.
+    """
+    named, chosen = configs.named_shapes(), {}
+    for text in " ".join(texts).replace(";", " ").split():
+        if "," in text:
+            chosen[text] = Shape.parse(text)
+            continue
+        if not (names := fnmatch.filter(named, text)):
+            raise ValueError(f"shape {text!r}: not in configs/shapes.toml, which has {', '.join(named)}")
+        chosen |= {name: Shape.parse(named[name]) for name in names}
+    return chosen
 
 
 def visible_pairs(shape: Shape) -> int:
@@ -136,6 +158,7 @@ class Timing:
     samples: tuple[float | None, ...]  # None in a round that a slow call sat out
     launches: int  # in a sample
     timer: str  # graph, or eager and why
+    result: object = None  # of the last launch, which is of the first copy
 
     @property
     def quartiles(self) -> Quartiles:
@@ -181,6 +204,14 @@ def round_order(costs_ms: Mapping[str, float], rounds: int, cap_ms: float) -> li
 Call = Callable[[], object]
 
 
+class CallFailed(RuntimeError):
+    """What one of several calls raised, as its cause, and which it is."""
+
+    def __init__(self, name: object, cause: Exception):
+        super().__init__(f"{name}: {first_line(cause)}")
+        self.name = name
+
+
 def time_interleaved(
     calls: Mapping[str, Call | Sequence[Call]],
     rounds: int = 15,
@@ -192,30 +223,42 @@ def time_interleaved(
 
     Args:
         calls: by name; a sequence holds the same call on different copies of its inputs, launched in turn.
+            What they return is overwritten, so it must not be their input.
         sample_ms: about how long a sample lasts; a longer call is sampled one launch at a time.
         cap_ms: about how long all samples of one call may take; a slower one is sampled in fewer rounds.
     Returns:
         The timings by name. A call that no graph can capture is launched from the host, and `timer` says so.
     Raises:
-        ValueError: fewer than one round. Whatever a call raises outside of capture.
+        ValueError: fewer than one round.
+        CallFailed: a call raised outside of capture.
     """
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
     turns = {name: [call] if callable(call) else list(call) for name, call in calls.items()}
-    costs = {name: _warm_up(copies) for name, copies in turns.items()}
-    launches = {name: max(1, round(sample_ms / cost)) for name, cost in costs.items()}
-    samplers = {name: _sampler(copies, launches[name]) for name, copies in turns.items()}
-    sample_costs = {name: costs[name] * launches[name] for name in turns}
+    costs: dict[str, float] = {}  # of a sample
+    samplers: dict[str, _Sampler] = {}
+    for name, copies in turns.items():
+        with _blamed(name):
+            cost = _warm_up(copies)
+            samplers[name] = _Sampler(copies, max(1, round(sample_ms / cost)))
+            costs[name] = cost * samplers[name].launches
 
     samples = {name: [None] * rounds for name in turns}
-    for i, order in enumerate([list(turns), *round_order(sample_costs, rounds, cap_ms)]):
-        events = {name: _events(samplers[name][0]) for name in order}
+    for i, order in enumerate([list(turns), *round_order(costs, rounds, cap_ms)]):
+        events = {}
+        for name in order:
+            with _blamed(name):
+                samplers[name].spoil()
+                events[name] = _events(samplers[name])
         torch.cuda.synchronize()
         if i == 0:
             continue  # first replays upload the graphs
         for name, (start, end) in events.items():
-            samples[name][i - 1] = start.elapsed_time(end) / launches[name]
-    return {name: Timing(tuple(samples[name]), launches[name], samplers[name][1]) for name in turns}
+            samples[name][i - 1] = start.elapsed_time(end) / samplers[name].launches
+    return {
+        name: Timing(tuple(samples[name]), sampler.launches, sampler.timer, sampler.result)
+        for name, sampler in samplers.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -224,20 +267,21 @@ class Eager:
 
     ms: float  # a call, the slower of host and device
     host_us: float  # the host's share
+    result: object  # of the last call
 
 
 def time_eager(call: Call, *, sample_ms: float = 10.0) -> Eager:
     """Median of 3 runs of as many back-to-back calls as last about sample_ms, at most 100."""
     count = min(100, max(1, round(sample_ms / _warm_up([call]))))
-    device, host = [], []
+    device, host, results = [], [], []
     for _ in range(3):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        start, end = _events(lambda: _repeat([call], count))
+        start, end = _events(lambda: results.append(_repeat([call], count)))
         host.append(time.perf_counter() - begin)
         torch.cuda.synchronize()
         device.append(start.elapsed_time(end))
-    return Eager(statistics.median(device) / count, statistics.median(host) / count * 1e6)
+    return Eager(statistics.median(device) / count, statistics.median(host) / count * 1e6, results[-1])
 
 
 def _events(work: Call) -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -248,9 +292,19 @@ def _events(work: Call) -> tuple[torch.cuda.Event, torch.cuda.Event]:
     return start, end
 
 
-def _repeat(copies: Sequence[Call], count: int) -> None:
-    for i in range(count):
+def _repeat(copies: Sequence[Call], count: int) -> object:
+    """So many calls in turn; what the last one, of the first copy, returns."""
+    for i in range(1 - count, 0):
         copies[i % len(copies)]()
+    return copies[0]()
+
+
+@contextlib.contextmanager
+def _blamed(name: object) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise CallFailed(name, error) from error
 
 
 def _warm_up(copies: Sequence[Call]) -> float:
@@ -265,17 +319,31 @@ def _warm_up(copies: Sequence[Call]) -> float:
     return max(start.elapsed_time(end) / count, 1e-3)
 
 
-def _sampler(copies: Sequence[Call], launches: int) -> tuple[Call, str]:
-    """One sample, and the timer it is for."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    try:
-        with torch.cuda.graph(graph):
-            _repeat(copies, launches)
-    except Exception as error:  # whatever a library raises: the reason is reported
-        torch.cuda.set_stream(stream)  # a capture that fails leaves its own
-        torch.cuda.synchronize()
-        return partial(_repeat, copies, launches), f"eager: graph capture failed, {first_line(error)}"
-    return graph.replay, "graph"
+class _Sampler:
+    """A sample each time it is called: the replay of a graph, or launches from the host."""
+
+    def __init__(self, copies: Sequence[Call], launches: int):
+        self.copies, self.launches, self.timer, self.result = copies, launches, "graph", None
+        self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(self.graph):
+                self.result = _repeat(copies, launches)
+        except Exception as error:  # whatever a library raises: the reason is reported
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own
+            torch.cuda.synchronize()
+            self.graph, self.timer = None, f"eager: graph capture failed, {first_line(error)}"
+
+    def __call__(self) -> None:
+        if self.graph:
+            self.graph.replay()
+        else:
+            self.result = _repeat(self.copies, self.launches)
+
+    def spoil(self) -> None:
+        """Make the result NaN, so that one from an earlier sample cannot pass for that of the next."""
+        for x in self.result if isinstance(self.result, tuple) else (self.result,):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                x.fill_(math.nan)
 
 
 def first_line(error: BaseException) -> str:
@@ -338,13 +406,16 @@ def _nvidia_smi(uuid: str) -> dict[str, str]:
 
 
 def git_commit() -> str:
-    """Short hash of the checkout, -dirty where tracked files differ; unknown where this is none.
+    """Short hash of this package's checkout, -dirty where tracked files differ; unknown where it has none.
 
     TL_ATTENTION_COMMIT says it for a copy that has no .git.
     """
     if told := os.environ.get("TL_ATTENTION_COMMIT"):
         return told
-    git = ["git", "-C", str(Path(__file__).parent)]
+    root = Path(__file__).resolve().parents[2]
+    git = ["git", "-C", str(root)]
+    if _output([*git, "rev-parse", "--show-toplevel"]) != str(root):  # the package is installed in another's
+        return "unknown"
     commit = _output([*git, "rev-parse", "--short", "HEAD"])
     dirty = _output([*git, "status", "--porcelain", "--untracked-files=no"])
     return f"{commit}{'-dirty' if dirty else ''}" if commit else "unknown"

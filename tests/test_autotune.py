@@ -218,11 +218,24 @@ def hang(problem: AttnProblem, config: FwdConfig) -> cubin.Report:
 
 def test_tune_budget_cuts_what_hangs(run_tune, monkeypatch):
     monkeypatch.setattr(sandbox, "GRACE", 0.5)
+    monkeypatch.setattr(autotune, "COMPILE_FLOOR", 0.5)
     begin = time.monotonic()
     attempts, table, *_ = run_tune(budget_s=2, compile=hang)
     assert time.monotonic() - begin < 60  # to start a process takes most of it
     assert not table["fwd"]
     assert {attempt.fate for attempt in attempts.values()} == {"failed", "not reached"}
+
+
+def hang_unless_first(problem: AttnProblem, config: FwdConfig) -> cubin.Report:
+    time.sleep(0 if config == CANDIDATES[1] else 100)
+    return GOOD
+
+
+def test_tune_names_no_winner_without_what_serves_now(run_tune, monkeypatch):
+    monkeypatch.setattr(sandbox, "GRACE", 0.5)
+    monkeypatch.setattr(autotune, "COMPILE_FLOOR", 5)
+    attempts, table, *_ = run_tune(budget_s=8, compile=hang_unless_first)
+    assert not table["fwd"] and "winner" not in {attempt.fate for attempt in attempts.values()}
 
 
 def test_tune_tries_what_its_table_has_first(run_tune, tmp_path):

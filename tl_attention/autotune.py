@@ -39,6 +39,8 @@ T = TypeVar("T")
 
 # Seconds; less where less of the budget is left
 COMPILE_LIMIT = 300.0  # for one candidate
+CUT_OFF = "compile: no end"  # how the reason of a candidate begins whose compilation ran out of time
+COMPILE_FLOOR = 60.0  # that it has at least: to cut one off wastes what it took
 CHECK_LIMIT = 30.0  # for one candidate; a hang costs as much
 TIME_LIMIT = 300.0  # for the candidates of a group together
 MIN_SHARE = 20.0  # of the budget for one group, so that a short budget serves the first ones well
@@ -284,6 +286,14 @@ class Search:
         begin_by = max(begin + 3 * quarter, time.monotonic() + quarter)
         right = self._check(problem, key, built, shapes, begin_by, deadline)
         timed = self._time(problem, right, shapes, ROUNDS, deadline)
+        if not attempts[0].tflops and (
+            attempts[0].fate == "not reached" or attempts[0].why.startswith(CUT_OFF)
+        ):
+            for attempt in timed:
+                attempt.lose(
+                    "not reached", f"no winner without {incumbent}, which serves now and was not timed"
+                )
+            timed = []
         ranked, finalists = sorted(timed, key=Attempt.score.fget, reverse=True), []
         while ranked and not finalists:
             finalists = self._time(problem, ranked[:2], shapes, FINAL_ROUNDS, deadline, "again")
@@ -302,6 +312,7 @@ class Search:
         """Those that may ship."""
         pairs = [(problem, attempt.config) for attempt in attempts]
         new = [pair for pair in pairs if pair not in self.built]
+        end_by = max(end_by, time.monotonic() + COMPILE_FLOOR)
         results = self.builders.map(self.trial.compile, new, COMPILE_LIMIT, begin_by, end_by)
         found = dict(self._tracked(f"{key}: compile", len(new), results))
         # The next row may have time for one that this row cut off

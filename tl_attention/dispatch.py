@@ -192,9 +192,8 @@ class TicketOffice:
 def _tickets(device: int, dynamic: bool) -> torch.Tensor:
     office = _offices.get(device)
     if office is None:
-        if (
-            torch.cuda.is_current_stream_capturing()
-        ):  # no call came before: a memset in the graph, before each launch
+        # No call came before: a memset in the graph, before each launch
+        if torch.cuda.is_current_stream_capturing():
             return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
         with _lock:
             office = _offices.get(device) or _offices.setdefault(device, TicketOffice(device))

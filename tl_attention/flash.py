@@ -28,7 +28,8 @@ def flash_attn_func(
         k: [batch, seqlen_k, heads_kv, head_dim], heads a multiple of heads_kv.
         v: [batch, seqlen_k, heads_kv, head_dim_v], head_dim_v <= head_dim.
             Any strides with a contiguous last dimension; see mha_fwd_interface for what is copied.
-        softmax_scale: multiplies the scores; any finite number, head_dim ** -0.5 if None.
+        softmax_scale: multiplies the scores; finite, negative and 0 included, head_dim ** -0.5 if None. The kernel is right
+            while |score * softmax_scale| stays below about 2 ** 30.
         causal: query i sees key j if j <= i + seqlen_k - seqlen_q (bottom-right).
         deterministic: the forward always is; there is no backward yet.
         return_attn_probs: also return the log-sum-exp.

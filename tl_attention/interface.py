@@ -28,7 +28,8 @@ def mha_fwd_interface(
         v: [batch, heads_kv, seqlen_kv, head_dim_v], head_dim_v <= head_dim_qk.
             Any strides with a contiguous last dimension, so transposed views and slices of packed QKV enter as they are. What TMA
             cannot address (a stride of 0 or of no multiple of 16 bytes, an address of none) is copied.
-        sm_scale: multiplies the scores; any finite number, head_dim_qk ** -0.5 if None.
+        sm_scale: multiplies the scores; finite, negative and 0 included, head_dim_qk ** -0.5 if None. The kernel is right while
+            |score * sm_scale| stays below about 2 ** 30.
         is_causal: query i sees key j if j <= i + seqlen_kv - seqlen_q (bottom-right); False: every query sees every key.
         return_kernel: return kernel(q, k, v) -> (out, lse), compiled for tensors like these, which checks nothing: for timing.
     Returns:

@@ -7,8 +7,7 @@ import math
 import tilelang.language as T
 
 LOG2E = math.log2(math.e)
-LAZY = 8.0  # P stays below 2^8, fit for fp16; its rounding error is relative, so nothing is lost
-# Where the running maximum starts: below any score, small enough for its product with a large scale, and
+# Where the running maximum starts: scores lie above it, its product with a large scale is still finite, and
 # LOWEST - LOWEST is 0, where -inf would give NaN
 LOWEST = -1e20
 # The scale 0 becomes this: masked scores stay -inf * scale = -inf, the others vanish

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tl_attention.configs import smem_bytes
-from tl_attention.problem import AttnProblem, FwdConfig
+from tl_attention.problem import AttnProblem, BwdDelta, BwdSum, KernelConfig
 from tl_attention.target import REGISTERS, SMEM_LIMIT, SMEM_PER_SM, TARGET
 
 # Each marks a slow kernel. C7507: setmaxnreg is ignored; the others: every wgmma is waited for
@@ -35,8 +35,10 @@ class Report:
     hgmma: int  # wgmma instructions in the code
     tma: int  # TMA loads
     tma_stores: int
+    tma_sums: int  # TMA additions in global memory
     loops: tuple[int, ...]  # instructions of the loops over keys; a warpgroup has a masked and a plain one
     counted_in: str  # SASS; or PTX where there is no cuobjdump, and then no loops
+    needs_wgmma: bool = True
 
     @property
     def fault(self) -> str | None:
@@ -44,27 +46,32 @@ class Report:
         faults = [f"{self.spill_bytes} bytes of spills"] * (self.spill_bytes > 0) + list(self.warnings)
         if (smem := self.smem_bytes + self.smem_static) > SMEM_LIMIT:
             faults.append(f"{smem} of {SMEM_LIMIT} bytes of shared memory")
-        if not self.hgmma or not self.tma:
+        if self.needs_wgmma and not (self.hgmma and self.tma):
             faults.append(f"{self.hgmma} wgmma and {self.tma} TMA load instructions")
         return ", ".join(faults) or None
 
 
-def report(problem: AttnProblem, config: FwdConfig) -> Report:
+def uses_wgmma(config: KernelConfig) -> bool:
+    """Whether it multiplies matrices; the others only pass over memory."""
+    return not isinstance(config, BwdDelta | BwdSum)
+
+
+def report(problem: AttnProblem, config: KernelConfig) -> Report:
     """Lower the kernel, assemble it for sm_90a and read what came out."""
     from tl_attention import dispatch
 
-    return report_source(*dispatch.lower_fwd(problem, config), threads=config.threads)
+    return report_source(*dispatch.lower(problem, config), config.threads, uses_wgmma(config))
 
 
-def report_compiled(problem: AttnProblem, config: FwdConfig) -> Report:
-    """The same for a kernel that dispatch.compile_fwd has made, from the source it keeps; kept beside that."""
+def report_compiled(problem: AttnProblem, config: KernelConfig) -> Report:
+    """The same for a kernel that dispatch.compile_kernel has made, from the source it keeps; kept beside that."""
     from tl_attention import dispatch
 
     path = dispatch.kernel_path(problem, config)
     kept = path.with_suffix(".json")
     if (report := _read_report(kept)) is None:
         source = path.with_suffix(".cu").read_text()
-        report = report_source(source, smem_bytes(problem, config), config.threads)
+        report = report_source(source, smem_bytes(problem, config), config.threads, uses_wgmma(config))
         kept.write_text(json.dumps(asdict(report)))
     return report
 
@@ -78,7 +85,7 @@ def _read_report(path: Path) -> Report | None:
         return None
 
 
-def report_source(source: str, smem: int, threads: int) -> Report:
+def report_source(source: str, smem: int, threads: int, needs_wgmma: bool = True) -> Report:
     """The report of CUDA source by TileLang, launched with smem bytes of dynamic shared memory.
 
     Raises:
@@ -91,14 +98,15 @@ def report_source(source: str, smem: int, threads: int) -> Report:
     registers = _largest(r"Used (\d+) registers", log)
     smem_static = _largest(r"(\d+) bytes smem", log)
     patterns = {
-        "SASS": (r"\bHGMMA\b", r"\bUTMALDG\b", r"\bUTMASTG\b"),
+        "SASS": (r"\bHGMMA\b", r"\bUTMALDG\b", r"\bUTMASTG\b", r"\bUTMAREDG\b"),
         "PTX": (
             r"\bwgmma\.mma_async\b",
             r"\btensor\.\dd\.shared::\w+\.global\b",
-            r"\btensor\.\dd\.global\.shared::cta\b",
+            r"\bbulk\.tensor\.\dd\.global\.shared::cta\b",
+            r"\breduce\.async\.bulk\.tensor\.\dd\.global\.shared::cta\b",
         ),
     }[counted_in]
-    hgmma, tma, tma_stores = (len(re.findall(pattern, code)) for pattern in patterns)
+    hgmma, tma, tma_stores, tma_sums = (len(re.findall(pattern, code)) for pattern in patterns)
     return Report(
         registers=registers,
         spill_bytes=_largest(r"(\d+) bytes spill stores", log),
@@ -109,8 +117,10 @@ def report_source(source: str, smem: int, threads: int) -> Report:
         hgmma=hgmma,
         tma=tma,
         tma_stores=tma_stores,
+        tma_sums=tma_sums,
         loops=tuple(loop.total() for loop in main_loops(sass)) if sass else (),
         counted_in=counted_in,
+        needs_wgmma=needs_wgmma,
     )
 
 
@@ -152,19 +162,16 @@ def _assemble(source: str, folder: Path) -> tuple[str, Path]:
     """(what ptxas says, the cubin, with its PTX beside it)"""
     from tilelang.contrib import nvcc
 
-    from tl_attention.kernels.fwd import PASS_CONFIGS
-
     if not (found := find_nvcc()):
         raise FileNotFoundError(NO_NVCC)
     path = folder / "kernel.cu"
     path.write_text(source)
-    flags = ["--use_fast_math"] if PASS_CONFIGS.get("tl.enable_fast_math") else []
     command = [
         found[0],
         "--cubin",
         "-O3",
         f"-arch={TARGET['arch']}",
-        *nvcc.default_compile_options(flags),
+        *nvcc.default_compile_options(["--use_fast_math"]),  # as PASS_CONFIGS of all kernels have it
         "-Xptxas=-v",
     ]
     run = subprocess.run([*command, "--keep", path.name], capture_output=True, text=True, cwd=folder)

@@ -1,4 +1,4 @@
-"""From a call to a launch: (problem, config) -> compiled kernel -> outputs. The short hot path of the package.
+"""From a call to a launch: (problem, config) -> compiled kernels -> outputs. The short hot path of the package.
 
 Kernels are compiled once, kept on disk under configs.cache_dir() and in a dict of the process. A process that finds its kernel on
 disk loads it without importing tilelang, which takes longer than loading.
@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import itertools
@@ -21,25 +22,54 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tl_attention import configs
-from tl_attention.problem import BUCKETS, AttnProblem, FwdConfig, length_bucket, tuning_key
+from tl_attention.problem import (
+    BUCKETS,
+    AttnProblem,
+    BwdConfig,
+    BwdDelta,
+    BwdPass,
+    BwdSum,
+    Config,
+    FwdConfig,
+    KernelConfig,
+    delta_width,
+    length_bucket,
+    tuning_key,
+)
 from tl_attention.target import TARGET, sm_count
 
 LN2 = math.log(2.0)
+LOG2E = 1 / LN2
 MAX_GRID = 2**31 - 1  # CTAs of one launch
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 L2_SHARE = 32 << 20  # bytes of a 50 MB L2 that the keys and values of one group of heads may fill
 # Counters a device has; when streams and captured launches have used them up, a new one is a memset before its launch
 TICKET_ROWS = 1 << 15
 
+QUERY_ROWS = 128  # that the log-sum-exp, delta and the sums of dq are padded to a multiple of
+WAVES = 4  # of CTAs that a pass by keys is to have, if a key head has query heads enough to divide among them
+
+# No template imports another; all import the other files of kernels/
+TEMPLATES = {
+    FwdConfig: ("fwd", "flash_fwd"),
+    BwdDelta: ("bwd_delta", "flash_bwd_delta"),
+    BwdPass: ("bwd", "flash_bwd"),
+    "dq": ("bwd_dq", "flash_bwd_dq"),
+    BwdSum: ("bwd_sum", "flash_bwd_sum"),
+}
+
 Kernel = Callable[..., None]
 
-_compiled: dict[tuple[AttnProblem, FwdConfig], Kernel] = {}
+_compiled: dict[tuple[AttnProblem, KernelConfig], Kernel] = {}
 _launchers: dict[tuple, tuple[Kernel, FwdConfig, int]] = {}
+_bwd_launchers: dict[tuple, BwdKernels] = {}
 _offices: dict[int, TicketOffice] = {}
 _lock = threading.Lock()
 
@@ -50,41 +80,55 @@ def compile_count() -> int:
 
 
 @functools.cache
-def _sources_digest() -> str:
+def _sources_digest(template: str) -> str:
     """Of everything a kernel is made from but its problem and config."""
     folder = Path(__file__).parent
     versions = [importlib.metadata.version(name) for name in ("tilelang", "apache-tvm-ffi")]
     digest = hashlib.sha256(" ".join([*versions, platform.machine()]).encode())
-    for path in sorted([*folder.glob("kernels/*.py"), folder / "problem.py", folder / "target.py"]):
+    others = {name for name, _ in TEMPLATES.values()} - {template}
+    kernels = (path for path in folder.glob("kernels/*.py") if path.stem not in others)
+    for path in sorted([*kernels, folder / "problem.py", folder / "target.py"]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def kernel_path(problem: AttnProblem, config: FwdConfig) -> Path:
+def _template(config: KernelConfig) -> tuple[str, str]:
+    """The module of kernels/ that a kernel comes from, and the function in it."""
+    by_queries = isinstance(config, BwdPass) and config.grads == "dq"
+    return TEMPLATES["dq" if by_queries else type(config)]
+
+
+def _program(problem: AttnProblem, config: KernelConfig) -> tuple[Any, dict[str, object]]:
+    """The kernel in TileLang, and the options of the passes that lower it."""
+    module, function = _template(config)
+    module = importlib.import_module(f"tl_attention.kernels.{module}")
+    return getattr(module, function)(problem, config), module.PASS_CONFIGS
+
+
+def kernel_path(problem: AttnProblem, config: KernelConfig) -> Path:
     """Where the compiled kernel lies, or will; its CUDA source lies beside it as .cu."""
-    key = f"{_sources_digest()} {problem!r} {config!r}"
-    return configs.cache_dir() / f"fwd-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
+    template, _ = _template(config)
+    key = f"{_sources_digest(template)} {problem!r} {config!r}"
+    return configs.cache_dir() / f"{template}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
 
 
-def lower_fwd(problem: AttnProblem, config: FwdConfig) -> tuple[str, int]:
+def lower(problem: AttnProblem, config: KernelConfig) -> tuple[str, int]:
     """CUDA source of a kernel, and the bytes of dynamic shared memory it asks for. Needs neither GPU nor nvcc."""
     import tilelang
     from tilelang import tvm
 
-    from tl_attention.kernels.fwd import PASS_CONFIGS, flash_fwd
-
+    program, pass_configs = _program(problem, config)
     target = tvm.target.Target(TARGET)
-    with tvm.transform.PassContext(opt_level=3, config=PASS_CONFIGS), target:
-        artifact = tilelang.lower(flash_fwd(problem, config), target=target)
+    with tvm.transform.PassContext(opt_level=3, config=pass_configs), target:
+        artifact = tilelang.lower(program, target=target)
     (function,) = (f for _, f in artifact.device_mod.functions.items())
     return artifact.kernel_source, int(function.attrs["dyn_shared_memory_buf"])
 
 
-def _build(problem: AttnProblem, config: FwdConfig, path: Path) -> None:
+def _build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
     import tilelang
 
     from tl_attention import cubin
-    from tl_attention.kernels.fwd import PASS_CONFIGS, flash_fwd
 
     if cubin.find_nvcc() is None:
         raise RuntimeError(
@@ -94,7 +138,8 @@ def _build(problem: AttnProblem, config: FwdConfig, path: Path) -> None:
     level = logger.level
     logger.setLevel(logging.WARNING)  # it tells of each export
     try:
-        kernel = tilelang.compile(flash_fwd(problem, config), target=TARGET, pass_configs=PASS_CONFIGS)
+        program, pass_configs = _program(problem, config)
+        kernel = tilelang.compile(program, target=TARGET, pass_configs=pass_configs)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             path.with_suffix(".cu").write_text(kernel.get_kernel_source())
             kernel.export_library(str(Path(folder, path.name)))
@@ -113,11 +158,17 @@ def _load_runtime() -> None:
         ctypes.CDLL(str(Path(root, "lib", f"lib{name}.so")), ctypes.RTLD_GLOBAL)
 
 
-def compile_fwd(problem: AttnProblem, config: FwdConfig) -> Kernel:
+def compile_config(problem: AttnProblem, config: Config) -> None:
+    """Have all kernels of a config at hand."""
+    for one in config.kernels(problem):
+        compile_kernel(*one)
+
+
+def compile_kernel(problem: AttnProblem, config: KernelConfig) -> Kernel:
     """The compiled kernel: from this process, else from disk, else by nvcc for sm_90a (seconds, no GPU needed).
 
     Returns:
-        kernel(Q, K, V, O, Lse, Tickets, softmax_scale, lse_unit, *plan(...)), as kernels/fwd.py describes it.
+        A function of the arguments that its file in kernels/ describes.
     """
     key = (problem, config)
     if key not in _compiled:
@@ -201,40 +252,52 @@ def _tickets(device: int, dynamic: bool) -> torch.Tensor:
 
 
 def plan(
-    batch: int,
-    heads: int,
-    heads_kv: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    row_bytes: int,
-    block_M: int,
-    max_ctas: int,
-) -> tuple[int, int, int, int]:
-    """(heads_a_kv_head, m_blocks, group_heads, ctas): what kernels/scheduler.py asks of the host.
+    batch: int, heads: int, heads_sharing: int, shared_bytes: int, rows: int, block: int, max_ctas: int
+) -> tuple[int, int, int]:
+    """(blocks, group_heads, ctas): what kernels/scheduler.py asks of the host.
 
-    row_bytes: of one key and its value.
+    Args:
+        heads_sharing: how many heads read the same shared_bytes, all of them at once.
+        rows: what blocks of `block` divide: the queries, or the keys.
     """
-    heads_a_kv_head = heads // heads_kv
-    m_blocks = -(-seqlen_q // block_M)
-    group_heads = min(max(L2_SHARE // (seqlen_k * row_bytes), 1) * heads_a_kv_head, heads * batch)
-    return heads_a_kv_head, m_blocks, group_heads, min(m_blocks * heads * batch, max_ctas)
+    blocks = -(-rows // block)
+    group_heads = min(max(L2_SHARE // shared_bytes, 1) * heads_sharing, heads * batch)
+    return blocks, group_heads, min(blocks * heads * batch, max_ctas)
+
+
+def _find_config(key: tuple, direction: str, config: Config | None) -> tuple[AttnProblem, Config]:
+    """The problem of a launch key, and the config that serves it, compiled as are those of its other lengths."""
+    dtype, head_dim, head_dim_v, causal, bucket, device = key
+    problem = AttnProblem.of(DTYPE_NAMES[dtype], head_dim, head_dim_v, causal, direction)
+    source = "explicit"
+    if config is None:
+        gpu = torch.cuda.get_device_name(device)
+        config, source = configs.pick_config(problem, bucket, gpu, direction)
+        for other in BUCKETS:  # so that no length compiles later
+            compile_config(problem, configs.pick_config(problem, other, gpu, direction)[0])
+    elif reason := configs.is_legal(problem, config, direction):
+        raise ValueError(f"config: {config} cannot run {problem}: {reason}")
+    if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
+        print(
+            f"tl_attention: {direction} {tuning_key(problem, bucket)} -> {config} ({source})", file=sys.stderr
+        )
+    return problem, config
 
 
 def _find_kernel(key: tuple, config: FwdConfig | None) -> tuple[Kernel, FwdConfig, int]:
     """The kernel of a launch key, its config, and how many CTAs it may have."""
-    dtype, head_dim, head_dim_v, causal, bucket, device = key
-    problem = AttnProblem.of(DTYPE_NAMES[dtype], head_dim, head_dim_v, causal)
-    source = "explicit"
-    if config is None:
-        gpu = torch.cuda.get_device_name(device)
-        config, source = configs.pick_config(problem, bucket, gpu)
-        for other in BUCKETS:  # so that no length compiles later
-            compile_fwd(problem, configs.pick_config(problem, other, gpu)[0])
-    elif reason := configs.is_legal(problem, config):
-        raise ValueError(f"config: {config} cannot run {problem}: {reason}")
-    if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
-        print(f"tl_attention: {tuning_key(problem, bucket)} -> {config} ({source})", file=sys.stderr)
-    return compile_fwd(problem, config), config, MAX_GRID if config.schedule == "grid" else sm_count(device)
+    problem, config = _find_config(key, "fwd", config)
+    max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
+    return compile_kernel(problem, config), config, max_ctas
+
+
+def empty_view(
+    x: torch.Tensor, batch: int, seqlen: int, heads: int, head_dim: int, heads_first: bool
+) -> torch.Tensor:
+    """A view [batch, seqlen, heads, head_dim] of a new tensor like x."""
+    if heads_first:
+        return x.new_empty((batch, heads, seqlen, head_dim)).transpose(1, 2)
+    return x.new_empty((batch, seqlen, heads, head_dim))
 
 
 def fwd(
@@ -257,15 +320,11 @@ def fwd(
         out [batch, seqlen_q, heads, head_dim_v], a view if heads_first; lse [batch, heads, seqlen_q] fp32.
     """
     batch, seqlen_q, heads, _ = q.shape
-    seqlen_k, head_dim_v = k.shape[1], v.shape[3]
-    if heads_first:
-        out = q.new_empty((batch, heads, seqlen_q, head_dim_v)).transpose(1, 2)
-    else:
-        out = q.new_empty((batch, seqlen_q, heads, head_dim_v))
+    out = empty_view(q, batch, seqlen_q, heads, v.shape[3], heads_first)
     lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
     if not out.numel():
         return out, lse
-    if not seqlen_k:
+    if not k.shape[1]:
         return out.zero_(), lse.fill_(-math.inf)
 
     device = q.device.index
@@ -301,8 +360,212 @@ def launch(
     kernel, config, max_ctas = found
     tickets = _tickets(device, config.schedule == "dynamic")
     batch, seqlen_q, heads, head_dim = q.shape
-    row_bytes = 2 * (head_dim + v.shape[3])
-    counts = plan(batch, heads, k.shape[2], seqlen_q, k.shape[1], row_bytes, config.block_M, max_ctas)
+    heads_a_kv_head = heads // k.shape[2]
+    kv_bytes = 2 * k.shape[1] * (head_dim + v.shape[3])
+    counts = plan(batch, heads, heads_a_kv_head, kv_bytes, seqlen_q, config.block_M, max_ctas)
     unit = 1.0 if lse_base2 else LN2
-    kernel(tma_ready(q), tma_ready(k), tma_ready(v), out, lse, tickets, softmax_scale, unit, *counts)
+    kernel(
+        tma_ready(q),
+        tma_ready(k),
+        tma_ready(v),
+        out,
+        lse,
+        tickets,
+        softmax_scale,
+        unit,
+        heads_a_kv_head,
+        *counts,
+    )
     return out, lse
+
+
+@dataclass(frozen=True)
+class BwdKernels:
+    """The compiled kernels of a backward."""
+
+    problem: AttnProblem
+    config: BwdConfig
+    delta: Kernel
+    passes: tuple[tuple[BwdPass, Kernel], ...]
+    sum_qk: Kernel
+    sum_v: Kernel
+
+
+def _find_bwd_kernels(key: tuple, direction: str, config: BwdConfig | None) -> BwdKernels:
+    problem, config = _find_config(key, direction, config)
+    return BwdKernels(
+        problem,
+        config,
+        compile_kernel(problem.of_width(delta_width(problem.head_dim_v)), BwdDelta()),
+        tuple((one, compile_kernel(problem, one)) for one in config.passes),
+        compile_kernel(problem.of_width(problem.head_dim), BwdSum()),
+        compile_kernel(problem.of_width(problem.head_dim_v), BwdSum()),
+    )
+
+
+def _key_parts(batch: int, heads: int, heads_kv: int, n_blocks: int, sms: int) -> tuple[int, int]:
+    """(parts, heads_a_part): among how many CTAs the query heads of a key head are divided, and how many each has."""
+    heads_a_kv_head = heads // heads_kv
+    parts = min(heads_a_kv_head, -(-WAVES * sms // (n_blocks * heads_kv * batch)))
+    heads_a_part = -(-heads_a_kv_head // parts)
+    return -(-heads_a_kv_head // heads_a_part), heads_a_part
+
+
+def bwd_workspace_bytes(
+    batch: int,
+    heads: int,
+    heads_kv: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    problem: AttnProblem,
+    config: BwdConfig,
+    sms: int,
+) -> int:
+    """What a backward allocates beside its gradients on a GPU with so many SMs, all of it fp32.
+
+    The log-sum-exp and delta of each query; the sums of dq, if a pass adds to them; and where the query heads of a key head
+    are divided among CTAs, the parts of dk and dv.
+    """
+    rows = batch * heads * -(-seqlen_q // QUERY_ROWS) * QUERY_ROWS
+    numbers = 2 * rows
+    for one in config.passes:
+        if one.adds_dq:
+            numbers += rows * problem.head_dim
+        if one.grads != "dq":
+            n_blocks = -(-seqlen_k // one.block_N)
+            parts, _ = _key_parts(batch, heads, heads_kv, n_blocks, sms)
+            width = problem.head_dim * ("dk" in one.makes) + problem.head_dim_v * ("dv" in one.makes)
+            numbers += (parts > 1) * parts * batch * heads_kv * n_blocks * one.block_N * width
+    return 4 * numbers
+
+
+def bwd(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    lse_base2: bool,
+    heads_first: bool = False,
+    deterministic: bool = False,
+    dlse: torch.Tensor | None = None,
+    config: BwdConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch the backward on tensors that checks.py has passed, on a Hopper GPU.
+
+    Args:
+        dout, q, k, v, out: views [batch, seqlen, heads, head_dim]; the last two and lse as the forward returned them.
+        lse, dlse: [batch, heads, seqlen_q] fp32, dlse the gradient with respect to lse.
+        heads_first: lay out the gradients as [batch, heads, seqlen, head_dim] in memory, else as [batch, seqlen, heads, head_dim].
+        deterministic: gradients equal bit by bit from run to run.
+        config: serves instead of the tuned row or default.
+    Returns:
+        dq, dk, dv: as q, k, v, in their dtype; views if heads_first.
+    """
+    grads = tuple(empty_view(x, *x.shape, heads_first) for x in (q, k, v))
+    if not q.numel() or not k.numel():
+        return tuple(x.zero_() for x in grads)
+    arguments = (
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *grads,
+        softmax_scale,
+        causal,
+        lse_base2,
+        deterministic,
+        dlse,
+        config,
+    )
+    if q.device.index != torch.cuda.current_device():
+        with torch.cuda.device(q.device.index):
+            return launch_bwd(*arguments)
+    return launch_bwd(*arguments)
+
+
+def launch_bwd(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    lse_base2: bool,
+    deterministic: bool = False,
+    dlse: torch.Tensor | None = None,
+    config: BwdConfig | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run the kernels on q's device, the current one. No tensor is empty.
+
+    dq, dk and dv, which TMA can address, are written and returned.
+    """
+    device = q.device.index
+    key = (q.dtype, q.shape[3], v.shape[3], causal, length_bucket(k.shape[1]), device)
+    direction = "bwd_det" if deterministic else "bwd"
+    if config is None:
+        kernels = _bwd_launchers.get((direction, key))
+        if kernels is None:
+            kernels = _bwd_launchers[direction, key] = _find_bwd_kernels(key, direction, None)
+    else:
+        kernels = _find_bwd_kernels(key, direction, config)
+    problem = kernels.problem
+    batch, seqlen_q, heads, _ = q.shape
+    seqlen_k, heads_kv = k.shape[1], k.shape[2]
+    heads_a_kv_head = heads // heads_kv
+    rounded_q = -(-seqlen_q // QUERY_ROWS) * QUERY_ROWS
+    q, k, v, dout = (
+        tma_ready(q),
+        tma_ready(k),
+        tma_ready(v),
+        tma_ready(dout if dout.stride(3) == 1 else dout.contiguous()),
+    )
+
+    rows = q.new_empty((2, batch, heads, rounded_q), dtype=torch.float32)
+    lse_log2, delta = rows.unbind()
+    kernels.delta(tma_ready(out), dout, lse.contiguous(), lse_log2, delta, 1.0 if lse_base2 else LOG2E)
+    if dlse is not None:
+        # A query that sees no key has no gradient, whatever came of its lse of -inf
+        natural = dlse.masked_fill(lse == -math.inf, 0) * (LOG2E if lse_base2 else 1.0)
+        delta[:, :, :seqlen_q] -= natural
+
+    for one, kernel in kernels.passes:
+        if one.grads == "dq":
+            kv_bytes = 2 * seqlen_k * (q.shape[3] + v.shape[3])
+            counts = plan(batch, heads, heads_a_kv_head, kv_bytes, seqlen_q, one.block_M, MAX_GRID)
+            kernel(q, k, v, dout, lse_log2, delta, dq, softmax_scale, heads_a_kv_head, *counts)
+            continue
+        n_blocks = -(-seqlen_k // one.block_N)
+        parts, heads_a_part = _key_parts(batch, heads, heads_kv, n_blocks, sm_count(device))
+        dq_rows = rounded_q if one.adds_dq else 0
+        dq_sum = rows.new_zeros((batch, heads, dq_rows, problem.head_dim))
+        part_rows = n_blocks * one.block_N if parts > 1 else 0
+        dk_parts, dv_parts = (
+            rows.new_empty((parts, batch, heads_kv, part_rows * (grad in one.makes), width))
+            for grad, width in (("dk", problem.head_dim), ("dv", problem.head_dim_v))
+        )
+        q_bytes = (
+            seqlen_q * heads_a_part * (2 * (q.shape[3] + v.shape[3]) + 4 * problem.head_dim * one.adds_dq)
+        )
+        counts = plan(batch, heads_kv * parts, 1, q_bytes, seqlen_k, one.block_N, MAX_GRID)
+        kernel(
+            q, k, v, dout, lse_log2, delta, dq_sum, dk, dv, dk_parts, dv_parts,
+            softmax_scale, heads_a_kv_head, heads_a_part, parts, *counts,
+        )  # fmt: skip
+        if one.adds_dq:
+            kernels.sum_qk(dq_sum[None], dq, softmax_scale)
+        if parts > 1 and "dk" in one.makes:
+            kernels.sum_qk(dk_parts, dk, 1.0)
+        if parts > 1 and "dv" in one.makes:
+            kernels.sum_v(dv_parts, dv, 1.0)
+    return dq, dk, dv

@@ -1,7 +1,11 @@
-"""What is asked (AttnProblem) and how it is computed (FwdConfig). A kernel is compiled once per pair of them."""
+"""What is asked (AttnProblem) and how it is computed (FwdConfig, BwdConfig).
+
+A kernel is compiled once per pair of a problem and a KernelConfig: a forward is one of these, a backward is several.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 DTYPES = ("bfloat16", "float16")
@@ -20,6 +24,8 @@ TILE_WIDTHS = (
     (256, 256),
 )
 MAX_HEAD_DIM = TILE_WIDTHS[-1][0]
+# Those of the backward, which has more kernels to a problem.
+BWD_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 
 # The last seqlen_k of each length bucket but the last, which has no end.
 BUCKET_ENDS = (1024, 4096)
@@ -39,9 +45,15 @@ class AttnProblem:
     causal: bool
 
     @classmethod
-    def of(cls, dtype: str, head_dim: int, head_dim_v: int, causal: bool) -> AttnProblem:
-        """The problem that serves tensors of these head dims."""
-        return cls(dtype, *tile_width(head_dim, head_dim_v), causal)
+    def of(
+        cls, dtype: str, head_dim: int, head_dim_v: int, causal: bool, direction: str = "fwd"
+    ) -> AttnProblem:
+        """The problem that serves tensors of these head dims in one of DIRECTIONS."""
+        return cls(dtype, *tile_width(head_dim, head_dim_v, direction), causal)
+
+    def of_width(self, width: int) -> AttnProblem:
+        """The one problem that kernels are compiled for which know nothing but the dtype and one width."""
+        return AttnProblem(self.dtype, width, width, False)
 
     def __str__(self) -> str:
         """The words of a tuning key: bf16 d128 causal, fp16 d192-128 full."""
@@ -74,15 +86,126 @@ class FwdConfig:
         extras = f" q{self.q_stages}" * (self.q_stages > 1) + " ping-pong" * self.ping_pong
         return f"{self.block_M}x{self.block_N}x{self.num_stages} {self.schedule}{extras}"
 
+    def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
+        """What is compiled for it."""
+        return [(problem, self)]
+
 
 # grid: one CTA a tile, the longest first. persistent: one CTA an SM, which takes every ctas-th tile.
 # dynamic: one CTA an SM, which takes the next tile nobody has.
 SCHEDULES = ("grid", "persistent", "dynamic")
 
 
-def tile_width(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+# What a pass of the backward makes. "dq" alone: a CTA owns queries and walks the keys. The others: it owns keys and
+# walks the queries; where dq is among them it adds its share to sums in fp32, in whatever order CTAs come to it.
+GRADS = ("dq+dk+dv", "dq+dk", "dk+dv", "dk", "dv", "dq")
+
+
+@dataclass(frozen=True)
+class BwdPass:
+    """How one kernel of a backward cuts its work."""
+
+    grads: str  # one of GRADS
+    block_M: int  # queries: of a step, or in "dq" of a CTA, 64 a consumer warpgroup
+    block_N: int  # keys: of a CTA, 64 a consumer warpgroup, or in "dq" of a step
+    num_stages: int = 2  # depth of the Q ring, in "dq" of the K ring
+    num_stages_do: int = 2  # depth of the dO ring, in "dq" of the V ring
+    early_s: bool = (
+        True  # S of the next step begins before a step ends, for block_M / 2 registers (block_N / 2 in "dq")
+    )
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return tuple(self.grads.split("+"))
+
+    @property
+    def adds_dq(self) -> bool:
+        """Whether it adds to sums of dq in an order that is not fixed."""
+        return "dq" in self.makes and self.grads != "dq"
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumer warpgroups; one more holds the warps that load, and store dq."""
+        return (self.block_M if self.grads == "dq" else self.block_N) // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    def __str__(self) -> str:
+        late = "" if self.early_s else " late-s"
+        return f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}{late}"
+
+
+@dataclass(frozen=True)
+class BwdDelta:
+    """The kernel before the passes: rowsum(dO * O), and the log-sum-exp in base 2."""
+
+    rows: int = 64  # queries a CTA
+    threads: int = 128
+
+    def __str__(self) -> str:
+        return f"delta {self.rows}"
+
+
+@dataclass(frozen=True)
+class BwdSum:
+    """The kernel after the passes: sums in fp32 to a gradient in the dtype of the inputs."""
+
+    rows: int = 16  # of the gradient, a CTA
+    threads: int = 128
+
+    def __str__(self) -> str:
+        return f"sum {self.rows}"
+
+
+KernelConfig = FwdConfig | BwdPass | BwdDelta | BwdSum
+
+
+@dataclass(frozen=True)
+class BwdConfig:
+    """How a backward is computed: the passes that make dq, dk and dv, each once."""
+
+    passes: tuple[BwdPass, ...]
+
+    @classmethod
+    def of(cls, passes: Iterable[dict[str, object]]) -> BwdConfig:
+        """From the fields of each pass, as tables hold them."""
+        return cls(tuple(BwdPass(**fields) for fields in passes))
+
+    @property
+    def deterministic(self) -> bool:
+        return not any(one.adds_dq for one in self.passes)
+
+    def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
+        """What is compiled for it: the passes, and what comes before and after them."""
+        return [
+            *((problem, one) for one in self.passes),
+            (problem.of_width(delta_width(problem.head_dim_v)), BwdDelta()),
+            *(
+                (problem.of_width(width), BwdSum())
+                for width in sorted({problem.head_dim, problem.head_dim_v})
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.passes))
+
+
+Config = FwdConfig | BwdConfig
+# bwd_det: a backward whose gradients are equal bit by bit from run to run
+DIRECTIONS = ("fwd", "bwd", "bwd_det")
+
+
+def tile_width(head_dim: int, head_dim_v: int, direction: str = "fwd") -> tuple[int, int]:
     """The first of TILE_WIDTHS that holds head_dim columns of Q and K and head_dim_v of V and O."""
-    return next((qk, v) for qk, v in TILE_WIDTHS if qk >= head_dim and v >= head_dim_v)
+    widths = TILE_WIDTHS if direction == "fwd" else BWD_TILE_WIDTHS
+    return next((qk, v) for qk, v in widths if qk >= head_dim and v >= head_dim_v)
+
+
+def delta_width(head_dim_v: int) -> int:
+    """The tile width of BwdDelta: TileLang 0.1.15 finds no layout for the row sums of 96 columns."""
+    return 1 << (head_dim_v - 1).bit_length()
 
 
 def length_bucket(seqlen_k: int) -> str:

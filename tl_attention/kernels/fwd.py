@@ -6,6 +6,7 @@ tiles by TMA; each consumer warpgroup owns 64 queries and keeps S = Q K^T of a b
 
 import tilelang.language as T
 
+from tl_attention.kernels import pipeline
 from tl_attention.kernels.mask import KeyBlocks, Mask
 from tl_attention.kernels.pipeline import (
     WARPGROUP,
@@ -20,14 +21,9 @@ from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax
 from tl_attention.kernels.tiles import DenseTiles, SharedTiles, strided
 from tl_attention.problem import AttnProblem, FwdConfig
 
-# Consumer warpgroups: registers a thread of (producer, consumers); a producer that places tiles, too, needs some more
-GRID_REGISTERS = {2: (24, 240), 3: (32, 160)}
+PASS_CONFIGS = pipeline.PASS_CONFIGS
+# As pipeline.REGISTERS; a producer that places tiles, too, needs some more
 PERSISTENT_REGISTERS = {2: (40, 232), 3: (32, 160)}
-PASS_CONFIGS = {
-    "tl.enable_fast_math": True,
-    "tl.disable_thread_storage_sync": True,  # the roles meet at barriers of their own
-    "tl.disable_shared_memory_reuse": True,  # TileLang 0.1.15 takes the branches of two roles for one after the other
-}
 
 
 def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
@@ -46,7 +42,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     row_wise = T.GemmWarpPolicy.FullRow
     q_kt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}  # of the GEMM S = Q K^T
     persistent = config.schedule != "grid"
-    registers = (PERSISTENT_REGISTERS if persistent else GRID_REGISTERS).get(config.warpgroups)
+    registers = (PERSISTENT_REGISTERS if persistent else pipeline.REGISTERS).get(config.warpgroups)
     O_in_Q = head_dim == head_dim_v  # O leaves through the shared memory of its queries
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")

@@ -26,6 +26,22 @@ class Mask:
             seen = first_key + j <= self.last_key(first_query + i)
             acc_s[i, j] = T.if_then_else(seen, acc_s[i, j], -T.infinity("float32"))
 
+    @T.inline
+    def clear(self, P, first_query, first_key):
+        """Set the probabilities [queries, keys] of keys that their query does not see to 0."""
+        queries, keys = P.shape
+        if first_key + keys - 1 > self.last_key(first_query):
+            for i, j in T.Parallel(queries, keys):
+                P[i, j] = T.if_then_else(first_key + j <= self.last_key(first_query + i), P[i, j], 0.0)
+
+    @T.inline
+    def clear_transposed(self, P, first_key, first_query):
+        """The same for probabilities [keys, queries]."""
+        keys, queries = P.shape
+        if first_key + keys - 1 > self.last_key(first_query):
+            for i, j in T.Parallel(keys, queries):
+                P[i, j] = T.if_then_else(first_key + i <= self.last_key(first_query + j), P[i, j], 0.0)
+
 
 @T.meta_class
 class KeyBlocks:
@@ -63,3 +79,47 @@ class KeyBlocks:
 
     def first_key(self, step: Any) -> Any:
         return (self.num_steps[0] - 1 - step) * self.block_N
+
+
+@T.meta_class
+class QueryBlocks:
+    """A walk over the blocks of block_M queries that see some of the keys from first_key on, for one head after the other.
+
+    There is always one a head: the last query sees all keys.
+    """
+
+    def __init__(self, mask: Mask, block_M: int, name: str = "blocks"):
+        self.mask, self.block_M = mask, block_M
+        self.first = T.alloc_var("int32", init=0)  # query of each head
+        self.num_steps = T.alloc_var("int32", init=0)
+        # Where the walk is. Kept, as divisions of the step would take the registers of a consumer
+        self.at_query = T.alloc_var("int32", init=0)
+        self.at_head = T.alloc_var("int32", init=0)
+
+    @T.inline
+    def start(self, first_key, first_head, heads):
+        if self.mask.causal:
+            seen_from = T.max(first_key + self.mask.seqlen_q - self.mask.seqlen_k, 0)
+            self.first[0] = T.shfl_sync(seen_from // self.block_M * self.block_M, 0)
+        self.num_steps[0] = heads * T.ceildiv(self.mask.seqlen_q - self.first[0], self.block_M)
+        self.at_query[0] = self.first[0]
+        self.at_head[0] = first_head
+
+    @property
+    def steps(self) -> Any:
+        return self.num_steps[0]
+
+    @property
+    def query(self) -> Any:
+        return self.at_query[0]
+
+    @property
+    def head(self) -> Any:
+        return self.at_head[0]
+
+    @T.inline
+    def advance(self):
+        self.at_query[0] += self.block_M
+        if self.at_query[0] >= self.mask.seqlen_q:
+            self.at_query[0] = self.first[0]
+            self.at_head[0] += 1

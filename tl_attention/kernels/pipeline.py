@@ -10,6 +10,13 @@ from tilelang.layout import make_swizzled_layout
 WARPGROUP = 128  # threads
 # Of the named ones: 0-2 are TileLang's, and its ThreadSync pass hands out 3, 4, .. (0.1.15)
 FIRST_BARRIER = 8
+# By consumer warpgroups: registers a thread of (producers, consumers)
+REGISTERS = {2: (24, 240), 3: (32, 160)}
+PASS_CONFIGS = {
+    "tl.enable_fast_math": True,
+    "tl.disable_thread_storage_sync": True,  # the roles meet at barriers of their own
+    "tl.disable_shared_memory_reuse": True,  # TileLang 0.1.15 takes the branches of two roles for one after the other
+}
 ARRIVE = {"emit_arrive": 1}  # the TMA copy arrives at its barrier too, beside announcing its bytes
 
 
@@ -20,21 +27,37 @@ def alloc_swizzled(shape: list[int], dtype: str):
     return tiles
 
 
+def alloc_swizzled_each(count: int, shape: list[int], dtype: str):
+    """One tile a warpgroup, as buffers of their own: only a copy to a whole 2-D buffer becomes stmatrix (0.1.15)."""
+    return tuple(alloc_swizzled(shape, dtype) for _ in range(count))
+
+
+def alloc_fragments(shapes: list[list[int]], dtype: str):
+    return tuple(T.alloc_fragment(shape, dtype) for shape in shapes)
+
+
 @T.meta_class
 class TileRing:
     """Slots [rows, cols] of shared memory that TMA fills and consumer warps drain, each side at its own pace.
 
     Step i uses slot i % slots for the (i // slots)-th time; the parity of that count is what a barrier is waited on with.
+    row_dtype: a number a row, of this type, comes with each tile.
     """
 
-    def __init__(self, shape: list[int], dtype: str, consumer_warps: int, name: str):
+    def __init__(
+        self, shape: list[int], dtype: str, consumer_warps: int, name: str, row_dtype: str | None = None
+    ):
         self.slots = shape[0]
         self.tiles = alloc_swizzled(shape, dtype)  # [slots, rows, cols]
+        self.row_values = T.alloc_shared(shape[:2], row_dtype) if row_dtype else None
         self.full = T.alloc_barrier([1] * self.slots)  # the tile has landed
         self.empty = T.alloc_barrier([consumer_warps] * self.slots)  # every consumer warp is done with it
 
     def __getitem__(self, step):
         return self.tiles[step % self.slots, :, :]
+
+    def row_value(self, step: Any, row: Any) -> Any:
+        return self.row_values[step % self.slots, row]
 
     def wait(self, step):
         return T.mbarrier_wait_parity(self.full[step % self.slots], step // self.slots % 2)
@@ -54,9 +77,41 @@ class TileRing:
         return T.mbarrier_wait_parity(self.empty[step % self.slots], step // self.slots % 2 ^ 1)
 
     @T.inline
-    def fill(self, step, source):
+    def fill(self, step, source, row_source=None):
         self.wait_empty(step)
+        if row_source is not None:
+            T.tma_copy(
+                row_source, self.row_values[step % self.slots, :], barrier=self.full[step % self.slots]
+            )
         T.tma_copy(source, self[step], barrier=self.full[step % self.slots], annotations=ARRIVE)
+
+
+@T.meta_class
+class Outbox:
+    """Shared tiles that the consumers write and a warp of their own adds to global memory.
+
+    Consumers: when_empty, write, mark_full. The warp: mark_empty, then each step when_full, send, mark_empty. when_empty is a
+    meeting of all consumers, so what each did before it is over for all after it. It has the barriers of the turns, which no
+    kernel has beside it.
+    """
+
+    def __init__(self, shapes: list[list[int]], dtype: str, consumers: int, name: str):
+        self.tiles = tuple(T.alloc_shared(shape, dtype) for shape in shapes)
+        self.threads = consumers + 32
+
+    def when_empty(self):
+        return T.sync_threads(FIRST_BARRIER, self.threads)
+
+    def mark_empty(self):
+        return T.named_barrier_arrive(FIRST_BARRIER, self.threads)
+
+    @T.inline
+    def mark_full(self):
+        T.fence_proxy_async()
+        T.named_barrier_arrive(FIRST_BARRIER + 1, self.threads)
+
+    def when_full(self):
+        return T.sync_threads(FIRST_BARRIER + 1, self.threads)
 
 
 class Turns:
@@ -81,6 +136,10 @@ class Turns:
 
 def sync_warpgroup(w: int):
     return T.sync_threads(FIRST_BARRIER + 4 + w, WARPGROUP)
+
+
+def sync_consumers(threads: int):
+    return T.sync_threads(FIRST_BARRIER + 7, threads)
 
 
 @T.macro

@@ -82,3 +82,19 @@ class OnlineSoftmax:
             self.row_scale[i] = T.if_then_else(self.row_sum[i] != 0, 1 / self.row_sum[i], 0)
         for i, j in T.Parallel(rows, cols):
             acc_o[i, j] *= self.row_scale[i]
+
+
+@T.macro
+def probabilities(acc_s, scale_log2, lse_log2):
+    """Replace scores by exp2(score * scale_log2 - lse_log2(i, j)); an lse of +inf gives 0."""
+    rows, cols = acc_s.shape
+    for i, j in T.Parallel(rows, cols):
+        acc_s[i, j] = T.exp2(acc_s[i, j] * scale_log2 - lse_log2(i, j))
+
+
+@T.macro
+def softmax_backward(P, acc_dp, delta, dS):
+    """dS = P * (dP - delta(i, j))."""
+    rows, cols = P.shape
+    for i, j in T.Parallel(rows, cols):
+        dS[i, j] = P[i, j] * (acc_dp[i, j] - delta(i, j))

@@ -55,3 +55,63 @@ class SharedTiles:
     V: Any
     O: Any
     tile_box: Any
+
+
+@dataclass(frozen=True)
+class DenseGradTiles:
+    """What a backward reads and writes, as DenseTiles; its queries may come from several heads.
+
+    Lse_log2, Delta: [batch, heads, seqlen_q rounded up]; dQ_sum: [batch, heads, seqlen_q rounded up, head_dim];
+    dK_parts, dV_parts: [parts, batch, heads_kv, seqlen_k, head_dim], [.., head_dim_v].
+    """
+
+    Q: Any
+    K: Any
+    V: Any
+    dO: Any
+    Lse_log2: Any
+    Delta: Any
+    head_dim: int
+    head_dim_v: int
+    dQ: Any = None
+    dQ_sum: Any = None
+    dK: Any = None
+    dV: Any = None
+    dK_parts: Any = None
+    dV_parts: Any = None
+
+    def q(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
+        return self.Q[tile.batch, start : start + rows, head, 0 : self.head_dim]
+
+    def do(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
+        return self.dO[tile.batch, start : start + rows, head, 0 : self.head_dim_v]
+
+    def lse_log2(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
+        return self.Lse_log2[tile.batch, head, start : start + rows]
+
+    def delta(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
+        return self.Delta[tile.batch, head, start : start + rows]
+
+    def dq(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
+        return self.dQ[tile.batch, start : start + rows, head, 0 : self.head_dim]
+
+    def dq_sum(self, tile: Any, head: Any, start: Any, rows: int, first_col: int, cols: int) -> Any:
+        return self.dQ_sum[tile.batch, head, start : start + rows, first_col : first_col + cols]
+
+    def k(self, tile: Any, start: Any, rows: int) -> Any:
+        return self.K[tile.batch, start : start + rows, tile.kv_head, 0 : self.head_dim]
+
+    def v(self, tile: Any, start: Any, rows: int) -> Any:
+        return self.V[tile.batch, start : start + rows, tile.kv_head, 0 : self.head_dim_v]
+
+    def dk(self, tile: Any, start: Any, rows: int) -> Any:
+        return self.dK[tile.batch, start : start + rows, tile.kv_head, 0 : self.head_dim]
+
+    def dv(self, tile: Any, start: Any, rows: int) -> Any:
+        return self.dV[tile.batch, start : start + rows, tile.kv_head, 0 : self.head_dim_v]
+
+    def dk_part(self, tile: Any, part: Any, start: Any, rows: int) -> Any:
+        return self.dK_parts[part, tile.batch, tile.kv_head, start : start + rows, 0 : self.head_dim]
+
+    def dv_part(self, tile: Any, part: Any, start: Any, rows: int) -> Any:
+        return self.dV_parts[part, tile.batch, tile.kv_head, start : start + rows, 0 : self.head_dim_v]

@@ -1,0 +1,374 @@
+"""FlashAttention backward for Hopper, by keys: dK, dV of a block of keys, and its share of dQ, in one pass over the queries.
+
+Dao 2023 (FlashAttention-2, alg. 2) in the schedule of Shah et al. 2024 (FlashAttention-3). Everything is transposed, S' = K Q',
+so that P' and dS' leave the tensor cores in the registers where dV += P' dO and dK += dS' Q want them; each consumer warpgroup
+owns 64 keys. One warp feeds rings of Q and dO tiles by TMA, another adds the dQ tiles to sums in global memory by TMA.
+bwd_delta.py makes Lse_log2 and Delta before it; bwd_sum.py makes dQ of dQ_sum after it. Where the registers do not hold dK and
+dV at once, or dQ is to be the same from run to run, a pass makes one or two of the three, and S is computed in each.
+"""
+
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.kernels import pipeline
+from tl_attention.kernels.mask import Mask, QueryBlocks
+from tl_attention.kernels.pipeline import (
+    WARPGROUP,
+    Outbox,
+    TileRing,
+    alloc_fragments,
+    alloc_swizzled,
+    alloc_swizzled_each,
+    sync_consumers,
+    sync_warpgroup,
+)
+from tl_attention.kernels.scheduler import Tile, TileOrder
+from tl_attention.kernels.softmax import LOG2E, probabilities, softmax_backward
+from tl_attention.kernels.tiles import DenseGradTiles, strided
+from tl_attention.problem import AttnProblem, BwdPass
+
+PASS_CONFIGS = pipeline.PASS_CONFIGS
+
+
+@dataclass(frozen=True)
+class SharedTiles:
+    """What the roles of a CTA share; None what the pass does not need. dV: where dV leaves from."""
+
+    Q: Any
+    dO: Any
+    K: Any
+    V: Any
+    dV: Any
+    dS: Any
+    dQ: Any
+
+
+def column_spans(cols: int, warpgroups: int) -> list[list[tuple[int, int]]]:
+    """The columns of dQ that each warpgroup computes, as (first, number) of slices of K: none crosses a swizzled chunk."""
+    share, spans = cols // warpgroups, []
+    chunk = 64 if cols % 64 == 0 else 32
+    for w in range(warpgroups):
+        ends = [c for c in range(0, cols, chunk) if w * share < c < (w + 1) * share]
+        cuts = [w * share, *ends, (w + 1) * share]
+        spans.append([(start, stop - start) for start, stop in pairwise(cuts)])
+    return spans
+
+
+@T.meta_class
+class KeyTile:
+    """What a CTA computes: a block of keys of a key head, for some of the query heads that read it."""
+
+    def __init__(self, order: TileOrder, block_N: int, blocks: QueryBlocks, name: str = "key_tile"):
+        self.tile, self.block_N, self.blocks = Tile(order), block_N, blocks
+        self.first = T.alloc_var("int32", init=0)
+        self.part_idx = T.alloc_var("int32", init=0)
+
+    @T.inline
+    def start(self, number, heads_a_kv_head, heads_a_part):
+        """Causal, the first keys have the most queries, so they come first where Tile has its last block."""
+        order = self.tile.order
+        self.tile.locate(number)
+        self.first[0] = (order.m_blocks - 1 - self.tile.m_block) * self.block_N
+        self.part_idx[0] = self.tile.head - self.tile.kv_head * order.heads_a_kv_head
+        first_head = self.tile.kv_head * heads_a_kv_head + self.part_idx[0] * heads_a_part
+        heads = T.min(heads_a_part, heads_a_kv_head - self.part_idx[0] * heads_a_part)
+        self.blocks.start(self.first[0], first_head, heads)
+
+    @property
+    def batch(self) -> Any:
+        return self.tile.batch
+
+    @property
+    def kv_head(self) -> Any:
+        return self.tile.kv_head
+
+    @property
+    def part(self) -> Any:
+        return self.part_idx[0]
+
+    @property
+    def first_key(self) -> Any:
+        return self.first[0]
+
+
+def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
+    """Kernel(Q, K, V, dO, Lse_log2, Delta, dQ_sum, dK, dV, dK_parts, dV_parts, softmax_scale, heads_a_kv_head, heads_a_part,
+    parts, n_blocks, group_heads, ctas), the last six from dispatch.
+
+    Q, K, V, dO, dK, dV are views [batch, seqlen, heads, columns] with no more columns than the problem's tile widths; Lse_log2,
+    Delta and dQ_sum are as DenseGradTiles has them. A CTA walks heads_a_part of the heads_a_kv_head query heads of its key head;
+    with 1 part it writes dK and dV, with more its share of them in fp32 to dK_parts and dV_parts. What the pass does not make
+    is left alone.
+    """
+    dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
+    block_M, block_N, early_s = config.block_M, config.block_N, config.early_s
+    with_dq, with_dk, with_dv = (grad in config.makes for grad in ("dq", "dk", "dv"))
+    warpgroups = tuple(range(config.warpgroups))
+    consumers = WARPGROUP * config.warpgroups
+    registers = pipeline.REGISTERS.get(config.warpgroups)
+    row_wise = T.GemmWarpPolicy.FullRow
+    k_qt = {
+        "transpose_B": True,
+        "policy": row_wise,
+        "clear_accum": True,
+    }  # of the GEMMs S' = K Q', dP' = V dO'
+    spans = column_spans(head_dim, config.warpgroups)
+    outbox_spans = list(chain(*spans))
+
+    batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
+    columns_qk, columns_v, parts_dim = T.dynamic("columns_qk, columns_v, parts_dim")
+    rounded_q, dq_rows, dk_rows, dv_rows = T.dynamic("rounded_q, dq_rows, dk_rows, dv_rows")
+    q_view = strided("q", [batch, seqlen_q, heads, columns_qk], dtype)
+    k_view = strided("k", [batch, seqlen_k, heads_kv, columns_qk], dtype)
+    v_view = strided("v", [batch, seqlen_k, heads_kv, columns_v], dtype)
+    do_view = strided("do", [batch, seqlen_q, heads, columns_v], dtype)
+    lse_view = T.Tensor([batch, heads, rounded_q], "float32")
+    delta_view = T.Tensor([batch, heads, rounded_q], "float32")  # one object for both would alias them
+    dq_sum_view = T.Tensor([batch, heads, dq_rows, head_dim], "float32")
+    dk_view = strided("dk", [batch, seqlen_k, heads_kv, columns_qk], dtype)
+    dv_view = strided("dv", [batch, seqlen_k, heads_kv, columns_v], dtype)
+    dk_parts_view = T.Tensor([parts_dim, batch, heads_kv, dk_rows, head_dim], "float32")
+    dv_parts_view = T.Tensor([parts_dim, batch, heads_kv, dv_rows, head_dim_v], "float32")
+    mask = Mask(problem.causal, seqlen_q, seqlen_k)
+
+    @T.macro
+    def load(tile, blocks, tiles, shared):
+        for w in warpgroups:
+            shared.K.fill(w, tiles.k(tile, tile.first_key + 64 * w, 64))
+            if with_dk:
+                shared.V.fill(w, tiles.v(tile, tile.first_key + 64 * w, 64))
+        for step in T.serial(blocks.steps):
+            head, query = blocks.head, blocks.query
+            lse_log2, delta = (
+                tiles.lse_log2(tile, head, query, block_M),
+                tiles.delta(tile, head, query, block_M),
+            )
+            shared.Q.fill(step, tiles.q(tile, head, query, block_M), lse_log2)
+            shared.dO.fill(step, tiles.do(tile, head, query, block_M), delta if with_dk else None)
+            blocks.advance()
+
+    @T.macro
+    def add_dq(tile, blocks, tiles, shared):
+        shared.dQ.mark_empty()
+        for _ in T.serial(blocks.steps):
+            shared.dQ.when_full()
+            for i, (first_col, cols) in enumerate(outbox_spans):
+                dq_sum = tiles.dq_sum(tile, blocks.head, blocks.query, block_M, first_col, cols)
+                T.atomic_add(dq_sum, shared.dQ.tiles[i], use_tma=True)
+            shared.dQ.mark_empty()
+            blocks.advance()
+
+    @T.macro
+    def differentiate(w, tile, blocks, tiles, shared, parts, softmax_scale):
+        key = tile.first_key + 64 * w
+        last_operand = shared.Q if with_dk else shared.dO  # of the last GEMM of a step
+        first_span = sum(map(len, spans[:w]))
+        acc_s = T.alloc_fragment([64, block_M], "float32")  # scores, then probabilities
+        acc_dp = T.alloc_fragment([64, block_M], "float32")
+        P = T.alloc_fragment([64, block_M], dtype)
+        dS = T.alloc_fragment([64, block_M], dtype)
+        acc_dk = T.alloc_fragment([64, head_dim], "float32")
+        acc_dv = T.alloc_fragment([64, head_dim_v], "float32")
+        acc_dq = alloc_fragments([[block_M, cols] for _, cols in spans[w]], "float32")
+
+        for other in warpgroups if with_dq else (w,):
+            shared.K.wait(other)
+        if with_dk:
+            shared.V.wait(w)
+        if early_s:
+            shared.Q.wait(0)
+            T.wgmma_gemm(shared.K[w], shared.Q[0], acc_s, **k_qt)
+            T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
+        if with_dk:
+            T.clear(acc_dk)
+        if with_dv:
+            T.clear(acc_dv)
+        for step in T.serial(blocks.steps):
+            # P' = softmax(S')
+            if early_s:
+                # ptxas serializes all wgmma if S is read while a GEMM is in flight that this step has issued before
+                T.wait_wgmma(0)  # S is there, and the last GEMM of the step before
+                if step > 0:
+                    last_operand.release(step - 1)
+            else:
+                shared.Q.wait(step)
+                T.wgmma_gemm(shared.K[w], shared.Q[step], acc_s, **k_qt)
+            if with_dk:
+                shared.dO.wait(step)
+                T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **k_qt)
+            if not early_s:
+                T.wait_wgmma(1 if with_dk else 0)  # S is there
+            probabilities(acc_s, softmax_scale * LOG2E, lambda i, j: shared.Q.row_value(step, j))
+            if not with_dk:
+                shared.Q.release(step)
+            mask.clear_transposed(acc_s, key, blocks.query)
+            if with_dv:
+                T.copy(acc_s, P)
+
+            # dV += P' dO, and beside it dS' = P' * (dP' - Delta)
+            if with_dk:
+                T.wait_wgmma(0)  # dP is there
+                if with_dv:
+                    T.wgmma_gemm(P, shared.dO[step], acc_dv, policy=row_wise)
+                softmax_backward(acc_s, acc_dp, lambda i, j: shared.dO.row_value(step, j), dS)
+            if with_dq:  # dQ = dS K
+                T.copy(dS, shared.dS[w])
+                T.fence_proxy_async()
+                sync_consumers(consumers)
+                for i, (first_col, cols) in enumerate(spans[w]):
+                    for other in warpgroups:
+                        T.wgmma_gemm(
+                            shared.dS[other],
+                            shared.K.tiles[other, :, first_col : first_col + cols],
+                            acc_dq[i],
+                            transpose_A=True,
+                            policy=row_wise,
+                            clear_accum=other == 0,
+                        )
+
+            # dK += dS' Q (or what is left of the GEMMs), and behind it S' of the next step, of no use after the last
+            if with_dk:
+                T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)
+            else:
+                shared.dO.wait(step)
+                T.wgmma_gemm(P, shared.dO[step], acc_dv, policy=row_wise)
+            if early_s:
+                if step + 1 < blocks.steps:
+                    shared.Q.wait(step + 1)
+                T.wgmma_gemm(shared.K[w], shared.Q[step + 1], acc_s, **k_qt)
+            if with_dk:
+                T.wait_wgmma(2 if early_s else 1)  # dV and dQ are there
+                shared.dO.release(step)
+            if with_dq:
+                shared.dQ.when_empty()  # and, as all consumers meet here, dS_shared is free
+                for i, _ in enumerate(spans[w]):
+                    T.copy(acc_dq[i], shared.dQ.tiles[first_span + i])
+                shared.dQ.mark_full()
+            if not early_s:
+                T.wait_wgmma(0)
+                last_operand.release(step)
+            blocks.advance()
+
+        # K and V have served, for all warpgroups since the last dQ: dK and dV leave through their tiles
+        T.wait_wgmma(0)
+        if with_dk:
+            for i, j in T.Parallel(64, head_dim):
+                acc_dk[i, j] *= softmax_scale
+        if parts > 1:
+            if with_dk:
+                T.copy(acc_dk, tiles.dk_part(tile, tile.part, key, 64))
+            if with_dv:
+                T.copy(acc_dv, tiles.dv_part(tile, tile.part, key, 64))
+        else:
+            if with_dk:
+                T.copy(acc_dk, shared.K.tiles[w, :, :])
+            if with_dv:
+                T.copy(acc_dv, shared.dV[w, :, :])
+            T.fence_proxy_async()
+            sync_warpgroup(w)
+            if with_dk:
+                T.copy(shared.K.tiles[w, :, :], tiles.dk(tile, key, 64))
+            if with_dv:
+                T.copy(shared.dV[w, :, :], tiles.dv(tile, key, 64))
+
+    @T.macro
+    def walk(role, number, order, heads_a_kv_head, heads_a_part, tiles, shared):
+        blocks = QueryBlocks(mask, block_M)
+        tile = KeyTile(order, block_N, blocks)
+        tile.start(number, heads_a_kv_head, heads_a_part)
+        role(tile, blocks, tiles, shared)
+
+    @T.macro
+    def consume(w, number, order, heads_a_kv_head, heads_a_part, tiles, shared, parts, softmax_scale):
+        blocks = QueryBlocks(mask, block_M)
+        tile = KeyTile(order, block_N, blocks)
+        tile.start(number, heads_a_kv_head, heads_a_part)
+        differentiate(w, tile, blocks, tiles, shared, parts, softmax_scale)
+
+    @T.prim_func
+    def flash_bwd_dense(
+        Q: q_view,
+        K: k_view,
+        V: v_view,
+        dO: do_view,
+        Lse_log2: lse_view,
+        Delta: delta_view,
+        dQ_sum: dq_sum_view,
+        dK: dk_view,
+        dV: dv_view,
+        dK_parts: dk_parts_view,
+        dV_parts: dv_parts_view,
+        softmax_scale: T.float32,
+        heads_a_kv_head: T.int32,
+        heads_a_part: T.int32,
+        parts: T.int32,
+        n_blocks: T.int32,
+        group_heads: T.int32,
+        ctas: T.int32,
+    ):
+        with T.Kernel(ctas, threads=config.threads) as number:
+            K_shared = TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="K")
+            V_shared = TileRing([config.warpgroups, 64, head_dim_v], dtype, 4, name="V") if with_dk else None
+            if with_dk:
+                dV_shared = V_shared.tiles
+            elif head_dim == head_dim_v:
+                dV_shared = K_shared.tiles
+            else:
+                dV_shared = alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype)
+            shared = SharedTiles(
+                Q=TileRing([config.num_stages, block_M, head_dim], dtype, consumers // 32, "Q", "float32"),
+                dO=TileRing(
+                    [config.num_stages_do, block_M, head_dim_v],
+                    dtype,
+                    consumers // 32,
+                    "dO",
+                    "float32" if with_dk else None,
+                ),
+                K=K_shared,
+                V=V_shared,
+                dV=dV_shared,
+                dS=alloc_swizzled_each(config.warpgroups, [64, block_M], dtype) if with_dq else None,
+                dQ=Outbox([[block_M, cols] for _, cols in outbox_spans], "float32", consumers, "dQ")
+                if with_dq
+                else None,
+            )
+            order = TileOrder(
+                problem.causal, heads_kv * parts, heads_kv * parts * batch, parts, n_blocks, group_heads
+            )
+            tiles = DenseGradTiles(
+                Q,
+                K,
+                V,
+                dO,
+                Lse_log2,
+                Delta,
+                head_dim,
+                head_dim_v,
+                dQ_sum=dQ_sum,
+                dK=dK,
+                dV=dV,
+                dK_parts=dK_parts,
+                dV_parts=dV_parts,
+            )
+
+            thread = T.get_thread_binding()
+            if thread >= consumers:
+                if registers is not None:
+                    T.dec_max_nreg(registers[0])
+                if thread < consumers + 32:
+                    walk(load, number, order, heads_a_kv_head, heads_a_part, tiles, shared)
+                elif thread < consumers + 64:
+                    if with_dq:
+                        walk(add_dq, number, order, heads_a_kv_head, heads_a_part, tiles, shared)
+            for w in warpgroups:
+                with T.ws(w):
+                    if registers is not None:
+                        T.inc_max_nreg(registers[1])
+                    consume(
+                        w, number, order, heads_a_kv_head, heads_a_part, tiles, shared, parts, softmax_scale
+                    )
+
+    return flash_bwd_dense

@@ -1,0 +1,169 @@
+"""FlashAttention backward for Hopper, by queries: dQ of a block of queries in one pass over the keys, the same from run to run.
+
+S = Q K^T and dP = dO V^T as in the forward, dS = P * (dP - Delta) in registers, dQ += dS K: nothing is added in global memory.
+Each consumer warpgroup owns 64 queries; one warp feeds rings of K and V tiles by TMA. bwd_delta.py makes Lse_log2 and Delta.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.kernels import pipeline
+from tl_attention.kernels.mask import KeyBlocks, Mask
+from tl_attention.kernels.pipeline import WARPGROUP, TileRing, sync_warpgroup
+from tl_attention.kernels.scheduler import Tile, TileOrder
+from tl_attention.kernels.softmax import LOG2E, probabilities, softmax_backward
+from tl_attention.kernels.tiles import DenseGradTiles, strided
+from tl_attention.problem import AttnProblem, BwdPass
+
+PASS_CONFIGS = pipeline.PASS_CONFIGS
+
+
+@dataclass(frozen=True)
+class SharedTiles:
+    """What the roles of a CTA share."""
+
+    Q: Any
+    dO: Any
+    K: Any
+    V: Any
+
+
+def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
+    """Kernel(Q, K, V, dO, Lse_log2, Delta, dQ, softmax_scale, heads_a_kv_head, m_blocks, group_heads, ctas), the last four from
+    dispatch.plan; the others as in bwd.py, dQ as Q."""
+    dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
+    block_M, block_N, early_s = config.block_M, config.block_N, config.early_s
+    warpgroups = tuple(range(config.warpgroups))
+    consumer_warps = 4 * config.warpgroups
+    registers = pipeline.REGISTERS.get(config.warpgroups)
+    row_wise = T.GemmWarpPolicy.FullRow
+    q_kt = {
+        "transpose_B": True,
+        "policy": row_wise,
+        "clear_accum": True,
+    }  # of the GEMMs S = Q K^T, dP = dO V^T
+
+    batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
+    columns_qk, columns_v, rounded_q = T.dynamic("columns_qk, columns_v, rounded_q")
+    q_view = strided("q", [batch, seqlen_q, heads, columns_qk], dtype)
+    k_view = strided("k", [batch, seqlen_k, heads_kv, columns_qk], dtype)
+    v_view = strided("v", [batch, seqlen_k, heads_kv, columns_v], dtype)
+    do_view = strided("do", [batch, seqlen_q, heads, columns_v], dtype)
+    lse_view = T.Tensor([batch, heads, rounded_q], "float32")
+    delta_view = T.Tensor([batch, heads, rounded_q], "float32")  # one object for both would alias them
+    dq_view = strided("dq", [batch, seqlen_q, heads, columns_qk], dtype)
+    mask = Mask(problem.causal, seqlen_q, seqlen_k)
+
+    @T.macro
+    def load(number, order, tiles, shared):
+        tile, blocks = Tile(order), KeyBlocks(mask, block_M, block_N)
+        tile.locate(number)
+        query = tile.m_block * block_M
+        blocks.start(query)
+        for w in warpgroups:
+            shared.Q.fill(w, tiles.q(tile, tile.head, query + 64 * w, 64))
+            shared.dO.fill(w, tiles.do(tile, tile.head, query + 64 * w, 64))
+        for step in T.serial(blocks.steps):
+            shared.K.fill(step, tiles.k(tile, blocks.first_key(step), block_N))
+            shared.V.fill(step, tiles.v(tile, blocks.first_key(step), block_N))
+
+    @T.macro
+    def differentiate(w, number, order, tiles, shared, softmax_scale):
+        tile, blocks = Tile(order), KeyBlocks(mask, block_M, block_N)
+        acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then probabilities
+        acc_dp = T.alloc_fragment([64, block_N], "float32")
+        dS = T.alloc_fragment([64, block_N], dtype)
+        acc_dq = T.alloc_fragment([64, head_dim], "float32")
+        lse_log2 = T.alloc_fragment([64], "float32")
+        delta = T.alloc_fragment([64], "float32")
+
+        tile.locate(number)
+        query = tile.m_block * block_M + 64 * w
+        blocks.start(tile.m_block * block_M)
+        T.copy(tiles.lse_log2(tile, tile.head, query, 64), lse_log2)
+        T.copy(tiles.delta(tile, tile.head, query, 64), delta)
+        shared.Q.wait(w)
+        shared.dO.wait(w)
+        if early_s:
+            shared.K.wait(0)
+            T.wgmma_gemm(shared.Q[w], shared.K[0], acc_s, **q_kt)
+            T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
+        T.clear(acc_dq)
+        for step in T.serial(blocks.steps):
+            # P = softmax(S)
+            if early_s:
+                T.wait_wgmma(0)  # S is there, and dQ of the step before
+                if step > 0:
+                    shared.K.release(step - 1)
+            else:
+                shared.K.wait(step)
+                T.wgmma_gemm(shared.Q[w], shared.K[step], acc_s, **q_kt)
+            shared.V.wait(step)
+            T.wgmma_gemm(shared.dO[w], shared.V[step], acc_dp, **q_kt)
+            if not early_s:
+                T.wait_wgmma(1)  # S is there
+            probabilities(acc_s, softmax_scale * LOG2E, lambda i, j: lse_log2[i])
+            mask.clear(acc_s, query, blocks.first_key(step))
+
+            # dS = P * (dP - Delta), dQ += dS K, and behind it S of the next step, of no use after the last
+            T.wait_wgmma(0)  # dP is there
+            shared.V.release(step)
+            softmax_backward(acc_s, acc_dp, lambda i, j: delta[i], dS)
+            T.wgmma_gemm(dS, shared.K[step], acc_dq, policy=row_wise)
+            if early_s:
+                if step + 1 < blocks.steps:
+                    shared.K.wait(step + 1)
+                T.wgmma_gemm(shared.Q[w], shared.K[step + 1], acc_s, **q_kt)
+            else:
+                T.wait_wgmma(0)
+                shared.K.release(step)
+
+        # Q has served: dQ leaves through its tile
+        T.wait_wgmma(0)
+        for i, j in T.Parallel(64, head_dim):
+            acc_dq[i, j] *= softmax_scale
+        T.copy(acc_dq, shared.Q.tiles[w, :, :])
+        T.fence_proxy_async()
+        sync_warpgroup(w)
+        T.copy(shared.Q.tiles[w, :, :], tiles.dq(tile, tile.head, query, 64))
+
+    @T.prim_func
+    def flash_bwd_dq_dense(
+        Q: q_view,
+        K: k_view,
+        V: v_view,
+        dO: do_view,
+        Lse_log2: lse_view,
+        Delta: delta_view,
+        dQ: dq_view,
+        softmax_scale: T.float32,
+        heads_a_kv_head: T.int32,
+        m_blocks: T.int32,
+        group_heads: T.int32,
+        ctas: T.int32,
+    ):
+        with T.Kernel(ctas, threads=config.threads) as number:
+            shared = SharedTiles(
+                Q=TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="Q"),
+                dO=TileRing([config.warpgroups, 64, head_dim_v], dtype, 4, name="dO"),
+                K=TileRing([config.num_stages, block_N, head_dim], dtype, consumer_warps, name="K"),
+                V=TileRing([config.num_stages_do, block_N, head_dim_v], dtype, consumer_warps, name="V"),
+            )
+            order = TileOrder(problem.causal, heads, heads * batch, heads_a_kv_head, m_blocks, group_heads)
+            tiles = DenseGradTiles(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, dQ=dQ)
+
+            thread = T.get_thread_binding()
+            if thread >= WARPGROUP * config.warpgroups:
+                if registers is not None:
+                    T.dec_max_nreg(registers[0])
+                if thread < WARPGROUP * config.warpgroups + 32:
+                    load(number, order, tiles, shared)
+            for w in warpgroups:
+                with T.ws(w):
+                    if registers is not None:
+                        T.inc_max_nreg(registers[1])
+                    differentiate(w, number, order, tiles, shared, softmax_scale)
+
+    return flash_bwd_dq_dense

@@ -89,6 +89,38 @@ def check_fwd(
         raise TypeError(f"causal: expected a bool, got {_described(causal)}")
 
 
+def check_bwd(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    deterministic: bool,
+) -> None:
+    """What a backward takes beside the arguments of its forward, all [batch, heads, seqlen, head_dim]; raises as check_fwd."""
+    shape = (*q.shape[:3], v.shape[3])
+    for name, x, expected, dtype in (
+        ("do", do, shape, q.dtype),
+        ("out", out, shape, q.dtype),
+        ("lse", lse, shape[:3], torch.float32),
+    ):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+        if tuple(x.shape) != expected:
+            raise ValueError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
+        if x.dtype != dtype:
+            raise TypeError(f"{name}: expected {dtype}, got {x.dtype}; cast it with {name}.to({dtype})")
+        if x.device != q.device:
+            raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}; move it there")
+    check_deterministic(deterministic)
+
+
+def check_deterministic(deterministic: bool) -> None:
+    """Raises TypeError unless it is a bool."""
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic: expected a bool, got {_described(deterministic)}")
+
+
 @functools.cache
 def _fault_of_gpu(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)

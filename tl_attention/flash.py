@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tl_attention.checks import check_fwd, check_not_built
+from tl_attention.checks import check_deterministic, check_fwd, check_not_built
 from tl_attention.ops import attention
 
 
@@ -31,17 +31,22 @@ def flash_attn_func(
         softmax_scale: multiplies the scores; finite, negative and 0 included, head_dim ** -0.5 if None. The kernel is right
             while |score * softmax_scale| stays below about 2 ** 30.
         causal: query i sees key j if j <= i + seqlen_k - seqlen_q (bottom-right).
-        deterministic: the forward always is; there is no backward yet.
+        deterministic: gradients are the same bits every time, for up to a third more time; the forward always is.
+            torch.use_deterministic_algorithms(True) asks for it, too.
         return_attn_probs: also return the log-sum-exp.
         dropout_p, window_size, softcap, alibi_slopes: not built yet, only their defaults are taken.
     Returns:
         out [batch, seqlen_q, heads, head_dim_v] in the dtype of q. With return_attn_probs (out, softmax_lse, None), where softmax_lse is
         [batch, heads, seqlen_q], fp32, natural log. A query that sees no key has out 0 and softmax_lse -inf (FA2: +inf).
+        out and softmax_lse are differentiable, once.
     Raises:
         TypeError, ValueError, NotImplementedError: the argument, what was expected and what came.
     Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
     """
     check_not_built(dropout_p, window_size, softcap, alibi_slopes)
     check_fwd(q, k, v, softmax_scale, causal, "batch, seqlen, heads")
-    out, lse = attention(q, k, v, softmax_scale, causal, lse_base2=False, heads_first=False)
+    check_deterministic(deterministic)
+    out, lse = attention(
+        q, k, v, softmax_scale, causal, lse_base2=False, heads_first=False, deterministic=deterministic
+    )
     return (out, lse, None) if return_attn_probs else out

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from tl_attention import dispatch
-from tl_attention.checks import check_device, check_fwd
-from tl_attention.ops import attention
-from tl_attention.reference import attention_reference
+from tl_attention.checks import check_bwd, check_device, check_fwd
+from tl_attention.ops import attention, attention_backward
+from tl_attention.reference import attention_backward_reference, attention_reference
 
 
 def mha_fwd_interface(
@@ -35,6 +35,7 @@ def mha_fwd_interface(
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the dtype of q; lse [batch, heads, seqlen_q], fp32: log2 of the sum of
         2 ** (score * sm_scale * log2 e) (multiply by ln 2 for the natural one). A query that sees no key has out 0 and lse -inf.
+        Both are differentiable, once.
     Raises:
         TypeError, ValueError, NotImplementedError: the argument, what was expected and what came.
     Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
@@ -78,3 +79,69 @@ def ref_mha_fwd_interface(
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out, lse = attention_reference(q, k, v, sm_scale, is_causal, lse_base2=True)
     return out.transpose(1, 2), lse
+
+
+def mha_bwd_interface(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sm_scale: float | None = None,
+    is_causal: bool = False,
+    deterministic: bool = False,
+    return_kernel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | Callable:
+    """The gradients of mha_fwd_interface with respect to q, k and v, in O(N) memory.
+
+    Args:
+        do: [batch, heads, seqlen_q, head_dim_v], the gradient with respect to out, in its dtype; any strides.
+        q, k, v, sm_scale, is_causal: as the forward had them.
+        out, lse: as the forward returned them, lse in base 2.
+        deterministic: the same bits every time, for up to a third more time; torch.use_deterministic_algorithms(True) asks for
+            it, too. Else dq is summed in an order that varies from run to run.
+        return_kernel: return kernel(do, q, k, v, out, lse) -> (dq, dk, dv), compiled for tensors like these, which checks
+            nothing: for timing.
+    Returns:
+        dq, dk, dv: shaped as q, k, v, in their dtype; dk and dv summed in fp32 over the heads that share a key head. A query
+        that sees no key has the gradient 0, and adds none.
+    Raises:
+        TypeError, ValueError, NotImplementedError: the argument, what was expected and what came.
+    Source: Dao 2023 (FlashAttention-2), alg. 2; Shah et al. 2024 (FlashAttention-3).
+    """
+    check_fwd(q, k, v, sm_scale, is_causal, "batch, heads, seqlen")
+    check_bwd(do, q, v, out, lse, deterministic)
+    options = (sm_scale, is_causal, True, True)  # base 2, heads first
+
+    def kernel(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        *views, lse = tensors
+        grads = run(*(x.transpose(1, 2) for x in views), lse, *options, deterministic)
+        return tuple(x.transpose(1, 2) for x in grads)
+
+    run = attention_backward
+    if return_kernel and q.device.type != "cpu":
+        check_device(q)
+        run, options = (
+            dispatch.bwd,
+            (q.shape[3] ** -0.5 if sm_scale is None else float(sm_scale), *options[1:]),
+        )
+    grads = kernel(do, q, k, v, out, lse)
+    return kernel if return_kernel else grads
+
+
+def ref_mha_bwd_interface(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sm_scale: float | None = None,
+    is_causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What mha_bwd_interface computes, by the plain formulas in fp32 on any device: the oracle of the tests.
+
+    Returns:
+        dq, dk, dv in fp32 (not rounded to the dtype of q); shapes and edge values as mha_bwd_interface.
+    """
+    views = (x.transpose(1, 2) for x in (do, q, k, v))
+    return tuple(x.transpose(1, 2) for x in attention_backward_reference(*views, sm_scale, is_causal))

@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from tl_attention import autotune, configs, cubin, sandbox
-from tl_attention.autotune import Trial
-from tl_attention.problem import BUCKETS, AttnProblem, FwdConfig
+from tl_attention.autotune import Row, Trial
+from tl_attention.problem import (
+    BUCKETS,
+    DIRECTIONS,
+    AttnProblem,
+    BwdConfig,
+    BwdDelta,
+    BwdPass,
+    BwdSum,
+    Config,
+    FwdConfig,
+    KernelConfig,
+)
+from tl_attention.reference import attention_backward_reference, attention_reference
 from tl_attention.sandbox import Failure, Sandbox, Sandboxes, time_left
-from tl_attention.testing.bench import Shape
+from tl_attention.testing.bench import Shape, Timing
+from tl_attention.testing.inputs import make_inputs
 
 SHAPE = Shape(1, 8, 8, 2048, 2048, 256, 256, True)
 PROBLEM = AttnProblem("bfloat16", 256, 256, True)
-GOOD = cubin.Report(168, 0, 1000, 100, 1, (), 8, 4, 1, (400,), "SASS")
+GOOD = cubin.Report(168, 0, 1000, 100, 1, (), 8, 4, 1, 0, (400,), "SASS")
 
 
 def nothing() -> None:
@@ -80,47 +95,64 @@ def test_time_left_is_bounded_by_the_deadline():
     assert time_left(1, now - 100) == 1
 
 
+DK, DV, DQ = BwdPass("dk", 64, 128, 2, 1), BwdPass("dv", 64, 128), BwdPass("dq", 128, 64, 2, 1)
+SMALL_DK, SPILLING_DV, SMALL_DQ = (
+    BwdPass("dk", 48, 128),
+    BwdPass("dv", 80, 128),
+    BwdPass("dq", 128, 48),
+)
+BWD_CANDIDATES = [
+    BwdConfig(passes)
+    for passes in ((DK, DV, DQ), (SMALL_DK, DV, DQ), (DK, SPILLING_DV, DQ), (DK, DV, SMALL_DQ))
+]
+
 CANDIDATES = [
     configs.default_config(PROBLEM),
     *(FwdConfig(64, block_N) for block_N in (16, 32, 48, 64, 80, 96)),
 ]
 SPILLS, CRASHES, HANGS, RAISES, WRONG = CANDIDATES[1:6]
+CANDIDATES_OF = {"fwd": CANDIDATES, "bwd": BWD_CANDIDATES, "bwd_det": BWD_CANDIDATES}
 
 
-def fake_compile(problem: AttnProblem, config: FwdConfig) -> cubin.Report:
+def fake_compile(problem: AttnProblem, config: KernelConfig) -> cubin.Report:
     return dataclasses.replace(GOOD, spill_bytes=432, warnings=("C7512",)) if config == SPILLS else GOOD
 
 
-def find_right(problem: AttnProblem, config: FwdConfig, shapes: Sequence[Shape]) -> str | None:
+def find_right(row: Row, config: Config, shapes: Sequence[Shape]) -> str | None:
     return None
 
 
-def find_bad_ones(problem: AttnProblem, config: FwdConfig, shapes: Sequence[Shape]) -> str | None:
+def find_bad_ones(row: Row, config: Config, shapes: Sequence[Shape]) -> str | None:
     bad = {CRASHES: "exit", HANGS: "hang", RAISES: "raise"}
     misbehave(bad.get(config, "fine"))
     return "out[0, 0, 0, 0] is nan" if config == WRONG else None
 
 
 def fake_time(
-    problem: AttnProblem, candidates: Sequence[FwdConfig], shapes: Sequence[Shape], rounds: int
+    row: Row, candidates: Sequence[FwdConfig], shapes: Sequence[Shape], rounds: int
 ) -> dict[FwdConfig, tuple[float, ...]]:
     return {config: (100.0 + config.block_N, 400.0 + config.block_N)[: len(shapes)] for config in candidates}
 
 
 def time_that_dies_of_a_candidate(
-    problem: AttnProblem, candidates: Sequence[FwdConfig], shapes: Sequence[Shape], rounds: int
+    row: Row, candidates: Sequence[FwdConfig], shapes: Sequence[Shape], rounds: int
 ) -> dict[FwdConfig, tuple[float, ...]]:
     if CANDIDATES[0] in candidates:
         os._exit(7)
-    return fake_time(problem, candidates, shapes, rounds)
+    return fake_time(row, candidates, shapes, rounds)
 
 
 @pytest.fixture
 def run_tune(tmp_path, monkeypatch) -> Callable[..., tuple]:
     """tune() with stand-ins; returns the attempts by config, the table, the log and what was printed."""
-    monkeypatch.setattr(configs, "candidates", lambda problem, bucket: CANDIDATES)
+    monkeypatch.setattr(configs, "candidates", lambda problem, bucket, direction: CANDIDATES_OF[direction])
 
-    def run(budget_s: float = 120, shapes: Sequence[Shape] = (SHAPE, SHAPE), **steps: Callable) -> tuple:
+    def run(
+        budget_s: float = 120,
+        shapes: Sequence[Shape] = (SHAPE, SHAPE),
+        directions: Sequence[str] = ("fwd",),
+        **steps: Callable,
+    ) -> tuple:
         trial = Trial(
             nothing,
             nothing,
@@ -131,6 +163,7 @@ def run_tune(tmp_path, monkeypatch) -> Callable[..., tuple]:
         results = autotune.tune(
             shapes,
             budget_s,
+            directions=directions,
             gpu_name="Test GPU",
             path=tmp_path / "table.json",
             log=tmp_path / "log.jsonl",
@@ -149,7 +182,7 @@ def run_tune(tmp_path, monkeypatch) -> Callable[..., tuple]:
 def test_tune_bad_candidates_cost_only_themselves(run_tune):
     attempts, table, log, printed = run_tune(check=find_bad_ones)
     fates = {config: (attempt.fate, attempt.why) for config, attempt in attempts.items()}
-    assert fates[SPILLS] == ("faulty", "432 bytes of spills, C7512")
+    assert fates[SPILLS] == ("faulty", f"{PROBLEM} {SPILLS}: 432 bytes of spills, C7512")
     assert fates[CRASHES] == ("failed", "check: died: exit 3")
     assert fates[HANGS] == ("failed", "check: no end within 1 s")
     assert fates[RAISES] == ("failed", "check: ValueError: illegal memory access")
@@ -165,8 +198,13 @@ def test_tune_bad_candidates_cost_only_themselves(run_tune):
     assert row["tflops"] == round(attempts[winner].score_again, 1)
     assert table["gpu"] == "Test GPU" and table["arch"] == "sm_90a" and table["commit"]
     assert {line["fate"] for line in log} >= {"winner", "faulty", "failed", "wrong"}
-    assert log[0]["report"]["registers"] == 168
-    assert "432 bytes of spills" in printed and "bf16 d256 causal 4k" in printed
+    assert log[0]["direction"] == "fwd" and log[0]["key"] == "bf16 d256 causal 4k"
+    assert log[0]["reports"][f"{PROBLEM} {log_config(log[0])}"]["registers"] == 168
+    assert "432 bytes of spills" in printed and "fwd bf16 d256 causal 4k" in printed
+
+
+def log_config(line: dict) -> FwdConfig:
+    return FwdConfig(**line["config"])
 
 
 def test_tune_score_is_the_geometric_mean(run_tune):
@@ -181,7 +219,7 @@ def test_tune_timing_that_dies_is_repeated_one_by_one(run_tune):
     assert len(table["fwd"]) == 1
 
 
-def interrupt(problem: AttnProblem, config: FwdConfig, shapes: Sequence[Shape]) -> str | None:
+def interrupt(row: Row, config: Config, shapes: Sequence[Shape]) -> str | None:
     if shapes[-1].seqlen_k > 4096:
         os.kill(os.getppid(), signal.SIGINT)
         time.sleep(60)
@@ -196,12 +234,12 @@ def test_tune_interrupted_keeps_what_is_done(run_tune):
 
 
 def time_that_dies_of_the_best_again(
-    problem: AttnProblem, candidates: Sequence[FwdConfig], shapes: Sequence[Shape], rounds: int
+    row: Row, candidates: Sequence[FwdConfig], shapes: Sequence[Shape], rounds: int
 ) -> dict[FwdConfig, tuple[float, ...]]:
     best = sorted(CANDIDATES, key=lambda config: config.block_N)[-2:]
     if rounds == autotune.FINAL_ROUNDS and set(best) & set(candidates):
         os._exit(7)
-    return fake_time(problem, candidates, shapes, rounds)
+    return fake_time(row, candidates, shapes, rounds)
 
 
 def test_tune_falls_back_to_the_next_best(run_tune):
@@ -211,7 +249,7 @@ def test_tune_falls_back_to_the_next_best(run_tune):
     assert row["config"]["block_N"] == 64
 
 
-def hang(problem: AttnProblem, config: FwdConfig) -> cubin.Report:
+def hang(problem: AttnProblem, config: KernelConfig) -> cubin.Report:
     time.sleep(100)
     return GOOD
 
@@ -226,7 +264,7 @@ def test_tune_budget_cuts_what_hangs(run_tune, monkeypatch):
     assert {attempt.fate for attempt in attempts.values()} == {"failed", "not reached"}
 
 
-def hang_unless_first(problem: AttnProblem, config: FwdConfig) -> cubin.Report:
+def hang_unless_first(problem: AttnProblem, config: KernelConfig) -> cubin.Report:
     time.sleep(0 if config == CANDIDATES[1] else 100)
     return GOOD
 
@@ -246,6 +284,131 @@ def test_tune_tries_what_its_table_has_first(run_tune, tmp_path):
     assert attempts[incumbent].fate == "slower"
 
 
+def compile_backward(problem: AttnProblem, config: KernelConfig) -> cubin.Report:
+    with Path(os.environ["COMPILED"]).open("a") as file:
+        file.write(f"{problem} {config}\n")
+    if isinstance(config, BwdDelta | BwdSum):
+        return dataclasses.replace(GOOD, hgmma=0, needs_wgmma=False)
+    return dataclasses.replace(GOOD, spill_bytes=24) if config == SPILLING_DV else GOOD
+
+
+def find_small_dk_wrong(row: Row, config: BwdConfig, shapes: Sequence[Shape]) -> str | None:
+    return "dk[0, 0, 0, 0] is nan" if SMALL_DK in config.passes else None
+
+
+def time_by_steps(
+    row: Row, candidates: Sequence[BwdConfig], shapes: Sequence[Shape], rounds: int
+) -> dict[BwdConfig, tuple[float, ...]]:
+    base = {"bwd": 100.0, "bwd_det": 50.0}[row.direction]
+    return {
+        config: (base + sum(one.block_M * one.block_N for one in config.passes),) * len(shapes)
+        for config in candidates
+    }
+
+
+def test_tune_searches_the_backward(run_tune, tmp_path, monkeypatch):
+    monkeypatch.setenv("COMPILED", str(tmp_path / "compiled"))
+    _, table, log, printed = run_tune(
+        directions=("bwd", "bwd_det"), compile=compile_backward, check=find_small_dk_wrong, time=time_by_steps
+    )
+    default = BWD_CANDIDATES[0]
+    assert table["fwd"] == {}
+    for direction in ("bwd", "bwd_det"):
+        (row,) = table[direction].values()
+        assert configs.config_of_row(PROBLEM, row, direction) == default
+        assert f"{direction} bf16 d256 causal 4k" in printed
+    assert (
+        table["bwd"]["bf16 d256 causal 4k"]["tflops"]
+        == table["bwd_det"]["bf16 d256 causal 4k"]["tflops"] + 50
+    )
+
+    lines = {(line["direction"], BwdConfig.of(line["config"]["passes"])): line for line in log}
+    assert len(lines) == len(log) == 2 * len(BWD_CANDIDATES)
+    why = {config: lines["bwd", config]["why"] for config in BWD_CANDIDATES}
+    fates = {config: lines["bwd", config]["fate"] for config in BWD_CANDIDATES}
+    assert list(fates.values()) == ["winner", "wrong", "faulty", "slower"]
+    assert why[BWD_CANDIDATES[1]] == "dk[0, 0, 0, 0] is nan"
+    assert why[BWD_CANDIDATES[2]] == f"{PROBLEM} {SPILLING_DV}: 24 bytes of spills"
+    kernels = [f"{problem} {config}" for problem, config in default.kernels(PROBLEM)]
+    assert list(lines["bwd", default]["reports"]) == kernels
+
+    compiled = (tmp_path / "compiled").read_text().splitlines()
+    assert len(compiled) == len(set(compiled)) == len(kernels) + 3  # the others differ in a pass each
+
+
+def fail_to_compile_dv(problem: AttnProblem, config: KernelConfig) -> cubin.Report:
+    if config == SPILLING_DV:
+        raise RuntimeError("nvcc refuses the kernel")
+    return GOOD
+
+
+def test_tune_names_the_kernel_that_does_not_compile(run_tune):
+    attempts, *_ = run_tune(directions=("bwd",), compile=fail_to_compile_dv, time=time_by_steps)
+    failed = attempts[BWD_CANDIDATES[2]]
+    assert failed.fate == "failed"
+    assert failed.why == f"{PROBLEM} {SPILLING_DV}: compile: RuntimeError: nvcc refuses the kernel"
+    assert len(failed.reports) == len(BWD_CANDIDATES[2].kernels(PROBLEM)) - 1
+
+
+@pytest.fixture
+def cpu_steps(monkeypatch):
+    """The reference in the place of the kernels, on CPU tensors; returns the calls of the backward."""
+    calls = []
+
+    def fwd(q, k, v, softmax_scale, causal, lse_base2, config=None):
+        out, lse = attention_reference(q, k, v, softmax_scale, causal, lse_base2=lse_base2)
+        return out.to(q.dtype), lse
+
+    def bwd(dout, q, k, v, out, lse, softmax_scale, causal, lse_base2, deterministic, config):
+        calls.append((deterministic, config))
+        grads = attention_backward_reference(dout, q, k, v, softmax_scale, causal)
+        factor = 1.1 if len(calls) > 1 and config == BWD_CANDIDATES[1] else 1.0
+        return tuple((factor * grad).to(q.dtype) for grad in grads)
+
+    monkeypatch.setattr("tl_attention.dispatch.fwd", fwd)
+    monkeypatch.setattr("tl_attention.dispatch.bwd", bwd)
+    monkeypatch.setattr(
+        autotune, "make_inputs", lambda shape, dtype, seed: make_inputs(shape, dtype, seed=seed, device="cpu")
+    )
+    return calls
+
+
+SMALL = [Shape(1, 4, 2, 33, 40, 64, 64, True), Shape(2, 2, 2, 20, 9, 64, 64, True)]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_check_candidate_compares_to_the_reference(direction, cpu_steps):
+    row = Row(direction, AttnProblem("bfloat16", 64, 64, True), "1k")
+    config = CANDIDATES_OF[direction][0]
+    assert autotune.check_candidate(row, config, SMALL) is None
+    assert cpu_steps == ([] if direction == "fwd" else [(direction == "bwd_det", config)] * 2)
+
+
+def test_check_candidate_says_what_is_wrong_with_gradients(cpu_steps):
+    row = Row("bwd", AttnProblem("bfloat16", 64, 64, True), "1k")
+    assert autotune.check_candidate(row, BWD_CANDIDATES[1], SMALL).startswith(f"{SMALL[1]}: ")
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_time_candidates_counts_the_flops_of_the_direction(direction, cpu_steps, monkeypatch):
+    row = Row(direction, AttnProblem("bfloat16", 64, 64, True), "1k")
+    seen = []
+
+    def time_interleaved(calls, rounds):
+        seen.extend(len(copies) for copies in calls.values())
+        return {config: Timing((copies[0]() and 1e-3,), 1, "graph") for config, copies in calls.items()}
+
+    monkeypatch.setattr(autotune.bench, "time_interleaved", time_interleaved)
+    monkeypatch.setattr(autotune.bench, "rotation", lambda nbytes: 2)
+    candidates = CANDIDATES_OF[direction][:2]
+    tflops = autotune.time_candidates(row, candidates, SMALL, 5)
+    widths = {"fwd": 2 * 64}.get(direction, 5 * 64)
+    pairs = (4 * 33 * (8 + 40) / 2, 4 * 9 * (1 + 9) / 2)  # visible to all heads
+    expected = [2 * count * widths / 1e6 for count in pairs]  # in a microsecond
+    assert list(tflops) == candidates and seen == [2] * 4
+    assert all(values == pytest.approx(expected) for values in tflops.values())
+
+
 def test_tune_says_at_once_that_it_cannot_write(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
@@ -255,28 +418,45 @@ def test_tune_says_at_once_that_it_cannot_write(tmp_path):
 def test_tune_says_what_the_budget_did_not_reach(run_tune):
     attempts, table, log, printed = run_tune(budget_s=0)
     assert not attempts and not table["fwd"] and not log
-    assert "not reached, left as they were: bf16 d256 causal 4k" in printed
+    assert "not reached, left as they were: fwd bf16 d256 causal 4k" in printed
 
 
 def test_tune_keeps_other_rows_of_the_table_that_a_problem_has(run_tune, tmp_path):
-    rows = {key: {"tflops": 1.0} for key in ("fp16 d64 full 1k", "bf16 d64 full 3k")}
-    (tmp_path / "table.json").write_text(configs.format_tuned({"gpu": "Test GPU", "fwd": rows}))
+    rows = {key: {"tflops": 1.0} for key in ("fp16 d64 full 1k", "bf16 d64 full 3k", "bf16 d96-64 full 1k")}
+    (tmp_path / "table.json").write_text(
+        configs.format_tuned({"gpu": "Test GPU", "fwd": rows, "bwd": rows, "bwd_det": rows})
+    )
     _, table, *_ = run_tune()
-    assert list(table["fwd"]) == ["bf16 d256 causal 4k", "fp16 d64 full 1k"]
+    assert list(table["fwd"]) == ["bf16 d256 causal 4k", "bf16 d96-64 full 1k", "fp16 d64 full 1k"]
+    assert list(table["bwd"]) == list(table["bwd_det"]) == ["fp16 d64 full 1k"]
 
 
-def test_default_shapes_reach_every_class_and_bucket():
-    groups = autotune.group_shapes(autotune.default_shapes(), ["bfloat16"])
-    assert len(groups) == 3 * len(configs.problems()) // 2
-    assert all(len(members) > 2 for members in groups.values())
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_default_shapes_reach_every_class_and_bucket(direction):
+    groups = autotune.group_shapes(None, ["bfloat16"], [direction])
+    assert len(groups) == 3 * len(configs.problems(direction)) // 2
+    assert {row.problem for row in groups} <= set(configs.problems(direction))
+    for row, members in groups.items():
+        assert len(members) > 2
+        widths = (row.problem.head_dim, row.problem.head_dim_v)
+        assert {(shape.head_dim, shape.head_dim_v) for shape in members} == {widths}
+
+
+def test_shapes_go_to_the_row_of_each_direction():
+    rows = list(autotune.group_shapes([dataclasses.replace(SHAPE, head_dim=96, head_dim_v=64)], ["float16"]))
+    assert [str(row) for row in rows] == [
+        "fwd fp16 d96-64 causal 4k",
+        "bwd fp16 d96 causal 4k",
+        "bwd_det fp16 d96 causal 4k",
+    ]
 
 
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_one_of_the_default_shapes_of_a_bucket_is_a_benchmark_shape(bucket):
     named = {Shape.parse(text) for text in configs.named_shapes().values()}
-    groups = autotune.group_shapes(autotune.default_shapes(), ["bfloat16"])
-    for head_dim in (64, 128, 256):
-        members = groups[AttnProblem.of("bfloat16", head_dim, head_dim, False), bucket]
+    groups = autotune.group_shapes(None, ["bfloat16"])
+    for direction, head_dim in itertools.product(DIRECTIONS, (64, 128, 256)):
+        members = groups[Row(direction, AttnProblem("bfloat16", head_dim, head_dim, False), bucket)]
         assert [member in named for member in members] == [True] + [False] * (len(members) - 1)
 
 

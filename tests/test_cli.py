@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 import types
 
 import pytest
 
-from tl_attention import cli, configs, cubin
+from tl_attention import autotune, cli, configs, cubin
+from tl_attention.problem import DIRECTIONS, AttnProblem, BwdDelta, BwdPass, BwdSum
 
 
 @pytest.mark.parametrize("command", [[], ["tune"], ["compile"], ["doctor"]], ids=" ".join)
@@ -38,6 +40,16 @@ def test_doctor_says_what_is_found_and_what_to_do(capsys, monkeypatch):
     assert "pip install triton" in out
 
 
+def test_doctor_counts_the_rows_of_each_direction(monkeypatch, tmp_path):
+    monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path))
+    path, _ = configs.tuned_paths(cli.NO_GPU)
+    path.parent.mkdir()
+    path.write_text(json.dumps({"gpu": cli.NO_GPU, "fwd": {"a": {}, "b": {}}, "bwd_det": {"a": {}}}))
+    monkeypatch.setattr(cli.torch.cuda, "is_available", lambda: False)
+    good, text = cli._check_table()
+    assert good and text.startswith(f"{path}, rows: 2 fwd, 1 bwd_det; then ")
+
+
 def test_doctor_strict_fails_for_what_is_needed(monkeypatch, capsys):
     monkeypatch.setattr(
         cli, "CHECKS", ((True, "nvcc", lambda: (False, "gone")), (False, "rich", lambda: 1 / 0))
@@ -60,6 +72,30 @@ def test_tune_says_that_it_cannot_write_before_it_starts(monkeypatch, capsys, tm
     table = tmp_path / "file" / "table.json"
     assert cli.main(["tune", "--table", str(table), "--log", str(tmp_path / "log.jsonl")]) == 2
     assert f"cannot write {table}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "shapes", "directions"),
+    [
+        ([], None, DIRECTIONS),
+        (["--pass", "bwd", "bwd_det", "--shapes", "1,8,8,64,64,64,full"], 1, ["bwd", "bwd_det"]),
+    ],
+    ids=["everything", "chosen"],
+)
+def test_tune_forwards_what_is_to_be_tuned(words, shapes, directions, monkeypatch, capsys, tmp_path):
+    calls = []
+    monkeypatch.setattr(cli, "is_hopper", lambda device: True)
+    monkeypatch.setattr(
+        autotune, "tune", lambda shapes, budget_s, **options: calls.append((shapes, options)) or {"row": []}
+    )
+    assert (
+        cli.main(["tune", "--table", str(tmp_path / "table.json"), "--log", str(tmp_path / "log"), *words])
+        == 0
+    )
+    ((found, options),) = calls
+    assert (found and len(found)) == shapes
+    assert list(options["directions"]) == list(directions)
+    assert "1 rows tuned" in capsys.readouterr().out
 
 
 def test_bench_outside_a_checkout_says_so(monkeypatch, capsys, tmp_path):
@@ -93,6 +129,55 @@ def test_parse_shapes_refuses_the_unknown(word):
         cli.parse_shapes([word])
 
 
+REPORT = cubin.Report(168, 0, 1000, 100, 1, (), 8, 4, 1, 0, (400,), "SASS")
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The kernels that `compile` would compile, with no tuned table."""
+    kernels = []
+    monkeypatch.setattr(configs, "tuned_paths", lambda gpu_name: ())
+    configs.pick_config.cache_clear()
+
+    def compile_all(wanted, jobs):
+        kernels.extend(wanted)
+        return ((*kernel, REPORT) for kernel in kernels)
+
+    monkeypatch.setattr(autotune, "compile_all", compile_all)
+    monkeypatch.setattr(cubin, "find_nvcc", lambda: ("nvcc", "PATH"))
+    yield kernels
+    configs.pick_config.cache_clear()
+
+
+def test_compile_takes_the_kernels_that_serve_shapes(compiled, capsys):
+    shapes = ["--shapes", "1,8,8,64,64,128,full", "1,8,8,9000,9000,128,full"]
+    assert cli.main(["compile", "--pass", "bwd", *shapes]) == 0
+    problem = AttnProblem("bfloat16", 128, 128, False)
+    assert compiled == configs.default_config(problem, "bwd").kernels(problem)
+    out = capsys.readouterr().out
+    for _, config in compiled:
+        assert str(config) in out
+
+
+@pytest.mark.parametrize(
+    ("words", "kinds"),
+    [
+        (["--pass", "bwd", "--dtype", "float16"], {BwdPass, BwdDelta, BwdSum}),
+        (["d256", "dq"], {BwdPass}),
+        (["delta"], {BwdDelta}),
+    ],
+    ids=["bwd", "dq", "delta"],
+)
+def test_compile_takes_the_shipped_kernels_with_all_words(words, kinds, compiled):
+    assert cli.main(["compile", *words]) == 0
+    assert {type(config) for _, config in compiled} == kinds
+    assert set(compiled) <= set(configs.shipped_kernels())
+
+
+def test_compile_finds_nothing_by_these_words(compiled):
+    assert cli.main(["compile", "fp8"]) == 1
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang")
 @pytest.mark.timeout(300)
 def test_compile_one_config(capsys, monkeypatch, tmp_path):
@@ -100,7 +185,7 @@ def test_compile_one_config(capsys, monkeypatch, tmp_path):
         pytest.skip(cubin.NO_NVCC)
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
-    problem, config = configs.shipped_configs()[0]
+    problem, config = configs.shipped_kernels()[0]
     assert cli.main(["compile", *f"{problem} {config}".split(), "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert str(problem) in out and "ok" in out

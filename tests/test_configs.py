@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from tl_attention import configs
-from tl_attention.problem import BUCKETS, AttnProblem, FwdConfig, tuning_key
+from tl_attention.problem import (
+    BUCKETS,
+    BWD_TILE_WIDTHS,
+    DIRECTIONS,
+    AttnProblem,
+    BwdConfig,
+    BwdDelta,
+    BwdPass,
+    BwdSum,
+    Config,
+    FwdConfig,
+    tuning_key,
+)
 from tl_attention.target import gpu_slug
 
 D128 = AttnProblem("bfloat16", 128, 128, True)
@@ -19,25 +30,52 @@ D64 = AttnProblem("bfloat16", 64, 64, False)
 TABLES = sorted((configs.data_dir() / "tuned").glob("*.json"))
 
 
-@pytest.mark.parametrize("problem", configs.problems(), ids=str)
-def test_grid_default_and_candidates_are_legal(problem):
-    assert configs.is_legal(problem, configs.default_config(problem)) is None
+D192_128 = AttnProblem("bfloat16", 192, 128, False)
+D256 = AttnProblem("bfloat16", 256, 256, True)
+CLASSES = [(problem, direction) for direction in DIRECTIONS for problem in configs.problems(direction)]
+
+
+@pytest.mark.parametrize(("problem", "direction"), CLASSES, ids=str)
+def test_grid_default_and_candidates_are_legal(problem, direction):
+    default = configs.default_config(problem, direction)
+    assert configs.is_legal(problem, default, direction) is None
     for bucket in BUCKETS:
-        found = configs.candidates(problem, bucket)
-        assert found[0] == configs.default_config(problem)
-        assert 5 < len(found) == len(set(found)) <= 24
-        assert [c for c in found if configs.is_legal(problem, c)] == []
+        found = configs.candidates(problem, bucket, direction)
+        assert found[0] == default
+        assert 2 < len(found) == len(set(found)) <= 24
+        assert [c for c in found if configs.is_legal(problem, c, direction)] == []
 
 
-@pytest.mark.parametrize("problem", configs.problems()[: len(configs.problems()) // 2], ids=str)
-def test_grid_has_no_value_that_never_runs(problem):
-    for line in configs._class_table(problem)["search"]:
-        assert set(line) <= {"tiles", "buckets", *configs.SEARCHED}
+@pytest.mark.parametrize(("problem", "direction"), CLASSES, ids=str)
+def test_grid_has_no_value_that_never_runs(problem, direction):
+    for line in configs._class_table(problem, direction)["search"]:
         assert set(line.get("buckets", BUCKETS)) <= set(BUCKETS)
-        lists = configs._grid()["fwd"] | line
-        for tile, *values in itertools.product(lists["tiles"], *(lists[name] for name in configs.SEARCHED)):
-            config = FwdConfig(*tile, **dict(zip(configs.SEARCHED, values, strict=True)))
-            assert configs.is_legal(problem, config) is None
+        for config in configs._line_configs(line, direction):
+            assert configs.is_legal(problem, config, direction) is None
+
+
+def test_grid_has_no_section_that_serves_nobody():
+    served = {id(configs._class_table(problem, direction)) for problem, direction in CLASSES}
+    for direction in DIRECTIONS:
+        assert [name for name, table in configs._grid()[direction].items() if id(table) not in served] == []
+
+
+def test_grid_line_is_a_product_of_lists():
+    line = {
+        "passes": [
+            {"grads": "dk", "tiles": [[64, 128], [48, 128, 3]], "num_stages_do": [1, 2]},
+            {"grads": "dv", "tiles": [[80, 128]]},
+        ]
+    }
+    dv = BwdPass("dv", 80, 128)
+    assert configs._line_configs(line, "bwd") == [
+        BwdConfig((BwdPass("dk", *sizes), dv))
+        for sizes in ((64, 128, 2, 1), (64, 128, 2, 2), (48, 128, 3, 1), (48, 128, 3, 2))
+    ]
+    line = {"tiles": [[128, 128]], "ping_pong": [False, True], "schedule": "dynamic"}
+    assert configs._line_configs(line, "fwd") == [
+        FwdConfig(128, 128, ping_pong=ping_pong, schedule="dynamic") for ping_pong in (False, True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -60,16 +98,81 @@ def test_is_legal_says_why_not(problem, config, reason):
     assert reason in configs.is_legal(problem, config)
 
 
+def passes(*texts: str) -> BwdConfig:
+    """Of passes as they print: dk+dv 64x128x2x2."""
+    parts = (text.split() for text in texts)
+    return BwdConfig(tuple(BwdPass(grads, *map(int, sizes.split("x"))) for grads, sizes in parts))
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "reason"),
+    [
+        (D128, passes(), "passes make nothing: expected dk, dq and dv once each"),
+        (D128, passes("dk+dv 64x128"), "passes make dk, dv: expected"),
+        (D128, passes("dk+dv 64x128", "dq 128x64", "dv 64x128"), "passes make dk, dq, dv, dv: expected"),
+        (D128, passes("dv+dk 64x128", "dq 128x64"), "grads 'dv+dk'"),
+        (D128, passes("dk+dv 64x96", "dq 128x64"), "dk+dv 64x96x2x2: block_N 96: expected 64, 128 or 192"),
+        (D128, passes("dk+dv 64x128", "dq 96x64"), "dq 96x64x2x2: block_M 96: expected 64, 128 or 192"),
+        (D128, passes("dk+dv 56x128", "dq 128x64"), "block_M 56: expected a multiple of 16 in 32..128"),
+        (D64, passes("dk+dv 16x128", "dq 128x64"), "block_M 16"),
+        (D64, passes("dk+dv 64x128", "dq 128x144"), "block_N 144"),
+        (D64, passes("dq+dk+dv 80x128"), "block_M 80: expected 64 or 128"),
+        (D64, passes("dq+dk+dv 64x128x0"), "num_stages 0"),
+        (D64, passes("dq+dk+dv 64x128x2x0"), "num_stages_do 0"),
+        (D64, passes("dq+dk+dv 128x128"), "registers: 256 of 232"),
+        (D64, passes("dq+dk+dv 64x192"), "registers: 160 of 152"),
+        (D128, passes("dk+dv 80x128", "dq 128x64"), "registers: 248 of 232"),
+        (D192_128, passes("dk 64x128", "dv 64x128", "dq 128x112"), "dq 128x112x2x2: registers: 236 of 232"),
+        (D192_128, passes("dq+dk 64x128x3", "dv 64x128"), "shared memory: 256256 of 232448 bytes"),
+        (D256, passes("dk 64x128", "dv 64x128", "dq 128x64x2x1"), "dk 64x128x2x2: shared memory: 264192"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else None,
+)
+def test_is_legal_says_why_not_backward(problem, config, reason):
+    assert reason in configs.is_legal(problem, config, "bwd")
+
+
+def test_is_legal_takes_no_sum_without_order_where_bits_are_to_be_equal():
+    fast, fixed = passes("dq+dk+dv 64x128"), passes("dk+dv 64x128", "dq 128x64")
+    assert configs.is_legal(D128, fast) is configs.is_legal(D128, fast, "bwd") is None
+    assert "an order that is not fixed" in configs.is_legal(D128, fast, "bwd_det")
+    assert configs.is_legal(D128, fixed, "bwd") is configs.is_legal(D128, fixed, "bwd_det") is None
+
+
+@pytest.mark.parametrize(
+    ("problem", "one", "smem", "registers"),
+    [
+        (D64, "dq+dk+dv 64x128", 99328, 160),
+        (D128, "dq+dk+dv 64x128", 181248, 224),
+        (D128, "dk+dv 64x128", 132096, 224),
+        (D128, "dq 128x64", 131072, 144),
+        (D192_128, "dq+dk 64x128", 230400, 176),
+        (D192_128, "dv 64x128", 164352, 112),
+        (D192_128, "dk 64x128", 164864, 176),
+        (D256, "dk 64x128x2x1", 230144, 208),
+        (D256, "dv 64x128", 197120, 176),
+        (D256, "dq 128x64x2x1", 229376, 208),
+    ],
+    ids=str,
+)
+def test_what_a_pass_takes(problem, one, smem, registers):
+    (one,) = passes(one).passes
+    assert configs.smem_bytes(problem, one) == smem
+    assert configs.accumulator_registers(problem, one) == registers
+
+
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_tuned_table_is_sorted_legal_and_one_row_a_line(path):
     text = path.read_text()
     table = json.loads(text)
     assert text == configs.format_tuned(table)
     assert path.stem == gpu_slug(table["gpu"])
-    by_key = {tuning_key(problem, bucket): problem for problem in configs.problems() for bucket in BUCKETS}
-    for key, row in table["fwd"].items():
-        configs.config_of_row(by_key[key], row)
-        assert row["tflops"] > 0 and row["shapes"]
+    for direction in DIRECTIONS:
+        problems = configs.problems(direction)
+        by_key = {tuning_key(problem, bucket): problem for problem in problems for bucket in BUCKETS}
+        for key, row in table.get(direction, {}).items():
+            configs.config_of_row(by_key[key], row, direction)
+            assert row["tflops"] > 0 and row["shapes"]
 
 
 @pytest.fixture
@@ -77,29 +180,34 @@ def tuned_row(tmp_path, monkeypatch):
     """Puts one row into the user's table of a GPU and picks the config of a problem there."""
     monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path))
 
-    def pick(row: dict, problem: AttnProblem = D128) -> tuple[FwdConfig, str]:
-        write_row(tmp_path / "tuned" / "gpu.json", row)
+    def pick(row: dict, problem: AttnProblem = D128, direction: str = "fwd") -> tuple[Config, str]:
+        write_row(tmp_path / "tuned" / "gpu.json", row, direction)
         configs.pick_config.cache_clear()
-        return configs.pick_config(problem, "4k", "GPU")
+        return configs.pick_config(problem, "4k", "GPU", direction)
 
     yield pick
     configs.pick_config.cache_clear()
 
 
-def write_row(path: Path, row: dict) -> Path:
+def write_row(path: Path, row: dict, direction: str = "fwd") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(configs.format_tuned({"gpu": "GPU", "fwd": {tuning_key(D128, "4k"): row}}))
+    path.write_text(configs.format_tuned({"gpu": "GPU", direction: {tuning_key(D128, "4k"): row}}))
     return path
 
 
 WINNER = FwdConfig(128, 96, ping_pong=True)
+BWD_WINNER = passes("dk+dv 48x128", "dq 128x128")
 
 
-def test_tuned_row_comes_before_the_default(tuned_row, tmp_path):
-    assert tuned_row({"config": asdict(WINNER), "tflops": 1.0}) == (
-        WINNER,
-        f"row 'bf16 d128 causal 4k' of {tmp_path / 'tuned' / 'gpu.json'}",
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_tuned_row_comes_before_the_default(direction, tuned_row, tmp_path):
+    winner = WINNER if direction == "fwd" else BWD_WINNER
+    assert tuned_row({"config": asdict(winner), "tflops": 1.0}, direction=direction) == (
+        winner,
+        f"{direction} row 'bf16 d128 causal 4k' of {tmp_path / 'tuned' / 'gpu.json'}",
     )
+    for other in set(DIRECTIONS) - {direction}:
+        assert configs.pick_config(D128, "4k", "GPU", other)[0] == configs.default_config(D128, other)
 
 
 def test_tuned_row_serves_the_other_dtype(tuned_row):
@@ -108,18 +216,33 @@ def test_tuned_row_serves_the_other_dtype(tuned_row):
 
 
 @pytest.mark.parametrize(
-    ("row", "why"),
+    ("direction", "row", "why"),
     [
-        ({"config": {**asdict(WINNER), "block_N": 100}}, "block_N 100"),
-        ({"config": {"block_M": 128, "warps": 12}}, "unexpected keyword argument 'warps'"),
-        ({"block_M": 128}, "KeyError"),
-        ({"config": {**asdict(WINNER), "block_N": "96"}}, "TypeError"),
+        ("fwd", {"config": {**asdict(WINNER), "block_N": 100}}, "block_N 100"),
+        ("fwd", {"config": {"block_M": 128, "warps": 12}}, "unexpected keyword argument 'warps'"),
+        ("fwd", {"block_M": 128}, "KeyError"),
+        ("fwd", {"config": {**asdict(WINNER), "block_N": "96"}}, "TypeError"),
+        ("fwd", {"config": asdict(BWD_WINNER)}, "unexpected keyword argument 'passes'"),
+        ("bwd", {"config": asdict(WINNER)}, "KeyError: 'passes'"),
+        ("bwd", {"config": {"passes": [{"grads": "dq+dk+dv", "block_M": 64, "warps": 3}]}}, "'warps'"),
+        ("bwd", {"config": asdict(passes("dq 128x64"))}, "passes make dq"),
+        ("bwd_det", {"config": asdict(passes("dq+dk+dv 64x128"))}, "an order that is not fixed"),
     ],
-    ids=["illegal", "renamed", "flat", "text"],
+    ids=[
+        "illegal",
+        "renamed",
+        "flat",
+        "text",
+        "of-the-backward",
+        "of-the-forward",
+        "pass-renamed",
+        "incomplete",
+        "order",
+    ],
 )
-def test_tuned_row_that_is_stale_is_a_miss_with_words(tuned_row, row, why):
-    config, source = tuned_row(row)
-    assert config == configs.default_config(D128)
+def test_tuned_row_that_is_stale_is_a_miss_with_words(tuned_row, direction, row, why):
+    config, source = tuned_row(row, direction=direction)
+    assert config == configs.default_config(D128, direction)
     assert "stale" in source and why in source
 
 
@@ -133,13 +256,14 @@ def test_first_table_that_has_a_row_serves(tmp_path):
     assert configs.config_of_tables(D128, "4k", [stale, second])[0] == other
 
 
-def test_pick_config_without_table_is_the_default(tmp_path, monkeypatch):
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_pick_config_without_table_is_the_default(direction, tmp_path, monkeypatch):
     monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path))
-    config, source = configs.pick_config(D128, "4k", "No Such GPU")
-    assert config == configs.default_config(D128)
-    assert source.startswith(f"default of {configs.data_dir() / 'grid.toml'}: ")
+    config, source = configs.pick_config(D128, "4k", "No Such GPU", direction)
+    assert config == configs.default_config(D128, direction)
+    assert source.startswith(f"{direction} default of {configs.data_dir() / 'grid.toml'}: ")
     for path in configs.tuned_paths("No Such GPU"):
-        assert f"{path} has no row 'bf16 d128 causal 4k'" in source
+        assert f"{path} has no {direction} row 'bf16 d128 causal 4k'" in source
 
 
 def test_tuner_writes_to_a_checkout_and_not_into_an_installed_package(tmp_path, monkeypatch):
@@ -176,14 +300,42 @@ def test_shipped_configs_are_not_the_users(tuned_row):
 def test_shipped_configs_hold_every_default_once():
     shipped = configs.shipped_configs()
     assert len(shipped) == len(set(shipped))
-    assert {(problem, configs.default_config(problem)) for problem in configs.problems()} <= set(shipped)
+    defaults = {(*one, configs.default_config(*one)) for one in CLASSES}
+    assert defaults <= set(shipped)
+    assert {direction for _, direction, _ in configs.shipped_configs(["bwd"])} == {"bwd"}
+
+
+def test_shipped_kernels_are_those_of_the_shipped_configs_once():
+    shipped = configs.shipped_kernels()
+    assert len(shipped) == len(set(shipped))
+    for problem, _, config in configs.shipped_configs():
+        assert set(config.kernels(problem)) <= set(shipped)
+    assert {type(config) for _, config in shipped} == {FwdConfig, BwdPass, BwdDelta, BwdSum}
+    assert {type(config) for _, config in configs.shipped_kernels(["fwd"])} == {FwdConfig}
+
+
+def test_problems_of_the_backward_hold_those_of_the_forward():
+    assert {(p.head_dim, p.head_dim_v) for p in configs.problems("bwd")} == set(BWD_TILE_WIDTHS)
+    for problem in configs.problems("fwd"):
+        words = (problem.dtype, problem.head_dim, problem.head_dim_v, problem.causal)
+        assert AttnProblem.of(*words, "bwd") in configs.problems("bwd_det")
 
 
 def test_format_tuned_is_one_sorted_row_a_line():
     rows = {"b": {"tflops": 2.0}, "a": {"tflops": 1.0}}
-    text = configs.format_tuned({"gpu": "GPU", "fwd": rows})
-    assert json.loads(text) == {"gpu": "GPU", "fwd": rows}
-    assert [line.strip()[:3] for line in text.splitlines()[2:4]] == ['"a"', '"b"']
+    table = {"gpu": "GPU", "fwd": rows, "bwd": {}, "bwd_det": rows}
+    text = configs.format_tuned(table)
+    assert json.loads(text) == {"gpu": "GPU", "fwd": rows, "bwd_det": rows}
+    first_words = [line.split()[0] for line in text.splitlines()]
+    assert first_words == ['{"gpu":', '"fwd":', '"a":', '"b":', "},", '"bwd_det":', '"a":', '"b":', "}}"]
+
+
+def test_read_tuned_has_every_direction(tmp_path):
+    assert configs.read_tuned(tmp_path / "none.json") == {direction: {} for direction in DIRECTIONS}
+    path = write_row(tmp_path / "table.json", {"tflops": 1.0}, "bwd")
+    table = configs.read_tuned(path)
+    assert table["bwd"] and table["fwd"] == table["bwd_det"] == {}
+    assert configs.format_tuned(table) == path.read_text()
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang to lower a kernel")
@@ -194,10 +346,16 @@ def test_format_tuned_is_one_sorted_row_a_line():
         (AttnProblem("float16", 96, 64, False), FwdConfig(64, 32, schedule="persistent", q_stages=2)),
         (D64, FwdConfig(64, 32, num_stages=3, schedule="dynamic")),
         (AttnProblem("bfloat16", 128, 64, False), FwdConfig(64, 64, schedule="dynamic")),
+        (D64, BwdPass("dq+dk+dv", 64, 64, 3, 1)),
+        (AttnProblem("float16", 96, 96, True), BwdPass("dk+dv", 48, 64)),
+        (D192_128, BwdPass("dv", 32, 64)),
+        (D64, BwdPass("dq", 64, 48, 3, 1)),
+        (D64, BwdDelta()),
+        (replace(D64, dtype="float16"), BwdSum()),
     ],
     ids=str,
 )
 def test_smem_bytes_is_what_lowering_asks_for(problem, config):
     from tl_attention import dispatch
 
-    assert configs.smem_bytes(problem, config) == dispatch.lower_fwd(problem, config)[1]
+    assert configs.smem_bytes(problem, config) == dispatch.lower(problem, config)[1]

@@ -1,15 +1,15 @@
-"""Every shipped config, compiled for sm_90a with no GPU: what would make it slow or unable to launch."""
+"""Every shipped kernel, compiled for sm_90a with no GPU: what would make it slow or unable to launch."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
 from tl_attention import configs, cubin, dispatch
-from tl_attention.problem import FwdConfig
+from tl_attention.problem import BwdDelta, BwdPass, FwdConfig
 from tl_attention.target import SMEM_LIMIT
 
 pytestmark = [
@@ -18,12 +18,13 @@ pytestmark = [
 ]
 
 
+SHIPPED = configs.shipped_kernels()
+
+
 @pytest.mark.parametrize(
-    ("problem", "config"),
-    configs.shipped_configs(),
-    ids=[f"{p}-{c}".replace(" ", "-") for p, c in configs.shipped_configs()],
+    ("problem", "config"), SHIPPED, ids=["{}-{}".format(*kernel).replace(" ", "-") for kernel in SHIPPED]
 )
-def test_lowering_shipped_config(problem, config):
+def test_lowering_shipped_kernel(problem, config):
     if not cubin.find_nvcc():
         pytest.skip(cubin.NO_NVCC)
     report = cubin.report(problem, config)
@@ -33,24 +34,38 @@ def test_lowering_shipped_config(problem, config):
     assert report.smem_static <= configs.BARRIER_BYTES
     assert report.smem_bytes + report.smem_static <= SMEM_LIMIT
     assert report.ctas_per_sm >= 1
-    assert report.hgmma > 0 and report.tma > 0 and report.tma_stores > 0
     assert report.fault is None
+    multiplies = isinstance(config, FwdConfig | BwdPass)
+    assert report.needs_wgmma == multiplies == (report.hgmma > 0)
+    assert (report.tma > 0) == (multiplies or isinstance(config, BwdDelta))
+    assert (report.tma_stores > 0) == (not isinstance(config, BwdDelta))  # of O or a gradient
+    assert (report.tma_sums > 0) == (isinstance(config, BwdPass) and config.adds_dq)
 
 
-def test_lowering_instructions_are_counted_without_cuobjdump(monkeypatch):
+@pytest.mark.parametrize("config", [FwdConfig(64, 32), BwdPass("dq+dk+dv", 64, 64)], ids=str)
+def test_lowering_instructions_are_counted_without_cuobjdump(config, monkeypatch):
     if not cubin.find_nvcc():
         pytest.skip(cubin.NO_NVCC)
     problem = configs.problems()[0]
-    source, smem = dispatch.lower_fwd(problem, FwdConfig(64, 32))
-    with_sass = cubin.report_source(source, smem, 256)
+    source, smem = dispatch.lower(problem, config)
+    with_sass = cubin.report_source(source, smem, config.threads)
     monkeypatch.setattr(cubin, "find_cuobjdump", lambda: None)
-    with_ptx = cubin.report_source(source, smem, 256)
+    with_ptx = cubin.report_source(source, smem, config.threads)
     assert with_ptx.counted_in == "PTX"
-    assert with_ptx.hgmma and with_ptx.tma and with_ptx.tma_stores
+    for counts in (with_sass, with_ptx):
+        assert counts.hgmma and counts.tma and counts.tma_stores
+        assert bool(counts.tma_sums) == isinstance(config, BwdPass)
     assert with_ptx.registers == with_sass.registers
 
 
-REPORT = cubin.Report(168, 0, 1000, 100, 1, (), 8, 4, 1, (400,), "SASS")
+REPORT = cubin.Report(168, 0, 1000, 100, 1, (), 8, 4, 1, 0, (400,), "SASS")
+
+
+@pytest.mark.parametrize(
+    ("needs_wgmma", "fault"), [(True, "0 wgmma and 2 TMA load instructions"), (False, None)]
+)
+def test_report_asks_for_wgmma_where_matrices_are_multiplied(needs_wgmma, fault):
+    assert replace(REPORT, hgmma=0, tma=2, needs_wgmma=needs_wgmma).fault == fault
 
 
 @pytest.mark.parametrize(
@@ -65,7 +80,7 @@ REPORT = cubin.Report(168, 0, 1000, 100, 1, (), 8, 4, 1, (400,), "SASS")
 )
 def test_report_compiled_is_made_anew_where_none_fits(kept, tmp_path, monkeypatch):
     monkeypatch.setattr(dispatch, "kernel_path", lambda problem, config: tmp_path / "kernel.so")
-    monkeypatch.setattr(cubin, "report_source", lambda source, smem, threads: REPORT)
+    monkeypatch.setattr(cubin, "report_source", lambda *arguments: REPORT)
     (tmp_path / "kernel.cu").write_text("")
     if kept is not None:
         (tmp_path / "kernel.json").write_text(kept if isinstance(kept, str) else json.dumps(kept))

@@ -1,13 +1,14 @@
 """Search the grid of configs on this GPU. Runs only when asked; writes configs.tuned_path, or a table it is told.
 
 Candidates are compiled in parallel, checked against the reference, then timed against each other, all in
-subprocesses: one that crashes or hangs costs only itself. One with spills or ptxas warnings is not timed.
+subprocesses: one that crashes or hangs costs only itself. One with a kernel with spills or ptxas warnings is not timed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import statistics
@@ -22,13 +23,21 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from tl_attention import configs, cubin
-from tl_attention.problem import BUCKETS, TILE_WIDTHS, AttnProblem, FwdConfig, length_bucket, tuning_key
+from tl_attention.problem import (
+    BUCKETS,
+    DIRECTIONS,
+    AttnProblem,
+    Config,
+    KernelConfig,
+    length_bucket,
+    tuning_key,
+)
 from tl_attention.sandbox import GRACE, Failure, OutOfTime, Sandboxes, time_left
 from tl_attention.target import TARGET
 from tl_attention.testing import bench
 from tl_attention.testing.bench import Shape
-from tl_attention.testing.inputs import make_inputs
-from tl_attention.testing.numeric import check_fwd
+from tl_attention.testing.inputs import make_dout, make_inputs
+from tl_attention.testing.numeric import check_bwd, check_fwd
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,13 +47,32 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Seconds; less where less of the budget is left
-COMPILE_LIMIT = 300.0  # for one candidate
-CUT_OFF = "compile: no end"  # how the reason of a candidate begins whose compilation ran out of time
+COMPILE_LIMIT = 300.0  # for one kernel
 COMPILE_FLOOR = 60.0  # that it has at least: to cut one off wastes what it took
 CHECK_LIMIT = 30.0  # for one candidate; a hang costs as much
-TIME_LIMIT = 300.0  # for the candidates of a group together
-MIN_SHARE = 20.0  # of the budget for one group, so that a short budget serves the first ones well
+TIME_LIMIT = 300.0  # for the candidates of a row together
+MIN_SHARE = 20.0  # of the budget for one row, so that a short budget serves the first ones well
 ROUNDS, FINAL_ROUNDS = 5, 15
+
+Kernel = tuple[AttnProblem, KernelConfig]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one row of a tuned table serves."""
+
+    direction: str  # one of DIRECTIONS
+    problem: AttnProblem
+    bucket: str
+
+    @property
+    def key(self) -> str:
+        """Of the row in its section."""
+        return tuning_key(self.problem, self.bucket)
+
+    def __str__(self) -> str:
+        """bwd bf16 d128 causal 4k"""
+        return f"{self.direction} {self.key}"
 
 
 def prepare_to_compile() -> None:
@@ -55,62 +83,82 @@ def prepare_to_run() -> None:
     torch.zeros(1, device="cuda")
 
 
-def compile_candidate(problem: AttnProblem, config: FwdConfig) -> cubin.Report:
+def compile_kernel(problem: AttnProblem, config: KernelConfig) -> cubin.Report:
     """Put the kernel into the disk cache and report on it."""
     from tl_attention import dispatch
 
-    dispatch.compile_fwd(problem, config)
+    dispatch.compile_kernel(problem, config)
     return cubin.report_compiled(problem, config)
 
 
-def check_candidate(problem: AttnProblem, config: FwdConfig, shapes: Sequence[Shape]) -> str | None:
-    """What is wrong with the outputs, None if nothing is; torch makes them NaN before the kernel runs."""
+def check_candidate(row: Row, config: Config, shapes: Sequence[Shape]) -> str | None:
+    """What is wrong with the results, None if nothing is; torch makes them NaN before the kernels run."""
     for shape in shapes:
-        q, k, v = make_inputs(shape, getattr(torch, problem.dtype), seed=time.time_ns() % 2**32)
-        scale = shape.head_dim**-0.5
+        inputs = _make_inputs(row, shape, seed=time.time_ns() % 2**32)
         torch.use_deterministic_algorithms(True)
         try:
-            out, lse = _attend(q, k, v, shape, config)
+            results = _run(row, inputs, shape, config)
         finally:
             torch.use_deterministic_algorithms(False)
-        verdict = check_fwd(out, lse, q, k, v, scale, shape.causal, lse_base2=False)
+        options = {"softmax_scale": shape.head_dim**-0.5, "causal": shape.causal, "lse_base2": False}
+        if row.direction == "fwd":
+            verdict = check_fwd(*results, *inputs, **options)
+        else:
+            dout, q, k, v, _, _ = inputs
+            verdict = check_bwd(results, dout, q, k, v, **options)
         if not verdict.ok:
             return f"{shape}: {verdict.text}"
     return None
 
 
 def time_candidates(
-    problem: AttnProblem, candidates: Sequence[FwdConfig], shapes: Sequence[Shape], rounds: int
-) -> dict[FwdConfig, tuple[float, ...]]:
-    """TFLOPS of each candidate on each shape."""
+    row: Row, candidates: Sequence[Config], shapes: Sequence[Shape], rounds: int
+) -> dict[Config, tuple[float, ...]]:
+    """TFLOPS of each candidate on each shape, of all its kernels together."""
     tflops = {config: () for config in candidates}
     for shape in shapes:
         copies = bench.rotation(bench.input_bytes(shape))
-        inputs = [make_inputs(shape, getattr(torch, problem.dtype), seed=seed) for seed in range(copies)]
+        inputs = [_make_inputs(row, shape, seed) for seed in range(copies)]
         calls = {
-            config: [functools.partial(_attend, *qkv, shape, config) for qkv in inputs]
+            config: [functools.partial(_run, row, tensors, shape, config) for tensors in inputs]
             for config in candidates
         }
         for config, timing in bench.time_interleaved(calls, rounds).items():
-            tflops[config] += (bench.fwd_flops(shape) / timing.median_ms / 1e9,)
+            tflops[config] += (bench.flops(shape, row.direction) / timing.median_ms / 1e9,)
     return tflops
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape, config: FwdConfig) -> tuple:
+def _make_inputs(row: Row, shape: Shape, seed: int) -> tuple[torch.Tensor, ...]:
+    """(q, k, v), of a backward (dout, q, k, v, out, lse), as views [batch, seqlen, heads, columns]."""
     from tl_attention import dispatch
 
-    return dispatch.fwd(q, k, v, shape.head_dim**-0.5, shape.causal, lse_base2=False, config=config)
+    dtype = getattr(torch, row.problem.dtype)
+    q, k, v = make_inputs(shape, dtype, seed=seed)
+    if row.direction == "fwd":
+        return q, k, v
+    out, lse = dispatch.fwd(q, k, v, shape.head_dim**-0.5, shape.causal, lse_base2=False)
+    return make_dout(shape, dtype, "bshd", seed, q.device), q, k, v, out, lse
+
+
+def _run(row: Row, inputs: tuple[torch.Tensor, ...], shape: Shape, config: Config) -> tuple:
+    from tl_attention import dispatch
+
+    arguments = (*inputs, shape.head_dim**-0.5, shape.causal)
+    if row.direction == "fwd":
+        return dispatch.fwd(*arguments, lse_base2=False, config=config)
+    deterministic = row.direction == "bwd_det"
+    return dispatch.bwd(*arguments, lse_base2=False, deterministic=deterministic, config=config)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The steps of a candidate's way, as functions a subprocess can import."""
+    """The steps of a candidate's way, as functions a subprocess can import; the first compiles one of its kernels."""
 
     prepare_to_compile: Callable[[], None] = prepare_to_compile
     prepare_to_run: Callable[[], None] = prepare_to_run
-    compile: Callable[[AttnProblem, FwdConfig], cubin.Report] = compile_candidate
-    check: Callable[[AttnProblem, FwdConfig, Sequence[Shape]], str | None] = check_candidate
-    time: Callable[..., dict[FwdConfig, tuple[float, ...]]] = time_candidates
+    compile: Callable[[AttnProblem, KernelConfig], cubin.Report] = compile_kernel
+    check: Callable[[Row, Config, Sequence[Shape]], str | None] = check_candidate
+    time: Callable[..., dict[Config, tuple[float, ...]]] = time_candidates
     check_limit_s: float = CHECK_LIMIT
 
 
@@ -118,11 +166,12 @@ class Trial:
 class Attempt:
     """What became of a candidate; fate is winner, slower, faulty, wrong, failed or not reached."""
 
-    config: FwdConfig
+    config: Config
     fate: str = "not reached"
     why: str = ""
-    report: cubin.Report | None = None
-    tflops: tuple[float, ...] = ()  # on each shape of the group, timed together with all others
+    reports: dict[str, cubin.Report] = field(default_factory=dict)  # by kernel, in words
+    cut_off: bool = False  # whether a compilation ran out of time
+    tflops: tuple[float, ...] = ()  # on each shape of the row, timed together with all others
     again: tuple[float, ...] = ()  # the best two are timed once more, at clocks of their own
 
     @property
@@ -134,18 +183,30 @@ class Attempt:
     def score_again(self) -> float:
         return statistics.geometric_mean(self.again) if self.again else 0.0
 
+    def take(self, results: dict[Kernel, cubin.Report | Failure]) -> None:
+        """What became of its kernels, as far as they were reached."""
+        self.cut_off = any(isinstance(result, OutOfTime) for result in results.values())
+        failed, faulty = [], []
+        for (problem, config), result in results.items():
+            name = f"{problem} {config}"
+            if isinstance(result, Failure):
+                failed.append(f"{name}: compile: {result}")
+                continue
+            self.reports[name] = result
+            if result.fault:
+                faulty.append(f"{name}: {result.fault}")
+        if failed or faulty:
+            self.lose("failed" if failed else "faulty", "; ".join(failed + faulty))
+
     def lose(self, fate: str, why: str) -> None:
         self.fate, self.why, self.tflops, self.again = fate, why, (), ()
 
 
-Group = tuple[AttnProblem, str]  # and its length bucket
-
-
-def default_shapes() -> list[Shape]:
-    """The tuning set: some lengths for every tile width, mask and length bucket."""
+def default_shapes(direction: str = "fwd") -> list[Shape]:
+    """The tuning set: some lengths for every tile width of a direction, mask and length bucket."""
     return [
         Shape(batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, *widths, causal)
-        for widths in TILE_WIDTHS
+        for widths in configs.tile_widths(direction)
         for causal in (False, True)
         for bucket in BUCKETS
         for batch, group, seqlen_q, seqlen_k in configs.tuning_shapes(bucket)
@@ -153,14 +214,15 @@ def default_shapes() -> list[Shape]:
     ]
 
 
-def group_shapes(shapes: Iterable[Shape], dtypes: Iterable[str]) -> dict[Group, list[Shape]]:
-    """Shapes by what one row of the tuned table serves."""
-    groups: dict[Group, list[Shape]] = {}
-    shapes = list(shapes)
-    for dtype in dtypes:
-        for shape in shapes:
-            problem = AttnProblem.of(dtype, shape.head_dim, shape.head_dim_v, shape.causal)
-            groups.setdefault((problem, length_bucket(shape.seqlen_k)), []).append(shape)
+def group_shapes(
+    shapes: Sequence[Shape] | None, dtypes: Iterable[str], directions: Iterable[str] = DIRECTIONS
+) -> dict[Row, list[Shape]]:
+    """Shapes, or else the tuning set, by the row of the tuned table that serves them."""
+    groups: dict[Row, list[Shape]] = {}
+    for direction, dtype in itertools.product(directions, dtypes):
+        for shape in shapes or default_shapes(direction):
+            problem = AttnProblem.of(dtype, shape.head_dim, shape.head_dim_v, shape.causal, direction)
+            groups.setdefault(Row(direction, problem, length_bucket(shape.seqlen_k)), []).append(shape)
     return groups
 
 
@@ -173,13 +235,13 @@ def check_shapes(shapes: Sequence[Shape]) -> list[Shape]:
 
 
 def compile_all(
-    pairs: Iterable[tuple[AttnProblem, FwdConfig]], jobs: int | None = None, trial: Trial | None = None
-) -> Iterator[tuple[AttnProblem, FwdConfig, cubin.Report | Failure]]:
+    kernels: Iterable[Kernel], jobs: int | None = None, trial: Trial | None = None
+) -> Iterator[tuple[AttnProblem, KernelConfig, cubin.Report | Failure]]:
     """Compile kernels into the disk cache, as many at once as there are CPUs for it; yields each as it is done."""
     trial = trial or Trial()
     with Sandboxes(jobs, trial.prepare_to_compile) as sandboxes:
-        for pair, result in sandboxes.map(trial.compile, pairs, COMPILE_LIMIT):
-            yield *pair, result
+        for kernel, result in sandboxes.map(trial.compile, kernels, COMPILE_LIMIT):
+            yield *kernel, result
 
 
 def check_writable(*paths: Path) -> None:
@@ -191,9 +253,10 @@ def check_writable(*paths: Path) -> None:
 
 
 def tune(
-    shapes: Iterable[Shape],
+    shapes: Sequence[Shape] | None,
     budget_s: float,
     *,
+    directions: Sequence[str] = DIRECTIONS,
     dtypes: Sequence[str] = ("bfloat16",),
     only: Sequence[str] = (),
     gpu_name: str | None = None,
@@ -206,10 +269,10 @@ def tune(
     """Find the fastest config for the shapes of each row of the tuned table, and write the rows.
 
     Args:
-        shapes: a row's score is the geometric mean over those it serves.
+        shapes: a row's score is the geometric mean over those it serves; default the tuning set of each direction.
         budget_s: seconds, shared evenly among rows; rows it does not reach are named and left as they were. What hangs at
             the end is cut off a few times sandbox.GRACE later.
-        only: tune rows whose key has all these words.
+        only: tune rows whose direction and key together have all these words.
         gpu_name: as torch gives it; default the current device.
         path: the table to improve, which says what serves now; default configs.tuned_path, and then what serves now is
             what a call would get. Each row is written as soon as it is known.
@@ -217,7 +280,7 @@ def tune(
         jobs: kernels compiled at once, default as many as there are CPUs for this process.
         trial: what stands in for compiling, checking and timing.
     Returns:
-        The attempts by tuning key, of the rows that were reached. Ctrl-C returns what there is.
+        The attempts by direction and tuning key, of the rows that were reached. Ctrl-C returns what there is.
     Raises:
         OSError: the table or the log cannot be written there; nothing was compiled yet.
     """
@@ -230,9 +293,9 @@ def tune(
     path = path or configs.tuned_path(gpu_name)
     check_writable(path, *([log] if log else []))
     groups = {
-        group: members
-        for group, members in group_shapes(shapes, dtypes).items()
-        if set(only) <= set(tuning_key(*group).split())
+        row: members
+        for row, members in group_shapes(shapes, dtypes, directions).items()
+        if set(only) <= set(str(row).split())
     }
     deadline = time.monotonic() + budget_s
     results: dict[str, list[Attempt]] = {}
@@ -244,20 +307,18 @@ def tune(
         contextlib.suppress(KeyboardInterrupt),
     ):
         search = Search(trial, builders, judge, progress, tables)
-        for done, ((problem, bucket), members) in enumerate(groups.items()):
+        for done, (row, members) in enumerate(groups.items()):
             left = deadline - time.monotonic()
             if left <= 0 or (done and left < GRACE):
                 break
             until = time.monotonic() + min(max(left / (len(groups) - done), MIN_SHARE), left)
-            key = tuning_key(problem, bucket)
-            attempts = search.run(problem, bucket, members, until)
-            results[key] = attempts
+            attempts = results[str(row)] = search.run(row, members, until)
             if attempts[0].fate == "winner":
-                save_winner(path, gpu_name, key, attempts[0], members)
+                save_winner(path, gpu_name, row, attempts[0], members)
             if log:
-                append_log(log, gpu_name, key, attempts, members)
-            console.print(attempt_table(key, attempts))
-    if missed := [key for key in (tuning_key(*group) for group in groups) if key not in results]:
+                append_log(log, gpu_name, row, attempts, members)
+            console.print(attempt_table(row, attempts))
+    if missed := [str(row) for row in groups if str(row) not in results]:
         console.print(f"not reached, left as they were: {', '.join(missed)}")
     return results
 
@@ -271,24 +332,21 @@ class Search:
     judge: Sandboxes
     progress: Progress
     tables: Sequence[Path]
-    built: dict[tuple[AttnProblem, FwdConfig], cubin.Report | Failure] = field(default_factory=dict)
+    built: dict[Kernel, cubin.Report | Failure] = field(default_factory=dict)
 
-    def run(
-        self, problem: AttnProblem, bucket: str, shapes: Sequence[Shape], deadline: float
-    ) -> list[Attempt]:
-        """The attempts of a group, the winner first. What serves it now is among them, and tried first."""
-        incumbent = configs.config_of_tables(problem, bucket, self.tables)[0]
-        attempts = [Attempt(c) for c in dict.fromkeys([incumbent, *configs.candidates(problem, bucket)])]
-        key, begin = tuning_key(problem, bucket), time.monotonic()
+    def run(self, row: Row, shapes: Sequence[Shape], deadline: float) -> list[Attempt]:
+        """The attempts of a row, the winner first. What serves it now is among them, and tried first."""
+        incumbent = configs.config_of_tables(row.problem, row.bucket, self.tables, row.direction)[0]
+        candidates = configs.candidates(row.problem, row.bucket, row.direction)
+        attempts = [Attempt(config) for config in dict.fromkeys([incumbent, *candidates])]
+        begin = time.monotonic()
         quarter = 0.25 * (deadline - begin)
-        built = self._compile(problem, key, attempts, begin + 2 * quarter, begin + 3 * quarter)
+        built = self._compile(row, attempts, begin + 2 * quarter, begin + 3 * quarter)
         # Checks have a quarter even if the last compilations took long
         begin_by = max(begin + 3 * quarter, time.monotonic() + quarter)
-        right = self._check(problem, key, built, shapes, begin_by, deadline)
-        timed = self._time(problem, right, shapes, ROUNDS, deadline)
-        if not attempts[0].tflops and (
-            attempts[0].fate == "not reached" or attempts[0].why.startswith(CUT_OFF)
-        ):
+        right = self._check(row, built, shapes, begin_by, deadline)
+        timed = self._time(row, right, shapes, ROUNDS, deadline)
+        if not attempts[0].tflops and (attempts[0].fate == "not reached" or attempts[0].cut_off):
             for attempt in timed:
                 attempt.lose(
                     "not reached", f"no winner without {incumbent}, which serves now and was not timed"
@@ -296,7 +354,7 @@ class Search:
             timed = []
         ranked, finalists = sorted(timed, key=Attempt.score.fget, reverse=True), []
         while ranked and not finalists:
-            finalists = self._time(problem, ranked[:2], shapes, FINAL_ROUNDS, deadline, "again")
+            finalists = self._time(row, ranked[:2], shapes, FINAL_ROUNDS, deadline, "again")
             ranked = ranked[2:] if time.monotonic() < deadline else []
         best = max(finalists, key=Attempt.score_again.fget, default=None)
         for attempt in (attempt for attempt in timed if best and attempt.tflops):
@@ -306,41 +364,31 @@ class Search:
                 attempt.why += f", timed again {attempt.score_again / best.score_again:.3f}"
         return sorted(attempts, key=lambda attempt: (attempt.fate != "winner", -attempt.score))
 
-    def _compile(
-        self, problem: AttnProblem, key: str, attempts: list[Attempt], begin_by: float, end_by: float
-    ) -> list[Attempt]:
-        """Those that may ship."""
-        pairs = [(problem, attempt.config) for attempt in attempts]
-        new = [pair for pair in pairs if pair not in self.built]
+    def _compile(self, row: Row, attempts: list[Attempt], begin_by: float, end_by: float) -> list[Attempt]:
+        """Those of which every kernel may ship."""
+        kernels = [attempt.config.kernels(row.problem) for attempt in attempts]
+        new = [kernel for kernel in dict.fromkeys(itertools.chain(*kernels)) if kernel not in self.built]
         end_by = max(end_by, time.monotonic() + COMPILE_FLOOR)
         results = self.builders.map(self.trial.compile, new, COMPILE_LIMIT, begin_by, end_by)
-        found = dict(self._tracked(f"{key}: compile", len(new), results))
+        found = self.built | dict(self._tracked(f"{row}: compile", len(new), results))
         # The next row may have time for one that this row cut off
-        self.built |= {pair: result for pair, result in found.items() if not isinstance(result, OutOfTime)}
-        for attempt, pair in zip(attempts, pairs, strict=True):
-            result = self.built.get(pair) or found.get(pair)
-            if isinstance(result, Failure):
-                attempt.lose("failed", f"compile: {result}")
-            elif result:
-                attempt.report = result
-                if result.fault:
-                    attempt.lose("faulty", result.fault)
-        return [attempt for attempt in attempts if attempt.report and attempt.fate == "not reached"]
+        self.built = {kernel: result for kernel, result in found.items() if not isinstance(result, OutOfTime)}
+        for attempt, needed in zip(attempts, kernels, strict=True):
+            attempt.take({kernel: found[kernel] for kernel in needed if kernel in found})
+        return [
+            attempt
+            for attempt, needed in zip(attempts, kernels, strict=True)
+            if attempt.fate == "not reached" and len(attempt.reports) == len(needed)
+        ]
 
     def _check(
-        self,
-        problem: AttnProblem,
-        key: str,
-        attempts: list[Attempt],
-        shapes: Sequence[Shape],
-        begin_by: float,
-        end_by: float,
+        self, row: Row, attempts: list[Attempt], shapes: Sequence[Shape], begin_by: float, end_by: float
     ) -> list[Attempt]:
         """Those that are right."""
         by_config, right = {attempt.config: attempt for attempt in attempts}, []
-        calls = [(problem, config, check_shapes(shapes)) for config in by_config]
+        calls = [(row, config, check_shapes(shapes)) for config in by_config]
         verdicts = self.judge.map(self.trial.check, calls, self.trial.check_limit_s, begin_by, end_by)
-        for (_, config, _), verdict in self._tracked(f"{key}: check", len(calls), verdicts):
+        for (_, config, _), verdict in self._tracked(f"{row}: check", len(calls), verdicts):
             if isinstance(verdict, Failure):
                 by_config[config].lose("failed", f"check: {verdict}")
             elif verdict:
@@ -351,7 +399,7 @@ class Search:
 
     def _time(
         self,
-        problem: AttnProblem,
+        row: Row,
         attempts: list[Attempt],
         shapes: Sequence[Shape],
         rounds: int,
@@ -364,14 +412,14 @@ class Search:
         try:
             candidates = [attempt.config for attempt in attempts]
             limit_s = time_left(TIME_LIMIT, end_by)
-            tflops = self.judge.call(self.trial.time, problem, candidates, shapes, rounds, limit_s=limit_s)
+            tflops = self.judge.call(self.trial.time, row, candidates, shapes, rounds, limit_s=limit_s)
         except Failure as failure:
             if len(attempts) > 1:
                 return [
                     timed
                     for attempt in attempts
                     if time.monotonic() < end_by
-                    for timed in self._time(problem, [attempt], shapes, rounds, end_by, into)
+                    for timed in self._time(row, [attempt], shapes, rounds, end_by, into)
                 ]
             attempts[0].lose("failed", f"timing: {failure}")
             return []
@@ -387,7 +435,7 @@ class Search:
         self.progress.remove_task(task)
 
 
-def save_winner(path: Path, gpu_name: str, key: str, winner: Attempt, shapes: Sequence[Shape]) -> None:
+def save_winner(path: Path, gpu_name: str, row: Row, winner: Attempt, shapes: Sequence[Shape]) -> None:
     """Put a row into the table, with the provenance of this run as the table's own; rows of no class of today go."""
     facts = bench.environment("tl-attention tune")
     date = datetime.now(timezone.utc).date().isoformat()
@@ -395,27 +443,33 @@ def save_winner(path: Path, gpu_name: str, key: str, winner: Attempt, shapes: Se
     provenance |= {name: facts[name] for name in ("tilelang", "torch", "cuda", "driver", "commit")} | {
         "date": date
     }
-    row = {
+    measured = {
         "config": asdict(winner.config),
         "tflops": round(winner.score_again, 1),
         "shapes": {str(shape): round(tflops, 1) for shape, tflops in zip(shapes, winner.again, strict=True)},
         "commit": facts["commit"],
         "date": date,
     }
-    keys = {tuning_key(problem, bucket) for problem in configs.problems() for bucket in BUCKETS}
-    rows = {name: row for name, row in configs.read_tuned(path)["fwd"].items() if name in keys} | {key: row}
+    table = configs.read_tuned(path)
+    sections = {}
+    for direction in DIRECTIONS:
+        classes = itertools.product(configs.problems(direction), BUCKETS)
+        keys = {tuning_key(problem, bucket) for problem, bucket in classes}
+        sections[direction] = {key: kept for key, kept in table[direction].items() if key in keys}
+    sections[row.direction][row.key] = measured
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".tmp")
-    scratch.write_text(configs.format_tuned(provenance | {"fwd": rows}))
+    scratch.write_text(configs.format_tuned(provenance | sections))
     scratch.replace(path)
 
 
 def append_log(
-    path: Path, gpu_name: str, key: str, attempts: Sequence[Attempt], shapes: Sequence[Shape]
+    path: Path, gpu_name: str, row: Row, attempts: Sequence[Attempt], shapes: Sequence[Shape]
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     common = {
-        "key": key,
+        "direction": row.direction,
+        "key": row.key,
         "gpu": gpu_name,
         "commit": bench.git_commit(),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -426,14 +480,19 @@ def append_log(
             file.write(json.dumps(common | asdict(attempt)) + "\n")
 
 
-def attempt_table(key: str, attempts: Sequence[Attempt]) -> Table:
+def attempt_table(row: Row, attempts: Sequence[Attempt]) -> Table:
     from rich.table import Table
 
-    table = Table("config", "TFLOPS", "fate", *REPORT_COLUMNS, "why", title=key, title_justify="left")
+    columns = ("kernels", "TFLOPS", "fate", *REPORT_COLUMNS, "why")
+    table = Table(*columns, title=str(row), title_justify="left", show_lines=row.direction != "fwd")
     for attempt in attempts:
+        kernels = attempt.config.kernels(row.problem)
+        reports = [attempt.reports.get(f"{problem} {config}") for problem, config in kernels]
+        cells = ["\n".join(lines) for lines in zip(*map(report_cells, reports), strict=True)]
+        names = "\n".join(str(config) for _, config in kernels)
         score = f"{attempt.score:.1f}" if attempt.tflops else ""
         why = attempt.why.strip().splitlines()[-1:]
-        table.add_row(str(attempt.config), score, attempt.fate, *report_cells(attempt.report), *why)
+        table.add_row(names, score, attempt.fate, *cells, *why)
     return table
 
 

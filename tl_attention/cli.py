@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import itertools
 import platform
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tl_attention import configs
-from tl_attention.problem import DTYPES, AttnProblem, FwdConfig, length_bucket
+from tl_attention.problem import DIRECTIONS, DTYPES, AttnProblem, KernelConfig, length_bucket
 from tl_attention.target import is_hopper
 
 if TYPE_CHECKING:
@@ -49,13 +50,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     shapes.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: bfloat16, whose rows serve both")
     shapes.add_argument(
+        "--pass",
+        nargs="+",
+        choices=DIRECTIONS,
+        default=DIRECTIONS,
+        dest="directions",
+        help="bwd_det: the deterministic backward; default: all",
+    )
+    shapes.add_argument(
         "--jobs", type=int, help="kernels compiled at once; default: as many as there are CPUs"
     )
 
     command = commands.add_parser(
         "tune",
         parents=[shapes],
-        help="find the fastest config of each problem class on this GPU",
+        help="find the fastest config of each problem class and pass on this GPU",
         description="Compile the candidates of configs/grid.toml, check each against the reference, time them"
         " against each other, and write the winners to configs/tuned/ in a checkout, else to the user's table in"
         " the cache folder. Ctrl-C keeps what is done.",
@@ -78,11 +87,11 @@ def _parser() -> argparse.ArgumentParser:
         "compile",
         parents=[shapes],
         help="compile kernels into the disk cache and report on them; needs no GPU",
-        description="Compile the shipped configs, or those that serve some shapes, for sm_90a, and print"
+        description="Compile the kernels of the shipped configs, or of those that serve some shapes, for sm_90a, and print"
         " what the compiler made of them. Status 1 if one must not ship.",
     )
     command.add_argument(
-        "words", nargs="*", help="only kernels whose problem and config have all of these: bf16 d128 grid"
+        "words", nargs="*", help="only kernels whose problem and config have all of these: bf16 d128 dq"
     )
     command.set_defaults(run=compile_kernels)
 
@@ -135,17 +144,17 @@ def tune(arguments: argparse.Namespace) -> int:
         print(f"tl-attention tune cannot write {table} or {arguments.log}: {error}", end="; ")
         print("--table and --log name other places")
         return 2
-    shapes = parse_shapes(arguments.shapes) if arguments.shapes else autotune.default_shapes()
     results = autotune.tune(
-        shapes,
+        parse_shapes(arguments.shapes) if arguments.shapes else None,
         arguments.budget,
+        directions=arguments.directions,
         dtypes=arguments.dtype or DTYPES[:1],
         only=arguments.only,
         path=arguments.table,
         log=arguments.log,
         jobs=arguments.jobs,
     )
-    print(f"{len(results)} classes tuned, in {table}; why each loser lost: {arguments.log}")
+    print(f"{len(results)} rows tuned, in {table}; why each loser lost: {arguments.log}")
     return 0 if results else 1
 
 
@@ -161,42 +170,43 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     from rich.progress import track
     from rich.table import Table
 
-    pairs = configs.shipped_configs()
     if arguments.shapes:
-        pairs = list(dict.fromkeys(_serving(parse_shapes(arguments.shapes), arguments.dtype or DTYPES[:1])))
-    elif arguments.dtype:
-        pairs = [(problem, config) for problem, config in pairs if problem.dtype in arguments.dtype]
-    pairs = [
-        (problem, config) for problem, config in pairs if _has_words(f"{problem} {config}", arguments.words)
+        dtypes = arguments.dtype or DTYPES[:1]
+        kernels = _serving(parse_shapes(arguments.shapes), dtypes, arguments.directions)
+    else:
+        dtypes = arguments.dtype or DTYPES
+        kernels = [
+            kernel for kernel in configs.shipped_kernels(arguments.directions) if kernel[0].dtype in dtypes
+        ]
+    kernels = [
+        kernel for kernel in dict.fromkeys(kernels) if _has_words("{} {}".format(*kernel), arguments.words)
     ]
-    built = autotune.compile_all(pairs, arguments.jobs)
+    built = autotune.compile_all(kernels, arguments.jobs)
     results = {
-        (problem, config): result for problem, config, result in track(built, "compile", total=len(pairs))
+        (problem, config): result for problem, config, result in track(built, "compile", total=len(kernels))
     }
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    table = Table("problem", "config", *autotune.REPORT_COLUMNS, "verdict")
+    table = Table("problem", "kernel", *autotune.REPORT_COLUMNS, "verdict")
     faults = 0
-    for problem, config in pairs:
+    for problem, config in kernels:
         result = results[problem, config]
         report = None if isinstance(result, autotune.Failure) else result
         fault = report.fault if report else str(result).strip().splitlines()[-1]
         faults += bool(fault)
         table.add_row(str(problem), str(config), *autotune.report_cells(report), fault or "ok")
     console.print(table)
-    return 1 if faults or not pairs else 0
+    return 1 if faults or not kernels else 0
 
 
-def _serving(shapes: Sequence[Shape], dtypes: Sequence[str]) -> Iterator[tuple[AttnProblem, FwdConfig]]:
+def _serving(
+    shapes: Sequence[Shape], dtypes: Sequence[str], directions: Sequence[str]
+) -> Iterator[tuple[AttnProblem, KernelConfig]]:
     gpu_name = torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
-    for dtype in dtypes:
-        for shape in shapes:
-            problem = _problem(shape, dtype)
-            yield problem, configs.pick_config(problem, length_bucket(shape.seqlen_k), gpu_name)[0]
-
-
-def _problem(shape: Shape, dtype: str) -> AttnProblem:
-    return AttnProblem.of(dtype, shape.head_dim, shape.head_dim_v, shape.causal)
+    for direction, dtype, shape in itertools.product(directions, dtypes, shapes):
+        problem = AttnProblem.of(dtype, shape.head_dim, shape.head_dim_v, shape.causal, direction)
+        config, _ = configs.pick_config(problem, length_bucket(shape.seqlen_k), gpu_name, direction)
+        yield from config.kernels(problem)
 
 
 def _has_words(text: str, words: Sequence[str]) -> bool:
@@ -284,8 +294,12 @@ def _check_cache() -> tuple[bool, str]:
 
 def _check_table() -> tuple[bool, str]:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
-    rows = {path: len(configs.read_tuned(path)["fwd"]) for path in configs.tuned_paths(name)}
-    if found := [f"{path}, {count} rows" for path, count in rows.items() if count]:
+    found = []
+    for path in configs.tuned_paths(name):
+        table = configs.read_tuned(path)
+        if rows := [f"{len(table[direction])} {direction}" for direction in DIRECTIONS if table[direction]]:
+            found.append(f"{path}, rows: {', '.join(rows)}")
+    if found:
         return True, "; then ".join(found)
     return (
         False,

@@ -10,24 +10,53 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tl_attention.problem import BUCKETS, DTYPES, SCHEDULES, TILE_WIDTHS, AttnProblem, FwdConfig, tuning_key
+from tl_attention.problem import (
+    BUCKETS,
+    BWD_TILE_WIDTHS,
+    DIRECTIONS,
+    DTYPES,
+    GRADS,
+    SCHEDULES,
+    TILE_WIDTHS,
+    AttnProblem,
+    BwdConfig,
+    BwdDelta,
+    BwdPass,
+    BwdSum,
+    Config,
+    FwdConfig,
+    KernelConfig,
+    tuning_key,
+)
 from tl_attention.target import SMEM_LIMIT, gpu_slug
 
 BARRIER_BYTES = 1024  # what barriers take of the shared memory beside the tiles
 TILE_BOX_BYTES = 64  # kernels.scheduler.TileBox
-# What the lines of a search in grid.toml are products of, beside tiles
-SEARCHED = ("num_stages", "ping_pong", "schedule", "q_stages")
+# What a tile of a line of a search gives, or the first of them
+TILE_FIELDS = ("block_M", "block_N", "num_stages", "num_stages_do")
 # A thread, by consumer warpgroups; the rest of its 240 or 160 is for addresses and row statistics
-ACCUMULATOR_REGISTERS = {1: 216, 2: 216, 3: 128}
+ACCUMULATOR_REGISTERS = {
+    FwdConfig: {1: 216, 2: 216, 3: 128},
+    BwdPass: {1: 232, 2: 232, 3: 152},
+}
 
 
-def smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
+def smem_bytes(problem: AttnProblem, config: KernelConfig) -> int:
     """Dynamic shared memory of a kernel; its barriers are static and take BARRIER_BYTES."""
+    if isinstance(config, FwdConfig):
+        return _fwd_smem_bytes(problem, config)
+    if isinstance(config, BwdPass):
+        return _pass_smem_bytes(problem, config)
+    tiles = {BwdDelta: 2, BwdSum: 1}[type(config)]  # O and dO; the gradient
+    return 2 * tiles * config.rows * problem.head_dim
+
+
+def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
     rows_qk = config.q_stages * config.block_M + config.num_stages * config.block_N
     rows_v = config.num_stages * config.block_N
     own_output = problem.head_dim != problem.head_dim_v  # else O leaves through the tile of Q
@@ -36,13 +65,61 @@ def smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
     return 2 * (rows_qk * problem.head_dim + rows_v * problem.head_dim_v) + tile_box
 
 
-def accumulator_registers(problem: AttnProblem, config: FwdConfig) -> int:
-    """Registers a consumer thread holds at once for 64 rows a warpgroup: S and O in fp32, P in 16 bits."""
-    return 64 * (config.block_N + config.block_N // 2 + problem.head_dim_v) // 128
+def _pass_smem_bytes(problem: AttnProblem, one: BwdPass) -> int:
+    owned, step = _owned_and_step(one)
+    rows_qk = owned + one.num_stages * step
+    rows_v = one.num_stages_do * step
+    # V, or dO in "dq"; "dv" has no V, and dV leaves through the tile of K if that is as wide
+    if one.grads != "dv" or problem.head_dim != problem.head_dim_v:
+        rows_v += owned
+    sixteen_bits = rows_qk * problem.head_dim + rows_v * problem.head_dim_v
+    floats = 0
+    if one.grads != "dq":  # a log-sum-exp comes with each row of Q, a delta with each of dO
+        floats += step * (one.num_stages + one.num_stages_do * (one.grads != "dv"))
+    if one.adds_dq:
+        sixteen_bits += owned * step  # dS
+        floats += step * problem.head_dim
+    return 2 * sixteen_bits + 4 * floats
 
 
-def is_legal(problem: AttnProblem, config: FwdConfig) -> str | None:
-    """Why the config cannot run the problem, or cannot without spills; None if it can."""
+def accumulator_registers(problem: AttnProblem, config: FwdConfig | BwdPass) -> int:
+    """Registers a consumer thread holds at once for 64 rows a warpgroup, of which 64 columns take 32 in fp32.
+
+    Forward: S and O in fp32, P in 16 bits. Backward: S, dP and what it makes in fp32, P and dS in 16 bits.
+    """
+    if isinstance(config, FwdConfig):
+        return config.block_N // 2 + config.block_N // 4 + problem.head_dim_v // 2
+    _, step = _owned_and_step(config)
+    has_p, has_ds = "dv" in config.makes, config.grads != "dv"
+    widths = {"dq": problem.head_dim, "dk": problem.head_dim, "dv": problem.head_dim_v}
+    sums = sum(widths[grad] for grad in config.makes if not (grad == "dq" and config.adds_dq))
+    return sums // 2 + (1 + has_ds) * step // 2 + (has_p + has_ds) * step // 4
+
+
+def _owned_and_step(one: BwdPass) -> tuple[int, int]:
+    """(rows a CTA owns, rows of a step)"""
+    return (one.block_M, one.block_N) if one.grads == "dq" else (one.block_N, one.block_M)
+
+
+def is_legal(problem: AttnProblem, config: Config, direction: str | None = None) -> str | None:
+    """Why the config cannot run the problem, or cannot without spills; None if it can.
+
+    direction: one of DIRECTIONS that it must serve, or None for any that it is made for.
+    """
+    if isinstance(config, FwdConfig):
+        return _fwd_fault(problem, config)
+    for one in config.passes:
+        if fault := _pass_fault(problem, one):
+            return f"{one}: {fault}"
+    made = sorted(grad for one in config.passes for grad in one.makes)
+    if made != ["dk", "dq", "dv"]:
+        return f"passes make {', '.join(made) or 'nothing'}: expected dk, dq and dv once each"
+    if direction == "bwd_det" and not config.deterministic:
+        return f"{config} adds up dq in an order that is not fixed: expected a pass that makes dq alone"
+    return None
+
+
+def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
     if config.block_M not in (64, 128, 192):
         return f"block_M {config.block_M}: expected 64, 128 or 192, 64 queries a consumer warpgroup"
     if config.block_N % 16 or not 16 <= config.block_N <= 256:
@@ -57,9 +134,31 @@ def is_legal(problem: AttnProblem, config: FwdConfig) -> str | None:
         return "q_stages 2: a CTA of the schedule grid has no next tile"
     if config.ping_pong and config.warpgroups < 2:
         return f"ping_pong: expected at least 2 warpgroups, block_M {config.block_M} has {config.warpgroups}"
+    return _capacity_fault(problem, config)
+
+
+def _pass_fault(problem: AttnProblem, one: BwdPass) -> str | None:
+    if one.grads not in GRADS:
+        return f"grads {one.grads!r}: expected one of {', '.join(GRADS)}"
+    by_queries = one.grads == "dq"
+    owned, step = ("block_M", "block_N") if by_queries else ("block_N", "block_M")
+    rows, step_rows = _owned_and_step(one)
+    if rows not in (64, 128, 192):
+        return f"{owned} {rows}: expected 64, 128 or 192, 64 {'queries' if by_queries else 'keys'} a consumer warpgroup"
+    if step_rows % 16 or not 32 <= step_rows <= 128:
+        return f"{step} {step_rows}: expected a multiple of 16 in 32..128"
+    if one.adds_dq and step_rows % 64:
+        return f"{step} {step_rows}: expected 64 or 128, as warpgroups compute 64 rows of dq at a time"
+    for name in ("num_stages", "num_stages_do"):
+        if getattr(one, name) < 1:
+            return f"{name} {getattr(one, name)}: expected at least 1"
+    return _capacity_fault(problem, one)
+
+
+def _capacity_fault(problem: AttnProblem, config: FwdConfig | BwdPass) -> str | None:
     if (smem := smem_bytes(problem, config) + BARRIER_BYTES) > SMEM_LIMIT:
         return f"shared memory: {smem} of {SMEM_LIMIT} bytes"
-    budget = ACCUMULATOR_REGISTERS[config.warpgroups]
+    budget = ACCUMULATOR_REGISTERS[type(config)][config.warpgroups]
     if (registers := accumulator_registers(problem, config)) > budget:
         return f"registers: {registers} of {budget} a thread for accumulators"
     return None
@@ -101,25 +200,50 @@ def _grid() -> dict[str, Any]:
     return _toml("grid.toml")
 
 
-def _class_table(problem: AttnProblem) -> dict[str, Any]:
-    return _grid()["fwd"][str(problem).split(maxsplit=1)[1]]  # both dtypes share it
+def _class_table(problem: AttnProblem, direction: str) -> dict[str, Any]:
+    """Default and search of a class of problems; both dtypes share it, and in the backward others as grid.toml says."""
+    width, mask = str(problem).split()[1:]
+    sections = ["bwd_det", "bwd"] if direction == "bwd_det" else [direction]
+    classes = [(section, name) for section in sections for name in (f"{width} {mask}", width)]
+    return next(_grid()[section][name] for section, name in classes if name in _grid()[section])
 
 
-def default_config(problem: AttnProblem) -> FwdConfig:
-    return FwdConfig(**{"schedule": "grid", **_class_table(problem)["default"]})
+def _config(fields: dict[str, Any], direction: str) -> Config:
+    """Of its fields, as the grid and the tables hold them."""
+    return FwdConfig(**fields) if direction == "fwd" else BwdConfig.of(fields["passes"])
 
 
-def candidates(problem: AttnProblem, bucket: str) -> list[FwdConfig]:
+def default_config(problem: AttnProblem, direction: str = "fwd") -> Config:
+    return _config(_class_table(problem, direction)["default"], direction)
+
+
+def _products(line: dict[str, Any]) -> list[dict[str, Any]]:
+    """The fields of a config or a pass for each product of the lists of a line of a search."""
+    others = {name: value for name, value in line.items() if name not in ("tiles", "buckets")}
+    lists = [value if isinstance(value, list) else [value] for value in others.values()]
+    return [
+        dict(zip(TILE_FIELDS, tile, strict=False)) | dict(zip(others, values, strict=True))
+        for tile, *values in itertools.product(line["tiles"], *lists)
+    ]
+
+
+def _line_configs(line: dict[str, Any], direction: str) -> list[Config]:
+    """What a line of a search names."""
+    if direction == "fwd":
+        return [_config(fields, direction) for fields in _products(line)]
+    return [
+        _config({"passes": passes}, direction)
+        for passes in itertools.product(*map(_products, line["passes"]))
+    ]
+
+
+def candidates(problem: AttnProblem, bucket: str, direction: str = "fwd") -> list[Config]:
     """The legal configs of the grid for a length bucket, the default first."""
-    found = [default_config(problem)]
-    for line in _class_table(problem)["search"]:
-        lists = _grid()["fwd"] | line
+    found = [default_config(problem, direction)]
+    for line in _class_table(problem, direction)["search"]:
         if bucket in line.get("buckets", BUCKETS):
-            found += [
-                FwdConfig(*tile, **dict(zip(SEARCHED, values, strict=True)))
-                for tile, *values in itertools.product(lists["tiles"], *(lists[name] for name in SEARCHED))
-            ]
-    return [config for config in dict.fromkeys(found) if is_legal(problem, config) is None]
+            found += _line_configs(line, direction)
+    return [config for config in dict.fromkeys(found) if is_legal(problem, config, direction) is None]
 
 
 def tuned_paths(gpu_name: str) -> tuple[Path, Path]:
@@ -135,26 +259,30 @@ def tuned_path(gpu_name: str) -> Path:
 
 
 def read_tuned(path: Path) -> dict[str, Any]:
-    """A tuned table: provenance, and under fwd a row for each tuning key; empty if there is no such file."""
-    return json.loads(path.read_text()) if path.exists() else {"fwd": {}}
+    """A tuned table: provenance, and under each of DIRECTIONS a row for each tuning key; no rows if there is no such file."""
+    table = json.loads(path.read_text()) if path.exists() else {}
+    return {direction: {} for direction in DIRECTIONS} | table
 
 
 def format_tuned(table: dict[str, Any]) -> str:
     """JSON, provenance on the first line, then one row a line, sorted, so that a diff shows new winners."""
-    provenance = json.dumps({key: value for key, value in table.items() if key != "fwd"})
-    rows = ",\n".join(f'  "{key}": {json.dumps(row)}' for key, row in sorted(table["fwd"].items()))
-    return f'{provenance[:-1]},\n "fwd": {{\n{rows}\n}}}}\n'
+    text = json.dumps({name: value for name, value in table.items() if name not in DIRECTIONS})[:-1]
+    for direction in DIRECTIONS:
+        if sorted_rows := sorted(table.get(direction, {}).items()):
+            rows = ",\n".join(f'  "{key}": {json.dumps(row)}' for key, row in sorted_rows)
+            text += f',\n "{direction}": {{\n{rows}\n}}'
+    return text + "}\n"
 
 
-def config_of_row(problem: AttnProblem, row: dict[str, Any]) -> FwdConfig:
+def config_of_row(problem: AttnProblem, row: dict[str, Any], direction: str = "fwd") -> Config:
     """The config of a tuned row, which holds measurements too.
 
     Raises:
-        ValueError: the row is of another version of FwdConfig or not legal; the text says why.
+        ValueError: the row is of another version of the config or not legal; the text says why.
     """
     try:
-        config = FwdConfig(**row["config"])
-        reason = is_legal(problem, config)
+        config = _config(row["config"], direction)
+        reason = is_legal(problem, config, direction)
     except (KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
@@ -163,15 +291,19 @@ def config_of_row(problem: AttnProblem, row: dict[str, Any]) -> FwdConfig:
 
 
 @functools.cache
-def pick_config(problem: AttnProblem, bucket: str, gpu_name: str) -> tuple[FwdConfig, str]:
+def pick_config(
+    problem: AttnProblem, bucket: str, gpu_name: str, direction: str = "fwd"
+) -> tuple[Config, str]:
     """The config that serves a problem on a GPU, by its name as torch gives it, and in words whence it comes.
 
     A row tuned for this GPU comes before the default of the grid, the user's row before a shipped one.
     """
-    return config_of_tables(problem, bucket, tuned_paths(gpu_name))
+    return config_of_tables(problem, bucket, tuned_paths(gpu_name), direction)
 
 
-def config_of_tables(problem: AttnProblem, bucket: str, paths: Iterable[Path]) -> tuple[FwdConfig, str]:
+def config_of_tables(
+    problem: AttnProblem, bucket: str, paths: Iterable[Path], direction: str = "fwd"
+) -> tuple[Config, str]:
     """The config of the first of some tuned tables that has one, else the default; and in words whence it comes.
 
     In a table that has no row for its dtype, a problem takes the other dtype's. A stale row counts as none.
@@ -182,38 +314,52 @@ def config_of_tables(problem: AttnProblem, bucket: str, paths: Iterable[Path]) -
     ]
     misses = []
     for path in paths:
-        rows = read_tuned(path)["fwd"]
+        rows = read_tuned(path)[direction]
         key = next((key for key in keys if key in rows), None)
         if key is None:
-            misses.append(f"{path} has no row {keys[0]!r}")
+            misses.append(f"{path} has no {direction} row {keys[0]!r}")
             continue
         try:
-            return config_of_row(problem, rows[key]), f"row {key!r} of {path}"
+            return config_of_row(problem, rows[key], direction), f"{direction} row {key!r} of {path}"
         except ValueError as error:
-            misses.append(f"row {key!r} of {path} is stale, {error}")
-    return default_config(problem), f"default of {data_dir() / 'grid.toml'}: {'; '.join(misses)}"
+            misses.append(f"{direction} row {key!r} of {path} is stale, {error}")
+    grid = data_dir() / "grid.toml"
+    return default_config(problem, direction), f"{direction} default of {grid}: {'; '.join(misses)}"
 
 
-def problems() -> list[AttnProblem]:
-    """Every class of problems a kernel is compiled for."""
+def tile_widths(direction: str) -> tuple[tuple[int, int], ...]:
+    """(of Q and K, of V and O) that a direction has kernels for."""
+    return TILE_WIDTHS if direction == "fwd" else BWD_TILE_WIDTHS
+
+
+def problems(direction: str = "fwd") -> list[AttnProblem]:
+    """Every class of problems kernels are compiled for."""
     return [
-        AttnProblem(dtype, *widths, causal)
+        AttnProblem(dtype, *width, causal)
         for dtype in DTYPES
-        for widths in TILE_WIDTHS
+        for width in tile_widths(direction)
         for causal in (False, True)
     ]
 
 
-def shipped_configs() -> list[tuple[AttnProblem, FwdConfig]]:
-    """Every default and every config of a shipped table, in both dtypes, without duplicates."""
+def shipped_configs(directions: Sequence[str] = DIRECTIONS) -> list[tuple[AttnProblem, str, Config]]:
+    """(problem, direction, config) of every default and every row of a shipped table, in both dtypes, once each."""
     tables = sorted((data_dir() / "tuned").glob("*.json"))
+    classes = [(problem, direction) for direction in directions for problem in problems(direction)]
+    defaults = [(problem, direction, default_config(problem, direction)) for problem, direction in classes]
     tuned = [
-        (problem, config_of_tables(problem, bucket, [table])[0])
+        (problem, direction, config_of_tables(problem, bucket, [table], direction)[0])
         for table in tables
-        for problem in problems()
+        for problem, direction in classes
         for bucket in BUCKETS
     ]
-    return list(dict.fromkeys([*((p, default_config(p)) for p in problems()), *tuned]))
+    return list(dict.fromkeys([*defaults, *tuned]))
+
+
+def shipped_kernels(directions: Sequence[str] = DIRECTIONS) -> list[tuple[AttnProblem, KernelConfig]]:
+    """What is compiled for shipped_configs, once each."""
+    configs = shipped_configs(directions)
+    return list(dict.fromkeys(kernel for problem, _, config in configs for kernel in config.kernels(problem)))
 
 
 def named_shapes() -> dict[str, str]:

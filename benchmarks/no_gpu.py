@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from tl_attention import autotune, configs, cubin
-from tl_attention.problem import AttnProblem, FwdConfig
+from tl_attention.problem import AttnProblem, FwdConfig, KernelConfig
 from tl_attention.testing.bench import PEAK_TFLOPS, Shape, fwd_ceiling
-from tl_attention.testing.inputs import make_inputs
+from tl_attention.testing.inputs import make_dout, make_inputs
 
 QUICK_CONFIGS = 4
 CEILING_SEQLEN = 8192
+GRAD_ATOL = 2**-6  # of the largest gradient: the bfloat16 of P and dS
 CPU_SHAPES = (
     "2,4,2,100,100,64,causal",
     "1,2,2,33,130,128,causal",
@@ -47,7 +48,7 @@ def report_kernels(console: Console, quick: bool) -> None:
     if missing:
         console.print(f"No kernel is compiled: {missing}\n", markup=False)
         return
-    pairs = configs.shipped_configs()
+    pairs = configs.shipped_kernels()
     if quick:
         console.print(f"--quick: a few of the {len(pairs)} kernels")
         pairs = pairs[:: len(pairs) // QUICK_CONFIGS + 1]
@@ -70,50 +71,61 @@ def report_kernels(console: Console, quick: bool) -> None:
                 table.add_row(*kernel_line(*pair, results[pair]))
         console.print(table)
         console.print(
-            f"Ceilings: {PEAK_TFLOPS} TFLOPS of an H200 at its boost clock, less what the mask wastes of the "
+            f"Ceilings of a forward: {PEAK_TFLOPS} TFLOPS of an H200 at its boost clock, less what the mask wastes of the "
             "tiles, with the exponentials of the softmax after the matrix products or under them.\n"
         )
 
 
 def kernel_line(
-    problem: AttnProblem, config: FwdConfig, result: cubin.Report | autotune.Failure
+    problem: AttnProblem, config: KernelConfig, result: cubin.Report | autotune.Failure
 ) -> tuple[str, ...]:
     """What the compiler says of one kernel, or why it does not compile."""
     length = CEILING_SEQLEN
     shape = Shape(1, 1, 1, length, length, problem.head_dim, problem.head_dim_v, problem.causal)
-    ceilings = [f"{tflops:.0f}" for tflops in fwd_ceiling(shape, config.block_M, config.block_N)]
+    ceilings = ["–", "–"]
+    if isinstance(config, FwdConfig):
+        ceilings = [f"{tflops:.0f}" for tflops in fwd_ceiling(shape, config.block_M, config.block_N)]
     report = None if isinstance(result, autotune.Failure) else result
     verdict = report.fault or "ok" if report else str(result).strip().splitlines()[-1]
     return (str(problem), str(config), *autotune.report_cells(report), *ceilings, verdict)
 
 
 def check_cpu(console: Console) -> int:
-    """Compares mha_fwd_interface on CPU tensors to PyTorch's attention in float64. Returns 1 if wrong."""
-    from tl_attention import mha_fwd_interface
+    """Compares mha_fwd_interface and mha_bwd_interface on CPU tensors to PyTorch in float64. Returns 1 if wrong."""
+    from tl_attention import mha_bwd_interface, mha_fwd_interface
 
     wrong = 0
     for text in CPU_SHAPES:
         shape = Shape.parse(text)
         q, k, v = (x.transpose(1, 2) for x in make_inputs(shape, torch.bfloat16, device="cpu"))
+        dout = make_dout(shape, torch.bfloat16, device="cpu").transpose(1, 2)
         out, lse = mha_fwd_interface(q, k, v, is_causal=shape.causal)
-        ref, ref_lse = sdpa_float64(q, k, v, shape)
+        grads = mha_bwd_interface(dout, q, k, v, out, lse, is_causal=shape.causal)
+        ref, ref_lse, ref_grads = sdpa_float64(dout, q, k, v, shape)
         same = torch.allclose(out.double(), ref, rtol=2**-6, atol=1e-4)
         same &= torch.allclose(lse.double(), ref_lse, rtol=1e-4, atol=1e-4)
+        pairs = zip(grads, ref_grads, strict=True)
+        same &= all(
+            torch.allclose(a.double(), b, rtol=2**-5, atol=GRAD_ATOL * float(b.abs().max())) for a, b in pairs
+        )
         wrong += not same
         verdict = "as scaled_dot_product_attention" if same else "WRONG"
-        console.print(f"CPU, mha_fwd_interface {shape}: {verdict}", highlight=False)
+        console.print(f"CPU, mha_fwd_interface and mha_bwd_interface {shape}: {verdict}", highlight=False)
     return int(wrong > 0)
 
 
 def sdpa_float64(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out of PyTorch's own attention and lse in base 2; q, k, v are [batch, heads, seqlen, head_dim]."""
-    q, k, v = (x.double() for x in (q, k, v))
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape
+) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """out of PyTorch's own attention, lse in base 2, and (dq, dk, dv); all are [batch, heads, seqlen, head_dim]."""
+    inputs = tuple(x.double().requires_grad_() for x in (q, k, v))
+    q, k, v = inputs
     k, v = (x.repeat_interleave(shape.heads_q // shape.heads_kv, 1) for x in (k, v))
     seen = torch.ones(shape.seqlen_q, shape.seqlen_k, dtype=torch.bool)
     if shape.causal:
         seen = seen.tril(shape.seqlen_k - shape.seqlen_q)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    out = out.masked_fill(~seen.any(1, keepdim=True), 0)  # SDPA may give NaN where a row sees no key
     scores = (q @ k.mT * shape.head_dim**-0.5).masked_fill(~seen, -torch.inf)
-    return out.nan_to_num(), scores.logsumexp(-1) / math.log(2)  # SDPA may give NaN where a row sees no key
+    grads = torch.autograd.grad(out, inputs, dout.double())
+    return out.detach(), scores.detach().logsumexp(-1) / math.log(2), grads

@@ -30,8 +30,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from tl_attention.testing.bench import DIRECTIONS
+
 Row = dict[str, Any]
 OURS = "tl_attention"
+DETERMINISTIC = "deterministic"  # ours in the column of README's table
 PROBLEM = (
     "pass",
     "dtype",
@@ -46,13 +49,38 @@ PROBLEM = (
 )
 MEASURED = ("ms", "tflops", "correct", "max_err_ratio")  # None in a row where they are unknown
 
-CONVENTION = (
-    "TFLOPS count visible pairs: 2 x pairs x (head_dim + head_dim_v) x batch x query heads; causal counts "
-    "what the mask leaves, s(s+1)/2 pairs a head where the lengths are equal. A time is the median of "
-    "CUDA-graph replays, the providers in turn; a ratio is the median of those of the rounds. Each provider "
-    "has contiguous tensors in the layout it is made for, bshd ([batch, seqlen, heads, head_dim]) or bhsd. A "
-    "speed stands only where the output of the last timed call is correct."
-)
+TITLES = {
+    "fwd": "forward",
+    "bwd": "backward",
+    "bwd_det": "backward, deterministic",
+    "fwd_bwd": "forward and backward",
+    "fwd_bwd_det": "forward and backward, deterministic",
+}
+WIDTHS = {
+    "fwd": "head_dim + head_dim_v",
+    "bwd": "3 head_dim + 2 head_dim_v",
+    "fwd_bwd": "4 head_dim + 3 head_dim_v",
+}
+
+
+def convention(direction: str) -> str:
+    """What a speed is."""
+    backward = " A backward's time is that of all it launches." if "bwd" in direction else ""
+    return (
+        f"TFLOPS count visible pairs: 2 x pairs x ({WIDTHS[direction.removesuffix('_det')]}) x batch x query heads; "
+        "causal counts what the mask leaves, s(s+1)/2 pairs a head where the lengths are equal. A time is the median "
+        f"of CUDA-graph replays, the providers in turn; a ratio is the median of those of the rounds.{backward} Each "
+        "provider has contiguous tensors in the layout it is made for, bshd ([batch, seqlen, heads, head_dim]) or "
+        "bhsd. A speed stands only where the output of the last timed call is correct."
+    )
+
+
+def jsonl_name(direction: str) -> str:
+    return f"{direction}.jsonl"
+
+
+def environment_name(direction: str) -> str:
+    return "environment.json" if direction == "fwd" else f"environment_{direction}.json"
 
 
 def show_environment(console: Console, facts: dict[str, str]) -> None:
@@ -65,11 +93,15 @@ def progress_bar(console: Console) -> Progress:
     return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)
 
 
+def problem_key(row: Row) -> tuple:
+    return tuple(row[key] for key in PROBLEM)
+
+
 def problems(rows: Iterable[Row]) -> dict[tuple, dict[str, Row]]:
     """Problem -> provider -> row, in the order of the rows."""
     grouped: dict[tuple, dict[str, Row]] = {}
     for row in rows:
-        grouped.setdefault(tuple(row[key] for key in PROBLEM), {})[row["provider"]] = row
+        grouped.setdefault(problem_key(row), {})[row["provider"]] = row
     return grouped
 
 
@@ -187,7 +219,7 @@ def table(rows: list[Row]) -> Table:
     header, lines = _grid(rows, ("[bold green]", "[/]"), DETAILS)
     means = {name: f"{mean:.2f}x" for name, (mean, _, _) in geomeans(rows).items()}
     foot = ["geomean of ours over", *(means.get(name, "") for name in providers(rows))]
-    result = Table(title="forward, TFLOPS", show_footer=True)
+    result = Table(title=f"{TITLES[rows[0]['pass']]}, TFLOPS", show_footer=True)
     for i, column in enumerate(header):
         result.add_column(
             column, foot[i] if i < len(foot) else "", justify="right" if i else "left", no_wrap=i == 0
@@ -201,12 +233,13 @@ def markdown(environment: dict[str, str], rows: list[Row], plot_name: str | None
     """The report: where it was measured, TFLOPS of all, geomeans, what did not run."""
     dtypes = ", ".join(dict.fromkeys(row["dtype"] for row in rows))
     parts = [
-        "# Attention forward, " + dtypes,
+        f"# Attention {TITLES[rows[0]['pass']]}, {dtypes}",
         "\n".join(
             f"- {key}: {f'`{value}`' if key == 'command' else value}" for key, value in environment.items()
         ),
         "\n".join(f"- {row['title']}: {row['library']}, {row['layout']}" for row in _libraries(rows)),
-        CONVENTION + " The fastest of a row is bold. `error` is the largest error over the error allowed.",
+        convention(rows[0]["pass"])
+        + " The fastest of a row is bold. `error` is the largest error over the error allowed.",
         _markdown_table(rows, DETAILS),
         "\n".join(
             f"- {mean:.2f}x {name}: geometric mean of {count} rows, faster in {wins}"
@@ -230,8 +263,23 @@ def _markdown_table(rows: list[Row], details: dict[str, tuple[str, str]]) -> str
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
 
 
-def readme(rows: list[Row], environment: dict[str, str]) -> str:
-    """What README says of a run: where it was measured, geomeans, TFLOPS of all."""
+def readme(folder: Path) -> str:
+    """What README says of the stored runs of a folder, forward and backward."""
+    parts = []
+    for direction in ("fwd", "bwd"):
+        if is_stored(folder, direction):
+            stored = is_stored(folder, f"{direction}_det")
+            deterministic = read(folder, f"{direction}_det")[0] if stored else []
+            parts.append(_readme_part(*read(folder, direction), deterministic))
+    return "\n".join(parts)
+
+
+def _readme_part(rows: list[Row], environment: dict[str, str], deterministic: Iterable[Row]) -> str:
+    """Where a run was measured, geomeans, TFLOPS of all.
+
+    Args:
+        deterministic: rows of another run; ours on the same problems become the last column.
+    """
     versions = [f"torch {environment['torch']}", f"CUDA {environment['cuda']}"]
     versions += [f"tilelang {environment['tilelang']}"]
     versions += [f"{row['title']}: {row['library']}" for row in _libraries(rows) if row["provider"] != OURS]
@@ -240,27 +288,58 @@ def readme(rows: list[Row], environment: dict[str, str]) -> str:
         f"{mean:.2f}x {name} (faster in {wins} of {count} rows)"
         for name, (mean, wins, count) in geomeans(rows).items()
     )
+    column = _deterministic_column(rows, deterministic)
     parts = [
         f"{environment['gpu']}, power limit {environment['power limit']}; {'; '.join(versions)}. "
-        f"Forward, {dtypes}, TFLOPS; medians of CUDA-graph replays at sustained clocks, the fastest bold.",
-        f"Geometric mean of the speed of {OURS} over that of each: {', '.join(means)}.",
-        _markdown_table(rows, {}),
+        f"{TITLES[rows[0]['pass']].capitalize()}, {dtypes}, TFLOPS; medians of CUDA-graph replays at sustained "
+        "clocks, the fastest bold.",
+        f"Geometric mean of the speed of {OURS} over that of each: {', '.join(means)}."
+        + _slowdown(problems([*rows, *column]).values()),
+        _markdown_table([*rows, *column], {}),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def read(folder: Path) -> tuple[list[Row], dict[str, str]]:
+def _deterministic_column(rows: Iterable[Row], deterministic: Iterable[Row]) -> list[Row]:
+    """Ours of a deterministic run on the problems of rows, as if it were a provider of their run."""
+    known = problems(rows)
+    ours = (row for row in deterministic if row["provider"] == OURS)
+    renamed = {"provider": DETERMINISTIC, "title": DETERMINISTIC}
+    column = (row | renamed | {"pass": row["pass"].removesuffix("_det")} for row in ours)
+    return [row for row in column if problem_key(row) in known]
+
+
+def _slowdown(groups: Iterable[dict[str, Row]]) -> str:
+    """What the deterministic column costs, in words."""
+    pairs = [(group.get(OURS), group.get(DETERMINISTIC)) for group in groups]
+    times = [
+        theirs["ms"] / ours["ms"]
+        for ours, theirs in pairs
+        if ours and theirs and ours["status"] == theirs["status"] == "ok"
+    ]
+    if not times:
+        return ""
+    return f" Deterministic gradients take {statistics.geometric_mean(times):.2f}x the time, {max(times):.2f}x at most."
+
+
+def is_stored(folder: Path, direction: str) -> bool:
+    return (folder / jsonl_name(direction)).exists()
+
+
+def read(folder: Path, direction: str) -> tuple[list[Row], dict[str, str]]:
     """The rows and the environment of a stored run."""
-    rows = [json.loads(line) for line in (folder / "fwd.jsonl").read_text().splitlines()]
-    return rows, json.loads((folder / "environment.json").read_text())
+    rows = [json.loads(line) for line in (folder / jsonl_name(direction)).read_text().splitlines()]
+    return rows, json.loads((folder / environment_name(direction)).read_text())
 
 
 def write(folder: Path, rows: list[Row], environment: dict[str, str]) -> list[str]:
     """All of a report but the JSONL; the names of the files."""
-    drawn = ["fwd.png"] if plot(rows, folder / "fwd.png") else []
-    (folder / "fwd.md").write_text(markdown(environment, rows, *drawn))
-    (folder / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
-    return ["fwd.md", "environment.json", *drawn]
+    direction = rows[0]["pass"]
+    page, facts, picture = f"{direction}.md", environment_name(direction), f"{direction}.png"
+    drawn = [picture] if plot(rows, folder / picture) else []
+    (folder / page).write_text(markdown(environment, rows, *drawn))
+    (folder / facts).write_text(json.dumps(environment, indent=1) + "\n")
+    return [page, facts, *drawn]
 
 
 def write_jsonl(file: TextIO, rows: Iterable[Row]) -> None:
@@ -314,7 +393,7 @@ def plot(rows: list[Row], path: Path) -> bool:
     for axis in list(axes):
         axis.set_visible(False)
     figure.legend(handles=handles.values(), loc="outside lower center", ncols=len(handles))
-    figure.suptitle(f"Attention forward on {rows[0]['gpu']}")
+    figure.suptitle(f"Attention {TITLES[rows[0]['pass']]} on {rows[0]['gpu']}")
     figure.savefig(path, dpi=120)
     return True
 
@@ -352,13 +431,14 @@ def score(row: Row, peers: dict[tuple, float]) -> float | None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks/report.py",
-        description="Make the report of a stored run anew; print README's section.",
+        description="Make the reports of the stored runs of a folder anew; print README's section.",
     )
-    parser.add_argument("folder", type=Path, help="has fwd.jsonl and environment.json")
+    parser.add_argument("folder", type=Path, help="has fwd.jsonl and environment.json, and may have others")
     folder = parser.parse_args(argv).folder
-    rows, environment = read(folder)
-    write(folder, rows, environment)
-    print(readme(rows, environment), end="")
+    for direction in DIRECTIONS:
+        if is_stored(folder, direction):
+            write(folder, *read(folder, direction))
+    print(readme(folder), end="")
     return 0
 
 

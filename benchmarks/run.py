@@ -2,6 +2,10 @@
 
     python benchmarks/run.py    the FlashAttention papers' grid and one more row
     python benchmarks/run.py --shapes 'paper-d128-*' 1,32,8,4096,4096,128,causal --rounds 30
+    python benchmarks/run.py --pass bwd --deterministic
+
+A backward is the library's own function from dout, q, k, v, out and lse to dq, dk and dv, everything it launches
+included; out and lse are those of the library's forward, which is not timed unless the pass is fwd_bwd.
 
 Without a Hopper GPU it compiles the shipped kernels for sm_90a, reports on them, and checks the CPU path.
 """
@@ -21,18 +25,22 @@ from pathlib import Path
 import no_gpu
 import report
 import torch
-from providers import PROVIDERS, Ready, Result, Unsupported, title
+from providers import PROVIDERS, Inputs, Ready, Result, Unsupported, prepare, title
 from report import OURS, Row
 from rich.console import Console
 
 from tl_attention.target import is_hopper
 from tl_attention.testing import bench
 from tl_attention.testing.bench import Shape, chosen_shapes
-from tl_attention.testing.inputs import make_inputs
-from tl_attention.testing.numeric import check_fwd
+from tl_attention.testing.inputs import make_dout, make_inputs
+from tl_attention.testing.numeric import check_bwd, check_fwd
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-DEFAULT = ("paper-*", "article")
+DEFAULT = {
+    "fwd": ("paper-*", "article"),
+    "bwd": ("paper-*", "mla-*", "article"),
+    "fwd_bwd": ("paper-*", "mla-*", "article"),
+}
 QUICK = ("paper-*-4k", "article")
 
 
@@ -45,7 +53,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS), help="default: all")
     add("--dtype", choices=DTYPES, default="bf16")
     add("--rounds", type=int, help="samples of each provider (default 15, 5 with --quick)")
-    add("--pass", dest="direction", choices=("fwd",), default="fwd")
+    add("--pass", dest="direction", choices=DEFAULT, default="fwd", help="default: fwd")
+    add("--deterministic", action="store_true", help="gradients that are equal bit by bit from call to call")
     add("--out", type=Path, default=Path("bench_out"), help="folder of the results (default bench_out)")
     add("--peers", type=Path, help="CSV of peers' TFLOPS on this GPU, which adds a column: score")
     add("--quick", action="store_true", help="the 4k rows, fewer rounds; without a GPU, fewer kernels")
@@ -55,9 +64,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.rounds < 1:
         parser.error(f"--rounds: expected at least 1, got {args.rounds}")
     try:
-        args.shapes = chosen_shapes(args.shapes or (QUICK if args.quick else DEFAULT))
+        args.shapes = chosen_shapes(args.shapes or (QUICK if args.quick else DEFAULT[args.direction]))
     except ValueError as error:
         parser.error(str(error))
+    if args.deterministic:
+        if args.direction == "fwd":
+            parser.error("--deterministic: expected --pass bwd or fwd_bwd; a forward always is")
+        args.direction += "_det"
     return args
 
 
@@ -85,17 +98,18 @@ def benchmark(args: argparse.Namespace, console: Console, environment: dict[str,
     }
     report.show_environment(console, measured)
     environment |= measured
-    console.print(f"{report.CONVENTION}\n")
+    console.print(f"{report.convention(args.direction)}\n")
     common = {"pass": args.direction, "dtype": args.dtype, "commit": environment["commit"]}
     common["gpu"] = torch.cuda.get_device_name()
 
     rows: list[Row] = []
+    jsonl_path = args.out / report.jsonl_name(args.direction)
     try:
-        with report.progress_bar(console) as progress, (args.out / "fwd.jsonl").open("w") as jsonl:
+        with report.progress_bar(console) as progress, jsonl_path.open("w") as jsonl:
             task = progress.add_task("", total=len(args.shapes))
             for name, shape in args.shapes.items():
                 progress.update(task, description=name)
-                new = measure(shape, DTYPES[args.dtype], args.providers, args.rounds)
+                new = measure(shape, DTYPES[args.dtype], args.direction, args.providers, args.rounds)
                 for row in new:
                     row |= {"shape": name, **common}
                     if row["status"] == "ok":
@@ -127,7 +141,7 @@ def gpu_error() -> str | None:
     return None
 
 
-def measure(shape: Shape, dtype: torch.dtype, names: Sequence[str], rounds: int) -> list[Row]:
+def measure(shape: Shape, dtype: torch.dtype, direction: str, names: Sequence[str], rounds: int) -> list[Row]:
     """One row a provider: checked, timed in turn with the others that are right, and checked again.
 
     What a provider raises is the reason of its row. What the inputs or the GPU raise is that of all rows that
@@ -135,7 +149,7 @@ def measure(shape: Shape, dtype: torch.dtype, names: Sequence[str], rounds: int)
     """
     rows = {name: new_row(name, shape) for name in names}
     try:
-        compare(shape, dtype, rows, rounds)
+        compare(shape, dtype, direction, rows, rounds)
     except Exception as error:
         for row in rows.values():
             if row["status"] == "failed":
@@ -169,23 +183,22 @@ class Entrant:
     """A provider that is ready for a problem, and was right once."""
 
     ready: Ready
-    inputs: list[tuple[torch.Tensor, ...]]  # copies, in its layout
+    inputs: list[Inputs]  # of a call, for each copy
     checked: Result  # of the first
 
 
-def compare(shape: Shape, dtype: torch.dtype, rows: dict[str, Row], rounds: int) -> None:
+def compare(shape: Shape, dtype: torch.dtype, direction: str, rows: dict[str, Row], rounds: int) -> None:
     """Fills in the rows."""
-    bshd = [make_inputs(shape, dtype, seed=i) for i in range(bench.rotation(bench.input_bytes(shape)))]
-    inputs = {"bshd": bshd, "bhsd": [tuple(x.transpose(1, 2).contiguous() for x in qkv) for qkv in bshd]}
+    bshd = make_copies(shape, dtype, direction)
+    copies = {"bshd": bshd, "bhsd": [tuple(x.transpose(1, 2).contiguous() for x in copy) for copy in bshd]}
     entrants: dict[str, Entrant] = {}
     for name, row in rows.items():
         with reasons(row):
-            own = inputs[row["layout"]]
-            ready = PROVIDERS[name].prepare(shape, *own[0])
-            result = ready.launch(*own[0])
-            row |= verify(name, result, bshd[0], shape.causal)
+            ready, inputs = prepare(PROVIDERS[name], shape, direction, copies[row["layout"]])
+            result = ready.launch(*inputs[0])
+            row |= verify(name, direction, result, bshd[0], shape.causal)
             if row["correct"]:
-                entrants[name] = Entrant(ready, own, tuple(x if x is None else x.clone() for x in result))
+                entrants[name] = Entrant(ready, inputs, tuple(x if x is None else x.clone() for x in result))
 
     timings = time_all(entrants, rows, rounds)
     right: dict[str, bench.Timing] = {}
@@ -195,9 +208,15 @@ def compare(shape: Shape, dtype: torch.dtype, rows: dict[str, Row], rounds: int)
             eager = bench.time_eager(partial(entrant.ready.call, *entrant.inputs[0]))
             for result in (timing.result, eager.result):
                 if row["correct"] and not same(result, entrant.checked):
-                    row |= verify(name, result, bshd[0], shape.causal, "when timed, ")
+                    row |= verify(name, direction, result, bshd[0], shape.causal, "when timed, ")
+                    if row["correct"] and bench.is_deterministic(direction):
+                        row |= {
+                            "correct": False,
+                            "status": "wrong",
+                            "reason": "when timed, other bits than at first",
+                        }
             if row["correct"]:
-                row |= speeds(shape, timing, eager)
+                row |= speeds(shape, direction, timing, eager)
                 right[name] = timing
     for name, timing in right.items():
         for other in right.keys() - {name}:
@@ -206,17 +225,38 @@ def compare(shape: Shape, dtype: torch.dtype, rows: dict[str, Row], rounds: int)
             rows[name][f"ratio_range_vs_{other}"] = [ratio.p25, ratio.p75]
 
 
-def verify(name: str, result: Result, bshd: Sequence[torch.Tensor], causal: bool, when: str = "") -> Row:
-    """What the error rule says of a provider's result for bshd."""
-    out, lse = result
-    out = out if PROVIDERS[name].layout == "bshd" else out.transpose(1, 2)
-    verdict = check_fwd(out, lse, *bshd, causal=causal, lse_base2=PROVIDERS[name].lse_base2)
-    found = {
-        "correct": verdict.ok,
-        "max_err_ratio": finite(verdict.max_err_ratio),
-        "lse_err_ratio": None if lse is None else finite(verdict.lse_err_ratio),
-    }
-    return found if verdict.ok else found | {"status": "wrong", "reason": when + verdict.text}
+def make_copies(shape: Shape, dtype: torch.dtype, direction: str) -> list[Inputs]:
+    """(q, k, v), or where there is a backward (dout, q, k, v), as often as L2 demands; [batch, seqlen, heads, head_dim]."""
+    seeds = range(bench.rotation(bench.input_bytes(shape, direction)))
+    copies = [make_inputs(shape, dtype, seed=seed) for seed in seeds]
+    if "bwd" not in direction:
+        return copies
+    return [(make_dout(shape, dtype, seed=seed), *copies[seed]) for seed in seeds]
+
+
+def verify(name: str, direction: str, result: Result, inputs: Inputs, causal: bool, when: str = "") -> Row:
+    """What the error rules say of a provider's result for inputs, which are bshd."""
+    provider = PROVIDERS[name]
+    if provider.layout == "bhsd":
+        result = [x.transpose(1, 2) if x is not None and x.ndim == 4 else x for x in result]
+    *dout, q, k, v = inputs
+    verdicts = []
+    if direction == "fwd":
+        out, lse = result
+        verdicts.append(check_fwd(out, lse, q, k, v, causal=causal, lse_base2=provider.lse_base2))
+        found = {"lse_err_ratio": None if lse is None else finite(verdicts[0].lse_err_ratio)}
+    else:
+        *out, dq, dk, dv = result
+        found = {}
+        if out:
+            verdicts.append(check_fwd(*out, None, q, k, v, causal=causal))
+        verdicts.append(check_bwd((dq, dk, dv), *dout, q, k, v, causal=causal))
+    found["correct"] = all(verdict.ok for verdict in verdicts)
+    found["max_err_ratio"] = finite(max(verdict.max_err_ratio for verdict in verdicts))
+    if not found["correct"]:
+        wrong = "; ".join(verdict.text for verdict in verdicts if not verdict.ok)
+        found |= {"status": "wrong", "reason": when + wrong}
+    return found
 
 
 def finite(x: float) -> float | None:
@@ -231,7 +271,7 @@ def same(a: Result, b: Result) -> bool:
 def time_all(entrants: dict[str, Entrant], rows: dict[str, Row], rounds: int) -> dict[str, bench.Timing]:
     """All in turn. One that fails loses its place among the entrants, and the others are timed anew."""
     while entrants:
-        calls = {name: [partial(e.ready.launch, *qkv) for qkv in e.inputs] for name, e in entrants.items()}
+        calls = {name: [partial(e.ready.launch, *copy) for copy in e.inputs] for name, e in entrants.items()}
         try:
             return bench.time_interleaved(calls, rounds)
         except bench.CallFailed as failure:
@@ -241,7 +281,7 @@ def time_all(entrants: dict[str, Entrant], rows: dict[str, Row], rounds: int) ->
     return {}
 
 
-def speeds(shape: Shape, timing: bench.Timing, eager: bench.Eager) -> Row:
+def speeds(shape: Shape, direction: str, timing: bench.Timing, eager: bench.Eager) -> Row:
     return {
         "status": "ok",
         "ms": timing.median_ms,
@@ -252,9 +292,9 @@ def speeds(shape: Shape, timing: bench.Timing, eager: bench.Eager) -> Row:
         "rounds": sum(sample is not None for sample in timing.samples),
         "eager_ms": eager.ms,
         "host_us": eager.host_us,
-        "tflops": bench.fwd_flops(shape) / timing.median_ms / 1e9,
-        "gbps": bench.fwd_bytes(shape) / timing.median_ms / 1e6,
-        "intensity": bench.intensity(shape),
+        "tflops": bench.flops(shape, direction) / timing.median_ms / 1e9,
+        "gbps": bench.traffic(shape, direction) / timing.median_ms / 1e6,
+        "intensity": bench.intensity(shape, direction),
     }
 
 
@@ -264,7 +304,7 @@ def finish(out: Path, console: Console, environment: dict[str, str], rows: list[
     for note in report.notes(rows):
         console.print(f"- {note}", highlight=False, markup=False)
     written = report.write(out, rows, environment)
-    console.print(f"Written to {out}: {', '.join(['fwd.jsonl', *written])}")
+    console.print(f"Written to {out}: {', '.join([report.jsonl_name(rows[0]['pass']), *written])}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -53,8 +53,11 @@ def test_bench_flops_count_visible_pairs(shape: Shape) -> None:
         if not shape.causal or j <= i + shape.seqlen_k - shape.seqlen_q
     ]
     assert bench.visible_pairs(shape) == len(seen)
-    heads = shape.batch * shape.heads_q
-    assert bench.fwd_flops(shape) == heads * len(seen) * 2 * (shape.head_dim + shape.head_dim_v)
+    scores = shape.batch * shape.heads_q * len(seen)
+    assert bench.fwd_flops(shape) == scores * 2 * (shape.head_dim + shape.head_dim_v)
+    assert bench.bwd_flops(shape) == scores * 2 * (3 * shape.head_dim + 2 * shape.head_dim_v)
+    assert bench.flops(shape, "bwd") == bench.flops(shape, "bwd_det") == bench.bwd_flops(shape)
+    assert bench.flops(shape, "fwd_bwd") == bench.fwd_flops(shape) + bench.bwd_flops(shape)
 
 
 @given(shapes)
@@ -67,13 +70,20 @@ def test_bench_bytes_are_those_of_the_tensors(shape: Shape) -> None:
         for d in (shape.head_dim, shape.head_dim_v)
     )
     lse = torch.empty(shape.batch, shape.heads_q, shape.seqlen_q)
-    assert bench.input_bytes(shape) == 2 * (q.numel() + k.numel() + v.numel())
-    assert bench.fwd_bytes(shape) == bench.input_bytes(shape) + 2 * out.numel() + 4 * lse.numel()
+    qkv = 2 * (q.numel() + k.numel() + v.numel())
+    rows = 2 * out.numel() + 4 * lse.numel()
+    assert bench.input_bytes(shape) == qkv
+    assert bench.input_bytes(shape, "fwd_bwd") == qkv + 2 * out.numel()
+    assert bench.input_bytes(shape, "bwd") == qkv + 2 * out.numel() + rows
+    assert bench.fwd_bytes(shape) == bench.traffic(shape, "fwd") == qkv + rows
+    assert bench.bwd_bytes(shape) == bench.traffic(shape, "bwd_det") == 2 * qkv + 2 * out.numel() + rows
+    assert bench.traffic(shape, "fwd_bwd") == bench.fwd_bytes(shape) + bench.bwd_bytes(shape)
 
 
 def test_bench_flops_of_the_articles_shape() -> None:
     shape = Shape.parse("1,16,16,4096,4096,128,causal")
     assert bench.fwd_flops(shape) == 4 * 16 * 128 * (4096 * 4097 // 2)
+    assert bench.bwd_flops(shape) == 2.5 * bench.fwd_flops(shape)
 
 
 @given(shapes)
@@ -265,7 +275,8 @@ def test_bench_named_shapes_are_shapes() -> None:
     named = configs.named_shapes()
     assert len({Shape.parse(text) for text in named.values()}) == len(named)
     assert all(str(Shape.parse(text)) == text for text in named.values())
-    assert len(bench.chosen_shapes(run.DEFAULT)) == 37
+    counts = {direction: len(bench.chosen_shapes(names)) for direction, names in run.DEFAULT.items()}
+    assert counts == {"fwd": 37, "bwd": 39, "fwd_bwd": 39}
 
 
 def test_bench_shapes_by_name_pattern_and_text() -> None:
@@ -337,9 +348,22 @@ def test_bench_markdown_shows_losses_and_wrong_rows() -> None:
 ENVIRONMENT = {"gpu": "H", "power limit": "700 W", "torch": "2", "cuda": "13", "tilelang": "0.1.15"}
 
 
-def test_bench_readme_section_is_short_and_shows_losses() -> None:
-    where, means, table = report.readme(ROWS, ENVIRONMENT).strip().split("\n\n")
+def store(folder: Path, rows: list[report.Row]) -> list[str]:
+    """As a run does; the names of the files of the report."""
+    with (folder / report.jsonl_name(rows[0]["pass"])).open("w") as file:
+        report.write_jsonl(file, rows)
+    return report.write(folder, rows, ENVIRONMENT)
+
+
+def of_pass(direction: str, rows: list[report.Row]) -> list[report.Row]:
+    return [row | {"pass": direction} for row in rows]
+
+
+def test_bench_readme_section_is_short_and_shows_losses(tmp_path: Path) -> None:
+    store(tmp_path, ROWS)
+    where, means, table = report.readme(tmp_path).strip().split("\n\n")
     assert "H, power limit 700 W; torch 2; CUDA 13; tilelang 0.1.15; fa2: 1.0; cudnn: 1.0." in where
+    assert "Forward, bf16, TFLOPS" in where
     assert "1.50x fa2 (faster in 2 of 2 rows), 0.90x cudnn (faster in 0 of 1 rows)" in means
     assert table.splitlines() == [
         "| problem | tl_attention | fa2 | cudnn |",
@@ -349,27 +373,59 @@ def test_bench_readme_section_is_short_and_shows_losses() -> None:
     ]
 
 
+def test_bench_readme_shows_the_backward_where_it_is_stored(tmp_path: Path) -> None:
+    store(tmp_path, ROWS)
+    forward = report.readme(tmp_path)
+    store(tmp_path, of_pass("bwd", ROWS))
+    assert report.readme(tmp_path) == forward + "\n" + forward.replace("Forward", "Backward")
+    slower = [
+        fake_row("tl_attention", 1024, 500.0, ms=1.2),
+        fake_row("fa4", 1024, 900.0),
+        fake_row("tl_attention", 2048, 500.0, ms=9.0),  # another problem
+        fake_row("tl_attention", 4096, 400.0, ms=1.2),
+    ]
+    store(tmp_path, of_pass("bwd_det", slower))
+    *_, where, means, table = report.readme(tmp_path).strip().split("\n\n")
+    assert "Backward, bf16, TFLOPS" in where
+    assert means.endswith("Deterministic gradients take 1.20x the time, 1.20x at most.")
+    assert table.splitlines() == [
+        "| problem | tl_attention | fa2 | cudnn | deterministic |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| B16 H16 S1024 d128 full | 600 | 300 | **660** | 500 |",
+        "| B4 H16 S4096 d128 full | **640** | 570 | WRONG | 400 |",
+    ]
+
+
+@pytest.mark.parametrize("direction", bench.DIRECTIONS)
+def test_bench_report_says_what_was_measured(direction: str, tmp_path: Path) -> None:
+    rows = of_pass(direction, ROWS)
+    assert f"# Attention {report.TITLES[direction]}, bf16" in report.markdown({"gpu": "H"}, rows)
+    assert ("3 head_dim + 2 head_dim_v" in report.convention(direction)) == direction.startswith("bwd")
+    assert f"{report.TITLES[direction]}, TFLOPS" == report.table(rows).title
+    environment = "environment.json" if direction == "fwd" else f"environment_{direction}.json"
+    assert store(tmp_path, rows) == [f"{direction}.md", environment, f"{direction}.png"]
+
+
 def test_bench_report_can_be_made_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    with (tmp_path / "fwd.jsonl").open("w") as file:
-        report.write_jsonl(file, ROWS)
-    assert report.write(tmp_path, ROWS, ENVIRONMENT) == ["fwd.md", "environment.json", "fwd.png"]
-    before = (tmp_path / "fwd.md").read_text()
-    for name in ("fwd.md", "fwd.png"):
-        (tmp_path / name).unlink()
+    names = [*store(tmp_path, ROWS), *store(tmp_path, of_pass("bwd", ROWS))]
+    before = {name: (tmp_path / name).read_bytes() for name in names if name.endswith(".md")}
+    for name in names:
+        if not name.endswith(".json"):
+            (tmp_path / name).unlink()
     assert report.main([str(tmp_path)]) == 0
-    assert (tmp_path / "fwd.md").read_text() == before
-    assert (tmp_path / "fwd.png").exists()
-    assert capsys.readouterr().out == report.readme(ROWS, ENVIRONMENT)
+    assert all((tmp_path / name).exists() for name in names)
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    assert capsys.readouterr().out == report.readme(tmp_path)
 
 
 def test_bench_readme_shows_the_stored_results() -> None:
     root = Path(__file__).parents[1]
     folder = root / "benchmarks/results/nvidia_h200"
-    if not (folder / "fwd.jsonl").exists():
+    if not report.is_stored(folder, "fwd"):
         pytest.skip("no results are stored: python benchmarks/run.py --out benchmarks/results/nvidia_h200")
     _, _, rest = (root / "README.md").read_text().partition("<!-- speed -->\n")
     shown, _, _ = rest.partition("<!-- /speed -->\n")
-    assert shown.strip() == report.readme(*report.read(folder)).strip(), f"run benchmarks/report.py {folder}"
+    assert shown.strip() == report.readme(folder).strip(), f"run benchmarks/report.py {folder}"
 
 
 def test_bench_table_shows_geomeans() -> None:
@@ -389,9 +445,15 @@ def test_bench_plots_where_there_are_two_lengths(tmp_path: Path) -> None:
 
 def test_bench_score_is_relative_to_the_best_peer(tmp_path: Path) -> None:
     peers = tmp_path / "peers.csv"
-    peers.write_text("pass,head_dim,mask,seqlen,batch,heads,cudnn,best\nfwd,128,full,1024,16,16,500,600\n")
+    peers.write_text(
+        "pass,head_dim,mask,seqlen,batch,heads,cudnn,best\n"
+        "fwd,128,full,1024,16,16,500,600\n"
+        "bwd,128,full,1024,16,16,400,600\n"
+    )
     table = report.read_peers(peers)
     assert report.score(ROWS[0], table) == pytest.approx(0.9 / 1.2)
+    assert report.score(ROWS[0] | {"pass": "bwd"}, table) == pytest.approx(0.9 / 1.5)
+    assert report.score(ROWS[0] | {"pass": "fwd_bwd"}, table) is None
     assert report.score(ROWS[3], table) is None
 
 
@@ -406,12 +468,22 @@ class Stub:
         }
 
     @staticmethod
-    def boom(shape: Shape, *_: torch.Tensor) -> providers.Ready:
+    def boom(shape: Shape, *_: object, **_options: object) -> providers.Ready:
         raise RuntimeError("no kernel\nand a long story")
 
     @staticmethod
-    def wrong(shape: Shape, *_: torch.Tensor) -> providers.Ready:
+    def wrong(shape: Shape, *_: torch.Tensor, saves: bool) -> providers.Ready:
         return providers._same(lambda q, k, v: (v + 1, None))
+
+    @staticmethod
+    def wrong_backward(shape: Shape, deterministic: bool, *_: object) -> providers.Ready:
+        return providers._same(lambda dout, q, k, v, out, lse: (q + 1, k, v))
+
+
+def like_naive(forward: Callable | None = None, backward: Callable | str | None = None) -> providers.Provider:
+    """A provider whose passes are those of naive but for what is given."""
+    naive = providers.PROVIDERS["naive"]
+    return providers.Provider(forward or naive.forward, backward or naive.backward, "bhsd", str)
 
 
 @pytest.fixture
@@ -420,11 +492,12 @@ def gpu_stub(monkeypatch: pytest.MonkeyPatch) -> None:
     naive = providers.PROVIDERS["naive"]
     stubs = {"tl_attention": naive, "naive": naive, "fa3": providers.PROVIDERS["fa3"]}
     stubs |= {
-        "fa4": providers.Provider(Stub.wrong, "bhsd", str),
-        "flex": providers.Provider(Stub.boom, "bhsd", str),
+        "fa4": like_naive(Stub.wrong, Stub.wrong_backward),
+        "flex": like_naive(Stub.boom),
     }
     monkeypatch.setattr(run, "PROVIDERS", stubs)
     monkeypatch.setattr(run, "make_inputs", partial(run.make_inputs, device="cpu"))
+    monkeypatch.setattr(run, "make_dout", partial(run.make_dout, device="cpu"))
     monkeypatch.setattr(bench, "rotation", lambda nbytes: 2)
     monkeypatch.setattr(bench, "time_interleaved", Stub.time_interleaved)
     monkeypatch.setattr(bench, "time_eager", lambda call: Eager(1.0, 5.0, call()))
@@ -443,37 +516,47 @@ def gpu_stub(monkeypatch: pytest.MonkeyPatch) -> None:
 NAMES = ["tl_attention", "naive", "fa3", "fa4", "flex"]
 
 
+ARGUMENTS = {  # of the command, for a direction
+    "fwd": [],
+    "bwd": ["--pass", "bwd"],
+    "bwd_det": ["--pass", "bwd", "--deterministic"],
+    "fwd_bwd": ["--pass", "fwd_bwd"],
+    "fwd_bwd_det": ["--pass", "fwd_bwd", "--deterministic"],
+}
+
+
+def run_rows(
+    tmp_path: Path, *names: str, direction: str = "fwd", status: int = 0, rounds: int = 3
+) -> list[report.Row]:
+    """The rows of two shapes."""
+    shapes = ["--shapes", SHAPE, "1,2,2,96,96,32,32,causal"]
+    options = ["--providers", *names, "--out", str(tmp_path), "--rounds", str(rounds)]
+    assert run.main([*ARGUMENTS[direction], *shapes, *options]) == status
+    return [json.loads(line) for line in (tmp_path / f"{direction}.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.usefixtures("gpu_stub")
-def test_bench_run_gates_speeds_and_writes_all(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    argv = [
-        "--shapes",
-        SHAPE,
-        "1,2,2,96,96,32,32,causal",
-        "--providers",
-        *NAMES,
-        "--out",
-        str(tmp_path),
-        "--rounds",
-        "3",
-    ]
-    assert run.main(argv) == 0
-    rows = [json.loads(line) for line in (tmp_path / "fwd.jsonl").read_text().splitlines()]
+@pytest.mark.parametrize("direction", bench.DIRECTIONS)
+def test_bench_run_gates_speeds_and_writes_all(
+    direction: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    rows = run_rows(tmp_path, *NAMES, direction=direction)
     status = {row["provider"]: row["status"] for row in rows}
     assert status == dict(zip(NAMES, ("ok", "ok", "skipped", "wrong", "failed"), strict=True))
     assert [row["shape"] for row in rows[::5]] == [SHAPE, "1,2,2,96,96,32,32,causal"]
     ours, *_, wrong, failed = rows[:5]
     assert ours.keys() >= TIMED_ROW
     assert all(row.keys() >= EVERY_ROW for row in rows)
+    assert {row["pass"] for row in rows} == {direction}
     assert ours["layout"] == "bhsd"
     assert ours["ratio_vs_naive"] == 2.0
-    assert ours["tflops"] == pytest.approx(bench.fwd_flops(Shape.parse(SHAPE)) / 1e-3 / 1e12)
+    assert ours["tflops"] == pytest.approx(bench.flops(Shape.parse(SHAPE), direction) / 1e-3 / 1e12)
     assert wrong["ms"] is wrong["tflops"] is failed["correct"] is failed["max_err_ratio"] is None
     assert "instead of" in wrong["reason"]
     assert failed["reason"] == "RuntimeError: no kernel"
-    assert "WRONG" in (tmp_path / "fwd.md").read_text()
-    assert (
-        json.loads((tmp_path / "environment.json").read_text())["copy"] == "4000 GB/s, ridge point 175 FLOP/B"
-    )
+    assert "WRONG" in (tmp_path / f"{direction}.md").read_text()
+    environment = json.loads((tmp_path / report.environment_name(direction)).read_text())
+    assert environment["copy"] == "4000 GB/s, ridge point 175 FLOP/B"
     assert "2.00x" in capsys.readouterr().out
 
 
@@ -503,13 +586,6 @@ def test_bench_run_keeps_what_it_has_when_interrupted(
     assert "B1 H2 S48 d32 causal" in (tmp_path / "fwd.md").read_text()
 
 
-def run_rows(tmp_path: Path, *names: str, status: int = 0) -> list[report.Row]:
-    """The rows of two shapes."""
-    shapes = ["--shapes", SHAPE, "1,2,2,96,96,32,32,causal"]
-    assert run.main([*shapes, "--providers", *names, "--out", str(tmp_path)]) == status
-    return [json.loads(line) for line in (tmp_path / "fwd.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.usefixtures("gpu_stub")
 def test_bench_run_leaves_out_a_provider_that_fails_in_timing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -530,32 +606,53 @@ def test_bench_run_leaves_out_a_provider_that_fails_in_timing(
     assert "ratio_vs_fa2" not in rows[0]
 
 
+class Forgetful:
+    """Right at its first call alone: what it returns later is changed."""
+
+    def __init__(self, prepare: Callable[..., providers.Ready], change: Callable) -> None:
+        self.prepare, self.change = prepare, change
+
+    def __call__(self, *problem: object, **options: object) -> providers.Ready:
+        right, calls = self.prepare(*problem, **options).launch, []
+
+        def attend(*inputs: torch.Tensor) -> providers.Result:
+            first, *rest = right(*inputs)
+            calls.append(len(calls))
+            return (first if calls == [0] else self.change(first), *rest)
+
+        return providers._same(attend)
+
+
 @pytest.mark.usefixtures("gpu_stub")
+@pytest.mark.parametrize(("direction", "name"), [("fwd", "out"), ("bwd", "dq"), ("fwd_bwd", "dq")])
 def test_bench_run_gives_no_speed_to_what_is_wrong_when_timed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    direction: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Forgetful:
-        """Right at its first call alone."""
-
-        def __init__(self) -> None:
-            self.calls = 0
-
-        def __call__(self, *qkv: torch.Tensor) -> providers.Result:
-            self.calls += 1
-            out, lse = self.right(*qkv)
-            return (out if self.calls == 1 else out * torch.nan), lse
-
-        def prepare(self, *problem: object) -> providers.Ready:
-            self.right = providers.PROVIDERS["naive"].prepare(*problem).launch
-            self.calls = 0
-            return providers.Ready(self, self)
-
-    monkeypatch.setitem(run.PROVIDERS, "fa2", providers.Provider(Forgetful().prepare, "bhsd", str))
-    rows = run_rows(tmp_path, "tl_attention", "fa2", "naive")
+    naive = providers.PROVIDERS["naive"]
+    forgetful = (
+        like_naive(Forgetful(naive.forward, lambda x: x * torch.nan))
+        if direction == "fwd"
+        else like_naive(backward=Forgetful(naive.backward, lambda x: x * torch.nan))
+    )
+    monkeypatch.setitem(run.PROVIDERS, "fa2", forgetful)
+    rows = run_rows(tmp_path, "tl_attention", "fa2", "naive", direction=direction)
     assert [row["status"] for row in rows] == ["ok", "wrong", "ok"] * 2
     assert rows[1]["ms"] is rows[1]["max_err_ratio"] is None
-    assert rows[1]["reason"].startswith("when timed, out[0, 0, 0, 0] is nan instead of")
+    assert rows[1]["reason"].startswith(f"when timed, {name}[0, 0, 0, 0] is nan instead of")
     assert "ratio_vs_fa2" not in rows[0]
+
+
+@pytest.mark.usefixtures("gpu_stub")
+@pytest.mark.parametrize(("direction", "status"), [("bwd", "ok"), ("bwd_det", "wrong")])
+def test_bench_run_wants_the_same_bits_of_what_is_deterministic(
+    direction: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    naive = providers.PROVIDERS["naive"]
+    rounding = like_naive(backward=Forgetful(naive.backward, lambda x: x * (1 + 2**-7)))
+    monkeypatch.setitem(run.PROVIDERS, "fa2", rounding)
+    rows = run_rows(tmp_path, "tl_attention", "fa2", direction=direction)
+    assert [row["status"] for row in rows] == ["ok", status] * 2
+    assert rows[1]["reason"] == (None if status == "ok" else "when timed, other bits than at first")
 
 
 @pytest.mark.usefixtures("gpu_stub")
@@ -582,11 +679,11 @@ def test_bench_run_stops_where_the_gpu_does(
     def sticky() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def crash(*_: object) -> None:
+    def crash(*_: object, **_options: object) -> None:
         monkeypatch.setattr(torch.cuda, "synchronize", sticky)
         raise RuntimeError("the first")
 
-    monkeypatch.setitem(run.PROVIDERS, "flex", providers.Provider(crash, "bhsd", str))
+    monkeypatch.setitem(run.PROVIDERS, "flex", like_naive(crash))
     rows = run_rows(tmp_path, "naive", "flex", "tl_attention", status=1)
     assert [row["reason"].partition(": ")[2] for row in rows] == [
         "CUDA error: an illegal memory access was encountered",
@@ -605,7 +702,11 @@ def test_bench_run_fails_where_ours_is_wrong(tmp_path: Path, monkeypatch: pytest
 
 
 def test_bench_bad_arguments_end_with_a_message(capsys: pytest.CaptureFixture) -> None:
-    for argv, words in ((["--shapes", "1,2,full"], "2 numbers"), (["--rounds", "0"], "at least 1")):
+    for argv, words in (
+        (["--shapes", "1,2,full"], "2 numbers"),
+        (["--rounds", "0"], "at least 1"),
+        (["--deterministic"], "expected --pass bwd or fwd_bwd"),
+    ):
         with pytest.raises(SystemExit):
             run.main(argv)
         assert words in capsys.readouterr().err
@@ -648,18 +749,23 @@ def test_bench_without_nvcc_says_so_and_goes_on(
 
 
 @pytest.mark.filterwarnings("ignore:tl_attention")
-def test_bench_cpu_check_sees_a_wrong_output(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["mha_fwd_interface", "mha_bwd_interface"])
+def test_bench_cpu_check_sees_a_wrong_result(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import tl_attention
 
-    right = tl_attention.mha_fwd_interface
+    right = getattr(tl_attention, name)
     monkeypatch.setattr(
-        tl_attention,
-        "mha_fwd_interface",
-        lambda *qkv, **options: tuple(1.1 * x for x in right(*qkv, **options)),
+        tl_attention, name, lambda *given, **options: tuple(1.1 * x for x in right(*given, **options))
     )
     assert no_gpu.check_cpu(Console(quiet=True)) == 1
 
 
+def empty(shape: Shape, direction: str) -> list[providers.Inputs]:
+    """A copy of inputs that hold nothing."""
+    return [tuple(torch.empty(0) for _ in ("q", "k", "v") + ("dout",) * ("bwd" in direction))]
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize(
     ("name", "shape", "words"),
     [
@@ -669,18 +775,109 @@ def test_bench_cpu_check_sees_a_wrong_output(monkeypatch: pytest.MonkeyPatch) ->
         ("naive", "1,1,1,16,8,64,causal", "NaN"),
     ],
 )
-def test_bench_provider_says_why_it_cannot(name: str, shape: str, words: str) -> None:
-    with pytest.raises(providers.Unsupported, match=words):
-        providers.PROVIDERS[name].prepare(Shape.parse(shape), torch.empty(0), torch.empty(0), torch.empty(0))
-
-
-@pytest.mark.parametrize("shape", ["2,4,2,33,33,32,16,full", "1,2,1,20,47,64,causal"])
-def test_bench_naive_is_right(shape: str) -> None:
+def test_bench_provider_says_why_it_cannot(direction: str, name: str, shape: str, words: str) -> None:
     shape = Shape.parse(shape)
-    bshd = run.make_inputs(shape, torch.bfloat16, device="cpu")
-    inputs = [x.transpose(1, 2).contiguous() for x in bshd]
-    ready = providers.PROVIDERS["naive"].prepare(shape, *inputs)
-    assert run.verify("naive", ready.launch(*inputs), bshd, shape.causal)["correct"]
+    with pytest.raises(providers.Unsupported, match=words):
+        providers.prepare(providers.PROVIDERS[name], shape, direction, empty(shape, direction))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("fa3", "version to version"), ("triton", "forward only"), ("flex", "Tensor.backward alone")],
+)
+def test_bench_provider_says_why_it_has_no_backward(name: str, words: str) -> None:
+    shape = Shape.parse(SHAPE)
+    with pytest.raises(providers.Unsupported, match=words):
+        providers.prepare(providers.PROVIDERS[name], shape, "bwd", empty(shape, "bwd"))
+
+
+def test_bench_cudnn_has_no_deterministic_backward() -> None:
+    with pytest.raises(providers.Unsupported, match="no deterministic mode"):
+        providers.cudnn_backward(Shape.parse(SHAPE), True)
+
+
+@pytest.mark.filterwarnings("ignore:tl_attention")
+@pytest.mark.parametrize("direction", ["fwd", "bwd", "fwd_bwd"])
+@pytest.mark.parametrize("shape", ["2,4,2,33,33,32,16,full", "1,2,1,20,47,64,causal"])
+@pytest.mark.parametrize("name", ["tl_attention", "naive"])
+def test_bench_provider_is_right(
+    name: str, shape: str, direction: str, gpu_stub: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, provider = Shape.parse(shape), providers.PROVIDERS[name]
+    monkeypatch.setitem(run.PROVIDERS, name, provider)
+    copies = run.make_copies(shape, torch.bfloat16, direction)
+    transposed = [tuple(x.transpose(1, 2).contiguous() for x in copy) for copy in copies]
+    ready, inputs = providers.prepare(provider, shape, direction, transposed)
+    assert len(inputs) == len(copies) == 2
+    for attend in (ready.call, ready.launch):
+        for copy, own in zip(copies, inputs, strict=True):
+            found = run.verify(name, direction, attend(*own), copy, shape.causal)
+            assert found["correct"], found["reason"]
+
+
+class Named(str):
+    """Stands for a tensor by its name."""
+
+    def transpose(self, *_: int) -> Named:
+        return self
+
+
+SYNONYMS = {"output": "out", "rng_state": "philox_seed", "unused": "philox_offset"}
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("fa2", "_scaled_dot_product_flash_attention"),
+        ("cudnn", "_scaled_dot_product_cudnn_attention"),
+    ],
+)
+def test_bench_sdpa_backward_gets_what_its_schema_asks_for(
+    name: str, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backward = getattr(torch.ops.aten, f"{op}_backward").default._schema.arguments
+    made = [Named(SYNONYMS.get(x.name, x.name)) for x in getattr(torch.ops.aten, op).default._schema.returns]
+    given: list[object] = []
+
+    def record(*arguments: object) -> tuple[Named, ...]:
+        given[:] = arguments
+        return (Named("dq"), Named("dk"), Named("dv"))
+
+    monkeypatch.setattr(providers, "_has_flash_attn", lambda: False)
+    monkeypatch.setattr(torch.ops.aten, op, lambda *_: tuple(made))
+    monkeypatch.setattr(torch.ops.aten, f"{op}_backward", record)
+    inputs = tuple(map(Named, ("grad_out", "query", "key", "value")))
+    ready, (call,) = providers.prepare(providers.PROVIDERS[name], Shape.parse(SHAPE), "bwd", [inputs])
+    assert ready.launch(*call) == ("dq", "dk", "dv")
+    constants = {"dropout_p": 0.0, "is_causal": True, "attn_bias": None}
+    assert given == [constants.get(x.name, x.name) for x in backward if not x.kwarg_only]
+
+
+def test_bench_sdpa_backward_is_deterministic_while_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(*_: object) -> tuple[Named, ...]:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        assert seen[-1] != torch.utils.deterministic.fill_uninitialized_memory
+        return ()
+
+    seen: list[bool] = []
+    monkeypatch.setattr(providers, "_has_flash_attn", lambda: False)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", record)
+    for deterministic in (False, True):
+        ready = providers.fa2_backward(Shape.parse(SHAPE), deterministic)
+        ready.launch(*map(Named, ("dout", "q", "k", "v", "out", "lse")), *range(7))
+    assert seen == [False, True]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_bench_fa4_backward_is_called_by_keyword(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("dout", "q", "k", "v", "out", "lse")
+    monkeypatch.setattr(providers, "_function", lambda module, name: lambda **given: given)
+    given = providers.fa4_backward(Shape.parse(SHAPE), deterministic).launch(*names)
+    assert given == {name: name for name in names} | {"causal": True, "deterministic": deterministic}
 
 
 def test_bench_environment_needs_no_gpu() -> None:

@@ -34,6 +34,14 @@ MAX_COPIES = 1024
 PEAK_TFLOPS = 1071  # dense bf16 of an H200: 132 SMs x 4096 FLOP a clock x 1.98 GHz
 MIN_SAMPLES = 3
 
+# What can be measured, named by its passes; det: gradients that are equal bit by bit from call to call.
+DIRECTIONS = ("fwd", "bwd", "bwd_det", "fwd_bwd", "fwd_bwd_det")
+
+
+def is_deterministic(direction: str) -> bool:
+    """Whether its gradients must be equal bit by bit."""
+    return direction.endswith("_det")
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -103,22 +111,66 @@ def fwd_flops(shape: Shape) -> int:
     return 2 * visible_pairs(shape) * (shape.head_dim + shape.head_dim_v) * shape.batch * shape.heads_q
 
 
-def input_bytes(shape: Shape) -> int:
-    """q, k and v, 2 bytes an element."""
+def bwd_flops(shape: Shape) -> int:
+    """The same of S = QKᵀ, dQ = dS K and dK = dSᵀQ over head_dim, and of dP = dO Vᵀ and dV = PᵀdO over head_dim_v."""
+    widths = 3 * shape.head_dim + 2 * shape.head_dim_v
+    return 2 * visible_pairs(shape) * widths * shape.batch * shape.heads_q
+
+
+def flops(shape: Shape, direction: str) -> int:
+    """FLOPs of the passes of one of DIRECTIONS."""
+    return _of_passes(fwd_flops, bwd_flops, shape, direction)
+
+
+def _qkv_bytes(shape: Shape) -> int:
+    """q, k and v, or their gradients, 2 bytes an element."""
     q = shape.heads_q * shape.seqlen_q * shape.head_dim
     kv = shape.heads_kv * shape.seqlen_k * (shape.head_dim + shape.head_dim_v)
     return 2 * shape.batch * (q + kv)
 
 
+def _out_bytes(shape: Shape) -> int:
+    """out, or its gradient, 2 bytes an element."""
+    return 2 * shape.batch * shape.heads_q * shape.seqlen_q * shape.head_dim_v
+
+
+def _lse_bytes(shape: Shape) -> int:
+    """fp32."""
+    return 4 * shape.batch * shape.heads_q * shape.seqlen_q
+
+
+def input_bytes(shape: Shape, direction: str = "fwd") -> int:
+    """What a call is given: q, k, v; where there is a backward, dout; and where it is alone, out and lse."""
+    given = _qkv_bytes(shape)
+    if "bwd" in direction:
+        given += _out_bytes(shape)
+    if "fwd" not in direction:
+        given += _out_bytes(shape) + _lse_bytes(shape)
+    return given
+
+
 def fwd_bytes(shape: Shape) -> int:
-    """q, k, v read once and out written once, 2 bytes an element, and the fp32 lse."""
-    rows = shape.batch * shape.heads_q * shape.seqlen_q
-    return input_bytes(shape) + rows * (2 * shape.head_dim_v + 4)
+    """q, k, v read once, out and lse written once."""
+    return _qkv_bytes(shape) + _out_bytes(shape) + _lse_bytes(shape)
 
 
-def intensity(shape: Shape) -> float:
+def bwd_bytes(shape: Shape) -> int:
+    """dout, q, k, v, out and lse read once, dq, dk and dv written once."""
+    return 2 * _qkv_bytes(shape) + 2 * _out_bytes(shape) + _lse_bytes(shape)
+
+
+def traffic(shape: Shape, direction: str) -> int:
+    """Bytes of the passes of one of DIRECTIONS."""
+    return _of_passes(fwd_bytes, bwd_bytes, shape, direction)
+
+
+def _of_passes(fwd: Callable[[Shape], int], bwd: Callable[[Shape], int], shape: Shape, direction: str) -> int:
+    return ("fwd" in direction) * fwd(shape) + ("bwd" in direction) * bwd(shape)
+
+
+def intensity(shape: Shape, direction: str) -> float:
     """FLOPs a byte."""
-    return fwd_flops(shape) / fwd_bytes(shape)
+    return flops(shape, direction) / traffic(shape, direction)
 
 
 def fwd_ceiling(shape: Shape, block_M: int, block_N: int) -> tuple[float, float]:

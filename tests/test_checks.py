@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tl_attention
-from tl_attention import flash_attn_func, mha_fwd_interface, ref_mha_fwd_interface
+from tl_attention import flash_attn_func, mha_bwd_interface, mha_fwd_interface, ref_mha_fwd_interface
 
 
 def qkv(
@@ -159,12 +159,33 @@ def test_empty_tensors_give_empty_or_zero_outputs(changes):
     assert not out.any() and (lse == -math.inf).all()
 
 
+BWD_ERRORS = {
+    "do-is-no-tensor": ({"do": None}, TypeError, r"do: expected a torch\.Tensor, got NoneType"),
+    "do-shape": ({"do": torch.zeros(2, 4, 5, 72).bfloat16()}, ValueError, r"do: expected shape \(2, 4, 5, 64\), got \(2, 4, 5, 72\)"),
+    "out-dtype": ({"out": torch.zeros(2, 4, 5, 64)}, TypeError, r"out: expected torch\.bfloat16, got torch\.float32; cast it with out\.to"),
+    "lse-shape": ({"lse": torch.zeros(2, 5, 4)}, ValueError, r"lse: expected shape \(2, 4, 5\), got \(2, 5, 4\)"),
+    "lse-dtype": ({"lse": torch.zeros(2, 4, 5).bfloat16()}, TypeError, r"lse: expected torch\.float32, got torch\.bfloat16"),
+    "lse-device": ({"lse": torch.zeros(2, 4, 5, device="meta")}, ValueError, r"lse: expected the device of q, cpu, got meta"),
+    "deterministic-is-no-bool": ({"deterministic": 1}, TypeError, r"deterministic: expected a bool, got 1"),
+    "q-is-fp32": ({"q": torch.zeros(2, 4, 5, 64)}, TypeError, r"q: expected bfloat16 or float16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), BWD_ERRORS.values(), ids=BWD_ERRORS)
+def test_error_of_the_backward_names_argument_expectation_and_what_came(changes, error, text):
+    q, k, v = qkv()
+    arguments = {"do": torch.zeros_like(q), "q": q, "k": k, "v": v, "out": q, "lse": torch.zeros(2, 4, 5)}
+    with pytest.raises(error, match=text):
+        mha_bwd_interface(**arguments | changes)
+
+
 @pytest.mark.filterwarnings("ignore:tl_attention")
-def test_backward_is_refused_by_name():
-    q, k, v = (x.requires_grad_() for x in qkv())
-    out, _ = mha_fwd_interface(q, k, v)
-    with pytest.raises(NotImplementedError, match="backward of tl_attention is not built yet"):
-        out.sum().backward()
+@pytest.mark.parametrize("changes", EMPTY.values(), ids=EMPTY)
+def test_empty_tensors_give_zero_gradients(changes):
+    q, k, v = qkv(**changes)
+    out, lse = mha_fwd_interface(q, k, v, is_causal=True)
+    for grad, x in zip(mha_bwd_interface(out, q, k, v, out, lse, is_causal=True), (q, k, v), strict=True):
+        assert grad.shape == x.shape and not grad.any()
 
 
 @pytest.mark.filterwarnings("ignore:tl_attention")
@@ -179,14 +200,3 @@ def test_torch_compile_traces_both_functions_without_a_break():
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     for mine, expected in zip(compiled(q, k, v), both(q, k, v), strict=True):
         torch.testing.assert_close(mine, expected)
-
-
-@pytest.mark.filterwarnings("ignore:tl_attention")
-@pytest.mark.parametrize("heads_first", [False, True])
-def test_opcheck(heads_first):
-    q, k, v = (x.transpose(1, 2) for x in qkv())
-    torch.library.opcheck(
-        torch.ops.tl_attention.fwd.default,
-        (q, k, v, 0.125, True, False, heads_first),
-        test_utils=("test_schema", "test_faketensor"),
-    )

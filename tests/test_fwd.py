@@ -408,7 +408,7 @@ from tl_attention import dispatch
 from tl_attention.problem import AttnProblem, FwdConfig
 q, k, v = (torch.randn(2, 1500, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 config = FwdConfig(128, 128, schedule="dynamic")
-dispatch.compile_fwd(AttnProblem("bfloat16", 128, 128, True), config)
+dispatch.compile_kernel(AttnProblem("bfloat16", 128, 128, True), config)
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph, capture_error_mode="relaxed"):
     out, _ = dispatch.fwd(q, k, v, 0.1, True, False, config=config)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tl_attention import reference
-from tl_attention.reference import attention_reference
+from tl_attention.reference import attention_backward_reference, attention_reference
 
 # batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, causal
 CASES = {
@@ -37,6 +37,28 @@ def draw(batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, *, 
 
 def exact(q, k, v, softmax_scale=None, causal=False, **options):
     return attention_reference(q, k, v, softmax_scale, causal, dtype=torch.float64, **options)
+
+
+def exact_backward(*args, **options):
+    return attention_backward_reference(*args, dtype=torch.float64, **options)
+
+
+def draw_dout(q, v):
+    return torch.randn(*q.shape[:3], v.shape[3], dtype=q.dtype)
+
+
+def draw_dlse(q):
+    return torch.randn(q.shape[0], q.shape[2], q.shape[1], dtype=q.dtype)
+
+
+def autograd_of_reference(dout, q, k, v, scale, causal, dlse=None, lse_base2=False):
+    """dq, dk, dv of attention_reference in fp64."""
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse = exact(*inputs, scale, causal, lse_base2=lse_base2)
+    if not out.requires_grad:  # no row sees a key
+        return tuple(torch.zeros_like(x) for x in inputs)
+    outputs, grads = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
+    return torch.autograd.grad(outputs, inputs, grads)
 
 
 def by_hand(q, k, v, scale, causal):
@@ -176,6 +198,112 @@ def test_reference_has_gradients():
     assert torch.autograd.gradcheck(lambda *x: exact(*x, causal=True)[0], (q, k, v))
 
 
+@pytest.mark.parametrize("scale", [0.5, 0.0, -0.7, None])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_backward_matches_autograd(case, scale):
+    *sizes, causal = case
+    q, k, v = draw(*sizes)
+    dout = draw_dout(q, v)
+    grads = exact_backward(dout, q, k, v, scale, causal)
+    torch.testing.assert_close(grads, autograd_of_reference(dout, q, k, v, scale, causal))
+
+
+@pytest.mark.parametrize("lse_base2", [False, True], ids=["natural", "base2"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_backward_through_the_lse_matches_autograd(case, lse_base2):
+    *sizes, causal = case
+    q, k, v = draw(*sizes)
+    dout, dlse = draw_dout(q, v), draw_dlse(q)
+    grads = exact_backward(dout, q, k, v, 0.8, causal, dlse=dlse, lse_base2=lse_base2)
+    expected = autograd_of_reference(dout, q, k, v, 0.8, causal, dlse, lse_base2)
+    torch.testing.assert_close(grads, expected)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("sizes", EMPTY.values(), ids=EMPTY.keys())
+def test_backward_of_empty_tensors(sizes, causal):
+    q, k, v = draw(*sizes, 8, 4)
+    grads = exact_backward(draw_dout(q, v), q, k, v, causal=causal)
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
+    assert not any(x.any() for x in grads)
+
+
+def test_backward_of_rows_without_keys_is_zero():
+    q, k, v = draw(1, 2, 1, 5, 2, 4, 4)
+    dout, dlse = draw_dout(q, v), draw_dlse(q)
+    expected = exact_backward(dout[:, 3:], q[:, 3:], k, v, causal=True, dlse=dlse[..., 3:])
+    dout[:, :3], dlse[..., :3] = math.nan, math.inf
+    dq, dk, dv = exact_backward(dout, q, k, v, causal=True, dlse=dlse)
+    assert (dq[:, :3] == 0).all()
+    torch.testing.assert_close((dq[:, 3:], dk, dv), expected)
+
+
+def test_backward_of_rows_with_scores_of_minus_infinity_is_zero():
+    q, k, v = draw(1, 1, 1, 2, 3, 4, 4)
+    dout, k = draw_dout(q, v), k.abs()
+    expected = exact_backward(dout[:, 1:], q[:, 1:], k, v)
+    q[:, 0] = -math.inf
+    dq, _, dv = exact_backward(dout, q, k, v)
+    assert (dq[:, 0] == 0).all()
+    torch.testing.assert_close((dq[:, 1:], dv), (expected[0], expected[2]))
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_backward_hidden_keys_have_no_part(name):
+    q, k, v = draw(1, 2, 1, 4, 5, 4, 4)
+    dout = draw_dout(q, v)
+    expected, _, _ = exact_backward(dout, q, k, v, causal=True)
+    {"k": k, "v": v}[name][:, 3] = math.nan  # queries 0 and 1 see keys 0..1 and 0..2
+    dq, _, _ = exact_backward(dout, q, k, v, causal=True)
+    torch.testing.assert_close(dq[:, :2], expected[:, :2])
+    assert dq[:, 2:].isnan().all()
+
+
+@pytest.mark.parametrize("name", ["dout", "q", "dlse"])
+def test_backward_of_a_query_does_not_reach_the_keys_it_does_not_see(name):
+    q, k, v = draw(1, 2, 1, 4, 5, 4, 4)
+    dout, dlse = draw_dout(q, v), draw_dlse(q)
+    _, *expected = exact_backward(dout, q, k, v, causal=True, dlse=dlse)
+    {"dout": dout, "q": q, "dlse": dlse.mT}[name][:, 0] = math.nan  # query 0 sees keys 0 and 1
+    _, dk, dv = exact_backward(dout, q, k, v, causal=True, dlse=dlse)
+    torch.testing.assert_close([dk[:, 2:], dv[:, 2:]], [x[:, 2:] for x in expected])
+    assert dk[:, :2].isnan().all() and dv[:, :2].isnan().all() == (name != "dlse")
+
+
+@pytest.mark.parametrize("max_scores", [1, 40, 200])
+def test_backward_does_not_depend_on_its_chunks(max_scores, monkeypatch):
+    q, k, v = draw(2, 4, 2, 9, 7, 4, 4)
+    dout, dlse = draw_dout(q, v), draw_dlse(q)
+    expected = exact_backward(dout, q, k, v, causal=True, dlse=dlse)
+    monkeypatch.setattr(reference, "MAX_SCORES", max_scores)
+    torch.testing.assert_close(exact_backward(dout, q, k, v, causal=True, dlse=dlse), expected)
+
+
+def test_backward_takes_any_strides_and_returns_dense_gradients():
+    q, k, v = draw(2, 4, 2, 5, 6, 4, 4)
+    dout = draw_dout(q, v)
+    expected = exact_backward(dout, q, k, v, causal=True)
+    strided = (x.transpose(1, 3).contiguous().transpose(1, 3) for x in (dout, q, k, v))
+    grads = exact_backward(*strided, causal=True)
+    assert all(x.is_contiguous() for x in grads)
+    torch.testing.assert_close(grads, expected, rtol=0, atol=0)
+    expanded = torch.ones((), dtype=torch.float64).expand_as(dout)
+    torch.testing.assert_close(
+        exact_backward(expanded, q, k, v), exact_backward(expanded.contiguous(), q, k, v), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_backward_in_a_dtype_is_that_dtype(dtype):
+    q, k, v = draw(2, 4, 2, 33, 40, 16, 16, dtype=dtype)
+    dout = draw_dout(q, v)
+    grads = attention_backward_reference(dout, q, k, v, causal=True, dtype=dtype)
+    expected = exact_backward(dout, q, k, v, causal=True)
+    error = max(float((x - y).abs().max()) for x, y in zip(grads, expected, strict=True))
+    assert {x.dtype for x in grads} == {dtype}
+    assert torch.finfo(dtype).eps / 8 < error < 30 * torch.finfo(dtype).eps
+
+
 @pytest.fixture
 def tf32():
     """The user's wish for TF32, kept while a test runs."""
@@ -193,6 +321,15 @@ def test_reference_restores_the_matmul_precision(tf32, monkeypatch):
     with pytest.raises(TypeError):
         attention_reference(*draw(1, 1, 1, 2, 2, 4, 4))
     assert inside == ["ieee"] and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+@pytest.mark.gpu
+def test_backward_needs_memory_for_a_chunk_of_scores_alone():
+    q, k, v, dout = (torch.randn(1, 16384, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    attention_backward_reference(dout, q, k, v, causal=True)
+    assert torch.cuda.max_memory_allocated() - before < 3 * 2**30
 
 
 @pytest.mark.gpu
@@ -218,6 +355,18 @@ def test_reference_is_right_on_any_shape(sizes, causal, seed):
     torch.manual_seed(seed)
     q, k, v = draw(*sizes)
     torch.testing.assert_close(exact(q, k, v, 0.8, causal), by_hand(q, k, v, 0.8, causal))
+
+
+@given(sizes=SIZES, causal=st.booleans(), lse_base2=st.booleans(), seed=SEEDS)
+@settings(max_examples=60)
+def test_backward_is_right_on_any_shape(sizes, causal, lse_base2, seed):
+    torch.manual_seed(seed)
+    q, k, v = draw(*sizes)
+    dout, dlse = draw_dout(q, v), draw_dlse(q)
+    torch.testing.assert_close(
+        exact_backward(dout, q, k, v, 0.8, causal, dlse=dlse, lse_base2=lse_base2),
+        autograd_of_reference(dout, q, k, v, 0.8, causal, dlse, lse_base2),
+    )
 
 
 @given(sizes=SIZES, cut=st.integers(0, 12), seed=SEEDS)

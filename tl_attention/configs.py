@@ -37,6 +37,8 @@ from tl_attention.target import SMEM_LIMIT, gpu_slug
 
 BARRIER_BYTES = 1024  # what barriers take of the shared memory beside the tiles
 TILE_BOX_BYTES = 64  # kernels.scheduler.TileBox
+# Where the rows of a direction lie in a tuned table
+SECTIONS = {"fwd": ("fwd",), "bwd": ("bwd",), "bwd_det": ("bwd_det", "bwd")}
 # What a tile of a line of a search gives, or the first of them
 TILE_FIELDS = ("block_M", "block_N", "num_stages", "num_stages_do")
 # A thread, by consumer warpgroups; the rest of its 240 or 160 is for addresses and row statistics
@@ -74,8 +76,8 @@ def _pass_smem_bytes(problem: AttnProblem, one: BwdPass) -> int:
         rows_v += owned
     sixteen_bits = rows_qk * problem.head_dim + rows_v * problem.head_dim_v
     floats = 0
-    if one.grads != "dq":  # a log-sum-exp comes with each row of Q, a delta with each of dO
-        floats += step * (one.num_stages + one.num_stages_do * (one.grads != "dv"))
+    if one.grads != "dq":  # with each row of Q come its log-sum-exp and delta, which "dv" does without
+        floats += step * one.num_stages * (1 if one.grads == "dv" else 2)
     if one.adds_dq:
         sixteen_bits += owned * step  # dS
         floats += step * problem.head_dim
@@ -85,7 +87,8 @@ def _pass_smem_bytes(problem: AttnProblem, one: BwdPass) -> int:
 def accumulator_registers(problem: AttnProblem, config: FwdConfig | BwdPass) -> int:
     """Registers a consumer thread holds at once for 64 rows a warpgroup, of which 64 columns take 32 in fp32.
 
-    Forward: S and O in fp32, P in 16 bits. Backward: S, dP and what it makes in fp32, P and dS in 16 bits.
+    Forward: S and O in fp32, P in 16 bits. Backward: S, dP and what it makes in fp32, P and dS in 16 bits; lean, S and dP share
+    theirs, and P and dS.
     """
     if isinstance(config, FwdConfig):
         return config.block_N // 2 + config.block_N // 4 + problem.head_dim_v // 2
@@ -93,6 +96,8 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | BwdPass) -> 
     has_p, has_ds = "dv" in config.makes, config.grads != "dv"
     widths = {"dq": problem.head_dim, "dk": problem.head_dim, "dv": problem.head_dim_v}
     sums = sum(widths[grad] for grad in config.makes if not (grad == "dq" and config.adds_dq))
+    if config.lean:
+        return sums // 2 + step // 2 + step // 4
     return sums // 2 + (1 + has_ds) * step // 2 + (has_p + has_ds) * step // 4
 
 
@@ -145,13 +150,15 @@ def _pass_fault(problem: AttnProblem, one: BwdPass) -> str | None:
     rows, step_rows = _owned_and_step(one)
     if rows not in (64, 128, 192):
         return f"{owned} {rows}: expected 64, 128 or 192, 64 {'queries' if by_queries else 'keys'} a consumer warpgroup"
-    if step_rows % 16 or not 32 <= step_rows <= 128:
-        return f"{step} {step_rows}: expected a multiple of 16 in 32..128"
+    if by_queries and (step_rows % 16 or not 32 <= step_rows <= 256):
+        return f"{step} {step_rows}: expected a multiple of 16 in 32..256"
+    if not by_queries and step_rows not in (32, 64, 96, 128):
+        return f"{step} {step_rows}: expected 32, 64, 96 or 128, as its log-sum-exps begin at a multiple of 128 bytes"
     if one.adds_dq and step_rows % 64:
         return f"{step} {step_rows}: expected 64 or 128, as warpgroups compute 64 rows of dq at a time"
-    for name in ("num_stages", "num_stages_do"):
-        if getattr(one, name) < 1:
-            return f"{name} {getattr(one, name)}: expected at least 1"
+    for name, least in (("num_stages", 2), ("num_stages_do", 1)):
+        if getattr(one, name) < least:
+            return f"{name} {getattr(one, name)}: expected at least {least}"
     return _capacity_fault(problem, one)
 
 
@@ -203,9 +210,8 @@ def _grid() -> dict[str, Any]:
 def _class_table(problem: AttnProblem, direction: str) -> dict[str, Any]:
     """Default and search of a class of problems; both dtypes share it, and in the backward others as grid.toml says."""
     width, mask = str(problem).split()[1:]
-    sections = ["bwd_det", "bwd"] if direction == "bwd_det" else [direction]
-    classes = [(section, name) for section in sections for name in (f"{width} {mask}", width)]
-    return next(_grid()[section][name] for section, name in classes if name in _grid()[section])
+    classes = _grid()["fwd" if direction == "fwd" else "bwd"]
+    return next(classes[name] for name in (f"{width} {mask}", width) if name in classes)
 
 
 def _config(fields: dict[str, Any], direction: str) -> Config:
@@ -306,23 +312,24 @@ def config_of_tables(
 ) -> tuple[Config, str]:
     """The config of the first of some tuned tables that has one, else the default; and in words whence it comes.
 
-    In a table that has no row for its dtype, a problem takes the other dtype's. A stale row counts as none.
+    In a table that has no row for its dtype, a problem takes the other dtype's, and bwd_det the row of bwd if that is
+    deterministic. A row of another version of the config counts as none.
     """
     keys = [
         tuning_key(replace(problem, dtype=dtype), bucket)
         for dtype in sorted(DTYPES, key=problem.dtype.__ne__)
     ]
     misses = []
-    for path in paths:
-        rows = read_tuned(path)[direction]
+    for path, section in itertools.product(paths, SECTIONS[direction]):
+        rows = read_tuned(path)[section]
         key = next((key for key in keys if key in rows), None)
         if key is None:
-            misses.append(f"{path} has no {direction} row {keys[0]!r}")
+            misses.append(f"{path} has no {section} row {keys[0]!r}")
             continue
         try:
-            return config_of_row(problem, rows[key], direction), f"{direction} row {key!r} of {path}"
+            return config_of_row(problem, rows[key], direction), f"{section} row {key!r} of {path}"
         except ValueError as error:
-            misses.append(f"{direction} row {key!r} of {path} is stale, {error}")
+            misses.append(f"{section} row {key!r} of {path} does not serve, {error}")
     grid = data_dir() / "grid.toml"
     return default_config(problem, direction), f"{direction} default of {grid}: {'; '.join(misses)}"
 

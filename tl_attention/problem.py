@@ -98,7 +98,7 @@ SCHEDULES = ("grid", "persistent", "dynamic")
 
 # What a pass of the backward makes. "dq" alone: a CTA owns queries and walks the keys. The others: it owns keys and
 # walks the queries; where dq is among them it adds its share to sums in fp32, in whatever order CTAs come to it.
-GRADS = ("dq+dk+dv", "dq+dk", "dk+dv", "dk", "dv", "dq")
+GRADS = ("dq+dk+dv", "dk+dv", "dk", "dv", "dq")
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,8 @@ class BwdPass:
     block_N: int  # keys: of a CTA, 64 a consumer warpgroup, or in "dq" of a step
     num_stages: int = 2  # depth of the Q ring, in "dq" of the K ring
     num_stages_do: int = 2  # depth of the dO ring, in "dq" of the V ring
-    early_s: bool = (
-        True  # S of the next step begins before a step ends, for block_M / 2 registers (block_N / 2 in "dq")
-    )
+    early_s: bool = True  # S of the next step begins before a step ends
+    lean: bool = False  # dP takes the registers of S, and dS those of P, which is in 16 bits by then
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -133,8 +132,8 @@ class BwdPass:
         return 128 * (self.warpgroups + 1)
 
     def __str__(self) -> str:
-        late = "" if self.early_s else " late-s"
-        return f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}{late}"
+        extras = " late-s" * (not self.early_s) + " lean" * self.lean
+        return f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}{extras}"
 
 
 @dataclass(frozen=True)

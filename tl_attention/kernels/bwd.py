@@ -104,7 +104,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     is left alone.
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
-    block_M, block_N, early_s = config.block_M, config.block_N, config.early_s
+    block_M, block_N, early_s, lean = config.block_M, config.block_N, config.early_s, config.lean
     with_dq, with_dk, with_dv = (grad in config.makes for grad in ("dq", "dk", "dv"))
     warpgroups = tuple(range(config.warpgroups))
     consumers = WARPGROUP * config.warpgroups
@@ -138,16 +138,19 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     def load(tile, blocks, tiles, shared):
         for w in warpgroups:
             shared.K.fill(w, tiles.k(tile, tile.first_key + 64 * w, 64))
-            if with_dk:
-                shared.V.fill(w, tiles.v(tile, tile.first_key + 64 * w, 64))
         for step in T.serial(blocks.steps):
             head, query = blocks.head, blocks.query
             lse_log2, delta = (
                 tiles.lse_log2(tile, head, query, block_M),
                 tiles.delta(tile, head, query, block_M),
             )
-            shared.Q.fill(step, tiles.q(tile, head, query, block_M), lse_log2)
-            shared.dO.fill(step, tiles.do(tile, head, query, block_M), delta if with_dk else None)
+            row_values = (lse_log2, delta) if with_dk else (lse_log2,)
+            shared.Q.fill(step, tiles.q(tile, head, query, block_M), row_values)
+            if with_dk:
+                if step == 0:
+                    for w in warpgroups:
+                        shared.V.fill(w, tiles.v(tile, tile.first_key + 64 * w, 64))
+            shared.dO.fill(step, tiles.do(tile, head, query, block_M))
             blocks.advance()
 
     @T.macro
@@ -162,27 +165,28 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             blocks.advance()
 
     @T.macro
-    def differentiate(w, tile, blocks, tiles, shared, parts, softmax_scale):
+    def differentiate(
+        w, number, heads_a_kv_head, heads_a_part, tile, blocks, tiles, shared, parts, softmax_scale
+    ):
         key = tile.first_key + 64 * w
         last_operand = shared.Q if with_dk else shared.dO  # of the last GEMM of a step
         first_span = sum(map(len, spans[:w]))
         acc_s = T.alloc_fragment([64, block_M], "float32")  # scores, then probabilities
-        acc_dp = T.alloc_fragment([64, block_M], "float32")
         P = T.alloc_fragment([64, block_M], dtype)
-        dS = T.alloc_fragment([64, block_M], dtype)
+        acc_dp = acc_s if lean else T.alloc_fragment([64, block_M], "float32")
+        dS = P if lean else T.alloc_fragment([64, block_M], dtype)
         acc_dk = T.alloc_fragment([64, head_dim], "float32")
         acc_dv = T.alloc_fragment([64, head_dim_v], "float32")
         acc_dq = alloc_fragments([[block_M, cols] for _, cols in spans[w]], "float32")
 
         for other in warpgroups if with_dq else (w,):
             shared.K.wait(other)
-        if with_dk:
-            shared.V.wait(w)
         if early_s:
             shared.Q.wait(0)
             T.wgmma_gemm(shared.K[w], shared.Q[0], acc_s, **k_qt)
             T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         if with_dk:
+            shared.V.wait(w)
             T.clear(acc_dk)
         if with_dv:
             T.clear(acc_dv)
@@ -196,24 +200,34 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             else:
                 shared.Q.wait(step)
                 T.wgmma_gemm(shared.K[w], shared.Q[step], acc_s, **k_qt)
-            if with_dk:
+            if with_dk and not lean:
                 shared.dO.wait(step)
                 T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **k_qt)
             if not early_s:
-                T.wait_wgmma(1 if with_dk else 0)  # S is there
-            probabilities(acc_s, softmax_scale * LOG2E, lambda i, j: shared.Q.row_value(step, j))
+                T.wait_wgmma(1 if with_dk and not lean else 0)  # S is there
+            probabilities(acc_s, softmax_scale * LOG2E, lambda i, j: shared.Q.row_value(step, 0, j))
             if not with_dk:
                 shared.Q.release(step)
             mask.clear_transposed(acc_s, key, blocks.query)
-            if with_dv:
+            if with_dv or lean:
                 T.copy(acc_s, P)
 
-            # dV += P' dO, and beside it dS' = P' * (dP' - Delta)
+            # dV += P' dO, and dS' = P' * (dP' - Delta)
             if with_dk:
-                T.wait_wgmma(0)  # dP is there
+                if lean:
+                    shared.dO.wait(step)
+                    T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **k_qt)
+                else:
+                    T.wait_wgmma(0)  # dP is there
                 if with_dv:
                     T.wgmma_gemm(P, shared.dO[step], acc_dv, policy=row_wise)
-                softmax_backward(acc_s, acc_dp, lambda i, j: shared.dO.row_value(step, j), dS)
+                if lean:
+                    T.wait_wgmma(0)  # dP is there, and P has served
+                if lean or not with_dv:
+                    shared.dO.release(step)
+                softmax_backward(
+                    P if lean else acc_s, acc_dp, lambda i, j: shared.Q.row_value(step, 1, j), dS
+                )
             if with_dq:  # dQ = dS K
                 T.copy(dS, shared.dS[w])
                 T.fence_proxy_async()
@@ -239,9 +253,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 if step + 1 < blocks.steps:
                     shared.Q.wait(step + 1)
                 T.wgmma_gemm(shared.K[w], shared.Q[step + 1], acc_s, **k_qt)
-            if with_dk:
+            if with_dk and with_dv:
                 T.wait_wgmma(2 if early_s else 1)  # dV and dQ are there
-                shared.dO.release(step)
+                if with_dv and not lean:
+                    shared.dO.release(step)
             if with_dq:
                 shared.dQ.when_empty()  # and, as all consumers meet here, dS_shared is free
                 for i, _ in enumerate(spans[w]):
@@ -254,6 +269,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
         # K and V have served, for all warpgroups since the last dQ: dK and dV leave through their tiles
         T.wait_wgmma(0)
+        # Where to is worked out anew, rather than held in registers all the way
+        tile.start(T.shfl_sync(number, 0), heads_a_kv_head, heads_a_part)
+        key = tile.first_key + 64 * w
         if with_dk:
             for i, j in T.Parallel(64, head_dim):
                 acc_dk[i, j] *= softmax_scale
@@ -286,7 +304,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         blocks = QueryBlocks(mask, block_M)
         tile = KeyTile(order, block_N, blocks)
         tile.start(number, heads_a_kv_head, heads_a_part)
-        differentiate(w, tile, blocks, tiles, shared, parts, softmax_scale)
+        differentiate(
+            w, number, heads_a_kv_head, heads_a_part, tile, blocks, tiles, shared, parts, softmax_scale
+        )
 
     @T.prim_func
     def flash_bwd_dense(
@@ -319,14 +339,14 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             else:
                 dV_shared = alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype)
             shared = SharedTiles(
-                Q=TileRing([config.num_stages, block_M, head_dim], dtype, consumers // 32, "Q", "float32"),
-                dO=TileRing(
-                    [config.num_stages_do, block_M, head_dim_v],
+                Q=TileRing(
+                    [config.num_stages, block_M, head_dim],
                     dtype,
                     consumers // 32,
-                    "dO",
-                    "float32" if with_dk else None,
+                    "Q",
+                    row_values=1 + with_dk,
                 ),
+                dO=TileRing([config.num_stages_do, block_M, head_dim_v], dtype, consumers // 32, "dO"),
                 K=K_shared,
                 V=V_shared,
                 dV=dV_shared,

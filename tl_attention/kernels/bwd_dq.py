@@ -34,7 +34,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     """Kernel(Q, K, V, dO, Lse_log2, Delta, dQ, softmax_scale, heads_a_kv_head, m_blocks, group_heads, ctas), the last four from
     dispatch.plan; the others as in bwd.py, dQ as Q."""
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
-    block_M, block_N, early_s = config.block_M, config.block_N, config.early_s
+    block_M, block_N, early_s, lean = config.block_M, config.block_N, config.early_s, config.lean
     warpgroups = tuple(range(config.warpgroups))
     consumer_warps = 4 * config.warpgroups
     registers = pipeline.REGISTERS.get(config.warpgroups)
@@ -64,17 +64,20 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         blocks.start(query)
         for w in warpgroups:
             shared.Q.fill(w, tiles.q(tile, tile.head, query + 64 * w, 64))
-            shared.dO.fill(w, tiles.do(tile, tile.head, query + 64 * w, 64))
         for step in T.serial(blocks.steps):
             shared.K.fill(step, tiles.k(tile, blocks.first_key(step), block_N))
+            if step == 0:
+                for w in warpgroups:
+                    shared.dO.fill(w, tiles.do(tile, tile.head, query + 64 * w, 64))
             shared.V.fill(step, tiles.v(tile, blocks.first_key(step), block_N))
 
     @T.macro
     def differentiate(w, number, order, tiles, shared, softmax_scale):
         tile, blocks = Tile(order), KeyBlocks(mask, block_M, block_N)
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then probabilities
-        acc_dp = T.alloc_fragment([64, block_N], "float32")
+        acc_dp = acc_s if lean else T.alloc_fragment([64, block_N], "float32")
         dS = T.alloc_fragment([64, block_N], dtype)
+        P = dS if lean else acc_s
         acc_dq = T.alloc_fragment([64, head_dim], "float32")
         lse_log2 = T.alloc_fragment([64], "float32")
         delta = T.alloc_fragment([64], "float32")
@@ -85,11 +88,11 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         T.copy(tiles.lse_log2(tile, tile.head, query, 64), lse_log2)
         T.copy(tiles.delta(tile, tile.head, query, 64), delta)
         shared.Q.wait(w)
-        shared.dO.wait(w)
         if early_s:
             shared.K.wait(0)
             T.wgmma_gemm(shared.Q[w], shared.K[0], acc_s, **q_kt)
             T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
+        shared.dO.wait(w)
         T.clear(acc_dq)
         for step in T.serial(blocks.steps):
             # P = softmax(S)
@@ -100,17 +103,22 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             else:
                 shared.K.wait(step)
                 T.wgmma_gemm(shared.Q[w], shared.K[step], acc_s, **q_kt)
-            shared.V.wait(step)
-            T.wgmma_gemm(shared.dO[w], shared.V[step], acc_dp, **q_kt)
+            if not lean:
+                shared.V.wait(step)
+                T.wgmma_gemm(shared.dO[w], shared.V[step], acc_dp, **q_kt)
             if not early_s:
-                T.wait_wgmma(1)  # S is there
+                T.wait_wgmma(0 if lean else 1)  # S is there
             probabilities(acc_s, softmax_scale * LOG2E, lambda i, j: lse_log2[i])
             mask.clear(acc_s, query, blocks.first_key(step))
+            if lean:
+                T.copy(acc_s, P)
+                shared.V.wait(step)
+                T.wgmma_gemm(shared.dO[w], shared.V[step], acc_dp, **q_kt)
 
             # dS = P * (dP - Delta), dQ += dS K, and behind it S of the next step, of no use after the last
             T.wait_wgmma(0)  # dP is there
             shared.V.release(step)
-            softmax_backward(acc_s, acc_dp, lambda i, j: delta[i], dS)
+            softmax_backward(P, acc_dp, lambda i, j: delta[i], dS)
             T.wgmma_gemm(dS, shared.K[step], acc_dq, policy=row_wise)
             if early_s:
                 if step + 1 < blocks.steps:

@@ -41,23 +41,23 @@ class TileRing:
     """Slots [rows, cols] of shared memory that TMA fills and consumer warps drain, each side at its own pace.
 
     Step i uses slot i % slots for the (i // slots)-th time; the parity of that count is what a barrier is waited on with.
-    row_dtype: a number a row, of this type, comes with each tile.
+    row_values: how many fp32 numbers a row come with each tile, from as many vectors.
     """
 
-    def __init__(
-        self, shape: list[int], dtype: str, consumer_warps: int, name: str, row_dtype: str | None = None
-    ):
+    def __init__(self, shape: list[int], dtype: str, consumer_warps: int, name: str, row_values: int = 0):
         self.slots = shape[0]
         self.tiles = alloc_swizzled(shape, dtype)  # [slots, rows, cols]
-        self.row_values = T.alloc_shared(shape[:2], row_dtype) if row_dtype else None
+        self.row_values = (
+            T.alloc_shared([self.slots, row_values, shape[1]], "float32") if row_values else None
+        )
         self.full = T.alloc_barrier([1] * self.slots)  # the tile has landed
         self.empty = T.alloc_barrier([consumer_warps] * self.slots)  # every consumer warp is done with it
 
     def __getitem__(self, step):
         return self.tiles[step % self.slots, :, :]
 
-    def row_value(self, step: Any, row: Any) -> Any:
-        return self.row_values[step % self.slots, row]
+    def row_value(self, step: Any, vector: int, row: Any) -> Any:
+        return self.row_values[step % self.slots, vector, row]
 
     def wait(self, step):
         return T.mbarrier_wait_parity(self.full[step % self.slots], step // self.slots % 2)
@@ -77,13 +77,12 @@ class TileRing:
         return T.mbarrier_wait_parity(self.empty[step % self.slots], step // self.slots % 2 ^ 1)
 
     @T.inline
-    def fill(self, step, source, row_source=None):
+    def fill(self, step, source, row_sources=()):
+        slot = step % self.slots
         self.wait_empty(step)
-        if row_source is not None:
-            T.tma_copy(
-                row_source, self.row_values[step % self.slots, :], barrier=self.full[step % self.slots]
-            )
-        T.tma_copy(source, self[step], barrier=self.full[step % self.slots], annotations=ARRIVE)
+        for i, row_source in enumerate(row_sources):
+            T.tma_copy(row_source, self.row_values[slot, i, :], barrier=self.full[slot])
+        T.tma_copy(source, self[step], barrier=self.full[slot], annotations=ARRIVE)
 
 
 @T.meta_class

@@ -94,7 +94,7 @@ def probabilities(acc_s, scale_log2, lse_log2):
 
 @T.macro
 def softmax_backward(P, acc_dp, delta, dS):
-    """dS = P * (dP - delta(i, j))."""
+    """dS = P * (dP - delta(i, j)), which may take the place of P."""
     rows, cols = P.shape
     for i, j in T.Parallel(rows, cols):
-        dS[i, j] = P[i, j] * (acc_dp[i, j] - delta(i, j))
+        dS[i, j] = T.cast(P[i, j], "float32") * (acc_dp[i, j] - delta(i, j))

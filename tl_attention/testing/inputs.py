@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,14 +21,54 @@ def make_inputs(
     shape: Shape, dtype: torch.dtype, layout: str = "bshd", seed: int = 0, device: torch.device | str = "cuda"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v as [batch, seqlen, heads, head_dim] views; a seed gives the same values in every layout."""
-    generator = torch.Generator(device).manual_seed(seed)
     sizes = (
         (shape.batch, shape.seqlen_q, shape.heads_q, shape.head_dim),
         (shape.batch, shape.seqlen_k, shape.heads_kv, shape.head_dim),
         (shape.batch, shape.seqlen_k, shape.heads_kv, shape.head_dim_v),
     )
-    q, k, v = (torch.randn(size, generator=generator, dtype=dtype, device=device) for size in sizes)
-    return arrange(q, k, v, layout)
+    return arrange(*_normal(sizes, dtype, seed, device), layout)
+
+
+def make_dout(
+    shape: Shape, dtype: torch.dtype, layout: str = "bshd", seed: int = 0, device: torch.device | str = "cuda"
+) -> torch.Tensor:
+    """dout as a [batch, seqlen_q, heads_q, head_dim_v] view, other values than the inputs of this seed.
+
+    Normal values times the keys that a query sees, as its probabilities are one by these: so the last keys of a causal
+    problem have gradients that count beside those of the first.
+
+    Args:
+        layout: of LAYOUTS; packed: the middle one of three slices, the others NaN.
+    """
+    size = (shape.batch, shape.seqlen_q, shape.heads_q, shape.head_dim_v)
+    (dout,) = _normal([size], dtype, seed + 1_000_003, device)
+    dout *= _weights_of_queries(shape, dtype, device)[:, None, None]
+    beside = dout.new_full((), math.nan).expand_as(dout)
+    return arrange(beside, dout, beside, layout)[1]
+
+
+def make_dlse(
+    shape: Shape, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cuda"
+) -> torch.Tensor:
+    """dlse [batch, heads_q, seqlen_q], fp32, of the size of the dout for these arguments."""
+    size = (shape.batch, shape.heads_q, shape.seqlen_q)
+    (dlse,) = _normal([size], torch.float32, seed + 2_000_003, device)
+    return dlse * _weights_of_queries(shape, dtype, device)
+
+
+def _weights_of_queries(shape: Shape, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """[seqlen_q], in proportion to the keys that a query sees (1 if none), at most what keeps fp16 sums finite."""
+    peak, keys = 8 if dtype == torch.float16 else 64, max(shape.seqlen_k, 1)
+    first = shape.seqlen_k - shape.seqlen_q + 1 if shape.causal else keys
+    seen = torch.arange(first, first + shape.seqlen_q, device=device).clamp(1, keys)
+    return seen * (peak / keys)
+
+
+def _normal(
+    sizes: Iterable[tuple[int, ...]], dtype: torch.dtype, seed: int, device: torch.device | str
+) -> list[torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+    return [torch.randn(size, generator=generator, dtype=dtype, device=device) for size in sizes]
 
 
 def arrange(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> tuple[torch.Tensor, ...]:

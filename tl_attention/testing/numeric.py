@@ -1,4 +1,4 @@
-"""The one error rule: an output may err at most twice as much as PyTorch does in the same dtype."""
+"""The one error rule: an output may err at most twice, a gradient three times, as much as PyTorch does in the same dtype."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from tl_attention.reference import attention_reference
+from tl_attention.reference import attention_backward_reference, attention_reference
 
 # An LSE is fp32 whatever the inputs are: PyTorch's error in their dtype would excuse too much. The exp2 unit,
 # the order of sums and the tensor cores' rounding stay within 1e-5 of the largest LSE.
 LSE_RTOL = 2**-15
+# Of dP and delta, in fp32: what is left of their difference where it is 0, as in a row with one key.
+CANCELLED = 2**-20
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,19 @@ class Verdict:
     max_err_ratio: float
     lse_err_ratio: float
     text: str
+
+
+@dataclass(frozen=True)
+class BwdVerdict:
+    """Whether a backward is right. Ratios are worst error / error allowed, inf at a misplaced NaN or inf."""
+
+    ok: bool
+    ratios: dict[str, float]  # of dq, dk and dv
+    text: str  # the worst gradient first
+
+    @property
+    def max_err_ratio(self) -> float:
+        return max(self.ratios.values())
 
 
 @torch.no_grad()
@@ -49,16 +64,70 @@ def check_fwd(
         lse: [batch, heads_q, seqlen_q], base 2 with lse_base2, else natural; None leaves it unchecked.
         q, k, v: [batch, seqlen, heads, head_dim], as for attention_reference.
     """
-    exact = torch.float32 if q.is_cuda else torch.float64
-    ref, ref_lse = attention_reference(q, k, v, softmax_scale, causal, dtype=exact, lse_base2=lse_base2)
+    ref, ref_lse = attention_reference(q, k, v, softmax_scale, causal, dtype=_exact(q), lse_base2=lse_base2)
     pt, _ = attention_reference(q, k, v, softmax_scale, causal, dtype=q.dtype)
-    rounded = ref.to(q.dtype)
-    allowed = 2 * _peak(pt - ref) + 2 * _peak(rounded + 0.3 - 0.3 - rounded)
-    ratio, text = _judge("out", out, ref, allowed)
+    ratio, text = _judge("out", out, ref, _allowed(2, ref, pt))
     lse_ratio, lse_text = 0.0, "lse unchecked"
     if lse is not None:
         lse_ratio, lse_text = _judge("lse", lse, ref_lse, LSE_RTOL * max(1.0, _peak(ref_lse)))
     return Verdict(max(ratio, lse_ratio) <= 1, ratio, lse_ratio, f"{text}; {lse_text}")
+
+
+@torch.no_grad()
+def check_bwd(
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    dlse: torch.Tensor | None = None,
+    lse_base2: bool = False,
+) -> BwdVerdict:
+    """Compare a backward to attention_backward_reference (fp32 math on a GPU, fp64 on CPU).
+
+        max|g - ref| <= 3 max|pt - ref| + 2 max|ref + 0.3 - 0.3 - ref| + cancelled    of each of dq, dk, dv
+
+    pt, the rounding of a sum and what is not finite are as in check_fwd. cancelled is CANCELLED times the largest
+    possible |scale dP K| in dq, |scale dP Q| in dk, 0 in dv. dq of a query that sees no key must be 0.
+
+    Args:
+        grads: dq, dk, dv in the shapes of q, k, v.
+        dout, q, k, v, softmax_scale, causal, dlse, lse_base2: as for attention_backward_reference.
+    """
+    ref, pt = (
+        attention_backward_reference(
+            dout, q, k, v, softmax_scale, causal, dtype=dtype, dlse=dlse, lse_base2=lse_base2
+        )
+        for dtype in (_exact(q), q.dtype)
+    )
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    cancelled = CANCELLED * abs(scale) * _peak(dout.float().norm(dim=-1)) * _peak(v.float().norm(dim=-1))
+    factors = (_peak(k), _peak(q), 0.0)
+    judged = {
+        name: _judge(name, grad, expected, _allowed(3, expected, plain) + cancelled * factor)
+        for name, grad, expected, plain, factor in zip(
+            ("dq", "dk", "dv"), grads, ref, pt, factors, strict=True
+        )
+    }
+    seqlen_k = k.shape[1]
+    without_keys = slice(max(0, q.shape[1] - seqlen_k) if causal or not seqlen_k else 0)
+    unseeing = _judge("dq", grads[0][:, without_keys], ref[0][:, without_keys], 0.0)
+    judged["dq"] = max(judged["dq"], unseeing, key=lambda ratio_and_text: ratio_and_text[0])
+    worst_first = sorted(judged.values(), reverse=True)
+    ratios = {name: ratio for name, (ratio, _) in judged.items()}
+    return BwdVerdict(worst_first[0][0] <= 1, ratios, "; ".join(text for _, text in worst_first))
+
+
+def _exact(q: torch.Tensor) -> torch.dtype:
+    return torch.float32 if q.is_cuda else torch.float64
+
+
+def _allowed(times: float, ref: torch.Tensor, pt: torch.Tensor) -> float:
+    """So many times the error of pt, and twice the rounding of a sum in its dtype."""
+    rounded = ref.to(pt.dtype)
+    return times * _peak(pt - ref) + 2 * _peak(rounded + 0.3 - 0.3 - rounded)
 
 
 def _peak(x: torch.Tensor) -> float:
@@ -78,7 +147,7 @@ def _judge(name: str, actual: torch.Tensor, expected: torch.Tensor, allowed: flo
     worst = float(error[at])
     ratio = worst / max(allowed, sys.float_info.min)
     if ratio <= 1:
-        return ratio, f"{name} errs by {ratio:.2g} of what is allowed"
+        return ratio, f"{name} errs by {ratio:.2g} of what is allowed, most at {name}{list(at)}"
     share = int((error > allowed).sum()) / error.numel()
     return ratio, (
         f"{name}{list(at)} is {float(actual[at]):.6g} instead of {float(expected[at]):.6g}, {ratio:.3g} "

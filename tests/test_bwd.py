@@ -1,0 +1,517 @@
+"""The backward kernels on a Hopper GPU, against the reference by the error rule. Each curated case is there for a path it hits."""
+
+from __future__ import annotations
+
+import math
+import random
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_fwd import COPIED, TAKEN_AS_IT_IS, problems
+
+from tl_attention import dispatch, flash_attn_func
+from tl_attention.configs import candidates, pick_config
+from tl_attention.configs import problems as problems_of
+from tl_attention.problem import BUCKETS, AttnProblem, length_bucket
+from tl_attention.target import sm_count
+from tl_attention.testing.bench import Shape, speedup, time_interleaved
+from tl_attention.testing.inputs import (
+    LAYOUTS,
+    guard_is_untouched,
+    make_dlse,
+    make_dout,
+    make_inputs,
+    poisoned,
+)
+from tl_attention.testing.numeric import check_bwd
+
+BF16, FP16 = torch.bfloat16, torch.float16
+both_modes = pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+both_masks = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+
+
+def run(
+    shape: Shape,
+    dtype=BF16,
+    layout="bshd",
+    dout_layout=None,
+    scale=None,
+    lse_base2=False,
+    with_dlse=False,
+    deterministic=False,
+    seed=0,
+    config=None,
+):
+    """Launch on poisoned, guarded gradients and check them by the error rule; dout_layout is layout unless given."""
+    q, k, v = make_inputs(shape, dtype, layout, seed)
+    dout = make_dout(shape, dtype, dout_layout or layout, seed)
+    dlse = make_dlse(shape, dtype, seed) if with_dlse else None
+    heads_first = layout == "bhsd"
+    verdict = check_launch(
+        dout, q, k, v, scale, shape.causal, lse_base2, dlse, deterministic, heads_first, config
+    )
+    assert verdict.ok, verdict.text
+
+
+def check_launch(
+    dout,
+    q,
+    k,
+    v,
+    scale,
+    causal,
+    lse_base2=False,
+    dlse=None,
+    deterministic=False,
+    heads_first=False,
+    config=None,
+):
+    softmax_scale = q.shape[3] ** -0.5 if scale is None else scale
+    out, lse = dispatch.fwd(q, k, v, softmax_scale, causal, lse_base2, heads_first)
+    layout = "bhsd" if heads_first else "bshd"
+    wholes, grads = zip(*(poisoned(*x.shape, dtype=x.dtype, layout=layout) for x in (q, k, v)), strict=True)
+    poison_free_memory()
+    dispatch.launch_bwd(
+        dout, q, k, v, out, lse, *grads, softmax_scale, causal, lse_base2, deterministic, dlse, config
+    )
+    for name, whole, grad in zip(("dq", "dk", "dv"), wholes, grads, strict=True):
+        assert guard_is_untouched(whole, grad), f"{name}: written outside its bounds"
+    return check_bwd(grads, dout, q, k, v, scale, causal, dlse, lse_base2)
+
+
+def poison_free_memory():
+    """Leave NaN in what PyTorch allocates next: a backward must write what it reads of its workspace."""
+    torch.cuda.empty_cache()
+    sizes = (*[2**17] * 8, 2**26)  # PyTorch keeps blocks below 1 MB in a pool of their own
+    blocks = [torch.full((size,), math.nan, device="cuda") for size in sizes]
+    del blocks
+
+
+CURATED = {
+    # id: (B,Hq,Hkv,Sq,Sk,D[,Dv],mask, options)
+    "one-tile": ("2,4,4,128,128,128,full", {}),
+    "one-tile-causal": ("2,4,4,128,128,128,causal", {}),
+    "tails-of-both": ("2,4,4,333,555,128,full", {}),
+    "tails-of-both-causal": ("2,4,4,333,555,128,causal", {}),
+    "one-past-a-tile": ("1,4,4,129,129,128,causal", {}),
+    "one-past-a-step": ("1,4,4,65,65,128,causal", {}),
+    "one-before-a-tile": ("1,4,4,127,127,128,causal", {}),
+    "one-query-one-key": ("1,2,2,1,1,128,full", {}),
+    "one-query": ("3,4,1,1,1000,128,causal", {}),
+    "one-key": ("2,4,4,300,1,128,full", {}),
+    "one-key-causal": ("2,4,4,300,1,128,causal", {}),
+    "queries-without-keys": ("2,4,2,1000,300,128,causal", {}),
+    "queries-without-keys-dlse": ("2,4,2,1000,300,128,causal", {"with_dlse": True}),
+    "tiles-without-keys": ("1,2,2,2000,59,128,causal", {}),
+    "more-keys-than-queries": ("2,4,4,59,1000,128,causal", {}),
+    "more-queries-than-keys": ("2,4,4,1000,59,128,full", {}),
+    "long-causal": ("1,2,1,8191,8191,128,causal", {}),
+    "long-full": ("1,2,1,1000,9000,128,full", {}),
+    "long-queries": ("1,2,2,9000,1000,128,full", {}),
+    "many-tiles": ("5,16,16,1111,1111,128,causal", {}),
+    "many-tiles-full": ("5,16,16,1111,1111,128,full", {}),
+    "heads-of-several-l2-groups": ("1,13,13,9000,9000,64,causal", {}),
+    "gqa-4": ("2,8,2,777,1000,128,causal", {}),
+    "gqa-7": ("2,28,4,400,500,128,causal", {}),
+    "gqa-7-in-unequal-parts": ("1,28,4,600,3500,128,causal", {}),
+    "gqa-in-one-part": ("4,32,16,1200,1200,128,full", {}),
+    "gqa-4-d192-128": ("2,8,2,777,1000,192,128,causal", {}),
+    "gqa-4-d256": ("1,8,2,300,400,256,causal", {}),
+    "mqa": ("2,6,1,500,700,128,full", {}),
+    "mqa-long": ("1,16,1,8192,8192,128,causal", {}),
+    "mqa-long-d64": ("1,32,1,5000,5000,64,full", {}),
+    "bhsd": ("2,4,4,384,640,128,full", {"layout": "bhsd"}),
+    "bhsd-gqa-causal": ("2,8,2,777,1000,128,causal", {"layout": "bhsd"}),
+    "packed": ("2,6,6,1000,1000,128,full", {"layout": "packed"}),
+    "packed-gqa-causal": ("3,8,2,555,555,64,causal", {"layout": "packed"}),
+    "dout-bhsd": ("2,4,4,333,555,128,causal", {"dout_layout": "bhsd"}),
+    "dout-packed": ("2,4,4,333,555,128,full", {"dout_layout": "packed"}),
+    "bhsd-dout-bshd": ("2,4,2,333,555,64,causal", {"layout": "bhsd", "dout_layout": "bshd"}),
+    "packed-dout-bhsd-d192-128": (
+        "2,4,4,333,555,192,128,causal",
+        {"layout": "packed", "dout_layout": "bhsd"},
+    ),
+    "d64": ("2,4,2,1000,777,64,full", {}),
+    "d64-causal": ("2,4,2,777,1000,64,causal", {"layout": "bhsd"}),
+    "d96": ("2,4,2,333,555,96,full", {}),
+    "d96-causal": ("2,4,2,555,555,96,causal", {"layout": "packed"}),
+    "d192": ("1,4,2,333,555,192,full", {}),
+    "d192-causal": ("1,4,2,555,333,192,causal", {}),
+    "d256": ("2,2,2,333,555,256,full", {"layout": "bhsd"}),
+    "d256-causal": ("2,4,2,700,555,256,causal", {}),
+    "d256-many-tiles": ("3,8,8,1111,1111,256,causal", {}),
+    "d192-128": ("2,4,4,500,700,192,128,full", {}),
+    "d192-128-causal-gqa": ("2,4,1,500,700,192,128,causal", {}),
+    "d192-128-many-tiles": ("3,16,16,1111,1111,192,128,causal", {}),
+    "d128-64-causal": ("2,4,4,500,700,128,64,causal", {}),
+    "d96-64-causal": ("2,4,4,500,700,96,64,causal", {"layout": "bhsd"}),
+    "d256-128-causal": ("2,4,4,500,700,256,128,causal", {}),
+    "d256-128-full": ("2,4,2,700,500,256,128,full", {}),
+    "d72-64-causal": ("2,4,4,500,700,72,64,causal", {}),
+    "d8": ("2,4,4,300,333,8,causal", {}),
+    "d40-16": ("2,4,4,300,333,40,16,full", {}),
+    "d80-causal": ("2,4,2,300,333,80,causal", {"layout": "packed"}),
+    "d160": ("1,4,4,300,333,160,full", {}),
+    "d200-8-causal": ("1,4,4,300,333,200,8,causal", {}),
+    "d248-causal": ("1,2,2,300,333,248,causal", {}),
+    "fp16": ("2,4,4,333,555,128,full", {"dtype": FP16}),
+    "fp16-d64-causal-packed": ("2,4,4,700,700,64,causal", {"dtype": FP16, "layout": "packed"}),
+    "fp16-d96-gqa": ("2,8,2,300,500,96,causal", {"dtype": FP16}),
+    "fp16-d192-128-causal": ("2,4,4,333,555,192,128,causal", {"dtype": FP16}),
+    "fp16-d256-causal": ("1,2,2,333,555,256,causal", {"dtype": FP16}),
+    "lse-base-2": ("2,4,4,333,555,128,causal", {"lse_base2": True}),
+    "dlse": ("2,4,4,333,555,128,causal", {"with_dlse": True}),
+    "dlse-of-base-2": ("2,4,4,333,555,128,full", {"with_dlse": True, "lse_base2": True}),
+    "dlse-gqa-d192-128": ("2,8,2,333,555,192,128,causal", {"with_dlse": True}),
+    "dlse-fp16-d256": ("1,4,4,300,333,256,causal", {"with_dlse": True, "dtype": FP16}),
+    "scale-0": ("2,4,4,300,333,128,causal", {"scale": 0.0}),
+    "scale-0-rows-without-keys": ("2,2,2,300,59,128,causal", {"scale": 0.0}),
+    "scale-negative": ("2,4,4,300,333,128,causal", {"scale": -0.2}),
+    "scale-negative-packed": ("2,4,4,300,333,128,full", {"scale": -0.1, "layout": "packed"}),
+    "scale-negative-d192-128": ("2,16,16,1111,1111,192,128,causal", {"scale": -0.1}),
+    "scale-3": ("2,4,4,300,333,128,full", {"scale": 3.0}),
+    "scale-1e-30": ("2,4,4,300,333,128,causal", {"scale": 1e-30}),
+}
+
+
+@pytest.mark.gpu
+@both_modes
+@pytest.mark.parametrize(("shape", "options"), CURATED.values(), ids=CURATED)
+def test_bwd_matches_reference(shape, options, deterministic):
+    run(Shape.parse(shape), **options, deterministic=deterministic)
+
+
+SUMMING = [
+    (problem, config)
+    for problem in problems_of("bwd")
+    for config in candidates(problem, "4k", "bwd")
+    if problem.dtype == "bfloat16" and not config.deterministic
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("problem", "config"), SUMMING, ids=str)
+@pytest.mark.parametrize("sizes", [(2, 4, 2, 333, 555), (1, 8, 1, 900, 300), (3, 5, 5, 1100, 1111)], ids=str)
+def test_bwd_that_sums_dq_in_global_memory_matches_reference(problem, config, sizes):
+    """Whatever the tuned table holds."""
+    run(Shape(*sizes, problem.head_dim, problem.head_dim_v, problem.causal), config=config, with_dlse=True)
+
+
+@pytest.mark.gpu
+@settings(max_examples=240)
+@given(
+    shape=problems(),
+    dtype=st.sampled_from([BF16, FP16]),
+    layout=st.sampled_from(LAYOUTS),
+    dout_layout=st.sampled_from(LAYOUTS),
+    scale=st.none() | st.floats(-2, 2),
+    lse_base2=st.booleans(),
+    with_dlse=st.booleans(),
+    deterministic=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_bwd_matches_reference_on_random_problems(shape, **options):
+    run(shape, **options)
+
+
+@pytest.mark.gpu
+@both_modes
+@both_masks
+def test_bwd_compiles_for_its_first_problem_alone(causal, deterministic, monkeypatch):
+    """Then many lengths, batches, heads, scales and layouts in shuffled order, each right and none compiled for."""
+    for cache in ("_compiled", "_launchers", "_bwd_launchers"):
+        monkeypatch.setattr(dispatch, cache, {})
+    run(Shape(1, 1, 1, 77, 77, 128, 128, causal), deterministic=deterministic)
+    gpu, kernels = torch.cuda.get_device_name(), set()
+    for direction in ("fwd", "bwd_det" if deterministic else "bwd"):
+        problem = AttnProblem.of("bfloat16", 128, 128, causal, direction)
+        for bucket in BUCKETS:
+            kernels |= {*pick_config(problem, bucket, gpu, direction)[0].kernels(problem)}
+    assert dispatch.compile_count() == len(kernels)
+    lengths = [*range(1, 400, 11), *range(1000, 3200, 150), 9000, 9001, 12345]
+    random.Random(0).shuffle(lengths)
+    for i, seqlen_k in enumerate(lengths):
+        seqlen_q = lengths[-i] if seqlen_k < 4000 else 100
+        width = 128 - 8 * (i % 3)
+        run(
+            Shape(1 + i % 3, 4, 1 + i % 2, seqlen_q, seqlen_k, width, width, causal),
+            layout=LAYOUTS[i % 3],
+            scale=0.1 + i / 1000,
+            lse_base2=bool(i % 2),
+            with_dlse=bool(i % 5),
+            deterministic=deterministic,
+            seed=i,
+        )
+    assert dispatch.compile_count() == len(kernels)
+
+
+@pytest.mark.gpu
+@both_modes
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_bwd_of_queries_without_keys_is_zero_whatever_came_of_their_lse(value, deterministic):
+    shape = Shape(2, 4, 2, 300, 170, 128, 128, True)  # the last of them share blocks of queries with others
+    q, k, v = make_inputs(shape, BF16)
+    dout, dlse = make_dout(shape, BF16), make_dlse(shape, BF16)
+    dlse[:, :, :130] = value
+    finite = dlse.nan_to_num(0.0, 0.0, 0.0)
+    out, lse = dispatch.fwd(q, k, v, 0.1, True, False)
+    grads = dispatch.bwd(dout, q, k, v, out, lse, 0.1, True, False, False, deterministic, dlse)
+    verdict = check_bwd(grads, dout, q, k, v, 0.1, True, finite)
+    assert verdict.ok, verdict.text
+
+
+DOUT_ALONE = {
+    "of-a-sum": lambda x: x.new_ones(()).expand_as(x),
+    "last-dimension-strided": lambda x: x.mT.contiguous().mT,
+    "columns-expanded": lambda x: x[..., :1].expand_as(x),
+}
+
+
+@pytest.mark.gpu
+@both_modes
+@pytest.mark.parametrize("view", [*COPIED.values(), *TAKEN_AS_IT_IS.values()], ids=[*COPIED, *TAKEN_AS_IT_IS])
+def test_bwd_takes_any_strides(view, deterministic):
+    shape = Shape(2, 4, 4, 300, 300, 64, 64, True)
+    q, k, v, dout = (view(x) for x in (*make_inputs(shape, BF16), make_dout(shape, BF16)))
+    verdict = check_launch(dout, q, k, v, None, True, deterministic=deterministic)
+    assert verdict.ok, verdict.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("view", [*COPIED.values(), *DOUT_ALONE.values()], ids=[*COPIED, *DOUT_ALONE])
+def test_bwd_takes_any_strides_of_dout(view):
+    shape = Shape(2, 4, 4, 300, 300, 64, 64, True)
+    q, k, v = make_inputs(shape, BF16, "bhsd")
+    verdict = check_launch(view(make_dout(shape, BF16)), q, k, v, None, True)
+    assert verdict.ok, verdict.text
+
+
+def requested_bytes(call):
+    """(at the peak of a call, beyond those before it), result; what was asked of the allocator, unrounded."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    result = call()
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before, result
+
+
+MEMORY = {
+    "d128": "2,8,8,2000,2111,128,causal",
+    "d64": "2,8,8,2000,2111,64,full",
+    "d72-64": "2,8,8,2000,2111,72,64,full",
+    "d192-128": "2,8,8,2000,2111,192,128,causal",
+    "d192": "2,8,8,2000,2111,192,full",
+    "d256": "1,8,8,2000,2111,256,causal",
+    "gqa-4": "2,8,2,2000,2111,128,causal",
+    "gqa-4-d192-128": "2,8,2,2000,2111,192,128,causal",
+    "mqa-long": "1,16,1,8192,8192,128,causal",
+    "gqa-in-one-part": "4,32,16,1200,1200,128,full",
+}
+
+
+@pytest.mark.gpu
+@both_modes
+@pytest.mark.parametrize(
+    "layouts", [("bshd", "bshd"), ("bshd", "bhsd"), ("bhsd", "bhsd"), ("packed", "packed")], ids="-".join
+)
+@pytest.mark.parametrize("shape", MEMORY.values(), ids=MEMORY)
+def test_bwd_needs_memory_for_rows_and_sums_alone(shape, layouts, deterministic):
+    """Beside the gradients, all fp32, with seqlen_q rounded up to 128 and tile widths for head dims:
+
+        lse and delta  2 * batch * heads_q * seqlen_q
+        dq, fast mode  batch * heads_q * seqlen_q * head_dim, where one pass makes it with dk: up to d128, and at d192-128
+        dk and dv      parts * batch * heads_kv * seqlen_k * (head_dim + head_dim_v) if the heads of a group are divided
+                       into parts, of which there are at most as many as heads
+
+    and no copy of what TMA can address.
+    """
+    shape, (layout, dout_layout) = Shape.parse(shape), layouts
+    q, k, v = make_inputs(shape, BF16, layout)
+    dout = make_dout(shape, BF16, dout_layout)
+    out, lse = dispatch.fwd(q, k, v, 0.1, shape.causal, False, layout == "bhsd")
+    options = (0.1, shape.causal, False, layout == "bhsd", deterministic)
+    dispatch.bwd(dout, q, k, v, out, lse, *options)  # compiles
+    peak, grads = requested_bytes(lambda: dispatch.bwd(dout, q, k, v, out, lse, *options))
+
+    direction = "bwd_det" if deterministic else "bwd"
+    problem = AttnProblem.of("bfloat16", shape.head_dim, shape.head_dim_v, shape.causal, direction)
+    config, _ = pick_config(problem, length_bucket(shape.seqlen_k), torch.cuda.get_device_name(), direction)
+    sizes = (shape.batch, shape.heads_q, shape.heads_kv, shape.seqlen_q, shape.seqlen_k)
+    workspace = dispatch.bwd_workspace_bytes(*sizes, problem, config, sm_count(0))
+    assert peak <= sum(x.nbytes for x in grads) + workspace + 2**20
+
+    rows = shape.batch * shape.heads_q * -(-shape.seqlen_q // 128) * 128
+    stated = 4 * rows * (2 + problem.head_dim * (not config.deterministic))
+    keys = shape.batch * shape.heads_q * (shape.seqlen_k + 192)  # rounded up to a tile
+    parts = 4 * keys * (problem.head_dim + problem.head_dim_v) * (shape.heads_q > shape.heads_kv)
+    assert stated <= workspace <= stated + parts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", ["4,16,16,1111,1111,128,full", "4,16,16,1111,1111,128,causal", "2,16,16,2222,2222,64,full",
+              "2,16,16,2222,2222,64,causal", "2,16,16,1111,1111,192,128,causal", "2,28,4,1111,1111,128,causal",
+              "1,16,1,4096,4096,128,causal", "2,8,8,700,700,256,causal"],
+)  # fmt: skip
+def test_bwd_deterministic_is_equal_bit_by_bit(shape):
+    shape = Shape.parse(shape)
+    q, k, v = make_inputs(shape, BF16)
+    dout = make_dout(shape, BF16)
+    out, lse = dispatch.fwd(q, k, v, 0.1, shape.causal, False)
+    backward = partial(dispatch.bwd, dout, q, k, v, out, lse, 0.1, shape.causal, False, deterministic=True)
+    expected = backward()
+    for _ in range(50):
+        assert all(map(torch.equal, backward(), expected))
+
+
+@pytest.fixture
+def deterministic_algorithms():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@both_masks
+@pytest.mark.parametrize("heads_kv", [16, 4])
+def test_bwd_is_deterministic_where_torch_is_asked_to_be(causal, heads_kv, deterministic_algorithms):
+    """PyTorch then fills what it allocates with NaN, too."""
+    shape = Shape(2, 16, heads_kv, 1111, 1111, 128, 128, causal)
+    q, k, v = (x.requires_grad_() for x in make_inputs(shape, BF16))
+    dout = make_dout(shape, BF16)
+    out, lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
+    expected = dispatch.bwd(
+        dout, *(x.detach() for x in (q, k, v, out, lse)), 128**-0.5, causal, False, deterministic=True
+    )
+    for _ in range(50):
+        grads = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+        assert all(map(torch.equal, grads, expected))
+
+
+@pytest.mark.gpu
+@both_masks
+def test_bwd_deterministic_takes_at_most_a_third_longer(causal):
+    shape = Shape(4, 16, 16, 4096, 4096, 128, 128, causal)
+    q, k, v = make_inputs(shape, BF16)
+    dout = make_dout(shape, BF16)
+    out, lse = dispatch.fwd(q, k, v, 128**-0.5, causal, False)
+    calls = {
+        mode: partial(dispatch.bwd, dout, q, k, v, out, lse, 128**-0.5, causal, False, deterministic=mode)
+        for mode in (False, True)
+    }
+    timings = time_interleaved(calls)
+    assert speedup(timings[False], timings[True]).median <= 1.35
+
+
+@pytest.mark.gpu
+@both_modes
+def test_bwd_of_keys_past_2_31_elements(deterministic):
+    """Keys, values and their gradients whose offsets need 64 bits; the last head is checked."""
+    q, dout = (torch.randn(3, 70, 64, 128, device="cuda", dtype=BF16) for _ in range(2))
+    k, v = (torch.randn(3, 100_003, 64, 128, device="cuda", dtype=BF16) for _ in range(2))
+    assert k.numel() > 2**31
+    check_last_head(dout, q, k, v, True, deterministic)
+
+
+@pytest.mark.gpu
+@both_modes
+def test_bwd_of_queries_past_2_31_elements(deterministic):
+    """Queries, outputs, their gradients and the sums of dq."""
+    q, dout = (torch.randn(3, 100_003, 64, 128, device="cuda", dtype=BF16) for _ in range(2))
+    k, v = (torch.randn(3, 70, 64, 128, device="cuda", dtype=BF16) for _ in range(2))
+    check_last_head(dout, q, k, v, False, deterministic)
+
+
+def check_last_head(dout, q, k, v, causal, deterministic):
+    out, lse = dispatch.fwd(q, k, v, 0.1, causal, False)
+    grads = dispatch.bwd(dout, q, k, v, out, lse, 0.1, causal, False, deterministic=deterministic)
+    verdict = check_bwd(
+        [x[2:, :, 63:] for x in grads], *(x[2:, :, 63:] for x in (dout, q, k, v)), 0.1, causal
+    )
+    assert verdict.ok, verdict.text
+
+
+def assert_same(grads, expected, deterministic):
+    """Bit by bit; but dq of the fast mode is summed in any order, and may round to the number beside."""
+    if deterministic:
+        assert all(map(torch.equal, grads, expected))
+    else:
+        torch.testing.assert_close(grads, expected, rtol=2**-7, atol=1e-3)
+
+
+STREAMED = Shape(2, 16, 4, 1500, 1500, 128, 128, True)
+
+
+def forward_and_backward(dout, q, k, v, deterministic):
+    out, lse = dispatch.fwd(q, k, v, 0.1, True, False)
+    return dispatch.bwd(dout, q, k, v, out, lse, 0.1, True, False, deterministic=deterministic)
+
+
+def streamed_inputs(seed):
+    return make_dout(STREAMED, BF16, seed=seed), *make_inputs(STREAMED, BF16, seed=seed)
+
+
+@pytest.mark.gpu
+@both_modes
+def test_bwd_on_two_streams_at_once(deterministic):
+    inputs = [streamed_inputs(seed) for seed in range(2)]
+    expected = [forward_and_backward(*x, deterministic) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    found = [[], []]
+    for _ in range(20):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found[i].append(forward_and_backward(*inputs[i], deterministic))
+    torch.cuda.synchronize()
+    for several, want in zip(found, expected, strict=True):
+        for grads in several:
+            assert_same(grads, want, deterministic)
+
+
+@pytest.mark.gpu
+@both_modes
+def test_bwd_in_graphs_replayed_beside_each_other(deterministic):
+    inputs = [streamed_inputs(seed) for seed in range(2)]
+    for x in inputs:
+        forward_and_backward(*x, deterministic)
+    torch.cuda.synchronize()
+    graphs, found = [], []
+    for x in inputs:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found.append(forward_and_backward(*x, deterministic))
+        graphs.append(graph)
+    for seed in (7, 8):  # new values in the captured inputs
+        fresh = [streamed_inputs(seed + s) for s in range(2)]
+        expected = [forward_and_backward(*x, deterministic) for x in fresh]
+        for old, new in zip(inputs, fresh, strict=True):
+            for old_tensor, new_tensor in zip(old, new, strict=True):
+                old_tensor.copy_(new_tensor)
+        torch.cuda.synchronize()
+        for _ in range(10):
+            for graph in graphs:
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    graph.replay()
+        torch.cuda.synchronize()
+        for grads, want in zip(found, expected, strict=True):
+            assert_same(grads, want, deterministic)
+
+
+@pytest.mark.gpu
+@both_masks
+@pytest.mark.parametrize(
+    "sizes",
+    [(0, 2, 2, 3, 4), (2, 0, 0, 3, 4), (2, 2, 1, 0, 4), (2, 2, 1, 3, 0)],
+    ids=["batch", "heads", "seqlen_q", "seqlen_k"],
+)
+def test_bwd_of_empty_tensors_is_zero(sizes, causal):
+    shape = Shape(*sizes, 64, 32, causal)
+    q, k, v = make_inputs(shape, BF16)
+    out, lse = dispatch.fwd(q, k, v, 0.1, causal, False)
+    grads = dispatch.bwd(make_dout(shape, BF16), q, k, v, out, lse, 0.1, causal, False)
+    assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
+    assert not any(x.any() for x in grads)

@@ -8,7 +8,7 @@ dV at once, or dQ is to be the same from run to run, a pass makes one or two of 
 """
 
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import tilelang.language as T
@@ -17,11 +17,11 @@ from tl_attention.kernels import pipeline
 from tl_attention.kernels.mask import Mask, QueryBlocks
 from tl_attention.kernels.pipeline import (
     WARPGROUP,
+    Exchange,
     Outbox,
     TileRing,
     alloc_fragments,
     alloc_swizzled,
-    alloc_swizzled_each,
     sync_consumers,
     sync_warpgroup,
 )
@@ -55,6 +55,14 @@ def column_spans(cols: int, warpgroups: int) -> list[list[tuple[int, int]]]:
         cuts = [w * share, *ends, (w + 1) * share]
         spans.append([(start, stop - start) for start, stop in pairwise(cuts)])
     return spans
+
+
+def alloc_outboxes(spans: list[list[tuple[int, int]]], block_M: int) -> tuple[Outbox, ...]:
+    """For the dQ tiles of each warpgroup."""
+    return tuple(
+        Outbox(w, [[block_M, cols] for _, cols in of_one], "float32", f"dQ_{w}")
+        for w, of_one in enumerate(spans)
+    )
 
 
 @T.meta_class
@@ -116,7 +124,6 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         "clear_accum": True,
     }  # of the GEMMs S' = K Q', dP' = V dO'
     spans = column_spans(head_dim, config.warpgroups)
-    outbox_spans = list(chain(*spans))
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v, parts_dim = T.dynamic("columns_qk, columns_v, parts_dim")
@@ -155,14 +162,37 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     @T.macro
     def add_dq(tile, blocks, tiles, shared):
-        shared.dQ.mark_empty()
+        for w in warpgroups:
+            shared.dQ[w].mark_empty()
         for _ in T.serial(blocks.steps):
-            shared.dQ.when_full()
-            for i, (first_col, cols) in enumerate(outbox_spans):
-                dq_sum = tiles.dq_sum(tile, blocks.head, blocks.query, block_M, first_col, cols)
-                T.atomic_add(dq_sum, shared.dQ.tiles[i], use_tma=True)
-            shared.dQ.mark_empty()
+            for w in warpgroups:
+                shared.dQ[w].when_full()
+                for i, (first_col, cols) in enumerate(spans[w]):
+                    dq_sum = tiles.dq_sum(tile, blocks.head, blocks.query, block_M, first_col, cols)
+                    T.atomic_add(dq_sum, shared.dQ[w].tiles[i], use_tma=True)
+                shared.dQ[w].mark_empty()
             blocks.advance()
+
+    @T.macro
+    def multiply_dq(w, shared, acc_dq):
+        for i, (first_col, cols) in enumerate(spans[w]):
+            for other in warpgroups:
+                T.wgmma_gemm(
+                    shared.dS[other],
+                    shared.K.tiles[other, :, first_col : first_col + cols],
+                    acc_dq[i],
+                    transpose_A=True,
+                    policy=row_wise,
+                    clear_accum=other == 0,
+                )
+
+    @T.macro
+    def post_dq(w, shared, acc_dq):
+        shared.dS.release()
+        shared.dQ[w].when_empty()
+        for i, _ in enumerate(spans[w]):
+            T.copy(acc_dq[i], shared.dQ[w].tiles[i])
+        shared.dQ[w].mark_full()
 
     @T.macro
     def differentiate(
@@ -170,7 +200,6 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     ):
         key = tile.first_key + 64 * w
         last_operand = shared.Q if with_dk else shared.dO  # of the last GEMM of a step
-        first_span = sum(map(len, spans[:w]))
         acc_s = T.alloc_fragment([64, block_M], "float32")  # scores, then probabilities
         P = T.alloc_fragment([64, block_M], dtype)
         acc_dp = acc_s if lean else T.alloc_fragment([64, block_M], "float32")
@@ -200,11 +229,15 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             else:
                 shared.Q.wait(step)
                 T.wgmma_gemm(shared.K[w], shared.Q[step], acc_s, **k_qt)
+            if with_dq:  # dQ = dS K of the step before, of no use in the first
+                if step > 0:
+                    shared.dS.wait(step - 1)
+                multiply_dq(w, shared, acc_dq)
             if with_dk and not lean:
                 shared.dO.wait(step)
                 T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **k_qt)
             if not early_s:
-                T.wait_wgmma(1 if with_dk and not lean else 0)  # S is there
+                T.wait_wgmma(with_dq + (with_dk and not lean))  # S is there
             probabilities(acc_s, softmax_scale * LOG2E, lambda i, j: shared.Q.row_value(step, 0, j))
             if not with_dk:
                 shared.Q.release(step)
@@ -221,6 +254,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     T.wait_wgmma(0)  # dP is there
                 if with_dv:
                     T.wgmma_gemm(P, shared.dO[step], acc_dv, policy=row_wise)
+                if with_dq:
+                    T.wait_wgmma(2)  # dQ is there
+                    if step > 0:
+                        post_dq(w, shared, acc_dq)
                 if lean:
                     T.wait_wgmma(0)  # dP is there, and P has served
                 if lean or not with_dv:
@@ -228,20 +265,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 softmax_backward(
                     P if lean else acc_s, acc_dp, lambda i, j: shared.Q.row_value(step, 1, j), dS
                 )
-            if with_dq:  # dQ = dS K
+            if with_dq:
+                shared.dS.wait_empty(step)
                 T.copy(dS, shared.dS[w])
-                T.fence_proxy_async()
-                sync_consumers(consumers)
-                for i, (first_col, cols) in enumerate(spans[w]):
-                    for other in warpgroups:
-                        T.wgmma_gemm(
-                            shared.dS[other],
-                            shared.K.tiles[other, :, first_col : first_col + cols],
-                            acc_dq[i],
-                            transpose_A=True,
-                            policy=row_wise,
-                            clear_accum=other == 0,
-                        )
+                shared.dS.announce()
 
             # dK += dS' Q (or what is left of the GEMMs), and behind it S' of the next step, of no use after the last
             if with_dk:
@@ -253,22 +280,22 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 if step + 1 < blocks.steps:
                     shared.Q.wait(step + 1)
                 T.wgmma_gemm(shared.K[w], shared.Q[step + 1], acc_s, **k_qt)
-            if with_dk and with_dv:
-                T.wait_wgmma(2 if early_s else 1)  # dV and dQ are there
-                if with_dv and not lean:
-                    shared.dO.release(step)
-            if with_dq:
-                shared.dQ.when_empty()  # and, as all consumers meet here, dS_shared is free
-                for i, _ in enumerate(spans[w]):
-                    T.copy(acc_dq[i], shared.dQ.tiles[first_span + i])
-                shared.dQ.mark_full()
+            if with_dk and with_dv and not lean:
+                T.wait_wgmma(2 if early_s else 1)  # dV is there
+                shared.dO.release(step)
             if not early_s:
                 T.wait_wgmma(0)
                 last_operand.release(step)
             blocks.advance()
 
-        # K and V have served, for all warpgroups since the last dQ: dK and dV leave through their tiles
         T.wait_wgmma(0)
+        if with_dq:
+            shared.dS.wait(blocks.steps - 1)
+            multiply_dq(w, shared, acc_dq)
+            T.wait_wgmma(0)
+            post_dq(w, shared, acc_dq)
+            sync_consumers(consumers)
+        # K and V have served, for all warpgroups: dK and dV leave through their tiles
         # Where to is worked out anew, rather than held in registers all the way
         tile.start(T.shfl_sync(number, 0), heads_a_kv_head, heads_a_part)
         key = tile.first_key + 64 * w
@@ -350,10 +377,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 K=K_shared,
                 V=V_shared,
                 dV=dV_shared,
-                dS=alloc_swizzled_each(config.warpgroups, [64, block_M], dtype) if with_dq else None,
-                dQ=Outbox([[block_M, cols] for _, cols in outbox_spans], "float32", consumers, "dQ")
-                if with_dq
-                else None,
+                dS=Exchange(config.warpgroups, [64, block_M], dtype, "dS") if with_dq else None,
+                dQ=alloc_outboxes(spans, block_M) if with_dq else None,
             )
             order = TileOrder(
                 problem.causal, heads_kv * parts, heads_kv * parts * batch, parts, n_blocks, group_heads

@@ -27,11 +27,6 @@ def alloc_swizzled(shape: list[int], dtype: str):
     return tiles
 
 
-def alloc_swizzled_each(count: int, shape: list[int], dtype: str):
-    """One tile a warpgroup, as buffers of their own: only a copy to a whole 2-D buffer becomes stmatrix (0.1.15)."""
-    return tuple(alloc_swizzled(shape, dtype) for _ in range(count))
-
-
 def alloc_fragments(shapes: list[list[int]], dtype: str):
     return tuple(T.alloc_fragment(shape, dtype) for shape in shapes)
 
@@ -86,31 +81,62 @@ class TileRing:
 
 
 @T.meta_class
-class Outbox:
-    """Shared tiles that the consumers write and a warp of their own adds to global memory.
+class Exchange:
+    """A shared tile a warpgroup, which its warpgroup writes and all read, once a step."""
 
-    Consumers: when_empty, write, mark_full. The warp: mark_empty, then each step when_full, send, mark_empty. when_empty is a
-    meeting of all consumers, so what each did before it is over for all after it. It has the barriers of the turns, which no
-    kernel has beside it.
+    def __init__(self, warpgroups: int, shape: list[int], dtype: str, name: str):
+        # Buffers of their own: only a copy to a whole 2-D buffer becomes stmatrix (0.1.15)
+        self.tiles = tuple(alloc_swizzled(shape, dtype) for _ in range(warpgroups))
+        self.full = T.alloc_barrier([4 * warpgroups])  # every warp has written its share
+        self.empty = T.alloc_barrier([4 * warpgroups])  # every warp is done with all tiles
+
+    def __getitem__(self, w):
+        return self.tiles[w]
+
+    def wait(self, step):
+        return T.mbarrier_wait_parity(self.full[0], step % 2)
+
+    def wait_empty(self, step):
+        return T.mbarrier_wait_parity(self.empty[0], step % 2 ^ 1)
+
+    @T.inline
+    def announce(self):
+        T.fence_proxy_async()
+        T.sync_warp()
+        if T.get_thread_binding() % 32 == 0:
+            T.mbarrier_arrive(self.full[0])
+
+    @T.inline
+    def release(self):
+        if T.get_thread_binding() % 32 == 0:
+            T.mbarrier_arrive(self.empty[0])
+
+
+@T.meta_class
+class Outbox:
+    """Shared tiles of a warpgroup that a warp of another role adds to global memory.
+
+    The warpgroup: when_empty, write, mark_full. The warp: mark_empty, then each step when_full, send, mark_empty. It has the
+    barriers of the turns, which no kernel has beside it.
     """
 
-    def __init__(self, shapes: list[list[int]], dtype: str, consumers: int, name: str):
+    def __init__(self, w: int, shapes: list[list[int]], dtype: str, name: str):
         self.tiles = tuple(T.alloc_shared(shape, dtype) for shape in shapes)
-        self.threads = consumers + 32
+        self.empty, self.full = FIRST_BARRIER + 2 * w, FIRST_BARRIER + 2 * w + 1
 
     def when_empty(self):
-        return T.sync_threads(FIRST_BARRIER, self.threads)
+        return T.sync_threads(self.empty, WARPGROUP + 32)
 
     def mark_empty(self):
-        return T.named_barrier_arrive(FIRST_BARRIER, self.threads)
+        return T.named_barrier_arrive(self.empty, WARPGROUP + 32)
 
     @T.inline
     def mark_full(self):
         T.fence_proxy_async()
-        T.named_barrier_arrive(FIRST_BARRIER + 1, self.threads)
+        T.named_barrier_arrive(self.full, WARPGROUP + 32)
 
     def when_full(self):
-        return T.sync_threads(FIRST_BARRIER + 1, self.threads)
+        return T.sync_threads(self.full, WARPGROUP + 32)
 
 
 class Turns:

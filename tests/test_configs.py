@@ -125,7 +125,8 @@ def passes(*texts: str) -> BwdConfig:
         (D64, passes("dq+dk+dv 64x128x1"), "num_stages 1: expected at least 2"),
         (D64, passes("dq+dk+dv 64x128x2x0"), "num_stages_do 0"),
         (D64, passes("dq+dk+dv 128x128"), "registers: 256 of 232"),
-        (D64, passes("dq+dk+dv 64x192"), "registers: 160 of 152"),
+        (D64, passes("dq+dk+dv 64x192"), "block_N 192: expected 128"),
+        (D64, passes("dk+dv 64x192", "dq 128x64"), "registers: 160 of 152"),
         (D128, passes("dk+dv 96x128", "dq 128x64"), "registers: 272 of 232"),
         (D192_128, passes("dk 64x128", "dv 64x128", "dq 128x112"), "dq 128x112x2x2: registers: 236 of 232"),
         (

@@ -46,22 +46,33 @@ class SharedTiles:
     dQ: Any
 
 
-def column_spans(cols: int, warpgroups: int) -> list[list[tuple[int, int]]]:
-    """The columns of dQ that each warpgroup computes, as (first, number) of slices of K: none crosses a swizzled chunk."""
-    share, spans = cols // warpgroups, []
-    chunk = 64 if cols % 64 == 0 else 32
+Piece = tuple[slice, slice]  # rows (queries), columns
+
+
+def dq_pieces(block_M: int, head_dim: int, warpgroups: int) -> list[list[Piece]]:
+    """What each warpgroup computes of a dQ tile: 64 of its rows if there are so many, else columns of all.
+
+    No piece crosses a chunk of the swizzled layout of K, whose columns it reads.
+    """
+    if block_M == 64 * warpgroups:
+        return [[(slice(64 * w, 64 * w + 64), slice(0, head_dim))] for w in range(warpgroups)]
+    share, pieces = head_dim // warpgroups, []
+    chunk = 64 if head_dim % 64 == 0 else 32
     for w in range(warpgroups):
-        ends = [c for c in range(0, cols, chunk) if w * share < c < (w + 1) * share]
+        ends = [c for c in range(0, head_dim, chunk) if w * share < c < (w + 1) * share]
         cuts = [w * share, *ends, (w + 1) * share]
-        spans.append([(start, stop - start) for start, stop in pairwise(cuts)])
-    return spans
+        pieces.append([(slice(0, block_M), slice(start, stop)) for start, stop in pairwise(cuts)])
+    return pieces
 
 
-def alloc_outboxes(spans: list[list[tuple[int, int]]], block_M: int) -> tuple[Outbox, ...]:
-    """For the dQ tiles of each warpgroup."""
+def sizes(piece: Piece) -> list[int]:
+    return [part.stop - part.start for part in piece]
+
+
+def alloc_outboxes(pieces: list[list[Piece]]) -> tuple[Outbox, ...]:
+    """For the pieces of dQ of each warpgroup."""
     return tuple(
-        Outbox(w, [[block_M, cols] for _, cols in of_one], "float32", f"dQ_{w}")
-        for w, of_one in enumerate(spans)
+        Outbox(w, [sizes(piece) for piece in of_one], "float32", f"dQ_{w}") for w, of_one in enumerate(pieces)
     )
 
 
@@ -123,7 +134,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         "policy": row_wise,
         "clear_accum": True,
     }  # of the GEMMs S' = K Q', dP' = V dO'
-    spans = column_spans(head_dim, config.warpgroups)
+    pieces = dq_pieces(block_M, head_dim, config.warpgroups)
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v, parts_dim = T.dynamic("columns_qk, columns_v, parts_dim")
@@ -167,19 +178,19 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         for _ in T.serial(blocks.steps):
             for w in warpgroups:
                 shared.dQ[w].when_full()
-                for i, (first_col, cols) in enumerate(spans[w]):
-                    dq_sum = tiles.dq_sum(tile, blocks.head, blocks.query, block_M, first_col, cols)
+                for i, (rows, cols) in enumerate(pieces[w]):
+                    dq_sum = tiles.dq_sum(tile, blocks.head, blocks.query, rows, cols)
                     T.atomic_add(dq_sum, shared.dQ[w].tiles[i], use_tma=True)
                 shared.dQ[w].mark_empty()
             blocks.advance()
 
     @T.macro
     def multiply_dq(w, shared, acc_dq):
-        for i, (first_col, cols) in enumerate(spans[w]):
+        for i, (rows, cols) in enumerate(pieces[w]):
             for other in warpgroups:
                 T.wgmma_gemm(
-                    shared.dS[other],
-                    shared.K.tiles[other, :, first_col : first_col + cols],
+                    shared.dS[other][:, rows],
+                    shared.K.tiles[other, :, cols],
                     acc_dq[i],
                     transpose_A=True,
                     policy=row_wise,
@@ -190,7 +201,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     def post_dq(w, shared, acc_dq):
         shared.dS.release()
         shared.dQ[w].when_empty()
-        for i, _ in enumerate(spans[w]):
+        for i, _ in enumerate(pieces[w]):
             T.copy(acc_dq[i], shared.dQ[w].tiles[i])
         shared.dQ[w].mark_full()
 
@@ -206,7 +217,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dS = P if lean else T.alloc_fragment([64, block_M], dtype)
         acc_dk = T.alloc_fragment([64, head_dim], "float32")
         acc_dv = T.alloc_fragment([64, head_dim_v], "float32")
-        acc_dq = alloc_fragments([[block_M, cols] for _, cols in spans[w]], "float32")
+        acc_dq = alloc_fragments([sizes(piece) for piece in pieces[w]], "float32")
 
         for other in warpgroups if with_dq else (w,):
             shared.K.wait(other)
@@ -378,7 +389,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 V=V_shared,
                 dV=dV_shared,
                 dS=Exchange(config.warpgroups, [64, block_M], dtype, "dS") if with_dq else None,
-                dQ=alloc_outboxes(spans, block_M) if with_dq else None,
+                dQ=alloc_outboxes(pieces) if with_dq else None,
             )
             order = TileOrder(
                 problem.causal, heads_kv * parts, heads_kv * parts * batch, parts, n_blocks, group_heads

@@ -100,8 +100,10 @@ class QueryBlocks:
     def start(self, first_key, first_head, heads):
         if self.mask.causal:
             seen_from = T.max(first_key + self.mask.seqlen_q - self.mask.seqlen_k, 0)
-            self.first[0] = T.shfl_sync(seen_from // self.block_M * self.block_M, 0)
-        self.num_steps[0] = heads * T.ceildiv(self.mask.seqlen_q - self.first[0], self.block_M)
+            self.first[0] = seen_from // self.block_M * self.block_M
+        # From one lane, so that what counts steps lives in uniform registers
+        steps = heads * T.ceildiv(self.mask.seqlen_q - self.first[0], self.block_M)
+        self.num_steps[0] = T.shfl_sync(steps, 0)
         self.at_query[0] = self.first[0]
         self.at_head[0] = first_head
 

@@ -95,8 +95,8 @@ class DenseGradTiles:
     def dq(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
         return self.dQ[tile.batch, start : start + rows, head, 0 : self.head_dim]
 
-    def dq_sum(self, tile: Any, head: Any, start: Any, rows: int, first_col: int, cols: int) -> Any:
-        return self.dQ_sum[tile.batch, head, start : start + rows, first_col : first_col + cols]
+    def dq_sum(self, tile: Any, head: Any, start: Any, rows: slice, cols: slice) -> Any:
+        return self.dQ_sum[tile.batch, head, start + rows.start : start + rows.stop, cols]
 
     def k(self, tile: Any, start: Any, rows: int) -> Any:
         return self.K[tile.batch, start : start + rows, tile.kv_head, 0 : self.head_dim]

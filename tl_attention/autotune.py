@@ -32,6 +32,7 @@ from tl_attention.problem import (
     length_bucket,
     tuning_key,
 )
+from tl_attention.reference import attention_reference
 from tl_attention.sandbox import GRACE, Failure, OutOfTime, Sandboxes, time_left
 from tl_attention.target import TARGET
 from tl_attention.testing import bench
@@ -129,15 +130,16 @@ def time_candidates(
 
 
 def _make_inputs(row: Row, shape: Shape, seed: int) -> tuple[torch.Tensor, ...]:
-    """(q, k, v), of a backward (dout, q, k, v, out, lse), as views [batch, seqlen, heads, columns]."""
-    from tl_attention import dispatch
+    """(q, k, v), of a backward (dout, q, k, v, out, lse), as views [batch, seqlen, heads, columns].
 
+    out and lse by the reference, as a forward kernel might have to be compiled first.
+    """
     dtype = getattr(torch, row.problem.dtype)
     q, k, v = make_inputs(shape, dtype, seed=seed)
     if row.direction == "fwd":
         return q, k, v
-    out, lse = dispatch.fwd(q, k, v, shape.head_dim**-0.5, shape.causal, lse_base2=False)
-    return make_dout(shape, dtype, "bshd", seed, q.device), q, k, v, out, lse
+    out, lse = attention_reference(q, k, v, shape.head_dim**-0.5, shape.causal)
+    return make_dout(shape, dtype, "bshd", seed, q.device), q, k, v, out.to(dtype), lse
 
 
 def _run(row: Row, inputs: tuple[torch.Tensor, ...], shape: Shape, config: Config) -> tuple:

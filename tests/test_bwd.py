@@ -322,7 +322,7 @@ def test_bwd_needs_memory_for_rows_and_sums_alone(shape, layouts, deterministic)
     """Beside the gradients, all fp32, with seqlen_q rounded up to 128 and tile widths for head dims:
 
         lse and delta  2 * batch * heads_q * seqlen_q
-        dq, fast mode  batch * heads_q * seqlen_q * head_dim, where one pass makes it with dk: up to d128, and at d192-128
+        dq             batch * heads_q * seqlen_q * head_dim, where one pass makes it with dk and dv
         dk and dv      parts * batch * heads_kv * seqlen_k * (head_dim + head_dim_v) if the heads of a group are divided
                        into parts, of which there are at most as many as heads
 

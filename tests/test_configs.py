@@ -103,8 +103,8 @@ def passes(*texts: str) -> BwdConfig:
     parts = (text.split() for text in texts)
     return BwdConfig(
         tuple(
-            BwdPass(grads, *map(int, sizes.split("x")), early_s="late-s" not in extras, lean="lean" in extras)
-            for grads, sizes, *extras in parts
+            BwdPass(grads, *map(int, sizes.split("x")), lean=lean == ["lean"])
+            for grads, sizes, *lean in parts
         )
     )
 
@@ -122,9 +122,11 @@ def passes(*texts: str) -> BwdConfig:
         (D64, passes("dk+dv 16x128", "dq 128x64"), "block_M 16"),
         (D64, passes("dk+dv 64x128", "dq 128x120"), "block_N 120: expected a multiple of 16 in 32..256"),
         (D64, passes("dq+dk+dv 96x128"), "block_M 96: expected 64 or 128"),
-        (D64, passes("dq+dk+dv 64x128x1"), "num_stages 1: expected at least 2"),
-        (D64, passes("dq+dk+dv 64x128x2x0"), "num_stages_do 0"),
-        (D64, passes("dq+dk+dv 128x128"), "registers: 256 of 232"),
+        (D64, passes("dq+dk+dv 64x128"), "lean: expected True where dq is summed"),
+        (D64, passes("dk+dv 64x128", "dq 128x64 lean"), "lean: expected False where dq is made alone"),
+        (D64, passes("dq+dk+dv 64x128x1 lean"), "num_stages 1: expected at least 2"),
+        (D64, passes("dq+dk+dv 64x128x2x0 lean"), "num_stages_do 0"),
+        (D64, passes("dk+dv 128x128", "dq 128x64"), "registers: 256 of 232"),
         (D64, passes("dq+dk+dv 64x192"), "block_N 192: expected 128"),
         (D64, passes("dk+dv 64x192", "dq 128x64"), "registers: 160 of 152"),
         (D128, passes("dk+dv 96x128", "dq 128x64"), "registers: 272 of 232"),
@@ -143,7 +145,7 @@ def test_is_legal_says_why_not_backward(problem, config, reason):
 
 
 def test_is_legal_takes_no_sum_without_order_where_bits_are_to_be_equal():
-    fast, fixed = passes("dq+dk+dv 64x128"), passes("dk+dv 64x128", "dq 128x64")
+    fast, fixed = passes("dq+dk+dv 64x128 lean"), passes("dk+dv 64x128", "dq 128x64")
     assert configs.is_legal(D128, fast) is configs.is_legal(D128, fast, "bwd") is None
     assert "an order that is not fixed" in configs.is_legal(D128, fast, "bwd_det")
     assert configs.is_legal(D128, fixed, "bwd") is configs.is_legal(D128, fixed, "bwd_det") is None
@@ -152,8 +154,8 @@ def test_is_legal_takes_no_sum_without_order_where_bits_are_to_be_equal():
 @pytest.mark.parametrize(
     ("problem", "one", "smem", "registers"),
     [
-        (D64, "dq+dk+dv 64x128", 99328, 160),
-        (D128, "dq+dk+dv 64x128", 181248, 224),
+        (D64, "dq+dk+dv 128x128 lean", 165888, 160),
+        (D128, "dq+dk+dv 64x128 lean", 181248, 176),
         (D128, "dk+dv 64x128", 132096, 224),
         (D128, "dq 128x64", 131072, 144),
         (D192_128, "dk+dv 64x128 lean", 164864, 208),
@@ -238,7 +240,7 @@ def test_tuned_row_serves_the_other_dtype(tuned_row):
         ("bwd", {"config": asdict(WINNER)}, "KeyError: 'passes'"),
         ("bwd", {"config": {"passes": [{"grads": "dq+dk+dv", "block_M": 64, "warps": 3}]}}, "'warps'"),
         ("bwd", {"config": asdict(passes("dq 128x64"))}, "passes make dq"),
-        ("bwd_det", {"config": asdict(passes("dq+dk+dv 64x128"))}, "an order that is not fixed"),
+        ("bwd_det", {"config": asdict(passes("dq+dk+dv 64x128 lean"))}, "an order that is not fixed"),
     ],
     ids=[
         "illegal",

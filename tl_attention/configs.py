@@ -154,10 +154,14 @@ def _pass_fault(problem: AttnProblem, one: BwdPass) -> str | None:
         return f"{step} {step_rows}: expected a multiple of 16 in 32..256"
     if not by_queries and step_rows not in (32, 64, 96, 128):
         return f"{step} {step_rows}: expected 32, 64, 96 or 128, as its log-sum-exps begin at a multiple of 128 bytes"
+    if by_queries and one.lean:
+        return "lean: expected False where dq is made alone"
     if one.adds_dq and rows != 128:
         return f"{owned} {rows}: expected 128, as two warpgroups share the work on dq"
     if one.adds_dq and step_rows % 64:
         return f"{step} {step_rows}: expected 64 or 128, as warpgroups compute 64 rows of dq at a time"
+    if one.adds_dq and not one.lean:
+        return "lean: expected True where dq is summed, as it takes registers of its own"
     for name, least in (("num_stages", 2), ("num_stages_do", 1)):
         if getattr(one, name) < least:
             return f"{name} {getattr(one, name)}: expected at least {least}"

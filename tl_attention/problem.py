@@ -110,8 +110,9 @@ class BwdPass:
     block_N: int  # keys: of a CTA, 64 a consumer warpgroup, or in "dq" of a step
     num_stages: int = 2  # depth of the Q ring, in "dq" of the K ring
     num_stages_do: int = 2  # depth of the dO ring, in "dq" of the V ring
-    early_s: bool = True  # S of the next step begins before a step ends
-    lean: bool = False  # dP takes the registers of S, and dS those of P, which is in 16 bits by then
+    lean: bool = (
+        False  # dP takes the registers of S, and dS those of P, which is in 16 bits by then; not for "dq"
+    )
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -132,8 +133,8 @@ class BwdPass:
         return 128 * (self.warpgroups + 1)
 
     def __str__(self) -> str:
-        extras = " late-s" * (not self.early_s) + " lean" * self.lean
-        return f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}{extras}"
+        lean = " lean" * self.lean
+        return f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}{lean}"
 
 
 @dataclass(frozen=True)

@@ -123,17 +123,14 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     is left alone.
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
-    block_M, block_N, early_s, lean = config.block_M, config.block_N, config.early_s, config.lean
+    block_M, block_N, lean = config.block_M, config.block_N, config.lean
     with_dq, with_dk, with_dv = (grad in config.makes for grad in ("dq", "dk", "dv"))
     warpgroups = tuple(range(config.warpgroups))
     consumers = WARPGROUP * config.warpgroups
     registers = pipeline.REGISTERS.get(config.warpgroups)
     row_wise = T.GemmWarpPolicy.FullRow
-    k_qt = {
-        "transpose_B": True,
-        "policy": row_wise,
-        "clear_accum": True,
-    }  # of the GEMMs S' = K Q', dP' = V dO'
+    # Of the GEMMs S' = K Q', dP' = V dO'
+    k_qt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}
     pieces = dq_pieces(block_M, head_dim, config.warpgroups)
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
@@ -158,10 +155,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             shared.K.fill(w, tiles.k(tile, tile.first_key + 64 * w, 64))
         for step in T.serial(blocks.steps):
             head, query = blocks.head, blocks.query
-            lse_log2, delta = (
-                tiles.lse_log2(tile, head, query, block_M),
-                tiles.delta(tile, head, query, block_M),
-            )
+            lse_log2 = tiles.lse_log2(tile, head, query, block_M)
+            delta = tiles.delta(tile, head, query, block_M)
             row_values = (lse_log2, delta) if with_dk else (lse_log2,)
             shared.Q.fill(step, tiles.q(tile, head, query, block_M), row_values)
             if with_dk:
@@ -210,6 +205,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         w, number, heads_a_kv_head, heads_a_part, tile, blocks, tiles, shared, parts, softmax_scale
     ):
         key = tile.first_key + 64 * w
+        scale_log2 = softmax_scale * LOG2E
+        if not with_dq:  # from one lane, so in a uniform register; with dq there are none to spare
+            scale_log2 = T.shfl_sync(scale_log2, 0)
         last_operand = shared.Q if with_dk else shared.dO  # of the last GEMM of a step
         acc_s = T.alloc_fragment([64, block_M], "float32")  # scores, then probabilities
         P = T.alloc_fragment([64, block_M], dtype)
@@ -221,35 +219,28 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
         for other in warpgroups if with_dq else (w,):
             shared.K.wait(other)
-        if early_s:
-            shared.Q.wait(0)
-            T.wgmma_gemm(shared.K[w], shared.Q[0], acc_s, **k_qt)
-            T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
+        shared.Q.wait(0)
+        T.wgmma_gemm(shared.K[w], shared.Q[0], acc_s, **k_qt)
+        T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         if with_dk:
             shared.V.wait(w)
             T.clear(acc_dk)
         if with_dv:
             T.clear(acc_dv)
         for step in T.serial(blocks.steps):
-            # P' = softmax(S')
-            if early_s:
-                # ptxas serializes all wgmma if S is read while a GEMM is in flight that this step has issued before
-                T.wait_wgmma(0)  # S is there, and the last GEMM of the step before
-                if step > 0:
-                    last_operand.release(step - 1)
-            else:
-                shared.Q.wait(step)
-                T.wgmma_gemm(shared.K[w], shared.Q[step], acc_s, **k_qt)
-            if with_dq:  # dQ = dS K of the step before, of no use in the first
+            # P' = softmax(S'), and beside it dP' = V dO' or, if lean, dQ = dS K of the step before, of no use in the first.
+            # ptxas serializes all wgmma if S is read while a GEMM is in flight that was issued in the step before
+            T.wait_wgmma(0)  # S is there, and the last GEMM of the step before
+            if step > 0:
+                last_operand.release(step - 1)
+            if with_dq:
                 if step > 0:
                     shared.dS.wait(step - 1)
                 multiply_dq(w, shared, acc_dq)
             if with_dk and not lean:
                 shared.dO.wait(step)
                 T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **k_qt)
-            if not early_s:
-                T.wait_wgmma(with_dq + (with_dk and not lean))  # S is there
-            probabilities(acc_s, softmax_scale * LOG2E, lambda i, j: shared.Q.row_value(step, 0, j))
+            probabilities(acc_s, scale_log2, lambda i, j: shared.Q.row_value(step, 0, j))
             if not with_dk:
                 shared.Q.release(step)
             mask.clear_transposed(acc_s, key, blocks.query)
@@ -273,30 +264,25 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     T.wait_wgmma(0)  # dP is there, and P has served
                 if lean or not with_dv:
                     shared.dO.release(step)
-                softmax_backward(
-                    P if lean else acc_s, acc_dp, lambda i, j: shared.Q.row_value(step, 1, j), dS
-                )
+                probability = P if lean else acc_s
+                softmax_backward(probability, acc_dp, lambda i, j: shared.Q.row_value(step, 1, j), dS)
             if with_dq:
                 shared.dS.wait_empty(step)
                 T.copy(dS, shared.dS[w])
                 shared.dS.announce()
 
-            # dK += dS' Q (or what is left of the GEMMs), and behind it S' of the next step, of no use after the last
+            # dK += dS' Q, or without dK dV += P' dO; behind it S' of the next step, of no use after the last
             if with_dk:
                 T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)
             else:
                 shared.dO.wait(step)
                 T.wgmma_gemm(P, shared.dO[step], acc_dv, policy=row_wise)
-            if early_s:
-                if step + 1 < blocks.steps:
-                    shared.Q.wait(step + 1)
-                T.wgmma_gemm(shared.K[w], shared.Q[step + 1], acc_s, **k_qt)
+            if step + 1 < blocks.steps:
+                shared.Q.wait(step + 1)
+            T.wgmma_gemm(shared.K[w], shared.Q[step + 1], acc_s, **k_qt)
             if with_dk and with_dv and not lean:
-                T.wait_wgmma(2 if early_s else 1)  # dV is there
+                T.wait_wgmma(2)  # dV is there
                 shared.dO.release(step)
-            if not early_s:
-                T.wait_wgmma(0)
-                last_operand.release(step)
             blocks.advance()
 
         T.wait_wgmma(0)
@@ -306,8 +292,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             T.wait_wgmma(0)
             post_dq(w, shared, acc_dq)
             sync_consumers(consumers)
-        # K and V have served, for all warpgroups: dK and dV leave through their tiles
-        # Where to is worked out anew, rather than held in registers all the way
+        # K and V have served, for all warpgroups: dK and dV leave through their tiles. Where to is worked out anew, rather than
+        # held in registers all the way
         tile.start(T.shfl_sync(number, 0), heads_a_kv_head, heads_a_part)
         key = tile.first_key + 64 * w
         if with_dk:

@@ -34,7 +34,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     """Kernel(Q, K, V, dO, Lse_log2, Delta, dQ, softmax_scale, heads_a_kv_head, m_blocks, group_heads, ctas), the last four from
     dispatch.plan; the others as in bwd.py, dQ as Q."""
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
-    block_M, block_N, early_s, lean = config.block_M, config.block_N, config.early_s, config.lean
+    block_M, block_N = config.block_M, config.block_N
     warpgroups = tuple(range(config.warpgroups))
     consumer_warps = 4 * config.warpgroups
     registers = pipeline.REGISTERS.get(config.warpgroups)
@@ -75,9 +75,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     def differentiate(w, number, order, tiles, shared, softmax_scale):
         tile, blocks = Tile(order), KeyBlocks(mask, block_M, block_N)
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then probabilities
-        acc_dp = acc_s if lean else T.alloc_fragment([64, block_N], "float32")
+        acc_dp = T.alloc_fragment([64, block_N], "float32")
         dS = T.alloc_fragment([64, block_N], dtype)
-        P = dS if lean else acc_s
         acc_dq = T.alloc_fragment([64, head_dim], "float32")
         lse_log2 = T.alloc_fragment([64], "float32")
         delta = T.alloc_fragment([64], "float32")
@@ -88,45 +87,29 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         T.copy(tiles.lse_log2(tile, tile.head, query, 64), lse_log2)
         T.copy(tiles.delta(tile, tile.head, query, 64), delta)
         shared.Q.wait(w)
-        if early_s:
-            shared.K.wait(0)
-            T.wgmma_gemm(shared.Q[w], shared.K[0], acc_s, **q_kt)
-            T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
+        shared.K.wait(0)
+        T.wgmma_gemm(shared.Q[w], shared.K[0], acc_s, **q_kt)
+        T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         shared.dO.wait(w)
         T.clear(acc_dq)
         for step in T.serial(blocks.steps):
-            # P = softmax(S)
-            if early_s:
-                T.wait_wgmma(0)  # S is there, and dQ of the step before
-                if step > 0:
-                    shared.K.release(step - 1)
-            else:
-                shared.K.wait(step)
-                T.wgmma_gemm(shared.Q[w], shared.K[step], acc_s, **q_kt)
-            if not lean:
-                shared.V.wait(step)
-                T.wgmma_gemm(shared.dO[w], shared.V[step], acc_dp, **q_kt)
-            if not early_s:
-                T.wait_wgmma(0 if lean else 1)  # S is there
+            # P = softmax(S), and beside it dP = dO V^T
+            T.wait_wgmma(0)  # S is there, and dQ of the step before
+            if step > 0:
+                shared.K.release(step - 1)
+            shared.V.wait(step)
+            T.wgmma_gemm(shared.dO[w], shared.V[step], acc_dp, **q_kt)
             probabilities(acc_s, softmax_scale * LOG2E, lambda i, j: lse_log2[i])
             mask.clear(acc_s, query, blocks.first_key(step))
-            if lean:
-                T.copy(acc_s, P)
-                shared.V.wait(step)
-                T.wgmma_gemm(shared.dO[w], shared.V[step], acc_dp, **q_kt)
 
             # dS = P * (dP - Delta), dQ += dS K, and behind it S of the next step, of no use after the last
             T.wait_wgmma(0)  # dP is there
             shared.V.release(step)
-            softmax_backward(P, acc_dp, lambda i, j: delta[i], dS)
+            softmax_backward(acc_s, acc_dp, lambda i, j: delta[i], dS)
             T.wgmma_gemm(dS, shared.K[step], acc_dq, policy=row_wise)
-            if early_s:
-                if step + 1 < blocks.steps:
-                    shared.K.wait(step + 1)
-                T.wgmma_gemm(shared.Q[w], shared.K[step + 1], acc_s, **q_kt)
-            else:
-                T.wait_wgmma(0)
-                shared.K.release(step)
+            if step + 1 < blocks.steps:
+                shared.K.wait(step + 1)
+            T.wgmma_gemm(shared.Q[w], shared.K[step + 1], acc_s, **q_kt)
 
         # Q has served: dQ leaves through its tile
         T.wait_wgmma(0)

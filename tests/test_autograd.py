@@ -164,7 +164,7 @@ def test_mha_bwd_interface_equals_autograd_and_its_twin(shape, deterministic, de
     options = {"sm_scale": 0.07, "is_causal": shape.causal, "deterministic": deterministic}
     grads = mha_bwd_interface(do, q, k, v, out, lse, **options)
     assert all(x.shape == y.shape and x.is_contiguous() for x, y in zip(grads, (q, k, v), strict=True))
-    torch.testing.assert_close(grads, by_autograd, rtol=0.01, atol=0.01)
+    assert_close(grads, by_autograd)  # another config may make deterministic ones
     assert_close(grads, ref_mha_bwd_interface(do, q, k, v, 0.07, shape.causal))
     kernel = mha_bwd_interface(do, q, k, v, out, lse, **options, return_kernel=True)
     torch.testing.assert_close(kernel(do, q, k, v, out, lse), grads, rtol=0.01, atol=0.01)

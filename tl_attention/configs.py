@@ -37,6 +37,7 @@ from tl_attention.target import SMEM_LIMIT, gpu_slug
 
 BARRIER_BYTES = 1024  # what barriers take of the shared memory beside the tiles
 TILE_BOX_BYTES = 64  # kernels.scheduler.TileBox
+TILE_ALIGNMENT = 1024  # bytes; of each tile, so what lies between two takes a multiple
 # Where the rows of a direction lie in a tuned table
 SECTIONS = {"fwd": ("fwd",), "bwd": ("bwd",), "bwd_det": ("bwd_det", "bwd")}
 # What a tile of a line of a search gives, or the first of them
@@ -75,13 +76,13 @@ def _pass_smem_bytes(problem: AttnProblem, one: BwdPass) -> int:
     if one.grads != "dv" or problem.head_dim != problem.head_dim_v:
         rows_v += owned
     sixteen_bits = rows_qk * problem.head_dim + rows_v * problem.head_dim_v
-    floats = 0
+    row_values = dq_sums = 0
     if one.grads != "dq":  # with each row of Q come its log-sum-exp and delta, which "dv" does without
-        floats += step * one.num_stages * (1 if one.grads == "dv" else 2)
+        row_values = 4 * step * one.num_stages * (1 if one.grads == "dv" else 2)
     if one.adds_dq:
         sixteen_bits += owned * step  # dS
-        floats += step * problem.head_dim
-    return 2 * sixteen_bits + 4 * floats
+        dq_sums = 4 * step * problem.head_dim
+    return 2 * sixteen_bits + -(-row_values // TILE_ALIGNMENT) * TILE_ALIGNMENT + dq_sums
 
 
 def accumulator_registers(problem: AttnProblem, config: FwdConfig | BwdPass) -> int:

@@ -112,6 +112,7 @@ def mha_bwd_interface(
     """
     check_fwd(q, k, v, sm_scale, is_causal, "batch, heads, seqlen")
     check_bwd(do, q, v, out, lse, deterministic)
+    deterministic |= torch.are_deterministic_algorithms_enabled()
     options = (sm_scale, is_causal, True, True)  # base 2, heads first
 
     def kernel(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from functools import partial
@@ -391,6 +392,26 @@ def assert_same(grads, expected, deterministic):
         assert all(map(torch.equal, grads, expected))
     else:
         torch.testing.assert_close(grads, expected, rtol=2**-7, atol=1e-3)
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_bwd_of_a_batch_too_large_for_a_grid_is_launched_in_parts(with_dlse, monkeypatch):
+    batches = []
+
+    def launch_bwd(dout, q, k, v, out, lse, dq, dk, dv, scale, causal, base2, deterministic, dlse, config):
+        batches.append(len(q))
+        assert with_dlse == (dlse is not None) and all(len(x) == len(q) for x in (dout, out, lse))
+        assert dlse is None or len(dlse) == len(q)
+        for grad, x in ((dq, q), (dk, k), (dv, v)):
+            grad.copy_(x)
+
+    monkeypatch.setattr(dispatch, "MAX_BATCH", 3)
+    monkeypatch.setattr(dispatch, "launch_bwd", launch_bwd)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    q, k, v = make_inputs(Shape(7, 2, 1, 5, 6, 64, 64, False), BF16, device="cpu")
+    lse = torch.zeros(7, 2, 5)
+    grads = dispatch.bwd(q, q, k, v, q, lse, 0.1, False, False, dlse=lse if with_dlse else None)
+    assert batches == [3, 3, 1] and all(map(torch.equal, grads, (q, k, v)))
 
 
 STREAMED = Shape(2, 16, 4, 1500, 1500, 128, 128, True)

@@ -48,6 +48,9 @@ from tl_attention.target import TARGET, sm_count
 LN2 = math.log(2.0)
 LOG2E = 1 / LN2
 MAX_GRID = 2**31 - 1  # CTAs of one launch
+MAX_BATCH = (
+    2**16 - 1
+)  # of one backward, whose small kernels have the batch in the last dimension of their grids
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 L2_SHARE = 32 << 20  # bytes of a 50 MB L2 that the keys and values of one group of heads may fill
 # Counters a device has; when streams and captured launches have used them up, a new one is a memset before its launch
@@ -468,25 +471,15 @@ def bwd(
     grads = tuple(empty_view(x, *x.shape, heads_first) for x in (q, k, v))
     if not q.numel() or not k.numel():
         return tuple(x.zero_() for x in grads)
-    arguments = (
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        *grads,
-        softmax_scale,
-        causal,
-        lse_base2,
-        deterministic,
-        dlse,
-        config,
-    )
-    if q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q.device.index):
-            return launch_bwd(*arguments)
-    return launch_bwd(*arguments)
+    tensors, options = (dout, q, k, v, out, lse, *grads), (softmax_scale, causal, lse_base2, deterministic)
+    with torch.cuda.device(q.device):
+        if q.shape[0] <= MAX_BATCH:
+            return launch_bwd(*tensors, *options, dlse, config)
+        for first in range(0, q.shape[0], MAX_BATCH):
+            some = slice(first, first + MAX_BATCH)
+            dlse_some = None if dlse is None else dlse[some]
+            launch_bwd(*(x[some] for x in tensors), *options, dlse_some, config)
+    return grads
 
 
 def launch_bwd(
@@ -524,16 +517,12 @@ def launch_bwd(
     seqlen_k, heads_kv = k.shape[1], k.shape[2]
     heads_a_kv_head = heads // heads_kv
     rounded_q = -(-seqlen_q // QUERY_ROWS) * QUERY_ROWS
-    q, k, v, dout = (
-        tma_ready(q),
-        tma_ready(k),
-        tma_ready(v),
-        tma_ready(dout if dout.stride(3) == 1 else dout.contiguous()),
-    )
+    dout, out = (x if x.stride(3) == 1 else x.contiguous() for x in (dout, out))
+    q, k, v, dout, out = (tma_ready(x) for x in (q, k, v, dout, out))
 
     rows = q.new_empty((2, batch, heads, rounded_q), dtype=torch.float32)
     lse_log2, delta = rows.unbind()
-    kernels.delta(tma_ready(out), dout, lse.contiguous(), lse_log2, delta, 1.0 if lse_base2 else LOG2E)
+    kernels.delta(out, dout, lse.contiguous(), lse_log2, delta, 1.0 if lse_base2 else LOG2E)
     if dlse is not None:
         # A query that sees no key has no gradient, whatever came of its lse of -inf
         natural = dlse.masked_fill(lse == -math.inf, 0) * (LOG2E if lse_base2 else 1.0)

@@ -102,8 +102,8 @@ def report_source(source: str, smem: int, threads: int, needs_wgmma: bool = True
         "PTX": (
             r"\bwgmma\.mma_async\b",
             r"\btensor\.\dd\.shared::\w+\.global\b",
-            r"\bbulk\.tensor\.\dd\.global\.shared::cta\b",
-            r"\breduce\.async\.bulk\.tensor\.\dd\.global\.shared::cta\b",
+            r"\bcp\.async\.bulk\.tensor\.\dd\.global\.shared::cta\b",
+            r"\bcp\.reduce\.async\.bulk\.tensor\.\dd\.global\.shared::cta\b",
         ),
     }[counted_in]
     hgmma, tma, tma_stores, tma_sums = (len(re.findall(pattern, code)) for pattern in patterns)

@@ -110,9 +110,7 @@ class BwdPass:
     block_N: int  # keys: of a CTA, 64 a consumer warpgroup, or in "dq" of a step
     num_stages: int = 2  # depth of the Q ring, in "dq" of the K ring
     num_stages_do: int = 2  # depth of the dO ring, in "dq" of the V ring
-    lean: bool = (
-        False  # dP takes the registers of S, and dS those of P, which is in 16 bits by then; not for "dq"
-    )
+    lean: bool = False  # dP in the registers of S, and dS in those of P, 16 bits by then; not for "dq"
 
     @property
     def makes(self) -> tuple[str, ...]:

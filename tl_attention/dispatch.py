@@ -48,9 +48,8 @@ from tl_attention.target import TARGET, sm_count
 LN2 = math.log(2.0)
 LOG2E = 1 / LN2
 MAX_GRID = 2**31 - 1  # CTAs of one launch
-MAX_BATCH = (
-    2**16 - 1
-)  # of one backward, whose small kernels have the batch in the last dimension of their grids
+# Of one backward, whose small kernels have the batch in the last dimension of their grids
+MAX_BATCH = 2**16 - 1
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 L2_SHARE = 32 << 20  # bytes of a 50 MB L2 that the keys and values of one group of heads may fill
 # Counters a device has; when streams and captured launches have used them up, a new one is a memset before its launch
@@ -387,7 +386,6 @@ class BwdKernels:
     """The compiled kernels of a backward."""
 
     problem: AttnProblem
-    config: BwdConfig
     delta: Kernel
     passes: tuple[tuple[BwdPass, Kernel], ...]
     sum_qk: Kernel
@@ -398,7 +396,6 @@ def _find_bwd_kernels(key: tuple, direction: str, config: BwdConfig | None) -> B
     problem, config = _find_config(key, direction, config)
     return BwdKernels(
         problem,
-        config,
         compile_kernel(problem.of_width(delta_width(problem.head_dim_v)), BwdDelta()),
         tuple((one, compile_kernel(problem, one)) for one in config.passes),
         compile_kernel(problem.of_width(problem.head_dim), BwdSum()),

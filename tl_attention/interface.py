@@ -99,8 +99,8 @@ def mha_bwd_interface(
         do: [batch, heads, seqlen_q, head_dim_v], the gradient with respect to out, in its dtype; any strides.
         q, k, v, sm_scale, is_causal: as the forward had them.
         out, lse: as the forward returned them, lse in base 2.
-        deterministic: the same bits every time, for up to a third more time; torch.use_deterministic_algorithms(True) asks for
-            it, too. Else dq is summed in an order that varies from run to run.
+        deterministic: the same bits every time, for some 6 % more time; torch.use_deterministic_algorithms(True) asks for it, too.
+            Else dq may be summed in an order that varies from run to run.
         return_kernel: return kernel(do, q, k, v, out, lse) -> (dq, dk, dv), compiled for tensors like these, which checks
             nothing: for timing.
     Returns:
@@ -113,20 +113,17 @@ def mha_bwd_interface(
     check_fwd(q, k, v, sm_scale, is_causal, "batch, heads, seqlen")
     check_bwd(do, q, v, out, lse, deterministic)
     deterministic |= torch.are_deterministic_algorithms_enabled()
-    options = (sm_scale, is_causal, True, True)  # base 2, heads first
+    run, scale = attention_backward, sm_scale
+    if return_kernel and q.device.type != "cpu":
+        check_device(q)
+        run, scale = dispatch.bwd, q.shape[3] ** -0.5 if sm_scale is None else float(sm_scale)
 
     def kernel(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         *views, lse = tensors
-        grads = run(*(x.transpose(1, 2) for x in views), lse, *options, deterministic)
+        views = (x.transpose(1, 2) for x in views)
+        grads = run(*views, lse, scale, is_causal, True, True, deterministic)  # base 2, heads first
         return tuple(x.transpose(1, 2) for x in grads)
 
-    run = attention_backward
-    if return_kernel and q.device.type != "cpu":
-        check_device(q)
-        run, options = (
-            dispatch.bwd,
-            (q.shape[3] ** -0.5 if sm_scale is None else float(sm_scale), *options[1:]),
-        )
     grads = kernel(do, q, k, v, out, lse)
     return kernel if return_kernel else grads
 

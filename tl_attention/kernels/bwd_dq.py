@@ -31,19 +31,17 @@ class SharedTiles:
 
 
 def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
-    """Kernel(Q, K, V, dO, Lse_log2, Delta, dQ, softmax_scale, heads_a_kv_head, m_blocks, group_heads, ctas), the last four from
-    dispatch.plan; the others as in bwd.py, dQ as Q."""
+    """Kernel(Q, K, V, dO, Lse_log2, Delta, dQ, softmax_scale, heads_a_kv_head, m_blocks, group_heads, ctas), the last three from
+    dispatch.plan; the others as in bwd.py, dQ as Q.
+    """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
     block_M, block_N = config.block_M, config.block_N
     warpgroups = tuple(range(config.warpgroups))
     consumer_warps = 4 * config.warpgroups
     registers = pipeline.REGISTERS.get(config.warpgroups)
     row_wise = T.GemmWarpPolicy.FullRow
-    q_kt = {
-        "transpose_B": True,
-        "policy": row_wise,
-        "clear_accum": True,
-    }  # of the GEMMs S = Q K^T, dP = dO V^T
+    # Of the GEMMs S = Q K^T, dP = dO V^T
+    q_kt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v, rounded_q = T.dynamic("columns_qk, columns_v, rounded_q")

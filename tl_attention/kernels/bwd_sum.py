@@ -35,8 +35,7 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
                 Gradient_shared[i, j] = total[i, j] * scale
             T.fence_proxy_async()
             T.sync_threads()
-            T.copy(
-                Gradient_shared, Gradient[b, first : first + rows, head, 0:width]
-            )  # by TMA, nothing past seqlen
+            # By TMA, which writes nothing past seqlen
+            T.copy(Gradient_shared, Gradient[b, first : first + rows, head, 0:width])
 
     return flash_bwd_sum_dense

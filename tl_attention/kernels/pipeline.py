@@ -81,12 +81,20 @@ class TileRing:
 
 
 @T.meta_class
+class SharedTile:
+    """One buffer with a name of its own: TileLang 0.1.15 places those of one name in an order that varies from process to process."""
+
+    def __init__(self, shape: list[int], dtype: str, swizzled: bool, name: str):
+        self.tile = alloc_swizzled(shape, dtype) if swizzled else T.alloc_shared(shape, dtype)
+
+
+@T.meta_class
 class Exchange:
     """A shared tile a warpgroup, which its warpgroup writes and all read, once a step."""
 
     def __init__(self, warpgroups: int, shape: list[int], dtype: str, name: str):
         # Buffers of their own: only a copy to a whole 2-D buffer becomes stmatrix (0.1.15)
-        self.tiles = tuple(alloc_swizzled(shape, dtype) for _ in range(warpgroups))
+        self.tiles = tuple(SharedTile(shape, dtype, True, name=f"{name}_{w}").tile for w in range(warpgroups))
         self.full = T.alloc_barrier([4 * warpgroups])  # every warp has written its share
         self.empty = T.alloc_barrier([4 * warpgroups])  # every warp is done with all tiles
 
@@ -121,7 +129,9 @@ class Outbox:
     """
 
     def __init__(self, w: int, shapes: list[list[int]], dtype: str, name: str):
-        self.tiles = tuple(T.alloc_shared(shape, dtype) for shape in shapes)
+        self.tiles = tuple(
+            SharedTile(shape, dtype, False, name=f"{name}_{i}").tile for i, shape in enumerate(shapes)
+        )
         self.empty, self.full = FIRST_BARRIER + 2 * w, FIRST_BARRIER + 2 * w + 1
 
     def when_empty(self):

@@ -39,7 +39,7 @@ def test_lowering_shipped_kernel(problem, config):
     assert report.needs_wgmma == multiplies == (report.hgmma > 0)
     assert (report.tma > 0) == (multiplies or isinstance(config, BwdDelta))
     assert (report.tma_stores > 0) == (not isinstance(config, BwdDelta))  # of O or a gradient
-    assert (report.tma_sums > 0) == (isinstance(config, BwdPass) and config.adds_dq)
+    assert (report.vector_sums > 0) == (isinstance(config, BwdPass) and config.adds_dq)
 
 
 @pytest.mark.parametrize("config", [FwdConfig(64, 32), BwdPass("dq+dk+dv", 64, 64)], ids=str)
@@ -54,7 +54,7 @@ def test_lowering_instructions_are_counted_without_cuobjdump(config, monkeypatch
     assert with_ptx.counted_in == "PTX"
     for counts in (with_sass, with_ptx):
         assert counts.hgmma and counts.tma and counts.tma_stores
-        assert bool(counts.tma_sums) == isinstance(config, BwdPass)
+        assert bool(counts.vector_sums) == isinstance(config, BwdPass)
     assert with_ptx.registers == with_sass.registers
 
 

@@ -35,7 +35,7 @@ class Report:
     hgmma: int  # wgmma instructions in the code
     tma: int  # TMA loads
     tma_stores: int
-    tma_sums: int  # TMA additions in global memory
+    vector_sums: int  # additions of four numbers at once in global memory
     loops: tuple[int, ...]  # instructions of the loops over keys; a warpgroup has a masked and a plain one
     counted_in: str  # SASS; or PTX where there is no cuobjdump, and then no loops
     needs_wgmma: bool = True
@@ -98,15 +98,15 @@ def report_source(source: str, smem: int, threads: int, needs_wgmma: bool = True
     registers = _largest(r"Used (\d+) registers", log)
     smem_static = _largest(r"(\d+) bytes smem", log)
     patterns = {
-        "SASS": (r"\bHGMMA\b", r"\bUTMALDG\b", r"\bUTMASTG\b", r"\bUTMAREDG\b"),
+        "SASS": (r"\bHGMMA\b", r"\bUTMALDG\b", r"\bUTMASTG\b", r"\bREDG\.E\.ADD\.F32x4\b"),
         "PTX": (
             r"\bwgmma\.mma_async\b",
             r"\btensor\.\dd\.shared::\w+\.global\b",
             r"\bcp\.async\.bulk\.tensor\.\dd\.global\.shared::cta\b",
-            r"\bcp\.reduce\.async\.bulk\.tensor\.\dd\.global\.shared::cta\b",
+            r"\b(?:red|atom)[.\w]*\.v4\.f32\b",
         ),
     }[counted_in]
-    hgmma, tma, tma_stores, tma_sums = (len(re.findall(pattern, code)) for pattern in patterns)
+    hgmma, tma, tma_stores, vector_sums = (len(re.findall(pattern, code)) for pattern in patterns)
     return Report(
         registers=registers,
         spill_bytes=_largest(r"(\d+) bytes spill stores", log),
@@ -117,7 +117,7 @@ def report_source(source: str, smem: int, threads: int, needs_wgmma: bool = True
         hgmma=hgmma,
         tma=tma,
         tma_stores=tma_stores,
-        tma_sums=tma_sums,
+        vector_sums=vector_sums,
         loops=tuple(loop.total() for loop in main_loops(sass)) if sass else (),
         counted_in=counted_in,
         needs_wgmma=needs_wgmma,

@@ -533,11 +533,12 @@ def launch_bwd(
             continue
         n_blocks = -(-seqlen_k // one.block_N)
         parts, heads_a_part = _key_parts(batch, heads, heads_kv, n_blocks, sm_count(device))
-        dq_rows = rounded_q if one.adds_dq else 0
-        dq_sum = rows.new_zeros((batch, heads, dq_rows, problem.head_dim))
-        part_rows = n_blocks * one.block_N if parts > 1 else 0
+        q_row_blocks, k_row_blocks = rounded_q // 16, n_blocks * one.block_N // 16
+        dq_row_blocks = batch * heads * q_row_blocks * one.adds_dq
+        dq_sum = rows.new_zeros((dq_row_blocks, problem.head_dim // 8, 32, 4))
+        part_row_blocks = (parts > 1) * parts * batch * heads_kv * k_row_blocks
         dk_parts, dv_parts = (
-            rows.new_empty((parts, batch, heads_kv, part_rows * (grad in one.makes), width))
+            rows.new_empty((part_row_blocks * (grad in one.makes), width // 8, 32, 4))
             for grad, width in (("dk", problem.head_dim), ("dv", problem.head_dim_v))
         )
         q_bytes = (
@@ -549,9 +550,9 @@ def launch_bwd(
             softmax_scale, heads_a_kv_head, heads_a_part, parts, *counts,
         )  # fmt: skip
         if one.adds_dq:
-            kernels.sum_qk(dq_sum[None], dq, softmax_scale)
+            kernels.sum_qk(dq_sum, dq, softmax_scale, 1, q_row_blocks)
         if parts > 1 and "dk" in one.makes:
-            kernels.sum_qk(dk_parts, dk, 1.0)
+            kernels.sum_qk(dk_parts, dk, 1.0, parts, k_row_blocks)
         if parts > 1 and "dv" in one.makes:
-            kernels.sum_v(dv_parts, dv, 1.0)
+            kernels.sum_v(dv_parts, dv, 1.0, parts, k_row_blocks)
     return dq, dk, dv

@@ -2,7 +2,7 @@
 
 Dao 2023 (FlashAttention-2, alg. 2) in the schedule of Shah et al. 2024 (FlashAttention-3). Everything is transposed, S' = K Q',
 so that P' and dS' leave the tensor cores in the registers where dV += P' dO and dK += dS' Q want them; each consumer warpgroup
-owns 64 keys. One warp feeds rings of Q and dO tiles by TMA, another adds the dQ tiles to sums in global memory by TMA.
+owns 64 keys. One warp feeds rings of Q and dO tiles by TMA; dQ is added to sums in global memory from the registers.
 bwd_delta.py makes Lse_log2 and Delta before it; bwd_sum.py makes dQ of dQ_sum after it. Where the registers do not hold dK and
 dV at once, or dQ is to be the same from run to run, a pass makes one or two of the three, and S is computed in each.
 """
@@ -18,19 +18,22 @@ from tl_attention.kernels.mask import Mask, QueryBlocks
 from tl_attention.kernels.pipeline import (
     WARPGROUP,
     Exchange,
-    Outbox,
     TileRing,
+    Trail,
     alloc_fragments,
     alloc_swizzled,
     sync_consumers,
     sync_warpgroup,
 )
 from tl_attention.kernels.scheduler import Tile, TileOrder
-from tl_attention.kernels.softmax import LOG2E, probabilities, softmax_backward
-from tl_attention.kernels.tiles import DenseGradTiles, strided
+from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, probabilities, softmax_backward
+from tl_attention.kernels.tiles import DenseGradTiles, FragmentBlocks, strided
 from tl_attention.problem import AttnProblem, BwdPass
 
-PASS_CONFIGS = pipeline.PASS_CONFIGS
+PASS_CONFIGS = {
+    **pipeline.PASS_CONFIGS,
+    "tl.disable_safe_memory_legalize": True,  # what TMA does not reach, the caller pads to whole tiles
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,6 @@ class SharedTiles:
     V: Any
     dV: Any
     dS: Any
-    dQ: Any
 
 
 Piece = tuple[slice, slice]  # rows (queries), columns
@@ -67,13 +69,6 @@ def dq_pieces(block_M: int, head_dim: int, warpgroups: int) -> list[list[Piece]]
 
 def sizes(piece: Piece) -> list[int]:
     return [part.stop - part.start for part in piece]
-
-
-def alloc_outboxes(pieces: list[list[Piece]]) -> tuple[Outbox, ...]:
-    """For the pieces of dQ of each warpgroup."""
-    return tuple(
-        Outbox(w, [sizes(piece) for piece in of_one], "float32", f"dQ_{w}") for w, of_one in enumerate(pieces)
-    )
 
 
 @T.meta_class
@@ -132,21 +127,27 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     # Of the GEMMs S' = K Q', dP' = V dO'
     k_qt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}
     pieces = dq_pieces(block_M, head_dim, config.warpgroups)
+    behind = config.num_stages_ds  # steps that dQ is behind
+    # dS in the registers of P. With dQ two steps behind, warpgroups need not keep step, and it pays that dS does not wait for dV
+    in_place = lean and behind == 1
+    # The log-sum-exps are asked for before S is waited for: shared memory, busy with the GEMMs, answers late. Full d64 at 4k
+    # 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21); in the other passes the registers are lacking
+    lse_early = with_dk and (with_dq or not lean)
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
-    columns_qk, columns_v, parts_dim = T.dynamic("columns_qk, columns_v, parts_dim")
-    rounded_q, dq_rows, dk_rows, dv_rows = T.dynamic("rounded_q, dq_rows, dk_rows, dv_rows")
+    columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
+    rounded_q, dq_blocks, dk_blocks, dv_blocks = T.dynamic("rounded_q, dq_blocks, dk_blocks, dv_blocks")
     q_view = strided("q", [batch, seqlen_q, heads, columns_qk], dtype)
     k_view = strided("k", [batch, seqlen_k, heads_kv, columns_qk], dtype)
     v_view = strided("v", [batch, seqlen_k, heads_kv, columns_v], dtype)
     do_view = strided("do", [batch, seqlen_q, heads, columns_v], dtype)
     lse_view = T.Tensor([batch, heads, rounded_q], "float32")
     delta_view = T.Tensor([batch, heads, rounded_q], "float32")  # one object for both would alias them
-    dq_sum_view = T.Tensor([batch, heads, dq_rows, head_dim], "float32")
+    dq_sum_view = FragmentBlocks.argument(dq_blocks, head_dim)
     dk_view = strided("dk", [batch, seqlen_k, heads_kv, columns_qk], dtype)
     dv_view = strided("dv", [batch, seqlen_k, heads_kv, columns_v], dtype)
-    dk_parts_view = T.Tensor([parts_dim, batch, heads_kv, dk_rows, head_dim], "float32")
-    dv_parts_view = T.Tensor([parts_dim, batch, heads_kv, dv_rows, head_dim_v], "float32")
+    dk_parts_view = FragmentBlocks.argument(dk_blocks, head_dim)
+    dv_parts_view = FragmentBlocks.argument(dv_blocks, head_dim_v)
     mask = Mask(problem.causal, seqlen_q, seqlen_k)
 
     @T.macro
@@ -167,24 +168,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             blocks.advance()
 
     @T.macro
-    def add_dq(tile, blocks, tiles, shared):
-        for w in warpgroups:
-            shared.dQ[w].mark_empty()
-        for _ in T.serial(blocks.steps):
-            for w in warpgroups:
-                shared.dQ[w].when_full()
-                for i, (rows, cols) in enumerate(pieces[w]):
-                    dq_sum = tiles.dq_sum(tile, blocks.head, blocks.query, rows, cols)
-                    T.atomic_add(dq_sum, shared.dQ[w].tiles[i], use_tma=True)
-                shared.dQ[w].mark_empty()
-            blocks.advance()
-
-    @T.macro
-    def multiply_dq(w, shared, acc_dq):
+    def multiply_dq(w, step, shared, acc_dq):
         for i, (rows, cols) in enumerate(pieces[w]):
             for other in warpgroups:
                 T.wgmma_gemm(
-                    shared.dS[other][:, rows],
+                    shared.dS.columns(step, other, rows),
                     shared.K.tiles[other, :, cols],
                     acc_dq[i],
                     transpose_A=True,
@@ -193,29 +181,29 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 )
 
     @T.macro
-    def post_dq(w, shared, acc_dq):
-        shared.dS.release()
-        shared.dQ[w].when_empty()
-        for i, _ in enumerate(pieces[w]):
-            T.copy(acc_dq[i], shared.dQ[w].tiles[i])
-        shared.dQ[w].mark_full()
+    def add_dq(w, step, row_block, tiles, shared, acc_dq):
+        shared.dS.release(step)
+        for i, (rows, cols) in enumerate(pieces[w]):
+            tiles.dQ_sum.add(acc_dq[i], row_block + rows.start // 16, cols.start)
 
     @T.macro
     def differentiate(
         w, number, heads_a_kv_head, heads_a_part, tile, blocks, tiles, shared, parts, softmax_scale
     ):
         key = tile.first_key + 64 * w
-        scale_log2 = softmax_scale * LOG2E
+        scale_log2 = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)
         if not with_dq:  # from one lane, so in a uniform register; with dq there are none to spare
             scale_log2 = T.shfl_sync(scale_log2, 0)
         last_operand = shared.Q if with_dk else shared.dO  # of the last GEMM of a step
         acc_s = T.alloc_fragment([64, block_M], "float32")  # scores, then probabilities
         P = T.alloc_fragment([64, block_M], dtype)
         acc_dp = acc_s if lean else T.alloc_fragment([64, block_M], "float32")
-        dS = P if lean else T.alloc_fragment([64, block_M], dtype)
+        dS = P if in_place else T.alloc_fragment([64, block_M], dtype)
         acc_dk = T.alloc_fragment([64, head_dim], "float32")
         acc_dv = T.alloc_fragment([64, head_dim_v], "float32")
         acc_dq = alloc_fragments([sizes(piece) for piece in pieces[w]], "float32")
+        lse_log2 = T.alloc_fragment([block_M], "float32")
+        row_blocks = Trail(behind)  # of the dQ that are due
 
         for other in warpgroups if with_dq else (w,):
             shared.K.wait(other)
@@ -228,22 +216,30 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         if with_dv:
             T.clear(acc_dv)
         for step in T.serial(blocks.steps):
-            # P' = softmax(S'), and beside it dP' = V dO' or, if lean, dQ = dS K of the step before, of no use in the first.
+            # P' = softmax(S'), and beside it dP' = V dO' or, if lean, dQ = dS K of an earlier step, of no use in the first.
             # ptxas serializes all wgmma if S is read while a GEMM is in flight that was issued in the step before
+            if lse_early:
+                shared.Q.read_row_values(step, 0, lse_log2)
             T.wait_wgmma(0)  # S is there, and the last GEMM of the step before
             if step > 0:
                 last_operand.release(step - 1)
             if with_dq:
-                if step > 0:
-                    shared.dS.wait(step - 1)
-                multiply_dq(w, shared, acc_dq)
+                if step >= behind:
+                    shared.dS.wait(step - behind)
+                multiply_dq(w, step - behind, shared, acc_dq)
             if with_dk and not lean:
                 shared.dO.wait(step)
                 T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **k_qt)
-            probabilities(acc_s, scale_log2, lambda i, j: shared.Q.row_value(step, 0, j))
+            if with_dq:
+                mask.hide_transposed(acc_s, key, blocks.query, softmax_scale)
+            if lse_early:
+                probabilities(acc_s, scale_log2, lambda i, j: lse_log2[j])
+            else:
+                probabilities(acc_s, scale_log2, lambda i, j: shared.Q.row_value(step, 0, j))
             if not with_dk:
                 shared.Q.release(step)
-            mask.clear_transposed(acc_s, key, blocks.query)
+            if not with_dq:
+                mask.clear_transposed(acc_s, key, blocks.query)
             if with_dv or lean:
                 T.copy(acc_s, P)
 
@@ -258,18 +254,18 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     T.wgmma_gemm(P, shared.dO[step], acc_dv, policy=row_wise)
                 if with_dq:
                     T.wait_wgmma(2)  # dQ is there
-                    if step > 0:
-                        post_dq(w, shared, acc_dq)
+                    if step >= behind:
+                        add_dq(w, step - behind, row_blocks.oldest, tiles, shared, acc_dq)
                 if lean:
-                    T.wait_wgmma(0)  # dP is there, and P has served
-                if lean or not with_dv:
+                    T.wait_wgmma(0 if in_place else 1)  # dP is there, and if in_place P has served
+                if in_place or not with_dv:
                     shared.dO.release(step)
                 probability = P if lean else acc_s
                 softmax_backward(probability, acc_dp, lambda i, j: shared.Q.row_value(step, 1, j), dS)
             if with_dq:
                 shared.dS.wait_empty(step)
-                T.copy(dS, shared.dS[w])
-                shared.dS.announce()
+                T.copy(dS, shared.dS.tile(step, w))
+                shared.dS.announce(step)
 
             # dK += dS' Q, or without dK dV += P' dO; behind it S' of the next step, of no use after the last
             if with_dk:
@@ -280,17 +276,22 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if step + 1 < blocks.steps:
                 shared.Q.wait(step + 1)
             T.wgmma_gemm(shared.K[w], shared.Q[step + 1], acc_s, **k_qt)
-            if with_dk and with_dv and not lean:
+            if with_dk and with_dv and not in_place:
                 T.wait_wgmma(2)  # dV is there
                 shared.dO.release(step)
+            if with_dq:
+                row_blocks.push(tiles.dQ_sum.row_block(tile.batch * heads + blocks.head, blocks.query))
             blocks.advance()
 
         T.wait_wgmma(0)
         if with_dq:
-            shared.dS.wait(blocks.steps - 1)
-            multiply_dq(w, shared, acc_dq)
-            T.wait_wgmma(0)
-            post_dq(w, shared, acc_dq)
+            for i, _ in enumerate(row_blocks.numbers):
+                due = behind - i  # steps ago
+                if blocks.steps >= due:
+                    shared.dS.wait(blocks.steps - due)
+                    multiply_dq(w, blocks.steps - due, shared, acc_dq)
+                    T.wait_wgmma(0)
+                    add_dq(w, blocks.steps - due, row_blocks.numbers[i][0], tiles, shared, acc_dq)
             sync_consumers(consumers)
         # K and V have served, for all warpgroups: dK and dV leave through their tiles. Where to is worked out anew, rather than
         # held in registers all the way
@@ -300,10 +301,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             for i, j in T.Parallel(64, head_dim):
                 acc_dk[i, j] *= softmax_scale
         if parts > 1:
+            matrix = (tile.part * batch + tile.batch) * heads_kv + tile.kv_head
             if with_dk:
-                T.copy(acc_dk, tiles.dk_part(tile, tile.part, key, 64))
+                tiles.dK_parts.store(acc_dk, tiles.dK_parts.row_block(matrix, key))
             if with_dv:
-                T.copy(acc_dv, tiles.dv_part(tile, tile.part, key, 64))
+                tiles.dV_parts.store(acc_dv, tiles.dV_parts.row_block(matrix, key))
         else:
             if with_dk:
                 T.copy(acc_dk, shared.K.tiles[w, :, :])
@@ -374,8 +376,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 K=K_shared,
                 V=V_shared,
                 dV=dV_shared,
-                dS=Exchange(config.warpgroups, [64, block_M], dtype, "dS") if with_dq else None,
-                dQ=alloc_outboxes(pieces) if with_dq else None,
+                dS=Exchange(behind, config.warpgroups, [64, block_M], dtype, "dS") if with_dq else None,
             )
             order = TileOrder(
                 problem.causal, heads_kv * parts, heads_kv * parts * batch, parts, n_blocks, group_heads
@@ -389,11 +390,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 Delta,
                 head_dim,
                 head_dim_v,
-                dQ_sum=dQ_sum,
+                dQ_sum=FragmentBlocks(dQ_sum, rounded_q // 16),
                 dK=dK,
                 dV=dV,
-                dK_parts=dK_parts,
-                dV_parts=dV_parts,
+                dK_parts=FragmentBlocks(dK_parts, n_blocks * (block_N // 16)),
+                dV_parts=FragmentBlocks(dV_parts, n_blocks * (block_N // 16)),
             )
 
             thread = T.get_thread_binding()
@@ -402,9 +403,6 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     T.dec_max_nreg(registers[0])
                 if thread < consumers + 32:
                     walk(load, number, order, heads_a_kv_head, heads_a_part, tiles, shared)
-                elif thread < consumers + 64:
-                    if with_dq:
-                        walk(add_dq, number, order, heads_a_kv_head, heads_a_part, tiles, shared)
             for w in warpgroups:
                 with T.ws(w):
                     if registers is not None:

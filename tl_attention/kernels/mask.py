@@ -42,6 +42,16 @@ class Mask:
             for i, j in T.Parallel(keys, queries):
                 P[i, j] = T.if_then_else(first_key + i <= self.last_key(first_query + j), P[i, j], 0.0)
 
+    @T.inline
+    def hide_transposed(self, acc_s, first_key, first_query, scale):
+        """Set the scores [keys, queries] of keys that their query does not see to what `scale` makes -inf."""
+        keys, queries = acc_s.shape
+        if first_key + keys - 1 > self.last_key(first_query):
+            for i, j in T.Parallel(keys, queries):
+                hidden = T.if_then_else(scale < 0, T.infinity("float32"), -T.infinity("float32"))
+                seen = first_key + i <= self.last_key(first_query + j)
+                acc_s[i, j] = T.if_then_else(seen, acc_s[i, j], hidden)
+
 
 @T.meta_class
 class KeyBlocks:

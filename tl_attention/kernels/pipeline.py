@@ -54,6 +54,10 @@ class TileRing:
     def row_value(self, step: Any, vector: int, row: Any) -> Any:
         return self.row_values[step % self.slots, vector, row]
 
+    @T.inline
+    def read_row_values(self, step, vector, values):
+        T.copy(self.row_values[step % self.slots, vector, :], values)
+
     def wait(self, step):
         return T.mbarrier_wait_parity(self.full[step % self.slots], step // self.slots % 2)
 
@@ -90,63 +94,61 @@ class SharedTile:
 
 @T.meta_class
 class Exchange:
-    """A shared tile a warpgroup, which its warpgroup writes and all read, once a step."""
+    """Slots of a shared tile a warpgroup, which its warpgroup writes and all read, a slot a step."""
 
-    def __init__(self, warpgroups: int, shape: list[int], dtype: str, name: str):
-        # Buffers of their own: only a copy to a whole 2-D buffer becomes stmatrix (0.1.15)
-        self.tiles = tuple(SharedTile(shape, dtype, True, name=f"{name}_{w}").tile for w in range(warpgroups))
-        self.full = T.alloc_barrier([4 * warpgroups])  # every warp has written its share
-        self.empty = T.alloc_barrier([4 * warpgroups])  # every warp is done with all tiles
+    def __init__(self, slots: int, warpgroups: int, shape: list[int], dtype: str, name: str):
+        self.slots, self.warpgroups = slots, warpgroups
+        # Where there is one slot, buffers of their own: only a copy to a whole 2-D buffer becomes stmatrix (0.1.15)
+        self.buffers = tuple(
+            SharedTile(shape, dtype, True, name=f"{name}_{w}").tile for w in range(warpgroups * (slots == 1))
+        )
+        self.tiles = None if self.buffers else alloc_swizzled([slots * warpgroups, *shape], dtype)
+        self.full = T.alloc_barrier([4 * warpgroups] * slots)  # every warp has written its share
+        self.empty = T.alloc_barrier([4 * warpgroups] * slots)  # every warp is done with all tiles
 
-    def __getitem__(self, w):
-        return self.tiles[w]
+    def columns(self, step: Any, w: int, cols: slice) -> Any:
+        if self.buffers:
+            return self.buffers[w][:, cols]
+        return self.tiles[step % self.slots * self.warpgroups + w, :, cols]
+
+    def tile(self, step: Any, w: int) -> Any:
+        return self.buffers[w] if self.buffers else self.columns(step, w, slice(None))
 
     def wait(self, step):
-        return T.mbarrier_wait_parity(self.full[0], step % 2)
+        return T.mbarrier_wait_parity(self.full[step % self.slots], step // self.slots % 2)
 
     def wait_empty(self, step):
-        return T.mbarrier_wait_parity(self.empty[0], step % 2 ^ 1)
+        return T.mbarrier_wait_parity(self.empty[step % self.slots], step // self.slots % 2 ^ 1)
 
     @T.inline
-    def announce(self):
+    def announce(self, step):
         T.fence_proxy_async()
         T.sync_warp()
         if T.get_thread_binding() % 32 == 0:
-            T.mbarrier_arrive(self.full[0])
+            T.mbarrier_arrive(self.full[step % self.slots])
 
     @T.inline
-    def release(self):
+    def release(self, step):
         if T.get_thread_binding() % 32 == 0:
-            T.mbarrier_arrive(self.empty[0])
+            T.mbarrier_arrive(self.empty[step % self.slots])
 
 
 @T.meta_class
-class Outbox:
-    """Shared tiles of a warpgroup that a warp of another role adds to global memory.
+class Trail:
+    """A number of each of the last steps, the oldest first."""
 
-    The warpgroup: when_empty, write, mark_full. The warp: mark_empty, then each step when_full, send, mark_empty. It has the
-    barriers of the turns, which no kernel has beside it.
-    """
+    def __init__(self, length: int, name: str = "trail"):
+        self.numbers = tuple(T.alloc_var("int32", init=0) for _ in range(length))
 
-    def __init__(self, w: int, shapes: list[list[int]], dtype: str, name: str):
-        self.tiles = tuple(
-            SharedTile(shape, dtype, False, name=f"{name}_{i}").tile for i, shape in enumerate(shapes)
-        )
-        self.empty, self.full = FIRST_BARRIER + 2 * w, FIRST_BARRIER + 2 * w + 1
-
-    def when_empty(self):
-        return T.sync_threads(self.empty, WARPGROUP + 32)
-
-    def mark_empty(self):
-        return T.named_barrier_arrive(self.empty, WARPGROUP + 32)
+    @property
+    def oldest(self) -> Any:
+        return self.numbers[0][0]
 
     @T.inline
-    def mark_full(self):
-        T.fence_proxy_async()
-        T.named_barrier_arrive(self.full, WARPGROUP + 32)
-
-    def when_full(self):
-        return T.sync_threads(self.full, WARPGROUP + 32)
+    def push(self, number):
+        for i, _ in enumerate(self.numbers[1:]):
+            self.numbers[i][0] = self.numbers[i + 1][0]
+        self.numbers[-1][0] = number
 
 
 class Turns:

@@ -96,5 +96,7 @@ def probabilities(acc_s, scale_log2, lse_log2):
 def softmax_backward(P, acc_dp, delta, dS):
     """dS = P * (dP - delta(i, j)), which may take the place of P."""
     rows, cols = P.shape
+    # bf16 multiplies two at a time, which fp16 lacks the range for
+    product = P.dtype if P.dtype == "bfloat16" else "float32"
     for i, j in T.Parallel(rows, cols):
-        dS[i, j] = T.cast(P[i, j], "float32") * (acc_dp[i, j] - delta(i, j))
+        dS[i, j] = T.cast(P[i, j], product) * T.cast(acc_dp[i, j] - delta(i, j), product)

@@ -15,6 +15,49 @@ def strided(name: str, shape: list, dtype: str) -> Any:
 
 
 @dataclass(frozen=True)
+class FragmentBlocks:
+    """fp32 matrices of `rows` rows in blocks of 16 x 8, each laid out as a warp holds it after wgmma: a thread has 4 numbers of
+    it side by side, and a warp all 512 bytes, so that one instruction a block adds or stores them.
+
+    tensor: [matrices * rows / 16, cols / 8, 32, 4]. A place in it is the number of a row block, an int32 where rows are not.
+    """
+
+    tensor: Any
+    row_blocks: Any  # of a matrix
+
+    @staticmethod
+    def argument(total_row_blocks: Any, cols: int) -> Any:
+        return T.Tensor([total_row_blocks, cols // 8, 32, 4], "float32")
+
+    def row_block(self, matrix: Any, row: Any) -> Any:
+        return matrix * self.row_blocks + row // 16
+
+    @staticmethod
+    def in_block(row: Any, col: Any) -> tuple:
+        """Lane and number of an element."""
+        return row % 8 * 4 + col % 8 // 2, row % 16 // 8 * 2 + col % 2
+
+    @staticmethod
+    def element(lane: Any, number: Any) -> tuple:
+        """Row and column in its block."""
+        return lane // 4 + number // 2 * 8, lane % 4 * 2 + number % 2
+
+    @T.inline
+    def add(self, acc, row_block, first_col):
+        rows, cols = acc.shape
+        for i, j in T.Parallel(rows, cols):
+            place = (row_block + i // 16, first_col // 8 + j // 8, *self.in_block(i, j))
+            T.atomic_add(self.tensor[place], acc[i, j])
+
+    @T.inline
+    def store(self, acc, row_block):
+        rows, cols = acc.shape
+        for i, j in T.Parallel(rows, cols):
+            place = (row_block + i // 16, j // 8, *self.in_block(i, j))
+            self.tensor[place] = acc[i, j]
+
+
+@dataclass(frozen=True)
 class DenseTiles:
     """Q, K, V, O: [batch, seqlen, heads, columns]; Lse: [batch, heads, seqlen_q].
 
@@ -61,8 +104,7 @@ class SharedTiles:
 class DenseGradTiles:
     """What a backward reads and writes, as DenseTiles; its queries may come from several heads.
 
-    Lse_log2, Delta: [batch, heads, seqlen_q rounded up]; dQ_sum: [batch, heads, seqlen_q rounded up, head_dim];
-    dK_parts, dV_parts: [parts, batch, heads_kv, seqlen_k, head_dim], [.., head_dim_v].
+    Lse_log2, Delta: [batch, heads, seqlen_q rounded up]; dQ_sum, dK_parts, dV_parts: FragmentBlocks.
     """
 
     Q: Any
@@ -95,9 +137,6 @@ class DenseGradTiles:
     def dq(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
         return self.dQ[tile.batch, start : start + rows, head, 0 : self.head_dim]
 
-    def dq_sum(self, tile: Any, head: Any, start: Any, rows: slice, cols: slice) -> Any:
-        return self.dQ_sum[tile.batch, head, start + rows.start : start + rows.stop, cols]
-
     def k(self, tile: Any, start: Any, rows: int) -> Any:
         return self.K[tile.batch, start : start + rows, tile.kv_head, 0 : self.head_dim]
 
@@ -109,9 +148,3 @@ class DenseGradTiles:
 
     def dv(self, tile: Any, start: Any, rows: int) -> Any:
         return self.dV[tile.batch, start : start + rows, tile.kv_head, 0 : self.head_dim_v]
-
-    def dk_part(self, tile: Any, part: Any, start: Any, rows: int) -> Any:
-        return self.dK_parts[part, tile.batch, tile.kv_head, start : start + rows, 0 : self.head_dim]
-
-    def dv_part(self, tile: Any, part: Any, start: Any, rows: int) -> Any:
-        return self.dV_parts[part, tile.batch, tile.kv_head, start : start + rows, 0 : self.head_dim_v]

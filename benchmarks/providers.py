@@ -83,13 +83,17 @@ def _both(forward: Callable[..., Result], backward: Callable[..., Result]) -> Ca
 
 
 def tl_attention(shape: Shape, *qkv: torch.Tensor, saves: bool) -> Ready:
-    interface = functools.partial(_function("tl_attention", "mha_fwd_interface"), is_causal=shape.causal)
+    interface = functools.partial(
+        import_function("tl_attention", "mha_fwd_interface"), is_causal=shape.causal
+    )
     return Ready(interface, interface(*qkv, return_kernel=True))
 
 
 def tl_attention_backward(shape: Shape, deterministic: bool, *given: torch.Tensor) -> Ready:
     interface = functools.partial(
-        _function("tl_attention", "mha_bwd_interface"), is_causal=shape.causal, deterministic=deterministic
+        import_function("tl_attention", "mha_bwd_interface"),
+        is_causal=shape.causal,
+        deterministic=deterministic,
     )
     return Ready(interface, interface(*given, return_kernel=True))
 
@@ -99,7 +103,7 @@ def fa2(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
         raise Unsupported("one head_dim for q, k and v")
     if _has_flash_attn():
         flash = functools.partial(
-            _function("flash_attn", "flash_attn_func"), causal=shape.causal, return_attn_probs=saves
+            import_function("flash_attn", "flash_attn_func"), causal=shape.causal, return_attn_probs=saves
         )
         return _same(lambda q, k, v: _pair(flash(q, k, v)))
     # The op behind SDPA's flash backend. Its causal is bottom-right where SDPA's own is top-left.
@@ -123,7 +127,7 @@ def fa2_backward(shape: Shape, deterministic: bool, *_: object) -> Ready:
 
 def _flash_attn_backward(shape: Shape, deterministic: bool) -> Callable[..., Result]:
     flash = functools.partial(
-        _function("flash_attn.flash_attn_interface", "_flash_attn_backward"),
+        import_function("flash_attn.flash_attn_interface", "_flash_attn_backward"),
         dropout_p=0.0,
         softmax_scale=shape.head_dim**-0.5,
         causal=shape.causal,
@@ -176,16 +180,30 @@ def _deterministic_algorithms() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
-def cudnn(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
-    if shape.causal and shape.seqlen_q != shape.seqlen_k:
-        raise Unsupported("its causal mask is top-left")
+def cudnn(shape: Shape, q: torch.Tensor, *_: torch.Tensor, saves: bool) -> Ready:
+    """Its causal mask is top-left. A bottom-right one of other lengths is a dense bias, made beforehand, as SDPA would make it."""
     sdpa = torch.ops.aten._scaled_dot_product_cudnn_attention  # the op behind SDPA's cuDNN backend
+    bias, causal = None, shape.causal
+    if shape.causal and shape.seqlen_q != shape.seqlen_k:
+        if saves:
+            raise Unsupported(
+                "its causal mask is top-left, and its backward is not compared with a dense one"
+            )
+        if shape.seqlen_q > shape.seqlen_k:
+            raise Unsupported("its causal mask is top-left, and with a dense one a row without a key is NaN")
+        bias, causal = _bottom_right_bias(shape, q), False
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Result:
-        saved = sdpa(q, k, v, None, saves, 0.0, shape.causal)
+        saved = sdpa(q, k, v, bias, saves, 0.0, causal)
         return saved if saves else (saved[0], None)
 
     return _same(attend)
+
+
+def _bottom_right_bias(shape: Shape, q: torch.Tensor) -> torch.Tensor:
+    """[seqlen_q, seqlen_k], -inf at the keys that a query does not see, in the dtype of q."""
+    hidden = torch.full((shape.seqlen_q, shape.seqlen_k), -math.inf, dtype=q.dtype, device=q.device)
+    return hidden.triu_(shape.seqlen_k - shape.seqlen_q + 1)
 
 
 def cudnn_backward(shape: Shape, deterministic: bool, *_: object) -> Ready:
@@ -202,19 +220,21 @@ def cudnn_backward(shape: Shape, deterministic: bool, *_: object) -> Ready:
 
 
 def fa3(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
-    flash = _function("flash_attn_interface", "flash_attn_func")
+    flash = import_function("flash_attn_interface", "flash_attn_func")
     return _same(lambda q, k, v: _pair(flash(q, k, v, causal=shape.causal)))
 
 
 def fa4(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
     options = {"return_lse": True} if saves else {}
-    flash = functools.partial(_function("flash_attn.cute", "flash_attn_func"), causal=shape.causal, **options)
+    flash = functools.partial(
+        import_function("flash_attn.cute", "flash_attn_func"), causal=shape.causal, **options
+    )
     return _same(lambda q, k, v: _pair(flash(q, k, v)))
 
 
 def fa4_backward(shape: Shape, deterministic: bool, *_: object) -> Ready:
     flash = functools.partial(
-        _function("flash_attn.cute.interface", "_flash_attn_bwd"),
+        import_function("flash_attn.cute.interface", "_flash_attn_bwd"),
         causal=shape.causal,
         deterministic=deterministic,
     )
@@ -222,7 +242,7 @@ def fa4_backward(shape: Shape, deterministic: bool, *_: object) -> Ready:
 
 
 def triton(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
-    flash = _function("triton_fwd", "flash_attn_triton")
+    flash = import_function("triton_fwd", "flash_attn_triton")
     return _same(lambda q, k, v: flash(q, k, v, shape.causal))
 
 
@@ -305,7 +325,12 @@ PROVIDERS = {
         lambda: f"flash-attn {version('flash-attn')}" if _has_flash_attn() else "torch SDPA",
     ),
     "cudnn": Provider(
-        cudnn, cudnn_backward, "bhsd", lambda: f"torch SDPA, cuDNN {torch.backends.cudnn.version()}"
+        cudnn,
+        cudnn_backward,
+        "bhsd",
+        lambda: (
+            f"torch SDPA, cuDNN {torch.backends.cudnn.version()} (causal of unequal lengths: a dense bias)"
+        ),
     ),
     "fa3": Provider(
         fa3,
@@ -341,7 +366,8 @@ def _pair(result: Any) -> Result:
     return (result, None) if isinstance(result, torch.Tensor) else (result[0], result[1])
 
 
-def _function(module: str, name: str) -> Callable[..., Any]:
+def import_function(module: str, name: str) -> Callable[..., Any]:
+    """Raises Unsupported if there is none to import."""
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:  # of a broken installation: whatever it raises
@@ -351,7 +377,7 @@ def _function(module: str, name: str) -> Callable[..., Any]:
 @functools.cache
 def _has_flash_attn() -> bool:
     try:
-        return callable(_function("flash_attn", "flash_attn_func"))
+        return callable(import_function("flash_attn", "flash_attn_func"))
     except Unsupported:
         return False
 

@@ -4,6 +4,8 @@
 
 A row is a dict, a line of the JSONL: one provider on one problem. `status` is ok, wrong, skipped (the library
 cannot run the problem) or failed; `reason` says why it is not ok; without ok there is no speed.
+
+Beside the results lies notes.toml, written by hand: under the pass, name of a shape = why it is no faster.
 """
 
 from __future__ import annotations
@@ -14,9 +16,15 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -47,6 +55,16 @@ PROBLEM = (
     "head_dim_v",
     "mask",
 )
+# What the tables of peers measured: bf16 forward and nondeterministic backward
+PEER_PROBLEM = tuple(name for name in PROBLEM if name != "dtype")
+# Of a table of TFLOPS, where q, k and v have one length, head number and head_dim, and of one of microseconds
+TFLOPS_COLUMNS = ("pass", "batch", "heads", "seqlen", "head_dim", "mask", "cudnn", "best")
+MICROSECOND_COLUMNS = (*PEER_PROBLEM, "cudnn_us")
+REFERENCES = ("cudnn", "fa4")  # of a score: the first that both the run and the peers' table have
+MEASURES = {"score": "score", "vs_best": "vs best peer in run"}  # by which rows are judged, and their columns
+NOTES_NAME = "notes.toml"
+SLOWEST = 10  # rows, of which the report says why
+PEERS_HELP = "CSV files of peers' TFLOPS or microseconds on this GPU, or folders of them, which give scores"
 MEASURED = ("ms", "tflops", "correct", "max_err_ratio")  # None in a row where they are unknown
 
 TITLES = {
@@ -71,8 +89,16 @@ def convention(direction: str) -> str:
         "causal counts what the mask leaves, s(s+1)/2 pairs a head where the lengths are equal. A time is the median "
         f"of CUDA-graph replays, the providers in turn; a ratio is the median of those of the rounds.{backward} Each "
         "provider has contiguous tensors in the layout it is made for, bshd ([batch, seqlen, heads, head_dim]) or "
-        "bhsd. A speed stands only where the output of the last timed call is correct."
+        "bhsd. A launch finds none of its inputs in L2, unless the row says L2 warm. A speed stands only where the "
+        "output of the last timed call is correct."
     )
+
+
+JUDGED = (
+    "`score` is our speed over that of the best peer of a table measured beforehand, by way of a peer that both runs have: "
+    "(ours / cudnn here) / (best peer / cudnn there), fa4 in the place of cudnn where that did not run. Where the table lacks "
+    "the problem, `vs best peer in run` is our speed over that of the fastest peer here. 1.00 is level with it."
+)
 
 
 def jsonl_name(direction: str) -> str:
@@ -111,7 +137,7 @@ def providers(rows: Iterable[Row]) -> list[str]:
 
 
 def describe(row: Row) -> str:
-    """B4 H16 S4096 d128 causal, with both of what differs: H32/8, S512/8192, d192/128."""
+    """B4 H16 S4096 d128 causal, with both of what differs (query/key): H32/8, S512/8192, d192/128; and L2 warm."""
 
     def both(a: int, b: int) -> str:
         return str(a) if a == b else f"{a}/{b}"
@@ -119,7 +145,8 @@ def describe(row: Row) -> str:
     sizes = (
         f"B{row['batch']} H{both(row['heads_q'], row['heads_kv'])} S{both(row['seqlen_q'], row['seqlen_k'])}"
     )
-    return f"{sizes} d{both(row['head_dim'], row['head_dim_v'])} {row['mask']}"
+    warm = ", L2 warm" if row.get("l2") == "warm" else ""
+    return f"{sizes} d{both(row['head_dim'], row['head_dim_v'])} {row['mask']}{warm}"
 
 
 def best(group: dict[str, Row]) -> float:
@@ -160,6 +187,58 @@ def geomeans(rows: Iterable[Row]) -> dict[str, tuple[float, int, int]]:
     }
 
 
+def group_of(row: Row) -> str:
+    """What comes before the first - of the name of its shape; a shape given by its sizes has no name."""
+    return "unnamed" if "," in row["shape"] else row["shape"].partition("-")[0]
+
+
+def judged(rows: Iterable[Row]) -> list[tuple[float, str, Row]]:
+    """(value, its key in MEASURES, row) of our rows that have one."""
+    return [
+        (row[key], key, row)
+        for row in rows
+        if row["provider"] == OURS
+        for key in MEASURES
+        if row.get(key) is not None
+    ]
+
+
+def summary(rows: Iterable[Row]) -> list[str]:
+    """Of each group of shapes: geometric mean and worst row, of what is judged by the peers' table and of what is not.
+
+    And how many rows of it count in neither, as we have no speed there.
+    """
+    rows = list(rows)
+    groups: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    for value, key, row in judged(rows):
+        groups.setdefault((group_of(row), key), []).append((value, row["shape"]))
+    lines = [
+        f"{group}, {MEASURES[key]}: {statistics.geometric_mean(value for value, _ in values):.2f} by geometric mean of "
+        f"{len(values)}, worst {min(values)[0]:.2f} ({min(values)[1]})"
+        for (group, key), values in groups.items()
+    ]
+    missing = Counter(group_of(row) for row in rows if row["provider"] == OURS and row["status"] != "ok")
+    return lines + [f"{group}: {OURS} has no speed in {count}" for group, count in missing.items()]
+
+
+def slowest(rows: Iterable[Row], why: Mapping[str, str]) -> list[str]:
+    """The SLOWEST rows of ours, the worst first, and what binds them.
+
+    why: name of a shape -> in words, of read_why.
+    """
+    worst = sorted(judged(rows), key=lambda found: found[0])[:SLOWEST]
+    return [
+        f"{value:.2f} {MEASURES[key]}, {row['shape']} ({describe(row)}): {why.get(row['shape'], 'no reason recorded')}"
+        for value, key, row in worst
+    ]
+
+
+def read_why(folder: Path, direction: str) -> dict[str, str]:
+    """What notes.toml of a folder says of the shapes of a pass; nothing where there is none."""
+    path = folder / NOTES_NAME
+    return tomllib.loads(path.read_text()).get(direction, {}) if path.exists() else {}
+
+
 def notes(rows: Iterable[Row]) -> list[str]:
     """Why rows have no speed, or one that no graph timed: each reason once, with where if that is short."""
     found: dict[tuple[str, str], list[str]] = {}
@@ -168,6 +247,8 @@ def notes(rows: Iterable[Row]) -> list[str]:
             found.setdefault((row["title"], f"{row['status']}: {row['reason']}"), []).append(describe(row))
         elif row["timer"] != "graph":
             found.setdefault((row["title"], row["timer"]), []).append(describe(row))
+        if row.get("score_over") not in (None, REFERENCES[0]):
+            found.setdefault((row["title"], f"score by way of {row['score_over']}"), []).append(describe(row))
     return [
         f"{title} {reason} ({', '.join(where) if len(where) <= 3 else f'{len(where)} rows'})"
         for (title, reason), where in found.items()
@@ -187,7 +268,7 @@ DETAILS = {  # of our row: column -> key and format
     "error": ("max_err_ratio", ".2f"),
     "vs fa2": ("ratio_vs_fa2", ".2f"),
     "vs cudnn": ("ratio_vs_cudnn", ".2f"),
-    "score": ("score", ".2f"),
+    **{column: (key, ".2f") for key, column in MEASURES.items()},
 }
 
 
@@ -229,24 +310,38 @@ def table(rows: list[Row]) -> Table:
     return result
 
 
-def markdown(environment: dict[str, str], rows: list[Row], plot_name: str | None = None) -> str:
-    """The report: where it was measured, TFLOPS of all, geomeans, what did not run."""
+def bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def markdown(
+    environment: dict[str, str],
+    rows: list[Row],
+    plot_name: str | None = None,
+    why: Mapping[str, str] | None = None,
+) -> str:
+    """The report: where it was measured, TFLOPS of all, the slowest rows, geomeans, what did not run; why: of read_why."""
     dtypes = ", ".join(dict.fromkeys(row["dtype"] for row in rows))
+    worst = slowest(rows, why or {})
     parts = [
         f"# Attention {TITLES[rows[0]['pass']]}, {dtypes}",
-        "\n".join(
-            f"- {key}: {f'`{value}`' if key == 'command' else value}" for key, value in environment.items()
+        bullets(
+            f"{key}: {f'`{value}`' if key == 'command' else value}" for key, value in environment.items()
         ),
-        "\n".join(f"- {row['title']}: {row['library']}, {row['layout']}" for row in _libraries(rows)),
+        bullets(f"{row['title']}: {row['library']}, {row['layout']}" for row in _libraries(rows)),
         convention(rows[0]["pass"])
         + " The fastest of a row is bold. `error` is the largest error over the error allowed.",
-        _markdown_table(rows, DETAILS),
-        "\n".join(
-            f"- {mean:.2f}x {name}: geometric mean of {count} rows, faster in {wins}"
+        JUDGED if worst else "",
+        _markdown_of(rows, DETAILS),
+        f"The {len(worst)} slowest beside their best peers, and why:" if worst else "",
+        bullets(worst),
+        bullets(summary(rows)),
+        bullets(
+            f"{mean:.2f}x {name}: geometric mean of {count} rows, faster in {wins}"
             for name, (mean, wins, count) in geomeans(rows).items()
         ),
+        bullets(notes(rows)),
     ]
-    parts.append("\n".join(f"- {note}" for note in notes(rows)))
     if plot_name:
         parts.append(f"![TFLOPS against sequence length]({plot_name})")
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -257,8 +352,12 @@ def _libraries(rows: list[Row]) -> list[Row]:
     return list({row["provider"]: row for row in rows if row["status"] != "skipped"}.values())
 
 
-def _markdown_table(rows: list[Row], details: dict[str, tuple[str, str]]) -> str:
-    header, lines = _grid(rows, ("**", "**"), details)
+def _markdown_of(rows: list[Row], details: dict[str, tuple[str, str]]) -> str:
+    return markdown_table(*_grid(rows, ("**", "**"), details))
+
+
+def markdown_table(header: list[str], lines: list[list[str]]) -> str:
+    """The first column to the left, the others to the right."""
     rule = ["---", *["---:"] * (len(header) - 1)]
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *lines))
 
@@ -295,7 +394,7 @@ def _readme_part(rows: list[Row], environment: dict[str, str], deterministic: It
         "clocks, the fastest bold.",
         f"Geometric mean of the speed of {OURS} over that of each: {', '.join(means)}."
         + _slowdown(problems([*rows, *column]).values()),
-        _markdown_table([*rows, *column], {}),
+        _markdown_of([*rows, *column], {}),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -337,7 +436,8 @@ def write(folder: Path, rows: list[Row], environment: dict[str, str]) -> list[st
     direction = rows[0]["pass"]
     page, facts, picture = f"{direction}.md", environment_name(direction), f"{direction}.png"
     drawn = [picture] if plot(rows, folder / picture) else []
-    (folder / page).write_text(markdown(environment, rows, *drawn))
+    why = read_why(folder, direction)
+    (folder / page).write_text(markdown(environment, rows, drawn[0] if drawn else None, why))
     (folder / facts).write_text(json.dumps(environment, indent=1) + "\n")
     return [page, facts, *drawn]
 
@@ -398,34 +498,66 @@ def plot(rows: list[Row], path: Path) -> bool:
     return True
 
 
-def read_peers(path: Path) -> dict[tuple, float]:
-    """(pass, head_dim, mask, seqlen, batch, heads) -> best over cudnn, of a CSV of peers' TFLOPS."""
+def read_peers(paths: Iterable[Path]) -> dict[tuple, dict[str, float]]:
+    """PEER_PROBLEM -> peer -> how many times as fast as it the best peer is, of CSV files or the folders they lie in.
+
+    Raises:
+        ValueError: a file has other columns than both kinds of table, or a folder no CSV file.
+    """
+    peers = {}
+    for path in paths:
+        files = sorted(path.glob("*.csv")) if path.is_dir() else [path]
+        if not files:
+            raise ValueError(f"{path}: expected CSV files in it, found none")
+        for file in files:
+            peers |= _read_table(file)
+    return peers
+
+
+def _read_table(path: Path) -> dict[tuple, dict[str, float]]:
     with path.open(newline="") as file:
-        return {
-            (
-                peer["pass"],
-                int(peer["head_dim"]),
-                peer["mask"],
-                *(int(peer[key]) for key in ("seqlen", "batch", "heads")),
-            ): (float(peer["best"]) / float(peer["cudnn"]))
-            for peer in csv.DictReader(file)
-            if peer["cudnn"]
-        }
+        table = csv.DictReader(file)
+        for columns, problem_and_peers in ((TFLOPS_COLUMNS, _tflops), (MICROSECOND_COLUMNS, _microseconds)):
+            if set(columns) <= set(table.fieldnames or ()):
+                return dict(map(problem_and_peers, table))
+    kinds = " or ".join(", ".join(columns) for columns in (TFLOPS_COLUMNS, MICROSECOND_COLUMNS))
+    raise ValueError(f"{path}: expected the columns {kinds}, found {', '.join(table.fieldnames or ['none'])}")
 
 
-def score(row: Row, peers: dict[tuple, float]) -> float | None:
-    """(ours / cudnn in this run) / (best / cudnn in the peers' table): 1 is level with the best peer."""
-    same = (
-        row.get("ratio_vs_cudnn")
-        and row["heads_q"] == row["heads_kv"]
-        and row["head_dim"] == row["head_dim_v"]
-    )
-    key = tuple(row[name] for name in ("pass", "head_dim", "mask", "seqlen_k", "batch", "heads_q"))
-    return (
-        row["ratio_vs_cudnn"] / peers[key]
-        if same and row["seqlen_q"] == row["seqlen_k"] and key in peers
-        else None
-    )
+def _tflops(line: dict[str, str]) -> tuple[tuple, dict[str, float]]:
+    seqlen, heads, head_dim = (int(line[key]) for key in ("seqlen", "heads", "head_dim"))
+    sizes = (int(line["batch"]), heads, heads, seqlen, seqlen, head_dim, head_dim)
+    best = float(line["best"])
+    problem = (line["pass"], *sizes, line["mask"])
+    return problem, {name: best / float(line[name]) for name in REFERENCES if line.get(name)}
+
+
+def _microseconds(line: dict[str, str]) -> tuple[tuple, dict[str, float]]:
+    problem = tuple(line[key] if key in ("pass", "mask") else int(line[key]) for key in PEER_PROBLEM)
+    times = {key.removesuffix("_us"): float(x) for key, x in line.items() if key.endswith("_us") and x}
+    best = min(times.values())
+    return problem, {name: times[name] / best for name in REFERENCES if name in times}
+
+
+def judge(rows: Iterable[Row], peers: Mapping[tuple, Mapping[str, float]]) -> None:
+    """Adds to our rows that are ok what MEASURES names, by the peers' table or else by the peers of the run."""
+    for row in rows:
+        if row["provider"] == OURS and row["status"] == "ok":
+            row |= dict.fromkeys((*MEASURES, "score_over")) | (_score(row, peers) or _vs_best(row))
+
+
+def _score(row: Row, peers: Mapping[tuple, Mapping[str, float]]) -> Row:
+    """(ours / reference in this run) / (best / reference in the peers' table), of the first of REFERENCES that both have."""
+    table = peers.get(tuple(row[key] for key in PEER_PROBLEM), {}) if row["dtype"] == "bf16" else {}
+    for name in REFERENCES:
+        if name in table and (ratio := row.get(f"ratio_vs_{name}")):
+            return {"score": ratio / table[name], "score_over": name}
+    return {}
+
+
+def _vs_best(row: Row) -> Row:
+    ratios = [ratio for key, ratio in row.items() if key.startswith("ratio_vs_")]
+    return {"vs_best": min(ratios)} if ratios else {}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -434,10 +566,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Make the reports of the stored runs of a folder anew; print README's section.",
     )
     parser.add_argument("folder", type=Path, help="has fwd.jsonl and environment.json, and may have others")
-    folder = parser.parse_args(argv).folder
+    parser.add_argument(
+        "--peers", nargs="+", type=Path, default=(), help=f"{PEERS_HELP}; default: those stay"
+    )
+    args = parser.parse_args(argv)
+    folder, peers = args.folder, read_peers(args.peers)
     for direction in DIRECTIONS:
         if is_stored(folder, direction):
-            write(folder, *read(folder, direction))
+            rows, environment = read(folder, direction)
+            if peers:
+                judge(rows, peers)
+                with (folder / jsonl_name(direction)).open("w") as jsonl:
+                    write_jsonl(jsonl, rows)
+            write(folder, rows, environment)
     print(readme(folder), end="")
     return 0
 

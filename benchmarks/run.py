@@ -3,9 +3,12 @@
     python benchmarks/run.py    the FlashAttention papers' grid and one more row
     python benchmarks/run.py --shapes 'paper-d128-*' 1,32,8,4096,4096,128,causal --rounds 30
     python benchmarks/run.py --pass bwd --deterministic
+    python benchmarks/run.py --shapes 'gqa-*' 'small-*' --peers peers.csv    scores beside speeds
+    python benchmarks/run.py --host    what an eager call and the first call of a process cost the host
 
 A backward is the library's own function from dout, q, k, v, out and lse to dq, dk and dv, everything it launches
-included; out and lse are those of the library's forward, which is not timed unless the pass is fwd_bwd.
+included; out and lse are those of the library's forward, which is not timed unless the pass is fwd_bwd. Launches take turns with
+copies of small inputs, so that they find none in L2, but for the shapes few-h* and small-*, whose rows say L2 warm.
 
 Without a Hopper GPU it compiles the shipped kernels for sm_90a, reports on them, and checks the CPU path.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fnmatch
 import math
 import shlex
 import sys
@@ -22,6 +26,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import host
 import no_gpu
 import report
 import torch
@@ -38,10 +43,17 @@ from tl_attention.testing.numeric import check_bwd, check_fwd
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT = {
     "fwd": ("paper-*", "article"),
-    "bwd": ("paper-*", "mla-*", "article"),
-    "fwd_bwd": ("paper-*", "mla-*", "article"),
+    "bwd": ("paper-*", "mla-causal-4k", "mla-full-4k", "article"),
+    "fwd_bwd": ("paper-*", "mla-causal-4k", "mla-full-4k", "article"),
 }
 QUICK = ("paper-*-4k", "article")
+WARM = (
+    "few-h*",
+    "small-*",
+)  # shapes whose launches share one copy of the inputs, as their peers' table was measured
+
+# Scores of the heads that a forward or a backward is checked on: one of 32 heads of 16384 full queries has 2^28
+MAX_CHECKED_SCORES = 2**33
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -56,7 +68,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--pass", dest="direction", choices=DEFAULT, default="fwd", help="default: fwd")
     add("--deterministic", action="store_true", help="gradients that are equal bit by bit from call to call")
     add("--out", type=Path, default=Path("bench_out"), help="folder of the results (default bench_out)")
-    add("--peers", type=Path, help="CSV of peers' TFLOPS on this GPU, which adds a column: score")
+    add("--peers", nargs="+", type=Path, default=(), help=report.PEERS_HELP)
+    add("--host", action="store_true", help="time the host instead: eager calls, first calls; to host.md")
     add("--quick", action="store_true", help="the 4k rows, fewer rounds; without a GPU, fewer kernels")
     args = parser.parse_args(argv)
     if args.rounds is None:
@@ -65,7 +78,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--rounds: expected at least 1, got {args.rounds}")
     try:
         args.shapes = chosen_shapes(args.shapes or (QUICK if args.quick else DEFAULT[args.direction]))
-    except ValueError as error:
+        args.peers = report.read_peers(args.peers)
+    except (ValueError, OSError) as error:
         parser.error(str(error))
     if args.deterministic:
         if args.direction == "fwd":
@@ -82,13 +96,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = bench.environment(shlex.join(["python", "benchmarks/run.py", *arguments]))
     report.show_environment(console, environment)
     if torch.cuda.is_available() and is_hopper(torch.cuda.current_device()):
-        return benchmark(args, console, environment)
+        return (
+            host.run(console, args.out, environment) if args.host else benchmark(args, console, environment)
+        )
+    if args.host:
+        console.print("--host: expected a Hopper GPU, found none: what the host does is to launch on it")
+        return 2
     return no_gpu.run(console, args.quick)
 
 
 def benchmark(args: argparse.Namespace, console: Console, environment: dict[str, str]) -> int:
     """All shapes, one after the other. What there is when it ends, however it ends, is written and shown."""
-    peers = report.read_peers(args.peers) if args.peers else {}
     args.out.mkdir(parents=True, exist_ok=True)
     with console.status("measuring cuBLAS and copy rates"):
         cublas, copy = bench.measure_cublas_tflops(), bench.measure_copy_bandwidth()
@@ -109,13 +127,13 @@ def benchmark(args: argparse.Namespace, console: Console, environment: dict[str,
             task = progress.add_task("", total=len(args.shapes))
             for name, shape in args.shapes.items():
                 progress.update(task, description=name)
-                new = measure(shape, DTYPES[args.dtype], args.direction, args.providers, args.rounds)
+                warm = any(fnmatch.fnmatch(name, pattern) for pattern in WARM)
+                new = measure(shape, DTYPES[args.dtype], args.direction, args.providers, args.rounds, warm)
                 for row in new:
-                    row |= {"shape": name, **common}
+                    row |= {"shape": name, "l2": "warm" if warm else "cold", **common}
                     if row["status"] == "ok":
                         row["pct_cublas"] = 100 * row["tflops"] / cublas
-                        if row["provider"] == OURS and peers:
-                            row["score"] = report.score(row, peers)
+                report.judge(new, args.peers)
                 report.write_jsonl(jsonl, new)
                 rows += new
                 console.print(report.line(new), highlight=False)
@@ -141,15 +159,20 @@ def gpu_error() -> str | None:
     return None
 
 
-def measure(shape: Shape, dtype: torch.dtype, direction: str, names: Sequence[str], rounds: int) -> list[Row]:
+def measure(
+    shape: Shape, dtype: torch.dtype, direction: str, names: Sequence[str], rounds: int, warm: bool = False
+) -> list[Row]:
     """One row a provider: checked, timed in turn with the others that are right, and checked again.
 
     What a provider raises is the reason of its row. What the inputs or the GPU raise is that of all rows that
     are not finished by then.
+
+    Args:
+        warm: all launches share one copy of the inputs, so that L2 holds what it can of them.
     """
     rows = {name: new_row(name, shape) for name in names}
     try:
-        compare(shape, dtype, direction, rows, rounds)
+        compare(shape, make_copies(shape, dtype, direction, warm), direction, rows, rounds)
     except Exception as error:
         for row in rows.values():
             if row["status"] == "failed":
@@ -187,16 +210,15 @@ class Entrant:
     checked: Result  # of the first
 
 
-def compare(shape: Shape, dtype: torch.dtype, direction: str, rows: dict[str, Row], rounds: int) -> None:
-    """Fills in the rows."""
-    bshd = make_copies(shape, dtype, direction)
+def compare(shape: Shape, bshd: Sequence[Inputs], direction: str, rows: dict[str, Row], rounds: int) -> None:
+    """Fills in the rows, from copies of the inputs."""
     copies = {"bshd": bshd, "bhsd": [tuple(x.transpose(1, 2).contiguous() for x in copy) for copy in bshd]}
     entrants: dict[str, Entrant] = {}
     for name, row in rows.items():
         with reasons(row):
             ready, inputs = prepare(PROVIDERS[name], shape, direction, copies[row["layout"]])
             result = ready.launch(*inputs[0])
-            row |= verify(name, direction, result, bshd[0], shape.causal)
+            row |= verify(name, shape, direction, result, bshd[0])
             if row["correct"]:
                 entrants[name] = Entrant(ready, inputs, tuple(x if x is None else x.clone() for x in result))
 
@@ -208,7 +230,7 @@ def compare(shape: Shape, dtype: torch.dtype, direction: str, rows: dict[str, Ro
             eager = bench.time_eager(partial(entrant.ready.call, *entrant.inputs[0]))
             for result in (timing.result, eager.result):
                 if row["correct"] and not same(result, entrant.checked):
-                    row |= verify(name, direction, result, bshd[0], shape.causal, "when timed, ")
+                    row |= verify(name, shape, direction, result, bshd[0], "when timed, ")
                     if row["correct"] and bench.is_deterministic(direction):
                         row |= {
                             "correct": False,
@@ -225,21 +247,35 @@ def compare(shape: Shape, dtype: torch.dtype, direction: str, rows: dict[str, Ro
             rows[name][f"ratio_range_vs_{other}"] = [ratio.p25, ratio.p75]
 
 
-def make_copies(shape: Shape, dtype: torch.dtype, direction: str) -> list[Inputs]:
-    """(q, k, v), or where there is a backward (dout, q, k, v), as often as L2 demands; [batch, seqlen, heads, head_dim]."""
-    seeds = range(bench.rotation(bench.input_bytes(shape, direction)))
+def make_copies(shape: Shape, dtype: torch.dtype, direction: str, warm: bool = False) -> list[Inputs]:
+    """(q, k, v), or where there is a backward (dout, q, k, v), as [batch, seqlen, heads, head_dim].
+
+    As many copies as it takes for a launch to find none of its inputs in L2; warm: one.
+    """
+    seeds = range(1 if warm else bench.rotation(bench.input_bytes(shape, direction)))
     copies = [make_inputs(shape, dtype, seed=seed) for seed in seeds]
     if "bwd" not in direction:
         return copies
     return [(make_dout(shape, dtype, seed=seed), *copies[seed]) for seed in seeds]
 
 
-def verify(name: str, direction: str, result: Result, inputs: Inputs, causal: bool, when: str = "") -> Row:
-    """What the error rules say of a provider's result for inputs, which are bshd."""
+def verify(name: str, shape: Shape, direction: str, result: Result, inputs: Inputs, when: str = "") -> Row:
+    """What the error rules say of a provider's result for inputs, which are bshd.
+
+    A large problem is checked on some heads, each with all its queries and keys (a smaller problem, which the rule judges as any
+    other): as many as have MAX_CHECKED_SCORES, at least two, evenly spread over batch and heads, the first and the last of them
+    included. For a backward these are key heads with all query heads of theirs. In the other heads nothing may be NaN or inf.
+    A forward of MAX_CHECKED_SCORES at head_dim 128 is 4.4 TFLOP of the reference in fp32.
+    """
     provider = PROVIDERS[name]
     if provider.layout == "bhsd":
         result = [x.transpose(1, 2) if x is not None and x.ndim == 4 else x for x in result]
+    whole = result
+    if heads := checked_heads(shape, direction):
+        result, inputs = ([take_heads(x, *heads) for x in tensors] for tensors in (result, inputs))
+        when += f"in {len(heads[0])} heads that were checked, "
     *dout, q, k, v = inputs
+    causal = shape.causal
     verdicts = []
     if direction == "fwd":
         out, lse = result
@@ -256,7 +292,46 @@ def verify(name: str, direction: str, result: Result, inputs: Inputs, causal: bo
     if not found["correct"]:
         wrong = "; ".join(verdict.text for verdict in verdicts if not verdict.ok)
         found |= {"status": "wrong", "reason": when + wrong}
+    elif heads and not all(bool(x.isfinite().all()) for x in whole if x is not None and x.ndim == 4):
+        found |= {
+            "correct": False,
+            "status": "wrong",
+            "reason": f"{when}all is right; in others there is NaN or inf",
+        }
     return found
+
+
+def checked_heads(shape: Shape, direction: str) -> tuple[list[int], int] | None:
+    """The heads to check, counted through the batch entries, and how many an entry has; None for all.
+
+    Heads of q in a forward, of k where there is a backward.
+    """
+    heads = shape.heads_kv if "bwd" in direction else shape.heads_q
+    scores = bench.visible_pairs(shape) * shape.heads_q // heads  # of one of them
+    every = shape.batch * heads
+    most = max(2, MAX_CHECKED_SCORES // max(scores, 1))
+    if every <= most:
+        return None
+    return [i * (every - 1) // (most - 1) for i in range(most)], heads
+
+
+def take_heads(x: torch.Tensor | None, chosen: Sequence[int], heads: int) -> torch.Tensor | None:
+    """Some of so many heads an entry, as batch entries, with what belongs to them.
+
+    Args:
+        x: [batch, seqlen, H, columns], or an lse [batch, H, seqlen]; if H is not heads, each has several of the H, or shares one.
+    """
+    if x is None:
+        return None
+    by_head = x if x.ndim == 3 else x.transpose(1, 2)
+    H = by_head.shape[1]
+    parts = []
+    for i in chosen:
+        entry, head = divmod(i, heads)
+        first = head * H // heads
+        parts.append(by_head[entry, first : first + max(1, H // heads)])
+    picked = torch.stack(parts)
+    return picked if x.ndim == 3 else picked.transpose(1, 2)
 
 
 def finite(x: float) -> float | None:
@@ -301,7 +376,8 @@ def speeds(shape: Shape, direction: str, timing: bench.Timing, eager: bench.Eage
 def finish(out: Path, console: Console, environment: dict[str, str], rows: list[Row]) -> None:
     """Shows the table and writes the report."""
     console.print(report.table(rows))
-    for note in report.notes(rows):
+    why = report.read_why(out, rows[0]["pass"])
+    for note in (*report.slowest(rows, why), *report.summary(rows), *report.notes(rows)):
         console.print(f"- {note}", highlight=False, markup=False)
     written = report.write(out, rows, environment)
     console.print(f"Written to {out}: {', '.join([report.jsonl_name(rows[0]['pass']), *written])}")

@@ -18,12 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tl_attention import autotune, configs
+from tl_attention.problem import DIRECTIONS
 from tl_attention.testing import bench
 from tl_attention.testing.bench import Eager, Shape, Timing
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
 pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import host
 import no_gpu
 import providers
 import report
@@ -277,6 +279,30 @@ def test_bench_named_shapes_are_shapes() -> None:
     assert all(str(Shape.parse(text)) == text for text in named.values())
     counts = {direction: len(bench.chosen_shapes(names)) for direction, names in run.DEFAULT.items()}
     assert counts == {"fwd": 37, "bwd": 39, "fwd_bwd": 39}
+    extra = ("mla-h*", "gqa-*", "few-h*", "small-*", "chunk-*")
+    assert [len(bench.chosen_shapes([pattern])) for pattern in extra] == [8, 9, 6, 4, 1]
+    warm = [name for name in named for pattern in run.WARM if bench.fnmatch.fnmatch(name, pattern)]
+    assert len(warm) == 10
+
+
+def test_bench_untuned_shapes_are_not_those_of_the_tuner() -> None:
+    untuned = set(bench.chosen_shapes(["untuned-*"]).values())
+    assert len(untuned) == 20
+    tuned = {shape for direction in DIRECTIONS for shape in autotune.default_shapes(direction)}
+    for path in configs.data_dir().glob("tuned/*.json"):
+        table = configs.read_tuned(path)
+        tuned |= {
+            Shape.parse(text) for name in DIRECTIONS for row in table[name].values() for text in row["shapes"]
+        }
+    lengths = {(shape.seqlen_q, shape.seqlen_k) for shape in tuned}
+    assert not {(shape.seqlen_q, shape.seqlen_k) for shape in untuned} & lengths
+    assert {shape.head_dim for shape in untuned} >= {40, 72, 80, 96, 112, 160, 192}
+    assert {shape.causal for shape in untuned} == {True, False}
+    assert {(shape.seqlen_q > shape.seqlen_k) - (shape.seqlen_q < shape.seqlen_k) for shape in untuned} == {
+        -1,
+        0,
+        1,
+    }
 
 
 def test_bench_shapes_by_name_pattern_and_text() -> None:
@@ -302,6 +328,7 @@ def fake_row(
         "layout": "bhsd",
         "dtype": "bf16",
         "gpu": "H",
+        "shape": f"paper-d128-{mask}-{seqlen}",
         **size,
     }
     if tflops is None:
@@ -443,18 +470,130 @@ def test_bench_plots_where_there_are_two_lengths(tmp_path: Path) -> None:
     assert not report.plot(ROWS[:3], tmp_path / "none.png")
 
 
-def test_bench_score_is_relative_to_the_best_peer(tmp_path: Path) -> None:
-    peers = tmp_path / "peers.csv"
-    peers.write_text(
-        "pass,head_dim,mask,seqlen,batch,heads,cudnn,best\n"
-        "fwd,128,full,1024,16,16,500,600\n"
-        "bwd,128,full,1024,16,16,400,600\n"
+PEERS = {  # file -> text
+    "tflops.csv": "pass,head_dim,mask,seqlen,batch,heads,cudnn,fa4,best\n"
+    "fwd,128,full,1024,16,16,500,600,600\n"
+    "fwd,128,causal,1024,16,16,,550,600\n"
+    "bwd,128,full,1024,16,16,400,300,600\n",
+    "us.csv": "pass,batch,heads_q,heads_kv,seqlen_q,seqlen_k,head_dim,head_dim_v,mask,timer,fa2_us,cudnn_us,fa3_us,fa4_us,best_tflops\n"
+    "fwd,1,8,1,128,16384,128,128,causal,graph,426.4,400,160,200,51\n"
+    "fwd,8,32,2,2048,2048,256,256,causal,do_bench,,971.3,,917.0,600\n",
+}
+
+
+@pytest.fixture
+def peers_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "peers"
+    folder.mkdir()
+    for name, text in PEERS.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def judged(row: report.Row, peers: dict) -> report.Row:
+    row = dict(row)
+    report.judge([row], peers)
+    return row
+
+
+def test_bench_score_is_relative_to_the_best_peer(peers_folder: Path) -> None:
+    table = report.read_peers([peers_folder])
+    assert table == report.read_peers(sorted(peers_folder.iterdir()))
+    assert judged(ROWS[0], table)["score"] == pytest.approx(0.9 / 1.2)
+    assert judged(ROWS[0] | {"pass": "bwd"}, table)["score"] == pytest.approx(0.9 / 1.5)
+    by_fa4 = judged(ROWS[0] | {"mask": "causal", "ratio_vs_fa4": 1.2}, table)
+    assert by_fa4["score"] == pytest.approx(1.2 * 550 / 600)
+    assert by_fa4["score_over"] == "fa4"
+    assert report.notes([by_fa4]) == ["tl_attention score by way of fa4 (B16 H16 S1024 d128 causal)"]
+
+
+def test_bench_score_by_a_table_of_microseconds(peers_folder: Path) -> None:
+    table = report.read_peers([peers_folder / "us.csv"])
+    few = {"batch": 1, "heads_q": 8, "heads_kv": 1, "seqlen_q": 128, "seqlen_k": 16384, "mask": "causal"}
+    assert judged(ROWS[0] | few, table)["score"] == pytest.approx(0.9 / (400 / 160))
+    assert judged(ROWS[0] | few | {"ratio_vs_cudnn": None, "ratio_vs_fa4": 1.0}, table)["score"] == 160 / 200
+    assert judged(ROWS[0] | few | {"heads_kv": 2}, table)["score"] is None
+
+
+@pytest.mark.parametrize(
+    "other", [{"pass": "fwd_bwd"}, {"dtype": "fp16"}, {"seqlen_k": 999}, {"head_dim_v": 64}]
+)
+def test_bench_rows_without_a_score_are_beside_the_best_of_the_run(other: dict, peers_folder: Path) -> None:
+    table = report.read_peers([peers_folder])
+    row = judged(judged(ROWS[0], table) | other, table)
+    assert (row["score"], row["score_over"], row["vs_best"]) == (None, None, 0.9)
+    assert judged(fake_row("tl_attention", 1024, 600.0), {})["vs_best"] is None, "it ran alone"
+    assert "vs_best" not in judged(fake_row("cudnn", 1024, 600.0, ratio_vs_fa2=1.0), {})
+
+
+def test_bench_peers_of_other_columns_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(ValueError, match="expected CSV files in it, found none"):
+        report.read_peers([tmp_path])
+    wrong = tmp_path / "wrong.csv"
+    wrong.write_text("seqlen,cudnn\n1,2\n")
+    with pytest.raises(
+        ValueError, match="expected the columns pass, .*best or pass, .*cudnn_us, found seqlen, cudnn"
+    ):
+        report.read_peers([wrong])
+    for path in (wrong, tmp_path / "absent.csv"):
+        with pytest.raises(SystemExit):
+            run.main(["--peers", str(path)])
+        assert path.name in capsys.readouterr().err
+
+
+def test_bench_summary_has_mean_and_worst_of_each_group() -> None:
+    def ours(shape: str, **measure: float) -> report.Row:
+        return fake_row("tl_attention", 1024, 600.0, **measure) | {"shape": shape}
+
+    rows = [
+        ours("gqa-a", score=0.5),
+        ours("gqa-b", score=2.0),
+        ours("gqa-c", vs_best=0.9),
+        ours("1,1,1,1,1,8,8,full", vs_best=1.5),
+        fake_row("tl_attention", 1024, None) | {"shape": "gqa-d"},
+        fake_row("fa4", 1024, 600.0, score=9.0),
+    ]
+    assert report.summary(rows) == [
+        "gqa, score: 1.00 by geometric mean of 2, worst 0.50 (gqa-a)",
+        "gqa, vs best peer in run: 0.90 by geometric mean of 1, worst 0.90 (gqa-c)",
+        "unnamed, vs best peer in run: 1.50 by geometric mean of 1, worst 1.50 (1,1,1,1,1,8,8,full)",
+        "gqa: tl_attention has no speed in 1",
+    ]
+
+
+def test_bench_report_says_why_rows_are_slow(tmp_path: Path) -> None:
+    rows = [
+        fake_row("tl_attention", 1024, 600.0, score=1 - i / 100) | {"shape": f"paper-{i}"} for i in range(12)
+    ]
+    rows[11] |= {"l2": "warm", "heads_kv": 4, "seqlen_k": 2048}
+    assert "no reason recorded" in report.markdown({}, rows)
+    (tmp_path / "notes.toml").write_text(
+        '[fwd]\npaper-11 = "exp; tried two things"\n"1,1,1,1,1,8,8,full" = "new"\n[bwd]\npaper-10 = "other"\n'
     )
-    table = report.read_peers(peers)
-    assert report.score(ROWS[0], table) == pytest.approx(0.9 / 1.2)
-    assert report.score(ROWS[0] | {"pass": "bwd"}, table) == pytest.approx(0.9 / 1.5)
-    assert report.score(ROWS[0] | {"pass": "fwd_bwd"}, table) is None
-    assert report.score(ROWS[3], table) is None
+    store(tmp_path, rows)
+    text = (tmp_path / "fwd.md").read_text()
+    assert "The 10 slowest beside their best peers, and why:" in text
+    _, _, listed = text.partition("and why:\n\n")
+    lines = listed.splitlines()[:11]
+    assert lines[0] == (
+        "- 0.89 score, paper-11 (B16 H16/4 S1024/2048 d128 full, L2 warm): exp; tried two things"
+    )
+    assert lines[1] == "- 0.90 score, paper-10 (B16 H16 S1024 d128 full): no reason recorded"
+    assert lines[9].startswith("- 0.98 score, paper-2 ")
+    assert lines[10] == ""
+    assert report.read_why(tmp_path, "bwd_det") == {}
+
+
+def test_bench_stored_runs_can_be_judged_anew(
+    tmp_path: Path, peers_folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    store(tmp_path, ROWS)
+    assert report.main([str(tmp_path), "--peers", str(peers_folder)]) == 0
+    rows, _ = report.read(tmp_path, "fwd")
+    assert rows[0]["score"] == pytest.approx(0.75)
+    assert rows[3]["vs_best"] == 1.125
+    assert "paper, score: 0.75 by geometric mean of 1" in (tmp_path / "fwd.md").read_text()
+    assert "| score | vs best peer in run |" in (tmp_path / "fwd.md").read_text()
 
 
 class Stub:
@@ -558,6 +697,19 @@ def test_bench_run_gates_speeds_and_writes_all(
     environment = json.loads((tmp_path / report.environment_name(direction)).read_text())
     assert environment["copy"] == "4000 GB/s, ridge point 175 FLOP/B"
     assert "2.00x" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("gpu_stub")
+def test_bench_run_keeps_l2_warm_for_some_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+    monkeypatch.setattr(run, "compare", lambda shape, bshd, *_: copies.append(len(bshd)))
+    names = ["small-n59-full", "tiny"]
+    argv = ["--shapes", *names, "--providers", "tl_attention", "--out", str(tmp_path)]
+    assert run.main(argv) == 1
+    rows = [json.loads(line) for line in (tmp_path / "fwd.jsonl").read_text().splitlines()]
+    assert [row["l2"] for row in rows] == ["warm", "cold"]
+    assert copies == [1, 2]
+    assert report.describe(rows[0]) == "B8 H16 S59 d64 full, L2 warm"
 
 
 @pytest.mark.usefixtures("gpu_stub")
@@ -770,7 +922,7 @@ def empty(shape: Shape, direction: str) -> list[providers.Inputs]:
     ("name", "shape", "words"),
     [
         ("fa2", "1,1,1,8,8,192,128,full", "one head_dim"),
-        ("cudnn", "1,1,1,8,16,64,causal", "top-left"),
+        ("cudnn", "1,1,1,16,8,64,causal", "top-left"),
         ("naive", "1,64,64,16384,16384,64,full", "would take 32 GiB"),
         ("naive", "1,1,1,16,8,64,causal", "NaN"),
     ],
@@ -811,8 +963,95 @@ def test_bench_provider_is_right(
     assert len(inputs) == len(copies) == 2
     for attend in (ready.call, ready.launch):
         for copy, own in zip(copies, inputs, strict=True):
-            found = run.verify(name, direction, attend(*own), copy, shape.causal)
+            found = run.verify(name, shape, direction, attend(*own), copy)
             assert found["correct"], found["reason"]
+
+
+def test_bench_cudnn_has_a_dense_bottom_right_bias(gpu_stub: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of unequal lengths, and in the forward alone."""
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, *rest: object
+    ) -> tuple:
+        assert rest == (False, 0.0, bias is None)
+        options = {"attn_mask": bias, "is_causal": bias is None, "enable_gqa": True}
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options), None
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", attend)
+    cudnn = providers.PROVIDERS["cudnn"]
+    monkeypatch.setitem(run.PROVIDERS, "cudnn", cudnn)
+    for text in ("2,4,2,20,47,64,causal", "1,2,2,33,33,32,causal"):
+        shape = Shape.parse(text)
+        ((q, k, v),) = run.make_copies(shape, torch.bfloat16, "fwd", warm=True)
+        inputs = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+        ready, (given,) = providers.prepare(cudnn, shape, "fwd", [inputs])
+        assert run.verify("cudnn", shape, "fwd", ready.launch(*given), (q, k, v))["correct"]
+
+
+@pytest.mark.usefixtures("gpu_stub")
+@pytest.mark.parametrize("direction", ["fwd", "bwd", "fwd_bwd"])
+def test_bench_large_problems_are_checked_on_some_heads(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Shape.parse("3,8,4,24,40,32,16,causal")
+    naive = run.PROVIDERS["naive"]
+    (inputs, _) = run.make_copies(shape, torch.bfloat16, direction)
+    ready, (given, _) = providers.prepare(
+        naive, shape, direction, [tuple(x.transpose(1, 2).contiguous() for x in inputs)] * 2
+    )
+    result = ready.launch(*given)
+    whole = run.verify("naive", shape, direction, result, inputs)
+    heads = 8 if direction == "fwd" else 4
+    assert run.checked_heads(shape, direction) is None
+    monkeypatch.setattr(run, "MAX_CHECKED_SCORES", 5 * bench.visible_pairs(shape) * 8 // heads)
+    chosen, of = run.checked_heads(shape, direction)
+    assert (len(chosen), chosen[0], chosen[-1], of) == (5, 0, 3 * heads - 1, heads)
+    seen = []
+    monkeypatch.setattr(run, "check_fwd", spy(run.check_fwd, seen))
+    monkeypatch.setattr(run, "check_bwd", spy(run.check_bwd, seen))
+    some = run.verify("naive", shape, direction, result, inputs)
+    assert some["correct"]
+    assert some["max_err_ratio"] <= 2 * whole["max_err_ratio"]
+    assert {len(x) for call in seen for x in call if isinstance(x, torch.Tensor)} == {5}
+
+    for entry, head, reason in ((2, -1, "in 5 heads that were checked, "), (0, 1, "NaN or inf")):
+        broken = [x if x is None else x.clone() for x in result]
+        broken[-1 if direction != "fwd" else 0][entry, head, -1] = math.nan
+        found = run.verify("naive", shape, direction, broken, inputs, "when timed, ")
+        assert found["status"] == "wrong"
+        assert found["reason"].startswith("when timed, in 5 heads")
+        assert reason in found["reason"]
+
+
+def spy(function: Callable, calls: list) -> Callable:
+    def called(*args: object, **options: object) -> object:
+        calls.append([y for x in args for y in (x if isinstance(x, tuple) else [x])])
+        return function(*args, **options)
+
+    return called
+
+
+@pytest.mark.parametrize("heads", [8, 2])
+def test_bench_heads_bring_what_belongs_to_them(heads: int) -> None:
+    batch, heads_q, heads_kv = 3, 8, 2
+    q = torch.arange(batch * heads_q).view(batch, 1, heads_q, 1)
+    k = torch.arange(batch * heads_kv).view(batch, 1, heads_kv, 1)
+    chosen = [0, 1, batch * heads - 1]
+    assert run.take_heads(k, chosen, heads).flatten().tolist() == [i * heads_kv // heads for i in chosen]
+    each = heads_q // heads
+    expected = [[i * each + j for j in range(each)] for i in chosen]
+    assert run.take_heads(q, chosen, heads).flatten(1).tolist() == expected
+    assert run.take_heads(q.transpose(1, 2)[..., 0], chosen, heads)[..., 0].tolist() == expected
+    assert run.take_heads(None, chosen, heads) is None
+
+
+def test_bench_of_the_issue_is_checked_in_seconds() -> None:
+    """No forward's check computes more than what MAX_CHECKED_SCORES or two heads have, in fp32 and again in bf16."""
+    for name, shape in bench.chosen_shapes(["*"]).items():
+        chosen = run.checked_heads(shape, "fwd")
+        heads = len(chosen[0]) if chosen else shape.batch * shape.heads_q
+        flops = bench.fwd_flops(shape) / (shape.batch * shape.heads_q) * heads
+        assert flops < 10e12, name  # 0.2 s at 50 TFLOPS
 
 
 class Named(str):
@@ -875,9 +1114,53 @@ def test_bench_fa4_backward_is_called_by_keyword(
     deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("dout", "q", "k", "v", "out", "lse")
-    monkeypatch.setattr(providers, "_function", lambda module, name: lambda **given: given)
+    monkeypatch.setattr(providers, "import_function", lambda module, name: lambda **given: given)
     given = providers.fa4_backward(Shape.parse(SHAPE), deterministic).launch(*names)
     assert given == {name: name for name in names} | {"causal": True, "deterministic": deterministic}
+
+
+def fake_process(command: list[str], **_: object) -> subprocess.CompletedProcess:
+    """That prints what first_call.py does; the one of cudnn fails."""
+    if "cudnn" in command:
+        return subprocess.CompletedProcess(command, 1, "", "Traceback\nRuntimeError: no engine")
+    return subprocess.CompletedProcess(command, 0, 'a warning\n{"import": 20.0, "call": 5.5}\n', "")
+
+
+@pytest.mark.usefixtures("gpu_stub")
+@pytest.mark.filterwarnings("ignore:tl_attention")
+def test_bench_host_times_calls_and_first_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(host, "calls", partial(host.calls, device="cpu"))
+    monkeypatch.setattr(host.subprocess, "run", fake_process)
+    assert run.main(["--host", "--out", str(tmp_path)]) == 0
+    stored = json.loads((tmp_path / "host.json").read_text())
+    ours, flash, *peers = stored["calls"]
+    assert (ours["library"], flash["library"]) == ("mha_*_interface", "flash_attn_func")
+    assert [ours[mode] for mode in host.MODES] == [5.0] * 4
+    assert [flash[mode] for mode in host.MODES] == [5.0] * 3 + [None]
+    assert {peer["provider"] for peer in peers} >= {"fa2", "cudnn"}
+    assert all(peer["reasons"] for peer in peers), "PyTorch's backends have no CPU tensors"
+    assert [row.get("total_ms") for row in stored["first_calls"]] == [25.5, 25.5, 25.5, None]
+    text = (tmp_path / "host.md").read_text()
+    assert "| forward, no gradient asked for | 5.0 | 5.0 | – |" in text
+    assert "| tl_attention, forward and backward | 20.0 | 5.5 | 25.5 |" in text
+    assert "cudnn (torch sdpa), forward: RuntimeError: RuntimeError: no engine" in text
+    assert "forward under autograd" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("gpu_stub")
+def test_bench_host_fails_where_ours_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "calls", Stub.boom)
+    monkeypatch.setattr(host.subprocess, "run", fake_process)
+    assert run.main(["--host", "--out", str(tmp_path)]) == 1
+    assert "RuntimeError: no kernel" in (tmp_path / "host.md").read_text()
+
+
+@pytest.mark.usefixtures("no_hopper")
+def test_bench_host_needs_a_gpu(capsys: pytest.CaptureFixture) -> None:
+    assert run.main(["--host"]) == 2
+    assert "--host: expected a Hopper GPU" in capsys.readouterr().out
 
 
 def test_bench_environment_needs_no_gpu() -> None:

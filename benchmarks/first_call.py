@@ -1,0 +1,59 @@
+"""The first call of a process: python benchmarks/first_call.py tl_attention|fa2|cudnn fwd|fwd_bwd B,Hq,Hkv,Sq,Sk,D,mask
+
+Prints a JSON object of milliseconds: `import` of the library, `call` from then until the GPU is done. Both begin after torch is
+imported, CUDA has its context and the inputs are allocated; torch itself is all that the libraries of PyTorch import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def main(provider: str, passes: str, sizes: str) -> None:
+    *numbers, mask = sizes.split(",")
+    batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, *_ = map(int, numbers)
+    torch.cuda.init()
+    shapes = ((seqlen_q, heads), (seqlen_k, heads_kv), (seqlen_k, heads_kv))
+    q, k, v = (
+        torch.empty(
+            batch, *shape, head_dim, dtype=torch.bfloat16, device="cuda", requires_grad=passes != "fwd"
+        )
+        for shape in shapes
+    )
+    dout = torch.empty_like(q, requires_grad=False)
+    backend = sdpa_backend(provider)
+    torch.cuda.synchronize()
+
+    begin = time.perf_counter()
+    if provider == "tl_attention":
+        from tl_attention import flash_attn_func
+    imported = time.perf_counter()
+
+    if provider == "tl_attention":
+        out = flash_attn_func(q, k, v, causal=mask == "causal")
+    else:
+        with backend:
+            views = (x.transpose(1, 2) for x in (q, k, v))
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *views, is_causal=mask == "causal", enable_gqa=heads != heads_kv
+            ).transpose(1, 2)
+    if passes != "fwd":
+        torch.autograd.grad(out, (q, k, v), dout)
+    torch.cuda.synchronize()
+    end = time.perf_counter()
+    print(json.dumps({"import": 1000 * (imported - begin), "call": 1000 * (end - imported)}))
+
+
+def sdpa_backend(provider: str) -> contextlib.AbstractContextManager:
+    backends = {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    return sdpa_kernel(backends[provider]) if provider in backends else contextlib.nullcontext()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

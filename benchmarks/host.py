@@ -1,0 +1,226 @@
+"""What a call costs the host: microseconds of an eager call, milliseconds of the first call of a process.
+
+Called by run.py --host. The problem is so small that the GPU keeps up with the host, whose time a call is then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from first_call import sdpa_backend
+from providers import PROVIDERS, Result, Unsupported, import_function, title
+from report import OURS, bullets, markdown_table
+from rich.console import Console
+
+from tl_attention.testing import bench
+from tl_attention.testing.bench import Shape
+from tl_attention.testing.inputs import make_dout, make_inputs
+
+SHAPE = Shape.parse("1,8,8,128,128,64,full")
+ROUNDS = 7
+FIRST_CALLS = 3
+FIRST = {  # (provider, argument of first_call.py) -> in words
+    (OURS, "fwd"): "tl_attention, forward",
+    (OURS, "fwd_bwd"): "tl_attention, forward and backward",
+    ("fa2", "fwd"): "fa2 (torch sdpa), forward",
+    ("cudnn", "fwd"): "cudnn (torch sdpa), forward",
+}
+FIRST_CALL_LIMIT = 300.0  # seconds of a process
+MODES = {
+    "forward": "forward, no gradient asked for",
+    "autograd": "forward under autograd",
+    "both": "forward under autograd, then backward",
+    "backward": "backward alone",
+}
+CALLS_TEXT = (
+    f"Microseconds of the host for one eager call on the problem {SHAPE}, bf16: medians of {ROUNDS} rounds, the libraries in "
+    "turn, each of 3 runs of up to 100 calls with no synchronization in between. All are the public functions on tensors in their "
+    "own layout; backward alone is mha_bwd_interface, ATen's op of PyTorch's backends and FlashAttention-4's function behind "
+    "autograd; forward and backward call torch.autograd.grad."
+)
+FIRST_TEXT = (
+    f"Milliseconds of the first call of a new process on the same problem, its kernels on disk: medians of {FIRST_CALLS} processes, "
+    "from CUDA being initialized and the inputs allocated to the end of a synchronization. `import` is the library's own, after "
+    "torch's. Ours is flash_attn_func, the others' are scaled_dot_product_attention."
+)
+
+
+@dataclass(frozen=True)
+class Library:
+    """A public function of a library, (q, k, v) -> out or (out, ...)."""
+
+    provider: str  # of PROVIDERS
+    attend: Callable[..., object]
+    heads_first: bool  # [batch, heads, seqlen, head_dim], else [batch, seqlen, heads, head_dim]
+    within: Callable[[], contextlib.AbstractContextManager]  # around its calls
+    has_backward: bool  # of its own, without autograd
+
+
+def libraries() -> Iterator[tuple[str, Library]]:
+    """Those that are installed, by name."""
+    sdpa = ("torch.nn.functional", "scaled_dot_product_attention", True)
+    for name, provider, module, function, heads_first in (
+        ("mha_*_interface", OURS, "tl_attention", "mha_fwd_interface", True),
+        ("flash_attn_func", OURS, "tl_attention", "flash_attn_func", False),
+        (
+            title("fa2"),
+            "fa2",
+            *(sdpa if "sdpa" in title("fa2") else ("flash_attn", "flash_attn_func", False)),
+        ),
+        ("cudnn (torch sdpa)", "cudnn", *sdpa),
+        ("fa4", "fa4", "flash_attn.cute", "flash_attn_func", False),
+    ):
+        with contextlib.suppress(Unsupported):
+            attend, within = import_function(module, function), functools.partial(sdpa_backend, provider)
+            has_backward = name != "flash_attn_func"  # the other function of ours has it
+            yield name, Library(provider, attend, heads_first, within, has_backward)
+
+
+def calls(library: Library, device: str = "cuda") -> dict[str, Callable[[], object]]:
+    """What is timed of a library, by the keys of MODES."""
+    tensors = (
+        make_dout(SHAPE, torch.bfloat16, device=device),
+        *make_inputs(SHAPE, torch.bfloat16, device=device),
+    )
+    if library.heads_first:
+        tensors = tuple(x.transpose(1, 2).contiguous() for x in tensors)
+    dout, *qkv = tensors
+    leaves = [x.detach().clone().requires_grad_() for x in qkv]
+
+    def both() -> Result:
+        out = library.attend(*leaves)
+        return torch.autograd.grad(out if isinstance(out, torch.Tensor) else out[0], leaves, dout)
+
+    found = {
+        "forward": functools.partial(library.attend, *qkv),
+        "autograd": functools.partial(library.attend, *leaves),
+        "both": both,
+    }
+    if library.has_backward:
+        found["backward"] = backward(library.provider, tensors, library.heads_first)
+    return found
+
+
+def backward(name: str, tensors: tuple[torch.Tensor, ...], heads_first: bool) -> Callable[[], object]:
+    """The provider's backward as a user calls it, on what its forward returned."""
+    provider = PROVIDERS[name]
+    if heads_first != (provider.layout == "bhsd"):
+        tensors = tuple(x.transpose(1, 2).contiguous() for x in tensors)
+    saved = provider.forward(SHAPE, *tensors[1:], saves=True).launch(*tensors[1:])
+    given = (*tensors, *saved)
+    return functools.partial(provider.backward(SHAPE, False, *given).call, *given)
+
+
+def time_calls() -> list[dict[str, object]]:
+    """One row a library: microseconds by the keys of MODES, or under `reasons` why there are none."""
+    rows, ready = [], []
+    for name, library in libraries():
+        version = PROVIDERS[library.provider].library()
+        row = {"library": name, "provider": library.provider, "version": version, "reasons": {}}
+        rows.append(row | dict.fromkeys(MODES))
+        with library.within():
+            try:
+                ready += [(rows[-1], library, mode, call) for mode, call in calls(library).items()]
+            except Exception as error:
+                rows[-1]["reasons"] = dict.fromkeys(MODES, bench.first_line(error))
+    samples: dict[tuple[str, str], list[float]] = {}
+    for _ in range(ROUNDS):
+        for row, library, mode, call in ready:
+            if mode in row["reasons"]:
+                continue
+            with library.within():
+                try:
+                    samples.setdefault((row["library"], mode), []).append(bench.time_eager(call).host_us)
+                except Exception as error:
+                    row["reasons"][mode] = bench.first_line(error)
+    for row in rows:
+        row |= {
+            mode: statistics.median(samples[row["library"], mode])
+            for mode in MODES
+            if mode not in row["reasons"] and (row["library"], mode) in samples
+        }
+    return rows
+
+
+def first_call(provider: str, passes: str) -> dict[str, float]:
+    """Milliseconds in a process of its own, by first_call.py.
+
+    Raises:
+        RuntimeError: the process failed; its last line.
+    """
+    script = Path(__file__).with_name("first_call.py")
+    command = [sys.executable, str(script), provider, passes, str(SHAPE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=FIRST_CALL_LIMIT)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip() or "-").splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def time_first_calls() -> list[dict[str, object]]:
+    """One row for each of FIRST: medians of milliseconds, with and without the import, or a reason. After time_calls."""
+    rows = []
+    for provider, passes in FIRST:
+        row = {"provider": provider, "passes": passes, "reason": None}
+        try:
+            times = [first_call(provider, passes) for _ in range(FIRST_CALLS)]
+            row |= {
+                "import_ms": statistics.median(x["import"] for x in times),
+                "call_ms": statistics.median(x["call"] for x in times),
+                "total_ms": statistics.median(x["import"] + x["call"] for x in times),
+            }
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            row["reason"] = bench.first_line(error)
+        rows.append(row)
+    return rows
+
+
+def markdown(environment: dict[str, str], called: list[dict], first: list[dict]) -> str:
+    """The report: where it was measured, both tables, what did not run."""
+
+    def numbers(row: dict, keys: Iterable[str]) -> list[str]:
+        return ["–" if row.get(key) is None else f"{row[key]:.1f}" for key in keys]
+
+    columns = zip(*(numbers(row, MODES) for row in called), strict=True)
+    by_mode = [[words, *cells] for words, cells in zip(MODES.values(), columns, strict=True)]
+    by_process = [
+        [FIRST[row["provider"], row["passes"]], *numbers(row, ("import_ms", "call_ms", "total_ms"))]
+        for row in first
+    ]
+    reasons = [
+        f"{row['library']}, {MODES[mode]}: {why}" for row in called for mode, why in row["reasons"].items()
+    ]
+    reasons += [f"{FIRST[row['provider'], row['passes']]}: {row['reason']}" for row in first if row["reason"]]
+    parts = [
+        "# Attention, time of the host",
+        bullets(f"{key}: {value}" for key, value in environment.items()),
+        bullets(f"{row['library']}: {row['version']}" for row in called),
+        CALLS_TEXT,
+        markdown_table(["microseconds", *(row["library"] for row in called)], by_mode),
+        FIRST_TEXT,
+        markdown_table(["milliseconds", "import", "call", "both"], by_process),
+        bullets(reasons),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def run(console: Console, out: Path, environment: dict[str, str]) -> int:
+    """Measures all, writes host.json and host.md and shows the latter. Returns 1 if something of ours failed."""
+    called, first = time_calls(), time_first_calls()
+    out.mkdir(parents=True, exist_ok=True)
+    stored = {"environment": environment, "shape": asdict(SHAPE), "calls": called, "first_calls": first}
+    (out / "host.json").write_text(json.dumps(stored, indent=1) + "\n")
+    page = markdown(environment, called, first)
+    (out / "host.md").write_text(page)
+    console.print(page, markup=False, highlight=False)
+    console.print(f"Written to {out}: host.json, host.md")
+    failed = [row for row in called if row["reasons"]] + [row for row in first if row["reason"]]
+    return int(any(row["provider"] == OURS for row in failed))

@@ -96,8 +96,9 @@ def convention(direction: str) -> str:
 
 JUDGED = (
     "`score` is our speed over that of the best peer of a table measured beforehand, by way of a peer that both runs have: "
-    "(ours / cudnn here) / (best peer / cudnn there), fa4 in the place of cudnn where that did not run. Where the table lacks "
-    "the problem, `vs best peer in run` is our speed over that of the fastest peer here. 1.00 is level with it."
+    "(ours / cudnn here) / (best peer / cudnn there), fa4 in the place of cudnn where that did not run; `by fa4` always has fa4 "
+    "there, and shows how far the peers' speeds relative to each other differ between the table and this run. Where the table "
+    "lacks the problem, `vs best peer in run` is our speed over that of the fastest peer here. 1.00 is level with it."
 )
 
 
@@ -268,7 +269,9 @@ DETAILS = {  # of our row: column -> key and format
     "error": ("max_err_ratio", ".2f"),
     "vs fa2": ("ratio_vs_fa2", ".2f"),
     "vs cudnn": ("ratio_vs_cudnn", ".2f"),
-    **{column: (key, ".2f") for key, column in MEASURES.items()},
+    "score": ("score", ".2f"),
+    "by fa4": ("score_over_fa4", ".2f"),
+    "vs best peer in run": ("vs_best", ".2f"),
 }
 
 
@@ -543,16 +546,21 @@ def judge(rows: Iterable[Row], peers: Mapping[tuple, Mapping[str, float]]) -> No
     """Adds to our rows that are ok what MEASURES names, by the peers' table or else by the peers of the run."""
     for row in rows:
         if row["provider"] == OURS and row["status"] == "ok":
-            row |= dict.fromkeys((*MEASURES, "score_over")) | (_score(row, peers) or _vs_best(row))
+            row |= dict.fromkeys((*MEASURES, "score_over", "score_over_fa4")) | (
+                _score(row, peers) or _vs_best(row)
+            )
 
 
 def _score(row: Row, peers: Mapping[tuple, Mapping[str, float]]) -> Row:
     """(ours / reference in this run) / (best / reference in the peers' table), of the first of REFERENCES that both have."""
     table = peers.get(tuple(row[key] for key in PEER_PROBLEM), {}) if row["dtype"] == "bf16" else {}
-    for name in REFERENCES:
-        if name in table and (ratio := row.get(f"ratio_vs_{name}")):
-            return {"score": ratio / table[name], "score_over": name}
-    return {}
+    scores = {
+        name: ratio / table[name]
+        for name in REFERENCES
+        if name in table and (ratio := row.get(f"ratio_vs_{name}"))
+    }
+    over = next(iter(scores), None)
+    return {"score": scores[over], "score_over": over, "score_over_fa4": scores.get("fa4")} if over else {}
 
 
 def _vs_best(row: Row) -> Row:

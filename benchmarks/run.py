@@ -47,10 +47,7 @@ DEFAULT = {
     "fwd_bwd": ("paper-*", "mla-causal-4k", "mla-full-4k", "article"),
 }
 QUICK = ("paper-*-4k", "article")
-WARM = (
-    "few-h*",
-    "small-*",
-)  # shapes whose launches share one copy of the inputs, as their peers' table was measured
+WARM = ("few-h*", "small-*")  # shapes whose launches share one copy of the inputs, as in the tables of peers
 
 # Scores of the heads that a forward or a backward is checked on: one of 32 heads of 16384 full queries has 2^28
 MAX_CHECKED_SCORES = 2**33
@@ -96,9 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = bench.environment(shlex.join(["python", "benchmarks/run.py", *arguments]))
     report.show_environment(console, environment)
     if torch.cuda.is_available() and is_hopper(torch.cuda.current_device()):
-        return (
-            host.run(console, args.out, environment) if args.host else benchmark(args, console, environment)
-        )
+        if args.host:
+            return host.run(console, args.out, environment)
+        return benchmark(args, console, environment)
     if args.host:
         console.print("--host: expected a Hopper GPU, found none: what the host does is to launch on it")
         return 2
@@ -275,8 +272,7 @@ def verify(name: str, shape: Shape, direction: str, result: Result, inputs: Inpu
         result, inputs = ([take_heads(x, *heads) for x in tensors] for tensors in (result, inputs))
         when += f"in {len(heads[0])} heads that were checked, "
     *dout, q, k, v = inputs
-    causal = shape.causal
-    verdicts = []
+    verdicts, causal = [], shape.causal
     if direction == "fwd":
         out, lse = result
         verdicts.append(check_fwd(out, lse, q, k, v, causal=causal, lse_base2=provider.lse_base2))
@@ -296,7 +292,7 @@ def verify(name: str, shape: Shape, direction: str, result: Result, inputs: Inpu
         found |= {
             "correct": False,
             "status": "wrong",
-            "reason": f"{when}all is right; in others there is NaN or inf",
+            "reason": f"{when}all is right; others have NaN or inf",
         }
     return found
 

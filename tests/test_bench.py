@@ -504,6 +504,8 @@ def test_bench_score_is_relative_to_the_best_peer(peers_folder: Path) -> None:
     by_fa4 = judged(ROWS[0] | {"mask": "causal", "ratio_vs_fa4": 1.2}, table)
     assert by_fa4["score"] == pytest.approx(1.2 * 550 / 600)
     assert by_fa4["score_over"] == "fa4"
+    both = judged(ROWS[0] | {"ratio_vs_fa4": 0.8}, table)
+    assert (both["score"], both["score_over_fa4"]) == (pytest.approx(0.75), 0.8)
     assert report.notes([by_fa4]) == ["tl_attention score by way of fa4 (B16 H16 S1024 d128 causal)"]
 
 

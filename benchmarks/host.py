@@ -85,8 +85,8 @@ def libraries() -> Iterator[tuple[str, Library]]:
             yield name, Library(provider, attend, heads_first, within, has_backward)
 
 
-def calls(library: Library, device: str = "cuda") -> dict[str, Callable[[], object]]:
-    """What is timed of a library, by the keys of MODES."""
+def calls(library: Library, device: str = "cuda") -> Iterator[tuple[str, Callable[[], object]]]:
+    """What is timed of a library, each with its key of MODES."""
     tensors = (
         make_dout(SHAPE, torch.bfloat16, device=device),
         *make_inputs(SHAPE, torch.bfloat16, device=device),
@@ -100,14 +100,11 @@ def calls(library: Library, device: str = "cuda") -> dict[str, Callable[[], obje
         out = library.attend(*leaves)
         return torch.autograd.grad(out if isinstance(out, torch.Tensor) else out[0], leaves, dout)
 
-    found = {
-        "forward": functools.partial(library.attend, *qkv),
-        "autograd": functools.partial(library.attend, *leaves),
-        "both": both,
-    }
+    yield "forward", functools.partial(library.attend, *qkv)
+    yield "autograd", functools.partial(library.attend, *leaves)
+    yield "both", both
     if library.has_backward:
-        found["backward"] = backward(library.provider, tensors, library.heads_first)
-    return found
+        yield "backward", backward(library.provider, tensors, library.heads_first)
 
 
 def backward(name: str, tensors: tuple[torch.Tensor, ...], heads_first: bool) -> Callable[[], object]:
@@ -128,10 +125,14 @@ def time_calls() -> list[dict[str, object]]:
         row = {"library": name, "provider": library.provider, "version": version, "reasons": {}}
         rows.append(row | dict.fromkeys(MODES))
         with library.within():
+            made: list[str] = []
             try:
-                ready += [(rows[-1], library, mode, call) for mode, call in calls(library).items()]
+                for mode, call in calls(library):
+                    ready.append((rows[-1], library, mode, call))
+                    made.append(mode)
             except Exception as error:
-                rows[-1]["reasons"] = dict.fromkeys(MODES, bench.first_line(error))
+                left = [mode for mode in MODES if mode not in made]
+                rows[-1]["reasons"] = dict.fromkeys(left, bench.first_line(error))
     samples: dict[tuple[str, str], list[float]] = {}
     for _ in range(ROUNDS):
         for row, library, mode, call in ready:

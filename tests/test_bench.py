@@ -1142,10 +1142,11 @@ def test_bench_host_times_calls_and_first_calls(
     assert [ours[mode] for mode in host.MODES] == [5.0] * 4
     assert [flash[mode] for mode in host.MODES] == [5.0] * 3 + [None]
     assert {peer["provider"] for peer in peers} >= {"fa2", "cudnn"}
-    assert all(peer["reasons"] for peer in peers), "PyTorch's backends have no CPU tensors"
+    assert all(peer["backward"] is None for peer in peers), "the ops take no CPU tensors"
+    assert all(peer["reasons"]["backward"] for peer in peers)
     assert [row.get("total_ms") for row in stored["first_calls"]] == [25.5, 25.5, 25.5, None]
     text = (tmp_path / "host.md").read_text()
-    assert "| forward, no gradient asked for | 5.0 | 5.0 | – |" in text
+    assert "| backward alone | 5.0 | – | – |" in text
     assert "| tl_attention, forward and backward | 20.0 | 5.5 | 25.5 |" in text
     assert "cudnn (torch sdpa), forward: RuntimeError: RuntimeError: no engine" in text
     assert "forward under autograd" in capsys.readouterr().out

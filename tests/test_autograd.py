@@ -177,6 +177,47 @@ def test_gradient_of_a_gradient_is_refused(device):
         dq.sum().backward()
 
 
+def test_double_backward_is_refused_though_the_first_made_no_graph_of_its_inputs(device):
+    q, k, v = (x.detach() for x in leaves(Shape.parse(SHAPES["full"]), device))
+    q.requires_grad_()
+    (dq,) = torch.autograd.grad(flash_attn_func(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradient of a gradient"):
+        torch.autograd.grad((dq.float() ** 2).sum(), q)
+
+
+def test_forward_mode_is_refused(device):
+    q, k, v = (x.detach() for x in leaves(Shape.parse(SHAPES["full"]), device))
+    flash_attn_func(q, k, v)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        flash_attn_func(q, k, v)
+
+
+@functions
+def test_saved_tensors_go_through_hooks(function, expected, device):
+    shape = Shape.parse(SHAPES["gqa-causal"])
+    inputs, dout = leaves(shape, device), make_dout(shape, BF16, device=device)
+    saved = []
+
+    def pack(x):
+        saved.append(x.shape)
+        return x.cpu()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x.to(device)):
+        outputs = function(*inputs, True)
+    assert len(saved) >= 5
+    grads = torch.autograd.grad(outputs[0], inputs, dout)
+    assert_close(grads, gradients(function, inputs, True, dout))
+
+
+def test_an_input_changed_in_place_is_an_error_of_the_backward(device):
+    q, k, v = leaves(Shape.parse(SHAPES["full"]), device)
+    k = k * 1
+    out = flash_attn_func(q, k, v)
+    k.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 OPTIONS = {
     # causal, lse_base2, heads_first, deterministic
     "plain": (False, False, False, False),
@@ -186,11 +227,18 @@ OPTIONS = {
 }
 
 
+def laid_out(x, options):
+    """A leaf [batch, seqlen, heads, head_dim] as an op with these options takes it"""
+    heads_first = options[2]
+    return x.detach().transpose(1, 2).requires_grad_(x.requires_grad) if heads_first else x
+
+
 @shapes
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_opcheck_of_the_forward(shape, options, device):
     shape = Shape.parse(shape)
-    torch.library.opcheck(torch.ops.tl_attention.fwd.default, (*leaves(shape, device), 0.125, *options))
+    q, k, v = (laid_out(x, options) for x in leaves(shape, device))
+    torch.library.opcheck(torch.ops.tl_attention.fwd.default, (q, k, v, 0.125, *options))
 
 
 @shapes
@@ -202,6 +250,7 @@ def test_opcheck_of_the_backward(shape, layout, with_dlse, options, device):
     q, k, v = make_inputs(shape, BF16, layout, device=device)
     dout = make_dout(shape, BF16, layout, device=device)
     dlse = make_dlse(shape, BF16, device=device) if with_dlse else None
+    q, k, v, dout = (laid_out(x, options) for x in (q, k, v, dout))
     out, lse = torch.ops.tl_attention.fwd(q, k, v, 0.125, *options)
     torch.library.opcheck(
         torch.ops.tl_attention.bwd.default, (dout, q, k, v, out, lse, dlse, 0.125, *options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 from functools import partial
@@ -58,6 +57,14 @@ def run(
     assert verdict.ok, verdict.text
 
 
+def forward(q, k, v, scale, causal, lse_base2, layout="bshd"):
+    """out, as a [batch, seqlen, heads, head_dim] view, and lse, of views in a layout"""
+    if layout != "bhsd":
+        return dispatch.fwd(q, k, v, scale, causal, lse_base2)
+    out, lse = dispatch.fwd(*(x.transpose(1, 2) for x in (q, k, v)), scale, causal, lse_base2, True)
+    return out.transpose(1, 2), lse
+
+
 def check_launch(
     dout,
     q,
@@ -72,13 +79,12 @@ def check_launch(
     config=None,
 ):
     softmax_scale = q.shape[3] ** -0.5 if scale is None else scale
-    out, lse = dispatch.fwd(q, k, v, softmax_scale, causal, lse_base2, heads_first)
     layout = "bhsd" if heads_first else "bshd"
+    out, lse = forward(q, k, v, softmax_scale, causal, lse_base2, layout)
     wholes, grads = zip(*(poisoned(*x.shape, dtype=x.dtype, layout=layout) for x in (q, k, v)), strict=True)
+    plan = dispatch.BwdPlan(dout, q, k, v, out, *grads, causal, False, deterministic, config)
     poison_free_memory()
-    dispatch.launch_bwd(
-        dout, q, k, v, out, lse, *grads, softmax_scale, causal, lse_base2, deterministic, dlse, config
-    )
+    plan.launch(dout, q, k, v, out, lse, *grads, softmax_scale, lse_base2, dlse)
     for name, whole, grad in zip(("dq", "dk", "dv"), wholes, grads, strict=True):
         assert guard_is_untouched(whole, grad), f"{name}: written outside its bounds"
     return check_bwd(grads, dout, q, k, v, scale, causal, dlse, lse_base2)
@@ -176,6 +182,7 @@ def test_bwd_compiles_for_its_first_problem_alone(causal, deterministic, monkeyp
     """Then many lengths, batches, heads, scales and layouts in shuffled order, each right and none compiled for."""
     for cache in ("_compiled", "_launchers", "_bwd_launchers"):
         monkeypatch.setattr(dispatch, cache, {})
+    monkeypatch.setattr(dispatch, "_plans", dispatch._Plans())
     run(Shape(1, 1, 1, 77, 77, 128, 128, causal), deterministic=deterministic)
     gpu, kernels = torch.cuda.get_device_name(), set()
     for direction in ("fwd", "bwd_det" if deterministic else "bwd"):
@@ -283,8 +290,11 @@ def test_bwd_needs_memory_for_rows_and_sums_alone(shape, layouts, deterministic)
     shape, (layout, dout_layout) = Shape.parse(shape), layouts
     q, k, v = make_inputs(shape, BF16, layout)
     dout = make_dout(shape, BF16, dout_layout)
-    out, lse = dispatch.fwd(q, k, v, 0.1, shape.causal, False, layout == "bhsd")
-    options = (0.1, shape.causal, False, layout == "bhsd", deterministic)
+    heads_first = layout == "bhsd"
+    if heads_first:
+        q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
+    out, lse = dispatch.fwd(q, k, v, 0.1, shape.causal, False, heads_first)
+    options = (0.1, shape.causal, False, heads_first, deterministic)
     dispatch.bwd(dout, q, k, v, out, lse, *options)  # compiles
     peak, grads = requested_bytes(lambda: dispatch.bwd(dout, q, k, v, out, lse, *options))
 
@@ -398,16 +408,21 @@ def assert_same(grads, expected, deterministic):
 def test_bwd_of_a_batch_too_large_for_a_grid_is_launched_in_parts(with_dlse, monkeypatch):
     batches = []
 
-    def launch_bwd(dout, q, k, v, out, lse, dq, dk, dv, scale, causal, base2, deterministic, dlse, config):
-        batches.append(len(q))
-        assert with_dlse == (dlse is not None) and all(len(x) == len(q) for x in (dout, out, lse))
-        assert dlse is None or len(dlse) == len(q)
-        for grad, x in ((dq, q), (dk, k), (dv, v)):
-            grad.copy_(x)
+    class Plan:
+        def __init__(self, dout, q, k, v, out, dq, dk, dv, causal, heads_first, deterministic, config):
+            batches.append(len(q))
+            assert all(len(x) == len(q) for x in (dout, out, dq, dk, dv))
+
+        def launch(self, dout, q, k, v, out, lse, dq, dk, dv, scale, lse_base2, dlse):
+            assert len(lse) == len(q) and with_dlse == (dlse is not None)
+            assert dlse is None or len(dlse) == len(q)
+            for grad, x in ((dq, q), (dk, k), (dv, v)):
+                grad.copy_(x)
 
     monkeypatch.setattr(dispatch, "MAX_BATCH", 3)
-    monkeypatch.setattr(dispatch, "launch_bwd", launch_bwd)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(dispatch, "BwdPlan", Plan)
+    monkeypatch.setattr(dispatch, "_empty", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # of tensors on the CPU
     q, k, v = make_inputs(Shape(7, 2, 1, 5, 6, 64, 64, False), BF16, device="cpu")
     lse = torch.zeros(7, 2, 5)
     grads = dispatch.bwd(q, q, k, v, q, lse, 0.1, False, False, dlse=lse if with_dlse else None)
@@ -424,6 +439,30 @@ def forward_and_backward(dout, q, k, v, deterministic):
 
 def streamed_inputs(seed):
     return make_dout(STREAMED, BF16, seed=seed), *make_inputs(STREAMED, BF16, seed=seed)
+
+
+@pytest.mark.gpu
+@both_modes
+@pytest.mark.parametrize("heads_first", [False, True], ids=["bshd", "bhsd"])
+def test_bwd_of_known_metadata_is_that_of_a_first_call(heads_first, deterministic, monkeypatch):
+    """Of other values, and of an address that TMA does not take."""
+    q, k, v = make_inputs(STREAMED, BF16, "bhsd" if heads_first else "bshd")
+    dout = make_dout(STREAMED, BF16, "bhsd" if heads_first else "bshd")
+    tensors = [x.transpose(1, 2) if heads_first else x for x in (dout, q, k, v)]
+    for step in range(4):
+        dout, q, k, v = others = [
+            torch.stack([x, x], 0).flatten()[step % 2 * 4 :][: x.numel()].view_as(x).copy_(x + step)
+            for x in tensors
+        ]
+        assert any(x.data_ptr() % 16 for x in others) == (step % 2 == 1)
+        out, lse = dispatch.fwd(q, k, v, 0.1, True, False, heads_first)
+        options = (0.1, True, False, heads_first, deterministic)
+        assert step == 0 or dispatch.bwd_plan(dout, q, k, v, out, lse, True, heads_first, deterministic)
+        grads = dispatch.bwd(dout, q, k, v, out, lse, *options)
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "_plans", dispatch._Plans())
+            first = dispatch.bwd(*(x.clone() for x in (dout, q, k, v)), out, lse, *options)
+        assert_same(grads, first, deterministic)
 
 
 @pytest.mark.gpu

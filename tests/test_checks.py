@@ -9,7 +9,13 @@ import pytest
 import torch
 
 import tl_attention
-from tl_attention import flash_attn_func, mha_bwd_interface, mha_fwd_interface, ref_mha_fwd_interface
+from tl_attention import (
+    dispatch,
+    flash_attn_func,
+    mha_bwd_interface,
+    mha_fwd_interface,
+    ref_mha_fwd_interface,
+)
 
 
 def qkv(
@@ -59,6 +65,39 @@ ERRORS = {
 def test_error_names_argument_expectation_and_what_came(inputs, options, error, text):
     with pytest.raises(error, match=text):
         mha_fwd_interface(*inputs(), **options)
+
+
+@pytest.mark.parametrize(("inputs", "options", "error", "text"), ERRORS.values(), ids=ERRORS)
+def test_tensors_that_break_a_rule_are_not_those_of_a_plan(inputs, options, error, text):
+    """By which a call of known metadata goes past the checks."""
+    tensors = inputs()
+    if not options and all(isinstance(x, torch.Tensor) for x in tensors):
+        assert dispatch._fwd_key(*tensors, False, True) != dispatch._fwd_key(*qkv(), False, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("inputs", "options", "error", "text"), ERRORS.values(), ids=ERRORS)
+def test_errors_are_the_same_after_a_call_that_was_right(inputs, options, error, text):
+    def on_gpu(tensors):
+        return [x.cuda() if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x for x in tensors]
+
+    for _ in range(2):
+        mha_fwd_interface(*on_gpu(qkv()))
+        with pytest.raises(error, match=text.replace("got meta", "got").replace(", cpu,", ", cuda:0,")):
+            mha_fwd_interface(*on_gpu(inputs()), **options)
+
+
+@pytest.mark.gpu
+def test_a_switch_that_equals_a_bool_is_none_even_after_a_call_that_was_right():
+    q, k, v = (x.cuda() for x in qkv())
+    out, lse = mha_fwd_interface(q, k, v, is_causal=True)
+    mha_bwd_interface(out, q, k, v, out, lse, is_causal=True, deterministic=True)
+    with pytest.raises(TypeError, match="causal: expected a bool, got 1"):
+        mha_fwd_interface(q, k, v, is_causal=1)
+    with pytest.raises(TypeError, match="deterministic: expected a bool, got 1"):
+        mha_bwd_interface(out, q, k, v, out, lse, is_causal=True, deterministic=1)
+    with pytest.raises(ValueError, match="softmax_scale: expected a finite number"):
+        mha_fwd_interface(q, k, v, sm_scale=math.nan, is_causal=True)
 
 
 OPTIONS = {

@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tl_attention import dispatch, flash_attn_func, mha_fwd_interface, ref_mha_fwd_interface
+from tl_attention.arrays import tma_ready
 from tl_attention.configs import default_config, pick_config
 from tl_attention.problem import BUCKETS, SCHEDULES, AttnProblem, FwdConfig, tile_width
 from tl_attention.reference import attention_reference
@@ -37,9 +39,8 @@ def check_launch(q, k, v, scale, causal, lse_base2=False, out_layout="bshd", con
     batch, seqlen_q, heads, _ = q.shape
     whole_out, out = poisoned(batch, seqlen_q, heads, v.shape[3], dtype=q.dtype, layout=out_layout)
     whole_lse, lse = poisoned(batch, heads, seqlen_q, dtype=torch.float32)
-    dispatch.launch(
-        q, k, v, out, lse, q.shape[3] ** -0.5 if scale is None else scale, causal, lse_base2, config
-    )
+    plan = dispatch.FwdPlan(q, k, v, out, causal, False, config)
+    plan.launch(q, k, v, out, lse, q.shape[3] ** -0.5 if scale is None else scale, lse_base2)
     assert guard_is_untouched(whole_out, out), "out: written outside its bounds"
     assert guard_is_untouched(whole_lse, lse), "lse: written outside its bounds"
     return check_fwd(out, lse, q, k, v, scale, causal, lse_base2)
@@ -170,6 +171,7 @@ def test_fwd_compiles_for_its_first_problem_alone(causal, monkeypatch):
     """Then hundreds of lengths, batches, heads, scales and layouts in shuffled order, each right and none compiled for."""
     monkeypatch.setattr(dispatch, "_compiled", {})
     monkeypatch.setattr(dispatch, "_launchers", {})
+    monkeypatch.setattr(dispatch, "_plans", dispatch._Plans())
     run(Shape(1, 1, 1, 77, 77, 128, 128, causal))
     problem = AttnProblem("bfloat16", 128, 128, causal)
     gpu = torch.cuda.get_device_name()
@@ -223,7 +225,7 @@ TAKEN_AS_IT_IS = {
 @pytest.mark.parametrize("view", TAKEN_AS_IT_IS.values(), ids=TAKEN_AS_IT_IS)
 def test_tma_ready_does_not_copy(view):
     x = view(torch.randn(2, 10, 4, 64, dtype=BF16))
-    ready = dispatch.tma_ready(x)
+    ready = tma_ready(x)
     assert ready.data_ptr() == x.data_ptr() and torch.equal(ready, x)
     assert all(s and s % 8 == 0 for s in ready.stride()[:3])
 
@@ -231,7 +233,7 @@ def test_tma_ready_does_not_copy(view):
 @pytest.mark.parametrize("view", COPIED.values(), ids=COPIED)
 def test_tma_ready_copies_what_tma_cannot_address(view):
     x = view(torch.randn(2, 10, 4, 64, dtype=BF16))
-    ready = dispatch.tma_ready(x)
+    ready = tma_ready(x)
     assert ready.is_contiguous() and ready.data_ptr() != x.data_ptr() and torch.equal(ready, x)
 
 
@@ -241,6 +243,78 @@ def test_fwd_takes_any_strides(view):
     q, k, v = (view(x) for x in make_inputs(Shape(2, 4, 4, 300, 300, 64, 64, True), BF16))
     verdict = check_launch(q, k, v, None, True)
     assert verdict.ok, verdict.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads_first", [False, True], ids=["bshd", "bhsd"])
+def test_fwd_of_known_metadata_is_that_of_a_first_call(heads_first, monkeypatch):
+    """Of other values, and of an address that TMA does not take."""
+    tensors = make_inputs(Shape(2, 4, 2, 300, 333, 64, 64, True), BF16)
+    if heads_first:
+        tensors = [x.transpose(1, 2).contiguous() for x in tensors]
+    for step in range(4):
+        q, k, v = others = [
+            torch.stack([x, x], 0).flatten()[step % 2 * 4 :][: x.numel()].view_as(x).copy_(x + step)
+            for x in tensors
+        ]
+        assert any(x.data_ptr() % 16 for x in others) == (step % 2 == 1)
+        assert step == 0 or dispatch.fwd_plan(q, k, v, True, heads_first)
+        out, lse = dispatch.fwd(q, k, v, 0.1, True, False, heads_first)
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "_plans", dispatch._Plans())
+            first, first_lse = dispatch.fwd(*(x.clone() for x in others), 0.1, True, False, heads_first)
+        assert torch.equal(out, first) and torch.equal(lse, first_lse)
+        assert out.is_contiguous() and lse.is_contiguous()
+
+
+@pytest.mark.gpu
+def test_fwd_in_two_threads_at_once():
+    """Each with plans of its own: the GIL is free while a kernel is launched."""
+    inputs = [
+        make_inputs(Shape(2, 4, 4, 300, 300, 64, 64, True), BF16, "bhsd", seed=seed) for seed in range(4)
+    ]
+    inputs = [[x.transpose(1, 2) for x in tensors] for tensors in inputs]
+    expected = [dispatch.fwd(*tensors, 0.1, True, False, True)[0] for tensors in inputs]
+    torch.cuda.synchronize()
+
+    def many(i: int) -> bool:
+        outs = [dispatch.fwd(*inputs[i], 0.1, True, False, True)[0] for _ in range(300)]
+        torch.cuda.synchronize()
+        return all(torch.equal(out, expected[i]) for out in outs)
+
+    with ThreadPoolExecutor(len(inputs)) as threads:
+        assert all(threads.map(many, range(len(inputs))))
+
+
+@pytest.mark.gpu
+def test_plans_keep_no_tensor_and_come_to_an_end(monkeypatch):
+    monkeypatch.setattr(dispatch, "MAX_PLANS", 8)
+    monkeypatch.setattr(dispatch, "_plans", dispatch._Plans())
+    q, k, v = make_inputs(Shape(1, 2, 2, 64, 64, 64, 64, False), BF16)
+    dispatch.fwd(q, k, v, 0.1, False, False)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for seqlen in range(1, 50):
+        x = torch.randn(1, 2, seqlen, 64, device="cuda", dtype=BF16)
+        for tensors in ((x, x, x), (x[:, :1].expand_as(x), x, x)):
+            out, lse = dispatch.fwd(*tensors, 0.1, False, False, True)
+            dispatch.bwd(out, *tensors, out, lse, 0.1, False, False, True)
+        assert len(dispatch._plans.fwd) <= 8 and len(dispatch._plans.bwd) <= 8
+    del x, tensors, out, lse
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_fwd_on_a_device_that_is_not_the_current_one():
+    shape = Shape(2, 4, 2, 300, 333, 64, 64, True)
+    q, k, v = make_inputs(shape, BF16, device="cuda:1")
+    expected = dispatch.fwd(*(x.to("cuda:0") for x in (q, k, v)), 0.1, True, False)
+    for _ in range(2):  # a first call, and one of known metadata
+        found = dispatch.fwd(q, k, v, 0.1, True, False)
+        assert torch.cuda.current_device() == 0
+        for x, want in zip(found, expected, strict=True):
+            assert x.device.index == 1 and torch.equal(x.to("cuda:0"), want)
 
 
 @pytest.mark.gpu

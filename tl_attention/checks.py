@@ -17,18 +17,26 @@ def _described(x: object) -> str:
 
 
 def check_fwd(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None, causal: bool, layout: str
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    heads_first: bool,
 ) -> None:
     """The arguments as a public function got them.
 
+    Of tensors it asks nothing that dispatch keeps no plan by: shapes, strides, dtypes, devices.
+
     Args:
-        layout: its words for the shapes, "batch, seqlen, heads" or "batch, heads, seqlen".
+        heads_first: tensors are [batch, heads, seqlen, head_dim], else [batch, seqlen, heads, head_dim].
 
     Raises:
         TypeError: not a tensor, or a dtype the kernels do not take.
         ValueError: shapes, strides or devices that do not go together.
         NotImplementedError: sensible, but not supported.
     """
+    layout, heads_axis = ("batch, heads, seqlen", 1) if heads_first else ("batch, seqlen, heads", 2)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
@@ -44,28 +52,28 @@ def check_fwd(
             raise ValueError(
                 f"{name}: expected the last dimension to be contiguous, got strides {x.stride()}; call {name}.contiguous()"
             )
-    if k.dtype != q.dtype or v.dtype != q.dtype:
+    if not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"k, v: expected the dtype of q, {q.dtype}, got {k.dtype} and {v.dtype}; cast them to one dtype"
         )
-    if k.device != q.device or v.device != q.device:
+    if not q.device == k.device == v.device:
         raise ValueError(
             f"k, v: expected the device of q, {q.device}, got {k.device} and {v.device}; move them to one device"
         )
 
-    heads_axis = 2 if layout.endswith("heads") else 1
-    batch, heads, head_dim = q.shape[0], q.shape[heads_axis], q.shape[3]
-    heads_kv, seqlen_k, head_dim_v = k.shape[heads_axis], k.shape[3 - heads_axis], v.shape[3]
-    if k.shape[0] != batch or v.shape[0] != batch:
-        raise ValueError(f"k, v: expected the batch of q, {batch}, got {k.shape[0]} and {v.shape[0]}")
-    if v.shape[heads_axis] != heads_kv or v.shape[3 - heads_axis] != seqlen_k:
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    batch, heads, head_dim = q_shape[0], q_shape[heads_axis], q_shape[3]
+    heads_kv, seqlen_k, head_dim_v = k_shape[heads_axis], k_shape[3 - heads_axis], v_shape[3]
+    if k_shape[0] != batch or v_shape[0] != batch:
+        raise ValueError(f"k, v: expected the batch of q, {batch}, got {k_shape[0]} and {v_shape[0]}")
+    if v_shape[heads_axis] != heads_kv or v_shape[3 - heads_axis] != seqlen_k:
         raise ValueError(
-            f"v: expected the heads and seqlen of k, {heads_kv} and {seqlen_k}, got {v.shape[heads_axis]} and {v.shape[3 - heads_axis]}"
+            f"v: expected the heads and seqlen of k, {heads_kv} and {seqlen_k}, got {v_shape[heads_axis]} and {v_shape[3 - heads_axis]}"
         )
     if heads and (not heads_kv or heads % heads_kv):
         raise ValueError(f"k, v: expected a number of heads that divides the {heads} of q, got {heads_kv}")
-    if k.shape[3] != head_dim:
-        raise ValueError(f"k: expected the head_dim of q, {head_dim}, got {k.shape[3]}")
+    if k_shape[3] != head_dim:
+        raise ValueError(f"k: expected the head_dim of q, {head_dim}, got {k_shape[3]}")
     if head_dim % 8 or head_dim_v % 8 or not head_dim or not head_dim_v:
         raise ValueError(
             f"q, k, v: expected head dims that are multiples of 8, got {head_dim} of q and k, {head_dim_v} of v; pad the last"
@@ -92,6 +100,7 @@ def check_fwd(
 def check_bwd(
     do: torch.Tensor,
     q: torch.Tensor,
+    k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -144,6 +153,12 @@ def check_not_built(
     dropout_p: float, window_size: tuple, softcap: float, alibi_slopes: torch.Tensor | None
 ) -> None:
     """Options of FlashAttention-2 that may be off alone, so far."""
+    if (
+        alibi_slopes is None
+        and type(window_size) is tuple
+        and (dropout_p, window_size, softcap) == (0, (-1, -1), 0)
+    ):
+        return
     if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
         raise TypeError(f"window_size: expected a pair (left, right), got {_described(window_size)}")
     off = {

@@ -21,14 +21,16 @@ import platform
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from tl_attention import configs
+from tl_attention.arrays import Views
 from tl_attention.problem import (
     BUCKETS,
     AttnProblem,
@@ -67,13 +69,31 @@ TEMPLATES = {
     BwdSum: ("bwd_sum", "flash_bwd_sum"),
 }
 
+MAX_PLANS = 2048  # that a thread keeps of each direction: lengths may never come to an end
+
 Kernel = Callable[..., None]
+Argument = torch.Tensor | ctypes.c_void_p  # see arrays.Views
 
 _compiled: dict[tuple[AttnProblem, KernelConfig], Kernel] = {}
 _launchers: dict[tuple, tuple[Kernel, FwdConfig, int]] = {}
 _bwd_launchers: dict[tuple, BwdKernels] = {}
 _offices: dict[int, TicketOffice] = {}
 _lock = threading.Lock()
+
+
+class _Plans(threading.local):
+    """Of the calls that a thread has made, by what tensors are, not what they hold."""
+
+    def __init__(self):
+        self.fwd: dict[tuple, FwdPlan] = {}
+        self.bwd: dict[tuple, BwdPlan] = {}
+
+
+_plans = _Plans()
+
+# (sizes, strides, dtype) -> a tensor on the current device. What code of torch.compile allocates with: past the
+# dispatcher, in half the time of torch.empty_strided
+_empty = torch._C._dynamo.guards._empty_strided_cuda
 
 
 def compile_count() -> int:
@@ -151,13 +171,15 @@ def _build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
 
 
 @functools.cache
-def _load_runtime() -> None:
-    """The libraries of tilelang a compiled kernel calls into; importing tilelang itself would take most of a second."""
-    if "tilelang" in sys.modules:
-        return
-    root = importlib.util.find_spec("tilelang").submodule_search_locations[0]
-    for name in ("tvm_runtime", "tvm_compiler", "tilelang"):
-        ctypes.CDLL(str(Path(root, "lib", f"lib{name}.so")), ctypes.RTLD_GLOBAL)
+def _load_runtime() -> ModuleType:
+    """tvm_ffi, and the libraries of tilelang a compiled kernel calls into; importing tilelang itself would take most of a second."""
+    import tvm_ffi  # before the libraries, whose thousands of functions it would list
+
+    if "tilelang" not in sys.modules:
+        root = importlib.util.find_spec("tilelang").submodule_search_locations[0]
+        for name in ("tvm_runtime", "tvm_compiler", "tilelang"):
+            ctypes.CDLL(str(Path(root, "lib", f"lib{name}.so")), ctypes.RTLD_GLOBAL)
+    return tvm_ffi
 
 
 def compile_config(problem: AttnProblem, config: Config) -> None:
@@ -183,28 +205,8 @@ def compile_kernel(problem: AttnProblem, config: KernelConfig) -> Kernel:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not path.exists():
                     _build(problem, config, path)
-        _load_runtime()
-        import tvm_ffi
-
-        _compiled[key] = tvm_ffi.load_module(str(path))["main"]
+        _compiled[key] = _load_runtime().load_module(str(path))["main"]
     return _compiled[key]
-
-
-def tma_ready(x: torch.Tensor) -> torch.Tensor:
-    """x [batch, seqlen, heads, columns], or what TMA can address in its place.
-
-    TMA takes an address and strides that are multiples of 16 bytes, and no stride of 0. A dimension of size 1 gets another
-    stride; any other tensor that breaks this (an expanded one, a slice at an odd column) is copied.
-    """
-    s0, s1, s2, _ = x.stride()
-    if s0 and s1 and s2 and not (s0 | s1 | s2) & 7 and not x.data_ptr() & 15:
-        return x
-    strides = [
-        s if n > 1 else 8 * math.ceil(x.shape[-1] / 8) for n, s in zip(x.shape[:3], (s0, s1, s2), strict=True)
-    ]
-    if all(s and not s % 8 for s in strides) and not x.data_ptr() & 15:
-        return x.as_strided(x.shape, (*strides, 1))
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 class TicketOffice:
@@ -235,7 +237,7 @@ class TicketOffice:
             return self.rows[0]
         if torch.cuda.is_current_stream_capturing():
             return self.row()
-        stream = torch.cuda.current_stream(device).cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(device)
         tickets = self.of_stream.get(stream)
         if tickets is None:
             tickets = self.of_stream.setdefault(stream, self.row())
@@ -293,13 +295,111 @@ def _find_kernel(key: tuple, config: FwdConfig | None) -> tuple[Kernel, FwdConfi
     return compile_kernel(problem, config), config, max_ctas
 
 
-def empty_view(
-    x: torch.Tensor, batch: int, seqlen: int, heads: int, head_dim: int, heads_first: bool
-) -> torch.Tensor:
-    """A view [batch, seqlen, heads, head_dim] of a new tensor like x."""
-    if heads_first:
-        return x.new_empty((batch, heads, seqlen, head_dim)).transpose(1, 2)
-    return x.new_empty((batch, seqlen, heads, head_dim))
+def _dense(
+    shape: Sequence[int], dtype: torch.dtype = torch.float32
+) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """The arguments by which _empty allocates a contiguous tensor."""
+    strides, stride = [], 1
+    for n in reversed(shape):
+        strides.append(stride)
+        stride *= n or 1
+    return tuple(shape), tuple(reversed(strides)), dtype
+
+
+def _fragment_blocks(row_blocks: int, width: int) -> tuple:
+    """The arguments by which _empty allocates what tiles.FragmentBlocks describes."""
+    return _dense((row_blocks, width // 8, 32, 4))
+
+
+class FwdPlan:
+    """All of a forward that the shapes, strides, dtype and device of its tensors settle. Serves one thread.
+
+    Args:
+        q, k, v, out: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; on the current device,
+            none of them empty.
+        config: serves instead of the tuned row or default.
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        causal: bool,
+        heads_first: bool,
+        config: FwdConfig | None = None,
+    ):
+        seq, head = (2, 1) if heads_first else (1, 2)
+        batch, seqlen_q, heads, head_dim = q.shape[0], q.shape[seq], q.shape[head], q.shape[3]
+        seqlen_k, heads_kv, head_dim_v = k.shape[seq], k.shape[head], v.shape[3]
+        self.device = q.device.index
+        self.out, self.lse = _dense(out.shape, q.dtype), _dense((batch, heads, seqlen_q))
+        self.views = Views(heads_first, q, k, v, out)
+
+        key = (q.dtype, head_dim, head_dim_v, causal, length_bucket(seqlen_k), self.device)
+        found = _launchers.get(key) if config is None else _find_kernel(key, config)
+        if found is None:
+            found = _launchers[key] = _find_kernel(key, None)
+        self.kernel, config, max_ctas = found
+        self.dynamic = config.schedule == "dynamic"
+        self.heads_a_kv_head = heads // heads_kv
+        kv_bytes = 2 * seqlen_k * (head_dim + head_dim_v)
+        self.counts = plan(batch, heads, self.heads_a_kv_head, kv_bytes, seqlen_q, config.block_M, max_ctas)
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, lse_base2: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """out, in the layout of q, and lse of other tensors of the same metadata."""
+        if torch.cuda.current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self(q, k, v, softmax_scale, lse_base2)
+        out, lse = _empty(*self.out), _empty(*self.lse)
+        self.launch(q, k, v, out, lse, softmax_scale, lse_base2)
+        return out, lse
+
+    def launch(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        softmax_scale: float,
+        lse_base2: bool,
+    ) -> None:
+        self.kernel(
+            *self.views.of(q, k, v, out),
+            lse,  # a tensor, as are the tickets: the kernel runs on PyTorch's current stream of its device
+            _tickets(self.device, self.dynamic),
+            softmax_scale,
+            1.0 if lse_base2 else LN2,
+            self.heads_a_kv_head,
+            *self.counts,
+        )
+
+
+def _fwd_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, heads_first: bool) -> tuple:
+    """All that checks.check_fwd asks of tensors, and all that a plan is made of."""
+    return (
+        q.shape, q.stride(), q.dtype, q.device,
+        k.shape, k.stride(), k.dtype, k.device,
+        v.shape, v.stride(), v.dtype, v.device,
+        causal, heads_first,
+    )  # fmt: skip
+
+
+def fwd_plan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, heads_first: bool
+) -> FwdPlan | None:
+    """That of an earlier call of fwd in this thread, by tensors that differ from these in their values alone."""
+    return _plans.fwd.get(_fwd_key(q, k, v, causal, heads_first))
+
+
+def _keep(plans: dict[tuple, Any], key: tuple, plan: Any) -> None:
+    if len(plans) >= MAX_PLANS:
+        plans.clear()
+    plans[key] = plan
 
 
 def fwd(
@@ -315,69 +415,29 @@ def fwd(
     """Launch the forward on tensors that checks.py has passed, on a Hopper GPU.
 
     Args:
-        q, k, v: views [batch, seqlen, heads, head_dim].
-        heads_first: lay out out as [batch, heads, seqlen_q, head_dim_v] in memory, else as [batch, seqlen_q, heads, head_dim_v].
+        q, k, v: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim].
         config: serves instead of the tuned row or default.
     Returns:
-        out [batch, seqlen_q, heads, head_dim_v], a view if heads_first; lse [batch, heads, seqlen_q] fp32.
+        out in the layout of q, contiguous; lse [batch, heads, seqlen_q] fp32.
     """
-    batch, seqlen_q, heads, _ = q.shape
-    out = empty_view(q, batch, seqlen_q, heads, v.shape[3], heads_first)
-    lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+    key = _fwd_key(q, k, v, causal, heads_first)
+    known = _plans.fwd.get(key) if config is None else None
+    if known is not None:
+        return known(q, k, v, softmax_scale, lse_base2)
+    if torch.cuda.current_device() != q.device.index:
+        with torch.cuda.device(q.device):
+            return fwd(q, k, v, softmax_scale, causal, lse_base2, heads_first, config)
+    n0, n1, n2, _ = q.shape
+    out = _empty(*_dense((n0, n1, n2, v.shape[3]), q.dtype))
+    lse = _empty(*_dense((n0, n1, n2) if heads_first else (n0, n2, n1)))
     if not out.numel():
         return out, lse
-    if not k.shape[1]:
+    if not k.numel():
         return out.zero_(), lse.fill_(-math.inf)
-
-    device = q.device.index
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return launch(q, k, v, out, lse, softmax_scale, causal, lse_base2, config)
-    return launch(q, k, v, out, lse, softmax_scale, causal, lse_base2, config)
-
-
-def launch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
-    lse_base2: bool,
-    config: FwdConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the kernel on q's device, the current one. No tensor is empty.
-
-    out, which TMA can address, and lse, contiguous, are written and returned.
-    """
-    device = q.device.index
-    key = (q.dtype, q.shape[3], v.shape[3], causal, length_bucket(k.shape[1]), device)
+    made = FwdPlan(q, k, v, out, causal, heads_first, config)
     if config is None:
-        found = _launchers.get(key)
-        if found is None:
-            found = _launchers[key] = _find_kernel(key, None)
-    else:
-        found = _find_kernel(key, config)
-    kernel, config, max_ctas = found
-    tickets = _tickets(device, config.schedule == "dynamic")
-    batch, seqlen_q, heads, head_dim = q.shape
-    heads_a_kv_head = heads // k.shape[2]
-    kv_bytes = 2 * k.shape[1] * (head_dim + v.shape[3])
-    counts = plan(batch, heads, heads_a_kv_head, kv_bytes, seqlen_q, config.block_M, max_ctas)
-    unit = 1.0 if lse_base2 else LN2
-    kernel(
-        tma_ready(q),
-        tma_ready(k),
-        tma_ready(v),
-        out,
-        lse,
-        tickets,
-        softmax_scale,
-        unit,
-        heads_a_kv_head,
-        *counts,
-    )
+        _keep(_plans.fwd, key, made)
+    made.launch(q, k, v, out, lse, softmax_scale, lse_base2)
     return out, lse
 
 
@@ -439,6 +499,212 @@ def bwd_workspace_bytes(
     return 4 * numbers
 
 
+@dataclass(frozen=True)
+class BwdSizes:
+    """What a backward's kernels are planned by."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    width: int  # head_dim + head_dim_v
+    sms: int
+
+    @property
+    def heads_a_kv_head(self) -> int:
+        return self.heads // self.heads_kv
+
+    @property
+    def rounded_q(self) -> int:
+        return -(-self.seqlen_q // QUERY_ROWS) * QUERY_ROWS
+
+
+class QueryPass:
+    """A pass whose CTAs own queries."""
+
+    def __init__(self, one: BwdPass, kernel: Kernel, kernels: BwdKernels, sizes: BwdSizes):
+        batch, heads, group = sizes.batch, sizes.heads, sizes.heads_a_kv_head
+        kv_bytes = 2 * sizes.seqlen_k * sizes.width
+        counts = plan(batch, heads, group, kv_bytes, sizes.seqlen_q, one.block_M, MAX_GRID)
+        self.kernel, self.counts = kernel, (group, *counts)
+
+    def launch(
+        self, inputs: tuple[Argument, ...], dq: Argument, dk: Argument, dv: Argument, softmax_scale: float
+    ) -> None:
+        self.kernel(*inputs, dq, softmax_scale, *self.counts)
+
+
+class KeyPass:
+    """A pass whose CTAs own keys, with the sums it may leave to others."""
+
+    def __init__(self, one: BwdPass, kernel: Kernel, kernels: BwdKernels, sizes: BwdSizes):
+        batch, heads_kv = sizes.batch, sizes.heads_kv
+        head_dim, head_dim_v = kernels.problem.head_dim, kernels.problem.head_dim_v
+        n_blocks = -(-sizes.seqlen_k // one.block_N)
+        parts, heads_a_part = _key_parts(batch, sizes.heads, heads_kv, n_blocks, sizes.sms)
+        q_bytes = sizes.seqlen_q * heads_a_part * (2 * sizes.width + 4 * head_dim * one.adds_dq)
+        counts = plan(batch, heads_kv * parts, 1, q_bytes, sizes.seqlen_k, one.block_N, MAX_GRID)
+        self.kernel, self.counts = kernel, (sizes.heads_a_kv_head, heads_a_part, parts, *counts)
+        self.sum_qk, self.sum_v = kernels.sum_qk, kernels.sum_v
+
+        self.adds_dq = one.adds_dq
+        self.dk_in_parts, self.dv_in_parts = (parts > 1 and grad in one.makes for grad in ("dk", "dv"))
+        self.row_blocks_q, self.row_blocks_k = sizes.rounded_q // 16, n_blocks * one.block_N // 16
+        rows_q = batch * sizes.heads * self.row_blocks_q
+        rows_k = parts * batch * heads_kv * self.row_blocks_k
+        self.dq_sum = _fragment_blocks(rows_q * self.adds_dq, head_dim)
+        self.dk_parts = _fragment_blocks(rows_k * self.dk_in_parts, head_dim)
+        self.dv_parts = _fragment_blocks(rows_k * self.dv_in_parts, head_dim_v)
+        self.parts = parts
+
+    def launch(
+        self, inputs: tuple[Argument, ...], dq: Argument, dk: Argument, dv: Argument, softmax_scale: float
+    ) -> None:
+        dq_sum, dk_parts, dv_parts = _empty(*self.dq_sum), _empty(*self.dk_parts), _empty(*self.dv_parts)
+        if self.adds_dq:
+            dq_sum.zero_()
+        self.kernel(*inputs, dq_sum, dk, dv, dk_parts, dv_parts, softmax_scale, *self.counts)
+        if self.adds_dq:
+            self.sum_qk(dq_sum, dq, softmax_scale, 1, self.row_blocks_q)
+        if self.dk_in_parts:
+            self.sum_qk(dk_parts, dk, 1.0, self.parts, self.row_blocks_k)
+        if self.dv_in_parts:
+            self.sum_v(dv_parts, dv, 1.0, self.parts, self.row_blocks_k)
+
+
+class BwdPlan:
+    """All of a backward that the shapes, strides, dtype and device of its tensors settle. Serves one thread.
+
+    Args:
+        dout, q, k, v, out, dq, dk, dv: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; on the
+            current device, none of them empty.
+        config: serves instead of the tuned row or default.
+    """
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        causal: bool,
+        heads_first: bool,
+        deterministic: bool,
+        config: BwdConfig | None = None,
+    ):
+        seq, head = (2, 1) if heads_first else (1, 2)
+        batch, seqlen_q, heads, head_dim = q.shape[0], q.shape[seq], q.shape[head], q.shape[3]
+        seqlen_k, heads_kv, head_dim_v = k.shape[seq], k.shape[head], v.shape[3]
+        self.device = q.device.index
+        self.grads = [_dense(x.shape, x.dtype) for x in (q, k, v)]
+        self.views = Views(heads_first, q, k, v, dout, out, dq, dk, dv)
+
+        key = (q.dtype, head_dim, head_dim_v, causal, length_bucket(seqlen_k), self.device)
+        direction = "bwd_det" if deterministic else "bwd"
+        if config is None:
+            kernels = _bwd_launchers.get((direction, key))
+            if kernels is None:
+                kernels = _bwd_launchers[direction, key] = _find_bwd_kernels(key, direction, None)
+        else:
+            kernels = _find_bwd_kernels(key, direction, config)
+        self.delta = kernels.delta
+        sizes = BwdSizes(
+            batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim + head_dim_v, sm_count(self.device)
+        )
+        self.seqlen_q, self.rows = seqlen_q, _dense((batch, heads, sizes.rounded_q))
+        self.passes = [
+            (QueryPass if one.grads == "dq" else KeyPass)(one, kernel, kernels, sizes)
+            for one, kernel in kernels.passes
+        ]
+
+    def __call__(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        softmax_scale: float,
+        lse_base2: bool,
+        dlse: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk, dv, in the layout of q, of other tensors of the same metadata."""
+        if torch.cuda.current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self(dout, q, k, v, out, lse, softmax_scale, lse_base2, dlse)
+        dq, dk, dv = (_empty(*x) for x in self.grads)
+        self.launch(dout, q, k, v, out, lse, dq, dk, dv, softmax_scale, lse_base2, dlse)
+        return dq, dk, dv
+
+    def launch(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        softmax_scale: float,
+        lse_base2: bool,
+        dlse: torch.Tensor | None,
+    ) -> None:
+        # Each kernel has an fp32 tensor among its arguments, and so runs on PyTorch's current stream of its device
+        q, k, v, dout, out, *grads = self.views.of(q, k, v, dout, out, dq, dk, dv)
+        lse_log2, delta = _empty(*self.rows), _empty(*self.rows)
+        self.delta(out, dout, lse.contiguous(), lse_log2, delta, 1.0 if lse_base2 else LOG2E)
+        if dlse is not None:
+            # A query that sees no key has no gradient, whatever came of its lse of -inf
+            natural = dlse.masked_fill(lse == -math.inf, 0) * (LOG2E if lse_base2 else 1.0)
+            delta[:, :, : self.seqlen_q] -= natural
+        for one in self.passes:
+            one.launch((q, k, v, dout, lse_log2, delta), *grads, softmax_scale)
+
+
+def _bwd_key(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    heads_first: bool,
+    deterministic: bool,
+) -> tuple:
+    """All that checks.check_bwd asks of tensors beside _fwd_key, and all that a plan is made of."""
+    return (
+        dout.shape, dout.stride(), dout.dtype, dout.device,
+        out.shape, out.stride(), out.dtype, out.device,
+        lse.shape, lse.dtype, lse.device,
+        deterministic,
+        *_fwd_key(q, k, v, causal, heads_first),
+    )  # fmt: skip
+
+
+def bwd_plan(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    heads_first: bool,
+    deterministic: bool,
+) -> BwdPlan | None:
+    """That of an earlier call of bwd in this thread, by tensors that differ from these in their values alone."""
+    return _plans.bwd.get(_bwd_key(dout, q, k, v, out, lse, causal, heads_first, deterministic))
+
+
 def bwd(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -457,102 +723,34 @@ def bwd(
     """Launch the backward on tensors that checks.py has passed, on a Hopper GPU.
 
     Args:
-        dout, q, k, v, out: views [batch, seqlen, heads, head_dim]; the last two and lse as the forward returned them.
+        dout, q, k, v, out: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; the last two and
+            lse as the forward returned them.
         lse, dlse: [batch, heads, seqlen_q] fp32, dlse the gradient with respect to lse.
-        heads_first: lay out the gradients as [batch, heads, seqlen, head_dim] in memory, else as [batch, seqlen, heads, head_dim].
         deterministic: gradients equal bit by bit from run to run.
         config: serves instead of the tuned row or default.
     Returns:
-        dq, dk, dv: as q, k, v, in their dtype; views if heads_first.
+        dq, dk, dv: as q, k, v, in their dtype, contiguous.
     """
-    grads = tuple(empty_view(x, *x.shape, heads_first) for x in (q, k, v))
+    tensors, layout = (dout, q, k, v, out, lse), (causal, heads_first, deterministic)
+    key = _bwd_key(*tensors, *layout)
+    known = _plans.bwd.get(key) if config is None else None
+    if known is not None:
+        return known(*tensors, softmax_scale, lse_base2, dlse)
+    if torch.cuda.current_device() != q.device.index:
+        with torch.cuda.device(q.device):
+            return bwd(*tensors, softmax_scale, causal, lse_base2, *layout[1:], dlse, config)
+    grads = tuple(_empty(*_dense(x.shape, x.dtype)) for x in (q, k, v))
     if not q.numel() or not k.numel():
         return tuple(x.zero_() for x in grads)
-    tensors, options = (dout, q, k, v, out, lse, *grads), (softmax_scale, causal, lse_base2, deterministic)
-    with torch.cuda.device(q.device):
-        if q.shape[0] <= MAX_BATCH:
-            return launch_bwd(*tensors, *options, dlse, config)
-        for first in range(0, q.shape[0], MAX_BATCH):
-            some = slice(first, first + MAX_BATCH)
-            dlse_some = None if dlse is None else dlse[some]
-            launch_bwd(*(x[some] for x in tensors), *options, dlse_some, config)
+    if q.shape[0] <= MAX_BATCH:
+        made = BwdPlan(*tensors[:5], *grads, *layout, config)
+        if config is None:
+            _keep(_plans.bwd, key, made)
+        made.launch(*tensors, *grads, softmax_scale, lse_base2, dlse)
+        return grads
+    for first in range(0, q.shape[0], MAX_BATCH):
+        some = [x[first : first + MAX_BATCH] for x in (*tensors, *grads)]
+        dlse_some = None if dlse is None else dlse[first : first + MAX_BATCH]
+        one = BwdPlan(*some[:5], *some[6:], *layout, config)
+        one.launch(*some, softmax_scale, lse_base2, dlse_some)
     return grads
-
-
-def launch_bwd(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
-    lse_base2: bool,
-    deterministic: bool = False,
-    dlse: torch.Tensor | None = None,
-    config: BwdConfig | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run the kernels on q's device, the current one. No tensor is empty.
-
-    dq, dk and dv, which TMA can address, are written and returned.
-    """
-    device = q.device.index
-    key = (q.dtype, q.shape[3], v.shape[3], causal, length_bucket(k.shape[1]), device)
-    direction = "bwd_det" if deterministic else "bwd"
-    if config is None:
-        kernels = _bwd_launchers.get((direction, key))
-        if kernels is None:
-            kernels = _bwd_launchers[direction, key] = _find_bwd_kernels(key, direction, None)
-    else:
-        kernels = _find_bwd_kernels(key, direction, config)
-    problem = kernels.problem
-    batch, seqlen_q, heads, _ = q.shape
-    seqlen_k, heads_kv = k.shape[1], k.shape[2]
-    heads_a_kv_head = heads // heads_kv
-    rounded_q = -(-seqlen_q // QUERY_ROWS) * QUERY_ROWS
-    dout, out = (x if x.stride(3) == 1 else x.contiguous() for x in (dout, out))
-    q, k, v, dout, out = (tma_ready(x) for x in (q, k, v, dout, out))
-
-    rows = q.new_empty((2, batch, heads, rounded_q), dtype=torch.float32)
-    lse_log2, delta = rows.unbind()
-    kernels.delta(out, dout, lse.contiguous(), lse_log2, delta, 1.0 if lse_base2 else LOG2E)
-    if dlse is not None:
-        # A query that sees no key has no gradient, whatever came of its lse of -inf
-        natural = dlse.masked_fill(lse == -math.inf, 0) * (LOG2E if lse_base2 else 1.0)
-        delta[:, :, :seqlen_q] -= natural
-
-    for one, kernel in kernels.passes:
-        if one.grads == "dq":
-            kv_bytes = 2 * seqlen_k * (q.shape[3] + v.shape[3])
-            counts = plan(batch, heads, heads_a_kv_head, kv_bytes, seqlen_q, one.block_M, MAX_GRID)
-            kernel(q, k, v, dout, lse_log2, delta, dq, softmax_scale, heads_a_kv_head, *counts)
-            continue
-        n_blocks = -(-seqlen_k // one.block_N)
-        parts, heads_a_part = _key_parts(batch, heads, heads_kv, n_blocks, sm_count(device))
-        q_row_blocks, k_row_blocks = rounded_q // 16, n_blocks * one.block_N // 16
-        dq_row_blocks = batch * heads * q_row_blocks * one.adds_dq
-        dq_sum = rows.new_zeros((dq_row_blocks, problem.head_dim // 8, 32, 4))
-        part_row_blocks = (parts > 1) * parts * batch * heads_kv * k_row_blocks
-        dk_parts, dv_parts = (
-            rows.new_empty((part_row_blocks * (grad in one.makes), width // 8, 32, 4))
-            for grad, width in (("dk", problem.head_dim), ("dv", problem.head_dim_v))
-        )
-        q_bytes = (
-            seqlen_q * heads_a_part * (2 * (q.shape[3] + v.shape[3]) + 4 * problem.head_dim * one.adds_dq)
-        )
-        counts = plan(batch, heads_kv * parts, 1, q_bytes, seqlen_k, one.block_N, MAX_GRID)
-        kernel(
-            q, k, v, dout, lse_log2, delta, dq_sum, dk, dv, dk_parts, dv_parts,
-            softmax_scale, heads_a_kv_head, heads_a_part, parts, *counts,
-        )  # fmt: skip
-        if one.adds_dq:
-            kernels.sum_qk(dq_sum, dq, softmax_scale, 1, q_row_blocks)
-        if parts > 1 and "dk" in one.makes:
-            kernels.sum_qk(dk_parts, dk, 1.0, parts, k_row_blocks)
-        if parts > 1 and "dv" in one.makes:
-            kernels.sum_v(dv_parts, dv, 1.0, parts, k_row_blocks)
-    return dq, dk, dv

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from tl_attention import dispatch
-from tl_attention.checks import check_bwd, check_device, check_fwd
+from tl_attention.checks import check_device, check_fwd
 from tl_attention.ops import attention, attention_backward
 from tl_attention.reference import attention_backward_reference, attention_reference
 
@@ -40,13 +40,10 @@ def mha_fwd_interface(
         TypeError, ValueError, NotImplementedError: the argument, what was expected and what came.
     Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
     """
-    check_fwd(q, k, v, sm_scale, is_causal, "batch, heads, seqlen")
     if return_kernel:
+        check_fwd(q, k, v, sm_scale, is_causal, heads_first=True)
         return _kernel_like(q, k, v, sm_scale, is_causal)
-    out, lse = attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), sm_scale, is_causal, lse_base2=True, heads_first=True
-    )
-    return out.transpose(1, 2), lse
+    return attention(q, k, v, sm_scale, is_causal, lse_base2=True, heads_first=True)
 
 
 def _kernel_like(
@@ -60,9 +57,7 @@ def _kernel_like(
         run = dispatch.fwd
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out, lse = run(q, k, v, scale, is_causal, True, True)  # base 2, heads first
-        return out.transpose(1, 2), lse
+        return run(q, k, v, scale, is_causal, True, True)  # base 2, heads first
 
     kernel(q, k, v)
     return kernel
@@ -110,22 +105,14 @@ def mha_bwd_interface(
         TypeError, ValueError, NotImplementedError: the argument, what was expected and what came.
     Source: Dao 2023 (FlashAttention-2), alg. 2; Shah et al. 2024 (FlashAttention-3).
     """
-    check_fwd(q, k, v, sm_scale, is_causal, "batch, heads, seqlen")
-    check_bwd(do, q, v, out, lse, deterministic)
+    grads = attention_backward(do, q, k, v, out, lse, sm_scale, is_causal, deterministic)
+    if not return_kernel:
+        return grads
+    if q.device.type == "cpu":
+        return lambda *tensors: attention_backward(*tensors, sm_scale, is_causal, deterministic)
+    scale = q.shape[3] ** -0.5 if sm_scale is None else float(sm_scale)
     deterministic |= torch.are_deterministic_algorithms_enabled()
-    run, scale = attention_backward, sm_scale
-    if return_kernel and q.device.type != "cpu":
-        check_device(q)
-        run, scale = dispatch.bwd, q.shape[3] ** -0.5 if sm_scale is None else float(sm_scale)
-
-    def kernel(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        *views, lse = tensors
-        views = (x.transpose(1, 2) for x in views)
-        grads = run(*views, lse, scale, is_causal, True, True, deterministic)  # base 2, heads first
-        return tuple(x.transpose(1, 2) for x in grads)
-
-    grads = kernel(do, q, k, v, out, lse)
-    return kernel if return_kernel else grads
+    return lambda *tensors: dispatch.bwd(*tensors, scale, is_causal, True, True, deterministic)
 
 
 def ref_mha_bwd_interface(

@@ -1,0 +1,65 @@
+"""What kernels take for tensors."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from tl_attention.arrays import CUDA, Views
+
+
+class DLTensor(ctypes.Structure):
+    """As dlpack.h has it."""
+
+    _fields_ = (
+        ("data", ctypes.c_uint64),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+@pytest.mark.parametrize(("dtype", "code"), [(torch.bfloat16, 4), (torch.float16, 2)], ids=["bf16", "fp16"])
+def test_views_with_heads_first_are_pointers_to_transposed_tensors(dtype, code, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 3)
+    tensors = [torch.zeros(2, 3, n, 64, dtype=dtype) for n in (5, 7)]
+    tensors.append(torch.zeros(2, 9, 3, 64, dtype=dtype).transpose(1, 2))
+    views = Views(True, *tensors)
+    for _ in range(2):
+        for pointer, x in zip(views.of(*tensors), tensors, strict=True):
+            array, want = DLTensor.from_address(pointer.value), x.transpose(1, 2)
+            assert tuple(array.shape[:4]) == want.shape and tuple(array.strides[:4]) == want.stride()
+            assert (array.data, array.byte_offset) == (want.data_ptr(), 0)
+            assert (array.device_type, array.device_id, array.ndim) == (CUDA, 3, 4)
+            assert (array.code, array.bits, array.lanes) == (code, 16, 1)
+        tensors = [torch.ones_like(x) for x in tensors]
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_views_are_copied_where_tma_cannot_address_them(heads_first):
+    """Expanded; or, though of the same strides as one that was taken as it is, at an odd address."""
+    taken, expanded = (
+        torch.randn(2, 3, 4, 64).bfloat16(),
+        torch.randn(1, 3, 4, 64).bfloat16().expand(2, 3, 4, 64),
+    )
+    odd = torch.cat([taken.flatten(), taken.flatten()])[1:][: taken.numel()].view_as(taken)
+    for known, others in (((expanded, taken), (expanded, taken)), ((taken, taken), (odd, taken))):
+        found = Views(heads_first, *known).of(*others)
+        for view, x in zip(found, others, strict=True):
+            view = view.transpose(1, 2) if heads_first else view
+            assert torch.equal(view, x) and view.data_ptr() % 16 == 0 and all(view.stride())
+        assert (found[0].data_ptr(), found[1].data_ptr()) != (others[0].data_ptr(), others[1].data_ptr())
+        assert found[1].data_ptr() == others[1].data_ptr()
+
+
+def test_views_without_transposing_are_the_tensors():
+    tensors = tuple(torch.zeros(2, 3, 4, 64, dtype=torch.float16) for _ in range(3))
+    assert all(a is b for a, b in zip(Views(False, *tensors).of(*tensors), tensors, strict=True))

@@ -28,6 +28,7 @@ from tl_attention.problem import (
     Config,
     FwdConfig,
     KernelConfig,
+    buckets,
 )
 from tl_attention.reference import attention_backward_reference, attention_reference
 from tl_attention.sandbox import Failure, Sandbox, Sandboxes, time_left
@@ -434,7 +435,7 @@ def test_tune_keeps_other_rows_of_the_table_that_a_problem_has(run_tune, tmp_pat
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_default_shapes_reach_every_class_and_bucket(direction):
     groups = autotune.group_shapes(None, ["bfloat16"], [direction])
-    assert len(groups) == 3 * len(configs.problems(direction)) // 2
+    assert len(groups) == len(buckets(direction)) * len(configs.problems(direction)) // 2
     assert {row.problem for row in groups} <= set(configs.problems(direction))
     for row, members in groups.items():
         assert len(members) > 2

@@ -14,13 +14,16 @@ from tl_attention.problem import (
     BUCKETS,
     BWD_TILE_WIDTHS,
     DIRECTIONS,
+    SPLIT_BUCKET,
     AttnProblem,
     BwdConfig,
     BwdDelta,
     BwdPass,
     BwdSum,
     Config,
+    FwdCombine,
     FwdConfig,
+    buckets,
     tuning_key,
 )
 from tl_attention.target import gpu_slug
@@ -39,9 +42,9 @@ CLASSES = [(problem, direction) for direction in DIRECTIONS for problem in confi
 def test_grid_default_and_candidates_are_legal(problem, direction):
     default = configs.default_config(problem, direction)
     assert configs.is_legal(problem, default, direction) is None
-    for bucket in BUCKETS:
+    for bucket in buckets(direction):
         found = configs.candidates(problem, bucket, direction)
-        assert found[0] == default
+        assert found[0] == configs.default_config(problem, direction, bucket)
         assert 1 < len(found) == len(set(found)) <= 24
         assert [c for c in found if configs.is_legal(problem, c, direction)] == []
 
@@ -89,6 +92,7 @@ def test_grid_line_is_a_product_of_lists():
         (D128, FwdConfig(128, 128, schedule="best"), "schedule 'best'"),
         (D128, FwdConfig(64, 128, ping_pong=True), "ping_pong"),
         (D128, FwdConfig(128, 128, q_stages=2), "no next tile"),
+        (D128, FwdConfig(128, 128, schedule="dynamic", split=True), "split: expected the schedule grid"),
         (D128, FwdConfig(128, 128, num_stages=4), "shared memory: 295936 of 232448 bytes"),
         (D64, FwdConfig(192, 192), "registers: 176 of 128"),
     ],
@@ -189,9 +193,10 @@ def test_tuned_table_is_sorted_legal_and_one_row_a_line(path):
     assert path.stem == gpu_slug(table["gpu"])
     for direction in DIRECTIONS:
         problems = configs.problems(direction)
-        by_key = {tuning_key(problem, bucket): problem for problem in problems for bucket in BUCKETS}
+        by_key = {tuning_key(p, bucket): (p, bucket) for p in problems for bucket in buckets(direction)}
         for key, row in table.get(direction, {}).items():
-            configs.config_of_row(by_key[key], row, direction)
+            problem, bucket = by_key[key]
+            configs.config_of_row(problem, row, direction, bucket)
             assert row["tflops"] > 0 and row["shapes"]
 
 
@@ -245,6 +250,7 @@ def test_tuned_row_serves_the_other_dtype(tuned_row):
         ("fwd", {"block_M": 128}, "KeyError"),
         ("fwd", {"config": {**asdict(WINNER), "block_N": "96"}}, "TypeError"),
         ("fwd", {"config": asdict(BWD_WINNER)}, "unexpected keyword argument 'passes'"),
+        ("fwd", {"config": {**asdict(WINNER), "split": True}}, "split is True in the bucket 4k"),
         ("bwd", {"config": asdict(WINNER)}, "KeyError: 'passes'"),
         ("bwd", {"config": {"passes": [{"grads": "dq+dk+dv", "block_M": 64, "warps": 3}]}}, "'warps'"),
         ("bwd", {"config": asdict(passes("dq 128x64"))}, "passes make dq"),
@@ -256,6 +262,7 @@ def test_tuned_row_serves_the_other_dtype(tuned_row):
         "flat",
         "text",
         "of-the-backward",
+        "of-another-bucket",
         "of-the-forward",
         "pass-renamed",
         "incomplete",
@@ -322,7 +329,7 @@ def test_shipped_configs_are_not_the_users(tuned_row):
 def test_shipped_configs_hold_every_default_once():
     shipped = configs.shipped_configs()
     assert len(shipped) == len(set(shipped))
-    defaults = {(*one, configs.default_config(*one)) for one in CLASSES}
+    defaults = {(*one, configs.default_config(*one, bucket)) for one in CLASSES for bucket in buckets(one[1])}
     assert defaults <= set(shipped)
     assert {direction for _, direction, _ in configs.shipped_configs(["bwd"])} == {"bwd"}
 
@@ -332,8 +339,20 @@ def test_shipped_kernels_are_those_of_the_shipped_configs_once():
     assert len(shipped) == len(set(shipped))
     for problem, _, config in configs.shipped_configs():
         assert set(config.kernels(problem)) <= set(shipped)
-    assert {type(config) for _, config in shipped} == {FwdConfig, BwdPass, BwdDelta, BwdSum}
-    assert {type(config) for _, config in configs.shipped_kernels(["fwd"])} == {FwdConfig}
+    assert {type(config) for _, config in shipped} == {FwdConfig, FwdCombine, BwdPass, BwdDelta, BwdSum}
+    assert {type(config) for _, config in configs.shipped_kernels(["fwd"])} == {FwdConfig, FwdCombine}
+
+
+def test_split_bucket_has_split_configs_and_no_other_bucket_has_any():
+    for problem in configs.problems():
+        for bucket in buckets("fwd"):
+            found = configs.candidates(problem, bucket)
+            assert {config.split for config in found} == {bucket == SPLIT_BUCKET}
+            assert configs.pick_config(problem, bucket, "No Such GPU")[0].split == (bucket == SPLIT_BUCKET)
+        split = configs.default_config(problem, bucket=SPLIT_BUCKET)
+        combine = (AttnProblem(problem.dtype, problem.head_dim_v, problem.head_dim_v, False), FwdCombine())
+        assert split.kernels(problem) == [(problem, split), combine]
+    assert buckets("bwd") == buckets("bwd_det") == BUCKETS
 
 
 def test_problems_of_the_backward_hold_those_of_the_forward():
@@ -365,6 +384,7 @@ def test_read_tuned_has_every_direction(tmp_path):
     ("problem", "config"),
     [
         (D64, FwdConfig(64, 64)),
+        (AttnProblem("bfloat16", 128, 64, False), FwdConfig(64, 64, split=True)),
         (AttnProblem("float16", 96, 64, False), FwdConfig(64, 32, schedule="persistent", q_stages=2)),
         (D64, FwdConfig(64, 32, num_stages=3, schedule="dynamic")),
         (AttnProblem("bfloat16", 128, 64, False), FwdConfig(64, 64, schedule="dynamic")),
@@ -374,6 +394,7 @@ def test_read_tuned_has_every_direction(tmp_path):
         (D64, BwdPass("dq", 64, 48, 3, 1)),
         (D64, BwdDelta()),
         (replace(D64, dtype="float16"), BwdSum()),
+        (replace(D64, dtype="float16"), FwdCombine()),
     ],
     ids=str,
 )

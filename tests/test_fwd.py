@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from tl_attention import dispatch, flash_attn_func, mha_fwd_interface, ref_mha_fwd_interface
 from tl_attention.arrays import tma_ready
 from tl_attention.configs import default_config, pick_config
-from tl_attention.problem import BUCKETS, SCHEDULES, AttnProblem, FwdConfig, tile_width
+from tl_attention.problem import SCHEDULES, SPLIT_BUCKET, AttnProblem, FwdConfig, buckets, tile_width
 from tl_attention.reference import attention_reference
+from tl_attention.target import sm_count
 from tl_attention.testing.bench import Shape
 from tl_attention.testing.inputs import LAYOUTS, guard_is_untouched, make_inputs, poisoned
 from tl_attention.testing.numeric import check_fwd
@@ -130,6 +131,92 @@ def test_fwd_every_schedule_matches_reference(schedule, causal, dims):
         run(Shape(batch, heads, heads, seqlen, seqlen + 30, *dims, causal), config=config)
 
 
+SPLIT = {
+    # id: (B,Hq,Hkv,Sq,Sk,D[,Dv],mask, options); splits: how many, else as many as dispatch.key_splits says
+    "chunk": ("1,8,1,128,16384,128,causal", {}),
+    "chunk-full": ("1,4,4,128,5000,128,full", {}),
+    "one-query": ("1,8,1,1,5003,128,causal", {}),
+    "one-key": ("1,2,2,100,1,128,full", {"splits": 5}),
+    "tails-of-both": ("2,4,2,333,3555,128,causal", {"splits": 7}),
+    "tails-of-both-full": ("2,4,2,333,3555,128,full", {"splits": 3}),
+    "one-split": ("1,4,2,200,1000,128,causal", {"splits": 1}),
+    "more-splits-than-blocks": ("1,4,2,200,300,128,causal", {"splits": 128}),
+    "diagonal-over-several-splits": ("1,4,4,1500,1500,128,causal", {"splits": 9}),
+    "rows-without-keys": ("2,4,2,1000,300,128,causal", {"splits": 3}),
+    "tiles-without-keys": ("1,2,2,2000,59,128,causal", {"splits": 2}),
+    "many-tiles": ("3,16,4,700,900,128,causal", {"splits": 4}),
+    "heads-of-several-l2-groups": ("1,13,13,64,70000,64,full", {"splits": 3}),
+    "bhsd-lse-base-2": ("1,8,2,300,4000,128,causal", {"layout": "bhsd", "lse_base2": True}),
+    "packed": ("2,6,6,1000,1000,64,causal", {"layout": "packed", "splits": 5}),
+    "d64-full": ("1,4,2,300,4000,64,full", {}),
+    "d64-causal": ("1,4,2,300,4000,64,causal", {}),
+    "d96-causal": ("1,4,2,300,4000,96,causal", {}),
+    "d192-full": ("1,4,2,300,4000,192,full", {}),
+    "d192-128-causal": ("1,4,4,300,4000,192,128,causal", {}),
+    "d128-64-full": ("1,4,4,300,4000,128,64,full", {}),
+    "d256-128-causal": ("1,4,4,300,4000,256,128,causal", {}),
+    "d256-causal": ("1,4,2,300,4000,256,causal", {"lse_base2": True}),
+    "d200-72-causal": ("1,4,4,300,4000,200,72,causal", {}),
+    "d40-16": ("1,4,4,300,4000,40,16,full", {}),
+    "fp16": ("1,4,4,333,4001,128,full", {"dtype": FP16}),
+    "scale-0-rows-without-keys": ("1,2,2,300,59,128,causal", {"scale": 0.0, "splits": 2}),
+    "scale-negative": ("1,4,4,300,3333,128,causal", {"scale": -0.2}),
+    "scale-1e4": ("1,4,4,300,3333,128,causal", {"scale": 1e4}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("shape", "options"), SPLIT.values(), ids=SPLIT)
+def test_fwd_with_split_keys_matches_reference(shape, options, monkeypatch):
+    if splits := options.get("splits"):
+        monkeypatch.setattr(dispatch, "key_splits", lambda tiles, steps, sms: splits)
+    shape, options = Shape.parse(shape), {name: value for name, value in options.items() if name != "splits"}
+    dtype = dispatch.DTYPE_NAMES[options.get("dtype", BF16)]
+    problem = AttnProblem.of(dtype, shape.head_dim, shape.head_dim_v, shape.causal)
+    run(shape, config=default_config(problem, bucket=SPLIT_BUCKET), **options)
+
+
+FEW_TILES = Shape(1, 8, 1, 300, 9001, 128, 128, True)
+
+
+@pytest.mark.gpu
+def test_fwd_with_split_keys_is_deterministic():
+    sizes = FEW_TILES.batch, FEW_TILES.heads_q, FEW_TILES.seqlen_q, FEW_TILES.seqlen_k
+    assert dispatch.fwd_bucket(*sizes, sm_count(0)) == SPLIT_BUCKET
+    run(FEW_TILES)
+    q, k, v = make_inputs(FEW_TILES, BF16)
+    out, lse = dispatch.fwd(q, k, v, 0.1, True, False)
+    for _ in range(50):
+        again, lse_again = dispatch.fwd(q, k, v, 0.1, True, False)
+        assert torch.equal(out, again) and torch.equal(lse, lse_again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("target", ["q", "k", "v"])
+def test_fwd_with_split_keys_propagates_what_is_not_finite(value, target):
+    q, k, v = make_inputs(FEW_TILES, BF16)
+    {"q": q, "k": k, "v": v}[target][0, 17, 0, 5] = value
+    verdict = check_launch(q, k, v, None, True)
+    assert verdict.ok, verdict.text
+
+
+@pytest.mark.gpu
+def test_fwd_with_split_keys_in_a_graph():
+    q, k, v = make_inputs(FEW_TILES, BF16)
+    dispatch.fwd(q, k, v, 0.1, True, False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = dispatch.fwd(q, k, v, 0.1, True, False)
+    for seed in (1, 2):
+        for old, new in zip((q, k, v), make_inputs(FEW_TILES, BF16, seed=seed), strict=True):
+            old.copy_(new)
+        expected = dispatch.fwd(q, k, v, 0.1, True, False)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
 DIMS = st.integers(1, 32).map(lambda n: 8 * n)
 
 
@@ -175,7 +262,8 @@ def test_fwd_compiles_for_its_first_problem_alone(causal, monkeypatch):
     run(Shape(1, 1, 1, 77, 77, 128, 128, causal))
     problem = AttnProblem("bfloat16", 128, 128, causal)
     gpu = torch.cuda.get_device_name()
-    kernels = {pick_config(problem, bucket, gpu)[0] for bucket in BUCKETS}
+    configs = {pick_config(problem, bucket, gpu)[0] for bucket in buckets("fwd")}
+    kernels = {kernel for config in configs for kernel in config.kernels(problem)}
     assert dispatch.compile_count() == len(kernels)
     lengths = [*range(1, 400, 3), *range(1000, 3200, 37), 9000, 9001, 12345]
     random.Random(0).shuffle(lengths)

@@ -24,17 +24,17 @@ import torch
 
 from tl_attention import configs, cubin
 from tl_attention.problem import (
-    BUCKETS,
     DIRECTIONS,
     AttnProblem,
     Config,
     KernelConfig,
+    buckets,
     length_bucket,
     tuning_key,
 )
 from tl_attention.reference import attention_reference
 from tl_attention.sandbox import GRACE, Failure, OutOfTime, Sandboxes, time_left
-from tl_attention.target import TARGET
+from tl_attention.target import H200_SMS, TARGET, sm_count
 from tl_attention.testing import bench
 from tl_attention.testing.bench import Shape
 from tl_attention.testing.inputs import make_dout, make_inputs
@@ -210,7 +210,7 @@ def default_shapes(direction: str = "fwd") -> list[Shape]:
         Shape(batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, *widths, causal)
         for widths in configs.tile_widths(direction)
         for causal in (False, True)
-        for bucket in BUCKETS
+        for bucket in buckets(direction)
         for batch, group, seqlen_q, seqlen_k in configs.tuning_shapes(bucket)
         for heads_kv in [max(8, 2048 // widths[0])]
     ]
@@ -224,8 +224,18 @@ def group_shapes(
     for direction, dtype in itertools.product(directions, dtypes):
         for shape in shapes or default_shapes(direction):
             problem = AttnProblem.of(dtype, shape.head_dim, shape.head_dim_v, shape.causal, direction)
-            groups.setdefault(Row(direction, problem, length_bucket(shape.seqlen_k)), []).append(shape)
+            groups.setdefault(Row(direction, problem, shape_bucket(shape, direction)), []).append(shape)
     return groups
+
+
+def shape_bucket(shape: Shape, direction: str) -> str:
+    """Which row of a class serves a shape on this GPU, or an H200 where there is none."""
+    from tl_attention import dispatch
+
+    if direction != "fwd":
+        return length_bucket(shape.seqlen_k)
+    sms = sm_count(torch.cuda.current_device()) if torch.cuda.is_available() else H200_SMS
+    return dispatch.fwd_bucket(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k, sms)
 
 
 def check_shapes(shapes: Sequence[Shape]) -> list[Shape]:
@@ -455,7 +465,7 @@ def save_winner(path: Path, gpu_name: str, row: Row, winner: Attempt, shapes: Se
     table = configs.read_tuned(path)
     sections = {}
     for direction in DIRECTIONS:
-        classes = itertools.product(configs.problems(direction), BUCKETS)
+        classes = itertools.product(configs.problems(direction), buckets(direction))
         keys = {tuning_key(problem, bucket) for problem, bucket in classes}
         sections[direction] = {key: kept for key, kept in table[direction].items() if key in keys}
     sections[row.direction][row.key] = measured

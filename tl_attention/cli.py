@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tl_attention import configs
-from tl_attention.problem import DIRECTIONS, DTYPES, AttnProblem, KernelConfig, length_bucket
+from tl_attention.problem import DIRECTIONS, DTYPES, AttnProblem, KernelConfig
 from tl_attention.target import is_hopper
 
 if TYPE_CHECKING:
@@ -202,10 +202,12 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
 def _serving(
     shapes: Sequence[Shape], dtypes: Sequence[str], directions: Sequence[str]
 ) -> Iterator[tuple[AttnProblem, KernelConfig]]:
+    from tl_attention import autotune
+
     gpu_name = torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
     for direction, dtype, shape in itertools.product(directions, dtypes, shapes):
         problem = AttnProblem.of(dtype, shape.head_dim, shape.head_dim_v, shape.causal, direction)
-        config, _ = configs.pick_config(problem, length_bucket(shape.seqlen_k), gpu_name, direction)
+        config, _ = configs.pick_config(problem, autotune.shape_bucket(shape, direction), gpu_name, direction)
         yield from config.kernels(problem)
 
 

@@ -21,7 +21,9 @@ from tl_attention.problem import (
     DIRECTIONS,
     DTYPES,
     GRADS,
+    MAX_SPLITS,
     SCHEDULES,
+    SPLIT_BUCKET,
     TILE_WIDTHS,
     AttnProblem,
     BwdConfig,
@@ -29,8 +31,10 @@ from tl_attention.problem import (
     BwdPass,
     BwdSum,
     Config,
+    FwdCombine,
     FwdConfig,
     KernelConfig,
+    buckets,
     tuning_key,
 )
 from tl_attention.target import SMEM_LIMIT, gpu_slug
@@ -55,14 +59,16 @@ def smem_bytes(problem: AttnProblem, config: KernelConfig) -> int:
         return _fwd_smem_bytes(problem, config)
     if isinstance(config, BwdPass):
         return _pass_smem_bytes(problem, config)
-    tiles = {BwdDelta: 2, BwdSum: 1}[type(config)]  # O and dO; the gradient
-    return 2 * tiles * config.rows * problem.head_dim
+    tiles = {BwdDelta: 2, BwdSum: 1, FwdCombine: 1}[type(config)]  # O and dO; the gradient; O
+    weights = 4 * config.rows * MAX_SPLITS * isinstance(config, FwdCombine)
+    return 2 * tiles * config.rows * problem.head_dim + weights
 
 
 def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
     rows_qk = config.q_stages * config.block_M + config.num_stages * config.block_N
     rows_v = config.num_stages * config.block_N
-    own_output = problem.head_dim != problem.head_dim_v  # else O leaves through the tile of Q
+    # Else O leaves through the tile of Q, or from registers
+    own_output = problem.head_dim != problem.head_dim_v and not config.split
     rows_v += config.block_M * own_output
     tile_box = TILE_BOX_BYTES * (config.schedule != "grid")
     return 2 * (rows_qk * problem.head_dim + rows_v * problem.head_dim_v) + tile_box
@@ -137,6 +143,8 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return f"q_stages {config.q_stages}: expected 1 or 2"
     if config.q_stages > 1 and config.schedule == "grid":
         return "q_stages 2: a CTA of the schedule grid has no next tile"
+    if config.split and config.schedule != "grid":
+        return f"split: expected the schedule grid, got {config.schedule}"
     if config.ping_pong and config.warpgroups < 2:
         return f"ping_pong: expected at least 2 warpgroups, block_M {config.block_M} has {config.warpgroups}"
     return _capacity_fault(problem, config)
@@ -227,8 +235,17 @@ def _config(fields: dict[str, Any], direction: str) -> Config:
     return FwdConfig(**fields) if direction == "fwd" else BwdConfig.of(fields["passes"])
 
 
-def default_config(problem: AttnProblem, direction: str = "fwd") -> Config:
-    return _config(_class_table(problem, direction)["default"], direction)
+def default_config(problem: AttnProblem, direction: str = "fwd", bucket: str | None = None) -> Config:
+    """What serves where no tuned row does: in the split bucket the class's `split`, else its default as a split config."""
+    table = _class_table(problem, direction)
+    if bucket != SPLIT_BUCKET:
+        return _config(table["default"], direction)
+    return split_config(_config(table.get("split", table["default"]), direction))
+
+
+def split_config(config: FwdConfig) -> FwdConfig:
+    """With the same tiles, a config whose tiles have several CTAs each."""
+    return replace(config, schedule="grid", q_stages=1, split=True)
 
 
 def _products(line: dict[str, Any]) -> list[dict[str, Any]]:
@@ -252,11 +269,14 @@ def _line_configs(line: dict[str, Any], direction: str) -> list[Config]:
 
 
 def candidates(problem: AttnProblem, bucket: str, direction: str = "fwd") -> list[Config]:
-    """The legal configs of the grid for a length bucket, the default first."""
-    found = [default_config(problem, direction)]
+    """The legal configs of the grid for a bucket, the default first; in the split bucket, those of all lengths as split configs."""
+    found = [default_config(problem, direction, bucket)]
     for line in _class_table(problem, direction)["search"]:
-        if bucket in line.get("buckets", BUCKETS):
-            found += _line_configs(line, direction)
+        configs = _line_configs(line, direction)
+        if bucket == SPLIT_BUCKET and "buckets" not in line:
+            found += map(split_config, configs)
+        elif bucket in line.get("buckets", BUCKETS):
+            found += configs
     return [config for config in dict.fromkeys(found) if is_legal(problem, config, direction) is None]
 
 
@@ -288,15 +308,19 @@ def format_tuned(table: dict[str, Any]) -> str:
     return text + "}\n"
 
 
-def config_of_row(problem: AttnProblem, row: dict[str, Any], direction: str = "fwd") -> Config:
+def config_of_row(
+    problem: AttnProblem, row: dict[str, Any], direction: str = "fwd", bucket: str | None = None
+) -> Config:
     """The config of a tuned row, which holds measurements too.
 
     Raises:
-        ValueError: the row is of another version of the config or not legal; the text says why.
+        ValueError: the row is of another version of the config, of another kind of bucket or not legal; the text says why.
     """
     try:
         config = _config(row["config"], direction)
         reason = is_legal(problem, config, direction)
+        if bucket and direction == "fwd" and config.split != (bucket == SPLIT_BUCKET):
+            reason = f"split is {config.split} in the bucket {bucket}"
     except (KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
     if reason:
@@ -335,11 +359,11 @@ def config_of_tables(
             misses.append(f"{path} has no {section} row {keys[0]!r}")
             continue
         try:
-            return config_of_row(problem, rows[key], direction), f"{section} row {key!r} of {path}"
+            return config_of_row(problem, rows[key], direction, bucket), f"{section} row {key!r} of {path}"
         except ValueError as error:
             misses.append(f"{section} row {key!r} of {path} does not serve, {error}")
     grid = data_dir() / "grid.toml"
-    return default_config(problem, direction), f"{direction} default of {grid}: {'; '.join(misses)}"
+    return default_config(problem, direction, bucket), f"{direction} default of {grid}: {'; '.join(misses)}"
 
 
 def tile_widths(direction: str) -> tuple[tuple[int, int], ...]:
@@ -361,12 +385,16 @@ def shipped_configs(directions: Sequence[str] = DIRECTIONS) -> list[tuple[AttnPr
     """(problem, direction, config) of every default and every row of a shipped table, in both dtypes, once each."""
     tables = sorted((data_dir() / "tuned").glob("*.json"))
     classes = [(problem, direction) for direction in directions for problem in problems(direction)]
-    defaults = [(problem, direction, default_config(problem, direction)) for problem, direction in classes]
+    defaults = [
+        (problem, direction, default_config(problem, direction, bucket))
+        for problem, direction in classes
+        for bucket in buckets(direction)
+    ]
     tuned = [
         (problem, direction, config_of_tables(problem, bucket, [table], direction)[0])
         for table in tables
         for problem, direction in classes
-        for bucket in BUCKETS
+        for bucket in buckets(direction)
     ]
     return list(dict.fromkeys([*defaults, *tuned]))
 
@@ -383,5 +411,5 @@ def named_shapes() -> dict[str, str]:
 
 
 def tuning_shapes(bucket: str) -> list[list[int]]:
-    """[batch, query heads a key head serves, seqlen_q, seqlen_k] that a length bucket is tuned on."""
+    """[batch, query heads a key head serves, seqlen_q, seqlen_k] that a bucket is tuned on."""
     return _grid()["tuning_shapes"][bucket]

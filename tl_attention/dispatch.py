@@ -25,22 +25,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tl_attention import configs
 from tl_attention.arrays import Views
 from tl_attention.problem import (
-    BUCKETS,
+    MAX_SPLITS,
+    SPLIT_BUCKET,
     AttnProblem,
     BwdConfig,
     BwdDelta,
     BwdPass,
     BwdSum,
     Config,
+    FwdCombine,
     FwdConfig,
     KernelConfig,
+    buckets,
     delta_width,
     length_bucket,
     tuning_key,
@@ -57,12 +60,19 @@ L2_SHARE = 32 << 20  # bytes of a 50 MB L2 that the keys and values of one group
 # Counters a device has; when streams and captured launches have used them up, a new one is a memset before its launch
 TICKET_ROWS = 1 << 15
 
+# What a split forward costs, in steps of a block of keys (1.5 us at d128): a CTA beside its steps, with its part's way to memory
+# and back; the kernel that combines the parts, and each part in it
+CTA_STEPS, COMBINE_STEPS, PART_STEPS = 3, 2, 1 / 8
+ABOUT = 1.05  # times the least time, for fewer parts in memory
+FEW_TILES = 0.8  # of the SMs: with more tiles a split gains little
+TILE = 128  # queries, and keys, that a tile has where no config is at hand yet
 QUERY_ROWS = 128  # that the log-sum-exp, delta and the sums of dq are padded to a multiple of
 WAVES = 4  # of CTAs that a pass by keys is to have, if a key head has query heads enough to divide among them
 
 # No template imports another; all import the other files of kernels/
 TEMPLATES = {
     FwdConfig: ("fwd", "flash_fwd"),
+    FwdCombine: ("fwd_combine", "flash_fwd_combine"),
     BwdDelta: ("bwd_delta", "flash_bwd_delta"),
     BwdPass: ("bwd", "flash_bwd"),
     "dq": ("bwd_dq", "flash_bwd_dq"),
@@ -75,7 +85,7 @@ Kernel = Callable[..., None]
 Argument = torch.Tensor | ctypes.c_void_p  # see arrays.Views
 
 _compiled: dict[tuple[AttnProblem, KernelConfig], Kernel] = {}
-_launchers: dict[tuple, tuple[Kernel, FwdConfig, int]] = {}
+_launchers: dict[tuple, FwdKernels] = {}
 _bwd_launchers: dict[tuple, BwdKernels] = {}
 _offices: dict[int, TicketOffice] = {}
 _lock = threading.Lock()
@@ -269,6 +279,32 @@ def plan(
     return blocks, group_heads, min(blocks * heads * batch, max_ctas)
 
 
+@functools.lru_cache(maxsize=4096)
+def key_splits(tiles: int, steps: int, sms: int) -> int:
+    """How many CTAs the blocks of keys of each tile are divided among, at least two blocks each: the fewest that are done about
+    as soon as can be.
+
+    CTAs of one length run in waves of one an SM. All are taken to be as long as those of the longest tile, of `steps` blocks: in
+    one wave they decide, and with keys of earlier queries before a chunk the tiles of a causal problem are nearly equal.
+    """
+    if tiles >= FEW_TILES * sms:
+        return 1
+
+    def time(splits: int) -> float:
+        combine = (splits > 1) * (COMBINE_STEPS + splits * PART_STEPS)
+        return -(-tiles * splits // sms) * (-(-steps // splits) + CTA_STEPS) + combine
+
+    times = [time(splits) for splits in range(1, min(MAX_SPLITS, max(steps // 2, 1)) + 1)]
+    enough = ABOUT * min(times)
+    return next(splits for splits, one in enumerate(times, 1) if one <= enough)
+
+
+def fwd_bucket(batch: int, heads: int, seqlen_q: int, seqlen_k: int, sms: int) -> str:
+    """Which row of the tuned table serves a forward on a GPU with so many SMs."""
+    splits = key_splits(batch * heads * -(-seqlen_q // TILE), -(-seqlen_k // TILE), sms)
+    return SPLIT_BUCKET if splits > 1 else length_bucket(seqlen_k)
+
+
 def _find_config(key: tuple, direction: str, config: Config | None) -> tuple[AttnProblem, Config]:
     """The problem of a launch key, and the config that serves it, compiled as are those of its other lengths."""
     dtype, head_dim, head_dim_v, causal, bucket, device = key
@@ -277,7 +313,7 @@ def _find_config(key: tuple, direction: str, config: Config | None) -> tuple[Att
     if config is None:
         gpu = torch.cuda.get_device_name(device)
         config, source = configs.pick_config(problem, bucket, gpu, direction)
-        for other in BUCKETS:  # so that no length compiles later
+        for other in buckets(direction):  # so that no length compiles later
             compile_config(problem, configs.pick_config(problem, other, gpu, direction)[0])
     elif reason := configs.is_legal(problem, config, direction):
         raise ValueError(f"config: {config} cannot run {problem}: {reason}")
@@ -288,11 +324,21 @@ def _find_config(key: tuple, direction: str, config: Config | None) -> tuple[Att
     return problem, config
 
 
-def _find_kernel(key: tuple, config: FwdConfig | None) -> tuple[Kernel, FwdConfig, int]:
-    """The kernel of a launch key, its config, and how many CTAs it may have."""
+class FwdKernels(NamedTuple):
+    """The compiled kernels of a forward."""
+
+    kernel: Kernel
+    config: FwdConfig
+    max_ctas: int  # but for those that share a tile
+    combine: Kernel | None  # what makes one output of theirs
+    width: int  # of a tile of V
+
+
+def _find_kernel(key: tuple, config: FwdConfig | None) -> FwdKernels:
     problem, config = _find_config(key, "fwd", config)
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
-    return compile_kernel(problem, config), config, max_ctas
+    kernel, *combine = (compile_kernel(*one) for one in config.kernels(problem))
+    return FwdKernels(kernel, config, max_ctas, combine[0] if combine else None, problem.head_dim_v)
 
 
 def _dense(
@@ -337,15 +383,23 @@ class FwdPlan:
         self.out, self.lse = _dense(out.shape, q.dtype), _dense((batch, heads, seqlen_q))
         self.views = Views(heads_first, q, k, v, out)
 
-        key = (q.dtype, head_dim, head_dim_v, causal, length_bucket(seqlen_k), self.device)
+        sms = sm_count(self.device)
+        bucket = fwd_bucket(batch, heads, seqlen_q, seqlen_k, sms)
+        key = (q.dtype, head_dim, head_dim_v, causal, bucket, self.device)
         found = _launchers.get(key) if config is None else _find_kernel(key, config)
         if found is None:
             found = _launchers[key] = _find_kernel(key, None)
-        self.kernel, config, max_ctas = found
+        self.kernel, config, max_ctas, self.combine, width = found
         self.dynamic = config.schedule == "dynamic"
         self.heads_a_kv_head = heads // heads_kv
         kv_bytes = 2 * seqlen_k * (head_dim + head_dim_v)
         self.counts = plan(batch, heads, self.heads_a_kv_head, kv_bytes, seqlen_q, config.block_M, max_ctas)
+        if self.combine:
+            m_blocks, group_heads, tiles = self.counts
+            splits = key_splits(tiles, -(-seqlen_k // config.block_N), sms)
+            self.counts = m_blocks, group_heads, splits * tiles
+            rows = (splits, batch, heads, seqlen_q)
+            self.parts = _dense((*rows, width)), _dense(rows)  # outputs and log-sum-exps, in fp32
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, lse_base2: bool
@@ -368,15 +422,16 @@ class FwdPlan:
         softmax_scale: float,
         lse_base2: bool,
     ) -> None:
-        self.kernel(
-            *self.views.of(q, k, v, out),
-            lse,  # a tensor, as are the tickets: the kernel runs on PyTorch's current stream of its device
-            _tickets(self.device, self.dynamic),
-            softmax_scale,
-            1.0 if lse_base2 else LN2,
-            self.heads_a_kv_head,
-            *self.counts,
-        )
+        # lse, parts and tickets are tensors: the kernels run on PyTorch's current stream of their device
+        *qkv, out = self.views.of(q, k, v, out)
+        tickets = _tickets(self.device, self.dynamic)
+        unit = 1.0 if lse_base2 else LN2
+        if self.combine is None:
+            self.kernel(*qkv, out, lse, tickets, softmax_scale, unit, self.heads_a_kv_head, *self.counts)
+            return
+        parts = [_empty(*x) for x in self.parts]
+        self.kernel(*qkv, *parts, tickets, softmax_scale, 1.0, self.heads_a_kv_head, *self.counts)
+        self.combine(*parts, out, lse, unit)
 
 
 def _fwd_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, heads_first: bool) -> tuple:

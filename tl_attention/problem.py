@@ -30,6 +30,9 @@ BWD_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256,
 # The last seqlen_k of each length bucket but the last, which has no end.
 BUCKET_ENDS = (1024, 4096)
 BUCKETS = ("1k", "4k", "long")
+# Beside them, in the forward: problems with so few tiles that the keys of each are divided among CTAs (dispatch.key_splits)
+SPLIT_BUCKET = "split"
+MAX_SPLITS = 128  # CTAs a tile
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,9 @@ class FwdConfig:
     ping_pong: bool = False  # warpgroups take turns at the tensor cores
     schedule: str = "grid"  # which CTA computes which tile: see SCHEDULES
     q_stages: int = 1  # depth of the Q ring; 2 loads the queries of the next tile early, if there is one
+    split: bool = (
+        False  # several CTAs a tile, each with some of its keys; FwdCombine makes one output of theirs
+    )
 
     @property
     def warpgroups(self) -> int:
@@ -84,11 +90,24 @@ class FwdConfig:
 
     def __str__(self) -> str:
         extras = f" q{self.q_stages}" * (self.q_stages > 1) + " ping-pong" * self.ping_pong
+        extras += " split" * self.split
         return f"{self.block_M}x{self.block_N}x{self.num_stages} {self.schedule}{extras}"
 
     def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
         """What is compiled for it."""
-        return [(problem, self)]
+        after = [(problem.of_width(problem.head_dim_v), FwdCombine())] if self.split else []
+        return [(problem, self), *after]
+
+
+@dataclass(frozen=True)
+class FwdCombine:
+    """The kernel after a split forward: one output and log-sum-exp of those that the CTAs of a tile made."""
+
+    rows: int = 4  # queries a CTA
+    threads: int = 128
+
+    def __str__(self) -> str:
+        return f"combine {self.rows}"
 
 
 # grid: one CTA a tile, the longest first. persistent: one CTA an SM, which takes every ctas-th tile.
@@ -158,7 +177,7 @@ class BwdSum:
         return f"sum {self.rows}"
 
 
-KernelConfig = FwdConfig | BwdPass | BwdDelta | BwdSum
+KernelConfig = FwdConfig | FwdCombine | BwdPass | BwdDelta | BwdSum
 
 
 @dataclass(frozen=True)
@@ -205,6 +224,11 @@ def tile_width(head_dim: int, head_dim_v: int, direction: str = "fwd") -> tuple[
 def delta_width(head_dim_v: int) -> int:
     """The tile width of BwdDelta: TileLang 0.1.15 finds no layout for the row sums of 96 columns."""
     return 1 << (head_dim_v - 1).bit_length()
+
+
+def buckets(direction: str) -> tuple[str, ...]:
+    """The rows of the tuned table that a problem has in one of DIRECTIONS."""
+    return (*BUCKETS, SPLIT_BUCKET) if direction == "fwd" else BUCKETS
 
 
 def length_bucket(seqlen_k: int) -> str:

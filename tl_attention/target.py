@@ -9,6 +9,7 @@ import torch
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
 SMEM_LIMIT = 232448  # bytes of shared memory a CTA may have
 SMEM_PER_SM = 233472  # bytes, 1 KB of them reserved for each CTA
+H200_SMS = 132  # and of an H100 SXM
 REGISTERS = 65536  # of 32 bits an SM
 
 

@@ -18,7 +18,7 @@ from tl_attention.kernels.pipeline import (
 )
 from tl_attention.kernels.scheduler import Tile, TileBox, TileNumbers, TileOrder
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax
-from tl_attention.kernels.tiles import DenseTiles, SharedTiles, strided
+from tl_attention.kernels.tiles import DensePartTiles, DenseTiles, SharedTiles, strided
 from tl_attention.problem import AttnProblem, FwdConfig
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -33,6 +33,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     Q, K, V, O are views [batch, seqlen, heads, columns] with no more columns than the problem's tile widths; Lse is
     [batch, heads, seqlen_q] fp32, in units of log2 / lse_unit. Tickets: int32 [2], zeros, the kernel's own while it runs.
     A row with no key gives O = 0, Lse = -inf. Empty tensors are for the caller: TMA takes none.
+
+    config.split: O and Lse are parts, [splits, batch, heads, seqlen_q, head_dim_v] and [splits, batch, heads, seqlen_q] in
+    fp32, for fwd_combine.py; `splits` CTAs have a tile, each a share of its blocks of keys, and each writes what attention
+    to its share alone is: O = 0, Lse = -inf if that is empty.
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
     block_M, block_N = config.block_M, config.block_N
@@ -43,23 +47,33 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     q_kt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}  # of the GEMM S = Q K^T
     persistent = config.schedule != "grid"
     registers = (PERSISTENT_REGISTERS if persistent else pipeline.REGISTERS).get(config.warpgroups)
-    O_in_Q = head_dim == head_dim_v  # O leaves through the shared memory of its queries
+    split = config.split
+    O_in_Q = head_dim == head_dim_v and not split  # O leaves through the shared memory of its queries
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
     q_view = strided("q", [batch, seqlen_q, heads, columns_qk], dtype)
     k_view = strided("k", [batch, seqlen_k, heads_kv, columns_qk], dtype)
     v_view = strided("v", [batch, seqlen_k, heads_kv, columns_v], dtype)
-    o_view = strided("o", [batch, seqlen_q, heads, columns_v], dtype)
-    lse_view = T.Tensor([batch, heads, seqlen_q], "float32")
+    if split:
+        splits = T.dynamic("splits")
+        o_view = T.Tensor([splits, batch, heads, seqlen_q, head_dim_v], "float32")
+        lse_view = T.Tensor([splits, batch, heads, seqlen_q], "float32")
+    else:
+        splits = None
+        o_view = strided("o", [batch, seqlen_q, heads, columns_v], dtype)
+        lse_view = T.Tensor([batch, heads, seqlen_q], "float32")
     tickets_view = T.Tensor([2], "int32")
     mask = Mask(problem.causal, seqlen_q, seqlen_k)
     turns = Turns(config.warpgroups, config.ping_pong)
+    Tiles = DensePartTiles if split else DenseTiles
 
     @T.macro
     def load(tile, turn, first_step, blocks, tiles, shared, tile_numbers):
         first_query = tile.m_block * block_M
         blocks.start(first_query)
+        if split:
+            blocks.take_share(tile.split, splits)
         shared.K.fill(first_step, tiles.k(tile, blocks.first_key(0), block_N))
         for w in warpgroups:
             shared.Q.fill(turn * config.warpgroups + w, tiles.q(tile, first_query + 64 * w, 64))
@@ -75,7 +89,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
     @T.macro
     def produce(first_tile, order, ctas, tickets, tiles, shared):
-        blocks = KeyBlocks(mask, block_M, block_N)
+        blocks = KeyBlocks(mask, block_M, block_N, split)
         tile = Tile(order)
         if persistent:
             tile_numbers = TileNumbers(config.schedule, first_tile, ctas, tickets)
@@ -162,7 +176,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         softmax.finish(acc_o, lse, lse_unit)
 
         query = tile.m_block * block_M + 64 * w
-        if O_in_Q:
+        if split:
+            T.copy(acc_o, tiles.o(tile, query, 64))
+        elif O_in_Q:
             T.copy(acc_o, shared.Q[q_step])
             T.fence_proxy_async()
             sync_warpgroup(w)
@@ -181,7 +197,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
     @T.macro
     def consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit):
-        blocks = KeyBlocks(mask, block_M, block_N)
+        blocks = KeyBlocks(mask, block_M, block_N, split)
         tile = Tile(order)
         turns.start(w)
         if persistent:
@@ -197,6 +213,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         else:
             tile.locate(first_tile)
             blocks.start(tile.m_block * block_M)
+            if split:
+                blocks.take_share(tile.split, splits)
             attend(w, tile, 0, 0, blocks, tiles, shared, softmax_scale, lse_unit)
         wait_for_stores()
 
@@ -220,11 +238,13 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 Q=TileRing([q_stages * config.warpgroups, 64, head_dim], dtype, 4, name="Q"),
                 K=TileRing([num_stages, block_N, head_dim], dtype, consumer_warps, name="K"),
                 V=TileRing([num_stages, block_N, head_dim_v], dtype, consumer_warps, name="V"),
-                O=None if O_in_Q else alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype),
+                O=None if O_in_Q or split else alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype),
                 tile_box=TileBox() if persistent else None,
             )
-            order = TileOrder(problem.causal, heads, heads * batch, heads_a_kv_head, m_blocks, group_heads)
-            tiles = DenseTiles(Q, K, V, O, Lse, head_dim, head_dim_v)
+            order = TileOrder(
+                problem.causal, heads, heads * batch, heads_a_kv_head, m_blocks, group_heads, splits
+            )
+            tiles = Tiles(Q, K, V, O, Lse, head_dim, head_dim_v)
 
             thread = T.get_thread_binding()
             if thread >= WARPGROUP * config.warpgroups:

@@ -57,14 +57,19 @@ class Mask:
 class KeyBlocks:
     """The blocks of block_N keys that queries [first_query, first_query + block_M) need; step 0 is the last block.
 
-    There is always one: queries that see no key get a wholly masked block, so that no role waits for another in vain.
+    There is always one: queries that see no key get a wholly masked block, so that no role waits for another in vain. split: a
+    walk may be over a share of the blocks.
     """
 
-    def __init__(self, mask: Mask, block_M: int, block_N: int, name: str = "blocks"):
+    def __init__(self, mask: Mask, block_M: int, block_N: int, split: bool = False, name: str = "blocks"):
         self.mask, self.block_M, self.block_N = mask, block_M, block_N
         # Variables, not expressions: TileLang 0.1.15 would copy those into every use
         self.num_steps = T.alloc_var("int32", init=0)
         self.num_masked = T.alloc_var("int32", init=0)
+        # Of all blocks: those a share begins and ends with, and the one that its step 0 has
+        self.share_from, self.share_to, self.share_last = (
+            T.alloc_var("int32", init=0) if split else None for _ in range(3)
+        )
 
     @T.inline
     def start(self, first_query):
@@ -74,6 +79,18 @@ class KeyBlocks:
         # From one lane, so that what counts steps lives in uniform registers
         self.num_steps[0] = T.shfl_sync(T.max(T.ceildiv(seen_by_some, self.block_N), 1), 0)
         self.num_masked[0] = T.shfl_sync(T.max(self.num_steps[0] - seen_by_all // self.block_N, 1), 0)
+
+    @T.inline
+    def take_share(self, share, shares):
+        """Keep one of the near-equal shares of the steps, in their order; if it is empty, a masked block past all keys."""
+        self.share_from[0] = T.truncdiv(share * self.num_steps[0], shares)
+        self.share_to[0] = T.truncdiv((share + 1) * self.num_steps[0], shares)
+        none = T.ceildiv(self.mask.seqlen_k, self.block_N)
+        last = self.num_steps[0] - 1 - self.share_from[0]
+        self.share_last[0] = T.shfl_sync(T.if_then_else(self.share_from[0] < self.share_to[0], last, none), 0)
+        self.num_steps[0] = T.shfl_sync(T.max(self.share_to[0] - self.share_from[0], 1), 0)
+        masked = T.max(self.num_masked[0] - self.share_from[0], 1)
+        self.num_masked[0] = T.shfl_sync(T.min(masked, self.num_steps[0]), 0)
 
     @property
     def steps(self) -> Any:
@@ -88,7 +105,8 @@ class KeyBlocks:
         return ((False, 1, self.num_steps[0] - 1),)
 
     def first_key(self, step: Any) -> Any:
-        return (self.num_steps[0] - 1 - step) * self.block_N
+        last = self.num_steps[0] - 1 if self.share_last is None else self.share_last[0]
+        return (last - step) * self.block_N
 
 
 @T.meta_class

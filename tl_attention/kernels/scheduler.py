@@ -13,7 +13,8 @@ class TileOrder:
     """Numbers the tiles of a problem; what it needs is worked out on the host (dispatch.plan), where a division is cheap.
 
     Causal: the longest first, over a group of heads whose keys and values stay in the L2 together; group after group.
-    Full: all tiles of a head, then the next head.
+    Full: all tiles of a head, then the next head. With splits, so many CTAs a tile: those that walk the same keys beside each
+    other, so all tiles of a group of heads for one part of the keys, then for the next.
     """
 
     causal: bool
@@ -22,6 +23,15 @@ class TileOrder:
     heads_a_kv_head: Any
     m_blocks: Any
     group_heads: Any
+    splits: Any = None
+
+    @property
+    def grouped(self) -> bool:
+        return self.causal or self.splits is not None
+
+    @property
+    def ctas_a_head(self) -> Any:
+        return self.m_blocks if self.splits is None else self.m_blocks * self.splits
 
     @property
     def num_tiles(self) -> Any:
@@ -41,6 +51,11 @@ class Tile:
             T.alloc_var("int32", init=0) for _ in range(4)
         )
         self.first_head, self.rank, self.members = (T.alloc_var("int32", init=0) for _ in range(3))
+        self.split_idx = None if order.splits is None else T.alloc_var("int32", init=0)
+
+    @property
+    def split(self) -> Any:
+        return self.split_idx[0]
 
     @property
     def batch(self) -> Any:
@@ -61,10 +76,13 @@ class Tile:
     @T.inline
     def locate(self, number):
         order = self.order
-        if order.causal:
-            self.first_head[0] = T.truncdiv(number, order.group_heads * order.m_blocks) * order.group_heads
-            self.rank[0] = number - self.first_head[0] * order.m_blocks
+        if order.grouped:
+            self.first_head[0] = T.truncdiv(number, order.group_heads * order.ctas_a_head) * order.group_heads
+            self.rank[0] = number - self.first_head[0] * order.ctas_a_head
             self.members[0] = T.min(order.group_heads, order.all_heads - self.first_head[0])
+            if order.splits is not None:
+                self.split_idx[0] = T.truncdiv(self.rank[0], self.members[0] * order.m_blocks)
+                self.rank[0] = T.truncmod(self.rank[0], self.members[0] * order.m_blocks)
             self.head_idx[0] = self.first_head[0] + T.truncmod(self.rank[0], self.members[0])
             self.block[0] = order.m_blocks - 1 - T.truncdiv(self.rank[0], self.members[0])
         else:

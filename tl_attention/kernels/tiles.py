@@ -90,8 +90,19 @@ class DenseTiles:
 
 
 @dataclass(frozen=True)
+class DensePartTiles(DenseTiles):
+    """DenseTiles whose output is one of several parts: O [splits, batch, heads, seqlen_q, head_dim_v], Lse [splits, batch, ..]."""
+
+    def o(self, tile: Any, start: Any, rows: int) -> Any:
+        return self.O[tile.split, tile.batch, tile.head, start : start + rows, 0 : self.head_dim_v]
+
+    def lse(self, tile: Any, start: Any, rows: int) -> Any:
+        return self.Lse[tile.split, tile.batch, tile.head, start : start + rows]
+
+
+@dataclass(frozen=True)
 class SharedTiles:
-    """What the roles of a CTA share: rings of tiles; O, where the output leaves from, None if that is Q; the box of tile plans."""
+    """What the roles of a CTA share: rings of tiles; O, where the output leaves from, if there is a tile for it; the box of tile plans."""
 
     Q: Any
     K: Any

@@ -1,0 +1,68 @@
+"""Among how many CTAs the keys of a tile are divided, and that the parts make the whole."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tl_attention.dispatch import fwd_bucket, key_splits
+from tl_attention.problem import MAX_SPLITS
+
+SMS = 132
+
+
+@pytest.mark.parametrize(
+    ("tiles", "steps", "splits"),
+    [
+        (8, 128, 16),  # 128 queries of 8 heads, 16k keys: one wave
+        (32, 512, 4),
+        (64, 1024, 2),
+        (64, 128, 2),
+        (64, 8, 2),
+        (1, 1, 1),
+        (8, 4, 1),  # too few blocks to share
+        (106, 1024, 1),  # nearly a tile an SM
+        (132, 1024, 1),
+        (10**6, 1024, 1),
+    ],
+)
+def test_key_splits(tiles, steps, splits):
+    assert key_splits(tiles, steps, SMS) == splits
+
+
+def test_key_splits_are_few_have_two_blocks_each_and_make_no_wave_of_their_own():
+    for tiles in range(1, 200):
+        for steps in (1, 2, 3, 5, 8, 13, 100, 1000, 10**5):
+            splits = key_splits(tiles, steps, SMS)
+            assert 1 <= splits <= MAX_SPLITS
+            assert splits == 1 or steps // splits >= 2
+            if splits > 1:  # the longest CTA of each wave: less than the tile that is not split
+                assert math.ceil(tiles * splits / SMS) * math.ceil(steps / splits) < steps
+                assert tiles * splits <= 8 * SMS  # and their parts take less than 70 MB at d128
+
+
+def test_fwd_bucket_is_of_the_shape_alone():
+    assert fwd_bucket(1, 8, 128, 16384, SMS) == "split"
+    assert fwd_bucket(1, 8, 1, 16384, SMS) == "split"
+    assert fwd_bucket(1, 8, 128, 512, SMS) == "1k"
+    assert fwd_bucket(4, 16, 4096, 4096, SMS) == "4k"
+    assert fwd_bucket(1, 128, 128, 16384, SMS) == "long"
+    assert fwd_bucket(1, 128, 128, 16384, 2 * SMS) == "split"
+
+
+def test_parts_of_the_keys_make_the_whole():
+    """What kernels/fwd_combine.py computes, with a part that has no key and a row that has none at all."""
+    scores, v = torch.randn(5, 12, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
+    scores[1] = -math.inf
+    scores[2, :8] = -math.inf
+    shares = [slice(0, 4), slice(4, 4), slice(4, 12)]
+    lse = torch.stack([scores[:, share].logsumexp(1) for share in shares])
+    out = torch.stack([scores[:, share].softmax(1).nan_to_num() @ v[share] for share in shares])
+    row_max = lse.amax(0).clamp(min=-1e20)
+    weights = (lse - row_max).exp()
+    total = weights.sum(0)
+    combined = (weights[..., None] * out).sum(0) / total.where(total != 0, 1)[:, None]
+    torch.testing.assert_close(combined, scores.softmax(1).nan_to_num() @ v)
+    torch.testing.assert_close(total.log() + row_max, scores.logsumexp(1))

@@ -60,10 +60,11 @@ L2_SHARE = 32 << 20  # bytes of a 50 MB L2 that the keys and values of one group
 # Counters a device has; when streams and captured launches have used them up, a new one is a memset before its launch
 TICKET_ROWS = 1 << 15
 
-# What a split forward costs, in steps of a block of keys (1.5 us at d128): a CTA beside its steps, with its part's way to memory
-# and back; the kernel that combines the parts, and each part in it
-CTA_STEPS, COMBINE_STEPS, PART_STEPS = 3, 2, 1 / 8
-ABOUT = 1.05  # times the least time, for fewer parts in memory
+# What a split forward costs, in steps of a block of keys (1.3 us at d128): a CTA beside its steps, with its part's way to memory
+# and back; the kernel that combines the parts, and each part in it. Causal d128 on an H200, 2026-11-21, us: 8 heads of 1024 x 1024
+# 16.3 whole, 19.0 in 2 parts; 4 of 2048 x 2048 26.7 and 24.0; 8 of 128 x 1024 15.3, 11.5 in 4; 8 of 128 x 16k 175, 21.8 in 16
+CTA_STEPS, COMBINE_STEPS, PART_STEPS = 3, 5, 1 / 8
+ABOUT = 1.04  # times the least time, for fewer parts in memory
 FEW_TILES = 0.8  # of the SMs: with more tiles a split gains little
 TILE = 128  # queries, and keys, that a tile has where no config is at hand yet
 QUERY_ROWS = 128  # that the log-sum-exp, delta and the sums of dq are padded to a multiple of

@@ -103,17 +103,12 @@ def test_is_legal_says_why_not(problem, config, reason):
 
 
 def passes(*texts: str) -> BwdConfig:
-    """Of passes as they print: dq+dk+dv 64x128x2x2 ds2 lean."""
+    """Of passes as they print: dk+dv 64x128x2x2 lean."""
     parts = (text.split() for text in texts)
     return BwdConfig(
         tuple(
-            BwdPass(
-                grads,
-                *map(int, sizes.split("x")),
-                lean="lean" in extras,
-                num_stages_ds=next((int(extra[2:]) for extra in extras if extra.startswith("ds")), 1),
-            )
-            for grads, sizes, *extras in parts
+            BwdPass(grads, *map(int, sizes.split("x")), lean=lean == ["lean"])
+            for grads, sizes, *lean in parts
         )
     )
 
@@ -135,8 +130,6 @@ def passes(*texts: str) -> BwdConfig:
         (D64, passes("dk+dv 64x128", "dq 128x64 lean"), "lean: expected False where dq is made alone"),
         (D64, passes("dq+dk+dv 64x128x1 lean"), "num_stages 1: expected at least 2"),
         (D64, passes("dq+dk+dv 64x128x2x0 lean"), "num_stages_do 0"),
-        (D64, passes("dq+dk+dv 64x128 ds3 lean"), "num_stages_ds 3: expected 1, or 2"),
-        (D64, passes("dk+dv 64x128 ds2", "dq 128x64"), "num_stages_ds 2: expected 1"),
         (D64, passes("dk+dv 128x128", "dq 128x64"), "registers: 256 of 232"),
         (D64, passes("dq+dk+dv 64x192"), "block_N 192: expected 128"),
         (D64, passes("dk+dv 64x192", "dq 128x64"), "registers: 160 of 152"),
@@ -167,7 +160,6 @@ def test_is_legal_takes_no_sum_without_order_where_bits_are_to_be_equal():
     [
         (D64, "dq+dk+dv 128x128 lean", 133120, 160),
         (D128, "dq+dk+dv 64x128 lean", 148480, 176),
-        (D128, "dq+dk+dv 64x128x2x3 ds2 lean", 181248, 192),
         (D128, "dk+dv 64x128", 132096, 224),
         (D128, "dq 128x64", 131072, 144),
         (D192_128, "dk+dv 64x128 lean", 164864, 208),

@@ -86,7 +86,7 @@ def _pass_smem_bytes(problem: AttnProblem, one: BwdPass) -> int:
     if one.grads != "dq":  # with each row of Q come its log-sum-exp and delta, which "dv" does without
         row_values = 4 * step * one.num_stages * (1 if one.grads == "dv" else 2)
     if one.adds_dq:
-        sixteen_bits += one.num_stages_ds * owned * step
+        sixteen_bits += owned * step  # dS
     return 2 * sixteen_bits + -(-row_values // TILE_ALIGNMENT) * TILE_ALIGNMENT
 
 
@@ -94,7 +94,7 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | BwdPass) -> 
     """Registers a consumer thread holds at once for 64 rows a warpgroup, of which 64 columns take 32 in fp32.
 
     Forward: S and O in fp32, P in 16 bits. Backward: S, dP and what it makes in fp32, P and dS in 16 bits; lean, S and dP share
-    theirs, and P and dS unless dS has two stages.
+    theirs, and P and dS.
     """
     if isinstance(config, FwdConfig):
         return config.block_N // 2 + config.block_N // 4 + problem.head_dim_v // 2
@@ -103,7 +103,7 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | BwdPass) -> 
     widths = {"dq": problem.head_dim, "dk": problem.head_dim, "dv": problem.head_dim_v}
     sums = sum(widths[grad] for grad in config.makes if not (grad == "dq" and config.adds_dq))
     if config.lean:
-        return sums // 2 + step // 2 + config.num_stages_ds * step // 4
+        return sums // 2 + step // 2 + step // 4
     return sums // 2 + (1 + has_ds) * step // 2 + (has_p + has_ds) * step // 4
 
 
@@ -170,8 +170,6 @@ def _pass_fault(problem: AttnProblem, one: BwdPass) -> str | None:
         return f"{step} {step_rows}: expected 64 or 128, as warpgroups compute 64 rows of dq at a time"
     if one.adds_dq and not one.lean:
         return "lean: expected True where dq is summed, as it takes registers of its own"
-    if one.num_stages_ds not in ((1, 2) if one.adds_dq else (1,)):
-        return f"num_stages_ds {one.num_stages_ds}: expected 1, or 2 where dq is summed"
     for name, least in (("num_stages", 2), ("num_stages_do", 1)):
         if getattr(one, name) < least:
             return f"{name} {getattr(one, name)}: expected at least {least}"

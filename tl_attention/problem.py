@@ -130,7 +130,6 @@ class BwdPass:
     num_stages: int = 2  # depth of the Q ring, in "dq" of the K ring
     num_stages_do: int = 2  # depth of the dO ring, in "dq" of the V ring
     lean: bool = False  # dP in the registers of S, and dS in those of P, 16 bits by then; not for "dq"
-    num_stages_ds: int = 1  # depth of the ring in which warpgroups pass dS to each other for dq+dk+dv, 1 or 2
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -151,8 +150,8 @@ class BwdPass:
         return 128 * (self.warpgroups + 1)
 
     def __str__(self) -> str:
-        extras = f" ds{self.num_stages_ds}" * (self.num_stages_ds > 1) + " lean" * self.lean
-        return f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}{extras}"
+        lean = " lean" * self.lean
+        return f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}{lean}"
 
 
 @dataclass(frozen=True)

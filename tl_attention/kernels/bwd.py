@@ -19,7 +19,6 @@ from tl_attention.kernels.pipeline import (
     WARPGROUP,
     Exchange,
     TileRing,
-    Trail,
     alloc_fragments,
     alloc_swizzled,
     sync_consumers,
@@ -127,12 +126,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     # Of the GEMMs S' = K Q', dP' = V dO'
     k_qt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}
     pieces = dq_pieces(block_M, head_dim, config.warpgroups)
-    behind = config.num_stages_ds  # steps that dQ is behind
-    # dS in the registers of P. With dQ two steps behind, warpgroups need not keep step, and it pays that dS does not wait for dV
-    in_place = lean and behind == 1
     # The log-sum-exps are asked for before S is waited for: shared memory, busy with the GEMMs, answers late. Full d64 at 4k
     # 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21); in the other passes the registers are lacking
     lse_early = with_dq or not with_dv
+    # Before the exponential, which is then in one block of code with what follows: full d64 455 -> 474, d256 dv 833 -> 781 us
+    mask_scores = with_dq or not (with_dk and with_dv)
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -168,11 +166,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             blocks.advance()
 
     @T.macro
-    def multiply_dq(w, step, shared, acc_dq):
+    def multiply_dq(w, shared, acc_dq):
         for i, (rows, cols) in enumerate(pieces[w]):
             for other in warpgroups:
                 T.wgmma_gemm(
-                    shared.dS.columns(step, other, rows),
+                    shared.dS[other][:, rows],
                     shared.K.tiles[other, :, cols],
                     acc_dq[i],
                     transpose_A=True,
@@ -181,8 +179,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 )
 
     @T.macro
-    def add_dq(w, step, row_block, tiles, shared, acc_dq):
-        shared.dS.release(step)
+    def add_dq(w, row_block, tiles, shared, acc_dq):
+        shared.dS.release()
         for i, (rows, cols) in enumerate(pieces[w]):
             tiles.dQ_sum.add(acc_dq[i], row_block + rows.start // 16, cols.start)
 
@@ -198,12 +196,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         acc_s = T.alloc_fragment([64, block_M], "float32")  # scores, then probabilities
         P = T.alloc_fragment([64, block_M], dtype)
         acc_dp = acc_s if lean else T.alloc_fragment([64, block_M], "float32")
-        dS = P if in_place else T.alloc_fragment([64, block_M], dtype)
+        dS = P if lean else T.alloc_fragment([64, block_M], dtype)
         acc_dk = T.alloc_fragment([64, head_dim], "float32")
         acc_dv = T.alloc_fragment([64, head_dim_v], "float32")
         acc_dq = alloc_fragments([sizes(piece) for piece in pieces[w]], "float32")
         lse_log2 = T.alloc_fragment([block_M], "float32")
-        row_blocks = Trail(behind)  # of the dQ that are due
+        dq_row_block = T.alloc_var("int32", init=0)  # of the step before
 
         for other in warpgroups if with_dq else (w,):
             shared.K.wait(other)
@@ -216,7 +214,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         if with_dv:
             T.clear(acc_dv)
         for step in T.serial(blocks.steps):
-            # P' = softmax(S'), and beside it dP' = V dO' or, if lean, dQ = dS K of an earlier step, of no use in the first.
+            # P' = softmax(S'), and beside it dP' = V dO' or, if lean, dQ = dS K of the step before, of no use in the first.
             # ptxas serializes all wgmma if S is read while a GEMM is in flight that was issued in the step before
             if lse_early:
                 shared.Q.read_row_values(step, 0, lse_log2)
@@ -224,13 +222,13 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if step > 0:
                 last_operand.release(step - 1)
             if with_dq:
-                if step >= behind:
-                    shared.dS.wait(step - behind)
-                multiply_dq(w, step - behind, shared, acc_dq)
+                if step > 0:
+                    shared.dS.wait(step - 1)
+                multiply_dq(w, shared, acc_dq)
             if with_dk and not lean:
                 shared.dO.wait(step)
                 T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **k_qt)
-            if with_dq:
+            if mask_scores:
                 mask.hide_transposed(acc_s, key, blocks.query, softmax_scale)
             if lse_early:
                 probabilities(acc_s, scale_log2, lambda i, j: lse_log2[j])
@@ -238,7 +236,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 probabilities(acc_s, scale_log2, lambda i, j: shared.Q.row_value(step, 0, j))
             if not with_dk:
                 shared.Q.release(step)
-            if not with_dq:
+            if not mask_scores:
                 mask.clear_transposed(acc_s, key, blocks.query)
             if with_dv or lean:
                 T.copy(acc_s, P)
@@ -254,18 +252,18 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     T.wgmma_gemm(P, shared.dO[step], acc_dv, policy=row_wise)
                 if with_dq:
                     T.wait_wgmma(2)  # dQ is there
-                    if step >= behind:
-                        add_dq(w, step - behind, row_blocks.oldest, tiles, shared, acc_dq)
+                    if step > 0:
+                        add_dq(w, dq_row_block, tiles, shared, acc_dq)
                 if lean:
-                    T.wait_wgmma(0 if in_place else 1)  # dP is there, and if in_place P has served
-                if in_place or not with_dv:
+                    T.wait_wgmma(0)  # dP is there, and P has served
+                if lean or not with_dv:
                     shared.dO.release(step)
                 probability = P if lean else acc_s
                 softmax_backward(probability, acc_dp, lambda i, j: shared.Q.row_value(step, 1, j), dS)
             if with_dq:
                 shared.dS.wait_empty(step)
-                T.copy(dS, shared.dS.tile(step, w))
-                shared.dS.announce(step)
+                T.copy(dS, shared.dS[w])
+                shared.dS.announce()
 
             # dK += dS' Q, or without dK dV += P' dO; behind it S' of the next step, of no use after the last
             if with_dk:
@@ -276,22 +274,19 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if step + 1 < blocks.steps:
                 shared.Q.wait(step + 1)
             T.wgmma_gemm(shared.K[w], shared.Q[step + 1], acc_s, **k_qt)
-            if with_dk and with_dv and not in_place:
+            if with_dk and with_dv and not lean:
                 T.wait_wgmma(2)  # dV is there
                 shared.dO.release(step)
             if with_dq:
-                row_blocks.push(tiles.dQ_sum.row_block(tile.batch * heads + blocks.head, blocks.query))
+                dq_row_block = tiles.dQ_sum.row_block(tile.batch * heads + blocks.head, blocks.query)
             blocks.advance()
 
         T.wait_wgmma(0)
         if with_dq:
-            for i, _ in enumerate(row_blocks.numbers):
-                due = behind - i  # steps ago
-                if blocks.steps >= due:
-                    shared.dS.wait(blocks.steps - due)
-                    multiply_dq(w, blocks.steps - due, shared, acc_dq)
-                    T.wait_wgmma(0)
-                    add_dq(w, blocks.steps - due, row_blocks.numbers[i][0], tiles, shared, acc_dq)
+            shared.dS.wait(blocks.steps - 1)
+            multiply_dq(w, shared, acc_dq)
+            T.wait_wgmma(0)
+            add_dq(w, dq_row_block, tiles, shared, acc_dq)
             sync_consumers(consumers)
         # K and V have served, for all warpgroups: dK and dV leave through their tiles. Where to is worked out anew, rather than
         # held in registers all the way
@@ -376,7 +371,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 K=K_shared,
                 V=V_shared,
                 dV=dV_shared,
-                dS=Exchange(behind, config.warpgroups, [64, block_M], dtype, "dS") if with_dq else None,
+                dS=Exchange(config.warpgroups, [64, block_M], dtype, "dS") if with_dq else None,
             )
             order = TileOrder(
                 problem.causal, heads_kv * parts, heads_kv * parts * batch, parts, n_blocks, group_heads

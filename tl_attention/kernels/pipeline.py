@@ -94,61 +94,34 @@ class SharedTile:
 
 @T.meta_class
 class Exchange:
-    """Slots of a shared tile a warpgroup, which its warpgroup writes and all read, a slot a step."""
+    """A shared tile a warpgroup, which its warpgroup writes and all read, once a step."""
 
-    def __init__(self, slots: int, warpgroups: int, shape: list[int], dtype: str, name: str):
-        self.slots, self.warpgroups = slots, warpgroups
-        # Where there is one slot, buffers of their own: only a copy to a whole 2-D buffer becomes stmatrix (0.1.15)
-        self.buffers = tuple(
-            SharedTile(shape, dtype, True, name=f"{name}_{w}").tile for w in range(warpgroups * (slots == 1))
-        )
-        self.tiles = None if self.buffers else alloc_swizzled([slots * warpgroups, *shape], dtype)
-        self.full = T.alloc_barrier([4 * warpgroups] * slots)  # every warp has written its share
-        self.empty = T.alloc_barrier([4 * warpgroups] * slots)  # every warp is done with all tiles
+    def __init__(self, warpgroups: int, shape: list[int], dtype: str, name: str):
+        # Buffers of their own: only a copy to a whole 2-D buffer becomes stmatrix (0.1.15)
+        self.tiles = tuple(SharedTile(shape, dtype, True, name=f"{name}_{w}").tile for w in range(warpgroups))
+        self.full = T.alloc_barrier([4 * warpgroups])  # every warp has written its share
+        self.empty = T.alloc_barrier([4 * warpgroups])  # every warp is done with all tiles
 
-    def columns(self, step: Any, w: int, cols: slice) -> Any:
-        if self.buffers:
-            return self.buffers[w][:, cols]
-        return self.tiles[step % self.slots * self.warpgroups + w, :, cols]
-
-    def tile(self, step: Any, w: int) -> Any:
-        return self.buffers[w] if self.buffers else self.columns(step, w, slice(None))
+    def __getitem__(self, w):
+        return self.tiles[w]
 
     def wait(self, step):
-        return T.mbarrier_wait_parity(self.full[step % self.slots], step // self.slots % 2)
+        return T.mbarrier_wait_parity(self.full[0], step % 2)
 
     def wait_empty(self, step):
-        return T.mbarrier_wait_parity(self.empty[step % self.slots], step // self.slots % 2 ^ 1)
+        return T.mbarrier_wait_parity(self.empty[0], step % 2 ^ 1)
 
     @T.inline
-    def announce(self, step):
+    def announce(self):
         T.fence_proxy_async()
         T.sync_warp()
         if T.get_thread_binding() % 32 == 0:
-            T.mbarrier_arrive(self.full[step % self.slots])
+            T.mbarrier_arrive(self.full[0])
 
     @T.inline
-    def release(self, step):
+    def release(self):
         if T.get_thread_binding() % 32 == 0:
-            T.mbarrier_arrive(self.empty[step % self.slots])
-
-
-@T.meta_class
-class Trail:
-    """A number of each of the last steps, the oldest first."""
-
-    def __init__(self, length: int, name: str = "trail"):
-        self.numbers = tuple(T.alloc_var("int32", init=0) for _ in range(length))
-
-    @property
-    def oldest(self) -> Any:
-        return self.numbers[0][0]
-
-    @T.inline
-    def push(self, number):
-        for i, _ in enumerate(self.numbers[1:]):
-            self.numbers[i][0] = self.numbers[i + 1][0]
-        self.numbers[-1][0] = number
+            T.mbarrier_arrive(self.empty[0])
 
 
 class Turns:

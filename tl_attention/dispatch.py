@@ -232,6 +232,7 @@ class TicketOffice:
         thread = threading.Thread(target=self._allocate, args=(device,))
         thread.start()
         thread.join()
+        self.idle = self.rows[0]  # for kernels that draw none
         self.next_row = itertools.count(1)
         self.of_stream: dict[int, torch.Tensor] = {}
 
@@ -245,7 +246,7 @@ class TicketOffice:
 
     def tickets(self, device: int, dynamic: bool) -> torch.Tensor:
         if not dynamic:
-            return self.rows[0]
+            return self.idle
         if torch.cuda.is_current_stream_capturing():
             return self.row()
         stream = torch._C._cuda_getCurrentRawStream(device)

@@ -277,6 +277,21 @@ def test_first_table_that_has_a_row_serves(tmp_path):
     assert configs.config_of_tables(D128, "4k", [stale, second])[0] == other
 
 
+def test_a_length_without_a_row_takes_that_of_the_nearest(tmp_path):
+    near = write_row(tmp_path / "near.json", {"config": asdict(WINNER)})
+    for bucket in ("1k", "long"):
+        config, source = configs.config_of_tables(D128, bucket, [near])
+        assert config == WINNER and "causal 4k" in source
+    default = configs.default_config(D128, bucket="split")
+    assert configs.config_of_tables(D128, "split", [near])[0] == default
+
+    other = FwdConfig(128, 64)
+    own = tmp_path / "own.json"
+    key = tuning_key(D128, "long")
+    own.write_text(configs.format_tuned({"gpu": "GPU", "fwd": {key: {"config": asdict(other)}}}))
+    assert configs.config_of_tables(D128, "long", [near, own])[0] == other
+
+
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_pick_config_without_table_is_the_default(direction, tmp_path, monkeypatch):
     monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path))

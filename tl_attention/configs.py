@@ -343,18 +343,19 @@ def config_of_tables(
     """The config of the first of some tuned tables that has one, else the default; and in words whence it comes.
 
     In a table that has no row for its dtype, a problem takes the other dtype's, and bwd_det the row of bwd if that is
-    deterministic. A row of another version of the config counts as none.
+    deterministic. Where no table has a row for its length, it takes that of the nearest. A row of another version of the config
+    counts as none.
     """
-    keys = [
-        tuning_key(replace(problem, dtype=dtype), bucket)
-        for dtype in sorted(DTYPES, key=problem.dtype.__ne__)
-    ]
     misses = []
-    for path, section in itertools.product(paths, SECTIONS[direction]):
+    for near, path, section in itertools.product(_nearest(bucket), tuple(paths), SECTIONS[direction]):
         rows = read_tuned(path)[section]
+        keys = [
+            tuning_key(replace(problem, dtype=dtype), near)
+            for dtype in sorted(DTYPES, key=problem.dtype.__ne__)
+        ]
         key = next((key for key in keys if key in rows), None)
         if key is None:
-            misses.append(f"{path} has no {section} row {keys[0]!r}")
+            misses += [f"{path} has no {section} row {keys[0]!r}"] * (near == bucket)
             continue
         try:
             return config_of_row(problem, rows[key], direction, bucket), f"{section} row {key!r} of {path}"
@@ -362,6 +363,13 @@ def config_of_tables(
             misses.append(f"{section} row {key!r} of {path} does not serve, {error}")
     grid = data_dir() / "grid.toml"
     return default_config(problem, direction, bucket), f"{direction} default of {grid}: {'; '.join(misses)}"
+
+
+def _nearest(bucket: str) -> list[str]:
+    """The buckets whose rows may serve one, itself first; of lengths alone, as one of few tiles asks for another kernel."""
+    if bucket not in BUCKETS:
+        return [bucket]
+    return sorted(BUCKETS, key=lambda other: abs(BUCKETS.index(other) - BUCKETS.index(bucket)))
 
 
 def tile_widths(direction: str) -> tuple[tuple[int, int], ...]:

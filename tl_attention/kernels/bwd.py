@@ -314,11 +314,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 T.copy(shared.dV[w, :, :], tiles.dv(tile, key, 64))
 
     @T.macro
-    def walk(role, number, order, heads_a_kv_head, heads_a_part, tiles, shared):
+    def produce(number, order, heads_a_kv_head, heads_a_part, tiles, shared):
         blocks = QueryBlocks(mask, block_M)
         tile = KeyTile(order, block_N, blocks)
         tile.start(number, heads_a_kv_head, heads_a_part)
-        role(tile, blocks, tiles, shared)
+        load(tile, blocks, tiles, shared)
 
     @T.macro
     def consume(w, number, order, heads_a_kv_head, heads_a_part, tiles, shared, parts, softmax_scale):
@@ -397,7 +397,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 if registers is not None:
                     T.dec_max_nreg(registers[0])
                 if thread < consumers + 32:
-                    walk(load, number, order, heads_a_kv_head, heads_a_part, tiles, shared)
+                    produce(number, order, heads_a_kv_head, heads_a_part, tiles, shared)
             for w in warpgroups:
                 with T.ws(w):
                     if registers is not None:

@@ -127,9 +127,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     k_qt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}
     pieces = dq_pieces(block_M, head_dim, config.warpgroups)
     # The log-sum-exps are asked for before S is waited for: shared memory, busy with the GEMMs, answers late. Full d64 at 4k
-    # 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21); in the other passes the registers are lacking
+    # 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21); dk+dv spills with them, and dv of d256 was slower
     lse_early = with_dq or not with_dv
-    # Before the exponential, which is then in one block of code with what follows: full d64 455 -> 474, d256 dv 833 -> 781 us
+    # Before the exponential, which is then in one block of code with what follows: full d64 455 -> 474, d256 dv 833 -> 781 us;
+    # dk+dv of 192/128 spills
     mask_scores = with_dq or not (with_dk and with_dv)
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")

@@ -86,10 +86,10 @@ class TileRing:
 
 @T.meta_class
 class SharedTile:
-    """One buffer with a name of its own: TileLang 0.1.15 places those of one name in an order that varies from process to process."""
+    """A swizzled buffer with a name of its own: TileLang 0.1.15 places those of one name in an order that varies between processes."""
 
-    def __init__(self, shape: list[int], dtype: str, swizzled: bool, name: str):
-        self.tile = alloc_swizzled(shape, dtype) if swizzled else T.alloc_shared(shape, dtype)
+    def __init__(self, shape: list[int], dtype: str, name: str):
+        self.tile = alloc_swizzled(shape, dtype)
 
 
 @T.meta_class
@@ -98,7 +98,7 @@ class Exchange:
 
     def __init__(self, warpgroups: int, shape: list[int], dtype: str, name: str):
         # Buffers of their own: only a copy to a whole 2-D buffer becomes stmatrix (0.1.15)
-        self.tiles = tuple(SharedTile(shape, dtype, True, name=f"{name}_{w}").tile for w in range(warpgroups))
+        self.tiles = tuple(SharedTile(shape, dtype, name=f"{name}_{w}").tile for w in range(warpgroups))
         self.full = T.alloc_barrier([4 * warpgroups])  # every warp has written its share
         self.empty = T.alloc_barrier([4 * warpgroups])  # every warp is done with all tiles
 

@@ -16,10 +16,10 @@ def strided(name: str, shape: list, dtype: str) -> Any:
 
 @dataclass(frozen=True)
 class FragmentBlocks:
-    """fp32 matrices of `rows` rows in blocks of 16 x 8, each laid out as a warp holds it after wgmma: a thread has 4 numbers of
+    """fp32 matrices of 16 * row_blocks rows, in blocks of 16 x 8, each laid out as a warp holds it after wgmma: a thread has 4 numbers of
     it side by side, and a warp all 512 bytes, so that one instruction a block adds or stores them.
 
-    tensor: [matrices * rows / 16, cols / 8, 32, 4]. A place in it is the number of a row block, an int32 where rows are not.
+    tensor: [matrices * row_blocks, cols / 8, 32, 4]. A place in it is the number of a row block: an int32, where an offset is none.
     """
 
     tensor: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -265,15 +266,16 @@ def test_tune_budget_cuts_what_hangs(run_tune, monkeypatch):
     assert {attempt.fate for attempt in attempts.values()} == {"failed", "not reached"}
 
 
-def hang_unless_first(problem: AttnProblem, config: KernelConfig) -> cubin.Report:
-    time.sleep(0 if config == CANDIDATES[1] else 100)
+def hang_unless(one: FwdConfig, problem: AttnProblem, config: KernelConfig) -> cubin.Report:
+    time.sleep(0 if config == one else 100)
     return GOOD
 
 
-def test_tune_names_no_winner_without_what_serves_now(run_tune, monkeypatch):
+@pytest.mark.parametrize("reached", CANDIDATES[:2], ids=["what serves now", "another"])
+def test_tune_names_no_winner_of_one_alone(run_tune, monkeypatch, reached):
     monkeypatch.setattr(sandbox, "GRACE", 0.5)
     monkeypatch.setattr(autotune, "COMPILE_FLOOR", 5)
-    attempts, table, *_ = run_tune(budget_s=8, compile=hang_unless_first)
+    attempts, table, *_ = run_tune(budget_s=8, compile=functools.partial(hang_unless, reached))
     assert not table["fwd"] and "winner" not in {attempt.fate for attempt in attempts.values()}
 
 

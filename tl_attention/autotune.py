@@ -364,6 +364,11 @@ class Search:
                     "not reached", f"no winner without {incumbent}, which serves now and was not timed"
                 )
             timed = []
+        if len(timed) == 1 and any(
+            attempt is not timed[0] and (attempt.fate == "not reached" or attempt.cut_off)
+            for attempt in attempts
+        ):
+            timed.pop().lose("not reached", "no winner of one alone, with others not reached")
         ranked, finalists = sorted(timed, key=Attempt.score.fget, reverse=True), []
         while ranked and not finalists:
             finalists = self._time(row, ranked[:2], shapes, FINAL_ROUNDS, deadline, "again")

@@ -316,7 +316,8 @@ def test_bwd_needs_memory_for_rows_and_sums_alone(shape, layouts, deterministic)
 @pytest.mark.parametrize(
     "shape", ["4,16,16,1111,1111,128,full", "4,16,16,1111,1111,128,causal", "2,16,16,2222,2222,64,full",
               "2,16,16,2222,2222,64,causal", "2,16,16,1111,1111,192,128,causal", "2,28,4,1111,1111,128,causal",
-              "1,16,1,4096,4096,128,causal", "2,8,8,700,700,256,causal"],
+              "1,16,1,4096,4096,128,causal", "2,8,8,700,700,256,causal",
+              "8,8,8,2048,2048,256,causal", "4,10,10,4096,4096,192,causal"],
 )  # fmt: skip
 def test_bwd_deterministic_is_equal_bit_by_bit(shape):
     shape = Shape.parse(shape)

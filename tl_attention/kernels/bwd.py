@@ -235,8 +235,6 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 probabilities(acc_s, scale_log2, lambda i, j: lse_log2[j])
             else:
                 probabilities(acc_s, scale_log2, lambda i, j: shared.Q.row_value(step, 0, j))
-            if not with_dk:
-                shared.Q.release(step)
             if not mask_scores:
                 mask.clear_transposed(acc_s, key, blocks.query)
             if with_dv or lean:
@@ -272,6 +270,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             else:
                 shared.dO.wait(step)
                 T.wgmma_gemm(P, shared.dO[step], acc_dv, policy=row_wise)
+                # Once P has gone to a GEMM every lane has its log-sum-exps. An arrival overtakes reads that are on their way: before
+                # the GEMM, causal dv of d192 and d256 read those of a later step now and then (H200, 2026-11-21)
+                shared.Q.release(step)
             if step + 1 < blocks.steps:
                 shared.Q.wait(step + 1)
             T.wgmma_gemm(shared.K[w], shared.Q[step + 1], acc_s, **k_qt)

@@ -5,10 +5,16 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from tl_attention.reference import attention_backward_reference, attention_reference
+from tl_attention.reference import (
+    attention_backward_reference,
+    attention_reference,
+    varlen_backward_reference,
+    varlen_reference,
+)
 
 # An LSE is fp32 whatever the inputs are: PyTorch's error in their dtype would excuse too much. The exp2 unit,
 # the order of sums and the tensor cores' rounding stay within 1e-5 of the largest LSE.
@@ -32,7 +38,7 @@ class BwdVerdict:
     """Whether a backward is right. Ratios are worst error / error allowed, inf at a misplaced NaN or inf."""
 
     ok: bool
-    ratios: dict[str, float]  # of dq, dk and dv
+    ratios: dict[str, float]  # of dq, dk, dv and, with a sink, dsink
     text: str  # the worst gradient first
 
     @property
@@ -50,6 +56,7 @@ def check_fwd(
     softmax_scale: float | None = None,
     causal: bool = False,
     lse_base2: bool = False,
+    **options: Any,
 ) -> Verdict:
     """Compare a forward to the reference (fp32 math on a GPU, fp64 on CPU).
 
@@ -63,9 +70,12 @@ def check_fwd(
         out: [batch, seqlen_q, heads_q, head_dim_v].
         lse: [batch, heads_q, seqlen_q], base 2 with lse_base2, else natural; None leaves it unchecked.
         q, k, v: [batch, seqlen, heads, head_dim], as for attention_reference.
+        options: of attention_reference; with cu_seqlens_q, everything is as for varlen_reference.
     """
-    ref, ref_lse = attention_reference(q, k, v, softmax_scale, causal, dtype=_exact(q), lse_base2=lse_base2)
-    pt, _ = attention_reference(q, k, v, softmax_scale, causal, dtype=q.dtype)
+    reference = varlen_reference if "cu_seqlens_q" in options else attention_reference
+    how = {"softmax_scale": softmax_scale, "causal": causal, "lse_base2": lse_base2, **options}
+    ref, ref_lse = reference(q, k, v, dtype=_exact(q), **how)
+    pt, _ = reference(q, k, v, dtype=q.dtype, **how)
     ratio, text = _judge("out", out, ref, _allowed(2, ref, pt))
     lse_ratio, lse_text = 0.0, "lse unchecked"
     if lse is not None:
@@ -75,7 +85,7 @@ def check_fwd(
 
 @torch.no_grad()
 def check_bwd(
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    grads: tuple[torch.Tensor, ...],
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -84,40 +94,46 @@ def check_bwd(
     causal: bool = False,
     dlse: torch.Tensor | None = None,
     lse_base2: bool = False,
+    **options: Any,
 ) -> BwdVerdict:
     """Compare a backward to attention_backward_reference (fp32 math on a GPU, fp64 on CPU).
 
-        max|g - ref| <= 3 max|pt - ref| + 2 max|ref + 0.3 - 0.3 - ref| + cancelled    of each of dq, dk, dv
+        max|g - ref| <= 3 max|pt - ref| + 2 max|ref + 0.3 - 0.3 - ref| + cancelled    of each of grads
 
     pt, the rounding of a sum and what is not finite are as in check_fwd. cancelled is CANCELLED times the largest
-    possible |scale dP K| in dq, |scale dP Q| in dk, 0 in dv. dq of a query that sees no key must be 0.
+    possible |scale dP K| in dq, |scale dP Q| in dk, 0 elsewhere. dq of a query that sees no key must be 0.
 
     Args:
-        grads: dq, dk, dv in the shapes of q, k, v.
-        dout, q, k, v, softmax_scale, causal, dlse, lse_base2: as for attention_backward_reference.
+        grads: dq, dk, dv in the shapes of q, k, v, and dsink if there is a sink.
+        dout, q, k, v, softmax_scale, causal, dlse, lse_base2, options: as for attention_backward_reference;
+            with cu_seqlens_q, as for varlen_backward_reference.
     """
-    ref, pt = (
-        attention_backward_reference(
-            dout, q, k, v, softmax_scale, causal, dtype=dtype, dlse=dlse, lse_base2=lse_base2
-        )
-        for dtype in (_exact(q), q.dtype)
-    )
-    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    reference = varlen_backward_reference if "cu_seqlens_q" in options else attention_backward_reference
+    how = {"softmax_scale": softmax_scale, "causal": causal, "dlse": dlse, "lse_base2": lse_base2, **options}
+    ref, pt = (reference(dout, q, k, v, dtype=dtype, **how) for dtype in (_exact(q), q.dtype))
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     cancelled = CANCELLED * abs(scale) * _peak(dout.float().norm(dim=-1)) * _peak(v.float().norm(dim=-1))
-    factors = (_peak(k), _peak(q), 0.0)
+    factors = {"dq": _peak(k), "dk": _peak(q), "dv": 0.0, "dsink": 0.0}
     judged = {
-        name: _judge(name, grad, expected, _allowed(3, expected, plain) + cancelled * factor)
-        for name, grad, expected, plain, factor in zip(
-            ("dq", "dk", "dv"), grads, ref, pt, factors, strict=True
-        )
+        name: _judge(name, grad, expected, _allowed(3, expected, plain) + cancelled * factors[name])
+        for name, grad, expected, plain in zip(list(factors)[: len(ref)], grads, ref, pt, strict=True)
     }
-    seqlen_k = k.shape[1]
-    without_keys = slice(max(0, q.shape[1] - seqlen_k) if causal or not seqlen_k else 0)
-    unseeing = _judge("dq", grads[0][:, without_keys], ref[0][:, without_keys], 0.0)
-    judged["dq"] = max(judged["dq"], unseeing, key=lambda ratio_and_text: ratio_and_text[0])
+    if grads[0].shape == q.shape:
+        unseeing = _unseeing(q, k, causal, options)[..., None, None]
+        zeros = _judge("dq", grads[0].where(unseeing, 0), torch.zeros_like(q), 0.0)
+        judged["dq"] = max(judged["dq"], zeros, key=lambda ratio_and_text: ratio_and_text[0])
     worst_first = sorted(judged.values(), reverse=True)
     ratios = {name: ratio for name, (ratio, _) in judged.items()}
     return BwdVerdict(worst_first[0][0] <= 1, ratios, "; ".join(text for _, text in worst_first))
+
+
+def _unseeing(q: torch.Tensor, k: torch.Tensor, causal: bool, options: dict[str, Any]) -> torch.Tensor:
+    """Which queries see no key, or are in no sequence: bool, in the shape of q but for heads and columns."""
+    names = ("window", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+    masks = {name: options[name] for name in names if name in options}
+    reference = varlen_reference if "cu_seqlens_q" in options else attention_reference
+    q, k = (x.new_zeros(*x.shape[:-2], 1, 1) for x in (q, k))
+    return reference(q, k, k, causal=causal, **masks)[1][..., 0, :] == -math.inf
 
 
 def _exact(q: torch.Tensor) -> torch.dtype:

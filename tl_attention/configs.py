@@ -22,8 +22,10 @@ from tl_attention.problem import (
     DTYPES,
     GRADS,
     MAX_SPLITS,
+    OPTIONS,
     SCHEDULES,
     SPLIT_BUCKET,
+    TABLE_ROWS,
     TILE_WIDTHS,
     AttnProblem,
     BwdConfig,
@@ -147,6 +149,13 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return f"split: expected the schedule grid, got {config.schedule}"
     if config.ping_pong and config.warpgroups < 2:
         return f"ping_pong: expected at least 2 warpgroups, block_M {config.block_M} has {config.warpgroups}"
+    if problem.options:
+        if config.schedule != "grid":
+            return f"schedule {config.schedule}: expected grid with {', '.join(problem.options)}"
+        if problem.has("varlen") and (config.block_M != TABLE_ROWS or config.split):
+            return f"{config}: expected block_M {TABLE_ROWS} and no split with varlen"
+        if problem.has("dropout") and config.block_N % 32:
+            return f"block_N {config.block_N}: expected a multiple of 32 with dropout"
     return _capacity_fault(problem, config)
 
 
@@ -170,6 +179,12 @@ def _pass_fault(problem: AttnProblem, one: BwdPass) -> str | None:
         return f"{step} {step_rows}: expected 64 or 128, as warpgroups compute 64 rows of dq at a time"
     if one.adds_dq and not one.lean:
         return "lean: expected True where dq is summed, as it takes registers of its own"
+    if one.lean and (problem.has("softcap") or problem.has("dropout")):
+        return "lean: expected False with softcap or dropout, which give dS another P than dV has"
+    if problem.has("varlen") and rows != TABLE_ROWS:
+        return f"{owned} {rows}: expected {TABLE_ROWS} with varlen"
+    if problem.has("dropout") and step_rows % 32:
+        return f"{step} {step_rows}: expected a multiple of 32 with dropout"
     for name, least in (("num_stages", 2), ("num_stages_do", 1)):
         if getattr(one, name) < least:
             return f"{name} {getattr(one, name)}: expected at least {least}"
@@ -244,6 +259,38 @@ def default_config(problem: AttnProblem, direction: str = "fwd", bucket: str | N
 def split_config(config: FwdConfig) -> FwdConfig:
     """With the same tiles, a config whose tiles have several CTAs each."""
     return replace(config, schedule="grid", q_stages=1, split=True)
+
+
+def option_config(problem: AttnProblem, bucket: str, direction: str = "fwd") -> Config:
+    """What serves a problem with options: the first line of its width in the grid that is for them."""
+    for without, config in _option_lines(problem, direction):
+        if not without.intersection(problem.options) and (direction != "bwd_det" or config.deterministic):
+            break
+    if direction == "fwd" and bucket == SPLIT_BUCKET and not problem.has("varlen"):
+        return split_config(config)
+    return config
+
+
+def _option_lines(problem: AttnProblem, direction: str) -> list[tuple[set[str], Config]]:
+    """(options that it is not for, config) of each line; the last is for all."""
+    width = str(problem).split()[1]
+    lines = _grid()["options"][width]["fwd" if direction == "fwd" else "bwd"]
+    return [
+        (set(line.get("without", ())), _config({k: v for k, v in line.items() if k != "without"}, direction))
+        for line in lines
+    ]
+
+
+def option_problems(direction: str = "fwd", causal: bool = True) -> list[tuple[AttnProblem, Config]]:
+    """Of each line of the grid for options the problem with all that it is for, in bfloat16, and its config."""
+    found = []
+    for width in tile_widths(direction):
+        for without, config in _option_lines(AttnProblem(DTYPES[0], *width, False), direction):
+            options = tuple(o for o in OPTIONS if o not in without and (direction == "fwd" or o != "sink"))
+            found.append(
+                (AttnProblem(DTYPES[0], *width, causal and "window" not in options, options), config)
+            )
+    return found
 
 
 def _products(line: dict[str, Any]) -> list[dict[str, Any]]:
@@ -332,8 +379,11 @@ def pick_config(
 ) -> tuple[Config, str]:
     """The config that serves a problem on a GPU, by its name as torch gives it, and in words whence it comes.
 
-    A row tuned for this GPU comes before the default of the grid, the user's row before a shipped one.
+    A row tuned for this GPU comes before the default of the grid, the user's row before a shipped one. Problems with options have
+    configs of their own in the grid.
     """
+    if problem.options:
+        return option_config(problem, bucket, direction), f"options of {data_dir() / 'grid.toml'}"
     return config_of_tables(problem, bucket, tuned_paths(gpu_name), direction)
 
 

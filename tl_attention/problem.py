@@ -35,34 +35,64 @@ SPLIT_BUCKET = "split"
 MAX_SPLITS = 128  # CTAs a tile
 
 
+# What a kernel may do beside plain attention, in this order. Only that it does is compiled; how wide a window is, say, is not.
+#   window   a query sees so many keys before and after its own place
+#   softcap  scores end at a cap
+#   alibi    scores fall with the distance of query and key
+#   sink     each head has a score that takes a share of the softmax and has no value
+#   dropout  some probabilities become 0
+#   varlen   sequences of any lengths, packed one after the other
+TABLE_ROWS = 128  # queries or keys of a tile of varlen, and what a sequence's rows are padded to a multiple of, in fp32
+FAR = 2**30  # more than any length: see kernels.tiles.packed
+OPTIONS = ("window", "softcap", "alibi", "sink", "dropout", "varlen")
+
+
 @dataclass(frozen=True)
 class AttnProblem:
     """The static part of a call. Batch, heads, lengths, strides and scale are runtime arguments of the kernel.
 
     head_dim (of Q and K) and head_dim_v (of V and O) are tile widths: one of TILE_WIDTHS, at least the tensors' own.
+    options: some of OPTIONS, in their order; a window is never causal, as its right end says that.
     """
 
     dtype: str
     head_dim: int
     head_dim_v: int
     causal: bool
+    options: tuple[str, ...] = ()
 
     @classmethod
     def of(
-        cls, dtype: str, head_dim: int, head_dim_v: int, causal: bool, direction: str = "fwd"
+        cls,
+        dtype: str,
+        head_dim: int,
+        head_dim_v: int,
+        causal: bool,
+        direction: str = "fwd",
+        options: tuple[str, ...] = (),
     ) -> AttnProblem:
         """The problem that serves tensors of these head dims in one of DIRECTIONS."""
-        return cls(dtype, *tile_width(head_dim, head_dim_v, direction), causal)
+        return cls(dtype, *tile_width(head_dim, head_dim_v, direction), causal, options)
 
     def of_width(self, width: int) -> AttnProblem:
-        """The one problem that kernels are compiled for which know nothing but the dtype and one width."""
-        return AttnProblem(self.dtype, width, width, False)
+        """The one problem that kernels are compiled for which know nothing but the dtype, one width and where rows lie."""
+        return AttnProblem(self.dtype, width, width, False, ("varlen",) if self.has("varlen") else ())
+
+    def has(self, option: str) -> bool:
+        return option in self.options
+
+    @property
+    def plain(self) -> AttnProblem:
+        """The same without options, whose tuned rows and defaults serve: a window is about as causal."""
+        return AttnProblem(self.dtype, self.head_dim, self.head_dim_v, self.causal or self.has("window"))
 
     def __str__(self) -> str:
-        """The words of a tuning key: bf16 d128 causal, fp16 d192-128 full."""
+        """The words of a tuning key: bf16 d128 causal, fp16 d192-128 full, bf16 d64 full window sink."""
         dtype = {"bfloat16": "bf16", "float16": "fp16"}[self.dtype]
         dim_v = f"-{self.head_dim_v}" * (self.head_dim_v != self.head_dim)
-        return f"{dtype} d{self.head_dim}{dim_v} {'causal' if self.causal else 'full'}"
+        return " ".join(
+            (f"{dtype} d{self.head_dim}{dim_v}", "causal" if self.causal else "full", *self.options)
+        )
 
 
 @dataclass(frozen=True)
@@ -96,7 +126,7 @@ class FwdConfig:
     def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
         """What is compiled for it."""
         after = [(problem.of_width(problem.head_dim_v), FwdCombine())] if self.split else []
-        return [(problem, self), *after]
+        return [(problem, self), *after, *plan_kernels(problem)]
 
 
 @dataclass(frozen=True)
@@ -176,7 +206,17 @@ class BwdSum:
         return f"sum {self.rows}"
 
 
-KernelConfig = FwdConfig | FwdCombine | BwdPass | BwdDelta | BwdSum
+@dataclass(frozen=True)
+class VarlenPlan:
+    """The kernel before those with varlen: where the tiles of sequences lie."""
+
+    threads: int = 1024
+
+    def __str__(self) -> str:
+        return f"plan {self.threads}"
+
+
+KernelConfig = FwdConfig | FwdCombine | BwdPass | BwdDelta | BwdSum | VarlenPlan
 
 
 @dataclass(frozen=True)
@@ -203,10 +243,16 @@ class BwdConfig:
                 (problem.of_width(width), BwdSum())
                 for width in sorted({problem.head_dim, problem.head_dim_v})
             ),
+            *plan_kernels(problem),
         ]
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.passes))
+
+
+def plan_kernels(problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
+    """What goes before the kernels of a problem: one for all that have varlen."""
+    return [(AttnProblem(DTYPES[0], 64, 64, False, ("varlen",)), VarlenPlan())] * problem.has("varlen")
 
 
 Config = FwdConfig | BwdConfig

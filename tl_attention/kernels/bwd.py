@@ -15,6 +15,7 @@ import tilelang.language as T
 
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.mask import Mask, QueryBlocks
+from tl_attention.kernels.options import Dropout, Options, Scores, option_views, prelude
 from tl_attention.kernels.pipeline import (
     WARPGROUP,
     Exchange,
@@ -26,7 +27,7 @@ from tl_attention.kernels.pipeline import (
 )
 from tl_attention.kernels.scheduler import Tile, TileOrder
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, probabilities, softmax_backward
-from tl_attention.kernels.tiles import DenseGradTiles, FragmentBlocks, strided
+from tl_attention.kernels.tiles import DenseGradTiles, FragmentBlocks, PackedGradTiles, packed, strided
 from tl_attention.problem import AttnProblem, BwdPass
 
 PASS_CONFIGS = {
@@ -74,21 +75,30 @@ def sizes(piece: Piece) -> list[int]:
 class KeyTile:
     """What a CTA computes: a block of keys of a key head, for some of the query heads that read it."""
 
-    def __init__(self, order: TileOrder, block_N: int, blocks: QueryBlocks, name: str = "key_tile"):
-        self.tile, self.block_N, self.blocks = Tile(order), block_N, blocks
+    def __init__(self, order: TileOrder, block_N: int, name: str = "key_tile"):
+        self.tile, self.block_N = Tile(order), block_N
         self.first = T.alloc_var("int32", init=0)
         self.part_idx = T.alloc_var("int32", init=0)
+        self.end_q, self.len_q, self.padded_q = self.tile.end_q, self.tile.len_q, self.tile.padded_q
+        self.end_k, self.len_k, self.padded_k = self.tile.end_k, self.tile.len_k, self.tile.padded_k
 
     @T.inline
-    def start(self, number, heads_a_kv_head, heads_a_part):
+    def start(self, number, heads_a_kv_head, heads_a_part, blocks):
         """Causal, the first keys have the most queries, so they come first where Tile has its last block."""
         order = self.tile.order
         self.tile.locate(number)
-        self.first[0] = (order.m_blocks - 1 - self.tile.m_block) * self.block_N
+        if order.table is not None:
+            self.first[0] = self.tile.m_block * self.block_N
+        else:
+            self.first[0] = (order.m_blocks - 1 - self.tile.m_block) * self.block_N
         self.part_idx[0] = self.tile.head - self.tile.kv_head * order.heads_a_kv_head
         first_head = self.tile.kv_head * heads_a_kv_head + self.part_idx[0] * heads_a_part
         heads = T.min(heads_a_part, heads_a_kv_head - self.part_idx[0] * heads_a_part)
-        self.blocks.start(self.first[0], first_head, heads)
+        blocks.start(self.first[0], first_head, heads)
+
+    @property
+    def there(self) -> Any:
+        return self.tile.there
 
     @property
     def batch(self) -> Any:
@@ -114,14 +124,14 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     Q, K, V, dO, dK, dV are views [batch, seqlen, heads, columns] with no more columns than the problem's tile widths; Lse_log2,
     Delta and dQ_sum are as DenseGradTiles has them. A CTA walks heads_a_part of the heads_a_kv_head query heads of its key head;
     with 1 part it writes dK and dV, with more its share of them in fp32 to dK_parts and dV_parts. What the pass does not make
-    is left alone.
+    is left alone. problem.options: the values of options.Options come after ctas; with varlen tensors are as PackedGradTiles has them.
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
     block_M, block_N, lean = config.block_M, config.block_N, config.lean
     with_dq, with_dk, with_dv = (grad in config.makes for grad in ("dq", "dk", "dv"))
     warpgroups = tuple(range(config.warpgroups))
     consumers = WARPGROUP * config.warpgroups
-    registers = pipeline.REGISTERS.get(config.warpgroups)
+    registers = pipeline.registers(problem, config.warpgroups)
     row_wise = T.GemmWarpPolicy.FullRow
     # Of the GEMMs S' = K Q', dP' = V dO'
     k_qt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}
@@ -135,19 +145,32 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
+    varlen = problem.has("varlen")
+    batch_rows = T.dynamic("batch_rows") if varlen else batch
     rounded_q, dq_blocks, dk_blocks, dv_blocks = T.dynamic("rounded_q, dq_blocks, dk_blocks, dv_blocks")
-    q_view = strided("q", [batch, seqlen_q, heads, columns_qk], dtype)
-    k_view = strided("k", [batch, seqlen_k, heads_kv, columns_qk], dtype)
-    v_view = strided("v", [batch, seqlen_k, heads_kv, columns_v], dtype)
-    do_view = strided("do", [batch, seqlen_q, heads, columns_v], dtype)
-    lse_view = T.Tensor([batch, heads, rounded_q], "float32")
-    delta_view = T.Tensor([batch, heads, rounded_q], "float32")  # one object for both would alias them
+
+    def view(name: str, seqlen: Any, heads: Any, columns: Any) -> Any:
+        if varlen:
+            return packed(name, heads, columns, dtype)
+        return strided(name, [batch, seqlen, heads, columns], dtype)
+
+    q_view = view("q", seqlen_q, heads, columns_qk)
+    k_view = view("k", seqlen_k, heads_kv, columns_qk)
+    v_view = view("v", seqlen_k, heads_kv, columns_v)
+    do_view = view("do", seqlen_q, heads, columns_v)
+    lse_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
+    delta_view = T.Tensor([batch_rows, heads, rounded_q], "float32")  # one object for both would alias them
     dq_sum_view = FragmentBlocks.argument(dq_blocks, head_dim)
-    dk_view = strided("dk", [batch, seqlen_k, heads_kv, columns_qk], dtype)
-    dv_view = strided("dv", [batch, seqlen_k, heads_kv, columns_v], dtype)
+    dk_view = view("dk", seqlen_k, heads_kv, columns_qk)
+    dv_view = view("dv", seqlen_k, heads_kv, columns_v)
     dk_parts_view = FragmentBlocks.argument(dk_blocks, head_dim)
     dv_parts_view = FragmentBlocks.argument(dv_blocks, head_dim_v)
-    mask = Mask(problem.causal, seqlen_q, seqlen_k)
+
+    def mask_of(tile: KeyTile, options: Options | None) -> Mask:
+        window = options.window if problem.has("window") else None
+        if varlen:
+            return Mask(problem.causal, tile.len_q[0], tile.len_k[0], window, may_be_empty=True)
+        return Mask(problem.causal, seqlen_q, seqlen_k, window)
 
     @T.macro
     def load(tile, blocks, tiles, shared):
@@ -187,10 +210,16 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     @T.macro
     def differentiate(
-        w, number, heads_a_kv_head, heads_a_part, tile, blocks, tiles, shared, parts, softmax_scale
+        w, number, heads_a_kv_head, heads_a_part, tile, blocks, tiles, shared, parts, softmax_scale, options
     ):
         key = tile.first_key + 64 * w
-        scale_log2 = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)
+        scores, dropout, mask = (
+            Scores(problem, options, softmax_scale),
+            Dropout(problem, options),
+            blocks.mask,
+        )
+        raw_scale = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)
+        scale_log2 = raw_scale if scores.raw else scores.scale_log2
         if not with_dq:  # from one lane, so in a uniform register; with dq there are none to spare
             scale_log2 = T.shfl_sync(scale_log2, 0)
         last_operand = shared.Q if with_dk else shared.dO  # of the last GEMM of a step
@@ -229,16 +258,23 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if with_dk and not lean:
                 shared.dO.wait(step)
                 T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **k_qt)
+            scores.start(tile.batch, blocks.head)
+            scores.cap(acc_s)
+            scores.slopes_of_cap(acc_s, dS)
+            scores.bias(acc_s, mask.place(blocks.query) - key, rows_are_keys=True)
             if mask_scores:
-                mask.hide_transposed(acc_s, key, blocks.query, softmax_scale)
+                mask.hide_transposed(acc_s, key, blocks.query, softmax_scale if scores.raw else 1.0)
             if lse_early:
                 probabilities(acc_s, scale_log2, lambda i, j: lse_log2[j])
             else:
                 probabilities(acc_s, scale_log2, lambda i, j: shared.Q.row_value(step, 0, j))
             if not mask_scores:
                 mask.clear_transposed(acc_s, key, blocks.query)
+            dropout.start(tile.batch * heads + blocks.head)
             if with_dv or lean:
                 T.copy(acc_s, P)
+            if with_dv:
+                dropout.drop(P, blocks.query, key, rows_are_keys=True)
 
             # dV += P' dO, and dS' = P' * (dP' - Delta)
             if with_dk:
@@ -258,6 +294,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 if lean or not with_dv:
                     shared.dO.release(step)
                 probability = P if lean else acc_s
+                scores.through_cap(acc_s, dS)  # which waits there
+                if with_dv:
+                    dropout.drop_as(P, acc_dp)
+                else:
+                    dropout.drop(acc_dp, blocks.query, key, rows_are_keys=True)
+                dropout.scale_kept(acc_dp)
                 softmax_backward(probability, acc_dp, lambda i, j: shared.Q.row_value(step, 1, j), dS)
             if with_dq:
                 shared.dS.wait_empty(step)
@@ -280,7 +322,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 T.wait_wgmma(2)  # dV is there
                 shared.dO.release(step)
             if with_dq:
-                dq_row_block = tiles.dQ_sum.row_block(tile.batch * heads + blocks.head, blocks.query)
+                dq_row_block = tiles.dq_row_block(tile, blocks.head, blocks.query)
             blocks.advance()
 
         T.wait_wgmma(0)
@@ -292,17 +334,18 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             sync_consumers(consumers)
         # K and V have served, for all warpgroups: dK and dV leave through their tiles. Where to is worked out anew, rather than
         # held in registers all the way
-        tile.start(T.shfl_sync(number, 0), heads_a_kv_head, heads_a_part)
+        tile.start(T.shfl_sync(number, 0), heads_a_kv_head, heads_a_part, blocks)
         key = tile.first_key + 64 * w
         if with_dk:
             for i, j in T.Parallel(64, head_dim):
                 acc_dk[i, j] *= softmax_scale
+        if with_dv:
+            dropout.scale_kept(acc_dv)
         if parts > 1:
-            matrix = (tile.part * batch + tile.batch) * heads_kv + tile.kv_head
             if with_dk:
-                tiles.dK_parts.store(acc_dk, tiles.dK_parts.row_block(matrix, key))
+                tiles.dK_parts.store(acc_dk, tiles.dk_row_block(tiles.dK_parts, tile, key))
             if with_dv:
-                tiles.dV_parts.store(acc_dv, tiles.dV_parts.row_block(matrix, key))
+                tiles.dV_parts.store(acc_dv, tiles.dk_row_block(tiles.dV_parts, tile, key))
         else:
             if with_dk:
                 T.copy(acc_dk, shared.K.tiles[w, :, :])
@@ -316,43 +359,58 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 T.copy(shared.dV[w, :, :], tiles.dv(tile, key, 64))
 
     @T.macro
-    def produce(number, order, heads_a_kv_head, heads_a_part, tiles, shared):
-        blocks = QueryBlocks(mask, block_M)
-        tile = KeyTile(order, block_N, blocks)
-        tile.start(number, heads_a_kv_head, heads_a_part)
-        load(tile, blocks, tiles, shared)
+    def produce(number, order, heads_a_kv_head, heads_a_part, tiles, shared, options):
+        tile = KeyTile(order, block_N)
+        blocks = QueryBlocks(mask_of(tile, options), block_M, block_N)
+        tile.start(number, heads_a_kv_head, heads_a_part, blocks)
+        if tile.there:
+            load(tile, blocks, tiles, shared)
 
     @T.macro
-    def consume(w, number, order, heads_a_kv_head, heads_a_part, tiles, shared, parts, softmax_scale):
-        blocks = QueryBlocks(mask, block_M)
-        tile = KeyTile(order, block_N, blocks)
-        tile.start(number, heads_a_kv_head, heads_a_part)
-        differentiate(
-            w, number, heads_a_kv_head, heads_a_part, tile, blocks, tiles, shared, parts, softmax_scale
-        )
-
-    @T.prim_func
-    def flash_bwd_dense(
-        Q: q_view,
-        K: k_view,
-        V: v_view,
-        dO: do_view,
-        Lse_log2: lse_view,
-        Delta: delta_view,
-        dQ_sum: dq_sum_view,
-        dK: dk_view,
-        dV: dv_view,
-        dK_parts: dk_parts_view,
-        dV_parts: dv_parts_view,
-        softmax_scale: T.float32,
-        heads_a_kv_head: T.int32,
-        heads_a_part: T.int32,
-        parts: T.int32,
-        n_blocks: T.int32,
-        group_heads: T.int32,
-        ctas: T.int32,
+    def consume(
+        w, number, order, heads_a_kv_head, heads_a_part, tiles, shared, parts, softmax_scale, options
     ):
-        with T.Kernel(ctas, threads=config.threads) as number:
+        tile = KeyTile(order, block_N)
+        blocks = QueryBlocks(mask_of(tile, options), block_M, block_N)
+        tile.start(number, heads_a_kv_head, heads_a_part, blocks)
+        if tile.there:
+            differentiate(
+                w,
+                number,
+                heads_a_kv_head,
+                heads_a_part,
+                tile,
+                blocks,
+                tiles,
+                shared,
+                parts,
+                softmax_scale,
+                options,
+            )
+
+    @T.macro
+    def run(
+        Q,
+        K,
+        V,
+        dO,
+        Lse_log2,
+        Delta,
+        dQ_sum,
+        dK,
+        dV,
+        dK_parts,
+        dV_parts,
+        softmax_scale,
+        heads_a_kv_head,
+        heads_a_part,
+        parts,
+        n_blocks,
+        group_heads,
+        ctas,
+        options,
+    ):
+        with T.Kernel(ctas, threads=config.threads, prelude=prelude(problem)) as number:
             K_shared = TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="K")
             V_shared = TileRing([config.warpgroups, 64, head_dim_v], dtype, 4, name="V") if with_dk else None
             if with_dk:
@@ -375,10 +433,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 dV=dV_shared,
                 dS=Exchange(config.warpgroups, [64, block_M], dtype, "dS") if with_dq else None,
             )
-            order = TileOrder(
-                problem.causal, heads_kv * parts, heads_kv * parts * batch, parts, n_blocks, group_heads
-            )
-            tiles = DenseGradTiles(
+            one_part = heads_kv * parts
+            all_heads, table = (one_part, options.Table) if varlen else (one_part * batch, None)
+            order = TileOrder(problem.causal, one_part, all_heads, parts, n_blocks, group_heads, table=table)
+            Tiles = PackedGradTiles if varlen else DenseGradTiles
+            tiles = Tiles(
                 Q,
                 K,
                 V,
@@ -399,13 +458,123 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 if registers is not None:
                     T.dec_max_nreg(registers[0])
                 if thread < consumers + 32:
-                    produce(number, order, heads_a_kv_head, heads_a_part, tiles, shared)
+                    produce(number, order, heads_a_kv_head, heads_a_part, tiles, shared, options)
             for w in warpgroups:
                 with T.ws(w):
                     if registers is not None:
                         T.inc_max_nreg(registers[1])
                     consume(
-                        w, number, order, heads_a_kv_head, heads_a_part, tiles, shared, parts, softmax_scale
+                        w,
+                        number,
+                        order,
+                        heads_a_kv_head,
+                        heads_a_part,
+                        tiles,
+                        shared,
+                        parts,
+                        softmax_scale,
+                        options,
                     )
 
-    return flash_bwd_dense
+    if not problem.options:
+
+        @T.prim_func
+        def flash_bwd_dense(
+            Q: q_view,
+            K: k_view,
+            V: v_view,
+            dO: do_view,
+            Lse_log2: lse_view,
+            Delta: delta_view,
+            dQ_sum: dq_sum_view,
+            dK: dk_view,
+            dV: dv_view,
+            dK_parts: dk_parts_view,
+            dV_parts: dv_parts_view,
+            softmax_scale: T.float32,
+            heads_a_kv_head: T.int32,
+            heads_a_part: T.int32,
+            parts: T.int32,
+            n_blocks: T.int32,
+            group_heads: T.int32,
+            ctas: T.int32,
+        ):
+            run(
+                Q,
+                K,
+                V,
+                dO,
+                Lse_log2,
+                Delta,
+                dQ_sum,
+                dK,
+                dV,
+                dK_parts,
+                dV_parts,
+                softmax_scale,
+                heads_a_kv_head,
+                heads_a_part,
+                parts,
+                n_blocks,
+                group_heads,
+                ctas,
+                None,
+            )
+
+        return flash_bwd_dense
+
+    slopes_view, sink_view, rng_view, table_view = option_views()
+
+    @T.prim_func
+    def flash_bwd_options(
+        Q: q_view,
+        K: k_view,
+        V: v_view,
+        dO: do_view,
+        Lse_log2: lse_view,
+        Delta: delta_view,
+        dQ_sum: dq_sum_view,
+        dK: dk_view,
+        dV: dv_view,
+        dK_parts: dk_parts_view,
+        dV_parts: dv_parts_view,
+        softmax_scale: T.float32,
+        heads_a_kv_head: T.int32,
+        heads_a_part: T.int32,
+        parts: T.int32,
+        n_blocks: T.int32,
+        group_heads: T.int32,
+        ctas: T.int32,
+        left: T.int32,
+        right: T.int32,
+        softcap: T.float32,
+        Slopes: slopes_view,
+        Sink: sink_view,
+        Rng: rng_view,
+        drop_below: T.int32,
+        Table: table_view,
+    ):
+        options = Options(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
+        run(
+            Q,
+            K,
+            V,
+            dO,
+            Lse_log2,
+            Delta,
+            dQ_sum,
+            dK,
+            dV,
+            dK_parts,
+            dV_parts,
+            softmax_scale,
+            heads_a_kv_head,
+            heads_a_part,
+            parts,
+            n_blocks,
+            group_heads,
+            ctas,
+            options,
+        )
+
+    return flash_bwd_options

@@ -11,10 +11,11 @@ import tilelang.language as T
 
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.mask import KeyBlocks, Mask
+from tl_attention.kernels.options import Dropout, Options, Scores, option_views, prelude
 from tl_attention.kernels.pipeline import WARPGROUP, TileRing, sync_warpgroup
 from tl_attention.kernels.scheduler import Tile, TileOrder
 from tl_attention.kernels.softmax import LOG2E, probabilities, softmax_backward
-from tl_attention.kernels.tiles import DenseGradTiles, strided
+from tl_attention.kernels.tiles import DenseGradTiles, PackedGradTiles, packed, strided
 from tl_attention.problem import AttnProblem, BwdPass
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -32,32 +33,43 @@ class SharedTiles:
 
 def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     """Kernel(Q, K, V, dO, Lse_log2, Delta, dQ, softmax_scale, heads_a_kv_head, m_blocks, group_heads, ctas), the last three from
-    dispatch.plan; the others as in bwd.py, dQ as Q.
+    dispatch.plan; the others as in bwd.py, dQ as Q. problem.options: as there.
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
     block_M, block_N = config.block_M, config.block_N
     warpgroups = tuple(range(config.warpgroups))
     consumer_warps = 4 * config.warpgroups
-    registers = pipeline.REGISTERS.get(config.warpgroups)
+    registers = pipeline.registers(problem, config.warpgroups)
     row_wise = T.GemmWarpPolicy.FullRow
     # Of the GEMMs S = Q K^T, dP = dO V^T
     q_kt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v, rounded_q = T.dynamic("columns_qk, columns_v, rounded_q")
-    q_view = strided("q", [batch, seqlen_q, heads, columns_qk], dtype)
-    k_view = strided("k", [batch, seqlen_k, heads_kv, columns_qk], dtype)
-    v_view = strided("v", [batch, seqlen_k, heads_kv, columns_v], dtype)
-    do_view = strided("do", [batch, seqlen_q, heads, columns_v], dtype)
-    lse_view = T.Tensor([batch, heads, rounded_q], "float32")
-    delta_view = T.Tensor([batch, heads, rounded_q], "float32")  # one object for both would alias them
-    dq_view = strided("dq", [batch, seqlen_q, heads, columns_qk], dtype)
-    mask = Mask(problem.causal, seqlen_q, seqlen_k)
+    varlen = problem.has("varlen")
+    batch_rows = T.dynamic("batch_rows") if varlen else batch
+
+    def view(name: str, seqlen: Any, heads: Any, columns: Any) -> Any:
+        if varlen:
+            return packed(name, heads, columns, dtype)
+        return strided(name, [batch, seqlen, heads, columns], dtype)
+
+    q_view = view("q", seqlen_q, heads, columns_qk)
+    k_view = view("k", seqlen_k, heads_kv, columns_qk)
+    v_view = view("v", seqlen_k, heads_kv, columns_v)
+    do_view = view("do", seqlen_q, heads, columns_v)
+    lse_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
+    delta_view = T.Tensor([batch_rows, heads, rounded_q], "float32")  # one object for both would alias them
+    dq_view = view("dq", seqlen_q, heads, columns_qk)
+
+    def mask_of(tile: Tile, options: Options | None) -> Mask:
+        window = options.window if problem.has("window") else None
+        if varlen:
+            return Mask(problem.causal, tile.len_q[0], tile.len_k[0], window)
+        return Mask(problem.causal, seqlen_q, seqlen_k, window)
 
     @T.macro
-    def load(number, order, tiles, shared):
-        tile, blocks = Tile(order), KeyBlocks(mask, block_M, block_N)
-        tile.locate(number)
+    def load(tile, blocks, tiles, shared):
         query = tile.m_block * block_M
         blocks.start(query)
         for w in warpgroups:
@@ -70,20 +82,26 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             shared.V.fill(step, tiles.v(tile, blocks.first_key(step), block_N))
 
     @T.macro
-    def differentiate(w, number, order, tiles, shared, softmax_scale):
-        tile, blocks = Tile(order), KeyBlocks(mask, block_M, block_N)
+    def differentiate(w, tile, blocks, tiles, shared, softmax_scale, options):
+        scores, dropout, mask = (
+            Scores(problem, options, softmax_scale),
+            Dropout(problem, options),
+            blocks.mask,
+        )
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then probabilities
         acc_dp = T.alloc_fragment([64, block_N], "float32")
         dS = T.alloc_fragment([64, block_N], dtype)
         acc_dq = T.alloc_fragment([64, head_dim], "float32")
         lse_log2 = T.alloc_fragment([64], "float32")
         delta = T.alloc_fragment([64], "float32")
+        scale_log2 = softmax_scale * LOG2E if scores.raw else scores.scale_log2
 
-        tile.locate(number)
         query = tile.m_block * block_M + 64 * w
         blocks.start(tile.m_block * block_M)
         T.copy(tiles.lse_log2(tile, tile.head, query, 64), lse_log2)
         T.copy(tiles.delta(tile, tile.head, query, 64), delta)
+        scores.start(tile.batch, tile.head)
+        dropout.start(tile.batch * heads + tile.head)
         shared.Q.wait(w)
         shared.K.wait(0)
         T.wgmma_gemm(shared.Q[w], shared.K[0], acc_s, **q_kt)
@@ -97,12 +115,18 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.K.release(step - 1)
             shared.V.wait(step)
             T.wgmma_gemm(shared.dO[w], shared.V[step], acc_dp, **q_kt)
-            probabilities(acc_s, softmax_scale * LOG2E, lambda i, j: lse_log2[i])
+            scores.cap(acc_s)
+            scores.slopes_of_cap(acc_s, dS)
+            scores.bias(acc_s, mask.place(query) - blocks.first_key(step))
+            probabilities(acc_s, scale_log2, lambda i, j: lse_log2[i])
             mask.clear(acc_s, query, blocks.first_key(step))
+            scores.through_cap(acc_s, dS)  # which waits there
 
             # dS = P * (dP - Delta), dQ += dS K, and behind it S of the next step, of no use after the last
             T.wait_wgmma(0)  # dP is there
             shared.V.release(step)
+            dropout.drop(acc_dp, query, blocks.first_key(step))
+            dropout.scale_kept(acc_dp)
             softmax_backward(acc_s, acc_dp, lambda i, j: delta[i], dS)
             T.wgmma_gemm(dS, shared.K[step], acc_dq, policy=row_wise)
             if step + 1 < blocks.steps:
@@ -118,8 +142,91 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         sync_warpgroup(w)
         T.copy(shared.Q.tiles[w, :, :], tiles.dq(tile, tile.head, query, 64))
 
+    @T.macro
+    def produce(number, order, tiles, shared, options):
+        tile = Tile(order)
+        blocks = KeyBlocks(mask_of(tile, options), block_M, block_N)
+        tile.locate(number)
+        if tile.there:
+            load(tile, blocks, tiles, shared)
+
+    @T.macro
+    def consume(w, number, order, tiles, shared, softmax_scale, options):
+        tile = Tile(order)
+        blocks = KeyBlocks(mask_of(tile, options), block_M, block_N)
+        tile.locate(number)
+        if tile.there:
+            differentiate(w, tile, blocks, tiles, shared, softmax_scale, options)
+
+    @T.macro
+    def run(
+        Q, K, V, dO, Lse_log2, Delta, dQ, softmax_scale, heads_a_kv_head, m_blocks, group_heads, ctas, options
+    ):
+        with T.Kernel(ctas, threads=config.threads, prelude=prelude(problem)) as number:
+            shared = SharedTiles(
+                Q=TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="Q"),
+                dO=TileRing([config.warpgroups, 64, head_dim_v], dtype, 4, name="dO"),
+                K=TileRing([config.num_stages, block_N, head_dim], dtype, consumer_warps, name="K"),
+                V=TileRing([config.num_stages_do, block_N, head_dim_v], dtype, consumer_warps, name="V"),
+            )
+            all_heads, table = (heads, options.Table) if varlen else (heads * batch, None)
+            order = TileOrder(
+                problem.causal, heads, all_heads, heads_a_kv_head, m_blocks, group_heads, table=table
+            )
+            Tiles = PackedGradTiles if varlen else DenseGradTiles
+            tiles = Tiles(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, dQ=dQ)
+
+            thread = T.get_thread_binding()
+            if thread >= WARPGROUP * config.warpgroups:
+                if registers is not None:
+                    T.dec_max_nreg(registers[0])
+                if thread < WARPGROUP * config.warpgroups + 32:
+                    produce(number, order, tiles, shared, options)
+            for w in warpgroups:
+                with T.ws(w):
+                    if registers is not None:
+                        T.inc_max_nreg(registers[1])
+                    consume(w, number, order, tiles, shared, softmax_scale, options)
+
+    if not problem.options:
+
+        @T.prim_func
+        def flash_bwd_dq_dense(
+            Q: q_view,
+            K: k_view,
+            V: v_view,
+            dO: do_view,
+            Lse_log2: lse_view,
+            Delta: delta_view,
+            dQ: dq_view,
+            softmax_scale: T.float32,
+            heads_a_kv_head: T.int32,
+            m_blocks: T.int32,
+            group_heads: T.int32,
+            ctas: T.int32,
+        ):
+            run(
+                Q,
+                K,
+                V,
+                dO,
+                Lse_log2,
+                Delta,
+                dQ,
+                softmax_scale,
+                heads_a_kv_head,
+                m_blocks,
+                group_heads,
+                ctas,
+                None,
+            )
+
+        return flash_bwd_dq_dense
+
+    slopes_view, sink_view, rng_view, table_view = option_views()
+
     @T.prim_func
-    def flash_bwd_dq_dense(
+    def flash_bwd_dq_options(
         Q: q_view,
         K: k_view,
         V: v_view,
@@ -132,27 +239,30 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         m_blocks: T.int32,
         group_heads: T.int32,
         ctas: T.int32,
+        left: T.int32,
+        right: T.int32,
+        softcap: T.float32,
+        Slopes: slopes_view,
+        Sink: sink_view,
+        Rng: rng_view,
+        drop_below: T.int32,
+        Table: table_view,
     ):
-        with T.Kernel(ctas, threads=config.threads) as number:
-            shared = SharedTiles(
-                Q=TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="Q"),
-                dO=TileRing([config.warpgroups, 64, head_dim_v], dtype, 4, name="dO"),
-                K=TileRing([config.num_stages, block_N, head_dim], dtype, consumer_warps, name="K"),
-                V=TileRing([config.num_stages_do, block_N, head_dim_v], dtype, consumer_warps, name="V"),
-            )
-            order = TileOrder(problem.causal, heads, heads * batch, heads_a_kv_head, m_blocks, group_heads)
-            tiles = DenseGradTiles(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, dQ=dQ)
+        options = Options(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
+        run(
+            Q,
+            K,
+            V,
+            dO,
+            Lse_log2,
+            Delta,
+            dQ,
+            softmax_scale,
+            heads_a_kv_head,
+            m_blocks,
+            group_heads,
+            ctas,
+            options,
+        )
 
-            thread = T.get_thread_binding()
-            if thread >= WARPGROUP * config.warpgroups:
-                if registers is not None:
-                    T.dec_max_nreg(registers[0])
-                if thread < WARPGROUP * config.warpgroups + 32:
-                    load(number, order, tiles, shared)
-            for w in warpgroups:
-                with T.ws(w):
-                    if registers is not None:
-                        T.inc_max_nreg(registers[1])
-                    differentiate(w, number, order, tiles, shared, softmax_scale)
-
-    return flash_bwd_dq_dense
+    return flash_bwd_dq_options

@@ -4,10 +4,13 @@ Dao 2023 (FlashAttention-2, alg. 1) in the schedule of Shah et al. 2024 (FlashAt
 tiles by TMA; each consumer warpgroup owns 64 queries and keeps S = Q K^T of a block and O += P V of the block before in flight.
 """
 
+from typing import Any
+
 import tilelang.language as T
 
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.mask import KeyBlocks, Mask
+from tl_attention.kernels.options import Dropout, Options, Scores, option_views, prelude
 from tl_attention.kernels.pipeline import (
     WARPGROUP,
     TileRing,
@@ -18,7 +21,7 @@ from tl_attention.kernels.pipeline import (
 )
 from tl_attention.kernels.scheduler import Tile, TileBox, TileNumbers, TileOrder
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax
-from tl_attention.kernels.tiles import DensePartTiles, DenseTiles, SharedTiles, strided
+from tl_attention.kernels.tiles import DensePartTiles, DenseTiles, PackedTiles, SharedTiles, packed, strided
 from tl_attention.problem import AttnProblem, FwdConfig
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -34,6 +37,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     [batch, heads, seqlen_q] fp32, in units of log2 / lse_unit. Tickets: int32 [2], zeros, the kernel's own while it runs.
     A row with no key gives O = 0, Lse = -inf. Empty tensors are for the caller: TMA takes none.
 
+    problem.options: the values of options.Options come after ctas; with varlen Q, K, V, O, Lse are as PackedTiles has them.
+
     config.split: O and Lse are parts, [splits, batch, heads, seqlen_q, head_dim_v] and [splits, batch, heads, seqlen_q] in
     fp32, for fwd_combine.py; `splits` CTAs have a tile, each a share of its blocks of keys, and each writes what attention
     to its share alone is: O = 0, Lse = -inf if that is empty.
@@ -46,27 +51,47 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     row_wise = T.GemmWarpPolicy.FullRow
     q_kt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}  # of the GEMM S = Q K^T
     persistent = config.schedule != "grid"
-    registers = (PERSISTENT_REGISTERS if persistent else pipeline.REGISTERS).get(config.warpgroups)
+    registers = pipeline.registers(problem, config.warpgroups)
+    if persistent:
+        registers = PERSISTENT_REGISTERS.get(config.warpgroups)
     split = config.split
+    varlen = problem.has("varlen")
     O_in_Q = head_dim == head_dim_v and not split  # O leaves through the shared memory of its queries
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
-    q_view = strided("q", [batch, seqlen_q, heads, columns_qk], dtype)
-    k_view = strided("k", [batch, seqlen_k, heads_kv, columns_qk], dtype)
-    v_view = strided("v", [batch, seqlen_k, heads_kv, columns_v], dtype)
+
+    def view(name: str, seqlen: Any, heads: Any, columns: Any) -> Any:
+        if varlen:
+            return packed(name, heads, columns, dtype)
+        return strided(name, [batch, seqlen, heads, columns], dtype)
+
+    q_view = view("q", seqlen_q, heads, columns_qk)
+    k_view = view("k", seqlen_k, heads_kv, columns_qk)
+    v_view = view("v", seqlen_k, heads_kv, columns_v)
     if split:
         splits = T.dynamic("splits")
         o_view = T.Tensor([splits, batch, heads, seqlen_q, head_dim_v], "float32")
         lse_view = T.Tensor([splits, batch, heads, seqlen_q], "float32")
     else:
         splits = None
-        o_view = strided("o", [batch, seqlen_q, heads, columns_v], dtype)
-        lse_view = T.Tensor([batch, heads, seqlen_q], "float32")
+        o_view = view("o", seqlen_q, heads, columns_v)
+        lse_view = T.Tensor([heads, seqlen_q] if varlen else [batch, heads, seqlen_q], "float32")
     tickets_view = T.Tensor([2], "int32")
-    mask = Mask(problem.causal, seqlen_q, seqlen_k)
     turns = Turns(config.warpgroups, config.ping_pong)
-    Tiles = DensePartTiles if split else DenseTiles
+    Tiles = DensePartTiles if split else PackedTiles if varlen else DenseTiles
+
+    def mask_of(tile: Tile, options: Options | None) -> Mask:
+        window = options.window if problem.has("window") else None
+        if varlen:
+            return Mask(problem.causal, tile.len_q[0], tile.len_k[0], window)
+        return Mask(problem.causal, seqlen_q, seqlen_k, window)
+
+    def sink_of(tile: Tile, options: Options | None) -> Any:
+        if not problem.has("sink"):
+            return None
+        sink = options.Sink[tile.head]
+        return T.if_then_else(tile.split == 0, sink, -T.infinity("float32")) if split else sink
 
     @T.macro
     def load(tile, turn, first_step, blocks, tiles, shared, tile_numbers):
@@ -88,9 +113,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         shared.V.fill(first_step + last, tiles.v(tile, blocks.first_key(last), block_N))
 
     @T.macro
-    def produce(first_tile, order, ctas, tickets, tiles, shared):
-        blocks = KeyBlocks(mask, block_M, block_N, split)
+    def produce(first_tile, order, ctas, tickets, tiles, shared, options):
         tile = Tile(order)
+        blocks = KeyBlocks(mask_of(tile, options), block_M, block_N, split)
         if persistent:
             tile_numbers = TileNumbers(config.schedule, first_tile, ctas, tickets)
             turn = T.alloc_var("int32", init=0)
@@ -107,24 +132,34 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             tile_numbers.close()
         else:
             tile.locate(first_tile)
-            load(tile, 0, 0, blocks, tiles, shared, None)
+            if tile.there:
+                load(tile, 0, 0, blocks, tiles, shared, None)
 
     @T.macro
-    def attend(w, tile, turn, first_step, blocks, tiles, shared, softmax_scale, lse_unit):
+    def attend(w, tile, turn, first_step, blocks, tiles, shared, softmax_scale, lse_unit, options):
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then their exponentials
         P = T.alloc_fragment([64, block_N], dtype)
         acc_o = T.alloc_fragment([64, head_dim_v], "float32")
         lse = T.alloc_fragment([64], "float32")
-        softmax = OnlineSoftmax(block_N, T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE))
+        scores, dropout, mask = (
+            Scores(problem, options, softmax_scale),
+            Dropout(problem, options),
+            blocks.mask,
+        )
+        raw_scale = T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE)
+        softmax = OnlineSoftmax(block_N, raw_scale if scores.raw else scores.scale_log2)
         query = tile.m_block * block_M + 64 * w
         q_step = turn * config.warpgroups + w
         softmax.reset()
+        scores.start(tile.batch, tile.head)
+        dropout.start(tile.batch * heads + tile.head)
 
         shared.Q.wait(q_step)
-        if softmax_scale < 0:  # -Q and |scale|, as the running maximum is one of raw scores
-            shared.Q.negate(q_step)
-            T.fence_proxy_async()
-            sync_warpgroup(w)
+        if scores.raw:
+            if softmax_scale < 0:  # -Q and |scale|, as the running maximum is one of raw scores
+                shared.Q.negate(q_step)
+                T.fence_proxy_async()
+                sync_warpgroup(w)
 
         # S = Q K^T, softmax of the last block of keys
         shared.K.wait(first_step)
@@ -137,8 +172,11 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             if turn > 0:
                 wait_for_stores()
                 shared.Q.release(q_step - config.warpgroups)
+        scores.cap(acc_s)
+        scores.bias(acc_s, mask.place(query) - blocks.first_key(0))
         mask.apply(acc_s, query, blocks.first_key(0))
         softmax.update(acc_s)
+        dropout.drop(acc_s, query, blocks.first_key(0))
         T.copy(acc_s, P)
 
         # S = Q K^T, softmax of each block before it, beside O += P V of the last
@@ -154,9 +192,12 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 turns.give(w)
                 T.wait_wgmma(1)  # S is there
                 shared.K.release(first_step + start + i)
+                scores.cap(acc_s)
+                scores.bias(acc_s, mask.place(query) - blocks.first_key(start + i))
                 if masked:
                     mask.apply(acc_s, query, blocks.first_key(start + i))
                 softmax.update(acc_s)
+                dropout.drop(acc_s, query, blocks.first_key(start + i))
                 T.wait_wgmma(0)  # O is there, and P free
                 shared.V.release(first_step + start + i - 1)
                 T.copy(acc_s, P)
@@ -173,7 +214,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         T.wgmma_gemm(P, shared.V[first_step + last], acc_o, policy=row_wise)
         T.wait_wgmma(0)
         shared.V.release(first_step + last)
-        softmax.finish(acc_o, lse, lse_unit)
+        softmax.finish(acc_o, lse, lse_unit, sink_of(tile, options))
+        dropout.scale_kept(acc_o)
 
         query = tile.m_block * block_M + 64 * w
         if split:
@@ -193,12 +235,12 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             T.fence_proxy_async()
             sync_warpgroup(w)
             T.tma_copy(shared.O[w, :, :], tiles.o(tile, query, 64))
-        T.copy(lse, tiles.lse(tile, query, 64))
+        tiles.store_lse(lse, tile, query)
 
     @T.macro
-    def consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit):
-        blocks = KeyBlocks(mask, block_M, block_N, split)
+    def consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options):
         tile = Tile(order)
+        blocks = KeyBlocks(mask_of(tile, options), block_M, block_N, split)
         turns.start(w)
         if persistent:
             turn = T.alloc_var("int32", init=0)
@@ -207,19 +249,99 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 shared.tile_box.read_tile(turn, tile)
                 shared.tile_box.read_blocks(turn, blocks)
                 first_step = shared.tile_box.first_step(turn)
-                attend(w, tile, turn, first_step, blocks, tiles, shared, softmax_scale, lse_unit)
+                attend(w, tile, turn, first_step, blocks, tiles, shared, softmax_scale, lse_unit, options)
                 turn += 1
                 shared.tile_box.wait(turn)
         else:
             tile.locate(first_tile)
-            blocks.start(tile.m_block * block_M)
-            if split:
-                blocks.take_share(tile.split, splits)
-            attend(w, tile, 0, 0, blocks, tiles, shared, softmax_scale, lse_unit)
+            if tile.there:
+                blocks.start(tile.m_block * block_M)
+                if split:
+                    blocks.take_share(tile.split, splits)
+                attend(w, tile, 0, 0, blocks, tiles, shared, softmax_scale, lse_unit, options)
         wait_for_stores()
 
+    @T.macro
+    def run(
+        Q,
+        K,
+        V,
+        O,
+        Lse,
+        Tickets,
+        softmax_scale,
+        lse_unit,
+        heads_a_kv_head,
+        m_blocks,
+        group_heads,
+        ctas,
+        options,
+    ):
+        with T.Kernel(ctas, threads=config.threads, prelude=prelude(problem)) as first_tile:
+            shared = SharedTiles(
+                Q=TileRing([q_stages * config.warpgroups, 64, head_dim], dtype, 4, name="Q"),
+                K=TileRing([num_stages, block_N, head_dim], dtype, consumer_warps, name="K"),
+                V=TileRing([num_stages, block_N, head_dim_v], dtype, consumer_warps, name="V"),
+                O=None if O_in_Q or split else alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype),
+                tile_box=TileBox() if persistent else None,
+            )
+            all_heads, table = (heads, options.Table) if varlen else (heads * batch, None)
+            order = TileOrder(
+                problem.causal, heads, all_heads, heads_a_kv_head, m_blocks, group_heads, splits, table
+            )
+            tiles = Tiles(Q, K, V, O, Lse, head_dim, head_dim_v)
+
+            thread = T.get_thread_binding()
+            if thread >= WARPGROUP * config.warpgroups:
+                if registers is not None:
+                    T.dec_max_nreg(registers[0])
+                if thread < WARPGROUP * config.warpgroups + 32:
+                    produce(first_tile, order, ctas, Tickets, tiles, shared, options)
+            for w in warpgroups:
+                with T.ws(w):
+                    if registers is not None:
+                        T.inc_max_nreg(registers[1])
+                    consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options)
+
+    if not problem.options:
+
+        @T.prim_func
+        def flash_fwd_dense(
+            Q: q_view,
+            K: k_view,
+            V: v_view,
+            O: o_view,
+            Lse: lse_view,
+            Tickets: tickets_view,
+            softmax_scale: T.float32,
+            lse_unit: T.float32,
+            heads_a_kv_head: T.int32,
+            m_blocks: T.int32,
+            group_heads: T.int32,
+            ctas: T.int32,
+        ):
+            run(
+                Q,
+                K,
+                V,
+                O,
+                Lse,
+                Tickets,
+                softmax_scale,
+                lse_unit,
+                heads_a_kv_head,
+                m_blocks,
+                group_heads,
+                ctas,
+                None,
+            )
+
+        return flash_fwd_dense
+
+    slopes_view, sink_view, rng_view, table_view = option_views()
+
     @T.prim_func
-    def flash_fwd_dense(
+    def flash_fwd_options(
         Q: q_view,
         K: k_view,
         V: v_view,
@@ -232,30 +354,30 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         m_blocks: T.int32,
         group_heads: T.int32,
         ctas: T.int32,
+        left: T.int32,
+        right: T.int32,
+        softcap: T.float32,
+        Slopes: slopes_view,
+        Sink: sink_view,
+        Rng: rng_view,
+        drop_below: T.int32,
+        Table: table_view,
     ):
-        with T.Kernel(ctas, threads=config.threads) as first_tile:
-            shared = SharedTiles(
-                Q=TileRing([q_stages * config.warpgroups, 64, head_dim], dtype, 4, name="Q"),
-                K=TileRing([num_stages, block_N, head_dim], dtype, consumer_warps, name="K"),
-                V=TileRing([num_stages, block_N, head_dim_v], dtype, consumer_warps, name="V"),
-                O=None if O_in_Q or split else alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype),
-                tile_box=TileBox() if persistent else None,
-            )
-            order = TileOrder(
-                problem.causal, heads, heads * batch, heads_a_kv_head, m_blocks, group_heads, splits
-            )
-            tiles = Tiles(Q, K, V, O, Lse, head_dim, head_dim_v)
+        options = Options(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
+        run(
+            Q,
+            K,
+            V,
+            O,
+            Lse,
+            Tickets,
+            softmax_scale,
+            lse_unit,
+            heads_a_kv_head,
+            m_blocks,
+            group_heads,
+            ctas,
+            options,
+        )
 
-            thread = T.get_thread_binding()
-            if thread >= WARPGROUP * config.warpgroups:
-                if registers is not None:
-                    T.dec_max_nreg(registers[0])
-                if thread < WARPGROUP * config.warpgroups + 32:
-                    produce(first_tile, order, ctas, Tickets, tiles, shared)
-            for w in warpgroups:
-                with T.ws(w):
-                    if registers is not None:
-                        T.inc_max_nreg(registers[1])
-                    consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit)
-
-    return flash_fwd_dense
+    return flash_fwd_options

@@ -1,4 +1,6 @@
-"""Which keys a query sees: all of them, or if causal those with key <= query + seqlen_k - seqlen_q (bottom-right)."""
+"""Which keys a query sees: all of them; if causal those up to its place, query + seqlen_k - seqlen_q (bottom-right); or a window
+of so many before and after its place.
+"""
 
 from __future__ import annotations
 
@@ -13,43 +15,69 @@ class Mask:
     causal: bool
     seqlen_q: Any
     seqlen_k: Any
+    window: tuple[Any, Any] | None = None  # (left, right)
+    may_be_empty: bool = False  # whether there may be no query
+
+    def place(self, query: Any) -> Any:
+        """The key that the query stands at."""
+        return query + self.seqlen_k - self.seqlen_q
+
+    def first_key(self, query: Any) -> Any:
+        """The first key the query sees, or less than 0; past the last one if it sees none."""
+        return self.place(query) - self.window[0] if self.window is not None else 0
 
     def last_key(self, query: Any) -> Any:
         """The last key the query sees; less than 0 if it sees none."""
-        return query + self.seqlen_k - self.seqlen_q if self.causal else self.seqlen_k - 1
+        if self.window is not None:
+            return T.min(self.place(query) + self.window[1], self.seqlen_k - 1)
+        return self.place(query) if self.causal else self.seqlen_k - 1
+
+    def sees(self, query: Any, key: Any) -> Any:
+        if self.window is not None:
+            return (key <= self.last_key(query)) & (key >= self.first_key(query))
+        return key <= self.last_key(query)
+
+    def hides_some(self, first_query: Any, queries: int, first_key: Any, keys: int) -> Any:
+        """Whether some of these queries do not see some of these keys."""
+        past = first_key + keys - 1 > self.last_key(first_query)
+        return (
+            past | (first_key < self.first_key(first_query + queries - 1))
+            if self.window is not None
+            else past
+        )
 
     @T.inline
     def apply(self, acc_s, first_query, first_key):
         """Set the scores [rows, cols] of keys that their query does not see to -inf."""
         rows, cols = acc_s.shape
         for i, j in T.Parallel(rows, cols):
-            seen = first_key + j <= self.last_key(first_query + i)
+            seen = self.sees(first_query + i, first_key + j)
             acc_s[i, j] = T.if_then_else(seen, acc_s[i, j], -T.infinity("float32"))
 
     @T.inline
     def clear(self, P, first_query, first_key):
         """Set the probabilities [queries, keys] of keys that their query does not see to 0."""
         queries, keys = P.shape
-        if first_key + keys - 1 > self.last_key(first_query):
+        if self.hides_some(first_query, queries, first_key, keys):
             for i, j in T.Parallel(queries, keys):
-                P[i, j] = T.if_then_else(first_key + j <= self.last_key(first_query + i), P[i, j], 0.0)
+                P[i, j] = T.if_then_else(self.sees(first_query + i, first_key + j), P[i, j], 0.0)
 
     @T.inline
     def clear_transposed(self, P, first_key, first_query):
         """The same for probabilities [keys, queries]."""
         keys, queries = P.shape
-        if first_key + keys - 1 > self.last_key(first_query):
+        if self.hides_some(first_query, queries, first_key, keys):
             for i, j in T.Parallel(keys, queries):
-                P[i, j] = T.if_then_else(first_key + i <= self.last_key(first_query + j), P[i, j], 0.0)
+                P[i, j] = T.if_then_else(self.sees(first_query + j, first_key + i), P[i, j], 0.0)
 
     @T.inline
     def hide_transposed(self, acc_s, first_key, first_query, scale):
         """Set the scores [keys, queries] of keys that their query does not see to what `scale` makes -inf."""
         keys, queries = acc_s.shape
-        if first_key + keys - 1 > self.last_key(first_query):
+        if self.hides_some(first_query, queries, first_key, keys):
             for i, j in T.Parallel(keys, queries):
                 hidden = T.if_then_else(scale < 0, T.infinity("float32"), -T.infinity("float32"))
-                seen = first_key + i <= self.last_key(first_query + j)
+                seen = self.sees(first_query + j, first_key + i)
                 acc_s[i, j] = T.if_then_else(seen, acc_s[i, j], hidden)
 
 
@@ -65,11 +93,15 @@ class KeyBlocks:
         self.mask, self.block_M, self.block_N = mask, block_M, block_N
         # Variables, not expressions: TileLang 0.1.15 would copy those into every use
         self.num_steps = T.alloc_var("int32", init=0)
-        self.num_masked = T.alloc_var("int32", init=0)
-        # Of all blocks: those a share begins and ends with, and the one that its step 0 has
-        self.share_from, self.share_to, self.share_last = (
-            T.alloc_var("int32", init=0) if split else None for _ in range(3)
+        self.num_masked = T.alloc_var("int32", init=0)  # steps that may hold keys past the last of some query
+        # Of a window: the block of the first key seen, and the last steps, which may hold keys before the first of some query
+        self.first, self.num_before = (
+            T.alloc_var("int32", init=0) if mask.window is not None else None for _ in range(2)
         )
+        # Of all blocks: those a share begins and ends with
+        self.share_from, self.share_to = (T.alloc_var("int32", init=0) if split else None for _ in range(2))
+        # Of step 0, where that is not the last of so many blocks from the first on
+        self.last = T.alloc_var("int32", init=0) if split or mask.window is not None else None
 
     @T.inline
     def start(self, first_query):
@@ -77,8 +109,20 @@ class KeyBlocks:
         seen_by_some = T.min(self.mask.last_key(first_query + self.block_M - 1) + 1, self.mask.seqlen_k)
         seen_by_all = T.max(self.mask.last_key(first_query) + 1, 0)
         # From one lane, so that what counts steps lives in uniform registers
-        self.num_steps[0] = T.shfl_sync(T.max(T.ceildiv(seen_by_some, self.block_N), 1), 0)
-        self.num_masked[0] = T.shfl_sync(T.max(self.num_steps[0] - seen_by_all // self.block_N, 1), 0)
+        if self.mask.window is not None:
+            seen_from = T.max(self.mask.first_key(first_query), 0)
+            all_see_from = T.max(self.mask.first_key(first_query + self.block_M - 1), 0)
+            self.first[0] = seen_from // self.block_N
+            steps = T.ceildiv(T.max(seen_by_some, 0), self.block_N) - self.first[0]
+            self.num_steps[0] = T.shfl_sync(T.max(steps, 1), 0)
+            self.last[0] = T.shfl_sync(self.first[0] + self.num_steps[0] - 1, 0)
+            masked = T.max(self.last[0] + 1 - seen_by_all // self.block_N, 1)
+            self.num_masked[0] = T.shfl_sync(T.min(masked, self.num_steps[0]), 0)
+            before = T.ceildiv(all_see_from, self.block_N) - self.first[0]
+            self.num_before[0] = T.shfl_sync(T.min(before, self.num_steps[0] - self.num_masked[0]), 0)
+        else:
+            self.num_steps[0] = T.shfl_sync(T.max(T.ceildiv(seen_by_some, self.block_N), 1), 0)
+            self.num_masked[0] = T.shfl_sync(T.max(self.num_steps[0] - seen_by_all // self.block_N, 1), 0)
 
     @T.inline
     def take_share(self, share, shares):
@@ -86,11 +130,19 @@ class KeyBlocks:
         self.share_from[0] = T.truncdiv(share * self.num_steps[0], shares)
         self.share_to[0] = T.truncdiv((share + 1) * self.num_steps[0], shares)
         none = T.ceildiv(self.mask.seqlen_k, self.block_N)
-        last = self.num_steps[0] - 1 - self.share_from[0]
-        self.share_last[0] = T.shfl_sync(T.if_then_else(self.share_from[0] < self.share_to[0], last, none), 0)
+        if self.mask.window is not None:
+            last = self.last[0] - self.share_from[0]
+            self.num_before[0] = T.max(self.share_to[0] - self.num_steps[0] + self.num_before[0], 0)
+        else:
+            last = self.num_steps[0] - 1 - self.share_from[0]
+        self.last[0] = T.shfl_sync(T.if_then_else(self.share_from[0] < self.share_to[0], last, none), 0)
         self.num_steps[0] = T.shfl_sync(T.max(self.share_to[0] - self.share_from[0], 1), 0)
         masked = T.max(self.num_masked[0] - self.share_from[0], 1)
         self.num_masked[0] = T.shfl_sync(T.min(masked, self.num_steps[0]), 0)
+        if self.mask.window is not None:
+            self.num_before[0] = T.shfl_sync(
+                T.min(self.num_before[0], self.num_steps[0] - self.num_masked[0]), 0
+            )
 
     @property
     def steps(self) -> Any:
@@ -98,27 +150,38 @@ class KeyBlocks:
 
     @property
     def sweeps(self) -> tuple:
-        """(masked, first step, number of steps) after step 0: those that may hold a masked key, then the others."""
+        """(masked, first step, number of steps) after step 0: those that may hold a masked key, and the others."""
+        if self.mask.window is not None:
+            masked, before = self.num_masked[0] - 1, self.num_before[0]
+            plain = self.num_steps[0] - self.num_masked[0] - before
+            return (
+                (True, 1, masked),
+                (False, self.num_masked[0], plain),
+                (True, self.num_steps[0] - before, before),
+            )
         if self.mask.causal:
             masked, plain = self.num_masked[0] - 1, self.num_steps[0] - self.num_masked[0]
             return (True, 1, masked), (False, self.num_masked[0], plain)
         return ((False, 1, self.num_steps[0] - 1),)
 
     def first_key(self, step: Any) -> Any:
-        last = self.num_steps[0] - 1 if self.share_last is None else self.share_last[0]
+        last = self.num_steps[0] - 1 if self.last is None else self.last[0]
         return (last - step) * self.block_N
 
 
 @T.meta_class
 class QueryBlocks:
-    """A walk over the blocks of block_M queries that see some of the keys from first_key on, for one head after the other.
+    """A walk over the blocks of block_M queries that see some of the block_N keys from first_key on, for one head after the other.
 
-    There is always one a head: the last query sees all keys.
+    There is always one a head: the last query sees all keys, or where a window hides them or there is no query, P is 0 all over.
     """
 
-    def __init__(self, mask: Mask, block_M: int, name: str = "blocks"):
-        self.mask, self.block_M = mask, block_M
+    def __init__(self, mask: Mask, block_M: int, block_N: int, name: str = "blocks"):
+        self.mask, self.block_M, self.block_N = mask, block_M, block_N
         self.first = T.alloc_var("int32", init=0)  # query of each head
+        self.end = (
+            T.alloc_var("int32", init=0) if mask.window is not None else None
+        )  # past the last query of each head
         self.num_steps = T.alloc_var("int32", init=0)
         # Where the walk is. Kept, as divisions of the step would take the registers of a consumer
         self.at_query = T.alloc_var("int32", init=0)
@@ -126,11 +189,18 @@ class QueryBlocks:
 
     @T.inline
     def start(self, first_key, first_head, heads):
-        if self.mask.causal:
+        if self.mask.window is not None:
+            # The queries at whose places the first and the last key end a window
+            seen_from = T.max(first_key - self.mask.window[1] - self.mask.place(0), 0)
+            seen_to = first_key + self.block_N - 1 + self.mask.window[0] - self.mask.place(0)
+            self.end[0] = T.max(T.min(seen_to + 1, self.mask.seqlen_q), 1)
+            self.first[0] = T.min(seen_from, self.end[0] - 1) // self.block_M * self.block_M
+        elif self.mask.causal:
             seen_from = T.max(first_key + self.mask.seqlen_q - self.mask.seqlen_k, 0)
             self.first[0] = seen_from // self.block_M * self.block_M
         # From one lane, so that what counts steps lives in uniform registers
-        steps = heads * T.ceildiv(self.mask.seqlen_q - self.first[0], self.block_M)
+        steps = T.ceildiv(self.stop - self.first[0], self.block_M)
+        steps = heads * (T.max(steps, 1) if self.mask.may_be_empty else steps)
         self.num_steps[0] = T.shfl_sync(steps, 0)
         self.at_query[0] = self.first[0]
         self.at_head[0] = first_head
@@ -138,6 +208,10 @@ class QueryBlocks:
     @property
     def steps(self) -> Any:
         return self.num_steps[0]
+
+    @property
+    def stop(self) -> Any:
+        return self.end[0] if self.mask.window is not None else self.mask.seqlen_q
 
     @property
     def query(self) -> Any:
@@ -150,6 +224,6 @@ class QueryBlocks:
     @T.inline
     def advance(self):
         self.at_query[0] += self.block_M
-        if self.at_query[0] >= self.mask.seqlen_q:
+        if self.at_query[0] >= self.stop:
             self.at_query[0] = self.first[0]
             self.at_head[0] += 1

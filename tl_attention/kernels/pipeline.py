@@ -7,17 +7,27 @@ from typing import Any
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
+from tl_attention.problem import AttnProblem
+
 WARPGROUP = 128  # threads
 # Of the named ones: 0-2 are TileLang's, and its ThreadSync pass hands out 3, 4, .. (0.1.15)
 FIRST_BARRIER = 8
 # By consumer warpgroups: registers a thread of (producers, consumers)
 REGISTERS = {2: (24, 240), 3: (32, 160)}
+# A producer that finds the ends of sequences needs more: with 24 it spilled. Together not more than at the start, 168 a thread of two
+# consumer warpgroups and the producers', or the increase waits for ever
+VARLEN_REGISTERS = {2: (40, 232), 3: (32, 160)}
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
     "tl.disable_thread_storage_sync": True,  # the roles meet at barriers of their own
     "tl.disable_shared_memory_reuse": True,  # TileLang 0.1.15 takes the branches of two roles for one after the other
 }
 ARRIVE = {"emit_arrive": 1}  # the TMA copy arrives at its barrier too, beside announcing its bytes
+
+
+def registers(problem: AttnProblem, warpgroups: int) -> tuple[int, int] | None:
+    """Of (producers, consumers); None leaves them as they are."""
+    return (VARLEN_REGISTERS if problem.has("varlen") else REGISTERS).get(warpgroups)
 
 
 def alloc_swizzled(shape: list[int], dtype: str):

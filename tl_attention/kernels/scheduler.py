@@ -15,6 +15,9 @@ class TileOrder:
     Causal: the longest first, over a group of heads whose keys and values stay in the L2 together; group after group.
     Full: all tiles of a head, then the next head. With splits, so many CTAs a tile: those that walk the same keys beside each
     other, so all tiles of a group of heads for one part of the keys, then for the next.
+
+    table: of sequences of any lengths, int32 [m_blocks, 8], the tiles of all of them as varlen_plan.py puts them, the longest
+    first; heads are then those of one sequence, and a group of them goes through all tiles before the next.
     """
 
     causal: bool
@@ -24,10 +27,11 @@ class TileOrder:
     m_blocks: Any
     group_heads: Any
     splits: Any = None
+    table: Any = None
 
     @property
     def grouped(self) -> bool:
-        return self.causal or self.splits is not None
+        return self.causal or self.splits is not None or self.table is not None
 
     @property
     def ctas_a_head(self) -> Any:
@@ -52,6 +56,15 @@ class Tile:
         )
         self.first_head, self.rank, self.members = (T.alloc_var("int32", init=0) for _ in range(3))
         self.split_idx = None if order.splits is None else T.alloc_var("int32", init=0)
+        # Of the sequence: past its last row in q and k, its rows, and where its padded rows begin
+        self.end_q, self.len_q, self.end_k, self.len_k, self.padded_q, self.padded_k = (
+            None if order.table is None else T.alloc_var("int32", init=0) for _ in range(6)
+        )
+
+    @property
+    def there(self) -> Any:
+        """Whether there is such a tile: a table may have room for more."""
+        return True if self.order.table is None else self.block[0] >= 0
 
     @property
     def split(self) -> Any:
@@ -88,9 +101,23 @@ class Tile:
         else:
             self.head_idx[0] = T.truncdiv(number, order.m_blocks)
             self.block[0] = T.truncmod(number, order.m_blocks)
-        self.batch_idx[0] = T.truncdiv(self.head_idx[0], order.heads)
-        self.head_idx[0] = T.truncmod(self.head_idx[0], order.heads)
+        if order.table is not None:
+            self.look_up(order.m_blocks - 1 - self.block[0])
+        else:
+            self.batch_idx[0] = T.truncdiv(self.head_idx[0], order.heads)
+            self.head_idx[0] = T.truncmod(self.head_idx[0], order.heads)
         self.kv_head_idx[0] = T.truncdiv(self.head_idx[0], order.heads_a_kv_head)
+
+    @T.inline
+    def look_up(self, entry):
+        self.batch_idx[0] = T.shfl_sync(self.order.table[entry, 0], 0)
+        self.block[0] = T.shfl_sync(self.order.table[entry, 1], 0)
+        self.end_q[0] = T.shfl_sync(self.order.table[entry, 2], 0)
+        self.len_q[0] = T.shfl_sync(self.order.table[entry, 3], 0)
+        self.end_k[0] = T.shfl_sync(self.order.table[entry, 4], 0)
+        self.len_k[0] = T.shfl_sync(self.order.table[entry, 5], 0)
+        self.padded_q[0] = T.shfl_sync(self.order.table[entry, 6], 0)
+        self.padded_k[0] = T.shfl_sync(self.order.table[entry, 7], 0)
 
 
 @T.meta_class

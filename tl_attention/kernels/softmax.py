@@ -72,14 +72,30 @@ class OnlineSoftmax:
                 acc_o[i, j] *= self.row_scale[i]
 
     @T.inline
-    def finish(self, acc_o, lse, lse_unit):
-        """Divide by the row sum, and set lse in units of log2 / lse_unit; 0 and -inf for a row with no key."""
+    def finish(self, acc_o, lse, lse_unit, sink=None):
+        """Divide by the row sum, and set lse in units of log2 / lse_unit; 0 and -inf for a row with no key.
+
+        sink: a score, in natural units, that takes its share of the sum.
+        """
         rows, cols = acc_o.shape
         T.reduce_sum(self.partial_sum, self.row_sum, dim=1)
-        for i in T.Parallel(64):
-            lse[i] = (T.log2(self.row_sum[i]) + self.row_max[i] * self.scale_log2) * lse_unit
-        for i in T.Parallel(64):
-            self.row_scale[i] = T.if_then_else(self.row_sum[i] != 0, 1 / self.row_sum[i], 0)
+        if sink is not None:
+            for i in T.Parallel(64):  # to a maximum that holds for the sink, too
+                self.row_max_prev[i] = T.max(self.row_max[i] * self.scale_log2, sink * LOG2E)
+                self.row_scale[i] = T.exp2(self.row_max[i] * self.scale_log2 - self.row_max_prev[i])
+                self.row_sum[i] = self.row_sum[i] * self.row_scale[i] + T.exp2(
+                    sink * LOG2E - self.row_max_prev[i]
+                )
+            for i in T.Parallel(64):
+                lse[i] = (T.log2(self.row_sum[i]) + self.row_max_prev[i]) * lse_unit
+                self.row_scale[i] = T.if_then_else(
+                    self.row_sum[i] != 0, self.row_scale[i] / self.row_sum[i], 0
+                )
+        else:
+            for i in T.Parallel(64):
+                lse[i] = (T.log2(self.row_sum[i]) + self.row_max[i] * self.scale_log2) * lse_unit
+            for i in T.Parallel(64):
+                self.row_scale[i] = T.if_then_else(self.row_sum[i] != 0, 1 / self.row_sum[i], 0)
         for i, j in T.Parallel(rows, cols):
             acc_o[i, j] *= self.row_scale[i]
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.problem import FAR
+
 
 def strided(name: str, shape: list, dtype: str) -> Any:
     """A tensor argument with any strides but the last, which is 1; TMA wants the others to be multiples of 16 bytes."""
@@ -88,6 +90,53 @@ class DenseTiles:
     def lse(self, tile: Any, start: Any, rows: int) -> Any:
         return self.Lse[tile.batch, tile.head, start : start + rows]
 
+    @T.inline
+    def store_lse(self, lse, tile, start):
+        T.copy(lse, self.lse(tile, start, lse.shape[0]))
+
+
+def packed(name: str, heads: Any, columns: Any, dtype: str) -> Any:
+    """A tensor argument [total, heads, columns] whose rows are those of sequences of any lengths, one after the other.
+
+    It is seen as [planes, ends, rows, heads, columns] with rows = FAR, where ends and rows both step by one row, and FAR planes, in
+    addresses of 64 bits, go back FAR rows: [FAR, end, FAR - length + i] is row i of the sequence of that length that ends before `end`.
+    So TMA sees the end of each: it reads 0 and writes nothing past it.
+    """
+    planes, ends, rows = T.dynamic(f"{name}_planes, {name}_ends, {name}_rows")
+    return strided(name, [planes, ends, rows, heads, columns], dtype)
+
+
+def packed_rows(tensor: Any, end: Any, length: Any, start: Any, rows: int, head: Any, cols: int) -> Any:
+    """Rows from start on of the sequence of that length whose rows in a tensor as packed() has it end before `end`."""
+    row = FAR - length + start
+    return tensor[FAR, end, row : row + rows, head, 0:cols]
+
+
+@dataclass(frozen=True)
+class PackedTiles(DenseTiles):
+    """DenseTiles of sequences of any lengths, one after the other as packed() has them; Lse: [heads, total_q]."""
+
+    def q(self, tile: Any, start: Any, rows: int) -> Any:
+        return packed_rows(self.Q, tile.end_q[0], tile.len_q[0], start, rows, tile.head, self.head_dim)
+
+    def k(self, tile: Any, start: Any, rows: int) -> Any:
+        return packed_rows(self.K, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, self.head_dim)
+
+    def v(self, tile: Any, start: Any, rows: int) -> Any:
+        return packed_rows(self.V, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, self.head_dim_v)
+
+    def o(self, tile: Any, start: Any, rows: int) -> Any:
+        return packed_rows(self.O, tile.end_q[0], tile.len_q[0], start, rows, tile.head, self.head_dim_v)
+
+    @T.inline
+    def store_lse(self, lse, tile, start):
+        # Variables, not expressions, which kept the layout inference of TileLang 0.1.15 busy for half a minute
+        row = T.alloc_var("int32", init=tile.end_q[0] - tile.len_q[0] + start)
+        rows_left = T.alloc_var("int32", init=tile.len_q[0] - start)
+        for i in T.Parallel(lse.shape[0]):
+            if i < rows_left:
+                self.Lse[tile.head, row + i] = lse[i]
+
 
 @dataclass(frozen=True)
 class DensePartTiles(DenseTiles):
@@ -159,3 +208,51 @@ class DenseGradTiles:
 
     def dv(self, tile: Any, start: Any, rows: int) -> Any:
         return self.dV[tile.batch, start : start + rows, tile.kv_head, 0 : self.head_dim_v]
+
+    def dq_row_block(self, tile: Any, head: Any, start: Any) -> Any:
+        return self.dQ_sum.row_block(tile.batch * self.Q.shape[2] + head, start)
+
+    def dk_row_block(self, parts: FragmentBlocks, tile: Any, start: Any) -> Any:
+        """In dK_parts or dV_parts."""
+        batch, _, heads_kv, _ = self.K.shape
+        return parts.row_block((tile.part * batch + tile.batch) * heads_kv + tile.kv_head, start)
+
+
+@dataclass(frozen=True)
+class PackedGradTiles(DenseGradTiles):
+    """DenseGradTiles of sequences of any lengths; tensors as PackedTiles has them, but what is padded: Lse_log2, Delta
+    [1, heads, padded rows], dQ_sum, dK_parts and dV_parts hold each sequence from its padded_q or padded_k on.
+    """
+
+    def q(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
+        return packed_rows(self.Q, tile.end_q[0], tile.len_q[0], start, rows, head, self.head_dim)
+
+    def do(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
+        return packed_rows(self.dO, tile.end_q[0], tile.len_q[0], start, rows, head, self.head_dim_v)
+
+    def lse_log2(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
+        return self.Lse_log2[0, head, tile.padded_q[0] + start : tile.padded_q[0] + start + rows]
+
+    def delta(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
+        return self.Delta[0, head, tile.padded_q[0] + start : tile.padded_q[0] + start + rows]
+
+    def dq(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
+        return packed_rows(self.dQ, tile.end_q[0], tile.len_q[0], start, rows, head, self.head_dim)
+
+    def k(self, tile: Any, start: Any, rows: int) -> Any:
+        return packed_rows(self.K, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, self.head_dim)
+
+    def v(self, tile: Any, start: Any, rows: int) -> Any:
+        return packed_rows(self.V, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, self.head_dim_v)
+
+    def dk(self, tile: Any, start: Any, rows: int) -> Any:
+        return packed_rows(self.dK, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, self.head_dim)
+
+    def dv(self, tile: Any, start: Any, rows: int) -> Any:
+        return packed_rows(self.dV, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, self.head_dim_v)
+
+    def dq_row_block(self, tile: Any, head: Any, start: Any) -> Any:
+        return self.dQ_sum.row_block(head, tile.padded_q[0] + start)
+
+    def dk_row_block(self, parts: FragmentBlocks, tile: Any, start: Any) -> Any:
+        return parts.row_block(tile.part * self.K.shape[3] + tile.kv_head, tile.padded_k[0] + start)

@@ -1,0 +1,139 @@
+"""Before a kernel with varlen: the tiles of all sequences in one table, the longest first, so that the last CTAs have little to do.
+
+One CTA counts blocks, sorts tiles by the steps they take (a counting sort; among equals the order is no one's), and writes them.
+"""
+
+import tilelang.language as T
+
+from tl_attention.problem import TABLE_ROWS, AttnProblem, VarlenPlan
+
+PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}
+
+
+def flash_varlen_plan(problem: AttnProblem, config: VarlenPlan) -> T.PrimFunc:
+    """Kernel(Cu_q, Cu_k, Used_q, Used_k, Blocks, Table, use_q, use_k, of_keys, step_rows, behind, ahead).
+
+    Cu_q, Cu_k: int32 [batch + 1], where sequences begin and end in the packed rows. Used_q, Used_k: int32 [batch], their lengths if
+    use_q, use_k. Blocks: int32 [2, batch + 1], workspace. Table: int32 [entries, 8], see scheduler.Tile.look_up; a tile is of TABLE_ROWS
+    queries or, if of_keys, keys, and walks the others in steps of step_rows: those up to behind before its place and ahead after
+    it. A sequence without queries has a tile of them, so that its padded rows are written. What the table has room for beside
+    has block -1.
+    """
+    threads = config.threads
+    batch, used_q, used_k, entries = T.dynamic("batch, used_q, used_k, entries")
+
+    @T.prim_func
+    def flash_varlen_plan_kernel(
+        Cu_q: T.Tensor([batch + 1], "int32"),
+        Cu_k: T.Tensor([batch + 1], "int32"),
+        Used_q: T.Tensor([used_q], "int32"),
+        Used_k: T.Tensor([used_k], "int32"),
+        Blocks: T.Tensor([2, batch + 1], "int32"),
+        Table: T.Tensor([entries, 8], "int32"),
+        use_q: T.int32,
+        use_k: T.int32,
+        of_keys: T.int32,
+        step_rows: T.int32,
+        behind: T.int32,
+        ahead: T.int32,
+    ):
+        with T.Kernel(1, threads=threads) as _:
+            count_q = T.alloc_shared([threads], "int32")
+            count_k = T.alloc_shared([threads], "int32")
+            longer = T.alloc_shared([threads], "int32")  # tiles of so many steps and more
+            place = T.alloc_shared([threads], "int32")  # of the next tile of so many steps
+            thread = T.get_thread_binding()
+            before_q = T.alloc_var("int32", init=0)
+            before_k = T.alloc_var("int32", init=0)
+            b = T.alloc_var("int32", init=0)
+            low = T.alloc_var("int32", init=0)
+            high = T.alloc_var("int32", init=0)
+            block = T.alloc_var("int32", init=0)
+            steps = T.alloc_var("int32", init=0)
+            len_q = T.alloc_var("int32", init=0)
+            len_k = T.alloc_var("int32", init=0)
+
+            # Blocks of the sequences before each
+            if thread == 0:
+                Blocks[0, 0] = 0
+                Blocks[1, 0] = 0
+            for chunk in T.serial(T.ceildiv(batch, threads)):
+                b = chunk * threads + thread
+                count_q[thread] = 0
+                count_k[thread] = 0
+                if b < batch:
+                    len_q = Cu_q[b + 1] - Cu_q[b]
+                    len_k = Cu_k[b + 1] - Cu_k[b]
+                    if use_q != 0:
+                        len_q = Used_q[b]
+                    if use_k != 0:
+                        len_k = Used_k[b]
+                    count_q[thread] = T.max((len_q + TABLE_ROWS - 1) // TABLE_ROWS, 1)
+                    count_k[thread] = (len_k + TABLE_ROWS - 1) // TABLE_ROWS
+                T.sync_threads()
+                T.cumsum(count_q)
+                T.cumsum(count_k)
+                T.sync_threads()
+                if b < batch:
+                    Blocks[0, b + 1] = before_q + count_q[thread]
+                    Blocks[1, b + 1] = before_k + count_k[thread]
+                before_q += count_q[threads - 1]
+                before_k += count_k[threads - 1]
+                T.sync_threads()
+            longer[thread] = 0
+            T.sync_threads()
+
+            for sweep in T.serial(2):  # to count the tiles of so many steps, then to place them
+                for chunk in T.serial(T.ceildiv(entries, threads)):
+                    number = chunk * threads + thread
+                    if number < T.min(T.if_then_else(of_keys != 0, before_k, before_q), entries):
+                        # The last sequence with so many blocks before it
+                        low = 0
+                        high = batch - 1
+                        while low < high:
+                            b = (low + high + 1) // 2
+                            if Blocks[of_keys, b] <= number:
+                                low = b
+                            else:
+                                high = b - 1
+                        b = low
+                        block = number - Blocks[of_keys, b]
+                        len_q = Cu_q[b + 1] - Cu_q[b]
+                        len_k = Cu_k[b + 1] - Cu_k[b]
+                        if use_q != 0:
+                            len_q = Used_q[b]
+                        if use_k != 0:
+                            len_k = Used_k[b]
+                        rows = T.if_then_else(of_keys != 0, len_k, len_q)
+                        others = T.if_then_else(of_keys != 0, len_q, len_k)
+                        first = T.max(block * TABLE_ROWS + others - rows - behind, 0)
+                        last = T.min(
+                            T.min(block * TABLE_ROWS + TABLE_ROWS, rows) - 1 + others - rows + ahead,
+                            others - 1,
+                        )
+                        steps = T.max(T.max(last, -step_rows) // step_rows - first // step_rows + 1, 0)
+                        steps = T.min(steps, threads - 1)
+                        if sweep == 0:
+                            T.atomic_add(longer[steps], 1)
+                        else:
+                            low = T.atomic_add(place[steps], 1, return_prev=True)
+                            Table[low, 0] = b
+                            Table[low, 1] = block
+                            Table[low, 2] = Cu_q[b] + len_q
+                            Table[low, 3] = len_q
+                            Table[low, 4] = Cu_k[b] + len_k
+                            Table[low, 5] = len_k
+                            Table[low, 6] = Blocks[0, b] * TABLE_ROWS
+                            Table[low, 7] = Blocks[1, b] * TABLE_ROWS
+                    elif (sweep == 0) & (number < entries):
+                        Table[number, 1] = -1
+                T.sync_threads()
+                if sweep == 0:
+                    place[thread] = longer[thread]
+                    T.sync_threads()
+                    T.cumsum(longer, reverse=True)
+                    T.sync_threads()
+                    place[thread] = longer[thread] - place[thread]
+                    T.sync_threads()
+
+    return flash_varlen_plan_kernel

@@ -12,6 +12,9 @@ import tl_attention
 from tl_attention import (
     dispatch,
     flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
     mha_bwd_interface,
     mha_fwd_interface,
     ref_mha_fwd_interface,
@@ -100,23 +103,84 @@ def test_a_switch_that_equals_a_bool_is_none_even_after_a_call_that_was_right():
         mha_fwd_interface(q, k, v, sm_scale=math.nan, is_causal=True)
 
 
-OPTIONS = {
-    "dropout_p": 0.1,
-    "window_size": (128, 0),
-    "softcap": 30.0,
-    "alibi_slopes": torch.ones(4),
-}
+def cu(*ends, dtype=torch.int32):
+    return torch.tensor(ends, dtype=dtype)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_option_not_built_is_refused_by_name(name):
-    with pytest.raises(NotImplementedError, match=f"{name}: .*not supported yet"):
-        flash_attn_func(*(x.transpose(1, 2) for x in qkv()), **{name: OPTIONS[name]})
+OPTION_ERRORS = {
+    "window-is-no-pair": ({"window_size": 128}, TypeError, r"window_size: expected a pair \(left, right\), got 128"),
+    "window-float": ({"window_size": (1.5, 0)}, TypeError, r"window_size: expected ints, -1 or None for no limit, got 1\.5"),
+    "window-bool": ({"window_size": (True, 0)}, TypeError, r"window_size: expected ints, -1 or None for no limit, got True"),
+    "window-negative": ({"window_size": (-2, 0)}, ValueError, r"window_size: expected bounds from 0 up.*got \(-2, 0\)"),
+    "softcap-negative": ({"softcap": -1.0}, ValueError, r"softcap: expected a finite number from 0.*got -1\.0"),
+    "softcap-inf": ({"softcap": math.inf}, ValueError, r"softcap: expected a finite number"),
+    "softcap-tensor": ({"softcap": torch.ones(2)}, ValueError, r"softcap: expected a finite number.*got \(2,\) torch\.float32 on cpu"),
+    "dropout-1": ({"dropout_p": 1.0}, ValueError, r"dropout_p: expected a number from 0 to 255/256.*got 1\.0"),
+    "dropout-nearly-1": ({"dropout_p": 0.999}, ValueError, r"dropout_p: expected a number from 0 to 255/256"),
+    "dropout-nan": ({"dropout_p": math.nan}, ValueError, r"dropout_p: expected a number"),
+    "dropout-text": ({"dropout_p": "0.1"}, ValueError, r"dropout_p: expected a number.*got '0\.1'"),
+    "rng-shape": ({"dropout_p": 0.1, "rng_state": torch.zeros(3).long()}, ValueError, r"rng_state: expected shape \(2,\), got \(3,\)"),
+    "rng-dtype": ({"dropout_p": 0.1, "rng_state": torch.zeros(2)}, TypeError, r"rng_state: expected torch\.int64, got torch\.float32"),
+    "slopes-are-no-tensor": ({"alibi_slopes": [1.0] * 4}, TypeError, r"alibi_slopes: expected a torch\.Tensor, got list"),
+    "slopes-shape": ({"alibi_slopes": torch.ones(2)}, ValueError, r"alibi_slopes: expected shape \(4,\) or \(2, 4\), got \(2,\)"),
+    "slopes-dtype": ({"alibi_slopes": torch.ones(4).bfloat16()}, TypeError, r"alibi_slopes: expected torch\.float32, got.*cast it"),
+    "slopes-device": ({"alibi_slopes": torch.ones(4, device="meta")}, ValueError, r"alibi_slopes: expected the device of q, cpu, got"),
+    "slopes-grad": ({"alibi_slopes": torch.ones(4).requires_grad_()}, NotImplementedError, r"alibi_slopes: a gradient.*detach\(\)"),
+    "sink-shape": ({"learnable_sink": torch.ones(1, 4)}, ValueError, r"learnable_sink: expected shape \(4,\), got \(1, 4\)"),
+    "sink-dtype": ({"learnable_sink": torch.ones(4).half()}, TypeError, r"learnable_sink: expected torch\.float32 or torch\.bfloat16"),
+    "causal-is-no-bool": ({"causal": 1, "softcap": 1.0}, TypeError, r"causal: expected a bool, got 1"),
+    "deterministic-is-no-bool": ({"deterministic": 1, "softcap": 1.0}, TypeError, r"deterministic: expected a bool, got 1"),
+    "scale-nan": ({"softmax_scale": math.nan, "softcap": 1.0}, ValueError, r"softmax_scale: expected a finite number"),
+}  # fmt: skip
 
 
-def test_window_size_is_a_pair():
-    with pytest.raises(TypeError, match=r"window_size: expected a pair \(left, right\), got 128"):
-        flash_attn_func(*(x.transpose(1, 2) for x in qkv()), window_size=128)
+@pytest.mark.parametrize(("options", "error", "text"), OPTION_ERRORS.values(), ids=OPTION_ERRORS)
+def test_error_of_an_option_names_it_what_was_expected_and_what_came(options, error, text):
+    with pytest.raises(error, match=text):
+        flash_attn_func(*(x.transpose(1, 2) for x in qkv()), **options)
+
+
+LENGTH_ERRORS = {
+    "4-dimensions": ({"q": torch.zeros(1, 5, 4, 64).bfloat16()}, ValueError, r"q: expected 3 dimensions \[total, heads, head_dim\]"),
+    "heads": ({"q": torch.zeros(5, 3, 64).bfloat16()}, ValueError, r"k, v: expected a number of heads that divides the 3 of q, got 2"),
+    "v-rows": ({"v": torch.zeros(6, 2, 64).bfloat16()}, ValueError, r"v: expected the heads and seqlen of k, 2 and 7, got 2 and 6"),
+    "cu-is-no-tensor": ({"cu_seqlens_q": [0, 5]}, TypeError, r"cu_seqlens_q: expected a torch\.Tensor, got list"),
+    "cu-missing": ({"cu_seqlens_k": None}, TypeError, r"cu_seqlens_k: expected a torch\.Tensor, got NoneType"),
+    "cu-empty": ({"cu_seqlens_q": cu()}, ValueError, r"cu_seqlens_q: expected shape \[batch \+ 1\], got \(0,\)"),
+    "cu-0-d": ({"cu_seqlens_q": torch.tensor(5)}, ValueError, r"cu_seqlens_q: expected shape \[batch \+ 1\], got \(\)"),
+    "cu-long": ({"cu_seqlens_q": cu(0, 2, 5, dtype=torch.int64)}, TypeError, r"cu_seqlens_q: expected torch\.int32.*cast it with"),
+    "cu-batches": ({"cu_seqlens_k": cu(0, 7)}, ValueError, r"cu_seqlens_k: expected shape \(3,\), got \(2,\)"),
+    "cu-strided": ({"cu_seqlens_q": cu(0, 9, 2, 9, 5)[::2]}, ValueError, r"cu_seqlens_q: expected a contiguous tensor.*contiguous\(\)"),
+    "cu-device": ({"cu_seqlens_q": cu(0, 2, 5).to("meta")}, ValueError, r"cu_seqlens_q: expected the device of q, cpu, got meta"),
+    "seqused-shape": ({"seqused_q": cu(2, 3, 4)}, ValueError, r"seqused_q: expected shape \(2,\), got \(3,\)"),
+    "seqused-dtype": ({"seqused_k": cu(2, 3).float()}, TypeError, r"seqused_k: expected torch\.int32, got torch\.float32"),
+    "max-float": ({"max_seqlen_q": 3.0}, TypeError, r"max_seqlen_q: expected an int or a 0-d tensor of one, got 3\.0"),
+    "max-1-d": ({"max_seqlen_k": cu(3)}, TypeError, r"max_seqlen_k: expected an int or a 0-d tensor of one, got \(1,\) torch\.int32"),
+    "max-negative": ({"max_seqlen_k": -1}, ValueError, r"max_seqlen_k: expected the longest sequence's length, got -1"),
+    "block-table": ({"block_table": torch.zeros(2, 2)}, NotImplementedError, r"block_table: paged caches are not supported, got \(2, 2\)"),
+    "slopes": ({"alibi_slopes": torch.ones(3, 4)}, ValueError, r"alibi_slopes: expected shape \(4,\) or \(2, 4\), got \(3, 4\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), LENGTH_ERRORS.values(), ids=LENGTH_ERRORS)
+def test_error_of_lengths_names_the_argument_what_was_expected_and_what_came(changes, error, text):
+    q, k, v = (x[0].transpose(0, 1) for x in qkv())
+    arguments = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu(0, 2, 5), "cu_seqlens_k": cu(0, 3, 7)}
+    with pytest.raises(error, match=text):
+        flash_attn_varlen_func(**arguments | {"max_seqlen_q": 3, "max_seqlen_k": 4} | changes)
+
+
+PACKED_ERRORS = {
+    "qkv-list": (flash_attn_qkvpacked_func, ([1.0],), TypeError, r"qkv: expected a torch\.Tensor, got list"),
+    "qkv": (flash_attn_qkvpacked_func, (torch.zeros(2, 5, 2, 4, 64),), ValueError, r"qkv: expected shape \[batch, seqlen, 3, heads,"),
+    "kv": (flash_attn_kvpacked_func, (None, torch.zeros(2, 5, 4, 64)), ValueError, r"kv: expected shape \[batch, seqlen_k, 2, heads_kv,"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "inputs", "error", "text"), PACKED_ERRORS.values(), ids=PACKED_ERRORS)
+def test_error_of_a_packed_tensor_names_its_layout(function, inputs, error, text):
+    with pytest.raises(error, match=text):
+        function(*inputs)
 
 
 @pytest.mark.filterwarnings("ignore:tl_attention")
@@ -134,26 +198,6 @@ def test_reference_ignores_autocast():
     expected, _ = ref_mha_fwd_interface(q, k, v)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(ref_mha_fwd_interface(q, k, v)[0], expected)
-
-
-def test_flash_attn_func_has_the_parameters_of_flash_attention_2():
-    import inspect
-
-    assert list(inspect.signature(flash_attn_func).parameters) == (
-        [
-            "q",
-            "k",
-            "v",
-            "dropout_p",
-            "softmax_scale",
-            "causal",
-            "window_size",
-            "softcap",
-            "alibi_slopes",
-            "deterministic",
-            "return_attn_probs",
-        ]
-    )
 
 
 @pytest.mark.filterwarnings("ignore:tl_attention")

@@ -1,15 +1,29 @@
 """FlashAttention for NVIDIA Hopper, written in TileLang."""
 
-from tl_attention.flash import flash_attn_func
+from tl_attention.flash import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from tl_attention.interface import (
     mha_bwd_interface,
     mha_fwd_interface,
     ref_mha_bwd_interface,
     ref_mha_fwd_interface,
 )
+from tl_attention.merge import merge_states
 
 __all__ = [
     "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "merge_states",
     "mha_bwd_interface",
     "mha_fwd_interface",
     "ref_mha_bwd_interface",

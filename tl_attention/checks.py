@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 
 from tl_attention.problem import MAX_HEAD_DIM
 
 DTYPES = (torch.bfloat16, torch.float16)
+Int = (int, torch.SymInt)
+Number = (int, float, torch.SymInt, torch.SymFloat)
 
 
 def _described(x: object) -> str:
@@ -23,6 +26,7 @@ def check_fwd(
     softmax_scale: float | None,
     causal: bool,
     heads_first: bool,
+    varlen: bool = False,
 ) -> None:
     """The arguments as a public function got them.
 
@@ -30,13 +34,20 @@ def check_fwd(
 
     Args:
         heads_first: tensors are [batch, heads, seqlen, head_dim], else [batch, seqlen, heads, head_dim].
+        varlen: tensors are [total, heads, head_dim].
 
     Raises:
         TypeError: not a tensor, or a dtype the kernels do not take.
         ValueError: shapes, strides or devices that do not go together.
         NotImplementedError: sensible, but not supported.
     """
-    layout, heads_axis = ("batch, heads, seqlen", 1) if heads_first else ("batch, seqlen, heads", 2)
+    if varlen:
+        layout, seqlen_axis, heads_axis = ("total, heads", 0, 1)
+    elif heads_first:
+        layout, seqlen_axis, heads_axis = ("batch, heads, seqlen", 2, 1)
+    else:
+        layout, seqlen_axis, heads_axis = ("batch, seqlen, heads", 1, 2)
+    ndim = 3 if varlen else 4
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
@@ -44,11 +55,11 @@ def check_fwd(
             raise TypeError(
                 f"{name}: expected bfloat16 or float16, got {x.dtype}; cast it with {name}.to(torch.bfloat16)"
             )
-        if x.ndim != 4:
+        if x.ndim != ndim:
             raise ValueError(
-                f"{name}: expected 4 dimensions [{layout}, head_dim], got shape {tuple(x.shape)}"
+                f"{name}: expected {ndim} dimensions [{layout}, head_dim], got shape {tuple(x.shape)}"
             )
-        if x.stride(3) != 1 and x.shape[3] > 1:
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(
                 f"{name}: expected the last dimension to be contiguous, got strides {x.stride()}; call {name}.contiguous()"
             )
@@ -62,18 +73,18 @@ def check_fwd(
         )
 
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    batch, heads, head_dim = q_shape[0], q_shape[heads_axis], q_shape[3]
-    heads_kv, seqlen_k, head_dim_v = k_shape[heads_axis], k_shape[3 - heads_axis], v_shape[3]
-    if k_shape[0] != batch or v_shape[0] != batch:
-        raise ValueError(f"k, v: expected the batch of q, {batch}, got {k_shape[0]} and {v_shape[0]}")
-    if v_shape[heads_axis] != heads_kv or v_shape[3 - heads_axis] != seqlen_k:
+    heads, head_dim = q_shape[heads_axis], q_shape[-1]
+    heads_kv, seqlen_k, head_dim_v = k_shape[heads_axis], k_shape[seqlen_axis], v_shape[-1]
+    if not varlen and not q_shape[0] == k_shape[0] == v_shape[0]:
+        raise ValueError(f"k, v: expected the batch of q, {q_shape[0]}, got {k_shape[0]} and {v_shape[0]}")
+    if v_shape[heads_axis] != heads_kv or v_shape[seqlen_axis] != seqlen_k:
         raise ValueError(
-            f"v: expected the heads and seqlen of k, {heads_kv} and {seqlen_k}, got {v_shape[heads_axis]} and {v_shape[3 - heads_axis]}"
+            f"v: expected the heads and seqlen of k, {heads_kv} and {seqlen_k}, got {v_shape[heads_axis]} and {v_shape[seqlen_axis]}"
         )
     if heads and (not heads_kv or heads % heads_kv):
         raise ValueError(f"k, v: expected a number of heads that divides the {heads} of q, got {heads_kv}")
-    if k_shape[3] != head_dim:
-        raise ValueError(f"k: expected the head_dim of q, {head_dim}, got {k_shape[3]}")
+    if k_shape[-1] != head_dim:
+        raise ValueError(f"k: expected the head_dim of q, {head_dim}, got {k_shape[-1]}")
     if head_dim % 8 or head_dim_v % 8 or not head_dim or not head_dim_v:
         raise ValueError(
             f"q, k, v: expected head dims that are multiples of 8, got {head_dim} of q and k, {head_dim_v} of v; pad the last"
@@ -108,20 +119,176 @@ def check_bwd(
 ) -> None:
     """What a backward takes beside the arguments of its forward, all [batch, heads, seqlen, head_dim]; raises as check_fwd."""
     shape = (*q.shape[:3], v.shape[3])
-    for name, x, expected, dtype in (
-        ("do", do, shape, q.dtype),
-        ("out", out, shape, q.dtype),
-        ("lse", lse, shape[:3], torch.float32),
-    ):
+    _check_tensor("do", do, q, (shape,), (q.dtype,))
+    _check_tensor("out", out, q, (shape,), (q.dtype,))
+    _check_tensor("lse", lse, q, (shape[:3],), (torch.float32,))
+    check_deterministic(deterministic)
+
+
+def _check_tensor(
+    name: str,
+    x: torch.Tensor,
+    q: torch.Tensor,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """Raises as check_fwd unless x is a tensor of one of these shapes and dtypes, where q is."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if tuple(x.shape) not in shapes:
+        raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {tuple(x.shape)}")
+    if x.dtype not in dtypes:
+        raise TypeError(
+            f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}; cast it with {name}.to({dtypes[0]})"
+        )
+    if x.device != q.device:
+        raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}; move it there")
+
+
+def check_lengths(
+    q: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | torch.Tensor,
+    max_seqlen_k: int | torch.Tensor,
+    seqused_q: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+) -> None:
+    """What says where the sequences of q, k and v [total, heads, head_dim] lie; raises as check_fwd. What tensors hold is not looked at.
+
+    On a GPU they are refused: the kernels for them have not passed tests/test_options.py yet.
+    """
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-        if tuple(x.shape) != expected:
-            raise ValueError(f"{name}: expected shape {expected}, got {tuple(x.shape)}")
-        if x.dtype != dtype:
-            raise TypeError(f"{name}: expected {dtype}, got {x.dtype}; cast it with {name}.to({dtype})")
-        if x.device != q.device:
-            raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}; move it there")
-    check_deterministic(deterministic)
+        if x.ndim != 1 or not x.shape[0]:
+            raise ValueError(f"{name}: expected shape [batch + 1], got {tuple(x.shape)}")
+    batch = cu_seqlens_q.shape[0] - 1
+    for name, x, entries in (
+        ("cu_seqlens_q", cu_seqlens_q, batch + 1),
+        ("cu_seqlens_k", cu_seqlens_k, batch + 1),
+        ("seqused_q", seqused_q, batch),
+        ("seqused_k", seqused_k, batch),
+    ):
+        if x is None:
+            continue
+        _check_tensor(name, x, q, ((entries,),), (torch.int32,))
+        if not x.is_contiguous():
+            raise ValueError(
+                f"{name}: expected a contiguous tensor, got stride {x.stride(0)}; call {name}.contiguous()"
+            )
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(length, torch.Tensor):
+            if length.ndim or length.is_floating_point():
+                raise TypeError(f"{name}: expected an int or a 0-d tensor of one, got {_described(length)}")
+        elif not isinstance(length, Int) or isinstance(length, bool):
+            raise TypeError(f"{name}: expected an int or a 0-d tensor of one, got {length!r}")
+        elif length < 0:
+            raise ValueError(f"{name}: expected the longest sequence's length, got {length}")
+    if q.device.type != "cpu":
+        raise NotImplementedError(
+            "cu_seqlens_q: packed sequences are not supported on a GPU yet; pad them to one length, or call flash_attn_func for each"
+        )
+
+
+def check_options(
+    q: torch.Tensor,
+    batch: int,
+    window_size: Sequence[int | None],
+    softcap: float,
+    dropout_p: float,
+    alibi_slopes: torch.Tensor | None,
+    learnable_sink: torch.Tensor | None,
+    rng_state: torch.Tensor | None,
+) -> None:
+    """What changes a score or a probability, beside causal; q has its heads last but one. Raises as check_fwd."""
+    heads = q.shape[-2]
+    if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
+        raise TypeError(f"window_size: expected a pair (left, right), got {_described(window_size)}")
+    for bound in window_size:
+        if bound is not None and (not isinstance(bound, Int) or isinstance(bound, bool)):
+            raise TypeError(
+                f"window_size: expected ints, -1 or None for no limit, got {_described(bound)} in {window_size}"
+            )
+        if bound is not None and bound < -1:
+            raise ValueError(
+                f"window_size: expected bounds from 0 up, -1 or None for no limit, got {window_size}"
+            )
+    if not isinstance(softcap, Number) or not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap: expected a finite number from 0, for none, up, got {_described(softcap)}")
+    if not isinstance(dropout_p, Number) or not 0 <= dropout_p < 255.5 / 256:
+        raise ValueError(
+            "dropout_p: expected a number from 0 to 255/256, as it is rounded to a multiple of 1/256 below 1,"
+            f" got {_described(dropout_p)}"
+        )
+    if rng_state is not None:
+        _check_tensor("rng_state", rng_state, q, ((2,),), (torch.int64,))
+    if alibi_slopes is not None:
+        _check_tensor("alibi_slopes", alibi_slopes, q, ((heads,), (batch, heads)), (torch.float32,))
+        if alibi_slopes.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "alibi_slopes: a gradient of slopes is not supported; pass alibi_slopes.detach()"
+            )
+    if learnable_sink is not None:
+        _check_tensor("learnable_sink", learnable_sink, q, ((heads,),), (torch.float32, q.dtype))
+
+
+def check_packed(name: str, x: torch.Tensor, layout: str, parts: int) -> None:
+    """Raises TypeError or ValueError unless x is a tensor of this layout, whose last but two dimension holds so many parts."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if x.ndim != len(layout.split(", ")) or x.shape[-3] != parts:
+        raise ValueError(f"{name}: expected shape [{layout}], got {tuple(x.shape)}")
+
+
+def check_no_block_table(block_table: object) -> None:
+    """Raises NotImplementedError if there is one."""
+    if block_table is not None:
+        raise NotImplementedError(
+            f"block_table: paged caches are not supported, got {_described(block_table)}; gather the pages, and leave it None"
+        )
+
+
+def check_states(
+    outs: torch.Tensor | Sequence[torch.Tensor], lses: torch.Tensor | Sequence[torch.Tensor]
+) -> None:
+    """Raises TypeError or ValueError unless these are outputs of one shape and their log-sum-exps."""
+    for name, states in (("outs", outs), ("lses", lses)):
+        if not isinstance(states, (torch.Tensor, list, tuple)):
+            raise TypeError(
+                f"{name}: expected a sequence of tensors, or a tensor that stacks them, got {type(states).__name__}"
+            )
+        for x in () if isinstance(states, torch.Tensor) else states:
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"{name}: expected tensors, got {type(x).__name__} among them")
+    if not len(outs) or len(outs) != len(lses):
+        raise ValueError(
+            f"outs, lses: expected as many of one as of the other, one at least, got {len(outs)} and {len(lses)}"
+        )
+    shape = tuple(outs[0].shape)
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if len(shape) not in (3, 4) or tuple(out.shape) != shape:
+            raise ValueError(
+                f"outs: expected [batch, seqlen, heads, head_dim] or [total, heads, head_dim], the same of all, got {tuple(out.shape)}"
+                f" as number {i} after {shape}"
+            )
+        expected = (*shape[:-3], shape[-2], shape[-3])
+        if tuple(lse.shape) != expected:
+            raise ValueError(
+                f"lses: expected shape {expected} beside outputs {shape}, got {tuple(lse.shape)} as number {i}"
+            )
+        if out.dtype != outs[0].dtype:
+            raise TypeError(
+                f"outs: expected one dtype, got {out.dtype} as number {i} after {outs[0].dtype}; cast them to one"
+            )
+        if not out.dtype.is_floating_point or lse.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"outs, lses: expected floating point outputs with fp32 log-sum-exps, got {out.dtype} and {lse.dtype} as number {i}"
+            )
+        if not out.device == lse.device == outs[0].device:
+            raise ValueError(
+                f"outs, lses: expected one device, got {out.device} and {lse.device} as number {i} beside {outs[0].device}"
+            )
 
 
 def check_deterministic(deterministic: bool) -> None:
@@ -147,31 +314,6 @@ def check_device(q: torch.Tensor) -> None:
         )
     if fault := _fault_of_gpu(q.device):
         raise NotImplementedError(fault)
-
-
-def check_not_built(
-    dropout_p: float, window_size: tuple, softcap: float, alibi_slopes: torch.Tensor | None
-) -> None:
-    """Options of FlashAttention-2 that may be off alone, so far."""
-    if (
-        alibi_slopes is None
-        and type(window_size) is tuple
-        and (dropout_p, window_size, softcap) == (0, (-1, -1), 0)
-    ):
-        return
-    if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
-        raise TypeError(f"window_size: expected a pair (left, right), got {_described(window_size)}")
-    off = {
-        "dropout_p": (dropout_p, dropout_p == 0),
-        "window_size": (window_size, all(bound in (-1, None) for bound in window_size)),
-        "softcap": (softcap, softcap == 0),
-        "alibi_slopes": (alibi_slopes, alibi_slopes is None),
-    }
-    for name, (value, is_off) in off.items():
-        if not is_off:
-            raise NotImplementedError(
-                f"{name}: {_described(value)} is not supported yet; leave it at its default"
-            )
 
 
 def check_no_forward_ad() -> None:

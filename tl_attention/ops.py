@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tl_attention import dispatch
-from tl_attention.checks import check_bwd, check_deterministic, check_device, check_fwd, check_no_forward_ad
-from tl_attention.reference import attention_backward_reference, attention_reference
+from tl_attention.checks import (
+    check_bwd,
+    check_deterministic,
+    check_device,
+    check_fwd,
+    check_lengths,
+    check_no_forward_ad,
+    check_options,
+)
+from tl_attention.extras import NUMBERS, SCHEMA, SINK, Extras, canonical_window, of_arguments, rows_in_use
+from tl_attention.reference import (
+    attention_backward_reference,
+    attention_reference,
+    dropout_keep,
+    varlen_backward_reference,
+    varlen_reference,
+)
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
+# What both ops take after their tensors; defaults are for calls without options
+ARGUMENTS = (
+    f"float softmax_scale, bool causal, bool lse_base2, bool heads_first, bool deterministic, {SCHEMA}"
+)
+PLAIN = 5  # of ARGUMENTS, before the options
 
-@torch.library.custom_op("tl_attention::fwd", mutates_args=(), device_types=("cuda", "cpu"))
+
+@torch.library.custom_op(
+    "tl_attention::fwd",
+    mutates_args=(),
+    device_types=("cuda", "cpu"),
+    schema=f"(Tensor q, Tensor k, Tensor v, {ARGUMENTS}) -> (Tensor, Tensor)",
+)
 def fwd_op(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -28,13 +56,17 @@ def fwd_op(
     lse_base2: bool,
     heads_first: bool,
     deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    *arguments: object,  # of Extras
+) -> Outputs:
     """dispatch.fwd, or the reference on CPU tensors; deterministic is for its backward."""
+    options = of_arguments(*arguments)
     if q.device.type != "cpu":
         check_device(q)
-        return dispatch.fwd(q, k, v, softmax_scale, causal, lse_base2, heads_first)
-    q, k, v = _seqlen_first(heads_first, q, k, v)
-    out, lse = attention_reference(q, k, v, softmax_scale, causal, lse_base2=lse_base2)
+        return _launched(q, k, v, softmax_scale, lse_base2, causal, heads_first, options)
+    qkv = _seqlen_first(heads_first, q, k, v)
+    out, lse = _reference(
+        attention_reference, varlen_reference, qkv, softmax_scale, causal, options, lse_base2=lse_base2
+    )
     (out,) = _seqlen_first(heads_first, out.to(q.dtype))
     return out.contiguous(), lse
 
@@ -49,13 +81,21 @@ def _(
     lse_base2: bool,
     heads_first: bool,
     deterministic: bool,
+    *arguments: object,
 ) -> Outputs:
-    n0, n1, n2, _ = q.shape
-    heads, seqlen_q = (n1, n2) if heads_first else (n2, n1)
-    return q.new_empty((n0, n1, n2, v.shape[3])), q.new_empty((n0, heads, seqlen_q), dtype=torch.float32)
+    *batch, n1, n2, _ = q.shape
+    rows = (n1, n2) if heads_first else (n2, n1)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty((*batch, *rows), dtype=torch.float32)
 
 
-@torch.library.custom_op("tl_attention::bwd", mutates_args=(), device_types=("cuda", "cpu"))
+@torch.library.custom_op(
+    "tl_attention::bwd",
+    mutates_args=(),
+    device_types=("cuda", "cpu"),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse,"
+    f" {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
 def bwd_op(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -69,39 +109,95 @@ def bwd_op(
     lse_base2: bool,
     heads_first: bool,
     deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *arguments: object,
+) -> Gradients:
     """dispatch.bwd, or the reference on CPU tensors."""
     if q.device.type != "cpu":
         check_device(q)
         return _launched_backward(
-            dout, q, k, v, out, lse, dlse, softmax_scale, causal, lse_base2, heads_first, deterministic
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dlse,
+            softmax_scale,
+            causal,
+            lse_base2,
+            heads_first,
+            deterministic,
+            *arguments,
         )
-    views = _seqlen_first(heads_first, dout, q, k, v)
-    grads = attention_backward_reference(*views, softmax_scale, causal, dlse=dlse, lse_base2=lse_base2)
-    return tuple(x.to(q.dtype).contiguous() for x in _seqlen_first(heads_first, *grads))
+    grads = _reference(
+        attention_backward_reference,
+        varlen_backward_reference,
+        _seqlen_first(heads_first, dout, q, k, v),
+        softmax_scale,
+        causal,
+        of_arguments(*arguments),
+        lse_base2=lse_base2,
+        dlse=dlse,
+    )
+    return tuple(x.to(q.dtype).contiguous() for x in _seqlen_first(heads_first, *grads[:3]))
 
 
 @bwd_op.register_fake
-def _(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    softmax_scale: float,
-    causal: bool,
-    lse_base2: bool,
-    heads_first: bool,
-    deterministic: bool,
-) -> Gradients:
+def _(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object) -> Gradients:
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 def _seqlen_first(heads_first: bool, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """[batch, heads, seqlen, head_dim] as [batch, seqlen, heads, head_dim] views, or back; the latter alone."""
     return [x.transpose(1, 2) for x in tensors] if heads_first else [*tensors]
+
+
+def _reference(
+    dense: Callable[..., tuple],
+    varlen: Callable[..., tuple],
+    tensors: list[torch.Tensor],  # q, k and v the last of them
+    softmax_scale: float,
+    causal: bool,
+    extras: Extras | None,
+    **others: Any,
+) -> tuple[torch.Tensor, ...]:
+    if extras is None:
+        return dense(*tensors, softmax_scale, causal, **others)
+    options = {name: getattr(extras, name) for name in ("window", "softcap", "alibi_slopes", "sink")}
+    q, k, _ = tensors[-3:]
+    lengths = extras.cu_seqlens_q, extras.cu_seqlens_k
+    if extras.dropout_p:
+        sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+        if extras.varlen:
+            batch = len(extras.cu_seqlens_q) - 1
+            longest = (max(cu.diff().tolist(), default=0) for cu in lengths)
+            sizes = batch, q.shape[1], *longest
+        options["dropout_p"] = extras.dropout_p
+        options["keep"] = dropout_keep(extras.rng_state, *sizes, extras.dropout_p)
+    if not extras.varlen:
+        return dense(*tensors, softmax_scale, causal, **options, **others)
+    used = {"seqused_q": extras.seqused_q, "seqused_k": extras.seqused_k}
+    return varlen(*tensors, *lengths, softmax_scale, causal, **used, **options, **others)
+
+
+def _launched(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    lse_base2: bool,
+    causal: bool,
+    heads_first: bool,
+    extras: Extras | None,
+) -> Outputs:
+    if extras is None:
+        return dispatch.fwd(q, k, v, softmax_scale, causal, lse_base2, heads_first)
+    out, lse = dispatch.fwd(q, k, v, softmax_scale, causal, lse_base2, heads_first, extras=extras)
+    if extras.seqused_q is not None:
+        unused = ~rows_in_use(extras.cu_seqlens_q, extras.seqused_q, q.shape[0])
+        out.masked_fill_(unused[:, None, None], 0)
+        lse.masked_fill_(unused, -math.inf)
+    return out, lse
 
 
 def _launched_backward(
@@ -117,30 +213,78 @@ def _launched_backward(
     lse_base2: bool,
     heads_first: bool,
     deterministic: bool,
+    *arguments: object,
 ) -> Gradients:
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    return dispatch.bwd(
-        dout, q, k, v, out, lse, softmax_scale, causal, lse_base2, heads_first, deterministic, dlse
+    tensors = dout, q, k, v, out, lse
+    options = of_arguments(*arguments)
+    if options is None:
+        return dispatch.bwd(*tensors, softmax_scale, causal, lse_base2, heads_first, deterministic, dlse)
+    grads = dispatch.bwd(
+        *tensors, softmax_scale, causal, lse_base2, heads_first, deterministic, dlse, extras=options
     )
+    of_q = options.cu_seqlens_q, options.seqused_q
+    of_k = options.cu_seqlens_k, options.seqused_k
+    for grad, (cu_seqlens, seqused) in zip(grads, (of_q, of_k, of_k), strict=True):
+        if seqused is not None:
+            unused = ~rows_in_use(cu_seqlens, seqused, grad.shape[0])
+            grad.masked_fill_(unused[:, None, None], 0)
+    return grads
 
 
-def _save(ctx: Any, inputs: tuple, output: Outputs) -> None:
-    q, k, v, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output)
+def _save(ctx: Any, inputs: Sequence, output: Outputs) -> None:
+    q, k, v, *arguments = inputs
+    ctx.arguments = arguments[: PLAIN + NUMBERS]
+    ctx.save_for_backward(q, k, v, *output, *arguments[PLAIN + NUMBERS :])
     ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
-    rest = (None,) * len(ctx.options)
+    q, k, v, out, lse, *others = ctx.saved_tensors
+    rest = [None] * (len(ctx.arguments) + len(others))
     if dout is None and dlse is None:
         return None, None, None, *rest
-    q, k, v, out, lse = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
     tensors = dout, q, k, v, out, lse
     looked_at = torch.is_grad_enabled() or _someone_looks() or not _are_plain(*tensors)
     run = bwd_op if looked_at or not q.is_cuda else _launched_backward
-    return *run(*tensors, dlse, *ctx.options), *rest
+    grads = run(*tensors, dlse, *ctx.arguments, *others)
+    sink = PLAIN + SINK  # the argument
+    # The dispatcher passes no None at the end
+    if others and others[SINK - NUMBERS] is not None and ctx.needs_input_grad[3 + sink]:
+        _, _, lse_base2, heads_first, *_ = ctx.arguments
+        rest[sink] = _sink_gradient(dout, out, lse, dlse, lse_base2, heads_first, *others)
+    return *grads, *rest
+
+
+def _sink_gradient(
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    lse_base2: bool,
+    heads_first: bool,
+    rng_state: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
+    sink: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_q: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+) -> torch.Tensor:
+    """dsink = sum of P_sink * (dlse - delta) over all queries of a head: P_sink = exp(sink - lse), delta = rowsum(dO * O)."""
+    delta = (dout.float() * out).sum(-1)
+    dscores = -(delta if heads_first else delta.mT)  # [batch, heads, seqlen_q] or [heads, total_q]
+    unit = math.log(2) if lse_base2 else 1.0
+    if dlse is not None:
+        dscores = dscores + dlse / unit
+    hidden = lse == -math.inf  # or exp would be NaN, of a sink of -inf
+    if cu_seqlens_q is not None:
+        hidden = hidden | ~rows_in_use(cu_seqlens_q, seqused_q, out.shape[0])
+    weights = (sink.float()[:, None] - lse * unit).masked_fill(hidden, -math.inf).exp()
+    dsink = (weights * dscores.masked_fill(hidden, 0)).sum(-1)
+    return (dsink if dsink.ndim == 1 else dsink.sum(0)).to(sink.dtype)
 
 
 def _no_double_backward(ctx: Any, *grads: torch.Tensor) -> None:
@@ -158,17 +302,12 @@ class _Attention(torch.autograd.Function):
     """fwd_op in eager mode, with less bookkeeping."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        launch: Callable[..., Outputs],  # (q, k, v, softmax_scale, lse_base2=) -> out, lse
-        *options: float | bool,  # as fwd_op has them
-    ) -> Outputs:
-        softmax_scale, _, lse_base2, *_ = options
+    def forward(ctx: Any, *inputs: Any) -> Outputs:
+        """inputs: those of fwd_op, and launch(q, k, v, softmax_scale, lse_base2=) -> out, lse."""
+        *inputs, launch = inputs
+        q, k, v, softmax_scale, _, lse_base2, *_ = inputs
         outputs = launch(q, k, v, softmax_scale, lse_base2=lse_base2)
-        _save(ctx, (q, k, v, *options), outputs)
+        _save(ctx, inputs, outputs)
         return outputs
 
     @staticmethod
@@ -217,7 +356,7 @@ def attention(
     heads_first: bool,
     deterministic: bool = False,
 ) -> Outputs:
-    """The one way in of the public functions, with arguments as they came.
+    """The way in of the public functions without options, with arguments as they came.
 
     Straight to the launch where nobody looks, as the bookkeeping of the op costs more than the rest of the call; and without
     checks if tensors of this metadata have passed them before.
@@ -240,8 +379,79 @@ def attention(
         return fwd_op(q, k, v, scale, causal, lse_base2, heads_first, deterministic)
     launch = launch or functools.partial(dispatch.fwd, causal=causal, heads_first=heads_first)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _differentiable(q, k, v, launch, scale, causal, lse_base2, heads_first, deterministic)
+        return _differentiable(q, k, v, scale, causal, lse_base2, heads_first, deterministic, launch)
     return launch(q, k, v, scale, lse_base2=lse_base2)
+
+
+def attention_with_options(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    deterministic: bool,
+    window_size: tuple[int | None, int | None],
+    softcap: float,
+    dropout_p: float,
+    alibi_slopes: torch.Tensor | None,
+    learnable_sink: torch.Tensor | None,
+    rng_state: torch.Tensor | None,
+    lengths: tuple | None = None,  # what check_lengths takes beside q
+) -> Outputs:
+    """attention() in natural log with all the options of flash.py, as they came; lengths of [total, heads, head_dim] tensors."""
+    check_fwd(q, k, v, softmax_scale, causal, heads_first=False, varlen=lengths is not None)
+    check_deterministic(deterministic)
+    check_no_forward_ad()
+    cu_seqlens_q = cu_seqlens_k = seqused_q = seqused_k = None
+    max_seqlens, batch = [0, 0], q.shape[0]
+    if lengths is not None:
+        check_lengths(q, *lengths)
+        cu_seqlens_q, cu_seqlens_k, *max_seqlens, seqused_q, seqused_k = lengths
+        batch = cu_seqlens_q.shape[0] - 1
+        # To read a tensor would be to wait for the GPU
+        max_seqlens = [
+            x.shape[0] if isinstance(n, torch.Tensor) else n for x, n in zip((q, k), max_seqlens, strict=True)
+        ]
+    check_options(q, batch, window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state)
+    causal, window = canonical_window(causal, window_size)
+    if not dropout_p:
+        rng_state = None
+    elif rng_state is None:
+        rng_state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+    options = Extras(
+        window,
+        float(softcap),
+        float(dropout_p),
+        *max_seqlens,
+        rng_state,
+        None if alibi_slopes is None else alibi_slopes.contiguous(),
+        None if learnable_sink is None else learnable_sink.contiguous(),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+    )
+    if options.is_off:
+        return attention(q, k, v, softmax_scale, causal, False, False, deterministic)
+
+    sink = None if options.sink is None else options.sink.detach()
+    others = (alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    looked_at = _someone_looks() or not _are_plain(q, k, v, *(x for x in others if x is not None))
+    if q.device.type == "cpu":
+        _warn_of_cpu()
+    elif q.device.type != "cuda" or not looked_at:
+        check_device(q)
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
+    arguments = scale, causal, False, False, deterministic, *options.arguments()
+    if looked_at or not q.is_cuda:
+        return fwd_op(q, k, v, *arguments)
+    launch = functools.partial(
+        _launched, causal=causal, heads_first=False, extras=dataclasses.replace(options, sink=sink)
+    )
+    differentiable = (q, k, v) if learnable_sink is None else (q, k, v, learnable_sink)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in differentiable):
+        return _differentiable(q, k, v, *arguments, launch)
+    return launch(q, k, v, scale, lse_base2=False)
 
 
 def attention_backward(
@@ -283,8 +493,12 @@ def attention_backward(
 
 def _warn_of_cpu() -> None:
     global _warned_of_cpu
-    if not _warned_of_cpu and not torch.compiler.is_compiling():
-        _warned_of_cpu = True
-        warnings.warn(
-            "tl_attention: CPU tensors run the plain PyTorch reference, which is slow", stacklevel=4
-        )
+    if torch.compiler.is_compiling() or _warned_of_cpu:
+        return
+    _warned_of_cpu = True
+    caller = 1
+    while sys._getframe(caller).f_globals["__name__"].startswith("tl_attention."):
+        caller += 1
+    warnings.warn(
+        "tl_attention: CPU tensors run the plain PyTorch reference, which is slow", stacklevel=caller + 1
+    )

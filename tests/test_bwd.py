@@ -410,11 +410,13 @@ def test_bwd_of_a_batch_too_large_for_a_grid_is_launched_in_parts(with_dlse, mon
     batches = []
 
     class Plan:
-        def __init__(self, dout, q, k, v, out, dq, dk, dv, causal, heads_first, deterministic, config):
+        def __init__(
+            self, dout, q, k, v, out, dq, dk, dv, causal, heads_first, deterministic, config, extras
+        ):
             batches.append(len(q))
             assert all(len(x) == len(q) for x in (dout, out, dq, dk, dv))
 
-        def launch(self, dout, q, k, v, out, lse, dq, dk, dv, scale, lse_base2, dlse):
+        def launch(self, dout, q, k, v, out, lse, dq, dk, dv, scale, lse_base2, dlse, extras):
             assert len(lse) == len(q) and with_dlse == (dlse is not None)
             assert dlse is None or len(dlse) == len(q)
             for grad, x in ((dq, q), (dk, k), (dv, v)):

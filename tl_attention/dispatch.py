@@ -31,9 +31,11 @@ import torch
 
 from tl_attention import configs
 from tl_attention.arrays import Views
+from tl_attention.extras import MAX_WINDOW, Extras
 from tl_attention.problem import (
     MAX_SPLITS,
     SPLIT_BUCKET,
+    TABLE_ROWS,
     AttnProblem,
     BwdConfig,
     BwdDelta,
@@ -43,9 +45,11 @@ from tl_attention.problem import (
     FwdCombine,
     FwdConfig,
     KernelConfig,
+    VarlenPlan,
     buckets,
     delta_width,
     length_bucket,
+    plan_kernels,
     tuning_key,
 )
 from tl_attention.target import TARGET, sm_count
@@ -67,7 +71,7 @@ CTA_STEPS, COMBINE_STEPS, PART_STEPS = 3, 5, 1 / 8
 ABOUT = 1.04  # times the least time, for fewer parts in memory
 FEW_TILES = 0.8  # of the SMs: with more tiles a split gains little
 TILE = 128  # queries, and keys, that a tile has where no config is at hand yet
-QUERY_ROWS = 128  # that the log-sum-exp, delta and the sums of dq are padded to a multiple of
+QUERY_ROWS = TABLE_ROWS  # that the log-sum-exp, delta and the sums of dq are padded to a multiple of
 WAVES = 4  # of CTAs that a pass by keys is to have, if a key head has query heads enough to divide among them
 
 # No template imports another; all import the other files of kernels/
@@ -78,6 +82,7 @@ TEMPLATES = {
     BwdPass: ("bwd", "flash_bwd"),
     "dq": ("bwd_dq", "flash_bwd_dq"),
     BwdSum: ("bwd_sum", "flash_bwd_sum"),
+    VarlenPlan: ("varlen_plan", "flash_varlen_plan"),
 }
 
 MAX_PLANS = 2048  # that a thread keeps of each direction: lengths may never come to an end
@@ -309,8 +314,8 @@ def fwd_bucket(batch: int, heads: int, seqlen_q: int, seqlen_k: int, sms: int) -
 
 def _find_config(key: tuple, direction: str, config: Config | None) -> tuple[AttnProblem, Config]:
     """The problem of a launch key, and the config that serves it, compiled as are those of its other lengths."""
-    dtype, head_dim, head_dim_v, causal, bucket, device = key
-    problem = AttnProblem.of(DTYPE_NAMES[dtype], head_dim, head_dim_v, causal, direction)
+    dtype, head_dim, head_dim_v, causal, options, bucket, device = key
+    problem = AttnProblem.of(DTYPE_NAMES[dtype], head_dim, head_dim_v, causal, direction, options)
     source = "explicit"
     if config is None:
         gpu = torch.cuda.get_device_name(device)
@@ -334,13 +339,15 @@ class FwdKernels(NamedTuple):
     max_ctas: int  # but for those that share a tile
     combine: Kernel | None  # what makes one output of theirs
     width: int  # of a tile of V
+    plan: Kernel | None  # what goes before varlen
 
 
 def _find_kernel(key: tuple, config: FwdConfig | None) -> FwdKernels:
     problem, config = _find_config(key, "fwd", config)
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
-    kernel, *combine = (compile_kernel(*one) for one in config.kernels(problem))
-    return FwdKernels(kernel, config, max_ctas, combine[0] if combine else None, problem.head_dim_v)
+    compiled = {type(one): compile_kernel(problem, one) for problem, one in config.kernels(problem)}
+    combine, varlen_plan = compiled.get(FwdCombine), compiled.get(VarlenPlan)
+    return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem.head_dim_v, varlen_plan)
 
 
 def _dense(
@@ -359,13 +366,87 @@ def _fragment_blocks(row_blocks: int, width: int) -> tuple:
     return _dense((row_blocks, width // 8, 32, 4))
 
 
-class FwdPlan:
-    """All of a forward that the shapes, strides, dtype and device of its tensors settle. Serves one thread.
+@functools.cache
+def _nothing(device: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """In place of slopes, sink, state and lengths that a kernel does not read."""
+    at = {"device": f"cuda:{device}"}
+    return (
+        torch.zeros(1, 1, **at),
+        torch.zeros(1, **at),
+        torch.zeros(1, dtype=torch.int64, **at),
+        torch.zeros(1, dtype=torch.int32, **at),
+    )
+
+
+class Sequences:
+    """The tables of the tiles of packed sequences, and where their padded rows end.
 
     Args:
-        q, k, v, out: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; on the current device,
-            none of them empty.
+        kernel: of kernels/varlen_plan.py.
+        batch: number of sequences.
+        total_q, total_k: rows.
+    """
+
+    def __init__(self, kernel: Kernel, batch: int, total_q: int, total_k: int, causal: bool, device: int):
+        self.kernel, self.causal, self.device = kernel, causal, device
+        # Of each sequence, the last may be a part
+        self.tiles = total_q // TABLE_ROWS + batch, total_k // TABLE_ROWS + batch
+        self.blocks = _dense((2, batch + 1), torch.int32)
+        self.tables = [_dense((n, 8), torch.int32) for n in self.tiles]
+
+    def table(self, extras: Extras, of_keys: bool, step_rows: int) -> torch.Tensor:
+        """int32 [tiles of queries, or of keys, 8], of kernels that walk the others in steps of so many rows."""
+        blocks, table = _empty(*self.blocks), _empty(*self.tables[of_keys])
+        left, right = (MAX_WINDOW, 0) if self.causal else extras.bounds
+        behind, ahead = (right, left) if of_keys else (left, right)
+        used_q, used_k = extras.seqused_q, extras.seqused_k
+        *_, none = _nothing(self.device)
+        self.kernel(
+            extras.cu_seqlens_q,
+            extras.cu_seqlens_k,
+            none if used_q is None else used_q,
+            none if used_k is None else used_k,
+            blocks,
+            table,
+            used_q is not None,
+            used_k is not None,
+            of_keys,
+            step_rows,
+            behind,
+            ahead,
+        )
+        return table
+
+
+def _option_arguments(
+    extras: Extras, batch: int, heads: int, device: int, table: torch.Tensor | None = None
+) -> tuple:
+    """The arguments of a kernel with options after those that it has without: kernels.options.Options."""
+    slopes, sink, rng, _ = _nothing(device)
+    if extras.alibi_slopes is not None:
+        slopes = extras.alibi_slopes.expand(batch, heads)
+    if extras.sink is not None:
+        sink = extras.sink.float()
+    if extras.rng_state is not None:
+        rng = extras.rng_state
+    if table is None:
+        table = _no_table(device)
+    return (*extras.bounds, extras.softcap, slopes, sink, rng, extras.drop_below, table)
+
+
+@functools.cache
+def _no_table(device: int) -> torch.Tensor:
+    return torch.zeros(1, 8, dtype=torch.int32, device=f"cuda:{device}")
+
+
+class FwdPlan:
+    """All of a forward that the shapes, strides, dtype and device of its tensors settle, and which options are on. Serves one thread.
+
+    Args:
+        q, k, v, out: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; with varlen [total, heads,
+            head_dim]; on the current device, none of them empty.
         config: serves instead of the tuned row or default.
+        extras: like those of the calls.
     """
 
     def __init__(
@@ -377,24 +458,39 @@ class FwdPlan:
         causal: bool,
         heads_first: bool,
         config: FwdConfig | None = None,
+        extras: Extras | None = None,
     ):
+        self.packed = extras is not None and extras.varlen
+        self.device = q.device.index
+        self.out = _dense(out.shape, q.dtype)
+        if self.packed:
+            q, k, v, out = (x[None] for x in (q, k, v, out))
         seq, head = (2, 1) if heads_first else (1, 2)
         batch, seqlen_q, heads, head_dim = q.shape[0], q.shape[seq], q.shape[head], q.shape[3]
         seqlen_k, heads_kv, head_dim_v = k.shape[seq], k.shape[head], v.shape[3]
-        self.device = q.device.index
-        self.out, self.lse = _dense(out.shape, q.dtype), _dense((batch, heads, seqlen_q))
-        self.views = Views(heads_first, q, k, v, out)
+        self.lse = _dense((heads, seqlen_q) if self.packed else (batch, heads, seqlen_q))
+        self.views = Views(heads_first, q, k, v, out, packed=self.packed)
+        self.batch = extras.cu_seqlens_q.shape[0] - 1 if self.packed else batch
+        self.heads = heads
 
         sms = sm_count(self.device)
         bucket = fwd_bucket(batch, heads, seqlen_q, seqlen_k, sms)
-        key = (q.dtype, head_dim, head_dim_v, causal, bucket, self.device)
+        if self.packed:
+            bucket = length_bucket(extras.max_seqlen_k)
+        names = () if extras is None else extras.names
+        key = (q.dtype, head_dim, head_dim_v, causal, names, bucket, self.device)
         found = _launchers.get(key) if config is None else _find_kernel(key, config)
         if found is None:
             found = _launchers[key] = _find_kernel(key, None)
-        self.kernel, config, max_ctas, self.combine, width = found
+        self.kernel, config, max_ctas, self.combine, width, varlen_plan = found
         self.dynamic = config.schedule == "dynamic"
         self.heads_a_kv_head = heads // heads_kv
         kv_bytes = 2 * seqlen_k * (head_dim + head_dim_v)
+        if self.packed:
+            self.sequences = Sequences(varlen_plan, self.batch, seqlen_q, seqlen_k, causal, self.device)
+            self.step_rows = config.block_N
+            # As many rows as there are tiles of TABLE_ROWS
+            seqlen_q = self.sequences.tiles[0] * TABLE_ROWS
         self.counts = plan(batch, heads, self.heads_a_kv_head, kv_bytes, seqlen_q, config.block_M, max_ctas)
         if self.combine:
             m_blocks, group_heads, tiles = self.counts
@@ -404,14 +500,20 @@ class FwdPlan:
             self.parts = _dense((*rows, width)), _dense(rows)  # outputs and log-sum-exps, in fp32
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, lse_base2: bool
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float,
+        lse_base2: bool,
+        extras: Extras | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out, in the layout of q, and lse of other tensors of the same metadata."""
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(q, k, v, softmax_scale, lse_base2)
+                return self(q, k, v, softmax_scale, lse_base2, extras)
         out, lse = _empty(*self.out), _empty(*self.lse)
-        self.launch(q, k, v, out, lse, softmax_scale, lse_base2)
+        self.launch(q, k, v, out, lse, softmax_scale, lse_base2, extras)
         return out, lse
 
     def launch(
@@ -423,17 +525,25 @@ class FwdPlan:
         lse: torch.Tensor,
         softmax_scale: float,
         lse_base2: bool,
+        extras: Extras | None = None,
     ) -> None:
         # lse, parts and tickets are tensors: the kernels run on PyTorch's current stream of their device
+        if self.packed:
+            q, k, v, out = (x[None] for x in (q, k, v, out))
         *qkv, out = self.views.of(q, k, v, out)
         tickets = _tickets(self.device, self.dynamic)
         unit = 1.0 if lse_base2 else LN2
+        counts = self.counts if extras is None else (*self.counts, *self.options(extras))
         if self.combine is None:
-            self.kernel(*qkv, out, lse, tickets, softmax_scale, unit, self.heads_a_kv_head, *self.counts)
+            self.kernel(*qkv, out, lse, tickets, softmax_scale, unit, self.heads_a_kv_head, *counts)
             return
         parts = [_empty(*x) for x in self.parts]
-        self.kernel(*qkv, *parts, tickets, softmax_scale, 1.0, self.heads_a_kv_head, *self.counts)
+        self.kernel(*qkv, *parts, tickets, softmax_scale, 1.0, self.heads_a_kv_head, *counts)
         self.combine(*parts, out, lse, unit)
+
+    def options(self, extras: Extras) -> tuple:
+        table = self.sequences.table(extras, False, self.step_rows) if self.packed else None
+        return _option_arguments(extras, self.batch, self.heads, self.device, table)
 
 
 def _fwd_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, heads_first: bool) -> tuple:
@@ -453,6 +563,13 @@ def fwd_plan(
     return _plans.fwd.get(_fwd_key(q, k, v, causal, heads_first))
 
 
+def _options_key(extras: Extras | None) -> tuple:
+    """All of the options that a plan is made of."""
+    if extras is None or not extras.varlen:
+        return () if extras is None else extras.names
+    return *extras.names, extras.cu_seqlens_q.shape[0], length_bucket(extras.max_seqlen_k)
+
+
 def _keep(plans: dict[tuple, Any], key: tuple, plan: Any) -> None:
     if len(plans) >= MAX_PLANS:
         plans.clear()
@@ -468,33 +585,39 @@ def fwd(
     lse_base2: bool,
     heads_first: bool = False,
     config: FwdConfig | None = None,
+    extras: Extras | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward on tensors that checks.py has passed, on a Hopper GPU.
 
     Args:
-        q, k, v: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim].
+        q, k, v: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; with varlen [total, heads,
+            head_dim].
         config: serves instead of the tuned row or default.
     Returns:
-        out in the layout of q, contiguous; lse [batch, heads, seqlen_q] fp32.
+        out in the layout of q, contiguous; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. With varlen, rows of no sequence and
+        those that it does not use are left as they were allocated.
     """
-    key = _fwd_key(q, k, v, causal, heads_first)
+    key = (*_fwd_key(q, k, v, causal, heads_first), *_options_key(extras))
     known = _plans.fwd.get(key) if config is None else None
     if known is not None:
-        return known(q, k, v, softmax_scale, lse_base2)
+        return known(q, k, v, softmax_scale, lse_base2, extras)
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
-            return fwd(q, k, v, softmax_scale, causal, lse_base2, heads_first, config)
-    n0, n1, n2, _ = q.shape
-    out = _empty(*_dense((n0, n1, n2, v.shape[3]), q.dtype))
-    lse = _empty(*_dense((n0, n1, n2) if heads_first else (n0, n2, n1)))
+            return fwd(q, k, v, softmax_scale, causal, lse_base2, heads_first, config, extras)
+    *outer, n1, n2, _ = q.shape
+    out = _empty(*_dense((*q.shape[:-1], v.shape[-1]), q.dtype))
+    lse = _empty(*_dense((*outer, n1, n2) if heads_first else (*outer, n2, n1)))
     if not out.numel():
         return out, lse
     if not k.numel():
-        return out.zero_(), lse.fill_(-math.inf)
-    made = FwdPlan(q, k, v, out, causal, heads_first, config)
+        lse.fill_(-math.inf)
+        if extras is not None and extras.sink is not None:
+            lse.copy_((extras.sink.float() / (LN2 if lse_base2 else 1.0))[:, None].expand_as(lse))
+        return out.zero_(), lse
+    made = FwdPlan(q, k, v, out, causal, heads_first, config, extras)
     if config is None:
         _keep(_plans.fwd, key, made)
-    made.launch(q, k, v, out, lse, softmax_scale, lse_base2)
+    made.launch(q, k, v, out, lse, softmax_scale, lse_base2, extras)
     return out, lse
 
 
@@ -507,6 +630,7 @@ class BwdKernels:
     passes: tuple[tuple[BwdPass, Kernel], ...]
     sum_qk: Kernel
     sum_v: Kernel
+    plan: Kernel | None  # what goes before varlen
 
 
 def _find_bwd_kernels(key: tuple, direction: str, config: BwdConfig | None) -> BwdKernels:
@@ -517,6 +641,7 @@ def _find_bwd_kernels(key: tuple, direction: str, config: BwdConfig | None) -> B
         tuple((one, compile_kernel(problem, one)) for one in config.passes),
         compile_kernel(problem.of_width(problem.head_dim), BwdSum()),
         compile_kernel(problem.of_width(problem.head_dim_v), BwdSum()),
+        next((compile_kernel(*one) for one in plan_kernels(problem)), None),
     )
 
 
@@ -567,6 +692,7 @@ class BwdSizes:
     seqlen_k: int
     width: int  # head_dim + head_dim_v
     sms: int
+    tiles: tuple[int, int] | None = None  # of queries and of keys, of packed sequences
 
     @property
     def heads_a_kv_head(self) -> int:
@@ -574,7 +700,20 @@ class BwdSizes:
 
     @property
     def rounded_q(self) -> int:
+        if self.tiles:
+            return self.tiles[0] * TABLE_ROWS
         return -(-self.seqlen_q // QUERY_ROWS) * QUERY_ROWS
+
+    def key_blocks(self, block_N: int) -> int:
+        return self.tiles[1] if self.tiles else -(-self.seqlen_k // block_N)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Of a launch with varlen: what its small kernels take after their other arguments."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
 
 
 class QueryPass:
@@ -583,13 +722,23 @@ class QueryPass:
     def __init__(self, one: BwdPass, kernel: Kernel, kernels: BwdKernels, sizes: BwdSizes):
         batch, heads, group = sizes.batch, sizes.heads, sizes.heads_a_kv_head
         kv_bytes = 2 * sizes.seqlen_k * sizes.width
-        counts = plan(batch, heads, group, kv_bytes, sizes.seqlen_q, one.block_M, MAX_GRID)
+        queries = sizes.rounded_q if sizes.tiles else sizes.seqlen_q
+        counts = plan(batch, heads, group, kv_bytes, queries, one.block_M, MAX_GRID)
         self.kernel, self.counts = kernel, (group, *counts)
 
     def launch(
-        self, inputs: tuple[Argument, ...], dq: Argument, dk: Argument, dv: Argument, softmax_scale: float
+        self,
+        inputs: tuple[Argument, ...],
+        dq: Argument,
+        dk: Argument,
+        dv: Argument,
+        softmax_scale: float,
+        options: tuple = (),
+        tables: Tables | None = None,
     ) -> None:
-        self.kernel(*inputs, dq, softmax_scale, *self.counts)
+        if tables is not None:
+            options = *options[:-1], tables.queries
+        self.kernel(*inputs, dq, softmax_scale, *self.counts, *options)
 
 
 class KeyPass:
@@ -598,10 +747,10 @@ class KeyPass:
     def __init__(self, one: BwdPass, kernel: Kernel, kernels: BwdKernels, sizes: BwdSizes):
         batch, heads_kv = sizes.batch, sizes.heads_kv
         head_dim, head_dim_v = kernels.problem.head_dim, kernels.problem.head_dim_v
-        n_blocks = -(-sizes.seqlen_k // one.block_N)
+        n_blocks = sizes.key_blocks(one.block_N)
         parts, heads_a_part = _key_parts(batch, sizes.heads, heads_kv, n_blocks, sizes.sms)
         q_bytes = sizes.seqlen_q * heads_a_part * (2 * sizes.width + 4 * head_dim * one.adds_dq)
-        counts = plan(batch, heads_kv * parts, 1, q_bytes, sizes.seqlen_k, one.block_N, MAX_GRID)
+        counts = plan(batch, heads_kv * parts, 1, q_bytes, n_blocks * one.block_N, one.block_N, MAX_GRID)
         self.kernel, self.counts = kernel, (sizes.heads_a_kv_head, heads_a_part, parts, *counts)
         self.sum_qk, self.sum_v = kernels.sum_qk, kernels.sum_v
 
@@ -616,18 +765,29 @@ class KeyPass:
         self.parts = parts
 
     def launch(
-        self, inputs: tuple[Argument, ...], dq: Argument, dk: Argument, dv: Argument, softmax_scale: float
+        self,
+        inputs: tuple[Argument, ...],
+        dq: Argument,
+        dk: Argument,
+        dv: Argument,
+        softmax_scale: float,
+        options: tuple = (),
+        tables: Tables | None = None,
     ) -> None:
         dq_sum, dk_parts, dv_parts = _empty(*self.dq_sum), _empty(*self.dk_parts), _empty(*self.dv_parts)
         if self.adds_dq:
             dq_sum.zero_()
-        self.kernel(*inputs, dq_sum, dk, dv, dk_parts, dv_parts, softmax_scale, *self.counts)
+        of_queries = of_keys = ()
+        if tables is not None:
+            of_queries, of_keys = (False, tables.queries), (True, tables.keys)
+            options = *options[:-1], tables.keys
+        self.kernel(*inputs, dq_sum, dk, dv, dk_parts, dv_parts, softmax_scale, *self.counts, *options)
         if self.adds_dq:
-            self.sum_qk(dq_sum, dq, softmax_scale, 1, self.row_blocks_q)
+            self.sum_qk(dq_sum, dq, softmax_scale, 1, self.row_blocks_q, *of_queries)
         if self.dk_in_parts:
-            self.sum_qk(dk_parts, dk, 1.0, self.parts, self.row_blocks_k)
+            self.sum_qk(dk_parts, dk, 1.0, self.parts, self.row_blocks_k, *of_keys)
         if self.dv_in_parts:
-            self.sum_v(dv_parts, dv, 1.0, self.parts, self.row_blocks_k)
+            self.sum_v(dv_parts, dv, 1.0, self.parts, self.row_blocks_k, *of_keys)
 
 
 class BwdPlan:
@@ -653,15 +813,26 @@ class BwdPlan:
         heads_first: bool,
         deterministic: bool,
         config: BwdConfig | None = None,
+        extras: Extras | None = None,
     ):
+        self.packed = extras is not None and extras.varlen
+        self.device = q.device.index
+        self.grads = [_dense(x.shape, x.dtype) for x in (q, k, v)]
+        tensors = q, k, v, dout, out, dq, dk, dv
+        if self.packed:
+            q, k, v, *_ = tensors = [x[None] for x in tensors]
         seq, head = (2, 1) if heads_first else (1, 2)
         batch, seqlen_q, heads, head_dim = q.shape[0], q.shape[seq], q.shape[head], q.shape[3]
         seqlen_k, heads_kv, head_dim_v = k.shape[seq], k.shape[head], v.shape[3]
-        self.device = q.device.index
-        self.grads = [_dense(x.shape, x.dtype) for x in (q, k, v)]
-        self.views = Views(heads_first, q, k, v, dout, out, dq, dk, dv)
+        self.views = Views(heads_first, *tensors, packed=self.packed)
+        self.batch = extras.cu_seqlens_q.shape[0] - 1 if self.packed else batch
+        self.heads = heads
 
-        key = (q.dtype, head_dim, head_dim_v, causal, length_bucket(seqlen_k), self.device)
+        bucket = length_bucket(extras.max_seqlen_k if self.packed else seqlen_k)
+        # A sink is in the log-sum-exp, and so in all probabilities
+        names = () if extras is None else tuple(name for name in extras.names if name != "sink")
+        self.has_options = bool(names)
+        key = (q.dtype, head_dim, head_dim_v, causal, names, bucket, self.device)
         direction = "bwd_det" if deterministic else "bwd"
         if config is None:
             kernels = _bwd_launchers.get((direction, key))
@@ -670,9 +841,12 @@ class BwdPlan:
         else:
             kernels = _find_bwd_kernels(key, direction, config)
         self.delta = kernels.delta
-        sizes = BwdSizes(
-            batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim + head_dim_v, sm_count(self.device)
-        )
+        tiles = None
+        if self.packed:
+            self.sequences = Sequences(kernels.plan, self.batch, seqlen_q, seqlen_k, causal, self.device)
+            tiles = self.sequences.tiles
+        width, sms = head_dim + head_dim_v, sm_count(self.device)
+        sizes = BwdSizes(batch, heads, heads_kv, seqlen_q, seqlen_k, width, sms, tiles)
         self.seqlen_q, self.rows = seqlen_q, _dense((batch, heads, sizes.rounded_q))
         self.passes = [
             (QueryPass if one.grads == "dq" else KeyPass)(one, kernel, kernels, sizes)
@@ -690,13 +864,14 @@ class BwdPlan:
         softmax_scale: float,
         lse_base2: bool,
         dlse: torch.Tensor | None = None,
+        extras: Extras | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk, dv, in the layout of q, of other tensors of the same metadata."""
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(dout, q, k, v, out, lse, softmax_scale, lse_base2, dlse)
+                return self(dout, q, k, v, out, lse, softmax_scale, lse_base2, dlse, extras)
         dq, dk, dv = (_empty(*x) for x in self.grads)
-        self.launch(dout, q, k, v, out, lse, dq, dk, dv, softmax_scale, lse_base2, dlse)
+        self.launch(dout, q, k, v, out, lse, dq, dk, dv, softmax_scale, lse_base2, dlse, extras)
         return dq, dk, dv
 
     def launch(
@@ -713,17 +888,32 @@ class BwdPlan:
         softmax_scale: float,
         lse_base2: bool,
         dlse: torch.Tensor | None,
+        extras: Extras | None = None,
     ) -> None:
         # Each kernel has an fp32 tensor among its arguments, and so runs on PyTorch's current stream of its device
-        q, k, v, dout, out, *grads = self.views.of(q, k, v, dout, out, dq, dk, dv)
+        tensors = q, k, v, dout, out, dq, dk, dv
+        if self.packed:
+            tensors = [x[None] for x in tensors]
+        q, k, v, dout, out, *grads = self.views.of(*tensors)
         lse_log2, delta = _empty(*self.rows), _empty(*self.rows)
-        self.delta(out, dout, lse.contiguous(), lse_log2, delta, 1.0 if lse_base2 else LOG2E)
+        lse, lse_to_log2 = lse.contiguous(), 1.0 if lse_base2 else LOG2E
+        options = ()
+        if self.has_options:
+            options = _option_arguments(extras, self.batch, self.heads, self.device)
+        if self.packed:
+            tables = Tables(*(self.sequences.table(extras, keys, TABLE_ROWS) for keys in (False, True)))
+            dlses = (lse, 0.0) if dlse is None else (dlse.contiguous(), LOG2E if lse_base2 else 1.0)
+            self.delta(out, dout, lse, dlses[0], lse_log2, delta, lse_to_log2, dlses[1], tables.queries)
+            for one in self.passes:
+                one.launch((q, k, v, dout, lse_log2, delta), *grads, softmax_scale, options, tables)
+            return
+        self.delta(out, dout, lse, lse_log2, delta, lse_to_log2)
         if dlse is not None:
             # A query that sees no key has no gradient, whatever came of its lse of -inf
             natural = dlse.masked_fill(lse == -math.inf, 0) * (LOG2E if lse_base2 else 1.0)
             delta[:, :, : self.seqlen_q] -= natural
         for one in self.passes:
-            one.launch((q, k, v, dout, lse_log2, delta), *grads, softmax_scale)
+            one.launch((q, k, v, dout, lse_log2, delta), *grads, softmax_scale, options)
 
 
 def _bwd_key(
@@ -776,6 +966,7 @@ def bwd(
     deterministic: bool = False,
     dlse: torch.Tensor | None = None,
     config: BwdConfig | None = None,
+    extras: Extras | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launch the backward on tensors that checks.py has passed, on a Hopper GPU.
 
@@ -789,25 +980,30 @@ def bwd(
         dq, dk, dv: as q, k, v, in their dtype, contiguous.
     """
     tensors, layout = (dout, q, k, v, out, lse), (causal, heads_first, deterministic)
-    key = _bwd_key(*tensors, *layout)
+    key = (*_bwd_key(*tensors, *layout), *_options_key(extras))
     known = _plans.bwd.get(key) if config is None else None
     if known is not None:
-        return known(*tensors, softmax_scale, lse_base2, dlse)
+        return known(*tensors, softmax_scale, lse_base2, dlse, extras)
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
-            return bwd(*tensors, softmax_scale, causal, lse_base2, *layout[1:], dlse, config)
+            return bwd(*tensors, softmax_scale, causal, lse_base2, *layout[1:], dlse, config, extras)
     grads = tuple(_empty(*_dense(x.shape, x.dtype)) for x in (q, k, v))
     if not q.numel() or not k.numel():
         return tuple(x.zero_() for x in grads)
-    if q.shape[0] <= MAX_BATCH:
-        made = BwdPlan(*tensors[:5], *grads, *layout, config)
+    if q.shape[0] <= MAX_BATCH or (extras is not None and extras.varlen):
+        made = BwdPlan(*tensors[:5], *grads, *layout, config, extras)
         if config is None:
             _keep(_plans.bwd, key, made)
-        made.launch(*tensors, *grads, softmax_scale, lse_base2, dlse)
+        made.launch(*tensors, *grads, softmax_scale, lse_base2, dlse, extras)
         return grads
+    if extras is not None and extras.dropout_p:
+        raise NotImplementedError(
+            f"dropout_p: a backward with dropout takes a batch of at most {MAX_BATCH}, got {q.shape[0]}; divide it"
+        )
     for first in range(0, q.shape[0], MAX_BATCH):
         some = [x[first : first + MAX_BATCH] for x in (*tensors, *grads)]
         dlse_some = None if dlse is None else dlse[first : first + MAX_BATCH]
-        one = BwdPlan(*some[:5], *some[6:], *layout, config)
-        one.launch(*some, softmax_scale, lse_base2, dlse_some)
+        extras_some = None if extras is None else extras.of_batch(first, MAX_BATCH)
+        one = BwdPlan(*some[:5], *some[6:], *layout, config, extras_some)
+        one.launch(*some, softmax_scale, lse_base2, dlse_some, extras_some)
     return grads

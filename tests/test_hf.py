@@ -1,0 +1,367 @@
+"""Models of transformers with attn_implementation="tl_attention" beside eager ones: logits, gradients, padding, packing, caches."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    BertConfig,
+    BertModel,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    StaticCache,
+)
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    create_bidirectional_sliding_window_mask,
+    create_causal_mask,
+    create_chunked_causal_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from tl_attention import hf
+
+pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
+hf.register()
+
+WINDOW = 8
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+MODELS = {
+    "llama": (LlamaForCausalLM, lambda: LlamaConfig(**SIZES)),
+    "mistral": (MistralForCausalLM, lambda: MistralConfig(**SIZES, sliding_window=WINDOW)),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        lambda: Gemma2Config(
+            **SIZES, sliding_window=WINDOW, attn_logit_softcapping=5.0, query_pre_attn_scalar=20
+        ),
+    ),
+    # Every expert has its part in every token: a router that picks some would make jumps of roundings
+    "gpt-oss": (
+        GptOssForCausalLM,
+        lambda: GptOssConfig(
+            **SIZES | {"initializer_range": 0.1},
+            sliding_window=WINDOW,
+            num_local_experts=2,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        ),
+    ),
+}
+models = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
+class Trio:
+    """One model of random weights thrice: ours, eager in bf16, and eager in fp32, of which all weights are bf16."""
+
+    def __init__(self, name, device):
+        kind, config = MODELS[name]
+        torch.manual_seed(0)
+        eager = (
+            kind._from_config(config(), attn_implementation="eager", dtype=torch.bfloat16).eval().to(device)
+        )
+        ours = kind._from_config(config(), attn_implementation="tl_attention", dtype=torch.bfloat16).eval()
+        ours.to(device).load_state_dict(eager.state_dict())
+        self.ours, self.eager, self.exact = ours, eager, copy.deepcopy(eager).float()
+
+    def all(self, run):
+        return tuple(run(model) for model in (self.ours, self.eager, self.exact))
+
+
+def assert_close(ours, eager, exact, times=2):
+    """The error rule: `times` the error of eager attention in bf16, and the rounding of a sum."""
+    rounded = exact.to(eager.dtype)
+    allowed = times * (eager - exact).abs().max() + 2 * (rounded + 0.3 - 0.3 - rounded).abs().max()
+    assert (ours - exact).abs().max() <= allowed
+
+
+def tokens(batch, length, device, seed=1):
+    return torch.randint(
+        1, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed)
+    ).to(device)
+
+
+def padding(left, right, length, device):
+    """Masks [batch, length] of so many tokens of padding on the left and on the right."""
+    at = torch.arange(length, device=device)
+    sides = torch.tensor([left, right], device=device)[..., None]
+    return (at >= sides[0]) & (at < length - sides[1])
+
+
+def logits_and_gradients(model, ids, mask=None, **options):
+    out = model(ids, attention_mask=mask, use_cache=False, **options).logits
+    if mask is not None:
+        out = out[mask]
+    return out.detach(), gradients(out, model)
+
+
+def gradients(out, model):
+    """By name of the parameter, of a weighted sum of out"""
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad((out * weights).sum(), parameters), strict=True))
+
+
+def assert_gradients_close(ours, eager, exact):
+    for name in exact:
+        assert_close(ours[name], eager[name], exact[name], times=3)
+
+
+@models
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_hf_models_give_the_logits_and_gradients_of_eager(name, padded, device):
+    ids = tokens(3, 24, device)
+    mask = padding([0, 5, 0], [0, 0, 9], 24, device) if padded else None
+    outputs = Trio(name, device).all(lambda model: logits_and_gradients(model, ids, mask))
+    logits, grads = zip(*outputs, strict=True)
+    assert_close(*logits)
+    assert_gradients_close(*grads)
+
+
+LOST = {
+    "mistral": {"window_size": (-1, -1)},
+    "gemma2": {"softcap": 0.0},
+    "gpt-oss": {"learnable_sink": None},
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_hf_the_error_rule_sees_a_lost_option(name, monkeypatch):
+    full = hf.flash_attn_func
+    monkeypatch.setattr(hf, "flash_attn_func", lambda *qkv, **options: full(*qkv, **options | LOST[name]))
+    logits = Trio(name, "cpu").all(lambda model: model(tokens(2, 24, "cpu")).logits)
+    with pytest.raises(AssertionError):
+        assert_close(*logits)
+
+
+@models
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_hf_prefill_chunk_and_decode_with_a_cache(name, cache, padded, device):
+    ids = tokens(2, 20, device)
+    mask = padding([0, 3], [0, 0], 20, device)
+    trio = Trio(name, device)
+
+    @torch.no_grad()
+    def logits_by_parts(model):
+        past = StaticCache(model.config, max_cache_len=32) if cache == "static" else None
+        parts = []
+        for begin, end in [(0, 12), (12, 16), *((i, i + 1) for i in range(16, 20))]:
+            given = mask[:, :end] if padded else None
+            out = model(ids[:, begin:end], attention_mask=given, past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            parts.append(out.logits)
+        return torch.cat(parts, 1)[mask if padded else ...]
+
+    assert_close(*trio.all(logits_by_parts))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_hf_a_decoder_made_bidirectional(padded):
+    trio = Trio("llama", "cpu")
+    for model in (trio.ours, trio.eager, trio.exact):
+        model.config.is_causal = False
+    ids, mask = tokens(2, 14, "cpu"), padding([0, 2], [0, 3], 14, "cpu") if padded else None
+    logits = trio.all(
+        lambda model: model(ids, attention_mask=mask, use_cache=False).logits[mask if padded else ...]
+    )
+    assert_close(*logits)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_hf_generate(cache):
+    ids, mask = tokens(2, 9, "cpu"), padding([0, 4], [0, 0], 9, "cpu")
+    trio = Trio("gemma2", "cpu")
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "disable_compile": True}
+    if cache == "static":
+        options["cache_implementation"] = "static"
+    made = [model.generate(ids, **options) for model in (trio.ours, trio.exact)]
+    assert (made[0] == made[1]).float().mean() > 0.8  # roundings may choose another token, late
+
+
+@pytest.mark.parametrize(
+    ("name", "by"),
+    # GPT-OSS hides its position_ids from its masks: eager attention mixes the sequences, too
+    [(name, "position_ids") for name in MODELS if name != "gpt-oss"]
+    + [(name, "cu_seq_lens") for name in MODELS],
+)
+def test_hf_packed_sequences_are_apart(name, by, device):
+    bounds, ids = [0, 7, 19, 24], tokens(1, 24, device)
+    sequences = [slice(*pair) for pair in itertools.pairwise(bounds)]
+    options = {
+        "position_ids": torch.cat([torch.arange(x.stop - x.start) for x in sequences])[None].to(device)
+    }
+    if by == "cu_seq_lens":
+        cu = torch.tensor(bounds, device=device)
+        options |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 12, "max_length_k": 12}
+    trio = Trio(name, device)
+    ours = trio.ours(ids, use_cache=False, **options).logits
+    apart = (
+        torch.cat([model(ids[:, x], use_cache=False).logits for x in sequences], 1)
+        for model in (trio.eager, trio.exact)
+    )
+    logits = [ours, *apart]
+    assert_close(*logits)
+    grads = [gradients(*pair) for pair in zip(logits, (trio.ours, trio.eager, trio.exact), strict=True)]
+    assert_gradients_close(*grads)
+
+
+def test_hf_an_encoder_sees_all_but_padding(device):
+    config = BertConfig(
+        vocab_size=61, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    )
+    ids, mask = tokens(2, 18, device), padding([0, 0], [0, 6], 18, device)
+    eager = (
+        BertModel._from_config(config, attn_implementation="eager", dtype=torch.bfloat16).eval().to(device)
+    )
+    ours = BertModel._from_config(
+        copy.deepcopy(config), attn_implementation="tl_attention", dtype=torch.bfloat16
+    )
+    ours.eval().to(device).load_state_dict(eager.state_dict())
+    runs = (
+        model(ids, attention_mask=mask).last_hidden_state[mask]
+        for model in (ours, eager, copy.deepcopy(eager).float())
+    )
+    assert_close(*runs)
+
+
+def test_hf_dropout_and_scaling_reach_the_call(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(hf, "flash_attn_func", lambda q, k, v, **options: seen.update(options) or q)
+    q, kv = torch.zeros(1, 4, 6, 16), torch.zeros(1, 2, 9, 16)
+    out, weights = hf.attention_forward(
+        torch.nn.Module(), q, kv, kv, None, dropout=0.25, scaling=0.5, sliding_window=4
+    )
+    assert (out.shape, weights) == ((1, 6, 4, 16), None)
+    assert seen | {"dropout_p": 0.25, "softmax_scale": 0.5, "causal": True, "window_size": (3, 0)} == seen
+    hf.attention_forward(torch.nn.Module(), q, kv, kv, None, sliding_window=4, is_causal=False)
+    assert (seen["causal"], seen["window_size"]) == (False, (3, 3))
+
+
+def test_hf_autocast_casts_fp32_and_nothing_else_does():
+    q = torch.randn(1, 2, 6, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = hf.attention_forward(torch.nn.Module(), q, q, q, None)
+    assert out.dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="q: expected bfloat16 or float16"):
+        hf.attention_forward(torch.nn.Module(), q, q, q, None)
+
+
+def masked(mask, q_length, kv_length):
+    """bool [q_length, kv_length]: which keys attention_forward lets each query of a [1, ..] batch see under a mask."""
+    q = torch.zeros(1, 1, q_length, 16, dtype=torch.bfloat16)
+    k = torch.zeros(1, 1, kv_length, 16, dtype=torch.bfloat16)
+    seen = []
+    for key in range(kv_length):
+        v = torch.zeros_like(k)
+        v[:, :, key] = 1
+        seen.append(hf.attention_forward(torch.nn.Module(), q, k, v, mask)[0][0, :, 0, 0] > 0)
+    return torch.stack(seen, 1)
+
+
+def test_hf_chunks_are_packed_sequences():
+    config = LlamaConfig(**SIZES)
+    config.attention_chunk_size, config._attn_implementation = 4, "tl_attention"
+    mask = create_chunked_causal_mask(config, torch.zeros(1, 10, 64), None, None)
+    at = torch.arange(10)
+    assert torch.equal(masked(mask, 10, 10), (at[:, None] // 4 == at // 4) & (at[:, None] >= at))
+
+
+def test_hf_a_mask_is_none_where_the_rest_says_all():
+    sizes = {"batch_size": 2, "q_length": 6, "kv_length": 6}
+    windows = sliding_window_causal_mask_function(3), sliding_window_bidirectional_mask_function(3)
+    ones = torch.ones(2, 6, dtype=torch.bool)
+    for given in (None, ones):
+        assert hf.attention_mask(**sizes, mask_function=causal_mask_function, attention_mask=given) is None
+        assert (
+            hf.attention_mask(**sizes, mask_function=windows[0], local_size=3, attention_mask=given) is None
+        )
+        full = {"attention_mask": given, "allow_is_bidirectional_skip": True}
+        assert hf.attention_mask(**sizes, mask_function=bidirectional_mask_function, **full) is None
+        assert hf.attention_mask(**sizes, mask_function=windows[1], local_size=3, **full) is None
+
+
+def test_hf_masks_that_are_not_computed_are_refused():
+    config = LlamaConfig(**SIZES)
+    config._attn_implementation = "tl_attention"
+    embeds = torch.zeros(1, 6, 64)
+    blocks = torch.tensor([[-1, 0, 0, 0, -1, -1]])
+    with pytest.raises(NotImplementedError, match="mask_function: expected causal"):
+        create_causal_mask(config, embeds, None, None, block_sequence_ids=blocks)
+    with pytest.raises(NotImplementedError, match="parts of the caller's"):
+        create_causal_mask(config, embeds, None, None, or_mask_function=lambda b, h, q, k: k == 0)
+    with pytest.raises(NotImplementedError, match="before and after each sequence alone"):
+        create_causal_mask(config, embeds, torch.tensor([[1, 0, 1, 1, 1, 1]]), None)
+    config.sliding_window = 2
+    with pytest.raises(NotImplementedError, match="mask_function: expected causal"):
+        hf.attention_mask(1, 6, 6, mask_function=sliding_window_causal_mask_function(2), local_size=3)
+    assert create_bidirectional_sliding_window_mask(config, embeds, None) is None
+    q = torch.zeros(1, 2, 6, 16, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="attention_mask: expected a 2-D mask"):
+        hf.attention_forward(torch.nn.Module(), q, q, q, torch.zeros(1, 1, 6, 6))
+    with pytest.raises(NotImplementedError, match="position_bias: expected None"):
+        hf.attention_forward(torch.nn.Module(), q, q, q, None, position_bias=q)
+    with pytest.raises(NotImplementedError, match="cache: expected None"):
+        hf.attention_forward(torch.nn.Module(), q, q, q, None, cache=object())
+
+
+def test_hf_old_transformers_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr("transformers.masking_utils.sdpa_mask", lambda batch_size, cache_position: None)
+    with pytest.raises(ImportError, match="expected transformers 5, got an older one"):
+        hf.register()
+
+
+def test_hf_parameters_have_names():
+    names = inspect.signature(hf.attention_forward).parameters
+    assert {"dropout", "scaling", "sliding_window", "softcap", "is_causal", "s_aux", "cu_seq_lens_q"} <= set(
+        names
+    )
+
+
+def test_hf_compiles_without_a_break(device):
+    model = Trio("gemma2", device).ours
+    ids, mask = tokens(2, 16, device), padding([0, 3], [0, 0], 16, device)
+    expected = model(ids, attention_mask=mask, use_cache=False).logits[mask]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    out = compiled(ids, attention_mask=mask, use_cache=False).logits[mask]
+    torch.testing.assert_close(out, expected, atol=0.05, rtol=0.05)
+
+
+def test_hf_example_runs():
+    example = Path(__file__).parents[1] / "examples/huggingface.py"
+    done = subprocess.run([sys.executable, example, "--steps", "2"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -101,7 +101,7 @@ def tl_attention_backward(shape: Shape, deterministic: bool, *given: torch.Tenso
 def fa2(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
     if shape.head_dim != shape.head_dim_v:
         raise Unsupported("one head_dim for q, k and v")
-    if _has_flash_attn():
+    if has_flash_attn():
         flash = functools.partial(
             import_function("flash_attn", "flash_attn_func"), causal=shape.causal, return_attn_probs=saves
         )
@@ -120,7 +120,7 @@ def fa2(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
 def fa2_backward(shape: Shape, deterministic: bool, *_: object) -> Ready:
     return _same(
         _flash_attn_backward(shape, deterministic)
-        if _has_flash_attn()
+        if has_flash_attn()
         else _sdpa_flash_backward(shape, deterministic)
     )
 
@@ -322,7 +322,7 @@ PROVIDERS = {
         fa2,
         fa2_backward,
         "bshd",
-        lambda: f"flash-attn {version('flash-attn')}" if _has_flash_attn() else "torch SDPA",
+        lambda: f"flash-attn {version('flash-attn')}" if has_flash_attn() else "torch SDPA",
     ),
     "cudnn": Provider(
         cudnn,
@@ -354,7 +354,7 @@ PROVIDERS = {
 
 def title(name: str) -> str:
     """A provider's name in tables and plots."""
-    return "fa2 (torch sdpa)" if name == "fa2" and not _has_flash_attn() else name
+    return "fa2 (torch sdpa)" if name == "fa2" and not has_flash_attn() else name
 
 
 def _same(attend: Callable[..., Result]) -> Ready:
@@ -375,7 +375,7 @@ def import_function(module: str, name: str) -> Callable[..., Any]:
 
 
 @functools.cache
-def _has_flash_attn() -> bool:
+def has_flash_attn() -> bool:
     try:
         return callable(import_function("flash_attn", "flash_attn_func"))
     except Unsupported:

@@ -42,6 +42,7 @@ from tl_attention.testing.bench import DIRECTIONS
 
 Row = dict[str, Any]
 OURS = "tl_attention"
+PLAIN = "plain"  # ours without the options of a row: their cost is beside it
 DETERMINISTIC = "deterministic"  # ours in the column of README's table
 PROBLEM = (
     "pass",
@@ -57,6 +58,15 @@ PROBLEM = (
 )
 # What the tables of peers measured: bf16 forward and nondeterministic backward
 PEER_PROBLEM = tuple(name for name in PROBLEM if name != "dtype")
+OPTIONS_FOLDER = "options"  # of the stored runs of shapes with options, in the folder of the others
+TARGETS = {  # option that a row has alone -> its time over that of the plain row, times the share of blocks that is left
+    "window": 1.15,
+    "softcap": 1.25,
+    "alibi": 1.15,
+    "sink": 1.02,
+    "dropout": 1.35,
+    "varlen": 1.05,
+}
 # Of a table of TFLOPS, where q, k and v have one length, head number and head_dim, and of one of microseconds
 TFLOPS_COLUMNS = ("pass", "batch", "heads", "seqlen", "head_dim", "mask", "cudnn", "best")
 MICROSECOND_COLUMNS = (*PEER_PROBLEM, "cudnn_us")
@@ -101,6 +111,13 @@ JUDGED = (
     "lacks the problem, `vs best peer in run` is our speed over that of the fastest peer here. 1.00 is level with it."
 )
 
+OPTIONS_CONVENTION = (
+    "With options, pairs are those that the window and the lengths leave. varlen: packed sequences of one length; uneven: of "
+    "log-normal lengths, always the same, S their mean; packed: q, k and v are slices of one tensor, as are their gradients. All "
+    "libraries are called by their public functions, and a backward is what torch.autograd.grad launches, the gradient of a sink "
+    "included. Where the dropout mask is a library's own, its results are checked on average: regressed on those without dropout."
+)
+
 
 def jsonl_name(direction: str) -> str:
     return f"{direction}.jsonl"
@@ -121,7 +138,7 @@ def progress_bar(console: Console) -> Progress:
 
 
 def problem_key(row: Row) -> tuple:
-    return tuple(row[key] for key in PROBLEM)
+    return (*(row[key] for key in PROBLEM), *row.get("options", ()))
 
 
 def problems(rows: Iterable[Row]) -> dict[tuple, dict[str, Row]]:
@@ -133,12 +150,13 @@ def problems(rows: Iterable[Row]) -> dict[tuple, dict[str, Row]]:
 
 
 def providers(rows: Iterable[Row]) -> list[str]:
-    """Those that ran anything."""
-    return list(dict.fromkeys(row["provider"] for row in rows if row["status"] != "skipped"))
+    """Those that ran anything; ours without options is not compared with the others."""
+    ran = dict.fromkeys(row["provider"] for row in rows if row["status"] != "skipped")
+    return [name for name in ran if name != PLAIN]
 
 
 def describe(row: Row) -> str:
-    """B4 H16 S4096 d128 causal, with both of what differs (query/key): H32/8, S512/8192, d192/128; and L2 warm."""
+    """B4 H16 S4096 d128 causal, with both of what differs (query/key): H32/8, S512/8192, d192/128; options, and L2 warm."""
 
     def both(a: int, b: int) -> str:
         return str(a) if a == b else f"{a}/{b}"
@@ -147,11 +165,13 @@ def describe(row: Row) -> str:
         f"B{row['batch']} H{both(row['heads_q'], row['heads_kv'])} S{both(row['seqlen_q'], row['seqlen_k'])}"
     )
     warm = ", L2 warm" if row.get("l2") == "warm" else ""
-    return f"{sizes} d{both(row['head_dim'], row['head_dim_v'])} {row['mask']}{warm}"
+    words = " ".join([row["mask"], *(word.replace("=", " ") for word in row.get("options", ()))])
+    return f"{sizes} d{both(row['head_dim'], row['head_dim_v'])} {words}{warm}"
 
 
 def best(group: dict[str, Row]) -> float:
-    return max((row["tflops"] for row in group.values() if row["status"] == "ok"), default=math.nan)
+    speeds = (row["tflops"] for name, row in group.items() if row["status"] == "ok" and name != PLAIN)
+    return max(speeds, default=math.nan)
 
 
 def cell(row: Row | None, fastest: float, bold: tuple[str, str]) -> str:
@@ -165,6 +185,7 @@ def cell(row: Row | None, fastest: float, bold: tuple[str, str]) -> str:
 
 def line(rows: list[Row]) -> str:
     """One problem while the others run."""
+    rows = [row for row in rows if row["provider"] != PLAIN]
     fastest = best({row["provider"]: row for row in rows})
     speeds = (
         f"{row['title']} {cell(row, fastest, ('[bold]', '[/]'))}"
@@ -260,6 +281,11 @@ def _number(row: Row | None, key: str, form: str) -> str:
     return format(row[key], form) if row and row.get(key) is not None else "–"
 
 
+def cost(row: Row) -> float | None:
+    """Our time over that without the options, of the rounds' ratios; None where one has no speed."""
+    return 1 / row[f"ratio_vs_{PLAIN}"] if f"ratio_vs_{PLAIN}" in row else None
+
+
 DETAILS = {  # of our row: column -> key and format
     "ms": ("ms", ".3f"),
     "eager ms": ("eager_ms", ".3f"),
@@ -267,6 +293,7 @@ DETAILS = {  # of our row: column -> key and format
     "GB/s": ("gbps", ".0f"),
     "FLOP/B": ("intensity", ".0f"),
     "error": ("max_err_ratio", ".2f"),
+    "vs plain": ("ratio_vs_plain", ".2f"),
     "vs fa2": ("ratio_vs_fa2", ".2f"),
     "vs cudnn": ("ratio_vs_cudnn", ".2f"),
     "score": ("score", ".2f"),
@@ -334,6 +361,7 @@ def markdown(
         bullets(f"{row['title']}: {row['library']}, {row['layout']}" for row in _libraries(rows)),
         convention(rows[0]["pass"])
         + " The fastest of a row is bold. `error` is the largest error over the error allowed.",
+        OPTIONS_CONVENTION if any(row.get("options") for row in rows) else "",
         JUDGED if worst else "",
         _markdown_of(rows, DETAILS),
         f"The {len(worst)} slowest beside their best peers, and why:" if worst else "",
@@ -352,7 +380,8 @@ def markdown(
 
 def _libraries(rows: list[Row]) -> list[Row]:
     """A row of each provider that ran anything."""
-    return list({row["provider"]: row for row in rows if row["status"] != "skipped"}.values())
+    ran = {row["provider"]: row for row in rows if row["status"] != "skipped"}
+    return [ran[name] for name in providers(rows)]
 
 
 def _markdown_of(rows: list[Row], details: dict[str, tuple[str, str]]) -> str:
@@ -374,6 +403,59 @@ def readme(folder: Path) -> str:
             deterministic = read(folder, f"{direction}_det")[0] if stored else []
             parts.append(_readme_part(*read(folder, direction), deterministic))
     return "\n".join(parts)
+
+
+def readme_options(folder: Path) -> str:
+    """What README says of the stored runs of options of a folder: what each costs beside the plain kernel, then the speeds."""
+    stored = {
+        direction: read(folder, direction) for direction in ("fwd", "bwd") if is_stored(folder, direction)
+    }
+    costs = cost_table({direction: rows for direction, (rows, _) in stored.items()})
+    return "\n".join([costs, *(_readme_part(*run, ()) for run in stored.values())])
+
+
+def cost_table(runs: Mapping[str, list[Row]]) -> str:
+    """Of each problem with options: our time over that without them, and over the share of it that the mask leaves.
+
+    Args:
+        runs: fwd, bwd or both -> their rows.
+    """
+    ours = {
+        direction: {row["shape"]: row for row in rows if row["provider"] == OURS and row.get("options")}
+        for direction, rows in runs.items()
+    }
+    titles = [TITLES[direction] for direction in ours]
+    header = ["problem", "share", *titles, *(f"{title} / share" for title in titles), "target"]
+    lines, beyond = [], []
+    for shape in dict.fromkeys(shape for rows in ours.values() for shape in rows):
+        found = [rows.get(shape) for rows in ours.values()]
+        row = next(row for row in found if row)
+        times = [row and cost(row) for row in found]
+        beside = [time and time / row["share"] for time in times]
+        target = target_of(row)
+        lines.append([describe(row), f"{row['share']:.3f}", *map(_times, (*times, *beside)), _times(target)])
+        beyond += [
+            f"{shape} {title} {ratio:.2f} of {target:.2f}"
+            for title, ratio in zip(titles, beside, strict=True)
+            if ratio and target and ratio > target
+        ]
+    return (
+        "Our time with an option over that without it, the medians of ratios within rounds. `share` is of the 128 x 128 blocks of "
+        "scores that the plain problem visits, those that a window or the lengths of documents leave; the plain problem of sequences "
+        f"is a batch of one length. {OPTIONS_CONVENTION}\n\n"
+        + markdown_table(header, lines)
+        + f"\n\nBeyond the target: {'; '.join(beyond) or 'none'}.\n"
+    )
+
+
+def target_of(row: Row) -> float | None:
+    """Of the one option of a row; None for others and for several."""
+    words = row["options"]
+    return TARGETS.get(words[0].partition("=")[0]) if len(words) == 1 else None
+
+
+def _times(x: float | None) -> str:
+    return "–" if x is None else f"{x:.2f}"
 
 
 def _readme_part(rows: list[Row], environment: dict[str, str], deterministic: Iterable[Row]) -> str:
@@ -553,7 +635,8 @@ def judge(rows: Iterable[Row], peers: Mapping[tuple, Mapping[str, float]]) -> No
 
 def _score(row: Row, peers: Mapping[tuple, Mapping[str, float]]) -> Row:
     """(ours / reference in this run) / (best / reference in the peers' table), of the first of REFERENCES that both have."""
-    table = peers.get(tuple(row[key] for key in PEER_PROBLEM), {}) if row["dtype"] == "bf16" else {}
+    known = row["dtype"] == "bf16" and not row.get("options")
+    table = peers.get(tuple(row[key] for key in PEER_PROBLEM), {}) if known else {}
     scores = {
         name: ratio / table[name]
         for name in REFERENCES
@@ -564,7 +647,8 @@ def _score(row: Row, peers: Mapping[tuple, Mapping[str, float]]) -> Row:
 
 
 def _vs_best(row: Row) -> Row:
-    ratios = [ratio for key, ratio in row.items() if key.startswith("ratio_vs_")]
+    peers = (key for key in row if key.startswith("ratio_vs_") and key != f"ratio_vs_{PLAIN}")
+    ratios = [row[key] for key in peers]
     return {"vs_best": min(ratios)} if ratios else {}
 
 
@@ -588,6 +672,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     write_jsonl(jsonl, rows)
             write(folder, rows, environment)
     print(readme(folder), end="")
+    if is_stored(folder / OPTIONS_FOLDER, "fwd"):
+        print(f"\n{readme_options(folder / OPTIONS_FOLDER)}", end="")
     return 0
 
 

@@ -4,10 +4,12 @@
     python benchmarks/run.py --shapes 'paper-d128-*' 1,32,8,4096,4096,128,causal --rounds 30
     python benchmarks/run.py --pass bwd --deterministic
     python benchmarks/run.py --shapes 'gqa-*' 'small-*' --peers peers.csv    scores beside speeds
+    python benchmarks/run.py --shapes 'option-*' --out benchmarks/results/nvidia_h200/options    windows, sinks, dropout, ..
     python benchmarks/run.py --host    what an eager call and the first call of a process cost the host
 
 A backward is the library's own function from dout, q, k, v, out and lse to dq, dk and dv, everything it launches
-included; out and lse are those of the library's forward, which is not timed unless the pass is fwd_bwd. Launches take turns with
+included; out and lse are those of the library's forward, which is not timed unless the pass is fwd_bwd. With options, all
+libraries are called by their public functions, and a backward is what torch.autograd.grad launches. Launches take turns with
 copies of small inputs, so that they find none in L2, but for the shapes few-h* and small-*, whose rows say L2 warm.
 
 Without a Hopper GPU it compiles the shipped kernels for sm_90a, reports on them, and checks the CPU path.
@@ -28,17 +30,19 @@ from pathlib import Path
 
 import host
 import no_gpu
+import options
 import report
 import torch
-from providers import PROVIDERS, Inputs, Ready, Result, Unsupported, prepare, title
-from report import OURS, Row
+from providers import PROVIDERS, Inputs, Provider, Ready, Result, Unsupported, prepare, title
+from report import OURS, PLAIN, Row
 from rich.console import Console
 
+from tl_attention.reference import attention_backward_reference, attention_reference
 from tl_attention.target import is_hopper
 from tl_attention.testing import bench
 from tl_attention.testing.bench import Shape, chosen_shapes
 from tl_attention.testing.inputs import make_dout, make_inputs
-from tl_attention.testing.numeric import check_bwd, check_fwd
+from tl_attention.testing.numeric import BwdVerdict, check_bwd, check_fwd
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT = {
@@ -51,6 +55,9 @@ WARM = ("few-h*", "small-*")  # shapes whose launches share one copy of the inpu
 
 # Scores of the heads that a forward or a backward is checked on: one of 32 heads of 16384 full queries has 2^28
 MAX_CHECKED_SCORES = 2**33
+MAX_CHECKED_PAIRS = 2**30  # of problems with options, whose reference takes more passes over the scores
+SOFTCAP_SPREAD = 8  # q times this, so that a softcap changes scores
+SLOPE_RTOL = 0.03  # of results under a dropout mask of the library's own, regressed on those without dropout
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -58,7 +65,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="benchmarks/run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--shapes", nargs="+", help="names or patterns of configs/shapes.toml, or B,Hq,Hkv,Sq,Sk,D[,Dv],mask")
+    add(
+        "--shapes",
+        nargs="+",
+        help="names or patterns of configs/shapes.toml, or B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]",
+    )
     add("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS), help="default: all")
     add("--dtype", choices=DTYPES, default="bf16")
     add("--rounds", type=int, help="samples of each provider (default 15, 5 with --quick)")
@@ -167,7 +178,7 @@ def measure(
     Args:
         warm: all launches share one copy of the inputs, so that L2 holds what it can of them.
     """
-    rows = {name: new_row(name, shape) for name in names}
+    rows = {name: new_row(name, shape) for name in entering(names, shape)}
     try:
         compare(shape, make_copies(shape, dtype, direction, warm), direction, rows, rounds)
     except Exception as error:
@@ -177,11 +188,25 @@ def measure(
     return list(rows.values())
 
 
+def entering(names: Sequence[str], shape: Shape) -> list[str]:
+    """With options, those of the providers that are compared then, and ours without the options."""
+    if not shape.options:
+        return list(names)
+    every = [*(name for name in names if name in options.PROVIDERS), *[PLAIN] * (OURS in names)]
+    return sorted(every, key=list(options.PROVIDERS).index)
+
+
+def provider_of(name: str, shape: Shape) -> Provider:
+    return (options.PROVIDERS if shape.options else PROVIDERS)[name]
+
+
 def new_row(name: str, shape: Shape) -> Row:
     """A row that nothing is known of."""
-    provider = PROVIDERS[name]
+    provider = provider_of(name, shape)
     size = asdict(shape) | {"mask": shape.mask}
-    del size["causal"]
+    del size["causal"], size["options"]
+    if shape.options:
+        size |= {"options": shape.options.words, "share": bench.share_of_blocks(shape)}
     facts = {"provider": name, "title": title(name), "library": provider.library(), "layout": provider.layout}
     return facts | size | dict.fromkeys(report.MEASURED) | {"status": "failed", "reason": None}
 
@@ -213,7 +238,7 @@ def compare(shape: Shape, bshd: Sequence[Inputs], direction: str, rows: dict[str
     entrants: dict[str, Entrant] = {}
     for name, row in rows.items():
         with reasons(row):
-            ready, inputs = prepare(PROVIDERS[name], shape, direction, copies[row["layout"]])
+            ready, inputs = prepare(provider_of(name, shape), shape, direction, copies[row["layout"]])
             result = ready.launch(*inputs[0])
             row |= verify(name, shape, direction, result, bshd[0])
             if row["correct"]:
@@ -235,7 +260,7 @@ def compare(shape: Shape, bshd: Sequence[Inputs], direction: str, rows: dict[str
                             "reason": "when timed, other bits than at first",
                         }
             if row["correct"]:
-                row |= speeds(shape, direction, timing, eager)
+                row |= speeds(options.asked_of(name, shape), direction, timing, eager)
                 right[name] = timing
     for name, timing in right.items():
         for other in right.keys() - {name}:
@@ -250,7 +275,11 @@ def make_copies(shape: Shape, dtype: torch.dtype, direction: str, warm: bool = F
     As many copies as it takes for a launch to find none of its inputs in L2; warm: one.
     """
     seeds = range(1 if warm else bench.rotation(bench.input_bytes(shape, direction)))
-    copies = [make_inputs(shape, dtype, seed=seed) for seed in seeds]
+    layout = "packed" if shape.options.packed else "bshd"
+    copies = [make_inputs(shape, dtype, layout, seed=seed) for seed in seeds]
+    if shape.options.softcap:
+        for q, *_ in copies:
+            q *= SOFTCAP_SPREAD
     if "bwd" not in direction:
         return copies
     return [(make_dout(shape, dtype, seed=seed), *copies[seed]) for seed in seeds]
@@ -262,27 +291,40 @@ def verify(name: str, shape: Shape, direction: str, result: Result, inputs: Inpu
     A large problem is checked on some heads, each with all its queries and keys (a smaller problem, which the rule judges as any
     other): as many as have MAX_CHECKED_SCORES, at least two, evenly spread over batch and heads, the first and the last of them
     included. For a backward these are key heads with all query heads of theirs. In the other heads nothing may be NaN or inf.
-    A forward of MAX_CHECKED_SCORES at head_dim 128 is 4.4 TFLOP of the reference in fp32.
+    A forward of MAX_CHECKED_SCORES at head_dim 128 is 4.4 TFLOP of the reference in fp32. In rows of options they are some key heads
+    of all batch entries, with all query heads of theirs.
     """
-    provider = PROVIDERS[name]
+    provider, has_options = provider_of(name, shape), bool(shape.options)
+    shape = options.asked_of(name, shape)
     if provider.layout == "bhsd":
         result = [x.transpose(1, 2) if x is not None and x.ndim == 4 else x for x in result]
-    whole = result
-    if heads := checked_heads(shape, direction):
+    whole, asked = result, {}
+    if has_options:
+        heads = [spread(option_heads(shape), shape.heads_kv), shape.heads_kv]
+        asked = options.reference_options(
+            shape, inputs[0].dtype, inputs[0].device, query_heads(shape, heads[0])
+        )
+        result, inputs = (
+            [x if x is None else of_heads(x, shape, heads[0]) for x in tensors]
+            for tensors in (result, inputs)
+        )
+    elif heads := checked_heads(shape, direction):
         result, inputs = ([take_heads(x, *heads) for x in tensors] for tensors in (result, inputs))
+    if heads:
         when += f"in {len(heads[0])} heads that were checked, "
     *dout, q, k, v = inputs
-    verdicts, causal = [], shape.causal
-    if direction == "fwd":
+    verdicts, causal, found = [], shape.causal, {}
+    if shape.options.dropout and name in options.OWN_MASK:
+        verdicts.append(check_on_average(result, direction, *dout, q, k, v, causal=causal))
+    elif direction == "fwd":
         out, lse = result
-        verdicts.append(check_fwd(out, lse, q, k, v, causal=causal, lse_base2=provider.lse_base2))
+        verdicts.append(check_fwd(out, lse, q, k, v, causal=causal, lse_base2=provider.lse_base2, **asked))
         found = {"lse_err_ratio": None if lse is None else finite(verdicts[0].lse_err_ratio)}
     else:
-        *out, dq, dk, dv = result
-        found = {}
+        out, grads = (result[:1], result[1:]) if "fwd" in direction else ((), result)
         if out:
-            verdicts.append(check_fwd(*out, None, q, k, v, causal=causal))
-        verdicts.append(check_bwd((dq, dk, dv), *dout, q, k, v, causal=causal))
+            verdicts.append(check_fwd(*out, None, q, k, v, causal=causal, **asked))
+        verdicts.append(check_bwd(tuple(grads), *dout, q, k, v, causal=causal, **asked))
     found["correct"] = all(verdict.ok for verdict in verdicts)
     found["max_err_ratio"] = finite(max(verdict.max_err_ratio for verdict in verdicts))
     if not found["correct"]:
@@ -297,18 +339,69 @@ def verify(name: str, shape: Shape, direction: str, result: Result, inputs: Inpu
     return found
 
 
+def check_on_average(result: Result, direction: str, *inputs: torch.Tensor, causal: bool) -> BwdVerdict:
+    """Whether results under an unknown dropout mask are those without dropout on average.
+
+    Each is linear in the mask, whose mean is 1: its regression on the exact one has slope 1.
+    """
+    *dout, q, k, v = inputs
+    named: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    if "fwd" in direction:
+        named.append(("out", result[0], attention_reference(q, k, v, causal=causal)[0]))
+    if "bwd" in direction:
+        exact = attention_backward_reference(*dout, q, k, v, causal=causal)
+        named += zip(("dq", "dk", "dv"), result[-3:], exact, strict=True)
+    slopes = {name: float((x * ref).sum() / ref.square().sum()) for name, x, ref in named}
+    ratios = {
+        name: abs(slope - 1) / SLOPE_RTOL if math.isfinite(slope) else math.inf
+        for name, slope in slopes.items()
+    }
+    text = "; ".join(
+        f"{name} is {slope:.3f} of that without dropout on average" for name, slope in slopes.items()
+    )
+    return BwdVerdict(max(ratios.values()) <= 1, ratios, text)
+
+
+def option_heads(shape: Shape) -> int:
+    """How many key heads to check of a problem with options, in all batch entries: what has MAX_CHECKED_PAIRS, at least two."""
+    pairs = bench.visible_pairs(shape) * shape.heads_q // shape.heads_kv
+    return min(shape.heads_kv, max(2, MAX_CHECKED_PAIRS // max(pairs, 1)))
+
+
+def spread(count: int, every: int) -> list[int]:
+    """So many of a number of heads, evenly, with the first and the last of them; all where there are no more."""
+    return list(range(every)) if count >= every else [i * (every - 1) // (count - 1) for i in range(count)]
+
+
+def query_heads(shape: Shape, key_heads: Sequence[int]) -> list[int]:
+    group = shape.heads_q // shape.heads_kv
+    return [head * group + i for head in key_heads for i in range(group)]
+
+
+def of_heads(x: torch.Tensor, shape: Shape, key_heads: Sequence[int]) -> torch.Tensor:
+    """What belongs to some key heads, as the reference takes it: of varlen, with the tokens of all sequences in one dimension.
+
+    Args:
+        x: [batch, seqlen, heads, columns], [batch, heads_q, seqlen], [heads_q, tokens] or [heads_q].
+    """
+    dim = {4: 2, 3: 1, 2: 0, 1: 0}[x.ndim]
+    chosen = key_heads if dim == 2 and x.shape[dim] == shape.heads_kv else query_heads(shape, key_heads)
+    picked = x.index_select(dim, torch.tensor(chosen, device=x.device))
+    return picked.flatten(0, 1) if shape.is_varlen and x.ndim == 4 else picked
+
+
 def checked_heads(shape: Shape, direction: str) -> tuple[list[int], int] | None:
     """The heads to check, counted through the batch entries, and how many an entry has; None for all.
 
     Heads of q in a forward, of k where there is a backward.
     """
     heads = shape.heads_kv if "bwd" in direction else shape.heads_q
-    scores = bench.visible_pairs(shape) * shape.heads_q // heads  # of one of them
+    scores = bench.visible_pairs(shape) // shape.batch * shape.heads_q // heads  # of one of them
     every = shape.batch * heads
     most = max(2, MAX_CHECKED_SCORES // max(scores, 1))
     if every <= most:
         return None
-    return [i * (every - 1) // (most - 1) for i in range(most)], heads
+    return spread(most, every), heads
 
 
 def take_heads(x: torch.Tensor | None, chosen: Sequence[int], heads: int) -> torch.Tensor | None:

@@ -54,7 +54,7 @@ def test_bench_flops_count_visible_pairs(shape: Shape) -> None:
         for j in range(shape.seqlen_k)
         if not shape.causal or j <= i + shape.seqlen_k - shape.seqlen_q
     ]
-    assert bench.visible_pairs(shape) == len(seen)
+    assert bench.visible_pairs(shape) == shape.batch * len(seen)
     scores = shape.batch * shape.heads_q * len(seen)
     assert bench.fwd_flops(shape) == scores * 2 * (shape.head_dim + shape.head_dim_v)
     assert bench.bwd_flops(shape) == scores * 2 * (3 * shape.head_dim + 2 * shape.head_dim_v)
@@ -165,6 +165,7 @@ def work(ms: float, result: object = None) -> object:
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(bench, "capture_stream", lambda: None)
     for name in ("synchronize", "current_stream", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
 
@@ -172,7 +173,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake_cuda")
 def test_bench_timer_samples_every_round_and_names_its_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refused:
-        def __init__(self, graph: object) -> None:
+        def __init__(self, graph: object, stream: object) -> None:
             raise RuntimeError("not here\nfor many reasons")
 
     monkeypatch.setattr(torch.cuda, "graph", Refused)
@@ -203,7 +204,7 @@ class FakeGraph:
 @pytest.mark.usefixtures("fake_cuda")
 def test_bench_timer_returns_what_the_last_replay_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: contextlib.nullcontext())
     first, second = torch.ones(3), torch.ones(3)
     copies = [partial(work, 1.0, (first, None)), partial(work, 1.0, (second, None))]
 
@@ -702,6 +703,32 @@ def test_bench_run_gates_speeds_and_writes_all(
 
 
 @pytest.mark.usefixtures("gpu_stub")
+@pytest.mark.filterwarnings("ignore:tl_attention")
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_bench_run_puts_ours_without_options_beside_it(
+    direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "on_capture_stream", contextlib.nullcontext)
+    monkeypatch.setitem(run.PROVIDERS, "cudnn", providers.PROVIDERS["cudnn"])
+    shape = "2,4,2,48,48,32,32,causal,window=9,sink"
+    argv = ["--shapes", shape, "--out", str(tmp_path), "--providers", "cudnn", "naive", "tl_attention"]
+    assert run.main([*ARGUMENTS[direction], *argv]) == 0
+    ours, plain, cudnn = [
+        json.loads(line) for line in (tmp_path / f"{direction}.jsonl").read_text().splitlines()
+    ]
+    assert [row["provider"] for row in (ours, plain, cudnn)] == ["tl_attention", "plain", "cudnn"]
+    assert [row["status"] for row in (ours, plain, cudnn)] == ["ok", "ok", "skipped"]
+    assert cudnn["reason"] == "PyTorch's cuDNN backend has no window"
+    assert (ours["layout"], ours["options"]) == ("bshd", ["window=9", "sink"])
+    assert ours["ratio_vs_plain"] == 2.0
+    assert report.cost(ours) == 0.5
+    asked = Shape.parse(shape)
+    assert ours["tflops"] == pytest.approx(bench.flops(asked, direction) / 1e-3 / 1e12)
+    assert plain["tflops"] == pytest.approx(bench.flops(asked.plain, direction) / 2e-3 / 1e12)
+    assert "| B2 H4/2 S48 d32 causal window 9 sink |" in (tmp_path / f"{direction}.md").read_text()
+
+
+@pytest.mark.usefixtures("gpu_stub")
 def test_bench_run_keeps_l2_warm_for_some_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[int] = []
     monkeypatch.setattr(run, "compare", lambda shape, bshd, *_: copies.append(len(bshd)))
@@ -1005,7 +1032,7 @@ def test_bench_large_problems_are_checked_on_some_heads(
     whole = run.verify("naive", shape, direction, result, inputs)
     heads = 8 if direction == "fwd" else 4
     assert run.checked_heads(shape, direction) is None
-    monkeypatch.setattr(run, "MAX_CHECKED_SCORES", 5 * bench.visible_pairs(shape) * 8 // heads)
+    monkeypatch.setattr(run, "MAX_CHECKED_SCORES", 5 * bench.visible_pairs(shape) // 3 * 8 // heads)
     chosen, of = run.checked_heads(shape, direction)
     assert (len(chosen), chosen[0], chosen[-1], of) == (5, 0, 3 * heads - 1, heads)
     seen = []
@@ -1084,7 +1111,7 @@ def test_bench_sdpa_backward_gets_what_its_schema_asks_for(
         given[:] = arguments
         return (Named("dq"), Named("dk"), Named("dv"))
 
-    monkeypatch.setattr(providers, "_has_flash_attn", lambda: False)
+    monkeypatch.setattr(providers, "has_flash_attn", lambda: False)
     monkeypatch.setattr(torch.ops.aten, op, lambda *_: tuple(made))
     monkeypatch.setattr(torch.ops.aten, f"{op}_backward", record)
     inputs = tuple(map(Named, ("grad_out", "query", "key", "value")))
@@ -1101,7 +1128,7 @@ def test_bench_sdpa_backward_is_deterministic_while_it_is_called(monkeypatch: py
         return ()
 
     seen: list[bool] = []
-    monkeypatch.setattr(providers, "_has_flash_attn", lambda: False)
+    monkeypatch.setattr(providers, "has_flash_attn", lambda: False)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", record)
     for deterministic in (False, True):
         ready = providers.fa2_backward(Shape.parse(SHAPE), deterministic)

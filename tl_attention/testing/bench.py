@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import importlib.metadata
 import math
 import os
 import platform
+import random
 import shutil
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -44,23 +46,86 @@ def is_deterministic(direction: str) -> bool:
 
 
 @dataclass(frozen=True)
+class Options:
+    """What a problem asks beside its mask, written as words in this order: `window=1023,sink`."""
+
+    window: int | None = (
+        None  # keys that a query sees before the diagonal, and as many after it unless causal
+    )
+    softcap: float = 0.0
+    alibi: bool = False
+    sink: bool = False
+    dropout: float = 0.0
+    varlen: bool = False  # the batch is packed sequences, of one length
+    uneven: bool = False  # the batch is packed sequences, of the lengths of `sequences`
+    packed: bool = False  # q, k and v are slices of one tensor, as are their gradients
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Options:
+        """Raises ValueError with the words expected."""
+        asked: dict[str, bool | int | float] = {}
+        for word in words:
+            name, _, value = word.partition("=")
+            try:
+                asked[name] = OPTION_TYPES[name](value)
+            except (KeyError, ValueError):
+                known = ", ".join(
+                    name if kind is _flag else f"{name}=.." for name, kind in OPTION_TYPES.items()
+                )
+                raise ValueError(f"expected options of {known}, got {word!r}") from None
+        return cls(**asked)
+
+    @property
+    def words(self) -> list[str]:
+        values = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        asked = [(name, value) for name, value, default in values if value != default]
+        return [name if value is True else f"{name}={str(value).removesuffix('.0')}" for name, value in asked]
+
+    def __bool__(self) -> bool:
+        return self != Options()
+
+
+def _flag(value: str) -> bool:
+    if value:
+        raise ValueError
+    return True
+
+
+def _size(value: str) -> int:
+    if not value.isdecimal():
+        raise ValueError
+    return int(value)
+
+
+OPTION_TYPES: dict[str, Callable[[str], bool | int | float]] = {
+    **dict.fromkeys((field.name for field in fields(Options)), _flag),
+    "window": _size,
+    "softcap": float,
+    "dropout": float,
+}
+
+
+@dataclass(frozen=True)
 class Shape:
-    """An attention problem and its sizes, written `B,Hq,Hkv,Sq,Sk,D[,Dv],mask` with mask causal or full."""
+    """An attention problem and its sizes, written `B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]` with mask causal or full."""
 
     batch: int
     heads_q: int
     heads_kv: int
-    seqlen_q: int
+    seqlen_q: int  # the mean, where the lengths are uneven
     seqlen_k: int
     head_dim: int
     head_dim_v: int
     causal: bool
+    options: Options = Options()
 
     @classmethod
     def parse(cls, text: str) -> Shape:
         """Raises ValueError with the form expected and what is wrong."""
-        *sizes, mask = (field.strip() for field in text.split(","))
-        complaint = f"shape {text!r}: expected B,Hq,Hkv,Sq,Sk,D[,Dv],mask"
+        words = [word.strip() for word in text.split(",")]
+        named = next((i for i, word in enumerate(words) if word in ("causal", "full")), len(words) - 1)
+        sizes, mask, options = words[:named], words[named], words[named + 1 :]
+        complaint = f"shape {text!r}: expected B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]"
         if mask not in ("causal", "full"):
             raise ValueError(f"{complaint} with mask causal or full, got {mask!r}")
         if len(sizes) not in (6, 7):
@@ -70,15 +135,42 @@ class Shape:
         numbers = [int(size) for size in sizes]
         if numbers[1] % numbers[2]:
             raise ValueError(f"{complaint} with Hq a multiple of Hkv, got {numbers[1]} and {numbers[2]}")
-        return cls(*numbers[:6], numbers[-1], mask == "causal")
+        try:
+            asked = Options.parse(options)
+        except ValueError as error:
+            raise ValueError(f"{complaint}: {error}") from None
+        if asked.uneven and numbers[3] != numbers[4]:
+            raise ValueError(
+                f"{complaint}: uneven lengths with Sq equal to Sk, got {numbers[3]} and {numbers[4]}"
+            )
+        if asked.packed and (
+            numbers[1] != numbers[2] or numbers[3] != numbers[4] or numbers[-1] != numbers[5]
+        ):
+            raise ValueError(f"{complaint}: packed with q, k and v of one size")
+        return cls(*numbers[:6], numbers[-1], mask == "causal", asked)
 
     @property
     def mask(self) -> str:
         return "causal" if self.causal else "full"
 
+    @property
+    def plain(self) -> Shape:
+        """The same sizes and mask without options; sequences of one length each instead of uneven ones."""
+        return replace(self, options=Options())
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """(left, right) as FlashAttention has it, -1 without a bound; causal itself bounds nothing here."""
+        left = -1 if self.options.window is None else self.options.window
+        return left, 0 if self.causal and left >= 0 else left
+
+    @property
+    def is_varlen(self) -> bool:
+        return self.options.varlen or self.options.uneven
+
     def __str__(self) -> str:
-        *sizes, _ = astuple(self)
-        return ",".join(map(str, (*sizes, self.mask)))
+        sizes = (getattr(self, field.name) for field in fields(self)[:7])
+        return ",".join([*map(str, sizes), self.mask, *self.options.words])
 
 
 def chosen_shapes(texts: Sequence[str]) -> dict[str, Shape]:
@@ -98,23 +190,78 @@ def chosen_shapes(texts: Sequence[str]) -> dict[str, Shape]:
     return chosen
 
 
+@functools.cache
+def sequences(shape: Shape) -> tuple[tuple[int, int], ...]:
+    """(seqlen_q, seqlen_k) of each entry of the batch.
+
+    Uneven lengths are log-normal with sigma 1, as documents are, always the same, and sum to batch x seqlen.
+    """
+    if not shape.options.uneven:
+        return ((shape.seqlen_q, shape.seqlen_k),) * shape.batch
+    generator = random.Random(0)
+    weights = [generator.lognormvariate(0, 1) for _ in range(shape.batch)]
+    spare = shape.batch * (shape.seqlen_q - 1)  # each has one token at least
+    ends = [round(spare * sum(weights[: i + 1]) / sum(weights)) for i in range(shape.batch)]
+    return tuple((1 + end - begin,) * 2 for begin, end in zip([0, *ends], ends, strict=False))
+
+
+def _bounds(shape: Shape) -> tuple[float, float]:
+    """How far before and after its diagonal, key query + seqlen_k - seqlen_q, a query sees."""
+    window = math.inf if shape.options.window is None else shape.options.window
+    return window, 0 if shape.causal else window
+
+
 def visible_pairs(shape: Shape) -> int:
-    """(query, key) pairs that one head of one batch entry attends to; causal is bottom-right."""
-    if not shape.causal:
-        return shape.seqlen_q * shape.seqlen_k
-    rows = min(shape.seqlen_q, shape.seqlen_k)  # the last rows; any before them see no key
-    return rows * (2 * shape.seqlen_k - rows + 1) // 2
+    """(query, key) pairs that one head attends to in all batch entries; causal and windows are bottom-right."""
+    left, right = _bounds(shape)
+    return sum(
+        _pairs_up_to(*lengths, right) - _pairs_up_to(*lengths, -left - 1) for lengths in sequences(shape)
+    )
+
+
+def _pairs_up_to(seqlen_q: int, seqlen_k: int, far: float) -> int:
+    """Pairs whose key is at most so far after the diagonal of the query."""
+
+    if far >= seqlen_q:
+        return seqlen_q * seqlen_k
+    if far <= -seqlen_k:
+        return 0
+
+    def rising(start: int) -> int:
+        """The sum of max(0, start + i) over the queries, i counting from 1."""
+        first, last = max(0, start), max(0, start + seqlen_q)
+        return (last * (last + 1) - first * (first + 1)) // 2
+
+    return rising(seqlen_k - seqlen_q + int(far)) - rising(int(far) - seqlen_q)
+
+
+def visible_blocks(shape: Shape, block_M: int = 128, block_N: int = 128) -> int:
+    """Tiles of block_M queries by block_N keys of which the mask leaves any, of one head in all batch entries."""
+    left, right = _bounds(shape)
+    blocks = 0
+    for seqlen_q, seqlen_k in sequences(shape):
+        for first in range(0, seqlen_q, block_M):
+            last = min(first + block_M, seqlen_q) - 1
+            offset = seqlen_k - seqlen_q
+            begin, end = max(0, first + offset - left), min(seqlen_k, last + offset + right + 1)
+            if begin < end:
+                blocks += math.ceil(end / block_N) - int(begin // block_N)
+    return blocks
+
+
+def share_of_blocks(shape: Shape) -> float:
+    """Of the visible tiles of the plain problem, how many its options leave: the ideal share of its time."""
+    return visible_blocks(shape) / visible_blocks(shape.plain)
 
 
 def fwd_flops(shape: Shape) -> int:
     """2 FLOPs a multiply-add of S = QKᵀ and O = PV, over the visible pairs of all batch entries and heads."""
-    return 2 * visible_pairs(shape) * (shape.head_dim + shape.head_dim_v) * shape.batch * shape.heads_q
+    return 2 * visible_pairs(shape) * (shape.head_dim + shape.head_dim_v) * shape.heads_q
 
 
 def bwd_flops(shape: Shape) -> int:
     """The same of S = QKᵀ, dQ = dS K and dK = dSᵀQ over head_dim, and of dP = dO Vᵀ and dV = PᵀdO over head_dim_v."""
-    widths = 3 * shape.head_dim + 2 * shape.head_dim_v
-    return 2 * visible_pairs(shape) * widths * shape.batch * shape.heads_q
+    return 2 * visible_pairs(shape) * (3 * shape.head_dim + 2 * shape.head_dim_v) * shape.heads_q
 
 
 def flops(shape: Shape, direction: str) -> int:
@@ -181,11 +328,7 @@ def fwd_ceiling(shape: Shape, block_M: int, block_N: int) -> tuple[float, float]
     """
     mma = 2 * (shape.head_dim + shape.head_dim_v) / 4096  # clocks a score
     exp = 1 / 16
-    executed = 0
-    for first in range(0, shape.seqlen_q, block_M):
-        last = min(first + block_M, shape.seqlen_q)  # one past the last query of the tile
-        keys = max(0, last + shape.seqlen_k - shape.seqlen_q) if shape.causal else shape.seqlen_k
-        executed += block_M * math.ceil(keys / block_N) * block_N
+    executed = visible_blocks(shape, block_M, block_N) * block_M * block_N
     useful = PEAK_TFLOPS * visible_pairs(shape) / executed if executed else 0.0
     return useful * mma / (mma + exp), useful * mma / max(mma, exp)
 
@@ -262,6 +405,25 @@ class CallFailed(RuntimeError):
     def __init__(self, name: object, cause: Exception):
         super().__init__(f"{name}: {first_line(cause)}")
         self.name = name
+
+
+@functools.cache
+def capture_stream() -> torch.cuda.Stream:
+    """That graphs are captured on: autograd launches a backward on the stream of its forward, so a forward belongs here."""
+    return torch.cuda.Stream()
+
+
+@contextlib.contextmanager
+def on_capture_stream() -> Iterator[None]:
+    """Launches on capture_stream, after what the current stream has to do and before what comes next there."""
+    before, stream = torch.cuda.current_stream(), capture_stream()
+    if before == stream:
+        yield
+        return
+    stream.wait_stream(before)
+    with torch.cuda.stream(stream):
+        yield
+    before.wait_stream(stream)
 
 
 def time_interleaved(
@@ -378,7 +540,7 @@ class _Sampler:
         self.copies, self.launches, self.timer, self.result = copies, launches, "graph", None
         self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, stream=capture_stream()):
                 self.result = _repeat(copies, launches)
         except Exception as error:  # whatever a library raises: the reason is reported
             torch.cuda.set_stream(stream)  # a capture that fails leaves its own

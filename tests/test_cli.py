@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,13 @@ def test_cli_help(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main([*command, "--help"])
     assert "usage: tl-attention" in capsys.readouterr().out
+
+
+def test_support_table_of_the_readme_is_that_of_the_code(capsys):
+    assert cli.main(["support"]) == 0
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    between = readme.split("<!-- support -->")[1].split("<!-- /support -->")[0]
+    assert between.strip() == capsys.readouterr().out.strip()
 
 
 def test_doctor_says_what_is_found_and_what_to_do(capsys, monkeypatch):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tl_attention import configs
-from tl_attention.problem import DIRECTIONS, DTYPES, AttnProblem, KernelConfig
+from tl_attention.problem import DIRECTIONS, DTYPES, OPTIONS, AttnProblem, KernelConfig
 from tl_attention.target import is_hopper
 
 if TYPE_CHECKING:
@@ -95,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run=compile_kernels)
 
+    command = commands.add_parser("support", help="which options go with which passes, dtypes and head dims")
+    command.set_defaults(run=support)
     command = commands.add_parser("doctor", help="what is installed, what is missing and what to do about it")
     command.add_argument("--strict", action="store_true", help="status 1 if something needed is missing")
     command.set_defaults(run=doctor)
@@ -220,6 +222,41 @@ def _has_rich(command: str) -> bool:
         return True
     print(f"tl-attention {command} draws with rich: pip install 'tl-attention[bench]'")
     return False
+
+
+def support(arguments: argparse.Namespace) -> int:
+    """Print support_table()."""
+    print(support_table())
+    return 0
+
+
+def support_table() -> str:
+    """In Markdown, the tile widths at which each option, and all at once, have kernels: what configs.is_legal says of their configs."""
+    names = {"fwd": "forward", "bwd": "backward", "bwd_det": "deterministic backward"}
+    lines = [f"| option | {' | '.join(names.values())} |", "|---" * (1 + len(names)) + "|"]
+    for options in (*((option,) for option in OPTIONS), OPTIONS):
+        cells = [_support(options, direction) for direction in names]
+        lines.append(f"| {'all at once' if options == OPTIONS else options[0]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _support(options: tuple[str, ...], direction: str) -> str:
+    """bf16, fp16: every width; or the widths that there are kernels for."""
+    cells: dict[str, list[str]] = {}
+    widths = configs.tile_widths(direction)
+    for dtype in DTYPES:
+        problems = [AttnProblem(dtype, *width, False, options) for width in widths]
+        runs = [
+            not configs.is_legal(problem, configs.option_config(problem, "4k", direction), direction)
+            for problem in problems
+        ]
+        named = ", ".join(
+            str(problem).split()[1] for problem, runs in zip(problems, runs, strict=True) if runs
+        )
+        cells.setdefault("every width" if all(runs) else named or "none", []).append(
+            str(problems[0]).split()[0]
+        )
+    return "; ".join(f"{', '.join(dtypes)}: {widths}" for widths, dtypes in cells.items())
 
 
 def doctor(arguments: argparse.Namespace) -> int:

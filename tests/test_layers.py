@@ -15,14 +15,18 @@ STDLIB = sys.stdlib_module_names | {"tomllib"}
 
 # Room (a file or folder of the package): what it may import | what else inside a function or for type hints.
 DOORS = {
-    "__init__": "interface flash",
+    "__init__": "interface flash merge",
     "interface": "torch checks ops dispatch reference",
     "flash": "torch checks ops",
+    "merge": "torch checks",
     "checks": "torch problem",
-    "ops": "torch checks dispatch reference",
-    "dispatch": "torch arrays problem target configs | kernels cubin tilelang tvm_ffi",
+    "extras": "torch problem",
+    "ops": "torch checks extras dispatch reference",
+    "torch_backend": "torch extras flash ops",
+    "hf": "torch flash | transformers",
+    "dispatch": "torch arrays extras problem target configs | kernels cubin tilelang tvm_ffi",
     "kernels": "tilelang problem target kernels",
-    "arrays": "torch",
+    "arrays": "torch problem",
     "configs": "problem target | tomli",
     "target": "torch",
     "problem": "",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from dataclasses import asdict, replace
 
 import pytest
 
 from tl_attention import configs, cubin, dispatch
-from tl_attention.problem import BwdDelta, BwdPass, FwdConfig
+from tl_attention.problem import AttnProblem, BwdDelta, BwdPass, FwdConfig
 from tl_attention.target import SMEM_LIMIT
 
 pytestmark = [
@@ -20,12 +21,22 @@ pytestmark = [
 
 # Both dtypes share all configs; fp16, which differs by the type of an element, is compiled for the commonest widths alone,
 # as a kernel takes two cores 4 s. `tl-attention compile` compiles and judges all.
-FP16_WIDTHS = (64, 64), (128, 128)
+FP16_WIDTHS = ((128, 128),)
 SHIPPED = [
     (problem, config)
     for problem, config in configs.shipped_kernels()
     if problem.dtype == "bfloat16" or (problem.head_dim, problem.head_dim_v) in FP16_WIDTHS
 ]
+# Each line of the grid for options, with all options that it is for, at the commonest width
+OPTION_KERNELS = [
+    (problem, config)
+    for direction in ("fwd", "bwd")
+    for one, config in configs.option_problems(direction)
+    if one.head_dim == one.head_dim_v == 128
+    for problem, config in config.kernels(one)
+    if isinstance(config, FwdConfig | BwdPass)
+]
+OPTION_KERNELS = list(dict.fromkeys(OPTION_KERNELS))
 
 
 @pytest.mark.parametrize(
@@ -49,6 +60,49 @@ def test_lowering_shipped_kernel(problem, config):
     parts = isinstance(config, FwdConfig) and config.split
     assert (report.tma_stores > 0) == (not isinstance(config, BwdDelta) and not parts)
     assert (report.vector_sums > 0) == (isinstance(config, BwdPass) and config.adds_dq)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    OPTION_KERNELS,
+    ids=["{}-{}".format(*one).replace(" ", "-") for one in OPTION_KERNELS],
+)
+def test_lowering_kernel_with_options(problem, config):
+    if not cubin.find_nvcc():
+        pytest.skip(cubin.NO_NVCC)
+    report = cubin.report(problem, config)
+    assert report.fault is None and report.warnings == ()
+    assert report.smem_bytes == configs.smem_bytes(problem, config)
+
+
+# What only kernels with options have among their arguments or in their text
+OF_OPTIONS = (
+    "left",
+    "right",
+    "softcap",
+    "Slopes",
+    "Sink",
+    "Rng",
+    "drop_below",
+    "Table",
+    "tanh",
+    "tl_attention_",
+)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        FwdConfig(128, 64),
+        FwdConfig(64, 32, schedule="dynamic"),
+        BwdPass("dk+dv", 64, 64),
+        BwdPass("dq", 64, 32),
+    ],
+    ids=str,
+)
+def test_lowering_of_plain_attention_knows_no_options(config):
+    source, _ = dispatch.lower(AttnProblem("bfloat16", 64, 64, True), config)
+    assert not [word for word in OF_OPTIONS if re.search(rf"\b{word}", source)]
 
 
 @pytest.mark.parametrize("config", [FwdConfig(64, 32), BwdPass("dq+dk+dv", 64, 64)], ids=str)

@@ -1,0 +1,316 @@
+"""The kernels with options on a Hopper GPU, against the reference by the error rule, and what serves them on any machine.
+
+Rows of a packed tensor that are of no sequence, or that it does not use, hold NaN; outputs begin as NaN, and these rows stay so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tl_attention import configs, dispatch
+from tl_attention.extras import Extras
+from tl_attention.problem import DIRECTIONS, OPTIONS, AttnProblem
+from tl_attention.reference import (
+    attention_backward_reference,
+    dropout_keep,
+    varlen_backward_reference,
+)
+from tl_attention.testing.numeric import check_bwd, check_fwd
+
+ALL = " ".join(OPTIONS)
+# (head_dim, head_dim_v, causal, options): each line of configs/grid.toml at the commonest widths, each option alone, all together
+CLASSES = [
+    (128, 128, False, "window"),
+    (128, 128, True, "softcap"),
+    (128, 128, True, "alibi"),
+    (128, 128, False, "sink"),
+    (128, 128, True, "dropout"),
+    (128, 128, True, "varlen"),
+    (128, 128, False, "window sink varlen"),
+    (128, 128, False, ALL),
+    (64, 64, False, "window"),
+    (64, 64, True, "softcap"),
+    (64, 64, False, "varlen"),
+    (64, 64, False, "window varlen"),
+    (64, 64, False, ALL),
+    (96, 96, False, ALL),
+    (192, 128, False, ALL),
+    (192, 192, False, "window sink varlen"),
+    (256, 256, True, "varlen"),
+    (256, 256, False, "softcap"),
+    (256, 256, False, ALL),
+]
+LENGTHS_Q, LENGTHS_K = [300, 0, 1, 517, 129, 64], [400, 50, 0, 517, 77, 1000]
+USED_Q, USED_K = [290, 0, 1, 400, 128, 0], [333, 50, 0, 517, 0, 1000]
+
+
+@dataclasses.dataclass
+class Case:
+    """A problem with options: random normal tensors, the options as dispatch and as the reference take them."""
+
+    head_dim: int
+    head_dim_v: int
+    causal: bool
+    names: tuple[str, ...]
+    heads: int = 4
+    heads_kv: int = 2
+    lengths_q: tuple[int, ...] = tuple(LENGTHS_Q)
+    lengths_k: tuple[int, ...] = tuple(LENGTHS_K)
+    used_q: tuple[int, ...] | None = None
+    used_k: tuple[int, ...] | None = None
+    batch: int = 2
+    seqlen_q: int = 333
+    seqlen_k: int = 555
+    window: tuple[int, int] = (100, 30)
+    softcap: float = 2.0
+    dropout_p: float = 0.2
+    scale: float | None = None
+    dtype: torch.dtype = torch.bfloat16
+    seed: int = 0
+
+    @property
+    def varlen(self) -> bool:
+        return "varlen" in self.names
+
+    def __post_init__(self):
+        self.generator = torch.Generator("cuda").manual_seed(self.seed)
+        rows_q, rows_k = (self.batch, self.seqlen_q), (self.batch, self.seqlen_k)
+        extras, self.options = {}, {}
+        if self.varlen:
+            self.batch = len(self.lengths_q)
+            self.seqlen_q, self.seqlen_k = max(self.lengths_q), max(self.lengths_k)
+            rows_q, rows_k = (
+                (sum(self.lengths_q) + 5,),
+                (sum(self.lengths_k) + 9,),
+            )  # the last are of no sequence
+            lengths = {"cu_seqlens_q": starts(self.lengths_q), "cu_seqlens_k": starts(self.lengths_k)}
+            for name, used in (("seqused_q", self.used_q), ("seqused_k", self.used_k)):
+                if used is not None:
+                    lengths[name] = torch.tensor(used, dtype=torch.int32, device="cuda")
+            extras |= {**lengths, "max_seqlen_q": self.seqlen_q, "max_seqlen_k": self.seqlen_k}
+            self.options |= lengths
+        self.q, self.dout = (
+            self.randn(*rows_q, self.heads, self.head_dim),
+            self.randn(*rows_q, self.heads, self.head_dim_v),
+        )
+        self.k, self.v = (
+            self.randn(*rows_k, self.heads_kv, self.head_dim),
+            self.randn(*rows_k, self.heads_kv, self.head_dim_v),
+        )
+        shared = {}
+        if "window" in self.names:
+            shared["window"] = self.window
+        if "softcap" in self.names:
+            shared["softcap"] = self.softcap
+        if "alibi" in self.names:
+            shared["alibi_slopes"] = 0.3 * torch.rand(
+                self.batch, self.heads, device="cuda", generator=self.generator
+            )
+        if "sink" in self.names:
+            shared["sink"] = torch.randn(self.heads, device="cuda", generator=self.generator)
+        extras |= shared
+        self.options |= shared
+        if "dropout" in self.names:
+            state = torch.tensor([2**40 + self.seed, 77], device="cuda")
+            sizes = self.batch, self.heads, self.seqlen_q, self.seqlen_k
+            extras |= {"dropout_p": self.dropout_p, "rng_state": state}
+            self.options |= {"dropout_p": self.dropout_p, "keep": dropout_keep(state, *sizes, self.dropout_p)}
+        self.extras = Extras(**extras)
+        self.softmax_scale = self.head_dim**-0.5 if self.scale is None else self.scale
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=self.generator).to(self.dtype)
+
+    def used(self, of_keys: bool) -> torch.Tensor:
+        """Which rows are of a sequence, and used."""
+        lengths, used = (self.lengths_k, self.used_k) if of_keys else (self.lengths_q, self.used_q)
+        total = (self.k if of_keys else self.q).shape[0]
+        mask = torch.zeros(total, dtype=torch.bool, device="cuda")
+        for start, length in zip(itertools.accumulate(lengths, initial=0), used or lengths, strict=False):
+            mask[start : start + length] = True
+        return mask
+
+    def poison(self, value: float) -> None:
+        if self.varlen:
+            for x, of_keys in ((self.q, False), (self.dout, False), (self.k, True), (self.v, True)):
+                x[~self.used(of_keys)] = value
+
+    def take(self, x: torch.Tensor, of_keys: bool, value: float, heads_first: bool = False) -> torch.Tensor:
+        """An output whose unused rows, which must be NaN yet, become `value`."""
+        if not self.varlen:
+            return x
+        rows = x.mT if heads_first else x
+        unused = ~self.used(of_keys)
+        assert rows[unused].isnan().all(), "rows of no sequence were written"
+        rows = rows.clone()
+        rows[unused] = value
+        return rows.mT if heads_first else rows
+
+
+def starts(lengths: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+
+
+def check(case: Case, deterministic: bool = False) -> None:
+    case.poison(math.nan)
+    out = torch.full_like(case.q[..., : case.head_dim_v], math.nan).contiguous()
+    *outer, seqlen, heads, _ = case.q.shape
+    lse = torch.full((*outer, heads, seqlen), math.nan, device="cuda")
+    q, k, v, dout, extras, scale, causal = (
+        case.q,
+        case.k,
+        case.v,
+        case.dout,
+        case.extras,
+        case.softmax_scale,
+        case.causal,
+    )
+    dispatch.FwdPlan(q, k, v, out, causal, False, None, extras).launch(
+        q, k, v, out, lse, scale, False, extras
+    )
+    grads = [torch.full_like(x, math.nan) for x in (q, k, v)]
+    dlse = torch.randn(lse.shape, device="cuda", generator=case.generator)
+    plan = dispatch.BwdPlan(dout, q, k, v, out, *grads, causal, False, deterministic, None, extras)
+    plan.launch(dout, q, k, v, out, lse, *grads, scale, False, dlse, extras)
+
+    case.poison(0.0)
+    taken = case.take(out, False, 0.0), case.take(lse, False, -math.inf, heads_first=True)
+    verdict = check_fwd(*taken, q, k, v, scale, causal, **case.options)
+    assert verdict.ok, verdict.text
+    grads = [case.take(x, of_keys, 0.0) for x, of_keys in zip(grads, (False, True, True), strict=True)]
+    if "sink" in case.names:  # its gradient is made by ops, not by kernels
+        reference = varlen_backward_reference if case.varlen else attention_backward_reference
+        named = {"softmax_scale": scale, "causal": causal, "dlse": dlse}
+        grads.append(reference(dout, q, k, v, **named, **case.options)[3])
+    verdict = check_bwd(grads, dout, q, k, v, scale, causal, dlse, **case.options)
+    assert verdict.ok, verdict.text
+
+
+classes = pytest.mark.parametrize(("head_dim", "head_dim_v", "causal", "names"), CLASSES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@classes
+def test_options_match_reference(head_dim, head_dim_v, causal, names, deterministic):
+    check(Case(head_dim, head_dim_v, causal, tuple(names.split())), deterministic)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("one", [one for one in CLASSES if "varlen" in one[3]], ids=str)
+def test_rows_that_a_sequence_does_not_use_are_neither_read_nor_written(one):
+    *static, names = one
+    check(Case(*static, tuple(names.split()), used_q=tuple(USED_Q), used_k=tuple(USED_K)))
+
+
+@pytest.mark.gpu
+@settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_options_match_reference_on_any_problem(data):
+    head_dim, head_dim_v, causal, names = data.draw(st.sampled_from(CLASSES))
+    heads_kv = data.draw(st.sampled_from([1, 2, 3]))
+    length, few = st.integers(0, 700), st.integers(1, 700)
+    batch = data.draw(st.integers(1, 5))
+    lengths_q, lengths_k = (data.draw(st.lists(length, min_size=batch, max_size=batch)) for _ in range(2))
+    used_q, used_k = (
+        data.draw(st.none() | st.tuples(*(st.integers(0, n) for n in lengths)))
+        for lengths in (lengths_q, lengths_k)
+    )
+    lengths_q[0], lengths_k[0] = (
+        max(lengths_q[0], 1),
+        max(lengths_k[0], 1),
+    )  # dispatch answers empty tensors by itself
+    check(
+        Case(
+            head_dim - 8 * data.draw(st.integers(0, 1)) if head_dim == head_dim_v else head_dim,
+            head_dim_v - 8 if head_dim == head_dim_v and data.draw(st.booleans()) else head_dim_v,
+            causal,
+            tuple(names.split()),
+            heads=heads_kv * data.draw(st.sampled_from([1, 2, 5])),
+            heads_kv=heads_kv,
+            lengths_q=tuple(lengths_q),
+            lengths_k=tuple(lengths_k),
+            used_q=used_q,
+            used_k=used_k,
+            batch=data.draw(st.integers(1, 3)),
+            seqlen_q=data.draw(few),
+            seqlen_k=data.draw(few),
+            window=data.draw(st.tuples(st.integers(0, 800) | st.just(2**30), st.integers(0, 300))),
+            softcap=data.draw(st.sampled_from([0.5, 2.0, 30.0])),
+            dropout_p=data.draw(st.sampled_from([0.01, 0.1, 0.5])),
+            scale=data.draw(st.none() | st.sampled_from([-0.1, 0.0, 0.3])),
+            seed=data.draw(st.integers(0, 2**20)),
+        ),
+        data.draw(st.booleans()),
+    )
+
+
+@pytest.mark.gpu
+def test_values_of_options_and_lengths_compile_nothing():
+    case = {"head_dim": 128, "head_dim_v": 128, "causal": False, "names": tuple(ALL.split())}
+    check(Case(**case))
+    before = dispatch.compile_count()
+    check(
+        Case(
+            **case,
+            window=(7, 250),
+            softcap=11.0,
+            dropout_p=0.5,
+            lengths_q=(17, 900, 3),
+            lengths_k=(1000, 30, 3),
+            scale=0.3,
+        )
+    )
+    assert dispatch.compile_count() == before
+
+
+@pytest.mark.gpu
+def test_packed_sequences_of_one_batch_are_equal_to_the_dense():
+    q, k, v = (torch.randn(3, 300, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    out, lse = dispatch.fwd(q, k, v, 0.1, True, False)
+    cu_seqlens = torch.arange(0, 901, 300, dtype=torch.int32, device="cuda")
+    extras = Extras(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=300, max_seqlen_k=300)
+    packed_out, packed_lse = dispatch.fwd(
+        *(x.flatten(0, 1) for x in (q, k, v)), 0.1, True, False, extras=extras
+    )
+    torch.testing.assert_close(packed_out.view_as(out), out, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(packed_lse.view(4, 3, 300).transpose(0, 1), lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_the_longest_tiles_of_sequences_come_first():
+    lengths = (100, 5000, 129, 0, 3000)
+    cu_seqlens = starts(lengths)
+    extras = Extras(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=5000, max_seqlen_k=5000)
+    kernel = dispatch.compile_kernel(
+        *configs.option_config(AttnProblem("bfloat16", 64, 64, True, ("varlen",)), "4k").kernels(
+            AttnProblem("bfloat16", 64, 64, True, ("varlen",))
+        )[-1]
+    )
+    total = sum(lengths)
+    table = dispatch.Sequences(kernel, len(lengths), total, total, True, 0).table(extras, False, 128).tolist()
+    tiles = {(b, block) for b, n in enumerate(lengths) for block in range(max(-(-n // 128), 1))}
+    rows = [row for row in table if row[1] >= 0]
+    assert {(b, block) for b, block, *_ in rows} == tiles and len(rows) == len(tiles)
+    steps = [0 if not lengths[b] else block + 1 for b, block, *_ in rows]
+    assert steps == sorted(steps, reverse=True)
+    ends = cu_seqlens.tolist()
+    assert all(row[2:6] == [ends[row[0] + 1], lengths[row[0]]] * 2 for row in rows)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_each_problem_with_options_has_a_config_that_may_run(direction):
+    for count in range(1, len(OPTIONS) + 1):
+        for options in itertools.combinations(OPTIONS, count):
+            for width in configs.tile_widths(direction):
+                problem = AttnProblem("bfloat16", *width, "window" not in options, options)
+                for bucket in ("1k", "split") if direction == "fwd" else ("1k",):
+                    config = configs.option_config(problem, bucket, direction)
+                    assert configs.is_legal(problem, config, direction) is None, (problem, config)

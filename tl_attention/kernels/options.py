@@ -90,7 +90,7 @@ class Scores:
 
     @property
     def scale_log2(self) -> Any:
-        """Of what apply() leaves, where it is not left as it was."""
+        """Of what cap() and bias() leave, where they do something."""
         return T.float32(LOG2E) if self.biased else self.options.softcap * LOG2E
 
     @T.inline

@@ -154,10 +154,7 @@ def check_lengths(
     seqused_q: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
 ) -> None:
-    """What says where the sequences of q, k and v [total, heads, head_dim] lie; raises as check_fwd. What tensors hold is not looked at.
-
-    On a GPU they are refused: the kernels for them have not passed tests/test_options.py yet.
-    """
+    """What says where the sequences of q, k and v [total, heads, head_dim] lie; raises as check_fwd. What tensors hold is not looked at."""
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
@@ -185,10 +182,6 @@ def check_lengths(
             raise TypeError(f"{name}: expected an int or a 0-d tensor of one, got {length!r}")
         elif length < 0:
             raise ValueError(f"{name}: expected the longest sequence's length, got {length}")
-    if q.device.type != "cpu":
-        raise NotImplementedError(
-            "cu_seqlens_q: packed sequences are not supported on a GPU yet; pad them to one length, or call flash_attn_func for each"
-        )
 
 
 def check_options(

@@ -183,6 +183,11 @@ def _pass_fault(problem: AttnProblem, one: BwdPass) -> str | None:
         return "lean: expected False with softcap or dropout, which give dS another P than dV has"
     if problem.has("varlen") and rows != TABLE_ROWS:
         return f"{owned} {rows}: expected {TABLE_ROWS} with varlen"
+    if problem.has("varlen") and not by_queries and TABLE_ROWS % step_rows:
+        return (
+            f"{step} {step_rows}: expected a divisor of {TABLE_ROWS} with varlen, as the log-sum-exps past the padded queries"
+            " are of the next sequence"
+        )
     if problem.has("dropout") and step_rows % 32:
         return f"{step} {step_rows}: expected a multiple of 32 with dropout"
     for name, least in (("num_stages", 2), ("num_stages_do", 1)):

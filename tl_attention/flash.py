@@ -231,8 +231,6 @@ def flash_attn_varlen_func(
 ) -> Output:
     """flash_attn_func of each sequence of a batch, whose sequences lie one after another in memory.
 
-    CPU tensors alone: on a GPU packed sequences raise NotImplementedError until their kernels have passed the tests there.
-
     Args:
         q: [total_q, heads, head_dim].
         k: [total_k, heads_kv, head_dim].

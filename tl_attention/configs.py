@@ -31,6 +31,7 @@ from tl_attention.problem import (
     BwdConfig,
     BwdDelta,
     BwdPass,
+    DecodeConfig,
     BwdSum,
     Config,
     FwdCombine,
@@ -316,6 +317,20 @@ def _line_configs(line: dict[str, Any], direction: str) -> list[Config]:
         _config({"passes": passes}, direction)
         for passes in itertools.product(*map(_products, line["passes"]))
     ]
+
+
+DECODE_ROWS = (64, 65)  # one number of rows for each config of a width
+
+
+def decode_configs(problem: AttnProblem) -> list[DecodeConfig]:
+    """Those of a width: for tiles of at most 64 rows, and for more."""
+    configs = [DecodeConfig(**fields) for fields in _grid()["decode"][str(problem).split()[1]]]
+    return [configs[0], configs[-1]]
+
+
+def decode_config(problem: AttnProblem, rows: int, page_rows: int = 0) -> DecodeConfig:
+    """What serves a decode whose key heads have so many rows of queries each."""
+    return replace(decode_configs(problem)[rows > 64], page_rows=page_rows)
 
 
 def candidates(problem: AttnProblem, bucket: str, direction: str = "fwd") -> list[Config]:

@@ -36,11 +36,13 @@ from tl_attention.problem import (
     MAX_SPLITS,
     SPLIT_BUCKET,
     TABLE_ROWS,
+    AppendConfig,
     AttnProblem,
     BwdConfig,
     BwdDelta,
     BwdPass,
     BwdSum,
+    DecodeConfig,
     Config,
     FwdCombine,
     FwdConfig,
@@ -83,6 +85,8 @@ TEMPLATES = {
     "dq": ("bwd_dq", "flash_bwd_dq"),
     BwdSum: ("bwd_sum", "flash_bwd_sum"),
     VarlenPlan: ("varlen_plan", "flash_varlen_plan"),
+    DecodeConfig: ("decode", "flash_decode"),
+    AppendConfig: ("append", "flash_append"),
 }
 
 MAX_PLANS = 2048  # that a thread keeps of each direction: lengths may never come to an end
@@ -228,37 +232,44 @@ def compile_kernel(problem: AttnProblem, config: KernelConfig) -> Kernel:
 class TicketOffice:
     """The counters of the dynamic kernels of a device: rows of one int32 [n, 2], zero whenever no kernel runs with them.
 
-    Kernels on one stream share a row, as they run one after the other; a captured launch has a row of its own, as graphs may be
+    Kernels on one stream share rows, as they run one after the other; a captured launch has rows of its own, as graphs may be
     replayed beside each other.
     """
 
-    def __init__(self, device: int):
+    def __init__(self, device: int, num_rows: int = TICKET_ROWS):
         # In a thread of its own: this one may be filling the memory pool of a graph, which must not own the counters
-        thread = threading.Thread(target=self._allocate, args=(device,))
+        thread = threading.Thread(target=self._allocate, args=(device, num_rows))
         thread.start()
         thread.join()
         self.idle = self.rows[0]  # for kernels that draw none
-        self.next_row = itertools.count(1)
+        self.taken = 1
         self.of_stream: dict[int, torch.Tensor] = {}
 
-    def _allocate(self, device: int) -> None:
-        self.rows = torch.zeros(TICKET_ROWS, 2, dtype=torch.int32, device=f"cuda:{device}")
+    def _allocate(self, device: int, num_rows: int) -> None:
+        self.rows = torch.zeros(num_rows, 2, dtype=torch.int32, device=f"cuda:{device}")
         torch.cuda.current_stream(device).synchronize()
 
-    def row(self) -> torch.Tensor:
-        number = next(self.next_row)
-        return self.rows[number] if number < TICKET_ROWS else torch.zeros_like(self.rows[0])
+    def take(self, count: int) -> torch.Tensor:
+        """Rows that nobody has, [count, 2]."""
+        with _lock:
+            first = self.taken
+            if first + count <= self.rows.shape[0]:
+                self.taken += count
+                return self.rows[first : first + count]
+        return torch.zeros(count, 2, dtype=torch.int32, device=self.rows.device)
 
     def tickets(self, device: int, dynamic: bool) -> torch.Tensor:
-        if not dynamic:
-            return self.idle
+        return self.many(device, 1)[0] if dynamic else self.idle
+
+    def many(self, device: int, count: int) -> torch.Tensor:
+        """The rows of the current stream, as many as asked for, or of the launch that is being captured."""
         if torch.cuda.is_current_stream_capturing():
-            return self.row()
+            return self.take(count)
         stream = torch._C._cuda_getCurrentRawStream(device)
-        tickets = self.of_stream.get(stream)
-        if tickets is None:
-            tickets = self.of_stream.setdefault(stream, self.row())
-        return tickets
+        rows = self.of_stream.get(stream)
+        if rows is None or rows.shape[0] < count:
+            rows = self.of_stream[stream] = self.take(count)
+        return rows if rows.shape[0] == count else rows[:count]
 
 
 def _tickets(device: int, dynamic: bool) -> torch.Tensor:

@@ -104,6 +104,19 @@ class Extras:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False)
+class Cache:
+    """Keys and values that lie in a cache, and which of them a sequence has."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    seqlens: torch.Tensor | int
+    new: int = 0
+    batch_idx: torch.Tensor | None = None
+    leftpad: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+
+
 SCHEMA = (
     f"SymInt[] window=[{UNLIMITED}, {UNLIMITED}], float softcap=0.0, float dropout_p=0.0, SymInt max_seqlen_q=0,"
     " SymInt max_seqlen_k=0, Tensor? rng_state=None, Tensor? alibi_slopes=None, Tensor? sink=None,"

@@ -216,7 +216,59 @@ class VarlenPlan:
         return f"plan {self.threads}"
 
 
-KernelConfig = FwdConfig | FwdCombine | BwdPass | BwdDelta | BwdSum | VarlenPlan
+# Parts of a decode that one warpgroup merges; more are merged in groups of so many first
+MERGED_AT_ONCE = 32
+# Those of decoding; the last is of multi-head latent attention with absorbed weights, whose values are the first columns of its keys
+DECODE_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512))
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How a few queries attend to a cache. A tile has the queries of all heads that share a key head."""
+
+    warpgroups: int = 1  # of 64 rows of the tile each, or all of the same 64
+    block_N: int = 64  # keys a step
+    num_stages: int = 3  # depth of the K ring and of the V ring
+    page_rows: int = 0  # keys that are together in the cache: 16 or a block; 0 if it has no pages
+    ctas_a_sm: int = 2
+    v_in_k: bool = False  # V is the first columns of K: it is not loaded, and warpgroups divide its columns
+
+    @property
+    def divides_columns(self) -> bool:
+        return self.v_in_k
+
+    @property
+    def block_M(self) -> int:
+        return 64 if self.divides_columns else 64 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        """With two consumer warpgroups the producer has one of its own, whose registers they take."""
+        return 128 * self.warpgroups + (32 if self.warpgroups == 1 else 128)
+
+    def columns(self, problem: AttnProblem) -> int:
+        """Of O that a warpgroup computes."""
+        return problem.head_dim_v // (self.warpgroups if self.divides_columns else 1)
+
+    def first_column(self, problem: AttnProblem, warpgroup: int) -> int:
+        return self.columns(problem) * warpgroup if self.divides_columns else 0
+
+    def __str__(self) -> str:
+        extras = f" pages {self.page_rows}" * (self.page_rows > 0) + " v-in-k" * self.v_in_k
+        return f"decode {self.warpgroups}x{self.block_N}x{self.num_stages}x{self.ctas_a_sm}{extras}"
+
+
+@dataclass(frozen=True)
+class AppendConfig:
+    """The kernel before a decode: new keys and values to the cache, rotated, as are the queries."""
+
+    threads: int = 256
+
+    def __str__(self) -> str:
+        return f"append {self.threads}"
+
+
+KernelConfig = FwdConfig | FwdCombine | BwdPass | BwdDelta | BwdSum | VarlenPlan | DecodeConfig | AppendConfig
 
 
 @dataclass(frozen=True)
@@ -264,6 +316,11 @@ def tile_width(head_dim: int, head_dim_v: int, direction: str = "fwd") -> tuple[
     """The first of TILE_WIDTHS that holds head_dim columns of Q and K and head_dim_v of V and O."""
     widths = TILE_WIDTHS if direction == "fwd" else BWD_TILE_WIDTHS
     return next((qk, v) for qk, v in widths if qk >= head_dim and v >= head_dim_v)
+
+
+def decode_width(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """The first of DECODE_TILE_WIDTHS that holds so many columns."""
+    return next((qk, v) for qk, v in DECODE_TILE_WIDTHS if qk >= head_dim and v >= head_dim_v)
 
 
 def delta_width(head_dim_v: int) -> int:

@@ -1,0 +1,310 @@
+"""Launches of attention to a cache: of tensors that kvcache.py has checked, on a Hopper GPU."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import torch
+
+from tl_attention import configs, dispatch
+from tl_attention.arrays import Views
+from tl_attention.dispatch import DTYPE_NAMES, LN2, compile_kernel
+from tl_attention.extras import MAX_WINDOW, Cache, Extras
+from tl_attention.problem import (
+    DECODE_TILE_WIDTHS,
+    DTYPES,
+    MERGED_AT_ONCE,
+    AppendConfig,
+    AttnProblem,
+    DecodeConfig,
+    decode_width,
+)
+from tl_attention.target import sm_count
+
+MAX_PARTS = MERGED_AT_ONCE**2  # splits of a sequence
+INVARIANT_BLOCKS = 16  # of keys a split that does not depend on the batch
+COUNTERS = 1 << 20  # pairs that a device has; when streams and captured launches have used them up, new ones are a memset in each launch
+
+_plans = threading.local()
+_offices: dict[int, dispatch.TicketOffice] = {}
+_lock = threading.Lock()
+
+
+def _rows(seqlen_q: int, heads: int, heads_kv: int) -> int:
+    """Of the tile that all queries of a key head are."""
+    return seqlen_q * (heads // heads_kv)
+
+
+def _sizes(
+    config: DecodeConfig, batch: int, rows: int, heads_kv: int, fixed: int, capacity: int, sms: int
+) -> tuple[int, int, int]:
+    """(m_blocks, ctas, slots): tiles of queries a key head, CTAs, and parts that there may be."""
+    m_blocks = -(-rows // config.block_M)
+    items, ctas = batch * heads_kv * m_blocks, sms * config.ctas_a_sm
+    if fixed == 0:
+        return m_blocks, ctas, ctas + items
+    splits = -fixed if fixed < 0 else -(-capacity // (config.block_N * fixed))
+    return m_blocks, ctas, items * max(splits, 1)
+
+
+def _fixed(num_splits: int, batch_invariant: bool, capacity: int, block_N: int) -> int:
+    """How kernels/decode.py is to split: 0 as suits all sequences together, else see Walk there."""
+    if num_splits > 0:
+        return -min(num_splits, MAX_PARTS)
+    if batch_invariant:
+        return max(INVARIANT_BLOCKS, -(-capacity // (block_N * MAX_PARTS)))
+    return 0
+
+
+def workspace_bytes(
+    batch: int,
+    seqlen_q: int,
+    heads: int,
+    heads_kv: int,
+    head_dim_v: int,
+    num_splits: int,
+    batch_invariant: bool,
+    seqlen_cache: int,
+    sms: int,
+) -> int:
+    """What a decode allocates beside its outputs on a GPU with so many SMs: the parts of the output and their log-sum-exps, fp32.
+
+    Args:
+        seqlen_cache: keys that a sequence may have.
+    """
+    rows = _rows(seqlen_q, heads, heads_kv)
+    most = 0
+    for width in DECODE_TILE_WIDTHS:  # that of q and k is not said
+        problem = AttnProblem(DTYPES[0], *width, False)
+        config = configs.decode_config(problem, rows)
+        if width[1] >= head_dim_v:
+            fixed = _fixed(num_splits, batch_invariant, seqlen_cache, config.block_N)
+            *_, slots = _sizes(config, batch, rows, heads_kv, fixed, seqlen_cache, sms)
+            most = max(most, 4 * slots * config.warpgroups * min(rows, 64) * (config.columns(problem) + 1))
+    return most
+
+
+class DecodePlan:
+    """All of a decode that the shapes, strides, dtype and device of its tensors settle, and which options are on. Serves one thread."""
+
+    def __init__(self, q: torch.Tensor, cache: Cache, extras: Extras, num_splits: int, batch_invariant: bool):
+        k, v = cache.k, cache.v
+        self.device = q.device.index
+        batch, seqlen_q, heads, head_dim = q.shape
+        heads_kv, self.head_dim_v = k.shape[2], v.shape[3]
+        paged = cache.block_table is not None
+        v_in_k = head_dim > 256
+        options = tuple(name for name in ("window", "softcap", "alibi", "sink") if name == "window" or name in extras.names)
+        width = decode_width(head_dim, self.head_dim_v)
+        problem = AttnProblem(DTYPE_NAMES[q.dtype], *width, False, options)
+        self.rows = _rows(seqlen_q, heads, heads_kv)
+        page_size = k.shape[1]
+        page_rows = 0 if not paged else 64 if page_size % 64 == 0 else 16
+        config = configs.decode_config(problem, self.rows, page_rows)
+        for rows in configs.DECODE_ROWS:  # so that no number of queries compiles later
+            compile_kernel(problem, configs.decode_config(problem, rows, page_rows))
+        self.kernel = compile_kernel(problem, config)
+
+        capacity = page_size * (cache.block_table.shape[1] if paged else 1)
+        fixed = _fixed(num_splits, batch_invariant, capacity, config.block_N)
+        m_blocks, ctas, self.slots = _sizes(config, batch, self.rows, heads_kv, fixed, capacity, sm_count(self.device))
+        self.config = config
+        part_rows = min(self.rows, 64)
+        columns = config.columns(problem)
+        self.parts = (self.slots, config.warpgroups, part_rows, columns)
+        self.lse_parts = self.parts[:3]
+        self.part_numbers, self.lse_numbers = math.prod(self.parts), math.prod(self.lse_parts)
+        (page_k, rows_k), (page_v, rows_v) = (_rows_of(x, name) for x, name in ((k, "k_cache"), (v, "v_cache")))
+        self.views = Views(False, rows_k, rows_v, packed=True)
+        self.pad_q = (0, width[0] - head_dim) if head_dim != width[0] else None
+        self.q_strides = dispatch._dense(q.shape)[1]
+        self.out = dispatch._dense((batch, seqlen_q, heads, width[1]), q.dtype)
+        self.lse = dispatch._dense((batch, heads, seqlen_q))
+        given = (
+            isinstance(cache.seqlens, torch.Tensor) | (cache.leftpad is not None) << 1 | (cache.batch_idx is not None) << 2
+        )
+        self.counts = heads // heads_kv, m_blocks, given
+        self.pages = page_size, k.shape[0], page_k, page_v, fixed, ctas
+        self.batch, self.heads = batch, heads
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: Cache,
+        softmax_scale: float,
+        causal: bool,
+        extras: Extras,
+        workspace: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.cuda.current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self(q, cache, softmax_scale, causal, extras, workspace)
+        empty = dispatch._empty
+        if self.pad_q is not None:
+            q = torch.nn.functional.pad(q, self.pad_q)
+        elif q.stride() != self.q_strides or q.data_ptr() & 15:
+            q = q.clone(memory_format=torch.contiguous_format)
+        out, lse = empty(*self.out), empty(*self.lse)
+        if workspace is None:
+            parts = empty(*dispatch._dense((self.part_numbers + self.lse_numbers,)))
+        else:
+            parts = workspace[: 4 * (self.part_numbers + self.lse_numbers)].view(torch.float32)
+        o_parts = parts[: self.part_numbers].view(self.parts)
+        lse_parts = parts[self.part_numbers : self.part_numbers + self.lse_numbers].view(self.lse_parts)
+        slopes, sink, _, no_lengths = dispatch._nothing(self.device)
+        if extras.alibi_slopes is not None:
+            slopes = extras.alibi_slopes.expand(self.batch, self.heads)
+        if extras.sink is not None:
+            sink = extras.sink.float()
+        seqlens, seqlen = (cache.seqlens, 0) if isinstance(cache.seqlens, torch.Tensor) else (no_lengths, cache.seqlens)
+        left, right = (MAX_WINDOW, 0) if causal else extras.bounds
+        self.kernel(
+            q,
+            *self.views.of(cache.k, cache.v),
+            out,
+            lse,
+            seqlens,
+            no_lengths if cache.leftpad is None else cache.leftpad,
+            no_lengths if cache.batch_idx is None else cache.batch_idx,
+            no_lengths[None] if cache.block_table is None else cache.block_table,
+            o_parts,
+            lse_parts,
+            _counters(self.device, self.slots * self.config.warpgroups).view(self.slots, self.config.warpgroups, 2),
+            softmax_scale,
+            LN2,
+            *self.counts,
+            seqlen,
+            cache.new,
+            *self.pages,
+            left,
+            right,
+            extras.softcap,
+            slopes,
+            sink,
+        )
+        return out if self.head_dim_v == out.shape[3] else out[..., : self.head_dim_v].contiguous(), lse
+
+
+def _rows_of(x: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
+    """Rows from a cache or page to the next, and all rows as [1, rows, heads_kv, columns], some of them perhaps of other tensors."""
+    caches, room, heads_kv, columns = x.shape
+    step, row, head, _ = x.stride()
+    if room == 1:
+        row = step if caches > 1 else row
+    if caches > 1 and step % row:
+        raise ValueError(
+            f"{name}: expected stride(0) to be a multiple of stride(1), got {x.stride()}; allocate it as [caches, seqlen, heads, head_dim],"
+            " or with the sequence anywhere outside the head dimension"
+        )
+    step = step // row if caches > 1 else room
+    return step, x.as_strided((1, (caches - 1) * step + room, heads_kv, columns), (x.numel(), row, head, 1))
+
+
+def _counters(device: int, pairs: int) -> torch.Tensor:
+    """Zeros, int32 [pairs, 2], that kernels after each other on a stream, or replays of one captured launch, may share."""
+    office = _offices.get(device)
+    if office is None:
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(pairs, 2, dtype=torch.int32, device=f"cuda:{device}")
+        with _lock:
+            office = _offices.get(device) or _offices.setdefault(device, dispatch.TicketOffice(device, COUNTERS))
+    return office.many(device, pairs)
+
+
+def decode(
+    q: torch.Tensor,
+    cache: Cache,
+    softmax_scale: float,
+    causal: bool,
+    extras: Extras,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    workspace: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q [batch, seqlen_q, heads, head_dim] to the keys of a cache.
+
+    Args:
+        extras: window, softcap, alibi_slopes, sink alone.
+        num_splits: 0 divides all keys evenly among the CTAs, n has n splits of each sequence.
+        batch_invariant: splits of a fixed number of keys, so that a sequence's result does not depend on the others.
+        workspace: of workspace_bytes() bytes, for the parts; else they are allocated.
+    Returns:
+        out [batch, seqlen_q, heads, head_dim_v], lse [batch, heads, seqlen_q] fp32, natural.
+    """
+    k, v, table = cache.k, cache.v, cache.block_table
+    key = (
+        q.shape, q.dtype, q.device, k.shape, k.stride(), v.shape, v.stride(), extras.names, num_splits, batch_invariant,
+        None if table is None else table.shape[1],
+        isinstance(cache.seqlens, torch.Tensor), cache.leftpad is None, cache.batch_idx is None,
+    )  # fmt: skip
+    plans = _plans.__dict__.setdefault("decode", {})
+    plan = plans.get(key)
+    if plan is None:
+        if not q.numel() or not k.numel() or not v.numel():
+            return _of_nothing(q, v.shape[3], extras)
+        plan = DecodePlan(q, cache, extras, num_splits, batch_invariant)
+        dispatch._keep(plans, key, plan)
+    return plan(q, cache, softmax_scale, causal, extras, workspace)
+
+
+def _of_nothing(q: torch.Tensor, head_dim_v: int, extras: Extras) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, seqlen_q, heads, _ = q.shape
+    lse = torch.full((batch, heads, seqlen_q), -math.inf, device=q.device)
+    if extras.sink is not None:
+        lse.copy_(extras.sink.float()[:, None].expand_as(lse))
+    return q.new_zeros(batch, seqlen_q, heads, head_dim_v), lse
+
+
+def append(
+    q: torch.Tensor,
+    k_new: torch.Tensor | None,
+    v_new: torch.Tensor | None,
+    cache: Cache,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
+    q_in_place_of_keys: bool,
+) -> torch.Tensor:
+    """Write k_new and v_new [batch, new, heads_kv, ..] to the cache behind its seqlens, k_new rotated; returns q, rotated.
+
+    Args:
+        k_new, v_new: None appends nothing.
+        cos, sin: [positions, rotary_dim / 2] in the dtype of q, contiguous; None rotates nothing.
+        interleaved: pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2).
+        q_in_place_of_keys: query i is rotated by position seqlens + i, else all by seqlens.
+    """
+    with torch.cuda.device(q.device):
+        device = q.device.index
+        kernel = compile_kernel(AttnProblem(DTYPE_NAMES[q.dtype], 64, 64, False), AppendConfig())
+        rotated = q if cos is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        appended = 0 if k_new is None else k_new.shape[1]
+        if not max(appended, 0 if cos is None else q.shape[1]) or not q.shape[0]:
+            return q
+        if k_new is None:
+            k_new, v_new = cache.k[:1, :1], cache.v[:1, :1]
+        *_, no_lengths = dispatch._nothing(device)
+        angles = (q.new_zeros(1, 1),) * 2 if cos is None else (cos, sin)
+        tensor = isinstance(cache.seqlens, torch.Tensor)
+        paged = cache.block_table is not None
+        kernel(
+            q,
+            rotated if cos is not None else torch.empty(q.shape, dtype=q.dtype, device=q.device),
+            k_new,
+            v_new,
+            cache.k,
+            cache.v,
+            *angles,
+            cache.seqlens if tensor else no_lengths,
+            no_lengths if cache.batch_idx is None else cache.batch_idx,
+            cache.block_table if paged else no_lengths[None],
+            0 if cos is None else 2 * cos.shape[1],
+            interleaved,
+            q_in_place_of_keys,
+            tensor | (cache.batch_idx is not None) << 2 | paged << 3,
+            0 if tensor else cache.seqlens,
+            appended,
+            cache.k.shape[1],
+            cache.k.shape[0],
+        )
+        return rotated

@@ -230,46 +230,46 @@ def compile_kernel(problem: AttnProblem, config: KernelConfig) -> Kernel:
 
 
 class TicketOffice:
-    """The counters of the dynamic kernels of a device: rows of one int32 [n, 2], zero whenever no kernel runs with them.
+    """The counters of the dynamic kernels of a device: rows of one int32 [n, numbers], zero whenever no kernel runs with them.
 
     Kernels on one stream share rows, as they run one after the other; a captured launch has rows of its own, as graphs may be
     replayed beside each other.
     """
 
-    def __init__(self, device: int, num_rows: int = TICKET_ROWS):
+    def __init__(self, device: int, num_rows: int = TICKET_ROWS, numbers: int = 2):
         # In a thread of its own: this one may be filling the memory pool of a graph, which must not own the counters
-        thread = threading.Thread(target=self._allocate, args=(device, num_rows))
+        thread = threading.Thread(target=self._allocate, args=(device, num_rows, numbers))
         thread.start()
         thread.join()
         self.idle = self.rows[0]  # for kernels that draw none
         self.taken = 1
         self.of_stream: dict[int, torch.Tensor] = {}
 
-    def _allocate(self, device: int, num_rows: int) -> None:
-        self.rows = torch.zeros(num_rows, 2, dtype=torch.int32, device=f"cuda:{device}")
+    def _allocate(self, device: int, num_rows: int, numbers: int) -> None:
+        self.rows = torch.zeros(num_rows, numbers, dtype=torch.int32, device=f"cuda:{device}")
         torch.cuda.current_stream(device).synchronize()
 
     def take(self, count: int) -> torch.Tensor:
-        """Rows that nobody has, [count, 2]."""
+        """Rows that nobody has."""
         with _lock:
             first = self.taken
             if first + count <= self.rows.shape[0]:
                 self.taken += count
                 return self.rows[first : first + count]
-        return torch.zeros(count, 2, dtype=torch.int32, device=self.rows.device)
+        return torch.zeros(count, self.rows.shape[1], dtype=torch.int32, device=self.rows.device)
 
     def tickets(self, device: int, dynamic: bool) -> torch.Tensor:
         return self.many(device, 1)[0] if dynamic else self.idle
 
     def many(self, device: int, count: int) -> torch.Tensor:
-        """The rows of the current stream, as many as asked for, or of the launch that is being captured."""
+        """The rows of the current stream, as many as asked for or more, or of the launch that is being captured."""
         if torch.cuda.is_current_stream_capturing():
             return self.take(count)
         stream = torch._C._cuda_getCurrentRawStream(device)
         rows = self.of_stream.get(stream)
         if rows is None or rows.shape[0] < count:
             rows = self.of_stream[stream] = self.take(count)
-        return rows if rows.shape[0] == count else rows[:count]
+        return rows
 
 
 def _tickets(device: int, dynamic: bool) -> torch.Tensor:

@@ -14,6 +14,7 @@ from tl_attention.extras import MAX_WINDOW, Cache, Extras
 from tl_attention.problem import (
     DECODE_TILE_WIDTHS,
     DTYPES,
+    MERGE_LEVELS,
     MERGED_AT_ONCE,
     AppendConfig,
     AttnProblem,
@@ -22,9 +23,9 @@ from tl_attention.problem import (
 )
 from tl_attention.target import sm_count
 
-MAX_PARTS = MERGED_AT_ONCE**2  # splits of a sequence
+MAX_PARTS = MERGED_AT_ONCE**MERGE_LEVELS  # splits of a sequence
 INVARIANT_BLOCKS = 16  # of keys a split that does not depend on the batch
-COUNTERS = 1 << 20  # pairs that a device has; when streams and captured launches have used them up, new ones are a memset in each launch
+COUNTERS = 1 << 20  # rows that a device has; when streams and captured launches have used them up, new ones are a memset in each launch
 
 _plans = threading.local()
 _offices: dict[int, dispatch.TicketOffice] = {}
@@ -112,9 +113,8 @@ class DecodePlan:
         self.config = config
         part_rows = min(self.rows, 64)
         columns = config.columns(problem)
-        self.parts = (self.slots, config.warpgroups, part_rows, columns)
-        self.lse_parts = self.parts[:3]
-        self.part_numbers, self.lse_numbers = math.prod(self.parts), math.prod(self.lse_parts)
+        self.o_parts = dispatch._dense((self.slots, config.warpgroups, part_rows, columns))
+        self.lse_parts = dispatch._dense((self.slots, config.warpgroups, part_rows))
         (page_k, rows_k), (page_v, rows_v) = (_rows_of(x, name) for x, name in ((k, "k_cache"), (v, "v_cache")))
         self.views = Views(False, rows_k, rows_v, packed=True)
         self.pad_q = (0, width[0] - head_dim) if head_dim != width[0] else None
@@ -127,6 +127,7 @@ class DecodePlan:
         self.counts = heads // heads_kv, m_blocks, given
         self.pages = page_size, k.shape[0], page_k, page_v, fixed, ctas
         self.batch, self.heads = batch, heads
+        self.no_table = dispatch._nothing(self.device)[3][None]
 
     def __call__(
         self,
@@ -147,11 +148,12 @@ class DecodePlan:
             q = q.clone(memory_format=torch.contiguous_format)
         out, lse = empty(*self.out), empty(*self.lse)
         if workspace is None:
-            parts = empty(*dispatch._dense((self.part_numbers + self.lse_numbers,)))
+            o_parts, lse_parts = empty(*self.o_parts), empty(*self.lse_parts)
         else:
-            parts = workspace[: 4 * (self.part_numbers + self.lse_numbers)].view(torch.float32)
-        o_parts = parts[: self.part_numbers].view(self.parts)
-        lse_parts = parts[self.part_numbers : self.part_numbers + self.lse_numbers].view(self.lse_parts)
+            shapes = self.o_parts[0], self.lse_parts[0]
+            sizes = [4 * math.prod(shape) for shape in shapes]
+            parts = workspace[: sum(sizes)].split(sizes)
+            o_parts, lse_parts = (x.view(torch.float32).view(shape) for x, shape in zip(parts, shapes, strict=True))
         slopes, sink, _, no_lengths = dispatch._nothing(self.device)
         if extras.alibi_slopes is not None:
             slopes = extras.alibi_slopes.expand(self.batch, self.heads)
@@ -167,10 +169,10 @@ class DecodePlan:
             seqlens,
             no_lengths if cache.leftpad is None else cache.leftpad,
             no_lengths if cache.batch_idx is None else cache.batch_idx,
-            no_lengths[None] if cache.block_table is None else cache.block_table,
+            self.no_table if cache.block_table is None else cache.block_table,
             o_parts,
             lse_parts,
-            _counters(self.device, self.slots * self.config.warpgroups).view(self.slots, self.config.warpgroups, 2),
+            _counters(self.device, self.slots * self.config.warpgroups),
             softmax_scale,
             LN2,
             *self.counts,
@@ -201,15 +203,17 @@ def _rows_of(x: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
     return step, x.as_strided((1, (caches - 1) * step + room, heads_kv, columns), (x.numel(), row, head, 1))
 
 
-def _counters(device: int, pairs: int) -> torch.Tensor:
-    """Zeros, int32 [pairs, 2], that kernels after each other on a stream, or replays of one captured launch, may share."""
+def _counters(device: int, rows: int) -> torch.Tensor:
+    """Zeros, int32 [rows or more, MERGE_LEVELS], that kernels after each other on a stream, or replays of one captured launch, may share."""
     office = _offices.get(device)
     if office is None:
         if torch.cuda.is_current_stream_capturing():
-            return torch.zeros(pairs, 2, dtype=torch.int32, device=f"cuda:{device}")
+            return torch.zeros(rows, MERGE_LEVELS, dtype=torch.int32, device=f"cuda:{device}")
         with _lock:
-            office = _offices.get(device) or _offices.setdefault(device, dispatch.TicketOffice(device, COUNTERS))
-    return office.many(device, pairs)
+            office = _offices.get(device) or _offices.setdefault(
+                device, dispatch.TicketOffice(device, COUNTERS, MERGE_LEVELS)
+            )
+    return office.many(device, rows)
 
 
 def decode(

@@ -216,8 +216,9 @@ class VarlenPlan:
         return f"plan {self.threads}"
 
 
-# Parts of a decode that one warpgroup merges; more are merged in groups of so many first
-MERGED_AT_ONCE = 32
+# Parts of a decode that one warpgroup merges to one; of these again, up to so many times
+MERGED_AT_ONCE = 8
+MERGE_LEVELS = 4
 # Those of decoding; the last is of multi-head latent attention with absorbed weights, whose values are the first columns of its keys
 DECODE_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512))
 

@@ -15,17 +15,21 @@ from tl_attention.kernels.options import Scores
 from tl_attention.kernels.pipeline import ARRIVE, WARPGROUP, TileRing, alloc_fragments, sync_warpgroup
 from tl_attention.kernels.softmax import LOG2E, LOWEST, SMALLEST_SCALE, OnlineSoftmax
 from tl_attention.kernels.tiles import packed
-from tl_attention.problem import FAR, MERGED_AT_ONCE, AttnProblem, DecodeConfig
+from tl_attention.problem import FAR, MERGE_LEVELS, MERGED_AT_ONCE, AttnProblem, DecodeConfig
 
 PASS_CONFIGS = {
     **pipeline.PASS_CONFIGS,
     "tl.disable_safe_memory_legalize": True,  # no index leaves its tensor, and guards would have each load wait for the one before
 }
+def rolled(steps: Any) -> Any:
+    """A loop that nvcc leaves as it is: a CTA runs most code once, and its instructions come from the L2 or beyond."""
+    return T.unroll(steps, unroll_factor=1)
+
+
 MERGED_ROWS = 8  # that a warpgroup merges together
-LOADS_AT_ONCE = 4  # parts that are on their way together
 # Of (producers, consumers), by consumer warpgroups; the sum as pipeline.VARLEN_REGISTERS has it
 REGISTERS = {2: (56, 224)}
-LEAST_BLOCKS = 2  # of keys a CTA, or merging would take longer than what it divides
+LEAST_BLOCKS = 4  # of keys a CTA, or merging would take longer than what it divides
 
 
 @dataclass(frozen=True)
@@ -89,59 +93,55 @@ class Walk:
         self.weight[0] = 0
         if b < self.batch:
             self.length[0] = self.lengths.keys_end(b) - self.lengths.leftpad(b)
-            self.first_block[0] = T.truncdiv(T.max(self.length[0] - self.seqlen_q - self.left, 0), self.block_N)
+            self.first_block[0] = T.max(self.length[0] - self.seqlen_q - self.left, 0) // self.block_N
             # A sequence of no key has a masked block, as it has an output
-            self.blocks[0] = T.max(T.truncdiv(self.length[0] + self.block_N - 1, self.block_N) - self.first_block[0], 1)
-            self.split_blocks[0] = self.fixed
-            if self.fixed < 0:
-                self.split_blocks[0] = T.truncdiv(self.blocks[0] - self.fixed - 1, -self.fixed)
-            if self.fixed == 0:
-                self.weight[0] = self.blocks[0]
-            else:
+            self.blocks[0] = T.max((self.length[0] + self.block_N - 1) // self.block_N - self.first_block[0], 1)
+            self.weight[0] = self.blocks[0]
+            if self.fixed != 0:
+                self.split_blocks[0] = self.fixed
+                if self.fixed < 0:
+                    self.split_blocks[0] = T.truncdiv(self.blocks[0] - self.fixed - 1, -self.fixed)
                 self.weight[0] = T.truncdiv(self.blocks[0] + self.split_blocks[0] - 1, self.split_blocks[0])
 
     @T.inline
     def begin(self, cta):
-        """Find the first unit of the CTA. Each warp does so by itself, a lane a sequence."""
+        """Find the first unit of the CTA, a lane a sequence."""
         lane = T.get_thread_binding() % 32
         self.cta[0] = cta
-        for chunk in T.serial(T.ceildiv(self.batch, 32)):
+        for chunk in rolled(T.ceildiv(self.batch, 32)):
             self.measure(chunk * 32 + lane)
             self.total[0] += T.warp_reduce_sum(self.weight[0])
         self.total[0] *= self.items_a_sequence
-        least = T.if_then_else(self.fixed == 0, LEAST_BLOCKS, 1)
-        self.up[0] = T.max(T.min(T.truncdiv(self.total[0], least), self.ctas), 1)  # CTAs that have work
+        # CTAs that have work
+        self.up[0] = T.max(T.min(T.if_then_else(self.fixed == 0, self.total[0] // LEAST_BLOCKS, self.total[0]), self.ctas), 1)
         self.base[0] = T.truncdiv(self.total[0], self.up[0])
         self.longer[0] = self.total[0] - self.base[0] * self.up[0]
         if cta < self.up[0]:
             self.unit[0] = cta * self.base[0] + T.min(cta, self.longer[0])
             self.end[0] = self.unit[0] + self.base[0] + T.if_then_else(cta < self.longer[0], 1, 0)
-        self.total[0] = 0
-        for chunk in T.serial(T.ceildiv(self.batch, 32)):
-            self.measure(chunk * 32 + lane)
-            self.inside[0] = self.weight[0]
-            for distance in (1, 2, 4, 8, 16):
-                self.up[0] = T.shfl_up(self.inside[0], distance)
-                if lane >= distance:
-                    self.inside[0] += self.up[0]
-            self.up[0] = (self.total[0] + self.inside[0] - self.weight[0]) * self.items_a_sequence
-            self.total[0] += T.shfl_sync(self.inside[0], 31)
-            found = (self.up[0] <= self.unit[0]) & (self.unit[0] < self.up[0] + self.weight[0] * self.items_a_sequence)
-            self.b[0] = T.max(self.b[0], T.warp_reduce_max(T.if_then_else(found, chunk * 32 + lane, 0)))
-            self.before[0] = T.max(self.before[0], T.warp_reduce_max(T.if_then_else(found, self.up[0], 0)))
-        self.measure(self.b[0])
+            self.total[0] = 0
+            for chunk in rolled(T.ceildiv(self.batch, 32)):
+                if self.batch > 32:
+                    self.measure(chunk * 32 + lane)
+                self.inside[0] = self.weight[0]
+                for distance in (1, 2, 4, 8, 16):
+                    self.up[0] = T.shfl_up(self.inside[0], distance)
+                    if lane >= distance:
+                        self.inside[0] += self.up[0]
+                self.up[0] = (self.total[0] + self.inside[0] - self.weight[0]) * self.items_a_sequence
+                self.total[0] += T.shfl_sync(self.inside[0], 31)
+                found = (self.up[0] <= self.unit[0]) & (self.unit[0] < self.up[0] + self.weight[0] * self.items_a_sequence)
+                self.b[0] = T.max(self.b[0], T.warp_reduce_max(T.if_then_else(found, chunk * 32 + lane, 0)))
+                self.before[0] = T.max(self.before[0], T.warp_reduce_max(T.if_then_else(found, self.up[0], 0)))
+            self.measure(self.b[0])
 
     @property
     def goes_on(self) -> Any:
         return self.unit[0] < self.end[0]
 
     def cta_of(self, unit: Any) -> Any:
-        in_longer = self.longer[0] * (self.base[0] + 1)
-        return T.if_then_else(
-            unit < in_longer,
-            T.truncdiv(unit, self.base[0] + 1),
-            self.longer[0] + T.truncdiv(unit - in_longer, T.max(self.base[0], 1)),
-        )
+        is_longer = unit < self.longer[0] * (self.base[0] + 1)
+        return T.truncdiv(unit - T.if_then_else(is_longer, 0, self.longer[0]), self.base[0] + T.if_then_else(is_longer, 1, 0))
 
     @T.inline
     def take(self):
@@ -247,7 +247,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     the next. A sequence has the keys from Leftpad to before Seqlens + appended of cache Caches: int32 [batch], given & 1, 2, 4 says which of
     Seqlens, Leftpad, Caches are, else seqlen, 0 and its own number are. config.page_rows: Table int32 [batch, pages] has the pages of
     page_size keys of each sequence, a page outside [0, num_pages) reads as zeros. fixed: see Walk.
-    O_parts: [slots, warpgroups, rows, columns], Lse_parts: [slots, warpgroups, rows] fp32; Counters: int32 [slots, warpgroups, 2], zeros
+    O_parts: [slots, warpgroups, rows, columns], Lse_parts: [slots, warpgroups, rows] fp32; Counters: int32 [slots * warpgroups or more, MERGE_LEVELS], zeros
     before and after. Slots: ctas + items, or one a split. left, right: the window, as options.Options has it; it is always on.
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
@@ -260,14 +260,18 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     row_wise = T.GemmWarpPolicy.FullRow
     q_kt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}
     v_in_k = config.v_in_k
+    own_columns = [slice(config.first_column(problem, w), config.first_column(problem, w) + columns) for w in warpgroups]
+    # QK of a block beside PV of the one before. Where two CTAs share an SM, they do so for each other, in less code; two warpgroups
+    # with 256 columns of O lack the registers
+    overlaps = config.ctas_a_sm == 1 and not v_in_k and config.warpgroups * head_dim_v < 512
     chunk = 64 if head_dim % 64 == 0 and head_dim_v % 64 == 0 else 32  # columns of a row of the swizzled layout
     pieces = tuple(range(block_N // page_rows)) if page_rows else ()
-    at_once = tuple(range(LOADS_AT_ONCE))
+    parts_at_once = tuple(range(MERGED_AT_ONCE))
 
     batch, seqlen_q, heads, heads_kv = T.dynamic("batch, seqlen_q, heads, heads_kv")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
     seqlens_n, leftpad_n, caches_n, table_n, pages_n = T.dynamic("seqlens_n, leftpad_n, caches_n, table_n, pages_n")
-    slots, part_rows = T.dynamic("slots, part_rows")
+    slots, part_rows, counters = T.dynamic("slots, part_rows, counters")
     slopes_batch, slopes_heads, sink_heads = T.dynamic("slopes_batch, slopes_heads, sink_heads")
 
     @T.macro
@@ -289,7 +293,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 leftpad = lengths.leftpad(walk.b[0])
                 end_k = cache * page_k + leftpad + walk.length[0]
                 end_v = cache * page_v + leftpad + walk.length[0]
-            for i in T.serial(walk.steps[0]):
+            for i in rolled(walk.steps[0]):
                 first_key = (walk.start_block[0] + i) * block_N
                 if page_rows:
                     if i * len(pieces) % 32 == 0:
@@ -331,71 +335,75 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         segments.post(turn, walk)
 
     @T.macro
-    def hide(acc_s, places, w, first_key, length, options):
-        for i, j in T.Parallel(64, block_N):
-            seen = (
-                (first_key + j <= places[w, i] + options.right)
-                & (first_key + j >= places[w, i] - options.left)
-                & (first_key + j < length)
-            )
-            acc_s[i, j] = T.if_then_else(seen, acc_s[i, j], -T.infinity("float32"))
-
-    @T.macro
-    def bias(acc_s, places, slopes, w, first_key, factor):
-        for i, j in T.Parallel(64, block_N):
-            distance = T.abs(T.cast(places[w, i] - first_key - j, "float32"))
-            acc_s[i, j] = acc_s[i, j] * factor - slopes[w, i] * distance
+    def weigh(acc_s, scores, softmax, places, slopes, w, first_key, length, softmax_scale, options):
+        """Scores Q K^T to exponentials, as far as the keys are seen."""
+        scores.cap(acc_s)
+        if scores.biased:
+            factor = options.softcap if scores.capped else softmax_scale
+            for i, j in T.Parallel(64, block_N):
+                distance = T.abs(T.cast(places[w, i] - first_key - j, "float32"))
+                acc_s[i, j] = acc_s[i, j] * factor - slopes[w, i] * distance
+        # Of the first and the last query of the sequence
+        if (
+            (first_key + block_N > length)
+            | (first_key + block_N - 1 > length - seqlen_q + options.right)
+            | (first_key < length - 1 - options.left)
+        ):
+            for i, j in T.Parallel(64, block_N):
+                seen = (
+                    (first_key + j <= places[w, i] + options.right)
+                    & (first_key + j >= places[w, i] - options.left)
+                    & (first_key + j < length)
+                )
+                acc_s[i, j] = T.if_then_else(seen, acc_s[i, j], -T.infinity("float32"))
+        softmax.update(acc_s)
 
     @T.macro
     def merge(w, first, stride, count, is_last, O_parts, Lse_parts, O, Lse, tokens, row_heads, b, rows, weights_shared, lse_unit, sinks):
-        """Parts first, first + stride, ..: to the first of them or, if it is the last merge of the item, to O and Lse."""
-        weights = T.alloc_fragment([MERGED_ROWS, MERGED_AT_ONCE], "float32")
-        row_max = T.alloc_fragment([MERGED_ROWS], "float32")
-        row_sum = T.alloc_fragment([MERGED_ROWS], "float32")
+        """Parts first, first + stride, ..: to the first of them or, if these are all of the item, to O and Lse."""
+        weights = T.alloc_fragment([64, MERGED_AT_ONCE], "float32")
+        row_max = T.alloc_fragment([64], "float32")
+        row_sum = T.alloc_fragment([64], "float32")
         total = T.alloc_fragment([MERGED_ROWS, columns], "float32")
-        loaded = alloc_fragments([[MERGED_ROWS, columns]] * LOADS_AT_ONCE, "float32")
+        loaded = alloc_fragments([[MERGED_ROWS, columns]] * MERGED_AT_ONCE, "float32")
         row = T.alloc_var("int32", init=0)
-        for group in T.serial(T.ceildiv(rows, MERGED_ROWS)):
-            row = group * MERGED_ROWS
-            for i, s in T.Parallel(MERGED_ROWS, MERGED_AT_ONCE):
-                weights[i, s] = Lse_parts[first + stride * T.min(s, count - 1), w, T.min(row + i, rows - 1)]
-            for i, s in T.Parallel(MERGED_ROWS, MERGED_AT_ONCE):
-                weights[i, s] = T.if_then_else(s < count, weights[i, s], -T.infinity("float32"))
-            T.fill(row_max, LOWEST)
-            T.reduce_max(weights, row_max, dim=1, clear=False)
-            if problem.has("sink"):
-                for i in T.Parallel(MERGED_ROWS):
-                    row_max[i] = T.if_then_else(is_last, T.max(row_max[i], sinks[w, T.min(row + i, rows - 1)]), row_max[i])
-            for i, s in T.Parallel(MERGED_ROWS, MERGED_AT_ONCE):
-                weights[i, s] = T.exp2(weights[i, s] - row_max[i])
-            T.reduce_sum(weights, row_sum, dim=1)
-            if problem.has("sink"):
-                for i in T.Parallel(MERGED_ROWS):
-                    row_sum[i] += T.if_then_else(is_last, T.exp2(sinks[w, T.min(row + i, rows - 1)] - row_max[i]), 0.0)
-            sync_warpgroup(w)  # the weights of the group before have served
-            for i, s in T.Parallel(MERGED_ROWS, MERGED_AT_ONCE):
-                weights_shared[w, i, s] = weights[i, s] * T.if_then_else(row_sum[i] != 0, 1 / row_sum[i], 0)
-            sync_warpgroup(w)
-            if is_last:
-                for i in T.Parallel(MERGED_ROWS):
-                    if row + i < rows:
-                        Lse[b, row_heads[w, row + i], tokens[w, row + i]] = (T.log2(row_sum[i]) + row_max[i]) * lse_unit
-            else:
-                for i in T.Parallel(MERGED_ROWS):
-                    if row + i < rows:
-                        Lse_parts[first, w, row + i] = T.log2(row_sum[i]) + row_max[i]
+        # Parts past the last and rows past the last are read as the last, so that no load hangs on a condition
+        for i, s in T.Parallel(64, MERGED_AT_ONCE):
+            weights[i, s] = Lse_parts[first + stride * T.min(s, count - 1), w, T.min(i, rows - 1)]
+        for i, s in T.Parallel(64, MERGED_AT_ONCE):
+            weights[i, s] = T.if_then_else(s < count, weights[i, s], -T.infinity("float32"))
+        T.fill(row_max, LOWEST)
+        T.reduce_max(weights, row_max, dim=1, clear=False)
+        if problem.has("sink"):
+            for i in T.Parallel(64):
+                row_max[i] = T.if_then_else(is_last, T.max(row_max[i], sinks[w, i]), row_max[i])
+        for i, s in T.Parallel(64, MERGED_AT_ONCE):
+            weights[i, s] = T.exp2(weights[i, s] - row_max[i])
+        T.reduce_sum(weights, row_sum, dim=1)
+        if problem.has("sink"):
+            for i in T.Parallel(64):
+                row_sum[i] += T.if_then_else(is_last, T.exp2(sinks[w, i] - row_max[i]), 0.0)
+        for i, s in T.Parallel(64, MERGED_AT_ONCE):
+            weights_shared[w, i, s] = weights[i, s] * T.if_then_else(row_sum[i] != 0, 1 / row_sum[i], 0)
+        sync_warpgroup(w)  # all have read the parts' log-sum-exps
+        if is_last:
+            for i in T.Parallel(64):
+                if i < rows:
+                    Lse[b, row_heads[w, i], tokens[w, i]] = (T.log2(row_sum[i]) + row_max[i]) * lse_unit
+        else:
+            for i in T.Parallel(64):
+                if i < rows:
+                    Lse_parts[first, w, i] = T.log2(row_sum[i]) + row_max[i]
 
+        for group in rolled(T.ceildiv(rows, MERGED_ROWS)):
+            row = group * MERGED_ROWS
+            for s in parts_at_once:
+                for i, j in T.Parallel(MERGED_ROWS, columns):
+                    loaded[s][i, j] = O_parts[first + stride * T.min(s, count - 1), w, T.min(row + i, rows - 1), j]
             T.clear(total)
-            for s in T.serial(T.ceildiv(count, LOADS_AT_ONCE)):
-                for u in at_once:
-                    for i, j in T.Parallel(MERGED_ROWS, columns):
-                        loaded[u][i, j] = O_parts[
-                            first + stride * T.min(LOADS_AT_ONCE * s + u, count - 1), w, T.min(row + i, rows - 1), j
-                        ]
-                for u in at_once:
-                    if LOADS_AT_ONCE * s + u < count:
-                        for i, j in T.Parallel(MERGED_ROWS, columns):
-                            total[i, j] += weights_shared[w, i, LOADS_AT_ONCE * s + u] * loaded[u][i, j]
+            for s in parts_at_once:  # a weight past the last part is 0
+                for i, j in T.Parallel(MERGED_ROWS, columns):
+                    total[i, j] += weights_shared[w, row + i, s] * loaded[s][i, j]
             if is_last:
                 for i, j in T.Parallel(MERGED_ROWS, columns):
                     if row + i < rows:
@@ -411,9 +419,9 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         T.call_extern("handle", "__threadfence")
         sync_warpgroup(w)
         if T.get_thread_binding() % WARPGROUP == 0:
-            arrived[w] = T.atomic_add(Counters[slot, w, level], 1, return_prev=True)
+            arrived[w] = T.atomic_add(Counters[slot * config.warpgroups + w, level], 1, return_prev=True)
             if arrived[w] == count - 1:
-                Counters[slot, w, level] = 0
+                Counters[slot * config.warpgroups + w, level] = 0
         sync_warpgroup(w)
         T.call_extern("handle", "__threadfence")
 
@@ -438,7 +446,8 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         first = T.alloc_var("int32", init=0)
         count = T.alloc_var("int32", init=0)
         stride = T.alloc_var("int32", init=0)
-        levels = T.alloc_var("int32", init=0)
+        level = T.alloc_var("int32", init=0)
+        part = T.alloc_var("int32", init=0)
         q_slot = 0 if config.divides_columns else w
         if scores.raw:  # the running maximum is one of raw scores, so -Q and |scale|
             if softmax_scale < 0:
@@ -485,38 +494,53 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 sync_warpgroup(w)
 
             softmax.reset()
-            T.clear(acc_o)
-            for i in T.serial(steps):
-                first_key = (start + i) * block_N
+            if overlaps:
                 K_ring.wait(step)
                 T.wgmma_gemm(Q_shared[q_slot, :, :], K_ring[step], acc_s, **q_kt)
                 T.wait_wgmma(0)
-                if not v_in_k:
-                    K_ring.release(step)
-                scores.cap(acc_s)
-                if scores.biased:
-                    bias(acc_s, places, slopes, w, first_key, options.softcap if scores.capped else softmax_scale)
-                # Of the first and the last query of the sequence
-                if (
-                    (first_key + block_N > length)
-                    | (first_key + block_N - 1 > length - seqlen_q + options.right)
-                    | (first_key < length - 1 - options.left)
-                ):
-                    hide(acc_s, places, w, first_key, length, options)
-                softmax.update(acc_s)
+                K_ring.release(step)
+                weigh(acc_s, scores, softmax, places, slopes, w, start * block_N, length, softmax_scale, options)
                 T.copy(acc_s, P)
-                softmax.rescale(acc_o)
-                if v_in_k:
-                    first_column = config.first_column(problem, w)
-                    T.wgmma_gemm(P, K_ring.tiles[step % K_ring.slots, :, first_column : first_column + columns], acc_o, policy=row_wise)
-                    T.wait_wgmma(0)
-                    K_ring.release(step)
-                else:
+                T.clear(acc_o)
+                for i in rolled(steps - 1):
+                    K_ring.wait(step + 1)
+                    T.wgmma_gemm(Q_shared[q_slot, :, :], K_ring[step + 1], acc_s, **q_kt)
                     V_ring.wait(step)
                     T.wgmma_gemm(P, V_ring[step], acc_o, policy=row_wise)
-                    T.wait_wgmma(0)
+                    T.wait_wgmma(1)  # S is there
+                    K_ring.release(step + 1)
+                    weigh(acc_s, scores, softmax, places, slopes, w, (start + 1 + i) * block_N, length, softmax_scale, options)
+                    T.wait_wgmma(0)  # O is there, and P free
                     V_ring.release(step)
+                    T.copy(acc_s, P)
+                    softmax.rescale(acc_o)
+                    step += 1
+                V_ring.wait(step)
+                T.wgmma_gemm(P, V_ring[step], acc_o, policy=row_wise)
+                T.wait_wgmma(0)
+                V_ring.release(step)
                 step += 1
+            else:
+                T.clear(acc_o)
+                for i in rolled(steps):
+                    K_ring.wait(step)
+                    T.wgmma_gemm(Q_shared[q_slot, :, :], K_ring[step], acc_s, **q_kt)
+                    T.wait_wgmma(0)
+                    if not v_in_k:
+                        K_ring.release(step)
+                    weigh(acc_s, scores, softmax, places, slopes, w, (start + i) * block_N, length, softmax_scale, options)
+                    T.copy(acc_s, P)
+                    softmax.rescale(acc_o)
+                    if v_in_k:
+                        T.wgmma_gemm(P, K_ring.tiles[step % K_ring.slots, :, own_columns[w]], acc_o, policy=row_wise)
+                        T.wait_wgmma(0)
+                        K_ring.release(step)
+                    else:
+                        V_ring.wait(step)
+                        T.wgmma_gemm(P, V_ring[step], acc_o, policy=row_wise)
+                        T.wait_wgmma(0)
+                        V_ring.release(step)
+                    step += 1
 
             softmax.finish(acc_o, lse, 1.0)
             parts = segments.read(turn, "parts")
@@ -542,24 +566,28 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 for i, j in T.Parallel(64, columns):
                     if i < rows:
                         O_parts[first, w, i, j] = acc_o[i, j]
-                # MERGED_AT_ONCE neighbours to one, by the last of them; then these, which are as few
-                first = segments.read(turn, "first_slot") + T.truncdiv(segments.read(turn, "part"), MERGED_AT_ONCE) * MERGED_AT_ONCE
-                count = T.min(segments.read(turn, "first_slot") + parts - first, MERGED_AT_ONCE)
+                # Neighbours to one, by the last of them, and so on until there is one
+                part = segments.read(turn, "part")
                 stride = 1
-                levels = T.if_then_else(parts > MERGED_AT_ONCE, 2, 1)
-                while levels > 0:
-                    arrive(w, Counters, first, T.if_then_else(stride == 1, 0, 1), count, arrived)
-                    levels -= 1
-                    if arrived[w] == count - 1:
-                        merge(
-                            w, first, stride, count, levels == 0, O_parts, Lse_parts, O, Lse, tokens, row_heads, b, rows,
-                            weights_shared, lse_unit, sinks,
-                        )  # fmt: skip
-                        first = segments.read(turn, "first_slot")
-                        count = T.truncdiv(parts + MERGED_AT_ONCE - 1, MERGED_AT_ONCE)
-                        stride = MERGED_AT_ONCE
+                level = 0
+                while parts > 1:
+                    first = part - part % MERGED_AT_ONCE
+                    count = T.min(parts - first, MERGED_AT_ONCE)
+                    first = segments.read(turn, "first_slot") + first * stride
+                    if count > 1:
+                        arrive(w, Counters, first, level, count, arrived)
+                    parts = (parts + MERGED_AT_ONCE - 1) // MERGED_AT_ONCE
+                    if (count > 1) & (arrived[w] != count - 1):
+                        parts = 0
                     else:
-                        levels = 0
+                        if count > 1:
+                            merge(
+                                w, first, stride, count, parts == 1, O_parts, Lse_parts, O, Lse, tokens, row_heads, b, rows, weights_shared,
+                                lse_unit, sinks,
+                            )  # fmt: skip
+                        part = part // MERGED_AT_ONCE
+                        stride *= MERGED_AT_ONCE
+                        level += 1
             segments.release(turn)
             turn += 1
             segments.wait(turn)
@@ -578,7 +606,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         Table: T.StridedTensor([table_n, pages_n], [T.dynamic("table_stride"), 1], "int32"),
         O_parts: T.Tensor([slots, config.warpgroups, part_rows, columns], "float32"),
         Lse_parts: T.Tensor([slots, config.warpgroups, part_rows], "float32"),
-        Counters: T.Tensor([slots, config.warpgroups, 2], "int32"),
+        Counters: T.Tensor([counters, MERGE_LEVELS], "int32"),
         softmax_scale: T.float32,
         lse_unit: T.float32,
         heads_a_kv_head: T.int32,
@@ -609,7 +637,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             places = T.alloc_shared([config.warpgroups, 64], "int32")
             slopes = T.alloc_shared([config.warpgroups, 64], "float32") if problem.has("alibi") else None
             sinks = T.alloc_shared([config.warpgroups, 64], "float32") if problem.has("sink") else None
-            weights_shared = T.alloc_shared([config.warpgroups, MERGED_ROWS, MERGED_AT_ONCE], "float32")
+            weights_shared = T.alloc_shared([config.warpgroups, 64, MERGED_AT_ONCE], "float32")
             arrived = T.alloc_shared([config.warpgroups], "int32")
             rows_shared = tokens, row_heads, places, slopes, sinks, weights_shared, arrived
             lengths = Lengths(Seqlens, Leftpad, Caches, given, seqlen, appended)

@@ -98,22 +98,28 @@ def flash_attn_with_kvcache(
         TypeError, ValueError, NotImplementedError: the argument, what was expected and what came.
         IndexError: with check_block_table, and on CPU: the entry that is out of range.
     """
+    if torch.is_grad_enabled():
+        _check_no_gradient(q, k_cache, v_cache, k, v, learnable_sink)
+    sink = (
+        learnable_sink.detach() if isinstance(learnable_sink, torch.Tensor) else learnable_sink
+    )  # of a parameter, a plain tensor
     tensors = (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
-        learnable_sink, workspace, None if type(cache_seqlens) is int else cache_seqlens,
+        sink, workspace, None if type(cache_seqlens) is int else cache_seqlens,
     )  # fmt: skip
     looked_at = someone_looks() or not are_plain(*(x for x in tensors if isinstance(x, torch.Tensor)))
-    key = None
-    if not looked_at and type(causal) is type(rotary_interleaved) is type(batch_invariant) is bool:
+    known, key = False, None
+    switches = type(causal), type(rotary_interleaved), type(batch_invariant), type(num_splits)
+    if not looked_at and switches == (bool, bool, bool, int):
         values = softmax_scale, window_size, softcap, num_splits, causal, batch_invariant, type(cache_seqlens)
-        key = _key(tensors, values)
-    if key is None or key not in _known:
+        known, key = _look_up(tensors, values)
+    if not known:
         room = _check_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
         _check_new(q, k_cache, v_cache, k, v, cache_seqlens)
         _check_rotary(q, v_cache, k, rotary_cos, rotary_sin, room)
         _check_how(q, softmax_scale, causal, rotary_interleaved, batch_invariant)
         check_num_splits(num_splits)
-        check_options(q, q.shape[0], window_size, softcap, 0.0, alibi_slopes, learnable_sink, None)
+        check_options(q, q.shape[0], window_size, softcap, 0.0, alibi_slopes, sink, None)
         _check_workspace(q, v_cache, workspace, num_splits, batch_invariant, room)
         if q.device.type == "cpu":
             warn_of_cpu()
@@ -123,8 +129,6 @@ def flash_attn_with_kvcache(
             if len(_known) >= MAX_KNOWN:
                 _known.clear()
             _known.add(key)
-    if torch.is_grad_enabled():
-        _check_no_gradient(q, k_cache, v_cache, k, v, learnable_sink)
 
     room = _room(k_cache, block_table)
     new = 0 if k is None else k.shape[1]
@@ -139,12 +143,12 @@ def flash_attn_with_kvcache(
     window, extras = (UNLIMITED, UNLIMITED), _NO_OPTIONS
     if window_size != window:
         causal, window = canonical_window(causal, window_size)
-    if alibi_slopes is not None or learnable_sink is not None or softcap or window != extras.window:
+    if alibi_slopes is not None or sink is not None or softcap or window != extras.window:
         extras = Extras(
             window,
             float(softcap),
             alibi_slopes=None if alibi_slopes is None else alibi_slopes.contiguous(),
-            sink=None if learnable_sink is None else learnable_sink.detach().contiguous(),
+            sink=None if sink is None else sink.contiguous(),
         )
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
     cache = Cache(k_cache, v_cache, cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table)
@@ -193,14 +197,13 @@ def kvcache_workspace_bytes(
 _NO_OPTIONS = Extras()
 
 
-def _key(tensors: Sequence[torch.Tensor | None], values: tuple) -> tuple | None:
-    """All that is checked but for addresses and gradients; None if it is not hashable, or no tensor where one should be."""
+def _look_up(tensors: Sequence[torch.Tensor | None], values: tuple) -> tuple[bool, tuple | None]:
+    """Whether a call has passed the checks of all but addresses and gradients, and by what; None where that is not hashable."""
     try:
         key = (*[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors], *values)
-        hash(key)
-    except (AttributeError, TypeError):
-        return None
-    return key
+        return key in _known, key
+    except (AttributeError, TypeError):  # no tensor where one should be, a list
+        return False, None
 
 
 def _room(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
@@ -603,7 +606,7 @@ def _check_workspace(
 def _check_no_gradient(*tensors: torch.Tensor | None) -> None:
     names = "q", "k_cache", "v_cache", "k", "v", "learnable_sink"
     for name, x in zip(names, tensors, strict=True):
-        if x is not None and x.requires_grad:
+        if getattr(x, "requires_grad", False):
             raise NotImplementedError(
                 f"{name}: requires grad, but attention to a cache has no backward; use flash_attn_func, or torch.no_grad()"
             )

@@ -258,7 +258,7 @@ def kvcache_reference(
     out, lse = varlen_reference(
         q.flatten(0, 1), k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, **options
     )
-    return out.view(batch, seqlen_q, *out.shape[1:]), lse.view(-1, batch, seqlen_q).transpose(0, 1)
+    return out.view(batch, seqlen_q, *out.shape[1:]), lse.view(q.shape[2], batch, seqlen_q).transpose(0, 1)
 
 
 def packed_cache(

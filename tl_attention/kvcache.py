@@ -18,7 +18,7 @@ from tl_attention.checks import (
     described,
 )
 from tl_attention.extras import UNLIMITED, Cache, Extras, canonical_window
-from tl_attention.ops import are_plain, someone_looks, warn_of_cpu
+from tl_attention.ops import someone_looks, warn_of_cpu
 from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.reference import append_reference, kvcache_reference, rotary_reference
 from tl_attention.target import H200_SMS, sm_count
@@ -31,6 +31,7 @@ PAGE_STEP = 16  # rows; a page has a multiple of it
 ALIGNMENT = 8  # elements, 16 bytes
 MAX_KNOWN = 2048  # calls, by their metadata
 
+_PLAIN = {torch.Tensor, type(None)}  # no class that looks into what is done with it
 _known: set[tuple] = set()
 
 
@@ -107,7 +108,7 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
         sink, workspace, None if type(cache_seqlens) is int else cache_seqlens,
     )  # fmt: skip
-    looked_at = someone_looks() or not are_plain(*(x for x in tensors if isinstance(x, torch.Tensor)))
+    looked_at = someone_looks() or not {type(x) for x in tensors} <= _PLAIN
     known, key = False, None
     switches = type(causal), type(rotary_interleaved), type(batch_invariant), type(num_splits)
     if not looked_at and switches == (bool, bool, bool, int):

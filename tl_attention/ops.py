@@ -248,7 +248,7 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     if dout is None:
         dout = torch.zeros_like(out)
     tensors = dout, q, k, v, out, lse
-    looked_at = torch.is_grad_enabled() or someone_looks() or not are_plain(*tensors)
+    looked_at = torch.is_grad_enabled() or someone_looks() or not _are_plain(*tensors)
     run = bwd_op if looked_at or not q.is_cuda else _launched_backward
     grads = run(*tensors, dlse, *ctx.arguments, *others)
     sink = PLAIN + SINK  # the argument
@@ -333,7 +333,7 @@ def someone_looks() -> bool:
     )
 
 
-def are_plain(*tensors: object) -> bool:
+def _are_plain(*tensors: object) -> bool:
     """Whether all are tensors, and of no class that looks into what is done with them."""
     return all(type(x) is torch.Tensor for x in tensors)
 
@@ -440,7 +440,7 @@ def attention_with_options(
 
     sink = None if options.sink is None else options.sink.detach()
     others = (alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    looked_at = someone_looks() or not are_plain(q, k, v, *(x for x in others if x is not None))
+    looked_at = someone_looks() or not _are_plain(q, k, v, *(x for x in others if x is not None))
     if q.device.type == "cpu":
         warn_of_cpu()
     elif q.device.type != "cuda" or not looked_at:
@@ -473,7 +473,7 @@ def attention_backward(
     tensors = dout, q, k, v, out, lse
     looked_at = (
         someone_looks()
-        or not are_plain(*tensors)
+        or not _are_plain(*tensors)
         or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     )
     plan = None

@@ -32,6 +32,7 @@ ALIGNMENT = 8  # elements, 16 bytes
 MAX_KNOWN = 2048  # calls, by their metadata
 
 _PLAIN = {torch.Tensor, type(None)}  # no class that looks into what is done with it
+_NO_OPTIONS = Extras()
 _known: set[tuple] = set()
 
 
@@ -101,9 +102,9 @@ def flash_attn_with_kvcache(
     """
     if torch.is_grad_enabled():
         _check_no_gradient(q, k_cache, v_cache, k, v, learnable_sink)
-    sink = (
-        learnable_sink.detach() if isinstance(learnable_sink, torch.Tensor) else learnable_sink
-    )  # of a parameter, a plain tensor
+    sink = learnable_sink
+    if isinstance(sink, torch.Tensor):
+        sink = sink.detach()  # of a parameter, a plain tensor
     tensors = (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
         sink, workspace, None if type(cache_seqlens) is int else cache_seqlens,
@@ -193,9 +194,6 @@ def kvcache_workspace_bytes(
     return dispatch_decode.workspace_bytes(
         batch, seqlen_q, heads, heads_kv, head_dim_v, num_splits, batch_invariant, seqlen_cache, sms
     )
-
-
-_NO_OPTIONS = Extras()
 
 
 def _look_up(tensors: Sequence[torch.Tensor | None], values: tuple) -> tuple[bool, tuple | None]:

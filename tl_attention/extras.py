@@ -109,19 +109,25 @@ class Extras:
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Keys and values that lie in a cache, and which of them a sequence has."""
+    """Keys and values that lie in a cache, and which of them a sequence has.
 
-    k: torch.Tensor  # [caches, seqlen_cache, heads_kv, head_dim], or with block_table [pages, page_size, heads_kv, head_dim]
-    v: torch.Tensor  # [.., head_dim_v]
-    seqlens: (
-        torch.Tensor | int
-    )  # int32 [batch]: keys of each before the new ones (with left padding: from the start of the cache)
-    new: int = 0  # keys appended to each
-    batch_idx: torch.Tensor | None = None  # int32 [batch]: which cache a sequence has; None: its own number
-    leftpad: torch.Tensor | None = None  # int32 [batch]: keys before this are not of the sequence
-    block_table: torch.Tensor | None = (
-        None  # int32 [batch, pages a sequence]; page i has the keys from i * page_size on
-    )
+    Args:
+        k: [caches, seqlen_cache, heads_kv, head_dim], or with block_table [pages, page_size, heads_kv, head_dim].
+        v: as k, head_dim_v wide.
+        seqlens: int32 [batch], or of all: keys before the new ones, with left padding counted from the start of the cache.
+        new: keys appended to each.
+        batch_idx: int32 [batch]: which cache a sequence has; None: its own number.
+        leftpad: int32 [batch]: keys before this are not of the sequence.
+        block_table: int32 [batch, pages a sequence]: page i of a sequence holds its keys from i * page_size on.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    seqlens: torch.Tensor | int
+    new: int = 0
+    batch_idx: torch.Tensor | None = None
+    leftpad: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
 
 
 SCHEMA = (

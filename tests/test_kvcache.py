@@ -191,17 +191,9 @@ class Case:
                 written = rotary_reference(written, positions, *angles, self.rotary[1])
             for b in range(self.batch if self.new else 0):
                 where = self.where(b, self.lengths[b], self.ends[b])
-                if name == "k" and self.rotary:  # products and sums in fp32 may be contracted
-                    torch.testing.assert_close(x[where], written[b], rtol=2**-7, atol=2**-7)
-                    kept = self.rotary[0]
-                    assert torch.equal(x[where][..., kept:], written[b][..., kept:]), (
-                        "columns that are not rotated"
-                    )
-                    old[where] = x[where]
-                else:
-                    old[where] = written[b]
+                old[where] = written[b]
             assert torch.equal(x.view(torch.int16), old.view(torch.int16)), (
-                f"{name}_cache: rows of no new key changed"
+                f"{name}_cache: a new row is wrong, or another one changed"
             )
 
     def check_output(self, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -557,7 +549,7 @@ gpu = pytest.mark.gpu
 
 def curated():
     """Each class with each number of queries, and in turn page sizes, masks, groups of heads and what is appended."""
-    heads, appended = itertools.cycle([(8, 2), (8, 1), (4, 4), (64, 8)]), itertools.cycle([0, 1, 5, 70])
+    heads, appended = itertools.cycle([(8, 2), (4, 4), (64, 8)]), itertools.cycle([0, 1, 5, 70])
     for one, seqlen_q in itertools.product(CLASSES, QUERIES):
         pages = itertools.cycle(one[4])
         for causal, window in MASKS:
@@ -695,7 +687,7 @@ def test_a_graph_is_captured_once_and_replayed_with_other_lengths(page):
 
     case = drawn((2000, 5, 0, 900), 0)
     if page is not None:  # of as many pages as any of the others needs
-        pages = 4 * -(-3002 // page)
+        pages = 4 * -(-3002 // page) + 3
         case.k_cache, case.v_cache = (case.nothing(pages, page, 2, 128) for _ in range(2))
         case.keywords["block_table"].zero_()
     out, lse = case.run()  # compiles

@@ -498,6 +498,43 @@ def test_workspace_bytes_asks_the_launch(monkeypatch):
     assert sizes == [2, 3, 8, 4, 64, 5, False, 1000] and sms > 0
 
 
+LAUNCHED = {  # of a call: causal, window of the launch, and whether queries are rotated each by its place
+    "plain": ({}, False, (-1, -1), False),
+    "causal": ({"causal": True, "window_size": [-1, None]}, True, (-1, -1), True),
+    "causal-window": ({"causal": True, "window_size": (7, 7)}, False, (7, 0), True),
+    "window": ({"window_size": (-1, 3)}, False, (-1, 3), True),
+    "causal-by-window": ({"window_size": (None, 0)}, True, (-1, -1), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "causal", "window", "moves"), LAUNCHED.values(), ids=LAUNCHED)
+def test_a_mask_has_one_name_at_the_launch(changes, causal, window, moves, monkeypatch):
+    seen = []
+    monkeypatch.setattr(kvcache, "_append", lambda q, *x: seen.append(x) or q)
+    monkeypatch.setattr(kvcache, "_decode", lambda *x: seen.append(x) or (1, 2))
+    arguments = {**small(), "softmax_scale": 2, **NEW, **TURN, "causal": False, **changes}
+    workspace = zeros(64, dtype=torch.uint8)
+    how = {"num_splits": 3, "batch_invariant": True, "workspace": workspace}
+    assert flash_attn_with_kvcache(**arguments, **how | {"return_softmax_lse": True}) == (1, 2)
+    (k, v, _, cos, sin, interleaved, moved_queries), (_, cache, scale, *masks, splits, invariant, given) = (
+        seen
+    )
+    assert (
+        (k, v, cos, sin) == (*NEW.values(), *TURN.values()) and interleaved is True and moved_queries is moves
+    )
+    assert (masks[0], masks[1].window, masks[1].names) == (causal, window, ("window",) * (window != (-1, -1)))
+    assert (cache.new, cache.seqlens, cache.k) == (3, arguments["cache_seqlens"], arguments["k_cache"])
+    assert (scale, splits, invariant, given) == (2.0, 3, True, workspace)
+
+
+def test_new_values_of_latents_are_of_the_keys(monkeypatch):
+    seen = []
+    monkeypatch.setattr(kvcache, "_append", lambda q, *x: seen.append(x) or q)
+    k = torch.randn(2, 1, 1, 576).to(BF16)
+    flash_attn_with_kvcache(**LATENT, k=k, cache_seqlens=3)
+    assert torch.equal(seen[0][1], k[..., :512])
+
+
 COMPILED = {
     "plain": {},
     "append": {"new": 2},
@@ -524,6 +561,23 @@ def test_torch_compile_traces_it_without_a_break(changes, device):
     torch.testing.assert_close(mine, expected)
     for x, y in zip(*((case.k_cache, case.v_cache) for case in cases), strict=True):
         assert torch.equal(x.view(torch.int16), y.view(torch.int16))
+
+
+def test_a_length_that_is_an_int_and_grows_is_traced_twice():
+    torch._dynamo.reset()
+    traced = []
+
+    def backend(graph, inputs):
+        traced.append(graph)
+        return graph
+
+    case = Case(lengths=(9,), new=1, room=10)
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend=backend)
+    for length in range(9, 15):
+        arguments = case.keywords | {"cache_seqlens": length}
+        out = compiled(case.q, case.k_cache, case.v_cache, **arguments)
+        assert torch.equal(out, flash_attn_with_kvcache(case.q, case.k_cache, case.v_cache, **arguments))
+    assert len(traced) <= 2
 
 
 @devices

@@ -74,8 +74,8 @@ def flash_attn_with_kvcache(
         k_cache: [caches, seqlen_cache, heads_kv, head_dim], or with block_table [pages, page_size, heads_kv, head_dim], page_size a
             multiple of 16. A contiguous last dimension, other strides positive multiples of 8, an address that is a multiple of 16.
         v_cache: as k_cache, head_dim_v <= head_dim wide.
-        k, v: [batch, new, heads_kv, head_dim or head_dim_v]: written to the cache from cache_seqlens on. Both or none; v is
-            k[..., :512], or None, where v_cache is of k_cache.
+        k, v: [batch, new, heads_kv, head_dim or head_dim_v]: written to the cache from cache_seqlens on. Both or none, but k alone
+            where v_cache is k_cache[..., :512].
         rotary_cos, rotary_sin: [positions, rotary_dim / 2] in the dtype of q, contiguous, positions at least what a sequence may have:
             k before it is written, and q, are rotated in their first rotary_dim columns, k at cache_seqlens + i, q too with causal or
             a window, else all of q at cache_seqlens. A position is a place in the cache, left padding counted.

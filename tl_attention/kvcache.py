@@ -72,7 +72,8 @@ def flash_attn_with_kvcache(
         q: [batch, seqlen_q, heads, head_dim], bfloat16 or float16; head_dim a multiple of 8, at most 256, or 576 where v_cache is
             k_cache[..., :512] (multi-head latent attention with absorbed weights).
         k_cache: [caches, seqlen_cache, heads_kv, head_dim], or with block_table [pages, page_size, heads_kv, head_dim], page_size a
-            multiple of 16. A contiguous last dimension, other strides positive multiples of 8, an address that is a multiple of 16.
+            multiple of 16. A contiguous last dimension, other strides positive multiples of 8, the first one of the second, and an
+            address that is a multiple of 16 bytes.
         v_cache: as k_cache, head_dim_v <= head_dim wide.
         k, v: [batch, new, heads_kv, head_dim or head_dim_v]: written to the cache from cache_seqlens on. Both or none, but k alone
             where v_cache is k_cache[..., :512].

@@ -131,6 +131,8 @@ OPTION_ERRORS = {
     "causal-is-no-bool": ({"causal": 1, "softcap": 1.0}, TypeError, r"causal: expected a bool, got 1"),
     "deterministic-is-no-bool": ({"deterministic": 1, "softcap": 1.0}, TypeError, r"deterministic: expected a bool, got 1"),
     "scale-nan": ({"softmax_scale": math.nan, "softcap": 1.0}, ValueError, r"softmax_scale: expected a finite number"),
+    "splits-bool": ({"num_splits": True}, TypeError, r"num_splits: expected an int, 0 to choose, got True"),
+    "splits-negative": ({"num_splits": -1}, ValueError, r"num_splits: expected 0, to choose, or how many.*got -1"),
 }  # fmt: skip
 
 
@@ -159,6 +161,7 @@ LENGTH_ERRORS = {
     "max-negative": ({"max_seqlen_k": -1}, ValueError, r"max_seqlen_k: expected the longest sequence's length, got -1"),
     "block-table": ({"block_table": torch.zeros(2, 2)}, NotImplementedError, r"block_table: paged caches are not supported, got \(2, 2\)"),
     "slopes": ({"alibi_slopes": torch.ones(3, 4)}, ValueError, r"alibi_slopes: expected shape \(4,\) or \(2, 4\), got \(3, 4\)"),
+    "splits": ({"num_splits": 2}, NotImplementedError, r"num_splits: packed sequences are not split, got 2; expected 0 or 1"),
 }  # fmt: skip
 
 

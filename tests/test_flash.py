@@ -267,16 +267,16 @@ FA2 = "dropout_p softmax_scale causal window_size softcap alibi_slopes determini
 OURS = "learnable_sink rng_state"
 CU = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 SIGNATURES = {
-    "flash_attn_func": (f"q k v {FA2}", OURS),
+    "flash_attn_func": (f"q k v {FA2}", f"{OURS} num_splits"),
     "flash_attn_qkvpacked_func": (f"qkv {FA2}", OURS),
     "flash_attn_kvpacked_func": (f"q kv {FA2}", OURS),
-    "flash_attn_varlen_func": (f"q k v {CU} {FA2} block_table", f"seqused_q seqused_k {OURS}"),
+    "flash_attn_varlen_func": (f"q k v {CU} {FA2} block_table", f"seqused_q seqused_k {OURS} num_splits"),
     "flash_attn_varlen_qkvpacked_func": (f"qkv cu_seqlens max_seqlen {FA2}", OURS),
     "flash_attn_varlen_kvpacked_func": (f"q kv {CU} {FA2}", OURS),
 }
 DEFAULTS = {
     "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None,
-    "deterministic": False, "return_attn_probs": False, "block_table": None,
+    "deterministic": False, "return_attn_probs": False, "block_table": None, "num_splits": 0,
 }  # fmt: skip
 
 
@@ -318,6 +318,17 @@ def test_options_that_are_off_are_none():
         "cu_seqlens_q": 1,
     }.items():
         assert of_arguments(*Extras(**{name: value}).arguments()) is not None
+
+
+def test_splits_are_no_option_of_the_score(device):
+    assert Extras(num_splits=3).names == () and not Extras(num_splits=3).is_off
+    inputs = leaves(device, (1, 9, 2, 64), (1, 200, 2, 64), (1, 200, 2, 64))
+    results = []
+    for num_splits in (0, 1, 3):
+        out, lse, _ = flash_attn_func(*inputs, causal=True, num_splits=num_splits, return_attn_probs=True)
+        results.append((out, lse, *torch.autograd.grad(out.float().sum() + lse.sum(), inputs)))
+    for one in results[1:]:
+        torch.testing.assert_close(one, results[0], rtol=0.02, atol=0.01)
 
 
 @pytest.mark.parametrize(

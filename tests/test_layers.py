@@ -15,7 +15,7 @@ STDLIB = sys.stdlib_module_names | {"tomllib"}
 
 # Room (a file or folder of the package): what it may import | what else inside a function or for type hints.
 DOORS = {
-    "__init__": "interface flash merge",
+    "__init__": "interface flash kvcache merge",
     "interface": "torch checks ops dispatch reference",
     "flash": "torch checks ops",
     "merge": "torch checks",
@@ -23,8 +23,10 @@ DOORS = {
     "extras": "torch problem",
     "ops": "torch checks extras dispatch reference",
     "torch_backend": "torch extras flash ops",
-    "hf": "torch flash | transformers",
+    "kvcache": "torch checks extras problem target ops dispatch_decode reference",
+    "hf": "torch flash kvcache | transformers",
     "dispatch": "torch arrays extras problem target configs | kernels cubin tilelang tvm_ffi",
+    "dispatch_decode": "torch arrays extras problem target configs dispatch",
     "kernels": "tilelang problem target kernels",
     "arrays": "torch problem",
     "configs": "problem target | tomli",

@@ -14,6 +14,7 @@ from tl_attention.interface import (
     ref_mha_bwd_interface,
     ref_mha_fwd_interface,
 )
+from tl_attention.kvcache import flash_attn_with_kvcache, kvcache_workspace_bytes
 from tl_attention.merge import merge_states
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "kvcache_workspace_bytes",
     "merge_states",
     "mha_bwd_interface",
     "mha_fwd_interface",

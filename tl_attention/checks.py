@@ -15,7 +15,7 @@ Int = (int, torch.SymInt)
 Number = (int, float, torch.SymInt, torch.SymFloat)
 
 
-def _described(x: object) -> str:
+def described(x: object) -> str:
     return f"{tuple(x.shape)} {x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else repr(x)
 
 
@@ -105,7 +105,7 @@ def check_fwd(
             f"softmax_scale: expected a finite number or None for head_dim ** -0.5, got {softmax_scale!r}"
         )
     if not isinstance(causal, bool):
-        raise TypeError(f"causal: expected a bool, got {_described(causal)}")
+        raise TypeError(f"causal: expected a bool, got {described(causal)}")
 
 
 def check_bwd(
@@ -119,13 +119,13 @@ def check_bwd(
 ) -> None:
     """What a backward takes beside the arguments of its forward, all [batch, heads, seqlen, head_dim]; raises as check_fwd."""
     shape = (*q.shape[:3], v.shape[3])
-    _check_tensor("do", do, q, (shape,), (q.dtype,))
-    _check_tensor("out", out, q, (shape,), (q.dtype,))
-    _check_tensor("lse", lse, q, (shape[:3],), (torch.float32,))
+    check_tensor("do", do, q, (shape,), (q.dtype,))
+    check_tensor("out", out, q, (shape,), (q.dtype,))
+    check_tensor("lse", lse, q, (shape[:3],), (torch.float32,))
     check_deterministic(deterministic)
 
 
-def _check_tensor(
+def check_tensor(
     name: str,
     x: torch.Tensor,
     q: torch.Tensor,
@@ -169,7 +169,7 @@ def check_lengths(
     ):
         if x is None:
             continue
-        _check_tensor(name, x, q, ((entries,),), (torch.int32,))
+        check_tensor(name, x, q, ((entries,),), (torch.int32,))
         if not x.is_contiguous():
             raise ValueError(
                 f"{name}: expected a contiguous tensor, got stride {x.stride(0)}; call {name}.contiguous()"
@@ -177,7 +177,7 @@ def check_lengths(
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if isinstance(length, torch.Tensor):
             if length.ndim or length.is_floating_point():
-                raise TypeError(f"{name}: expected an int or a 0-d tensor of one, got {_described(length)}")
+                raise TypeError(f"{name}: expected an int or a 0-d tensor of one, got {described(length)}")
         elif not isinstance(length, Int) or isinstance(length, bool):
             raise TypeError(f"{name}: expected an int or a 0-d tensor of one, got {length!r}")
         elif length < 0:
@@ -197,33 +197,47 @@ def check_options(
     """What changes a score or a probability, beside causal; q has its heads last but one. Raises as check_fwd."""
     heads = q.shape[-2]
     if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
-        raise TypeError(f"window_size: expected a pair (left, right), got {_described(window_size)}")
+        raise TypeError(f"window_size: expected a pair (left, right), got {described(window_size)}")
     for bound in window_size:
         if bound is not None and (not isinstance(bound, Int) or isinstance(bound, bool)):
             raise TypeError(
-                f"window_size: expected ints, -1 or None for no limit, got {_described(bound)} in {window_size}"
+                f"window_size: expected ints, -1 or None for no limit, got {described(bound)} in {window_size}"
             )
         if bound is not None and bound < -1:
             raise ValueError(
                 f"window_size: expected bounds from 0 up, -1 or None for no limit, got {window_size}"
             )
     if not isinstance(softcap, Number) or not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap: expected a finite number from 0, for none, up, got {_described(softcap)}")
+        raise ValueError(f"softcap: expected a finite number from 0, for none, up, got {described(softcap)}")
     if not isinstance(dropout_p, Number) or not 0 <= dropout_p < 255.5 / 256:
         raise ValueError(
             "dropout_p: expected a number from 0 to 255/256, as it is rounded to a multiple of 1/256 below 1,"
-            f" got {_described(dropout_p)}"
+            f" got {described(dropout_p)}"
         )
     if rng_state is not None:
-        _check_tensor("rng_state", rng_state, q, ((2,),), (torch.int64,))
+        check_tensor("rng_state", rng_state, q, ((2,),), (torch.int64,))
     if alibi_slopes is not None:
-        _check_tensor("alibi_slopes", alibi_slopes, q, ((heads,), (batch, heads)), (torch.float32,))
+        check_tensor("alibi_slopes", alibi_slopes, q, ((heads,), (batch, heads)), (torch.float32,))
         if alibi_slopes.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
                 "alibi_slopes: a gradient of slopes is not supported; pass alibi_slopes.detach()"
             )
     if learnable_sink is not None:
-        _check_tensor("learnable_sink", learnable_sink, q, ((heads,),), (torch.float32, q.dtype))
+        check_tensor("learnable_sink", learnable_sink, q, ((heads,),), (torch.float32, q.dtype))
+
+
+def check_num_splits(num_splits: int, varlen: bool = False) -> None:
+    """Raises as check_fwd unless it is a number of splits, 0 to choose, that there may be."""
+    if not isinstance(num_splits, Int) or isinstance(num_splits, bool):
+        raise TypeError(f"num_splits: expected an int, 0 to choose, got {described(num_splits)}")
+    if num_splits < 0:
+        raise ValueError(
+            f"num_splits: expected 0, to choose, or how many splits of the keys, got {num_splits}"
+        )
+    if varlen and num_splits > 1:
+        raise NotImplementedError(
+            f"num_splits: packed sequences are not split, got {num_splits}; expected 0 or 1"
+        )
 
 
 def check_packed(name: str, x: torch.Tensor, layout: str, parts: int) -> None:
@@ -238,7 +252,7 @@ def check_no_block_table(block_table: object) -> None:
     """Raises NotImplementedError if there is one."""
     if block_table is not None:
         raise NotImplementedError(
-            f"block_table: paged caches are not supported, got {_described(block_table)}; gather the pages, and leave it None"
+            f"block_table: paged caches are not supported, got {described(block_table)}; gather the pages, and leave it None"
         )
 
 
@@ -287,7 +301,7 @@ def check_states(
 def check_deterministic(deterministic: bool) -> None:
     """Raises TypeError unless it is a bool."""
     if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic: expected a bool, got {_described(deterministic)}")
+        raise TypeError(f"deterministic: expected a bool, got {described(deterministic)}")
 
 
 @functools.cache

@@ -26,6 +26,7 @@ class Extras:
         dropout_p: of a probability to become 0, after which the others are divided by 1 - dropout_p; rounded to a multiple of
             1/256, at least one if > 0. lse is of the undropped.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths that cu_seqlens hold, for the schedule alone.
+        num_splits: of the keys of a tile of the forward, each to a CTA; 0: as many as suit the problem.
         rng_state: int64 [2]: the seed and the offset that reference.dropout_keep makes the mask from. Dropout needs it.
         alibi_slopes: fp32 [heads] or [batch, heads], contiguous: score - slope * |diagonal - key|.
         sink: [heads], fp32 or the dtype of q: for each query one more key, of no value, whose score is this; in lse, too.
@@ -40,6 +41,7 @@ class Extras:
     dropout_p: float = 0.0
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    num_splits: int = 0
     rng_state: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
     sink: torch.Tensor | None = None
@@ -54,7 +56,7 @@ class Extras:
 
     @property
     def is_off(self) -> bool:
-        """Whether the call is a plain or causal one."""
+        """Whether the call is a plain or causal one, split as it suits."""
         return (
             self.window == (UNLIMITED, UNLIMITED)
             and self.softcap == 0
@@ -62,6 +64,7 @@ class Extras:
             and self.alibi_slopes is None
             and self.sink is None
             and self.cu_seqlens_q is None
+            and self.num_splits == 0
         )
 
     @property
@@ -98,7 +101,7 @@ class Extras:
     def arguments(self) -> tuple:
         """The fields in their order, as a torch op takes them."""
         return (
-            self.window, self.softcap, self.dropout_p, self.max_seqlen_q, self.max_seqlen_k,
+            self.window, self.softcap, self.dropout_p, self.max_seqlen_q, self.max_seqlen_k, self.num_splits,
             self.rng_state, self.alibi_slopes, self.sink,
             self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k,
         )  # fmt: skip
@@ -106,7 +109,17 @@ class Extras:
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Keys and values that lie in a cache, and which of them a sequence has."""
+    """Keys and values that lie in a cache, and which of them a sequence has.
+
+    Args:
+        k: [caches, seqlen_cache, heads_kv, head_dim], or with block_table [pages, page_size, heads_kv, head_dim].
+        v: as k, head_dim_v wide.
+        seqlens: int32 [batch], or of all: keys before the new ones, with left padding counted from the start of the cache.
+        new: keys appended to each.
+        batch_idx: int32 [batch]: which cache a sequence has; None: its own number.
+        leftpad: int32 [batch]: keys before this are not of the sequence.
+        block_table: int32 [batch, pages a sequence]: page i of a sequence holds its keys from i * page_size on.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -119,11 +132,11 @@ class Cache:
 
 SCHEMA = (
     f"SymInt[] window=[{UNLIMITED}, {UNLIMITED}], float softcap=0.0, float dropout_p=0.0, SymInt max_seqlen_q=0,"
-    " SymInt max_seqlen_k=0, Tensor? rng_state=None, Tensor? alibi_slopes=None, Tensor? sink=None,"
+    " SymInt max_seqlen_k=0, SymInt num_splits=0, Tensor? rng_state=None, Tensor? alibi_slopes=None, Tensor? sink=None,"
     " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None"
 )
-NUMBERS = 5  # fields before the first tensor
-SINK = 7  # the field
+NUMBERS = 6  # fields before the first tensor
+SINK = 8  # the field
 
 
 def of_arguments(*arguments: object) -> Extras | None:

@@ -22,6 +22,8 @@ Args:
     deterministic: gradients are the same bits every time, for up to a third more time at d64 and a tenth at d128; the forward always
         is. torch.use_deterministic_algorithms(True) asks for it, too.
     return_attn_probs: also return the log-sum-exp.
+    num_splits: among how many CTAs the keys of a tile of queries are divided in the forward; 0: as many as suit the problem. Only
+        flash_attn_func takes one, and flash_attn_varlen_func 0 or 1.
 Returns:
     out, shaped as q but head_dim_v wide, in its dtype. With return_attn_probs (out, softmax_lse, None), where softmax_lse is
     [batch, heads, seqlen_q], or [heads, total_q], fp32, natural log. A query that sees no key has out 0 and softmax_lse -inf
@@ -56,9 +58,12 @@ def _attend(
     learnable_sink: torch.Tensor | None,
     rng_state: torch.Tensor | None,
     lengths: tuple | None = None,
+    num_splits: int = 0,
 ) -> Output:
     plain = (
         lengths is None
+        and type(num_splits) is int
+        and not num_splits
         and alibi_slopes is None
         and learnable_sink is None
         and type(window_size) is tuple
@@ -82,6 +87,7 @@ def _attend(
             learnable_sink,
             rng_state,
             lengths,
+            num_splits,
         )
     return (out, lse, None) if return_attn_probs else out
 
@@ -101,6 +107,7 @@ def flash_attn_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
+    num_splits: int = 0,
 ) -> Output:
     """Exact attention in one pass: softmax(softmax_scale * q k^T + mask) v.
 
@@ -126,6 +133,7 @@ def flash_attn_func(
         return_attn_probs,
         learnable_sink,
         rng_state,
+        num_splits=num_splits,
     )
 
 
@@ -228,6 +236,7 @@ def flash_attn_varlen_func(
     seqused_k: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
+    num_splits: int = 0,
 ) -> Output:
     """flash_attn_func of each sequence of a batch, whose sequences lie one after another in memory.
 
@@ -239,7 +248,7 @@ def flash_attn_varlen_func(
             cu_seqlens[i + 1]. They start at 0, never fall and stay within the tensors, which is not checked; a sequence may have no row.
         max_seqlen_q, max_seqlen_k: no sequence is longer; how large they are matters to the schedule alone. A 0-d tensor is not read:
             the rows of all sequences together serve instead.
-        block_table: None; paged caches are not supported.
+        block_table: None; paged caches are not supported: see flash_attn_with_kvcache.
         seqused_q, seqused_k: [batch], int32: of sequence i only the first seqused[i] rows exist, which is its length for masks, too. Rows
             beyond are not read; their out and gradients are 0, their softmax_lse -inf.
 
@@ -263,6 +272,7 @@ def flash_attn_varlen_func(
         learnable_sink,
         rng_state,
         lengths,
+        num_splits,
     )
 
 

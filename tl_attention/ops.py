@@ -20,6 +20,7 @@ from tl_attention.checks import (
     check_fwd,
     check_lengths,
     check_no_forward_ad,
+    check_num_splits,
     check_options,
 )
 from tl_attention.extras import NUMBERS, SCHEMA, SINK, Extras, canonical_window, of_arguments, rows_in_use
@@ -218,7 +219,7 @@ def _launched_backward(
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     tensors = dout, q, k, v, out, lse
     options = of_arguments(*arguments)
-    if options is None:
+    if options is None or not options.names:  # num_splits is of the forward
         return dispatch.bwd(*tensors, softmax_scale, causal, lse_base2, heads_first, deterministic, dlse)
     grads = dispatch.bwd(
         *tensors, softmax_scale, causal, lse_base2, heads_first, deterministic, dlse, extras=options
@@ -247,7 +248,7 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     if dout is None:
         dout = torch.zeros_like(out)
     tensors = dout, q, k, v, out, lse
-    looked_at = torch.is_grad_enabled() or _someone_looks() or not _are_plain(*tensors)
+    looked_at = torch.is_grad_enabled() or someone_looks() or not _are_plain(*tensors)
     run = bwd_op if looked_at or not q.is_cuda else _launched_backward
     grads = run(*tensors, dlse, *ctx.arguments, *others)
     sink = PLAIN + SINK  # the argument
@@ -321,7 +322,7 @@ _differentiable = super(torch.autograd.Function, _Attention).apply
 _warned_of_cpu = False
 
 
-def _someone_looks() -> bool:
+def someone_looks() -> bool:
     """Whether a tracer, a mode or a transform has to see the op."""
     return (
         torch.compiler.is_compiling()
@@ -361,7 +362,7 @@ def attention(
     Straight to the launch where nobody looks, as the bookkeeping of the op costs more than the rest of the call; and without
     checks if tensors of this metadata have passed them before.
     """
-    looked_at = _someone_looks() or not (type(q) is type(k) is type(v) is torch.Tensor)
+    looked_at = someone_looks() or not (type(q) is type(k) is type(v) is torch.Tensor)
     launch = None
     if not looked_at and _may_be_known(q, softmax_scale, causal, deterministic):
         launch = dispatch.fwd_plan(q, k, v, causal, heads_first)
@@ -370,7 +371,7 @@ def attention(
         check_deterministic(deterministic)
         check_no_forward_ad()
         if q.device.type == "cpu":
-            _warn_of_cpu()
+            warn_of_cpu()
         elif q.device.type != "cuda" or not looked_at:
             check_device(q)
 
@@ -397,6 +398,7 @@ def attention_with_options(
     learnable_sink: torch.Tensor | None,
     rng_state: torch.Tensor | None,
     lengths: tuple | None = None,  # what check_lengths takes beside q
+    num_splits: int = 0,
 ) -> Outputs:
     """attention() in natural log with all the options of flash.py, as they came; lengths of [total, heads, head_dim] tensors."""
     check_fwd(q, k, v, softmax_scale, causal, heads_first=False, varlen=lengths is not None)
@@ -412,6 +414,7 @@ def attention_with_options(
         max_seqlens = [
             x.shape[0] if isinstance(n, torch.Tensor) else n for x, n in zip((q, k), max_seqlens, strict=True)
         ]
+    check_num_splits(num_splits, lengths is not None)
     check_options(q, batch, window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state)
     causal, window = canonical_window(causal, window_size)
     if not dropout_p:
@@ -423,6 +426,7 @@ def attention_with_options(
         float(softcap),
         float(dropout_p),
         *max_seqlens,
+        num_splits,
         rng_state,
         None if alibi_slopes is None else alibi_slopes.contiguous(),
         None if learnable_sink is None else learnable_sink.contiguous(),
@@ -436,9 +440,9 @@ def attention_with_options(
 
     sink = None if options.sink is None else options.sink.detach()
     others = (alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    looked_at = _someone_looks() or not _are_plain(q, k, v, *(x for x in others if x is not None))
+    looked_at = someone_looks() or not _are_plain(q, k, v, *(x for x in others if x is not None))
     if q.device.type == "cpu":
-        _warn_of_cpu()
+        warn_of_cpu()
     elif q.device.type != "cuda" or not looked_at:
         check_device(q)
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
@@ -468,7 +472,7 @@ def attention_backward(
     """The gradients of attention() in base 2 and heads first, with arguments as they came; short cuts as there."""
     tensors = dout, q, k, v, out, lse
     looked_at = (
-        _someone_looks()
+        someone_looks()
         or not _are_plain(*tensors)
         or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     )
@@ -480,7 +484,7 @@ def attention_backward(
         check_fwd(q, k, v, softmax_scale, causal, heads_first=True)
         check_bwd(*tensors, deterministic)
         if q.device.type == "cpu":
-            _warn_of_cpu()
+            warn_of_cpu()
         elif not looked_at:
             check_device(q)
 
@@ -491,7 +495,7 @@ def attention_backward(
     return run(*tensors, None, scale, causal, True, True, deterministic)
 
 
-def _warn_of_cpu() -> None:
+def warn_of_cpu() -> None:
     global _warned_of_cpu
     if torch.compiler.is_compiling() or _warned_of_cpu:
         return

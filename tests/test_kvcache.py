@@ -1,0 +1,795 @@
+"""Attention to a cache: the function of FlashAttention-2's name by the error rule, on any device; and what it refuses.
+
+What must not matter is NaN, in caches, or out of range, in tables; what a call must not write is compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tl_attention import (
+    dispatch,
+    dispatch_decode,
+    flash_attn_func,
+    flash_attn_with_kvcache,
+    kvcache,
+    kvcache_workspace_bytes,
+)
+from tl_attention.reference import attention_reference, rotary_reference
+from tl_attention.testing.numeric import check_fwd
+
+pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
+BF16, FP16 = torch.bfloat16, torch.float16
+ALL = "softcap alibi sink"
+# What is compiled apart: (head_dim, head_dim_v, dtype, options, page sizes; None: no pages)
+CLASSES = [
+    (128, 128, BF16, "", [None]),
+    (128, 128, BF16, "", [16, 48]),
+    (128, 128, BF16, "", [64, 256]),
+    (128, 128, FP16, "", [64, 256]),
+    (128, 128, BF16, "softcap", [None]),
+    (128, 128, BF16, "alibi", [64, 256]),
+    (128, 128, BF16, "sink", [16, 48]),
+    (128, 128, BF16, ALL, [None]),
+    (64, 64, BF16, "", [None]),
+    (64, 64, BF16, "", [16, 48]),
+    (64, 64, FP16, ALL, [64, 256]),
+    (96, 96, BF16, "", [16, 48]),
+    (192, 128, BF16, "", [64, 256]),
+    (256, 256, BF16, "", [None]),
+    (256, 256, BF16, ALL, [64, 256]),
+    (576, 512, BF16, "", [None]),
+    (576, 512, BF16, "", [64, 256]),
+]
+QUERIES = [1, 4, 16, 40, 70]
+MASKS = [(False, (-1, -1)), (True, (-1, -1)), (True, (100, -1)), (False, (60, 20)), (False, (-1, 3))]
+LENGTHS = (700, 0, 1, 64, 333)
+
+
+@dataclasses.dataclass
+class Case:
+    """A call: random normal tensors where something is of a sequence, NaN elsewhere."""
+
+    head_dim: int = 128
+    head_dim_v: int = 128
+    dtype: torch.dtype = BF16
+    options: str = ""
+    page: int | None = None
+    seqlen_q: int = 1
+    heads: int = 8
+    heads_kv: int = 2
+    lengths: tuple[int, ...] = LENGTHS  # in the cache before the call, left padding among them
+    new: int = 0
+    causal: bool = True
+    window: tuple[int, int] = (-1, -1)
+    leftpad: tuple[int, ...] | None = None
+    by_idx: bool = False
+    rotary: tuple[int, bool] | None = None  # rotary_dim, interleaved
+    scale: float | None = None
+    room: int = 0  # keys that a sequence may have beyond those it has
+    heads_first: bool = False  # in the memory of a cache
+    device: str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self):
+        self.generator = torch.Generator(self.device).manual_seed(self.seed)
+        self.batch = len(self.lengths)
+        self.ends = [n + self.new for n in self.lengths]
+        self.starts = list(self.leftpad or [0] * self.batch)
+        self.q = self.randn(self.batch, self.seqlen_q, self.heads, self.head_dim)
+        keywords = {"causal": self.causal, "window_size": self.window, "softmax_scale": self.scale}
+        self.options_of_reference = {"window": self.window}
+        longest = max(self.ends, default=0) + self.room
+        shuffled = torch.randperm(10_000, generator=torch.Generator().manual_seed(self.seed)).tolist()
+        if self.page is None:
+            caches, rows = self.batch + 2 * self.by_idx, max(longest, 1)
+            numbers = (
+                [n for n in shuffled if n < caches][: self.batch] if self.by_idx else list(range(self.batch))
+            )
+            self.places = [
+                [(number, j) for j in range(end)] for number, end in zip(numbers, self.ends, strict=True)
+            ]
+            if self.by_idx:
+                keywords["cache_batch_idx"] = self.ints(numbers)
+        else:
+            rows, wide = self.page, max(-(-longest // self.page), 1)
+            used = [-(-end // self.page) for end in self.ends]
+            caches = sum(used) + 3
+            free = iter([n for n in shuffled if n < caches])
+            # Entries that no sequence uses are no pages
+            table = [[next(free) if i < n else (-7, 2**30)[i % 2] for i in range(wide)] for n in used]
+            self.places = [
+                [(pages[j // rows], j % rows) for j in range(end)]
+                for pages, end in zip(table, self.ends, strict=True)
+            ]
+            keywords["block_table"] = self.ints(table)
+        self.k_cache, self.v_cache = (
+            self.nothing(caches, rows, self.heads_kv, width) for width in (self.head_dim, self.head_dim_v)
+        )
+        self.latent = (self.head_dim, self.head_dim_v) == (576, 512)
+        if self.latent:
+            self.v_cache = self.k_cache[..., :512]
+        for b, start in enumerate(self.starts):
+            for x in (self.k_cache, self.v_cache)[: 1 if self.latent else 2]:
+                where = self.where(b, start, self.lengths[b])
+                x[where] = self.randn(len(where[0]), *x.shape[2:])
+        if self.new:
+            keywords["k"] = self.randn(self.batch, self.new, self.heads_kv, self.head_dim)
+            keywords["v"] = (
+                None if self.latent else self.randn(self.batch, self.new, self.heads_kv, self.head_dim_v)
+            )
+        if self.rotary:
+            angles = torch.rand(
+                longest + rows + self.seqlen_q,
+                self.rotary[0] // 2,
+                generator=self.generator,
+                device=self.device,
+            )
+            keywords |= {
+                "rotary_cos": (6 * angles).cos().to(self.dtype),
+                "rotary_sin": (6 * angles).sin().to(self.dtype),
+            }
+            keywords["rotary_interleaved"] = self.rotary[1]
+        if self.leftpad:
+            keywords["cache_leftpad"] = self.ints(self.leftpad)
+        if "softcap" in self.options:
+            keywords["softcap"] = self.options_of_reference["softcap"] = 3.0
+        if "alibi" in self.options:
+            slopes = 0.3 * torch.rand(self.batch, self.heads, device=self.device, generator=self.generator)
+            keywords["alibi_slopes"] = self.options_of_reference["alibi_slopes"] = slopes
+        if "sink" in self.options:
+            sink = torch.randn(self.heads, device=self.device, generator=self.generator)
+            keywords["learnable_sink"] = self.options_of_reference["sink"] = sink
+        self.keywords = keywords | {"cache_seqlens": self.ints(self.lengths)}
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device, generator=self.generator).to(self.dtype)
+
+    def ints(self, values) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def nothing(self, caches: int, rows: int, heads: int, width: int) -> torch.Tensor:
+        sizes = (caches, heads, rows, width) if self.heads_first else (caches, rows, heads, width)
+        x = torch.full(sizes, math.nan, dtype=self.dtype, device=self.device)
+        return x.transpose(1, 2) if self.heads_first else x
+
+    def where(self, b: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Indices of a cache: the first two dimensions of keys of a sequence."""
+        places = torch.tensor(self.places[b][start:end], device=self.device).long().view(-1, 2)
+        return places[:, 0], places[:, 1]
+
+    def run(self, **changes) -> tuple[torch.Tensor, torch.Tensor]:
+        return flash_attn_with_kvcache(
+            self.q, self.k_cache, self.v_cache, **self.keywords | changes, return_softmax_lse=True
+        )
+
+    def check(self, **changes) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run it: the output by the error rule, the cache bit by bit."""
+        before = self.k_cache.clone(), self.v_cache.clone()
+        out, lse = self.run(**changes)
+        self.check_cache(before)
+        self.check_output(out, lse)
+        return out, lse
+
+    def check_cache(self, before: tuple[torch.Tensor, torch.Tensor]) -> None:
+        k, v = self.keywords.get("k"), self.keywords.get("v")
+        angles = [self.keywords.get(name) for name in ("rotary_cos", "rotary_sin")]
+        for name, x, old, written in (("k", self.k_cache, before[0], k), ("v", self.v_cache, before[1], v)):
+            written = k[..., :512] if self.latent and k is not None and name == "v" else written
+            if written is not None and name == "k" and self.rotary:
+                positions = self.keywords["cache_seqlens"].long()[:, None] + torch.arange(
+                    self.new, device=self.device
+                )
+                written = rotary_reference(written, positions, *angles, self.rotary[1])
+            for b in range(self.batch if self.new else 0):
+                where = self.where(b, self.lengths[b], self.ends[b])
+                old[where] = written[b]
+            assert torch.equal(x.view(torch.int16), old.view(torch.int16)), (
+                f"{name}_cache: a new row is wrong, or another one changed"
+            )
+
+    def check_output(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        assert (
+            out.shape == (self.batch, self.seqlen_q, self.heads, self.head_dim_v) and out.dtype == self.dtype
+        )
+        assert lse.shape == (self.batch, self.heads, self.seqlen_q) and lse.dtype == torch.float32
+        q = self.q
+        if self.rotary:
+            moves = self.causal or self.window != (-1, -1)
+            positions = (
+                self.ints(self.lengths).long()[:, None]
+                + torch.arange(self.seqlen_q, device=self.device) * moves
+            )
+            q = rotary_reference(
+                q, positions, self.keywords["rotary_cos"], self.keywords["rotary_sin"], self.rotary[1]
+            )
+        parts = [
+            [
+                x[self.where(b, start, end)]
+                for b, (start, end) in enumerate(zip(self.starts, self.ends, strict=True))
+            ]
+            for x in (self.k_cache, self.v_cache)
+        ]
+        cu_seqlens = (
+            self.ints([0, *itertools.accumulate(lengths)])
+            for lengths in ([self.seqlen_q] * self.batch, [len(x) for x in parts[0]])
+        )
+        verdict = check_fwd(
+            out.flatten(0, 1),
+            lse.transpose(0, 1).flatten(1),
+            q.flatten(0, 1),
+            *(torch.cat(x) for x in parts),
+            self.scale,
+            self.causal,
+            **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True)),
+            **self.options_of_reference,
+        )
+        assert verdict.ok, verdict.text
+
+
+def of_class(one: tuple, **changes) -> Case:
+    """heads_kv 1 of latents, as their callers have it."""
+    head_dim, head_dim_v, dtype, options, pages = one
+    if head_dim == 576:
+        changes |= {"heads_kv": 1, "rotary": None}
+    return Case(head_dim, head_dim_v, dtype, options, **{"page": pages[0]} | changes)
+
+
+SMALL = {
+    "plain": {},
+    "not-causal": {"causal": False, "seqlen_q": 3},
+    "pages": {"page": 16, "seqlen_q": 4},
+    "pages-append": {"page": 48, "seqlen_q": 4, "new": 3},
+    "append-one": {"new": 1},
+    "append-more-than-queries": {"new": 20, "seqlen_q": 3},
+    "no-queries": {"seqlen_q": 0, "new": 2},
+    "rows-without-keys": {"seqlen_q": 20, "lengths": (30, 3, 0)},
+    "idx": {"by_idx": True, "new": 2, "seqlen_q": 2},
+    "leftpad": {"leftpad": (5, 0, 1, 64, 300), "seqlen_q": 2},
+    "leftpad-append": {"leftpad": (5, 0, 1, 64, 300), "new": 2, "seqlen_q": 2, "by_idx": True},
+    "rotary": {"rotary": (32, True), "new": 4, "seqlen_q": 4},
+    "rotary-halves": {"rotary": (128, False), "new": 4, "seqlen_q": 4, "page": 16},
+    "rotary-all-at-one-place": {"rotary": (32, False), "new": 4, "seqlen_q": 4, "causal": False},
+    "rotary-window": {"rotary": (64, True), "new": 2, "seqlen_q": 2, "window": (10, 5), "causal": False},
+    "window": {"window": (50, 0), "seqlen_q": 5},
+    "window-not-causal": {"window": (50, 3), "seqlen_q": 5, "causal": False},
+    "options": {"options": ALL, "window": (100, -1), "seqlen_q": 3, "page": 16},
+    "latents": {"head_dim": 576, "head_dim_v": 512, "heads_kv": 1, "new": 2, "seqlen_q": 2, "page": 64},
+    "narrow-values": {"head_dim": 192, "head_dim_v": 128},
+    "odd-width": {"head_dim": 72, "head_dim_v": 40, "dtype": FP16, "new": 1},
+    "heads-first": {"heads_first": True, "new": 3},
+    "batch-0": {"lengths": (), "causal": False},
+    "scale": {"scale": -0.3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", SMALL.values(), ids=SMALL)
+def test_a_call_on_cpu_tensors_is_the_formula(changes):
+    case = Case(**{"room": 30} | changes)
+    if case.batch:
+        case.check(check_block_table=True)
+    else:
+        out, lse = case.run()
+        assert out.shape == (0, 1, 8, 128) and lse.shape == (0, 8, 1)
+
+
+def test_lengths_may_be_an_int_or_all_of_the_cache():
+    case = Case(lengths=(200, 200, 200), seqlen_q=2)
+    expected = case.check()
+    for changes in ({"cache_seqlens": 200}, {"cache_seqlens": None}):
+        assert all(map(torch.equal, case.run(**changes), expected))
+    whole = flash_attn_func(case.q, case.k_cache, case.v_cache, causal=True, return_attn_probs=True)
+    assert all(map(torch.equal, whole[:2], expected))
+    assert torch.equal(flash_attn_with_kvcache(case.q, case.k_cache, case.v_cache, causal=True), expected[0])
+
+
+def test_pages_may_be_shared():
+    case = Case(lengths=(50, 70), page=16, seqlen_q=2)
+    table = case.keywords["block_table"]
+    table[1, :3] = table[0, :3]
+    case.places[1][:48] = case.places[0][:48]
+    case.check()
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rotation_is_a_product_of_complex_numbers(interleaved):
+    x, angles = torch.randn(2, 3, 4, 16), torch.rand(9, 6)
+    positions = torch.tensor([[1, 2, 3], [8, 0, 4]])
+    pairs = x[..., :12].unflatten(-1, (6, 2) if interleaved else (2, 6))
+    pairs = pairs if interleaved else pairs.transpose(-1, -2)
+    turned = (
+        torch.view_as_complex(pairs.contiguous())
+        * torch.polar(torch.ones(9, 6), angles)[positions][:, :, None]
+    )
+    turned = torch.view_as_real(turned)
+    expected = torch.cat(((turned if interleaved else turned.transpose(-1, -2)).flatten(-2), x[..., 12:]), -1)
+    torch.testing.assert_close(
+        rotary_reference(x, positions, angles.cos(), angles.sin(), interleaved), expected
+    )
+
+
+def test_parameters_are_those_of_flash_attention_2_and_ours_follow_as_keywords():
+    parameters = inspect.signature(flash_attn_with_kvcache).parameters.values()
+    given = {
+        x.name: x.default
+        for x in parameters
+        if x.kind == x.POSITIONAL_OR_KEYWORD and x.default is not x.empty
+    }
+    none = "k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad block_table softmax_scale"
+    others = {
+        "causal": False, "window_size": (-1, -1), "softcap": 0.0, "rotary_interleaved": True, "alibi_slopes": None,
+        "num_splits": 0, "return_softmax_lse": False,
+    }  # fmt: skip
+    assert list(given.items()) == list((dict.fromkeys(none.split()) | others).items())
+    ours = {x.name: x.default for x in parameters if x.kind == x.KEYWORD_ONLY}
+    assert ours == {
+        "learnable_sink": None,
+        "batch_invariant": False,
+        "workspace": None,
+        "check_block_table": False,
+    }
+
+
+def small(page=None, **changes):
+    case = Case(
+        lengths=(20, 3), page=page, seqlen_q=2, heads=4, head_dim=64, head_dim_v=64, room=12, **changes
+    )
+    return {"q": case.q, "k_cache": case.k_cache, "v_cache": case.v_cache} | case.keywords
+
+
+def zeros(*shape, dtype=BF16):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def ints(*shape):
+    return zeros(*shape, dtype=torch.int32)
+
+
+NEW = {"k": zeros(2, 3, 2, 64), "v": zeros(2, 3, 2, 64)}
+TURN = {"rotary_cos": zeros(32, 16), "rotary_sin": zeros(32, 16)}
+LATENTS = zeros(2, 32, 1, 576)
+LATENT = {"q": zeros(2, 2, 4, 576), "k_cache": LATENTS, "v_cache": LATENTS[..., :512]}
+PAGED = {"k_cache": zeros(9, 16, 2, 64), "v_cache": zeros(9, 16, 2, 64), "block_table": ints(2, 2)}
+ERRORS = {
+    "q-is-no-tensor": ({"q": [1.0]}, TypeError, r"q: expected a torch\.Tensor, got list"),
+    "q-fp32": ({"q": zeros(2, 2, 4, 64).float()}, TypeError, r"q: expected bfloat16 or float16, got torch\.float32; cast it"),
+    "cache-dtype": ({"k_cache": zeros(2, 32, 2, 64).half()}, TypeError, r"k_cache: expected the dtype of q, torch\.bfloat16, got"),
+    "cache-dimensions": ({"k_cache": zeros(32, 2, 64)}, ValueError, r"k_cache: expected 4 dimensions \[caches, seqlen_cache, heads_kv"),
+    "page-dimensions": (PAGED | {"v_cache": zeros(9, 2, 64)}, ValueError, r"v_cache: expected 4 dimensions \[pages, page_size, heads_kv"),
+    "cache-device": ({"v_cache": zeros(2, 32, 2, 64).to("meta")}, ValueError, r"v_cache: expected the device of q, cpu, got meta"),
+    "cache-last-strided": ({"k_cache": zeros(2, 32, 2, 128)[..., ::2]}, ValueError, r"k_cache: expected the last dimension to be contig"),
+    "cache-strides": ({"k_cache": zeros(2, 32, 2, 68)[..., :64]}, ValueError, r"k_cache: expected strides that are positive"),
+    "cache-expanded": ({"v_cache": zeros(2, 32, 1, 64).expand(-1, -1, 2, -1)}, ValueError, r"v_cache: expected strides that are positive"),
+    "cache-row-strides": ({"k_cache": zeros(2, 33 * 128 - 8)[:, : 32 * 128].view(2, 32, 2, 64)}, ValueError, r"stride\(0\) to be a m"),
+    "cache-address": ({"k_cache": zeros(2 * 32 * 128 + 4)[4:].view(2, 32, 2, 64)}, ValueError, r"addresses that are multiples of 16 bytes"),
+    "cache-shapes": ({"v_cache": zeros(2, 31, 2, 64)}, ValueError, r"v_cache: expected the shape of k_cache, \(2, 32, 2, 64\), but for"),
+    "cache-head-dim": ({"k_cache": zeros(2, 32, 2, 72)}, ValueError, r"k_cache: expected the head_dim of q, 64, got 72"),
+    "heads": ({"q": zeros(2, 2, 3, 64)}, ValueError, r"a number of heads that divides the 3 of q, got 2"),
+    "head-dim-odd": ({"v_cache": zeros(2, 32, 2, 64)[..., :60]}, ValueError, r"head dims that are multiples of 8, got 64.*60 of v_cache"),
+    "head-dim-v": ({"v_cache": zeros(2, 32, 2, 128)}, NotImplementedError, r"v_cache: head_dim 128 above that of q and k_cache, 64"),
+    "head-dim-320": ({x: zeros(2, 32, 2, 320) for x in ("q", "k_cache", "v_cache")}, NotImplementedError, r"320 and 320 are not supported"),
+    "latent-of-its-own": (LATENT | {"v_cache": zeros(2, 32, 1, 512)}, NotImplementedError, r"v_cache: expected k_cache\[\.\.\., :512\]"),
+    "latent-elsewhere": (LATENT | {"v_cache": LATENTS[..., 64:]}, NotImplementedError, r"v_cache: expected k_cache\[\.\.\., :512\]"),
+    "latent-v": (LATENT | {"k": zeros(2, 1, 1, 576), "v": zeros(2, 1, 1, 512)}, ValueError, r"v: expected None, as v_cache is of k_cache"),
+    "latent-rotary": (LATENT | TURN | {"k": zeros(2, 1, 1, 576)}, NotImplementedError, r"rotary_cos, rotary_sin: are not supported where"),
+    "few-caches": ({x: zeros(1, 32, 2, 64) for x in ("k_cache", "v_cache")}, ValueError, r"a cache for each of the 2.*got 1; pass"),
+    "seqlens-long": ({"cache_seqlens": ints(2).long()}, TypeError, r"cache_seqlens: expected torch\.int32, got torch\.int64; cast it"),
+    "seqlens-shape": ({"cache_seqlens": ints(3)}, ValueError, r"cache_seqlens: expected shape \(2,\), got \(3,\)"),
+    "seqlens-strided": ({"cache_seqlens": ints(4)[::2]}, ValueError, r"cache_seqlens: expected a contiguous tensor, got stride 2"),
+    "seqlens-float": ({"cache_seqlens": 3.0}, TypeError, r"cache_seqlens: expected an int, a tensor or None, got 3\.0"),
+    "seqlens-bool": ({"cache_seqlens": True}, TypeError, r"cache_seqlens: expected an int, a tensor or None, got True"),
+    "seqlens-much": ({"cache_seqlens": 33}, ValueError, r"cache_seqlens: expected 0 to 32, as a sequence has room for 32 keys, 0 of them"),
+    "seqlens-and-new": (NEW | {"cache_seqlens": 30}, ValueError, r"cache_seqlens: expected 0 to 29.*3 of them new, got 30"),
+    "seqlens-negative": ({"cache_seqlens": -1}, ValueError, r"cache_seqlens: expected 0 to 32"),
+    "idx-dtype": ({"cache_batch_idx": ints(2).long()}, TypeError, r"cache_batch_idx: expected torch\.int32"),
+    "idx-and-pages": (PAGED | {"cache_batch_idx": ints(2)}, NotImplementedError, r"cache_batch_idx: is not supported with block_table"),
+    "leftpad-and-pages": (PAGED | {"cache_leftpad": ints(2)}, NotImplementedError, r"cache_leftpad: is not supported with block_table"),
+    "leftpad-shape": ({"cache_leftpad": ints(2, 1)}, ValueError, r"cache_leftpad: expected shape \(2,\), got \(2, 1\)"),
+    "page-size": (PAGED | {x: zeros(9, 24, 2, 64) for x in ("k_cache", "v_cache")}, ValueError, r"page_size that is a multiple of 16"),
+    "table-list": (PAGED | {"block_table": [[0]]}, ValueError, r"block_table: expected a torch\.Tensor \[batch, pages a sequence\], got"),
+    "table-batch": (PAGED | {"block_table": ints(3, 2)}, ValueError, r"block_table: expected shape \(2, 2\), got \(3, 2\)"),
+    "table-dtype": (PAGED | {"block_table": ints(2, 2).long()}, TypeError, r"block_table: expected torch\.int32"),
+    "table-strided": (PAGED | {"block_table": ints(2, 4)[:, ::2]}, ValueError, r"block_table: expected the last dimension to be"),
+    "k-alone": ({"k": NEW["k"]}, ValueError, r"k, v: expected both or none, got \(2, 3, 2, 64\).*and None"),
+    "new-without-lengths": (NEW | {"cache_seqlens": None}, ValueError, r"cache_seqlens: expected a tensor or an int with new k and v"),
+    "k-shape": (NEW | {"k": zeros(2, 3, 4, 64)}, ValueError, r"k: expected shape \(2, 3, 2, 64\), got \(2, 3, 4, 64\)"),
+    "v-rows": (NEW | {"v": zeros(2, 4, 2, 64)}, ValueError, r"v: expected shape \(2, 3, 2, 64\), got \(2, 4, 2, 64\)"),
+    "v-dtype": (NEW | {"v": zeros(2, 3, 2, 64).half()}, TypeError, r"v: expected torch\.bfloat16, got torch\.float16"),
+    "k-is-no-tensor": (NEW | {"k": 3}, ValueError, r"k: expected a torch\.Tensor \[batch, new, heads_kv, head_dim\], got 3"),
+    "cos-alone": (NEW | {"rotary_cos": zeros(32, 16)}, ValueError, r"rotary_cos, rotary_sin: expected both or none"),
+    "rotary-without-new": (TURN, ValueError, r"rotary_cos, rotary_sin: expected with new k and v, got none; rotate q before"),
+    "cos-few": (NEW | TURN | {"rotary_cos": zeros(31, 16)}, ValueError, r"rotary_cos: expected .*32 positions at least.*got \(31, 16\)"),
+    "cos-wide": (NEW | {x: zeros(32, 40) for x in TURN}, ValueError, r"rotary_cos: expected .*a rotary_dim of at most 64, got \(32, 40\)"),
+    "cos-dtype": (NEW | {x: zeros(32, 16).float() for x in TURN}, TypeError, r"rotary_cos: expected torch\.bfloat16, got torch\.float32"),
+    "sin-shape": (NEW | TURN | {"rotary_sin": zeros(32, 8)}, ValueError, r"rotary_sin: expected shape \(32, 16\), got \(32, 8\)"),
+    "sin-strided": (NEW | TURN | {"rotary_sin": zeros(32, 32)[:, ::2]}, ValueError, r"rotary_sin: expected a contiguous tensor"),
+    "scale": ({"softmax_scale": math.nan}, ValueError, r"softmax_scale: expected a finite number or None"),
+    "causal": ({"causal": 1}, TypeError, r"causal: expected a bool, got 1"),
+    "interleaved": ({"rotary_interleaved": 1}, TypeError, r"rotary_interleaved: expected a bool, got 1"),
+    "invariant": ({"batch_invariant": 0}, TypeError, r"batch_invariant: expected a bool, got 0"),
+    "splits": ({"num_splits": -1}, ValueError, r"num_splits: expected 0, to choose, or how many"),
+    "splits-bool": ({"num_splits": False}, TypeError, r"num_splits: expected an int, 0 to choose, got False"),
+    "window": ({"window_size": 128}, TypeError, r"window_size: expected a pair \(left, right\), got 128"),
+    "softcap": ({"softcap": -1.0}, ValueError, r"softcap: expected a finite number"),
+    "slopes": ({"alibi_slopes": zeros(2, dtype=torch.float32)}, ValueError, r"alibi_slopes: expected shape \(4,\) or \(2, 4\)"),
+    "sink": ({"learnable_sink": zeros(4).half()}, TypeError, r"learnable_sink: expected torch\.float32 or torch\.bfloat16"),
+    "workspace": ({"workspace": zeros(4)}, TypeError, r"workspace: expected torch\.uint8, got torch\.bfloat16"),
+    "workspace-2-d": ({"workspace": zeros(4, 4)}, ValueError, r"workspace: expected a contiguous uint8 tensor \[bytes\], got \(4, 4\)"),
+    "gradient": ({"q": zeros(2, 2, 4, 64).requires_grad_()}, NotImplementedError, r"q: requires grad, but.*flash_attn_func, or torch"),
+}  # fmt: skip
+
+
+def moved(arguments, device):
+    """Slices stay slices: of latents, and of what is strided."""
+    if device == "cpu":
+        return arguments
+    k_cache = arguments["k_cache"].to(device) if isinstance(arguments["k_cache"], torch.Tensor) else None
+
+    def there(x):
+        if not isinstance(x, torch.Tensor) or x.device.type != "cpu":
+            return x
+        if (
+            x.untyped_storage().data_ptr() == arguments["k_cache"].untyped_storage().data_ptr()
+            and x.shape[-1] == 512
+        ):
+            return k_cache.as_strided(x.shape, k_cache.stride(), x.storage_offset())
+        whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)
+        return whole.as_strided(x.shape, x.stride(), x.storage_offset()).requires_grad_(x.requires_grad)
+
+    return {
+        name: k_cache if name == "k_cache" and x.is_contiguous() else there(x)
+        for name, x in arguments.items()
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("changes", "error", "text"), ERRORS.values(), ids=ERRORS)
+def test_error_names_the_argument_what_was_expected_and_what_came(changes, error, text, device):
+    """After calls that were right, too, whose checks are not repeated."""
+    for good in (small(), small() | PAGED):
+        flash_attn_with_kvcache(**moved(good, device))
+    with pytest.raises(error, match=text.replace("cpu, got", ".*, got")):
+        flash_attn_with_kvcache(**moved(small() | changes, device))
+
+
+def test_what_is_checked_once_is_known_by_its_metadata():
+    kvcache._known.clear()
+    for new in (False, True, True):
+        flash_attn_with_kvcache(**small(new=2 * new))
+    assert len(kvcache._known) == 2
+    flash_attn_with_kvcache(**small() | {"window_size": [3, 3]})  # nothing that is hashable
+    assert len(kvcache._known) == 2
+
+
+RANGES = {
+    "length": (None, {"cache_seqlens": [33, 3]}, r"cache_seqlens\[0\]: expected 0 to 32, as 0 more go .* room for 32, got 33"),
+    "length-and-new": (None, NEW | {"cache_seqlens": [3, 30]}, r"cache_seqlens\[1\]: expected 0 to 29, as 3 more go .*, got 30"),
+    "length-negative": (16, {"cache_seqlens": [3, -1]}, r"cache_seqlens\[1\]: expected 0 to"),
+    "idx": (None, {"cache_batch_idx": [0, 2]}, r"cache_batch_idx\[1\]: expected 0 to 1, as there are 2 caches, got 2"),
+    "leftpad": (None, {"cache_leftpad": [-1, 0]}, r"cache_leftpad\[0\]: expected 0 to 32"),
+    "page": (16, {"block_table": [[0, 9], [1, 10**6]]}, r"block_table\[0, 1\]: expected 0 to \d, a page of k_cache, got 9"),
+    "page-negative": (16, {"block_table": [[0, 1], [-1, 0]]}, r"block_table\[1, 0\]: expected 0 to \d, a page of k_cache, got -1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("page", "changes", "text"), RANGES.values(), ids=RANGES)
+def test_the_debug_check_names_an_entry_that_is_out_of_range(page, changes, text, device):
+    changes = {
+        k: torch.tensor(x, dtype=torch.int32) if isinstance(x, list) else x for k, x in changes.items()
+    }
+    with pytest.raises(IndexError, match=text):
+        flash_attn_with_kvcache(**moved(small(page) | changes, device), check_block_table=True)
+
+
+def test_workspace_bytes_asks_the_launch(monkeypatch):
+    seen = []
+    monkeypatch.setattr(dispatch_decode, "workspace_bytes", lambda *x: seen.append(x) or 7)
+    assert kvcache_workspace_bytes(2, 3, 8, 4, 64, 1000, num_splits=5) == 7
+    *sizes, sms = seen[0]
+    assert sizes == [2, 3, 8, 4, 64, 5, False, 1000] and sms > 0
+
+
+LAUNCHED = {  # of a call: causal, window of the launch, and whether queries are rotated each by its place
+    "plain": ({}, False, (-1, -1), False),
+    "causal": ({"causal": True, "window_size": [-1, None]}, True, (-1, -1), True),
+    "causal-window": ({"causal": True, "window_size": (7, 7)}, False, (7, 0), True),
+    "window": ({"window_size": (-1, 3)}, False, (-1, 3), True),
+    "causal-by-window": ({"window_size": (None, 0)}, True, (-1, -1), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "causal", "window", "moves"), LAUNCHED.values(), ids=LAUNCHED)
+def test_a_mask_has_one_name_at_the_launch(changes, causal, window, moves, monkeypatch):
+    seen = []
+    monkeypatch.setattr(kvcache, "_append", lambda q, *x: seen.append(x) or q)
+    monkeypatch.setattr(kvcache, "_decode", lambda *x: seen.append(x) or (1, 2))
+    arguments = {**small(), "softmax_scale": 2, **NEW, **TURN, "causal": False, **changes}
+    workspace = zeros(64, dtype=torch.uint8)
+    how = {"num_splits": 3, "batch_invariant": True, "workspace": workspace}
+    assert flash_attn_with_kvcache(**arguments, **how | {"return_softmax_lse": True}) == (1, 2)
+    (k, v, _, cos, sin, interleaved, moved_queries), (_, cache, scale, *masks, splits, invariant, given) = (
+        seen
+    )
+    assert (
+        (k, v, cos, sin) == (*NEW.values(), *TURN.values()) and interleaved is True and moved_queries is moves
+    )
+    assert (masks[0], masks[1].window, masks[1].names) == (causal, window, ("window",) * (window != (-1, -1)))
+    assert (cache.new, cache.seqlens, cache.k) == (3, arguments["cache_seqlens"], arguments["k_cache"])
+    assert (scale, splits, invariant, given) == (2.0, 3, True, workspace)
+
+
+def test_new_values_of_latents_are_of_the_keys(monkeypatch):
+    seen = []
+    monkeypatch.setattr(kvcache, "_append", lambda q, *x: seen.append(x) or q)
+    k = torch.randn(2, 1, 1, 576).to(BF16)
+    flash_attn_with_kvcache(**LATENT, k=k, cache_seqlens=3)
+    assert torch.equal(seen[0][1], k[..., :512])
+
+
+COMPILED = {
+    "plain": {},
+    "append": {"new": 2},
+    "rotary": {"new": 2, "rotary": (32, False)},
+    "pages": {"page": 16, "new": 2},
+}
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@devices
+@pytest.mark.parametrize("changes", COMPILED.values(), ids=COMPILED)
+def test_torch_compile_traces_it_without_a_break(changes, device):
+    torch._dynamo.reset()
+    cases = [Case(seqlen_q=2, lengths=(40, 3), room=8, device=device, **changes) for _ in range(2)]
+
+    def step(case, q, k_cache, v_cache, keywords):
+        return flash_attn_with_kvcache(q * 2, k_cache, v_cache, **keywords, return_softmax_lse=True)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    mine, expected = (
+        run(None, case.q, case.k_cache, case.v_cache, case.keywords)
+        for run, case in zip((compiled, step), cases, strict=True)
+    )
+    torch.testing.assert_close(mine, expected)
+    for x, y in zip(*((case.k_cache, case.v_cache) for case in cases), strict=True):
+        assert torch.equal(x.view(torch.int16), y.view(torch.int16))
+
+
+def test_a_length_that_is_an_int_and_grows_is_traced_twice():
+    torch._dynamo.reset()
+    traced = []
+
+    def backend(graph, inputs):
+        traced.append(graph)
+        return graph
+
+    case = Case(lengths=(9,), new=1, room=10)
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend=backend)
+    for length in range(9, 15):
+        arguments = case.keywords | {"cache_seqlens": length}
+        out = compiled(case.q, case.k_cache, case.v_cache, **arguments)
+        assert torch.equal(out, flash_attn_with_kvcache(case.q, case.k_cache, case.v_cache, **arguments))
+    assert len(traced) <= 2
+
+
+@devices
+@pytest.mark.parametrize("changes", COMPILED.values(), ids=COMPILED)
+def test_opcheck(changes, device, monkeypatch):
+    # Caches are finite here, as opcheck compares them
+    calls = []
+    for name in ("append_op", "decode_op"):
+        op = getattr(kvcache, name)
+        monkeypatch.setattr(kvcache, name, lambda *x, op=op: calls.append((op, x)) or op(*x))
+    monkeypatch.setattr(kvcache, "someone_looks", lambda: True)
+    case = Case(seqlen_q=2, lengths=(40, 3), room=8, device=device, **changes)
+    for x in (case.k_cache, case.v_cache):
+        x.nan_to_num_()
+    case.run()
+    assert len(calls) == 1 + bool(changes)
+    for op, arguments in calls:
+        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+gpu = pytest.mark.gpu
+
+
+def curated():
+    """Each class with each number of queries, and in turn page sizes, masks, groups of heads and what is appended."""
+    heads, appended = itertools.cycle([(8, 2), (4, 4), (64, 8)]), itertools.cycle([0, 1, 5, 70])
+    for one, seqlen_q in itertools.product(CLASSES, QUERIES):
+        pages = itertools.cycle(one[4])
+        for causal, window in MASKS:
+            (n, n_kv), new, page = next(heads), next(appended), next(pages)
+            where = (
+                {} if page is not None else [{}, {"by_idx": True}, {"leftpad": (9, 0, 1, 3, 300)}][new % 3]
+            )
+            rotary = None if not new or one[0] == 576 else (one[0] // 16 * 16, new % 2 == 1)
+            masks = {"causal": causal, "window": window}
+            heads_first = page is None and new == 5
+            yield one, dict(
+                page=page, seqlen_q=seqlen_q, heads=n, heads_kv=n_kv, new=new, room=37, rotary=rotary, heads_first=heads_first,
+                **masks, **where,
+            )  # fmt: skip
+
+
+@gpu
+@pytest.mark.parametrize("one", CLASSES, ids=str)
+def test_decode_matches_reference(one):
+    for seed, (this, changes) in enumerate(curated()):
+        if this is one:
+            of_class(one, **changes, device="cuda", seed=seed).check()
+
+
+@gpu
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_decode_matches_reference_on_any_problem(data):
+    one = data.draw(st.sampled_from(CLASSES))
+    page = data.draw(
+        st.sampled_from([None] if one[4] == [None] else [*one[4], 112 if one[4][0] == 16 else 128])
+    )
+    lengths = tuple(data.draw(st.lists(st.integers(0, 300) | st.integers(0, 5000), min_size=1, max_size=9)))
+    heads_kv = data.draw(st.sampled_from([1, 2, 3]))
+    new = data.draw(st.sampled_from([0, 0, 1, 2, 33]))
+    unpaged = page is None
+    narrower = data.draw(st.sampled_from([0, 8])) if one[0] == one[1] else 0
+    head_dim = one[0] - narrower
+    rotary = st.tuples(st.integers(1, head_dim // 2).map(lambda n: 2 * n), st.booleans())
+    case = of_class(
+        (head_dim, one[1] - narrower, *one[2:]),
+        page=page,
+        seqlen_q=data.draw(st.integers(1, 20) | st.integers(1, 150)),
+        heads=heads_kv * data.draw(st.sampled_from([1, 2, 5, 16])),
+        heads_kv=heads_kv,
+        lengths=lengths,
+        new=new,
+        causal=data.draw(st.booleans()),
+        window=data.draw(st.sampled_from([(-1, -1), (-1, -1), (0, 0), (64, -1), (700, 9), (-1, 5)])),
+        leftpad=data.draw(st.none() | st.tuples(*(st.integers(0, n) for n in lengths))) if unpaged else None,
+        by_idx=unpaged and data.draw(st.booleans()),
+        heads_first=unpaged and data.draw(st.booleans()),
+        rotary=data.draw(rotary) if new and head_dim != 576 and data.draw(st.booleans()) else None,
+        scale=data.draw(st.none() | st.sampled_from([-0.1, 0.0, 0.3])),
+        room=data.draw(st.integers(0, 200)),
+        device="cuda",
+        seed=data.draw(st.integers(0, 2**20)),
+    )
+    case.check(
+        num_splits=data.draw(st.sampled_from([0, 0, 0, 1, 3, 40])), batch_invariant=data.draw(st.booleans())
+    )
+
+
+@gpu
+@pytest.mark.parametrize("page", [None, 16, 64])
+@pytest.mark.parametrize("num_splits", range(1, 8))
+def test_splits_that_are_forced(num_splits, page):
+    case = Case(page=page, seqlen_q=3, lengths=(5000, 0, 1, 63, 64, 65, 2000), room=100, device="cuda")
+    case.check(num_splits=num_splits)
+
+
+@gpu
+@pytest.mark.parametrize("page", [None, 64])
+@pytest.mark.parametrize("num_splits", [0, 5])
+def test_a_workspace_is_large_enough_and_holds_anything(num_splits, page):
+    case = Case(page=page, seqlen_q=3, lengths=(5000, 0, 77, 64), room=100, device="cuda")
+    room = case.k_cache.shape[1] * (1 if page is None else case.keywords["block_table"].shape[1])
+    needed = kvcache_workspace_bytes(4, 3, 8, 2, 128, room, num_splits)
+    whole = torch.full((needed + 4096,), 0xFF, dtype=torch.uint8, device="cuda")
+    mine = case.check(num_splits=num_splits, workspace=whole[:needed])
+    assert (whole[needed:] == 0xFF).all()
+    assert all(map(torch.equal, mine, case.run(num_splits=num_splits)))
+    with pytest.raises(ValueError, match=f"workspace: expected at least {needed} bytes, got {needed - 1}"):
+        case.run(num_splits=num_splits, workspace=whole[: needed - 1])
+
+
+@gpu
+@pytest.mark.parametrize("page", [None, 16])
+def test_batch_invariant_results_are_the_same_bits_alone_in_a_batch_and_permuted(page):
+    lengths = (9000, 1, 0, 64, 3000, 5001, 777, 4096)
+    case = Case(page=page, seqlen_q=2, lengths=lengths, by_idx=page is None, room=64, device="cuda")
+    out, lse = case.check(batch_invariant=True)
+    keywords = {"causal": True, "batch_invariant": True, "return_softmax_lse": True}
+    of_each = [name for name in ("cache_seqlens", "cache_batch_idx", "block_table") if name in case.keywords]
+    order = torch.tensor([5, 0, 7, 2, 1, 6, 3, 4], device="cuda")
+    for some in (*(torch.tensor([b], device="cuda") for b in range(case.batch)), order, order[:3]):
+        given = {name: case.keywords[name][some].contiguous() for name in of_each}
+        alone = flash_attn_with_kvcache(case.q[some], case.k_cache, case.v_cache, **given, **keywords)
+        assert torch.equal(alone[0], out[some]) and torch.equal(alone[1], lse[some])
+
+
+@gpu
+@pytest.mark.parametrize("seqlen_q", [1, 4, 70])
+def test_decode_is_prefill_of_the_same_tokens(seqlen_q):
+    case = Case(seqlen_q=seqlen_q, lengths=(1500, 1500), device="cuda")
+    others = case.randn(2, 1500 - seqlen_q, case.heads, case.head_dim)
+    out, lse = case.check()
+    prefill, prefill_lse, _ = flash_attn_func(
+        torch.cat((others, case.q), 1), case.k_cache, case.v_cache, causal=True, return_attn_probs=True
+    )
+    ref, pt = (
+        attention_reference(case.q, case.k_cache, case.v_cache, None, True, dtype=x)[0]
+        for x in (torch.float32, BF16)
+    )
+    rounded = ref.to(BF16)
+    allowed = 2 * (pt - ref).abs().max() + 2 * (rounded + 0.3 - 0.3 - rounded).abs().max()
+    assert (out.float() - prefill[:, -seqlen_q:].float()).abs().max() <= allowed
+    torch.testing.assert_close(lse, prefill_lse[..., -seqlen_q:], rtol=1e-4, atol=1e-4)
+
+
+@gpu
+@pytest.mark.parametrize("page", [None, 16, 64])
+def test_a_graph_is_captured_once_and_replayed_with_other_lengths(page):
+    def drawn(lengths, seed):
+        return Case(
+            page=page,
+            seqlen_q=2,
+            new=2,
+            lengths=lengths,
+            room=3000 - max(lengths),
+            rotary=(64, False),
+            device="cuda",
+            seed=seed,
+        )
+
+    case = drawn((2000, 5, 0, 900), 0)
+    if page is not None:  # of as many pages as any of the others needs
+        pages = 4 * -(-3002 // page) + 3
+        case.k_cache, case.v_cache = (case.nothing(pages, page, 2, 128) for _ in range(2))
+        case.keywords["block_table"].zero_()
+    out, lse = case.run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = case.run()
+    for seed, lengths in enumerate([(2000, 5, 0, 900), (1, 2998, 64, 16), (0, 0, 0, 0), (2998,) * 4], 1):
+        other = drawn(lengths, seed)
+        case.q.copy_(other.q)
+        for name, x in other.keywords.items():
+            if isinstance(x, torch.Tensor) and not name.startswith("rotary"):
+                case.keywords[name].copy_(x)
+        for mine, x in ((case.k_cache, other.k_cache), (case.v_cache, other.v_cache)):
+            mine.fill_(math.nan)
+            mine[: x.shape[0], : x.shape[1]].copy_(x)
+        graph.replay()
+        other.keywords |= {name: x for name, x in case.keywords.items() if name.startswith("rotary")}
+        before = other.k_cache, other.v_cache
+        other.k_cache, other.v_cache = (
+            x[: y.shape[0], : y.shape[1]] for x, y in zip((case.k_cache, case.v_cache), before, strict=True)
+        )
+        other.check_cache(before)
+        other.check_output(out, lse)
+
+
+@gpu
+def test_lengths_batch_pages_and_splits_compile_nothing():
+    for page in (None, 16, 64):
+        Case(page=page, new=1, rotary=(64, True), device="cuda").check()
+    before = dispatch.compile_count()
+    for page in (None, 16, 48, 64, 320):
+        for seqlen_q, lengths in ((1, (3,)), (5, (100, 2000, 17)), (70, (5, 300) * 20)):
+            for how in ({}, {"num_splits": 3}, {"batch_invariant": True}):
+                heads, window = (16, 4) if len(lengths) == 3 else (3, 1), (-1, -1) if how else (30, 0)
+                Case(
+                    page=page, seqlen_q=seqlen_q, lengths=lengths, new=seqlen_q % 3, window=window, heads=heads[0], heads_kv=heads[1],
+                    device="cuda",
+                ).check(**how)  # fmt: skip
+    assert dispatch.compile_count() == before
+
+
+@gpu
+def test_a_call_does_not_wait_for_the_gpu():
+    case = Case(page=16, new=1, rotary=(64, True), device="cuda")
+    case.run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        case.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

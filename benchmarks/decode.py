@@ -3,9 +3,8 @@
 Problems are shapes whose seqlen_k is the room of a cache, all of it in use unless the lengths are ragged; NAMED has the grid. A speed
 is bytes of K, V, q and out, each once, over the time of a launch in a CUDA graph, and a share of the rate of a copy in the same run.
 
-All caches are views of one buffer of random values. A launch finds none of its cache in L2: smaller problems have as many caches as
-exceed twice the L2, which take turns. Pages lie in a random order. Heads of queries have scores of 1 to 4 standard deviations, so
-that some heads attend to a few keys and others to all.
+All caches are views of one buffer of random values. A launch finds none of its cache in L2: problems of up to 1 GB have as many caches,
+which take turns, as exceed twice the L2, two at least. Pages lie in a random order.
 """
 
 from __future__ import annotations
@@ -48,8 +47,10 @@ NAMED = {
 }
 
 MAX_CACHE_BYTES = 100e9
+LARGE_BYTES = 20 * bench.L2_BYTES
 MAX_CHECKED_KEYS = 2**18  # of all heads of keys that are checked
 MAX_CHECKED_HEADS = 16
+SPREAD = 2  # of scores, in standard deviations: out is neither the mean of all values nor one of them
 SAMPLE_MS, CAP_MS = 2.0, 100.0
 
 
@@ -92,7 +93,7 @@ class Caches:
         count, device = _count(shape), self.values.device
         sizes = (count, shape.batch, shape.seqlen_q, shape.heads_q, shape.head_dim)
         queries = torch.randn(sizes, generator=self.generator, dtype=self.values.dtype, device=device)
-        queries *= 1 + torch.arange(shape.heads_q, device=device)[:, None] % 4
+        queries *= SPREAD
         seqlens = torch.tensor([keys for _, keys in bench.sequences(shape)], device=device).int()
         rows, columns = _rows(shape)
         sides = (shape.heads_kv, columns) if layout == "bhsd" else (columns, shape.heads_kv)
@@ -125,7 +126,9 @@ def _elements(shape: Shape) -> int:
 
 
 def _count(shape: Shape) -> int:
-    return bench.rotation(bench.decode_bytes(shape))
+    """How many caches take turns: two at least, but of the largest, of which L2 holds nearly nothing."""
+    nbytes = bench.decode_bytes(shape)
+    return max(bench.rotation(nbytes), 2 if nbytes < LARGE_BYTES else 1)
 
 
 def _fault(shape: Shape) -> str | None:

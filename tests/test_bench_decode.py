@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import types
 from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
@@ -241,6 +242,14 @@ def test_decode_caches_that_are_too_large_are_skipped(ours: None, monkeypatch: p
     rows = decode.measure(shape, caches, list(decode.PROVIDERS), 3)
     assert {row["status"] for row in rows} == {"skipped"}
     assert rows[0]["reason"] == "its cache of 537 GB exceeds 100"
+
+
+def test_decode_problems_have_counters_of_their_own(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = types.SimpleNamespace(_offices={0: "counters of captured launches"})
+    monkeypatch.setitem(sys.modules, "tl_attention.dispatch_decode", launches)
+    shape = Shape.parse(SMALL[0])
+    decode.measure(shape, caches_of(shape), [], 3)
+    assert not launches._offices
 
 
 def time_interleaved(calls: dict, rounds: int, **timer: float) -> dict[str, Timing]:

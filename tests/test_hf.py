@@ -216,6 +216,7 @@ def test_hf_a_decode_step_takes_the_cache_as_it_lies(name, cache, cache_calls):
     assert len(cache_calls) == len(past.layers)
     for seen, layer in zip(cache_calls, past.layers, strict=True):
         assert seen["q"].shape[1] == 1
+        assert seen["q"].stride() == torch.empty(seen["q"].shape).stride()
         assert seen["k"].data_ptr() == layer.keys.data_ptr()
         assert seen["v"].data_ptr() == layer.values.data_ptr()
         if cache == "static":

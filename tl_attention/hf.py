@@ -116,6 +116,8 @@ def attention_forward(
     if cached and few and not (packed or differentiable or dropout):
         rows = () if attention_mask is None else attention_mask[_CACHE_ROW:, 0, :batch].unbind()
         seqlens, leftpad = (*rows, None, None)[:2]
+        if seqlen_q == 1:
+            q = query.reshape(q.shape)  # strides of a dense tensor, which is not copied where it is loaded
         decode = _decode_op if torch.compiler.is_compiling() else _decode
         return decode(q, k, v, seqlens, leftpad, scaling, causal, *window, softcap or 0.0, s_aux), None
 

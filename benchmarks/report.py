@@ -38,7 +38,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from tl_attention.testing.bench import DIRECTIONS
+from tl_attention.testing.bench import DECODE, DIRECTIONS
 
 Row = dict[str, Any]
 OURS = "tl_attention"
@@ -59,6 +59,7 @@ PROBLEM = (
 # What the tables of peers measured: bf16 forward and nondeterministic backward
 PEER_PROBLEM = tuple(name for name in PROBLEM if name != "dtype")
 OPTIONS_FOLDER = "options"  # of the stored runs of shapes with options, in the folder of the others
+DECODE_FOLDER = "decode"  # of the stored run of decoding, likewise
 TARGETS = {  # option that a row has alone -> its time over that of the plain row, times the share of blocks that is left
     "window": 1.15,
     "softcap": 1.25,
@@ -83,6 +84,7 @@ TITLES = {
     "bwd_det": "backward, deterministic",
     "fwd_bwd": "forward and backward",
     "fwd_bwd_det": "forward and backward, deterministic",
+    DECODE: "decoding",
 }
 WIDTHS = {
     "fwd": "head_dim + head_dim_v",
@@ -91,8 +93,19 @@ WIDTHS = {
 }
 
 
+DECODE_CONVENTION = (
+    "A speed is in GB/s: keys and values of all sequences, q and out, 2 bytes an element and each once, over the median time of a launch "
+    "in CUDA-graph replays, the providers in turn; `% copy` is its share of the rate of a copy in the same run, bytes read and written. "
+    "S is queries and keys of a sequence; causal is bottom-right; page 16: the keys lie in pages of so many, in a random order; ragged: "
+    "sequences are of log-uniform lengths from a 16th of S up. A launch finds none of its cache in L2. A speed stands only where the "
+    "output of the last timed call is correct."
+)
+
+
 def convention(direction: str) -> str:
     """What a speed is."""
+    if direction == DECODE:
+        return DECODE_CONVENTION
     backward = " A backward's time is that of all it launches." if "bwd" in direction else ""
     return (
         f"TFLOPS count visible pairs: 2 x pairs x ({WIDTHS[direction.removesuffix('_det')]}) x batch x query heads; "
@@ -169,18 +182,28 @@ def describe(row: Row) -> str:
     return f"{sizes} d{both(row['head_dim'], row['head_dim_v'])} {words}{warm}"
 
 
+def unit(row: Row) -> str:
+    """Of a speed of its pass."""
+    return "GB/s" if row["pass"] == DECODE else "TFLOPS"
+
+
+def speed(row: Row) -> float:
+    """Of a row that is ok, in its unit."""
+    return row["gbps" if row["pass"] == DECODE else "tflops"]
+
+
 def best(group: dict[str, Row]) -> float:
-    speeds = (row["tflops"] for name, row in group.items() if row["status"] == "ok" and name != PLAIN)
+    speeds = (speed(row) for name, row in group.items() if row["status"] == "ok" and name != PLAIN)
     return max(speeds, default=math.nan)
 
 
 def cell(row: Row | None, fastest: float, bold: tuple[str, str]) -> str:
-    """TFLOPS, the fastest in bold; or why there are none."""
+    """The speed, the fastest in bold; or why there is none."""
     if row is None or row["status"] == "skipped":
         return "–"
     if row["status"] != "ok":
         return row["status"].upper()
-    return f"{row['tflops']:.0f}".join(bold if row["tflops"] == fastest else ("", ""))
+    return f"{speed(row):.0f}".join(bold if speed(row) == fastest else ("", ""))
 
 
 def line(rows: list[Row]) -> str:
@@ -210,8 +233,9 @@ def geomeans(rows: Iterable[Row]) -> dict[str, tuple[float, int, int]]:
 
 
 def group_of(row: Row) -> str:
-    """What comes before the first - of the name of its shape; a shape given by its sizes has no name."""
-    return "unnamed" if "," in row["shape"] else row["shape"].partition("-")[0]
+    """What comes before the first - of the name of its shape, of decoding before the second; a shape given by its sizes has no name."""
+    words = 2 if row["pass"] == DECODE else 1
+    return "unnamed" if "," in row["shape"] else "-".join(row["shape"].split("-")[:words])
 
 
 def judged(rows: Iterable[Row]) -> list[tuple[float, str, Row]]:
@@ -302,6 +326,27 @@ DETAILS = {  # of our row: column -> key and format
 }
 
 
+DECODE_DETAILS = {
+    "µs": ("us", ".1f"),
+    "% copy": ("pct_copy", ".1f"),
+    "error": ("max_err_ratio", ".2f"),
+    "vs best peer in run": ("vs_best", ".2f"),
+}
+
+
+def details_of(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
+    return DECODE_DETAILS if rows[0]["pass"] == DECODE else DETAILS
+
+
+def _order(group: dict[str, Row]) -> tuple:
+    """Of the problems in tables: that of the rows, but of decoding, where the fewest bytes are run first, by kind and sizes."""
+    row = next(iter(group.values()))
+    if row["pass"] != DECODE:
+        return ()
+    sizes = (row[key] for key in ("seqlen_q", "heads_q", "heads_kv", "batch", "seqlen_k"))
+    return (tuple(row.get("options", ())), *sizes)
+
+
 def _grid(
     rows: list[Row], bold: tuple[str, str], details: dict[str, tuple[str, str]]
 ) -> tuple[list[str], list[list[str]]]:
@@ -312,7 +357,7 @@ def _grid(
         column: spec for column, spec in details.items() if any(row.get(spec[0]) is not None for row in rows)
     }
     lines = []
-    for group in problems(rows).values():
+    for group in sorted(problems(rows).values(), key=_order):
         fastest, ours = best(group), group.get(OURS)
         speeds = [cell(group.get(name), fastest, bold) for name in names]
         lines.append(
@@ -327,10 +372,10 @@ def _grid(
 
 def table(rows: list[Row]) -> Table:
     """For the terminal, with the geomeans at its foot."""
-    header, lines = _grid(rows, ("[bold green]", "[/]"), DETAILS)
+    header, lines = _grid(rows, ("[bold green]", "[/]"), details_of(rows))
     means = {name: f"{mean:.2f}x" for name, (mean, _, _) in geomeans(rows).items()}
     foot = ["geomean of ours over", *(means.get(name, "") for name in providers(rows))]
-    result = Table(title=f"{TITLES[rows[0]['pass']]}, TFLOPS", show_footer=True)
+    result = Table(title=f"{TITLES[rows[0]['pass']]}, {unit(rows[0])}", show_footer=True)
     for i, column in enumerate(header):
         result.add_column(
             column, foot[i] if i < len(foot) else "", justify="right" if i else "left", no_wrap=i == 0
@@ -350,7 +395,7 @@ def markdown(
     plot_name: str | None = None,
     why: Mapping[str, str] | None = None,
 ) -> str:
-    """The report: where it was measured, TFLOPS of all, the slowest rows, geomeans, what did not run; why: of read_why."""
+    """The report: where it was measured, the speeds of all, the slowest rows, geomeans, what did not run; why: of read_why."""
     dtypes = ", ".join(dict.fromkeys(row["dtype"] for row in rows))
     worst = slowest(rows, why or {})
     parts = [
@@ -363,7 +408,8 @@ def markdown(
         + " The fastest of a row is bold. `error` is the largest error over the error allowed.",
         OPTIONS_CONVENTION if any(row.get("options") for row in rows) else "",
         JUDGED if worst else "",
-        _markdown_of(rows, DETAILS),
+        decode_groups(rows) if rows[0]["pass"] == DECODE else "",
+        _markdown_of(rows, details_of(rows)),
         f"The {len(worst)} slowest beside their best peers, and why:" if worst else "",
         bullets(worst),
         bullets(summary(rows)),
@@ -458,27 +504,96 @@ def _times(x: float | None) -> str:
     return "–" if x is None else f"{x:.2f}"
 
 
+def readme_decode(folder: Path) -> str:
+    """What README says of the stored run of decoding of a folder: its groups, and of one query and 64 heads every speed."""
+    rows, environment = read(folder, DECODE)
+    shown = [row for row in rows if row["shape"].startswith("decode-q1-h64-")]
+    parts = [
+        f"{_where(rows, environment)}; copy {environment['copy'].partition(',')[0]}. {DECODE_CONVENTION}",
+        _means(rows),
+        decode_groups(rows),
+        _markdown_of(shown, DECODE_DETAILS) if shown else "",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def decode_groups(rows: list[Row]) -> str:
+    """Of each group of problems: our share of the copy rate and of the speed of one query in a plain cache, and of the best peer's."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["provider"] == OURS and row["status"] == "ok":
+            groups.setdefault(group_of(row), []).append(row)
+    plain = {_sizes(row): row["gbps"] for row in groups.get("decode-q1", ())}
+    lines = []
+    for group, members in sorted(groups.items()):
+        large = [row["pct_copy"] for row in members if row["batch"] >= 32 and row["seqlen_k"] >= 8192]
+        kept = [row["gbps"] / plain[_sizes(row)] for row in members if _sizes(row) in plain]
+        ahead = [row["vs_best"] for row in members if row.get("vs_best") is not None]
+        lines.append(
+            [
+                group,
+                str(len(members)),
+                *(
+                    _mean_and_worst(found, form)
+                    for found, form in ((large, ".1f"), (kept, ".2f"), (ahead, ".2f"))
+                ),
+            ]
+        )
+    header = [
+        "problems",
+        "rows",
+        "% copy of B32 and B128, S 8k and more",
+        "speed over that of decode-q1",
+        "over that of the best peer",
+    ]
+    return "Of ours, geometric mean (worst):\n\n" + markdown_table(header, lines)
+
+
+def _sizes(row: Row) -> tuple:
+    return tuple(row[key] for key in ("dtype", "batch", "heads_q", "heads_kv", "seqlen_k", "head_dim"))
+
+
+def _mean_and_worst(values: Sequence[float], form: str) -> str:
+    return f"{statistics.geometric_mean(values):{form}} ({min(values):{form}})" if values else "–"
+
+
+def _where(rows: list[Row], environment: dict[str, str]) -> str:
+    """On what, with what, which pass was measured."""
+    versions = [f"torch {environment['torch']}", f"CUDA {environment['cuda']}"]
+    versions += [f"tilelang {environment['tilelang']}"]
+    versions += [f"{row['title']}: {row['library']}" for row in _libraries(rows) if row["provider"] != OURS]
+    dtypes = ", ".join(dict.fromkeys(row["dtype"] for row in rows))
+    return (
+        f"{environment['gpu']}, power limit {environment['power limit']}; {'; '.join(versions)}. "
+        f"{TITLES[rows[0]['pass']].capitalize()}, {dtypes}"
+    )
+
+
+def _means(rows: list[Row]) -> str:
+    """Our speed beside that of each, and of decoding beside that of the best peer of each row."""
+    means = [
+        f"{mean:.2f}x {name} (faster in {wins} of {count} rows)"
+        for name, (mean, wins, count) in geomeans(rows).items()
+    ]
+    ahead = [row["vs_best"] for row in rows if row["pass"] == DECODE and row.get("vs_best") is not None]
+    if ahead:
+        wins = sum(value > 1 for value in ahead)
+        means.append(
+            f"{statistics.geometric_mean(ahead):.2f}x the best of them (faster in {wins} of {len(ahead)} rows)"
+        )
+    return f"Geometric mean of the speed of {OURS} over that of each: {', '.join(means)}." if means else ""
+
+
 def _readme_part(rows: list[Row], environment: dict[str, str], deterministic: Iterable[Row]) -> str:
     """Where a run was measured, geomeans, TFLOPS of all.
 
     Args:
         deterministic: rows of another run; ours on the same problems become the last column.
     """
-    versions = [f"torch {environment['torch']}", f"CUDA {environment['cuda']}"]
-    versions += [f"tilelang {environment['tilelang']}"]
-    versions += [f"{row['title']}: {row['library']}" for row in _libraries(rows) if row["provider"] != OURS]
-    dtypes = ", ".join(dict.fromkeys(row["dtype"] for row in rows))
-    means = (
-        f"{mean:.2f}x {name} (faster in {wins} of {count} rows)"
-        for name, (mean, wins, count) in geomeans(rows).items()
-    )
     column = _deterministic_column(rows, deterministic)
     parts = [
-        f"{environment['gpu']}, power limit {environment['power limit']}; {'; '.join(versions)}. "
-        f"{TITLES[rows[0]['pass']].capitalize()}, {dtypes}, TFLOPS; medians of CUDA-graph replays at sustained "
-        "clocks, the fastest bold.",
-        f"Geometric mean of the speed of {OURS} over that of each: {', '.join(means)}."
-        + _slowdown(problems([*rows, *column]).values()),
+        f"{_where(rows, environment)}, {unit(rows[0])}; medians of CUDA-graph replays at sustained clocks, the fastest bold.",
+        _means(rows) + _slowdown(problems([*rows, *column]).values()),
         _markdown_of([*rows, *column], {}),
     ]
     return "\n\n".join(parts) + "\n"
@@ -663,7 +778,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     folder, peers = args.folder, read_peers(args.peers)
-    for direction in DIRECTIONS:
+    for direction in (*DIRECTIONS, DECODE):
         if is_stored(folder, direction):
             rows, environment = read(folder, direction)
             if peers:
@@ -674,6 +789,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(readme(folder), end="")
     if is_stored(folder / OPTIONS_FOLDER, "fwd"):
         print(f"\n{readme_options(folder / OPTIONS_FOLDER)}", end="")
+    if is_stored(folder / DECODE_FOLDER, DECODE):
+        print(f"\n{readme_decode(folder / DECODE_FOLDER)}", end="")
     return 0
 
 

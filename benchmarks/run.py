@@ -5,12 +5,15 @@
     python benchmarks/run.py --pass bwd --deterministic
     python benchmarks/run.py --shapes 'gqa-*' 'small-*' --peers peers.csv    scores beside speeds
     python benchmarks/run.py --shapes 'option-*' --out benchmarks/results/nvidia_h200/options    windows, sinks, dropout, ..
+    python benchmarks/run.py --pass decode --out benchmarks/results/nvidia_h200/decode    few queries against a cache
+    python benchmarks/run.py --pass decode --shapes 'decode-q1-*' 8,64,8,4,8192,128,causal,page=16,ragged
     python benchmarks/run.py --host    what an eager call and the first call of a process cost the host
 
 A backward is the library's own function from dout, q, k, v, out and lse to dq, dk and dv, everything it launches
 included; out and lse are those of the library's forward, which is not timed unless the pass is fwd_bwd. With options, all
 libraries are called by their public functions, and a backward is what torch.autograd.grad launches. Launches take turns with
 copies of small inputs, so that they find none in L2, but for the shapes few-h* and small-*, whose rows say L2 warm.
+How decoding is timed, and the names of its problems, are in benchmarks/decode.py.
 
 Without a Hopper GPU it compiles the shipped kernels for sm_90a, reports on them, and checks the CPU path.
 """
@@ -18,29 +21,29 @@ Without a Hopper GPU it compiles the shipped kernels for sm_90a, reports on them
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fnmatch
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import decode
 import host
 import no_gpu
 import options
 import report
 import torch
-from providers import PROVIDERS, Inputs, Provider, Ready, Result, Unsupported, prepare, title
+import turns
+from providers import PROVIDERS, Inputs, Provider, Ready, Result, prepare
 from report import OURS, PLAIN, Row
 from rich.console import Console
 
 from tl_attention.reference import attention_backward_reference, attention_reference
 from tl_attention.target import is_hopper
 from tl_attention.testing import bench
-from tl_attention.testing.bench import Shape, chosen_shapes
+from tl_attention.testing.bench import DECODE, Shape, chosen_shapes
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.numeric import BwdVerdict, check_bwd, check_fwd
 
@@ -49,8 +52,10 @@ DEFAULT = {
     "fwd": ("paper-*", "article"),
     "bwd": ("paper-*", "mla-causal-4k", "mla-full-4k", "article"),
     "fwd_bwd": ("paper-*", "mla-causal-4k", "mla-full-4k", "article"),
+    DECODE: ("decode-*",),
 }
-QUICK = ("paper-*-4k", "article")
+QUICK = {DECODE: ("decode-*-h64-b*-8k",)}
+QUICK |= dict.fromkeys(DEFAULT.keys() - QUICK.keys(), ("paper-*-4k", "article"))
 WARM = ("few-h*", "small-*")  # shapes whose launches share one copy of the inputs, as in the tables of peers
 
 # Scores of the heads that a forward or a backward is checked on: one of 32 heads of 16384 full queries has 2^28
@@ -68,11 +73,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--shapes",
         nargs="+",
-        help="names or patterns of configs/shapes.toml, or B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]",
+        help="names or patterns of configs/shapes.toml (--pass decode: of benchmarks/decode.py), or "
+        "B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]",
     )
     add("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS), help="default: all")
     add("--dtype", choices=DTYPES, default="bf16")
-    add("--rounds", type=int, help="samples of each provider (default 15, 5 with --quick)")
+    add("--rounds", type=int, help="samples of each provider (default 15; 5 with --quick or --pass decode)")
     add("--pass", dest="direction", choices=DEFAULT, default="fwd", help="default: fwd")
     add("--deterministic", action="store_true", help="gradients that are equal bit by bit from call to call")
     add("--out", type=Path, default=Path("bench_out"), help="folder of the results (default bench_out)")
@@ -80,17 +86,22 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--host", action="store_true", help="time the host instead: eager calls, first calls; to host.md")
     add("--quick", action="store_true", help="the 4k rows, fewer rounds; without a GPU, fewer kernels")
     args = parser.parse_args(argv)
+    decodes = args.direction == DECODE
     if args.rounds is None:
-        args.rounds = 5 if args.quick else 15
+        args.rounds = 5 if args.quick or decodes else 15
     if args.rounds < 1:
         parser.error(f"--rounds: expected at least 1, got {args.rounds}")
     try:
-        args.shapes = chosen_shapes(args.shapes or (QUICK if args.quick else DEFAULT[args.direction]))
+        texts = args.shapes or (QUICK if args.quick else DEFAULT)[args.direction]
+        args.shapes = decode.chosen_shapes(texts) if decodes else chosen_shapes(texts)
+        for text, shape in args.shapes.items():
+            if (shape.options.page or shape.options.ragged) and not decodes:
+                raise ValueError(f"--shapes {text}: page and ragged are options of --pass decode alone")
         args.peers = report.read_peers(args.peers)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if args.deterministic:
-        if args.direction == "fwd":
+        if "bwd" not in args.direction:
             parser.error("--deterministic: expected --pass bwd or fwd_bwd; a forward always is")
         args.direction += "_det"
     return args
@@ -128,19 +139,19 @@ def benchmark(args: argparse.Namespace, console: Console, environment: dict[str,
     common = {"pass": args.direction, "dtype": args.dtype, "commit": environment["commit"]}
     common["gpu"] = torch.cuda.get_device_name()
 
-    rows: list[Row] = []
+    take, rows = measurer(args), []
     jsonl_path = args.out / report.jsonl_name(args.direction)
     try:
         with report.progress_bar(console) as progress, jsonl_path.open("w") as jsonl:
             task = progress.add_task("", total=len(args.shapes))
             for name, shape in args.shapes.items():
                 progress.update(task, description=name)
-                warm = any(fnmatch.fnmatch(name, pattern) for pattern in WARM)
-                new = measure(shape, DTYPES[args.dtype], args.direction, args.providers, args.rounds, warm)
+                new = take(name, shape)
                 for row in new:
-                    row |= {"shape": name, "l2": "warm" if warm else "cold", **common}
+                    row |= {"shape": name, "l2": "warm" if is_warm(name) else "cold", **common}
                     if row["status"] == "ok":
                         row["pct_cublas"] = 100 * row["tflops"] / cublas
+                        row["pct_copy"] = 100 * row["gbps"] / copy
                 report.judge(new, args.peers)
                 report.write_jsonl(jsonl, new)
                 rows += new
@@ -156,6 +167,21 @@ def benchmark(args: argparse.Namespace, console: Console, environment: dict[str,
         if rows:
             finish(args.out, console, environment, rows)
     return int(any(row["status"] != "ok" for row in rows if row["provider"] == OURS))
+
+
+def is_warm(name: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in WARM)
+
+
+def measurer(args: argparse.Namespace) -> Callable[[str, Shape], list[Row]]:
+    """(name of a shape, shape) -> a row a provider."""
+    dtype = DTYPES[args.dtype]
+    if args.direction == DECODE:
+        caches = decode.Caches(args.shapes.values(), dtype)
+        return lambda name, shape: decode.measure(shape, caches, args.providers, args.rounds)
+    return lambda name, shape: measure(
+        shape, dtype, args.direction, args.providers, args.rounds, is_warm(name)
+    )
 
 
 def gpu_error() -> str | None:
@@ -179,12 +205,8 @@ def measure(
         warm: all launches share one copy of the inputs, so that L2 holds what it can of them.
     """
     rows = {name: new_row(name, shape) for name in entering(names, shape)}
-    try:
+    with turns.reason_of_all(rows):
         compare(shape, make_copies(shape, dtype, direction, warm), direction, rows, rounds)
-    except Exception as error:
-        for row in rows.values():
-            if row["status"] == "failed":
-                row["reason"] = row["reason"] or bench.first_line(error)
     return list(rows.values())
 
 
@@ -201,72 +223,23 @@ def provider_of(name: str, shape: Shape) -> Provider:
 
 
 def new_row(name: str, shape: Shape) -> Row:
-    """A row that nothing is known of."""
-    provider = provider_of(name, shape)
-    size = asdict(shape) | {"mask": shape.mask}
-    del size["causal"], size["options"]
-    if shape.options:
-        size |= {"options": shape.options.words, "share": bench.share_of_blocks(shape)}
-    facts = {"provider": name, "title": title(name), "library": provider.library(), "layout": provider.layout}
-    return facts | size | dict.fromkeys(report.MEASURED) | {"status": "failed", "reason": None}
-
-
-@contextlib.contextmanager
-def reasons(row: Row) -> Iterator[None]:
-    """Whatever a library raises here goes into its row; what every later CUDA call meets, too, is raised."""
-    try:
-        yield
-    except Unsupported as reason:
-        row |= {"status": "skipped", "reason": str(reason)}
-    except Exception as error:
-        row |= {"status": "failed", "reason": bench.first_line(error)}
-        torch.cuda.synchronize()
-
-
-@dataclass(frozen=True)
-class Entrant:
-    """A provider that is ready for a problem, and was right once."""
-
-    ready: Ready
-    inputs: list[Inputs]  # of a call, for each copy
-    checked: Result  # of the first
+    return turns.new_row(name, provider_of(name, shape), shape)
 
 
 def compare(shape: Shape, bshd: Sequence[Inputs], direction: str, rows: dict[str, Row], rounds: int) -> None:
     """Fills in the rows, from copies of the inputs."""
     copies = {"bshd": bshd, "bhsd": [tuple(x.transpose(1, 2).contiguous() for x in copy) for copy in bshd]}
-    entrants: dict[str, Entrant] = {}
-    for name, row in rows.items():
-        with reasons(row):
-            ready, inputs = prepare(provider_of(name, shape), shape, direction, copies[row["layout"]])
-            result = ready.launch(*inputs[0])
-            row |= verify(name, shape, direction, result, bshd[0])
-            if row["correct"]:
-                entrants[name] = Entrant(ready, inputs, tuple(x if x is None else x.clone() for x in result))
 
-    timings = time_all(entrants, rows, rounds)
-    right: dict[str, bench.Timing] = {}
-    for name, entrant in entrants.items():
-        row, timing = rows[name], timings[name]
-        with reasons(row):
-            eager = bench.time_eager(partial(entrant.ready.call, *entrant.inputs[0]))
-            for result in (timing.result, eager.result):
-                if row["correct"] and not same(result, entrant.checked):
-                    row |= verify(name, shape, direction, result, bshd[0], "when timed, ")
-                    if row["correct"] and bench.is_deterministic(direction):
-                        row |= {
-                            "correct": False,
-                            "status": "wrong",
-                            "reason": "when timed, other bits than at first",
-                        }
-            if row["correct"]:
-                row |= speeds(options.asked_of(name, shape), direction, timing, eager)
-                right[name] = timing
-    for name, timing in right.items():
-        for other in right.keys() - {name}:
-            ratio = bench.speedup(timing, right[other])
-            rows[name][f"ratio_vs_{other}"] = ratio.median
-            rows[name][f"ratio_range_vs_{other}"] = [ratio.p25, ratio.p75]
+    def enter(name: str) -> tuple[Ready, Sequence[Inputs]]:
+        return prepare(provider_of(name, shape), shape, direction, copies[rows[name]["layout"]])
+
+    def check(name: str, result: Result, when: str) -> Row:
+        return verify(name, shape, direction, result, bshd[0], when)
+
+    def speeds(name: str, *timings: Any) -> Row:
+        return turns.speeds(options.asked_of(name, shape), direction, *timings)
+
+    turns.compete(rows, rounds, enter, check, speeds, same_bits=bench.is_deterministic(direction))
 
 
 def make_copies(shape: Shape, dtype: torch.dtype, direction: str, warm: bool = False) -> list[Inputs]:
@@ -300,7 +273,7 @@ def verify(name: str, shape: Shape, direction: str, result: Result, inputs: Inpu
         result = [x.transpose(1, 2) if x is not None and x.ndim == 4 else x for x in result]
     whole, asked = result, {}
     if has_options:
-        heads = [spread(option_heads(shape), shape.heads_kv), shape.heads_kv]
+        heads = [turns.spread(option_heads(shape), shape.heads_kv), shape.heads_kv]
         asked = options.reference_options(
             shape, inputs[0].dtype, inputs[0].device, query_heads(shape, heads[0])
         )
@@ -319,24 +292,14 @@ def verify(name: str, shape: Shape, direction: str, result: Result, inputs: Inpu
     elif direction == "fwd":
         out, lse = result
         verdicts.append(check_fwd(out, lse, q, k, v, causal=causal, lse_base2=provider.lse_base2, **asked))
-        found = {"lse_err_ratio": None if lse is None else finite(verdicts[0].lse_err_ratio)}
+        found = {"lse_err_ratio": None if lse is None else turns.finite(verdicts[0].lse_err_ratio)}
     else:
         out, grads = (result[:1], result[1:]) if "fwd" in direction else ((), result)
         if out:
             verdicts.append(check_fwd(*out, None, q, k, v, causal=causal, **asked))
         verdicts.append(check_bwd(tuple(grads), *dout, q, k, v, causal=causal, **asked))
-    found["correct"] = all(verdict.ok for verdict in verdicts)
-    found["max_err_ratio"] = finite(max(verdict.max_err_ratio for verdict in verdicts))
-    if not found["correct"]:
-        wrong = "; ".join(verdict.text for verdict in verdicts if not verdict.ok)
-        found |= {"status": "wrong", "reason": when + wrong}
-    elif heads and not all(bool(x.isfinite().all()) for x in whole if x is not None and x.ndim == 4):
-        found |= {
-            "correct": False,
-            "status": "wrong",
-            "reason": f"{when}all is right; others have NaN or inf",
-        }
-    return found
+    unchecked = [x for x in whole if x is not None and x.ndim == 4] if heads else ()
+    return found | turns.found(verdicts, when, unchecked)
 
 
 def check_on_average(result: Result, direction: str, *inputs: torch.Tensor, causal: bool) -> BwdVerdict:
@@ -368,11 +331,6 @@ def option_heads(shape: Shape) -> int:
     return min(shape.heads_kv, max(2, MAX_CHECKED_PAIRS // max(pairs, 1)))
 
 
-def spread(count: int, every: int) -> list[int]:
-    """So many of a number of heads, evenly, with the first and the last of them; all where there are no more."""
-    return list(range(every)) if count >= every else [i * (every - 1) // (count - 1) for i in range(count)]
-
-
 def query_heads(shape: Shape, key_heads: Sequence[int]) -> list[int]:
     group = shape.heads_q // shape.heads_kv
     return [head * group + i for head in key_heads for i in range(group)]
@@ -401,7 +359,7 @@ def checked_heads(shape: Shape, direction: str) -> tuple[list[int], int] | None:
     most = max(2, MAX_CHECKED_SCORES // max(scores, 1))
     if every <= most:
         return None
-    return spread(most, every), heads
+    return turns.spread(most, every), heads
 
 
 def take_heads(x: torch.Tensor | None, chosen: Sequence[int], heads: int) -> torch.Tensor | None:
@@ -421,45 +379,6 @@ def take_heads(x: torch.Tensor | None, chosen: Sequence[int], heads: int) -> tor
         parts.append(by_head[entry, first : first + max(1, H // heads)])
     picked = torch.stack(parts)
     return picked if x.ndim == 3 else picked.transpose(1, 2)
-
-
-def finite(x: float) -> float | None:
-    """JSON has no inf."""
-    return x if math.isfinite(x) else None
-
-
-def same(a: Result, b: Result) -> bool:
-    return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-def time_all(entrants: dict[str, Entrant], rows: dict[str, Row], rounds: int) -> dict[str, bench.Timing]:
-    """All in turn. One that fails loses its place among the entrants, and the others are timed anew."""
-    while entrants:
-        calls = {name: [partial(e.ready.launch, *copy) for copy in e.inputs] for name, e in entrants.items()}
-        try:
-            return bench.time_interleaved(calls, rounds)
-        except bench.CallFailed as failure:
-            del entrants[failure.name]
-            with reasons(rows[failure.name]):
-                raise failure.__cause__ from None
-    return {}
-
-
-def speeds(shape: Shape, direction: str, timing: bench.Timing, eager: bench.Eager) -> Row:
-    return {
-        "status": "ok",
-        "ms": timing.median_ms,
-        "p25": timing.p25,
-        "p75": timing.p75,
-        "timer": timing.timer,
-        "launches": timing.launches,
-        "rounds": sum(sample is not None for sample in timing.samples),
-        "eager_ms": eager.ms,
-        "host_us": eager.host_us,
-        "tflops": bench.flops(shape, direction) / timing.median_ms / 1e9,
-        "gbps": bench.traffic(shape, direction) / timing.median_ms / 1e6,
-        "intensity": bench.intensity(shape, direction),
-    }
 
 
 def finish(out: Path, console: Console, environment: dict[str, str], rows: list[Row]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,7 +39,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from tl_attention import hf
+from tl_attention import hf, kvcache
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 hf.register()
@@ -189,6 +191,110 @@ def test_hf_prefill_chunk_and_decode_with_a_cache(name, cache, padded, device):
     assert_close(*trio.all(logits_by_parts))
 
 
+@pytest.fixture
+def cache_calls(monkeypatch):
+    """Arguments of the calls of flash_attn_with_kvcache."""
+    real, seen = kvcache.flash_attn_with_kvcache, []
+
+    def recorded(q, k, v, **options):
+        seen.append({"q": q, "k": k, "v": v, **options})
+        return real(q, k, v, **options)
+
+    monkeypatch.setattr(kvcache, "flash_attn_with_kvcache", recorded)
+    return seen
+
+
+@models
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_hf_a_decode_step_takes_the_cache_as_it_lies(name, cache, cache_calls):
+    model, ids = Trio(name, "cpu").ours, tokens(2, 6, "cpu")
+    past = StaticCache(model.config, max_cache_len=12) if cache == "static" else None
+    with torch.no_grad():
+        past = model(ids, past_key_values=past, use_cache=True).past_key_values
+        cache_calls.clear()
+        model(ids[:, :1], past_key_values=past)
+    assert len(cache_calls) == len(past.layers)
+    for seen, layer in zip(cache_calls, past.layers, strict=True):
+        assert seen["q"].shape[1] == 1
+        assert seen["q"].stride() == torch.empty(seen["q"].shape).stride()
+        assert seen["k"].data_ptr() == layer.keys.data_ptr()
+        assert seen["v"].data_ptr() == layer.values.data_ptr()
+        if cache == "static":
+            assert seen["cache_seqlens"].tolist() == [7, 7]
+        else:
+            assert seen["cache_seqlens"] is None
+        assert seen["cache_leftpad"] is None
+
+
+def test_hf_a_gradient_or_dropout_or_many_queries_do_not_go_to_the_cache(cache_calls):
+    q, k = torch.randn(1, 2, 3, 16).bfloat16(), torch.randn(1, 2, 80, 16).bfloat16()
+    attend = partial(hf.attention_forward, torch.nn.Module())
+    attend(q, k, k, None)
+    assert len(cache_calls) == 1
+    attend(q.clone().requires_grad_(), k, k, None)
+    attend(q, k, k, None, s_aux=torch.zeros(2, requires_grad=True))
+    attend(q, k, k, None, dropout=0.5)
+    attend(k[:, :, : hf.MAX_DECODE_QUERIES + 1], k, k, None)
+    attend(q, q, q, None)
+    assert len(cache_calls) == 1
+    with torch.no_grad():
+        attend(q.clone().requires_grad_(), k, k, None)
+    assert len(cache_calls) == 2
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_hf_padding_of_a_cache_is_in_the_mask(queries, cache_calls):
+    """Of sequences with 2 keys of padding, none, only padding, and padding up to the last query"""
+    length, offset = 12, 8 - queries
+    at = torch.arange(8)
+    real = torch.stack([at >= 2, at >= 0, at < 0, at >= 7])
+    sizes = {"batch_size": 4, "q_length": queries, "kv_length": length, "q_offset": torch.tensor(offset)}
+    mask = hf.attention_mask(**sizes, mask_function=causal_mask_function, attention_mask=real)
+    assert mask[4:, 0, :4].tolist() == [[8, 8, 0, 8], [2, 0, 0, 7]]
+    q, k = torch.randn(4, 2, queries, 16).bfloat16(), torch.randn(4, 2, length, 16).bfloat16()
+    outs = [hf.attention_forward(torch.nn.Module(), q, k, k, x)[0] for x in (mask, mask[:4])]
+    assert len(cache_calls) == 1
+    torch.testing.assert_close(*outs)
+    assert outs[0][2].eq(0).all()
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_hf_queries_that_are_padding_have_no_part_in_a_step(queries, cache_calls):
+    """What comes last in the second sequence is padding: several queries are not at its end, a single one sees nothing"""
+    real = torch.ones(2, 8, dtype=torch.bool)
+    real[1, 7:] = False
+    sizes = {"batch_size": 2, "q_length": queries, "kv_length": 8, "q_offset": 8 - queries}
+    mask = hf.attention_mask(**sizes, mask_function=causal_mask_function, attention_mask=real)
+    q, k = torch.randn(2, 2, queries, 16).bfloat16(), torch.randn(2, 2, 8, 16).bfloat16()
+    out, _ = hf.attention_forward(torch.nn.Module(), q, k, k, mask)
+    assert len(cache_calls) == (queries == 1)
+    seen = torch.ones(2, 1, queries, 8, dtype=torch.bool).tril(8 - queries) & real[:, None, None]
+    exact = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), k.float(), seen)
+    rows = real[:, 8 - queries :]
+    torch.testing.assert_close(out[rows].float(), exact.transpose(1, 2)[rows], atol=0.02, rtol=0.02)
+    assert out[~rows].eq(0).all()
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_hf_a_decode_step_compiles_without_a_break(cache, padded, device, cache_calls):
+    model, ids, mask = Trio("gemma2", device).ours, tokens(2, 7, device), padding([0, 3], [0, 0], 7, device)
+    logits = []
+    for step in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            past = StaticCache(model.config, max_cache_len=12) if cache == "static" else None
+            given = mask[:, :6] if padded else None
+            past = model(
+                ids[:, :6], attention_mask=given, past_key_values=past, use_cache=True
+            ).past_key_values
+            cache_calls.clear()
+            given = mask if padded else None
+            logits.append(step(ids[:, 6:], attention_mask=given, past_key_values=past).logits)
+        assert len(cache_calls) == len(past.layers)
+    torch.testing.assert_close(*logits, atol=0.05, rtol=0.05)
+
+
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 def test_hf_a_decoder_made_bidirectional(padded):
     trio = Trio("llama", "cpu")
@@ -267,7 +373,7 @@ def test_hf_dropout_and_scaling_reach_the_call(monkeypatch):
     )
     assert (out.shape, weights) == ((1, 6, 4, 16), None)
     assert seen | {"dropout_p": 0.25, "softmax_scale": 0.5, "causal": True, "window_size": (3, 0)} == seen
-    hf.attention_forward(torch.nn.Module(), q, kv, kv, None, sliding_window=4, is_causal=False)
+    hf.attention_forward(torch.nn.Module(), q, kv, kv, None, dropout=0.25, sliding_window=4, is_causal=False)
     assert (seen["causal"], seen["window_size"]) == (False, (3, 3))
 
 
@@ -361,7 +467,11 @@ def test_hf_compiles_without_a_break(device):
     torch.testing.assert_close(out, expected, atol=0.05, rtol=0.05)
 
 
-def test_hf_example_runs():
-    example = Path(__file__).parents[1] / "examples/huggingface.py"
-    done = subprocess.run([sys.executable, example, "--steps", "2"], capture_output=True, text=True)
+@pytest.mark.parametrize("arguments", [["huggingface.py", "--steps", "2"], ["generate.py", "--tokens", "12"]])
+def test_hf_examples_run(arguments):
+    example = Path(__file__).parents[1] / "examples" / arguments[0]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, example, *arguments[1:]], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr

@@ -12,8 +12,10 @@ from torch.nn.functional import pad
 from tl_attention.flash import flash_attn_func, flash_attn_varlen_func
 
 NAME = "tl_attention"
+MAX_DECODE_QUERIES = 64  # of a sequence, that are taken to its cache as it lies
 _REFUSED = "expected causal, full, a window, packed sequences or chunks"
 _INSTEAD = 'use attn_implementation="sdpa" or "eager"'
+_CACHE_ROW = 4  # of a mask, the first of those that flash_attn_with_kvcache takes
 
 
 def register() -> None:
@@ -63,6 +65,9 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """The attention of one layer, as transformers' AttentionInterface asks for it.
 
+    Where no gradient is asked for, up to MAX_DECODE_QUERIES queries and more keys go to flash_attn_with_kvcache: key and value are the
+    cache, static or dynamic, of which nothing is copied.
+
     Args:
         module: the layer; its is_causal and that of its config serve where the argument is None.
         query: [batch, heads, seqlen_q, head_dim], bfloat16 or float16; fp32 within autocast is cast to its dtype.
@@ -99,31 +104,84 @@ def attention_forward(
         is_causal = getattr(module, "is_causal", True) and getattr(config, "is_causal", True)
     causal = bool(is_causal)
     reach = -1 if sliding_window is None else sliding_window - 1
+    window = (reach, 0 if causal and sliding_window is not None else reach)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
+    packed = cu_seq_lens_q is not None and cu_seq_lens_k is not None
+    differentiable = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, s_aux)
+    )
+    cached = attention_mask is None or attention_mask.shape[0] > _CACHE_ROW
+    few = seqlen_q <= MAX_DECODE_QUERIES and seqlen_q < seqlen_k
+    if cached and few and not (packed or differentiable or dropout):
+        rows = () if attention_mask is None else attention_mask[_CACHE_ROW:, 0, :batch].unbind()
+        seqlens, leftpad = (*rows, None, None)[:2]
+        if seqlen_q == 1:
+            q = query.reshape(q.shape)  # strides of a dense tensor, which is not copied where it is loaded
+        decode = _decode_op if torch.compiler.is_compiling() else _decode
+        return decode(q, k, v, seqlens, leftpad, scaling, causal, *window, softcap or 0.0, s_aux), None
+
     options = {
         "dropout_p": dropout,
         "softmax_scale": scaling,
         "causal": causal,
-        "window_size": (reach, 0 if causal and sliding_window is not None else reach),
+        "window_size": window,
         "softcap": softcap or 0.0,
         "deterministic": deterministic,
         "learnable_sink": s_aux,
     }
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
-    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+    if packed:
         lengths = cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32)
         lengths += tuple(
             batch * seqlen if given is None else given
             for given, seqlen in ((max_length_q, seqlen_q), (max_length_k, seqlen_k))
         )
     elif attention_mask is not None:
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = attention_mask[:, 0].unbind()
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = attention_mask[:_CACHE_ROW, 0].unbind()
         lengths = cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k
         options |= {"seqused_q": seqused_q[:-1], "seqused_k": seqused_k[:-1]}
     else:
         return flash_attn_func(q, k, v, **options), None
     out = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *lengths, **options)
     return out.unflatten(0, (batch, seqlen_q)), None
+
+
+def _decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seqlens: torch.Tensor | None,
+    leftpad: torch.Tensor | None,
+    scale: float | None,
+    causal: bool,
+    left: int,
+    right: int,
+    softcap: float,
+    sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """flash_attn_with_kvcache of keys that are all in the cache; arguments that an op can have."""
+    from tl_attention.kvcache import flash_attn_with_kvcache
+
+    return flash_attn_with_kvcache(
+        q,
+        k,
+        v,
+        cache_seqlens=seqlens,
+        cache_leftpad=leftpad,
+        softmax_scale=scale,
+        causal=causal,
+        window_size=(left, right),
+        softcap=softcap,
+        learnable_sink=sink,
+    )
+
+
+_decode_op = torch.library.custom_op("tl_attention::hf_decode", _decode, mutates_args=())
+
+
+@_decode_op.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
+    return q.new_empty(*q.shape[:3], v.shape[3])
 
 
 def attention_mask(
@@ -154,8 +212,10 @@ def attention_mask(
         use_vmap: mask_function has parts that the caller added.
         allow_is_bidirectional_skip: None of a causal mask.
     Returns:
-        None where batch, lengths and window say all; else int32 [4, 1, sequences + 1]: cu_seqlens_q and cu_seqlens_k in
-        batch * q_length and batch * kv_length, how many of these queries and keys each sequence uses, and a 0.
+        None where batch, lengths and window say all; else int32 [4 to 6, 1, sequences + 1]: cu_seqlens_q and cu_seqlens_k in
+        batch * q_length and batch * kv_length, how many of these queries and keys each sequence uses, and a 0. Where all queries
+        of a sequence, or none, come after its last key, a fifth row begins with cache_seqlens [batch], and if there is padding
+        a sixth with cache_leftpad [batch].
     Raises:
         NotImplementedError: any other mask.
     """
@@ -167,16 +227,26 @@ def attention_mask(
         )
     causal = allow_is_bidirectional_skip is None
     shift = q_offset - kv_offset  # the column of the first query; that of the first key is 0
+    end = shift + q_length if causal else kv_length
     real = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     padded = real is not None
+    shared = causal or local_size is not None  # queries share columns with keys: padding of both
+    begin_k = torch.zeros(batch_size, dtype=torch.int64, device=device)
+    end_k = begin_k + end
+    if padded:
+        begin_k = real.int().argmax(1)
+        end_k = (begin_k + real.sum(1)).clamp(max=end)
+    cached = not (padded and shared) or q_length == 1
     if not _is_traced():
         queries = torch.arange(q_length, device=device) + q_offset
         keys = kv_offset, kv_offset + kv_length
         starts, wrong = _probe(mask_function, batch_size, queries, keys, causal, local_size)
         padding = starts.new_zeros(1, 1) if real is None else ~real
         holes = (padding[:, :-1] & ~padding[:, 1:]).sum(1) + ~padding[:, 0] > 1
-        flags = torch.stack([wrong, starts.any(), padding.any(), holes.any()])
-        wrong, packed, padded, holes = flags.tolist()
+        early = (end_k < shift + q_length) & (end_k > begin_k)
+        flags = torch.stack([wrong, starts.any(), padding.any(), holes.any(), early.any()])
+        wrong, packed, padded, holes, early = flags.tolist()
+        cached = cached or not early
         if wrong or (packed and (padded or q_length != kv_length)):
             raise NotImplementedError(f"mask_function: {_REFUSED}, got another; {_INSTEAD}")
         if holes:
@@ -191,21 +261,18 @@ def attention_mask(
             used = pad(bounds.diff(), (0, 1))
             return torch.stack([bounds, bounds, used, used])[:, None].to(torch.int32)
 
-    end = shift + q_length if causal else kv_length
     if not padded and isinstance(end, int) and end == kv_length:
         return None
-    if padded:
-        begin_k = real.int().argmax(1)
-        end_k = (begin_k + real.sum(1)).clamp(max=end)
-    else:
-        begin_k = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        end_k = begin_k + end
     begin_q, end_q = begin_k * 0, begin_k * 0 + q_length
-    if causal or local_size is not None:  # queries share columns with keys: padding of both
+    if shared:
         begin_q, end_q = (begin_k - shift).clamp(0, q_length), (end_k - shift).clamp(0, q_length)
     bounds_q, used_q = _rows(begin_q, end_q, q_length)
     bounds_k, used_k = _rows(begin_k, end_k, kv_length)
-    return torch.stack([bounds_q, bounds_k, used_q, used_k])[:, None].to(torch.int32)
+    rows = [bounds_q, bounds_k, used_q, used_k]
+    if cached:
+        seqlens = torch.where(begin_q < end_q, end_k, begin_k)
+        rows += [pad(x, (0, batch_size + 1)) for x in ([seqlens, begin_k] if padded else [seqlens])]
+    return torch.stack(rows)[:, None].to(torch.int32)
 
 
 def _rows(begin: torch.Tensor, end: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:

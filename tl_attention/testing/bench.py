@@ -38,6 +38,8 @@ MIN_SAMPLES = 3
 
 # What can be measured, named by its passes; det: gradients that are equal bit by bit from call to call.
 DIRECTIONS = ("fwd", "bwd", "bwd_det", "fwd_bwd", "fwd_bwd_det")
+DECODE = "decode"  # and this: a forward of new queries whose keys lie in a cache
+RAGGED = 16  # the shortest of ragged lengths is not shorter than this part of the longest
 
 
 def is_deterministic(direction: str) -> bool:
@@ -59,6 +61,8 @@ class Options:
     varlen: bool = False  # the batch is packed sequences, of one length
     uneven: bool = False  # the batch is packed sequences, of the lengths of `sequences`
     packed: bool = False  # q, k and v are slices of one tensor, as are their gradients
+    page: int = 0  # decode: keys of a page of the cache; 0: each sequence lies in one piece
+    ragged: bool = False  # decode: sequences of the lengths of `sequences`, seqlen_k at most
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Options:
@@ -100,6 +104,7 @@ def _size(value: str) -> int:
 OPTION_TYPES: dict[str, Callable[[str], bool | int | float]] = {
     **dict.fromkeys((field.name for field in fields(Options)), _flag),
     "window": _size,
+    "page": _size,
     "softcap": float,
     "dropout": float,
 }
@@ -173,19 +178,26 @@ class Shape:
         return ",".join([*map(str, sizes), self.mask, *self.options.words])
 
 
-def chosen_shapes(texts: Sequence[str]) -> dict[str, Shape]:
-    """Name -> shape, of names and patterns of configs/shapes.toml and literal shapes, split by space or ;
+def chosen_shapes(
+    texts: Sequence[str], named: Mapping[str, str] | None = None, where: str = ""
+) -> dict[str, Shape]:
+    """Name -> shape, of names and patterns and literal shapes, split by space or ;
 
+    Args:
+        named: name -> text of a shape, and where they are in words; default: what configs/shapes.toml has.
     Raises:
         ValueError: nothing has this name, or the text is no shape.
     """
-    named, chosen = configs.named_shapes(), {}
+    chosen = {}
+    if named is None:
+        named = configs.named_shapes()
+        where = f"configs/shapes.toml, which has {', '.join(named)}"
     for text in " ".join(texts).replace(";", " ").split():
         if "," in text:
             chosen[text] = Shape.parse(text)
             continue
         if not (names := fnmatch.filter(named, text)):
-            raise ValueError(f"shape {text!r}: not in configs/shapes.toml, which has {', '.join(named)}")
+            raise ValueError(f"shape {text!r}: not in {where}")
         chosen |= {name: Shape.parse(named[name]) for name in names}
     return chosen
 
@@ -194,11 +206,15 @@ def chosen_shapes(texts: Sequence[str]) -> dict[str, Shape]:
 def sequences(shape: Shape) -> tuple[tuple[int, int], ...]:
     """(seqlen_q, seqlen_k) of each entry of the batch.
 
-    Uneven lengths are log-normal with sigma 1, as documents are, always the same, and sum to batch x seqlen.
+    Uneven lengths are log-normal with sigma 1, as documents are, always the same, and sum to batch x seqlen. Ragged ones are of
+    keys alone, log-uniform from a RAGGED-th of seqlen_k up to it, always the same, the first the longest.
     """
+    generator = random.Random(0)
+    if shape.options.ragged:
+        shares = [1.0, *(RAGGED ** -generator.random() for _ in range(shape.batch - 1))]
+        return tuple((shape.seqlen_q, max(shape.seqlen_q, round(shape.seqlen_k * share))) for share in shares)
     if not shape.options.uneven:
         return ((shape.seqlen_q, shape.seqlen_k),) * shape.batch
-    generator = random.Random(0)
     weights = [generator.lognormvariate(0, 1) for _ in range(shape.batch)]
     spare = shape.batch * (shape.seqlen_q - 1)  # each has one token at least
     ends = [round(spare * sum(weights[: i + 1]) / sum(weights)) for i in range(shape.batch)]
@@ -265,7 +281,9 @@ def bwd_flops(shape: Shape) -> int:
 
 
 def flops(shape: Shape, direction: str) -> int:
-    """FLOPs of the passes of one of DIRECTIONS."""
+    """FLOPs of the passes of one of DIRECTIONS, or of DECODE."""
+    if direction == DECODE:
+        return fwd_flops(shape)
     return _of_passes(fwd_flops, bwd_flops, shape, direction)
 
 
@@ -306,8 +324,17 @@ def bwd_bytes(shape: Shape) -> int:
     return 2 * _qkv_bytes(shape) + 2 * _out_bytes(shape) + _lse_bytes(shape)
 
 
+def decode_bytes(shape: Shape) -> int:
+    """The keys and values of all sequences and q read once, out written once."""
+    keys = shape.heads_kv * sum(seqlen_k for _, seqlen_k in sequences(shape))
+    queries = shape.heads_q * shape.batch * shape.seqlen_q
+    return 2 * (keys + queries) * (shape.head_dim + shape.head_dim_v)
+
+
 def traffic(shape: Shape, direction: str) -> int:
-    """Bytes of the passes of one of DIRECTIONS."""
+    """Bytes of the passes of one of DIRECTIONS, or of DECODE."""
+    if direction == DECODE:
+        return decode_bytes(shape)
     return _of_passes(fwd_bytes, bwd_bytes, shape, direction)
 
 
@@ -438,7 +465,7 @@ def time_interleaved(
     Args:
         calls: by name; a sequence holds the same call on different copies of its inputs, launched in turn.
             What they return is overwritten, so it must not be their input.
-        sample_ms: about how long a sample lasts; a longer call is sampled one launch at a time.
+        sample_ms: about how long a sample lasts; it has one launch of each copy at least.
         cap_ms: about how long all samples of one call may take; a slower one is sampled in fewer rounds.
     Returns:
         The timings by name. A call that no graph can capture is launched from the host, and `timer` says so.
@@ -454,7 +481,7 @@ def time_interleaved(
     for name, copies in turns.items():
         with _blamed(name):
             cost = _warm_up(copies)
-            samplers[name] = _Sampler(copies, max(1, round(sample_ms / cost)))
+            samplers[name] = _Sampler(copies, max(len(copies), round(sample_ms / cost)))
             costs[name] = cost * samplers[name].launches
 
     samples = {name: [None] * rounds for name in turns}

@@ -1,0 +1,361 @@
+"""The rows of decoding without a GPU: problems, caches, the check, the command with stubs, reports."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+from collections.abc import Callable
+from functools import partialmethod
+from pathlib import Path
+
+import pytest
+import torch
+
+import tl_attention
+from tl_attention.reference import attention_reference
+from tl_attention.testing import bench
+from tl_attention.testing.bench import DECODE, Shape, Timing
+
+pytest.importorskip("rich", reason="the benchmark needs rich")
+pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import decode
+import providers
+import report
+import run
+
+SMALL = [
+    "3,4,2,1,50,32,full",
+    "3,4,2,4,50,32,causal",
+    "3,4,2,1,50,32,full,page=16",
+    "5,8,1,1,300,32,full,ragged",
+    "5,4,2,4,200,32,16,causal,page=16,ragged",
+]
+
+
+def cached(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    causal: bool,
+    return_softmax_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """flash_attn_with_kvcache of a cache that has all keys, a sequence after the other."""
+    assert return_softmax_lse
+    outs = []
+    for entry, length in enumerate(cache_seqlens.tolist()):
+        keys, values = (
+            x[entry] if block_table is None else x[block_table[entry]].flatten(0, 1) for x in (k, v)
+        )
+        own = (q[entry], keys[:length], values[:length])
+        outs.append(attention_reference(*(x[None] for x in own), causal=causal))
+    out, lse = (torch.cat(parts) for parts in zip(*outs, strict=True))
+    return out.to(q.dtype), lse
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tl_attention, "flash_attn_with_kvcache", cached, raising=False)
+    monkeypatch.setattr(bench, "rotation", lambda nbytes: 2)
+
+
+def caches_of(*shapes: Shape, dtype: torch.dtype = torch.bfloat16) -> decode.Caches:
+    return decode.Caches(shapes, dtype, "cpu")
+
+
+def test_decode_grid_has_every_group_and_runs_the_largest_last() -> None:
+    assert [len(decode.chosen_shapes([f"decode-{group}-*"])) for group in decode.GROUPS] == [48] * 5 + [
+        36
+    ] * 2
+    chosen = decode.chosen_shapes(["decode-*"])
+    assert len(chosen) == len(set(chosen.values())) == len(decode.NAMED)
+    assert all(str(Shape.parse(text)) == text for text in decode.NAMED.values())
+    sizes = [bench.decode_bytes(shape) for shape in chosen.values()]
+    assert sizes == sorted(sizes)
+    assert {decode._fault(shape) for shape in chosen.values()} == {None}
+    shape = chosen["decode-serving-h64-b8-32k"]
+    assert str(shape) == "8,64,8,4,32768,128,128,causal,page=64,ragged"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("decode-nonsense", r"not in benchmarks/decode.py, which has decode-\(q1\|q4"),
+        ("1,2,2,1,8,64,full,sink", "no options but page=.. and ragged, got sink"),
+    ],
+)
+def test_decode_shapes_that_are_none(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        decode.chosen_shapes([text])
+
+
+def test_decode_bytes_are_those_of_what_is_read_and_written(ours: None) -> None:
+    for text in SMALL:
+        shape = Shape.parse(text)
+        (q, k, v, seqlens, _), _ = caches_of(shape).copies(shape, "bshd")
+        out = q.new_empty(*q.shape[:3], shape.head_dim_v)
+        row = shape.heads_kv * (k.shape[-1] + v.shape[-1])
+        assert bench.decode_bytes(shape) == 2 * (q.numel() + out.numel() + int(seqlens.sum()) * row)
+        assert bench.traffic(shape, DECODE) == bench.decode_bytes(shape)
+
+
+def test_decode_ragged_lengths_are_fixed_and_fit_their_caches() -> None:
+    lengths = bench.sequences(Shape.parse("128,8,1,4,8192,128,causal,ragged"))
+    queries, keys = zip(*lengths, strict=True)
+    assert set(queries) == {4}
+    assert keys[0] == max(keys) == 8192
+    assert 512 <= min(keys) < 700
+    assert len(set(keys)) > 120
+    assert keys[1:4] == (788, 1002, 2553), "the same on every machine"
+
+
+@pytest.mark.parametrize("text", SMALL)
+def test_decode_caches_are_views_that_take_turns(text: str, ours: None) -> None:
+    shape, larger = Shape.parse(text), Shape.parse("4,8,4,1,600,32,full")
+    caches = caches_of(shape, larger)
+    for layout in ("bshd", "bhsd") if not shape.options else ("bshd",):
+        first, second = caches.copies(shape, layout)
+        seen = []
+        for q, k, v, seqlens, pages in (first, second):
+            assert all(x.untyped_storage().data_ptr() == caches.values.data_ptr() for x in (k, v))
+            assert all(x.is_contiguous() for x in (q, k, v))
+            assert (seqlens.dtype, seqlens.shape) == (torch.int32, (shape.batch,))
+            seen += [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (k, v)]
+            if pages is None:
+                assert k.shape[0] == v.shape[0] == shape.batch
+            else:
+                assert sorted(pages.flatten().tolist()) == list(range(k.shape[0]))
+                assert pages.shape == (shape.batch, math.ceil(shape.seqlen_k / shape.options.page))
+        assert all(a[1] <= b[0] or b[1] <= a[0] for a in seen for b in seen if a != b)
+        assert len(set(seen)) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("text", SMALL)
+def test_decode_ours_is_right(text: str, dtype: torch.dtype, ours: None) -> None:
+    shape = Shape.parse(text)
+    inputs, _ = caches_of(shape, dtype=dtype).copies(shape, "bshd")
+    result = decode.PROVIDERS["tl_attention"].forward(shape, *inputs, saves=False).launch(*inputs)
+    row = decode.verify(shape, "bshd", result, inputs)
+    assert row["correct"], row["reason"]
+
+
+def shorter(inputs: providers.Inputs) -> providers.Inputs:
+    q, k, v, seqlens, pages = inputs
+    return q, k, v, seqlens - 1, pages
+
+
+def swapped(inputs: providers.Inputs) -> providers.Inputs:
+    q, k, v, seqlens, pages = inputs
+    if pages is None:
+        return q, k.flip(1), v, seqlens, pages
+    return q, k, v, seqlens, pages.roll(1, 0)
+
+
+def full(inputs: providers.Inputs) -> providers.Inputs:
+    q, k, v, seqlens, pages = inputs
+    return q, k, v, torch.full_like(seqlens, 199), pages
+
+
+@pytest.mark.parametrize("change", [shorter, swapped, full])
+@pytest.mark.parametrize("text", SMALL)
+def test_decode_check_sees_what_is_wrong(text: str, change: Callable, ours: None) -> None:
+    shape = Shape.parse(text)
+    if change is full and not shape.options.ragged:
+        pytest.skip("all lengths are the full ones")
+    inputs, _ = caches_of(shape).copies(shape, "bshd")
+    launch = decode.PROVIDERS["tl_attention"].forward(shape, *inputs, saves=False).launch
+    row = decode.verify(shape, "bshd", launch(*change(inputs)), inputs, "when timed, ")
+    assert row["status"] == "wrong"
+    assert row["reason"].startswith(f"when timed, in {min(shape.batch * shape.heads_kv, 16)} heads that were")
+
+
+def test_decode_check_sees_nan_in_heads_that_it_leaves_out(ours: None) -> None:
+    shape = Shape.parse("40,2,2,1,20,32,full")
+    inputs, _ = caches_of(shape).copies(shape, "bshd")
+    out, lse = cached(*inputs[:3], cache_seqlens=inputs[3], causal=False, return_softmax_lse=True)
+    assert decode.verify(shape, "bshd", (out, lse), inputs)["correct"]
+    out[1, 0, 0] = math.nan
+    assert decode.verify(shape, "bshd", (out, lse), inputs)["reason"].endswith("others have NaN or inf")
+
+
+def fake_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> tuple[torch.Tensor]:
+    """ATen's ops behind SDPA, which end in dropout_p and is_causal; cuDNN's has a bias before these."""
+    *others, _, causal = rest
+    bias = others[0] if others and isinstance(others[0], torch.Tensor) else None
+    if causal:
+        bias = torch.full((q.shape[-2], k.shape[-2]), -math.inf, dtype=q.dtype)
+        bias = bias.triu(k.shape[-2] - q.shape[-2] + 1)
+    return (torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, enable_gqa=True),)
+
+
+@pytest.mark.parametrize(
+    ("name", "can"), [("fa2", "yynnn"), ("cudnn", "yynnn"), ("fa4", "nnnnn"), ("fa3", "nnnnn")]
+)
+def test_decode_libraries_get_what_they_can(
+    name: str, can: str, ours: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in ("flash", "cudnn"):
+        monkeypatch.setattr(torch.ops.aten, f"_scaled_dot_product_{library}_attention", fake_sdpa)
+    for text, yes in zip(SMALL, can, strict=True):
+        shape, provider = Shape.parse(text), decode.PROVIDERS[name]
+        inputs, _ = caches_of(shape).copies(shape, provider.layout)
+        if yes == "n":
+            with pytest.raises(providers.Unsupported):
+                provider.forward(shape, *inputs, saves=False)
+            continue
+        result = provider.forward(shape, *inputs, saves=False).launch(*inputs)
+        row = decode.verify(shape, provider.layout, result, inputs)
+        assert row["correct"], row["reason"]
+
+
+def test_decode_other_caches_are_called_by_their_names(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+
+    def fake(module: str, name: str) -> Callable:
+        def attend(*given: torch.Tensor, page_table: torch.Tensor | None = None, **options: object) -> tuple:
+            called.append((module, name, page_table is not None))
+            return (*cached(*given, block_table=page_table, **options), None)
+
+        return attend
+
+    monkeypatch.setattr(decode, "import_function", fake)
+    monkeypatch.setattr(decode, "has_flash_attn", lambda: True)
+    shape = Shape.parse(SMALL[4])
+    inputs, _ = caches_of(shape).copies(shape, "bshd")
+    result = decode.PROVIDERS["fa3"].forward(shape, *inputs, saves=False).launch(*inputs)
+    assert decode.verify(shape, "bshd", result, inputs)["correct"]
+    assert called == [("flash_attn_interface", "flash_attn_with_kvcache", True)]
+    with pytest.raises(providers.Unsupported, match="multiples of 256 keys"):
+        decode.PROVIDERS["fa2"].forward(shape, *inputs, saves=False)
+
+
+def test_decode_caches_that_are_too_large_are_skipped(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape.parse("1000,8,8,1,131072,128,full")
+    caches = caches_of(shape)
+    assert caches.values.numel() == 0
+    rows = decode.measure(shape, caches, list(decode.PROVIDERS), 3)
+    assert {row["status"] for row in rows} == {"skipped"}
+    assert rows[0]["reason"] == "its cache of 537 GB exceeds 100"
+
+
+def test_decode_problems_have_counters_of_their_own(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = types.SimpleNamespace(_offices={0: "counters of captured launches"})
+    monkeypatch.setitem(sys.modules, "tl_attention.dispatch_decode", launches)
+    shape = Shape.parse(SMALL[0])
+    decode.measure(shape, caches_of(shape), [], 3)
+    assert not launches._offices
+
+
+def time_interleaved(calls: dict, rounds: int, **timer: float) -> dict[str, Timing]:
+    """Times nothing: every call is said to take as many milliseconds as its place."""
+    assert timer == {"sample_ms": decode.SAMPLE_MS, "cap_ms": decode.CAP_MS}
+    return {
+        name: Timing((float(i),) * rounds, 1, "graph", copies[0]())
+        for i, (name, copies) in enumerate(calls.items(), 1)
+    }
+
+
+@pytest.fixture
+def gpu_stub(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", fake_sdpa)
+    monkeypatch.setattr(decode.Caches, "__init__", partialmethod(decode.Caches.__init__, device="cpu"))
+    monkeypatch.setattr(bench, "time_interleaved", time_interleaved)
+    monkeypatch.setattr(bench, "measure_cublas_tflops", lambda: 700.0)
+    monkeypatch.setattr(bench, "measure_copy_bandwidth", lambda: 4000.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(run, "is_hopper", lambda device: True)
+    monkeypatch.setattr(bench, "environment", lambda command: ENVIRONMENT | {"commit": "c"})
+
+
+ENVIRONMENT = {"gpu": "H", "power limit": "700 W", "torch": "2", "cuda": "13", "tilelang": "0.1.15"}
+
+
+@pytest.mark.usefixtures("gpu_stub")
+def test_decode_run_writes_rows_and_report(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    argv = ["--pass", "decode", "--shapes", *SMALL[:3], "--out", str(tmp_path)]
+    assert run.main([*argv, "--providers", "tl_attention", "fa2", "cudnn", "naive"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "decode.jsonl").read_text().splitlines()]
+    assert [row["provider"] for row in rows[:3]] == ["tl_attention", "fa2", "cudnn"]
+    plain, paged, queries = (row for row in rows if row["provider"] == "tl_attention")
+    assert (plain["status"], queries["status"], paged["status"]) == ("ok",) * 3
+    assert (paged["seqlen_k"], paged["options"], paged["pass"]) == (50, ["page=16"], "decode")
+    assert plain["us"] == 1000.0
+    assert plain["gbps"] == pytest.approx(bench.decode_bytes(Shape.parse(SMALL[0])) / 1e6)
+    assert plain["pct_copy"] == pytest.approx(plain["gbps"] / 40)
+    assert (plain["ratio_vs_fa2"], plain["vs_best"]) == (2.0, 2.0)
+    assert [row["status"] for row in rows if row["provider"] == "fa2"] == ["ok", "skipped", "ok"]
+    text = (tmp_path / "decode.md").read_text()
+    assert "# Attention decoding, bf16" in text
+    assert report.DECODE_CONVENTION in text
+    assert "| problem | tl_attention | fa2 (torch sdpa) | cudnn | µs | % copy | error | vs best" in text
+    assert "| B3 H4/2 S1/50 d32 full page 16 |" in text
+    assert "decoding, GB/s" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("gpu_stub")
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--shapes", "1,2,2,1,8,64,full,page=16"], "page and ragged are options of --pass decode alone"),
+        (["--pass", "decode", "--shapes", "article"], "'article': not in benchmarks/decode.py"),
+        (["--pass", "decode", "--deterministic"], "expected --pass bwd or fwd_bwd"),
+    ],
+)
+def test_decode_bad_arguments_end_with_a_message(
+    argv: list[str], words: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        run.main(argv)
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def stored_row(name: str, provider: str, gbps: float, **other: object) -> report.Row:
+    shape = decode.chosen_shapes([name])[name]
+    row = decode.turns.new_row(provider, decode.PROVIDERS[provider], shape)
+    row |= {"pass": DECODE, "dtype": "bf16", "gpu": "H", "shape": name, "status": "ok", "timer": "graph"}
+    return row | {"gbps": gbps, "pct_copy": gbps / 40, "us": 9.0, "ms": 0.009, "max_err_ratio": 0.5} | other
+
+
+def test_decode_readme_shows_groups_and_single_queries(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = tmp_path / report.DECODE_FOLDER
+    folder.mkdir()
+    rows = [
+        stored_row("decode-q1-h64-b32-8k", "tl_attention", 3900.0, ratio_vs_cudnn=1.3, vs_best=1.3),
+        stored_row("decode-q1-h64-b32-8k", "cudnn", 3000.0),
+        stored_row("decode-q1-h64-b8-8k", "tl_attention", 3000.0, ratio_vs_cudnn=1.2, vs_best=1.2),
+        stored_row("decode-q1-h64-b8-8k", "cudnn", 2500.0),
+        stored_row("decode-page16-h64-b32-8k", "tl_attention", 3510.0),
+        stored_row("decode-page16-h64-b8-8k", "tl_attention", 3000.0),
+    ]
+    (folder / report.jsonl_name(DECODE)).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report.write(folder, rows, ENVIRONMENT | {"copy": "4000 GB/s, ridge point 175 FLOP/B"})
+    assert report.main([str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert text.strip() == report.readme_decode(folder).strip()
+    assert "Decoding, bf16; copy 4000 GB/s. A speed is in GB/s" in text
+    assert "1.25x cudnn (faster in 2 of 2 rows), 1.25x the best of them (faster in 2 of 2 rows)." in text
+    assert "| decode-q1 | 2 | 97.5 (97.5) | 1.00 (1.00) | 1.25 (1.20) |" in text
+    assert "| decode-page16 | 2 | 87.8 (87.8) | 0.95 (0.90) | – |" in text
+    assert text.splitlines()[-2:] == [
+        "| B8 H64/8 S1/8192 d128 full | **3000** | 2500 | 9.0 | 75.0 | 0.50 | 1.20 |",
+        "| B32 H64/8 S1/8192 d128 full | **3900** | 3000 | 9.0 | 97.5 | 0.50 | 1.30 |",
+    ]
+
+
+def test_decode_readme_shows_the_stored_results() -> None:
+    root = Path(__file__).parents[1]
+    folder = root / "benchmarks/results/nvidia_h200" / report.DECODE_FOLDER
+    if not report.is_stored(folder, DECODE):
+        pytest.skip(f"no results are stored: python benchmarks/run.py --pass decode --out {folder}")
+    _, _, rest = (root / "README.md").read_text().partition("<!-- decode -->\n")
+    shown, _, _ = rest.partition("<!-- /decode -->\n")
+    assert shown.strip() == report.readme_decode(folder).strip(), f"run benchmarks/report.py {folder.parent}"

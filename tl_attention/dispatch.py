@@ -486,8 +486,11 @@ class FwdPlan:
 
         sms = sm_count(self.device)
         bucket = fwd_bucket(batch, heads, seqlen_q, seqlen_k, sms)
+        asked_splits = 0 if extras is None else extras.num_splits
         if self.packed:
             bucket = length_bucket(extras.max_seqlen_k)
+        elif asked_splits:
+            bucket = SPLIT_BUCKET if asked_splits > 1 else length_bucket(seqlen_k)
         names = () if extras is None else extras.names
         key = (q.dtype, head_dim, head_dim_v, causal, names, bucket, self.device)
         found = _launchers.get(key) if config is None else _find_kernel(key, config)
@@ -505,7 +508,7 @@ class FwdPlan:
         self.counts = plan(batch, heads, self.heads_a_kv_head, kv_bytes, seqlen_q, config.block_M, max_ctas)
         if self.combine:
             m_blocks, group_heads, tiles = self.counts
-            splits = key_splits(tiles, -(-seqlen_k // config.block_N), sms)
+            splits = min(asked_splits, MAX_SPLITS) or key_splits(tiles, -(-seqlen_k // config.block_N), sms)
             self.counts = m_blocks, group_heads, splits * tiles
             rows = (splits, batch, heads, seqlen_q)
             self.parts = _dense((*rows, width)), _dense(rows)  # outputs and log-sum-exps, in fp32
@@ -544,7 +547,7 @@ class FwdPlan:
         *qkv, out = self.views.of(q, k, v, out)
         tickets = _tickets(self.device, self.dynamic)
         unit = 1.0 if lse_base2 else LN2
-        counts = self.counts if extras is None else (*self.counts, *self.options(extras))
+        counts = (*self.counts, *self.options(extras)) if extras is not None and extras.names else self.counts
         if self.combine is None:
             self.kernel(*qkv, out, lse, tickets, softmax_scale, unit, self.heads_a_kv_head, *counts)
             return
@@ -577,7 +580,7 @@ def fwd_plan(
 def _options_key(extras: Extras | None) -> tuple:
     """All of the options that a plan is made of."""
     if extras is None or not extras.varlen:
-        return () if extras is None else extras.names
+        return () if extras is None else (*extras.names, extras.num_splits)
     return *extras.names, extras.cu_seqlens_q.shape[0], length_bucket(extras.max_seqlen_k)
 
 

@@ -10,7 +10,14 @@ from dataclasses import asdict, replace
 import pytest
 
 from tl_attention import configs, cubin, dispatch
-from tl_attention.problem import AttnProblem, BwdDelta, BwdPass, FwdConfig
+from tl_attention.problem import (
+    DECODE_TILE_WIDTHS,
+    AppendConfig,
+    AttnProblem,
+    BwdDelta,
+    BwdPass,
+    FwdConfig,
+)
 from tl_attention.target import SMEM_LIMIT
 
 pytestmark = [
@@ -37,6 +44,14 @@ OPTION_KERNELS = [
     if isinstance(config, FwdConfig | BwdPass)
 ]
 OPTION_KERNELS = list(dict.fromkeys(OPTION_KERNELS))
+
+# Each config for caches, with pages of 16 keys and, where heads share a tile of 64 rows, with all options
+DECODE_KERNELS = [
+    (AttnProblem("bfloat16", *width, False, ("window", *options)), rows)
+    for width in DECODE_TILE_WIDTHS
+    for rows, options in zip(configs.DECODE_ROWS, (("softcap", "alibi", "sink"), ()), strict=True)
+]
+DECODE_KERNELS = [(problem, configs.decode_config(problem, rows, 16)) for problem, rows in DECODE_KERNELS]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +88,25 @@ def test_lowering_kernel_with_options(problem, config):
     report = cubin.report(problem, config)
     assert report.fault is None and report.warnings == ()
     assert report.smem_bytes == configs.smem_bytes(problem, config)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config"),
+    DECODE_KERNELS,
+    ids=["{}-{}".format(*one).replace(" ", "-") for one in DECODE_KERNELS],
+)
+def test_lowering_decode_kernel(problem, config):
+    if not cubin.find_nvcc():
+        pytest.skip(cubin.NO_NVCC)
+    report = cubin.report(problem, config)
+    assert report.spill_bytes == 0 and report.warnings == () and report.hgmma and report.tma
+    assert report.ctas_per_sm >= config.ctas_a_sm
+
+
+def test_lowering_append_kernel():
+    if not cubin.find_nvcc():
+        pytest.skip(cubin.NO_NVCC)
+    assert cubin.report(AttnProblem("bfloat16", 64, 64, False), AppendConfig()).spill_bytes == 0
 
 
 # What only kernels with options have among their arguments or in their text

@@ -13,7 +13,6 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
-import itertools
 import logging
 import math
 import os
@@ -42,8 +41,8 @@ from tl_attention.problem import (
     BwdDelta,
     BwdPass,
     BwdSum,
-    DecodeConfig,
     Config,
+    DecodeConfig,
     FwdCombine,
     FwdConfig,
     KernelConfig,
@@ -377,15 +376,25 @@ def _fragment_blocks(row_blocks: int, width: int) -> tuple:
     return _dense((row_blocks, width // 8, 32, 4))
 
 
+class Nothing(NamedTuple):
+    """In place of tensors that a kernel does not read."""
+
+    slopes: torch.Tensor
+    sink: torch.Tensor
+    rng: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor
+
+
 @functools.cache
-def _nothing(device: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In place of slopes, sink, state and lengths that a kernel does not read."""
+def _nothing(device: int) -> Nothing:
     at = {"device": f"cuda:{device}"}
-    return (
+    return Nothing(
         torch.zeros(1, 1, **at),
         torch.zeros(1, **at),
         torch.zeros(1, dtype=torch.int64, **at),
         torch.zeros(1, dtype=torch.int32, **at),
+        torch.zeros(1, 8, dtype=torch.int32, **at),
     )
 
 
@@ -411,7 +420,7 @@ class Sequences:
         left, right = (MAX_WINDOW, 0) if self.causal else extras.bounds
         behind, ahead = (right, left) if of_keys else (left, right)
         used_q, used_k = extras.seqused_q, extras.seqused_k
-        *_, none = _nothing(self.device)
+        none = _nothing(self.device).lengths
         self.kernel(
             extras.cu_seqlens_q,
             extras.cu_seqlens_k,
@@ -433,21 +442,15 @@ def _option_arguments(
     extras: Extras, batch: int, heads: int, device: int, table: torch.Tensor | None = None
 ) -> tuple:
     """The arguments of a kernel with options after those that it has without: kernels.options.Options."""
-    slopes, sink, rng, _ = _nothing(device)
+    slopes, sink, rng, _, no_table = _nothing(device)
     if extras.alibi_slopes is not None:
         slopes = extras.alibi_slopes.expand(batch, heads)
     if extras.sink is not None:
         sink = extras.sink.float()
     if extras.rng_state is not None:
         rng = extras.rng_state
-    if table is None:
-        table = _no_table(device)
+    table = no_table if table is None else table
     return (*extras.bounds, extras.softcap, slopes, sink, rng, extras.drop_below, table)
-
-
-@functools.cache
-def _no_table(device: int) -> torch.Tensor:
-    return torch.zeros(1, 8, dtype=torch.int32, device=f"cuda:{device}")
 
 
 class FwdPlan:

@@ -25,7 +25,9 @@ from tl_attention.target import sm_count
 
 MAX_PARTS = MERGED_AT_ONCE**MERGE_LEVELS  # splits of a sequence
 INVARIANT_BLOCKS = 16  # of keys a split that does not depend on the batch
-COUNTERS = 1 << 20  # rows that a device has; when streams and captured launches have used them up, new ones are a memset in each launch
+COUNTERS = (
+    1 << 20
+)  # rows that a device has; when streams and captured launches have used them up, new ones are a memset in each launch
 
 _plans = threading.local()
 _offices: dict[int, dispatch.TicketOffice] = {}
@@ -95,8 +97,11 @@ class DecodePlan:
         batch, seqlen_q, heads, head_dim = q.shape
         heads_kv, self.head_dim_v = k.shape[2], v.shape[3]
         paged = cache.block_table is not None
-        v_in_k = head_dim > 256
-        options = tuple(name for name in ("window", "softcap", "alibi", "sink") if name == "window" or name in extras.names)
+        options = tuple(
+            name
+            for name in ("window", "softcap", "alibi", "sink")
+            if name == "window" or name in extras.names
+        )
         width = decode_width(head_dim, self.head_dim_v)
         problem = AttnProblem(DTYPE_NAMES[q.dtype], *width, False, options)
         self.rows = _rows(seqlen_q, heads, heads_kv)
@@ -109,25 +114,30 @@ class DecodePlan:
 
         capacity = page_size * (cache.block_table.shape[1] if paged else 1)
         fixed = _fixed(num_splits, batch_invariant, capacity, config.block_N)
-        m_blocks, ctas, self.slots = _sizes(config, batch, self.rows, heads_kv, fixed, capacity, sm_count(self.device))
+        m_blocks, ctas, self.slots = _sizes(
+            config, batch, self.rows, heads_kv, fixed, capacity, sm_count(self.device)
+        )
         self.config = config
         part_rows = min(self.rows, 64)
         columns = config.columns(problem)
         self.o_parts = dispatch._dense((self.slots, config.warpgroups, part_rows, columns))
         self.lse_parts = dispatch._dense((self.slots, config.warpgroups, part_rows))
-        (page_k, rows_k), (page_v, rows_v) = (_rows_of(x, name) for x, name in ((k, "k_cache"), (v, "v_cache")))
+        (page_k, rows_k), (page_v, rows_v) = (
+            _rows_of(x, name) for x, name in ((k, "k_cache"), (v, "v_cache"))
+        )
         self.views = Views(False, rows_k, rows_v, packed=True)
         self.pad_q = (0, width[0] - head_dim) if head_dim != width[0] else None
         self.q_strides = dispatch._dense(q.shape)[1]
         self.out = dispatch._dense((batch, seqlen_q, heads, width[1]), q.dtype)
         self.lse = dispatch._dense((batch, heads, seqlen_q))
         given = (
-            isinstance(cache.seqlens, torch.Tensor) | (cache.leftpad is not None) << 1 | (cache.batch_idx is not None) << 2
+            isinstance(cache.seqlens, torch.Tensor)
+            | (cache.leftpad is not None) << 1
+            | (cache.batch_idx is not None) << 2
         )
         self.counts = heads // heads_kv, m_blocks, given
         self.pages = page_size, k.shape[0], page_k, page_v, fixed, ctas
         self.batch, self.heads = batch, heads
-        self.no_table = dispatch._nothing(self.device)[3][None]
 
     def __call__(
         self,
@@ -153,13 +163,17 @@ class DecodePlan:
             shapes = self.o_parts[0], self.lse_parts[0]
             sizes = [4 * math.prod(shape) for shape in shapes]
             parts = workspace[: sum(sizes)].split(sizes)
-            o_parts, lse_parts = (x.view(torch.float32).view(shape) for x, shape in zip(parts, shapes, strict=True))
-        slopes, sink, _, no_lengths = dispatch._nothing(self.device)
+            o_parts, lse_parts = (
+                x.view(torch.float32).view(shape) for x, shape in zip(parts, shapes, strict=True)
+            )
+        slopes, sink, _, no_lengths, no_table = dispatch._nothing(self.device)
         if extras.alibi_slopes is not None:
             slopes = extras.alibi_slopes.expand(self.batch, self.heads)
         if extras.sink is not None:
             sink = extras.sink.float()
-        seqlens, seqlen = (cache.seqlens, 0) if isinstance(cache.seqlens, torch.Tensor) else (no_lengths, cache.seqlens)
+        seqlens, seqlen = (
+            (cache.seqlens, 0) if isinstance(cache.seqlens, torch.Tensor) else (no_lengths, cache.seqlens)
+        )
         left, right = (MAX_WINDOW, 0) if causal else extras.bounds
         self.kernel(
             q,
@@ -169,7 +183,7 @@ class DecodePlan:
             seqlens,
             no_lengths if cache.leftpad is None else cache.leftpad,
             no_lengths if cache.batch_idx is None else cache.batch_idx,
-            self.no_table if cache.block_table is None else cache.block_table,
+            no_table if cache.block_table is None else cache.block_table,
             o_parts,
             lse_parts,
             _counters(self.device, self.slots * self.config.warpgroups),
@@ -204,7 +218,7 @@ def _rows_of(x: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
 
 
 def _counters(device: int, rows: int) -> torch.Tensor:
-    """Zeros, int32 [rows or more, MERGE_LEVELS], that kernels after each other on a stream, or replays of one captured launch, may share."""
+    """Zeros, int32 [rows or more, MERGE_LEVELS], shared by kernels after each other on a stream, or by replays of a captured launch."""
     office = _offices.get(device)
     if office is None:
         if torch.cuda.is_current_stream_capturing():
@@ -287,7 +301,7 @@ def append(
             return q
         if k_new is None:
             k_new, v_new = cache.k[:1, :1], cache.v[:1, :1]
-        *_, no_lengths = dispatch._nothing(device)
+        *_, no_lengths, no_table = dispatch._nothing(device)
         angles = (q.new_zeros(1, 1),) * 2 if cos is None else (cos, sin)
         tensor = isinstance(cache.seqlens, torch.Tensor)
         paged = cache.block_table is not None
@@ -301,7 +315,7 @@ def append(
             *angles,
             cache.seqlens if tensor else no_lengths,
             no_lengths if cache.batch_idx is None else cache.batch_idx,
-            cache.block_table if paged else no_lengths[None],
+            cache.block_table if paged else no_table,
             0 if cos is None else 2 * cos.shape[1],
             interleaved,
             q_in_place_of_keys,

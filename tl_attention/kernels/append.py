@@ -1,5 +1,4 @@
-"""Before a decode: new keys and values to their places in a cache, keys and queries rotated by their positions (Su et al. 2021, RoFormer)."""
-
+"""Before a decode: new keys and values to their places in a cache, keys and queries rotated by position (Su et al. 2021, RoFormer)."""
 
 from typing import Any
 
@@ -8,7 +7,9 @@ import tilelang.language as T
 from tl_attention.kernels.tiles import strided
 from tl_attention.problem import AppendConfig, AttnProblem
 
-PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}  # indices are guarded where they may leave their tensors
+PASS_CONFIGS = {
+    "tl.disable_safe_memory_legalize": True
+}  # indices are guarded where they may leave their tensors
 
 
 @T.meta_class
@@ -33,7 +34,9 @@ class Rotary:
                 self.second[0] = T.if_then_else(j >= T.truncdiv(self.rotary_dim, 2), 1, 0)
                 self.pair[0] = j - self.second[0] * T.truncdiv(self.rotary_dim, 2)
                 self.partner[0] = j + (1 - 2 * self.second[0]) * T.truncdiv(self.rotary_dim, 2)
-            self.other[0] = T.cast(X[b, i, h, self.partner[0]], "float32") * T.cast(self.Sin[position, self.pair[0]], "float32")
+            self.other[0] = T.cast(X[b, i, h, self.partner[0]], "float32") * T.cast(
+                self.Sin[position, self.pair[0]], "float32"
+            )
             self.value[0] = self.value[0] * T.cast(self.Cos[position, self.pair[0]], "float32")
             self.value[0] += T.if_then_else(self.second[0] != 0, self.other[0], -self.other[0])
 
@@ -50,7 +53,9 @@ def flash_append(problem: AttnProblem, config: AppendConfig) -> T.PrimFunc:
     """
     dtype, threads = problem.dtype, config.threads
     batch, seqlen_q, heads, heads_kv, new_rows = T.dynamic("batch, seqlen_q, heads, heads_kv, new_rows")
-    columns_qk, columns_v, caches, room, positions, pairs = T.dynamic("columns_qk, columns_v, caches, room, positions, pairs")
+    columns_qk, columns_v, caches, room, positions, pairs = T.dynamic(
+        "columns_qk, columns_v, caches, room, positions, pairs"
+    )
     seqlens_n, caches_n, table_n, pages_n = T.dynamic("seqlens_n, caches_n, table_n, pages_n")
 
     @T.prim_func
@@ -75,7 +80,9 @@ def flash_append(problem: AttnProblem, config: AppendConfig) -> T.PrimFunc:
         page_size: T.int32,
         num_pages: T.int32,
     ):
-        with T.Kernel(T.max(T.if_then_else(rotary_dim > 0, seqlen_q, 0), appended), batch, threads=threads) as (i, b):
+        with T.Kernel(
+            T.max(T.if_then_else(rotary_dim > 0, seqlen_q, 0), appended), batch, threads=threads
+        ) as (i, b):
             thread = T.get_thread_binding()
             first = T.alloc_var("int32", init=0)
             cache = T.alloc_var("int32", init=0)

@@ -12,7 +12,7 @@ import tilelang.language as T
 
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.options import Scores
-from tl_attention.kernels.pipeline import ARRIVE, WARPGROUP, TileRing, alloc_fragments, sync_warpgroup
+from tl_attention.kernels.pipeline import WARPGROUP, TileRing, alloc_fragments, sync_warpgroup
 from tl_attention.kernels.softmax import LOG2E, LOWEST, SMALLEST_SCALE, OnlineSoftmax
 from tl_attention.kernels.tiles import packed
 from tl_attention.problem import FAR, MERGE_LEVELS, MERGED_AT_ONCE, AttnProblem, DecodeConfig
@@ -21,14 +21,20 @@ PASS_CONFIGS = {
     **pipeline.PASS_CONFIGS,
     "tl.disable_safe_memory_legalize": True,  # no index leaves its tensor, and guards would have each load wait for the one before
 }
+
+
 def rolled(steps: Any) -> Any:
     """A loop that nvcc leaves as it is: a CTA runs most code once, and its instructions come from the L2 or beyond."""
     return T.unroll(steps, unroll_factor=1)
 
 
-MERGED_ROWS = 8  # that a warpgroup merges together
+# __threadfence would order more, and longer
+FENCE = """
+static __device__ __forceinline__ void tl_attention_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+"""
+MERGED_NUMBERS = 1024  # of each part that a warpgroup has on their way together
 # Of (producers, consumers), by consumer warpgroups; the sum as pipeline.VARLEN_REGISTERS has it
-REGISTERS = {2: (56, 224)}
+REGISTERS = {2: (72, 216)}
 LEAST_BLOCKS = 4  # of keys a CTA, or merging would take longer than what it divides
 
 
@@ -55,7 +61,10 @@ class Lengths:
     appended: Any
 
     def keys_end(self, b: Any) -> Any:
-        return T.if_then_else(self.given & 1 != 0, self.Seqlens[b * (self.given & 1)], self.seqlen) + self.appended
+        return (
+            T.if_then_else(self.given & 1 != 0, self.Seqlens[b * (self.given & 1)], self.seqlen)
+            + self.appended
+        )
 
     def leftpad(self, b: Any) -> Any:
         return T.if_then_else(self.given & 2 != 0, self.Leftpad[b * (self.given >> 1 & 1)], 0)
@@ -73,9 +82,27 @@ class Walk:
     fixed < 0 what makes -fixed splits. CTAs have near-equal ranges of units.
     """
 
-    def __init__(self, lengths: Lengths, block_N, batch, items_a_sequence, m_blocks, seqlen_q, left, fixed, ctas, name: str = "walk"):
+    def __init__(
+        self,
+        lengths: Lengths,
+        block_N,
+        batch,
+        items_a_sequence,
+        m_blocks,
+        seqlen_q,
+        left,
+        fixed,
+        ctas,
+        name: str = "walk",
+    ):
         self.lengths, self.block_N, self.batch, self.m_blocks = lengths, block_N, batch, m_blocks
-        self.items_a_sequence, self.seqlen_q, self.left, self.fixed, self.ctas = items_a_sequence, seqlen_q, left, fixed, ctas
+        self.items_a_sequence, self.seqlen_q, self.left, self.fixed, self.ctas = (
+            items_a_sequence,
+            seqlen_q,
+            left,
+            fixed,
+            ctas,
+        )
         names = (
             "b", "before", "weight", "blocks", "length", "first_block", "split_blocks",
             "unit", "end", "base", "longer", "cta", "total", "up", "inside",
@@ -95,7 +122,9 @@ class Walk:
             self.length[0] = self.lengths.keys_end(b) - self.lengths.leftpad(b)
             self.first_block[0] = T.max(self.length[0] - self.seqlen_q - self.left, 0) // self.block_N
             # A sequence of no key has a masked block, as it has an output
-            self.blocks[0] = T.max((self.length[0] + self.block_N - 1) // self.block_N - self.first_block[0], 1)
+            self.blocks[0] = T.max(
+                (self.length[0] + self.block_N - 1) // self.block_N - self.first_block[0], 1
+            )
             self.weight[0] = self.blocks[0]
             if self.fixed != 0:
                 self.split_blocks[0] = self.fixed
@@ -113,7 +142,9 @@ class Walk:
             self.total[0] += T.warp_reduce_sum(self.weight[0])
         self.total[0] *= self.items_a_sequence
         # CTAs that have work
-        self.up[0] = T.max(T.min(T.if_then_else(self.fixed == 0, self.total[0] // LEAST_BLOCKS, self.total[0]), self.ctas), 1)
+        self.up[0] = T.max(
+            T.min(T.if_then_else(self.fixed == 0, self.total[0] // LEAST_BLOCKS, self.total[0]), self.ctas), 1
+        )
         self.base[0] = T.truncdiv(self.total[0], self.up[0])
         self.longer[0] = self.total[0] - self.base[0] * self.up[0]
         if cta < self.up[0]:
@@ -130,9 +161,13 @@ class Walk:
                         self.inside[0] += self.up[0]
                 self.up[0] = (self.total[0] + self.inside[0] - self.weight[0]) * self.items_a_sequence
                 self.total[0] += T.shfl_sync(self.inside[0], 31)
-                found = (self.up[0] <= self.unit[0]) & (self.unit[0] < self.up[0] + self.weight[0] * self.items_a_sequence)
+                found = (self.up[0] <= self.unit[0]) & (
+                    self.unit[0] < self.up[0] + self.weight[0] * self.items_a_sequence
+                )
                 self.b[0] = T.max(self.b[0], T.warp_reduce_max(T.if_then_else(found, chunk * 32 + lane, 0)))
-                self.before[0] = T.max(self.before[0], T.warp_reduce_max(T.if_then_else(found, self.up[0], 0)))
+                self.before[0] = T.max(
+                    self.before[0], T.warp_reduce_max(T.if_then_else(found, self.up[0], 0))
+                )
             self.measure(self.b[0])
 
     @property
@@ -141,7 +176,10 @@ class Walk:
 
     def cta_of(self, unit: Any) -> Any:
         is_longer = unit < self.longer[0] * (self.base[0] + 1)
-        return T.truncdiv(unit - T.if_then_else(is_longer, 0, self.longer[0]), self.base[0] + T.if_then_else(is_longer, 1, 0))
+        return T.truncdiv(
+            unit - T.if_then_else(is_longer, 0, self.longer[0]),
+            self.base[0] + T.if_then_else(is_longer, 1, 0),
+        )
 
     @T.inline
     def take(self):
@@ -167,7 +205,9 @@ class Walk:
             self.unit[0] += self.steps[0]
         else:
             self.start_block[0] = self.first_block[0] + self.inside[0] * self.split_blocks[0]
-            self.steps[0] = T.min(self.split_blocks[0], self.blocks[0] - self.inside[0] * self.split_blocks[0])
+            self.steps[0] = T.min(
+                self.split_blocks[0], self.blocks[0] - self.inside[0] * self.split_blocks[0]
+            )
             self.parts[0] = self.weight[0]
             self.part[0] = self.inside[0]
             self.first_slot[0] = self.up[0]
@@ -242,13 +282,14 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     """Kernel(Q, K, V, O, Lse, Seqlens, Leftpad, Caches, Table, O_parts, Lse_parts, Counters, softmax_scale, lse_unit, heads_a_kv_head,
     m_blocks, given, seqlen, appended, page_size, num_pages, page_k, page_v, fixed, ctas, left, right, softcap, Slopes, Sink).
 
-    Q, O: [batch, seqlen_q, heads, head_dim or head_dim_v], contiguous, of the tile's widths; Lse: [batch, heads, seqlen_q] fp32, in log2 /
-    lse_unit. K, V: as tiles.packed has them, all rows of all caches or pages one after the other, page_k and page_v rows from one to
-    the next. A sequence has the keys from Leftpad to before Seqlens + appended of cache Caches: int32 [batch], given & 1, 2, 4 says which of
-    Seqlens, Leftpad, Caches are, else seqlen, 0 and its own number are. config.page_rows: Table int32 [batch, pages] has the pages of
-    page_size keys of each sequence, a page outside [0, num_pages) reads as zeros. fixed: see Walk.
-    O_parts: [slots, warpgroups, rows, columns], Lse_parts: [slots, warpgroups, rows] fp32; Counters: int32 [slots * warpgroups or more, MERGE_LEVELS], zeros
-    before and after. Slots: ctas + items, or one a split. left, right: the window, as options.Options has it; it is always on.
+    Q, O: [batch, seqlen_q, heads, head_dim or head_dim_v], contiguous, of the tile's widths; Lse: [batch, heads, seqlen_q] fp32,
+    in log2 / lse_unit. K, V: as tiles.packed has them, all rows of all caches or pages one after the other, page_k and page_v rows
+    from one to the next. A sequence has the keys from Leftpad to before Seqlens + appended of cache Caches: int32 [batch]; given &
+    1, 2, 4 says which of Seqlens, Leftpad, Caches are, else seqlen, 0 and its own number are. config.page_rows: Table int32 [batch,
+    pages] has the pages of page_size keys of each sequence; a page outside [0, num_pages) reads as zeros. fixed: see Walk.
+    O_parts: [slots, warpgroups, rows, columns], Lse_parts: [slots, warpgroups, rows] fp32; slots: ctas + items, or one a split.
+    Counters: int32 [slots * warpgroups or more, MERGE_LEVELS], zeros before and after. left, right: the window, as options.Options
+    has it; it is always on.
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
     block_N, page_rows = config.block_N, config.page_rows
@@ -260,17 +301,24 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     row_wise = T.GemmWarpPolicy.FullRow
     q_kt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}
     v_in_k = config.v_in_k
-    own_columns = [slice(config.first_column(problem, w), config.first_column(problem, w) + columns) for w in warpgroups]
+    own_columns = [
+        slice(config.first_column(problem, w), config.first_column(problem, w) + columns) for w in warpgroups
+    ]
     # QK of a block beside PV of the one before. Where two CTAs share an SM, they do so for each other, in less code; two warpgroups
     # with 256 columns of O lack the registers
     overlaps = config.ctas_a_sm == 1 and not v_in_k and config.warpgroups * head_dim_v < 512
-    chunk = 64 if head_dim % 64 == 0 and head_dim_v % 64 == 0 else 32  # columns of a row of the swizzled layout
+    chunk = (
+        64 if head_dim % 64 == 0 and head_dim_v % 64 == 0 else 32
+    )  # columns of a row of the swizzled layout
     pieces = tuple(range(block_N // page_rows)) if page_rows else ()
     parts_at_once = tuple(range(MERGED_AT_ONCE))
+    merged_rows = min(MERGED_NUMBERS // columns, 8)
 
     batch, seqlen_q, heads, heads_kv = T.dynamic("batch, seqlen_q, heads, heads_kv")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
-    seqlens_n, leftpad_n, caches_n, table_n, pages_n = T.dynamic("seqlens_n, leftpad_n, caches_n, table_n, pages_n")
+    seqlens_n, leftpad_n, caches_n, table_n, pages_n = T.dynamic(
+        "seqlens_n, leftpad_n, caches_n, table_n, pages_n"
+    )
     slots, part_rows, counters = T.dynamic("slots, part_rows, counters")
     slopes_batch, slopes_heads, sink_heads = T.dynamic("slopes_batch, slopes_heads, sink_heads")
 
@@ -359,75 +407,101 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         softmax.update(acc_s)
 
     @T.macro
-    def merge(w, first, stride, count, is_last, O_parts, Lse_parts, O, Lse, tokens, row_heads, b, rows, weights_shared, lse_unit, sinks):
+    def merge(
+        w,
+        first,
+        stride,
+        count,
+        is_last,
+        O_parts,
+        Lse_parts,
+        O,
+        Lse,
+        tokens,
+        row_heads,
+        b,
+        rows,
+        weights_shared,
+        lse_unit,
+        sinks,
+    ):
         """Parts first, first + stride, ..: to the first of them or, if these are all of the item, to O and Lse."""
         weights = T.alloc_fragment([64, MERGED_AT_ONCE], "float32")
         row_max = T.alloc_fragment([64], "float32")
         row_sum = T.alloc_fragment([64], "float32")
-        total = T.alloc_fragment([MERGED_ROWS, columns], "float32")
-        loaded = alloc_fragments([[MERGED_ROWS, columns]] * MERGED_AT_ONCE, "float32")
+        total = T.alloc_fragment([merged_rows, columns], "float32")
+        loaded = alloc_fragments([[merged_rows, columns]] * MERGED_AT_ONCE, "float32")
         row = T.alloc_var("int32", init=0)
-        # Parts past the last and rows past the last are read as the last, so that no load hangs on a condition
-        for i, s in T.Parallel(64, MERGED_AT_ONCE):
-            weights[i, s] = Lse_parts[first + stride * T.min(s, count - 1), w, T.min(i, rows - 1)]
-        for i, s in T.Parallel(64, MERGED_AT_ONCE):
-            weights[i, s] = T.if_then_else(s < count, weights[i, s], -T.infinity("float32"))
-        T.fill(row_max, LOWEST)
-        T.reduce_max(weights, row_max, dim=1, clear=False)
-        if problem.has("sink"):
-            for i in T.Parallel(64):
-                row_max[i] = T.if_then_else(is_last, T.max(row_max[i], sinks[w, i]), row_max[i])
-        for i, s in T.Parallel(64, MERGED_AT_ONCE):
-            weights[i, s] = T.exp2(weights[i, s] - row_max[i])
-        T.reduce_sum(weights, row_sum, dim=1)
-        if problem.has("sink"):
-            for i in T.Parallel(64):
-                row_sum[i] += T.if_then_else(is_last, T.exp2(sinks[w, i] - row_max[i]), 0.0)
-        for i, s in T.Parallel(64, MERGED_AT_ONCE):
-            weights_shared[w, i, s] = weights[i, s] * T.if_then_else(row_sum[i] != 0, 1 / row_sum[i], 0)
-        sync_warpgroup(w)  # all have read the parts' log-sum-exps
-        if is_last:
-            for i in T.Parallel(64):
-                if i < rows:
-                    Lse[b, row_heads[w, i], tokens[w, i]] = (T.log2(row_sum[i]) + row_max[i]) * lse_unit
-        else:
-            for i in T.Parallel(64):
-                if i < rows:
-                    Lse_parts[first, w, i] = T.log2(row_sum[i]) + row_max[i]
-
-        for group in rolled(T.ceildiv(rows, MERGED_ROWS)):
-            row = group * MERGED_ROWS
+        for group in rolled(T.ceildiv(rows, merged_rows)):
+            row = group * merged_rows
+            # Parts past the last and rows past the last are read as the last, so that no load hangs on a condition
             for s in parts_at_once:
-                for i, j in T.Parallel(MERGED_ROWS, columns):
-                    loaded[s][i, j] = O_parts[first + stride * T.min(s, count - 1), w, T.min(row + i, rows - 1), j]
+                for i, j in T.Parallel(merged_rows, columns):
+                    loaded[s][i, j] = O_parts[
+                        first + stride * T.min(s, count - 1), w, T.min(row + i, rows - 1), j
+                    ]
+            if group == 0:  # while the first outputs are on their way
+                for i, s in T.Parallel(64, MERGED_AT_ONCE):
+                    weights[i, s] = Lse_parts[first + stride * T.min(s, count - 1), w, T.min(i, rows - 1)]
+                for i, s in T.Parallel(64, MERGED_AT_ONCE):
+                    weights[i, s] = T.if_then_else(s < count, weights[i, s], -T.infinity("float32"))
+                T.fill(row_max, LOWEST)
+                T.reduce_max(weights, row_max, dim=1, clear=False)
+                if problem.has("sink"):
+                    for i in T.Parallel(64):
+                        row_max[i] = T.if_then_else(is_last, T.max(row_max[i], sinks[w, i]), row_max[i])
+                for i, s in T.Parallel(64, MERGED_AT_ONCE):
+                    weights[i, s] = T.exp2(weights[i, s] - row_max[i])
+                T.reduce_sum(weights, row_sum, dim=1)
+                if problem.has("sink"):
+                    for i in T.Parallel(64):
+                        row_sum[i] += T.if_then_else(is_last, T.exp2(sinks[w, i] - row_max[i]), 0.0)
+                for i, s in T.Parallel(64, MERGED_AT_ONCE):
+                    weights_shared[w, i, s] = weights[i, s] * T.if_then_else(
+                        row_sum[i] != 0, 1 / row_sum[i], 0
+                    )
+                sync_warpgroup(w)  # all have read the parts' log-sum-exps
+                if is_last:
+                    for i in T.Parallel(64):
+                        if i < rows:
+                            Lse[b, row_heads[w, i], tokens[w, i]] = (
+                                T.log2(row_sum[i]) + row_max[i]
+                            ) * lse_unit
+                else:
+                    for i in T.Parallel(64):
+                        if i < rows:
+                            Lse_parts[first, w, i] = T.log2(row_sum[i]) + row_max[i]
             T.clear(total)
             for s in parts_at_once:  # a weight past the last part is 0
-                for i, j in T.Parallel(MERGED_ROWS, columns):
+                for i, j in T.Parallel(merged_rows, columns):
                     total[i, j] += weights_shared[w, row + i, s] * loaded[s][i, j]
             if is_last:
-                for i, j in T.Parallel(MERGED_ROWS, columns):
+                for i, j in T.Parallel(merged_rows, columns):
                     if row + i < rows:
-                        O[b, tokens[w, row + i], row_heads[w, row + i], config.first_column(problem, w) + j] = total[i, j]
+                        O[
+                            b, tokens[w, row + i], row_heads[w, row + i], config.first_column(problem, w) + j
+                        ] = total[i, j]
             else:
-                for i, j in T.Parallel(MERGED_ROWS, columns):
+                for i, j in T.Parallel(merged_rows, columns):
                     if row + i < rows:
                         O_parts[first, w, row + i, j] = total[i, j]
 
     @T.macro
     def arrive(w, Counters, slot, level, count, arrived):
         """Behind what this warpgroup wrote. arrived[w]: how many have come before, whose writes are then seen."""
-        T.call_extern("handle", "__threadfence")
+        T.call_extern("handle", "tl_attention_fence")
         sync_warpgroup(w)
         if T.get_thread_binding() % WARPGROUP == 0:
             arrived[w] = T.atomic_add(Counters[slot * config.warpgroups + w, level], 1, return_prev=True)
             if arrived[w] == count - 1:
                 Counters[slot * config.warpgroups + w, level] = 0
         sync_warpgroup(w)
-        T.call_extern("handle", "__threadfence")
+        T.call_extern("handle", "tl_attention_fence")
 
     @T.macro
     def consume(
-        w, segments, Q, O, Lse, O_parts, Lse_parts, Counters, Q_shared, K_ring, V_ring, rows_shared, softmax_scale, lse_unit, heads_a_kv_head, options,
+        w, segments, Q, O, Lse, O_parts, Lse_parts, Counters, Q_shared, K_ring, V_ring, rows_shared, softmax_scale, lse_unit,
+        heads_a_kv_head, options,
     ):  # fmt: skip
         tokens, row_heads, places, slopes, sinks, weights_shared, arrived = rows_shared
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then their exponentials
@@ -465,7 +539,9 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             b = segments.read(turn, "b")
             length = segments.read(turn, "length")
             start = segments.read(turn, "start_block")
-            first_row = segments.read(turn, "m_block") * rows_a_tile + (0 if config.divides_columns else 64 * w)
+            first_row = segments.read(turn, "m_block") * rows_a_tile + (
+                0 if config.divides_columns else 64 * w
+            )
             rows = T.max(T.min(seqlen_q * heads_a_kv_head - first_row, 64), 0)
 
             # Rows past the last are the last again; nothing of theirs is written
@@ -474,8 +550,10 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             if thread < 64:
                 number = T.min(first_row + thread, seqlen_q * heads_a_kv_head - 1)
                 tokens[w, thread] = T.truncdiv(number, heads_a_kv_head)
-                row_heads[w, thread] = segments.read(turn, "kv_head") * heads_a_kv_head + number - T.truncdiv(number, heads_a_kv_head) * heads_a_kv_head
-                places[w, thread] = length - seqlen_q + T.truncdiv(number, heads_a_kv_head)
+                row_heads[w, thread] = segments.read(turn, "kv_head") * heads_a_kv_head + T.truncmod(
+                    number, heads_a_kv_head
+                )
+                places[w, thread] = length - seqlen_q + tokens[w, thread]
             sync_warpgroup(w)
             if thread < 64:
                 if problem.has("alibi"):
@@ -499,7 +577,9 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 T.wgmma_gemm(Q_shared[q_slot, :, :], K_ring[step], acc_s, **q_kt)
                 T.wait_wgmma(0)
                 K_ring.release(step)
-                weigh(acc_s, scores, softmax, places, slopes, w, start * block_N, length, softmax_scale, options)
+                weigh(
+                    acc_s, scores, softmax, places, slopes, w, start * block_N, length, softmax_scale, options
+                )
                 T.copy(acc_s, P)
                 T.clear(acc_o)
                 for i in rolled(steps - 1):
@@ -509,7 +589,18 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                     T.wgmma_gemm(P, V_ring[step], acc_o, policy=row_wise)
                     T.wait_wgmma(1)  # S is there
                     K_ring.release(step + 1)
-                    weigh(acc_s, scores, softmax, places, slopes, w, (start + 1 + i) * block_N, length, softmax_scale, options)
+                    weigh(
+                        acc_s,
+                        scores,
+                        softmax,
+                        places,
+                        slopes,
+                        w,
+                        (start + 1 + i) * block_N,
+                        length,
+                        softmax_scale,
+                        options,
+                    )
                     T.wait_wgmma(0)  # O is there, and P free
                     V_ring.release(step)
                     T.copy(acc_s, P)
@@ -528,11 +619,24 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                     T.wait_wgmma(0)
                     if not v_in_k:
                         K_ring.release(step)
-                    weigh(acc_s, scores, softmax, places, slopes, w, (start + i) * block_N, length, softmax_scale, options)
+                    weigh(
+                        acc_s,
+                        scores,
+                        softmax,
+                        places,
+                        slopes,
+                        w,
+                        (start + i) * block_N,
+                        length,
+                        softmax_scale,
+                        options,
+                    )
                     T.copy(acc_s, P)
                     softmax.rescale(acc_o)
                     if v_in_k:
-                        T.wgmma_gemm(P, K_ring.tiles[step % K_ring.slots, :, own_columns[w]], acc_o, policy=row_wise)
+                        T.wgmma_gemm(
+                            P, K_ring.tiles[step % K_ring.slots, :, own_columns[w]], acc_o, policy=row_wise
+                        )
                         T.wait_wgmma(0)
                         K_ring.release(step)
                     else:
@@ -548,7 +652,9 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 if problem.has("sink"):
                     for i in T.Parallel(64):
                         sink_share[i] = T.max(lse[i], sinks[w, i])
-                        sink_share[i] += T.log2(T.exp2(lse[i] - sink_share[i]) + T.exp2(sinks[w, i] - sink_share[i]))
+                        sink_share[i] += T.log2(
+                            T.exp2(lse[i] - sink_share[i]) + T.exp2(sinks[w, i] - sink_share[i])
+                        )
                     for i, j in T.Parallel(64, columns):
                         acc_o[i, j] *= T.exp2(lse[i] - sink_share[i])
                     T.copy(sink_share, lse)
@@ -626,11 +732,17 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         Slopes: T.StridedTensor([slopes_batch, slopes_heads], [T.dynamic("slopes_stride"), 1], "float32"),
         Sink: T.Tensor([sink_heads], "float32"),
     ):
-        with T.Kernel(ctas, threads=config.threads) as cta:
+        with T.Kernel(ctas, threads=config.threads, prelude=FENCE) as cta:
             T.annotate_min_blocks_per_sm(config.ctas_a_sm)
-            Q_shared = pipeline.alloc_swizzled([1 if config.divides_columns else config.warpgroups, 64, head_dim], dtype)
+            Q_shared = pipeline.alloc_swizzled(
+                [1 if config.divides_columns else config.warpgroups, 64, head_dim], dtype
+            )
             K_ring = TileRing([config.num_stages, block_N, head_dim], dtype, consumer_warps, name="K")
-            V_ring = None if v_in_k else TileRing([config.num_stages, block_N, head_dim_v], dtype, consumer_warps, name="V")
+            V_ring = (
+                None
+                if v_in_k
+                else TileRing([config.num_stages, block_N, head_dim_v], dtype, consumer_warps, name="V")
+            )
             segments = SegmentBox(consumer_warps)
             tokens = T.alloc_shared([config.warpgroups, 64], "int32")
             row_heads = T.alloc_shared([config.warpgroups, 64], "int32")
@@ -648,16 +760,31 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 if registers is not None:
                     T.dec_max_nreg(registers[0])
                 if thread < WARPGROUP * config.warpgroups + 32:
-                    walk = Walk(lengths, block_N, batch, heads_kv * m_blocks, m_blocks, seqlen_q, left, fixed, ctas)
+                    walk = Walk(
+                        lengths, block_N, batch, heads_kv * m_blocks, m_blocks, seqlen_q, left, fixed, ctas
+                    )
                     walk.begin(cta)
-                    load(walk, lengths, K, V, Table, page_size, num_pages, page_k, page_v, segments, K_ring, V_ring)
+                    load(
+                        walk,
+                        lengths,
+                        K,
+                        V,
+                        Table,
+                        page_size,
+                        num_pages,
+                        page_k,
+                        page_v,
+                        segments,
+                        K_ring,
+                        V_ring,
+                    )
             for w in warpgroups:
                 with T.ws(w):
                     if registers is not None:
                         T.inc_max_nreg(registers[1])
                     consume(
-                        w, segments, Q, O, Lse, O_parts, Lse_parts, Counters, Q_shared, K_ring, V_ring, rows_shared, softmax_scale, lse_unit,
-                        heads_a_kv_head, options,
+                        w, segments, Q, O, Lse, O_parts, Lse_parts, Counters, Q_shared, K_ring, V_ring, rows_shared, softmax_scale,
+                        lse_unit, heads_a_kv_head, options,
                     )  # fmt: skip
 
     return flash_decode_kernel

@@ -124,6 +124,11 @@ def test_seconds(text, expected):
     assert cli.seconds(text) == expected
 
 
+def test_parse_shapes_refuses_options():
+    with pytest.raises(SystemExit, match="option-sink has options"):
+        cli.parse_shapes(["article", "option-sink"])
+
+
 def test_parse_shapes_takes_names_patterns_and_sizes():
     shapes = cli.parse_shapes(["article", "paper-d64-full-*", "1,8,2,333,517,192,128,causal"])
     assert len(shapes) == 8

@@ -110,13 +110,19 @@ def seconds(text: str) -> float:
 
 
 def parse_shapes(words: Sequence[str]) -> list[Shape]:
-    """Raises SystemExit for a name that configs/shapes.toml lacks and a shape of another form."""
-    from tl_attention.testing.bench import chosen_shapes
+    """Raises SystemExit for a name that configs/shapes.toml lacks, a shape of another form, and one with options."""
+    from tl_attention.testing.bench import Options, chosen_shapes
 
     try:
-        return list(chosen_shapes(words).values())
+        shapes = chosen_shapes(words)
     except ValueError as error:
         raise SystemExit(f"--shapes: {error}") from None
+    for name, shape in shapes.items():
+        if shape.options != Options():
+            raise SystemExit(
+                f"--shapes: {name} has options, which tuned rows do not serve; configs/grid.toml says what does"
+            )
+    return list(shapes.values())
 
 
 def bench(argv: Sequence[str]) -> int:

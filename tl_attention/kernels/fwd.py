@@ -122,10 +122,13 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             first_step = T.alloc_var("int32", init=0)  # of the tile, in rings that go on from tile to tile
             while tile_numbers.current[0] < order.num_tiles:
                 tile.locate(tile_numbers.current[0])
-                load(tile, turn, first_step, blocks, tiles, shared, tile_numbers)
-                tile_numbers.advance()
-                turn += 1
-                first_step += blocks.steps
+                if tile.there:
+                    load(tile, turn, first_step, blocks, tiles, shared, tile_numbers)
+                    tile_numbers.advance()
+                    turn += 1
+                    first_step += blocks.steps
+                else:
+                    tile_numbers.skip(tile.group_end)
             for w in warpgroups:
                 shared.Q.wait_empty(turn * config.warpgroups + w)
             shared.tile_box.close(turn)
@@ -283,11 +286,13 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 K=TileRing([num_stages, block_N, head_dim], dtype, consumer_warps, name="K"),
                 V=TileRing([num_stages, block_N, head_dim_v], dtype, consumer_warps, name="V"),
                 O=None if O_in_Q or split else alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype),
-                tile_box=TileBox() if persistent else None,
+                tile_box=TileBox(varlen) if persistent else None,
             )
             all_heads, table = (heads, options.Table) if varlen else (heads * batch, None)
+            # A window that lets some queries see more keys than others mostly ends at their place, as a causal mask does
+            last_first = problem.causal or problem.has("window")
             order = TileOrder(
-                problem.causal, heads, all_heads, heads_a_kv_head, m_blocks, group_heads, splits, table
+                last_first, heads, all_heads, heads_a_kv_head, m_blocks, group_heads, splits, table
             )
             tiles = Tiles(Q, K, V, O, Lse, head_dim, head_dim_v)
 

@@ -149,6 +149,12 @@ class KeyBlocks:
         return self.num_steps[0]
 
     @property
+    def counts(self) -> tuple:
+        """What start() sets and a walk needs."""
+        of_window = () if self.mask.window is None else (self.num_before, self.last)
+        return self.num_steps, self.num_masked, *of_window
+
+    @property
     def sweeps(self) -> tuple:
         """(masked, first step, number of steps) after step 0: those that may hold a masked key, and the others."""
         if self.mask.window is not None:

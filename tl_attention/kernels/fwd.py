@@ -21,7 +21,7 @@ from tl_attention.kernels.pipeline import (
 )
 from tl_attention.kernels.scheduler import Tile, TileBox, TileNumbers, TileOrder
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax
-from tl_attention.kernels.tiles import DensePartTiles, DenseTiles, PackedTiles, SharedTiles, packed, strided
+from tl_attention.kernels.tiles import DensePartTiles, DenseTiles, PackedTiles, SharedTiles, rows_argument
 from tl_attention.problem import AttnProblem, FwdConfig
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -61,31 +61,20 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
 
-    def view(name: str, seqlen: Any, heads: Any, columns: Any) -> Any:
-        if varlen:
-            return packed(name, heads, columns, dtype)
-        return strided(name, [batch, seqlen, heads, columns], dtype)
-
-    q_view = view("q", seqlen_q, heads, columns_qk)
-    k_view = view("k", seqlen_k, heads_kv, columns_qk)
-    v_view = view("v", seqlen_k, heads_kv, columns_v)
+    q_view = rows_argument(problem, "q", batch, seqlen_q, heads, columns_qk)
+    k_view = rows_argument(problem, "k", batch, seqlen_k, heads_kv, columns_qk)
+    v_view = rows_argument(problem, "v", batch, seqlen_k, heads_kv, columns_v)
     if split:
         splits = T.dynamic("splits")
         o_view = T.Tensor([splits, batch, heads, seqlen_q, head_dim_v], "float32")
         lse_view = T.Tensor([splits, batch, heads, seqlen_q], "float32")
     else:
         splits = None
-        o_view = view("o", seqlen_q, heads, columns_v)
+        o_view = rows_argument(problem, "o", batch, seqlen_q, heads, columns_v)
         lse_view = T.Tensor([heads, seqlen_q] if varlen else [batch, heads, seqlen_q], "float32")
     tickets_view = T.Tensor([2], "int32")
     turns = Turns(config.warpgroups, config.ping_pong)
     Tiles = DensePartTiles if split else PackedTiles if varlen else DenseTiles
-
-    def mask_of(tile: Tile, options: Options | None) -> Mask:
-        window = options.window if problem.has("window") else None
-        if varlen:
-            return Mask(problem.causal, tile.len_q[0], tile.len_k[0], window)
-        return Mask(problem.causal, seqlen_q, seqlen_k, window)
 
     def sink_of(tile: Tile, options: Options | None) -> Any:
         if not problem.has("sink"):
@@ -115,7 +104,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     @T.macro
     def produce(first_tile, order, ctas, tickets, tiles, shared, options):
         tile = Tile(order)
-        blocks = KeyBlocks(mask_of(tile, options), block_M, block_N, split)
+        blocks = KeyBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N, split)
         if persistent:
             tile_numbers = TileNumbers(config.schedule, first_tile, ctas, tickets)
             turn = T.alloc_var("int32", init=0)
@@ -243,7 +232,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     @T.macro
     def consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options):
         tile = Tile(order)
-        blocks = KeyBlocks(mask_of(tile, options), block_M, block_N, split)
+        blocks = KeyBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N, split)
         turns.start(w)
         if persistent:
             turn = T.alloc_var("int32", init=0)

@@ -9,6 +9,9 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.kernels.options import Options
+from tl_attention.problem import AttnProblem
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -17,6 +20,16 @@ class Mask:
     seqlen_k: Any
     window: tuple[Any, Any] | None = None  # (left, right)
     may_be_empty: bool = False  # whether there may be no query
+
+    @classmethod
+    def of(
+        cls, problem: AttnProblem, options: Options | None, tile: Any, seqlen_q: Any, seqlen_k: Any
+    ) -> Mask:
+        """That of a problem whose sequences have these lengths, or with varlen those of the tile's sequence."""
+        window = options.window if problem.has("window") else None
+        if problem.has("varlen"):
+            return cls(problem.causal, tile.len_q[0], tile.len_k[0], window, may_be_empty=True)
+        return cls(problem.causal, seqlen_q, seqlen_k, window)
 
     def place(self, query: Any) -> Any:
         """The key that the query stands at."""

@@ -173,7 +173,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
         # S = Q K^T, softmax of each block before it, beside O += P V of the last
         T.clear(acc_o)
-        for masked, start, count in blocks.sweeps:
+        for past, before, start, count in blocks.sweeps:
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR a step at d128
             for i in T.serial(count):
                 shared.K.wait(first_step + start + i)
@@ -186,8 +186,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 shared.K.release(first_step + start + i)
                 scores.cap(acc_s)
                 scores.bias(acc_s, mask.place(query) - blocks.first_key(start + i))
-                if masked:
-                    mask.apply(acc_s, query, blocks.first_key(start + i))
+                if past or before:
+                    mask.apply(acc_s, query, blocks.first_key(start + i), past, before)
                 softmax.update(acc_s)
                 dropout.drop(acc_s, query, blocks.first_key(start + i))
                 T.wait_wgmma(0)  # O is there, and P free

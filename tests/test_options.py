@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tl_attention import configs, dispatch
 from tl_attention.extras import Extras
-from tl_attention.problem import DIRECTIONS, OPTIONS, AttnProblem
+from tl_attention.problem import DIRECTIONS, OPTIONS, SCHEDULES, AttnProblem, FwdConfig
 from tl_attention.reference import (
     attention_backward_reference,
     dropout_keep,
@@ -46,6 +46,10 @@ CLASSES = [
     (256, 256, True, "varlen"),
     (256, 256, False, "softcap"),
     (256, 256, False, ALL),
+]
+SCHEDULED = [
+    FwdConfig(128, 64, schedule=schedule, q_stages=q_stages)
+    for schedule, q_stages in [*zip(SCHEDULES, itertools.repeat(1)), ("dynamic", 2)]
 ]
 LENGTHS_Q, LENGTHS_K = [300, 0, 1, 517, 129, 64], [400, 50, 0, 517, 77, 1000]
 USED_Q, USED_K = [290, 0, 1, 400, 128, 0], [333, 50, 0, 517, 0, 1000]
@@ -158,7 +162,8 @@ def starts(lengths: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
 
 
-def check(case: Case, deterministic: bool = False) -> None:
+def check(case: Case, deterministic: bool = False, config: FwdConfig | None = None) -> None:
+    """config: of the forward."""
     case.poison(math.nan)
     out = torch.full_like(case.q[..., : case.head_dim_v], math.nan).contiguous()
     *outer, seqlen, heads, _ = case.q.shape
@@ -172,7 +177,7 @@ def check(case: Case, deterministic: bool = False) -> None:
         case.softmax_scale,
         case.causal,
     )
-    dispatch.FwdPlan(q, k, v, out, causal, False, None, extras).launch(
+    dispatch.FwdPlan(q, k, v, out, causal, False, config, extras).launch(
         q, k, v, out, lse, scale, False, extras
     )
     grads = [torch.full_like(x, math.nan) for x in (q, k, v)]
@@ -201,6 +206,22 @@ classes = pytest.mark.parametrize(("head_dim", "head_dim_v", "causal", "names"),
 @classes
 def test_options_match_reference(head_dim, head_dim_v, causal, names, deterministic):
     check(Case(head_dim, head_dim_v, causal, tuple(names.split())), deterministic)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", SCHEDULED, ids=str)
+@pytest.mark.parametrize("names", ["window", "window sink varlen", "varlen", ALL])
+def test_options_match_reference_in_every_schedule(names, config, monkeypatch):
+    """With more tiles than there are SMs, in more groups of heads than one, and room in the table for tiles that are not there."""
+    monkeypatch.setattr(dispatch, "L2_SHARE", 1)
+    lengths = tuple((37 * i) % 300 for i in range(1, 60))
+    named = tuple(names.split())
+    case = Case(
+        64, 64, "window" not in named, named, heads=6, lengths_q=lengths, lengths_k=lengths[::-1], batch=9
+    )
+    assert configs.is_legal(AttnProblem("bfloat16", 64, 64, case.causal, named), config) is None
+    check(case, config=config)
+    check(case, config=config)  # once more with the same counters
 
 
 @pytest.mark.gpu

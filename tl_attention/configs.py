@@ -43,7 +43,7 @@ from tl_attention.problem import (
 from tl_attention.target import SMEM_LIMIT, gpu_slug
 
 BARRIER_BYTES = 1024  # what barriers take of the shared memory beside the tiles
-TILE_BOX_BYTES = 64  # kernels.scheduler.TileBox
+TILE_BOX_BYTES = 64, 96  # kernels.scheduler.TileBox, without and with a table
 TILE_ALIGNMENT = 1024  # bytes; of each tile, so what lies between two takes a multiple
 # Where the rows of a direction lie in a tuned table
 SECTIONS = {"fwd": ("fwd",), "bwd": ("bwd",), "bwd_det": ("bwd_det", "bwd")}
@@ -73,7 +73,7 @@ def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
     # Else O leaves through the tile of Q, or from registers
     own_output = problem.head_dim != problem.head_dim_v and not config.split
     rows_v += config.block_M * own_output
-    tile_box = TILE_BOX_BYTES * (config.schedule != "grid")
+    tile_box = TILE_BOX_BYTES[problem.has("varlen")] if config.schedule != "grid" else 0
     return 2 * (rows_qk * problem.head_dim + rows_v * problem.head_dim_v) + tile_box
 
 
@@ -151,8 +151,6 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
     if config.ping_pong and config.warpgroups < 2:
         return f"ping_pong: expected at least 2 warpgroups, block_M {config.block_M} has {config.warpgroups}"
     if problem.options:
-        if config.schedule != "grid":
-            return f"schedule {config.schedule}: expected grid with {', '.join(problem.options)}"
         if problem.has("varlen") and (config.block_M != TABLE_ROWS or config.split):
             return f"{config}: expected block_M {TABLE_ROWS} and no split with varlen"
         if problem.has("dropout") and config.block_N % 32:

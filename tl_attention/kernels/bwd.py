@@ -27,7 +27,7 @@ from tl_attention.kernels.pipeline import (
 )
 from tl_attention.kernels.scheduler import Tile, TileOrder
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, probabilities, softmax_backward
-from tl_attention.kernels.tiles import DenseGradTiles, FragmentBlocks, PackedGradTiles, packed, strided
+from tl_attention.kernels.tiles import DenseGradTiles, FragmentBlocks, PackedGradTiles, rows_argument
 from tl_attention.problem import AttnProblem, BwdPass
 
 PASS_CONFIGS = {
@@ -149,28 +149,17 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     batch_rows = T.dynamic("batch_rows") if varlen else batch
     rounded_q, dq_blocks, dk_blocks, dv_blocks = T.dynamic("rounded_q, dq_blocks, dk_blocks, dv_blocks")
 
-    def view(name: str, seqlen: Any, heads: Any, columns: Any) -> Any:
-        if varlen:
-            return packed(name, heads, columns, dtype)
-        return strided(name, [batch, seqlen, heads, columns], dtype)
-
-    q_view = view("q", seqlen_q, heads, columns_qk)
-    k_view = view("k", seqlen_k, heads_kv, columns_qk)
-    v_view = view("v", seqlen_k, heads_kv, columns_v)
-    do_view = view("do", seqlen_q, heads, columns_v)
+    q_view = rows_argument(problem, "q", batch, seqlen_q, heads, columns_qk)
+    k_view = rows_argument(problem, "k", batch, seqlen_k, heads_kv, columns_qk)
+    v_view = rows_argument(problem, "v", batch, seqlen_k, heads_kv, columns_v)
+    do_view = rows_argument(problem, "do", batch, seqlen_q, heads, columns_v)
     lse_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
     delta_view = T.Tensor([batch_rows, heads, rounded_q], "float32")  # one object for both would alias them
     dq_sum_view = FragmentBlocks.argument(dq_blocks, head_dim)
-    dk_view = view("dk", seqlen_k, heads_kv, columns_qk)
-    dv_view = view("dv", seqlen_k, heads_kv, columns_v)
+    dk_view = rows_argument(problem, "dk", batch, seqlen_k, heads_kv, columns_qk)
+    dv_view = rows_argument(problem, "dv", batch, seqlen_k, heads_kv, columns_v)
     dk_parts_view = FragmentBlocks.argument(dk_blocks, head_dim)
     dv_parts_view = FragmentBlocks.argument(dv_blocks, head_dim_v)
-
-    def mask_of(tile: KeyTile, options: Options | None) -> Mask:
-        window = options.window if problem.has("window") else None
-        if varlen:
-            return Mask(problem.causal, tile.len_q[0], tile.len_k[0], window, may_be_empty=True)
-        return Mask(problem.causal, seqlen_q, seqlen_k, window)
 
     @T.macro
     def load(tile, blocks, tiles, shared):
@@ -361,7 +350,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     @T.macro
     def produce(number, order, heads_a_kv_head, heads_a_part, tiles, shared, options):
         tile = KeyTile(order, block_N)
-        blocks = QueryBlocks(mask_of(tile, options), block_M, block_N)
+        blocks = QueryBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N)
         tile.start(number, heads_a_kv_head, heads_a_part, blocks)
         if tile.there:
             load(tile, blocks, tiles, shared)
@@ -371,7 +360,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         w, number, order, heads_a_kv_head, heads_a_part, tiles, shared, parts, softmax_scale, options
     ):
         tile = KeyTile(order, block_N)
-        blocks = QueryBlocks(mask_of(tile, options), block_M, block_N)
+        blocks = QueryBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N)
         tile.start(number, heads_a_kv_head, heads_a_part, blocks)
         if tile.there:
             differentiate(

@@ -15,7 +15,7 @@ from tl_attention.kernels.options import Dropout, Options, Scores, option_views,
 from tl_attention.kernels.pipeline import WARPGROUP, TileRing, sync_warpgroup
 from tl_attention.kernels.scheduler import Tile, TileOrder
 from tl_attention.kernels.softmax import LOG2E, probabilities, softmax_backward
-from tl_attention.kernels.tiles import DenseGradTiles, PackedGradTiles, packed, strided
+from tl_attention.kernels.tiles import DenseGradTiles, PackedGradTiles, rows_argument
 from tl_attention.problem import AttnProblem, BwdPass
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -49,24 +49,13 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     varlen = problem.has("varlen")
     batch_rows = T.dynamic("batch_rows") if varlen else batch
 
-    def view(name: str, seqlen: Any, heads: Any, columns: Any) -> Any:
-        if varlen:
-            return packed(name, heads, columns, dtype)
-        return strided(name, [batch, seqlen, heads, columns], dtype)
-
-    q_view = view("q", seqlen_q, heads, columns_qk)
-    k_view = view("k", seqlen_k, heads_kv, columns_qk)
-    v_view = view("v", seqlen_k, heads_kv, columns_v)
-    do_view = view("do", seqlen_q, heads, columns_v)
+    q_view = rows_argument(problem, "q", batch, seqlen_q, heads, columns_qk)
+    k_view = rows_argument(problem, "k", batch, seqlen_k, heads_kv, columns_qk)
+    v_view = rows_argument(problem, "v", batch, seqlen_k, heads_kv, columns_v)
+    do_view = rows_argument(problem, "do", batch, seqlen_q, heads, columns_v)
     lse_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
     delta_view = T.Tensor([batch_rows, heads, rounded_q], "float32")  # one object for both would alias them
-    dq_view = view("dq", seqlen_q, heads, columns_qk)
-
-    def mask_of(tile: Tile, options: Options | None) -> Mask:
-        window = options.window if problem.has("window") else None
-        if varlen:
-            return Mask(problem.causal, tile.len_q[0], tile.len_k[0], window)
-        return Mask(problem.causal, seqlen_q, seqlen_k, window)
+    dq_view = rows_argument(problem, "dq", batch, seqlen_q, heads, columns_qk)
 
     @T.macro
     def load(tile, blocks, tiles, shared):
@@ -145,7 +134,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     @T.macro
     def produce(number, order, tiles, shared, options):
         tile = Tile(order)
-        blocks = KeyBlocks(mask_of(tile, options), block_M, block_N)
+        blocks = KeyBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N)
         tile.locate(number)
         if tile.there:
             load(tile, blocks, tiles, shared)
@@ -153,7 +142,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     @T.macro
     def consume(w, number, order, tiles, shared, softmax_scale, options):
         tile = Tile(order)
-        blocks = KeyBlocks(mask_of(tile, options), block_M, block_N)
+        blocks = KeyBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N)
         tile.locate(number)
         if tile.there:
             differentiate(w, tile, blocks, tiles, shared, softmax_scale, options)

@@ -21,7 +21,7 @@ from tl_attention.kernels.pipeline import (
 )
 from tl_attention.kernels.scheduler import Tile, TileBox, TileNumbers, TileOrder
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax
-from tl_attention.kernels.tiles import DensePartTiles, DenseTiles, PackedTiles, SharedTiles, packed, strided
+from tl_attention.kernels.tiles import DensePartTiles, DenseTiles, PackedTiles, SharedTiles, rows_argument
 from tl_attention.problem import AttnProblem, FwdConfig
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -61,31 +61,20 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
 
-    def view(name: str, seqlen: Any, heads: Any, columns: Any) -> Any:
-        if varlen:
-            return packed(name, heads, columns, dtype)
-        return strided(name, [batch, seqlen, heads, columns], dtype)
-
-    q_view = view("q", seqlen_q, heads, columns_qk)
-    k_view = view("k", seqlen_k, heads_kv, columns_qk)
-    v_view = view("v", seqlen_k, heads_kv, columns_v)
+    q_view = rows_argument(problem, "q", batch, seqlen_q, heads, columns_qk)
+    k_view = rows_argument(problem, "k", batch, seqlen_k, heads_kv, columns_qk)
+    v_view = rows_argument(problem, "v", batch, seqlen_k, heads_kv, columns_v)
     if split:
         splits = T.dynamic("splits")
         o_view = T.Tensor([splits, batch, heads, seqlen_q, head_dim_v], "float32")
         lse_view = T.Tensor([splits, batch, heads, seqlen_q], "float32")
     else:
         splits = None
-        o_view = view("o", seqlen_q, heads, columns_v)
+        o_view = rows_argument(problem, "o", batch, seqlen_q, heads, columns_v)
         lse_view = T.Tensor([heads, seqlen_q] if varlen else [batch, heads, seqlen_q], "float32")
     tickets_view = T.Tensor([2], "int32")
     turns = Turns(config.warpgroups, config.ping_pong)
     Tiles = DensePartTiles if split else PackedTiles if varlen else DenseTiles
-
-    def mask_of(tile: Tile, options: Options | None) -> Mask:
-        window = options.window if problem.has("window") else None
-        if varlen:
-            return Mask(problem.causal, tile.len_q[0], tile.len_k[0], window)
-        return Mask(problem.causal, seqlen_q, seqlen_k, window)
 
     def sink_of(tile: Tile, options: Options | None) -> Any:
         if not problem.has("sink"):
@@ -115,17 +104,20 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     @T.macro
     def produce(first_tile, order, ctas, tickets, tiles, shared, options):
         tile = Tile(order)
-        blocks = KeyBlocks(mask_of(tile, options), block_M, block_N, split)
+        blocks = KeyBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N, split)
         if persistent:
             tile_numbers = TileNumbers(config.schedule, first_tile, ctas, tickets)
             turn = T.alloc_var("int32", init=0)
             first_step = T.alloc_var("int32", init=0)  # of the tile, in rings that go on from tile to tile
             while tile_numbers.current[0] < order.num_tiles:
                 tile.locate(tile_numbers.current[0])
-                load(tile, turn, first_step, blocks, tiles, shared, tile_numbers)
-                tile_numbers.advance()
-                turn += 1
-                first_step += blocks.steps
+                if tile.there:
+                    load(tile, turn, first_step, blocks, tiles, shared, tile_numbers)
+                    tile_numbers.advance()
+                    turn += 1
+                    first_step += blocks.steps
+                else:
+                    tile_numbers.skip(tile.group_end)
             for w in warpgroups:
                 shared.Q.wait_empty(turn * config.warpgroups + w)
             shared.tile_box.close(turn)
@@ -181,7 +173,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
         # S = Q K^T, softmax of each block before it, beside O += P V of the last
         T.clear(acc_o)
-        for masked, start, count in blocks.sweeps:
+        for past, before, start, count in blocks.sweeps:
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR a step at d128
             for i in T.serial(count):
                 shared.K.wait(first_step + start + i)
@@ -194,8 +186,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 shared.K.release(first_step + start + i)
                 scores.cap(acc_s)
                 scores.bias(acc_s, mask.place(query) - blocks.first_key(start + i))
-                if masked:
-                    mask.apply(acc_s, query, blocks.first_key(start + i))
+                if past or before:
+                    mask.apply(acc_s, query, blocks.first_key(start + i), past, before)
                 softmax.update(acc_s)
                 dropout.drop(acc_s, query, blocks.first_key(start + i))
                 T.wait_wgmma(0)  # O is there, and P free
@@ -240,7 +232,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     @T.macro
     def consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options):
         tile = Tile(order)
-        blocks = KeyBlocks(mask_of(tile, options), block_M, block_N, split)
+        blocks = KeyBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N, split)
         turns.start(w)
         if persistent:
             turn = T.alloc_var("int32", init=0)
@@ -283,11 +275,13 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 K=TileRing([num_stages, block_N, head_dim], dtype, consumer_warps, name="K"),
                 V=TileRing([num_stages, block_N, head_dim_v], dtype, consumer_warps, name="V"),
                 O=None if O_in_Q or split else alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype),
-                tile_box=TileBox() if persistent else None,
+                tile_box=TileBox(varlen) if persistent else None,
             )
             all_heads, table = (heads, options.Table) if varlen else (heads * batch, None)
+            # A window that lets some queries see more keys than others mostly ends at their place, as a causal mask does
+            last_first = problem.causal or problem.has("window")
             order = TileOrder(
-                problem.causal, heads, all_heads, heads_a_kv_head, m_blocks, group_heads, splits, table
+                last_first, heads, all_heads, heads_a_kv_head, m_blocks, group_heads, splits, table
             )
             tiles = Tiles(Q, K, V, O, Lse, head_dim, head_dim_v)
 

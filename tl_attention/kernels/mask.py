@@ -9,6 +9,9 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.kernels.options import Options
+from tl_attention.problem import AttnProblem
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -17,6 +20,16 @@ class Mask:
     seqlen_k: Any
     window: tuple[Any, Any] | None = None  # (left, right)
     may_be_empty: bool = False  # whether there may be no query
+
+    @classmethod
+    def of(
+        cls, problem: AttnProblem, options: Options | None, tile: Any, seqlen_q: Any, seqlen_k: Any
+    ) -> Mask:
+        """That of a problem whose sequences have these lengths, or with varlen those of the tile's sequence."""
+        window = options.window if problem.has("window") else None
+        if problem.has("varlen"):
+            return cls(problem.causal, tile.len_q[0], tile.len_k[0], window, may_be_empty=True)
+        return cls(problem.causal, seqlen_q, seqlen_k, window)
 
     def place(self, query: Any) -> Any:
         """The key that the query stands at."""
@@ -32,10 +45,13 @@ class Mask:
             return T.min(self.place(query) + self.window[1], self.seqlen_k - 1)
         return self.place(query) if self.causal else self.seqlen_k - 1
 
-    def sees(self, query: Any, key: Any) -> Any:
-        if self.window is not None:
-            return (key <= self.last_key(query)) & (key >= self.first_key(query))
-        return key <= self.last_key(query)
+    def sees(self, query: Any, key: Any, past: bool = True, before: bool = True) -> Any:
+        """past, before: whether the key may be past the last that the query sees, before the first; one of them at least."""
+        if self.window is None or not before:
+            return key <= self.last_key(query)
+        if not past:
+            return key >= self.first_key(query)
+        return (key <= self.last_key(query)) & (key >= self.first_key(query))
 
     def hides_some(self, first_query: Any, queries: int, first_key: Any, keys: int) -> Any:
         """Whether some of these queries do not see some of these keys."""
@@ -47,11 +63,11 @@ class Mask:
         )
 
     @T.inline
-    def apply(self, acc_s, first_query, first_key):
-        """Set the scores [rows, cols] of keys that their query does not see to -inf."""
+    def apply(self, acc_s, first_query, first_key, past=True, before=True):
+        """Set the scores [rows, cols] of keys that their query does not see to -inf; past, before: as sees() has them."""
         rows, cols = acc_s.shape
         for i, j in T.Parallel(rows, cols):
-            seen = self.sees(first_query + i, first_key + j)
+            seen = self.sees(first_query + i, first_key + j, past, before)
             acc_s[i, j] = T.if_then_else(seen, acc_s[i, j], -T.infinity("float32"))
 
     @T.inline
@@ -149,20 +165,28 @@ class KeyBlocks:
         return self.num_steps[0]
 
     @property
+    def counts(self) -> tuple:
+        """What start() sets and a walk needs."""
+        of_window = () if self.mask.window is None else (self.num_before, self.last)
+        return self.num_steps, self.num_masked, *of_window
+
+    @property
     def sweeps(self) -> tuple:
-        """(masked, first step, number of steps) after step 0: those that may hold a masked key, and the others."""
+        """(past, before, first step, number of steps) after step 0; past, before: whether they may hold a key past the last that a
+        query sees, before the first.
+        """
         if self.mask.window is not None:
             masked, before = self.num_masked[0] - 1, self.num_before[0]
             plain = self.num_steps[0] - self.num_masked[0] - before
             return (
-                (True, 1, masked),
-                (False, self.num_masked[0], plain),
-                (True, self.num_steps[0] - before, before),
+                (True, True, 1, masked),
+                (False, False, self.num_masked[0], plain),
+                (False, True, self.num_steps[0] - before, before),
             )
         if self.mask.causal:
             masked, plain = self.num_masked[0] - 1, self.num_steps[0] - self.num_masked[0]
-            return (True, 1, masked), (False, self.num_masked[0], plain)
-        return ((False, 1, self.num_steps[0] - 1),)
+            return (True, False, 1, masked), (False, False, self.num_masked[0], plain)
+        return ((False, False, 1, self.num_steps[0] - 1),)
 
     def first_key(self, step: Any) -> Any:
         last = self.num_steps[0] - 1 if self.last is None else self.last[0]

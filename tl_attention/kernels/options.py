@@ -80,7 +80,7 @@ class Scores:
     def __init__(
         self, problem: AttnProblem, options: Options | None, softmax_scale: Any, name: str = "scores"
     ):
-        self.capped, self.biased = problem.has("softcap"), problem.has("alibi")
+        self.capped, self.biased, self.causal = problem.has("softcap"), problem.has("alibi"), problem.causal
         self.options, self.softmax_scale = options, softmax_scale
         self.slope = T.alloc_var("float32", init=0.0) if self.biased else None
 
@@ -108,13 +108,23 @@ class Scores:
 
     @T.inline
     def bias(self, acc_s, ahead, rows_are_keys=False):
-        """What cap() left, or raw scores, less the bias; ahead: from the first key to the place of the first query."""
+        """What cap() left, or raw scores, less the bias; ahead: from the first key to the place of the first query.
+
+        An int is made a float for the first 8 columns alone, of which a thread has 2 a row: it is a quarter as fast as what makes the
+        others from them.
+        """
         if self.biased:
             rows, cols = acc_s.shape
             factor = self.options.softcap if self.capped else self.softmax_scale
             for i, j in T.Parallel(rows, cols):
-                distance = T.abs(T.cast(ahead + (j - i if rows_are_keys else i - j), "float32"))
-                acc_s[i, j] = acc_s[i, j] * factor - self.slope[0] * distance
+                first = T.cast(ahead + (j % 8 - i if rows_are_keys else i - j % 8), "float32")
+                from_first = T.cast((1 if rows_are_keys else -1) * (j // 8 * 8), "float32")
+                acc_s[i, j] = acc_s[i, j] * factor - (
+                    # A key past the place of its query is masked, whatever its score
+                    self.slope[0] * first + self.slope[0] * from_first
+                    if self.causal
+                    else self.slope[0] * T.abs(first + from_first)
+                )
 
     @T.inline
     def slopes_of_cap(self, acc_s, slopes):

@@ -12,9 +12,9 @@ import tilelang.language as T
 class TileOrder:
     """Numbers the tiles of a problem; what it needs is worked out on the host (dispatch.plan), where a division is cheap.
 
-    Causal: the longest first, over a group of heads whose keys and values stay in the L2 together; group after group.
-    Full: all tiles of a head, then the next head. With splits, so many CTAs a tile: those that walk the same keys beside each
-    other, so all tiles of a group of heads for one part of the keys, then for the next.
+    Causal: the last queries, which see the most keys, first, over a group of heads whose keys and values stay in the L2 together;
+    group after group. Full: all tiles of a head, then the next head. With splits, so many CTAs a tile: those that walk the same keys
+    beside each other, so all tiles of a group of heads for one part of the keys, then for the next.
 
     table: of sequences of any lengths, int32 [m_blocks, 8], the tiles of all of them as varlen_plan.py puts them, the longest
     first; heads are then those of one sequence, and a group of them goes through all tiles before the next.
@@ -65,6 +65,19 @@ class Tile:
     def there(self) -> Any:
         """Whether there is such a tile: a table may have room for more."""
         return True if self.order.table is None else self.block[0] >= 0
+
+    @property
+    def group_end(self) -> Any:
+        """Past the last tile of its group of heads: none of those from one on that is not there is."""
+        return (self.first_head[0] + self.members[0]) * self.order.m_blocks
+
+    @property
+    def place(self) -> tuple:
+        return self.block, self.head_idx, self.batch_idx
+
+    @property
+    def sequence(self) -> tuple:
+        return () if self.order.table is None else (self.end_q, self.len_q, self.end_k, self.len_k)
 
     @property
     def split(self) -> Any:
@@ -120,28 +133,35 @@ class Tile:
         self.padded_k[0] = T.shfl_sync(self.order.table[entry, 7], 0)
 
 
+def indices(numbers: tuple) -> tuple[int, ...]:
+    """What unrolls a loop in a kernel; over variables themselves it would take their names away (TileLang 0.1.15)."""
+    return tuple(range(len(numbers)))
+
+
 @T.meta_class
 class TileBox:
-    """Where the producer leaves the plan of each tile for the consumers, which so neither divide nor count.
+    """Where the producer leaves the plan of each tile for the consumers, which so neither divide nor count: 3 numbers of its place,
+    its first step, up to 4 of its blocks of keys and, of sequences in a table, 4 of its sequence.
 
     An m_block of -1 is the end. The producer posts a plan after it has room for the tile's queries: by then the consumers
     have released those of the turn before, or of two turns before, and read the plan in this slot ahead of that. An mbarrier
     does not keep the compiler from moving plain loads and stores across it; a sync_warp on either side does.
     """
 
-    def __init__(self, name: str = "tile_box"):
-        self.plans = T.alloc_shared([2, 8], "int32")
+    def __init__(self, has_table: bool, name: str = "tile_box"):
+        self.plans = T.alloc_shared([2, 12 if has_table else 8], "int32")
         self.full = T.alloc_barrier([1, 1])
 
     @T.inline
     def post(self, turn, tile, first_step, blocks):
         if T.get_thread_binding() % 32 == 0:
-            self.plans[turn % 2, 0] = tile.block[0]
-            self.plans[turn % 2, 1] = tile.head_idx[0]
-            self.plans[turn % 2, 2] = tile.batch_idx[0]
+            for i in indices(tile.place):
+                self.plans[turn % 2, i] = tile.place[i][0]
             self.plans[turn % 2, 3] = first_step
-            self.plans[turn % 2, 4] = blocks.num_steps[0]
-            self.plans[turn % 2, 5] = blocks.num_masked[0]
+            for i in indices(blocks.counts):
+                self.plans[turn % 2, 4 + i] = blocks.counts[i][0]
+            for i in indices(tile.sequence):
+                self.plans[turn % 2, 8 + i] = tile.sequence[i][0]
         self.announce(turn)
 
     @T.inline
@@ -166,16 +186,17 @@ class TileBox:
 
     @T.inline
     def read_tile(self, turn, tile):
-        tile.block[0] = self.plans[turn % 2, 0]
-        tile.head_idx[0] = self.plans[turn % 2, 1]
-        tile.batch_idx[0] = self.plans[turn % 2, 2]
+        for i in indices(tile.place):
+            tile.place[i][0] = self.plans[turn % 2, i]
+        for i in indices(tile.sequence):
+            tile.sequence[i][0] = self.plans[turn % 2, 8 + i]
         T.sync_warp()
 
     @T.inline
     def read_blocks(self, turn, blocks):
         # From one lane, as KeyBlocks.start has them
-        blocks.num_steps[0] = T.shfl_sync(self.plans[turn % 2, 4], 0)
-        blocks.num_masked[0] = T.shfl_sync(self.plans[turn % 2, 5], 0)
+        for i in indices(blocks.counts):
+            blocks.counts[i][0] = T.shfl_sync(self.plans[turn % 2, 4 + i], 0)
 
     def first_step(self, turn: Any) -> Any:
         return T.shfl_sync(self.plans[turn % 2, 3], 0)
@@ -207,6 +228,15 @@ class TileNumbers:
             self.current[0] = self.ctas + T.shfl_sync(self.drawn[0], 0)
         else:
             self.current[0] += self.ctas
+
+    @T.inline
+    def skip(self, end):
+        """On, where no tile is there before the one of number `end`."""
+        if self.dynamic:
+            if T.get_thread_binding() % 32 == 0:
+                T.atomic_max(self.tickets[0], end - self.ctas)
+            self.draw()
+        self.advance()
 
     @T.inline
     def close(self):

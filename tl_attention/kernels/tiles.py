@@ -7,7 +7,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from tl_attention.problem import FAR
+from tl_attention.problem import FAR, AttnProblem
 
 
 def strided(name: str, shape: list, dtype: str) -> Any:
@@ -104,6 +104,13 @@ def packed(name: str, heads: Any, columns: Any, dtype: str) -> Any:
     """
     planes, ends, rows = T.dynamic(f"{name}_planes, {name}_ends, {name}_rows")
     return strided(name, [planes, ends, rows, heads, columns], dtype)
+
+
+def rows_argument(problem: AttnProblem, name: str, batch: Any, seqlen: Any, heads: Any, columns: Any) -> Any:
+    """A tensor argument [batch, seqlen, heads, columns] with any strides, or with varlen as packed() has it."""
+    if problem.has("varlen"):
+        return packed(name, heads, columns, problem.dtype)
+    return strided(name, [batch, seqlen, heads, columns], problem.dtype)
 
 
 def packed_rows(tensor: Any, end: Any, length: Any, start: Any, rows: int, head: Any, cols: int) -> Any:

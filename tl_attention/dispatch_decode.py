@@ -136,7 +136,7 @@ class DecodePlan:
             | (cache.batch_idx is not None) << 2
         )
         self.counts = heads // heads_kv, m_blocks, given
-        self.pages = page_size, k.shape[0], page_k, page_v, fixed, ctas
+        self.pages = capacity, page_size, k.shape[0], page_k, page_v, fixed, ctas
         self.batch, self.heads = batch, heads
 
     def __call__(
@@ -276,8 +276,8 @@ def _of_nothing(q: torch.Tensor, head_dim_v: int, extras: Extras) -> tuple[torch
 
 def append(
     q: torch.Tensor,
-    k_new: torch.Tensor | None,
-    v_new: torch.Tensor | None,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
     cache: Cache,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
@@ -287,7 +287,6 @@ def append(
     """Write k_new and v_new [batch, new, heads_kv, ..] to the cache behind its seqlens, k_new rotated; returns q, rotated.
 
     Args:
-        k_new, v_new: None appends nothing.
         cos, sin: [positions, rotary_dim / 2] in the dtype of q, contiguous; None rotates nothing.
         interleaved: pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2).
         q_in_place_of_keys: query i is rotated by position seqlens + i, else all by seqlens.
@@ -295,19 +294,16 @@ def append(
     with torch.cuda.device(q.device):
         device = q.device.index
         kernel = compile_kernel(AttnProblem(DTYPE_NAMES[q.dtype], 64, 64, False), AppendConfig())
-        rotated = q if cos is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        appended = 0 if k_new is None else k_new.shape[1]
-        if not max(appended, 0 if cos is None else q.shape[1]) or not q.shape[0]:
+        if not k_new.shape[1] or not q.shape[0]:
             return q
-        if k_new is None:
-            k_new, v_new = cache.k[:1, :1], cache.v[:1, :1]
+        rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         *_, no_lengths, no_table = dispatch._nothing(device)
         angles = (q.new_zeros(1, 1),) * 2 if cos is None else (cos, sin)
         tensor = isinstance(cache.seqlens, torch.Tensor)
         paged = cache.block_table is not None
         kernel(
             q,
-            rotated if cos is not None else torch.empty(q.shape, dtype=q.dtype, device=q.device),
+            rotated,
             k_new,
             v_new,
             cache.k,
@@ -321,8 +317,8 @@ def append(
             q_in_place_of_keys,
             tensor | (cache.batch_idx is not None) << 2 | paged << 3,
             0 if tensor else cache.seqlens,
-            appended,
+            k_new.shape[1],
             cache.k.shape[1],
             cache.k.shape[0],
         )
-        return rotated
+        return q if cos is None else rotated

@@ -59,12 +59,12 @@ class Lengths:
     given: Any
     seqlen: Any
     appended: Any
+    room: Any
 
     def keys_end(self, b: Any) -> Any:
-        return (
-            T.if_then_else(self.given & 1 != 0, self.Seqlens[b * (self.given & 1)], self.seqlen)
-            + self.appended
-        )
+        """At most where the room for them ends."""
+        given = T.if_then_else(self.given & 1 != 0, self.Seqlens[b * (self.given & 1)], self.seqlen)
+        return T.min(given + self.appended, self.room)
 
     def leftpad(self, b: Any) -> Any:
         return T.if_then_else(self.given & 2 != 0, self.Leftpad[b * (self.given >> 1 & 1)], 0)
@@ -269,7 +269,7 @@ class Pages:
     def look_up(self, Table, b, first_key, length, page_size, num_pages):
         key = first_key + T.get_thread_binding() % 32 * self.page_rows
         self.page[0] = -1
-        if key < length:
+        if (key < length) & (T.truncdiv(key, page_size) < Table.shape[1]):
             self.page[0] = Table[b, T.truncdiv(key, page_size)]
             self.row[0] = key - T.truncdiv(key, page_size) * page_size
             self.from_end[0] = T.min(page_size - self.row[0], length - key)
@@ -280,13 +280,13 @@ class Pages:
 
 def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     """Kernel(Q, K, V, O, Lse, Seqlens, Leftpad, Caches, Table, O_parts, Lse_parts, Counters, softmax_scale, lse_unit, heads_a_kv_head,
-    m_blocks, given, seqlen, appended, page_size, num_pages, page_k, page_v, fixed, ctas, left, right, softcap, Slopes, Sink).
+    m_blocks, given, seqlen, appended, room, page_size, num_pages, page_k, page_v, fixed, ctas, left, right, softcap, Slopes, Sink).
 
     Q, O: [batch, seqlen_q, heads, head_dim or head_dim_v], contiguous, of the tile's widths; Lse: [batch, heads, seqlen_q] fp32,
     in log2 / lse_unit. K, V: as tiles.packed has them, all rows of all caches or pages one after the other, page_k and page_v rows
-    from one to the next. A sequence has the keys from Leftpad to before Seqlens + appended of cache Caches: int32 [batch]; given &
-    1, 2, 4 says which of Seqlens, Leftpad, Caches are, else seqlen, 0 and its own number are. config.page_rows: Table int32 [batch,
-    pages] has the pages of page_size keys of each sequence; a page outside [0, num_pages) reads as zeros. fixed: see Walk.
+    from one to the next. A sequence has the keys from Leftpad to before Seqlens + appended, room at most, of cache Caches: int32
+    [batch]; given & 1, 2, 4 says which of Seqlens, Leftpad, Caches are, else seqlen, 0 and its own number are. config.page_rows: Table
+    int32 [batch, pages] has the pages of page_size keys of each sequence; one outside [0, num_pages) reads as zeros. fixed: see Walk.
     O_parts: [slots, warpgroups, rows, columns], Lse_parts: [slots, warpgroups, rows] fp32; slots: ctas + items, or one a split.
     Counters: int32 [slots * warpgroups or more, MERGE_LEVELS], zeros before and after. left, right: the window, as options.Options
     has it; it is always on.
@@ -321,6 +321,14 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     )
     slots, part_rows, counters = T.dynamic("slots, part_rows, counters")
     slopes_batch, slopes_heads, sink_heads = T.dynamic("slopes_batch, slopes_heads, sink_heads")
+
+    def meet(w: int) -> Any:
+        """Of those that share a tile of queries."""
+        return (
+            pipeline.sync_consumers(WARPGROUP * config.warpgroups)
+            if config.divides_columns
+            else sync_warpgroup(w)
+        )
 
     @T.macro
     def load(walk, lengths, K, V, Table, page_size, num_pages, page_k, page_v, segments, K_ring, V_ring):
@@ -482,6 +490,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                             b, tokens[w, row + i], row_heads[w, row + i], config.first_column(problem, w) + j
                         ] = total[i, j]
             else:
+                sync_warpgroup(w)  # these rows of all parts have been read
                 for i, j in T.Parallel(merged_rows, columns):
                     if row + i < rows:
                         O_parts[first, w, row + i, j] = total[i, j]
@@ -546,7 +555,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
 
             # Rows past the last are the last again; nothing of theirs is written
             thread = T.get_thread_binding() % WARPGROUP
-            sync_warpgroup(w)
+            meet(w)  # all are done with the queries before
             if thread < 64:
                 number = T.min(first_row + thread, seqlen_q * heads_a_kv_head - 1)
                 tokens[w, thread] = T.truncdiv(number, heads_a_kv_head)
@@ -566,10 +575,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                         T.cast(Q[b, tokens[w, i], row_heads[w, i], c * chunk + j], "float32") * sign, dtype
                     )
             T.fence_proxy_async()
-            if config.divides_columns:
-                pipeline.sync_consumers(WARPGROUP * config.warpgroups)
-            else:
-                sync_warpgroup(w)
+            meet(w)
 
             softmax.reset()
             if overlaps:
@@ -651,12 +657,12 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             if parts == 1:
                 if problem.has("sink"):
                     for i in T.Parallel(64):
-                        sink_share[i] = T.max(lse[i], sinks[w, i])
+                        sink_share[i] = T.max(T.max(lse[i], sinks[w, i]), LOWEST)
                         sink_share[i] += T.log2(
                             T.exp2(lse[i] - sink_share[i]) + T.exp2(sinks[w, i] - sink_share[i])
                         )
                     for i, j in T.Parallel(64, columns):
-                        acc_o[i, j] *= T.exp2(lse[i] - sink_share[i])
+                        acc_o[i, j] *= T.exp2(lse[i] - T.max(sink_share[i], LOWEST))
                     T.copy(sink_share, lse)
                 for i in T.Parallel(64):
                     if i < rows:
@@ -720,6 +726,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         given: T.int32,
         seqlen: T.int32,
         appended: T.int32,
+        room: T.int32,
         page_size: T.int32,
         num_pages: T.int32,
         page_k: T.int32,
@@ -752,7 +759,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             weights_shared = T.alloc_shared([config.warpgroups, 64, MERGED_AT_ONCE], "float32")
             arrived = T.alloc_shared([config.warpgroups], "int32")
             rows_shared = tokens, row_heads, places, slopes, sinks, weights_shared, arrived
-            lengths = Lengths(Seqlens, Leftpad, Caches, given, seqlen, appended)
+            lengths = Lengths(Seqlens, Leftpad, Caches, given, seqlen, appended, room)
             options = DecodeOptions(left, right, softcap, Slopes, Sink)
 
             thread = T.get_thread_binding()

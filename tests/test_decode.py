@@ -1,0 +1,61 @@
+"""How a decode is divided and what it allocates, on any machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tl_attention import configs, dispatch_decode
+from tl_attention.problem import DECODE_TILE_WIDTHS, MERGE_LEVELS, MERGED_AT_ONCE, AttnProblem, decode_width
+
+D128 = AttnProblem("bfloat16", 128, 128, False, ("window",))
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, 1000])
+@pytest.mark.parametrize("width", DECODE_TILE_WIDTHS, ids=str)
+def test_rows_of_queries_choose_the_config(width, rows):
+    config = configs.decode_config(AttnProblem("bfloat16", *width, False), rows, 16)
+    assert config.page_rows == 16
+    assert config.block_M == (128 if rows > 64 and width[1] < 512 else 64)
+    assert config.columns(D128) * config.warpgroups == 128 * (
+        1 if config.divides_columns else config.warpgroups
+    )
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "width"),
+    [((8, 8), (64, 64)), ((72, 40), (96, 96)), ((136, 64), (192, 128)), ((576, 512), (576, 512))],
+)
+def test_decode_width_holds_the_columns(head_dims, width):
+    assert decode_width(*head_dims) == width
+
+
+def test_splits_are_as_many_as_asked_or_of_as_many_keys():
+    assert dispatch_decode._fixed(0, False, 10**6, 64) == 0
+    assert dispatch_decode._fixed(7, True, 10**6, 64) == -7
+    assert dispatch_decode._fixed(10**9, False, 10**6, 64) == -(MERGED_AT_ONCE**MERGE_LEVELS)
+    assert dispatch_decode._fixed(0, True, 10**5, 64) == dispatch_decode.INVARIANT_BLOCKS
+    blocks = dispatch_decode._fixed(0, True, 10**9, 64)
+    assert -(-(10**9) // (64 * blocks)) <= dispatch_decode.MAX_PARTS
+
+
+@pytest.mark.parametrize(
+    ("num_splits", "invariant", "slots"), [(0, False, 2 * 132 + 16), (5, False, 80), (0, True, 16 * 8)]
+)
+def test_there_is_a_slot_for_each_part(num_splits, invariant, slots):
+    config = configs.decode_config(D128, 8)
+    fixed = dispatch_decode._fixed(num_splits, invariant, 8192, config.block_N)
+    assert dispatch_decode._sizes(config, 2, 8, 8, fixed, 8192, 132) == (1, 264, slots)
+    needed = 4 * slots * 8 * 129  # eight rows of 128 columns and their log-sum-exps
+    assert dispatch_decode.workspace_bytes(2, 1, 64, 8, 128, num_splits, invariant, 8192, 132) >= needed
+
+
+def test_rows_of_a_cache_are_counted_across_what_lies_between():
+    packed = torch.zeros(3, 2, 32, 2, 64)  # keys and values of a page beside each other
+    step, rows = dispatch_decode._rows_of(packed[:, 0], "k_cache")
+    assert (step, rows.shape) == (64, (1, 2 * 64 + 32, 2, 64))
+    heads_first = torch.zeros(3, 2, 32, 64).transpose(1, 2)
+    assert dispatch_decode._rows_of(heads_first, "k_cache")[0] == 64
+    assert dispatch_decode._rows_of(packed[:1, 0], "k_cache")[0] == 32
+    with pytest.raises(ValueError, match=r"v_cache: expected stride\(0\) to be a multiple of stride\(1\)"):
+        dispatch_decode._rows_of(torch.zeros(2, 33 * 128 - 8)[:, : 32 * 128].view(2, 32, 2, 64), "v_cache")

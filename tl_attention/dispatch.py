@@ -163,7 +163,7 @@ def lower(problem: AttnProblem, config: KernelConfig) -> tuple[str, int]:
     with tvm.transform.PassContext(opt_level=3, config=pass_configs), target:
         artifact = tilelang.lower(program, target=target)
     (function,) = (f for _, f in artifact.device_mod.functions.items())
-    return artifact.kernel_source, int(function.attrs["dyn_shared_memory_buf"])
+    return artifact.kernel_source, int(function.attrs.get("dyn_shared_memory_buf", 0))
 
 
 def _build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:

@@ -57,5 +57,7 @@ def test_rows_of_a_cache_are_counted_across_what_lies_between():
     heads_first = torch.zeros(3, 2, 32, 64).transpose(1, 2)
     assert dispatch_decode._rows_of(heads_first, "k_cache")[0] == 64
     assert dispatch_decode._rows_of(packed[:1, 0], "k_cache")[0] == 32
+    odd = torch.zeros(200).as_strided((1, 1, 1, 64), (3, 5, 7, 1))  # strides that no element is found by
+    assert dispatch_decode._rows_of(odd, "k_cache")[1].stride()[1:] == (64, 64, 1)
     with pytest.raises(ValueError, match=r"v_cache: expected stride\(0\) to be a multiple of stride\(1\)"):
         dispatch_decode._rows_of(torch.zeros(2, 33 * 128 - 8)[:, : 32 * 128].view(2, 32, 2, 64), "v_cache")

@@ -25,9 +25,8 @@ from tl_attention.target import sm_count
 
 MAX_PARTS = MERGED_AT_ONCE**MERGE_LEVELS  # splits of a sequence
 INVARIANT_BLOCKS = 16  # of keys a split that does not depend on the batch
-COUNTERS = (
-    1 << 20
-)  # rows that a device has; when streams and captured launches have used them up, new ones are a memset in each launch
+# Rows that a device has; when streams and captured launches have used them up, new ones are a memset in each launch
+COUNTERS = 1 << 20
 
 _plans = threading.local()
 _offices: dict[int, dispatch.TicketOffice] = {}
@@ -206,8 +205,11 @@ def _rows_of(x: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
     """Rows from a cache or page to the next, and all rows as [1, rows, heads_kv, columns], some of them perhaps of other tensors."""
     caches, room, heads_kv, columns = x.shape
     step, row, head, _ = x.stride()
+    # The stride of a dimension of size 1 may be anything, and TMA asks for one
     if room == 1:
-        row = step if caches > 1 else row
+        row = step if caches > 1 else columns * heads_kv
+    if heads_kv == 1:
+        head = columns
     if caches > 1 and step % row:
         raise ValueError(
             f"{name}: expected stride(0) to be a multiple of stride(1), got {x.stride()}; allocate it as [caches, seqlen, heads, head_dim],"

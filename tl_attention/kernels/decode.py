@@ -2,7 +2,8 @@
 
 The queries of all heads that share a key head are the rows of one tile. CTAs, as many as run at once, divide the keys of all sequences
 and key heads evenly (the fixed splits of Dao et al. 2023, Flash-Decoding, in the persistent order of FlashMLA): a CTA walks a range of
-blocks that may begin in one sequence and end in another. Where several CTAs share a sequence, the last to come merges their parts.
+blocks that may begin in one sequence and end in another. Where several CTAs share a sequence, the last of eight
+neighbours to come merges their parts, and so on.
 """
 
 from dataclasses import dataclass
@@ -103,16 +104,11 @@ class Walk:
             fixed,
             ctas,
         )
-        names = (
-            "b", "before", "weight", "blocks", "length", "first_block", "split_blocks",
-            "unit", "end", "base", "longer", "cta", "total", "up", "inside",
-            "item", "kv_head", "m_block", "start_block", "steps", "parts", "part", "first_slot",
-        )  # fmt: skip
         (
             self.b, self.before, self.weight, self.blocks, self.length, self.first_block, self.split_blocks,
             self.unit, self.end, self.base, self.longer, self.cta, self.total, self.up, self.inside,
             self.item, self.kv_head, self.m_block, self.start_block, self.steps, self.parts, self.part, self.first_slot,
-        ) = (T.alloc_var("int32", init=0) for _ in names)  # fmt: skip
+        ) = (T.alloc_var("int32", init=0) for _ in range(23))  # fmt: skip
 
     @T.inline
     def measure(self, b):

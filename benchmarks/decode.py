@@ -144,7 +144,6 @@ def _fault(shape: Shape) -> str | None:
 
 def measure(shape: Shape, caches: Caches, names: Sequence[str], rounds: int) -> list[Row]:
     """One row a provider: checked, timed in turn with the others that are right, and checked again."""
-    forget_captured()
     rows = {
         name: turns.new_row(name, PROVIDERS[name], shape) | {"us": None}
         for name in names
@@ -176,16 +175,6 @@ def measure(shape: Shape, caches: Caches, names: Sequence[str], rounds: int) -> 
             cap_ms=CAP_MS,
         )
     return list(rows.values())
-
-
-def forget_captured() -> None:
-    """Let the counters of our captured launches serve again: each keeps its own for good, and where there are no more has a memset.
-
-    The graphs of the problems before are gone.
-    """
-    launches = sys.modules.get("tl_attention.dispatch_decode")
-    if launches is not None:
-        launches._offices.clear()
 
 
 def verify(shape: Shape, layout: str, result: Result, inputs: Inputs, when: str = "") -> Row:

@@ -244,14 +244,6 @@ def test_decode_caches_that_are_too_large_are_skipped(ours: None, monkeypatch: p
     assert rows[0]["reason"] == "its cache of 537 GB exceeds 100"
 
 
-def test_decode_problems_have_counters_of_their_own(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = types.SimpleNamespace(_offices={0: "counters of captured launches"})
-    monkeypatch.setitem(sys.modules, "tl_attention.dispatch_decode", launches)
-    shape = Shape.parse(SMALL[0])
-    decode.measure(shape, caches_of(shape), [], 3)
-    assert not launches._offices
-
-
 def time_interleaved(calls: dict, rounds: int, **timer: float) -> dict[str, Timing]:
     """Times nothing: every call is said to take as many milliseconds as its place."""
     assert timer == {"sample_ms": decode.SAMPLE_MS, "cap_ms": decode.CAP_MS}

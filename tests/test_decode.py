@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tl_attention import configs, dispatch_decode
-from tl_attention.problem import DECODE_TILE_WIDTHS, MERGE_LEVELS, MERGED_AT_ONCE, AttnProblem, decode_width
+from tl_attention.problem import DECODE_TILE_WIDTHS, AttnProblem, decode_width
 
 D128 = AttnProblem("bfloat16", 128, 128, False, ("window",))
 
@@ -33,20 +33,21 @@ def test_decode_width_holds_the_columns(head_dims, width):
 def test_splits_are_as_many_as_asked_or_of_as_many_keys():
     assert dispatch_decode._fixed(0, False, 10**6, 64) == 0
     assert dispatch_decode._fixed(7, True, 10**6, 64) == -7
-    assert dispatch_decode._fixed(10**9, False, 10**6, 64) == -(MERGED_AT_ONCE**MERGE_LEVELS)
-    assert dispatch_decode._fixed(0, True, 10**5, 64) == dispatch_decode.INVARIANT_BLOCKS
+    assert dispatch_decode._fixed(10**9, False, 10**6, 64) == -dispatch_decode.MAX_PARTS
+    assert dispatch_decode._fixed(0, True, 10**5, 64) * 64 == dispatch_decode.INVARIANT_KEYS
     blocks = dispatch_decode._fixed(0, True, 10**9, 64)
     assert -(-(10**9) // (64 * blocks)) <= dispatch_decode.MAX_PARTS
 
 
 @pytest.mark.parametrize(
-    ("num_splits", "invariant", "slots"), [(0, False, 2 * 132 + 16), (5, False, 80), (0, True, 16 * 8)]
+    ("num_splits", "invariant", "slots", "entries"),
+    [(0, False, 2 * 132 + 16, 264), (5, False, 80, 16), (0, True, 16 * 8, 16)],
 )
-def test_there_is_a_slot_for_each_part(num_splits, invariant, slots):
+def test_there_is_a_slot_for_each_part(num_splits, invariant, slots, entries):
     config = configs.decode_config(D128, 8)
     fixed = dispatch_decode._fixed(num_splits, invariant, 8192, config.block_N)
-    assert dispatch_decode._sizes(config, 2, 8, 8, fixed, 8192, 132) == (1, 264, slots)
-    needed = 4 * slots * 8 * 129  # eight rows of 128 columns and their log-sum-exps
+    assert dispatch_decode._sizes(config, 2, 8, 8, fixed, 8192, 132) == (1, 264, slots, entries)
+    needed = 4 * (slots * 8 * 129 + entries * 8)  # eight rows of 128 columns and their log-sum-exps
     assert dispatch_decode.workspace_bytes(2, 1, 64, 8, 128, num_splits, invariant, 8192, 132) >= needed
 
 

@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import logging
 import math
 import os
@@ -42,6 +43,7 @@ from tl_attention.problem import (
     BwdPass,
     BwdSum,
     Config,
+    DecodeCombine,
     DecodeConfig,
     FwdCombine,
     FwdConfig,
@@ -85,6 +87,7 @@ TEMPLATES = {
     BwdSum: ("bwd_sum", "flash_bwd_sum"),
     VarlenPlan: ("varlen_plan", "flash_varlen_plan"),
     DecodeConfig: ("decode", "flash_decode"),
+    DecodeCombine: ("decode_combine", "flash_decode_combine"),
     AppendConfig: ("append", "flash_append"),
 }
 
@@ -229,46 +232,39 @@ def compile_kernel(problem: AttnProblem, config: KernelConfig) -> Kernel:
 
 
 class TicketOffice:
-    """The counters of the dynamic kernels of a device: rows of one int32 [n, numbers], zero whenever no kernel runs with them.
+    """The counters of the dynamic kernels of a device: rows of one int32 [n, 2], zero whenever no kernel runs with them.
 
-    Kernels on one stream share rows, as they run one after the other; a captured launch has rows of its own, as graphs may be
+    Kernels on one stream share a row, as they run one after the other; a captured launch has a row of its own, as graphs may be
     replayed beside each other.
     """
 
-    def __init__(self, device: int, num_rows: int = TICKET_ROWS, numbers: int = 2):
+    def __init__(self, device: int):
         # In a thread of its own: this one may be filling the memory pool of a graph, which must not own the counters
-        thread = threading.Thread(target=self._allocate, args=(device, num_rows, numbers))
+        thread = threading.Thread(target=self._allocate, args=(device,))
         thread.start()
         thread.join()
         self.idle = self.rows[0]  # for kernels that draw none
-        self.taken = 1
+        self.next_row = itertools.count(1)
         self.of_stream: dict[int, torch.Tensor] = {}
 
-    def _allocate(self, device: int, num_rows: int, numbers: int) -> None:
-        self.rows = torch.zeros(num_rows, numbers, dtype=torch.int32, device=f"cuda:{device}")
+    def _allocate(self, device: int) -> None:
+        self.rows = torch.zeros(TICKET_ROWS, 2, dtype=torch.int32, device=f"cuda:{device}")
         torch.cuda.current_stream(device).synchronize()
 
-    def take(self, count: int) -> torch.Tensor:
-        """Rows that nobody has."""
-        with _lock:
-            first = self.taken
-            if first + count <= self.rows.shape[0]:
-                self.taken += count
-                return self.rows[first : first + count]
-        return torch.zeros(count, self.rows.shape[1], dtype=torch.int32, device=self.rows.device)
+    def row(self) -> torch.Tensor:
+        number = next(self.next_row)
+        return self.rows[number] if number < TICKET_ROWS else torch.zeros_like(self.rows[0])
 
     def tickets(self, device: int, dynamic: bool) -> torch.Tensor:
-        return self.many(device, 1)[0] if dynamic else self.idle
-
-    def many(self, device: int, count: int) -> torch.Tensor:
-        """The rows of the current stream, as many as asked for or more, or of the launch that is being captured."""
+        if not dynamic:
+            return self.idle
         if torch.cuda.is_current_stream_capturing():
-            return self.take(count)
+            return self.row()
         stream = torch._C._cuda_getCurrentRawStream(device)
-        rows = self.of_stream.get(stream)
-        if rows is None or rows.shape[0] < count:
-            rows = self.of_stream[stream] = self.take(count)
-        return rows
+        tickets = self.of_stream.get(stream)
+        if tickets is None:
+            tickets = self.of_stream.setdefault(stream, self.row())
+        return tickets
 
 
 def _tickets(device: int, dynamic: bool) -> torch.Tensor:

@@ -14,23 +14,19 @@ from tl_attention.extras import MAX_WINDOW, Cache, Extras
 from tl_attention.problem import (
     DECODE_TILE_WIDTHS,
     DTYPES,
-    MERGE_LEVELS,
-    MERGED_AT_ONCE,
+    MERGE_NUMBERS,
     AppendConfig,
     AttnProblem,
+    DecodeCombine,
     DecodeConfig,
     decode_width,
 )
 from tl_attention.target import sm_count
 
-MAX_PARTS = MERGED_AT_ONCE**MERGE_LEVELS  # splits of a sequence
-INVARIANT_BLOCKS = 16  # of keys a split that does not depend on the batch
-# Rows that a device has; when streams and captured launches have used them up, new ones are a memset in each launch
-COUNTERS = 1 << 20
+MAX_PARTS = 4096  # splits of a sequence
+INVARIANT_KEYS = 1024  # of a split that does not depend on the batch
 
 _plans = threading.local()
-_offices: dict[int, dispatch.TicketOffice] = {}
-_lock = threading.Lock()
 
 
 def _rows(seqlen_q: int, heads: int, heads_kv: int) -> int:
@@ -40,14 +36,14 @@ def _rows(seqlen_q: int, heads: int, heads_kv: int) -> int:
 
 def _sizes(
     config: DecodeConfig, batch: int, rows: int, heads_kv: int, fixed: int, capacity: int, sms: int
-) -> tuple[int, int, int]:
-    """(m_blocks, ctas, slots): tiles of queries a key head, CTAs, and parts that there may be."""
+) -> tuple[int, int, int, int]:
+    """(m_blocks, ctas, slots, entries): tiles of queries a key head, CTAs, parts that there may be, items to be merged of them."""
     m_blocks = -(-rows // config.block_M)
     items, ctas = batch * heads_kv * m_blocks, sms * config.ctas_a_sm
     if fixed == 0:
-        return m_blocks, ctas, ctas + items
+        return m_blocks, ctas, ctas + items, ctas
     splits = -fixed if fixed < 0 else -(-capacity // (config.block_N * fixed))
-    return m_blocks, ctas, items * max(splits, 1)
+    return m_blocks, ctas, items * max(splits, 1), items
 
 
 def _fixed(num_splits: int, batch_invariant: bool, capacity: int, block_N: int) -> int:
@@ -55,8 +51,15 @@ def _fixed(num_splits: int, batch_invariant: bool, capacity: int, block_N: int) 
     if num_splits > 0:
         return -min(num_splits, MAX_PARTS)
     if batch_invariant:
-        return max(INVARIANT_BLOCKS, -(-capacity // (block_N * MAX_PARTS)))
+        return max(INVARIANT_KEYS // block_N, -(-capacity // (block_N * MAX_PARTS)))
     return 0
+
+
+def combine_kernel(problem: AttnProblem, config: DecodeConfig) -> tuple[AttnProblem, DecodeCombine]:
+    """What merges the parts of a decode."""
+    columns = config.columns(problem)
+    options = ("sink",) if problem.has("sink") else ()
+    return AttnProblem(problem.dtype, columns, columns, False, options), DecodeCombine(config.divides_columns)
 
 
 def workspace_bytes(
@@ -82,8 +85,9 @@ def workspace_bytes(
         config = configs.decode_config(problem, rows)
         if width[1] >= head_dim_v:
             fixed = _fixed(num_splits, batch_invariant, seqlen_cache, config.block_N)
-            *_, slots = _sizes(config, batch, rows, heads_kv, fixed, seqlen_cache, sms)
-            most = max(most, 4 * slots * config.warpgroups * min(rows, 64) * (config.columns(problem) + 1))
+            *_, slots, entries = _sizes(config, batch, rows, heads_kv, fixed, seqlen_cache, sms)
+            part_numbers = config.warpgroups * min(rows, 64) * (config.columns(problem) + 1)
+            most = max(most, 4 * (slots * part_numbers + entries * MERGE_NUMBERS))
     return most
 
 
@@ -110,17 +114,19 @@ class DecodePlan:
         for rows in configs.DECODE_ROWS:  # so that no number of queries compiles later
             compile_kernel(problem, configs.decode_config(problem, rows, page_rows))
         self.kernel = compile_kernel(problem, config)
+        combine = compile_kernel(*combine_kernel(problem, config))
 
         capacity = page_size * (cache.block_table.shape[1] if paged else 1)
         fixed = _fixed(num_splits, batch_invariant, capacity, config.block_N)
-        m_blocks, ctas, self.slots = _sizes(
+        m_blocks, ctas, self.slots, entries = _sizes(
             config, batch, self.rows, heads_kv, fixed, capacity, sm_count(self.device)
         )
-        self.config = config
         part_rows = min(self.rows, 64)
         columns = config.columns(problem)
         self.o_parts = dispatch._dense((self.slots, config.warpgroups, part_rows, columns))
         self.lse_parts = dispatch._dense((self.slots, config.warpgroups, part_rows))
+        self.merges = dispatch._dense((entries, MERGE_NUMBERS), torch.int32)
+        self.combine = None if fixed == -1 else combine  # one split has one part
         (page_k, rows_k), (page_v, rows_v) = (
             _rows_of(x, name) for x, name in ((k, "k_cache"), (v, "v_cache"))
         )
@@ -156,16 +162,16 @@ class DecodePlan:
         elif q.stride() != self.q_strides or q.data_ptr() & 15:
             q = q.clone(memory_format=torch.contiguous_format)
         out, lse = empty(*self.out), empty(*self.lse)
-        if workspace is None:
-            o_parts, lse_parts = empty(*self.o_parts), empty(*self.lse_parts)
-        else:
-            shapes = self.o_parts[0], self.lse_parts[0]
-            sizes = [4 * math.prod(shape) for shape in shapes]
-            parts = workspace[: sum(sizes)].split(sizes)
-            o_parts, lse_parts = (
-                x.view(torch.float32).view(shape) for x, shape in zip(parts, shapes, strict=True)
-            )
         slopes, sink, _, no_lengths, no_table = dispatch._nothing(self.device)
+        if workspace is None:
+            o_parts, lse_parts, merges = empty(*self.o_parts), empty(*self.lse_parts), empty(*self.merges)
+        else:
+            tensors = self.o_parts, self.lse_parts, self.merges
+            sizes = [4 * math.prod(shape) for shape, *_ in tensors]
+            parts = workspace[: sum(sizes)].split(sizes)
+            o_parts, lse_parts, merges = (
+                x.view(dtype).view(shape) for x, (shape, _, dtype) in zip(parts, tensors, strict=True)
+            )
         if extras.alibi_slopes is not None:
             slopes = extras.alibi_slopes.expand(self.batch, self.heads)
         if extras.sink is not None:
@@ -185,7 +191,7 @@ class DecodePlan:
             no_table if cache.block_table is None else cache.block_table,
             o_parts,
             lse_parts,
-            _counters(self.device, self.slots * self.config.warpgroups),
+            merges,
             softmax_scale,
             LN2,
             *self.counts,
@@ -198,6 +204,8 @@ class DecodePlan:
             slopes,
             sink,
         )
+        if self.combine is not None:
+            self.combine(o_parts, lse_parts, merges, out, lse, LN2, self.counts[0], sink)
         return out if self.head_dim_v == out.shape[3] else out[..., : self.head_dim_v].contiguous(), lse
 
 
@@ -217,19 +225,6 @@ def _rows_of(x: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
         )
     step = step // row if caches > 1 else room
     return step, x.as_strided((1, (caches - 1) * step + room, heads_kv, columns), (x.numel(), row, head, 1))
-
-
-def _counters(device: int, rows: int) -> torch.Tensor:
-    """Zeros, int32 [rows or more, MERGE_LEVELS], shared by kernels after each other on a stream, or by replays of a captured launch."""
-    office = _offices.get(device)
-    if office is None:
-        if torch.cuda.is_current_stream_capturing():
-            return torch.zeros(rows, MERGE_LEVELS, dtype=torch.int32, device=f"cuda:{device}")
-        with _lock:
-            office = _offices.get(device) or _offices.setdefault(
-                device, dispatch.TicketOffice(device, COUNTERS, MERGE_LEVELS)
-            )
-    return office.many(device, rows)
 
 
 def decode(

@@ -216,9 +216,6 @@ class VarlenPlan:
         return f"plan {self.threads}"
 
 
-# Parts of a decode that one warpgroup merges to one; of these again, up to so many times
-MERGED_AT_ONCE = 8
-MERGE_LEVELS = 4
 # Those of decoding; the last is of multi-head latent attention with absorbed weights, whose values are the first columns of its keys
 DECODE_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512))
 
@@ -259,6 +256,28 @@ class DecodeConfig:
         return f"decode {self.warpgroups}x{self.block_N}x{self.num_stages}x{self.ctas_a_sm}{extras}"
 
 
+MERGE_FIELDS = (
+    "b",
+    "kv_head",
+    "m_block",
+    "parts",
+    "first_slot",
+)  # of an item of a decode whose parts DecodeCombine merges
+MERGE_NUMBERS = 8  # that there is room for
+
+
+@dataclass(frozen=True)
+class DecodeCombine:
+    """The kernel after a decode: one output and log-sum-exp of those that several CTAs made of an item."""
+
+    divides_columns: bool = False  # as DecodeConfig has it
+    rows: int = 4  # of queries a CTA
+    threads: int = 128
+
+    def __str__(self) -> str:
+        return f"decode combine {self.rows}" + " columns" * self.divides_columns
+
+
 @dataclass(frozen=True)
 class AppendConfig:
     """The kernel before a decode: new keys and values to the cache, rotated, as are the queries."""
@@ -269,7 +288,17 @@ class AppendConfig:
         return f"append {self.threads}"
 
 
-KernelConfig = FwdConfig | FwdCombine | BwdPass | BwdDelta | BwdSum | VarlenPlan | DecodeConfig | AppendConfig
+KernelConfig = (
+    FwdConfig
+    | FwdCombine
+    | BwdPass
+    | BwdDelta
+    | BwdSum
+    | VarlenPlan
+    | DecodeConfig
+    | DecodeCombine
+    | AppendConfig
+)
 
 
 @dataclass(frozen=True)

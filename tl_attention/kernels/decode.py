@@ -2,8 +2,8 @@
 
 The queries of all heads that share a key head are the rows of one tile. CTAs, as many as run at once, divide the keys of all sequences
 and key heads evenly (the fixed splits of Dao et al. 2023, Flash-Decoding, in the persistent order of FlashMLA): a CTA walks a range of
-blocks that may begin in one sequence and end in another. Where several CTAs share a sequence, the last of eight
-neighbours to come merges their parts, and so on.
+blocks that may begin in one sequence and end in another. Where several CTAs share a sequence, decode_combine.py merges their parts:
+when the last of them to come did so, it was all in all 29.2 us instead of 26.2 (H200, 64/8 heads, 8 sequences of 2k keys, 2026-11-21).
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ import tilelang.language as T
 
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.options import Scores
-from tl_attention.kernels.pipeline import WARPGROUP, TileRing, alloc_fragments, sync_warpgroup
+from tl_attention.kernels.pipeline import WARPGROUP, TileRing, sync_warpgroup
 from tl_attention.kernels.softmax import LOG2E, LOWEST, SMALLEST_SCALE, OnlineSoftmax
 from tl_attention.kernels.tiles import packed
-from tl_attention.problem import FAR, MERGE_LEVELS, MERGED_AT_ONCE, AttnProblem, DecodeConfig
+from tl_attention.problem import FAR, MERGE_FIELDS, MERGE_NUMBERS, AttnProblem, DecodeConfig
 
 PASS_CONFIGS = {
     **pipeline.PASS_CONFIGS,
@@ -29,14 +29,9 @@ def rolled(steps: Any) -> Any:
     return T.unroll(steps, unroll_factor=1)
 
 
-# __threadfence would order more, and longer
-FENCE = """
-static __device__ __forceinline__ void tl_attention_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-"""
-MERGED_NUMBERS = 1024  # of each part that a warpgroup has on their way together
 # Of (producers, consumers), by consumer warpgroups; the sum as pipeline.VARLEN_REGISTERS has it
 REGISTERS = {2: (72, 216)}
-LEAST_BLOCKS = 4  # of keys a CTA, or merging would take longer than what it divides
+LEAST_KEYS = 256  # a CTA, or merging would take longer than what it divides
 
 
 @dataclass(frozen=True)
@@ -108,7 +103,8 @@ class Walk:
             self.b, self.before, self.weight, self.blocks, self.length, self.first_block, self.split_blocks,
             self.unit, self.end, self.base, self.longer, self.cta, self.total, self.up, self.inside,
             self.item, self.kv_head, self.m_block, self.start_block, self.steps, self.parts, self.part, self.first_slot,
-        ) = (T.alloc_var("int32", init=0) for _ in range(23))  # fmt: skip
+            self.entry,
+        ) = (T.alloc_var("int32", init=0) for _ in range(24))  # fmt: skip
 
     @T.inline
     def measure(self, b):
@@ -139,7 +135,11 @@ class Walk:
         self.total[0] *= self.items_a_sequence
         # CTAs that have work
         self.up[0] = T.max(
-            T.min(T.if_then_else(self.fixed == 0, self.total[0] // LEAST_BLOCKS, self.total[0]), self.ctas), 1
+            T.min(
+                T.if_then_else(self.fixed == 0, self.total[0] // (LEAST_KEYS // self.block_N), self.total[0]),
+                self.ctas,
+            ),
+            1,
         )
         self.base[0] = T.truncdiv(self.total[0], self.up[0])
         self.longer[0] = self.total[0] - self.base[0] * self.up[0]
@@ -199,6 +199,7 @@ class Walk:
             self.first_slot[0] = self.part[0] + self.item[0]
             self.part[0] = self.cta[0] - self.part[0]
             self.unit[0] += self.steps[0]
+            self.entry[0] = T.if_then_else(self.parts[0] > 1, self.cta[0], -1)
         else:
             self.start_block[0] = self.first_block[0] + self.inside[0] * self.split_blocks[0]
             self.steps[0] = T.min(
@@ -208,6 +209,9 @@ class Walk:
             self.part[0] = self.inside[0]
             self.first_slot[0] = self.up[0]
             self.unit[0] += 1
+            self.entry[0] = self.item[0]
+        if self.part[0] > 0:
+            self.entry[0] = -1
 
 
 @T.meta_class
@@ -217,7 +221,9 @@ class SegmentBox:
     As in scheduler.TileBox, a sync_warp on either side of a barrier keeps the compiler from moving plain loads and stores across it.
     """
 
-    FIELDS = ("steps", "b", "kv_head", "m_block", "start_block", "length", "parts", "part", "first_slot")
+    FIELDS = (
+        "steps", "b", "kv_head", "m_block", "start_block", "length", "parts", "part", "first_slot", "entry",
+    )  # fmt: skip
 
     def __init__(self, consumer_warps: int, name: str = "segment_box"):
         self.plans = T.alloc_shared([2, len(self.FIELDS)], "int32")
@@ -275,8 +281,9 @@ class Pages:
 
 
 def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
-    """Kernel(Q, K, V, O, Lse, Seqlens, Leftpad, Caches, Table, O_parts, Lse_parts, Counters, softmax_scale, lse_unit, heads_a_kv_head,
-    m_blocks, given, seqlen, appended, room, page_size, num_pages, page_k, page_v, fixed, ctas, left, right, softcap, Slopes, Sink).
+    """Kernel(Q, K, V, O, Lse, Seqlens, Leftpad, Caches, Table, O_parts, Lse_parts, Merges, softmax_scale, lse_unit,
+    heads_a_kv_head, m_blocks, given, seqlen, appended, room, page_size, num_pages, page_k, page_v, fixed, ctas, left, right,
+    softcap, Slopes, Sink).
 
     Q, O: [batch, seqlen_q, heads, head_dim or head_dim_v], contiguous, of the tile's widths; Lse: [batch, heads, seqlen_q] fp32,
     in log2 / lse_unit. K, V: as tiles.packed has them, all rows of all caches or pages one after the other, page_k and page_v rows
@@ -284,8 +291,9 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     [batch]; given & 1, 2, 4 says which of Seqlens, Leftpad, Caches are, else seqlen, 0 and its own number are. config.page_rows: Table
     int32 [batch, pages] has the pages of page_size keys of each sequence; one outside [0, num_pages) reads as zeros. fixed: see Walk.
     O_parts: [slots, warpgroups, rows, columns], Lse_parts: [slots, warpgroups, rows] fp32; slots: ctas + items, or one a split.
-    Counters: int32 [slots * warpgroups or more, MERGE_LEVELS], zeros before and after. left, right: the window, as options.Options
-    has it; it is always on.
+    Merges: int32 [entries, MERGE_NUMBERS], of an item in MERGE_FIELDS what decode_combine.py needs: an entry a CTA, for the item
+    whose first part it has, or with fixed != 0 an entry an item; parts is less than 2 where there is nothing to merge.
+    left, right: the window, as options.Options has it; it is always on.
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
     block_N, page_rows = config.block_N, config.page_rows
@@ -307,15 +315,13 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         64 if head_dim % 64 == 0 and head_dim_v % 64 == 0 else 32
     )  # columns of a row of the swizzled layout
     pieces = tuple(range(block_N // page_rows)) if page_rows else ()
-    parts_at_once = tuple(range(MERGED_AT_ONCE))
-    merged_rows = min(MERGED_NUMBERS // columns, 8)
 
     batch, seqlen_q, heads, heads_kv = T.dynamic("batch, seqlen_q, heads, heads_kv")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
     seqlens_n, leftpad_n, caches_n, table_n, pages_n = T.dynamic(
         "seqlens_n, leftpad_n, caches_n, table_n, pages_n"
     )
-    slots, part_rows, counters = T.dynamic("slots, part_rows, counters")
+    slots, part_rows, entries = T.dynamic("slots, part_rows, entries")
     slopes_batch, slopes_heads, sink_heads = T.dynamic("slopes_batch, slopes_heads, sink_heads")
 
     def meet(w: int) -> Any:
@@ -411,104 +417,11 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         softmax.update(acc_s)
 
     @T.macro
-    def merge(
-        w,
-        first,
-        stride,
-        count,
-        is_last,
-        O_parts,
-        Lse_parts,
-        O,
-        Lse,
-        tokens,
-        row_heads,
-        b,
-        rows,
-        weights_shared,
-        lse_unit,
-        sinks,
-    ):
-        """Parts first, first + stride, ..: to the first of them or, if these are all of the item, to O and Lse."""
-        weights = T.alloc_fragment([64, MERGED_AT_ONCE], "float32")
-        row_max = T.alloc_fragment([64], "float32")
-        row_sum = T.alloc_fragment([64], "float32")
-        total = T.alloc_fragment([merged_rows, columns], "float32")
-        loaded = alloc_fragments([[merged_rows, columns]] * MERGED_AT_ONCE, "float32")
-        row = T.alloc_var("int32", init=0)
-        for group in rolled(T.ceildiv(rows, merged_rows)):
-            row = group * merged_rows
-            # Parts past the last and rows past the last are read as the last, so that no load hangs on a condition
-            for s in parts_at_once:
-                for i, j in T.Parallel(merged_rows, columns):
-                    loaded[s][i, j] = O_parts[
-                        first + stride * T.min(s, count - 1), w, T.min(row + i, rows - 1), j
-                    ]
-            if group == 0:  # while the first outputs are on their way
-                for i, s in T.Parallel(64, MERGED_AT_ONCE):
-                    weights[i, s] = Lse_parts[first + stride * T.min(s, count - 1), w, T.min(i, rows - 1)]
-                for i, s in T.Parallel(64, MERGED_AT_ONCE):
-                    weights[i, s] = T.if_then_else(s < count, weights[i, s], -T.infinity("float32"))
-                T.fill(row_max, LOWEST)
-                T.reduce_max(weights, row_max, dim=1, clear=False)
-                if problem.has("sink"):
-                    for i in T.Parallel(64):
-                        row_max[i] = T.if_then_else(is_last, T.max(row_max[i], sinks[w, i]), row_max[i])
-                for i, s in T.Parallel(64, MERGED_AT_ONCE):
-                    weights[i, s] = T.exp2(weights[i, s] - row_max[i])
-                T.reduce_sum(weights, row_sum, dim=1)
-                if problem.has("sink"):
-                    for i in T.Parallel(64):
-                        row_sum[i] += T.if_then_else(is_last, T.exp2(sinks[w, i] - row_max[i]), 0.0)
-                for i, s in T.Parallel(64, MERGED_AT_ONCE):
-                    weights_shared[w, i, s] = weights[i, s] * T.if_then_else(
-                        row_sum[i] != 0, 1 / row_sum[i], 0
-                    )
-                sync_warpgroup(w)  # all have read the parts' log-sum-exps
-                if is_last:
-                    for i in T.Parallel(64):
-                        if i < rows:
-                            Lse[b, row_heads[w, i], tokens[w, i]] = (
-                                T.log2(row_sum[i]) + row_max[i]
-                            ) * lse_unit
-                else:
-                    for i in T.Parallel(64):
-                        if i < rows:
-                            Lse_parts[first, w, i] = T.log2(row_sum[i]) + row_max[i]
-            T.clear(total)
-            for s in parts_at_once:  # a weight past the last part is 0
-                for i, j in T.Parallel(merged_rows, columns):
-                    total[i, j] += weights_shared[w, row + i, s] * loaded[s][i, j]
-            if is_last:
-                for i, j in T.Parallel(merged_rows, columns):
-                    if row + i < rows:
-                        O[
-                            b, tokens[w, row + i], row_heads[w, row + i], config.first_column(problem, w) + j
-                        ] = total[i, j]
-            else:
-                sync_warpgroup(w)  # these rows of all parts have been read
-                for i, j in T.Parallel(merged_rows, columns):
-                    if row + i < rows:
-                        O_parts[first, w, row + i, j] = total[i, j]
-
-    @T.macro
-    def arrive(w, Counters, slot, level, count, arrived):
-        """Behind what this warpgroup wrote. arrived[w]: how many have come before, whose writes are then seen."""
-        T.call_extern("handle", "tl_attention_fence")
-        sync_warpgroup(w)
-        if T.get_thread_binding() % WARPGROUP == 0:
-            arrived[w] = T.atomic_add(Counters[slot * config.warpgroups + w, level], 1, return_prev=True)
-            if arrived[w] == count - 1:
-                Counters[slot * config.warpgroups + w, level] = 0
-        sync_warpgroup(w)
-        T.call_extern("handle", "tl_attention_fence")
-
-    @T.macro
     def consume(
-        w, segments, Q, O, Lse, O_parts, Lse_parts, Counters, Q_shared, K_ring, V_ring, rows_shared, softmax_scale, lse_unit,
-        heads_a_kv_head, options,
+        w, cta, segments, Q, O, Lse, O_parts, Lse_parts, Merges, Q_shared, K_ring, V_ring, rows_shared, softmax_scale, lse_unit,
+        heads_a_kv_head, fixed, options,
     ):  # fmt: skip
-        tokens, row_heads, places, slopes, sinks, weights_shared, arrived = rows_shared
+        tokens, row_heads, places, slopes, sinks = rows_shared
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then their exponentials
         P = T.alloc_fragment([64, block_N], dtype)
         acc_o = T.alloc_fragment([64, columns], "float32")
@@ -523,10 +436,6 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         first_row = T.alloc_var("int32", init=0)
         number = T.alloc_var("int32", init=0)
         first = T.alloc_var("int32", init=0)
-        count = T.alloc_var("int32", init=0)
-        stride = T.alloc_var("int32", init=0)
-        level = T.alloc_var("int32", init=0)
-        part = T.alloc_var("int32", init=0)
         q_slot = 0 if config.divides_columns else w
         if scores.raw:  # the running maximum is one of raw scores, so -Q and |scale|
             if softmax_scale < 0:
@@ -538,6 +447,9 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         steps = T.alloc_var("int32", init=0)
         start = T.alloc_var("int32", init=0)
         parts = T.alloc_var("int32", init=0)
+        if w == 0:
+            if (fixed == 0) & (T.get_thread_binding() == 0):
+                Merges[cta, MERGE_FIELDS.index("parts")] = 0
         segments.wait(0)
         steps = T.shfl_sync(segments.read(0, "steps"), 0)
         while steps > 0:
@@ -674,28 +586,10 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 for i, j in T.Parallel(64, columns):
                     if i < rows:
                         O_parts[first, w, i, j] = acc_o[i, j]
-                # Neighbours to one, by the last of them, and so on until there is one
-                part = segments.read(turn, "part")
-                stride = 1
-                level = 0
-                while parts > 1:
-                    first = part - part % MERGED_AT_ONCE
-                    count = T.min(parts - first, MERGED_AT_ONCE)
-                    first = segments.read(turn, "first_slot") + first * stride
-                    if count > 1:
-                        arrive(w, Counters, first, level, count, arrived)
-                    parts = (parts + MERGED_AT_ONCE - 1) // MERGED_AT_ONCE
-                    if (count > 1) & (arrived[w] != count - 1):
-                        parts = 0
-                    else:
-                        if count > 1:
-                            merge(
-                                w, first, stride, count, parts == 1, O_parts, Lse_parts, O, Lse, tokens, row_heads, b, rows, weights_shared,
-                                lse_unit, sinks,
-                            )  # fmt: skip
-                        part = part // MERGED_AT_ONCE
-                        stride *= MERGED_AT_ONCE
-                        level += 1
+            if w == 0:
+                if (segments.read(turn, "entry") >= 0) & (T.get_thread_binding() == 0):
+                    for number, name in enumerate(MERGE_FIELDS):
+                        Merges[segments.read(turn, "entry"), number] = segments.read(turn, name)
             segments.release(turn)
             turn += 1
             segments.wait(turn)
@@ -714,7 +608,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         Table: T.StridedTensor([table_n, pages_n], [T.dynamic("table_stride"), 1], "int32"),
         O_parts: T.Tensor([slots, config.warpgroups, part_rows, columns], "float32"),
         Lse_parts: T.Tensor([slots, config.warpgroups, part_rows], "float32"),
-        Counters: T.Tensor([counters, MERGE_LEVELS], "int32"),
+        Merges: T.Tensor([entries, MERGE_NUMBERS], "int32"),
         softmax_scale: T.float32,
         lse_unit: T.float32,
         heads_a_kv_head: T.int32,
@@ -735,7 +629,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         Slopes: T.StridedTensor([slopes_batch, slopes_heads], [T.dynamic("slopes_stride"), 1], "float32"),
         Sink: T.Tensor([sink_heads], "float32"),
     ):
-        with T.Kernel(ctas, threads=config.threads, prelude=FENCE) as cta:
+        with T.Kernel(ctas, threads=config.threads) as cta:
             T.annotate_min_blocks_per_sm(config.ctas_a_sm)
             Q_shared = pipeline.alloc_swizzled(
                 [1 if config.divides_columns else config.warpgroups, 64, head_dim], dtype
@@ -752,9 +646,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             places = T.alloc_shared([config.warpgroups, 64], "int32")
             slopes = T.alloc_shared([config.warpgroups, 64], "float32") if problem.has("alibi") else None
             sinks = T.alloc_shared([config.warpgroups, 64], "float32") if problem.has("sink") else None
-            weights_shared = T.alloc_shared([config.warpgroups, 64, MERGED_AT_ONCE], "float32")
-            arrived = T.alloc_shared([config.warpgroups], "int32")
-            rows_shared = tokens, row_heads, places, slopes, sinks, weights_shared, arrived
+            rows_shared = tokens, row_heads, places, slopes, sinks
             lengths = Lengths(Seqlens, Leftpad, Caches, given, seqlen, appended, room)
             options = DecodeOptions(left, right, softcap, Slopes, Sink)
 
@@ -786,8 +678,8 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                     if registers is not None:
                         T.inc_max_nreg(registers[1])
                     consume(
-                        w, segments, Q, O, Lse, O_parts, Lse_parts, Counters, Q_shared, K_ring, V_ring, rows_shared, softmax_scale,
-                        lse_unit, heads_a_kv_head, options,
+                        w, cta, segments, Q, O, Lse, O_parts, Lse_parts, Merges, Q_shared, K_ring, V_ring, rows_shared,
+                        softmax_scale, lse_unit, heads_a_kv_head, fixed, options,
                     )  # fmt: skip
 
     return flash_decode_kernel

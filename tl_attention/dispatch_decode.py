@@ -16,10 +16,11 @@ from tl_attention.problem import (
     DTYPES,
     MERGE_LEVELS,
     MERGED_AT_ONCE,
-    AppendConfig,
     AttnProblem,
     DecodeConfig,
-    decode_width,
+    append_kernel,
+    decode_problem,
+    page_rows,
 )
 from tl_attention.target import sm_count
 
@@ -96,19 +97,14 @@ class DecodePlan:
         batch, seqlen_q, heads, head_dim = q.shape
         heads_kv, self.head_dim_v = k.shape[2], v.shape[3]
         paged = cache.block_table is not None
-        options = tuple(
-            name
-            for name in ("window", "softcap", "alibi", "sink")
-            if name == "window" or name in extras.names
-        )
-        width = decode_width(head_dim, self.head_dim_v)
-        problem = AttnProblem(DTYPE_NAMES[q.dtype], *width, False, options)
+        problem = decode_problem(DTYPE_NAMES[q.dtype], head_dim, self.head_dim_v, extras.names)
+        width = problem.head_dim, problem.head_dim_v
         self.rows = _rows(seqlen_q, heads, heads_kv)
         page_size = k.shape[1]
-        page_rows = 0 if not paged else 64 if page_size % 64 == 0 else 16
-        config = configs.decode_config(problem, self.rows, page_rows)
+        together = page_rows(page_size) if paged else 0
+        config = configs.decode_config(problem, self.rows, together)
         for rows in configs.DECODE_ROWS:  # so that no number of queries compiles later
-            compile_kernel(problem, configs.decode_config(problem, rows, page_rows))
+            compile_kernel(problem, configs.decode_config(problem, rows, together))
         self.kernel = compile_kernel(problem, config)
 
         capacity = page_size * (cache.block_table.shape[1] if paged else 1)
@@ -295,7 +291,7 @@ def append(
     """
     with torch.cuda.device(q.device):
         device = q.device.index
-        kernel = compile_kernel(AttnProblem(DTYPE_NAMES[q.dtype], 64, 64, False), AppendConfig())
+        kernel = compile_kernel(*append_kernel(DTYPE_NAMES[q.dtype]))
         if not k_new.shape[1] or not q.shape[0]:
             return q
         rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)

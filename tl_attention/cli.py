@@ -380,6 +380,7 @@ CHECKS = (  # (needed, what, how to find it)
         _check_package("flash_attn_interface", "build hopper/ of github.com/Dao-AILab/flash-attention"),
     ),
     (False, "fa4", _check_package("flash_attn.cute", "pip install flash-attn-4")),
+    (False, "flashinfer", _check_package("flashinfer", "pip install flashinfer-python")),
 )
 
 

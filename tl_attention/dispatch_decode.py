@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 
@@ -237,6 +238,7 @@ def decode(
     num_splits: int = 0,
     batch_invariant: bool = False,
     workspace: torch.Tensor | None = None,
+    known: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q [batch, seqlen_q, heads, head_dim] to the keys of a cache.
 
@@ -245,23 +247,32 @@ def decode(
         num_splits: 0 divides all keys evenly among the CTAs, n has n splits of each sequence.
         batch_invariant: splits of a fixed number of keys, so that a sequence's result does not depend on the others.
         workspace: of workspace_bytes() bytes, for the parts; else they are allocated.
+        known: hashable, the same for calls that have one plan alone; None: it is found by their metadata.
     Returns:
         out [batch, seqlen_q, heads, head_dim_v], lse [batch, heads, seqlen_q] fp32, natural.
     """
+    plans = _plans.__dict__.setdefault("decode", {})
+    plan = plans.get(known)
+    if plan is None:
+        if not q.numel() or not cache.k.numel() or not cache.v.numel():
+            return _of_nothing(q, cache.v.shape[3], extras)
+        key = _plan_key(q, cache, extras, num_splits, batch_invariant)
+        plan = plans.get(key)
+        if plan is None:
+            plan = DecodePlan(q, cache, extras, num_splits, batch_invariant)
+            dispatch._keep(plans, key, plan)
+        if known is not None:
+            dispatch._keep(plans, known, plan)
+    return plan(q, cache, softmax_scale, causal, extras, workspace)
+
+
+def _plan_key(q: torch.Tensor, cache: Cache, extras: Extras, num_splits: int, batch_invariant: bool) -> tuple:
     k, v, table = cache.k, cache.v, cache.block_table
-    key = (
+    return (
         q.shape, q.dtype, q.device, k.shape, k.stride(), v.shape, v.stride(), extras.names, num_splits, batch_invariant,
         None if table is None else table.shape[1],
         isinstance(cache.seqlens, torch.Tensor), cache.leftpad is None, cache.batch_idx is None,
     )  # fmt: skip
-    plans = _plans.__dict__.setdefault("decode", {})
-    plan = plans.get(key)
-    if plan is None:
-        if not q.numel() or not k.numel() or not v.numel():
-            return _of_nothing(q, v.shape[3], extras)
-        plan = DecodePlan(q, cache, extras, num_splits, batch_invariant)
-        dispatch._keep(plans, key, plan)
-    return plan(q, cache, softmax_scale, causal, extras, workspace)
 
 
 def _of_nothing(q: torch.Tensor, head_dim_v: int, extras: Extras) -> tuple[torch.Tensor, torch.Tensor]:
@@ -289,34 +300,47 @@ def append(
         interleaved: pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2).
         q_in_place_of_keys: query i is rotated by position seqlens + i, else all by seqlens.
     """
-    with torch.cuda.device(q.device):
-        device = q.device.index
-        kernel = compile_kernel(*append_kernel(DTYPE_NAMES[q.dtype]))
-        if not k_new.shape[1] or not q.shape[0]:
-            return q
-        rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        *_, no_lengths, no_table = dispatch._nothing(device)
-        angles = (q.new_zeros(1, 1),) * 2 if cos is None else (cos, sin)
-        tensor = isinstance(cache.seqlens, torch.Tensor)
-        paged = cache.block_table is not None
-        kernel(
-            q,
-            rotated,
-            k_new,
-            v_new,
-            cache.k,
-            cache.v,
-            *angles,
-            cache.seqlens if tensor else no_lengths,
-            no_lengths if cache.batch_idx is None else cache.batch_idx,
-            cache.block_table if paged else no_table,
-            0 if cos is None else 2 * cos.shape[1],
-            interleaved,
-            q_in_place_of_keys,
-            tensor | (cache.batch_idx is not None) << 2 | paged << 3,
-            0 if tensor else cache.seqlens,
-            k_new.shape[1],
-            cache.k.shape[1],
-            cache.k.shape[0],
-        )
-        return q if cos is None else rotated
+    device = q.device.index
+    if torch.cuda.current_device() != device:
+        with torch.cuda.device(device):
+            return append(q, k_new, v_new, cache, cos, sin, interleaved, q_in_place_of_keys)
+    kernel = _append_kernel(DTYPE_NAMES[q.dtype])
+    if not k_new.shape[1] or not q.shape[0]:
+        return q
+    rotated = dispatch._empty(*dispatch._dense(q.shape, q.dtype))
+    *_, no_lengths, no_table = dispatch._nothing(device)
+    angles = (_no_angles(q.dtype, device),) * 2 if cos is None else (cos, sin)
+    tensor = isinstance(cache.seqlens, torch.Tensor)
+    paged = cache.block_table is not None
+    kernel(
+        q,
+        rotated,
+        k_new,
+        v_new,
+        cache.k,
+        cache.v,
+        *angles,
+        cache.seqlens if tensor else no_lengths,
+        no_lengths if cache.batch_idx is None else cache.batch_idx,
+        cache.block_table if paged else no_table,
+        0 if cos is None else 2 * cos.shape[1],
+        interleaved,
+        q_in_place_of_keys,
+        tensor | (cache.batch_idx is not None) << 2 | paged << 3,
+        0 if tensor else cache.seqlens,
+        k_new.shape[1],
+        cache.k.shape[1],
+        cache.k.shape[0],
+    )
+    return q if cos is None else rotated
+
+
+@functools.cache
+def _append_kernel(dtype: str) -> dispatch.Kernel:
+    return compile_kernel(*append_kernel(dtype))
+
+
+@functools.cache
+def _no_angles(dtype: torch.dtype, device: int) -> torch.Tensor:
+    """In place of cos and sin, which are not read without rotary."""
+    return torch.zeros(1, 1, dtype=dtype, device=f"cuda:{device}")

@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import providers
 import torch
@@ -53,6 +53,8 @@ MAX_CHECKED_KEYS = 2**18  # of all heads of keys that are checked
 MAX_CHECKED_HEADS = 16
 SPREAD = 2  # of scores, in standard deviations: out is neither the mean of all values nor one of them
 SAMPLE_MS, CAP_MS = 2.0, 100.0
+TENSOR_CORE_HEADS = 4  # of queries a head of keys, from which on FlashInfer's tensor cores are faster
+WORKSPACE_BYTES = 512 << 20  # of FlashInfer's parts
 
 
 def chosen_shapes(texts: Sequence[str]) -> dict[str, Shape]:
@@ -265,15 +267,85 @@ def fa2(shape: Shape, *inputs: torch.Tensor, saves: bool) -> Ready:
     return way(shape, *inputs, saves=saves)
 
 
+def fa4(shape: Shape, *inputs: torch.Tensor, saves: bool) -> Ready:
+    """On sm_90 it does not divide the keys of a sequence: more splits than one, which is its default, are an error there."""
+    if max(shape.head_dim, shape.head_dim_v) > 256:
+        raise Unsupported("its head dims on sm_90 are at most 256")
+    if not shape.options:
+        return dense("fa4")(shape, *inputs, saves=saves)
+    if shape.options.page and (shape.head_dim % 16 or shape.head_dim_v % 16):
+        raise Unsupported("with pages its head dims are multiples of 16")
+    attend = import_function("flash_attn.cute", "flash_attn_varlen_func")
+
+    def launch(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seqlens: torch.Tensor, pages: torch.Tensor | None
+    ) -> Result:
+        options = {"seqused_k": seqlens, "page_table": pages, "causal": shape.causal, "return_lse": True}
+        return attend(q, k, v, **options)[:2]
+
+    return Ready(launch, launch)
+
+
+def flashinfer(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
+    """Its decode for caches in pages, planned for the lengths and the pages of each copy before it is timed."""
+    if shape.seqlen_q > 1:
+        raise Unsupported("its decode is compared with one query of each sequence")
+    if not shape.options.page:
+        raise Unsupported("its caches have pages")
+    if shape.head_dim != shape.head_dim_v:
+        raise Unsupported("one head_dim for q, k and v")
+    make = import_function("flashinfer", "BatchDecodeWithPagedKVCacheWrapper")
+    planned: dict[int, Any] = {}  # by the address of the table
+
+    def plan(q: torch.Tensor, seqlens: torch.Tensor, pages: torch.Tensor) -> Any:
+        page = shape.options.page
+        used = (seqlens + page - 1) // page
+        ends = torch.nn.functional.pad(used.cumsum(0), (1, 0)).int()
+        chosen = pages[torch.arange(pages.shape[1], device=pages.device) < used[:, None]]
+        wrapper = make(
+            _workspace(q.device), "NHD", use_tensor_cores=shape.heads_q >= TENSOR_CORE_HEADS * shape.heads_kv
+        )
+        sizes = shape.heads_q, shape.heads_kv, shape.head_dim, page
+        last = seqlens - (used - 1) * page
+        wrapper.plan(ends, chosen, last, *sizes, q_data_type=q.dtype, kv_data_type=q.dtype)
+        return wrapper
+
+    def launch(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seqlens: torch.Tensor, pages: torch.Tensor
+    ) -> Result:
+        wrapper = planned.get(pages.data_ptr())
+        if wrapper is None:
+            wrapper = planned[pages.data_ptr()] = plan(q, seqlens, pages)
+        return wrapper.run(q[:, 0], (k, v))[:, None], None
+
+    return Ready(launch, launch)
+
+
+@functools.cache
+def _workspace(device: torch.device) -> torch.Tensor:
+    """Of all plans, as one runs after the other."""
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
 FORWARDS = {
     OURS: kvcache("tl_attention"),
     "fa2": fa2,
     "cudnn": dense("cudnn"),
     "fa3": kvcache("flash_attn_interface", "page_table"),
-    "fa4": dense("fa4"),
+    "fa4": fa4,
+    "flashinfer": flashinfer,
 }
 LAYOUTS = {"cudnn": "bhsd"}
+LIBRARIES = {  # others than those of providers.PROVIDERS
+    "fa4": lambda: f"{providers.PROVIDERS['fa4'].library()} (on sm_90 it does not split keys)",
+    "flashinfer": lambda: f"flashinfer-python {bench.version('flashinfer-python')}",
+}
 PROVIDERS = {
-    name: Provider(forward, "decoding has none", LAYOUTS.get(name, "bshd"), providers.PROVIDERS[name].library)
+    name: Provider(
+        forward,
+        "decoding has none",
+        LAYOUTS.get(name, "bshd"),
+        LIBRARIES.get(name) or providers.PROVIDERS[name].library,
+    )
     for name, forward in FORWARDS.items()
 }

@@ -11,10 +11,11 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import decode
 import torch
 from first_call import sdpa_backend
 from providers import PROVIDERS, Result, Unsupported, import_function, title
@@ -26,6 +27,8 @@ from tl_attention.testing.bench import Shape
 from tl_attention.testing.inputs import make_dout, make_inputs
 
 SHAPE = Shape.parse("1,8,8,128,128,64,full")
+CACHE = Shape.parse("1,64,8,1,2048,128,full")
+PAGED = Shape.parse("1,64,8,1,2048,128,full,page=64")
 ROUNDS = 7
 FIRST_CALLS = 3
 FIRST = {  # (provider, argument of first_call.py) -> in words
@@ -41,12 +44,18 @@ MODES = {
     "both": "forward under autograd, then backward",
     "backward": "backward alone",
 }
+CACHE_MODES = {
+    "lengths": "lengths in a tensor",
+    "append": "lengths in a tensor, a new key and value, rotary",
+    "pages": "lengths in a tensor, pages of 64 keys",
+}
 CALLS_TEXT = (
     f"Microseconds of the host for one eager call on the problem {SHAPE}, bf16: medians of {ROUNDS} rounds, the libraries in "
     "turn, each of 3 runs of up to 100 calls with no synchronization in between. All are the public functions on tensors in their "
     "own layout; backward alone is mha_bwd_interface, ATen's op of PyTorch's backends and FlashAttention-4's function behind "
     "autograd; forward and backward call torch.autograd.grad."
 )
+CACHES_TEXT = f"The same of a token's attention to a cache, {CACHE}."
 FIRST_TEXT = (
     f"Milliseconds of the first call of a new process on the same problem, its kernels on disk: medians of {FIRST_CALLS} processes, "
     "from CUDA being initialized and the inputs allocated to the end of a synchronization. `import` is the library's own, after "
@@ -117,13 +126,39 @@ def backward(name: str, tensors: tuple[torch.Tensor, ...], heads_first: bool) ->
     return functools.partial(provider.backward(SHAPE, False, *given).call, *given)
 
 
-def time_calls() -> list[dict[str, object]]:
-    """One row a library: microseconds by the keys of MODES, or under `reasons` why there are none."""
+def cache_libraries() -> Iterator[tuple[str, Library]]:
+    """Those with a function for caches, by its name."""
+    name = "flash_attn_with_kvcache"
+    yield name, Library(OURS, import_function("tl_attention", name), False, contextlib.nullcontext, False)
+
+
+def cache_calls(library: Library, device: str = "cuda") -> Iterator[tuple[str, Callable[[], object]]]:
+    """What is timed of a library, each with its key of CACHE_MODES."""
+
+    def inputs_of(shape: Shape) -> tuple:
+        return decode.Caches([shape], torch.bfloat16, device).copies(shape, "bshd")[0]
+
+    q, k, v, seqlens, _ = inputs_of(CACHE)
+    yield "lengths", functools.partial(library.attend, q, k, v, cache_seqlens=seqlens)
+    angles = torch.rand(CACHE.seqlen_k, CACHE.head_dim // 2, device=device)
+    cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+    new = {"k": k[:, :1].clone(), "v": v[:, :1].clone(), "rotary_cos": cos, "rotary_sin": sin}
+    yield "append", functools.partial(library.attend, q, k, v, cache_seqlens=seqlens - 1, **new)
+    q, k, v, seqlens, pages = inputs_of(PAGED)
+    yield "pages", functools.partial(library.attend, q, k, v, cache_seqlens=seqlens, block_table=pages)
+
+
+def time_calls(
+    rivals: Iterable[tuple[str, Library]],
+    modes: Mapping[str, str],
+    calls: Callable[[Library], Iterator[tuple[str, Callable[[], object]]]],
+) -> list[dict[str, object]]:
+    """One row a library: microseconds by the keys of modes, or under `reasons` why there are none."""
     rows, ready = [], []
-    for name, library in libraries():
+    for name, library in rivals:
         version = PROVIDERS[library.provider].library()
         row = {"library": name, "provider": library.provider, "version": version, "reasons": {}}
-        rows.append(row | dict.fromkeys(MODES))
+        rows.append(row | dict.fromkeys(modes))
         with library.within():
             made: list[str] = []
             try:
@@ -131,7 +166,7 @@ def time_calls() -> list[dict[str, object]]:
                     ready.append((rows[-1], library, mode, call))
                     made.append(mode)
             except Exception as error:
-                left = [mode for mode in MODES if mode not in made]
+                left = [mode for mode in modes if mode not in made]
                 rows[-1]["reasons"] = dict.fromkeys(left, bench.first_line(error))
     samples: dict[tuple[str, str], list[float]] = {}
     for _ in range(ROUNDS):
@@ -146,7 +181,7 @@ def time_calls() -> list[dict[str, object]]:
     for row in rows:
         row |= {
             mode: statistics.median(samples[row["library"], mode])
-            for mode in MODES
+            for mode in modes
             if mode not in row["reasons"] and (row["library"], mode) in samples
         }
     return rows
@@ -184,20 +219,25 @@ def time_first_calls() -> list[dict[str, object]]:
     return rows
 
 
-def markdown(environment: dict[str, str], called: list[dict], first: list[dict]) -> str:
-    """The report: where it was measured, both tables, what did not run."""
+def markdown(environment: dict[str, str], called: list[dict], cached: list[dict], first: list[dict]) -> str:
+    """The report: where it was measured, the tables, what did not run."""
 
     def numbers(row: dict, keys: Iterable[str]) -> list[str]:
         return ["–" if row.get(key) is None else f"{row[key]:.1f}" for key in keys]
 
-    columns = zip(*(numbers(row, MODES) for row in called), strict=True)
-    by_mode = [[words, *cells] for words, cells in zip(MODES.values(), columns, strict=True)]
+    def by_mode(rows: list[dict], modes: Mapping[str, str]) -> str:
+        columns = zip(*(numbers(row, modes) for row in rows), strict=True)
+        cells = [[words, *of_mode] for words, of_mode in zip(modes.values(), columns, strict=True)]
+        return markdown_table(["microseconds", *(row["library"] for row in rows)], cells)
+
     by_process = [
         [FIRST[row["provider"], row["passes"]], *numbers(row, ("import_ms", "call_ms", "total_ms"))]
         for row in first
     ]
     reasons = [
-        f"{row['library']}, {MODES[mode]}: {why}" for row in called for mode, why in row["reasons"].items()
+        f"{row['library']}, {(MODES | CACHE_MODES)[mode]}: {why}"
+        for row in called + cached
+        for mode, why in row["reasons"].items()
     ]
     reasons += [f"{FIRST[row['provider'], row['passes']]}: {row['reason']}" for row in first if row["reason"]]
     parts = [
@@ -205,7 +245,9 @@ def markdown(environment: dict[str, str], called: list[dict], first: list[dict])
         bullets(f"{key}: {value}" for key, value in environment.items()),
         bullets(f"{row['library']}: {row['version']}" for row in called),
         CALLS_TEXT,
-        markdown_table(["microseconds", *(row["library"] for row in called)], by_mode),
+        by_mode(called, MODES),
+        CACHES_TEXT,
+        by_mode(cached, CACHE_MODES),
         FIRST_TEXT,
         markdown_table(["milliseconds", "import", "call", "both"], by_process),
         bullets(reasons),
@@ -215,13 +257,16 @@ def markdown(environment: dict[str, str], called: list[dict], first: list[dict])
 
 def run(console: Console, out: Path, environment: dict[str, str]) -> int:
     """Measures all, writes host.json and host.md and shows the latter. Returns 1 if something of ours failed."""
-    called, first = time_calls(), time_first_calls()
+    called = time_calls(libraries(), MODES, calls)
+    cached = time_calls(cache_libraries(), CACHE_MODES, cache_calls)
+    first = time_first_calls()
     out.mkdir(parents=True, exist_ok=True)
     stored = {"environment": environment, "shape": asdict(SHAPE), "calls": called, "first_calls": first}
+    stored |= {"cache": asdict(CACHE), "cache_calls": cached}
     (out / "host.json").write_text(json.dumps(stored, indent=1) + "\n")
-    page = markdown(environment, called, first)
+    page = markdown(environment, called, cached, first)
     (out / "host.md").write_text(page)
     console.print(page, markup=False, highlight=False)
     console.print(f"Written to {out}: host.json, host.md")
-    failed = [row for row in called if row["reasons"]] + [row for row in first if row["reason"]]
+    failed = [row for row in called + cached if row["reasons"]] + [row for row in first if row["reason"]]
     return int(any(row["provider"] == OURS for row in failed))

@@ -76,7 +76,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         help="names or patterns of configs/shapes.toml (--pass decode: of benchmarks/decode.py), or "
         "B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]",
     )
-    add("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS), help="default: all")
+    every = list(dict.fromkeys([*PROVIDERS, *decode.PROVIDERS]))
+    add("--providers", nargs="+", choices=every, default=every, help="default: all that have the pass")
     add("--dtype", choices=DTYPES, default="bf16")
     add("--rounds", type=int, help="samples of each provider (default 15; 5 with --quick or --pass decode)")
     add("--pass", dest="direction", choices=DEFAULT, default="fwd", help="default: fwd")
@@ -87,6 +88,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="the 4k rows, fewer rounds; without a GPU, fewer kernels")
     args = parser.parse_args(argv)
     decodes = args.direction == DECODE
+    args.providers = [name for name in args.providers if name in (decode.PROVIDERS if decodes else PROVIDERS)]
+    if not args.providers:
+        parser.error(f"--providers: expected one that has --pass {args.direction}")
     if args.rounds is None:
         args.rounds = 5 if args.quick or decodes else 15
     if args.rounds < 1:

@@ -1164,7 +1164,8 @@ def fake_process(command: list[str], **_: object) -> subprocess.CompletedProcess
 def test_bench_host_times_calls_and_first_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(host, "calls", partial(host.calls, device="cpu"))
+    for name in ("calls", "cache_calls"):
+        monkeypatch.setattr(host, name, partial(getattr(host, name), device="cpu"))
     monkeypatch.setattr(host.subprocess, "run", fake_process)
     assert run.main(["--host", "--out", str(tmp_path)]) == 0
     stored = json.loads((tmp_path / "host.json").read_text())
@@ -1175,9 +1176,12 @@ def test_bench_host_times_calls_and_first_calls(
     assert {peer["provider"] for peer in peers} >= {"fa2", "cudnn"}
     assert all(peer["backward"] is None for peer in peers), "the ops take no CPU tensors"
     assert all(peer["reasons"]["backward"] for peer in peers)
+    (cached,) = stored["cache_calls"]
+    assert [cached[mode] for mode in host.CACHE_MODES] == [5.0] * 3 and not cached["reasons"]
     assert [row.get("total_ms") for row in stored["first_calls"]] == [25.5, 25.5, 25.5, None]
     text = (tmp_path / "host.md").read_text()
     assert "| backward alone | 5.0 | – | – |" in text
+    assert "| lengths in a tensor, pages of 64 keys | 5.0 |" in text
     assert "| tl_attention, forward and backward | 20.0 | 5.5 | 25.5 |" in text
     assert "cudnn (torch sdpa), forward: RuntimeError: RuntimeError: no engine" in text
     assert "forward under autograd" in capsys.readouterr().out
@@ -1185,7 +1189,8 @@ def test_bench_host_times_calls_and_first_calls(
 
 @pytest.mark.usefixtures("gpu_stub")
 def test_bench_host_fails_where_ours_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "calls", Stub.boom)
+    for name in ("calls", "cache_calls"):
+        monkeypatch.setattr(host, name, Stub.boom)
     monkeypatch.setattr(host.subprocess, "run", fake_process)
     assert run.main(["--host", "--out", str(tmp_path)]) == 1
     assert "RuntimeError: no kernel" in (tmp_path / "host.md").read_text()

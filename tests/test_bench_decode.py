@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
 import sys
-import types
 from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -195,7 +197,8 @@ def fake_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) 
 
 
 @pytest.mark.parametrize(
-    ("name", "can"), [("fa2", "yynnn"), ("cudnn", "yynnn"), ("fa4", "nnnnn"), ("fa3", "nnnnn")]
+    ("name", "can"),
+    [("fa2", "yynnn"), ("cudnn", "yynnn"), ("fa4", "nnnnn"), ("fa3", "nnnnn"), ("flashinfer", "nnnnn")],
 )
 def test_decode_libraries_get_what_they_can(
     name: str, can: str, ours: None, monkeypatch: pytest.MonkeyPatch
@@ -233,6 +236,103 @@ def test_decode_other_caches_are_called_by_their_names(ours: None, monkeypatch: 
     assert called == [("flash_attn_interface", "flash_attn_with_kvcache", True)]
     with pytest.raises(providers.Unsupported, match="multiples of 256 keys"):
         decode.PROVIDERS["fa2"].forward(shape, *inputs, saves=False)
+
+
+def test_decode_fa4_is_told_lengths_and_pages_and_no_splits(
+    ours: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+
+    def fake(module: str, name: str) -> Callable:
+        def attend(
+            *given: torch.Tensor, causal: bool, return_lse: bool = False, **options: torch.Tensor
+        ) -> tuple:
+            called.append((module, name, *options))
+            if name == "flash_attn_func":
+                return attention_reference(*given, causal=causal)[0].to(given[0].dtype), None
+            seqlens, pages = options.pop("seqused_k"), options.pop("page_table")
+            assert not options and return_lse
+            names = {"cache_seqlens": seqlens, "block_table": pages, "return_softmax_lse": True}
+            return cached(*given, causal=causal, **names)
+
+        return attend
+
+    for module in (decode, providers):
+        monkeypatch.setattr(module, "import_function", fake)
+    for text in SMALL:
+        shape = Shape.parse(text)
+        inputs, _ = caches_of(shape).copies(shape, "bshd")
+        result = decode.PROVIDERS["fa4"].forward(shape, *inputs, saves=False).launch(*inputs)
+        row = decode.verify(shape, "bshd", result, inputs)
+        assert row["correct"], row["reason"]
+    given = ("flash_attn.cute", "flash_attn_varlen_func", "seqused_k", "page_table")
+    assert called == [("flash_attn.cute", "flash_attn_func")] * 2 + [given] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("fa4", "1,2,1,1,64,576,512,full", "at most 256"),
+        ("fa4", "1,2,1,1,64,40,full,page=16", "multiples of 16"),
+        ("fa4", SMALL[2], r"flash_attn.cute.flash_attn_varlen_func cannot be imported"),
+        ("flashinfer", SMALL[2], r"flashinfer.BatchDecodeWithPagedKVCacheWrapper cannot be imported"),
+        ("flashinfer", SMALL[0], "its caches have pages"),
+        ("flashinfer", "1,2,1,4,64,32,causal,page=16", "one query of each sequence"),
+        ("flashinfer", "1,2,1,1,64,64,32,full,page=16", "one head_dim"),
+    ],
+)
+def test_decode_libraries_say_what_they_do_not_take(name: str, text: str, words: str, ours: None) -> None:
+    shape = Shape.parse(text)
+    (row,) = decode.measure(shape, caches_of(shape), [name], 3)
+    assert row["status"] == "skipped" and re.search(words, row["reason"]), row["reason"]
+
+
+class FlashInfer:
+    """BatchDecodeWithPagedKVCacheWrapper, by the reference."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, workspace: torch.Tensor, layout: str, *, use_tensor_cores: bool) -> None:
+        assert (workspace.dtype, layout) == (torch.uint8, "NHD")
+        self.made.append(use_tensor_cores)
+
+    def plan(
+        self,
+        ends: torch.Tensor,
+        indices: torch.Tensor,
+        last: torch.Tensor,
+        *sizes: int,
+        **dtypes: torch.dtype,
+    ) -> None:
+        assert ends.dtype == indices.dtype == last.dtype == torch.int32
+        self.of_pages = [indices[a:b] for a, b in itertools.pairwise(ends)]
+        self.last, self.sizes, self.dtypes = last, sizes, dtypes
+
+    def run(self, q: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        assert self.sizes == (q.shape[1], *(caches[0].shape[i] for i in (2, 3, 1)))
+        assert set(self.dtypes.values()) == {q.dtype}
+        outs = []
+        for entry, (pages, last) in enumerate(zip(self.of_pages, self.last.tolist(), strict=True)):
+            end = (len(pages) - 1) * self.sizes[-1] + last
+            k, v = (x[pages].flatten(0, 1)[None, :end] for x in caches)
+            outs.append(attention_reference(q[entry, None, None], k, v)[0][:, 0])
+        return torch.cat(outs).to(q.dtype)
+
+
+@pytest.mark.parametrize("text", ["3,8,2,1,50,32,full,page=16", "5,2,2,1,300,32,full,page=16,ragged"])
+def test_decode_flashinfer_is_planned_once_for_each_table(
+    text: str, ours: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "import_function", lambda module, name: FlashInfer)
+    monkeypatch.setattr(decode, "WORKSPACE_BYTES", 1)
+    FlashInfer.made.clear()
+    shape = Shape.parse(text)
+    copies = caches_of(shape).copies(shape, "bshd")
+    launch = decode.PROVIDERS["flashinfer"].forward(shape, *copies[0], saves=False).launch
+    for inputs in [*copies, *copies]:
+        row = decode.verify(shape, "bshd", launch(*inputs), inputs)
+        assert row["correct"], row["reason"]
+    assert FlashInfer.made == [shape.heads_q == 8] * 2
 
 
 def test_decode_caches_that_are_too_large_are_skipped(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,6 +400,8 @@ def test_decode_run_writes_rows_and_report(tmp_path: Path, capsys: pytest.Captur
         (["--shapes", "1,2,2,1,8,64,full,page=16"], "page and ragged are options of --pass decode alone"),
         (["--pass", "decode", "--shapes", "article"], "'article': not in benchmarks/decode.py"),
         (["--pass", "decode", "--deterministic"], "expected --pass bwd or fwd_bwd"),
+        (["--providers", "flashinfer"], "--providers: expected one that has --pass fwd"),
+        (["--pass", "decode", "--providers", "naive"], "--providers: expected one that has --pass decode"),
     ],
 )
 def test_decode_bad_arguments_end_with_a_message(

@@ -9,9 +9,21 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
-from tl_attention import autotune, cli, configs, cubin
-from tl_attention.problem import DIRECTIONS, AttnProblem, BwdDelta, BwdPass, BwdSum
+from tl_attention import autotune, cli, configs, cubin, dispatch_decode
+from tl_attention.extras import Cache, Extras
+from tl_attention.problem import (
+    DECODE_TILE_WIDTHS,
+    DIRECTIONS,
+    AppendConfig,
+    AttnProblem,
+    BwdDelta,
+    BwdPass,
+    BwdSum,
+    DecodeCombine,
+    DecodeConfig,
+)
 
 
 @pytest.mark.parametrize("command", [[], ["tune"], ["compile"], ["doctor"]], ids=" ".join)
@@ -178,13 +190,55 @@ def test_compile_takes_the_kernels_that_serve_shapes(compiled, capsys):
         (["--pass", "bwd", "--dtype", "float16"], {BwdPass, BwdDelta, BwdSum}),
         (["d256", "dq"], {BwdPass}),
         (["delta"], {BwdDelta}),
+        (["--pass", "decode"], {DecodeConfig, DecodeCombine, AppendConfig}),
+        (["pages", "--pass", "fwd", "decode", "--dtype", "bfloat16"], {DecodeConfig}),
     ],
-    ids=["bwd", "dq", "delta"],
+    ids=["bwd", "dq", "delta", "decode", "pages"],
 )
 def test_compile_takes_the_shipped_kernels_with_all_words(words, kinds, compiled):
     assert cli.main(["compile", *words]) == 0
     assert {type(config) for _, config in compiled} == kinds
-    assert set(compiled) <= set(configs.shipped_kernels())
+    assert set(compiled) <= set(configs.shipped_kernels((*DIRECTIONS, "decode")))
+
+
+def test_compile_leaves_caches_out_unless_asked(compiled):
+    assert cli.main(["compile"]) == 0
+    assert compiled == configs.shipped_kernels()
+
+
+def test_compile_takes_what_serves_caches_of_a_width(compiled):
+    shapes = ["--shapes", "8,64,8,1,8192,128,full", "1,8,8,4,100,112,causal"]
+    assert cli.main(["compile", "--pass", "decode", *shapes]) == 0
+    assert compiled == configs.decode_kernels(["bfloat16"], [(128, 128)])
+    assert len(compiled) == 2 * 3 + 2
+
+
+def test_tune_has_no_caches(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["tune", "--pass", "decode"])
+    assert "invalid choice: 'decode'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("page_size", [None, 16, 48, 64, 256])
+@pytest.mark.parametrize("queries", [1, 40])
+@pytest.mark.parametrize("width", DECODE_TILE_WIDTHS, ids=str)
+def test_compiled_for_caches_is_what_a_call_asks_for(width, queries, page_size, monkeypatch):
+    asked = []
+    monkeypatch.setattr(dispatch_decode, "compile_kernel", lambda *kernel: asked.append(kernel))
+    monkeypatch.setattr(dispatch_decode, "sm_count", lambda device: 132)
+    q, k, v = (
+        torch.zeros(1, rows, 4, n, dtype=torch.float16)
+        for rows, n in ((queries, width[0]), (256, width[0]), (256, width[1]))
+    )
+    table = None
+    if page_size:
+        k, v = (
+            x.view(-1, page_size, 4, x.shape[3]) if 256 % page_size == 0 else x[:, :page_size] for x in (k, v)
+        )
+        table = torch.zeros(1, k.shape[0], dtype=torch.int32)
+    cache = Cache(k, v, k.shape[1], block_table=table)
+    dispatch_decode.DecodePlan(q, cache, Extras(), 0, False)
+    assert set(asked) <= set(configs.decode_kernels(["float16"], [width]))
 
 
 def test_compile_finds_nothing_by_these_words(compiled):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
 from tl_attention import configs, dispatch_decode
+from tl_attention.extras import Cache, Extras
 from tl_attention.problem import DECODE_TILE_WIDTHS, AttnProblem, decode_width
 
 D128 = AttnProblem("bfloat16", 128, 128, False, ("window",))
@@ -62,3 +65,26 @@ def test_rows_of_a_cache_are_counted_across_what_lies_between():
     assert dispatch_decode._rows_of(odd, "k_cache")[1].stride()[1:] == (64, 64, 1)
     with pytest.raises(ValueError, match=r"v_cache: expected stride\(0\) to be a multiple of stride\(1\)"):
         dispatch_decode._rows_of(torch.zeros(2, 33 * 128 - 8)[:, : 32 * 128].view(2, 32, 2, 64), "v_cache")
+
+
+def test_calls_that_are_known_have_the_plan_of_their_metadata(monkeypatch):
+    made = []
+
+    class Plan:
+        def __init__(self, *_):
+            made.append(self)
+
+        def __call__(self, *_):
+            return self
+
+    monkeypatch.setattr(dispatch_decode, "DecodePlan", Plan)
+    monkeypatch.setattr(dispatch_decode, "_plans", threading.local())
+    q, k = torch.zeros(1, 1, 8, 64), torch.zeros(1, 32, 2, 64)
+    first, second = object(), object()
+
+    def plan(keys, known):
+        return dispatch_decode.decode(q, Cache(keys, keys, 5), 1.0, False, Extras(), known=known)
+
+    assert plan(k, None) is plan(k, first) is plan(k, first) is plan(k, second) is made[0]
+    assert plan(k[:, :16], None) is plan(k[:, :16], object()) is made[1]
+    assert len(made) == 2

@@ -509,9 +509,10 @@ def test_a_mask_has_one_name_at_the_launch(changes, causal, window, moves, monke
     workspace = zeros(64, dtype=torch.uint8)
     how = {"num_splits": 3, "batch_invariant": True, "workspace": workspace}
     assert flash_attn_with_kvcache(**arguments, **how | {"return_softmax_lse": True}) == (1, 2)
-    (k, v, _, cos, sin, interleaved, moved_queries), (_, cache, scale, *masks, splits, invariant, given) = (
-        seen
-    )
+    (
+        (k, v, _, cos, sin, interleaved, moved_queries),
+        (_, cache, scale, *masks, splits, invariant, given, _),
+    ) = seen
     assert (
         (k, v, cos, sin) == (*NEW.values(), *TURN.values()) and interleaved is True and moved_queries is moves
     )

@@ -12,11 +12,11 @@ import pytest
 from tl_attention import configs, cubin, dispatch
 from tl_attention.problem import (
     DECODE_TILE_WIDTHS,
-    AppendConfig,
     AttnProblem,
     BwdDelta,
     BwdPass,
     FwdConfig,
+    append_kernel,
 )
 from tl_attention.target import SMEM_LIMIT
 
@@ -103,13 +103,19 @@ def test_lowering_decode_kernel(problem, config):
     report = cubin.report(problem, config)
     assert report.spill_bytes == 0 and report.warnings == () and report.hgmma and report.tma
     assert report.ctas_per_sm >= config.ctas_a_sm
-    assert report.smem_bytes + report.smem_static <= SMEM_LIMIT
+    assert report.smem_bytes == configs.smem_bytes(problem, config)
+    assert report.fault is None
 
 
-def test_lowering_append_kernel():
+@pytest.mark.parametrize(
+    "kernel", [append_kernel("bfloat16"), DECODE_KERNELS[2][1].combine(DECODE_KERNELS[2][0])], ids=str
+)
+def test_lowering_kernel_beside_a_decode(kernel):
     if not cubin.find_nvcc():
         pytest.skip(cubin.NO_NVCC)
-    assert cubin.report(AttnProblem("bfloat16", 64, 64, False), AppendConfig()).spill_bytes == 0
+    problem, config = kernel
+    report = cubin.report(problem, config)
+    assert report.fault is None and report.smem_bytes == configs.smem_bytes(problem, config)
 
 
 # What only kernels with options have among their arguments or in their text

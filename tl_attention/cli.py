@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tl_attention import configs
-from tl_attention.problem import DIRECTIONS, DTYPES, OPTIONS, AttnProblem, KernelConfig
+from tl_attention.problem import DECODE, DIRECTIONS, DTYPES, OPTIONS, AttnProblem, KernelConfig, decode_width
 from tl_attention.target import is_hopper
 
 if TYPE_CHECKING:
@@ -50,14 +50,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     shapes.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: bfloat16, whose rows serve both")
     shapes.add_argument(
-        "--pass",
-        nargs="+",
-        choices=DIRECTIONS,
-        default=DIRECTIONS,
-        dest="directions",
-        help="bwd_det: the deterministic backward; default: all",
-    )
-    shapes.add_argument(
         "--jobs", type=int, help="kernels compiled at once; default: as many as there are CPUs"
     )
 
@@ -69,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         " against each other, and write the winners to configs/tuned/ in a checkout, else to the user's table in"
         " the cache folder. Ctrl-C keeps what is done.",
     )
+    _add_pass(command, DIRECTIONS, "bwd_det: the deterministic backward; default: all")
     command.add_argument(
         "--only", nargs="+", metavar="WORD", default=(), help="classes with these words: d128 causal 4k"
     )
@@ -90,6 +83,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Compile the kernels of the shipped configs, or of those that serve some shapes, for sm_90a, and print"
         " what the compiler made of them. Status 1 if one must not ship.",
     )
+    _add_pass(
+        command,
+        (*DIRECTIONS, DECODE),
+        "bwd_det: the deterministic backward; decode: attention to caches, with pages of any size and without, and what appends to"
+        " them, of each width or of those of the shapes; default: all but decode",
+    )
     command.add_argument(
         "words", nargs="*", help="only kernels whose problem and config have all of these: bf16 d128 dq"
     )
@@ -101,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--strict", action="store_true", help="status 1 if something needed is missing")
     command.set_defaults(run=doctor)
     return parser
+
+
+def _add_pass(command: argparse.ArgumentParser, choices: Sequence[str], words: str) -> None:
+    command.add_argument(
+        "--pass", nargs="+", choices=choices, default=DIRECTIONS, dest="directions", help=words
+    )
 
 
 def seconds(text: str) -> float:
@@ -213,7 +218,11 @@ def _serving(
     from tl_attention import autotune
 
     gpu_name = torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
-    for direction, dtype, shape in itertools.product(directions, dtypes, shapes):
+    if DECODE in directions:
+        widths = [decode_width(shape.head_dim, shape.head_dim_v) for shape in shapes]
+        yield from configs.decode_kernels(dtypes, widths)
+    others = [direction for direction in directions if direction != DECODE]
+    for direction, dtype, shape in itertools.product(others, dtypes, shapes):
         problem = AttnProblem.of(dtype, shape.head_dim, shape.head_dim_v, shape.causal, direction)
         config, _ = configs.pick_config(problem, autotune.shape_bucket(shape, direction), gpu_name, direction)
         yield from config.kernels(problem)
@@ -371,6 +380,7 @@ CHECKS = (  # (needed, what, how to find it)
         _check_package("flash_attn_interface", "build hopper/ of github.com/Dao-AILab/flash-attention"),
     ),
     (False, "fa4", _check_package("flash_attn.cute", "pip install flash-attn-4")),
+    (False, "flashinfer", _check_package("flashinfer", "pip install flashinfer-python")),
 )
 
 

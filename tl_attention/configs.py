@@ -18,32 +18,40 @@ from typing import Any
 from tl_attention.problem import (
     BUCKETS,
     BWD_TILE_WIDTHS,
+    DECODE,
+    DECODE_TILE_WIDTHS,
     DIRECTIONS,
     DTYPES,
     GRADS,
     MAX_SPLITS,
     OPTIONS,
+    PAGE_ROWS,
     SCHEDULES,
     SPLIT_BUCKET,
     TABLE_ROWS,
     TILE_WIDTHS,
+    AppendConfig,
     AttnProblem,
     BwdConfig,
     BwdDelta,
     BwdPass,
     BwdSum,
     Config,
+    DecodeCombine,
     DecodeConfig,
     FwdCombine,
     FwdConfig,
     KernelConfig,
+    append_kernel,
     buckets,
+    decode_problem,
     tuning_key,
 )
 from tl_attention.target import SMEM_LIMIT, gpu_slug
 
 BARRIER_BYTES = 1024  # what barriers take of the shared memory beside the tiles
 TILE_BOX_BYTES = 64, 96  # kernels.scheduler.TileBox, without and with a table
+SEGMENT_BOX_BYTES = 80  # kernels.decode.SegmentBox
 TILE_ALIGNMENT = 1024  # bytes; of each tile, so what lies between two takes a multiple
 # Where the rows of a direction lie in a tuned table
 SECTIONS = {"fwd": ("fwd",), "bwd": ("bwd",), "bwd_det": ("bwd_det", "bwd")}
@@ -62,6 +70,14 @@ def smem_bytes(problem: AttnProblem, config: KernelConfig) -> int:
         return _fwd_smem_bytes(problem, config)
     if isinstance(config, BwdPass):
         return _pass_smem_bytes(problem, config)
+    if isinstance(config, DecodeConfig):
+        return _decode_smem_bytes(problem, config)
+    if isinstance(
+        config, DecodeCombine
+    ):  # of each row: its weights in the parts, their scale, its query and head
+        return 4 * config.rows * (config.at_once + 3)
+    if isinstance(config, AppendConfig):
+        return 0
     tiles = {BwdDelta: 2, BwdSum: 1, FwdCombine: 1}[type(config)]  # O and dO; the gradient; O
     weights = 4 * config.rows * MAX_SPLITS * isinstance(config, FwdCombine)
     return 2 * tiles * config.rows * problem.head_dim + weights
@@ -91,6 +107,16 @@ def _pass_smem_bytes(problem: AttnProblem, one: BwdPass) -> int:
     if one.adds_dq:
         sixteen_bits += owned * step  # dS
     return 2 * sixteen_bits + -(-row_values // TILE_ALIGNMENT) * TILE_ALIGNMENT
+
+
+def _decode_smem_bytes(problem: AttnProblem, config: DecodeConfig) -> int:
+    step = config.num_stages * config.block_N
+    rows_qk = 64 * (1 if config.divides_columns else config.warpgroups) + step
+    rows_v = 0 if config.v_in_k else step
+    # Of each row: its query, head, place, slope and sink
+    numbers = 3 + problem.has("alibi") + problem.has("sink")
+    tiles = 2 * (rows_qk * problem.head_dim + rows_v * problem.head_dim_v)
+    return tiles + 4 * 64 * config.warpgroups * numbers + SEGMENT_BOX_BYTES
 
 
 def accumulator_registers(problem: AttnProblem, config: FwdConfig | BwdPass) -> int:
@@ -474,9 +500,28 @@ def shipped_configs(directions: Sequence[str] = DIRECTIONS) -> list[tuple[AttnPr
 
 
 def shipped_kernels(directions: Sequence[str] = DIRECTIONS) -> list[tuple[AttnProblem, KernelConfig]]:
-    """What is compiled for shipped_configs, once each."""
-    configs = shipped_configs(directions)
-    return list(dict.fromkeys(kernel for problem, _, config in configs for kernel in config.kernels(problem)))
+    """What is compiled for shipped_configs, and with DECODE among the directions for caches, once each."""
+    configs = shipped_configs([direction for direction in directions if direction != DECODE])
+    found = [kernel for problem, _, config in configs for kernel in config.kernels(problem)]
+    if DECODE in directions:
+        found += decode_kernels()
+    return list(dict.fromkeys(found))
+
+
+def decode_kernels(
+    dtypes: Sequence[str] = DTYPES, widths: Iterable[tuple[int, int]] = DECODE_TILE_WIDTHS
+) -> list[tuple[AttnProblem, KernelConfig]]:
+    """What attention to caches without softcap, ALiBi and sink compiles, whatever the pages, and what writes to them; once each."""
+    found = []
+    for dtype in dtypes:
+        problems = [decode_problem(dtype, *width) for width in widths]
+        found += [
+            kernel
+            for problem, pages, rows in itertools.product(problems, PAGE_ROWS, DECODE_ROWS)
+            for kernel in decode_config(problem, rows, pages).kernels(problem)
+        ]
+        found.append(append_kernel(dtype))
+    return list(dict.fromkeys(found))
 
 
 def named_shapes() -> dict[str, str]:

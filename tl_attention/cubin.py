@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tl_attention.configs import smem_bytes
-from tl_attention.problem import AttnProblem, BwdDelta, BwdSum, FwdCombine, KernelConfig
+from tl_attention.problem import AttnProblem, BwdPass, DecodeConfig, FwdConfig, KernelConfig
 from tl_attention.target import REGISTERS, SMEM_LIMIT, SMEM_PER_SM, TARGET
 
 # Each marks a slow kernel. C7507: setmaxnreg is ignored; the others: every wgmma is waited for
@@ -53,7 +53,7 @@ class Report:
 
 def uses_wgmma(config: KernelConfig) -> bool:
     """Whether it multiplies matrices; the others only pass over memory."""
-    return not isinstance(config, FwdCombine | BwdDelta | BwdSum)
+    return isinstance(config, FwdConfig | BwdPass | DecodeConfig)
 
 
 def report(problem: AttnProblem, config: KernelConfig) -> Report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 
@@ -15,11 +16,11 @@ from tl_attention.problem import (
     DECODE_TILE_WIDTHS,
     DTYPES,
     MERGE_NUMBERS,
-    AppendConfig,
     AttnProblem,
-    DecodeCombine,
     DecodeConfig,
-    decode_width,
+    append_kernel,
+    decode_problem,
+    page_rows,
 )
 from tl_attention.target import sm_count
 
@@ -53,13 +54,6 @@ def _fixed(num_splits: int, batch_invariant: bool, capacity: int, block_N: int) 
     if batch_invariant:
         return max(INVARIANT_KEYS // block_N, -(-capacity // (block_N * MAX_PARTS)))
     return 0
-
-
-def combine_kernel(problem: AttnProblem, config: DecodeConfig) -> tuple[AttnProblem, DecodeCombine]:
-    """What merges the parts of a decode."""
-    columns = config.columns(problem)
-    options = ("sink",) if problem.has("sink") else ()
-    return AttnProblem(problem.dtype, columns, columns, False, options), DecodeCombine(config.divides_columns)
 
 
 def workspace_bytes(
@@ -100,21 +94,16 @@ class DecodePlan:
         batch, seqlen_q, heads, head_dim = q.shape
         heads_kv, self.head_dim_v = k.shape[2], v.shape[3]
         paged = cache.block_table is not None
-        options = tuple(
-            name
-            for name in ("window", "softcap", "alibi", "sink")
-            if name == "window" or name in extras.names
-        )
-        width = decode_width(head_dim, self.head_dim_v)
-        problem = AttnProblem(DTYPE_NAMES[q.dtype], *width, False, options)
+        problem = decode_problem(DTYPE_NAMES[q.dtype], head_dim, self.head_dim_v, extras.names)
+        width = problem.head_dim, problem.head_dim_v
         self.rows = _rows(seqlen_q, heads, heads_kv)
         page_size = k.shape[1]
-        page_rows = 0 if not paged else 64 if page_size % 64 == 0 else 16
-        config = configs.decode_config(problem, self.rows, page_rows)
+        together = page_rows(page_size) if paged else 0
+        config = configs.decode_config(problem, self.rows, together)
         for rows in configs.DECODE_ROWS:  # so that no number of queries compiles later
-            compile_kernel(problem, configs.decode_config(problem, rows, page_rows))
+            compile_kernel(problem, configs.decode_config(problem, rows, together))
         self.kernel = compile_kernel(problem, config)
-        combine = compile_kernel(*combine_kernel(problem, config))
+        combine = compile_kernel(*config.combine(problem))
 
         capacity = page_size * (cache.block_table.shape[1] if paged else 1)
         fixed = _fixed(num_splits, batch_invariant, capacity, config.block_N)
@@ -236,6 +225,7 @@ def decode(
     num_splits: int = 0,
     batch_invariant: bool = False,
     workspace: torch.Tensor | None = None,
+    known: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q [batch, seqlen_q, heads, head_dim] to the keys of a cache.
 
@@ -244,23 +234,32 @@ def decode(
         num_splits: 0 divides all keys evenly among the CTAs, n has n splits of each sequence.
         batch_invariant: splits of a fixed number of keys, so that a sequence's result does not depend on the others.
         workspace: of workspace_bytes() bytes, for the parts; else they are allocated.
+        known: hashable, the same for calls that have one plan alone; None: it is found by their metadata.
     Returns:
         out [batch, seqlen_q, heads, head_dim_v], lse [batch, heads, seqlen_q] fp32, natural.
     """
+    plans = _plans.__dict__.setdefault("decode", {})
+    plan = plans.get(known)
+    if plan is None:
+        if not q.numel() or not cache.k.numel() or not cache.v.numel():
+            return _of_nothing(q, cache.v.shape[3], extras)
+        key = _plan_key(q, cache, extras, num_splits, batch_invariant)
+        plan = plans.get(key)
+        if plan is None:
+            plan = DecodePlan(q, cache, extras, num_splits, batch_invariant)
+            dispatch._keep(plans, key, plan)
+        if known is not None:
+            dispatch._keep(plans, known, plan)
+    return plan(q, cache, softmax_scale, causal, extras, workspace)
+
+
+def _plan_key(q: torch.Tensor, cache: Cache, extras: Extras, num_splits: int, batch_invariant: bool) -> tuple:
     k, v, table = cache.k, cache.v, cache.block_table
-    key = (
+    return (
         q.shape, q.dtype, q.device, k.shape, k.stride(), v.shape, v.stride(), extras.names, num_splits, batch_invariant,
         None if table is None else table.shape[1],
         isinstance(cache.seqlens, torch.Tensor), cache.leftpad is None, cache.batch_idx is None,
     )  # fmt: skip
-    plans = _plans.__dict__.setdefault("decode", {})
-    plan = plans.get(key)
-    if plan is None:
-        if not q.numel() or not k.numel() or not v.numel():
-            return _of_nothing(q, v.shape[3], extras)
-        plan = DecodePlan(q, cache, extras, num_splits, batch_invariant)
-        dispatch._keep(plans, key, plan)
-    return plan(q, cache, softmax_scale, causal, extras, workspace)
 
 
 def _of_nothing(q: torch.Tensor, head_dim_v: int, extras: Extras) -> tuple[torch.Tensor, torch.Tensor]:
@@ -288,34 +287,47 @@ def append(
         interleaved: pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2).
         q_in_place_of_keys: query i is rotated by position seqlens + i, else all by seqlens.
     """
-    with torch.cuda.device(q.device):
-        device = q.device.index
-        kernel = compile_kernel(AttnProblem(DTYPE_NAMES[q.dtype], 64, 64, False), AppendConfig())
-        if not k_new.shape[1] or not q.shape[0]:
-            return q
-        rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        *_, no_lengths, no_table = dispatch._nothing(device)
-        angles = (q.new_zeros(1, 1),) * 2 if cos is None else (cos, sin)
-        tensor = isinstance(cache.seqlens, torch.Tensor)
-        paged = cache.block_table is not None
-        kernel(
-            q,
-            rotated,
-            k_new,
-            v_new,
-            cache.k,
-            cache.v,
-            *angles,
-            cache.seqlens if tensor else no_lengths,
-            no_lengths if cache.batch_idx is None else cache.batch_idx,
-            cache.block_table if paged else no_table,
-            0 if cos is None else 2 * cos.shape[1],
-            interleaved,
-            q_in_place_of_keys,
-            tensor | (cache.batch_idx is not None) << 2 | paged << 3,
-            0 if tensor else cache.seqlens,
-            k_new.shape[1],
-            cache.k.shape[1],
-            cache.k.shape[0],
-        )
-        return q if cos is None else rotated
+    device = q.device.index
+    if torch.cuda.current_device() != device:
+        with torch.cuda.device(device):
+            return append(q, k_new, v_new, cache, cos, sin, interleaved, q_in_place_of_keys)
+    kernel = _append_kernel(DTYPE_NAMES[q.dtype])
+    if not k_new.shape[1] or not q.shape[0]:
+        return q
+    rotated = dispatch._empty(*dispatch._dense(q.shape, q.dtype))
+    *_, no_lengths, no_table = dispatch._nothing(device)
+    angles = (_no_angles(q.dtype, device),) * 2 if cos is None else (cos, sin)
+    tensor = isinstance(cache.seqlens, torch.Tensor)
+    paged = cache.block_table is not None
+    kernel(
+        q,
+        rotated,
+        k_new,
+        v_new,
+        cache.k,
+        cache.v,
+        *angles,
+        cache.seqlens if tensor else no_lengths,
+        no_lengths if cache.batch_idx is None else cache.batch_idx,
+        cache.block_table if paged else no_table,
+        0 if cos is None else 2 * cos.shape[1],
+        interleaved,
+        q_in_place_of_keys,
+        tensor | (cache.batch_idx is not None) << 2 | paged << 3,
+        0 if tensor else cache.seqlens,
+        k_new.shape[1],
+        cache.k.shape[1],
+        cache.k.shape[0],
+    )
+    return q if cos is None else rotated
+
+
+@functools.cache
+def _append_kernel(dtype: str) -> dispatch.Kernel:
+    return compile_kernel(*append_kernel(dtype))
+
+
+@functools.cache
+def _no_angles(dtype: torch.dtype, device: int) -> torch.Tensor:
+    """In place of cos and sin, which are not read without rotary."""
+    return torch.zeros(1, 1, dtype=dtype, device=f"cuda:{device}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -80,7 +81,7 @@ class Extras:
         }
         return tuple(name for name in OPTIONS if on[name])
 
-    @property
+    @functools.cached_property
     def bounds(self) -> tuple[int, int]:
         """The window as kernels take it, without a sign for no limit."""
         left, right = (MAX_WINDOW if n == UNLIMITED else n for n in self.window)

@@ -33,7 +33,7 @@ MAX_KNOWN = 2048  # calls, by their metadata
 
 _PLAIN = {torch.Tensor, type(None)}  # no class that looks into what is done with it
 _NO_OPTIONS = Extras()
-_known: set[tuple] = set()
+_known: dict[tuple, object] = {}  # to what plans are kept by, as it costs less to look up
 
 
 def flash_attn_with_kvcache(
@@ -102,7 +102,9 @@ def flash_attn_with_kvcache(
         IndexError: with check_block_table, and on CPU: the entry that is out of range.
     """
     if torch.is_grad_enabled():
-        _check_no_gradient(q, k_cache, v_cache, k, v, learnable_sink)
+        for x in (q, k_cache, v_cache, k, v, learnable_sink):
+            if x is not None and getattr(x, "requires_grad", False):
+                _refuse_gradient(q, k_cache, v_cache, k, v, learnable_sink)
     sink = learnable_sink
     if isinstance(sink, torch.Tensor):
         sink = sink.detach()  # of a parameter, a plain tensor
@@ -111,12 +113,12 @@ def flash_attn_with_kvcache(
         sink, workspace, None if type(cache_seqlens) is int else cache_seqlens,
     )  # fmt: skip
     looked_at = someone_looks() or not {type(x) for x in tensors} <= _PLAIN
-    known, key = False, None
+    known = key = None
     switches = type(causal), type(rotary_interleaved), type(batch_invariant), type(num_splits)
     if not looked_at and switches == (bool, bool, bool, int):
         values = softmax_scale, window_size, softcap, num_splits, causal, batch_invariant, type(cache_seqlens)
         known, key = _look_up(tensors, values)
-    if not known:
+    if known is None:
         room = _check_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
         _check_new(q, k_cache, v_cache, k, v, cache_seqlens)
         _check_rotary(q, v_cache, k, rotary_cos, rotary_sin, room)
@@ -131,7 +133,7 @@ def flash_attn_with_kvcache(
         if key is not None:
             if len(_known) >= MAX_KNOWN:
                 _known.clear()
-            _known.add(key)
+            known = _known[key] = object()
 
     room = _room(k_cache, block_table)
     new = 0 if k is None else k.shape[1]
@@ -158,11 +160,12 @@ def flash_attn_with_kvcache(
     if check_block_table:
         _check_values(q, cache)
 
-    append, decode = (_append_by_op, _decode_by_op) if looked_at else (_append, _decode)
     if k is not None:
+        append = _append_by_op if looked_at else _append
         moves = causal or extras.window != (UNLIMITED, UNLIMITED)
         q = append(q, k, v, cache, rotary_cos, rotary_sin, rotary_interleaved, moves)
-    out, lse = decode(q, cache, scale, causal, extras, num_splits, batch_invariant, workspace)
+    how = scale, causal, extras, num_splits, batch_invariant, workspace
+    out, lse = _decode_by_op(q, cache, *how) if looked_at else _decode(q, cache, *how, known)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -197,13 +200,14 @@ def kvcache_workspace_bytes(
     )
 
 
-def _look_up(tensors: Sequence[torch.Tensor | None], values: tuple) -> tuple[bool, tuple | None]:
-    """Whether a call has passed the checks of all but addresses and gradients, and by what; None where that is not hashable."""
+def _look_up(tensors: Sequence[torch.Tensor | None], values: tuple) -> tuple[object, tuple | None]:
+    """What a call that has passed the checks of all but addresses and gradients is known by, else None; and its key in _known, None
+    where that is not hashable."""
     try:
         key = (*[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors], *values)
-        return key in _known, key
+        return _known.get(key), key
     except (AttributeError, TypeError):  # no tensor where one should be, a list
-        return False, None
+        return None, None
 
 
 def _room(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
@@ -244,12 +248,13 @@ def _decode(
     num_splits: int,
     batch_invariant: bool,
     workspace: torch.Tensor | None,
+    known: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dispatch_decode.decode, or the reference on CPU tensors."""
     _check_addresses(cache, workspace)
     if q.is_cuda:
         return dispatch_decode.decode(
-            q, cache, softmax_scale, causal, extras, num_splits, batch_invariant, workspace
+            q, cache, softmax_scale, causal, extras, num_splits, batch_invariant, workspace, known
         )
     batch_idx, leftpad, starts = _check_values(q, cache)
     out, lse = kvcache_reference(
@@ -603,7 +608,7 @@ def _check_workspace(
         )
 
 
-def _check_no_gradient(*tensors: torch.Tensor | None) -> None:
+def _refuse_gradient(*tensors: torch.Tensor | None) -> None:
     names = "q", "k_cache", "v_cache", "k", "v", "learnable_sink"
     for name, x in zip(names, tensors, strict=True):
         if getattr(x, "requires_grad", False):

@@ -220,6 +220,11 @@ class VarlenPlan:
 DECODE_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512))
 
 
+# Keys that a kernel takes to be together in a cache: of caches without pages, and of those whose pages are multiples of so many
+PAGE_ROWS = (0, 16, 64)
+DECODE_OPTIONS = ("window", "softcap", "alibi", "sink")
+
+
 @dataclass(frozen=True)
 class DecodeConfig:
     """How a few queries attend to a cache. A tile has the queries of all heads that share a key head."""
@@ -227,7 +232,7 @@ class DecodeConfig:
     warpgroups: int = 1  # of 64 rows of the tile each, or all of the same 64
     block_N: int = 64  # keys a step
     num_stages: int = 3  # depth of the K ring and of the V ring
-    page_rows: int = 0  # keys that are together in the cache: 16 or a block; 0 if it has no pages
+    page_rows: int = 0  # one of PAGE_ROWS
     ctas_a_sm: int = 2
     v_in_k: bool = False  # V is the first columns of K: it is not loaded, and warpgroups divide its columns
 
@@ -248,6 +253,17 @@ class DecodeConfig:
         """Of O that a warpgroup computes."""
         return problem.head_dim_v // (self.warpgroups if self.divides_columns else 1)
 
+    def combine(self, problem: AttnProblem) -> tuple[AttnProblem, DecodeCombine]:
+        """What merges the parts."""
+        columns = self.columns(problem)
+        options = ("sink",) if problem.has("sink") else ()
+        return AttnProblem(problem.dtype, columns, columns, False, options), DecodeCombine(
+            self.divides_columns
+        )
+
+    def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
+        return [(problem, self), self.combine(problem)]
+
     def first_column(self, problem: AttnProblem, warpgroup: int) -> int:
         return self.columns(problem) * warpgroup if self.divides_columns else 0
 
@@ -256,13 +272,8 @@ class DecodeConfig:
         return f"decode {self.warpgroups}x{self.block_N}x{self.num_stages}x{self.ctas_a_sm}{extras}"
 
 
-MERGE_FIELDS = (
-    "b",
-    "kv_head",
-    "m_block",
-    "parts",
-    "first_slot",
-)  # of an item of a decode whose parts DecodeCombine merges
+# Of an item of a decode whose parts DecodeCombine merges
+MERGE_FIELDS = ("b", "kv_head", "m_block", "parts", "first_slot")
 MERGE_NUMBERS = 8  # that there is room for
 
 
@@ -272,6 +283,7 @@ class DecodeCombine:
 
     divides_columns: bool = False  # as DecodeConfig has it
     rows: int = 4  # of queries a CTA
+    at_once: int = 8  # parts that are on their way together
     threads: int = 128
 
     def __str__(self) -> str:
@@ -332,6 +344,22 @@ class BwdConfig:
         return ", ".join(map(str, self.passes))
 
 
+def decode_problem(dtype: str, head_dim: int, head_dim_v: int, options: Iterable[str] = ()) -> AttnProblem:
+    """What serves a decode. A window is always on, as its bounds are values of a launch and causal is one of them."""
+    names = tuple(name for name in DECODE_OPTIONS if name in ("window", *options))
+    return AttnProblem(dtype, *decode_width(head_dim, head_dim_v), False, names)
+
+
+def page_rows(page_size: int) -> int:
+    """That of PAGE_ROWS which pages of so many keys have."""
+    return max(rows for rows in PAGE_ROWS[1:] if page_size % rows == 0)
+
+
+def append_kernel(dtype: str) -> tuple[AttnProblem, AppendConfig]:
+    """One for all widths."""
+    return AttnProblem(dtype, 64, 64, False), AppendConfig()
+
+
 def plan_kernels(problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
     """What goes before the kernels of a problem: one for all that have varlen."""
     return [(AttnProblem(DTYPES[0], 64, 64, False, ("varlen",)), VarlenPlan())] * problem.has("varlen")
@@ -340,6 +368,7 @@ def plan_kernels(problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]
 Config = FwdConfig | BwdConfig
 # bwd_det: a backward whose gradients are equal bit by bit from run to run
 DIRECTIONS = ("fwd", "bwd", "bwd_det")
+DECODE = "decode"  # beside them, attention of a few queries to a cache: what serves it is not tuned
 
 
 def tile_width(head_dim: int, head_dim_v: int, direction: str = "fwd") -> tuple[int, int]:

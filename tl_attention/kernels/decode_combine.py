@@ -1,4 +1,4 @@
-"""After a decode of many rows: one output and log-sum-exp of the parts that several CTAs made, a warp or more of each SM at it.
+"""After a decode: one output and log-sum-exp of the parts that several CTAs made of an item.
 
 O = sum over s of 2^(lse_s - lse) O_s with lse = log2 of the sum of 2^lse_s, and of the sink, always in the same order.
 """
@@ -14,7 +14,6 @@ PASS_CONFIGS = {
     "tl.disable_shared_memory_reuse": True,
     "tl.disable_safe_memory_legalize": True,  # its guards would have each load wait for the one before
 }
-AT_ONCE = 8  # parts that are on their way together
 
 
 def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimFunc:
@@ -27,7 +26,8 @@ def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimF
     divides = config.divides_columns
     entries, slots, warpgroups, part_rows = T.dynamic("entries, slots, warpgroups, part_rows")
     batch, seqlen_q, heads, columns_o, sink_heads = T.dynamic("batch, seqlen_q, heads, columns_o, sink_heads")
-    at_once = tuple(range(AT_ONCE))
+    at_once = config.at_once
+    each = tuple(range(at_once))
     field = MERGE_FIELDS.index
 
     @T.prim_func
@@ -42,15 +42,15 @@ def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimF
         Sink: T.Tensor([sink_heads], "float32"),
     ):
         with T.Kernel(entries * warpgroups * T.ceildiv(part_rows, rows), threads=config.threads) as number:
-            weights = T.alloc_fragment([rows, AT_ONCE], "float32")
-            weights_shared = T.alloc_shared([rows, AT_ONCE], "float32")
+            weights = T.alloc_fragment([rows, at_once], "float32")
+            weights_shared = T.alloc_shared([rows, at_once], "float32")
             row_max = T.alloc_fragment([rows], "float32")
             row_max_prev = T.alloc_fragment([rows], "float32")
             row_sum = T.alloc_fragment([rows], "float32")
             block_sum = T.alloc_fragment([rows], "float32")
             scales_shared = T.alloc_shared([rows], "float32")
             total = T.alloc_fragment([rows, columns], "float32")
-            loaded = alloc_fragments([[rows, columns]] * AT_ONCE, "float32")
+            loaded = alloc_fragments([[rows, columns]] * at_once, "float32")
             tokens = T.alloc_shared([rows], "int32")
             row_heads = T.alloc_shared([rows], "int32")
 
@@ -84,27 +84,27 @@ def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimF
                     for i in T.Parallel(rows):
                         row_max[i] = T.max(Sink[T.min(row_heads[i], sink_heads - 1)] * LOG2E, LOWEST)
                         row_sum[i] = T.exp2(Sink[T.min(row_heads[i], sink_heads - 1)] * LOG2E - row_max[i])
-                for s in T.serial(T.ceildiv(parts, AT_ONCE)):
+                for s in T.serial(T.ceildiv(parts, at_once)):
                     # Parts past the last and rows past the last are read as the last, so that no load hangs on a condition
-                    for u in at_once:
+                    for u in each:
                         for i, j in T.Parallel(rows, columns):
                             loaded[u][i, j] = O_parts[
-                                slot + T.min(AT_ONCE * s + u, parts - 1),
+                                slot + T.min(at_once * s + u, parts - 1),
                                 w,
                                 first + T.min(i, rows_left - 1),
                                 j,
                             ]
-                    for i, u in T.Parallel(rows, AT_ONCE):
+                    for i, u in T.Parallel(rows, at_once):
                         weights[i, u] = Lse_parts[
-                            slot + T.min(AT_ONCE * s + u, parts - 1), w, first + T.min(i, rows_left - 1)
+                            slot + T.min(at_once * s + u, parts - 1), w, first + T.min(i, rows_left - 1)
                         ]
-                    for i, u in T.Parallel(rows, AT_ONCE):
+                    for i, u in T.Parallel(rows, at_once):
                         weights[i, u] = T.if_then_else(
-                            AT_ONCE * s + u < parts, weights[i, u], -T.infinity("float32")
+                            at_once * s + u < parts, weights[i, u], -T.infinity("float32")
                         )
                     T.copy(row_max, row_max_prev)
                     T.reduce_max(weights, row_max, dim=1, clear=False)
-                    for i, u in T.Parallel(rows, AT_ONCE):
+                    for i, u in T.Parallel(rows, at_once):
                         weights[i, u] = T.exp2(weights[i, u] - row_max[i])
                     T.reduce_sum(weights, block_sum, dim=1)
                     for i in T.Parallel(rows):
@@ -116,7 +116,7 @@ def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimF
                     T.sync_threads()
                     for i, j in T.Parallel(rows, columns):
                         total[i, j] *= scales_shared[i]
-                    for u in at_once:
+                    for u in each:
                         for i, j in T.Parallel(rows, columns):
                             total[i, j] += weights_shared[i, u] * loaded[u][i, j]
                 for i in T.Parallel(rows):

@@ -30,15 +30,15 @@ from pathlib import Path
 import torch
 
 from tl_attention import configs
+from tl_attention.problem import DECODE
 
 L2_BYTES = 50 << 20
 MAX_COPIES = 1024
 PEAK_TFLOPS = 1071  # dense bf16 of an H200: 132 SMs x 4096 FLOP a clock x 1.98 GHz
 MIN_SAMPLES = 3
 
-# What can be measured, named by its passes; det: gradients that are equal bit by bit from call to call.
+# What can be measured beside DECODE, named by its passes; det: gradients that are equal bit by bit from call to call.
 DIRECTIONS = ("fwd", "bwd", "bwd_det", "fwd_bwd", "fwd_bwd_det")
-DECODE = "decode"  # and this: a forward of new queries whose keys lie in a cache
 RAGGED = 16  # the shortest of ragged lengths is not shorter than this part of the longest
 
 

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from tl_attention.dispatch import fwd_bucket, key_splits
+from tl_attention.dispatch import fwd_bucket, key_splits, packed_splits
+from tl_attention.extras import Extras
 from tl_attention.problem import MAX_SPLITS
 
 SMS = 132
@@ -52,6 +53,30 @@ def test_fwd_bucket_is_of_the_shape_alone():
     assert fwd_bucket(4, 16, 4096, 4096, SMS) == "4k"
     assert fwd_bucket(1, 128, 128, 16384, SMS) == "long"
     assert fwd_bucket(1, 128, 128, 16384, 2 * SMS) == "split"
+
+
+@pytest.mark.parametrize(
+    ("batch", "total_q", "total_k", "heads", "options", "splits"),
+    [
+        (1, 128, 16384, 8, {"max_seqlen_q": 128}, 16),  # one tile a head, as a dense one
+        (1, 128, 16384, 8, {"max_seqlen_q": 128, "num_splits": 3}, 3),
+        (1, 128, 16384, 8, {"max_seqlen_q": 128, "num_splits": 1}, 1),
+        (64, 64 * 128, 64 * 512, 32, {"max_seqlen_q": 128, "num_splits": 1000}, MAX_SPLITS),
+        (64, 64 * 128, 64 * 512, 32, {"max_seqlen_q": 128}, 1),  # tiles enough
+        (8, 8, 8 * 16384, 1, {"max_seqlen_q": 1}, 16),  # a query each
+        (2, 300, 16384, 1, {"max_seqlen_k": 100}, 1),
+        (1, 128, 16384, 8, {}, 16),  # bounds that no tensor may have: its rows decide
+        (1, 128, 16384, 8, {"window": (100, 0)}, 1),
+        (1, 128, 16384, 8, {"window": (-1, 0)}, 16),
+        (2, 128, 16384, 8, {"max_seqlen_q": 0, "max_seqlen_k": 0}, 1),
+        (0, 128, 16384, 8, {}, 1),
+    ],
+)
+def test_packed_splits_follow_from_the_bounds_of_lengths(batch, total_q, total_k, heads, options, splits):
+    starts = torch.zeros(batch + 1, dtype=torch.int32, device="meta")  # nobody reads it
+    bounds = {"max_seqlen_q": 2**40, "max_seqlen_k": 2**40}
+    extras = Extras(cu_seqlens_q=starts, cu_seqlens_k=starts, **bounds | options)
+    assert packed_splits(extras, total_q, total_k, heads, SMS) == splits
 
 
 def test_parts_of_the_keys_make_the_whole():

@@ -323,11 +323,12 @@ def fwd_bucket(batch: int, heads: int, seqlen_q: int, seqlen_k: int, sms: int) -
 
 
 def packed_splits(extras: Extras, total_q: int, total_k: int, heads: int, sms: int) -> int:
-    """Among how many CTAs the keys of each tile of packed sequences are divided: as many as asked for, else by what bounds their lengths."""
+    """key_splits of packed sequences, by what bounds their lengths; or as many as are asked for."""
     if extras.num_splits:
         return min(extras.num_splits, MAX_SPLITS)
     batch = extras.cu_seqlens_q.shape[0] - 1
-    tiles = min(total_q // TABLE_ROWS + batch, batch * -(-extras.max_seqlen_q // TABLE_ROWS))
+    longest_q = min(extras.max_seqlen_q, total_q)
+    tiles = min(total_q // TABLE_ROWS + batch, batch * -(-longest_q // TABLE_ROWS))
     keys = min(extras.max_seqlen_k, total_k, sum(extras.bounds) + TABLE_ROWS)  # that a tile sees
     return key_splits(heads * tiles, -(-keys // TILE), sms)
 

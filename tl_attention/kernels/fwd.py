@@ -81,10 +81,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         lse_view = T.Tensor([heads, seqlen_q] if varlen else [batch, heads, seqlen_q], "float32")
     tickets_view = T.Tensor([2], "int32")
     turns = Turns(config.warpgroups, config.ping_pong)
-    if varlen:
-        Tiles = PackedPartTiles if split else PackedTiles
-    else:
-        Tiles = DensePartTiles if split else DenseTiles
+    whole, parts = (PackedTiles, PackedPartTiles) if varlen else (DenseTiles, DensePartTiles)
+    Tiles = parts if split else whole
 
     def sink_of(tile: Tile, options: Options | None) -> Any:
         if not problem.has("sink"):

@@ -44,7 +44,7 @@ OPTION_KERNELS = [
     for problem, config in config.kernels(one)
     if isinstance(config, FwdConfig | BwdPass)
 ]
-PACKED = AttnProblem("bfloat16", 128, 128, False, ("window", "sink", "varlen"))
+PACKED = AttnProblem("bfloat16", 128, 128, True, ("varlen",))
 OPTION_KERNELS.append((PACKED, configs.option_config(PACKED, SPLIT_BUCKET)))
 OPTION_KERNELS = list(dict.fromkeys(OPTION_KERNELS))
 

@@ -161,7 +161,7 @@ LENGTH_ERRORS = {
     "max-negative": ({"max_seqlen_k": -1}, ValueError, r"max_seqlen_k: expected the longest sequence's length, got -1"),
     "block-table": ({"block_table": torch.zeros(2, 2)}, NotImplementedError, r"block_table: paged caches are not supported, got \(2, 2\)"),
     "slopes": ({"alibi_slopes": torch.ones(3, 4)}, ValueError, r"alibi_slopes: expected shape \(4,\) or \(2, 4\), got \(3, 4\)"),
-    "splits": ({"num_splits": 2}, NotImplementedError, r"num_splits: packed sequences are not split, got 2; expected 0 or 1"),
+    "splits": ({"num_splits": -2}, ValueError, r"num_splits: expected 0, to choose, or how many splits of the keys, got -2"),
 }  # fmt: skip
 
 

@@ -93,6 +93,7 @@ def test_grid_line_is_a_product_of_lists():
         (D128, FwdConfig(64, 128, ping_pong=True), "ping_pong"),
         (D128, FwdConfig(128, 128, q_stages=2), "no next tile"),
         (D128, FwdConfig(128, 128, schedule="dynamic", split=True), "split: expected the schedule grid"),
+        (replace(D128, options=("varlen",)), FwdConfig(64, 128), "block_M 64: expected 128 with varlen"),
         (D128, FwdConfig(128, 128, num_stages=4), "shared memory: 295936 of 232448 bytes"),
         (D64, FwdConfig(192, 192), "registers: 176 of 128"),
     ],
@@ -359,6 +360,10 @@ def test_split_bucket_has_split_configs_and_no_other_bucket_has_any():
         split = configs.default_config(problem, bucket=SPLIT_BUCKET)
         combine = (AttnProblem(problem.dtype, problem.head_dim_v, problem.head_dim_v, False), FwdCombine())
         assert split.kernels(problem) == [(problem, split), combine]
+        packed = replace(problem, options=("varlen",))
+        split = configs.option_config(packed, SPLIT_BUCKET)
+        assert split.split and not configs.option_config(packed, "1k").split
+        assert split.kernels(packed)[:2] == [(packed, split), combine]
     assert buckets("bwd") == buckets("bwd_det") == BUCKETS
 
 

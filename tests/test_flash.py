@@ -331,6 +331,24 @@ def test_splits_are_no_option_of_the_score(device):
         torch.testing.assert_close(one, results[0], rtol=0.02, atol=0.01)
 
 
+def test_splits_of_packed_sequences_change_nothing(device):
+    """Rows that a sequence does not use have out 0 and lse -inf, though parts have nothing there."""
+    cu_q, cu_k = cumulative([9, 200, 0], device), cumulative([300, 200, 7], device)
+    used = [torch.tensor(x, device=device).int() for x in ([9, 150, 0], [0, 170, 7])]
+    inputs = leaves(device, (215, 2, 64), (510, 2, 64), (510, 2, 64))
+    results = []
+    for num_splits in (0, 1, 3):
+        out, lse, _ = flash_attn_varlen_func(
+            *inputs, cu_q, cu_k, 200, 300, causal=True, num_splits=num_splits, return_attn_probs=True,
+            seqused_q=used[0], seqused_k=used[1],
+        )  # fmt: skip
+        finite = lse.masked_fill(lse == -math.inf, 0)
+        results.append((out, lse, *torch.autograd.grad(out.float().sum() + finite.sum(), inputs)))
+    assert (results[2][0][159:] == 0).all() and (results[2][1][:, 159:] == -math.inf).all()
+    for one in results[1:]:
+        torch.testing.assert_close(one, results[0], rtol=0.02, atol=0.01)
+
+
 @pytest.mark.parametrize(
     "off",
     [{"window_size": [-1, None]}, {"softcap": 0}, {"dropout_p": 0}, {"window_size": (None, 0)}],

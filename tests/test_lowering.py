@@ -12,6 +12,7 @@ import pytest
 from tl_attention import configs, cubin, dispatch
 from tl_attention.problem import (
     DECODE_TILE_WIDTHS,
+    SPLIT_BUCKET,
     AttnProblem,
     BwdDelta,
     BwdPass,
@@ -34,7 +35,7 @@ SHIPPED = [
     if problem.dtype == "bfloat16"
     or (problem.head_dim == problem.head_dim_v == 128 and isinstance(config, FwdConfig))
 ]
-# Each line of the grid for options, with all options that it is for, at the commonest width
+# Each line of the grid for options, with all options that it is for, at the commonest width; and one whose keys are split
 OPTION_KERNELS = [
     (problem, config)
     for direction in ("fwd", "bwd")
@@ -43,6 +44,8 @@ OPTION_KERNELS = [
     for problem, config in config.kernels(one)
     if isinstance(config, FwdConfig | BwdPass)
 ]
+PACKED = AttnProblem("bfloat16", 128, 128, True, ("varlen",))
+OPTION_KERNELS.append((PACKED, configs.option_config(PACKED, SPLIT_BUCKET)))
 OPTION_KERNELS = list(dict.fromkeys(OPTION_KERNELS))
 
 # Each width for caches, with pages of 16 keys and all options; of those for more rows than 64, the commonest and the largest

@@ -1,11 +1,13 @@
 """The kernels with options on a Hopper GPU, against the reference by the error rule, and what serves them on any machine.
 
-Rows of a packed tensor that are of no sequence, or that it does not use, hold NaN; outputs begin as NaN, and these rows stay so.
+Rows of a packed tensor that are of no sequence, or that it does not use, hold NaN; outputs begin as NaN, and these rows stay so,
+but those of a forward whose keys are split.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -76,6 +78,7 @@ class Case:
     softcap: float = 2.0
     dropout_p: float = 0.2
     scale: float | None = None
+    num_splits: int = 0
     dtype: torch.dtype = torch.bfloat16
     seed: int = 0
 
@@ -126,7 +129,7 @@ class Case:
             sizes = self.batch, self.heads, self.seqlen_q, self.seqlen_k
             extras |= {"dropout_p": self.dropout_p, "rng_state": state}
             self.options |= {"dropout_p": self.dropout_p, "keep": dropout_keep(state, *sizes, self.dropout_p)}
-        self.extras = Extras(**extras)
+        self.extras = Extras(**extras, num_splits=self.num_splits)
         self.softmax_scale = self.head_dim**-0.5 if self.scale is None else self.scale
 
     def randn(self, *shape: int) -> torch.Tensor:
@@ -146,13 +149,15 @@ class Case:
             for x, of_keys in ((self.q, False), (self.dout, False), (self.k, True), (self.v, True)):
                 x[~self.used(of_keys)] = value
 
-    def take(self, x: torch.Tensor, of_keys: bool, value: float, heads_first: bool = False) -> torch.Tensor:
-        """An output whose unused rows, which must be NaN yet, become `value`."""
+    def take(
+        self, x: torch.Tensor, of_keys: bool, value: float, heads_first: bool = False, kept: bool = True
+    ) -> torch.Tensor:
+        """An output whose unused rows, which if kept must be NaN yet, become `value`."""
         if not self.varlen:
             return x
         rows = x.mT if heads_first else x
         unused = ~self.used(of_keys)
-        assert rows[unused].isnan().all(), "rows of no sequence were written"
+        assert not kept or rows[unused].isnan().all(), "rows of no sequence were written"
         rows = rows.clone()
         rows[unused] = value
         return rows.mT if heads_first else rows
@@ -177,16 +182,17 @@ def check(case: Case, deterministic: bool = False, config: FwdConfig | None = No
         case.softmax_scale,
         case.causal,
     )
-    dispatch.FwdPlan(q, k, v, out, causal, False, config, extras).launch(
-        q, k, v, out, lse, scale, False, extras
-    )
+    forward = dispatch.FwdPlan(q, k, v, out, causal, False, config, extras)
+    forward.launch(q, k, v, out, lse, scale, False, extras)
+    assert forward.combine is not None or case.num_splits < 2
     grads = [torch.full_like(x, math.nan) for x in (q, k, v)]
     dlse = torch.randn(lse.shape, device="cuda", generator=case.generator)
     plan = dispatch.BwdPlan(dout, q, k, v, out, *grads, causal, False, deterministic, None, extras)
     plan.launch(dout, q, k, v, out, lse, *grads, scale, False, dlse, extras)
 
     case.poison(0.0)
-    taken = case.take(out, False, 0.0), case.take(lse, False, -math.inf, heads_first=True)
+    kept = forward.combine is None
+    taken = case.take(out, False, 0.0, kept=kept), case.take(lse, False, -math.inf, True, kept)
     verdict = check_fwd(*taken, q, k, v, scale, causal, **case.options)
     assert verdict.ok, verdict.text
     grads = [case.take(x, of_keys, 0.0) for x, of_keys in zip(grads, (False, True, True), strict=True)]
@@ -224,11 +230,78 @@ def test_options_match_reference_in_every_schedule(names, config, monkeypatch):
     check(case, config=config)  # once more with the same counters
 
 
+packed_classes = pytest.mark.parametrize("one", [one for one in CLASSES if "varlen" in one[3]], ids=str)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("one", [one for one in CLASSES if "varlen" in one[3]], ids=str)
+@packed_classes
 def test_rows_that_a_sequence_does_not_use_are_neither_read_nor_written(one):
     *static, names = one
     check(Case(*static, tuple(names.split()), used_q=tuple(USED_Q), used_k=tuple(USED_K)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [2, 3, 7])
+@packed_classes
+def test_packed_sequences_with_split_keys_match_reference(one, num_splits):
+    *static, names = one
+    check(Case(*static, tuple(names.split()), num_splits=num_splits))
+
+
+@pytest.mark.gpu
+@packed_classes
+def test_packed_sequences_with_split_keys_read_no_row_that_is_not_used(one):
+    *static, names = one
+    used = {"used_q": tuple(USED_Q), "used_k": tuple(USED_K)}
+    check(Case(*static, tuple(names.split()), **used, num_splits=3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [2, 1000])
+def test_packed_sequences_with_split_keys_in_many_tiles(num_splits, monkeypatch):
+    """In more groups of heads than one, with room in the table for tiles that are not there; and with more splits than blocks."""
+    monkeypatch.setattr(dispatch, "L2_SHARE", 1)
+    lengths = tuple((37 * i) % 300 for i in range(1, 60))
+    lengths = {"lengths_q": lengths, "lengths_k": lengths[::-1], "num_splits": num_splits}
+    check(Case(64, 64, False, ("window", "varlen"), heads=6, **lengths))
+
+
+# Of 128 and 60 queries: few tiles, and keys enough to divide
+FEW_TILES = {"heads": 2, "heads_kv": 1, "lengths_q": (128, 60), "lengths_k": (9001, 300)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("names", ["varlen", "window sink varlen"])
+def test_packed_sequences_of_few_tiles_are_split(names):
+    causal = "window" not in names
+    case = Case(128, 128, causal, tuple(names.split()), **FEW_TILES, window=(5000, 0))
+    key = case.q, case.k, case.v, case.q, case.causal, False, None, case.extras
+    assert dispatch.FwdPlan(*key).combine is not None
+    check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [0, 3])
+def test_packed_sequences_with_split_keys_in_a_graph(num_splits):
+    """Whose lengths change between replays."""
+    case = Case(128, 128, True, ("varlen",), **FEW_TILES, num_splits=num_splits)
+    q, k, v = (x[:n].clone() for x, n in ((case.q, 188), (case.k, 9301), (case.v, 9301)))
+    launch = functools.partial(dispatch.fwd, q, k, v, 0.1, True, False, extras=case.extras)
+    launch()
+    before = dispatch.compile_count()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = launch()
+    for lengths_q, lengths_k in (((128, 60), (9001, 300)), ((1, 187), (0, 9301)), ((188, 0), (300, 9001))):
+        case.extras.cu_seqlens_q.copy_(starts(lengths_q))
+        case.extras.cu_seqlens_k.copy_(starts(lengths_k))
+        expected = launch()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+        verdict = check_fwd(out, lse, q, k, v, 0.1, True, **case.options)
+        assert verdict.ok, verdict.text
+    assert dispatch.compile_count() == before
 
 
 @pytest.mark.gpu
@@ -268,6 +341,7 @@ def test_options_match_reference_on_any_problem(data):
             softcap=data.draw(st.sampled_from([0.5, 2.0, 30.0])),
             dropout_p=data.draw(st.sampled_from([0.01, 0.1, 0.5])),
             scale=data.draw(st.none() | st.sampled_from([-0.1, 0.0, 0.3])),
+            num_splits=data.draw(st.sampled_from([0, 0, 1, 2, 5])),
             seed=data.draw(st.integers(0, 2**20)),
         ),
         data.draw(st.booleans()),

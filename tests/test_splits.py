@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 
-from tl_attention.dispatch import fwd_bucket, key_splits
-from tl_attention.problem import MAX_SPLITS
+from tl_attention import dispatch
+from tl_attention.dispatch import fwd_bucket, key_splits, packed_splits
+from tl_attention.extras import Extras
+from tl_attention.problem import MAX_SPLITS, FwdConfig
 
 SMS = 132
 
@@ -52,6 +54,66 @@ def test_fwd_bucket_is_of_the_shape_alone():
     assert fwd_bucket(4, 16, 4096, 4096, SMS) == "4k"
     assert fwd_bucket(1, 128, 128, 16384, SMS) == "long"
     assert fwd_bucket(1, 128, 128, 16384, 2 * SMS) == "split"
+
+
+@pytest.mark.parametrize(
+    ("batch", "total_q", "total_k", "heads", "options", "splits"),
+    [
+        (1, 128, 16384, 8, {"max_seqlen_q": 128}, 16),  # one tile a head, as a dense one
+        (1, 128, 16384, 8, {"max_seqlen_q": 128, "num_splits": 3}, 3),
+        (1, 128, 16384, 8, {"max_seqlen_q": 128, "num_splits": 1}, 1),
+        (64, 64 * 128, 64 * 512, 32, {"max_seqlen_q": 128, "num_splits": 1000}, MAX_SPLITS),
+        (64, 64 * 128, 64 * 512, 32, {"max_seqlen_q": 128}, 1),  # tiles enough
+        (8, 8, 8 * 16384, 1, {"max_seqlen_q": 1}, 16),  # a query each
+        (2, 300, 16384, 1, {"max_seqlen_k": 100}, 1),
+        (1, 128, 16384, 8, {}, 16),  # bounds that no tensor may have: its rows decide
+        (1, 128, 16384, 8, {"window": (100, 0)}, 1),
+        (1, 128, 16384, 8, {"window": (-1, 0)}, 16),
+        (2, 128, 16384, 8, {"max_seqlen_q": 0, "max_seqlen_k": 0}, 1),
+        (0, 128, 16384, 8, {}, 1),
+    ],
+)
+def test_packed_splits_follow_from_the_bounds_of_lengths(batch, total_q, total_k, heads, options, splits):
+    starts = torch.zeros(batch + 1, dtype=torch.int32, device="meta")  # nobody reads it
+    bounds = {"max_seqlen_q": 2**40, "max_seqlen_k": 2**40}
+    extras = Extras(cu_seqlens_q=starts, cu_seqlens_k=starts, **bounds | options)
+    assert packed_splits(extras, total_q, total_k, heads, SMS) == splits
+
+
+def test_parts_of_packed_sequences_are_those_of_a_batch_of_one(monkeypatch):
+    """What the kernels get, of sequences of 130, 0 and 70 queries."""
+    calls = []
+
+    def kernel(name):
+        return lambda *arguments: calls.append((name, arguments))
+
+    kernels = kernel("forward"), FwdConfig(128, 128, split=True), dispatch.MAX_GRID
+    found = dispatch.FwdKernels(*kernels, kernel("combine"), 128, kernel("table"))
+    nothing = dispatch.Nothing(*[torch.zeros(1)] * 5)
+    fakes = {"sm_count": SMS, "_find_kernel": found, "_nothing": nothing, "_tickets": torch.zeros(2)}
+    for name, value in fakes.items():
+        monkeypatch.setattr(dispatch, name, lambda *arguments, value=value: value)
+    monkeypatch.setattr(dispatch, "_launchers", {})
+    monkeypatch.setattr(
+        dispatch, "_empty", lambda n, strides, dtype: torch.empty_strided(n, strides, dtype=dtype)
+    )
+
+    q, (k, v) = torch.zeros(200, 4, 128).bfloat16(), torch.zeros(2, 300, 2, 128).bfloat16()
+    out, lse = torch.zeros_like(q), torch.zeros(4, 200)
+    starts = torch.tensor([0, 130, 130, 200], dtype=torch.int32)
+    extras = Extras(cu_seqlens_q=starts, cu_seqlens_k=starts, num_splits=3)
+    plan = dispatch.FwdPlan(q, k, v, out, True, False, extras=extras)
+    plan.launch(q, k, v, out, lse, 0.1, False, extras)
+
+    (_, _), (_, forward), (_, (o_parts, lse_parts, whole, whole_lse, unit)) = calls
+    assert [name for name, _ in calls] == ["table", "forward", "combine"]
+    assert o_parts.shape == (3, 1, 4, 200, 128) and lse_parts.shape == (3, 1, 4, 200)
+    assert forward[3] is o_parts and forward[4] is lse_parts
+    heads_a_kv_head, entries, group_heads, ctas = forward[8:12]
+    assert (heads_a_kv_head, entries, group_heads, ctas) == (2, 200 // 128 + 3, 4, 3 * 4 * 4)
+    assert whole.shape == (1, 200, 4, 128) and whole.data_ptr() == out.data_ptr()
+    assert whole_lse.shape == (1, 4, 200) and whole_lse.data_ptr() == lse.data_ptr()
+    assert unit == dispatch.LN2
 
 
 def test_parts_of_the_keys_make_the_whole():

@@ -213,6 +213,21 @@ def test_torch_backend_dense_windows_and_alibi():
     assert_close(lse, expected_lse)
 
 
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
+def test_torch_backend_splits_as_asked(name, monkeypatch):
+    seen = []
+    run = getattr(torch_backend, name)
+    monkeypatch.setattr(
+        torch_backend, name, lambda *x, **options: seen.append(options["num_splits"]) or run(*x, **options)
+    )
+    q, cu = torch.randn(1, 30, 4, 64).to(BF16), None
+    if "varlen" in name:
+        q, cu = q[0], torch.tensor([0, 30], dtype=torch.int32)
+    for num_splits in (None, 1, 3):
+        torch_backend.flash_forward(q, q, q, cu, cu, 30, 30, 0.0, False, False, num_splits=num_splits)
+    assert seen == [0, 1, 3]
+
+
 def test_torch_backend_refuses_by_name():
     q = torch.randn(1, 30, 4, 64).to(BF16)
     cu = torch.tensor([0, 30], dtype=torch.int32)
@@ -226,8 +241,8 @@ def test_torch_backend_refuses_by_name():
         torch_backend.sdpa_forward(q, q, q, return_debug_mask=True)
     with pytest.raises(NotImplementedError, match="block_table: "):
         call(block_table=cu)
-    with pytest.raises(NotImplementedError, match="num_splits: "):
-        call(num_splits=1)
+    with pytest.raises(ValueError, match="num_splits: "):
+        call(num_splits=-1)
     with pytest.raises(NotImplementedError, match="cum_seq_k: "):
         call(cum_seq_q=cu)
     with pytest.raises(NotImplementedError, match="seqused_k: "):

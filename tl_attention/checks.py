@@ -226,17 +226,13 @@ def check_options(
         check_tensor("learnable_sink", learnable_sink, q, ((heads,),), (torch.float32, q.dtype))
 
 
-def check_num_splits(num_splits: int, varlen: bool = False) -> None:
+def check_num_splits(num_splits: int) -> None:
     """Raises as check_fwd unless it is a number of splits, 0 to choose, that there may be."""
     if not isinstance(num_splits, Int) or isinstance(num_splits, bool):
         raise TypeError(f"num_splits: expected an int, 0 to choose, got {described(num_splits)}")
     if num_splits < 0:
         raise ValueError(
             f"num_splits: expected 0, to choose, or how many splits of the keys, got {num_splits}"
-        )
-    if varlen and num_splits > 1:
-        raise NotImplementedError(
-            f"num_splits: packed sequences are not split, got {num_splits}; expected 0 or 1"
         )
 
 

@@ -177,8 +177,8 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
     if config.ping_pong and config.warpgroups < 2:
         return f"ping_pong: expected at least 2 warpgroups, block_M {config.block_M} has {config.warpgroups}"
     if problem.options:
-        if problem.has("varlen") and (config.block_M != TABLE_ROWS or config.split):
-            return f"{config}: expected block_M {TABLE_ROWS} and no split with varlen"
+        if problem.has("varlen") and config.block_M != TABLE_ROWS:
+            return f"block_M {config.block_M}: expected {TABLE_ROWS} with varlen"
         if problem.has("dropout") and config.block_N % 32:
             return f"block_N {config.block_N}: expected a multiple of 32 with dropout"
     return _capacity_fault(problem, config)
@@ -296,7 +296,7 @@ def option_config(problem: AttnProblem, bucket: str, direction: str = "fwd") -> 
     for without, config in _option_lines(problem, direction):
         if not without.intersection(problem.options) and (direction != "bwd_det" or config.deterministic):
             break
-    if direction == "fwd" and bucket == SPLIT_BUCKET and not problem.has("varlen"):
+    if direction == "fwd" and bucket == SPLIT_BUCKET:
         return split_config(config)
     return config
 

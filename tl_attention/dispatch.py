@@ -318,6 +318,17 @@ def fwd_bucket(batch: int, heads: int, seqlen_q: int, seqlen_k: int, sms: int) -
     return SPLIT_BUCKET if splits > 1 else length_bucket(seqlen_k)
 
 
+def packed_splits(extras: Extras, total_q: int, total_k: int, heads: int, sms: int) -> int:
+    """key_splits of packed sequences, by what bounds their lengths; or as many as are asked for."""
+    if extras.num_splits:
+        return min(extras.num_splits, MAX_SPLITS)
+    batch = extras.cu_seqlens_q.shape[0] - 1
+    longest_q = min(extras.max_seqlen_q, total_q)
+    tiles = min(total_q // TABLE_ROWS + batch, batch * -(-longest_q // TABLE_ROWS))
+    keys = min(extras.max_seqlen_k, total_k, sum(extras.bounds) + TABLE_ROWS)  # that a tile sees
+    return key_splits(heads * tiles, -(-keys // TILE), sms)
+
+
 def _find_config(key: tuple, direction: str, config: Config | None) -> tuple[AttnProblem, Config]:
     """The problem of a launch key, and the config that serves it, compiled as are those of its other lengths."""
     dtype, head_dim, head_dim_v, causal, options, bucket, device = key
@@ -487,9 +498,10 @@ class FwdPlan:
         bucket = fwd_bucket(batch, heads, seqlen_q, seqlen_k, sms)
         asked_splits = 0 if extras is None else extras.num_splits
         if self.packed:
-            bucket = length_bucket(extras.max_seqlen_k)
-        elif asked_splits:
-            bucket = SPLIT_BUCKET if asked_splits > 1 else length_bucket(seqlen_k)
+            asked_splits = packed_splits(extras, seqlen_q, seqlen_k, heads, sms)
+        if asked_splits:
+            longest = extras.max_seqlen_k if self.packed else seqlen_k
+            bucket = SPLIT_BUCKET if asked_splits > 1 else length_bucket(longest)
         names = () if extras is None else extras.names
         key = (q.dtype, head_dim, head_dim_v, causal, names, bucket, self.device)
         found = _launchers.get(key) if config is None else _find_kernel(key, config)
@@ -502,9 +514,9 @@ class FwdPlan:
         if self.packed:
             self.sequences = Sequences(varlen_plan, self.batch, seqlen_q, seqlen_k, causal, self.device)
             self.step_rows = config.block_N
-            # As many rows as there are tiles of TABLE_ROWS
-            seqlen_q = self.sequences.tiles[0] * TABLE_ROWS
-        self.counts = plan(batch, heads, self.heads_a_kv_head, kv_bytes, seqlen_q, config.block_M, max_ctas)
+        # As many rows as there are tiles of TABLE_ROWS
+        rows = self.sequences.tiles[0] * TABLE_ROWS if self.packed else seqlen_q
+        self.counts = plan(batch, heads, self.heads_a_kv_head, kv_bytes, rows, config.block_M, max_ctas)
         if self.combine:
             m_blocks, group_heads, tiles = self.counts
             splits = min(asked_splits, MAX_SPLITS) or key_splits(tiles, -(-seqlen_k // config.block_N), sms)
@@ -543,16 +555,17 @@ class FwdPlan:
         # lse, parts and tickets are tensors: the kernels run on PyTorch's current stream of their device
         if self.packed:
             q, k, v, out = (x[None] for x in (q, k, v, out))
-        *qkv, out = self.views.of(q, k, v, out)
+        *qkv, out_view = self.views.of(q, k, v, out)
         tickets = _tickets(self.device, self.dynamic)
         unit = 1.0 if lse_base2 else LN2
         counts = (*self.counts, *self.options(extras)) if extras is not None and extras.names else self.counts
         if self.combine is None:
-            self.kernel(*qkv, out, lse, tickets, softmax_scale, unit, self.heads_a_kv_head, *counts)
+            self.kernel(*qkv, out_view, lse, tickets, softmax_scale, unit, self.heads_a_kv_head, *counts)
             return
         parts = [_empty(*x) for x in self.parts]
         self.kernel(*qkv, *parts, tickets, softmax_scale, 1.0, self.heads_a_kv_head, *counts)
-        self.combine(*parts, out, lse, unit)
+        whole = (out, lse[None]) if self.packed else (out_view, lse)
+        self.combine(*parts, *whole, unit)
 
     def options(self, extras: Extras) -> tuple:
         table = self.sequences.table(extras, False, self.step_rows) if self.packed else None
@@ -577,7 +590,7 @@ def fwd_plan(
 
 
 def _options_key(extras: Extras | None) -> tuple:
-    """All of the options that a plan is made of."""
+    """All of the options that a plan is made of, but how packed sequences are split."""
     if extras is None or not extras.varlen:
         return () if extras is None else (*extras.names, extras.num_splits)
     return *extras.names, extras.cu_seqlens_q.shape[0], length_bucket(extras.max_seqlen_k)
@@ -608,9 +621,12 @@ def fwd(
         config: serves instead of the tuned row or default.
     Returns:
         out in the layout of q, contiguous; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. With varlen, rows of no sequence and
-        those that it does not use are left as they were allocated.
+        those that it does not use hold anything.
     """
     key = (*_fwd_key(q, k, v, causal, heads_first), *_options_key(extras))
+    if extras is not None and extras.varlen:
+        sms = sm_count(q.device.index)
+        key = (*key, packed_splits(extras, q.shape[0], k.shape[0], q.shape[1], sms))
     known = _plans.fwd.get(key) if config is None else None
     if known is not None:
         return known(q, k, v, softmax_scale, lse_base2, extras)

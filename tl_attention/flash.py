@@ -23,7 +23,7 @@ Args:
         is. torch.use_deterministic_algorithms(True) asks for it, too.
     return_attn_probs: also return the log-sum-exp.
     num_splits: among how many CTAs the keys of a tile of queries are divided in the forward; 0: as many as suit the problem. Only
-        flash_attn_func takes one, and flash_attn_varlen_func 0 or 1.
+        flash_attn_func and flash_attn_varlen_func take one.
 Returns:
     out, shaped as q but head_dim_v wide, in its dtype. With return_attn_probs (out, softmax_lse, None), where softmax_lse is
     [batch, heads, seqlen_q], or [heads, total_q], fp32, natural log. A query that sees no key has out 0 and softmax_lse -inf
@@ -252,7 +252,7 @@ def flash_attn_varlen_func(
         seqused_q, seqused_k: [batch], int32: of sequence i only the first seqused[i] rows exist, which is its length for masks, too. Rows
             beyond are not read; their out and gradients are 0, their softmax_lse -inf.
 
-    A row past the last sequence has no meaning in out, softmax_lse and gradients: without seqused it is not even written.
+    A row past the last sequence has no meaning in out, softmax_lse and gradients.
     Options, what is returned and raised: see the module.
     """
     check_no_block_table(block_table)

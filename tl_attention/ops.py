@@ -414,7 +414,7 @@ def attention_with_options(
         max_seqlens = [
             x.shape[0] if isinstance(n, torch.Tensor) else n for x, n in zip((q, k), max_seqlens, strict=True)
         ]
-    check_num_splits(num_splits, lengths is not None)
+    check_num_splits(num_splits)
     check_options(q, batch, window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state)
     causal, window = canonical_window(causal, window_size)
     if not dropout_p:

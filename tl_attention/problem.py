@@ -125,7 +125,8 @@ class FwdConfig:
 
     def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
         """What is compiled for it."""
-        after = [(problem.of_width(problem.head_dim_v), FwdCombine())] if self.split else []
+        # To it, the rows of packed sequences are those of a batch of one
+        after = [(problem.plain.of_width(problem.head_dim_v), FwdCombine())] if self.split else []
         return [(problem, self), *after, *plan_kernels(problem)]
 
 

@@ -142,7 +142,6 @@ def flash_forward(
         {
             "return_debug_mask: tl_attention writes no probabilities": return_debug_mask,
             "block_table: tl_attention takes no paged keys here": block_table is not None,
-            "num_splits: tl_attention chooses it": bool(num_splits),
             "cum_seq_k: tl_attention expects it with cum_seq_q": (cum_seq_q is None) != (cum_seq_k is None),
             "seqused_k: tl_attention expects it with cum_seq_q": cum_seq_q is None and seqused_k is not None,
             "alibi_slopes: torch passes them to no backward": needs_grad and alibi_slopes is not None,
@@ -158,6 +157,7 @@ def flash_forward(
         "alibi_slopes": alibi_slopes,
         "return_attn_probs": True,
         "rng_state": state if dropout_p else None,
+        "num_splits": num_splits or 0,
     }
     with torch.no_grad():
         if cum_seq_q is None:

@@ -21,7 +21,14 @@ from tl_attention.kernels.pipeline import (
 )
 from tl_attention.kernels.scheduler import Tile, TileBox, TileNumbers, TileOrder
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax
-from tl_attention.kernels.tiles import DensePartTiles, DenseTiles, PackedTiles, SharedTiles, rows_argument
+from tl_attention.kernels.tiles import (
+    DensePartTiles,
+    DenseTiles,
+    PackedPartTiles,
+    PackedTiles,
+    SharedTiles,
+    rows_argument,
+)
 from tl_attention.problem import AttnProblem, FwdConfig
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -41,7 +48,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
     config.split: O and Lse are parts, [splits, batch, heads, seqlen_q, head_dim_v] and [splits, batch, heads, seqlen_q] in
     fp32, for fwd_combine.py; `splits` CTAs have a tile, each a share of its blocks of keys, and each writes what attention
-    to its share alone is: O = 0, Lse = -inf if that is empty.
+    to its share alone is: O = 0, Lse = -inf if that is empty. With varlen they are as PackedPartTiles has them.
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
     block_M, block_N = config.block_M, config.block_N
@@ -74,7 +81,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         lse_view = T.Tensor([heads, seqlen_q] if varlen else [batch, heads, seqlen_q], "float32")
     tickets_view = T.Tensor([2], "int32")
     turns = Turns(config.warpgroups, config.ping_pong)
-    Tiles = DensePartTiles if split else PackedTiles if varlen else DenseTiles
+    whole, parts = (PackedTiles, PackedPartTiles) if varlen else (DenseTiles, DensePartTiles)
+    Tiles = parts if split else whole
 
     def sink_of(tile: Tile, options: Options | None) -> Any:
         if not problem.has("sink"):
@@ -211,7 +219,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
         query = tile.m_block * block_M + 64 * w
         if split:
-            T.copy(acc_o, tiles.o(tile, query, 64))
+            tiles.store_o(acc_o, tile, query)
         elif O_in_Q:
             T.copy(acc_o, shared.Q[q_step])
             T.fence_proxy_async()

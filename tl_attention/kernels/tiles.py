@@ -135,6 +135,9 @@ class PackedTiles(DenseTiles):
     def o(self, tile: Any, start: Any, rows: int) -> Any:
         return packed_rows(self.O, tile.end_q[0], tile.len_q[0], start, rows, tile.head, self.head_dim_v)
 
+    def lse_place(self, tile: Any, row: Any) -> tuple:
+        return tile.head, row
+
     @T.inline
     def store_lse(self, lse, tile, start):
         # Variables, not expressions, which kept the layout inference of TileLang 0.1.15 busy for half a minute
@@ -142,7 +145,7 @@ class PackedTiles(DenseTiles):
         rows_left = T.alloc_var("int32", init=tile.len_q[0] - start)
         for i in T.Parallel(lse.shape[0]):
             if i < rows_left:
-                self.Lse[tile.head, row + i] = lse[i]
+                self.Lse[self.lse_place(tile, row + i)] = lse[i]
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,28 @@ class DensePartTiles(DenseTiles):
 
     def lse(self, tile: Any, start: Any, rows: int) -> Any:
         return self.Lse[tile.split, tile.batch, tile.head, start : start + rows]
+
+    @T.inline
+    def store_o(self, acc_o, tile, start):
+        T.copy(acc_o, self.o(tile, start, acc_o.shape[0]))
+
+
+@dataclass(frozen=True)
+class PackedPartTiles(PackedTiles):
+    """PackedTiles whose output is one of several parts, those of a batch of one in DensePartTiles: O [splits, 1, heads, total_q,
+    head_dim_v], Lse [splits, 1, heads, total_q]. Rows of no sequence, and those that it does not use, are not written.
+    """
+
+    def lse_place(self, tile: Any, row: Any) -> tuple:
+        return tile.split, 0, tile.head, row
+
+    @T.inline
+    def store_o(self, acc_o, tile, start):
+        row = T.alloc_var("int32", init=tile.end_q[0] - tile.len_q[0] + start)
+        rows_left = T.alloc_var("int32", init=tile.len_q[0] - start)
+        for i, j in T.Parallel(*acc_o.shape):
+            if i < rows_left:
+                self.O[tile.split, 0, tile.head, row + i, j] = acc_o[i, j]
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         key = tile.first_key + 64 * w
         scores, dropout, mask = (
             Scores(problem, options, softmax_scale),
-            Dropout(problem, options),
+            Dropout(problem, options, block_M, rows_are_keys=True),
             blocks.mask,
         )
         raw_scale = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)
@@ -222,6 +222,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         lse_log2 = T.alloc_fragment([block_M], "float32")
         dq_row_block = T.alloc_var("int32", init=0)  # of the step before
 
+        dropout.start()
         for other in warpgroups if with_dq else (w,):
             shared.K.wait(other)
         shared.Q.wait(0)
@@ -237,6 +238,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             # ptxas serializes all wgmma if S is read while a GEMM is in flight that was issued in the step before
             if lse_early:
                 shared.Q.read_row_values(step, 0, lse_log2)
+            dropout.draw(tile.batch * heads + blocks.head, blocks.query, key)
             T.wait_wgmma(0)  # S is there, and the last GEMM of the step before
             if step > 0:
                 last_operand.release(step - 1)
@@ -259,11 +261,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 probabilities(acc_s, scale_log2, lambda i, j: shared.Q.row_value(step, 0, j))
             if not mask_scores:
                 mask.clear_transposed(acc_s, key, blocks.query)
-            dropout.start(tile.batch * heads + blocks.head)
             if with_dv or lean:
                 T.copy(acc_s, P)
             if with_dv:
-                dropout.drop(P, blocks.query, key, rows_are_keys=True)
+                dropout.drop(P)
 
             # dV += P' dO, and dS' = P' * (dP' - Delta)
             if with_dk:
@@ -284,10 +285,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     shared.dO.release(step)
                 probability = P if lean else acc_s
                 scores.through_cap(acc_s, dS)  # which waits there
-                if with_dv:
-                    dropout.drop_as(P, acc_dp)
-                else:
-                    dropout.drop(acc_dp, blocks.query, key, rows_are_keys=True)
+                dropout.drop(acc_dp)
                 dropout.scale_kept(acc_dp)
                 softmax_backward(probability, acc_dp, lambda i, j: shared.Q.row_value(step, 1, j), dS)
             if with_dq:

@@ -31,11 +31,23 @@ static __device__ __forceinline__ unsigned tl_attention_bytes(unsigned low, unsi
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
   return bytes;
 }
+// Volatile, so that a backward by keys has no registers with what follows from them from step to step
+// 32 bits of rng_state
+static __device__ __forceinline__ int tl_attention_random_state(const void* state, int half) {
+  int word;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(word) : "l"((const int*)state + half));
+  return word;
+}
+static __device__ __forceinline__ unsigned tl_attention_lane() {
+  unsigned lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
 // keeps[g]: a bit, 1 to keep, for each of the 32 elements a lane holds of columns 64 g .. 64 g + 63 of a tile of 64 rows
 template <bool rows_are_keys, int cols>
 static __device__ __forceinline__ void tl_attention_draw(
     unsigned* keeps, int row, int col, int head, int offset, int k0, int k1, int drop_below) {
-  unsigned lane = threadIdx.x % 32, r = lane / 4, t = lane % 4;
+  unsigned lane = rows_are_keys ? tl_attention_lane() : threadIdx.x % 32, r = lane / 4, t = lane % 4;
   unsigned row_block = row / 16 + threadIdx.x / 32 % 4, one_of_4 = rows_are_keys ? r % 4 : t % 2 * 2 + r % 2;
   // The exchange of halves and that of bytes, or where rows are keys of nibbles; a lane keeps one and takes the other at its place
   bool high_half = rows_are_keys ? r & 2 : t & 1, high = r & 1;
@@ -220,11 +232,16 @@ class Dropout:
 
     @T.inline
     def start(self):
+        """Where rows are keys, at each step: kept in uniform registers, ptxas serializes all wgmma there (C7515)."""
         if self.on:
+            k0, k1, offset = (
+                T.call_extern("int32", "tl_attention_random_state", self.options.Rng.data, half)
+                for half in range(3)
+            )
             # From one lane, so that the keys of the rounds are in uniform registers
-            self.k0[0] = T.shfl_sync(T.cast(self.options.Rng[0] & 0xFFFFFFFF, "int32"), 0)
-            self.k1[0] = T.shfl_sync(T.cast(self.options.Rng[0] >> 32, "int32"), 0)
-            self.offset[0] = T.cast(self.options.Rng[1] & 0xFFFFFFFF, "int32")
+            self.k0[0] = k0 if self.rows_are_keys else T.shfl_sync(k0, 0)
+            self.k1[0] = k1 if self.rows_are_keys else T.shfl_sync(k1, 0)
+            self.offset[0] = offset
 
     @T.inline
     def draw(self, stream, query, key):

@@ -152,9 +152,8 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return f"split: expected the schedule grid, got {config.schedule}"
     if config.ping_pong and config.warpgroups < 2:
         return f"ping_pong: expected at least 2 warpgroups, block_M {config.block_M} has {config.warpgroups}"
-    if problem.options:
-        if problem.has("varlen") and (config.block_M != TABLE_ROWS or config.split):
-            return f"{config}: expected block_M {TABLE_ROWS} and no split with varlen"
+    if problem.has("varlen") and (config.block_M != TABLE_ROWS or config.split):
+        return f"{config}: expected block_M {TABLE_ROWS} and no split with varlen"
     return _capacity_fault(problem, config)
 
 

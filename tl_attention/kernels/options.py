@@ -31,8 +31,8 @@ static __device__ __forceinline__ unsigned tl_attention_bytes(unsigned low, unsi
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
   return bytes;
 }
-// Volatile, so that a backward by keys has no registers with what follows from them from step to step
-// 32 bits of rng_state
+// 32 bits of rng_state. Volatile, as is the lane, so that a backward by keys spends no registers from step to step on what follows
+// from them
 static __device__ __forceinline__ int tl_attention_random_state(const void* state, int half) {
   int word;
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(word) : "l"((const int*)state + half));

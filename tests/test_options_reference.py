@@ -395,16 +395,21 @@ def test_philox_known_answers(counter, key, expected):
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**33 + 5, -1])
-def test_keep_mask_is_the_bytes_of_philox(seed):
+def test_keep_mask_is_the_bits_of_philox(seed):
     batch, heads, seqlen_q, seqlen_k, offset = 2, 2, 70, 45, 2**35 + 2**31 + 7
     keep = dropout_keep(torch.tensor([seed, offset]), batch, heads, seqlen_q, seqlen_k, 0.3)
     assert keep.shape == (batch, heads, seqlen_q, seqlen_k)
     key = (seed % 2**32, (seed >> 32) % 2**32)
     for b, h, r, c in product(range(batch), range(heads), range(0, seqlen_q, 3), range(seqlen_k)):
-        counter = (r // 32 * 8 + r % 8, c // 32 * 8 + c % 8, b * heads + h, offset % 2**32)
-        n = 4 * (r // 8 % 4) + c // 8 % 4
-        byte = philox_in_integers(counter, key, 7)[n // 4] >> 8 * (n % 4) & 255
-        assert bool(keep[b, h, r, c]) == (byte >= 77), (b, h, r, c)
+        of_row, of_key = r // 16 * 4 + r // 2 % 4, c // 16 * 4 + c // 4 % 2 * 2
+        words = [
+            word
+            for call in (0, 1)
+            for word in philox_in_integers((of_row, of_key + call, b * heads + h, offset % 2**32), key, 7)
+        ]
+        place = 16 * (c // 2 % 2) + 8 * (r % 2) + 4 * (c % 2) + 2 * (r // 8 % 2) + c // 8 % 2
+        number = sum((word >> place & 1) << i for i, word in enumerate(words))
+        assert bool(keep[b, h, r, c]) == (number >= 77), (b, h, r, c)
 
 
 def test_keep_mask_of_a_sequence_is_the_same_in_a_longer_one():

@@ -341,23 +341,29 @@ def dropout_keep(
 ) -> torch.Tensor:
     """Which probabilities dropout keeps: bool [batch, heads, seqlen_q, seqlen_k], on the device of rng_state.
 
-    An element is kept iff its byte of Philox is rounded_dropout(dropout_p) at least. A Philox output, 16 bytes, is of
-    4 rows and 4 keys that lie 8 apart in a tile of 32 by 32: word i has those of row i, its byte j that of key j.
+    An element is kept iff its 8 bits of Philox, as a number, are rounded_dropout(dropout_p) at least. Two calls give 8 words,
+    word i bit i of the numbers of 32 elements: those of a block of 16 rows and 16 keys whose row // 2 % 4 and key // 4 % 2 are the
+    same. The two calls' counters are (row // 16 * 4 + row // 2 % 4, key // 16 * 4 + key // 4 % 2 * 2 + call, batch * heads + head,
+    offset). In a word, the place of an element is 16 * (key // 2 % 2) + 8 * (row % 2) + 4 * (key % 2) + 2 * (row // 8 % 2) +
+    key // 8 % 2. (So a thread of a kernel, which has 8 of the elements, makes a mask of few instructions.)
 
     Args:
         rng_state: int64 [2]: the seed, which is Philox's key, and the offset, whose low half is in every counter.
     """
     seed, offset = rng_state
-    tiles_q, tiles_k = (-(-seqlen // 32) for seqlen in (seqlen_q, seqlen_k))
+    blocks_q, blocks_k = (-(-seqlen // 16) for seqlen in (seqlen_q, seqlen_k))
     row, key, head = (
-        torch.arange(n, device=rng_state.device) for n in (tiles_q * 8, tiles_k * 8, batch * heads)
+        torch.arange(n, device=rng_state.device) for n in (blocks_q * 4, blocks_k * 4, batch * heads)
     )
     counter = (row[:, None], key, head[:, None, None], offset & LOW)
     words = torch.stack(torch.broadcast_tensors(*philox(counter, (seed & LOW, (seed >> 32) & LOW))), -1)
-    shifts = torch.arange(0, 32, 8, device=rng_state.device)
-    keep = (words[..., None] >> shifts & 0xFF) >= rounded_dropout(dropout_p)
-    keep = keep.view(batch, heads, tiles_q, 8, tiles_k, 8, 4, 4).permute(0, 1, 2, 6, 3, 4, 7, 5)
-    return keep.reshape(batch, heads, tiles_q * 32, tiles_k * 32)[:, :, :seqlen_q, :seqlen_k]
+    words = words.view(batch, heads, blocks_q, 4, blocks_k, 2, 8, 1)
+    places = torch.arange(32, device=rng_state.device)
+    numbers = sum((words[..., i, :] >> places & 1) << i for i in range(8))
+    keep = (numbers >= rounded_dropout(dropout_p)).view(batch, heads, blocks_q, 4, blocks_k, 2, 2, 2, 2, 2, 2)
+    # Of a row: block, // 8 % 2, // 2 % 4, % 2; of a key: block, // 8 % 2, // 4 % 2, // 2 % 2, % 2
+    keep = keep.permute(0, 1, 2, 9, 3, 7, 4, 10, 5, 6, 8)
+    return keep.reshape(batch, heads, blocks_q * 16, blocks_k * 16)[:, :, :seqlen_q, :seqlen_k]
 
 
 def philox(

@@ -20,6 +20,7 @@ from tl_attention.kernels.pipeline import (
     WARPGROUP,
     Exchange,
     TileRing,
+    alloc_each,
     alloc_fragments,
     alloc_swizzled,
     sync_consumers,
@@ -38,12 +39,13 @@ PASS_CONFIGS = {
 
 @dataclass(frozen=True)
 class SharedTiles:
-    """What the roles of a CTA share; None what the pass does not need. dV: where dV leaves from."""
+    """What the roles of a CTA share; None what the pass does not need. P: as dropout leaves it; dV: where dV leaves from."""
 
     Q: Any
     dO: Any
     K: Any
     V: Any
+    P: Any
     dV: Any
     dS: Any
 
@@ -142,6 +144,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     # Before the exponential, which is then in one block of code with what follows: full d64 455 -> 474, d256 dv 833 -> 781 us;
     # dk+dv of 192/128 spills
     mask_scores = with_dq or not (with_dk and with_dv)
+    P_in_shared = (
+        lean and with_dv and problem.has("dropout")
+    )  # as dS is made in the registers of P, of what is dropped too
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -204,7 +209,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         key = tile.first_key + 64 * w
         scores, dropout, mask = (
             Scores(problem, options, softmax_scale),
-            Dropout(problem, options),
+            Dropout(problem, options, block_M, rows_are_keys=True),
             blocks.mask,
         )
         raw_scale = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)
@@ -216,6 +221,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         P = T.alloc_fragment([64, block_M], dtype)
         acc_dp = acc_s if lean else T.alloc_fragment([64, block_M], "float32")
         dS = P if lean else T.alloc_fragment([64, block_M], dtype)
+        kept = T.alloc_fragment([64, block_M], dtype) if P_in_shared else P
         acc_dk = T.alloc_fragment([64, head_dim], "float32")
         acc_dv = T.alloc_fragment([64, head_dim_v], "float32")
         acc_dq = alloc_fragments([sizes(piece) for piece in pieces[w]], "float32")
@@ -237,6 +243,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             # ptxas serializes all wgmma if S is read while a GEMM is in flight that was issued in the step before
             if lse_early:
                 shared.Q.read_row_values(step, 0, lse_log2)
+            dropout.start()
+            dropout.draw(tile.batch * heads + blocks.head, blocks.query, key)
             T.wait_wgmma(0)  # S is there, and the last GEMM of the step before
             if step > 0:
                 last_operand.release(step - 1)
@@ -259,11 +267,17 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 probabilities(acc_s, scale_log2, lambda i, j: shared.Q.row_value(step, 0, j))
             if not mask_scores:
                 mask.clear_transposed(acc_s, key, blocks.query)
-            dropout.start(tile.batch * heads + blocks.head)
             if with_dv or lean:
                 T.copy(acc_s, P)
             if with_dv:
-                dropout.drop(P, blocks.query, key, rows_are_keys=True)
+                if P_in_shared:
+                    T.copy(P, kept)
+                dropout.drop(kept)
+                if P_in_shared:
+                    sync_warpgroup(w)  # dV of the step before is there for all warps
+                    T.copy(kept, shared.P[w])
+                    T.fence_proxy_async()
+                    sync_warpgroup(w)
 
             # dV += P' dO, and dS' = P' * (dP' - Delta)
             if with_dk:
@@ -273,7 +287,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 else:
                     T.wait_wgmma(0)  # dP is there
                 if with_dv:
-                    T.wgmma_gemm(P, shared.dO[step], acc_dv, policy=row_wise)
+                    T.wgmma_gemm(shared.P[w] if P_in_shared else P, shared.dO[step], acc_dv, policy=row_wise)
                 if with_dq:
                     T.wait_wgmma(2)  # dQ is there
                     if step > 0:
@@ -284,10 +298,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     shared.dO.release(step)
                 probability = P if lean else acc_s
                 scores.through_cap(acc_s, dS)  # which waits there
-                if with_dv:
-                    dropout.drop_as(P, acc_dp)
-                else:
-                    dropout.drop(acc_dp, blocks.query, key, rows_are_keys=True)
+                dropout.drop(acc_dp)
                 dropout.scale_kept(acc_dp)
                 softmax_backward(probability, acc_dp, lambda i, j: shared.Q.row_value(step, 1, j), dS)
             if with_dq:
@@ -419,6 +430,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 dO=TileRing([config.num_stages_do, block_M, head_dim_v], dtype, consumers // 32, "dO"),
                 K=K_shared,
                 V=V_shared,
+                P=alloc_each(config.warpgroups, [64, block_M], dtype, "P") if P_in_shared else None,
                 dV=dV_shared,
                 dS=Exchange(config.warpgroups, [64, block_M], dtype, "dS") if with_dq else None,
             )

@@ -74,7 +74,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     def differentiate(w, tile, blocks, tiles, shared, softmax_scale, options):
         scores, dropout, mask = (
             Scores(problem, options, softmax_scale),
-            Dropout(problem, options),
+            Dropout(problem, options, block_N),
             blocks.mask,
         )
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then probabilities
@@ -90,7 +90,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         T.copy(tiles.lse_log2(tile, tile.head, query, 64), lse_log2)
         T.copy(tiles.delta(tile, tile.head, query, 64), delta)
         scores.start(tile.batch, tile.head)
-        dropout.start(tile.batch * heads + tile.head)
+        dropout.start()
         shared.Q.wait(w)
         shared.K.wait(0)
         T.wgmma_gemm(shared.Q[w], shared.K[0], acc_s, **q_kt)
@@ -99,6 +99,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         T.clear(acc_dq)
         for step in T.serial(blocks.steps):
             # P = softmax(S), and beside it dP = dO V^T
+            dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(step))
             T.wait_wgmma(0)  # S is there, and dQ of the step before
             if step > 0:
                 shared.K.release(step - 1)
@@ -114,7 +115,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             # dS = P * (dP - Delta), dQ += dS K, and behind it S of the next step, of no use after the last
             T.wait_wgmma(0)  # dP is there
             shared.V.release(step)
-            dropout.drop(acc_dp, query, blocks.first_key(step))
+            dropout.drop(acc_dp)
             dropout.scale_kept(acc_dp)
             softmax_backward(acc_s, acc_dp, lambda i, j: delta[i], dS)
             T.wgmma_gemm(dS, shared.K[step], acc_dq, policy=row_wise)

@@ -146,7 +146,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         lse = T.alloc_fragment([64], "float32")
         scores, dropout, mask = (
             Scores(problem, options, softmax_scale),
-            Dropout(problem, options),
+            Dropout(problem, options, block_N),
             blocks.mask,
         )
         raw_scale = T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE)
@@ -157,7 +157,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         q_step = turn * config.warpgroups + w
         softmax.reset()
         scores.start(tile.batch, tile.head)
-        dropout.start(tile.batch * heads + tile.head)
+        dropout.start()
 
         shared.Q.wait(q_step)
         if scores.raw:
@@ -171,6 +171,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         turns.take(w)
         T.wgmma_gemm(shared.Q[q_step], shared.K[first_step], acc_s, **q_kt)
         turns.give(w)
+        dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(0))
         T.wait_wgmma(0)
         shared.K.release(first_step)
         if O_in_Q and q_stages > 1:  # O of the tile before has left its slot by now
@@ -181,8 +182,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         scores.bias(acc_s, mask.place(query) - blocks.first_key(0))
         mask.apply(acc_s, query, blocks.first_key(0))
         softmax.update(acc_s)
-        dropout.drop(acc_s, query, blocks.first_key(0))
         T.copy(acc_s, P)
+        dropout.drop(P)
 
         # S = Q K^T, softmax of each block before it, beside O += P V of the last
         T.clear(acc_o)
@@ -195,6 +196,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 shared.V.wait(first_step + start + i - 1)
                 T.wgmma_gemm(P, shared.V[first_step + start + i - 1], acc_o, policy=row_wise)
                 turns.give(w)
+                dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(start + i))
                 T.wait_wgmma(1)  # S is there
                 shared.K.release(first_step + start + i)
                 scores.cap(acc_s)
@@ -202,10 +204,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 if past or before:
                     mask.apply(acc_s, query, blocks.first_key(start + i), past, before)
                 softmax.update(acc_s)
-                dropout.drop(acc_s, query, blocks.first_key(start + i))
                 T.wait_wgmma(0)  # O is there, and P free
                 shared.V.release(first_step + start + i - 1)
                 T.copy(acc_s, P)
+                dropout.drop(P)
                 softmax.rescale(acc_o)
 
         # O += P V of the first block of keys, O /= row sums

@@ -10,8 +10,10 @@ import tilelang.language as T
 from tl_attention.kernels.softmax import LOG2E
 from tl_attention.problem import AttnProblem
 
-# A byte of Philox-4x32 with 7 rounds (Salmon et al. 2011) decides on each probability. A call of it serves 4 queries times 4 keys,
-# each 8 apart: as a thread holds 2 x 4 of them whether rows are queries or keys, forward and backward use half of each call
+# Dropout by Philox-4x32 with 7 rounds (Salmon et al. 2011); reference.dropout_keep says which bits of it decide on which element.
+# A lane holds rows r, r + 8 (r = lane / 4) and in every 8 columns 2t, 2t + 1 (t = lane % 4) of the 16 rows of its warp, where rows are
+# queries as where they are keys. Two calls decide on 32 elements of a block of 16 x 16, of which 4 lanes hold 8 each: of 4 blocks
+# beside each other, each of the 4 draws for one, and two exchanges give each lane its 8 bits of all
 PHILOX = """
 static __device__ __forceinline__ uint4 tl_attention_philox(uint4 c, unsigned k0, unsigned k1) {
 #pragma unroll
@@ -23,13 +25,81 @@ static __device__ __forceinline__ uint4 tl_attention_philox(uint4 c, unsigned k0
   }
   return c;
 }
-static __device__ __forceinline__ bool tl_attention_keeps(
-    int rows, int row, int cols, int col, int head, int offset, int k0, int k1, unsigned drop_below) {
-  int row_set = rows / 4 + row / 32 * 8 + row % 8, col_set = cols / 4 + col / 32 * 8 + col % 8;
-  uint4 r = tl_attention_philox(make_uint4(row_set, col_set, head, offset), k0, k1);
-  int word = row / 8 % 4, shift = 24 - col / 8 % 4 * 8;
-  unsigned bytes = word == 0 ? r.x : word == 1 ? r.y : word == 2 ? r.z : r.w;
-  return bytes << shift >= drop_below << 24;
+// Byte i of the result is byte s & 7 of the 8 of high:low, s the i-th hex digit of the selector; if s & 8, its sign bit 8 times
+static __device__ __forceinline__ unsigned tl_attention_bytes(unsigned low, unsigned high, unsigned selector) {
+  unsigned bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
+  return bytes;
+}
+// 32 bits of rng_state. Volatile, as is the lane, so that a backward by keys spends no registers from step to step on what follows
+// from them
+static __device__ __forceinline__ int tl_attention_random_state(const void* state, int half) {
+  int word;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(word) : "l"((const int*)state + half));
+  return word;
+}
+static __device__ __forceinline__ unsigned tl_attention_lane() {
+  unsigned lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+// keeps[g]: a bit, 1 to keep, for each of the 32 elements a lane holds of columns 64 g .. 64 g + 63 of a tile of 64 rows
+template <bool rows_are_keys, int cols>
+static __device__ __forceinline__ void tl_attention_draw(
+    unsigned* keeps, int row, int col, int head, int offset, int k0, int k1, int drop_below) {
+  unsigned lane = rows_are_keys ? tl_attention_lane() : threadIdx.x % 32, r = lane / 4, t = lane % 4;
+  unsigned row_block = row / 16 + threadIdx.x / 32 % 4, one_of_4 = rows_are_keys ? r % 4 : t % 2 * 2 + r % 2;
+  // The exchange of halves and that of bytes, or where rows are keys of nibbles; a lane keeps one and takes the other at its place
+  bool high_half = rows_are_keys ? r & 2 : t & 1, high = r & 1;
+  unsigned halves = high_half ? 0x3276 : 0x5410, bytes = high ? 0x3715 : 0x6240;
+  unsigned nibbles = high ? 0xF0F0F0F0 : 0x0F0F0F0F, turn = high ? 28 : 4;
+#pragma unroll
+  for (int g = 0; g < (cols + 63) / 64; ++g) {
+    unsigned col_block = col / 16 + 4 * g + one_of_4;
+    unsigned query = rows_are_keys ? col_block * 4 + t : row_block * 4 + r / 2;
+    unsigned key = rows_are_keys ? row_block * 4 + r / 4 * 2 : col_block * 4 + t / 2 * 2;
+    uint4 x = tl_attention_philox(make_uint4(query, key, head, offset), k0, k1);
+    uint4 y = tl_attention_philox(make_uint4(query, key + 1, head, offset), k0, k1);
+    unsigned words[8] = {x.x, x.y, x.z, x.w, y.x, y.y, y.z, y.w}, keep = ~0u;
+    // A number of which words[i] has bit i, for 32 at once: whether it is drop_below at least
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      unsigned open = (drop_below >> i & 1) - 1u;
+      keep = words[i] & keep | open & (words[i] | keep);
+    }
+    keep = tl_attention_bytes(keep, __shfl_xor_sync(~0u, keep, rows_are_keys ? 8 : 1), halves);
+    unsigned other = __shfl_xor_sync(~0u, keep, 4);
+    keeps[g] = rows_are_keys ? keep & nibbles | (other << turn | other >> 32 - turn) & ~nibbles
+                             : tl_attention_bytes(keep, other, bytes);
+  }
+}
+// All ones for an element that stays, of the n-th two that a lane holds beside each other: 16 bits for each, or 32 for one of them
+template <bool rows_are_keys>
+static __device__ __forceinline__ unsigned tl_attention_mask(const unsigned* keeps, int n, int of_both = -1) {
+  unsigned keep = keeps[n / 16];
+  int block = n / 4 % 4, bit = n / 2 % 2 | n % 2 << 1;  // column half, row half of the block
+  if (rows_are_keys) bit = n / 2 % 2 << 1 | n % 2;
+  unsigned low, high, first, second;
+  if (rows_are_keys) {
+    low = high = keep << 7 - (block % 2 * 4 + bit);
+    first = block / 2 * 2, second = first + 1;
+  } else {
+    low = keep << 7 - bit, high = keep << 3 - bit;
+    first = block, second = 4 + block;
+  }
+  if (of_both == 0) second = first;
+  if (of_both == 1) first = second;
+  return tl_attention_bytes(low, high, 0x8888 | first * 0x11 | second * 0x1100);
+}
+template <bool rows_are_keys, int cols>
+static __device__ __forceinline__ void tl_attention_drop_half(void* tile, const unsigned* keeps) {
+#pragma unroll
+  for (int n = 0; n < cols / 4; ++n) ((unsigned*)tile)[n] &= tl_attention_mask<rows_are_keys>(keeps, n);
+}
+template <bool rows_are_keys, int cols>
+static __device__ __forceinline__ void tl_attention_drop_float(void* tile, const unsigned* keeps) {
+#pragma unroll
+  for (int n = 0; n < cols / 2; ++n) ((unsigned*)tile)[n] &= tl_attention_mask<rows_are_keys>(keeps, n / 2, n % 2);
 }
 """
 
@@ -145,38 +215,52 @@ class Scores:
 
 @T.meta_class
 class Dropout:
-    """Which probabilities stay."""
+    """Which probabilities of a tile of 64 rows a warpgroup stay, in the registers of an accumulator."""
 
-    def __init__(self, problem: AttnProblem, options: Options | None, name: str = "dropout"):
-        self.on, self.options = problem.has("dropout"), options
-        self.k0, self.k1, self.offset, self.stream = (
-            T.alloc_var("int32", init=0) if self.on else None for _ in range(4)
-        )
+    def __init__(
+        self,
+        problem: AttnProblem,
+        options: Options | None,
+        cols: int,
+        rows_are_keys: bool = False,
+        name: str = "dropout",
+    ):
+        self.on, self.options, self.rows_are_keys = problem.has("dropout"), options, rows_are_keys
+        self.of = f"<{str(rows_are_keys).lower()}, {cols}>"
+        self.k0, self.k1, self.offset = (T.alloc_var("int32", init=0) if self.on else None for _ in range(3))
+        self.keeps = T.alloc_local([-(-cols // 64)], "uint32") if self.on else None  # a bit an element
 
     @T.inline
-    def start(self, stream):
-        """stream: the number of the head in the batch."""
+    def start(self):
+        """Where rows are keys, at each step: kept in uniform registers, ptxas serializes all wgmma there (C7515)."""
         if self.on:
-            self.k0[0] = T.cast(self.options.Rng[0] & 0xFFFFFFFF, "int32")
-            self.k1[0] = T.cast(self.options.Rng[0] >> 32, "int32")
-            self.offset[0] = T.cast(self.options.Rng[1] & 0xFFFFFFFF, "int32")
-            self.stream[0] = stream
+            k0, k1, offset = (
+                T.call_extern("int32", "tl_attention_random_state", self.options.Rng.data, half)
+                for half in range(3)
+            )
+            # From one lane, so that the keys of the rounds are in uniform registers
+            self.k0[0] = k0 if self.rows_are_keys else T.shfl_sync(k0, 0)
+            self.k1[0] = k1 if self.rows_are_keys else T.shfl_sync(k1, 0)
+            self.offset[0] = offset
 
-    def keeps(self, first_query: Any, query: Any, first_key: Any, key: Any) -> Any:
-        """Of a query and a key of a tile that begins at multiples of 32."""
-        return T.call_extern(
-            "bool",
-            "tl_attention_keeps",
-            first_query,
-            query,
-            first_key,
-            key,
-            self.stream[0],
-            self.offset[0],
-            self.k0[0],
-            self.k1[0],
-            self.options.drop_below,
-        )
+    @T.inline
+    def draw(self, stream, query, key):
+        """For the tile that begins at a query and a key that are multiples of 16; stream: the number of the head in the batch."""
+        if self.on:
+            T.evaluate(
+                T.call_extern(
+                    "handle",
+                    f"tl_attention_draw{self.of}",
+                    self.keeps.data,
+                    key if self.rows_are_keys else query,
+                    query if self.rows_are_keys else key,
+                    stream,
+                    self.offset[0],
+                    self.k0[0],
+                    self.k1[0],
+                    self.options.drop_below,
+                )
+            )
 
     @property
     def scale(self) -> Any:
@@ -184,12 +268,17 @@ class Dropout:
         return 256.0 / T.cast(T.max(256 - self.options.drop_below, 1), "float32")
 
     @T.inline
-    def drop(self, P, first_query, first_key, rows_are_keys=False):
+    def drop(self, tile):
+        """What the last draw drops becomes 0."""
         if self.on:
-            rows, cols = P.shape
-            for i, j in T.Parallel(rows, cols):
-                query, key = (j, i) if rows_are_keys else (i, j)
-                P[i, j] = T.if_then_else(self.keeps(first_query, query, first_key, key), P[i, j], 0.0)
+            T.evaluate(
+                T.call_extern(
+                    "handle",
+                    f"tl_attention_drop_{'float' if tile.dtype == 'float32' else 'half'}{self.of}",
+                    tile.data,
+                    self.keeps.data,
+                )
+            )
 
     @T.inline
     def scale_kept(self, acc):
@@ -197,11 +286,3 @@ class Dropout:
             rows, cols = acc.shape
             for i, j in T.Parallel(rows, cols):
                 acc[i, j] *= self.scale
-
-    @T.inline
-    def drop_as(self, P, acc_dp):
-        """Drop what has been dropped in P; what is 0 there by itself has no gradient."""
-        if self.on:
-            rows, cols = P.shape
-            for i, j in T.Parallel(rows, cols):
-                acc_dp[i, j] = T.if_then_else(P[i, j] != 0, acc_dp[i, j], 0.0)

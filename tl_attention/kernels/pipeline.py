@@ -102,13 +102,17 @@ class SharedTile:
         self.tile = alloc_swizzled(shape, dtype)
 
 
+def alloc_each(warpgroups: int, shape: list[int], dtype: str, name: str):
+    """A buffer a warpgroup: only a copy to a whole 2-D buffer becomes stmatrix (0.1.15)."""
+    return tuple(SharedTile(shape, dtype, name=f"{name}_{w}").tile for w in range(warpgroups))
+
+
 @T.meta_class
 class Exchange:
     """A shared tile a warpgroup, which its warpgroup writes and all read, once a step."""
 
     def __init__(self, warpgroups: int, shape: list[int], dtype: str, name: str):
-        # Buffers of their own: only a copy to a whole 2-D buffer becomes stmatrix (0.1.15)
-        self.tiles = tuple(SharedTile(shape, dtype, name=f"{name}_{w}").tile for w in range(warpgroups))
+        self.tiles = alloc_each(warpgroups, shape, dtype, name)
         self.full = T.alloc_barrier([4 * warpgroups])  # every warp has written its share
         self.empty = T.alloc_barrier([4 * warpgroups])  # every warp is done with all tiles
 

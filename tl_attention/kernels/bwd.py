@@ -221,7 +221,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         P = T.alloc_fragment([64, block_M], dtype)
         acc_dp = acc_s if lean else T.alloc_fragment([64, block_M], "float32")
         dS = P if lean else T.alloc_fragment([64, block_M], dtype)
-        kept = T.alloc_fragment([64, block_M], dtype) if P_in_shared else P
+        if P_in_shared:
+            kept = T.alloc_fragment([64, block_M], dtype)
         acc_dk = T.alloc_fragment([64, head_dim], "float32")
         acc_dv = T.alloc_fragment([64, head_dim_v], "float32")
         acc_dq = alloc_fragments([sizes(piece) for piece in pieces[w]], "float32")
@@ -270,10 +271,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if with_dv or lean:
                 T.copy(acc_s, P)
             if with_dv:
-                if P_in_shared:
+                if not P_in_shared:
+                    dropout.drop(P)
+                else:
                     T.copy(P, kept)
-                dropout.drop(kept)
-                if P_in_shared:
+                    dropout.drop(kept)
                     sync_warpgroup(w)  # dV of the step before is there for all warps
                     T.copy(kept, shared.P[w])
                     T.fence_proxy_async()

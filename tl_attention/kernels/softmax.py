@@ -23,7 +23,7 @@ ROUNDER = 1.5 * 2.0**23  # added to a float below 2^22, it leaves the nearest in
 
 
 def exp2_by_polynomial(x: Any) -> Any:
-    """2^(x + 1/2) without the unit that exp2 and tanh share; 0, or a number that FP32 flushes to it, below 2^-126 (after Cody and Waite)."""
+    """2^(x + 1/2), by Cody and Waite, without the unit that exp2 and tanh share; below 2^-126 a number that fp32 flushes to 0."""
     x = T.max(x, -127.1)
     # By a function, as TileLang 0.1.15 takes x - ((x + c) - c) for 0
     rounded = T.call_extern("float32", "__fadd_rn", x, T.float32(ROUNDER))

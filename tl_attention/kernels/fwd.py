@@ -36,9 +36,6 @@ PASS_CONFIGS = pipeline.PASS_CONFIGS
 PERSISTENT_REGISTERS = {2: (40, 232), 3: (32, 160)}
 
 
-SPARED = 4  # see OnlineSoftmax
-
-
 def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     """Kernel(Q, K, V, O, Lse, Tickets, softmax_scale, lse_unit, heads_a_kv_head, m_blocks,
     group_heads, ctas), the last four from dispatch.plan.
@@ -150,9 +147,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             blocks.mask,
         )
         raw_scale = T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE)
-        softmax = OnlineSoftmax(
-            block_N, raw_scale if scores.raw else scores.scale_log2, SPARED if scores.capped else 0
-        )
+        softmax = OnlineSoftmax(block_N, raw_scale if scores.raw else scores.scale_log2)
         query = tile.m_block * block_M + 64 * w
         q_step = turn * config.warpgroups + w
         softmax.reset()

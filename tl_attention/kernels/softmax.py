@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import tilelang.language as T
 
@@ -17,34 +16,15 @@ SMALLEST_SCALE = 2.0**-126
 LAZY = 8.0
 
 
-# 2^(x + 1/2) on [-1/2, 1/2] to 7.5e-5 of itself, from the highest power down
-POLYNOMIAL = (0.07802451, 0.34310394, 0.98041909, 1.41411184)
-ROUNDER = 1.5 * 2.0**23  # added to a float below 2^22, it leaves the nearest integer in the low bits
-
-
-def exp2_by_polynomial(x: Any) -> Any:
-    """2^(x + 1/2), by Cody and Waite, without the unit that exp2 and tanh share; below 2^-126 a number that fp32 flushes to 0."""
-    x = T.max(x, -127.1)
-    # By a function, as TileLang 0.1.15 takes x - ((x + c) - c) for 0
-    rounded = T.call_extern("float32", "__fadd_rn", x, T.float32(ROUNDER))
-    rest = x - (rounded - T.float32(ROUNDER))
-    power = T.float32(POLYNOMIAL[0])
-    for coefficient in POLYNOMIAL[1:]:
-        power = power * rest + T.float32(coefficient)
-    bits = T.reinterpret(power, "int32") + (T.reinterpret(rounded, "int32") << 23)
-    return T.reinterpret(bits, "float32")
-
-
 @T.meta_class
 class OnlineSoftmax:
     """Running maximum and sum of the rows of a [64, block_N] tile; the scores are raw, scale_log2 > 0 is folded into the exponent.
 
-    Row sums stay split over the 8 columns a quad of threads holds until finish(), so no step shuffles for them. spared: one in so many
-    exponentials is a polynomial, where others have use for the unit that makes them.
+    Row sums stay split over the 8 columns a quad of threads holds until finish(), so no step shuffles for them.
     """
 
-    def __init__(self, block_N: int, scale_log2, spared: int = 0, name: str = "softmax"):
-        self.block_N, self.scale_log2, self.spared = block_N, scale_log2, spared
+    def __init__(self, block_N: int, scale_log2, name: str = "softmax"):
+        self.block_N, self.scale_log2 = block_N, scale_log2
         self.row_max = T.alloc_fragment([64], "float32")
         self.row_max_prev = T.alloc_fragment([64], "float32")
         self.row_scale = T.alloc_fragment([64], "float32")  # what the row's output so far is multiplied by
@@ -74,16 +54,7 @@ class OnlineSoftmax:
             # The difference first: exact for LOWEST, where an FMA would leave its rounding error
             self.row_scale[i] = T.exp2((self.row_max_prev[i] - self.row_max[i]) * self.scale_log2)
         for i, j in T.Parallel(64, self.block_N):
-            if self.spared:
-                acc_s[i, j] = T.if_then_else(
-                    j // 8 % self.spared == 0,
-                    exp2_by_polynomial(
-                        acc_s[i, j] * self.scale_log2 - (self.row_max[i] * self.scale_log2 + 0.5)
-                    ),
-                    T.exp2(acc_s[i, j] * self.scale_log2 - self.row_max[i] * self.scale_log2),
-                )
-            else:
-                acc_s[i, j] = T.exp2(acc_s[i, j] * self.scale_log2 - self.row_max[i] * self.scale_log2)
+            acc_s[i, j] = T.exp2(acc_s[i, j] * self.scale_log2 - self.row_max[i] * self.scale_log2)
         T.reduce_sum(T.view(acc_s, [64, self.block_N // 8, 8]), self.block_sum, dim=1)
         for i, j in T.Parallel(64, 8):
             self.partial_sum[i, j] = self.partial_sum[i, j] * self.row_scale[i] + self.block_sum[i, j]

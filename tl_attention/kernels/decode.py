@@ -630,6 +630,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         Sink: T.Tensor([sink_heads], "float32"),
     ):
         with T.Kernel(ctas, threads=config.threads) as cta:
+            T.pdl_trigger()  # the launch of decode_combine.py, which waits for the end of this
             T.annotate_min_blocks_per_sm(config.ctas_a_sm)
             Q_shared = pipeline.alloc_swizzled(
                 [1 if config.divides_columns else config.warpgroups, 64, head_dim], dtype

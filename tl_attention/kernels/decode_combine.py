@@ -42,6 +42,7 @@ def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimF
         Sink: T.Tensor([sink_heads], "float32"),
     ):
         with T.Kernel(entries * warpgroups * T.ceildiv(part_rows, rows), threads=config.threads) as number:
+            T.pdl_sync()  # until all of the decode is written
             weights = T.alloc_fragment([rows, at_once], "float32")
             weights_shared = T.alloc_shared([rows, at_once], "float32")
             row_max = T.alloc_fragment([rows], "float32")

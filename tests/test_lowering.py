@@ -27,15 +27,16 @@ pytestmark = [
 ]
 
 
-# Both dtypes share all configs; fp16, which differs by the type of an element, is compiled for the forwards of the commonest width
-# alone, as a kernel takes two cores 4 s. `tl-attention compile` compiles and judges all.
+# Both dtypes share all configs; fp16, which differs by the type of an element, is compiled for the causal forwards of the commonest
+# width alone, as a kernel takes two cores 4 s. `tl-attention compile` compiles and judges all.
 SHIPPED = [
     (problem, config)
     for problem, config in configs.shipped_kernels()
     if problem.dtype == "bfloat16"
-    or (problem.head_dim == problem.head_dim_v == 128 and isinstance(config, FwdConfig))
+    or (problem.head_dim == problem.head_dim_v == 128 and problem.causal and isinstance(config, FwdConfig))
 ]
-# Each line of the grid for options, with all options that it is for, at the commonest width; and one whose keys are split
+# Each line of the grid for options, with all options that it is for, at the commonest width, but those with less options than another
+# of the same config; and one whose keys are split
 OPTION_KERNELS = [
     (problem, config)
     for direction in ("fwd", "bwd")
@@ -46,7 +47,11 @@ OPTION_KERNELS = [
 ]
 PACKED = AttnProblem("bfloat16", 128, 128, True, ("varlen",))
 OPTION_KERNELS.append((PACKED, configs.option_config(PACKED, SPLIT_BUCKET)))
-OPTION_KERNELS = list(dict.fromkeys(OPTION_KERNELS))
+OPTION_KERNELS = [
+    (problem, config)
+    for problem, config in dict.fromkeys(OPTION_KERNELS)
+    if not any(config == other and {*problem.options} < {*more.options} for more, other in OPTION_KERNELS)
+]
 
 # Each width for caches, with pages of 16 keys and all options; of those for more rows than 64, the commonest and the largest
 DECODE_KERNELS = [

@@ -67,7 +67,8 @@ def workspace_bytes(
     seqlen_cache: int,
     sms: int,
 ) -> int:
-    """What a decode allocates beside its outputs on a GPU with so many SMs: the parts of the output and their log-sum-exps, fp32.
+    """What a decode allocates beside its outputs on a GPU with so many SMs: the parts of the output and their log-sum-exps, fp32, and
+    which of them belong together.
 
     Args:
         seqlen_cache: keys that a sequence may have.

@@ -72,9 +72,8 @@ def smem_bytes(problem: AttnProblem, config: KernelConfig) -> int:
         return _pass_smem_bytes(problem, config)
     if isinstance(config, DecodeConfig):
         return _decode_smem_bytes(problem, config)
-    if isinstance(
-        config, DecodeCombine
-    ):  # of each row: its weights in the parts, their scale, its query and head
+    if isinstance(config, DecodeCombine):
+        # Of each row: its weights in the parts, their scale, its query and head
         return 4 * config.rows * (config.at_once + 3)
     if isinstance(config, AppendConfig):
         return 0

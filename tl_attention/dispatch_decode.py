@@ -97,24 +97,24 @@ class DecodePlan:
         paged = cache.block_table is not None
         problem = decode_problem(DTYPE_NAMES[q.dtype], head_dim, self.head_dim_v, extras.names)
         width = problem.head_dim, problem.head_dim_v
-        self.rows = _rows(seqlen_q, heads, heads_kv)
+        rows = _rows(seqlen_q, heads, heads_kv)
         page_size = k.shape[1]
         together = page_rows(page_size) if paged else 0
-        config = configs.decode_config(problem, self.rows, together)
-        for rows in configs.DECODE_ROWS:  # so that no number of queries compiles later
-            compile_kernel(problem, configs.decode_config(problem, rows, together))
+        config = configs.decode_config(problem, rows, together)
+        for number in configs.DECODE_ROWS:  # so that no number of queries compiles later
+            compile_kernel(problem, configs.decode_config(problem, number, together))
         self.kernel = compile_kernel(problem, config)
         combine = compile_kernel(*config.combine(problem))
 
         capacity = page_size * (cache.block_table.shape[1] if paged else 1)
         fixed = _fixed(num_splits, batch_invariant, capacity, config.block_N)
-        m_blocks, ctas, self.slots, entries = _sizes(
-            config, batch, self.rows, heads_kv, fixed, capacity, sm_count(self.device)
+        m_blocks, ctas, slots, entries = _sizes(
+            config, batch, rows, heads_kv, fixed, capacity, sm_count(self.device)
         )
-        part_rows = min(self.rows, 64)
+        part_rows = min(rows, 64)
         columns = config.columns(problem)
-        self.o_parts = dispatch._dense((self.slots, config.warpgroups, part_rows, columns))
-        self.lse_parts = dispatch._dense((self.slots, config.warpgroups, part_rows))
+        self.o_parts = dispatch._dense((slots, config.warpgroups, part_rows, columns))
+        self.lse_parts = dispatch._dense((slots, config.warpgroups, part_rows))
         self.merges = dispatch._dense((entries, MERGE_NUMBERS), torch.int32)
         self.combine = None if fixed == -1 else combine  # one split has one part
         (page_k, rows_k), (page_v, rows_v) = (

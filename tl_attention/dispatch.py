@@ -894,8 +894,8 @@ class BwdPlan:
         lse_base2: bool,
         dlse: torch.Tensor | None = None,
         extras: Extras | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk, dv, in the layout of q, of other tensors of the same metadata."""
+    ) -> tuple[torch.Tensor, ...]:
+        """dq, dk, dv, in the layout of q, and with a sink dsink, of other tensors of the same metadata."""
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self(dout, q, k, v, out, lse, softmax_scale, lse_base2, dlse, extras)
@@ -918,7 +918,10 @@ class BwdPlan:
         lse_base2: bool,
         dlse: torch.Tensor | None,
         extras: Extras | None = None,
-    ) -> None:
+    ) -> tuple[torch.Tensor, ...]:
+        """Fills dq, dk, dv and returns them, and with a sink dsink."""
+        made = dq, dk, dv
+        sink = None if extras is None else extras.sink
         # Each kernel has an fp32 tensor among its arguments, and so runs on PyTorch's current stream of its device
         tensors = q, k, v, dout, out, dq, dk, dv
         if self.packed:
@@ -932,17 +935,30 @@ class BwdPlan:
         if self.packed:
             tables = Tables(*(self.sequences.table(extras, keys, TABLE_ROWS) for keys in (False, True)))
             dlses = (lse, 0.0) if dlse is None else (dlse.contiguous(), LOG2E if lse_base2 else 1.0)
+            if sink is not None:  # padding between sequences and after the last
+                lse_log2.fill_(math.inf)
+                delta.zero_()
             self.delta(out, dout, lse, dlses[0], lse_log2, delta, lse_to_log2, dlses[1], tables.queries)
             for one in self.passes:
                 one.launch((q, k, v, dout, lse_log2, delta), *grads, softmax_scale, options, tables)
-            return
+            return made if sink is None else (*made, _sink_gradient(sink, lse_log2, delta))
         self.delta(out, dout, lse, lse_log2, delta, lse_to_log2)
         if dlse is not None:
-            # A query that sees no key has no gradient, whatever came of its lse of -inf
-            natural = dlse.masked_fill(lse == -math.inf, 0) * (LOG2E if lse_base2 else 1.0)
-            delta[:, :, : self.seqlen_q] -= natural
+            delta[:, :, : self.seqlen_q] -= _of_natural_lse(dlse, lse, lse_base2)
         for one in self.passes:
             one.launch((q, k, v, dout, lse_log2, delta), *grads, softmax_scale, options)
+        return made if sink is None else (*made, _sink_gradient(sink, lse_log2, delta))
+
+
+def _of_natural_lse(dlse: torch.Tensor, lse: torch.Tensor, lse_base2: bool) -> torch.Tensor:
+    """The gradient by lse in natural units; a query that sees no key has none, whatever came of its lse of -inf."""
+    return dlse.masked_fill(lse == -math.inf, 0) * (LOG2E if lse_base2 else 1.0)
+
+
+def _sink_gradient(sink: torch.Tensor, lse_log2: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """[heads], minus the sum of P_sink * delta over all queries; where there is none, lse_log2 is +inf and delta 0."""
+    weights = torch.exp2(sink.float()[:, None] * LOG2E - lse_log2)
+    return -(weights * delta).sum((0, 2)).to(sink.dtype)
 
 
 def _bwd_key(
@@ -1006,7 +1022,7 @@ def bwd(
         deterministic: gradients equal bit by bit from run to run.
         config: serves instead of the tuned row or default.
     Returns:
-        dq, dk, dv: as q, k, v, in their dtype, contiguous.
+        dq, dk, dv: as q, k, v, in their dtype, contiguous; with a sink also dsink: [heads], in its dtype.
     """
     tensors, layout = (dout, q, k, v, out, lse), (causal, heads_first, deterministic)
     key = (*_bwd_key(*tensors, *layout), *_options_key(extras))
@@ -1016,23 +1032,32 @@ def bwd(
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             return bwd(*tensors, softmax_scale, causal, lse_base2, *layout[1:], dlse, config, extras)
+    sink = None if extras is None else extras.sink
     grads = tuple(_empty(*_dense(x.shape, x.dtype)) for x in (q, k, v))
     if not q.numel() or not k.numel():
-        return tuple(x.zero_() for x in grads)
+        zeros = tuple(x.zero_() for x in grads)
+        if sink is None:
+            return zeros
+        if dlse is None or not q.numel():
+            return *zeros, torch.zeros_like(sink)
+        dsink = _of_natural_lse(dlse, lse, lse_base2)  # lse = sink
+        return *zeros, dsink.sum((0, 2) if dlse.ndim == 3 else 1).to(sink.dtype)
     if q.shape[0] <= MAX_BATCH or (extras is not None and extras.varlen):
         made = BwdPlan(*tensors[:5], *grads, *layout, config, extras)
         if config is None:
             _keep(_plans.bwd, key, made)
-        made.launch(*tensors, *grads, softmax_scale, lse_base2, dlse, extras)
-        return grads
+        return made.launch(*tensors, *grads, softmax_scale, lse_base2, dlse, extras)
     if extras is not None and extras.dropout_p:
         raise NotImplementedError(
             f"dropout_p: a backward with dropout takes a batch of at most {MAX_BATCH}, got {q.shape[0]}; divide it"
         )
+    dsink = None if sink is None else torch.zeros_like(sink, dtype=torch.float32)
     for first in range(0, q.shape[0], MAX_BATCH):
         some = [x[first : first + MAX_BATCH] for x in (*tensors, *grads)]
         dlse_some = None if dlse is None else dlse[first : first + MAX_BATCH]
         extras_some = None if extras is None else extras.of_batch(first, MAX_BATCH)
         one = BwdPlan(*some[:5], *some[6:], *layout, config, extras_some)
-        one.launch(*some, softmax_scale, lse_base2, dlse_some, extras_some)
-    return grads
+        made = one.launch(*some, softmax_scale, lse_base2, dlse_some, extras_some)
+        if sink is not None:
+            dsink += made[3]
+    return grads if sink is None else (*grads, dsink.to(sink.dtype))

@@ -33,7 +33,7 @@ from tl_attention.reference import (
 )
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Gradients = tuple[torch.Tensor, ...]  # dq, dk, dv, and dsink where there is a sink
 
 # What both ops take after their tensors; defaults are for calls without options
 ARGUMENTS = (
@@ -95,7 +95,7 @@ def _(
     mutates_args=(),
     device_types=("cuda", "cpu"),
     schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse,"
-    f" {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    f" {ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def bwd_op(
     dout: torch.Tensor,
@@ -112,10 +112,10 @@ def bwd_op(
     deterministic: bool,
     *arguments: object,
 ) -> Gradients:
-    """dispatch.bwd, or the reference on CPU tensors."""
+    """dispatch.bwd, or the reference on CPU tensors; without a sink its gradient is empty."""
     if q.device.type != "cpu":
         check_device(q)
-        return _launched_backward(
+        grads = _launched_backward(
             dout,
             q,
             k,
@@ -130,22 +130,42 @@ def bwd_op(
             deterministic,
             *arguments,
         )
+        return grads if len(grads) == 4 else (*grads, q.new_empty(0))
+    options = of_arguments(*arguments)
     grads = _reference(
         attention_backward_reference,
         varlen_backward_reference,
         _seqlen_first(heads_first, dout, q, k, v),
         softmax_scale,
         causal,
-        of_arguments(*arguments),
+        options,
         lse_base2=lse_base2,
         dlse=dlse,
     )
-    return tuple(x.to(q.dtype).contiguous() for x in _seqlen_first(heads_first, *grads[:3]))
+    dsink = q.new_empty(0) if len(grads) == 3 else grads[3].to(options.sink.dtype)
+    return *(x.to(q.dtype).contiguous() for x in _seqlen_first(heads_first, *grads[:3])), dsink
 
 
 @bwd_op.register_fake
-def _(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object) -> Gradients:
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+def _(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    lse_base2: bool,
+    heads_first: bool,
+    deterministic: bool,
+    *arguments: object,
+) -> Gradients:
+    options = of_arguments(*arguments)
+    sink = None if options is None else options.sink
+    dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dsink
 
 
 def _seqlen_first(heads_first: bool, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -226,7 +246,7 @@ def _launched_backward(
     )
     of_q = options.cu_seqlens_q, options.seqused_q
     of_k = options.cu_seqlens_k, options.seqused_k
-    for grad, (cu_seqlens, seqused) in zip(grads, (of_q, of_k, of_k), strict=True):
+    for grad, (cu_seqlens, seqused) in zip(grads[:3], (of_q, of_k, of_k), strict=True):
         if seqused is not None:
             unused = ~rows_in_use(cu_seqlens, seqused, grad.shape[0])
             grad.masked_fill_(unused[:, None, None], 0)
@@ -254,38 +274,8 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     sink = PLAIN + SINK  # the argument
     # The dispatcher passes no None at the end
     if others and others[SINK - NUMBERS] is not None and ctx.needs_input_grad[3 + sink]:
-        _, _, lse_base2, heads_first, *_ = ctx.arguments
-        rest[sink] = _sink_gradient(dout, out, lse, dlse, lse_base2, heads_first, *others)
-    return *grads, *rest
-
-
-def _sink_gradient(
-    dout: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    lse_base2: bool,
-    heads_first: bool,
-    rng_state: torch.Tensor | None,
-    alibi_slopes: torch.Tensor | None,
-    sink: torch.Tensor,
-    cu_seqlens_q: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    seqused_q: torch.Tensor | None,
-    seqused_k: torch.Tensor | None,
-) -> torch.Tensor:
-    """dsink = sum of P_sink * (dlse - delta) over all queries of a head: P_sink = exp(sink - lse), delta = rowsum(dO * O)."""
-    delta = (dout.float() * out).sum(-1)
-    dscores = -(delta if heads_first else delta.mT)  # [batch, heads, seqlen_q] or [heads, total_q]
-    unit = math.log(2) if lse_base2 else 1.0
-    if dlse is not None:
-        dscores = dscores + dlse / unit
-    hidden = lse == -math.inf  # or exp would be NaN, of a sink of -inf
-    if cu_seqlens_q is not None:
-        hidden = hidden | ~rows_in_use(cu_seqlens_q, seqused_q, out.shape[0])
-    weights = (sink.float()[:, None] - lse * unit).masked_fill(hidden, -math.inf).exp()
-    dsink = (weights * dscores.masked_fill(hidden, 0)).sum(-1)
-    return (dsink if dsink.ndim == 1 else dsink.sum(0)).to(sink.dtype)
+        rest[sink] = grads[3]
+    return *grads[:3], *rest
 
 
 def _no_double_backward(ctx: Any, *grads: torch.Tensor) -> None:
@@ -492,7 +482,7 @@ def attention_backward(
     if plan is not None:
         return plan(*tensors, scale, True)
     run = bwd_op if looked_at or not q.is_cuda else _launched_backward
-    return run(*tensors, None, scale, causal, True, True, deterministic)
+    return run(*tensors, None, scale, causal, True, True, deterministic)[:3]
 
 
 def warn_of_cpu() -> None:

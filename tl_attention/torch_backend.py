@@ -259,7 +259,7 @@ def _backward(
     scale = qkv[0].shape[-1] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     grads = bwd_op(*tensors, None, scale, causal, False, heads_first, deterministic, *options.arguments())
-    return tuple(_like(grad, x) for grad, x in zip(grads, qkv, strict=True))
+    return tuple(_like(grad, x) for grad, x in zip(grads[:3], qkv, strict=True))
 
 
 def sdpa_forward(

@@ -314,6 +314,8 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     chunk = (
         64 if head_dim % 64 == 0 and head_dim_v % 64 == 0 else 32
     )  # columns of a row of the swizzled layout
+    # Columns of queries on their way at once; the places of rows of 192 or 576 would take registers throughout
+    gathered = chunk if head_dim % 128 == 64 else head_dim
     pieces = tuple(range(block_N // page_rows)) if page_rows else ()
 
     batch, seqlen_q, heads, heads_kv = T.dynamic("batch, seqlen_q, heads, heads_kv")
@@ -331,6 +333,10 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             if config.divides_columns
             else sync_warpgroup(w)
         )
+
+    def of_row(shared: Any, held: Any, w: int, i: Any) -> Any:
+        """Held in registers for the many stores of a row; with ALiBi they do not suffice."""
+        return shared[w, i] if held is None else held[i]
 
     @T.macro
     def load(walk, lengths, K, V, Table, page_size, num_pages, page_k, page_v, segments, K_ring, V_ring):
@@ -422,10 +428,13 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         heads_a_kv_head, fixed, options,
     ):  # fmt: skip
         tokens, row_heads, places, slopes, sinks = rows_shared
+        Q_rows = T.alloc_fragment([64, gathered], dtype)
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then their exponentials
         P = T.alloc_fragment([64, block_N], dtype)
         acc_o = T.alloc_fragment([64, columns], "float32")
         lse = T.alloc_fragment([64], "float32")
+        row_token = None if problem.has("alibi") else T.alloc_fragment([64], "int32")
+        row_head = None if problem.has("alibi") else T.alloc_fragment([64], "int32")
         sink_share = T.alloc_fragment([64], "float32")
         scores = Scores(problem, options, softmax_scale)
         raw_scale = T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE)
@@ -477,10 +486,13 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                     slopes[w, thread] = options.Slopes[b, row_heads[w, thread]]
                 if problem.has("sink"):
                     sinks[w, thread] = options.Sink[row_heads[w, thread]] * LOG2E
-            for c in T.serial(head_dim // chunk):  # not all columns at once, which take registers
-                for i, j in T.Parallel(64, chunk):
-                    Q_shared[q_slot, i, c * chunk + j] = T.cast(
-                        T.cast(Q[b, tokens[w, i], row_heads[w, i], c * chunk + j], "float32") * sign, dtype
+            for c in T.serial(head_dim // gathered):
+                # By way of registers: no load passes a store to shared memory, and each is a trip to memory
+                for i, j in T.Parallel(64, gathered):
+                    Q_rows[i, j] = Q[b, tokens[w, i], row_heads[w, i], c * gathered + j]
+                for i, j in T.Parallel(64, gathered):
+                    Q_shared[q_slot, i, c * gathered + j] = T.cast(
+                        T.cast(Q_rows[i, j], "float32") * sign, dtype
                     )
             T.fence_proxy_async()
             meet(w)
@@ -572,12 +584,22 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                     for i, j in T.Parallel(64, columns):
                         acc_o[i, j] *= T.exp2(lse[i] - T.max(sink_share[i], LOWEST))
                     T.copy(sink_share, lse)
+                if row_token is not None:
+                    T.copy(tokens[w, :], row_token)
+                    T.copy(row_heads[w, :], row_head)
                 for i in T.Parallel(64):
                     if i < rows:
-                        Lse[b, row_heads[w, i], tokens[w, i]] = lse[i] * lse_unit
+                        Lse[b, of_row(row_heads, row_head, w, i), of_row(tokens, row_token, w, i)] = (
+                            lse[i] * lse_unit
+                        )
                 for i, j in T.Parallel(64, columns):
                     if i < rows:
-                        O[b, tokens[w, i], row_heads[w, i], config.first_column(problem, w) + j] = acc_o[i, j]
+                        O[
+                            b,
+                            of_row(tokens, row_token, w, i),
+                            of_row(row_heads, row_head, w, i),
+                            config.first_column(problem, w) + j,
+                        ] = acc_o[i, j]
             else:
                 first = segments.read(turn, "first_slot") + segments.read(turn, "part")
                 for i in T.Parallel(64):

@@ -510,7 +510,8 @@ class FwdPlan:
         self.kernel, config, max_ctas, self.combine, width, varlen_plan = found
         self.dynamic = config.schedule == "dynamic"
         self.heads_a_kv_head = heads // heads_kv
-        kv_bytes = 2 * seqlen_k * (head_dim + head_dim_v)
+        keys = seqlen_k if self.packed or extras is None else min(seqlen_k, _window(extras) + config.block_M)
+        kv_bytes = 2 * keys * (head_dim + head_dim_v)  # that the tiles of a head at one place share
         if self.packed:
             self.sequences = Sequences(varlen_plan, self.batch, seqlen_q, seqlen_k, causal, self.device)
             self.step_rows = config.block_N
@@ -589,10 +590,15 @@ def fwd_plan(
     return _plans.fwd.get(_fwd_key(q, k, v, causal, heads_first))
 
 
+def _window(extras: Extras) -> int:
+    """A power of two above the keys that a window has, or without one above any length."""
+    return 1 << sum(extras.bounds).bit_length()
+
+
 def _options_key(extras: Extras | None) -> tuple:
     """All of the options that a plan is made of, but how packed sequences are split."""
     if extras is None or not extras.varlen:
-        return () if extras is None else (*extras.names, extras.num_splits)
+        return () if extras is None else (*extras.names, extras.num_splits, _window(extras))
     return *extras.names, extras.cu_seqlens_q.shape[0], length_bucket(extras.max_seqlen_k)
 
 

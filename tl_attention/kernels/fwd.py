@@ -175,7 +175,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 shared.Q.release(q_step - config.warpgroups)
         scores.cap(acc_s)
         scores.bias(acc_s, mask.place(query) - blocks.first_key(0))
-        mask.apply(acc_s, query, blocks.first_key(0))
+        blocks.hide_in_last_block(acc_s, query)
         softmax.update(acc_s)
         T.copy(acc_s, P)
         dropout.drop(P)

@@ -188,6 +188,17 @@ class KeyBlocks:
             return (True, False, 1, masked), (False, False, self.num_masked[0], plain)
         return ((False, False, 1, self.num_steps[0] - 1),)
 
+    @T.inline
+    def hide_in_last_block(self, acc_s, query):
+        """Mask the scores of step 0, of 64 queries; of few windows it is the first block, too."""
+        if self.mask.window is None:
+            self.mask.apply(acc_s, query, self.first_key(0))
+        else:
+            if self.first_key(0) < self.mask.first_key(query + 63):
+                self.mask.apply(acc_s, query, self.first_key(0))
+            else:
+                self.mask.apply(acc_s, query, self.first_key(0), past=True, before=False)
+
     def first_key(self, step: Any) -> Any:
         last = self.num_steps[0] - 1 if self.last is None else self.last[0]
         return (last - step) * self.block_N

@@ -14,7 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tl_attention.configs import smem_bytes
-from tl_attention.problem import AttnProblem, BwdPass, DecodeConfig, FwdConfig, KernelConfig
+from tl_attention.problem import (
+    REGISTER_LEVEL,
+    AttnProblem,
+    BwdPass,
+    DecodeConfig,
+    FwdConfig,
+    KernelConfig,
+    register_level,
+)
 from tl_attention.target import REGISTERS, SMEM_LIMIT, SMEM_PER_SM, TARGET
 
 # Each marks a slow kernel. C7507: setmaxnreg is ignored; the others: every wgmma is waited for
@@ -60,7 +68,8 @@ def report(problem: AttnProblem, config: KernelConfig) -> Report:
     """Lower the kernel, assemble it for sm_90a and read what came out."""
     from tl_attention import dispatch
 
-    return report_source(*dispatch.lower(problem, config), config.threads, uses_wgmma(config))
+    source, smem = dispatch.lower(problem, config)
+    return report_source(source, smem, config.threads, uses_wgmma(config), register_level(config))
 
 
 def report_compiled(problem: AttnProblem, config: KernelConfig) -> Report:
@@ -71,7 +80,8 @@ def report_compiled(problem: AttnProblem, config: KernelConfig) -> Report:
     kept = path.with_suffix(".json")
     if (report := _read_report(kept)) is None:
         source = path.with_suffix(".cu").read_text()
-        report = report_source(source, smem_bytes(problem, config), config.threads, uses_wgmma(config))
+        smem = smem_bytes(problem, config)
+        report = report_source(source, smem, config.threads, uses_wgmma(config), register_level(config))
         kept.write_text(json.dumps(asdict(report)))
     return report
 
@@ -85,14 +95,16 @@ def _read_report(path: Path) -> Report | None:
         return None
 
 
-def report_source(source: str, smem: int, threads: int, needs_wgmma: bool = True) -> Report:
-    """The report of CUDA source by TileLang, launched with smem bytes of dynamic shared memory.
+def report_source(
+    source: str, smem: int, threads: int, needs_wgmma: bool = True, level: int = REGISTER_LEVEL
+) -> Report:
+    """The report of CUDA source by TileLang, launched with smem bytes of dynamic shared memory. level: see problem.register_level.
 
     Raises:
         FileNotFoundError: no nvcc. RuntimeError: nvcc refuses the source.
     """
     with tempfile.TemporaryDirectory() as folder:
-        log, cubin = _assemble(source, Path(folder))
+        log, cubin = _assemble(source, Path(folder), level)
         sass = _disassemble(cubin)
         code, counted_in = (sass, "SASS") if sass else (cubin.with_suffix(".ptx").read_text(), "PTX")
     registers = _largest(r"Used (\d+) registers", log)
@@ -158,7 +170,7 @@ def find_cuobjdump() -> Path | None:
     return Path(found) if found else None
 
 
-def _assemble(source: str, folder: Path) -> tuple[str, Path]:
+def _assemble(source: str, folder: Path, level: int) -> tuple[str, Path]:
     """(what ptxas says, the cubin, with its PTX beside it)"""
     from tilelang.contrib import nvcc
 
@@ -173,6 +185,7 @@ def _assemble(source: str, folder: Path) -> tuple[str, Path]:
         f"-arch={TARGET['arch']}",
         *nvcc.default_compile_options(["--use_fast_math"]),  # as PASS_CONFIGS of all kernels have it
         "-Xptxas=-v",
+        *([f"-Xptxas=--register-usage-level={level}"] if level != REGISTER_LEVEL else []),
     ]
     run = subprocess.run([*command, "--keep", path.name], capture_output=True, text=True, cwd=folder)
     if run.returncode:

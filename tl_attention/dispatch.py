@@ -34,6 +34,7 @@ from tl_attention.arrays import Views
 from tl_attention.extras import MAX_WINDOW, Extras
 from tl_attention.problem import (
     MAX_SPLITS,
+    REGISTER_LEVEL,
     SPLIT_BUCKET,
     TABLE_ROWS,
     AppendConfig,
@@ -53,6 +54,7 @@ from tl_attention.problem import (
     delta_width,
     length_bucket,
     plan_kernels,
+    register_level,
     tuning_key,
 )
 from tl_attention.target import TARGET, sm_count
@@ -146,7 +148,10 @@ def _program(problem: AttnProblem, config: KernelConfig) -> tuple[Any, dict[str,
     """The kernel in TileLang, and the options of the passes that lower it."""
     module, function = _template(config)
     module = importlib.import_module(f"tl_attention.kernels.{module}")
-    return getattr(module, function)(problem, config), module.PASS_CONFIGS
+    pass_configs = dict(module.PASS_CONFIGS)
+    if (level := register_level(config)) != REGISTER_LEVEL:
+        pass_configs["tl.ptxas_register_usage_level"] = level
+    return getattr(module, function)(problem, config), pass_configs
 
 
 def kernel_path(problem: AttnProblem, config: KernelConfig) -> Path:
@@ -906,8 +911,7 @@ class BwdPlan:
             with torch.cuda.device(self.device):
                 return self(dout, q, k, v, out, lse, softmax_scale, lse_base2, dlse, extras)
         dq, dk, dv = (_empty(*x) for x in self.grads)
-        self.launch(dout, q, k, v, out, lse, dq, dk, dv, softmax_scale, lse_base2, dlse, extras)
-        return dq, dk, dv
+        return self.launch(dout, q, k, v, out, lse, dq, dk, dv, softmax_scale, lse_base2, dlse, extras)
 
     def launch(
         self,
@@ -1018,7 +1022,7 @@ def bwd(
     dlse: torch.Tensor | None = None,
     config: BwdConfig | None = None,
     extras: Extras | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Launch the backward on tensors that checks.py has passed, on a Hopper GPU.
 
     Args:

@@ -95,6 +95,13 @@ class AttnProblem:
         )
 
 
+REGISTER_LEVEL = 5  # of ptxas, unless told
+
+
+def _level(config: FwdConfig | BwdPass) -> str:
+    return f" r{config.register_level}" if config.register_level != REGISTER_LEVEL else ""
+
+
 @dataclass(frozen=True)
 class FwdConfig:
     """How a forward kernel cuts and orders its work."""
@@ -108,6 +115,8 @@ class FwdConfig:
     split: bool = (
         False  # several CTAs a tile, each with some of its keys; FwdCombine makes one output of theirs
     )
+    late_wait: bool = False  # a step's softmax stays before the wait for the O += P V beside it
+    register_level: int = REGISTER_LEVEL  # how freely ptxas takes registers for speed, 0 to 10
 
     @property
     def warpgroups(self) -> int:
@@ -120,7 +129,7 @@ class FwdConfig:
 
     def __str__(self) -> str:
         extras = f" q{self.q_stages}" * (self.q_stages > 1) + " ping-pong" * self.ping_pong
-        extras += " split" * self.split
+        extras += " split" * self.split + " late-wait" * self.late_wait + _level(self)
         return f"{self.block_M}x{self.block_N}x{self.num_stages} {self.schedule}{extras}"
 
     def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
@@ -161,6 +170,7 @@ class BwdPass:
     num_stages: int = 2  # depth of the Q ring, in "dq" of the K ring
     num_stages_do: int = 2  # depth of the dO ring, in "dq" of the V ring
     lean: bool = False  # dP in the registers of S, and dS in those of P, 16 bits by then; not for "dq"
+    register_level: int = REGISTER_LEVEL  # how freely ptxas takes registers for speed, 0 to 10
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -182,7 +192,8 @@ class BwdPass:
 
     def __str__(self) -> str:
         lean = " lean" * self.lean
-        return f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}{lean}"
+        tile = f"{self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}"
+        return f"{self.grads} {tile}{lean}{_level(self)}"
 
 
 @dataclass(frozen=True)
@@ -312,6 +323,11 @@ KernelConfig = (
     | DecodeCombine
     | AppendConfig
 )
+
+
+def register_level(config: KernelConfig) -> int:
+    """How freely ptxas takes registers for speed in this kernel, 0 to 10."""
+    return config.register_level if isinstance(config, FwdConfig | BwdPass) else REGISTER_LEVEL
 
 
 @dataclass(frozen=True)

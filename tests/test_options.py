@@ -19,11 +19,7 @@ from hypothesis import strategies as st
 from tl_attention import configs, dispatch
 from tl_attention.extras import Extras
 from tl_attention.problem import DIRECTIONS, OPTIONS, SCHEDULES, AttnProblem, FwdConfig
-from tl_attention.reference import (
-    attention_backward_reference,
-    dropout_keep,
-    varlen_backward_reference,
-)
+from tl_attention.reference import attention_backward_reference, dropout_keep, varlen_backward_reference
 from tl_attention.testing.numeric import check_bwd, check_fwd
 
 ALL = " ".join(OPTIONS)
@@ -31,7 +27,9 @@ ALL = " ".join(OPTIONS)
 CLASSES = [
     (128, 128, False, "window"),
     (128, 128, True, "softcap"),
+    (128, 128, False, "window softcap"),
     (128, 128, True, "alibi"),
+    (128, 128, False, "alibi"),
     (128, 128, False, "sink"),
     (128, 128, True, "dropout"),
     (128, 128, True, "varlen"),
@@ -39,6 +37,7 @@ CLASSES = [
     (128, 128, False, ALL),
     (64, 64, False, "window"),
     (64, 64, True, "softcap"),
+    (64, 64, True, "alibi"),
     (64, 64, False, "varlen"),
     (64, 64, False, "window varlen"),
     (64, 64, False, ALL),
@@ -47,6 +46,7 @@ CLASSES = [
     (192, 192, False, "window sink varlen"),
     (256, 256, True, "varlen"),
     (256, 256, False, "softcap"),
+    (256, 256, False, "window softcap"),
     (256, 256, False, ALL),
 ]
 SCHEDULED = [
@@ -232,6 +232,13 @@ classes = pytest.mark.parametrize(("head_dim", "head_dim_v", "causal", "names"),
 @classes
 def test_options_match_reference(head_dim, head_dim_v, causal, names, deterministic):
     check(Case(head_dim, head_dim_v, causal, tuple(names.split())), deterministic)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [-0.1, 0.0, 1e-30, 3.0])
+def test_a_linear_bias_has_its_slope_whatever_the_scale(scale):
+    """Which slopes are divided by, as they are added to raw scores."""
+    check(Case(128, 128, True, ("alibi",), scale=scale, seqlen_k=1500), False)
 
 
 @pytest.mark.gpu

@@ -89,7 +89,8 @@ def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
     own_output = problem.head_dim != problem.head_dim_v and not config.split
     rows_v += config.block_M * own_output
     tile_box = TILE_BOX_BYTES[problem.has("varlen")] if config.schedule != "grid" else 0
-    return 2 * (rows_qk * problem.head_dim + rows_v * problem.head_dim_v) + tile_box
+    tiles = 2 * (rows_qk * problem.head_dim + rows_v * problem.head_dim_v)
+    return tiles + _bias_bytes(problem, config.block_N) + tile_box
 
 
 def _pass_smem_bytes(problem: AttnProblem, one: BwdPass) -> int:
@@ -107,7 +108,12 @@ def _pass_smem_bytes(problem: AttnProblem, one: BwdPass) -> int:
         sixteen_bits += owned * step  # dS
     if one.lean and "dv" in one.makes and problem.has("dropout"):
         sixteen_bits += owned * step  # P
-    return 2 * sixteen_bits + -(-row_values // TILE_ALIGNMENT) * TILE_ALIGNMENT
+    return 2 * sixteen_bits + _bias_bytes(problem, step) + -(-row_values // TILE_ALIGNMENT) * TILE_ALIGNMENT
+
+
+def _bias_bytes(problem: AttnProblem, cols: int) -> int:
+    """kernels.options.alloc_bias_columns: 16 numbers of a column."""
+    return 32 * cols * problem.bias_is_linear
 
 
 def _decode_smem_bytes(problem: AttnProblem, config: DecodeConfig) -> int:
@@ -133,7 +139,8 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | BwdPass) -> 
     widths = {"dq": problem.head_dim, "dk": problem.head_dim, "dv": problem.head_dim_v}
     sums = sum(widths[grad] for grad in config.makes if not (grad == "dq" and config.adds_dq))
     if config.lean:
-        return sums // 2 + step // 2 + step // 4
+        # A softcap gives dS another P than dV
+        return sums // 2 + step // 2 + (1 + (has_p and problem.has("softcap"))) * step // 4
     return sums // 2 + (1 + has_ds) * step // 2 + (has_p + has_ds) * step // 4
 
 
@@ -202,8 +209,6 @@ def _pass_fault(problem: AttnProblem, one: BwdPass) -> str | None:
         return f"{step} {step_rows}: expected 64 or 128, as warpgroups compute 64 rows of dq at a time"
     if one.adds_dq and not one.lean:
         return "lean: expected True where dq is summed, as it takes registers of its own"
-    if one.lean and problem.has("softcap"):
-        return "lean: expected False with softcap, which gives dS another P than dV has"
     if problem.has("varlen") and rows != TABLE_ROWS:
         return f"{owned} {rows}: expected {TABLE_ROWS} with varlen"
     if problem.has("varlen") and not by_queries and TABLE_ROWS % step_rows:

@@ -82,6 +82,11 @@ class AttnProblem:
         return option in self.options
 
     @property
+    def bias_is_linear(self) -> bool:
+        """Whether ALiBi is linear in the key: a causal mask hides those past the place of their query."""
+        return self.has("alibi") and self.causal and not self.has("softcap")
+
+    @property
     def plain(self) -> AttnProblem:
         """The same without options, whose tuned rows and defaults serve: a window is about as causal."""
         return AttnProblem(self.dtype, self.head_dim, self.head_dim_v, self.causal or self.has("window"))

@@ -7,7 +7,7 @@ bwd_delta.py makes Lse_log2 and Delta before it; bwd_sum.py makes dQ of dQ_sum a
 dV at once, or dQ is to be the same from run to run, a pass makes one or two of the three, and S is computed in each.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +15,15 @@ import tilelang.language as T
 
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.mask import Mask, QueryBlocks
-from tl_attention.kernels.options import Dropout, Options, Scores, option_views, prelude
+from tl_attention.kernels.options import (
+    Dropout,
+    Options,
+    Scores,
+    alloc_bias_columns,
+    fill_bias_columns,
+    option_views,
+    prelude,
+)
 from tl_attention.kernels.pipeline import (
     WARPGROUP,
     Exchange,
@@ -48,6 +56,7 @@ class SharedTiles:
     P: Any
     dV: Any
     dS: Any
+    bias_columns: Any  # options.alloc_bias_columns
 
 
 Piece = tuple[slice, slice]  # rows (queries), columns
@@ -133,20 +142,22 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     with_dq, with_dk, with_dv = (grad in config.makes for grad in ("dq", "dk", "dv"))
     warpgroups = tuple(range(config.warpgroups))
     consumers = WARPGROUP * config.warpgroups
-    registers = pipeline.registers(problem, config.warpgroups)
+    registers = pipeline.registers(problem, config.warpgroups, full=with_dq)
     row_wise = T.GemmWarpPolicy.FullRow
     # Of the GEMMs S' = K Q', dP' = V dO'
-    k_qt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}
+    v_dot = {"transpose_B": True, "policy": row_wise, "clear_accum": True}
+    k_qt = {**v_dot, "clear_accum": not problem.bias_is_linear}
     pieces = dq_pieces(block_M, head_dim, config.warpgroups)
     # The log-sum-exps are asked for before S is waited for: shared memory, busy with the GEMMs, answers late. Full d64 at 4k
-    # 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21); dk+dv spills with them, and dv of d256 was slower
-    lse_early = with_dq or not with_dv
+    # 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21); dk+dv and ALiBi spill with them, and dv of d256 was slower
+    lse_early = (with_dq or not with_dv) and not problem.has("alibi")
     # Before the exponential, which is then in one block of code with what follows: full d64 455 -> 474, d256 dv 833 -> 781 us;
     # dk+dv of 192/128 spills
-    mask_scores = with_dq or not (with_dk and with_dv)
-    P_in_shared = (
-        lean and with_dv and problem.has("dropout")
-    )  # as dS is made in the registers of P, of what is dropped too
+    capped = problem.has("softcap")
+    mask_scores = with_dq or (with_dk and with_dv) == capped
+    # As dS is made in the registers of P, of what is dropped, too; with a softcap it also has the slope of that
+    P_in_shared = lean and with_dv and problem.has("dropout")
+    apart = P_in_shared or (lean and with_dv and capped)
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -208,12 +219,17 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     ):
         key = tile.first_key + 64 * w
         scores, dropout, mask = (
-            Scores(problem, options, softmax_scale),
+            Scores(problem, options, softmax_scale, rows_are_keys=True),
             Dropout(problem, options, block_M, rows_are_keys=True),
             blocks.mask,
         )
+        # Of packed sequences, keys count from this block's first and a step's place comes from one lane: the lengths live in no registers
+        if with_dq and varlen:
+            keys_left = T.alloc_var("int32", init=mask.seqlen_k - key)
+            first_place = T.alloc_var("int32", init=mask.place(0) - key)
+            mask_of_step = replace(mask, seqlen_q=keys_left, seqlen_k=keys_left)
         raw_scale = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)
-        scale_log2 = raw_scale if scores.raw else scores.scale_log2
+        scale_log2 = scores.not_too_small(raw_scale) if scores.raw else scores.scale_log2
         if not with_dq:  # from one lane, so in a uniform register; with dq there are none to spare
             scale_log2 = T.shfl_sync(scale_log2, 0)
         last_operand = shared.Q if with_dk else shared.dO  # of the last GEMM of a step
@@ -221,8 +237,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         P = T.alloc_fragment([64, block_M], dtype)
         acc_dp = acc_s if lean else T.alloc_fragment([64, block_M], "float32")
         dS = P if lean else T.alloc_fragment([64, block_M], dtype)
-        if P_in_shared:
-            kept = T.alloc_fragment([64, block_M], dtype)
+        P_of_dv = T.alloc_fragment([64, block_M], dtype) if apart else P
         acc_dk = T.alloc_fragment([64, head_dim], "float32")
         acc_dv = T.alloc_fragment([64, head_dim_v], "float32")
         acc_dq = alloc_fragments([sizes(piece) for piece in pieces[w]], "float32")
@@ -232,6 +247,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         for other in warpgroups if with_dq else (w,):
             shared.K.wait(other)
         shared.Q.wait(0)
+        scores.start(tile.batch, blocks.head, scale_log2)
+        scores.begin(acc_s, shared.bias_columns)
         T.wgmma_gemm(shared.K[w], shared.Q[0], acc_s, **k_qt)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         if with_dk:
@@ -255,29 +272,40 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 multiply_dq(w, shared, acc_dq)
             if with_dk and not lean:
                 shared.dO.wait(step)
-                T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **k_qt)
-            scores.start(tile.batch, blocks.head)
-            scores.cap(acc_s)
-            scores.slopes_of_cap(acc_s, dS)
-            scores.bias(acc_s, mask.place(blocks.query) - key, rows_are_keys=True)
+                T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **v_dot)
+            ahead = mask.place(blocks.query) - key
+            scores.prepare(acc_s, ahead)
             if mask_scores:
-                mask.hide_transposed(acc_s, key, blocks.query, softmax_scale if scores.raw else 1.0)
-            if lse_early:
-                probabilities(acc_s, scale_log2, lambda i, j: lse_log2[j])
-            else:
-                probabilities(acc_s, scale_log2, lambda i, j: shared.Q.row_value(step, 0, j))
+                scale_of_scores = softmax_scale if scores.raw else 1.0
+                if with_dq and varlen:
+                    place = T.shfl_sync(first_place + blocks.query, 0)
+                    mask_of_step.hide_transposed(acc_s, 0, place, scale_of_scores)
+                else:
+                    mask.hide_transposed(acc_s, key, blocks.query, scale_of_scores)
+            probabilities(
+                acc_s,
+                lambda score, i, j: scores.exponent(
+                    score,
+                    i,
+                    j,
+                    ahead,
+                    scale_log2,
+                    lse_log2[j] if lse_early else shared.Q.row_value(step, 0, j),
+                ),
+                P=P_of_dv if capped and with_dk and with_dv else None,
+                slope=scores.slope if capped and with_dk else None,
+            )
             if not mask_scores:
                 mask.clear_transposed(acc_s, key, blocks.query)
-            if with_dv or lean:
+            if with_dv and not (capped and with_dk):
+                T.copy(acc_s, P_of_dv)
+            if lean and (apart or not with_dv):
                 T.copy(acc_s, P)
             if with_dv:
-                if not P_in_shared:
-                    dropout.drop(P)
-                else:
-                    T.copy(P, kept)
-                    dropout.drop(kept)
+                dropout.drop(P_of_dv)
+                if P_in_shared:
                     sync_warpgroup(w)  # dV of the step before is there for all warps
-                    T.copy(kept, shared.P[w])
+                    T.copy(P_of_dv, shared.P[w])
                     T.fence_proxy_async()
                     sync_warpgroup(w)
 
@@ -285,11 +313,13 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if with_dk:
                 if lean:
                     shared.dO.wait(step)
-                    T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **k_qt)
+                    T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **v_dot)
                 else:
                     T.wait_wgmma(0)  # dP is there
                 if with_dv:
-                    T.wgmma_gemm(shared.P[w] if P_in_shared else P, shared.dO[step], acc_dv, policy=row_wise)
+                    T.wgmma_gemm(
+                        shared.P[w] if P_in_shared else P_of_dv, shared.dO[step], acc_dv, policy=row_wise
+                    )
                 if with_dq:
                     T.wait_wgmma(2)  # dQ is there
                     if step > 0:
@@ -299,7 +329,6 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 if lean or not with_dv:
                     shared.dO.release(step)
                 probability = P if lean else acc_s
-                scores.through_cap(acc_s, dS)  # which waits there
                 dropout.drop(acc_dp)
                 dropout.scale_kept(acc_dp)
                 softmax_backward(probability, acc_dp, lambda i, j: shared.Q.row_value(step, 1, j), dS)
@@ -319,9 +348,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.Q.release(step)
             if step + 1 < blocks.steps:
                 shared.Q.wait(step + 1)
+            scores.start(tile.batch, T.min(blocks.next_head, heads - 1), scale_log2)
+            scores.begin(acc_s, shared.bias_columns)
             T.wgmma_gemm(shared.K[w], shared.Q[step + 1], acc_s, **k_qt)
             if with_dk and with_dv and not lean:
-                T.wait_wgmma(2)  # dV is there
+                T.wait_wgmma(2 + problem.bias_is_linear)  # dV is there
                 shared.dO.release(step)
             if with_dq:
                 dq_row_block = tiles.dq_row_block(tile, blocks.head, blocks.query)
@@ -375,6 +406,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         tile = KeyTile(order, block_N)
         blocks = QueryBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N)
         tile.start(number, heads_a_kv_head, heads_a_part, blocks)
+        fill_bias_columns(w, shared.bias_columns, consumers)
         if tile.there:
             differentiate(
                 w,
@@ -435,6 +467,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 P=alloc_each(config.warpgroups, [64, block_M], dtype, "P") if P_in_shared else None,
                 dV=dV_shared,
                 dS=Exchange(config.warpgroups, [64, block_M], dtype, "dS") if with_dq else None,
+                bias_columns=alloc_bias_columns(problem, block_M),
             )
             one_part = heads_kv * parts
             all_heads, table = (one_part, options.Table) if varlen else (one_part * batch, None)

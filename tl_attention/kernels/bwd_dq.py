@@ -11,7 +11,15 @@ import tilelang.language as T
 
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.mask import KeyBlocks, Mask
-from tl_attention.kernels.options import Dropout, Options, Scores, option_views, prelude
+from tl_attention.kernels.options import (
+    Dropout,
+    Options,
+    Scores,
+    alloc_bias_columns,
+    fill_bias_columns,
+    option_views,
+    prelude,
+)
 from tl_attention.kernels.pipeline import WARPGROUP, TileRing, sync_warpgroup
 from tl_attention.kernels.scheduler import Tile, TileOrder
 from tl_attention.kernels.softmax import LOG2E, probabilities, softmax_backward
@@ -29,6 +37,7 @@ class SharedTiles:
     dO: Any
     K: Any
     V: Any
+    bias_columns: Any  # options.alloc_bias_columns
 
 
 def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
@@ -38,11 +47,12 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
     block_M, block_N = config.block_M, config.block_N
     warpgroups = tuple(range(config.warpgroups))
-    consumer_warps = 4 * config.warpgroups
+    consumers = WARPGROUP * config.warpgroups
     registers = pipeline.registers(problem, config.warpgroups)
     row_wise = T.GemmWarpPolicy.FullRow
     # Of the GEMMs S = Q K^T, dP = dO V^T
-    q_kt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}
+    q_kt = {"transpose_B": True, "policy": row_wise, "clear_accum": not problem.bias_is_linear}
+    do_vt = {**q_kt, "clear_accum": True}
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v, rounded_q = T.dynamic("columns_qk, columns_v, rounded_q")
@@ -83,16 +93,17 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         acc_dq = T.alloc_fragment([64, head_dim], "float32")
         lse_log2 = T.alloc_fragment([64], "float32")
         delta = T.alloc_fragment([64], "float32")
-        scale_log2 = softmax_scale * LOG2E if scores.raw else scores.scale_log2
+        scale_log2 = scores.not_too_small(softmax_scale * LOG2E) if scores.raw else scores.scale_log2
 
         query = tile.m_block * block_M + 64 * w
         blocks.start(tile.m_block * block_M)
         T.copy(tiles.lse_log2(tile, tile.head, query, 64), lse_log2)
         T.copy(tiles.delta(tile, tile.head, query, 64), delta)
-        scores.start(tile.batch, tile.head)
+        scores.start(tile.batch, tile.head, scale_log2)
         dropout.start()
         shared.Q.wait(w)
         shared.K.wait(0)
+        scores.begin(acc_s, shared.bias_columns)
         T.wgmma_gemm(shared.Q[w], shared.K[0], acc_s, **q_kt)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         shared.dO.wait(w)
@@ -104,13 +115,15 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if step > 0:
                 shared.K.release(step - 1)
             shared.V.wait(step)
-            T.wgmma_gemm(shared.dO[w], shared.V[step], acc_dp, **q_kt)
-            scores.cap(acc_s)
-            scores.slopes_of_cap(acc_s, dS)
-            scores.bias(acc_s, mask.place(query) - blocks.first_key(step))
-            probabilities(acc_s, scale_log2, lambda i, j: lse_log2[i])
+            T.wgmma_gemm(shared.dO[w], shared.V[step], acc_dp, **do_vt)
+            ahead = mask.place(query) - blocks.first_key(step)
+            scores.prepare(acc_s, ahead)
+            probabilities(
+                acc_s,
+                lambda score, i, j: scores.exponent(score, i, j, ahead, scale_log2, lse_log2[i]),
+                slope=scores.slope if scores.capped else None,
+            )
             mask.clear(acc_s, query, blocks.first_key(step))
-            scores.through_cap(acc_s, dS)  # which waits there
 
             # dS = P * (dP - Delta), dQ += dS K, and behind it S of the next step, of no use after the last
             T.wait_wgmma(0)  # dP is there
@@ -121,6 +134,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             T.wgmma_gemm(dS, shared.K[step], acc_dq, policy=row_wise)
             if step + 1 < blocks.steps:
                 shared.K.wait(step + 1)
+            scores.begin(acc_s, shared.bias_columns)
             T.wgmma_gemm(shared.Q[w], shared.K[step + 1], acc_s, **q_kt)
 
         # Q has served: dQ leaves through its tile
@@ -145,6 +159,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         tile = Tile(order)
         blocks = KeyBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N)
         tile.locate(number)
+        fill_bias_columns(w, shared.bias_columns, consumers)
         if tile.there:
             differentiate(w, tile, blocks, tiles, shared, softmax_scale, options)
 
@@ -154,10 +169,11 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     ):
         with T.Kernel(ctas, threads=config.threads, prelude=prelude(problem)) as number:
             shared = SharedTiles(
+                bias_columns=alloc_bias_columns(problem, block_N),
                 Q=TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="Q"),
                 dO=TileRing([config.warpgroups, 64, head_dim_v], dtype, 4, name="dO"),
-                K=TileRing([config.num_stages, block_N, head_dim], dtype, consumer_warps, name="K"),
-                V=TileRing([config.num_stages_do, block_N, head_dim_v], dtype, consumer_warps, name="V"),
+                K=TileRing([config.num_stages, block_N, head_dim], dtype, consumers // 32, name="K"),
+                V=TileRing([config.num_stages_do, block_N, head_dim_v], dtype, consumers // 32, name="V"),
             )
             all_heads, table = (heads, options.Table) if varlen else (heads * batch, None)
             order = TileOrder(
@@ -167,10 +183,10 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             tiles = Tiles(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, dQ=dQ)
 
             thread = T.get_thread_binding()
-            if thread >= WARPGROUP * config.warpgroups:
+            if thread >= consumers:
                 if registers is not None:
                     T.dec_max_nreg(registers[0])
-                if thread < WARPGROUP * config.warpgroups + 32:
+                if thread < consumers + 32:
                     produce(number, order, tiles, shared, options)
             for w in warpgroups:
                 with T.ws(w):

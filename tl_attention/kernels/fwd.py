@@ -10,7 +10,15 @@ import tilelang.language as T
 
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.mask import KeyBlocks, Mask
-from tl_attention.kernels.options import Dropout, Options, Scores, option_views, prelude
+from tl_attention.kernels.options import (
+    Dropout,
+    Options,
+    Scores,
+    alloc_bias_columns,
+    fill_bias_columns,
+    option_views,
+    prelude,
+)
 from tl_attention.kernels.pipeline import (
     WARPGROUP,
     TileRing,
@@ -56,7 +64,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     warpgroups = tuple(range(config.warpgroups))
     consumer_warps = 4 * config.warpgroups
     row_wise = T.GemmWarpPolicy.FullRow
-    q_kt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}  # of the GEMM S = Q K^T
+    # Of the GEMM S = Q K^T
+    q_kt = {"transpose_B": True, "policy": row_wise, "clear_accum": not problem.bias_is_linear}
     persistent = config.schedule != "grid"
     registers = pipeline.registers(problem, config.warpgroups)
     if persistent:
@@ -146,12 +155,13 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             Dropout(problem, options, block_N),
             blocks.mask,
         )
-        raw_scale = T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE)
-        softmax = OnlineSoftmax(block_N, raw_scale if scores.raw else scores.scale_log2)
+        raw_scale = scores.not_too_small(T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE))
+        scale_log2 = raw_scale if scores.raw else scores.scale_log2
+        softmax = OnlineSoftmax(block_N, scale_log2)
         query = tile.m_block * block_M + 64 * w
         q_step = turn * config.warpgroups + w
         softmax.reset()
-        scores.start(tile.batch, tile.head)
+        scores.start(tile.batch, tile.head, scale_log2)
         dropout.start()
 
         shared.Q.wait(q_step)
@@ -164,6 +174,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         # S = Q K^T, softmax of the last block of keys
         shared.K.wait(first_step)
         turns.take(w)
+        scores.begin(acc_s, shared.bias_columns)
         T.wgmma_gemm(shared.Q[q_step], shared.K[first_step], acc_s, **q_kt)
         turns.give(w)
         dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(0))
@@ -176,7 +187,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         scores.cap(acc_s)
         scores.bias(acc_s, mask.place(query) - blocks.first_key(0))
         blocks.hide_in_last_block(acc_s, query)
-        softmax.update(acc_s)
+        softmax.update(acc_s, scores.shift(mask.place(query) - blocks.first_key(0)))
         T.copy(acc_s, P)
         dropout.drop(P)
 
@@ -187,6 +198,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             for i in T.serial(count):
                 shared.K.wait(first_step + start + i)
                 turns.take(w)
+                scores.begin(acc_s, shared.bias_columns)
                 T.wgmma_gemm(shared.Q[q_step], shared.K[first_step + start + i], acc_s, **q_kt)
                 shared.V.wait(first_step + start + i - 1)
                 T.wgmma_gemm(P, shared.V[first_step + start + i - 1], acc_o, policy=row_wise)
@@ -198,7 +210,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 scores.bias(acc_s, mask.place(query) - blocks.first_key(start + i))
                 if past or before:
                     mask.apply(acc_s, query, blocks.first_key(start + i), past, before)
-                softmax.update(acc_s)
+                softmax.update(acc_s, scores.shift(mask.place(query) - blocks.first_key(start + i)))
                 if config.late_wait:  # it passes, but it is a branch, which ptxas moves no other wait across
                     shared.V.wait(first_step + start + i - 1)
                 T.wait_wgmma(0)  # O is there, and P free
@@ -246,6 +258,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         tile = Tile(order)
         blocks = KeyBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N, split)
         turns.start(w)
+        fill_bias_columns(w, shared.bias_columns, WARPGROUP * config.warpgroups)
         if persistent:
             turn = T.alloc_var("int32", init=0)
             shared.tile_box.wait(0)
@@ -288,6 +301,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 V=TileRing([num_stages, block_N, head_dim_v], dtype, consumer_warps, name="V"),
                 O=None if O_in_Q or split else alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype),
                 tile_box=TileBox(varlen) if persistent else None,
+                bias_columns=alloc_bias_columns(problem, block_N),
             )
             all_heads, table = (heads, options.Table) if varlen else (heads * batch, None)
             # A window that lets some queries see more keys than others mostly ends at their place, as a causal mask does

@@ -256,6 +256,11 @@ class QueryBlocks:
     def head(self) -> Any:
         return self.at_head[0]
 
+    @property
+    def next_head(self) -> Any:
+        """Of the step after this one."""
+        return self.at_head[0] + T.cast(self.at_query[0] + self.block_M >= self.stop, "int32")
+
     @T.inline
     def advance(self):
         self.at_query[0] += self.block_M

@@ -14,8 +14,8 @@ WARPGROUP = 128  # threads
 FIRST_BARRIER = 8
 # By consumer warpgroups: registers a thread of (producers, consumers)
 REGISTERS = {2: (24, 240), 3: (32, 160)}
-# A producer that finds the ends of sequences needs more: with 24 it spilled. Together not more than at the start, 168 a thread of two
-# consumer warpgroups and the producers', or the increase waits for ever
+# A producer that finds the ends of sequences needs more: with 24 it spilled, but for that of a backward in one pass. Together not more
+# than at the start, 168 a thread of two consumer warpgroups and the producers', or the increase waits for ever
 VARLEN_REGISTERS = {2: (40, 232), 3: (32, 160)}
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
@@ -25,9 +25,9 @@ PASS_CONFIGS = {
 ARRIVE = {"emit_arrive": 1}  # the TMA copy arrives at its barrier too, beside announcing its bytes
 
 
-def registers(problem: AttnProblem, warpgroups: int) -> tuple[int, int] | None:
-    """Of (producers, consumers); None leaves them as they are."""
-    return (VARLEN_REGISTERS if problem.has("varlen") else REGISTERS).get(warpgroups)
+def registers(problem: AttnProblem, warpgroups: int, full: bool = False) -> tuple[int, int] | None:
+    """Of (producers, consumers); None leaves them as they are. full: REGISTERS, with varlen too."""
+    return (VARLEN_REGISTERS if problem.has("varlen") and not full else REGISTERS).get(warpgroups)
 
 
 def alloc_swizzled(shape: list[int], dtype: str):

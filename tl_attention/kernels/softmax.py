@@ -39,14 +39,19 @@ class OnlineSoftmax:
         T.clear(self.partial_sum)
 
     @T.inline
-    def update(self, acc_s):
-        """Replace scores by exp2((score - row_max) * scale_log2), and set row_scale for what was summed before.
+    def update(self, acc_s, shift=None):
+        """Replace scores by exp2((score + shift - row_max) * scale_log2), and set row_scale for what was summed before.
 
         row_max follows the running maximum only when that has grown by 2^LAZY: any row_max gives the same quotient, and
         most steps then need no rescale.
         """
         T.copy(self.row_max, self.row_max_prev)
-        T.reduce_max(acc_s, self.row_max, dim=1, clear=False)
+        if shift is None:
+            T.reduce_max(acc_s, self.row_max, dim=1, clear=False)
+        else:
+            T.reduce_max(acc_s, self.row_max, dim=1)
+            for i in T.Parallel(64):
+                self.row_max[i] = T.max(self.row_max[i] + shift, self.row_max_prev[i])
         for i in T.Parallel(64):
             grown = (self.row_max[i] - self.row_max_prev[i]) * self.scale_log2
             self.row_max[i] = T.if_then_else(grown > LAZY, self.row_max[i], self.row_max_prev[i])
@@ -54,10 +59,14 @@ class OnlineSoftmax:
             # The difference first: exact for LOWEST, where an FMA would leave its rounding error
             self.row_scale[i] = T.exp2((self.row_max_prev[i] - self.row_max[i]) * self.scale_log2)
         for i, j in T.Parallel(64, self.block_N):
-            acc_s[i, j] = T.exp2(acc_s[i, j] * self.scale_log2 - self.row_max[i] * self.scale_log2)
+            acc_s[i, j] = T.exp2(acc_s[i, j] * self.scale_log2 - self.score_max(i, shift) * self.scale_log2)
         T.reduce_sum(T.view(acc_s, [64, self.block_N // 8, 8]), self.block_sum, dim=1)
         for i, j in T.Parallel(64, 8):
             self.partial_sum[i, j] = self.partial_sum[i, j] * self.row_scale[i] + self.block_sum[i, j]
+
+    def score_max(self, i, shift):
+        """row_max as scores have it."""
+        return self.row_max[i] if shift is None else self.row_max[i] - shift
 
     @T.inline
     def rescale(self, acc_o):
@@ -101,11 +110,16 @@ class OnlineSoftmax:
 
 
 @T.macro
-def probabilities(acc_s, scale_log2, lse_log2):
-    """Replace scores by exp2(score * scale_log2 - lse_log2(i, j)); an lse of +inf gives 0."""
+def probabilities(acc_s, exponent, P=None, slope=None):
+    """Replace scores by exp2(exponent(score, i, j)), times slope(score) if that is given; P gets them without."""
     rows, cols = acc_s.shape
     for i, j in T.Parallel(rows, cols):
-        acc_s[i, j] = T.exp2(acc_s[i, j] * scale_log2 - lse_log2(i, j))
+        if P is not None:
+            P[i, j] = T.exp2(exponent(acc_s[i, j], i, j))
+        if slope is None:
+            acc_s[i, j] = T.exp2(exponent(acc_s[i, j], i, j))
+        else:
+            acc_s[i, j] = T.exp2(exponent(acc_s[i, j], i, j)) * slope(acc_s[i, j])
 
 
 @T.macro

@@ -183,13 +183,16 @@ class PackedPartTiles(PackedTiles):
 
 @dataclass(frozen=True)
 class SharedTiles:
-    """What the roles of a CTA share: rings of tiles; O, where the output leaves from, if there is a tile for it; the box of tile plans."""
+    """What the roles of a CTA share: rings of tiles; O, where the output leaves from, if there is a tile for it; the box of tile plans;
+    what options.alloc_bias_columns has.
+    """
 
     Q: Any
     K: Any
     V: Any
     O: Any
     tile_box: Any
+    bias_columns: Any
 
 
 @dataclass(frozen=True)

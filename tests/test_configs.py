@@ -169,6 +169,10 @@ def test_is_legal_takes_no_sum_without_order_where_bits_are_to_be_equal():
         (D256, "dk 64x128x2x1", 230400, 208),
         (D256, "dv 64x128", 197632, 176),
         (D256, "dq 128x64x2x1", 229376, 208),
+        (replace(D128, options=("softcap",)), "dq+dk+dv 64x128 lean", 148480, 192),
+        (replace(D128, causal=True, options=("alibi",)), "dq+dk+dv 64x128 lean", 150528, 176),
+        (replace(D128, causal=True, options=("alibi",)), "dq 128x128", 200704, 224),
+        (replace(D128, causal=False, options=("alibi",)), "dq 128x128", 196608, 224),
     ],
     ids=str,
 )
@@ -176,6 +180,18 @@ def test_what_a_pass_takes(problem, one, smem, registers):
     (one,) = passes(one).passes
     assert configs.smem_bytes(problem, one) == smem
     assert configs.accumulator_registers(problem, one) == registers
+
+
+def test_how_ptxas_is_told_is_in_the_name():
+    assert str(FwdConfig(128, 128, late_wait=True, register_level=10)) == "128x128x2 grid late-wait r10"
+    assert str(replace(passes("dq 128x64").passes[0], register_level=0)) == "dq 128x64x2x2 r0"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("options", [(), ("alibi",), ("alibi", "sink"), ("softcap", "alibi")], ids=" ".join)
+def test_a_bias_is_linear_where_no_key_is_past_the_place_of_its_query(causal, options):
+    problem = replace(D128, causal=causal, options=options)
+    assert problem.bias_is_linear == (causal and "alibi" in options and "softcap" not in options)
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)

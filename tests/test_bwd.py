@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_fwd import COPIED, TAKEN_AS_IT_IS, problems
+from test_fwd import COPIED, TAKEN_AS_IT_IS, problems, requested_bytes
 from test_fwd import CURATED as FORWARD_CASES
 
 from tl_attention import dispatch, flash_attn_func
@@ -246,15 +246,6 @@ def test_bwd_takes_any_strides_of_dout(view):
     q, k, v = make_inputs(shape, BF16, "bhsd")
     verdict = check_launch(view(make_dout(shape, BF16)), q, k, v, None, True)
     assert verdict.ok, verdict.text
-
-
-def requested_bytes(call):
-    """(at the peak of a call, beyond those before it), result; what was asked of the allocator, unrounded."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    result = call()
-    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before, result
 
 
 MEMORY = {

@@ -147,8 +147,8 @@ class LinearBias:
 
     Of a tile [rows, cols] with the bias s * (c - r), or where rows are keys s * (r - c), it is [r s, s] times [1, c]' with r, c < 256,
     which bf16 holds exactly, as it does the three parts that r s and s are split into; shift() is what the place of the tile adds.
-    An element takes no instruction of its own, but the tile a GEMM of 16 columns: B4 16 heads 4k d128 444 us where two FFMA an element
-    took 542, and plain attention takes 418 (H200, 2026-11-21).
+    An element takes no instruction of its own, but the tile a GEMM of 16 columns: B4 16 heads 4k d128 1.08 of the time of plain attention
+    where two FFMA an element took 1.21 (H200, 2026-11-21).
     """
 
     def __init__(self, rows_are_keys: bool, name: str = "linear_bias"):

@@ -147,22 +147,8 @@ def bwd_op(
 
 
 @bwd_op.register_fake
-def _(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    softmax_scale: float,
-    causal: bool,
-    lse_base2: bool,
-    heads_first: bool,
-    deterministic: bool,
-    *arguments: object,
-) -> Gradients:
-    options = of_arguments(*arguments)
+def _(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object) -> Gradients:
+    options = of_arguments(*others[3 + PLAIN :])  # after out, lse and dlse
     sink = None if options is None else options.sink
     dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
     return *(x.new_empty(x.shape) for x in (q, k, v)), dsink

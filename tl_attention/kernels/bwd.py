@@ -148,12 +148,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     v_dot = {"transpose_B": True, "policy": row_wise, "clear_accum": True}
     k_qt = {**v_dot, "clear_accum": not problem.bias_is_linear}
     pieces = dq_pieces(block_M, head_dim, config.warpgroups)
+    capped = problem.has("softcap")
     # The log-sum-exps are asked for before S is waited for: shared memory, busy with the GEMMs, answers late. Full d64 at 4k
     # 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21); dk+dv and ALiBi spill with them, and dv of d256 was slower
     lse_early = (with_dq or not with_dv) and not problem.has("alibi")
     # Before the exponential, which is then in one block of code with what follows: full d64 455 -> 474, d256 dv 833 -> 781 us;
-    # dk+dv of 192/128 spills
-    capped = problem.has("softcap")
+    # dk+dv of 192/128 spills. With a softcap dk+dv must, as dV's P is made there, too, and dk alone spills
     mask_scores = with_dq or (with_dk and with_dv) == capped
     # As dS is made in the registers of P, of what is dropped, too; with a softcap it also has the slope of that
     P_in_shared = lean and with_dv and problem.has("dropout")

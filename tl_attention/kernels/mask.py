@@ -190,7 +190,7 @@ class KeyBlocks:
 
     @T.inline
     def hide_in_last_block(self, acc_s, query):
-        """Mask the scores of step 0, of 64 queries; of few windows it is the first block, too."""
+        """Mask the scores of step 0, of 64 queries; before the first key they see only where that lies past the block's first."""
         if self.mask.window is None:
             self.mask.apply(acc_s, query, self.first_key(0))
         else:

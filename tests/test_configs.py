@@ -45,7 +45,7 @@ def test_grid_default_and_candidates_are_legal(problem, direction):
     for bucket in buckets(direction):
         found = configs.candidates(problem, bucket, direction)
         assert found[0] == configs.default_config(problem, direction, bucket)
-        assert 1 < len(found) == len(set(found)) <= 24
+        assert 1 < len(found) == len(set(found)) <= 26
         assert [c for c in found if configs.is_legal(problem, c, direction)] == []
 
 
@@ -53,7 +53,7 @@ def test_grid_default_and_candidates_are_legal(problem, direction):
 def test_grid_has_no_value_that_never_runs(problem, direction):
     for line in configs._class_table(problem, direction)["search"]:
         assert set(line.get("buckets", BUCKETS)) <= set(BUCKETS)
-        for config in configs._line_configs(line, direction):
+        for config in configs._line_configs(problem, line, direction):
             assert configs.is_legal(problem, config, direction) is None
 
 
@@ -71,12 +71,12 @@ def test_grid_line_is_a_product_of_lists():
         ]
     }
     dv = BwdPass("dv", 80, 128)
-    assert configs._line_configs(line, "bwd") == [
+    assert configs._line_configs(D128, line, "bwd") == [
         BwdConfig((BwdPass("dk", *sizes), dv))
         for sizes in ((64, 128, 2, 1), (64, 128, 2, 2), (48, 128, 3, 1), (48, 128, 3, 2))
     ]
     line = {"tiles": [[128, 128]], "ping_pong": [False, True], "schedule": "dynamic"}
-    assert configs._line_configs(line, "fwd") == [
+    assert configs._line_configs(D128, line, "fwd") == [
         FwdConfig(128, 128, ping_pong=ping_pong, schedule="dynamic") for ping_pong in (False, True)
     ]
 
@@ -93,6 +93,12 @@ def test_grid_line_is_a_product_of_lists():
         (D128, FwdConfig(64, 128, ping_pong=True), "ping_pong"),
         (D128, FwdConfig(128, 128, q_stages=2), "no next tile"),
         (D128, FwdConfig(128, 128, schedule="dynamic", split=True), "split: expected the schedule grid"),
+        (D128, FwdConfig(128, 128, hold_max=True), "hold_max: expected the schedule persistent or dynamic"),
+        (
+            replace(D128, dtype="float16"),
+            FwdConfig(128, 128, schedule="dynamic", hold_max=True),
+            "hold_max: expected bfloat16, got float16",
+        ),
         (replace(D128, options=("varlen",)), FwdConfig(64, 128), "block_M 64: expected 128 with varlen"),
         (D128, FwdConfig(128, 128, num_stages=4), "shared memory: 295936 of 232448 bytes"),
         (D64, FwdConfig(192, 192), "registers: 176 of 128"),
@@ -182,8 +188,18 @@ def test_what_a_pass_takes(problem, one, smem, registers):
     assert configs.accumulator_registers(problem, one) == registers
 
 
+@pytest.mark.parametrize("options", [(), ("sink",)])
+def test_maxima_are_held_where_the_dtype_has_the_range(options):
+    problem = replace(D128, options=options)
+    config, _ = configs.pick_config(problem, "4k", "NVIDIA H200")
+    assert config.hold_max and config.ping_pong
+    fp16, _ = configs.pick_config(replace(problem, dtype="float16"), "4k", "NVIDIA H200")
+    assert fp16 == replace(config, hold_max=False, ping_pong=False)
+
+
 def test_how_ptxas_is_told_is_in_the_name():
     assert str(FwdConfig(128, 128, late_wait=True, register_level=10)) == "128x128x2 grid late-wait r10"
+    assert str(FwdConfig(128, 64, schedule="dynamic", hold_max=True)) == "128x64x2 dynamic hold-max"
     assert str(replace(passes("dq 128x64").passes[0], register_level=0)) == "dq 128x64x2x2 r0"
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tl_attention import dispatch, flash_attn_func, mha_fwd_interface, ref_mha_fwd_interface
 from tl_attention.arrays import tma_ready
-from tl_attention.configs import default_config, pick_config
+from tl_attention.configs import candidates, default_config, pick_config
 from tl_attention.problem import SCHEDULES, SPLIT_BUCKET, AttnProblem, FwdConfig, buckets, tile_width
 from tl_attention.reference import attention_reference
 from tl_attention.target import sm_count
@@ -126,7 +126,7 @@ def test_fwd_matches_reference(shape, options):
 def test_fwd_every_schedule_matches_reference(schedule, causal, dims):
     """Whatever the tuned table holds: each way to walk the tiles, with fewer tiles than SMs, as many, and many more."""
     problem = AttnProblem("bfloat16", *dims, causal)
-    config = replace(default_config(problem), schedule=schedule, q_stages=1)
+    config = replace(default_config(problem), schedule=schedule, q_stages=1, hold_max=schedule != "grid")
     for batch, heads, seqlen in ((1, 1, 100), (1, 132, 100), (4, 12, 1500)):
         run(Shape(batch, heads, heads, seqlen, seqlen + 30, *dims, causal), config=config)
 
@@ -437,6 +437,40 @@ def test_fwd_propagates_what_is_not_finite(value, target, causal):
     {"q": q, "k": k, "v": v}[target][0, 17, 1, 5] = value
     verdict = check_launch(q, k, v, None, causal)
     assert verdict.ok, verdict.text
+
+
+# Where scores outgrow the maxima that a kernel holds, by more than 2^64: keys, and queries, that are multiplied, and by what
+GROWN = {
+    "first-keys": (slice(None), slice(0, 200), slice(None), 100),
+    "one-key-of-one-sequence": (slice(1, 2), slice(77, 78), slice(None), 100),
+    "all-but-the-last-keys-of-one-head": (slice(None), slice(0, 1000), slice(3, 4), 50),
+    "one-query": (slice(None), slice(333, 334), slice(None), 300),
+    "beyond-all-bounds": (slice(None), slice(0, 200), slice(None), 2.0**60),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grown", GROWN.values(), ids=GROWN)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_fwd_walks_tiles_again_that_outgrow_their_maxima(head_dim, causal, grown):
+    """In the midst of a CTA's tiles, and where a CTA has one."""
+    *where, times = grown
+    problem = AttnProblem("bfloat16", head_dim, head_dim, causal)
+    config = next(c for c in candidates(problem, "4k") if c.hold_max)
+    for batch, heads in ((2, 5), (9, 20)):
+        shape = Shape(batch, heads, heads, 1111, 1234, head_dim, head_dim, causal)
+        q, k, v = make_inputs(shape, BF16)
+        (q if times == 300 else k)[tuple(where)] *= times
+        out, lse = dispatch.fwd(q, k, v, 0.1, causal, False, config=config)
+        head = 3
+        last = 0.1 * q[1, :, head].float() @ k[1, -128:, head].float().T
+        assert (lse[1, head] - last.amax(-1)).max() > 64 * math.log(2), "no score outgrows a maximum"
+        if times < 2.0**60:  # else it comes to an end
+            verdict = check_launch(q, k, v, 0.1, causal, config=config)
+            assert verdict.ok, verdict.text
+        again = dispatch.fwd(q, k, v, 0.1, causal, False, config=config)
+        torch.testing.assert_close((out, lse), again, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu

@@ -52,7 +52,7 @@ CLASSES = [
 SCHEDULED = [
     FwdConfig(128, 64, schedule=schedule, q_stages=q_stages)
     for schedule, q_stages in [*zip(SCHEDULES, itertools.repeat(1)), ("dynamic", 2)]
-]
+] + [FwdConfig(128, 64, schedule="dynamic", q_stages=2, hold_max=True)]
 LENGTHS_Q, LENGTHS_K = [300, 0, 1, 517, 129, 64], [400, 50, 0, 517, 77, 1000]
 USED_Q, USED_K = [290, 0, 1, 400, 128, 0], [333, 50, 0, 517, 0, 1000]
 
@@ -239,6 +239,14 @@ def test_options_match_reference(head_dim, head_dim_v, causal, names, determinis
 def test_a_linear_bias_has_its_slope_whatever_the_scale(scale):
     """Which slopes are divided by, as they are added to raw scores."""
     check(Case(128, 128, True, ("alibi",), scale=scale, seqlen_k=1500), False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("one", CLASSES[:10], ids=str)
+def test_options_where_scores_outgrow_the_maxima_that_are_held(one):
+    *static, names = one
+    case = Case(*static, tuple(names.split()), seqlen_k=1500, window=(700, 30), softcap=200.0, scale=5.0)
+    check(case)
 
 
 @pytest.mark.gpu

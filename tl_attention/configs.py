@@ -51,6 +51,7 @@ from tl_attention.target import SMEM_LIMIT, gpu_slug
 
 BARRIER_BYTES = 1024  # what barriers take of the shared memory beside the tiles
 TILE_BOX_BYTES = 64, 96  # kernels.scheduler.TileBox, without and with a table
+VERDICTS_BYTES = 16  # kernels.scheduler.Verdicts
 SEGMENT_BOX_BYTES = 80  # kernels.decode.SegmentBox
 TILE_ALIGNMENT = 1024  # bytes; of each tile, so what lies between two takes a multiple
 # Where the rows of a direction lie in a tuned table
@@ -89,6 +90,7 @@ def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
     own_output = problem.head_dim != problem.head_dim_v and not config.split
     rows_v += config.block_M * own_output
     tile_box = TILE_BOX_BYTES[problem.has("varlen")] if config.schedule != "grid" else 0
+    tile_box += VERDICTS_BYTES * config.hold_max
     tiles = 2 * (rows_qk * problem.head_dim + rows_v * problem.head_dim_v)
     return tiles + _bias_bytes(problem, config.block_N) + tile_box
 
@@ -182,6 +184,10 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return "q_stages 2: a CTA of the schedule grid has no next tile"
     if config.split and config.schedule != "grid":
         return f"split: expected the schedule grid, got {config.schedule}"
+    if config.hold_max and problem.dtype != "bfloat16":
+        return f"hold_max: expected bfloat16, got {problem.dtype}, whose numbers end too early"
+    if config.hold_max and config.schedule == "grid":
+        return "hold_max: expected the schedule persistent or dynamic, in which a CTA can take a tile again"
     if config.ping_pong and config.warpgroups < 2:
         return f"ping_pong: expected at least 2 warpgroups, block_M {config.block_M} has {config.warpgroups}"
     if problem.has("varlen") and config.block_M != TABLE_ROWS:
@@ -274,22 +280,25 @@ def _class_table(problem: AttnProblem, direction: str) -> dict[str, Any]:
     return next(classes[name] for name in (f"{width} {mask}", width) if name in classes)
 
 
-def _config(fields: dict[str, Any], direction: str) -> Config:
-    """Of its fields, as the grid and the tables hold them."""
-    return FwdConfig(**fields) if direction == "fwd" else BwdConfig.of(fields["passes"])
+def _config(problem: AttnProblem, fields: dict[str, Any], direction: str) -> Config:
+    """Of its fields, as the grid and the tables hold them for both dtypes."""
+    if direction != "fwd":
+        return BwdConfig.of(fields["passes"])
+    config = FwdConfig(**fields)
+    return config if problem.dtype == "bfloat16" else config.following
 
 
 def default_config(problem: AttnProblem, direction: str = "fwd", bucket: str | None = None) -> Config:
     """What serves where no tuned row does: in the split bucket the class's `split`, else its default as a split config."""
     table = _class_table(problem, direction)
     if bucket != SPLIT_BUCKET:
-        return _config(table["default"], direction)
-    return split_config(_config(table.get("split", table["default"]), direction))
+        return _config(problem, table["default"], direction)
+    return split_config(_config(problem, table.get("split", table["default"]), direction))
 
 
 def split_config(config: FwdConfig) -> FwdConfig:
     """With the same tiles, a config whose tiles have several CTAs each."""
-    return replace(config, schedule="grid", q_stages=1, split=True)
+    return replace(config.following, schedule="grid", q_stages=1, split=True)
 
 
 def option_config(problem: AttnProblem, bucket: str, direction: str = "fwd") -> Config:
@@ -307,7 +316,10 @@ def _option_lines(problem: AttnProblem, direction: str) -> list[tuple[set[str], 
     width = str(problem).split()[1]
     lines = _grid()["options"][width]["fwd" if direction == "fwd" else "bwd"]
     return [
-        (set(line.get("without", ())), _config({k: v for k, v in line.items() if k != "without"}, direction))
+        (
+            set(line.get("without", ())),
+            _config(problem, {k: v for k, v in line.items() if k != "without"}, direction),
+        )
         for line in lines
     ]
 
@@ -334,12 +346,12 @@ def _products(line: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _line_configs(line: dict[str, Any], direction: str) -> list[Config]:
+def _line_configs(problem: AttnProblem, line: dict[str, Any], direction: str) -> list[Config]:
     """What a line of a search names."""
     if direction == "fwd":
-        return [_config(fields, direction) for fields in _products(line)]
+        return [_config(problem, fields, direction) for fields in _products(line)]
     return [
-        _config({"passes": passes}, direction)
+        _config(problem, {"passes": passes}, direction)
         for passes in itertools.product(*map(_products, line["passes"]))
     ]
 
@@ -362,7 +374,7 @@ def candidates(problem: AttnProblem, bucket: str, direction: str = "fwd") -> lis
     """The legal configs of the grid for a bucket, the default first; in the split bucket, those of all lengths as split configs."""
     found = [default_config(problem, direction, bucket)]
     for line in _class_table(problem, direction)["search"]:
-        configs = _line_configs(line, direction)
+        configs = _line_configs(problem, line, direction)
         if bucket == SPLIT_BUCKET and "buckets" not in line:
             found += map(split_config, configs)
         elif bucket in line.get("buckets", BUCKETS):
@@ -407,7 +419,7 @@ def config_of_row(
         ValueError: the row is of another version of the config, of another kind of bucket or not legal; the text says why.
     """
     try:
-        config = _config(row["config"], direction)
+        config = _config(problem, row["config"], direction)
         reason = is_legal(problem, config, direction)
         if bucket and direction == "fwd" and config.split != (bucket == SPLIT_BUCKET):
             reason = f"split is {config.split} in the bucket {bucket}"

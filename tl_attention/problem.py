@@ -6,7 +6,7 @@ A kernel is compiled once per pair of a problem and a KernelConfig: a forward is
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 DTYPES = ("bfloat16", "float16")
 
@@ -122,6 +122,9 @@ class FwdConfig:
     )
     late_wait: bool = False  # a step's softmax stays before the wait for the O += P V beside it
     register_level: int = REGISTER_LEVEL  # how freely ptxas takes registers for speed, 0 to 10
+    # The maximum of a row stays what it is when the mask has passed; a tile whose sums then grow too large is walked again, with
+    # the maximum followed. Not in fp16, whose numbers end at 2^16
+    hold_max: bool = False
 
     @property
     def warpgroups(self) -> int:
@@ -134,8 +137,15 @@ class FwdConfig:
 
     def __str__(self) -> str:
         extras = f" q{self.q_stages}" * (self.q_stages > 1) + " ping-pong" * self.ping_pong
-        extras += " split" * self.split + " late-wait" * self.late_wait + _level(self)
+        extras += (
+            " split" * self.split + " late-wait" * self.late_wait + _level(self) + " hold-max" * self.hold_max
+        )
         return f"{self.block_M}x{self.block_N}x{self.num_stages} {self.schedule}{extras}"
+
+    @property
+    def following(self) -> FwdConfig:
+        """What serves where no maximum can be held: without ping-pong, which pays where one is."""
+        return replace(self, hold_max=False, ping_pong=False) if self.hold_max else self
 
     def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
         """What is compiled for it."""

@@ -27,7 +27,7 @@ from tl_attention.kernels.pipeline import (
     sync_warpgroup,
     wait_for_stores,
 )
-from tl_attention.kernels.scheduler import Tile, TileBox, TileNumbers, TileOrder
+from tl_attention.kernels.scheduler import SecondWalk, Tile, TileBox, TileNumbers, TileOrder, Verdicts
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax
 from tl_attention.kernels.tiles import (
     DensePartTiles,
@@ -99,8 +99,29 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         sink = options.Sink[tile.head]
         return T.if_then_else(tile.split == 0, sink, -T.infinity("float32")) if split else sink
 
+    def walk(sweeps: tuple, again: Any) -> tuple:
+        """Sweeps of KeyBlocks, with whether the maxima are followed: in a second walk always, else until all queries have seen a key."""
+        walked = []
+        for past, before, start, count in sweeps:
+            if past or not config.hold_max:
+                walked.append((past, before, True, start, count))
+            else:  # in two loops: a branch in one, around what a second walk does, costs more than half of the gain
+                walked.append((past, before, False, start, T.if_then_else(again == 0, count, 0)))
+                walked.append((past, before, True, start, T.if_then_else(again == 0, 0, count)))
+        return tuple(walked)
+
+    def steps_to_load(steps: Any) -> Any:
+        """Past the first. nvcc unrolls such a loop by 4, but a producer that may load a tile twice has no registers for that."""
+        if config.hold_max:
+            return T.unroll(1, steps, annotations={"pragma_unroll_factor": 1})
+        return T.serial(1, steps)
+
+    def is_first_walk(turn: Any, shared: SharedTiles) -> Any:
+        """Of a turn that is posted: read again, as a producer has no register for it."""
+        return shared.verdicts.again(turn) == 0 if config.hold_max else True
+
     @T.macro
-    def load(tile, turn, first_step, blocks, tiles, shared, tile_numbers):
+    def load(tile, turn, first_step, blocks, tiles, shared, tile_numbers, again):
         first_query = tile.m_block * block_M
         blocks.start(first_query)
         if split:
@@ -108,33 +129,55 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         shared.K.fill(first_step, tiles.k(tile, blocks.first_key(0), block_N))
         for w in warpgroups:
             shared.Q.fill(turn * config.warpgroups + w, tiles.q(tile, first_query + 64 * w, 64))
+        if config.hold_max:
+            shared.verdicts.open(turn, again)
         if persistent:
             shared.tile_box.post(turn, tile, first_step, blocks)
-        for step in T.serial(1, blocks.steps):
+        for step in steps_to_load(blocks.steps):
             shared.K.fill(first_step + step, tiles.k(tile, blocks.first_key(step), block_N))
             shared.V.fill(first_step + step - 1, tiles.v(tile, blocks.first_key(step - 1), block_N))
-        if persistent:
-            tile_numbers.draw()
+        if tile_numbers is not None:
+            if is_first_walk(turn, shared):
+                tile_numbers.draw()
         last = blocks.steps - 1
         shared.V.fill(first_step + last, tiles.v(tile, blocks.first_key(last), block_N))
 
     @T.macro
     def produce(first_tile, order, ctas, tickets, tiles, shared, options):
         tile = Tile(order)
-        blocks = KeyBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N, split)
+        mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
+        blocks = KeyBlocks(mask, block_M, block_N, split, overlap=config.hold_max)
         if persistent:
             tile_numbers = TileNumbers(config.schedule, first_tile, ctas, tickets)
             turn = T.alloc_var("int32", init=0)
             first_step = T.alloc_var("int32", init=0)  # of the tile, in rings that go on from tile to tile
-            while tile_numbers.current[0] < order.num_tiles:
-                tile.locate(tile_numbers.current[0])
-                if tile.there:
-                    load(tile, turn, first_step, blocks, tiles, shared, tile_numbers)
-                    tile_numbers.advance()
-                    turn += 1
-                    first_step += blocks.steps
-                else:
-                    tile_numbers.skip(tile.group_end)
+            if config.hold_max:
+                second_walk = SecondWalk(shared.verdicts)
+                while (tile_numbers.current[0] < order.num_tiles) | (second_walk.ago > 0):
+                    if second_walk.ago > 0:
+                        shared.tile_box.read_tile(turn - second_walk.ago, tile)
+                        tile.find_kv_head()
+                    else:
+                        tile.locate(tile_numbers.current[0])
+                    if tile.there:
+                        load(tile, turn, first_step, blocks, tiles, shared, tile_numbers, second_walk.ago)
+                        if is_first_walk(turn, shared):
+                            tile_numbers.advance()
+                        turn += 1
+                        first_step += blocks.steps
+                    else:
+                        tile_numbers.skip(tile.group_end)
+                    second_walk.look(turn, tile_numbers.current[0] >= order.num_tiles)
+            else:
+                while tile_numbers.current[0] < order.num_tiles:
+                    tile.locate(tile_numbers.current[0])
+                    if tile.there:
+                        load(tile, turn, first_step, blocks, tiles, shared, tile_numbers, 0)
+                        tile_numbers.advance()
+                        turn += 1
+                        first_step += blocks.steps
+                    else:
+                        tile_numbers.skip(tile.group_end)
             for w in warpgroups:
                 shared.Q.wait_empty(turn * config.warpgroups + w)
             shared.tile_box.close(turn)
@@ -142,10 +185,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         else:
             tile.locate(first_tile)
             if tile.there:
-                load(tile, 0, 0, blocks, tiles, shared, None)
+                load(tile, 0, 0, blocks, tiles, shared, None, 0)
 
     @T.macro
-    def attend(w, tile, turn, first_step, blocks, tiles, shared, softmax_scale, lse_unit, options):
+    def attend(w, tile, turn, first_step, blocks, tiles, shared, again, softmax_scale, lse_unit, options):
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then their exponentials
         P = T.alloc_fragment([64, block_N], dtype)
         acc_o = T.alloc_fragment([64, head_dim_v], "float32")
@@ -193,7 +236,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
         # S = Q K^T, softmax of each block before it, beside O += P V of the last
         T.clear(acc_o)
-        for past, before, start, count in blocks.sweeps:
+        for past, before, follow, start, count in walk(blocks.sweeps, again):
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR a step at d128
             for i in T.serial(count):
                 shared.K.wait(first_step + start + i)
@@ -210,14 +253,15 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 scores.bias(acc_s, mask.place(query) - blocks.first_key(start + i))
                 if past or before:
                     mask.apply(acc_s, query, blocks.first_key(start + i), past, before)
-                softmax.update(acc_s, scores.shift(mask.place(query) - blocks.first_key(start + i)))
+                softmax.update(acc_s, scores.shift(mask.place(query) - blocks.first_key(start + i)), follow)
                 if config.late_wait:  # it passes, but it is a branch, which ptxas moves no other wait across
                     shared.V.wait(first_step + start + i - 1)
                 T.wait_wgmma(0)  # O is there, and P free
                 shared.V.release(first_step + start + i - 1)
                 T.copy(acc_s, P)
                 dropout.drop(P)
-                softmax.rescale(acc_o)
+                if follow:
+                    softmax.rescale(acc_o)
 
         # O += P V of the first block of keys, O /= row sums
         # Read again, rather than held in registers all the way, and before the box may be filled anew
@@ -230,9 +274,18 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         T.wgmma_gemm(P, shared.V[first_step + last], acc_o, policy=row_wise)
         T.wait_wgmma(0)
         shared.V.release(first_step + last)
+        if config.hold_max:
+            if again == 0:  # once: where scores are beyond all bounds no maximum helps
+                softmax.check_sums()
+                if softmax.overflowed():
+                    shared.verdicts.fail(turn)
+            shared.verdicts.give(turn)
         softmax.finish(acc_o, lse, lse_unit, sink_of(tile, options))
         dropout.scale_kept(acc_o)
 
+        if config.hold_max:
+            if again != 0:  # or the first walk's output might come after this one's
+                wait_for_stores(read=False)
         query = tile.m_block * block_M + 64 * w
         if split:
             tiles.store_o(acc_o, tile, query)
@@ -256,7 +309,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     @T.macro
     def consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options):
         tile = Tile(order)
-        blocks = KeyBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N, split)
+        mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
+        blocks = KeyBlocks(mask, block_M, block_N, split, overlap=config.hold_max)
         turns.start(w)
         fill_bias_columns(w, shared.bias_columns, WARPGROUP * config.warpgroups)
         if persistent:
@@ -266,7 +320,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 shared.tile_box.read_tile(turn, tile)
                 shared.tile_box.read_blocks(turn, blocks)
                 first_step = shared.tile_box.first_step(turn)
-                attend(w, tile, turn, first_step, blocks, tiles, shared, softmax_scale, lse_unit, options)
+                again = shared.verdicts.again(turn) if config.hold_max else None
+                attend(
+                    w, tile, turn, first_step, blocks, tiles, shared, again, softmax_scale, lse_unit, options
+                )
                 turn += 1
                 shared.tile_box.wait(turn)
         else:
@@ -275,7 +332,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 blocks.start(tile.m_block * block_M)
                 if split:
                     blocks.take_share(tile.split, splits)
-                attend(w, tile, 0, 0, blocks, tiles, shared, softmax_scale, lse_unit, options)
+                attend(w, tile, 0, 0, blocks, tiles, shared, None, softmax_scale, lse_unit, options)
         wait_for_stores()
 
     @T.macro
@@ -302,6 +359,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 O=None if O_in_Q or split else alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype),
                 tile_box=TileBox(varlen) if persistent else None,
                 bias_columns=alloc_bias_columns(problem, block_N),
+                verdicts=Verdicts(consumer_warps) if config.hold_max else None,
             )
             all_heads, table = (heads, options.Table) if varlen else (heads * batch, None)
             # A window that lets some queries see more keys than others mostly ends at their place, as a causal mask does

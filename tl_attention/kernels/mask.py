@@ -102,11 +102,19 @@ class KeyBlocks:
     """The blocks of block_N keys that queries [first_query, first_query + block_M) need; step 0 is the last block.
 
     There is always one: queries that see no key get a wholly masked block, so that no role waits for another in vain. split: a
-    walk may be over a share of the blocks.
+    walk may be over a share of the blocks. overlap: each query that sees a key has seen one before the steps that no mask touches.
     """
 
-    def __init__(self, mask: Mask, block_M: int, block_N: int, split: bool = False, name: str = "blocks"):
-        self.mask, self.block_M, self.block_N = mask, block_M, block_N
+    def __init__(
+        self,
+        mask: Mask,
+        block_M: int,
+        block_N: int,
+        split: bool = False,
+        overlap: bool = False,
+        name: str = "blocks",
+    ):
+        self.mask, self.block_M, self.block_N, self.overlap = mask, block_M, block_N, overlap
         # Variables, not expressions: TileLang 0.1.15 would copy those into every use
         self.num_steps = T.alloc_var("int32", init=0)
         self.num_masked = T.alloc_var("int32", init=0)  # steps that may hold keys past the last of some query
@@ -123,7 +131,8 @@ class KeyBlocks:
     def start(self, first_query):
         # Numbers of keys
         seen_by_some = T.min(self.mask.last_key(first_query + self.block_M - 1) + 1, self.mask.seqlen_k)
-        seen_by_all = T.max(self.mask.last_key(first_query) + 1, 0)
+        # Or all but the last key of the first query, which then is in a block of step 0 or with a mask
+        seen_by_all = T.max(self.mask.last_key(first_query) + (0 if self.overlap else 1), 0)
         # From one lane, so that what counts steps lives in uniform registers
         if self.mask.window is not None:
             seen_from = T.max(self.mask.first_key(first_query), 0)

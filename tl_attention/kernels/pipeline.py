@@ -167,8 +167,8 @@ def sync_consumers(threads: int):
 
 
 @T.macro
-def wait_for_stores():
-    """Until TMA has read what this warpgroup gave it to store."""
+def wait_for_stores(read=True):
+    """Until TMA has read what this warpgroup gave it to store, or if not `read` has written it, too."""
     if T.shuffle_elect(WARPGROUP):
-        T.tma_store_wait(0)
+        T.tma_store_wait(0, read)
     T.sync_warp()

@@ -119,7 +119,11 @@ class Tile:
         else:
             self.batch_idx[0] = T.truncdiv(self.head_idx[0], order.heads)
             self.head_idx[0] = T.truncmod(self.head_idx[0], order.heads)
-        self.kv_head_idx[0] = T.truncdiv(self.head_idx[0], order.heads_a_kv_head)
+        self.find_kv_head()
+
+    @T.inline
+    def find_kv_head(self):
+        self.kv_head_idx[0] = T.truncdiv(self.head_idx[0], self.order.heads_a_kv_head)
 
     @T.inline
     def look_up(self, entry):
@@ -200,6 +204,68 @@ class TileBox:
 
     def first_step(self, turn: Any) -> Any:
         return T.shfl_sync(self.plans[turn % 2, 3], 0)
+
+
+@T.meta_class
+class Verdicts:
+    """Whether the consumers are done with a tile, and whether it has to be walked again, with the maxima followed.
+
+    A turn's verdict is read before the plan of two turns later is posted, so its plan is in the box still.
+    """
+
+    def __init__(self, consumer_warps: int, name: str = "verdicts"):
+        self.notes = T.alloc_shared([2, 2], "int32")  # of a turn: is it a second walk, is one needed
+        self.done = T.alloc_barrier([consumer_warps] * 2)
+
+    @T.inline
+    def open(self, turn, again):
+        """By the producer, before it posts the plan of the turn."""
+        if T.get_thread_binding() % 32 == 0:
+            self.notes[turn % 2, 0] = again
+            self.notes[turn % 2, 1] = 0
+
+    def again(self, turn: Any) -> Any:
+        return T.shfl_sync(self.notes[turn % 2, 0], 0)
+
+    @T.inline
+    def fail(self, turn):
+        """By a warp of the consumers, before give()."""
+        if T.get_thread_binding() % 32 == 0:
+            self.notes[turn % 2, 1] = 1
+
+    @T.inline
+    def give(self, turn):
+        """By each warp of the consumers, after it read the plan of the turn for the last time."""
+        T.sync_warp()
+        if T.get_thread_binding() % 32 == 0:
+            T.mbarrier_arrive(self.done[turn % 2])
+
+
+@T.meta_class
+class SecondWalk:
+    """By the producer: how many turns ago a tile failed that has not been walked again yet; 0 if there is none."""
+
+    def __init__(self, verdicts: Verdicts, name: str = "second_walk"):
+        self.verdicts, self.turns_ago = verdicts, T.alloc_var("int32", init=0)
+
+    @property
+    def ago(self) -> Any:
+        return self.turns_ago[0]
+
+    @T.inline
+    def look(self, turn, at_end):
+        """At the tile of two turns before, which consumers are done with, or soon are; if there is no other, at that before too."""
+        notes, done = self.verdicts.notes, self.verdicts.done
+        self.turns_ago[0] = 0
+        for back in (2, 1):
+            if (self.turns_ago[0] == 0) & (turn >= back) & (at_end | (back == 2)):
+                T.mbarrier_wait_parity(done[(turn - back) % 2], (turn - back) // 2 % 2)
+                T.sync_warp()
+                if T.shfl_sync(notes[(turn - back) % 2, 1], 0) != 0:
+                    self.turns_ago[0] = back
+                    if T.get_thread_binding() % 32 == 0:
+                        notes[(turn - back) % 2, 1] = 0
+                T.sync_warp()
 
 
 @T.meta_class

@@ -14,6 +14,8 @@ LOWEST = -1e20
 SMALLEST_SCALE = 2.0**-126
 # P stays below 2^8, fit for fp16; its rounding error is relative, so nothing is lost
 LAZY = 8.0
+# Of a maximum that is held, which bf16 has the range for: larger sums leave too little of it to O
+LARGEST_SUM = 2.0**64
 
 
 @T.meta_class
@@ -39,8 +41,25 @@ class OnlineSoftmax:
         T.clear(self.partial_sum)
 
     @T.inline
-    def update(self, acc_s, shift=None):
-        """Replace scores by exp2((score + shift - row_max) * scale_log2), and set row_scale for what was summed before.
+    def update(self, acc_s, shift=None, follow=True):
+        """Replace scores by exp2((score + shift - row_max) * scale_log2), and add to the sums.
+
+        follow: whether row_max follows the running maximum; else it stays, and must be that of some scores already.
+        """
+        if follow:
+            self.follow(acc_s, shift)
+        for i, j in T.Parallel(64, self.block_N):
+            acc_s[i, j] = T.exp2(acc_s[i, j] * self.scale_log2 - self.score_max(i, shift) * self.scale_log2)
+        T.reduce_sum(T.view(acc_s, [64, self.block_N // 8, 8]), self.block_sum, dim=1)
+        for i, j in T.Parallel(64, 8):
+            if follow:
+                self.partial_sum[i, j] = self.partial_sum[i, j] * self.row_scale[i] + self.block_sum[i, j]
+            else:
+                self.partial_sum[i, j] += self.block_sum[i, j]
+
+    @T.inline
+    def follow(self, acc_s, shift):
+        """Set row_max, and row_scale for what was summed before.
 
         row_max follows the running maximum only when that has grown by 2^LAZY: any row_max gives the same quotient, and
         most steps then need no rescale.
@@ -58,11 +77,6 @@ class OnlineSoftmax:
         for i in T.Parallel(64):
             # The difference first: exact for LOWEST, where an FMA would leave its rounding error
             self.row_scale[i] = T.exp2((self.row_max_prev[i] - self.row_max[i]) * self.scale_log2)
-        for i, j in T.Parallel(64, self.block_N):
-            acc_s[i, j] = T.exp2(acc_s[i, j] * self.scale_log2 - self.score_max(i, shift) * self.scale_log2)
-        T.reduce_sum(T.view(acc_s, [64, self.block_N // 8, 8]), self.block_sum, dim=1)
-        for i, j in T.Parallel(64, 8):
-            self.partial_sum[i, j] = self.partial_sum[i, j] * self.row_scale[i] + self.block_sum[i, j]
 
     def score_max(self, i, shift):
         """row_max as scores have it."""
@@ -79,6 +93,18 @@ class OnlineSoftmax:
         if T.any_sync(self.moved[0] != 0):
             for i, j in T.Parallel(rows, cols):
                 acc_o[i, j] *= self.row_scale[i]
+
+    @T.inline
+    def check_sums(self):
+        """For overflowed()."""
+        self.moved[0] = 0
+        for i, j in T.Parallel(64, 8):
+            if self.partial_sum[i, j] > LARGEST_SUM:
+                self.moved[0] = 1
+
+    def overflowed(self):
+        """Whether a row of this warp has a sum that the maximum it held is too small for."""
+        return T.any_sync(self.moved[0] != 0)
 
     @T.inline
     def finish(self, acc_o, lse, lse_unit, sink=None):

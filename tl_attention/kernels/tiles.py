@@ -184,7 +184,7 @@ class PackedPartTiles(PackedTiles):
 @dataclass(frozen=True)
 class SharedTiles:
     """What the roles of a CTA share: rings of tiles; O, where the output leaves from, if there is a tile for it; the box of tile plans;
-    what options.alloc_bias_columns has.
+    what options.alloc_bias_columns has; verdicts, where a tile may be walked twice.
     """
 
     Q: Any
@@ -193,6 +193,7 @@ class SharedTiles:
     O: Any
     tile_box: Any
     bias_columns: Any
+    verdicts: Any = None
 
 
 @dataclass(frozen=True)

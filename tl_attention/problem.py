@@ -144,8 +144,9 @@ class FwdConfig:
 
     @property
     def following(self) -> FwdConfig:
-        """What serves where no maximum can be held: without ping-pong, which pays where one is."""
-        return replace(self, hold_max=False, ping_pong=False) if self.hold_max else self
+        """What serves where no maximum can be held: then ping-pong pays with three warpgroups alone."""
+        ping_pong = self.ping_pong and self.warpgroups > 2
+        return replace(self, hold_max=False, ping_pong=ping_pong) if self.hold_max else self
 
     def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
         """What is compiled for it."""

@@ -439,38 +439,66 @@ def test_fwd_propagates_what_is_not_finite(value, target, causal):
     assert verdict.ok, verdict.text
 
 
-# Where scores outgrow the maxima that a kernel holds, by more than 2^64: keys, and queries, that are multiplied, and by what
-GROWN = {
-    "first-keys": (slice(None), slice(0, 200), slice(None), 100),
-    "one-key-of-one-sequence": (slice(1, 2), slice(77, 78), slice(None), 100),
-    "all-but-the-last-keys-of-one-head": (slice(None), slice(0, 1000), slice(3, 4), 50),
-    "one-query": (slice(None), slice(333, 334), slice(None), 300),
-    "beyond-all-bounds": (slice(None), slice(0, 200), slice(None), 2.0**60),
-}
+def longer_first_keys(q, k):
+    k[:, :200] *= 100
+
+
+def one_longer_key_of_one_sequence(q, k):
+    k[1:2, 77] *= 100
+
+
+def longer_keys_of_one_head_but_the_last(q, k):
+    k[:, :1000, 3] *= 50
+
+
+def a_key_along_one_query(q, k):
+    k[:, 5] = 50 * q[:, 333]
+
+
+def growth(q, k, scale, causal):
+    """By how much a score of some query [seqlen, head_dim] is above those of the last 128 keys that it sees."""
+    scores = scale * q.float() @ k.float().T
+    keys = torch.arange(scores.shape[1], device=q.device)
+    end = (keys[-scores.shape[0] :] if causal else keys[-1:])[:, None]
+    last = scores.masked_fill((keys > end) | (keys <= end - 128), -math.inf).amax(-1)
+    return (scores.masked_fill(keys > end, -math.inf).amax(-1) - last).max()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("grown", GROWN.values(), ids=GROWN)
+@pytest.mark.parametrize(
+    "grow",
+    [
+        longer_first_keys,
+        one_longer_key_of_one_sequence,
+        longer_keys_of_one_head_but_the_last,
+        a_key_along_one_query,
+    ],
+)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_fwd_walks_tiles_again_that_outgrow_their_maxima(head_dim, causal, grown):
+def test_fwd_walks_tiles_again_that_outgrow_their_maxima(head_dim, causal, grow):
     """In the midst of a CTA's tiles, and where a CTA has one."""
-    *where, times = grown
     problem = AttnProblem("bfloat16", head_dim, head_dim, causal)
     config = next(c for c in candidates(problem, "4k") if c.hold_max)
     for batch, heads in ((2, 5), (9, 20)):
-        shape = Shape(batch, heads, heads, 1111, 1234, head_dim, head_dim, causal)
-        q, k, v = make_inputs(shape, BF16)
-        (q if times == 300 else k)[tuple(where)] *= times
+        q, k, v = make_inputs(Shape(batch, heads, heads, 1111, 1234, head_dim, head_dim, causal), BF16)
+        grow(q, k)
+        assert growth(q[1, :, 3], k[1, :, 3], 0.1, causal) > 64
+        verdict = check_launch(q, k, v, 0.1, causal, config=config)
+        assert verdict.ok, verdict.text
         out, lse = dispatch.fwd(q, k, v, 0.1, causal, False, config=config)
-        head = 3
-        last = 0.1 * q[1, :, head].float() @ k[1, -128:, head].float().T
-        assert (lse[1, head] - last.amax(-1)).max() > 64 * math.log(2), "no score outgrows a maximum"
-        if times < 2.0**60:  # else it comes to an end
-            verdict = check_launch(q, k, v, 0.1, causal, config=config)
-            assert verdict.ok, verdict.text
-        again = dispatch.fwd(q, k, v, 0.1, causal, False, config=config)
-        torch.testing.assert_close((out, lse), again, rtol=0, atol=0, equal_nan=True)
+        again, lse_again = dispatch.fwd(q, k, v, 0.1, causal, False, config=config)
+        assert torch.equal(out, again) and torch.equal(lse, lse_again)
+
+
+@pytest.mark.gpu
+def test_fwd_ends_where_scores_are_beyond_all_bounds():
+    """Of a held maximum, and of one that is followed, whose product with the scale has rounding errors above 128."""
+    q, k, v = make_inputs(Shape(2, 5, 5, 1111, 1234, 64, 64, True), BF16)
+    k[:, :200] *= 2.0**60
+    config = next(c for c in candidates(AttnProblem("bfloat16", 64, 64, True), "4k") if c.hold_max)
+    dispatch.fwd(q, k, v, 0.1, True, False, config=config)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.gpu

@@ -195,11 +195,11 @@ def test_maxima_are_held_where_the_dtype_has_the_range(options):
     assert config.hold_max and config.ping_pong
     fp16, _ = configs.pick_config(replace(problem, dtype="float16"), "4k", "NVIDIA H200")
     assert fp16 == replace(config, hold_max=False, ping_pong=False)
+    assert (str(config), str(fp16)) == ("128x128x2 dynamic q2 ping-pong hold-max", "128x128x2 dynamic q2")
 
 
 def test_how_ptxas_is_told_is_in_the_name():
     assert str(FwdConfig(128, 128, late_wait=True, register_level=10)) == "128x128x2 grid late-wait r10"
-    assert str(FwdConfig(128, 64, schedule="dynamic", hold_max=True)) == "128x64x2 dynamic hold-max"
     assert str(replace(passes("dq 128x64").passes[0], register_level=0)) == "dq 128x64x2x2 r0"
 
 

@@ -290,7 +290,7 @@ def test_bwd_needs_memory_for_rows_and_sums_alone(shape, layouts, deterministic)
     peak, grads = requested_bytes(lambda: dispatch.bwd(dout, q, k, v, out, lse, *options))
 
     direction = "bwd_det" if deterministic else "bwd"
-    problem = AttnProblem.of("bfloat16", shape.head_dim, shape.head_dim_v, shape.causal, direction)
+    problem = shape.problem("bfloat16", direction)
     config, _ = pick_config(problem, length_bucket(shape.seqlen_k), torch.cuda.get_device_name(), direction)
     sizes = (shape.batch, shape.heads_q, shape.heads_kv, shape.seqlen_q, shape.seqlen_k)
     workspace = dispatch.bwd_workspace_bytes(*sizes, problem, config, sm_count(0))

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tl_attention.extras import Cache, Extras
 from tl_attention.problem import (
     DECODE_TILE_WIDTHS,
     DIRECTIONS,
+    SPLIT_BUCKET,
     AppendConfig,
     AttnProblem,
     BwdDelta,
@@ -136,13 +138,13 @@ def test_seconds(text, expected):
     assert cli.seconds(text) == expected
 
 
-def test_parse_shapes_refuses_options():
+def test_shapes_to_tune_have_no_options():
     with pytest.raises(SystemExit, match="option-sink has options"):
-        cli.parse_shapes(["article", "option-sink"])
+        cli.plain_shapes(["article", "option-sink"])
 
 
 def test_parse_shapes_takes_names_patterns_and_sizes():
-    shapes = cli.parse_shapes(["article", "paper-d64-full-*", "1,8,2,333,517,192,128,causal"])
+    shapes = cli.plain_shapes(["article", "paper-d64-full-*", "1,8,2,333,517,192,128,causal"])
     assert len(shapes) == 8
     assert shapes[0].seqlen_q == 4096
     assert shapes[-1].head_dim_v == 128
@@ -184,6 +186,29 @@ def test_compile_takes_the_kernels_that_serve_shapes(compiled, capsys):
         assert str(config) in out
 
 
+def test_compile_takes_what_serves_a_shape_whatever_its_lengths(compiled):
+    shapes = ["--shapes", "1,64,8,8192,8192,64,64,causal,window=127,sink"]
+    assert cli.main(["compile", "--pass", "fwd", "bwd", *shapes]) == 0
+    problem = AttnProblem("bfloat16", 64, 64, False, ("window", "sink"))
+    without_sink = replace(problem, options=("window",))
+    expected = [
+        *configs.option_config(problem, "1k").kernels(problem),
+        *configs.option_config(problem, SPLIT_BUCKET).kernels(problem),
+        *configs.option_config(without_sink, "1k", "bwd").kernels(without_sink),
+    ]
+    assert compiled == expected
+
+
+def test_compile_takes_what_serves_options(compiled):
+    assert cli.main(["compile", "d192-128", "--options", "--pass", "fwd"]) == 0
+    expected = [
+        kernel
+        for kernel in configs.option_kernels(["fwd"])
+        if (kernel[0].head_dim, kernel[0].head_dim_v) == (192, 128)
+    ]
+    assert compiled == expected and any(problem.has("dropout") for problem, _ in compiled)
+
+
 @pytest.mark.parametrize(
     ("words", "kinds"),
     [
@@ -211,6 +236,12 @@ def test_compile_takes_what_serves_caches_of_a_width(compiled):
     assert cli.main(["compile", "--pass", "decode", *shapes]) == 0
     assert compiled == configs.decode_kernels(["bfloat16"], [(128, 128)])
     assert len(compiled) == 2 * 3 + 2
+
+
+def test_compile_takes_what_serves_caches_with_options(compiled):
+    assert cli.main(["compile", "--pass", "decode", "--shapes", "8,64,8,1,8192,576,512,full,softcap=30"]) == 0
+    problems = {problem for problem, config in compiled if isinstance(config, DecodeConfig)}
+    assert problems == {AttnProblem("bfloat16", 576, 512, False, ("window", "softcap"))}
 
 
 def test_tune_has_no_caches(capsys):

@@ -223,8 +223,8 @@ def group_shapes(
     groups: dict[Row, list[Shape]] = {}
     for direction, dtype in itertools.product(directions, dtypes):
         for shape in shapes or default_shapes(direction):
-            problem = AttnProblem.of(dtype, shape.head_dim, shape.head_dim_v, shape.causal, direction)
-            groups.setdefault(Row(direction, problem, shape_bucket(shape, direction)), []).append(shape)
+            row = Row(direction, shape.problem(dtype, direction), shape_bucket(shape, direction))
+            groups.setdefault(row, []).append(shape)
     return groups
 
 

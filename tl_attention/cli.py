@@ -9,14 +9,23 @@ import itertools
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from tl_attention import configs
-from tl_attention.problem import DECODE, DIRECTIONS, DTYPES, OPTIONS, AttnProblem, KernelConfig, decode_width
+from tl_attention.problem import (
+    DECODE,
+    DIRECTIONS,
+    DTYPES,
+    OPTIONS,
+    AttnProblem,
+    KernelConfig,
+    buckets,
+    decode_width,
+)
 from tl_attention.target import is_hopper
 
 if TYPE_CHECKING:
@@ -46,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "--shapes",
         nargs="+",
         metavar="SHAPE",
-        help="names or patterns of configs/shapes.toml, or B,Hq,Hkv,Sq,Sk,D[,Dv],mask",
+        help="names or patterns of configs/shapes.toml, or B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]",
     )
     shapes.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: bfloat16, whose rows serve both")
     shapes.add_argument(
@@ -80,14 +89,19 @@ def _parser() -> argparse.ArgumentParser:
         "compile",
         parents=[shapes],
         help="compile kernels into the disk cache and report on them; needs no GPU",
-        description="Compile the kernels of the shipped configs, or of those that serve some shapes, for sm_90a, and print"
-        " what the compiler made of them. Status 1 if one must not ship.",
+        description="Compile the kernels of the shipped configs, of those for options, or of those that serve some shapes, for sm_90a,"
+        " and print what the compiler made of them. Status 1 if one must not ship.",
     )
     _add_pass(
         command,
         (*DIRECTIONS, DECODE),
         "bwd_det: the deterministic backward; decode: attention to caches, with pages of any size and without, and what appends to"
         " them, of each width or of those of the shapes; default: all but decode",
+    )
+    command.add_argument(
+        "--options",
+        action="store_true",
+        help="the kernels of each line of [options] in configs/grid.toml, for bfloat16 problems with all options that it is for",
     )
     command.add_argument(
         "words", nargs="*", help="only kernels whose problem and config have all of these: bf16 d128 dq"
@@ -114,16 +128,21 @@ def seconds(text: str) -> float:
     return float(number) * {"s": 1, "m": 60, "h": 3600}[unit]
 
 
-def parse_shapes(words: Sequence[str]) -> list[Shape]:
-    """Raises SystemExit for a name that configs/shapes.toml lacks, a shape of another form, and one with options."""
-    from tl_attention.testing.bench import Options, chosen_shapes
+def parse_shapes(words: Sequence[str]) -> dict[str, Shape]:
+    """Raises SystemExit for a name that configs/shapes.toml lacks, and a shape of another form."""
+    from tl_attention.testing.bench import chosen_shapes
 
     try:
-        shapes = chosen_shapes(words)
+        return chosen_shapes(words)
     except ValueError as error:
         raise SystemExit(f"--shapes: {error}") from None
+
+
+def plain_shapes(words: Sequence[str]) -> list[Shape]:
+    """Raises SystemExit for a shape with options, too."""
+    shapes = parse_shapes(words)
     for name, shape in shapes.items():
-        if shape.options != Options():
+        if shape.options:
             raise SystemExit(
                 f"--shapes: {name} has options, which tuned rows do not serve; configs/grid.toml says what does"
             )
@@ -158,7 +177,7 @@ def tune(arguments: argparse.Namespace) -> int:
         print("--table and --log name other places")
         return 2
     results = autotune.tune(
-        parse_shapes(arguments.shapes) if arguments.shapes else None,
+        plain_shapes(arguments.shapes) if arguments.shapes else None,
         arguments.budget,
         directions=arguments.directions,
         dtypes=arguments.dtype or DTYPES[:1],
@@ -183,9 +202,11 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     from rich.progress import track
     from rich.table import Table
 
-    if arguments.shapes:
+    if arguments.options:
+        kernels = configs.option_kernels([one for one in arguments.directions if one != DECODE])
+    elif arguments.shapes:
         dtypes = arguments.dtype or DTYPES[:1]
-        kernels = _serving(parse_shapes(arguments.shapes), dtypes, arguments.directions)
+        kernels = _serving(parse_shapes(arguments.shapes).values(), dtypes, arguments.directions)
     else:
         dtypes = arguments.dtype or DTYPES
         kernels = [
@@ -213,19 +234,19 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
 
 
 def _serving(
-    shapes: Sequence[Shape], dtypes: Sequence[str], directions: Sequence[str]
+    shapes: Iterable[Shape], dtypes: Sequence[str], directions: Sequence[str]
 ) -> Iterator[tuple[AttnProblem, KernelConfig]]:
-    from tl_attention import autotune
-
+    """What calls on such tensors load, whatever the lengths."""
     gpu_name = torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
-    if DECODE in directions:
-        widths = [decode_width(shape.head_dim, shape.head_dim_v) for shape in shapes]
-        yield from configs.decode_kernels(dtypes, widths)
-    others = [direction for direction in directions if direction != DECODE]
-    for direction, dtype, shape in itertools.product(others, dtypes, shapes):
-        problem = AttnProblem.of(dtype, shape.head_dim, shape.head_dim_v, shape.causal, direction)
-        config, _ = configs.pick_config(problem, autotune.shape_bucket(shape, direction), gpu_name, direction)
-        yield from config.kernels(problem)
+    for direction, dtype, shape in itertools.product(directions, dtypes, shapes):
+        if direction == DECODE:
+            width = decode_width(shape.head_dim, shape.head_dim_v)
+            yield from configs.decode_kernels([dtype], [width], shape.option_names)
+            continue
+        problem = shape.problem(dtype, direction)
+        for bucket in buckets(direction):
+            config, _ = configs.pick_config(problem, bucket, gpu_name, direction)
+            yield from config.kernels(problem)
 
 
 def _has_words(text: str, words: Sequence[str]) -> bool:

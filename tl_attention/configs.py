@@ -336,6 +336,12 @@ def option_problems(direction: str = "fwd", causal: bool = True) -> list[tuple[A
     return found
 
 
+def option_kernels(directions: Sequence[str]) -> list[tuple[AttnProblem, KernelConfig]]:
+    """What is compiled for option_problems, once each."""
+    found = [one for direction in directions for one in option_problems(direction)]
+    return list(dict.fromkeys(kernel for problem, config in found for kernel in config.kernels(problem)))
+
+
 def _products(line: dict[str, Any]) -> list[dict[str, Any]]:
     """The fields of a config or a pass for each product of the lists of a line of a search."""
     others = {name: value for name, value in line.items() if name not in ("tiles", "buckets")}
@@ -522,12 +528,14 @@ def shipped_kernels(directions: Sequence[str] = DIRECTIONS) -> list[tuple[AttnPr
 
 
 def decode_kernels(
-    dtypes: Sequence[str] = DTYPES, widths: Iterable[tuple[int, int]] = DECODE_TILE_WIDTHS
+    dtypes: Sequence[str] = DTYPES,
+    widths: Iterable[tuple[int, int]] = DECODE_TILE_WIDTHS,
+    options: Sequence[str] = (),
 ) -> list[tuple[AttnProblem, KernelConfig]]:
-    """What attention to caches without softcap, ALiBi and sink compiles, whatever the pages, and what writes to them; once each."""
+    """What attention to caches with these of softcap, ALiBi and sink compiles, whatever the pages, and what writes to them; once each."""
     found = []
     for dtype in dtypes:
-        problems = [decode_problem(dtype, *width) for width in widths]
+        problems = [decode_problem(dtype, *width, options) for width in widths]
         found += [
             kernel
             for problem, pages, rows in itertools.product(problems, PAGE_ROWS, DECODE_ROWS)

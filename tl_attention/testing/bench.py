@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from tl_attention import configs
-from tl_attention.problem import DECODE
+from tl_attention.problem import DECODE, OPTIONS, AttnProblem
 
 L2_BYTES = 50 << 20
 MAX_COPIES = 1024
@@ -172,6 +172,26 @@ class Shape:
     @property
     def is_varlen(self) -> bool:
         return self.options.varlen or self.options.uneven
+
+    @property
+    def option_names(self) -> tuple[str, ...]:
+        """What of OPTIONS it asks for."""
+        asked = self.options
+        on = {
+            "window": asked.window is not None,
+            "softcap": asked.softcap,
+            "alibi": asked.alibi,
+            "sink": asked.sink,
+            "dropout": asked.dropout,
+            "varlen": self.is_varlen,
+        }
+        return tuple(name for name in OPTIONS if on[name])
+
+    def problem(self, dtype: str, direction: str = "fwd") -> AttnProblem:
+        """What kernels are compiled for: the right end of a window stands for causal, and a backward finds a sink in the log-sum-exp."""
+        options = tuple(name for name in self.option_names if name != "sink" or direction == "fwd")
+        causal = self.causal and "window" not in options
+        return AttnProblem.of(dtype, self.head_dim, self.head_dim_v, causal, direction, options)
 
     def __str__(self) -> str:
         sizes = (getattr(self, field.name) for field in fields(self)[:7])

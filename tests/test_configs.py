@@ -199,7 +199,6 @@ def test_maxima_are_held_where_the_dtype_has_the_range(options):
 
 
 def test_how_ptxas_is_told_is_in_the_name():
-    assert str(FwdConfig(128, 128, late_wait=True, register_level=10)) == "128x128x2 grid late-wait r10"
     assert str(replace(passes("dq 128x64").passes[0], register_level=0)) == "dq 128x64x2x2 r0"
 
 

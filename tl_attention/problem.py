@@ -103,10 +103,6 @@ class AttnProblem:
 REGISTER_LEVEL = 5  # of ptxas, unless told
 
 
-def _level(config: FwdConfig | BwdPass) -> str:
-    return f" r{config.register_level}" if config.register_level != REGISTER_LEVEL else ""
-
-
 @dataclass(frozen=True)
 class FwdConfig:
     """How a forward kernel cuts and orders its work."""
@@ -120,8 +116,6 @@ class FwdConfig:
     split: bool = (
         False  # several CTAs a tile, each with some of its keys; FwdCombine makes one output of theirs
     )
-    late_wait: bool = False  # a step's softmax stays before the wait for the O += P V beside it
-    register_level: int = REGISTER_LEVEL  # how freely ptxas takes registers for speed, 0 to 10
     # The maximum of a row stays what it is when the mask has passed; a tile whose sums then grow too large is walked again, with
     # the maximum followed. Not in fp16, whose numbers end at 2^16
     hold_max: bool = False
@@ -137,9 +131,7 @@ class FwdConfig:
 
     def __str__(self) -> str:
         extras = f" q{self.q_stages}" * (self.q_stages > 1) + " ping-pong" * self.ping_pong
-        extras += (
-            " split" * self.split + " late-wait" * self.late_wait + _level(self) + " hold-max" * self.hold_max
-        )
+        extras += " split" * self.split + " hold-max" * self.hold_max
         return f"{self.block_M}x{self.block_N}x{self.num_stages} {self.schedule}{extras}"
 
     @property
@@ -207,9 +199,9 @@ class BwdPass:
         return 128 * (self.warpgroups + 1)
 
     def __str__(self) -> str:
-        lean = " lean" * self.lean
         tile = f"{self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}"
-        return f"{self.grads} {tile}{lean}{_level(self)}"
+        level = f" r{self.register_level}" * (self.register_level != REGISTER_LEVEL)
+        return f"{self.grads} {tile}" + " lean" * self.lean + level
 
 
 @dataclass(frozen=True)
@@ -343,7 +335,7 @@ KernelConfig = (
 
 def register_level(config: KernelConfig) -> int:
     """How freely ptxas takes registers for speed in this kernel, 0 to 10."""
-    return config.register_level if isinstance(config, FwdConfig | BwdPass) else REGISTER_LEVEL
+    return config.register_level if isinstance(config, BwdPass) else REGISTER_LEVEL
 
 
 @dataclass(frozen=True)

@@ -254,8 +254,6 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 if past or before:
                     mask.apply(acc_s, query, blocks.first_key(start + i), past, before)
                 softmax.update(acc_s, scores.shift(mask.place(query) - blocks.first_key(start + i)), follow)
-                if config.late_wait:  # it passes, but it is a branch, which ptxas moves no other wait across
-                    shared.V.wait(first_step + start + i - 1)
                 T.wait_wgmma(0)  # O is there, and P free
                 shared.V.release(first_step + start + i - 1)
                 T.copy(acc_s, P)

@@ -82,6 +82,18 @@ def sizes(piece: Piece) -> list[int]:
     return [part.stop - part.start for part in piece]
 
 
+@dataclass(frozen=True)
+class Launch:
+    """What dispatch works out of a launch: a CTA has a block of keys of a key head, and one of `parts` of the query heads that read it."""
+
+    heads_a_kv_head: Any
+    heads_a_part: Any
+    parts: Any
+    n_blocks: Any
+    group_heads: Any
+    ctas: Any
+
+
 @T.meta_class
 class KeyTile:
     """What a CTA computes: a block of keys of a key head, for some of the query heads that read it."""
@@ -94,7 +106,7 @@ class KeyTile:
         self.end_k, self.len_k, self.padded_k = self.tile.end_k, self.tile.len_k, self.tile.padded_k
 
     @T.inline
-    def start(self, number, heads_a_kv_head, heads_a_part, blocks):
+    def start(self, number, launch, blocks):
         """Causal, the first keys have the most queries, so they come first where Tile has its last block."""
         order = self.tile.order
         self.tile.locate(number)
@@ -103,8 +115,8 @@ class KeyTile:
         else:
             self.first[0] = (order.m_blocks - 1 - self.tile.m_block) * self.block_N
         self.part_idx[0] = self.tile.head - self.tile.kv_head * order.heads_a_kv_head
-        first_head = self.tile.kv_head * heads_a_kv_head + self.part_idx[0] * heads_a_part
-        heads = T.min(heads_a_part, heads_a_kv_head - self.part_idx[0] * heads_a_part)
+        first_head = self.tile.kv_head * launch.heads_a_kv_head + self.part_idx[0] * launch.heads_a_part
+        heads = T.min(launch.heads_a_part, launch.heads_a_kv_head - self.part_idx[0] * launch.heads_a_part)
         blocks.start(self.first[0], first_head, heads)
 
     @property
@@ -214,9 +226,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             tiles.dQ_sum.add(acc_dq[i], row_block + rows.start // 16, cols.start)
 
     @T.macro
-    def differentiate(
-        w, number, heads_a_kv_head, heads_a_part, tile, blocks, tiles, shared, parts, softmax_scale, options
-    ):
+    def differentiate(w, number, launch, tile, blocks, tiles, shared, softmax_scale, options):
         key = tile.first_key + 64 * w
         scores, dropout, mask = (
             Scores(problem, options, softmax_scale, rows_are_keys=True),
@@ -367,14 +377,14 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             sync_consumers(consumers)
         # K and V have served, for all warpgroups: dK and dV leave through their tiles. Where to is worked out anew, rather than
         # held in registers all the way
-        tile.start(T.shfl_sync(number, 0), heads_a_kv_head, heads_a_part, blocks)
+        tile.start(T.shfl_sync(number, 0), launch, blocks)
         key = tile.first_key + 64 * w
         if with_dk:
             for i, j in T.Parallel(64, head_dim):
                 acc_dk[i, j] *= softmax_scale
         if with_dv:
             dropout.scale_kept(acc_dv)
-        if parts > 1:
+        if launch.parts > 1:
             if with_dk:
                 tiles.dK_parts.store(acc_dk, tiles.dk_row_block(tiles.dK_parts, tile, key))
             if with_dv:
@@ -392,59 +402,25 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 T.copy(shared.dV[w, :, :], tiles.dv(tile, key, 64))
 
     @T.macro
-    def produce(number, order, heads_a_kv_head, heads_a_part, tiles, shared, options):
+    def produce(number, order, launch, tiles, shared, options):
         tile = KeyTile(order, block_N)
         blocks = QueryBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N)
-        tile.start(number, heads_a_kv_head, heads_a_part, blocks)
+        tile.start(number, launch, blocks)
         if tile.there:
             load(tile, blocks, tiles, shared)
 
     @T.macro
-    def consume(
-        w, number, order, heads_a_kv_head, heads_a_part, tiles, shared, parts, softmax_scale, options
-    ):
+    def consume(w, number, order, launch, tiles, shared, softmax_scale, options):
         tile = KeyTile(order, block_N)
         blocks = QueryBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N)
-        tile.start(number, heads_a_kv_head, heads_a_part, blocks)
+        tile.start(number, launch, blocks)
         fill_bias_columns(w, shared.bias_columns, consumers)
         if tile.there:
-            differentiate(
-                w,
-                number,
-                heads_a_kv_head,
-                heads_a_part,
-                tile,
-                blocks,
-                tiles,
-                shared,
-                parts,
-                softmax_scale,
-                options,
-            )
+            differentiate(w, number, launch, tile, blocks, tiles, shared, softmax_scale, options)
 
     @T.macro
-    def run(
-        Q,
-        K,
-        V,
-        dO,
-        Lse_log2,
-        Delta,
-        dQ_sum,
-        dK,
-        dV,
-        dK_parts,
-        dV_parts,
-        softmax_scale,
-        heads_a_kv_head,
-        heads_a_part,
-        parts,
-        n_blocks,
-        group_heads,
-        ctas,
-        options,
-    ):
-        with T.Kernel(ctas, threads=config.threads, prelude=prelude(problem)) as number:
+    def run(Q, K, V, dO, Lse_log2, Delta, dQ_sum, dK, dV, dK_parts, dV_parts, softmax_scale, launch, options):
+        with T.Kernel(launch.ctas, threads=config.threads, prelude=prelude(problem)) as number:
             K_shared = TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="K")
             V_shared = TileRing([config.warpgroups, 64, head_dim_v], dtype, 4, name="V") if with_dk else None
             if with_dk:
@@ -469,9 +445,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 dS=Exchange(config.warpgroups, [64, block_M], dtype, "dS") if with_dq else None,
                 bias_columns=alloc_bias_columns(problem, block_M),
             )
-            one_part = heads_kv * parts
+            one_part = heads_kv * launch.parts
             all_heads, table = (one_part, options.Table) if varlen else (one_part * batch, None)
-            order = TileOrder(problem.causal, one_part, all_heads, parts, n_blocks, group_heads, table=table)
+            of_launch = launch.parts, launch.n_blocks, launch.group_heads
+            order = TileOrder(problem.causal, one_part, all_heads, *of_launch, table=table)
             Tiles = PackedGradTiles if varlen else DenseGradTiles
             tiles = Tiles(
                 Q,
@@ -485,8 +462,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 dQ_sum=FragmentBlocks(dQ_sum, rounded_q // 16),
                 dK=dK,
                 dV=dV,
-                dK_parts=FragmentBlocks(dK_parts, n_blocks * (block_N // 16)),
-                dV_parts=FragmentBlocks(dV_parts, n_blocks * (block_N // 16)),
+                dK_parts=FragmentBlocks(dK_parts, launch.n_blocks * (block_N // 16)),
+                dV_parts=FragmentBlocks(dV_parts, launch.n_blocks * (block_N // 16)),
             )
 
             thread = T.get_thread_binding()
@@ -494,23 +471,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 if registers is not None:
                     T.dec_max_nreg(registers[0])
                 if thread < consumers + 32:
-                    produce(number, order, heads_a_kv_head, heads_a_part, tiles, shared, options)
+                    produce(number, order, launch, tiles, shared, options)
             for w in warpgroups:
                 with T.ws(w):
                     if registers is not None:
                         T.inc_max_nreg(registers[1])
-                    consume(
-                        w,
-                        number,
-                        order,
-                        heads_a_kv_head,
-                        heads_a_part,
-                        tiles,
-                        shared,
-                        parts,
-                        softmax_scale,
-                        options,
-                    )
+                    consume(w, number, order, launch, tiles, shared, softmax_scale, options)
 
     if not problem.options:
 
@@ -535,27 +501,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             group_heads: T.int32,
             ctas: T.int32,
         ):
-            run(
-                Q,
-                K,
-                V,
-                dO,
-                Lse_log2,
-                Delta,
-                dQ_sum,
-                dK,
-                dV,
-                dK_parts,
-                dV_parts,
-                softmax_scale,
-                heads_a_kv_head,
-                heads_a_part,
-                parts,
-                n_blocks,
-                group_heads,
-                ctas,
-                None,
-            )
+            launch = Launch(heads_a_kv_head, heads_a_part, parts, n_blocks, group_heads, ctas)
+            run(Q, K, V, dO, Lse_log2, Delta, dQ_sum, dK, dV, dK_parts, dV_parts, softmax_scale, launch, None)
 
         return flash_bwd_dense
 
@@ -591,26 +538,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         Table: table_view,
     ):
         options = Options(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
-        run(
-            Q,
-            K,
-            V,
-            dO,
-            Lse_log2,
-            Delta,
-            dQ_sum,
-            dK,
-            dV,
-            dK_parts,
-            dV_parts,
-            softmax_scale,
-            heads_a_kv_head,
-            heads_a_part,
-            parts,
-            n_blocks,
-            group_heads,
-            ctas,
-            options,
-        )
+        launch = Launch(heads_a_kv_head, heads_a_part, parts, n_blocks, group_heads, ctas)
+        run(Q, K, V, dO, Lse_log2, Delta, dQ_sum, dK, dV, dK_parts, dV_parts, softmax_scale, launch, options)
 
     return flash_bwd_options

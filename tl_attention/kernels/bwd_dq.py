@@ -21,7 +21,7 @@ from tl_attention.kernels.options import (
     prelude,
 )
 from tl_attention.kernels.pipeline import WARPGROUP, TileRing, sync_warpgroup
-from tl_attention.kernels.scheduler import Tile, TileOrder
+from tl_attention.kernels.scheduler import Launch, Tile, TileOrder
 from tl_attention.kernels.softmax import LOG2E, probabilities, softmax_backward
 from tl_attention.kernels.tiles import DenseGradTiles, PackedGradTiles, rows_argument
 from tl_attention.problem import AttnProblem, BwdPass
@@ -164,10 +164,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             differentiate(w, tile, blocks, tiles, shared, softmax_scale, options)
 
     @T.macro
-    def run(
-        Q, K, V, dO, Lse_log2, Delta, dQ, softmax_scale, heads_a_kv_head, m_blocks, group_heads, ctas, options
-    ):
-        with T.Kernel(ctas, threads=config.threads, prelude=prelude(problem)) as number:
+    def run(Q, K, V, dO, Lse_log2, Delta, dQ, softmax_scale, launch, options):
+        with T.Kernel(launch.ctas, threads=config.threads, prelude=prelude(problem)) as number:
             shared = SharedTiles(
                 bias_columns=alloc_bias_columns(problem, block_N),
                 Q=TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="Q"),
@@ -176,9 +174,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 V=TileRing([config.num_stages_do, block_N, head_dim_v], dtype, consumers // 32, name="V"),
             )
             all_heads, table = (heads, options.Table) if varlen else (heads * batch, None)
-            order = TileOrder(
-                problem.causal, heads, all_heads, heads_a_kv_head, m_blocks, group_heads, table=table
-            )
+            order = TileOrder.of(launch, problem.causal, heads, all_heads, table=table)
             Tiles = PackedGradTiles if varlen else DenseGradTiles
             tiles = Tiles(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, dQ=dQ)
 
@@ -211,21 +207,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             group_heads: T.int32,
             ctas: T.int32,
         ):
-            run(
-                Q,
-                K,
-                V,
-                dO,
-                Lse_log2,
-                Delta,
-                dQ,
-                softmax_scale,
-                heads_a_kv_head,
-                m_blocks,
-                group_heads,
-                ctas,
-                None,
-            )
+            launch = Launch(heads_a_kv_head, m_blocks, group_heads, ctas)
+            run(Q, K, V, dO, Lse_log2, Delta, dQ, softmax_scale, launch, None)
 
         return flash_bwd_dq_dense
 
@@ -255,20 +238,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         Table: table_view,
     ):
         options = Options(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
-        run(
-            Q,
-            K,
-            V,
-            dO,
-            Lse_log2,
-            Delta,
-            dQ,
-            softmax_scale,
-            heads_a_kv_head,
-            m_blocks,
-            group_heads,
-            ctas,
-            options,
-        )
+        launch = Launch(heads_a_kv_head, m_blocks, group_heads, ctas)
+        run(Q, K, V, dO, Lse_log2, Delta, dQ, softmax_scale, launch, options)
 
     return flash_bwd_dq_options

@@ -27,7 +27,7 @@ from tl_attention.kernels.pipeline import (
     sync_warpgroup,
     wait_for_stores,
 )
-from tl_attention.kernels.scheduler import SecondWalk, Tile, TileBox, TileNumbers, TileOrder, Verdicts
+from tl_attention.kernels.scheduler import Launch, SecondWalk, Tile, TileBox, TileNumbers, TileOrder, Verdicts
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax
 from tl_attention.kernels.tiles import (
     DensePartTiles,
@@ -334,22 +334,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         wait_for_stores()
 
     @T.macro
-    def run(
-        Q,
-        K,
-        V,
-        O,
-        Lse,
-        Tickets,
-        softmax_scale,
-        lse_unit,
-        heads_a_kv_head,
-        m_blocks,
-        group_heads,
-        ctas,
-        options,
-    ):
-        with T.Kernel(ctas, threads=config.threads, prelude=prelude(problem)) as first_tile:
+    def run(Q, K, V, O, Lse, Tickets, softmax_scale, lse_unit, launch, options):
+        with T.Kernel(launch.ctas, threads=config.threads, prelude=prelude(problem)) as first_tile:
             shared = SharedTiles(
                 Q=TileRing([q_stages * config.warpgroups, 64, head_dim], dtype, 4, name="Q"),
                 K=TileRing([num_stages, block_N, head_dim], dtype, consumer_warps, name="K"),
@@ -362,9 +348,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             all_heads, table = (heads, options.Table) if varlen else (heads * batch, None)
             # A window that lets some queries see more keys than others mostly ends at their place, as a causal mask does
             last_first = problem.causal or problem.has("window")
-            order = TileOrder(
-                last_first, heads, all_heads, heads_a_kv_head, m_blocks, group_heads, splits, table
-            )
+            order = TileOrder.of(launch, last_first, heads, all_heads, splits, table)
             tiles = Tiles(Q, K, V, O, Lse, head_dim, head_dim_v)
 
             thread = T.get_thread_binding()
@@ -372,7 +356,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 if registers is not None:
                     T.dec_max_nreg(registers[0])
                 if thread < WARPGROUP * config.warpgroups + 32:
-                    produce(first_tile, order, ctas, Tickets, tiles, shared, options)
+                    produce(first_tile, order, launch.ctas, Tickets, tiles, shared, options)
             for w in warpgroups:
                 with T.ws(w):
                     if registers is not None:
@@ -396,21 +380,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             group_heads: T.int32,
             ctas: T.int32,
         ):
-            run(
-                Q,
-                K,
-                V,
-                O,
-                Lse,
-                Tickets,
-                softmax_scale,
-                lse_unit,
-                heads_a_kv_head,
-                m_blocks,
-                group_heads,
-                ctas,
-                None,
-            )
+            launch = Launch(heads_a_kv_head, m_blocks, group_heads, ctas)
+            run(Q, K, V, O, Lse, Tickets, softmax_scale, lse_unit, launch, None)
 
         return flash_fwd_dense
 
@@ -440,20 +411,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         Table: table_view,
     ):
         options = Options(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
-        run(
-            Q,
-            K,
-            V,
-            O,
-            Lse,
-            Tickets,
-            softmax_scale,
-            lse_unit,
-            heads_a_kv_head,
-            m_blocks,
-            group_heads,
-            ctas,
-            options,
-        )
+        launch = Launch(heads_a_kv_head, m_blocks, group_heads, ctas)
+        run(Q, K, V, O, Lse, Tickets, softmax_scale, lse_unit, launch, options)
 
     return flash_fwd_options

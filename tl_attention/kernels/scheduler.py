@@ -29,6 +29,14 @@ class TileOrder:
     splits: Any = None
     table: Any = None
 
+    @classmethod
+    def of(
+        cls, launch: Launch, causal: bool, heads: Any, all_heads: Any, splits: Any = None, table: Any = None
+    ) -> TileOrder:
+        """Of a launch whose tiles are blocks of queries."""
+        of_launch = launch.heads_a_kv_head, launch.m_blocks, launch.group_heads
+        return cls(causal, heads, all_heads, *of_launch, splits, table)
+
     @property
     def grouped(self) -> bool:
         return self.causal or self.splits is not None or self.table is not None
@@ -40,6 +48,16 @@ class TileOrder:
     @property
     def num_tiles(self) -> Any:
         return self.m_blocks * self.all_heads
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What dispatch works out of a launch for its tiles."""
+
+    heads_a_kv_head: Any
+    m_blocks: Any
+    group_heads: Any
+    ctas: Any
 
 
 @T.meta_class

@@ -272,6 +272,21 @@ def test_compiled_for_caches_is_what_a_call_asks_for(width, queries, page_size, 
     assert set(asked) <= set(configs.decode_kernels(["float16"], [width]))
 
 
+@pytest.mark.parametrize("other", [["--shapes", "article"], ["--dtype", "float16"]], ids=" ".join)
+def test_compile_of_options_takes_no_shapes_and_no_dtype(other, compiled, capsys):
+    assert cli.main(["compile", "--options", *other]) == 2
+    assert "expected no --shapes and no --dtype" in capsys.readouterr().out
+    assert not compiled
+
+
+@pytest.mark.parametrize("direction", ["bwd", "decode"])
+def test_compile_refuses_head_dims_that_have_no_kernels(direction, compiled):
+    with pytest.raises(
+        SystemExit, match=f"1,8,8,64,64,640,512,full: expected head dims that --pass {direction}"
+    ):
+        cli.main(["compile", "--pass", direction, "--shapes", "1,8,8,64,64,640,512,full"])
+
+
 def test_compile_finds_nothing_by_these_words(compiled):
     assert cli.main(["compile", "fp8"]) == 1
 

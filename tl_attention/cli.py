@@ -18,6 +18,7 @@ import torch
 from tl_attention import configs
 from tl_attention.problem import (
     DECODE,
+    DECODE_TILE_WIDTHS,
     DIRECTIONS,
     DTYPES,
     OPTIONS,
@@ -196,6 +197,11 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     if not cubin.find_nvcc():
         print(f"tl-attention compile: {cubin.NO_NVCC}")
         return 2
+    if arguments.options and (arguments.shapes or arguments.dtype):
+        print(
+            "tl-attention compile --options takes the lines of the grid, in bfloat16: expected no --shapes and no --dtype"
+        )
+        return 2
     if not _has_rich("compile"):
         return 2
     from rich.console import Console
@@ -239,6 +245,11 @@ def _serving(
     """What calls on such tensors load, whatever the lengths."""
     gpu_name = torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
     for direction, dtype, shape in itertools.product(directions, dtypes, shapes):
+        widths = DECODE_TILE_WIDTHS if direction == DECODE else configs.tile_widths(direction)
+        if not any(qk >= shape.head_dim and v >= shape.head_dim_v for qk, v in widths):
+            raise SystemExit(
+                f"--shapes: {shape}: expected head dims that --pass {direction} has kernels for, within one of {widths}"
+            )
         if direction == DECODE:
             width = decode_width(shape.head_dim, shape.head_dim_v)
             yield from configs.decode_kernels([dtype], [width], shape.option_names)

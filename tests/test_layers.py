@@ -48,8 +48,9 @@ DOORS = {
     "autotune": "torch problem target configs launch compiler cubin sandbox reference testing | rich",
     "sandbox": "",
     "cubin": "problem target configs compiler toolkit | tilelang",
+    "manifest": "configs cubin compiler problem toolkit",
     "cli": "torch problem target configs"
-    "| launch compiler cubin toolkit autotune interface flash reference testing tilelang tvm_ffi rich benchmarks",
+    "| launch compiler cubin toolkit manifest autotune interface flash reference testing tilelang tvm_ffi rich benchmarks",
 }
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 

@@ -78,7 +78,7 @@ def _sources_digest(template: str) -> str:
     return digest.hexdigest()
 
 
-def _template(config: KernelConfig) -> tuple[str, str]:
+def template(config: KernelConfig) -> tuple[str, str]:
     """The module of kernels/ that a kernel comes from, and the function in it."""
     by_queries = isinstance(config, BwdPass) and config.grads == "dq"
     return TEMPLATES["dq" if by_queries else type(config)]
@@ -86,7 +86,7 @@ def _template(config: KernelConfig) -> tuple[str, str]:
 
 def trace(problem: AttnProblem, config: KernelConfig) -> Any:
     """The kernel in TileLang, a PrimFunc. Needs neither GPU nor nvcc."""
-    module, function = _template(config)
+    module, function = template(config)
     return getattr(_kernel_module(module), function)(problem, config)
 
 
@@ -94,26 +94,20 @@ def _kernel_module(name: str) -> ModuleType:
     return importlib.import_module(f"tl_attention.kernels.{name}")
 
 
-def _pass_configs(config: KernelConfig) -> dict[str, object]:
+def pass_configs(config: KernelConfig) -> dict[str, object]:
     """Options of the passes that lower a kernel."""
-    module, _ = _template(config)
-    pass_configs = dict(_kernel_module(module).PASS_CONFIGS)
+    module, _ = template(config)
+    found = dict(_kernel_module(module).PASS_CONFIGS)
     if (level := register_level(config)) != REGISTER_LEVEL:
-        pass_configs["tl.ptxas_register_usage_level"] = level
-    return pass_configs
-
-
-def kernel_name(problem: AttnProblem, config: KernelConfig) -> str:
-    """A kernel in words: its template, problem and config."""
-    template, _ = _template(config)
-    return f"{template}: {problem}, {config}"
+        found["tl.ptxas_register_usage_level"] = level
+    return found
 
 
 def kernel_path(problem: AttnProblem, config: KernelConfig) -> Path:
     """Where the compiled kernel lies, or will; its CUDA source lies beside it as .cu."""
-    template, _ = _template(config)
-    key = f"{_sources_digest(template)} {problem!r} {config!r}"
-    return configs.cache_dir() / f"{template}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
+    module, _ = template(config)
+    key = f"{_sources_digest(module)} {problem!r} {config!r}"
+    return configs.cache_dir() / f"{module}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
 
 
 def lower(problem: AttnProblem, config: KernelConfig) -> tuple[str, int]:
@@ -123,7 +117,7 @@ def lower(problem: AttnProblem, config: KernelConfig) -> tuple[str, int]:
 
     program = trace(problem, config)
     target = tvm.target.Target(TARGET)
-    with tvm.transform.PassContext(opt_level=3, config=_pass_configs(config)), target:
+    with tvm.transform.PassContext(opt_level=3, config=pass_configs(config)), target:
         artifact = tilelang.lower(program, target=target)
     (function,) = (f for _, f in artifact.device_mod.functions.items())
     return artifact.kernel_source, int(function.attrs.get("dyn_shared_memory_buf", 0))
@@ -140,7 +134,7 @@ def _build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
     level = logger.level
     logger.setLevel(logging.WARNING)  # it tells of each export
     try:
-        kernel = tilelang.compile(trace(problem, config), target=TARGET, pass_configs=_pass_configs(config))
+        kernel = tilelang.compile(trace(problem, config), target=TARGET, pass_configs=pass_configs(config))
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             path.with_suffix(".cu").write_text(kernel.get_kernel_source())
             kernel.export_library(str(Path(folder, path.name)))

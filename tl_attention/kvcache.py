@@ -17,7 +17,7 @@ from tl_attention.checks import (
     check_tensor,
     described,
 )
-from tl_attention.ops import someone_looks, warn_of_cpu
+from tl_attention.ops import check_place, is_traced, scale_of
 from tl_attention.options import UNLIMITED, Cache, Options, canonical_window
 from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.reference import append_reference, kvcache_reference, rotary_reference
@@ -112,10 +112,10 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
         sink, workspace, None if type(cache_seqlens) is int else cache_seqlens,
     )  # fmt: skip
-    looked_at = someone_looks() or not {type(x) for x in tensors} <= _PLAIN
+    traced = is_traced() or not {type(x) for x in tensors} <= _PLAIN
     known = key = None
     switches = type(causal), type(rotary_interleaved), type(batch_invariant), type(num_splits)
-    if not looked_at and switches == (bool, bool, bool, int):
+    if not traced and switches == (bool, bool, bool, int):
         values = softmax_scale, window_size, softcap, num_splits, causal, batch_invariant, type(cache_seqlens)
         known, key = _look_up(tensors, values)
     if known is None:
@@ -126,10 +126,7 @@ def flash_attn_with_kvcache(
         check_num_splits(num_splits)
         check_options(q, q.shape[0], window_size, softcap, 0.0, alibi_slopes, sink, None)
         _check_workspace(q, v_cache, workspace, num_splits, batch_invariant, room)
-        if q.device.type == "cpu":
-            warn_of_cpu()
-        elif q.device.type != "cuda" or not looked_at:
-            check_device(q)
+        check_place(q, traced)
         if key is not None:
             if len(_known) >= MAX_KNOWN:
                 _known.clear()
@@ -155,17 +152,17 @@ def flash_attn_with_kvcache(
             alibi_slopes=None if alibi_slopes is None else alibi_slopes.contiguous(),
             sink=None if sink is None else sink.contiguous(),
         )
-    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
+    scale = scale_of(q, softmax_scale)
     cache = Cache(k_cache, v_cache, cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table)
     if check_block_table:
         _check_values(q, cache)
 
     if k is not None:
-        append = _append_by_op if looked_at else _append
+        append = _append_by_op if traced else _append
         moves = causal or options.window != (UNLIMITED, UNLIMITED)
         q = append(q, k, v, cache, rotary_cos, rotary_sin, rotary_interleaved, moves)
     how = scale, causal, options, num_splits, batch_invariant, workspace
-    out, lse = _decode_by_op(q, cache, *how) if looked_at else _decode(q, cache, *how, known)
+    out, lse = _decode_by_op(q, cache, *how) if traced else _decode(q, cache, *how, known)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -267,7 +264,7 @@ def _decode(
         batch_idx=batch_idx,
         leftpad=leftpad,
         block_table=cache.block_table,
-        **{name: getattr(options, name) for name in ("window", "softcap", "alibi_slopes", "sink")},
+        **options.reference_arguments(),
     )
     return out.to(q.dtype), lse.contiguous()
 

@@ -12,20 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import autotune, cli, configs, cubin, dispatch_decode
+from tl_attention import cli, configs, cubin, dispatch_decode
 from tl_attention.extras import Cache, Extras
-from tl_attention.problem import (
-    DECODE_TILE_WIDTHS,
-    DIRECTIONS,
-    SPLIT_BUCKET,
-    AppendConfig,
-    AttnProblem,
-    BwdDelta,
-    BwdPass,
-    BwdSum,
-    DecodeCombine,
-    DecodeConfig,
-)
+from tl_attention.kernel_configs import AppendConfig, BwdDelta, BwdPass, BwdSum, DecodeCombine, DecodeConfig
+from tl_attention.problem import DECODE_TILE_WIDTHS, DIRECTIONS, SPLIT_BUCKET, AttnProblem
+from tl_attention.tuning import autotune
 
 
 @pytest.mark.parametrize("command", [[], ["tune"], ["compile"], ["doctor"]], ids=" ".join)

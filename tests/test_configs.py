@@ -9,20 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tl_attention import configs
+from tl_attention import configs, legality
+from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdPass, BwdSum, Config, FwdCombine, FwdConfig
 from tl_attention.problem import (
     BUCKETS,
     BWD_TILE_WIDTHS,
     DIRECTIONS,
     SPLIT_BUCKET,
     AttnProblem,
-    BwdConfig,
-    BwdDelta,
-    BwdPass,
-    BwdSum,
-    Config,
-    FwdCombine,
-    FwdConfig,
     buckets,
     tuning_key,
 )
@@ -41,12 +35,12 @@ CLASSES = [(problem, direction) for direction in DIRECTIONS for problem in confi
 @pytest.mark.parametrize(("problem", "direction"), CLASSES, ids=str)
 def test_grid_default_and_candidates_are_legal(problem, direction):
     default = configs.default_config(problem, direction)
-    assert configs.is_legal(problem, default, direction) is None
+    assert legality.is_legal(problem, default, direction) is None
     for bucket in buckets(direction):
         found = configs.candidates(problem, bucket, direction)
         assert found[0] == configs.default_config(problem, direction, bucket)
         assert 1 < len(found) == len(set(found)) <= 26
-        assert [c for c in found if configs.is_legal(problem, c, direction)] == []
+        assert [c for c in found if legality.is_legal(problem, c, direction)] == []
 
 
 @pytest.mark.parametrize(("problem", "direction"), [c for c in CLASSES if c[1] != "bwd_det"], ids=str)
@@ -54,7 +48,7 @@ def test_grid_has_no_value_that_never_runs(problem, direction):
     for line in configs._class_table(problem, direction)["search"]:
         assert set(line.get("buckets", BUCKETS)) <= set(BUCKETS)
         for config in configs._line_configs(problem, line, direction):
-            assert configs.is_legal(problem, config, direction) is None
+            assert legality.is_legal(problem, config, direction) is None
 
 
 def test_grid_has_no_section_that_serves_nobody():
@@ -84,13 +78,33 @@ def test_grid_line_is_a_product_of_lists():
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
-        (D128, FwdConfig(96, 128), "block_M 96"),
-        (D128, FwdConfig(256, 64), "block_M 256"),
-        (D128, FwdConfig(128, 120), "block_N 120"),
-        (D64, FwdConfig(64, 272), "block_N 272"),
-        (D128, FwdConfig(128, 128, num_stages=1), "num_stages 1"),
-        (D128, FwdConfig(128, 128, schedule="best"), "schedule 'best'"),
-        (D128, FwdConfig(64, 128, ping_pong=True), "ping_pong"),
+        (
+            D128,
+            FwdConfig(96, 128),
+            "block_M: expected 64, 128 or 192 (64 queries per consumer warpgroup), got 96",
+        ),
+        (
+            D128,
+            FwdConfig(256, 64),
+            "block_M: expected 64, 128 or 192 (64 queries per consumer warpgroup), got 256",
+        ),
+        (D128, FwdConfig(128, 120), "block_N: expected a multiple of 16 in 16..256, got 120"),
+        (D64, FwdConfig(64, 272), "block_N: expected a multiple of 16 in 16..256, got 272"),
+        (
+            D128,
+            FwdConfig(128, 128, num_stages=1),
+            "num_stages: expected at least 2 (load one while one is computed), got 1",
+        ),
+        (
+            D128,
+            FwdConfig(128, 128, schedule="best"),
+            "schedule: expected one of grid, persistent, dynamic, got 'best'",
+        ),
+        (
+            D128,
+            FwdConfig(64, 128, ping_pong=True),
+            "ping_pong: expected block_M of at least 128 (2 warpgroups), got 64",
+        ),
         (D128, FwdConfig(128, 128, q_stages=2), "no next tile"),
         (D128, FwdConfig(128, 128, schedule="dynamic", split=True), "split: expected the schedule grid"),
         (D128, FwdConfig(128, 128, hold_max=True), "hold_max: expected the schedule persistent or dynamic"),
@@ -99,23 +113,23 @@ def test_grid_line_is_a_product_of_lists():
             FwdConfig(128, 128, schedule="dynamic", hold_max=True),
             "hold_max: expected bfloat16, got float16",
         ),
-        (replace(D128, options=("varlen",)), FwdConfig(64, 128), "block_M 64: expected 128 with varlen"),
-        (D128, FwdConfig(128, 128, num_stages=4), "shared memory: 295936 of 232448 bytes"),
-        (D64, FwdConfig(192, 192), "registers: 176 of 128"),
+        (replace(D128, options=("varlen",)), FwdConfig(64, 128), "block_M: expected 128 with varlen, got 64"),
+        (D128, FwdConfig(128, 128, num_stages=4), "shared memory: expected at most 232448 bytes, got 295936"),
+        (D64, FwdConfig(192, 192), "registers: expected at most 128 per thread for accumulators, got 176"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,
 )
 def test_is_legal_says_why_not(problem, config, reason):
-    assert reason in configs.is_legal(problem, config)
+    assert reason in legality.is_legal(problem, config)
 
 
 def passes(*texts: str) -> BwdConfig:
-    """Of passes as they print: dk+dv 64x128x2x2 lean."""
+    """Of passes as they print: dk+dv 64x128x2x2 reuse."""
     parts = (text.split() for text in texts)
     return BwdConfig(
         tuple(
-            BwdPass(grads, *map(int, sizes.split("x")), lean=lean == ["lean"])
-            for grads, sizes, *lean in parts
+            BwdPass(grads, *map(int, sizes.split("x")), reuse_registers=reuse == ["reuse"])
+            for grads, sizes, *reuse in parts
         )
     )
 
@@ -123,60 +137,108 @@ def passes(*texts: str) -> BwdConfig:
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
-        (D128, passes(), "passes make nothing: expected dk, dq and dv once each"),
-        (D128, passes("dk+dv 64x128"), "passes make dk, dv: expected"),
-        (D128, passes("dk+dv 64x128", "dq 128x64", "dv 64x128"), "passes make dk, dq, dv, dv: expected"),
-        (D128, passes("dv+dk 64x128", "dq 128x64"), "grads 'dv+dk'"),
-        (D128, passes("dk+dv 64x96", "dq 128x64"), "dk+dv 64x96x2x2: block_N 96: expected 64, 128 or 192"),
-        (D128, passes("dk+dv 64x128", "dq 96x64"), "dq 96x64x2x2: block_M 96: expected 64, 128 or 192"),
-        (D128, passes("dk+dv 56x128", "dq 128x64"), "block_M 56: expected 32, 64, 96 or 128"),
-        (D64, passes("dk+dv 16x128", "dq 128x64"), "block_M 16"),
-        (D64, passes("dk+dv 64x128", "dq 128x120"), "block_N 120: expected a multiple of 16 in 32..256"),
-        (D64, passes("dq+dk+dv 96x128"), "block_M 96: expected 64 or 128"),
-        (D64, passes("dq+dk+dv 64x128"), "lean: expected True where dq is summed"),
-        (D64, passes("dk+dv 64x128", "dq 128x64 lean"), "lean: expected False where dq is made alone"),
-        (D64, passes("dq+dk+dv 64x128x1 lean"), "num_stages 1: expected at least 2"),
-        (D64, passes("dq+dk+dv 64x128x2x0 lean"), "num_stages_do 0"),
-        (D64, passes("dk+dv 128x128", "dq 128x64"), "registers: 256 of 232"),
-        (D64, passes("dq+dk+dv 64x192"), "block_N 192: expected 128"),
-        (D64, passes("dk+dv 64x192", "dq 128x64"), "registers: 160 of 152"),
-        (D128, passes("dk+dv 96x128", "dq 128x64"), "registers: 272 of 232"),
-        (D192_128, passes("dk 64x128", "dv 64x128", "dq 128x112"), "dq 128x112x2x2: registers: 236 of 232"),
+        (D128, passes(), "passes: expected dk, dq and dv once each, got nothing"),
+        (D128, passes("dk+dv 64x128"), "passes: expected dk, dq and dv once each, got dk, dv"),
+        (
+            D128,
+            passes("dk+dv 64x128", "dq 128x64", "dv 64x128"),
+            "passes: expected dk, dq and dv once each, got dk, dq, dv, dv",
+        ),
+        (
+            D128,
+            passes("dv+dk 64x128", "dq 128x64"),
+            "grads: expected one of dq+dk+dv, dk+dv, dk, dv, dq, got 'dv+dk'",
+        ),
+        (
+            D128,
+            passes("dk+dv 64x96", "dq 128x64"),
+            "dk+dv 64x96x2x2: block_N: expected 64, 128 or 192 (64 rows per consumer warpgroup), got 96",
+        ),
+        (
+            D128,
+            passes("dk+dv 64x128", "dq 96x64"),
+            "dq 96x64x2x2: block_M: expected 64, 128 or 192 (64 rows per consumer warpgroup), got 96",
+        ),
+        (D128, passes("dk+dv 56x128", "dq 128x64"), "block_M: expected 32, 64, 96 or 128, got 56"),
+        (D64, passes("dk+dv 16x128", "dq 128x64"), "block_M: expected 32, 64, 96 or 128, got 16"),
+        (D64, passes("dk+dv 64x128", "dq 128x120"), "block_N: expected a multiple of 16 in 32..256, got 120"),
+        (
+            D64,
+            passes("dq+dk+dv 96x128"),
+            "block_M: expected 64 or 128 where dq is summed, 64 rows of it at a time, got 96",
+        ),
+        (D64, passes("dq+dk+dv 64x128"), "reuse_registers: expected True where dq is summed"),
+        (
+            D64,
+            passes("dk+dv 64x128", "dq 128x64 reuse"),
+            "reuse_registers: expected False in the pass of dq alone, got True",
+        ),
+        (D64, passes("dq+dk+dv 64x128x1 reuse"), "num_stages: expected at least 2, got 1"),
+        (D64, passes("dq+dk+dv 64x128x2x0 reuse"), "num_stages_do: expected at least 1, got 0"),
+        (
+            D64,
+            passes("dk+dv 128x128", "dq 128x64"),
+            "registers: expected at most 232 per thread for accumulators, got 256",
+        ),
+        (
+            D64,
+            passes("dq+dk+dv 64x192"),
+            "block_N: expected 128 where dq is summed (two warpgroups share it), got 192",
+        ),
+        (
+            D64,
+            passes("dk+dv 64x192", "dq 128x64"),
+            "registers: expected at most 152 per thread for accumulators, got 160",
+        ),
+        (
+            D128,
+            passes("dk+dv 96x128", "dq 128x64"),
+            "registers: expected at most 232 per thread for accumulators, got 272",
+        ),
+        (
+            D192_128,
+            passes("dk 64x128", "dv 64x128", "dq 128x112"),
+            "dq 128x112x2x2: registers: expected at most 232 per thread for accumulators, got 236",
+        ),
         (
             D192_128,
             passes("dk 64x128", "dv 64x128x6", "dq 128x64"),
-            "dv 64x128x6x2: shared memory: 265216 of 232448 bytes",
+            "dv 64x128x6x2: shared memory: expected at most 232448 bytes, got 265216",
         ),
-        (D256, passes("dk 64x128", "dv 64x128", "dq 128x64x2x1"), "dk 64x128x2x2: shared memory: 264192"),
+        (
+            D256,
+            passes("dk 64x128", "dv 64x128", "dq 128x64x2x1"),
+            "dk 64x128x2x2: shared memory: expected at most 232448 bytes, got 264192",
+        ),
     ],
     ids=lambda x: x if isinstance(x, str) else None,
 )
 def test_is_legal_says_why_not_backward(problem, config, reason):
-    assert reason in configs.is_legal(problem, config, "bwd")
+    assert reason in legality.is_legal(problem, config, "bwd")
 
 
 def test_is_legal_takes_no_sum_without_order_where_bits_are_to_be_equal():
-    fast, fixed = passes("dq+dk+dv 64x128 lean"), passes("dk+dv 64x128", "dq 128x64")
-    assert configs.is_legal(D128, fast) is configs.is_legal(D128, fast, "bwd") is None
-    assert "an order that is not fixed" in configs.is_legal(D128, fast, "bwd_det")
-    assert configs.is_legal(D128, fixed, "bwd") is configs.is_legal(D128, fixed, "bwd_det") is None
+    fast, fixed = passes("dq+dk+dv 64x128 reuse"), passes("dk+dv 64x128", "dq 128x64")
+    assert legality.is_legal(D128, fast) is legality.is_legal(D128, fast, "bwd") is None
+    assert "sums dq in no fixed order" in legality.is_legal(D128, fast, "bwd_det")
+    assert legality.is_legal(D128, fixed, "bwd") is legality.is_legal(D128, fixed, "bwd_det") is None
 
 
 @pytest.mark.parametrize(
     ("problem", "one", "smem", "registers"),
     [
-        (D64, "dq+dk+dv 128x128 lean", 133120, 160),
-        (D128, "dq+dk+dv 64x128 lean", 148480, 176),
+        (D64, "dq+dk+dv 128x128 reuse", 133120, 160),
+        (D128, "dq+dk+dv 64x128 reuse", 148480, 176),
         (D128, "dk+dv 64x128", 132096, 224),
         (D128, "dq 128x64", 131072, 144),
-        (D192_128, "dk+dv 64x128 lean", 164864, 208),
+        (D192_128, "dk+dv 64x128 reuse", 164864, 208),
         (D192_128, "dv 64x128", 164864, 112),
         (D192_128, "dk 64x128", 164864, 176),
         (D256, "dk 64x128x2x1", 230400, 208),
         (D256, "dv 64x128", 197632, 176),
         (D256, "dq 128x64x2x1", 229376, 208),
-        (replace(D128, options=("softcap",)), "dq+dk+dv 64x128 lean", 148480, 192),
-        (replace(D128, causal=True, options=("alibi",)), "dq+dk+dv 64x128 lean", 150528, 176),
+        (replace(D128, options=("softcap",)), "dq+dk+dv 64x128 reuse", 148480, 192),
+        (replace(D128, causal=True, options=("alibi",)), "dq+dk+dv 64x128 reuse", 150528, 176),
         (replace(D128, causal=True, options=("alibi",)), "dq 128x128", 200704, 224),
         (replace(D128, causal=False, options=("alibi",)), "dq 128x128", 196608, 224),
     ],
@@ -184,8 +246,8 @@ def test_is_legal_takes_no_sum_without_order_where_bits_are_to_be_equal():
 )
 def test_what_a_pass_takes(problem, one, smem, registers):
     (one,) = passes(one).passes
-    assert configs.smem_bytes(problem, one) == smem
-    assert configs.accumulator_registers(problem, one) == registers
+    assert legality.smem_bytes(problem, one) == smem
+    assert legality.accumulator_registers(problem, one) == registers
 
 
 @pytest.mark.parametrize("options", [(), ("sink",)])
@@ -269,7 +331,11 @@ def test_tuned_row_serves_the_other_dtype(tuned_row):
 @pytest.mark.parametrize(
     ("direction", "row", "why"),
     [
-        ("fwd", {"config": {**asdict(WINNER), "block_N": 100}}, "block_N 100"),
+        (
+            "fwd",
+            {"config": {**asdict(WINNER), "block_N": 100}},
+            "block_N: expected a multiple of 16 in 16..256, got 100",
+        ),
         ("fwd", {"config": {"block_M": 128, "warps": 12}}, "unexpected keyword argument 'warps'"),
         ("fwd", {"block_M": 128}, "KeyError"),
         ("fwd", {"config": {**asdict(WINNER), "block_N": "96"}}, "TypeError"),
@@ -277,8 +343,8 @@ def test_tuned_row_serves_the_other_dtype(tuned_row):
         ("fwd", {"config": {**asdict(WINNER), "split": True}}, "split is True in the bucket 4k"),
         ("bwd", {"config": asdict(WINNER)}, "KeyError: 'passes'"),
         ("bwd", {"config": {"passes": [{"grads": "dq+dk+dv", "block_M": 64, "warps": 3}]}}, "'warps'"),
-        ("bwd", {"config": asdict(passes("dq 128x64"))}, "passes make dq"),
-        ("bwd_det", {"config": asdict(passes("dq+dk+dv 64x128 lean"))}, "an order that is not fixed"),
+        ("bwd", {"config": asdict(passes("dq 128x64"))}, "passes: expected dk, dq and dv once each, got dq"),
+        ("bwd_det", {"config": asdict(passes("dq+dk+dv 64x128 reuse"))}, "sums dq in no fixed order"),
     ],
     ids=[
         "illegal",
@@ -444,4 +510,4 @@ def test_read_tuned_has_every_direction(tmp_path):
 def test_smem_bytes_is_what_lowering_asks_for(problem, config):
     from tl_attention import dispatch
 
-    assert configs.smem_bytes(problem, config) == dispatch.lower(problem, config)[1]
+    assert legality.smem_bytes(problem, config) == dispatch.lower(problem, config)[1]

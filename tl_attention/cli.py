@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tl_attention import configs
+from tl_attention import configs, legality
+from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import (
     DECODE,
     DECODE_TILE_WIDTHS,
+    DEFAULT_DTYPE,
     DIRECTIONS,
     DTYPES,
     OPTIONS,
     AttnProblem,
-    KernelConfig,
     buckets,
     decode_width,
+    tile_widths,
 )
 from tl_attention.target import is_hopper
 
@@ -168,7 +170,7 @@ def tune(arguments: argparse.Namespace) -> int:
         return 2
     if not _has_rich("tune"):
         return 2
-    from tl_attention import autotune
+    from tl_attention.tuning import autotune
 
     table = arguments.table or configs.tuned_path(torch.cuda.get_device_name())
     try:
@@ -181,7 +183,7 @@ def tune(arguments: argparse.Namespace) -> int:
         plain_shapes(arguments.shapes) if arguments.shapes else None,
         arguments.budget,
         directions=arguments.directions,
-        dtypes=arguments.dtype or DTYPES[:1],
+        dtypes=arguments.dtype or (DEFAULT_DTYPE,),
         only=arguments.only,
         path=arguments.table,
         log=arguments.log,
@@ -192,7 +194,8 @@ def tune(arguments: argparse.Namespace) -> int:
 
 
 def compile_kernels(arguments: argparse.Namespace) -> int:
-    from tl_attention import autotune, cubin
+    from tl_attention import cubin
+    from tl_attention.tuning import autotune
 
     if not cubin.find_nvcc():
         print(f"tl-attention compile: {cubin.NO_NVCC}")
@@ -211,7 +214,7 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     if arguments.options:
         kernels = configs.option_kernels([one for one in arguments.directions if one != DECODE])
     elif arguments.shapes:
-        dtypes = arguments.dtype or DTYPES[:1]
+        dtypes = arguments.dtype or (DEFAULT_DTYPE,)
         kernels = _serving(parse_shapes(arguments.shapes).values(), dtypes, arguments.directions)
     else:
         dtypes = arguments.dtype or DTYPES
@@ -245,7 +248,7 @@ def _serving(
     """What calls on such tensors load, whatever the lengths."""
     gpu_name = torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
     for direction, dtype, shape in itertools.product(directions, dtypes, shapes):
-        widths = DECODE_TILE_WIDTHS if direction == DECODE else configs.tile_widths(direction)
+        widths = DECODE_TILE_WIDTHS if direction == DECODE else tile_widths(direction)
         if not any(qk >= shape.head_dim and v >= shape.head_dim_v for qk, v in widths):
             raise SystemExit(
                 f"--shapes: {shape}: expected head dims that --pass {direction} has kernels for, within one of {widths}"
@@ -278,7 +281,7 @@ def support(arguments: argparse.Namespace) -> int:
 
 
 def support_table() -> str:
-    """In Markdown, the tile widths at which each option, and all at once, have kernels: what configs.is_legal says of their configs."""
+    """In Markdown, the tile widths at which each option, and all at once, have kernels: what legality.is_legal says of their configs."""
     names = {"fwd": "forward", "bwd": "backward", "bwd_det": "deterministic backward"}
     lines = [f"| option | {' | '.join(names.values())} |", "|---" * (1 + len(names)) + "|"]
     for options in (*((option,) for option in OPTIONS), OPTIONS):
@@ -290,11 +293,11 @@ def support_table() -> str:
 def _support(options: tuple[str, ...], direction: str) -> str:
     """bf16, fp16: every width; or the widths that there are kernels for."""
     cells: dict[str, list[str]] = {}
-    widths = configs.tile_widths(direction)
+    widths = tile_widths(direction)
     for dtype in DTYPES:
         problems = [AttnProblem(dtype, *width, False, options) for width in widths]
         runs = [
-            not configs.is_legal(problem, configs.option_config(problem, "4k", direction), direction)
+            not legality.is_legal(problem, configs.option_config(problem, "4k", direction), direction)
             for problem in problems
         ]
         named = ", ".join(

@@ -13,16 +13,16 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tl_attention.configs import smem_bytes
-from tl_attention.problem import (
+from tl_attention.kernel_configs import (
     REGISTER_LEVEL,
-    AttnProblem,
     BwdPass,
     DecodeConfig,
     FwdConfig,
     KernelConfig,
     register_level,
 )
+from tl_attention.legality import smem_bytes
+from tl_attention.problem import AttnProblem
 from tl_attention.target import REGISTERS, SMEM_LIMIT, SMEM_PER_SM, TARGET
 
 # Each marks a slow kernel. C7507: setmaxnreg is ignored; the others: every wgmma is waited for

@@ -29,16 +29,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tl_attention import configs
+from tl_attention import configs, legality
 from tl_attention.arrays import Views
 from tl_attention.extras import MAX_WINDOW, Extras
-from tl_attention.problem import (
-    MAX_SPLITS,
+from tl_attention.kernel_configs import (
     REGISTER_LEVEL,
-    SPLIT_BUCKET,
-    TABLE_ROWS,
     AppendConfig,
-    AttnProblem,
     BwdConfig,
     BwdDelta,
     BwdPass,
@@ -49,22 +45,27 @@ from tl_attention.problem import (
     FwdCombine,
     FwdConfig,
     KernelConfig,
-    VarlenPlan,
-    buckets,
+    TileTable,
     delta_width,
-    length_bucket,
-    plan_kernels,
     register_level,
+    table_kernels,
+)
+from tl_attention.problem import (
+    MAX_SPLITS,
+    SPLIT_BUCKET,
+    TABLE_ROWS,
+    AttnProblem,
+    buckets,
+    length_bucket,
     tuning_key,
 )
-from tl_attention.target import TARGET, sm_count
+from tl_attention.target import DTYPE_NAMES, TARGET, sm_count
 
 LN2 = math.log(2.0)
 LOG2E = 1 / LN2
 MAX_GRID = 2**31 - 1  # CTAs of one launch
 # Of one backward, whose small kernels have the batch in the last dimension of their grids
 MAX_BATCH = 2**16 - 1
-DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 L2_SHARE = 32 << 20  # bytes of a 50 MB L2 that the keys and values of one group of heads may fill
 # Counters a device has; when streams and captured launches have used them up, a new one is a memset before its launch
 TICKET_ROWS = 1 << 15
@@ -87,7 +88,7 @@ TEMPLATES = {
     BwdPass: ("bwd", "flash_bwd"),
     "dq": ("bwd_dq", "flash_bwd_dq"),
     BwdSum: ("bwd_sum", "flash_bwd_sum"),
-    VarlenPlan: ("varlen_plan", "flash_varlen_plan"),
+    TileTable: ("tile_table", "flash_tile_table"),
     DecodeConfig: ("decode", "flash_decode"),
     DecodeCombine: ("decode_combine", "flash_decode_combine"),
     AppendConfig: ("append", "flash_append"),
@@ -133,7 +134,9 @@ def _sources_digest(template: str) -> str:
     digest = hashlib.sha256(" ".join([*versions, platform.machine()]).encode())
     others = {name for name, _ in TEMPLATES.values()} - {template}
     kernels = (path for path in folder.glob("kernels/*.py") if path.stem not in others)
-    for path in sorted([*kernels, folder / "problem.py", folder / "target.py"]):
+    for path in sorted(
+        [*kernels, *(folder / f"{name}.py" for name in ("problem", "kernel_configs", "target"))]
+    ):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -344,7 +347,7 @@ def _find_config(key: tuple, direction: str, config: Config | None) -> tuple[Att
         config, source = configs.pick_config(problem, bucket, gpu, direction)
         for other in buckets(direction):  # so that no length compiles later
             compile_config(problem, configs.pick_config(problem, other, gpu, direction)[0])
-    elif reason := configs.is_legal(problem, config, direction):
+    elif reason := legality.is_legal(problem, config, direction):
         raise ValueError(f"config: {config} cannot run {problem}: {reason}")
     if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
         print(
@@ -368,8 +371,8 @@ def _find_kernel(key: tuple, config: FwdConfig | None) -> FwdKernels:
     problem, config = _find_config(key, "fwd", config)
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
     compiled = {type(one): compile_kernel(problem, one) for problem, one in config.kernels(problem)}
-    combine, varlen_plan = compiled.get(FwdCombine), compiled.get(VarlenPlan)
-    return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem.head_dim_v, varlen_plan)
+    combine, tile_table = compiled.get(FwdCombine), compiled.get(TileTable)
+    return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem.head_dim_v, tile_table)
 
 
 def _dense(
@@ -414,7 +417,7 @@ class Sequences:
     """The tables of the tiles of packed sequences, and where their padded rows end.
 
     Args:
-        kernel: of kernels/varlen_plan.py.
+        kernel: of kernels/tile_table.py.
         batch: number of sequences.
         total_q, total_k: rows.
     """
@@ -512,17 +515,17 @@ class FwdPlan:
         found = _launchers.get(key) if config is None else _find_kernel(key, config)
         if found is None:
             found = _launchers[key] = _find_kernel(key, None)
-        self.kernel, config, max_ctas, self.combine, width, varlen_plan = found
+        self.kernel, config, max_ctas, self.combine, width, tile_table = found
         self.dynamic = config.schedule == "dynamic"
-        self.heads_a_kv_head = heads // heads_kv
+        self.heads_per_kv = heads // heads_kv
         keys = seqlen_k if self.packed or extras is None else min(seqlen_k, _window(extras) + config.block_M)
         kv_bytes = 2 * keys * (head_dim + head_dim_v)  # that the tiles of a head at one place share
         if self.packed:
-            self.sequences = Sequences(varlen_plan, self.batch, seqlen_q, seqlen_k, causal, self.device)
+            self.sequences = Sequences(tile_table, self.batch, seqlen_q, seqlen_k, causal, self.device)
             self.step_rows = config.block_N
         # As many rows as there are tiles of TABLE_ROWS
         rows = self.sequences.tiles[0] * TABLE_ROWS if self.packed else seqlen_q
-        self.counts = plan(batch, heads, self.heads_a_kv_head, kv_bytes, rows, config.block_M, max_ctas)
+        self.counts = plan(batch, heads, self.heads_per_kv, kv_bytes, rows, config.block_M, max_ctas)
         if self.combine:
             m_blocks, group_heads, tiles = self.counts
             splits = min(asked_splits, MAX_SPLITS) or key_splits(tiles, -(-seqlen_k // config.block_N), sms)
@@ -566,10 +569,10 @@ class FwdPlan:
         unit = 1.0 if lse_base2 else LN2
         counts = (*self.counts, *self.options(extras)) if extras is not None and extras.names else self.counts
         if self.combine is None:
-            self.kernel(*qkv, out_view, lse, tickets, softmax_scale, unit, self.heads_a_kv_head, *counts)
+            self.kernel(*qkv, out_view, lse, tickets, softmax_scale, unit, self.heads_per_kv, *counts)
             return
         parts = [_empty(*x) for x in self.parts]
-        self.kernel(*qkv, *parts, tickets, softmax_scale, 1.0, self.heads_a_kv_head, *counts)
+        self.kernel(*qkv, *parts, tickets, softmax_scale, 1.0, self.heads_per_kv, *counts)
         whole = (out, lse[None]) if self.packed else (out_view, lse)
         self.combine(*parts, *whole, unit)
 
@@ -677,20 +680,20 @@ def _find_bwd_kernels(key: tuple, direction: str, config: BwdConfig | None) -> B
     problem, config = _find_config(key, direction, config)
     return BwdKernels(
         problem,
-        compile_kernel(problem.of_width(delta_width(problem.head_dim_v)), BwdDelta()),
+        compile_kernel(problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()),
         tuple((one, compile_kernel(problem, one)) for one in config.passes),
-        compile_kernel(problem.of_width(problem.head_dim), BwdSum()),
-        compile_kernel(problem.of_width(problem.head_dim_v), BwdSum()),
-        next((compile_kernel(*one) for one in plan_kernels(problem)), None),
+        compile_kernel(problem.helper_problem(problem.head_dim), BwdSum()),
+        compile_kernel(problem.helper_problem(problem.head_dim_v), BwdSum()),
+        next((compile_kernel(*one) for one in table_kernels(problem)), None),
     )
 
 
 def _key_parts(batch: int, heads: int, heads_kv: int, n_blocks: int, sms: int) -> tuple[int, int]:
-    """(parts, heads_a_part): among how many CTAs the query heads of a key head are divided, and how many each has."""
-    heads_a_kv_head = heads // heads_kv
-    parts = min(heads_a_kv_head, -(-WAVES * sms // (n_blocks * heads_kv * batch)))
-    heads_a_part = -(-heads_a_kv_head // parts)
-    return -(-heads_a_kv_head // heads_a_part), heads_a_part
+    """(parts, heads_per_part): among how many CTAs the query heads of a key head are divided, and how many each has."""
+    heads_per_kv = heads // heads_kv
+    parts = min(heads_per_kv, -(-WAVES * sms // (n_blocks * heads_kv * batch)))
+    heads_per_part = -(-heads_per_kv // parts)
+    return -(-heads_per_kv // heads_per_part), heads_per_part
 
 
 def bwd_workspace_bytes(
@@ -735,7 +738,7 @@ class BwdSizes:
     tiles: tuple[int, int] | None = None  # of queries and of keys, of packed sequences
 
     @property
-    def heads_a_kv_head(self) -> int:
+    def heads_per_kv(self) -> int:
         return self.heads // self.heads_kv
 
     @property
@@ -760,7 +763,7 @@ class QueryPass:
     """A pass whose CTAs own queries."""
 
     def __init__(self, one: BwdPass, kernel: Kernel, kernels: BwdKernels, sizes: BwdSizes):
-        batch, heads, group = sizes.batch, sizes.heads, sizes.heads_a_kv_head
+        batch, heads, group = sizes.batch, sizes.heads, sizes.heads_per_kv
         kv_bytes = 2 * sizes.seqlen_k * sizes.width
         queries = sizes.rounded_q if sizes.tiles else sizes.seqlen_q
         counts = plan(batch, heads, group, kv_bytes, queries, one.block_M, MAX_GRID)
@@ -788,10 +791,10 @@ class KeyPass:
         batch, heads_kv = sizes.batch, sizes.heads_kv
         head_dim, head_dim_v = kernels.problem.head_dim, kernels.problem.head_dim_v
         n_blocks = sizes.key_blocks(one.block_N)
-        parts, heads_a_part = _key_parts(batch, sizes.heads, heads_kv, n_blocks, sizes.sms)
-        q_bytes = sizes.seqlen_q * heads_a_part * (2 * sizes.width + 4 * head_dim * one.adds_dq)
+        parts, heads_per_part = _key_parts(batch, sizes.heads, heads_kv, n_blocks, sizes.sms)
+        q_bytes = sizes.seqlen_q * heads_per_part * (2 * sizes.width + 4 * head_dim * one.adds_dq)
         counts = plan(batch, heads_kv * parts, 1, q_bytes, n_blocks * one.block_N, one.block_N, MAX_GRID)
-        self.kernel, self.counts = kernel, (sizes.heads_a_kv_head, heads_a_part, parts, *counts)
+        self.kernel, self.counts = kernel, (sizes.heads_per_kv, heads_per_part, parts, *counts)
         self.sum_qk, self.sum_v = kernels.sum_qk, kernels.sum_v
 
         self.adds_dq = one.adds_dq

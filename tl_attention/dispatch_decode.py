@@ -10,19 +10,11 @@ import torch
 
 from tl_attention import configs, dispatch
 from tl_attention.arrays import Views
-from tl_attention.dispatch import DTYPE_NAMES, LN2, compile_kernel
+from tl_attention.dispatch import LN2, compile_kernel
 from tl_attention.extras import MAX_WINDOW, Cache, Extras
-from tl_attention.problem import (
-    DECODE_TILE_WIDTHS,
-    DTYPES,
-    MERGE_NUMBERS,
-    AttnProblem,
-    DecodeConfig,
-    append_kernel,
-    decode_problem,
-    page_rows,
-)
-from tl_attention.target import sm_count
+from tl_attention.kernel_configs import MERGE_NUMBERS, DecodeConfig, append_kernel, page_rows
+from tl_attention.problem import DECODE_TILE_WIDTHS, DEFAULT_DTYPE, AttnProblem, decode_problem
+from tl_attention.target import DTYPE_NAMES, sm_count
 
 MAX_PARTS = 4096  # splits of a sequence
 INVARIANT_KEYS = 1024  # of a split that does not depend on the batch
@@ -40,7 +32,7 @@ def _sizes(
 ) -> tuple[int, int, int, int]:
     """(m_blocks, ctas, slots, entries): tiles of queries a key head, CTAs, parts that there may be, items to be merged of them."""
     m_blocks = -(-rows // config.block_M)
-    items, ctas = batch * heads_kv * m_blocks, sms * config.ctas_a_sm
+    items, ctas = batch * heads_kv * m_blocks, sms * config.ctas_per_sm
     if fixed == 0:
         return m_blocks, ctas, ctas + items, ctas
     splits = -fixed if fixed < 0 else -(-capacity // (config.block_N * fixed))
@@ -76,7 +68,7 @@ def workspace_bytes(
     rows = _rows(seqlen_q, heads, heads_kv)
     most = 0
     for width in DECODE_TILE_WIDTHS:  # that of q and k is not said
-        problem = AttnProblem(DTYPES[0], *width, False)
+        problem = AttnProblem(DEFAULT_DTYPE, *width, False)
         config = configs.decode_config(problem, rows)
         if width[1] >= head_dim_v:
             fixed = _fixed(num_splits, batch_invariant, seqlen_cache, config.block_N)

@@ -8,6 +8,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.mask import KeyBlocks, Mask
 from tl_attention.kernels.options import (
@@ -37,7 +38,7 @@ from tl_attention.kernels.tiles import (
     SharedTiles,
     rows_argument,
 )
-from tl_attention.problem import AttnProblem, FwdConfig
+from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
 # As pipeline.REGISTERS; a producer that places tiles, too, needs some more

@@ -38,8 +38,9 @@ DOORS = {
     "testing": "torch problem target configs reference testing",
     "tuning": "torch problem kernel_configs target configs dispatch cubin tuning reference testing | rich",
     "cubin": "problem kernel_configs legality target dispatch | kernels tilelang",
+    "manifest": "configs cubin dispatch problem kernel_configs",
     "cli": "torch problem kernel_configs legality target configs"
-    "| dispatch cubin tuning interface flash reference testing tilelang tvm_ffi rich benchmarks",
+    "| dispatch cubin manifest tuning interface flash reference testing tilelang tvm_ffi rich benchmarks",
 }
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 

@@ -270,7 +270,7 @@ def test_tune_names_no_winner_of_one_alone(run_tune, monkeypatch, reached):
 
 
 def test_tune_tries_what_its_table_has_first(run_tune, tmp_path):
-    incumbent = FwdConfig(64, 48, num_stages=3)
+    incumbent = FwdConfig(64, 48, schedule="persistent")
     rows = {"bf16 d256 causal 4k": {"config": dataclasses.asdict(incumbent)}}
     (tmp_path / "table.json").write_text(configs.format_tuned({"gpu": "Test GPU", "fwd": rows}))
     attempts, *_ = run_tune()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,11 +11,23 @@ from pathlib import Path
 import pytest
 
 from tl_attention import configs, legality
-from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdPass, BwdSum, Config, FwdCombine, FwdConfig
+from tl_attention.kernel_configs import (
+    REGISTER_LEVEL,
+    BwdConfig,
+    BwdDelta,
+    BwdPass,
+    BwdSum,
+    Config,
+    FwdCombine,
+    FwdConfig,
+    register_level,
+)
 from tl_attention.problem import (
     BUCKETS,
     BWD_TILE_WIDTHS,
     DIRECTIONS,
+    DTYPES,
+    OPTIONS,
     SPLIT_BUCKET,
     AttnProblem,
     buckets,
@@ -69,10 +82,28 @@ def test_grid_line_is_a_product_of_lists():
         BwdConfig((BwdPass("dk", *sizes), dv))
         for sizes in ((64, 128, 2, 1), (64, 128, 2, 2), (48, 128, 3, 1), (48, 128, 3, 2))
     ]
-    line = {"tiles": [[128, 128]], "ping_pong": [False, True], "schedule": "dynamic"}
+    line = {"tiles": [[128, 128]], "ping_pong": [False, True], "schedule": "grid"}
     assert configs._line_configs(D128, line, "fwd") == [
-        FwdConfig(128, 128, ping_pong=ping_pong, schedule="dynamic") for ping_pong in (False, True)
+        FwdConfig(128, 128, ping_pong=ping_pong) for ping_pong in (False, True)
     ]
+
+
+@pytest.mark.parametrize(
+    ("problem", "block_N", "schedule", "q_stages"),
+    [
+        (D128, 128, "dynamic", 2),
+        (replace(D128, causal=False), 128, "persistent", 2),
+        (replace(D128, causal=False), 176, "persistent", 1),  # a second Q tile does not fit
+        (replace(D128, causal=False, options=("sink",)), 128, "dynamic", 2),
+        (replace(D128, dtype="float16"), 128, "dynamic", 2),
+    ],
+)
+def test_schedule_and_q_stages_are_derived_where_left_out(problem, block_N, schedule, q_stages):
+    fields = {"block_M": 128, "block_N": block_N}
+    derived = FwdConfig(128, block_N, schedule=schedule, q_stages=q_stages)
+    assert configs._config(problem, fields, "fwd") == derived
+    assert configs._config(problem, fields | {"schedule": "grid"}, "fwd") == FwdConfig(128, block_N)
+    assert configs._config(problem, fields | {"q_stages": 1}, "fwd") == replace(derived, q_stages=1)
 
 
 @pytest.mark.parametrize(
@@ -92,11 +123,6 @@ def test_grid_line_is_a_product_of_lists():
         (D64, FwdConfig(64, 272), "block_N: expected a multiple of 16 in 16..256, got 272"),
         (
             D128,
-            FwdConfig(128, 128, num_stages=1),
-            "num_stages: expected at least 2 (load one while one is computed), got 1",
-        ),
-        (
-            D128,
             FwdConfig(128, 128, schedule="best"),
             "schedule: expected one of grid, persistent, dynamic, got 'best'",
         ),
@@ -114,7 +140,7 @@ def test_grid_line_is_a_product_of_lists():
             "hold_max: expected bfloat16, got float16",
         ),
         (replace(D128, options=("varlen",)), FwdConfig(64, 128), "block_M: expected 128 with varlen, got 64"),
-        (D128, FwdConfig(128, 128, num_stages=4), "shared memory: expected at most 232448 bytes, got 295936"),
+        (D256, FwdConfig(128, 128), "shared memory: expected at most 232448 bytes, got 328704"),
         (D64, FwdConfig(192, 192), "registers: expected at most 128 per thread for accumulators, got 176"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,
@@ -257,11 +283,24 @@ def test_maxima_are_held_where_the_dtype_has_the_range(options):
     assert config.hold_max and config.ping_pong
     fp16, _ = configs.pick_config(replace(problem, dtype="float16"), "4k", "NVIDIA H200")
     assert fp16 == replace(config, hold_max=False, ping_pong=False)
-    assert (str(config), str(fp16)) == ("128x128x2 dynamic q2 ping-pong hold-max", "128x128x2 dynamic q2")
+    assert (str(config), str(fp16)) == ("128x128 dynamic q2 ping-pong hold-max", "128x128 dynamic q2")
 
 
-def test_how_ptxas_is_told_is_in_the_name():
-    assert str(replace(passes("dq 128x64").passes[0], register_level=0)) == "dq 128x64x2x2 r0"
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("width", "options", "one", "level"),
+    [
+        (128, ("varlen",), "dq+dk+dv 64x128 reuse", 0),
+        (128, ("window", "dropout", "varlen"), "dq+dk+dv 64x128 reuse", 0),
+        (128, ("varlen",), "dk+dv 64x128", 5),
+        (128, ("window",), "dq+dk+dv 64x128 reuse", 5),
+        (64, ("varlen",), "dq+dk+dv 64x128 reuse", 5),
+    ],
+)
+def test_register_level_is_lower_for_the_packed_one_pass_backward_of_d128(dtype, width, options, one, level):
+    problem = AttnProblem(dtype, width, width, False, options)
+    assert register_level(problem, passes(one).passes[0]) == level
+    assert register_level(problem, FwdConfig(128, 128)) == REGISTER_LEVEL == 5
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -269,6 +308,38 @@ def test_how_ptxas_is_told_is_in_the_name():
 def test_a_bias_is_linear_where_no_key_is_past_the_place_of_its_query(causal, options):
     problem = replace(D128, causal=causal, options=options)
     assert problem.bias_is_linear == (causal and "alibi" in options and "softcap" not in options)
+
+
+LINES = [
+    (width, direction)
+    for direction in ("fwd", "bwd")
+    for width in dict.fromkeys(problem.width for problem in configs.problems(direction))
+]
+
+
+@pytest.mark.parametrize(("width", "direction"), LINES)
+def test_every_option_line_serves_something_and_the_last_serves_all(width, direction):
+    lines = configs.option_lines(width, direction)
+    known = [option for option in OPTIONS if direction == "fwd" or option != "sink"]
+    served = {}
+    for options in itertools.chain(*(itertools.combinations(known, n) for n in range(1, len(known) + 1))):
+        problem = AttnProblem("bfloat16", 64, 64, False, options)
+        for wanted in (direction, "bwd_det") if direction == "bwd" else (direction,):
+            line = next(line for line in lines if line.miss(problem, wanted) is None)
+            assert set(options) <= set(line.serves)
+            served[line.name] = line
+    assert list(lines[-1].serves) == known
+    assert {line.name for line in lines} == set(served)
+
+
+def test_option_line_says_why_it_does_not_serve():
+    problem = replace(D64, options=("window", "dropout"))
+    choice = configs.choose_config(problem, "4k", "NVIDIA H200", "bwd_det")
+    assert choice.misses[0] == "line 1 of [options.d64] bwd does not serve dropout"
+    assert "line 3 of [options.d64] bwd sums dq in no fixed order" in choice.misses
+    assert choice.source.startswith("line 6 of [options.d64] bwd of ") and choice.config.deterministic
+    with_sink = replace(D64, options=("window", "sink", "dropout"))
+    assert configs.choose_config(with_sink, "4k", "NVIDIA H200", "bwd_det") == choice
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
@@ -369,25 +440,26 @@ def test_first_table_that_has_a_row_serves(tmp_path):
     other = FwdConfig(128, 64)
     first = write_row(tmp_path / "first.json", {"config": asdict(WINNER)})
     second = write_row(tmp_path / "second.json", {"config": asdict(other)})
-    assert configs.config_of_tables(D128, "4k", [first, second])[0] == WINNER
-    assert configs.config_of_tables(D128, "4k", [tmp_path / "none.json", second])[0] == other
+    assert configs.config_of_tables(D128, "4k", [first, second]) == WINNER
+    assert configs.config_of_tables(D128, "4k", [tmp_path / "none.json", second]) == other
     stale = write_row(tmp_path / "stale.json", {"config": {"warps": 12}})
-    assert configs.config_of_tables(D128, "4k", [stale, second])[0] == other
+    assert configs.config_of_tables(D128, "4k", [stale, second]) == other
 
 
 def test_a_length_without_a_row_takes_that_of_the_nearest(tmp_path):
     near = write_row(tmp_path / "near.json", {"config": asdict(WINNER)})
     for bucket in ("1k", "long"):
-        config, source = configs.config_of_tables(D128, bucket, [near])
-        assert config == WINNER and "causal 4k" in source
+        choice = configs.choose_from_tables(D128, bucket, [near])
+        assert choice.config == WINNER and "causal 4k" in choice.source
+        assert choice.misses == (f"{near} has no fwd row 'bf16 d128 causal {bucket}'",)
     default = configs.default_config(D128, bucket="split")
-    assert configs.config_of_tables(D128, "split", [near])[0] == default
+    assert configs.config_of_tables(D128, "split", [near]) == default
 
     other = FwdConfig(128, 64)
     own = tmp_path / "own.json"
     key = tuning_key(D128, "long")
     own.write_text(configs.format_tuned({"gpu": "GPU", "fwd": {key: {"config": asdict(other)}}}))
-    assert configs.config_of_tables(D128, "long", [near, own])[0] == other
+    assert configs.config_of_tables(D128, "long", [near, own]) == other
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -495,7 +567,7 @@ def test_read_tuned_has_every_direction(tmp_path):
         (D64, FwdConfig(64, 64)),
         (AttnProblem("bfloat16", 128, 64, False), FwdConfig(64, 64, split=True)),
         (AttnProblem("float16", 96, 64, False), FwdConfig(64, 32, schedule="persistent", q_stages=2)),
-        (D64, FwdConfig(64, 32, num_stages=3, schedule="dynamic")),
+        (D64, FwdConfig(64, 32, schedule="dynamic")),
         (AttnProblem("bfloat16", 128, 64, False), FwdConfig(64, 64, schedule="dynamic")),
         (D64, BwdPass("dq+dk+dv", 64, 64, 3, 1)),
         (AttnProblem("float16", 96, 96, True), BwdPass("dk+dv", 48, 64)),

@@ -71,7 +71,7 @@ def report(problem: AttnProblem, config: KernelConfig) -> Report:
     from tl_attention import dispatch
 
     source, smem = dispatch.lower(problem, config)
-    return report_source(source, smem, config.threads, uses_wgmma(config), register_level(config))
+    return report_source(source, smem, config.threads, uses_wgmma(config), register_level(problem, config))
 
 
 def report_compiled(problem: AttnProblem, config: KernelConfig) -> Report:
@@ -83,7 +83,9 @@ def report_compiled(problem: AttnProblem, config: KernelConfig) -> Report:
     if (report := _read_report(kept)) is None:
         source = path.with_suffix(".cu").read_text()
         smem = smem_bytes(problem, config)
-        report = report_source(source, smem, config.threads, uses_wgmma(config), register_level(config))
+        report = report_source(
+            source, smem, config.threads, uses_wgmma(config), register_level(problem, config)
+        )
         kept.write_text(json.dumps(asdict(report)))
     return report
 

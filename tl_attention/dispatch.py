@@ -152,7 +152,7 @@ def _program(problem: AttnProblem, config: KernelConfig) -> tuple[Any, dict[str,
     module, function = _template(config)
     module = importlib.import_module(f"tl_attention.kernels.{module}")
     pass_configs = dict(module.PASS_CONFIGS)
-    if (level := register_level(config)) != REGISTER_LEVEL:
+    if (level := register_level(problem, config)) != REGISTER_LEVEL:
         pass_configs["tl.ptxas_register_usage_level"] = level
     return getattr(module, function)(problem, config), pass_configs
 

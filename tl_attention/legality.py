@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tl_attention.kernel_configs import (
     GRADS,
+    KV_STAGES,
     SCHEDULES,
     AppendConfig,
     BwdDelta,
@@ -57,8 +58,8 @@ def smem_bytes(problem: AttnProblem, config: KernelConfig) -> int:
 
 
 def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
-    rows_qk = config.q_stages * config.block_M + config.num_stages * config.block_N
-    rows_v = config.num_stages * config.block_N
+    rows_qk = config.q_stages * config.block_M + KV_STAGES * config.block_N
+    rows_v = KV_STAGES * config.block_N
     # O needs a tile of its own unless it is as wide as Q, whose tile it reuses, or leaves from registers
     if problem.head_dim != problem.head_dim_v and not config.split:
         rows_v += config.block_M
@@ -164,8 +165,6 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return f"block_M: expected 64, 128 or 192 (64 queries per consumer warpgroup), got {config.block_M}"
     if config.block_N % 16 or not 16 <= config.block_N <= 256:
         return f"block_N: expected a multiple of 16 in 16..256, got {config.block_N}"
-    if config.num_stages < 2:
-        return f"num_stages: expected at least 2 (load one while one is computed), got {config.num_stages}"
     if config.schedule not in SCHEDULES:
         return f"schedule: expected one of {', '.join(SCHEDULES)}, got {config.schedule!r}"
     if config.q_stages not in (1, 2):

@@ -341,7 +341,7 @@ class Search:
 
     def run(self, row: Row, shapes: Sequence[Shape], deadline: float) -> list[Attempt]:
         """The attempts of a row, the winner first. What serves it now is among them, and tried first."""
-        incumbent = configs.config_of_tables(row.problem, row.bucket, self.tables, row.direction)[0]
+        incumbent = configs.config_of_tables(row.problem, row.bucket, self.tables, row.direction)
         candidates = configs.candidates(row.problem, row.bucket, row.direction)
         attempts = [Attempt(config) for config in dict.fromkeys([incumbent, *candidates])]
         begin = time.monotonic()

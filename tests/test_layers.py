@@ -39,7 +39,9 @@ DOORS = {
     "tuning": "torch problem kernel_configs target configs dispatch cubin tuning reference testing | rich",
     "cubin": "problem kernel_configs legality target dispatch | kernels tilelang",
     "manifest": "configs cubin dispatch problem kernel_configs",
-    "cli": "torch problem kernel_configs legality target configs"
+    "explain": "torch problem kernel_configs legality target configs | dispatch",
+    "doctor": "torch problem target configs | cubin testing",
+    "cli": "torch problem kernel_configs legality target configs explain doctor"
     "| dispatch cubin manifest tuning interface flash reference testing tilelang tvm_ffi rich benchmarks",
 }
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

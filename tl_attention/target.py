@@ -10,6 +10,7 @@ from tl_attention.problem import DTYPES
 
 # torch.dtype -> name in problem.DTYPES
 DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES}
+DEFAULT_GPU = "NVIDIA H200"  # the GPU whose tuned table serves where there is no GPU
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
 SMEM_LIMIT = 232448  # bytes of shared memory per CTA
 SMEM_PER_SM = 233472  # bytes, 1 KB of them reserved per CTA
@@ -24,6 +25,11 @@ def is_hopper(device: torch.device | int) -> bool:
 @functools.cache
 def sm_count(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def gpu_name() -> str:
+    """Name of the current GPU in torch, or DEFAULT_GPU where there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else DEFAULT_GPU
 
 
 def gpu_slug(name: str) -> str:

@@ -106,15 +106,16 @@ def test_compile_has_no_break():
 
 OUT, LSE = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 4)
 ERRORS = {
-    "no-sequence": (1.0, [LSE], TypeError, r"outs: expected a sequence of tensors.*got float"),
-    "no-tensors": ([OUT], [1.0], TypeError, r"lses: expected tensors, got float among them"),
-    "none": ([], [], ValueError, r"outs, lses: expected as many .* one at least, got 0 and 0"),
-    "numbers": ([OUT, OUT], [LSE], ValueError, r"outs, lses: expected as many of one as of the other.*got 2 and 1"),
-    "shapes": ([OUT, OUT[:, :3]], [LSE, LSE], ValueError, r"outs: expected \[batch.*the same of all, got \(1, 3, 2, 8\) as number 1"),
-    "lse-shape": ([OUT], [LSE.mT], ValueError, r"lses: expected shape \(1, 2, 4\) beside outputs \(1, 4, 2, 8\), got \(1, 4, 2\)"),
-    "lse-dtype": ([OUT], [LSE.bfloat16()], TypeError, r"expected floating point outputs with fp32 log-sum-exps.*got torch\.float32 and"),
-    "dtypes": ([OUT, OUT.half()], [LSE, LSE], TypeError, r"outs: expected one dtype, got torch\.float16 as number 1 after torch\.float32"),
-    "device": ([OUT], [LSE.to("meta")], ValueError, r"outs, lses: expected one device, got cpu and meta"),
+    "no-sequence": (1.0, [LSE], TypeError, r"outs: expected a list of tensors.*got float"),
+    "no-tensors": ([OUT], [1.0], TypeError, r"lses\[0\]: expected a torch\.Tensor, got float"),
+    "none": ([], [], ValueError, r"outs, lses: expected non-empty lists of equal length, got 0 and 0"),
+    "numbers": ([OUT, OUT], [LSE], ValueError, r"outs, lses: expected non-empty lists of equal length, got 2 and 1"),
+    "2-dimensions": ([OUT[0, 0]], [LSE], ValueError, r"outs\[0\]: expected \[batch, seqlen, heads, head_dim\] or.*got shape \(2, 8\)"),
+    "shapes": ([OUT, OUT[:, :3]], [LSE, LSE], ValueError, r"outs\[1\]: expected the shape of outs\[0\].*got \(1, 3, 2, 8\)"),
+    "lse-shape": ([OUT], [LSE.mT], ValueError, r"lses\[0\]: expected shape \(1, 2, 4\) for outs of shape \(1, 4, 2, 8\), got \(1, 4, 2\)"),
+    "lse-dtype": ([OUT], [LSE.bfloat16()], TypeError, r"outs\[0\], lses\[0\]: expected a floating-point out.*got torch\.float32 and"),
+    "dtypes": ([OUT, OUT.half()], [LSE, LSE], TypeError, r"outs\[1\]: expected the dtype of outs\[0\], torch\.float32, got torch\.float16"),
+    "device": ([OUT], [LSE.to("meta")], ValueError, r"outs\[0\], lses\[0\]: expected the device of outs\[0\], cpu, got cpu and meta"),
 }  # fmt: skip
 
 

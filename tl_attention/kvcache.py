@@ -8,32 +8,37 @@ from collections.abc import Sequence
 import torch
 
 from tl_attention import dispatch_decode
-from tl_attention.checks import (
-    DTYPES,
-    Int,
-    check_device,
-    check_num_splits,
-    check_options,
-    check_tensor,
-    described,
+from tl_attention.checks import check_device, check_num_splits, check_options, expect_bool, expect_scale
+from tl_attention.checks_kvcache import (
+    cache_capacity,
+    check_addresses,
+    check_cache,
+    check_entries,
+    check_new_keys,
+    check_no_gradient,
+    check_rotary,
+    check_seqlen,
+    check_workspace,
 )
 from tl_attention.extras import UNLIMITED, Cache, Extras, canonical_window
 from tl_attention.ops import someone_looks, warn_of_cpu
-from tl_attention.problem import MAX_HEAD_DIM
-from tl_attention.reference import append_reference, kvcache_reference, rotary_reference
+from tl_attention.reference_kvcache import append_reference, kvcache_reference, rotary_reference
 from tl_attention.target import H200_SMS, sm_count
 
-LATENT = (
-    576,
-    512,
-)  # head dims of multi-head latent attention with absorbed weights: values are the first columns of keys
-PAGE_STEP = 16  # rows; a page has a multiple of it
-ALIGNMENT = 8  # elements, 16 bytes
-MAX_KNOWN = 2048  # calls, by their metadata
+MAX_CHECKED_CALLS = 2048
 
-_PLAIN = {torch.Tensor, type(None)}  # no class that looks into what is done with it
+_PLAIN_TYPES = {torch.Tensor, type(None)}  # no subclass that intercepts operations
 _NO_OPTIONS = Extras()
-_known: dict[tuple, object] = {}  # to what plans are kept by, as it costs less to look up
+
+
+class CheckedCall:
+    """Handle of calls whose metadata passed the checks, and which share a launch plan.
+
+    It hashes by identity: finding a plan by it is cheaper than hashing the metadata a second time.
+    """
+
+
+_checked_calls: dict[tuple, CheckedCall] = {}  # by metadata of the tensors, and the other arguments
 
 
 def flash_attn_with_kvcache(
@@ -102,47 +107,51 @@ def flash_attn_with_kvcache(
         IndexError: with check_block_table, and on CPU: the entry that is out of range.
     """
     if torch.is_grad_enabled():
-        for x in (q, k_cache, v_cache, k, v, learnable_sink):
-            if x is not None and getattr(x, "requires_grad", False):
-                _refuse_gradient(q, k_cache, v_cache, k, v, learnable_sink)
+        check_no_gradient(q, k_cache, v_cache, k, v, learnable_sink)
     sink = learnable_sink
     if isinstance(sink, torch.Tensor):
-        sink = sink.detach()  # of a parameter, a plain tensor
+        sink = sink.detach()  # makes a plain tensor of a parameter
     tensors = (
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
         sink, workspace, None if type(cache_seqlens) is int else cache_seqlens,
     )  # fmt: skip
-    looked_at = someone_looks() or not {type(x) for x in tensors} <= _PLAIN
-    known = key = None
+    looked_at = someone_looks() or not {type(x) for x in tensors} <= _PLAIN_TYPES
+    checked = key = None
     switches = type(causal), type(rotary_interleaved), type(batch_invariant), type(num_splits)
     if not looked_at and switches == (bool, bool, bool, int):
         values = softmax_scale, window_size, softcap, num_splits, causal, batch_invariant, type(cache_seqlens)
-        known, key = _look_up(tensors, values)
-    if known is None:
-        room = _check_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
-        _check_new(q, k_cache, v_cache, k, v, cache_seqlens)
-        _check_rotary(q, v_cache, k, rotary_cos, rotary_sin, room)
-        _check_how(q, softmax_scale, causal, rotary_interleaved, batch_invariant)
+        checked, key = _look_up(tensors, values)
+    if checked is None:
+        check_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
+        check_new_keys(q, k_cache, v_cache, k, v, cache_seqlens)
+        check_rotary(q, k_cache, v_cache, k, rotary_cos, rotary_sin, block_table)
+        expect_scale("softmax_scale", softmax_scale)
+        expect_bool("causal", causal)
+        expect_bool("rotary_interleaved", rotary_interleaved)
+        expect_bool("batch_invariant", batch_invariant)
         check_num_splits(num_splits)
         check_options(q, q.shape[0], window_size, softcap, 0.0, alibi_slopes, sink, None)
-        _check_workspace(q, v_cache, workspace, num_splits, batch_invariant, room)
+        if workspace is not None:
+            needed = 0
+            if q.is_cuda:
+                sizes = *q.shape[:3], *v_cache.shape[2:], cache_capacity(k_cache, block_table)
+                needed = kvcache_workspace_bytes(*sizes, num_splits, batch_invariant, q.device)
+            check_workspace(q, workspace, needed)
         if q.device.type == "cpu":
             warn_of_cpu()
         elif q.device.type != "cuda" or not looked_at:
             check_device(q)
         if key is not None:
-            if len(_known) >= MAX_KNOWN:
-                _known.clear()
-            known = _known[key] = object()
+            if len(_checked_calls) >= MAX_CHECKED_CALLS:
+                _checked_calls.clear()
+            checked = _checked_calls[key] = CheckedCall()
 
-    room = _room(k_cache, block_table)
+    capacity = cache_capacity(k_cache, block_table)
     new = 0 if k is None else k.shape[1]
     if cache_seqlens is None:
-        cache_seqlens = room
-    elif not isinstance(cache_seqlens, torch.Tensor) and not 0 <= cache_seqlens <= room - new:
-        raise ValueError(
-            f"cache_seqlens: expected 0 to {room - new}, as a sequence has room for {room} keys, {new} of them new, got {cache_seqlens}"
-        )
+        cache_seqlens = capacity
+    elif not isinstance(cache_seqlens, torch.Tensor):
+        check_seqlen(cache_seqlens, capacity, new)
     if k is not None and v is None:
         v = k[..., : v_cache.shape[3]]
     window, extras = (UNLIMITED, UNLIMITED), _NO_OPTIONS
@@ -158,14 +167,14 @@ def flash_attn_with_kvcache(
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
     cache = Cache(k_cache, v_cache, cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table)
     if check_block_table:
-        _check_values(q, cache)
+        check_entries(q, cache)
 
     if k is not None:
         append = _append_by_op if looked_at else _append
         moves = causal or extras.window != (UNLIMITED, UNLIMITED)
         q = append(q, k, v, cache, rotary_cos, rotary_sin, rotary_interleaved, moves)
     how = scale, causal, extras, num_splits, batch_invariant, workspace
-    out, lse = _decode_by_op(q, cache, *how) if looked_at else _decode(q, cache, *how, known)
+    out, lse = _decode_by_op(q, cache, *how) if looked_at else _decode(q, cache, *how, checked)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -200,19 +209,15 @@ def kvcache_workspace_bytes(
     )
 
 
-def _look_up(tensors: Sequence[torch.Tensor | None], values: tuple) -> tuple[object, tuple | None]:
-    """What a call that has passed the checks of all but addresses and gradients is known by, else None; and its key in _known, None
-    where that is not hashable."""
+def _look_up(
+    tensors: Sequence[torch.Tensor | None], values: tuple
+) -> tuple[CheckedCall | None, tuple | None]:
+    """The handle of an earlier call with this metadata, or None; and the key for a new one, None where a value cannot be hashed."""
     try:
         key = (*[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors], *values)
-        return _known.get(key), key
-    except (AttributeError, TypeError):  # no tensor where one should be, a list
+        return _checked_calls.get(key), key
+    except (AttributeError, TypeError):  # an argument that is no tensor, or a list
         return None, None
-
-
-def _room(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
-    """The keys that a sequence may have."""
-    return k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
 
 
 def _append(
@@ -226,10 +231,10 @@ def _append(
     queries_move: bool,
 ) -> torch.Tensor:
     """dispatch_decode.append, or the reference on CPU tensors."""
-    _check_addresses(cache)
+    check_addresses(cache)
     if q.is_cuda:
         return dispatch_decode.append(q, k, v, cache, cos, sin, interleaved, queries_move)
-    batch_idx, _, starts = _check_values(q, cache)
+    batch_idx, _, starts = check_entries(q, cache)
     if cos is not None:
         first = torch.tensor(starts)[:, None]  # [batch, 1]
         q = rotary_reference(q, first + torch.arange(q.shape[1]) * queries_move, cos, sin, interleaved)
@@ -248,15 +253,15 @@ def _decode(
     num_splits: int,
     batch_invariant: bool,
     workspace: torch.Tensor | None,
-    known: object = None,
+    checked: CheckedCall | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dispatch_decode.decode, or the reference on CPU tensors."""
-    _check_addresses(cache, workspace)
+    check_addresses(cache, workspace)
     if q.is_cuda:
         return dispatch_decode.decode(
-            q, cache, softmax_scale, causal, extras, num_splits, batch_invariant, workspace, known
+            q, cache, softmax_scale, causal, extras, num_splits, batch_invariant, workspace, checked
         )
-    batch_idx, leftpad, starts = _check_values(q, cache)
+    batch_idx, leftpad, starts = check_entries(q, cache)
     out, lse = kvcache_reference(
         q,
         cache.k,
@@ -367,301 +372,3 @@ def _decode_by_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     options = extras.window, extras.softcap, extras.alibi_slopes, extras.sink
     return decode_op(q, cache.k, cache.v, *_fields(cache), softmax_scale, causal, *options, *others)
-
-
-def _check_cache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_batch_idx: torch.Tensor | None,
-    cache_leftpad: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-) -> int:
-    """Raises as checks.check_fwd, by metadata; returns the keys that a sequence may have."""
-    first = "caches, seqlen_cache" if block_table is None else "pages, page_size"
-    for name, x, layout in (
-        ("q", q, "batch, seqlen_q, heads, head_dim"),
-        ("k_cache", k_cache, f"{first}, heads_kv, head_dim"),
-        ("v_cache", v_cache, f"{first}, heads_kv, head_dim_v"),
-    ):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-        if x.dtype not in DTYPES or x.dtype != q.dtype:
-            wanted = "bfloat16 or float16" if name == "q" else f"the dtype of q, {q.dtype}"
-            raise TypeError(f"{name}: expected {wanted}, got {x.dtype}; cast it")
-        if x.ndim != 4:
-            raise ValueError(f"{name}: expected 4 dimensions [{layout}], got shape {tuple(x.shape)}")
-        if x.device != q.device:
-            raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}; move it there")
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise ValueError(
-                f"{name}: expected the last dimension to be contiguous, got strides {x.stride()}; call {name}.contiguous()"
-            )
-    batch, _, heads, head_dim = q.shape
-    caches, rows, heads_kv, head_dim_v = v_cache.shape
-    if tuple(k_cache.shape[:3]) != (caches, rows, heads_kv):
-        raise ValueError(
-            f"v_cache: expected the shape of k_cache, {tuple(k_cache.shape)}, but for the last dimension, got {tuple(v_cache.shape)}"
-        )
-    if k_cache.shape[3] != head_dim:
-        raise ValueError(f"k_cache: expected the head_dim of q, {head_dim}, got {k_cache.shape[3]}")
-    if heads and (not heads_kv or heads % heads_kv):
-        raise ValueError(
-            f"k_cache, v_cache: expected a number of heads that divides the {heads} of q, got {heads_kv}"
-        )
-    if not head_dim or not head_dim_v or head_dim % 8 or head_dim_v % 8:
-        raise ValueError(
-            f"q, k_cache, v_cache: expected head dims that are multiples of 8, got {head_dim} of q and k_cache, {head_dim_v} of v_cache"
-        )
-    if (head_dim, head_dim_v) == LATENT:
-        if v_cache.stride() != k_cache.stride():
-            raise NotImplementedError(_NOT_LATENT)
-    elif head_dim > MAX_HEAD_DIM:
-        raise NotImplementedError(
-            f"q, k_cache, v_cache: head dims {head_dim} and {head_dim_v} are not supported; expected at most {MAX_HEAD_DIM}, or"
-            f" {LATENT[0]} where v_cache is k_cache[..., :{LATENT[1]}]"
-        )
-    elif head_dim_v > head_dim:
-        raise NotImplementedError(
-            f"v_cache: head_dim {head_dim_v} above that of q and k_cache, {head_dim}, is not supported"
-        )
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        steps = [step for size, step in zip(x.shape[:3], x.stride(), strict=False) if size > 1]
-        if any(step <= 0 or step % ALIGNMENT for step in steps):
-            raise ValueError(
-                f"{name}: expected strides that are positive multiples of {ALIGNMENT}, as a cache is never copied, got {x.stride()};"
-                " allocate it so"
-            )
-        if caches > 1 and rows > 1 and x.stride(0) % x.stride(1):
-            raise ValueError(
-                f"{name}: expected stride(0) to be a multiple of stride(1), got {x.stride()}; allocate it as [{first}, heads, head_dim]"
-            )
-
-    for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
-        if x is None:
-            continue
-        _check_ints(name, x, q)
-        if block_table is not None:
-            raise NotImplementedError(f"{name}: is not supported with block_table; leave one of them None")
-    if block_table is None:
-        if cache_batch_idx is None and caches < batch:
-            raise ValueError(
-                f"k_cache, v_cache: expected a cache for each of the {batch} sequences of q, got {caches}; pass cache_batch_idx"
-            )
-        return rows
-    if rows % PAGE_STEP or not rows:
-        raise ValueError(f"k_cache: expected a page_size that is a multiple of {PAGE_STEP}, got {rows}")
-    if not isinstance(block_table, torch.Tensor) or block_table.ndim != 2:
-        raise ValueError(
-            f"block_table: expected a torch.Tensor [batch, pages a sequence], got {described(block_table)}"
-        )
-    check_tensor("block_table", block_table, q, ((batch, block_table.shape[1]),), (torch.int32,))
-    if block_table.stride(1) != 1 and block_table.shape[1] > 1:
-        raise ValueError(
-            f"block_table: expected the last dimension to be contiguous, got strides {block_table.stride()}; call"
-            " block_table.contiguous()"
-        )
-    return _room(k_cache, block_table)
-
-
-_NOT_LATENT = (
-    f"v_cache: expected k_cache[..., :{LATENT[1]}], as head dims {LATENT[0]} and {LATENT[1]} are of multi-head latent attention with"
-    " absorbed weights, got memory of its own, which is not supported"
-)
-
-
-def _check_ints(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
-    check_tensor(name, x, q, ((q.shape[0],),), (torch.int32,))
-    if not x.is_contiguous():
-        raise ValueError(
-            f"{name}: expected a contiguous tensor, got stride {x.stride(0)}; call {name}.contiguous()"
-        )
-
-
-def _check_new(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    cache_seqlens: torch.Tensor | int | None,
-) -> None:
-    """New keys and values, and where they go; raises as checks.check_fwd."""
-    if isinstance(cache_seqlens, torch.Tensor):
-        _check_ints("cache_seqlens", cache_seqlens, q)
-    elif cache_seqlens is not None and (
-        not isinstance(cache_seqlens, Int) or isinstance(cache_seqlens, bool)
-    ):
-        raise TypeError(f"cache_seqlens: expected an int, a tensor or None, got {described(cache_seqlens)}")
-    in_k = (k_cache.shape[3], v_cache.shape[3]) == LATENT
-    if in_k and v is not None:
-        raise ValueError(
-            f"v: expected None, as v_cache is of k_cache, where k is written, got {described(v)}; leave it out"
-        )
-    if not in_k and (k is None) != (v is None):
-        raise ValueError(f"k, v: expected both or none, got {described(k)} and {described(v)}")
-    if k is None:
-        return
-    if cache_seqlens is None:
-        raise ValueError(
-            "cache_seqlens: expected a tensor or an int with new k and v, as the cache is full without one, got None"
-        )
-    heads_kv = k_cache.shape[2]
-    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if x is None:
-            continue
-        if not isinstance(x, torch.Tensor) or x.ndim != 4:
-            raise ValueError(
-                f"{name}: expected a torch.Tensor [batch, new, heads_kv, head_dim], got {described(x)}"
-            )
-        check_tensor(name, x, q, ((q.shape[0], k.shape[1], heads_kv, cache.shape[3]),), (q.dtype,))
-        if x.stride(3) != 1:
-            raise ValueError(
-                f"{name}: expected the last dimension to be contiguous, got strides {x.stride()}; call {name}.contiguous()"
-            )
-
-
-def _check_rotary(
-    q: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor | None,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    room: int,
-) -> None:
-    """The angles, and what they rotate; raises as checks.check_fwd."""
-    if cos is None and sin is None:
-        return
-    if cos is None or sin is None:
-        raise ValueError(
-            f"rotary_cos, rotary_sin: expected both or none, got {described(cos)} and {described(sin)}"
-        )
-    if k is None:
-        raise ValueError(
-            "rotary_cos, rotary_sin: expected with new k and v, got none; rotate q before the call"
-        )
-    if (q.shape[3], v_cache.shape[3]) == LATENT:
-        raise NotImplementedError(
-            "rotary_cos, rotary_sin: are not supported where v_cache is of k_cache; rotate q and k before the call"
-        )
-    if not isinstance(cos, torch.Tensor) or cos.ndim != 2:
-        raise ValueError(
-            f"rotary_cos: expected a torch.Tensor [positions, rotary_dim / 2], got {described(cos)}"
-        )
-    needed = room + max(q.shape[1] - k.shape[1], 0)
-    if cos.shape[0] < needed or not 0 < 2 * cos.shape[1] <= q.shape[3]:
-        raise ValueError(
-            f"rotary_cos: expected [positions, rotary_dim / 2], {needed} positions at least, as a sequence may have so many, and a"
-            f" rotary_dim of at most {q.shape[3]}, got {tuple(cos.shape)}"
-        )
-    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
-        check_tensor(name, x, q, (tuple(cos.shape),), (q.dtype,))
-        if not x.is_contiguous():
-            raise ValueError(
-                f"{name}: expected a contiguous tensor, got strides {x.stride()}; call {name}.contiguous()"
-            )
-
-
-def _check_how(
-    q: torch.Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    rotary_interleaved: bool,
-    batch_invariant: bool,
-) -> None:
-    if softmax_scale is not None and not (
-        isinstance(softmax_scale, (int, float)) and math.isfinite(softmax_scale)
-    ):
-        raise ValueError(
-            f"softmax_scale: expected a finite number or None for head_dim ** -0.5, got {softmax_scale!r}"
-        )
-    switches = {
-        "causal": causal,
-        "rotary_interleaved": rotary_interleaved,
-        "batch_invariant": batch_invariant,
-    }
-    for name, x in switches.items():
-        if not isinstance(x, bool):
-            raise TypeError(f"{name}: expected a bool, got {described(x)}")
-
-
-def _check_workspace(
-    q: torch.Tensor,
-    v_cache: torch.Tensor,
-    workspace: torch.Tensor | None,
-    num_splits: int,
-    batch_invariant: bool,
-    room: int,
-) -> None:
-    if workspace is None:
-        return
-    if not isinstance(workspace, torch.Tensor) or workspace.ndim != 1 or not workspace.is_contiguous():
-        raise ValueError(f"workspace: expected a contiguous uint8 tensor [bytes], got {described(workspace)}")
-    check_tensor("workspace", workspace, q, (tuple(workspace.shape),), (torch.uint8,))
-    if not q.is_cuda:
-        return
-    sizes = *q.shape[:3], *v_cache.shape[2:], room
-    needed = kvcache_workspace_bytes(*sizes, num_splits, batch_invariant, q.device)
-    if workspace.shape[0] < needed:
-        raise ValueError(
-            f"workspace: expected at least {needed} bytes, got {workspace.shape[0]}; see kvcache_workspace_bytes"
-        )
-
-
-def _refuse_gradient(*tensors: torch.Tensor | None) -> None:
-    names = "q", "k_cache", "v_cache", "k", "v", "learnable_sink"
-    for name, x in zip(names, tensors, strict=True):
-        if getattr(x, "requires_grad", False):
-            raise NotImplementedError(
-                f"{name}: requires grad, but attention to a cache has no backward; use flash_attn_func, or torch.no_grad()"
-            )
-
-
-def _check_addresses(cache: Cache, workspace: torch.Tensor | None = None) -> None:
-    """Raises ValueError unless they are multiples of 16 bytes, and NotImplementedError unless v is in k where it has to be."""
-    k, v = cache.k.data_ptr(), cache.v.data_ptr()
-    if (k | v | (0 if workspace is None else workspace.data_ptr())) & 15:
-        raise ValueError(
-            "k_cache, v_cache, workspace: expected addresses that are multiples of 16 bytes, as nothing of them is copied;"
-            " slice them by multiples of 8 elements, got such as are none"
-        )
-    if cache.k.shape[3] == LATENT[0] and k != v:
-        raise NotImplementedError(_NOT_LATENT)
-
-
-def _check_values(q: torch.Tensor, cache: Cache) -> tuple[list[int] | None, list[int] | None, list[int]]:
-    """batch_idx, leftpad and seqlens as lists; waits for the GPU. Raises IndexError for a value out of range."""
-    batch, rows = q.shape[0], cache.k.shape[1]
-    room = _room(cache.k, cache.block_table)
-    given = isinstance(cache.seqlens, torch.Tensor)
-    batch_idx, leftpad = (None if x is None else x.tolist() for x in (cache.batch_idx, cache.leftpad))
-    seqlens = cache.seqlens.tolist() if given else [cache.seqlens] * batch
-    ranges = (
-        (
-            "cache_seqlens",
-            seqlens,
-            0,
-            room - cache.new,
-            f"as {cache.new} more go where there is room for {room}",
-        ),
-        (
-            "cache_batch_idx",
-            batch_idx or [],
-            0,
-            cache.k.shape[0] - 1,
-            f"as there are {cache.k.shape[0]} caches",
-        ),
-        ("cache_leftpad", leftpad or [], 0, room, f"as a sequence has room for {room} keys"),
-    )
-    for name, values, least, most, why in ranges:
-        for b, value in enumerate(values):
-            if not least <= value <= most:
-                raise IndexError(f"{name}[{b}]: expected {least} to {most}, {why}, got {value}")
-    if cache.block_table is not None:
-        for b, (end, pages) in enumerate(zip(seqlens, cache.block_table.tolist(), strict=True)):
-            for i, page in enumerate(pages[: -(-(end + cache.new) // rows)]):
-                if not 0 <= page < cache.k.shape[0]:
-                    raise IndexError(
-                        f"block_table[{b}, {i}]: expected 0 to {cache.k.shape[0] - 1}, a page of k_cache, got {page}"
-                    )
-    return batch_idx, leftpad, seqlens

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ LOW = 0xFFFFFFFF  # the low half of an int64
 
 
 @dataclass(frozen=True)
-class Options:
+class ReferenceOptions:
     """What the references take, as keywords, beside plain and causal attention; a score meets them in this order.
 
     Attributes:
@@ -63,7 +62,7 @@ def attention_reference(
         causal: a query sees key <= query + seqlen_k - seqlen_q (bottom-right), within the window if there is one.
         dtype: of every product, sum and softmax, as PyTorch computes them in that dtype, fp32 never as TF32.
         lse_base2: the LSE as log2 of the sum of 2 ** (score * log2 e), else natural.
-        options: of Options.
+        options: of ReferenceOptions.
     Returns:
         out: [batch, seqlen_q, heads_q, head_dim_v], contiguous, in `dtype`.
         lse: [batch, heads_q, seqlen_q], fp32 (fp64 where dtype is); of P before dropout, the sink among its scores.
@@ -79,7 +78,7 @@ def attention_reference(
     lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(dtype, torch.float32))
 
     with _true_fp32(q.device):
-        for pairs, rows, keys, chunk in _chunks(q, k, scale, causal, Options(**options), [v]):
+        for pairs, rows, keys, chunk in _chunks(q, k, scale, causal, ReferenceOptions(**options), [v]):
             inputs = (x.to(dtype) for x in (q[pairs, :, rows], k[pairs, :, keys], v[pairs, :, keys]))
             out[pairs, :, rows], lse[pairs, :, rows], *_ = _attend(*inputs, chunk)
 
@@ -133,7 +132,7 @@ def attention_backward_reference(
 
     with _true_fp32(q.device):
         everything = [dout, q, k, v, dlse]
-        for pairs, rows, keys, chunk in _chunks(q, k, scale, causal, Options(**options), everything):
+        for pairs, rows, keys, chunk in _chunks(q, k, scale, causal, ReferenceOptions(**options), everything):
             by_row = (x[pairs, :, rows].to(dtype) for x in (dout, dlse, q))
             by_key = (x[pairs, :, keys].to(dtype) for x in (k, v))
             shares = _attend_backward(*by_row, *by_key, chunk)
@@ -219,116 +218,6 @@ def varlen_backward_reference(
         if dsink is not None:
             dsink += grads[3]
     return (dq, dk, dv) if dsink is None else (dq, dk, dv, dsink)
-
-
-def kvcache_reference(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    ends: Sequence[int],
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    *,
-    batch_idx: Sequence[int] | None = None,
-    leftpad: Sequence[int] | None = None,
-    block_table: torch.Tensor | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """attention_reference of each sequence of a batch to its keys in a cache.
-
-    Args:
-        q: [batch, seqlen_q, heads_q, head_dim].
-        k_cache: [caches, seqlen_cache, heads_kv, head_dim], or with block_table [pages, page_size, heads_kv, head_dim].
-        v_cache: the same but head_dim_v wide.
-        ends: [batch], where in its cache the keys of a sequence end.
-        batch_idx: [batch], which cache a sequence has; None: its own number.
-        leftpad: [batch], where in its cache they begin; None: 0.
-        block_table: [batch, pages a sequence]; page i of a sequence has the keys from i * page_size on.
-        options: of attention_reference, but keep.
-    Returns:
-        out: [batch, seqlen_q, heads_q, head_dim_v].
-        lse: [batch, heads_q, seqlen_q].
-    What is not from leftpad to ends is not read.
-    """
-    batch, seqlen_q = q.shape[:2]
-    k, v, cu_seqlens_k = packed_cache(
-        k_cache, v_cache, ends, batch_idx=batch_idx, leftpad=leftpad, block_table=block_table
-    )
-    cu_seqlens_q = torch.arange(batch + 1) * seqlen_q
-    out, lse = varlen_reference(
-        q.flatten(0, 1), k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, **options
-    )
-    return out.view(batch, seqlen_q, *out.shape[1:]), lse.view(q.shape[2], batch, seqlen_q).transpose(0, 1)
-
-
-def packed_cache(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    ends: Sequence[int],
-    *,
-    batch_idx: Sequence[int] | None = None,
-    leftpad: Sequence[int] | None = None,
-    block_table: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The keys and values of kvcache_reference's sequences one after another, and cu_seqlens_k, as for varlen_reference."""
-
-    def rows(cache: torch.Tensor, b: int, end: int) -> torch.Tensor:
-        if block_table is None:
-            return cache[b if batch_idx is None else batch_idx[b], :end]
-        return cache[block_table[b, : -(-end // cache.shape[1])].long()].flatten(0, 1)[:end]
-
-    parts = [
-        [rows(cache, b, end)[0 if leftpad is None else leftpad[b] :] for b, end in enumerate(ends)]
-        for cache in (k_cache, v_cache)
-    ]
-    lengths = [len(part) for part in parts[0]]
-    k, v = (
-        torch.cat(x) if x else cache[:0].flatten(0, 1)
-        for x, cache in zip(parts, (k_cache, v_cache), strict=True)
-    )
-    return k, v, torch.tensor([0, *itertools.accumulate(lengths)])
-
-
-def append_reference(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    ends: Sequence[int],
-    *,
-    batch_idx: Sequence[int] | None = None,
-    block_table: torch.Tensor | None = None,
-) -> None:
-    """Write k and v [batch, new, heads_kv, ..] to the cache of kvcache_reference, whose keys end there before."""
-    for x, cache in ((k, k_cache), (v, v_cache)):
-        for b, end in enumerate(ends):
-            place = torch.arange(end, end + x.shape[1], device=x.device)
-            number = b if batch_idx is None else batch_idx[b]
-            if block_table is not None:
-                number, place = block_table[b, place // cache.shape[1]].long(), place % cache.shape[1]
-            cache[number, place] = x[b]
-
-
-def rotary_reference(
-    x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
-) -> torch.Tensor:
-    """Rotate pairs of the first rotary_dim columns by the angles of positions, in fp32 (Su et al. 2021, RoFormer).
-
-    Args:
-        x: [batch, rows, heads, head_dim].
-        positions: [batch, rows], of rows of cos and sin.
-        cos, sin: [.., rotary_dim / 2].
-        interleaved: pairs are the columns (2i, 2i + 1), else (i, i + rotary_dim / 2).
-    Returns:
-        x rotated, in its dtype.
-    """
-    half = cos.shape[1]
-    cos, sin = (y.float()[positions][:, :, None] for y in (cos, sin))  # [batch, rows, 1, rotary_dim / 2]
-    columns, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
-    first, second = columns.unflatten(-1, (half, 2)).unbind(-1) if interleaved else columns.split(half, -1)
-    rotated = first * cos - second * sin, first * sin + second * cos
-    rotated = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
-    return torch.cat((rotated.to(x.dtype), rest), -1)
 
 
 def rounded_dropout(p: float) -> int:
@@ -433,7 +322,7 @@ def _chunks(
     k: torch.Tensor,
     scale: float,
     causal: bool,
-    options: Options,
+    options: ReferenceOptions,
     weighed: list[torch.Tensor],
 ) -> Iterator[tuple[slice, slice, slice, _Chunk]]:
     """(pairs, rows, keys, chunk) of at most about MAX_SCORES scores each.

@@ -316,7 +316,7 @@ def tf32():
 def test_reference_restores_the_matmul_precision(tf32, monkeypatch):
     inside = []
     monkeypatch.setattr(
-        reference, "_attend", lambda *_: inside.append(torch.backends.cuda.matmul.fp32_precision)
+        reference, "_forward_of_chunk", lambda *_: inside.append(torch.backends.cuda.matmul.fp32_precision)
     )
     with pytest.raises(TypeError):
         attention_reference(*draw(1, 1, 1, 2, 2, 4, 4))

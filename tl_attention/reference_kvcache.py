@@ -24,21 +24,21 @@ def kvcache_reference(
     block_table: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """attention_reference of each sequence of a batch to its keys in a cache.
+    """attention_reference for each sequence of a batch and its keys in a cache.
 
     Args:
         q: [batch, seqlen_q, heads_q, head_dim].
         k_cache: [caches, seqlen_cache, heads_kv, head_dim], or with block_table [pages, page_size, heads_kv, head_dim].
-        v_cache: the same but head_dim_v wide.
-        ends: [batch], where in its cache the keys of a sequence end.
-        batch_idx: [batch], which cache a sequence has; None: its own number.
-        leftpad: [batch], where in its cache they begin; None: 0.
-        block_table: [batch, pages a sequence]; page i of a sequence has the keys from i * page_size on.
-        options: of attention_reference, but keep.
+        v_cache: like k_cache, with head_dim_v columns.
+        ends: [batch]; the keys of a sequence end before this row of its cache.
+        batch_idx: [batch]; the cache of each sequence; None: cache b for sequence b.
+        leftpad: [batch]; the keys of a sequence begin at this row of its cache; None: 0.
+        block_table: [batch, pages per sequence]; page i of a sequence holds its rows from i * page_size on.
+        options: as for attention_reference, without keep.
     Returns:
         out: [batch, seqlen_q, heads_q, head_dim_v].
         lse: [batch, heads_q, seqlen_q].
-    What is not from leftpad to ends is not read.
+    Rows outside leftpad to ends are not read.
     """
     batch, seqlen_q = q.shape[:2]
     k, v, cu_seqlens_k = packed_cache(
@@ -60,7 +60,7 @@ def packed_cache(
     leftpad: Sequence[int] | None = None,
     block_table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The keys and values of kvcache_reference's sequences one after another, and cu_seqlens_k, as for varlen_reference."""
+    """Pack the keys and values of kvcache_reference's sequences; return k, v and cu_seqlens_k for varlen_reference."""
 
     def rows(cache: torch.Tensor, b: int, end: int) -> torch.Tensor:
         if block_table is None:
@@ -89,28 +89,28 @@ def append_reference(
     batch_idx: Sequence[int] | None = None,
     block_table: torch.Tensor | None = None,
 ) -> None:
-    """Write k and v [batch, new, heads_kv, ..] to the cache of kvcache_reference, whose keys end there before."""
+    """Append k and v [batch, new, heads_kv, ..] to the cache of kvcache_reference; `ends` are the ends before the call."""
     for x, cache in ((k, k_cache), (v, v_cache)):
         for b, end in enumerate(ends):
-            place = torch.arange(end, end + x.shape[1], device=x.device)
-            number = b if batch_idx is None else batch_idx[b]
+            rows = torch.arange(end, end + x.shape[1], device=x.device)
+            cache_index = b if batch_idx is None else batch_idx[b]
             if block_table is not None:
-                number, place = block_table[b, place // cache.shape[1]].long(), place % cache.shape[1]
-            cache[number, place] = x[b]
+                cache_index, rows = block_table[b, rows // cache.shape[1]].long(), rows % cache.shape[1]
+            cache[cache_index, rows] = x[b]
 
 
 def rotary_reference(
     x: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:
-    """Rotate pairs of the first rotary_dim columns by the angles of positions, in fp32 (Su et al. 2021, RoFormer).
+    """Rotary embedding: rotate pairs of the first rotary_dim columns, in fp32 (Su et al. 2021, RoFormer).
 
     Args:
         x: [batch, rows, heads, head_dim].
-        positions: [batch, rows], of rows of cos and sin.
-        cos, sin: [.., rotary_dim / 2].
+        positions: [batch, rows], indices of rows of cos and sin.
+        cos, sin: [positions, rotary_dim / 2].
         interleaved: pairs are the columns (2i, 2i + 1), else (i, i + rotary_dim / 2).
     Returns:
-        x rotated, in its dtype.
+        The rotated x, in the dtype of x.
     """
     half = cos.shape[1]
     cos, sin = (y.float()[positions][:, :, None] for y in (cos, sin))  # [batch, rows, 1, rotary_dim / 2]

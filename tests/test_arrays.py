@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from tl_attention.arrays import CUDA, Views
+from tl_attention.launch.arrays import CUDA, Views
 
 
 class DLTensor(ctypes.Structure):

@@ -181,7 +181,7 @@ def test_backward_rule_says_where_a_right_gradient_is_worst(right_backward):
     grads, args = right_backward
     worst_first = check_bwd(grads, *args).text.split("; ")
     assert sorted(text[:2] for text in worst_first) == sorted(GRADS)
-    assert all(f"of what is allowed, most at {text[:2]}[" in text for text in worst_first)
+    assert all(f"of the allowed error, at {text[:2]}[" in text for text in worst_first)
 
 
 @pytest.mark.parametrize("wrong", range(3), ids=GRADS)

@@ -18,7 +18,7 @@ from tl_attention.checks import (
     expect_operand,
     is_int,
 )
-from tl_attention.extras import Cache
+from tl_attention.options import Cache
 from tl_attention.problem import MAX_HEAD_DIM
 
 # Head dims of multi-head latent attention with absorbed weights, where v_cache is the first columns of k_cache

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tl_attention import dispatch_decode
+from tl_attention import launch
 from tl_attention.checks import check_device, check_num_splits, check_options, expect_bool, expect_scale
 from tl_attention.checks_kvcache import (
     cache_capacity,
@@ -20,15 +20,15 @@ from tl_attention.checks_kvcache import (
     check_seqlen,
     check_workspace,
 )
-from tl_attention.extras import UNLIMITED, Cache, Extras, canonical_window
 from tl_attention.ops import someone_looks, warn_of_cpu
+from tl_attention.options import UNLIMITED, Cache, Options, canonical_window
 from tl_attention.reference_kvcache import append_reference, kvcache_reference, rotary_reference
 from tl_attention.target import H200_SMS, sm_count
 
 MAX_CHECKED_CALLS = 2048
 
 _PLAIN_TYPES = {torch.Tensor, type(None)}  # no subclass that intercepts operations
-_NO_OPTIONS = Extras()
+_NO_OPTIONS = Options()
 
 
 class CheckedCall:
@@ -154,11 +154,11 @@ def flash_attn_with_kvcache(
         check_seqlen(cache_seqlens, capacity, new)
     if k is not None and v is None:
         v = k[..., : v_cache.shape[3]]
-    window, extras = (UNLIMITED, UNLIMITED), _NO_OPTIONS
+    window, options = (UNLIMITED, UNLIMITED), _NO_OPTIONS
     if window_size != window:
         causal, window = canonical_window(causal, window_size)
-    if alibi_slopes is not None or sink is not None or softcap or window != extras.window:
-        extras = Extras(
+    if alibi_slopes is not None or sink is not None or softcap or window != options.window:
+        options = Options(
             window,
             float(softcap),
             alibi_slopes=None if alibi_slopes is None else alibi_slopes.contiguous(),
@@ -171,9 +171,9 @@ def flash_attn_with_kvcache(
 
     if k is not None:
         append = _append_by_op if looked_at else _append
-        moves = causal or extras.window != (UNLIMITED, UNLIMITED)
+        moves = causal or options.window != (UNLIMITED, UNLIMITED)
         q = append(q, k, v, cache, rotary_cos, rotary_sin, rotary_interleaved, moves)
-    how = scale, causal, extras, num_splits, batch_invariant, workspace
+    how = scale, causal, options, num_splits, batch_invariant, workspace
     out, lse = _decode_by_op(q, cache, *how) if looked_at else _decode(q, cache, *how, checked)
     return (out, lse) if return_softmax_lse else out
 
@@ -204,7 +204,7 @@ def kvcache_workspace_bytes(
             else torch.device(device or "cuda").index
         )
         sms = sm_count(torch.cuda.current_device() if index is None else index)
-    return dispatch_decode.workspace_bytes(
+    return launch.decode_workspace_bytes(
         batch, seqlen_q, heads, heads_kv, head_dim_v, num_splits, batch_invariant, seqlen_cache, sms
     )
 
@@ -230,10 +230,10 @@ def _append(
     interleaved: bool,
     queries_move: bool,
 ) -> torch.Tensor:
-    """dispatch_decode.append, or the reference on CPU tensors."""
+    """launch.append_to_cache, or the reference on CPU tensors."""
     check_addresses(cache)
     if q.is_cuda:
-        return dispatch_decode.append(q, k, v, cache, cos, sin, interleaved, queries_move)
+        return launch.append_to_cache(q, k, v, cache, cos, sin, interleaved, queries_move)
     batch_idx, _, starts = check_entries(q, cache)
     if cos is not None:
         first = torch.tensor(starts)[:, None]  # [batch, 1]
@@ -249,17 +249,17 @@ def _decode(
     cache: Cache,
     softmax_scale: float,
     causal: bool,
-    extras: Extras,
+    options: Options,
     num_splits: int,
     batch_invariant: bool,
     workspace: torch.Tensor | None,
     checked: CheckedCall | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dispatch_decode.decode, or the reference on CPU tensors."""
+    """launch.attend_cache, or the reference on CPU tensors."""
     check_addresses(cache, workspace)
     if q.is_cuda:
-        return dispatch_decode.decode(
-            q, cache, softmax_scale, causal, extras, num_splits, batch_invariant, workspace, checked
+        return launch.attend_cache(
+            q, cache, softmax_scale, causal, options, num_splits, batch_invariant, workspace, checked
         )
     batch_idx, leftpad, starts = check_entries(q, cache)
     out, lse = kvcache_reference(
@@ -272,7 +272,7 @@ def _decode(
         batch_idx=batch_idx,
         leftpad=leftpad,
         block_table=cache.block_table,
-        **{name: getattr(extras, name) for name in ("window", "softcap", "alibi_slopes", "sink")},
+        **{name: getattr(options, name) for name in ("window", "softcap", "alibi_slopes", "sink")},
     )
     return out.to(q.dtype), lse.contiguous()
 
@@ -343,9 +343,9 @@ def decode_op(
     if q.is_cuda:
         check_device(q)
     *fields, scale, causal, window, softcap, slopes, sink, num_splits, batch_invariant, workspace = arguments
-    extras = Extras(tuple(window), softcap, alibi_slopes=slopes, sink=sink)
+    options = Options(tuple(window), softcap, alibi_slopes=slopes, sink=sink)
     cache = _cache(k_cache, v_cache, *fields)
-    return _decode(q, cache, scale, causal, extras, num_splits, batch_invariant, workspace)
+    return _decode(q, cache, scale, causal, options, num_splits, batch_invariant, workspace)
 
 
 @decode_op.register_fake
@@ -368,7 +368,7 @@ def _append_by_op(
 
 
 def _decode_by_op(
-    q: torch.Tensor, cache: Cache, softmax_scale: float, causal: bool, extras: Extras, *others: object
+    q: torch.Tensor, cache: Cache, softmax_scale: float, causal: bool, options: Options, *others: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options = extras.window, extras.softcap, extras.alibi_slopes, extras.sink
-    return decode_op(q, cache.k, cache.v, *_fields(cache), softmax_scale, causal, *options, *others)
+    fields = options.window, options.softcap, options.alibi_slopes, options.sink
+    return decode_op(q, cache.k, cache.v, *_fields(cache), softmax_scale, causal, *fields, *others)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tl_attention import dispatch
+from tl_attention import launch
 from tl_attention.checks import (
     check_bwd,
     check_deterministic,
@@ -23,7 +23,7 @@ from tl_attention.checks import (
     check_num_splits,
     check_options,
 )
-from tl_attention.extras import NUMBERS, SCHEMA, SINK, Extras, canonical_window, of_arguments, rows_in_use
+from tl_attention.options import NUMBERS, SCHEMA, SINK, Options, canonical_window, of_arguments, rows_in_use
 from tl_attention.reference import (
     attention_backward_reference,
     attention_reference,
@@ -57,9 +57,9 @@ def fwd_op(
     lse_base2: bool,
     heads_first: bool,
     deterministic: bool,
-    *arguments: object,  # of Extras
+    *arguments: object,  # of Options
 ) -> Outputs:
-    """dispatch.fwd, or the reference on CPU tensors; deterministic is for its backward."""
+    """launch.forward, or the reference on CPU tensors; deterministic is for its backward."""
     options = of_arguments(*arguments)
     if q.device.type != "cpu":
         check_device(q)
@@ -112,7 +112,7 @@ def bwd_op(
     deterministic: bool,
     *arguments: object,
 ) -> Gradients:
-    """dispatch.bwd, or the reference on CPU tensors; without a sink its gradient is empty."""
+    """launch.backward, or the reference on CPU tensors; without a sink its gradient is empty."""
     if q.device.type != "cpu":
         check_device(q)
         grads = _launched_backward(
@@ -165,26 +165,26 @@ def _reference(
     tensors: list[torch.Tensor],  # q, k and v the last of them
     softmax_scale: float,
     causal: bool,
-    extras: Extras | None,
+    options: Options | None,
     **others: Any,
 ) -> tuple[torch.Tensor, ...]:
-    if extras is None:
+    if options is None:
         return dense(*tensors, softmax_scale, causal, **others)
-    options = {name: getattr(extras, name) for name in ("window", "softcap", "alibi_slopes", "sink")}
+    score_options = {name: getattr(options, name) for name in ("window", "softcap", "alibi_slopes", "sink")}
     q, k, _ = tensors[-3:]
-    lengths = extras.cu_seqlens_q, extras.cu_seqlens_k
-    if extras.dropout_p:
+    lengths = options.cu_seqlens_q, options.cu_seqlens_k
+    if options.dropout_p:
         sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
-        if extras.varlen:
-            batch = len(extras.cu_seqlens_q) - 1
+        if options.varlen:
+            batch = len(options.cu_seqlens_q) - 1
             longest = (max(cu.diff().tolist(), default=0) for cu in lengths)
             sizes = batch, q.shape[1], *longest
-        options["dropout_p"] = extras.dropout_p
-        options["keep"] = dropout_keep(extras.rng_state, *sizes, extras.dropout_p)
-    if not extras.varlen:
-        return dense(*tensors, softmax_scale, causal, **options, **others)
-    used = {"seqused_q": extras.seqused_q, "seqused_k": extras.seqused_k}
-    return varlen(*tensors, *lengths, softmax_scale, causal, **used, **options, **others)
+        score_options["dropout_p"] = options.dropout_p
+        score_options["keep"] = dropout_keep(options.rng_state, *sizes, options.dropout_p)
+    if not options.varlen:
+        return dense(*tensors, softmax_scale, causal, **score_options, **others)
+    used = {"seqused_q": options.seqused_q, "seqused_k": options.seqused_k}
+    return varlen(*tensors, *lengths, softmax_scale, causal, **used, **score_options, **others)
 
 
 def _launched(
@@ -195,13 +195,13 @@ def _launched(
     lse_base2: bool,
     causal: bool,
     heads_first: bool,
-    extras: Extras | None,
+    options: Options | None,
 ) -> Outputs:
-    if extras is None:
-        return dispatch.fwd(q, k, v, softmax_scale, causal, lse_base2, heads_first)
-    out, lse = dispatch.fwd(q, k, v, softmax_scale, causal, lse_base2, heads_first, extras=extras)
-    if extras.seqused_q is not None:
-        unused = ~rows_in_use(extras.cu_seqlens_q, extras.seqused_q, q.shape[0])
+    if options is None:
+        return launch.forward(q, k, v, softmax_scale, causal, lse_base2, heads_first)
+    out, lse = launch.forward(q, k, v, softmax_scale, causal, lse_base2, heads_first, options=options)
+    if options.seqused_q is not None:
+        unused = ~rows_in_use(options.cu_seqlens_q, options.seqused_q, q.shape[0])
         out.masked_fill_(unused[:, None, None], 0)
         lse.masked_fill_(unused, -math.inf)
     return out, lse
@@ -226,9 +226,9 @@ def _launched_backward(
     tensors = dout, q, k, v, out, lse
     options = of_arguments(*arguments)
     if options is None or not options.names:  # num_splits is of the forward
-        return dispatch.bwd(*tensors, softmax_scale, causal, lse_base2, heads_first, deterministic, dlse)
-    grads = dispatch.bwd(
-        *tensors, softmax_scale, causal, lse_base2, heads_first, deterministic, dlse, extras=options
+        return launch.backward(*tensors, softmax_scale, causal, lse_base2, heads_first, deterministic, dlse)
+    grads = launch.backward(
+        *tensors, softmax_scale, causal, lse_base2, heads_first, deterministic, dlse, options=options
     )
     of_q = options.cu_seqlens_q, options.seqused_q
     of_k = options.cu_seqlens_k, options.seqused_k
@@ -341,7 +341,7 @@ def attention(
     looked_at = someone_looks() or not (type(q) is type(k) is type(v) is torch.Tensor)
     launch = None
     if not looked_at and _may_be_known(q, softmax_scale, causal, deterministic):
-        launch = dispatch.fwd_plan(q, k, v, causal, heads_first)
+        launch = launch.fwd_plan(q, k, v, causal, heads_first)
     if launch is None:
         check_fwd(q, k, v, softmax_scale, causal, heads_first)
         check_deterministic(deterministic)
@@ -354,7 +354,7 @@ def attention(
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
     if looked_at or not q.is_cuda:
         return fwd_op(q, k, v, scale, causal, lse_base2, heads_first, deterministic)
-    launch = launch or functools.partial(dispatch.fwd, causal=causal, heads_first=heads_first)
+    launch = launch or functools.partial(launch.forward, causal=causal, heads_first=heads_first)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _differentiable(q, k, v, scale, causal, lse_base2, heads_first, deterministic, launch)
     return launch(q, k, v, scale, lse_base2=lse_base2)
@@ -397,7 +397,7 @@ def attention_with_options(
         rng_state = None
     elif rng_state is None:
         rng_state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-    options = Extras(
+    options = Options(
         window,
         float(softcap),
         float(dropout_p),
@@ -426,7 +426,7 @@ def attention_with_options(
     if looked_at or not q.is_cuda:
         return fwd_op(q, k, v, *arguments)
     launch = functools.partial(
-        _launched, causal=causal, heads_first=False, extras=dataclasses.replace(options, sink=sink)
+        _launched, causal=causal, heads_first=False, options=dataclasses.replace(options, sink=sink)
     )
     differentiable = (q, k, v) if learnable_sink is None else (q, k, v, learnable_sink)
     if torch.is_grad_enabled() and any(x.requires_grad for x in differentiable):
@@ -455,7 +455,7 @@ def attention_backward(
     plan = None
     if not looked_at and _may_be_known(q, softmax_scale, causal, deterministic):
         fixed_order = deterministic or torch.are_deterministic_algorithms_enabled()
-        plan = dispatch.bwd_plan(*tensors, causal, True, fixed_order)
+        plan = launch.bwd_plan(*tensors, causal, True, fixed_order)
     if plan is None:
         check_fwd(q, k, v, softmax_scale, causal, heads_first=True)
         check_bwd(*tensors, deterministic)

@@ -15,7 +15,7 @@ MAX_WINDOW = 2**30  # more than any length, and far enough from the end of an in
 
 
 @dataclass(frozen=True, eq=False)
-class Extras:
+class Options:
     """The options of a launch. All are values; only which are present is compiled.
 
     A score goes through scale, softcap, ALiBi and masks; then come the softmax, with the sink, and dropout. The diagonal of a query is the
@@ -92,7 +92,7 @@ class Extras:
         """Of the 256 values of a byte of the generator, those below it drop a probability."""
         return max(1, round(256 * self.dropout_p)) if self.dropout_p else 0
 
-    def of_batch(self, first: int, batch: int) -> Extras:
+    def of_batch(self, first: int, batch: int) -> Options:
         """Those of so many problems of a dense batch."""
         slopes = self.alibi_slopes
         if slopes is None or slopes.ndim == 1:
@@ -140,13 +140,13 @@ NUMBERS = 6  # fields before the first tensor
 SINK = 8  # the field
 
 
-def of_arguments(*arguments: object) -> Extras | None:
+def of_arguments(*arguments: object) -> Options | None:
     """The options that an op got, which may end anywhere; None if none is on."""
     if not arguments:
         return None
     window, *others = arguments
-    extras = Extras(tuple(window), *others)
-    return None if extras.is_off else extras
+    options = Options(tuple(window), *others)
+    return None if options.is_off else options
 
 
 def canonical_window(causal: bool, window_size: Sequence[int | None]) -> tuple[bool, tuple[int, int]]:

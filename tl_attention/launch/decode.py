@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 
 import torch
 
-from tl_attention import configs, dispatch
-from tl_attention.arrays import Views
-from tl_attention.dispatch import DTYPE_NAMES, LN2, compile_kernel
-from tl_attention.extras import MAX_WINDOW, Cache, Extras
+from tl_attention import configs
+from tl_attention.compiler import Kernel, compile_kernel
+from tl_attention.launch.arrays import Views
+from tl_attention.launch.common import DTYPE_NAMES, LN2, PlanCache, dense, empty, unused_arguments
+from tl_attention.options import MAX_WINDOW, Cache, Options
 from tl_attention.problem import (
     DECODE_TILE_WIDTHS,
     DTYPES,
@@ -27,7 +27,7 @@ from tl_attention.target import sm_count
 MAX_PARTS = 4096  # splits of a sequence
 INVARIANT_KEYS = 1024  # of a split that does not depend on the batch
 
-_plans = threading.local()
+plan_cache = PlanCache()
 
 
 def _rows(seqlen_q: int, heads: int, heads_kv: int) -> int:
@@ -56,7 +56,7 @@ def _fixed(num_splits: int, batch_invariant: bool, capacity: int, block_N: int) 
     return 0
 
 
-def workspace_bytes(
+def decode_workspace_bytes(
     batch: int,
     seqlen_q: int,
     heads: int,
@@ -89,13 +89,15 @@ def workspace_bytes(
 class DecodePlan:
     """All of a decode that the shapes, strides, dtype and device of its tensors settle, and which options are on. Serves one thread."""
 
-    def __init__(self, q: torch.Tensor, cache: Cache, extras: Extras, num_splits: int, batch_invariant: bool):
+    def __init__(
+        self, q: torch.Tensor, cache: Cache, options: Options, num_splits: int, batch_invariant: bool
+    ):
         k, v = cache.k, cache.v
         self.device = q.device.index
         batch, seqlen_q, heads, head_dim = q.shape
         heads_kv, self.head_dim_v = k.shape[2], v.shape[3]
         paged = cache.block_table is not None
-        problem = decode_problem(DTYPE_NAMES[q.dtype], head_dim, self.head_dim_v, extras.names)
+        problem = decode_problem(DTYPE_NAMES[q.dtype], head_dim, self.head_dim_v, options.names)
         width = problem.head_dim, problem.head_dim_v
         rows = _rows(seqlen_q, heads, heads_kv)
         page_size = k.shape[1]
@@ -113,18 +115,18 @@ class DecodePlan:
         )
         part_rows = min(rows, 64)
         columns = config.columns(problem)
-        self.o_parts = dispatch._dense((slots, config.warpgroups, part_rows, columns))
-        self.lse_parts = dispatch._dense((slots, config.warpgroups, part_rows))
-        self.merges = dispatch._dense((entries, MERGE_NUMBERS), torch.int32)
+        self.o_parts = dense((slots, config.warpgroups, part_rows, columns))
+        self.lse_parts = dense((slots, config.warpgroups, part_rows))
+        self.merges = dense((entries, MERGE_NUMBERS), torch.int32)
         self.combine = None if fixed == -1 else combine  # one split has one part
         (page_k, rows_k), (page_v, rows_v) = (
             _rows_of(x, name) for x, name in ((k, "k_cache"), (v, "v_cache"))
         )
         self.views = Views(False, rows_k, rows_v, packed=True)
         self.pad_q = (0, width[0] - head_dim) if head_dim != width[0] else None
-        self.q_strides = dispatch._dense(q.shape)[1]
-        self.out = dispatch._dense((batch, seqlen_q, heads, width[1]), q.dtype)
-        self.lse = dispatch._dense((batch, heads, seqlen_q))
+        self.q_strides = dense(q.shape)[1]
+        self.out = dense((batch, seqlen_q, heads, width[1]), q.dtype)
+        self.lse = dense((batch, heads, seqlen_q))
         given = (
             isinstance(cache.seqlens, torch.Tensor)
             | (cache.leftpad is not None) << 1
@@ -140,19 +142,18 @@ class DecodePlan:
         cache: Cache,
         softmax_scale: float,
         causal: bool,
-        extras: Extras,
+        options: Options,
         workspace: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(q, cache, softmax_scale, causal, extras, workspace)
-        empty = dispatch._empty
+                return self(q, cache, softmax_scale, causal, options, workspace)
         if self.pad_q is not None:
             q = torch.nn.functional.pad(q, self.pad_q)
         elif q.stride() != self.q_strides or q.data_ptr() & 15:
             q = q.clone(memory_format=torch.contiguous_format)
         out, lse = empty(*self.out), empty(*self.lse)
-        slopes, sink, _, no_lengths, no_table = dispatch._nothing(self.device)
+        slopes, sink, _, no_lengths, no_table = unused_arguments(self.device)
         if workspace is None:
             o_parts, lse_parts, merges = empty(*self.o_parts), empty(*self.lse_parts), empty(*self.merges)
         else:
@@ -162,14 +163,14 @@ class DecodePlan:
             o_parts, lse_parts, merges = (
                 x.view(dtype).view(shape) for x, (shape, _, dtype) in zip(parts, tensors, strict=True)
             )
-        if extras.alibi_slopes is not None:
-            slopes = extras.alibi_slopes.expand(self.batch, self.heads)
-        if extras.sink is not None:
-            sink = extras.sink.float()
+        if options.alibi_slopes is not None:
+            slopes = options.alibi_slopes.expand(self.batch, self.heads)
+        if options.sink is not None:
+            sink = options.sink.float()
         seqlens, seqlen = (
             (cache.seqlens, 0) if isinstance(cache.seqlens, torch.Tensor) else (no_lengths, cache.seqlens)
         )
-        left, right = (MAX_WINDOW, 0) if causal else extras.bounds
+        left, right = (MAX_WINDOW, 0) if causal else options.bounds
         self.kernel(
             q,
             *self.views.of(cache.k, cache.v),
@@ -190,7 +191,7 @@ class DecodePlan:
             *self.pages,
             left,
             right,
-            extras.softcap,
+            options.softcap,
             slopes,
             sink,
         )
@@ -217,12 +218,12 @@ def _rows_of(x: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
     return step, x.as_strided((1, (caches - 1) * step + room, heads_kv, columns), (x.numel(), row, head, 1))
 
 
-def decode(
+def attend_cache(
     q: torch.Tensor,
     cache: Cache,
     softmax_scale: float,
     causal: bool,
-    extras: Extras,
+    options: Options,
     num_splits: int = 0,
     batch_invariant: bool = False,
     workspace: torch.Tensor | None = None,
@@ -231,47 +232,48 @@ def decode(
     """Attention of q [batch, seqlen_q, heads, head_dim] to the keys of a cache.
 
     Args:
-        extras: window, softcap, alibi_slopes, sink alone.
+        options: window, softcap, alibi_slopes, sink alone.
         num_splits: 0 divides all keys evenly among the CTAs, n has n splits of each sequence.
         batch_invariant: splits of a fixed number of keys, so that a sequence's result does not depend on the others.
-        workspace: of workspace_bytes() bytes, for the parts; else they are allocated.
+        workspace: of decode_workspace_bytes() bytes, for the parts; else they are allocated.
         known: hashable, the same for calls that have one plan alone; None: it is found by their metadata.
     Returns:
         out [batch, seqlen_q, heads, head_dim_v], lse [batch, heads, seqlen_q] fp32, natural.
     """
-    plans = _plans.__dict__.setdefault("decode", {})
-    plan = plans.get(known)
+    plan = plan_cache.plans.get(known)
     if plan is None:
         if not q.numel() or not cache.k.numel() or not cache.v.numel():
-            return _of_nothing(q, cache.v.shape[3], extras)
-        key = _plan_key(q, cache, extras, num_splits, batch_invariant)
-        plan = plans.get(key)
+            return _of_nothing(q, cache.v.shape[3], options)
+        key = _plan_key(q, cache, options, num_splits, batch_invariant)
+        plan = plan_cache.plans.get(key)
         if plan is None:
-            plan = DecodePlan(q, cache, extras, num_splits, batch_invariant)
-            dispatch._keep(plans, key, plan)
+            plan = DecodePlan(q, cache, options, num_splits, batch_invariant)
+            plan_cache.keep(key, plan)
         if known is not None:
-            dispatch._keep(plans, known, plan)
-    return plan(q, cache, softmax_scale, causal, extras, workspace)
+            plan_cache.keep(known, plan)
+    return plan(q, cache, softmax_scale, causal, options, workspace)
 
 
-def _plan_key(q: torch.Tensor, cache: Cache, extras: Extras, num_splits: int, batch_invariant: bool) -> tuple:
+def _plan_key(
+    q: torch.Tensor, cache: Cache, options: Options, num_splits: int, batch_invariant: bool
+) -> tuple:
     k, v, table = cache.k, cache.v, cache.block_table
     return (
-        q.shape, q.dtype, q.device, k.shape, k.stride(), v.shape, v.stride(), extras.names, num_splits, batch_invariant,
+        q.shape, q.dtype, q.device, k.shape, k.stride(), v.shape, v.stride(), options.names, num_splits, batch_invariant,
         None if table is None else table.shape[1],
         isinstance(cache.seqlens, torch.Tensor), cache.leftpad is None, cache.batch_idx is None,
     )  # fmt: skip
 
 
-def _of_nothing(q: torch.Tensor, head_dim_v: int, extras: Extras) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_nothing(q: torch.Tensor, head_dim_v: int, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
     batch, seqlen_q, heads, _ = q.shape
     lse = torch.full((batch, heads, seqlen_q), -math.inf, device=q.device)
-    if extras.sink is not None:
-        lse.copy_(extras.sink.float()[:, None].expand_as(lse))
+    if options.sink is not None:
+        lse.copy_(options.sink.float()[:, None].expand_as(lse))
     return q.new_zeros(batch, seqlen_q, heads, head_dim_v), lse
 
 
-def append(
+def append_to_cache(
     q: torch.Tensor,
     k_new: torch.Tensor,
     v_new: torch.Tensor,
@@ -291,12 +293,12 @@ def append(
     device = q.device.index
     if torch.cuda.current_device() != device:
         with torch.cuda.device(device):
-            return append(q, k_new, v_new, cache, cos, sin, interleaved, q_in_place_of_keys)
+            return append_to_cache(q, k_new, v_new, cache, cos, sin, interleaved, q_in_place_of_keys)
     kernel = _append_kernel(DTYPE_NAMES[q.dtype])
     if not k_new.shape[1] or not q.shape[0]:
         return q
-    rotated = dispatch._empty(*dispatch._dense(q.shape, q.dtype))
-    *_, no_lengths, no_table = dispatch._nothing(device)
+    rotated = empty(*dense(q.shape, q.dtype))
+    *_, no_lengths, no_table = unused_arguments(device)
     angles = (_no_angles(q.dtype, device),) * 2 if cos is None else (cos, sin)
     tensor = isinstance(cache.seqlens, torch.Tensor)
     paged = cache.block_table is not None
@@ -324,7 +326,7 @@ def append(
 
 
 @functools.cache
-def _append_kernel(dtype: str) -> dispatch.Kernel:
+def _append_kernel(dtype: str) -> Kernel:
     return compile_kernel(*append_kernel(dtype))
 
 

@@ -425,18 +425,26 @@ def test_hf_masks_that_are_not_computed_are_refused():
     config._attn_implementation = "tl_attention"
     embeds = torch.zeros(1, 6, 64)
     blocks = torch.tensor([[-1, 0, 0, 0, -1, -1]])
-    with pytest.raises(NotImplementedError, match="mask_function: expected causal"):
+    with pytest.raises(
+        NotImplementedError,
+        match="mask_function: expected a causal, full, sliding-window, packed or chunked mask",
+    ):
         create_causal_mask(config, embeds, None, None, block_sequence_ids=blocks)
-    with pytest.raises(NotImplementedError, match="parts of the caller's"):
+    with pytest.raises(NotImplementedError, match="contains functions of the caller"):
         create_causal_mask(config, embeds, None, None, or_mask_function=lambda b, h, q, k: k == 0)
-    with pytest.raises(NotImplementedError, match="before and after each sequence alone"):
+    with pytest.raises(
+        NotImplementedError, match="attention_mask: expected padding only before and after each sequence"
+    ):
         create_causal_mask(config, embeds, torch.tensor([[1, 0, 1, 1, 1, 1]]), None)
     config.sliding_window = 2
-    with pytest.raises(NotImplementedError, match="mask_function: expected causal"):
+    with pytest.raises(
+        NotImplementedError,
+        match="mask_function: expected a causal, full, sliding-window, packed or chunked mask",
+    ):
         hf.attention_mask(1, 6, 6, mask_function=sliding_window_causal_mask_function(2), local_size=3)
     assert create_bidirectional_sliding_window_mask(config, embeds, None) is None
     q = torch.zeros(1, 2, 6, 16, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="attention_mask: expected a 2-D mask"):
+    with pytest.raises(NotImplementedError, match="attention_mask: expected a 2-D padding mask"):
         hf.attention_forward(torch.nn.Module(), q, q, q, torch.zeros(1, 1, 6, 6))
     with pytest.raises(NotImplementedError, match="position_bias: expected None"):
         hf.attention_forward(torch.nn.Module(), q, q, q, None, position_bias=q)
@@ -446,7 +454,7 @@ def test_hf_masks_that_are_not_computed_are_refused():
 
 def test_hf_old_transformers_are_refused_by_name(monkeypatch):
     monkeypatch.setattr("transformers.masking_utils.sdpa_mask", lambda batch_size, cache_position: None)
-    with pytest.raises(ImportError, match="expected transformers 5, got an older one"):
+    with pytest.raises(ImportError, match="expected transformers 5 or later, got an older version"):
         hf.register()
 
 

@@ -1,4 +1,4 @@
-"""Every error of the public functions, and what they do without a kernel: empty tensors, CPU tensors, torch.compile."""
+"""Errors of the public functions, and their behaviour without a kernel: empty tensors, CPU tensors, torch.compile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tl_attention import (
 def qkv(
     batch=2, heads=4, heads_kv=2, seqlen_q=5, seqlen_k=7, head_dim=64, head_dim_v=64, dtype=torch.bfloat16
 ):
-    """[batch, heads, seqlen, head_dim]"""
+    """Random q, k, v, [batch, heads, seqlen, head_dim]."""
     return [
         torch.randn(batch, h, s, d, dtype=dtype)
         for h, s, d in (
@@ -65,14 +65,14 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("inputs", "options", "error", "text"), ERRORS.values(), ids=ERRORS)
-def test_error_names_argument_expectation_and_what_came(inputs, options, error, text):
+def test_forward_errors(inputs, options, error, text):
     with pytest.raises(error, match=text):
         mha_fwd_interface(*inputs(), **options)
 
 
 @pytest.mark.parametrize(("inputs", "options", "error", "text"), ERRORS.values(), ids=ERRORS)
-def test_tensors_that_break_a_rule_are_not_those_of_a_plan(inputs, options, error, text):
-    """By which a call of known metadata goes past the checks."""
+def test_wrong_calls_have_their_own_plan_key(inputs, options, error, text):
+    """A repeated call skips the checks, so no wrong call may share the plan key of a right one."""
     tensors = inputs()
     if not options and all(isinstance(x, torch.Tensor) for x in tensors):
         assert launch.common.qkv_key(*tensors, False, True) != launch.common.qkv_key(*qkv(), False, True)
@@ -80,7 +80,7 @@ def test_tensors_that_break_a_rule_are_not_those_of_a_plan(inputs, options, erro
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("inputs", "options", "error", "text"), ERRORS.values(), ids=ERRORS)
-def test_errors_are_the_same_after_a_call_that_was_right(inputs, options, error, text):
+def test_forward_errors_after_a_correct_call(inputs, options, error, text):
     def on_gpu(tensors):
         return [x.cuda() if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x for x in tensors]
 
@@ -91,7 +91,7 @@ def test_errors_are_the_same_after_a_call_that_was_right(inputs, options, error,
 
 
 @pytest.mark.gpu
-def test_a_switch_that_equals_a_bool_is_none_even_after_a_call_that_was_right():
+def test_int_switches_are_errors_after_a_correct_call():
     q, k, v = (x.cuda() for x in qkv())
     out, lse = mha_fwd_interface(q, k, v, is_causal=True)
     mha_bwd_interface(out, q, k, v, out, lse, is_causal=True, deterministic=True)
@@ -137,7 +137,7 @@ OPTION_ERRORS = {
 
 
 @pytest.mark.parametrize(("options", "error", "text"), OPTION_ERRORS.values(), ids=OPTION_ERRORS)
-def test_error_of_an_option_names_it_what_was_expected_and_what_came(options, error, text):
+def test_option_errors(options, error, text):
     with pytest.raises(error, match=text):
         flash_attn_func(*(x.transpose(1, 2) for x in qkv()), **options)
 
@@ -166,7 +166,7 @@ LENGTH_ERRORS = {
 
 
 @pytest.mark.parametrize(("changes", "error", "text"), LENGTH_ERRORS.values(), ids=LENGTH_ERRORS)
-def test_error_of_lengths_names_the_argument_what_was_expected_and_what_came(changes, error, text):
+def test_length_errors(changes, error, text):
     q, k, v = (x[0].transpose(0, 1) for x in qkv())
     arguments = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu(0, 2, 5), "cu_seqlens_k": cu(0, 3, 7)}
     with pytest.raises(error, match=text):
@@ -181,13 +181,13 @@ PACKED_ERRORS = {
 
 
 @pytest.mark.parametrize(("function", "inputs", "error", "text"), PACKED_ERRORS.values(), ids=PACKED_ERRORS)
-def test_error_of_a_packed_tensor_names_its_layout(function, inputs, error, text):
+def test_packed_errors(function, inputs, error, text):
     with pytest.raises(error, match=text):
         function(*inputs)
 
 
 @pytest.mark.filterwarnings("ignore:tl_attention")
-def test_forward_mode_differentiation_is_refused():
+def test_forward_mode_differentiation_is_an_error():
     import torch.autograd.forward_ad as fwad
 
     q, k, v = qkv()
@@ -258,7 +258,7 @@ BWD_ERRORS = {
 
 
 @pytest.mark.parametrize(("changes", "error", "text"), BWD_ERRORS.values(), ids=BWD_ERRORS)
-def test_error_of_the_backward_names_argument_expectation_and_what_came(changes, error, text):
+def test_backward_errors(changes, error, text):
     q, k, v = qkv()
     arguments = {"do": torch.zeros_like(q), "q": q, "k": k, "v": v, "out": q, "lse": torch.zeros(2, 4, 5)}
     with pytest.raises(error, match=text):

@@ -1,6 +1,6 @@
-"""Attention to a cache: the function of FlashAttention-2's name by the error rule, on any device; and what it refuses.
+"""flash_attn_with_kvcache: results by the error rule, on CPU and GPU, and errors.
 
-What must not matter is NaN, in caches, or out of range, in tables; what a call must not write is compared bit by bit.
+Unused cache entries hold NaN, unused table entries are out of range. Memory that a call must not write is compared bitwise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tl_attention.testing.numeric import check_fwd
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 BF16, FP16 = torch.bfloat16, torch.float16
 ALL = "softcap alibi sink"
-# What is compiled apart: (head_dim, head_dim_v, dtype, options, page sizes; None: no pages)
+# One entry per compiled kernel: (head_dim, head_dim_v, dtype, options, page sizes; None: no pages)
 CLASSES = [
     (128, 128, BF16, "", [None]),
     (128, 128, BF16, "", [16, 48]),
@@ -57,7 +57,7 @@ LENGTHS = (700, 0, 1, 64, 333)
 
 @dataclasses.dataclass
 class Case:
-    """A call: random normal tensors where something is of a sequence, NaN elsewhere."""
+    """A call with random normal values where a sequence has data, and NaN elsewhere."""
 
     head_dim: int = 128
     head_dim_v: int = 128
@@ -67,7 +67,7 @@ class Case:
     seqlen_q: int = 1
     heads: int = 8
     heads_kv: int = 2
-    lengths: tuple[int, ...] = LENGTHS  # in the cache before the call, left padding among them
+    lengths: tuple[int, ...] = LENGTHS  # in the cache before the call, including left padding
     new: int = 0
     causal: bool = True
     window: tuple[int, int] = (-1, -1)
@@ -75,8 +75,8 @@ class Case:
     by_idx: bool = False
     rotary: tuple[int, bool] | None = None  # rotary_dim, interleaved
     scale: float | None = None
-    room: int = 0  # keys that a sequence may have beyond those it has
-    heads_first: bool = False  # in the memory of a cache
+    room: int = 0  # free rows in the cache of the longest sequence
+    heads_first: bool = False  # memory layout of the cache
     device: str = "cpu"
     seed: int = 0
 
@@ -105,7 +105,7 @@ class Case:
             used = [-(-end // self.page) for end in self.ends]
             caches = sum(used) + 3
             free = iter([n for n in shuffled if n < caches])
-            # Entries that no sequence uses are no pages
+            # Unused entries are invalid page numbers
             table = [[next(free) if i < n else (-7, 2**30)[i % 2] for i in range(wide)] for n in used]
             self.places = [
                 [(pages[j // rows], j % rows) for j in range(end)]
@@ -113,7 +113,7 @@ class Case:
             ]
             keywords["block_table"] = self.ints(table)
         self.k_cache, self.v_cache = (
-            self.nothing(caches, rows, self.heads_kv, width) for width in (self.head_dim, self.head_dim_v)
+            self.nan_cache(caches, rows, self.heads_kv, width) for width in (self.head_dim, self.head_dim_v)
         )
         self.latent = (self.head_dim, self.head_dim_v) == (576, 512)
         if self.latent:
@@ -157,13 +157,13 @@ class Case:
     def ints(self, values) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-    def nothing(self, caches: int, rows: int, heads: int, width: int) -> torch.Tensor:
+    def nan_cache(self, caches: int, rows: int, heads: int, width: int) -> torch.Tensor:
         sizes = (caches, heads, rows, width) if self.heads_first else (caches, rows, heads, width)
         x = torch.full(sizes, math.nan, dtype=self.dtype, device=self.device)
         return x.transpose(1, 2) if self.heads_first else x
 
     def where(self, b: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Indices of a cache: the first two dimensions of keys of a sequence."""
+        """Indices into the first two dimensions of a cache, for keys start to end - 1 of sequence b."""
         places = torch.tensor(self.places[b][start:end], device=self.device).long().view(-1, 2)
         return places[:, 0], places[:, 1]
 
@@ -173,7 +173,7 @@ class Case:
         )
 
     def check(self, **changes) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run it: the output by the error rule, the cache bit by bit."""
+        """Run the call; check the output by the error rule and the cache bitwise."""
         before = self.k_cache.clone(), self.v_cache.clone()
         out, lse = self.run(**changes)
         self.check_cache(before)
@@ -194,7 +194,7 @@ class Case:
                 where = self.where(b, self.lengths[b], self.ends[b])
                 old[where] = written[b]
             assert torch.equal(x.view(torch.int16), old.view(torch.int16)), (
-                f"{name}_cache: a new row is wrong, or another one changed"
+                f"{name}_cache: a new row is wrong, or another row changed"
             )
 
     def check_output(self, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -223,7 +223,7 @@ class Case:
             self.ints([0, *itertools.accumulate(lengths)])
             for lengths in ([self.seqlen_q] * self.batch, [len(x) for x in parts[0]])
         )
-        verdict = check_fwd(
+        result = check_fwd(
             out.flatten(0, 1),
             lse.transpose(0, 1).flatten(1),
             q.flatten(0, 1),
@@ -233,12 +233,12 @@ class Case:
             **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True)),
             **self.options_of_reference,
         )
-        assert verdict.ok, verdict.text
+        assert result.ok, result.text
 
 
-def of_class(one: tuple, **changes) -> Case:
-    """heads_kv 1 of latents, as their callers have it."""
-    head_dim, head_dim_v, dtype, options, pages = one
+def case_of_class(case_class: tuple, **changes) -> Case:
+    """A case for one entry of CLASSES; latent attention has one kv head."""
+    head_dim, head_dim_v, dtype, options, pages = case_class
     if head_dim == 576:
         changes |= {"heads_kv": 1, "rotary": None}
     return Case(head_dim, head_dim_v, dtype, options, **{"page": pages[0]} | changes)
@@ -258,7 +258,7 @@ SMALL = {
     "leftpad-append": {"leftpad": (5, 0, 1, 64, 300), "new": 2, "seqlen_q": 2, "by_idx": True},
     "rotary": {"rotary": (32, True), "new": 4, "seqlen_q": 4},
     "rotary-halves": {"rotary": (128, False), "new": 4, "seqlen_q": 4, "page": 16},
-    "rotary-all-at-one-place": {"rotary": (32, False), "new": 4, "seqlen_q": 4, "causal": False},
+    "rotary-all-at-one-position": {"rotary": (32, False), "new": 4, "seqlen_q": 4, "causal": False},
     "rotary-window": {"rotary": (64, True), "new": 2, "seqlen_q": 2, "window": (10, 5), "causal": False},
     "window": {"window": (50, 0), "seqlen_q": 5},
     "window-not-causal": {"window": (50, 3), "seqlen_q": 5, "causal": False},
@@ -273,7 +273,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("changes", SMALL.values(), ids=SMALL)
-def test_a_call_on_cpu_tensors_is_the_formula(changes):
+def test_cpu_calls_match_reference(changes):
     case = Case(**{"room": 30} | changes)
     if case.batch:
         case.check(check_block_table=True)
@@ -282,7 +282,7 @@ def test_a_call_on_cpu_tensors_is_the_formula(changes):
         assert out.shape == (0, 1, 8, 128) and lse.shape == (0, 8, 1)
 
 
-def test_lengths_may_be_an_int_or_all_of_the_cache():
+def test_cache_seqlens_may_be_an_int_or_none():
     case = Case(lengths=(200, 200, 200), seqlen_q=2)
     expected = case.check()
     for changes in ({"cache_seqlens": 200}, {"cache_seqlens": None}):
@@ -301,7 +301,7 @@ def test_pages_may_be_shared():
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_rotation_is_a_product_of_complex_numbers(interleaved):
+def test_rotary_reference_is_a_complex_product(interleaved):
     x, angles = torch.randn(2, 3, 4, 16), torch.rand(9, 6)
     positions = torch.tensor([[1, 2, 3], [8, 0, 4]])
     pairs = x[..., :12].unflatten(-1, (6, 2) if interleaved else (2, 6))
@@ -317,7 +317,7 @@ def test_rotation_is_a_product_of_complex_numbers(interleaved):
     )
 
 
-def test_parameters_are_those_of_flash_attention_2_and_ours_follow_as_keywords():
+def test_signature_is_that_of_flash_attention_2_plus_keywords():
     parameters = inspect.signature(flash_attn_with_kvcache).parameters.values()
     given = {
         x.name: x.default
@@ -429,7 +429,7 @@ ERRORS = {
 
 
 def moved(arguments, device):
-    """Views stay what they are, of the same memory and at the same places in it."""
+    """Move arguments to a device; views of one tensor stay views of one tensor."""
     memory = {}
 
     def there(x):
@@ -446,20 +446,20 @@ def moved(arguments, device):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("changes", "error", "text"), ERRORS.values(), ids=ERRORS)
-def test_error_names_the_argument_what_was_expected_and_what_came(changes, error, text, device):
-    """After calls that were right, too, whose checks are not repeated."""
+def test_errors(changes, error, text, device):
+    """Also after correct calls, whose checks are not repeated."""
     for good in (small(), small() | PAGED):
         flash_attn_with_kvcache(**moved(good, device))
     with pytest.raises(error, match=text.replace("cpu, got", ".*, got")):
         flash_attn_with_kvcache(**moved(small() | changes, device))
 
 
-def test_what_is_checked_once_is_known_by_its_metadata():
+def test_checks_run_once_per_metadata():
     kvcache._checked_calls.clear()
     for new in (False, True, True):
         flash_attn_with_kvcache(**small(new=2 * new))
     assert len(kvcache._checked_calls) == 2
-    flash_attn_with_kvcache(**small() | {"window_size": [3, 3]})  # nothing that is hashable
+    flash_attn_with_kvcache(**small() | {"window_size": [3, 3]})  # not hashable
     assert len(kvcache._checked_calls) == 2
 
 
@@ -476,7 +476,7 @@ RANGES = {
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("page", "changes", "text"), RANGES.values(), ids=RANGES)
-def test_the_debug_check_names_an_entry_that_is_out_of_range(page, changes, text, device):
+def test_check_block_table_names_the_invalid_entry(page, changes, text, device):
     changes = {
         k: torch.tensor(x, dtype=torch.int32) if isinstance(x, list) else x for k, x in changes.items()
     }
@@ -492,7 +492,7 @@ def test_workspace_bytes_asks_the_launch(monkeypatch):
     assert sizes == [2, 3, 8, 4, 64, 5, False, 1000] and sms > 0
 
 
-LAUNCHED = {  # of a call: causal, window of the launch, and whether queries are rotated each by its place
+LAUNCHED = {  # arguments: causal and window at the launch, and whether each query is rotated by its own position
     "plain": ({}, False, (-1, -1), False),
     "causal": ({"causal": True, "window_size": [-1, None]}, True, (-1, -1), True),
     "causal-window": ({"causal": True, "window_size": (7, 7)}, False, (7, 0), True),
@@ -502,7 +502,7 @@ LAUNCHED = {  # of a call: causal, window of the launch, and whether queries are
 
 
 @pytest.mark.parametrize(("changes", "causal", "window", "moves"), LAUNCHED.values(), ids=LAUNCHED)
-def test_a_mask_has_one_name_at_the_launch(changes, causal, window, moves, monkeypatch):
+def test_masks_are_canonical_at_the_launch(changes, causal, window, moves, monkeypatch):
     seen = []
     monkeypatch.setattr(kvcache, "_append", lambda q, *x: seen.append(x) or q)
     monkeypatch.setattr(kvcache, "_decode", lambda *x: seen.append(x) or (1, 2))
@@ -522,7 +522,7 @@ def test_a_mask_has_one_name_at_the_launch(changes, causal, window, moves, monke
     assert (scale, splits, invariant, given) == (2.0, 3, True, workspace)
 
 
-def test_new_values_of_latents_are_of_the_keys(monkeypatch):
+def test_new_latent_values_are_part_of_the_keys(monkeypatch):
     seen = []
     monkeypatch.setattr(kvcache, "_append", lambda q, *x: seen.append(x) or q)
     k = torch.randn(2, 1, 1, 576).to(BF16)
@@ -541,7 +541,7 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 @devices
 @pytest.mark.parametrize("changes", COMPILED.values(), ids=COMPILED)
-def test_torch_compile_traces_it_without_a_break(changes, device):
+def test_torch_compile_has_no_graph_break(changes, device):
     torch._dynamo.reset()
     cases = [Case(seqlen_q=2, lengths=(40, 3), room=8, device=device, **changes) for _ in range(2)]
 
@@ -558,7 +558,7 @@ def test_torch_compile_traces_it_without_a_break(changes, device):
         assert torch.equal(x.view(torch.int16), y.view(torch.int16))
 
 
-def test_a_length_that_is_an_int_and_grows_is_traced_twice():
+def test_a_growing_int_length_is_traced_twice():
     torch._dynamo.reset()
     traced = []
 
@@ -578,7 +578,7 @@ def test_a_length_that_is_an_int_and_grows_is_traced_twice():
 @devices
 @pytest.mark.parametrize("changes", COMPILED.values(), ids=COMPILED)
 def test_opcheck(changes, device, monkeypatch):
-    # Caches are finite here, as opcheck compares them
+    # opcheck compares caches, so they must be finite
     calls = []
     for name in ("append_op", "decode_op"):
         op = getattr(kvcache, name)
@@ -597,49 +597,51 @@ gpu = pytest.mark.gpu
 
 
 def curated():
-    """Each class with each number of queries, and in turn page sizes, masks, groups of heads and what is appended."""
+    """Each class with each number of queries and each mask; page sizes, heads and new keys alternate."""
     heads, appended = itertools.cycle([(8, 2), (4, 4), (64, 8)]), itertools.cycle([0, 1, 5, 70])
-    for one, seqlen_q in itertools.product(CLASSES, QUERIES):
-        pages = itertools.cycle(one[4])
+    for case_class, seqlen_q in itertools.product(CLASSES, QUERIES):
+        pages = itertools.cycle(case_class[4])
         for causal, window in MASKS:
             (n, n_kv), new, page = next(heads), next(appended), next(pages)
             where = (
                 {} if page is not None else [{}, {"by_idx": True}, {"leftpad": (9, 0, 1, 3, 300)}][new % 3]
             )
-            rotary = None if not new or one[0] == 576 else (one[0] // 16 * 16, new % 2 == 1)
+            rotary = None if not new or case_class[0] == 576 else (case_class[0] // 16 * 16, new % 2 == 1)
             masks = {"causal": causal, "window": window}
             heads_first = page is None and new == 5
-            yield one, dict(
+            yield case_class, dict(
                 page=page, seqlen_q=seqlen_q, heads=n, heads_kv=n_kv, new=new, room=37, rotary=rotary, heads_first=heads_first,
                 **masks, **where,
             )  # fmt: skip
 
 
 @gpu
-@pytest.mark.parametrize("one", CLASSES, ids=str)
-def test_decode_matches_reference(one):
+@pytest.mark.parametrize("case_class", CLASSES, ids=str)
+def test_decode_matches_reference(case_class):
     for seed, (this, changes) in enumerate(curated()):
-        if this is one:
-            of_class(one, **changes, device="cuda", seed=seed).check()
+        if this is case_class:
+            case_of_class(case_class, **changes, device="cuda", seed=seed).check()
 
 
 @gpu
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_decode_matches_reference_on_any_problem(data):
-    one = data.draw(st.sampled_from(CLASSES))
+    case_class = data.draw(st.sampled_from(CLASSES))
     page = data.draw(
-        st.sampled_from([None] if one[4] == [None] else [*one[4], 112 if one[4][0] == 16 else 128])
+        st.sampled_from(
+            [None] if case_class[4] == [None] else [*case_class[4], 112 if case_class[4][0] == 16 else 128]
+        )
     )
     lengths = tuple(data.draw(st.lists(st.integers(0, 300) | st.integers(0, 5000), min_size=1, max_size=9)))
     heads_kv = data.draw(st.sampled_from([1, 2, 3]))
     new = data.draw(st.sampled_from([0, 0, 1, 2, 33]))
     unpaged = page is None
-    narrower = data.draw(st.sampled_from([0, 8])) if one[0] == one[1] else 0
-    head_dim = one[0] - narrower
+    narrower = data.draw(st.sampled_from([0, 8])) if case_class[0] == case_class[1] else 0
+    head_dim = case_class[0] - narrower
     rotary = st.tuples(st.integers(1, head_dim // 2).map(lambda n: 2 * n), st.booleans())
-    case = of_class(
-        (head_dim, one[1] - narrower, *one[2:]),
+    case = case_of_class(
+        (head_dim, case_class[1] - narrower, *case_class[2:]),
         page=page,
         seqlen_q=data.draw(st.integers(1, 20) | st.integers(1, 150)),
         heads=heads_kv * data.draw(st.sampled_from([1, 2, 5, 16])),
@@ -665,7 +667,7 @@ def test_decode_matches_reference_on_any_problem(data):
 @gpu
 @pytest.mark.parametrize("page", [None, 16, 64])
 @pytest.mark.parametrize("num_splits", range(1, 8))
-def test_splits_that_are_forced(num_splits, page):
+def test_forced_splits(num_splits, page):
     case = Case(page=page, seqlen_q=3, lengths=(5000, 0, 1, 63, 64, 65, 2000), room=100, device="cuda")
     case.check(num_splits=num_splits)
 
@@ -673,7 +675,7 @@ def test_splits_that_are_forced(num_splits, page):
 @gpu
 @pytest.mark.parametrize("page", [None, 64])
 @pytest.mark.parametrize("num_splits", [0, 5])
-def test_a_workspace_is_large_enough_and_holds_anything(num_splits, page):
+def test_workspace_size_suffices_and_its_contents_are_ignored(num_splits, page):
     case = Case(page=page, seqlen_q=3, lengths=(5000, 0, 77, 64), room=100, device="cuda")
     room = case.k_cache.shape[1] * (1 if page is None else case.keywords["block_table"].shape[1])
     needed = kvcache_workspace_bytes(4, 3, 8, 2, 128, room, num_splits)
@@ -687,7 +689,7 @@ def test_a_workspace_is_large_enough_and_holds_anything(num_splits, page):
 
 @gpu
 @pytest.mark.parametrize("page", [None, 16])
-def test_batch_invariant_results_are_the_same_bits_alone_in_a_batch_and_permuted(page):
+def test_batch_invariant_results_are_bitwise_equal(page):
     lengths = (9000, 1, 0, 64, 3000, 5001, 777, 4096)
     case = Case(page=page, seqlen_q=2, lengths=lengths, by_idx=page is None, room=64, device="cuda")
     out, lse = case.check(batch_invariant=True)
@@ -702,7 +704,7 @@ def test_batch_invariant_results_are_the_same_bits_alone_in_a_batch_and_permuted
 
 @gpu
 @pytest.mark.parametrize("seqlen_q", [1, 4, 70])
-def test_decode_is_prefill_of_the_same_tokens(seqlen_q):
+def test_decode_matches_prefill(seqlen_q):
     case = Case(seqlen_q=seqlen_q, lengths=(1500, 1500), device="cuda")
     others = case.randn(2, 1500 - seqlen_q, case.heads, case.head_dim)
     out, lse = case.check()
@@ -721,7 +723,7 @@ def test_decode_is_prefill_of_the_same_tokens(seqlen_q):
 
 @gpu
 @pytest.mark.parametrize("page", [None, 16, 64])
-def test_a_graph_is_captured_once_and_replayed_with_other_lengths(page):
+def test_cuda_graph_replays_with_other_lengths(page):
     def drawn(lengths, seed):
         return Case(
             page=page,
@@ -735,9 +737,9 @@ def test_a_graph_is_captured_once_and_replayed_with_other_lengths(page):
         )
 
     case = drawn((2000, 5, 0, 900), 0)
-    if page is not None:  # of as many pages as any of the others needs
+    if page is not None:  # as many pages as the largest of the other cases needs
         pages = 4 * -(-3002 // page) + 3
-        case.k_cache, case.v_cache = (case.nothing(pages, page, 2, 128) for _ in range(2))
+        case.k_cache, case.v_cache = (case.nan_cache(pages, page, 2, 128) for _ in range(2))
         case.keywords["block_table"].zero_()
     out, lse = case.run()  # compiles
     torch.cuda.synchronize()
@@ -764,7 +766,7 @@ def test_a_graph_is_captured_once_and_replayed_with_other_lengths(page):
 
 
 @gpu
-def test_lengths_batch_pages_and_splits_compile_nothing():
+def test_no_length_batch_page_or_split_compiles_a_kernel():
     for page in (None, 16, 64):
         Case(page=page, new=1, rotary=(64, True), device="cuda").check()
     before = compiler.compile_count()
@@ -780,7 +782,7 @@ def test_lengths_batch_pages_and_splits_compile_nothing():
 
 
 @gpu
-def test_a_call_does_not_wait_for_the_gpu():
+def test_call_does_not_synchronize():
     case = Case(page=16, new=1, rotary=(64, True), device="cuda")
     case.run()
     torch.cuda.set_sync_debug_mode("error")

@@ -95,7 +95,7 @@ class Case:
             numbers = (
                 [n for n in shuffled if n < caches][: self.batch] if self.by_idx else list(range(self.batch))
             )
-            self.places = [
+            self.rows_of = [
                 [(number, j) for j in range(end)] for number, end in zip(numbers, self.ends, strict=True)
             ]
             if self.by_idx:
@@ -107,7 +107,7 @@ class Case:
             free = iter([n for n in shuffled if n < caches])
             # Unused entries are invalid page numbers
             table = [[next(free) if i < n else (-7, 2**30)[i % 2] for i in range(wide)] for n in used]
-            self.places = [
+            self.rows_of = [
                 [(pages[j // rows], j % rows) for j in range(end)]
                 for pages, end in zip(table, self.ends, strict=True)
             ]
@@ -164,8 +164,8 @@ class Case:
 
     def where(self, b: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices into the first two dimensions of a cache, for keys start to end - 1 of sequence b."""
-        places = torch.tensor(self.places[b][start:end], device=self.device).long().view(-1, 2)
-        return places[:, 0], places[:, 1]
+        rows = torch.tensor(self.rows_of[b][start:end], device=self.device).long().view(-1, 2)
+        return rows[:, 0], rows[:, 1]
 
     def run(self, **changes) -> tuple[torch.Tensor, torch.Tensor]:
         return flash_attn_with_kvcache(
@@ -204,11 +204,9 @@ class Case:
         assert lse.shape == (self.batch, self.heads, self.seqlen_q) and lse.dtype == torch.float32
         q = self.q
         if self.rotary:
-            moves = self.causal or self.window != (-1, -1)
-            positions = (
-                self.ints(self.lengths).long()[:, None]
-                + torch.arange(self.seqlen_q, device=self.device) * moves
-            )
+            positions = self.ints(self.lengths).long()[:, None].expand(-1, self.seqlen_q)
+            if self.causal or self.window != (-1, -1):
+                positions = positions + torch.arange(self.seqlen_q, device=self.device)
             q = rotary_reference(
                 q, positions, self.keywords["rotary_cos"], self.keywords["rotary_sin"], self.rotary[1]
             )
@@ -296,7 +294,7 @@ def test_pages_may_be_shared():
     case = Case(lengths=(50, 70), page=16, seqlen_q=2)
     table = case.keywords["block_table"]
     table[1, :3] = table[0, :3]
-    case.places[1][:48] = case.places[0][:48]
+    case.rows_of[1][:48] = case.rows_of[0][:48]
     case.check()
 
 
@@ -355,7 +353,7 @@ def ints(*shape):
 
 
 NEW = {"k": zeros(2, 3, 2, 64), "v": zeros(2, 3, 2, 64)}
-TURN = {"rotary_cos": zeros(32, 16), "rotary_sin": zeros(32, 16)}
+ROTARY = {"rotary_cos": zeros(32, 16), "rotary_sin": zeros(32, 16)}
 LATENTS = zeros(2, 32, 1, 576)
 LATENT = {"q": zeros(2, 2, 4, 576), "k_cache": LATENTS, "v_cache": LATENTS[..., :512]}
 PAGED = {"k_cache": zeros(9, 16, 2, 64), "v_cache": zeros(9, 16, 2, 64), "block_table": ints(2, 2)}
@@ -380,7 +378,7 @@ ERRORS = {
     "latent-of-its-own": (LATENT | {"v_cache": zeros(2, 32, 1, 512)}, NotImplementedError, r"v_cache: expected k_cache\[\.\.\., :512\]"),
     "latent-elsewhere": (LATENT | {"v_cache": LATENTS[..., 64:]}, NotImplementedError, r"v_cache: expected k_cache\[\.\.\., :512\]"),
     "latent-v": (LATENT | {"k": zeros(2, 1, 1, 576), "v": zeros(2, 1, 1, 512)}, ValueError, r"v: expected None, as v_cache is part of"),
-    "latent-rotary": (LATENT | TURN | {"k": zeros(2, 1, 1, 576)}, NotImplementedError, r"rotary_cos, rotary_sin: expected None where"),
+    "latent-rotary": (LATENT | ROTARY | {"k": zeros(2, 1, 1, 576)}, NotImplementedError, r"rotary_cos, rotary_sin: expected None where"),
     "few-caches": ({x: zeros(1, 32, 2, 64) for x in ("k_cache", "v_cache")}, ValueError, r"a cache for each of the 2.*got 1; pass"),
     "seqlens-long": ({"cache_seqlens": ints(2).long()}, TypeError, r"cache_seqlens: expected torch\.int32, got torch\.int64; cast it"),
     "seqlens-shape": ({"cache_seqlens": ints(3)}, ValueError, r"cache_seqlens: expected shape \(2,\), got \(3,\)"),
@@ -406,12 +404,12 @@ ERRORS = {
     "v-dtype": (NEW | {"v": zeros(2, 3, 2, 64).half()}, TypeError, r"v: expected torch\.bfloat16, got torch\.float16"),
     "k-is-no-tensor": (NEW | {"k": 3}, ValueError, r"k: expected a torch\.Tensor \[batch, new, heads_kv, head_dim\], got 3"),
     "cos-alone": (NEW | {"rotary_cos": zeros(32, 16)}, ValueError, r"rotary_cos, rotary_sin: expected both or neither"),
-    "rotary-without-new": (TURN, ValueError, r"rotary_cos, rotary_sin: expected None without new k and v.*rotate q before"),
-    "cos-few": (NEW | TURN | {"rotary_cos": zeros(31, 16)}, ValueError, r"rotary_cos: expected .*at least 32 positions.*got \(31, 16\)"),
-    "cos-wide": (NEW | {x: zeros(32, 40) for x in TURN}, ValueError, r"rotary_cos: expected .*a rotary_dim of at most 64, got \(32, 40\)"),
-    "cos-dtype": (NEW | {x: zeros(32, 16).float() for x in TURN}, TypeError, r"rotary_cos: expected torch\.bfloat16, got torch\.float32"),
-    "sin-shape": (NEW | TURN | {"rotary_sin": zeros(32, 8)}, ValueError, r"rotary_sin: expected shape \(32, 16\), got \(32, 8\)"),
-    "sin-strided": (NEW | TURN | {"rotary_sin": zeros(32, 32)[:, ::2]}, ValueError, r"rotary_sin: expected a contiguous tensor"),
+    "rotary-without-new": (ROTARY, ValueError, r"rotary_cos, rotary_sin: expected None without new k.*rotate q before"),
+    "cos-few": (NEW | ROTARY | {"rotary_cos": zeros(31, 16)}, ValueError, r"rotary_cos: expected .*at least 32 positions.*got \(31, 16\)"),
+    "cos-wide": (NEW | {x: zeros(32, 40) for x in ROTARY}, ValueError, r"rotary_cos: expected .*a rotary_dim of at most 64, got \(32, 40\)"),
+    "cos-dtype": (NEW | {x: zeros(32, 16).float() for x in ROTARY}, TypeError, r"rotary_cos: expected torch\.bfloat16, got torch\.float32"),
+    "sin-shape": (NEW | ROTARY | {"rotary_sin": zeros(32, 8)}, ValueError, r"rotary_sin: expected shape \(32, 16\), got \(32, 8\)"),
+    "sin-strided": (NEW | ROTARY | {"rotary_sin": zeros(32, 32)[:, ::2]}, ValueError, r"rotary_sin: expected a contiguous tensor"),
     "scale": ({"softmax_scale": math.nan}, ValueError, r"softmax_scale: expected a finite number, or None"),
     "causal": ({"causal": 1}, TypeError, r"causal: expected a bool, got 1"),
     "interleaved": ({"rotary_interleaved": 1}, TypeError, r"rotary_interleaved: expected a bool, got 1"),
@@ -506,7 +504,7 @@ def test_masks_are_canonical_at_the_launch(changes, causal, window, moves, monke
     seen = []
     monkeypatch.setattr(kvcache, "_append", lambda q, *x: seen.append(x) or q)
     monkeypatch.setattr(kvcache, "_decode", lambda *x: seen.append(x) or (1, 2))
-    arguments = {**small(), "softmax_scale": 2, **NEW, **TURN, "causal": False, **changes}
+    arguments = {**small(), "softmax_scale": 2, **NEW, **ROTARY, "causal": False, **changes}
     workspace = zeros(64, dtype=torch.uint8)
     how = {"num_splits": 3, "batch_invariant": True, "workspace": workspace}
     assert flash_attn_with_kvcache(**arguments, **how | {"return_softmax_lse": True}) == (1, 2)
@@ -515,9 +513,12 @@ def test_masks_are_canonical_at_the_launch(changes, causal, window, moves, monke
         (_, cache, scale, *masks, splits, invariant, given, _),
     ) = seen
     assert (
-        (k, v, cos, sin) == (*NEW.values(), *TURN.values()) and interleaved is True and moved_queries is moves
+        (k, v, cos, sin) == (*NEW.values(), *ROTARY.values())
+        and interleaved is True
+        and moved_queries is moves
     )
-    assert (masks[0], masks[1].window, masks[1].names) == (causal, window, ("window",) * (window != (-1, -1)))
+    names = () if window == (-1, -1) else ("window",)
+    assert (masks[0], masks[1].window, masks[1].names) == (causal, window, names)
     assert (cache.new, cache.seqlens, cache.k) == (3, arguments["cache_seqlens"], arguments["k_cache"])
     assert (scale, splits, invariant, given) == (2.0, 3, True, workspace)
 

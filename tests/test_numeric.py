@@ -194,7 +194,7 @@ def test_backward_rule_rejects_an_unwritten_row(ideal_backward, wrong, value):
 
 @pytest.mark.parametrize("wrong", range(3), ids=GRADS)
 def test_backward_rule_rejects_zeros_in_the_last_rows(ideal_backward, wrong):
-    """With causal, few queries see the last keys, and with small probabilities."""
+    """With causal, few queries see the last keys, and their probabilities are small."""
     grads, args = ideal_backward
     grads[wrong][-1, -16:, -1] = 0
     result = check_bwd(grads, *args)

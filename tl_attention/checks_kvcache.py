@@ -1,6 +1,6 @@
 """Argument checks of flash_attn_with_kvcache, in the form of checks.py.
 
-All but check_addresses and check_entries read metadata alone, so that a call with known metadata skips them.
+check_addresses and check_entries read values. The others read metadata only, and a repeated call with the same metadata skips them.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _VARLEN_ROWS = 4
 
 
 def register() -> None:
-    """Make "tl_attention" an attention implementation of transformers; calling it again changes nothing.
+    """Make "tl_attention" an attention implementation of transformers; further calls change nothing.
 
         tl_attention.hf.register()
         model = AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16, attn_implementation="tl_attention")
@@ -222,7 +222,7 @@ def attention_mask(
         use_vmap: mask_function contains functions of the caller.
         allow_is_bidirectional_skip: None for a causal mask.
     Returns:
-        None if lengths, causality and window say everything. Else int32 [4 to 6, 1, sequences + 1]. Rows 0 to 3: cu_seqlens_q,
+        None if lengths, causality and window define the mask. Else int32 [4 to 6, 1, sequences + 1]. Rows 0 to 3: cu_seqlens_q,
         cu_seqlens_k, seqused_q and seqused_k of flash_attn_varlen_func, in batch * q_length and batch * kv_length rows. Row 4 begins with
         cache_seqlens [batch], row 5, if there is padding, with cache_leftpad [batch]. Rows 4 and 5 exist if in each sequence all queries
         or none come after its last key, as flash_attn_with_kvcache requires.
@@ -230,7 +230,7 @@ def attention_mask(
         NotImplementedError: any other mask.
     """
     if attention_mask is not None and attention_mask.ndim == 3:
-        return attention_mask  # generate() has made it with this function
+        return attention_mask  # generate() has called this function
     if use_vmap:
         raise NotImplementedError(
             f"mask_function: {_SUPPORTED_MASKS}, got one that contains functions of the caller; {_USE_ANOTHER}"
@@ -240,8 +240,8 @@ def attention_mask(
     first_query = q_offset - kv_offset
     end = first_query + q_length if causal else kv_length
     tokens = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-    zeros = torch.zeros(batch_size, dtype=torch.int64, device=device)
-    begin_k, end_k = zeros, zeros + end
+    begin_k = torch.zeros(batch_size, dtype=torch.int64, device=device)
+    end_k = begin_k + end
     if tokens is not None:
         begin_k = tokens.int().argmax(1)
         end_k = (begin_k + tokens.sum(1)).clamp(max=end)
@@ -260,7 +260,8 @@ def attention_mask(
 
     if not padded and isinstance(end, int) and end == kv_length:
         return None
-    begin_q, end_q = zeros, zeros + q_length
+    begin_q = torch.zeros_like(begin_k)
+    end_q = begin_q + q_length
     if shared:
         begin_q = (begin_k - first_query).clamp(0, q_length)
         end_q = (end_k - first_query).clamp(0, q_length)
@@ -282,14 +283,14 @@ def _inspect(
     ends_early: torch.Tensor,
     equal_lengths: bool,
 ) -> tuple[bool, bool, bool]:
-    """Return whether there is padding, whether sequences are packed, and whether ends_early holds anywhere, in one sync.
+    """Return whether there is padding, whether sequences are packed, and whether ends_early holds anywhere; synchronizes once.
 
     Args:
         starts, unsupported: see _find_sequences.
         tokens: bool [batch, keys], False for padding.
     """
     padding = starts.new_zeros(1, 1) if tokens is None else ~tokens
-    runs = (padding[:, :-1] & ~padding[:, 1:]).sum(1) + ~padding[:, 0]  # of tokens without padding between
+    runs = (padding[:, :-1] & ~padding[:, 1:]).sum(1) + (~padding[:, 0]).int()  # of consecutive tokens
     flags = torch.stack([unsupported, starts.any(), padding.any(), (runs > 1).any(), ends_early.any()])
     unsupported, packed, padded, holes, ends_early = flags.tolist()
     if unsupported or (packed and (padded or not equal_lengths)):
@@ -303,7 +304,7 @@ def _inspect(
 
 
 def _packed_mask(starts: torch.Tensor) -> torch.Tensor:
-    """The rows for flash_attn_varlen_func from the starts of packed sequences, bool [batch, seqlen]."""
+    """Return rows 0 to 3 of a mask for packed sequences; `starts` is bool [batch, seqlen]."""
     starts[:, 0] = True
     begins = starts.flatten().nonzero().flatten()
     bounds = pad(begins, (0, 1), value=starts.numel())
@@ -312,7 +313,10 @@ def _packed_mask(starts: torch.Tensor) -> torch.Tensor:
 
 
 def _bounds(begin: torch.Tensor, end: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cu_seqlens and seqused [2 * batch + 1]: per row of the batch an unused sequence, its left padding, then the real one."""
+    """Return cu_seqlens and seqused [2 * batch + 1].
+
+    Each row of the batch is two sequences: its left padding, of which no row is used, then the sequence itself.
+    """
     first = torch.arange(begin.shape[0], device=begin.device) * length
     bounds = torch.stack([first, first + begin], 1).flatten()
     used = torch.stack([torch.zeros_like(begin), (end - begin).clamp(min=0)], 1).flatten()

@@ -237,7 +237,8 @@ def _append(
     batch_idx, _, starts = check_entries(q, cache)
     if cos is not None:
         first = torch.tensor(starts)[:, None]  # [batch, 1]
-        q = rotary_reference(q, first + torch.arange(q.shape[1]) * queries_move, cos, sin, interleaved)
+        query = torch.arange(q.shape[1]) if queries_move else torch.zeros(q.shape[1], dtype=torch.int64)
+        q = rotary_reference(q, first + query, cos, sin, interleaved)
         k = rotary_reference(k, first + torch.arange(k.shape[1]), cos, sin, interleaved)
     where = {"batch_idx": batch_idx, "block_table": cache.block_table}
     append_reference(k, v, cache.k, cache.v, starts, **where)

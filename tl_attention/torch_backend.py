@@ -151,8 +151,10 @@ def flash_forward(
             "return_debug_mask: expected False, as probabilities are never written, got True": return_debug_mask,
             "block_table: expected None, as pages are not supported here, got a tensor": block_table
             is not None,
-            "cum_seq_k: expected with cum_seq_q, got one of them": (cum_seq_q is None) != (cum_seq_k is None),
-            "seqused_k: expected with cum_seq_q, got it alone": cum_seq_q is None and seqused_k is not None,
+            "cum_seq_q, cum_seq_k: expected both or neither, got one": (cum_seq_q is None)
+            != (cum_seq_k is None),
+            "seqused_k: expected None without cum_seq_q, got a tensor": cum_seq_q is None
+            and seqused_k is not None,
             "alibi_slopes: expected no gradient, as torch does not pass them to the backward, got inputs that need one": needs_grad
             and alibi_slopes is not None,
             "seqused_k: expected no gradient, as torch does not pass it to the backward, got inputs that need one": needs_grad

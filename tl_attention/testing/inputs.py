@@ -43,8 +43,8 @@ def make_dout(
     size = (shape.batch, shape.seqlen_q, shape.heads_q, shape.head_dim_v)
     (dout,) = _normal([size], dtype, seed + 1_000_003, device)
     dout *= _weights_of_queries(shape, dtype, device)[:, None, None]
-    beside = dout.new_full((), math.nan).expand_as(dout)
-    return arrange(beside, dout, beside, layout)[1]
+    nan = dout.new_full((), math.nan).expand_as(dout)
+    return arrange(nan, dout, nan, layout)[1]
 
 
 def make_dlse(

@@ -406,7 +406,7 @@ ERRORS = {
     "cos-alone": (NEW | {"rotary_cos": zeros(32, 16)}, ValueError, r"rotary_cos, rotary_sin: expected both or neither"),
     "rotary-without-new": (ROTARY, ValueError, r"rotary_cos, rotary_sin: expected None without new k.*rotate q before"),
     "cos-few": (NEW | ROTARY | {"rotary_cos": zeros(31, 16)}, ValueError, r"rotary_cos: expected .*at least 32 positions.*got \(31, 16\)"),
-    "cos-wide": (NEW | {x: zeros(32, 40) for x in ROTARY}, ValueError, r"rotary_cos: expected .*a rotary_dim of at most 64, got \(32, 40\)"),
+    "cos-wide": (NEW | {x: zeros(32, 40) for x in ROTARY}, ValueError, r"rotary_cos: expected .*rotary_dim of at most 64, got \(32, 40\)"),
     "cos-dtype": (NEW | {x: zeros(32, 16).float() for x in ROTARY}, TypeError, r"rotary_cos: expected torch\.bfloat16, got torch\.float32"),
     "sin-shape": (NEW | ROTARY | {"rotary_sin": zeros(32, 8)}, ValueError, r"rotary_sin: expected shape \(32, 16\), got \(32, 8\)"),
     "sin-strided": (NEW | ROTARY | {"rotary_sin": zeros(32, 32)[:, ::2]}, ValueError, r"rotary_sin: expected a contiguous tensor"),

@@ -33,12 +33,12 @@ def test_decode_width_holds_the_columns(head_dims, width):
 
 
 def test_splits_are_as_many_as_asked_or_of_as_many_keys():
-    assert launch.decode._fixed(0, False, 10**6, 64) == 0
-    assert launch.decode._fixed(7, True, 10**6, 64) == -7
-    assert launch.decode._fixed(10**9, False, 10**6, 64) == -launch.decode.MAX_PARTS
-    assert launch.decode._fixed(0, True, 10**5, 64) * 64 == launch.decode.INVARIANT_KEYS
-    blocks = launch.decode._fixed(0, True, 10**9, 64)
-    assert -(-(10**9) // (64 * blocks)) <= launch.decode.MAX_PARTS
+    assert launch.decode._split_rule(0, False, 10**6, 64) == 0
+    assert launch.decode._split_rule(7, True, 10**6, 64) == -7
+    assert launch.decode._split_rule(10**9, False, 10**6, 64) == -launch.decode.MAX_SPLITS
+    assert launch.decode._split_rule(0, True, 10**5, 64) * 64 == launch.decode.INVARIANT_KEYS
+    blocks = launch.decode._split_rule(0, True, 10**9, 64)
+    assert -(-(10**9) // (64 * blocks)) <= launch.decode.MAX_SPLITS
 
 
 @pytest.mark.parametrize(
@@ -47,23 +47,23 @@ def test_splits_are_as_many_as_asked_or_of_as_many_keys():
 )
 def test_there_is_a_slot_for_each_part(num_splits, invariant, slots, entries):
     config = configs.decode_config(D128, 8)
-    fixed = launch.decode._fixed(num_splits, invariant, 8192, config.block_N)
-    assert launch.decode._sizes(config, 2, 8, 8, fixed, 8192, 132) == (1, 264, slots, entries)
+    rule = launch.decode._split_rule(num_splits, invariant, 8192, config.block_N)
+    assert launch.decode._launch_sizes(config, 2, 8, 8, rule, 8192, 132) == (1, 264, slots, entries)
     needed = 4 * (slots * 8 * 129 + entries * 8)  # eight rows of 128 columns and their log-sum-exps
     assert launch.decode_workspace_bytes(2, 1, 64, 8, 128, num_splits, invariant, 8192, 132) >= needed
 
 
 def test_rows_of_a_cache_are_counted_across_what_lies_between():
     packed = torch.zeros(3, 2, 32, 2, 64)  # keys and values of a page beside each other
-    step, rows = launch.decode._rows_of(packed[:, 0], "k_cache")
+    step, rows = launch.decode._as_rows(packed[:, 0], "k_cache")
     assert (step, rows.shape) == (64, (1, 2 * 64 + 32, 2, 64))
     heads_first = torch.zeros(3, 2, 32, 64).transpose(1, 2)
-    assert launch.decode._rows_of(heads_first, "k_cache")[0] == 64
-    assert launch.decode._rows_of(packed[:1, 0], "k_cache")[0] == 32
+    assert launch.decode._as_rows(heads_first, "k_cache")[0] == 64
+    assert launch.decode._as_rows(packed[:1, 0], "k_cache")[0] == 32
     odd = torch.zeros(200).as_strided((1, 1, 1, 64), (3, 5, 7, 1))  # strides that no element is found by
-    assert launch.decode._rows_of(odd, "k_cache")[1].stride()[1:] == (64, 64, 1)
+    assert launch.decode._as_rows(odd, "k_cache")[1].stride()[1:] == (64, 64, 1)
     with pytest.raises(ValueError, match=r"v_cache: expected stride\(0\) to be a multiple of stride\(1\)"):
-        launch.decode._rows_of(torch.zeros(2, 33 * 128 - 8)[:, : 32 * 128].view(2, 32, 2, 64), "v_cache")
+        launch.decode._as_rows(torch.zeros(2, 33 * 128 - 8)[:, : 32 * 128].view(2, 32, 2, 64), "v_cache")
 
 
 def test_calls_that_are_known_have_the_plan_of_their_metadata(monkeypatch):
@@ -82,7 +82,7 @@ def test_calls_that_are_known_have_the_plan_of_their_metadata(monkeypatch):
     first, second = object(), object()
 
     def plan(keys, known):
-        return launch.attend_cache(q, Cache(keys, keys, 5), 1.0, False, Options(), known=known)
+        return launch.attend_cache(q, Cache(keys, keys, 5), 1.0, False, Options(), handle=known)
 
     assert plan(k, None) is plan(k, first) is plan(k, first) is plan(k, second) is made[0]
     assert plan(k[:, :16], None) is plan(k[:, :16], object()) is made[1]

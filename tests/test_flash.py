@@ -19,7 +19,7 @@ from tl_attention import (
     flash_attn_varlen_qkvpacked_func,
     ops,
 )
-from tl_attention.options import Options, canonical_window, of_arguments, rows_in_use
+from tl_attention.options import Options, canonical_window, parse_options, rows_in_use
 from tl_attention.reference import dropout_keep, rounded_dropout
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
@@ -307,8 +307,8 @@ def test_window_and_causal_have_one_name_each():
 
 
 def test_options_that_are_off_are_none():
-    assert of_arguments() is None and of_arguments(*Options().arguments()) is None
-    assert of_arguments([3, 0]).arguments() == Options(window=(3, 0)).arguments()
+    assert parse_options() is None and parse_options(*Options().arguments()) is None
+    assert parse_options([3, 0]).arguments() == Options(window=(3, 0)).arguments()
     assert len(Options().arguments()) == len(inspect.signature(Options).parameters)
     for name, value in {
         "softcap": 1.0,
@@ -317,7 +317,7 @@ def test_options_that_are_off_are_none():
         "sink": 1,
         "cu_seqlens_q": 1,
     }.items():
-        assert of_arguments(*Options(**{name: value}).arguments()) is not None
+        assert parse_options(*Options(**{name: value}).arguments()) is not None
 
 
 def test_splits_are_no_option_of_the_score(device):
@@ -598,10 +598,9 @@ def test_what_a_launch_leaves_unwritten_is_cleared_where_rows_are_unused(used, m
         cu_seqlens_q=cu, cu_seqlens_k=cu, **{} if used == "none" else {f"seqused_{used}": seqused}
     )
     q = torch.zeros(5, 2, 8)
-    out, lse = ops._launched(q, q, q, 1.0, False, False, False, options)
-    grads = ops._launched_backward(
-        out, q, q, q, out, lse, None, 1.0, False, False, False, False, *options.arguments()
-    )
+    call = ops.Call(1.0, False, False, False, False)
+    out, lse = ops._launch_forward(q, q, q, call, options)
+    grads = ops._launch_backward(out, q, q, q, out, lse, None, call, options)
     cleared = [False, True, True, False, False]
     for x, of in zip((out, lse.T, *grads), "qqqkk", strict=True):
         assert x.isnan().flatten(1).all(1).tolist() == [not (row and of == used) for row in cleared]
@@ -611,10 +610,11 @@ def test_what_a_launch_leaves_unwritten_is_cleared_where_rows_are_unused(used, m
 
 def test_options_reach_the_launch_alone_where_there_are_any(monkeypatch):
     seen = []
-    monkeypatch.setattr(ops.launch, "forward", lambda *a, **options: seen.append(options) or (None, None))
-    for options in (None, Options(softcap=1.0)):
-        ops._launched(*[None] * 3, 1.0, False, False, False, options)
-    assert seen[0] == {} and seen[1]["options"].softcap == 1.0
+    monkeypatch.setattr(ops.launch, "forward", lambda *a, options: seen.append(options) or (None, None))
+    call, some = ops.Call(1.0, False, False, False, False), Options(softcap=1.0)
+    for options in (None, some):
+        ops._launch_forward(None, None, None, call, options)
+    assert seen[0] is None and seen[1] is some
 
 
 @pytest.mark.gpu

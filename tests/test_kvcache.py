@@ -453,12 +453,12 @@ def test_errors(changes, error, text, device):
 
 
 def test_checks_run_once_per_metadata():
-    kvcache._checked_calls.clear()
+    kvcache._call_handles.clear()
     for new in (False, True, True):
         flash_attn_with_kvcache(**small(new=2 * new))
-    assert len(kvcache._checked_calls) == 2
+    assert len(kvcache._call_handles) == 2
     flash_attn_with_kvcache(**small() | {"window_size": [3, 3]})  # not hashable
-    assert len(kvcache._checked_calls) == 2
+    assert len(kvcache._call_handles) == 2
 
 
 RANGES = {
@@ -584,7 +584,7 @@ def test_opcheck(changes, device, monkeypatch):
     for name in ("append_op", "decode_op"):
         op = getattr(kvcache, name)
         monkeypatch.setattr(kvcache, name, lambda *x, op=op: calls.append((op, x)) or op(*x))
-    monkeypatch.setattr(kvcache, "someone_looks", lambda: True)
+    monkeypatch.setattr(kvcache, "is_traced", lambda: True)
     case = Case(seqlen_q=2, lengths=(40, 3), room=8, device=device, **changes)
     for x in (case.k_cache, case.v_cache):
         x.nan_to_num_()

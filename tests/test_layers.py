@@ -16,8 +16,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tl_attention"
 STDLIB = sys.stdlib_module_names | {"tomllib"}
 
-# Room (a file, or a folder with all its files): what it may import | what else inside a function or for type hints.
-# A file of a folder that has a line of its own follows that one.
+# Room: what it may import | what else inside a function or for type hints.
+# A room is a file, or a folder with those of its files that have no line of their own.
 DOORS = {
     "__init__": "interface flash kvcache merge",
     "interface": "torch checks ops launch reference",
@@ -30,14 +30,15 @@ DOORS = {
     "torch_backend": "torch options flash ops",
     "kvcache": "torch checks checks_kvcache options target ops launch reference_kvcache",
     "hf": "torch flash kvcache | transformers",
-    "launch": "launch",
+    "launch": "launch/fwd launch/bwd launch/bwd_passes launch/decode launch/splits",
     "launch/arrays": "torch problem",
     "launch/tickets": "torch",
     "launch/splits": "options problem",
-    "launch/common": "torch options problem configs compiler",
-    "launch/fwd": "torch options problem target compiler launch",
-    "launch/bwd": "torch options problem target compiler launch",
-    "launch/decode": "torch options problem target configs compiler launch",
+    "launch/common": "torch checks options problem configs compiler",
+    "launch/fwd": "torch options problem target compiler launch/arrays launch/common launch/splits launch/tickets",
+    "launch/bwd_passes": "torch problem compiler launch/common",
+    "launch/bwd": "torch checks options problem target compiler launch/arrays launch/bwd_passes launch/common",
+    "launch/decode": "torch checks options problem target configs compiler launch/arrays launch/common",
     "compiler": "problem target configs toolkit | kernels tilelang tvm_ffi",
     "toolkit": " | tilelang",
     "kernels": "tilelang problem target kernels",
@@ -85,7 +86,9 @@ def imports(path: Path) -> list[tuple[int, str, bool]]:
     found = []
     for line, name, top in imported(path):
         first, *rest = name.split(".")
-        target = (rest or ["__init__"])[0] if first == "tl_attention" else first
+        target = first
+        if first == "tl_attention":
+            target = "/".join(rest[:2]) if "/".join(rest[:2]) in DOORS else (rest or ["__init__"])[0]
         if target not in STDLIB:
             found.append((line, target, top))
     return found

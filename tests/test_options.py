@@ -437,7 +437,7 @@ def test_the_longest_tiles_of_sequences_come_first():
     )
     total = sum(lengths)
     table = (
-        launch.common.TileTables(kernel, len(lengths), total, total, True, 0)
+        launch.common.PackedTiles(kernel, len(lengths), total, total, True, 0)
         .table(options, False, 128)
         .tolist()
     )

@@ -379,3 +379,26 @@ def check_no_forward_ad() -> None:
         raise NotImplementedError(
             "q, k, v: expected no forward-mode automatic differentiation, got an active dual level; use reverse mode"
         )
+
+
+def check_config(problem: object, config: object, reason: str | None) -> None:
+    """Refuse an explicit config that cannot run a problem; `reason` is None for one that can."""
+    if reason:
+        raise ValueError(f"config: expected one that can run {problem}, got {config}: {reason}")
+
+
+def check_dropout_batch(dropout_p: float, batch: int, max_batch: int) -> None:
+    """Refuse a backward with dropout whose batch needs more than one launch."""
+    if dropout_p and batch > max_batch:
+        raise NotImplementedError(
+            f"dropout_p: expected a batch of at most {max_batch} in a backward with dropout, got {batch}; split the batch"
+        )
+
+
+def check_cache_strides(name: str, cache: torch.Tensor, cache_step: int, row_step: int) -> None:
+    """Check that the distance between caches or pages is a whole number of rows; both steps are strides."""
+    if cache_step % row_step:
+        raise ValueError(
+            f"{name}: expected stride(0) to be a multiple of stride(1), got {cache.stride()}; allocate it as [caches or pages, rows,"
+            " heads, head_dim] or [caches or pages, heads, rows, head_dim]"
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from tl_attention.checks import (
+    check_cache_strides,
     describe,
     expect_contiguous,
     expect_contiguous_last,
@@ -91,10 +92,8 @@ def check_cache(
                 f"{name}: expected strides that are positive multiples of {ALIGNMENT}, as a cache is never copied, got {x.stride()};"
                 " allocate it with such strides"
             )
-        if caches > 1 and rows > 1 and x.stride(0) % x.stride(1):
-            raise ValueError(
-                f"{name}: expected stride(0) to be a multiple of stride(1), got {x.stride()}; allocate it as [{first}, heads, head_dim]"
-            )
+        if caches > 1 and rows > 1:
+            check_cache_strides(name, x, x.stride(0), x.stride(1))
 
     for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if x is None:

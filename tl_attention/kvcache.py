@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -20,25 +19,25 @@ from tl_attention.checks_kvcache import (
     check_seqlen,
     check_workspace,
 )
-from tl_attention.ops import someone_looks, warn_of_cpu
+from tl_attention.ops import check_place, is_traced, scale_of
 from tl_attention.options import UNLIMITED, Cache, Options, canonical_window
 from tl_attention.reference_kvcache import append_reference, kvcache_reference, rotary_reference
 from tl_attention.target import H200_SMS, sm_count
 
-MAX_CHECKED_CALLS = 2048
+MAX_CALL_HANDLES = 2048
 
 _PLAIN_TYPES = {torch.Tensor, type(None)}  # no subclass that intercepts operations
 _NO_OPTIONS = Options()
 
 
-class CheckedCall:
+class CallHandle:
     """Handle of calls whose metadata passed the checks, and which share a launch plan.
 
     It hashes by identity: finding a plan by it is cheaper than hashing the metadata a second time.
     """
 
 
-_checked_calls: dict[tuple, CheckedCall] = {}  # by metadata of the tensors, and the other arguments
+_call_handles: dict[tuple, CallHandle] = {}  # by metadata of the tensors, and the other arguments
 
 
 def flash_attn_with_kvcache(
@@ -115,13 +114,13 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
         sink, workspace, None if type(cache_seqlens) is int else cache_seqlens,
     )  # fmt: skip
-    looked_at = someone_looks() or not {type(x) for x in tensors} <= _PLAIN_TYPES
-    checked = key = None
+    traced = is_traced() or not {type(x) for x in tensors} <= _PLAIN_TYPES
+    handle = key = None
     switches = type(causal), type(rotary_interleaved), type(batch_invariant), type(num_splits)
-    if not looked_at and switches == (bool, bool, bool, int):
+    if not traced and switches == (bool, bool, bool, int):
         values = softmax_scale, window_size, softcap, num_splits, causal, batch_invariant, type(cache_seqlens)
-        checked, key = _look_up(tensors, values)
-    if checked is None:
+        handle, key = _look_up(tensors, values)
+    if handle is None:
         check_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
         check_new_keys(q, k_cache, v_cache, k, v, cache_seqlens)
         check_rotary(q, k_cache, v_cache, k, rotary_cos, rotary_sin, block_table)
@@ -137,14 +136,11 @@ def flash_attn_with_kvcache(
                 sizes = *q.shape[:3], *v_cache.shape[2:], cache_capacity(k_cache, block_table)
                 needed = kvcache_workspace_bytes(*sizes, num_splits, batch_invariant, q.device)
             check_workspace(q, workspace, needed)
-        if q.device.type == "cpu":
-            warn_of_cpu()
-        elif q.device.type != "cuda" or not looked_at:
-            check_device(q)
+        check_place(q, traced)
         if key is not None:
-            if len(_checked_calls) >= MAX_CHECKED_CALLS:
-                _checked_calls.clear()
-            checked = _checked_calls[key] = CheckedCall()
+            if len(_call_handles) >= MAX_CALL_HANDLES:
+                _call_handles.clear()
+            handle = _call_handles[key] = CallHandle()
 
     capacity = cache_capacity(k_cache, block_table)
     new = 0 if k is None else k.shape[1]
@@ -164,17 +160,17 @@ def flash_attn_with_kvcache(
             alibi_slopes=None if alibi_slopes is None else alibi_slopes.contiguous(),
             sink=None if sink is None else sink.contiguous(),
         )
-    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
+    scale = scale_of(q, softmax_scale)
     cache = Cache(k_cache, v_cache, cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table)
     if check_block_table:
         check_entries(q, cache)
 
     if k is not None:
-        append = _append_by_op if looked_at else _append
+        append = _append_by_op if traced else _append
         queries_move = causal or options.window != (UNLIMITED, UNLIMITED)
         q = append(q, k, v, cache, rotary_cos, rotary_sin, rotary_interleaved, queries_move)
     arguments = scale, causal, options, num_splits, batch_invariant, workspace
-    out, lse = _decode_by_op(q, cache, *arguments) if looked_at else _decode(q, cache, *arguments, checked)
+    out, lse = _decode_by_op(q, cache, *arguments) if traced else _decode(q, cache, *arguments, handle)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -209,13 +205,11 @@ def kvcache_workspace_bytes(
     )
 
 
-def _look_up(
-    tensors: Sequence[torch.Tensor | None], values: tuple
-) -> tuple[CheckedCall | None, tuple | None]:
+def _look_up(tensors: Sequence[torch.Tensor | None], values: tuple) -> tuple[CallHandle | None, tuple | None]:
     """Return the handle of an earlier call with this metadata, or None, and its key, or None if a value cannot be hashed."""
     try:
         key = (*[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors], *values)
-        return _checked_calls.get(key), key
+        return _call_handles.get(key), key
     except (AttributeError, TypeError):  # an argument that is no tensor, or a list
         return None, None
 
@@ -254,13 +248,13 @@ def _decode(
     num_splits: int,
     batch_invariant: bool,
     workspace: torch.Tensor | None,
-    checked: CheckedCall | None = None,
+    handle: CallHandle | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """launch.attend_cache, or the reference on CPU tensors."""
     check_addresses(cache, workspace)
     if q.is_cuda:
         return launch.attend_cache(
-            q, cache, softmax_scale, causal, options, num_splits, batch_invariant, workspace, checked
+            q, cache, softmax_scale, causal, options, num_splits, batch_invariant, workspace, handle
         )
     batch_idx, leftpad, starts = check_entries(q, cache)
     out, lse = kvcache_reference(
@@ -273,7 +267,7 @@ def _decode(
         batch_idx=batch_idx,
         leftpad=leftpad,
         block_table=cache.block_table,
-        **{name: getattr(options, name) for name in ("window", "softcap", "alibi_slopes", "sink")},
+        **options.reference_arguments(),
     )
     return out.to(q.dtype), lse.contiguous()
 

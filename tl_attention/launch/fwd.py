@@ -1,4 +1,4 @@
-"""Launches of the forward."""
+"""Launch of the forward."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from tl_attention.compiler import Kernel, compile_kernel
 from tl_attention.launch import splits
-from tl_attention.launch.arrays import Views
+from tl_attention.launch.arrays import ArgumentViews
 from tl_attention.launch.common import (
     LN2,
     MAX_GRID,
+    PackedTiles,
     PlanCache,
-    TileTables,
     dense,
     empty,
     find_config,
@@ -22,7 +22,7 @@ from tl_attention.launch.common import (
     options_key,
     qkv_key,
     tile_counts,
-    window_span,
+    window_keys,
 )
 from tl_attention.launch.tickets import stream_tickets
 from tl_attention.options import Options
@@ -46,28 +46,28 @@ class FwdKernels(NamedTuple):
 
     kernel: Kernel
     config: FwdConfig
-    max_ctas: int  # but for those that share a tile
-    combine: Kernel | None  # what makes one output of theirs
-    width: int  # of a tile of V
-    plan: Kernel | None  # what goes before varlen
+    max_ctas: int  # without splits
+    combine: Kernel | None  # merges the partial outputs of splits
+    width: int  # columns of a V tile
+    tile_table: Kernel | None  # runs first for packed sequences
 
 
 def _find_kernels(key: tuple, config: FwdConfig | None) -> FwdKernels:
     problem, config = find_config(key, "fwd", config)
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
-    compiled = {type(one): compile_kernel(problem, one) for problem, one in config.kernels(problem)}
-    combine, varlen_plan = compiled.get(FwdCombine), compiled.get(VarlenPlan)
-    return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem.head_dim_v, varlen_plan)
+    compiled = {type(part): compile_kernel(problem, part) for problem, part in config.kernels(problem)}
+    combine, tile_table = compiled.get(FwdCombine), compiled.get(VarlenPlan)
+    return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem.head_dim_v, tile_table)
 
 
 class FwdPlan:
-    """All of a forward that the shapes, strides, dtype and device of its tensors settle, and which options are on. Serves one thread.
+    """Launch plan of a forward: everything that follows from tensor metadata and from which options are on. Serves one thread.
 
     Args:
-        q, k, v, out: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; with varlen [total, heads,
-            head_dim]; on the current device, none of them empty.
-        config: serves instead of the tuned row or default.
-        options: like those of the calls.
+        q, k, v, out: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed sequences
+            [total, heads, head_dim]. On the current device, none of them empty.
+        config: replaces the tuned row or default.
+        options: those of the first call; later calls may differ in values.
     """
 
     def __init__(
@@ -90,48 +90,45 @@ class FwdPlan:
         batch, seqlen_q, heads, head_dim = q.shape[0], q.shape[seq], q.shape[head], q.shape[3]
         seqlen_k, heads_kv, head_dim_v = k.shape[seq], k.shape[head], v.shape[3]
         self.lse = dense((heads, seqlen_q) if self.packed else (batch, heads, seqlen_q))
-        self.views = Views(heads_first, q, k, v, out, packed=self.packed)
+        self.views = ArgumentViews(heads_first, q, k, v, out, packed=self.packed)
         self.batch = options.cu_seqlens_q.shape[0] - 1 if self.packed else batch
         self.heads = heads
 
         sms = sm_count(self.device)
         bucket = splits.fwd_bucket(batch, heads, seqlen_q, seqlen_k, sms)
-        asked_splits = 0 if options is None else options.num_splits
+        num_splits = 0 if options is None else options.num_splits
         if self.packed:
-            asked_splits = splits.packed_splits(options, seqlen_q, seqlen_k, heads, sms)
-        if asked_splits:
-            longest = options.max_seqlen_k if self.packed else seqlen_k
-            bucket = SPLIT_BUCKET if asked_splits > 1 else length_bucket(longest)
+            num_splits = splits.packed_splits(options, seqlen_q, seqlen_k, heads, sms)
+        if num_splits:
+            longest_k = options.max_seqlen_k if self.packed else seqlen_k
+            bucket = SPLIT_BUCKET if num_splits > 1 else length_bucket(longest_k)
         names = () if options is None else options.names
         key = (q.dtype, head_dim, head_dim_v, causal, names, bucket, self.device)
         found = _kernels.get(key) if config is None else _find_kernels(key, config)
         if found is None:
             found = _kernels[key] = _find_kernels(key, None)
-        self.kernel, config, max_ctas, self.combine, width, varlen_plan = found
+        self.kernel, config, max_ctas, self.combine, width, tile_table = found
         self.dynamic = config.schedule == "dynamic"
-        self.heads_a_kv_head = heads // heads_kv
-        keys = (
-            seqlen_k
-            if self.packed or options is None
-            else min(seqlen_k, window_span(options) + config.block_M)
-        )
-        kv_bytes = 2 * keys * (head_dim + head_dim_v)  # that the tiles of a head at one place share
+
+        rows, keys = seqlen_q, seqlen_k
         if self.packed:
-            self.tile_tables = TileTables(varlen_plan, self.batch, seqlen_q, seqlen_k, causal, self.device)
+            self.tiles = PackedTiles(tile_table, self.batch, seqlen_q, seqlen_k, causal, self.device)
             self.step_rows = config.block_N
-        # As many rows as there are tiles of TABLE_ROWS
-        rows = self.tile_tables.tiles[0] * TABLE_ROWS if self.packed else seqlen_q
-        self.counts = tile_counts(
-            batch, heads, self.heads_a_kv_head, kv_bytes, rows, config.block_M, max_ctas
+            rows = self.tiles.counts[0] * TABLE_ROWS  # padded: each sequence starts a new tile
+        elif options is not None:
+            keys = min(seqlen_k, window_keys(options) + config.block_M)
+        kv_bytes = q.element_size() * keys * (head_dim + head_dim_v)  # read by the tiles of one head
+        m_blocks, group_heads, ctas = tile_counts(
+            batch, heads, heads // heads_kv, kv_bytes, rows, config.block_M, max_ctas
         )
         if self.combine:
-            m_blocks, group_heads, tiles = self.counts
-            num_splits = min(asked_splits, MAX_SPLITS) or splits.key_splits(
-                tiles, -(-seqlen_k // config.block_N), sms
-            )
-            self.counts = m_blocks, group_heads, num_splits * tiles
+            num_splits = min(num_splits, MAX_SPLITS)
+            if not num_splits:
+                num_splits = splits.key_splits(ctas, -(-seqlen_k // config.block_N), sms)
+            ctas *= num_splits
             rows = (num_splits, batch, heads, seqlen_q)
-            self.parts = dense((*rows, width)), dense(rows)  # outputs and log-sum-exps, in fp32
+            self.parts = dense((*rows, width)), dense(rows)  # partial outputs and log-sum-exps, fp32
+        self.arguments = heads // heads_kv, m_blocks, group_heads, ctas
 
     def __call__(
         self,
@@ -142,7 +139,7 @@ class FwdPlan:
         lse_base2: bool,
         options: Options | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """out, in the layout of q, and lse of other tensors of the same metadata."""
+        """(out, lse) for tensors with the metadata of the plan; out has the layout of q."""
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self(q, k, v, softmax_scale, lse_base2, options)
@@ -161,34 +158,29 @@ class FwdPlan:
         lse_base2: bool,
         options: Options | None = None,
     ) -> None:
-        # lse, parts and tickets are tensors: the kernels run on PyTorch's current stream of their device
+        # A kernel with a tensor argument (lse, parts, tickets) runs on the current stream of its device
         if self.packed:
             q, k, v, out = (x[None] for x in (q, k, v, out))
         *qkv, out_view = self.views.of(q, k, v, out)
         tickets = stream_tickets(self.device, self.dynamic)
         unit = 1.0 if lse_base2 else LN2
-        counts = (
-            (*self.counts, *self.option_arguments(options))
-            if options is not None and options.names
-            else self.counts
-        )
+        arguments = self.arguments
+        if options is not None and options.names:
+            table = self.tiles.table(options, False, self.step_rows) if self.packed else None
+            arguments += option_arguments(options, self.batch, self.heads, self.device, table)
         if self.combine is None:
-            self.kernel(*qkv, out_view, lse, tickets, softmax_scale, unit, self.heads_a_kv_head, *counts)
+            self.kernel(*qkv, out_view, lse, tickets, softmax_scale, unit, *arguments)
             return
         parts = [empty(*x) for x in self.parts]
-        self.kernel(*qkv, *parts, tickets, softmax_scale, 1.0, self.heads_a_kv_head, *counts)
-        whole = (out, lse[None]) if self.packed else (out_view, lse)
-        self.combine(*parts, *whole, unit)
-
-    def option_arguments(self, options: Options) -> tuple:
-        table = self.tile_tables.table(options, False, self.step_rows) if self.packed else None
-        return option_arguments(options, self.batch, self.heads, self.device, table)
+        self.kernel(*qkv, *parts, tickets, softmax_scale, 1.0, *arguments)
+        merged = (out, lse[None]) if self.packed else (out_view, lse)
+        self.combine(*parts, *merged, unit)
 
 
 def fwd_plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, heads_first: bool
 ) -> FwdPlan | None:
-    """That of an earlier call of fwd in this thread, by tensors that differ from these in their values alone."""
+    """Cached plan for tensors with this metadata, without options, or None."""
     return plan_cache.plans.get(qkv_key(q, k, v, causal, heads_first))
 
 
@@ -203,23 +195,23 @@ def forward(
     config: FwdConfig | None = None,
     options: Options | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the forward on tensors that checks.py has passed, on a Hopper GPU.
+    """Launch the forward on tensors that have passed checks.py, on a Hopper GPU.
 
     Args:
-        q, k, v: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; with varlen [total, heads,
-            head_dim].
-        config: serves instead of the tuned row or default.
+        q, k, v: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed sequences
+            [total, heads, head_dim].
+        config: replaces the tuned row or default.
     Returns:
-        out in the layout of q, contiguous; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. With varlen, rows of no sequence and
-        those that it does not use hold anything.
+        out in the layout of q, contiguous; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Rows outside the used part of
+        packed sequences are undefined.
     """
     key = (*qkv_key(q, k, v, causal, heads_first), *options_key(options))
     if options is not None and options.varlen:
         sms = sm_count(q.device.index)
         key = (*key, splits.packed_splits(options, q.shape[0], k.shape[0], q.shape[1], sms))
-    known = plan_cache.plans.get(key) if config is None else None
-    if known is not None:
-        return known(q, k, v, softmax_scale, lse_base2, options)
+    plan = plan_cache.plans.get(key) if config is None else None
+    if plan is not None:
+        return plan(q, k, v, softmax_scale, lse_base2, options)
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             return forward(q, k, v, softmax_scale, causal, lse_base2, heads_first, config, options)
@@ -233,8 +225,8 @@ def forward(
         if options is not None and options.sink is not None:
             lse.copy_((options.sink.float() / (LN2 if lse_base2 else 1.0))[:, None].expand_as(lse))
         return out.zero_(), lse
-    made = FwdPlan(q, k, v, out, causal, heads_first, config, options)
+    plan = FwdPlan(q, k, v, out, causal, heads_first, config, options)
     if config is None:
-        plan_cache.keep(key, made)
-    made.launch(q, k, v, out, lse, softmax_scale, lse_base2, options)
+        plan_cache.keep(key, plan)
+    plan.launch(q, k, v, out, lse, softmax_scale, lse_base2, options)
     return out, lse

@@ -1,4 +1,4 @@
-"""Tile counters of the dynamic kernels."""
+"""Tile counters of kernels with the dynamic schedule, whose CTAs draw the number of their next tile."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ import threading
 
 import torch
 
-# Counters a device has; when streams and captured launches have used them up, a new one is a memset before its launch
+# Counters per device. When streams and captured launches have used them up, each launch gets a new one and a memset
 TICKET_ROWS = 1 << 15
-_offices: dict[int, TicketOffice] = {}
+_counters: dict[int, TicketCounters] = {}
 _lock = threading.Lock()
 
 
-class TicketOffice:
-    """The counters of the dynamic kernels of a device: rows of one int32 [n, 2], zero whenever no kernel runs with them.
+class TicketCounters:
+    """Tile counters of a device: rows of one int32 [n, 2], zero while no kernel uses them.
 
-    Kernels on one stream share a row, as they run one after the other; a captured launch has a row of its own, as graphs may be
-    replayed beside each other.
+    Kernels on one stream share a row, because they run one after the other. A captured launch gets a row of its own, because graphs
+    may be replayed concurrently.
     """
 
     def __init__(self, device: int):
-        # In a thread of its own: this one may be filling the memory pool of a graph, which must not own the counters
+        # Allocates in another thread: the current one may be filling the memory pool of a graph, which must not own the counters
         thread = threading.Thread(target=self._allocate, args=(device,))
         thread.start()
         thread.join()
-        self.idle = self.rows[0]  # for kernels that draw none
+        self.unused = self.rows[0]  # for kernels with another schedule
         self.next_row = itertools.count(1)
-        self.of_stream: dict[int, torch.Tensor] = {}
+        self.by_stream: dict[int, torch.Tensor] = {}
 
     def _allocate(self, device: int) -> None:
         self.rows = torch.zeros(TICKET_ROWS, 2, dtype=torch.int32, device=f"cuda:{device}")
@@ -37,24 +37,27 @@ class TicketOffice:
         number = next(self.next_row)
         return self.rows[number] if number < TICKET_ROWS else torch.zeros_like(self.rows[0])
 
-    def tickets(self, device: int, dynamic: bool) -> torch.Tensor:
-        if not dynamic:
-            return self.idle
+    def of_current_stream(self, device: int) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing():
             return self.row()
         stream = torch._C._cuda_getCurrentRawStream(device)
-        tickets = self.of_stream.get(stream)
+        tickets = self.by_stream.get(stream)
         if tickets is None:
-            tickets = self.of_stream.setdefault(stream, self.row())
+            tickets = self.by_stream.setdefault(stream, self.row())
         return tickets
 
 
 def stream_tickets(device: int, dynamic: bool) -> torch.Tensor:
-    office = _offices.get(device)
-    if office is None:
-        # No call came before: a memset in the graph, before each launch
+    """Tile counter for a launch on the current stream of a device.
+
+    Args:
+        dynamic: the kernel has the dynamic schedule; else it does not read its counter.
+    """
+    counters = _counters.get(device)
+    if counters is None:
+        # The first launch on a device, captured: a counter in the graph with a memset before each replay
         if torch.cuda.is_current_stream_capturing():
             return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
         with _lock:
-            office = _offices.get(device) or _offices.setdefault(device, TicketOffice(device))
-    return office.tickets(device, dynamic)
+            counters = _counters.get(device) or _counters.setdefault(device, TicketCounters(device))
+    return counters.of_current_stream(device) if dynamic else counters.unused

@@ -194,7 +194,7 @@ def test_backward_rule_rejects_an_unwritten_row(ideal_backward, wrong, value):
 
 @pytest.mark.parametrize("wrong", range(3), ids=GRADS)
 def test_backward_rule_rejects_zeros_in_the_last_rows(ideal_backward, wrong):
-    """With causal, few queries see the last keys, and their probabilities are small."""
+    """Few queries see the last keys of a causal problem, and their probabilities are small."""
     grads, args = ideal_backward
     grads[wrong][-1, -16:, -1] = 0
     result = check_bwd(grads, *args)
@@ -229,7 +229,7 @@ def test_backward_rule_requires_exact_zeros_for_queries_without_keys(dtype, valu
 
 
 def test_backward_rule_allows_fp32_cancellation(dtype):
-    """With one key, dP equals delta: dq and dk are 0, and PyTorch may compute exactly 0."""
+    """A row with one key has dP equal to delta: dq and dk are 0, and PyTorch may compute exactly 0."""
     shape = Shape(1, 1, 1, 1, 1, 192, 192, False)
     for seed in range(20):
         args = (

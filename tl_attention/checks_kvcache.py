@@ -40,9 +40,10 @@ def cache_capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> i
 
 def check_no_gradient(*tensors: torch.Tensor | None) -> None:
     """Refuse gradients of q, k_cache, v_cache, k, v and learnable_sink, passed in this order."""
-    for i, x in enumerate(tensors):
+    for x in tensors:
         if x is not None and getattr(x, "requires_grad", False):
-            name = ("q", "k_cache", "v_cache", "k", "v", "learnable_sink")[i]
+            position = next(i for i, y in enumerate(tensors) if y is x)
+            name = ("q", "k_cache", "v_cache", "k", "v", "learnable_sink")[position]
             raise NotImplementedError(
                 f"{name}: expected a tensor that needs no gradient, as attention to a cache has no backward, got requires_grad=True; use"
                 " flash_attn_func, or torch.no_grad()"

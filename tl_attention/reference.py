@@ -368,7 +368,7 @@ def _chunks(
     first = max(0, -offset - right) if sink is None else 0
     for pair in range(0, pairs, pairs_per_chunk):
         for row in range(first, seqlen_q, rows_per_chunk):
-            some = slice(pair, pair + pairs_per_chunk)
+            pair_slice = slice(pair, pair + pairs_per_chunk)
             rows = slice(row, min(row + rows_per_chunk, seqlen_q))
             stop = min(max(0, rows.stop + offset + right), seqlen_k)
             keys = slice(min(max(0, row + offset - left), stop), stop)
@@ -377,13 +377,13 @@ def _chunks(
             chunk = _Chunk(
                 scale,
                 options.softcap,
-                None if slopes is None else -slopes[some].double() * (diagonal - key).abs(),
+                None if slopes is None else -slopes[pair_slice].double() * (diagonal - key).abs(),
                 (key < diagonal - left) | (key > diagonal + right),
-                None if sink is None else sink[some],
-                None if keep is None else keep[some, :, rows, keys],
+                None if sink is None else sink[pair_slice],
+                None if keep is None else keep[pair_slice, :, rows, keys],
                 keep_scale,
             )
-            yield some, rows, keys, chunk
+            yield pair_slice, rows, keys, chunk
 
 
 def _forward_of_chunk(

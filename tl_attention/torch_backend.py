@@ -86,13 +86,11 @@ def _prioritize_flash() -> tuple[list[int], list[int]]:
     return before, after
 
 
-def _check_supported(unsupported: dict[str, bool]) -> None:
-    """Raise for the first condition that holds; its key is the start of the message."""
-    for message, holds in unsupported.items():
-        if holds:
-            raise NotImplementedError(
-                f"{message}; call handle.remove() for PyTorch's own, or choose another SDPBackend"
-            )
+def _expect(supported: bool, message: str) -> None:
+    if not supported:
+        raise NotImplementedError(
+            f"{message}; call handle.remove() for PyTorch's own, or choose another SDPBackend"
+        )
 
 
 def _with_strides_of(x: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
@@ -146,21 +144,21 @@ def flash_forward(
         out; log-sum-exp, natural, [batch, heads, seqlen_q] or [heads, total_q]; rng_state uint64 [2]; an unused tensor; an empty mask.
     """
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    _check_supported(
-        {
-            "return_debug_mask: expected False, as probabilities are never written, got True": return_debug_mask,
-            "block_table: expected None, as pages are not supported here, got a tensor": block_table
-            is not None,
-            "cum_seq_q, cum_seq_k: expected both or neither, got one": (cum_seq_q is None)
-            != (cum_seq_k is None),
-            "seqused_k: expected None without cum_seq_q, got a tensor": cum_seq_q is None
-            and seqused_k is not None,
-            "alibi_slopes: expected no gradient, as torch does not pass them to the backward, got inputs that need one": needs_grad
-            and alibi_slopes is not None,
-            "seqused_k: expected no gradient, as torch does not pass it to the backward, got inputs that need one": needs_grad
-            and seqused_k is not None,
-        }
+    varlen = cum_seq_q is not None
+    _expect(
+        not return_debug_mask,
+        "return_debug_mask: expected False, as probabilities are never written, got True",
     )
+    _expect(block_table is None, "block_table: expected None, as pages are not supported here, got a tensor")
+    _expect(
+        varlen == (cum_seq_k is not None), "cum_seq_q, cum_seq_k: expected both or neither, got one of them"
+    )
+    _expect(varlen or seqused_k is None, "seqused_k: expected None without cum_seq_q, got a tensor")
+    for name, x in (("alibi_slopes", alibi_slopes), ("seqused_k", seqused_k)):
+        _expect(
+            x is None or not needs_grad,
+            f"{name}: expected None with gradients, as torch does not pass it to the backward, got a tensor",
+        )
     state, unused = _dropout_state(query, dropout_p)
     options = {
         "dropout_p": dropout_p,
@@ -173,7 +171,7 @@ def flash_forward(
         "num_splits": num_splits or 0,
     }
     with torch.no_grad():
-        if cum_seq_q is None:
+        if not varlen:
             out, lse, _ = flash_attn_func(query, key, value, **options)
         else:
             lengths = cum_seq_q, cum_seq_k, max_q, max_k

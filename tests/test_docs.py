@@ -24,7 +24,7 @@ BLOCKS = [
 ]
 # A first call in README.md runs on a CPU, by the reference, as on a GPU: only sizes and device differ
 QUICK_START = [code for code in BLOCK.findall((ROOT / "README.md").read_text()) if "torch.randn" in code]
-TINY = {
+TINY = {"cuda": "cpu", "4096": "64", "1500": "20", "2596": "44", "100,": "40,", "bfloat16": "float16"}
     '"cuda"': '"cpu"',
     "4096": "48",
     "8192": "64",

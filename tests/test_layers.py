@@ -37,8 +37,9 @@ DOORS = {
     "autotune": "torch problem target configs dispatch cubin sandbox reference testing | rich",
     "sandbox": "",
     "cubin": "problem target configs dispatch | kernels tilelang",
+    "manifest": "configs cubin dispatch problem",
     "cli": "torch problem target configs"
-    "| dispatch cubin autotune interface flash reference testing tilelang tvm_ffi rich benchmarks",
+    "| dispatch cubin manifest autotune interface flash reference testing tilelang tvm_ffi rich benchmarks",
 }
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 

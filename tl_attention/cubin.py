@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import hashlib
 import importlib.util
 import json
 import os
@@ -47,6 +48,7 @@ class Report:
     loops: tuple[int, ...]  # instructions of the loops over keys; a warpgroup has a masked and a plain one
     counted_in: str  # SASS; or PTX where there is no cuobjdump, and then no loops
     needs_wgmma: bool = True
+    sass_hash: str = ""  # of the instructions, in hex; empty where there is no cuobjdump
 
     @property
     def fault(self) -> str | None:
@@ -133,6 +135,7 @@ def report_source(
         loops=tuple(loop.total() for loop in main_loops(sass)) if sass else (),
         counted_in=counted_in,
         needs_wgmma=needs_wgmma,
+        sass_hash=_instructions_hash(sass) if sass else "",
     )
 
 
@@ -203,6 +206,11 @@ def _disassemble(cubin: Path) -> str | None:
 
 def _largest(pattern: str, log: str) -> int:
     return max(map(int, re.findall(pattern, log)), default=0)
+
+
+def _instructions_hash(sass: str) -> str:
+    """Hash of the instructions alone, without the kernel's name."""
+    return hashlib.sha256("\n".join(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", sass)).encode()).hexdigest()[:16]
 
 
 def main_loops(sass: str) -> list[collections.Counter[str]]:

@@ -1,20 +1,23 @@
-"""FlashAttention backward for Hopper, by keys: dK, dV of a block of keys, and its share of dQ, in one pass over the queries.
+"""FlashAttention backward for Hopper, by keys: dK, dV of a key block and its share of dQ, in one loop over the query blocks.
 
-Dao 2023 (FlashAttention-2, alg. 2) in the schedule of Shah et al. 2024 (FlashAttention-3). Everything is transposed, S' = K Q',
-so that P' and dS' leave the tensor cores in the registers where dV += P' dO and dK += dS' Q want them; each consumer warpgroup
-owns 64 keys. One warp feeds rings of Q and dO tiles by TMA; dQ is added to sums in global memory from the registers.
-bwd_delta.py makes Lse_log2 and Delta before it; bwd_sum.py makes dQ of dQ_sum after it. Where the registers do not hold dK and
-dV at once, or dQ is to be the same from run to run, a pass makes one or two of the three, and S is computed in each.
+Dao 2023 (FlashAttention-2, algorithm 2), in the schedule of Shah et al. 2024 (FlashAttention-3). Scores are transposed,
+S' = K Q': P' and dS' then leave the tensor cores in the registers where dV += P' dO and dK += dS' Q want them. Each consumer
+warpgroup owns 64 keys. The producer warp fills rings of Q and dO tiles by TMA. dQ is added from registers to sums in global
+memory.
+
+bwd_delta.py computes Lse_log2 and Delta first; bwd_sum.py converts dQ_sum to dQ at the end. A pass computes one or two of the
+three gradients where the registers do not hold dK and dV together, or where dQ must not depend on the order of additions.
+Each pass then computes S' itself.
 """
 
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels import pipeline
+from tl_attention.kernels.bwd_tiles import KeyRowsMask, KeyTile, KeyTileCounts, dq_pieces, piece_shape
 from tl_attention.kernels.mask import Mask, QueryBlocks
 from tl_attention.kernels.options import (
     Dropout,
@@ -22,7 +25,7 @@ from tl_attention.kernels.options import (
     Scores,
     alloc_bias_columns,
     fill_bias_columns,
-    option_views,
+    option_arguments,
     prelude,
 )
 from tl_attention.kernels.pipeline import (
@@ -35,147 +38,75 @@ from tl_attention.kernels.pipeline import (
     sync_warpgroup,
 )
 from tl_attention.kernels.roles import WARPGROUP, Roles
-from tl_attention.kernels.scheduler import Tile, TileOrder
+from tl_attention.kernels.scheduler import TileOrder
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, probabilities, softmax_backward
 from tl_attention.kernels.tiles import DenseGradTiles, FragmentBlocks, PackedGradTiles, rows_argument
 from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = {
     **pipeline.PASS_CONFIGS,
-    "tl.disable_safe_memory_legalize": True,  # what TMA does not reach, the caller pads to whole tiles
+    # Only Lse_log2, Delta, dQ_sum and the parts are read or written without TMA; the caller pads them to whole tiles
+    "tl.disable_safe_memory_legalize": True,
 }
 
 
 @dataclass(frozen=True)
 class SharedTiles:
-    """What the roles of a CTA share; None what the pass does not need. P: as dropout leaves it; dV: where dV leaves from."""
+    """Shared memory of a CTA; None where a pass does not need it."""
 
     Q: Any
     dO: Any
     K: Any
     V: Any
-    P: Any
-    dV: Any
+    P: Any  # P' with dropout, per warpgroup
+    dV: Any  # where dV is stored to global memory from
     dS: Any
     bias_columns: Any  # options.alloc_bias_columns
 
 
-Piece = tuple[slice, slice]  # rows (queries), columns
-
-
-def dq_pieces(block_M: int, head_dim: int, warpgroups: int) -> list[list[Piece]]:
-    """What each warpgroup computes of a dQ tile: 64 of its rows if there are so many, else columns of all.
-
-    No piece crosses a chunk of the swizzled layout of K, whose columns it reads.
-    """
-    if block_M == 64 * warpgroups:
-        return [[(slice(64 * w, 64 * w + 64), slice(0, head_dim))] for w in range(warpgroups)]
-    share, pieces = head_dim // warpgroups, []
-    chunk = 64 if head_dim % 64 == 0 else 32
-    for w in range(warpgroups):
-        ends = [c for c in range(0, head_dim, chunk) if w * share < c < (w + 1) * share]
-        cuts = [w * share, *ends, (w + 1) * share]
-        pieces.append([(slice(0, block_M), slice(start, stop)) for start, stop in pairwise(cuts)])
-    return pieces
-
-
-def sizes(piece: Piece) -> list[int]:
-    return [part.stop - part.start for part in piece]
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What dispatch works out of a launch: a CTA has a block of keys of a key head, and one of `parts` of the query heads that read it."""
-
-    heads_a_kv_head: Any
-    heads_a_part: Any
-    parts: Any
-    n_blocks: Any
-    group_heads: Any
-    ctas: Any
-
-
-@T.meta_class
-class KeyTile:
-    """What a CTA computes: a block of keys of a key head, for some of the query heads that read it."""
-
-    def __init__(self, order: TileOrder, block_N: int, name: str = "key_tile"):
-        self.tile, self.block_N = Tile(order), block_N
-        self.first = T.alloc_var("int32", init=0)
-        self.part_idx = T.alloc_var("int32", init=0)
-        self.end_q, self.len_q, self.padded_q = self.tile.end_q, self.tile.len_q, self.tile.padded_q
-        self.end_k, self.len_k, self.padded_k = self.tile.end_k, self.tile.len_k, self.tile.padded_k
-
-    @T.inline
-    def start(self, number, launch, blocks):
-        """Causal, the first keys have the most queries, so they come first where Tile has its last block."""
-        order = self.tile.order
-        self.tile.locate(number)
-        if order.table is not None:
-            self.first[0] = self.tile.m_block * self.block_N
-        else:
-            self.first[0] = (order.m_blocks - 1 - self.tile.m_block) * self.block_N
-        self.part_idx[0] = self.tile.head - self.tile.kv_head * order.heads_a_kv_head
-        first_head = self.tile.kv_head * launch.heads_a_kv_head + self.part_idx[0] * launch.heads_a_part
-        heads = T.min(launch.heads_a_part, launch.heads_a_kv_head - self.part_idx[0] * launch.heads_a_part)
-        blocks.start(self.first[0], first_head, heads)
-
-    @property
-    def there(self) -> Any:
-        return self.tile.there
-
-    @property
-    def batch(self) -> Any:
-        return self.tile.batch
-
-    @property
-    def kv_head(self) -> Any:
-        return self.tile.kv_head
-
-    @property
-    def part(self) -> Any:
-        return self.part_idx[0]
-
-    @property
-    def first_key(self) -> Any:
-        return self.first[0]
-
-
 def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
-    """Kernel(Q, K, V, dO, Lse_log2, Delta, dQ_sum, dK, dV, dK_parts, dV_parts, softmax_scale, heads_a_kv_head, heads_a_part,
-    parts, n_blocks, group_heads, ctas), the last six from dispatch.
+    """Build the kernel of a pass that computes dq+dk+dv, dk+dv, dk or dv.
 
-    Q, K, V, dO, dK, dV are views [batch, seqlen, heads, columns] with no more columns than the problem's tile widths; Lse_log2,
-    Delta and dQ_sum are as DenseGradTiles has them. A CTA walks heads_a_part of the heads_a_kv_head query heads of its key head;
-    with 1 part it writes dK and dV, with more its share of them in fp32 to dK_parts and dV_parts. What the pass does not make
-    is left alone. problem.options: the values of options.Options come after ctas; with varlen tensors are as PackedGradTiles has them.
+    Kernel arguments (dtype: the problem's; packed sequences: layouts of tiles.PackedGradTiles):
+        Q, dQ: [batch, seqlen_q, heads, columns <= head_dim], any strides but the last, which is 1.
+        K, dK: [batch, seqlen_k, heads_kv, columns <= head_dim].
+        V, dV: [batch, seqlen_k, heads_kv, columns <= head_dim_v].
+        dO: [batch, seqlen_q, heads, columns <= head_dim_v].
+        Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up], from bwd_delta.py.
+        dQ_sum: fp32 FragmentBlocks of the matrices [batch, heads], width head_dim. The kernel adds to it.
+        dK_parts, dV_parts: fp32 FragmentBlocks of the matrices [parts, batch, heads_kv], widths head_dim and head_dim_v.
+            Written instead of dK and dV if parts > 1.
+        softmax_scale: fp32.
+        heads_per_kv, .., ctas: int32, see KeyTileCounts.
+        left, .., Table: see options.Options. Only where the problem has options.
+
+    Gradients that the pass does not compute are not written.
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
-    block_M, block_N, reuse_registers = config.block_M, config.block_N, config.reuse_registers
-    with_dq, with_dk, with_dv = (grad in config.makes for grad in ("dq", "dk", "dv"))
+    block_M, block_N, reuse = config.block_M, config.block_N, config.reuse_registers
+    makes_dq, makes_dk, makes_dv = (grad in config.makes for grad in ("dq", "dk", "dv"))
     warpgroups = tuple(range(config.warpgroups))
     consumers = WARPGROUP * config.warpgroups
-    registers = pipeline.registers(problem, config.warpgroups, full=with_dq)
+    registers = pipeline.registers(problem, config.warpgroups, full=makes_dq)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
     row_wise = T.GemmWarpPolicy.FullRow
-    # Of the GEMMs S' = K Q', dP' = V dO'
-    v_dot = {"transpose_B": True, "policy": row_wise, "clear_accum": True}
-    k_qt = {**v_dot, "clear_accum": not problem.bias_is_linear}
+    v_dot = {"transpose_B": True, "policy": row_wise, "clear_accum": True}  # dP' = V dO'
+    k_qt = {**v_dot, "clear_accum": not problem.bias_is_linear}  # S' = K Q'
     pieces = dq_pieces(block_M, head_dim, config.warpgroups)
-    capped = problem.has("softcap")
-    # The log-sum-exps are asked for before S is waited for: shared memory, busy with the GEMMs, answers late. Full d64 at 4k
-    # 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21); dk+dv and ALiBi spill with them, and dv of d256 was slower
-    lse_early = (with_dq or not with_dv) and not problem.has("alibi")
-    # Before the exponential, which is then in one block of code with what follows: full d64 455 -> 474, d256 dv 833 -> 781 us;
-    # dk+dv of 192/128 spills. With a softcap dk+dv must, as dV's P is made there, too, and dk alone spills
-    mask_scores = with_dq or (with_dk and with_dv) == capped
-    # As dS is made in the registers of P, of what is dropped, too; with a softcap it also has the slope of that
-    P_in_shared = reuse_registers and with_dv and problem.has("dropout")
-    apart = P_in_shared or (reuse_registers and with_dv and capped)
+    capped, varlen = problem.has("softcap"), problem.has("varlen")
+    # Load the log-sum-exps before S' is waited for: shared memory, busy with the GEMMs, answers late. Full d64 at 4k
+    # 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21). dk+dv and ALiBi spill with it, and dv of d256 was slower
+    prefetch_lse = (makes_dq or not makes_dv) and not problem.has("alibi")
+    # Mask S' instead of P': the exponential is then in one basic block with the code after it. Full d64 455 -> 474 TFLOPS,
+    # d256 dv 833 -> 781 us (H200, 2026-11-21); dk+dv of 192/128 spills. With a softcap dk+dv must mask first, as the
+    # exponential also makes the P' of dV, and dk alone spills
+    mask_before_exp = makes_dq or (makes_dk and makes_dv) == capped
+    # dV needs a P' of its own where dS' is made in the registers of P' from another P': dV's has dropout, dS's the softcap's slope
+    stage_P = reuse and makes_dv and problem.has("dropout")
+    separate_P = stage_P or (reuse and makes_dv and capped)
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
-    varlen = problem.has("varlen")
     batch_rows = T.dynamic("batch_rows") if varlen else batch
     rounded_q, dq_blocks, dk_blocks, dv_blocks = T.dynamic("rounded_q, dq_blocks, dk_blocks, dv_blocks")
 
@@ -190,18 +121,20 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     dv_view = rows_argument(problem, "dv", batch, seqlen_k, heads_kv, columns_v)
     dk_parts_view = FragmentBlocks.argument(dk_blocks, head_dim)
     dv_parts_view = FragmentBlocks.argument(dv_blocks, head_dim_v)
+    extra = option_arguments(problem)
 
     @T.macro
     def load(tile, blocks, tiles, shared):
+        """Load K and V once, then Q, dO, Lse_log2 and Delta of each query block."""
         for w in warpgroups:
             shared.K.fill(w, tiles.k(tile, tile.first_key + 64 * w, 64))
         for step in T.serial(blocks.steps):
             head, query = blocks.head, blocks.query
             lse_log2 = tiles.lse_log2(tile, head, query, block_M)
             delta = tiles.delta(tile, head, query, block_M)
-            row_values = (lse_log2, delta) if with_dk else (lse_log2,)
+            row_values = (lse_log2, delta) if makes_dk else (lse_log2,)
             shared.Q.fill(step, tiles.q(tile, head, query, block_M), row_values)
-            if with_dk:
+            if makes_dk:
                 if step == 0:
                     for w in warpgroups:
                         shared.V.fill(w, tiles.v(tile, tile.first_key + 64 * w, 64))
@@ -209,7 +142,48 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             blocks.advance()
 
     @T.macro
-    def multiply_dq(w, shared, acc_dq):
+    def compute_scores(w, step, head, scores, scale_log2, tile, shared, acc_s):
+        """Issue S' = K Q', added to the linear bias if there is one."""
+        scores.start(tile.batch, head, scale_log2)
+        scores.begin(acc_s, shared.bias_columns)
+        T.wgmma_gemm(shared.K[w], shared.Q[step], acc_s, **k_qt)
+
+    @T.macro
+    def exponentiate(acc_s, P_for_dv, lse_log2, query, mask, scores, scale_log2, softmax_scale):
+        """Replace S' in acc_s by the masked P' = exp2(S' * scale_log2 - lse_log2(query)).
+
+        With a softcap acc_s gets P' times the slope of the cap, for dS', and P_for_dv gets P'.
+        """
+        diagonal = mask.diagonal(query)
+        scores.prepare(acc_s, diagonal)
+        if mask_before_exp:
+            mask.hide(acc_s, query, softmax_scale if scores.raw else 1.0)
+        probabilities(
+            acc_s,
+            lambda score, i, j: scores.exponent(score, i, j, diagonal, scale_log2, lse_log2(j)),
+            P=P_for_dv if capped and makes_dk and makes_dv else None,
+            slope=scores.slope if capped and makes_dk else None,
+        )
+        if not mask_before_exp:
+            mask.clear(acc_s, query)
+
+    @T.macro
+    def share_P(w, P, shared):
+        """Copy P' to shared memory, as an operand that takes no registers."""
+        sync_warpgroup(w)  # all warps have dV of the step before
+        T.copy(P, shared.P[w])
+        T.fence_proxy_async()
+        sync_warpgroup(w)
+
+    @T.macro
+    def compute_dp(w, step, shared, acc_dp):
+        """Issue dP' = V dO'."""
+        shared.dO.wait(step)
+        T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **v_dot)
+
+    @T.macro
+    def compute_dq(w, shared, acc_dq):
+        """Issue dQ = dS K, the sum over the keys of all warpgroups, for the pieces of dQ of this one."""
         for i, (rows, cols) in enumerate(pieces[w]):
             for other in warpgroups:
                 T.wgmma_gemm(
@@ -223,234 +197,253 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     @T.macro
     def add_dq(w, row_block, tiles, shared, acc_dq):
+        """Add dQ to the sums in global memory from row_block on."""
         shared.dS.release()
         for i, (rows, cols) in enumerate(pieces[w]):
             tiles.dQ_sum.add(acc_dq[i], row_block + rows.start // 16, cols.start)
 
     @T.macro
-    def differentiate(w, number, launch, tile, blocks, tiles, shared, softmax_scale, options):
+    def store(w, key, counts, tile, tiles, shared, softmax_scale, dropout, acc_dk, acc_dv):
+        """Scale dK and dV, and store them through the shared tiles of K and V; or as fp32 parts if there are several."""
+        if makes_dk:
+            for i, j in T.Parallel(64, head_dim):
+                acc_dk[i, j] *= softmax_scale
+        if makes_dv:
+            dropout.scale_kept(acc_dv)
+        if counts.parts > 1:
+            if makes_dk:
+                tiles.dK_parts.store(acc_dk, tiles.dk_row_block(tiles.dK_parts, tile, key))
+            if makes_dv:
+                tiles.dV_parts.store(acc_dv, tiles.dk_row_block(tiles.dV_parts, tile, key))
+        else:
+            if makes_dk:
+                T.copy(acc_dk, shared.K.tiles[w, :, :])
+            if makes_dv:
+                T.copy(acc_dv, shared.dV[w, :, :])
+            T.fence_proxy_async()
+            sync_warpgroup(w)
+            if makes_dk:
+                T.copy(shared.K.tiles[w, :, :], tiles.dk(tile, key, 64))
+            if makes_dv:
+                T.copy(shared.dV[w, :, :], tiles.dv(tile, key, 64))
+
+    @T.macro
+    def differentiate(w, number, counts, tile, blocks, tiles, shared, softmax_scale, options):
+        """Compute dK and dV of 64 keys, and with them dQ of all query blocks that see the key tile."""
         key = tile.first_key + 64 * w
-        scores, dropout, mask = (
-            Scores(problem, options, softmax_scale, rows_are_keys=True),
-            Dropout(problem, options, block_M, rows_are_keys=True),
-            blocks.mask,
-        )
-        # Of packed sequences, keys count from this block's first and a step's place comes from one lane: the lengths live in no registers
-        if with_dq and varlen:
-            keys_left = T.alloc_var("int32", init=mask.seqlen_k - key)
-            first_place = T.alloc_var("int32", init=mask.place(0) - key)
-            mask_of_step = replace(mask, seqlen_q=keys_left, seqlen_k=keys_left)
+        scores = Scores(problem, options, softmax_scale, rows_are_keys=True)
+        dropout = Dropout(problem, options, block_M, rows_are_keys=True)
+        mask = KeyRowsMask(blocks.mask, key, relative=makes_dq and varlen)
         raw_scale = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)
         scale_log2 = scores.not_too_small(raw_scale) if scores.raw else scores.scale_log2
-        if not with_dq:  # from one lane, so in a uniform register; with dq there are none to spare
+        if not makes_dq:  # from one lane, so in a uniform register; with dq there are none to spare
             scale_log2 = T.shfl_sync(scale_log2, 0)
-        last_operand = shared.Q if with_dk else shared.dO  # of the last GEMM of a step
-        acc_s = T.alloc_fragment([64, block_M], "float32")  # scores, then probabilities
-        P = T.alloc_fragment([64, block_M], dtype)
-        acc_dp = acc_s if reuse_registers else T.alloc_fragment([64, block_M], "float32")
-        dS = P if reuse_registers else T.alloc_fragment([64, block_M], dtype)
-        P_of_dv = T.alloc_fragment([64, block_M], dtype) if apart else P
+        last_read = shared.Q if makes_dk else shared.dO  # ring that the last GEMM of a step reads
+
+        acc_s = T.alloc_fragment([64, block_M], "float32")  # S' [keys, queries], then P'
+        P = T.alloc_fragment([64, block_M], dtype)  # P' [keys, queries]
+        P_for_dv = T.alloc_fragment([64, block_M], dtype) if separate_P else P
+        acc_dp = acc_s if reuse else T.alloc_fragment([64, block_M], "float32")  # dP' [keys, queries]
+        dS = P if reuse else T.alloc_fragment([64, block_M], dtype)  # dS' [keys, queries]
         acc_dk = T.alloc_fragment([64, head_dim], "float32")
         acc_dv = T.alloc_fragment([64, head_dim_v], "float32")
-        acc_dq = alloc_fragments([sizes(piece) for piece in pieces[w]], "float32")
+        acc_dq = alloc_fragments(
+            [piece_shape(piece) for piece in pieces[w]], "float32"
+        )  # dQ of the step before
         lse_log2 = T.alloc_fragment([block_M], "float32")
-        dq_row_block = T.alloc_var("int32", init=0)  # of the step before
+        dq_row_block = T.alloc_var("int32", init=0)  # where that dQ goes
 
-        for other in warpgroups if with_dq else (w,):
+        for other in warpgroups if makes_dq else (w,):
             shared.K.wait(other)
         shared.Q.wait(0)
-        scores.start(tile.batch, blocks.head, scale_log2)
-        scores.begin(acc_s, shared.bias_columns)
-        T.wgmma_gemm(shared.K[w], shared.Q[0], acc_s, **k_qt)
+        compute_scores(w, 0, blocks.head, scores, scale_log2, tile, shared, acc_s)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
-        if with_dk:
+        if makes_dk:
             shared.V.wait(w)
             T.clear(acc_dk)
-        if with_dv:
+        if makes_dv:
             T.clear(acc_dv)
+
         for step in T.serial(blocks.steps):
-            # P' = softmax(S'), and beside it dP' = V dO' or, if reuse_registers, dQ = dS K of the step before, of no use in the first.
-            # ptxas serializes all wgmma if S is read while a GEMM is in flight that was issued in the step before
-            if lse_early:
+            if prefetch_lse:
                 shared.Q.read_row_values(step, 0, lse_log2)
             dropout.start()
             dropout.draw(tile.batch * heads + blocks.head, blocks.query, key)
-            T.wait_wgmma(0)  # S is there, and the last GEMM of the step before
+            # ptxas serializes all wgmma if S' is read while a GEMM is in flight that was issued in the step before
+            T.wait_wgmma(0)  # S', and the last GEMM of the step before
             if step > 0:
-                last_operand.release(step - 1)
-            if with_dq:
+                last_read.release(step - 1)
+
+            # dQ = dS K of the step before, of no use in step 0; or else dP' = V dO'. Either runs beside the exponential
+            if makes_dq:
                 if step > 0:
                     shared.dS.wait(step - 1)
-                multiply_dq(w, shared, acc_dq)
-            if with_dk and not reuse_registers:
-                shared.dO.wait(step)
-                T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **v_dot)
-            ahead = mask.place(blocks.query) - key
-            scores.prepare(acc_s, ahead)
-            if mask_scores:
-                scale_of_scores = softmax_scale if scores.raw else 1.0
-                if with_dq and varlen:
-                    place = T.shfl_sync(first_place + blocks.query, 0)
-                    mask_of_step.hide_transposed(acc_s, 0, place, scale_of_scores)
-                else:
-                    mask.hide_transposed(acc_s, key, blocks.query, scale_of_scores)
-            probabilities(
-                acc_s,
-                lambda score, i, j: scores.exponent(
-                    score,
-                    i,
-                    j,
-                    ahead,
-                    scale_log2,
-                    lse_log2[j] if lse_early else shared.Q.row_value(step, 0, j),
-                ),
-                P=P_of_dv if capped and with_dk and with_dv else None,
-                slope=scores.slope if capped and with_dk else None,
-            )
-            if not mask_scores:
-                mask.clear_transposed(acc_s, key, blocks.query)
-            if with_dv and not (capped and with_dk):
-                T.copy(acc_s, P_of_dv)
-            if reuse_registers and (apart or not with_dv):
-                T.copy(acc_s, P)
-            if with_dv:
-                dropout.drop(P_of_dv)
-                if P_in_shared:
-                    sync_warpgroup(w)  # dV of the step before is there for all warps
-                    T.copy(P_of_dv, shared.P[w])
-                    T.fence_proxy_async()
-                    sync_warpgroup(w)
+                compute_dq(w, shared, acc_dq)
+            if makes_dk and not reuse:
+                compute_dp(w, step, shared, acc_dp)
 
-            # dV += P' dO, and dS' = P' * (dP' - Delta)
-            if with_dk:
-                if reuse_registers:
+            # P' = exp2(S' - lse)
+            exponentiate(
+                acc_s,
+                P_for_dv,
+                lambda j: lse_log2[j] if prefetch_lse else shared.Q.row_value(step, 0, j),
+                blocks.query,
+                mask,
+                scores,
+                scale_log2,
+                softmax_scale,
+            )
+            if makes_dv and not (capped and makes_dk):
+                T.copy(acc_s, P_for_dv)
+            if reuse and (separate_P or not makes_dv):
+                T.copy(acc_s, P)
+            if makes_dv:
+                dropout.drop(P_for_dv)
+                if stage_P:
+                    share_P(w, P_for_dv, shared)
+
+            # dP' = V dO', in the registers that S' had
+            if makes_dk and reuse:
+                compute_dp(w, step, shared, acc_dp)
+            elif makes_dk:
+                T.wait_wgmma(0)  # dP'
+
+            # dV += P' dO
+            if makes_dv:
+                if not makes_dk:
                     shared.dO.wait(step)
-                    T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **v_dot)
-                else:
-                    T.wait_wgmma(0)  # dP is there
-                if with_dv:
-                    T.wgmma_gemm(
-                        shared.P[w] if P_in_shared else P_of_dv, shared.dO[step], acc_dv, policy=row_wise
-                    )
-                if with_dq:
-                    T.wait_wgmma(2)  # dQ is there
-                    if step > 0:
-                        add_dq(w, dq_row_block, tiles, shared, acc_dq)
-                if reuse_registers:
-                    T.wait_wgmma(0)  # dP is there, and P has served
-                if reuse_registers or not with_dv:
+                T.wgmma_gemm(shared.P[w] if stage_P else P_for_dv, shared.dO[step], acc_dv, policy=row_wise)
+            if not makes_dk:
+                # Once P' has gone to a GEMM every lane has its log-sum-exps. An arrival overtakes reads that are in flight: before
+                # the GEMM, causal dv of d192 and d256 read those of a later step now and then (H200, 2026-11-21)
+                shared.Q.release(step)
+
+            if makes_dq:
+                T.wait_wgmma(2)  # dQ of the step before
+                if step > 0:
+                    add_dq(w, dq_row_block, tiles, shared, acc_dq)
+
+            # dS' = P' * (dP' - Delta)
+            if makes_dk:
+                if reuse:
+                    T.wait_wgmma(0)  # dP' and dV: the registers of P' are free
+                if reuse or not makes_dv:
                     shared.dO.release(step)
-                probability = P if reuse_registers else acc_s
                 dropout.drop(acc_dp)
                 dropout.scale_kept(acc_dp)
-                softmax_backward(probability, acc_dp, lambda i, j: shared.Q.row_value(step, 1, j), dS)
-            if with_dq:
+                softmax_backward(
+                    P if reuse else acc_s, acc_dp, lambda i, j: shared.Q.row_value(step, 1, j), dS
+                )
+            if makes_dq:
                 shared.dS.wait_empty(step)
                 T.copy(dS, shared.dS[w])
                 shared.dS.announce()
 
-            # dK += dS' Q, or without dK dV += P' dO; behind it S' of the next step, of no use after the last
-            if with_dk:
+            # dK += dS' Q
+            if makes_dk:
                 T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)
-            else:
-                shared.dO.wait(step)
-                T.wgmma_gemm(P, shared.dO[step], acc_dv, policy=row_wise)
-                # Once P has gone to a GEMM every lane has its log-sum-exps. An arrival overtakes reads that are on their way: before
-                # the GEMM, causal dv of d192 and d256 read those of a later step now and then (H200, 2026-11-21)
-                shared.Q.release(step)
+
+            # S' = K Q' of the next step, of no use after the last
             if step + 1 < blocks.steps:
                 shared.Q.wait(step + 1)
-            scores.start(tile.batch, T.min(blocks.next_head, heads - 1), scale_log2)
-            scores.begin(acc_s, shared.bias_columns)
-            T.wgmma_gemm(shared.K[w], shared.Q[step + 1], acc_s, **k_qt)
-            if with_dk and with_dv and not reuse_registers:
-                T.wait_wgmma(2 + problem.bias_is_linear)  # dV is there
+            next_head = T.min(blocks.next_head, heads - 1)
+            compute_scores(w, step + 1, next_head, scores, scale_log2, tile, shared, acc_s)
+            if makes_dk and makes_dv and not reuse:
+                T.wait_wgmma(3 if problem.bias_is_linear else 2)  # dV
                 shared.dO.release(step)
-            if with_dq:
+            if makes_dq:
                 dq_row_block = tiles.dq_row_block(tile, blocks.head, blocks.query)
             blocks.advance()
 
         T.wait_wgmma(0)
-        if with_dq:
+        if makes_dq:
             shared.dS.wait(blocks.steps - 1)
-            multiply_dq(w, shared, acc_dq)
+            compute_dq(w, shared, acc_dq)
             T.wait_wgmma(0)
             add_dq(w, dq_row_block, tiles, shared, acc_dq)
-            sync_consumers(consumers)
-        # K and V have served, for all warpgroups: dK and dV leave through their tiles. Where to is worked out anew, rather than
-        # held in registers all the way
-        tile.start(T.shfl_sync(number, 0), launch, blocks)
+            sync_consumers(consumers)  # all warpgroups have read K
+        # Locate the tile once more: its position then takes no registers during the loop
+        tile.start(T.shfl_sync(number, 0), counts, blocks)
         key = tile.first_key + 64 * w
-        if with_dk:
-            for i, j in T.Parallel(64, head_dim):
-                acc_dk[i, j] *= softmax_scale
-        if with_dv:
-            dropout.scale_kept(acc_dv)
-        if launch.parts > 1:
-            if with_dk:
-                tiles.dK_parts.store(acc_dk, tiles.dk_row_block(tiles.dK_parts, tile, key))
-            if with_dv:
-                tiles.dV_parts.store(acc_dv, tiles.dk_row_block(tiles.dV_parts, tile, key))
-        else:
-            if with_dk:
-                T.copy(acc_dk, shared.K.tiles[w, :, :])
-            if with_dv:
-                T.copy(acc_dv, shared.dV[w, :, :])
-            T.fence_proxy_async()
-            sync_warpgroup(w)
-            if with_dk:
-                T.copy(shared.K.tiles[w, :, :], tiles.dk(tile, key, 64))
-            if with_dv:
-                T.copy(shared.dV[w, :, :], tiles.dv(tile, key, 64))
+        store(w, key, counts, tile, tiles, shared, softmax_scale, dropout, acc_dk, acc_dv)
 
     @T.macro
-    def produce(number, order, launch, tiles, shared, options):
+    def produce(number, order, counts, tiles, shared, options):
         tile = KeyTile(order, block_N)
         blocks = QueryBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N)
-        tile.start(number, launch, blocks)
-        if tile.there:
+        tile.start(number, counts, blocks)
+        if tile.exists:
             load(tile, blocks, tiles, shared)
 
     @T.macro
-    def consume(w, number, order, launch, tiles, shared, softmax_scale, options):
+    def consume(w, number, order, counts, tiles, shared, softmax_scale, options):
         tile = KeyTile(order, block_N)
         blocks = QueryBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N)
-        tile.start(number, launch, blocks)
+        tile.start(number, counts, blocks)
         fill_bias_columns(w, shared.bias_columns, consumers)
-        if tile.there:
-            differentiate(w, number, launch, tile, blocks, tiles, shared, softmax_scale, options)
+        if tile.exists:
+            differentiate(w, number, counts, tile, blocks, tiles, shared, softmax_scale, options)
 
-    @T.macro
-    def run(Q, K, V, dO, Lse_log2, Delta, dQ_sum, dK, dV, dK_parts, dV_parts, softmax_scale, launch, options):
-        with T.Kernel(launch.ctas, threads=roles.block, prelude=prelude(problem, roles)) as number:
+    @T.prim_func
+    def flash_bwd_kernel(
+        Q: q_view,
+        K: k_view,
+        V: v_view,
+        dO: do_view,
+        Lse_log2: lse_view,
+        Delta: delta_view,
+        dQ_sum: dq_sum_view,
+        dK: dk_view,
+        dV: dv_view,
+        dK_parts: dk_parts_view,
+        dV_parts: dv_parts_view,
+        softmax_scale: T.float32,
+        heads_per_kv: T.int32,
+        heads_per_part: T.int32,
+        parts: T.int32,
+        n_blocks: T.int32,
+        group_heads: T.int32,
+        ctas: T.int32,
+        left: extra.left,
+        right: extra.right,
+        softcap: extra.softcap,
+        Slopes: extra.Slopes,
+        Sink: extra.Sink,
+        Rng: extra.Rng,
+        drop_below: extra.drop_below,
+        Table: extra.Table,
+    ):
+        options = Options(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
+        counts = KeyTileCounts(heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas)
+        with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles)) as number:
             K_shared = TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="K")
-            V_shared = TileRing([config.warpgroups, 64, head_dim_v], dtype, 4, name="V") if with_dk else None
-            if with_dk:
+            V_shared = TileRing([config.warpgroups, 64, head_dim_v], dtype, 4, name="V") if makes_dk else None
+            # dV leaves through the tile of V, else of K, if that is as wide
+            if makes_dk:
                 dV_shared = V_shared.tiles
             elif head_dim == head_dim_v:
                 dV_shared = K_shared.tiles
             else:
                 dV_shared = alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype)
+            q_shape = [config.num_stages, block_M, head_dim]
+            do_shape = [config.num_stages_do, block_M, head_dim_v]
             shared = SharedTiles(
-                Q=TileRing(
-                    [config.num_stages, block_M, head_dim],
-                    dtype,
-                    consumers // 32,
-                    "Q",
-                    row_values=1 + with_dk,
-                ),
-                dO=TileRing([config.num_stages_do, block_M, head_dim_v], dtype, consumers // 32, "dO"),
+                # The row values are Lse_log2 and, for dS', Delta
+                Q=TileRing(q_shape, dtype, consumers // 32, "Q", row_values=2 if makes_dk else 1),
+                dO=TileRing(do_shape, dtype, consumers // 32, "dO"),
                 K=K_shared,
                 V=V_shared,
-                P=alloc_each(config.warpgroups, [64, block_M], dtype, "P") if P_in_shared else None,
+                P=alloc_each(config.warpgroups, [64, block_M], dtype, "P") if stage_P else None,
                 dV=dV_shared,
-                dS=Exchange(config.warpgroups, [64, block_M], dtype, "dS") if with_dq else None,
+                dS=Exchange(config.warpgroups, [64, block_M], dtype, "dS") if makes_dq else None,
                 bias_columns=alloc_bias_columns(problem, block_M),
             )
-            one_part = heads_kv * launch.parts
-            all_heads, table = (one_part, options.Table) if varlen else (one_part * batch, None)
-            of_launch = launch.parts, launch.n_blocks, launch.group_heads
-            order = TileOrder(problem.causal, one_part, all_heads, *of_launch, table=table)
+            # In terms of TileOrder the blocks are of keys, and a key head has `parts` heads
+            order_heads = heads_kv * parts
+            all_heads, table = (order_heads, Table) if varlen else (order_heads * batch, None)
+            order = TileOrder(
+                problem.causal, order_heads, all_heads, parts, n_blocks, group_heads, table=table
+            )
             Tiles = PackedGradTiles if varlen else DenseGradTiles
             tiles = Tiles(
                 Q,
@@ -464,76 +457,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 dQ_sum=FragmentBlocks(dQ_sum, rounded_q // 16),
                 dK=dK,
                 dV=dV,
-                dK_parts=FragmentBlocks(dK_parts, launch.n_blocks * (block_N // 16)),
-                dV_parts=FragmentBlocks(dV_parts, launch.n_blocks * (block_N // 16)),
+                dK_parts=FragmentBlocks(dK_parts, n_blocks * (block_N // 16)),
+                dV_parts=FragmentBlocks(dV_parts, n_blocks * (block_N // 16)),
             )
-
             roles.run(
-                lambda: produce(number, order, launch, tiles, shared, options),
-                lambda w: consume(w, number, order, launch, tiles, shared, softmax_scale, options),
+                lambda: produce(number, order, counts, tiles, shared, options),
+                lambda w: consume(w, number, order, counts, tiles, shared, softmax_scale, options),
             )
 
-    if not problem.options:
-
-        @T.prim_func
-        def flash_bwd_dense(
-            Q: q_view,
-            K: k_view,
-            V: v_view,
-            dO: do_view,
-            Lse_log2: lse_view,
-            Delta: delta_view,
-            dQ_sum: dq_sum_view,
-            dK: dk_view,
-            dV: dv_view,
-            dK_parts: dk_parts_view,
-            dV_parts: dv_parts_view,
-            softmax_scale: T.float32,
-            heads_a_kv_head: T.int32,
-            heads_a_part: T.int32,
-            parts: T.int32,
-            n_blocks: T.int32,
-            group_heads: T.int32,
-            ctas: T.int32,
-        ):
-            launch = Launch(heads_a_kv_head, heads_a_part, parts, n_blocks, group_heads, ctas)
-            run(Q, K, V, dO, Lse_log2, Delta, dQ_sum, dK, dV, dK_parts, dV_parts, softmax_scale, launch, None)
-
-        return flash_bwd_dense
-
-    slopes_view, sink_view, rng_view, table_view = option_views()
-
-    @T.prim_func
-    def flash_bwd_options(
-        Q: q_view,
-        K: k_view,
-        V: v_view,
-        dO: do_view,
-        Lse_log2: lse_view,
-        Delta: delta_view,
-        dQ_sum: dq_sum_view,
-        dK: dk_view,
-        dV: dv_view,
-        dK_parts: dk_parts_view,
-        dV_parts: dv_parts_view,
-        softmax_scale: T.float32,
-        heads_a_kv_head: T.int32,
-        heads_a_part: T.int32,
-        parts: T.int32,
-        n_blocks: T.int32,
-        group_heads: T.int32,
-        ctas: T.int32,
-        left: T.int32,
-        right: T.int32,
-        softcap: T.float32,
-        Slopes: slopes_view,
-        Sink: sink_view,
-        Rng: rng_view,
-        drop_below: T.int32,
-        Table: table_view,
-    ):
-        options = Options(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
-        launch = Launch(heads_a_kv_head, heads_a_part, parts, n_blocks, group_heads, ctas)
-        run(Q, K, V, dO, Lse_log2, Delta, dQ_sum, dK, dV, dK_parts, dV_parts, softmax_scale, launch, options)
-
-    return flash_bwd_options
+    return flash_bwd_kernel

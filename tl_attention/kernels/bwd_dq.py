@@ -1,7 +1,8 @@
-"""FlashAttention backward for Hopper, by queries: dQ of a block of queries in one pass over the keys, the same from run to run.
+"""FlashAttention backward for Hopper, by queries: dQ of a query block in one loop over the key blocks; bitwise reproducible.
 
-S = Q K^T and dP = dO V^T as in the forward, dS = P * (dP - Delta) in registers, dQ += dS K: nothing is added in global memory.
-Each consumer warpgroup owns 64 queries; one warp feeds rings of K and V tiles by TMA. bwd_delta.py makes Lse_log2 and Delta.
+S = Q K^T and dP = dO V^T as in the forward, dS = P * (dP - Delta) in registers, dQ += dS K: no sums in global memory. Each
+consumer warpgroup owns 64 queries. The producer warp fills rings of K and V tiles by TMA. bwd_delta.py computes Lse_log2 and
+Delta first.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from tl_attention.kernels.options import (
     Scores,
     alloc_bias_columns,
     fill_bias_columns,
-    option_views,
+    option_arguments,
     prelude,
 )
 from tl_attention.kernels.pipeline import TileRing, sync_warpgroup
@@ -33,7 +34,7 @@ PASS_CONFIGS = pipeline.PASS_CONFIGS
 
 @dataclass(frozen=True)
 class SharedTiles:
-    """What the roles of a CTA share."""
+    """Shared memory of a CTA."""
 
     Q: Any
     dO: Any
@@ -43,8 +44,10 @@ class SharedTiles:
 
 
 def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
-    """Kernel(Q, K, V, dO, Lse_log2, Delta, dQ, softmax_scale, heads_a_kv_head, m_blocks, group_heads, ctas), the last three from
-    dispatch.plan; the others as in bwd.py, dQ as Q. problem.options: as there.
+    """Build the kernel of the pass that computes dq alone.
+
+    Kernel arguments: as in bwd.flash_bwd, but dQ in place of the outputs, and after softmax_scale:
+        heads_per_kv, m_blocks, group_heads, ctas: int32, see scheduler.Launch.
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
     block_M, block_N = config.block_M, config.block_N
@@ -53,9 +56,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     registers = pipeline.registers(problem, config.warpgroups)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
     row_wise = T.GemmWarpPolicy.FullRow
-    # Of the GEMMs S = Q K^T, dP = dO V^T
-    q_kt = {"transpose_B": True, "policy": row_wise, "clear_accum": not problem.bias_is_linear}
-    do_vt = {**q_kt, "clear_accum": True}
+    do_vt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}  # dP = dO V^T
+    q_kt = {**do_vt, "clear_accum": not problem.bias_is_linear}  # S = Q K^T
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v, rounded_q = T.dynamic("columns_qk, columns_v, rounded_q")
@@ -69,9 +71,11 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     lse_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
     delta_view = T.Tensor([batch_rows, heads, rounded_q], "float32")  # one object for both would alias them
     dq_view = rows_argument(problem, "dq", batch, seqlen_q, heads, columns_qk)
+    extra = option_arguments(problem)
 
     @T.macro
     def load(tile, blocks, tiles, shared):
+        """Load Q and dO once, and K and V of each key block."""
         query = tile.m_block * block_M
         blocks.start(query)
         for w in warpgroups:
@@ -84,15 +88,42 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             shared.V.fill(step, tiles.v(tile, blocks.first_key(step), block_N))
 
     @T.macro
-    def differentiate(w, tile, blocks, tiles, shared, softmax_scale, options):
-        scores, dropout, mask = (
-            Scores(problem, options, softmax_scale),
-            Dropout(problem, options, block_N),
-            blocks.mask,
+    def compute_scores(w, step, scores, shared, acc_s):
+        """Issue S = Q K^T, added to the linear bias if there is one."""
+        scores.begin(acc_s, shared.bias_columns)
+        T.wgmma_gemm(shared.Q[w], shared.K[step], acc_s, **q_kt)
+
+    @T.macro
+    def exponentiate(acc_s, lse_log2, query, key, mask, scores, scale_log2):
+        """Replace S in acc_s by the masked P = exp2(S * scale_log2 - lse_log2), with a softcap times its slope."""
+        diagonal = mask.place(query) - key  # column of the tile on the diagonal of its first row
+        scores.prepare(acc_s, diagonal)
+        probabilities(
+            acc_s,
+            lambda score, i, j: scores.exponent(score, i, j, diagonal, scale_log2, lse_log2[i]),
+            slope=scores.slope if scores.capped else None,
         )
-        acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then probabilities
-        acc_dp = T.alloc_fragment([64, block_N], "float32")
-        dS = T.alloc_fragment([64, block_N], dtype)
+        mask.clear(acc_s, query, key)
+
+    @T.macro
+    def store(w, query, tile, tiles, shared, softmax_scale, acc_dq):
+        """Scale dQ, and store it through the shared tile of Q."""
+        for i, j in T.Parallel(64, head_dim):
+            acc_dq[i, j] *= softmax_scale
+        T.copy(acc_dq, shared.Q.tiles[w, :, :])
+        T.fence_proxy_async()
+        sync_warpgroup(w)
+        T.copy(shared.Q.tiles[w, :, :], tiles.dq(tile, tile.head, query, 64))
+
+    @T.macro
+    def differentiate(w, tile, blocks, tiles, shared, softmax_scale, options):
+        """Compute dQ of 64 queries."""
+        mask = blocks.mask
+        scores = Scores(problem, options, softmax_scale)
+        dropout = Dropout(problem, options, block_N)
+        acc_s = T.alloc_fragment([64, block_N], "float32")  # S [queries, keys], then P
+        acc_dp = T.alloc_fragment([64, block_N], "float32")  # dP [queries, keys]
+        dS = T.alloc_fragment([64, block_N], dtype)  # dS [queries, keys]
         acc_dq = T.alloc_fragment([64, head_dim], "float32")
         lse_log2 = T.alloc_fragment([64], "float32")
         delta = T.alloc_fragment([64], "float32")
@@ -106,48 +137,41 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dropout.start()
         shared.Q.wait(w)
         shared.K.wait(0)
-        scores.begin(acc_s, shared.bias_columns)
-        T.wgmma_gemm(shared.Q[w], shared.K[0], acc_s, **q_kt)
+        compute_scores(w, 0, scores, shared, acc_s)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         shared.dO.wait(w)
         T.clear(acc_dq)
+
         for step in T.serial(blocks.steps):
-            # P = softmax(S), and beside it dP = dO V^T
             dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(step))
-            T.wait_wgmma(0)  # S is there, and dQ of the step before
+            T.wait_wgmma(0)  # S, and dQ of the step before
             if step > 0:
                 shared.K.release(step - 1)
+
+            # dP = dO V^T
             shared.V.wait(step)
             T.wgmma_gemm(shared.dO[w], shared.V[step], acc_dp, **do_vt)
-            ahead = mask.place(query) - blocks.first_key(step)
-            scores.prepare(acc_s, ahead)
-            probabilities(
-                acc_s,
-                lambda score, i, j: scores.exponent(score, i, j, ahead, scale_log2, lse_log2[i]),
-                slope=scores.slope if scores.capped else None,
-            )
-            mask.clear(acc_s, query, blocks.first_key(step))
 
-            # dS = P * (dP - Delta), dQ += dS K, and behind it S of the next step, of no use after the last
-            T.wait_wgmma(0)  # dP is there
+            # P = exp2(S - lse), beside that GEMM
+            exponentiate(acc_s, lse_log2, query, blocks.first_key(step), mask, scores, scale_log2)
+            T.wait_wgmma(0)  # dP
             shared.V.release(step)
+
+            # dS = P * (dP - Delta)
             dropout.drop(acc_dp)
             dropout.scale_kept(acc_dp)
             softmax_backward(acc_s, acc_dp, lambda i, j: delta[i], dS)
+
+            # dQ += dS K
             T.wgmma_gemm(dS, shared.K[step], acc_dq, policy=row_wise)
+
+            # S = Q K^T of the next step, of no use after the last
             if step + 1 < blocks.steps:
                 shared.K.wait(step + 1)
-            scores.begin(acc_s, shared.bias_columns)
-            T.wgmma_gemm(shared.Q[w], shared.K[step + 1], acc_s, **q_kt)
+            compute_scores(w, step + 1, scores, shared, acc_s)
 
-        # Q has served: dQ leaves through its tile
         T.wait_wgmma(0)
-        for i, j in T.Parallel(64, head_dim):
-            acc_dq[i, j] *= softmax_scale
-        T.copy(acc_dq, shared.Q.tiles[w, :, :])
-        T.fence_proxy_async()
-        sync_warpgroup(w)
-        T.copy(shared.Q.tiles[w, :, :], tiles.dq(tile, tile.head, query, 64))
+        store(w, query, tile, tiles, shared, softmax_scale, acc_dq)
 
     @T.macro
     def produce(number, order, tiles, shared, options):
@@ -166,52 +190,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         if tile.there:
             differentiate(w, tile, blocks, tiles, shared, softmax_scale, options)
 
-    @T.macro
-    def run(Q, K, V, dO, Lse_log2, Delta, dQ, softmax_scale, launch, options):
-        with T.Kernel(launch.ctas, threads=roles.block, prelude=prelude(problem, roles)) as number:
-            shared = SharedTiles(
-                bias_columns=alloc_bias_columns(problem, block_N),
-                Q=TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="Q"),
-                dO=TileRing([config.warpgroups, 64, head_dim_v], dtype, 4, name="dO"),
-                K=TileRing([config.num_stages, block_N, head_dim], dtype, consumers // 32, name="K"),
-                V=TileRing([config.num_stages_do, block_N, head_dim_v], dtype, consumers // 32, name="V"),
-            )
-            all_heads, table = (heads, options.Table) if varlen else (heads * batch, None)
-            order = TileOrder.of(launch, problem.causal, heads, all_heads, table=table)
-            Tiles = PackedGradTiles if varlen else DenseGradTiles
-            tiles = Tiles(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, dQ=dQ)
-
-            roles.run(
-                lambda: produce(number, order, tiles, shared, options),
-                lambda w: consume(w, number, order, tiles, shared, softmax_scale, options),
-            )
-
-    if not problem.options:
-
-        @T.prim_func
-        def flash_bwd_dq_dense(
-            Q: q_view,
-            K: k_view,
-            V: v_view,
-            dO: do_view,
-            Lse_log2: lse_view,
-            Delta: delta_view,
-            dQ: dq_view,
-            softmax_scale: T.float32,
-            heads_a_kv_head: T.int32,
-            m_blocks: T.int32,
-            group_heads: T.int32,
-            ctas: T.int32,
-        ):
-            launch = Launch(heads_a_kv_head, m_blocks, group_heads, ctas)
-            run(Q, K, V, dO, Lse_log2, Delta, dQ, softmax_scale, launch, None)
-
-        return flash_bwd_dq_dense
-
-    slopes_view, sink_view, rng_view, table_view = option_views()
-
     @T.prim_func
-    def flash_bwd_dq_options(
+    def flash_bwd_dq_kernel(
         Q: q_view,
         K: k_view,
         V: v_view,
@@ -220,21 +200,36 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         Delta: delta_view,
         dQ: dq_view,
         softmax_scale: T.float32,
-        heads_a_kv_head: T.int32,
+        heads_per_kv: T.int32,
         m_blocks: T.int32,
         group_heads: T.int32,
         ctas: T.int32,
-        left: T.int32,
-        right: T.int32,
-        softcap: T.float32,
-        Slopes: slopes_view,
-        Sink: sink_view,
-        Rng: rng_view,
-        drop_below: T.int32,
-        Table: table_view,
+        left: extra.left,
+        right: extra.right,
+        softcap: extra.softcap,
+        Slopes: extra.Slopes,
+        Sink: extra.Sink,
+        Rng: extra.Rng,
+        drop_below: extra.drop_below,
+        Table: extra.Table,
     ):
         options = Options(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
-        launch = Launch(heads_a_kv_head, m_blocks, group_heads, ctas)
-        run(Q, K, V, dO, Lse_log2, Delta, dQ, softmax_scale, launch, options)
+        launch = Launch(heads_per_kv, m_blocks, group_heads, ctas)
+        with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles)) as number:
+            shared = SharedTiles(
+                bias_columns=alloc_bias_columns(problem, block_N),
+                Q=TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="Q"),
+                dO=TileRing([config.warpgroups, 64, head_dim_v], dtype, 4, name="dO"),
+                K=TileRing([config.num_stages, block_N, head_dim], dtype, consumers // 32, name="K"),
+                V=TileRing([config.num_stages_do, block_N, head_dim_v], dtype, consumers // 32, name="V"),
+            )
+            all_heads, table = (heads, Table) if varlen else (heads * batch, None)
+            order = TileOrder.of(launch, problem.causal, heads, all_heads, table=table)
+            Tiles = PackedGradTiles if varlen else DenseGradTiles
+            tiles = Tiles(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, dQ=dQ)
+            roles.run(
+                lambda: produce(number, order, tiles, shared, options),
+                lambda w: consume(w, number, order, tiles, shared, softmax_scale, options),
+            )
 
-    return flash_bwd_dq_options
+    return flash_bwd_dq_kernel

@@ -1,0 +1,133 @@
+"""Tiles of the backward by keys: the key tile of a CTA, its mask, and the division of a dQ tile among warpgroups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.kernels.mask import Mask
+from tl_attention.kernels.scheduler import Tile, TileOrder
+
+Piece = tuple[slice, slice]  # rows (queries) and columns of a dQ tile
+
+
+def dq_pieces(block_M: int, head_dim: int, warpgroups: int) -> list[list[Piece]]:
+    """Pieces of a dQ tile [block_M, head_dim] that each warpgroup computes.
+
+    A warpgroup gets 64 rows if there are 64 for each, else a share of the columns of all rows. No piece crosses a chunk of
+    the swizzled layout of K, whose columns its GEMM reads.
+    """
+    if block_M == 64 * warpgroups:
+        return [[(slice(64 * w, 64 * w + 64), slice(0, head_dim))] for w in range(warpgroups)]
+    share, pieces = head_dim // warpgroups, []
+    chunk = 64 if head_dim % 64 == 0 else 32
+    for w in range(warpgroups):
+        ends = [c for c in range(0, head_dim, chunk) if w * share < c < (w + 1) * share]
+        cuts = [w * share, *ends, (w + 1) * share]
+        pieces.append([(slice(0, block_M), slice(start, stop)) for start, stop in pairwise(cuts)])
+    return pieces
+
+
+def piece_shape(piece: Piece) -> list[int]:
+    return [part.stop - part.start for part in piece]
+
+
+@dataclass(frozen=True)
+class KeyTileCounts:
+    """Counts of key tiles, int32, from the host. A CTA owns one key block of a key head and one part of its query heads."""
+
+    heads_per_kv: Any  # query heads per key head
+    heads_per_part: Any  # query heads per CTA
+    parts: Any  # CTAs that share the query heads of a key head
+    n_blocks: Any  # key blocks per sequence; for packed sequences of all together
+    group_heads: Any  # heads per group of scheduler.TileOrder
+    ctas: Any
+
+
+@T.meta_class
+class KeyTile:
+    """Key tile of a CTA: block_N keys of a key head, and the query heads whose gradients flow to them."""
+
+    def __init__(self, order: TileOrder, block_N: int, name: str = "key_tile"):
+        self.tile, self.block_N = Tile(order), block_N
+        self.first = T.alloc_var("int32", init=0)
+        self.part_idx = T.alloc_var("int32", init=0)
+        self.end_q, self.len_q, self.padded_q = self.tile.end_q, self.tile.len_q, self.tile.padded_q
+        self.end_k, self.len_k, self.padded_k = self.tile.end_k, self.tile.len_k, self.tile.padded_k
+
+    @T.inline
+    def start(self, number, counts, blocks):
+        """Locate tile `number`, and start the loop over its query blocks.
+
+        Under a causal mask the first keys have the most queries, so they come first. Tile puts its last block first: reverse it.
+        """
+        order = self.tile.order
+        self.tile.locate(number)
+        if order.table is not None:
+            self.first[0] = self.tile.m_block * self.block_N
+        else:
+            self.first[0] = (order.m_blocks - 1 - self.tile.m_block) * self.block_N
+        self.part_idx[0] = self.tile.head - self.tile.kv_head * order.heads_a_kv_head
+        first_head = self.tile.kv_head * counts.heads_per_kv + self.part_idx[0] * counts.heads_per_part
+        heads = T.min(counts.heads_per_part, counts.heads_per_kv - self.part_idx[0] * counts.heads_per_part)
+        blocks.start(self.first[0], first_head, heads)
+
+    @property
+    def exists(self) -> Any:
+        return self.tile.there
+
+    @property
+    def batch(self) -> Any:
+        return self.tile.batch
+
+    @property
+    def kv_head(self) -> Any:
+        return self.tile.kv_head
+
+    @property
+    def part(self) -> Any:
+        return self.part_idx[0]
+
+    @property
+    def first_key(self) -> Any:
+        return self.first[0]
+
+
+@T.meta_class
+class KeyRowsMask:
+    """Mask of tiles [64 keys, queries] whose first key is `key`.
+
+    Args:
+        mask: mask of the sequence.
+        key: first key of the tile.
+        relative: count keys from `key`, and read the diagonal from one lane. The sequence lengths then take no registers:
+            for packed sequences in the pass that has none to spare.
+    """
+
+    def __init__(self, mask: Mask, key: Any, relative: bool, name: str = "key_rows_mask"):
+        self.mask, self.key, self.relative = mask, key, relative
+        if relative:
+            self.keys_left = T.alloc_var("int32", init=mask.seqlen_k - key)
+            self.diagonal_0 = T.alloc_var("int32", init=mask.place(0) - key)
+            self.relative_mask = replace(mask, seqlen_q=self.keys_left[0], seqlen_k=self.keys_left[0])
+
+    def diagonal(self, query: Any) -> Any:
+        """Row of the tile on the diagonal of query `query`."""
+        return self.mask.place(query) - self.key
+
+    @T.inline
+    def hide(self, acc_s, query, scale):
+        """Set masked scores [64, queries from `query` on] to the infinity that `scale` makes -inf."""
+        if self.relative:
+            diagonal = T.shfl_sync(self.diagonal_0[0] + query, 0)
+            self.relative_mask.hide_transposed(acc_s, 0, diagonal, scale)
+        else:
+            self.mask.hide_transposed(acc_s, self.key, query, scale)
+
+    @T.inline
+    def clear(self, P, query):
+        """Set masked probabilities [64, queries from `query` on] to 0."""
+        self.mask.clear_transposed(P, self.key, query)

@@ -149,15 +149,15 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         T.wgmma_gemm(shared.K[w], shared.Q[step], acc_s, **k_qt)
 
     @T.macro
-    def exponentiate(acc_s, P_for_dv, lse_log2, query, mask, scores, scale_log2, softmax_scale):
+    def exponentiate(acc_s, P_for_dv, lse_log2, blocks, mask, scores, scale_log2, softmax_scale):
         """Replace S' in acc_s by the masked P' = exp2(S' * scale_log2 - lse_log2(query)).
 
         With a softcap acc_s gets P' times the slope of the cap, for dS', and P_for_dv gets P'.
         """
-        diagonal = mask.diagonal(query)
+        diagonal = mask.diagonal(blocks.query)
         scores.prepare(acc_s, diagonal)
         if mask_before_exp:
-            mask.hide(acc_s, query, softmax_scale if scores.raw else 1.0)
+            mask.hide(acc_s, blocks.query, softmax_scale if scores.raw else 1.0)
         probabilities(
             acc_s,
             lambda score, i, j: scores.exponent(score, i, j, diagonal, scale_log2, lse_log2(j)),
@@ -165,7 +165,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             slope=scores.slope if capped and makes_dk else None,
         )
         if not mask_before_exp:
-            mask.clear(acc_s, query)
+            mask.clear(acc_s, blocks.query)
 
     @T.macro
     def share_P(w, P, shared):
@@ -287,7 +287,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 acc_s,
                 P_for_dv,
                 lambda j: lse_log2[j] if prefetch_lse else shared.Q.row_value(step, 0, j),
-                blocks.query,
+                blocks,
                 mask,
                 scores,
                 scale_log2,

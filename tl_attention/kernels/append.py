@@ -1,4 +1,7 @@
-"""Before a decode: new keys and values to their places in a cache, keys and queries rotated by position (Su et al. 2021, RoFormer)."""
+"""Kernel before a decode: writes new keys and values to the cache, and rotates keys and queries by position.
+
+Rotary embedding: Su et al. 2021 (RoFormer).
+"""
 
 from typing import Any
 
@@ -8,49 +11,68 @@ from tl_attention.kernel_configs import AppendConfig
 from tl_attention.kernels.tiles import strided
 from tl_attention.problem import AttnProblem
 
-PASS_CONFIGS = {
-    "tl.disable_safe_memory_legalize": True
-}  # indices are guarded where they may leave their tensors
+# Indices that may leave their tensors have guards of their own
+PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}
 
 
 @T.meta_class
 class Rotary:
-    """An element of a row, rotated with its partner by the angle of a position."""
+    """Rotary embedding of one element per thread.
+
+    Args:
+        Cos, Sin: [positions, rotary_dim / 2].
+        rotary_dim: int32, the first rotary_dim columns of a row are rotated.
+        interleaved: int32, 1 for pairs (2i, 2i + 1), 0 for pairs (i, i + rotary_dim / 2).
+    """
 
     def __init__(self, Cos: Any, Sin: Any, rotary_dim: Any, interleaved: Any, name: str = "rotary"):
         self.Cos, self.Sin, self.rotary_dim, self.interleaved = Cos, Sin, rotary_dim, interleaved
-        self.value, self.other = (T.alloc_var("float32", init=0.0) for _ in range(2))
-        self.partner, self.pair, self.second = (T.alloc_var("int32", init=0) for _ in range(3))
+        self.value = T.alloc_var("float32", init=0.0)
+        self.partner_term = T.alloc_var("float32", init=0.0)
+        self.partner = T.alloc_var("int32", init=0)  # column of the other element of the pair
+        self.pair = T.alloc_var("int32", init=0)  # column in Cos and Sin
+        self.is_second = T.alloc_var("int32", init=0)
 
     @T.inline
     def load(self, X, b, i, h, j, position):
-        """value: X[b, i, h, j], rotated if j is of a pair and the position has an angle."""
+        """Set value to X[b, i, h, j], rotated if j < rotary_dim and Cos has the position."""
         self.value[0] = T.cast(X[b, i, h, j], "float32")
         if (j < self.rotary_dim) & (position < self.Cos.shape[0]):
             if self.interleaved != 0:
-                self.second[0] = j % 2
+                self.is_second[0] = j % 2
                 self.pair[0] = T.truncdiv(j, 2)
-                self.partner[0] = j + 1 - 2 * self.second[0]
+                self.partner[0] = j + 1 - 2 * self.is_second[0]
             else:
-                self.second[0] = T.if_then_else(j >= T.truncdiv(self.rotary_dim, 2), 1, 0)
-                self.pair[0] = j - self.second[0] * T.truncdiv(self.rotary_dim, 2)
-                self.partner[0] = j + (1 - 2 * self.second[0]) * T.truncdiv(self.rotary_dim, 2)
-            self.other[0] = T.cast(X[b, i, h, self.partner[0]], "float32") * T.cast(
+                self.is_second[0] = T.if_then_else(j >= T.truncdiv(self.rotary_dim, 2), 1, 0)
+                self.pair[0] = j - self.is_second[0] * T.truncdiv(self.rotary_dim, 2)
+                self.partner[0] = j + (1 - 2 * self.is_second[0]) * T.truncdiv(self.rotary_dim, 2)
+            self.partner_term[0] = T.cast(X[b, i, h, self.partner[0]], "float32") * T.cast(
                 self.Sin[position, self.pair[0]], "float32"
             )
             self.value[0] = self.value[0] * T.cast(self.Cos[position, self.pair[0]], "float32")
-            self.value[0] += T.if_then_else(self.second[0] != 0, self.other[0], -self.other[0])
+            self.value[0] += T.if_then_else(
+                self.is_second[0] != 0, self.partner_term[0], -self.partner_term[0]
+            )
 
 
 def flash_append(problem: AttnProblem, config: AppendConfig) -> T.PrimFunc:
-    """Kernel(Q, Q_rotated, K_new, V_new, K_cache, V_cache, Cos, Sin, Seqlens, Caches, Table, rotary_dim, interleaved, queries_move, given,
-    seqlen, appended, page_size, num_pages).
+    """Build the kernel that fills a KV cache. A CTA handles one row of one sequence.
 
-    Q: [batch, seqlen_q, heads, head_dim], which goes to Q_rotated if rotary_dim > 0: query i by the position Seqlens + i, or all by
-    Seqlens unless queries_move. K_new, V_new: [batch, appended, heads_kv, head_dim or head_dim_v], which go to the positions from Seqlens
-    on. K_cache, V_cache: [caches, seqlen_cache, heads_kv, ..], or pages, where given & 8; given, Seqlens, seqlen, Caches, Table, num_pages
-    are as in decode.py. Cos, Sin: [positions, rotary_dim / 2], of the first rotary_dim columns: pairs (2i, 2i + 1) if interleaved,
-    else (i, i + rotary_dim / 2). What a position past the room there is would be written to is left alone.
+    Kernel arguments:
+        Q: [batch, seqlen_q, heads, head_dim].
+        Q_rotated: like Q; written if rotary_dim > 0.
+        K_new, V_new: [batch, appended, heads_kv, head_dim or head_dim_v], written to positions Seqlens[b] and up.
+        K_cache, V_cache: [caches, seqlen_cache, heads_kv, head_dim or head_dim_v], or pages [num_pages, page_size, ..].
+        Cos, Sin: [positions, rotary_dim / 2].
+        Seqlens, Caches, Table, seqlen, num_pages: as in decode.py, present by the bits of `given`.
+        rotary_dim: int32, columns to rotate; 0 for no rotation.
+        interleaved: int32, see Rotary.
+        queries_move: int32, 1 rotates query i by position Seqlens[b] + i, 0 all queries by Seqlens[b].
+        given: int32 bits: 1 Seqlens, 4 Caches, 8 Table.
+        appended: int32, new rows per sequence.
+        page_size: int32, rows per page.
+
+    Rows past the end of a cache are not written.
     """
     dtype, threads = problem.dtype, config.threads
     batch, seqlen_q, heads, heads_kv, new_rows = T.dynamic("batch, seqlen_q, heads, heads_kv, new_rows")

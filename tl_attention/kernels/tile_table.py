@@ -1,6 +1,7 @@
-"""Before a kernel with varlen: the tiles of all sequences in one table, the longest first, so that the last CTAs have little to do.
+"""Kernel before every kernel for packed sequences: a table of the tiles of all sequences, the longest first.
 
-One CTA counts blocks, sorts tiles by the steps they take (a counting sort; among equals the order is no one's), and writes them.
+The last CTAs of the attention kernel then have little to do. One CTA counts blocks, sorts tiles by their number of steps (a
+counting sort; the order of equals is arbitrary), and writes them.
 """
 
 import tilelang.language as T
@@ -12,13 +13,20 @@ PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}
 
 
 def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
-    """Kernel(Cu_q, Cu_k, Used_q, Used_k, Blocks, Table, use_q, use_k, of_keys, step_rows, behind, ahead).
+    """Build the kernel that fills a tile table.
 
-    Cu_q, Cu_k: int32 [batch + 1], where sequences begin and end in the packed rows. Used_q, Used_k: int32 [batch], their lengths if
-    use_q, use_k. Blocks: int32 [2, batch + 1], workspace. Table: int32 [entries, 8], see scheduler.Tile.look_up; a tile is of TABLE_ROWS
-    queries or, if of_keys, keys, and walks the others in steps of step_rows: those up to behind before its place and ahead after
-    it. A sequence without queries has a tile of them, so that its padded rows are written. What the table has room for beside
-    has block -1.
+    A tile is TABLE_ROWS queries, or keys if of_keys. Its kernel loops over blocks of step_rows rows of the other side.
+
+    Kernel arguments, all int32:
+        Cu_q, Cu_k: [batch + 1], first row of each sequence in the packed tensors.
+        Used_q, Used_k: [batch], lengths of the sequences; read if use_q, use_k.
+        Blocks: [2, batch + 1], workspace: blocks of queries and of keys before each sequence.
+        Table: [entries, 8], see scheduler.Tile.look_up. Entries that are not needed get block -1.
+        use_q, use_k, of_keys: 0 or 1.
+        step_rows: rows per step.
+        left, right: rows before and after the diagonal that a row sees, or is seen from.
+
+    A sequence without queries has one query tile, so that its padded rows are written.
     """
     threads = config.threads
     batch, used_q, used_k, entries = T.dynamic("batch, used_q, used_k, entries")
@@ -35,17 +43,17 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
         use_k: T.int32,
         of_keys: T.int32,
         step_rows: T.int32,
-        behind: T.int32,
-        ahead: T.int32,
+        left: T.int32,
+        right: T.int32,
     ):
         with T.Kernel(1, threads=threads) as _:
             count_q = T.alloc_shared([threads], "int32")
             count_k = T.alloc_shared([threads], "int32")
-            longer = T.alloc_shared([threads], "int32")  # tiles of so many steps and more
-            place = T.alloc_shared([threads], "int32")  # of the next tile of so many steps
+            tiles_from = T.alloc_shared([threads], "int32")  # tiles with n steps, then with n or more
+            next_entry = T.alloc_shared([threads], "int32")  # entry of the next tile with n steps
             thread = T.get_thread_binding()
-            before_q = T.alloc_var("int32", init=0)
-            before_k = T.alloc_var("int32", init=0)
+            blocks_q = T.alloc_var("int32", init=0)
+            blocks_k = T.alloc_var("int32", init=0)
             b = T.alloc_var("int32", init=0)
             low = T.alloc_var("int32", init=0)
             high = T.alloc_var("int32", init=0)
@@ -54,7 +62,7 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
             len_q = T.alloc_var("int32", init=0)
             len_k = T.alloc_var("int32", init=0)
 
-            # Blocks of the sequences before each
+            # Count the blocks before each sequence
             if thread == 0:
                 Blocks[0, 0] = 0
                 Blocks[1, 0] = 0
@@ -76,19 +84,19 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
                 T.cumsum(count_k)
                 T.sync_threads()
                 if b < batch:
-                    Blocks[0, b + 1] = before_q + count_q[thread]
-                    Blocks[1, b + 1] = before_k + count_k[thread]
-                before_q += count_q[threads - 1]
-                before_k += count_k[threads - 1]
+                    Blocks[0, b + 1] = blocks_q + count_q[thread]
+                    Blocks[1, b + 1] = blocks_k + count_k[thread]
+                blocks_q += count_q[threads - 1]
+                blocks_k += count_k[threads - 1]
                 T.sync_threads()
-            longer[thread] = 0
+            tiles_from[thread] = 0
             T.sync_threads()
 
-            for sweep in T.serial(2):  # to count the tiles of so many steps, then to place them
+            for sweep in T.serial(2):  # 0: count the tiles with n steps, 1: write them
                 for chunk in T.serial(T.ceildiv(entries, threads)):
                     number = chunk * threads + thread
-                    if number < T.min(T.if_then_else(of_keys != 0, before_k, before_q), entries):
-                        # The last sequence with so many blocks before it
+                    if number < T.min(T.if_then_else(of_keys != 0, blocks_k, blocks_q), entries):
+                        # Find the sequence of tile `number`: the last with at most so many blocks before it
                         low = 0
                         high = batch - 1
                         while low < high:
@@ -107,17 +115,17 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
                             len_k = Used_k[b]
                         rows = T.if_then_else(of_keys != 0, len_k, len_q)
                         others = T.if_then_else(of_keys != 0, len_q, len_k)
-                        first = T.max(block * TABLE_ROWS + others - rows - behind, 0)
+                        first = T.max(block * TABLE_ROWS + others - rows - left, 0)
                         last = T.min(
-                            T.min(block * TABLE_ROWS + TABLE_ROWS, rows) - 1 + others - rows + ahead,
+                            T.min(block * TABLE_ROWS + TABLE_ROWS, rows) - 1 + others - rows + right,
                             others - 1,
                         )
                         steps = T.max(T.max(last, -step_rows) // step_rows - first // step_rows + 1, 0)
                         steps = T.min(steps, threads - 1)
                         if sweep == 0:
-                            T.atomic_add(longer[steps], 1)
+                            T.atomic_add(tiles_from[steps], 1)
                         else:
-                            low = T.atomic_add(place[steps], 1, return_prev=True)
+                            low = T.atomic_add(next_entry[steps], 1, return_prev=True)
                             Table[low, 0] = b
                             Table[low, 1] = block
                             Table[low, 2] = Cu_q[b] + len_q
@@ -130,11 +138,11 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
                         Table[number, 1] = -1
                 T.sync_threads()
                 if sweep == 0:
-                    place[thread] = longer[thread]
+                    next_entry[thread] = tiles_from[thread]
                     T.sync_threads()
-                    T.cumsum(longer, reverse=True)
+                    T.cumsum(tiles_from, reverse=True)
                     T.sync_threads()
-                    place[thread] = longer[thread] - place[thread]
+                    next_entry[thread] = tiles_from[thread] - next_entry[thread]
                     T.sync_threads()
 
     return flash_tile_table_kernel

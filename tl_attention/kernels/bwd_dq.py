@@ -94,16 +94,19 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         T.wgmma_gemm(shared.Q[w], shared.K[step], acc_s, **q_kt)
 
     @T.macro
-    def exponentiate(acc_s, lse_log2, query, key, mask, scores, scale_log2):
+    def exponentiate(acc_s, lse_log2, query, step, blocks, scores, scale_log2):
         """Replace S in acc_s by the masked P = exp2(S * scale_log2 - lse_log2), with a softcap times its slope."""
-        diagonal = mask.place(query) - key  # column of the tile on the diagonal of its first row
+        mask = blocks.mask
+        diagonal = mask.place(query) - blocks.first_key(
+            step
+        )  # column of the tile on the diagonal of its first row
         scores.prepare(acc_s, diagonal)
         probabilities(
             acc_s,
             lambda score, i, j: scores.exponent(score, i, j, diagonal, scale_log2, lse_log2[i]),
             slope=scores.slope if scores.capped else None,
         )
-        mask.clear(acc_s, query, key)
+        mask.clear(acc_s, query, blocks.first_key(step))
 
     @T.macro
     def store(w, query, tile, tiles, shared, softmax_scale, acc_dq):
@@ -118,7 +121,6 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     @T.macro
     def differentiate(w, tile, blocks, tiles, shared, softmax_scale, options):
         """Compute dQ of 64 queries."""
-        mask = blocks.mask
         scores = Scores(problem, options, softmax_scale)
         dropout = Dropout(problem, options, block_N)
         acc_s = T.alloc_fragment([64, block_N], "float32")  # S [queries, keys], then P
@@ -153,7 +155,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             T.wgmma_gemm(shared.dO[w], shared.V[step], acc_dp, **do_vt)
 
             # P = exp2(S - lse), beside that GEMM
-            exponentiate(acc_s, lse_log2, query, blocks.first_key(step), mask, scores, scale_log2)
+            exponentiate(acc_s, lse_log2, query, step, blocks, scores, scale_log2)
             T.wait_wgmma(0)  # dP
             shared.V.release(step)
 

@@ -26,6 +26,9 @@ from tl_attention.tuning import autotune, sandbox
 from tl_attention.tuning.autotune import Row, Trial
 from tl_attention.tuning.sandbox import Failure, Sandbox, Sandboxes, time_left
 
+# Subprocesses import this file; with its imports preloaded they start at once
+sandbox.PRELOAD = (*sandbox.PRELOAD, "pytest", "rich.console")
+
 SHAPE = Shape(1, 8, 8, 2048, 2048, 256, 256, True)
 PROBLEM = AttnProblem("bfloat16", 256, 256, True)
 GOOD = cubin.Report(168, 0, 1000, 100, 1, (), 8, 4, 1, 0, (400,), "SASS")
@@ -211,16 +214,16 @@ def test_tune_timing_that_dies_is_repeated_one_by_one(run_tune):
     assert len(table["fwd"]) == 1
 
 
-def interrupt(row: Row, config: Config, shapes: Sequence[Shape]) -> str | None:
+def interrupt(tuner: int, row: Row, config: Config, shapes: Sequence[Shape]) -> str | None:
     if shapes[-1].seqlen_k > 4096:
-        os.kill(os.getppid(), signal.SIGINT)
+        os.kill(tuner, signal.SIGINT)
         time.sleep(60)
     return None
 
 
 def test_tune_interrupted_keeps_what_is_done(run_tune):
     later = dataclasses.replace(SHAPE, seqlen_q=16384, seqlen_k=16384)
-    _, table, _, printed = run_tune(shapes=(SHAPE, SHAPE, later), check=interrupt)
+    _, table, _, printed = run_tune(shapes=(SHAPE, SHAPE, later), check=functools.partial(interrupt, os.getpid()))
     assert list(table["fwd"]) == ["bf16 d256 causal 4k"]
     assert "bf16 d256 causal long" in printed
 
@@ -264,8 +267,8 @@ def hang_unless(one: FwdConfig, problem: AttnProblem, config: KernelConfig) -> c
 @pytest.mark.parametrize("reached", CANDIDATES[:2], ids=["what serves now", "another"])
 def test_tune_names_no_winner_of_one_alone(run_tune, monkeypatch, reached):
     monkeypatch.setattr(sandbox, "GRACE", 0.5)
-    monkeypatch.setattr(autotune, "COMPILE_FLOOR", 5)
-    attempts, table, *_ = run_tune(budget_s=8, compile=functools.partial(hang_unless, reached))
+    monkeypatch.setattr(autotune, "COMPILE_FLOOR", 2)
+    attempts, table, *_ = run_tune(budget_s=4, compile=functools.partial(hang_unless, reached))
     assert not table["fwd"] and "winner" not in {attempt.fate for attempt in attempts.values()}
 
 

@@ -14,7 +14,7 @@ from tl_attention.kernel_configs import FwdConfig, KernelConfig
 from tl_attention.problem import AttnProblem
 from tl_attention.testing.bench import PEAK_TFLOPS, Shape, fwd_ceiling
 from tl_attention.testing.inputs import make_dout, make_inputs
-from tl_attention.tuning import autotune
+from tl_attention.tuning import autotune, toolkit
 
 QUICK_CONFIGS = 4
 CEILING_SEQLEN = 8192
@@ -44,7 +44,7 @@ def run(console: Console, quick: bool) -> int:
 def report_kernels(console: Console, quick: bool) -> None:
     """Compiles the shipped configs on all cores and prints a line for each."""
     try:
-        missing = None if (nvcc := cubin.find_nvcc()) else cubin.NO_NVCC
+        missing = None if (nvcc := toolkit.find_nvcc()) else toolkit.NO_NVCC
     except ImportError as error:
         missing = f"{error}: pip install 'tilelang[nvcc]'"
     if missing:

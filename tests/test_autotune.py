@@ -223,7 +223,9 @@ def interrupt(tuner: int, row: Row, config: Config, shapes: Sequence[Shape]) -> 
 
 def test_tune_interrupted_keeps_what_is_done(run_tune):
     later = dataclasses.replace(SHAPE, seqlen_q=16384, seqlen_k=16384)
-    _, table, _, printed = run_tune(shapes=(SHAPE, SHAPE, later), check=functools.partial(interrupt, os.getpid()))
+    _, table, _, printed = run_tune(
+        shapes=(SHAPE, SHAPE, later), check=functools.partial(interrupt, os.getpid())
+    )
     assert list(table["fwd"]) == ["bf16 d256 causal 4k"]
     assert "bf16 d256 causal long" in printed
 
@@ -361,8 +363,8 @@ def cpu_steps(monkeypatch):
         factor = 1.1 if len(calls) > 1 and config == BWD_CANDIDATES[1] else 1.0
         return tuple((factor * grad).to(q.dtype) for grad in grads)
 
-    monkeypatch.setattr("tl_attention.dispatch.fwd", fwd)
-    monkeypatch.setattr("tl_attention.dispatch.bwd", bwd)
+    monkeypatch.setattr("tl_attention.launch.forward", fwd)
+    monkeypatch.setattr("tl_attention.launch.backward", bwd)
     monkeypatch.setattr(
         autotune, "make_inputs", lambda shape, dtype, seed: make_inputs(shape, dtype, seed=seed, device="cpu")
     )

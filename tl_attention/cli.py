@@ -214,11 +214,11 @@ def tune(arguments: argparse.Namespace) -> int:
 
 
 def compile_kernels(arguments: argparse.Namespace) -> int:
-    from tl_attention import cubin
+    from tl_attention import toolkit
     from tl_attention.tuning import autotune
 
-    if not cubin.find_nvcc():
-        print(f"tl-attention compile: {cubin.NO_NVCC}")
+    if not toolkit.find_nvcc():
+        print(f"tl-attention compile: {toolkit.NO_NVCC}")
         return 2
     if arguments.options and (arguments.shapes or arguments.dtype):
         print(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import importlib.util
 import json
-import os
 import re
-import shutil
 import subprocess
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tl_attention import compiler, toolkit
 from tl_attention.kernel_configs import (
     REGISTER_LEVEL,
     BwdPass,
@@ -28,7 +26,6 @@ from tl_attention.target import REGISTERS, SMEM_LIMIT, SMEM_PER_SM, TARGET
 
 # Each marks a slow kernel. C7507: setmaxnreg is ignored; the others: every wgmma is waited for
 WARNINGS = ("C7507", "C7510", "C7512", "C7514", "C7517")
-NO_NVCC = "nvcc is neither in CUDA_HOME, nor on PATH, nor a pip package: pip install 'tilelang[nvcc]==0.1.15'"
 THREADS_PER_SM = 2048
 SMEM_RESERVED = 1024  # bytes the hardware takes for each CTA
 
@@ -68,17 +65,13 @@ def uses_wgmma(config: KernelConfig) -> bool:
 
 def report(problem: AttnProblem, config: KernelConfig) -> Report:
     """Lower the kernel, assemble it for sm_90a and read what came out."""
-    from tl_attention import dispatch
-
-    source, smem = dispatch.lower(problem, config)
+    source, smem = compiler.lower(problem, config)
     return report_source(source, smem, config.threads, uses_wgmma(config), register_level(problem, config))
 
 
 def report_compiled(problem: AttnProblem, config: KernelConfig) -> Report:
-    """The same for a kernel that dispatch.compile_kernel has made, from the source it keeps; kept beside that."""
-    from tl_attention import dispatch
-
-    path = dispatch.kernel_path(problem, config)
+    """The same for a kernel that compiler.compile_kernel has made, from the source it keeps; kept beside that."""
+    path = compiler.kernel_path(problem, config)
     kept = path.with_suffix(".json")
     if (report := _read_report(kept)) is None:
         source = path.with_suffix(".cu").read_text()
@@ -102,7 +95,7 @@ def _read_report(path: Path) -> Report | None:
 def report_source(
     source: str, smem: int, threads: int, needs_wgmma: bool = True, level: int = REGISTER_LEVEL
 ) -> Report:
-    """The report of CUDA source by TileLang, launched with smem bytes of dynamic shared memory. level: see problem.register_level.
+    """The report of CUDA source by TileLang, launched with smem bytes of dynamic shared memory. level: see kernel_configs.register_level.
 
     Raises:
         FileNotFoundError: no nvcc. RuntimeError: nvcc refuses the source.
@@ -148,39 +141,12 @@ def ctas_per_sm(registers: int, smem: int, threads: int) -> int:
     return min(by_registers, THREADS_PER_SM // threads, SMEM_PER_SM // (smem + SMEM_RESERVED))
 
 
-def find_nvcc() -> tuple[Path, str] | None:
-    """nvcc where TileLang looks for it, and in words how it got there; None if there is none."""
-    from tilelang.env import CUDA_HOME
-
-    nvcc = Path(CUDA_HOME, "bin", "nvcc")
-    if not CUDA_HOME or not nvcc.exists():
-        return None
-    variable = next((name for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ), None)
-    if variable:
-        return nvcc, variable
-    if shutil.which("nvcc"):
-        return nvcc, "PATH"
-    return nvcc, "pip package nvidia-cuda-nvcc" if "site-packages" in nvcc.parts else "usual folder"
-
-
-def find_cuobjdump() -> Path | None:
-    """cuobjdump on PATH, of the CUDA toolkit, or of an installed triton."""
-    from tilelang.env import CUDA_HOME
-
-    triton = importlib.util.find_spec("triton")
-    folders = [os.environ.get("PATH", ""), str(Path(CUDA_HOME, "bin"))]
-    if triton and triton.origin:
-        folders.append(str(Path(triton.origin).parent / "backends/nvidia/bin"))
-    found = shutil.which("cuobjdump", path=os.pathsep.join(folders))
-    return Path(found) if found else None
-
-
 def _assemble(source: str, folder: Path, level: int) -> tuple[str, Path]:
     """(what ptxas says, the cubin, with its PTX beside it)"""
     from tilelang.contrib import nvcc
 
-    if not (found := find_nvcc()):
-        raise FileNotFoundError(NO_NVCC)
+    if not (found := toolkit.find_nvcc()):
+        raise FileNotFoundError(toolkit.NO_NVCC)
     path = folder / "kernel.cu"
     path.write_text(source)
     command = [
@@ -199,7 +165,7 @@ def _assemble(source: str, folder: Path, level: int) -> tuple[str, Path]:
 
 
 def _disassemble(cubin: Path) -> str | None:
-    cuobjdump = find_cuobjdump()
+    cuobjdump = toolkit.find_cuobjdump()
     return (
         cuobjdump
         and subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True, check=True).stdout

@@ -133,11 +133,11 @@ def _buckets(question: Question, direction: str) -> Sequence[str]:
         return known
     if direction != "fwd" or not {"batch", "heads"} <= sizes.keys():
         return [length_bucket(sizes["seqlen_k"])]
-    from tl_attention import dispatch
+    from tl_attention import launch
 
     sms = sm_count(torch.cuda.current_device()) if torch.cuda.is_available() else H200_SMS
     seqlen_q = sizes.get("seqlen_q", sizes["seqlen_k"])
-    return [dispatch.fwd_bucket(sizes["batch"], sizes["heads"], seqlen_q, sizes["seqlen_k"], sms)]
+    return [launch.fwd_bucket(sizes["batch"], sizes["heads"], seqlen_q, sizes["seqlen_k"], sms)]
 
 
 def _explain_decode(question: Question) -> Iterator[str]:

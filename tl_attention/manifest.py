@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tl_attention import configs, cubin, dispatch
+from tl_attention import compiler, configs, cubin, toolkit
 from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import DECODE, DECODE_OPTIONS, DIRECTIONS, AttnProblem
 
@@ -66,14 +66,14 @@ def shipped() -> dict[str, Kernel]:
 
 def text_hash(problem: AttnProblem, config: KernelConfig) -> str:
     """Hash of a kernel's traced text and pass options; the same in every process. Needs tilelang, no nvcc."""
-    program, pass_configs = dispatch._program(problem, config)
+    program, pass_configs = compiler.trace(problem, config), compiler.pass_configs(problem, config)
     text = f"{program.script(show_meta=True)}\n{sorted(pass_configs.items())}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def compiler_versions() -> dict[str, str]:
     """Versions of TileLang and nvcc, which make a kernel of its text."""
-    found = cubin.find_nvcc()
+    found = toolkit.find_nvcc()
     text = subprocess.run([found[0], "--version"], capture_output=True, text=True).stdout if found else ""
     version = re.search(r"V(\d+\.\d+\.\d+)", text)
     return {
@@ -182,5 +182,5 @@ def sample(names: Sequence[str], seed: int, count: int) -> list[str]:
     """Names that a test compiles: `count` that change with the seed, and the first of each template."""
     step = max(len(names) // count, 1)
     rotating = [names[(seed + i * step) % len(names)] for i in range(count)]
-    first_of_template = {dispatch._template(shipped()[name][1]): name for name in reversed(names)}
+    first_of_template = {compiler.template(shipped()[name][1]): name for name in reversed(names)}
     return sorted({*rotating, *first_of_template.values()})

@@ -22,9 +22,9 @@ from tl_attention.problem import BUCKETS, DIRECTIONS, AttnProblem, buckets
 from tl_attention.reference import attention_backward_reference, attention_reference
 from tl_attention.testing.bench import Shape, Timing
 from tl_attention.testing.inputs import make_inputs
-from tl_attention.tuning import autotune, sandbox
-from tl_attention.tuning.autotune import Row, Trial
+from tl_attention.tuning import autotune, sandbox, steps
 from tl_attention.tuning.sandbox import Failure, Sandbox, Sandboxes, time_left
+from tl_attention.tuning.steps import Row, Steps
 
 # Subprocesses import this file; with its imports preloaded they start at once
 sandbox.PRELOAD = (*sandbox.PRELOAD, "pytest", "rich.console")
@@ -146,12 +146,12 @@ def run_tune(tmp_path, monkeypatch) -> Callable[..., tuple]:
         budget_s: float = 120,
         shapes: Sequence[Shape] = (SHAPE, SHAPE),
         directions: Sequence[str] = ("fwd",),
-        **steps: Callable,
+        **replaced: Callable,
     ) -> tuple:
-        trial = Trial(
+        stand_ins = Steps(
             nothing,
             nothing,
-            **{"compile": fake_compile, "check": find_right, "time": fake_time, **steps},
+            **{"compile": fake_compile, "check": find_right, "time": fake_time, **replaced},
             check_limit_s=1,
         )
         printed = io.StringIO()
@@ -164,7 +164,7 @@ def run_tune(tmp_path, monkeypatch) -> Callable[..., tuple]:
             log=tmp_path / "log.jsonl",
             jobs=1,
             console=Console(file=printed, width=200),
-            trial=trial,
+            steps=stand_ins,
         )
         attempts = {attempt.config: attempt for group in results.values() for attempt in group}
         log = tmp_path / "log.jsonl"
@@ -190,7 +190,7 @@ def test_tune_bad_candidates_cost_only_themselves(run_tune):
 
     (row,) = table["fwd"].values()
     assert configs.config_of_row(PROBLEM, row) == winner
-    assert row["tflops"] == round(attempts[winner].score_again, 1)
+    assert row["tflops"] == round(attempts[winner].final_score, 1)
     assert table["gpu"] == "Test GPU" and table["arch"] == "sm_90a" and table["commit"]
     assert {line["fate"] for line in log} >= {"winner", "faulty", "failed", "wrong"}
     assert log[0]["direction"] == "fwd" and log[0]["key"] == "bf16 d256 causal 4k"
@@ -366,7 +366,7 @@ def cpu_steps(monkeypatch):
     monkeypatch.setattr("tl_attention.launch.forward", fwd)
     monkeypatch.setattr("tl_attention.launch.backward", bwd)
     monkeypatch.setattr(
-        autotune, "make_inputs", lambda shape, dtype, seed: make_inputs(shape, dtype, seed=seed, device="cpu")
+        steps, "make_inputs", lambda shape, dtype, seed: make_inputs(shape, dtype, seed=seed, device="cpu")
     )
     return calls
 
@@ -378,13 +378,13 @@ SMALL = [Shape(1, 4, 2, 33, 40, 64, 64, True), Shape(2, 2, 2, 20, 9, 64, 64, Tru
 def test_check_candidate_compares_to_the_reference(direction, cpu_steps):
     row = Row(direction, AttnProblem("bfloat16", 64, 64, True), "1k")
     config = CANDIDATES_OF[direction][0]
-    assert autotune.check_candidate(row, config, SMALL) is None
+    assert steps.check_candidate(row, config, SMALL) is None
     assert cpu_steps == ([] if direction == "fwd" else [(direction == "bwd_det", config)] * 2)
 
 
 def test_check_candidate_says_what_is_wrong_with_gradients(cpu_steps):
     row = Row("bwd", AttnProblem("bfloat16", 64, 64, True), "1k")
-    assert autotune.check_candidate(row, BWD_CANDIDATES[1], SMALL).startswith(f"{SMALL[1]}: ")
+    assert steps.check_candidate(row, BWD_CANDIDATES[1], SMALL).startswith(f"{SMALL[1]}: ")
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -396,10 +396,10 @@ def test_time_candidates_counts_the_flops_of_the_direction(direction, cpu_steps,
         seen.extend(len(copies) for copies in calls.values())
         return {config: Timing((copies[0]() and 1e-3,), 1, "graph") for config, copies in calls.items()}
 
-    monkeypatch.setattr(autotune.bench, "time_interleaved", time_interleaved)
-    monkeypatch.setattr(autotune.bench, "rotation", lambda nbytes: 2)
+    monkeypatch.setattr(steps.bench, "time_interleaved", time_interleaved)
+    monkeypatch.setattr(steps.bench, "rotation", lambda nbytes: 2)
     candidates = CANDIDATES_OF[direction][:2]
-    tflops = autotune.time_candidates(row, candidates, SMALL, 5)
+    tflops = steps.time_candidates(row, candidates, SMALL, 5)
     widths = {"fwd": 2 * 64}.get(direction, 5 * 64)
     pairs = (4 * 33 * (8 + 40) / 2, 4 * 9 * (1 + 9) / 2)  # visible to all heads
     expected = [2 * count * widths / 1e6 for count in pairs]  # in a microsecond
@@ -431,7 +431,7 @@ def test_tune_keeps_other_rows_of_the_table_that_a_problem_has(run_tune, tmp_pat
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_default_shapes_reach_every_class_and_bucket(direction):
-    groups = autotune.group_shapes(None, ["bfloat16"], [direction])
+    groups = steps.group_shapes(None, ["bfloat16"], [direction])
     assert len(groups) == len(buckets(direction)) * len(configs.problems(direction)) // 2
     assert {row.problem for row in groups} <= set(configs.problems(direction))
     for row, members in groups.items():
@@ -441,7 +441,7 @@ def test_default_shapes_reach_every_class_and_bucket(direction):
 
 
 def test_shapes_go_to_the_row_of_each_direction():
-    rows = list(autotune.group_shapes([dataclasses.replace(SHAPE, head_dim=96, head_dim_v=64)], ["float16"]))
+    rows = list(steps.group_shapes([dataclasses.replace(SHAPE, head_dim=96, head_dim_v=64)], ["float16"]))
     assert [str(row) for row in rows] == [
         "fwd fp16 d96-64 causal 4k",
         "bwd fp16 d96 causal 4k",
@@ -452,14 +452,14 @@ def test_shapes_go_to_the_row_of_each_direction():
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_one_of_the_default_shapes_of_a_bucket_is_a_benchmark_shape(bucket):
     named = {Shape.parse(text) for text in configs.named_shapes().values()}
-    groups = autotune.group_shapes(None, ["bfloat16"])
+    groups = steps.group_shapes(None, ["bfloat16"])
     for direction, head_dim in itertools.product(DIRECTIONS, (64, 128, 256)):
         members = groups[Row(direction, AttnProblem("bfloat16", head_dim, head_dim, False), bucket)]
         assert [member in named for member in members] == [True] + [False] * (len(members) - 1)
 
 
 def test_check_shapes_have_lengths_that_no_tile_divides():
-    shapes = autotune.check_shapes([SHAPE])
+    shapes = steps.check_shapes([SHAPE])
     assert SHAPE in shapes
     assert any(shape.seqlen_q % 16 and shape.seqlen_k % 16 for shape in shapes)
     assert any(shape.seqlen_q > shape.seqlen_k for shape in shapes)  # rows without a key, if causal

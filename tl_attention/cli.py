@@ -231,6 +231,8 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     from rich.progress import track
     from rich.table import Table
 
+    from tl_attention.tuning.results import REPORT_COLUMNS, report_cells
+
     if arguments.options:
         kernels = configs.option_kernels([name for name in arguments.directions if name != DECODE])
     elif arguments.shapes:
@@ -250,14 +252,14 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     }
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    table = Table("problem", "kernel", *autotune.REPORT_COLUMNS, "verdict")
+    table = Table("problem", "kernel", *REPORT_COLUMNS, "verdict")
     faults = 0
     for problem, config in kernels:
         result = results[problem, config]
         report = None if isinstance(result, autotune.Failure) else result
         fault = report.fault if report else str(result).strip().splitlines()[-1]
         faults += bool(fault)
-        table.add_row(str(problem), str(config), *autotune.report_cells(report), fault or "ok")
+        table.add_row(str(problem), str(config), *report_cells(report), fault or "ok")
     console.print(table)
     return 1 if faults or not kernels else 0
 

@@ -1,4 +1,4 @@
-"""The tuner, with steps that stand in for compiling, checking and timing: what a bad candidate costs."""
+"""The tuner, with stand-ins for compiling, checking and timing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def misbehave(how: str) -> str:
         ("segfault", "died: SIGSEGV"),
     ],
 )
-def test_sandbox_call_that_fails_costs_only_itself(how, text):
+def test_sandbox_survives_a_call_that_fails(how, text):
     sandbox = Sandbox(nothing)
     try:
         with pytest.raises(Failure, match=text):
@@ -73,7 +73,7 @@ def test_sandbox_call_that_fails_costs_only_itself(how, text):
         sandbox.close()
 
 
-def test_sandboxes_map_gives_results_and_failures():
+def test_sandboxes_map_yields_results_and_failures():
     with Sandboxes(2, nothing) as sandboxes:
         calls = [("raise",), ("exit",), ("fine",)]
         results = {args[0]: result for args, result in sandboxes.map(misbehave, calls, 10)}
@@ -129,7 +129,7 @@ def fake_time(
     return {config: (100.0 + config.block_N, 400.0 + config.block_N)[: len(shapes)] for config in candidates}
 
 
-def time_that_dies_of_a_candidate(
+def time_that_dies_with_the_first_candidate(
     row: Row, candidates: Sequence[FwdConfig], shapes: Sequence[Shape], rounds: int
 ) -> dict[FwdConfig, tuple[float, ...]]:
     if CANDIDATES[0] in candidates:
@@ -139,7 +139,7 @@ def time_that_dies_of_a_candidate(
 
 @pytest.fixture
 def run_tune(tmp_path, monkeypatch) -> Callable[..., tuple]:
-    """tune() with stand-ins; returns the attempts by config, the table, the log and what was printed."""
+    """tune() with stand-ins; returns the attempts by config, the table, the log and the printed text."""
     monkeypatch.setattr(configs, "candidates", lambda problem, bucket, direction: CANDIDATES_OF[direction])
 
     def run(
@@ -174,7 +174,7 @@ def run_tune(tmp_path, monkeypatch) -> Callable[..., tuple]:
     return run
 
 
-def test_tune_bad_candidates_cost_only_themselves(run_tune):
+def test_tune_survives_bad_candidates(run_tune):
     attempts, table, log, printed = run_tune(check=find_bad_ones)
     fates = {config: (attempt.fate, attempt.why) for config, attempt in attempts.items()}
     assert fates[SPILLS] == ("faulty", f"{PROBLEM} {SPILLS}: 432 bytes of spills, C7512")
@@ -208,8 +208,8 @@ def test_tune_score_is_the_geometric_mean(run_tune):
     assert best.score == pytest.approx((best.tflops[0] * best.tflops[1]) ** 0.5)
 
 
-def test_tune_timing_that_dies_is_repeated_one_by_one(run_tune):
-    attempts, table, *_ = run_tune(time=time_that_dies_of_a_candidate)
+def test_tune_repeats_a_crashed_timing_one_by_one(run_tune):
+    attempts, table, *_ = run_tune(time=time_that_dies_with_the_first_candidate)
     assert (attempts[CANDIDATES[0]].fate, attempts[CANDIDATES[0]].why) == ("failed", "timing: died: exit 7")
     assert len(table["fwd"]) == 1
 
@@ -221,7 +221,7 @@ def interrupt(tuner: int, row: Row, config: Config, shapes: Sequence[Shape]) -> 
     return None
 
 
-def test_tune_interrupted_keeps_what_is_done(run_tune):
+def test_tune_interrupted_keeps_finished_rows(run_tune):
     later = dataclasses.replace(SHAPE, seqlen_q=16384, seqlen_k=16384)
     _, table, _, printed = run_tune(
         shapes=(SHAPE, SHAPE, later), check=functools.partial(interrupt, os.getpid())
@@ -230,7 +230,7 @@ def test_tune_interrupted_keeps_what_is_done(run_tune):
     assert "bf16 d256 causal long" in printed
 
 
-def time_that_dies_of_the_best_again(
+def time_that_dies_in_the_final_round(
     row: Row, candidates: Sequence[FwdConfig], shapes: Sequence[Shape], rounds: int
 ) -> dict[FwdConfig, tuple[float, ...]]:
     best = sorted(CANDIDATES, key=lambda config: config.block_N)[-2:]
@@ -240,7 +240,7 @@ def time_that_dies_of_the_best_again(
 
 
 def test_tune_falls_back_to_the_next_best(run_tune):
-    attempts, table, *_ = run_tune(time=time_that_dies_of_the_best_again)
+    attempts, table, *_ = run_tune(time=time_that_dies_in_the_final_round)
     assert sorted(a.config.block_N for a in attempts.values() if a.fate == "failed") == [80, 96]
     (row,) = table["fwd"].values()
     assert row["config"]["block_N"] == 64
@@ -251,12 +251,12 @@ def hang(problem: AttnProblem, config: KernelConfig) -> cubin.Report:
     return GOOD
 
 
-def test_tune_budget_cuts_what_hangs(run_tune, monkeypatch):
+def test_tune_budget_ends_hanging_candidates(run_tune, monkeypatch):
     monkeypatch.setattr(sandbox, "GRACE", 0.5)
     monkeypatch.setattr(autotune, "COMPILE_FLOOR", 0.5)
     begin = time.monotonic()
     attempts, table, *_ = run_tune(budget_s=2, compile=hang)
-    assert time.monotonic() - begin < 60  # to start a process takes most of it
+    assert time.monotonic() - begin < 60
     assert not table["fwd"]
     assert {attempt.fate for attempt in attempts.values()} == {"failed", "not reached"}
 
@@ -267,14 +267,14 @@ def hang_unless(one: FwdConfig, problem: AttnProblem, config: KernelConfig) -> c
 
 
 @pytest.mark.parametrize("reached", CANDIDATES[:2], ids=["what serves now", "another"])
-def test_tune_names_no_winner_of_one_alone(run_tune, monkeypatch, reached):
+def test_tune_needs_two_timed_candidates_for_a_winner(run_tune, monkeypatch, reached):
     monkeypatch.setattr(sandbox, "GRACE", 0.5)
     monkeypatch.setattr(autotune, "COMPILE_FLOOR", 2)
     attempts, table, *_ = run_tune(budget_s=4, compile=functools.partial(hang_unless, reached))
     assert not table["fwd"] and "winner" not in {attempt.fate for attempt in attempts.values()}
 
 
-def test_tune_tries_what_its_table_has_first(run_tune, tmp_path):
+def test_tune_tries_the_incumbent(run_tune, tmp_path):
     incumbent = FwdConfig(64, 48, schedule="persistent")
     rows = {"bf16 d256 causal 4k": {"config": dataclasses.asdict(incumbent)}}
     (tmp_path / "table.json").write_text(configs.format_tuned({"gpu": "Test GPU", "fwd": rows}))
@@ -350,7 +350,7 @@ def test_tune_names_the_kernel_that_does_not_compile(run_tune):
 
 @pytest.fixture
 def cpu_steps(monkeypatch):
-    """The reference in the place of the kernels, on CPU tensors; returns the calls of the backward."""
+    """The reference instead of the kernels, on CPU tensors; returns the calls of the backward."""
     calls = []
 
     def fwd(q, k, v, softmax_scale, causal, lse_base2, config=None):
@@ -407,19 +407,19 @@ def test_time_candidates_counts_the_flops_of_the_direction(direction, cpu_steps,
     assert all(values == pytest.approx(expected) for values in tflops.values())
 
 
-def test_tune_says_at_once_that_it_cannot_write(tmp_path):
+def test_tune_reports_an_unwritable_table_at_once(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
         autotune.tune([SHAPE], 1, gpu_name="Test GPU", path=tmp_path / "file" / "table.json")
 
 
-def test_tune_says_what_the_budget_did_not_reach(run_tune):
+def test_tune_names_rows_beyond_the_budget(run_tune):
     attempts, table, log, printed = run_tune(budget_s=0)
     assert not attempts and not table["fwd"] and not log
     assert "not reached, left as they were: fwd bf16 d256 causal 4k" in printed
 
 
-def test_tune_keeps_other_rows_of_the_table_that_a_problem_has(run_tune, tmp_path):
+def test_tune_keeps_other_rows_and_drops_unknown_ones(run_tune, tmp_path):
     rows = {key: {"tflops": 1.0} for key in ("fp16 d64 full 1k", "bf16 d64 full 3k", "bf16 d96-64 full 1k")}
     (tmp_path / "table.json").write_text(
         configs.format_tuned({"gpu": "Test GPU", "fwd": rows, "bwd": rows, "bwd_det": rows})

@@ -252,7 +252,7 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     }
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    table = Table("problem", "kernel", *REPORT_COLUMNS, "verdict")
+    table = Table("problem", "kernel", *REPORT_COLUMNS, "result")
     faults = 0
     for problem, config in kernels:
         result = results[problem, config]

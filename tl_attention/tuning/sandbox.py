@@ -95,7 +95,7 @@ class Sandbox:
 
 @functools.cache
 def _context() -> multiprocessing.context.BaseContext:
-    """Processes forked from a server with PRELOAD: one starts in 0.1 s, where a new interpreter takes 1 s to import torch."""
+    """Processes forked from a server that has imported PRELOAD: 0.02 s per start, instead of 1 s to import torch."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     return context

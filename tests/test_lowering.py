@@ -67,7 +67,7 @@ def test_lowering_shipped_kernel(problem, config):
     assert report.spill_bytes == 0
     assert report.warnings == ()
     assert report.smem_bytes == legality.smem_bytes(problem, config)
-    assert report.smem_static <= configs.BARRIER_BYTES
+    assert report.smem_static <= legality.BARRIER_BYTES
     assert report.smem_bytes + report.smem_static <= SMEM_LIMIT
     assert report.ctas_per_sm >= 1
     assert report.fault is None

@@ -137,7 +137,7 @@ def _buckets(question: Question, direction: str) -> Sequence[str]:
 
     sms = sm_count(torch.cuda.current_device()) if torch.cuda.is_available() else H200_SMS
     seqlen_q = sizes.get("seqlen_q", sizes["seqlen_k"])
-    return [launch.fwd_bucket(sizes["batch"], sizes["heads"], seqlen_q, sizes["seqlen_k"], sms)]
+    return [launch.splits.fwd_bucket(sizes["batch"], sizes["heads"], seqlen_q, sizes["seqlen_k"], sms)]
 
 
 def _explain_decode(question: Question) -> Iterator[str]:

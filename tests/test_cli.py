@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import cli, configs, cubin, doctor, explain, launch, toolkit
+from tl_attention import cli, configs, cubin, doctor, explain, launch, manifest, toolkit
 from tl_attention.kernel_configs import AppendConfig, BwdDelta, BwdPass, BwdSum, DecodeCombine, DecodeConfig
 from tl_attention.options import Cache, Options
 from tl_attention.problem import DECODE_TILE_WIDTHS, DIRECTIONS, SPLIT_BUCKET, AttnProblem
@@ -20,7 +20,9 @@ from tl_attention.target import DEFAULT_GPU
 from tl_attention.tuning import autotune
 
 
-@pytest.mark.parametrize("command", [[], ["tune"], ["compile"], ["config"], ["doctor"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [[], ["tune"], ["compile"], ["config"], ["manifest"], ["doctor"]], ids=" ".join
+)
 def test_cli_help(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main([*command, "--help"])
@@ -322,6 +324,43 @@ def test_compile_of_decode_shapes_with_options(compiled):
     assert cli.main(["compile", "--pass", "decode", "--shapes", "8,64,8,1,8192,576,512,full,softcap=30"]) == 0
     problems = {problem for problem, config in compiled if isinstance(config, DecodeConfig)}
     assert problems == {AttnProblem("bfloat16", 576, 512, False, ("window", "softcap"))}
+
+
+@pytest.fixture
+def one_kernel(monkeypatch, tmp_path):
+    """A manifest file, and two shipped kernels: one with the hash of the file, one that is new."""
+    kernel = configs.shipped_kernels(["bwd"])[0]
+    monkeypatch.setattr(manifest, "shipped", lambda: {"a": kernel, "b": kernel})
+    monkeypatch.setattr(manifest, "trace_all", lambda kernels, jobs: dict.fromkeys(kernels, "1234"))
+    monkeypatch.setattr(manifest, "entry", lambda *kernel: {"text": "1234"})
+    monkeypatch.setattr(toolkit, "find_nvcc", lambda: None)
+    path = tmp_path / "kernels.json"
+    monkeypatch.setattr(configs, "manifest_path", lambda: path)
+    versions = {"tilelang": "1", "nvcc": "2"}
+    monkeypatch.setattr(manifest, "compiler_versions", lambda: versions)
+    path.write_text(manifest.Manifest(versions, {"a": {"text": "1234"}}).format())
+    manifest.Manifest.read.__func__.cache_clear()
+    yield path
+    manifest.Manifest.read.__func__.cache_clear()
+
+
+def test_manifest_check_prints_what_differs(one_kernel, capsys):
+    before = one_kernel.read_text()
+    assert cli.main(["manifest", "--check"]) == 1
+    assert "new: b\n" in capsys.readouterr().out
+    assert one_kernel.read_text() == before
+
+
+def test_manifest_writes_what_is_new(one_kernel, capsys, monkeypatch):
+    assert cli.main(["manifest", "--jobs", "1"]) == 2
+    assert toolkit.NO_NVCC in capsys.readouterr().out
+    monkeypatch.setattr(toolkit, "find_nvcc", lambda: ("nvcc", "PATH"))
+    assert cli.main(["manifest", "--jobs", "1"]) == 0
+    assert "1 of 2 kernels to compile" in capsys.readouterr().out
+    assert cli.main(["manifest", "--check"]) == 0
+    assert "no hash changed: 2 the same" in capsys.readouterr().out
+    monkeypatch.setattr(configs, "installed", lambda: True)
+    assert cli.main(["manifest"]) == 2
 
 
 def test_tune_refuses_decode(capsys):

@@ -95,7 +95,7 @@ def _read_report(path: Path) -> Report | None:
 def report_source(
     source: str, smem: int, threads: int, needs_wgmma: bool = True, level: int = REGISTER_LEVEL
 ) -> Report:
-    """The report of CUDA source by TileLang, launched with smem bytes of dynamic shared memory. level: see problem.register_level.
+    """The report of CUDA source by TileLang, launched with smem bytes of dynamic shared memory. level: see kernel_configs.register_level.
 
     Raises:
         FileNotFoundError: no nvcc. RuntimeError: nvcc refuses the source.

@@ -343,9 +343,9 @@ class UserOptions(NamedTuple):
     alibi_slopes: torch.Tensor | None
     learnable_sink: torch.Tensor | None
     rng_state: torch.Tensor | None
-    num_splits: int = 0
+    num_splits: int
     # Of packed sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
-    lengths: tuple | None = None
+    lengths: tuple | None
 
 
 def attention_with_options(

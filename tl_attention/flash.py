@@ -29,7 +29,7 @@ Returns:
     [batch, heads, seqlen_q], or [heads, total_q], fp32, natural log. A query that sees no key has out 0 and softmax_lse -inf
     (FA2: +inf), or its sink. out and softmax_lse are differentiable, once.
 Raises:
-    TypeError, ValueError, NotImplementedError: the argument, what was expected and what came.
+    TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
 Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
 """
 

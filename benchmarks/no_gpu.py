@@ -9,10 +9,12 @@ from report import progress_bar
 from rich.console import Console
 from rich.table import Table
 
-from tl_attention import autotune, configs, cubin, toolkit
-from tl_attention.problem import AttnProblem, FwdConfig, KernelConfig
+from tl_attention import configs, cubin, toolkit
+from tl_attention.kernel_configs import FwdConfig, KernelConfig
+from tl_attention.problem import AttnProblem
 from tl_attention.testing.bench import PEAK_TFLOPS, Shape, fwd_ceiling
 from tl_attention.testing.inputs import make_dout, make_inputs
+from tl_attention.tuning import autotune
 
 QUICK_CONFIGS = 4
 CEILING_SEQLEN = 8192

@@ -17,10 +17,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tl_attention import autotune, configs
+from tl_attention import configs
 from tl_attention.problem import DIRECTIONS
 from tl_attention.testing import bench
 from tl_attention.testing.bench import Eager, Shape, Timing
+from tl_attention.tuning import autotune
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
 pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tl_attention import launch
+from tl_attention.kernel_configs import FwdConfig
 from tl_attention.launch.splits import fwd_bucket, key_splits, packed_splits
 from tl_attention.options import Options
-from tl_attention.problem import MAX_SPLITS, FwdConfig
+from tl_attention.problem import MAX_SPLITS
 
 SMS = 132
 

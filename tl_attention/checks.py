@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from tl_attention.problem import MAX_HEAD_DIM
+from tl_attention.target import DTYPE_NAMES
 
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = tuple(DTYPE_NAMES)
 Int = (int, torch.SymInt)
 Number = (int, float, torch.SymInt, torch.SymFloat)
 

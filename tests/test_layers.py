@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -109,6 +110,7 @@ def test_layers_imports_go_one_way(path):
         assert name in allowed, f"tl_attention/{path}:{line} imports {name}: {may}"
 
 
+@functools.cache
 def import_graph() -> dict[str, set[str]]:
     """Module of the package -> modules of the package that it imports, at the top or inside functions."""
     modules = {module_name(path) for path in FILES}

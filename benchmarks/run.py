@@ -45,7 +45,7 @@ from tl_attention.target import is_hopper
 from tl_attention.testing import bench
 from tl_attention.testing.bench import DECODE, Shape, chosen_shapes
 from tl_attention.testing.inputs import make_dout, make_inputs
-from tl_attention.testing.numeric import BwdVerdict, check_bwd, check_fwd
+from tl_attention.testing.numeric import BwdComparison, check_bwd, check_fwd
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT = {
@@ -306,7 +306,7 @@ def verify(name: str, shape: Shape, direction: str, result: Result, inputs: Inpu
     return found | turns.found(verdicts, when, unchecked)
 
 
-def check_on_average(result: Result, direction: str, *inputs: torch.Tensor, causal: bool) -> BwdVerdict:
+def check_on_average(result: Result, direction: str, *inputs: torch.Tensor, causal: bool) -> BwdComparison:
     """Whether results under an unknown dropout mask are those without dropout on average.
 
     Each is linear in the mask, whose mean is 1: its regression on the exact one has slope 1.
@@ -326,7 +326,7 @@ def check_on_average(result: Result, direction: str, *inputs: torch.Tensor, caus
     text = "; ".join(
         f"{name} is {slope:.3f} of that without dropout on average" for name, slope in slopes.items()
     )
-    return BwdVerdict(max(ratios.values()) <= 1, ratios, text)
+    return BwdComparison(max(ratios.values()) <= 1, ratios, text)
 
 
 def option_heads(shape: Shape) -> int:

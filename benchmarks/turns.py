@@ -15,7 +15,7 @@ from report import Row
 
 from tl_attention.testing import bench
 from tl_attention.testing.bench import Shape
-from tl_attention.testing.numeric import BwdVerdict, Verdict
+from tl_attention.testing.numeric import BwdComparison, FwdComparison
 
 
 def new_row(name: str, provider: Provider, shape: Shape) -> Row:
@@ -162,7 +162,9 @@ def finite(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
-def found(verdicts: Sequence[Verdict | BwdVerdict], when: str, unchecked: Iterable[torch.Tensor] = ()) -> Row:
+def found(
+    verdicts: Sequence[FwdComparison | BwdComparison], when: str, unchecked: Iterable[torch.Tensor] = ()
+) -> Row:
     """What verdicts say, as a part of a row.
 
     Args:

@@ -27,10 +27,10 @@ def test_cli_help(command, capsys):
     assert "usage: tl-attention" in capsys.readouterr().out
 
 
-def test_support_table_of_the_readme_is_that_of_the_code(capsys):
+def test_support_table_of_the_docs_is_that_of_the_code(capsys):
     assert cli.main(["support"]) == 0
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    between = readme.split("<!-- support -->")[1].split("<!-- /support -->")[0]
+    page = (Path(__file__).parents[1] / "docs" / "options.md").read_text()
+    between = page.split("<!-- support -->")[1].split("<!-- /support -->")[0]
     assert between.strip() == capsys.readouterr().out.strip()
 
 

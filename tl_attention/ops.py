@@ -291,7 +291,7 @@ def _has_plain_values(q: torch.Tensor, softmax_scale: object, causal: object, de
     )
 
 
-def check_place(q: torch.Tensor, traced: bool) -> None:
+def check_device_or_warn(q: torch.Tensor, traced: bool) -> None:
     """Refuse a device without kernels; warn about the slow reference on the CPU. A traced call on a GPU is checked when it runs."""
     if q.device.type == "cpu":
         _warn_about_cpu()
@@ -323,7 +323,7 @@ def attention(
         check_fwd(q, k, v, softmax_scale, causal, heads_first)
         check_deterministic(deterministic)
         check_no_forward_ad()
-        check_place(q, traced)
+        check_device_or_warn(q, traced)
 
     scale = scale_of(q, softmax_scale)
     if traced or not q.is_cuda:
@@ -370,7 +370,7 @@ def attention_with_options(
     sink = None if options.sink is None else options.sink.detach()  # makes a plain tensor of a parameter
     tensors = (sink if x is options.sink else x for x in arguments[PLAIN + NUMBERS :] if x is not None)
     traced = is_traced() or not are_plain(q, k, v, *tensors)
-    check_place(q, traced)
+    check_device_or_warn(q, traced)
     if traced or not q.is_cuda:
         return fwd_op(q, k, v, *arguments)
     options = options if sink is None else dataclasses.replace(options, sink=sink)
@@ -450,7 +450,7 @@ def attention_backward(
     if plan is None:
         check_fwd(q, k, v, softmax_scale, causal, heads_first=True)
         check_bwd(*tensors, deterministic)
-        check_place(q, traced)
+        check_device_or_warn(q, traced)
 
     scale = scale_of(q, softmax_scale)
     if plan is not None:

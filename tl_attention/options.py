@@ -1,4 +1,4 @@
-"""Options of a call beyond plain or causal attention, each declared once: a field of Options."""
+"""Options of a call beyond plain or causal attention, each declared once as a field of Options; and the KV cache of a decode."""
 
 from __future__ import annotations
 

@@ -306,6 +306,20 @@ def test_each_mask_has_one_spelling():
     assert canonical_window(False, (2**62, 1)) == (False, (2**30, 1))
 
 
+def test_schemas_of_the_ops():
+    options = (
+        "float softmax_scale, bool causal, bool lse_base2, bool heads_first, bool deterministic, SymInt[] window=[-1, -1],"
+        " float softcap=0., float dropout_p=0., SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, SymInt num_splits=0,"
+        " Tensor? rng_state=None, Tensor? alibi_slopes=None, Tensor? sink=None, Tensor? cu_seqlens_q=None,"
+        " Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None"
+    )
+    forward = f"tl_attention::fwd(Tensor q, Tensor k, Tensor v, {options}) -> (Tensor, Tensor)"
+    assert str(torch.ops.tl_attention.fwd.default._schema) == forward
+    tensors = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse"
+    backward = f"tl_attention::bwd({tensors}, {options}) -> (Tensor, Tensor, Tensor, Tensor)"
+    assert str(torch.ops.tl_attention.bwd.default._schema) == backward
+
+
 def test_parsed_options_are_none_if_all_are_off():
     assert parse_options() is None and parse_options(*Options().arguments()) is None
     assert parse_options([3, 0]).arguments() == Options(window=(3, 0)).arguments()

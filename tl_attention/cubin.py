@@ -59,7 +59,7 @@ class Report:
 
 
 def uses_wgmma(config: KernelConfig) -> bool:
-    """Whether the kernel multiplies matrices; the others only read and write memory."""
+    """True if the kernel multiplies matrices; the others only read and write memory."""
     return isinstance(config, FwdConfig | BwdPass | DecodeConfig)
 
 

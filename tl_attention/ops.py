@@ -267,7 +267,7 @@ _forward_ad = torch.autograd.forward_ad
 
 
 def is_traced() -> bool:
-    """Whether a tracer, a dispatch mode or a transform of torch must see the op."""
+    """True if a tracer, a dispatch mode or a transform of torch must see the op."""
     return (
         torch.compiler.is_compiling()
         or _dispatch_modes() > 0
@@ -278,12 +278,12 @@ def is_traced() -> bool:
 
 
 def are_plain(*tensors: object) -> bool:
-    """Whether all are tensors of no subclass: a subclass may intercept the op."""
+    """True if all are tensors of no subclass; a subclass may intercept the op."""
     return all(type(x) is torch.Tensor for x in tensors)
 
 
 def _has_plain_values(q: torch.Tensor, softmax_scale: object, causal: object, deterministic: object) -> bool:
-    """Whether the checks of a call with these values depend on tensor metadata only."""
+    """True if the checks of a call with these values depend on tensor metadata only."""
     return (
         q.is_cuda
         and (softmax_scale is None or (type(softmax_scale) is float and math.isfinite(softmax_scale)))

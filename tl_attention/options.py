@@ -83,7 +83,7 @@ class Options:
 
     @property
     def is_off(self) -> bool:
-        """Whether the call is plain or causal attention with default splits."""
+        """True if the call is plain or causal attention with default splits."""
         return not any(self._has(name, default) for name, default in _SWITCHES)
 
     @functools.cached_property

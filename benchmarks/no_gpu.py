@@ -15,6 +15,7 @@ from tl_attention.problem import AttnProblem
 from tl_attention.testing.bench import PEAK_TFLOPS, Shape, fwd_ceiling
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.tuning import autotune
+from tl_attention.tuning.results import REPORT_COLUMNS, report_cells
 
 QUICK_CONFIGS = 4
 CEILING_SEQLEN = 8192
@@ -59,7 +60,7 @@ def report_kernels(console: Console, quick: bool) -> None:
     table = Table(
         title=f"shipped kernels, {nvcc[0]} for sm_90a, and their ceilings in TFLOPS at S={CEILING_SEQLEN}"
     )
-    for column in ("problem", "config", *autotune.REPORT_COLUMNS, *ceilings, "verdict"):
+    for column in ("problem", "config", *REPORT_COLUMNS, *ceilings, "verdict"):
         table.add_column(column, justify="right" if column in ceilings else "left")
     built = autotune.compile_all(pairs)
     results = {}
@@ -89,7 +90,7 @@ def kernel_line(
         ceilings = [f"{tflops:.0f}" for tflops in fwd_ceiling(shape, config.block_M, config.block_N)]
     report = None if isinstance(result, autotune.Failure) else result
     verdict = report.fault or "ok" if report else str(result).strip().splitlines()[-1]
-    return (str(problem), str(config), *autotune.report_cells(report), *ceilings, verdict)
+    return (str(problem), str(config), *report_cells(report), *ceilings, verdict)
 
 
 def check_cpu(console: Console) -> int:

@@ -21,7 +21,7 @@ from tl_attention import configs
 from tl_attention.problem import DIRECTIONS
 from tl_attention.testing import bench
 from tl_attention.testing.bench import Eager, Shape, Timing
-from tl_attention.tuning import autotune
+from tl_attention.tuning import autotune, steps
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
 pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
@@ -294,7 +294,7 @@ def test_bench_named_shapes_are_shapes() -> None:
 def test_bench_untuned_shapes_are_not_those_of_the_tuner() -> None:
     untuned = set(bench.chosen_shapes(["untuned-*"]).values())
     assert len(untuned) == 20
-    tuned = {shape for direction in DIRECTIONS for shape in autotune.default_shapes(direction)}
+    tuned = {shape for direction in DIRECTIONS for shape in steps.default_shapes(direction)}
     for path in configs.data_dir().glob("tuned/*.json"):
         table = configs.read_tuned(path)
         tuned |= {
@@ -1181,7 +1181,7 @@ def test_bench_host_times_calls_and_first_calls(
     assert [cached[mode] for mode in host.CACHE_MODES] == [5.0] * 3 and not cached["reasons"]
     assert [row.get("total_ms") for row in stored["first_calls"]] == [25.5, 25.5, 25.5, None]
     text = (tmp_path / "host.md").read_text()
-    assert "| backward alone | 5.0 | – | – |" in text
+    assert "| backward only | 5.0 | – | – |" in text
     assert "| lengths in a tensor, pages of 64 keys | 5.0 |" in text
     assert "| tl_attention, forward and backward | 20.0 | 5.5 | 25.5 |" in text
     assert "cudnn (torch sdpa), forward: RuntimeError: RuntimeError: no engine" in text

@@ -21,9 +21,10 @@ import turns
 from providers import Inputs, Provider, Ready, Result, Unsupported, has_flash_attn, import_function
 from report import OURS, Row
 
-from tl_attention.testing import bench
-from tl_attention.testing.bench import Shape
+from tl_attention.problem import DECODE
+from tl_attention.testing import counts, environment, shapes, timer
 from tl_attention.testing.numeric import check_fwd
+from tl_attention.testing.shapes import Shape
 
 HEADS = {"h64": (64, 8), "h32": (32, 8), "h8": (8, 1)}
 BATCHES = (1, 8, 32, 128)
@@ -48,7 +49,7 @@ NAMED = {
 }
 
 MAX_CACHE_BYTES = 100e9
-LARGE_BYTES = 20 * bench.L2_BYTES
+LARGE_BYTES = 20 * timer.L2_BYTES
 MAX_CHECKED_KEYS = 2**18  # of all heads of keys that are checked
 MAX_CHECKED_HEADS = 16
 SPREAD = 2  # of scores, in standard deviations: out is neither the mean of all values nor one of them
@@ -61,13 +62,13 @@ def chosen_shapes(texts: Sequence[str]) -> dict[str, Shape]:
     """Name -> shape, the fewest bytes first, so that what may fail for its size comes last; raises ValueError."""
     parts = ("|".join(map(str, part)) for part in (GROUPS, HEADS, BATCHES, LENGTHS))
     where = "benchmarks/decode.py, which has decode-({})-({})-b({})-({})".format(*parts)
-    chosen = bench.chosen_shapes(texts, NAMED, where)
+    chosen = shapes.chosen_shapes(texts, NAMED, where)
     for text, shape in chosen.items():
         if other := [
             word for word in shape.options.words if word.partition("=")[0] not in ("page", "ragged")
         ]:
             raise ValueError(f"shape {text!r}: expected no options but page=.. and ragged, got {other[0]}")
-    return dict(sorted(chosen.items(), key=lambda item: bench.decode_bytes(item[1])))
+    return dict(sorted(chosen.items(), key=lambda item: counts.decode_bytes(item[1])))
 
 
 class Caches:
@@ -97,7 +98,7 @@ class Caches:
         sizes = (count, shape.batch, shape.seqlen_q, shape.heads_q, shape.head_dim)
         queries = torch.randn(sizes, generator=self.generator, dtype=self.values.dtype, device=device)
         queries *= SPREAD
-        seqlens = torch.tensor([keys for _, keys in bench.sequences(shape)], device=device).int()
+        seqlens = torch.tensor([keys for _, keys in shapes.sequences(shape)], device=device).int()
         rows, columns = _rows(shape)
         sides = (shape.heads_kv, columns) if layout == "bhsd" else (columns, shape.heads_kv)
         made = []
@@ -130,8 +131,8 @@ def _elements(shape: Shape) -> int:
 
 def _count(shape: Shape) -> int:
     """How many caches take turns: two at least, but of the largest, of which L2 holds nearly nothing."""
-    nbytes = bench.decode_bytes(shape)
-    return max(bench.rotation(nbytes), 2 if nbytes < LARGE_BYTES else 1)
+    nbytes = counts.decode_bytes(shape)
+    return max(timer.rotation(nbytes), 2 if nbytes < LARGE_BYTES else 1)
 
 
 def _fault(shape: Shape) -> str | None:
@@ -161,8 +162,8 @@ def measure(shape: Shape, caches: Caches, names: Sequence[str], rounds: int) -> 
         layout = PROVIDERS[name].layout
         return verify(shape, layout, result, copies(layout)[0], when)
 
-    def speeds(name: str, timing: bench.Timing, eager: None) -> Row:
-        return turns.speeds(shape, bench.DECODE, timing, eager) | {"us": 1000 * timing.median_ms}
+    def speeds(name: str, timing: timer.Timing, eager: None) -> Row:
+        return turns.speeds(shape, DECODE, timing, eager) | {"us": 1000 * timing.median_ms}
 
     with turns.reason_of_all(rows):
         turns.compete(
@@ -189,7 +190,7 @@ def verify(shape: Shape, layout: str, result: Result, inputs: Inputs, when: str 
     q, k, v, _, pages = inputs
     if layout == "bhsd":
         q, k, v, out = (x.transpose(1, 2) for x in (q, k, v, out))
-    lengths = [keys for _, keys in bench.sequences(shape)]
+    lengths = [keys for _, keys in shapes.sequences(shape)]
     group = shape.heads_q // shape.heads_kv
 
     def queries_of(x: torch.Tensor, entry: int, head: int) -> torch.Tensor:
@@ -338,7 +339,7 @@ FORWARDS = {
 LAYOUTS = {"cudnn": "bhsd"}
 LIBRARIES = {  # others than those of providers.PROVIDERS
     "fa4": lambda: f"{providers.PROVIDERS['fa4'].library()} (on sm_90 it does not split keys)",
-    "flashinfer": lambda: f"flashinfer-python {bench.version('flashinfer-python')}",
+    "flashinfer": lambda: f"flashinfer-python {environment.version('flashinfer-python')}",
 }
 PROVIDERS = {
     name: Provider(

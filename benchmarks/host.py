@@ -22,9 +22,9 @@ from providers import PROVIDERS, Result, Unsupported, import_function, title
 from report import OURS, bullets, markdown_table
 from rich.console import Console
 
-from tl_attention.testing import bench
-from tl_attention.testing.bench import Shape
+from tl_attention.testing import timer
 from tl_attention.testing.inputs import make_dout, make_inputs
+from tl_attention.testing.shapes import Shape
 
 SHAPE = Shape.parse("1,8,8,128,128,64,full")
 CACHE = Shape.parse("1,64,8,1,2048,128,full")
@@ -167,7 +167,7 @@ def time_calls(
                     made.append(mode)
             except Exception as error:
                 left = [mode for mode in modes if mode not in made]
-                rows[-1]["reasons"] = dict.fromkeys(left, bench.first_line(error))
+                rows[-1]["reasons"] = dict.fromkeys(left, timer.first_line(error))
     samples: dict[tuple[str, str], list[float]] = {}
     for _ in range(ROUNDS):
         for row, library, mode, call in ready:
@@ -175,9 +175,9 @@ def time_calls(
                 continue
             with library.within():
                 try:
-                    samples.setdefault((row["library"], mode), []).append(bench.time_eager(call).host_us)
+                    samples.setdefault((row["library"], mode), []).append(timer.time_eager(call).host_us)
                 except Exception as error:
-                    row["reasons"][mode] = bench.first_line(error)
+                    row["reasons"][mode] = timer.first_line(error)
     for row in rows:
         row |= {
             mode: statistics.median(samples[row["library"], mode])
@@ -214,7 +214,7 @@ def time_first_calls() -> list[dict[str, object]]:
                 "total_ms": statistics.median(x["import"] + x["call"] for x in times),
             }
         except (RuntimeError, subprocess.TimeoutExpired) as error:
-            row["reason"] = bench.first_line(error)
+            row["reason"] = timer.first_line(error)
         rows.append(row)
     return rows
 

@@ -11,8 +11,9 @@ from rich.table import Table
 
 from tl_attention import autotune, configs, cubin
 from tl_attention.problem import AttnProblem, FwdConfig, KernelConfig
-from tl_attention.testing.bench import PEAK_TFLOPS, Shape, fwd_ceiling
+from tl_attention.testing.counts import PEAK_TFLOPS, fwd_ceiling
 from tl_attention.testing.inputs import make_dout, make_inputs
+from tl_attention.testing.shapes import Shape
 
 QUICK_CONFIGS = 4
 CEILING_SEQLEN = 8192

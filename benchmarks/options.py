@@ -18,8 +18,8 @@ from providers import Provider, Ready, Result, Unsupported, has_flash_attn, impo
 from report import OURS, PLAIN
 
 from tl_attention.reference import dropout_keep
-from tl_attention.testing import bench
-from tl_attention.testing.bench import Shape
+from tl_attention.testing import counts, shapes, timer
+from tl_attention.testing.shapes import Shape
 
 OWN_MASK = ("fa2", "cudnn")  # whose dropout draws masks that the reference does not know
 
@@ -41,10 +41,10 @@ class Tensors:
 @functools.lru_cache(maxsize=4)
 def tensors(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensors:
     asked, heads = shape.options, shape.heads_q
-    lengths = list(zip(*bench.sequences(shape), strict=True))
+    lengths = list(zip(*shapes.sequences(shape), strict=True))
     ends = (torch.tensor([0, *each]).cumsum(0).to(device, torch.int32) for each in lengths)
     slopes = 2.0 ** (-8 * torch.arange(1, heads + 1) / heads)
-    seen = bench.visible_pairs(shape) / (shape.batch * shape.seqlen_q)
+    seen = counts.visible_pairs(shape) / (shape.batch * shape.seqlen_q)
     sink = torch.randn(heads, generator=torch.Generator().manual_seed(0)) + math.log(seen)
     return Tensors(
         tuple(ends),
@@ -287,7 +287,7 @@ def _provider(
             return attend(*operands(*qkv))
 
         def recorded(*qkv: torch.Tensor) -> Result:
-            with bench.on_capture_stream():
+            with timer.on_capture_stream():
                 given = [x.detach().requires_grad_() for x in operands(*qkv)]
                 out, lse = attend(*given)
             leaves = given if needs.sink is None else [*given, needs.sink]

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from tl_attention.testing.bench import Shape, is_deterministic, version
+from tl_attention.testing.environment import version
+from tl_attention.testing.shapes import Shape, is_deterministic
 
 Result = tuple[Any, ...]
 Inputs = tuple[torch.Tensor, ...]
@@ -54,7 +55,7 @@ def prepare(
     """A direction of a library, and the arguments of a call for each copy of the inputs.
 
     Args:
-        direction: one of bench.DIRECTIONS.
+        direction: one of shapes.DIRECTIONS.
         copies: of (q, k, v), or with a backward (dout, q, k, v), in the layout of the provider.
     Returns:
         fwd: (q, k, v) -> (out, lse). bwd: (dout, q, k, v, *what its forward returned) -> (dq, dk, dv).

@@ -38,7 +38,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from tl_attention.testing.bench import DECODE, DIRECTIONS
+from tl_attention.problem import DECODE
+from tl_attention.testing.shapes import DIRECTIONS
 
 Row = dict[str, Any]
 OURS = "tl_attention"

@@ -40,12 +40,13 @@ from providers import PROVIDERS, Inputs, Provider, Ready, Result, prepare
 from report import OURS, PLAIN, Row
 from rich.console import Console
 
+from tl_attention.problem import DECODE
 from tl_attention.reference import attention_backward_reference, attention_reference
 from tl_attention.target import is_hopper
-from tl_attention.testing import bench
-from tl_attention.testing.bench import DECODE, Shape, chosen_shapes
+from tl_attention.testing import counts, environment, shapes, timer
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.numeric import BwdVerdict, check_bwd, check_fwd
+from tl_attention.testing.shapes import Shape, chosen_shapes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT = {
@@ -116,31 +117,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 200)
     arguments = sys.argv[1:] if argv is None else argv
-    environment = bench.environment(shlex.join(["python", "benchmarks/run.py", *arguments]))
-    report.show_environment(console, environment)
+    facts = environment.facts(shlex.join(["python", "benchmarks/run.py", *arguments]))
+    report.show_environment(console, facts)
     if torch.cuda.is_available() and is_hopper(torch.cuda.current_device()):
         if args.host:
-            return host.run(console, args.out, environment)
-        return benchmark(args, console, environment)
+            return host.run(console, args.out, facts)
+        return benchmark(args, console, facts)
     if args.host:
         console.print("--host: expected a Hopper GPU, found none: what the host does is to launch on it")
         return 2
     return no_gpu.run(console, args.quick)
 
 
-def benchmark(args: argparse.Namespace, console: Console, environment: dict[str, str]) -> int:
+def benchmark(args: argparse.Namespace, console: Console, facts: dict[str, str]) -> int:
     """All shapes, one after the other. What there is when it ends, however it ends, is written and shown."""
     args.out.mkdir(parents=True, exist_ok=True)
     with console.status("measuring cuBLAS and copy rates"):
-        cublas, copy = bench.measure_cublas_tflops(), bench.measure_copy_bandwidth()
+        cublas, copy = timer.measure_cublas_tflops(), timer.measure_copy_bandwidth()
     measured = {
         "cuBLAS 8192³ bf16": f"{cublas:.0f} TFLOPS",
         "copy": f"{copy:.0f} GB/s, ridge point {1000 * cublas / copy:.0f} FLOP/B",
     }
     report.show_environment(console, measured)
-    environment |= measured
+    facts |= measured
     console.print(f"{report.convention(args.direction)}\n")
-    common = {"pass": args.direction, "dtype": args.dtype, "commit": environment["commit"]}
+    common = {"pass": args.direction, "dtype": args.dtype, "commit": facts["commit"]}
     common["gpu"] = torch.cuda.get_device_name()
 
     take, rows = measurer(args), []
@@ -169,7 +170,7 @@ def benchmark(args: argparse.Namespace, console: Console, environment: dict[str,
         return 130
     finally:
         if rows:
-            finish(args.out, console, environment, rows)
+            finish(args.out, console, facts, rows)
     return int(any(row["status"] != "ok" for row in rows if row["provider"] == OURS))
 
 
@@ -193,7 +194,7 @@ def gpu_error() -> str | None:
     try:
         torch.cuda.synchronize()
     except Exception as error:
-        return bench.first_line(error)
+        return timer.first_line(error)
     return None
 
 
@@ -243,7 +244,7 @@ def compare(shape: Shape, bshd: Sequence[Inputs], direction: str, rows: dict[str
     def speeds(name: str, *timings: Any) -> Row:
         return turns.speeds(options.asked_of(name, shape), direction, *timings)
 
-    turns.compete(rows, rounds, enter, check, speeds, same_bits=bench.is_deterministic(direction))
+    turns.compete(rows, rounds, enter, check, speeds, same_bits=shapes.is_deterministic(direction))
 
 
 def make_copies(shape: Shape, dtype: torch.dtype, direction: str, warm: bool = False) -> list[Inputs]:
@@ -251,7 +252,7 @@ def make_copies(shape: Shape, dtype: torch.dtype, direction: str, warm: bool = F
 
     As many copies as it takes for a launch to find none of its inputs in L2; warm: one.
     """
-    seeds = range(1 if warm else bench.rotation(bench.input_bytes(shape, direction)))
+    seeds = range(1 if warm else timer.rotation(counts.input_bytes(shape, direction)))
     layout = "packed" if shape.options.packed else "bshd"
     copies = [make_inputs(shape, dtype, layout, seed=seed) for seed in seeds]
     if shape.options.softcap:
@@ -331,7 +332,7 @@ def check_on_average(result: Result, direction: str, *inputs: torch.Tensor, caus
 
 def option_heads(shape: Shape) -> int:
     """How many key heads to check of a problem with options, in all batch entries: what has MAX_CHECKED_PAIRS, at least two."""
-    pairs = bench.visible_pairs(shape) * shape.heads_q // shape.heads_kv
+    pairs = counts.visible_pairs(shape) * shape.heads_q // shape.heads_kv
     return min(shape.heads_kv, max(2, MAX_CHECKED_PAIRS // max(pairs, 1)))
 
 
@@ -358,7 +359,7 @@ def checked_heads(shape: Shape, direction: str) -> tuple[list[int], int] | None:
     Heads of q in a forward, of k where there is a backward.
     """
     heads = shape.heads_kv if "bwd" in direction else shape.heads_q
-    scores = bench.visible_pairs(shape) // shape.batch * shape.heads_q // heads  # of one of them
+    scores = counts.visible_pairs(shape) // shape.batch * shape.heads_q // heads  # of one of them
     every = shape.batch * heads
     most = max(2, MAX_CHECKED_SCORES // max(scores, 1))
     if every <= most:
@@ -385,13 +386,13 @@ def take_heads(x: torch.Tensor | None, chosen: Sequence[int], heads: int) -> tor
     return picked if x.ndim == 3 else picked.transpose(1, 2)
 
 
-def finish(out: Path, console: Console, environment: dict[str, str], rows: list[Row]) -> None:
+def finish(out: Path, console: Console, facts: dict[str, str], rows: list[Row]) -> None:
     """Shows the table and writes the report."""
     console.print(report.table(rows))
     why = report.read_why(out, rows[0]["pass"])
     for note in (*report.slowest(rows, why), *report.summary(rows), *report.notes(rows)):
         console.print(f"- {note}", highlight=False, markup=False)
-    written = report.write(out, rows, environment)
+    written = report.write(out, rows, facts)
     console.print(f"Written to {out}: {', '.join([report.jsonl_name(rows[0]['pass']), *written])}")
 
 

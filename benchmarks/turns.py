@@ -13,9 +13,9 @@ import torch
 from providers import Inputs, Provider, Ready, Result, Unsupported, title
 from report import Row
 
-from tl_attention.testing import bench
-from tl_attention.testing.bench import Shape
+from tl_attention.testing import counts, timer
 from tl_attention.testing.numeric import BwdVerdict, Verdict
+from tl_attention.testing.shapes import Shape
 
 
 def new_row(name: str, provider: Provider, shape: Shape) -> Row:
@@ -23,7 +23,7 @@ def new_row(name: str, provider: Provider, shape: Shape) -> Row:
     size = asdict(shape) | {"mask": shape.mask}
     del size["causal"], size["options"]
     if shape.options:
-        size |= {"options": shape.options.words, "share": bench.share_of_blocks(shape)}
+        size |= {"options": shape.options.words, "share": counts.share_of_blocks(shape)}
     facts = {"provider": name, "title": title(name), "library": provider.library(), "layout": provider.layout}
     return facts | size | dict.fromkeys(report.MEASURED) | {"status": "failed", "reason": None}
 
@@ -36,7 +36,7 @@ def reasons(row: Row) -> Iterator[None]:
     except Unsupported as reason:
         row |= {"status": "skipped", "reason": str(reason)}
     except Exception as error:
-        row |= {"status": "failed", "reason": bench.first_line(error)}
+        row |= {"status": "failed", "reason": timer.first_line(error)}
         torch.cuda.synchronize()
 
 
@@ -48,7 +48,7 @@ def reason_of_all(rows: dict[str, Row]) -> Iterator[None]:
     except Exception as error:
         for row in rows.values():
             if row["status"] == "failed":
-                row["reason"] = row["reason"] or bench.first_line(error)
+                row["reason"] = row["reason"] or timer.first_line(error)
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def compete(
     *,
     same_bits: bool,
     eager: bool = True,
-    **timer: float,
+    **timing_options: float,
 ) -> None:
     """Fills in the rows of the providers of a problem.
 
@@ -79,7 +79,7 @@ def compete(
         speeds: (name, timing, eager or None) -> the speeds, as a part of the row.
         same_bits: whether each result of a provider has to be equal bit by bit to its first.
         eager: whether back-to-back calls are timed, too.
-        timer: of bench.time_interleaved.
+        timing_options: of timer.time_interleaved.
     """
     entrants: dict[str, Entrant] = {}
     for name, row in rows.items():
@@ -90,12 +90,12 @@ def compete(
             if row["correct"]:
                 entrants[name] = Entrant(ready, inputs, tuple(x if x is None else x.clone() for x in result))
 
-    timings = time_all(entrants, rows, rounds, **timer)
-    right: dict[str, bench.Timing] = {}
+    timings = time_all(entrants, rows, rounds, **timing_options)
+    right: dict[str, timer.Timing] = {}
     for name, entrant in entrants.items():
         row, timing = rows[name], timings[name]
         with reasons(row):
-            repeated = bench.time_eager(partial(entrant.ready.call, *entrant.inputs[0])) if eager else None
+            repeated = timer.time_eager(partial(entrant.ready.call, *entrant.inputs[0])) if eager else None
             for result in (timing.result, *([repeated.result] if repeated else ())):
                 if row["correct"] and not same(result, entrant.checked):
                     row |= verify(name, result, "when timed, ")
@@ -110,20 +110,20 @@ def compete(
                 right[name] = timing
     for name, timing in right.items():
         for other in right.keys() - {name}:
-            ratio = bench.speedup(timing, right[other])
+            ratio = timer.speedup(timing, right[other])
             rows[name][f"ratio_vs_{other}"] = ratio.median
             rows[name][f"ratio_range_vs_{other}"] = [ratio.p25, ratio.p75]
 
 
 def time_all(
-    entrants: dict[str, Entrant], rows: dict[str, Row], rounds: int, **timer: float
-) -> dict[str, bench.Timing]:
+    entrants: dict[str, Entrant], rows: dict[str, Row], rounds: int, **timing_options: float
+) -> dict[str, timer.Timing]:
     """All in turn. One that fails loses its place among the entrants, and the others are timed anew."""
     while entrants:
         calls = {name: [partial(e.ready.launch, *copy) for copy in e.inputs] for name, e in entrants.items()}
         try:
-            return bench.time_interleaved(calls, rounds, **timer)
-        except bench.CallFailed as failure:
+            return timer.time_interleaved(calls, rounds, **timing_options)
+        except timer.CallFailed as failure:
             del entrants[failure.name]
             with reasons(rows[failure.name]):
                 raise failure.__cause__ from None
@@ -134,7 +134,7 @@ def same(a: Result, b: Result) -> bool:
     return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def speeds(shape: Shape, direction: str, timing: bench.Timing, eager: bench.Eager | None) -> Row:
+def speeds(shape: Shape, direction: str, timing: timer.Timing, eager: timer.Eager | None) -> Row:
     """Of a row that is right; a time of eager calls that were not timed is None."""
     return {
         "status": "ok",
@@ -146,9 +146,9 @@ def speeds(shape: Shape, direction: str, timing: bench.Timing, eager: bench.Eage
         "rounds": sum(sample is not None for sample in timing.samples),
         "eager_ms": eager and eager.ms,
         "host_us": eager and eager.host_us,
-        "tflops": bench.flops(shape, direction) / timing.median_ms / 1e9,
-        "gbps": bench.traffic(shape, direction) / timing.median_ms / 1e6,
-        "intensity": bench.intensity(shape, direction),
+        "tflops": counts.flops(shape, direction) / timing.median_ms / 1e9,
+        "gbps": counts.traffic(shape, direction) / timing.median_ms / 1e6,
+        "intensity": counts.intensity(shape, direction),
     }
 
 

@@ -33,8 +33,9 @@ from tl_attention.problem import (
 )
 from tl_attention.reference import attention_backward_reference, attention_reference
 from tl_attention.sandbox import Failure, Sandbox, Sandboxes, time_left
-from tl_attention.testing.bench import Shape, Timing
 from tl_attention.testing.inputs import make_inputs
+from tl_attention.testing.shapes import Shape
+from tl_attention.testing.timer import Timing
 
 SHAPE = Shape(1, 8, 8, 2048, 2048, 256, 256, True)
 PROBLEM = AttnProblem("bfloat16", 256, 256, True)
@@ -401,8 +402,8 @@ def test_time_candidates_counts_the_flops_of_the_direction(direction, cpu_steps,
         seen.extend(len(copies) for copies in calls.values())
         return {config: Timing((copies[0]() and 1e-3,), 1, "graph") for config, copies in calls.items()}
 
-    monkeypatch.setattr(autotune.bench, "time_interleaved", time_interleaved)
-    monkeypatch.setattr(autotune.bench, "rotation", lambda nbytes: 2)
+    monkeypatch.setattr(autotune.timer, "time_interleaved", time_interleaved)
+    monkeypatch.setattr(autotune.timer, "rotation", lambda nbytes: 2)
     candidates = CANDIDATES_OF[direction][:2]
     tflops = autotune.time_candidates(row, candidates, SMALL, 5)
     widths = {"fwd": 2 * 64}.get(direction, 5 * 64)

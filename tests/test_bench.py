@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import io
 import json
 import math
@@ -18,9 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tl_attention import autotune, configs
-from tl_attention.problem import DIRECTIONS
-from tl_attention.testing import bench
-from tl_attention.testing.bench import Eager, Shape, Timing
+from tl_attention.problem import DECODE, DIRECTIONS
+from tl_attention.testing import counts, environment, shapes, timer
+from tl_attention.testing.shapes import Shape
+from tl_attention.testing.timer import Eager, Timing
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
 pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
@@ -40,13 +42,13 @@ EVERY_ROW = {
 TIMED_ROW = EVERY_ROW | {"p25", "p75", "eager_ms", "gbps", "intensity", "pct_cublas", "ratio_vs_naive"}
 
 sizes = st.integers(1, 70)
-shapes = st.builds(
+problem_shapes = st.builds(
     lambda batch, heads_kv, group, *rest: Shape(batch, heads_kv * group, heads_kv, *rest),
     *(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), sizes, sizes, sizes, sizes, st.booleans()),
 )
 
 
-@given(shapes)
+@given(problem_shapes)
 def test_bench_flops_count_visible_pairs(shape: Shape) -> None:
     seen = [
         (i, j)
@@ -54,15 +56,15 @@ def test_bench_flops_count_visible_pairs(shape: Shape) -> None:
         for j in range(shape.seqlen_k)
         if not shape.causal or j <= i + shape.seqlen_k - shape.seqlen_q
     ]
-    assert bench.visible_pairs(shape) == shape.batch * len(seen)
+    assert counts.visible_pairs(shape) == shape.batch * len(seen)
     scores = shape.batch * shape.heads_q * len(seen)
-    assert bench.fwd_flops(shape) == scores * 2 * (shape.head_dim + shape.head_dim_v)
-    assert bench.bwd_flops(shape) == scores * 2 * (3 * shape.head_dim + 2 * shape.head_dim_v)
-    assert bench.flops(shape, "bwd") == bench.flops(shape, "bwd_det") == bench.bwd_flops(shape)
-    assert bench.flops(shape, "fwd_bwd") == bench.fwd_flops(shape) + bench.bwd_flops(shape)
+    assert counts.fwd_flops(shape) == scores * 2 * (shape.head_dim + shape.head_dim_v)
+    assert counts.bwd_flops(shape) == scores * 2 * (3 * shape.head_dim + 2 * shape.head_dim_v)
+    assert counts.flops(shape, "bwd") == counts.flops(shape, "bwd_det") == counts.bwd_flops(shape)
+    assert counts.flops(shape, "fwd_bwd") == counts.fwd_flops(shape) + counts.bwd_flops(shape)
 
 
-@given(shapes)
+@given(problem_shapes)
 def test_bench_bytes_are_those_of_the_tensors(shape: Shape) -> None:
     q, out = (
         torch.empty(shape.batch, shape.seqlen_q, shape.heads_q, d) for d in (shape.head_dim, shape.head_dim_v)
@@ -74,21 +76,21 @@ def test_bench_bytes_are_those_of_the_tensors(shape: Shape) -> None:
     lse = torch.empty(shape.batch, shape.heads_q, shape.seqlen_q)
     qkv = 2 * (q.numel() + k.numel() + v.numel())
     rows = 2 * out.numel() + 4 * lse.numel()
-    assert bench.input_bytes(shape) == qkv
-    assert bench.input_bytes(shape, "fwd_bwd") == qkv + 2 * out.numel()
-    assert bench.input_bytes(shape, "bwd") == qkv + 2 * out.numel() + rows
-    assert bench.fwd_bytes(shape) == bench.traffic(shape, "fwd") == qkv + rows
-    assert bench.bwd_bytes(shape) == bench.traffic(shape, "bwd_det") == 2 * qkv + 2 * out.numel() + rows
-    assert bench.traffic(shape, "fwd_bwd") == bench.fwd_bytes(shape) + bench.bwd_bytes(shape)
+    assert counts.input_bytes(shape) == qkv
+    assert counts.input_bytes(shape, "fwd_bwd") == qkv + 2 * out.numel()
+    assert counts.input_bytes(shape, "bwd") == qkv + 2 * out.numel() + rows
+    assert counts.fwd_bytes(shape) == counts.traffic(shape, "fwd") == qkv + rows
+    assert counts.bwd_bytes(shape) == counts.traffic(shape, "bwd_det") == 2 * qkv + 2 * out.numel() + rows
+    assert counts.traffic(shape, "fwd_bwd") == counts.fwd_bytes(shape) + counts.bwd_bytes(shape)
 
 
 def test_bench_flops_of_the_articles_shape() -> None:
     shape = Shape.parse("1,16,16,4096,4096,128,causal")
-    assert bench.fwd_flops(shape) == 4 * 16 * 128 * (4096 * 4097 // 2)
-    assert bench.bwd_flops(shape) == 2.5 * bench.fwd_flops(shape)
+    assert counts.fwd_flops(shape) == 4 * 16 * 128 * (4096 * 4097 // 2)
+    assert counts.bwd_flops(shape) == 2.5 * counts.fwd_flops(shape)
 
 
-@given(shapes)
+@given(problem_shapes)
 def test_bench_shape_round_trip(shape: Shape) -> None:
     assert Shape.parse(str(shape)) == shape
 
@@ -112,31 +114,31 @@ def test_bench_shape_errors_say_what_is_wrong(text: str, words: str) -> None:
 
 def test_bench_ceilings_are_those_of_the_model() -> None:
     full, causal = (Shape.parse(f"1,1,1,1024,1024,128,{mask}") for mask in ("full", "causal"))
-    after, under = bench.fwd_ceiling(full, 128, 128)
-    assert (after, under) == pytest.approx((bench.PEAK_TFLOPS / 1.5, bench.PEAK_TFLOPS))
+    after, under = counts.fwd_ceiling(full, 128, 128)
+    assert (after, under) == pytest.approx((counts.PEAK_TFLOPS / 1.5, counts.PEAK_TFLOPS))
     wasted = (1024 * 1025 / 2) / (128 * 128 * 36)  # 36 tiles of 128 x 128 touch the triangle
-    assert bench.fwd_ceiling(causal, 128, 128) == pytest.approx((after * wasted, under * wasted))
+    assert counts.fwd_ceiling(causal, 128, 128) == pytest.approx((after * wasted, under * wasted))
 
 
 def test_bench_inputs_rotate_beyond_twice_the_l2_cache() -> None:
     for nbytes in (1 << 20, 40 << 20, 100 << 20, 1 << 30):
-        copies = bench.rotation(nbytes)
-        assert copies * nbytes > 2 * bench.L2_BYTES >= (copies - 1) * nbytes
-    assert bench.rotation(1) == bench.MAX_COPIES
+        copies = timer.rotation(nbytes)
+        assert copies * nbytes > 2 * timer.L2_BYTES >= (copies - 1) * nbytes
+    assert timer.rotation(1) == timer.MAX_COPIES
 
 
 def test_bench_rounds_rotate_and_slow_calls_sit_some_out() -> None:
-    orders = bench.round_order({"a": 10, "b": 10, "slow": 100, "naive": 5000}, rounds=15, cap_ms=500)
+    orders = timer.round_order({"a": 10, "b": 10, "slow": 100, "naive": 5000}, rounds=15, cap_ms=500)
     assert len(orders) == 15
     assert set(orders[0]) == {"a", "b", "slow", "naive"}
     counts = {name: sum(name in order for order in orders) for name in orders[0]}
-    assert counts == {"a": 15, "b": 15, "slow": 5, "naive": bench.MIN_SAMPLES}
+    assert counts == {"a": 15, "b": 15, "slow": 5, "naive": timer.MIN_SAMPLES}
     assert {order[0] for order in orders} >= {"a", "b"}
 
 
 def test_bench_speedup_is_the_median_of_the_rounds_ratios() -> None:
     ours, theirs = Timing((1.0, 2.0, 4.0, 8.0), 1, "graph"), Timing((2.0, None, 4.0, 24.0), 1, "graph")
-    assert bench.speedup(ours, theirs) == bench.Quartiles(1.5, 2.0, 2.5)
+    assert timer.speedup(ours, theirs) == timer.Quartiles(1.5, 2.0, 2.5)
     assert ours.median_ms == 3.0
     assert theirs.median_ms == 4.0
 
@@ -165,7 +167,7 @@ def work(ms: float, result: object = None) -> object:
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(bench, "capture_stream", lambda: None)
+    monkeypatch.setattr(timer, "capture_stream", lambda: None)
     for name in ("synchronize", "current_stream", "set_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
 
@@ -179,16 +181,16 @@ def test_bench_timer_samples_every_round_and_names_its_fallback(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "graph", Refused)
     copies = [partial(work, 1.0), partial(work, 3.0)]
     calls = {"one": partial(work, 0.5), "two": copies, "slow": partial(work, 400.0)}
-    timings = bench.time_interleaved(calls, rounds=9)
+    timings = timer.time_interleaved(calls, rounds=9)
     medians = {name: timing.median_ms for name, timing in timings.items()}
     assert medians == pytest.approx({"one": 0.5, "two": 1.8, "slow": 400})
     assert [timing.launches for timing in timings.values()] == [20, 5, 1]
     counts = [sum(sample is not None for sample in timing.samples) for timing in timings.values()]
-    assert counts == [9, 9, bench.MIN_SAMPLES]
+    assert counts == [9, 9, timer.MIN_SAMPLES]
     assert timings["one"].timer == "eager: graph capture failed, RuntimeError: not here"
-    assert bench.time_eager(calls["one"]).ms == pytest.approx(0.5)
+    assert timer.time_eager(calls["one"]).ms == pytest.approx(0.5)
     with pytest.raises(ValueError, match="rounds: expected at least 1, got 0"):
-        bench.time_interleaved(calls, rounds=0)
+        timer.time_interleaved(calls, rounds=0)
 
 
 class FakeGraph:
@@ -208,15 +210,15 @@ def test_bench_timer_returns_what_the_last_replay_left(monkeypatch: pytest.Monke
     first, second = torch.ones(3), torch.ones(3)
     copies = [partial(work, 1.0, (first, None)), partial(work, 1.0, (second, None))]
 
-    idle = bench.time_interleaved({"idle": copies}, rounds=3)["idle"]
+    idle = timer.time_interleaved({"idle": copies}, rounds=3)["idle"]
     assert idle.timer == "graph"
     assert idle.result[0] is first
     assert first.isnan().all(), "replays that do nothing leave the NaN of the timer"
 
     monkeypatch.setattr(FakeGraph, "again", staticmethod(lambda: first.fill_(2)))
-    assert bench.time_interleaved({"works": copies}, rounds=3)["works"].result[0].eq(2).all()
+    assert timer.time_interleaved({"works": copies}, rounds=3)["works"].result[0].eq(2).all()
     assert second.eq(1).all()
-    assert bench.time_eager(copies[0]).result[0] is first
+    assert timer.time_eager(copies[0]).result[0] is first
 
 
 @pytest.mark.usefixtures("fake_cuda")
@@ -224,8 +226,8 @@ def test_bench_timer_names_the_call_that_fails() -> None:
     def fail() -> None:
         raise ValueError("no")
 
-    with pytest.raises(bench.CallFailed, match="bad: ValueError: no") as caught:
-        bench.time_interleaved({"good": partial(work, 1.0), "bad": fail}, rounds=1)
+    with pytest.raises(timer.CallFailed, match="bad: ValueError: no") as caught:
+        timer.time_interleaved({"good": partial(work, 1.0), "bad": fail}, rounds=1)
     assert caught.value.name == "bad"
 
 
@@ -239,12 +241,12 @@ def test_bench_commit_is_that_of_the_packages_own_checkout(
         ["git", "-C", tmp_path, *author, "commit", "-q", "--allow-empty", "-m", "first"], check=True
     )
     for root, known in ((tmp_path, True), (tmp_path / "venv/site-packages", False)):
-        file = root / "tl_attention/testing/bench.py"
+        file = root / "tl_attention/testing/environment.py"
         file.parent.mkdir(parents=True)
-        monkeypatch.setattr(bench, "__file__", str(file))
-        assert (bench.git_commit() != "unknown") == known
+        monkeypatch.setattr(environment, "__file__", str(file))
+        assert (environment.git_commit() != "unknown") == known
     monkeypatch.setenv("TL_ATTENTION_COMMIT", "told")
-    assert bench.git_commit() == "told"
+    assert environment.git_commit() == "told"
 
 
 @pytest.mark.gpu
@@ -255,16 +257,16 @@ def test_bench_timer_on_gpu_sees_twice_the_work() -> None:
         return float((x @ x)[0, 0])
 
     calls = {"once": lambda: x @ x, "twice": lambda: (x @ x) @ x, "uncapturable": uncapturable}
-    timings = bench.time_interleaved(calls, rounds=9)
+    timings = timer.time_interleaved(calls, rounds=9)
     torch.testing.assert_close(timings["once"].result, x @ x)
-    assert bench.speedup(timings["once"], timings["twice"]).median == pytest.approx(2, rel=0.1)
+    assert timer.speedup(timings["once"], timings["twice"]).median == pytest.approx(2, rel=0.1)
     assert timings["once"].timer == timings["twice"].timer == "graph"
     assert timings["uncapturable"].timer.startswith("eager: graph capture failed")
-    assert bench.time_interleaved({"after": calls["once"]}, rounds=3)["after"].timer == "graph"
+    assert timer.time_interleaved({"after": calls["once"]}, rounds=3)["after"].timer == "graph"
 
 
 def test_bench_paper_grid_is_16k_tokens_of_hidden_2048() -> None:
-    paper = {str(shape) for name, shape in bench.chosen_shapes(["paper-*"]).items()}
+    paper = {str(shape) for name, shape in shapes.chosen_shapes(["paper-*"]).items()}
     lengths = [512 << i for i in range(6)]
     assert paper == {
         f"{16384 // s},{2048 // d},{2048 // d},{s},{s},{d},{d},{mask}"
@@ -279,19 +281,19 @@ def test_bench_named_shapes_are_shapes() -> None:
     assert len({Shape.parse(text) for text in named.values()}) == len(named)
     assert all(str(Shape.parse(text)) == text for text in named.values())
     counts = {
-        direction: len(bench.chosen_shapes(names))
+        direction: len(shapes.chosen_shapes(names))
         for direction, names in run.DEFAULT.items()
-        if direction != bench.DECODE
+        if direction != DECODE
     }
     assert counts == {"fwd": 37, "bwd": 39, "fwd_bwd": 39}
     extra = ("mla-h*", "gqa-*", "few-h*", "small-*", "chunk-*")
-    assert [len(bench.chosen_shapes([pattern])) for pattern in extra] == [8, 9, 6, 4, 1]
-    warm = [name for name in named for pattern in run.WARM if bench.fnmatch.fnmatch(name, pattern)]
+    assert [len(shapes.chosen_shapes([pattern])) for pattern in extra] == [8, 9, 6, 4, 1]
+    warm = [name for name in named for pattern in run.WARM if fnmatch.fnmatch(name, pattern)]
     assert len(warm) == 10
 
 
 def test_bench_untuned_shapes_are_not_those_of_the_tuner() -> None:
-    untuned = set(bench.chosen_shapes(["untuned-*"]).values())
+    untuned = set(shapes.chosen_shapes(["untuned-*"]).values())
     assert len(untuned) == 20
     tuned = {shape for direction in DIRECTIONS for shape in autotune.default_shapes(direction)}
     for path in configs.data_dir().glob("tuned/*.json"):
@@ -311,13 +313,13 @@ def test_bench_untuned_shapes_are_not_those_of_the_tuner() -> None:
 
 
 def test_bench_shapes_by_name_pattern_and_text() -> None:
-    assert list(bench.chosen_shapes(["article;paper-d64-full-*k", SHAPE])) == [
+    assert list(shapes.chosen_shapes(["article;paper-d64-full-*k", SHAPE])) == [
         "article",
         *(f"paper-d64-full-{n}k" for n in (1, 2, 4, 8, 16)),
         SHAPE,
     ]
     with pytest.raises(ValueError, match=r"'nonsense': not in .*, which has paper-d64-full-512"):
-        bench.chosen_shapes(["nonsense"])
+        shapes.chosen_shapes(["nonsense"])
 
 
 def fake_row(
@@ -428,7 +430,7 @@ def test_bench_readme_shows_the_backward_where_it_is_stored(tmp_path: Path) -> N
     ]
 
 
-@pytest.mark.parametrize("direction", bench.DIRECTIONS)
+@pytest.mark.parametrize("direction", shapes.DIRECTIONS)
 def test_bench_report_says_what_was_measured(direction: str, tmp_path: Path) -> None:
     rows = of_pass(direction, ROWS)
     assert f"# Attention {report.TITLES[direction]}, bf16" in report.markdown({"gpu": "H"}, rows)
@@ -644,18 +646,18 @@ def gpu_stub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "PROVIDERS", stubs)
     monkeypatch.setattr(run, "make_inputs", partial(run.make_inputs, device="cpu"))
     monkeypatch.setattr(run, "make_dout", partial(run.make_dout, device="cpu"))
-    monkeypatch.setattr(bench, "rotation", lambda nbytes: 2)
-    monkeypatch.setattr(bench, "time_interleaved", Stub.time_interleaved)
-    monkeypatch.setattr(bench, "time_eager", lambda call: Eager(1.0, 5.0, call()))
-    monkeypatch.setattr(bench, "measure_cublas_tflops", lambda: 700.0)
-    monkeypatch.setattr(bench, "measure_copy_bandwidth", lambda: 4000.0)
+    monkeypatch.setattr(timer, "rotation", lambda nbytes: 2)
+    monkeypatch.setattr(timer, "time_interleaved", Stub.time_interleaved)
+    monkeypatch.setattr(timer, "time_eager", lambda call: Eager(1.0, 5.0, call()))
+    monkeypatch.setattr(timer, "measure_cublas_tflops", lambda: 700.0)
+    monkeypatch.setattr(timer, "measure_copy_bandwidth", lambda: 4000.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(run, "is_hopper", lambda device: True)
     monkeypatch.setattr(
-        bench, "environment", lambda command: {"gpu": "NVIDIA H200", "commit": "c", "command": command}
+        environment, "facts", lambda command: {"gpu": "NVIDIA H200", "commit": "c", "command": command}
     )
 
 
@@ -682,7 +684,7 @@ def run_rows(
 
 
 @pytest.mark.usefixtures("gpu_stub")
-@pytest.mark.parametrize("direction", bench.DIRECTIONS)
+@pytest.mark.parametrize("direction", shapes.DIRECTIONS)
 def test_bench_run_gates_speeds_and_writes_all(
     direction: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -696,7 +698,7 @@ def test_bench_run_gates_speeds_and_writes_all(
     assert {row["pass"] for row in rows} == {direction}
     assert ours["layout"] == "bhsd"
     assert ours["ratio_vs_naive"] == 2.0
-    assert ours["tflops"] == pytest.approx(bench.flops(Shape.parse(SHAPE), direction) / 1e-3 / 1e12)
+    assert ours["tflops"] == pytest.approx(counts.flops(Shape.parse(SHAPE), direction) / 1e-3 / 1e12)
     assert wrong["ms"] is wrong["tflops"] is failed["correct"] is failed["max_err_ratio"] is None
     assert "instead of" in wrong["reason"]
     assert failed["reason"] == "RuntimeError: no kernel"
@@ -712,7 +714,7 @@ def test_bench_run_gates_speeds_and_writes_all(
 def test_bench_run_puts_ours_without_options_beside_it(
     direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "on_capture_stream", contextlib.nullcontext)
+    monkeypatch.setattr(timer, "on_capture_stream", contextlib.nullcontext)
     monkeypatch.setitem(run.PROVIDERS, "cudnn", providers.PROVIDERS["cudnn"])
     shape = "2,4,2,48,48,32,32,causal,window=9,sink"
     argv = ["--shapes", shape, "--out", str(tmp_path), "--providers", "cudnn", "naive", "tl_attention"]
@@ -727,8 +729,8 @@ def test_bench_run_puts_ours_without_options_beside_it(
     assert ours["ratio_vs_plain"] == 2.0
     assert report.cost(ours) == 0.5
     asked = Shape.parse(shape)
-    assert ours["tflops"] == pytest.approx(bench.flops(asked, direction) / 1e-3 / 1e12)
-    assert plain["tflops"] == pytest.approx(bench.flops(asked.plain, direction) / 2e-3 / 1e12)
+    assert ours["tflops"] == pytest.approx(counts.flops(asked, direction) / 1e-3 / 1e12)
+    assert plain["tflops"] == pytest.approx(counts.flops(asked.plain, direction) / 2e-3 / 1e12)
     assert "| B2 H4/2 S48 d32 causal window 9 sink |" in (tmp_path / f"{direction}.md").read_text()
 
 
@@ -778,10 +780,10 @@ def test_bench_run_leaves_out_a_provider_that_fails_in_timing(
     def fail_once(calls: dict, rounds: int) -> dict[str, Timing]:
         if "fa2" in calls:
             error = RuntimeError("out of memory")
-            raise bench.CallFailed("fa2", error) from error
+            raise timer.CallFailed("fa2", error) from error
         return Stub.time_interleaved(calls, rounds)
 
-    monkeypatch.setattr(bench, "time_interleaved", fail_once)
+    monkeypatch.setattr(timer, "time_interleaved", fail_once)
     monkeypatch.setitem(run.PROVIDERS, "fa2", run.PROVIDERS["naive"])
     rows = run_rows(tmp_path, "tl_attention", "fa2", "naive")
     assert [row["status"] for row in rows] == ["ok", "failed", "ok"] * 2
@@ -1036,7 +1038,7 @@ def test_bench_large_problems_are_checked_on_some_heads(
     whole = run.verify("naive", shape, direction, result, inputs)
     heads = 8 if direction == "fwd" else 4
     assert run.checked_heads(shape, direction) is None
-    monkeypatch.setattr(run, "MAX_CHECKED_SCORES", 5 * bench.visible_pairs(shape) // 3 * 8 // heads)
+    monkeypatch.setattr(run, "MAX_CHECKED_SCORES", 5 * counts.visible_pairs(shape) // 3 * 8 // heads)
     chosen, of = run.checked_heads(shape, direction)
     assert (len(chosen), chosen[0], chosen[-1], of) == (5, 0, 3 * heads - 1, heads)
     seen = []
@@ -1080,10 +1082,10 @@ def test_bench_heads_bring_what_belongs_to_them(heads: int) -> None:
 
 def test_bench_of_the_issue_is_checked_in_seconds() -> None:
     """No forward's check computes more than what MAX_CHECKED_SCORES or two heads have, in fp32 and again in bf16."""
-    for name, shape in bench.chosen_shapes(["*"]).items():
+    for name, shape in shapes.chosen_shapes(["*"]).items():
         chosen = run.checked_heads(shape, "fwd")
         heads = len(chosen[0]) if chosen else shape.batch * shape.heads_q
-        flops = bench.fwd_flops(shape) / (shape.batch * shape.heads_q) * heads
+        flops = counts.fwd_flops(shape) / (shape.batch * shape.heads_q) * heads
         assert flops < 10e12, name  # 0.2 s at 50 TFLOPS
 
 
@@ -1203,7 +1205,7 @@ def test_bench_host_needs_a_gpu(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_bench_environment_needs_no_gpu() -> None:
-    facts = bench.environment("python run.py")
+    facts = environment.facts("python run.py")
     assert facts["command"] == "python run.py"
     assert facts["torch"] == torch.__version__
     assert not math.isnan(len(facts["commit"]))

@@ -16,9 +16,11 @@ import pytest
 import torch
 
 import tl_attention
+from tl_attention.problem import DECODE
 from tl_attention.reference import attention_reference
-from tl_attention.testing import bench
-from tl_attention.testing.bench import DECODE, Shape, Timing
+from tl_attention.testing import counts, environment, shapes, timer
+from tl_attention.testing.shapes import Shape
+from tl_attention.testing.timer import Timing
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
 pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
@@ -63,7 +65,7 @@ def cached(
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tl_attention, "flash_attn_with_kvcache", cached, raising=False)
-    monkeypatch.setattr(bench, "rotation", lambda nbytes: 2)
+    monkeypatch.setattr(timer, "rotation", lambda nbytes: 2)
 
 
 def caches_of(*shapes: Shape, dtype: torch.dtype = torch.bfloat16) -> decode.Caches:
@@ -77,7 +79,7 @@ def test_decode_grid_has_every_group_and_runs_the_largest_last() -> None:
     chosen = decode.chosen_shapes(["decode-*"])
     assert len(chosen) == len(set(chosen.values())) == len(decode.NAMED)
     assert all(str(Shape.parse(text)) == text for text in decode.NAMED.values())
-    sizes = [bench.decode_bytes(shape) for shape in chosen.values()]
+    sizes = [counts.decode_bytes(shape) for shape in chosen.values()]
     assert sizes == sorted(sizes)
     assert {decode._fault(shape) for shape in chosen.values()} == {None}
     shape = chosen["decode-serving-h64-b8-32k"]
@@ -102,12 +104,12 @@ def test_decode_bytes_are_those_of_what_is_read_and_written(ours: None) -> None:
         (q, k, v, seqlens, _), _ = caches_of(shape).copies(shape, "bshd")
         out = q.new_empty(*q.shape[:3], shape.head_dim_v)
         row = shape.heads_kv * (k.shape[-1] + v.shape[-1])
-        assert bench.decode_bytes(shape) == 2 * (q.numel() + out.numel() + int(seqlens.sum()) * row)
-        assert bench.traffic(shape, DECODE) == bench.decode_bytes(shape)
+        assert counts.decode_bytes(shape) == 2 * (q.numel() + out.numel() + int(seqlens.sum()) * row)
+        assert counts.traffic(shape, DECODE) == counts.decode_bytes(shape)
 
 
 def test_decode_ragged_lengths_are_fixed_and_fit_their_caches() -> None:
-    lengths = bench.sequences(Shape.parse("128,8,1,4,8192,128,causal,ragged"))
+    lengths = shapes.sequences(Shape.parse("128,8,1,4,8192,128,causal,ragged"))
     queries, keys = zip(*lengths, strict=True)
     assert set(queries) == {4}
     assert keys[0] == max(keys) == 8192
@@ -357,15 +359,15 @@ def time_interleaved(calls: dict, rounds: int, **timer: float) -> dict[str, Timi
 def gpu_stub(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", fake_sdpa)
     monkeypatch.setattr(decode.Caches, "__init__", partialmethod(decode.Caches.__init__, device="cpu"))
-    monkeypatch.setattr(bench, "time_interleaved", time_interleaved)
-    monkeypatch.setattr(bench, "measure_cublas_tflops", lambda: 700.0)
-    monkeypatch.setattr(bench, "measure_copy_bandwidth", lambda: 4000.0)
+    monkeypatch.setattr(timer, "time_interleaved", time_interleaved)
+    monkeypatch.setattr(timer, "measure_cublas_tflops", lambda: 700.0)
+    monkeypatch.setattr(timer, "measure_copy_bandwidth", lambda: 4000.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(run, "is_hopper", lambda device: True)
-    monkeypatch.setattr(bench, "environment", lambda command: ENVIRONMENT | {"commit": "c"})
+    monkeypatch.setattr(environment, "facts", lambda command: ENVIRONMENT | {"commit": "c"})
 
 
 ENVIRONMENT = {"gpu": "H", "power limit": "700 W", "torch": "2", "cuda": "13", "tilelang": "0.1.15"}
@@ -381,7 +383,7 @@ def test_decode_run_writes_rows_and_report(tmp_path: Path, capsys: pytest.Captur
     assert (plain["status"], queries["status"], paged["status"]) == ("ok",) * 3
     assert (paged["seqlen_k"], paged["options"], paged["pass"]) == (50, ["page=16"], "decode")
     assert plain["us"] == 1000.0
-    assert plain["gbps"] == pytest.approx(bench.decode_bytes(Shape.parse(SMALL[0])) / 1e6)
+    assert plain["gbps"] == pytest.approx(counts.decode_bytes(Shape.parse(SMALL[0])) / 1e6)
     assert plain["pct_copy"] == pytest.approx(plain["gbps"] / 40)
     assert (plain["ratio_vs_fa2"], plain["vs_best"]) == (2.0, 2.0)
     assert [row["status"] for row in rows if row["provider"] == "fa2"] == ["ok", "skipped", "ok"]

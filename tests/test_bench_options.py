@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tl_attention.testing import bench
-from tl_attention.testing.bench import Options, Shape
+from tl_attention.testing import counts, shapes, timer
+from tl_attention.testing.shapes import Shape, ShapeOptions
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
 pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
@@ -28,7 +29,7 @@ import run
 
 sizes = st.integers(1, 70)
 options = st.builds(
-    Options,
+    ShapeOptions,
     window=st.none() | st.integers(0, 80),
     softcap=st.sampled_from([0.0, 50.0, 12.5]),
     alibi=st.booleans(),
@@ -36,7 +37,7 @@ options = st.builds(
     dropout=st.sampled_from([0.0, 0.1]),
     varlen=st.booleans(),
 )
-shapes = st.builds(
+problem_shapes = st.builds(
     lambda batch, heads_kv, group, *rest: Shape(batch, heads_kv * group, heads_kv, *rest),
     *(
         st.integers(1, 3),
@@ -58,15 +59,15 @@ def sees(shape: Shape, query: int, key: int) -> bool:
     return -left <= beyond <= (0 if shape.causal else right)
 
 
-@given(shapes, st.integers(1, 40), st.integers(1, 40))
+@given(problem_shapes, st.integers(1, 40), st.integers(1, 40))
 def test_bench_pairs_and_blocks_are_those_of_the_window(shape: Shape, block_M: int, block_N: int) -> None:
     seen = [(i, j) for i in range(shape.seqlen_q) for j in range(shape.seqlen_k) if sees(shape, i, j)]
-    assert bench.visible_pairs(shape) == shape.batch * len(seen)
+    assert counts.visible_pairs(shape) == shape.batch * len(seen)
     blocks = {(i // block_M, j // block_N) for i, j in seen}
-    assert bench.visible_blocks(shape, block_M, block_N) == shape.batch * len(blocks)
+    assert counts.visible_blocks(shape, block_M, block_N) == shape.batch * len(blocks)
 
 
-@given(shapes)
+@given(problem_shapes)
 def test_bench_shape_with_options_round_trip(shape: Shape) -> None:
     assert Shape.parse(str(shape)) == shape
     assert str(shape.plain) == ",".join(str(shape).split(",")[:8])
@@ -93,21 +94,21 @@ def test_bench_option_errors_say_what_is_wrong(text: str, words: str) -> None:
 @given(st.integers(1, 40), st.integers(1, 3000))
 def test_bench_uneven_lengths_are_fixed_and_fill_the_batch(batch: int, seqlen: int) -> None:
     shape = Shape.parse(f"{batch},1,1,{seqlen},{seqlen},64,causal,uneven")
-    lengths = [q for q, k in bench.sequences(shape) if q == k]
+    lengths = [q for q, k in shapes.sequences(shape) if q == k]
     assert (len(lengths), sum(lengths), min(lengths) > 0) == (batch, batch * seqlen, True)
-    assert bench.visible_pairs(shape) == sum(n * (n + 1) // 2 for n in lengths)
+    assert counts.visible_pairs(shape) == sum(n * (n + 1) // 2 for n in lengths)
 
 
 def test_bench_option_rows_leave_the_share_of_blocks_that_they_should() -> None:
-    rows = bench.chosen_shapes(["option-*"])
+    rows = shapes.chosen_shapes(["option-*"])
     assert len(rows) == 14
-    shares = {name: bench.share_of_blocks(shape) for name, shape in rows.items()}
+    shares = {name: counts.share_of_blocks(shape) for name, shape in rows.items()}
     # 9 blocks of 128 keys a block of 128 queries, but fewer for the first 8, of the 128 x 129 / 2 of causal 16384
     assert shares["option-window-1k"] == (9 * 128 - 36) / (128 * 129 / 2)
     left = {"option-window-4k", "option-window-both", "option-documents-16k", "option-documents-64k"}
     left |= {"option-window-1k", "option-gemma2", "option-gpt-oss"}
     assert {name for name, share in shares.items() if share != 1} == left
-    lengths = [seqlen for seqlen, _ in bench.sequences(rows["option-documents-16k"])]
+    lengths = [seqlen for seqlen, _ in shapes.sequences(rows["option-documents-16k"])]
     assert lengths[:4] == [571, 708, 1378, 622], "the same on every machine"
 
 
@@ -115,8 +116,8 @@ def test_bench_option_rows_leave_the_share_of_blocks_that_they_should() -> None:
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "make_inputs", partial(run.make_inputs, device="cpu"))
     monkeypatch.setattr(run, "make_dout", partial(run.make_dout, device="cpu"))
-    monkeypatch.setattr(bench, "rotation", lambda nbytes: 2)
-    monkeypatch.setattr(bench, "on_capture_stream", contextlib.nullcontext)
+    monkeypatch.setattr(timer, "rotation", lambda nbytes: 2)
+    monkeypatch.setattr(timer, "on_capture_stream", contextlib.nullcontext)
 
 
 SMALL = [
@@ -161,8 +162,8 @@ def without(name: str, attend_of: Callable) -> Callable:
     """A provider that leaves an option out."""
 
     def attend(shape: Shape, needs: option_rows.Tensors) -> option_rows.Attend:
-        fewer = Options.parse([word for word in shape.options.words if not word.startswith(name)])
-        return attend_of(bench.replace(shape, options=fewer), needs)
+        fewer = ShapeOptions.parse([word for word in shape.options.words if not word.startswith(name)])
+        return attend_of(replace(shape, options=fewer), needs)
 
     return attend
 
@@ -192,7 +193,7 @@ def test_bench_check_sees_that_an_option_is_left_out(
 def as_one_sequence(shape: Shape, needs: option_rows.Tensors) -> option_rows.Attend:
     ends = needs.cu_seqlens[0][[0, -1]]
     one = {"cu_seqlens": (ends, ends), "max_seqlens": (int(ends[1]),) * 2}
-    return option_rows.tl_attention(shape, bench.replace(needs, **one))
+    return option_rows.tl_attention(shape, replace(needs, **one))
 
 
 def fake_fa4(module: str, name: str) -> Callable:
@@ -269,7 +270,7 @@ def test_bench_library_gets_its_options_or_says_why_not(
     if name == "fa2" and shape.heads_q != shape.heads_kv and can == "y" and not shape.options.dropout:
         with pytest.raises(providers.Unsupported, match="no GQA"):
             attempt(name, shape, direction)
-        shape = bench.replace(shape, heads_q=shape.heads_kv)
+        shape = replace(shape, heads_q=shape.heads_kv)
     if can == "n":
         with pytest.raises(providers.Unsupported):
             attempt(name, shape, direction)
@@ -314,7 +315,7 @@ def test_bench_packed_inputs_are_slices_of_one_tensor(on_cpu: None) -> None:
 def stored_row(
     provider: str, shape: str, tflops: float | None, direction: str, **other: object
 ) -> report.Row:
-    named = bench.chosen_shapes([shape])[shape]
+    named = shapes.chosen_shapes([shape])[shape]
     row = run.new_row(provider, named) | {"pass": direction, "dtype": "bf16", "gpu": "H", "shape": shape}
     if tflops is None:
         return row | {"status": "skipped", "reason": "it has no dropout"} | other

@@ -20,9 +20,9 @@ from tl_attention.configs import candidates, default_config, pick_config
 from tl_attention.problem import SCHEDULES, SPLIT_BUCKET, AttnProblem, FwdConfig, buckets, tile_width
 from tl_attention.reference import attention_reference
 from tl_attention.target import sm_count
-from tl_attention.testing.bench import Shape
 from tl_attention.testing.inputs import LAYOUTS, guard_is_untouched, make_inputs, poisoned
 from tl_attention.testing.numeric import check_fwd
+from tl_attention.testing.shapes import Shape
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

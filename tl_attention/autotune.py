@@ -35,10 +35,10 @@ from tl_attention.problem import (
 from tl_attention.reference import attention_reference
 from tl_attention.sandbox import GRACE, Failure, OutOfTime, Sandboxes, time_left
 from tl_attention.target import H200_SMS, TARGET, sm_count
-from tl_attention.testing import bench
-from tl_attention.testing.bench import Shape
+from tl_attention.testing import counts, environment, timer
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.numeric import check_bwd, check_fwd
+from tl_attention.testing.shapes import Shape
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,14 +118,14 @@ def time_candidates(
     """TFLOPS of each candidate on each shape, of all its kernels together."""
     tflops = {config: () for config in candidates}
     for shape in shapes:
-        copies = bench.rotation(bench.input_bytes(shape))
+        copies = timer.rotation(counts.input_bytes(shape))
         inputs = [_make_inputs(row, shape, seed) for seed in range(copies)]
         calls = {
             config: [functools.partial(_run, row, tensors, shape, config) for tensors in inputs]
             for config in candidates
         }
-        for config, timing in bench.time_interleaved(calls, rounds).items():
-            tflops[config] += (bench.flops(shape, row.direction) / timing.median_ms / 1e9,)
+        for config, timing in timer.time_interleaved(calls, rounds).items():
+            tflops[config] += (counts.flops(shape, row.direction) / timing.median_ms / 1e9,)
     return tflops
 
 
@@ -240,7 +240,7 @@ def shape_bucket(shape: Shape, direction: str) -> str:
 
 def check_shapes(shapes: Sequence[Shape]) -> list[Shape]:
     """What a candidate must get right: lengths no tile divides, and the cheapest shape it is timed on."""
-    cheapest = min(shapes, key=bench.fwd_flops)
+    cheapest = min(shapes, key=counts.fwd_flops)
     small = replace(cheapest, batch=2, heads_q=4, heads_kv=2)
     odd = [replace(small, seqlen_q=q, seqlen_k=k) for q, k in ((333, 517), (517, 333), (1, 259))]
     return [*odd, cheapest]
@@ -454,7 +454,7 @@ class Search:
 
 def save_winner(path: Path, gpu_name: str, row: Row, winner: Attempt, shapes: Sequence[Shape]) -> None:
     """Put a row into the table, with the provenance of this run as the table's own; rows of no class of today go."""
-    facts = bench.environment("tl-attention tune")
+    facts = environment.facts("tl-attention tune")
     date = datetime.now(timezone.utc).date().isoformat()
     provenance = {"gpu": gpu_name, "arch": TARGET["arch"]}
     provenance |= {name: facts[name] for name in ("tilelang", "torch", "cuda", "driver", "commit")} | {
@@ -488,7 +488,7 @@ def append_log(
         "direction": row.direction,
         "key": row.key,
         "gpu": gpu_name,
-        "commit": bench.git_commit(),
+        "commit": environment.git_commit(),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "shapes": [str(shape) for shape in shapes],
     }

@@ -30,7 +30,7 @@ from tl_attention.problem import (
 from tl_attention.target import is_hopper
 
 if TYPE_CHECKING:
-    from tl_attention.testing.bench import Shape
+    from tl_attention.testing.shapes import Shape
 
 NO_GPU = "NVIDIA H200"  # whose tuned table serves where there is no GPU
 
@@ -131,7 +131,7 @@ def seconds(text: str) -> float:
 
 def parse_shapes(words: Sequence[str]) -> dict[str, Shape]:
     """Raises SystemExit for a name that configs/shapes.toml lacks, and a shape of another form."""
-    from tl_attention.testing.bench import chosen_shapes
+    from tl_attention.testing.shapes import chosen_shapes
 
     try:
         return chosen_shapes(words)
@@ -342,7 +342,7 @@ def _check_gpu() -> tuple[bool, str]:
 
 def _check_package(module: str, advice: str) -> Callable[[], tuple[bool, str]]:
     def check() -> tuple[bool, str]:
-        from tl_attention.testing.bench import version
+        from tl_attention.testing.environment import version
 
         try:
             found = importlib.util.find_spec(module)

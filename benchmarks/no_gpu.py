@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import torch
-from report import progress_bar
 from rich.console import Console
 from rich.table import Table
+from tables import progress_bar
 
 from tl_attention import autotune, configs, cubin
 from tl_attention.problem import AttnProblem, FwdConfig, KernelConfig

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from tables import progress_bar
 
-from tl_attention import autotune, configs, cubin
+from tl_attention import autotune, configs, cubin, toolkit
 from tl_attention.problem import AttnProblem, FwdConfig, KernelConfig
 from tl_attention.testing.counts import PEAK_TFLOPS, fwd_ceiling
 from tl_attention.testing.inputs import make_dout, make_inputs
@@ -43,7 +43,7 @@ def run(console: Console, quick: bool) -> int:
 def report_kernels(console: Console, quick: bool) -> None:
     """Compiles the shipped configs on all cores and prints a line for each."""
     try:
-        missing = None if (nvcc := cubin.find_nvcc()) else cubin.NO_NVCC
+        missing = None if (nvcc := toolkit.find_nvcc()) else toolkit.NO_NVCC
     except ImportError as error:
         missing = f"{error}: pip install 'tilelang[nvcc]'"
     if missing:

@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from tl_attention.arrays import CUDA, Views
+from tl_attention.launch.arrays import DLPACK_CUDA, ArgumentViews
 
 
 class DLTensor(ctypes.Structure):
@@ -32,13 +32,13 @@ def test_views_with_heads_first_are_pointers_to_transposed_tensors(dtype, code, 
     monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 3)
     tensors = [torch.zeros(2, 3, n, 64, dtype=dtype) for n in (5, 7)]
     tensors.append(torch.zeros(2, 9, 3, 64, dtype=dtype).transpose(1, 2))
-    views = Views(True, *tensors)
+    views = ArgumentViews(True, *tensors)
     for _ in range(2):
         for pointer, x in zip(views.of(*tensors), tensors, strict=True):
             array, want = DLTensor.from_address(pointer.value), x.transpose(1, 2)
             assert tuple(array.shape[:4]) == want.shape and tuple(array.strides[:4]) == want.stride()
             assert (array.data, array.byte_offset) == (want.data_ptr(), 0)
-            assert (array.device_type, array.device_id, array.ndim) == (CUDA, 3, 4)
+            assert (array.device_type, array.device_id, array.ndim) == (DLPACK_CUDA, 3, 4)
             assert (array.code, array.bits, array.lanes) == (code, 16, 1)
         tensors = [torch.ones_like(x) for x in tensors]
 
@@ -52,7 +52,7 @@ def test_views_are_copied_where_tma_cannot_address_them(heads_first):
     )
     odd = torch.cat([taken.flatten(), taken.flatten()])[1:][: taken.numel()].view_as(taken)
     for known, others in (((expanded, taken), (expanded, taken)), ((taken, taken), (odd, taken))):
-        found = Views(heads_first, *known).of(*others)
+        found = ArgumentViews(heads_first, *known).of(*others)
         for view, x in zip(found, others, strict=True):
             view = view.transpose(1, 2) if heads_first else view
             assert torch.equal(view, x) and view.data_ptr() % 16 == 0 and all(view.stride())
@@ -62,4 +62,4 @@ def test_views_are_copied_where_tma_cannot_address_them(heads_first):
 
 def test_views_without_transposing_are_the_tensors():
     tensors = tuple(torch.zeros(2, 3, 4, 64, dtype=torch.float16) for _ in range(3))
-    assert all(a is b for a, b in zip(Views(False, *tensors).of(*tensors), tensors, strict=True))
+    assert all(a is b for a, b in zip(ArgumentViews(False, *tensors).of(*tensors), tensors, strict=True))

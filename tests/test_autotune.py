@@ -369,8 +369,8 @@ def cpu_steps(monkeypatch):
         factor = 1.1 if len(calls) > 1 and config == BWD_CANDIDATES[1] else 1.0
         return tuple((factor * grad).to(q.dtype) for grad in grads)
 
-    monkeypatch.setattr("tl_attention.dispatch.fwd", fwd)
-    monkeypatch.setattr("tl_attention.dispatch.bwd", bwd)
+    monkeypatch.setattr("tl_attention.launch.forward", fwd)
+    monkeypatch.setattr("tl_attention.launch.backward", bwd)
     monkeypatch.setattr(
         autotune, "make_inputs", lambda shape, dtype, seed: make_inputs(shape, dtype, seed=seed, device="cpu")
     )

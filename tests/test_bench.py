@@ -327,7 +327,7 @@ def test_bench_without_gpu_reports_kernels_and_checks_cpu(
         return ((*pair, autotune.Failure("RuntimeError: nvcc refuses")) for pair in pairs)
 
     monkeypatch.setattr(autotune, "compile_all", refuse)
-    monkeypatch.setattr("tl_attention.cubin.find_nvcc", lambda: (Path("nvcc"), "PATH"))
+    monkeypatch.setattr("tl_attention.toolkit.find_nvcc", lambda: (Path("nvcc"), "PATH"))
     assert run.main(["--quick"]) == 0
     text = capsys.readouterr().out
     assert "No Hopper GPU" in text
@@ -341,7 +341,7 @@ def test_bench_without_gpu_reports_kernels_and_checks_cpu(
 def test_bench_without_nvcc_says_so_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr("tl_attention.cubin.find_nvcc", lambda: None)
+    monkeypatch.setattr("tl_attention.toolkit.find_nvcc", lambda: None)
     assert run.main([]) == 0
     text = capsys.readouterr().out
     assert "nvcc is neither" in text

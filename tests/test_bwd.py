@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from test_fwd import COPIED, TAKEN_AS_IT_IS, problems, requested_bytes
 from test_fwd import CURATED as FORWARD_CASES
 
-from tl_attention import dispatch, flash_attn_func
+from tl_attention import compiler, flash_attn_func, launch
 from tl_attention.configs import candidates, pick_config
 from tl_attention.configs import problems as problems_of
+from tl_attention.launch.common import PlanCache
 from tl_attention.problem import AttnProblem, buckets, length_bucket
 from tl_attention.target import sm_count
 from tl_attention.testing.inputs import (
@@ -61,8 +62,8 @@ def run(
 def forward(q, k, v, scale, causal, lse_base2, layout="bshd"):
     """out, as a [batch, seqlen, heads, head_dim] view, and lse, of views in a layout"""
     if layout != "bhsd":
-        return dispatch.fwd(q, k, v, scale, causal, lse_base2)
-    out, lse = dispatch.fwd(*(x.transpose(1, 2) for x in (q, k, v)), scale, causal, lse_base2, True)
+        return launch.forward(q, k, v, scale, causal, lse_base2)
+    out, lse = launch.forward(*(x.transpose(1, 2) for x in (q, k, v)), scale, causal, lse_base2, True)
     return out.transpose(1, 2), lse
 
 
@@ -83,7 +84,7 @@ def check_launch(
     layout = "bhsd" if heads_first else "bshd"
     out, lse = forward(q, k, v, softmax_scale, causal, lse_base2, layout)
     wholes, grads = zip(*(poisoned(*x.shape, dtype=x.dtype, layout=layout) for x in (q, k, v)), strict=True)
-    plan = dispatch.BwdPlan(dout, q, k, v, out, *grads, causal, False, deterministic, config)
+    plan = launch.bwd.BwdPlan(dout, q, k, v, out, *grads, causal, False, deterministic, config)
     poison_free_memory()
     plan.launch(dout, q, k, v, out, lse, *grads, softmax_scale, lse_base2, dlse)
     for name, whole, grad in zip(("dq", "dk", "dv"), wholes, grads, strict=True):
@@ -181,16 +182,17 @@ def test_bwd_matches_reference_on_random_problems(shape, **options):
 @both_masks
 def test_bwd_compiles_for_its_first_problem_alone(causal, deterministic, monkeypatch):
     """Then many lengths, batches, heads, scales and layouts in shuffled order, each right and none compiled for."""
-    for cache in ("_compiled", "_launchers", "_bwd_launchers"):
-        monkeypatch.setattr(dispatch, cache, {})
-    monkeypatch.setattr(dispatch, "_plans", dispatch._Plans())
+    monkeypatch.setattr(compiler, "_compiled", {})
+    for module in (launch.fwd, launch.bwd):
+        monkeypatch.setattr(module, "_kernels", {})
+        monkeypatch.setattr(module, "plan_cache", PlanCache())
     run(Shape(1, 1, 1, 77, 77, 128, 128, causal), deterministic=deterministic)
     gpu, kernels = torch.cuda.get_device_name(), set()
     for direction in ("fwd", "bwd_det" if deterministic else "bwd"):
         problem = AttnProblem.of("bfloat16", 128, 128, causal, direction)
         for bucket in buckets(direction):
             kernels |= {*pick_config(problem, bucket, gpu, direction)[0].kernels(problem)}
-    assert dispatch.compile_count() == len(kernels)
+    assert compiler.compile_count() == len(kernels)
     lengths = [*range(1, 400, 11), *range(1000, 3200, 150), 9000, 9001, 12345]
     random.Random(0).shuffle(lengths)
     for i, seqlen_k in enumerate(lengths):
@@ -205,7 +207,7 @@ def test_bwd_compiles_for_its_first_problem_alone(causal, deterministic, monkeyp
             deterministic=deterministic,
             seed=i,
         )
-    assert dispatch.compile_count() == len(kernels)
+    assert compiler.compile_count() == len(kernels)
 
 
 @pytest.mark.gpu
@@ -217,8 +219,8 @@ def test_bwd_of_queries_without_keys_is_zero_whatever_came_of_their_lse(value, d
     dout, dlse = make_dout(shape, BF16), make_dlse(shape, BF16)
     dlse[:, :, :130] = value
     finite = dlse.nan_to_num(0.0, 0.0, 0.0)
-    out, lse = dispatch.fwd(q, k, v, 0.1, True, False)
-    grads = dispatch.bwd(dout, q, k, v, out, lse, 0.1, True, False, False, deterministic, dlse)
+    out, lse = launch.forward(q, k, v, 0.1, True, False)
+    grads = launch.backward(dout, q, k, v, out, lse, 0.1, True, False, False, deterministic, dlse)
     verdict = check_bwd(grads, dout, q, k, v, 0.1, True, finite)
     assert verdict.ok, verdict.text
 
@@ -285,16 +287,16 @@ def test_bwd_needs_memory_for_rows_and_sums_alone(shape, layouts, deterministic)
     heads_first = layout == "bhsd"
     if heads_first:
         q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
-    out, lse = dispatch.fwd(q, k, v, 0.1, shape.causal, False, heads_first)
+    out, lse = launch.forward(q, k, v, 0.1, shape.causal, False, heads_first)
     options = (0.1, shape.causal, False, heads_first, deterministic)
-    dispatch.bwd(dout, q, k, v, out, lse, *options)  # compiles
-    peak, grads = requested_bytes(lambda: dispatch.bwd(dout, q, k, v, out, lse, *options))
+    launch.backward(dout, q, k, v, out, lse, *options)  # compiles
+    peak, grads = requested_bytes(lambda: launch.backward(dout, q, k, v, out, lse, *options))
 
     direction = "bwd_det" if deterministic else "bwd"
     problem = shape.problem("bfloat16", direction)
     config, _ = pick_config(problem, length_bucket(shape.seqlen_k), torch.cuda.get_device_name(), direction)
     sizes = (shape.batch, shape.heads_q, shape.heads_kv, shape.seqlen_q, shape.seqlen_k)
-    workspace = dispatch.bwd_workspace_bytes(*sizes, problem, config, sm_count(0))
+    workspace = launch.bwd_workspace_bytes(*sizes, problem, config, sm_count(0))
     assert peak <= sum(x.nbytes for x in grads) + workspace + 2**20
 
     rows = shape.batch * shape.heads_q * -(-shape.seqlen_q // 128) * 128
@@ -315,8 +317,8 @@ def test_bwd_deterministic_is_equal_bit_by_bit(shape):
     shape = Shape.parse(shape)
     q, k, v = make_inputs(shape, BF16)
     dout = make_dout(shape, BF16)
-    out, lse = dispatch.fwd(q, k, v, 0.1, shape.causal, False)
-    backward = partial(dispatch.bwd, dout, q, k, v, out, lse, 0.1, shape.causal, False, deterministic=True)
+    out, lse = launch.forward(q, k, v, 0.1, shape.causal, False)
+    backward = partial(launch.backward, dout, q, k, v, out, lse, 0.1, shape.causal, False, deterministic=True)
     expected = backward()
     for _ in range(50):
         assert all(map(torch.equal, backward(), expected))
@@ -338,7 +340,7 @@ def test_bwd_is_deterministic_where_torch_is_asked_to_be(causal, heads_kv, deter
     q, k, v = (x.requires_grad_() for x in make_inputs(shape, BF16))
     dout = make_dout(shape, BF16)
     out, lse, _ = flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)
-    expected = dispatch.bwd(
+    expected = launch.backward(
         dout, *(x.detach() for x in (q, k, v, out, lse)), 128**-0.5, causal, False, deterministic=True
     )
     for _ in range(50):
@@ -352,9 +354,9 @@ def test_bwd_deterministic_takes_at_most_a_third_longer(causal):
     shape = Shape(4, 16, 16, 4096, 4096, 128, 128, causal)
     q, k, v = make_inputs(shape, BF16)
     dout = make_dout(shape, BF16)
-    out, lse = dispatch.fwd(q, k, v, 128**-0.5, causal, False)
+    out, lse = launch.forward(q, k, v, 128**-0.5, causal, False)
     calls = {
-        mode: partial(dispatch.bwd, dout, q, k, v, out, lse, 128**-0.5, causal, False, deterministic=mode)
+        mode: partial(launch.backward, dout, q, k, v, out, lse, 128**-0.5, causal, False, deterministic=mode)
         for mode in (False, True)
     }
     timings = time_interleaved(calls)
@@ -381,8 +383,8 @@ def test_bwd_of_queries_past_2_31_elements(deterministic):
 
 
 def check_last_head(dout, q, k, v, causal, deterministic):
-    out, lse = dispatch.fwd(q, k, v, 0.1, causal, False)
-    grads = dispatch.bwd(dout, q, k, v, out, lse, 0.1, causal, False, deterministic=deterministic)
+    out, lse = launch.forward(q, k, v, 0.1, causal, False)
+    grads = launch.backward(dout, q, k, v, out, lse, 0.1, causal, False, deterministic=deterministic)
     verdict = check_bwd(
         [x[2:, :, 63:] for x in grads], *(x[2:, :, 63:] for x in (dout, q, k, v)), 0.1, causal
     )
@@ -403,24 +405,24 @@ def test_bwd_of_a_batch_too_large_for_a_grid_is_launched_in_parts(with_dlse, mon
 
     class Plan:
         def __init__(
-            self, dout, q, k, v, out, dq, dk, dv, causal, heads_first, deterministic, config, extras
+            self, dout, q, k, v, out, dq, dk, dv, causal, heads_first, deterministic, config, options
         ):
             batches.append(len(q))
             assert all(len(x) == len(q) for x in (dout, out, dq, dk, dv))
 
-        def launch(self, dout, q, k, v, out, lse, dq, dk, dv, scale, lse_base2, dlse, extras):
+        def launch(self, dout, q, k, v, out, lse, dq, dk, dv, scale, lse_base2, dlse, options):
             assert len(lse) == len(q) and with_dlse == (dlse is not None)
             assert dlse is None or len(dlse) == len(q)
             for grad, x in ((dq, q), (dk, k), (dv, v)):
                 grad.copy_(x)
 
-    monkeypatch.setattr(dispatch, "MAX_BATCH", 3)
-    monkeypatch.setattr(dispatch, "BwdPlan", Plan)
-    monkeypatch.setattr(dispatch, "_empty", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(launch.bwd, "MAX_BATCH", 3)
+    monkeypatch.setattr(launch.bwd, "BwdPlan", Plan)
+    monkeypatch.setattr(launch.bwd, "empty", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # of tensors on the CPU
     q, k, v = make_inputs(Shape(7, 2, 1, 5, 6, 64, 64, False), BF16, device="cpu")
     lse = torch.zeros(7, 2, 5)
-    grads = dispatch.bwd(q, q, k, v, q, lse, 0.1, False, False, dlse=lse if with_dlse else None)
+    grads = launch.backward(q, q, k, v, q, lse, 0.1, False, False, dlse=lse if with_dlse else None)
     assert batches == [3, 3, 1] and all(map(torch.equal, grads, (q, k, v)))
 
 
@@ -428,8 +430,8 @@ STREAMED = Shape(2, 16, 4, 1500, 1500, 128, 128, True)
 
 
 def forward_and_backward(dout, q, k, v, deterministic):
-    out, lse = dispatch.fwd(q, k, v, 0.1, True, False)
-    return dispatch.bwd(dout, q, k, v, out, lse, 0.1, True, False, deterministic=deterministic)
+    out, lse = launch.forward(q, k, v, 0.1, True, False)
+    return launch.backward(dout, q, k, v, out, lse, 0.1, True, False, deterministic=deterministic)
 
 
 def streamed_inputs(seed):
@@ -450,13 +452,13 @@ def test_bwd_of_known_metadata_is_that_of_a_first_call(heads_first, deterministi
             for x in tensors
         ]
         assert any(x.data_ptr() % 16 for x in others) == (step % 2 == 1)
-        out, lse = dispatch.fwd(q, k, v, 0.1, True, False, heads_first)
+        out, lse = launch.forward(q, k, v, 0.1, True, False, heads_first)
         options = (0.1, True, False, heads_first, deterministic)
-        assert step == 0 or dispatch.bwd_plan(dout, q, k, v, out, lse, True, heads_first, deterministic)
-        grads = dispatch.bwd(dout, q, k, v, out, lse, *options)
+        assert step == 0 or launch.bwd_plan(dout, q, k, v, out, lse, True, heads_first, deterministic)
+        grads = launch.backward(dout, q, k, v, out, lse, *options)
         with monkeypatch.context() as patch:
-            patch.setattr(dispatch, "_plans", dispatch._Plans())
-            first = dispatch.bwd(*(x.clone() for x in (dout, q, k, v)), out, lse, *options)
+            patch.setattr(launch.bwd, "plan_cache", PlanCache())
+            first = launch.backward(*(x.clone() for x in (dout, q, k, v)), out, lse, *options)
         assert_same(grads, first, deterministic)
 
 
@@ -517,7 +519,7 @@ def test_bwd_in_graphs_replayed_beside_each_other(deterministic):
 def test_bwd_of_empty_tensors_is_zero(sizes, causal):
     shape = Shape(*sizes, 64, 32, causal)
     q, k, v = make_inputs(shape, BF16)
-    out, lse = dispatch.fwd(q, k, v, 0.1, causal, False)
-    grads = dispatch.bwd(make_dout(shape, BF16), q, k, v, out, lse, 0.1, causal, False)
+    out, lse = launch.forward(q, k, v, 0.1, causal, False)
+    grads = launch.backward(make_dout(shape, BF16), q, k, v, out, lse, 0.1, causal, False)
     assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
     assert not any(x.any() for x in grads)

@@ -10,11 +10,11 @@ import torch
 
 import tl_attention
 from tl_attention import (
-    dispatch,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    launch,
     mha_bwd_interface,
     mha_fwd_interface,
     ref_mha_fwd_interface,
@@ -75,7 +75,7 @@ def test_tensors_that_break_a_rule_are_not_those_of_a_plan(inputs, options, erro
     """By which a call of known metadata goes past the checks."""
     tensors = inputs()
     if not options and all(isinstance(x, torch.Tensor) for x in tensors):
-        assert dispatch._fwd_key(*tensors, False, True) != dispatch._fwd_key(*qkv(), False, True)
+        assert launch.common.qkv_key(*tensors, False, True) != launch.common.qkv_key(*qkv(), False, True)
 
 
 @pytest.mark.gpu
@@ -220,7 +220,7 @@ def test_cpu_tensors_run_the_reference(causal):
 
 
 def test_cpu_tensors_warn_once(monkeypatch):
-    monkeypatch.setattr(tl_attention.ops, "_warned_of_cpu", False)
+    monkeypatch.setattr(tl_attention.ops, "_warned_about_cpu", False)
     with pytest.warns(UserWarning, match="CPU tensors run the plain PyTorch reference"):
         mha_fwd_interface(*qkv())
     with warnings.catch_warnings():

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import autotune, cli, configs, cubin, dispatch_decode
-from tl_attention.extras import Cache, Extras
+from tl_attention import autotune, cli, configs, cubin, launch, toolkit
+from tl_attention.options import Cache, Options
 from tl_attention.problem import (
     DECODE_TILE_WIDTHS,
     DIRECTIONS,
@@ -43,7 +43,7 @@ def test_support_table_of_the_readme_is_that_of_the_code(capsys):
 
 
 def test_doctor_says_what_is_found_and_what_to_do(capsys, monkeypatch):
-    monkeypatch.setattr(cubin, "find_cuobjdump", lambda: None)
+    monkeypatch.setattr(toolkit, "find_cuobjdump", lambda: None)
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     for name in (
@@ -171,7 +171,7 @@ def compiled(monkeypatch):
         return ((*kernel, REPORT) for kernel in kernels)
 
     monkeypatch.setattr(autotune, "compile_all", compile_all)
-    monkeypatch.setattr(cubin, "find_nvcc", lambda: ("nvcc", "PATH"))
+    monkeypatch.setattr(toolkit, "find_nvcc", lambda: ("nvcc", "PATH"))
     yield kernels
     configs.pick_config.cache_clear()
 
@@ -255,8 +255,8 @@ def test_tune_has_no_caches(capsys):
 @pytest.mark.parametrize("width", DECODE_TILE_WIDTHS, ids=str)
 def test_compiled_for_caches_is_what_a_call_asks_for(width, queries, page_size, monkeypatch):
     asked = []
-    monkeypatch.setattr(dispatch_decode, "compile_kernel", lambda *kernel: asked.append(kernel))
-    monkeypatch.setattr(dispatch_decode, "sm_count", lambda device: 132)
+    monkeypatch.setattr(launch.decode, "compile_kernel", lambda *kernel: asked.append(kernel))
+    monkeypatch.setattr(launch.decode, "sm_count", lambda device: 132)
     q, k, v = (
         torch.zeros(1, rows, 4, n, dtype=torch.float16)
         for rows, n in ((queries, width[0]), (256, width[0]), (256, width[1]))
@@ -268,7 +268,7 @@ def test_compiled_for_caches_is_what_a_call_asks_for(width, queries, page_size, 
         )
         table = torch.zeros(1, k.shape[0], dtype=torch.int32)
     cache = Cache(k, v, k.shape[1], block_table=table)
-    dispatch_decode.DecodePlan(q, cache, Extras(), 0, False)
+    launch.decode.DecodePlan(q, cache, Options(), 0, False)
     assert set(asked) <= set(configs.decode_kernels(["float16"], [width]))
 
 
@@ -294,8 +294,8 @@ def test_compile_finds_nothing_by_these_words(compiled):
 @pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang")
 @pytest.mark.timeout(300)
 def test_compile_one_config(capsys, monkeypatch, tmp_path):
-    if not cubin.find_nvcc():
-        pytest.skip(cubin.NO_NVCC)
+    if not toolkit.find_nvcc():
+        pytest.skip(toolkit.NO_NVCC)
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
     problem, config = next(kernel for kernel in configs.shipped_kernels() if isinstance(kernel[1], BwdSum))

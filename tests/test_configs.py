@@ -442,6 +442,6 @@ def test_read_tuned_has_every_direction(tmp_path):
     ids=str,
 )
 def test_smem_bytes_is_what_lowering_asks_for(problem, config):
-    from tl_attention import dispatch
+    from tl_attention import compiler
 
-    assert configs.smem_bytes(problem, config) == dispatch.lower(problem, config)[1]
+    assert configs.smem_bytes(problem, config) == compiler.lower(problem, config)[1]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
-from tl_attention import configs, dispatch_decode
-from tl_attention.extras import Cache, Extras
+from tl_attention import configs, launch
+from tl_attention.launch.common import PlanCache
+from tl_attention.options import Cache, Options
 from tl_attention.problem import DECODE_TILE_WIDTHS, AttnProblem, decode_width
 
 D128 = AttnProblem("bfloat16", 128, 128, False, ("window",))
@@ -34,12 +33,12 @@ def test_decode_width_holds_the_columns(head_dims, width):
 
 
 def test_splits_are_as_many_as_asked_or_of_as_many_keys():
-    assert dispatch_decode._fixed(0, False, 10**6, 64) == 0
-    assert dispatch_decode._fixed(7, True, 10**6, 64) == -7
-    assert dispatch_decode._fixed(10**9, False, 10**6, 64) == -dispatch_decode.MAX_PARTS
-    assert dispatch_decode._fixed(0, True, 10**5, 64) * 64 == dispatch_decode.INVARIANT_KEYS
-    blocks = dispatch_decode._fixed(0, True, 10**9, 64)
-    assert -(-(10**9) // (64 * blocks)) <= dispatch_decode.MAX_PARTS
+    assert launch.decode._split_rule(0, False, 10**6, 64) == 0
+    assert launch.decode._split_rule(7, True, 10**6, 64) == -7
+    assert launch.decode._split_rule(10**9, False, 10**6, 64) == -launch.decode.MAX_SPLITS
+    assert launch.decode._split_rule(0, True, 10**5, 64) * 64 == launch.decode.INVARIANT_KEYS
+    blocks = launch.decode._split_rule(0, True, 10**9, 64)
+    assert -(-(10**9) // (64 * blocks)) <= launch.decode.MAX_SPLITS
 
 
 @pytest.mark.parametrize(
@@ -48,23 +47,23 @@ def test_splits_are_as_many_as_asked_or_of_as_many_keys():
 )
 def test_there_is_a_slot_for_each_part(num_splits, invariant, slots, entries):
     config = configs.decode_config(D128, 8)
-    fixed = dispatch_decode._fixed(num_splits, invariant, 8192, config.block_N)
-    assert dispatch_decode._sizes(config, 2, 8, 8, fixed, 8192, 132) == (1, 264, slots, entries)
+    rule = launch.decode._split_rule(num_splits, invariant, 8192, config.block_N)
+    assert launch.decode._launch_sizes(config, 2, 8, 8, rule, 8192, 132) == (1, 264, slots, entries)
     needed = 4 * (slots * 8 * 129 + entries * 8)  # eight rows of 128 columns and their log-sum-exps
-    assert dispatch_decode.workspace_bytes(2, 1, 64, 8, 128, num_splits, invariant, 8192, 132) >= needed
+    assert launch.decode_workspace_bytes(2, 1, 64, 8, 128, num_splits, invariant, 8192, 132) >= needed
 
 
 def test_rows_of_a_cache_are_counted_across_what_lies_between():
     packed = torch.zeros(3, 2, 32, 2, 64)  # keys and values of a page beside each other
-    step, rows = dispatch_decode._rows_of(packed[:, 0], "k_cache")
+    step, rows = launch.decode._as_rows(packed[:, 0], "k_cache")
     assert (step, rows.shape) == (64, (1, 2 * 64 + 32, 2, 64))
     heads_first = torch.zeros(3, 2, 32, 64).transpose(1, 2)
-    assert dispatch_decode._rows_of(heads_first, "k_cache")[0] == 64
-    assert dispatch_decode._rows_of(packed[:1, 0], "k_cache")[0] == 32
+    assert launch.decode._as_rows(heads_first, "k_cache")[0] == 64
+    assert launch.decode._as_rows(packed[:1, 0], "k_cache")[0] == 32
     odd = torch.zeros(200).as_strided((1, 1, 1, 64), (3, 5, 7, 1))  # strides that no element is found by
-    assert dispatch_decode._rows_of(odd, "k_cache")[1].stride()[1:] == (64, 64, 1)
+    assert launch.decode._as_rows(odd, "k_cache")[1].stride()[1:] == (64, 64, 1)
     with pytest.raises(ValueError, match=r"v_cache: expected stride\(0\) to be a multiple of stride\(1\)"):
-        dispatch_decode._rows_of(torch.zeros(2, 33 * 128 - 8)[:, : 32 * 128].view(2, 32, 2, 64), "v_cache")
+        launch.decode._as_rows(torch.zeros(2, 33 * 128 - 8)[:, : 32 * 128].view(2, 32, 2, 64), "v_cache")
 
 
 def test_calls_that_are_known_have_the_plan_of_their_metadata(monkeypatch):
@@ -77,13 +76,13 @@ def test_calls_that_are_known_have_the_plan_of_their_metadata(monkeypatch):
         def __call__(self, *_):
             return self
 
-    monkeypatch.setattr(dispatch_decode, "DecodePlan", Plan)
-    monkeypatch.setattr(dispatch_decode, "_plans", threading.local())
+    monkeypatch.setattr(launch.decode, "DecodePlan", Plan)
+    monkeypatch.setattr(launch.decode, "plan_cache", PlanCache())
     q, k = torch.zeros(1, 1, 8, 64), torch.zeros(1, 32, 2, 64)
     first, second = object(), object()
 
     def plan(keys, known):
-        return dispatch_decode.decode(q, Cache(keys, keys, 5), 1.0, False, Extras(), known=known)
+        return launch.attend_cache(q, Cache(keys, keys, 5), 1.0, False, Options(), handle=known)
 
     assert plan(k, None) is plan(k, first) is plan(k, first) is plan(k, second) is made[0]
     assert plan(k[:, :16], None) is plan(k[:, :16], object()) is made[1]

@@ -19,7 +19,7 @@ from tl_attention import (
     flash_attn_varlen_qkvpacked_func,
     ops,
 )
-from tl_attention.extras import Extras, canonical_window, of_arguments, rows_in_use
+from tl_attention.options import Options, canonical_window, parse_options, rows_in_use
 from tl_attention.reference import dropout_keep, rounded_dropout
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
@@ -307,9 +307,9 @@ def test_window_and_causal_have_one_name_each():
 
 
 def test_options_that_are_off_are_none():
-    assert of_arguments() is None and of_arguments(*Extras().arguments()) is None
-    assert of_arguments([3, 0]).arguments() == Extras(window=(3, 0)).arguments()
-    assert len(Extras().arguments()) == len(inspect.signature(Extras).parameters)
+    assert parse_options() is None and parse_options(*Options().arguments()) is None
+    assert parse_options([3, 0]).arguments() == Options(window=(3, 0)).arguments()
+    assert len(Options().arguments()) == len(inspect.signature(Options).parameters)
     for name, value in {
         "softcap": 1.0,
         "dropout_p": 0.1,
@@ -317,11 +317,11 @@ def test_options_that_are_off_are_none():
         "sink": 1,
         "cu_seqlens_q": 1,
     }.items():
-        assert of_arguments(*Extras(**{name: value}).arguments()) is not None
+        assert parse_options(*Options(**{name: value}).arguments()) is not None
 
 
 def test_splits_are_no_option_of_the_score(device):
-    assert Extras(num_splits=3).names == () and not Extras(num_splits=3).is_off
+    assert Options(num_splits=3).names == () and not Options(num_splits=3).is_off
     inputs = leaves(device, (1, 9, 2, 64), (1, 200, 2, 64), (1, 200, 2, 64))
     results = []
     for num_splits in (0, 1, 3):
@@ -449,7 +449,7 @@ def op_arguments(name, device, varlen):
         device, (*size_q, HEADS, HEAD_DIM), (*size_k, HEADS_KV, HEAD_DIM), (*size_k, HEADS_KV, HEAD_DIM_V)
     )
     sink = arguments.get("learnable_sink")
-    extras = Extras(
+    launch_options = Options(
         window,
         arguments.get("softcap", 0.0),
         arguments.get("dropout_p", 0.0),
@@ -458,7 +458,7 @@ def op_arguments(name, device, varlen):
         sink=None if sink is None else sink.requires_grad_(),
         **lengths,
     )
-    return (q, k, v), (0.125, causal, False, False, False, *extras.arguments())
+    return (q, k, v), (0.125, causal, False, False, False, *launch_options.arguments())
 
 
 @pytest.mark.parametrize("name", ["window", "softcap", "alibi-of-each", "sink", "dropout", "everything"])
@@ -589,17 +589,18 @@ def test_what_a_launch_leaves_unwritten_is_cleared_where_rows_are_unused(used, m
     def garbage(*shape):
         return torch.full(shape, math.nan)
 
-    monkeypatch.setattr(ops.dispatch, "fwd", lambda *a, extras: (garbage(5, 2, 8), garbage(2, 5)))
-    monkeypatch.setattr(ops.dispatch, "bwd", lambda *a, extras: (garbage(5, 2, 8), *[garbage(5, 1, 8)] * 2))
+    monkeypatch.setattr(ops.launch, "forward", lambda *a, options: (garbage(5, 2, 8), garbage(2, 5)))
+    monkeypatch.setattr(
+        ops.launch, "backward", lambda *a, options: (garbage(5, 2, 8), *[garbage(5, 1, 8)] * 2)
+    )
     cu, seqused = torch.tensor([0, 3, 5]).int(), torch.tensor([1, 2]).int()
-    extras = Extras(
+    options = Options(
         cu_seqlens_q=cu, cu_seqlens_k=cu, **{} if used == "none" else {f"seqused_{used}": seqused}
     )
     q = torch.zeros(5, 2, 8)
-    out, lse = ops._launched(q, q, q, 1.0, False, False, False, extras)
-    grads = ops._launched_backward(
-        out, q, q, q, out, lse, None, 1.0, False, False, False, False, *extras.arguments()
-    )
+    call = ops.Call(1.0, False, False, False, False)
+    out, lse = ops._launch_forward(q, q, q, call, options)
+    grads = ops._launch_backward(out, q, q, q, out, lse, None, call, options)
     cleared = [False, True, True, False, False]
     for x, of in zip((out, lse.T, *grads), "qqqkk", strict=True):
         assert x.isnan().flatten(1).all(1).tolist() == [not (row and of == used) for row in cleared]
@@ -609,10 +610,11 @@ def test_what_a_launch_leaves_unwritten_is_cleared_where_rows_are_unused(used, m
 
 def test_options_reach_the_launch_alone_where_there_are_any(monkeypatch):
     seen = []
-    monkeypatch.setattr(ops.dispatch, "fwd", lambda *a, **options: seen.append(options) or (None, None))
-    for extras in (None, Extras(softcap=1.0)):
-        ops._launched(*[None] * 3, 1.0, False, False, False, extras)
-    assert seen[0] == {} and seen[1]["extras"].softcap == 1.0
+    monkeypatch.setattr(ops.launch, "forward", lambda *a, options: seen.append(options) or (None, None))
+    call, some = ops.Call(1.0, False, False, False, False), Options(softcap=1.0)
+    for options in (None, some):
+        ops._launch_forward(None, None, None, call, options)
+    assert seen[0] is None and seen[1] is some
 
 
 @pytest.mark.gpu

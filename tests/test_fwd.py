@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tl_attention import dispatch, flash_attn_func, mha_fwd_interface, ref_mha_fwd_interface
-from tl_attention.arrays import tma_ready
+from tl_attention import compiler, flash_attn_func, launch, mha_fwd_interface, ref_mha_fwd_interface
 from tl_attention.configs import candidates, default_config, pick_config
+from tl_attention.launch.arrays import tma_ready
+from tl_attention.launch.common import PlanCache
 from tl_attention.problem import SCHEDULES, SPLIT_BUCKET, AttnProblem, FwdConfig, buckets, tile_width
 from tl_attention.reference import attention_reference
 from tl_attention.target import sm_count
@@ -40,7 +41,7 @@ def check_launch(q, k, v, scale, causal, lse_base2=False, out_layout="bshd", con
     batch, seqlen_q, heads, _ = q.shape
     whole_out, out = poisoned(batch, seqlen_q, heads, v.shape[3], dtype=q.dtype, layout=out_layout)
     whole_lse, lse = poisoned(batch, heads, seqlen_q, dtype=torch.float32)
-    plan = dispatch.FwdPlan(q, k, v, out, causal, False, config)
+    plan = launch.fwd.FwdPlan(q, k, v, out, causal, False, config)
     plan.launch(q, k, v, out, lse, q.shape[3] ** -0.5 if scale is None else scale, lse_base2)
     assert guard_is_untouched(whole_out, out), "out: written outside its bounds"
     assert guard_is_untouched(whole_lse, lse), "lse: written outside its bounds"
@@ -132,7 +133,7 @@ def test_fwd_every_schedule_matches_reference(schedule, causal, dims):
 
 
 SPLIT = {
-    # id: (B,Hq,Hkv,Sq,Sk,D[,Dv],mask, options); splits: how many, else as many as dispatch.key_splits says
+    # id: (B,Hq,Hkv,Sq,Sk,D[,Dv],mask, options); splits: how many, else as many as launch.splits.key_splits says
     "chunk": ("1,8,1,128,16384,128,causal", {}),
     "chunk-full": ("1,4,4,128,5000,128,full", {}),
     "one-query": ("1,8,1,1,5003,128,causal", {}),
@@ -169,9 +170,9 @@ SPLIT = {
 @pytest.mark.parametrize(("shape", "options"), SPLIT.values(), ids=SPLIT)
 def test_fwd_with_split_keys_matches_reference(shape, options, monkeypatch):
     if splits := options.get("splits"):
-        monkeypatch.setattr(dispatch, "key_splits", lambda tiles, steps, sms: splits)
+        monkeypatch.setattr(launch.splits, "key_splits", lambda tiles, steps, sms: splits)
     shape, options = Shape.parse(shape), {name: value for name, value in options.items() if name != "splits"}
-    dtype = dispatch.DTYPE_NAMES[options.get("dtype", BF16)]
+    dtype = launch.common.DTYPE_NAMES[options.get("dtype", BF16)]
     problem = AttnProblem.of(dtype, shape.head_dim, shape.head_dim_v, shape.causal)
     run(shape, config=default_config(problem, bucket=SPLIT_BUCKET), **options)
 
@@ -182,12 +183,12 @@ FEW_TILES = Shape(1, 8, 1, 300, 9001, 128, 128, True)
 @pytest.mark.gpu
 def test_fwd_with_split_keys_is_deterministic():
     sizes = FEW_TILES.batch, FEW_TILES.heads_q, FEW_TILES.seqlen_q, FEW_TILES.seqlen_k
-    assert dispatch.fwd_bucket(*sizes, sm_count(0)) == SPLIT_BUCKET
+    assert launch.fwd_bucket(*sizes, sm_count(0)) == SPLIT_BUCKET
     run(FEW_TILES)
     q, k, v = make_inputs(FEW_TILES, BF16)
-    out, lse = dispatch.fwd(q, k, v, 0.1, True, False)
+    out, lse = launch.forward(q, k, v, 0.1, True, False)
     for _ in range(50):
-        again, lse_again = dispatch.fwd(q, k, v, 0.1, True, False)
+        again, lse_again = launch.forward(q, k, v, 0.1, True, False)
         assert torch.equal(out, again) and torch.equal(lse, lse_again)
 
 
@@ -204,14 +205,14 @@ def test_fwd_with_split_keys_propagates_what_is_not_finite(value, target):
 @pytest.mark.gpu
 def test_fwd_with_split_keys_in_a_graph():
     q, k, v = make_inputs(FEW_TILES, BF16)
-    dispatch.fwd(q, k, v, 0.1, True, False)
+    launch.forward(q, k, v, 0.1, True, False)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = dispatch.fwd(q, k, v, 0.1, True, False)
+        out, lse = launch.forward(q, k, v, 0.1, True, False)
     for seed in (1, 2):
         for old, new in zip((q, k, v), make_inputs(FEW_TILES, BF16, seed=seed), strict=True):
             old.copy_(new)
-        expected = dispatch.fwd(q, k, v, 0.1, True, False)
+        expected = launch.forward(q, k, v, 0.1, True, False)
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
@@ -256,15 +257,15 @@ def test_fwd_matches_reference_on_random_problems(shape, dtype, layout, scale, l
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_fwd_compiles_for_its_first_problem_alone(causal, monkeypatch):
     """Then hundreds of lengths, batches, heads, scales and layouts in shuffled order, each right and none compiled for."""
-    monkeypatch.setattr(dispatch, "_compiled", {})
-    monkeypatch.setattr(dispatch, "_launchers", {})
-    monkeypatch.setattr(dispatch, "_plans", dispatch._Plans())
+    monkeypatch.setattr(compiler, "_compiled", {})
+    monkeypatch.setattr(launch.fwd, "_kernels", {})
+    monkeypatch.setattr(launch.fwd, "plan_cache", PlanCache())
     run(Shape(1, 1, 1, 77, 77, 128, 128, causal))
     problem = AttnProblem("bfloat16", 128, 128, causal)
     gpu = torch.cuda.get_device_name()
     configs = {pick_config(problem, bucket, gpu)[0] for bucket in buckets("fwd")}
     kernels = {kernel for config in configs for kernel in config.kernels(problem)}
-    assert dispatch.compile_count() == len(kernels)
+    assert compiler.compile_count() == len(kernels)
     lengths = [*range(1, 400, 3), *range(1000, 3200, 37), 9000, 9001, 12345]
     random.Random(0).shuffle(lengths)
     for i, seqlen_k in enumerate(lengths):
@@ -273,7 +274,7 @@ def test_fwd_compiles_for_its_first_problem_alone(causal, monkeypatch):
             1 + i % 3, 4, 1 + i % 2, seqlen_q, seqlen_k, 128 - 8 * (i % 3), 128 - 8 * (i % 3), causal
         )
         run(shape, layout=LAYOUTS[i % 3], scale=0.1 + i / 1000, lse_base2=bool(i % 2), seed=i)
-    assert dispatch.compile_count() == len(kernels)
+    assert compiler.compile_count() == len(kernels)
 
 
 def requested_bytes(call):
@@ -290,8 +291,8 @@ def requested_bytes(call):
 def test_fwd_allocates_its_outputs_alone(layout):
     shape = Shape(2, 8, 2, 1000, 1111, 128, 128, True)
     q, k, v = make_inputs(shape, BF16, layout)
-    out, lse = dispatch.fwd(q, k, v, 0.1, True, False)  # compiles, and takes its tickets
-    peak, kept = requested_bytes(lambda: dispatch.fwd(q, k, v, 0.1, True, False))
+    out, lse = launch.forward(q, k, v, 0.1, True, False)  # compiles, and takes its tickets
+    peak, kept = requested_bytes(lambda: launch.forward(q, k, v, 0.1, True, False))
     assert peak <= out.nbytes + lse.nbytes + 1024
     assert torch.equal(kept[0], out)
 
@@ -351,11 +352,11 @@ def test_fwd_of_known_metadata_is_that_of_a_first_call(heads_first, monkeypatch)
             for x in tensors
         ]
         assert any(x.data_ptr() % 16 for x in others) == (step % 2 == 1)
-        assert step == 0 or dispatch.fwd_plan(q, k, v, True, heads_first)
-        out, lse = dispatch.fwd(q, k, v, 0.1, True, False, heads_first)
+        assert step == 0 or launch.fwd_plan(q, k, v, True, heads_first)
+        out, lse = launch.forward(q, k, v, 0.1, True, False, heads_first)
         with monkeypatch.context() as patch:
-            patch.setattr(dispatch, "_plans", dispatch._Plans())
-            first, first_lse = dispatch.fwd(*(x.clone() for x in others), 0.1, True, False, heads_first)
+            patch.setattr(launch.fwd, "plan_cache", PlanCache())
+            first, first_lse = launch.forward(*(x.clone() for x in others), 0.1, True, False, heads_first)
         assert torch.equal(out, first) and torch.equal(lse, first_lse)
         assert out.is_contiguous() and lse.is_contiguous()
 
@@ -367,11 +368,11 @@ def test_fwd_in_two_threads_at_once():
         make_inputs(Shape(2, 4, 4, 300, 300, 64, 64, True), BF16, "bhsd", seed=seed) for seed in range(4)
     ]
     inputs = [[x.transpose(1, 2) for x in tensors] for tensors in inputs]
-    expected = [dispatch.fwd(*tensors, 0.1, True, False, True)[0] for tensors in inputs]
+    expected = [launch.forward(*tensors, 0.1, True, False, True)[0] for tensors in inputs]
     torch.cuda.synchronize()
 
     def many(i: int) -> bool:
-        outs = [dispatch.fwd(*inputs[i], 0.1, True, False, True)[0] for _ in range(300)]
+        outs = [launch.forward(*inputs[i], 0.1, True, False, True)[0] for _ in range(300)]
         torch.cuda.synchronize()
         return all(torch.equal(out, expected[i]) for out in outs)
 
@@ -381,18 +382,19 @@ def test_fwd_in_two_threads_at_once():
 
 @pytest.mark.gpu
 def test_plans_keep_no_tensor_and_come_to_an_end(monkeypatch):
-    monkeypatch.setattr(dispatch, "MAX_PLANS", 8)
-    monkeypatch.setattr(dispatch, "_plans", dispatch._Plans())
+    monkeypatch.setattr(launch.common, "MAX_PLANS", 8)
+    for module in (launch.fwd, launch.bwd):
+        monkeypatch.setattr(module, "plan_cache", PlanCache())
     q, k, v = make_inputs(Shape(1, 2, 2, 64, 64, 64, 64, False), BF16)
-    dispatch.fwd(q, k, v, 0.1, False, False)
+    launch.forward(q, k, v, 0.1, False, False)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for seqlen in range(1, 50):
         x = torch.randn(1, 2, seqlen, 64, device="cuda", dtype=BF16)
         for tensors in ((x, x, x), (x[:, :1].expand_as(x), x, x)):
-            out, lse = dispatch.fwd(*tensors, 0.1, False, False, True)
-            dispatch.bwd(out, *tensors, out, lse, 0.1, False, False, True)
-        assert len(dispatch._plans.fwd) <= 8 and len(dispatch._plans.bwd) <= 8
+            out, lse = launch.forward(*tensors, 0.1, False, False, True)
+            launch.backward(out, *tensors, out, lse, 0.1, False, False, True)
+        assert len(launch.fwd.plan_cache.plans) <= 8 and len(launch.bwd.plan_cache.plans) <= 8
     del x, tensors, out, lse
     assert torch.cuda.memory_allocated() == before
 
@@ -402,9 +404,9 @@ def test_plans_keep_no_tensor_and_come_to_an_end(monkeypatch):
 def test_fwd_on_a_device_that_is_not_the_current_one():
     shape = Shape(2, 4, 2, 300, 333, 64, 64, True)
     q, k, v = make_inputs(shape, BF16, device="cuda:1")
-    expected = dispatch.fwd(*(x.to("cuda:0") for x in (q, k, v)), 0.1, True, False)
+    expected = launch.forward(*(x.to("cuda:0") for x in (q, k, v)), 0.1, True, False)
     for _ in range(2):  # a first call, and one of known metadata
-        found = dispatch.fwd(q, k, v, 0.1, True, False)
+        found = launch.forward(q, k, v, 0.1, True, False)
         assert torch.cuda.current_device() == 0
         for x, want in zip(found, expected, strict=True):
             assert x.device.index == 1 and torch.equal(x.to("cuda:0"), want)
@@ -416,11 +418,11 @@ def test_fwd_of_tensors_past_2_31_elements():
     k, v = (torch.randn(3, 100_003, 64, 128, device="cuda", dtype=BF16) for _ in range(2))
     assert k.numel() > 2**31
     q = torch.randn(3, 70, 64, 128, device="cuda", dtype=BF16)
-    out, lse = dispatch.fwd(q, k, v, 0.1, True, False)
+    out, lse = launch.forward(q, k, v, 0.1, True, False)
     verdict = check_fwd(out[2:, :, 63:], lse[2:, 63:], q[2:, :, 63:], k[2:, :, 63:], v[2:, :, 63:], 0.1, True)
     assert verdict.ok, verdict.text
     del v, out
-    out, lse = dispatch.fwd(k, q, q, 0.1, False, False)
+    out, lse = launch.forward(k, q, q, 0.1, False, False)
     verdict = check_fwd(
         out[2:, -500:, 63:], lse[2:, 63:, -500:], k[2:, -500:, 63:], q[2:, :, 63:], q[2:, :, 63:], 0.1, False
     )
@@ -486,8 +488,8 @@ def test_fwd_walks_tiles_again_that_outgrow_their_maxima(head_dim, causal, grow)
         assert growth(q[1, :, 3], k[1, :, 3], 0.1, causal) > 64
         verdict = check_launch(q, k, v, 0.1, causal, config=config)
         assert verdict.ok, verdict.text
-        out, lse = dispatch.fwd(q, k, v, 0.1, causal, False, config=config)
-        again, lse_again = dispatch.fwd(q, k, v, 0.1, causal, False, config=config)
+        out, lse = launch.forward(q, k, v, 0.1, causal, False, config=config)
+        again, lse_again = launch.forward(q, k, v, 0.1, causal, False, config=config)
         assert torch.equal(out, again) and torch.equal(lse, lse_again)
 
 
@@ -497,7 +499,7 @@ def test_fwd_ends_where_scores_are_beyond_all_bounds():
     q, k, v = make_inputs(Shape(2, 5, 5, 1111, 1234, 64, 64, True), BF16)
     k[:, :200] *= 2.0**60
     config = next(c for c in candidates(AttnProblem("bfloat16", 64, 64, True), "4k") if c.hold_max)
-    dispatch.fwd(q, k, v, 0.1, True, False, config=config)
+    launch.forward(q, k, v, 0.1, True, False, config=config)
     torch.cuda.synchronize()
 
 
@@ -506,9 +508,9 @@ def test_fwd_is_deterministic():
     shape = Shape(4, 16, 16, 1111, 1111, 128, 128, True)
     for causal in (False, True):
         q, k, v = make_inputs(shape, BF16)
-        out, lse = dispatch.fwd(q, k, v, 0.1, causal, False)
+        out, lse = launch.forward(q, k, v, 0.1, causal, False)
         for _ in range(50):
-            again, lse_again = dispatch.fwd(q, k, v, 0.1, causal, False)
+            again, lse_again = launch.forward(q, k, v, 0.1, causal, False)
             assert torch.equal(out, again) and torch.equal(lse, lse_again)
 
 
@@ -517,14 +519,14 @@ def test_fwd_is_deterministic():
 def test_fwd_on_two_streams_at_once(schedule):
     config = FwdConfig(128, 128, schedule=schedule)
     inputs = [make_inputs(Shape(2, 16, 16, 1500, 1500, 128, 128, True), BF16, seed=s) for s in range(2)]
-    expected = [dispatch.fwd(*x, 0.1, True, False, config=config)[0] for x in inputs]
+    expected = [launch.forward(*x, 0.1, True, False, config=config)[0] for x in inputs]
     streams = [torch.cuda.Stream() for _ in inputs]
     torch.cuda.synchronize()
     outs: list[list[torch.Tensor]] = [[], []]
     for _ in range(20):
         for i, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                outs[i].append(dispatch.fwd(*inputs[i], 0.1, True, False, config=config)[0])
+                outs[i].append(launch.forward(*inputs[i], 0.1, True, False, config=config)[0])
     torch.cuda.synchronize()
     assert all(torch.equal(out, want) for got, want in zip(outs, expected, strict=True) for out in got)
 
@@ -535,19 +537,19 @@ def test_fwd_in_graphs_replayed_beside_each_other(schedule):
     config = FwdConfig(128, 128, schedule=schedule)
     inputs = [make_inputs(Shape(2, 16, 16, 1500, 1500, 128, 128, True), BF16, seed=s) for s in range(2)]
     for x in inputs:
-        dispatch.fwd(*x, 0.1, True, False, config=config)
+        launch.forward(*x, 0.1, True, False, config=config)
     torch.cuda.synchronize()
     graphs, outs = [], []
     for x in inputs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            outs.append(dispatch.fwd(*x, 0.1, True, False, config=config)[0])
+            outs.append(launch.forward(*x, 0.1, True, False, config=config)[0])
         graphs.append(graph)
     for seed in (7, 8):  # new values in the captured inputs
         fresh = [
             make_inputs(Shape(2, 16, 16, 1500, 1500, 128, 128, True), BF16, seed=seed + s) for s in range(2)
         ]
-        expected = [dispatch.fwd(*x, 0.1, True, False, config=config)[0] for x in fresh]
+        expected = [launch.forward(*x, 0.1, True, False, config=config)[0] for x in fresh]
         for x, new in zip(inputs, fresh, strict=True):
             for old_tensor, new_tensor in zip(x, new, strict=True):
                 old_tensor.copy_(new_tensor)
@@ -627,23 +629,23 @@ def test_public_functions_compile_into_graph_trees():
     with torch.no_grad():
         for seed in range(5):
             q, k, v = make_inputs(Shape(2, 16, 16, 1000, 1000, 128, 128, True), BF16, seed=seed)
-            expected = dispatch.fwd(q, k, v, 128**-0.5, True, False)[0]
+            expected = launch.forward(q, k, v, 128**-0.5, True, False)[0]
             assert torch.equal(compiled(q, k, v), expected)
 
 
 FIRST_CALL_IN_A_GRAPH = """
 import torch
-from tl_attention import dispatch
+from tl_attention import compiler, launch
 from tl_attention.problem import AttnProblem, FwdConfig
 q, k, v = (torch.randn(2, 1500, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 config = FwdConfig(128, 128, schedule="dynamic")
-dispatch.compile_kernel(AttnProblem("bfloat16", 128, 128, True), config)
+compiler.compile_kernel(AttnProblem("bfloat16", 128, 128, True), config)
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph, capture_error_mode="relaxed"):
-    out, _ = dispatch.fwd(q, k, v, 0.1, True, False, config=config)
+    out, _ = launch.forward(q, k, v, 0.1, True, False, config=config)
 for _ in range(3):
     graph.replay()
-assert torch.equal(out, dispatch.fwd(q, k, v, 0.1, True, False, config=config)[0])
+assert torch.equal(out, launch.forward(q, k, v, 0.1, True, False, config=config)[0])
 """
 
 
@@ -672,5 +674,5 @@ def test_dispatch_modes_see_the_op():
 def test_tile_width_config_is_refused_where_it_cannot_run():
     q, k, v = make_inputs(Shape(1, 2, 2, 100, 100, 256, 256, True), BF16)
     with pytest.raises(ValueError, match="config: .*shared memory"):
-        dispatch.fwd(q, k, v, 0.1, True, False, config=FwdConfig(block_M=128, block_N=128))
+        launch.forward(q, k, v, 0.1, True, False, config=FwdConfig(block_M=128, block_N=128))
     assert tile_width(200, 8) == (256, 128)

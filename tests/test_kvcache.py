@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tl_attention import (
-    dispatch,
-    dispatch_decode,
+    compiler,
     flash_attn_func,
     flash_attn_with_kvcache,
     kvcache,
     kvcache_workspace_bytes,
+    launch,
 )
 from tl_attention.reference import attention_reference, rotary_reference
 from tl_attention.testing.numeric import check_fwd
@@ -485,7 +485,7 @@ def test_the_debug_check_names_an_entry_that_is_out_of_range(page, changes, text
 
 def test_workspace_bytes_asks_the_launch(monkeypatch):
     seen = []
-    monkeypatch.setattr(dispatch_decode, "workspace_bytes", lambda *x: seen.append(x) or 7)
+    monkeypatch.setattr(launch, "decode_workspace_bytes", lambda *x: seen.append(x) or 7)
     assert kvcache_workspace_bytes(2, 3, 8, 4, 64, 1000, num_splits=5) == 7
     *sizes, sms = seen[0]
     assert sizes == [2, 3, 8, 4, 64, 5, False, 1000] and sms > 0
@@ -582,7 +582,7 @@ def test_opcheck(changes, device, monkeypatch):
     for name in ("append_op", "decode_op"):
         op = getattr(kvcache, name)
         monkeypatch.setattr(kvcache, name, lambda *x, op=op: calls.append((op, x)) or op(*x))
-    monkeypatch.setattr(kvcache, "someone_looks", lambda: True)
+    monkeypatch.setattr(kvcache, "is_traced", lambda: True)
     case = Case(seqlen_q=2, lengths=(40, 3), room=8, device=device, **changes)
     for x in (case.k_cache, case.v_cache):
         x.nan_to_num_()
@@ -766,7 +766,7 @@ def test_a_graph_is_captured_once_and_replayed_with_other_lengths(page):
 def test_lengths_batch_pages_and_splits_compile_nothing():
     for page in (None, 16, 64):
         Case(page=page, new=1, rotary=(64, True), device="cuda").check()
-    before = dispatch.compile_count()
+    before = compiler.compile_count()
     for page in (None, 16, 48, 64, 320):
         for seqlen_q, lengths in ((1, (3,)), (5, (100, 2000, 17)), (70, (5, 300) * 20)):
             for how in ({}, {"num_splits": 3}, {"batch_invariant": True}):
@@ -775,7 +775,7 @@ def test_lengths_batch_pages_and_splits_compile_nothing():
                     page=page, seqlen_q=seqlen_q, lengths=lengths, new=seqlen_q % 3, window=window, heads=heads[0], heads_kv=heads[1],
                     device="cuda",
                 ).check(**how)  # fmt: skip
-    assert dispatch.compile_count() == before
+    assert compiler.compile_count() == before
 
 
 @gpu

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -13,42 +16,55 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tl_attention"
 STDLIB = sys.stdlib_module_names | {"tomllib"}
 
-# Room (a file or folder of the package): what it may import | what else inside a function or for type hints.
+# Room: what it may import | what else inside a function or for type hints.
+# A room is a file, or a folder with those of its files that have no line of their own.
 DOORS = {
     "__init__": "interface flash kvcache merge",
-    "interface": "torch checks ops dispatch reference",
+    "interface": "torch checks ops launch reference",
     "flash": "torch checks ops",
     "merge": "torch checks",
     "checks": "torch problem",
-    "extras": "torch problem",
-    "ops": "torch checks extras dispatch reference",
-    "torch_backend": "torch extras flash ops",
-    "kvcache": "torch checks extras problem target ops dispatch_decode reference",
+    "options": "torch problem",
+    "ops": "torch checks options launch reference",
+    "torch_backend": "torch options flash ops",
+    "kvcache": "torch checks options problem target ops launch reference",
     "hf": "torch flash kvcache | transformers",
-    "dispatch": "torch arrays extras problem target configs | kernels cubin tilelang tvm_ffi",
-    "dispatch_decode": "torch arrays extras problem target configs dispatch",
+    "launch": "launch/fwd launch/bwd launch/bwd_passes launch/decode launch/splits",
+    "launch/arrays": "torch problem",
+    "launch/tickets": "torch",
+    "launch/splits": "options problem",
+    "launch/common": "torch checks options problem configs compiler",
+    "launch/fwd": "torch options problem target compiler launch/arrays launch/common launch/splits launch/tickets",
+    "launch/bwd_passes": "torch problem compiler launch/common",
+    "launch/bwd": "torch checks options problem target compiler launch/arrays launch/bwd_passes launch/common",
+    "launch/decode": "torch checks options problem target configs compiler launch/arrays launch/common",
+    "compiler": "problem target configs toolkit | kernels tilelang tvm_ffi",
+    "toolkit": " | tilelang",
     "kernels": "tilelang problem target kernels",
-    "arrays": "torch problem",
     "configs": "problem target | tomli",
     "target": "torch",
     "problem": "",
     "reference": "torch",
     "testing": "torch problem target configs reference testing",
-    "autotune": "torch problem target configs dispatch cubin sandbox reference testing | rich",
+    "autotune": "torch problem target configs launch compiler cubin sandbox reference testing | rich",
     "sandbox": "",
-    "cubin": "problem target configs dispatch | kernels tilelang",
+    "cubin": "problem target configs compiler toolkit | tilelang",
+    "manifest": "configs cubin compiler problem toolkit",
     "cli": "torch problem target configs"
-    "| dispatch cubin autotune interface flash reference testing tilelang tvm_ffi rich benchmarks",
+    "| launch compiler cubin toolkit manifest autotune interface flash reference testing tilelang tvm_ffi rich benchmarks",
 }
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
 
-def imports(path: Path) -> list[tuple[int, str, bool]]:
-    """(line, room or distribution, at the top?) of every import in a file, but for the standard library."""
-    package = ".".join(("tl_attention", *path.parts[:-1]))
-    found = []
+def module_name(path: Path) -> str:
+    return ".".join(("tl_attention", *path.with_suffix("").parts)).removesuffix(".__init__")
 
-    def visit(node: ast.AST, top: bool) -> None:
+
+def imported(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """(line, full name, at the top?) of every name that a file of the package imports, by absolute or relative import."""
+    package = ".".join(("tl_attention", *path.parts[:-1]))
+
+    def visit(node: ast.AST, top: bool) -> Iterator[tuple[int, str, bool]]:
         for child in ast.iter_child_nodes(node):
             names = []
             if isinstance(child, ast.Import):
@@ -56,28 +72,71 @@ def imports(path: Path) -> list[tuple[int, str, bool]]:
             elif isinstance(child, ast.ImportFrom):
                 base = resolve_name("." * child.level + (child.module or ""), package)
                 names = [f"{base}.{alias.name}" for alias in child.names]
-            for name in names:
-                first, *rest = name.split(".")
-                target = (rest or ["__init__"])[0] if first == "tl_attention" else first
-                if target not in STDLIB:
-                    found.append((child.lineno, target, top))
+            yield from ((child.lineno, name, top) for name in names)
             for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-            visit(child, top and not for_types and not isinstance(child, ast.FunctionDef))
+            yield from visit(child, top and not for_types and not isinstance(child, ast.FunctionDef))
 
-    visit(ast.parse((PACKAGE / path).read_text()), True)
+    return visit(ast.parse((PACKAGE / path).read_text()), True)
+
+
+def imports(path: Path) -> list[tuple[int, str, bool]]:
+    """(line, room or distribution, at the top?) of every import in a file, but for the standard library."""
+    found = []
+    for line, name, top in imported(path):
+        first, *rest = name.split(".")
+        target = first
+        if first == "tl_attention":
+            target = "/".join(rest[:2]) if "/".join(rest[:2]) in DOORS else (rest or ["__init__"])[0]
+        if target not in STDLIB:
+            found.append((line, target, top))
     return found
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_layers_imports_go_one_way(path):
-    room = path.parts[0].removesuffix(".py")
-    assert room in DOORS, f"{path} is no room of the house: give it a line in DOORS"
+    room = path.with_suffix("").as_posix()
+    if room not in DOORS:
+        room = path.parts[0]
+    assert room in DOORS, f"{path} is no room of the package: add a line to DOORS"
     at_top, _, inside = (set(words.split()) for words in DOORS[room].partition("|"))
     for line, name, top in imports(path):
         allowed = at_top if top else at_top | inside
         where = "at the top" if top else "inside a function"
         may = f"{where} {room} may import {' '.join(sorted(allowed)) or 'nothing'}"
         assert name in allowed, f"tl_attention/{path}:{line} imports {name}: {may}"
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Module of the package -> modules of the package that it imports, at the top or inside functions."""
+    modules = {module_name(path) for path in FILES}
+    graph = {}
+    for path in FILES:
+        names = (name for _, name, _ in imported(path))
+        found = {name if name in modules else name.rpartition(".")[0] for name in names}
+        graph[module_name(path)] = found & modules - {"tl_attention"}
+    return graph
+
+
+def test_layers_imports_make_no_circle():
+    TopologicalSorter(import_graph()).prepare()  # raises CycleError, which names the circle
+
+
+PRIVATE = re.compile("_[^_].*")
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_layers_private_names_stay_in_their_module(path):
+    modules, of_package = set(), import_graph()
+    for line, name, _ in imported(path):
+        last = name.rpartition(".")[2]
+        if name in of_package:
+            modules.add(last)
+        private = name.startswith("tl_attention.") and PRIVATE.fullmatch(last)
+        assert not private, f"tl_attention/{path}:{line} imports {name}, which is private to its module"
+    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            private = f"{node.value.id}.{node.attr}, which is private to its module"
+            assert not PRIVATE.fullmatch(node.attr), f"tl_attention/{path}:{node.lineno} uses {private}"
 
 
 def test_layers_sees_every_kind_of_import(tmp_path, monkeypatch):

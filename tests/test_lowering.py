@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from tl_attention import configs, cubin, dispatch
+from tl_attention import compiler, configs, cubin, toolkit
 from tl_attention.problem import (
     DECODE_TILE_WIDTHS,
     SPLIT_BUCKET,
@@ -68,8 +68,8 @@ DECODE_KERNELS = [(problem, configs.decode_config(problem, rows, 16)) for proble
     ("problem", "config"), SHIPPED, ids=["{}-{}".format(*kernel).replace(" ", "-") for kernel in SHIPPED]
 )
 def test_lowering_shipped_kernel(problem, config):
-    if not cubin.find_nvcc():
-        pytest.skip(cubin.NO_NVCC)
+    if not toolkit.find_nvcc():
+        pytest.skip(toolkit.NO_NVCC)
     report = cubin.report(problem, config)
     assert report.spill_bytes == 0
     assert report.warnings == ()
@@ -93,8 +93,8 @@ def test_lowering_shipped_kernel(problem, config):
     ids=["{}-{}".format(*one).replace(" ", "-") for one in OPTION_KERNELS],
 )
 def test_lowering_kernel_with_options(problem, config):
-    if not cubin.find_nvcc():
-        pytest.skip(cubin.NO_NVCC)
+    if not toolkit.find_nvcc():
+        pytest.skip(toolkit.NO_NVCC)
     report = cubin.report(problem, config)
     assert report.fault is None and report.warnings == ()
     assert report.smem_bytes == configs.smem_bytes(problem, config)
@@ -106,8 +106,8 @@ def test_lowering_kernel_with_options(problem, config):
     ids=["{}-{}".format(*one).replace(" ", "-") for one in DECODE_KERNELS],
 )
 def test_lowering_decode_kernel(problem, config):
-    if not cubin.find_nvcc():
-        pytest.skip(cubin.NO_NVCC)
+    if not toolkit.find_nvcc():
+        pytest.skip(toolkit.NO_NVCC)
     report = cubin.report(problem, config)
     assert report.spill_bytes == 0 and report.warnings == () and report.hgmma and report.tma
     assert report.ctas_per_sm >= config.ctas_a_sm
@@ -119,8 +119,8 @@ def test_lowering_decode_kernel(problem, config):
     "kernel", [append_kernel("bfloat16"), DECODE_KERNELS[2][1].combine(DECODE_KERNELS[2][0])], ids=str
 )
 def test_lowering_kernel_beside_a_decode(kernel):
-    if not cubin.find_nvcc():
-        pytest.skip(cubin.NO_NVCC)
+    if not toolkit.find_nvcc():
+        pytest.skip(toolkit.NO_NVCC)
     problem, config = kernel
     report = cubin.report(problem, config)
     assert report.fault is None and report.smem_bytes == configs.smem_bytes(problem, config)
@@ -152,18 +152,18 @@ OF_OPTIONS = (
     ids=str,
 )
 def test_lowering_of_plain_attention_knows_no_options(config):
-    source, _ = dispatch.lower(AttnProblem("bfloat16", 64, 64, True), config)
+    source, _ = compiler.lower(AttnProblem("bfloat16", 64, 64, True), config)
     assert not [word for word in OF_OPTIONS if re.search(rf"\b{word}", source)]
 
 
 @pytest.mark.parametrize("config", [FwdConfig(64, 32), BwdPass("dq+dk+dv", 64, 64)], ids=str)
 def test_lowering_instructions_are_counted_without_cuobjdump(config, monkeypatch):
-    if not cubin.find_nvcc():
-        pytest.skip(cubin.NO_NVCC)
+    if not toolkit.find_nvcc():
+        pytest.skip(toolkit.NO_NVCC)
     problem = configs.problems()[0]
-    source, smem = dispatch.lower(problem, config)
+    source, smem = compiler.lower(problem, config)
     with_sass = cubin.report_source(source, smem, config.threads)
-    monkeypatch.setattr(cubin, "find_cuobjdump", lambda: None)
+    monkeypatch.setattr(toolkit, "find_cuobjdump", lambda: None)
     with_ptx = cubin.report_source(source, smem, config.threads)
     assert with_ptx.counted_in == "PTX"
     for counts in (with_sass, with_ptx):
@@ -193,7 +193,7 @@ def test_report_asks_for_wgmma_where_matrices_are_multiplied(needs_wgmma, fault)
     ids=["none", "unknown field", "missing field", "cut short"],
 )
 def test_report_compiled_is_made_anew_where_none_fits(kept, tmp_path, monkeypatch):
-    monkeypatch.setattr(dispatch, "kernel_path", lambda problem, config: tmp_path / "kernel.so")
+    monkeypatch.setattr(compiler, "kernel_path", lambda problem, config: tmp_path / "kernel.so")
     monkeypatch.setattr(cubin, "report_source", lambda *arguments: REPORT)
     (tmp_path / "kernel.cu").write_text("")
     if kept is not None:

@@ -16,8 +16,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tl_attention import configs, dispatch
-from tl_attention.extras import Extras
+from tl_attention import compiler, configs, launch
+from tl_attention.options import Options
 from tl_attention.problem import DIRECTIONS, OPTIONS, SCHEDULES, AttnProblem, FwdConfig
 from tl_attention.reference import attention_backward_reference, dropout_keep, varlen_backward_reference
 from tl_attention.testing.numeric import check_bwd, check_fwd
@@ -66,7 +66,7 @@ USED_Q, USED_K = [290, 0, 1, 400, 128, 0], [333, 50, 0, 517, 0, 1000]
 
 @dataclasses.dataclass
 class Case:
-    """A problem with options: random normal tensors, the options as dispatch and as the reference take them."""
+    """A problem with options: random normal tensors, the options as launches and as the reference take them."""
 
     head_dim: int
     head_dim_v: int
@@ -96,7 +96,7 @@ class Case:
     def __post_init__(self):
         self.generator = torch.Generator("cuda").manual_seed(self.seed)
         rows_q, rows_k = (self.batch, self.seqlen_q), (self.batch, self.seqlen_k)
-        extras, self.options = {}, {}
+        options, self.reference_options = {}, {}
         if self.varlen:
             self.batch = len(self.lengths_q)
             self.seqlen_q, self.seqlen_k = max(self.lengths_q), max(self.lengths_k)
@@ -108,8 +108,8 @@ class Case:
             for name, used in (("seqused_q", self.used_q), ("seqused_k", self.used_k)):
                 if used is not None:
                     lengths[name] = torch.tensor(used, dtype=torch.int32, device="cuda")
-            extras |= {**lengths, "max_seqlen_q": self.seqlen_q, "max_seqlen_k": self.seqlen_k}
-            self.options |= lengths
+            options |= {**lengths, "max_seqlen_q": self.seqlen_q, "max_seqlen_k": self.seqlen_k}
+            self.reference_options |= lengths
         self.q, self.dout = (
             self.randn(*rows_q, self.heads, self.head_dim),
             self.randn(*rows_q, self.heads, self.head_dim_v),
@@ -129,14 +129,17 @@ class Case:
             )
         if "sink" in self.names:
             shared["sink"] = torch.randn(self.heads, device="cuda", generator=self.generator)
-        extras |= shared
-        self.options |= shared
+        options |= shared
+        self.reference_options |= shared
         if "dropout" in self.names:
             state = torch.tensor([2**40 + self.seed, 77], device="cuda")
             sizes = self.batch, self.heads, self.seqlen_q, self.seqlen_k
-            extras |= {"dropout_p": self.dropout_p, "rng_state": state}
-            self.options |= {"dropout_p": self.dropout_p, "keep": dropout_keep(state, *sizes, self.dropout_p)}
-        self.extras = Extras(**extras, num_splits=self.num_splits)
+            options |= {"dropout_p": self.dropout_p, "rng_state": state}
+            self.reference_options |= {
+                "dropout_p": self.dropout_p,
+                "keep": dropout_keep(state, *sizes, self.dropout_p),
+            }
+        self.options = Options(**options, num_splits=self.num_splits)
         self.softmax_scale = self.head_dim**-0.5 if self.scale is None else self.scale
 
     def randn(self, *shape: int) -> torch.Tensor:
@@ -180,35 +183,35 @@ def check(case: Case, deterministic: bool = False, config: FwdConfig | None = No
     out = torch.full_like(case.q[..., : case.head_dim_v], math.nan).contiguous()
     *outer, seqlen, heads, _ = case.q.shape
     lse = torch.full((*outer, heads, seqlen), math.nan, device="cuda")
-    q, k, v, dout, extras, scale, causal = (
+    q, k, v, dout, options, scale, causal = (
         case.q,
         case.k,
         case.v,
         case.dout,
-        case.extras,
+        case.options,
         case.softmax_scale,
         case.causal,
     )
-    forward = dispatch.FwdPlan(q, k, v, out, causal, False, config, extras)
-    forward.launch(q, k, v, out, lse, scale, False, extras)
+    forward = launch.fwd.FwdPlan(q, k, v, out, causal, False, config, options)
+    forward.launch(q, k, v, out, lse, scale, False, options)
     assert forward.combine is not None or case.num_splits < 2
     grads = [torch.full_like(x, math.nan) for x in (q, k, v)]
     dlse = torch.randn(lse.shape, device="cuda", generator=case.generator)
-    plan = dispatch.BwdPlan(dout, q, k, v, out, *grads, causal, False, deterministic, None, extras)
-    *_, dsink = plan.launch(dout, q, k, v, out, lse, *grads, scale, False, dlse, extras)
+    plan = launch.bwd.BwdPlan(dout, q, k, v, out, *grads, causal, False, deterministic, None, options)
+    *_, dsink = plan.launch(dout, q, k, v, out, lse, *grads, scale, False, dlse, options)
 
     case.poison(0.0)
     kept = forward.combine is None
     taken = case.take(out, False, 0.0, kept=kept), case.take(lse, False, -math.inf, True, kept)
-    verdict = check_fwd(*taken, q, k, v, scale, causal, **case.options)
+    verdict = check_fwd(*taken, q, k, v, scale, causal, **case.reference_options)
     assert verdict.ok, verdict.text
     grads = [case.take(x, of_keys, 0.0) for x, of_keys in zip(grads, (False, True, True), strict=True)]
     if "sink" in case.names:
         reference = varlen_backward_reference if case.varlen else attention_backward_reference
         named = {"softmax_scale": scale, "causal": causal, "dlse": dlse}
-        grads.append(reference(dout, q, k, v, **named, **case.options)[3])
-        check_sink_gradient(dsink, grads[-1], *taken, dout, dlse, case.extras.sink)
-    verdict = check_bwd(grads, dout, q, k, v, scale, causal, dlse, **case.options)
+        grads.append(reference(dout, q, k, v, **named, **case.reference_options)[3])
+        check_sink_gradient(dsink, grads[-1], *taken, dout, dlse, case.options.sink)
+    verdict = check_bwd(grads, dout, q, k, v, scale, causal, dlse, **case.reference_options)
     assert verdict.ok, verdict.text
 
 
@@ -261,7 +264,7 @@ def test_options_where_scores_outgrow_the_maxima_that_are_held(one):
 @pytest.mark.parametrize("names", ["window", "window sink varlen", "varlen", ALL])
 def test_options_match_reference_in_every_schedule(names, config, monkeypatch):
     """With more tiles than there are SMs, in more groups of heads than one, and room in the table for tiles that are not there."""
-    monkeypatch.setattr(dispatch, "L2_SHARE", 1)
+    monkeypatch.setattr(launch.common, "L2_SHARE", 1)
     lengths = tuple((37 * i) % 300 for i in range(1, 60))
     named = tuple(names.split())
     case = Case(
@@ -302,7 +305,7 @@ def test_packed_sequences_with_split_keys_read_no_row_that_is_not_used(one):
 @pytest.mark.parametrize("num_splits", [2, 1000])
 def test_packed_sequences_with_split_keys_in_many_tiles(num_splits, monkeypatch):
     """In more groups of heads than one, with room in the table for tiles that are not there; and with more splits than blocks."""
-    monkeypatch.setattr(dispatch, "L2_SHARE", 1)
+    monkeypatch.setattr(launch.common, "L2_SHARE", 1)
     lengths = tuple((37 * i) % 300 for i in range(1, 60))
     lengths = {"lengths_q": lengths, "lengths_k": lengths[::-1], "num_splits": num_splits}
     check(Case(64, 64, False, ("window", "varlen"), heads=6, **lengths))
@@ -317,8 +320,8 @@ FEW_TILES = {"heads": 2, "heads_kv": 1, "lengths_q": (128, 60), "lengths_k": (90
 def test_packed_sequences_of_few_tiles_are_split(names):
     causal = "window" not in names
     case = Case(128, 128, causal, tuple(names.split()), **FEW_TILES, window=(5000, 0))
-    key = case.q, case.k, case.v, case.q, case.causal, False, None, case.extras
-    assert dispatch.FwdPlan(*key).combine is not None
+    key = case.q, case.k, case.v, case.q, case.causal, False, None, case.options
+    assert launch.fwd.FwdPlan(*key).combine is not None
     check(case)
 
 
@@ -328,22 +331,22 @@ def test_packed_sequences_with_split_keys_in_a_graph(num_splits):
     """Whose lengths change between replays."""
     case = Case(128, 128, True, ("varlen",), **FEW_TILES, num_splits=num_splits)
     q, k, v = (x[:n].clone() for x, n in ((case.q, 188), (case.k, 9301), (case.v, 9301)))
-    launch = functools.partial(dispatch.fwd, q, k, v, 0.1, True, False, extras=case.extras)
-    launch()
-    before = dispatch.compile_count()
+    run = functools.partial(launch.forward, q, k, v, 0.1, True, False, options=case.options)
+    run()
+    before = compiler.compile_count()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = launch()
+        out, lse = run()
     for lengths_q, lengths_k in (((128, 60), (9001, 300)), ((1, 187), (0, 9301)), ((188, 0), (300, 9001))):
-        case.extras.cu_seqlens_q.copy_(starts(lengths_q))
-        case.extras.cu_seqlens_k.copy_(starts(lengths_k))
-        expected = launch()
+        case.options.cu_seqlens_q.copy_(starts(lengths_q))
+        case.options.cu_seqlens_k.copy_(starts(lengths_k))
+        expected = run()
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
-        verdict = check_fwd(out, lse, q, k, v, 0.1, True, **case.options)
+        verdict = check_fwd(out, lse, q, k, v, 0.1, True, **case.reference_options)
         assert verdict.ok, verdict.text
-    assert dispatch.compile_count() == before
+    assert compiler.compile_count() == before
 
 
 @pytest.mark.gpu
@@ -362,7 +365,7 @@ def test_options_match_reference_on_any_problem(data):
     lengths_q[0], lengths_k[0] = (
         max(lengths_q[0], 1),
         max(lengths_k[0], 1),
-    )  # dispatch answers empty tensors by itself
+    )  # launch.forward and launch.backward answer empty tensors by themselves
     narrower = data.draw(st.sampled_from([0, 8])) if head_dim == head_dim_v else 0
     check(
         Case(
@@ -394,7 +397,7 @@ def test_options_match_reference_on_any_problem(data):
 def test_values_of_options_and_lengths_compile_nothing():
     case = {"head_dim": 128, "head_dim_v": 128, "causal": False, "names": tuple(ALL.split())}
     check(Case(**case))
-    before = dispatch.compile_count()
+    before = compiler.compile_count()
     check(
         Case(
             **case,
@@ -406,17 +409,17 @@ def test_values_of_options_and_lengths_compile_nothing():
             scale=0.3,
         )
     )
-    assert dispatch.compile_count() == before
+    assert compiler.compile_count() == before
 
 
 @pytest.mark.gpu
 def test_packed_sequences_of_one_batch_are_equal_to_the_dense():
     q, k, v = (torch.randn(3, 300, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    out, lse = dispatch.fwd(q, k, v, 0.1, True, False)
+    out, lse = launch.forward(q, k, v, 0.1, True, False)
     cu_seqlens = torch.arange(0, 901, 300, dtype=torch.int32, device="cuda")
-    extras = Extras(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=300, max_seqlen_k=300)
-    packed_out, packed_lse = dispatch.fwd(
-        *(x.flatten(0, 1) for x in (q, k, v)), 0.1, True, False, extras=extras
+    options = Options(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=300, max_seqlen_k=300)
+    packed_out, packed_lse = launch.forward(
+        *(x.flatten(0, 1) for x in (q, k, v)), 0.1, True, False, options=options
     )
     torch.testing.assert_close(packed_out.view_as(out), out, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(packed_lse.view(4, 3, 300).transpose(0, 1), lse, rtol=1e-5, atol=1e-5)
@@ -426,14 +429,18 @@ def test_packed_sequences_of_one_batch_are_equal_to_the_dense():
 def test_the_longest_tiles_of_sequences_come_first():
     lengths = (100, 5000, 129, 0, 3000)
     cu_seqlens = starts(lengths)
-    extras = Extras(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=5000, max_seqlen_k=5000)
-    kernel = dispatch.compile_kernel(
+    options = Options(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=5000, max_seqlen_k=5000)
+    kernel = compiler.compile_kernel(
         *configs.option_config(AttnProblem("bfloat16", 64, 64, True, ("varlen",)), "4k").kernels(
             AttnProblem("bfloat16", 64, 64, True, ("varlen",))
         )[-1]
     )
     total = sum(lengths)
-    table = dispatch.Sequences(kernel, len(lengths), total, total, True, 0).table(extras, False, 128).tolist()
+    table = (
+        launch.common.PackedTiles(kernel, len(lengths), total, total, True, 0)
+        .table(options, False, 128)
+        .tolist()
+    )
     tiles = {(b, block) for b, n in enumerate(lengths) for block in range(max(-(-n // 128), 1))}
     rows = [row for row in table if row[1] >= 0]
     assert {(b, block) for b, block, *_ in rows} == tiles and len(rows) == len(tiles)

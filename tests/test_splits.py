@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from tl_attention import dispatch
-from tl_attention.dispatch import fwd_bucket, key_splits, packed_splits
-from tl_attention.extras import Extras
+from tl_attention import launch
+from tl_attention.launch.splits import fwd_bucket, key_splits, packed_splits
+from tl_attention.options import Options
 from tl_attention.problem import MAX_SPLITS, FwdConfig
 
 SMS = 132
@@ -57,7 +57,7 @@ def test_fwd_bucket_is_of_the_shape_alone():
 
 
 @pytest.mark.parametrize(
-    ("batch", "total_q", "total_k", "heads", "options", "splits"),
+    ("batch", "total_q", "total_k", "heads", "changes", "splits"),
     [
         (1, 128, 16384, 8, {"max_seqlen_q": 128}, 16),  # one tile a head, as a dense one
         (1, 128, 16384, 8, {"max_seqlen_q": 128, "num_splits": 3}, 3),
@@ -73,11 +73,11 @@ def test_fwd_bucket_is_of_the_shape_alone():
         (0, 128, 16384, 8, {}, 1),
     ],
 )
-def test_packed_splits_follow_from_the_bounds_of_lengths(batch, total_q, total_k, heads, options, splits):
+def test_packed_splits_follow_from_the_bounds_of_lengths(batch, total_q, total_k, heads, changes, splits):
     starts = torch.zeros(batch + 1, dtype=torch.int32, device="meta")  # nobody reads it
     bounds = {"max_seqlen_q": 2**40, "max_seqlen_k": 2**40}
-    extras = Extras(cu_seqlens_q=starts, cu_seqlens_k=starts, **bounds | options)
-    assert packed_splits(extras, total_q, total_k, heads, SMS) == splits
+    options = Options(cu_seqlens_q=starts, cu_seqlens_k=starts, **bounds | changes)
+    assert packed_splits(options, total_q, total_k, heads, SMS) == splits
 
 
 def test_parts_of_packed_sequences_are_those_of_a_batch_of_one(monkeypatch):
@@ -87,23 +87,23 @@ def test_parts_of_packed_sequences_are_those_of_a_batch_of_one(monkeypatch):
     def kernel(name):
         return lambda *arguments: calls.append((name, arguments))
 
-    kernels = kernel("forward"), FwdConfig(128, 128, split=True), dispatch.MAX_GRID
-    found = dispatch.FwdKernels(*kernels, kernel("combine"), 128, kernel("table"))
-    nothing = dispatch.Nothing(*[torch.zeros(1)] * 5)
-    fakes = {"sm_count": SMS, "_find_kernel": found, "_nothing": nothing, "_tickets": torch.zeros(2)}
+    kernels = kernel("forward"), FwdConfig(128, 128, split=True), launch.common.MAX_GRID
+    found = launch.fwd.FwdKernels(*kernels, kernel("combine"), 128, kernel("table"))
+    unused = launch.common.UnusedArguments(*[torch.zeros(1)] * 5)
+    fakes = {"sm_count": SMS, "_find_kernels": found, "stream_tickets": torch.zeros(2)}
     for name, value in fakes.items():
-        monkeypatch.setattr(dispatch, name, lambda *arguments, value=value: value)
-    monkeypatch.setattr(dispatch, "_launchers", {})
-    monkeypatch.setattr(
-        dispatch, "_empty", lambda n, strides, dtype: torch.empty_strided(n, strides, dtype=dtype)
-    )
+        monkeypatch.setattr(launch.fwd, name, lambda *arguments, value=value: value)
+    monkeypatch.setattr(launch.fwd, "_kernels", {})
+    monkeypatch.setattr(launch.common, "unused_arguments", lambda device: unused)
+    for module in (launch.fwd, launch.common):
+        monkeypatch.setattr(module, "empty", torch._C._dynamo.guards._empty_strided_cpu)
 
     q, (k, v) = torch.zeros(200, 4, 128).bfloat16(), torch.zeros(2, 300, 2, 128).bfloat16()
     out, lse = torch.zeros_like(q), torch.zeros(4, 200)
     starts = torch.tensor([0, 130, 130, 200], dtype=torch.int32)
-    extras = Extras(cu_seqlens_q=starts, cu_seqlens_k=starts, num_splits=3)
-    plan = dispatch.FwdPlan(q, k, v, out, True, False, extras=extras)
-    plan.launch(q, k, v, out, lse, 0.1, False, extras)
+    options = Options(cu_seqlens_q=starts, cu_seqlens_k=starts, num_splits=3)
+    plan = launch.fwd.FwdPlan(q, k, v, out, True, False, options=options)
+    plan.launch(q, k, v, out, lse, 0.1, False, options)
 
     (_, _), (_, forward), (_, (o_parts, lse_parts, whole, whole_lse, unit)) = calls
     assert [name for name, _ in calls] == ["table", "forward", "combine"]
@@ -113,7 +113,7 @@ def test_parts_of_packed_sequences_are_those_of_a_batch_of_one(monkeypatch):
     assert (heads_a_kv_head, entries, group_heads, ctas) == (2, 200 // 128 + 3, 4, 3 * 4 * 4)
     assert whole.shape == (1, 200, 4, 128) and whole.data_ptr() == out.data_ptr()
     assert whole_lse.shape == (1, 4, 200) and whole_lse.data_ptr() == lse.data_ptr()
-    assert unit == dispatch.LN2
+    assert unit == launch.common.LN2
 
 
 def test_parts_of_the_keys_make_the_whole():

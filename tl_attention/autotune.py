@@ -86,9 +86,9 @@ def prepare_to_run() -> None:
 
 def compile_kernel(problem: AttnProblem, config: KernelConfig) -> cubin.Report:
     """Put the kernel into the disk cache and report on it."""
-    from tl_attention import dispatch
+    from tl_attention import compiler
 
-    dispatch.compile_kernel(problem, config)
+    compiler.compile_kernel(problem, config)
     return cubin.report_compiled(problem, config)
 
 
@@ -143,13 +143,13 @@ def _make_inputs(row: Row, shape: Shape, seed: int) -> tuple[torch.Tensor, ...]:
 
 
 def _run(row: Row, inputs: tuple[torch.Tensor, ...], shape: Shape, config: Config) -> tuple:
-    from tl_attention import dispatch
+    from tl_attention import launch
 
     arguments = (*inputs, shape.head_dim**-0.5, shape.causal)
     if row.direction == "fwd":
-        return dispatch.fwd(*arguments, lse_base2=False, config=config)
+        return launch.forward(*arguments, lse_base2=False, config=config)
     deterministic = row.direction == "bwd_det"
-    return dispatch.bwd(*arguments, lse_base2=False, deterministic=deterministic, config=config)
+    return launch.backward(*arguments, lse_base2=False, deterministic=deterministic, config=config)
 
 
 @dataclass(frozen=True)
@@ -230,12 +230,12 @@ def group_shapes(
 
 def shape_bucket(shape: Shape, direction: str) -> str:
     """Which row of a class serves a shape on this GPU, or an H200 where there is none."""
-    from tl_attention import dispatch
+    from tl_attention import launch
 
     if direction != "fwd":
         return length_bucket(shape.seqlen_k)
     sms = sm_count(torch.cuda.current_device()) if torch.cuda.is_available() else H200_SMS
-    return dispatch.fwd_bucket(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k, sms)
+    return launch.fwd_bucket(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k, sms)
 
 
 def check_shapes(shapes: Sequence[Shape]) -> list[Shape]:

@@ -325,3 +325,26 @@ def check_no_forward_ad() -> None:
         raise NotImplementedError(
             "q, k, v: forward-mode automatic differentiation is not supported; use no dual level"
         )
+
+
+def check_config(problem: object, config: object, reason: str | None) -> None:
+    """Raise ValueError if an explicit config cannot run a problem, for a reason."""
+    if reason:
+        raise ValueError(f"config: {config} cannot run {problem}: {reason}")
+
+
+def check_dropout_batch(dropout_p: float, batch: int, max_batch: int) -> None:
+    """Raise NotImplementedError for a backward with dropout whose batch needs more than one launch."""
+    if dropout_p and batch > max_batch:
+        raise NotImplementedError(
+            f"dropout_p: expected a batch of at most {max_batch} in a backward with dropout, got {batch}; divide the batch"
+        )
+
+
+def check_cache_strides(name: str, cache: torch.Tensor, cache_step: int, row_step: int) -> None:
+    """Raise ValueError unless the caches or pages of a tensor begin a whole number of rows after each other."""
+    if cache_step % row_step:
+        raise ValueError(
+            f"{name}: expected stride(0) to be a multiple of stride(1), got {cache.stride()}; allocate it as [caches, seqlen, heads,"
+            " head_dim], or with the sequence anywhere outside the head dimension"
+        )

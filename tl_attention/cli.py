@@ -192,10 +192,10 @@ def tune(arguments: argparse.Namespace) -> int:
 
 
 def compile_kernels(arguments: argparse.Namespace) -> int:
-    from tl_attention import autotune, cubin
+    from tl_attention import autotune, toolkit
 
-    if not cubin.find_nvcc():
-        print(f"tl-attention compile: {cubin.NO_NVCC}")
+    if not toolkit.find_nvcc():
+        print(f"tl-attention compile: {toolkit.NO_NVCC}")
         return 2
     if arguments.options and (arguments.shapes or arguments.dtype):
         print(
@@ -354,10 +354,10 @@ def _check_package(module: str, advice: str) -> Callable[[], tuple[bool, str]]:
 
 
 def _check_nvcc() -> tuple[bool, str]:
-    from tl_attention import cubin
+    from tl_attention import toolkit
 
-    if not (found := cubin.find_nvcc()):
-        return False, cubin.NO_NVCC
+    if not (found := toolkit.find_nvcc()):
+        return False, toolkit.NO_NVCC
     nvcc, origin = found
     release = (
         subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-2]
@@ -366,9 +366,9 @@ def _check_nvcc() -> tuple[bool, str]:
 
 
 def _check_cuobjdump() -> tuple[bool, str]:
-    from tl_attention import cubin
+    from tl_attention import toolkit
 
-    found = cubin.find_cuobjdump()
+    found = toolkit.find_cuobjdump()
     return bool(found), str(found or "not found, so instructions are counted in PTX: pip install triton")
 
 

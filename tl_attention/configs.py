@@ -247,6 +247,11 @@ def data_dir() -> Path:
     return Path(__file__).with_name("configs_data") if installed() else Path(__file__).parents[1] / "configs"
 
 
+def manifest_path() -> Path:
+    """The manifest of shipped kernels, which manifest.py reads and writes."""
+    return data_dir() / "kernels.json"
+
+
 def cache_dir() -> Path:
     """Where compiled kernels and the user's tuned tables lie.
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import collections
-import importlib.util
+import hashlib
 import json
-import os
 import re
-import shutil
 import subprocess
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tl_attention import compiler, toolkit
 from tl_attention.configs import smem_bytes
 from tl_attention.problem import (
     REGISTER_LEVEL,
@@ -27,7 +26,6 @@ from tl_attention.target import REGISTERS, SMEM_LIMIT, SMEM_PER_SM, TARGET
 
 # Each marks a slow kernel. C7507: setmaxnreg is ignored; the others: every wgmma is waited for
 WARNINGS = ("C7507", "C7510", "C7512", "C7514", "C7517")
-NO_NVCC = "nvcc is neither in CUDA_HOME, nor on PATH, nor a pip package: pip install 'tilelang[nvcc]==0.1.15'"
 THREADS_PER_SM = 2048
 SMEM_RESERVED = 1024  # bytes the hardware takes for each CTA
 
@@ -47,6 +45,7 @@ class Report:
     loops: tuple[int, ...]  # instructions of the loops over keys; a warpgroup has a masked and a plain one
     counted_in: str  # SASS; or PTX where there is no cuobjdump, and then no loops
     needs_wgmma: bool = True
+    sass_hash: str = ""  # of the instructions, in hex; empty where there is no cuobjdump
 
     @property
     def fault(self) -> str | None:
@@ -66,17 +65,13 @@ def uses_wgmma(config: KernelConfig) -> bool:
 
 def report(problem: AttnProblem, config: KernelConfig) -> Report:
     """Lower the kernel, assemble it for sm_90a and read what came out."""
-    from tl_attention import dispatch
-
-    source, smem = dispatch.lower(problem, config)
+    source, smem = compiler.lower(problem, config)
     return report_source(source, smem, config.threads, uses_wgmma(config), register_level(config))
 
 
 def report_compiled(problem: AttnProblem, config: KernelConfig) -> Report:
-    """The same for a kernel that dispatch.compile_kernel has made, from the source it keeps; kept beside that."""
-    from tl_attention import dispatch
-
-    path = dispatch.kernel_path(problem, config)
+    """The same for a kernel that compiler.compile_kernel has made, from the source it keeps; kept beside that."""
+    path = compiler.kernel_path(problem, config)
     kept = path.with_suffix(".json")
     if (report := _read_report(kept)) is None:
         source = path.with_suffix(".cu").read_text()
@@ -133,6 +128,7 @@ def report_source(
         loops=tuple(loop.total() for loop in main_loops(sass)) if sass else (),
         counted_in=counted_in,
         needs_wgmma=needs_wgmma,
+        sass_hash=_instructions_hash(sass) if sass else "",
     )
 
 
@@ -143,39 +139,12 @@ def ctas_per_sm(registers: int, smem: int, threads: int) -> int:
     return min(by_registers, THREADS_PER_SM // threads, SMEM_PER_SM // (smem + SMEM_RESERVED))
 
 
-def find_nvcc() -> tuple[Path, str] | None:
-    """nvcc where TileLang looks for it, and in words how it got there; None if there is none."""
-    from tilelang.env import CUDA_HOME
-
-    nvcc = Path(CUDA_HOME, "bin", "nvcc")
-    if not CUDA_HOME or not nvcc.exists():
-        return None
-    variable = next((name for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ), None)
-    if variable:
-        return nvcc, variable
-    if shutil.which("nvcc"):
-        return nvcc, "PATH"
-    return nvcc, "pip package nvidia-cuda-nvcc" if "site-packages" in nvcc.parts else "usual folder"
-
-
-def find_cuobjdump() -> Path | None:
-    """cuobjdump on PATH, of the CUDA toolkit, or of an installed triton."""
-    from tilelang.env import CUDA_HOME
-
-    triton = importlib.util.find_spec("triton")
-    folders = [os.environ.get("PATH", ""), str(Path(CUDA_HOME, "bin"))]
-    if triton and triton.origin:
-        folders.append(str(Path(triton.origin).parent / "backends/nvidia/bin"))
-    found = shutil.which("cuobjdump", path=os.pathsep.join(folders))
-    return Path(found) if found else None
-
-
 def _assemble(source: str, folder: Path, level: int) -> tuple[str, Path]:
     """(what ptxas says, the cubin, with its PTX beside it)"""
     from tilelang.contrib import nvcc
 
-    if not (found := find_nvcc()):
-        raise FileNotFoundError(NO_NVCC)
+    if not (found := toolkit.find_nvcc()):
+        raise FileNotFoundError(toolkit.NO_NVCC)
     path = folder / "kernel.cu"
     path.write_text(source)
     command = [
@@ -194,7 +163,7 @@ def _assemble(source: str, folder: Path, level: int) -> tuple[str, Path]:
 
 
 def _disassemble(cubin: Path) -> str | None:
-    cuobjdump = find_cuobjdump()
+    cuobjdump = toolkit.find_cuobjdump()
     return (
         cuobjdump
         and subprocess.run([cuobjdump, "-sass", cubin], capture_output=True, text=True, check=True).stdout
@@ -203,6 +172,13 @@ def _disassemble(cubin: Path) -> str | None:
 
 def _largest(pattern: str, log: str) -> int:
     return max(map(int, re.findall(pattern, log)), default=0)
+
+
+def _instructions_hash(sass: str) -> str:
+    """Hash of the instructions alone, without the kernel's name."""
+    return hashlib.sha256("\n".join(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", sass)).encode()).hexdigest()[
+        :16
+    ]
 
 
 def main_loops(sass: str) -> list[collections.Counter[str]]:

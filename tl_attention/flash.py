@@ -1,33 +1,33 @@
-"""The names the ecosystem calls, with FlashAttention-2's parameters in its order; what is ours follows as keywords.
+"""FlashAttention-2's functions, with its parameters in its order; ours follow as keyword-only parameters.
 
-Layout [batch, seqlen, heads, head_dim], or [total, heads, head_dim] of sequences one after another; log-sum-exp in natural log. A
-score goes through softmax_scale, softcap, ALiBi and masks; then come the softmax, with the sink among its scores, and dropout. The
-diagonal of query i is key i + seqlen_k - seqlen_q (bottom-right), where numbers and lengths are those of its sequence.
+Tensors are [batch, seqlen, heads, head_dim], or [total, heads, head_dim] for packed sequences; the log-sum-exp is natural. A score
+passes softmax_scale, softcap, ALiBi and masks; softmax, with the sink among its scores, and dropout follow. The diagonal of query i
+is key i + seqlen_k - seqlen_q (bottom-right), with positions and lengths within the sequence.
 
-All the functions take:
+Parameters of all functions:
 
 Args:
-    softmax_scale: multiplies the scores; finite, negative and 0 included, head_dim ** -0.5 if None. The kernel is right while
+    softmax_scale: multiplies the scores; finite, negative and 0 included; None: head_dim ** -0.5. The kernel is exact while
         |score * softmax_scale| stays below about 2 ** 30.
     causal: a query sees no key past its diagonal.
     window_size: (left, right): a query sees diagonal - left <= key <= diagonal + right; -1 or None: no limit. With causal, right is 0.
     softcap: score -> softcap * tanh(score / softcap); 0: none.
     alibi_slopes: [heads] or [batch, heads], fp32: score - slope * |diagonal - key|. Not differentiable.
-    learnable_sink: [heads], fp32 or the dtype of q: for each query one more key, of no value, that has this score, neither scaled nor
-        capped; in softmax_lse, too. Differentiable.
-    dropout_p: a probability becomes 0 with this one, rounded to a multiple of 1/256, at least one if > 0; at most 255/256. The others are
-        divided by 1 - dropout_p. softmax_lse is of the undropped.
-    rng_state: int64 [2], on the device of q: seed and offset of the dropout mask. The same give the same mask, for the same heads and
-        numbers in the batch and within a sequence. None: drawn as torch.manual_seed says. Nothing without dropout.
-    deterministic: gradients are the same bits every time, for up to a third more time at d64 and a tenth at d128; the forward always
-        is. torch.use_deterministic_algorithms(True) asks for it, too.
+    learnable_sink: [heads], fp32 or the dtype of q: score of one more key without value, for each query; neither scaled nor capped;
+        part of softmax_lse. Differentiable.
+    dropout_p: probability of dropping an attention weight, rounded to a multiple of 1/256, at least one if > 0; at most 255/256. Kept
+        weights are divided by 1 - dropout_p. softmax_lse is computed before dropout.
+    rng_state: int64 [2], on the device of q: seed and offset of the dropout mask. Equal states give equal masks, for equal heads and
+        positions in the batch and within a sequence. None: drawn from torch's generator. Unused without dropout.
+    deterministic: gradients are bitwise equal from run to run, for up to a third more time at d64 and a tenth at d128; the forward
+        always is. torch.use_deterministic_algorithms(True) asks for it, too.
     return_attn_probs: also return the log-sum-exp.
-    num_splits: among how many CTAs the keys of a tile of queries are divided in the forward; 0: as many as suit the problem. Only
-        flash_attn_func and flash_attn_varlen_func take one.
+    num_splits: splits of the keys of a forward tile, one per CTA; 0: chosen for the problem. Only flash_attn_func and
+        flash_attn_varlen_func have it.
 Returns:
     out, shaped as q but head_dim_v wide, in its dtype. With return_attn_probs (out, softmax_lse, None), where softmax_lse is
     [batch, heads, seqlen_q], or [heads, total_q], fp32, natural log. A query that sees no key has out 0 and softmax_lse -inf
-    (FA2: +inf), or that of its sink. out and softmax_lse are differentiable, once.
+    (FA2: +inf), or its sink. out and softmax_lse are differentiable, once.
 Raises:
     TypeError, ValueError, NotImplementedError: the argument, what was expected and what came.
 Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
@@ -38,7 +38,7 @@ from __future__ import annotations
 import torch
 
 from tl_attention.checks import check_no_block_table, check_packed
-from tl_attention.ops import attention, attention_with_options
+from tl_attention.ops import UserOptions, attention, attention_with_options
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 
@@ -47,25 +47,19 @@ def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
-    window_size: tuple[int | None, int | None],
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
     deterministic: bool,
     return_attn_probs: bool,
-    learnable_sink: torch.Tensor | None,
-    rng_state: torch.Tensor | None,
-    lengths: tuple | None = None,
-    num_splits: int = 0,
+    asked: UserOptions,
 ) -> Output:
+    window_size, softcap, dropout_p, alibi_slopes, sink, _, num_splits, lengths = asked
     plain = (
         lengths is None
         and type(num_splits) is int
         and not num_splits
         and alibi_slopes is None
-        and learnable_sink is None
+        and sink is None
         and type(window_size) is tuple
         and type(softcap) is type(dropout_p) is float
         and (dropout_p, window_size, softcap) == (0, (-1, -1), 0)
@@ -73,22 +67,7 @@ def _attend(
     if plain:
         out, lse = attention(q, k, v, softmax_scale, causal, False, False, deterministic)
     else:
-        out, lse = attention_with_options(
-            q,
-            k,
-            v,
-            softmax_scale,
-            causal,
-            deterministic,
-            window_size,
-            softcap,
-            dropout_p,
-            alibi_slopes,
-            learnable_sink,
-            rng_state,
-            lengths,
-            num_splits,
-        )
+        out, lse = attention_with_options(q, k, v, softmax_scale, causal, deterministic, asked)
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -117,24 +96,10 @@ def flash_attn_func(
         v: [batch, seqlen_k, heads_kv, head_dim_v], head_dim_v <= head_dim.
             Any strides with a contiguous last dimension; see mha_fwd_interface for what is copied.
 
-    Options, what is returned and raised: see the module.
+    Options, result and errors: see the module.
     """
-    return _attend(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        learnable_sink,
-        rng_state,
-        num_splits=num_splits,
-    )
+    asked = UserOptions(window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, num_splits)
+    return _attend(q, k, v, softmax_scale, causal, deterministic, return_attn_probs, asked)
 
 
 def flash_attn_qkvpacked_func(
@@ -151,27 +116,16 @@ def flash_attn_qkvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
 ) -> Output:
-    """flash_attn_func of views of one tensor, whose gradient is one.
+    """flash_attn_func of views of one tensor, which gets one gradient.
 
     Args:
         qkv: [batch, seqlen, 3, heads, head_dim], any strides with a contiguous last dimension.
 
-    Options, what is returned and raised: see the module.
+    Options, result and errors: see the module.
     """
     check_packed("qkv", qkv, "batch, seqlen, 3, heads, head_dim", 3)
-    return _attend(
-        *qkv.unbind(-3),
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        learnable_sink,
-        rng_state,
-    )
+    asked = UserOptions(window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state)
+    return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
 
 
 def flash_attn_kvpacked_func(
@@ -189,29 +143,17 @@ def flash_attn_kvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
 ) -> Output:
-    """flash_attn_func of q and of views of one tensor, whose gradient is one.
+    """flash_attn_func of q and views of one tensor, which gets one gradient.
 
     Args:
         q: [batch, seqlen_q, heads, head_dim].
         kv: [batch, seqlen_k, 2, heads_kv, head_dim], any strides with a contiguous last dimension.
 
-    Options, what is returned and raised: see the module.
+    Options, result and errors: see the module.
     """
     check_packed("kv", kv, "batch, seqlen_k, 2, heads_kv, head_dim", 2)
-    return _attend(
-        q,
-        *kv.unbind(-3),
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        learnable_sink,
-        rng_state,
-    )
+    asked = UserOptions(window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state)
+    return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
 
 
 def flash_attn_varlen_func(
@@ -238,42 +180,29 @@ def flash_attn_varlen_func(
     rng_state: torch.Tensor | None = None,
     num_splits: int = 0,
 ) -> Output:
-    """flash_attn_func of each sequence of a batch, whose sequences lie one after another in memory.
+    """flash_attn_func per sequence of a batch of packed sequences.
 
     Args:
         q: [total_q, heads, head_dim].
         k: [total_k, heads_kv, head_dim].
         v: [total_k, heads_kv, head_dim_v].
-        cu_seqlens_q, cu_seqlens_k: [batch + 1], int32, on the device of q: sequence i has the rows from cu_seqlens[i] to before
-            cu_seqlens[i + 1]. They start at 0, never fall and stay within the tensors, which is not checked; a sequence may have no row.
-        max_seqlen_q, max_seqlen_k: no sequence is longer; how large they are matters to the schedule alone. A 0-d tensor is not read:
-            the rows of all sequences together serve instead.
+        cu_seqlens_q, cu_seqlens_k: [batch + 1], int32, on the device of q: sequence i has rows cu_seqlens[i] to cu_seqlens[i + 1],
+            exclusive. They start at 0, never decrease and stay within the tensors, which is not checked; a sequence may be empty.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, used by the schedule only. A 0-d tensor is not read: the number of
+            all rows replaces it.
         block_table: None; paged caches are not supported: see flash_attn_with_kvcache.
-        seqused_q, seqused_k: [batch], int32: of sequence i only the first seqused[i] rows exist, which is its length for masks, too. Rows
-            beyond are not read; their out and gradients are 0, their softmax_lse -inf.
+        seqused_q, seqused_k: [batch], int32: sequence i has only its first seqused[i] rows, for masks, too. Rows beyond are not
+            read; their out and gradients are 0, their softmax_lse is -inf.
 
-    A row past the last sequence has no meaning in out, softmax_lse and gradients.
-    Options, what is returned and raised: see the module.
+    A row past the last sequence is undefined in out, softmax_lse and gradients.
+    Options, result and errors: see the module.
     """
     check_no_block_table(block_table)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
-    return _attend(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        learnable_sink,
-        rng_state,
-        lengths,
-        num_splits,
+    asked = UserOptions(
+        window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, num_splits, lengths
     )
+    return _attend(q, k, v, softmax_scale, causal, deterministic, return_attn_probs, asked)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -292,30 +221,20 @@ def flash_attn_varlen_qkvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
 ) -> Output:
-    """flash_attn_varlen_func of views of one tensor, whose gradient is one; queries and keys have the same sequences.
+    """flash_attn_varlen_func of views of one tensor, which gets one gradient; queries and keys have the same sequences.
 
     Args:
         qkv: [total, 3, heads, head_dim], any strides with a contiguous last dimension.
-        cu_seqlens, max_seqlen: as there.
+        cu_seqlens, max_seqlen: as in flash_attn_varlen_func.
 
-    Options, what is returned and raised: see the module.
+    Options, result and errors: see the module.
     """
     check_packed("qkv", qkv, "total, 3, heads, head_dim", 3)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, None, None
-    return _attend(
-        *qkv.unbind(-3),
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        learnable_sink,
-        rng_state,
-        lengths,
+    asked = UserOptions(
+        window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, lengths=lengths
     )
+    return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -337,29 +256,18 @@ def flash_attn_varlen_kvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
 ) -> Output:
-    """flash_attn_varlen_func of q and of views of one tensor, whose gradient is one.
+    """flash_attn_varlen_func of q and views of one tensor, which gets one gradient.
 
     Args:
         q: [total_q, heads, head_dim].
         kv: [total_k, 2, heads_kv, head_dim], any strides with a contiguous last dimension.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as there.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in flash_attn_varlen_func.
 
-    Options, what is returned and raised: see the module.
+    Options, result and errors: see the module.
     """
     check_packed("kv", kv, "total_k, 2, heads_kv, head_dim", 2)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None, None
-    return _attend(
-        q,
-        *kv.unbind(-3),
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        learnable_sink,
-        rng_state,
-        lengths,
+    asked = UserOptions(
+        window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, lengths=lengths
     )
+    return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)

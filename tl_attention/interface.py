@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from tl_attention import dispatch
+from tl_attention import launch
 from tl_attention.checks import check_device, check_fwd
 from tl_attention.ops import attention, attention_backward
 from tl_attention.reference import attention_backward_reference, attention_reference
@@ -54,7 +54,7 @@ def _kernel_like(
     run = attention
     if q.device.type != "cpu":
         check_device(q)
-        run = dispatch.fwd
+        run = launch.forward
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return run(q, k, v, scale, is_causal, True, True)  # base 2, heads first
@@ -112,7 +112,7 @@ def mha_bwd_interface(
         return lambda *tensors: attention_backward(*tensors, sm_scale, is_causal, deterministic)
     scale = q.shape[3] ** -0.5 if sm_scale is None else float(sm_scale)
     deterministic |= torch.are_deterministic_algorithms_enabled()
-    return lambda *tensors: dispatch.bwd(*tensors, scale, is_causal, True, True, deterministic)
+    return lambda *tensors: launch.backward(*tensors, scale, is_causal, True, True, deterministic)
 
 
 def ref_mha_bwd_interface(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tl_attention import dispatch_decode
+from tl_attention import launch
 from tl_attention.checks import (
     DTYPES,
     Int,
@@ -17,8 +17,8 @@ from tl_attention.checks import (
     check_tensor,
     described,
 )
-from tl_attention.extras import UNLIMITED, Cache, Extras, canonical_window
-from tl_attention.ops import someone_looks, warn_of_cpu
+from tl_attention.ops import check_place, is_traced, scale_of
+from tl_attention.options import UNLIMITED, Cache, Options, canonical_window
 from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.reference import append_reference, kvcache_reference, rotary_reference
 from tl_attention.target import H200_SMS, sm_count
@@ -32,7 +32,7 @@ ALIGNMENT = 8  # elements, 16 bytes
 MAX_KNOWN = 2048  # calls, by their metadata
 
 _PLAIN = {torch.Tensor, type(None)}  # no class that looks into what is done with it
-_NO_OPTIONS = Extras()
+_NO_OPTIONS = Options()
 _known: dict[tuple, object] = {}  # to what plans are kept by, as it costs less to look up
 
 
@@ -112,10 +112,10 @@ def flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table, alibi_slopes,
         sink, workspace, None if type(cache_seqlens) is int else cache_seqlens,
     )  # fmt: skip
-    looked_at = someone_looks() or not {type(x) for x in tensors} <= _PLAIN
+    traced = is_traced() or not {type(x) for x in tensors} <= _PLAIN
     known = key = None
     switches = type(causal), type(rotary_interleaved), type(batch_invariant), type(num_splits)
-    if not looked_at and switches == (bool, bool, bool, int):
+    if not traced and switches == (bool, bool, bool, int):
         values = softmax_scale, window_size, softcap, num_splits, causal, batch_invariant, type(cache_seqlens)
         known, key = _look_up(tensors, values)
     if known is None:
@@ -126,10 +126,7 @@ def flash_attn_with_kvcache(
         check_num_splits(num_splits)
         check_options(q, q.shape[0], window_size, softcap, 0.0, alibi_slopes, sink, None)
         _check_workspace(q, v_cache, workspace, num_splits, batch_invariant, room)
-        if q.device.type == "cpu":
-            warn_of_cpu()
-        elif q.device.type != "cuda" or not looked_at:
-            check_device(q)
+        check_place(q, traced)
         if key is not None:
             if len(_known) >= MAX_KNOWN:
                 _known.clear()
@@ -145,27 +142,27 @@ def flash_attn_with_kvcache(
         )
     if k is not None and v is None:
         v = k[..., : v_cache.shape[3]]
-    window, extras = (UNLIMITED, UNLIMITED), _NO_OPTIONS
+    window, options = (UNLIMITED, UNLIMITED), _NO_OPTIONS
     if window_size != window:
         causal, window = canonical_window(causal, window_size)
-    if alibi_slopes is not None or sink is not None or softcap or window != extras.window:
-        extras = Extras(
+    if alibi_slopes is not None or sink is not None or softcap or window != options.window:
+        options = Options(
             window,
             float(softcap),
             alibi_slopes=None if alibi_slopes is None else alibi_slopes.contiguous(),
             sink=None if sink is None else sink.contiguous(),
         )
-    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
+    scale = scale_of(q, softmax_scale)
     cache = Cache(k_cache, v_cache, cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table)
     if check_block_table:
         _check_values(q, cache)
 
     if k is not None:
-        append = _append_by_op if looked_at else _append
-        moves = causal or extras.window != (UNLIMITED, UNLIMITED)
+        append = _append_by_op if traced else _append
+        moves = causal or options.window != (UNLIMITED, UNLIMITED)
         q = append(q, k, v, cache, rotary_cos, rotary_sin, rotary_interleaved, moves)
-    how = scale, causal, extras, num_splits, batch_invariant, workspace
-    out, lse = _decode_by_op(q, cache, *how) if looked_at else _decode(q, cache, *how, known)
+    how = scale, causal, options, num_splits, batch_invariant, workspace
+    out, lse = _decode_by_op(q, cache, *how) if traced else _decode(q, cache, *how, known)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -195,7 +192,7 @@ def kvcache_workspace_bytes(
             else torch.device(device or "cuda").index
         )
         sms = sm_count(torch.cuda.current_device() if index is None else index)
-    return dispatch_decode.workspace_bytes(
+    return launch.decode_workspace_bytes(
         batch, seqlen_q, heads, heads_kv, head_dim_v, num_splits, batch_invariant, seqlen_cache, sms
     )
 
@@ -225,10 +222,10 @@ def _append(
     interleaved: bool,
     queries_move: bool,
 ) -> torch.Tensor:
-    """dispatch_decode.append, or the reference on CPU tensors."""
+    """launch.append_to_cache, or the reference on CPU tensors."""
     _check_addresses(cache)
     if q.is_cuda:
-        return dispatch_decode.append(q, k, v, cache, cos, sin, interleaved, queries_move)
+        return launch.append_to_cache(q, k, v, cache, cos, sin, interleaved, queries_move)
     batch_idx, _, starts = _check_values(q, cache)
     if cos is not None:
         first = torch.tensor(starts)[:, None]  # [batch, 1]
@@ -244,17 +241,17 @@ def _decode(
     cache: Cache,
     softmax_scale: float,
     causal: bool,
-    extras: Extras,
+    options: Options,
     num_splits: int,
     batch_invariant: bool,
     workspace: torch.Tensor | None,
     known: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dispatch_decode.decode, or the reference on CPU tensors."""
+    """launch.attend_cache, or the reference on CPU tensors."""
     _check_addresses(cache, workspace)
     if q.is_cuda:
-        return dispatch_decode.decode(
-            q, cache, softmax_scale, causal, extras, num_splits, batch_invariant, workspace, known
+        return launch.attend_cache(
+            q, cache, softmax_scale, causal, options, num_splits, batch_invariant, workspace, known
         )
     batch_idx, leftpad, starts = _check_values(q, cache)
     out, lse = kvcache_reference(
@@ -267,7 +264,7 @@ def _decode(
         batch_idx=batch_idx,
         leftpad=leftpad,
         block_table=cache.block_table,
-        **{name: getattr(extras, name) for name in ("window", "softcap", "alibi_slopes", "sink")},
+        **options.reference_arguments(),
     )
     return out.to(q.dtype), lse.contiguous()
 
@@ -338,9 +335,9 @@ def decode_op(
     if q.is_cuda:
         check_device(q)
     *fields, scale, causal, window, softcap, slopes, sink, num_splits, batch_invariant, workspace = arguments
-    extras = Extras(tuple(window), softcap, alibi_slopes=slopes, sink=sink)
+    options = Options(tuple(window), softcap, alibi_slopes=slopes, sink=sink)
     cache = _cache(k_cache, v_cache, *fields)
-    return _decode(q, cache, scale, causal, extras, num_splits, batch_invariant, workspace)
+    return _decode(q, cache, scale, causal, options, num_splits, batch_invariant, workspace)
 
 
 @decode_op.register_fake
@@ -363,9 +360,9 @@ def _append_by_op(
 
 
 def _decode_by_op(
-    q: torch.Tensor, cache: Cache, softmax_scale: float, causal: bool, extras: Extras, *others: object
+    q: torch.Tensor, cache: Cache, softmax_scale: float, causal: bool, options: Options, *others: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options = extras.window, extras.softcap, extras.alibi_slopes, extras.sink
+    options = options.window, options.softcap, options.alibi_slopes, options.sink
     return decode_op(q, cache.k, cache.v, *_fields(cache), softmax_scale, causal, *options, *others)
 
 

@@ -1,4 +1,8 @@
-"""Forward and backward as torch ops, with schemas and fakes, so that torch.compile traces through them without a break."""
+"""Forward and backward as torch ops, with schemas and fakes, so that torch.compile traces them without a graph break.
+
+attention, attention_with_options and attention_backward are the entries of the public functions. Each skips what costs host time
+and is not needed: the op where nobody traces the call, and the checks where tensors with the same metadata have passed them.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,11 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from tl_attention import dispatch
+from tl_attention import launch
 from tl_attention.checks import (
     check_bwd,
     check_deterministic,
@@ -23,7 +27,7 @@ from tl_attention.checks import (
     check_num_splits,
     check_options,
 )
-from tl_attention.extras import NUMBERS, SCHEMA, SINK, Extras, canonical_window, of_arguments, rows_in_use
+from tl_attention.options import NUMBERS, SCHEMA, SINK, Options, canonical_window, parse_options, rows_in_use
 from tl_attention.reference import (
     attention_backward_reference,
     attention_reference,
@@ -32,14 +36,29 @@ from tl_attention.reference import (
     varlen_reference,
 )
 
-Outputs = tuple[torch.Tensor, torch.Tensor]
+Outputs = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Gradients = tuple[torch.Tensor, ...]  # dq, dk, dv, and dsink where there is a sink
 
-# What both ops take after their tensors; defaults are for calls without options
+
+class Call(NamedTuple):
+    """Arguments of both ops between their tensors and the options."""
+
+    softmax_scale: float
+    causal: bool
+    lse_base2: bool
+    heads_first: bool
+    deterministic: bool  # of the backward
+
+
 ARGUMENTS = (
     f"float softmax_scale, bool causal, bool lse_base2, bool heads_first, bool deterministic, {SCHEMA}"
 )
-PLAIN = 5  # of ARGUMENTS, before the options
+PLAIN = len(Call._fields)  # arguments before the options
+
+
+def _parse(arguments: Sequence) -> tuple[Call, Options | None]:
+    """Arguments of an op after its tensors. Options are None if all are off."""
+    return Call(*arguments[:PLAIN]), parse_options(*arguments[PLAIN:])
 
 
 @torch.library.custom_op(
@@ -48,44 +67,22 @@ PLAIN = 5  # of ARGUMENTS, before the options
     device_types=("cuda", "cpu"),
     schema=f"(Tensor q, Tensor k, Tensor v, {ARGUMENTS}) -> (Tensor, Tensor)",
 )
-def fwd_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
-    lse_base2: bool,
-    heads_first: bool,
-    deterministic: bool,
-    *arguments: object,  # of Extras
-) -> Outputs:
-    """dispatch.fwd, or the reference on CPU tensors; deterministic is for its backward."""
-    options = of_arguments(*arguments)
+def fwd_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object) -> Outputs:
+    """The forward: a launch, or the reference on CPU tensors."""
+    call, options = _parse(arguments)
     if q.device.type != "cpu":
         check_device(q)
-        return _launched(q, k, v, softmax_scale, lse_base2, causal, heads_first, options)
-    qkv = _seqlen_first(heads_first, q, k, v)
-    out, lse = _reference(
-        attention_reference, varlen_reference, qkv, softmax_scale, causal, options, lse_base2=lse_base2
-    )
-    (out,) = _seqlen_first(heads_first, out.to(q.dtype))
+        return _launch_forward(q, k, v, call, options)
+    qkv = _transpose_if(call.heads_first, q, k, v)
+    out, lse = _reference(attention_reference, varlen_reference, qkv, call, options)
+    (out,) = _transpose_if(call.heads_first, out.to(q.dtype))
     return out.contiguous(), lse
 
 
 @fwd_op.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float,
-    causal: bool,
-    lse_base2: bool,
-    heads_first: bool,
-    deterministic: bool,
-    *arguments: object,
-) -> Outputs:
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object) -> Outputs:
     *batch, n1, n2, _ = q.shape
-    rows = (n1, n2) if heads_first else (n2, n1)
+    rows = (n1, n2) if Call(*arguments[:PLAIN]).heads_first else (n2, n1)
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     return out, q.new_empty((*batch, *rows), dtype=torch.float32)
 
@@ -105,57 +102,32 @@ def bwd_op(
     out: torch.Tensor,
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
-    softmax_scale: float,
-    causal: bool,
-    lse_base2: bool,
-    heads_first: bool,
-    deterministic: bool,
     *arguments: object,
 ) -> Gradients:
-    """dispatch.bwd, or the reference on CPU tensors; without a sink its gradient is empty."""
+    """The backward: a launch, or the reference on CPU tensors. Without a sink its gradient is empty."""
+    call, options = _parse(arguments)
     if q.device.type != "cpu":
         check_device(q)
-        grads = _launched_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dlse,
-            softmax_scale,
-            causal,
-            lse_base2,
-            heads_first,
-            deterministic,
-            *arguments,
-        )
+        grads = _launch_backward(dout, q, k, v, out, lse, dlse, call, options)
         return grads if len(grads) == 4 else (*grads, q.new_empty(0))
-    options = of_arguments(*arguments)
-    grads = _reference(
-        attention_backward_reference,
-        varlen_backward_reference,
-        _seqlen_first(heads_first, dout, q, k, v),
-        softmax_scale,
-        causal,
-        options,
-        lse_base2=lse_base2,
-        dlse=dlse,
-    )
+    tensors = _transpose_if(call.heads_first, dout, q, k, v)
+    dense, varlen = attention_backward_reference, varlen_backward_reference
+    grads = _reference(dense, varlen, tensors, call, options, dlse=dlse)
     dsink = q.new_empty(0) if len(grads) == 3 else grads[3].to(options.sink.dtype)
-    return *(x.to(q.dtype).contiguous() for x in _seqlen_first(heads_first, *grads[:3])), dsink
+    return *(x.to(q.dtype).contiguous() for x in _transpose_if(call.heads_first, *grads[:3])), dsink
 
 
 @bwd_op.register_fake
 def _(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object) -> Gradients:
-    options = of_arguments(*others[3 + PLAIN :])  # after out, lse and dlse
+    _, _, _, *arguments = others  # out, lse, dlse
+    _, options = _parse(arguments)
     sink = None if options is None else options.sink
     dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
     return *(x.new_empty(x.shape) for x in (q, k, v)), dsink
 
 
-def _seqlen_first(heads_first: bool, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """[batch, heads, seqlen, head_dim] as [batch, seqlen, heads, head_dim] views, or back; the latter alone."""
+def _transpose_if(heads_first: bool, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """[batch, heads, seqlen, head_dim] tensors as [batch, seqlen, heads, head_dim] views, or back."""
     return [x.transpose(1, 2) for x in tensors] if heads_first else [*tensors]
 
 
@@ -163,51 +135,45 @@ def _reference(
     dense: Callable[..., tuple],
     varlen: Callable[..., tuple],
     tensors: list[torch.Tensor],  # q, k and v the last of them
-    softmax_scale: float,
-    causal: bool,
-    extras: Extras | None,
+    call: Call,
+    options: Options | None,
     **others: Any,
 ) -> tuple[torch.Tensor, ...]:
-    if extras is None:
-        return dense(*tensors, softmax_scale, causal, **others)
-    options = {name: getattr(extras, name) for name in ("window", "softcap", "alibi_slopes", "sink")}
+    others["lse_base2"] = call.lse_base2
+    if options is None:
+        return dense(*tensors, call.softmax_scale, call.causal, **others)
+    others |= options.reference_arguments()
     q, k, _ = tensors[-3:]
-    lengths = extras.cu_seqlens_q, extras.cu_seqlens_k
-    if extras.dropout_p:
+    lengths = options.cu_seqlens_q, options.cu_seqlens_k
+    if options.dropout_p:
         sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
-        if extras.varlen:
-            batch = len(extras.cu_seqlens_q) - 1
+        if options.varlen:
+            batch = len(options.cu_seqlens_q) - 1
             longest = (max(cu.diff().tolist(), default=0) for cu in lengths)
             sizes = batch, q.shape[1], *longest
-        options["dropout_p"] = extras.dropout_p
-        options["keep"] = dropout_keep(extras.rng_state, *sizes, extras.dropout_p)
-    if not extras.varlen:
-        return dense(*tensors, softmax_scale, causal, **options, **others)
-    used = {"seqused_q": extras.seqused_q, "seqused_k": extras.seqused_k}
-    return varlen(*tensors, *lengths, softmax_scale, causal, **used, **options, **others)
+        others["dropout_p"] = options.dropout_p
+        others["keep"] = dropout_keep(options.rng_state, *sizes, options.dropout_p)
+    if not options.varlen:
+        return dense(*tensors, call.softmax_scale, call.causal, **others)
+    used = {"seqused_q": options.seqused_q, "seqused_k": options.seqused_k}
+    return varlen(*tensors, *lengths, call.softmax_scale, call.causal, **used, **others)
 
 
-def _launched(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float,
-    lse_base2: bool,
-    causal: bool,
-    heads_first: bool,
-    extras: Extras | None,
+def _launch_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, options: Options | None
 ) -> Outputs:
-    if extras is None:
-        return dispatch.fwd(q, k, v, softmax_scale, causal, lse_base2, heads_first)
-    out, lse = dispatch.fwd(q, k, v, softmax_scale, causal, lse_base2, heads_first, extras=extras)
-    if extras.seqused_q is not None:
-        unused = ~rows_in_use(extras.cu_seqlens_q, extras.seqused_q, q.shape[0])
+    """launch.forward, with defined values in the unused rows of packed sequences: out 0, lse -inf."""
+    out, lse = launch.forward(
+        q, k, v, call.softmax_scale, call.causal, call.lse_base2, call.heads_first, options=options
+    )
+    if options is not None and options.seqused_q is not None:
+        unused = ~rows_in_use(options.cu_seqlens_q, options.seqused_q, q.shape[0])
         out.masked_fill_(unused[:, None, None], 0)
         lse.masked_fill_(unused, -math.inf)
     return out, lse
 
 
-def _launched_backward(
+def _launch_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -215,21 +181,16 @@ def _launched_backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
-    softmax_scale: float,
-    causal: bool,
-    lse_base2: bool,
-    heads_first: bool,
-    deterministic: bool,
-    *arguments: object,
+    call: Call,
+    options: Options | None,
 ) -> Gradients:
+    """launch.backward, with gradient 0 in the unused rows of packed sequences."""
+    *layout, deterministic = call
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     tensors = dout, q, k, v, out, lse
-    options = of_arguments(*arguments)
-    if options is None or not options.names:  # num_splits is of the forward
-        return dispatch.bwd(*tensors, softmax_scale, causal, lse_base2, heads_first, deterministic, dlse)
-    grads = dispatch.bwd(
-        *tensors, softmax_scale, causal, lse_base2, heads_first, deterministic, dlse, extras=options
-    )
+    if options is None or not options.names:  # num_splits matters to the forward only
+        return launch.backward(*tensors, *layout, deterministic, dlse)
+    grads = launch.backward(*tensors, *layout, deterministic, dlse, options=options)
     of_q = options.cu_seqlens_q, options.seqused_q
     of_k = options.cu_seqlens_k, options.seqused_k
     for grad, (cu_seqlens, seqused) in zip(grads[:3], (of_q, of_k, of_k), strict=True):
@@ -243,23 +204,25 @@ def _save(ctx: Any, inputs: Sequence, output: Outputs) -> None:
     q, k, v, *arguments = inputs
     ctx.arguments = arguments[: PLAIN + NUMBERS]
     ctx.save_for_backward(q, k, v, *output, *arguments[PLAIN + NUMBERS :])
-    ctx.set_materialize_grads(False)  # no zeros for an lse that nobody used
+    ctx.set_materialize_grads(False)  # no zeros for an unused lse
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
-    q, k, v, out, lse, *others = ctx.saved_tensors
-    rest = [None] * (len(ctx.arguments) + len(others))
+    q, k, v, out, lse, *option_tensors = ctx.saved_tensors
+    arguments = *ctx.arguments, *option_tensors
+    rest = [None] * len(arguments)
     if dout is None and dlse is None:
         return None, None, None, *rest
     if dout is None:
         dout = torch.zeros_like(out)
     tensors = dout, q, k, v, out, lse
-    looked_at = torch.is_grad_enabled() or someone_looks() or not _are_plain(*tensors)
-    run = bwd_op if looked_at or not q.is_cuda else _launched_backward
-    grads = run(*tensors, dlse, *ctx.arguments, *others)
-    sink = PLAIN + SINK  # the argument
-    # The dispatcher passes no None at the end
-    if others and others[SINK - NUMBERS] is not None and ctx.needs_input_grad[3 + sink]:
+    if torch.is_grad_enabled() or is_traced() or not are_plain(*tensors) or not q.is_cuda:
+        grads = bwd_op(*tensors, dlse, *arguments)
+    else:
+        grads = _launch_backward(*tensors, dlse, *_parse(arguments))
+    sink = PLAIN + SINK
+    # The torch dispatcher leaves out trailing Nones
+    if len(arguments) > sink and arguments[sink] is not None and ctx.needs_input_grad[3 + sink]:
         rest[sink] = grads[3]
     return *grads[:3], *rest
 
@@ -280,10 +243,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Outputs:
-        """inputs: those of fwd_op, and launch(q, k, v, softmax_scale, lse_base2=) -> out, lse."""
-        *inputs, launch = inputs
+        """inputs: those of fwd_op, and run(q, k, v, softmax_scale, lse_base2=) -> out, lse."""
+        *inputs, run = inputs
         q, k, v, softmax_scale, _, lse_base2, *_ = inputs
-        outputs = launch(q, k, v, softmax_scale, lse_base2=lse_base2)
+        outputs = run(q, k, v, softmax_scale, lse_base2=lse_base2)
         _save(ctx, inputs, outputs)
         return outputs
 
@@ -292,35 +255,53 @@ class _Attention(torch.autograd.Function):
         return *_backward(ctx, dout, dlse), None
 
 
-# Past Function.apply, which looks for transforms of torch.func: those see fwd_op
+# Skips Function.apply, which looks for transforms of torch.func: a traced call runs fwd_op instead
 _differentiable = super(torch.autograd.Function, _Attention).apply
 
-_warned_of_cpu = False
+
+# Bound once: each dot costs 20 ns of a plain call
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_innermost_transform = torch._C._functorch.peek_interpreter_stack
+_tracing_state = torch._C._get_tracing_state
+_forward_ad = torch.autograd.forward_ad
 
 
-def someone_looks() -> bool:
-    """Whether a tracer, a mode or a transform has to see the op."""
+def is_traced() -> bool:
+    """Whether a tracer, a dispatch mode or a transform of torch must see the op."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd.forward_ad._current_level >= 0
+        or _dispatch_modes() > 0
+        or _innermost_transform() is not None
+        or _tracing_state() is not None
+        or _forward_ad._current_level >= 0
     )
 
 
-def _are_plain(*tensors: object) -> bool:
-    """Whether all are tensors, and of no class that looks into what is done with them."""
+def are_plain(*tensors: object) -> bool:
+    """Whether all are tensors of no subclass: a subclass may intercept the op."""
     return all(type(x) is torch.Tensor for x in tensors)
 
 
-def _may_be_known(q: torch.Tensor, softmax_scale: object, causal: object, deterministic: object) -> bool:
-    """Whether the checks of a call on such tensors are all about their metadata."""
+def _has_plain_values(q: torch.Tensor, softmax_scale: object, causal: object, deterministic: object) -> bool:
+    """Whether the checks of a call with these values depend on tensor metadata only."""
     return (
         q.is_cuda
         and (softmax_scale is None or (type(softmax_scale) is float and math.isfinite(softmax_scale)))
         and type(causal) is type(deterministic) is bool
     )
+
+
+def check_place(q: torch.Tensor, traced: bool) -> None:
+    """Refuse a device without kernels; warn about the slow reference on the CPU. A traced call on a GPU is checked when it runs."""
+    if q.device.type == "cpu":
+        _warn_about_cpu()
+    elif q.device.type != "cuda" or not traced:
+        check_device(q)
+
+
+def scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
+    """softmax_scale, by default head_dim ** -0.5."""
+    return 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
 
 
 def attention(
@@ -333,31 +314,38 @@ def attention(
     heads_first: bool,
     deterministic: bool = False,
 ) -> Outputs:
-    """The way in of the public functions without options, with arguments as they came.
-
-    Straight to the launch where nobody looks, as the bookkeeping of the op costs more than the rest of the call; and without
-    checks if tensors of this metadata have passed them before.
-    """
-    looked_at = someone_looks() or not (type(q) is type(k) is type(v) is torch.Tensor)
-    launch = None
-    if not looked_at and _may_be_known(q, softmax_scale, causal, deterministic):
-        launch = dispatch.fwd_plan(q, k, v, causal, heads_first)
-    if launch is None:
+    """(out, lse) of plain or causal attention, from the unchecked arguments of a public function."""
+    traced = is_traced() or not (type(q) is type(k) is type(v) is torch.Tensor)
+    plan = None
+    if not traced and _has_plain_values(q, softmax_scale, causal, deterministic):
+        plan = launch.fwd_plan(q, k, v, causal, heads_first)
+    if plan is None:
         check_fwd(q, k, v, softmax_scale, causal, heads_first)
         check_deterministic(deterministic)
         check_no_forward_ad()
-        if q.device.type == "cpu":
-            warn_of_cpu()
-        elif q.device.type != "cuda" or not looked_at:
-            check_device(q)
+        check_place(q, traced)
 
-    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
-    if looked_at or not q.is_cuda:
+    scale = scale_of(q, softmax_scale)
+    if traced or not q.is_cuda:
         return fwd_op(q, k, v, scale, causal, lse_base2, heads_first, deterministic)
-    launch = launch or functools.partial(dispatch.fwd, causal=causal, heads_first=heads_first)
+    run = plan or functools.partial(launch.forward, causal=causal, heads_first=heads_first)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _differentiable(q, k, v, scale, causal, lse_base2, heads_first, deterministic, launch)
-    return launch(q, k, v, scale, lse_base2=lse_base2)
+        return _differentiable(q, k, v, scale, causal, lse_base2, heads_first, deterministic, run)
+    return run(q, k, v, scale, lse_base2=lse_base2)
+
+
+class UserOptions(NamedTuple):
+    """Options of a call as a public function got them, unchecked; see flash.py."""
+
+    window_size: tuple[int | None, int | None]
+    softcap: float
+    dropout_p: float
+    alibi_slopes: torch.Tensor | None
+    learnable_sink: torch.Tensor | None
+    rng_state: torch.Tensor | None
+    num_splits: int = 0
+    # Of packed sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
+    lengths: tuple | None = None
 
 
 def attention_with_options(
@@ -367,71 +355,74 @@ def attention_with_options(
     softmax_scale: float | None,
     causal: bool,
     deterministic: bool,
-    window_size: tuple[int | None, int | None],
-    softcap: float,
-    dropout_p: float,
-    alibi_slopes: torch.Tensor | None,
-    learnable_sink: torch.Tensor | None,
-    rng_state: torch.Tensor | None,
-    lengths: tuple | None = None,  # what check_lengths takes beside q
-    num_splits: int = 0,
+    asked: UserOptions,
 ) -> Outputs:
-    """attention() in natural log with all the options of flash.py, as they came; lengths of [total, heads, head_dim] tensors."""
-    check_fwd(q, k, v, softmax_scale, causal, heads_first=False, varlen=lengths is not None)
+    """(out, lse) of attention with options, from unchecked arguments; lse is natural, sequence dimensions come first."""
+    check_fwd(q, k, v, softmax_scale, causal, heads_first=False, varlen=asked.lengths is not None)
     check_deterministic(deterministic)
     check_no_forward_ad()
+    causal, options = _checked_options(q, k, causal, asked)
+    if options.is_off:
+        return attention(q, k, v, softmax_scale, causal, False, False, deterministic)
+
+    call = Call(scale_of(q, softmax_scale), causal, False, False, deterministic)
+    arguments = *call, *options.arguments()
+    sink = None if options.sink is None else options.sink.detach()  # makes a plain tensor of a parameter
+    tensors = (sink if x is options.sink else x for x in arguments[PLAIN + NUMBERS :] if x is not None)
+    traced = is_traced() or not are_plain(q, k, v, *tensors)
+    check_place(q, traced)
+    if traced or not q.is_cuda:
+        return fwd_op(q, k, v, *arguments)
+    options = options if sink is None else dataclasses.replace(options, sink=sink)
+
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, lse_base2: bool
+    ) -> Outputs:
+        return _launch_forward(q, k, v, call, options)
+
+    differentiable = q, k, v, asked.learnable_sink
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable):
+        return _differentiable(q, k, v, *arguments, run)
+    return run(q, k, v, call.softmax_scale, lse_base2=False)
+
+
+def _checked_options(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, asked: UserOptions
+) -> tuple[bool, Options]:
+    """(causal, options) in their canonical form, checked."""
     cu_seqlens_q = cu_seqlens_k = seqused_q = seqused_k = None
     max_seqlens, batch = [0, 0], q.shape[0]
-    if lengths is not None:
-        check_lengths(q, *lengths)
-        cu_seqlens_q, cu_seqlens_k, *max_seqlens, seqused_q, seqused_k = lengths
+    if asked.lengths is not None:
+        check_lengths(q, *asked.lengths)
+        cu_seqlens_q, cu_seqlens_k, *max_seqlens, seqused_q, seqused_k = asked.lengths
         batch = cu_seqlens_q.shape[0] - 1
-        # To read a tensor would be to wait for the GPU
+        # Reading a tensor would synchronize with the GPU: the number of all rows bounds a length, too
         max_seqlens = [
             x.shape[0] if isinstance(n, torch.Tensor) else n for x, n in zip((q, k), max_seqlens, strict=True)
         ]
-    check_num_splits(num_splits)
-    check_options(q, batch, window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state)
+    check_num_splits(asked.num_splits)
+    window_size, softcap, dropout_p, alibi_slopes, sink, rng_state, *_ = asked
+    check_options(q, batch, window_size, softcap, dropout_p, alibi_slopes, sink, rng_state)
     causal, window = canonical_window(causal, window_size)
     if not dropout_p:
         rng_state = None
     elif rng_state is None:
         rng_state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-    options = Extras(
-        window,
-        float(softcap),
-        float(dropout_p),
-        *max_seqlens,
-        num_splits,
-        rng_state,
-        None if alibi_slopes is None else alibi_slopes.contiguous(),
-        None if learnable_sink is None else learnable_sink.contiguous(),
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
+    return causal, Options(
+        window=window,
+        softcap=float(softcap),
+        dropout_p=float(dropout_p),
+        max_seqlen_q=max_seqlens[0],
+        max_seqlen_k=max_seqlens[1],
+        num_splits=asked.num_splits,
+        rng_state=rng_state,
+        alibi_slopes=None if alibi_slopes is None else alibi_slopes.contiguous(),
+        sink=None if sink is None else sink.contiguous(),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
     )
-    if options.is_off:
-        return attention(q, k, v, softmax_scale, causal, False, False, deterministic)
-
-    sink = None if options.sink is None else options.sink.detach()
-    others = (alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    looked_at = someone_looks() or not _are_plain(q, k, v, *(x for x in others if x is not None))
-    if q.device.type == "cpu":
-        warn_of_cpu()
-    elif q.device.type != "cuda" or not looked_at:
-        check_device(q)
-    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
-    arguments = scale, causal, False, False, deterministic, *options.arguments()
-    if looked_at or not q.is_cuda:
-        return fwd_op(q, k, v, *arguments)
-    launch = functools.partial(
-        _launched, causal=causal, heads_first=False, extras=dataclasses.replace(options, sink=sink)
-    )
-    differentiable = (q, k, v) if learnable_sink is None else (q, k, v, learnable_sink)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in differentiable):
-        return _differentiable(q, k, v, *arguments, launch)
-    return launch(q, k, v, scale, lse_base2=False)
 
 
 def attention_backward(
@@ -445,37 +436,40 @@ def attention_backward(
     causal: bool,
     deterministic: bool,
 ) -> Gradients:
-    """The gradients of attention() in base 2 and heads first, with arguments as they came; short cuts as there."""
+    """Gradients of attention() with base-2 lse and heads first, from the unchecked arguments of a public function."""
     tensors = dout, q, k, v, out, lse
-    looked_at = (
-        someone_looks()
-        or not _are_plain(*tensors)
+    traced = (
+        is_traced()
+        or not are_plain(*tensors)
         or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     )
     plan = None
-    if not looked_at and _may_be_known(q, softmax_scale, causal, deterministic):
+    if not traced and _has_plain_values(q, softmax_scale, causal, deterministic):
         fixed_order = deterministic or torch.are_deterministic_algorithms_enabled()
-        plan = dispatch.bwd_plan(*tensors, causal, True, fixed_order)
+        plan = launch.bwd_plan(*tensors, causal, True, fixed_order)
     if plan is None:
         check_fwd(q, k, v, softmax_scale, causal, heads_first=True)
         check_bwd(*tensors, deterministic)
-        if q.device.type == "cpu":
-            warn_of_cpu()
-        elif not looked_at:
-            check_device(q)
+        check_place(q, traced)
 
-    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
+    scale = scale_of(q, softmax_scale)
     if plan is not None:
         return plan(*tensors, scale, True)
-    run = bwd_op if looked_at or not q.is_cuda else _launched_backward
-    return run(*tensors, None, scale, causal, True, True, deterministic)[:3]
+    call = Call(scale, causal, True, True, deterministic)
+    if traced or not q.is_cuda:
+        return bwd_op(*tensors, None, *call)[:3]
+    return _launch_backward(*tensors, None, call, None)
 
 
-def warn_of_cpu() -> None:
-    global _warned_of_cpu
-    if torch.compiler.is_compiling() or _warned_of_cpu:
+_warned_about_cpu = False
+
+
+def _warn_about_cpu() -> None:
+    """Warn once that CPU tensors run the reference, at the line of the caller outside the package."""
+    global _warned_about_cpu
+    if torch.compiler.is_compiling() or _warned_about_cpu:
         return
-    _warned_of_cpu = True
+    _warned_about_cpu = True
     caller = 1
     while sys._getframe(caller).f_globals["__name__"].startswith("tl_attention."):
         caller += 1

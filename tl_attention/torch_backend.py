@@ -6,9 +6,9 @@ import warnings
 
 import torch
 
-from tl_attention.extras import Extras, canonical_window
 from tl_attention.flash import flash_attn_func, flash_attn_varlen_func
 from tl_attention.ops import attention, bwd_op
+from tl_attention.options import Options, canonical_window
 
 NAME = "tl_attention"
 _handle: Handle | None = None
@@ -235,7 +235,7 @@ def flash_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """aten::_flash_attention_backward: the gradients of flash_forward's out."""
     causal, window = canonical_window(is_causal, (window_size_left, window_size_right))
-    options = Extras(
+    options = Options(
         window=window,
         dropout_p=dropout_p,
         max_seqlen_q=max_q if cum_seq_q is not None else 0,
@@ -253,7 +253,7 @@ def _backward(
     scale: float | None,
     causal: bool,
     heads_first: bool,
-    options: Extras,
+    options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     _, *qkv, _, _ = tensors
     scale = qkv[0].shape[-1] ** -0.5 if scale is None else scale
@@ -314,7 +314,7 @@ def sdpa_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """aten::_scaled_dot_product_flash_attention_backward: the gradients of sdpa_forward's out."""
     state = philox_seed.view(torch.int64) if dropout_p else None
-    options = Extras(dropout_p=dropout_p, rng_state=state)
+    options = Options(dropout_p=dropout_p, rng_state=state)
     heads_first = _heads_are_outer(query)
     tensors = grad_out, query, key, value, out
     if not heads_first:

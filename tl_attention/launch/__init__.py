@@ -1,0 +1,19 @@
+"""Launches of compiled kernels, on tensors that have passed checks.py, on a Hopper GPU."""
+
+from tl_attention.launch.bwd import backward, bwd_plan
+from tl_attention.launch.bwd_passes import bwd_workspace_bytes
+from tl_attention.launch.decode import append_to_cache, attend_cache, decode_workspace_bytes
+from tl_attention.launch.fwd import forward, fwd_plan
+from tl_attention.launch.splits import fwd_bucket
+
+__all__ = [
+    "append_to_cache",
+    "attend_cache",
+    "backward",
+    "bwd_plan",
+    "bwd_workspace_bytes",
+    "decode_workspace_bytes",
+    "forward",
+    "fwd_bucket",
+    "fwd_plan",
+]

@@ -1,0 +1,109 @@
+"""Tensor arguments for compiled kernels: torch tensors, or hand-made DLTensors, which cost less than transposed and packed views."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+
+import torch
+
+from tl_attention.problem import FAR
+
+DLPACK_CUDA = 2  # device type
+DLPACK_CODES = {torch.float16: 2, torch.bfloat16: 4}  # element types
+HEADER_WORDS = 6  # 8-byte words of a DLTensor (DLPack 1), before the sizes and strides it points at
+TMA_ALIGNMENT = 16  # bytes, for addresses and strides
+_UNALIGNED_BITS = TMA_ALIGNMENT - 1
+
+
+def tma_strides(shape: Sequence[int], strides: tuple[int, ...], element_bytes: int) -> tuple[int, ...] | None:
+    """Strides by which TMA reads a 4-dimensional tensor; None if it must be copied.
+
+    TMA needs a contiguous last dimension; the other strides must be non-zero multiples of 16 bytes. A dimension of size 1 gets a
+    stride that is.
+    """
+    unaligned = TMA_ALIGNMENT // element_bytes - 1
+    s0, s1, s2, s3 = strides
+    if s3 != 1:
+        return None
+    if s0 and s1 and s2 and not (s0 | s1 | s2) & unaligned:
+        return strides
+    s0, s1, s2 = (s if n > 1 else shape[3] for n, s in zip(shape[:3], strides[:3], strict=True))
+    return (s0, s1, s2, 1) if s0 and s1 and s2 and not (s0 | s1 | s2) & unaligned else None
+
+
+def tma_ready(x: torch.Tensor) -> torch.Tensor:
+    """x, or a replacement that TMA can address: another view, or a contiguous copy.
+
+    TMA needs the strides of tma_strides, and an address that is a multiple of 16 bytes.
+    """
+    strides = tma_strides(x.shape, x.stride(), x.element_size())
+    if strides is None or x.data_ptr() % TMA_ALIGNMENT:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x if strides == x.stride() else x.as_strided(x.shape, strides)
+
+
+class ArgumentViews:
+    """Views of tensors of one dtype and fixed shapes and strides, as arguments of a kernel that accesses them by TMA.
+
+    Serves one thread, because it holds the addresses of the current launch.
+
+    Args:
+        heads_first: tensors are [batch, heads, seqlen, head_dim]; else [batch, seqlen, heads, head_dim], the layout of the kernel.
+        packed: tensors are [1, total, heads, head_dim], and the kernel reads views in the layout of kernels.tiles.packed.
+    """
+
+    def __init__(self, heads_first: bool, *tensors: torch.Tensor, packed: bool = False):
+        self.heads_first, self.packed = heads_first, packed
+        self.ready = all(tma_strides(x.shape, x.stride(), x.element_size()) == x.stride() for x in tensors)
+        self.pointed = heads_first or packed
+        if self.ready and self.pointed:
+            self._make_pointers(tensors)
+
+    def _make_pointers(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Make a transposed or packed DLTensor per tensor. Its first word is the address, which each launch sets."""
+        first = tensors[0]
+        device = DLPACK_CUDA | first.get_device() << 32
+        dims = 5 if self.packed else 4
+        bits = 8 * first.element_size()
+        lanes = 1
+        kind = dims | DLPACK_CODES[first.dtype] << 32 | bits << 40 | lanes << 48
+        size = HEADER_WORDS + 2 * dims
+        words = []
+        for x in tensors:
+            (n0, n1, n2, n3), (s0, s1, s2, s3) = x.shape, x.stride()
+            if self.packed:
+                # FAR planes are 2^64 bytes less FAR rows
+                plane = 2**64 // FAR // x.element_size() - s1
+                words += (0, device, kind, 0, 0, 0, FAR + 1, n1 + 1, FAR, n2, n3, plane, s1, s1, s2, s3)
+            else:
+                words += (0, device, kind, 0, 0, 0, n0, n2, n1, n3, s0, s2, s1, s3)
+        self.words = words = array("q", words)
+        self.starts = range(0, len(words), size)
+        address, _ = words.buffer_info()
+        for i in self.starts:
+            sizes = address + 8 * (i + HEADER_WORDS)
+            words[i + 3], words[i + 4] = sizes, sizes + 8 * dims
+        self.pointers = [ctypes.c_void_p(address + 8 * i) for i in self.starts]
+
+    def of(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor | ctypes.c_void_p]:
+        """Kernel arguments for tensors with the metadata of __init__, valid until the next call. Copies what TMA cannot address."""
+        bits = 0
+        if self.ready and self.pointed:
+            words = self.words
+            for i, x in zip(self.starts, tensors):  # noqa: B905
+                words[i] = address = x.data_ptr()
+                bits |= address
+            if not bits & _UNALIGNED_BITS:
+                return self.pointers
+        elif self.ready:
+            for x in tensors:
+                bits |= x.data_ptr()
+            if not bits & _UNALIGNED_BITS:
+                return tensors
+        tensors = [tma_ready(x) for x in tensors]
+        if self.packed:
+            self.copies = tensors, ArgumentViews(False, *tensors, packed=True)  # alive until the launch
+            return self.copies[1].of(*tensors)
+        return [x.transpose(1, 2) for x in tensors] if self.heads_first else tensors

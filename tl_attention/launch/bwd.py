@@ -1,0 +1,323 @@
+"""Launch of the backward."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tl_attention.checks import check_dropout_batch
+from tl_attention.compiler import compile_kernel
+from tl_attention.launch.arrays import ArgumentViews
+from tl_attention.launch.bwd_passes import BwdKernels, BwdSizes, KeyPass, QueryPass, Tables
+from tl_attention.launch.common import (
+    LOG2E,
+    PackedTiles,
+    PlanCache,
+    dense,
+    empty,
+    find_config,
+    option_arguments,
+    options_key,
+    qkv_key,
+)
+from tl_attention.options import Options
+from tl_attention.problem import (
+    TABLE_ROWS,
+    BwdConfig,
+    BwdDelta,
+    BwdSum,
+    delta_width,
+    length_bucket,
+    plan_kernels,
+)
+from tl_attention.target import sm_count
+
+MAX_BATCH = 2**16 - 1  # per launch: the small kernels have the batch in the last dimension of their grids
+_kernels: dict[tuple, BwdKernels] = {}
+plan_cache = PlanCache()
+
+
+def _find_kernels(key: tuple, direction: str, config: BwdConfig | None) -> BwdKernels:
+    problem, config = find_config(key, direction, config)
+    return BwdKernels(
+        problem,
+        compile_kernel(problem.of_width(delta_width(problem.head_dim_v)), BwdDelta()),
+        tuple((bwd_pass, compile_kernel(problem, bwd_pass)) for bwd_pass in config.passes),
+        compile_kernel(problem.of_width(problem.head_dim), BwdSum()),
+        compile_kernel(problem.of_width(problem.head_dim_v), BwdSum()),
+        next((compile_kernel(*kernel) for kernel in plan_kernels(problem)), None),
+    )
+
+
+class BwdPlan:
+    """Launch plan of a backward: everything that follows from tensor metadata and from which options are on. Serves one thread.
+
+    Args:
+        dout, q, k, v, out, dq, dk, dv: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed
+            sequences [total, heads, head_dim]. On the current device, none of them empty.
+        config: replaces the tuned row or default.
+        options: those of the first call; later calls may differ in values.
+    """
+
+    def __init__(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        causal: bool,
+        heads_first: bool,
+        deterministic: bool,
+        config: BwdConfig | None = None,
+        options: Options | None = None,
+    ):
+        self.packed = options is not None and options.varlen
+        self.device = q.device.index
+        self.grads = [dense(x.shape, x.dtype) for x in (q, k, v)]
+        tensors = q, k, v, dout, out, dq, dk, dv
+        if self.packed:
+            q, k, v, *_ = tensors = [x[None] for x in tensors]
+        seq, head = (2, 1) if heads_first else (1, 2)
+        batch, seqlen_q, heads, head_dim = q.shape[0], q.shape[seq], q.shape[head], q.shape[3]
+        seqlen_k, heads_kv, head_dim_v = k.shape[seq], k.shape[head], v.shape[3]
+        self.views = ArgumentViews(heads_first, *tensors, packed=self.packed)
+        self.batch = options.cu_seqlens_q.shape[0] - 1 if self.packed else batch
+        self.heads, self.seqlen_q = heads, seqlen_q
+
+        bucket = length_bucket(options.max_seqlen_k if self.packed else seqlen_k)
+        # The log-sum-exp already contains the sink: no kernel is compiled for it
+        names = () if options is None else tuple(name for name in options.names if name != "sink")
+        self.has_options = bool(names)
+        key = (q.dtype, head_dim, head_dim_v, causal, names, bucket, self.device)
+        direction = "bwd_det" if deterministic else "bwd"
+        if config is None:
+            kernels = _kernels.get((direction, key))
+            if kernels is None:
+                kernels = _kernels[direction, key] = _find_kernels(key, direction, None)
+        else:
+            kernels = _find_kernels(key, direction, config)
+        self.delta = kernels.delta
+        counts = None
+        if self.packed:
+            self.tiles = PackedTiles(kernels.tile_table, self.batch, seqlen_q, seqlen_k, causal, self.device)
+            counts = self.tiles.counts
+        width, sms = head_dim + head_dim_v, sm_count(self.device)
+        sizes = BwdSizes(batch, heads, heads_kv, seqlen_q, seqlen_k, width, q.element_size(), sms, counts)
+        self.rows = dense((batch, heads, sizes.rounded_q))
+        self.passes = [
+            (QueryPass if bwd_pass.grads == "dq" else KeyPass)(bwd_pass, kernel, kernels, sizes)
+            for bwd_pass, kernel in kernels.passes
+        ]
+
+    def __call__(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        softmax_scale: float,
+        lse_base2: bool,
+        dlse: torch.Tensor | None = None,
+        options: Options | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """(dq, dk, dv), with a sink also dsink, for tensors with the metadata of the plan."""
+        if torch.cuda.current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self(dout, q, k, v, out, lse, softmax_scale, lse_base2, dlse, options)
+        dq, dk, dv = (empty(*x) for x in self.grads)
+        return self.launch(dout, q, k, v, out, lse, dq, dk, dv, softmax_scale, lse_base2, dlse, options)
+
+    def launch(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        softmax_scale: float,
+        lse_base2: bool,
+        dlse: torch.Tensor | None,
+        options: Options | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Write dq, dk, dv and return them; with a sink also dsink."""
+        result = dq, dk, dv
+        sink = None if options is None else options.sink
+        tensors = q, k, v, dout, out, dq, dk, dv
+        if self.packed:
+            tensors = [x[None] for x in tensors]
+        q, k, v, dout, out, *grads = self.views.of(*tensors)
+        # A kernel with an fp32 tensor argument runs on the current stream of its device
+        lse_log2, delta = empty(*self.rows), empty(*self.rows)
+        lse, lse_to_log2 = lse.contiguous(), 1.0 if lse_base2 else LOG2E
+        arguments, tables = (), None
+        if self.has_options:
+            arguments = option_arguments(options, self.batch, self.heads, self.device)
+        if self.packed:
+            tables = Tables(*(self.tiles.table(options, of_keys, TABLE_ROWS) for of_keys in (False, True)))
+            dlse, dlse_scale = (
+                (lse, 0.0) if dlse is None else (dlse.contiguous(), LOG2E if lse_base2 else 1.0)
+            )
+            if sink is not None:  # for the padding after each sequence
+                lse_log2.fill_(math.inf)
+                delta.zero_()
+            self.delta(out, dout, lse, dlse, lse_log2, delta, lse_to_log2, dlse_scale, tables.queries)
+        else:
+            self.delta(out, dout, lse, lse_log2, delta, lse_to_log2)
+            if dlse is not None:
+                delta[:, :, : self.seqlen_q] -= _natural_dlse(dlse, lse, lse_base2)
+        for bwd_pass in self.passes:
+            bwd_pass.launch((q, k, v, dout, lse_log2, delta), *grads, softmax_scale, arguments, tables)
+        return result if sink is None else (*result, _sink_gradient(sink, lse_log2, delta))
+
+
+def _natural_dlse(dlse: torch.Tensor, lse: torch.Tensor, lse_base2: bool) -> torch.Tensor:
+    """Gradient with respect to the natural lse; 0 for a query that sees no key, whatever came of its lse of -inf."""
+    return dlse.masked_fill(lse == -math.inf, 0) * (LOG2E if lse_base2 else 1.0)
+
+
+def _sink_gradient(sink: torch.Tensor, lse_log2: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """Gradient of the sink, [heads]: minus the sum of P_sink * delta over all queries. Padding has lse_log2 = +inf, delta = 0."""
+    weights = torch.exp2(sink.float()[:, None] * LOG2E - lse_log2)
+    return -(weights * delta).sum((0, 2)).to(sink.dtype)
+
+
+def _bwd_key(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    heads_first: bool,
+    deterministic: bool,
+) -> tuple:
+    """All that checks.check_bwd asks of tensors beside qkv_key, and all that a plan is made of."""
+    return (
+        dout.shape, dout.stride(), dout.dtype, dout.device,
+        out.shape, out.stride(), out.dtype, out.device,
+        lse.shape, lse.dtype, lse.device,
+        deterministic,
+        *qkv_key(q, k, v, causal, heads_first),
+    )  # fmt: skip
+
+
+def bwd_plan(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    heads_first: bool,
+    deterministic: bool,
+) -> BwdPlan | None:
+    """Cached plan for tensors with this metadata, without options, or None."""
+    return plan_cache.plans.get(_bwd_key(dout, q, k, v, out, lse, causal, heads_first, deterministic))
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    lse_base2: bool,
+    heads_first: bool = False,
+    deterministic: bool = False,
+    dlse: torch.Tensor | None = None,
+    config: BwdConfig | None = None,
+    options: Options | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Launch the backward on tensors that have passed checks.py, on a Hopper GPU.
+
+    Args:
+        dout, q, k, v, out: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed sequences
+            [total, heads, head_dim]. out and lse as the forward returned them.
+        lse, dlse: [batch, heads, seqlen_q] or [heads, total_q], fp32; dlse is the gradient with respect to lse.
+        deterministic: gradients are bitwise equal from run to run.
+        config: replaces the tuned row or default.
+    Returns:
+        dq, dk, dv: shaped as q, k, v, in their dtype, contiguous; with a sink also dsink: [heads], in its dtype.
+    """
+    tensors, layout = (dout, q, k, v, out, lse), (causal, heads_first, deterministic)
+    key = (*_bwd_key(*tensors, *layout), *options_key(options))
+    plan = plan_cache.plans.get(key) if config is None else None
+    if plan is not None:
+        return plan(*tensors, softmax_scale, lse_base2, dlse, options)
+    if torch.cuda.current_device() != q.device.index:
+        with torch.cuda.device(q.device):
+            return backward(*tensors, softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options)
+    grads = tuple(empty(*dense(x.shape, x.dtype)) for x in (q, k, v))
+    if not q.numel() or not k.numel():
+        return _backward_of_empty(q, lse, lse_base2, grads, dlse, options)
+    if q.shape[0] <= MAX_BATCH or (options is not None and options.varlen):
+        plan = BwdPlan(*tensors[:5], *grads, *layout, config, options)
+        if config is None:
+            plan_cache.keep(key, plan)
+        return plan.launch(*tensors, *grads, softmax_scale, lse_base2, dlse, options)
+    if options is not None:
+        check_dropout_batch(options.dropout_p, q.shape[0], MAX_BATCH)
+    return _backward_in_chunks((*tensors, *grads), softmax_scale, lse_base2, layout, dlse, config, options)
+
+
+def _backward_of_empty(
+    q: torch.Tensor,
+    lse: torch.Tensor,
+    lse_base2: bool,
+    grads: tuple[torch.Tensor, ...],
+    dlse: torch.Tensor | None,
+    options: Options | None,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients where there are no queries or no keys."""
+    zeros = tuple(x.zero_() for x in grads)
+    if options is None or options.sink is None:
+        return zeros
+    if dlse is None or not q.numel():
+        return *zeros, torch.zeros_like(options.sink)
+    dsink = _natural_dlse(dlse, lse, lse_base2)  # without keys lse = sink
+    return *zeros, dsink.sum((0, 2) if dlse.ndim == 3 else 1).to(options.sink.dtype)
+
+
+def _backward_in_chunks(
+    tensors: tuple[torch.Tensor, ...],
+    softmax_scale: float,
+    lse_base2: bool,
+    layout: tuple[bool, bool, bool],
+    dlse: torch.Tensor | None,
+    config: BwdConfig | None,
+    options: Options | None,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of a batch above MAX_BATCH, a chunk of it per launch.
+
+    Args:
+        tensors: dout, q, k, v, out, lse, dq, dk, dv; the gradients are written.
+        layout: causal, heads_first, deterministic.
+    """
+    sink = None if options is None else options.sink
+    dsink = None if sink is None else torch.zeros_like(sink, dtype=torch.float32)
+    for first in range(0, len(tensors[0]), MAX_BATCH):
+        chunk = [x[first : first + MAX_BATCH] for x in tensors]
+        chunk_dlse = None if dlse is None else dlse[first : first + MAX_BATCH]
+        chunk_options = None if options is None else options.for_batch(first, MAX_BATCH)
+        plan = BwdPlan(*chunk[:5], *chunk[6:], *layout, config, chunk_options)
+        result = plan.launch(*chunk, softmax_scale, lse_base2, chunk_dlse, chunk_options)
+        if sink is not None:
+            dsink += result[3]
+    grads = tensors[6:]
+    return grads if sink is None else (*grads, dsink.to(sink.dtype))

@@ -1,0 +1,180 @@
+"""Launch of the passes of a backward: query passes (dq) and key passes (dk, dv), their sizes and workspace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tl_attention.compiler import Kernel
+from tl_attention.launch.common import MAX_GRID, Argument, empty, fragment_blocks, tile_counts
+from tl_attention.problem import TABLE_ROWS, AttnProblem, BwdConfig, BwdPass
+
+QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multiple of it
+WAVES = 4  # target number of CTA waves of a key pass, reached by dividing the query heads of a key head among CTAs
+
+
+@dataclass(frozen=True)
+class BwdKernels:
+    """The compiled kernels of a backward."""
+
+    problem: AttnProblem
+    delta: Kernel
+    passes: tuple[tuple[BwdPass, Kernel], ...]
+    sum_qk: Kernel
+    sum_v: Kernel
+    tile_table: Kernel | None  # runs first for packed sequences
+
+
+def _key_parts(batch: int, heads: int, heads_kv: int, n_blocks: int, sms: int) -> tuple[int, int]:
+    """(parts, heads_per_part): CTAs that share the query heads of a key head, and query heads of each."""
+    heads_per_kv = heads // heads_kv
+    parts = min(heads_per_kv, -(-WAVES * sms // (n_blocks * heads_kv * batch)))
+    heads_per_part = -(-heads_per_kv // parts)
+    return -(-heads_per_kv // heads_per_part), heads_per_part
+
+
+def bwd_workspace_bytes(
+    batch: int,
+    heads: int,
+    heads_kv: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    problem: AttnProblem,
+    config: BwdConfig,
+    sms: int,
+) -> int:
+    """Bytes that a backward allocates beside its gradients, on a GPU with `sms` SMs. All of it is fp32.
+
+    It holds lse and delta of each query; the sums of dq, if a pass adds to them; and the parts of dk and dv, where several CTAs
+    share the query heads of a key head.
+    """
+    rows = batch * heads * -(-seqlen_q // QUERY_ROWS) * QUERY_ROWS
+    numbers = 2 * rows
+    for bwd_pass in config.passes:
+        if bwd_pass.adds_dq:
+            numbers += rows * problem.head_dim
+        if bwd_pass.grads == "dq":
+            continue
+        n_blocks = -(-seqlen_k // bwd_pass.block_N)
+        parts, _ = _key_parts(batch, heads, heads_kv, n_blocks, sms)
+        if parts > 1:
+            part_rows = parts * batch * heads_kv * n_blocks * bwd_pass.block_N
+            widths = {"dk": problem.head_dim, "dv": problem.head_dim_v}
+            numbers += sum(part_rows * width for grad, width in widths.items() if grad in bwd_pass.makes)
+    return 4 * numbers
+
+
+@dataclass(frozen=True)
+class BwdSizes:
+    """Sizes of a backward that its passes are launched by."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    width: int  # head_dim + head_dim_v
+    element_bytes: int
+    sms: int
+    tiles: tuple[int, int] | None = None  # of queries and of keys, for packed sequences
+
+    @property
+    def heads_per_kv(self) -> int:
+        return self.heads // self.heads_kv
+
+    @property
+    def rounded_q(self) -> int:
+        if self.tiles:
+            return self.tiles[0] * TABLE_ROWS
+        return -(-self.seqlen_q // QUERY_ROWS) * QUERY_ROWS
+
+    def key_blocks(self, block_N: int) -> int:
+        return self.tiles[1] if self.tiles else -(-self.seqlen_k // block_N)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Tile tables of one launch on packed sequences."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+
+
+class QueryPass:
+    """Launch of a pass whose CTAs own queries: it computes dq."""
+
+    def __init__(self, config: BwdPass, kernel: Kernel, kernels: BwdKernels, sizes: BwdSizes):
+        batch, heads, heads_per_kv = sizes.batch, sizes.heads, sizes.heads_per_kv
+        kv_bytes = sizes.element_bytes * sizes.seqlen_k * sizes.width
+        queries = sizes.rounded_q if sizes.tiles else sizes.seqlen_q
+        counts = tile_counts(batch, heads, heads_per_kv, kv_bytes, queries, config.block_M, MAX_GRID)
+        self.kernel, self.counts = kernel, (heads_per_kv, *counts)
+
+    def launch(
+        self,
+        inputs: tuple[Argument, ...],
+        dq: Argument,
+        dk: Argument,
+        dv: Argument,
+        softmax_scale: float,
+        options: tuple = (),
+        tables: Tables | None = None,
+    ) -> None:
+        if tables is not None:
+            options = *options[:-1], tables.queries
+        self.kernel(*inputs, dq, softmax_scale, *self.counts, *options)
+
+
+class KeyPass:
+    """Launch of a pass whose CTAs own keys, and of the kernels that sum its partial results."""
+
+    def __init__(self, config: BwdPass, kernel: Kernel, kernels: BwdKernels, sizes: BwdSizes):
+        batch, heads_kv = sizes.batch, sizes.heads_kv
+        head_dim, head_dim_v = kernels.problem.head_dim, kernels.problem.head_dim_v
+        n_blocks = sizes.key_blocks(config.block_N)
+        keys = n_blocks * config.block_N
+        parts, heads_per_part = _key_parts(batch, sizes.heads, heads_kv, n_blocks, sizes.sms)
+        row_bytes = sizes.element_bytes * sizes.width
+        if config.adds_dq:
+            row_bytes += 4 * head_dim
+        q_bytes = sizes.seqlen_q * heads_per_part * row_bytes
+        counts = tile_counts(batch, heads_kv * parts, 1, q_bytes, keys, config.block_N, MAX_GRID)
+        self.kernel, self.counts = kernel, (sizes.heads_per_kv, heads_per_part, parts, *counts)
+        self.sum_qk, self.sum_v = kernels.sum_qk, kernels.sum_v
+
+        self.parts = parts
+        self.adds_dq = config.adds_dq
+        self.dk_in_parts, self.dv_in_parts = (parts > 1 and grad in config.makes for grad in ("dk", "dv"))
+        self.row_blocks_q, self.row_blocks_k = sizes.rounded_q // 16, keys // 16
+        rows_q = batch * sizes.heads * self.row_blocks_q
+        rows_k = parts * batch * heads_kv * self.row_blocks_k
+        # A result that is not partial has no rows here
+        self.dq_sum = fragment_blocks(rows_q if self.adds_dq else 0, head_dim)
+        self.dk_parts = fragment_blocks(rows_k if self.dk_in_parts else 0, head_dim)
+        self.dv_parts = fragment_blocks(rows_k if self.dv_in_parts else 0, head_dim_v)
+
+    def launch(
+        self,
+        inputs: tuple[Argument, ...],
+        dq: Argument,
+        dk: Argument,
+        dv: Argument,
+        softmax_scale: float,
+        options: tuple = (),
+        tables: Tables | None = None,
+    ) -> None:
+        dq_sum, dk_parts, dv_parts = empty(*self.dq_sum), empty(*self.dk_parts), empty(*self.dv_parts)
+        if self.adds_dq:
+            dq_sum.zero_()
+        table_q = table_k = ()
+        if tables is not None:
+            table_q, table_k = (False, tables.queries), (True, tables.keys)
+            options = *options[:-1], tables.keys
+        self.kernel(*inputs, dq_sum, dk, dv, dk_parts, dv_parts, softmax_scale, *self.counts, *options)
+        if self.adds_dq:
+            self.sum_qk(dq_sum, dq, softmax_scale, 1, self.row_blocks_q, *table_q)
+        if self.dk_in_parts:
+            self.sum_qk(dk_parts, dk, 1.0, self.parts, self.row_blocks_k, *table_k)
+        if self.dv_in_parts:
+            self.sum_v(dv_parts, dv, 1.0, self.parts, self.row_blocks_k, *table_k)

@@ -1,0 +1,204 @@
+"""Parts shared by the launches: plan cache, allocation, config lookup, tile counts, tile tables, option arguments."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tl_attention import configs
+from tl_attention.checks import check_config
+from tl_attention.compiler import Kernel, compile_config
+from tl_attention.options import MAX_WINDOW, Options
+from tl_attention.problem import TABLE_ROWS, AttnProblem, Config, buckets, length_bucket, tuning_key
+
+LN2 = math.log(2.0)
+LOG2E = 1 / LN2
+MAX_GRID = 2**31 - 1  # CTAs per launch
+DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+L2_SHARE = 32 << 20  # bytes of a 50 MB L2 for the keys and values of one head group
+MAX_PLANS = 2048  # per thread and direction: the number of different lengths has no bound
+
+Argument = torch.Tensor | ctypes.c_void_p  # of a kernel: see arrays.ArgumentViews
+
+# (sizes, strides, dtype) -> a tensor on the current device. Used by the code of torch.compile: it skips the torch dispatcher and
+# takes half the time of torch.empty_strided
+empty = torch._C._dynamo.guards._empty_strided_cuda
+
+
+class PlanCache(threading.local):
+    """Per-thread cache of launch plans, keyed by tensor metadata (shape, stride, dtype, device), never by values."""
+
+    def __init__(self):
+        self.plans: dict[Any, Any] = {}
+
+    def keep(self, key: object, plan: Any) -> None:
+        if len(self.plans) >= MAX_PLANS:
+            self.plans.clear()
+        self.plans[key] = plan
+
+
+def qkv_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, heads_first: bool) -> tuple:
+    """Key of a plan without options. It holds all metadata that checks.check_fwd reads, so a known key has passed the checks."""
+    return (
+        q.shape, q.stride(), q.dtype, q.device,
+        k.shape, k.stride(), k.dtype, k.device,
+        v.shape, v.stride(), v.dtype, v.device,
+        causal, heads_first,
+    )  # fmt: skip
+
+
+def options_key(options: Options | None) -> tuple:
+    """Part of a plan's key for its options, without the splits of packed sequences."""
+    if options is None:
+        return ()
+    if options.varlen:
+        return *options.names, options.cu_seqlens_q.shape[0], length_bucket(options.max_seqlen_k)
+    return *options.names, options.num_splits, window_keys(options)
+
+
+def window_keys(options: Options) -> int:
+    """Keys in a window, rounded up to a power of two; above any length without a window."""
+    return 1 << sum(options.bounds).bit_length()
+
+
+def tile_counts(
+    batch: int, heads: int, heads_sharing: int, shared_bytes: int, rows: int, block: int, max_ctas: int
+) -> tuple[int, int, int]:
+    """(blocks, group_heads, ctas): the launch arguments of kernels/scheduler.py.
+
+    Args:
+        heads_sharing: heads that read the same shared_bytes together.
+        rows: queries or keys, divided into blocks of `block`.
+    """
+    blocks = -(-rows // block)
+    group_heads = min(max(L2_SHARE // shared_bytes, 1) * heads_sharing, heads * batch)
+    return blocks, group_heads, min(blocks * heads * batch, max_ctas)
+
+
+def find_config(key: tuple, direction: str, config: Config | None) -> tuple[AttnProblem, Config]:
+    """Problem of a kernel key, and the config that serves it. Compiles the configs of all lengths of the problem.
+
+    Args:
+        key: dtype, head_dim, head_dim_v, causal, option names, length bucket, device index.
+        config: an explicit one; None: the tuned row or default.
+    """
+    dtype, head_dim, head_dim_v, causal, names, bucket, device = key
+    problem = AttnProblem.of(DTYPE_NAMES[dtype], head_dim, head_dim_v, causal, direction, names)
+    source = "explicit"
+    if config is None:
+        gpu = torch.cuda.get_device_name(device)
+        config, source = configs.pick_config(problem, bucket, gpu, direction)
+        for other in buckets(direction):  # so that a new length never compiles
+            compile_config(problem, configs.pick_config(problem, other, gpu, direction)[0])
+    else:
+        check_config(problem, config, configs.is_legal(problem, config, direction))
+    if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
+        words = tuning_key(problem, bucket)
+        print(f"tl_attention: {direction} {words} -> {config} ({source})", file=sys.stderr)
+    return problem, config
+
+
+def dense(
+    shape: Sequence[int], dtype: torch.dtype = torch.float32
+) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Arguments of empty() for a contiguous tensor."""
+    strides, stride = [], 1
+    for n in reversed(shape):
+        strides.append(stride)
+        stride *= n or 1
+    return tuple(shape), tuple(reversed(strides)), dtype
+
+
+def fragment_blocks(row_blocks: int, width: int) -> tuple:
+    """Arguments of empty() for an fp32 tensor in the layout of kernels/tiles.FragmentBlocks."""
+    return dense((row_blocks, width // 8, 32, 4))
+
+
+class UnusedArguments(NamedTuple):
+    """Placeholders for tensor arguments that a kernel does not read."""
+
+    slopes: torch.Tensor
+    sink: torch.Tensor
+    rng: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor
+
+
+@functools.cache
+def unused_arguments(device: int) -> UnusedArguments:
+    at = {"device": f"cuda:{device}"}
+    return UnusedArguments(
+        torch.zeros(1, 1, **at),
+        torch.zeros(1, **at),
+        torch.zeros(1, dtype=torch.int64, **at),
+        torch.zeros(1, dtype=torch.int32, **at),
+        torch.zeros(1, 8, dtype=torch.int32, **at),
+    )
+
+
+class PackedTiles:
+    """Makes the tile tables of packed sequences.
+
+    Args:
+        kernel: compiled from kernels/varlen_plan.py.
+        batch: number of sequences.
+        total_q, total_k: rows of all sequences.
+    """
+
+    def __init__(self, kernel: Kernel, batch: int, total_q: int, total_k: int, causal: bool, device: int):
+        self.kernel, self.causal, self.device = kernel, causal, device
+        # Upper bounds of the tiles of queries and of keys: the last tile of each sequence may be partial
+        self.counts = total_q // TABLE_ROWS + batch, total_k // TABLE_ROWS + batch
+        self.blocks = dense((2, batch + 1), torch.int32)
+        self.table_q, self.table_k = (dense((n, 8), torch.int32) for n in self.counts)
+
+    def table(self, options: Options, of_keys: bool, step_rows: int) -> torch.Tensor:
+        """Tile table, int32 [tiles, 8].
+
+        Args:
+            of_keys: tiles are blocks of keys, else blocks of queries.
+            step_rows: rows per step of the kernel that reads the table.
+        """
+        blocks, table = empty(*self.blocks), empty(*(self.table_k if of_keys else self.table_q))
+        left, right = (MAX_WINDOW, 0) if self.causal else options.bounds
+        behind, ahead = (right, left) if of_keys else (left, right)
+        used_q, used_k = options.seqused_q, options.seqused_k
+        unused = unused_arguments(self.device).lengths
+        self.kernel(
+            options.cu_seqlens_q,
+            options.cu_seqlens_k,
+            unused if used_q is None else used_q,
+            unused if used_k is None else used_k,
+            blocks,
+            table,
+            used_q is not None,
+            used_k is not None,
+            of_keys,
+            step_rows,
+            behind,
+            ahead,
+        )
+        return table
+
+
+def option_arguments(
+    options: Options, batch: int, heads: int, device: int, table: torch.Tensor | None = None
+) -> tuple:
+    """Last arguments of a kernel with options, in the order of kernels/options.py."""
+    slopes, sink, rng, _, unused_table = unused_arguments(device)
+    if options.alibi_slopes is not None:
+        slopes = options.alibi_slopes.expand(batch, heads)
+    if options.sink is not None:
+        sink = options.sink.float()
+    if options.rng_state is not None:
+        rng = options.rng_state
+    table = unused_table if table is None else table
+    return (*options.bounds, options.softcap, slopes, sink, rng, options.drop_below, table)

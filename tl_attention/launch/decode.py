@@ -1,0 +1,350 @@
+"""Launch of attention to a KV cache, on tensors that have passed checks_kvcache.py, on a Hopper GPU."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+
+from tl_attention import configs
+from tl_attention.checks import check_cache_strides
+from tl_attention.compiler import Kernel, compile_kernel
+from tl_attention.launch.arrays import ArgumentViews
+from tl_attention.launch.common import DTYPE_NAMES, LN2, PlanCache, dense, empty, unused_arguments
+from tl_attention.options import MAX_WINDOW, Cache, Options
+from tl_attention.problem import (
+    DECODE_TILE_WIDTHS,
+    DTYPES,
+    MERGE_NUMBERS,
+    AttnProblem,
+    DecodeConfig,
+    append_kernel,
+    decode_problem,
+    page_rows,
+)
+from tl_attention.target import sm_count
+
+MAX_SPLITS = 4096  # per sequence
+INVARIANT_KEYS = 1024  # keys per split with batch_invariant
+TILE_ROWS = 64  # rows per consumer warpgroup
+
+plan_cache = PlanCache()
+
+
+def _query_rows(seqlen_q: int, heads: int, heads_kv: int) -> int:
+    """Rows of a tile: all queries of all query heads of a key head."""
+    return seqlen_q * (heads // heads_kv)
+
+
+def _split_rule(num_splits: int, batch_invariant: bool, capacity: int, block_N: int) -> int:
+    """Split rule of kernels/decode.py: 0 divides all keys evenly among the CTAs, n > 0 makes splits of n key blocks, -n makes n splits.
+
+    Args:
+        capacity: keys that a sequence may have.
+    """
+    if num_splits > 0:
+        return -min(num_splits, MAX_SPLITS)
+    if batch_invariant:
+        return max(INVARIANT_KEYS // block_N, -(-capacity // (block_N * MAX_SPLITS)))
+    return 0
+
+
+def _launch_sizes(
+    config: DecodeConfig, batch: int, rows: int, heads_kv: int, split_rule: int, capacity: int, sms: int
+) -> tuple[int, int, int, int]:
+    """(m_blocks, ctas, slots, entries): tiles per key head, CTAs, partial outputs at most, work items to merge at most."""
+    m_blocks = -(-rows // config.block_M)
+    items, ctas = batch * heads_kv * m_blocks, sms * config.ctas_a_sm
+    if split_rule == 0:
+        return m_blocks, ctas, ctas + items, ctas
+    splits = -split_rule if split_rule < 0 else -(-capacity // (config.block_N * split_rule))
+    return m_blocks, ctas, items * max(splits, 1), items
+
+
+def decode_workspace_bytes(
+    batch: int,
+    seqlen_q: int,
+    heads: int,
+    heads_kv: int,
+    head_dim_v: int,
+    num_splits: int,
+    batch_invariant: bool,
+    seqlen_cache: int,
+    sms: int,
+) -> int:
+    """Bytes that a decode allocates beside its outputs, on a GPU with `sms` SMs.
+
+    It holds the partial outputs of splits and their log-sum-exps, fp32, and the list of those to merge.
+
+    Args:
+        seqlen_cache: keys that a sequence may have.
+    """
+    rows = _query_rows(seqlen_q, heads, heads_kv)
+    most = 0
+    for width in DECODE_TILE_WIDTHS:  # any that holds head_dim_v: head_dim is unknown here
+        if width[1] < head_dim_v:
+            continue
+        problem = AttnProblem(DTYPES[0], *width, False)
+        config = configs.decode_config(problem, rows)
+        rule = _split_rule(num_splits, batch_invariant, seqlen_cache, config.block_N)
+        *_, slots, entries = _launch_sizes(config, batch, rows, heads_kv, rule, seqlen_cache, sms)
+        part_numbers = config.warpgroups * min(rows, TILE_ROWS) * (config.columns(problem) + 1)
+        most = max(most, 4 * (slots * part_numbers + entries * MERGE_NUMBERS))
+    return most
+
+
+class DecodePlan:
+    """Launch plan of a decode: everything that follows from tensor metadata and from which options are on. Serves one thread."""
+
+    def __init__(
+        self, q: torch.Tensor, cache: Cache, options: Options, num_splits: int, batch_invariant: bool
+    ):
+        k, v = cache.k, cache.v
+        self.device = q.device.index
+        batch, seqlen_q, heads, head_dim = q.shape
+        heads_kv, self.head_dim_v = k.shape[2], v.shape[3]
+        paged = cache.block_table is not None
+        problem = decode_problem(DTYPE_NAMES[q.dtype], head_dim, self.head_dim_v, options.names)
+        rows = _query_rows(seqlen_q, heads, heads_kv)
+        page_size = k.shape[1]
+        rows_per_copy = page_rows(page_size) if paged else 0
+        config = configs.decode_config(problem, rows, rows_per_copy)
+        for number in configs.DECODE_ROWS:  # so that another number of queries never compiles
+            compile_kernel(problem, configs.decode_config(problem, number, rows_per_copy))
+        self.kernel = compile_kernel(problem, config)
+        combine = compile_kernel(*config.combine(problem))
+
+        capacity = page_size
+        if paged:
+            capacity *= cache.block_table.shape[1]
+        rule = _split_rule(num_splits, batch_invariant, capacity, config.block_N)
+        m_blocks, ctas, slots, entries = _launch_sizes(
+            config, batch, rows, heads_kv, rule, capacity, sm_count(self.device)
+        )
+        part_shape = slots, config.warpgroups, min(rows, TILE_ROWS)
+        self.o_parts = dense((*part_shape, config.columns(problem)))
+        self.lse_parts = dense(part_shape)
+        self.merges = dense((entries, MERGE_NUMBERS), torch.int32)
+        self.combine = None if rule == -1 else combine  # one split needs no merging
+
+        page_k, rows_k = _as_rows(k, "k_cache")
+        page_v, rows_v = _as_rows(v, "v_cache")
+        self.views = ArgumentViews(False, rows_k, rows_v, packed=True)
+        self.pad_q = (0, problem.head_dim - head_dim) if head_dim != problem.head_dim else None
+        self.q_strides = dense(q.shape)[1]
+        self.out = dense((batch, seqlen_q, heads, problem.head_dim_v), q.dtype)
+        self.lse = dense((batch, heads, seqlen_q))
+        given = (
+            isinstance(cache.seqlens, torch.Tensor)
+            | (cache.leftpad is not None) << 1
+            | (cache.batch_idx is not None) << 2
+        )
+        self.counts = heads // heads_kv, m_blocks, given
+        self.pages = capacity, page_size, k.shape[0], page_k, page_v, rule, ctas
+        self.batch, self.heads = batch, heads
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        cache: Cache,
+        softmax_scale: float,
+        causal: bool,
+        options: Options,
+        workspace: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) for tensors with the metadata of the plan; see attend_cache."""
+        if torch.cuda.current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self(q, cache, softmax_scale, causal, options, workspace)
+        if self.pad_q is not None:
+            q = torch.nn.functional.pad(q, self.pad_q)
+        elif q.stride() != self.q_strides or q.data_ptr() & 15:
+            q = q.clone(memory_format=torch.contiguous_format)
+        out, lse = empty(*self.out), empty(*self.lse)
+        slopes, sink, _, no_lengths, no_table = unused_arguments(self.device)
+        if workspace is None:
+            o_parts, lse_parts, merges = empty(*self.o_parts), empty(*self.lse_parts), empty(*self.merges)
+        else:
+            o_parts, lse_parts, merges = self._divide(workspace)
+        if options.alibi_slopes is not None:
+            slopes = options.alibi_slopes.expand(self.batch, self.heads)
+        if options.sink is not None:
+            sink = options.sink.float()
+        seqlens, seqlen = no_lengths, cache.seqlens
+        if isinstance(seqlen, torch.Tensor):
+            seqlens, seqlen = seqlen, 0
+        left, right = (MAX_WINDOW, 0) if causal else options.bounds
+        self.kernel(
+            q,
+            *self.views.of(cache.k, cache.v),
+            out,
+            lse,
+            seqlens,
+            no_lengths if cache.leftpad is None else cache.leftpad,
+            no_lengths if cache.batch_idx is None else cache.batch_idx,
+            no_table if cache.block_table is None else cache.block_table,
+            o_parts,
+            lse_parts,
+            merges,
+            softmax_scale,
+            LN2,
+            *self.counts,
+            seqlen,
+            cache.new,
+            *self.pages,
+            left,
+            right,
+            options.softcap,
+            slopes,
+            sink,
+        )
+        if self.combine is not None:
+            self.combine(o_parts, lse_parts, merges, out, lse, LN2, self.counts[0], sink)
+        return out if self.head_dim_v == out.shape[3] else out[..., : self.head_dim_v].contiguous(), lse
+
+    def _divide(self, workspace: torch.Tensor) -> list[torch.Tensor]:
+        """o_parts, lse_parts and merges as views of a workspace of 4-byte numbers."""
+        tensors = self.o_parts, self.lse_parts, self.merges
+        sizes = [4 * math.prod(shape) for shape, *_ in tensors]
+        parts = workspace[: sum(sizes)].split(sizes)
+        return [x.view(dtype).view(shape) for x, (shape, _, dtype) in zip(parts, tensors, strict=True)]
+
+
+def _as_rows(x: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
+    """Rows from one cache or page to the next, and all rows as a [1, rows, heads_kv, columns] view.
+
+    Rows between two caches may belong to other tensors.
+    """
+    caches, room, heads_kv, columns = x.shape
+    step, row, head, _ = x.stride()
+    # A dimension of size 1 may have any stride; TMA needs a valid one
+    if room == 1:
+        row = step if caches > 1 else columns * heads_kv
+    if heads_kv == 1:
+        head = columns
+    step_rows = room
+    if caches > 1:
+        check_cache_strides(name, x, step, row)
+        step_rows = step // row
+    rows = (caches - 1) * step_rows + room
+    return step_rows, x.as_strided((1, rows, heads_kv, columns), (x.numel(), row, head, 1))
+
+
+def attend_cache(
+    q: torch.Tensor,
+    cache: Cache,
+    softmax_scale: float,
+    causal: bool,
+    options: Options,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    workspace: torch.Tensor | None = None,
+    handle: object = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q [batch, seqlen_q, heads, head_dim] to the keys of a cache.
+
+    Args:
+        options: window, softcap, alibi_slopes and sink only.
+        num_splits: splits per sequence; 0: all keys are divided evenly among the CTAs.
+        batch_invariant: splits have a fixed number of keys, so that the result of a sequence does not depend on the others.
+        workspace: of decode_workspace_bytes() bytes; None: the call allocates.
+        handle: hashable, the same for calls with the same metadata; None: the plan is looked up by metadata.
+    Returns:
+        out [batch, seqlen_q, heads, head_dim_v], lse [batch, heads, seqlen_q] fp32, natural.
+    """
+    plan = plan_cache.plans.get(handle)
+    if plan is None:
+        if not q.numel() or not cache.k.numel() or not cache.v.numel():
+            return _attend_nothing(q, cache.v.shape[3], options)
+        key = _plan_key(q, cache, options, num_splits, batch_invariant)
+        plan = plan_cache.plans.get(key)
+        if plan is None:
+            plan = DecodePlan(q, cache, options, num_splits, batch_invariant)
+            plan_cache.keep(key, plan)
+        if handle is not None:
+            plan_cache.keep(handle, plan)
+    return plan(q, cache, softmax_scale, causal, options, workspace)
+
+
+def _plan_key(
+    q: torch.Tensor, cache: Cache, options: Options, num_splits: int, batch_invariant: bool
+) -> tuple:
+    k, v, table = cache.k, cache.v, cache.block_table
+    return (
+        q.shape, q.dtype, q.device, k.shape, k.stride(), v.shape, v.stride(), options.names, num_splits, batch_invariant,
+        None if table is None else table.shape[1],
+        isinstance(cache.seqlens, torch.Tensor), cache.leftpad is None, cache.batch_idx is None,
+    )  # fmt: skip
+
+
+def _attend_nothing(q: torch.Tensor, head_dim_v: int, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Result without queries or keys: out 0, lse -inf or the sink."""
+    batch, seqlen_q, heads, _ = q.shape
+    lse = torch.full((batch, heads, seqlen_q), -math.inf, device=q.device)
+    if options.sink is not None:
+        lse.copy_(options.sink.float()[:, None].expand_as(lse))
+    return q.new_zeros(batch, seqlen_q, heads, head_dim_v), lse
+
+
+def append_to_cache(
+    q: torch.Tensor,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    cache: Cache,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
+    queries_move: bool,
+) -> torch.Tensor:
+    """Write k_new (rotated) and v_new, [batch, new, heads_kv, ...], to the cache after its seqlens; return q, rotated.
+
+    Args:
+        cos, sin: [positions, rotary_dim / 2] in the dtype of q, contiguous; None: no rotation.
+        interleaved: rotates pairs (2i, 2i + 1), else (i, i + rotary_dim / 2).
+        queries_move: query i has position seqlens + i, else all queries have position seqlens.
+    """
+    device = q.device.index
+    if torch.cuda.current_device() != device:
+        with torch.cuda.device(device):
+            return append_to_cache(q, k_new, v_new, cache, cos, sin, interleaved, queries_move)
+    kernel = _append_kernel(DTYPE_NAMES[q.dtype])
+    if not k_new.shape[1] or not q.shape[0]:
+        return q
+    rotated = empty(*dense(q.shape, q.dtype))
+    *_, no_lengths, no_table = unused_arguments(device)
+    angles = (_no_angles(q.dtype, device),) * 2 if cos is None else (cos, sin)
+    tensor = isinstance(cache.seqlens, torch.Tensor)
+    paged = cache.block_table is not None
+    kernel(
+        q,
+        rotated,
+        k_new,
+        v_new,
+        cache.k,
+        cache.v,
+        *angles,
+        cache.seqlens if tensor else no_lengths,
+        no_lengths if cache.batch_idx is None else cache.batch_idx,
+        cache.block_table if paged else no_table,
+        0 if cos is None else 2 * cos.shape[1],
+        interleaved,
+        queries_move,
+        tensor | (cache.batch_idx is not None) << 2 | paged << 3,
+        0 if tensor else cache.seqlens,
+        k_new.shape[1],
+        cache.k.shape[1],
+        cache.k.shape[0],
+    )
+    return q if cos is None else rotated
+
+
+@functools.cache
+def _append_kernel(dtype: str) -> Kernel:
+    return compile_kernel(*append_kernel(dtype))
+
+
+@functools.cache
+def _no_angles(dtype: torch.dtype, device: int) -> torch.Tensor:
+    """Placeholder for cos and sin, which are not read without rotary."""
+    return torch.zeros(1, 1, dtype=dtype, device=f"cuda:{device}")

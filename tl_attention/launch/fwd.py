@@ -1,0 +1,232 @@
+"""Launch of the forward."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from tl_attention.compiler import Kernel, compile_kernel
+from tl_attention.launch import splits
+from tl_attention.launch.arrays import ArgumentViews
+from tl_attention.launch.common import (
+    LN2,
+    MAX_GRID,
+    PackedTiles,
+    PlanCache,
+    dense,
+    empty,
+    find_config,
+    option_arguments,
+    options_key,
+    qkv_key,
+    tile_counts,
+    window_keys,
+)
+from tl_attention.launch.tickets import stream_tickets
+from tl_attention.options import Options
+from tl_attention.problem import (
+    MAX_SPLITS,
+    SPLIT_BUCKET,
+    TABLE_ROWS,
+    FwdCombine,
+    FwdConfig,
+    VarlenPlan,
+    length_bucket,
+)
+from tl_attention.target import sm_count
+
+_kernels: dict[tuple, FwdKernels] = {}
+plan_cache = PlanCache()
+
+
+class FwdKernels(NamedTuple):
+    """The compiled kernels of a forward."""
+
+    kernel: Kernel
+    config: FwdConfig
+    max_ctas: int  # without splits
+    combine: Kernel | None  # merges the partial outputs of splits
+    width: int  # columns of a V tile
+    tile_table: Kernel | None  # runs first for packed sequences
+
+
+def _find_kernels(key: tuple, config: FwdConfig | None) -> FwdKernels:
+    problem, config = find_config(key, "fwd", config)
+    max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
+    compiled = {type(part): compile_kernel(problem, part) for problem, part in config.kernels(problem)}
+    combine, tile_table = compiled.get(FwdCombine), compiled.get(VarlenPlan)
+    return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem.head_dim_v, tile_table)
+
+
+class FwdPlan:
+    """Launch plan of a forward: everything that follows from tensor metadata and from which options are on. Serves one thread.
+
+    Args:
+        q, k, v, out: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed sequences
+            [total, heads, head_dim]. On the current device, none of them empty.
+        config: replaces the tuned row or default.
+        options: those of the first call; later calls may differ in values.
+    """
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        causal: bool,
+        heads_first: bool,
+        config: FwdConfig | None = None,
+        options: Options | None = None,
+    ):
+        self.packed = options is not None and options.varlen
+        self.device = q.device.index
+        self.out = dense(out.shape, q.dtype)
+        if self.packed:
+            q, k, v, out = (x[None] for x in (q, k, v, out))
+        seq, head = (2, 1) if heads_first else (1, 2)
+        batch, seqlen_q, heads, head_dim = q.shape[0], q.shape[seq], q.shape[head], q.shape[3]
+        seqlen_k, heads_kv, head_dim_v = k.shape[seq], k.shape[head], v.shape[3]
+        self.lse = dense((heads, seqlen_q) if self.packed else (batch, heads, seqlen_q))
+        self.views = ArgumentViews(heads_first, q, k, v, out, packed=self.packed)
+        self.batch = options.cu_seqlens_q.shape[0] - 1 if self.packed else batch
+        self.heads = heads
+
+        sms = sm_count(self.device)
+        bucket = splits.fwd_bucket(batch, heads, seqlen_q, seqlen_k, sms)
+        num_splits = 0 if options is None else options.num_splits
+        if self.packed:
+            num_splits = splits.packed_splits(options, seqlen_q, seqlen_k, heads, sms)
+        if num_splits:
+            longest_k = options.max_seqlen_k if self.packed else seqlen_k
+            bucket = SPLIT_BUCKET if num_splits > 1 else length_bucket(longest_k)
+        names = () if options is None else options.names
+        key = (q.dtype, head_dim, head_dim_v, causal, names, bucket, self.device)
+        found = _kernels.get(key) if config is None else _find_kernels(key, config)
+        if found is None:
+            found = _kernels[key] = _find_kernels(key, None)
+        self.kernel, config, max_ctas, self.combine, width, tile_table = found
+        self.dynamic = config.schedule == "dynamic"
+
+        rows, keys = seqlen_q, seqlen_k
+        if self.packed:
+            self.tiles = PackedTiles(tile_table, self.batch, seqlen_q, seqlen_k, causal, self.device)
+            self.step_rows = config.block_N
+            rows = self.tiles.counts[0] * TABLE_ROWS  # padded: each sequence starts a new tile
+        elif options is not None:
+            keys = min(seqlen_k, window_keys(options) + config.block_M)
+        kv_bytes = q.element_size() * keys * (head_dim + head_dim_v)  # read by the tiles of one head
+        m_blocks, group_heads, ctas = tile_counts(
+            batch, heads, heads // heads_kv, kv_bytes, rows, config.block_M, max_ctas
+        )
+        if self.combine:
+            num_splits = min(num_splits, MAX_SPLITS)
+            if not num_splits:
+                num_splits = splits.key_splits(ctas, -(-seqlen_k // config.block_N), sms)
+            ctas *= num_splits
+            rows = (num_splits, batch, heads, seqlen_q)
+            self.parts = dense((*rows, width)), dense(rows)  # partial outputs and log-sum-exps, fp32
+        self.arguments = heads // heads_kv, m_blocks, group_heads, ctas
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float,
+        lse_base2: bool,
+        options: Options | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out, lse) for tensors with the metadata of the plan; out has the layout of q."""
+        if torch.cuda.current_device() != self.device:
+            with torch.cuda.device(self.device):
+                return self(q, k, v, softmax_scale, lse_base2, options)
+        out, lse = empty(*self.out), empty(*self.lse)
+        self.launch(q, k, v, out, lse, softmax_scale, lse_base2, options)
+        return out, lse
+
+    def launch(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        softmax_scale: float,
+        lse_base2: bool,
+        options: Options | None = None,
+    ) -> None:
+        # A kernel with a tensor argument (lse, parts, tickets) runs on the current stream of its device
+        if self.packed:
+            q, k, v, out = (x[None] for x in (q, k, v, out))
+        *qkv, out_view = self.views.of(q, k, v, out)
+        tickets = stream_tickets(self.device, self.dynamic)
+        unit = 1.0 if lse_base2 else LN2
+        arguments = self.arguments
+        if options is not None and options.names:
+            table = self.tiles.table(options, False, self.step_rows) if self.packed else None
+            arguments += option_arguments(options, self.batch, self.heads, self.device, table)
+        if self.combine is None:
+            self.kernel(*qkv, out_view, lse, tickets, softmax_scale, unit, *arguments)
+            return
+        parts = [empty(*x) for x in self.parts]
+        self.kernel(*qkv, *parts, tickets, softmax_scale, 1.0, *arguments)
+        merged = (out, lse[None]) if self.packed else (out_view, lse)
+        self.combine(*parts, *merged, unit)
+
+
+def fwd_plan(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, heads_first: bool
+) -> FwdPlan | None:
+    """Cached plan for tensors with this metadata, without options, or None."""
+    return plan_cache.plans.get(qkv_key(q, k, v, causal, heads_first))
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    causal: bool,
+    lse_base2: bool,
+    heads_first: bool = False,
+    config: FwdConfig | None = None,
+    options: Options | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the forward on tensors that have passed checks.py, on a Hopper GPU.
+
+    Args:
+        q, k, v: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed sequences
+            [total, heads, head_dim].
+        config: replaces the tuned row or default.
+    Returns:
+        out in the layout of q, contiguous; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Rows outside the used part of
+        packed sequences are undefined.
+    """
+    key = (*qkv_key(q, k, v, causal, heads_first), *options_key(options))
+    if options is not None and options.varlen:
+        sms = sm_count(q.device.index)
+        key = (*key, splits.packed_splits(options, q.shape[0], k.shape[0], q.shape[1], sms))
+    plan = plan_cache.plans.get(key) if config is None else None
+    if plan is not None:
+        return plan(q, k, v, softmax_scale, lse_base2, options)
+    if torch.cuda.current_device() != q.device.index:
+        with torch.cuda.device(q.device):
+            return forward(q, k, v, softmax_scale, causal, lse_base2, heads_first, config, options)
+    *outer, n1, n2, _ = q.shape
+    out = empty(*dense((*q.shape[:-1], v.shape[-1]), q.dtype))
+    lse = empty(*dense((*outer, n1, n2) if heads_first else (*outer, n2, n1)))
+    if not out.numel():
+        return out, lse
+    if not k.numel():
+        lse.fill_(-math.inf)
+        if options is not None and options.sink is not None:
+            lse.copy_((options.sink.float() / (LN2 if lse_base2 else 1.0))[:, None].expand_as(lse))
+        return out.zero_(), lse
+    plan = FwdPlan(q, k, v, out, causal, heads_first, config, options)
+    if config is None:
+        plan_cache.keep(key, plan)
+    plan.launch(q, k, v, out, lse, softmax_scale, lse_base2, options)
+    return out, lse

@@ -1,0 +1,54 @@
+"""Number of splits of a forward: CTAs that share the keys of one tile of queries."""
+
+from __future__ import annotations
+
+import functools
+
+from tl_attention.options import Options
+from tl_attention.problem import MAX_SPLITS, SPLIT_BUCKET, TABLE_ROWS, length_bucket
+
+# Cost model of a split forward, in steps of one key block (1.3 us at d128): the fixed cost of a CTA, with writing and reading its
+# partial output; the combine kernel; each partial output in the combine kernel.
+# Causal d128 on an H200, 2026-11-21: 8 heads of 1024 x 1024 take 16.3 us whole, 19.0 in 2 splits; 4 of 2048 x 2048 26.7 and 24.0;
+# 8 of 128 x 1024 15.3, and 11.5 in 4; 8 of 128 x 16k 175, and 21.8 in 16.
+CTA_STEPS, COMBINE_STEPS, PART_STEPS = 3, 5, 1 / 8
+TIME_SLACK = 1.04  # fewer splits are preferred if they take at most this times the least time
+MAX_TILES_PER_SM = 0.8  # with more tiles a split gains little
+TILE = 128  # queries, and keys, of a tile before a config is known
+
+
+@functools.lru_cache(maxsize=4096)
+def key_splits(tiles: int, steps: int, sms: int) -> int:
+    """Number of splits per tile, each of at least two key blocks: the fewest within TIME_SLACK of the shortest time.
+
+    CTAs of equal length run in waves of one per SM. All are taken to be as long as those of the longest tile, of `steps` key blocks:
+    it decides if there is one wave, and in a chunk after many cached keys causal tiles are of nearly equal length.
+    """
+    if tiles >= MAX_TILES_PER_SM * sms:
+        return 1
+
+    def time(splits: int) -> float:
+        combine = COMBINE_STEPS + splits * PART_STEPS if splits > 1 else 0
+        waves = -(-tiles * splits // sms)
+        return waves * (-(-steps // splits) + CTA_STEPS) + combine
+
+    times = [time(splits) for splits in range(1, min(MAX_SPLITS, max(steps // 2, 1)) + 1)]
+    limit = TIME_SLACK * min(times)
+    return next(splits for splits, t in enumerate(times, 1) if t <= limit)
+
+
+def fwd_bucket(batch: int, heads: int, seqlen_q: int, seqlen_k: int, sms: int) -> str:
+    """Bucket of a forward in the tuned table, for a GPU with `sms` SMs."""
+    splits = key_splits(batch * heads * -(-seqlen_q // TILE), -(-seqlen_k // TILE), sms)
+    return SPLIT_BUCKET if splits > 1 else length_bucket(seqlen_k)
+
+
+def packed_splits(options: Options, total_q: int, total_k: int, heads: int, sms: int) -> int:
+    """Number of splits for packed sequences: num_splits, else key_splits of the upper bounds of their lengths."""
+    if options.num_splits:
+        return min(options.num_splits, MAX_SPLITS)
+    batch = options.cu_seqlens_q.shape[0] - 1
+    longest_q = min(options.max_seqlen_q, total_q)
+    tiles = min(total_q // TABLE_ROWS + batch, batch * -(-longest_q // TABLE_ROWS))
+    keys = min(options.max_seqlen_k, total_k, sum(options.bounds) + TABLE_ROWS)  # per tile
+    return key_splits(heads * tiles, -(-keys // TILE), sms)

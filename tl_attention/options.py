@@ -1,0 +1,188 @@
+"""Options of a call beyond plain or causal attention, each declared once: a field of Options."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from tl_attention.problem import OPTIONS
+
+UNLIMITED = -1
+MAX_WINDOW = 2**30  # above any length, and far from the end of int32
+
+
+def _metadata(
+    schema: str, kernel: str = "", launch: bool = False, reference: bool = False
+) -> dict[str, str | bool]:
+    """Metadata of a field of Options.
+
+    Args:
+        schema: its type in the schema of the torch ops.
+        kernel: its name in problem.OPTIONS, for an option that is compiled into kernels.
+        launch: it changes the launch of a kernel, without being compiled into it.
+        reference: the reference takes it by its name.
+    """
+    return {"schema": schema, "kernel": kernel, "launch": launch, "reference": reference}
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """Options of a launch. All are runtime values; a kernel is compiled for which of them are on.
+
+    A score passes scale, softcap, ALiBi and masks; softmax (with the sink) and dropout follow. The diagonal of a query is the key
+    query + seqlen_k - seqlen_q. A query that sees no key has out 0, and lse -inf or, with a sink, lse = sink.
+
+    Fields are the last arguments of the torch ops, in this order: numbers first, then tensors.
+
+    Args:
+        window: (left, right), the keys beside the diagonal that a query sees, inclusive; -1: no limit. It covers causal, too.
+        softcap: score -> softcap * tanh(score / softcap); 0: none.
+        dropout_p: probability of dropping an attention weight; kept weights are divided by 1 - dropout_p. Rounded to a multiple of
+            1/256, at least one if > 0. lse is computed before dropout.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths in cu_seqlens, used by the schedule only.
+        num_splits: splits of the keys of a forward tile, one per CTA; 0: chosen for the problem.
+        rng_state: int64 [2]: seed and offset from which reference.dropout_keep makes the mask. Dropout needs it.
+        alibi_slopes: fp32 [heads] or [batch, heads], contiguous: score - slope * |diagonal - key|.
+        sink: [heads], fp32 or the dtype of q: score of one more key without value, for each query; part of lse.
+        cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], starting at 0. q is then [total_q, heads, head_dim], k and v [total_k, heads_kv,
+            ...], and sequence i has rows cu_seqlens[i] to cu_seqlens[i + 1], exclusive. Both or none.
+        seqused_q, seqused_k: int32 [batch]: only so many first rows of a sequence are read and written. Only with cu_seqlens.
+    """
+
+    window: tuple[int, int] = field(
+        default=(UNLIMITED, UNLIMITED), metadata=_metadata("SymInt[]", kernel="window", reference=True)
+    )
+    softcap: float = field(default=0.0, metadata=_metadata("float", kernel="softcap", reference=True))
+    dropout_p: float = field(default=0.0, metadata=_metadata("float", kernel="dropout"))
+    max_seqlen_q: int = field(default=0, metadata=_metadata("SymInt"))
+    max_seqlen_k: int = field(default=0, metadata=_metadata("SymInt"))
+    num_splits: int = field(default=0, metadata=_metadata("SymInt", launch=True))
+    rng_state: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?"))
+    alibi_slopes: torch.Tensor | None = field(
+        default=None, metadata=_metadata("Tensor?", kernel="alibi", reference=True)
+    )
+    sink: torch.Tensor | None = field(
+        default=None, metadata=_metadata("Tensor?", kernel="sink", reference=True)
+    )
+    cu_seqlens_q: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?", kernel="varlen"))
+    cu_seqlens_k: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?"))
+    seqused_q: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?"))
+    seqused_k: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?"))
+
+    def _has(self, name: str, default: object) -> bool:
+        value = getattr(self, name)
+        return value is not None if default is None else value != default
+
+    @property
+    def varlen(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the call is plain or causal attention with default splits."""
+        return not any(self._has(name, default) for name, default in _SWITCHES)
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """Options that kernels are compiled for, in the order of problem.OPTIONS."""
+        return tuple(kernel for kernel, name, default in _COMPILED if self._has(name, default))
+
+    @functools.cached_property
+    def bounds(self) -> tuple[int, int]:
+        """The window of the kernels: MAX_WINDOW where there is no limit."""
+        left, right = (MAX_WINDOW if n == UNLIMITED else n for n in self.window)
+        return left, right
+
+    @property
+    def drop_below(self) -> int:
+        """Dropout threshold: a weight is dropped if its random byte is below it."""
+        return max(1, round(256 * self.dropout_p)) if self.dropout_p else 0
+
+    def for_batch(self, first: int, batch: int) -> Options:
+        """Options of the problems first to first + batch, exclusive, of a dense batch."""
+        slopes = self.alibi_slopes
+        if slopes is None or slopes.ndim == 1:
+            return self
+        return replace(self, alibi_slopes=slopes[first : first + batch])
+
+    def arguments(self) -> tuple:
+        """Values of all fields in order, the last arguments of a torch op."""
+        return tuple(getattr(self, name) for name in FIELDS)
+
+    def reference_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the reference, for the options that it takes by name."""
+        return {name: getattr(self, name) for name in _REFERENCE}
+
+
+def _schema(option: Field) -> str:
+    default = list(option.default) if isinstance(option.default, tuple) else option.default
+    return f"{option.metadata['schema']} {option.name}={default}"
+
+
+_ALL = fields(Options)
+FIELDS = tuple(x.name for x in _ALL)
+SCHEMA = ", ".join(map(_schema, _ALL))
+NUMBERS = sum(x.metadata["schema"] != "Tensor?" for x in _ALL)  # fields before the first tensor
+SINK = FIELDS.index("sink")
+_REFERENCE = tuple(x.name for x in _ALL if x.metadata["reference"])
+_SWITCHES = tuple((x.name, x.default) for x in _ALL if x.metadata["kernel"] or x.metadata["launch"])
+_COMPILED = tuple(
+    sorted(
+        ((x.metadata["kernel"], x.name, x.default) for x in _ALL if x.metadata["kernel"]),
+        key=lambda option: OPTIONS.index(option[0]),
+    )
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Cache:
+    """Keys and values that lie in a cache, and which of them a sequence has.
+
+    Args:
+        k: [caches, seqlen_cache, heads_kv, head_dim], or with block_table [pages, page_size, heads_kv, head_dim].
+        v: as k, head_dim_v wide.
+        seqlens: int32 [batch], or of all: keys before the new ones, with left padding counted from the start of the cache.
+        new: keys appended to each.
+        batch_idx: int32 [batch]: which cache a sequence has; None: its own number.
+        leftpad: int32 [batch]: keys before this are not of the sequence.
+        block_table: int32 [batch, pages a sequence]: page i of a sequence holds its keys from i * page_size on.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    seqlens: torch.Tensor | int
+    new: int = 0
+    batch_idx: torch.Tensor | None = None
+    leftpad: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+
+
+def parse_options(*arguments: object) -> Options | None:
+    """Options from the last arguments of an op, where trailing defaults may be left out; None if all are off."""
+    if not arguments:
+        return None
+    window, *others = arguments
+    options = Options(tuple(window), *others)
+    return None if options.is_off else options
+
+
+def canonical_window(causal: bool, window_size: Sequence[int | None]) -> tuple[bool, tuple[int, int]]:
+    """(causal, window) with at most one of them set, so that each mask has one spelling."""
+    left, right = (UNLIMITED if x is None or x == UNLIMITED else min(x, MAX_WINDOW) for x in window_size)
+    if causal:
+        right = 0
+    if left == UNLIMITED and right == 0:
+        return True, (UNLIMITED, UNLIMITED)
+    return False, (left, right)
+
+
+def rows_in_use(cu_seqlens: torch.Tensor, seqused: torch.Tensor | None, total: int) -> torch.Tensor:
+    """Mask of the rows that belong to the used part of a sequence: bool [total]. Does not synchronize with the GPU."""
+    row = torch.arange(total, dtype=torch.int32, device=cu_seqlens.device)
+    ends = cu_seqlens[1:] if seqused is None else cu_seqlens[:-1] + seqused
+    ends = torch.nn.functional.pad(ends, (0, 1))  # for rows before the first sequence and after the last
+    return row < ends[torch.searchsorted(cu_seqlens, row, right=True) - 1]

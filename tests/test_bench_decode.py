@@ -30,7 +30,7 @@ import performance
 import rows as row_files
 import run
 import tables
-from libraries import flashinfer
+from libraries import fa2, flashinfer
 from providers import PROVIDERS
 from test_bench_report import fake_row, store
 
@@ -234,6 +234,7 @@ def test_decode_other_caches_are_called_by_their_names(ours: None, monkeypatch: 
         return attend
 
     monkeypatch.setattr(library, "import_function", fake)
+    monkeypatch.setattr(fa2, "has_package", lambda name="fwd": True)
     shape = Shape.parse(SMALL[4])
     inputs, _ = caches_of(shape).copies(shape, "bshd")
     result = PROVIDERS["fa3"].function("decode")(shape, *inputs, saves=False).launch(*inputs)

@@ -16,12 +16,12 @@ from libraries import flash_api
 from tl_attention.testing.environment import version
 from tl_attention.testing.shapes import Shape
 
-# A build without options lacks flash_attn_varlen_func, one without caches flash_attn_with_kvcache
+# Builds without options lack flash_attn_varlen_func; builds without caches and splits lack flash_attn_with_kvcache
 FUNCTION = {
     "fwd": "flash_attn_func",
     "bwd": "flash_attn_func",
     "options": "flash_attn_varlen_func",
-    "decode": "flash_attn_func",
+    "decode": "flash_attn_with_kvcache",
 }
 
 
@@ -42,7 +42,11 @@ def forward(shape: Shape, *qkv: torch.Tensor, saves: bool) -> Ready:
         function = library.import_function("flash_attn", "flash_attn_func")
         flash = functools.partial(function, causal=shape.causal, return_attn_probs=saves)
         return tried(lambda q, k, v: out_and_lse(flash(q, k, v)), *qkv)
-    # The op behind SDPA's flash backend. Its causal mask is bottom-right, SDPA's own is top-left.
+    return _sdpa_forward(shape, saves=saves)
+
+
+def _sdpa_forward(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
+    """The op behind SDPA's flash backend. Its causal mask is bottom-right, SDPA's own is top-left."""
     sdpa = torch.ops.aten._scaled_dot_product_flash_attention
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Result:
@@ -155,9 +159,11 @@ def _varlen_attn(shape: Shape, needs: Tensors) -> Attend:
 
 
 def decode(shape: Shape, *inputs: torch.Tensor, saves: bool) -> Ready:
-    if library.can_import("flash_attn", "flash_attn_with_kvcache"):
+    if has_package("decode"):
         return flash_api.decode_with_kvcache("flash_attn", page_multiple=256)(shape, *inputs, saves=saves)
-    return flash_api.decode_with_forward(forward)(shape, *inputs, saves=saves)
+    if shape.head_dim != shape.head_dim_v:
+        raise Unsupported("one head_dim for q, k and v")
+    return flash_api.decode_with_forward(_sdpa_forward)(shape, *inputs, saves=saves)
 
 
 PROVIDER = Provider(

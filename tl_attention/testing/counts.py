@@ -8,17 +8,17 @@ from collections.abc import Callable
 from tl_attention.problem import DECODE
 from tl_attention.testing.shapes import Shape, sequences
 
-PEAK_TFLOPS = 1071  # dense bf16 of an H200: 132 SMs x 4096 FLOP a clock x 1.98 GHz
+PEAK_TFLOPS = 1071  # dense bf16 of an H200: 132 SMs x 4096 FLOP per clock x 1.98 GHz
 
 
 def _bounds(shape: Shape) -> tuple[float, float]:
-    """How far before and after its diagonal, key query + seqlen_k - seqlen_q, a query sees."""
+    """Visible keys before and after the diagonal of a query, which is at key query + seqlen_k - seqlen_q."""
     window = math.inf if shape.options.window is None else shape.options.window
     return window, 0 if shape.causal else window
 
 
 def visible_pairs(shape: Shape) -> int:
-    """(query, key) pairs that one head attends to in all batch entries; causal and windows are bottom-right."""
+    """Visible (query, key) pairs of one head in all batch entries; causal and windows are bottom-right."""
     left, right = _bounds(shape)
     return sum(
         _pairs_up_to(*lengths, right) - _pairs_up_to(*lengths, -left - 1) for lengths in sequences(shape)
@@ -26,7 +26,7 @@ def visible_pairs(shape: Shape) -> int:
 
 
 def _pairs_up_to(seqlen_q: int, seqlen_k: int, far: float) -> int:
-    """Pairs whose key is at most so far after the diagonal of the query."""
+    """Pairs whose key is at most `far` keys after the diagonal of the query."""
 
     if far >= seqlen_q:
         return seqlen_q * seqlen_k
@@ -34,7 +34,7 @@ def _pairs_up_to(seqlen_q: int, seqlen_k: int, far: float) -> int:
         return 0
 
     def rising(start: int) -> int:
-        """The sum of max(0, start + i) over the queries, i counting from 1."""
+        """Sum of max(0, start + i) over the queries i = 1 .. seqlen_q."""
         first, last = max(0, start), max(0, start + seqlen_q)
         return (last * (last + 1) - first * (first + 1)) // 2
 
@@ -42,7 +42,7 @@ def _pairs_up_to(seqlen_q: int, seqlen_k: int, far: float) -> int:
 
 
 def visible_blocks(shape: Shape, block_M: int = 128, block_N: int = 128) -> int:
-    """Tiles of block_M queries by block_N keys of which the mask leaves any, of one head in all batch entries."""
+    """Tiles of block_M queries x block_N keys with a visible pair, of one head in all batch entries."""
     left, right = _bounds(shape)
     blocks = 0
     for seqlen_q, seqlen_k in sequences(shape):
@@ -56,46 +56,46 @@ def visible_blocks(shape: Shape, block_M: int = 128, block_N: int = 128) -> int:
 
 
 def share_of_blocks(shape: Shape) -> float:
-    """Of the visible tiles of the plain problem, how many its options leave: the ideal share of its time."""
+    """Visible tiles over those of the plain problem: the ideal share of its time."""
     return visible_blocks(shape) / visible_blocks(shape.plain)
 
 
 def fwd_flops(shape: Shape) -> int:
-    """2 FLOPs a multiply-add of S = QKᵀ and O = PV, over the visible pairs of all batch entries and heads."""
+    """FLOPs of S = QKᵀ and O = PV, 2 per multiply-add, over the visible pairs of all batch entries and heads."""
     return 2 * visible_pairs(shape) * (shape.head_dim + shape.head_dim_v) * shape.heads_q
 
 
 def bwd_flops(shape: Shape) -> int:
-    """The same of S = QKᵀ, dQ = dS K and dK = dSᵀQ over head_dim, and of dP = dO Vᵀ and dV = PᵀdO over head_dim_v."""
+    """FLOPs of S = QKᵀ, dQ = dS K and dK = dSᵀQ over head_dim, and of dP = dO Vᵀ and dV = PᵀdO over head_dim_v."""
     return 2 * visible_pairs(shape) * (3 * shape.head_dim + 2 * shape.head_dim_v) * shape.heads_q
 
 
 def flops(shape: Shape, direction: str) -> int:
-    """FLOPs of the passes of one of DIRECTIONS, or of DECODE."""
+    """FLOPs of a direction: one of shapes.DIRECTIONS, or DECODE."""
     if direction == DECODE:
         return fwd_flops(shape)
     return _of_passes(fwd_flops, bwd_flops, shape, direction)
 
 
 def _qkv_bytes(shape: Shape) -> int:
-    """q, k and v, or their gradients, 2 bytes an element."""
+    """Bytes of q, k and v, or of their gradients, 2 per element."""
     q = shape.heads_q * shape.seqlen_q * shape.head_dim
     kv = shape.heads_kv * shape.seqlen_k * (shape.head_dim + shape.head_dim_v)
     return 2 * shape.batch * (q + kv)
 
 
 def _out_bytes(shape: Shape) -> int:
-    """out, or its gradient, 2 bytes an element."""
+    """Bytes of out, or of its gradient, 2 per element."""
     return 2 * shape.batch * shape.heads_q * shape.seqlen_q * shape.head_dim_v
 
 
 def _lse_bytes(shape: Shape) -> int:
-    """fp32."""
+    """Bytes of the fp32 log-sum-exp."""
     return 4 * shape.batch * shape.heads_q * shape.seqlen_q
 
 
 def input_bytes(shape: Shape, direction: str = "fwd") -> int:
-    """What a call is given: q, k, v; where there is a backward, dout; and where it is alone, out and lse."""
+    """Bytes of the inputs of a call: q, k, v; with a backward dout; with a backward alone also out and lse."""
     given = _qkv_bytes(shape)
     if "bwd" in direction:
         given += _out_bytes(shape)
@@ -105,24 +105,24 @@ def input_bytes(shape: Shape, direction: str = "fwd") -> int:
 
 
 def fwd_bytes(shape: Shape) -> int:
-    """q, k, v read once, out and lse written once."""
+    """Bytes of a forward: q, k, v read once, out and lse written once."""
     return _qkv_bytes(shape) + _out_bytes(shape) + _lse_bytes(shape)
 
 
 def bwd_bytes(shape: Shape) -> int:
-    """dout, q, k, v, out and lse read once, dq, dk and dv written once."""
+    """Bytes of a backward: dout, q, k, v, out and lse read once, dq, dk and dv written once."""
     return 2 * _qkv_bytes(shape) + 2 * _out_bytes(shape) + _lse_bytes(shape)
 
 
 def decode_bytes(shape: Shape) -> int:
-    """The keys and values of all sequences and q read once, out written once."""
+    """Bytes of a decode: keys and values of all sequences and q read once, out written once."""
     keys = shape.heads_kv * sum(seqlen_k for _, seqlen_k in sequences(shape))
     queries = shape.heads_q * shape.batch * shape.seqlen_q
     return 2 * (keys + queries) * (shape.head_dim + shape.head_dim_v)
 
 
 def traffic(shape: Shape, direction: str) -> int:
-    """Bytes of the passes of one of DIRECTIONS, or of DECODE."""
+    """Bytes of a direction: one of shapes.DIRECTIONS, or DECODE."""
     if direction == DECODE:
         return decode_bytes(shape)
     return _of_passes(fwd_bytes, bwd_bytes, shape, direction)
@@ -133,17 +133,17 @@ def _of_passes(fwd: Callable[[Shape], int], bwd: Callable[[Shape], int], shape: 
 
 
 def intensity(shape: Shape, direction: str) -> float:
-    """FLOPs a byte."""
+    """FLOPs per byte."""
     return flops(shape, direction) / traffic(shape, direction)
 
 
 def fwd_ceiling(shape: Shape, block_M: int, block_N: int) -> tuple[float, float]:
-    """What the model allows a kernel with these tiles at most, in TFLOPS: (exp after MMA, exp under MMA).
+    """Upper bounds in TFLOPS for a kernel with these tiles: (exponentials after the MMAs, exponentials under them).
 
-    An SM does 4096 tensor FLOPs or 16 exp2 a clock. A tile is computed whole where the mask leaves any of it.
+    An SM does 4096 tensor FLOPs or 16 exp2 per clock. A tile with a visible pair is computed whole.
     Source: Shah et al. 2024 (FlashAttention-3), section 3.1, with the numbers of an H200 at its boost clock.
     """
-    mma = 2 * (shape.head_dim + shape.head_dim_v) / 4096  # clocks a score
+    mma = 2 * (shape.head_dim + shape.head_dim_v) / 4096  # clocks per score
     exp = 1 / 16
     executed = visible_blocks(shape, block_M, block_N) * block_M * block_N
     useful = PEAK_TFLOPS * visible_pairs(shape) / executed if executed else 0.0

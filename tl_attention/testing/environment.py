@@ -13,7 +13,7 @@ import torch
 
 
 def version(distribution: str) -> str | None:
-    """Of an installed distribution; None where there is none."""
+    """Version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -21,7 +21,7 @@ def version(distribution: str) -> str | None:
 
 
 def facts(command: str) -> dict[str, str]:
-    """What places a number, in words: GPU, limits, clocks, versions, commit. What is absent says so."""
+    """GPU, limits, clocks, versions, commit and command, in words; absent ones say so."""
     known = {"gpu": "none", "power limit": "unknown", "clocks": "unknown", "driver": "unknown"}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -52,15 +52,17 @@ def _nvidia_smi(uuid: str) -> dict[str, str]:
 
 
 def git_commit() -> str:
-    """Short hash of this package's checkout, -dirty where tracked files differ; unknown where it has none.
+    """Short hash of this package's checkout, with -dirty if tracked files differ; "unknown" without a checkout.
 
-    TL_ATTENTION_COMMIT says it for a copy that has no .git.
+    TL_ATTENTION_COMMIT sets it for a copy without .git.
     """
     if told := os.environ.get("TL_ATTENTION_COMMIT"):
         return told
     root = Path(__file__).resolve().parents[2]
     git = ["git", "-C", str(root)]
-    if _output([*git, "rev-parse", "--show-toplevel"]) != str(root):  # the package is installed in another's
+    if _output([*git, "rev-parse", "--show-toplevel"]) != str(
+        root
+    ):  # the package is installed inside another checkout
         return "unknown"
     commit = _output([*git, "rev-parse", "--short", "HEAD"])
     dirty = _output([*git, "status", "--porcelain", "--untracked-files=no"])
@@ -68,7 +70,7 @@ def git_commit() -> str:
 
 
 def _output(command: list[str]) -> str:
-    """Standard output of a command; empty where it is missing, fails or takes too long."""
+    """Standard output of a command; empty if it is missing, fails or takes too long."""
     if shutil.which(command[0]) is None:
         return ""
     try:

@@ -11,36 +11,34 @@ from dataclasses import dataclass, fields, replace
 from tl_attention import configs
 from tl_attention.problem import OPTIONS, AttnProblem
 
-# What can be measured beside DECODE, named by its passes; det: gradients that are equal bit by bit from call to call.
+# Measurable directions beside DECODE, named by their passes; det: gradients are bit-equal from call to call
 DIRECTIONS = ("fwd", "bwd", "bwd_det", "fwd_bwd", "fwd_bwd_det")
-RAGGED = 16  # the shortest of ragged lengths is not shorter than this part of the longest
+RAGGED = 16  # largest ratio of two ragged lengths
 
 
 def is_deterministic(direction: str) -> bool:
-    """Whether its gradients must be equal bit by bit."""
+    """True for directions whose gradients must be bit-equal from call to call."""
     return direction.endswith("_det")
 
 
 @dataclass(frozen=True)
 class ShapeOptions:
-    """What a problem asks beside its mask, written as words in this order: `window=1023,sink`."""
+    """Options of a problem beside its mask, written as words in this order: `window=1023,sink`."""
 
-    window: int | None = (
-        None  # keys that a query sees before the diagonal, and as many after it unless causal
-    )
+    window: int | None = None  # visible keys before the diagonal, and as many after it unless causal
     softcap: float = 0.0
     alibi: bool = False
     sink: bool = False
     dropout: float = 0.0
-    varlen: bool = False  # the batch is packed sequences, of one length
-    uneven: bool = False  # the batch is packed sequences, of the lengths of `sequences`
+    varlen: bool = False  # packed sequences of one length
+    uneven: bool = False  # packed sequences with the lengths of `sequences`
     packed: bool = False  # q, k and v are slices of one tensor, as are their gradients
-    page: int = 0  # decode: keys of a page of the cache; 0: each sequence lies in one piece
-    ragged: bool = False  # decode: sequences of the lengths of `sequences`, seqlen_k at most
+    page: int = 0  # decode: keys per page of the cache; 0: contiguous sequences
+    ragged: bool = False  # decode: caches with the lengths of `sequences`, at most seqlen_k
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> ShapeOptions:
-        """Raises ValueError with the words expected."""
+        """Options from their words. Raises ValueError with the expected words."""
         asked: dict[str, bool | int | float] = {}
         for word in words:
             name, _, value = word.partition("=")
@@ -86,12 +84,12 @@ OPTION_TYPES: dict[str, Callable[[str], bool | int | float]] = {
 
 @dataclass(frozen=True)
 class Shape:
-    """An attention problem and its sizes, written `B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]` with mask causal or full."""
+    """Sizes and mask of an attention problem, written `B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]` with mask causal or full."""
 
     batch: int
     heads_q: int
     heads_kv: int
-    seqlen_q: int  # the mean, where the lengths are uneven
+    seqlen_q: int  # the mean of uneven lengths
     seqlen_k: int
     head_dim: int
     head_dim_v: int
@@ -100,7 +98,7 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Raises ValueError with the form expected and what is wrong."""
+        """A shape from its text. Raises ValueError with the expected form and the fault."""
         words = [word.strip() for word in text.split(",")]
         named = next((i for i, word in enumerate(words) if word in ("causal", "full")), len(words) - 1)
         sizes, mask, options = words[:named], words[named], words[named + 1 :]
@@ -134,12 +132,12 @@ class Shape:
 
     @property
     def plain(self) -> Shape:
-        """The same sizes and mask without options; sequences of one length each instead of uneven ones."""
+        """The same sizes and mask without options; all sequences have one length."""
         return replace(self, options=ShapeOptions())
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """(left, right) as FlashAttention has it, -1 without a bound; causal itself bounds nothing here."""
+        """FlashAttention's (left, right), -1 where unbounded. Causal alone sets no bound here."""
         left = -1 if self.options.window is None else self.options.window
         return left, 0 if self.causal and left >= 0 else left
 
@@ -149,7 +147,7 @@ class Shape:
 
     @property
     def option_names(self) -> tuple[str, ...]:
-        """What of OPTIONS it asks for."""
+        """The OPTIONS that are on."""
         asked = self.options
         on = {
             "window": asked.window is not None,
@@ -162,7 +160,7 @@ class Shape:
         return tuple(name for name in OPTIONS if on[name])
 
     def problem(self, dtype: str, direction: str = "fwd") -> AttnProblem:
-        """What kernels are compiled for: the right end of a window stands for causal, and a backward finds a sink in the log-sum-exp."""
+        """The problem that kernels are compiled for. A window implies causal by its right bound; a backward finds the sink in the lse."""
         options = tuple(name for name in self.option_names if name != "sink" or direction == "fwd")
         causal = self.causal and "window" not in options
         return AttnProblem.of(dtype, self.head_dim, self.head_dim_v, causal, direction, options)
@@ -175,12 +173,13 @@ class Shape:
 def chosen_shapes(
     texts: Sequence[str], named: Mapping[str, str] | None = None, where: str = ""
 ) -> dict[str, Shape]:
-    """Name -> shape, of names and patterns and literal shapes, split by space or ;
+    """Name -> shape, from names, patterns and literal shapes, separated by spaces or semicolons.
 
     Args:
-        named: name -> text of a shape, and where they are in words; default: what configs/shapes.toml has.
+        named: name -> text of a shape; default: those of configs/shapes.toml.
+        where: the place of the named shapes, for the error.
     Raises:
-        ValueError: nothing has this name, or the text is no shape.
+        ValueError: an unknown name, or a text that is no shape.
     """
     chosen = {}
     if named is None:
@@ -198,10 +197,10 @@ def chosen_shapes(
 
 @functools.cache
 def sequences(shape: Shape) -> tuple[tuple[int, int], ...]:
-    """(seqlen_q, seqlen_k) of each entry of the batch.
+    """(seqlen_q, seqlen_k) per batch entry, always the same for a shape.
 
-    Uneven lengths are log-normal with sigma 1, as documents are, always the same, and sum to batch x seqlen. Ragged ones are of
-    keys alone, log-uniform from a RAGGED-th of seqlen_k up to it, always the same, the first the longest.
+    Uneven lengths are log-normal with sigma 1, like documents, and sum to batch x seqlen. Ragged lengths are those of the keys
+    alone, log-uniform from seqlen_k / RAGGED to seqlen_k, the first one the longest.
     """
     generator = random.Random(0)
     if shape.options.ragged:
@@ -210,6 +209,6 @@ def sequences(shape: Shape) -> tuple[tuple[int, int], ...]:
     if not shape.options.uneven:
         return ((shape.seqlen_q, shape.seqlen_k),) * shape.batch
     weights = [generator.lognormvariate(0, 1) for _ in range(shape.batch)]
-    spare = shape.batch * (shape.seqlen_q - 1)  # each has one token at least
+    spare = shape.batch * (shape.seqlen_q - 1)  # each has at least one token
     ends = [round(spare * sum(weights[: i + 1]) / sum(weights)) for i in range(shape.batch)]
     return tuple((1 + end - begin,) * 2 for begin, end in zip([0, *ends], ends, strict=False))

@@ -41,12 +41,12 @@ class Quartiles:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a launch, one sample a round."""
+    """Milliseconds per launch, one sample per round."""
 
-    samples: tuple[float | None, ...]  # None in a round that a slow call sat out
-    launches: int  # in a sample
-    timer: str  # graph, or eager and why
-    result: object = None  # of the last launch, which is of the first copy
+    samples: tuple[float | None, ...]  # None in rounds without a sample of a slow call
+    launches: int  # per sample
+    timer: str  # "graph", or "eager: " and the reason
+    result: object = None  # output of the last launch, for the first copy
 
     @property
     def quartiles(self) -> Quartiles:
@@ -66,21 +66,21 @@ class Timing:
 
 
 def speedup(timing: Timing, base: Timing) -> Quartiles:
-    """How many times as fast as base, of the ratios of the rounds that both took part in."""
+    """Speed of timing over that of base: quartiles of the ratios within rounds that have both."""
     pairs = zip(timing.samples, base.samples, strict=True)
     return Quartiles.of([theirs / ours for ours, theirs in pairs if ours is not None and theirs is not None])
 
 
 def rotation(nbytes: int) -> int:
-    """How many copies of inputs of nbytes to take turns with: together they exceed twice the L2 cache."""
+    """Number of copies of inputs of nbytes that together exceed twice the L2 cache."""
     return min(MAX_COPIES, 2 * L2_BYTES // nbytes + 1)
 
 
 def round_order(costs_ms: Mapping[str, float], rounds: int, cap_ms: float) -> list[list[str]]:
-    """Who is sampled in each round, in order.
+    """Calls sampled in each round, in order.
 
-    Everyone moves one place up each round, so all are first equally often. A call whose samples would take
-    more than cap_ms sits out rounds, evenly, but has MIN_SAMPLES; the first round has everyone.
+    The order rotates by one per round, so all calls are first equally often. A call whose samples would take more
+    than cap_ms skips rounds, evenly, down to MIN_SAMPLES; the first round has all calls.
     """
     names = list(costs_ms)
     most = max(1, rounds // MIN_SAMPLES)
@@ -93,7 +93,7 @@ Call = Callable[[], object]
 
 
 class CallFailed(RuntimeError):
-    """What one of several calls raised, as its cause, and which it is."""
+    """Failure of one of several calls: its name, with its exception as the cause."""
 
     def __init__(self, name: object, cause: Exception):
         super().__init__(f"{name}: {first_line(cause)}")
@@ -102,13 +102,13 @@ class CallFailed(RuntimeError):
 
 @functools.cache
 def capture_stream() -> torch.cuda.Stream:
-    """That graphs are captured on: autograd launches a backward on the stream of its forward, so a forward belongs here."""
+    """The stream of graph capture. Autograd launches a backward on the stream of its forward, so forwards run here too."""
     return torch.cuda.Stream()
 
 
 @contextlib.contextmanager
 def on_capture_stream() -> Iterator[None]:
-    """Launches on capture_stream, after what the current stream has to do and before what comes next there."""
+    """Launch on capture_stream, ordered after earlier and before later work of the current stream."""
     before, stream = torch.cuda.current_stream(), capture_stream()
     if before == stream:
         yield
@@ -126,13 +126,13 @@ def time_interleaved(
     sample_ms: float = 10.0,
     cap_ms: float = 500.0,
 ) -> dict[str, Timing]:
-    """Times each call on the current CUDA device by the protocol of this module.
+    """Time each call on the current CUDA device by the method of this module.
 
     Args:
-        calls: by name; a sequence holds the same call on different copies of its inputs, launched in turn.
-            What they return is overwritten, so it must not be their input.
-        sample_ms: about how long a sample lasts; it has one launch of each copy at least.
-        cap_ms: about how long all samples of one call may take; a slower one is sampled in fewer rounds.
+        calls: by name; a sequence holds the same call on several copies of its inputs, launched in turn.
+            Outputs are overwritten, so they must not be inputs.
+        sample_ms: approximate length of a sample, which has at least one launch per copy.
+        cap_ms: approximate time for all samples of one call; a slower call is sampled in fewer rounds.
     Returns:
         The timings by name. A call that no graph can capture is launched from the host, and `timer` says so.
     Raises:
@@ -142,7 +142,7 @@ def time_interleaved(
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
     turns = {name: [call] if callable(call) else list(call) for name, call in calls.items()}
-    costs: dict[str, float] = {}  # of a sample
+    costs: dict[str, float] = {}  # milliseconds per sample
     samplers: dict[str, _Sampler] = {}
     for name, copies in turns.items():
         with _blamed(name):
@@ -170,15 +170,15 @@ def time_interleaved(
 
 @dataclass(frozen=True)
 class Eager:
-    """Back-to-back calls from Python, L2 warm: what a launch costs where no graph is used."""
+    """Cost of a call without graphs: back-to-back calls from Python, L2 warm."""
 
-    ms: float  # a call, the slower of host and device
-    host_us: float  # the host's share
-    result: object  # of the last call
+    ms: float  # per call, the slower of host and device
+    host_us: float  # per call, time on the host
+    result: object  # output of the last call
 
 
 def time_eager(call: Call, *, sample_ms: float = 10.0) -> Eager:
-    """Median of 3 runs of as many back-to-back calls as last about sample_ms, at most 100."""
+    """Median of 3 runs, each of as many back-to-back calls as last about sample_ms, at most 100."""
     count = min(100, max(1, round(sample_ms / _warm_up([call]))))
     device, host, results = [], [], []
     for _ in range(3):
@@ -200,7 +200,7 @@ def _events(work: Call) -> tuple[torch.cuda.Event, torch.cuda.Event]:
 
 
 def _repeat(copies: Sequence[Call], count: int) -> object:
-    """So many calls in turn; what the last one, of the first copy, returns."""
+    """`count` calls over the copies in turn, ending with the first copy, whose output is returned."""
     for i in range(1 - count, 0):
         copies[i % len(copies)]()
     return copies[0]()
@@ -215,7 +215,7 @@ def _blamed(name: object) -> Iterator[None]:
 
 
 def _warm_up(copies: Sequence[Call]) -> float:
-    """Compiles, tunes and loads whatever a first call does, then estimates the milliseconds of one."""
+    """Milliseconds of a call, estimated after first calls have compiled, tuned and loaded."""
     _repeat(copies, 3)
     torch.cuda.synchronize()
     start, end = _events(partial(_repeat, copies, 1))
@@ -227,7 +227,7 @@ def _warm_up(copies: Sequence[Call]) -> float:
 
 
 class _Sampler:
-    """A sample each time it is called: the replay of a graph, or launches from the host."""
+    """Callable that takes one sample: a graph replay, or launches from the host."""
 
     def __init__(self, copies: Sequence[Call], launches: int):
         self.copies, self.launches, self.timer, self.result = copies, launches, "graph", None
@@ -235,8 +235,8 @@ class _Sampler:
         try:
             with torch.cuda.graph(self.graph, stream=capture_stream()):
                 self.result = _repeat(copies, launches)
-        except Exception as error:  # whatever a library raises: the reason is reported
-            torch.cuda.set_stream(stream)  # a capture that fails leaves its own
+        except Exception as error:  # libraries raise anything; the reason is reported
+            torch.cuda.set_stream(stream)  # a failed capture leaves its own stream set
             torch.cuda.synchronize()
             self.graph, self.timer = None, f"eager: graph capture failed, {first_line(error)}"
 
@@ -247,7 +247,7 @@ class _Sampler:
             self.result = _repeat(self.copies, self.launches)
 
     def spoil(self) -> None:
-        """Make the result NaN, so that one from an earlier sample cannot pass for that of the next."""
+        """Overwrite the output with NaN, so that the output of an earlier sample cannot pass for the next."""
         for x in self.result if isinstance(self.result, tuple) else (self.result,):
             if isinstance(x, torch.Tensor) and x.is_floating_point():
                 x.fill_(math.nan)
@@ -259,7 +259,7 @@ def first_line(error: BaseException) -> str:
 
 
 def measure_cublas_tflops(size: int = 8192) -> float:
-    """TFLOPS of the bf16 product of random normal matrices [size, size], sampled as the rows are."""
+    """TFLOPS of cuBLAS for random normal bf16 matrices [size, size], timed like the rows."""
     a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     out = torch.empty_like(a)
     product = {"cublas": partial(torch.mm, a, b, out=out)}
@@ -267,7 +267,7 @@ def measure_cublas_tflops(size: int = 8192) -> float:
 
 
 def measure_copy_bandwidth(nbytes: int = 1 << 30) -> float:
-    """GB/s, read plus written, of a kernel that copies nbytes; a graph's memcpy node reaches two thirds of it."""
+    """GB/s, read plus written, of a kernel that copies nbytes. A memcpy node in a graph reaches two thirds of it."""
     source = torch.randn(nbytes // 2, dtype=torch.bfloat16, device="cuda")
     timing = time_interleaved({"copy": partial(torch.neg, source, out=torch.empty_like(source))})["copy"]
     return 2 * nbytes / timing.median_ms / 1e6

@@ -225,7 +225,8 @@ def time_first_calls() -> list[dict[str, object]]:
 def stored_page(folder: Path) -> str:
     """The tables of the host.json of a folder."""
     stored = json.loads((folder / STORED).read_text())
-    return tables(stored["calls"], stored.get("cache_calls", []), stored["first_calls"])
+    shown = tables(stored["calls"], stored.get("cache_calls", []), stored["first_calls"])
+    return f"Commit {stored['environment']['commit']}.\n\n{shown}"
 
 
 def tables(called: list[dict], cached: list[dict], first: list[dict]) -> str:

@@ -57,7 +57,7 @@ class Provider:
     accepts_packed: bool = False  # the options pass has a function of packed qkv
 
     def function(self, name: str) -> Callable[..., Any]:
-        """The function of a pass, or Unsupported."""
+        """The function of a pass. Raises Unsupported."""
         made = self.passes.get(name, f"no {name} pass")
         if isinstance(made, str):
             raise Unsupported(made)
@@ -132,7 +132,7 @@ def by_entry(out: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def import_function(module: str, name: str) -> Callable[..., Any]:
-    """A function of an installed library, or Unsupported."""
+    """A function of an installed library. Raises Unsupported."""
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:  # a broken installation raises anything
@@ -140,7 +140,7 @@ def import_function(module: str, name: str) -> Callable[..., Any]:
 
 
 def can_import(module: str, name: str) -> bool:
-    """Whether import_function finds the function."""
+    """True if import_function finds the function."""
     try:
         return callable(import_function(module, name))
     except Unsupported:

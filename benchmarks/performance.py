@@ -123,18 +123,17 @@ def heading(direction: str, set_name: str) -> str:
 def means_table(runs: Mapping[tuple[str, str], Run]) -> str:
     """Our speed over that of each library, by geometric mean: a line per run, a column per library."""
     titles: dict[str, str] = {}
-    found = {}
-    for key, (rows, _) in runs.items():
-        found[key] = tables.geomeans(rows)
-        titles |= {name: title for name, title in titles_of(rows).items() if name in found[key]}
+    parts = [part for key, (rows, _) in runs.items() for part in parts_of(heading(*key), rows)]
+    for _, rows in parts:
+        means = tables.geomeans(rows)
+        titles |= {name: title for name, title in titles_of(rows).items() if name in means}
     lines = []
-    for key, means in found.items():
-        if not means:
+    for name, rows in parts:
+        if not (means := tables.geomeans(rows)):
             continue
-        cells = [f"{means[name][0]:.2f}x ({means[name][2]})" if name in means else "–" for name in titles]
-        over_best = tables.over_best(runs[key][0])
-        cells.append(f"{statistics.geometric_mean(over_best):.2f}x ({len(over_best)})")
-        lines.append([heading(*key), *cells])
+        cells = [f"{means[peer][0]:.2f}x ({means[peer][2]})" if peer in means else "–" for peer in titles]
+        over_best = tables.over_best(rows)
+        lines.append([name, *cells, f"{statistics.geometric_mean(over_best):.2f}x ({len(over_best)})"])
     if not lines:
         return ""
     text = (
@@ -142,6 +141,18 @@ def means_table(runs: Mapping[tuple[str, str], Run]) -> str:
         "problem."
     )
     return f"{text}\n\n{markdown_table(['', *titles.values(), 'best'], lines)}"
+
+
+def parts_of(name: str, rows: list[Row]) -> list[tuple[str, list[Row]]]:
+    """(name, rows) of a run; a decode has parts, as one query per sequence and several are different problems."""
+    if rows[0]["pass"] != DECODE:
+        return [(name, rows)]
+    parts: dict[str, list[Row]] = {}
+    for row in rows:
+        queries = "1 query" if row["seqlen_q"] == 1 else "several queries"
+        layout = ", pages or ragged lengths" if row.get("options") else ""
+        parts.setdefault(f"{name}, {queries}{layout}", []).append(row)
+    return sorted(parts.items(), key=lambda part: len(part[0]))
 
 
 def titles_of(rows: Iterable[Row]) -> dict[str, str]:
@@ -209,6 +220,7 @@ def losing_rows(rows: list[Row], why: Mapping[str, str]) -> str:
         name = min(ratios, key=ratios.__getitem__)
         if ratios[name] < 1:
             cells = [
+                ours["shape"],
                 describe(ours),
                 f"{ratios[name]:.2f}",
                 group[name]["title"],
@@ -217,7 +229,7 @@ def losing_rows(rows: list[Row], why: Mapping[str, str]) -> str:
             lines.append((ratios[name], cells))
     if not lines:
         return ""
-    header = ["problem", "our speed over the fastest", "fastest", "reason"]
+    header = ["name", "problem", "our speed over the fastest", "fastest", "reason"]
     ordered = [cells for _, cells in sorted(lines, key=lambda line: line[0])]
     table = markdown_table(header, ordered, text_last=True)
     return _folded(f"{len(lines)} problems in which a library is faster", table)
@@ -353,17 +365,19 @@ def speed_block(folder: Path) -> str:
         if (name, "main") in files
     }
     sentences = []
-    for direction, (rows, _) in runs.items():
-        titles = titles_of(rows)
-        means = [f"{mean:.2f}x {titles[name]}" for name, (mean, _, _) in tables.geomeans(rows).items()]
-        if len(means) > 1:
-            means.append(
-                f"{statistics.geometric_mean(tables.over_best(rows)):.2f}x the fastest of each problem"
-            )
-        sentences.append(f"{TITLES[direction]} {', '.join(means)}")
+    for direction, (every, _) in runs.items():
+        for name, rows in parts_of(TITLES[direction], every)[:2]:
+            titles = titles_of(rows)
+            means = [f"{mean:.2f}x {titles[peer]}" for peer, (mean, _, _) in tables.geomeans(rows).items()]
+            if len(means) > 1:
+                over_best = statistics.geometric_mean(tables.over_best(rows))
+                means.append(f"{over_best:.2f}x the fastest of each problem")
+            if means:
+                sentences.append(f"{name}: {', '.join(means)}")
+    listed = "; ".join(sentences)
     rows, header = next(iter(runs.values()))
     text = (
-        f"{header['gpu']}, {_dtypes(rows)}, geometric means of our speed over that of each library: {'; '.join(sentences)}. "
+        f"{header['gpu']}, {_dtypes(rows)}, geometric means of our speed over that of each library. {listed[:1].upper()}{listed[1:]}. "
         "TFLOPS of six problems (all: [docs/performance.md](docs/performance.md)):"
     )
     chosen = [

@@ -101,7 +101,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def shapes_of(args: argparse.Namespace) -> dict[str, Shape]:
-    """Name -> shape; raises ValueError."""
+    """Name -> shape of a run. Raises ValueError."""
     by_pass: Mapping[str, Sequence[str]] = QUICK if args.quick else SHAPES[args.set_name]
     texts = args.shapes or by_pass.get(args.direction)
     if not texts:
@@ -116,7 +116,7 @@ def shapes_of(args: argparse.Namespace) -> dict[str, Shape]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 if an output of tl_attention is wrong or missing or the GPU fails, 130 after Ctrl-C, or 0."""
+    """Exit code: 1 if an output of tl_attention is wrong or missing or the GPU fails, 130 after Ctrl-C, else 0."""
     args = parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 200)
     arguments = sys.argv[1:] if argv is None else argv

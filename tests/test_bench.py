@@ -590,8 +590,8 @@ def test_bench_heads_bring_what_belongs_to_them(heads: int) -> None:
     assert fwd_bwd.take_heads(None, chosen, heads) is None
 
 
-def test_bench_of_the_issue_is_checked_in_seconds() -> None:
-    """No forward's check computes more than what MAX_CHECKED_SCORES or two heads have, in fp32 and again in bf16."""
+def test_bench_checks_take_seconds() -> None:
+    """The check of a forward computes at most MAX_CHECKED_SCORES or two heads, once in fp32 and once in bf16."""
     for name, shape in shapes.chosen_shapes(["*"]).items():
         chosen = fwd_bwd.checked_heads(shape, "fwd")
         heads = len(chosen[0]) if chosen else shape.batch * shape.heads_q
@@ -600,7 +600,7 @@ def test_bench_of_the_issue_is_checked_in_seconds() -> None:
 
 
 class Named(str):
-    """Stands for a tensor by its name."""
+    """A tensor that is only a name."""
 
     def transpose(self, *_: int) -> Named:
         return self
@@ -665,7 +665,7 @@ def test_bench_fa4_backward_is_called_by_keyword(
 
 
 def fake_process(command: list[str], **_: object) -> subprocess.CompletedProcess:
-    """That prints what first_call.py does; the one of cudnn fails."""
+    """A process with the output of first_call.py; that of cudnn fails."""
     if "cudnn" in command:
         return subprocess.CompletedProcess(command, 1, "", "Traceback\nRuntimeError: no engine")
     return subprocess.CompletedProcess(command, 0, 'a warning\n{"import": 20.0, "call": 5.5}\n', "")

@@ -1,4 +1,4 @@
-"""The rows of decoding without a GPU: problems, caches, the check, the command with stubs, reports."""
+"""Decode rows without a GPU: problems, caches, the check, the command with stubs, the page."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def cached(
     causal: bool,
     return_softmax_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """flash_attn_with_kvcache of a cache that has all keys, a sequence after the other."""
+    """flash_attn_with_kvcache by the reference, one sequence after the other, for caches with all keys."""
     assert return_softmax_lse
     outs = []
     for entry, length in enumerate(cache_seqlens.tolist()):
@@ -350,7 +350,7 @@ def test_decode_caches_that_are_too_large_are_skipped(ours: None, monkeypatch: p
 
 
 def time_interleaved(calls: dict, rounds: int, **timer: float) -> dict[str, Timing]:
-    """Times nothing: every call is said to take as many milliseconds as its place."""
+    """Timings without a clock: every call takes as many milliseconds as its place."""
     assert timer == {"sample_ms": decode.SAMPLE_MS, "cap_ms": decode.CAP_MS}
     return {
         name: Timing((float(i),) * rounds, 1, "graph", copies[0]())

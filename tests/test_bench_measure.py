@@ -131,7 +131,7 @@ def test_bench_speedup_is_the_median_of_the_rounds_ratios() -> None:
 
 
 class FakeEvent:
-    """Takes the time of the work it stands around from a counter."""
+    """CUDA event whose time is a counter that `work` advances."""
 
     clock = 0.0
 
@@ -181,7 +181,7 @@ def test_bench_timer_samples_every_round_and_names_its_fallback(monkeypatch: pyt
 
 
 class FakeGraph:
-    """Its replays take 10 ms and do what `again` says."""
+    """CUDA graph whose replays take 10 ms and call `again`."""
 
     again = staticmethod(lambda: None)
 

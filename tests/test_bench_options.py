@@ -1,4 +1,4 @@
-"""The benchmark's rows of options without a GPU: words, lengths, pairs, calls, checks and tables."""
+"""Rows with options without a GPU: words, lengths, pairs, calls, checks and the page."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tl_attention.testing.shapes import Shape
 
 
 def forward(shape: Shape, q: torch.Tensor, *_: torch.Tensor, saves: bool) -> Ready:
-    """Its causal mask is top-left. For unequal lengths a dense bottom-right bias is made beforehand, as SDPA makes it."""
+    """Forward. Its causal mask is top-left; unequal lengths get a dense bottom-right bias, made beforehand as SDPA makes it."""
     sdpa = torch.ops.aten._scaled_dot_product_cudnn_attention  # the op behind SDPA's cuDNN backend
     bias, causal = None, shape.causal
     if shape.causal and shape.seqlen_q != shape.seqlen_k:

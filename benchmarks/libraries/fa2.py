@@ -27,7 +27,7 @@ FUNCTION = {
 
 @functools.cache
 def has_package(name: str = "fwd") -> bool:
-    """Whether the flash_attn package runs a pass."""
+    """True if the flash_attn package runs a pass."""
     return library.can_import("flash_attn", FUNCTION[name])
 
 

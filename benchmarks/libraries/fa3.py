@@ -18,7 +18,7 @@ BACKWARD_ARGUMENTS = ("out", "softmax_lse", "dq", "dk", "dv", "softmax_scale", "
 
 
 def forward(shape: Shape, *qkv: torch.Tensor, saves: bool) -> Ready:
-    """The forward returns out alone unless it is asked for the log-sum-exp."""
+    """Forward, with its log-sum-exp only if a backward follows."""
     function = library.import_function(MODULE, "flash_attn_func")
     asks = "return_attn_probs" in inspect.signature(function).parameters
     arguments = {"causal": shape.causal} | ({"return_attn_probs": saves} if asks else {})

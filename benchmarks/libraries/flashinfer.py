@@ -17,7 +17,7 @@ WORKSPACE_BYTES = 512 << 20
 
 
 def decode(shape: Shape, *_: torch.Tensor, saves: bool) -> Ready:
-    """Planned for the lengths and the pages of each copy before it is timed."""
+    """Decode, planned for the lengths and pages of each copy before it is timed."""
     if shape.seqlen_q > 1:
         raise Unsupported("its decode is compared with one query per sequence")
     if not shape.options.page:

@@ -36,7 +36,7 @@ def _compiled_flex() -> Callable[..., torch.Tensor]:
 
 
 def attend_with_options(shape: Shape, needs: Tensors) -> Attend:
-    """Compiled with score and mask functions; a sink is applied to its output, by way of the log-sum-exp."""
+    """FlexAttention with score and mask functions; a sink is applied to its output, by way of the log-sum-exp."""
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     asked, (left, right) = shape.options, shape.window_size

@@ -16,7 +16,7 @@ from rows import OURS, PLAIN, Row
 from tl_attention.reference import attention_backward_reference, attention_reference
 from tl_attention.testing import counts, timer
 from tl_attention.testing.inputs import make_dout, make_inputs
-from tl_attention.testing.numeric import BwdVerdict, check_bwd, check_fwd
+from tl_attention.testing.numeric import BwdComparison, check_bwd, check_fwd
 from tl_attention.testing.shapes import Shape, is_deterministic
 
 # Scores of the checked heads of a forward or a backward: one of 32 heads with 16384 full queries has 2^28
@@ -141,7 +141,7 @@ def verify(name: str, shape: Shape, direction: str, result: Result, inputs: Inpu
     return found | turns.found(checks, when, unchecked)
 
 
-def check_on_average(result: Result, direction: str, *inputs: torch.Tensor, causal: bool) -> BwdVerdict:
+def check_on_average(result: Result, direction: str, *inputs: torch.Tensor, causal: bool) -> BwdComparison:
     """Check of results under an unknown dropout mask: on average they equal those without dropout.
 
     Each is linear in the mask, whose mean is 1, so its regression on the exact one has slope 1.
@@ -161,7 +161,7 @@ def check_on_average(result: Result, direction: str, *inputs: torch.Tensor, caus
     text = "; ".join(
         f"{name} is {slope:.3f} of that without dropout on average" for name, slope in slopes.items()
     )
-    return BwdVerdict(max(ratios.values()) <= 1, ratios, text)
+    return BwdComparison(max(ratios.values()) <= 1, ratios, text)
 
 
 def option_heads(shape: Shape) -> int:

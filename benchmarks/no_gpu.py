@@ -9,11 +9,13 @@ from rich.console import Console
 from rich.table import Table
 from tables import progress_bar
 
-from tl_attention import autotune, configs, cubin, toolkit
-from tl_attention.problem import AttnProblem, FwdConfig, KernelConfig
+from tl_attention import configs, cubin, toolkit
+from tl_attention.kernel_configs import FwdConfig, KernelConfig
+from tl_attention.problem import AttnProblem
 from tl_attention.testing.counts import PEAK_TFLOPS, fwd_ceiling
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.shapes import Shape
+from tl_attention.tuning import autotune
 
 QUICK_CONFIGS = 4
 CEILING_SEQLEN = 8192

@@ -15,7 +15,7 @@ from library import Inputs, Ready, Result, Unsupported
 from rows import OURS, Row
 
 from tl_attention.testing import timer
-from tl_attention.testing.numeric import BwdVerdict, Verdict
+from tl_attention.testing.numeric import BwdComparison, FwdComparison
 from tl_attention.testing.shapes import Shape
 
 
@@ -163,7 +163,9 @@ def finite(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
-def found(checks: Sequence[Verdict | BwdVerdict], when: str, unchecked: Iterable[torch.Tensor] = ()) -> Row:
+def found(
+    checks: Sequence[FwdComparison | BwdComparison], when: str, unchecked: Iterable[torch.Tensor] = ()
+) -> Row:
     """The result of checks, as a part of a row.
 
     Args:

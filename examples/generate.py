@@ -1,9 +1,9 @@
-"""Greedy generation by a small Llama of random weights: its decode steps on tl_attention, the tokens beside those of sdpa.
+"""Greedy generation with a small Llama of random weights, on tl_attention and on sdpa; compares their tokens.
 
     python examples/generate.py --tokens 32
 
-Prompts are padded on the left, the cache is static: each step reads it where it lies. On a Hopper GPU it runs there, elsewhere on the
-CPU by the slow reference. Exits with 1 where the tokens differ.
+Prompts are padded on the left. The cache is static and is never copied. Runs on a Hopper GPU, or without a GPU on the CPU by the slow
+reference. The exit status is 1 if a token differs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tl_attention.hf
 
-SEED = 9  # the best token of each step is ahead of the second by more than roundings change
+SEED = 9  # with it, the best logit of each step leads the second by more than the rounding error
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=32, help="new ones of each prompt (default 32)")
+    parser.add_argument("--tokens", type=int, default=32, help="new tokens per prompt (default 32)")
     tokens = parser.parse_args().tokens
 
     tl_attention.hf.register()
@@ -44,9 +44,9 @@ def main() -> int:
     prompts[1, :9] = config.pad_token_id
 
     def generate(implementation: str) -> torch.Tensor:
-        """[prompts, tokens, vocabulary], the logits of each step."""
+        """Generate tokens; return the logits of each step, [prompts, tokens, vocabulary]."""
         model.set_attn_implementation(implementation)
-        made = model.generate(
+        result = model.generate(
             prompts,
             attention_mask=prompts != config.pad_token_id,
             max_new_tokens=tokens,
@@ -56,16 +56,16 @@ def main() -> int:
             return_dict_in_generate=True,
             output_logits=True,
         )
-        return torch.stack(made.logits, 1)
+        return torch.stack(result.logits, 1)
 
     logits = {}
     for implementation in ("sdpa", "tl_attention"):
-        generate(implementation)  # compiles, loads
+        generate(implementation)  # compiles kernels
         start = time.perf_counter()
         logits[implementation] = generate(implementation)
         best = logits[implementation][0].argmax(-1).tolist()
         milliseconds = 1000 * (time.perf_counter() - start) / tokens
-        print(f"{implementation}: {milliseconds:.2f} ms a step, first prompt {best}")
+        print(f"{implementation}: {milliseconds:.2f} ms per step, first prompt {best}")
 
     ours, theirs = (logits[name].argmax(-1) for name in ("tl_attention", "sdpa"))
     if torch.equal(ours, theirs):
@@ -76,7 +76,7 @@ def main() -> int:
             at = differ.index(True)
             first, second = logits["sdpa"][i, at].topk(2).values.tolist()
             print(
-                f"prompt {i}: token {at} differs, where sdpa's best logits are {first:.3f} and {second:.3f}"
+                f"prompt {i}: token {at} differs; the two best logits of sdpa are {first:.3f} and {second:.3f}"
             )
     return 1
 

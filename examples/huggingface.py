@@ -1,8 +1,8 @@
-"""A small Llama of random weights on tl_attention: some steps of training on packed documents, then generation from padded prompts.
+"""A small Llama on tl_attention: train it on packed documents, then generate from padded prompts.
 
     python examples/huggingface.py --steps 20
 
-On a Hopper GPU it runs there, elsewhere on the CPU by the slow reference.
+Weights are random. Runs on a Hopper GPU, or without a GPU on the CPU by the slow reference.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tl_attention.hf
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="training steps (default 20)")
     steps = parser.parse_args().steps
 
     tl_attention.hf.register()
@@ -37,7 +37,7 @@ def main() -> None:
     ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    # Three documents in one row: position_ids that start again at 0 keep them apart
+    # Three documents in one row; position_ids start at 0 for each, which masks the others
     lengths = 50, 100, 42
     tokens = torch.cat([torch.arange(n) % 11 + 1 for n in lengths])[None].to(device)
     position_ids = torch.cat([torch.arange(n) for n in lengths])[None].to(device)

@@ -16,26 +16,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tl_attention import autotune, configs, cubin, sandbox
-from tl_attention.autotune import Row, Trial
-from tl_attention.problem import (
-    BUCKETS,
-    DIRECTIONS,
-    AttnProblem,
-    BwdConfig,
-    BwdDelta,
-    BwdPass,
-    BwdSum,
-    Config,
-    FwdConfig,
-    KernelConfig,
-    buckets,
-)
+from tl_attention import configs, cubin
+from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdPass, BwdSum, Config, FwdConfig, KernelConfig
+from tl_attention.problem import BUCKETS, DIRECTIONS, AttnProblem, buckets
 from tl_attention.reference import attention_backward_reference, attention_reference
-from tl_attention.sandbox import Failure, Sandbox, Sandboxes, time_left
 from tl_attention.testing.inputs import make_inputs
 from tl_attention.testing.shapes import Shape
 from tl_attention.testing.timer import Timing
+from tl_attention.tuning import autotune, sandbox
+from tl_attention.tuning.autotune import Row, Trial
+from tl_attention.tuning.sandbox import Failure, Sandbox, Sandboxes, time_left
 
 SHAPE = Shape(1, 8, 8, 2048, 2048, 256, 256, True)
 PROBLEM = AttnProblem("bfloat16", 256, 256, True)
@@ -281,7 +271,7 @@ def test_tune_names_no_winner_of_one_alone(run_tune, monkeypatch, reached):
 
 
 def test_tune_tries_what_its_table_has_first(run_tune, tmp_path):
-    incumbent = FwdConfig(64, 48, num_stages=3)
+    incumbent = FwdConfig(64, 48, schedule="persistent")
     rows = {"bf16 d256 causal 4k": {"config": dataclasses.asdict(incumbent)}}
     (tmp_path / "table.json").write_text(configs.format_tuned({"gpu": "Test GPU", "fwd": rows}))
     attempts, *_ = run_tune()

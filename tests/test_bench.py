@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import autotune
 from tl_attention.testing import counts, environment, shapes, timer
 from tl_attention.testing.shapes import DIRECTIONS, Shape
 from tl_attention.testing.timer import Eager, Timing
+from tl_attention.tuning import autotune
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
 pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")

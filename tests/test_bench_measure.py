@@ -15,11 +15,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tl_attention import autotune, configs
+from tl_attention import configs
 from tl_attention.problem import DIRECTIONS
 from tl_attention.testing import counts, environment, shapes, timer
 from tl_attention.testing.shapes import Shape
 from tl_attention.testing.timer import Timing
+from tl_attention.tuning import autotune
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
 pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")

@@ -1,4 +1,4 @@
-"""Every error of the public functions, and what they do without a kernel: empty tensors, CPU tensors, torch.compile."""
+"""Errors of the public functions, and their behaviour without a kernel: empty tensors, CPU tensors, torch.compile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tl_attention import (
 def qkv(
     batch=2, heads=4, heads_kv=2, seqlen_q=5, seqlen_k=7, head_dim=64, head_dim_v=64, dtype=torch.bfloat16
 ):
-    """[batch, heads, seqlen, head_dim]"""
+    """Random q, k, v, [batch, heads, seqlen, head_dim]."""
     return [
         torch.randn(batch, h, s, d, dtype=dtype)
         for h, s, d in (
@@ -45,34 +45,34 @@ ERRORS = {
     "mixed-dtypes": (lambda: with_k(dtype=torch.float16), {}, TypeError, r"k, v: expected the dtype of q, torch\.bfloat16, got"),
     "3-dimensions": (lambda: [x[0] for x in qkv()], {}, ValueError, r"q: expected 4 dimensions \[batch, heads, seqlen, head_dim\]"),
     "last-dimension-strided": (
-        lambda: [x.mT.contiguous().mT for x in qkv()], {}, ValueError, r"q: expected the last dimension to be contiguous.*contiguous\(\)",
+        lambda: [x.mT.contiguous().mT for x in qkv()], {}, ValueError, r"q: expected a contiguous last dimension.*contiguous\(\)",
     ),
     "devices": (lambda: [qkv()[0], *(x.to("meta") for x in qkv()[1:])], {}, ValueError, r"k, v: expected the device of q, cpu, got meta"),
-    "batch": (lambda: with_k(batch=3), {}, ValueError, r"k, v: expected the batch of q, 2, got 3 and 3"),
+    "batch": (lambda: with_k(batch=3), {}, ValueError, r"k, v: expected the batch size of q, 2, got 3 and 3"),
     "v-seqlen": (lambda: [*qkv()[:2], qkv(seqlen_k=8)[2]], {}, ValueError, r"v: expected the heads and seqlen of k, 2 and 7, got 2 and 8"),
     "heads": (lambda: with_k(heads_kv=3), {}, ValueError, r"k, v: expected a number of heads that divides the 4 of q, got 3"),
     "no-kv-heads": (lambda: with_k(heads_kv=0), {}, ValueError, r"k, v: expected a number of heads that divides the 4 of q, got 0"),
     "k-head-dim": (lambda: with_k(head_dim=72), {}, ValueError, r"k: expected the head_dim of q, 64, got 72"),
-    "head-dim-odd": (lambda: qkv(head_dim=60, head_dim_v=60), {}, ValueError, r"multiples of 8, got 60 of q and k, 60 of v; pad"),
+    "head-dim-odd": (lambda: qkv(head_dim=60, head_dim_v=60), {}, ValueError, r"multiples of 8, got 60 for q, k and 60 for v; pad"),
     "head-dim-0": (lambda: qkv(head_dim=0, head_dim_v=0), {}, ValueError, r"multiples of 8, got 0"),
-    "head-dim-large": (lambda: qkv(head_dim=264), {}, NotImplementedError, r"q, k: head_dim 264 is not supported; expected at most 256"),
-    "head-dim-v-larger": (lambda: qkv(head_dim_v=128), {}, NotImplementedError, r"v: head_dim 128 above that of q and k, 64"),
-    "scale-inf": (qkv, {"sm_scale": math.inf}, ValueError, r"softmax_scale: expected a finite number or None.*got inf"),
-    "scale-nan": (qkv, {"sm_scale": math.nan}, ValueError, r"softmax_scale: expected a finite number"),
-    "causal-is-no-bool": (qkv, {"is_causal": torch.tensor(True)}, TypeError, r"causal: expected a bool, got"),
-    "scale-text": (qkv, {"sm_scale": "1"}, ValueError, r"softmax_scale: expected a finite number or None.*got '1'"),
+    "head-dim-large": (lambda: qkv(head_dim=264), {}, NotImplementedError, r"q, k: expected a head_dim of at most 256, got 264"),
+    "head-dim-v-larger": (lambda: qkv(head_dim_v=128), {}, NotImplementedError, r"v: expected a head_dim of at most that of q and k, 64"),
+    "scale-inf": (qkv, {"sm_scale": math.inf}, ValueError, r"sm_scale: expected a finite number, or None.*got inf"),
+    "scale-nan": (qkv, {"sm_scale": math.nan}, ValueError, r"sm_scale: expected a finite number"),
+    "causal-is-no-bool": (qkv, {"is_causal": torch.tensor(True)}, TypeError, r"is_causal: expected a bool, got"),
+    "scale-text": (qkv, {"sm_scale": "1"}, ValueError, r"sm_scale: expected a finite number, or None.*got '1'"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("inputs", "options", "error", "text"), ERRORS.values(), ids=ERRORS)
-def test_error_names_argument_expectation_and_what_came(inputs, options, error, text):
+def test_forward_errors(inputs, options, error, text):
     with pytest.raises(error, match=text):
         mha_fwd_interface(*inputs(), **options)
 
 
 @pytest.mark.parametrize(("inputs", "options", "error", "text"), ERRORS.values(), ids=ERRORS)
-def test_tensors_that_break_a_rule_are_not_those_of_a_plan(inputs, options, error, text):
-    """By which a call of known metadata goes past the checks."""
+def test_wrong_calls_have_their_own_plan_key(inputs, options, error, text):
+    """A repeated call skips the checks, so no wrong call may share the plan key of a right one."""
     tensors = inputs()
     if not options and all(isinstance(x, torch.Tensor) for x in tensors):
         assert launch.common.qkv_key(*tensors, False, True) != launch.common.qkv_key(*qkv(), False, True)
@@ -80,7 +80,7 @@ def test_tensors_that_break_a_rule_are_not_those_of_a_plan(inputs, options, erro
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("inputs", "options", "error", "text"), ERRORS.values(), ids=ERRORS)
-def test_errors_are_the_same_after_a_call_that_was_right(inputs, options, error, text):
+def test_forward_errors_after_a_correct_call(inputs, options, error, text):
     def on_gpu(tensors):
         return [x.cuda() if isinstance(x, torch.Tensor) and x.device.type == "cpu" else x for x in tensors]
 
@@ -91,15 +91,15 @@ def test_errors_are_the_same_after_a_call_that_was_right(inputs, options, error,
 
 
 @pytest.mark.gpu
-def test_a_switch_that_equals_a_bool_is_none_even_after_a_call_that_was_right():
+def test_int_switches_are_errors_after_a_correct_call():
     q, k, v = (x.cuda() for x in qkv())
     out, lse = mha_fwd_interface(q, k, v, is_causal=True)
     mha_bwd_interface(out, q, k, v, out, lse, is_causal=True, deterministic=True)
-    with pytest.raises(TypeError, match="causal: expected a bool, got 1"):
+    with pytest.raises(TypeError, match="is_causal: expected a bool, got 1"):
         mha_fwd_interface(q, k, v, is_causal=1)
     with pytest.raises(TypeError, match="deterministic: expected a bool, got 1"):
         mha_bwd_interface(out, q, k, v, out, lse, is_causal=True, deterministic=1)
-    with pytest.raises(ValueError, match="softmax_scale: expected a finite number"):
+    with pytest.raises(ValueError, match="sm_scale: expected a finite number"):
         mha_fwd_interface(q, k, v, sm_scale=math.nan, is_causal=True)
 
 
@@ -109,10 +109,10 @@ def cu(*ends, dtype=torch.int32):
 
 OPTION_ERRORS = {
     "window-is-no-pair": ({"window_size": 128}, TypeError, r"window_size: expected a pair \(left, right\), got 128"),
-    "window-float": ({"window_size": (1.5, 0)}, TypeError, r"window_size: expected ints, -1 or None for no limit, got 1\.5"),
-    "window-bool": ({"window_size": (True, 0)}, TypeError, r"window_size: expected ints, -1 or None for no limit, got True"),
-    "window-negative": ({"window_size": (-2, 0)}, ValueError, r"window_size: expected bounds from 0 up.*got \(-2, 0\)"),
-    "softcap-negative": ({"softcap": -1.0}, ValueError, r"softcap: expected a finite number from 0.*got -1\.0"),
+    "window-float": ({"window_size": (1.5, 0)}, TypeError, r"window_size: expected ints, with -1 or None for no limit, got 1\.5"),
+    "window-bool": ({"window_size": (True, 0)}, TypeError, r"window_size: expected ints, with -1 or None for no limit, got True"),
+    "window-negative": ({"window_size": (-2, 0)}, ValueError, r"window_size: expected bounds of at least 0.*got \(-2, 0\)"),
+    "softcap-negative": ({"softcap": -1.0}, ValueError, r"softcap: expected a finite number of at least 0.*got -1\.0"),
     "softcap-inf": ({"softcap": math.inf}, ValueError, r"softcap: expected a finite number"),
     "softcap-tensor": ({"softcap": torch.ones(2)}, ValueError, r"softcap: expected a finite number.*got \(2,\) torch\.float32 on cpu"),
     "dropout-1": ({"dropout_p": 1.0}, ValueError, r"dropout_p: expected a number from 0 to 255/256.*got 1\.0"),
@@ -125,19 +125,19 @@ OPTION_ERRORS = {
     "slopes-shape": ({"alibi_slopes": torch.ones(2)}, ValueError, r"alibi_slopes: expected shape \(4,\) or \(2, 4\), got \(2,\)"),
     "slopes-dtype": ({"alibi_slopes": torch.ones(4).bfloat16()}, TypeError, r"alibi_slopes: expected torch\.float32, got.*cast it"),
     "slopes-device": ({"alibi_slopes": torch.ones(4, device="meta")}, ValueError, r"alibi_slopes: expected the device of q, cpu, got"),
-    "slopes-grad": ({"alibi_slopes": torch.ones(4).requires_grad_()}, NotImplementedError, r"alibi_slopes: a gradient.*detach\(\)"),
+    "slopes-grad": ({"alibi_slopes": torch.ones(4).requires_grad_()}, NotImplementedError, r"alibi_slopes: expected a tensor.*detach\(\)"),
     "sink-shape": ({"learnable_sink": torch.ones(1, 4)}, ValueError, r"learnable_sink: expected shape \(4,\), got \(1, 4\)"),
     "sink-dtype": ({"learnable_sink": torch.ones(4).half()}, TypeError, r"learnable_sink: expected torch\.float32 or torch\.bfloat16"),
     "causal-is-no-bool": ({"causal": 1, "softcap": 1.0}, TypeError, r"causal: expected a bool, got 1"),
     "deterministic-is-no-bool": ({"deterministic": 1, "softcap": 1.0}, TypeError, r"deterministic: expected a bool, got 1"),
     "scale-nan": ({"softmax_scale": math.nan, "softcap": 1.0}, ValueError, r"softmax_scale: expected a finite number"),
-    "splits-bool": ({"num_splits": True}, TypeError, r"num_splits: expected an int, 0 to choose, got True"),
-    "splits-negative": ({"num_splits": -1}, ValueError, r"num_splits: expected 0, to choose, or how many.*got -1"),
+    "splits-bool": ({"num_splits": True}, TypeError, r"num_splits: expected an int, with 0 for an automatic choice, got True"),
+    "splits-negative": ({"num_splits": -1}, ValueError, r"num_splits: expected at least 0, with 0 for an automatic.*got -1"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("options", "error", "text"), OPTION_ERRORS.values(), ids=OPTION_ERRORS)
-def test_error_of_an_option_names_it_what_was_expected_and_what_came(options, error, text):
+def test_option_errors(options, error, text):
     with pytest.raises(error, match=text):
         flash_attn_func(*(x.transpose(1, 2) for x in qkv()), **options)
 
@@ -156,17 +156,17 @@ LENGTH_ERRORS = {
     "cu-device": ({"cu_seqlens_q": cu(0, 2, 5).to("meta")}, ValueError, r"cu_seqlens_q: expected the device of q, cpu, got meta"),
     "seqused-shape": ({"seqused_q": cu(2, 3, 4)}, ValueError, r"seqused_q: expected shape \(2,\), got \(3,\)"),
     "seqused-dtype": ({"seqused_k": cu(2, 3).float()}, TypeError, r"seqused_k: expected torch\.int32, got torch\.float32"),
-    "max-float": ({"max_seqlen_q": 3.0}, TypeError, r"max_seqlen_q: expected an int or a 0-d tensor of one, got 3\.0"),
-    "max-1-d": ({"max_seqlen_k": cu(3)}, TypeError, r"max_seqlen_k: expected an int or a 0-d tensor of one, got \(1,\) torch\.int32"),
-    "max-negative": ({"max_seqlen_k": -1}, ValueError, r"max_seqlen_k: expected the longest sequence's length, got -1"),
-    "block-table": ({"block_table": torch.zeros(2, 2)}, NotImplementedError, r"block_table: paged caches are not supported, got \(2, 2\)"),
+    "max-float": ({"max_seqlen_q": 3.0}, TypeError, r"max_seqlen_q: expected an int or a 0-d integer tensor, got 3\.0"),
+    "max-1-d": ({"max_seqlen_k": cu(3)}, TypeError, r"max_seqlen_k: expected an int or a 0-d integer tensor, got \(1,\) torch\.int32"),
+    "max-negative": ({"max_seqlen_k": -1}, ValueError, r"max_seqlen_k: expected the length of the longest sequence.*got -1"),
+    "block-table": ({"block_table": torch.zeros(2, 2)}, NotImplementedError, r"block_table: expected None.*got \(2, 2\)"),
     "slopes": ({"alibi_slopes": torch.ones(3, 4)}, ValueError, r"alibi_slopes: expected shape \(4,\) or \(2, 4\), got \(3, 4\)"),
-    "splits": ({"num_splits": -2}, ValueError, r"num_splits: expected 0, to choose, or how many splits of the keys, got -2"),
+    "splits": ({"num_splits": -2}, ValueError, r"num_splits: expected at least 0, with 0 for an automatic choice, got -2"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "error", "text"), LENGTH_ERRORS.values(), ids=LENGTH_ERRORS)
-def test_error_of_lengths_names_the_argument_what_was_expected_and_what_came(changes, error, text):
+def test_length_errors(changes, error, text):
     q, k, v = (x[0].transpose(0, 1) for x in qkv())
     arguments = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu(0, 2, 5), "cu_seqlens_k": cu(0, 3, 7)}
     with pytest.raises(error, match=text):
@@ -181,13 +181,13 @@ PACKED_ERRORS = {
 
 
 @pytest.mark.parametrize(("function", "inputs", "error", "text"), PACKED_ERRORS.values(), ids=PACKED_ERRORS)
-def test_error_of_a_packed_tensor_names_its_layout(function, inputs, error, text):
+def test_packed_errors(function, inputs, error, text):
     with pytest.raises(error, match=text):
         function(*inputs)
 
 
 @pytest.mark.filterwarnings("ignore:tl_attention")
-def test_forward_mode_differentiation_is_refused():
+def test_forward_mode_differentiation_is_an_error():
     import torch.autograd.forward_ad as fwad
 
     q, k, v = qkv()
@@ -258,7 +258,7 @@ BWD_ERRORS = {
 
 
 @pytest.mark.parametrize(("changes", "error", "text"), BWD_ERRORS.values(), ids=BWD_ERRORS)
-def test_error_of_the_backward_names_argument_expectation_and_what_came(changes, error, text):
+def test_backward_errors(changes, error, text):
     q, k, v = qkv()
     arguments = {"do": torch.zeros_like(q), "q": q, "k": k, "v": v, "out": q, "lse": torch.zeros(2, 4, 5)}
     with pytest.raises(error, match=text):

@@ -12,33 +12,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import autotune, cli, configs, cubin, launch, toolkit
+from tl_attention import cli, configs, cubin, doctor, explain, launch, toolkit
+from tl_attention.kernel_configs import AppendConfig, BwdDelta, BwdPass, BwdSum, DecodeCombine, DecodeConfig
 from tl_attention.options import Cache, Options
-from tl_attention.problem import (
-    DECODE_TILE_WIDTHS,
-    DIRECTIONS,
-    SPLIT_BUCKET,
-    AppendConfig,
-    AttnProblem,
-    BwdDelta,
-    BwdPass,
-    BwdSum,
-    DecodeCombine,
-    DecodeConfig,
-)
+from tl_attention.problem import DECODE_TILE_WIDTHS, DIRECTIONS, SPLIT_BUCKET, AttnProblem
+from tl_attention.target import DEFAULT_GPU
+from tl_attention.tuning import autotune
 
 
-@pytest.mark.parametrize("command", [[], ["tune"], ["compile"], ["doctor"]], ids=" ".join)
+@pytest.mark.parametrize("command", [[], ["tune"], ["compile"], ["config"], ["doctor"]], ids=" ".join)
 def test_cli_help(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main([*command, "--help"])
     assert "usage: tl-attention" in capsys.readouterr().out
 
 
-def test_support_table_of_the_readme_is_that_of_the_code(capsys):
+def test_support_table_of_the_docs_is_that_of_the_code(capsys):
     assert cli.main(["support"]) == 0
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    between = readme.split("<!-- support -->")[1].split("<!-- /support -->")[0]
+    page = (Path(__file__).parents[1] / "docs" / "options.md").read_text()
+    between = page.split("<!-- support -->")[1].split("<!-- /support -->")[0]
     assert between.strip() == capsys.readouterr().out.strip()
 
 
@@ -64,17 +56,17 @@ def test_doctor_says_what_is_found_and_what_to_do(capsys, monkeypatch):
 
 def test_doctor_counts_the_rows_of_each_direction(monkeypatch, tmp_path):
     monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path))
-    path, _ = configs.tuned_paths(cli.NO_GPU)
+    path, _ = configs.tuned_paths(DEFAULT_GPU)
     path.parent.mkdir()
-    path.write_text(json.dumps({"gpu": cli.NO_GPU, "fwd": {"a": {}, "b": {}}, "bwd_det": {"a": {}}}))
+    path.write_text(json.dumps({"gpu": DEFAULT_GPU, "fwd": {"a": {}, "b": {}}, "bwd_det": {"a": {}}}))
     monkeypatch.setattr(cli.torch.cuda, "is_available", lambda: False)
-    good, text = cli._check_table()
+    good, text = doctor._check_table()
     assert good and text.startswith(f"{path}, rows: 2 fwd, 1 bwd_det; then ")
 
 
 def test_doctor_strict_fails_for_what_is_needed(monkeypatch, capsys):
     monkeypatch.setattr(
-        cli, "CHECKS", ((True, "nvcc", lambda: (False, "gone")), (False, "rich", lambda: 1 / 0))
+        doctor, "CHECKS", ((True, "nvcc", lambda: (False, "gone")), (False, "rich", lambda: 1 / 0))
     )
     assert cli.main(["doctor"]) == 0
     assert cli.main(["doctor", "--strict"]) == 1
@@ -154,6 +146,94 @@ def test_parse_shapes_takes_names_patterns_and_sizes():
 def test_parse_shapes_refuses_the_unknown(word):
     with pytest.raises(SystemExit, match=f"--shapes.*{word.split(',')[-1]}"):
         cli.parse_shapes([word])
+
+
+@pytest.fixture
+def no_user_tables(monkeypatch, tmp_path):
+    monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path))
+
+
+def run_config(capsys, *words: str) -> list[str]:
+    assert cli.main(["config", *words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_config_of_options_names_the_line_and_why(no_user_tables, capsys):
+    lines = run_config(capsys, "bf16", "d128", "causal", "window=127", "sink", "seqlen_k=4096")
+    problem = AttnProblem("bfloat16", 128, 128, False, ("window", "sink"))
+    config = configs.option_config(problem, "4k")
+    assert lines[0] == f"fwd {problem} 4k on {DEFAULT_GPU}: {config}"
+    assert lines[1].strip() == repr(config)
+    assert "line 2 of [options.d128] fwd of" in lines[2]
+    assert lines[3:] == ["  tried before: line 1 of [options.d128] fwd does not serve window sink"]
+
+
+def test_config_of_a_tuned_row(no_user_tables, capsys):
+    lines = run_config(capsys, "fp16", "d128", "causal", "4k", "--gpu", "NVIDIA H200")
+    assert lines[2].startswith("  from fwd row 'bf16 d128 causal 4k' of ")
+    assert "has no fwd row 'fp16 d128 causal 4k'" in lines[3]
+
+
+def test_config_of_a_default_names_the_rows_it_missed(no_user_tables, capsys):
+    lines = run_config(capsys, "d72", "full", "seqlen_k=512", "--gpu", "No GPU", "--pass", "bwd_det")
+    assert lines[0].startswith("bwd_det bf16 d96 full 1k on No GPU: dk+dv 64x128x2x2, dq 128x128x2x2")
+    assert lines[2].startswith("  from bwd_det default of ")
+    for section in ("bwd_det", "bwd"):
+        assert sum(f"has no {section} row 'bf16 d96 full 1k'" in line for line in lines) == 2
+
+
+def test_config_without_a_length_has_every_bucket(no_user_tables, capsys):
+    lines = run_config(capsys, "d64", "dropout", "--pass", "fwd", "bwd")
+    heads = [line.partition(" on ")[0] for line in lines if not line.startswith(" ")]
+    assert heads == [
+        "fwd bf16 d64 full dropout 1k, 4k, long",
+        "fwd bf16 d64 full dropout split",
+        "bwd bf16 d64 full dropout 1k, 4k, long",
+    ]
+
+
+@pytest.mark.parametrize(("batch", "bucket"), [(1, "split"), (64, "long")])
+def test_config_finds_the_split_bucket_by_the_sizes(batch, bucket, no_user_tables, capsys):
+    sizes = (f"batch={batch}", "heads=8", "seqlen_q=128", "seqlen_k=16384")
+    lines = run_config(capsys, "d128", "full", *sizes)
+    assert lines[0].startswith(f"fwd bf16 d128 full {bucket} on ")
+
+
+def test_config_of_decode(capsys):
+    lines = run_config(capsys, "d128", "softcap", "--pass", "decode")
+    few, many = configs.decode_configs(AttnProblem("bfloat16", 128, 128, False))
+    assert [line for line in lines if not line.startswith(" ")] == [
+        f"decode bf16 d128 full window softcap: {few}",
+        f"decode bf16 d128 full window softcap: {many}",
+    ]
+    sizes = ("heads=64", "heads_kv=8", "seqlen_q=9", "page_size=48")
+    paged = run_config(capsys, "d128", *sizes, "--pass", "decode")
+    assert paged[0] == f"decode bf16 d128 full window: {replace(many, page_rows=16)}"
+
+
+def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
+    monkeypatch.setattr(explain, "is_legal", lambda *_: "shared memory: expected less")
+    lines = run_config(capsys, "d128", "causal", "4k")
+    assert lines[-1] == "  cannot run: shared memory: expected less"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["d128", "causl"], r"a mask \(full, causal\), options \(window, softcap.*got 'causl'"),
+        (["d128", "seqlen_k=long"], "seqlen_k=N.*got 'seqlen_k=long'"),
+        (["d128", "batch=0"], "got 'batch=0'"),
+        (["bf16", "causal"], "head dims: expected a word such as d128"),
+        (["d320"], "head dims: expected at most one of d64, .*d256 for fwd, got d320"),
+        (["d128", "split", "--pass", "bwd"], "bucket: expected one of 1k, 4k, long for bwd, got split"),
+        (["d128", "dropout", "--pass", "decode"], "expected some of window, softcap, alibi, sink for decode"),
+        (["d128", "4k", "--pass", "decode"], "bucket: expected none for decode"),
+    ],
+    ids=["mask", "size", "zero", "no-head-dims", "head-dims", "bucket", "decode-option", "decode-bucket"],
+)
+def test_config_refuses_words(words, text):
+    with pytest.raises(SystemExit, match=f"tl-attention config: .*{text}"):
+        cli.main(["config", *words])
 
 
 REPORT = cubin.Report(168, 0, 1000, 100, 1, (), 8, 4, 1, 0, (400,), "SASS")
@@ -282,7 +362,7 @@ def test_compile_of_options_takes_no_shapes_and_no_dtype(other, compiled, capsys
 @pytest.mark.parametrize("direction", ["bwd", "decode"])
 def test_compile_refuses_head_dims_that_have_no_kernels(direction, compiled):
     with pytest.raises(
-        SystemExit, match=f"1,8,8,64,64,640,512,full: expected head dims that --pass {direction}"
+        SystemExit, match=f"1,8,8,64,64,640,512,full: expected head dims within one of .* --pass {direction}"
     ):
         cli.main(["compile", "--pass", direction, "--shapes", "1,8,8,64,64,640,512,full"])
 

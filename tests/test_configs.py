@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from tl_attention import configs
-from tl_attention.problem import (
-    BUCKETS,
-    BWD_TILE_WIDTHS,
-    DIRECTIONS,
-    SPLIT_BUCKET,
-    AttnProblem,
+from tl_attention import configs, legality
+from tl_attention.kernel_configs import (
+    REGISTER_LEVEL,
     BwdConfig,
     BwdDelta,
     BwdPass,
@@ -23,6 +20,16 @@ from tl_attention.problem import (
     Config,
     FwdCombine,
     FwdConfig,
+    register_level,
+)
+from tl_attention.problem import (
+    BUCKETS,
+    BWD_TILE_WIDTHS,
+    DIRECTIONS,
+    DTYPES,
+    OPTIONS,
+    SPLIT_BUCKET,
+    AttnProblem,
     buckets,
     tuning_key,
 )
@@ -41,12 +48,12 @@ CLASSES = [(problem, direction) for direction in DIRECTIONS for problem in confi
 @pytest.mark.parametrize(("problem", "direction"), CLASSES, ids=str)
 def test_grid_default_and_candidates_are_legal(problem, direction):
     default = configs.default_config(problem, direction)
-    assert configs.is_legal(problem, default, direction) is None
+    assert legality.is_legal(problem, default, direction) is None
     for bucket in buckets(direction):
         found = configs.candidates(problem, bucket, direction)
         assert found[0] == configs.default_config(problem, direction, bucket)
         assert 1 < len(found) == len(set(found)) <= 26
-        assert [c for c in found if configs.is_legal(problem, c, direction)] == []
+        assert [c for c in found if legality.is_legal(problem, c, direction)] == []
 
 
 @pytest.mark.parametrize(("problem", "direction"), [c for c in CLASSES if c[1] != "bwd_det"], ids=str)
@@ -54,7 +61,7 @@ def test_grid_has_no_value_that_never_runs(problem, direction):
     for line in configs._class_table(problem, direction)["search"]:
         assert set(line.get("buckets", BUCKETS)) <= set(BUCKETS)
         for config in configs._line_configs(problem, line, direction):
-            assert configs.is_legal(problem, config, direction) is None
+            assert legality.is_legal(problem, config, direction) is None
 
 
 def test_grid_has_no_section_that_serves_nobody():
@@ -75,22 +82,55 @@ def test_grid_line_is_a_product_of_lists():
         BwdConfig((BwdPass("dk", *sizes), dv))
         for sizes in ((64, 128, 2, 1), (64, 128, 2, 2), (48, 128, 3, 1), (48, 128, 3, 2))
     ]
-    line = {"tiles": [[128, 128]], "ping_pong": [False, True], "schedule": "dynamic"}
+    line = {"tiles": [[128, 128]], "ping_pong": [False, True], "schedule": "grid"}
     assert configs._line_configs(D128, line, "fwd") == [
-        FwdConfig(128, 128, ping_pong=ping_pong, schedule="dynamic") for ping_pong in (False, True)
+        FwdConfig(128, 128, ping_pong=ping_pong) for ping_pong in (False, True)
     ]
+
+
+@pytest.mark.parametrize(
+    ("problem", "block_N", "schedule", "q_stages"),
+    [
+        (D128, 128, "dynamic", 2),
+        (replace(D128, causal=False), 128, "persistent", 2),
+        (replace(D128, causal=False), 176, "persistent", 1),  # a second Q tile does not fit
+        (replace(D128, causal=False, options=("sink",)), 128, "dynamic", 2),
+        (replace(D128, dtype="float16"), 128, "dynamic", 2),
+    ],
+)
+def test_schedule_and_q_stages_are_derived_where_left_out(problem, block_N, schedule, q_stages):
+    fields = {"block_M": 128, "block_N": block_N}
+    derived = FwdConfig(128, block_N, schedule=schedule, q_stages=q_stages)
+    assert configs._config(problem, fields, "fwd") == derived
+    assert configs._config(problem, fields | {"schedule": "grid"}, "fwd") == FwdConfig(128, block_N)
+    assert configs._config(problem, fields | {"q_stages": 1}, "fwd") == replace(derived, q_stages=1)
 
 
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
-        (D128, FwdConfig(96, 128), "block_M 96"),
-        (D128, FwdConfig(256, 64), "block_M 256"),
-        (D128, FwdConfig(128, 120), "block_N 120"),
-        (D64, FwdConfig(64, 272), "block_N 272"),
-        (D128, FwdConfig(128, 128, num_stages=1), "num_stages 1"),
-        (D128, FwdConfig(128, 128, schedule="best"), "schedule 'best'"),
-        (D128, FwdConfig(64, 128, ping_pong=True), "ping_pong"),
+        (
+            D128,
+            FwdConfig(96, 128),
+            "block_M: expected 64, 128 or 192 (64 queries per consumer warpgroup), got 96",
+        ),
+        (
+            D128,
+            FwdConfig(256, 64),
+            "block_M: expected 64, 128 or 192 (64 queries per consumer warpgroup), got 256",
+        ),
+        (D128, FwdConfig(128, 120), "block_N: expected a multiple of 16 in 16..256, got 120"),
+        (D64, FwdConfig(64, 272), "block_N: expected a multiple of 16 in 16..256, got 272"),
+        (
+            D128,
+            FwdConfig(128, 128, schedule="best"),
+            "schedule: expected one of grid, persistent, dynamic, got 'best'",
+        ),
+        (
+            D128,
+            FwdConfig(64, 128, ping_pong=True),
+            "ping_pong: expected block_M of at least 128 (2 warpgroups), got 64",
+        ),
         (D128, FwdConfig(128, 128, q_stages=2), "no next tile"),
         (D128, FwdConfig(128, 128, schedule="dynamic", split=True), "split: expected the schedule grid"),
         (D128, FwdConfig(128, 128, hold_max=True), "hold_max: expected the schedule persistent or dynamic"),
@@ -99,23 +139,23 @@ def test_grid_line_is_a_product_of_lists():
             FwdConfig(128, 128, schedule="dynamic", hold_max=True),
             "hold_max: expected bfloat16, got float16",
         ),
-        (replace(D128, options=("varlen",)), FwdConfig(64, 128), "block_M 64: expected 128 with varlen"),
-        (D128, FwdConfig(128, 128, num_stages=4), "shared memory: 295936 of 232448 bytes"),
-        (D64, FwdConfig(192, 192), "registers: 176 of 128"),
+        (replace(D128, options=("varlen",)), FwdConfig(64, 128), "block_M: expected 128 with varlen, got 64"),
+        (D256, FwdConfig(128, 128), "shared memory: expected at most 232448 bytes, got 328704"),
+        (D64, FwdConfig(192, 192), "registers: expected at most 128 per thread for accumulators, got 176"),
     ],
     ids=lambda x: x if isinstance(x, str) else None,
 )
 def test_is_legal_says_why_not(problem, config, reason):
-    assert reason in configs.is_legal(problem, config)
+    assert reason in legality.is_legal(problem, config)
 
 
 def passes(*texts: str) -> BwdConfig:
-    """Of passes as they print: dk+dv 64x128x2x2 lean."""
+    """Of passes as they print: dk+dv 64x128x2x2 reuse."""
     parts = (text.split() for text in texts)
     return BwdConfig(
         tuple(
-            BwdPass(grads, *map(int, sizes.split("x")), lean=lean == ["lean"])
-            for grads, sizes, *lean in parts
+            BwdPass(grads, *map(int, sizes.split("x")), reuse_registers=reuse == ["reuse"])
+            for grads, sizes, *reuse in parts
         )
     )
 
@@ -123,60 +163,108 @@ def passes(*texts: str) -> BwdConfig:
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
-        (D128, passes(), "passes make nothing: expected dk, dq and dv once each"),
-        (D128, passes("dk+dv 64x128"), "passes make dk, dv: expected"),
-        (D128, passes("dk+dv 64x128", "dq 128x64", "dv 64x128"), "passes make dk, dq, dv, dv: expected"),
-        (D128, passes("dv+dk 64x128", "dq 128x64"), "grads 'dv+dk'"),
-        (D128, passes("dk+dv 64x96", "dq 128x64"), "dk+dv 64x96x2x2: block_N 96: expected 64, 128 or 192"),
-        (D128, passes("dk+dv 64x128", "dq 96x64"), "dq 96x64x2x2: block_M 96: expected 64, 128 or 192"),
-        (D128, passes("dk+dv 56x128", "dq 128x64"), "block_M 56: expected 32, 64, 96 or 128"),
-        (D64, passes("dk+dv 16x128", "dq 128x64"), "block_M 16"),
-        (D64, passes("dk+dv 64x128", "dq 128x120"), "block_N 120: expected a multiple of 16 in 32..256"),
-        (D64, passes("dq+dk+dv 96x128"), "block_M 96: expected 64 or 128"),
-        (D64, passes("dq+dk+dv 64x128"), "lean: expected True where dq is summed"),
-        (D64, passes("dk+dv 64x128", "dq 128x64 lean"), "lean: expected False where dq is made alone"),
-        (D64, passes("dq+dk+dv 64x128x1 lean"), "num_stages 1: expected at least 2"),
-        (D64, passes("dq+dk+dv 64x128x2x0 lean"), "num_stages_do 0"),
-        (D64, passes("dk+dv 128x128", "dq 128x64"), "registers: 256 of 232"),
-        (D64, passes("dq+dk+dv 64x192"), "block_N 192: expected 128"),
-        (D64, passes("dk+dv 64x192", "dq 128x64"), "registers: 160 of 152"),
-        (D128, passes("dk+dv 96x128", "dq 128x64"), "registers: 272 of 232"),
-        (D192_128, passes("dk 64x128", "dv 64x128", "dq 128x112"), "dq 128x112x2x2: registers: 236 of 232"),
+        (D128, passes(), "passes: expected dk, dq and dv once each, got nothing"),
+        (D128, passes("dk+dv 64x128"), "passes: expected dk, dq and dv once each, got dk, dv"),
+        (
+            D128,
+            passes("dk+dv 64x128", "dq 128x64", "dv 64x128"),
+            "passes: expected dk, dq and dv once each, got dk, dq, dv, dv",
+        ),
+        (
+            D128,
+            passes("dv+dk 64x128", "dq 128x64"),
+            "grads: expected one of dq+dk+dv, dk+dv, dk, dv, dq, got 'dv+dk'",
+        ),
+        (
+            D128,
+            passes("dk+dv 64x96", "dq 128x64"),
+            "dk+dv 64x96x2x2: block_N: expected 64, 128 or 192 (64 rows per consumer warpgroup), got 96",
+        ),
+        (
+            D128,
+            passes("dk+dv 64x128", "dq 96x64"),
+            "dq 96x64x2x2: block_M: expected 64, 128 or 192 (64 rows per consumer warpgroup), got 96",
+        ),
+        (D128, passes("dk+dv 56x128", "dq 128x64"), "block_M: expected 32, 64, 96 or 128, got 56"),
+        (D64, passes("dk+dv 16x128", "dq 128x64"), "block_M: expected 32, 64, 96 or 128, got 16"),
+        (D64, passes("dk+dv 64x128", "dq 128x120"), "block_N: expected a multiple of 16 in 32..256, got 120"),
+        (
+            D64,
+            passes("dq+dk+dv 96x128"),
+            "block_M: expected 64 or 128 where dq is summed, 64 rows of it at a time, got 96",
+        ),
+        (D64, passes("dq+dk+dv 64x128"), "reuse_registers: expected True where dq is summed"),
+        (
+            D64,
+            passes("dk+dv 64x128", "dq 128x64 reuse"),
+            "reuse_registers: expected False in the pass of dq alone, got True",
+        ),
+        (D64, passes("dq+dk+dv 64x128x1 reuse"), "num_stages: expected at least 2, got 1"),
+        (D64, passes("dq+dk+dv 64x128x2x0 reuse"), "num_stages_do: expected at least 1, got 0"),
+        (
+            D64,
+            passes("dk+dv 128x128", "dq 128x64"),
+            "registers: expected at most 232 per thread for accumulators, got 256",
+        ),
+        (
+            D64,
+            passes("dq+dk+dv 64x192"),
+            "block_N: expected 128 where dq is summed (two warpgroups share it), got 192",
+        ),
+        (
+            D64,
+            passes("dk+dv 64x192", "dq 128x64"),
+            "registers: expected at most 152 per thread for accumulators, got 160",
+        ),
+        (
+            D128,
+            passes("dk+dv 96x128", "dq 128x64"),
+            "registers: expected at most 232 per thread for accumulators, got 272",
+        ),
+        (
+            D192_128,
+            passes("dk 64x128", "dv 64x128", "dq 128x112"),
+            "dq 128x112x2x2: registers: expected at most 232 per thread for accumulators, got 236",
+        ),
         (
             D192_128,
             passes("dk 64x128", "dv 64x128x6", "dq 128x64"),
-            "dv 64x128x6x2: shared memory: 265216 of 232448 bytes",
+            "dv 64x128x6x2: shared memory: expected at most 232448 bytes, got 265216",
         ),
-        (D256, passes("dk 64x128", "dv 64x128", "dq 128x64x2x1"), "dk 64x128x2x2: shared memory: 264192"),
+        (
+            D256,
+            passes("dk 64x128", "dv 64x128", "dq 128x64x2x1"),
+            "dk 64x128x2x2: shared memory: expected at most 232448 bytes, got 264192",
+        ),
     ],
     ids=lambda x: x if isinstance(x, str) else None,
 )
 def test_is_legal_says_why_not_backward(problem, config, reason):
-    assert reason in configs.is_legal(problem, config, "bwd")
+    assert reason in legality.is_legal(problem, config, "bwd")
 
 
 def test_is_legal_takes_no_sum_without_order_where_bits_are_to_be_equal():
-    fast, fixed = passes("dq+dk+dv 64x128 lean"), passes("dk+dv 64x128", "dq 128x64")
-    assert configs.is_legal(D128, fast) is configs.is_legal(D128, fast, "bwd") is None
-    assert "an order that is not fixed" in configs.is_legal(D128, fast, "bwd_det")
-    assert configs.is_legal(D128, fixed, "bwd") is configs.is_legal(D128, fixed, "bwd_det") is None
+    fast, fixed = passes("dq+dk+dv 64x128 reuse"), passes("dk+dv 64x128", "dq 128x64")
+    assert legality.is_legal(D128, fast) is legality.is_legal(D128, fast, "bwd") is None
+    assert "sums dq in no fixed order" in legality.is_legal(D128, fast, "bwd_det")
+    assert legality.is_legal(D128, fixed, "bwd") is legality.is_legal(D128, fixed, "bwd_det") is None
 
 
 @pytest.mark.parametrize(
     ("problem", "one", "smem", "registers"),
     [
-        (D64, "dq+dk+dv 128x128 lean", 133120, 160),
-        (D128, "dq+dk+dv 64x128 lean", 148480, 176),
+        (D64, "dq+dk+dv 128x128 reuse", 133120, 160),
+        (D128, "dq+dk+dv 64x128 reuse", 148480, 176),
         (D128, "dk+dv 64x128", 132096, 224),
         (D128, "dq 128x64", 131072, 144),
-        (D192_128, "dk+dv 64x128 lean", 164864, 208),
+        (D192_128, "dk+dv 64x128 reuse", 164864, 208),
         (D192_128, "dv 64x128", 164864, 112),
         (D192_128, "dk 64x128", 164864, 176),
         (D256, "dk 64x128x2x1", 230400, 208),
         (D256, "dv 64x128", 197632, 176),
         (D256, "dq 128x64x2x1", 229376, 208),
-        (replace(D128, options=("softcap",)), "dq+dk+dv 64x128 lean", 148480, 192),
-        (replace(D128, causal=True, options=("alibi",)), "dq+dk+dv 64x128 lean", 150528, 176),
+        (replace(D128, options=("softcap",)), "dq+dk+dv 64x128 reuse", 148480, 192),
+        (replace(D128, causal=True, options=("alibi",)), "dq+dk+dv 64x128 reuse", 150528, 176),
         (replace(D128, causal=True, options=("alibi",)), "dq 128x128", 200704, 224),
         (replace(D128, causal=False, options=("alibi",)), "dq 128x128", 196608, 224),
     ],
@@ -184,8 +272,8 @@ def test_is_legal_takes_no_sum_without_order_where_bits_are_to_be_equal():
 )
 def test_what_a_pass_takes(problem, one, smem, registers):
     (one,) = passes(one).passes
-    assert configs.smem_bytes(problem, one) == smem
-    assert configs.accumulator_registers(problem, one) == registers
+    assert legality.smem_bytes(problem, one) == smem
+    assert legality.accumulator_registers(problem, one) == registers
 
 
 @pytest.mark.parametrize("options", [(), ("sink",)])
@@ -195,11 +283,24 @@ def test_maxima_are_held_where_the_dtype_has_the_range(options):
     assert config.hold_max and config.ping_pong
     fp16, _ = configs.pick_config(replace(problem, dtype="float16"), "4k", "NVIDIA H200")
     assert fp16 == replace(config, hold_max=False, ping_pong=False)
-    assert (str(config), str(fp16)) == ("128x128x2 dynamic q2 ping-pong hold-max", "128x128x2 dynamic q2")
+    assert (str(config), str(fp16)) == ("128x128 dynamic q2 ping-pong hold-max", "128x128 dynamic q2")
 
 
-def test_how_ptxas_is_told_is_in_the_name():
-    assert str(replace(passes("dq 128x64").passes[0], register_level=0)) == "dq 128x64x2x2 r0"
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("width", "options", "one", "level"),
+    [
+        (128, ("varlen",), "dq+dk+dv 64x128 reuse", 0),
+        (128, ("window", "dropout", "varlen"), "dq+dk+dv 64x128 reuse", 0),
+        (128, ("varlen",), "dk+dv 64x128", 5),
+        (128, ("window",), "dq+dk+dv 64x128 reuse", 5),
+        (64, ("varlen",), "dq+dk+dv 64x128 reuse", 5),
+    ],
+)
+def test_register_level_is_lower_for_the_packed_one_pass_backward_of_d128(dtype, width, options, one, level):
+    problem = AttnProblem(dtype, width, width, False, options)
+    assert register_level(problem, passes(one).passes[0]) == level
+    assert register_level(problem, FwdConfig(128, 128)) == REGISTER_LEVEL == 5
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -207,6 +308,38 @@ def test_how_ptxas_is_told_is_in_the_name():
 def test_a_bias_is_linear_where_no_key_is_past_the_place_of_its_query(causal, options):
     problem = replace(D128, causal=causal, options=options)
     assert problem.bias_is_linear == (causal and "alibi" in options and "softcap" not in options)
+
+
+LINES = [
+    (width, direction)
+    for direction in ("fwd", "bwd")
+    for width in dict.fromkeys(problem.width for problem in configs.problems(direction))
+]
+
+
+@pytest.mark.parametrize(("width", "direction"), LINES)
+def test_every_option_line_serves_something_and_the_last_serves_all(width, direction):
+    lines = configs.option_lines(width, direction)
+    known = [option for option in OPTIONS if direction == "fwd" or option != "sink"]
+    served = {}
+    for options in itertools.chain(*(itertools.combinations(known, n) for n in range(1, len(known) + 1))):
+        problem = AttnProblem("bfloat16", 64, 64, False, options)
+        for wanted in (direction, "bwd_det") if direction == "bwd" else (direction,):
+            line = next(line for line in lines if line.miss(problem, wanted) is None)
+            assert set(options) <= set(line.serves)
+            served[line.name] = line
+    assert list(lines[-1].serves) == known
+    assert {line.name for line in lines} == set(served)
+
+
+def test_option_line_says_why_it_does_not_serve():
+    problem = replace(D64, options=("window", "dropout"))
+    choice = configs.choose_config(problem, "4k", "NVIDIA H200", "bwd_det")
+    assert choice.misses[0] == "line 1 of [options.d64] bwd does not serve dropout"
+    assert "line 3 of [options.d64] bwd sums dq in no fixed order" in choice.misses
+    assert choice.source.startswith("line 6 of [options.d64] bwd of ") and choice.config.deterministic
+    with_sink = replace(D64, options=("window", "sink", "dropout"))
+    assert configs.choose_config(with_sink, "4k", "NVIDIA H200", "bwd_det") == choice
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
@@ -269,7 +402,11 @@ def test_tuned_row_serves_the_other_dtype(tuned_row):
 @pytest.mark.parametrize(
     ("direction", "row", "why"),
     [
-        ("fwd", {"config": {**asdict(WINNER), "block_N": 100}}, "block_N 100"),
+        (
+            "fwd",
+            {"config": {**asdict(WINNER), "block_N": 100}},
+            "block_N: expected a multiple of 16 in 16..256, got 100",
+        ),
         ("fwd", {"config": {"block_M": 128, "warps": 12}}, "unexpected keyword argument 'warps'"),
         ("fwd", {"block_M": 128}, "KeyError"),
         ("fwd", {"config": {**asdict(WINNER), "block_N": "96"}}, "TypeError"),
@@ -277,8 +414,8 @@ def test_tuned_row_serves_the_other_dtype(tuned_row):
         ("fwd", {"config": {**asdict(WINNER), "split": True}}, "split is True in the bucket 4k"),
         ("bwd", {"config": asdict(WINNER)}, "KeyError: 'passes'"),
         ("bwd", {"config": {"passes": [{"grads": "dq+dk+dv", "block_M": 64, "warps": 3}]}}, "'warps'"),
-        ("bwd", {"config": asdict(passes("dq 128x64"))}, "passes make dq"),
-        ("bwd_det", {"config": asdict(passes("dq+dk+dv 64x128 lean"))}, "an order that is not fixed"),
+        ("bwd", {"config": asdict(passes("dq 128x64"))}, "passes: expected dk, dq and dv once each, got dq"),
+        ("bwd_det", {"config": asdict(passes("dq+dk+dv 64x128 reuse"))}, "sums dq in no fixed order"),
     ],
     ids=[
         "illegal",
@@ -303,25 +440,26 @@ def test_first_table_that_has_a_row_serves(tmp_path):
     other = FwdConfig(128, 64)
     first = write_row(tmp_path / "first.json", {"config": asdict(WINNER)})
     second = write_row(tmp_path / "second.json", {"config": asdict(other)})
-    assert configs.config_of_tables(D128, "4k", [first, second])[0] == WINNER
-    assert configs.config_of_tables(D128, "4k", [tmp_path / "none.json", second])[0] == other
+    assert configs.config_of_tables(D128, "4k", [first, second]) == WINNER
+    assert configs.config_of_tables(D128, "4k", [tmp_path / "none.json", second]) == other
     stale = write_row(tmp_path / "stale.json", {"config": {"warps": 12}})
-    assert configs.config_of_tables(D128, "4k", [stale, second])[0] == other
+    assert configs.config_of_tables(D128, "4k", [stale, second]) == other
 
 
 def test_a_length_without_a_row_takes_that_of_the_nearest(tmp_path):
     near = write_row(tmp_path / "near.json", {"config": asdict(WINNER)})
     for bucket in ("1k", "long"):
-        config, source = configs.config_of_tables(D128, bucket, [near])
-        assert config == WINNER and "causal 4k" in source
+        choice = configs.choose_from_tables(D128, bucket, [near])
+        assert choice.config == WINNER and "causal 4k" in choice.source
+        assert choice.misses == (f"{near} has no fwd row 'bf16 d128 causal {bucket}'",)
     default = configs.default_config(D128, bucket="split")
-    assert configs.config_of_tables(D128, "split", [near])[0] == default
+    assert configs.config_of_tables(D128, "split", [near]) == default
 
     other = FwdConfig(128, 64)
     own = tmp_path / "own.json"
     key = tuning_key(D128, "long")
     own.write_text(configs.format_tuned({"gpu": "GPU", "fwd": {key: {"config": asdict(other)}}}))
-    assert configs.config_of_tables(D128, "long", [near, own])[0] == other
+    assert configs.config_of_tables(D128, "long", [near, own]) == other
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -429,7 +567,7 @@ def test_read_tuned_has_every_direction(tmp_path):
         (D64, FwdConfig(64, 64)),
         (AttnProblem("bfloat16", 128, 64, False), FwdConfig(64, 64, split=True)),
         (AttnProblem("float16", 96, 64, False), FwdConfig(64, 32, schedule="persistent", q_stages=2)),
-        (D64, FwdConfig(64, 32, num_stages=3, schedule="dynamic")),
+        (D64, FwdConfig(64, 32, schedule="dynamic")),
         (AttnProblem("bfloat16", 128, 64, False), FwdConfig(64, 64, schedule="dynamic")),
         (D64, BwdPass("dq+dk+dv", 64, 64, 3, 1)),
         (AttnProblem("float16", 96, 96, True), BwdPass("dk+dv", 48, 64)),
@@ -444,4 +582,4 @@ def test_read_tuned_has_every_direction(tmp_path):
 def test_smem_bytes_is_what_lowering_asks_for(problem, config):
     from tl_attention import compiler
 
-    assert configs.smem_bytes(problem, config) == compiler.lower(problem, config)[1]
+    assert legality.smem_bytes(problem, config) == compiler.lower(problem, config)[1]

@@ -1,4 +1,4 @@
-"""The CUDA of dropout, run by threads of the CPU: what a lane drops is what reference.dropout_keep says."""
+"""The CUDA code of dropout, compiled as C++ and run on CPU threads: it drops the elements that reference.dropout_keep drops."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ static unsigned prmt(unsigned low, unsigned high, unsigned selector) {
   return bytes;
 }
 """
-# A tile of ones: halves [128 threads, cols / 2] and floats after them
+# Dropout on a tile of ones: halves and floats are [128 threads, cols / 2]
 TILES = """
 template <bool rows_are_keys, int cols>
 static void drop(unsigned short* halves, float* floats, int row, int col, int head, int offset, int k0, int k1, int below) {
@@ -66,7 +66,7 @@ extern "C" void tile(int rows_are_keys, int cols, unsigned short* halves, float*
 }
 """
 
-# What each line of PTX does
+# C++ for each line of PTX
 PTX = {
     "prmt.b32": "bytes = prmt(low, high, selector);",
     "mov.u32 %0, %%laneid": "lane = threadIdx.x % 32;",
@@ -91,7 +91,7 @@ def tile(tmp_path_factory):
 
 @pytest.mark.parametrize("rows_are_keys", [False, True])
 @pytest.mark.parametrize("p", [0.1, 0.5, 255 / 256])
-def test_dropout_of_a_tile(tile, rows_are_keys, p):
+def test_dropout_tile_matches_reference(tile, rows_are_keys, p):
     seed, offset, batch, heads = 2**63 - 12345678912345, 2**31 + 5, 2, 3
     keep = dropout_keep(torch.tensor([seed, offset]), batch, heads, 256, 256, p)
     for cols in (32, 96, 128) if rows_are_keys else (32, 48, 128):
@@ -114,7 +114,7 @@ def test_dropout_of_a_tile(tile, rows_are_keys, p):
                 rounded_dropout(p),
             ),
         )
-        # As wgmma has accumulators, and A in registers
+        # Layout of wgmma accumulators, and of A in registers
         i, j = torch.arange(64)[:, None], torch.arange(cols)
         thread, number = i // 16 * 32 + i % 8 * 4 + j % 8 // 2, j // 8 * 4 + i % 16 // 8 * 2 + j % 2
         expected = keep[b, h].mT if rows_are_keys else keep[b, h]

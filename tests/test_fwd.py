@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from tl_attention import compiler, flash_attn_func, launch, mha_fwd_interface, ref_mha_fwd_interface
 from tl_attention.configs import candidates, default_config, pick_config
+from tl_attention.kernel_configs import SCHEDULES, FwdConfig
 from tl_attention.launch.arrays import tma_ready
 from tl_attention.launch.common import PlanCache
-from tl_attention.problem import SCHEDULES, SPLIT_BUCKET, AttnProblem, FwdConfig, buckets, tile_width
+from tl_attention.problem import SPLIT_BUCKET, AttnProblem, buckets, tile_width
 from tl_attention.reference import attention_reference
-from tl_attention.target import sm_count
+from tl_attention.target import DTYPE_NAMES, sm_count
 from tl_attention.testing.inputs import LAYOUTS, guard_is_untouched, make_inputs, poisoned
 from tl_attention.testing.numeric import check_fwd
 from tl_attention.testing.shapes import Shape
@@ -172,7 +173,7 @@ def test_fwd_with_split_keys_matches_reference(shape, options, monkeypatch):
     if splits := options.get("splits"):
         monkeypatch.setattr(launch.splits, "key_splits", lambda tiles, steps, sms: splits)
     shape, options = Shape.parse(shape), {name: value for name, value in options.items() if name != "splits"}
-    dtype = launch.common.DTYPE_NAMES[options.get("dtype", BF16)]
+    dtype = DTYPE_NAMES[options.get("dtype", BF16)]
     problem = AttnProblem.of(dtype, shape.head_dim, shape.head_dim_v, shape.causal)
     run(shape, config=default_config(problem, bucket=SPLIT_BUCKET), **options)
 

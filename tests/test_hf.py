@@ -1,4 +1,4 @@
-"""Models of transformers with attn_implementation="tl_attention" beside eager ones: logits, gradients, padding, packing, caches."""
+"""transformers models with attn_implementation="tl_attention" compared to eager: logits, gradients, padding, packing, caches."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ MODELS = {
             **SIZES, sliding_window=WINDOW, attn_logit_softcapping=5.0, query_pre_attn_scalar=20
         ),
     ),
-    # Every expert has its part in every token: a router that picks some would make jumps of roundings
+    # All experts are active for every token: with a selection, rounding errors could change the experts
     "gpt-oss": (
         GptOssForCausalLM,
         lambda: GptOssConfig(
@@ -87,7 +87,7 @@ def device(request):
 
 
 class Trio:
-    """One model of random weights thrice: ours, eager in bf16, and eager in fp32, of which all weights are bf16."""
+    """One model with random bf16 weights, three times: tl_attention, eager in bf16, and eager in fp32."""
 
     def __init__(self, name, device):
         kind, config = MODELS[name]
@@ -104,7 +104,7 @@ class Trio:
 
 
 def assert_close(ours, eager, exact, times=2):
-    """The error rule: `times` the error of eager attention in bf16, and the rounding of a sum."""
+    """Assert the error rule: at most `times` the error of eager attention in bf16, plus the rounding of a sum."""
     rounded = exact.to(eager.dtype)
     allowed = times * (eager - exact).abs().max() + 2 * (rounded + 0.3 - 0.3 - rounded).abs().max()
     assert (ours - exact).abs().max() <= allowed
@@ -117,7 +117,7 @@ def tokens(batch, length, device, seed=1):
 
 
 def padding(left, right, length, device):
-    """Masks [batch, length] of so many tokens of padding on the left and on the right."""
+    """Mask [batch, length], False for this many tokens on the left and on the right of each sequence."""
     at = torch.arange(length, device=device)
     sides = torch.tensor([left, right], device=device)[..., None]
     return (at >= sides[0]) & (at < length - sides[1])
@@ -131,7 +131,7 @@ def logits_and_gradients(model, ids, mask=None, **options):
 
 
 def gradients(out, model):
-    """By name of the parameter, of a weighted sum of out"""
+    """Gradients of a weighted sum of out, by parameter name."""
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
     names, parameters = zip(*model.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad((out * weights).sum(), parameters), strict=True))
@@ -144,7 +144,7 @@ def assert_gradients_close(ours, eager, exact):
 
 @models
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-def test_hf_models_give_the_logits_and_gradients_of_eager(name, padded, device):
+def test_hf_logits_and_gradients_match_eager(name, padded, device):
     ids = tokens(3, 24, device)
     mask = padding([0, 5, 0], [0, 0, 9], 24, device) if padded else None
     outputs = Trio(name, device).all(lambda model: logits_and_gradients(model, ids, mask))
@@ -161,7 +161,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_hf_the_error_rule_sees_a_lost_option(name, monkeypatch):
+def test_hf_error_rule_detects_a_lost_option(name, monkeypatch):
     full = hf.flash_attn_func
     monkeypatch.setattr(hf, "flash_attn_func", lambda *qkv, **options: full(*qkv, **options | LOST[name]))
     logits = Trio(name, "cpu").all(lambda model: model(tokens(2, 24, "cpu")).logits)
@@ -172,7 +172,7 @@ def test_hf_the_error_rule_sees_a_lost_option(name, monkeypatch):
 @models
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-def test_hf_prefill_chunk_and_decode_with_a_cache(name, cache, padded, device):
+def test_hf_prefill_chunks_and_decode_match_eager(name, cache, padded, device):
     ids = tokens(2, 20, device)
     mask = padding([0, 3], [0, 0], 20, device)
     trio = Trio(name, device)
@@ -193,7 +193,7 @@ def test_hf_prefill_chunk_and_decode_with_a_cache(name, cache, padded, device):
 
 @pytest.fixture
 def cache_calls(monkeypatch):
-    """Arguments of the calls of flash_attn_with_kvcache."""
+    """Record the arguments of flash_attn_with_kvcache."""
     real, seen = kvcache.flash_attn_with_kvcache, []
 
     def recorded(q, k, v, **options):
@@ -206,7 +206,7 @@ def cache_calls(monkeypatch):
 
 @models
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_hf_a_decode_step_takes_the_cache_as_it_lies(name, cache, cache_calls):
+def test_hf_decode_does_not_copy_the_cache(name, cache, cache_calls):
     model, ids = Trio(name, "cpu").ours, tokens(2, 6, "cpu")
     past = StaticCache(model.config, max_cache_len=12) if cache == "static" else None
     with torch.no_grad():
@@ -226,7 +226,7 @@ def test_hf_a_decode_step_takes_the_cache_as_it_lies(name, cache, cache_calls):
         assert seen["cache_leftpad"] is None
 
 
-def test_hf_a_gradient_or_dropout_or_many_queries_do_not_go_to_the_cache(cache_calls):
+def test_hf_gradients_dropout_and_many_queries_do_not_use_the_cache_kernel(cache_calls):
     q, k = torch.randn(1, 2, 3, 16).bfloat16(), torch.randn(1, 2, 80, 16).bfloat16()
     attend = partial(hf.attention_forward, torch.nn.Module())
     attend(q, k, k, None)
@@ -243,8 +243,8 @@ def test_hf_a_gradient_or_dropout_or_many_queries_do_not_go_to_the_cache(cache_c
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-def test_hf_padding_of_a_cache_is_in_the_mask(queries, cache_calls):
-    """Of sequences with 2 keys of padding, none, only padding, and padding up to the last query"""
+def test_hf_mask_holds_the_padding_of_a_cache(queries, cache_calls):
+    """Four sequences: 2 keys of left padding, no padding, only padding, and padding up to the last query."""
     length, offset = 12, 8 - queries
     at = torch.arange(8)
     real = torch.stack([at >= 2, at >= 0, at < 0, at >= 7])
@@ -259,8 +259,8 @@ def test_hf_padding_of_a_cache_is_in_the_mask(queries, cache_calls):
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-def test_hf_queries_that_are_padding_have_no_part_in_a_step(queries, cache_calls):
-    """What comes last in the second sequence is padding: several queries are not at its end, a single one sees nothing"""
+def test_hf_padding_queries_are_zero(queries, cache_calls):
+    """The second sequence ends with padding. Several queries need the varlen path, a single one sees no key."""
     real = torch.ones(2, 8, dtype=torch.bool)
     real[1, 7:] = False
     sizes = {"batch_size": 2, "q_length": queries, "kv_length": 8, "q_offset": 8 - queries}
@@ -277,7 +277,7 @@ def test_hf_queries_that_are_padding_have_no_part_in_a_step(queries, cache_calls
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-def test_hf_a_decode_step_compiles_without_a_break(cache, padded, device, cache_calls):
+def test_hf_decode_compiles_without_a_graph_break(cache, padded, device, cache_calls):
     model, ids, mask = Trio("gemma2", device).ours, tokens(2, 7, device), padding([0, 3], [0, 0], 7, device)
     logits = []
     for step in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
@@ -296,7 +296,7 @@ def test_hf_a_decode_step_compiles_without_a_break(cache, padded, device, cache_
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-def test_hf_a_decoder_made_bidirectional(padded):
+def test_hf_bidirectional_decoder(padded):
     trio = Trio("llama", "cpu")
     for model in (trio.ours, trio.eager, trio.exact):
         model.config.is_causal = False
@@ -314,17 +314,17 @@ def test_hf_generate(cache):
     options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "disable_compile": True}
     if cache == "static":
         options["cache_implementation"] = "static"
-    made = [model.generate(ids, **options) for model in (trio.ours, trio.exact)]
-    assert (made[0] == made[1]).float().mean() > 0.8  # roundings may choose another token, late
+    generated = [model.generate(ids, **options) for model in (trio.ours, trio.exact)]
+    assert (generated[0] == generated[1]).float().mean() > 0.8  # rounding may change a late token
 
 
 @pytest.mark.parametrize(
     ("name", "by"),
-    # GPT-OSS hides its position_ids from its masks: eager attention mixes the sequences, too
+    # GPT-OSS does not pass position_ids to its masks: eager attention mixes the sequences, too
     [(name, "position_ids") for name in MODELS if name != "gpt-oss"]
     + [(name, "cu_seq_lens") for name in MODELS],
 )
-def test_hf_packed_sequences_are_apart(name, by, device):
+def test_hf_packed_sequences_do_not_mix(name, by, device):
     bounds, ids = [0, 7, 19, 24], tokens(1, 24, device)
     sequences = [slice(*pair) for pair in itertools.pairwise(bounds)]
     options = {
@@ -335,17 +335,17 @@ def test_hf_packed_sequences_are_apart(name, by, device):
         options |= {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 12, "max_length_k": 12}
     trio = Trio(name, device)
     ours = trio.ours(ids, use_cache=False, **options).logits
-    apart = (
+    per_sequence = (
         torch.cat([model(ids[:, x], use_cache=False).logits for x in sequences], 1)
         for model in (trio.eager, trio.exact)
     )
-    logits = [ours, *apart]
+    logits = [ours, *per_sequence]
     assert_close(*logits)
     grads = [gradients(*pair) for pair in zip(logits, (trio.ours, trio.eager, trio.exact), strict=True)]
     assert_gradients_close(*grads)
 
 
-def test_hf_an_encoder_sees_all_but_padding(device):
+def test_hf_encoder_with_padding(device):
     config = BertConfig(
         vocab_size=61, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
     )
@@ -377,7 +377,7 @@ def test_hf_dropout_and_scaling_reach_the_call(monkeypatch):
     assert (seen["causal"], seen["window_size"]) == (False, (3, 3))
 
 
-def test_hf_autocast_casts_fp32_and_nothing_else_does():
+def test_hf_fp32_is_cast_only_in_autocast():
     q = torch.randn(1, 2, 6, 16)
     with torch.autocast("cpu", torch.bfloat16):
         out, _ = hf.attention_forward(torch.nn.Module(), q, q, q, None)
@@ -387,7 +387,7 @@ def test_hf_autocast_casts_fp32_and_nothing_else_does():
 
 
 def masked(mask, q_length, kv_length):
-    """bool [q_length, kv_length]: which keys attention_forward lets each query of a [1, ..] batch see under a mask."""
+    """Keys that each query sees with a mask: bool [q_length, kv_length], from attention_forward with batch 1."""
     q = torch.zeros(1, 1, q_length, 16, dtype=torch.bfloat16)
     k = torch.zeros(1, 1, kv_length, 16, dtype=torch.bfloat16)
     seen = []
@@ -406,7 +406,7 @@ def test_hf_chunks_are_packed_sequences():
     assert torch.equal(masked(mask, 10, 10), (at[:, None] // 4 == at // 4) & (at[:, None] >= at))
 
 
-def test_hf_a_mask_is_none_where_the_rest_says_all():
+def test_hf_mask_is_none_where_it_is_redundant():
     sizes = {"batch_size": 2, "q_length": 6, "kv_length": 6}
     windows = sliding_window_causal_mask_function(3), sliding_window_bidirectional_mask_function(3)
     ones = torch.ones(2, 6, dtype=torch.bool)
@@ -420,23 +420,31 @@ def test_hf_a_mask_is_none_where_the_rest_says_all():
         assert hf.attention_mask(**sizes, mask_function=windows[1], local_size=3, **full) is None
 
 
-def test_hf_masks_that_are_not_computed_are_refused():
+def test_hf_unsupported_masks_are_errors():
     config = LlamaConfig(**SIZES)
     config._attn_implementation = "tl_attention"
     embeds = torch.zeros(1, 6, 64)
     blocks = torch.tensor([[-1, 0, 0, 0, -1, -1]])
-    with pytest.raises(NotImplementedError, match="mask_function: expected causal"):
+    with pytest.raises(
+        NotImplementedError,
+        match="mask_function: expected a causal, full, sliding-window, packed or chunked mask",
+    ):
         create_causal_mask(config, embeds, None, None, block_sequence_ids=blocks)
-    with pytest.raises(NotImplementedError, match="parts of the caller's"):
+    with pytest.raises(NotImplementedError, match="contains functions of the caller"):
         create_causal_mask(config, embeds, None, None, or_mask_function=lambda b, h, q, k: k == 0)
-    with pytest.raises(NotImplementedError, match="before and after each sequence alone"):
+    with pytest.raises(
+        NotImplementedError, match="attention_mask: expected padding only before and after each sequence"
+    ):
         create_causal_mask(config, embeds, torch.tensor([[1, 0, 1, 1, 1, 1]]), None)
     config.sliding_window = 2
-    with pytest.raises(NotImplementedError, match="mask_function: expected causal"):
+    with pytest.raises(
+        NotImplementedError,
+        match="mask_function: expected a causal, full, sliding-window, packed or chunked mask",
+    ):
         hf.attention_mask(1, 6, 6, mask_function=sliding_window_causal_mask_function(2), local_size=3)
     assert create_bidirectional_sliding_window_mask(config, embeds, None) is None
     q = torch.zeros(1, 2, 6, 16, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="attention_mask: expected a 2-D mask"):
+    with pytest.raises(NotImplementedError, match="attention_mask: expected a 2-D padding mask"):
         hf.attention_forward(torch.nn.Module(), q, q, q, torch.zeros(1, 1, 6, 6))
     with pytest.raises(NotImplementedError, match="position_bias: expected None"):
         hf.attention_forward(torch.nn.Module(), q, q, q, None, position_bias=q)
@@ -444,20 +452,20 @@ def test_hf_masks_that_are_not_computed_are_refused():
         hf.attention_forward(torch.nn.Module(), q, q, q, None, cache=object())
 
 
-def test_hf_old_transformers_are_refused_by_name(monkeypatch):
+def test_hf_old_transformers_is_an_error(monkeypatch):
     monkeypatch.setattr("transformers.masking_utils.sdpa_mask", lambda batch_size, cache_position: None)
-    with pytest.raises(ImportError, match="expected transformers 5, got an older one"):
+    with pytest.raises(ImportError, match="expected transformers 5 or later, got an older version"):
         hf.register()
 
 
-def test_hf_parameters_have_names():
+def test_hf_attention_forward_has_named_parameters():
     names = inspect.signature(hf.attention_forward).parameters
     assert {"dropout", "scaling", "sliding_window", "softcap", "is_causal", "s_aux", "cu_seq_lens_q"} <= set(
         names
     )
 
 
-def test_hf_compiles_without_a_break(device):
+def test_hf_compiles_without_a_graph_break(device):
     model = Trio("gemma2", device).ours
     ids, mask = tokens(2, 16, device), padding([0, 3], [0, 0], 16, device)
     expected = model(ids, attention_mask=mask, use_cache=False).logits[mask]

@@ -1,6 +1,6 @@
-"""Attention to a cache: the function of FlashAttention-2's name by the error rule, on any device; and what it refuses.
+"""flash_attn_with_kvcache: results by the error rule, on CPU and GPU, and errors.
 
-What must not matter is NaN, in caches, or out of range, in tables; what a call must not write is compared bit by bit.
+Unused cache entries hold NaN, unused table entries are out of range. Memory that a call must not write is compared bitwise.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from tl_attention import (
     kvcache_workspace_bytes,
     launch,
 )
-from tl_attention.reference import attention_reference, rotary_reference
+from tl_attention.reference import attention_reference
+from tl_attention.reference_kvcache import rotary_reference
 from tl_attention.testing.numeric import check_fwd
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 BF16, FP16 = torch.bfloat16, torch.float16
 ALL = "softcap alibi sink"
-# What is compiled apart: (head_dim, head_dim_v, dtype, options, page sizes; None: no pages)
+# One entry per compiled kernel: (head_dim, head_dim_v, dtype, options, page sizes; None: no pages)
 CLASSES = [
     (128, 128, BF16, "", [None]),
     (128, 128, BF16, "", [16, 48]),
@@ -56,7 +57,7 @@ LENGTHS = (700, 0, 1, 64, 333)
 
 @dataclasses.dataclass
 class Case:
-    """A call: random normal tensors where something is of a sequence, NaN elsewhere."""
+    """A call with random normal values where a sequence has data, and NaN elsewhere."""
 
     head_dim: int = 128
     head_dim_v: int = 128
@@ -66,7 +67,7 @@ class Case:
     seqlen_q: int = 1
     heads: int = 8
     heads_kv: int = 2
-    lengths: tuple[int, ...] = LENGTHS  # in the cache before the call, left padding among them
+    lengths: tuple[int, ...] = LENGTHS  # in the cache before the call, including left padding
     new: int = 0
     causal: bool = True
     window: tuple[int, int] = (-1, -1)
@@ -74,8 +75,8 @@ class Case:
     by_idx: bool = False
     rotary: tuple[int, bool] | None = None  # rotary_dim, interleaved
     scale: float | None = None
-    room: int = 0  # keys that a sequence may have beyond those it has
-    heads_first: bool = False  # in the memory of a cache
+    room: int = 0  # free rows in the cache of the longest sequence
+    heads_first: bool = False  # memory layout of the cache
     device: str = "cpu"
     seed: int = 0
 
@@ -94,7 +95,7 @@ class Case:
             numbers = (
                 [n for n in shuffled if n < caches][: self.batch] if self.by_idx else list(range(self.batch))
             )
-            self.places = [
+            self.rows_of = [
                 [(number, j) for j in range(end)] for number, end in zip(numbers, self.ends, strict=True)
             ]
             if self.by_idx:
@@ -104,15 +105,15 @@ class Case:
             used = [-(-end // self.page) for end in self.ends]
             caches = sum(used) + 3
             free = iter([n for n in shuffled if n < caches])
-            # Entries that no sequence uses are no pages
+            # Unused entries are invalid page numbers
             table = [[next(free) if i < n else (-7, 2**30)[i % 2] for i in range(wide)] for n in used]
-            self.places = [
+            self.rows_of = [
                 [(pages[j // rows], j % rows) for j in range(end)]
                 for pages, end in zip(table, self.ends, strict=True)
             ]
             keywords["block_table"] = self.ints(table)
         self.k_cache, self.v_cache = (
-            self.nothing(caches, rows, self.heads_kv, width) for width in (self.head_dim, self.head_dim_v)
+            self.nan_cache(caches, rows, self.heads_kv, width) for width in (self.head_dim, self.head_dim_v)
         )
         self.latent = (self.head_dim, self.head_dim_v) == (576, 512)
         if self.latent:
@@ -156,15 +157,15 @@ class Case:
     def ints(self, values) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-    def nothing(self, caches: int, rows: int, heads: int, width: int) -> torch.Tensor:
+    def nan_cache(self, caches: int, rows: int, heads: int, width: int) -> torch.Tensor:
         sizes = (caches, heads, rows, width) if self.heads_first else (caches, rows, heads, width)
         x = torch.full(sizes, math.nan, dtype=self.dtype, device=self.device)
         return x.transpose(1, 2) if self.heads_first else x
 
     def where(self, b: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Indices of a cache: the first two dimensions of keys of a sequence."""
-        places = torch.tensor(self.places[b][start:end], device=self.device).long().view(-1, 2)
-        return places[:, 0], places[:, 1]
+        """Indices into the first two dimensions of a cache, for keys start to end - 1 of sequence b."""
+        rows = torch.tensor(self.rows_of[b][start:end], device=self.device).long().view(-1, 2)
+        return rows[:, 0], rows[:, 1]
 
     def run(self, **changes) -> tuple[torch.Tensor, torch.Tensor]:
         return flash_attn_with_kvcache(
@@ -172,7 +173,7 @@ class Case:
         )
 
     def check(self, **changes) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run it: the output by the error rule, the cache bit by bit."""
+        """Run the call; check the output by the error rule and the cache bitwise."""
         before = self.k_cache.clone(), self.v_cache.clone()
         out, lse = self.run(**changes)
         self.check_cache(before)
@@ -193,7 +194,7 @@ class Case:
                 where = self.where(b, self.lengths[b], self.ends[b])
                 old[where] = written[b]
             assert torch.equal(x.view(torch.int16), old.view(torch.int16)), (
-                f"{name}_cache: a new row is wrong, or another one changed"
+                f"{name}_cache: a new row is wrong, or another row changed"
             )
 
     def check_output(self, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -203,11 +204,9 @@ class Case:
         assert lse.shape == (self.batch, self.heads, self.seqlen_q) and lse.dtype == torch.float32
         q = self.q
         if self.rotary:
-            moves = self.causal or self.window != (-1, -1)
-            positions = (
-                self.ints(self.lengths).long()[:, None]
-                + torch.arange(self.seqlen_q, device=self.device) * moves
-            )
+            positions = self.ints(self.lengths).long()[:, None].expand(-1, self.seqlen_q)
+            if self.causal or self.window != (-1, -1):
+                positions = positions + torch.arange(self.seqlen_q, device=self.device)
             q = rotary_reference(
                 q, positions, self.keywords["rotary_cos"], self.keywords["rotary_sin"], self.rotary[1]
             )
@@ -222,7 +221,7 @@ class Case:
             self.ints([0, *itertools.accumulate(lengths)])
             for lengths in ([self.seqlen_q] * self.batch, [len(x) for x in parts[0]])
         )
-        verdict = check_fwd(
+        result = check_fwd(
             out.flatten(0, 1),
             lse.transpose(0, 1).flatten(1),
             q.flatten(0, 1),
@@ -232,12 +231,12 @@ class Case:
             **dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu_seqlens, strict=True)),
             **self.options_of_reference,
         )
-        assert verdict.ok, verdict.text
+        assert result.ok, result.text
 
 
-def of_class(one: tuple, **changes) -> Case:
-    """heads_kv 1 of latents, as their callers have it."""
-    head_dim, head_dim_v, dtype, options, pages = one
+def case_of_class(case_class: tuple, **changes) -> Case:
+    """A case for one entry of CLASSES; latent attention has one kv head."""
+    head_dim, head_dim_v, dtype, options, pages = case_class
     if head_dim == 576:
         changes |= {"heads_kv": 1, "rotary": None}
     return Case(head_dim, head_dim_v, dtype, options, **{"page": pages[0]} | changes)
@@ -257,7 +256,7 @@ SMALL = {
     "leftpad-append": {"leftpad": (5, 0, 1, 64, 300), "new": 2, "seqlen_q": 2, "by_idx": True},
     "rotary": {"rotary": (32, True), "new": 4, "seqlen_q": 4},
     "rotary-halves": {"rotary": (128, False), "new": 4, "seqlen_q": 4, "page": 16},
-    "rotary-all-at-one-place": {"rotary": (32, False), "new": 4, "seqlen_q": 4, "causal": False},
+    "rotary-all-at-one-position": {"rotary": (32, False), "new": 4, "seqlen_q": 4, "causal": False},
     "rotary-window": {"rotary": (64, True), "new": 2, "seqlen_q": 2, "window": (10, 5), "causal": False},
     "window": {"window": (50, 0), "seqlen_q": 5},
     "window-not-causal": {"window": (50, 3), "seqlen_q": 5, "causal": False},
@@ -272,7 +271,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("changes", SMALL.values(), ids=SMALL)
-def test_a_call_on_cpu_tensors_is_the_formula(changes):
+def test_cpu_calls_match_reference(changes):
     case = Case(**{"room": 30} | changes)
     if case.batch:
         case.check(check_block_table=True)
@@ -281,7 +280,7 @@ def test_a_call_on_cpu_tensors_is_the_formula(changes):
         assert out.shape == (0, 1, 8, 128) and lse.shape == (0, 8, 1)
 
 
-def test_lengths_may_be_an_int_or_all_of_the_cache():
+def test_cache_seqlens_may_be_an_int_or_none():
     case = Case(lengths=(200, 200, 200), seqlen_q=2)
     expected = case.check()
     for changes in ({"cache_seqlens": 200}, {"cache_seqlens": None}):
@@ -295,12 +294,12 @@ def test_pages_may_be_shared():
     case = Case(lengths=(50, 70), page=16, seqlen_q=2)
     table = case.keywords["block_table"]
     table[1, :3] = table[0, :3]
-    case.places[1][:48] = case.places[0][:48]
+    case.rows_of[1][:48] = case.rows_of[0][:48]
     case.check()
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
-def test_rotation_is_a_product_of_complex_numbers(interleaved):
+def test_rotary_reference_is_a_complex_product(interleaved):
     x, angles = torch.randn(2, 3, 4, 16), torch.rand(9, 6)
     positions = torch.tensor([[1, 2, 3], [8, 0, 4]])
     pairs = x[..., :12].unflatten(-1, (6, 2) if interleaved else (2, 6))
@@ -316,7 +315,7 @@ def test_rotation_is_a_product_of_complex_numbers(interleaved):
     )
 
 
-def test_parameters_are_those_of_flash_attention_2_and_ours_follow_as_keywords():
+def test_signature_is_that_of_flash_attention_2_plus_keywords():
     parameters = inspect.signature(flash_attn_with_kvcache).parameters.values()
     given = {
         x.name: x.default
@@ -354,7 +353,7 @@ def ints(*shape):
 
 
 NEW = {"k": zeros(2, 3, 2, 64), "v": zeros(2, 3, 2, 64)}
-TURN = {"rotary_cos": zeros(32, 16), "rotary_sin": zeros(32, 16)}
+ROTARY = {"rotary_cos": zeros(32, 16), "rotary_sin": zeros(32, 16)}
 LATENTS = zeros(2, 32, 1, 576)
 LATENT = {"q": zeros(2, 2, 4, 576), "k_cache": LATENTS, "v_cache": LATENTS[..., :512]}
 PAGED = {"k_cache": zeros(9, 16, 2, 64), "v_cache": zeros(9, 16, 2, 64), "block_table": ints(2, 2)}
@@ -365,70 +364,70 @@ ERRORS = {
     "cache-dimensions": ({"k_cache": zeros(32, 2, 64)}, ValueError, r"k_cache: expected 4 dimensions \[caches, seqlen_cache, heads_kv"),
     "page-dimensions": (PAGED | {"v_cache": zeros(9, 2, 64)}, ValueError, r"v_cache: expected 4 dimensions \[pages, page_size, heads_kv"),
     "cache-device": ({"v_cache": zeros(2, 32, 2, 64).to("meta")}, ValueError, r"v_cache: expected the device of q, cpu, got meta"),
-    "cache-last-strided": ({"k_cache": zeros(2, 32, 2, 128)[..., ::2]}, ValueError, r"k_cache: expected the last dimension to be contig"),
+    "cache-last-strided": ({"k_cache": zeros(2, 32, 2, 128)[..., ::2]}, ValueError, r"k_cache: expected a contiguous last dimension"),
     "cache-strides": ({"k_cache": zeros(2, 32, 2, 68)[..., :64]}, ValueError, r"k_cache: expected strides that are positive"),
     "cache-expanded": ({"v_cache": zeros(2, 32, 1, 64).expand(-1, -1, 2, -1)}, ValueError, r"v_cache: expected strides that are positive"),
     "cache-row-strides": ({"k_cache": zeros(2, 33 * 128 - 8)[:, : 32 * 128].view(2, 32, 2, 64)}, ValueError, r"stride\(0\) to be a m"),
-    "cache-address": ({"k_cache": zeros(2 * 32 * 128 + 4)[4:].view(2, 32, 2, 64)}, ValueError, r"addresses that are multiples of 16 bytes"),
+    "cache-address": ({"k_cache": zeros(2 * 32 * 128 + 4)[4:].view(2, 32, 2, 64)}, ValueError, r"k_cache: expected an address.*% 16 = 8"),
     "cache-shapes": ({"v_cache": zeros(2, 31, 2, 64)}, ValueError, r"v_cache: expected the shape of k_cache, \(2, 32, 2, 64\), but for"),
     "cache-head-dim": ({"k_cache": zeros(2, 32, 2, 72)}, ValueError, r"k_cache: expected the head_dim of q, 64, got 72"),
-    "heads": ({"q": zeros(2, 2, 3, 64)}, ValueError, r"a number of heads that divides the 3 of q, got 2"),
-    "head-dim-odd": ({"v_cache": zeros(2, 32, 2, 64)[..., :60]}, ValueError, r"head dims that are multiples of 8, got 64.*60 of v_cache"),
-    "head-dim-v": ({"v_cache": zeros(2, 32, 2, 128)}, NotImplementedError, r"v_cache: head_dim 128 above that of q and k_cache, 64"),
-    "head-dim-320": ({x: zeros(2, 32, 2, 320) for x in ("q", "k_cache", "v_cache")}, NotImplementedError, r"320 and 320 are not supported"),
+    "heads": ({"q": zeros(2, 2, 3, 64)}, ValueError, r"k_cache, v_cache: expected a number of heads that divides the 3 of q, got 2"),
+    "head-dim-odd": ({"v_cache": zeros(2, 32, 2, 64)[..., :60]}, ValueError, r"head dims that are multiples of 8, got 64.*60 for v_cache"),
+    "head-dim-v": ({"v_cache": zeros(2, 32, 2, 128)}, NotImplementedError, r"v_cache: expected a head_dim of at most.*64, got 128"),
+    "head-dim-320": ({x: zeros(2, 32, 2, 320) for x in ("q", "k_cache", "v_cache")}, NotImplementedError, r"at most 256.*got 320 and 320"),
     "latent-of-its-own": (LATENT | {"v_cache": zeros(2, 32, 1, 512)}, NotImplementedError, r"v_cache: expected k_cache\[\.\.\., :512\]"),
     "latent-elsewhere": (LATENT | {"v_cache": LATENTS[..., 64:]}, NotImplementedError, r"v_cache: expected k_cache\[\.\.\., :512\]"),
-    "latent-v": (LATENT | {"k": zeros(2, 1, 1, 576), "v": zeros(2, 1, 1, 512)}, ValueError, r"v: expected None, as v_cache is of k_cache"),
-    "latent-rotary": (LATENT | TURN | {"k": zeros(2, 1, 1, 576)}, NotImplementedError, r"rotary_cos, rotary_sin: are not supported where"),
+    "latent-v": (LATENT | {"k": zeros(2, 1, 1, 576), "v": zeros(2, 1, 1, 512)}, ValueError, r"v: expected None, as v_cache is part of"),
+    "latent-rotary": (LATENT | ROTARY | {"k": zeros(2, 1, 1, 576)}, NotImplementedError, r"rotary_cos, rotary_sin: expected None where"),
     "few-caches": ({x: zeros(1, 32, 2, 64) for x in ("k_cache", "v_cache")}, ValueError, r"a cache for each of the 2.*got 1; pass"),
     "seqlens-long": ({"cache_seqlens": ints(2).long()}, TypeError, r"cache_seqlens: expected torch\.int32, got torch\.int64; cast it"),
     "seqlens-shape": ({"cache_seqlens": ints(3)}, ValueError, r"cache_seqlens: expected shape \(2,\), got \(3,\)"),
-    "seqlens-strided": ({"cache_seqlens": ints(4)[::2]}, ValueError, r"cache_seqlens: expected a contiguous tensor, got stride 2"),
+    "seqlens-strided": ({"cache_seqlens": ints(4)[::2]}, ValueError, r"cache_seqlens: expected a contiguous tensor, got strides \(2,\)"),
     "seqlens-float": ({"cache_seqlens": 3.0}, TypeError, r"cache_seqlens: expected an int, a tensor or None, got 3\.0"),
     "seqlens-bool": ({"cache_seqlens": True}, TypeError, r"cache_seqlens: expected an int, a tensor or None, got True"),
-    "seqlens-much": ({"cache_seqlens": 33}, ValueError, r"cache_seqlens: expected 0 to 32, as a sequence has room for 32 keys, 0 of them"),
-    "seqlens-and-new": (NEW | {"cache_seqlens": 30}, ValueError, r"cache_seqlens: expected 0 to 29.*3 of them new, got 30"),
+    "seqlens-much": ({"cache_seqlens": 33}, ValueError, r"cache_seqlens: expected 0 to 32, as .* room for 32 keys and 0 are new"),
+    "seqlens-and-new": (NEW | {"cache_seqlens": 30}, ValueError, r"cache_seqlens: expected 0 to 29.*3 are new, got 30"),
     "seqlens-negative": ({"cache_seqlens": -1}, ValueError, r"cache_seqlens: expected 0 to 32"),
     "idx-dtype": ({"cache_batch_idx": ints(2).long()}, TypeError, r"cache_batch_idx: expected torch\.int32"),
-    "idx-and-pages": (PAGED | {"cache_batch_idx": ints(2)}, NotImplementedError, r"cache_batch_idx: is not supported with block_table"),
-    "leftpad-and-pages": (PAGED | {"cache_leftpad": ints(2)}, NotImplementedError, r"cache_leftpad: is not supported with block_table"),
+    "idx-and-pages": (PAGED | {"cache_batch_idx": ints(2)}, NotImplementedError, r"cache_batch_idx: expected None with block_table"),
+    "leftpad-and-pages": (PAGED | {"cache_leftpad": ints(2)}, NotImplementedError, r"cache_leftpad: expected None with block_table"),
     "leftpad-shape": ({"cache_leftpad": ints(2, 1)}, ValueError, r"cache_leftpad: expected shape \(2,\), got \(2, 1\)"),
     "page-size": (PAGED | {x: zeros(9, 24, 2, 64) for x in ("k_cache", "v_cache")}, ValueError, r"page_size that is a multiple of 16"),
-    "table-list": (PAGED | {"block_table": [[0]]}, ValueError, r"block_table: expected a torch\.Tensor \[batch, pages a sequence\], got"),
+    "table-list": (PAGED | {"block_table": [[0]]}, ValueError, r"block_table: expected a torch\.Tensor \[batch, pages per sequence\], got"),
     "table-batch": (PAGED | {"block_table": ints(3, 2)}, ValueError, r"block_table: expected shape \(2, 2\), got \(3, 2\)"),
     "table-dtype": (PAGED | {"block_table": ints(2, 2).long()}, TypeError, r"block_table: expected torch\.int32"),
-    "table-strided": (PAGED | {"block_table": ints(2, 4)[:, ::2]}, ValueError, r"block_table: expected the last dimension to be"),
-    "k-alone": ({"k": NEW["k"]}, ValueError, r"k, v: expected both or none, got \(2, 3, 2, 64\).*and None"),
+    "table-strided": (PAGED | {"block_table": ints(2, 4)[:, ::2]}, ValueError, r"block_table: expected a contiguous last dimension"),
+    "k-alone": ({"k": NEW["k"]}, ValueError, r"k, v: expected both or neither, got \(2, 3, 2, 64\).*and None"),
     "new-without-lengths": (NEW | {"cache_seqlens": None}, ValueError, r"cache_seqlens: expected a tensor or an int with new k and v"),
     "k-shape": (NEW | {"k": zeros(2, 3, 4, 64)}, ValueError, r"k: expected shape \(2, 3, 2, 64\), got \(2, 3, 4, 64\)"),
     "v-rows": (NEW | {"v": zeros(2, 4, 2, 64)}, ValueError, r"v: expected shape \(2, 3, 2, 64\), got \(2, 4, 2, 64\)"),
     "v-dtype": (NEW | {"v": zeros(2, 3, 2, 64).half()}, TypeError, r"v: expected torch\.bfloat16, got torch\.float16"),
     "k-is-no-tensor": (NEW | {"k": 3}, ValueError, r"k: expected a torch\.Tensor \[batch, new, heads_kv, head_dim\], got 3"),
-    "cos-alone": (NEW | {"rotary_cos": zeros(32, 16)}, ValueError, r"rotary_cos, rotary_sin: expected both or none"),
-    "rotary-without-new": (TURN, ValueError, r"rotary_cos, rotary_sin: expected with new k and v, got none; rotate q before"),
-    "cos-few": (NEW | TURN | {"rotary_cos": zeros(31, 16)}, ValueError, r"rotary_cos: expected .*32 positions at least.*got \(31, 16\)"),
-    "cos-wide": (NEW | {x: zeros(32, 40) for x in TURN}, ValueError, r"rotary_cos: expected .*a rotary_dim of at most 64, got \(32, 40\)"),
-    "cos-dtype": (NEW | {x: zeros(32, 16).float() for x in TURN}, TypeError, r"rotary_cos: expected torch\.bfloat16, got torch\.float32"),
-    "sin-shape": (NEW | TURN | {"rotary_sin": zeros(32, 8)}, ValueError, r"rotary_sin: expected shape \(32, 16\), got \(32, 8\)"),
-    "sin-strided": (NEW | TURN | {"rotary_sin": zeros(32, 32)[:, ::2]}, ValueError, r"rotary_sin: expected a contiguous tensor"),
-    "scale": ({"softmax_scale": math.nan}, ValueError, r"softmax_scale: expected a finite number or None"),
+    "cos-alone": (NEW | {"rotary_cos": zeros(32, 16)}, ValueError, r"rotary_cos, rotary_sin: expected both or neither"),
+    "rotary-without-new": (ROTARY, ValueError, r"rotary_cos, rotary_sin: expected None without new k.*rotate q before"),
+    "cos-few": (NEW | ROTARY | {"rotary_cos": zeros(31, 16)}, ValueError, r"rotary_cos: expected .*at least 32 positions.*got \(31, 16\)"),
+    "cos-wide": (NEW | {x: zeros(32, 40) for x in ROTARY}, ValueError, r"rotary_cos: expected .*rotary_dim of at most 64, got \(32, 40\)"),
+    "cos-dtype": (NEW | {x: zeros(32, 16).float() for x in ROTARY}, TypeError, r"rotary_cos: expected torch\.bfloat16, got torch\.float32"),
+    "sin-shape": (NEW | ROTARY | {"rotary_sin": zeros(32, 8)}, ValueError, r"rotary_sin: expected shape \(32, 16\), got \(32, 8\)"),
+    "sin-strided": (NEW | ROTARY | {"rotary_sin": zeros(32, 32)[:, ::2]}, ValueError, r"rotary_sin: expected a contiguous tensor"),
+    "scale": ({"softmax_scale": math.nan}, ValueError, r"softmax_scale: expected a finite number, or None"),
     "causal": ({"causal": 1}, TypeError, r"causal: expected a bool, got 1"),
     "interleaved": ({"rotary_interleaved": 1}, TypeError, r"rotary_interleaved: expected a bool, got 1"),
     "invariant": ({"batch_invariant": 0}, TypeError, r"batch_invariant: expected a bool, got 0"),
-    "splits": ({"num_splits": -1}, ValueError, r"num_splits: expected 0, to choose, or how many"),
-    "splits-bool": ({"num_splits": False}, TypeError, r"num_splits: expected an int, 0 to choose, got False"),
+    "splits": ({"num_splits": -1}, ValueError, r"num_splits: expected at least 0, with 0 for an automatic choice, got -1"),
+    "splits-bool": ({"num_splits": False}, TypeError, r"num_splits: expected an int, with 0 for an automatic choice, got False"),
     "window": ({"window_size": 128}, TypeError, r"window_size: expected a pair \(left, right\), got 128"),
     "softcap": ({"softcap": -1.0}, ValueError, r"softcap: expected a finite number"),
     "slopes": ({"alibi_slopes": zeros(2, dtype=torch.float32)}, ValueError, r"alibi_slopes: expected shape \(4,\) or \(2, 4\)"),
     "sink": ({"learnable_sink": zeros(4).half()}, TypeError, r"learnable_sink: expected torch\.float32 or torch\.bfloat16"),
     "workspace": ({"workspace": zeros(4)}, TypeError, r"workspace: expected torch\.uint8, got torch\.bfloat16"),
     "workspace-2-d": ({"workspace": zeros(4, 4)}, ValueError, r"workspace: expected a contiguous uint8 tensor \[bytes\], got \(4, 4\)"),
-    "gradient": ({"q": zeros(2, 2, 4, 64).requires_grad_()}, NotImplementedError, r"q: requires grad, but.*flash_attn_func, or torch"),
+    "gradient": ({"q": zeros(2, 2, 4, 64).requires_grad_()}, NotImplementedError, r"q: expected a tensor that needs no grad.*_attn_func"),
 }  # fmt: skip
 
 
 def moved(arguments, device):
-    """Views stay what they are, of the same memory and at the same places in it."""
+    """Move arguments to a device; views of one tensor stay views of one tensor."""
     memory = {}
 
     def there(x):
@@ -445,26 +444,26 @@ def moved(arguments, device):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("changes", "error", "text"), ERRORS.values(), ids=ERRORS)
-def test_error_names_the_argument_what_was_expected_and_what_came(changes, error, text, device):
-    """After calls that were right, too, whose checks are not repeated."""
+def test_errors(changes, error, text, device):
+    """Also after correct calls, whose checks are not repeated."""
     for good in (small(), small() | PAGED):
         flash_attn_with_kvcache(**moved(good, device))
     with pytest.raises(error, match=text.replace("cpu, got", ".*, got")):
         flash_attn_with_kvcache(**moved(small() | changes, device))
 
 
-def test_what_is_checked_once_is_known_by_its_metadata():
-    kvcache._known.clear()
+def test_checks_run_once_per_metadata():
+    kvcache._call_handles.clear()
     for new in (False, True, True):
         flash_attn_with_kvcache(**small(new=2 * new))
-    assert len(kvcache._known) == 2
-    flash_attn_with_kvcache(**small() | {"window_size": [3, 3]})  # nothing that is hashable
-    assert len(kvcache._known) == 2
+    assert len(kvcache._call_handles) == 2
+    flash_attn_with_kvcache(**small() | {"window_size": [3, 3]})  # not hashable
+    assert len(kvcache._call_handles) == 2
 
 
 RANGES = {
-    "length": (None, {"cache_seqlens": [33, 3]}, r"cache_seqlens\[0\]: expected 0 to 32, as 0 more go .* room for 32, got 33"),
-    "length-and-new": (None, NEW | {"cache_seqlens": [3, 30]}, r"cache_seqlens\[1\]: expected 0 to 29, as 3 more go .*, got 30"),
+    "length": (None, {"cache_seqlens": [33, 3]}, r"cache_seqlens\[0\]: expected 0 to 32, as .* room for 32 keys and 0 are new, got 33"),
+    "length-and-new": (None, NEW | {"cache_seqlens": [3, 30]}, r"cache_seqlens\[1\]: expected 0 to 29, as .* 3 are new, got 30"),
     "length-negative": (16, {"cache_seqlens": [3, -1]}, r"cache_seqlens\[1\]: expected 0 to"),
     "idx": (None, {"cache_batch_idx": [0, 2]}, r"cache_batch_idx\[1\]: expected 0 to 1, as there are 2 caches, got 2"),
     "leftpad": (None, {"cache_leftpad": [-1, 0]}, r"cache_leftpad\[0\]: expected 0 to 32"),
@@ -475,7 +474,7 @@ RANGES = {
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("page", "changes", "text"), RANGES.values(), ids=RANGES)
-def test_the_debug_check_names_an_entry_that_is_out_of_range(page, changes, text, device):
+def test_check_block_table_names_the_invalid_entry(page, changes, text, device):
     changes = {
         k: torch.tensor(x, dtype=torch.int32) if isinstance(x, list) else x for k, x in changes.items()
     }
@@ -491,7 +490,7 @@ def test_workspace_bytes_asks_the_launch(monkeypatch):
     assert sizes == [2, 3, 8, 4, 64, 5, False, 1000] and sms > 0
 
 
-LAUNCHED = {  # of a call: causal, window of the launch, and whether queries are rotated each by its place
+LAUNCHED = {  # arguments: causal and window at the launch, and whether each query is rotated by its own position
     "plain": ({}, False, (-1, -1), False),
     "causal": ({"causal": True, "window_size": [-1, None]}, True, (-1, -1), True),
     "causal-window": ({"causal": True, "window_size": (7, 7)}, False, (7, 0), True),
@@ -501,11 +500,11 @@ LAUNCHED = {  # of a call: causal, window of the launch, and whether queries are
 
 
 @pytest.mark.parametrize(("changes", "causal", "window", "moves"), LAUNCHED.values(), ids=LAUNCHED)
-def test_a_mask_has_one_name_at_the_launch(changes, causal, window, moves, monkeypatch):
+def test_masks_are_canonical_at_the_launch(changes, causal, window, moves, monkeypatch):
     seen = []
     monkeypatch.setattr(kvcache, "_append", lambda q, *x: seen.append(x) or q)
     monkeypatch.setattr(kvcache, "_decode", lambda *x: seen.append(x) or (1, 2))
-    arguments = {**small(), "softmax_scale": 2, **NEW, **TURN, "causal": False, **changes}
+    arguments = {**small(), "softmax_scale": 2, **NEW, **ROTARY, "causal": False, **changes}
     workspace = zeros(64, dtype=torch.uint8)
     how = {"num_splits": 3, "batch_invariant": True, "workspace": workspace}
     assert flash_attn_with_kvcache(**arguments, **how | {"return_softmax_lse": True}) == (1, 2)
@@ -514,14 +513,17 @@ def test_a_mask_has_one_name_at_the_launch(changes, causal, window, moves, monke
         (_, cache, scale, *masks, splits, invariant, given, _),
     ) = seen
     assert (
-        (k, v, cos, sin) == (*NEW.values(), *TURN.values()) and interleaved is True and moved_queries is moves
+        (k, v, cos, sin) == (*NEW.values(), *ROTARY.values())
+        and interleaved is True
+        and moved_queries is moves
     )
-    assert (masks[0], masks[1].window, masks[1].names) == (causal, window, ("window",) * (window != (-1, -1)))
+    names = () if window == (-1, -1) else ("window",)
+    assert (masks[0], masks[1].window, masks[1].names) == (causal, window, names)
     assert (cache.new, cache.seqlens, cache.k) == (3, arguments["cache_seqlens"], arguments["k_cache"])
     assert (scale, splits, invariant, given) == (2.0, 3, True, workspace)
 
 
-def test_new_values_of_latents_are_of_the_keys(monkeypatch):
+def test_new_latent_values_are_part_of_the_keys(monkeypatch):
     seen = []
     monkeypatch.setattr(kvcache, "_append", lambda q, *x: seen.append(x) or q)
     k = torch.randn(2, 1, 1, 576).to(BF16)
@@ -540,7 +542,7 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 @devices
 @pytest.mark.parametrize("changes", COMPILED.values(), ids=COMPILED)
-def test_torch_compile_traces_it_without_a_break(changes, device):
+def test_torch_compile_has_no_graph_break(changes, device):
     torch._dynamo.reset()
     cases = [Case(seqlen_q=2, lengths=(40, 3), room=8, device=device, **changes) for _ in range(2)]
 
@@ -557,7 +559,7 @@ def test_torch_compile_traces_it_without_a_break(changes, device):
         assert torch.equal(x.view(torch.int16), y.view(torch.int16))
 
 
-def test_a_length_that_is_an_int_and_grows_is_traced_twice():
+def test_a_growing_int_length_is_traced_twice():
     torch._dynamo.reset()
     traced = []
 
@@ -577,7 +579,7 @@ def test_a_length_that_is_an_int_and_grows_is_traced_twice():
 @devices
 @pytest.mark.parametrize("changes", COMPILED.values(), ids=COMPILED)
 def test_opcheck(changes, device, monkeypatch):
-    # Caches are finite here, as opcheck compares them
+    # opcheck compares caches, so they must be finite
     calls = []
     for name in ("append_op", "decode_op"):
         op = getattr(kvcache, name)
@@ -596,49 +598,51 @@ gpu = pytest.mark.gpu
 
 
 def curated():
-    """Each class with each number of queries, and in turn page sizes, masks, groups of heads and what is appended."""
+    """Each class with each number of queries and each mask; page sizes, heads and new keys alternate."""
     heads, appended = itertools.cycle([(8, 2), (4, 4), (64, 8)]), itertools.cycle([0, 1, 5, 70])
-    for one, seqlen_q in itertools.product(CLASSES, QUERIES):
-        pages = itertools.cycle(one[4])
+    for case_class, seqlen_q in itertools.product(CLASSES, QUERIES):
+        pages = itertools.cycle(case_class[4])
         for causal, window in MASKS:
             (n, n_kv), new, page = next(heads), next(appended), next(pages)
             where = (
                 {} if page is not None else [{}, {"by_idx": True}, {"leftpad": (9, 0, 1, 3, 300)}][new % 3]
             )
-            rotary = None if not new or one[0] == 576 else (one[0] // 16 * 16, new % 2 == 1)
+            rotary = None if not new or case_class[0] == 576 else (case_class[0] // 16 * 16, new % 2 == 1)
             masks = {"causal": causal, "window": window}
             heads_first = page is None and new == 5
-            yield one, dict(
+            yield case_class, dict(
                 page=page, seqlen_q=seqlen_q, heads=n, heads_kv=n_kv, new=new, room=37, rotary=rotary, heads_first=heads_first,
                 **masks, **where,
             )  # fmt: skip
 
 
 @gpu
-@pytest.mark.parametrize("one", CLASSES, ids=str)
-def test_decode_matches_reference(one):
+@pytest.mark.parametrize("case_class", CLASSES, ids=str)
+def test_decode_matches_reference(case_class):
     for seed, (this, changes) in enumerate(curated()):
-        if this is one:
-            of_class(one, **changes, device="cuda", seed=seed).check()
+        if this is case_class:
+            case_of_class(case_class, **changes, device="cuda", seed=seed).check()
 
 
 @gpu
 @settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_decode_matches_reference_on_any_problem(data):
-    one = data.draw(st.sampled_from(CLASSES))
+    case_class = data.draw(st.sampled_from(CLASSES))
     page = data.draw(
-        st.sampled_from([None] if one[4] == [None] else [*one[4], 112 if one[4][0] == 16 else 128])
+        st.sampled_from(
+            [None] if case_class[4] == [None] else [*case_class[4], 112 if case_class[4][0] == 16 else 128]
+        )
     )
     lengths = tuple(data.draw(st.lists(st.integers(0, 300) | st.integers(0, 5000), min_size=1, max_size=9)))
     heads_kv = data.draw(st.sampled_from([1, 2, 3]))
     new = data.draw(st.sampled_from([0, 0, 1, 2, 33]))
     unpaged = page is None
-    narrower = data.draw(st.sampled_from([0, 8])) if one[0] == one[1] else 0
-    head_dim = one[0] - narrower
+    narrower = data.draw(st.sampled_from([0, 8])) if case_class[0] == case_class[1] else 0
+    head_dim = case_class[0] - narrower
     rotary = st.tuples(st.integers(1, head_dim // 2).map(lambda n: 2 * n), st.booleans())
-    case = of_class(
-        (head_dim, one[1] - narrower, *one[2:]),
+    case = case_of_class(
+        (head_dim, case_class[1] - narrower, *case_class[2:]),
         page=page,
         seqlen_q=data.draw(st.integers(1, 20) | st.integers(1, 150)),
         heads=heads_kv * data.draw(st.sampled_from([1, 2, 5, 16])),
@@ -664,7 +668,7 @@ def test_decode_matches_reference_on_any_problem(data):
 @gpu
 @pytest.mark.parametrize("page", [None, 16, 64])
 @pytest.mark.parametrize("num_splits", range(1, 8))
-def test_splits_that_are_forced(num_splits, page):
+def test_forced_splits(num_splits, page):
     case = Case(page=page, seqlen_q=3, lengths=(5000, 0, 1, 63, 64, 65, 2000), room=100, device="cuda")
     case.check(num_splits=num_splits)
 
@@ -672,7 +676,7 @@ def test_splits_that_are_forced(num_splits, page):
 @gpu
 @pytest.mark.parametrize("page", [None, 64])
 @pytest.mark.parametrize("num_splits", [0, 5])
-def test_a_workspace_is_large_enough_and_holds_anything(num_splits, page):
+def test_workspace_size_suffices_and_its_contents_are_ignored(num_splits, page):
     case = Case(page=page, seqlen_q=3, lengths=(5000, 0, 77, 64), room=100, device="cuda")
     room = case.k_cache.shape[1] * (1 if page is None else case.keywords["block_table"].shape[1])
     needed = kvcache_workspace_bytes(4, 3, 8, 2, 128, room, num_splits)
@@ -686,7 +690,7 @@ def test_a_workspace_is_large_enough_and_holds_anything(num_splits, page):
 
 @gpu
 @pytest.mark.parametrize("page", [None, 16])
-def test_batch_invariant_results_are_the_same_bits_alone_in_a_batch_and_permuted(page):
+def test_batch_invariant_results_are_bitwise_equal(page):
     lengths = (9000, 1, 0, 64, 3000, 5001, 777, 4096)
     case = Case(page=page, seqlen_q=2, lengths=lengths, by_idx=page is None, room=64, device="cuda")
     out, lse = case.check(batch_invariant=True)
@@ -701,7 +705,7 @@ def test_batch_invariant_results_are_the_same_bits_alone_in_a_batch_and_permuted
 
 @gpu
 @pytest.mark.parametrize("seqlen_q", [1, 4, 70])
-def test_decode_is_prefill_of_the_same_tokens(seqlen_q):
+def test_decode_matches_prefill(seqlen_q):
     case = Case(seqlen_q=seqlen_q, lengths=(1500, 1500), device="cuda")
     others = case.randn(2, 1500 - seqlen_q, case.heads, case.head_dim)
     out, lse = case.check()
@@ -720,7 +724,7 @@ def test_decode_is_prefill_of_the_same_tokens(seqlen_q):
 
 @gpu
 @pytest.mark.parametrize("page", [None, 16, 64])
-def test_a_graph_is_captured_once_and_replayed_with_other_lengths(page):
+def test_cuda_graph_replays_with_other_lengths(page):
     def drawn(lengths, seed):
         return Case(
             page=page,
@@ -734,9 +738,9 @@ def test_a_graph_is_captured_once_and_replayed_with_other_lengths(page):
         )
 
     case = drawn((2000, 5, 0, 900), 0)
-    if page is not None:  # of as many pages as any of the others needs
+    if page is not None:  # as many pages as the largest of the other cases needs
         pages = 4 * -(-3002 // page) + 3
-        case.k_cache, case.v_cache = (case.nothing(pages, page, 2, 128) for _ in range(2))
+        case.k_cache, case.v_cache = (case.nan_cache(pages, page, 2, 128) for _ in range(2))
         case.keywords["block_table"].zero_()
     out, lse = case.run()  # compiles
     torch.cuda.synchronize()
@@ -763,7 +767,7 @@ def test_a_graph_is_captured_once_and_replayed_with_other_lengths(page):
 
 
 @gpu
-def test_lengths_batch_pages_and_splits_compile_nothing():
+def test_no_length_batch_page_or_split_compiles_a_kernel():
     for page in (None, 16, 64):
         Case(page=page, new=1, rotary=(64, True), device="cuda").check()
     before = compiler.compile_count()
@@ -779,7 +783,7 @@ def test_lengths_batch_pages_and_splits_compile_nothing():
 
 
 @gpu
-def test_a_call_does_not_wait_for_the_gpu():
+def test_call_does_not_synchronize():
     case = Case(page=16, new=1, rotary=(64, True), device="cuda")
     case.run()
     torch.cuda.set_sync_debug_mode("error")

@@ -9,16 +9,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from tl_attention import compiler, configs, cubin, toolkit
-from tl_attention.problem import (
-    DECODE_TILE_WIDTHS,
-    SPLIT_BUCKET,
-    AttnProblem,
-    BwdDelta,
-    BwdPass,
-    FwdConfig,
-    append_kernel,
-)
+from tl_attention import compiler, configs, cubin, legality, toolkit
+from tl_attention.kernel_configs import BwdDelta, BwdPass, FwdConfig, append_kernel
+from tl_attention.problem import DECODE_TILE_WIDTHS, SPLIT_BUCKET, AttnProblem
 from tl_attention.target import SMEM_LIMIT
 
 pytestmark = [
@@ -73,8 +66,8 @@ def test_lowering_shipped_kernel(problem, config):
     report = cubin.report(problem, config)
     assert report.spill_bytes == 0
     assert report.warnings == ()
-    assert report.smem_bytes == configs.smem_bytes(problem, config)
-    assert report.smem_static <= configs.BARRIER_BYTES
+    assert report.smem_bytes == legality.smem_bytes(problem, config)
+    assert report.smem_static <= legality.BARRIER_BYTES
     assert report.smem_bytes + report.smem_static <= SMEM_LIMIT
     assert report.ctas_per_sm >= 1
     assert report.fault is None
@@ -97,7 +90,7 @@ def test_lowering_kernel_with_options(problem, config):
         pytest.skip(toolkit.NO_NVCC)
     report = cubin.report(problem, config)
     assert report.fault is None and report.warnings == ()
-    assert report.smem_bytes == configs.smem_bytes(problem, config)
+    assert report.smem_bytes == legality.smem_bytes(problem, config)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +103,8 @@ def test_lowering_decode_kernel(problem, config):
         pytest.skip(toolkit.NO_NVCC)
     report = cubin.report(problem, config)
     assert report.spill_bytes == 0 and report.warnings == () and report.hgmma and report.tma
-    assert report.ctas_per_sm >= config.ctas_a_sm
-    assert report.smem_bytes == configs.smem_bytes(problem, config)
+    assert report.ctas_per_sm >= config.ctas_per_sm
+    assert report.smem_bytes == legality.smem_bytes(problem, config)
     assert report.fault is None
 
 
@@ -123,7 +116,7 @@ def test_lowering_kernel_beside_a_decode(kernel):
         pytest.skip(toolkit.NO_NVCC)
     problem, config = kernel
     report = cubin.report(problem, config)
-    assert report.fault is None and report.smem_bytes == configs.smem_bytes(problem, config)
+    assert report.fault is None and report.smem_bytes == legality.smem_bytes(problem, config)
 
 
 # What only kernels with options have among their arguments or in their text

@@ -1,4 +1,4 @@
-"""merge_states: attention to parts of the keys put together is attention to all of them, forward and backward."""
+"""merge_states: merged attention over parts of the keys equals attention over all keys, forward and backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tl_attention import merge_states
 from tl_attention.reference import attention_reference
 
 BATCH, HEADS, SEQLEN_Q, HEAD_DIM = 2, 3, 5, 8
-PARTS = {"one": [7], "two": [4, 3], "five": [2, 1, 2, 1, 1], "empty": [4, 0, 3]}  # keys of each
+PARTS = {"one": [7], "two": [4, 3], "five": [2, 1, 2, 1, 1], "empty": [4, 0, 3]}  # keys per part
 
 
 def attend(q, k, v, lse_base2=False):
@@ -31,7 +31,7 @@ def states(q, k, v, parts, lse_base2=False):
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("lse_base2", [False, True], ids=["natural", "base2"])
 @pytest.mark.parametrize("stacked", [False, True], ids=["sequences", "stacked"])
-def test_parts_together_are_attention_to_all_keys(parts, lse_base2, stacked):
+def test_merged_parts_equal_attention_over_all_keys(parts, lse_base2, stacked):
     q, k, v = inputs()
     outs, lses = states(q, k, v, parts, lse_base2)
     if stacked:
@@ -43,7 +43,7 @@ def test_parts_together_are_attention_to_all_keys(parts, lse_base2, stacked):
     torch.testing.assert_close(grads, expected)
 
 
-def test_sequences_one_after_another():
+def test_varlen_layout():
     q, k, v = inputs(requires_grad=False)
     outs, lses = states(q, k, v, [4, 3])
     expected_out, expected_lse = merge_states(outs, lses)
@@ -52,13 +52,13 @@ def test_sequences_one_after_another():
     torch.testing.assert_close(lse, expected_lse.transpose(0, 1).flatten(1))
 
 
-def test_parts_that_saw_no_key_add_nothing_and_get_no_gradient():
+def test_parts_without_keys_contribute_nothing():
     outs = torch.randn(3, BATCH, SEQLEN_Q, HEADS, HEAD_DIM)
     lses = torch.randn(3, BATCH, HEADS, SEQLEN_Q)
     lses[1, :, :, 0] = -math.inf  # one part of three
     lses[:2, :, :, 1] = -math.inf  # two of them
     lses[:, :, :, 2] = -math.inf  # all
-    outs[1, :, :3] = math.nan  # what nobody wrote
+    outs[1, :, :3] = math.nan  # unwritten rows
     outs[0, :, 1:3] = math.nan
     outs[2, :, 2] = math.nan
     outs.requires_grad_()
@@ -77,14 +77,14 @@ def test_parts_that_saw_no_key_add_nothing_and_get_no_gradient():
     assert dlses[~gone].any()
 
 
-def test_large_log_sum_exps_do_not_overflow():
+def test_large_lses_do_not_overflow():
     outs, lses = torch.randn(2, 1, 1, 1, 4), torch.full((2, 1, 1, 1), 5e4)
     out, lse = merge_states(outs, lses)
     torch.testing.assert_close(out, outs.mean(0))
     torch.testing.assert_close(lse, lses[0] + math.log(2))
 
 
-def test_sums_are_fp32_whatever_the_outputs_are():
+def test_sums_are_fp32_for_half_precision_outs():
     outs, lses = torch.randn(3, 1, 4, 2, 8), torch.randn(3, 1, 2, 4)
     out, lse = merge_states(list(outs.bfloat16()), list(lses))
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
@@ -97,7 +97,7 @@ def test_empty_states():
     assert out.shape == (2, 0, 3, 8) and lse.shape == (2, 3, 0)
 
 
-def test_compile_has_no_break():
+def test_torch_compile_has_no_graph_break():
     torch._dynamo.reset()
     outs, lses = torch.randn(2, 1, 4, 2, 8), torch.randn(2, 1, 2, 4)
     compiled = torch.compile(merge_states, fullgraph=True, backend="aot_eager")
@@ -106,19 +106,20 @@ def test_compile_has_no_break():
 
 OUT, LSE = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 4)
 ERRORS = {
-    "no-sequence": (1.0, [LSE], TypeError, r"outs: expected a sequence of tensors.*got float"),
-    "no-tensors": ([OUT], [1.0], TypeError, r"lses: expected tensors, got float among them"),
-    "none": ([], [], ValueError, r"outs, lses: expected as many .* one at least, got 0 and 0"),
-    "numbers": ([OUT, OUT], [LSE], ValueError, r"outs, lses: expected as many of one as of the other.*got 2 and 1"),
-    "shapes": ([OUT, OUT[:, :3]], [LSE, LSE], ValueError, r"outs: expected \[batch.*the same of all, got \(1, 3, 2, 8\) as number 1"),
-    "lse-shape": ([OUT], [LSE.mT], ValueError, r"lses: expected shape \(1, 2, 4\) beside outputs \(1, 4, 2, 8\), got \(1, 4, 2\)"),
-    "lse-dtype": ([OUT], [LSE.bfloat16()], TypeError, r"expected floating point outputs with fp32 log-sum-exps.*got torch\.float32 and"),
-    "dtypes": ([OUT, OUT.half()], [LSE, LSE], TypeError, r"outs: expected one dtype, got torch\.float16 as number 1 after torch\.float32"),
-    "device": ([OUT], [LSE.to("meta")], ValueError, r"outs, lses: expected one device, got cpu and meta"),
+    "no-sequence": (1.0, [LSE], TypeError, r"outs: expected a list of tensors.*got float"),
+    "no-tensors": ([OUT], [1.0], TypeError, r"lses\[0\]: expected a torch\.Tensor, got float"),
+    "none": ([], [], ValueError, r"outs, lses: expected non-empty lists of equal length, got 0 and 0"),
+    "numbers": ([OUT, OUT], [LSE], ValueError, r"outs, lses: expected non-empty lists of equal length, got 2 and 1"),
+    "2-dimensions": ([OUT[0, 0]], [LSE], ValueError, r"outs\[0\]: expected \[batch, seqlen, heads, head_dim\] or.*got shape \(2, 8\)"),
+    "shapes": ([OUT, OUT[:, :3]], [LSE, LSE], ValueError, r"outs\[1\]: expected the shape of outs\[0\].*got \(1, 3, 2, 8\)"),
+    "lse-shape": ([OUT], [LSE.mT], ValueError, r"lses\[0\]: expected shape \(1, 2, 4\) for outs of shape \(1, 4, 2, 8\), got \(1, 4, 2\)"),
+    "lse-dtype": ([OUT], [LSE.bfloat16()], TypeError, r"outs\[0\], lses\[0\]: expected a floating-point out.*got torch\.float32 and"),
+    "dtypes": ([OUT, OUT.half()], [LSE, LSE], TypeError, r"outs\[1\]: expected the dtype of outs\[0\], torch\.float32, got torch\.float16"),
+    "device": ([OUT], [LSE.to("meta")], ValueError, r"outs\[0\], lses\[0\]: expected the device of outs\[0\], cpu, got cpu and meta"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("outs", "lses", "error", "text"), ERRORS.values(), ids=ERRORS)
-def test_error_names_the_argument_what_was_expected_and_what_came(outs, lses, error, text):
+def test_errors(outs, lses, error, text):
     with pytest.raises(error, match=text):
         merge_states(outs, lses)

@@ -1,4 +1,4 @@
-"""The error rule lets through what PyTorch itself gets wrong, and nothing a kernel gets wrong."""
+"""The error rule accepts PyTorch's own rounding errors and rejects errors of a kernel."""
 
 from __future__ import annotations
 
@@ -40,77 +40,77 @@ def dtype(request):
 
 
 @pytest.fixture
-def right(shape, dtype):
-    """out, lse of a perfect kernel (fp32 inside, rounded at the end) and the arguments they answer."""
+def ideal_forward(shape, dtype):
+    """out and lse of an ideal kernel (fp32, rounded at the end), and its arguments."""
     q, k, v = make_inputs(shape, dtype, device="cpu")
     out, lse = attention_reference(q, k, v, causal=shape.causal)
     return out.to(dtype), lse, (q, k, v, None, shape.causal)
 
 
-def test_rule_accepts_a_perfect_kernel(right):
-    out, lse, args = right
-    verdict = check_fwd(out, lse, *args)
-    assert verdict.ok and verdict.max_err_ratio < 0.6 and verdict.lse_err_ratio < 0.1, verdict.text
+def test_rule_accepts_an_ideal_kernel(ideal_forward):
+    out, lse, args = ideal_forward
+    result = check_fwd(out, lse, *args)
+    assert result.ok and result.max_err_ratio < 0.6 and result.lse_err_ratio < 0.1, result.text
 
 
-def test_rule_accepts_same_dtype_rounding(right):
-    out, lse, args = right
+def test_rule_accepts_same_dtype_rounding(ideal_forward):
+    out, lse, args = ideal_forward
     same_dtype, _ = attention_reference(*args, dtype=out.dtype)
-    verdict = check_fwd(same_dtype, lse, *args)
-    assert verdict.ok and verdict.max_err_ratio <= 0.5, verdict.text
+    result = check_fwd(same_dtype, lse, *args)
+    assert result.ok and result.max_err_ratio <= 0.5, result.text
 
 
-def test_rule_rejects_one_wrong_element(right):
-    out, lse, args = right
+def test_rule_rejects_one_wrong_element(ideal_forward):
+    out, lse, args = ideal_forward
     out[0, 33, 1, 5] += 0.1
-    verdict = check_fwd(out, lse, *args)
-    assert not verdict.ok and verdict.max_err_ratio > 1 >= verdict.lse_err_ratio
-    assert "out[0, 33, 1, 5]" in verdict.text
+    result = check_fwd(out, lse, *args)
+    assert not result.ok and result.max_err_ratio > 1 >= result.lse_err_ratio
+    assert "out[0, 33, 1, 5]" in result.text
 
 
-def test_rule_rejects_one_wrong_lse(right):
-    out, lse, args = right
+def test_rule_rejects_one_wrong_lse(ideal_forward):
+    out, lse, args = ideal_forward
     lse[0, 1, 33] += 0.001
-    verdict = check_fwd(out, lse, *args)
-    assert not verdict.ok and verdict.lse_err_ratio > 1 >= verdict.max_err_ratio
-    assert "lse[0, 1, 33]" in verdict.text
+    result = check_fwd(out, lse, *args)
+    assert not result.ok and result.lse_err_ratio > 1 >= result.max_err_ratio
+    assert "lse[0, 1, 33]" in result.text
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_rule_rejects_a_misplaced_non_finite_value(right, value):
-    out, lse, args = right
+def test_rule_rejects_a_misplaced_non_finite_value(ideal_forward, value):
+    out, lse, args = ideal_forward
     out[0, 36, 0, 3] = value
     assert check_fwd(out, lse, *args).max_err_ratio == math.inf
 
 
 @pytest.mark.parametrize("value", [math.nan, 0.0], ids=["poison", "zeros"])
-def test_rule_rejects_an_unwritten_row(right, value):
-    out, _, args = right
+def test_rule_rejects_an_unwritten_row(ideal_forward, value):
+    out, _, args = ideal_forward
     out[-1, -1, -1] = value
     assert not check_fwd(out, None, *args).ok
 
 
-def test_rule_rejects_a_mask_shifted_by_one_key(right):
-    out, _, (q, k, v, scale, causal) = right
+def test_rule_rejects_a_mask_shifted_by_one_key(ideal_forward):
+    out, _, (q, k, v, scale, causal) = ideal_forward
     shifted, shifted_lse = attention_reference(q, k[:, :-1], v[:, :-1], scale, causal)
-    verdict = check_fwd(shifted.to(out.dtype), shifted_lse, q, k, v, scale, causal)
-    assert not verdict.ok and verdict.lse_err_ratio > 1 and (verdict.max_err_ratio > 1 or not causal)
+    result = check_fwd(shifted.to(out.dtype), shifted_lse, q, k, v, scale, causal)
+    assert not result.ok and result.lse_err_ratio > 1 and (result.max_err_ratio > 1 or not causal)
 
 
-def test_rule_rejects_the_other_base(right):
-    out, lse, args = right
+def test_rule_rejects_the_other_base(ideal_forward):
+    out, lse, args = ideal_forward
     assert not check_fwd(out, lse, *args, lse_base2=True).ok
     assert check_fwd(out, lse / math.log(2), *args, lse_base2=True).ok
 
 
-def test_rule_wants_nan_where_the_reference_has_it(right):
-    out, lse, (q, k, v, scale, causal) = right
+def test_rule_requires_nan_where_the_reference_has_it(ideal_forward):
+    out, lse, (q, k, v, scale, causal) = ideal_forward
     q = q.clone()
     q[0, -1, 0] = math.nan
     assert not check_fwd(out, lse, q, k, v, scale, causal).ok
     out[0, -1, 0], lse[0, 0, -1] = math.nan, math.nan
-    verdict = check_fwd(out, lse, q, k, v, scale, causal)
-    assert verdict.ok, verdict.text
+    result = check_fwd(out, lse, q, k, v, scale, causal)
+    assert result.ok, result.text
 
 
 def test_rule_holds_where_the_input_dtype_overflows():
@@ -118,14 +118,14 @@ def test_rule_holds_where_the_input_dtype_overflows():
     q, k = q * 100, k * 100
     assert attention_reference(q, k, v, 1.0, dtype=torch.float16)[0].isnan().any()
     out, lse = attention_reference(q, k, v, 1.0)
-    verdict = check_fwd(out.half(), lse, q, k, v, 1.0)
-    assert verdict.ok, verdict.text
+    result = check_fwd(out.half(), lse, q, k, v, 1.0)
+    assert result.ok, result.text
     out[0, 0, 0, 0] += 0.1
     assert not check_fwd(out.half(), lse, q, k, v, 1.0).ok
 
 
-def test_rule_rejects_another_shape(right):
-    out, lse, args = right
+def test_rule_rejects_another_shape(ideal_forward):
+    out, lse, args = ideal_forward
     assert "shape" in check_fwd(out[:, :-1], lse, *args).text
     assert not check_fwd(out, lse[..., :-1], *args).ok
 
@@ -135,16 +135,16 @@ def test_rule_rejects_another_shape(right):
 )
 def test_rule_on_empty_tensors(sizes):
     q, k, v = make_inputs(Shape(*sizes, 8, 8, False), torch.float32, device="cpu")
-    verdict = check_fwd(*attention_reference(q, k, v), q, k, v)
-    assert verdict.ok, verdict.text
+    result = check_fwd(*attention_reference(q, k, v), q, k, v)
+    assert result.ok, result.text
 
 
 GRADS = ("dq", "dk", "dv")
 
 
 @pytest.fixture
-def right_backward(shape, dtype):
-    """[dq, dk, dv] of a perfect kernel (fp32 inside, rounded at the end) and the arguments they answer."""
+def ideal_backward(shape, dtype):
+    """[dq, dk, dv] of an ideal kernel (fp32, rounded at the end), and its arguments."""
     args = (
         make_dout(shape, dtype, device="cpu"),
         *make_inputs(shape, dtype, device="cpu"),
@@ -155,81 +155,81 @@ def right_backward(shape, dtype):
     return [x.to(dtype) for x in attention_backward_reference(*args[:-1], dlse=args[-1])], args
 
 
-def test_backward_rule_accepts_a_perfect_kernel(right_backward):
-    grads, args = right_backward
-    verdict = check_bwd(grads, *args)
-    assert verdict.ok and verdict.max_err_ratio < 0.6 and tuple(verdict.ratios) == GRADS, verdict.text
+def test_backward_rule_accepts_an_ideal_kernel(ideal_backward):
+    grads, args = ideal_backward
+    result = check_bwd(grads, *args)
+    assert result.ok and result.max_err_ratio < 0.6 and tuple(result.ratios) == GRADS, result.text
 
 
-def test_backward_rule_accepts_same_dtype_rounding(right_backward):
-    grads, args = right_backward
+def test_backward_rule_accepts_same_dtype_rounding(ideal_backward):
+    grads, args = ideal_backward
     same_dtype = attention_backward_reference(*args[:-1], dlse=args[-1], dtype=grads[0].dtype)
-    verdict = check_bwd(same_dtype, *args)
-    assert verdict.ok and verdict.max_err_ratio <= 0.34, verdict.text
+    result = check_bwd(same_dtype, *args)
+    assert result.ok and result.max_err_ratio <= 0.34, result.text
 
 
 @pytest.mark.parametrize("wrong", range(3), ids=GRADS)
-def test_backward_rule_names_one_wrong_element(right_backward, wrong):
-    grads, args = right_backward
+def test_backward_rule_names_one_wrong_element(ideal_backward, wrong):
+    grads, args = ideal_backward
     grads[wrong][0, 33, 0, 5] += grads[wrong].abs().max()
-    verdict = check_bwd(grads, *args)
-    assert not verdict.ok and verdict.text.startswith(f"{GRADS[wrong]}[0, 33, 0, 5] is ")
-    assert [name for name, ratio in verdict.ratios.items() if ratio > 1] == [GRADS[wrong]]
+    result = check_bwd(grads, *args)
+    assert not result.ok and result.text.startswith(f"{GRADS[wrong]}[0, 33, 0, 5] is ")
+    assert [name for name, ratio in result.ratios.items() if ratio > 1] == [GRADS[wrong]]
 
 
-def test_backward_rule_says_where_a_right_gradient_is_worst(right_backward):
-    grads, args = right_backward
+def test_backward_rule_reports_the_largest_error_of_each_gradient(ideal_backward):
+    grads, args = ideal_backward
     worst_first = check_bwd(grads, *args).text.split("; ")
     assert sorted(text[:2] for text in worst_first) == sorted(GRADS)
-    assert all(f"of what is allowed, most at {text[:2]}[" in text for text in worst_first)
+    assert all(f"of the allowed error, at {text[:2]}[" in text for text in worst_first)
 
 
 @pytest.mark.parametrize("wrong", range(3), ids=GRADS)
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["poison", "inf"])
-def test_backward_rule_rejects_an_unwritten_row(right_backward, wrong, value):
-    grads, args = right_backward
+def test_backward_rule_rejects_an_unwritten_row(ideal_backward, wrong, value):
+    grads, args = ideal_backward
     grads[wrong][-1, -1, -1] = value
     assert check_bwd(grads, *args).ratios[GRADS[wrong]] == math.inf
 
 
 @pytest.mark.parametrize("wrong", range(3), ids=GRADS)
-def test_backward_rule_rejects_zeros_in_the_last_rows(right_backward, wrong):
-    """Where causality leaves few queries to a key, and their probabilities are small."""
-    grads, args = right_backward
+def test_backward_rule_rejects_zeros_in_the_last_rows(ideal_backward, wrong):
+    """Few queries see the last keys of a causal problem, and their probabilities are small."""
+    grads, args = ideal_backward
     grads[wrong][-1, -16:, -1] = 0
-    verdict = check_bwd(grads, *args)
-    assert verdict.ratios[GRADS[wrong]] > 1 and verdict.text.startswith(GRADS[wrong]), verdict.text
+    result = check_bwd(grads, *args)
+    assert result.ratios[GRADS[wrong]] > 1 and result.text.startswith(GRADS[wrong]), result.text
 
 
-def test_backward_rule_rejects_a_mask_shifted_by_one_key(right_backward):
-    _, (dout, q, k, v, scale, causal, dlse) = right_backward
+def test_backward_rule_rejects_a_mask_shifted_by_one_key(ideal_backward):
+    _, (dout, q, k, v, scale, causal, dlse) = ideal_backward
     dq, dk, dv = attention_backward_reference(dout, q, k[:, :-1], v[:, :-1], scale, causal, dlse=dlse)
     shifted = (dq, *(torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 1)) for x in (dk, dv)))
-    verdict = check_bwd([x.to(q.dtype) for x in shifted], dout, q, k, v, scale, causal, dlse)
-    assert min(verdict.ratios.values()) > 1, verdict.text
+    result = check_bwd([x.to(q.dtype) for x in shifted], dout, q, k, v, scale, causal, dlse)
+    assert min(result.ratios.values()) > 1, result.text
 
 
 @pytest.mark.parametrize("wrong", ["missing", "base", "sign"])
-def test_backward_rule_rejects_another_gradient_of_the_lse(right_backward, wrong):
-    grads, (*args, dlse) = right_backward
+def test_backward_rule_rejects_another_gradient_of_the_lse(ideal_backward, wrong):
+    grads, (*args, dlse) = ideal_backward
     assert check_bwd(grads, *args, dlse * math.log(2), lse_base2=True).ok
     other = {"missing": (None, False), "base": (dlse, True), "sign": (-dlse, False)}[wrong]
     assert not check_bwd(grads, *args, *other).ok
 
 
 @pytest.mark.parametrize("value", [1e-30, math.nan])
-def test_backward_rule_wants_exact_zeros_where_a_query_sees_no_key(dtype, value):
+def test_backward_rule_requires_exact_zeros_for_queries_without_keys(dtype, value):
     shape = SHAPES["empty-rows"]
     args = (make_dout(shape, dtype, device="cpu"), *make_inputs(shape, dtype, device="cpu"), None, True)
     grads = [x.float() for x in attention_backward_reference(*args)]
     assert check_bwd(grads, *args).ok
-    grads[0][0, 9, 1, 5] = value  # query 9 of 60 over 50 keys is the last that sees none
-    verdict = check_bwd(grads, *args)
-    assert verdict.ratios["dq"] > 1e6 and verdict.text.startswith("dq[0, 9, 1, 5] is ")
+    grads[0][0, 9, 1, 5] = value  # with 60 queries and 50 keys, query 9 is the last that sees no key
+    result = check_bwd(grads, *args)
+    assert result.ratios["dq"] > 1e6 and result.text.startswith("dq[0, 9, 1, 5] is ")
 
 
-def test_backward_rule_allows_what_fp32_leaves_of_a_difference(dtype):
-    """With one key dP is delta, so that dq and dk are 0, in PyTorch's sums perhaps exactly."""
+def test_backward_rule_allows_fp32_cancellation(dtype):
+    """A row with one key has dP equal to delta: dq and dk are 0, and PyTorch may compute exactly 0."""
     shape = Shape(1, 1, 1, 1, 1, 192, 192, False)
     for seed in range(20):
         args = (
@@ -237,14 +237,14 @@ def test_backward_rule_allows_what_fp32_leaves_of_a_difference(dtype):
             *make_inputs(shape, dtype, seed=seed, device="cpu"),
         )
         dq, dk, dv = attention_backward_reference(*args)
-        verdict = check_bwd((dq, dk, dv.to(dtype)), *args)
-        assert verdict.ok, verdict.text
+        result = check_bwd((dq, dk, dv.to(dtype)), *args)
+        assert result.ok, result.text
 
 
-def test_backward_rule_rejects_another_shape(right_backward):
-    (dq, dk, dv), args = right_backward
-    verdict = check_bwd((dq, dk[:, :-1], dv), *args)
-    assert not verdict.ok and verdict.text.startswith("dk has shape")
+def test_backward_rule_rejects_another_shape(ideal_backward):
+    (dq, dk, dv), args = ideal_backward
+    result = check_bwd((dq, dk[:, :-1], dv), *args)
+    assert not result.ok and result.text.startswith("dk has shape")
 
 
 @pytest.mark.parametrize(
@@ -253,12 +253,12 @@ def test_backward_rule_rejects_another_shape(right_backward):
 def test_backward_rule_on_empty_tensors(sizes):
     shape = Shape(*sizes, 8, 8, False)
     args = (make_dout(shape, torch.float32, device="cpu"), *make_inputs(shape, torch.float32, device="cpu"))
-    verdict = check_bwd([torch.zeros_like(x) for x in args[1:]], *args)
-    assert verdict.ok, verdict.text
+    result = check_bwd([torch.zeros_like(x) for x in args[1:]], *args)
+    assert result.ok, result.text
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_dout_is_the_same_values_in_every_layout(layout, shape):
+def test_dout_has_the_same_values_in_every_layout(layout, shape):
     dout = make_dout(shape, torch.bfloat16, layout, seed=3, device="cpu")
     torch.testing.assert_close(dout, make_dout(shape, torch.bfloat16, seed=3, device="cpu"), rtol=0, atol=0)
     assert dout.shape == (shape.batch, shape.seqlen_q, shape.heads_q, shape.head_dim_v)
@@ -268,7 +268,7 @@ def test_dout_is_the_same_values_in_every_layout(layout, shape):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_inputs_are_the_same_values_in_every_layout(layout, shape):
+def test_inputs_have_the_same_values_in_every_layout(layout, shape):
     plain = make_inputs(shape, torch.bfloat16, seed=3, device="cpu")
     inputs = make_inputs(shape, torch.bfloat16, layout, seed=3, device="cpu")
     torch.testing.assert_close(inputs, plain, rtol=0, atol=0)
@@ -276,13 +276,13 @@ def test_inputs_are_the_same_values_in_every_layout(layout, shape):
     assert len({x.untyped_storage().data_ptr() for x in inputs}) == (1 if layout == "packed" else 3)
 
 
-def test_inputs_of_another_seed_are_others(shape):
+def test_inputs_depend_on_the_seed(shape):
     one, two = (make_inputs(shape, torch.float16, seed=seed, device="cpu")[0] for seed in (0, 1))
     assert (one != two).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_poisoned_output_knows_its_guard(layout):
+def test_guard_of_a_poisoned_output(layout):
     whole, view = poisoned(2, 5, 3, 8, dtype=torch.bfloat16, layout=layout, device="cpu")
     assert (
         view.shape == (2, 5, 3, 8) and view.isnan().all() and view.stride(1 if layout == "bhsd" else 2) == 8

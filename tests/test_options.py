@@ -16,9 +16,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tl_attention import compiler, configs, launch
+from tl_attention import compiler, configs, launch, legality
+from tl_attention.kernel_configs import SCHEDULES, FwdConfig
 from tl_attention.options import Options
-from tl_attention.problem import DIRECTIONS, OPTIONS, SCHEDULES, AttnProblem, FwdConfig
+from tl_attention.problem import DIRECTIONS, OPTIONS, AttnProblem, tile_widths
 from tl_attention.reference import attention_backward_reference, dropout_keep, varlen_backward_reference
 from tl_attention.testing.numeric import check_bwd, check_fwd
 
@@ -270,7 +271,7 @@ def test_options_match_reference_in_every_schedule(names, config, monkeypatch):
     case = Case(
         64, 64, "window" not in named, named, heads=6, lengths_q=lengths, lengths_k=lengths[::-1], batch=9
     )
-    assert configs.is_legal(AttnProblem("bfloat16", 64, 64, case.causal, named), config) is None
+    assert legality.is_legal(AttnProblem("bfloat16", 64, 64, case.causal, named), config) is None
     check(case, config=config)
     check(case, config=config)  # once more with the same counters
 
@@ -454,8 +455,8 @@ def test_the_longest_tiles_of_sequences_come_first():
 def test_each_problem_with_options_has_a_config_that_may_run(direction):
     for count in range(1, len(OPTIONS) + 1):
         for options in itertools.combinations(OPTIONS, count):
-            for width in configs.tile_widths(direction):
+            for width in tile_widths(direction):
                 problem = AttnProblem("bfloat16", *width, "window" not in options, options)
                 for bucket in ("1k", "split") if direction == "fwd" else ("1k",):
                     config = configs.option_config(problem, bucket, direction)
-                    assert configs.is_legal(problem, config, direction) is None, (problem, config)
+                    assert legality.is_legal(problem, config, direction) is None, (problem, config)

@@ -1,4 +1,4 @@
-"""The oracle with every option, against one naive formula and its autograd; the keep mask against Philox in plain integers."""
+"""The reference with every option, compared to a naive formula and its autograd; the keep mask compared to Philox in Python integers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tl_attention.testing.numeric import check_bwd, check_fwd
 def naive(
     q, k, v, scale, diagonal, sees, *, softcap=0.0, window=(-1, -1), slopes=None, sink=None, keep=None, p=0.0
 ):
-    """out and lse of whole matrices, with no maximum subtracted.
+    """Attention on whole matrices, without subtracting the row max: out and lse.
 
     diagonal: [seqlen_q], the key a window and ALiBi count from; sees: bool [seqlen_q, seqlen_k], before the window;
-    slopes: [.., heads, seqlen_q or 1, 1]; p: exactly this probability.
+    slopes: [.., heads, seqlen_q or 1, 1]; p: the dropout probability, not rounded.
     """
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
@@ -44,12 +44,12 @@ def naive(
         sees = sees & (away <= window[1])
     weights = scores.exp() * sees
     total = weights.sum(-1) + (0 if sink is None else sink.exp()[:, None])
-    nothing = total == 0
-    total = total.masked_fill(nothing, 1)
+    without_keys = total == 0
+    total = total.masked_fill(without_keys, 1)
     weights = weights / total[..., None]
     if keep is not None:
         weights = weights * keep / (1 - p)
-    return torch.einsum("bhij,bjhd->bihd", weights, v), total.log().masked_fill(nothing, -math.inf)
+    return torch.einsum("bhij,bjhd->bihd", weights, v), total.log().masked_fill(without_keys, -math.inf)
 
 
 def draw(*shape):
@@ -73,24 +73,28 @@ OPTIONS = st.fixed_dictionaries(
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def draw_options(asked, batch, heads, seqlen_q, seqlen_k):
-    """The keywords of the reference and what naive takes for them (slopes as the reference has them)."""
-    slopes = {"none": None, "heads": draw(heads).abs(), "batch": draw(batch, heads).abs()}[asked["slopes"]]
-    sink = draw(heads) if asked["sink"] else None
+def draw_options(chosen, batch, heads, seqlen_q, seqlen_k):
+    """Return the options for the reference and for naive; slopes have the shape for the reference."""
+    slopes = {"none": None, "heads": draw(heads).abs(), "batch": draw(batch, heads).abs()}[chosen["slopes"]]
+    sink = draw(heads) if chosen["sink"] else None
     keep = None
-    if asked["dropout_p"]:
+    if chosen["dropout_p"]:
         seed = torch.randint(2**62, (2,))
-        keep = dropout_keep(seed, batch, heads, seqlen_q, seqlen_k, asked["dropout_p"])
-    both = {"softcap": asked["softcap"], "window": asked["window"], "sink": sink, "keep": keep}
-    theirs = both | {"alibi_slopes": slopes, "dropout_p": asked["dropout_p"], "lse_base2": asked["lse_base2"]}
-    ours = both | {"slopes": slopes, "p": rounded_dropout(asked["dropout_p"]) / 256}
-    if asked["causal"]:
-        ours["window"] = (asked["window"][0], 0)
+        keep = dropout_keep(seed, batch, heads, seqlen_q, seqlen_k, chosen["dropout_p"])
+    both = {"softcap": chosen["softcap"], "window": chosen["window"], "sink": sink, "keep": keep}
+    theirs = both | {
+        "alibi_slopes": slopes,
+        "dropout_p": chosen["dropout_p"],
+        "lse_base2": chosen["lse_base2"],
+    }
+    ours = both | {"slopes": slopes, "p": rounded_dropout(chosen["dropout_p"]) / 256}
+    if chosen["causal"]:
+        ours["window"] = (chosen["window"][0], 0)
     return theirs, ours
 
 
 def differentiated(inputs, dout, dlse, lse_base2, compute):
-    """out, lse and gradients by inputs (None stays None) of compute(*inputs), with lse in the base asked."""
+    """Return out, lse and the gradients of compute(*inputs); inputs may be None."""
     inputs = [None if x is None else x.clone().requires_grad_() for x in inputs]
     out, lse = compute(*inputs)
     lse = lse / math.log(2) if lse_base2 else lse
@@ -108,28 +112,28 @@ def differentiated(inputs, dout, dlse, lse_base2, compute):
     heads=HEADS,
     seqlens=st.tuples(st.integers(1, 9), st.integers(1, 9)),
     widths=st.tuples(st.integers(1, 5), st.integers(1, 5)),
-    asked=OPTIONS,
+    chosen=OPTIONS,
     max_scores=st.sampled_from([1, 30, 2**26]),
     seed=SEEDS,
 )
 @settings(max_examples=150)
-def test_options_match_autograd_of_the_naive_formula(batch, heads, seqlens, widths, asked, max_scores, seed):
+def test_options_match_autograd_of_the_naive_formula(batch, heads, seqlens, widths, chosen, max_scores, seed):
     torch.manual_seed(seed)
     (heads_q, heads_kv), (seqlen_q, seqlen_k), (width, width_v) = heads, seqlens, widths
     q, dout = draw(batch, seqlen_q, heads_q, width), draw(batch, seqlen_q, heads_q, width_v)
     k, v = draw(batch, seqlen_k, heads_kv, width), draw(batch, seqlen_k, heads_kv, width_v)
-    dlse = draw(batch, heads_q, seqlen_q) if asked["dlse"] else None
-    theirs, ours = draw_options(asked, batch, heads_q, seqlen_q, seqlen_k)
+    dlse = draw(batch, heads_q, seqlen_q) if chosen["dlse"] else None
+    theirs, ours = draw_options(chosen, batch, heads_q, seqlen_q, seqlen_k)
     if ours["slopes"] is not None:
         ours["slopes"] = ours["slopes"][..., None, None]
     diagonal = torch.arange(seqlen_q) + seqlen_k - seqlen_q
-    everything = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    all_keys = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
 
     def compute(q, k, v, sink):
-        return naive(q, k, v, 0.8, diagonal, everything, **ours | {"sink": sink})
+        return naive(q, k, v, 0.8, diagonal, all_keys, **ours | {"sink": sink})
 
-    *expected, grads = differentiated((q, k, v, ours["sink"]), dout, dlse, asked["lse_base2"], compute)
-    how = (0.8, asked["causal"])
+    *expected, grads = differentiated((q, k, v, ours["sink"]), dout, dlse, chosen["lse_base2"], compute)
+    how = (0.8, chosen["causal"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "MAX_SCORES", max_scores)
         actual = attention_reference(q, k, v, *how, dtype=torch.float64, **theirs)
@@ -139,7 +143,7 @@ def test_options_match_autograd_of_the_naive_formula(batch, heads, seqlens, widt
 
 
 def starts(lengths):
-    """cu_seqlens, int32 [batch + 1]."""
+    """Return cu_seqlens, int32 [batch + 1]."""
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
@@ -147,12 +151,12 @@ def starts(lengths):
     heads=HEADS,
     lengths=st.lists(st.tuples(*[st.integers(0, 5)] * 4), min_size=0, max_size=4),
     used=st.tuples(st.booleans(), st.booleans()),
-    asked=OPTIONS,
+    chosen=OPTIONS,
     seed=SEEDS,
 )
 @settings(max_examples=100)
-def test_varlen_matches_autograd_of_the_naive_formula_on_one_sequence(heads, lengths, used, asked, seed):
-    """Lengths are (queries, keys, queries beyond seqused, keys beyond seqused); rows of no sequence hold NaN."""
+def test_varlen_matches_autograd_of_the_naive_formula_on_one_sequence(heads, lengths, used, chosen, seed):
+    """Lengths are (queries, keys, queries after seqused, keys after seqused); rows outside all sequences hold NaN."""
     torch.manual_seed(seed)
     heads_q, heads_kv = heads
     used_q, used_k = ([x[of] if used[of] else x[of] + x[of + 2] for x in lengths] for of in (0, 1))
@@ -164,9 +168,9 @@ def test_varlen_matches_autograd_of_the_naive_formula_on_one_sequence(heads, len
         draw(heads_q, total_q + tail),
     )
     k, v = draw(total_k + tail, heads_kv, 3), draw(total_k + tail, heads_kv, 4)
-    theirs, ours = draw_options(asked, len(lengths), heads_q, 10, 10)
+    theirs, ours = draw_options(chosen, len(lengths), heads_q, 10, 10)
 
-    # One batch of all rows, in which a query sees the keys of its sequence.
+    # One sequence with all rows, in which a query sees the keys of its own sequence
     diagonal = torch.zeros(len(q), dtype=torch.long)
     sees = torch.zeros(len(q), len(k), dtype=torch.bool)
     keep, slopes = torch.ones(heads_q, len(q), len(k), dtype=torch.bool), 0 * draw(heads_q, len(q), 1)
@@ -186,8 +190,8 @@ def test_varlen_matches_autograd_of_the_naive_formula_on_one_sequence(heads, len
         out, lse = naive(q[None], k[None], v[None], 0.8, diagonal, sees, **ours | {"sink": sink})
         return out[0], lse[0].masked_fill(~in_q, -math.inf)
 
-    dlse = dlse if asked["dlse"] else None
-    *expected, grads = differentiated((q, k, v, ours["sink"]), dout, dlse, asked["lse_base2"], compute)
+    dlse = dlse if chosen["dlse"] else None
+    *expected, grads = differentiated((q, k, v, ours["sink"]), dout, dlse, chosen["lse_base2"], compute)
 
     for x in (q, dout, *(() if dlse is None else [dlse.mT])):
         x[~in_q] = math.nan
@@ -197,7 +201,7 @@ def test_varlen_matches_autograd_of_the_naive_formula_on_one_sequence(heads, len
         for name, n, in_use in (("seqused_q", used_q, used[0]), ("seqused_k", used_k, used[1]))
         if in_use
     }
-    how = (cu_q, cu_k, 0.8, asked["causal"])
+    how = (cu_q, cu_k, 0.8, chosen["causal"])
     actual = varlen_reference(q, k, v, *how, dtype=torch.float64, **seqused, **theirs)
     torch.testing.assert_close(actual, tuple(expected))
     actual = varlen_backward_reference(
@@ -207,7 +211,7 @@ def test_varlen_matches_autograd_of_the_naive_formula_on_one_sequence(heads, len
 
 
 def keys_seen(seqlen_q, seqlen_k, causal=False, **options):
-    """bool [seqlen_q, seqlen_k]: the keys with a part in each row."""
+    """Keys that contribute to each row: bool [seqlen_q, seqlen_k]."""
     q, k = torch.zeros(1, seqlen_q, 1, 1), torch.zeros(1, seqlen_k, 1, 1)
     out, _ = attention_reference(q, k, torch.eye(seqlen_k)[None, :, None], 1.0, causal, **options)
     return out[0, :, 0] > 0
@@ -224,15 +228,15 @@ SEEN = {
 }
 
 
-@pytest.mark.parametrize(("asked", "expected"), SEEN.values(), ids=SEEN.keys())
-def test_window_bounds_are_inclusive(asked, expected):
-    *sizes, causal, window = asked
+@pytest.mark.parametrize(("chosen", "expected"), SEEN.values(), ids=SEEN.keys())
+def test_window_bounds_are_inclusive(chosen, expected):
+    *sizes, causal, window = chosen
     seen = keys_seen(*sizes, causal, window=window)
     assert [row.nonzero().flatten().tolist() for row in seen] == expected
 
 
 def grouped(seqlen_q=6, seqlen_k=8):
-    """q, k, v, dout of 4 heads over 2."""
+    """Random q, k, v, dout with 4 query heads and 2 kv heads."""
     return (
         draw(2, seqlen_q, 4, 3),
         draw(2, seqlen_k, 2, 3),
@@ -259,7 +263,7 @@ NOTHING = {
 
 
 @pytest.mark.parametrize("options", NOTHING.values(), ids=NOTHING.keys())
-def test_options_that_change_nothing(options):
+def test_options_without_effect(options):
     q, k, v, dout = grouped()
     torch.testing.assert_close(exact(q, k, v, **options), exact(q, k, v))
     grads = exact_backward(dout, q, k, v, **options)
@@ -268,7 +272,7 @@ def test_options_that_change_nothing(options):
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
-def test_window_hides_what_a_key_holds(name):
+def test_window_masks_non_finite_keys(name):
     q, k, v, dout = grouped(6, 6)
     options = {"window": (1, 1), "sink": draw(4)}
     out, lse = exact(q, k, v, **options)
@@ -293,7 +297,7 @@ def test_backward_with_a_window_of_a_query_does_not_reach_other_keys(name):
     assert dk[:, 2:5].isnan().any(-1).all() and dv[:, 2:5].isnan().any(-1).all()
 
 
-def test_sink_is_all_that_a_row_without_keys_has():
+def test_sink_of_a_row_without_keys():
     q, k, v, dout = grouped(6, 2)
     sink, dlse = draw(4), draw(2, 4, 6)
     out, lse = exact(q, k, v, 1.0, True, sink=sink)
@@ -306,7 +310,7 @@ def test_sink_is_all_that_a_row_without_keys_has():
 
 
 @pytest.mark.parametrize("sizes", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
-def test_options_of_empty_tensors(sizes):
+def test_options_empty_tensors(sizes):
     batch, heads, seqlen_q, seqlen_k = sizes
     q, dout, dlse = (
         draw(batch, seqlen_q, heads, 3),
@@ -325,7 +329,7 @@ def test_options_of_empty_tensors(sizes):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_options_in_a_dtype_are_that_dtype(dtype):
+def test_options_compute_in_the_given_dtype(dtype):
     q, k, v, dout = (x.to(dtype) for x in grouped(20, 30))
     keep = dropout_keep(torch.tensor([1, 2]), 2, 4, 20, 30, 0.2)
     options = {
@@ -345,7 +349,7 @@ def test_options_in_a_dtype_are_that_dtype(dtype):
     assert torch.finfo(dtype).eps / 8 < min(errors) and max(errors) < 60 * torch.finfo(dtype).eps
 
 
-def test_dropout_without_a_mask_is_refused():
+def test_dropout_without_a_mask_is_an_error():
     q, k, v, _ = grouped()
     with pytest.raises(ValueError, match="keep.*dropout_keep"):
         attention_reference(q, k, v, dropout_p=0.1)
@@ -360,13 +364,13 @@ def test_dropout_of_everything_is_zero():
     assert not any(x.any() for x in exact_backward(dout, q, k, v, keep=keep, dropout_p=1.0))
 
 
-def test_unknown_options_are_refused():
+def test_unknown_options_are_errors():
     q, k, v, _ = grouped()
     with pytest.raises(TypeError, match="window_size"):
         attention_reference(q, k, v, window_size=(1, 1))
 
 
-# Random123's kat_vectors: counter, key, output of 10 rounds.
+# Known answers from Random123's kat_vectors: counter, key, output after 10 rounds
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
 KNOWN = {
     "zeros": ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -376,13 +380,13 @@ KNOWN = {
 
 
 def philox_in_integers(counter, key, rounds):
-    """The same as philox, of Python's integers."""
+    """philox in Python integers."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for i in range(rounds):
         high0, low0 = divmod(0xD2511F53 * c0, 2**32)
         high1, low1 = divmod(0xCD9E8D57 * c2, 2**32)
-        of_round = ((k0 + i * 0x9E3779B9) % 2**32, (k1 + i * 0xBB67AE85) % 2**32)
-        c0, c1, c2, c3 = high1 ^ c1 ^ of_round[0], low1, high0 ^ c3 ^ of_round[1], low0
+        round_key = ((k0 + i * 0x9E3779B9) % 2**32, (k1 + i * 0xBB67AE85) % 2**32)
+        c0, c1, c2, c3 = high1 ^ c1 ^ round_key[0], low1, high0 ^ c3 ^ round_key[1], low0
     return c0, c1, c2, c3
 
 
@@ -395,24 +399,26 @@ def test_philox_known_answers(counter, key, expected):
 
 
 @pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**33 + 5, -1])
-def test_keep_mask_is_the_bits_of_philox(seed):
+def test_keep_mask_matches_philox(seed):
     batch, heads, seqlen_q, seqlen_k, offset = 2, 2, 70, 45, 2**35 + 2**31 + 7
     keep = dropout_keep(torch.tensor([seed, offset]), batch, heads, seqlen_q, seqlen_k, 0.3)
     assert keep.shape == (batch, heads, seqlen_q, seqlen_k)
     key = (seed % 2**32, (seed >> 32) % 2**32)
     for b, h, r, c in product(range(batch), range(heads), range(0, seqlen_q, 3), range(seqlen_k)):
-        of_row, of_key = r // 16 * 4 + r // 2 % 4, c // 16 * 4 + c // 4 % 2 * 2
+        row_counter, key_counter = r // 16 * 4 + r // 2 % 4, c // 16 * 4 + c // 4 % 2 * 2
         words = [
             word
             for call in (0, 1)
-            for word in philox_in_integers((of_row, of_key + call, b * heads + h, offset % 2**32), key, 7)
+            for word in philox_in_integers(
+                (row_counter, key_counter + call, b * heads + h, offset % 2**32), key, 7
+            )
         ]
-        place = 16 * (c // 2 % 2) + 8 * (r % 2) + 4 * (c % 2) + 2 * (r // 8 % 2) + c // 8 % 2
-        number = sum((word >> place & 1) << i for i, word in enumerate(words))
+        bit = 16 * (c // 2 % 2) + 8 * (r % 2) + 4 * (c % 2) + 2 * (r // 8 % 2) + c // 8 % 2
+        number = sum((word >> bit & 1) << i for i, word in enumerate(words))
         assert bool(keep[b, h, r, c]) == (number >= 77), (b, h, r, c)
 
 
-def test_keep_mask_of_a_sequence_is_the_same_in_a_longer_one():
+def test_keep_mask_does_not_depend_on_the_lengths():
     state = torch.tensor([3, 4])
     long = dropout_keep(state, 3, 2, 100, 130, 0.5)
     assert torch.equal(dropout_keep(state, 1, 6, 33, 65, 0.5).view(3, 2, 33, 65), long[:, :, :33, :65])
@@ -422,12 +428,12 @@ def test_keep_mask_of_a_sequence_is_the_same_in_a_longer_one():
 @pytest.mark.parametrize(
     ("p", "threshold"), [(0.0, 0), (1e-9, 1), (0.1, 26), (0.25, 64), (0.5, 128), (0.999, 256), (1.0, 256)]
 )
-def test_dropout_is_rounded_to_a_byte(p, threshold):
+def test_dropout_is_rounded_to_multiples_of_1_256(p, threshold):
     assert rounded_dropout(p) == threshold
 
 
 @pytest.mark.parametrize("p", [0.0, 0.001, 0.1, 0.17, 0.5, 0.9])
-def test_keep_mask_drops_as_often_as_asked(p):
+def test_keep_mask_has_the_dropout_rate(p):
     keep = dropout_keep(torch.tensor([11, 0]), 2, 4, 512, 512, p)
     exact_p = rounded_dropout(p) / 256
     of_each = 4 * math.sqrt(exact_p * (1 - exact_p) / 512**2)
@@ -436,7 +442,7 @@ def test_keep_mask_drops_as_often_as_asked(p):
 
 
 def test_keep_masks_are_independent():
-    """No two masks of a batch, head, seed or offset, nor of shifted rows or keys, agree more often than chance has it."""
+    """Masks of two batches, heads, seeds or offsets, or shifted by rows or keys, agree no more often than by chance."""
     masks = torch.cat(
         [
             dropout_keep(torch.tensor(state), 2, 2, 288, 288, 0.5).flatten(0, 1)
@@ -475,11 +481,11 @@ def test_error_rule_holds_with_options(options):
     )
     out, lse = forward(q, k, v, **options)
     grads = [x.to(q.dtype) for x in backward(dout, q, k, v, **options)]
-    verdict = check_fwd(out.bfloat16(), lse, q, k, v, **options)
-    assert verdict.ok, verdict.text
-    verdict = check_bwd(grads, dout, q, k, v, **options)
-    assert verdict.ok and len(verdict.ratios) == len(grads), verdict.text
-    for i, name in enumerate(verdict.ratios):
+    result = check_fwd(out.bfloat16(), lse, q, k, v, **options)
+    assert result.ok, result.text
+    result = check_bwd(grads, dout, q, k, v, **options)
+    assert result.ok and len(result.ratios) == len(grads), result.text
+    for i, name in enumerate(result.ratios):
         wrong = [x.clone() for x in grads]
         wrong[i].flatten()[-1] += wrong[i].abs().max()
         assert check_bwd(wrong, dout, q, k, v, **options).ratios[name] > 1
@@ -489,7 +495,7 @@ def test_error_rule_holds_with_options(options):
 
 
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
-def test_error_rule_wants_exact_zeros_where_a_query_sees_no_key(varlen):
+def test_error_rule_requires_exact_zeros_for_queries_without_keys(varlen):
     q, k, dout = torch.randn(1, 9, 2, 4), torch.randn(1, 5, 2, 4), torch.randn(1, 9, 2, 4)
     options = {"window": (-1, 1)}  # queries 3 and on see keys
     backward = attention_backward_reference
@@ -499,8 +505,8 @@ def test_error_rule_wants_exact_zeros_where_a_query_sees_no_key(varlen):
     grads = list(backward(dout, q, k, k, **options))
     assert check_bwd(grads, dout, q, k, k, **options).ok
     grads[0].view(9, 2, 4)[2, 1, 3] = 1e-30
-    verdict = check_bwd(grads, dout, q, k, k, **options)
-    assert verdict.ratios["dq"] > 1 and "2, 1, 3]" in verdict.text
+    result = check_bwd(grads, dout, q, k, k, **options)
+    assert result.ratios["dq"] > 1 and "2, 1, 3]" in result.text
 
 
 @pytest.mark.gpu
@@ -511,7 +517,7 @@ def test_keep_mask_is_the_same_on_a_gpu():
 
 
 @pytest.mark.gpu
-def test_backward_with_options_needs_memory_for_a_chunk_of_scores_alone():
+def test_backward_memory_with_options_is_bounded():
     q, k, v, dout = (torch.randn(1, 16384, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     slopes, sink = torch.rand(2, 16, device="cuda")
     before = torch.cuda.memory_allocated()

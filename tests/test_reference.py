@@ -1,4 +1,4 @@
-"""The oracle against plain arithmetic, PyTorch's own attention, and what holds of any attention."""
+"""The reference compared to plain arithmetic and to PyTorch's SDPA, and general properties of attention."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def draw_dlse(q):
 
 
 def autograd_of_reference(dout, q, k, v, scale, causal, dlse=None, lse_base2=False):
-    """dq, dk, dv of attention_reference in fp64."""
+    """dq, dk, dv of attention_reference in fp64, by autograd."""
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     out, lse = exact(*inputs, scale, causal, lse_base2=lse_base2)
     if not out.requires_grad:  # no row sees a key
@@ -61,8 +61,8 @@ def autograd_of_reference(dout, q, k, v, scale, causal, dlse=None, lse_base2=Fal
     return torch.autograd.grad(outputs, inputs, grads)
 
 
-def by_hand(q, k, v, scale, causal):
-    """Out and LSE of finite inputs, one query at a time in Python floats."""
+def in_floats(q, k, v, scale, causal):
+    """out and lse of finite inputs, computed per query in Python floats."""
     batch, seqlen_q, heads_q, _ = q.shape
     _, seqlen_k, heads_kv, head_dim_v = v.shape
     out = torch.zeros(batch, seqlen_q, heads_q, head_dim_v, dtype=torch.float64)
@@ -86,10 +86,10 @@ def by_hand(q, k, v, scale, causal):
 
 @pytest.mark.parametrize("scale", [0.5, 0.0, -0.7])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_reference_matches_arithmetic_by_hand(case, scale):
+def test_reference_matches_plain_arithmetic(case, scale):
     *sizes, causal = case
     q, k, v = draw(*sizes)
-    torch.testing.assert_close(exact(q, k, v, scale, causal), by_hand(q, k, v, scale, causal))
+    torch.testing.assert_close(exact(q, k, v, scale, causal), in_floats(q, k, v, scale, causal))
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -108,7 +108,7 @@ def test_reference_matches_sdpa(case):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_reference_in_a_half_dtype_is_that_dtype_of_torch(dtype):
+def test_reference_in_half_precision_computes_in_it(dtype):
     q, k, v = draw(2, 4, 2, 33, 40, 16, 16, dtype=dtype)
     k, v = (x.repeat_interleave(2, dim=2) for x in (k, v))
     weights = torch.einsum("bqhd,bkhd->bhqk", q * 0.25, k).softmax(-1)
@@ -117,7 +117,7 @@ def test_reference_in_a_half_dtype_is_that_dtype_of_torch(dtype):
     torch.testing.assert_close(out, torch.einsum("bhqk,bkhd->bqhd", weights, v), rtol=2e-2, atol=2e-2)
 
 
-def test_reference_default_scale_is_of_the_width_of_q_and_k():
+def test_reference_default_scale_uses_head_dim_of_q():
     q, k, v = draw(1, 2, 2, 4, 4, 16, 8)
     torch.testing.assert_close(exact(q, k, v), exact(q, k, v, 0.25), rtol=0, atol=0)
 
@@ -132,7 +132,7 @@ EMPTY = {
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("sizes", EMPTY.values(), ids=EMPTY.keys())
-def test_reference_of_empty_tensors(sizes, causal):
+def test_reference_empty_tensors(sizes, causal):
     batch, heads_q, _, seqlen_q, _ = sizes
     out, lse = attention_reference(*draw(*sizes, 8, 4), causal=causal, lse_base2=True)
     assert out.shape == (batch, seqlen_q, heads_q, 4) and lse.shape == (batch, heads_q, seqlen_q)
@@ -153,7 +153,7 @@ def test_reference_row_with_scores_of_minus_infinity_is_zero():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_reference_non_finite_query_spoils_its_row(value):
+def test_reference_non_finite_query_affects_its_row_only(value):
     q, k, v = draw(1, 1, 1, 3, 4, 4, 4)
     q[0, 1, 0, 0] = value
     out, lse = exact(q, k.abs(), v)
@@ -162,7 +162,7 @@ def test_reference_non_finite_query_spoils_its_row(value):
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
-def test_reference_hidden_keys_have_no_part(name):
+def test_reference_masked_keys_do_not_contribute(name):
     q, k, v = draw(1, 2, 1, 4, 5, 4, 4)
     expected = exact(q, k, v, causal=True)
     {"k": k, "v": v}[name][:, 3] = math.nan  # queries 0 and 1 see keys 0..1 and 0..2
@@ -187,7 +187,7 @@ def test_reference_does_not_depend_on_its_chunks(max_scores, monkeypatch):
     torch.testing.assert_close(exact(q, k, v, causal=True), expected)
 
 
-def test_reference_takes_any_strides():
+def test_reference_accepts_any_strides():
     q, k, v = draw(2, 4, 2, 5, 6, 4, 4)
     strided = (x.transpose(1, 3).contiguous().transpose(1, 3) for x in (q, k, v))
     torch.testing.assert_close(exact(*strided, causal=True), exact(q, k, v, causal=True), rtol=0, atol=0)
@@ -221,14 +221,14 @@ def test_backward_through_the_lse_matches_autograd(case, lse_base2):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("sizes", EMPTY.values(), ids=EMPTY.keys())
-def test_backward_of_empty_tensors(sizes, causal):
+def test_backward_empty_tensors(sizes, causal):
     q, k, v = draw(*sizes, 8, 4)
     grads = exact_backward(draw_dout(q, v), q, k, v, causal=causal)
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
     assert not any(x.any() for x in grads)
 
 
-def test_backward_of_rows_without_keys_is_zero():
+def test_backward_row_without_keys_is_zero():
     q, k, v = draw(1, 2, 1, 5, 2, 4, 4)
     dout, dlse = draw_dout(q, v), draw_dlse(q)
     expected = exact_backward(dout[:, 3:], q[:, 3:], k, v, causal=True, dlse=dlse[..., 3:])
@@ -238,7 +238,7 @@ def test_backward_of_rows_without_keys_is_zero():
     torch.testing.assert_close((dq[:, 3:], dk, dv), expected)
 
 
-def test_backward_of_rows_with_scores_of_minus_infinity_is_zero():
+def test_backward_row_with_scores_of_minus_infinity_is_zero():
     q, k, v = draw(1, 1, 1, 2, 3, 4, 4)
     dout, k = draw_dout(q, v), k.abs()
     expected = exact_backward(dout[:, 1:], q[:, 1:], k, v)
@@ -249,7 +249,7 @@ def test_backward_of_rows_with_scores_of_minus_infinity_is_zero():
 
 
 @pytest.mark.parametrize("name", ["k", "v"])
-def test_backward_hidden_keys_have_no_part(name):
+def test_backward_masked_keys_do_not_contribute(name):
     q, k, v = draw(1, 2, 1, 4, 5, 4, 4)
     dout = draw_dout(q, v)
     expected, _, _ = exact_backward(dout, q, k, v, causal=True)
@@ -260,7 +260,7 @@ def test_backward_hidden_keys_have_no_part(name):
 
 
 @pytest.mark.parametrize("name", ["dout", "q", "dlse"])
-def test_backward_of_a_query_does_not_reach_the_keys_it_does_not_see(name):
+def test_backward_of_a_query_does_not_reach_masked_keys(name):
     q, k, v = draw(1, 2, 1, 4, 5, 4, 4)
     dout, dlse = draw_dout(q, v), draw_dlse(q)
     _, *expected = exact_backward(dout, q, k, v, causal=True, dlse=dlse)
@@ -279,7 +279,7 @@ def test_backward_does_not_depend_on_its_chunks(max_scores, monkeypatch):
     torch.testing.assert_close(exact_backward(dout, q, k, v, causal=True, dlse=dlse), expected)
 
 
-def test_backward_takes_any_strides_and_returns_dense_gradients():
+def test_backward_accepts_any_strides_and_returns_dense_gradients():
     q, k, v = draw(2, 4, 2, 5, 6, 4, 4)
     dout = draw_dout(q, v)
     expected = exact_backward(dout, q, k, v, causal=True)
@@ -294,7 +294,7 @@ def test_backward_takes_any_strides_and_returns_dense_gradients():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_backward_in_a_dtype_is_that_dtype(dtype):
+def test_backward_computes_in_the_given_dtype(dtype):
     q, k, v = draw(2, 4, 2, 33, 40, 16, 16, dtype=dtype)
     dout = draw_dout(q, v)
     grads = attention_backward_reference(dout, q, k, v, causal=True, dtype=dtype)
@@ -306,7 +306,7 @@ def test_backward_in_a_dtype_is_that_dtype(dtype):
 
 @pytest.fixture
 def tf32():
-    """The user's wish for TF32, kept while a test runs."""
+    """Enable TF32 during a test."""
     matmul = torch.backends.cuda.matmul
     before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
     yield
@@ -316,7 +316,7 @@ def tf32():
 def test_reference_restores_the_matmul_precision(tf32, monkeypatch):
     inside = []
     monkeypatch.setattr(
-        reference, "_attend", lambda *_: inside.append(torch.backends.cuda.matmul.fp32_precision)
+        reference, "_forward_of_chunk", lambda *_: inside.append(torch.backends.cuda.matmul.fp32_precision)
     )
     with pytest.raises(TypeError):
         attention_reference(*draw(1, 1, 1, 2, 2, 4, 4))
@@ -324,7 +324,7 @@ def test_reference_restores_the_matmul_precision(tf32, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_backward_needs_memory_for_a_chunk_of_scores_alone():
+def test_backward_memory_is_bounded():
     q, k, v, dout = (torch.randn(1, 16384, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -333,7 +333,7 @@ def test_backward_needs_memory_for_a_chunk_of_scores_alone():
 
 
 @pytest.mark.gpu
-def test_reference_is_fp32_where_the_user_wants_tf32(tf32):
+def test_reference_ignores_tf32(tf32):
     q, k, v = (x.cuda() for x in draw(1, 2, 1, 256, 256, 128, 128))
     torch.testing.assert_close(
         attention_reference(q, k, v), exact(q, k, v), check_dtype=False, rtol=1e-5, atol=1e-5
@@ -351,15 +351,15 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 @given(sizes=SIZES, causal=st.booleans(), seed=SEEDS)
 @settings(max_examples=60)
-def test_reference_is_right_on_any_shape(sizes, causal, seed):
+def test_reference_matches_arithmetic_on_any_shape(sizes, causal, seed):
     torch.manual_seed(seed)
     q, k, v = draw(*sizes)
-    torch.testing.assert_close(exact(q, k, v, 0.8, causal), by_hand(q, k, v, 0.8, causal))
+    torch.testing.assert_close(exact(q, k, v, 0.8, causal), in_floats(q, k, v, 0.8, causal))
 
 
 @given(sizes=SIZES, causal=st.booleans(), lse_base2=st.booleans(), seed=SEEDS)
 @settings(max_examples=60)
-def test_backward_is_right_on_any_shape(sizes, causal, lse_base2, seed):
+def test_backward_matches_autograd_on_any_shape(sizes, causal, lse_base2, seed):
     torch.manual_seed(seed)
     q, k, v = draw(*sizes)
     dout, dlse = draw_dout(q, v), draw_dlse(q)
@@ -381,7 +381,7 @@ def test_reference_halves_of_the_keys_merge_through_the_lse(sizes, cut, seed):
 
 
 @given(sizes=SIZES, seed=SEEDS)
-def test_reference_order_of_keys_is_nothing(sizes, seed):
+def test_reference_does_not_depend_on_the_order_of_keys(sizes, seed):
     torch.manual_seed(seed)
     q, k, v = draw(*sizes)
     order = torch.randperm(k.shape[1])

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tl_attention import launch
+from tl_attention.kernel_configs import FwdConfig
 from tl_attention.launch.splits import fwd_bucket, key_splits, packed_splits
 from tl_attention.options import Options
-from tl_attention.problem import MAX_SPLITS, FwdConfig
+from tl_attention.problem import MAX_SPLITS
 
 SMS = 132
 
@@ -109,8 +110,8 @@ def test_parts_of_packed_sequences_are_those_of_a_batch_of_one(monkeypatch):
     assert [name for name, _ in calls] == ["table", "forward", "combine"]
     assert o_parts.shape == (3, 1, 4, 200, 128) and lse_parts.shape == (3, 1, 4, 200)
     assert forward[3] is o_parts and forward[4] is lse_parts
-    heads_a_kv_head, entries, group_heads, ctas = forward[8:12]
-    assert (heads_a_kv_head, entries, group_heads, ctas) == (2, 200 // 128 + 3, 4, 3 * 4 * 4)
+    heads_per_kv, entries, group_heads, ctas = forward[8:12]
+    assert (heads_per_kv, entries, group_heads, ctas) == (2, 200 // 128 + 3, 4, 3 * 4 * 4)
     assert whole.shape == (1, 200, 4, 128) and whole.data_ptr() == out.data_ptr()
     assert whole_lse.shape == (1, 4, 200) and whole_lse.data_ptr() == lse.data_ptr()
     assert unit == launch.common.LN2

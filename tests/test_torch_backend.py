@@ -1,4 +1,4 @@
-"""tl_attention behind torch's own attention: what torch would call, called on CPU tensors; with a GPU, torch calls it."""
+"""tl_attention as PyTorch's flash attention: the aten ops called directly on CPU tensors, and through PyTorch on a GPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def overridden():
 
 
 def rand(*shape, device="cpu", heads_last=False, dtype=BF16):
-    """[batch, heads, seqlen, head_dim], or a view in this order of what lies as [batch, seqlen, heads, head_dim]."""
+    """Random [batch, heads, seqlen, head_dim]; with heads_last a view of [batch, seqlen, heads, head_dim] memory."""
     if heads_last:
         batch, heads, seqlen, head_dim = shape
         return torch.randn(batch, seqlen, heads, head_dim, device=device, dtype=dtype).transpose(1, 2)
@@ -46,7 +46,7 @@ def rand(*shape, device="cpu", heads_last=False, dtype=BF16):
 
 
 def assert_close(actual, expected, rtol=0.02):
-    """Within 2 % of the largest."""
+    """Assert equality within 2 % of the largest magnitude."""
     assert actual.shape == expected.shape
     assert (actual.double() - expected.double()).abs().max() <= rtol * expected.abs().max()
 
@@ -57,7 +57,7 @@ def bshd(*tensors):
 
 @pytest.fixture
 def order():
-    """The order of torch's ways of attention, which the first register() of a process may have torch set"""
+    """Restore the order of SDPA backends, which the first register() of a process may set."""
     torch_backend.register().remove()
     order = torch._C._get_sdp_priority_order()
     yield order
@@ -87,21 +87,21 @@ def test_torch_backend_a_second_register_outlives_the_first_handle():
     second.remove()
 
 
-def test_torch_backend_remove_leaves_an_order_chosen_since(order):
+def test_torch_backend_remove_keeps_an_order_set_later(order):
     handle = torch_backend.register()
     torch._C._set_sdp_priority_order(order[::-1])
     handle.remove()
     assert torch._C._get_sdp_priority_order() == order[::-1]
 
 
-def test_torch_backend_old_torch_is_refused_by_name(monkeypatch):
+def test_torch_backend_old_torch_is_an_error(monkeypatch):
     monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
     with pytest.raises(NotImplementedError, match="expected torch 2.11 or later"):
         torch_backend.register()
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_torch_backend_takes_the_arguments_of_the_schema(name):
+def test_torch_backend_parameters_match_the_schema(name):
     expected = [(x.name, x.kwarg_only) for x in getattr(torch.ops.aten, name).default._schema.arguments]
     parameters = inspect.signature(torch_backend.KERNELS[name]).parameters.values()
     assert [(x.name, x.kind == x.KEYWORD_ONLY) for x in parameters][: len(expected)] == expected
@@ -121,8 +121,8 @@ def test_torch_backend_sdpa_ops_match_the_reference(heads_last, causal, seqlen_q
     assert_close(lse, expected_lse)
     assert (cum_q, cum_k, max_q, max_k, mask.numel()) == (None, None, seqlen_q, seqlen_k, 0)
     assert (state.shape, state.dtype, unused.dtype) == ((2,), torch.uint64, torch.uint64)
-    assert out.stride() == torch.empty_like(q).stride()  # as torch's meta function says
-    assert not out.requires_grad  # the graph is torch's business
+    assert out.stride() == torch.empty_like(q).stride()  # as in torch's meta function
+    assert not out.requires_grad  # torch builds the autograd graph
 
     dout = rand(2, 4, seqlen_q, 64)
     grads = torch_backend.sdpa_backward(
@@ -178,7 +178,7 @@ def test_torch_backend_varlen_ops_match_the_reference(window):
         assert_close(grad, want)
 
 
-def test_torch_backend_a_forward_into_out_and_with_seqused_k():
+def test_torch_backend_forward_inplace_with_seqused_k():
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 2], [0, 50, 100]))
     used = torch.tensor([13, 50], dtype=torch.int32)
     q, (k, v) = torch.randn(2, 4, 64).to(BF16), torch.randn(2, 100, 2, 64).to(BF16)
@@ -214,7 +214,7 @@ def test_torch_backend_dense_windows_and_alibi():
 
 
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
-def test_torch_backend_splits_as_asked(name, monkeypatch):
+def test_torch_backend_passes_num_splits(name, monkeypatch):
     seen = []
     run = getattr(torch_backend, name)
     monkeypatch.setattr(
@@ -228,7 +228,7 @@ def test_torch_backend_splits_as_asked(name, monkeypatch):
     assert seen == [0, 1, 3]
 
 
-def test_torch_backend_refuses_by_name():
+def test_torch_backend_errors():
     q = torch.randn(1, 30, 4, 64).to(BF16)
     cu = torch.tensor([0, 30], dtype=torch.int32)
 
@@ -253,7 +253,7 @@ def test_torch_backend_refuses_by_name():
         call(q=q.float())
 
 
-def test_torch_backend_determinism_is_torchs(monkeypatch):
+def test_torch_backend_follows_deterministic_algorithms(monkeypatch):
     seen = []
     run = torch_backend.bwd_op
     monkeypatch.setattr(
@@ -271,11 +271,12 @@ def test_torch_backend_determinism_is_torchs(monkeypatch):
 
 
 def exact(function, *inputs):
-    """out and gradients of a function of fp32 inputs, by a dout of the seed 0"""
+    """out_and_gradients in fp32."""
     return out_and_gradients(function, *(x.detach().float() for x in inputs))
 
 
 def out_and_gradients(function, *inputs):
+    """Output and input gradients of a function, with a dout of seed 0."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     out = function(*inputs)
     dout = torch.randn(out.shape, generator=torch.Generator(out.device).manual_seed(0), device=out.device)
@@ -288,7 +289,7 @@ def sdpa(**options):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Names of the ops that reached tl_attention"""
+    """Record the names of the ops that reach tl_attention."""
     seen = []
 
     def spied(name, function):
@@ -303,7 +304,7 @@ def calls(monkeypatch):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("heads_last", [False, True], ids=["bhsd", "bshd"])
 @pytest.mark.parametrize("head_dim", [64, 100, 128])
-def test_torch_backend_sdpa_runs_on_us(calls, handle, compiled, heads_last, head_dim):
+def test_torch_backend_sdpa_calls_tl_attention(calls, handle, compiled, heads_last, head_dim):
     q = rand(2, 8, 300, head_dim, device="cuda", heads_last=heads_last)
     k, v = (rand(2, 2, 300, head_dim, device="cuda", heads_last=heads_last) for _ in range(2))
     function = sdpa(is_causal=True, enable_gqa=True)
@@ -329,7 +330,7 @@ def test_torch_backend_sdpa_dropout(calls, handle):
 
 
 @pytest.mark.gpu
-def test_torch_backend_what_flash_does_not_take_goes_elsewhere(calls, handle):
+def test_torch_backend_unsupported_calls_use_other_backends(calls, handle):
     q, k, v = rand(1, 2, 50, 64, device="cuda"), *(rand(1, 2, 80, 64, device="cuda") for _ in range(2))
     mask = torch.rand(50, 80, device="cuda") > 0.5
     top_left = torch.ones(50, 80, dtype=torch.bool, device="cuda").tril()
@@ -354,7 +355,7 @@ def test_torch_backend_causal_lower_right(calls, handle):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (64, 0)], ids=str)
-def test_torch_backend_varlen_attn_runs_on_us(calls, handle, window):
+def test_torch_backend_varlen_attn_calls_tl_attention(calls, handle, window):
     cu = torch.tensor([0, 100, 130, 400], dtype=torch.int32, device="cuda")
     q, k, v = (torch.randn(400, 4, 64, device="cuda", dtype=BF16) for _ in range(3))
     inputs = [x.requires_grad_() for x in (q, k, v)]

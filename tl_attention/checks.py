@@ -1,4 +1,8 @@
-"""What a user may get wrong in a call: argument, expectation, what came, what to do. Looks at metadata alone."""
+"""Argument checks of the public functions. Each raises with the argument, the expectation, what came and what to do.
+
+Checks read metadata only (shapes, strides, dtypes, devices), so none waits for the GPU. checks_kvcache.py holds the checks of
+flash_attn_with_kvcache.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,106 @@ from collections.abc import Sequence
 import torch
 
 from tl_attention.problem import MAX_HEAD_DIM
+from tl_attention.target import DTYPE_NAMES
 
-DTYPES = (torch.bfloat16, torch.float16)
-Int = (int, torch.SymInt)
-Number = (int, float, torch.SymInt, torch.SymFloat)
+DTYPES = tuple(DTYPE_NAMES)
+INT_TYPES = (int, torch.SymInt)
+NUMBER_TYPES = (int, float, torch.SymInt, torch.SymFloat)
 
 
-def described(x: object) -> str:
+def describe(x: object) -> str:
+    """Shape, dtype and device of a tensor, the repr of anything else: the "got" of an error."""
     return f"{tuple(x.shape)} {x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else repr(x)
+
+
+def expect_tensor(name: str, x: torch.Tensor) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+
+
+def expect_operand(
+    name: str, x: torch.Tensor, layout: str, ndim: int, dtypes: Sequence[torch.dtype] = DTYPES
+) -> None:
+    """Expect a tensor of these dtypes and this rank whose last dimension is contiguous."""
+    expect_tensor(name, x)
+    if x.dtype not in dtypes:
+        wanted = "bfloat16 or float16" if dtypes is DTYPES else f"the dtype of q, {dtypes[0]}"
+        raise TypeError(f"{name}: expected {wanted}, got {x.dtype}; cast it with {name}.to({dtypes[0]})")
+    if x.ndim != ndim:
+        raise ValueError(f"{name}: expected {ndim} dimensions [{layout}], got shape {tuple(x.shape)}")
+    expect_contiguous_last(name, x)
+
+
+def expect_contiguous_last(name: str, x: torch.Tensor) -> None:
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(
+            f"{name}: expected a contiguous last dimension, got strides {x.stride()}; call {name}.contiguous()"
+        )
+
+
+def expect_contiguous(name: str, x: torch.Tensor) -> None:
+    if not x.is_contiguous():
+        raise ValueError(
+            f"{name}: expected a contiguous tensor, got strides {x.stride()}; call {name}.contiguous()"
+        )
+
+
+def expect_like(
+    name: str,
+    x: torch.Tensor,
+    q: torch.Tensor,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """Expect a tensor of one of these shapes and dtypes on the device of q."""
+    expect_tensor(name, x)
+    if tuple(x.shape) not in shapes:
+        raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {tuple(x.shape)}")
+    if x.dtype not in dtypes:
+        raise TypeError(
+            f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}; cast it with {name}.to({dtypes[0]})"
+        )
+    expect_device(name, x, q)
+
+
+def expect_device(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
+    if x.device != q.device:
+        raise ValueError(
+            f"{name}: expected the device of q, {q.device}, got {x.device}; call {name}.to(q.device)"
+        )
+
+
+def expect_heads_divide(names: str, heads: int, heads_kv: int) -> None:
+    if heads and (not heads_kv or heads % heads_kv):
+        raise ValueError(
+            f"{names}: expected a number of heads that divides the {heads} of q, got {heads_kv}; repeat heads of q, k or v"
+        )
+
+
+def expect_head_dims(names_qk: str, name_v: str, head_dim: int, head_dim_v: int) -> None:
+    """Expect multiples of 8; the maximum is another check."""
+    if not head_dim or not head_dim_v or head_dim % 8 or head_dim_v % 8:
+        raise ValueError(
+            f"{names_qk}, {name_v}: expected head dims that are multiples of 8, got {head_dim} for {names_qk} and {head_dim_v} for"
+            f" {name_v}; pad the last dimension with zeros, pass softmax_scale explicitly and slice the output"
+        )
+
+
+def expect_scale(name: str, scale: float | None) -> None:
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise ValueError(
+            f"{name}: expected a finite number, or None for head_dim ** -0.5, got {describe(scale)}"
+        )
+
+
+def expect_bool(name: str, x: bool) -> None:
+    if not isinstance(x, bool):
+        raise TypeError(f"{name}: expected a bool, got {describe(x)}")
+
+
+def is_int(x: object) -> bool:
+    """An int or a SymInt, but no bool."""
+    return isinstance(x, INT_TYPES) and not isinstance(x, bool)
 
 
 def check_fwd(
@@ -28,41 +124,29 @@ def check_fwd(
     heads_first: bool,
     varlen: bool = False,
 ) -> None:
-    """The arguments as a public function got them.
+    """Check the arguments that every forward has.
 
-    Of tensors it asks nothing that dispatch keeps no plan by: shapes, strides, dtypes, devices.
+    Plans are cached by the metadata that this function reads, so that a repeated call skips it: a check of anything else belongs in
+    front of the cache.
 
     Args:
         heads_first: tensors are [batch, heads, seqlen, head_dim], else [batch, seqlen, heads, head_dim].
         varlen: tensors are [total, heads, head_dim].
 
     Raises:
-        TypeError: not a tensor, or a dtype the kernels do not take.
-        ValueError: shapes, strides or devices that do not go together.
-        NotImplementedError: sensible, but not supported.
+        TypeError: not a tensor, or an unsupported dtype.
+        ValueError: shapes, strides or devices that do not match.
+        NotImplementedError: a meaningful call that the kernels do not support.
     """
     if varlen:
-        layout, seqlen_axis, heads_axis = ("total, heads", 0, 1)
+        layout, ndim, seqlen_axis, heads_axis = "total, heads, head_dim", 3, 0, 1
     elif heads_first:
-        layout, seqlen_axis, heads_axis = ("batch, heads, seqlen", 2, 1)
+        layout, ndim, seqlen_axis, heads_axis = "batch, heads, seqlen, head_dim", 4, 2, 1
     else:
-        layout, seqlen_axis, heads_axis = ("batch, seqlen, heads", 1, 2)
-    ndim = 3 if varlen else 4
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-        if x.dtype not in DTYPES:
-            raise TypeError(
-                f"{name}: expected bfloat16 or float16, got {x.dtype}; cast it with {name}.to(torch.bfloat16)"
-            )
-        if x.ndim != ndim:
-            raise ValueError(
-                f"{name}: expected {ndim} dimensions [{layout}, head_dim], got shape {tuple(x.shape)}"
-            )
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            raise ValueError(
-                f"{name}: expected the last dimension to be contiguous, got strides {x.stride()}; call {name}.contiguous()"
-            )
+        layout, ndim, seqlen_axis, heads_axis = "batch, seqlen, heads, head_dim", 4, 1, 2
+    expect_operand("q", q, layout, ndim)
+    expect_operand("k", k, layout, ndim)
+    expect_operand("v", v, layout, ndim)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"k, v: expected the dtype of q, {q.dtype}, got {k.dtype} and {v.dtype}; cast them to one dtype"
@@ -73,39 +157,35 @@ def check_fwd(
         )
 
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    heads, head_dim = q_shape[heads_axis], q_shape[-1]
-    heads_kv, seqlen_k, head_dim_v = k_shape[heads_axis], k_shape[seqlen_axis], v_shape[-1]
+    heads_kv, seqlen_k = k_shape[heads_axis], k_shape[seqlen_axis]
+    head_dim, head_dim_v = q_shape[-1], v_shape[-1]
     if not varlen and not q_shape[0] == k_shape[0] == v_shape[0]:
-        raise ValueError(f"k, v: expected the batch of q, {q_shape[0]}, got {k_shape[0]} and {v_shape[0]}")
+        raise ValueError(
+            f"k, v: expected the batch size of q, {q_shape[0]}, got {k_shape[0]} and {v_shape[0]}; expand or slice them"
+        )
     if v_shape[heads_axis] != heads_kv or v_shape[seqlen_axis] != seqlen_k:
         raise ValueError(
-            f"v: expected the heads and seqlen of k, {heads_kv} and {seqlen_k}, got {v_shape[heads_axis]} and {v_shape[seqlen_axis]}"
+            f"v: expected the heads and seqlen of k, {heads_kv} and {seqlen_k}, got {v_shape[heads_axis]} and {v_shape[seqlen_axis]};"
+            " pass one value per key"
         )
-    if heads and (not heads_kv or heads % heads_kv):
-        raise ValueError(f"k, v: expected a number of heads that divides the {heads} of q, got {heads_kv}")
+    expect_heads_divide("k, v", q_shape[heads_axis], heads_kv)
     if k_shape[-1] != head_dim:
-        raise ValueError(f"k: expected the head_dim of q, {head_dim}, got {k_shape[-1]}")
-    if head_dim % 8 or head_dim_v % 8 or not head_dim or not head_dim_v:
         raise ValueError(
-            f"q, k, v: expected head dims that are multiples of 8, got {head_dim} of q and k, {head_dim_v} of v; pad the last"
-            " dimension with zeros, pass softmax_scale explicitly and slice the output"
+            f"k: expected the head_dim of q, {head_dim}, got {k_shape[-1]}; pad the smaller with zeros"
         )
+    expect_head_dims("q, k", "v", head_dim, head_dim_v)
     if head_dim > MAX_HEAD_DIM:
         raise NotImplementedError(
-            f"q, k: head_dim {head_dim} is not supported; expected at most {MAX_HEAD_DIM}"
+            f"q, k: expected a head_dim of at most {MAX_HEAD_DIM}, got {head_dim}, which is not supported"
         )
     if head_dim_v > head_dim:
         raise NotImplementedError(
-            f"v: head_dim {head_dim_v} above that of q and k, {head_dim}, is not supported; pad q and k with zeros"
+            f"v: expected a head_dim of at most that of q and k, {head_dim}, got {head_dim_v}, which is not supported; pad q and k with"
+            " zeros and pass softmax_scale explicitly"
         )
-    if softmax_scale is not None and not (
-        isinstance(softmax_scale, (int, float)) and math.isfinite(softmax_scale)
-    ):
-        raise ValueError(
-            f"softmax_scale: expected a finite number or None for head_dim ** -0.5, got {softmax_scale!r}"
-        )
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal: expected a bool, got {described(causal)}")
+    # mha_fwd_interface, the heads-first function, has other names for both
+    expect_scale("sm_scale" if heads_first else "softmax_scale", softmax_scale)
+    expect_bool("is_causal" if heads_first else "causal", causal)
 
 
 def check_bwd(
@@ -117,32 +197,17 @@ def check_bwd(
     lse: torch.Tensor,
     deterministic: bool,
 ) -> None:
-    """What a backward takes beside the arguments of its forward, all [batch, heads, seqlen, head_dim]; raises as check_fwd."""
+    """Check the arguments of a backward that its forward does not have; tensors are [batch, heads, seqlen, head_dim]."""
     shape = (*q.shape[:3], v.shape[3])
-    check_tensor("do", do, q, (shape,), (q.dtype,))
-    check_tensor("out", out, q, (shape,), (q.dtype,))
-    check_tensor("lse", lse, q, (shape[:3],), (torch.float32,))
+    expect_like("do", do, q, (shape,), (q.dtype,))
+    expect_like("out", out, q, (shape,), (q.dtype,))
+    expect_like("lse", lse, q, (shape[:3],), (torch.float32,))
     check_deterministic(deterministic)
 
 
-def check_tensor(
-    name: str,
-    x: torch.Tensor,
-    q: torch.Tensor,
-    shapes: Sequence[tuple[int, ...]],
-    dtypes: Sequence[torch.dtype],
-) -> None:
-    """Raises as check_fwd unless x is a tensor of one of these shapes and dtypes, where q is."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-    if tuple(x.shape) not in shapes:
-        raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {tuple(x.shape)}")
-    if x.dtype not in dtypes:
-        raise TypeError(
-            f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}; cast it with {name}.to({dtypes[0]})"
-        )
-    if x.device != q.device:
-        raise ValueError(f"{name}: expected the device of q, {q.device}, got {x.device}; move it there")
+def check_deterministic(deterministic: bool) -> None:
+    """Check the switch of the backward."""
+    expect_bool("deterministic", deterministic)
 
 
 def check_lengths(
@@ -154,10 +219,9 @@ def check_lengths(
     seqused_q: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
 ) -> None:
-    """What says where the sequences of q, k and v [total, heads, head_dim] lie; raises as check_fwd. What tensors hold is not looked at."""
+    """Check the sequence bounds of q, k and v [total, heads, head_dim]; the values in the tensors are not read."""
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+        expect_tensor(name, x)
         if x.ndim != 1 or not x.shape[0]:
             raise ValueError(f"{name}: expected shape [batch + 1], got {tuple(x.shape)}")
     batch = cu_seqlens_q.shape[0] - 1
@@ -167,21 +231,15 @@ def check_lengths(
         ("seqused_q", seqused_q, batch),
         ("seqused_k", seqused_k, batch),
     ):
-        if x is None:
-            continue
-        check_tensor(name, x, q, ((entries,),), (torch.int32,))
-        if not x.is_contiguous():
-            raise ValueError(
-                f"{name}: expected a contiguous tensor, got stride {x.stride(0)}; call {name}.contiguous()"
-            )
+        if x is not None:
+            expect_like(name, x, q, ((entries,),), (torch.int32,))
+            expect_contiguous(name, x)
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if isinstance(length, torch.Tensor):
-            if length.ndim or length.is_floating_point():
-                raise TypeError(f"{name}: expected an int or a 0-d tensor of one, got {described(length)}")
-        elif not isinstance(length, Int) or isinstance(length, bool):
-            raise TypeError(f"{name}: expected an int or a 0-d tensor of one, got {length!r}")
-        elif length < 0:
-            raise ValueError(f"{name}: expected the longest sequence's length, got {length}")
+        in_tensor = isinstance(length, torch.Tensor) and not length.ndim and not length.is_floating_point()
+        if not in_tensor and not is_int(length):
+            raise TypeError(f"{name}: expected an int or a 0-d integer tensor, got {describe(length)}")
+        if not in_tensor and length < 0:
+            raise ValueError(f"{name}: expected the length of the longest sequence, at least 0, got {length}")
 
 
 def check_options(
@@ -194,114 +252,111 @@ def check_options(
     learnable_sink: torch.Tensor | None,
     rng_state: torch.Tensor | None,
 ) -> None:
-    """What changes a score or a probability, beside causal; q has its heads last but one. Raises as check_fwd."""
+    """Check the options that change scores or probabilities; q is [.., heads, head_dim]."""
     heads = q.shape[-2]
     if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
-        raise TypeError(f"window_size: expected a pair (left, right), got {described(window_size)}")
+        raise TypeError(f"window_size: expected a pair (left, right), got {describe(window_size)}")
     for bound in window_size:
-        if bound is not None and (not isinstance(bound, Int) or isinstance(bound, bool)):
+        if bound is not None and not is_int(bound):
             raise TypeError(
-                f"window_size: expected ints, -1 or None for no limit, got {described(bound)} in {window_size}"
+                f"window_size: expected ints, with -1 or None for no limit, got {describe(bound)} in {window_size}"
             )
         if bound is not None and bound < -1:
             raise ValueError(
-                f"window_size: expected bounds from 0 up, -1 or None for no limit, got {window_size}"
+                f"window_size: expected bounds of at least 0, with -1 or None for no limit, got {window_size}"
             )
-    if not isinstance(softcap, Number) or not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap: expected a finite number from 0, for none, up, got {described(softcap)}")
-    if not isinstance(dropout_p, Number) or not 0 <= dropout_p < 255.5 / 256:
+    if not isinstance(softcap, NUMBER_TYPES) or not 0 <= softcap < math.inf:
         raise ValueError(
-            "dropout_p: expected a number from 0 to 255/256, as it is rounded to a multiple of 1/256 below 1,"
-            f" got {described(dropout_p)}"
+            f"softcap: expected a finite number of at least 0, with 0 for no cap, got {describe(softcap)}"
+        )
+    if not isinstance(dropout_p, NUMBER_TYPES) or not 0 <= dropout_p < 255.5 / 256:
+        raise ValueError(
+            "dropout_p: expected a number from 0 to 255/256 (it is rounded to a multiple of 1/256),"
+            f" got {describe(dropout_p)}"
         )
     if rng_state is not None:
-        check_tensor("rng_state", rng_state, q, ((2,),), (torch.int64,))
+        expect_like("rng_state", rng_state, q, ((2,),), (torch.int64,))
     if alibi_slopes is not None:
-        check_tensor("alibi_slopes", alibi_slopes, q, ((heads,), (batch, heads)), (torch.float32,))
+        expect_like("alibi_slopes", alibi_slopes, q, ((heads,), (batch, heads)), (torch.float32,))
         if alibi_slopes.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
-                "alibi_slopes: a gradient of slopes is not supported; pass alibi_slopes.detach()"
+                "alibi_slopes: expected a tensor that needs no gradient, got requires_grad=True; pass alibi_slopes.detach()"
             )
     if learnable_sink is not None:
-        check_tensor("learnable_sink", learnable_sink, q, ((heads,),), (torch.float32, q.dtype))
+        expect_like("learnable_sink", learnable_sink, q, ((heads,),), (torch.float32, q.dtype))
 
 
 def check_num_splits(num_splits: int) -> None:
-    """Raises as check_fwd unless it is a number of splits, 0 to choose, that there may be."""
-    if not isinstance(num_splits, Int) or isinstance(num_splits, bool):
-        raise TypeError(f"num_splits: expected an int, 0 to choose, got {described(num_splits)}")
-    if num_splits < 0:
-        raise ValueError(
-            f"num_splits: expected 0, to choose, or how many splits of the keys, got {num_splits}"
+    if not is_int(num_splits):
+        raise TypeError(
+            f"num_splits: expected an int, with 0 for an automatic choice, got {describe(num_splits)}"
         )
+    if num_splits < 0:
+        raise ValueError(f"num_splits: expected at least 0, with 0 for an automatic choice, got {num_splits}")
 
 
 def check_packed(name: str, x: torch.Tensor, layout: str, parts: int) -> None:
-    """Raises TypeError or ValueError unless x is a tensor of this layout, whose last but two dimension holds so many parts."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    """Check a tensor that packs `parts` tensors in its third-last dimension."""
+    expect_tensor(name, x)
     if x.ndim != len(layout.split(", ")) or x.shape[-3] != parts:
         raise ValueError(f"{name}: expected shape [{layout}], got {tuple(x.shape)}")
 
 
 def check_no_block_table(block_table: object) -> None:
-    """Raises NotImplementedError if there is one."""
     if block_table is not None:
         raise NotImplementedError(
-            f"block_table: paged caches are not supported, got {described(block_table)}; gather the pages, and leave it None"
+            f"block_table: expected None, as paged caches are not supported here, got {describe(block_table)}; call"
+            " flash_attn_with_kvcache, or gather the pages"
         )
 
 
 def check_states(
     outs: torch.Tensor | Sequence[torch.Tensor], lses: torch.Tensor | Sequence[torch.Tensor]
 ) -> None:
-    """Raises TypeError or ValueError unless these are outputs of one shape and their log-sum-exps."""
+    """Check the partial results of merge_states."""
     for name, states in (("outs", outs), ("lses", lses)):
         if not isinstance(states, (torch.Tensor, list, tuple)):
             raise TypeError(
-                f"{name}: expected a sequence of tensors, or a tensor that stacks them, got {type(states).__name__}"
+                f"{name}: expected a list of tensors or one stacked tensor, got {type(states).__name__}"
             )
-        for x in () if isinstance(states, torch.Tensor) else states:
-            if not isinstance(x, torch.Tensor):
-                raise TypeError(f"{name}: expected tensors, got {type(x).__name__} among them")
+        if not isinstance(states, torch.Tensor):
+            for i, x in enumerate(states):
+                expect_tensor(f"{name}[{i}]", x)
     if not len(outs) or len(outs) != len(lses):
         raise ValueError(
-            f"outs, lses: expected as many of one as of the other, one at least, got {len(outs)} and {len(lses)}"
+            f"outs, lses: expected non-empty lists of equal length, got {len(outs)} and {len(lses)}"
         )
     shape = tuple(outs[0].shape)
+    if len(shape) not in (3, 4):
+        raise ValueError(
+            f"outs[0]: expected [batch, seqlen, heads, head_dim] or [total, heads, head_dim], got shape {shape}"
+        )
+    lse_shape = (*shape[:-3], shape[-2], shape[-3])
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        if len(shape) not in (3, 4) or tuple(out.shape) != shape:
+        if tuple(out.shape) != shape:
+            raise ValueError(f"outs[{i}]: expected the shape of outs[0], {shape}, got {tuple(out.shape)}")
+        if tuple(lse.shape) != lse_shape:
             raise ValueError(
-                f"outs: expected [batch, seqlen, heads, head_dim] or [total, heads, head_dim], the same of all, got {tuple(out.shape)}"
-                f" as number {i} after {shape}"
-            )
-        expected = (*shape[:-3], shape[-2], shape[-3])
-        if tuple(lse.shape) != expected:
-            raise ValueError(
-                f"lses: expected shape {expected} beside outputs {shape}, got {tuple(lse.shape)} as number {i}"
+                f"lses[{i}]: expected shape {lse_shape} for outs of shape {shape}, got {tuple(lse.shape)}"
             )
         if out.dtype != outs[0].dtype:
             raise TypeError(
-                f"outs: expected one dtype, got {out.dtype} as number {i} after {outs[0].dtype}; cast them to one"
+                f"outs[{i}]: expected the dtype of outs[0], {outs[0].dtype}, got {out.dtype}; cast them to one dtype"
             )
         if not out.dtype.is_floating_point or lse.dtype not in (torch.float32, torch.float64):
             raise TypeError(
-                f"outs, lses: expected floating point outputs with fp32 log-sum-exps, got {out.dtype} and {lse.dtype} as number {i}"
+                f"outs[{i}], lses[{i}]: expected a floating-point out and an fp32 or fp64 lse, got {out.dtype} and {lse.dtype}"
             )
         if not out.device == lse.device == outs[0].device:
             raise ValueError(
-                f"outs, lses: expected one device, got {out.device} and {lse.device} as number {i} beside {outs[0].device}"
+                f"outs[{i}], lses[{i}]: expected the device of outs[0], {outs[0].device}, got {out.device} and {lse.device}; move them"
+                " to one device"
             )
 
 
-def check_deterministic(deterministic: bool) -> None:
-    """Raises TypeError unless it is a bool."""
-    if not isinstance(deterministic, bool):
-        raise TypeError(f"deterministic: expected a bool, got {described(deterministic)}")
-
-
 @functools.cache
-def _fault_of_gpu(device: torch.device) -> str | None:
+def _gpu_fault(device: torch.device) -> str | None:
+    """The error for a GPU that is not Hopper, else None."""
     capability = torch.cuda.get_device_capability(device)
     if capability == (9, 0):
         return None
@@ -310,41 +365,41 @@ def _fault_of_gpu(device: torch.device) -> str | None:
 
 
 def check_device(q: torch.Tensor) -> None:
-    """Raises NotImplementedError unless q is on a Hopper GPU."""
+    """Raise NotImplementedError unless q is on a Hopper GPU."""
     if q.device.type != "cuda":
         raise NotImplementedError(
-            f"q: expected a tensor on a Hopper GPU, or on the CPU to run the reference, got {q.device}"
+            f"q: expected a tensor on a Hopper GPU, or on the CPU for the slow reference, got {q.device}; move it with q.cuda()"
         )
-    if fault := _fault_of_gpu(q.device):
+    if fault := _gpu_fault(q.device):
         raise NotImplementedError(fault)
 
 
 def check_no_forward_ad() -> None:
-    """Raises NotImplementedError within forward-mode automatic differentiation, whose tangents would be lost."""
+    """Raise NotImplementedError inside forward-mode automatic differentiation, whose tangents would be lost."""
     if torch.autograd.forward_ad._current_level >= 0:
         raise NotImplementedError(
-            "q, k, v: forward-mode automatic differentiation is not supported; use no dual level"
+            "q, k, v: expected no forward-mode automatic differentiation, got an active dual level; use reverse mode"
         )
 
 
 def check_config(problem: object, config: object, reason: str | None) -> None:
-    """Raise ValueError if an explicit config cannot run a problem, for a reason."""
+    """Refuse an explicit config that cannot run a problem; `reason` is None for one that can."""
     if reason:
-        raise ValueError(f"config: {config} cannot run {problem}: {reason}")
+        raise ValueError(f"config: expected one that can run {problem}, got {config}: {reason}")
 
 
 def check_dropout_batch(dropout_p: float, batch: int, max_batch: int) -> None:
-    """Raise NotImplementedError for a backward with dropout whose batch needs more than one launch."""
+    """Refuse a backward with dropout whose batch needs more than one launch."""
     if dropout_p and batch > max_batch:
         raise NotImplementedError(
-            f"dropout_p: expected a batch of at most {max_batch} in a backward with dropout, got {batch}; divide the batch"
+            f"dropout_p: expected a batch of at most {max_batch} in a backward with dropout, got {batch}; split the batch"
         )
 
 
 def check_cache_strides(name: str, cache: torch.Tensor, cache_step: int, row_step: int) -> None:
-    """Raise ValueError unless the caches or pages of a tensor begin a whole number of rows after each other."""
+    """Check that the distance between caches or pages is a whole number of rows; both steps are strides."""
     if cache_step % row_step:
         raise ValueError(
-            f"{name}: expected stride(0) to be a multiple of stride(1), got {cache.stride()}; allocate it as [caches, seqlen, heads,"
-            " head_dim], or with the sequence anywhere outside the head dimension"
+            f"{name}: expected stride(0) to be a multiple of stride(1), got {cache.stride()}; allocate it as [caches or pages, rows,"
+            " heads, head_dim] or [caches or pages, heads, rows, head_dim]"
         )

@@ -1,4 +1,4 @@
-"""tl-attention bench | tune | compile | doctor."""
+"""The console script: tl-attention bench | tune | compile | config | support | doctor."""
 
 from __future__ import annotations
 
@@ -6,33 +6,31 @@ import argparse
 import importlib
 import importlib.util
 import itertools
-import platform
-import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from tl_attention import configs
+from tl_attention import configs, doctor, explain, legality
+from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import (
     DECODE,
     DECODE_TILE_WIDTHS,
+    DEFAULT_DTYPE,
     DIRECTIONS,
     DTYPES,
     OPTIONS,
     AttnProblem,
-    KernelConfig,
     buckets,
     decode_width,
+    tile_widths,
 )
-from tl_attention.target import is_hopper
+from tl_attention.target import gpu_name, is_hopper
 
 if TYPE_CHECKING:
     from tl_attention.testing.shapes import Shape
-
-NO_GPU = "NVIDIA H200"  # whose tuned table serves where there is no GPU
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,8 +47,39 @@ def _parser() -> argparse.ArgumentParser:
         "tl-attention", description="FlashAttention for NVIDIA Hopper, in TileLang."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    commands.add_parser("bench", help="measure it beside its peers; arguments as of benchmarks/run.py")
+    commands.add_parser("bench", help="time it against other libraries; arguments of benchmarks/run.py")
+    shapes = _shape_arguments()
+    _add_tune(commands.add_parser("tune", **TUNE, parents=[shapes]))
+    _add_compile(commands.add_parser("compile", **COMPILE, parents=[shapes]))
+    _add_config(commands.add_parser("config", **CONFIG))
+    command = commands.add_parser(
+        "support", help="table of options, passes, dtypes and head dims with kernels"
+    )
+    command.set_defaults(run=support)
+    command = commands.add_parser("doctor", help="what is installed, what is missing and what to do about it")
+    command.add_argument("--strict", action="store_true", help="status 1 if something needed is missing")
+    command.set_defaults(run=lambda arguments: doctor.report(arguments.strict))
+    return parser
 
+
+TUNE = {
+    "help": "find the fastest config of each problem class and pass on this GPU",
+    "description": "Compile the candidates of configs/grid.toml, check each against the reference, time them against each other, and"
+    " write the winners to configs/tuned/ in a checkout, else to the user's table in the cache folder. Ctrl-C keeps finished rows.",
+}
+COMPILE = {
+    "help": "compile kernels into the disk cache and report on them; needs no GPU",
+    "description": "Compile kernels for sm_90a and print what the compiler made of them: those of the shipped configs, of the"
+    " [options] lines (--options), or of some shapes (--shapes). Status 1 if one must not ship.",
+}
+CONFIG = {
+    "help": "which config serves a problem, where it comes from and why",
+    "description": "Print the config that serves a problem, the tuned row or grid line it comes from, and the rows and lines tried"
+    " before. Example: tl-attention config bf16 d128 causal window=127 sink seqlen_k=4096",
+}
+
+
+def _shape_arguments() -> argparse.ArgumentParser:
     shapes = argparse.ArgumentParser(add_help=False)
     shapes.add_argument(
         "--shapes",
@@ -59,21 +88,20 @@ def _parser() -> argparse.ArgumentParser:
         help="names or patterns of configs/shapes.toml, or B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]",
     )
     shapes.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: bfloat16, whose rows serve both")
-    shapes.add_argument(
-        "--jobs", type=int, help="kernels compiled at once; default: as many as there are CPUs"
-    )
+    shapes.add_argument("--jobs", type=int, help="kernels compiled at a time; default: one per CPU")
+    return shapes
 
-    command = commands.add_parser(
-        "tune",
-        parents=[shapes],
-        help="find the fastest config of each problem class and pass on this GPU",
-        description="Compile the candidates of configs/grid.toml, check each against the reference, time them"
-        " against each other, and write the winners to configs/tuned/ in a checkout, else to the user's table in"
-        " the cache folder. Ctrl-C keeps what is done.",
-    )
-    _add_pass(command, DIRECTIONS, "bwd_det: the deterministic backward; default: all")
+
+def _add_pass(
+    command: argparse.ArgumentParser, choices: Sequence[str], default: Sequence[str], words: str
+) -> None:
+    command.add_argument("--pass", nargs="+", choices=choices, default=default, dest="directions", help=words)
+
+
+def _add_tune(command: argparse.ArgumentParser) -> None:
+    _add_pass(command, DIRECTIONS, DIRECTIONS, "bwd_det: the deterministic backward; default: all")
     command.add_argument(
-        "--only", nargs="+", metavar="WORD", default=(), help="classes with these words: d128 causal 4k"
+        "--only", nargs="+", metavar="WORD", default=(), help="rows with all these words: d128 causal 4k"
     )
     command.add_argument(
         "--budget", type=seconds, default=1800.0, metavar="TIME", help="90s, 10m or 1h; default: 30m"
@@ -82,45 +110,39 @@ def _parser() -> argparse.ArgumentParser:
         "--log", type=Path, default=Path("bench_out/tune.jsonl"), help="default: %(default)s"
     )
     command.add_argument(
-        "--table", type=Path, help="the table to improve; default: this GPU's of the checkout or the user"
+        "--table",
+        type=Path,
+        help="the table to improve; default: the one of this GPU in the checkout, or else the user's",
     )
     command.set_defaults(run=tune)
 
-    command = commands.add_parser(
-        "compile",
-        parents=[shapes],
-        help="compile kernels into the disk cache and report on them; needs no GPU",
-        description="Compile the kernels of the shipped configs, of those for options, or of those that serve some shapes, for sm_90a,"
-        " and print what the compiler made of them. Status 1 if one must not ship.",
-    )
+
+def _add_compile(command: argparse.ArgumentParser) -> None:
     _add_pass(
         command,
         (*DIRECTIONS, DECODE),
-        "bwd_det: the deterministic backward; decode: attention to caches, with pages of any size and without, and what appends to"
-        " them, of each width or of those of the shapes; default: all but decode",
+        DIRECTIONS,
+        "bwd_det: the deterministic backward; decode: attention to caches with pages of every size, and the append kernel;"
+        " default: all but decode",
     )
     command.add_argument(
         "--options",
         action="store_true",
-        help="the kernels of each line of [options] in configs/grid.toml, for bfloat16 problems with all options that it is for",
+        help="for each [options] line of configs/grid.toml, the kernels of the bf16 problem with all options it serves",
     )
     command.add_argument(
         "words", nargs="*", help="only kernels whose problem and config have all of these: bf16 d128 dq"
     )
     command.set_defaults(run=compile_kernels)
 
-    command = commands.add_parser("support", help="which options go with which passes, dtypes and head dims")
-    command.set_defaults(run=support)
-    command = commands.add_parser("doctor", help="what is installed, what is missing and what to do about it")
-    command.add_argument("--strict", action="store_true", help="status 1 if something needed is missing")
-    command.set_defaults(run=doctor)
-    return parser
 
-
-def _add_pass(command: argparse.ArgumentParser, choices: Sequence[str], words: str) -> None:
+def _add_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument("words", nargs="+", metavar="WORD", help=explain.accepted_words())
+    _add_pass(command, (*DIRECTIONS, DECODE), ("fwd",), "default: fwd")
     command.add_argument(
-        "--pass", nargs="+", choices=choices, default=DIRECTIONS, dest="directions", help=words
+        "--gpu", metavar="NAME", help="GPU name in torch; default: this GPU, else NVIDIA H200"
     )
+    command.set_defaults(run=show_config)
 
 
 def seconds(text: str) -> float:
@@ -130,7 +152,7 @@ def seconds(text: str) -> float:
 
 
 def parse_shapes(words: Sequence[str]) -> dict[str, Shape]:
-    """Raises SystemExit for a name that configs/shapes.toml lacks, and a shape of another form."""
+    """Shapes by name. Raises SystemExit for a name missing in configs/shapes.toml or a malformed shape."""
     from tl_attention.testing.shapes import chosen_shapes
 
     try:
@@ -140,12 +162,12 @@ def parse_shapes(words: Sequence[str]) -> dict[str, Shape]:
 
 
 def plain_shapes(words: Sequence[str]) -> list[Shape]:
-    """Raises SystemExit for a shape with options, too."""
+    """Shapes without options. Raises SystemExit as parse_shapes, and for a shape with options."""
     shapes = parse_shapes(words)
     for name, shape in shapes.items():
         if shape.options:
             raise SystemExit(
-                f"--shapes: {name} has options, which tuned rows do not serve; configs/grid.toml says what does"
+                f"--shapes: expected shapes without options, as [options] of configs/grid.toml is not tuned; {name} has options"
             )
     return list(shapes.values())
 
@@ -154,7 +176,7 @@ def bench(argv: Sequence[str]) -> int:
     folder = Path(__file__).parents[1] / "benchmarks"
     if not (folder / "run.py").exists():
         print(
-            "tl-attention bench: benchmarks/ is in a checkout alone: clone it and pip install -e '.[bench]'"
+            "tl-attention bench needs benchmarks/, which only a checkout has: clone it and pip install -e '.[bench]'"
         )
         return 2
     sys.path.insert(0, str(folder))
@@ -163,43 +185,44 @@ def bench(argv: Sequence[str]) -> int:
 
 def tune(arguments: argparse.Namespace) -> int:
     if not is_hopper(0):
-        print("tl-attention tune times kernels on an NVIDIA Hopper GPU, and there is none here.", end=" ")
-        print("tl-attention compile needs none and shows what the compiler makes of the shipped configs.")
+        print("tl-attention tune needs an NVIDIA Hopper GPU to time kernels, and found none.", end=" ")
+        print("tl-attention compile needs no GPU and reports on the kernels of the shipped configs.")
         return 2
     if not _has_rich("tune"):
         return 2
-    from tl_attention import autotune
+    from tl_attention.tuning import autotune
 
     table = arguments.table or configs.tuned_path(torch.cuda.get_device_name())
     try:
         autotune.check_writable(table, arguments.log)
     except OSError as error:
         print(f"tl-attention tune cannot write {table} or {arguments.log}: {error}", end="; ")
-        print("--table and --log name other places")
+        print("name other files with --table and --log")
         return 2
     results = autotune.tune(
         plain_shapes(arguments.shapes) if arguments.shapes else None,
         arguments.budget,
         directions=arguments.directions,
-        dtypes=arguments.dtype or DTYPES[:1],
+        dtypes=arguments.dtype or (DEFAULT_DTYPE,),
         only=arguments.only,
         path=arguments.table,
         log=arguments.log,
         jobs=arguments.jobs,
     )
-    print(f"{len(results)} rows tuned, in {table}; why each loser lost: {arguments.log}")
+    print(f"{len(results)} rows tuned, in {table}; all attempts: {arguments.log}")
     return 0 if results else 1
 
 
 def compile_kernels(arguments: argparse.Namespace) -> int:
-    from tl_attention import autotune, toolkit
+    from tl_attention import toolkit
+    from tl_attention.tuning import autotune
 
     if not toolkit.find_nvcc():
         print(f"tl-attention compile: {toolkit.NO_NVCC}")
         return 2
     if arguments.options and (arguments.shapes or arguments.dtype):
         print(
-            "tl-attention compile --options takes the lines of the grid, in bfloat16: expected no --shapes and no --dtype"
+            "tl-attention compile --options: expected no --shapes and no --dtype, as lines of the grid are compiled for bfloat16"
         )
         return 2
     if not _has_rich("compile"):
@@ -209,9 +232,9 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
     if arguments.options:
-        kernels = configs.option_kernels([one for one in arguments.directions if one != DECODE])
+        kernels = configs.option_kernels([name for name in arguments.directions if name != DECODE])
     elif arguments.shapes:
-        dtypes = arguments.dtype or DTYPES[:1]
+        dtypes = arguments.dtype or (DEFAULT_DTYPE,)
         kernels = _serving(parse_shapes(arguments.shapes).values(), dtypes, arguments.directions)
     else:
         dtypes = arguments.dtype or DTYPES
@@ -242,13 +265,13 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
 def _serving(
     shapes: Iterable[Shape], dtypes: Sequence[str], directions: Sequence[str]
 ) -> Iterator[tuple[AttnProblem, KernelConfig]]:
-    """What calls on such tensors load, whatever the lengths."""
-    gpu_name = torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
+    """Kernels that calls on these shapes load, for all lengths."""
+    gpu = gpu_name()
     for direction, dtype, shape in itertools.product(directions, dtypes, shapes):
-        widths = DECODE_TILE_WIDTHS if direction == DECODE else configs.tile_widths(direction)
+        widths = DECODE_TILE_WIDTHS if direction == DECODE else tile_widths(direction)
         if not any(qk >= shape.head_dim and v >= shape.head_dim_v for qk, v in widths):
             raise SystemExit(
-                f"--shapes: {shape}: expected head dims that --pass {direction} has kernels for, within one of {widths}"
+                f"--shapes: {shape}: expected head dims within one of {widths}, the kernels of --pass {direction}"
             )
         if direction == DECODE:
             width = decode_width(shape.head_dim, shape.head_dim_v)
@@ -256,8 +279,19 @@ def _serving(
             continue
         problem = shape.problem(dtype, direction)
         for bucket in buckets(direction):
-            config, _ = configs.pick_config(problem, bucket, gpu_name, direction)
+            config, _ = configs.pick_config(problem, bucket, gpu, direction)
             yield from config.kernels(problem)
+
+
+def show_config(arguments: argparse.Namespace) -> int:
+    try:
+        question = explain.parse(arguments.words)
+        for direction in arguments.directions:
+            for text in explain.explain(question, direction, arguments.gpu or gpu_name()):
+                print(text)
+    except ValueError as error:
+        raise SystemExit(f"tl-attention config: {error}") from None
+    return 0
 
 
 def _has_words(text: str, words: Sequence[str]) -> bool:
@@ -267,7 +301,7 @@ def _has_words(text: str, words: Sequence[str]) -> bool:
 def _has_rich(command: str) -> bool:
     if importlib.util.find_spec("rich"):
         return True
-    print(f"tl-attention {command} draws with rich: pip install 'tl-attention[bench]'")
+    print(f"tl-attention {command} needs rich: pip install 'tl-attention[bench]'")
     return False
 
 
@@ -278,7 +312,7 @@ def support(arguments: argparse.Namespace) -> int:
 
 
 def support_table() -> str:
-    """In Markdown, the tile widths at which each option, and all at once, have kernels: what configs.is_legal says of their configs."""
+    """In Markdown, the tile widths at which each option, and all at once, have kernels: what legality.is_legal says of their configs."""
     names = {"fwd": "forward", "bwd": "backward", "bwd_det": "deterministic backward"}
     lines = [f"| option | {' | '.join(names.values())} |", "|---" * (1 + len(names)) + "|"]
     for options in (*((option,) for option in OPTIONS), OPTIONS):
@@ -288,132 +322,18 @@ def support_table() -> str:
 
 
 def _support(options: tuple[str, ...], direction: str) -> str:
-    """bf16, fp16: every width; or the widths that there are kernels for."""
+    """A cell of the table: "bf16, fp16: every width", or the widths with kernels."""
     cells: dict[str, list[str]] = {}
-    widths = configs.tile_widths(direction)
-    for dtype in DTYPES:
-        problems = [AttnProblem(dtype, *width, False, options) for width in widths]
-        runs = [
-            not configs.is_legal(problem, configs.option_config(problem, "4k", direction), direction)
+    for dtype in DTYPES.values():
+        problems = [AttnProblem(dtype.name, *width, False, options) for width in tile_widths(direction)]
+        served = [
+            problem.width
             for problem in problems
+            if legality.is_legal(problem, configs.option_config(problem, "4k", direction), direction) is None
         ]
-        named = ", ".join(
-            str(problem).split()[1] for problem, runs in zip(problems, runs, strict=True) if runs
-        )
-        cells.setdefault("every width" if all(runs) else named or "none", []).append(
-            str(problems[0]).split()[0]
-        )
+        text = "every width" if len(served) == len(problems) else ", ".join(served) or "none"
+        cells.setdefault(text, []).append(dtype.short)
     return "; ".join(f"{', '.join(dtypes)}: {widths}" for widths, dtypes in cells.items())
-
-
-def doctor(arguments: argparse.Namespace) -> int:
-    """Print what is found and, for what is not, what to do."""
-    missing = 0
-    for needed, name, find in CHECKS:
-        try:
-            good, text = find()
-        except Exception as error:  # a broken installation is a finding, too
-            good, text = False, f"{type(error).__name__}: {error}"
-        missing += needed and not good
-        print(f"{'ok' if good else 'MISSING' if needed else '-':8}{name:13}{text}")
-    return 1 if missing and arguments.strict else 0
-
-
-def _check_python() -> tuple[bool, str]:
-    return sys.version_info >= (3, 10), f"{platform.python_version()}, {platform.machine()}"
-
-
-def _check_torch() -> tuple[bool, str]:
-    cuda = (
-        f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA, so for CPU tensors only"
-    )
-    return True, f"{torch.__version__}, {cuda}"
-
-
-def _check_gpu() -> tuple[bool, str]:
-    if not torch.cuda.is_available():
-        return False, "no CUDA device: kernels can be compiled and inspected; CPU tensors run the reference"
-    sm = "sm_{}{}".format(*torch.cuda.get_device_capability())
-    advice = (
-        "" if is_hopper(torch.cuda.current_device()) else ": the kernels need sm_90, an H100, H200 or GH200"
-    )
-    return not advice, f"{torch.cuda.get_device_name()}, {sm}{advice}"
-
-
-def _check_package(module: str, advice: str) -> Callable[[], tuple[bool, str]]:
-    def check() -> tuple[bool, str]:
-        from tl_attention.testing.environment import version
-
-        try:
-            found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
-            found = None
-        return (True, version(module) or "found") if found else (False, f"not installed: {advice}")
-
-    return check
-
-
-def _check_nvcc() -> tuple[bool, str]:
-    from tl_attention import toolkit
-
-    if not (found := toolkit.find_nvcc()):
-        return False, toolkit.NO_NVCC
-    nvcc, origin = found
-    release = (
-        subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout.strip().splitlines()[-2]
-    )
-    return True, f"{release.rpartition(', ')[2]}, {nvcc}, by {origin}"
-
-
-def _check_cuobjdump() -> tuple[bool, str]:
-    from tl_attention import toolkit
-
-    found = toolkit.find_cuobjdump()
-    return bool(found), str(found or "not found, so instructions are counted in PTX: pip install triton")
-
-
-def _check_cache() -> tuple[bool, str]:
-    folder = configs.cache_dir()
-    sizes = [path.stat().st_size for path in folder.rglob("*.so")] if folder.exists() else []
-    return True, f"{folder}, {len(sizes)} kernels, {sum(sizes) / 1e6:.1f} MB"
-
-
-def _check_table() -> tuple[bool, str]:
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
-    found = []
-    for path in configs.tuned_paths(name):
-        table = configs.read_tuned(path)
-        if rows := [f"{len(table[direction])} {direction}" for direction in DIRECTIONS if table[direction]]:
-            found.append(f"{path}, rows: {', '.join(rows)}")
-    if found:
-        return True, "; then ".join(found)
-    return (
-        False,
-        f"none for {name}, so the defaults of {configs.data_dir() / 'grid.toml'} serve: tl-attention tune",
-    )
-
-
-CHECKS = (  # (needed, what, how to find it)
-    (True, "python", _check_python),
-    (True, "torch", _check_torch),
-    (True, "GPU", _check_gpu),
-    (True, "tilelang", _check_package("tilelang", "pip install 'tilelang[nvcc]==0.1.15'")),
-    (True, "nvcc", _check_nvcc),
-    (False, "cuobjdump", _check_cuobjdump),
-    (True, "cache", _check_cache),
-    (False, "tuned table", _check_table),
-    (False, "rich", _check_package("rich", "pip install 'tl-attention[bench]'")),
-    (False, "matplotlib", _check_package("matplotlib", "pip install 'tl-attention[bench]'")),
-    (False, "triton", _check_package("triton", "pip install triton")),
-    (False, "fa2", _check_package("flash_attn", "pip install flash-attn --no-build-isolation")),
-    (
-        False,
-        "fa3",
-        _check_package("flash_attn_interface", "build hopper/ of github.com/Dao-AILab/flash-attention"),
-    ),
-    (False, "fa4", _check_package("flash_attn.cute", "pip install flash-attn-4")),
-    (False, "flashinfer", _check_package("flashinfer", "pip install flashinfer-python")),
-)
 
 
 if __name__ == "__main__":

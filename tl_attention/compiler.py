@@ -24,10 +24,9 @@ from types import ModuleType
 from typing import Any
 
 from tl_attention import configs, toolkit
-from tl_attention.problem import (
+from tl_attention.kernel_configs import (
     REGISTER_LEVEL,
     AppendConfig,
-    AttnProblem,
     BwdDelta,
     BwdPass,
     BwdSum,
@@ -37,9 +36,10 @@ from tl_attention.problem import (
     FwdCombine,
     FwdConfig,
     KernelConfig,
-    VarlenPlan,
+    TileTable,
     register_level,
 )
+from tl_attention.problem import AttnProblem
 from tl_attention.target import TARGET
 
 # No template imports another; all import the other files of kernels/
@@ -50,7 +50,7 @@ TEMPLATES = {
     BwdPass: ("bwd", "flash_bwd"),
     "dq": ("bwd_dq", "flash_bwd_dq"),
     BwdSum: ("bwd_sum", "flash_bwd_sum"),
-    VarlenPlan: ("varlen_plan", "flash_varlen_plan"),
+    TileTable: ("tile_table", "flash_tile_table"),
     DecodeConfig: ("decode", "flash_decode"),
     DecodeCombine: ("decode_combine", "flash_decode_combine"),
     AppendConfig: ("append", "flash_append"),
@@ -73,7 +73,9 @@ def _sources_digest(template: str) -> str:
     digest = hashlib.sha256(" ".join([*versions, platform.machine()]).encode())
     others = {name for name, _ in TEMPLATES.values()} - {template}
     kernels = (path for path in folder.glob("kernels/*.py") if path.stem not in others)
-    for path in sorted([*kernels, folder / "problem.py", folder / "target.py"]):
+    for path in sorted(
+        [*kernels, *(folder / f"{name}.py" for name in ("problem", "kernel_configs", "target"))]
+    ):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -94,11 +96,11 @@ def _kernel_module(name: str) -> ModuleType:
     return importlib.import_module(f"tl_attention.kernels.{name}")
 
 
-def pass_configs(config: KernelConfig) -> dict[str, object]:
+def pass_configs(problem: AttnProblem, config: KernelConfig) -> dict[str, object]:
     """Options of the passes that lower a kernel."""
     module, _ = template(config)
     found = dict(_kernel_module(module).PASS_CONFIGS)
-    if (level := register_level(config)) != REGISTER_LEVEL:
+    if (level := register_level(problem, config)) != REGISTER_LEVEL:
         found["tl.ptxas_register_usage_level"] = level
     return found
 
@@ -117,7 +119,7 @@ def lower(problem: AttnProblem, config: KernelConfig) -> tuple[str, int]:
 
     program = trace(problem, config)
     target = tvm.target.Target(TARGET)
-    with tvm.transform.PassContext(opt_level=3, config=pass_configs(config)), target:
+    with tvm.transform.PassContext(opt_level=3, config=pass_configs(problem, config)), target:
         artifact = tilelang.lower(program, target=target)
     (function,) = (f for _, f in artifact.device_mod.functions.items())
     return artifact.kernel_source, int(function.attrs.get("dyn_shared_memory_buf", 0))
@@ -134,7 +136,9 @@ def _build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
     level = logger.level
     logger.setLevel(logging.WARNING)  # it tells of each export
     try:
-        kernel = tilelang.compile(trace(problem, config), target=TARGET, pass_configs=pass_configs(config))
+        kernel = tilelang.compile(
+            trace(problem, config), target=TARGET, pass_configs=pass_configs(problem, config)
+        )
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             path.with_suffix(".cu").write_text(kernel.get_kernel_source())
             kernel.export_library(str(Path(folder, path.name)))

@@ -12,16 +12,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tl_attention import compiler, toolkit
-from tl_attention.configs import smem_bytes
-from tl_attention.problem import (
+from tl_attention.kernel_configs import (
     REGISTER_LEVEL,
-    AttnProblem,
     BwdPass,
     DecodeConfig,
     FwdConfig,
     KernelConfig,
     register_level,
 )
+from tl_attention.legality import smem_bytes
+from tl_attention.problem import AttnProblem
 from tl_attention.target import REGISTERS, SMEM_LIMIT, SMEM_PER_SM, TARGET
 
 # Each marks a slow kernel. C7507: setmaxnreg is ignored; the others: every wgmma is waited for
@@ -66,7 +66,7 @@ def uses_wgmma(config: KernelConfig) -> bool:
 def report(problem: AttnProblem, config: KernelConfig) -> Report:
     """Lower the kernel, assemble it for sm_90a and read what came out."""
     source, smem = compiler.lower(problem, config)
-    return report_source(source, smem, config.threads, uses_wgmma(config), register_level(config))
+    return report_source(source, smem, config.threads, uses_wgmma(config), register_level(problem, config))
 
 
 def report_compiled(problem: AttnProblem, config: KernelConfig) -> Report:
@@ -76,7 +76,9 @@ def report_compiled(problem: AttnProblem, config: KernelConfig) -> Report:
     if (report := _read_report(kept)) is None:
         source = path.with_suffix(".cu").read_text()
         smem = smem_bytes(problem, config)
-        report = report_source(source, smem, config.threads, uses_wgmma(config), register_level(config))
+        report = report_source(
+            source, smem, config.threads, uses_wgmma(config), register_level(problem, config)
+        )
         kept.write_text(json.dumps(asdict(report)))
     return report
 

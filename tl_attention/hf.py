@@ -9,34 +9,36 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from tl_attention import kvcache
 from tl_attention.flash import flash_attn_func, flash_attn_varlen_func
 
 NAME = "tl_attention"
-MAX_DECODE_QUERIES = 64  # of a sequence, that are taken to its cache as it lies
-_REFUSED = "expected causal, full, a window, packed sequences or chunks"
-_INSTEAD = 'use attn_implementation="sdpa" or "eager"'
-_CACHE_ROW = 4  # of a mask, the first of those that flash_attn_with_kvcache takes
+MAX_DECODE_QUERIES = 64  # per sequence; more go to flash_attn_func
+_SUPPORTED_MASKS = "expected a causal, full, sliding-window, packed or chunked mask"
+_USE_ANOTHER = 'use attn_implementation="sdpa" or "eager"'
+# Rows of the tensor that attention_mask() returns: 4 for flash_attn_varlen_func, then up to 2 for flash_attn_with_kvcache
+_VARLEN_ROWS = 4
 
 
 def register() -> None:
-    """Make "tl_attention" an attention implementation of transformers; calling it again changes nothing.
+    """Make "tl_attention" an attention implementation of transformers; further calls change nothing.
 
         tl_attention.hf.register()
         model = AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16, attn_implementation="tl_attention")
 
     Raises:
-        ImportError: no transformers, or one before 5, whose masks are asked for in other words.
+        ImportError: no transformers, or a version before 5, whose mask interface is another one.
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask
 
-        fault = None if "q_offset" in inspect.signature(sdpa_mask).parameters else "an older one"
+        fault = None if "q_offset" in inspect.signature(sdpa_mask).parameters else "an older version"
     except ImportError as error:
         fault = str(error)
     if fault:
         raise ImportError(
-            f"tl_attention.hf: expected transformers 5, got {fault}; pip install 'transformers>=5'"
+            f"tl_attention.hf: expected transformers 5 or later, got {fault}; pip install 'transformers>=5'"
         )
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, attention_mask)
@@ -63,87 +65,96 @@ def attention_forward(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention of one layer, as transformers' AttentionInterface asks for it.
+    """Attention of one layer, for the AttentionInterface of transformers.
 
-    Where no gradient is asked for, up to MAX_DECODE_QUERIES queries and more keys go to flash_attn_with_kvcache: key and value are the
-    cache, static or dynamic, of which nothing is copied.
+    Up to MAX_DECODE_QUERIES queries that need no gradient go with a longer key to flash_attn_with_kvcache: key and value are the static or
+    dynamic cache, which is not copied.
 
     Args:
-        module: the layer; its is_causal and that of its config serve where the argument is None.
-        query: [batch, heads, seqlen_q, head_dim], bfloat16 or float16; fp32 within autocast is cast to its dtype.
+        module: the layer; if is_causal is None, the is_causal of the layer and of its config hold.
+        query: [batch, heads, seqlen_q, head_dim], bfloat16 or float16; fp32 is cast to the autocast dtype inside autocast.
         key, value: [batch, heads_kv, seqlen_k, head_dim or head_dim_v].
-        attention_mask: what attention_mask() made: None, or which rows of query and key are a sequence's.
-        sliding_window: keys that a query sees, itself included; of a layer that is not causal, on either side.
-        s_aux: [heads], the scores of a sink.
-        cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], bounds of packed sequences in batch * seqlen; they go before the mask.
-        max_length_q, max_length_k: of the longest sequence, or more.
-        kwargs: what else models pass, which changes nothing here.
+        attention_mask: the result of attention_mask(): None, or the rows of query and key that belong to each sequence.
+        sliding_window: number of keys that a query sees, itself included; in a bidirectional layer, on either side.
+        s_aux: [heads], the scores of the sink.
+        cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], bounds of packed sequences in batch * seqlen; they override attention_mask.
+        max_length_q, max_length_k: upper bounds of the sequence lengths.
+        kwargs: other arguments that models pass; ignored.
     Returns:
-        (out [batch, seqlen_q, heads, head_dim_v], None). Rows that are padding are 0.
+        (out [batch, seqlen_q, heads, head_dim_v], None). Rows of padding are 0.
     Raises:
-        NotImplementedError: position_bias, a paged cache, a mask made elsewhere.
-        TypeError, ValueError, NotImplementedError: as flash_attn_func.
+        NotImplementedError: position_bias, a paged cache, or a mask not made by attention_mask().
+        TypeError, ValueError, NotImplementedError: see flash_attn_func.
     """
-    for name, given in (("position_bias", position_bias), ("cache", cache)):
-        if given is not None:
-            raise NotImplementedError(
-                f"{name}: expected None, got {type(given).__name__}, which tl_attention does not support;"
-                ' use attn_implementation="sdpa"'
-            )
-    if attention_mask is not None and attention_mask.ndim != 3:
-        raise NotImplementedError(
-            f"attention_mask: expected a 2-D mask of padding given to the model, got one of shape {tuple(attention_mask.shape)} that"
-            ' was made elsewhere; use attn_implementation="sdpa" for masks of your own'
-        )
+    _check_supported(attention_mask, position_bias, cache)
     if query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-
-    if is_causal is None:  # a config may have masks of a causal model made bidirectional
-        config = getattr(module, "config", None)
-        is_causal = getattr(module, "is_causal", True) and getattr(config, "is_causal", True)
+    if is_causal is None:
+        is_causal = _layer_is_causal(module)
     causal = bool(is_causal)
-    reach = -1 if sliding_window is None else sliding_window - 1
-    window = (reach, 0 if causal and sliding_window is not None else reach)
+    left = right = -1
+    if sliding_window is not None:
+        left = sliding_window - 1
+        right = 0 if causal else left
+    softcap = softcap or 0.0
+
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
     packed = cu_seq_lens_q is not None and cu_seq_lens_k is not None
-    differentiable = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, s_aux)
-    )
-    cached = attention_mask is None or attention_mask.shape[0] > _CACHE_ROW
-    few = seqlen_q <= MAX_DECODE_QUERIES and seqlen_q < seqlen_k
-    if cached and few and not (packed or differentiable or dropout):
-        rows = () if attention_mask is None else attention_mask[_CACHE_ROW:, 0, :batch].unbind()
-        seqlens, leftpad = (*rows, None, None)[:2]
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux))
+    has_cache_rows = attention_mask is None or attention_mask.shape[0] > _VARLEN_ROWS
+    few_queries = seqlen_q <= MAX_DECODE_QUERIES and seqlen_q < seqlen_k
+    if has_cache_rows and few_queries and not (packed or needs_grad or dropout):
+        seqlens = leftpad = None
+        if attention_mask is not None:
+            seqlens, *leftpads = attention_mask[_VARLEN_ROWS:, 0, :batch].unbind()
+            leftpad = leftpads[0] if leftpads else None
         if seqlen_q == 1:
-            q = query.reshape(q.shape)  # strides of a dense tensor, which is not copied where it is loaded
+            q = query.reshape(q.shape)  # same memory, dense strides: the kernel's load needs no copy
         decode = _decode_op if torch.compiler.is_compiling() else _decode
-        return decode(q, k, v, seqlens, leftpad, scaling, causal, *window, softcap or 0.0, s_aux), None
+        return decode(q, k, v, seqlens, leftpad, scaling, causal, left, right, softcap, s_aux), None
 
     options = {
         "dropout_p": dropout,
         "softmax_scale": scaling,
         "causal": causal,
-        "window_size": window,
-        "softcap": softcap or 0.0,
+        "window_size": (left, right),
+        "softcap": softcap,
         "deterministic": deterministic,
         "learnable_sink": s_aux,
     }
     if packed:
-        lengths = cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32)
-        lengths += tuple(
-            batch * seqlen if given is None else given
-            for given, seqlen in ((max_length_q, seqlen_q), (max_length_k, seqlen_k))
-        )
+        max_q = batch * seqlen_q if max_length_q is None else max_length_q
+        max_k = batch * seqlen_k if max_length_k is None else max_length_k
+        lengths = cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32), max_q, max_k
     elif attention_mask is not None:
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = attention_mask[:_CACHE_ROW, 0].unbind()
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = attention_mask[:_VARLEN_ROWS, 0].unbind()
         lengths = cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k
         options |= {"seqused_q": seqused_q[:-1], "seqused_k": seqused_k[:-1]}
     else:
         return flash_attn_func(q, k, v, **options), None
     out = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *lengths, **options)
     return out.unflatten(0, (batch, seqlen_q)), None
+
+
+def _check_supported(attention_mask: torch.Tensor | None, position_bias: Any, cache: Any) -> None:
+    for name, x in (("position_bias", position_bias), ("cache", cache)):
+        if x is not None:
+            raise NotImplementedError(
+                f"{name}: expected None, got {type(x).__name__}, which tl_attention does not support; {_USE_ANOTHER}"
+            )
+    if attention_mask is not None and attention_mask.ndim != 3:
+        raise NotImplementedError(
+            "attention_mask: expected a 2-D padding mask as argument of the model, got a mask of shape"
+            f" {tuple(attention_mask.shape)}; {_USE_ANOTHER}"
+        )
+
+
+def _layer_is_causal(module: torch.nn.Module) -> bool:
+    """True unless the layer, or a config that makes a causal model bidirectional, says otherwise."""
+    config = getattr(module, "config", None)
+    return getattr(module, "is_causal", True) and getattr(config, "is_causal", True)
 
 
 def _decode(
@@ -159,10 +170,8 @@ def _decode(
     softcap: float,
     sink: torch.Tensor | None,
 ) -> torch.Tensor:
-    """flash_attn_with_kvcache of keys that are all in the cache; arguments that an op can have."""
-    from tl_attention.kvcache import flash_attn_with_kvcache
-
-    return flash_attn_with_kvcache(
+    """flash_attn_with_kvcache without new keys, with arguments of types that an op may have."""
+    return kvcache.flash_attn_with_kvcache(
         q,
         k,
         v,
@@ -198,144 +207,181 @@ def attention_mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask of the layers of one kind, as transformers' AttentionMaskInterface asks for it; no matrix of queries and keys.
+    """Mask of all layers of one kind, for the AttentionMaskInterface of transformers; never a [queries, keys] matrix.
 
-    Padding may lie on either side of a sequence, not within. What else a mask hides has to be what tl_attention computes: causal
-    or not, a window, packed sequences, chunks. Outside torch.compile it is looked at (one sync); a compiled model is trusted, and
-    gives packed sequences by cu_seq_lens_q and cu_seq_lens_k.
+    A mask may be causal or full, with a sliding window, packed sequences or chunks, and padding before and after each sequence. Outside
+    torch.compile, mask_function is checked for anything else (one sync). A compiled model is trusted; it has to pass packed sequences as
+    cu_seq_lens_q and cu_seq_lens_k.
 
     Args:
-        q_offset, kv_offset: the positions of the first query and the first key; q_offset is a tensor with a static cache.
+        q_offset, kv_offset: positions of the first query and of the first key; q_offset is a tensor with a static cache.
         mask_function: (batch, head, query, key) -> whether the query sees the key, by positions.
-        attention_mask: [batch, at most kv_offset + kv_length], False where a token is padding.
-        local_size: keys within the window, itself included; on either side of a bidirectional one, without it; or of a chunk.
-        use_vmap: mask_function has parts that the caller added.
-        allow_is_bidirectional_skip: None of a causal mask.
+        attention_mask: [batch, at most kv_offset + kv_length], False for padding.
+        local_size: width of the window: keys before the query, itself included, or keys on either side of it in a bidirectional mask;
+            or size of a chunk.
+        use_vmap: mask_function contains functions of the caller.
+        allow_is_bidirectional_skip: None for a causal mask.
     Returns:
-        None where batch, lengths and window say all; else int32 [4 to 6, 1, sequences + 1]: cu_seqlens_q and cu_seqlens_k in
-        batch * q_length and batch * kv_length, how many of these queries and keys each sequence uses, and a 0. Where all queries
-        of a sequence, or none, come after its last key, a fifth row begins with cache_seqlens [batch], and if there is padding
-        a sixth with cache_leftpad [batch].
+        None if lengths, causality and window define the mask. Else int32 [4 to 6, 1, sequences + 1]. Rows 0 to 3: cu_seqlens_q,
+        cu_seqlens_k, seqused_q and seqused_k of flash_attn_varlen_func, in batch * q_length and batch * kv_length rows. Row 4 begins with
+        cache_seqlens [batch], row 5, if there is padding, with cache_leftpad [batch]. Rows 4 and 5 exist if in each sequence all queries
+        or none come after its last key, as flash_attn_with_kvcache requires.
     Raises:
         NotImplementedError: any other mask.
     """
     if attention_mask is not None and attention_mask.ndim == 3:
-        return attention_mask  # made ahead by generate()
+        return attention_mask  # generate() has called this function
     if use_vmap:
         raise NotImplementedError(
-            f"mask_function: {_REFUSED}, got one with parts of the caller's; {_INSTEAD}"
+            f"mask_function: {_SUPPORTED_MASKS}, got one that contains functions of the caller; {_USE_ANOTHER}"
         )
     causal = allow_is_bidirectional_skip is None
-    shift = q_offset - kv_offset  # the column of the first query; that of the first key is 0
-    end = shift + q_length if causal else kv_length
-    real = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-    padded = real is not None
-    shared = causal or local_size is not None  # queries share columns with keys: padding of both
+    # Columns are positions minus kv_offset: the first key has column 0
+    first_query = q_offset - kv_offset
+    end = first_query + q_length if causal else kv_length
+    tokens = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     begin_k = torch.zeros(batch_size, dtype=torch.int64, device=device)
     end_k = begin_k + end
-    if padded:
-        begin_k = real.int().argmax(1)
-        end_k = (begin_k + real.sum(1)).clamp(max=end)
+    if tokens is not None:
+        begin_k = tokens.int().argmax(1)
+        end_k = (begin_k + tokens.sum(1)).clamp(max=end)
+    padded = tokens is not None
+    shared = causal or local_size is not None  # queries have columns among the keys, and so the same padding
     cached = not (padded and shared) or q_length == 1
     if not _is_traced():
-        queries = torch.arange(q_length, device=device) + q_offset
-        keys = kv_offset, kv_offset + kv_length
-        starts, wrong = _probe(mask_function, batch_size, queries, keys, causal, local_size)
-        padding = starts.new_zeros(1, 1) if real is None else ~real
-        holes = (padding[:, :-1] & ~padding[:, 1:]).sum(1) + ~padding[:, 0] > 1
-        early = (end_k < shift + q_length) & (end_k > begin_k)
-        flags = torch.stack([wrong, starts.any(), padding.any(), holes.any(), early.any()])
-        wrong, packed, padded, holes, early = flags.tolist()
-        cached = cached or not early
-        if wrong or (packed and (padded or q_length != kv_length)):
-            raise NotImplementedError(f"mask_function: {_REFUSED}, got another; {_INSTEAD}")
-        if holes:
-            raise NotImplementedError(
-                "attention_mask: expected padding before and after each sequence alone, got some within; "
-                + _INSTEAD
-            )
+        sequence = _find_sequences(
+            mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, causal, local_size, device
+        )
+        ends_early = (end_k < first_query + q_length) & (end_k > begin_k)
+        padded, packed, ends_early = _inspect(*sequence, tokens, ends_early, q_length == kv_length)
         if packed:
-            starts[:, 0] = True
-            begins = starts.flatten().nonzero().flatten()
-            bounds = pad(begins, (0, 1), value=starts.numel())
-            used = pad(bounds.diff(), (0, 1))
-            return torch.stack([bounds, bounds, used, used])[:, None].to(torch.int32)
+            return _packed_mask(sequence[0])
+        cached = cached or not ends_early
 
     if not padded and isinstance(end, int) and end == kv_length:
         return None
-    begin_q, end_q = begin_k * 0, begin_k * 0 + q_length
+    begin_q = torch.zeros_like(begin_k)
+    end_q = begin_q + q_length
     if shared:
-        begin_q, end_q = (begin_k - shift).clamp(0, q_length), (end_k - shift).clamp(0, q_length)
-    bounds_q, used_q = _rows(begin_q, end_q, q_length)
-    bounds_k, used_k = _rows(begin_k, end_k, kv_length)
-    rows = [bounds_q, bounds_k, used_q, used_k]
+        begin_q = (begin_k - first_query).clamp(0, q_length)
+        end_q = (end_k - first_query).clamp(0, q_length)
+    cu_seqlens_q, seqused_q = _bounds(begin_q, end_q, q_length)
+    cu_seqlens_k, seqused_k = _bounds(begin_k, end_k, kv_length)
+    rows = [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k]
     if cached:
-        seqlens = torch.where(begin_q < end_q, end_k, begin_k)
-        rows += [pad(x, (0, batch_size + 1)) for x in ([seqlens, begin_k] if padded else [seqlens])]
+        cache_seqlens = torch.where(begin_q < end_q, end_k, begin_k)
+        rows.append(pad(cache_seqlens, (0, batch_size + 1)))
+        if padded:
+            rows.append(pad(begin_k, (0, batch_size + 1)))
     return torch.stack(rows)[:, None].to(torch.int32)
 
 
-def _rows(begin: torch.Tensor, end: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bounds and use [2 * batch + 1] of twice as many sequences, of which the even ones are the padding before the odd."""
+def _inspect(
+    starts: torch.Tensor,
+    unsupported: torch.Tensor,
+    tokens: torch.Tensor | None,
+    ends_early: torch.Tensor,
+    equal_lengths: bool,
+) -> tuple[bool, bool, bool]:
+    """Return whether there is padding, whether sequences are packed, and whether ends_early holds anywhere; synchronizes once.
+
+    Args:
+        starts, unsupported: see _find_sequences.
+        tokens: bool [batch, keys], False for padding.
+    """
+    padding = starts.new_zeros(1, 1) if tokens is None else ~tokens
+    runs = (padding[:, :-1] & ~padding[:, 1:]).sum(1) + (~padding[:, 0]).int()  # of consecutive tokens
+    flags = torch.stack([unsupported, starts.any(), padding.any(), (runs > 1).any(), ends_early.any()])
+    unsupported, packed, padded, holes, ends_early = flags.tolist()
+    if unsupported or (packed and (padded or not equal_lengths)):
+        raise NotImplementedError(f"mask_function: {_SUPPORTED_MASKS}, got another one; {_USE_ANOTHER}")
+    if holes:
+        raise NotImplementedError(
+            "attention_mask: expected padding only before and after each sequence, got some inside a sequence;"
+            f" {_USE_ANOTHER}"
+        )
+    return padded, packed, ends_early
+
+
+def _packed_mask(starts: torch.Tensor) -> torch.Tensor:
+    """Return rows 0 to 3 of a mask for packed sequences; `starts` is bool [batch, seqlen]."""
+    starts[:, 0] = True
+    begins = starts.flatten().nonzero().flatten()
+    bounds = pad(begins, (0, 1), value=starts.numel())
+    used = pad(bounds.diff(), (0, 1))
+    return torch.stack([bounds, bounds, used, used])[:, None].to(torch.int32)
+
+
+def _bounds(begin: torch.Tensor, end: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return cu_seqlens and seqused [2 * batch + 1].
+
+    Each row of the batch is two sequences: its left padding, of which no row is used, then the sequence itself.
+    """
     first = torch.arange(begin.shape[0], device=begin.device) * length
     bounds = torch.stack([first, first + begin], 1).flatten()
-    used = torch.stack([begin * 0, (end - begin).clamp(min=0)], 1).flatten()
+    used = torch.stack([torch.zeros_like(begin), (end - begin).clamp(min=0)], 1).flatten()
     return pad(bounds, (0, 1), value=begin.shape[0] * length), pad(used, (0, 1))
 
 
-def _probe(
+def _find_sequences(
     mask_function: Callable[..., torch.Tensor] | None,
     batch: int,
-    queries: torch.Tensor,
-    keys: tuple[int, int],
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor,
+    kv_offset: int,
     causal: bool,
     local_size: int | None,
+    device: torch.device | str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where packed sequences start, and whether the mask is any other than causal or full, within a window if there is one.
+    """Find packed sequences, and whether the mask is anything but causal or full, with a window if local_size is set.
 
-    Asks of each query the keys where such masks change: its neighbours, the first one, the ends of the window.
+    For each query, mask_function is evaluated at the keys where supported masks change: its neighbours, the first key, and the ends of
+    the window.
 
-    Args:
-        queries: [q_length], positions.
-        keys: the position of the first key, and after the last.
     Returns:
-        starts: bool [batch, q_length]; wrong: bool [].
+        starts: bool [batch, q_length], True at a query that does not see the key before it.
+        unsupported: bool [].
     """
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-    begin, end = keys
-    starts = queries.new_zeros(batch, queries.shape[0], dtype=torch.bool)
-    wrong = starts.new_zeros(())
+    queries = torch.arange(q_length, device=device) + q_offset
+    begin, end = kv_offset, kv_offset + kv_length
+    starts = queries.new_zeros(batch, q_length, dtype=torch.bool)
+    unsupported = starts.new_zeros(())
     if mask_function in (None, causal_mask_function if causal else bidirectional_mask_function):
-        return starts, wrong
+        return starts, unsupported
     sequence, head = torch.arange(batch, device=queries.device)[:, None], queries.new_zeros(())
 
-    def seen(key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        inside = (begin <= key) & (key < end)
-        return mask_function(sequence, head, queries[None], key.clamp(begin, end - 1)[None]), inside
+    def sees(key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mask_function at one key per query, and whether the key exists."""
+        exists = (begin <= key) & (key < end)
+        return mask_function(sequence, head, queries[None], key.clamp(begin, end - 1)[None]), exists
 
-    sees, inside = seen(queries - 1)
-    starts |= inside & ~sees
+    seen, exists = sees(queries - 1)
+    starts |= exists & ~seen
     start = torch.where(starts, queries, begin).cummax(1).values
-    edges = {1, -1}
-    if local_size is not None:
-        edges |= (
-            {1 - local_size, -local_size}
-            if causal
-            else {local_size, local_size + 1, -local_size, -local_size - 1}
-        )
-    for key in (queries * 0 + begin, *(queries + edge for edge in sorted(edges))):
-        sees, inside = seen(key)
+    distances = {1, -1}  # key - query
+    if local_size is not None and causal:
+        distances |= {1 - local_size, -local_size}
+    elif local_size is not None:
+        distances |= {local_size, local_size + 1, -local_size, -local_size - 1}
+    for key in (torch.full_like(queries, begin), *(queries + distance for distance in sorted(distances))):
+        seen, exists = sees(key)
         back = queries - key
-        expected = back >= 0 if causal else back == back
+        expected = key >= start
+        if causal:
+            expected &= back >= 0
         if local_size is not None:
-            expected = expected & (back < local_size if causal else back.abs() <= local_size)
-        wrong = wrong | (inside & (sees != (expected & (key >= start)))).any()
-    return starts, wrong if causal else wrong | starts.any()
+            expected &= back < local_size if causal else back.abs() <= local_size
+        unsupported = unsupported | (exists & (seen != expected)).any()
+    if not causal:  # full attention within packed sequences is not supported
+        unsupported = unsupported | starts.any()
+    return starts, unsupported
 
 
 def _is_traced() -> bool:
-    """Whether values of tensors cannot be had."""
+    """True where values of tensors cannot be read: in torch.compile and CUDA graph capture."""
     return torch.compiler.is_compiling() or (
         torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     )

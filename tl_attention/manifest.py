@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tl_attention import compiler, configs, cubin, toolkit
-from tl_attention.problem import DECODE, DECODE_OPTIONS, DIRECTIONS, AttnProblem, KernelConfig
+from tl_attention.kernel_configs import KernelConfig
+from tl_attention.problem import DECODE, DECODE_OPTIONS, DIRECTIONS, AttnProblem
 
 Kernel = tuple[AttnProblem, KernelConfig]
 
@@ -65,7 +66,7 @@ def shipped() -> dict[str, Kernel]:
 
 def text_hash(problem: AttnProblem, config: KernelConfig) -> str:
     """Hash of a kernel's traced text and pass options; the same in every process. Needs tilelang, no nvcc."""
-    program, pass_configs = compiler.trace(problem, config), compiler.pass_configs(config)
+    program, pass_configs = compiler.trace(problem, config), compiler.pass_configs(problem, config)
     text = f"{program.script(show_meta=True)}\n{sorted(pass_configs.items())}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -6,11 +6,16 @@ import functools
 
 import torch
 
+from tl_attention.problem import DTYPES
+
+# torch.dtype -> name in problem.DTYPES
+DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES}
+DEFAULT_GPU = "NVIDIA H200"  # the GPU whose tuned table serves where there is no GPU
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
-SMEM_LIMIT = 232448  # bytes of shared memory a CTA may have
-SMEM_PER_SM = 233472  # bytes, 1 KB of them reserved for each CTA
-H200_SMS = 132  # and of an H100 SXM
-REGISTERS = 65536  # of 32 bits an SM
+SMEM_LIMIT = 232448  # bytes of shared memory per CTA
+SMEM_PER_SM = 233472  # bytes, 1 KB of them reserved per CTA
+H200_SMS = 132  # as in an H100 SXM
+REGISTERS = 65536  # 32-bit registers per SM
 
 
 def is_hopper(device: torch.device | int) -> bool:
@@ -22,6 +27,11 @@ def sm_count(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
+def gpu_name() -> str:
+    """Name of the current GPU in torch, or DEFAULT_GPU where there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else DEFAULT_GPU
+
+
 def gpu_slug(name: str) -> str:
-    """NVIDIA H200 -> nvidia_h200: the name of its tuned table and of its results."""
+    """NVIDIA H200 -> nvidia_h200, the name of its tuned table and of its folder of results."""
     return "_".join(name.lower().split())

@@ -1,4 +1,4 @@
-"""tl_attention as the flash attention of torch: F.scaled_dot_product_attention, varlen_attn and nested tensors after one register()."""
+"""tl_attention as PyTorch's flash attention: register() replaces it in F.scaled_dot_product_attention, varlen_attn and nested tensors."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _handle: Handle | None = None
 
 
 def register() -> Handle:
-    """Have CUDA tensors that torch would give to its FlashAttention attended by tl_attention, until handle.remove().
+    """Replace PyTorch's flash attention on CUDA tensors by tl_attention, until handle.remove().
 
         handle = tl_attention.torch_backend.register()
-        F.scaled_dot_product_attention(q, k, v, is_causal=True)  # ours
-        handle.remove()  # torch's own again
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)  # tl_attention
+        handle.remove()  # PyTorch's own
 
-    Flash attention goes before cuDNN meanwhile, which torch prefers on Hopper. Torch chooses as before: what it gives to no flash
-    attention (a mask, fp32, head dims above 256 or that differ, is_causal of unequal lengths, which aligns top-left) takes another
-    of its ways. What it does give us and we do not compute raises NotImplementedError. Gradients are the same bits every time under
-    torch.use_deterministic_algorithms(True).
+    Flash attention then has priority over cuDNN, which PyTorch prefers on Hopper. PyTorch still decides which calls go to flash attention:
+    those with a mask, fp32, unequal head dims or head dims above 256, or is_causal with unequal lengths (which it aligns top-left) go to
+    another backend. A call that reaches tl_attention but is not supported raises NotImplementedError. Gradients are bitwise reproducible
+    under torch.use_deterministic_algorithms(True).
 
-    Once registered, torch.nn.attention.activate_flash_attention_impl("tl_attention") does the same.
+    After the first register(), torch.nn.attention.activate_flash_attention_impl("tl_attention") does the same.
 
     Raises:
         NotImplementedError: torch before 2.11.
@@ -35,8 +35,8 @@ def register() -> Handle:
         from torch.nn.attention import activate_flash_attention_impl, register_flash_attention_impl
     except ImportError as error:
         raise NotImplementedError(
-            f"tl_attention.torch_backend: expected torch 2.11 or later, which takes other flash attentions, got {torch.__version__};"
-            " call tl_attention.flash_attn_func instead"
+            "tl_attention.torch_backend: expected torch 2.11 or later, which has register_flash_attention_impl, got"
+            f" {torch.__version__}; call tl_attention.flash_attn_func instead"
         ) from error
     register_flash_attention_impl(NAME, register_fn=_override)
     activate_flash_attention_impl(NAME)
@@ -44,7 +44,7 @@ def register() -> Handle:
 
 
 class Handle:
-    """What register() changed."""
+    """The changes of register(), which remove() reverts."""
 
     def __init__(self) -> None:
         self._library = torch.library.Library("aten", "IMPL", "CUDA")
@@ -53,19 +53,19 @@ class Handle:
             for name, function in KERNELS.items():
                 if hasattr(torch.ops.aten, name):
                     self._library.impl(name, function)
-        self._order = _flash_first()
+        self._priorities = _prioritize_flash()
 
     def remove(self) -> None:
-        """Undo it; a second time changes nothing."""
+        """Revert register(); a second call does nothing."""
         if self._library is None:
             return
         self._library._destroy()
         self._library = None
-        before, after = self._order
-        if torch._C._get_sdp_priority_order() == after:  # else somebody has chosen since
+        before, after = self._priorities
+        if torch._C._get_sdp_priority_order() == after:  # else another caller has changed it
             torch._C._set_sdp_priority_order(before)
         if torch.nn.attention.current_flash_attention_impl() == NAME:
-            torch.nn.attention.restore_flash_attention_impl()  # has torch forget this handle
+            torch.nn.attention.restore_flash_attention_impl()  # drops torch's reference to this handle
 
 
 def _override() -> Handle:
@@ -74,38 +74,42 @@ def _override() -> Handle:
     return _handle
 
 
-def _flash_first() -> tuple[list[int], list[int]]:
-    """Put flash attention first among the ways of F.scaled_dot_product_attention; the order before and after."""
+def _prioritize_flash() -> tuple[list[int], list[int]]:
+    """Move flash attention to the front of the SDPA backends; return their order before and after."""
     if torch.cuda.is_available():
         q = torch.empty(1, 1, 8, 8, device="cuda", dtype=torch.float16)
-        torch._fused_sdp_choice(q, q, q)  # the first choice of a process sets the order
+        torch._fused_sdp_choice(q, q, q)  # the first call of a process sets the order
     before = torch._C._get_sdp_priority_order()
     flash = int(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
-    after = [flash, *(way for way in before if way != flash)]
+    after = [flash, *(backend for backend in before if backend != flash)]
     torch._C._set_sdp_priority_order(after)
     return before, after
 
 
-def _check(reasons: dict[str, bool]) -> None:
-    for reason, refused in reasons.items():
-        if refused:
-            raise NotImplementedError(f"{reason}; use torch's own: handle.remove(), or another SDPBackend")
+def _expect(supported: bool, message: str) -> None:
+    if not supported:
+        raise NotImplementedError(
+            f"{message}; call handle.remove() for PyTorch's own, or choose another SDPBackend"
+        )
 
 
-def _like(x: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """x in the strides of torch.empty_like(model), which compiled code takes for granted."""
-    strides = torch.empty_like(model, device="meta").stride()
+def _with_strides_of(x: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
+    """x, copied if its strides differ from those of torch.empty_like(template), which compiled code assumes."""
+    strides = torch.empty_like(template, device="meta").stride()
     same = all(a == b or n == 1 for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
-    return x if same else torch.empty_like(model).copy_(x)
+    return x if same else torch.empty_like(template).copy_(x)
 
 
 def _heads_are_outer(query: torch.Tensor) -> bool:
-    """Whether [batch, heads, seqlen, head_dim] lies in memory so, not as [batch, seqlen, heads, head_dim]."""
+    """True if [batch, heads, seqlen, head_dim] has this order in memory, False for [batch, seqlen, heads, head_dim]."""
     return query.stride(1) >= query.stride(2)
 
 
 def _dropout_state(query: torch.Tensor, dropout_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Seed and offset, int64 [2], from torch's generator; and what torch keeps beside them. Nobody reads them without dropout."""
+    """Return seed and offset, int64 [2], from torch's generator, and the unused tensor that aten returns with them.
+
+    Both stay uninitialized without dropout, where nothing reads them.
+    """
     state = torch.empty(2, dtype=torch.int64, device=query.device)
     if dropout_p:
         state.random_()
@@ -132,22 +136,29 @@ def flash_forward(
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """aten::_flash_attention_forward: [batch, seqlen, heads, head_dim], or [total, heads, head_dim] with cum_seq_q; causal bottom-right.
+    """aten::_flash_attention_forward.
+
+    Tensors are [batch, seqlen, heads, head_dim], or [total, heads, head_dim] with cum_seq_q. Causal is aligned bottom-right.
 
     Returns:
-        out; log-sum-exp, natural, [batch, heads, seqlen_q] or [heads, total_q]; rng_state uint64 [2], an unused one, an empty mask.
+        out; log-sum-exp, natural, [batch, heads, seqlen_q] or [heads, total_q]; rng_state uint64 [2]; an unused tensor; an empty mask.
     """
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    _check(
-        {
-            "return_debug_mask: tl_attention writes no probabilities": return_debug_mask,
-            "block_table: tl_attention takes no paged keys here": block_table is not None,
-            "cum_seq_k: tl_attention expects it with cum_seq_q": (cum_seq_q is None) != (cum_seq_k is None),
-            "seqused_k: tl_attention expects it with cum_seq_q": cum_seq_q is None and seqused_k is not None,
-            "alibi_slopes: torch passes them to no backward": needs_grad and alibi_slopes is not None,
-            "seqused_k: torch passes it to no backward": needs_grad and seqused_k is not None,
-        }
+    varlen = cum_seq_q is not None
+    _expect(
+        not return_debug_mask,
+        "return_debug_mask: expected False, as probabilities are never written, got True",
     )
+    _expect(block_table is None, "block_table: expected None, as pages are not supported here, got a tensor")
+    _expect(
+        varlen == (cum_seq_k is not None), "cum_seq_q, cum_seq_k: expected both or neither, got one of them"
+    )
+    _expect(varlen or seqused_k is None, "seqused_k: expected None without cum_seq_q, got a tensor")
+    for name, x in (("alibi_slopes", alibi_slopes), ("seqused_k", seqused_k)):
+        _expect(
+            x is None or not needs_grad,
+            f"{name}: expected None with gradients, as torch does not pass it to the backward, got a tensor",
+        )
     state, unused = _dropout_state(query, dropout_p)
     options = {
         "dropout_p": dropout_p,
@@ -160,12 +171,12 @@ def flash_forward(
         "num_splits": num_splits or 0,
     }
     with torch.no_grad():
-        if cum_seq_q is None:
+        if not varlen:
             out, lse, _ = flash_attn_func(query, key, value, **options)
         else:
             lengths = cum_seq_q, cum_seq_k, max_q, max_k
             out, lse, _ = flash_attn_varlen_func(query, key, value, *lengths, **options, seqused_k=seqused_k)
-    return _like(out, query), lse, state.view(torch.uint64), unused, query.new_empty(0)
+    return _with_strides_of(out, query), lse, state.view(torch.uint64), unused, query.new_empty(0)
 
 
 def flash_forward_inplace(
@@ -189,7 +200,7 @@ def flash_forward_inplace(
     block_table: torch.Tensor | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """aten::_flash_attention_forward_no_dropout_inplace: flash_forward copied into out; the log-sum-exp."""
+    """aten::_flash_attention_forward_no_dropout_inplace: flash_forward into out; returns the log-sum-exp."""
     result, lse, *_ = flash_forward(
         query,
         key,
@@ -233,7 +244,7 @@ def flash_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """aten::_flash_attention_backward: the gradients of flash_forward's out."""
+    """aten::_flash_attention_backward: gradients of flash_forward."""
     causal, window = canonical_window(is_causal, (window_size_left, window_size_right))
     options = Options(
         window=window,
@@ -259,7 +270,7 @@ def _backward(
     scale = qkv[0].shape[-1] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     grads = bwd_op(*tensors, None, scale, causal, False, heads_first, deterministic, *options.arguments())
-    return tuple(_like(grad, x) for grad, x in zip(grads[:3], qkv, strict=True))
+    return tuple(_with_strides_of(grad, x) for grad, x in zip(grads[:3], qkv, strict=True))
 
 
 def sdpa_forward(
@@ -272,13 +283,13 @@ def sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor | int | None, ...]:
-    """aten::_scaled_dot_product_flash_attention: [batch, heads, seqlen, head_dim].
+    """aten::_scaled_dot_product_flash_attention on [batch, heads, seqlen, head_dim].
 
-    Causal aligns bottom-right, as torch.nn.attention.bias.causal_lower_right expects of this op; F.scaled_dot_product_attention
-    calls it with equal lengths alone.
+    Causal is aligned bottom-right, as torch.nn.attention.bias.causal_lower_right expects from this op. F.scaled_dot_product_attention
+    calls it with equal lengths only.
 
     Returns:
-        out, log-sum-exp, None, None, seqlen_q, seqlen_k, rng_state uint64 [2], an unused one, an empty mask.
+        out, log-sum-exp, None, None, seqlen_q, seqlen_k, rng_state uint64 [2], an unused tensor, an empty mask.
     """
     lengths = query.shape[2], key.shape[2]
     if dropout_p or return_debug_mask or not _heads_are_outer(query):
@@ -286,12 +297,12 @@ def sdpa_forward(
         out, lse, *rest = flash_forward(
             *qkv, None, None, *lengths, dropout_p, is_causal, return_debug_mask, scale=scale
         )
-        return _like(out.transpose(1, 2), query), lse, None, None, *lengths, *rest
+        return _with_strides_of(out.transpose(1, 2), query), lse, None, None, *lengths, *rest
     with torch.no_grad():
         out, lse = attention(query, key, value, scale, is_causal, lse_base2=False, heads_first=True)
     state, unused = _dropout_state(query, 0.0)
     rest = state.view(torch.uint64), unused, query.new_empty(0)
-    return _like(out, query), lse, None, None, *lengths, *rest
+    return _with_strides_of(out, query), lse, None, None, *lengths, *rest
 
 
 def sdpa_backward(
@@ -312,7 +323,7 @@ def sdpa_backward(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """aten::_scaled_dot_product_flash_attention_backward: the gradients of sdpa_forward's out."""
+    """aten::_scaled_dot_product_flash_attention_backward: gradients of sdpa_forward."""
     state = philox_seed.view(torch.int64) if dropout_p else None
     options = Options(dropout_p=dropout_p, rng_state=state)
     heads_first = _heads_are_outer(query)

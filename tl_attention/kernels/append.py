@@ -4,8 +4,9 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.kernel_configs import AppendConfig
 from tl_attention.kernels.tiles import strided
-from tl_attention.problem import AppendConfig, AttnProblem
+from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = {
     "tl.disable_safe_memory_legalize": True

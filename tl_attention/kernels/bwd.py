@@ -13,6 +13,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.mask import Mask, QueryBlocks
 from tl_attention.kernels.options import (
@@ -37,7 +38,7 @@ from tl_attention.kernels.pipeline import (
 from tl_attention.kernels.scheduler import Tile, TileOrder
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, probabilities, softmax_backward
 from tl_attention.kernels.tiles import DenseGradTiles, FragmentBlocks, PackedGradTiles, rows_argument
-from tl_attention.problem import AttnProblem, BwdPass
+from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = {
     **pipeline.PASS_CONFIGS,
@@ -150,7 +151,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     is left alone. problem.options: the values of options.Options come after ctas; with varlen tensors are as PackedGradTiles has them.
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
-    block_M, block_N, lean = config.block_M, config.block_N, config.lean
+    block_M, block_N, reuse_registers = config.block_M, config.block_N, config.reuse_registers
     with_dq, with_dk, with_dv = (grad in config.makes for grad in ("dq", "dk", "dv"))
     warpgroups = tuple(range(config.warpgroups))
     consumers = WARPGROUP * config.warpgroups
@@ -168,8 +169,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     # dk+dv of 192/128 spills. With a softcap dk+dv must, as dV's P is made there, too, and dk alone spills
     mask_scores = with_dq or (with_dk and with_dv) == capped
     # As dS is made in the registers of P, of what is dropped, too; with a softcap it also has the slope of that
-    P_in_shared = lean and with_dv and problem.has("dropout")
-    apart = P_in_shared or (lean and with_dv and capped)
+    P_in_shared = reuse_registers and with_dv and problem.has("dropout")
+    apart = P_in_shared or (reuse_registers and with_dv and capped)
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -245,8 +246,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         last_operand = shared.Q if with_dk else shared.dO  # of the last GEMM of a step
         acc_s = T.alloc_fragment([64, block_M], "float32")  # scores, then probabilities
         P = T.alloc_fragment([64, block_M], dtype)
-        acc_dp = acc_s if lean else T.alloc_fragment([64, block_M], "float32")
-        dS = P if lean else T.alloc_fragment([64, block_M], dtype)
+        acc_dp = acc_s if reuse_registers else T.alloc_fragment([64, block_M], "float32")
+        dS = P if reuse_registers else T.alloc_fragment([64, block_M], dtype)
         P_of_dv = T.alloc_fragment([64, block_M], dtype) if apart else P
         acc_dk = T.alloc_fragment([64, head_dim], "float32")
         acc_dv = T.alloc_fragment([64, head_dim_v], "float32")
@@ -267,7 +268,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         if with_dv:
             T.clear(acc_dv)
         for step in T.serial(blocks.steps):
-            # P' = softmax(S'), and beside it dP' = V dO' or, if lean, dQ = dS K of the step before, of no use in the first.
+            # P' = softmax(S'), and beside it dP' = V dO' or, if reuse_registers, dQ = dS K of the step before, of no use in the first.
             # ptxas serializes all wgmma if S is read while a GEMM is in flight that was issued in the step before
             if lse_early:
                 shared.Q.read_row_values(step, 0, lse_log2)
@@ -280,7 +281,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 if step > 0:
                     shared.dS.wait(step - 1)
                 multiply_dq(w, shared, acc_dq)
-            if with_dk and not lean:
+            if with_dk and not reuse_registers:
                 shared.dO.wait(step)
                 T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **v_dot)
             ahead = mask.place(blocks.query) - key
@@ -309,7 +310,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 mask.clear_transposed(acc_s, key, blocks.query)
             if with_dv and not (capped and with_dk):
                 T.copy(acc_s, P_of_dv)
-            if lean and (apart or not with_dv):
+            if reuse_registers and (apart or not with_dv):
                 T.copy(acc_s, P)
             if with_dv:
                 dropout.drop(P_of_dv)
@@ -321,7 +322,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
             # dV += P' dO, and dS' = P' * (dP' - Delta)
             if with_dk:
-                if lean:
+                if reuse_registers:
                     shared.dO.wait(step)
                     T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **v_dot)
                 else:
@@ -334,11 +335,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     T.wait_wgmma(2)  # dQ is there
                     if step > 0:
                         add_dq(w, dq_row_block, tiles, shared, acc_dq)
-                if lean:
+                if reuse_registers:
                     T.wait_wgmma(0)  # dP is there, and P has served
-                if lean or not with_dv:
+                if reuse_registers or not with_dv:
                     shared.dO.release(step)
-                probability = P if lean else acc_s
+                probability = P if reuse_registers else acc_s
                 dropout.drop(acc_dp)
                 dropout.scale_kept(acc_dp)
                 softmax_backward(probability, acc_dp, lambda i, j: shared.Q.row_value(step, 1, j), dS)
@@ -361,7 +362,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             scores.start(tile.batch, T.min(blocks.next_head, heads - 1), scale_log2)
             scores.begin(acc_s, shared.bias_columns)
             T.wgmma_gemm(shared.K[w], shared.Q[step + 1], acc_s, **k_qt)
-            if with_dk and with_dv and not lean:
+            if with_dk and with_dv and not reuse_registers:
                 T.wait_wgmma(2 + problem.bias_is_linear)  # dV is there
                 shared.dO.release(step)
             if with_dq:

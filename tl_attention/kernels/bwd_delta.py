@@ -2,10 +2,11 @@
 
 import tilelang.language as T
 
+from tl_attention.kernel_configs import BwdDelta
 from tl_attention.kernels.pipeline import ARRIVE
 from tl_attention.kernels.scheduler import Tile, TileOrder
 from tl_attention.kernels.tiles import packed, packed_rows, strided
-from tl_attention.problem import TABLE_ROWS, AttnProblem, BwdDelta
+from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = {"tl.enable_fast_math": True}
 

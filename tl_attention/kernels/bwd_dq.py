@@ -9,6 +9,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.mask import KeyBlocks, Mask
 from tl_attention.kernels.options import (
@@ -24,7 +25,7 @@ from tl_attention.kernels.pipeline import WARPGROUP, TileRing, sync_warpgroup
 from tl_attention.kernels.scheduler import Launch, Tile, TileOrder
 from tl_attention.kernels.softmax import LOG2E, probabilities, softmax_backward
 from tl_attention.kernels.tiles import DenseGradTiles, PackedGradTiles, rows_argument
-from tl_attention.problem import AttnProblem, BwdPass
+from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
 

@@ -2,9 +2,10 @@
 
 import tilelang.language as T
 
+from tl_attention.kernel_configs import BwdSum
 from tl_attention.kernels.scheduler import Tile, TileOrder
 from tl_attention.kernels.tiles import FragmentBlocks, packed, packed_rows, strided
-from tl_attention.problem import TABLE_ROWS, AttnProblem, BwdSum
+from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = {"tl.enable_fast_math": True, "tl.disable_safe_memory_legalize": True}
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.kernel_configs import MERGE_FIELDS, MERGE_NUMBERS, DecodeConfig
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.options import Scores
 from tl_attention.kernels.pipeline import WARPGROUP, TileRing, sync_warpgroup
 from tl_attention.kernels.softmax import LOG2E, LOWEST, SMALLEST_SCALE, OnlineSoftmax
 from tl_attention.kernels.tiles import packed
-from tl_attention.problem import FAR, MERGE_FIELDS, MERGE_NUMBERS, AttnProblem, DecodeConfig
+from tl_attention.problem import FAR, AttnProblem
 
 PASS_CONFIGS = {
     **pipeline.PASS_CONFIGS,
@@ -310,7 +311,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     ]
     # QK of a block beside PV of the one before. Where two CTAs share an SM, they do so for each other, in less code; two warpgroups
     # with 256 columns of O lack the registers
-    overlaps = config.ctas_a_sm == 1 and not v_in_k and config.warpgroups * head_dim_v < 512
+    overlaps = config.ctas_per_sm == 1 and not v_in_k and config.warpgroups * head_dim_v < 512
     chunk = (
         64 if head_dim % 64 == 0 and head_dim_v % 64 == 0 else 32
     )  # columns of a row of the swizzled layout
@@ -653,7 +654,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     ):
         with T.Kernel(ctas, threads=config.threads) as cta:
             T.pdl_trigger()  # the launch of decode_combine.py, which waits for the end of this
-            T.annotate_min_blocks_per_sm(config.ctas_a_sm)
+            T.annotate_min_blocks_per_sm(config.ctas_per_sm)
             Q_shared = pipeline.alloc_swizzled(
                 [1 if config.divides_columns else config.warpgroups, 64, head_dim], dtype
             )

@@ -5,9 +5,10 @@ O = sum over s of 2^(lse_s - lse) O_s with lse = log2 of the sum of 2^lse_s, and
 
 import tilelang.language as T
 
+from tl_attention.kernel_configs import MERGE_FIELDS, MERGE_NUMBERS, DecodeCombine
 from tl_attention.kernels.pipeline import alloc_fragments
 from tl_attention.kernels.softmax import LOG2E, LOWEST
-from tl_attention.problem import MERGE_FIELDS, MERGE_NUMBERS, AttnProblem, DecodeCombine
+from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,

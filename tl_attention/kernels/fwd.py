@@ -8,6 +8,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.kernel_configs import KV_STAGES, FwdConfig
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.mask import KeyBlocks, Mask
 from tl_attention.kernels.options import (
@@ -37,7 +38,7 @@ from tl_attention.kernels.tiles import (
     SharedTiles,
     rows_argument,
 )
-from tl_attention.problem import AttnProblem, FwdConfig
+from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
 # As pipeline.REGISTERS; a producer that places tiles, too, needs some more
@@ -60,7 +61,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
     block_M, block_N = config.block_M, config.block_N
-    num_stages, q_stages = config.num_stages, config.q_stages
+    q_stages = config.q_stages
     warpgroups = tuple(range(config.warpgroups))
     consumer_warps = 4 * config.warpgroups
     row_wise = T.GemmWarpPolicy.FullRow
@@ -338,8 +339,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         with T.Kernel(launch.ctas, threads=config.threads, prelude=prelude(problem)) as first_tile:
             shared = SharedTiles(
                 Q=TileRing([q_stages * config.warpgroups, 64, head_dim], dtype, 4, name="Q"),
-                K=TileRing([num_stages, block_N, head_dim], dtype, consumer_warps, name="K"),
-                V=TileRing([num_stages, block_N, head_dim_v], dtype, consumer_warps, name="V"),
+                K=TileRing([KV_STAGES, block_N, head_dim], dtype, consumer_warps, name="K"),
+                V=TileRing([KV_STAGES, block_N, head_dim_v], dtype, consumer_warps, name="V"),
                 O=None if O_in_Q or split else alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype),
                 tile_box=TileBox(varlen) if persistent else None,
                 bias_columns=alloc_bias_columns(problem, block_N),

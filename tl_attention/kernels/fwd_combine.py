@@ -2,10 +2,11 @@
 
 import tilelang.language as T
 
+from tl_attention.kernel_configs import FwdCombine
 from tl_attention.kernels.pipeline import alloc_fragments
 from tl_attention.kernels.softmax import LOWEST
 from tl_attention.kernels.tiles import strided
-from tl_attention.problem import MAX_SPLITS, AttnProblem, FwdCombine
+from tl_attention.problem import MAX_SPLITS, AttnProblem
 
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,

@@ -16,7 +16,7 @@ class TileOrder:
     group after group. Full: all tiles of a head, then the next head. With splits, so many CTAs a tile: those that walk the same keys
     beside each other, so all tiles of a group of heads for one part of the keys, then for the next.
 
-    table: of sequences of any lengths, int32 [m_blocks, 8], the tiles of all of them as varlen_plan.py puts them, the longest
+    table: of sequences of any lengths, int32 [m_blocks, 8], the tiles of all of them as tile_table.py puts them, the longest
     first; heads are then those of one sequence, and a group of them goes through all tiles before the next.
     """
 

@@ -8,6 +8,7 @@ import torch
 
 from tl_attention.checks import check_dropout_batch
 from tl_attention.compiler import compile_kernel
+from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdSum, delta_width, table_kernels
 from tl_attention.launch.arrays import ArgumentViews
 from tl_attention.launch.bwd_passes import BwdKernels, BwdSizes, KeyPass, QueryPass, Tables
 from tl_attention.launch.common import (
@@ -22,15 +23,7 @@ from tl_attention.launch.common import (
     qkv_key,
 )
 from tl_attention.options import Options
-from tl_attention.problem import (
-    TABLE_ROWS,
-    BwdConfig,
-    BwdDelta,
-    BwdSum,
-    delta_width,
-    length_bucket,
-    plan_kernels,
-)
+from tl_attention.problem import TABLE_ROWS, length_bucket
 from tl_attention.target import sm_count
 
 MAX_BATCH = 2**16 - 1  # per launch: the small kernels have the batch in the last dimension of their grids
@@ -42,11 +35,11 @@ def _find_kernels(key: tuple, direction: str, config: BwdConfig | None) -> BwdKe
     problem, config = find_config(key, direction, config)
     return BwdKernels(
         problem,
-        compile_kernel(problem.of_width(delta_width(problem.head_dim_v)), BwdDelta()),
+        compile_kernel(problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()),
         tuple((bwd_pass, compile_kernel(problem, bwd_pass)) for bwd_pass in config.passes),
-        compile_kernel(problem.of_width(problem.head_dim), BwdSum()),
-        compile_kernel(problem.of_width(problem.head_dim_v), BwdSum()),
-        next((compile_kernel(*kernel) for kernel in plan_kernels(problem)), None),
+        compile_kernel(problem.helper_problem(problem.head_dim), BwdSum()),
+        compile_kernel(problem.helper_problem(problem.head_dim_v), BwdSum()),
+        next((compile_kernel(*kernel) for kernel in table_kernels(problem)), None),
     )
 
 

@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tl_attention import configs
+from tl_attention import configs, legality
 from tl_attention.checks import check_config
 from tl_attention.compiler import Kernel, compile_config
+from tl_attention.kernel_configs import Config
 from tl_attention.options import MAX_WINDOW, Options
-from tl_attention.problem import TABLE_ROWS, AttnProblem, Config, buckets, length_bucket, tuning_key
+from tl_attention.problem import TABLE_ROWS, AttnProblem, buckets, length_bucket, tuning_key
+from tl_attention.target import DTYPE_NAMES
 
 LN2 = math.log(2.0)
 LOG2E = 1 / LN2
 MAX_GRID = 2**31 - 1  # CTAs per launch
-DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 L2_SHARE = 32 << 20  # bytes of a 50 MB L2 for the keys and values of one head group
 MAX_PLANS = 2048  # per thread and direction: the number of different lengths has no bound
 
@@ -99,7 +100,7 @@ def find_config(key: tuple, direction: str, config: Config | None) -> tuple[Attn
         for other in buckets(direction):  # so that a new length never compiles
             compile_config(problem, configs.pick_config(problem, other, gpu, direction)[0])
     else:
-        check_config(problem, config, configs.is_legal(problem, config, direction))
+        check_config(problem, config, legality.is_legal(problem, config, direction))
     if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
         words = tuning_key(problem, bucket)
         print(f"tl_attention: {direction} {words} -> {config} ({source})", file=sys.stderr)
@@ -148,7 +149,7 @@ class PackedTiles:
     """Makes the tile tables of packed sequences.
 
     Args:
-        kernel: compiled from kernels/varlen_plan.py.
+        kernel: compiled from kernels/tile_table.py.
         batch: number of sequences.
         total_q, total_k: rows of all sequences.
     """

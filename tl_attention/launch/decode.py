@@ -10,20 +10,12 @@ import torch
 from tl_attention import configs
 from tl_attention.checks import check_cache_strides
 from tl_attention.compiler import Kernel, compile_kernel
+from tl_attention.kernel_configs import MERGE_NUMBERS, DecodeConfig, append_kernel, page_rows
 from tl_attention.launch.arrays import ArgumentViews
-from tl_attention.launch.common import DTYPE_NAMES, LN2, PlanCache, dense, empty, unused_arguments
+from tl_attention.launch.common import LN2, PlanCache, dense, empty, unused_arguments
 from tl_attention.options import MAX_WINDOW, Cache, Options
-from tl_attention.problem import (
-    DECODE_TILE_WIDTHS,
-    DTYPES,
-    MERGE_NUMBERS,
-    AttnProblem,
-    DecodeConfig,
-    append_kernel,
-    decode_problem,
-    page_rows,
-)
-from tl_attention.target import sm_count
+from tl_attention.problem import DECODE_TILE_WIDTHS, DEFAULT_DTYPE, AttnProblem, decode_problem
+from tl_attention.target import DTYPE_NAMES, sm_count
 
 MAX_SPLITS = 4096  # per sequence
 INVARIANT_KEYS = 1024  # keys per split with batch_invariant
@@ -55,7 +47,7 @@ def _launch_sizes(
 ) -> tuple[int, int, int, int]:
     """(m_blocks, ctas, slots, entries): tiles per key head, CTAs, partial outputs at most, work items to merge at most."""
     m_blocks = -(-rows // config.block_M)
-    items, ctas = batch * heads_kv * m_blocks, sms * config.ctas_a_sm
+    items, ctas = batch * heads_kv * m_blocks, sms * config.ctas_per_sm
     if split_rule == 0:
         return m_blocks, ctas, ctas + items, ctas
     splits = -split_rule if split_rule < 0 else -(-capacity // (config.block_N * split_rule))
@@ -85,7 +77,7 @@ def decode_workspace_bytes(
     for width in DECODE_TILE_WIDTHS:  # any that holds head_dim_v: head_dim is unknown here
         if width[1] < head_dim_v:
             continue
-        problem = AttnProblem(DTYPES[0], *width, False)
+        problem = AttnProblem(DEFAULT_DTYPE, *width, False)
         config = configs.decode_config(problem, rows)
         rule = _split_rule(num_splits, batch_invariant, seqlen_cache, config.block_N)
         *_, slots, entries = _launch_sizes(config, batch, rows, heads_kv, rule, seqlen_cache, sms)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from tl_attention.compiler import Kernel, compile_kernel
+from tl_attention.kernel_configs import FwdCombine, FwdConfig, TileTable
 from tl_attention.launch import splits
 from tl_attention.launch.arrays import ArgumentViews
 from tl_attention.launch.common import (
@@ -26,15 +27,7 @@ from tl_attention.launch.common import (
 )
 from tl_attention.launch.tickets import stream_tickets
 from tl_attention.options import Options
-from tl_attention.problem import (
-    MAX_SPLITS,
-    SPLIT_BUCKET,
-    TABLE_ROWS,
-    FwdCombine,
-    FwdConfig,
-    VarlenPlan,
-    length_bucket,
-)
+from tl_attention.problem import MAX_SPLITS, SPLIT_BUCKET, TABLE_ROWS, length_bucket
 from tl_attention.target import sm_count
 
 _kernels: dict[tuple, FwdKernels] = {}
@@ -56,7 +49,7 @@ def _find_kernels(key: tuple, config: FwdConfig | None) -> FwdKernels:
     problem, config = find_config(key, "fwd", config)
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
     compiled = {type(part): compile_kernel(problem, part) for problem, part in config.kernels(problem)}
-    combine, tile_table = compiled.get(FwdCombine), compiled.get(VarlenPlan)
+    combine, tile_table = compiled.get(FwdCombine), compiled.get(TileTable)
     return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem.head_dim_v, tile_table)
 
 

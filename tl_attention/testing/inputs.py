@@ -1,4 +1,4 @@
-"""Inputs and outputs for tests, tuner and benchmark: random normal values in every layout callers use."""
+"""Inputs and outputs for tests, tuner and benchmarks: random normal values in the layouts that callers use."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 if TYPE_CHECKING:
     from tl_attention.testing.shapes import Shape
 
-# bshd, bhsd: stored in that order. packed: slices of one [batch, seqlen, widths of q + k + v] tensor.
+# bshd, bhsd: stored in that order. packed: slices of one [batch, seqlen, columns of q, k and v] tensor.
 LAYOUTS = ("bshd", "bhsd", "packed")
 
-GUARD = 4096  # elements before and after a poisoned output; keeps it 128-byte aligned
+GUARD = 4096  # NaN elements before and after a poisoned output; a multiple of 128 bytes
 
 
 def make_inputs(
     shape: Shape, dtype: torch.dtype, layout: str = "bshd", seed: int = 0, device: torch.device | str = "cuda"
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k, v as [batch, seqlen, heads, head_dim] views; a seed gives the same values in every layout."""
+    """Return q, k, v as [batch, seqlen, heads, head_dim] views; values depend on the seed, not on the layout."""
     sizes = (
         (shape.batch, shape.seqlen_q, shape.heads_q, shape.head_dim),
         (shape.batch, shape.seqlen_k, shape.heads_kv, shape.head_dim),
@@ -32,32 +32,32 @@ def make_inputs(
 def make_dout(
     shape: Shape, dtype: torch.dtype, layout: str = "bshd", seed: int = 0, device: torch.device | str = "cuda"
 ) -> torch.Tensor:
-    """dout as a [batch, seqlen_q, heads_q, head_dim_v] view, other values than the inputs of this seed.
+    """Return dout as a [batch, seqlen_q, heads_q, head_dim_v] view, with other values than the inputs of this seed.
 
-    Normal values times the keys that a query sees, as its probabilities are one by these: so the last keys of a causal
-    problem have gradients that count beside those of the first.
+    Normal values are multiplied by the number of keys that the query sees. Its probabilities are about one over this number,
+    so without the factor the last keys of a causal problem would have gradients too small to compare.
 
     Args:
-        layout: of LAYOUTS; packed: the middle one of three slices, the others NaN.
+        layout: one of LAYOUTS; packed: the middle one of three slices, the others NaN.
     """
     size = (shape.batch, shape.seqlen_q, shape.heads_q, shape.head_dim_v)
     (dout,) = _normal([size], dtype, seed + 1_000_003, device)
     dout *= _weights_of_queries(shape, dtype, device)[:, None, None]
-    beside = dout.new_full((), math.nan).expand_as(dout)
-    return arrange(beside, dout, beside, layout)[1]
+    nan = dout.new_full((), math.nan).expand_as(dout)
+    return arrange(nan, dout, nan, layout)[1]
 
 
 def make_dlse(
     shape: Shape, dtype: torch.dtype, seed: int = 0, device: torch.device | str = "cuda"
 ) -> torch.Tensor:
-    """dlse [batch, heads_q, seqlen_q], fp32, of the size of the dout for these arguments."""
+    """Return dlse [batch, heads_q, seqlen_q], fp32, of the magnitude of make_dout's values."""
     size = (shape.batch, shape.heads_q, shape.seqlen_q)
     (dlse,) = _normal([size], torch.float32, seed + 2_000_003, device)
     return dlse * _weights_of_queries(shape, dtype, device)
 
 
 def _weights_of_queries(shape: Shape, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """[seqlen_q], in proportion to the keys that a query sees (1 if none), at most what keeps fp16 sums finite."""
+    """Factors [seqlen_q], proportional to the number of keys that a query sees (at least 1), small enough for fp16 sums."""
     peak, keys = 8 if dtype == torch.float16 else 64, max(shape.seqlen_k, 1)
     first = shape.seqlen_k - shape.seqlen_q + 1 if shape.causal else keys
     seen = torch.arange(first, first + shape.seqlen_q, device=device).clamp(1, keys)
@@ -72,7 +72,7 @@ def _normal(
 
 
 def arrange(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> tuple[torch.Tensor, ...]:
-    """The same [batch, seqlen, heads, head_dim] values in one of LAYOUTS; memory no slice covers is NaN."""
+    """Copy [batch, seqlen, heads, head_dim] tensors to one of LAYOUTS; memory outside the slices is NaN."""
     if layout == "bshd":
         return q.contiguous(), k.contiguous(), v.contiguous()
     if layout == "bhsd":
@@ -91,10 +91,10 @@ def arrange(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str) -> t
 def poisoned(
     *shape: int, dtype: torch.dtype, layout: str = "bshd", device: torch.device | str = "cuda"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(whole, view): an output of NaN, dense, with GUARD elements of NaN on either side in the 1-D `whole`.
+    """Return (whole, view): a dense output filled with NaN, and the 1-D memory that has GUARD more NaN on either side.
 
     Args:
-        shape: of the view, [batch, seqlen, heads, head_dim] or, for an LSE, any other.
+        shape: shape of the view: [batch, seqlen, heads, head_dim], or any other for an LSE.
         layout: bshd (stored in the order of shape) or bhsd (dimensions 1 and 2 swapped in memory).
     """
     whole = torch.full((math.prod(shape) + 2 * GUARD,), math.nan, dtype=dtype, device=device)
@@ -107,6 +107,6 @@ def poisoned(
 
 
 def guard_is_untouched(whole: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether nothing was written before or after the view that `poisoned` returned with this whole."""
+    """True if nothing was written before or after the view, both as returned by `poisoned`."""
     start, stop = view.storage_offset(), view.storage_offset() + view.numel()
     return bool(whole[:start].isnan().all() and whole[stop:].isnan().all())

@@ -23,7 +23,7 @@ def is_deterministic(direction: str) -> bool:
 
 @dataclass(frozen=True)
 class ShapeOptions:
-    """Options of a problem beside its mask, written as words in this order: `window=1023,sink`."""
+    """ShapeOptions of a problem beside its mask, written as words in this order: `window=1023,sink`."""
 
     window: int | None = None  # visible keys before the diagonal, and as many after it unless causal
     softcap: float = 0.0
@@ -38,7 +38,7 @@ class ShapeOptions:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> ShapeOptions:
-        """Options from their words. Raises ValueError with the expected words."""
+        """ShapeOptions from their words. Raises ValueError with the expected words."""
         asked: dict[str, bool | int | float] = {}
         for word in words:
             name, _, value = word.partition("=")

@@ -5,12 +5,13 @@ One CTA counts blocks, sorts tiles by the steps they take (a counting sort; amon
 
 import tilelang.language as T
 
-from tl_attention.problem import TABLE_ROWS, AttnProblem, VarlenPlan
+from tl_attention.kernel_configs import TileTable
+from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}
 
 
-def flash_varlen_plan(problem: AttnProblem, config: VarlenPlan) -> T.PrimFunc:
+def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
     """Kernel(Cu_q, Cu_k, Used_q, Used_k, Blocks, Table, use_q, use_k, of_keys, step_rows, behind, ahead).
 
     Cu_q, Cu_k: int32 [batch + 1], where sequences begin and end in the packed rows. Used_q, Used_k: int32 [batch], their lengths if
@@ -23,7 +24,7 @@ def flash_varlen_plan(problem: AttnProblem, config: VarlenPlan) -> T.PrimFunc:
     batch, used_q, used_k, entries = T.dynamic("batch, used_q, used_k, entries")
 
     @T.prim_func
-    def flash_varlen_plan_kernel(
+    def flash_tile_table_kernel(
         Cu_q: T.Tensor([batch + 1], "int32"),
         Cu_k: T.Tensor([batch + 1], "int32"),
         Used_q: T.Tensor([used_q], "int32"),
@@ -136,4 +137,4 @@ def flash_varlen_plan(problem: AttnProblem, config: VarlenPlan) -> T.PrimFunc:
                     place[thread] = longer[thread] - place[thread]
                     T.sync_threads()
 
-    return flash_varlen_plan_kernel
+    return flash_tile_table_kernel

@@ -23,22 +23,15 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from tl_attention import configs, cubin
-from tl_attention.problem import (
-    DIRECTIONS,
-    AttnProblem,
-    Config,
-    KernelConfig,
-    buckets,
-    length_bucket,
-    tuning_key,
-)
+from tl_attention.kernel_configs import Config, KernelConfig
+from tl_attention.problem import DIRECTIONS, AttnProblem, buckets, length_bucket, tile_widths, tuning_key
 from tl_attention.reference import attention_reference
-from tl_attention.sandbox import GRACE, Failure, OutOfTime, Sandboxes, time_left
 from tl_attention.target import H200_SMS, TARGET, sm_count
 from tl_attention.testing import counts, environment, timer
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.numeric import check_bwd, check_fwd
 from tl_attention.testing.shapes import Shape
+from tl_attention.tuning.sandbox import GRACE, Failure, OutOfTime, Sandboxes, time_left
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -208,7 +201,7 @@ def default_shapes(direction: str = "fwd") -> list[Shape]:
     """The tuning set: some lengths for every tile width of a direction, mask and length bucket."""
     return [
         Shape(batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, *widths, causal)
-        for widths in configs.tile_widths(direction)
+        for widths in tile_widths(direction)
         for causal in (False, True)
         for bucket in buckets(direction)
         for batch, group, seqlen_q, seqlen_k in configs.tuning_shapes(bucket)
@@ -348,7 +341,7 @@ class Search:
 
     def run(self, row: Row, shapes: Sequence[Shape], deadline: float) -> list[Attempt]:
         """The attempts of a row, the winner first. What serves it now is among them, and tried first."""
-        incumbent = configs.config_of_tables(row.problem, row.bucket, self.tables, row.direction)[0]
+        incumbent = configs.config_of_tables(row.problem, row.bucket, self.tables, row.direction)
         candidates = configs.candidates(row.problem, row.bucket, row.direction)
         attempts = [Attempt(config) for config in dict.fromkeys([incumbent, *candidates])]
         begin = time.monotonic()

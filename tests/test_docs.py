@@ -1,0 +1,83 @@
+"""Code of README.md, docs/ and CONTRIBUTING.md, and the tutorial kernel."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+MAX_README_LINES = 150
+# The page that the results fill: benchmarks/report*.py write it
+GENERATED = {"performance.md"}
+
+BLOCKS = [
+    pytest.param(code, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, code in enumerate(BLOCK.findall(page.read_text()), 1)
+]
+# A first call in README.md runs on a CPU, by the reference, as on a GPU: only sizes and device differ
+QUICK_START = [code for code in BLOCK.findall((ROOT / "README.md").read_text()) if "torch.randn" in code]
+TINY = {"cuda": "cpu", "4096": "64", "1500": "20", "2596": "44", "100,": "40,"}
+
+
+def test_docs_readme_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= MAX_README_LINES
+    assert max(map(len, lines)) <= 400, "a longer line is a paragraph: put it in docs/"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_docs_links_resolve(page):
+    links = [link for link in LINK.findall(page.read_text()) if not link.startswith(("http", "#", "mailto:"))]
+    missing = [link for link in links if not (page.parent / link.split("#")[0]).exists()]
+    assert not missing, f"{page.name} links to {missing}"
+
+
+@pytest.mark.parametrize("code", BLOCKS)
+def test_docs_python_compiles(code):
+    compile(code, "<docs>", "exec")
+
+
+@pytest.mark.filterwarnings("ignore:.*CPU")
+def test_docs_quick_start_runs_on_cpu():
+    assert QUICK_START
+    for code in QUICK_START:
+        for word, tiny in TINY.items():
+            code = code.replace(word, tiny)
+        exec(compile(code, "README.md", "exec"), {"__name__": "quick_start"})
+
+
+def load_tutorial():
+    spec = importlib.util.spec_from_file_location("tutorial_fwd", ROOT / "examples" / "tutorial_fwd.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang")
+@pytest.mark.parametrize("causal", [False, True])
+def test_docs_tutorial_kernel_lowers(causal):
+    source, smem = load_tutorial().lower(causal)
+    assert "tl::wgmma_ss" in source and "tl::wgmma_rs" in source, (
+        "both products on the tensor cores of Hopper"
+    )
+    assert source.count("tl::tma_load(") == 3, "Q, K and V by TMA"
+    assert "warpgroup_reg_dealloc" in source, "TileLang makes a warpgroup of its own for the loads"
+    assert smem == 2 * 128 * (128 + 2 * 2 * 128), "Q, and two stages of K and V, 2 bytes per element"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(1, 1), (333, 777), (777, 333), (512, 512)], ids=str)
+def test_docs_tutorial_kernel_is_right(causal, lengths):
+    error, lse_error = load_tutorial().largest_error(causal, 2, 8, 2, *lengths)
+    assert error < 0.03  # |O| < 6, in bfloat16
+    assert lse_error < 1e-4
+    torch.cuda.synchronize()

@@ -1,0 +1,273 @@
+"""Argument checks of flash_attn_with_kvcache, in the form of checks.py.
+
+check_addresses and check_entries read values. The others read metadata only, and a repeated call with the same metadata skips them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tl_attention.checks import (
+    check_cache_strides,
+    describe,
+    expect_contiguous,
+    expect_contiguous_last,
+    expect_device,
+    expect_head_dims,
+    expect_heads_divide,
+    expect_like,
+    expect_operand,
+    is_int,
+)
+from tl_attention.options import Cache
+from tl_attention.problem import MAX_HEAD_DIM
+
+# Head dims of multi-head latent attention with absorbed weights, where v_cache is the first columns of k_cache
+LATENT = (576, 512)
+PAGE_STEP = 16  # rows; the page size is a multiple
+ALIGNMENT = 8  # elements, 16 bytes
+
+_SEPARATE_LATENTS = (
+    f"v_cache: expected k_cache[..., :{LATENT[1]}], as head dims {LATENT[0]} and {LATENT[1]} are multi-head latent attention with absorbed"
+    " weights, got separate memory, which is not supported"
+)
+
+
+def cache_capacity(k_cache: torch.Tensor, block_table: torch.Tensor | None) -> int:
+    """Maximum number of keys per sequence."""
+    return k_cache.shape[1] if block_table is None else block_table.shape[1] * k_cache.shape[1]
+
+
+def check_no_gradient(*tensors: torch.Tensor | None) -> None:
+    """Refuse gradients of q, k_cache, v_cache, k, v and learnable_sink, passed in this order."""
+    for x in tensors:
+        if x is not None and getattr(x, "requires_grad", False):
+            position = next(i for i, y in enumerate(tensors) if y is x)
+            name = ("q", "k_cache", "v_cache", "k", "v", "learnable_sink")[position]
+            raise NotImplementedError(
+                f"{name}: expected a tensor that needs no gradient, as attention to a cache has no backward, got requires_grad=True; use"
+                " flash_attn_func, or torch.no_grad()"
+            )
+
+
+def check_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_batch_idx: torch.Tensor | None,
+    cache_leftpad: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+) -> None:
+    """Check q, the cache, and the tensors that say where in the cache a sequence is."""
+    first = "caches, seqlen_cache" if block_table is None else "pages, page_size"
+    expect_operand("q", q, "batch, seqlen_q, heads, head_dim", 4)
+    for name, x, width in (("k_cache", k_cache, "head_dim"), ("v_cache", v_cache, "head_dim_v")):
+        expect_operand(name, x, f"{first}, heads_kv, {width}", 4, dtypes=(q.dtype,))
+        expect_device(name, x, q)
+    batch, _, heads, head_dim = q.shape
+    caches, rows, heads_kv, head_dim_v = v_cache.shape
+    if tuple(k_cache.shape[:3]) != (caches, rows, heads_kv):
+        raise ValueError(
+            f"v_cache: expected the shape of k_cache, {tuple(k_cache.shape)}, but for the last dimension, got {tuple(v_cache.shape)}"
+        )
+    if k_cache.shape[3] != head_dim:
+        raise ValueError(f"k_cache: expected the head_dim of q, {head_dim}, got {k_cache.shape[3]}")
+    expect_heads_divide("k_cache, v_cache", heads, heads_kv)
+    expect_head_dims("q, k_cache", "v_cache", head_dim, head_dim_v)
+    if (head_dim, head_dim_v) == LATENT:
+        if v_cache.stride() != k_cache.stride():
+            raise NotImplementedError(_SEPARATE_LATENTS)
+    elif head_dim > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"q, k_cache, v_cache: expected head dims of at most {MAX_HEAD_DIM}, or {LATENT[0]} where v_cache is"
+            f" k_cache[..., :{LATENT[1]}], got {head_dim} and {head_dim_v}, which are not supported"
+        )
+    elif head_dim_v > head_dim:
+        raise NotImplementedError(
+            f"v_cache: expected a head_dim of at most that of q and k_cache, {head_dim}, got {head_dim_v}, which is not supported"
+        )
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+        steps = [step for size, step in zip(x.shape[:3], x.stride(), strict=False) if size > 1]
+        if any(step <= 0 or step % ALIGNMENT for step in steps):
+            raise ValueError(
+                f"{name}: expected strides that are positive multiples of {ALIGNMENT}, as a cache is never copied, got {x.stride()};"
+                " allocate it with such strides"
+            )
+        if caches > 1 and rows > 1:
+            check_cache_strides(name, x, x.stride(0), x.stride(1))
+
+    for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+        if x is None:
+            continue
+        _expect_entries(name, x, q)
+        if block_table is not None:
+            raise NotImplementedError(
+                f"{name}: expected None with block_table, as the two together are not supported, got {describe(x)}; leave one out"
+            )
+    if block_table is not None:
+        _check_pages(q, k_cache, block_table)
+    elif cache_batch_idx is None and caches < batch:
+        raise ValueError(
+            f"k_cache, v_cache: expected a cache for each of the {batch} sequences of q, got {caches}; pass cache_batch_idx"
+        )
+
+
+def _check_pages(q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor) -> None:
+    page_size = k_cache.shape[1]
+    if page_size % PAGE_STEP or not page_size:
+        raise ValueError(f"k_cache: expected a page_size that is a multiple of {PAGE_STEP}, got {page_size}")
+    if not isinstance(block_table, torch.Tensor) or block_table.ndim != 2:
+        raise ValueError(
+            f"block_table: expected a torch.Tensor [batch, pages per sequence], got {describe(block_table)}"
+        )
+    expect_like("block_table", block_table, q, ((q.shape[0], block_table.shape[1]),), (torch.int32,))
+    expect_contiguous_last("block_table", block_table)
+
+
+def _expect_entries(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
+    """Expect an int32 tensor with one entry per sequence."""
+    expect_like(name, x, q, ((q.shape[0],),), (torch.int32,))
+    expect_contiguous(name, x)
+
+
+def check_new_keys(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | int | None,
+) -> None:
+    """Check the keys and values to append, and cache_seqlens, where they go."""
+    if isinstance(cache_seqlens, torch.Tensor):
+        _expect_entries("cache_seqlens", cache_seqlens, q)
+    elif cache_seqlens is not None and not is_int(cache_seqlens):
+        raise TypeError(f"cache_seqlens: expected an int, a tensor or None, got {describe(cache_seqlens)}")
+    latent = (k_cache.shape[3], v_cache.shape[3]) == LATENT
+    if latent and v is not None:
+        raise ValueError(
+            f"v: expected None, as v_cache is part of k_cache, where k is written, got {describe(v)}; leave it out"
+        )
+    if not latent and (k is None) != (v is None):
+        raise ValueError(f"k, v: expected both or neither, got {describe(k)} and {describe(v)}")
+    if k is None:
+        return
+    if cache_seqlens is None:
+        raise ValueError(
+            "cache_seqlens: expected a tensor or an int with new k and v, got None, which means a full cache; pass the lengths before"
+            " the new keys"
+        )
+    heads_kv = k_cache.shape[2]
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor) or x.ndim != 4:
+            raise ValueError(
+                f"{name}: expected a torch.Tensor [batch, new, heads_kv, head_dim], got {describe(x)}"
+            )
+        expect_like(name, x, q, ((q.shape[0], k.shape[1], heads_kv, cache.shape[3]),), (q.dtype,))
+        expect_contiguous_last(name, x)
+
+
+def check_seqlen(cache_seqlens: int, capacity: int, new: int) -> None:
+    """Check the one length of all sequences."""
+    if not 0 <= cache_seqlens <= capacity - new:
+        raise ValueError(
+            f"cache_seqlens: expected 0 to {capacity - new}, as a sequence has room for {capacity} keys and {new} are new, got"
+            f" {cache_seqlens}; allocate a larger cache"
+        )
+
+
+def check_rotary(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+) -> None:
+    """Check the rotary angles."""
+    if cos is None and sin is None:
+        return
+    if cos is None or sin is None:
+        raise ValueError(
+            f"rotary_cos, rotary_sin: expected both or neither, got {describe(cos)} and {describe(sin)}"
+        )
+    if k is None:
+        raise ValueError(
+            "rotary_cos, rotary_sin: expected None without new k and v, got tensors; rotate q before the call"
+        )
+    if (q.shape[3], v_cache.shape[3]) == LATENT:
+        raise NotImplementedError(
+            "rotary_cos, rotary_sin: expected None where v_cache is part of k_cache, got tensors, which are not supported; rotate q and k"
+            " before the call"
+        )
+    if not isinstance(cos, torch.Tensor) or cos.ndim != 2:
+        raise ValueError(
+            f"rotary_cos: expected a torch.Tensor [positions, rotary_dim / 2], got {describe(cos)}"
+        )
+    positions = cache_capacity(k_cache, block_table) + max(q.shape[1] - k.shape[1], 0)
+    if cos.shape[0] < positions or not 0 < 2 * cos.shape[1] <= q.shape[3]:
+        raise ValueError(
+            f"rotary_cos: expected [positions, rotary_dim / 2] with at least {positions} positions, one per key of the cache, and a"
+            f" rotary_dim of at most {q.shape[3]}, got {tuple(cos.shape)}"
+        )
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        expect_like(name, x, q, (tuple(cos.shape),), (q.dtype,))
+        expect_contiguous(name, x)
+
+
+def check_workspace(q: torch.Tensor, workspace: torch.Tensor, needed: int) -> None:
+    """Check the scratch memory; `needed` is in bytes."""
+    if not isinstance(workspace, torch.Tensor) or workspace.ndim != 1 or not workspace.is_contiguous():
+        raise ValueError(f"workspace: expected a contiguous uint8 tensor [bytes], got {describe(workspace)}")
+    expect_like("workspace", workspace, q, (tuple(workspace.shape),), (torch.uint8,))
+    if workspace.shape[0] < needed:
+        raise ValueError(
+            f"workspace: expected at least {needed} bytes, got {workspace.shape[0]}; ask kvcache_workspace_bytes"
+        )
+
+
+def check_addresses(cache: Cache, workspace: torch.Tensor | None = None) -> None:
+    """Check 16-byte alignment, and that values are part of keys in latent attention."""
+    k, v = cache.k.data_ptr(), cache.v.data_ptr()
+    w = 0 if workspace is None else workspace.data_ptr()
+    if (k | v | w) & 15:
+        name, address = next(x for x in (("k_cache", k), ("v_cache", v), ("workspace", w)) if x[1] & 15)
+        raise ValueError(
+            f"{name}: expected an address that is a multiple of 16 bytes, as it is never copied, got {name}.data_ptr() % 16 ="
+            f" {address & 15}; slice it at multiples of 16 bytes"
+        )
+    if cache.k.shape[3] == LATENT[0] and k != v:
+        raise NotImplementedError(_SEPARATE_LATENTS)
+
+
+def check_entries(q: torch.Tensor, cache: Cache) -> tuple[list[int] | None, list[int] | None, list[int]]:
+    """Check the values of the index tensors, which waits for the GPU; IndexError for one out of range.
+
+    Returns:
+        batch_idx, leftpad and seqlens as lists.
+    """
+    caches, rows = cache.k.shape[:2]
+    capacity = cache_capacity(cache.k, cache.block_table)
+    batch_idx, leftpad = (None if x is None else x.tolist() for x in (cache.batch_idx, cache.leftpad))
+    in_tensor = isinstance(cache.seqlens, torch.Tensor)
+    seqlens = cache.seqlens.tolist() if in_tensor else [cache.seqlens] * q.shape[0]
+    room = f"as a sequence has room for {capacity} keys"
+    for name, values, most, why in (
+        ("cache_seqlens", seqlens, capacity - cache.new, f"{room} and {cache.new} are new"),
+        ("cache_batch_idx", batch_idx or [], caches - 1, f"as there are {caches} caches"),
+        ("cache_leftpad", leftpad or [], capacity, room),
+    ):
+        for b, value in enumerate(values):
+            if not 0 <= value <= most:
+                raise IndexError(f"{name}[{b}]: expected 0 to {most}, {why}, got {value}")
+    if cache.block_table is not None:
+        for b, (end, pages) in enumerate(zip(seqlens, cache.block_table.tolist(), strict=True)):
+            for i, page in enumerate(pages[: -(-(end + cache.new) // rows)]):
+                if not 0 <= page < caches:
+                    raise IndexError(
+                        f"block_table[{b}, {i}]: expected 0 to {caches - 1}, a page of k_cache, got {page}"
+                    )
+    return batch_idx, leftpad, seqlens

@@ -1,0 +1,160 @@
+"""Answers of `tl-attention config`: which config serves a problem given in words, where it comes from and what was tried before."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tl_attention import configs
+from tl_attention.kernel_configs import DecodeConfig, page_rows
+from tl_attention.legality import is_legal
+from tl_attention.problem import (
+    DECODE,
+    DECODE_OPTIONS,
+    DECODE_TILE_WIDTHS,
+    DEFAULT_DTYPE,
+    DTYPES,
+    OPTIONS,
+    AttnProblem,
+    buckets,
+    decode_problem,
+    length_bucket,
+    tile_widths,
+)
+from tl_attention.target import H200_SMS, sm_count
+
+SIZES = ("seqlen_q", "seqlen_k", "batch", "heads", "heads_kv", "page_size")
+MASKS = ("full", "causal")
+
+
+@dataclass
+class Question:
+    """The words of a problem, as a tuning key has them, and sizes that choose among its rows."""
+
+    dtype: str = DEFAULT_DTYPE
+    head_dims: tuple[int, int] | None = None
+    causal: bool = False
+    options: list[str] = field(default_factory=list)
+    bucket: str | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+def parse(words: Sequence[str]) -> Question:
+    """Read words such as bf16 d128 causal window=127 sink seqlen_k=4096; the value of an option does not matter.
+
+    Raises:
+        ValueError: an unknown word, or no head dims.
+    """
+    question, dtypes = (
+        Question(),
+        {name: dtype.name for dtype in DTYPES.values() for name in (dtype.short, dtype.name)},
+    )
+    for word in words:
+        name, _, value = word.partition("=")
+        if word in dtypes:
+            question.dtype = dtypes[word]
+        elif match := re.fullmatch(r"d(\d+)(?:-(\d+))?", word):
+            question.head_dims = int(match[1]), int(match[2] or match[1])
+        elif word in MASKS:
+            question.causal = word == "causal"
+        elif word in buckets("fwd"):
+            question.bucket = word
+        elif name in OPTIONS:
+            question.options.append(name)
+        elif name in SIZES and value.isdecimal() and int(value) > 0:
+            question.sizes[name] = int(value)
+        else:
+            raise ValueError(f"expected {accepted_words()}; got {word!r}")
+    if question.head_dims is None:
+        raise ValueError("head dims: expected a word such as d128 or d192-128, got none")
+    return question
+
+
+def accepted_words() -> str:
+    return (
+        f"a dtype ({', '.join(dtype.short for dtype in DTYPES.values())}), head dims (d128, d192-128), "
+        f"a mask ({', '.join(MASKS)}), options ({', '.join(OPTIONS)}; a value such as window=127 is allowed), "
+        f"a bucket ({', '.join(buckets('fwd'))}) or sizes ({', '.join(f'{name}=N' for name in SIZES)})"
+    )
+
+
+def explain(question: Question, direction: str, gpu_name: str) -> Iterator[str]:
+    """Lines of text, a paragraph per distinct answer.
+
+    Raises:
+        ValueError: the question does not fit the pass.
+    """
+    if direction == DECODE:
+        yield from _explain_decode(question)
+        return
+    problem = _problem(question, direction)
+    answers: dict[str, list[str]] = {}
+    for bucket in _buckets(question, direction):
+        choice = configs.choose_config(problem, bucket, gpu_name, direction)
+        lines = [f"{choice.config!r}", f"from {choice.source}"]
+        lines += [f"tried before: {miss}" for miss in choice.misses]
+        if reason := is_legal(problem, choice.config, direction):
+            lines.append(f"cannot run: {reason}")
+        answers.setdefault("\n  ".join([str(choice.config), *lines]), []).append(bucket)
+    for text, served in answers.items():
+        yield f"{direction} {problem} {', '.join(served)} on {gpu_name}: {text}"
+
+
+def _problem(question: Question, direction: str) -> AttnProblem:
+    _check_head_dims(question, direction, tile_widths(direction))
+    options = tuple(option for option in OPTIONS if option in question.options)
+    if direction != "fwd":
+        options = tuple(option for option in options if option != "sink")  # it changes no backward kernel
+    causal = question.causal and "window" not in options
+    return AttnProblem.of(question.dtype, *question.head_dims, causal, direction, options)
+
+
+def _check_head_dims(question: Question, direction: str, widths: Sequence[tuple[int, int]]) -> None:
+    head_dim, head_dim_v = question.head_dims
+    if not any(qk >= head_dim and v >= head_dim_v for qk, v in widths):
+        known = ", ".join(f"d{qk}" if qk == v else f"d{qk}-{v}" for qk, v in widths)
+        got = f"d{head_dim}" if head_dim == head_dim_v else f"d{head_dim}-{head_dim_v}"
+        raise ValueError(f"head dims: expected at most one of {known} for {direction}, got {got}")
+
+
+def _buckets(question: Question, direction: str) -> Sequence[str]:
+    """The buckets a question is about: the one it names, the one of its sizes, or all."""
+    known, sizes = buckets(direction), question.sizes
+    if question.bucket:
+        if question.bucket not in known:
+            raise ValueError(
+                f"bucket: expected one of {', '.join(known)} for {direction}, got {question.bucket}"
+            )
+        return [question.bucket]
+    if "seqlen_k" not in sizes:
+        return known
+    if direction != "fwd" or not {"batch", "heads"} <= sizes.keys():
+        return [length_bucket(sizes["seqlen_k"])]
+    from tl_attention import launch
+
+    sms = sm_count(torch.cuda.current_device()) if torch.cuda.is_available() else H200_SMS
+    seqlen_q = sizes.get("seqlen_q", sizes["seqlen_k"])
+    return [launch.splits.fwd_bucket(sizes["batch"], sizes["heads"], seqlen_q, sizes["seqlen_k"], sms)]
+
+
+def _explain_decode(question: Question) -> Iterator[str]:
+    _check_head_dims(question, DECODE, DECODE_TILE_WIDTHS)
+    if others := [option for option in question.options if option not in DECODE_OPTIONS]:
+        raise ValueError(f"options: expected some of {', '.join(DECODE_OPTIONS)} for decode, got {others[0]}")
+    if question.bucket:
+        raise ValueError(f"bucket: expected none for decode, which is not tuned, got {question.bucket}")
+    problem, sizes = decode_problem(question.dtype, *question.head_dims, question.options), question.sizes
+    pages = page_rows(sizes["page_size"]) if "page_size" in sizes else 0
+    if {"heads", "heads_kv"} <= sizes.keys():
+        rows = [sizes.get("seqlen_q", 1) * sizes["heads"] // sizes["heads_kv"]]
+    else:
+        rows = configs.DECODE_ROWS
+    grid = configs.data_dir() / "grid.toml"
+    for number in rows:
+        config: DecodeConfig = configs.decode_config(problem, number, pages)
+        few = number <= configs.DECODE_ROWS[0]
+        which = "at most 64" if few else "more than 64"
+        yield f"decode {problem}: {config}\n  {config!r}\n  from [decode] {problem.width} of {grid}, for {which} rows per key head"

@@ -1,0 +1,312 @@
+"""Kernel configs: how each kernel is cut into tiles, stages and warpgroups.
+
+A forward is one FwdConfig, a backward is a BwdConfig of several BwdPass; the other configs are of helper kernels.
+`kernels(problem)` of a config lists everything it compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from tl_attention.problem import DEFAULT_DTYPE, AttnProblem
+
+# The order of tiles.
+#   grid        one CTA per tile, longest tiles first
+#   persistent  one CTA per SM, computing every ctas-th tile
+#   dynamic     one CTA per SM, drawing the next tile from a counter
+SCHEDULES = ("grid", "persistent", "dynamic")
+
+# Gradients that one backward pass computes. "dq" alone: a CTA owns queries and loops over keys. The others: a CTA owns keys and
+# loops over queries; with dq among them it adds its share to fp32 sums, in no fixed order.
+GRADS = ("dq+dk+dv", "dk+dv", "dk", "dv", "dq")
+
+# Depth of the K ring and of the V ring of a forward: 3 was searched wherever it fits and never won (H200, 2026-11-21)
+KV_STAGES = 2
+
+# Adjacent cache rows a decode kernel may assume: 0 for caches without pages, else a divisor of the page size
+PAGE_ROWS = (0, 16, 64)
+
+# Fields of a split item that DecodeCombine merges, and the int32 slots per item
+MERGE_FIELDS = ("b", "kv_head", "m_block", "parts", "first_slot")
+MERGE_NUMBERS = 8
+
+
+@dataclass(frozen=True)
+class FwdConfig:
+    """Tiles and schedule of a forward kernel."""
+
+    block_M: int  # queries per tile, 64 per consumer warpgroup
+    block_N: int  # keys per step
+    ping_pong: bool = False  # warpgroups alternate at the tensor cores
+    schedule: str = "grid"  # one of SCHEDULES
+    q_stages: int = 1  # depth of the Q ring; 2 prefetches the queries of the next tile
+    split: bool = False  # several CTAs per tile, each with a part of its keys; FwdCombine merges them
+    # Keep each row max after the masked steps. A tile whose row sums overflow is computed a second time with an updated max.
+    # Not in fp16: its range ends at 2^16
+    hold_max: bool = False
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumer warpgroups; one more holds the producer warp."""
+        return self.block_M // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    def __str__(self) -> str:
+        words = [f"{self.block_M}x{self.block_N}", self.schedule]
+        if self.q_stages > 1:
+            words.append(f"q{self.q_stages}")
+        words += [
+            name.replace("_", "-") for name in ("ping_pong", "split", "hold_max") if getattr(self, name)
+        ]
+        return " ".join(words)
+
+    def without_hold_max(self) -> FwdConfig:
+        """The config for fp16 and split kernels, which cannot hold a max; ping_pong then pays only with three warpgroups."""
+        if not self.hold_max:
+            return self
+        return replace(self, hold_max=False, ping_pong=self.ping_pong and self.warpgroups > 2)
+
+    def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
+        """Every kernel this config compiles for a problem."""
+        found: list[tuple[AttnProblem, KernelConfig]] = [(problem, self)]
+        if self.split:
+            # The rows of packed sequences look like one batch entry to it
+            found.append((problem.plain.helper_problem(problem.head_dim_v), FwdCombine()))
+        return found + table_kernels(problem)
+
+
+@dataclass(frozen=True)
+class FwdCombine:
+    """The kernel after a split forward: merges the outputs and log-sum-exps of the CTAs of a tile."""
+
+    rows: int = 4  # queries per CTA
+    threads: int = 128
+
+    def __str__(self) -> str:
+        return f"combine {self.rows}"
+
+
+@dataclass(frozen=True)
+class BwdPass:
+    """Tiles of one kernel of a backward."""
+
+    grads: str  # one of GRADS
+    block_M: int  # queries per step; in "dq" queries per CTA, 64 per consumer warpgroup
+    block_N: int  # keys per CTA, 64 per consumer warpgroup; in "dq" keys per step
+    num_stages: int = 2  # depth of the Q ring; in "dq" of the K ring
+    num_stages_do: int = 2  # depth of the dO ring; in "dq" of the V ring
+    reuse_registers: bool = False  # dP reuses the registers of S, and dS those of P; not for "dq"
+
+    @property
+    def makes(self) -> tuple[str, ...]:
+        return tuple(self.grads.split("+"))
+
+    @property
+    def adds_dq(self) -> bool:
+        """True if the pass adds to fp32 sums of dq, in no fixed order."""
+        return "dq" in self.makes and self.grads != "dq"
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumer warpgroups; one more holds the warps that load, and store dq."""
+        return (self.block_M if self.grads == "dq" else self.block_N) // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    def __str__(self) -> str:
+        text = f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}"
+        if self.reuse_registers:
+            text += " reuse"
+        return text
+
+
+@dataclass(frozen=True)
+class BwdConfig:
+    """The passes of a backward, which compute dq, dk and dv once each."""
+
+    passes: tuple[BwdPass, ...]
+
+    @classmethod
+    def of(cls, passes: Iterable[dict[str, object]]) -> BwdConfig:
+        """Build from the fields of each pass, as tables hold them."""
+        return cls(tuple(BwdPass(**fields) for fields in passes))
+
+    @property
+    def deterministic(self) -> bool:
+        return not any(bwd_pass.adds_dq for bwd_pass in self.passes)
+
+    def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
+        """Every kernel this config compiles for a problem: the passes and their helpers."""
+        widths = sorted({problem.head_dim, problem.head_dim_v})
+        return [
+            *((problem, bwd_pass) for bwd_pass in self.passes),
+            (problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()),
+            *((problem.helper_problem(width), BwdSum()) for width in widths),
+            *table_kernels(problem),
+        ]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.passes))
+
+
+@dataclass(frozen=True)
+class BwdDelta:
+    """The kernel before the passes: rowsum(dO * O), and the log-sum-exp in base 2."""
+
+    rows: int = 64  # queries per CTA
+    threads: int = 128
+
+    def __str__(self) -> str:
+        return f"delta {self.rows}"
+
+
+def delta_width(head_dim_v: int) -> int:
+    """The tile width of BwdDelta, a power of two: TileLang 0.1.15 finds no layout for the row sums of 96 columns."""
+    return 1 << (head_dim_v - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class BwdSum:
+    """The kernel after the passes: converts fp32 sums to a gradient in the input dtype."""
+
+    rows: int = 16  # rows of the gradient per CTA
+    threads: int = 128
+
+    def __str__(self) -> str:
+        return f"sum {self.rows}"
+
+
+@dataclass(frozen=True)
+class TileTable:
+    """The kernel before every varlen kernel: a table of the tiles of all packed sequences."""
+
+    threads: int = 1024
+
+    def __str__(self) -> str:
+        return f"tile table {self.threads}"
+
+
+def table_kernels(problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
+    """The tile table kernel, the same for all problems with varlen; nothing for others."""
+    if not problem.has("varlen"):
+        return []
+    return [(AttnProblem(DEFAULT_DTYPE, 64, 64, False, ("varlen",)), TileTable())]
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Tiles of a decode kernel. A tile holds the queries of all heads that share a key head."""
+
+    warpgroups: int = 1  # each with 64 rows of the tile; with v_in_k all with the same 64
+    block_N: int = 64  # keys per step
+    num_stages: int = 3  # depth of the K ring and of the V ring
+    page_rows: int = 0  # one of PAGE_ROWS
+    ctas_per_sm: int = 2
+    v_in_k: bool = False  # V is the first columns of K: V is not loaded, and warpgroups divide its columns
+
+    @property
+    def divides_columns(self) -> bool:
+        return self.v_in_k
+
+    @property
+    def block_M(self) -> int:
+        return 64 if self.divides_columns else 64 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        """One producer warp; with two consumer warpgroups a whole producer warpgroup, whose registers they use."""
+        return 128 * self.warpgroups + (32 if self.warpgroups == 1 else 128)
+
+    def columns(self, problem: AttnProblem) -> int:
+        """Columns of O per warpgroup."""
+        return problem.head_dim_v // (self.warpgroups if self.divides_columns else 1)
+
+    def first_column(self, problem: AttnProblem, warpgroup: int) -> int:
+        return self.columns(problem) * warpgroup if self.divides_columns else 0
+
+    def combine(self, problem: AttnProblem) -> tuple[AttnProblem, DecodeCombine]:
+        """The kernel that merges the splits."""
+        columns = self.columns(problem)
+        options = ("sink",) if problem.has("sink") else ()
+        merged = AttnProblem(problem.dtype, columns, columns, False, options)
+        return merged, DecodeCombine(self.divides_columns)
+
+    def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
+        """Every kernel this config compiles for a problem."""
+        return [(problem, self), self.combine(problem)]
+
+    def __str__(self) -> str:
+        text = f"decode {self.warpgroups}x{self.block_N}x{self.num_stages}x{self.ctas_per_sm}"
+        if self.page_rows:
+            text += f" pages {self.page_rows}"
+        if self.v_in_k:
+            text += " v-in-k"
+        return text
+
+
+def page_rows(page_size: int) -> int:
+    """The largest entry of PAGE_ROWS that divides page_size."""
+    return max(rows for rows in PAGE_ROWS[1:] if page_size % rows == 0)
+
+
+@dataclass(frozen=True)
+class DecodeCombine:
+    """The kernel after a decode: merges the outputs and log-sum-exps of the splits of an item."""
+
+    divides_columns: bool = False  # as in DecodeConfig
+    rows: int = 4  # rows of queries per CTA
+    at_once: int = 8  # splits loaded at a time
+    threads: int = 128
+
+    def __str__(self) -> str:
+        text = f"decode combine {self.rows}"
+        return f"{text} columns" if self.divides_columns else text
+
+
+@dataclass(frozen=True)
+class AppendConfig:
+    """The kernel before a decode: writes new keys and values to the cache, and rotates them and the queries."""
+
+    threads: int = 256
+
+    def __str__(self) -> str:
+        return f"append {self.threads}"
+
+
+def append_kernel(dtype: str) -> tuple[AttnProblem, AppendConfig]:
+    """The append kernel of a dtype; one serves all widths."""
+    return AttnProblem(dtype, 64, 64, False), AppendConfig()
+
+
+Config = FwdConfig | BwdConfig
+KernelConfig = (
+    FwdConfig
+    | FwdCombine
+    | BwdPass
+    | BwdDelta
+    | BwdSum
+    | TileTable
+    | DecodeConfig
+    | DecodeCombine
+    | AppendConfig
+)
+
+
+REGISTER_LEVEL = (
+    5  # ptxas register usage level, 0 to 10 (higher: more registers for speed); 5 is its own default
+)
+
+
+def register_level(problem: AttnProblem, config: KernelConfig) -> int:
+    """The ptxas register usage level of a kernel."""
+    # Packed backward of d128 in one pass: at 5 it spills 4-64 bytes with options, at 0 none. B4 16 heads 4k causal: 1.41 ms,
+    # and 1.66 ms in two passes (H200, 2026-11-22)
+    if isinstance(config, BwdPass) and config.adds_dq and problem.width == "d128" and problem.has("varlen"):
+        return 0
+    return REGISTER_LEVEL

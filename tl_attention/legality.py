@@ -1,0 +1,225 @@
+"""Can a config run a problem? Models of shared memory and registers, and the rules of the kernels.
+
+The tuner, the tests of stored rows and an explicit `config=` all ask is_legal.
+"""
+
+from __future__ import annotations
+
+from tl_attention.kernel_configs import (
+    GRADS,
+    KV_STAGES,
+    SCHEDULES,
+    AppendConfig,
+    BwdDelta,
+    BwdPass,
+    BwdSum,
+    Config,
+    DecodeCombine,
+    DecodeConfig,
+    FwdCombine,
+    FwdConfig,
+    KernelConfig,
+)
+from tl_attention.problem import MAX_SPLITS, TABLE_ROWS, AttnProblem
+from tl_attention.target import SMEM_LIMIT
+
+BARRIER_BYTES = 1024  # static shared memory reserved for barriers
+TILE_BOX_BYTES = 64  # kernels.scheduler.TileBox
+TABLE_BOX_BYTES = 96  # the same with a tile table (varlen)
+VERDICTS_BYTES = 16  # kernels.scheduler.Verdicts
+SEGMENT_BOX_BYTES = 80  # kernels.decode.SegmentBox
+BIAS_BYTES = 32  # per column: 16 bf16 numbers, kernels.options.alloc_bias_columns
+FP32_BYTES = 4
+TILE_ALIGNMENT = 1024  # bytes; every tile starts at a multiple
+# Accumulator registers per thread, by consumer warpgroups. The rest of its 240 (one or two) or 160 (three) hold addresses and
+# row statistics
+ACCUMULATOR_REGISTERS = {
+    FwdConfig: {1: 216, 2: 216, 3: 128},
+    BwdPass: {1: 232, 2: 232, 3: 152},
+}
+
+
+def smem_bytes(problem: AttnProblem, config: KernelConfig) -> int:
+    """Dynamic shared memory of a kernel. Its barriers are static and need BARRIER_BYTES more."""
+    if isinstance(config, FwdConfig):
+        return _fwd_smem_bytes(problem, config)
+    if isinstance(config, BwdPass):
+        return _pass_smem_bytes(problem, config)
+    if isinstance(config, DecodeConfig):
+        return _decode_smem_bytes(problem, config)
+    if isinstance(config, DecodeCombine):
+        # Per row: a weight per split in flight, their scale, its query and head
+        return FP32_BYTES * config.rows * (config.at_once + 3)
+    if isinstance(config, AppendConfig):
+        return 0
+    tiles = {BwdDelta: 2, BwdSum: 1, FwdCombine: 1}[type(config)]  # O and dO; the gradient; O
+    weights = FP32_BYTES * config.rows * MAX_SPLITS if isinstance(config, FwdCombine) else 0
+    return problem.element_bytes * tiles * config.rows * problem.head_dim + weights
+
+
+def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
+    rows_qk = config.q_stages * config.block_M + KV_STAGES * config.block_N
+    rows_v = KV_STAGES * config.block_N
+    # O needs a tile of its own unless it is as wide as Q, whose tile it reuses, or leaves from registers
+    if problem.head_dim != problem.head_dim_v and not config.split:
+        rows_v += config.block_M
+    smem = problem.element_bytes * (rows_qk * problem.head_dim + rows_v * problem.head_dim_v)
+    if config.schedule != "grid":
+        smem += TABLE_BOX_BYTES if problem.has("varlen") else TILE_BOX_BYTES
+    if config.hold_max:
+        smem += VERDICTS_BYTES
+    return smem + _bias_bytes(problem, config.block_N)
+
+
+def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
+    owned, step = _owned_and_step(bwd_pass)
+    rows_qk = owned + bwd_pass.num_stages * step
+    rows_v = bwd_pass.num_stages_do * step
+    # V, or dO in "dq"; "dv" has no V, and dV leaves through the tile of K if that is as wide
+    if bwd_pass.grads != "dv" or problem.head_dim != problem.head_dim_v:
+        rows_v += owned
+    elements = rows_qk * problem.head_dim + rows_v * problem.head_dim_v
+    if bwd_pass.adds_dq:
+        elements += owned * step  # dS
+    if bwd_pass.reuse_registers and "dv" in bwd_pass.makes and problem.has("dropout"):
+        elements += owned * step  # P
+    row_values = 0
+    if bwd_pass.grads != "dq":  # each row of Q brings its log-sum-exp and, but in "dv", its delta
+        per_row = 1 if bwd_pass.grads == "dv" else 2
+        row_values = _round_up(FP32_BYTES * step * bwd_pass.num_stages * per_row, TILE_ALIGNMENT)
+    return problem.element_bytes * elements + _bias_bytes(problem, step) + row_values
+
+
+def _decode_smem_bytes(problem: AttnProblem, config: DecodeConfig) -> int:
+    step = config.num_stages * config.block_N
+    rows_qk = config.block_M + step
+    rows_v = 0 if config.v_in_k else step
+    tiles = problem.element_bytes * (rows_qk * problem.head_dim + rows_v * problem.head_dim_v)
+    # Per row: its query, head, position, and where the option is on slope and sink
+    numbers = 3 + sum(problem.has(option) for option in ("alibi", "sink"))
+    return tiles + FP32_BYTES * 64 * config.warpgroups * numbers + SEGMENT_BOX_BYTES
+
+
+def _bias_bytes(problem: AttnProblem, columns: int) -> int:
+    return BIAS_BYTES * columns if problem.bias_is_linear else 0
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def accumulator_registers(problem: AttnProblem, config: FwdConfig | BwdPass) -> int:
+    """Registers per consumer thread for 64 rows of accumulators per warpgroup.
+
+    Forward: S and O in fp32, P in the input dtype. Backward: S, dP and the gradients in fp32, P and dS in the input dtype; with
+    reuse_registers dP shares those of S, and dS those of P.
+    """
+
+    def fp32(columns: int) -> int:
+        return columns // 2
+
+    def narrow(columns: int) -> int:
+        return columns * problem.element_bytes // 8
+
+    if isinstance(config, FwdConfig):
+        return fp32(config.block_N) + narrow(config.block_N) + fp32(problem.head_dim_v)
+    _, step = _owned_and_step(config)
+    has_p, has_ds = "dv" in config.makes, config.grads != "dv"
+    widths = {"dq": problem.head_dim, "dk": problem.head_dim, "dv": problem.head_dim_v}
+    sums = fp32(sum(widths[grad] for grad in config.makes if not (grad == "dq" and config.adds_dq)))
+    if config.reuse_registers:
+        # With a softcap dS is made from another P than dV
+        tiles = 2 if has_p and problem.has("softcap") else 1
+        return sums + fp32(step) + tiles * narrow(step)
+    scores = fp32(step) * (2 if has_ds else 1)
+    return sums + scores + narrow(step) * (int(has_p) + int(has_ds))
+
+
+def _owned_and_step(bwd_pass: BwdPass) -> tuple[int, int]:
+    """(rows per CTA, rows per step)"""
+    if bwd_pass.grads == "dq":
+        return bwd_pass.block_M, bwd_pass.block_N
+    return bwd_pass.block_N, bwd_pass.block_M
+
+
+def is_legal(problem: AttnProblem, config: Config, direction: str | None = None) -> str | None:
+    """The reason why a config cannot run a problem, or only with spills; None if it can.
+
+    direction: one of DIRECTIONS that the config must serve; None for any that it fits.
+    """
+    if isinstance(config, FwdConfig):
+        return _fwd_fault(problem, config)
+    for bwd_pass in config.passes:
+        if fault := _pass_fault(problem, bwd_pass):
+            return f"{bwd_pass}: {fault}"
+    made = sorted(grad for bwd_pass in config.passes for grad in bwd_pass.makes)
+    if made != ["dk", "dq", "dv"]:
+        return f"passes: expected dk, dq and dv once each, got {', '.join(made) or 'nothing'}"
+    if direction == "bwd_det" and not config.deterministic:
+        return f"{config}: sums dq in no fixed order; expected a pass that makes dq alone"
+    return None
+
+
+def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
+    if config.block_M not in (64, 128, 192):
+        return f"block_M: expected 64, 128 or 192 (64 queries per consumer warpgroup), got {config.block_M}"
+    if config.block_N % 16 or not 16 <= config.block_N <= 256:
+        return f"block_N: expected a multiple of 16 in 16..256, got {config.block_N}"
+    if config.schedule not in SCHEDULES:
+        return f"schedule: expected one of {', '.join(SCHEDULES)}, got {config.schedule!r}"
+    if config.q_stages not in (1, 2):
+        return f"q_stages: expected 1 or 2, got {config.q_stages}"
+    if config.q_stages > 1 and config.schedule == "grid":
+        return "q_stages: expected 1 with the schedule grid, whose CTAs have no next tile, got 2"
+    if config.split and config.schedule != "grid":
+        return f"split: expected the schedule grid, got {config.schedule}"
+    if config.hold_max and problem.dtype != "bfloat16":
+        return f"hold_max: expected bfloat16, got {problem.dtype}, whose range is too small"
+    if config.hold_max and config.schedule == "grid":
+        return "hold_max: expected the schedule persistent or dynamic, whose CTAs can repeat a tile, got grid"
+    if config.ping_pong and config.warpgroups < 2:
+        return f"ping_pong: expected block_M of at least 128 (2 warpgroups), got {config.block_M}"
+    if problem.has("varlen") and config.block_M != TABLE_ROWS:
+        return f"block_M: expected {TABLE_ROWS} with varlen, got {config.block_M}"
+    return _capacity_fault(problem, config)
+
+
+def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
+    if bwd_pass.grads not in GRADS:
+        return f"grads: expected one of {', '.join(GRADS)}, got {bwd_pass.grads!r}"
+    owns_queries = bwd_pass.grads == "dq"
+    owned, step = ("block_M", "block_N") if owns_queries else ("block_N", "block_M")
+    rows, step_rows = _owned_and_step(bwd_pass)
+    if rows not in (64, 128, 192):
+        return f"{owned}: expected 64, 128 or 192 (64 rows per consumer warpgroup), got {rows}"
+    if owns_queries and (step_rows % 16 or not 32 <= step_rows <= 256):
+        return f"{step}: expected a multiple of 16 in 32..256, got {step_rows}"
+    if not owns_queries and step_rows not in (32, 64, 96, 128):
+        # The log-sum-exps of a step start at a multiple of 128 bytes
+        return f"{step}: expected 32, 64, 96 or 128, got {step_rows}"
+    if owns_queries and bwd_pass.reuse_registers:
+        return "reuse_registers: expected False in the pass of dq alone, got True"
+    if bwd_pass.adds_dq and rows != 128:
+        return f"{owned}: expected 128 where dq is summed (two warpgroups share it), got {rows}"
+    if bwd_pass.adds_dq and step_rows % 64:
+        return f"{step}: expected 64 or 128 where dq is summed, 64 rows of it at a time, got {step_rows}"
+    if bwd_pass.adds_dq and not bwd_pass.reuse_registers:
+        return "reuse_registers: expected True where dq is summed, which needs registers too, got False"
+    if problem.has("varlen") and rows != TABLE_ROWS:
+        return f"{owned}: expected {TABLE_ROWS} with varlen, got {rows}"
+    if problem.has("varlen") and not owns_queries and TABLE_ROWS % step_rows:
+        # The log-sum-exps after the padded queries belong to the next sequence
+        return f"{step}: expected a divisor of {TABLE_ROWS} with varlen, got {step_rows}"
+    for name, least in (("num_stages", 2), ("num_stages_do", 1)):
+        if getattr(bwd_pass, name) < least:
+            return f"{name}: expected at least {least}, got {getattr(bwd_pass, name)}"
+    return _capacity_fault(problem, bwd_pass)
+
+
+def _capacity_fault(problem: AttnProblem, config: FwdConfig | BwdPass) -> str | None:
+    if (smem := smem_bytes(problem, config) + BARRIER_BYTES) > SMEM_LIMIT:
+        return f"shared memory: expected at most {SMEM_LIMIT} bytes, got {smem}"
+    budget = ACCUMULATOR_REGISTERS[type(config)][config.warpgroups]
+    if (registers := accumulator_registers(problem, config)) > budget:
+        return f"registers: expected at most {budget} per thread for accumulators, got {registers}"
+    return None

@@ -48,7 +48,7 @@ ARGUMENTS = {  # of the command, for a direction
 
 
 def time_interleaved(calls: dict, rounds: int) -> dict[str, Timing]:
-    """Timings without a clock: every call takes as many milliseconds as its place."""
+    """Timings without a clock: every call takes as many milliseconds as its position."""
     return {
         name: Timing((float(i),) * rounds, 1, "graph", copies[0]())
         for i, (name, copies) in enumerate(calls.items(), 1)

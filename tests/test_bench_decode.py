@@ -350,7 +350,7 @@ def test_decode_caches_that_are_too_large_are_skipped(ours: None, monkeypatch: p
 
 
 def time_interleaved(calls: dict, rounds: int, **timer: float) -> dict[str, Timing]:
-    """Timings without a clock: every call takes as many milliseconds as its place."""
+    """Timings without a clock: every call takes as many milliseconds as its position."""
     assert timer == {"sample_ms": decode.SAMPLE_MS, "cap_ms": decode.CAP_MS}
     return {
         name: Timing((float(i),) * rounds, 1, "graph", copies[0]())

@@ -182,13 +182,13 @@ def test_bench_timer_samples_every_round_and_names_its_fallback(monkeypatch: pyt
 
 
 class FakeGraph:
-    """CUDA graph whose replays take 10 ms and call `again`."""
+    """CUDA graph whose replays take 10 ms and call `work`."""
 
-    again = staticmethod(lambda: None)
+    work = staticmethod(lambda: None)
 
     def replay(self) -> None:
         FakeEvent.clock += 10
-        FakeGraph.again()
+        FakeGraph.work()
 
 
 @pytest.mark.usefixtures("fake_cuda")
@@ -203,7 +203,7 @@ def test_bench_timer_returns_what_the_last_replay_left(monkeypatch: pytest.Monke
     assert idle.result[0] is first
     assert first.isnan().all(), "replays that do nothing leave the NaN of the timer"
 
-    monkeypatch.setattr(FakeGraph, "again", staticmethod(lambda: first.fill_(2)))
+    monkeypatch.setattr(FakeGraph, "work", staticmethod(lambda: first.fill_(2)))
     assert timer.time_interleaved({"works": copies}, rounds=3)["works"].result[0].eq(2).all()
     assert second.eq(1).all()
     assert timer.time_eager(copies[0]).result[0] is first

@@ -1,4 +1,4 @@
-"""Facts that place a measured number: GPU, clocks, versions, commit."""
+"""Facts beside a measured number: GPU, clocks, versions, commit."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def chosen_shapes(
 
     Args:
         named: name -> text of a shape; default: those of configs/shapes.toml.
-        where: the place of the named shapes, for the error.
+        where: file of the named shapes, for the error.
     Raises:
         ValueError: an unknown name, or a text that is no shape.
     """

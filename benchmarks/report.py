@@ -47,10 +47,7 @@ def judge_file(path: Path, table: peers.Table) -> None:
     """Rewrite a file with scores by the table."""
     rows, header = row_files.read(path)
     peers.judge(rows, table)
-    with path.open("w") as file:
-        row_files.write_header(file, header)
-        for group in row_files.by_problem(rows).values():
-            row_files.write_problem(file, list(group.values()))
+    row_files.write(path, rows, header)
 
 
 if __name__ == "__main__":

@@ -120,6 +120,38 @@ def _short(value: Any) -> Any:
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
+def write(path: Path, rows: Sequence[Row], header: Row) -> None:
+    """A file anew, from the rows and the header of `read`."""
+    with path.open("w") as file:
+        write_header(file, header)
+        for group in by_problem(rows).values():
+            write_problem(file, list(group.values()))
+
+
+def add(path: Path, new: Path) -> None:
+    """Move the rows of another run into a file: problems that it lacks, and libraries on problems that it has.
+
+    Our row of a problem stays; its ratio to an added library is that of the other run.
+    """
+    (rows, header), (new_rows, new_header) = read(path), read(new)
+    groups = by_problem(rows)
+    own_run = f" (in a run of its own, commit {new_header['commit']})"
+    for problem, added in by_problem(new_rows).items():
+        if problem not in groups:
+            groups[problem] = added
+            continue
+        for name in added.keys() - {OURS, PLAIN}:
+            groups[problem][name] = added[name]
+            ratio = added.get(OURS, {}).get("ratios", {}).get(name)
+            if ratio and OURS in groups[problem]:
+                groups[problem][OURS].setdefault("ratios", {})[name] = ratio
+    for name, facts in new_header["providers"].items():
+        if name not in header["providers"]:
+            header["providers"][name] = facts | {"library": facts["library"] + own_run}
+    write(path, [row for group in groups.values() for row in group.values()], header)
+    new.unlink()
+
+
 def read(path: Path) -> tuple[list[Row], Row]:
     """The rows of a file, and its header."""
     header, *lines = map(json.loads, path.read_text().splitlines())

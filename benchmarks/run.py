@@ -75,6 +75,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--pass", dest="direction", choices=SHAPES["main"], default="fwd", help="default: fwd")
     add("--deterministic", action="store_true", help="gradients that are bit-equal from call to call")
     add("--out", type=Path, default=Path("bench_out"), help="folder of the results (default bench_out)")
+    add("--add", action="store_true", help="keep the stored rows; add problems and libraries to them")
     add("--peers", nargs="+", type=Path, default=(), help=peers.HELP)
     add("--host", action="store_true", help="time the host instead: eager calls, first calls; to host.json")
     add("--quick", action="store_true", help="the 4k rows, fewer rounds; without a GPU, fewer kernels")
@@ -148,7 +149,8 @@ def benchmark(args: argparse.Namespace, console: Console, facts: dict[str, str])
     common["gpu"] = torch.cuda.get_device_name()
 
     measure, rows = measurer(args), []
-    path = args.out / row_files.file_name(args.direction, args.set_name)
+    stored = args.out / row_files.file_name(args.direction, args.set_name)
+    path = stored.with_suffix(".added") if args.add and stored.exists() else stored
     try:
         with tables.progress_bar(console) as progress, path.open("w") as jsonl:
             row_files.write_header(jsonl, common | {"environment": facts, "providers": provider_facts(args)})
@@ -173,7 +175,9 @@ def benchmark(args: argparse.Namespace, console: Console, facts: dict[str, str])
         return 130
     finally:
         if rows:
-            finish(args.out, path, console, rows)
+            if path != stored:
+                row_files.add(stored, path)
+            finish(args.out, stored, console, rows)
     return int(any(row["status"] != "ok" for row in rows if row["provider"] == OURS))
 
 

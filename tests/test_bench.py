@@ -192,6 +192,26 @@ def test_bench_run_keeps_what_it_has_when_interrupted(
 
 
 @pytest.mark.usefixtures("gpu_stub")
+def test_bench_run_adds_to_stored_rows(tmp_path: Path) -> None:
+    run_rows(tmp_path, "tl_attention", asked=(SHAPE,))
+    argv = [
+        "--shapes",
+        SHAPE,
+        LONGER,
+        "--providers",
+        "tl_attention",
+        "naive",
+        "--out",
+        str(tmp_path),
+        "--add",
+    ]
+    assert run.main(argv) == 0
+    rows, _ = row_files.read(tmp_path / "fwd.jsonl")
+    assert [row["provider"] for row in rows] == ["tl_attention", "naive"] * 2
+    assert not list(tmp_path.glob("*.added"))
+
+
+@pytest.mark.usefixtures("gpu_stub")
 def test_bench_run_leaves_out_a_provider_that_fails_in_timing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

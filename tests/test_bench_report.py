@@ -43,7 +43,9 @@ def fake_row(provider: str, shape: str, ms: float | None, direction: str = "fwd"
 
 def ours(shape: str, ms: float, direction: str = "fwd", **measured: object) -> Row:
     """Our row; measured: peer=our speed over its, and other keys of a row."""
-    ratios = {name: [x, x, x] for name, x in measured.items() if name in ("fa2", "cudnn", "fa4", "plain")}
+    ratios = {
+        name: [x, x, x] for name, x in measured.items() if name in ("fa2", "cudnn", "fa4", "flex", "plain")
+    }
     other = {key: x for key, x in measured.items() if key not in ratios}
     return fake_row("tl_attention", shape, ms, direction, **other | ({"ratios": ratios} if ratios else {}))
 
@@ -104,6 +106,24 @@ def test_bench_files_scale_speeds_by_the_rates_of_their_run(tmp_path: Path) -> N
     row = row_files.read(path)[0][0]
     assert row["pct_cublas"] == pytest.approx(row["tflops"] / 7)
     assert row["pct_copy"] == pytest.approx(row["gbps"] / 40)
+
+
+def test_bench_rows_of_another_run_are_added(tmp_path: Path) -> None:
+    path = store(tmp_path / "a", ROWS[:3])
+    again = [ours(SHORT, 1.1, flex=3.0), fake_row("flex", SHORT, 3.3)]
+    new = store(tmp_path / "b", [*again, ours(LONG, 2.0)])
+    row_files.add(path, new)
+    rows, header = row_files.read(path)
+    assert [(row["shape"], row["provider"], row["ms"]) for row in rows] == [
+        *(
+            (SHORT, name, ms)
+            for name, ms in (("tl_attention", 1.0), ("fa2", 2.0), ("cudnn", 0.9), ("flex", 3.3))
+        ),
+        (LONG, "tl_attention", 2.0),
+    ]
+    assert row_files.peer_ratios(rows[0]) == {"fa2": 2.0, "cudnn": 0.9, "flex": 3.0}
+    assert header["providers"]["flex"]["library"] == "1.0 (in a run of its own, commit c)"
+    assert not new.exists()
 
 
 def test_bench_geomeans() -> None:

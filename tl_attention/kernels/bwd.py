@@ -26,7 +26,6 @@ from tl_attention.kernels.options import (
     prelude,
 )
 from tl_attention.kernels.pipeline import (
-    WARPGROUP,
     Exchange,
     TileRing,
     alloc_each,
@@ -35,6 +34,7 @@ from tl_attention.kernels.pipeline import (
     sync_consumers,
     sync_warpgroup,
 )
+from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Tile, TileOrder
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, probabilities, softmax_backward
 from tl_attention.kernels.tiles import DenseGradTiles, FragmentBlocks, PackedGradTiles, rows_argument
@@ -156,6 +156,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     warpgroups = tuple(range(config.warpgroups))
     consumers = WARPGROUP * config.warpgroups
     registers = pipeline.registers(problem, config.warpgroups, full=with_dq)
+    roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
     row_wise = T.GemmWarpPolicy.FullRow
     # Of the GEMMs S' = K Q', dP' = V dO'
     v_dot = {"transpose_B": True, "policy": row_wise, "clear_accum": True}
@@ -421,7 +422,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     @T.macro
     def run(Q, K, V, dO, Lse_log2, Delta, dQ_sum, dK, dV, dK_parts, dV_parts, softmax_scale, launch, options):
-        with T.Kernel(launch.ctas, threads=config.threads, prelude=prelude(problem)) as number:
+        with T.Kernel(launch.ctas, threads=roles.block, prelude=prelude(problem, roles)) as number:
             K_shared = TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="K")
             V_shared = TileRing([config.warpgroups, 64, head_dim_v], dtype, 4, name="V") if with_dk else None
             if with_dk:
@@ -467,17 +468,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 dV_parts=FragmentBlocks(dV_parts, launch.n_blocks * (block_N // 16)),
             )
 
-            thread = T.get_thread_binding()
-            if thread >= consumers:
-                if registers is not None:
-                    T.dec_max_nreg(registers[0])
-                if thread < consumers + 32:
-                    produce(number, order, launch, tiles, shared, options)
-            for w in warpgroups:
-                with T.ws(w):
-                    if registers is not None:
-                        T.inc_max_nreg(registers[1])
-                    consume(w, number, order, launch, tiles, shared, softmax_scale, options)
+            roles.run(
+                lambda: produce(number, order, launch, tiles, shared, options),
+                lambda w: consume(w, number, order, launch, tiles, shared, softmax_scale, options),
+            )
 
     if not problem.options:
 

@@ -21,7 +21,8 @@ from tl_attention.kernels.options import (
     option_views,
     prelude,
 )
-from tl_attention.kernels.pipeline import WARPGROUP, TileRing, sync_warpgroup
+from tl_attention.kernels.pipeline import TileRing, sync_warpgroup
+from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Launch, Tile, TileOrder
 from tl_attention.kernels.softmax import LOG2E, probabilities, softmax_backward
 from tl_attention.kernels.tiles import DenseGradTiles, PackedGradTiles, rows_argument
@@ -50,6 +51,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     warpgroups = tuple(range(config.warpgroups))
     consumers = WARPGROUP * config.warpgroups
     registers = pipeline.registers(problem, config.warpgroups)
+    roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
     row_wise = T.GemmWarpPolicy.FullRow
     # Of the GEMMs S = Q K^T, dP = dO V^T
     q_kt = {"transpose_B": True, "policy": row_wise, "clear_accum": not problem.bias_is_linear}
@@ -166,7 +168,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     @T.macro
     def run(Q, K, V, dO, Lse_log2, Delta, dQ, softmax_scale, launch, options):
-        with T.Kernel(launch.ctas, threads=config.threads, prelude=prelude(problem)) as number:
+        with T.Kernel(launch.ctas, threads=roles.block, prelude=prelude(problem, roles)) as number:
             shared = SharedTiles(
                 bias_columns=alloc_bias_columns(problem, block_N),
                 Q=TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="Q"),
@@ -179,17 +181,10 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             Tiles = PackedGradTiles if varlen else DenseGradTiles
             tiles = Tiles(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, dQ=dQ)
 
-            thread = T.get_thread_binding()
-            if thread >= consumers:
-                if registers is not None:
-                    T.dec_max_nreg(registers[0])
-                if thread < consumers + 32:
-                    produce(number, order, tiles, shared, options)
-            for w in warpgroups:
-                with T.ws(w):
-                    if registers is not None:
-                        T.inc_max_nreg(registers[1])
-                    consume(w, number, order, tiles, shared, softmax_scale, options)
+            roles.run(
+                lambda: produce(number, order, tiles, shared, options),
+                lambda w: consume(w, number, order, tiles, shared, softmax_scale, options),
+            )
 
     if not problem.options:
 

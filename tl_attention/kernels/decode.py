@@ -14,7 +14,8 @@ import tilelang.language as T
 from tl_attention.kernel_configs import MERGE_FIELDS, MERGE_NUMBERS, DecodeConfig
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.options import Scores
-from tl_attention.kernels.pipeline import WARPGROUP, TileRing, sync_warpgroup
+from tl_attention.kernels.pipeline import TileRing, sync_warpgroup
+from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.softmax import LOG2E, LOWEST, SMALLEST_SCALE, OnlineSoftmax
 from tl_attention.kernels.tiles import packed
 from tl_attention.problem import FAR, AttnProblem
@@ -298,17 +299,25 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
     block_N, page_rows = config.block_N, config.page_rows
-    warpgroups = tuple(range(config.warpgroups))
     consumer_warps = 4 * config.warpgroups
     columns = config.columns(problem)  # of O that a warpgroup has
     rows_a_tile = config.block_M
-    registers = REGISTERS.get(config.warpgroups)
+    # With one warpgroup the producer has no more than a warp
+    roles = Roles(
+        config.warpgroups,
+        config.threads,
+        REGISTERS.get(config.warpgroups),
+        one_body=config.warpgroups > 1,
+    )
     row_wise = T.GemmWarpPolicy.FullRow
     q_kt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}
     v_in_k = config.v_in_k
-    own_columns = [
-        slice(config.first_column(problem, w), config.first_column(problem, w) + columns) for w in warpgroups
-    ]
+
+    def own_columns(w: Any) -> slice:
+        """Columns of O that a warpgroup computes."""
+        first = config.first_column(problem, w)
+        return slice(first, first + columns)
+
     # QK of a block beside PV of the one before. Where two CTAs share an SM, they do so for each other, in less code; two warpgroups
     # with 256 columns of O lack the registers
     overlaps = config.ctas_per_sm == 1 and not v_in_k and config.warpgroups * head_dim_v < 512
@@ -340,7 +349,12 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         return shared[w, i] if held is None else held[i]
 
     @T.macro
-    def load(walk, lengths, K, V, Table, page_size, num_pages, page_k, page_v, segments, K_ring, V_ring):
+    def load(
+        cta, ctas, lengths, K, V, Table, page_size, num_pages, page_k, page_v, items_a_sequence, m_blocks, left, fixed, segments,
+        K_ring, V_ring,
+    ):  # fmt: skip
+        walk = Walk(lengths, block_N, batch, items_a_sequence, m_blocks, seqlen_q, left, fixed, ctas)
+        walk.begin(cta)
         pages = Pages(page_rows)
         turn = T.alloc_var("int32", init=0)
         step = T.alloc_var("int32", init=0)
@@ -562,7 +576,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                     softmax.rescale(acc_o)
                     if v_in_k:
                         T.wgmma_gemm(
-                            P, K_ring.tiles[step % K_ring.slots, :, own_columns[w]], acc_o, policy=row_wise
+                            P, K_ring.tiles[step % K_ring.slots, :, own_columns(w)], acc_o, policy=row_wise
                         )
                         T.wait_wgmma(0)
                         K_ring.release(step)
@@ -652,7 +666,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         Slopes: T.StridedTensor([slopes_batch, slopes_heads], [T.dynamic("slopes_stride"), 1], "float32"),
         Sink: T.Tensor([sink_heads], "float32"),
     ):
-        with T.Kernel(ctas, threads=config.threads) as cta:
+        with T.Kernel(ctas, threads=roles.block, prelude=roles.prelude) as cta:
             T.pdl_trigger()  # the launch of decode_combine.py, which waits for the end of this
             T.annotate_min_blocks_per_sm(config.ctas_per_sm)
             Q_shared = pipeline.alloc_swizzled(
@@ -674,37 +688,16 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             lengths = Lengths(Seqlens, Leftpad, Caches, given, seqlen, appended, room)
             options = DecodeOptions(left, right, softcap, Slopes, Sink)
 
-            thread = T.get_thread_binding()
-            if thread >= WARPGROUP * config.warpgroups:
-                if registers is not None:
-                    T.dec_max_nreg(registers[0])
-                if thread < WARPGROUP * config.warpgroups + 32:
-                    walk = Walk(
-                        lengths, block_N, batch, heads_kv * m_blocks, m_blocks, seqlen_q, left, fixed, ctas
-                    )
-                    walk.begin(cta)
-                    load(
-                        walk,
-                        lengths,
-                        K,
-                        V,
-                        Table,
-                        page_size,
-                        num_pages,
-                        page_k,
-                        page_v,
-                        segments,
-                        K_ring,
-                        V_ring,
-                    )
-            for w in warpgroups:
-                with T.ws(w):
-                    if registers is not None:
-                        T.inc_max_nreg(registers[1])
-                    consume(
-                        w, cta, segments, Q, O, Lse, O_parts, Lse_parts, Merges, Q_shared, K_ring, V_ring, rows_shared,
-                        softmax_scale, lse_unit, heads_a_kv_head, fixed, options,
-                    )  # fmt: skip
+            roles.run(
+                lambda: load(
+                    cta, ctas, lengths, K, V, Table, page_size, num_pages, page_k, page_v, heads_kv * m_blocks, m_blocks, left, fixed,
+                    segments, K_ring, V_ring,
+                ),
+                lambda w: consume(
+                    w, cta, segments, Q, O, Lse, O_parts, Lse_parts, Merges, Q_shared, K_ring, V_ring, rows_shared,
+                    softmax_scale, lse_unit, heads_a_kv_head, fixed, options,
+                ),
+            )  # fmt: skip
 
     return flash_decode_kernel
 

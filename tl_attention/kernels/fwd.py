@@ -21,13 +21,13 @@ from tl_attention.kernels.options import (
     prelude,
 )
 from tl_attention.kernels.pipeline import (
-    WARPGROUP,
     TileRing,
     Turns,
     alloc_swizzled,
     sync_warpgroup,
     wait_for_stores,
 )
+from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Launch, SecondWalk, Tile, TileBox, TileNumbers, TileOrder, Verdicts
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax
 from tl_attention.kernels.tiles import (
@@ -71,6 +71,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     registers = pipeline.registers(problem, config.warpgroups)
     if persistent:
         registers = PERSISTENT_REGISTERS.get(config.warpgroups)
+    roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
     split = config.split
     varlen = problem.has("varlen")
     O_in_Q = head_dim == head_dim_v and not split  # O leaves through the shared memory of its queries
@@ -336,7 +337,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
     @T.macro
     def run(Q, K, V, O, Lse, Tickets, softmax_scale, lse_unit, launch, options):
-        with T.Kernel(launch.ctas, threads=config.threads, prelude=prelude(problem)) as first_tile:
+        with T.Kernel(launch.ctas, threads=roles.block, prelude=prelude(problem, roles)) as first_tile:
             shared = SharedTiles(
                 Q=TileRing([q_stages * config.warpgroups, 64, head_dim], dtype, 4, name="Q"),
                 K=TileRing([KV_STAGES, block_N, head_dim], dtype, consumer_warps, name="K"),
@@ -352,17 +353,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             order = TileOrder.of(launch, last_first, heads, all_heads, splits, table)
             tiles = Tiles(Q, K, V, O, Lse, head_dim, head_dim_v)
 
-            thread = T.get_thread_binding()
-            if thread >= WARPGROUP * config.warpgroups:
-                if registers is not None:
-                    T.dec_max_nreg(registers[0])
-                if thread < WARPGROUP * config.warpgroups + 32:
-                    produce(first_tile, order, launch.ctas, Tickets, tiles, shared, options)
-            for w in warpgroups:
-                with T.ws(w):
-                    if registers is not None:
-                        T.inc_max_nreg(registers[1])
-                    consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options)
+            roles.run(
+                lambda: produce(first_tile, order, launch.ctas, Tickets, tiles, shared, options),
+                lambda w: consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options),
+            )
 
     if not problem.options:
 

@@ -8,6 +8,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernels.pipeline import SharedTile, sync_consumers
+from tl_attention.kernels.roles import Roles
 from tl_attention.kernels.softmax import LOG2E
 from tl_attention.problem import AttnProblem
 
@@ -136,9 +137,10 @@ def option_views() -> tuple[Any, Any, Any, Any]:
     )
 
 
-def prelude(problem: AttnProblem) -> str | None:
-    """CUDA that a kernel needs beside its own."""
-    return PHILOX if problem.has("dropout") else None
+def prelude(problem: AttnProblem, roles: Roles) -> str | None:
+    """CUDA that a kernel needs beside its own; None for nothing."""
+    philox = PHILOX if problem.has("dropout") else ""
+    return (roles.prelude or "") + philox or None
 
 
 @T.meta_class

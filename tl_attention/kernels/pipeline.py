@@ -7,9 +7,9 @@ from typing import Any
 import tilelang.language as T
 from tilelang.layout import make_swizzled_layout
 
+from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.problem import AttnProblem
 
-WARPGROUP = 128  # threads
 # Of the named ones: 0-2 are TileLang's, and its ThreadSync pass hands out 3, 4, .. (0.1.15)
 FIRST_BARRIER = 8
 # By consumer warpgroups: registers a thread of (producers, consumers)
@@ -138,14 +138,19 @@ class Exchange:
             T.mbarrier_arrive(self.empty[0])
 
 
+@T.meta_class
 class Turns:
     """Ping-pong: the warpgroups issue their GEMMs in turn, so that the softmax of one runs under the GEMMs of another."""
 
-    def __init__(self, warpgroups: int, on: bool):
+    def __init__(self, warpgroups: int, on: bool, name: str = "turns"):
         self.warpgroups, self.on = warpgroups, on and warpgroups > 1
 
-    def start(self, w: int):
-        return self.give(w) if w == self.warpgroups - 1 else None
+    @T.inline
+    def start(self, w):
+        """The last one gives the first turn to the first."""
+        if self.on:
+            if w == self.warpgroups - 1:
+                self.give(w)
 
     def take(self, w: int):
         return T.sync_threads(FIRST_BARRIER + w, 2 * WARPGROUP) if self.on else None

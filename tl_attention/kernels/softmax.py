@@ -18,6 +18,19 @@ LAZY = 8.0
 LARGEST_SUM = 2.0**64
 
 
+def rows_layout():
+    """Layout of a loop over the 64 rows of a warpgroup, as wgmma has them: each row at a quad of threads.
+
+    It is given because TileLang 0.1.15 would search for it: the search tries each open loop as the first and all others after it.
+    """
+    return T.Fragment(
+        [64],
+        forward_thread_fn=lambda i, rep: i // 16 * 32 + i % 8 * 4 + rep,
+        replicate=4,
+        forward_index_fn=lambda i: i % 16 // 8,
+    )
+
+
 @T.meta_class
 class OnlineSoftmax:
     """Running maximum and sum of the rows of a [64, block_N] tile; the scores are raw, scale_log2 > 0 is folded into the exponent.
@@ -64,17 +77,17 @@ class OnlineSoftmax:
         row_max follows the running maximum only when that has grown by 2^LAZY: any row_max gives the same quotient, and
         most steps then need no rescale.
         """
-        T.copy(self.row_max, self.row_max_prev)
+        T.copy(self.row_max, self.row_max_prev, loop_layout=rows_layout())
         if shift is None:
             T.reduce_max(acc_s, self.row_max, dim=1, clear=False)
         else:
             T.reduce_max(acc_s, self.row_max, dim=1)
-            for i in T.Parallel(64):
+            for i in T.Parallel(64, loop_layout=rows_layout()):
                 self.row_max[i] = T.max(self.row_max[i] + shift, self.row_max_prev[i])
-        for i in T.Parallel(64):
+        for i in T.Parallel(64, loop_layout=rows_layout()):
             grown = (self.row_max[i] - self.row_max_prev[i]) * self.scale_log2
             self.row_max[i] = T.if_then_else(grown > LAZY, self.row_max[i], self.row_max_prev[i])
-        for i in T.Parallel(64):
+        for i in T.Parallel(64, loop_layout=rows_layout()):
             # The difference first: exact for LOWEST, where an FMA would leave its rounding error
             self.row_scale[i] = T.exp2((self.row_max_prev[i] - self.row_max[i]) * self.scale_log2)
 
@@ -87,7 +100,7 @@ class OnlineSoftmax:
         """Multiply by row_scale, if a row of this warp moved its maximum."""
         rows, cols = acc_o.shape
         self.moved[0] = 0
-        for i in T.Parallel(64):
+        for i in T.Parallel(64, loop_layout=rows_layout()):
             if self.row_max[i] > self.row_max_prev[i]:
                 self.moved[0] = 1
         if T.any_sync(self.moved[0] != 0):
@@ -115,21 +128,21 @@ class OnlineSoftmax:
         rows, cols = acc_o.shape
         T.reduce_sum(self.partial_sum, self.row_sum, dim=1)
         if sink is not None:
-            for i in T.Parallel(64):  # to a maximum that holds for the sink, too
+            for i in T.Parallel(64, loop_layout=rows_layout()):  # to a maximum that holds for the sink, too
                 self.row_max_prev[i] = T.max(self.row_max[i] * self.scale_log2, sink * LOG2E)
                 self.row_scale[i] = T.exp2(self.row_max[i] * self.scale_log2 - self.row_max_prev[i])
                 self.row_sum[i] = self.row_sum[i] * self.row_scale[i] + T.exp2(
                     sink * LOG2E - self.row_max_prev[i]
                 )
-            for i in T.Parallel(64):
+            for i in T.Parallel(64, loop_layout=rows_layout()):
                 lse[i] = (T.log2(self.row_sum[i]) + self.row_max_prev[i]) * lse_unit
                 self.row_scale[i] = T.if_then_else(
                     self.row_sum[i] != 0, self.row_scale[i] / self.row_sum[i], 0
                 )
         else:
-            for i in T.Parallel(64):
+            for i in T.Parallel(64, loop_layout=rows_layout()):
                 lse[i] = (T.log2(self.row_sum[i]) + self.row_max[i] * self.scale_log2) * lse_unit
-            for i in T.Parallel(64):
+            for i in T.Parallel(64, loop_layout=rows_layout()):
                 self.row_scale[i] = T.if_then_else(self.row_sum[i] != 0, 1 / self.row_sum[i], 0)
         for i, j in T.Parallel(rows, cols):
             acc_o[i, j] *= self.row_scale[i]

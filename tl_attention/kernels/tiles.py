@@ -7,6 +7,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.kernels.softmax import rows_layout
 from tl_attention.problem import FAR, AttnProblem
 
 
@@ -92,7 +93,7 @@ class DenseTiles:
 
     @T.inline
     def store_lse(self, lse, tile, start):
-        T.copy(lse, self.lse(tile, start, lse.shape[0]))
+        T.copy(lse, self.lse(tile, start, lse.shape[0]), loop_layout=rows_layout())
 
 
 def packed(name: str, heads: Any, columns: Any, dtype: str) -> Any:

@@ -50,7 +50,7 @@ STORED = (
         "launches",
         "rounds",
     ),
-    *("eager_ms", "host_us", "ratios", "score", "score_over", "score_over_fa4", "vs_best"),
+    *("eager_ms", "host_us", "ratios", "score", "score_over", "score_over_fa4"),
 )
 # Values that a file leaves out
 USUAL = {"status": "ok", "timer": "graph", "l2": "cold"}
@@ -169,6 +169,9 @@ def _read_problem(line: Row, header: Row) -> Iterator[Row]:
             solved = shape.plain if name == PLAIN else shape
             row |= {"correct": True} | speeds_of(solved, direction, row["ms"])
             row |= shares_of(row, header["environment"])
+            ratios = peer_ratios(row)
+            if ratios and row.get("score") is None:
+                row["vs_best"] = min(ratios.values())
         elif row["status"] == "wrong":
             row["correct"] = False
         yield row

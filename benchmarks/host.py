@@ -18,18 +18,21 @@ from pathlib import Path
 import decode
 import torch
 from first_call import sdpa_backend
-from providers import PROVIDERS, Result, Unsupported, import_function, title
-from report import OURS, bullets, markdown_table
+from library import Result, Unsupported, import_function
+from providers import PROVIDERS, title
 from rich.console import Console
+from rows import OURS
+from tables import bullets, markdown_table
 
-from tl_attention.testing import bench
-from tl_attention.testing.bench import Shape
+from tl_attention.testing import timer
 from tl_attention.testing.inputs import make_dout, make_inputs
+from tl_attention.testing.shapes import Shape
 
 SHAPE = Shape.parse("1,8,8,128,128,64,full")
 CACHE = Shape.parse("1,64,8,1,2048,128,full")
 PAGED = Shape.parse("1,64,8,1,2048,128,full,page=64")
 ROUNDS = 7
+STORED = "host.json"
 FIRST_CALLS = 3
 FIRST = {  # (provider, passes argument of first_call.py) -> title
     (OURS, "fwd"): "tl_attention, forward",
@@ -121,9 +124,9 @@ def backward(name: str, tensors: tuple[torch.Tensor, ...], heads_first: bool) ->
     provider = PROVIDERS[name]
     if heads_first != (provider.layout == "bhsd"):
         tensors = tuple(x.transpose(1, 2).contiguous() for x in tensors)
-    saved = provider.forward(SHAPE, *tensors[1:], saves=True).launch(*tensors[1:])
+    saved = provider.function("fwd")(SHAPE, *tensors[1:], saves=True).launch(*tensors[1:])
     given = (*tensors, *saved)
-    return functools.partial(provider.backward(SHAPE, False, *given).call, *given)
+    return functools.partial(provider.function("bwd")(SHAPE, False, *given).call, *given)
 
 
 def cache_libraries() -> Iterator[tuple[str, Library]]:
@@ -156,7 +159,7 @@ def time_calls(
     """One row per library: microseconds under the keys of modes; `reasons` says why one is missing."""
     rows, ready = [], []
     for name, library in rivals:
-        version = PROVIDERS[library.provider].library()
+        version = PROVIDERS[library.provider].library("fwd")
         row = {"library": name, "provider": library.provider, "version": version, "reasons": {}}
         rows.append(row | dict.fromkeys(modes))
         with library.within():
@@ -167,7 +170,7 @@ def time_calls(
                     made.append(mode)
             except Exception as error:
                 left = [mode for mode in modes if mode not in made]
-                rows[-1]["reasons"] = dict.fromkeys(left, bench.first_line(error))
+                rows[-1]["reasons"] = dict.fromkeys(left, timer.first_line(error))
     samples: dict[tuple[str, str], list[float]] = {}
     for _ in range(ROUNDS):
         for row, library, mode, call in ready:
@@ -175,9 +178,9 @@ def time_calls(
                 continue
             with library.within():
                 try:
-                    samples.setdefault((row["library"], mode), []).append(bench.time_eager(call).host_us)
+                    samples.setdefault((row["library"], mode), []).append(timer.time_eager(call).host_us)
                 except Exception as error:
-                    row["reasons"][mode] = bench.first_line(error)
+                    row["reasons"][mode] = timer.first_line(error)
     for row in rows:
         row |= {
             mode: statistics.median(samples[row["library"], mode])
@@ -214,13 +217,20 @@ def time_first_calls() -> list[dict[str, object]]:
                 "total_ms": statistics.median(x["import"] + x["call"] for x in times),
             }
         except (RuntimeError, subprocess.TimeoutExpired) as error:
-            row["reason"] = bench.first_line(error)
+            row["reason"] = timer.first_line(error)
         rows.append(row)
     return rows
 
 
-def markdown(environment: dict[str, str], called: list[dict], cached: list[dict], first: list[dict]) -> str:
-    """Report: environment, tables, and what did not run."""
+def stored_page(folder: Path) -> str:
+    """The tables of the host.json of a folder."""
+    stored = json.loads((folder / STORED).read_text())
+    shown = tables(stored["calls"], stored.get("cache_calls", []), stored["first_calls"])
+    return f"Commit {stored['environment']['commit']}.\n\n{shown}"
+
+
+def tables(called: list[dict], cached: list[dict], first: list[dict]) -> str:
+    """The tables, with the reasons of missing numbers."""
 
     def numbers(row: dict, keys: Iterable[str]) -> list[str]:
         return ["–" if row.get(key) is None else f"{row[key]:.1f}" for key in keys]
@@ -241,32 +251,28 @@ def markdown(environment: dict[str, str], called: list[dict], cached: list[dict]
     ]
     reasons += [f"{FIRST[row['provider'], row['passes']]}: {row['reason']}" for row in first if row["reason"]]
     parts = [
-        "# Attention, host time",
-        bullets(f"{key}: {value}" for key, value in environment.items()),
         bullets(f"{row['library']}: {row['version']}" for row in called),
         CALLS_TEXT,
         by_mode(called, MODES),
-        CACHES_TEXT,
-        by_mode(cached, CACHE_MODES),
+        CACHES_TEXT if cached else "",
+        by_mode(cached, CACHE_MODES) if cached else "",
         FIRST_TEXT,
         markdown_table(["milliseconds", "import", "call", "both"], by_process),
         bullets(reasons),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(part for part in parts if part)
 
 
 def run(console: Console, out: Path, environment: dict[str, str]) -> int:
-    """Measure all, write host.json and host.md, and print the latter. Returns 1 if a call of ours failed."""
+    """Measure all, write host.json and show its tables. Returns 1 if something of ours failed."""
     called = time_calls(libraries(), MODES, calls)
     cached = time_calls(cache_libraries(), CACHE_MODES, cache_calls)
     first = time_first_calls()
     out.mkdir(parents=True, exist_ok=True)
     stored = {"environment": environment, "shape": asdict(SHAPE), "calls": called, "first_calls": first}
     stored |= {"cache": asdict(CACHE), "cache_calls": cached}
-    (out / "host.json").write_text(json.dumps(stored, indent=1) + "\n")
-    page = markdown(environment, called, cached, first)
-    (out / "host.md").write_text(page)
-    console.print(page, markup=False, highlight=False)
-    console.print(f"Written to {out}: host.json, host.md")
+    (out / STORED).write_text(json.dumps(stored, indent=1) + "\n")
+    console.print(tables(called, cached, first), markup=False, highlight=False)
+    console.print(f"Written: {out / STORED}")
     failed = [row for row in called + cached if row["reasons"]] + [row for row in first if row["reason"]]
     return int(any(row["provider"] == OURS for row in failed))

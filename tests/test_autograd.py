@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tl_attention import flash_attn_func, mha_bwd_interface, mha_fwd_interface, ref_mha_bwd_interface
 from tl_attention.reference import attention_reference
-from tl_attention.testing.bench import Shape
 from tl_attention.testing.inputs import make_dlse, make_dout, make_inputs
+from tl_attention.testing.shapes import Shape
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -20,8 +20,9 @@ from tl_attention import configs, cubin
 from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdPass, BwdSum, Config, FwdConfig, KernelConfig
 from tl_attention.problem import BUCKETS, DIRECTIONS, AttnProblem, buckets
 from tl_attention.reference import attention_backward_reference, attention_reference
-from tl_attention.testing.bench import Shape, Timing
 from tl_attention.testing.inputs import make_inputs
+from tl_attention.testing.shapes import Shape
+from tl_attention.testing.timer import Timing
 from tl_attention.tuning import autotune, sandbox, steps
 from tl_attention.tuning.sandbox import Failure, Sandbox, Sandboxes, time_left
 from tl_attention.tuning.steps import Row, Steps
@@ -396,8 +397,8 @@ def test_time_candidates_counts_the_flops_of_the_direction(direction, cpu_steps,
         seen.extend(len(copies) for copies in calls.values())
         return {config: Timing((copies[0]() and 1e-3,), 1, "graph") for config, copies in calls.items()}
 
-    monkeypatch.setattr(steps.bench, "time_interleaved", time_interleaved)
-    monkeypatch.setattr(steps.bench, "rotation", lambda nbytes: 2)
+    monkeypatch.setattr(steps.timer, "time_interleaved", time_interleaved)
+    monkeypatch.setattr(steps.timer, "rotation", lambda nbytes: 2)
     candidates = CANDIDATES_OF[direction][:2]
     tflops = steps.time_candidates(row, candidates, SMALL, 5)
     widths = {"fwd": 2 * 64}.get(direction, 5 * 64)

@@ -19,7 +19,6 @@ from tl_attention.configs import problems as problems_of
 from tl_attention.launch.common import PlanCache
 from tl_attention.problem import AttnProblem, buckets, length_bucket
 from tl_attention.target import sm_count
-from tl_attention.testing.bench import Shape, speedup, time_interleaved
 from tl_attention.testing.inputs import (
     LAYOUTS,
     guard_is_untouched,
@@ -29,6 +28,8 @@ from tl_attention.testing.inputs import (
     poisoned,
 )
 from tl_attention.testing.numeric import check_bwd
+from tl_attention.testing.shapes import Shape
+from tl_attention.testing.timer import speedup, time_interleaved
 
 BF16, FP16 = torch.bfloat16, torch.float16
 both_modes = pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])

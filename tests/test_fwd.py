@@ -22,9 +22,9 @@ from tl_attention.launch.common import PlanCache
 from tl_attention.problem import SPLIT_BUCKET, AttnProblem, buckets, tile_width
 from tl_attention.reference import attention_reference
 from tl_attention.target import DTYPE_NAMES, sm_count
-from tl_attention.testing.bench import Shape
 from tl_attention.testing.inputs import LAYOUTS, guard_is_untouched, make_inputs, poisoned
 from tl_attention.testing.numeric import check_fwd
+from tl_attention.testing.shapes import Shape
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -30,7 +30,7 @@ from tl_attention.problem import (
 from tl_attention.target import gpu_name, is_hopper
 
 if TYPE_CHECKING:
-    from tl_attention.testing.bench import Shape
+    from tl_attention.testing.shapes import Shape
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -167,7 +167,7 @@ def seconds(text: str) -> float:
 
 def parse_shapes(words: Sequence[str]) -> dict[str, Shape]:
     """Shapes by name. Raises SystemExit for a name missing in configs/shapes.toml or a malformed shape."""
-    from tl_attention.testing.bench import chosen_shapes
+    from tl_attention.testing.shapes import chosen_shapes
 
     try:
         return chosen_shapes(words)

@@ -15,8 +15,8 @@ from tl_attention import configs, cubin
 from tl_attention.kernel_configs import Config, KernelConfig
 from tl_attention.problem import DIRECTIONS, AttnProblem, buckets, tuning_key
 from tl_attention.target import TARGET
-from tl_attention.testing import bench
-from tl_attention.testing.bench import Shape
+from tl_attention.testing import environment
+from tl_attention.testing.shapes import Shape
 from tl_attention.tuning.sandbox import Failure, OutOfTime
 from tl_attention.tuning.steps import Row
 
@@ -70,7 +70,7 @@ class Attempt:
 
 def save_winner(path: Path, gpu_name: str, row: Row, winner: Attempt, shapes: Sequence[Shape]) -> None:
     """Write a row into the table, with the provenance of this run. Rows of classes that no longer exist are dropped."""
-    facts = bench.environment("tl-attention tune")
+    facts = environment.facts("tl-attention tune")
     date = datetime.now(timezone.utc).date().isoformat()
     provenance = {"gpu": gpu_name, "arch": TARGET["arch"]}
     provenance |= {name: facts[name] for name in ("tilelang", "torch", "cuda", "driver", "commit")} | {
@@ -107,7 +107,7 @@ def append_log(
         "direction": row.direction,
         "key": row.key,
         "gpu": gpu_name,
-        "commit": bench.git_commit(),
+        "commit": environment.git_commit(),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "shapes": [str(shape) for shape in shapes],
     }

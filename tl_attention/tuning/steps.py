@@ -16,10 +16,10 @@ from tl_attention.kernel_configs import Config, KernelConfig
 from tl_attention.problem import DIRECTIONS, AttnProblem, buckets, length_bucket, tile_widths, tuning_key
 from tl_attention.reference import attention_reference
 from tl_attention.target import H200_SMS, sm_count
-from tl_attention.testing import bench
-from tl_attention.testing.bench import Shape
+from tl_attention.testing import counts, timer
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.numeric import check_bwd, check_fwd
+from tl_attention.testing.shapes import Shape
 
 CHECK_LIMIT = 30.0  # seconds for the check of one candidate; a hang costs as much
 
@@ -78,7 +78,7 @@ def shape_bucket(shape: Shape, direction: str) -> str:
 
 def check_shapes(shapes: Sequence[Shape]) -> list[Shape]:
     """Shapes for the correctness check: lengths that no tile divides, and the cheapest shape that is timed."""
-    cheapest = min(shapes, key=bench.fwd_flops)
+    cheapest = min(shapes, key=counts.fwd_flops)
     small = replace(cheapest, batch=2, heads_q=4, heads_kv=2)
     odd = [replace(small, seqlen_q=q, seqlen_k=k) for q, k in ((333, 517), (517, 333), (1, 259))]
     return [*odd, cheapest]
@@ -126,14 +126,14 @@ def time_candidates(
     """TFLOPS of each candidate on each shape, over all its kernels."""
     tflops = {config: () for config in candidates}
     for shape in shapes:
-        copies = bench.rotation(bench.input_bytes(shape))
+        copies = timer.rotation(counts.input_bytes(shape))
         inputs = [_make_inputs(row, shape, seed) for seed in range(copies)]
         calls = {
             config: [functools.partial(_run, row, tensors, shape, config) for tensors in inputs]
             for config in candidates
         }
-        for config, timing in bench.time_interleaved(calls, rounds).items():
-            tflops[config] += (bench.flops(shape, row.direction) / timing.median_ms / 1e9,)
+        for config, timing in timer.time_interleaved(calls, rounds).items():
+            tflops[config] += (counts.flops(shape, row.direction) / timing.median_ms / 1e9,)
     return tflops
 
 

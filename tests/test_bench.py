@@ -407,7 +407,7 @@ def test_bench_host_times_calls_and_first_calls(
     assert [cached[mode] for mode in host.CACHE_MODES] == [5.0] * 3 and not cached["reasons"]
     assert [row.get("total_ms") for row in stored["first_calls"]] == [25.5, 25.5, 25.5, None]
     text = host.stored_page(tmp_path)
-    assert "| backward alone | 5.0 | – | – |" in text
+    assert "| backward only | 5.0 | – | – |" in text
     assert "| lengths in a tensor, pages of 64 keys | 5.0 |" in text
     assert "| tl_attention, forward and backward | 20.0 | 5.5 | 25.5 |" in text
     assert "cudnn (torch sdpa), forward: RuntimeError: RuntimeError: no engine" in text

@@ -20,7 +20,7 @@ from tl_attention.problem import DIRECTIONS
 from tl_attention.testing import counts, environment, shapes, timer
 from tl_attention.testing.shapes import Shape
 from tl_attention.testing.timer import Timing
-from tl_attention.tuning import autotune
+from tl_attention.tuning import steps
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
 pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
@@ -280,7 +280,7 @@ def test_bench_named_shapes_are_shapes() -> None:
 def test_bench_untuned_shapes_are_not_those_of_the_tuner() -> None:
     untuned = set(shapes.chosen_shapes(["untuned-*"]).values())
     assert len(untuned) == 20
-    tuned = {shape for direction in DIRECTIONS for shape in autotune.default_shapes(direction)}
+    tuned = {shape for direction in DIRECTIONS for shape in steps.default_shapes(direction)}
     for path in configs.data_dir().glob("tuned/*.json"):
         table = configs.read_tuned(path)
         tuned |= {

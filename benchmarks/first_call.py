@@ -1,7 +1,7 @@
-"""The first call of a process: python benchmarks/first_call.py tl_attention|fa2|cudnn fwd|fwd_bwd B,Hq,Hkv,Sq,Sk,D,mask
+"""First call of a process: python benchmarks/first_call.py tl_attention|fa2|cudnn fwd|fwd_bwd B,Hq,Hkv,Sq,Sk,D,mask
 
-Prints a JSON object of milliseconds: `import` of the library, `call` from then until the GPU is done. Both begin after torch is
-imported, CUDA has its context and the inputs are allocated; torch itself is all that the libraries of PyTorch import.
+Prints a JSON object of milliseconds: `import` for the import of the library, `call` from then until the GPU is done. The clock starts
+after torch is imported, CUDA is initialized and the inputs are allocated. PyTorch's own functions need no further import.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(provider: str, passes: str, sizes: str) -> None:
                 *views, is_causal=mask == "causal", enable_gqa=heads != heads_kv
             ).transpose(1, 2)
     if passes != "fwd":
-        # Of a scalar: for gradients of outputs PyTorch imports sympy, which takes more than a second
+        # The gradient of a scalar: for gradients of outputs PyTorch imports sympy, which takes more than a second
         torch.autograd.grad((out * dout).sum(), (q, k, v))
     torch.cuda.synchronize()
     end = time.perf_counter()

@@ -1,6 +1,6 @@
-"""What a call costs the host: microseconds of an eager call, milliseconds of the first call of a process.
+"""Host time: microseconds per eager call, milliseconds of the first call of a process. Run by run.py --host.
 
-Called by run.py --host. The problem is so small that the GPU keeps up with the host, whose time a call is then.
+The problem is so small that the GPU keeps up with the host: the time per call is host time.
 """
 
 from __future__ import annotations
@@ -18,31 +18,34 @@ from pathlib import Path
 import decode
 import torch
 from first_call import sdpa_backend
-from providers import PROVIDERS, Result, Unsupported, import_function, title
-from report import OURS, bullets, markdown_table
+from library import Result, Unsupported, import_function
+from providers import PROVIDERS, title
 from rich.console import Console
+from rows import OURS
+from tables import bullets, markdown_table
 
-from tl_attention.testing import bench
-from tl_attention.testing.bench import Shape
+from tl_attention.testing import timer
 from tl_attention.testing.inputs import make_dout, make_inputs
+from tl_attention.testing.shapes import Shape
 
 SHAPE = Shape.parse("1,8,8,128,128,64,full")
 CACHE = Shape.parse("1,64,8,1,2048,128,full")
 PAGED = Shape.parse("1,64,8,1,2048,128,full,page=64")
 ROUNDS = 7
+STORED = "host.json"
 FIRST_CALLS = 3
-FIRST = {  # (provider, argument of first_call.py) -> in words
+FIRST = {  # (provider, passes argument of first_call.py) -> title
     (OURS, "fwd"): "tl_attention, forward",
     (OURS, "fwd_bwd"): "tl_attention, forward and backward",
     ("fa2", "fwd"): "fa2 (torch sdpa), forward",
     ("cudnn", "fwd"): "cudnn (torch sdpa), forward",
 }
-FIRST_CALL_LIMIT = 300.0  # seconds of a process
+FIRST_CALL_LIMIT = 300.0  # seconds per process
 MODES = {
-    "forward": "forward, no gradient asked for",
+    "forward": "forward, without gradients",
     "autograd": "forward under autograd",
     "both": "forward under autograd, then backward",
-    "backward": "backward alone",
+    "backward": "backward only",
 }
 CACHE_MODES = {
     "lengths": "lengths in a tensor",
@@ -50,16 +53,16 @@ CACHE_MODES = {
     "pages": "lengths in a tensor, pages of 64 keys",
 }
 CALLS_TEXT = (
-    f"Microseconds of the host for one eager call on the problem {SHAPE}, bf16: medians of {ROUNDS} rounds, the libraries in "
-    "turn, each of 3 runs of up to 100 calls with no synchronization in between. All are the public functions on tensors in their "
-    "own layout; backward alone is mha_bwd_interface, ATen's op of PyTorch's backends and FlashAttention-4's function behind "
-    "autograd; forward and backward call torch.autograd.grad."
+    f"Host time in microseconds per eager call on the problem {SHAPE}, bf16: medians of {ROUNDS} interleaved rounds, each of 3 runs of "
+    "up to 100 calls without synchronization in between. All are public functions on tensors in their own layout. Backward only is "
+    "mha_bwd_interface, ATen's op for PyTorch's backends, and the function behind autograd for FlashAttention-4; forward and backward "
+    "calls torch.autograd.grad."
 )
-CACHES_TEXT = f"The same of a token's attention to a cache, {CACHE}."
+CACHES_TEXT = f"The same for the attention of one token to a KV cache, {CACHE}."
 FIRST_TEXT = (
-    f"Milliseconds of the first call of a new process on the same problem, its kernels on disk: medians of {FIRST_CALLS} processes, "
-    "from CUDA being initialized and the inputs allocated to the end of a synchronization. `import` is the library's own, after "
-    "torch's. Ours is flash_attn_func, the others' are scaled_dot_product_attention."
+    f"Milliseconds of the first call of a new process on the same problem, with kernels on disk: medians of {FIRST_CALLS} processes. "
+    "The clock runs from initialized CUDA and allocated inputs to the end of a synchronization. `import` is the import of the library "
+    "after torch. Ours is flash_attn_func, the others are scaled_dot_product_attention."
 )
 
 
@@ -71,11 +74,11 @@ class Library:
     attend: Callable[..., object]
     heads_first: bool  # [batch, heads, seqlen, head_dim], else [batch, seqlen, heads, head_dim]
     within: Callable[[], contextlib.AbstractContextManager]  # around its calls
-    has_backward: bool  # of its own, without autograd
+    has_backward: bool  # a function for the backward, without autograd
 
 
 def libraries() -> Iterator[tuple[str, Library]]:
-    """Those that are installed, by name."""
+    """(name, library) per installed library."""
     sdpa = ("torch.nn.functional", "scaled_dot_product_attention", True)
     for name, provider, module, function, heads_first in (
         ("mha_*_interface", OURS, "tl_attention", "mha_fwd_interface", True),
@@ -90,12 +93,12 @@ def libraries() -> Iterator[tuple[str, Library]]:
     ):
         with contextlib.suppress(Unsupported):
             attend, within = import_function(module, function), functools.partial(sdpa_backend, provider)
-            has_backward = name != "flash_attn_func"  # the other function of ours has it
+            has_backward = name != "flash_attn_func"  # mha_*_interface has it
             yield name, Library(provider, attend, heads_first, within, has_backward)
 
 
 def calls(library: Library, device: str = "cuda") -> Iterator[tuple[str, Callable[[], object]]]:
-    """What is timed of a library, each with its key of MODES."""
+    """(key of MODES, call to time) of a library."""
     tensors = (
         make_dout(SHAPE, torch.bfloat16, device=device),
         *make_inputs(SHAPE, torch.bfloat16, device=device),
@@ -117,23 +120,23 @@ def calls(library: Library, device: str = "cuda") -> Iterator[tuple[str, Callabl
 
 
 def backward(name: str, tensors: tuple[torch.Tensor, ...], heads_first: bool) -> Callable[[], object]:
-    """The provider's backward as a user calls it, on what its forward returned."""
+    """The provider's backward as a user calls it, on the results of its forward."""
     provider = PROVIDERS[name]
     if heads_first != (provider.layout == "bhsd"):
         tensors = tuple(x.transpose(1, 2).contiguous() for x in tensors)
-    saved = provider.forward(SHAPE, *tensors[1:], saves=True).launch(*tensors[1:])
+    saved = provider.function("fwd")(SHAPE, *tensors[1:], saves=True).launch(*tensors[1:])
     given = (*tensors, *saved)
-    return functools.partial(provider.backward(SHAPE, False, *given).call, *given)
+    return functools.partial(provider.function("bwd")(SHAPE, False, *given).call, *given)
 
 
 def cache_libraries() -> Iterator[tuple[str, Library]]:
-    """Those with a function for caches, by its name."""
+    """(name, library) per library with a function for KV caches."""
     name = "flash_attn_with_kvcache"
     yield name, Library(OURS, import_function("tl_attention", name), False, contextlib.nullcontext, False)
 
 
 def cache_calls(library: Library, device: str = "cuda") -> Iterator[tuple[str, Callable[[], object]]]:
-    """What is timed of a library, each with its key of CACHE_MODES."""
+    """(key of CACHE_MODES, call to time) of a library."""
 
     def inputs_of(shape: Shape) -> tuple:
         return decode.Caches([shape], torch.bfloat16, device).copies(shape, "bshd")[0]
@@ -153,10 +156,10 @@ def time_calls(
     modes: Mapping[str, str],
     calls: Callable[[Library], Iterator[tuple[str, Callable[[], object]]]],
 ) -> list[dict[str, object]]:
-    """One row a library: microseconds by the keys of modes, or under `reasons` why there are none."""
+    """One row per library: microseconds under the keys of modes; `reasons` says why one is missing."""
     rows, ready = [], []
     for name, library in rivals:
-        version = PROVIDERS[library.provider].library()
+        version = PROVIDERS[library.provider].library("fwd")
         row = {"library": name, "provider": library.provider, "version": version, "reasons": {}}
         rows.append(row | dict.fromkeys(modes))
         with library.within():
@@ -167,7 +170,7 @@ def time_calls(
                     made.append(mode)
             except Exception as error:
                 left = [mode for mode in modes if mode not in made]
-                rows[-1]["reasons"] = dict.fromkeys(left, bench.first_line(error))
+                rows[-1]["reasons"] = dict.fromkeys(left, timer.first_line(error))
     samples: dict[tuple[str, str], list[float]] = {}
     for _ in range(ROUNDS):
         for row, library, mode, call in ready:
@@ -175,9 +178,9 @@ def time_calls(
                 continue
             with library.within():
                 try:
-                    samples.setdefault((row["library"], mode), []).append(bench.time_eager(call).host_us)
+                    samples.setdefault((row["library"], mode), []).append(timer.time_eager(call).host_us)
                 except Exception as error:
-                    row["reasons"][mode] = bench.first_line(error)
+                    row["reasons"][mode] = timer.first_line(error)
     for row in rows:
         row |= {
             mode: statistics.median(samples[row["library"], mode])
@@ -188,10 +191,10 @@ def time_calls(
 
 
 def first_call(provider: str, passes: str) -> dict[str, float]:
-    """Milliseconds in a process of its own, by first_call.py.
+    """Milliseconds of first_call.py in a new process.
 
     Raises:
-        RuntimeError: the process failed; its last line.
+        RuntimeError: the process failed, with its last line.
     """
     script = Path(__file__).with_name("first_call.py")
     command = [sys.executable, str(script), provider, passes, str(SHAPE)]
@@ -202,7 +205,7 @@ def first_call(provider: str, passes: str) -> dict[str, float]:
 
 
 def time_first_calls() -> list[dict[str, object]]:
-    """One row for each of FIRST: medians of milliseconds, with and without the import, or a reason. After time_calls."""
+    """One row per entry of FIRST: medians of milliseconds with and without the import, or a reason. Runs after time_calls."""
     rows = []
     for provider, passes in FIRST:
         row = {"provider": provider, "passes": passes, "reason": None}
@@ -214,13 +217,20 @@ def time_first_calls() -> list[dict[str, object]]:
                 "total_ms": statistics.median(x["import"] + x["call"] for x in times),
             }
         except (RuntimeError, subprocess.TimeoutExpired) as error:
-            row["reason"] = bench.first_line(error)
+            row["reason"] = timer.first_line(error)
         rows.append(row)
     return rows
 
 
-def markdown(environment: dict[str, str], called: list[dict], cached: list[dict], first: list[dict]) -> str:
-    """The report: where it was measured, the tables, what did not run."""
+def stored_page(folder: Path) -> str:
+    """The tables of the host.json of a folder."""
+    stored = json.loads((folder / STORED).read_text())
+    shown = tables(stored["calls"], stored.get("cache_calls", []), stored["first_calls"])
+    return f"Commit {stored['environment']['commit']}.\n\n{shown}"
+
+
+def tables(called: list[dict], cached: list[dict], first: list[dict]) -> str:
+    """The tables, with the reasons of missing numbers."""
 
     def numbers(row: dict, keys: Iterable[str]) -> list[str]:
         return ["–" if row.get(key) is None else f"{row[key]:.1f}" for key in keys]
@@ -241,32 +251,28 @@ def markdown(environment: dict[str, str], called: list[dict], cached: list[dict]
     ]
     reasons += [f"{FIRST[row['provider'], row['passes']]}: {row['reason']}" for row in first if row["reason"]]
     parts = [
-        "# Attention, time of the host",
-        bullets(f"{key}: {value}" for key, value in environment.items()),
         bullets(f"{row['library']}: {row['version']}" for row in called),
         CALLS_TEXT,
         by_mode(called, MODES),
-        CACHES_TEXT,
-        by_mode(cached, CACHE_MODES),
+        CACHES_TEXT if cached else "",
+        by_mode(cached, CACHE_MODES) if cached else "",
         FIRST_TEXT,
         markdown_table(["milliseconds", "import", "call", "both"], by_process),
         bullets(reasons),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(part for part in parts if part)
 
 
 def run(console: Console, out: Path, environment: dict[str, str]) -> int:
-    """Measures all, writes host.json and host.md and shows the latter. Returns 1 if something of ours failed."""
+    """Measure all, write host.json and show its tables. Returns 1 if something of ours failed."""
     called = time_calls(libraries(), MODES, calls)
     cached = time_calls(cache_libraries(), CACHE_MODES, cache_calls)
     first = time_first_calls()
     out.mkdir(parents=True, exist_ok=True)
     stored = {"environment": environment, "shape": asdict(SHAPE), "calls": called, "first_calls": first}
     stored |= {"cache": asdict(CACHE), "cache_calls": cached}
-    (out / "host.json").write_text(json.dumps(stored, indent=1) + "\n")
-    page = markdown(environment, called, cached, first)
-    (out / "host.md").write_text(page)
-    console.print(page, markup=False, highlight=False)
-    console.print(f"Written to {out}: host.json, host.md")
+    (out / STORED).write_text(json.dumps(stored, indent=1) + "\n")
+    console.print(tables(called, cached, first), markup=False, highlight=False)
+    console.print(f"Written: {out / STORED}")
     failed = [row for row in called + cached if row["reasons"]] + [row for row in first if row["reason"]]
     return int(any(row["provider"] == OURS for row in failed))

@@ -1,20 +1,22 @@
-"""What the benchmark does without a Hopper GPU: it reports on the shipped kernels and checks the CPU path."""
+"""The benchmark without a Hopper GPU: a report on the shipped kernels and a check of the CPU path."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from report import progress_bar
 from rich.console import Console
 from rich.table import Table
+from tables import progress_bar
 
 from tl_attention import configs, cubin, toolkit
 from tl_attention.kernel_configs import FwdConfig, KernelConfig
 from tl_attention.problem import AttnProblem
-from tl_attention.testing.bench import PEAK_TFLOPS, Shape, fwd_ceiling
+from tl_attention.testing.counts import PEAK_TFLOPS, fwd_ceiling
 from tl_attention.testing.inputs import make_dout, make_inputs
+from tl_attention.testing.shapes import Shape
 from tl_attention.tuning import autotune
+from tl_attention.tuning.results import REPORT_COLUMNS, report_cells
 
 QUICK_CONFIGS = 4
 CEILING_SEQLEN = 8192
@@ -28,11 +30,11 @@ CPU_SHAPES = (
 
 
 def run(console: Console, quick: bool) -> int:
-    """quick: a few of the kernels only. Returns 1 if the CPU path is wrong, else 0."""
+    """Report and check; quick: a few of the kernels. Returns 1 if the CPU path is wrong, else 0."""
     found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     console.print(
-        f"\nNo Hopper GPU here (found: {found}), so nothing is timed. Instead: what the compiler makes of "
-        "the shipped kernels for sm_90a, what the model allows each, and a check of the CPU path.\n"
+        f"\nNo Hopper GPU here (found: {found}), so nothing is timed. Instead: a report of "
+        "the shipped kernels compiled for sm_90a, their upper bounds of speed, and a check of the CPU path.\n"
     )
     try:
         report_kernels(console, quick)
@@ -42,7 +44,7 @@ def run(console: Console, quick: bool) -> int:
 
 
 def report_kernels(console: Console, quick: bool) -> None:
-    """Compiles the shipped configs on all cores and prints a line for each."""
+    """Compile the shipped configs on all cores and print a line per kernel."""
     try:
         missing = None if (nvcc := toolkit.find_nvcc()) else toolkit.NO_NVCC
     except ImportError as error:
@@ -59,7 +61,7 @@ def report_kernels(console: Console, quick: bool) -> None:
     table = Table(
         title=f"shipped kernels, {nvcc[0]} for sm_90a, and their ceilings in TFLOPS at S={CEILING_SEQLEN}"
     )
-    for column in ("problem", "config", *autotune.REPORT_COLUMNS, *ceilings, "verdict"):
+    for column in ("problem", "config", *REPORT_COLUMNS, *ceilings, "result"):
         table.add_column(column, justify="right" if column in ceilings else "left")
     built = autotune.compile_all(pairs)
     results = {}
@@ -81,19 +83,19 @@ def report_kernels(console: Console, quick: bool) -> None:
 def kernel_line(
     problem: AttnProblem, config: KernelConfig, result: cubin.Report | autotune.Failure
 ) -> tuple[str, ...]:
-    """What the compiler says of one kernel, or why it does not compile."""
+    """The compiler's report of one kernel, or its error."""
     length = CEILING_SEQLEN
     shape = Shape(1, 1, 1, length, length, problem.head_dim, problem.head_dim_v, problem.causal)
     ceilings = ["–", "–"]
     if isinstance(config, FwdConfig):
         ceilings = [f"{tflops:.0f}" for tflops in fwd_ceiling(shape, config.block_M, config.block_N)]
     report = None if isinstance(result, autotune.Failure) else result
-    verdict = report.fault or "ok" if report else str(result).strip().splitlines()[-1]
-    return (str(problem), str(config), *autotune.report_cells(report), *ceilings, verdict)
+    result_text = report.fault or "ok" if report else str(result).strip().splitlines()[-1]
+    return (str(problem), str(config), *report_cells(report), *ceilings, result_text)
 
 
 def check_cpu(console: Console) -> int:
-    """Compares mha_fwd_interface and mha_bwd_interface on CPU tensors to PyTorch in float64. Returns 1 if wrong."""
+    """Compare mha_fwd_interface and mha_bwd_interface on CPU tensors to PyTorch in float64. Returns 1 if wrong."""
     from tl_attention import mha_bwd_interface, mha_fwd_interface
 
     wrong = 0
@@ -111,15 +113,15 @@ def check_cpu(console: Console) -> int:
             torch.allclose(a.double(), b, rtol=2**-5, atol=GRAD_ATOL * float(b.abs().max())) for a, b in pairs
         )
         wrong += not same
-        verdict = "as scaled_dot_product_attention" if same else "WRONG"
-        console.print(f"CPU, mha_fwd_interface and mha_bwd_interface {shape}: {verdict}", highlight=False)
+        text = "as scaled_dot_product_attention" if same else "WRONG"
+        console.print(f"CPU, mha_fwd_interface and mha_bwd_interface {shape}: {text}", highlight=False)
     return int(wrong > 0)
 
 
 def sdpa_float64(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shape: Shape
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """out of PyTorch's own attention, lse in base 2, and (dq, dk, dv); all are [batch, heads, seqlen, head_dim]."""
+    """PyTorch's out, lse in base 2, and (dq, dk, dv); all are [batch, heads, seqlen, head_dim]."""
     inputs = tuple(x.double().requires_grad_() for x in (q, k, v))
     q, k, v = inputs
     k, v = (x.repeat_interleave(shape.heads_q // shape.heads_kv, 1) for x in (k, v))
@@ -127,7 +129,7 @@ def sdpa_float64(
     if shape.causal:
         seen = seen.tril(shape.seqlen_k - shape.seqlen_q)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
-    out = out.masked_fill(~seen.any(1, keepdim=True), 0)  # SDPA may give NaN where a row sees no key
+    out = out.masked_fill(~seen.any(1, keepdim=True), 0)  # SDPA may return NaN for a row without a key
     scores = (q @ k.mT * shape.head_dim**-0.5).masked_fill(~seen, -torch.inf)
     grads = torch.autograd.grad(out, inputs, dout.double())
     return out.detach(), scores.detach().logsumexp(-1) / math.log(2), grads

@@ -1,4 +1,4 @@
-"""FlashAttention-2's forward in Triton: what a Triton user would write for Hopper, and a small autotune grid.
+"""FlashAttention-2's forward in Triton, as a Triton user would write it for Hopper, with a small autotune grid.
 
 One program a tile of BLOCK_M queries of one head, the longest first; the keys stream by in blocks of BLOCK_N,
 those that need no mask in a loop of their own. Source: Dao 2023 (FlashAttention-2), algorithm 1.

@@ -1,4 +1,4 @@
-"""What kernels take for tensors."""
+"""Tensor arguments of compiled kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tl_attention.launch.arrays import DLPACK_CUDA, ArgumentViews
 
 
 class DLTensor(ctypes.Structure):
-    """As dlpack.h has it."""
+    """DLTensor of dlpack.h."""
 
     _fields_ = (
         ("data", ctypes.c_uint64),
@@ -45,13 +45,13 @@ def test_views_with_heads_first_are_pointers_to_transposed_tensors(dtype, code, 
 
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_views_are_copied_where_tma_cannot_address_them(heads_first):
-    """Expanded; or, though of the same strides as one that was taken as it is, at an odd address."""
-    taken, expanded = (
+    """An expanded tensor; and one at an odd address, with the strides of one that is not copied."""
+    aligned, expanded = (
         torch.randn(2, 3, 4, 64).bfloat16(),
         torch.randn(1, 3, 4, 64).bfloat16().expand(2, 3, 4, 64),
     )
-    odd = torch.cat([taken.flatten(), taken.flatten()])[1:][: taken.numel()].view_as(taken)
-    for known, others in (((expanded, taken), (expanded, taken)), ((taken, taken), (odd, taken))):
+    odd = torch.cat([aligned.flatten(), aligned.flatten()])[1:][: aligned.numel()].view_as(aligned)
+    for known, others in (((expanded, aligned), (expanded, aligned)), ((aligned, aligned), (odd, aligned))):
         found = ArgumentViews(heads_first, *known).of(*others)
         for view, x in zip(found, others, strict=True):
             view = view.transpose(1, 2) if heads_first else view

@@ -1,5 +1,5 @@
-"""What PyTorch asks of a differentiable op: autograd, opcheck, torch.compile, checkpointing, autocast, training. On CPU the reference
-runs behind the same ops."""
+"""Differentiable ops in PyTorch: autograd, opcheck, torch.compile, checkpointing, autocast, training. On CPU the reference runs
+behind the same ops."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tl_attention import flash_attn_func, mha_bwd_interface, mha_fwd_interface, ref_mha_bwd_interface
 from tl_attention.reference import attention_reference
-from tl_attention.testing.bench import Shape
 from tl_attention.testing.inputs import make_dlse, make_dout, make_inputs
+from tl_attention.testing.shapes import Shape
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -31,12 +31,12 @@ def device(request):
 
 
 def flash(q, k, v, causal):
-    """out, natural lse; q, k, v [batch, seqlen, heads, head_dim]"""
+    """(out, natural lse) of q, k, v [batch, seqlen, heads, head_dim]."""
     return flash_attn_func(q, k, v, causal=causal, return_attn_probs=True)[:2]
 
 
 def mha(q, k, v, causal):
-    """The same of the research entry: out as a [batch, seqlen, heads, head_dim] view, lse in base 2"""
+    """(out as a [batch, seqlen, heads, head_dim] view, lse in base 2) of mha_fwd_interface."""
     out, lse = mha_fwd_interface(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal)
     return out.transpose(1, 2), lse
 
@@ -53,19 +53,19 @@ functions = pytest.mark.parametrize(("function", "expected"), FUNCTIONS.values()
 
 
 def leaves(shape, device, dtype=BF16):
-    """q, k, v that require a gradient, [batch, seqlen, heads, head_dim]"""
+    """q, k, v [batch, seqlen, heads, head_dim] that require gradients."""
     return [x.requires_grad_() for x in make_inputs(shape, dtype, device=device)]
 
 
 def gradients(function, inputs, causal, dout, dlse=None):
-    """With respect to inputs, of sum(dout * out) + sum(dlse * lse); either may be None."""
+    """Gradients of sum(dout * out) + sum(dlse * lse) with respect to inputs; dout or dlse may be None."""
     outputs = zip(function(*inputs, causal), (dout, dlse), strict=True)
     outputs, grads = zip(*((y, dy) for y, dy in outputs if dy is not None), strict=True)
     return torch.autograd.grad(outputs, inputs, grads)
 
 
 def assert_close(grads, expected):
-    """Within 2 % of the largest of each; the error rule of tests/test_bwd.py is finer."""
+    """Compare within 2 % of the largest value per tensor; the error rule of tests/test_bwd.py is finer."""
     for name, grad, want in zip(("dq", "dk", "dv"), grads, expected, strict=True):
         assert grad.shape == want.shape, name
         error, peak = (grad.double() - want.double()).abs().max(), want.abs().max()
@@ -83,7 +83,7 @@ def test_gradients_match_those_of_the_reference(shape, function, expected, throu
     dlse = None if through == "out" else make_dlse(shape, dtype, device=device)
     grads = gradients(function, inputs, shape.causal, dout, dlse)
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    if through == "lse":  # v has no part in it; the reference says so with an error
+    if through == "lse":  # it does not depend on v: autograd of the reference raises an error
         dv_wanted = torch.zeros_like(exact[2])
         lse = expected(*exact, shape.causal)[1]
         wanted = [*torch.autograd.grad(lse, exact[:2], dlse.double()), dv_wanted]
@@ -113,7 +113,7 @@ def test_gradients_of_some_inputs_alone(function, expected, wanted, device):
 
 @functions
 def test_gradients_of_a_sum_and_of_transposed_outputs(function, expected, device):
-    """Whose dout is expanded from one number, or strided in its last dimension."""
+    """dout is expanded from one number, or strided in its last dimension."""
     shape = Shape.parse(SHAPES["gqa-causal"])
     inputs = leaves(shape, device)
     dout = make_dout(shape, BF16, device=device)
@@ -164,7 +164,7 @@ def test_mha_bwd_interface_equals_autograd_and_its_twin(shape, deterministic, de
     options = {"sm_scale": 0.07, "is_causal": shape.causal, "deterministic": deterministic}
     grads = mha_bwd_interface(do, q, k, v, out, lse, **options)
     assert all(x.shape == y.shape and x.is_contiguous() for x, y in zip(grads, (q, k, v), strict=True))
-    assert_close(grads, by_autograd)  # another config may make deterministic ones
+    assert_close(grads, by_autograd)  # deterministic gradients may have another config
     assert_close(grads, ref_mha_bwd_interface(do, q, k, v, 0.07, shape.causal))
     kernel = mha_bwd_interface(do, q, k, v, out, lse, **options, return_kernel=True)
     torch.testing.assert_close(kernel(do, q, k, v, out, lse), grads, rtol=0.01, atol=0.01)
@@ -228,7 +228,7 @@ OPTIONS = {
 
 
 def laid_out(x, options):
-    """A leaf [batch, seqlen, heads, head_dim] as an op with these options takes it"""
+    """Tensor [batch, seqlen, heads, head_dim] in the layout that an op with these options expects."""
     heads_first = options[2]
     return x.detach().transpose(1, 2).requires_grad_(x.requires_grad) if heads_first else x
 
@@ -338,7 +338,7 @@ def test_checkpointing_gives_the_same_gradients(function, expected, device):
 
 
 class Attention(nn.Module):
-    """Of a GPT: causal self-attention of `heads` query heads on `heads_kv` key heads."""
+    """Causal self-attention of a GPT, with `heads` query heads and `heads_kv` key heads."""
 
     def __init__(self, width, heads, heads_kv, attend):
         super().__init__()
@@ -411,7 +411,7 @@ TOKENS = 32
 
 
 def sentences(count, length, generator):
-    """[count, length] tokens, each one more than that before it or seven more than that four before, or, one in ten, any."""
+    """Tokens [count, length]: each is the previous one + 1, or the one four before + 7, or, one in ten, random."""
     text = torch.randint(TOKENS, (count, length), generator=generator)
     chance = torch.rand(count, length, generator=generator)
     for i in range(4, length):
@@ -421,7 +421,7 @@ def sentences(count, length, generator):
 
 
 def losses_of_training(attend, device, steps=300):
-    """The loss at each step of a GPT of 2 layers in bf16, with 4 query heads on 2 key heads; always from one seed."""
+    """Loss per step of a GPT with 2 layers in bf16, 4 query heads and 2 key heads, from a fixed seed."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     model = GPT(TOKENS, 128, 256, 2, 4, 2, attend).to(device)
@@ -443,7 +443,7 @@ def losses_of_training(attend, device, steps=300):
 
 @pytest.mark.gpu
 def test_a_small_gpt_learns_as_it_does_with_sdpa():
-    """The loss is 1.9 for who looks at one token alone, 1.14 for who finds the one four before it, too."""
+    """The loss is 1.9 for a model that sees the previous token only, and 1.14 for one that also finds the token four before."""
     losses, expected = losses_of_training(ours, "cuda"), losses_of_training(sdpa, "cuda")
     assert losses[0] > 3.4 and losses[-20:].mean() < 1.25
     assert abs(losses[-20:].mean() / expected[-20:].mean() - 1) < 0.01

@@ -1,4 +1,4 @@
-"""The tuner, with steps that stand in for compiling, checking and timing: what a bad candidate costs."""
+"""The tuner, with stand-ins for compiling, checking and timing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ from tl_attention import configs, cubin
 from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdPass, BwdSum, Config, FwdConfig, KernelConfig
 from tl_attention.problem import BUCKETS, DIRECTIONS, AttnProblem, buckets
 from tl_attention.reference import attention_backward_reference, attention_reference
-from tl_attention.testing.bench import Shape, Timing
 from tl_attention.testing.inputs import make_inputs
-from tl_attention.tuning import autotune, sandbox
-from tl_attention.tuning.autotune import Row, Trial
+from tl_attention.testing.shapes import Shape
+from tl_attention.testing.timer import Timing
+from tl_attention.tuning import autotune, sandbox, steps
 from tl_attention.tuning.sandbox import Failure, Sandbox, Sandboxes, time_left
+from tl_attention.tuning.steps import Row, Steps
+
+# Subprocesses import this file; with its imports preloaded they start at once
+sandbox.PRELOAD = (*sandbox.PRELOAD, "pytest", "rich.console")
 
 SHAPE = Shape(1, 8, 8, 2048, 2048, 256, 256, True)
 PROBLEM = AttnProblem("bfloat16", 256, 256, True)
@@ -60,7 +64,7 @@ def misbehave(how: str) -> str:
         ("segfault", "died: SIGSEGV"),
     ],
 )
-def test_sandbox_call_that_fails_costs_only_itself(how, text):
+def test_sandbox_survives_a_call_that_fails(how, text):
     sandbox = Sandbox(nothing)
     try:
         with pytest.raises(Failure, match=text):
@@ -70,7 +74,7 @@ def test_sandbox_call_that_fails_costs_only_itself(how, text):
         sandbox.close()
 
 
-def test_sandboxes_map_gives_results_and_failures():
+def test_sandboxes_map_yields_results_and_failures():
     with Sandboxes(2, nothing) as sandboxes:
         calls = [("raise",), ("exit",), ("fine",)]
         results = {args[0]: result for args, result in sandboxes.map(misbehave, calls, 10)}
@@ -126,7 +130,7 @@ def fake_time(
     return {config: (100.0 + config.block_N, 400.0 + config.block_N)[: len(shapes)] for config in candidates}
 
 
-def time_that_dies_of_a_candidate(
+def time_that_dies_with_the_first_candidate(
     row: Row, candidates: Sequence[FwdConfig], shapes: Sequence[Shape], rounds: int
 ) -> dict[FwdConfig, tuple[float, ...]]:
     if CANDIDATES[0] in candidates:
@@ -136,19 +140,19 @@ def time_that_dies_of_a_candidate(
 
 @pytest.fixture
 def run_tune(tmp_path, monkeypatch) -> Callable[..., tuple]:
-    """tune() with stand-ins; returns the attempts by config, the table, the log and what was printed."""
+    """tune() with stand-ins; returns the attempts by config, the table, the log and the printed text."""
     monkeypatch.setattr(configs, "candidates", lambda problem, bucket, direction: CANDIDATES_OF[direction])
 
     def run(
         budget_s: float = 120,
         shapes: Sequence[Shape] = (SHAPE, SHAPE),
         directions: Sequence[str] = ("fwd",),
-        **steps: Callable,
+        **replaced: Callable,
     ) -> tuple:
-        trial = Trial(
+        stand_ins = Steps(
             nothing,
             nothing,
-            **{"compile": fake_compile, "check": find_right, "time": fake_time, **steps},
+            **{"compile": fake_compile, "check": find_right, "time": fake_time, **replaced},
             check_limit_s=1,
         )
         printed = io.StringIO()
@@ -161,7 +165,7 @@ def run_tune(tmp_path, monkeypatch) -> Callable[..., tuple]:
             log=tmp_path / "log.jsonl",
             jobs=1,
             console=Console(file=printed, width=200),
-            trial=trial,
+            steps=stand_ins,
         )
         attempts = {attempt.config: attempt for group in results.values() for attempt in group}
         log = tmp_path / "log.jsonl"
@@ -171,7 +175,7 @@ def run_tune(tmp_path, monkeypatch) -> Callable[..., tuple]:
     return run
 
 
-def test_tune_bad_candidates_cost_only_themselves(run_tune):
+def test_tune_survives_bad_candidates(run_tune):
     attempts, table, log, printed = run_tune(check=find_bad_ones)
     fates = {config: (attempt.fate, attempt.why) for config, attempt in attempts.items()}
     assert fates[SPILLS] == ("faulty", f"{PROBLEM} {SPILLS}: 432 bytes of spills, C7512")
@@ -187,7 +191,7 @@ def test_tune_bad_candidates_cost_only_themselves(run_tune):
 
     (row,) = table["fwd"].values()
     assert configs.config_of_row(PROBLEM, row) == winner
-    assert row["tflops"] == round(attempts[winner].score_again, 1)
+    assert row["tflops"] == round(attempts[winner].final_score, 1)
     assert table["gpu"] == "Test GPU" and table["arch"] == "sm_90a" and table["commit"]
     assert {line["fate"] for line in log} >= {"winner", "faulty", "failed", "wrong"}
     assert log[0]["direction"] == "fwd" and log[0]["key"] == "bf16 d256 causal 4k"
@@ -205,27 +209,29 @@ def test_tune_score_is_the_geometric_mean(run_tune):
     assert best.score == pytest.approx((best.tflops[0] * best.tflops[1]) ** 0.5)
 
 
-def test_tune_timing_that_dies_is_repeated_one_by_one(run_tune):
-    attempts, table, *_ = run_tune(time=time_that_dies_of_a_candidate)
+def test_tune_repeats_a_crashed_timing_one_by_one(run_tune):
+    attempts, table, *_ = run_tune(time=time_that_dies_with_the_first_candidate)
     assert (attempts[CANDIDATES[0]].fate, attempts[CANDIDATES[0]].why) == ("failed", "timing: died: exit 7")
     assert len(table["fwd"]) == 1
 
 
-def interrupt(row: Row, config: Config, shapes: Sequence[Shape]) -> str | None:
+def interrupt(tuner: int, row: Row, config: Config, shapes: Sequence[Shape]) -> str | None:
     if shapes[-1].seqlen_k > 4096:
-        os.kill(os.getppid(), signal.SIGINT)
+        os.kill(tuner, signal.SIGINT)
         time.sleep(60)
     return None
 
 
-def test_tune_interrupted_keeps_what_is_done(run_tune):
+def test_tune_interrupted_keeps_finished_rows(run_tune):
     later = dataclasses.replace(SHAPE, seqlen_q=16384, seqlen_k=16384)
-    _, table, _, printed = run_tune(shapes=(SHAPE, SHAPE, later), check=interrupt)
+    _, table, _, printed = run_tune(
+        shapes=(SHAPE, SHAPE, later), check=functools.partial(interrupt, os.getpid())
+    )
     assert list(table["fwd"]) == ["bf16 d256 causal 4k"]
     assert "bf16 d256 causal long" in printed
 
 
-def time_that_dies_of_the_best_again(
+def time_that_dies_in_the_final_round(
     row: Row, candidates: Sequence[FwdConfig], shapes: Sequence[Shape], rounds: int
 ) -> dict[FwdConfig, tuple[float, ...]]:
     best = sorted(CANDIDATES, key=lambda config: config.block_N)[-2:]
@@ -235,7 +241,7 @@ def time_that_dies_of_the_best_again(
 
 
 def test_tune_falls_back_to_the_next_best(run_tune):
-    attempts, table, *_ = run_tune(time=time_that_dies_of_the_best_again)
+    attempts, table, *_ = run_tune(time=time_that_dies_in_the_final_round)
     assert sorted(a.config.block_N for a in attempts.values() if a.fate == "failed") == [80, 96]
     (row,) = table["fwd"].values()
     assert row["config"]["block_N"] == 64
@@ -246,12 +252,12 @@ def hang(problem: AttnProblem, config: KernelConfig) -> cubin.Report:
     return GOOD
 
 
-def test_tune_budget_cuts_what_hangs(run_tune, monkeypatch):
+def test_tune_budget_ends_hanging_candidates(run_tune, monkeypatch):
     monkeypatch.setattr(sandbox, "GRACE", 0.5)
     monkeypatch.setattr(autotune, "COMPILE_FLOOR", 0.5)
     begin = time.monotonic()
     attempts, table, *_ = run_tune(budget_s=2, compile=hang)
-    assert time.monotonic() - begin < 60  # to start a process takes most of it
+    assert time.monotonic() - begin < 60
     assert not table["fwd"]
     assert {attempt.fate for attempt in attempts.values()} == {"failed", "not reached"}
 
@@ -262,14 +268,14 @@ def hang_unless(one: FwdConfig, problem: AttnProblem, config: KernelConfig) -> c
 
 
 @pytest.mark.parametrize("reached", CANDIDATES[:2], ids=["what serves now", "another"])
-def test_tune_names_no_winner_of_one_alone(run_tune, monkeypatch, reached):
+def test_tune_needs_two_timed_candidates_for_a_winner(run_tune, monkeypatch, reached):
     monkeypatch.setattr(sandbox, "GRACE", 0.5)
-    monkeypatch.setattr(autotune, "COMPILE_FLOOR", 5)
-    attempts, table, *_ = run_tune(budget_s=8, compile=functools.partial(hang_unless, reached))
+    monkeypatch.setattr(autotune, "COMPILE_FLOOR", 2)
+    attempts, table, *_ = run_tune(budget_s=4, compile=functools.partial(hang_unless, reached))
     assert not table["fwd"] and "winner" not in {attempt.fate for attempt in attempts.values()}
 
 
-def test_tune_tries_what_its_table_has_first(run_tune, tmp_path):
+def test_tune_tries_the_incumbent(run_tune, tmp_path):
     incumbent = FwdConfig(64, 48, schedule="persistent")
     rows = {"bf16 d256 causal 4k": {"config": dataclasses.asdict(incumbent)}}
     (tmp_path / "table.json").write_text(configs.format_tuned({"gpu": "Test GPU", "fwd": rows}))
@@ -345,7 +351,7 @@ def test_tune_names_the_kernel_that_does_not_compile(run_tune):
 
 @pytest.fixture
 def cpu_steps(monkeypatch):
-    """The reference in the place of the kernels, on CPU tensors; returns the calls of the backward."""
+    """The reference instead of the kernels, on CPU tensors; returns the calls of the backward."""
     calls = []
 
     def fwd(q, k, v, softmax_scale, causal, lse_base2, config=None):
@@ -361,7 +367,7 @@ def cpu_steps(monkeypatch):
     monkeypatch.setattr("tl_attention.launch.forward", fwd)
     monkeypatch.setattr("tl_attention.launch.backward", bwd)
     monkeypatch.setattr(
-        autotune, "make_inputs", lambda shape, dtype, seed: make_inputs(shape, dtype, seed=seed, device="cpu")
+        steps, "make_inputs", lambda shape, dtype, seed: make_inputs(shape, dtype, seed=seed, device="cpu")
     )
     return calls
 
@@ -373,13 +379,13 @@ SMALL = [Shape(1, 4, 2, 33, 40, 64, 64, True), Shape(2, 2, 2, 20, 9, 64, 64, Tru
 def test_check_candidate_compares_to_the_reference(direction, cpu_steps):
     row = Row(direction, AttnProblem("bfloat16", 64, 64, True), "1k")
     config = CANDIDATES_OF[direction][0]
-    assert autotune.check_candidate(row, config, SMALL) is None
+    assert steps.check_candidate(row, config, SMALL) is None
     assert cpu_steps == ([] if direction == "fwd" else [(direction == "bwd_det", config)] * 2)
 
 
 def test_check_candidate_says_what_is_wrong_with_gradients(cpu_steps):
     row = Row("bwd", AttnProblem("bfloat16", 64, 64, True), "1k")
-    assert autotune.check_candidate(row, BWD_CANDIDATES[1], SMALL).startswith(f"{SMALL[1]}: ")
+    assert steps.check_candidate(row, BWD_CANDIDATES[1], SMALL).startswith(f"{SMALL[1]}: ")
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -391,10 +397,10 @@ def test_time_candidates_counts_the_flops_of_the_direction(direction, cpu_steps,
         seen.extend(len(copies) for copies in calls.values())
         return {config: Timing((copies[0]() and 1e-3,), 1, "graph") for config, copies in calls.items()}
 
-    monkeypatch.setattr(autotune.bench, "time_interleaved", time_interleaved)
-    monkeypatch.setattr(autotune.bench, "rotation", lambda nbytes: 2)
+    monkeypatch.setattr(steps.timer, "time_interleaved", time_interleaved)
+    monkeypatch.setattr(steps.timer, "rotation", lambda nbytes: 2)
     candidates = CANDIDATES_OF[direction][:2]
-    tflops = autotune.time_candidates(row, candidates, SMALL, 5)
+    tflops = steps.time_candidates(row, candidates, SMALL, 5)
     widths = {"fwd": 2 * 64}.get(direction, 5 * 64)
     pairs = (4 * 33 * (8 + 40) / 2, 4 * 9 * (1 + 9) / 2)  # visible to all heads
     expected = [2 * count * widths / 1e6 for count in pairs]  # in a microsecond
@@ -402,19 +408,19 @@ def test_time_candidates_counts_the_flops_of_the_direction(direction, cpu_steps,
     assert all(values == pytest.approx(expected) for values in tflops.values())
 
 
-def test_tune_says_at_once_that_it_cannot_write(tmp_path):
+def test_tune_reports_an_unwritable_table_at_once(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
         autotune.tune([SHAPE], 1, gpu_name="Test GPU", path=tmp_path / "file" / "table.json")
 
 
-def test_tune_says_what_the_budget_did_not_reach(run_tune):
+def test_tune_names_rows_beyond_the_budget(run_tune):
     attempts, table, log, printed = run_tune(budget_s=0)
     assert not attempts and not table["fwd"] and not log
     assert "not reached, left as they were: fwd bf16 d256 causal 4k" in printed
 
 
-def test_tune_keeps_other_rows_of_the_table_that_a_problem_has(run_tune, tmp_path):
+def test_tune_keeps_other_rows_and_drops_unknown_ones(run_tune, tmp_path):
     rows = {key: {"tflops": 1.0} for key in ("fp16 d64 full 1k", "bf16 d64 full 3k", "bf16 d96-64 full 1k")}
     (tmp_path / "table.json").write_text(
         configs.format_tuned({"gpu": "Test GPU", "fwd": rows, "bwd": rows, "bwd_det": rows})
@@ -426,7 +432,7 @@ def test_tune_keeps_other_rows_of_the_table_that_a_problem_has(run_tune, tmp_pat
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_default_shapes_reach_every_class_and_bucket(direction):
-    groups = autotune.group_shapes(None, ["bfloat16"], [direction])
+    groups = steps.group_shapes(None, ["bfloat16"], [direction])
     assert len(groups) == len(buckets(direction)) * len(configs.problems(direction)) // 2
     assert {row.problem for row in groups} <= set(configs.problems(direction))
     for row, members in groups.items():
@@ -436,7 +442,7 @@ def test_default_shapes_reach_every_class_and_bucket(direction):
 
 
 def test_shapes_go_to_the_row_of_each_direction():
-    rows = list(autotune.group_shapes([dataclasses.replace(SHAPE, head_dim=96, head_dim_v=64)], ["float16"]))
+    rows = list(steps.group_shapes([dataclasses.replace(SHAPE, head_dim=96, head_dim_v=64)], ["float16"]))
     assert [str(row) for row in rows] == [
         "fwd fp16 d96-64 causal 4k",
         "bwd fp16 d96 causal 4k",
@@ -447,14 +453,14 @@ def test_shapes_go_to_the_row_of_each_direction():
 @pytest.mark.parametrize("bucket", BUCKETS)
 def test_one_of_the_default_shapes_of_a_bucket_is_a_benchmark_shape(bucket):
     named = {Shape.parse(text) for text in configs.named_shapes().values()}
-    groups = autotune.group_shapes(None, ["bfloat16"])
+    groups = steps.group_shapes(None, ["bfloat16"])
     for direction, head_dim in itertools.product(DIRECTIONS, (64, 128, 256)):
         members = groups[Row(direction, AttnProblem("bfloat16", head_dim, head_dim, False), bucket)]
         assert [member in named for member in members] == [True] + [False] * (len(members) - 1)
 
 
 def test_check_shapes_have_lengths_that_no_tile_divides():
-    shapes = autotune.check_shapes([SHAPE])
+    shapes = steps.check_shapes([SHAPE])
     assert SHAPE in shapes
     assert any(shape.seqlen_q % 16 and shape.seqlen_k % 16 for shape in shapes)
     assert any(shape.seqlen_q > shape.seqlen_k for shape in shapes)  # rows without a key, if causal

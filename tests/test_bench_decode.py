@@ -1,9 +1,8 @@
-"""The rows of decoding without a GPU: problems, caches, the check, the command with stubs, reports."""
+"""Decode rows without a GPU: problems, caches, the check, the command with stubs, the page."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 import sys
@@ -16,17 +15,24 @@ import pytest
 import torch
 
 import tl_attention
+from tl_attention.problem import DECODE
 from tl_attention.reference import attention_reference
-from tl_attention.testing import bench
-from tl_attention.testing.bench import DECODE, Shape, Timing
+from tl_attention.testing import counts, environment, shapes, timer
+from tl_attention.testing.shapes import Shape
+from tl_attention.testing.timer import Timing
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
 pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import decode
-import providers
-import report
+import library
+import performance
+import rows as row_files
 import run
+import tables
+from libraries import fa2, flashinfer
+from providers import PROVIDERS
+from test_bench_report import fake_row, store
 
 SMALL = [
     "3,4,2,1,50,32,full",
@@ -47,7 +53,7 @@ def cached(
     causal: bool,
     return_softmax_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """flash_attn_with_kvcache of a cache that has all keys, a sequence after the other."""
+    """flash_attn_with_kvcache by the reference, one sequence after the other, for caches with all keys."""
     assert return_softmax_lse
     outs = []
     for entry, length in enumerate(cache_seqlens.tolist()):
@@ -63,7 +69,7 @@ def cached(
 @pytest.fixture
 def ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tl_attention, "flash_attn_with_kvcache", cached, raising=False)
-    monkeypatch.setattr(bench, "rotation", lambda nbytes: 2)
+    monkeypatch.setattr(timer, "rotation", lambda nbytes: 2)
 
 
 def caches_of(*shapes: Shape, dtype: torch.dtype = torch.bfloat16) -> decode.Caches:
@@ -77,7 +83,7 @@ def test_decode_grid_has_every_group_and_runs_the_largest_last() -> None:
     chosen = decode.chosen_shapes(["decode-*"])
     assert len(chosen) == len(set(chosen.values())) == len(decode.NAMED)
     assert all(str(Shape.parse(text)) == text for text in decode.NAMED.values())
-    sizes = [bench.decode_bytes(shape) for shape in chosen.values()]
+    sizes = [counts.decode_bytes(shape) for shape in chosen.values()]
     assert sizes == sorted(sizes)
     assert {decode._fault(shape) for shape in chosen.values()} == {None}
     shape = chosen["decode-serving-h64-b8-32k"]
@@ -102,12 +108,12 @@ def test_decode_bytes_are_those_of_what_is_read_and_written(ours: None) -> None:
         (q, k, v, seqlens, _), _ = caches_of(shape).copies(shape, "bshd")
         out = q.new_empty(*q.shape[:3], shape.head_dim_v)
         row = shape.heads_kv * (k.shape[-1] + v.shape[-1])
-        assert bench.decode_bytes(shape) == 2 * (q.numel() + out.numel() + int(seqlens.sum()) * row)
-        assert bench.traffic(shape, DECODE) == bench.decode_bytes(shape)
+        assert counts.decode_bytes(shape) == 2 * (q.numel() + out.numel() + int(seqlens.sum()) * row)
+        assert counts.traffic(shape, DECODE) == counts.decode_bytes(shape)
 
 
 def test_decode_ragged_lengths_are_fixed_and_fit_their_caches() -> None:
-    lengths = bench.sequences(Shape.parse("128,8,1,4,8192,128,causal,ragged"))
+    lengths = shapes.sequences(Shape.parse("128,8,1,4,8192,128,causal,ragged"))
     queries, keys = zip(*lengths, strict=True)
     assert set(queries) == {4}
     assert keys[0] == max(keys) == 8192
@@ -142,24 +148,24 @@ def test_decode_caches_are_views_that_take_turns(text: str, ours: None) -> None:
 def test_decode_ours_is_right(text: str, dtype: torch.dtype, ours: None) -> None:
     shape = Shape.parse(text)
     inputs, _ = caches_of(shape, dtype=dtype).copies(shape, "bshd")
-    result = decode.PROVIDERS["tl_attention"].forward(shape, *inputs, saves=False).launch(*inputs)
+    result = PROVIDERS["tl_attention"].function("decode")(shape, *inputs, saves=False).launch(*inputs)
     row = decode.verify(shape, "bshd", result, inputs)
     assert row["correct"], row["reason"]
 
 
-def shorter(inputs: providers.Inputs) -> providers.Inputs:
+def shorter(inputs: library.Inputs) -> library.Inputs:
     q, k, v, seqlens, pages = inputs
     return q, k, v, seqlens - 1, pages
 
 
-def swapped(inputs: providers.Inputs) -> providers.Inputs:
+def swapped(inputs: library.Inputs) -> library.Inputs:
     q, k, v, seqlens, pages = inputs
     if pages is None:
         return q, k.flip(1), v, seqlens, pages
     return q, k, v, seqlens, pages.roll(1, 0)
 
 
-def full(inputs: providers.Inputs) -> providers.Inputs:
+def full(inputs: library.Inputs) -> library.Inputs:
     q, k, v, seqlens, pages = inputs
     return q, k, v, torch.full_like(seqlens, 199), pages
 
@@ -171,10 +177,10 @@ def test_decode_check_sees_what_is_wrong(text: str, change: Callable, ours: None
     if change is full and not shape.options.ragged:
         pytest.skip("all lengths are the full ones")
     inputs, _ = caches_of(shape).copies(shape, "bshd")
-    launch = decode.PROVIDERS["tl_attention"].forward(shape, *inputs, saves=False).launch
+    launch = PROVIDERS["tl_attention"].function("decode")(shape, *inputs, saves=False).launch
     row = decode.verify(shape, "bshd", launch(*change(inputs)), inputs, "when timed, ")
     assert row["status"] == "wrong"
-    assert row["reason"].startswith(f"when timed, in {min(shape.batch * shape.heads_kv, 16)} heads that were")
+    assert row["reason"].startswith(f"when timed, in {min(shape.batch * shape.heads_kv, 16)} checked heads, ")
 
 
 def test_decode_check_sees_nan_in_heads_that_it_leaves_out(ours: None) -> None:
@@ -183,7 +189,7 @@ def test_decode_check_sees_nan_in_heads_that_it_leaves_out(ours: None) -> None:
     out, lse = cached(*inputs[:3], cache_seqlens=inputs[3], causal=False, return_softmax_lse=True)
     assert decode.verify(shape, "bshd", (out, lse), inputs)["correct"]
     out[1, 0, 0] = math.nan
-    assert decode.verify(shape, "bshd", (out, lse), inputs)["reason"].endswith("others have NaN or inf")
+    assert decode.verify(shape, "bshd", (out, lse), inputs)["reason"].endswith("other heads have NaN or inf")
 
 
 def fake_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> tuple[torch.Tensor]:
@@ -203,17 +209,17 @@ def fake_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) 
 def test_decode_libraries_get_what_they_can(
     name: str, can: str, ours: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for library in ("flash", "cudnn"):
-        monkeypatch.setattr(torch.ops.aten, f"_scaled_dot_product_{library}_attention", fake_sdpa)
+    for backend in ("flash", "cudnn"):
+        monkeypatch.setattr(torch.ops.aten, f"_scaled_dot_product_{backend}_attention", fake_sdpa)
     for text, yes in zip(SMALL, can, strict=True):
-        shape, provider = Shape.parse(text), decode.PROVIDERS[name]
-        inputs, _ = caches_of(shape).copies(shape, provider.layout)
+        shape, provider = Shape.parse(text), PROVIDERS[name]
+        inputs, _ = caches_of(shape).copies(shape, provider.decode_layout)
         if yes == "n":
-            with pytest.raises(providers.Unsupported):
-                provider.forward(shape, *inputs, saves=False)
+            with pytest.raises(library.Unsupported):
+                provider.function("decode")(shape, *inputs, saves=False)
             continue
-        result = provider.forward(shape, *inputs, saves=False).launch(*inputs)
-        row = decode.verify(shape, provider.layout, result, inputs)
+        result = provider.function("decode")(shape, *inputs, saves=False).launch(*inputs)
+        row = decode.verify(shape, provider.decode_layout, result, inputs)
         assert row["correct"], row["reason"]
 
 
@@ -227,15 +233,15 @@ def test_decode_other_caches_are_called_by_their_names(ours: None, monkeypatch: 
 
         return attend
 
-    monkeypatch.setattr(decode, "import_function", fake)
-    monkeypatch.setattr(decode, "has_flash_attn", lambda: True)
+    monkeypatch.setattr(library, "import_function", fake)
+    monkeypatch.setattr(fa2, "has_package", lambda name="fwd": True)
     shape = Shape.parse(SMALL[4])
     inputs, _ = caches_of(shape).copies(shape, "bshd")
-    result = decode.PROVIDERS["fa3"].forward(shape, *inputs, saves=False).launch(*inputs)
+    result = PROVIDERS["fa3"].function("decode")(shape, *inputs, saves=False).launch(*inputs)
     assert decode.verify(shape, "bshd", result, inputs)["correct"]
     assert called == [("flash_attn_interface", "flash_attn_with_kvcache", True)]
-    with pytest.raises(providers.Unsupported, match="multiples of 256 keys"):
-        decode.PROVIDERS["fa2"].forward(shape, *inputs, saves=False)
+    with pytest.raises(library.Unsupported, match="multiples of 256 keys"):
+        PROVIDERS["fa2"].function("decode")(shape, *inputs, saves=False)
 
 
 def test_decode_fa4_is_told_lengths_and_pages_and_no_splits(
@@ -257,12 +263,11 @@ def test_decode_fa4_is_told_lengths_and_pages_and_no_splits(
 
         return attend
 
-    for module in (decode, providers):
-        monkeypatch.setattr(module, "import_function", fake)
+    monkeypatch.setattr(library, "import_function", fake)
     for text in SMALL:
         shape = Shape.parse(text)
         inputs, _ = caches_of(shape).copies(shape, "bshd")
-        result = decode.PROVIDERS["fa4"].forward(shape, *inputs, saves=False).launch(*inputs)
+        result = PROVIDERS["fa4"].function("decode")(shape, *inputs, saves=False).launch(*inputs)
         row = decode.verify(shape, "bshd", result, inputs)
         assert row["correct"], row["reason"]
     given = ("flash_attn.cute", "flash_attn_varlen_func", "seqused_k", "page_table")
@@ -277,7 +282,7 @@ def test_decode_fa4_is_told_lengths_and_pages_and_no_splits(
         ("fa4", SMALL[2], r"flash_attn.cute.flash_attn_varlen_func cannot be imported"),
         ("flashinfer", SMALL[2], r"flashinfer.BatchDecodeWithPagedKVCacheWrapper cannot be imported"),
         ("flashinfer", SMALL[0], "its caches have pages"),
-        ("flashinfer", "1,2,1,4,64,32,causal,page=16", "one query of each sequence"),
+        ("flashinfer", "1,2,1,4,64,32,causal,page=16", "one query per sequence"),
         ("flashinfer", "1,2,1,1,64,64,32,full,page=16", "one head_dim"),
     ],
 )
@@ -323,12 +328,12 @@ class FlashInfer:
 def test_decode_flashinfer_is_planned_once_for_each_table(
     text: str, ours: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "import_function", lambda module, name: FlashInfer)
-    monkeypatch.setattr(decode, "WORKSPACE_BYTES", 1)
+    monkeypatch.setattr(library, "import_function", lambda module, name: FlashInfer)
+    monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 1)
     FlashInfer.made.clear()
     shape = Shape.parse(text)
     copies = caches_of(shape).copies(shape, "bshd")
-    launch = decode.PROVIDERS["flashinfer"].forward(shape, *copies[0], saves=False).launch
+    launch = PROVIDERS["flashinfer"].function("decode")(shape, *copies[0], saves=False).launch
     for inputs in [*copies, *copies]:
         row = decode.verify(shape, "bshd", launch(*inputs), inputs)
         assert row["correct"], row["reason"]
@@ -339,13 +344,13 @@ def test_decode_caches_that_are_too_large_are_skipped(ours: None, monkeypatch: p
     shape = Shape.parse("1000,8,8,1,131072,128,full")
     caches = caches_of(shape)
     assert caches.values.numel() == 0
-    rows = decode.measure(shape, caches, list(decode.PROVIDERS), 3)
+    rows = decode.measure(shape, caches, run.providers.names("decode"), 3)
     assert {row["status"] for row in rows} == {"skipped"}
     assert rows[0]["reason"] == "its cache of 537 GB exceeds 100"
 
 
 def time_interleaved(calls: dict, rounds: int, **timer: float) -> dict[str, Timing]:
-    """Times nothing: every call is said to take as many milliseconds as its place."""
+    """Timings without a clock: every call takes as many milliseconds as its position."""
     assert timer == {"sample_ms": decode.SAMPLE_MS, "cap_ms": decode.CAP_MS}
     return {
         name: Timing((float(i),) * rounds, 1, "graph", copies[0]())
@@ -357,15 +362,15 @@ def time_interleaved(calls: dict, rounds: int, **timer: float) -> dict[str, Timi
 def gpu_stub(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", fake_sdpa)
     monkeypatch.setattr(decode.Caches, "__init__", partialmethod(decode.Caches.__init__, device="cpu"))
-    monkeypatch.setattr(bench, "time_interleaved", time_interleaved)
-    monkeypatch.setattr(bench, "measure_cublas_tflops", lambda: 700.0)
-    monkeypatch.setattr(bench, "measure_copy_bandwidth", lambda: 4000.0)
+    monkeypatch.setattr(timer, "time_interleaved", time_interleaved)
+    monkeypatch.setattr(timer, "measure_cublas_tflops", lambda: 700.0)
+    monkeypatch.setattr(timer, "measure_copy_bandwidth", lambda: 4000.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(run, "is_hopper", lambda device: True)
-    monkeypatch.setattr(bench, "environment", lambda command: ENVIRONMENT | {"commit": "c"})
+    monkeypatch.setattr(environment, "facts", lambda command: ENVIRONMENT | {"commit": "c"})
 
 
 ENVIRONMENT = {"gpu": "H", "power limit": "700 W", "torch": "2", "cuda": "13", "tilelang": "0.1.15"}
@@ -375,20 +380,20 @@ ENVIRONMENT = {"gpu": "H", "power limit": "700 W", "torch": "2", "cuda": "13", "
 def test_decode_run_writes_rows_and_report(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     argv = ["--pass", "decode", "--shapes", *SMALL[:3], "--out", str(tmp_path)]
     assert run.main([*argv, "--providers", "tl_attention", "fa2", "cudnn", "naive"]) == 0
-    rows = [json.loads(line) for line in (tmp_path / "decode.jsonl").read_text().splitlines()]
+    rows, _ = row_files.read(tmp_path / "decode.jsonl")
     assert [row["provider"] for row in rows[:3]] == ["tl_attention", "fa2", "cudnn"]
     plain, paged, queries = (row for row in rows if row["provider"] == "tl_attention")
     assert (plain["status"], queries["status"], paged["status"]) == ("ok",) * 3
     assert (paged["seqlen_k"], paged["options"], paged["pass"]) == (50, ["page=16"], "decode")
     assert plain["us"] == 1000.0
-    assert plain["gbps"] == pytest.approx(bench.decode_bytes(Shape.parse(SMALL[0])) / 1e6)
+    assert plain["gbps"] == pytest.approx(counts.decode_bytes(Shape.parse(SMALL[0])) / 1e6)
     assert plain["pct_copy"] == pytest.approx(plain["gbps"] / 40)
-    assert (plain["ratio_vs_fa2"], plain["vs_best"]) == (2.0, 2.0)
+    assert (plain["ratios"]["fa2"][1], plain["vs_best"]) == (2.0, 2.0)
     assert [row["status"] for row in rows if row["provider"] == "fa2"] == ["ok", "skipped", "ok"]
-    text = (tmp_path / "decode.md").read_text()
-    assert "# Attention decoding, bf16" in text
-    assert report.DECODE_CONVENTION in text
-    assert "| problem | tl_attention | fa2 (torch sdpa) | cudnn | µs | % copy | error | vs best" in text
+    text = (tmp_path / "performance.md").read_text()
+    assert "### Decoding\n\nbf16, GB/s." in text
+    assert tables.DECODE_CONVENTION in text
+    assert "| problem | tl_attention | fa2 (torch sdpa) | cudnn | µs | % copy | error |" in text
     assert "| B3 H4/2 S1/50 d32 full page 16 |" in text
     assert "decoding, GB/s" in capsys.readouterr().out
 
@@ -412,44 +417,29 @@ def test_decode_bad_arguments_end_with_a_message(
     assert words in " ".join(capsys.readouterr().err.split())
 
 
-def stored_row(name: str, provider: str, gbps: float, **other: object) -> report.Row:
+def decode_row(name: str, provider: str, gbps: float, **ratios: float) -> row_files.Row:
     shape = decode.chosen_shapes([name])[name]
-    row = decode.turns.new_row(provider, decode.PROVIDERS[provider], shape)
-    row |= {"pass": DECODE, "dtype": "bf16", "gpu": "H", "shape": name, "status": "ok", "timer": "graph"}
-    return row | {"gbps": gbps, "pct_copy": gbps / 40, "us": 9.0, "ms": 0.009, "max_err_ratio": 0.5} | other
+    row = fake_row(provider, str(shape), counts.decode_bytes(shape) / gbps / 1e6, DECODE) | {"shape": name}
+    return row | {"pct_copy": gbps / 40, "ratios": {peer: [x] * 3 for peer, x in ratios.items()}}
 
 
-def test_decode_readme_shows_groups_and_single_queries(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    folder = tmp_path / report.DECODE_FOLDER
-    folder.mkdir()
+def test_decode_page_shows_groups_and_all_rows(tmp_path: Path) -> None:
     rows = [
-        stored_row("decode-q1-h64-b32-8k", "tl_attention", 3900.0, ratio_vs_cudnn=1.3, vs_best=1.3),
-        stored_row("decode-q1-h64-b32-8k", "cudnn", 3000.0),
-        stored_row("decode-q1-h64-b8-8k", "tl_attention", 3000.0, ratio_vs_cudnn=1.2, vs_best=1.2),
-        stored_row("decode-q1-h64-b8-8k", "cudnn", 2500.0),
-        stored_row("decode-page16-h64-b32-8k", "tl_attention", 3510.0),
-        stored_row("decode-page16-h64-b8-8k", "tl_attention", 3000.0),
+        decode_row("decode-q1-h64-b32-8k", "tl_attention", 3900.0, cudnn=1.3),
+        decode_row("decode-q1-h64-b32-8k", "cudnn", 3000.0),
+        decode_row("decode-q1-h64-b8-8k", "tl_attention", 3000.0, cudnn=1.2),
+        decode_row("decode-q1-h64-b8-8k", "cudnn", 2500.0),
+        decode_row("decode-page16-h64-b32-8k", "tl_attention", 3510.0),
+        decode_row("decode-page16-h64-b8-8k", "tl_attention", 3000.0),
     ]
-    (folder / report.jsonl_name(DECODE)).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    report.write(folder, rows, ENVIRONMENT | {"copy": "4000 GB/s, ridge point 175 FLOP/B"})
-    assert report.main([str(tmp_path)]) == 0
-    text = capsys.readouterr().out
-    assert text.strip() == report.readme_decode(folder).strip()
-    assert "Decoding, bf16; copy 4000 GB/s. A speed is in GB/s" in text
-    assert "1.25x cudnn (faster in 2 of 2 rows), 1.25x the best of them (faster in 2 of 2 rows)." in text
+    path = store(tmp_path, rows)
+    facts = '"environment": {"copy": "4000 GB/s", '
+    path.write_text(path.read_text().replace('"environment": {', facts))
+    text = performance.section(tmp_path, tmp_path / "performance.md")
+    assert "1.25x cudnn (faster in 2 of 2 rows)." in text
     assert "| decode-q1 | 2 | 97.5 (97.5) | 1.00 (1.00) | 1.25 (1.20) |" in text
     assert "| decode-page16 | 2 | 87.8 (87.8) | 0.95 (0.90) | – |" in text
-    assert text.splitlines()[-2:] == [
-        "| B8 H64/8 S1/8192 d128 full | **3000** | 2500 | 9.0 | 75.0 | 0.50 | 1.20 |",
-        "| B32 H64/8 S1/8192 d128 full | **3900** | 3000 | 9.0 | 97.5 | 0.50 | 1.30 |",
-    ]
-
-
-def test_decode_readme_shows_the_stored_results() -> None:
-    root = Path(__file__).parents[1]
-    folder = root / "benchmarks/results/nvidia_h200" / report.DECODE_FOLDER
-    if not report.is_stored(folder, DECODE):
-        pytest.skip(f"no results are stored: python benchmarks/run.py --pass decode --out {folder}")
-    _, _, rest = (root / "README.md").read_text().partition("<!-- decode -->\n")
-    shown, _, _ = rest.partition("<!-- /decode -->\n")
-    assert shown.strip() == report.readme_decode(folder).strip(), f"run benchmarks/report.py {folder.parent}"
+    assert (
+        "| B8 H64/8 S1/8192 d128 full | **3000** | 2500 | 89.6 | 75.0 | 0.50 |\n"
+        "| B32 H64/8 S1/8192 d128 full | **3900** | 3000 | 275.6 | 97.5 | 0.50 |\n"
+    ) in text, "in the order of their sizes"

@@ -1,12 +1,12 @@
-"""The benchmark's rows of options without a GPU: words, lengths, pairs, calls, checks and tables."""
+"""Rows with options without a GPU: words, lengths, pairs, calls, checks and the page."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,20 +15,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tl_attention.testing import bench
-from tl_attention.testing.bench import Options, Shape
+from tl_attention.testing import counts, shapes, timer
+from tl_attention.testing.shapes import Shape, ShapeOptions
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
 pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import fwd_bwd
+import library
 import options as option_rows
-import providers
-import report
-import run
+import peers
+import performance
+import rows as row_files
+import tables
+from libraries import fa2, ours
+from providers import PROVIDERS
+from test_bench_report import fake_row, store
 
 sizes = st.integers(1, 70)
 options = st.builds(
-    Options,
+    ShapeOptions,
     window=st.none() | st.integers(0, 80),
     softcap=st.sampled_from([0.0, 50.0, 12.5]),
     alibi=st.booleans(),
@@ -36,7 +42,7 @@ options = st.builds(
     dropout=st.sampled_from([0.0, 0.1]),
     varlen=st.booleans(),
 )
-shapes = st.builds(
+problem_shapes = st.builds(
     lambda batch, heads_kv, group, *rest: Shape(batch, heads_kv * group, heads_kv, *rest),
     *(
         st.integers(1, 3),
@@ -58,15 +64,15 @@ def sees(shape: Shape, query: int, key: int) -> bool:
     return -left <= beyond <= (0 if shape.causal else right)
 
 
-@given(shapes, st.integers(1, 40), st.integers(1, 40))
+@given(problem_shapes, st.integers(1, 40), st.integers(1, 40))
 def test_bench_pairs_and_blocks_are_those_of_the_window(shape: Shape, block_M: int, block_N: int) -> None:
     seen = [(i, j) for i in range(shape.seqlen_q) for j in range(shape.seqlen_k) if sees(shape, i, j)]
-    assert bench.visible_pairs(shape) == shape.batch * len(seen)
+    assert counts.visible_pairs(shape) == shape.batch * len(seen)
     blocks = {(i // block_M, j // block_N) for i, j in seen}
-    assert bench.visible_blocks(shape, block_M, block_N) == shape.batch * len(blocks)
+    assert counts.visible_blocks(shape, block_M, block_N) == shape.batch * len(blocks)
 
 
-@given(shapes)
+@given(problem_shapes)
 def test_bench_shape_with_options_round_trip(shape: Shape) -> None:
     assert Shape.parse(str(shape)) == shape
     assert str(shape.plain) == ",".join(str(shape).split(",")[:8])
@@ -93,30 +99,30 @@ def test_bench_option_errors_say_what_is_wrong(text: str, words: str) -> None:
 @given(st.integers(1, 40), st.integers(1, 3000))
 def test_bench_uneven_lengths_are_fixed_and_fill_the_batch(batch: int, seqlen: int) -> None:
     shape = Shape.parse(f"{batch},1,1,{seqlen},{seqlen},64,causal,uneven")
-    lengths = [q for q, k in bench.sequences(shape) if q == k]
+    lengths = [q for q, k in shapes.sequences(shape) if q == k]
     assert (len(lengths), sum(lengths), min(lengths) > 0) == (batch, batch * seqlen, True)
-    assert bench.visible_pairs(shape) == sum(n * (n + 1) // 2 for n in lengths)
+    assert counts.visible_pairs(shape) == sum(n * (n + 1) // 2 for n in lengths)
 
 
 def test_bench_option_rows_leave_the_share_of_blocks_that_they_should() -> None:
-    rows = bench.chosen_shapes(["option-*"])
+    rows = shapes.chosen_shapes(["option-*"])
     assert len(rows) == 14
-    shares = {name: bench.share_of_blocks(shape) for name, shape in rows.items()}
+    shares = {name: counts.share_of_blocks(shape) for name, shape in rows.items()}
     # 9 blocks of 128 keys a block of 128 queries, but fewer for the first 8, of the 128 x 129 / 2 of causal 16384
     assert shares["option-window-1k"] == (9 * 128 - 36) / (128 * 129 / 2)
     left = {"option-window-4k", "option-window-both", "option-documents-16k", "option-documents-64k"}
     left |= {"option-window-1k", "option-gemma2", "option-gpt-oss"}
     assert {name for name, share in shares.items() if share != 1} == left
-    lengths = [seqlen for seqlen, _ in bench.sequences(rows["option-documents-16k"])]
+    lengths = [seqlen for seqlen, _ in shapes.sequences(rows["option-documents-16k"])]
     assert lengths[:4] == [571, 708, 1378, 622], "the same on every machine"
 
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "make_inputs", partial(run.make_inputs, device="cpu"))
-    monkeypatch.setattr(run, "make_dout", partial(run.make_dout, device="cpu"))
-    monkeypatch.setattr(bench, "rotation", lambda nbytes: 2)
-    monkeypatch.setattr(bench, "on_capture_stream", contextlib.nullcontext)
+    for name in ("make_inputs", "make_dout"):
+        monkeypatch.setattr(fwd_bwd, name, partial(getattr(fwd_bwd, name), device="cpu"))
+    monkeypatch.setattr(timer, "rotation", lambda nbytes: 2)
+    monkeypatch.setattr(timer, "on_capture_stream", contextlib.nullcontext)
 
 
 SMALL = [
@@ -134,12 +140,12 @@ SMALL = [
 ]
 
 
-def attempt(name: str, shape: Shape, direction: str) -> tuple[report.Row, providers.Result]:
-    """What the check says of a provider, and its result."""
-    copies = run.make_copies(shape, torch.bfloat16, direction)
-    ready, (inputs, _) = providers.prepare(run.provider_of(name, shape), shape, direction, copies)
+def attempt(name: str, shape: Shape, direction: str) -> tuple[row_files.Row, library.Result]:
+    """The checked row of a provider, and its result."""
+    copies = fwd_bwd.make_copies(shape, torch.bfloat16, direction)
+    ready, (inputs, _) = library.prepare(fwd_bwd.provider_of(name, shape), shape, direction, copies)
     result = ready.launch(*inputs)
-    return run.verify(name, shape, direction, result, copies[0]), result
+    return fwd_bwd.verify(name, shape, direction, result, copies[0]), result
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -157,14 +163,21 @@ def test_bench_ours_is_right_with_options(name: str, shape: str, direction: str)
         assert (len(packed) == 1) == (shape.options.packed and name == "tl_attention")
 
 
-def without(name: str, attend_of: Callable) -> Callable:
-    """A provider that leaves an option out."""
+def without(option: str) -> Callable:
+    """Our options pass, which leaves an option out."""
 
-    def attend(shape: Shape, needs: option_rows.Tensors) -> option_rows.Attend:
-        fewer = Options.parse([word for word in shape.options.words if not word.startswith(name)])
-        return attend_of(bench.replace(shape, options=fewer), needs)
+    def attend_with_options(shape: Shape, needs: option_rows.Tensors) -> library.Attend:
+        fewer = ShapeOptions.parse([word for word in shape.options.words if not word.startswith(option)])
+        return ours.attend_with_options(replace(shape, options=fewer), needs)
 
-    return attend
+    return attend_with_options
+
+
+def as_one_sequence(shape: Shape, needs: option_rows.Tensors) -> library.Attend:
+    """Our options pass with all sequences as one: a sequence reads the one before."""
+    ends = needs.cu_seqlens[0][[0, -1]]
+    one = {"cu_seqlens": (ends, ends), "max_seqlens": (int(ends[1]),) * 2}
+    return ours.attend_with_options(shape, replace(needs, **one))
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -176,23 +189,15 @@ def test_bench_check_sees_that_an_option_is_left_out(
 ) -> None:
     value = {"window": "=9", "softcap": "=20", "dropout": "=0.1"}.get(option, "")
     shape = Shape.parse(f"3,4,2,40,40,32,32,causal,{option}{value}")
-    stub = option_rows._provider(without(option, option_rows.tl_attention), "tl_attention")
-    monkeypatch.setitem(option_rows.PROVIDERS, "tl_attention", stub)
-    if option == "varlen":  # a sequence reads the one before: as if all were one
-        stub = option_rows._provider(as_one_sequence, "tl_attention")
-        monkeypatch.setitem(option_rows.PROVIDERS, "tl_attention", stub)
+    changed = as_one_sequence if option == "varlen" else without(option)
+    stub = replace(ours.PROVIDER, passes={"options": changed})
+    monkeypatch.setitem(PROVIDERS, "tl_attention", stub)
     if (option, direction) == ("sink", "bwd"):
         with pytest.raises(RuntimeError, match="to not have been used"):
             attempt("tl_attention", shape, direction)
         return
     found, _ = attempt("tl_attention", shape, direction)
     assert found["status"] == "wrong"
-
-
-def as_one_sequence(shape: Shape, needs: option_rows.Tensors) -> option_rows.Attend:
-    ends = needs.cu_seqlens[0][[0, -1]]
-    one = {"cu_seqlens": (ends, ends), "max_seqlens": (int(ends[1]),) * 2}
-    return option_rows.tl_attention(shape, bench.replace(needs, **one))
 
 
 def fake_fa4(module: str, name: str) -> Callable:
@@ -236,18 +241,18 @@ def fake_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(module: str, name: str) -> Callable:
         return fake_varlen_attn if name == "varlen_attn" else fake_fa4(module, name)
 
-    ours = option_rows.import_function
+    real = library.import_function
     monkeypatch.setattr(
-        option_rows, "import_function", lambda *at: ours(*at) if at[0] == "tl_attention" else fake(*at)
+        library, "import_function", lambda *at: real(*at) if at[0] == "tl_attention" else fake(*at)
     )
-    monkeypatch.setattr(option_rows, "has_flash_attn", lambda: False)
+    monkeypatch.setattr(fa2, "has_package", lambda name="fwd": False)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
 
 
 @pytest.fixture
 def sdpa_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for library in ("flash", "cudnn"):
-        monkeypatch.setattr(torch.ops.aten, f"_scaled_dot_product_{library}_attention", fake_sdpa)
+    for backend in ("flash", "cudnn"):
+        monkeypatch.setattr(torch.ops.aten, f"_scaled_dot_product_{backend}_attention", fake_sdpa)
 
 
 @pytest.mark.usefixtures("on_cpu", "fake_libraries")
@@ -267,11 +272,11 @@ def test_bench_library_gets_its_options_or_says_why_not(
         pytest.skip("flex_attention has no backward on a CPU")
     torch.manual_seed(0)
     if name == "fa2" and shape.heads_q != shape.heads_kv and can == "y" and not shape.options.dropout:
-        with pytest.raises(providers.Unsupported, match="no GQA"):
+        with pytest.raises(library.Unsupported, match="no GQA"):
             attempt(name, shape, direction)
-        shape = bench.replace(shape, heads_q=shape.heads_kv)
+        shape = replace(shape, heads_q=shape.heads_kv)
     if can == "n":
-        with pytest.raises(providers.Unsupported):
+        with pytest.raises(library.Unsupported):
             attempt(name, shape, direction)
         return
     found, result = attempt(name, shape, direction)
@@ -299,54 +304,42 @@ def test_bench_own_dropout_masks_are_checked_on_average(
 
 @pytest.mark.usefixtures("on_cpu")
 def test_bench_options_have_no_deterministic_rows() -> None:
-    with pytest.raises(providers.Unsupported, match="deterministic"):
+    with pytest.raises(library.Unsupported, match="deterministic"):
         attempt("tl_attention", Shape.parse(SMALL[0]), "bwd_det")
 
 
 def test_bench_packed_inputs_are_slices_of_one_tensor(on_cpu: None) -> None:
-    ((q, k, v), _) = run.make_copies(Shape.parse("2,3,3,5,5,8,8,full,packed"), torch.bfloat16, "fwd")
-    qkv = option_rows._packed(q, k, v)
+    ((q, k, v), _) = fwd_bwd.make_copies(Shape.parse("2,3,3,5,5,8,8,full,packed"), torch.bfloat16, "fwd")
+    qkv = option_rows.packed_qkv(q, k, v)
     assert all(
         x.data_ptr() == y.data_ptr() and x.equal(y) for x, y in zip(qkv.unbind(2), (q, k, v), strict=True)
     )
 
 
-def stored_row(
-    provider: str, shape: str, tflops: float | None, direction: str, **other: object
-) -> report.Row:
-    named = bench.chosen_shapes([shape])[shape]
-    row = run.new_row(provider, named) | {"pass": direction, "dtype": "bf16", "gpu": "H", "shape": shape}
-    if tflops is None:
-        return row | {"status": "skipped", "reason": "it has no dropout"} | other
-    return row | {"status": "ok", "tflops": tflops, "ms": 1.0, "timer": "graph", "max_err_ratio": 0.5} | other
+def option_run(direction: str) -> list[row_files.Row]:
+    window, dropout = "option-window-1k", "option-dropout"
 
+    def ours(shape: str, **ratios: float) -> row_files.Row:
+        quartiles = {name: [x] * 3 for name, x in ratios.items()}
+        return fake_row("tl_attention", shape, 1.0, direction, ratios=quartiles)
 
-def option_run(direction: str) -> list[report.Row]:
+    no_dropout = {"status": "skipped", "correct": None, "reason": "no dropout"}
     return [
-        stored_row(
-            "tl_attention", "option-window-1k", 500.0, direction, ratio_vs_plain=6.0, ratio_vs_fa4=1.1
-        ),
-        stored_row("plain", "option-window-1k", 700.0, direction),
-        stored_row("fa4", "option-window-1k", 450.0, direction),
-        stored_row("tl_attention", "option-dropout", 400.0, direction, ratio_vs_plain=0.8),
-        stored_row("plain", "option-dropout", 500.0, direction),
-        stored_row("fa4", "option-dropout", None, direction),
-        stored_row("tl_attention", "option-gemma2", None, direction, status="wrong", reason="no"),
-        stored_row("plain", "option-gemma2", 500.0, direction),
+        ours(window, plain=6.0, fa4=1.1),
+        fake_row("plain", window, 6.0, direction),
+        fake_row("fa4", window, 1.1, direction),
+        ours(dropout, plain=0.8),
+        fake_row("plain", dropout, 0.8, direction),
+        fake_row("fa4", dropout, None, direction, **no_dropout),
+        fake_row("tl_attention", "option-gemma2", None, direction),
+        fake_row("plain", "option-gemma2", 1.0, direction),
     ]
 
 
-ENVIRONMENT = {"gpu": "H", "power limit": "700 W", "torch": "2", "cuda": "13", "tilelang": "0.1.15"}
-
-
-def test_bench_readme_shows_what_options_cost(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    folder = tmp_path / report.OPTIONS_FOLDER
-    folder.mkdir()
+def test_bench_page_shows_what_options_cost(tmp_path: Path) -> None:
     for direction in ("fwd", "bwd"):
-        rows = option_run(direction)
-        (folder / report.jsonl_name(direction)).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        report.write(folder, rows, ENVIRONMENT)
-    text = report.readme_options(folder)
+        store(tmp_path, option_run(direction), "options")
+    text = performance.section(tmp_path, tmp_path / "performance.md")
     assert (
         "| problem | share | forward | backward | forward / share | backward / share | target |\n"
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n"
@@ -354,33 +347,18 @@ def test_bench_readme_shows_what_options_cost(tmp_path: Path, capsys: pytest.Cap
         "| B2 H16 S4096 d128 causal dropout 0.1 | 1.000 | 1.25 | 1.25 | 1.25 | 1.25 | 1.35 |\n"
         "| B1 H16/8 S8192 d256 causal window 4095 softcap 50 | 0.762 | – | – | – | – | – |\n"
     ) in text
-    assert (
-        "Beyond the target: option-window-1k forward 1.23 of 1.15; option-window-1k backward 1.23 of 1.15."
-        in text
-    )
-    assert "| problem | tl_attention | fa4 |" in text
-    assert "| B1 H16 S16384 d128 causal window 1023 | **500** | 450 |" in text, "plain is no peer"
+    above = "option-window-1k forward 1.23 (target 1.15); option-window-1k backward 1.23 (target 1.15)."
+    assert f"Above the target: {above}" in text
+    assert "### Forward with options" in text
+    assert "| problem | tl_attention | fa4 | ms | error |" in text, "plain is no peer"
     assert "1.10x fa4 (faster in 1 of 1 rows)" in text
-    page = (folder / "fwd.md").read_text()
-    assert "fa4 skipped: it has no dropout (B2 H16 S4096 d128 causal dropout 0.1)" in page
-    assert report.OPTIONS_CONVENTION in page
-    assert "plain" not in report.line(option_run("fwd")[:3])
+    assert "fa4 skipped: no dropout (B2 H16 S4096 d128 causal dropout 0.1)" in text
+    assert tables.OPTIONS_CONVENTION in text
+    assert "plain" not in tables.line(option_run("fwd")[:3])
 
 
 def test_bench_rows_of_options_have_no_score_of_the_plain_problem() -> None:
     row = option_run("fwd")[0]
-    peers = {tuple(row[key] for key in report.PEER_PROBLEM): {"cudnn": 1.0, "fa4": 1.0}}
-    report.judge([row], peers)
+    table = {tuple(row[key] for key in peers.PEER_PROBLEM): {"cudnn": 1.0, "fa4": 1.0}}
+    peers.judge([row], table)
     assert (row["score"], row["vs_best"]) == (None, 1.1)
-
-
-def test_bench_readme_shows_the_stored_costs() -> None:
-    root = Path(__file__).parents[1]
-    folder = root / "benchmarks/results/nvidia_h200" / report.OPTIONS_FOLDER
-    if not report.is_stored(folder, "fwd"):
-        pytest.skip(
-            "no results are stored: python benchmarks/run.py --shapes 'option-*' --out " + str(folder)
-        )
-    _, _, rest = (root / "README.md").read_text().partition("<!-- options -->\n")
-    shown, _, _ = rest.partition("<!-- /options -->\n")
-    assert shown.strip() == report.readme_options(folder).strip(), f"run benchmarks/report.py {folder.parent}"

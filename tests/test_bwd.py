@@ -1,4 +1,4 @@
-"""The backward kernels on a Hopper GPU, against the reference by the error rule. Each curated case is there for a path it hits."""
+"""Backward kernels on a Hopper GPU, compared with the reference by the error rule. Each curated case covers a path of a kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tl_attention.configs import problems as problems_of
 from tl_attention.launch.common import PlanCache
 from tl_attention.problem import AttnProblem, buckets, length_bucket
 from tl_attention.target import sm_count
-from tl_attention.testing.bench import Shape, speedup, time_interleaved
 from tl_attention.testing.inputs import (
     LAYOUTS,
     guard_is_untouched,
@@ -29,6 +28,8 @@ from tl_attention.testing.inputs import (
     poisoned,
 )
 from tl_attention.testing.numeric import check_bwd
+from tl_attention.testing.shapes import Shape
+from tl_attention.testing.timer import speedup, time_interleaved
 
 BF16, FP16 = torch.bfloat16, torch.float16
 both_modes = pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
@@ -47,7 +48,7 @@ def run(
     seed=0,
     config=None,
 ):
-    """Launch on poisoned, guarded gradients and check them by the error rule; dout_layout is layout unless given."""
+    """Launch on poisoned, guarded gradients and check them by the error rule; dout_layout is layout by default."""
     q, k, v = make_inputs(shape, dtype, layout, seed)
     dout = make_dout(shape, dtype, dout_layout or layout, seed)
     dlse = make_dlse(shape, dtype, seed) if with_dlse else None
@@ -59,7 +60,7 @@ def run(
 
 
 def forward(q, k, v, scale, causal, lse_base2, layout="bshd"):
-    """out, as a [batch, seqlen, heads, head_dim] view, and lse, of views in a layout"""
+    """(out, lse) of tensors in a layout; out is a [batch, seqlen, heads, head_dim] view."""
     if layout != "bhsd":
         return launch.forward(q, k, v, scale, causal, lse_base2)
     out, lse = launch.forward(*(x.transpose(1, 2) for x in (q, k, v)), scale, causal, lse_base2, True)
@@ -92,21 +93,21 @@ def check_launch(
 
 
 def poison_free_memory():
-    """Leave NaN in what PyTorch allocates next: a backward must write what it reads of its workspace."""
+    """Fill the memory that PyTorch allocates next with NaN: a backward must write its workspace before it reads it."""
     torch.cuda.empty_cache()
-    sizes = (*[2**17] * 8, 2**26)  # PyTorch keeps blocks below 1 MB in a pool of their own
+    sizes = (*[2**17] * 8, 2**26)  # PyTorch has a separate pool for blocks below 1 MB
     blocks = [torch.full((size,), math.nan, device="cuda") for size in sizes]
     del blocks
 
 
-FORWARD_ALONE = {  # paths of the forward's schedules and softmax
+FORWARD_ONLY = {  # paths of the schedules and the softmax of the forward
     "many-tiles-a-cta",
     "many-tiles-a-cta-full",
     "d256-128-many-tiles",
     "scale-negative-d64-many-tiles",
     "scale-1e4",
 }
-CURATED = {name: case for name, case in FORWARD_CASES.items() if name not in FORWARD_ALONE} | {
+CURATED = {name: case for name, case in FORWARD_CASES.items() if name not in FORWARD_ONLY} | {
     "one-past-a-step": ("1,4,4,65,65,128,causal", {}),
     "queries-without-keys-dlse": ("2,4,2,1000,300,128,causal", {"with_dlse": True}),
     "more-queries-than-keys": ("2,4,4,1000,59,128,full", {}),
@@ -155,7 +156,7 @@ SUMMING = [
 @pytest.mark.parametrize(("problem", "config"), SUMMING, ids=str)
 @pytest.mark.parametrize("sizes", [(2, 4, 2, 333, 555), (1, 8, 1, 900, 300), (3, 5, 5, 1100, 1111)], ids=str)
 def test_bwd_that_sums_dq_in_global_memory_matches_reference(problem, config, sizes):
-    """Whatever the tuned table holds."""
+    """Independent of the tuned table."""
     run(Shape(*sizes, problem.head_dim, problem.head_dim_v, problem.causal), config=config, with_dlse=True)
 
 
@@ -179,8 +180,8 @@ def test_bwd_matches_reference_on_random_problems(shape, **options):
 @pytest.mark.gpu
 @both_modes
 @both_masks
-def test_bwd_compiles_for_its_first_problem_alone(causal, deterministic, monkeypatch):
-    """Then many lengths, batches, heads, scales and layouts in shuffled order, each right and none compiled for."""
+def test_bwd_compiles_for_its_first_problem_only(causal, deterministic, monkeypatch):
+    """Many lengths, batches, heads, scales and layouts follow in shuffled order, each right and without a compilation."""
     monkeypatch.setattr(compiler, "_compiled", {})
     for module in (launch.fwd, launch.bwd):
         monkeypatch.setattr(module, "_kernels", {})
@@ -212,8 +213,10 @@ def test_bwd_compiles_for_its_first_problem_alone(causal, deterministic, monkeyp
 @pytest.mark.gpu
 @both_modes
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_bwd_of_queries_without_keys_is_zero_whatever_came_of_their_lse(value, deterministic):
-    shape = Shape(2, 4, 2, 300, 170, 128, 128, True)  # the last of them share blocks of queries with others
+def test_bwd_of_queries_without_keys_is_zero_for_any_dlse(value, deterministic):
+    shape = Shape(
+        2, 4, 2, 300, 170, 128, 128, True
+    )  # the last of these queries share a block with queries that see keys
     q, k, v = make_inputs(shape, BF16)
     dout, dlse = make_dout(shape, BF16), make_dlse(shape, BF16)
     dlse[:, :, :130] = value
@@ -270,15 +273,15 @@ MEMORY = {
     "layouts", [("bshd", "bshd"), ("bshd", "bhsd"), ("bhsd", "bhsd"), ("packed", "packed")], ids="-".join
 )
 @pytest.mark.parametrize("shape", MEMORY.values(), ids=MEMORY)
-def test_bwd_needs_memory_for_rows_and_sums_alone(shape, layouts, deterministic):
-    """Beside the gradients, all fp32, with seqlen_q rounded up to 128 and tile widths for head dims:
+def test_bwd_allocates_rows_and_sums_only(shape, layouts, deterministic):
+    """Memory beside the gradients, all fp32, with seqlen_q rounded up to 128 and tile widths for head dims:
 
         lse and delta  2 * batch * heads_q * seqlen_q
-        dq             batch * heads_q * seqlen_q * head_dim, where one pass makes it with dk and dv
-        dk and dv      parts * batch * heads_kv * seqlen_k * (head_dim + head_dim_v) if the heads of a group are divided
-                       into parts, of which there are at most as many as heads
+        dq             batch * heads_q * seqlen_q * head_dim, if one pass computes it with dk and dv
+        dk and dv      parts * batch * heads_kv * seqlen_k * (head_dim + head_dim_v), if several CTAs (parts) share the
+                       query heads of a key head
 
-    and no copy of what TMA can address.
+    A tensor that TMA can address is never copied.
     """
     shape, (layout, dout_layout) = Shape.parse(shape), layouts
     q, k, v = make_inputs(shape, BF16, layout)
@@ -288,7 +291,7 @@ def test_bwd_needs_memory_for_rows_and_sums_alone(shape, layouts, deterministic)
         q, k, v, dout = (x.transpose(1, 2) for x in (q, k, v, dout))
     out, lse = launch.forward(q, k, v, 0.1, shape.causal, False, heads_first)
     options = (0.1, shape.causal, False, heads_first, deterministic)
-    launch.backward(dout, q, k, v, out, lse, *options)  # compiles
+    launch.backward(dout, q, k, v, out, lse, *options)  # compiles the kernels
     peak, grads = requested_bytes(lambda: launch.backward(dout, q, k, v, out, lse, *options))
 
     direction = "bwd_det" if deterministic else "bwd"
@@ -312,7 +315,7 @@ def test_bwd_needs_memory_for_rows_and_sums_alone(shape, layouts, deterministic)
               "1,16,1,4096,4096,128,causal", "2,8,8,700,700,256,causal",
               "8,8,8,2048,2048,256,causal", "4,10,10,4096,4096,192,causal"],
 )  # fmt: skip
-def test_bwd_deterministic_is_equal_bit_by_bit(shape):
+def test_bwd_deterministic_is_bitwise_equal(shape):
     shape = Shape.parse(shape)
     q, k, v = make_inputs(shape, BF16)
     dout = make_dout(shape, BF16)
@@ -333,8 +336,8 @@ def deterministic_algorithms():
 @pytest.mark.gpu
 @both_masks
 @pytest.mark.parametrize("heads_kv", [16, 4])
-def test_bwd_is_deterministic_where_torch_is_asked_to_be(causal, heads_kv, deterministic_algorithms):
-    """PyTorch then fills what it allocates with NaN, too."""
+def test_bwd_follows_use_deterministic_algorithms(causal, heads_kv, deterministic_algorithms):
+    """In this mode PyTorch also fills allocated memory with NaN."""
     shape = Shape(2, 16, heads_kv, 1111, 1111, 128, 128, causal)
     q, k, v = (x.requires_grad_() for x in make_inputs(shape, BF16))
     dout = make_dout(shape, BF16)
@@ -364,8 +367,8 @@ def test_bwd_deterministic_takes_at_most_a_third_longer(causal):
 
 @pytest.mark.gpu
 @both_modes
-def test_bwd_of_keys_past_2_31_elements(deterministic):
-    """Keys, values and their gradients whose offsets need 64 bits; the last head is checked."""
+def test_bwd_of_keys_with_more_than_2_31_elements(deterministic):
+    """Offsets of keys, values and their gradients need 64 bits; the last head is checked."""
     q, dout = (torch.randn(3, 70, 64, 128, device="cuda", dtype=BF16) for _ in range(2))
     k, v = (torch.randn(3, 100_003, 64, 128, device="cuda", dtype=BF16) for _ in range(2))
     assert k.numel() > 2**31
@@ -374,8 +377,8 @@ def test_bwd_of_keys_past_2_31_elements(deterministic):
 
 @pytest.mark.gpu
 @both_modes
-def test_bwd_of_queries_past_2_31_elements(deterministic):
-    """Queries, outputs, their gradients and the sums of dq."""
+def test_bwd_of_queries_with_more_than_2_31_elements(deterministic):
+    """Offsets of queries, outputs, their gradients and the sums of dq need 64 bits; the last head is checked."""
     q, dout = (torch.randn(3, 100_003, 64, 128, device="cuda", dtype=BF16) for _ in range(2))
     k, v = (torch.randn(3, 70, 64, 128, device="cuda", dtype=BF16) for _ in range(2))
     check_last_head(dout, q, k, v, False, deterministic)
@@ -391,7 +394,7 @@ def check_last_head(dout, q, k, v, causal, deterministic):
 
 
 def assert_same(grads, expected, deterministic):
-    """Bit by bit; but dq of the fast mode is summed in any order, and may round to the number beside."""
+    """Compare bitwise; dq of the fast mode is summed in any order and may round to a neighbouring number."""
     if deterministic:
         assert all(map(torch.equal, grads, expected))
     else:
@@ -399,7 +402,7 @@ def assert_same(grads, expected, deterministic):
 
 
 @pytest.mark.parametrize("with_dlse", [False, True])
-def test_bwd_of_a_batch_too_large_for_a_grid_is_launched_in_parts(with_dlse, monkeypatch):
+def test_bwd_of_a_batch_too_large_for_a_grid_is_launched_in_chunks(with_dlse, monkeypatch):
     batches = []
 
     class Plan:
@@ -418,7 +421,7 @@ def test_bwd_of_a_batch_too_large_for_a_grid_is_launched_in_parts(with_dlse, mon
     monkeypatch.setattr(launch.bwd, "MAX_BATCH", 3)
     monkeypatch.setattr(launch.bwd, "BwdPlan", Plan)
     monkeypatch.setattr(launch.bwd, "empty", torch._C._dynamo.guards._empty_strided_cpu)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # of tensors on the CPU
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the tensors are on the CPU
     q, k, v = make_inputs(Shape(7, 2, 1, 5, 6, 64, 64, False), BF16, device="cpu")
     lse = torch.zeros(7, 2, 5)
     grads = launch.backward(q, q, k, v, q, lse, 0.1, False, False, dlse=lse if with_dlse else None)
@@ -440,8 +443,8 @@ def streamed_inputs(seed):
 @pytest.mark.gpu
 @both_modes
 @pytest.mark.parametrize("heads_first", [False, True], ids=["bshd", "bhsd"])
-def test_bwd_of_known_metadata_is_that_of_a_first_call(heads_first, deterministic, monkeypatch):
-    """Of other values, and of an address that TMA does not take."""
+def test_bwd_with_a_cached_plan_equals_a_first_call(heads_first, deterministic, monkeypatch):
+    """Calls with other values, and with an address that TMA cannot use."""
     q, k, v = make_inputs(STREAMED, BF16, "bhsd" if heads_first else "bshd")
     dout = make_dout(STREAMED, BF16, "bhsd" if heads_first else "bshd")
     tensors = [x.transpose(1, 2) if heads_first else x for x in (dout, q, k, v)]
@@ -481,7 +484,7 @@ def test_bwd_on_two_streams_at_once(deterministic):
 
 @pytest.mark.gpu
 @both_modes
-def test_bwd_in_graphs_replayed_beside_each_other(deterministic):
+def test_bwd_in_graphs_replayed_concurrently(deterministic):
     inputs = [streamed_inputs(seed) for seed in range(2)]
     for x in inputs:
         forward_and_backward(*x, deterministic)

@@ -1,4 +1,4 @@
-"""The console script, where there is no GPU."""
+"""The console script on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import cli, configs, cubin, doctor, explain, launch, toolkit
+from tl_attention import cli, configs, cubin, doctor, explain, launch, manifest, toolkit
 from tl_attention.kernel_configs import AppendConfig, BwdDelta, BwdPass, BwdSum, DecodeCombine, DecodeConfig
 from tl_attention.options import Cache, Options
 from tl_attention.problem import DECODE_TILE_WIDTHS, DIRECTIONS, SPLIT_BUCKET, AttnProblem
@@ -20,21 +20,23 @@ from tl_attention.target import DEFAULT_GPU
 from tl_attention.tuning import autotune
 
 
-@pytest.mark.parametrize("command", [[], ["tune"], ["compile"], ["config"], ["doctor"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [[], ["tune"], ["compile"], ["config"], ["manifest"], ["doctor"]], ids=" ".join
+)
 def test_cli_help(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main([*command, "--help"])
     assert "usage: tl-attention" in capsys.readouterr().out
 
 
-def test_support_table_of_the_docs_is_that_of_the_code(capsys):
+def test_support_table_in_the_docs_is_current(capsys):
     assert cli.main(["support"]) == 0
     page = (Path(__file__).parents[1] / "docs" / "options.md").read_text()
     between = page.split("<!-- support -->")[1].split("<!-- /support -->")[0]
     assert between.strip() == capsys.readouterr().out.strip()
 
 
-def test_doctor_says_what_is_found_and_what_to_do(capsys, monkeypatch):
+def test_doctor_lists_findings_and_advice(capsys, monkeypatch):
     monkeypatch.setattr(toolkit, "find_cuobjdump", lambda: None)
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -80,7 +82,7 @@ def test_tune_without_gpu_says_so(monkeypatch, capsys):
     assert "Hopper" in capsys.readouterr().out
 
 
-def test_tune_says_that_it_cannot_write_before_it_starts(monkeypatch, capsys, tmp_path):
+def test_tune_reports_an_unwritable_table_before_it_starts(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(cli, "is_hopper", lambda device: True)
     (tmp_path / "file").touch()
     table = tmp_path / "file" / "table.json"
@@ -96,7 +98,7 @@ def test_tune_says_that_it_cannot_write_before_it_starts(monkeypatch, capsys, tm
     ],
     ids=["everything", "chosen"],
 )
-def test_tune_forwards_what_is_to_be_tuned(words, shapes, directions, monkeypatch, capsys, tmp_path):
+def test_tune_forwards_its_arguments(words, shapes, directions, monkeypatch, capsys, tmp_path):
     calls = []
     monkeypatch.setattr(cli, "is_hopper", lambda device: True)
     monkeypatch.setattr(
@@ -135,7 +137,7 @@ def test_shapes_to_tune_have_no_options():
         cli.plain_shapes(["article", "option-sink"])
 
 
-def test_parse_shapes_takes_names_patterns_and_sizes():
+def test_parse_shapes_accepts_names_patterns_and_sizes():
     shapes = cli.plain_shapes(["article", "paper-d64-full-*", "1,8,2,333,517,192,128,causal"])
     assert len(shapes) == 8
     assert shapes[0].seqlen_q == 4096
@@ -241,7 +243,7 @@ REPORT = cubin.Report(168, 0, 1000, 100, 1, (), 8, 4, 1, 0, (400,), "SASS")
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The kernels that `compile` would compile, with no tuned table."""
+    """The kernels that `compile` was asked for, without tuned tables."""
     kernels = []
     monkeypatch.setattr(configs, "tuned_paths", lambda gpu_name: ())
     configs.pick_config.cache_clear()
@@ -256,7 +258,7 @@ def compiled(monkeypatch):
     configs.pick_config.cache_clear()
 
 
-def test_compile_takes_the_kernels_that_serve_shapes(compiled, capsys):
+def test_compile_of_shapes(compiled, capsys):
     shapes = ["--shapes", "1,8,8,64,64,128,full", "1,8,8,9000,9000,128,full"]
     assert cli.main(["compile", "--pass", "bwd", *shapes]) == 0
     problem = AttnProblem("bfloat16", 128, 128, False)
@@ -266,7 +268,7 @@ def test_compile_takes_the_kernels_that_serve_shapes(compiled, capsys):
         assert str(config) in out
 
 
-def test_compile_takes_what_serves_a_shape_whatever_its_lengths(compiled):
+def test_compile_of_shapes_covers_all_lengths(compiled):
     shapes = ["--shapes", "1,64,8,8192,8192,64,64,causal,window=127,sink"]
     assert cli.main(["compile", "--pass", "fwd", "bwd", *shapes]) == 0
     problem = AttnProblem("bfloat16", 64, 64, False, ("window", "sink"))
@@ -279,7 +281,7 @@ def test_compile_takes_what_serves_a_shape_whatever_its_lengths(compiled):
     assert compiled == expected
 
 
-def test_compile_takes_what_serves_options(compiled):
+def test_compile_of_option_lines(compiled):
     assert cli.main(["compile", "d192-128", "--options", "--pass", "fwd"]) == 0
     expected = [
         kernel
@@ -300,31 +302,68 @@ def test_compile_takes_what_serves_options(compiled):
     ],
     ids=["bwd", "dq", "delta", "decode", "pages"],
 )
-def test_compile_takes_the_shipped_kernels_with_all_words(words, kinds, compiled):
+def test_compile_of_shipped_kernels_with_all_words(words, kinds, compiled):
     assert cli.main(["compile", *words]) == 0
     assert {type(config) for _, config in compiled} == kinds
     assert set(compiled) <= set(configs.shipped_kernels((*DIRECTIONS, "decode")))
 
 
-def test_compile_leaves_caches_out_unless_asked(compiled):
+def test_compile_skips_decode_by_default(compiled):
     assert cli.main(["compile"]) == 0
     assert compiled == configs.shipped_kernels()
 
 
-def test_compile_takes_what_serves_caches_of_a_width(compiled):
+def test_compile_of_decode_shapes(compiled):
     shapes = ["--shapes", "8,64,8,1,8192,128,full", "1,8,8,4,100,112,causal"]
     assert cli.main(["compile", "--pass", "decode", *shapes]) == 0
     assert compiled == configs.decode_kernels(["bfloat16"], [(128, 128)])
     assert len(compiled) == 2 * 3 + 2
 
 
-def test_compile_takes_what_serves_caches_with_options(compiled):
+def test_compile_of_decode_shapes_with_options(compiled):
     assert cli.main(["compile", "--pass", "decode", "--shapes", "8,64,8,1,8192,576,512,full,softcap=30"]) == 0
     problems = {problem for problem, config in compiled if isinstance(config, DecodeConfig)}
     assert problems == {AttnProblem("bfloat16", 576, 512, False, ("window", "softcap"))}
 
 
-def test_tune_has_no_caches(capsys):
+@pytest.fixture
+def one_kernel(monkeypatch, tmp_path):
+    """A manifest file, and two shipped kernels: one with the hash of the file, one that is new."""
+    kernel = configs.shipped_kernels(["bwd"])[0]
+    monkeypatch.setattr(manifest, "shipped", lambda: {"a": kernel, "b": kernel})
+    monkeypatch.setattr(manifest, "trace_all", lambda kernels, jobs: dict.fromkeys(kernels, "1234"))
+    monkeypatch.setattr(manifest, "entry", lambda *kernel: {"text": "1234"})
+    monkeypatch.setattr(toolkit, "find_nvcc", lambda: None)
+    path = tmp_path / "kernels.json"
+    monkeypatch.setattr(configs, "manifest_path", lambda: path)
+    versions = {"tilelang": "1", "nvcc": "2"}
+    monkeypatch.setattr(manifest, "compiler_versions", lambda: versions)
+    path.write_text(manifest.Manifest(versions, {"a": {"text": "1234"}}).format())
+    manifest.Manifest.read.__func__.cache_clear()
+    yield path
+    manifest.Manifest.read.__func__.cache_clear()
+
+
+def test_manifest_check_prints_what_differs(one_kernel, capsys):
+    before = one_kernel.read_text()
+    assert cli.main(["manifest", "--check"]) == 1
+    assert "new: b\n" in capsys.readouterr().out
+    assert one_kernel.read_text() == before
+
+
+def test_manifest_writes_what_is_new(one_kernel, capsys, monkeypatch):
+    assert cli.main(["manifest", "--jobs", "1"]) == 2
+    assert toolkit.NO_NVCC in capsys.readouterr().out
+    monkeypatch.setattr(toolkit, "find_nvcc", lambda: ("nvcc", "PATH"))
+    assert cli.main(["manifest", "--jobs", "1"]) == 0
+    assert "1 of 2 kernels to compile" in capsys.readouterr().out
+    assert cli.main(["manifest", "--check"]) == 0
+    assert "no hash changed: 2 the same" in capsys.readouterr().out
+    monkeypatch.setattr(configs, "installed", lambda: True)
+    assert cli.main(["manifest"]) == 2
+
+
+def test_tune_refuses_decode(capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main(["tune", "--pass", "decode"])
     assert "invalid choice: 'decode'" in capsys.readouterr().err
@@ -333,7 +372,7 @@ def test_tune_has_no_caches(capsys):
 @pytest.mark.parametrize("page_size", [None, 16, 48, 64, 256])
 @pytest.mark.parametrize("queries", [1, 40])
 @pytest.mark.parametrize("width", DECODE_TILE_WIDTHS, ids=str)
-def test_compiled_for_caches_is_what_a_call_asks_for(width, queries, page_size, monkeypatch):
+def test_compile_of_decode_covers_every_call(width, queries, page_size, monkeypatch):
     asked = []
     monkeypatch.setattr(launch.decode, "compile_kernel", lambda *kernel: asked.append(kernel))
     monkeypatch.setattr(launch.decode, "sm_count", lambda device: 132)
@@ -353,7 +392,7 @@ def test_compiled_for_caches_is_what_a_call_asks_for(width, queries, page_size, 
 
 
 @pytest.mark.parametrize("other", [["--shapes", "article"], ["--dtype", "float16"]], ids=" ".join)
-def test_compile_of_options_takes_no_shapes_and_no_dtype(other, compiled, capsys):
+def test_compile_of_option_lines_refuses_shapes_and_dtype(other, compiled, capsys):
     assert cli.main(["compile", "--options", *other]) == 2
     assert "expected no --shapes and no --dtype" in capsys.readouterr().out
     assert not compiled
@@ -367,7 +406,7 @@ def test_compile_refuses_head_dims_that_have_no_kernels(direction, compiled):
         cli.main(["compile", "--pass", direction, "--shapes", "1,8,8,64,64,640,512,full"])
 
 
-def test_compile_finds_nothing_by_these_words(compiled):
+def test_compile_fails_if_no_kernel_has_the_words(compiled):
     assert cli.main(["compile", "fp8"]) == 1
 
 
@@ -376,6 +415,7 @@ def test_compile_finds_nothing_by_these_words(compiled):
 def test_compile_one_config(capsys, monkeypatch, tmp_path):
     if not toolkit.find_nvcc():
         pytest.skip(toolkit.NO_NVCC)
+    monkeypatch.delenv("TL_ATTENTION_CACHE_DIR", raising=False)
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
     problem, config = next(kernel for kernel in configs.shipped_kernels() if isinstance(kernel[1], BwdSum))

@@ -1,4 +1,4 @@
-"""The grid, the defaults, the tuned tables, and what a kernel can be."""
+"""The grid, tuned tables, choice of a config, and legality."""
 
 from __future__ import annotations
 
@@ -57,20 +57,20 @@ def test_grid_default_and_candidates_are_legal(problem, direction):
 
 
 @pytest.mark.parametrize(("problem", "direction"), [c for c in CLASSES if c[1] != "bwd_det"], ids=str)
-def test_grid_has_no_value_that_never_runs(problem, direction):
+def test_every_config_of_a_search_line_is_legal(problem, direction):
     for line in configs._class_table(problem, direction)["search"]:
         assert set(line.get("buckets", BUCKETS)) <= set(BUCKETS)
         for config in configs._line_configs(problem, line, direction):
             assert legality.is_legal(problem, config, direction) is None
 
 
-def test_grid_has_no_section_that_serves_nobody():
+def test_every_section_of_the_grid_serves_a_problem():
     served = {id(configs._class_table(problem, direction)) for problem, direction in CLASSES}
     for section in ("fwd", "bwd"):
         assert [name for name, table in configs._grid()[section].items() if id(table) not in served] == []
 
 
-def test_grid_line_is_a_product_of_lists():
+def test_search_line_is_a_product_of_lists():
     line = {
         "passes": [
             {"grads": "dk", "tiles": [[64, 128], [48, 128, 3]], "num_stages_do": [1, 2]},
@@ -150,7 +150,7 @@ def test_is_legal_says_why_not(problem, config, reason):
 
 
 def passes(*texts: str) -> BwdConfig:
-    """Of passes as they print: dk+dv 64x128x2x2 reuse."""
+    """A BwdConfig from passes as they print: dk+dv 64x128x2x2 reuse."""
     parts = (text.split() for text in texts)
     return BwdConfig(
         tuple(
@@ -243,7 +243,7 @@ def test_is_legal_says_why_not_backward(problem, config, reason):
     assert reason in legality.is_legal(problem, config, "bwd")
 
 
-def test_is_legal_takes_no_sum_without_order_where_bits_are_to_be_equal():
+def test_is_legal_refuses_summed_dq_for_the_deterministic_backward():
     fast, fixed = passes("dq+dk+dv 64x128 reuse"), passes("dk+dv 64x128", "dq 128x64")
     assert legality.is_legal(D128, fast) is legality.is_legal(D128, fast, "bwd") is None
     assert "sums dq in no fixed order" in legality.is_legal(D128, fast, "bwd_det")
@@ -270,14 +270,14 @@ def test_is_legal_takes_no_sum_without_order_where_bits_are_to_be_equal():
     ],
     ids=str,
 )
-def test_what_a_pass_takes(problem, one, smem, registers):
+def test_smem_bytes_and_registers_of_a_pass(problem, one, smem, registers):
     (one,) = passes(one).passes
     assert legality.smem_bytes(problem, one) == smem
     assert legality.accumulator_registers(problem, one) == registers
 
 
 @pytest.mark.parametrize("options", [(), ("sink",)])
-def test_maxima_are_held_where_the_dtype_has_the_range(options):
+def test_hold_max_serves_bf16_and_not_fp16(options):
     problem = replace(D128, options=options)
     config, _ = configs.pick_config(problem, "4k", "NVIDIA H200")
     assert config.hold_max and config.ping_pong
@@ -305,7 +305,7 @@ def test_register_level_is_lower_for_the_packed_one_pass_backward_of_d128(dtype,
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("options", [(), ("alibi",), ("alibi", "sink"), ("softcap", "alibi")], ids=" ".join)
-def test_a_bias_is_linear_where_no_key_is_past_the_place_of_its_query(causal, options):
+def test_bias_is_linear_with_alibi_under_a_causal_mask(causal, options):
     problem = replace(D128, causal=causal, options=options)
     assert problem.bias_is_linear == (causal and "alibi" in options and "softcap" not in options)
 
@@ -343,7 +343,7 @@ def test_option_line_says_why_it_does_not_serve():
 
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
-def test_tuned_table_is_sorted_legal_and_one_row_a_line(path):
+def test_tuned_table_is_sorted_legal_and_one_row_per_line(path):
     text = path.read_text()
     table = json.loads(text)
     assert text == configs.format_tuned(table)
@@ -359,7 +359,7 @@ def test_tuned_table_is_sorted_legal_and_one_row_a_line(path):
 
 @pytest.fixture
 def tuned_row(tmp_path, monkeypatch):
-    """Puts one row into the user's table of a GPU and picks the config of a problem there."""
+    """A function that writes one row into the user's table of a GPU and picks the config of a problem."""
     monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path))
 
     def pick(row: dict, problem: AttnProblem = D128, direction: str = "fwd") -> tuple[Config, str]:
@@ -430,7 +430,7 @@ def test_tuned_row_serves_the_other_dtype(tuned_row):
         "order",
     ],
 )
-def test_tuned_row_that_does_not_serve_is_a_miss_with_words(tuned_row, direction, row, why):
+def test_tuned_row_that_does_not_serve_is_a_miss_with_a_reason(tuned_row, direction, row, why):
     config, source = tuned_row(row, direction=direction)
     assert config == configs.default_config(D128, direction)
     assert "does not serve" in source and why in source
@@ -446,7 +446,7 @@ def test_first_table_that_has_a_row_serves(tmp_path):
     assert configs.config_of_tables(D128, "4k", [stale, second]) == other
 
 
-def test_a_length_without_a_row_takes_that_of_the_nearest(tmp_path):
+def test_length_without_a_row_uses_the_nearest_row(tmp_path):
     near = write_row(tmp_path / "near.json", {"config": asdict(WINNER)})
     for bucket in ("1k", "long"):
         choice = configs.choose_from_tables(D128, bucket, [near])
@@ -472,7 +472,7 @@ def test_pick_config_without_table_is_the_default(direction, tmp_path, monkeypat
         assert f"{path} has no {direction} row 'bf16 d128 causal 4k'" in source
 
 
-def test_tuner_writes_to_a_checkout_and_not_into_an_installed_package(tmp_path, monkeypatch):
+def test_tuned_path_is_the_users_table_in_an_installed_package(tmp_path, monkeypatch):
     monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path))
     assert configs.tuned_path("A GPU") == configs.data_dir() / "tuned" / "a_gpu.json"
     monkeypatch.setattr(configs, "installed", lambda: True)
@@ -497,7 +497,7 @@ def test_cache_dir(set_to, expected, monkeypatch):
     assert configs.cache_dir() == Path(expected)
 
 
-def test_shipped_configs_are_not_the_users(tuned_row):
+def test_shipped_configs_ignore_the_users_table(tuned_row):
     before = configs.shipped_configs()
     tuned_row({"config": asdict(FwdConfig(128, 32))})
     assert configs.shipped_configs() == before
@@ -536,14 +536,14 @@ def test_split_bucket_has_split_configs_and_no_other_bucket_has_any():
     assert buckets("bwd") == buckets("bwd_det") == BUCKETS
 
 
-def test_problems_of_the_backward_hold_those_of_the_forward():
+def test_every_forward_problem_has_a_backward_problem():
     assert {(p.head_dim, p.head_dim_v) for p in configs.problems("bwd")} == set(BWD_TILE_WIDTHS)
     for problem in configs.problems("fwd"):
         words = (problem.dtype, problem.head_dim, problem.head_dim_v, problem.causal)
         assert AttnProblem.of(*words, "bwd") in configs.problems("bwd_det")
 
 
-def test_format_tuned_is_one_sorted_row_a_line():
+def test_format_tuned_is_one_sorted_row_per_line():
     rows = {"b": {"tflops": 2.0}, "a": {"tflops": 1.0}}
     table = {"gpu": "GPU", "fwd": rows, "bwd": {}, "bwd_det": rows}
     text = configs.format_tuned(table)

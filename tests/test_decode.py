@@ -1,4 +1,4 @@
-"""How a decode is divided and what it allocates, on any machine."""
+"""Splits, workspace and plans of a decode, on any machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ D128 = AttnProblem("bfloat16", 128, 128, False, ("window",))
 
 @pytest.mark.parametrize("rows", [1, 64, 65, 1000])
 @pytest.mark.parametrize("width", DECODE_TILE_WIDTHS, ids=str)
-def test_rows_of_queries_choose_the_config(width, rows):
+def test_config_follows_from_query_rows(width, rows):
     config = configs.decode_config(AttnProblem("bfloat16", *width, False), rows, 16)
     assert config.page_rows == 16
     assert config.block_M == (128 if rows > 64 and width[1] < 512 else 64)
@@ -28,11 +28,11 @@ def test_rows_of_queries_choose_the_config(width, rows):
     ("head_dims", "width"),
     [((8, 8), (64, 64)), ((72, 40), (96, 96)), ((136, 64), (192, 128)), ((576, 512), (576, 512))],
 )
-def test_decode_width_holds_the_columns(head_dims, width):
+def test_decode_width_holds_the_head_dims(head_dims, width):
     assert decode_width(*head_dims) == width
 
 
-def test_splits_are_as_many_as_asked_or_of_as_many_keys():
+def test_split_rule():
     assert launch.decode._split_rule(0, False, 10**6, 64) == 0
     assert launch.decode._split_rule(7, True, 10**6, 64) == -7
     assert launch.decode._split_rule(10**9, False, 10**6, 64) == -launch.decode.MAX_SPLITS
@@ -45,7 +45,7 @@ def test_splits_are_as_many_as_asked_or_of_as_many_keys():
     ("num_splits", "invariant", "slots", "entries"),
     [(0, False, 2 * 132 + 16, 264), (5, False, 80, 16), (0, True, 16 * 8, 16)],
 )
-def test_there_is_a_slot_for_each_part(num_splits, invariant, slots, entries):
+def test_each_partial_output_has_a_slot(num_splits, invariant, slots, entries):
     config = configs.decode_config(D128, 8)
     rule = launch.decode._split_rule(num_splits, invariant, 8192, config.block_N)
     assert launch.decode._launch_sizes(config, 2, 8, 8, rule, 8192, 132) == (1, 264, slots, entries)
@@ -53,20 +53,20 @@ def test_there_is_a_slot_for_each_part(num_splits, invariant, slots, entries):
     assert launch.decode_workspace_bytes(2, 1, 64, 8, 128, num_splits, invariant, 8192, 132) >= needed
 
 
-def test_rows_of_a_cache_are_counted_across_what_lies_between():
-    packed = torch.zeros(3, 2, 32, 2, 64)  # keys and values of a page beside each other
+def test_rows_of_a_cache_include_those_between_two_caches():
+    packed = torch.zeros(3, 2, 32, 2, 64)  # keys and values of a page in one tensor
     step, rows = launch.decode._as_rows(packed[:, 0], "k_cache")
     assert (step, rows.shape) == (64, (1, 2 * 64 + 32, 2, 64))
     heads_first = torch.zeros(3, 2, 32, 64).transpose(1, 2)
     assert launch.decode._as_rows(heads_first, "k_cache")[0] == 64
     assert launch.decode._as_rows(packed[:1, 0], "k_cache")[0] == 32
-    odd = torch.zeros(200).as_strided((1, 1, 1, 64), (3, 5, 7, 1))  # strides that no element is found by
+    odd = torch.zeros(200).as_strided((1, 1, 1, 64), (3, 5, 7, 1))  # strides of dimensions of size 1
     assert launch.decode._as_rows(odd, "k_cache")[1].stride()[1:] == (64, 64, 1)
     with pytest.raises(ValueError, match=r"v_cache: expected stride\(0\) to be a multiple of stride\(1\)"):
         launch.decode._as_rows(torch.zeros(2, 33 * 128 - 8)[:, : 32 * 128].view(2, 32, 2, 64), "v_cache")
 
 
-def test_calls_that_are_known_have_the_plan_of_their_metadata(monkeypatch):
+def test_plans_are_found_by_metadata_or_by_handle(monkeypatch):
     made = []
 
     class Plan:

@@ -14,8 +14,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 MAX_README_LINES = 150
-# The page that the results fill: benchmarks/report*.py write it
-GENERATED = {"performance.md"}
 
 BLOCKS = [
     pytest.param(code, id=f"{page.name}-{number}")

@@ -1,4 +1,4 @@
-"""The functions of FlashAttention's names: each option and form against a plain formula in fp64, and what PyTorch asks of their ops."""
+"""FlashAttention's functions: each option and form against a plain formula in fp64, and their ops in PyTorch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def device(request):
 
 
 def naive(q, k, v, causal=False, window_size=(-1, -1), softcap=0.0, slopes=None, sink=None, keep=None, p=0.0):
-    """out [seqlen_q, heads, head_dim_v] and lse [heads, seqlen_q] of one sequence, by definition"""
+    """(out [seqlen_q, heads, head_dim_v], lse [heads, seqlen_q]) of one sequence, by definition."""
     (seqlen_q, heads, head_dim), seqlen_k = q.shape, k.shape[0]
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(head_dim)
@@ -56,7 +56,7 @@ def naive(q, k, v, causal=False, window_size=(-1, -1), softcap=0.0, slopes=None,
 
 def formula(q, k, v, lengths, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, learnable_sink=None,
             dropout_p=0.0, rng_state=None):  # fmt: skip
-    """naive of each sequence. lengths: [(first query, queries, first key, keys)]; q, k, v [total, heads, columns], as out is"""
+    """naive per sequence. lengths: [(first query, queries, first key, keys)]; q, k, v and out are [total, heads, columns]."""
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     lse = q.new_full((q.shape[1], q.shape[0]), -math.inf)
     keep = None
@@ -119,7 +119,7 @@ def assert_close(name, actual, expected):
 
 
 def compare(function, expected, inputs, sink):
-    """Outputs, and gradients through both of them. expected takes inputs and the sink in fp64"""
+    """Compare outputs, and gradients through both of them. expected takes inputs and the sink in fp64."""
     exact = [x.detach().double().requires_grad_() for x in inputs]
     sinks = [] if sink is None else [sink.detach().clone().requires_grad_()]
     exact_sinks = [x.detach().double().requires_grad_() for x in sinks]
@@ -146,7 +146,7 @@ def with_sink(arguments, sink):
 
 
 def dense(arguments, seqlen_q, seqlen_k):
-    """formula of [batch, seqlen, heads, columns]"""
+    """formula for [batch, seqlen, heads, columns] tensors."""
 
     def of(q, k, v, *sink):
         lengths = [(i * seqlen_q, seqlen_q, i * seqlen_k, seqlen_k) for i in range(q.shape[0])]
@@ -174,7 +174,7 @@ def test_dense(name, lengths, device):
     compare(function, dense(arguments, *lengths), inputs, arguments.get("learnable_sink"))
 
 
-# Rows of q and of k that each sequence has, and how many it uses
+# Rows of q and of k per sequence, and how many of them are used
 LENGTHS = {
     "uneven": ([3, 20, 1, 9], [10, 20, 1, 4], None, None),
     "zero-length": ([0, 7, 5, 0], [4, 0, 6, 0], None, None),
@@ -189,7 +189,7 @@ def cumulative(rows, device):
 
 
 def of_sequences(rows_q, rows_k, used_q, used_k):
-    """As formula takes them"""
+    """Lengths in the form that formula takes."""
     firsts = zip(cumulative(rows_q, "cpu").tolist(), cumulative(rows_k, "cpu").tolist(), strict=True)
     used = zip(used_q or rows_q, used_k or rows_k, strict=True)
     return [(q, len_q, k, len_k) for (q, k), (len_q, len_k) in zip(firsts, used, strict=False)]
@@ -232,7 +232,7 @@ def test_varlen(name, lengths, device):
         assert out.shape == (0, HEADS, HEAD_DIM_V) and lse.shape == (HEADS, 0)
 
 
-PACKED = {  # inputs, the function, that of FlashAttention-2's name it equals
+PACKED = {  # inputs, the function, the unpacked function that it equals
     "qkv": ([(BATCH, 13, 3, HEADS, HEAD_DIM)], flash_attn_qkvpacked_func, flash_attn_func),
     "kv": ([(BATCH, 7, HEADS, HEAD_DIM), (BATCH, 13, 2, HEADS_KV, HEAD_DIM)], flash_attn_kvpacked_func, flash_attn_func),
     "varlen-qkv": ([(20, 3, HEADS, HEAD_DIM)], flash_attn_varlen_qkvpacked_func, flash_attn_varlen_func),
@@ -244,7 +244,7 @@ PACKED = {  # inputs, the function, that of FlashAttention-2's name it equals
 
 @names
 @pytest.mark.parametrize("form", PACKED)
-def test_packed_forms_are_those_of_their_slices(form, name, device):
+def test_packed_forms_equal_their_slices(form, name, device):
     sizes, function, plain = PACKED[form]
     inputs, arguments = leaves(device, *sizes), options(device)[name]
     slices = [part for x in inputs for part in (x.unbind(-3) if x.shape[-3] in (2, 3) else [x])]
@@ -281,7 +281,7 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_parameters_are_those_of_flash_attention_2_and_ours_follow_as_keywords(name):
+def test_parameters_match_flash_attention_2_and_ours_are_keyword_only(name):
     parameters = inspect.signature(getattr(tl_attention, name)).parameters
     positional, keywords = SIGNATURES[name]
     assert list(parameters) == f"{positional} {keywords}".split()
@@ -296,7 +296,7 @@ def test_parameters_are_those_of_flash_attention_2_and_ours_follow_as_keywords(n
             assert parameter.default is None
 
 
-def test_window_and_causal_have_one_name_each():
+def test_each_mask_has_one_spelling():
     off = (-1, -1)
     assert canonical_window(False, (-1, None)) == (False, off)
     assert canonical_window(True, off) == canonical_window(False, (None, 0)) == (True, off)
@@ -306,7 +306,21 @@ def test_window_and_causal_have_one_name_each():
     assert canonical_window(False, (2**62, 1)) == (False, (2**30, 1))
 
 
-def test_options_that_are_off_are_none():
+def test_schemas_of_the_ops():
+    options = (
+        "float softmax_scale, bool causal, bool lse_base2, bool heads_first, bool deterministic, SymInt[] window=[-1, -1],"
+        " float softcap=0., float dropout_p=0., SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, SymInt num_splits=0,"
+        " Tensor? rng_state=None, Tensor? alibi_slopes=None, Tensor? sink=None, Tensor? cu_seqlens_q=None,"
+        " Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None"
+    )
+    forward = f"tl_attention::fwd(Tensor q, Tensor k, Tensor v, {options}) -> (Tensor, Tensor)"
+    assert str(torch.ops.tl_attention.fwd.default._schema) == forward
+    tensors = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse"
+    backward = f"tl_attention::bwd({tensors}, {options}) -> (Tensor, Tensor, Tensor, Tensor)"
+    assert str(torch.ops.tl_attention.bwd.default._schema) == backward
+
+
+def test_parsed_options_are_none_if_all_are_off():
     assert parse_options() is None and parse_options(*Options().arguments()) is None
     assert parse_options([3, 0]).arguments() == Options(window=(3, 0)).arguments()
     assert len(Options().arguments()) == len(inspect.signature(Options).parameters)
@@ -320,7 +334,7 @@ def test_options_that_are_off_are_none():
         assert parse_options(*Options(**{name: value}).arguments()) is not None
 
 
-def test_splits_are_no_option_of_the_score(device):
+def test_num_splits_does_not_change_the_result(device):
     assert Options(num_splits=3).names == () and not Options(num_splits=3).is_off
     inputs = leaves(device, (1, 9, 2, 64), (1, 200, 2, 64), (1, 200, 2, 64))
     results = []
@@ -331,8 +345,8 @@ def test_splits_are_no_option_of_the_score(device):
         torch.testing.assert_close(one, results[0], rtol=0.02, atol=0.01)
 
 
-def test_splits_of_packed_sequences_change_nothing(device):
-    """Rows that a sequence does not use have out 0 and lse -inf, though parts have nothing there."""
+def test_num_splits_does_not_change_the_result_of_packed_sequences(device):
+    """Unused rows have out 0 and lse -inf, though splits write nothing there."""
     cu_q, cu_k = cumulative([9, 200, 0], device), cumulative([300, 200, 7], device)
     used = [torch.tensor(x, device=device).int() for x in ([9, 150, 0], [0, 170, 7])]
     inputs = leaves(device, (215, 2, 64), (510, 2, 64), (510, 2, 64))
@@ -371,7 +385,7 @@ def test_rows_in_use():
     assert not rows_in_use(cu[:1], None, 3).any()
 
 
-def test_rows_of_no_sequence_have_no_part_in_the_gradient_of_a_sink(device):
+def test_rows_outside_sequences_do_not_contribute_to_the_gradient_of_a_sink(device):
     q, k, v = leaves(device, *[(9, 2, 64)] * 3)
     cu = torch.tensor([0, 4, 6], device=device).int()
     sink = torch.ones(2, device=device, requires_grad=True)
@@ -382,7 +396,7 @@ def test_rows_of_no_sequence_have_no_part_in_the_gradient_of_a_sink(device):
     torch.testing.assert_close(*grads)
 
 
-def test_a_sink_of_minus_infinity_is_none(device):
+def test_a_sink_of_minus_infinity_has_no_effect(device):
     q, k, v = leaves(device, *[(1, 5, 2, 64)] * 3)
     sink = torch.full((2,), -math.inf, device=device, requires_grad=True)
     attend = {"causal": True, "window_size": (2, 2)}
@@ -392,7 +406,7 @@ def test_a_sink_of_minus_infinity_is_none(device):
     assert grads[0].isfinite().all() and not grads[1].any()
 
 
-def test_dropout_draws_as_manual_seed_says_and_repeats_with_a_state(device):
+def test_dropout_follows_manual_seed_and_repeats_with_a_state(device):
     q, k, v = leaves(device, *[(1, 40, 2, 64)] * 3)
 
     def attend(seed, **state):
@@ -407,7 +421,7 @@ def test_dropout_draws_as_manual_seed_says_and_repeats_with_a_state(device):
     assert flash_attn_func(q, k, v, 0.5, return_attn_probs=True)[2] is None
 
 
-def test_a_longest_length_in_a_tensor_is_not_read(device):
+def test_max_seqlen_in_a_tensor_is_not_read(device):
     """A meta tensor has no value to read."""
     q, k, v = leaves(device, *[(9, 2, 64)] * 3)
     cu = torch.tensor([0, 4, 9], device=device).int()
@@ -418,7 +432,7 @@ def test_a_longest_length_in_a_tensor_is_not_read(device):
     )
 
 
-def test_slopes_of_a_parameter_serve_where_no_gradient_is_wanted(device):
+def test_slopes_may_be_a_parameter_without_gradient(device):
     slopes = torch.nn.Parameter(torch.ones(2, device=device))
     q, k, v = leaves(device, *[(1, 5, 2, 64)] * 3)
     with torch.no_grad():
@@ -434,7 +448,7 @@ def test_gradient_of_a_gradient_is_refused_with_options(device):
 
 
 def op_arguments(name, device, varlen):
-    """Of fwd_op, and the shape of k"""
+    """q, k, v and the other arguments of fwd_op."""
     arguments = options(device)[name]
     causal, window = canonical_window(arguments.get("causal", False), arguments.get("window_size", (-1, -1)))
     lengths = {}
@@ -565,7 +579,7 @@ def test_checkpointing_gives_the_same_gradients(dropout_p, device):
 
 @pytest.mark.parametrize("name", ["window", "sink", "everything"])
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
-def test_the_short_way_of_autograd_is_that_of_the_op(name, varlen):
+def test_eager_autograd_function_equals_the_op(name, varlen):
     qkv, arguments = op_arguments(name, "cpu", varlen)
     inputs = [*qkv, *(x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad)]
 
@@ -585,7 +599,7 @@ def test_the_short_way_of_autograd_is_that_of_the_op(name, varlen):
 
 
 @pytest.mark.parametrize("used", ["q", "k", "none"])
-def test_what_a_launch_leaves_unwritten_is_cleared_where_rows_are_unused(used, monkeypatch):
+def test_unused_rows_are_cleared_after_a_launch(used, monkeypatch):
     def garbage(*shape):
         return torch.full(shape, math.nan)
 
@@ -608,7 +622,7 @@ def test_what_a_launch_leaves_unwritten_is_cleared_where_rows_are_unused(used, m
         assert not out[1:3].any() and (lse[:, 1:3] == -math.inf).all()
 
 
-def test_options_reach_the_launch_alone_where_there_are_any(monkeypatch):
+def test_options_reach_the_launch(monkeypatch):
     seen = []
     monkeypatch.setattr(ops.launch, "forward", lambda *a, options: seen.append(options) or (None, None))
     call, some = ops.Call(1.0, False, False, False, False), Options(softcap=1.0)
@@ -626,7 +640,7 @@ def test_a_graph_draws_dropout_anew_at_each_replay():
         out = flash_attn_func(q, k, v, 0.5, window_size=(90, 0), learnable_sink=sink)
         return out, *torch.autograd.grad(out.float().square().mean(), (q, k, v, sink))
 
-    run()  # compiles
+    run()  # compiles the kernels
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

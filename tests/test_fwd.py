@@ -1,4 +1,4 @@
-"""The forward kernel on a Hopper GPU, against the reference by the error rule. Each curated case is there for a path it hits."""
+"""Forward kernel on a Hopper GPU, compared with the reference by the error rule. Each curated case covers a path of the kernel."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tl_attention.launch.common import PlanCache
 from tl_attention.problem import SPLIT_BUCKET, AttnProblem, buckets, tile_width
 from tl_attention.reference import attention_reference
 from tl_attention.target import DTYPE_NAMES, sm_count
-from tl_attention.testing.bench import Shape
 from tl_attention.testing.inputs import LAYOUTS, guard_is_untouched, make_inputs, poisoned
 from tl_attention.testing.numeric import check_fwd
+from tl_attention.testing.shapes import Shape
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -126,7 +126,7 @@ def test_fwd_matches_reference(shape, options):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=lambda d: f"d{d[0]}-{d[1]}")
 def test_fwd_every_schedule_matches_reference(schedule, causal, dims):
-    """Whatever the tuned table holds: each way to walk the tiles, with fewer tiles than SMs, as many, and many more."""
+    """Every schedule, independent of the tuned table, with fewer tiles than SMs, as many, and many more."""
     problem = AttnProblem("bfloat16", *dims, causal)
     config = replace(default_config(problem), schedule=schedule, q_stages=1, hold_max=schedule != "grid")
     for batch, heads, seqlen in ((1, 1, 100), (1, 132, 100), (4, 12, 1500)):
@@ -134,7 +134,7 @@ def test_fwd_every_schedule_matches_reference(schedule, causal, dims):
 
 
 SPLIT = {
-    # id: (B,Hq,Hkv,Sq,Sk,D[,Dv],mask, options); splits: how many, else as many as launch.splits.key_splits says
+    # id: (B,Hq,Hkv,Sq,Sk,D[,Dv],mask, options); splits: their number, by default that of launch.splits.key_splits
     "chunk": ("1,8,1,128,16384,128,causal", {}),
     "chunk-full": ("1,4,4,128,5000,128,full", {}),
     "one-query": ("1,8,1,1,5003,128,causal", {}),
@@ -196,7 +196,7 @@ def test_fwd_with_split_keys_is_deterministic():
 @pytest.mark.gpu
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("target", ["q", "k", "v"])
-def test_fwd_with_split_keys_propagates_what_is_not_finite(value, target):
+def test_fwd_with_split_keys_propagates_inf_and_nan(value, target):
     q, k, v = make_inputs(FEW_TILES, BF16)
     {"q": q, "k": k, "v": v}[target][0, 17, 0, 5] = value
     verdict = check_launch(q, k, v, None, True)
@@ -256,8 +256,8 @@ def test_fwd_matches_reference_on_random_problems(shape, dtype, layout, scale, l
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_fwd_compiles_for_its_first_problem_alone(causal, monkeypatch):
-    """Then hundreds of lengths, batches, heads, scales and layouts in shuffled order, each right and none compiled for."""
+def test_fwd_compiles_for_its_first_problem_only(causal, monkeypatch):
+    """Hundreds of lengths, batches, heads, scales and layouts follow in shuffled order, each right and without a compilation."""
     monkeypatch.setattr(compiler, "_compiled", {})
     monkeypatch.setattr(launch.fwd, "_kernels", {})
     monkeypatch.setattr(launch.fwd, "plan_cache", PlanCache())
@@ -279,7 +279,7 @@ def test_fwd_compiles_for_its_first_problem_alone(causal, monkeypatch):
 
 
 def requested_bytes(call):
-    """(at the peak of a call, beyond those before it), result; what was asked of the allocator, unrounded."""
+    """(peak of the bytes requested from the allocator during a call, result)."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
@@ -289,10 +289,10 @@ def requested_bytes(call):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed"])
-def test_fwd_allocates_its_outputs_alone(layout):
+def test_fwd_allocates_its_outputs_only(layout):
     shape = Shape(2, 8, 2, 1000, 1111, 128, 128, True)
     q, k, v = make_inputs(shape, BF16, layout)
-    out, lse = launch.forward(q, k, v, 0.1, True, False)  # compiles, and takes its tickets
+    out, lse = launch.forward(q, k, v, 0.1, True, False)  # compiles the kernels and allocates the tickets
     peak, kept = requested_bytes(lambda: launch.forward(q, k, v, 0.1, True, False))
     assert peak <= out.nbytes + lse.nbytes + 1024
     assert torch.equal(kept[0], out)
@@ -342,8 +342,8 @@ def test_fwd_takes_any_strides(view):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads_first", [False, True], ids=["bshd", "bhsd"])
-def test_fwd_of_known_metadata_is_that_of_a_first_call(heads_first, monkeypatch):
-    """Of other values, and of an address that TMA does not take."""
+def test_fwd_with_a_cached_plan_equals_a_first_call(heads_first, monkeypatch):
+    """Calls with other values, and with an address that TMA cannot use."""
     tensors = make_inputs(Shape(2, 4, 2, 300, 333, 64, 64, True), BF16)
     if heads_first:
         tensors = [x.transpose(1, 2).contiguous() for x in tensors]
@@ -364,7 +364,7 @@ def test_fwd_of_known_metadata_is_that_of_a_first_call(heads_first, monkeypatch)
 
 @pytest.mark.gpu
 def test_fwd_in_two_threads_at_once():
-    """Each with plans of its own: the GIL is free while a kernel is launched."""
+    """Each thread has its own plans: the GIL is released while a kernel is launched."""
     inputs = [
         make_inputs(Shape(2, 4, 4, 300, 300, 64, 64, True), BF16, "bhsd", seed=seed) for seed in range(4)
     ]
@@ -382,7 +382,7 @@ def test_fwd_in_two_threads_at_once():
 
 
 @pytest.mark.gpu
-def test_plans_keep_no_tensor_and_come_to_an_end(monkeypatch):
+def test_plans_hold_no_tensor_and_are_bounded(monkeypatch):
     monkeypatch.setattr(launch.common, "MAX_PLANS", 8)
     for module in (launch.fwd, launch.bwd):
         monkeypatch.setattr(module, "plan_cache", PlanCache())
@@ -402,11 +402,11 @@ def test_plans_keep_no_tensor_and_come_to_an_end(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_fwd_on_a_device_that_is_not_the_current_one():
+def test_fwd_on_another_device_than_the_current_one():
     shape = Shape(2, 4, 2, 300, 333, 64, 64, True)
     q, k, v = make_inputs(shape, BF16, device="cuda:1")
     expected = launch.forward(*(x.to("cuda:0") for x in (q, k, v)), 0.1, True, False)
-    for _ in range(2):  # a first call, and one of known metadata
+    for _ in range(2):  # a first call, and one with a cached plan
         found = launch.forward(q, k, v, 0.1, True, False)
         assert torch.cuda.current_device() == 0
         for x, want in zip(found, expected, strict=True):
@@ -414,8 +414,8 @@ def test_fwd_on_a_device_that_is_not_the_current_one():
 
 
 @pytest.mark.gpu
-def test_fwd_of_tensors_past_2_31_elements():
-    """Keys, values, queries and outputs whose offsets need 64 bits; the last of each is checked."""
+def test_fwd_of_tensors_with_more_than_2_31_elements():
+    """Offsets of keys, values, queries and outputs need 64 bits; the last of each is checked."""
     k, v = (torch.randn(3, 100_003, 64, 128, device="cuda", dtype=BF16) for _ in range(2))
     assert k.numel() > 2**31
     q = torch.randn(3, 70, 64, 128, device="cuda", dtype=BF16)
@@ -434,9 +434,9 @@ def test_fwd_of_tensors_past_2_31_elements():
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("target", ["q", "k", "v"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_fwd_propagates_what_is_not_finite(value, target, causal):
+def test_fwd_propagates_inf_and_nan(value, target, causal):
     q, k, v = make_inputs(Shape(1, 2, 2, 200, 300, 64, 64, causal), BF16)
-    # in v at a key that every query sees: in a causal problem a kernel spreads it to queries of its block that do not see it
+    # in v at a key that every query sees: a causal kernel also spreads it to queries of its block that do not see the key
     {"q": q, "k": k, "v": v}[target][0, 17, 1, 5] = value
     verdict = check_launch(q, k, v, None, causal)
     assert verdict.ok, verdict.text
@@ -459,7 +459,7 @@ def a_key_along_one_query(q, k):
 
 
 def growth(q, k, scale, causal):
-    """By how much a score of some query [seqlen, head_dim] is above those of the last 128 keys that it sees."""
+    """Largest excess of a score over those of the last 128 keys that the query sees."""
     scores = scale * q.float() @ k.float().T
     keys = torch.arange(scores.shape[1], device=q.device)
     end = (keys[-scores.shape[0] :] if causal else keys[-1:])[:, None]
@@ -479,8 +479,8 @@ def growth(q, k, scale, causal):
 )
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_fwd_walks_tiles_again_that_outgrow_their_maxima(head_dim, causal, grow):
-    """In the midst of a CTA's tiles, and where a CTA has one."""
+def test_fwd_recomputes_tiles_that_outgrow_a_held_row_max(head_dim, causal, grow):
+    """In the middle of the tiles of a CTA, and where a CTA has one tile."""
     problem = AttnProblem("bfloat16", head_dim, head_dim, causal)
     config = next(c for c in candidates(problem, "4k") if c.hold_max)
     for batch, heads in ((2, 5), (9, 20)):
@@ -495,8 +495,8 @@ def test_fwd_walks_tiles_again_that_outgrow_their_maxima(head_dim, causal, grow)
 
 
 @pytest.mark.gpu
-def test_fwd_ends_where_scores_are_beyond_all_bounds():
-    """Of a held maximum, and of one that is followed, whose product with the scale has rounding errors above 128."""
+def test_fwd_terminates_with_huge_scores():
+    """Termination with a held and with a followed row max, whose product with the scale has rounding errors above 128."""
     q, k, v = make_inputs(Shape(2, 5, 5, 1111, 1234, 64, 64, True), BF16)
     k[:, :200] *= 2.0**60
     config = next(c for c in candidates(AttnProblem("bfloat16", 64, 64, True), "4k") if c.hold_max)
@@ -534,7 +534,7 @@ def test_fwd_on_two_streams_at_once(schedule):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_fwd_in_graphs_replayed_beside_each_other(schedule):
+def test_fwd_in_graphs_replayed_concurrently(schedule):
     config = FwdConfig(128, 128, schedule=schedule)
     inputs = [make_inputs(Shape(2, 16, 16, 1500, 1500, 128, 128, True), BF16, seed=s) for s in range(2)]
     for x in inputs:
@@ -624,7 +624,7 @@ def test_public_functions_compile_with_dynamic_lengths():
 
 @pytest.mark.gpu
 def test_public_functions_compile_into_graph_trees():
-    """reduce-overhead warms up and captures in memory pools of its own, which must not come to own the tickets."""
+    """reduce-overhead warms up and captures in its own memory pools, which must not own the tickets."""
     torch._dynamo.reset()
     compiled = torch.compile(lambda q, k, v: flash_attn_func(q, k, v, causal=True), mode="reduce-overhead")
     with torch.no_grad():
@@ -672,7 +672,7 @@ def test_dispatch_modes_see_the_op():
 
 
 @pytest.mark.gpu
-def test_tile_width_config_is_refused_where_it_cannot_run():
+def test_config_that_cannot_run_is_refused():
     q, k, v = make_inputs(Shape(1, 2, 2, 100, 100, 256, 256, True), BF16)
     with pytest.raises(ValueError, match="config: .*shared memory"):
         launch.forward(q, k, v, 0.1, True, False, config=FwdConfig(block_M=128, block_N=128))

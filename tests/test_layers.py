@@ -1,8 +1,9 @@
-"""The rooms of the package: who imports whom, and what `import tl_attention` must not need."""
+"""Import rules of the package: allowed directions, no circles, no private names, and `import tl_attention` with torch alone."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -66,7 +67,7 @@ def module_name(path: Path) -> str:
 
 
 def imported(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """(line, full name, at the top?) of every name that a file of the package imports, by absolute or relative import."""
+    """(line, full name, at the top?) per name that a file of the package imports, by absolute or relative import."""
     package = ".".join(("tl_attention", *path.parts[:-1]))
 
     def visit(node: ast.AST, top: bool) -> Iterator[tuple[int, str, bool]]:
@@ -85,7 +86,7 @@ def imported(path: Path) -> Iterator[tuple[int, str, bool]]:
 
 
 def imports(path: Path) -> list[tuple[int, str, bool]]:
-    """(line, room or distribution, at the top?) of every import in a file, but for the standard library."""
+    """(line, room or distribution, at the top?) per import of a file, without the standard library."""
     found = []
     for line, name, top in imported(path):
         first, *rest = name.split(".")
@@ -111,6 +112,7 @@ def test_layers_imports_go_one_way(path):
         assert name in allowed, f"tl_attention/{path}:{line} imports {name}: {may}"
 
 
+@functools.cache
 def import_graph() -> dict[str, set[str]]:
     """Module of the package -> modules of the package that it imports, at the top or inside functions."""
     modules = {module_name(path) for path in FILES}
@@ -163,7 +165,7 @@ def factory():
 
 
 def import_without_extras(*modules: str) -> None:
-    """Import modules in a process that has torch alone (None in sys.modules: not there) and takes no GPU."""
+    """Import modules in a process with torch alone (None in sys.modules: not installed), which must not initialize CUDA."""
     code = f"""
 import importlib, sys
 sys.modules.update(dict.fromkeys(("tilelang", "tvm_ffi", "triton", "rich", "matplotlib")))

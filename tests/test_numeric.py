@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tl_attention.reference import attention_backward_reference, attention_reference
-from tl_attention.testing.bench import Shape
 from tl_attention.testing.inputs import (
     GUARD,
     LAYOUTS,
@@ -19,6 +18,7 @@ from tl_attention.testing.inputs import (
     poisoned,
 )
 from tl_attention.testing.numeric import check_bwd, check_fwd
+from tl_attention.testing.shapes import Shape
 
 SHAPES = {
     "square": Shape(2, 4, 2, 128, 128, 64, 64, True),

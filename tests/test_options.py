@@ -1,7 +1,6 @@
-"""The kernels with options on a Hopper GPU, against the reference by the error rule, and what serves them on any machine.
+"""Kernels with options on a Hopper GPU, compared with the reference by the error rule, and their configs on any machine.
 
-Rows of a packed tensor that are of no sequence, or that it does not use, hold NaN; outputs begin as NaN, and these rows stay so,
-but those of a forward whose keys are split.
+Unused rows of packed inputs hold NaN. Outputs start as NaN, and unused rows must stay NaN, except in a forward with split keys.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ USED_Q, USED_K = [290, 0, 1, 400, 128, 0], [333, 50, 0, 517, 0, 1000]
 
 @dataclasses.dataclass
 class Case:
-    """A problem with options: random normal tensors, the options as launches and as the reference take them."""
+    """A problem with options: random normal tensors, and the options in the form of a launch and of the reference."""
 
     head_dim: int
     head_dim_v: int
@@ -104,7 +103,7 @@ class Case:
             rows_q, rows_k = (
                 (sum(self.lengths_q) + 5,),
                 (sum(self.lengths_k) + 9,),
-            )  # the last are of no sequence
+            )  # the last rows belong to no sequence
             lengths = {"cu_seqlens_q": starts(self.lengths_q), "cu_seqlens_k": starts(self.lengths_k)}
             for name, used in (("seqused_q", self.used_q), ("seqused_k", self.used_k)):
                 if used is not None:
@@ -147,7 +146,7 @@ class Case:
         return torch.randn(*shape, device="cuda", generator=self.generator).to(self.dtype)
 
     def used(self, of_keys: bool) -> torch.Tensor:
-        """Which rows are of a sequence, and used."""
+        """Mask of the used rows of all sequences."""
         lengths, used = (self.lengths_k, self.used_k) if of_keys else (self.lengths_q, self.used_q)
         total = (self.k if of_keys else self.q).shape[0]
         mask = torch.zeros(total, dtype=torch.bool, device="cuda")
@@ -160,15 +159,15 @@ class Case:
             for x, of_keys in ((self.q, False), (self.dout, False), (self.k, True), (self.v, True)):
                 x[~self.used(of_keys)] = value
 
-    def take(
-        self, x: torch.Tensor, of_keys: bool, value: float, heads_first: bool = False, kept: bool = True
+    def fill_unused(
+        self, x: torch.Tensor, of_keys: bool, value: float, heads_first: bool = False, untouched: bool = True
     ) -> torch.Tensor:
-        """An output whose unused rows, which if kept must be NaN yet, become `value`."""
+        """An output with `value` in its unused rows; if they must be untouched, they must hold NaN before."""
         if not self.varlen:
             return x
         rows = x.mT if heads_first else x
         unused = ~self.used(of_keys)
-        assert not kept or rows[unused].isnan().all(), "rows of no sequence were written"
+        assert not untouched or rows[unused].isnan().all(), "unused rows were written"
         rows = rows.clone()
         rows[unused] = value
         return rows.mT if heads_first else rows
@@ -179,7 +178,7 @@ def starts(lengths: tuple[int, ...]) -> torch.Tensor:
 
 
 def check(case: Case, deterministic: bool = False, config: FwdConfig | None = None) -> None:
-    """config: of the forward."""
+    """Check forward and backward by the error rule. config: of the forward."""
     case.poison(math.nan)
     out = torch.full_like(case.q[..., : case.head_dim_v], math.nan).contiguous()
     *outer, seqlen, heads, _ = case.q.shape
@@ -203,15 +202,18 @@ def check(case: Case, deterministic: bool = False, config: FwdConfig | None = No
 
     case.poison(0.0)
     kept = forward.combine is None
-    taken = case.take(out, False, 0.0, kept=kept), case.take(lse, False, -math.inf, True, kept)
-    verdict = check_fwd(*taken, q, k, v, scale, causal, **case.reference_options)
+    filled = (
+        case.fill_unused(out, False, 0.0, untouched=kept),
+        case.fill_unused(lse, False, -math.inf, True, kept),
+    )
+    verdict = check_fwd(*filled, q, k, v, scale, causal, **case.reference_options)
     assert verdict.ok, verdict.text
-    grads = [case.take(x, of_keys, 0.0) for x, of_keys in zip(grads, (False, True, True), strict=True)]
+    grads = [case.fill_unused(x, of_keys, 0.0) for x, of_keys in zip(grads, (False, True, True), strict=True)]
     if "sink" in case.names:
         reference = varlen_backward_reference if case.varlen else attention_backward_reference
         named = {"softmax_scale": scale, "causal": causal, "dlse": dlse}
         grads.append(reference(dout, q, k, v, **named, **case.reference_options)[3])
-        check_sink_gradient(dsink, grads[-1], *taken, dout, dlse, case.options.sink)
+        check_sink_gradient(dsink, grads[-1], *filled, dout, dlse, case.options.sink)
     verdict = check_bwd(grads, dout, q, k, v, scale, causal, dlse, **case.reference_options)
     assert verdict.ok, verdict.text
 
@@ -225,8 +227,10 @@ def check_sink_gradient(
     dlse: torch.Tensor,
     sink: torch.Tensor,
 ) -> None:
-    """Of a head, a sum over all queries, of few heads: PyTorch's own error in bf16, which may be 0 by chance, says little. This bounds
-    what comes of out being rounded, to 8 bits, in rowsum(dO * O), and of sums in fp32.
+    """Check the gradient of a sink by a bound of its own.
+
+    PyTorch's own error in bf16 may be 0 by chance: the gradient has few numbers, each a sum over all queries. The bound covers
+    the rounding of out to 8 bits in rowsum(dO * O), and sums in fp32.
     """
     weights = (sink.float()[:, None] - lse).where(lse != -math.inf, -math.inf).exp()
     products = (dout.float() * out.float()).abs().sum(-1).mT
@@ -247,14 +251,14 @@ def test_options_match_reference(head_dim, head_dim_v, causal, names, determinis
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [-0.1, 0.0, 1e-30, 3.0])
-def test_a_linear_bias_has_its_slope_whatever_the_scale(scale):
-    """Which slopes are divided by, as they are added to raw scores."""
+def test_slope_of_a_linear_bias_is_independent_of_the_scale(scale):
+    """The kernel adds the bias to raw scores, and so divides slopes by the scale."""
     check(Case(128, 128, True, ("alibi",), scale=scale, seqlen_k=1500), False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("one", CLASSES[:10], ids=str)
-def test_options_where_scores_outgrow_the_maxima_that_are_held(one):
+def test_options_where_scores_outgrow_a_held_row_max(one):
     *static, names = one
     case = Case(*static, tuple(names.split()), seqlen_k=1500, window=(700, 30), softcap=200.0, scale=5.0)
     check(case)
@@ -264,7 +268,7 @@ def test_options_where_scores_outgrow_the_maxima_that_are_held(one):
 @pytest.mark.parametrize("config", SCHEDULED, ids=str)
 @pytest.mark.parametrize("names", ["window", "window sink varlen", "varlen", ALL])
 def test_options_match_reference_in_every_schedule(names, config, monkeypatch):
-    """With more tiles than there are SMs, in more groups of heads than one, and room in the table for tiles that are not there."""
+    """More tiles than SMs, several head groups, and free entries in the tile table."""
     monkeypatch.setattr(launch.common, "L2_SHARE", 1)
     lengths = tuple((37 * i) % 300 for i in range(1, 60))
     named = tuple(names.split())
@@ -273,7 +277,7 @@ def test_options_match_reference_in_every_schedule(names, config, monkeypatch):
     )
     assert legality.is_legal(AttnProblem("bfloat16", 64, 64, case.causal, named), config) is None
     check(case, config=config)
-    check(case, config=config)  # once more with the same counters
+    check(case, config=config)  # a second launch with the same tickets
 
 
 packed_classes = pytest.mark.parametrize("one", [one for one in CLASSES if "varlen" in one[3]], ids=str)
@@ -281,7 +285,7 @@ packed_classes = pytest.mark.parametrize("one", [one for one in CLASSES if "varl
 
 @pytest.mark.gpu
 @packed_classes
-def test_rows_that_a_sequence_does_not_use_are_neither_read_nor_written(one):
+def test_unused_rows_are_neither_read_nor_written(one):
     *static, names = one
     check(Case(*static, tuple(names.split()), used_q=tuple(USED_Q), used_k=tuple(USED_K)))
 
@@ -296,7 +300,7 @@ def test_packed_sequences_with_split_keys_match_reference(one, num_splits):
 
 @pytest.mark.gpu
 @packed_classes
-def test_packed_sequences_with_split_keys_read_no_row_that_is_not_used(one):
+def test_packed_sequences_with_split_keys_read_no_unused_row(one):
     *static, names = one
     used = {"used_q": tuple(USED_Q), "used_k": tuple(USED_K)}
     check(Case(*static, tuple(names.split()), **used, num_splits=3))
@@ -305,14 +309,14 @@ def test_packed_sequences_with_split_keys_read_no_row_that_is_not_used(one):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_splits", [2, 1000])
 def test_packed_sequences_with_split_keys_in_many_tiles(num_splits, monkeypatch):
-    """In more groups of heads than one, with room in the table for tiles that are not there; and with more splits than blocks."""
+    """Several head groups, free entries in the tile table, and more splits than key blocks."""
     monkeypatch.setattr(launch.common, "L2_SHARE", 1)
     lengths = tuple((37 * i) % 300 for i in range(1, 60))
     lengths = {"lengths_q": lengths, "lengths_k": lengths[::-1], "num_splits": num_splits}
     check(Case(64, 64, False, ("window", "varlen"), heads=6, **lengths))
 
 
-# Of 128 and 60 queries: few tiles, and keys enough to divide
+# 128 and 60 queries: few tiles, and enough keys to split
 FEW_TILES = {"heads": 2, "heads_kv": 1, "lengths_q": (128, 60), "lengths_k": (9001, 300)}
 
 
@@ -329,7 +333,7 @@ def test_packed_sequences_of_few_tiles_are_split(names):
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_splits", [0, 3])
 def test_packed_sequences_with_split_keys_in_a_graph(num_splits):
-    """Whose lengths change between replays."""
+    """Lengths change between replays."""
     case = Case(128, 128, True, ("varlen",), **FEW_TILES, num_splits=num_splits)
     q, k, v = (x[:n].clone() for x, n in ((case.q, 188), (case.k, 9301), (case.v, 9301)))
     run = functools.partial(launch.forward, q, k, v, 0.1, True, False, options=case.options)
@@ -363,10 +367,8 @@ def test_options_match_reference_on_any_problem(data):
         data.draw(st.none() | st.tuples(*(st.integers(0, n) for n in lengths)))
         for lengths in (lengths_q, lengths_k)
     )
-    lengths_q[0], lengths_k[0] = (
-        max(lengths_q[0], 1),
-        max(lengths_k[0], 1),
-    )  # launch.forward and launch.backward answer empty tensors by themselves
+    # launch.forward and launch.backward handle empty tensors without a kernel
+    lengths_q[0], lengths_k[0] = max(lengths_q[0], 1), max(lengths_k[0], 1)
     narrower = data.draw(st.sampled_from([0, 8])) if head_dim == head_dim_v else 0
     check(
         Case(
@@ -395,7 +397,7 @@ def test_options_match_reference_on_any_problem(data):
 
 
 @pytest.mark.gpu
-def test_values_of_options_and_lengths_compile_nothing():
+def test_new_values_of_options_and_lengths_never_compile():
     case = {"head_dim": 128, "head_dim_v": 128, "causal": False, "names": tuple(ALL.split())}
     check(Case(**case))
     before = compiler.compile_count()
@@ -414,7 +416,7 @@ def test_values_of_options_and_lengths_compile_nothing():
 
 
 @pytest.mark.gpu
-def test_packed_sequences_of_one_batch_are_equal_to_the_dense():
+def test_packed_sequences_equal_a_dense_batch():
     q, k, v = (torch.randn(3, 300, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     out, lse = launch.forward(q, k, v, 0.1, True, False)
     cu_seqlens = torch.arange(0, 901, 300, dtype=torch.int32, device="cuda")
@@ -427,7 +429,7 @@ def test_packed_sequences_of_one_batch_are_equal_to_the_dense():
 
 
 @pytest.mark.gpu
-def test_the_longest_tiles_of_sequences_come_first():
+def test_tile_table_is_sorted_by_length():
     lengths = (100, 5000, 129, 0, 3000)
     cu_seqlens = starts(lengths)
     options = Options(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=5000, max_seqlen_k=5000)
@@ -452,7 +454,7 @@ def test_the_longest_tiles_of_sequences_come_first():
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_each_problem_with_options_has_a_config_that_may_run(direction):
+def test_each_problem_with_options_has_a_legal_config(direction):
     for count in range(1, len(OPTIONS) + 1):
         for options in itertools.combinations(OPTIONS, count):
             for width in tile_widths(direction):

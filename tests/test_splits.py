@@ -1,4 +1,4 @@
-"""Among how many CTAs the keys of a tile are divided, and that the parts make the whole."""
+"""Number of splits of a forward, and the merge of partial outputs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SMS = 132
         (64, 8, 1),
         (8, 8, 4),
         (1, 1, 1),
-        (8, 4, 1),  # too few blocks to share
-        (106, 1024, 1),  # nearly a tile an SM
+        (8, 4, 1),  # too few key blocks to split
+        (106, 1024, 1),  # nearly one tile per SM
         (132, 1024, 1),
         (10**6, 1024, 1),
     ],
@@ -37,18 +37,18 @@ def test_key_splits(tiles, steps, splits):
     assert key_splits(tiles, steps, SMS) == splits
 
 
-def test_key_splits_are_few_have_two_blocks_each_and_make_no_wave_of_their_own():
+def test_key_splits_are_few_with_two_blocks_each_and_save_time():
     for tiles in range(1, 200):
         for steps in (1, 2, 3, 5, 8, 13, 100, 1000, 10**5):
             splits = key_splits(tiles, steps, SMS)
             assert 1 <= splits <= MAX_SPLITS
             assert splits == 1 or steps // splits >= 2
-            if splits > 1:  # the longest CTA of each wave: less than the tile that is not split
+            if splits > 1:  # all waves together take less than an unsplit tile
                 assert math.ceil(tiles * splits / SMS) * math.ceil(steps / splits) < steps
-                assert tiles * splits <= 12 * SMS  # and their parts take less than 105 MB at d128
+                assert tiles * splits <= 12 * SMS  # the partial outputs take less than 105 MB at d128
 
 
-def test_fwd_bucket_is_of_the_shape_alone():
+def test_fwd_bucket_follows_from_the_shape():
     assert fwd_bucket(1, 8, 128, 16384, SMS) == "split"
     assert fwd_bucket(1, 8, 1, 16384, SMS) == "split"
     assert fwd_bucket(1, 8, 128, 512, SMS) == "1k"
@@ -60,29 +60,29 @@ def test_fwd_bucket_is_of_the_shape_alone():
 @pytest.mark.parametrize(
     ("batch", "total_q", "total_k", "heads", "changes", "splits"),
     [
-        (1, 128, 16384, 8, {"max_seqlen_q": 128}, 16),  # one tile a head, as a dense one
+        (1, 128, 16384, 8, {"max_seqlen_q": 128}, 16),  # one tile per head, like a dense problem
         (1, 128, 16384, 8, {"max_seqlen_q": 128, "num_splits": 3}, 3),
         (1, 128, 16384, 8, {"max_seqlen_q": 128, "num_splits": 1}, 1),
         (64, 64 * 128, 64 * 512, 32, {"max_seqlen_q": 128, "num_splits": 1000}, MAX_SPLITS),
-        (64, 64 * 128, 64 * 512, 32, {"max_seqlen_q": 128}, 1),  # tiles enough
-        (8, 8, 8 * 16384, 1, {"max_seqlen_q": 1}, 16),  # a query each
+        (64, 64 * 128, 64 * 512, 32, {"max_seqlen_q": 128}, 1),  # enough tiles
+        (8, 8, 8 * 16384, 1, {"max_seqlen_q": 1}, 16),  # one query per sequence
         (2, 300, 16384, 1, {"max_seqlen_k": 100}, 1),
-        (1, 128, 16384, 8, {}, 16),  # bounds that no tensor may have: its rows decide
+        (1, 128, 16384, 8, {}, 16),  # bounds above the number of rows: the rows decide
         (1, 128, 16384, 8, {"window": (100, 0)}, 1),
         (1, 128, 16384, 8, {"window": (-1, 0)}, 16),
         (2, 128, 16384, 8, {"max_seqlen_q": 0, "max_seqlen_k": 0}, 1),
         (0, 128, 16384, 8, {}, 1),
     ],
 )
-def test_packed_splits_follow_from_the_bounds_of_lengths(batch, total_q, total_k, heads, changes, splits):
-    starts = torch.zeros(batch + 1, dtype=torch.int32, device="meta")  # nobody reads it
+def test_packed_splits_follow_from_upper_bounds_of_lengths(batch, total_q, total_k, heads, changes, splits):
+    starts = torch.zeros(batch + 1, dtype=torch.int32, device="meta")  # never read
     bounds = {"max_seqlen_q": 2**40, "max_seqlen_k": 2**40}
     options = Options(cu_seqlens_q=starts, cu_seqlens_k=starts, **bounds | changes)
     assert packed_splits(options, total_q, total_k, heads, SMS) == splits
 
 
-def test_parts_of_packed_sequences_are_those_of_a_batch_of_one(monkeypatch):
-    """What the kernels get, of sequences of 130, 0 and 70 queries."""
+def test_split_packed_sequences_launch_as_a_batch_of_one(monkeypatch):
+    """Arguments of the kernels, for sequences of 130, 0 and 70 queries."""
     calls = []
 
     def kernel(name):
@@ -106,19 +106,19 @@ def test_parts_of_packed_sequences_are_those_of_a_batch_of_one(monkeypatch):
     plan = launch.fwd.FwdPlan(q, k, v, out, True, False, options=options)
     plan.launch(q, k, v, out, lse, 0.1, False, options)
 
-    (_, _), (_, forward), (_, (o_parts, lse_parts, whole, whole_lse, unit)) = calls
+    (_, _), (_, forward), (_, (o_parts, lse_parts, merged, merged_lse, unit)) = calls
     assert [name for name, _ in calls] == ["table", "forward", "combine"]
     assert o_parts.shape == (3, 1, 4, 200, 128) and lse_parts.shape == (3, 1, 4, 200)
     assert forward[3] is o_parts and forward[4] is lse_parts
     heads_per_kv, entries, group_heads, ctas = forward[8:12]
     assert (heads_per_kv, entries, group_heads, ctas) == (2, 200 // 128 + 3, 4, 3 * 4 * 4)
-    assert whole.shape == (1, 200, 4, 128) and whole.data_ptr() == out.data_ptr()
-    assert whole_lse.shape == (1, 4, 200) and whole_lse.data_ptr() == lse.data_ptr()
+    assert merged.shape == (1, 200, 4, 128) and merged.data_ptr() == out.data_ptr()
+    assert merged_lse.shape == (1, 4, 200) and merged_lse.data_ptr() == lse.data_ptr()
     assert unit == launch.common.LN2
 
 
-def test_parts_of_the_keys_make_the_whole():
-    """What kernels/fwd_combine.py computes, with a part that has no key and a row that has none at all."""
+def test_merged_splits_equal_attention_to_all_keys():
+    """Formula of kernels/fwd_combine.py, with a split without keys and a row that sees no key."""
     scores, v = torch.randn(5, 12, dtype=torch.float64), torch.randn(12, 3, dtype=torch.float64)
     scores[1] = -math.inf
     scores[2, :8] = -math.inf

@@ -1,4 +1,4 @@
-"""The console script: tl-attention bench | tune | compile | config | support | doctor."""
+"""The console script: tl-attention bench | tune | compile | config | manifest | support | doctor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tl_attention.problem import (
 from tl_attention.target import gpu_name, is_hopper
 
 if TYPE_CHECKING:
-    from tl_attention.testing.bench import Shape
+    from tl_attention.testing.shapes import Shape
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_tune(commands.add_parser("tune", **TUNE, parents=[shapes]))
     _add_compile(commands.add_parser("compile", **COMPILE, parents=[shapes]))
     _add_config(commands.add_parser("config", **CONFIG))
+    _add_manifest(commands.add_parser("manifest", **MANIFEST))
     command = commands.add_parser(
         "support", help="table of options, passes, dtypes and head dims with kernels"
     )
@@ -76,6 +77,11 @@ CONFIG = {
     "help": "which config serves a problem, where it comes from and why",
     "description": "Print the config that serves a problem, the tuned row or grid line it comes from, and the rows and lines tried"
     " before. Example: tl-attention config bf16 d128 causal window=127 sink seqlen_k=4096",
+}
+MANIFEST = {
+    "help": "rewrite configs/kernels.json and print which shipped kernels changed",
+    "description": "Trace every shipped kernel, print which hashes differ from configs/kernels.json, compile those kernels and rewrite"
+    " the file. With --check print only; status 1 if a hash differs.",
 }
 
 
@@ -145,6 +151,14 @@ def _add_config(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run=show_config)
 
 
+def _add_manifest(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--check", action="store_true", help="compile and write nothing; needs no nvcc")
+    command.add_argument(
+        "--jobs", type=int, help="kernels traced or compiled at a time; default: one per CPU"
+    )
+    command.set_defaults(run=update_manifest)
+
+
 def seconds(text: str) -> float:
     """90s, 10m, 1h or plain seconds."""
     number, unit = (text[:-1], text[-1]) if text[-1:] in ("s", "m", "h") else (text, "s")
@@ -153,7 +167,7 @@ def seconds(text: str) -> float:
 
 def parse_shapes(words: Sequence[str]) -> dict[str, Shape]:
     """Shapes by name. Raises SystemExit for a name missing in configs/shapes.toml or a malformed shape."""
-    from tl_attention.testing.bench import chosen_shapes
+    from tl_attention.testing.shapes import chosen_shapes
 
     try:
         return chosen_shapes(words)
@@ -231,6 +245,8 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     from rich.progress import track
     from rich.table import Table
 
+    from tl_attention.tuning.results import REPORT_COLUMNS, report_cells
+
     if arguments.options:
         kernels = configs.option_kernels([name for name in arguments.directions if name != DECODE])
     elif arguments.shapes:
@@ -250,14 +266,14 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     }
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    table = Table("problem", "kernel", *autotune.REPORT_COLUMNS, "verdict")
+    table = Table("problem", "kernel", *REPORT_COLUMNS, "result")
     faults = 0
     for problem, config in kernels:
         result = results[problem, config]
         report = None if isinstance(result, autotune.Failure) else result
         fault = report.fault if report else str(result).strip().splitlines()[-1]
         faults += bool(fault)
-        table.add_row(str(problem), str(config), *autotune.report_cells(report), fault or "ok")
+        table.add_row(str(problem), str(config), *report_cells(report), fault or "ok")
     console.print(table)
     return 1 if faults or not kernels else 0
 
@@ -291,6 +307,26 @@ def show_config(arguments: argparse.Namespace) -> int:
                 print(text)
     except ValueError as error:
         raise SystemExit(f"tl-attention config: {error}") from None
+    return 0
+
+
+def update_manifest(arguments: argparse.Namespace) -> int:
+    from tl_attention import manifest, toolkit
+
+    if arguments.check:
+        hashes = manifest.trace_all(manifest.shipped(), arguments.jobs)
+        difference = manifest.compare(hashes, manifest.Manifest.read())
+        print(difference)
+        return 1 if difference.new or difference.changed or difference.gone else 0
+    if configs.installed():
+        print(
+            "tl-attention manifest needs a checkout, as an installed package is read-only; --check compares"
+        )
+        return 2
+    if not toolkit.find_nvcc():
+        print(f"tl-attention manifest: {toolkit.NO_NVCC}; --check needs none")
+        return 2
+    print(manifest.rewrite(arguments.jobs))
     return 0
 
 

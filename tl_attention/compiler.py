@@ -1,7 +1,7 @@
-"""Problem and config -> compiled kernel, a callable.
+"""Compiler: problem and config -> compiled kernel, a callable.
 
-Kernels are compiled once, kept on disk under configs.cache_dir() and in a dict of the process. A process that finds its kernel on
-disk loads it without importing tilelang, which takes longer than loading.
+A kernel is compiled once, and kept on disk under configs.cache_dir() and in a dict of the process. A process that finds its kernel
+on disk loads it without importing tilelang, which takes longer than the loading.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tl_attention.kernel_configs import (
 from tl_attention.problem import AttnProblem
 from tl_attention.target import TARGET
 
-# No template imports another; all import the other files of kernels/
+# Config class -> module of kernels/ and function in it. No template imports another; all import the other files of kernels/
 TEMPLATES = {
     FwdConfig: ("fwd", "flash_fwd"),
     FwdCombine: ("fwd_combine", "flash_fwd_combine"),
@@ -61,13 +61,13 @@ _compiled: dict[tuple[AttnProblem, KernelConfig], Kernel] = {}
 
 
 def compile_count() -> int:
-    """How many kernels this process has compiled or loaded."""
+    """Number of kernels that this process has compiled or loaded."""
     return len(_compiled)
 
 
 @functools.cache
 def _sources_digest(template: str) -> str:
-    """Of everything a kernel is made from but its problem and config."""
+    """Hash of all that determines a kernel beside its problem and config: source files and compiler versions."""
     folder = Path(__file__).parent
     versions = [importlib.metadata.version(name) for name in ("tilelang", "apache-tvm-ffi")]
     digest = hashlib.sha256(" ".join([*versions, platform.machine()]).encode())
@@ -81,13 +81,13 @@ def _sources_digest(template: str) -> str:
 
 
 def template(config: KernelConfig) -> tuple[str, str]:
-    """The module of kernels/ that a kernel comes from, and the function in it."""
+    """Module of kernels/ that makes a kernel, and the function in it."""
     by_queries = isinstance(config, BwdPass) and config.grads == "dq"
     return TEMPLATES["dq" if by_queries else type(config)]
 
 
 def trace(problem: AttnProblem, config: KernelConfig) -> Any:
-    """The kernel in TileLang, a PrimFunc. Needs neither GPU nor nvcc."""
+    """Kernel in TileLang, a PrimFunc. Needs neither GPU nor nvcc."""
     module, function = template(config)
     return getattr(_kernel_module(module), function)(problem, config)
 
@@ -97,7 +97,7 @@ def _kernel_module(name: str) -> ModuleType:
 
 
 def pass_configs(problem: AttnProblem, config: KernelConfig) -> dict[str, object]:
-    """Options of the passes that lower a kernel."""
+    """Options of the compiler passes for a kernel."""
     module, _ = template(config)
     found = dict(_kernel_module(module).PASS_CONFIGS)
     if (level := register_level(problem, config)) != REGISTER_LEVEL:
@@ -106,14 +106,14 @@ def pass_configs(problem: AttnProblem, config: KernelConfig) -> dict[str, object
 
 
 def kernel_path(problem: AttnProblem, config: KernelConfig) -> Path:
-    """Where the compiled kernel lies, or will; its CUDA source lies beside it as .cu."""
+    """File of a compiled kernel, which may not exist yet; its CUDA source is beside it as .cu."""
     module, _ = template(config)
     key = f"{_sources_digest(module)} {problem!r} {config!r}"
     return configs.cache_dir() / f"{module}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
 
 
 def lower(problem: AttnProblem, config: KernelConfig) -> tuple[str, int]:
-    """CUDA source of a kernel, and the bytes of dynamic shared memory it asks for. Needs neither GPU nor nvcc."""
+    """CUDA source of a kernel, and its bytes of dynamic shared memory. Needs neither GPU nor nvcc."""
     import tilelang
     from tilelang import tvm
 
@@ -134,7 +134,7 @@ def _build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
         )
     logger = logging.getLogger("tilelang")
     level = logger.level
-    logger.setLevel(logging.WARNING)  # it tells of each export
+    logger.setLevel(logging.WARNING)  # it reports each export
     try:
         kernel = tilelang.compile(
             trace(problem, config), target=TARGET, pass_configs=pass_configs(problem, config)
@@ -149,8 +149,8 @@ def _build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
 
 @functools.cache
 def _load_runtime() -> ModuleType:
-    """tvm_ffi, and the libraries of tilelang a compiled kernel calls into; importing tilelang itself would take most of a second."""
-    import tvm_ffi  # before the libraries, whose thousands of functions it would list
+    """tvm_ffi with the libraries of tilelang that compiled kernels call. Importing tilelang itself would take most of a second."""
+    import tvm_ffi  # before the libraries: it would list their thousands of functions
 
     if "tilelang" not in sys.modules:
         root = importlib.util.find_spec("tilelang").submodule_search_locations[0]
@@ -160,16 +160,16 @@ def _load_runtime() -> ModuleType:
 
 
 def compile_config(problem: AttnProblem, config: Config) -> None:
-    """Have all kernels of a config at hand."""
-    for one in config.kernels(problem):
-        compile_kernel(*one)
+    """Compile or load all kernels of a config."""
+    for kernel in config.kernels(problem):
+        compile_kernel(*kernel)
 
 
 def compile_kernel(problem: AttnProblem, config: KernelConfig) -> Kernel:
-    """The compiled kernel: from this process, else from disk, else by nvcc for sm_90a (seconds, no GPU needed).
+    """Compiled kernel: from this process, else from disk, else by nvcc for sm_90a (seconds, no GPU needed).
 
     Returns:
-        A function of the arguments that its file in kernels/ describes.
+        A function whose arguments are described in its file of kernels/.
     """
     key = (problem, config)
     if key not in _compiled:

@@ -1,4 +1,4 @@
-"""What the compiler made of a kernel: registers, spills, shared memory, tensor instructions. Needs no GPU."""
+"""Reports on compiled kernels: registers, spills, shared memory, tensor instructions. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from tl_attention.legality import smem_bytes
 from tl_attention.problem import AttnProblem
 from tl_attention.target import REGISTERS, SMEM_LIMIT, SMEM_PER_SM, TARGET
 
-# Each marks a slow kernel. C7507: setmaxnreg is ignored; the others: every wgmma is waited for
+# Warnings of ptxas that mark a slow kernel. C7507: setmaxnreg is ignored; the others: each wgmma is followed by a wait
 WARNINGS = ("C7507", "C7510", "C7512", "C7514", "C7517")
 THREADS_PER_SM = 2048
-SMEM_RESERVED = 1024  # bytes the hardware takes for each CTA
+SMEM_RESERVED = 1024  # bytes per CTA, taken by the hardware
 
 
 @dataclass(frozen=True)
 class Report:
-    registers: int  # a thread at launch; warpgroups redistribute them
-    spill_bytes: int  # stores of a thread
+    registers: int  # per thread at launch; warpgroups redistribute them
+    spill_bytes: int  # stored per thread
     smem_bytes: int  # dynamic: the tiles
     smem_static: int  # the barriers
     ctas_per_sm: int
-    warnings: tuple[str, ...]  # those of WARNINGS that ptxas gave
+    warnings: tuple[str, ...]  # those of WARNINGS in the output of ptxas
     hgmma: int  # wgmma instructions in the code
     tma: int  # TMA loads
     tma_stores: int
-    vector_sums: int  # additions of four numbers at once in global memory
-    loops: tuple[int, ...]  # instructions of the loops over keys; a warpgroup has a masked and a plain one
-    counted_in: str  # SASS; or PTX where there is no cuobjdump, and then no loops
+    vector_sums: int  # atomic additions of four numbers in global memory
+    loops: tuple[int, ...]  # instructions per loop over keys; a warpgroup has a masked and a plain loop
+    counted_in: str  # SASS, or PTX without cuobjdump: then there are no loops
     needs_wgmma: bool = True
     sass_hash: str = ""  # of the instructions, in hex; empty where there is no cuobjdump
 
     @property
     def fault(self) -> str | None:
-        """Why a kernel like this must not ship, None if it may."""
+        """Reason not to ship the kernel, None if there is none."""
         faults = [f"{self.spill_bytes} bytes of spills"] * (self.spill_bytes > 0) + list(self.warnings)
         if (smem := self.smem_bytes + self.smem_static) > SMEM_LIMIT:
             faults.append(f"{smem} of {SMEM_LIMIT} bytes of shared memory")
@@ -59,32 +59,32 @@ class Report:
 
 
 def uses_wgmma(config: KernelConfig) -> bool:
-    """Whether it multiplies matrices; the others only pass over memory."""
+    """True if the kernel multiplies matrices; the others only read and write memory."""
     return isinstance(config, FwdConfig | BwdPass | DecodeConfig)
 
 
 def report(problem: AttnProblem, config: KernelConfig) -> Report:
-    """Lower the kernel, assemble it for sm_90a and read what came out."""
+    """Report on a kernel, lowered and assembled for sm_90a."""
     source, smem = compiler.lower(problem, config)
     return report_source(source, smem, config.threads, uses_wgmma(config), register_level(problem, config))
 
 
 def report_compiled(problem: AttnProblem, config: KernelConfig) -> Report:
-    """The same for a kernel that compiler.compile_kernel has made, from the source it keeps; kept beside that."""
+    """Report on a kernel compiled by compiler.compile_kernel, from its stored source; stored beside it."""
     path = compiler.kernel_path(problem, config)
-    kept = path.with_suffix(".json")
-    if (report := _read_report(kept)) is None:
+    stored = path.with_suffix(".json")
+    if (report := _read_report(stored)) is None:
         source = path.with_suffix(".cu").read_text()
         smem = smem_bytes(problem, config)
         report = report_source(
             source, smem, config.threads, uses_wgmma(config), register_level(problem, config)
         )
-        kept.write_text(json.dumps(asdict(report)))
+        stored.write_text(json.dumps(asdict(report)))
     return report
 
 
 def _read_report(path: Path) -> Report | None:
-    """A kept report; None if there is none, or one cut short or with other fields than Report has now."""
+    """Report in a file; None if there is no file, or if it is cut short or has other fields than Report."""
     try:
         values = json.loads(path.read_text())
         return Report(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
@@ -95,10 +95,13 @@ def _read_report(path: Path) -> Report | None:
 def report_source(
     source: str, smem: int, threads: int, needs_wgmma: bool = True, level: int = REGISTER_LEVEL
 ) -> Report:
-    """The report of CUDA source by TileLang, launched with smem bytes of dynamic shared memory. level: see problem.register_level.
+    """Report on CUDA source by TileLang.
 
+    Args:
+        smem: bytes of dynamic shared memory at launch.
+        level: register usage level of ptxas.
     Raises:
-        FileNotFoundError: no nvcc. RuntimeError: nvcc refuses the source.
+        FileNotFoundError: there is no nvcc. RuntimeError: nvcc rejects the source.
     """
     with tempfile.TemporaryDirectory() as folder:
         log, cubin = _assemble(source, Path(folder), level)
@@ -135,14 +138,14 @@ def report_source(
 
 
 def ctas_per_sm(registers: int, smem: int, threads: int) -> int:
-    """CTAs an SM holds at once. Registers are given out to warps in units of 256."""
+    """Resident CTAs per SM. Registers are allocated to warps in units of 256."""
     per_warp = -(-registers * 32 // 256) * 256
     by_registers = REGISTERS // (per_warp * threads // 32)
     return min(by_registers, THREADS_PER_SM // threads, SMEM_PER_SM // (smem + SMEM_RESERVED))
 
 
 def _assemble(source: str, folder: Path, level: int) -> tuple[str, Path]:
-    """(what ptxas says, the cubin, with its PTX beside it)"""
+    """Output of ptxas, and the cubin, with its PTX beside it."""
     from tilelang.contrib import nvcc
 
     if not (found := toolkit.find_nvcc()):
@@ -154,13 +157,13 @@ def _assemble(source: str, folder: Path, level: int) -> tuple[str, Path]:
         "--cubin",
         "-O3",
         f"-arch={TARGET['arch']}",
-        *nvcc.default_compile_options(["--use_fast_math"]),  # as PASS_CONFIGS of all kernels have it
+        *nvcc.default_compile_options(["--use_fast_math"]),  # as in PASS_CONFIGS of all kernels
         "-Xptxas=-v",
         *([f"-Xptxas=--register-usage-level={level}"] if level != REGISTER_LEVEL else []),
     ]
     run = subprocess.run([*command, "--keep", path.name], capture_output=True, text=True, cwd=folder)
     if run.returncode:
-        raise RuntimeError(f"nvcc refuses the kernel:\n{run.stdout}{run.stderr}")
+        raise RuntimeError(f"nvcc rejects the kernel:\n{run.stdout}{run.stderr}")
     return run.stdout + run.stderr, path.with_suffix(".cubin")
 
 

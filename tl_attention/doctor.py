@@ -53,7 +53,7 @@ def _check_gpu() -> tuple[bool, str]:
 
 def _check_package(module: str, advice: str) -> Callable[[], tuple[bool, str]]:
     def check() -> tuple[bool, str]:
-        from tl_attention.testing.bench import version
+        from tl_attention.testing.environment import version
 
         try:
             found = importlib.util.find_spec(module)

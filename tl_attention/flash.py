@@ -29,7 +29,7 @@ Returns:
     [batch, heads, seqlen_q], or [heads, total_q], fp32, natural log. A query that sees no key has out 0 and softmax_lse -inf
     (FA2: +inf), or its sink. out and softmax_lse are differentiable, once.
 Raises:
-    TypeError, ValueError, NotImplementedError: the argument, what was expected and what came.
+    TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
 Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
 """
 
@@ -51,7 +51,7 @@ def _attend(
     causal: bool,
     deterministic: bool,
     return_attn_probs: bool,
-    asked: UserOptions,
+    asked: tuple,  # in the order of UserOptions, which costs more to make
 ) -> Output:
     window_size, softcap, dropout_p, alibi_slopes, sink, _, num_splits, lengths = asked
     plain = (
@@ -67,7 +67,8 @@ def _attend(
     if plain:
         out, lse = attention(q, k, v, softmax_scale, causal, False, False, deterministic)
     else:
-        out, lse = attention_with_options(q, k, v, softmax_scale, causal, deterministic, asked)
+        options = UserOptions(*asked)
+        out, lse = attention_with_options(q, k, v, softmax_scale, causal, deterministic, options)
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -98,7 +99,7 @@ def flash_attn_func(
 
     Options, result and errors: see the module.
     """
-    asked = UserOptions(window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, num_splits)
+    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, num_splits, None
     return _attend(q, k, v, softmax_scale, causal, deterministic, return_attn_probs, asked)
 
 
@@ -124,7 +125,7 @@ def flash_attn_qkvpacked_func(
     Options, result and errors: see the module.
     """
     check_packed("qkv", qkv, "batch, seqlen, 3, heads, head_dim", 3)
-    asked = UserOptions(window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state)
+    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None
     return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
 
 
@@ -152,7 +153,7 @@ def flash_attn_kvpacked_func(
     Options, result and errors: see the module.
     """
     check_packed("kv", kv, "batch, seqlen_k, 2, heads_kv, head_dim", 2)
-    asked = UserOptions(window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state)
+    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None
     return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
 
 
@@ -199,9 +200,7 @@ def flash_attn_varlen_func(
     """
     check_no_block_table(block_table)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
-    asked = UserOptions(
-        window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, num_splits, lengths
-    )
+    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, num_splits, lengths
     return _attend(q, k, v, softmax_scale, causal, deterministic, return_attn_probs, asked)
 
 
@@ -231,9 +230,7 @@ def flash_attn_varlen_qkvpacked_func(
     """
     check_packed("qkv", qkv, "total, 3, heads, head_dim", 3)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, None, None
-    asked = UserOptions(
-        window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, lengths=lengths
-    )
+    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, lengths
     return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
 
 
@@ -267,7 +264,5 @@ def flash_attn_varlen_kvpacked_func(
     """
     check_packed("kv", kv, "total_k, 2, heads_kv, head_dim", 2)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None, None
-    asked = UserOptions(
-        window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, lengths=lengths
-    )
+    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, lengths
     return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)

@@ -1,4 +1,4 @@
-"""The research entry: [batch, heads, seqlen, head_dim], log-sum-exp in base 2."""
+"""Research interface: [batch, heads, seqlen, head_dim] tensors, log-sum-exp in base 2."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from tl_attention import launch
 from tl_attention.checks import check_device, check_fwd
-from tl_attention.ops import attention, attention_backward
+from tl_attention.ops import attention, attention_backward, scale_of
 from tl_attention.reference import attention_backward_reference, attention_reference
 
 
@@ -26,18 +26,18 @@ def mha_fwd_interface(
         q: [batch, heads, seqlen_q, head_dim_qk], bfloat16 or float16; head_dim_qk a multiple of 8, at most 256.
         k: [batch, heads_kv, seqlen_kv, head_dim_qk], heads a multiple of heads_kv.
         v: [batch, heads_kv, seqlen_kv, head_dim_v], head_dim_v <= head_dim_qk.
-            Any strides with a contiguous last dimension, so transposed views and slices of packed QKV enter as they are. What TMA
-            cannot address (a stride of 0 or of no multiple of 16 bytes, an address of none) is copied.
-        sm_scale: multiplies the scores; finite, negative and 0 included, head_dim_qk ** -0.5 if None. The kernel is right while
+            Any strides with a contiguous last dimension: transposed views and slices of packed QKV are not copied. A tensor that TMA
+            cannot address is copied: one with a stride of 0, or with a stride or address that is no multiple of 16 bytes.
+        sm_scale: multiplies the scores; finite, negative and 0 included; None: head_dim_qk ** -0.5. The kernel is exact while
             |score * sm_scale| stays below about 2 ** 30.
         is_causal: query i sees key j if j <= i + seqlen_kv - seqlen_q (bottom-right); False: every query sees every key.
-        return_kernel: return kernel(q, k, v) -> (out, lse), compiled for tensors like these, which checks nothing: for timing.
+        return_kernel: return kernel(q, k, v) -> (out, lse), compiled for tensors like these and without checks, for timing.
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the dtype of q; lse [batch, heads, seqlen_q], fp32: log2 of the sum of
-        2 ** (score * sm_scale * log2 e) (multiply by ln 2 for the natural one). A query that sees no key has out 0 and lse -inf.
+        2 ** (score * sm_scale * log2 e); times ln 2 it is the natural one. A query that sees no key has out 0 and lse -inf.
         Both are differentiable, once.
     Raises:
-        TypeError, ValueError, NotImplementedError: the argument, what was expected and what came.
+        TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
     """
     if return_kernel:
@@ -49,8 +49,8 @@ def mha_fwd_interface(
 def _kernel_like(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float | None, is_causal: bool
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """kernel(q, k, v) -> (out, lse) without checks; compiled by a first call on q, k and v."""
-    scale = q.shape[3] ** -0.5 if sm_scale is None else float(sm_scale)
+    """kernel(q, k, v) -> (out, lse) without checks, compiled by a first call on q, k and v."""
+    scale = scale_of(q, sm_scale)
     run = attention
     if q.device.type != "cpu":
         check_device(q)
@@ -66,7 +66,7 @@ def _kernel_like(
 def ref_mha_fwd_interface(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float | None = None, is_causal: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What mha_fwd_interface computes, by the plain formula in fp32 on any device: the oracle of the tests.
+    """Reference of mha_fwd_interface: the plain formula in fp32, on any device. The tests compare with it.
 
     Returns:
         out in fp32 (not rounded to the dtype of q), and lse in base 2, fp32; shapes and edge values as mha_fwd_interface.
@@ -88,21 +88,21 @@ def mha_bwd_interface(
     deterministic: bool = False,
     return_kernel: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | Callable:
-    """The gradients of mha_fwd_interface with respect to q, k and v, in O(N) memory.
+    """Gradients of mha_fwd_interface with respect to q, k and v, in O(N) memory.
 
     Args:
         do: [batch, heads, seqlen_q, head_dim_v], the gradient with respect to out, in its dtype; any strides.
-        q, k, v, sm_scale, is_causal: as the forward had them.
-        out, lse: as the forward returned them, lse in base 2.
-        deterministic: the same bits every time, for up to a third more time at d64 and a tenth at d128;
-            torch.use_deterministic_algorithms(True) asks for it, too. Else dq may be summed in an order that varies from run to run.
-        return_kernel: return kernel(do, q, k, v, out, lse) -> (dq, dk, dv), compiled for tensors like these, which checks
-            nothing: for timing.
+        q, k, v, sm_scale, is_causal: those of the forward.
+        out, lse: results of the forward, lse in base 2.
+        deterministic: bitwise equal from run to run, for up to a third more time at d64 and a tenth at d128;
+            torch.use_deterministic_algorithms(True) asks for it, too. Otherwise the order of the sums of dq may vary.
+        return_kernel: return kernel(do, q, k, v, out, lse) -> (dq, dk, dv), compiled for tensors like these and without
+            checks, for timing.
     Returns:
-        dq, dk, dv: shaped as q, k, v, in their dtype; dk and dv summed in fp32 over the heads that share a key head. A query
-        that sees no key has the gradient 0, and adds none.
+        dq, dk, dv: shaped as q, k, v, in their dtype; dk and dv are summed in fp32 over the query heads of a key head. A query
+        that sees no key has gradient 0 and contributes none.
     Raises:
-        TypeError, ValueError, NotImplementedError: the argument, what was expected and what came.
+        TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     Source: Dao 2023 (FlashAttention-2), alg. 2; Shah et al. 2024 (FlashAttention-3).
     """
     grads = attention_backward(do, q, k, v, out, lse, sm_scale, is_causal, deterministic)
@@ -110,7 +110,7 @@ def mha_bwd_interface(
         return grads
     if q.device.type == "cpu":
         return lambda *tensors: attention_backward(*tensors, sm_scale, is_causal, deterministic)
-    scale = q.shape[3] ** -0.5 if sm_scale is None else float(sm_scale)
+    scale = scale_of(q, sm_scale)
     deterministic |= torch.are_deterministic_algorithms_enabled()
     return lambda *tensors: launch.backward(*tensors, scale, is_causal, True, True, deterministic)
 
@@ -123,7 +123,7 @@ def ref_mha_bwd_interface(
     sm_scale: float | None = None,
     is_causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What mha_bwd_interface computes, by the plain formulas in fp32 on any device: the oracle of the tests.
+    """Reference of mha_bwd_interface: the plain formulas in fp32, on any device. The tests compare with it.
 
     Returns:
         dq, dk, dv in fp32 (not rounded to the dtype of q); shapes and edge values as mha_bwd_interface.

@@ -19,7 +19,7 @@ from tl_attention.checks_kvcache import (
     check_seqlen,
     check_workspace,
 )
-from tl_attention.ops import check_place, is_traced, scale_of
+from tl_attention.ops import check_device_or_warn, is_traced, scale_of
 from tl_attention.options import UNLIMITED, Cache, Options, canonical_window
 from tl_attention.reference_kvcache import append_reference, kvcache_reference, rotary_reference
 from tl_attention.target import H200_SMS, sm_count
@@ -136,7 +136,7 @@ def flash_attn_with_kvcache(
                 sizes = *q.shape[:3], *v_cache.shape[2:], cache_capacity(k_cache, block_table)
                 needed = kvcache_workspace_bytes(*sizes, num_splits, batch_invariant, q.device)
             check_workspace(q, workspace, needed)
-        check_place(q, traced)
+        check_device_or_warn(q, traced)
         if key is not None:
             if len(_call_handles) >= MAX_CALL_HANDLES:
                 _call_handles.clear()

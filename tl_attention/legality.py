@@ -26,7 +26,7 @@ from tl_attention.target import SMEM_LIMIT
 BARRIER_BYTES = 1024  # static shared memory reserved for barriers
 TILE_BOX_BYTES = 64  # kernels.scheduler.TileBox
 TABLE_BOX_BYTES = 96  # the same with a tile table (varlen)
-VERDICTS_BYTES = 16  # kernels.scheduler.Verdicts
+HOLD_MAX_BYTES = 16  # flags of tiles that need a second run, two int32 per tile in flight
 SEGMENT_BOX_BYTES = 80  # kernels.decode.SegmentBox
 BIAS_BYTES = 32  # per column: 16 bf16 numbers, kernels.options.alloc_bias_columns
 FP32_BYTES = 4
@@ -67,7 +67,7 @@ def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
     if config.schedule != "grid":
         smem += TABLE_BOX_BYTES if problem.has("varlen") else TILE_BOX_BYTES
     if config.hold_max:
-        smem += VERDICTS_BYTES
+        smem += HOLD_MAX_BYTES
     return smem + _bias_bytes(problem, config.block_N)
 
 

@@ -267,7 +267,7 @@ _forward_ad = torch.autograd.forward_ad
 
 
 def is_traced() -> bool:
-    """Whether a tracer, a dispatch mode or a transform of torch must see the op."""
+    """True if a tracer, a dispatch mode or a transform of torch must see the op."""
     return (
         torch.compiler.is_compiling()
         or _dispatch_modes() > 0
@@ -278,12 +278,12 @@ def is_traced() -> bool:
 
 
 def are_plain(*tensors: object) -> bool:
-    """Whether all are tensors of no subclass: a subclass may intercept the op."""
+    """True if all are tensors of no subclass; a subclass may intercept the op."""
     return all(type(x) is torch.Tensor for x in tensors)
 
 
 def _has_plain_values(q: torch.Tensor, softmax_scale: object, causal: object, deterministic: object) -> bool:
-    """Whether the checks of a call with these values depend on tensor metadata only."""
+    """True if the checks of a call with these values depend on tensor metadata only."""
     return (
         q.is_cuda
         and (softmax_scale is None or (type(softmax_scale) is float and math.isfinite(softmax_scale)))
@@ -291,7 +291,7 @@ def _has_plain_values(q: torch.Tensor, softmax_scale: object, causal: object, de
     )
 
 
-def check_place(q: torch.Tensor, traced: bool) -> None:
+def check_device_or_warn(q: torch.Tensor, traced: bool) -> None:
     """Refuse a device without kernels; warn about the slow reference on the CPU. A traced call on a GPU is checked when it runs."""
     if q.device.type == "cpu":
         _warn_about_cpu()
@@ -323,7 +323,7 @@ def attention(
         check_fwd(q, k, v, softmax_scale, causal, heads_first)
         check_deterministic(deterministic)
         check_no_forward_ad()
-        check_place(q, traced)
+        check_device_or_warn(q, traced)
 
     scale = scale_of(q, softmax_scale)
     if traced or not q.is_cuda:
@@ -343,9 +343,9 @@ class UserOptions(NamedTuple):
     alibi_slopes: torch.Tensor | None
     learnable_sink: torch.Tensor | None
     rng_state: torch.Tensor | None
-    num_splits: int = 0
+    num_splits: int
     # Of packed sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
-    lengths: tuple | None = None
+    lengths: tuple | None
 
 
 def attention_with_options(
@@ -370,7 +370,7 @@ def attention_with_options(
     sink = None if options.sink is None else options.sink.detach()  # makes a plain tensor of a parameter
     tensors = (sink if x is options.sink else x for x in arguments[PLAIN + NUMBERS :] if x is not None)
     traced = is_traced() or not are_plain(q, k, v, *tensors)
-    check_place(q, traced)
+    check_device_or_warn(q, traced)
     if traced or not q.is_cuda:
         return fwd_op(q, k, v, *arguments)
     options = options if sink is None else dataclasses.replace(options, sink=sink)
@@ -450,7 +450,7 @@ def attention_backward(
     if plan is None:
         check_fwd(q, k, v, softmax_scale, causal, heads_first=True)
         check_bwd(*tensors, deterministic)
-        check_place(q, traced)
+        check_device_or_warn(q, traced)
 
     scale = scale_of(q, softmax_scale)
     if plan is not None:

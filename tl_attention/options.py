@@ -1,4 +1,4 @@
-"""Options of a call beyond plain or causal attention, each declared once: a field of Options."""
+"""Options of a call beyond plain or causal attention, each declared once as a field of Options; and the KV cache of a decode."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Options:
 
     @property
     def is_off(self) -> bool:
-        """Whether the call is plain or causal attention with default splits."""
+        """True if the call is plain or causal attention with default splits."""
         return not any(self._has(name, default) for name, default in _SWITCHES)
 
     @functools.cached_property
@@ -140,16 +140,16 @@ _COMPILED = tuple(
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Keys and values that lie in a cache, and which of them a sequence has.
+    """Keys and values in a cache, and which of them each sequence has.
 
     Args:
         k: [caches, seqlen_cache, heads_kv, head_dim], or with block_table [pages, page_size, heads_kv, head_dim].
         v: as k, head_dim_v wide.
-        seqlens: int32 [batch], or of all: keys before the new ones, with left padding counted from the start of the cache.
-        new: keys appended to each.
-        batch_idx: int32 [batch]: which cache a sequence has; None: its own number.
-        leftpad: int32 [batch]: keys before this are not of the sequence.
-        block_table: int32 [batch, pages a sequence]: page i of a sequence holds its keys from i * page_size on.
+        seqlens: int32 [batch], or one int for all: keys before the new ones; left padding counts.
+        new: number of keys appended to each sequence.
+        batch_idx: int32 [batch]: cache of each sequence; None: sequence i has cache i.
+        leftpad: int32 [batch]: keys before this one are padding.
+        block_table: int32 [batch, pages per sequence]: page i of a sequence holds its keys from i * page_size on.
     """
 
     k: torch.Tensor

@@ -11,7 +11,7 @@ NO_NVCC = "nvcc is neither in CUDA_HOME, nor on PATH, nor a pip package: pip ins
 
 
 def find_nvcc() -> tuple[Path, str] | None:
-    """nvcc where TileLang looks for it, and in words how it got there; None if there is none."""
+    """nvcc where TileLang looks for it, and the source of that path in words; None if there is none."""
     from tilelang.env import CUDA_HOME
 
     nvcc = Path(CUDA_HOME, "bin", "nvcc")
@@ -26,7 +26,7 @@ def find_nvcc() -> tuple[Path, str] | None:
 
 
 def find_cuobjdump() -> Path | None:
-    """cuobjdump on PATH, of the CUDA toolkit, or of an installed triton."""
+    """cuobjdump from PATH, the CUDA toolkit or an installed triton; None if there is none."""
     from tilelang.env import CUDA_HOME
 
     triton = importlib.util.find_spec("triton")

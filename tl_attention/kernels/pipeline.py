@@ -1,4 +1,4 @@
-"""How roles meet: rings of shared tiles between the producer and the consumers, and turns at the tensor cores."""
+"""Synchronization of roles: rings of shared tiles between producer and consumers, turns at the tensor cores, named barriers."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from tilelang.layout import make_swizzled_layout
 from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.problem import AttnProblem
 
-# Of the named ones: 0-2 are TileLang's, and its ThreadSync pass hands out 3, 4, .. (0.1.15)
+# First named barrier that is free: TileLang 0.1.15 takes 0-2, and its ThreadSync pass hands out 3, 4, ..
 FIRST_BARRIER = 8
-# By consumer warpgroups: registers a thread of (producers, consumers)
+# Registers per thread of (the producer, the consumers), by the number of consumer warpgroups
 REGISTERS = {2: (24, 240), 3: (32, 160)}
-# A producer that finds the ends of sequences needs more: with 24 it spilled, but for that of a backward in one pass. Together not more
-# than at the start, 168 a thread of two consumer warpgroups and the producers', or the increase waits for ever
+# A producer that looks up sequences needs more: with 24 it spilled, except in the one-pass backward. The sum must not exceed what the
+# threads have at launch, 168 each with two consumer warpgroups, or the increase waits forever
 VARLEN_REGISTERS = {2: (40, 232), 3: (32, 160)}
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
-    "tl.disable_thread_storage_sync": True,  # the roles meet at barriers of their own
-    "tl.disable_shared_memory_reuse": True,  # TileLang 0.1.15 takes the branches of two roles for one after the other
+    "tl.disable_thread_storage_sync": True,  # roles synchronize at barriers of their own
+    "tl.disable_shared_memory_reuse": True,  # TileLang 0.1.15 assumes that the roles run one after the other
 }
-ARRIVE = {"emit_arrive": 1}  # the TMA copy arrives at its barrier too, beside announcing its bytes
+ARRIVE = {"emit_arrive": 1}  # the TMA copy also arrives at its barrier
 
 
 def registers(problem: AttnProblem, warpgroups: int, full: bool = False) -> tuple[int, int] | None:
-    """Of (producers, consumers); None leaves them as they are. full: REGISTERS, with varlen too."""
+    """Registers per thread of (the producer, the consumers); None leaves them as at launch. full: REGISTERS with varlen, too."""
     return (VARLEN_REGISTERS if problem.has("varlen") and not full else REGISTERS).get(warpgroups)
 
 
 def alloc_swizzled(shape: list[int], dtype: str):
-    """Shared memory in the layout TMA and wgmma agree on."""
+    """Shared memory in the swizzled layout that TMA writes and wgmma reads."""
     tiles = T.alloc_shared(shape, dtype)
     T.annotate_layout({tiles: make_swizzled_layout(tiles)})
     return tiles
@@ -43,10 +43,13 @@ def alloc_fragments(shapes: list[list[int]], dtype: str):
 
 @T.meta_class
 class TileRing:
-    """Slots [rows, cols] of shared memory that TMA fills and consumer warps drain, each side at its own pace.
+    """Ring of shared tiles [rows, cols] that TMA fills and consumer warps drain, each side at its own pace.
 
-    Step i uses slot i % slots for the (i // slots)-th time; the parity of that count is what a barrier is waited on with.
-    row_values: how many fp32 numbers a row come with each tile, from as many vectors.
+    Step i uses slot i % slots for the (i // slots)-th time; the parity of that count is the phase that a barrier is waited for with.
+
+    Args:
+        shape: [slots, rows, cols].
+        row_values: fp32 vectors [rows] that come with each tile.
     """
 
     def __init__(self, shape: list[int], dtype: str, consumer_warps: int, name: str, row_values: int = 0):
@@ -96,20 +99,20 @@ class TileRing:
 
 @T.meta_class
 class SharedTile:
-    """A swizzled buffer with a name of its own: TileLang 0.1.15 places those of one name in an order that varies between processes."""
+    """Swizzled buffer with a name of its own: TileLang 0.1.15 places buffers of one name in an order that varies between processes."""
 
     def __init__(self, shape: list[int], dtype: str, name: str):
         self.tile = alloc_swizzled(shape, dtype)
 
 
 def alloc_each(warpgroups: int, shape: list[int], dtype: str, name: str):
-    """A buffer a warpgroup: only a copy to a whole 2-D buffer becomes stmatrix (0.1.15)."""
+    """One buffer per warpgroup: only a copy to a whole 2-D buffer becomes stmatrix (TileLang 0.1.15)."""
     return tuple(SharedTile(shape, dtype, name=f"{name}_{w}").tile for w in range(warpgroups))
 
 
 @T.meta_class
 class Exchange:
-    """A shared tile a warpgroup, which its warpgroup writes and all read, once a step."""
+    """One shared tile per warpgroup, which the warpgroup writes and all read, once per step."""
 
     def __init__(self, warpgroups: int, shape: list[int], dtype: str, name: str):
         self.tiles = alloc_each(warpgroups, shape, dtype, name)
@@ -140,22 +143,22 @@ class Exchange:
 
 @T.meta_class
 class Turns:
-    """Ping-pong: the warpgroups issue their GEMMs in turn, so that the softmax of one runs under the GEMMs of another."""
+    """Ping-pong: warpgroups issue their GEMMs in turn, so that the softmax of one runs under the GEMMs of another."""
 
     def __init__(self, warpgroups: int, on: bool, name: str = "turns"):
         self.warpgroups, self.on = warpgroups, on and warpgroups > 1
 
     @T.inline
     def start(self, w):
-        """The last one gives the first turn to the first."""
+        """Let warpgroup 0 begin: the last warpgroup passes the turn to it."""
         if self.on:
             if w == self.warpgroups - 1:
-                self.give(w)
+                self.pass_on(w)
 
-    def take(self, w: int):
+    def wait(self, w: int):
         return T.sync_threads(FIRST_BARRIER + w, 2 * WARPGROUP) if self.on else None
 
-    def give(self, w: int):
+    def pass_on(self, w: int):
         return (
             T.named_barrier_arrive(FIRST_BARRIER + (w + 1) % self.warpgroups, 2 * WARPGROUP)
             if self.on
@@ -173,7 +176,7 @@ def sync_consumers(threads: int):
 
 @T.macro
 def wait_for_stores(read=True):
-    """Until TMA has read what this warpgroup gave it to store, or if not `read` has written it, too."""
+    """Wait until TMA has read what this warpgroup stores; with read=False until it has also written it."""
     if T.shuffle_elect(WARPGROUP):
         T.tma_store_wait(0, read)
     T.sync_warp()

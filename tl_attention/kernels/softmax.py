@@ -7,15 +7,14 @@ import math
 import tilelang.language as T
 
 LOG2E = math.log2(math.e)
-# Where the running maximum starts: scores lie above it, its product with a large scale is still finite, and
-# LOWEST - LOWEST is 0, where -inf would give NaN
+# Initial row max: scores lie above it, its product with a large scale is finite, and LOWEST - LOWEST is 0, where -inf gives NaN
 LOWEST = -1e20
-# The scale 0 becomes this: masked scores stay -inf * scale = -inf, the others vanish
+# Replaces a scale of 0: masked scores stay -inf * scale = -inf, the others vanish
 SMALLEST_SCALE = 2.0**-126
-# P stays below 2^8, fit for fp16; its rounding error is relative, so nothing is lost
-LAZY = 8.0
-# Of a maximum that is held, which bf16 has the range for: larger sums leave too little of it to O
-LARGEST_SUM = 2.0**64
+# Growth of the row max, in powers of 2, that needs no rescale: P stays below 2^8, which fp16 holds; its rounding error is relative
+LAZY_GROWTH = 8.0
+# Largest row sum with a held row max. bf16 has the range; larger sums would leave O too little of it
+LARGEST_HELD_SUM = 2.0**64
 
 
 def rows_layout():
@@ -33,19 +32,20 @@ def rows_layout():
 
 @T.meta_class
 class OnlineSoftmax:
-    """Running maximum and sum of the rows of a [64, block_N] tile; the scores are raw, scale_log2 > 0 is folded into the exponent.
+    """Row max and row sum of score tiles [64, block_N], one tile after another.
 
-    Row sums stay split over the 8 columns a quad of threads holds until finish(), so no step shuffles for them.
+    The row max is one of raw scores; scale_log2 > 0 multiplies them in the exponent. Row sums stay split over the 8 columns that
+    a quad of threads holds until finish(), so no step shuffles for them.
     """
 
     def __init__(self, block_N: int, scale_log2, name: str = "softmax"):
         self.block_N, self.scale_log2 = block_N, scale_log2
         self.row_max = T.alloc_fragment([64], "float32")
         self.row_max_prev = T.alloc_fragment([64], "float32")
-        self.row_scale = T.alloc_fragment([64], "float32")  # what the row's output so far is multiplied by
+        self.row_scale = T.alloc_fragment([64], "float32")  # factor of the row's output so far
         self.partial_sum = T.alloc_fragment([64, 8], "float32")
         self.block_sum = T.alloc_fragment([64, 8], "float32")
-        self.moved = T.alloc_var("int32", init=0)
+        self.flag = T.alloc_var("int32", init=0)
         self.row_sum = T.alloc_fragment([64], "float32")
 
     @T.inline
@@ -55,9 +55,9 @@ class OnlineSoftmax:
 
     @T.inline
     def update(self, acc_s, shift=None, follow=True):
-        """Replace scores by exp2((score + shift - row_max) * scale_log2), and add to the sums.
+        """Replace scores by exp2((score + shift - row_max) * scale_log2), and add them to the row sums.
 
-        follow: whether row_max follows the running maximum; else it stays, and must be that of some scores already.
+        follow: update row_max first. Else row_max is held; each row must have seen a score before.
         """
         if follow:
             self.follow(acc_s, shift)
@@ -72,10 +72,10 @@ class OnlineSoftmax:
 
     @T.inline
     def follow(self, acc_s, shift):
-        """Set row_max, and row_scale for what was summed before.
+        """Update row_max, and set row_scale, the factor of what was summed before.
 
-        row_max follows the running maximum only when that has grown by 2^LAZY: any row_max gives the same quotient, and
-        most steps then need no rescale.
+        row_max changes only when the maximum has grown by more than LAZY_GROWTH: any row_max gives the same quotient, and most
+        steps then need no rescale.
         """
         T.copy(self.row_max, self.row_max_prev, loop_layout=rows_layout())
         if shift is None:
@@ -86,49 +86,49 @@ class OnlineSoftmax:
                 self.row_max[i] = T.max(self.row_max[i] + shift, self.row_max_prev[i])
         for i in T.Parallel(64, loop_layout=rows_layout()):
             grown = (self.row_max[i] - self.row_max_prev[i]) * self.scale_log2
-            self.row_max[i] = T.if_then_else(grown > LAZY, self.row_max[i], self.row_max_prev[i])
+            self.row_max[i] = T.if_then_else(grown > LAZY_GROWTH, self.row_max[i], self.row_max_prev[i])
         for i in T.Parallel(64, loop_layout=rows_layout()):
             # The difference first: exact for LOWEST, where an FMA would leave its rounding error
             self.row_scale[i] = T.exp2((self.row_max_prev[i] - self.row_max[i]) * self.scale_log2)
 
     def score_max(self, i, shift):
-        """row_max as scores have it."""
+        """row_max relative to scores that lack `shift`."""
         return self.row_max[i] if shift is None else self.row_max[i] - shift
 
     @T.inline
     def rescale(self, acc_o):
-        """Multiply by row_scale, if a row of this warp moved its maximum."""
+        """Multiply by row_scale, if the row max of any row of this warp changed."""
         rows, cols = acc_o.shape
-        self.moved[0] = 0
+        self.flag[0] = 0
         for i in T.Parallel(64, loop_layout=rows_layout()):
             if self.row_max[i] > self.row_max_prev[i]:
-                self.moved[0] = 1
-        if T.any_sync(self.moved[0] != 0):
+                self.flag[0] = 1
+        if T.any_sync(self.flag[0] != 0):
             for i, j in T.Parallel(rows, cols):
                 acc_o[i, j] *= self.row_scale[i]
 
     @T.inline
     def check_sums(self):
-        """For overflowed()."""
-        self.moved[0] = 0
+        """Compare the row sums with LARGEST_HELD_SUM, for overflowed()."""
+        self.flag[0] = 0
         for i, j in T.Parallel(64, 8):
-            if self.partial_sum[i, j] > LARGEST_SUM:
-                self.moved[0] = 1
+            if self.partial_sum[i, j] > LARGEST_HELD_SUM:
+                self.flag[0] = 1
 
     def overflowed(self):
-        """Whether a row of this warp has a sum that the maximum it held is too small for."""
-        return T.any_sync(self.moved[0] != 0)
+        """Whether the held row max is too small for the sum of any row of this warp."""
+        return T.any_sync(self.flag[0] != 0)
 
     @T.inline
     def finish(self, acc_o, lse, lse_unit, sink=None):
-        """Divide by the row sum, and set lse in units of log2 / lse_unit; 0 and -inf for a row with no key.
+        """Divide acc_o by the row sums, and set lse = log2(sum of exp2) * lse_unit; a row without keys gets 0 and -inf.
 
-        sink: a score, in natural units, that takes its share of the sum.
+        sink: score in natural units that takes its share of the sum; None for no sink.
         """
         rows, cols = acc_o.shape
         T.reduce_sum(self.partial_sum, self.row_sum, dim=1)
         if sink is not None:
-            for i in T.Parallel(64, loop_layout=rows_layout()):  # to a maximum that holds for the sink, too
+            for i in T.Parallel(64, loop_layout=rows_layout()):  # relative to a maximum that covers the sink
                 self.row_max_prev[i] = T.max(self.row_max[i] * self.scale_log2, sink * LOG2E)
                 self.row_scale[i] = T.exp2(self.row_max[i] * self.scale_log2 - self.row_max_prev[i])
                 self.row_sum[i] = self.row_sum[i] * self.row_scale[i] + T.exp2(
@@ -150,7 +150,7 @@ class OnlineSoftmax:
 
 @T.macro
 def probabilities(acc_s, exponent, P=None, slope=None):
-    """Replace scores by exp2(exponent(score, i, j)), times slope(score) if that is given; P gets them without."""
+    """Replace scores by exp2(exponent(score, i, j)), times slope(score) if given; P gets them without the slope."""
     rows, cols = acc_s.shape
     for i, j in T.Parallel(rows, cols):
         if P is not None:
@@ -163,9 +163,9 @@ def probabilities(acc_s, exponent, P=None, slope=None):
 
 @T.macro
 def softmax_backward(P, acc_dp, delta, dS):
-    """dS = P * (dP - delta(i, j)), which may take the place of P."""
+    """Set dS = P * (dP - delta(i, j)); dS may be P."""
     rows, cols = P.shape
-    # bf16 multiplies two at a time, which fp16 lacks the range for
+    # bf16 multiplies two numbers at a time; fp16 lacks the range for that
     product = P.dtype if P.dtype == "bfloat16" else "float32"
     for i, j in T.Parallel(rows, cols):
         dS[i, j] = T.cast(P[i, j], product) * T.cast(acc_dp[i, j] - delta(i, j), product)

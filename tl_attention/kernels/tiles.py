@@ -1,4 +1,4 @@
-"""Where the tiles of one head lie in global memory. A kernel for another memory path (varlen, paged) brings its own class."""
+"""Tiles of one head in global memory. Another memory path (varlen, split) is another class with the same methods."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from tl_attention.problem import FAR, AttnProblem
 
 
 def strided(name: str, shape: list, dtype: str) -> Any:
-    """A tensor argument with any strides but the last, which is 1; TMA wants the others to be multiples of 16 bytes."""
+    """Tensor argument whose last stride is 1 and whose others are runtime values; TMA wants multiples of 16 bytes."""
     strides = [T.dynamic(f"{name}_stride_{axis}", "int64") for axis in range(len(shape) - 1)]
     return T.StridedTensor(shape, [*strides, 1], dtype)
 
 
 @dataclass(frozen=True)
 class FragmentBlocks:
-    """fp32 matrices of 16 * row_blocks rows, in blocks of 16 x 8, each laid out as a warp holds it after wgmma: a thread has 4 numbers of
-    it side by side, and a warp all 512 bytes, so that one instruction a block adds or stores them.
+    """fp32 matrices of 16 * row_blocks rows in blocks of 16 x 8, each in the order in which a warp holds it after wgmma.
 
-    tensor: [matrices * row_blocks, cols / 8, 32, 4]. A place in it is the number of a row block: an int32, where an offset is none.
+    A thread has 4 numbers of a block side by side and a warp all 512 bytes, so one instruction per block adds or stores them.
+
+    Args:
+        tensor: [matrices * row_blocks, cols / 8, 32, 4]. The first index, a row block, fits an int32 where an offset does not.
+        row_blocks: row blocks per matrix.
     """
 
     tensor: Any
-    row_blocks: Any  # of a matrix
+    row_blocks: Any
 
     @staticmethod
     def argument(total_row_blocks: Any, cols: int) -> Any:
@@ -37,12 +40,12 @@ class FragmentBlocks:
 
     @staticmethod
     def in_block(row: Any, col: Any) -> tuple:
-        """Lane and number of an element."""
+        """(lane, number in it) of an element of a block."""
         return row % 8 * 4 + col % 8 // 2, row % 16 // 8 * 2 + col % 2
 
     @staticmethod
     def element(lane: Any, number: Any) -> tuple:
-        """Row and column in its block."""
+        """(row, column) in the block."""
         return lane // 4 + number // 2 * 8, lane % 4 * 2 + number % 2
 
     @T.inline
@@ -62,10 +65,10 @@ class FragmentBlocks:
 
 @dataclass(frozen=True)
 class DenseTiles:
-    """Q, K, V, O: [batch, seqlen, heads, columns]; Lse: [batch, heads, seqlen_q].
+    """Tiles of dense tensors: Q, K, V, O [batch, seqlen, heads, columns], Lse [batch, heads, seqlen_q] fp32.
 
-    A tile is head_dim (Q, K) or head_dim_v (V, O) wide, whatever the tensors' columns: TMA reads 0 and writes nothing past
-    either end.
+    A tile is head_dim (Q, K) or head_dim_v (V, O) wide, whatever the tensors' columns: TMA reads 0 and writes nothing past the
+    end of a dimension.
     """
 
     Q: Any
@@ -97,32 +100,32 @@ class DenseTiles:
 
 
 def packed(name: str, heads: Any, columns: Any, dtype: str) -> Any:
-    """A tensor argument [total, heads, columns] whose rows are those of sequences of any lengths, one after the other.
+    """Tensor argument [total, heads, columns] of sequences of any lengths, one after another, viewed so that TMA sees where each ends.
 
-    It is seen as [planes, ends, rows, heads, columns] with rows = FAR, where ends and rows both step by one row, and FAR planes, in
-    addresses of 64 bits, go back FAR rows: [FAR, end, FAR - length + i] is row i of the sequence of that length that ends before `end`.
-    So TMA sees the end of each: it reads 0 and writes nothing past it.
+    The view is [planes, ends, rows, heads, columns] with rows = FAR. Ends and rows both step by one row; FAR planes go back FAR rows,
+    in 64-bit addresses. So [FAR, end, FAR - length + i] is row i of the sequence of that length whose last row is end - 1. TMA reads 0
+    and writes nothing past the end of `rows`, which is the end of the sequence.
     """
     planes, ends, rows = T.dynamic(f"{name}_planes, {name}_ends, {name}_rows")
     return strided(name, [planes, ends, rows, heads, columns], dtype)
 
 
 def rows_argument(problem: AttnProblem, name: str, batch: Any, seqlen: Any, heads: Any, columns: Any) -> Any:
-    """A tensor argument [batch, seqlen, heads, columns] with any strides, or with varlen as packed() has it."""
+    """Tensor argument [batch, seqlen, heads, columns] with any strides; with varlen the view of packed()."""
     if problem.has("varlen"):
         return packed(name, heads, columns, problem.dtype)
     return strided(name, [batch, seqlen, heads, columns], problem.dtype)
 
 
 def packed_rows(tensor: Any, end: Any, length: Any, start: Any, rows: int, head: Any, cols: int) -> Any:
-    """Rows from start on of the sequence of that length whose rows in a tensor as packed() has it end before `end`."""
+    """`rows` rows from `start` on of the sequence of this length and end, in the view of packed()."""
     row = FAR - length + start
     return tensor[FAR, end, row : row + rows, head, 0:cols]
 
 
 @dataclass(frozen=True)
 class PackedTiles(DenseTiles):
-    """DenseTiles of sequences of any lengths, one after the other as packed() has them; Lse: [heads, total_q]."""
+    """Tiles of packed sequences: Q, K, V, O in the view of packed(), Lse [heads, total_q] fp32."""
 
     def q(self, tile: Any, start: Any, rows: int) -> Any:
         return packed_rows(self.Q, tile.end_q[0], tile.len_q[0], start, rows, tile.head, self.head_dim)
@@ -136,22 +139,22 @@ class PackedTiles(DenseTiles):
     def o(self, tile: Any, start: Any, rows: int) -> Any:
         return packed_rows(self.O, tile.end_q[0], tile.len_q[0], start, rows, tile.head, self.head_dim_v)
 
-    def lse_place(self, tile: Any, row: Any) -> tuple:
+    def lse_index(self, tile: Any, row: Any) -> tuple:
         return tile.head, row
 
     @T.inline
     def store_lse(self, lse, tile, start):
-        # Variables, not expressions, which kept the layout inference of TileLang 0.1.15 busy for half a minute
+        # Variables: as expressions they kept the layout inference of TileLang 0.1.15 busy for half a minute
         row = T.alloc_var("int32", init=tile.end_q[0] - tile.len_q[0] + start)
         rows_left = T.alloc_var("int32", init=tile.len_q[0] - start)
         for i in T.Parallel(lse.shape[0]):
             if i < rows_left:
-                self.Lse[self.lse_place(tile, row + i)] = lse[i]
+                self.Lse[self.lse_index(tile, row + i)] = lse[i]
 
 
 @dataclass(frozen=True)
 class DensePartTiles(DenseTiles):
-    """DenseTiles whose output is one of several parts: O [splits, batch, heads, seqlen_q, head_dim_v], Lse [splits, batch, ..]."""
+    """DenseTiles of a split: O [splits, batch, heads, seqlen_q, head_dim_v] and Lse [splits, batch, heads, seqlen_q], fp32."""
 
     def o(self, tile: Any, start: Any, rows: int) -> Any:
         return self.O[tile.split, tile.batch, tile.head, start : start + rows, 0 : self.head_dim_v]
@@ -166,11 +169,12 @@ class DensePartTiles(DenseTiles):
 
 @dataclass(frozen=True)
 class PackedPartTiles(PackedTiles):
-    """PackedTiles whose output is one of several parts, those of a batch of one in DensePartTiles: O [splits, 1, heads, total_q,
-    head_dim_v], Lse [splits, 1, heads, total_q]. Rows of no sequence, and those that it does not use, are not written.
+    """PackedTiles of a split: O [splits, 1, heads, total_q, head_dim_v] and Lse [splits, 1, heads, total_q], fp32.
+
+    Rows that belong to no sequence, or that their sequence does not use, are not written.
     """
 
-    def lse_place(self, tile: Any, row: Any) -> tuple:
+    def lse_index(self, tile: Any, row: Any) -> tuple:
         return tile.split, 0, tile.head, row
 
     @T.inline
@@ -184,24 +188,29 @@ class PackedPartTiles(PackedTiles):
 
 @dataclass(frozen=True)
 class SharedTiles:
-    """What the roles of a CTA share: rings of tiles; O, where the output leaves from, if there is a tile for it; the box of tile plans;
-    what options.alloc_bias_columns has; verdicts, where a tile may be walked twice.
+    """Shared memory of a CTA that its roles meet at; None where a kernel has no such part.
+
+    Q, K, V, dO are TileRings; dS is an Exchange. O, P, dV are tiles [warpgroups, 64, columns], or one per warpgroup.
     """
 
     Q: Any
     K: Any
-    V: Any
-    O: Any
-    tile_box: Any
-    bias_columns: Any
-    verdicts: Any = None
+    V: Any = None
+    O: Any = None
+    dO: Any = None
+    P: Any = None
+    dS: Any = None
+    dV: Any = None
+    tile_box: Any = None  # scheduler.TileBox
+    overflows: Any = None  # scheduler.Overflows
+    bias_columns: Any = None  # options.alloc_bias_columns
 
 
 @dataclass(frozen=True)
 class DenseGradTiles:
-    """What a backward reads and writes, as DenseTiles; its queries may come from several heads.
+    """Tiles of a backward pass, as in DenseTiles; queries come from the head that a method is given.
 
-    Lse_log2, Delta: [batch, heads, seqlen_q rounded up]; dQ_sum, dK_parts, dV_parts: FragmentBlocks.
+    Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up]; dQ_sum, dK_parts, dV_parts: FragmentBlocks.
     """
 
     Q: Any
@@ -250,15 +259,17 @@ class DenseGradTiles:
         return self.dQ_sum.row_block(tile.batch * self.Q.shape[2] + head, start)
 
     def dk_row_block(self, parts: FragmentBlocks, tile: Any, start: Any) -> Any:
-        """In dK_parts or dV_parts."""
+        """Row block in dK_parts or dV_parts."""
         batch, _, heads_kv, _ = self.K.shape
         return parts.row_block((tile.part * batch + tile.batch) * heads_kv + tile.kv_head, start)
 
 
 @dataclass(frozen=True)
 class PackedGradTiles(DenseGradTiles):
-    """DenseGradTiles of sequences of any lengths; tensors as PackedTiles has them, but what is padded: Lse_log2, Delta
-    [1, heads, padded rows], dQ_sum, dK_parts and dV_parts hold each sequence from its padded_q or padded_k on.
+    """Tiles of a backward pass over packed sequences: Q, K, V, dO, dQ, dK, dV in the view of packed().
+
+    Lse_log2, Delta: fp32 [1, heads, padded rows]. They, dQ_sum, dK_parts and dV_parts hold each sequence from its padded_q or
+    padded_k on.
     """
 
     def q(self, tile: Any, head: Any, start: Any, rows: int) -> Any:

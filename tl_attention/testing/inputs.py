@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from tl_attention.testing.bench import Shape
+    from tl_attention.testing.shapes import Shape
 
 # bshd, bhsd: stored in that order. packed: slices of one [batch, seqlen, columns of q, k and v] tensor.
 LAYOUTS = ("bshd", "bhsd", "packed")

@@ -1,10 +1,12 @@
-"""Calls in subprocesses, each at its own risk: one that raises, crashes or hangs costs only itself."""
+"""Calls in subprocesses: a call that raises, crashes or hangs costs only itself."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import multiprocessing
+import multiprocessing.context
 import os
 import queue
 import signal
@@ -13,25 +15,27 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
-START_LIMIT = 60.0  # seconds a subprocess may take to import and prepare, if its call may not take longer
-GRACE = 10.0  # seconds a call has at least, however late it begins
+START_LIMIT = 60.0  # seconds for a subprocess to import and prepare, if its call may not take longer
+GRACE = 10.0  # seconds that every call has at least
+# Imported once by the server that subprocesses are forked from: none of it starts a thread or CUDA
+PRELOAD = ("tl_attention.tuning.autotune",)
 
 
 def time_left(limit_s: float, end_by: float) -> float:
-    """Seconds for a call: limit_s, or if that is less what is left until end_by (time.monotonic), but at least GRACE."""
+    """Seconds for a call: limit_s, or the time until end_by (time.monotonic) if that is less, but at least GRACE."""
     return min(limit_s, max(end_by - time.monotonic(), GRACE))
 
 
 class Failure(Exception):
-    """A call in a subprocess that came to nothing; the text says how."""
+    """A call in a subprocess without a result; the text says why."""
 
 
 class OutOfTime(Failure):
-    """It did not end within its limit."""
+    """A call that exceeded its limit."""
 
 
 class Sandbox:
-    """A subprocess for a call at a time. One that raises, crashes or hangs ends it; the next gets another."""
+    """A subprocess for one call at a time. A call that raises, crashes or hangs ends it; the next call starts another."""
 
     def __init__(self, prepare: Callable[[], None]):
         self.prepare = prepare
@@ -39,7 +43,7 @@ class Sandbox:
         self.stopped = False
 
     def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Any:
-        """function(*args), both picklable. Raises Failure after limit_s seconds, too."""
+        """function(*args), both picklable. Raises Failure, also after limit_s seconds."""
         try:
             if self.process is None:
                 self._start()
@@ -57,7 +61,7 @@ class Sandbox:
             raise
 
     def stop(self) -> None:
-        """Make the call of another thread fail, and any after it."""
+        """Make the call of another thread fail, and every later one."""
         self.stopped = True
         if self.process and self.process.is_alive():
             self.process.kill()
@@ -70,9 +74,10 @@ class Sandbox:
             self.process = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self.pipe, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self.prepare), daemon=True)
+        arguments = (theirs, self.prepare, dict(os.environ))
+        process = context.Process(target=_serve, args=arguments, daemon=True)
         process.start()
         self.process = process
         theirs.close()
@@ -88,9 +93,20 @@ class Sandbox:
         return value
 
 
-def _serve(pipe: Any, prepare: Callable[[], None]) -> None:
-    """The subprocess of a Sandbox. It leaves Ctrl-C to its parent, who ends it."""
+@functools.cache
+def _context() -> multiprocessing.context.BaseContext:
+    """Processes forked from a server that has imported PRELOAD: 0.02 s per start, instead of 1 s to import torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    return context
+
+
+def _serve(pipe: Any, prepare: Callable[[], None], environment: dict[str, str]) -> None:
+    """The subprocess of a Sandbox. It ignores Ctrl-C: its parent ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The server has the environment of its start
+    os.environ.clear()
+    os.environ.update(environment)
     function, args = prepare, ()
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
@@ -103,12 +119,12 @@ def _serve(pipe: Any, prepare: Callable[[], None]) -> None:
 
 
 class Sandboxes:
-    """Several, that share the calls of a map: default as many as there are CPUs for this process."""
+    """Several sandboxes that share the calls of a map; default one per CPU of this process."""
 
     def __init__(self, count: int | None, prepare: Callable[[], None]):
         count = count or len(os.sched_getaffinity(0))
         self.all = [Sandbox(prepare) for _ in range(count)]
-        self.idle: queue.LifoQueue[Sandbox] = queue.LifoQueue()  # those that have started go first
+        self.idle: queue.LifoQueue[Sandbox] = queue.LifoQueue()  # started ones first
         for sandbox in self.all:
             self.idle.put(sandbox)
         self.threads = ThreadPoolExecutor(count)
@@ -139,9 +155,9 @@ class Sandboxes:
         begin_by: float = math.inf,
         end_by: float = math.inf,
     ) -> Iterator[tuple[tuple, Any]]:
-        """(args, result or Failure) of each call as it ends, but for those not begun in time (time.monotonic).
+        """(args, result or Failure) of each call as it ends, without the calls that do not begin by begin_by (time.monotonic).
 
-        A call may take limit_s, or what is left until end_by when it begins, but GRACE at least.
+        A call has limit_s seconds, or the time left until end_by when it begins, but at least GRACE.
         """
 
         def run(args: tuple) -> list[tuple[tuple, Any]]:

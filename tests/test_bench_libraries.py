@@ -1,0 +1,333 @@
+"""The compared libraries without a GPU: argument lists, refusals, and the correctness check."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tl_attention.testing import counts, shapes, timer
+from tl_attention.testing.shapes import Shape
+
+pytest.importorskip("rich", reason="the benchmark needs rich")
+pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import fwd_bwd
+import library
+from libraries import cudnn, fa2, fa3, fa4, naive
+from providers import PROVIDERS
+
+SHAPE = "1,2,2,48,48,32,32,causal"
+NAIVE = naive.PROVIDER
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two copies of CPU inputs."""
+    for name in ("make_inputs", "make_dout"):
+        monkeypatch.setattr(fwd_bwd, name, partial(getattr(fwd_bwd, name), device="cpu"))
+    monkeypatch.setattr(timer, "rotation", lambda nbytes: 2)
+
+
+def empty(direction: str) -> list[library.Inputs]:
+    """One copy of inputs that hold nothing."""
+    return [tuple(torch.empty(0) for _ in ("q", "k", "v") + ("dout",) * ("bwd" in direction))]
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize(
+    ("name", "shape", "words"),
+    [
+        ("fa2", "1,1,1,8,8,192,128,full", "one head_dim"),
+        ("cudnn", "1,1,1,16,8,64,causal", "top-left"),
+        ("naive", "1,64,64,16384,16384,64,full", "would take 32 GiB"),
+        ("naive", "1,1,1,16,8,64,causal", "NaN"),
+        ("flashinfer", SHAPE, "no fwd pass"),
+    ],
+)
+def test_bench_library_says_why_it_cannot(direction: str, name: str, shape: str, words: str) -> None:
+    with pytest.raises(library.Unsupported, match=words):
+        library.prepare(PROVIDERS[name], Shape.parse(shape), direction, empty(direction))
+
+
+@pytest.mark.parametrize(("name", "words"), [("triton", "forward only"), ("flex", "Tensor.backward alone")])
+def test_bench_library_says_why_it_has_no_backward(name: str, words: str) -> None:
+    with pytest.raises(library.Unsupported, match=words):
+        library.prepare(PROVIDERS[name], Shape.parse(SHAPE), "bwd", empty("bwd"))
+
+
+def test_bench_deterministic_backwards_that_are_absent() -> None:
+    for module in (cudnn, fa3):
+        with pytest.raises(library.Unsupported, match="no deterministic mode"):
+            module.backward(Shape.parse(SHAPE), True)
+
+
+@pytest.mark.filterwarnings("ignore:tl_attention")
+@pytest.mark.parametrize("direction", ["fwd", "bwd", "fwd_bwd"])
+@pytest.mark.parametrize("shape", ["2,4,2,33,33,32,16,full", "1,2,1,20,47,64,causal"])
+@pytest.mark.parametrize("name", ["tl_attention", "naive"])
+def test_bench_library_is_right(name: str, shape: str, direction: str, on_cpu: None) -> None:
+    shape, provider = Shape.parse(shape), PROVIDERS[name]
+    copies = fwd_bwd.make_copies(shape, torch.bfloat16, direction)
+    transposed = [tuple(x.transpose(1, 2).contiguous() for x in copy) for copy in copies]
+    ready, inputs = library.prepare(provider, shape, direction, transposed)
+    assert len(inputs) == len(copies) == 2
+    for attend in (ready.call, ready.launch):
+        for copy, own in zip(copies, inputs, strict=True):
+            found = fwd_bwd.verify(name, shape, direction, attend(*own), copy)
+            assert found["correct"], found["reason"]
+
+
+class FakeFlash:
+    """The functions of FlashAttention-2 and -3, by naive, with their argument lists."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape, self.deterministic = shape, None
+
+    def flash_attn_func(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, return_attn_probs: bool
+    ) -> object:
+        assert causal == self.shape.causal
+        out, _ = self._bhsd(naive.forward(self.shape, q, saves=True), q, k, v)
+        lse = torch.zeros(out.shape[0], out.shape[2], out.shape[1])
+        return (out, lse, None) if return_attn_probs else out
+
+    def fa3_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        softmax_lse: torch.Tensor,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        softmax_scale: float,
+        causal: bool,
+    ) -> None:
+        assert (softmax_scale, causal) == (self.shape.head_dim**-0.5, self.shape.causal)
+        assert softmax_lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+        backward = naive.backward(self.shape, False, dout.transpose(1, 2))
+        found = backward.launch(*(x.transpose(1, 2) for x in (dout, q, k, v, out)), None)
+        for grad, x in zip((dq, dk, dv), found, strict=True):
+            grad.copy_(x.transpose(1, 2))
+
+    def fa2_backward(self, *tensors: torch.Tensor, dropout_p: float, **options: object) -> None:
+        self.deterministic = options.pop("deterministic")
+        absent = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
+        assert dropout_p == 0.0 and absent.items() <= options.items()
+        self.fa3_backward(*tensors, options["softmax_scale"], options["causal"])
+
+    def _bhsd(self, ready: library.Ready, *inputs: torch.Tensor) -> library.Result:
+        out, lse = ready.launch(*(x.transpose(1, 2) for x in inputs))
+        return out.transpose(1, 2), lse
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("name", ["fa2", "fa3"])
+def test_bench_flash_packages_are_called_by_their_arguments(
+    name: str, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Shape.parse("2,4,2,33,33,32,causal")
+    fake = FakeFlash(shape)
+    functions = {
+        "flash_attn_func": fake.flash_attn_func,
+        "_flash_attn_backward": fake.fa2_backward if name == "fa2" else fake.fa3_backward,
+    }
+    monkeypatch.setattr(library, "import_function", lambda module, function: functions[function])
+    monkeypatch.setattr(fa2, "has_package", lambda name="fwd": True)
+    copies = fwd_bwd.make_copies(shape, torch.bfloat16, direction)
+    ready, inputs = library.prepare(PROVIDERS[name], shape, direction, copies)
+    result = ready.launch(*inputs[0])
+    if direction == "fwd":
+        assert result[1] is None, "out alone is asked for"
+    found = fwd_bwd.verify(name, shape, direction, result, copies[0])
+    assert found["correct"], found["reason"]
+    if (name, direction) == ("fa2", "bwd"):
+        library.prepare(PROVIDERS[name], shape, "bwd_det", copies)
+        assert fake.deterministic
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (NotImplementedError("this build of FlashAttention-2 has no {'deterministic': True}"), "has no"),
+        (
+            RuntimeError("This flash attention build does not support headdim 96.\nat file.cpp"),
+            "headdim 96.$",
+        ),
+        (RuntimeError("this build: head_dim 64, 128, 256 only"), "this build: head_dim"),
+        (RuntimeError("CUDA error: an illegal memory access"), None),
+    ],
+)
+def test_bench_refusal_of_a_library_is_no_error(error: Exception, words: str | None) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    with pytest.raises(library.Unsupported if words else RuntimeError, match=words):
+        library.tried(refuse)
+
+
+def test_bench_fa3_backward_with_other_arguments_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(dout, q, k, v, out, softmax_lse, cu_seqlens_q, dq, dk, dv, softmax_scale, causal):
+        raise AssertionError
+
+    monkeypatch.setattr(library, "import_function", lambda module, name: other)
+    with pytest.raises(library.Unsupported, match="has other arguments: dout, q, k, v, out, softmax_lse, cu"):
+        fa3.backward(Shape.parse(SHAPE), False)
+
+
+def test_bench_cudnn_has_a_dense_bottom_right_bias(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, *rest: object
+    ) -> tuple:
+        assert rest == (False, 0.0, bias is None)
+        options = {"attn_mask": bias, "is_causal": bias is None, "enable_gqa": True}
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options), None
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", attend)
+    for text in ("2,4,2,20,47,64,causal", "1,2,2,33,33,32,causal"):
+        shape = Shape.parse(text)
+        ((q, k, v),) = fwd_bwd.make_copies(shape, torch.bfloat16, "fwd", warm=True)
+        inputs = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+        ready, (given,) = library.prepare(PROVIDERS["cudnn"], shape, "fwd", [inputs])
+        assert fwd_bwd.verify("cudnn", shape, "fwd", ready.launch(*given), (q, k, v))["correct"]
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("direction", ["fwd", "bwd", "fwd_bwd"])
+def test_bench_large_problems_are_checked_on_some_heads(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Shape.parse("3,8,4,24,40,32,16,causal")
+
+    (inputs, _) = fwd_bwd.make_copies(shape, torch.bfloat16, direction)
+    ready, (given, _) = library.prepare(
+        NAIVE, shape, direction, [tuple(x.transpose(1, 2).contiguous() for x in inputs)] * 2
+    )
+    result = ready.launch(*given)
+    whole = fwd_bwd.verify("naive", shape, direction, result, inputs)
+    heads = 8 if direction == "fwd" else 4
+    assert fwd_bwd.checked_heads(shape, direction) is None
+    monkeypatch.setattr(fwd_bwd, "MAX_CHECKED_SCORES", 5 * counts.visible_pairs(shape) // 3 * 8 // heads)
+    chosen, of = fwd_bwd.checked_heads(shape, direction)
+    assert (len(chosen), chosen[0], chosen[-1], of) == (5, 0, 3 * heads - 1, heads)
+    seen = []
+    monkeypatch.setattr(fwd_bwd, "check_fwd", spy(fwd_bwd.check_fwd, seen))
+    monkeypatch.setattr(fwd_bwd, "check_bwd", spy(fwd_bwd.check_bwd, seen))
+    some = fwd_bwd.verify("naive", shape, direction, result, inputs)
+    assert some["correct"]
+    assert some["max_err_ratio"] <= 2 * whole["max_err_ratio"]
+    assert {len(x) for call in seen for x in call if isinstance(x, torch.Tensor)} == {5}
+
+    for entry, head, reason in ((2, -1, "in 5 checked heads, "), (0, 1, "NaN or inf")):
+        broken = [x if x is None else x.clone() for x in result]
+        broken[-1 if direction != "fwd" else 0][entry, head, -1] = math.nan
+        found = fwd_bwd.verify("naive", shape, direction, broken, inputs, "when timed, ")
+        assert found["status"] == "wrong"
+        assert found["reason"].startswith("when timed, in 5 checked heads")
+        assert reason in found["reason"]
+
+
+def spy(function: Callable, calls: list) -> Callable:
+    def called(*args: object, **options: object) -> object:
+        calls.append([y for x in args for y in (x if isinstance(x, tuple) else [x])])
+        return function(*args, **options)
+
+    return called
+
+
+@pytest.mark.parametrize("heads", [8, 2])
+def test_bench_heads_bring_what_belongs_to_them(heads: int) -> None:
+    batch, heads_q, heads_kv = 3, 8, 2
+    q = torch.arange(batch * heads_q).view(batch, 1, heads_q, 1)
+    k = torch.arange(batch * heads_kv).view(batch, 1, heads_kv, 1)
+    chosen = [0, 1, batch * heads - 1]
+    assert fwd_bwd.take_heads(k, chosen, heads).flatten().tolist() == [i * heads_kv // heads for i in chosen]
+    each = heads_q // heads
+    expected = [[i * each + j for j in range(each)] for i in chosen]
+    assert fwd_bwd.take_heads(q, chosen, heads).flatten(1).tolist() == expected
+    assert fwd_bwd.take_heads(q.transpose(1, 2)[..., 0], chosen, heads)[..., 0].tolist() == expected
+    assert fwd_bwd.take_heads(None, chosen, heads) is None
+
+
+def test_bench_checks_take_seconds() -> None:
+    """The check of a forward computes at most MAX_CHECKED_SCORES or two heads, once in fp32 and once in bf16."""
+    for name, shape in shapes.chosen_shapes(["*"]).items():
+        chosen = fwd_bwd.checked_heads(shape, "fwd")
+        heads = len(chosen[0]) if chosen else shape.batch * shape.heads_q
+        flops = counts.fwd_flops(shape) / (shape.batch * shape.heads_q) * heads
+        assert flops < 10e12, name  # 0.2 s at 50 TFLOPS
+
+
+class Named(str):
+    """A tensor that is only a name."""
+
+    def transpose(self, *_: int) -> Named:
+        return self
+
+
+SYNONYMS = {"output": "out", "rng_state": "philox_seed", "unused": "philox_offset"}
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        ("fa2", "_scaled_dot_product_flash_attention"),
+        ("cudnn", "_scaled_dot_product_cudnn_attention"),
+    ],
+)
+def test_bench_sdpa_backward_gets_what_its_schema_asks_for(
+    name: str, op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backward = getattr(torch.ops.aten, f"{op}_backward").default._schema.arguments
+    made = [Named(SYNONYMS.get(x.name, x.name)) for x in getattr(torch.ops.aten, op).default._schema.returns]
+    given: list[object] = []
+
+    def record(*arguments: object) -> tuple[Named, ...]:
+        given[:] = arguments
+        return (Named("dq"), Named("dk"), Named("dv"))
+
+    monkeypatch.setattr(fa2, "has_package", lambda name="fwd": False)
+    monkeypatch.setattr(torch.ops.aten, op, lambda *_: tuple(made))
+    monkeypatch.setattr(torch.ops.aten, f"{op}_backward", record)
+    inputs = tuple(map(Named, ("grad_out", "query", "key", "value")))
+    ready, (call,) = library.prepare(PROVIDERS[name], Shape.parse(SHAPE), "bwd", [inputs])
+    assert ready.launch(*call) == ("dq", "dk", "dv")
+    constants = {"dropout_p": 0.0, "is_causal": True, "attn_bias": None}
+    assert given == [constants.get(x.name, x.name) for x in backward if not x.kwarg_only]
+
+
+def test_bench_sdpa_backward_is_deterministic_while_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(*_: object) -> tuple[Named, ...]:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        assert seen[-1] != torch.utils.deterministic.fill_uninitialized_memory
+        return ()
+
+    seen: list[bool] = []
+    monkeypatch.setattr(fa2, "has_package", lambda name="fwd": False)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_backward", record)
+    for deterministic in (False, True):
+        ready = fa2.backward(Shape.parse(SHAPE), deterministic)
+        ready.launch(*map(Named, ("dout", "q", "k", "v", "out", "lse")), *range(7))
+    assert seen == [False, True]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_bench_fa4_backward_is_called_by_keyword(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("dout", "q", "k", "v", "out", "lse")
+    monkeypatch.setattr(library, "import_function", lambda module, name: lambda **given: given)
+    given = fa4.backward(Shape.parse(SHAPE), deterministic).launch(*names)
+    assert given == {name: name for name in names} | {"causal": True, "deterministic": deterministic}

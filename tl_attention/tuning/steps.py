@@ -1,0 +1,172 @@
+"""Steps of the tuner: which shapes a row is tuned on, and compiling, checking and timing a candidate, each run in a subprocess."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tl_attention import configs, cubin
+from tl_attention.kernel_configs import Config, KernelConfig
+from tl_attention.problem import DIRECTIONS, AttnProblem, buckets, length_bucket, tile_widths, tuning_key
+from tl_attention.reference import attention_reference
+from tl_attention.target import H200_SMS, sm_count
+from tl_attention.testing import counts, timer
+from tl_attention.testing.inputs import make_dout, make_inputs
+from tl_attention.testing.numeric import check_bwd, check_fwd
+from tl_attention.testing.shapes import Shape
+
+CHECK_LIMIT = 30.0  # seconds for the check of one candidate; a hang costs as much
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a tuned table."""
+
+    direction: str  # one of DIRECTIONS
+    problem: AttnProblem
+    bucket: str
+
+    @property
+    def key(self) -> str:
+        """The tuning key within the section of the direction."""
+        return tuning_key(self.problem, self.bucket)
+
+    def __str__(self) -> str:
+        """bwd bf16 d128 causal 4k"""
+        return f"{self.direction} {self.key}"
+
+
+def default_shapes(direction: str = "fwd") -> list[Shape]:
+    """The tuning set: several shapes for every tile width, mask and bucket of a direction."""
+    return [
+        Shape(batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, *widths, causal)
+        for widths in tile_widths(direction)
+        for causal in (False, True)
+        for bucket in buckets(direction)
+        for batch, group, seqlen_q, seqlen_k in configs.tuning_shapes(bucket)
+        for heads_kv in [max(8, 2048 // widths[0])]
+    ]
+
+
+def group_shapes(
+    shapes: Sequence[Shape] | None, dtypes: Iterable[str], directions: Iterable[str] = DIRECTIONS
+) -> dict[Row, list[Shape]]:
+    """Shapes (default: the tuning set) grouped by the row that serves them."""
+    groups: dict[Row, list[Shape]] = {}
+    for direction, dtype in itertools.product(directions, dtypes):
+        for shape in shapes or default_shapes(direction):
+            row = Row(direction, shape.problem(dtype, direction), shape_bucket(shape, direction))
+            groups.setdefault(row, []).append(shape)
+    return groups
+
+
+def shape_bucket(shape: Shape, direction: str) -> str:
+    """The bucket of a shape on this GPU, or on an H200 where there is none."""
+    from tl_attention import launch
+
+    if direction != "fwd":
+        return length_bucket(shape.seqlen_k)
+    sms = sm_count(torch.cuda.current_device()) if torch.cuda.is_available() else H200_SMS
+    return launch.fwd_bucket(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k, sms)
+
+
+def check_shapes(shapes: Sequence[Shape]) -> list[Shape]:
+    """Shapes for the correctness check: lengths that no tile divides, and the cheapest shape that is timed."""
+    cheapest = min(shapes, key=counts.fwd_flops)
+    small = replace(cheapest, batch=2, heads_q=4, heads_kv=2)
+    odd = [replace(small, seqlen_q=q, seqlen_k=k) for q, k in ((333, 517), (517, 333), (1, 259))]
+    return [*odd, cheapest]
+
+
+def prepare_to_compile() -> None:
+    logging.disable(logging.WARNING)  # TileLang logs every kernel, which would break the progress bar
+
+
+def prepare_to_run() -> None:
+    torch.zeros(1, device="cuda")
+
+
+def compile_kernel(problem: AttnProblem, config: KernelConfig) -> cubin.Report:
+    """Put the kernel into the disk cache and report on it."""
+    from tl_attention import compiler
+
+    compiler.compile_kernel(problem, config)
+    return cubin.report_compiled(problem, config)
+
+
+def check_candidate(row: Row, config: Config, shapes: Sequence[Shape]) -> str | None:
+    """The first error in the results, or None. torch fills outputs with NaN before the kernels run."""
+    for shape in shapes:
+        inputs = _make_inputs(row, shape, seed=time.time_ns() % 2**32)
+        torch.use_deterministic_algorithms(True)
+        try:
+            results = _run(row, inputs, shape, config)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        options = {"softmax_scale": shape.head_dim**-0.5, "causal": shape.causal, "lse_base2": False}
+        if row.direction == "fwd":
+            check = check_fwd(*results, *inputs, **options)
+        else:
+            dout, q, k, v, _, _ = inputs
+            check = check_bwd(results, dout, q, k, v, **options)
+        if not check.ok:
+            return f"{shape}: {check.text}"
+    return None
+
+
+def time_candidates(
+    row: Row, candidates: Sequence[Config], shapes: Sequence[Shape], rounds: int
+) -> dict[Config, tuple[float, ...]]:
+    """TFLOPS of each candidate on each shape, over all its kernels."""
+    tflops = {config: () for config in candidates}
+    for shape in shapes:
+        copies = timer.rotation(counts.input_bytes(shape))
+        inputs = [_make_inputs(row, shape, seed) for seed in range(copies)]
+        calls = {
+            config: [functools.partial(_run, row, tensors, shape, config) for tensors in inputs]
+            for config in candidates
+        }
+        for config, timing in timer.time_interleaved(calls, rounds).items():
+            tflops[config] += (counts.flops(shape, row.direction) / timing.median_ms / 1e9,)
+    return tflops
+
+
+def _make_inputs(row: Row, shape: Shape, seed: int) -> tuple[torch.Tensor, ...]:
+    """(q, k, v), or for a backward (dout, q, k, v, out, lse), as views [batch, seqlen, heads, head_dim].
+
+    out and lse come from the reference: the forward kernel may not be compiled.
+    """
+    dtype = getattr(torch, row.problem.dtype)
+    q, k, v = make_inputs(shape, dtype, seed=seed)
+    if row.direction == "fwd":
+        return q, k, v
+    out, lse = attention_reference(q, k, v, shape.head_dim**-0.5, shape.causal)
+    return make_dout(shape, dtype, "bshd", seed, q.device), q, k, v, out.to(dtype), lse
+
+
+def _run(row: Row, inputs: tuple[torch.Tensor, ...], shape: Shape, config: Config) -> tuple:
+    from tl_attention import launch
+
+    arguments = (*inputs, shape.head_dim**-0.5, shape.causal)
+    if row.direction == "fwd":
+        return launch.forward(*arguments, lse_base2=False, config=config)
+    deterministic = row.direction == "bwd_det"
+    return launch.backward(*arguments, lse_base2=False, deterministic=deterministic, config=config)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The steps a candidate passes, as functions a subprocess can import. `compile` is called once per kernel."""
+
+    prepare_to_compile: Callable[[], None] = prepare_to_compile
+    prepare_to_run: Callable[[], None] = prepare_to_run
+    compile: Callable[[AttnProblem, KernelConfig], cubin.Report] = compile_kernel
+    check: Callable[[Row, Config, Sequence[Shape]], str | None] = check_candidate
+    time: Callable[..., dict[Config, tuple[float, ...]]] = time_candidates
+    check_limit_s: float = CHECK_LIMIT

@@ -10,9 +10,6 @@ three gradients where the registers do not hold dK and dV together, or where dQ 
 Each pass then computes S' itself.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
@@ -21,7 +18,7 @@ from tl_attention.kernels.bwd_tiles import KeyRowsMask, KeyTile, KeyTileCounts, 
 from tl_attention.kernels.mask import Mask, QueryBlocks
 from tl_attention.kernels.options import (
     Dropout,
-    Options,
+    OptionArguments,
     Scores,
     alloc_bias_columns,
     fill_bias_columns,
@@ -40,7 +37,13 @@ from tl_attention.kernels.pipeline import (
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import TileOrder
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, probabilities, softmax_backward
-from tl_attention.kernels.tiles import DenseGradTiles, FragmentBlocks, PackedGradTiles, rows_argument
+from tl_attention.kernels.tiles import (
+    DenseGradTiles,
+    FragmentBlocks,
+    PackedGradTiles,
+    SharedTiles,
+    rows_argument,
+)
 from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = {
@@ -48,20 +51,6 @@ PASS_CONFIGS = {
     # Only Lse_log2, Delta, dQ_sum and the parts are read or written without TMA; the caller pads them to whole tiles
     "tl.disable_safe_memory_legalize": True,
 }
-
-
-@dataclass(frozen=True)
-class SharedTiles:
-    """Shared memory of a CTA; None where a pass does not need it."""
-
-    Q: Any
-    dO: Any
-    K: Any
-    V: Any
-    P: Any  # P' with dropout, per warpgroup
-    dV: Any  # where dV is stored to global memory from
-    dS: Any
-    bias_columns: Any  # options.alloc_bias_columns
 
 
 def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
@@ -78,7 +67,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             Written instead of dK and dV if parts > 1.
         softmax_scale: fp32.
         heads_per_kv, .., ctas: int32, see KeyTileCounts.
-        left, .., Table: see options.Options. Only where the problem has options.
+        left, .., Table: see options.OptionArguments. Only where the problem has options.
 
     Gradients that the pass does not compute are not written.
     """
@@ -247,11 +236,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dS = P if reuse else T.alloc_fragment([64, block_M], dtype)  # dS' [keys, queries]
         acc_dk = T.alloc_fragment([64, head_dim], "float32")
         acc_dv = T.alloc_fragment([64, head_dim_v], "float32")
-        acc_dq = alloc_fragments(
-            [piece_shape(piece) for piece in pieces[w]], "float32"
-        )  # dQ of the step before
+        # dQ of the step before, in pieces
+        acc_dq = alloc_fragments([piece_shape(piece) for piece in pieces[w]], "float32")
         lse_log2 = T.alloc_fragment([block_M], "float32")
-        dq_row_block = T.alloc_var("int32", init=0)  # where that dQ goes
+        dq_row_block = T.alloc_var("int32", init=0)  # where in dQ_sum it goes
 
         for other in warpgroups if makes_dq else (w,):
             shared.K.wait(other)
@@ -274,7 +262,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if step > 0:
                 last_read.release(step - 1)
 
-            # dQ = dS K of the step before, of no use in step 0; or else dP' = V dO'. Either runs beside the exponential
+            # Beside the exponential: dQ = dS K of the step before (of no use in step 0), or dP' = V dO'
             if makes_dq:
                 if step > 0:
                     shared.dS.wait(step - 1)
@@ -413,7 +401,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         drop_below: extra.drop_below,
         Table: extra.Table,
     ):
-        options = Options(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
+        options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
         counts = KeyTileCounts(heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas)
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles)) as number:
             K_shared = TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="K")

@@ -84,8 +84,8 @@ def flash_bwd_delta(problem: AttnProblem, config: BwdDelta) -> T.PrimFunc:
             delta = T.alloc_fragment([rows], "float32")
             if varlen:
                 tile = Tile(TileOrder(False, heads, heads, 1, entries, 1, table=Table))
-                tile.look_up(block // blocks_per_tile)
-                if tile.there:
+                tile.read_table(block // blocks_per_tile)
+                if tile.exists:
                     row_in_tile = block % blocks_per_tile * rows
                     first = T.alloc_var("int32", init=tile.m_block * TABLE_ROWS + row_in_tile)
                     end, length = tile.end_q[0], tile.len_q[0]

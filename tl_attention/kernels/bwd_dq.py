@@ -5,9 +5,6 @@ consumer warpgroup owns 64 queries. The producer warp fills rings of K and V til
 Delta first.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
@@ -15,7 +12,7 @@ from tl_attention.kernels import pipeline
 from tl_attention.kernels.mask import KeyBlocks, Mask
 from tl_attention.kernels.options import (
     Dropout,
-    Options,
+    OptionArguments,
     Scores,
     alloc_bias_columns,
     fill_bias_columns,
@@ -24,30 +21,19 @@ from tl_attention.kernels.options import (
 )
 from tl_attention.kernels.pipeline import TileRing, sync_warpgroup
 from tl_attention.kernels.roles import WARPGROUP, Roles
-from tl_attention.kernels.scheduler import Launch, Tile, TileOrder
+from tl_attention.kernels.scheduler import Tile, TileCounts, TileOrder
 from tl_attention.kernels.softmax import LOG2E, probabilities, softmax_backward
-from tl_attention.kernels.tiles import DenseGradTiles, PackedGradTiles, rows_argument
+from tl_attention.kernels.tiles import DenseGradTiles, PackedGradTiles, SharedTiles, rows_argument
 from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
-
-
-@dataclass(frozen=True)
-class SharedTiles:
-    """Shared memory of a CTA."""
-
-    Q: Any
-    dO: Any
-    K: Any
-    V: Any
-    bias_columns: Any  # options.alloc_bias_columns
 
 
 def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     """Build the kernel of the pass that computes dq alone.
 
     Kernel arguments: as in bwd.flash_bwd, but dQ in place of the outputs, and after softmax_scale:
-        heads_per_kv, m_blocks, group_heads, ctas: int32, see scheduler.Launch.
+        heads_per_kv, m_blocks, group_heads, ctas: int32, see scheduler.TileCounts.
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
     block_M, block_N = config.block_M, config.block_N
@@ -96,17 +82,14 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     @T.macro
     def exponentiate(acc_s, lse_log2, query, step, blocks, scores, scale_log2):
         """Replace S in acc_s by the masked P = exp2(S * scale_log2 - lse_log2), with a softcap times its slope."""
-        mask = blocks.mask
-        diagonal = mask.place(query) - blocks.first_key(
-            step
-        )  # column of the tile on the diagonal of its first row
+        diagonal = blocks.diagonal(query, step)
         scores.prepare(acc_s, diagonal)
         probabilities(
             acc_s,
             lambda score, i, j: scores.exponent(score, i, j, diagonal, scale_log2, lse_log2[i]),
             slope=scores.slope if scores.capped else None,
         )
-        mask.clear(acc_s, query, blocks.first_key(step))
+        blocks.mask.clear(acc_s, query, blocks.first_key(step))
 
     @T.macro
     def store(w, query, tile, tiles, shared, softmax_scale, acc_dq):
@@ -180,7 +163,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         tile = Tile(order)
         blocks = KeyBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N)
         tile.locate(number)
-        if tile.there:
+        if tile.exists:
             load(tile, blocks, tiles, shared)
 
     @T.macro
@@ -189,7 +172,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         blocks = KeyBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N)
         tile.locate(number)
         fill_bias_columns(w, shared.bias_columns, consumers)
-        if tile.there:
+        if tile.exists:
             differentiate(w, tile, blocks, tiles, shared, softmax_scale, options)
 
     @T.prim_func
@@ -215,8 +198,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         drop_below: extra.drop_below,
         Table: extra.Table,
     ):
-        options = Options(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
-        launch = Launch(heads_per_kv, m_blocks, group_heads, ctas)
+        options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
+        counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles)) as number:
             shared = SharedTiles(
                 bias_columns=alloc_bias_columns(problem, block_N),
@@ -226,7 +209,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 V=TileRing([config.num_stages_do, block_N, head_dim_v], dtype, consumers // 32, name="V"),
             )
             all_heads, table = (heads, Table) if varlen else (heads * batch, None)
-            order = TileOrder.of(launch, problem.causal, heads, all_heads, table=table)
+            order = TileOrder.of_queries(counts, problem.causal, heads, all_heads, table=table)
             Tiles = PackedGradTiles if varlen else DenseGradTiles
             tiles = Tiles(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, dQ=dQ)
             roles.run(

@@ -70,8 +70,8 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
             # Stores by TMA, which writes nothing past the last row
             if varlen:
                 tile = Tile(TileOrder(False, heads, heads, 1, entries, 1, table=Table))
-                tile.look_up(block // blocks_per_tile)
-                if tile.there:
+                tile.read_table(block // blocks_per_tile)
+                if tile.exists:
                     first = T.alloc_var("int32", init=0)
                     first = tile.m_block * TABLE_ROWS + block % blocks_per_tile * rows
                     end = T.if_then_else(of_keys != 0, tile.end_k[0], tile.end_q[0])

@@ -70,14 +70,14 @@ class KeyTile:
             self.first[0] = self.tile.m_block * self.block_N
         else:
             self.first[0] = (order.m_blocks - 1 - self.tile.m_block) * self.block_N
-        self.part_idx[0] = self.tile.head - self.tile.kv_head * order.heads_a_kv_head
+        self.part_idx[0] = self.tile.head - self.tile.kv_head * order.heads_per_kv
         first_head = self.tile.kv_head * counts.heads_per_kv + self.part_idx[0] * counts.heads_per_part
         heads = T.min(counts.heads_per_part, counts.heads_per_kv - self.part_idx[0] * counts.heads_per_part)
         blocks.start(self.first[0], first_head, heads)
 
     @property
     def exists(self) -> Any:
-        return self.tile.there
+        return self.tile.exists
 
     @property
     def batch(self) -> Any:
@@ -111,12 +111,12 @@ class KeyRowsMask:
         self.mask, self.key, self.relative = mask, key, relative
         if relative:
             self.keys_left = T.alloc_var("int32", init=mask.seqlen_k - key)
-            self.diagonal_0 = T.alloc_var("int32", init=mask.place(0) - key)
+            self.diagonal_0 = T.alloc_var("int32", init=mask.diagonal(0) - key)
             self.relative_mask = replace(mask, seqlen_q=self.keys_left[0], seqlen_k=self.keys_left[0])
 
     def diagonal(self, query: Any) -> Any:
-        """Row of the tile on the diagonal of query `query`."""
-        return self.mask.place(query) - self.key
+        """Row of the tile that the diagonal of `query` crosses; it may lie outside the tile."""
+        return self.mask.diagonal(query) - self.key
 
     @T.inline
     def hide(self, acc_s, query, scale):

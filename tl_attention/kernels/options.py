@@ -147,14 +147,6 @@ def option_arguments(problem: AttnProblem) -> OptionArguments:
     )
 
 
-def option_arguments(problem):
-    """The types of an Options' fields as kernel arguments; False, which makes no argument, where the problem has no options."""
-    if not problem.options:
-        return Options(*(False,) * 8)
-    slopes, sink, rng, table = option_views()
-    return Options(T.int32, T.int32, T.float32, slopes, sink, rng, T.int32, table)
-
-
 def prelude(problem: AttnProblem, roles: Roles) -> str | None:
     """CUDA that a kernel needs beside its own; None for nothing."""
     philox = PHILOX if problem.has("dropout") else ""

@@ -21,7 +21,7 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
         Cu_q, Cu_k: [batch + 1], first row of each sequence in the packed tensors.
         Used_q, Used_k: [batch], lengths of the sequences; read if use_q, use_k.
         Blocks: [2, batch + 1], workspace: blocks of queries and of keys before each sequence.
-        Table: [entries, 8], see scheduler.Tile.look_up. Entries that are not needed get block -1.
+        Table: [entries, 8], see scheduler.Tile.read_table. Entries that are not needed get block -1.
         use_q, use_k, of_keys: 0 or 1.
         step_rows: rows per step.
         left, right: rows before and after the diagonal that a row sees, or is seen from.

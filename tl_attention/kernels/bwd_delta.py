@@ -23,7 +23,7 @@ def flash_bwd_delta(problem: AttnProblem, config: BwdDelta) -> T.PrimFunc:
     For packed sequences:
         O, dO: as tiles.packed has them.
         Lse, dLse: fp32 [heads, total_q].
-        Lse_log2, Delta: fp32 [1, heads, padded rows]. Delta is less dLse * dlse_factor.
+        Lse_log2, Delta: fp32 [1, heads, padded rows]. Delta = rowsum(dO * O) - dLse * dlse_factor.
         dlse_factor: fp32.
         Table: int32 [entries, 8], the tile table of blocks of TABLE_ROWS queries.
 
@@ -52,7 +52,7 @@ def flash_bwd_delta(problem: AttnProblem, config: BwdDelta) -> T.PrimFunc:
 
     @T.macro
     def load_rows(o_rows, do_rows, O_shared, dO_shared, loaded):
-        """Issue the loads of O and dO; rows past the end become 0."""
+        """Issue the loads of O and dO; rows past the end read as 0."""
         T.tma_copy(o_rows, O_shared, barrier=loaded)
         T.tma_copy(do_rows, dO_shared, barrier=loaded, annotations=ARRIVE)
 

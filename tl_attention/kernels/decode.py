@@ -1,9 +1,12 @@
-"""Attention of a few queries to a long cache of keys and values, for Hopper: bound by memory, so every byte of the cache is read once.
+"""Attention of a few queries per sequence to a long cache of keys and values, for Hopper.
 
-The queries of all heads that share a key head are the rows of one tile. CTAs, as many as run at once, divide the keys of all sequences
-and key heads evenly (the fixed splits of Dao et al. 2023, Flash-Decoding, in the persistent order of FlashMLA): a CTA walks a range of
-blocks that may begin in one sequence and end in another. Where several CTAs share a sequence, decode_combine.py merges their parts:
-when the last of them to come did so, it was all in all 29.2 us instead of 26.2 (H200, 64/8 heads, 8 sequences of 2k keys, 2026-11-21).
+Bound by memory: each byte of the cache is read once. The queries of all heads that share a key head are the rows of one
+tile (packed GQA). Persistent CTAs share the key blocks of all sequences and key heads evenly (decode_work.py): the splits
+over keys of Flash-Decoding (Dao et al. 2023) in the persistent order of FlashMLA. A producer warp loads key blocks by TMA,
+with or without pages; each consumer warpgroup computes 64 rows by online softmax.
+
+Where several CTAs share an item, each writes a part, O and lse in fp32, and decode_combine.py merges the parts. Merging by
+the last CTA that finishes took 29.2 us instead of 26.2 in total (H200, 64/8 heads, 8 sequences of 2k keys, 2026-11-21).
 """
 
 from dataclasses import dataclass
@@ -13,296 +16,109 @@ import tilelang.language as T
 
 from tl_attention.kernel_configs import MERGE_FIELDS, MERGE_NUMBERS, DecodeConfig
 from tl_attention.kernels import pipeline
+from tl_attention.kernels.decode_load import CachePages, KeyLoader, PageLookup, chunk_columns
+from tl_attention.kernels.decode_work import (
+    DecodeOptionArguments,
+    KeyRanges,
+    RowTables,
+    Segment,
+    SegmentBox,
+    WorkShare,
+    WorkSizes,
+    rolled,
+)
 from tl_attention.kernels.options import Scores
 from tl_attention.kernels.pipeline import TileRing, sync_warpgroup
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.softmax import LOG2E, LOWEST, SMALLEST_SCALE, OnlineSoftmax
 from tl_attention.kernels.tiles import packed
-from tl_attention.problem import FAR, AttnProblem
+from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = {
     **pipeline.PASS_CONFIGS,
-    "tl.disable_safe_memory_legalize": True,  # no index leaves its tensor, and guards would have each load wait for the one before
+    # No index leaves its tensor, and guards would make each load wait for the one before
+    "tl.disable_safe_memory_legalize": True,
 }
-
-
-def rolled(steps: Any) -> Any:
-    """A loop that nvcc leaves as it is: a CTA runs most code once, and its instructions come from the L2 or beyond."""
-    return T.unroll(steps, unroll_factor=1)
-
-
-# Of (producers, consumers), by consumer warpgroups; the sum as pipeline.VARLEN_REGISTERS has it
+# Registers per thread of (producer, consumers), by consumer warpgroups; the sum is that of pipeline.VARLEN_REGISTERS
 REGISTERS = {2: (72, 216)}
-LEAST_KEYS = 256  # a CTA, or merging would take longer than what it divides
 
 
 @dataclass(frozen=True)
-class DecodeOptions:
-    """Values of a launch, as options.Options has them."""
+class DecodeArguments:
+    """Kernel arguments that the consumers use; see flash_decode."""
 
-    left: Any
-    right: Any
-    softcap: Any
-    Slopes: Any
-    Sink: Any
+    Q: Any
+    O: Any
+    Lse: Any
+    O_parts: Any
+    Lse_parts: Any
+    Merges: Any
+    softmax_scale: Any
+    lse_unit: Any
+    heads_per_kv: Any
+    split_rule: Any
+    options: DecodeOptionArguments
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Where the keys of a sequence lie: Seqlens, Leftpad, Caches: int32 [batch], those that `given` names; see flash_decode."""
+class DecodeTiles:
+    """Shared memory of a CTA.
 
-    Seqlens: Any
-    Leftpad: Any
-    Caches: Any
-    given: Any
-    seqlen: Any
-    appended: Any
-    room: Any
-
-    def keys_end(self, b: Any) -> Any:
-        """At most where the room for them ends."""
-        given = T.if_then_else(self.given & 1 != 0, self.Seqlens[b * (self.given & 1)], self.seqlen)
-        return T.min(given + self.appended, self.room)
-
-    def leftpad(self, b: Any) -> Any:
-        return T.if_then_else(self.given & 2 != 0, self.Leftpad[b * (self.given >> 1 & 1)], 0)
-
-    def cache(self, b: Any) -> Any:
-        return T.if_then_else(self.given & 4 != 0, self.Caches[b * (self.given >> 2 & 1)], b)
-
-
-@T.meta_class
-class Walk:
-    """The share of a CTA: segments, each some blocks of keys of one sequence, key head and tile of queries, an item.
-
-    Items are numbered sequence by sequence, key head by key head. A sequence has `weight` units an item: blocks of keys, which
-    CTAs divide evenly, or where fixed != 0 splits of a number of blocks that other sequences have no part in: fixed blocks, or with
-    fixed < 0 what makes -fixed splits. CTAs have near-equal ranges of units.
+    Args:
+        Q: dtype [query tiles, 64, head_dim], swizzled; one query tile per warpgroup, or one for all if they divide columns.
+        K, V: rings of tiles [block_N, head_dim], [block_N, head_dim_v]; V is None if it is in K.
     """
 
-    def __init__(
-        self,
-        lengths: Lengths,
-        block_N,
-        batch,
-        items_a_sequence,
-        m_blocks,
-        seqlen_q,
-        left,
-        fixed,
-        ctas,
-        name: str = "walk",
-    ):
-        self.lengths, self.block_N, self.batch, self.m_blocks = lengths, block_N, batch, m_blocks
-        self.items_a_sequence, self.seqlen_q, self.left, self.fixed, self.ctas = (
-            items_a_sequence,
-            seqlen_q,
-            left,
-            fixed,
-            ctas,
-        )
-        (
-            self.b, self.before, self.weight, self.blocks, self.length, self.first_block, self.split_blocks,
-            self.unit, self.end, self.base, self.longer, self.cta, self.total, self.up, self.inside,
-            self.item, self.kv_head, self.m_block, self.start_block, self.steps, self.parts, self.part, self.first_slot,
-            self.entry,
-        ) = (T.alloc_var("int32", init=0) for _ in range(24))  # fmt: skip
-
-    @T.inline
-    def measure(self, b):
-        """The keys, blocks and units of a sequence; 0 units past the last."""
-        self.weight[0] = 0
-        if b < self.batch:
-            self.length[0] = self.lengths.keys_end(b) - self.lengths.leftpad(b)
-            self.first_block[0] = T.max(self.length[0] - self.seqlen_q - self.left, 0) // self.block_N
-            # A sequence of no key has a masked block, as it has an output
-            self.blocks[0] = T.max(
-                (self.length[0] + self.block_N - 1) // self.block_N - self.first_block[0], 1
-            )
-            self.weight[0] = self.blocks[0]
-            if self.fixed != 0:
-                self.split_blocks[0] = self.fixed
-                if self.fixed < 0:
-                    self.split_blocks[0] = T.truncdiv(self.blocks[0] - self.fixed - 1, -self.fixed)
-                self.weight[0] = T.truncdiv(self.blocks[0] + self.split_blocks[0] - 1, self.split_blocks[0])
-
-    @T.inline
-    def begin(self, cta):
-        """Find the first unit of the CTA, a lane a sequence."""
-        lane = T.get_thread_binding() % 32
-        self.cta[0] = cta
-        for chunk in rolled(T.ceildiv(self.batch, 32)):
-            self.measure(chunk * 32 + lane)
-            self.total[0] += T.warp_reduce_sum(self.weight[0])
-        self.total[0] *= self.items_a_sequence
-        # CTAs that have work
-        self.up[0] = T.max(
-            T.min(
-                T.if_then_else(self.fixed == 0, self.total[0] // (LEAST_KEYS // self.block_N), self.total[0]),
-                self.ctas,
-            ),
-            1,
-        )
-        self.base[0] = T.truncdiv(self.total[0], self.up[0])
-        self.longer[0] = self.total[0] - self.base[0] * self.up[0]
-        if cta < self.up[0]:
-            self.unit[0] = cta * self.base[0] + T.min(cta, self.longer[0])
-            self.end[0] = self.unit[0] + self.base[0] + T.if_then_else(cta < self.longer[0], 1, 0)
-            self.total[0] = 0
-            for chunk in rolled(T.ceildiv(self.batch, 32)):
-                if self.batch > 32:
-                    self.measure(chunk * 32 + lane)
-                self.inside[0] = self.weight[0]
-                for distance in (1, 2, 4, 8, 16):
-                    self.up[0] = T.shfl_up(self.inside[0], distance)
-                    if lane >= distance:
-                        self.inside[0] += self.up[0]
-                self.up[0] = (self.total[0] + self.inside[0] - self.weight[0]) * self.items_a_sequence
-                self.total[0] += T.shfl_sync(self.inside[0], 31)
-                found = (self.up[0] <= self.unit[0]) & (
-                    self.unit[0] < self.up[0] + self.weight[0] * self.items_a_sequence
-                )
-                self.b[0] = T.max(self.b[0], T.warp_reduce_max(T.if_then_else(found, chunk * 32 + lane, 0)))
-                self.before[0] = T.max(
-                    self.before[0], T.warp_reduce_max(T.if_then_else(found, self.up[0], 0))
-                )
-            self.measure(self.b[0])
-
-    @property
-    def goes_on(self) -> Any:
-        return self.unit[0] < self.end[0]
-
-    def cta_of(self, unit: Any) -> Any:
-        is_longer = unit < self.longer[0] * (self.base[0] + 1)
-        return T.truncdiv(
-            unit - T.if_then_else(is_longer, 0, self.longer[0]),
-            self.base[0] + T.if_then_else(is_longer, 1, 0),
-        )
-
-    @T.inline
-    def take(self):
-        """The segment at `unit`, and move on behind it."""
-        while self.unit[0] >= self.before[0] + self.weight[0] * self.items_a_sequence:
-            self.before[0] += self.weight[0] * self.items_a_sequence
-            self.b[0] += 1
-            self.measure(self.b[0])
-        self.item[0] = T.truncdiv(self.unit[0] - self.before[0], self.weight[0])
-        self.inside[0] = self.unit[0] - self.before[0] - self.item[0] * self.weight[0]
-        self.up[0] = self.unit[0] - self.inside[0]  # of the item's first unit
-        self.kv_head[0] = T.truncdiv(self.item[0], self.m_blocks)
-        self.m_block[0] = self.item[0] - self.kv_head[0] * self.m_blocks
-        self.item[0] += self.b[0] * self.items_a_sequence
-        if self.fixed == 0:
-            self.start_block[0] = self.first_block[0] + self.inside[0]
-            self.steps[0] = T.min(self.weight[0] - self.inside[0], self.end[0] - self.unit[0])
-            self.part[0] = self.cta_of(self.up[0])
-            self.parts[0] = self.cta_of(self.up[0] + self.weight[0] - 1) - self.part[0] + 1
-            # CTAs and items rise together, so that no two segments share their sum
-            self.first_slot[0] = self.part[0] + self.item[0]
-            self.part[0] = self.cta[0] - self.part[0]
-            self.unit[0] += self.steps[0]
-            self.entry[0] = T.if_then_else(self.parts[0] > 1, self.cta[0], -1)
-        else:
-            self.start_block[0] = self.first_block[0] + self.inside[0] * self.split_blocks[0]
-            self.steps[0] = T.min(
-                self.split_blocks[0], self.blocks[0] - self.inside[0] * self.split_blocks[0]
-            )
-            self.parts[0] = self.weight[0]
-            self.part[0] = self.inside[0]
-            self.first_slot[0] = self.up[0]
-            self.unit[0] += 1
-            self.entry[0] = self.item[0]
-        if self.part[0] > 0:
-            self.entry[0] = -1
+    Q: Any
+    K: TileRing
+    V: TileRing | None
+    segments: SegmentBox
+    rows: RowTables
 
 
-@T.meta_class
-class SegmentBox:
-    """Where the producer leaves each segment for the consumers, which so neither divide nor count. One of 0 steps is the end.
+@dataclass(frozen=True)
+class Consumer:
+    """State of a consumer warpgroup in registers.
 
-    As in scheduler.TileBox, a sync_warp on either side of a barrier keeps the compiler from moving plain loads and stores across it.
+    Args:
+        w: number of the warpgroup, from 0.
+        segment: the segment that it processes.
+        acc_s: float32 [64, block_N], scores, then their exponentials.
+        P: dtype [64, block_N], the exponentials as operand of PV.
+        acc_o: float32 [64, columns].
     """
 
-    FIELDS = (
-        "steps", "b", "kv_head", "m_block", "start_block", "length", "parts", "part", "first_slot", "entry",
-    )  # fmt: skip
-
-    def __init__(self, consumer_warps: int, name: str = "segment_box"):
-        self.plans = T.alloc_shared([2, len(self.FIELDS)], "int32")
-        self.full = T.alloc_barrier([1, 1])
-        self.empty = T.alloc_barrier([consumer_warps] * 2)
-
-    @T.inline
-    def post(self, turn, walk):
-        T.mbarrier_wait_parity(self.empty[turn % 2], turn // 2 % 2 ^ 1)
-        T.sync_warp()
-        if T.get_thread_binding() % 32 == 0:
-            for number, name in enumerate(self.FIELDS):
-                self.plans[turn % 2, number] = getattr(walk, name)[0]
-        T.sync_warp()
-        if T.get_thread_binding() % 32 == 0:
-            T.mbarrier_arrive(self.full[turn % 2])
-
-    @T.inline
-    def wait(self, turn):
-        T.mbarrier_wait_parity(self.full[turn % 2], turn // 2 % 2)
-        T.sync_warp()
-
-    @T.inline
-    def release(self, turn):
-        T.sync_warp()
-        if T.get_thread_binding() % 32 == 0:
-            T.mbarrier_arrive(self.empty[turn % 2])
-
-    def read(self, turn: Any, field: str) -> Any:
-        return self.plans[turn % 2, self.FIELDS.index(field)]
-
-
-@T.meta_class
-class Pages:
-    """Where the pieces of a sequence's blocks of keys lie in a cache of pages, 32 pieces looked up at once, a lane each.
-
-    A piece is page_rows keys of one page; without pages (0) a block, and a cache is a page.
-    """
-
-    def __init__(self, page_rows: int, name: str = "pages"):
-        self.page_rows = page_rows
-        self.page, self.row, self.from_end = (T.alloc_var("int32", init=0) for _ in range(3))
-
-    @T.inline
-    def look_up(self, Table, b, first_key, length, page_size, num_pages):
-        key = first_key + T.get_thread_binding() % 32 * self.page_rows
-        self.page[0] = -1
-        if (key < length) & (T.truncdiv(key, page_size) < Table.shape[1]):
-            self.page[0] = Table[b, T.truncdiv(key, page_size)]
-            self.row[0] = key - T.truncdiv(key, page_size) * page_size
-            self.from_end[0] = T.min(page_size - self.row[0], length - key)
-        if (self.page[0] < 0) | (self.page[0] >= num_pages):  # never read
-            self.page[0] = 0
-            self.from_end[0] = 0
+    w: Any
+    segment: Segment
+    acc_s: Any
+    P: Any
+    acc_o: Any
+    scores: Scores
+    softmax: OnlineSoftmax
 
 
 def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
-    """Kernel(Q, K, V, O, Lse, Seqlens, Leftpad, Caches, Table, O_parts, Lse_parts, Merges, softmax_scale, lse_unit,
-    heads_a_kv_head, m_blocks, given, seqlen, appended, room, page_size, num_pages, page_k, page_v, fixed, ctas, left, right,
-    softcap, Slopes, Sink).
+    """Kernel of a decode with the arguments of flash_decode_kernel.
 
-    Q, O: [batch, seqlen_q, heads, head_dim or head_dim_v], contiguous, of the tile's widths; Lse: [batch, heads, seqlen_q] fp32,
-    in log2 / lse_unit. K, V: as tiles.packed has them, all rows of all caches or pages one after the other, page_k and page_v rows
-    from one to the next. A sequence has the keys from Leftpad to before Seqlens + appended, room at most, of cache Caches: int32
-    [batch]; given & 1, 2, 4 says which of Seqlens, Leftpad, Caches are, else seqlen, 0 and its own number are. config.page_rows: Table
-    int32 [batch, pages] has the pages of page_size keys of each sequence; one outside [0, num_pages) reads as zeros. fixed: see Walk.
-    O_parts: [slots, warpgroups, rows, columns], Lse_parts: [slots, warpgroups, rows] fp32; slots: ctas + items, or one a split.
-    Merges: int32 [entries, MERGE_NUMBERS], of an item in MERGE_FIELDS what decode_combine.py needs: an entry a CTA, for the item
-    whose first part it has, or with fixed != 0 an entry an item; parts is less than 2 where there is nothing to merge.
-    left, right: the window, as options.Options has it; it is always on.
+    Args:
+        Q, O: dtype [batch, seqlen_q, heads, head_dim or head_dim_v], contiguous, of the tile's widths.
+        Lse: float32 [batch, heads, seqlen_q], in units of log2 / lse_unit.
+        K, V: the rows of all caches or pages one after the other, in the view of tiles.packed.
+        Seqlens, Leftpad, CacheIndex, present, seqlen, appended, capacity: see KeyRanges.
+        Table, page_size, num_pages, stride_k, stride_v: see CachePages. config.page_rows is 0 without pages.
+        O_parts: float32 [slots, warpgroups, rows, columns]. Slots: CTAs + items, or with split_rule != 0 all splits.
+        Lse_parts: float32 [slots, warpgroups, rows], base 2.
+        Merges: int32 [entries, MERGE_NUMBERS], an item's MERGE_FIELDS for decode_combine.py. One entry per CTA, for the
+            item whose part 0 it has; with split_rule != 0 one entry per item. parts < 2: nothing to merge.
+        heads_per_kv, m_blocks: query heads per key head, query tiles per key head.
+        split_rule: see decode_work.py.
+        left, right, softcap, Slopes, Sink: see DecodeOptionArguments.
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
-    block_N, page_rows = config.block_N, config.page_rows
+    block_N, v_in_k = config.block_N, config.v_in_k
     consumer_warps = 4 * config.warpgroups
-    columns = config.columns(problem)  # of O that a warpgroup has
-    rows_a_tile = config.block_M
-    # With one warpgroup the producer has no more than a warp
+    columns = config.columns(problem)  # of O per warpgroup
+    # With one warpgroup the producer has only one warp
     roles = Roles(
         config.warpgroups,
         config.threads,
@@ -310,23 +126,12 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         one_body=config.warpgroups > 1,
     )
     row_wise = T.GemmWarpPolicy.FullRow
-    q_kt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}
-    v_in_k = config.v_in_k
 
-    def own_columns(w: Any) -> slice:
-        """Columns of O that a warpgroup computes."""
-        first = config.first_column(problem, w)
-        return slice(first, first + columns)
-
-    # QK of a block beside PV of the one before. Where two CTAs share an SM, they do so for each other, in less code; two warpgroups
-    # with 256 columns of O lack the registers
+    # QK of a key block runs beside PV of the block before. Two CTAs that share an SM overlap with each other, in less code. Two
+    # warpgroups with 256 columns of O do not have the registers
     overlaps = config.ctas_per_sm == 1 and not v_in_k and config.warpgroups * head_dim_v < 512
-    chunk = (
-        64 if head_dim % 64 == 0 and head_dim_v % 64 == 0 else 32
-    )  # columns of a row of the swizzled layout
-    # Columns of queries on their way at once; the places of rows of 192 or 576 would take registers throughout
-    gathered = chunk if head_dim % 128 == 64 else head_dim
-    pieces = tuple(range(block_N // page_rows)) if page_rows else ()
+    # Columns of queries that are loaded at once; the addresses of rows of 192 or 576 would take registers throughout
+    gathered = chunk_columns(problem) if head_dim % 128 == 64 else head_dim
 
     batch, seqlen_q, heads, heads_kv = T.dynamic("batch, seqlen_q, heads, heads_kv")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -336,93 +141,95 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     slots, part_rows, entries = T.dynamic("slots, part_rows, entries")
     slopes_batch, slopes_heads, sink_heads = T.dynamic("slopes_batch, slopes_heads, sink_heads")
 
-    def meet(w: int) -> Any:
-        """Of those that share a tile of queries."""
-        return (
-            pipeline.sync_consumers(WARPGROUP * config.warpgroups)
-            if config.divides_columns
-            else sync_warpgroup(w)
+    def query_tile(w: Any) -> Any:
+        """Number of the query tile of a warpgroup in shared memory."""
+        return 0 if config.divides_columns else w
+
+    def sync_query_tile(w: Any) -> Any:
+        """Barrier of the warpgroups that share a query tile."""
+        if config.divides_columns:
+            return pipeline.sync_consumers(WARPGROUP * config.warpgroups)
+        return sync_warpgroup(w)
+
+    def own_columns(w: Any) -> slice:
+        """Columns of O that a warpgroup computes."""
+        first = config.first_column(problem, w)
+        return slice(first, first + columns)
+
+    @T.macro
+    def load(cta, K, V, ranges, pages, sizes, shared):
+        """Producer warp: post the segments of this CTA and load their key blocks."""
+        work = WorkShare(ranges, sizes)
+        work.start(cta)
+        lookup = PageLookup(pages, config.page_rows) if config.page_rows else None
+        turn = T.alloc_var("int32", init=0)  # segments so far
+        loader = KeyLoader(problem, config, ranges, pages, lookup, K, V, shared.K, shared.V)
+        while work.has_next:
+            work.next_segment()
+            shared.segments.post(turn, work)
+            turn += 1
+            loader.start_segment(work)
+            for i in rolled(work.steps[0]):
+                loader.load(i, work)
+        work.steps[0] = 0
+        shared.segments.post(turn, work)
+
+    @T.macro
+    def gather_queries(w, Q, b, sign, shared):
+        """Load the rows of the query tile from their heads, times sign, to shared memory."""
+        rows = shared.rows
+        Q_rows = T.alloc_fragment([64, gathered], dtype)
+        for c in T.serial(head_dim // gathered):
+            # All loads go to registers first: no load passes a store to shared memory, and each takes a trip to memory
+            for i, j in T.Parallel(64, gathered):
+                Q_rows[i, j] = Q[b, rows.queries[w, i], rows.heads[w, i], c * gathered + j]
+            for i, j in T.Parallel(64, gathered):
+                shared.Q[query_tile(w), i, c * gathered + j] = T.cast(
+                    T.cast(Q_rows[i, j], "float32") * sign, dtype
+                )
+        T.fence_proxy_async()
+
+    @T.macro
+    def start_qk(me, shared, ahead=0):
+        """S = Q K^T of the key block `ahead` of the current one, asynchronously."""
+        # No variable for step + ahead: with it nvcc made 977 instead of 972 instructions per segment (d128, softcap)
+        shared.K.wait(me.segment.step[0] + ahead)
+        T.wgmma_gemm(
+            shared.Q[query_tile(me.w), :, :],
+            shared.K[me.segment.step[0] + ahead],
+            me.acc_s,
+            transpose_B=True,
+            policy=row_wise,
+            clear_accum=True,
         )
 
-    def of_row(shared: Any, held: Any, w: int, i: Any) -> Any:
-        """Held in registers for the many stores of a row; with ALiBi they do not suffice."""
-        return shared[w, i] if held is None else held[i]
+    @T.macro
+    def start_pv(me, shared):
+        """O += P V of the current key block, asynchronously."""
+        if v_in_k:
+            K_slot = me.segment.step[0] % shared.K.slots
+            T.wgmma_gemm(me.P, shared.K.tiles[K_slot, :, own_columns(me.w)], me.acc_o, policy=row_wise)
+        else:
+            shared.V.wait(me.segment.step[0])
+            T.wgmma_gemm(me.P, shared.V[me.segment.step[0]], me.acc_o, policy=row_wise)
 
     @T.macro
-    def load(
-        cta, ctas, lengths, K, V, Table, page_size, num_pages, page_k, page_v, items_a_sequence, m_blocks, left, fixed, segments,
-        K_ring, V_ring,
-    ):  # fmt: skip
-        walk = Walk(lengths, block_N, batch, items_a_sequence, m_blocks, seqlen_q, left, fixed, ctas)
-        walk.begin(cta)
-        pages = Pages(page_rows)
-        turn = T.alloc_var("int32", init=0)
-        step = T.alloc_var("int32", init=0)
-        cache = T.alloc_var("int32", init=0)
-        leftpad = T.alloc_var("int32", init=0)
-        end_k = T.alloc_var("int32", init=0)
-        end_v = T.alloc_var("int32", init=0)
-        row = T.alloc_var("int32", init=0)
-        while walk.goes_on:
-            walk.take()
-            segments.post(turn, walk)
-            turn += 1
-            if not page_rows:
-                cache = lengths.cache(walk.b[0])
-                leftpad = lengths.leftpad(walk.b[0])
-                end_k = cache * page_k + leftpad + walk.length[0]
-                end_v = cache * page_v + leftpad + walk.length[0]
-            for i in rolled(walk.steps[0]):
-                first_key = (walk.start_block[0] + i) * block_N
-                if page_rows:
-                    if i * len(pieces) % 32 == 0:
-                        pages.look_up(Table, walk.b[0], first_key, walk.length[0], page_size, num_pages)
-                    K_ring.wait_empty(step)
-                    if not v_in_k:
-                        V_ring.wait_empty(step)
-                    for piece in pieces:
-                        lane = i * len(pieces) % 32 + piece
-                        row = FAR - T.shfl_sync(pages.from_end[0], lane)
-                        end_k = T.shfl_sync(pages.page[0], lane)
-                        end_v = end_k * page_v + T.shfl_sync(pages.row[0], lane) + FAR - row
-                        end_k = end_k * page_k + T.shfl_sync(pages.row[0], lane) + FAR - row
-                        rows = slice(piece * page_rows, (piece + 1) * page_rows)
-                        for c in range_of(head_dim, chunk):
-                            T.tma_copy(
-                                K[FAR, end_k, row : row + page_rows, walk.kv_head[0], c : c + chunk],
-                                K_ring.tiles[step % K_ring.slots, rows, c : c + chunk],
-                                barrier=K_ring.full[step % K_ring.slots],
-                            )
-                        if not v_in_k:
-                            for c in range_of(head_dim_v, chunk):
-                                T.tma_copy(
-                                    V[FAR, end_v, row : row + page_rows, walk.kv_head[0], c : c + chunk],
-                                    V_ring.tiles[step % V_ring.slots, rows, c : c + chunk],
-                                    barrier=V_ring.full[step % V_ring.slots],
-                                )
-                    if T.get_thread_binding() % 32 == 0:
-                        T.mbarrier_arrive(K_ring.full[step % K_ring.slots])
-                        if not v_in_k:
-                            T.mbarrier_arrive(V_ring.full[step % V_ring.slots])
-                else:
-                    row = FAR - walk.length[0] + first_key
-                    K_ring.fill(step, K[FAR, end_k, row : row + block_N, walk.kv_head[0], 0:head_dim])
-                    if not v_in_k:
-                        V_ring.fill(step, V[FAR, end_v, row : row + block_N, walk.kv_head[0], 0:head_dim_v])
-                step += 1
-        walk.steps[0] = 0
-        segments.post(turn, walk)
+    def weigh(me, first_key, length, rows, arguments):
+        """Scores S to exponentials: softcap, ALiBi, mask and online softmax.
 
-    @T.macro
-    def weigh(acc_s, scores, softmax, places, slopes, w, first_key, length, softmax_scale, options):
-        """Scores Q K^T to exponentials, as far as the keys are seen."""
+        Mask and Scores.bias do not fit: they take the query of row i to be first_query + i and one slope per tile. Here
+        several rows share a query, so diagonals and slopes come from the row tables.
+        """
+        acc_s, scores, options = me.acc_s, me.scores, arguments.options
         scores.cap(acc_s)
         if scores.biased:
-            factor = options.softcap if scores.capped else softmax_scale
             for i, j in T.Parallel(64, block_N):
-                distance = T.abs(T.cast(places[w, i] - first_key - j, "float32"))
-                acc_s[i, j] = acc_s[i, j] * factor - slopes[w, i] * distance
-        # Of the first and the last query of the sequence
+                distance = T.abs(T.cast(rows.diagonals[me.w, i] - first_key - j, "float32"))
+                acc_s[i, j] = (
+                    acc_s[i, j] * (options.softcap if scores.capped else arguments.softmax_scale)
+                    - rows.slopes[me.w, i] * distance
+                )
+        # Does a key of this block lie past the end, or outside the window of the first or the last query?
         if (
             (first_key + block_N > length)
             | (first_key + block_N - 1 > length - seqlen_q + options.right)
@@ -430,236 +237,198 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         ):
             for i, j in T.Parallel(64, block_N):
                 seen = (
-                    (first_key + j <= places[w, i] + options.right)
-                    & (first_key + j >= places[w, i] - options.left)
+                    (first_key + j <= rows.diagonals[me.w, i] + options.right)
+                    & (first_key + j >= rows.diagonals[me.w, i] - options.left)
                     & (first_key + j < length)
                 )
                 acc_s[i, j] = T.if_then_else(seen, acc_s[i, j], -T.infinity("float32"))
-        softmax.update(acc_s)
+        me.softmax.update(acc_s)
 
     @T.macro
-    def consume(
-        w, cta, segments, Q, O, Lse, O_parts, Lse_parts, Merges, Q_shared, K_ring, V_ring, rows_shared, softmax_scale, lse_unit,
-        heads_a_kv_head, fixed, options,
-    ):  # fmt: skip
-        tokens, row_heads, places, slopes, sinks = rows_shared
-        Q_rows = T.alloc_fragment([64, gathered], dtype)
-        acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then their exponentials
+    def attend_overlapped(me, shared, arguments):
+        """O, row max and row sum of a segment; the S of each key block runs beside the O of the block before."""
+        segment = me.segment
+        start_qk(me, shared)
+        T.wait_wgmma(0)
+        shared.K.release(segment.step[0])
+        weigh(me, segment.start_block[0] * block_N, segment.length[0], shared.rows, arguments)
+        T.copy(me.acc_s, me.P)
+        T.clear(me.acc_o)
+        for i in rolled(segment.steps[0] - 1):
+            start_qk(me, shared, ahead=1)
+            start_pv(me, shared)
+            T.wait_wgmma(1)  # S is complete
+            shared.K.release(segment.step[0] + 1)
+            first_key = (segment.start_block[0] + 1 + i) * block_N
+            weigh(me, first_key, segment.length[0], shared.rows, arguments)
+            T.wait_wgmma(0)  # O is complete, and P free
+            shared.V.release(segment.step[0])
+            T.copy(me.acc_s, me.P)
+            me.softmax.rescale(me.acc_o)
+            segment.step[0] += 1
+        start_pv(me, shared)
+        T.wait_wgmma(0)
+        shared.V.release(segment.step[0])
+        segment.step[0] += 1
+
+    @T.macro
+    def attend(me, shared, arguments):
+        """O, row max and row sum of a segment."""
+        segment = me.segment
+        T.clear(me.acc_o)
+        for i in rolled(segment.steps[0]):
+            start_qk(me, shared)
+            T.wait_wgmma(0)
+            if not v_in_k:
+                shared.K.release(segment.step[0])
+            first_key = (segment.start_block[0] + i) * block_N
+            weigh(me, first_key, segment.length[0], shared.rows, arguments)
+            T.copy(me.acc_s, me.P)
+            me.softmax.rescale(me.acc_o)
+            start_pv(me, shared)
+            T.wait_wgmma(0)
+            if v_in_k:
+                shared.K.release(segment.step[0])
+            else:
+                shared.V.release(segment.step[0])
+            segment.step[0] += 1
+
+    @T.macro
+    def add_sink(me, lse, sink_lse, sinks):
+        """The sink's share of the row sum: lse = log2(2^lse + 2^sink), and O by the same factor.
+
+        OnlineSoftmax.finish(sink=) does not fit: it takes one sink per tile, and a part must not contain the sink.
+        """
+        for i in T.Parallel(64):
+            sink_lse[i] = T.max(T.max(lse[i], sinks[me.w, i]), LOWEST)
+            sink_lse[i] += T.log2(T.exp2(lse[i] - sink_lse[i]) + T.exp2(sinks[me.w, i] - sink_lse[i]))
+        for i, j in T.Parallel(64, columns):
+            me.acc_o[i, j] *= T.exp2(lse[i] - T.max(sink_lse[i], LOWEST))
+        T.copy(sink_lse, lse)
+
+    def row_value(table: Any, registers: Any, w: Any, i: Any) -> Any:
+        """A row's query or head, from registers if they hold it."""
+        return table[w, i] if registers is None else registers[i]
+
+    @T.macro
+    def store_result(me, lse, rows, arguments):
+        """Write O and Lse of a segment that is a whole item."""
+        segment = me.segment
+        # In registers for the many stores of a row; with ALiBi there are not enough
+        row_query = None if problem.has("alibi") else T.alloc_fragment([64], "int32")
+        row_head = None if problem.has("alibi") else T.alloc_fragment([64], "int32")
+        if row_query is not None:
+            T.copy(rows.queries[me.w, :], row_query)
+            T.copy(rows.heads[me.w, :], row_head)
+        for i in T.Parallel(64):
+            if i < segment.rows[0]:
+                head = row_value(rows.heads, row_head, me.w, i)
+                query = row_value(rows.queries, row_query, me.w, i)
+                arguments.Lse[segment.b[0], head, query] = lse[i] * arguments.lse_unit
+        for i, j in T.Parallel(64, columns):
+            if i < segment.rows[0]:
+                head = row_value(rows.heads, row_head, me.w, i)
+                query = row_value(rows.queries, row_query, me.w, i)
+                column = config.first_column(problem, me.w) + j
+                arguments.O[segment.b[0], query, head, column] = me.acc_o[i, j]
+
+    @T.macro
+    def store_part(me, lse, arguments):
+        """Write a part, for decode_combine.py."""
+        segment = me.segment
+        slot = T.alloc_var("int32", init=segment.field("first_slot") + segment.field("part"))
+        for i in T.Parallel(64):
+            if i < segment.rows[0]:
+                arguments.Lse_parts[slot, me.w, i] = lse[i]
+        for i, j in T.Parallel(64, columns):
+            if i < segment.rows[0]:
+                arguments.O_parts[slot, me.w, i, j] = me.acc_o[i, j]
+
+    @T.macro
+    def consume(w, cta, shared, arguments):
+        """Consumer warpgroup w: attention of its rows to each segment."""
+        acc_s = T.alloc_fragment([64, block_N], "float32")
         P = T.alloc_fragment([64, block_N], dtype)
         acc_o = T.alloc_fragment([64, columns], "float32")
-        lse = T.alloc_fragment([64], "float32")
-        row_token = None if problem.has("alibi") else T.alloc_fragment([64], "int32")
-        row_head = None if problem.has("alibi") else T.alloc_fragment([64], "int32")
-        sink_share = T.alloc_fragment([64], "float32")
-        scores = Scores(problem, options, softmax_scale)
-        raw_scale = T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE)
+        lse = T.alloc_fragment([64], "float32")  # base 2
+        sink_lse = T.alloc_fragment([64], "float32")
+        rows = shared.rows
+        scores = Scores(problem, arguments.options, arguments.softmax_scale)
+        raw_scale = T.max(T.abs(arguments.softmax_scale) * LOG2E, SMALLEST_SCALE)
         softmax = OnlineSoftmax(block_N, raw_scale if scores.raw else scores.scale_log2)
+        segment = Segment(shared.segments)
+        me = Consumer(w, segment, acc_s, P, acc_o, scores, softmax)
         sign = T.alloc_var("float32", init=1.0)
-        step = T.alloc_var("int32", init=0)
-        rows = T.alloc_var("int32", init=0)  # of queries that this warpgroup has
-        first_row = T.alloc_var("int32", init=0)
-        number = T.alloc_var("int32", init=0)
-        first = T.alloc_var("int32", init=0)
-        q_slot = 0 if config.divides_columns else w
-        if scores.raw:  # the running maximum is one of raw scores, so -Q and |scale|
-            if softmax_scale < 0:
+        if scores.raw:  # the row max is one of raw scores, so a negative scale becomes -Q and |scale|
+            if arguments.softmax_scale < 0:
                 sign = -1.0
-
-        turn = T.alloc_var("int32", init=0)
-        b = T.alloc_var("int32", init=0)
-        length = T.alloc_var("int32", init=0)
-        steps = T.alloc_var("int32", init=0)
-        start = T.alloc_var("int32", init=0)
-        parts = T.alloc_var("int32", init=0)
         if w == 0:
-            if (fixed == 0) & (T.get_thread_binding() == 0):
-                Merges[cta, MERGE_FIELDS.index("parts")] = 0
-        segments.wait(0)
-        steps = T.shfl_sync(segments.read(0, "steps"), 0)
-        while steps > 0:
-            b = segments.read(turn, "b")
-            length = segments.read(turn, "length")
-            start = segments.read(turn, "start_block")
-            first_row = segments.read(turn, "m_block") * rows_a_tile + (
-                0 if config.divides_columns else 64 * w
-            )
-            rows = T.max(T.min(seqlen_q * heads_a_kv_head - first_row, 64), 0)
+            if (arguments.split_rule == 0) & (T.get_thread_binding() == 0):
+                arguments.Merges[cta, MERGE_FIELDS.index("parts")] = 0
 
-            # Rows past the last are the last again; nothing of theirs is written
-            thread = T.get_thread_binding() % WARPGROUP
-            meet(w)  # all are done with the queries before
-            if thread < 64:
-                number = T.min(first_row + thread, seqlen_q * heads_a_kv_head - 1)
-                tokens[w, thread] = T.truncdiv(number, heads_a_kv_head)
-                row_heads[w, thread] = segments.read(turn, "kv_head") * heads_a_kv_head + T.truncmod(
-                    number, heads_a_kv_head
-                )
-                places[w, thread] = length - seqlen_q + tokens[w, thread]
-            sync_warpgroup(w)
-            if thread < 64:
-                if problem.has("alibi"):
-                    slopes[w, thread] = options.Slopes[b, row_heads[w, thread]]
-                if problem.has("sink"):
-                    sinks[w, thread] = options.Sink[row_heads[w, thread]] * LOG2E
-            for c in T.serial(head_dim // gathered):
-                # By way of registers: no load passes a store to shared memory, and each is a trip to memory
-                for i, j in T.Parallel(64, gathered):
-                    Q_rows[i, j] = Q[b, tokens[w, i], row_heads[w, i], c * gathered + j]
-                for i, j in T.Parallel(64, gathered):
-                    Q_shared[q_slot, i, c * gathered + j] = T.cast(
-                        T.cast(Q_rows[i, j], "float32") * sign, dtype
-                    )
-            T.fence_proxy_async()
-            meet(w)
+        segment.wait()
+        while segment.steps[0] > 0:
+            segment.read(query_tile(w), config.block_M, seqlen_q * arguments.heads_per_kv)
+            sync_query_tile(w)  # all have read the query tile before
+            rows.fill(w, segment, seqlen_q, arguments.heads_per_kv, arguments.options)
+            gather_queries(w, arguments.Q, segment.b[0], sign, shared)
+            sync_query_tile(w)
 
             softmax.reset()
             if overlaps:
-                K_ring.wait(step)
-                T.wgmma_gemm(Q_shared[q_slot, :, :], K_ring[step], acc_s, **q_kt)
-                T.wait_wgmma(0)
-                K_ring.release(step)
-                weigh(
-                    acc_s, scores, softmax, places, slopes, w, start * block_N, length, softmax_scale, options
-                )
-                T.copy(acc_s, P)
-                T.clear(acc_o)
-                for i in rolled(steps - 1):
-                    K_ring.wait(step + 1)
-                    T.wgmma_gemm(Q_shared[q_slot, :, :], K_ring[step + 1], acc_s, **q_kt)
-                    V_ring.wait(step)
-                    T.wgmma_gemm(P, V_ring[step], acc_o, policy=row_wise)
-                    T.wait_wgmma(1)  # S is there
-                    K_ring.release(step + 1)
-                    weigh(
-                        acc_s,
-                        scores,
-                        softmax,
-                        places,
-                        slopes,
-                        w,
-                        (start + 1 + i) * block_N,
-                        length,
-                        softmax_scale,
-                        options,
-                    )
-                    T.wait_wgmma(0)  # O is there, and P free
-                    V_ring.release(step)
-                    T.copy(acc_s, P)
-                    softmax.rescale(acc_o)
-                    step += 1
-                V_ring.wait(step)
-                T.wgmma_gemm(P, V_ring[step], acc_o, policy=row_wise)
-                T.wait_wgmma(0)
-                V_ring.release(step)
-                step += 1
+                attend_overlapped(me, shared, arguments)
             else:
-                T.clear(acc_o)
-                for i in rolled(steps):
-                    K_ring.wait(step)
-                    T.wgmma_gemm(Q_shared[q_slot, :, :], K_ring[step], acc_s, **q_kt)
-                    T.wait_wgmma(0)
-                    if not v_in_k:
-                        K_ring.release(step)
-                    weigh(
-                        acc_s,
-                        scores,
-                        softmax,
-                        places,
-                        slopes,
-                        w,
-                        (start + i) * block_N,
-                        length,
-                        softmax_scale,
-                        options,
-                    )
-                    T.copy(acc_s, P)
-                    softmax.rescale(acc_o)
-                    if v_in_k:
-                        T.wgmma_gemm(
-                            P, K_ring.tiles[step % K_ring.slots, :, own_columns(w)], acc_o, policy=row_wise
-                        )
-                        T.wait_wgmma(0)
-                        K_ring.release(step)
-                    else:
-                        V_ring.wait(step)
-                        T.wgmma_gemm(P, V_ring[step], acc_o, policy=row_wise)
-                        T.wait_wgmma(0)
-                        V_ring.release(step)
-                    step += 1
-
+                attend(me, shared, arguments)
             softmax.finish(acc_o, lse, 1.0)
-            parts = segments.read(turn, "parts")
-            if parts == 1:
+
+            if segment.field("parts") == 1:
                 if problem.has("sink"):
-                    for i in T.Parallel(64):
-                        sink_share[i] = T.max(T.max(lse[i], sinks[w, i]), LOWEST)
-                        sink_share[i] += T.log2(
-                            T.exp2(lse[i] - sink_share[i]) + T.exp2(sinks[w, i] - sink_share[i])
-                        )
-                    for i, j in T.Parallel(64, columns):
-                        acc_o[i, j] *= T.exp2(lse[i] - T.max(sink_share[i], LOWEST))
-                    T.copy(sink_share, lse)
-                if row_token is not None:
-                    T.copy(tokens[w, :], row_token)
-                    T.copy(row_heads[w, :], row_head)
-                for i in T.Parallel(64):
-                    if i < rows:
-                        Lse[b, of_row(row_heads, row_head, w, i), of_row(tokens, row_token, w, i)] = (
-                            lse[i] * lse_unit
-                        )
-                for i, j in T.Parallel(64, columns):
-                    if i < rows:
-                        O[
-                            b,
-                            of_row(tokens, row_token, w, i),
-                            of_row(row_heads, row_head, w, i),
-                            config.first_column(problem, w) + j,
-                        ] = acc_o[i, j]
+                    add_sink(me, lse, sink_lse, rows.sinks)
+                store_result(me, lse, rows, arguments)
             else:
-                first = segments.read(turn, "first_slot") + segments.read(turn, "part")
-                for i in T.Parallel(64):
-                    if i < rows:
-                        Lse_parts[first, w, i] = lse[i]
-                for i, j in T.Parallel(64, columns):
-                    if i < rows:
-                        O_parts[first, w, i, j] = acc_o[i, j]
+                store_part(me, lse, arguments)
             if w == 0:
-                if (segments.read(turn, "entry") >= 0) & (T.get_thread_binding() == 0):
+                if (segment.field("entry") >= 0) & (T.get_thread_binding() == 0):
                     for number, name in enumerate(MERGE_FIELDS):
-                        Merges[segments.read(turn, "entry"), number] = segments.read(turn, name)
-            segments.release(turn)
-            turn += 1
-            segments.wait(turn)
-            steps = T.shfl_sync(segments.read(turn, "steps"), 0)
+                        arguments.Merges[segment.field("entry"), number] = segment.field(name)
+            segment.finish()
+            segment.wait()
 
     @T.prim_func
     def flash_decode_kernel(
+        # Tensors
         Q: T.Tensor([batch, seqlen_q, heads, head_dim], dtype),
         K: packed("k", heads_kv, columns_qk, dtype),
         V: packed("v", heads_kv, columns_v, dtype),
         O: T.Tensor([batch, seqlen_q, heads, head_dim_v], dtype),
         Lse: T.Tensor([batch, heads, seqlen_q], "float32"),
+        # Lengths and positions of the sequences in the cache, each [batch] or absent; the page table
         Seqlens: T.Tensor([seqlens_n], "int32"),
         Leftpad: T.Tensor([leftpad_n], "int32"),
-        Caches: T.Tensor([caches_n], "int32"),
+        CacheIndex: T.Tensor([caches_n], "int32"),
         Table: T.StridedTensor([table_n, pages_n], [T.dynamic("table_stride"), 1], "int32"),
+        # Workspace, read by decode_combine.py
         O_parts: T.Tensor([slots, config.warpgroups, part_rows, columns], "float32"),
         Lse_parts: T.Tensor([slots, config.warpgroups, part_rows], "float32"),
         Merges: T.Tensor([entries, MERGE_NUMBERS], "int32"),
+        # Numbers of the problem
         softmax_scale: T.float32,
         lse_unit: T.float32,
-        heads_a_kv_head: T.int32,
+        heads_per_kv: T.int32,
         m_blocks: T.int32,
-        given: T.int32,
+        # Numbers of the cache
+        present: T.int32,
         seqlen: T.int32,
         appended: T.int32,
-        room: T.int32,
+        capacity: T.int32,
         page_size: T.int32,
         num_pages: T.int32,
-        page_k: T.int32,
-        page_v: T.int32,
-        fixed: T.int32,
+        stride_k: T.int32,
+        stride_v: T.int32,
+        # Division of the work
+        split_rule: T.int32,
         ctas: T.int32,
+        # Options
         left: T.int32,
         right: T.int32,
         softcap: T.float32,
@@ -667,11 +436,10 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         Sink: T.Tensor([sink_heads], "float32"),
     ):
         with T.Kernel(ctas, threads=roles.block, prelude=roles.prelude) as cta:
-            T.pdl_trigger()  # the launch of decode_combine.py, which waits for the end of this
+            T.pdl_trigger()  # decode_combine.py may launch; it waits for the end of this kernel
             T.annotate_min_blocks_per_sm(config.ctas_per_sm)
-            Q_shared = pipeline.alloc_swizzled(
-                [1 if config.divides_columns else config.warpgroups, 64, head_dim], dtype
-            )
+            query_tiles = 1 if config.divides_columns else config.warpgroups
+            Q_shared = pipeline.alloc_swizzled([query_tiles, 64, head_dim], dtype)
             K_ring = TileRing([config.num_stages, block_N, head_dim], dtype, consumer_warps, name="K")
             V_ring = (
                 None
@@ -679,29 +447,18 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 else TileRing([config.num_stages, block_N, head_dim_v], dtype, consumer_warps, name="V")
             )
             segments = SegmentBox(consumer_warps)
-            tokens = T.alloc_shared([config.warpgroups, 64], "int32")
-            row_heads = T.alloc_shared([config.warpgroups, 64], "int32")
-            places = T.alloc_shared([config.warpgroups, 64], "int32")
-            slopes = T.alloc_shared([config.warpgroups, 64], "float32") if problem.has("alibi") else None
-            sinks = T.alloc_shared([config.warpgroups, 64], "float32") if problem.has("sink") else None
-            rows_shared = tokens, row_heads, places, slopes, sinks
-            lengths = Lengths(Seqlens, Leftpad, Caches, given, seqlen, appended, room)
-            options = DecodeOptions(left, right, softcap, Slopes, Sink)
-
-            roles.run(
-                lambda: load(
-                    cta, ctas, lengths, K, V, Table, page_size, num_pages, page_k, page_v, heads_kv * m_blocks, m_blocks, left, fixed,
-                    segments, K_ring, V_ring,
-                ),
-                lambda w: consume(
-                    w, cta, segments, Q, O, Lse, O_parts, Lse_parts, Merges, Q_shared, K_ring, V_ring, rows_shared,
-                    softmax_scale, lse_unit, heads_a_kv_head, fixed, options,
-                ),
+            rows = RowTables(problem, config.warpgroups)
+            shared = DecodeTiles(Q_shared, K_ring, V_ring, segments, rows)
+            ranges = KeyRanges(Seqlens, Leftpad, CacheIndex, present, seqlen, appended, capacity)
+            pages = CachePages(Table, page_size, num_pages, stride_k, stride_v)
+            sizes = WorkSizes(block_N, batch, seqlen_q, heads_kv * m_blocks, m_blocks, left, split_rule, ctas)
+            options = DecodeOptionArguments(left, right, softcap, Slopes, Sink)
+            arguments = DecodeArguments(
+                Q, O, Lse, O_parts, Lse_parts, Merges, softmax_scale, lse_unit, heads_per_kv, split_rule, options
             )  # fmt: skip
+            roles.run(
+                lambda: load(cta, K, V, ranges, pages, sizes, shared),
+                lambda w: consume(w, cta, shared, arguments),
+            )
 
     return flash_decode_kernel
-
-
-def range_of(columns: int, chunk: int) -> tuple[int, ...]:
-    """Where chunks of columns begin; a tuple, as TileLang makes a loop of a range."""
-    return tuple(range(0, columns, chunk))

@@ -1,6 +1,7 @@
-"""After a decode: one output and log-sum-exp of the parts that several CTAs made of an item.
+"""Merge of the parts that several CTAs of a decode computed of a work item (Flash-Decoding, Dao et al. 2023).
 
-O = sum over s of 2^(lse_s - lse) O_s with lse = log2 of the sum of 2^lse_s, and of the sink, always in the same order.
+O = sum over parts s of 2^(lse_s - lse) O_s with lse = log2(sum over s of 2^lse_s + 2^sink). The order of the parts is fixed, so
+the result is deterministic. An online softmax over the parts reads each of them once.
 """
 
 import tilelang.language as T
@@ -13,22 +14,25 @@ from tl_attention.problem import AttnProblem
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
     "tl.disable_shared_memory_reuse": True,
-    "tl.disable_safe_memory_legalize": True,  # its guards would have each load wait for the one before
+    "tl.disable_safe_memory_legalize": True,  # guards would make each load wait for the one before
 }
 
 
 def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimFunc:
-    """Kernel(O_parts, Lse_parts, Merges, O, Lse, lse_unit, heads_a_kv_head, Sink), after decode.py, whose arguments these are.
+    """Kernel that runs after decode.py and merges its parts; its arguments are those of flash_decode with the same names.
 
-    problem.head_dim_v: the columns of a part; its options: sink or none. Of an entry of Merges that has less than two parts nothing
-    is read or written.
+    An entry of Merges with less than two parts is not read further, and nothing is written for it. A CTA merges `config.rows` rows
+    of one warpgroup's 64.
+
+    Args:
+        problem: its head_dim_v is the number of columns of a part; its options are a sink or none.
     """
     dtype, columns, rows = problem.dtype, problem.head_dim_v, config.rows
-    divides = config.divides_columns
+    divides_columns = config.divides_columns
     entries, slots, warpgroups, part_rows = T.dynamic("entries, slots, warpgroups, part_rows")
     batch, seqlen_q, heads, columns_o, sink_heads = T.dynamic("batch, seqlen_q, heads, columns_o, sink_heads")
     at_once = config.at_once
-    each = tuple(range(at_once))
+    loads = tuple(range(at_once))
     field = MERGE_FIELDS.index
 
     @T.prim_func
@@ -39,11 +43,11 @@ def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimF
         O: T.Tensor([batch, seqlen_q, heads, columns_o], dtype),
         Lse: T.Tensor([batch, heads, seqlen_q], "float32"),
         lse_unit: T.float32,
-        heads_a_kv_head: T.int32,
+        heads_per_kv: T.int32,
         Sink: T.Tensor([sink_heads], "float32"),
     ):
         with T.Kernel(entries * warpgroups * T.ceildiv(part_rows, rows), threads=config.threads) as number:
-            T.pdl_sync()  # until all of the decode is written
+            T.pdl_sync()  # all results of the decode are written
             weights = T.alloc_fragment([rows, at_once], "float32")
             weights_shared = T.alloc_shared([rows, at_once], "float32")
             row_max = T.alloc_fragment([rows], "float32")
@@ -52,11 +56,11 @@ def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimF
             block_sum = T.alloc_fragment([rows], "float32")
             scales_shared = T.alloc_shared([rows], "float32")
             total = T.alloc_fragment([rows, columns], "float32")
-            loaded = alloc_fragments([[rows, columns]] * at_once, "float32")
-            tokens = T.alloc_shared([rows], "int32")
+            loaded = alloc_fragments([[rows, columns]] * at_once, "float32")  # O of at_once parts
+            row_queries = T.alloc_shared([rows], "int32")
             row_heads = T.alloc_shared([rows], "int32")
 
-            # Variables, not expressions: TileLang 0.1.15 would copy those into every use
+            # Variables, not expressions, which TileLang 0.1.15 would copy into every use
             first = T.alloc_var("int32", init=T.truncmod(number, T.ceildiv(part_rows, rows)) * rows)
             entry = T.alloc_var("int32", init=T.truncdiv(number, T.ceildiv(part_rows, rows)))
             w = T.alloc_var("int32", init=T.truncmod(entry, warpgroups))
@@ -64,19 +68,19 @@ def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimF
             parts = T.alloc_var("int32", init=Merges[entry, field("parts")])
             slot = T.alloc_var("int32", init=Merges[entry, field("first_slot")])
             b = T.alloc_var("int32", init=Merges[entry, field("b")])
-            tile = T.alloc_var("int32", init=Merges[entry, field("m_block")])  # of 64 rows
-            if not divides:
+            tile = T.alloc_var("int32", init=Merges[entry, field("m_block")])  # number of the tile of 64 rows
+            if not divides_columns:
                 tile = tile * warpgroups + w
-            rows_before = T.alloc_var("int32", init=tile * 64)
+            tile_row = T.alloc_var("int32", init=tile * 64)
             rows_left = T.alloc_var(
-                "int32", init=T.min(seqlen_q * heads_a_kv_head - rows_before, part_rows) - first
+                "int32", init=T.min(seqlen_q * heads_per_kv - tile_row, part_rows) - first
             )
             if (parts > 1) & (rows_left > 0):
                 thread = T.get_thread_binding()
                 if thread < rows:
-                    tokens[thread] = T.truncdiv(rows_before + first + thread, heads_a_kv_head)
-                    row_heads[thread] = Merges[entry, field("kv_head")] * heads_a_kv_head + T.truncmod(
-                        rows_before + first + thread, heads_a_kv_head
+                    row_queries[thread] = T.truncdiv(tile_row + first + thread, heads_per_kv)
+                    row_heads[thread] = Merges[entry, field("kv_head")] * heads_per_kv + T.truncmod(
+                        tile_row + first + thread, heads_per_kv
                     )
                 T.sync_threads()
                 T.fill(row_max, LOWEST)
@@ -87,8 +91,8 @@ def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimF
                         row_max[i] = T.max(Sink[T.min(row_heads[i], sink_heads - 1)] * LOG2E, LOWEST)
                         row_sum[i] = T.exp2(Sink[T.min(row_heads[i], sink_heads - 1)] * LOG2E - row_max[i])
                 for s in T.serial(T.ceildiv(parts, at_once)):
-                    # Parts past the last and rows past the last are read as the last, so that no load hangs on a condition
-                    for u in each:
+                    # Parts and rows past the last are read as the last, so that no load depends on a condition
+                    for u in loads:
                         for i, j in T.Parallel(rows, columns):
                             loaded[u][i, j] = O_parts[
                                 slot + T.min(at_once * s + u, parts - 1),
@@ -112,25 +116,25 @@ def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimF
                     for i in T.Parallel(rows):
                         row_max_prev[i] = T.exp2(row_max_prev[i] - row_max[i])
                         row_sum[i] = row_sum[i] * row_max_prev[i] + block_sum[i]
-                    T.sync_threads()  # those of the parts before have been read
+                    T.sync_threads()  # the weights before have been read
                     T.copy(weights, weights_shared)
                     T.copy(row_max_prev, scales_shared)
                     T.sync_threads()
                     for i, j in T.Parallel(rows, columns):
                         total[i, j] *= scales_shared[i]
-                    for u in each:
+                    for u in loads:
                         for i, j in T.Parallel(rows, columns):
                             total[i, j] += weights_shared[i, u] * loaded[u][i, j]
                 for i in T.Parallel(rows):
-                    if (i < rows_left) & (not divides or w == 0):
-                        Lse[b, row_heads[i], tokens[i]] = (T.log2(row_sum[i]) + row_max[i]) * lse_unit
+                    if (i < rows_left) & (not divides_columns or w == 0):
+                        Lse[b, row_heads[i], row_queries[i]] = (T.log2(row_sum[i]) + row_max[i]) * lse_unit
                     row_max_prev[i] = T.if_then_else(row_sum[i] != 0, 1 / row_sum[i], 0)
                 T.sync_threads()
                 T.copy(row_max_prev, scales_shared)
                 T.sync_threads()
                 for i, j in T.Parallel(rows, columns):
                     if i < rows_left:
-                        O[b, tokens[i], row_heads[i], (w * columns if divides else 0) + j] = (
+                        O[b, row_queries[i], row_heads[i], (w * columns if divides_columns else 0) + j] = (
                             total[i, j] * scales_shared[i]
                         )
 

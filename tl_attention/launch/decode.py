@@ -30,7 +30,7 @@ def _query_rows(seqlen_q: int, heads: int, heads_kv: int) -> int:
 
 
 def _split_rule(num_splits: int, batch_invariant: bool, capacity: int, block_N: int) -> int:
-    """Split rule of kernels/decode.py: 0 divides all keys evenly among the CTAs, n > 0 makes splits of n key blocks, -n makes n splits.
+    """Split rule of kernels/decode_work.py: 0 shares all keys evenly among CTAs, n > 0 makes splits of n key blocks, -n makes n splits.
 
     Args:
         capacity: keys that a sequence may have.

@@ -1,8 +1,9 @@
-"""Each test has its own seed, hypothesis no deadline, PyTorch one thread; a skipped GPU test says why."""
+"""A seed and a cache folder per test, no deadline for hypothesis, one thread for PyTorch, a reason for each skipped GPU test."""
 
 from __future__ import annotations
 
 import zlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,17 @@ from tl_attention.target import is_hopper
 torch.set_num_threads(1)
 settings.register_profile("tl_attention", deadline=None)
 settings.load_profile("tl_attention")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-kernels", action="store_true", help="compile every shipped kernel, not a sample")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Point the cache of kernels and of tuned tables to a new folder; GPU tests keep the user's, whose kernels take minutes."""
+    if not request.node.get_closest_marker("gpu"):
+        monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

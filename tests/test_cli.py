@@ -332,16 +332,18 @@ def one_kernel(monkeypatch, tmp_path):
     kernel = configs.shipped_kernels(["bwd"])[0]
     monkeypatch.setattr(manifest, "shipped", lambda: {"a": kernel, "b": kernel})
     monkeypatch.setattr(manifest, "trace_all", lambda kernels, jobs: dict.fromkeys(kernels, "1234"))
-    monkeypatch.setattr(manifest, "entry", lambda *kernel: {"text": "1234"})
+    monkeypatch.setattr(manifest, "entry", lambda *kernel: {"text": "1234", "registers": 2})
+    monkeypatch.setattr(
+        manifest, "faults", lambda problem, config, found: ["spills"] * (found["registers"] > 1)
+    )
     monkeypatch.setattr(toolkit, "find_nvcc", lambda: None)
+    monkeypatch.setattr(toolkit, "find_cuobjdump", lambda: None)
     path = tmp_path / "kernels.json"
     monkeypatch.setattr(configs, "manifest_path", lambda: path)
     versions = {"tilelang": "1", "nvcc": "2"}
     monkeypatch.setattr(manifest, "compiler_versions", lambda: versions)
-    path.write_text(manifest.Manifest(versions, {"a": {"text": "1234"}}).format())
-    manifest.Manifest.read.__func__.cache_clear()
-    yield path
-    manifest.Manifest.read.__func__.cache_clear()
+    path.write_text(manifest.Manifest(versions, {"a": {"text": "1234", "registers": 1}}).format())
+    return path
 
 
 def test_manifest_check_prints_what_differs(one_kernel, capsys):
@@ -355,8 +357,14 @@ def test_manifest_writes_what_is_new(one_kernel, capsys, monkeypatch):
     assert cli.main(["manifest", "--jobs", "1"]) == 2
     assert toolkit.NO_NVCC in capsys.readouterr().out
     monkeypatch.setattr(toolkit, "find_nvcc", lambda: ("nvcc", "PATH"))
+    assert cli.main(["manifest", "--jobs", "1"]) == 2
+    assert "needs cuobjdump" in capsys.readouterr().out
+    monkeypatch.setattr(toolkit, "find_cuobjdump", lambda: "cuobjdump")
+    assert cli.main(["manifest", "--jobs", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "1 of 2 kernels to compile" in out and "fault: b: spills" in out
+    monkeypatch.setattr(manifest, "faults", lambda *kernel: [])
     assert cli.main(["manifest", "--jobs", "1"]) == 0
-    assert "1 of 2 kernels to compile" in capsys.readouterr().out
     assert cli.main(["manifest", "--check"]) == 0
     assert "no hash changed: 2 the same" in capsys.readouterr().out
     monkeypatch.setattr(configs, "installed", lambda: True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 from dataclasses import asdict, replace
@@ -558,28 +557,3 @@ def test_read_tuned_has_every_direction(tmp_path):
     table = configs.read_tuned(path)
     assert table["bwd"] and table["fwd"] == table["bwd_det"] == {}
     assert configs.format_tuned(table) == path.read_text()
-
-
-@pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang to lower a kernel")
-@pytest.mark.parametrize(
-    ("problem", "config"),
-    [
-        (D64, FwdConfig(64, 64)),
-        (AttnProblem("bfloat16", 128, 64, False), FwdConfig(64, 64, split=True)),
-        (AttnProblem("float16", 96, 64, False), FwdConfig(64, 32, schedule="persistent", q_stages=2)),
-        (D64, FwdConfig(64, 32, schedule="dynamic")),
-        (AttnProblem("bfloat16", 128, 64, False), FwdConfig(64, 64, schedule="dynamic")),
-        (D64, BwdPass("dq+dk+dv", 64, 64, 3, 1)),
-        (AttnProblem("float16", 96, 96, True), BwdPass("dk+dv", 48, 64)),
-        (D192_128, BwdPass("dv", 32, 64)),
-        (D64, BwdPass("dq", 64, 48, 3, 1)),
-        (D64, BwdDelta()),
-        (replace(D64, dtype="float16"), BwdSum()),
-        (replace(D64, dtype="float16"), FwdCombine()),
-    ],
-    ids=str,
-)
-def test_smem_bytes_is_what_lowering_asks_for(problem, config):
-    from tl_attention import compiler
-
-    assert legality.smem_bytes(problem, config) == compiler.lower(problem, config)[1]

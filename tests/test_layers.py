@@ -53,7 +53,7 @@ DOORS = {
     "testing": "torch problem target configs reference testing",
     "tuning": "torch problem kernel_configs target configs launch compiler cubin tuning reference testing | rich",
     "cubin": "problem kernel_configs legality target compiler toolkit | tilelang",
-    "manifest": "configs cubin compiler toolkit problem kernel_configs",
+    "manifest": "configs cubin compiler toolkit problem kernel_configs legality target",
     "explain": "torch problem kernel_configs legality target configs | launch",
     "doctor": "torch problem target configs | toolkit testing",
     "cli": "torch problem kernel_configs legality target configs explain doctor"

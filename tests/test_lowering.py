@@ -1,18 +1,24 @@
-"""Every shipped config, compiled for sm_90a with no GPU: what would make it slow or unable to launch."""
+"""Shipped kernels, compiled for sm_90a with no GPU: what would make them slow or unable to launch.
+
+A sample is compiled, which differs from commit to commit; `pytest --all-kernels` compiles all. test_manifest.py covers the others by
+the hashes of their texts and the numbers recorded for them.
+"""
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import json
 import re
+import subprocess
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
-from tl_attention import compiler, configs, cubin, legality, toolkit
-from tl_attention.kernel_configs import BwdDelta, BwdPass, FwdConfig, append_kernel
-from tl_attention.problem import DECODE_TILE_WIDTHS, SPLIT_BUCKET, AttnProblem
-from tl_attention.target import SMEM_LIMIT
+from tl_attention import compiler, configs, cubin, manifest, toolkit
+from tl_attention.kernel_configs import BwdPass, FwdConfig
+from tl_attention.problem import AttnProblem
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang"),
@@ -20,103 +26,39 @@ pytestmark = [
 ]
 
 
-# Both dtypes share all configs; fp16, which differs by the type of an element, is compiled for the causal forwards of the commonest
-# width alone, as a kernel takes two cores 4 s. `tl-attention compile` compiles and judges all.
-SHIPPED = [
-    (problem, config)
-    for problem, config in configs.shipped_kernels()
-    if problem.dtype == "bfloat16"
-    or (problem.head_dim == problem.head_dim_v == 128 and problem.causal and isinstance(config, FwdConfig))
-]
-# Each line of the grid for options, with all options that it is for, at the commonest width, but those with less options than another
-# of the same config; and one whose keys are split
-OPTION_KERNELS = [
-    (problem, config)
-    for direction in ("fwd", "bwd")
-    for one, config in configs.option_problems(direction)
-    if one.head_dim == one.head_dim_v == 128
-    for problem, config in config.kernels(one)
-    if isinstance(config, FwdConfig | BwdPass)
-]
-PACKED = AttnProblem("bfloat16", 128, 128, True, ("varlen",))
-OPTION_KERNELS.append((PACKED, configs.option_config(PACKED, SPLIT_BUCKET)))
-OPTION_KERNELS = [
-    (problem, config)
-    for problem, config in dict.fromkeys(OPTION_KERNELS)
-    if not any(config == other and {*problem.options} < {*more.options} for more, other in OPTION_KERNELS)
-]
-
-# Each width for caches, with pages of 16 keys and all options; of those for more rows than 64, the commonest and the largest
-DECODE_KERNELS = [
-    (AttnProblem("bfloat16", *width, False, ("window", "softcap", "alibi", "sink")), configs.DECODE_ROWS[0])
-    for width in DECODE_TILE_WIDTHS
-] + [
-    (AttnProblem("bfloat16", width, width, False, ("window",)), configs.DECODE_ROWS[1])
-    for width in (128, 256)
-]
-DECODE_KERNELS = [(problem, configs.decode_config(problem, rows, 16)) for problem, rows in DECODE_KERNELS]
+SAMPLED = 8  # kernels beside one per template; each takes a core 5-20 s
+SHIPPED = manifest.shipped()
+COMMITTED = manifest.Manifest.read()
 
 
-@pytest.mark.parametrize(
-    ("problem", "config"), SHIPPED, ids=["{}-{}".format(*kernel).replace(" ", "-") for kernel in SHIPPED]
-)
-def test_lowering_shipped_kernel(problem, config):
+def sample_seed() -> int:
+    """Seed of the sample: the hash of the checked-out commit, or the day where there is no git."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return datetime.date.today().toordinal()
+    return int(run.stdout, 16)
+
+
+def pytest_generate_tests(metafunc):
+    if "shipped_kernel" in metafunc.fixturenames:
+        everything = metafunc.config.getoption("--all-kernels")
+        names = list(SHIPPED) if everything else manifest.sample(SHIPPED, sample_seed(), SAMPLED)
+        metafunc.parametrize("shipped_kernel", names)
+
+
+def test_lowering_shipped_kernel(shipped_kernel):
     if not toolkit.find_nvcc():
         pytest.skip(toolkit.NO_NVCC)
-    report = cubin.report(problem, config)
-    assert report.spill_bytes == 0
-    assert report.warnings == ()
-    assert report.smem_bytes == legality.smem_bytes(problem, config)
-    assert report.smem_static <= legality.BARRIER_BYTES
-    assert report.smem_bytes + report.smem_static <= SMEM_LIMIT
-    assert report.ctas_per_sm >= 1
-    assert report.fault is None
-    multiplies = isinstance(config, FwdConfig | BwdPass)
-    assert report.needs_wgmma == multiplies == (report.hgmma > 0)
-    assert (report.tma > 0) == (multiplies or isinstance(config, BwdDelta))
-    # Of O or a gradient; parts of O leave from registers
-    parts = isinstance(config, FwdConfig) and config.split
-    assert (report.tma_stores > 0) == (not isinstance(config, BwdDelta) and not parts)
-    assert (report.vector_sums > 0) == (isinstance(config, BwdPass) and config.adds_dq)
-
-
-@pytest.mark.parametrize(
-    ("problem", "config"),
-    OPTION_KERNELS,
-    ids=["{}-{}".format(*one).replace(" ", "-") for one in OPTION_KERNELS],
-)
-def test_lowering_kernel_with_options(problem, config):
-    if not toolkit.find_nvcc():
-        pytest.skip(toolkit.NO_NVCC)
-    report = cubin.report(problem, config)
-    assert report.fault is None and report.warnings == ()
-    assert report.smem_bytes == legality.smem_bytes(problem, config)
-
-
-@pytest.mark.parametrize(
-    ("problem", "config"),
-    DECODE_KERNELS,
-    ids=["{}-{}".format(*one).replace(" ", "-") for one in DECODE_KERNELS],
-)
-def test_lowering_decode_kernel(problem, config):
-    if not toolkit.find_nvcc():
-        pytest.skip(toolkit.NO_NVCC)
-    report = cubin.report(problem, config)
-    assert report.spill_bytes == 0 and report.warnings == () and report.hgmma and report.tma
-    assert report.ctas_per_sm >= config.ctas_per_sm
-    assert report.smem_bytes == legality.smem_bytes(problem, config)
-    assert report.fault is None
-
-
-@pytest.mark.parametrize(
-    "kernel", [append_kernel("bfloat16"), DECODE_KERNELS[2][1].combine(DECODE_KERNELS[2][0])], ids=str
-)
-def test_lowering_kernel_beside_a_decode(kernel):
-    if not toolkit.find_nvcc():
-        pytest.skip(toolkit.NO_NVCC)
-    problem, config = kernel
-    report = cubin.report(problem, config)
-    assert report.fault is None and report.smem_bytes == legality.smem_bytes(problem, config)
+    problem, config = SHIPPED[shipped_kernel]
+    found = manifest.numbers(problem, config)
+    assert manifest.faults(problem, config, found) == []
+    recorded = COMMITTED.kernels.get(shipped_kernel, {})
+    same_input = recorded.get("text") == manifest.text_hash(problem, config)  # else test_manifest.py fails
+    comparable = toolkit.find_cuobjdump() and manifest.compiler_versions() == COMMITTED.versions
+    if same_input and comparable and manifest.has_numbers(recorded):
+        assert found == {name: value for name, value in recorded.items() if name != "text"}
 
 
 # What only kernels with options have among their arguments or in their text

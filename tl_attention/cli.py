@@ -81,7 +81,7 @@ CONFIG = {
 MANIFEST = {
     "help": "rewrite configs/kernels.json and print which shipped kernels changed",
     "description": "Trace every shipped kernel, print which hashes differ from configs/kernels.json, compile those kernels and rewrite"
-    " the file. With --check print only; status 1 if a hash differs.",
+    " the file. Status 1 if one must not ship. With --check print only; status 1 if a hash differs.",
 }
 
 
@@ -326,8 +326,14 @@ def update_manifest(arguments: argparse.Namespace) -> int:
     if not toolkit.find_nvcc():
         print(f"tl-attention manifest: {toolkit.NO_NVCC}; --check needs none")
         return 2
+    if not toolkit.find_cuobjdump():
+        print("tl-attention manifest needs cuobjdump to count instructions: pip install triton")
+        return 2
     print(manifest.rewrite(arguments.jobs))
-    return 0
+    faults = manifest.all_faults(manifest.Manifest.read())
+    for name, texts in faults.items():
+        print(f"fault: {name}: {'; '.join(texts)}")
+    return 1 if faults else 0
 
 
 def _has_words(text: str, words: Sequence[str]) -> bool:

@@ -7,7 +7,6 @@ so an equal hash means an equal kernel: a change that should not touch a kernel 
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -16,13 +15,24 @@ import multiprocessing
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from tl_attention import compiler, configs, cubin, toolkit
-from tl_attention.kernel_configs import KernelConfig
+from tl_attention.kernel_configs import (
+    BwdDelta,
+    BwdPass,
+    BwdSum,
+    DecodeConfig,
+    FwdCombine,
+    FwdConfig,
+    KernelConfig,
+    TileTable,
+)
+from tl_attention.legality import BARRIER_BYTES, smem_bytes
 from tl_attention.problem import DECODE, DECODE_OPTIONS, DIRECTIONS, AttnProblem
+from tl_attention.target import SMEM_LIMIT
 
 Kernel = tuple[AttnProblem, KernelConfig]
 
@@ -83,11 +93,61 @@ def compiler_versions() -> dict[str, str]:
 
 
 def entry(problem: AttnProblem, config: KernelConfig) -> dict[str, Any]:
-    """What the manifest says of one kernel: its text hash, and the compiler's report without the fields that are 0 or empty."""
+    """Entry of one kernel: its text hash, and the numbers of its compilation."""
+    return {"text": text_hash(problem, config), **numbers(problem, config)}
+
+
+def numbers(problem: AttnProblem, config: KernelConfig) -> dict[str, Any]:
+    """Hash of a kernel's instructions and the compiler's report, without the fields that are 0 or empty. Compiles the kernel."""
     report = cubin.report(problem, config)
     values = {name: getattr(report, name) for name in REPORT_FIELDS}
     kept = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v}
-    return {"text": text_hash(problem, config), "sass": report.sass_hash, **kept}
+    return {"sass": report.sass_hash, **kept}
+
+
+def has_numbers(found: dict[str, Any]) -> bool:
+    """True for an entry of a compiled kernel, False for one that holds a text hash only."""
+    return "registers" in found
+
+
+def faults(problem: AttnProblem, config: KernelConfig, found: dict[str, Any]) -> list[str]:
+    """Reasons not to ship a kernel, from its entry or its numbers; empty if there are none."""
+    if not has_numbers(found):
+        return ["numbers: expected those of the compiled kernel, got none; run `tl-attention manifest`"]
+    got = {name: found.get(name, 0) for name in REPORT_FIELDS}
+    ctas = config.ctas_per_sm if isinstance(config, DecodeConfig) else 1
+    rules = [
+        ("spill_bytes", "0", got["spill_bytes"] == 0),
+        ("warnings", "none", not got["warnings"]),
+        ("smem_static", f"at most {BARRIER_BYTES}", got["smem_static"] <= BARRIER_BYTES),
+        (
+            "smem_bytes",
+            f"at most {SMEM_LIMIT} with smem_static",
+            got["smem_bytes"] + got["smem_static"] <= SMEM_LIMIT,
+        ),
+        ("ctas_per_sm", f"at least {ctas}", got["ctas_per_sm"] >= ctas),
+    ]
+    if not isinstance(config, TileTable):  # its shared memory is small, and has no model
+        modelled = smem_bytes(problem, config)
+        rules.append(("smem_bytes", str(modelled), got["smem_bytes"] == modelled))
+    for name, wanted in _instructions(problem, config).items():
+        rules.append((name, "some" if wanted else "none", bool(got[name]) == wanted))
+    return [f"{name}: expected {expected}, got {got[name]}" for name, expected, good in rules if not good]
+
+
+def _instructions(problem: AttnProblem, config: KernelConfig) -> dict[str, bool]:
+    """Fields of cubin.Report that count instructions, and whether a kernel must have some (True) or none (False)."""
+    multiplies = cubin.uses_wgmma(config)
+    expected = {"hgmma": multiplies}
+    if multiplies:
+        expected["tma"] = True
+    if isinstance(config, FwdConfig | FwdCombine | BwdPass | BwdDelta | BwdSum):
+        expected["tma"] = multiplies or isinstance(config, BwdDelta)
+        # Parts of O leave from registers; delta is one number per row
+        parts = isinstance(config, FwdConfig) and config.split
+        expected["tma_stores"] = not isinstance(config, BwdDelta) and not parts
+        expected["vector_sums"] = isinstance(config, BwdPass) and config.adds_dq
+    return expected
 
 
 @dataclass(frozen=True)
@@ -98,7 +158,6 @@ class Manifest:
     kernels: dict[str, dict[str, Any]]
 
     @classmethod
-    @functools.cache
     def read(cls) -> Manifest:
         """The committed manifest; an empty one if there is no file."""
         path = configs.manifest_path()
@@ -110,6 +169,12 @@ class Manifest:
         head = json.dumps(self.versions)[1:-1]
         rows = ",\n".join(f'  "{name}": {json.dumps(self.kernels[name])}' for name in sorted(self.kernels))
         return f'{{{head},\n "kernels": {{\n{rows}\n}}}}\n'
+
+
+def all_faults(manifest: Manifest) -> dict[str, list[str]]:
+    """Names of shipped kernels that have faults, and the faults."""
+    found = {name: faults(*kernel, manifest.kernels.get(name, {})) for name, kernel in shipped().items()}
+    return {name: texts for name, texts in found.items() if texts}
 
 
 @dataclass(frozen=True)
@@ -148,10 +213,14 @@ def trace_all(kernels: dict[str, Kernel], jobs: int | None = None) -> dict[str, 
 
 
 def rewrite(jobs: int | None = None, say: Callable[[str], None] = print) -> Difference:
-    """Compile what changed, write the manifest, and return what changed. All is compiled where a compiler version changed."""
+    """Compile what changed or has no numbers, write the manifest, and return what changed.
+
+    All is compiled where a compiler version changed.
+    """
     manifest, versions, kernels = Manifest.read(), compiler_versions(), shipped()
     difference = compare(trace_all(kernels, jobs), manifest)
-    stale = [*difference.new, *difference.changed]
+    without_numbers = (name for name in difference.same if not has_numbers(manifest.kernels[name]))
+    stale = [*difference.new, *difference.changed, *without_numbers]
     if versions != manifest.versions:
         stale = list(kernels)
     say(f"{len(stale)} of {len(kernels)} kernels to compile")
@@ -162,7 +231,6 @@ def rewrite(jobs: int | None = None, say: Callable[[str], None] = print) -> Diff
         say(f"{number}/{len(stale)} {name}")
     path = configs.manifest_path()
     path.write_text(Manifest(versions, table).format())
-    Manifest.read.__func__.cache_clear()
     return difference
 
 
@@ -178,9 +246,16 @@ def _in_processes(function: Callable[..., Any], kernels: Iterable[Kernel], jobs:
         yield from pool.map(function, *zip(*kernels, strict=True))
 
 
-def sample(names: Sequence[str], seed: int, count: int) -> list[str]:
-    """Names that a test compiles: `count` that change with the seed, and the first of each template."""
-    step = max(len(names) // count, 1)
+def sample(kernels: dict[str, Kernel], seed: int, count: int) -> list[str]:
+    """Names of kernels that a test compiles: `count` that change with the seed, and a cheap one per template."""
+    names = sorted(kernels)
+    step = max(len(names) // count, 1) if count else 1
     rotating = [names[(seed + i * step) % len(names)] for i in range(count)]
-    first_of_template = {compiler.template(shipped()[name][1]): name for name in reversed(names)}
-    return sorted({*rotating, *first_of_template.values()})
+    dearest_first = sorted(names, key=lambda name: _cost(*kernels[name]), reverse=True)
+    cheapest = {compiler.template(kernels[name][1]): name for name in dearest_first}
+    return sorted({*rotating, *cheapest.values()})
+
+
+def _cost(problem: AttnProblem, config: KernelConfig) -> tuple[int, ...]:
+    """Order of kernels by the time their compilation takes: options, then columns, then threads."""
+    return len(problem.options), problem.head_dim + problem.head_dim_v, config.threads

@@ -1,0 +1,209 @@
+"""The manifest: every shipped kernel has its entry, and each entry the text of today's kernel and numbers without faults."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tl_attention import compiler, configs, manifest, toolkit
+from tl_attention.kernel_configs import BwdDelta, BwdPass, DecodeConfig, FwdCombine, FwdConfig, TileTable
+from tl_attention.legality import BARRIER_BYTES, smem_bytes
+from tl_attention.manifest import Manifest, compare, faults
+from tl_attention.problem import AttnProblem
+from tl_attention.target import SMEM_LIMIT
+
+SHIPPED = manifest.shipped()
+COMMITTED = Manifest.read()
+needs_tilelang = pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang")
+
+
+def test_manifest_names_the_shipped_kernels():
+    assert COMMITTED.kernels.keys() == SHIPPED.keys(), "run `tl-attention manifest`"
+
+
+@needs_tilelang
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", SHIPPED)
+def test_manifest_has_the_text_of_the_kernel(name):
+    kernel = SHIPPED[name]
+    old, new = COMMITTED.kernels.get(name, {}).get("text"), manifest.text_hash(*kernel)
+    if old == new:
+        return
+    judged = "not compiled, as there is no nvcc"
+    if toolkit.find_nvcc():
+        judged = "; ".join(faults(*kernel, manifest.numbers(*kernel))) or "no faults"
+    pytest.fail(
+        f"{name}: expected the text {old}, got {new}; compiled: {judged}. If the change is meant, run `tl-attention manifest`"
+    )
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_manifest_numbers_have_no_faults(name):
+    assert faults(*SHIPPED[name], COMMITTED.kernels.get(name, {})) == []
+
+
+def test_manifest_is_of_the_pinned_compilers():
+    pyproject = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    pins = dict(re.findall(r'"([\w-]+)(?:\[\w+\])?==([\w.]+)"', pyproject))
+    assert COMMITTED.versions == {"tilelang": pins["tilelang"], "nvcc": pins["nvidia-cuda-nvcc"]}
+
+
+def test_manifest_file_is_formatted():
+    assert configs.manifest_path().read_text() == COMMITTED.format()
+
+
+PROBLEM = AttnProblem("bfloat16", 64, 64, True)
+DECODE_PROBLEM = AttnProblem("bfloat16", 64, 64, False, ("window",))
+FWD, SPLIT_FWD = FwdConfig(128, 64), FwdConfig(128, 64, split=True)
+ONE_PASS, DQ = BwdPass("dq+dk+dv", 64, 128, reuse_registers=True), BwdPass("dq", 128, 64)
+GOOD = {
+    "registers": 168,
+    "smem_static": 100,
+    "ctas_per_sm": 2,
+    "hgmma": 8,
+    "tma": 4,
+    "tma_stores": 1,
+    "loops": [400],
+}
+
+
+def numbers(problem, config, **changed):
+    """Numbers of a kernel without faults, with some changed; None drops a field."""
+    found = GOOD | {"smem_bytes": 0 if isinstance(config, TileTable) else smem_bytes(problem, config)}
+    if isinstance(config, FwdConfig) and config.split:
+        found["tma_stores"] = 0
+    if isinstance(config, BwdPass) and config.adds_dq:
+        found["vector_sums"] = 2
+    if isinstance(config, FwdCombine | BwdDelta | TileTable):
+        found["hgmma"] = 0
+    if isinstance(config, FwdCombine | TileTable):
+        found["tma"] = 0
+    if isinstance(config, BwdDelta):
+        found["tma_stores"] = 0
+    return {name: value for name, value in (found | changed).items() if value}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [FWD, SPLIT_FWD, ONE_PASS, DQ, FwdCombine(), BwdDelta(), TileTable(), DecodeConfig()],
+    ids=str,
+)
+def test_faults_of_a_good_kernel(config):
+    assert faults(PROBLEM, config, numbers(PROBLEM, config)) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "changed", "text"),
+    [
+        (FWD, {"registers": None}, "numbers: expected those of the compiled kernel, got none; run `tl-attention manifest`"),
+        (FWD, {"spill_bytes": 8}, "spill_bytes: expected 0, got 8"),
+        (FWD, {"warnings": ["C7507"]}, "warnings: expected none, got ['C7507']"),
+        (FWD, {"smem_static": BARRIER_BYTES + 4}, f"smem_static: expected at most {BARRIER_BYTES}, got {BARRIER_BYTES + 4}"),
+        (FWD, {"ctas_per_sm": None}, "ctas_per_sm: expected at least 1, got 0"),
+        (DecodeConfig(ctas_per_sm=2), {"ctas_per_sm": 1}, "ctas_per_sm: expected at least 2, got 1"),
+        (FWD, {"smem_bytes": 8}, f"smem_bytes: expected {smem_bytes(PROBLEM, FWD)}, got 8"),
+        (TileTable(), {"smem_bytes": SMEM_LIMIT}, f"smem_bytes: expected at most {SMEM_LIMIT} with smem_static, got {SMEM_LIMIT}"),
+        (FWD, {"hgmma": None}, "hgmma: expected some, got 0"),
+        (FwdCombine(), {"hgmma": 1}, "hgmma: expected none, got 1"),
+        (FWD, {"tma": None}, "tma: expected some, got 0"),
+        (DecodeConfig(), {"tma": None}, "tma: expected some, got 0"),
+        (BwdDelta(), {"tma": None}, "tma: expected some, got 0"),
+        (FwdCombine(), {"tma": 1}, "tma: expected none, got 1"),
+        (FWD, {"tma_stores": None}, "tma_stores: expected some, got 0"),
+        (SPLIT_FWD, {"tma_stores": 1}, "tma_stores: expected none, got 1"),
+        (BwdDelta(), {"tma_stores": 1}, "tma_stores: expected none, got 1"),
+        (ONE_PASS, {"vector_sums": None}, "vector_sums: expected some, got 0"),
+        (DQ, {"vector_sums": 1}, "vector_sums: expected none, got 1"),
+    ],
+)  # fmt: skip
+def test_faults_name_what_is_expected(config, changed, text):
+    problem = DECODE_PROBLEM if isinstance(config, DecodeConfig) else PROBLEM
+    assert text in faults(problem, config, numbers(problem, config, **changed))
+
+
+NAMES = st.text("abcdef ,+-0123456789", min_size=1)
+HASHES = st.sampled_from(["1a", "2b", "3c"])
+MANIFESTS = st.builds(
+    Manifest,
+    st.fixed_dictionaries({"tilelang": HASHES, "nvcc": HASHES}),
+    st.dictionaries(NAMES, st.fixed_dictionaries({"text": HASHES, "loops": st.lists(st.integers())})),
+)
+
+
+@given(MANIFESTS)
+def test_manifest_format_has_one_sorted_kernel_per_line(written):
+    text = written.format()
+    assert json.loads(text) == {**written.versions, "kernels": written.kernels}
+    names = [name for line in text.splitlines() if (name := re.match(r'  "(.*?)": \{', line))]
+    assert [name[1] for name in names] == sorted(written.kernels)
+
+
+def test_manifest_reads_what_it_wrote(monkeypatch, tmp_path):
+    path = tmp_path / "kernels.json"
+    monkeypatch.setattr(configs, "manifest_path", lambda: path)
+    assert Manifest.read() == Manifest({}, {})
+    written = Manifest({"tilelang": "1", "nvcc": "2"}, {"a": {"text": "1a"}})
+    path.write_text(written.format())
+    assert Manifest.read() == written
+
+
+@given(st.dictionaries(NAMES, HASHES), MANIFESTS)
+def test_compare_puts_every_kernel_in_one_group(hashes, written):
+    found = compare(hashes, written)
+    groups = (found.new, found.changed, found.same, found.gone)
+    assert sorted(name for group in groups for name in group) == sorted({*hashes, *written.kernels})
+    assert {*found.new, *found.changed, *found.same} == {*hashes}
+    assert all(hashes[name] == written.kernels[name]["text"] for name in found.same)
+    assert all(hashes[name] != written.kernels[name]["text"] for name in found.changed)
+    assert not {*found.new} & {*written.kernels} and {*found.gone} <= {*written.kernels}
+    assert ("no hash changed" in str(found)) == (len(found.same) == len({*hashes, *written.kernels}))
+
+
+def test_compare_with_itself_finds_no_change():
+    found = compare({name: entry["text"] for name, entry in COMMITTED.kernels.items()}, COMMITTED)
+    assert str(found) == f"no hash changed: {len(COMMITTED.kernels)} the same"
+
+
+@given(st.integers(min_value=0), st.integers(0, 12))
+def test_sample_has_as_many_as_asked_and_one_per_template(seed, count):
+    names = manifest.sample(SHIPPED, seed, count)
+    templates = {compiler.template(config) for _, config in SHIPPED.values()}
+    assert {compiler.template(SHIPPED[name][1]) for name in names} == templates
+    assert count <= len(names) <= count + len(templates) and len(names) == len({*names})
+    assert names == manifest.sample(SHIPPED, seed, count)
+
+
+def test_samples_reach_every_kernel():
+    samples = (manifest.sample(SHIPPED, seed, 8) for seed in range(len(SHIPPED)))
+    assert {name for names in samples for name in names} == {*SHIPPED}
+
+
+def test_sample_prefers_cheap_kernels():
+    names = manifest.sample(SHIPPED, 0, 0)
+    assert all(
+        not SHIPPED[name][0].options for name in names if isinstance(SHIPPED[name][1], FwdConfig | BwdPass)
+    )
+
+
+def test_kernels_without_numbers_are_compiled(monkeypatch, tmp_path):
+    kernel = SHIPPED[next(iter(SHIPPED))]
+    versions = {"tilelang": "1", "nvcc": "2"}
+    written = Manifest(versions, {"a": {"text": "1a", "registers": 1}, "b": {"text": "1a"}})
+    path = tmp_path / "kernels.json"
+    monkeypatch.setattr(configs, "manifest_path", lambda: path)
+    monkeypatch.setattr(manifest, "shipped", lambda: {"a": kernel, "b": kernel})
+    monkeypatch.setattr(manifest, "compiler_versions", lambda: versions)
+    monkeypatch.setattr(manifest, "trace_all", lambda kernels, jobs: dict.fromkeys(kernels, "1a"))
+    monkeypatch.setattr(manifest, "entry", lambda *kernel: {"text": "1a", "registers": 2})
+    path.write_text(written.format())
+    manifest.rewrite(jobs=1, say=lambda text: None)
+    assert json.loads(path.read_text())["kernels"] == {
+        "a": {"text": "1a", "registers": 1},
+        "b": {"text": "1a", "registers": 2},
+    }

@@ -637,7 +637,8 @@ def test_public_functions_compile_into_graph_trees():
 FIRST_CALL_IN_A_GRAPH = """
 import torch
 from tl_attention import compiler, launch
-from tl_attention.problem import AttnProblem, FwdConfig
+from tl_attention.kernel_configs import FwdConfig
+from tl_attention.problem import AttnProblem
 q, k, v = (torch.randn(2, 1500, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 config = FwdConfig(128, 128, schedule="dynamic")
 compiler.compile_kernel(AttnProblem("bfloat16", 128, 128, True), config)

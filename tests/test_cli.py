@@ -334,7 +334,7 @@ def one_kernel(monkeypatch, tmp_path):
     monkeypatch.setattr(manifest, "trace_all", lambda kernels, jobs: dict.fromkeys(kernels, "1234"))
     monkeypatch.setattr(manifest, "entry", lambda *kernel: {"text": "1234", "registers": 2})
     monkeypatch.setattr(
-        manifest, "faults", lambda problem, config, found: ["spills"] * (found["registers"] > 1)
+        manifest, "new_faults", lambda name, kernel, found: ["spills"] * (found["registers"] > 1)
     )
     monkeypatch.setattr(toolkit, "find_nvcc", lambda: None)
     monkeypatch.setattr(toolkit, "find_cuobjdump", lambda: None)
@@ -363,7 +363,7 @@ def test_manifest_writes_what_is_new(one_kernel, capsys, monkeypatch):
     assert cli.main(["manifest", "--jobs", "1"]) == 1
     out = capsys.readouterr().out
     assert "1 of 2 kernels to compile" in out and "fault: b: spills" in out
-    monkeypatch.setattr(manifest, "faults", lambda *kernel: [])
+    monkeypatch.setattr(manifest, "new_faults", lambda name, kernel, found: [])
     assert cli.main(["manifest", "--jobs", "1"]) == 0
     assert cli.main(["manifest", "--check"]) == 0
     assert "no hash changed: 2 the same" in capsys.readouterr().out

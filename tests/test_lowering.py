@@ -53,7 +53,7 @@ def test_lowering_shipped_kernel(shipped_kernel):
         pytest.skip(toolkit.NO_NVCC)
     problem, config = SHIPPED[shipped_kernel]
     found = manifest.numbers(problem, config)
-    assert manifest.faults(problem, config, found) == []
+    assert manifest.new_faults(shipped_kernel, (problem, config), found) == []
     recorded = COMMITTED.kernels.get(shipped_kernel, {})
     same_input = recorded.get("text") == manifest.text_hash(problem, config)  # else test_manifest.py fails
     comparable = toolkit.find_cuobjdump() and manifest.compiler_versions() == COMMITTED.versions

@@ -37,7 +37,7 @@ def test_manifest_has_the_text_of_the_kernel(name):
         return
     judged = "not compiled, as there is no nvcc"
     if toolkit.find_nvcc():
-        judged = "; ".join(faults(*kernel, manifest.numbers(*kernel))) or "no faults"
+        judged = "; ".join(manifest.new_faults(name, kernel, manifest.numbers(*kernel))) or "no faults"
     pytest.fail(
         f"{name}: expected the text {old}, got {new}; compiled: {judged}. If the change is meant, run `tl-attention manifest`"
     )
@@ -45,7 +45,7 @@ def test_manifest_has_the_text_of_the_kernel(name):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_manifest_numbers_have_no_faults(name):
-    assert faults(*SHIPPED[name], COMMITTED.kernels.get(name, {})) == []
+    assert manifest.new_faults(name, SHIPPED[name], COMMITTED.kernels.get(name, {})) == []
 
 
 def test_manifest_is_of_the_pinned_compilers():
@@ -125,6 +125,18 @@ def test_faults_of_a_good_kernel(config):
 def test_faults_name_what_is_expected(config, changed, text):
     problem = DECODE_PROBLEM if isinstance(config, DecodeConfig) else PROBLEM
     assert text in faults(problem, config, numbers(problem, config, **changed))
+
+
+def test_known_faults_are_of_shipped_kernels_and_must_go_with_the_fault(monkeypatch):
+    assert manifest.KNOWN_FAULTS.keys() <= SHIPPED.keys()
+    kernel, fault = (PROBLEM, FWD), "spill_bytes: expected 0, got 8"
+    good, spilling = numbers(*kernel), numbers(*kernel, spill_bytes=8)
+    assert manifest.new_faults("a", kernel, spilling) == [fault]
+    monkeypatch.setattr(manifest, "KNOWN_FAULTS", {"a": (fault,)})
+    assert manifest.new_faults("a", kernel, spilling) == []
+    assert manifest.new_faults("a", kernel, good) == [
+        f"KNOWN_FAULTS: expected {fault!r}, got no such fault; remove it"
+    ]
 
 
 NAMES = st.text("abcdef ,+-0123456789", min_size=1)

@@ -309,6 +309,10 @@ def register_level(problem: AttnProblem, config: KernelConfig) -> int:
     # and 1.66 ms in two passes (H200, 2026-11-22)
     if isinstance(config, BwdPass) and config.adds_dq and problem.width == "d128" and problem.has("varlen"):
         return 0
+    # Packed dq of d256 with all options: at 5 it spills 16 bytes, at 0 none, with as many instructions per step (nvcc 13.0.88)
+    if isinstance(config, BwdPass) and config.grads == "dq" and problem.width == "d256":
+        every = {"softcap", "alibi", "dropout", "varlen"} <= {*problem.options}
+        return 0 if every else REGISTER_LEVEL
     # Decode of d128 with two warpgroups and all options: at 5 it spills 12 bytes, at 6 none, with as many instructions per step
     # (nvcc 13.0.88)
     if isinstance(config, DecodeConfig) and config.warpgroups == 2 and not config.page_rows:

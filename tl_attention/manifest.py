@@ -51,6 +51,14 @@ REPORT_FIELDS = (
     "warnings",
 )
 
+# Faults of kernels that ship all the same, by kernel name; each is slow, not wrong
+KNOWN_FAULTS = {
+    "bf16 d192-128 full window varlen, dk+dv 64x128x2x1 reuse": (
+        "spill_bytes: expected 0, got 24",
+        "warnings: expected none, got ['C7512']",
+    ),
+}
+
 
 def kernel_name(problem: AttnProblem, config: KernelConfig) -> str:
     """Key of a kernel in the manifest: bf16 d128 causal, 128x128x2 dynamic q2"""
@@ -135,6 +143,17 @@ def faults(problem: AttnProblem, config: KernelConfig, found: dict[str, Any]) ->
     return [f"{name}: expected {expected}, got {got[name]}" for name, expected, good in rules if not good]
 
 
+def new_faults(name: str, kernel: Kernel, found: dict[str, Any]) -> list[str]:
+    """Differences between a kernel's faults and KNOWN_FAULTS: those that are new, and known ones that are gone."""
+    texts, known = faults(*kernel, found), KNOWN_FAULTS.get(name, ())
+    gone = [
+        f"KNOWN_FAULTS: expected {text!r}, got no such fault; remove it"
+        for text in known
+        if text not in texts
+    ]
+    return [text for text in texts if text not in known] + gone
+
+
 def _instructions(problem: AttnProblem, config: KernelConfig) -> dict[str, bool]:
     """Fields of cubin.Report that count instructions, and whether a kernel must have some (True) or none (False)."""
     multiplies = cubin.uses_wgmma(config)
@@ -172,9 +191,11 @@ class Manifest:
 
 
 def all_faults(manifest: Manifest) -> dict[str, list[str]]:
-    """Names of shipped kernels that have faults, and the faults."""
-    found = {name: faults(*kernel, manifest.kernels.get(name, {})) for name, kernel in shipped().items()}
-    return {name: texts for name, texts in found.items() if texts}
+    """Shipped kernels with faults that KNOWN_FAULTS lacks, by name."""
+    judged = {
+        name: new_faults(name, kernel, manifest.kernels.get(name, {})) for name, kernel in shipped().items()
+    }
+    return {name: texts for name, texts in judged.items() if texts}
 
 
 @dataclass(frozen=True)

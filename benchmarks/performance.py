@@ -121,11 +121,9 @@ def heading(direction: str, set_name: str) -> str:
 
 def means_table(runs: Mapping[tuple[str, str], Run]) -> str:
     """Our speed over that of each library, by geometric mean: a line per run, a column per library."""
-    titles: dict[str, str] = {}
     parts = [part for key, (rows, _) in runs.items() for part in parts_of(heading(*key), rows)]
-    for _, rows in parts:
-        means = tables.geomeans(rows)
-        titles |= {name: title for name, title in titles_of(rows).items() if name in means}
+    compared = {name for _, rows in parts for name in tables.geomeans(rows)}
+    titles = {name: title for name, title in common_titles(parts).items() if name in compared}
     lines = []
     for name, rows in parts:
         if not (means := tables.geomeans(rows)):
@@ -137,7 +135,7 @@ def means_table(runs: Mapping[tuple[str, str], Run]) -> str:
         return ""
     text = (
         f"Speed of {OURS} over that of each library, geometric mean (number of problems). `best` is the fastest of them on each "
-        "problem."
+        "problem. Each section names the libraries of its run."
     )
     return f"{text}\n\n{markdown_table(['', *titles.values(), 'best'], lines)}"
 
@@ -152,6 +150,15 @@ def parts_of(name: str, rows: list[Row]) -> list[tuple[str, list[Row]]]:
         layout = ", pages or ragged lengths" if row.get("options") else ""
         parts.setdefault(f"{name}, {queries}{layout}", []).append(row)
     return sorted(parts.items(), key=lambda part: len(part[0]))
+
+
+def common_titles(parts: Iterable[tuple[str, Sequence[Row]]]) -> dict[str, str]:
+    """Provider -> its title, or its name alone where runs have another library under it (fa2 and fa2 (torch sdpa))."""
+    found: dict[str, set[str]] = {}
+    for _, rows in parts:
+        for name, title in titles_of(rows).items():
+            found.setdefault(name, set()).add(title)
+    return {name: titles.pop() if len(titles) == 1 else name for name, titles in found.items()}
 
 
 def titles_of(rows: Iterable[Row]) -> dict[str, str]:
@@ -362,7 +369,7 @@ def speed_block(folder: Path) -> str:
         row_files.read(files[name, "main"]) for name in ("fwd", "bwd", DECODE) if (name, "main") in files
     ]
     runs = [part for rows, _ in chosen for part in parts_of(TITLES[rows[0]["pass"]].capitalize(), rows)[:2]]
-    titles = {name: title for _, rows in runs for name, title in titles_of(rows).items()}
+    titles = common_titles(runs)
     names = list(dict.fromkeys(name for _, rows in runs for name in tables.geomeans(rows)))
     lines = []
     for name, rows in runs:

@@ -53,6 +53,8 @@ REPORT_FIELDS = (
 
 # Faults of kernels that ship all the same, by kernel name; each is slow, not wrong
 KNOWN_FAULTS = {
+    # Without the spill, at register usage level 3, its steps have 3 % more instructions (nvcc 13.0.88)
+    "bf16 d128 full window dropout, dq+dk+dv 64x128x2x2 reuse": ("spill_bytes: expected 0, got 4",),
     "bf16 d192-128 full window varlen, dk+dv 64x128x2x1 reuse": (
         "spill_bytes: expected 0, got 24",
         "warnings: expected none, got ['C7512']",

@@ -17,7 +17,7 @@ from tl_attention.problem import AttnProblem
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys each query of one sequence sees.
+    """Mask of one sequence: the keys that each query sees.
 
     Args:
         window: (left, right), runtime values; None without a window.
@@ -55,7 +55,7 @@ class Mask:
         return self.diagonal(query) if self.causal else self.seqlen_k - 1
 
     def sees(self, query: Any, key: Any, check_right: bool = True, check_left: bool = True) -> Any:
-        """Whether the query sees the key.
+        """True if the query sees the key.
 
         check_right, check_left: compare with the last key that the query sees, with the first one. At least one is needed; a
         bound that all keys at hand meet costs no comparison.
@@ -67,7 +67,7 @@ class Mask:
         return (key <= self.last_key(query)) & (key >= self.first_key(query))
 
     def hides_some(self, first_query: Any, queries: int, first_key: Any, keys: int) -> Any:
-        """Whether any of these queries does not see all of these keys."""
+        """True if some of these queries does not see all of these keys."""
         right = first_key + keys - 1 > self.last_key(first_query)
         return (
             right | (first_key < self.first_key(first_query + queries - 1))

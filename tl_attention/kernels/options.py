@@ -234,7 +234,7 @@ class Scores:
 
     @property
     def raw(self) -> bool:
-        """Whether the softmax takes raw scores, with the scale in its exponents."""
+        """True if the softmax takes raw scores, with the scale in its exponents."""
         return not (self.capped or self.biased)
 
     @property

@@ -1,4 +1,4 @@
-"""Which CTA computes which tile (block_M queries of one head), and in which order."""
+"""Schedules: which CTA computes which tile (block_M queries of one head), and in which order."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Tile:
 
     @property
     def exists(self) -> Any:
-        """Whether the table has an entry for the tile; it has room for more tiles than there are."""
+        """True if the table has an entry for the tile; it has room for more tiles than there are."""
         return True if self.order.table is None else self.block[0] >= 0
 
     @property
@@ -335,7 +335,7 @@ class TileStream:
         return 0 if self.overflows is None else self.turns_ago[0]
 
     def is_new(self, turn: Any) -> Any:
-        """Whether the posted tile of this turn comes first; read from shared memory, as a producer has no register for it."""
+        """True if the posted tile of this turn comes for the first time; read from shared memory, as a producer has no register for it."""
         return True if self.overflows is None else self.overflows.recomputes(turn) == 0
 
     @T.inline

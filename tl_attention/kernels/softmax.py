@@ -116,7 +116,7 @@ class OnlineSoftmax:
                 self.flag[0] = 1
 
     def overflowed(self):
-        """Whether the held row max is too small for the sum of any row of this warp."""
+        """True if the held row max is too small for the sum of any row of this warp."""
         return T.any_sync(self.flag[0] != 0)
 
     @T.inline

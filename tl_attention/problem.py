@@ -22,7 +22,7 @@ DTYPES = {dtype.name: dtype for dtype in (DType("bfloat16", "bf16", 2), DType("f
 # The first dtype: tuned by default, and the one of kernels that serve every dtype
 DEFAULT_DTYPE = next(iter(DTYPES))
 # Operands that may have dtypes of their own one day; see AttnProblem.dtype_of
-OPERANDS = ("q", "k", "v", "p", "o", "ds")
+OPERANDS = ("q", "k", "v", "o", "p", "do", "ds", "dq", "dk", "dv")
 
 # (head_dim, head_dim_v) of the forward kernels, least work first. A problem runs at the first width that holds it: TMA fills
 # the missing columns of a tile with zeros on load and drops them on store.

@@ -71,7 +71,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     Gradients that the pass does not compute are not written.
     """
-    dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
+    dtype_of, head_dim, head_dim_v = problem.dtype_of, problem.head_dim, problem.head_dim_v
     block_M, block_N, reuse = config.block_M, config.block_N, config.reuse_registers
     makes_dq, makes_dk, makes_dv = (grad in config.makes for grad in ("dq", "dk", "dv"))
     warpgroups = tuple(range(config.warpgroups))
@@ -230,10 +230,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         last_read = shared.Q if makes_dk else shared.dO  # ring that the last GEMM of a step reads
 
         acc_s = T.alloc_fragment([64, block_M], "float32")  # S' [keys, queries], then P'
-        P = T.alloc_fragment([64, block_M], dtype)  # P' [keys, queries]
-        P_for_dv = T.alloc_fragment([64, block_M], dtype) if separate_P else P
+        P = T.alloc_fragment([64, block_M], dtype_of("p"))  # P' [keys, queries]
+        P_for_dv = T.alloc_fragment([64, block_M], dtype_of("p")) if separate_P else P
         acc_dp = acc_s if reuse else T.alloc_fragment([64, block_M], "float32")  # dP' [keys, queries]
-        dS = P if reuse else T.alloc_fragment([64, block_M], dtype)  # dS' [keys, queries]
+        dS = P if reuse else T.alloc_fragment([64, block_M], dtype_of("ds"))  # dS' [keys, queries]
         acc_dk = T.alloc_fragment([64, head_dim], "float32")
         acc_dv = T.alloc_fragment([64, head_dim_v], "float32")
         # dQ of the step before, in pieces
@@ -404,26 +404,30 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
         counts = KeyTileCounts(heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas)
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles)) as number:
-            K_shared = TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="K")
-            V_shared = TileRing([config.warpgroups, 64, head_dim_v], dtype, 4, name="V") if makes_dk else None
+            K_shared = TileRing([config.warpgroups, 64, head_dim], dtype_of("k"), 4, name="K")
+            V_shared = (
+                TileRing([config.warpgroups, 64, head_dim_v], dtype_of("v"), 4, name="V")
+                if makes_dk
+                else None
+            )
             # dV leaves through the tile of V, else of K, if that is as wide
             if makes_dk:
                 dV_shared = V_shared.tiles
             elif head_dim == head_dim_v:
                 dV_shared = K_shared.tiles
             else:
-                dV_shared = alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype)
+                dV_shared = alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype_of("dv"))
             q_shape = [config.num_stages, block_M, head_dim]
             do_shape = [config.num_stages_do, block_M, head_dim_v]
             shared = SharedTiles(
                 # The row values are Lse_log2 and, for dS', Delta
-                Q=TileRing(q_shape, dtype, consumers // 32, "Q", row_values=2 if makes_dk else 1),
-                dO=TileRing(do_shape, dtype, consumers // 32, "dO"),
+                Q=TileRing(q_shape, dtype_of("q"), consumers // 32, "Q", row_values=2 if makes_dk else 1),
+                dO=TileRing(do_shape, dtype_of("do"), consumers // 32, "dO"),
                 K=K_shared,
                 V=V_shared,
-                P=alloc_each(config.warpgroups, [64, block_M], dtype, "P") if stage_P else None,
+                P=alloc_each(config.warpgroups, [64, block_M], dtype_of("p"), "P") if stage_P else None,
                 dV=dV_shared,
-                dS=Exchange(config.warpgroups, [64, block_M], dtype, "dS") if makes_dq else None,
+                dS=Exchange(config.warpgroups, [64, block_M], dtype_of("ds"), "dS") if makes_dq else None,
                 bias_columns=alloc_bias_columns(problem, block_M),
             )
             # In terms of TileOrder the blocks are of keys, and a key head has `parts` heads

@@ -35,7 +35,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     Kernel arguments: as in bwd.flash_bwd, but dQ in place of the outputs, and after softmax_scale:
         heads_per_kv, m_blocks, group_heads, ctas: int32, see scheduler.TileCounts.
     """
-    dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
+    dtype_of, head_dim, head_dim_v = problem.dtype_of, problem.head_dim, problem.head_dim_v
     block_M, block_N = config.block_M, config.block_N
     warpgroups = tuple(range(config.warpgroups))
     consumers = WARPGROUP * config.warpgroups
@@ -108,7 +108,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dropout = Dropout(problem, options, block_N)
         acc_s = T.alloc_fragment([64, block_N], "float32")  # S [queries, keys], then P
         acc_dp = T.alloc_fragment([64, block_N], "float32")  # dP [queries, keys]
-        dS = T.alloc_fragment([64, block_N], dtype)  # dS [queries, keys]
+        dS = T.alloc_fragment([64, block_N], dtype_of("ds"))  # dS [queries, keys]
         acc_dq = T.alloc_fragment([64, head_dim], "float32")
         lse_log2 = T.alloc_fragment([64], "float32")
         delta = T.alloc_fragment([64], "float32")
@@ -203,10 +203,12 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles)) as number:
             shared = SharedTiles(
                 bias_columns=alloc_bias_columns(problem, block_N),
-                Q=TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="Q"),
-                dO=TileRing([config.warpgroups, 64, head_dim_v], dtype, 4, name="dO"),
-                K=TileRing([config.num_stages, block_N, head_dim], dtype, consumers // 32, name="K"),
-                V=TileRing([config.num_stages_do, block_N, head_dim_v], dtype, consumers // 32, name="V"),
+                Q=TileRing([config.warpgroups, 64, head_dim], dtype_of("q"), 4, name="Q"),
+                dO=TileRing([config.warpgroups, 64, head_dim_v], dtype_of("do"), 4, name="dO"),
+                K=TileRing([config.num_stages, block_N, head_dim], dtype_of("k"), consumers // 32, name="K"),
+                V=TileRing(
+                    [config.num_stages_do, block_N, head_dim_v], dtype_of("v"), consumers // 32, name="V"
+                ),
             )
             all_heads, table = (heads, Table) if varlen else (heads * batch, None)
             order = TileOrder.of_queries(counts, problem.causal, heads, all_heads, table=table)

@@ -114,7 +114,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         split_rule: see decode_work.py.
         left, right, softcap, Slopes, Sink: see DecodeOptionArguments.
     """
-    dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
+    dtype_of, head_dim, head_dim_v = problem.dtype_of, problem.head_dim, problem.head_dim_v
     block_N, v_in_k = config.block_N, config.v_in_k
     consumer_warps = 4 * config.warpgroups
     columns = config.columns(problem)  # of O per warpgroup
@@ -178,14 +178,14 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     def gather_queries(w, Q, b, sign, shared):
         """Load the rows of the query tile from their heads, times sign, to shared memory."""
         rows = shared.rows
-        Q_rows = T.alloc_fragment([64, gathered], dtype)
+        Q_rows = T.alloc_fragment([64, gathered], dtype_of("q"))
         for c in T.serial(head_dim // gathered):
             # All loads go to registers first: no load passes a store to shared memory, and each takes a trip to memory
             for i, j in T.Parallel(64, gathered):
                 Q_rows[i, j] = Q[b, rows.queries[w, i], rows.heads[w, i], c * gathered + j]
             for i, j in T.Parallel(64, gathered):
                 shared.Q[query_tile(w), i, c * gathered + j] = T.cast(
-                    T.cast(Q_rows[i, j], "float32") * sign, dtype
+                    T.cast(Q_rows[i, j], "float32") * sign, dtype_of("q")
                 )
         T.fence_proxy_async()
 
@@ -348,7 +348,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     def consume(w, cta, shared, arguments):
         """Consumer warpgroup w: attention of its rows to each segment."""
         acc_s = T.alloc_fragment([64, block_N], "float32")
-        P = T.alloc_fragment([64, block_N], dtype)
+        P = T.alloc_fragment([64, block_N], dtype_of("p"))
         acc_o = T.alloc_fragment([64, columns], "float32")
         lse = T.alloc_fragment([64], "float32")  # base 2
         sink_lse = T.alloc_fragment([64], "float32")
@@ -397,10 +397,10 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     @T.prim_func
     def flash_decode_kernel(
         # Tensors
-        Q: T.Tensor([batch, seqlen_q, heads, head_dim], dtype),
-        K: packed("k", heads_kv, columns_qk, dtype),
-        V: packed("v", heads_kv, columns_v, dtype),
-        O: T.Tensor([batch, seqlen_q, heads, head_dim_v], dtype),
+        Q: T.Tensor([batch, seqlen_q, heads, head_dim], dtype_of("q")),
+        K: packed("k", heads_kv, columns_qk, dtype_of("k")),
+        V: packed("v", heads_kv, columns_v, dtype_of("v")),
+        O: T.Tensor([batch, seqlen_q, heads, head_dim_v], dtype_of("o")),
         Lse: T.Tensor([batch, heads, seqlen_q], "float32"),
         # Lengths and positions of the sequences in the cache, each [batch] or absent; the page table
         Seqlens: T.Tensor([seqlens_n], "int32"),
@@ -439,12 +439,14 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             T.pdl_trigger()  # decode_combine.py may launch; it waits for the end of this kernel
             T.annotate_min_blocks_per_sm(config.ctas_per_sm)
             query_tiles = 1 if config.divides_columns else config.warpgroups
-            Q_shared = pipeline.alloc_swizzled([query_tiles, 64, head_dim], dtype)
-            K_ring = TileRing([config.num_stages, block_N, head_dim], dtype, consumer_warps, name="K")
+            Q_shared = pipeline.alloc_swizzled([query_tiles, 64, head_dim], dtype_of("q"))
+            K_ring = TileRing([config.num_stages, block_N, head_dim], dtype_of("k"), consumer_warps, name="K")
             V_ring = (
                 None
                 if v_in_k
-                else TileRing([config.num_stages, block_N, head_dim_v], dtype, consumer_warps, name="V")
+                else TileRing(
+                    [config.num_stages, block_N, head_dim_v], dtype_of("v"), consumer_warps, name="V"
+                )
             )
             segments = SegmentBox(consumer_warps)
             rows = RowTables(problem, config.warpgroups)

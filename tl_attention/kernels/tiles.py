@@ -111,10 +111,10 @@ def packed(name: str, heads: Any, columns: Any, dtype: str) -> Any:
 
 
 def rows_argument(problem: AttnProblem, name: str, batch: Any, seqlen: Any, heads: Any, columns: Any) -> Any:
-    """Tensor argument [batch, seqlen, heads, columns] with any strides; with varlen the view of packed()."""
+    """Tensor argument [batch, seqlen, heads, columns] with any strides; with varlen the view of packed(). name: one of problem.OPERANDS."""
     if problem.has("varlen"):
-        return packed(name, heads, columns, problem.dtype)
-    return strided(name, [batch, seqlen, heads, columns], problem.dtype)
+        return packed(name, heads, columns, problem.dtype_of(name))
+    return strided(name, [batch, seqlen, heads, columns], problem.dtype_of(name))
 
 
 def packed_rows(tensor: Any, end: Any, length: Any, start: Any, rows: int, head: Any, cols: int) -> Any:

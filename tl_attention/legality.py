@@ -86,7 +86,9 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
     row_values = 0
     if bwd_pass.grads != "dq":  # each row of Q brings its log-sum-exp and, but in "dv", its delta
         per_row = 1 if bwd_pass.grads == "dv" else 2
-        row_values = _round_up(FP32_BYTES * step * bwd_pass.num_stages * per_row, TILE_ALIGNMENT)
+        # Tiles whose rows are no multiple of 64 elements have a swizzle of 64 bytes, which needs half the alignment
+        alignment = TILE_ALIGNMENT if problem.head_dim % 64 == 0 else TILE_ALIGNMENT // 2
+        row_values = _round_up(FP32_BYTES * step * bwd_pass.num_stages * per_row, alignment)
     return problem.element_bytes * elements + _bias_bytes(problem, step) + row_values
 
 

@@ -59,6 +59,13 @@ KNOWN_FAULTS = {
         "spill_bytes: expected 0, got 24",
         "warnings: expected none, got ['C7512']",
     ),
+    # All options at once: no tile of these widths holds them in registers
+    "bf16 d192 full window softcap alibi sink dropout varlen, 128x64 grid": (
+        "spill_bytes: expected 0, got 20",
+    ),
+    "bf16 d256 full window softcap alibi sink dropout varlen, 128x32 grid": (
+        "spill_bytes: expected 0, got 72",
+    ),
 }
 
 

@@ -32,7 +32,7 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
     )
     entries = T.dynamic("entries")
     parts_view = FragmentBlocks.argument(total_row_blocks, width)
-    gradient_view = rows_argument(problem, "gradient", batch, seqlen, heads, columns)
+    gradient_view = rows_argument(problem, "gradient", batch, seqlen, heads, columns, operand="dq")
     of_keys_type = T.int32 if varlen else False  # False makes no argument
     table_view = T.Tensor([entries, 8], "int32") if varlen else False
     blocks_per_tile = TABLE_ROWS // rows

@@ -110,11 +110,23 @@ def packed(name: str, heads: Any, columns: Any, dtype: str) -> Any:
     return strided(name, [planes, ends, rows, heads, columns], dtype)
 
 
-def rows_argument(problem: AttnProblem, name: str, batch: Any, seqlen: Any, heads: Any, columns: Any) -> Any:
-    """Tensor argument [batch, seqlen, heads, columns] with any strides; with varlen the view of packed(). name: one of problem.OPERANDS."""
+def rows_argument(
+    problem: AttnProblem,
+    name: str,
+    batch: Any,
+    seqlen: Any,
+    heads: Any,
+    columns: Any,
+    operand: str | None = None,
+) -> Any:
+    """Tensor argument [batch, seqlen, heads, columns] with any strides; with varlen the view of packed().
+
+    operand: one of problem.OPERANDS, whose dtype the tensor has; the name is one if it is left out.
+    """
+    dtype = problem.dtype_of(operand or name)
     if problem.has("varlen"):
-        return packed(name, heads, columns, problem.dtype_of(name))
-    return strided(name, [batch, seqlen, heads, columns], problem.dtype_of(name))
+        return packed(name, heads, columns, dtype)
+    return strided(name, [batch, seqlen, heads, columns], dtype)
 
 
 def packed_rows(tensor: Any, end: Any, length: Any, start: Any, rows: int, head: Any, cols: int) -> Any:

@@ -344,7 +344,7 @@ class UserOptions(NamedTuple):
     learnable_sink: torch.Tensor | None
     rng_state: torch.Tensor | None
     num_splits: int
-    # Of packed sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
+    # lengths of packed sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
     lengths: tuple | None
 
 

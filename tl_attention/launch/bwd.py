@@ -196,7 +196,7 @@ def _bwd_key(
     heads_first: bool,
     deterministic: bool,
 ) -> tuple:
-    """All that checks.check_bwd asks of tensors beside qkv_key, and all that a plan is made of."""
+    """Key of a plan without options. It holds all metadata that checks.check_bwd reads, so a known key has passed the checks."""
     return (
         dout.shape, dout.stride(), dout.dtype, dout.device,
         out.shape, out.stride(), out.dtype, out.device,

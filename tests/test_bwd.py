@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from test_fwd import COPIED, TAKEN_AS_IT_IS, problems, requested_bytes
 from test_fwd import CURATED as FORWARD_CASES
 
-from tl_attention import compiler, flash_attn_func, launch
+from tl_attention import building, flash_attn_func, launch
 from tl_attention.configs import candidates, pick_config
 from tl_attention.configs import problems as problems_of
 from tl_attention.launch.common import PlanCache
@@ -182,7 +182,7 @@ def test_bwd_matches_reference_on_random_problems(shape, **options):
 @both_masks
 def test_bwd_compiles_for_its_first_problem_only(causal, deterministic, monkeypatch):
     """Many lengths, batches, heads, scales and layouts follow in shuffled order, each right and without a compilation."""
-    monkeypatch.setattr(compiler, "_compiled", {})
+    monkeypatch.setattr(building, "_compiled", {})
     for module in (launch.fwd, launch.bwd):
         monkeypatch.setattr(module, "_kernels", {})
         monkeypatch.setattr(module, "plan_cache", PlanCache())
@@ -192,7 +192,7 @@ def test_bwd_compiles_for_its_first_problem_only(causal, deterministic, monkeypa
         problem = AttnProblem.of("bfloat16", 128, 128, causal, direction)
         for bucket in buckets(direction):
             kernels |= {*pick_config(problem, bucket, gpu, direction)[0].kernels(problem)}
-    assert compiler.compile_count() == len(kernels)
+    assert building.compile_count() == len(kernels)
     lengths = [*range(1, 400, 11), *range(1000, 3200, 150), 9000, 9001, 12345]
     random.Random(0).shuffle(lengths)
     for i, seqlen_k in enumerate(lengths):
@@ -207,7 +207,7 @@ def test_bwd_compiles_for_its_first_problem_only(causal, deterministic, monkeypa
             deterministic=deterministic,
             seed=i,
         )
-    assert compiler.compile_count() == len(kernels)
+    assert building.compile_count() == len(kernels)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tl_attention import compiler, flash_attn_func, launch, mha_fwd_interface, ref_mha_fwd_interface
+from tl_attention import building, flash_attn_func, launch, mha_fwd_interface, ref_mha_fwd_interface
 from tl_attention.configs import candidates, default_config, pick_config
 from tl_attention.kernel_configs import SCHEDULES, FwdConfig
 from tl_attention.launch.arrays import tma_ready
@@ -258,7 +258,7 @@ def test_fwd_matches_reference_on_random_problems(shape, dtype, layout, scale, l
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_fwd_compiles_for_its_first_problem_only(causal, monkeypatch):
     """Hundreds of lengths, batches, heads, scales and layouts follow in shuffled order, each right and without a compilation."""
-    monkeypatch.setattr(compiler, "_compiled", {})
+    monkeypatch.setattr(building, "_compiled", {})
     monkeypatch.setattr(launch.fwd, "_kernels", {})
     monkeypatch.setattr(launch.fwd, "plan_cache", PlanCache())
     run(Shape(1, 1, 1, 77, 77, 128, 128, causal))
@@ -266,7 +266,7 @@ def test_fwd_compiles_for_its_first_problem_only(causal, monkeypatch):
     gpu = torch.cuda.get_device_name()
     configs = {pick_config(problem, bucket, gpu)[0] for bucket in buckets("fwd")}
     kernels = {kernel for config in configs for kernel in config.kernels(problem)}
-    assert compiler.compile_count() == len(kernels)
+    assert building.compile_count() == len(kernels)
     lengths = [*range(1, 400, 3), *range(1000, 3200, 37), 9000, 9001, 12345]
     random.Random(0).shuffle(lengths)
     for i, seqlen_k in enumerate(lengths):
@@ -275,7 +275,7 @@ def test_fwd_compiles_for_its_first_problem_only(causal, monkeypatch):
             1 + i % 3, 4, 1 + i % 2, seqlen_q, seqlen_k, 128 - 8 * (i % 3), 128 - 8 * (i % 3), causal
         )
         run(shape, layout=LAYOUTS[i % 3], scale=0.1 + i / 1000, lse_base2=bool(i % 2), seed=i)
-    assert compiler.compile_count() == len(kernels)
+    assert building.compile_count() == len(kernels)
 
 
 def requested_bytes(call):
@@ -636,12 +636,12 @@ def test_public_functions_compile_into_graph_trees():
 
 FIRST_CALL_IN_A_GRAPH = """
 import torch
-from tl_attention import compiler, launch
+from tl_attention import building, launch
 from tl_attention.kernel_configs import FwdConfig
 from tl_attention.problem import AttnProblem
 q, k, v = (torch.randn(2, 1500, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 config = FwdConfig(128, 128, schedule="dynamic")
-compiler.compile_kernel(AttnProblem("bfloat16", 128, 128, True), config)
+building.compile_kernel(AttnProblem("bfloat16", 128, 128, True), config)
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph, capture_error_mode="relaxed"):
     out, _ = launch.forward(q, k, v, 0.1, True, False, config=config)

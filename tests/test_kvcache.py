@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tl_attention import (
-    compiler,
+    building,
     flash_attn_func,
     flash_attn_with_kvcache,
     kvcache,
@@ -770,7 +770,7 @@ def test_cuda_graph_replays_with_other_lengths(page):
 def test_no_length_batch_page_or_split_compiles_a_kernel():
     for page in (None, 16, 64):
         Case(page=page, new=1, rotary=(64, True), device="cuda").check()
-    before = compiler.compile_count()
+    before = building.compile_count()
     for page in (None, 16, 48, 64, 320):
         for seqlen_q, lengths in ((1, (3,)), (5, (100, 2000, 17)), (70, (5, 300) * 20)):
             for how in ({}, {"num_splits": 3}, {"batch_invariant": True}):
@@ -779,7 +779,7 @@ def test_no_length_batch_page_or_split_compiles_a_kernel():
                     page=page, seqlen_q=seqlen_q, lengths=lengths, new=seqlen_q % 3, window=window, heads=heads[0], heads_kv=heads[1],
                     device="cuda",
                 ).check(**how)  # fmt: skip
-    assert compiler.compile_count() == before
+    assert building.compile_count() == before
 
 
 @gpu

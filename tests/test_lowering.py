@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tl_attention import compiler, configs, cubin, manifest, toolkit
+from tl_attention import compiler, configs, cubin, manifest, store, toolkit
 from tl_attention.kernel_configs import BwdPass, FwdConfig
 from tl_attention.problem import AttnProblem
 
@@ -128,7 +128,7 @@ def test_report_asks_for_wgmma_where_matrices_are_multiplied(needs_wgmma, fault)
     ids=["none", "unknown field", "missing field", "cut short"],
 )
 def test_report_compiled_is_made_anew_where_none_fits(kept, tmp_path, monkeypatch):
-    monkeypatch.setattr(compiler, "kernel_path", lambda problem, config: tmp_path / "kernel.so")
+    monkeypatch.setattr(store, "kernel_path", lambda problem, config: tmp_path / "kernel.so")
     monkeypatch.setattr(cubin, "report_source", lambda *arguments: REPORT)
     (tmp_path / "kernel.cu").write_text("")
     if kept is not None:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tl_attention import compiler, configs, launch, legality
+from tl_attention import building, configs, launch, legality
 from tl_attention.kernel_configs import SCHEDULES, FwdConfig
 from tl_attention.options import Options
 from tl_attention.problem import DIRECTIONS, OPTIONS, AttnProblem, tile_widths
@@ -338,7 +338,7 @@ def test_packed_sequences_with_split_keys_in_a_graph(num_splits):
     q, k, v = (x[:n].clone() for x, n in ((case.q, 188), (case.k, 9301), (case.v, 9301)))
     run = functools.partial(launch.forward, q, k, v, 0.1, True, False, options=case.options)
     run()
-    before = compiler.compile_count()
+    before = building.compile_count()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = run()
@@ -351,7 +351,7 @@ def test_packed_sequences_with_split_keys_in_a_graph(num_splits):
         assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
         verdict = check_fwd(out, lse, q, k, v, 0.1, True, **case.reference_options)
         assert verdict.ok, verdict.text
-    assert compiler.compile_count() == before
+    assert building.compile_count() == before
 
 
 @pytest.mark.gpu
@@ -400,7 +400,7 @@ def test_options_match_reference_on_any_problem(data):
 def test_new_values_of_options_and_lengths_never_compile():
     case = {"head_dim": 128, "head_dim_v": 128, "causal": False, "names": tuple(ALL.split())}
     check(Case(**case))
-    before = compiler.compile_count()
+    before = building.compile_count()
     check(
         Case(
             **case,
@@ -412,7 +412,7 @@ def test_new_values_of_options_and_lengths_never_compile():
             scale=0.3,
         )
     )
-    assert compiler.compile_count() == before
+    assert building.compile_count() == before
 
 
 @pytest.mark.gpu
@@ -433,7 +433,7 @@ def test_tile_table_is_sorted_by_length():
     lengths = (100, 5000, 129, 0, 3000)
     cu_seqlens = starts(lengths)
     options = Options(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=5000, max_seqlen_k=5000)
-    kernel = compiler.compile_kernel(
+    kernel = building.compile_kernel(
         *configs.option_config(AttnProblem("bfloat16", 64, 64, True, ("varlen",)), "4k").kernels(
             AttnProblem("bfloat16", 64, 64, True, ("varlen",))
         )[-1]

@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tl_attention import compiler, toolkit
+from tl_attention import compiler, store, toolkit
 from tl_attention.kernel_configs import (
     REGISTER_LEVEL,
     BwdPass,
@@ -70,8 +70,8 @@ def report(problem: AttnProblem, config: KernelConfig) -> Report:
 
 
 def report_compiled(problem: AttnProblem, config: KernelConfig) -> Report:
-    """Report on a kernel compiled by compiler.compile_kernel, from its stored source; stored beside it."""
-    path = compiler.kernel_path(problem, config)
+    """Report on a kernel compiled by building.compile_kernel, from its stored source; stored beside it."""
+    path = store.kernel_path(problem, config)
     stored = path.with_suffix(".json")
     if (report := _read_report(stored)) is None:
         source = path.with_suffix(".cu").read_text()

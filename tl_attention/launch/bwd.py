@@ -6,8 +6,8 @@ import math
 
 import torch
 
+from tl_attention.building import compile_kernel
 from tl_attention.checks import check_dropout_batch
-from tl_attention.compiler import compile_kernel
 from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdSum, delta_width, table_kernels
 from tl_attention.launch.arrays import ArgumentViews
 from tl_attention.launch.bwd_passes import BwdKernels, BwdSizes, KeyPass, QueryPass, Tables

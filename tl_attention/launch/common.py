@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tl_attention import configs, legality
+from tl_attention.building import compile_config
 from tl_attention.checks import check_config
-from tl_attention.compiler import Kernel, compile_config
 from tl_attention.kernel_configs import Config
 from tl_attention.options import MAX_WINDOW, Options
 from tl_attention.problem import TABLE_ROWS, AttnProblem, buckets, length_bucket, tuning_key
+from tl_attention.store import Kernel
 from tl_attention.target import DTYPE_NAMES
 
 LN2 = math.log(2.0)

@@ -8,13 +8,14 @@ import math
 import torch
 
 from tl_attention import configs
+from tl_attention.building import compile_kernel
 from tl_attention.checks import check_cache_strides
-from tl_attention.compiler import Kernel, compile_kernel
 from tl_attention.kernel_configs import MERGE_NUMBERS, DecodeConfig, append_kernel, page_rows
 from tl_attention.launch.arrays import ArgumentViews
 from tl_attention.launch.common import LN2, PlanCache, dense, empty, unused_arguments
 from tl_attention.options import MAX_WINDOW, Cache, Options
 from tl_attention.problem import DECODE_TILE_WIDTHS, DEFAULT_DTYPE, AttnProblem, decode_problem
+from tl_attention.store import Kernel
 from tl_attention.target import DTYPE_NAMES, sm_count
 
 MAX_SPLITS = 4096  # per sequence

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from tl_attention.compiler import Kernel, compile_kernel
+from tl_attention.building import compile_kernel
 from tl_attention.kernel_configs import FwdCombine, FwdConfig, TileTable
 from tl_attention.launch import splits
 from tl_attention.launch.arrays import ArgumentViews
@@ -28,6 +28,7 @@ from tl_attention.launch.common import (
 from tl_attention.launch.tickets import stream_tickets
 from tl_attention.options import Options
 from tl_attention.problem import MAX_SPLITS, SPLIT_BUCKET, TABLE_ROWS, length_bucket
+from tl_attention.store import Kernel
 from tl_attention.target import sm_count
 
 _kernels: dict[tuple, FwdKernels] = {}

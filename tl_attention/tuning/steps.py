@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tl_attention import configs, cubin
+from tl_attention import building, configs, cubin
 from tl_attention.kernel_configs import Config, KernelConfig
 from tl_attention.problem import DIRECTIONS, AttnProblem, buckets, length_bucket, tile_widths, tuning_key
 from tl_attention.reference import attention_reference
@@ -94,9 +94,8 @@ def prepare_to_run() -> None:
 
 def compile_kernel(problem: AttnProblem, config: KernelConfig) -> cubin.Report:
     """Put the kernel into the disk cache and report on it."""
-    from tl_attention import compiler
 
-    compiler.compile_kernel(problem, config)
+    building.compile_kernel(problem, config)
     return cubin.report_compiled(problem, config)
 
 

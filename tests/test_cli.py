@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import cli, configs, cubin, doctor, explain, launch, manifest, toolkit
+from tl_attention import cli, configs, cubin, doctor, launch, manifest, question, toolkit
 from tl_attention.kernel_configs import AppendConfig, BwdDelta, BwdPass, BwdSum, DecodeCombine, DecodeConfig
 from tl_attention.options import Cache, Options
 from tl_attention.problem import DECODE_TILE_WIDTHS, DIRECTIONS, SPLIT_BUCKET, AttnProblem
@@ -214,7 +214,7 @@ def test_config_of_decode(capsys):
 
 
 def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
-    monkeypatch.setattr(explain, "is_legal", lambda *_: "shared memory: expected less")
+    monkeypatch.setattr(question, "is_legal", lambda *_: "shared memory: expected less")
     lines = run_config(capsys, "d128", "causal", "4k")
     assert lines[-1] == "  cannot run: shared memory: expected less"
 

@@ -45,7 +45,8 @@ DOORS = {
     "compiler": "problem kernel_configs target toolkit | kernels tilelang",
     "toolkit": " | tilelang",
     "kernels": "tilelang problem kernel_configs target kernels",
-    "configs": "problem kernel_configs legality target | tomli",
+    "configs": "problem kernel_configs legality target gpus | tomli",
+    "gpus": "torch",
     "target": "torch problem",
     "problem": "",
     "kernel_configs": "problem",
@@ -56,10 +57,11 @@ DOORS = {
     "tuning": "torch problem kernel_configs target configs launch building cubin tuning reference testing | rich",
     "cubin": "problem kernel_configs legality target compiler store toolkit | tilelang",
     "manifest": "configs cubin compiler toolkit problem kernel_configs legality target",
-    "explain": "torch problem kernel_configs legality target configs | launch",
+    "question": "torch problem kernel_configs legality target configs gpus | launch",
+    "explain": "gpus problem kernel_configs legality target configs launch testing question explain | matplotlib",
     "doctor": "torch problem target configs | toolkit testing",
-    "cli": "torch problem kernel_configs legality target configs explain doctor"
-    "| launch building store compiler cubin toolkit manifest tuning interface flash reference testing tilelang tvm_ffi rich benchmarks",
+    "cli": "torch problem kernel_configs legality target configs question doctor"
+    "| explain launch building store compiler cubin toolkit manifest tuning interface flash reference testing tilelang tvm_ffi rich benchmarks",
 }
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 

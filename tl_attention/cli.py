@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tl_attention import configs, doctor, explain, legality
+from tl_attention import configs, doctor, legality, question
 from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import (
     DECODE,
@@ -143,10 +143,10 @@ def _add_compile(command: argparse.ArgumentParser) -> None:
 
 
 def _add_config(command: argparse.ArgumentParser) -> None:
-    command.add_argument("words", nargs="+", metavar="WORD", help=explain.accepted_words())
+    command.add_argument("words", nargs="+", metavar="WORD", help=question.accepted_words())
     _add_pass(command, (*DIRECTIONS, DECODE), ("fwd",), "default: fwd")
     command.add_argument(
-        "--gpu", metavar="NAME", help="GPU name in torch; default: this GPU, else NVIDIA H200"
+        "--gpu", metavar="NAME", help="a Hopper GPU, such as H100 or its name in torch; default: this GPU, else NVIDIA H200"
     )
     command.set_defaults(run=show_config)
 
@@ -301,9 +301,9 @@ def _serving(
 
 def show_config(arguments: argparse.Namespace) -> int:
     try:
-        question = explain.parse(arguments.words)
+        asked, gpu = question.parse(arguments.words), question.gpu_of(arguments.gpu)
         for direction in arguments.directions:
-            for text in explain.explain(question, direction, arguments.gpu or gpu_name()):
+            for text in question.answer(asked, direction, gpu):
                 print(text)
     except ValueError as error:
         raise SystemExit(f"tl-attention config: {error}") from None

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tl_attention import gpus
 from tl_attention.kernel_configs import (
     PAGE_ROWS,
     BwdConfig,
@@ -85,6 +86,19 @@ def tuned_path(gpu_name: str) -> Path:
     """The table the tuner writes: the shipped one in a checkout, else the user's."""
     users, shipped = tuned_paths(gpu_name)
     return users if installed() else shipped
+
+
+def shipped_tables() -> dict[str, Path]:
+    """GPU (by its name in torch) -> its shipped table."""
+    paths = sorted((data_dir() / "tuned").glob("*.json"))
+    return {json.loads(path.read_text())["gpu"]: path for path in paths}
+
+
+def nearest_table(gpu_name: str) -> tuple[str, Path] | None:
+    """(GPU, its shipped table), of the Hopper GPU nearest to another: its rows serve where the other has none."""
+    tables = shipped_tables()
+    near = gpus.nearest_name(gpu_name, tables)
+    return near and (near, tables[near])
 
 
 def read_tuned(path: Path) -> dict[str, Any]:
@@ -281,6 +295,7 @@ class Choice:
     config: Config
     source: str  # the tuned row or line of the grid
     misses: tuple[str, ...] = ()  # rows and lines that were tried before, and why each does not serve
+    tuned: bool = False  # from a row of a tuned table
 
     def __str__(self) -> str:
         return f"{self.source}: {'; '.join(self.misses)}" if self.misses else self.source
@@ -296,12 +311,20 @@ def pick_config(
 
 
 def choose_config(problem: AttnProblem, bucket: str, gpu_name: str, direction: str = "fwd") -> Choice:
-    """The choice for a problem on a GPU. Tuned row of the user, shipped tuned row, default of the grid; or with options a line of
-    [options], as tuned rows have none.
+    """The choice for a problem on a GPU. Tuned row of the user, shipped tuned row, row of the nearest GPU with a table, default of
+    the grid; or with options a line of [options], as tuned rows have none.
     """
     if problem.options:
         return _choose_option_line(problem, bucket, direction)
-    return choose_from_tables(problem, bucket, tuned_paths(gpu_name), direction)
+    own = choose_from_tables(problem, bucket, tuned_paths(gpu_name), direction)
+    if own.tuned or not (found := nearest_table(gpu_name)):
+        return own
+    near, path = found
+    other = choose_from_tables(problem, bucket, [path], direction)
+    if not other.tuned:
+        return replace(own, misses=own.misses + other.misses)
+    source = f"{other.source}, the table of {near}, as {gpu_name} has no such row"
+    return replace(other, source=source, misses=own.misses + other.misses)
 
 
 def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Choice:
@@ -339,7 +362,7 @@ def choose_from_tables(
             continue
         try:
             config = config_of_row(problem, rows[key], direction, bucket)
-            return Choice(config, f"{section} row {key!r} of {path}", tuple(misses))
+            return Choice(config, f"{section} row {key!r} of {path}", tuple(misses), tuned=True)
         except ValueError as error:
             misses.append(f"{section} row {key!r} of {path} does not serve, {error}")
     config = default_config(problem, direction, bucket)
@@ -397,7 +420,6 @@ def problems(direction: str = "fwd") -> list[AttnProblem]:
 
 def shipped_configs(directions: Sequence[str] = DIRECTIONS) -> list[tuple[AttnProblem, str, Config]]:
     """(problem, direction, config) of every default and every row of a shipped table, in both dtypes, once each."""
-    tables = sorted((data_dir() / "tuned").glob("*.json"))
 
     def rows() -> Iterator[tuple[AttnProblem, str, str]]:
         for direction in directions:
@@ -409,7 +431,7 @@ def shipped_configs(directions: Sequence[str] = DIRECTIONS) -> list[tuple[AttnPr
     ]
     tuned = [
         (problem, direction, config_of_tables(problem, bucket, [table], direction))
-        for table in tables
+        for table in shipped_tables().values()
         for problem, direction, bucket in rows()
     ]
     return list(dict.fromkeys([*defaults, *tuned]))

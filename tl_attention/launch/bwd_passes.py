@@ -27,7 +27,7 @@ class BwdKernels:
     tile_table: Kernel | None  # runs first for packed sequences
 
 
-def _key_parts(batch: int, heads: int, heads_kv: int, n_blocks: int, sms: int) -> tuple[int, int]:
+def key_parts(batch: int, heads: int, heads_kv: int, n_blocks: int, sms: int) -> tuple[int, int]:
     """(parts, heads_per_part): CTAs that share the query heads of a key head, and query heads of each."""
     heads_per_kv = heads // heads_kv
     parts = min(heads_per_kv, -(-WAVES * sms // (n_blocks * heads_kv * batch)))
@@ -58,7 +58,7 @@ def bwd_workspace_bytes(
         if bwd_pass.grads == "dq":
             continue
         n_blocks = -(-seqlen_k // bwd_pass.block_N)
-        parts, _ = _key_parts(batch, heads, heads_kv, n_blocks, sms)
+        parts, _ = key_parts(batch, heads, heads_kv, n_blocks, sms)
         if parts > 1:
             part_rows = parts * batch * heads_kv * n_blocks * bwd_pass.block_N
             widths = {"dk": problem.head_dim, "dv": problem.head_dim_v}
@@ -135,7 +135,7 @@ class KeyPass:
         head_dim, head_dim_v = kernels.problem.head_dim, kernels.problem.head_dim_v
         n_blocks = sizes.key_blocks(config.block_N)
         keys = n_blocks * config.block_N
-        parts, heads_per_part = _key_parts(batch, sizes.heads, heads_kv, n_blocks, sizes.sms)
+        parts, heads_per_part = key_parts(batch, sizes.heads, heads_kv, n_blocks, sizes.sms)
         row_bytes = sizes.element_bytes * sizes.width
         if config.adds_dq:
             row_bytes += 4 * head_dim

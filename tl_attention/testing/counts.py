@@ -11,7 +11,7 @@ from tl_attention.testing.shapes import Shape, sequences
 PEAK_TFLOPS = 1071  # dense bf16 of an H200: 132 SMs x 4096 FLOP per clock x 1.98 GHz
 
 
-def _bounds(shape: Shape) -> tuple[float, float]:
+def bounds(shape: Shape) -> tuple[float, float]:
     """Visible keys before and after the diagonal of a query, which is at key query + seqlen_k - seqlen_q."""
     window = math.inf if shape.options.window is None else shape.options.window
     return window, 0 if shape.causal else window
@@ -19,7 +19,7 @@ def _bounds(shape: Shape) -> tuple[float, float]:
 
 def visible_pairs(shape: Shape) -> int:
     """Visible (query, key) pairs of one head in all batch entries; causal and windows are bottom-right."""
-    left, right = _bounds(shape)
+    left, right = bounds(shape)
     return sum(
         _pairs_up_to(*lengths, right) - _pairs_up_to(*lengths, -left - 1) for lengths in sequences(shape)
     )
@@ -43,7 +43,7 @@ def _pairs_up_to(seqlen_q: int, seqlen_k: int, far: float) -> int:
 
 def visible_blocks(shape: Shape, block_M: int = 128, block_N: int = 128) -> int:
     """Tiles of block_M queries x block_N keys with a visible pair, of one head in all batch entries."""
-    left, right = _bounds(shape)
+    left, right = bounds(shape)
     blocks = 0
     for seqlen_q, seqlen_k in sequences(shape):
         for first in range(0, seqlen_q, block_M):

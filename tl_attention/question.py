@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tl_attention import configs
+from tl_attention import configs, gpus
+from tl_attention.gpus import Gpu
 from tl_attention.kernel_configs import DecodeConfig, page_rows
 from tl_attention.legality import is_legal
 from tl_attention.problem import (
@@ -24,7 +25,7 @@ from tl_attention.problem import (
     length_bucket,
     tile_widths,
 )
-from tl_attention.target import H200_SMS, sm_count
+from tl_attention.target import DEFAULT_GPU, gpu_name, is_hopper
 
 SIZES = ("seqlen_q", "seqlen_k", "batch", "heads", "heads_kv", "page_size")
 MASKS = ("full", "causal")
@@ -81,30 +82,42 @@ def accepted_words() -> str:
     )
 
 
-def explain(question: Question, direction: str, gpu_name: str) -> Iterator[str]:
+def gpu_of(words: str | None) -> Gpu:
+    """The GPU of --gpu; without one that of this machine, or DEFAULT_GPU where that is no Hopper.
+
+    Raises:
+        ValueError: a name that is no Hopper GPU.
+    """
+    if words is not None:
+        return gpus.resolve(words)
+    here = torch.cuda.is_available() and is_hopper(torch.cuda.current_device())
+    return gpus.resolve(gpu_name() if here else DEFAULT_GPU)
+
+
+def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[str]:
     """Lines of text, a paragraph per distinct answer.
 
     Raises:
         ValueError: the question does not fit the pass.
     """
     if direction == DECODE:
-        yield from _explain_decode(question)
+        yield from _answer_decode(question)
         return
     problem = _problem(question, direction)
     answers: dict[str, list[str]] = {}
-    for bucket in _buckets(question, direction):
-        choice = configs.choose_config(problem, bucket, gpu_name, direction)
+    for bucket in _buckets(question, direction, gpu.sms):
+        choice = configs.choose_config(problem, bucket, gpu.name, direction)
         lines = [f"{choice.config!r}", f"from {choice.source}"]
         lines += [f"tried before: {miss}" for miss in choice.misses]
         if reason := is_legal(problem, choice.config, direction):
             lines.append(f"cannot run: {reason}")
         answers.setdefault("\n  ".join([str(choice.config), *lines]), []).append(bucket)
     for text, served in answers.items():
-        yield f"{direction} {problem} {', '.join(served)} on {gpu_name}: {text}"
+        yield f"{direction} {problem} {', '.join(served)} on {gpu.name}: {text}"
 
 
 def _problem(question: Question, direction: str) -> AttnProblem:
-    _check_head_dims(question, direction, tile_widths(direction))
+    check_head_dims(*question.head_dims, direction)
     options = tuple(option for option in OPTIONS if option in question.options)
     if direction != "fwd":
         options = tuple(option for option in options if option != "sink")  # it changes no backward kernel
@@ -112,15 +125,16 @@ def _problem(question: Question, direction: str) -> AttnProblem:
     return AttnProblem.of(question.dtype, *question.head_dims, causal, direction, options)
 
 
-def _check_head_dims(question: Question, direction: str, widths: Sequence[tuple[int, int]]) -> None:
-    head_dim, head_dim_v = question.head_dims
+def check_head_dims(head_dim: int, head_dim_v: int, direction: str) -> None:
+    """Raise ValueError for head dims that a pass has no kernels for."""
+    widths = DECODE_TILE_WIDTHS if direction == DECODE else tile_widths(direction)
     if not any(qk >= head_dim and v >= head_dim_v for qk, v in widths):
         known = ", ".join(f"d{qk}" if qk == v else f"d{qk}-{v}" for qk, v in widths)
         got = f"d{head_dim}" if head_dim == head_dim_v else f"d{head_dim}-{head_dim_v}"
         raise ValueError(f"head dims: expected at most one of {known} for {direction}, got {got}")
 
 
-def _buckets(question: Question, direction: str) -> Sequence[str]:
+def _buckets(question: Question, direction: str, sms: int) -> Sequence[str]:
     """The buckets a question is about: the one it names, the one of its sizes, or all."""
     known, sizes = buckets(direction), question.sizes
     if question.bucket:
@@ -135,13 +149,12 @@ def _buckets(question: Question, direction: str) -> Sequence[str]:
         return [length_bucket(sizes["seqlen_k"])]
     from tl_attention import launch
 
-    sms = sm_count(torch.cuda.current_device()) if torch.cuda.is_available() else H200_SMS
     seqlen_q = sizes.get("seqlen_q", sizes["seqlen_k"])
     return [launch.splits.fwd_bucket(sizes["batch"], sizes["heads"], seqlen_q, sizes["seqlen_k"], sms)]
 
 
-def _explain_decode(question: Question) -> Iterator[str]:
-    _check_head_dims(question, DECODE, DECODE_TILE_WIDTHS)
+def _answer_decode(question: Question) -> Iterator[str]:
+    check_head_dims(*question.head_dims, DECODE)
     if others := [option for option in question.options if option not in DECODE_OPTIONS]:
         raise ValueError(f"options: expected some of {', '.join(DECODE_OPTIONS)} for decode, got {others[0]}")
     if question.bucket:

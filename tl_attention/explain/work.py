@@ -1,0 +1,350 @@
+"""Kernels of a call as the model sees them: tiles in launch order, steps per tile, and the busy clocks of each unit per step.
+
+A step is one block of keys (of queries in a backward by keys). Sizes are those of the tiles, padding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from tl_attention import configs
+from tl_attention.gpus import EXP_PER_CLOCK, SMEM_BYTES_PER_CLOCK, Gpu
+from tl_attention.kernel_configs import BwdPass, Config, DecodeConfig, FwdConfig, KernelConfig, page_rows
+from tl_attention.launch import splits
+from tl_attention.launch.bwd_passes import key_parts
+from tl_attention.launch.common import L2_SHARE
+from tl_attention.problem import DECODE, SPLIT_BUCKET, AttnProblem, decode_problem, length_bucket
+from tl_attention.testing.counts import bounds
+from tl_attention.testing.shapes import Shape, sequences
+
+FP32_PER_CLOCK = 128  # results per SM
+# fp32 bytes that an SM adds to sums in L2 per clock; fitted to the backward of d64 and d128 (H200, 2026-11-22). Published: 30 GB/s
+# per SM, which is 16 per clock
+ADD_BYTES_PER_CLOCK = 10
+# Instructions per score beside the exponential. Forward: scale and subtract, max, add to the row sum, half a conversion to bf16;
+# without hold_max also the maximum across lanes and scaling O. Backward: scale and subtract, P * (dP - delta), conversions
+FWD_INSTRUCTIONS, HELD_MAX_INSTRUCTIONS, BWD_INSTRUCTIONS, DV_INSTRUCTIONS = 4.5, 3.5, 5, 3
+SOFTCAP_INSTRUCTIONS = 3  # and a second use of the exponential unit, for tanh
+DROPOUT_INSTRUCTIONS = 10  # an estimate: a call of the generator makes 16 random bytes, then each score is kept or cleared
+BYTES = 2  # per element of either dtype
+MIN_KEYS_PER_CTA = 256  # of kernels/decode_work.py
+MERGED_AT_ONCE = 8  # splits that a CTA of the decode's second kernel loads at a time
+# Products per score in a pass: (of width head_dim, of width head_dim_v)
+PRODUCTS = {"dq+dk+dv": (3, 2), "dk+dv": (2, 2), "dk": (2, 1), "dv": (1, 1), "dq": (2, 1)}
+
+Runs = tuple[tuple[int, int], ...]  # (steps, number of tiles) of consecutive tiles with as many steps
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel whose CTAs go through tiles."""
+
+    name: str
+    config: KernelConfig
+    clocks: dict[str, float]  # unit of an SM -> its busy clocks per step
+    tiles: Runs
+    flops_per_step: int
+    step_bytes: int  # loaded per step
+    tile_bytes: int  # loaded before the first step of a tile and stored after the last
+    stream_bytes: int  # what the steps of one head read, each byte once
+    static: bool = False  # every n-th tile belongs to the same CTA
+    ctas_per_sm: int = 1
+
+    @property
+    def count(self) -> int:
+        return sum(count for _, count in self.tiles)
+
+    @property
+    def steps(self) -> int:
+        return sum(steps * count for steps, count in self.tiles)
+
+
+@dataclass(frozen=True)
+class Helper:
+    """A kernel that only moves bytes."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """All kernels of a call on a GPU, and the config they follow from."""
+
+    shape: Shape
+    direction: str
+    gpu: Gpu
+    problem: AttnProblem
+    config: Config | DecodeConfig
+    source: str
+    misses: tuple[str, ...]
+    kernels: tuple[Kernel, ...]
+    helpers: tuple[Helper, ...] = ()
+    bucket: str = ""
+    splits: int = 1  # CTAs per tile
+    merge_rounds: int = 0  # rounds of loads of the decode's second kernel
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def launches(self) -> int:
+        return len(self.kernels) + len(self.helpers)
+
+
+def of_call(shape: Shape, direction: str, dtype: str, gpu: Gpu) -> Work:
+    """The work of a pass of a shape."""
+    if direction == DECODE:
+        return _decode_work(shape, dtype, gpu)
+    problem = shape.problem(dtype, direction)
+    return (_fwd_work if direction == "fwd" else _bwd_work)(shape, direction, problem, gpu)
+
+
+def query_tiles(shape: Shape, block_M: int, block_N: int) -> list[list[int]]:
+    """Blocks of keys that each block of queries of a head sees, by sequence."""
+    left, right = bounds(shape)
+    return [
+        [
+            _blocks(max(0, first + k - q - left), min(k, min(first + block_M, q) + k - q + right), block_N)
+            for first in range(0, q, block_M)
+        ]
+        for q, k in sequences(shape)
+    ]
+
+
+def key_tiles(shape: Shape, block_M: int, block_N: int) -> list[list[int]]:
+    """Blocks of queries of a head that see each block of keys, by sequence."""
+    left, right = bounds(shape)
+    return [
+        [
+            _blocks(max(0, first - k + q - right), min(q, min(first + block_N, k) - k + q + left), block_M)
+            for first in range(0, k, block_N)
+        ]
+        for q, k in sequences(shape)
+    ]
+
+
+def _blocks(begin: float, end: float, block: int) -> int:
+    return int(-(-end // block) - begin // block) if begin < end else 0
+
+
+def launch_order(
+    by_sequence: Sequence[Sequence[int]], heads: int, group: int, packed: bool, longest_first: bool, last: bool
+) -> Runs:
+    """Tiles as kernels/scheduler.py numbers them.
+
+    Args:
+        by_sequence: steps of the tiles of one head, by sequence.
+        heads: heads per sequence.
+        group: heads whose tiles are mixed, longest first.
+        last: the last tile of a head is the longest.
+    """
+    if packed:
+        ordered = sorted((steps for one in by_sequence for steps in one), reverse=True)
+        return _runs((steps, heads) for steps in ordered)
+    if not longest_first:
+        return _runs((steps, 1) for one in by_sequence for _ in range(heads) for steps in one)
+    every = heads * len(by_sequence)
+    tiles = by_sequence[0][::-1] if last else by_sequence[0]
+    sizes = [min(group, every - first) for first in range(0, every, group)]
+    return _runs((steps, size) for size in sizes for steps in tiles)
+
+
+def _runs(tiles: Iterable[tuple[int, int]]) -> Runs:
+    """Runs with equal neighbours joined."""
+    return tuple(
+        (steps, sum(count for _, count in run)) for steps, run in groupby(tiles, lambda tile: tile[0])
+    )
+
+
+def _group(shape: Shape, heads: int, sharing: int, shared_bytes: int) -> int:
+    """Heads of a group, as launch.common.tile_counts has it."""
+    return min(max(L2_SHARE // max(shared_bytes, 1), 1) * sharing, heads * shape.batch)
+
+
+def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> Work:
+    lengths = sequences(shape)
+    longest = max(k for _, k in lengths)
+    bucket = length_bucket(longest)
+    if not shape.is_varlen:
+        bucket = splits.fwd_bucket(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k, gpu.sms)
+    choice = configs.choose_config(problem, bucket, gpu.name, direction)
+    config: FwdConfig = choice.config
+    by_sequence = query_tiles(shape, config.block_M, config.block_N)
+    number = 1
+    if bucket == SPLIT_BUCKET:
+        tiles = shape.heads_q * sum(map(len, by_sequence))
+        number = splits.key_splits(tiles, -(-longest // config.block_N), gpu.sms)
+    row = problem.head_dim + problem.head_dim_v
+    head_bytes = BYTES * longest * (shape.head_dim + shape.head_dim_v)
+    sharing = shape.heads_q // shape.heads_kv
+    ordered = bool(problem.causal or problem.options)
+    group = _group(shape, shape.heads_q, sharing, head_bytes)
+    tiles = launch_order(by_sequence, shape.heads_q, group, shape.is_varlen, ordered, last=True)
+    if number > 1:
+        tiles = _runs((-(-steps // number), count * number) for steps, count in tiles)
+    kernel = Kernel(
+        "forward",
+        config,
+        _fwd_clocks(problem, config, gpu),
+        tiles,
+        2 * config.block_M * config.block_N * row,
+        BYTES * config.block_N * row,
+        BYTES * config.block_M * row,
+        head_bytes,
+        static=config.schedule == "persistent",
+    )
+    helpers = [Helper("tile table", 0)] if shape.is_varlen else []
+    if number > 1:
+        rows = shape.heads_q * sum(q for q, _ in lengths)
+        helpers.append(Helper(f"combine {number} splits", 2 * 4 * number * rows * (problem.head_dim_v + 1)))
+    return Work(
+        shape, direction, gpu, problem, config, choice.source, choice.misses, (kernel,), tuple(helpers), bucket, number
+    )  # fmt: skip
+
+
+def _fwd_clocks(problem: AttnProblem, config: FwdConfig, gpu: Gpu) -> dict[str, float]:
+    M, N, row = config.block_M, config.block_N, problem.head_dim + problem.head_dim_v
+    instructions = HELD_MAX_INSTRUCTIONS if config.hold_max else FWD_INSTRUCTIONS + problem.head_dim_v / N
+    # Each warpgroup reads the blocks of K and V, and its rows of Q; TMA writes K and V
+    read = config.warpgroups * N * row + M * problem.head_dim + N * row
+    return _clocks(problem, gpu, M * N, 2 * row, instructions, BYTES * read)
+
+
+def _clocks(
+    problem: AttnProblem, gpu: Gpu, scores: int, flops: int, instructions: float, smem_bytes: int
+) -> dict[str, float]:
+    """Busy clocks of each unit of an SM for `scores` scores, with so many FLOPs and instructions per score."""
+    capped = problem.has("softcap")
+    instructions += SOFTCAP_INSTRUCTIONS * capped + DROPOUT_INSTRUCTIONS * problem.has("dropout")
+    return {
+        "tensor cores": scores * flops / gpu.flops_per_clock,
+        "exponential unit": scores * (1 + capped) / EXP_PER_CLOCK,
+        "fp32 instructions": scores * instructions / FP32_PER_CLOCK,
+        "shared memory": smem_bytes / SMEM_BYTES_PER_CLOCK,
+    }
+
+
+def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> Work:
+    lengths = sequences(shape)
+    bucket = length_bucket(max(k for _, k in lengths))
+    choice = configs.choose_config(problem, bucket, gpu.name, direction)
+    rows_q = shape.heads_q * sum(q for q, _ in lengths)
+    rows_k = shape.heads_kv * sum(k for _, k in lengths)
+    qk, v = problem.head_dim, problem.head_dim_v
+    helpers = [Helper("tile table", 0)] if shape.is_varlen else []
+    helpers.append(Helper("delta: rowsum of dout x out", 2 * BYTES * v * rows_q))
+    kernels = []
+    for one in choice.config.passes:
+        kernel, parts = _pass_work(shape, problem, one, gpu)
+        kernels.append(kernel)
+        if one.adds_dq:
+            helpers.append(Helper("zeros for the fp32 sums of dq", 4 * qk * rows_q))
+            helpers.append(Helper("dq from fp32 to the input dtype", (4 + BYTES) * qk * rows_q))
+        for grad, width in (("dk", qk), ("dv", v)):
+            if parts > 1 and grad in one.makes:
+                moved = (2 * 4 * parts + BYTES) * width * rows_k
+                helpers.append(Helper(f"sum of {parts} fp32 parts of {grad}", moved))
+    return Work(
+        shape, direction, gpu, problem, choice.config, choice.source, choice.misses, tuple(kernels), tuple(helpers), bucket
+    )  # fmt: skip
+
+
+def _pass_work(shape: Shape, problem: AttnProblem, one: BwdPass, gpu: Gpu) -> tuple[Kernel, int]:
+    """The kernel of a pass, and the number of CTAs that share the query heads of a key head."""
+    M, N, qk, v = one.block_M, one.block_N, problem.head_dim, problem.head_dim_v
+    row, ordered = qk + v, bool(problem.causal or problem.options)
+    longest_q, longest_k = (max(lengths) for lengths in zip(*sequences(shape), strict=True))
+    owned, step, parts = N, M, 1
+    if one.grads == "dq":
+        owned, step, heads, sharing = M, N, shape.heads_q, shape.heads_q // shape.heads_kv
+        by_sequence = query_tiles(shape, M, N)
+        stream = BYTES * longest_k * row
+    else:
+        by_sequence, sharing = key_tiles(shape, M, N), 1
+        batch, blocks = shape.batch, len(by_sequence[0])
+        if shape.is_varlen:
+            batch, blocks = 1, sum(map(len, by_sequence))
+        parts, per_part = key_parts(batch, shape.heads_q, shape.heads_kv, blocks, gpu.sms)
+        by_sequence = [[steps * per_part for steps in one_sequence] for one_sequence in by_sequence]
+        heads = shape.heads_kv * parts
+        stream = longest_q * per_part * (BYTES * row + 4 * qk * one.adds_dq)
+    group = _group(shape, heads, sharing, stream)
+    tiles = launch_order(by_sequence, heads, group, shape.is_varlen, ordered, last=one.grads == "dq")
+    of_qk, of_v = PRODUCTS[one.grads]
+    flops = 2 * (of_qk * qk + of_v * v)
+    instructions = DV_INSTRUCTIONS if one.grads == "dv" else BWD_INSTRUCTIONS
+    clocks = _clocks(problem, gpu, M * N, flops, instructions, BYTES * _pass_smem(problem, one))
+    if one.adds_dq:
+        clocks["adding dq in L2"] = 4 * M * qk / ADD_BYTES_PER_CLOCK
+    stored = sum(v if grad == "dv" else qk for grad in one.makes if not (grad == "dq" and one.adds_dq))
+    kernel = Kernel(
+        f"pass {one.grads}",
+        one,
+        clocks,
+        tiles,
+        M * N * flops,
+        BYTES * step * row,
+        BYTES * owned * (row + stored),
+        stream,
+    )
+    return kernel, parts
+
+
+def _pass_smem(problem: AttnProblem, one: BwdPass) -> int:
+    """Elements of shared memory that a step of a backward pass reads and writes."""
+    M, N, qk, v, groups = one.block_M, one.block_N, problem.head_dim, problem.head_dim_v, one.warpgroups
+    if one.grads == "dq":  # S = Q K', dP = dO V', dQ += dS K with dS in registers; TMA writes K and V
+        return groups * (64 * (qk + v) + N * (qk + v) + N * qk) + N * (qk + v)
+    elements = M * (qk + v) + groups * (64 + M) * qk  # TMA writes Q and dO; S' = K Q'
+    if "dk" in one.makes:  # dP' = V dO', dK += dS' Q with dS' in registers
+        elements += groups * ((64 + M) * v + M * qk)
+    if "dv" in one.makes:  # dV += P' dO with P' in registers
+        elements += groups * M * v
+    if one.adds_dq:  # dS' is written; dQ = dS K, whose rows or columns the warpgroups divide
+        elements += M * N + (groups * M * N + N * qk if M == 64 else M * N + groups * N * qk)
+    return elements
+
+
+def _decode_work(shape: Shape, dtype: str, gpu: Gpu) -> Work:
+    problem = decode_problem(dtype, shape.head_dim, shape.head_dim_v, shape.option_names)
+    rows = shape.seqlen_q * shape.heads_q // shape.heads_kv
+    config = configs.decode_config(
+        problem, rows, page_rows(shape.options.page) if shape.options.page else 0
+    )
+    M, N, qk, v = config.block_M, config.block_N, problem.head_dim, problem.head_dim_v
+    m_blocks = -(-rows // M)
+    window = bounds(shape)[0] + shape.seqlen_q  # keys that the queries of a sequence see at most
+    visible = [int(min(k, window)) for _, k in sequences(shape)]
+    items = shape.batch * shape.heads_kv * m_blocks
+    blocks = shape.heads_kv * m_blocks * sum(max(-(-keys // N), 1) for keys in visible)
+    ctas = max(min(blocks // (MIN_KEYS_PER_CTA // N), gpu.sms * config.ctas_per_sm), 1)
+    per_cta, longer = divmod(blocks, ctas)
+    row = qk if config.v_in_k else qk + v
+    read = config.warpgroups * N * (qk + v) + M * qk + N * row
+    kernel = Kernel(
+        "decode",
+        config,
+        _clocks(problem, gpu, M * N, 2 * (qk + v), FWD_INSTRUCTIONS, BYTES * read),
+        _runs([(per_cta + 1, longer), (per_cta, ctas - longer)]),
+        2 * M * N * (qk + v),
+        BYTES * N * row,
+        BYTES * M * (qk + v),
+        BYTES * max(visible) * row,
+        ctas_per_sm=config.ctas_per_sm,
+    )
+    parts = -(-ctas // items)  # per item, about
+    helpers = (Helper("merge", 2 * 4 * min(rows, M) * (v + 1) * ctas if ctas > items else 0),)
+    few = "at most 64" if rows <= configs.DECODE_ROWS[0] else "more than 64"
+    source = f"[decode] {problem.width} of {configs.data_dir() / 'grid.toml'}, for {few} rows per key head"
+    return Work(
+        shape, DECODE, gpu, problem, config, source, (), (kernel,), helpers,
+        splits=parts, merge_rounds=-(-parts // MERGED_AT_ONCE) if parts > 1 else 0,
+    )  # fmt: skip
+
+
+def expand(runs: Runs) -> Iterator[int]:
+    """Steps of each tile."""
+    for steps, count in runs:
+        for _ in range(count):
+            yield steps

@@ -1,4 +1,4 @@
-"""The console script: tl-attention bench | tune | compile | config | manifest | support | doctor."""
+"""The console script: tl-attention bench | tune | compile | config | explain | manifest | support | doctor."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_tune(commands.add_parser("tune", **TUNE, parents=[shapes]))
     _add_compile(commands.add_parser("compile", **COMPILE, parents=[shapes]))
     _add_config(commands.add_parser("config", **CONFIG))
+    _add_explain(commands.add_parser("explain", **EXPLAIN))
     _add_manifest(commands.add_parser("manifest", **MANIFEST))
     command = commands.add_parser(
         "support", help="table of options, passes, dtypes and head dims with kernels"
@@ -77,6 +78,11 @@ CONFIG = {
     "help": "which config serves a problem, where it comes from and why",
     "description": "Print the config that serves a problem, the tuned row or grid line it comes from, and the rows and lines tried"
     " before. Example: tl-attention config bf16 d128 causal window=127 sink seqlen_k=4096",
+}
+EXPLAIN = {
+    "help": "FLOPs, bytes, roofline, what bounds a problem, and the time that a model predicts; needs no GPU",
+    "description": "Print the work of a problem, the memory traffic of its schedule against that of unfused attention, what bounds it on"
+    " a GPU, the predicted and the measured time, and the config. Example: tl-attention explain 1,32,8,4096,4096,128,causal",
 }
 MANIFEST = {
     "help": "rewrite configs/kernels.json and print which shipped kernels changed",
@@ -146,9 +152,17 @@ def _add_config(command: argparse.ArgumentParser) -> None:
     command.add_argument("words", nargs="+", metavar="WORD", help=question.accepted_words())
     _add_pass(command, (*DIRECTIONS, DECODE), ("fwd",), "default: fwd")
     command.add_argument(
-        "--gpu", metavar="NAME", help="a Hopper GPU, such as H100 or its name in torch; default: this GPU, else NVIDIA H200"
+        "--gpu",
+        metavar="NAME",
+        help="a Hopper GPU, such as H100 or its name in torch; default: this GPU, else NVIDIA H200",
     )
     command.set_defaults(run=show_config)
+
+
+def _add_explain(command: argparse.ArgumentParser) -> None:
+    from tl_attention.explain import command as explain
+
+    explain.add_arguments(command)
 
 
 def _add_manifest(command: argparse.ArgumentParser) -> None:

@@ -41,7 +41,7 @@ from tl_attention.problem import (
     tile_widths,
     tuning_key,
 )
-from tl_attention.target import gpu_slug
+from tl_attention.target import DEFAULT_GPU, gpu_slug
 
 # Sections of a tuned table that serve a direction, best first
 SECTIONS = {"fwd": ("fwd",), "bwd": ("bwd",), "bwd_det": ("bwd_det", "bwd")}
@@ -94,11 +94,15 @@ def shipped_tables() -> dict[str, Path]:
     return {json.loads(path.read_text())["gpu"]: path for path in paths}
 
 
-def nearest_table(gpu_name: str) -> tuple[str, Path] | None:
-    """(GPU, its shipped table), of the Hopper GPU nearest to another: its rows serve where the other has none."""
+def near_tables(gpu_name: str) -> dict[str, Path]:
+    """GPU -> its shipped table, of Hopper GPUs near another one, the nearest first: their rows serve where it has none.
+
+    Ends with the table of DEFAULT_GPU, on which the defaults of the grid were chosen: none for that GPU itself.
+    """
     tables = shipped_tables()
-    near = gpus.nearest_name(gpu_name, tables)
-    return near and (near, tables[near])
+    names = [gpu_name, *gpus.nearest_names(gpu_name, tables)]
+    end = names.index(DEFAULT_GPU) + 1 if DEFAULT_GPU in names else len(names)
+    return {name: tables[name] for name in names[1:end]}
 
 
 def read_tuned(path: Path) -> dict[str, Any]:
@@ -317,14 +321,15 @@ def choose_config(problem: AttnProblem, bucket: str, gpu_name: str, direction: s
     if problem.options:
         return _choose_option_line(problem, bucket, direction)
     own = choose_from_tables(problem, bucket, tuned_paths(gpu_name), direction)
-    if own.tuned or not (found := nearest_table(gpu_name)):
-        return own
-    near, path = found
-    other = choose_from_tables(problem, bucket, [path], direction)
-    if not other.tuned:
-        return replace(own, misses=own.misses + other.misses)
-    source = f"{other.source}, the table of {near}, as {gpu_name} has no such row"
-    return replace(other, source=source, misses=own.misses + other.misses)
+    misses = own.misses
+    if not own.tuned:
+        for near, path in near_tables(gpu_name).items():
+            choice = choose_from_tables(problem, bucket, [path], direction)
+            if choice.tuned:
+                source = f"{choice.source}, {near}'s table, as {gpu_name} has no such row"
+                return replace(choice, source=source, misses=misses + choice.misses)
+            misses += choice.misses
+    return replace(own, misses=misses)
 
 
 def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Choice:

@@ -98,9 +98,8 @@ def _check_table() -> tuple[bool, str]:
             found.append(f"{path}, rows: {', '.join(rows)}")
     if found:
         return True, "; then ".join(found)
-    if near := configs.nearest_table(name):
-        gpu, path = near
-        return False, f"none for {name}, so that of {gpu} serves, {path}: tl-attention tune makes one"
+    for near, path in configs.near_tables(name).items():
+        return False, f"none for {name}, so that of {near} serves, {path}: tl-attention tune makes one"
     return (
         False,
         f"none for {name}, so the defaults of {configs.data_dir() / 'grid.toml'} serve: tl-attention tune",

@@ -94,7 +94,7 @@ def find(name: str) -> Gpu | None:
         return gpu
     if not (sms := _visible_sms(name)):
         return None
-    like = nearest(sms, None, [gpu for gpu in GPUS.values() if gpu.is_hopper])
+    like = by_distance(sms, None, [gpu for gpu in GPUS.values() if gpu.is_hopper])[0]
     share = sms / like.sms
     return Gpu(
         name, sms, like.tflops * share, like.boost_ghz, like.tb_s, like.l2_mb, like.watts, like.max_ghz
@@ -112,26 +112,22 @@ def _visible_sms(name: str) -> int | None:
     return None
 
 
-def nearest(sms: int, tb_s: float | None, among: Iterable[Gpu]) -> Gpu | None:
-    """The GPU nearest in SM count, among equals in memory bandwidth (None: unknown); the first one where both are equal."""
+def by_distance(sms: int, tb_s: float | None, among: Iterable[Gpu]) -> list[Gpu]:
+    """GPUs ordered by the difference in SM count, equals by that in memory bandwidth (None: unknown)."""
 
     def distance(gpu: Gpu) -> tuple[int, float]:
         return abs(gpu.sms - sms), abs(math.log(gpu.tb_s / tb_s)) if tb_s else 0.0
 
-    return min(among, key=distance, default=None)
+    return sorted(among, key=distance)
 
 
-def nearest_name(name: str, names: Iterable[str]) -> str | None:
-    """The one of several known Hopper GPUs that is nearest to a Hopper GPU; None if the GPU is unknown or none is left."""
+def nearest_names(name: str, names: Iterable[str]) -> list[str]:
+    """Those of several known Hopper GPUs, the one nearest to a Hopper GPU first; none if that is unknown or no Hopper GPU."""
+    own = find(name)
+    if not own or not own.is_hopper:
+        return []
     known = [GPUS[other] for other in names if other in GPUS and other != name]
-    own = GPUS.get(name)
-    if own and not own.is_hopper:
-        return None
-    sms, tb_s = (own.sms, own.tb_s) if own else (_visible_sms(name), None)
-    if not sms:
-        return None
-    found = nearest(sms, tb_s, known)
-    return found and found.name
+    return [gpu.name for gpu in by_distance(own.sms, own.tb_s if name in GPUS else None, known)]
 
 
 def resolve(words: str) -> Gpu:

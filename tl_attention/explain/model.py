@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from tl_attention.explain.work import Kernel, Runs, Work, expand
 from tl_attention.problem import DECODE
-from tl_attention.testing import counts
 
 UNHIDDEN = 0.2  # share of the other units' time in a step that the busiest one does not hide
 TILE_CLOCKS = 1500  # latency of the first loads of a tile, its first scores and its last stores
@@ -64,9 +63,10 @@ def estimate(work: Work) -> Estimate:
     latency = 1e-6 * (LAUNCH_US * work.launches + MERGE_US * work.merge_rounds)
     if work.direction == DECODE:
         latency += 1e-6 * DECODE_US
-    own_bytes = moved - sum(helper.bytes for helper in work.helpers)
+    own_bytes = moved - sum(helper.bytes - helper.known for helper in work.helpers)
     seconds = max(sum(part.seconds for part in parts), own_bytes / bandwidth) + helped + latency
-    units = {name: sum(part.units.get(name, 0.0) for part in parts) for part in parts for name in part.units}
+    names = dict.fromkeys(name for part in parts for name in part.units)
+    units = {name: sum(part.units.get(name, 0.0) for part in parts) for name in names}
     units[MEMORY], units[LAUNCHES] = moved / bandwidth, latency
     units[LAUNCHES] += sum(
         k.count * TILE_CLOCKS / clock / min(work.gpu.sms, k.count) for k in work.kernels if k.ctas_per_sm == 1
@@ -82,13 +82,11 @@ def hbm_bytes(work: Work) -> int:
     Each input and output once. What the tiles of a head stream through their SMs is read again by each wave of CTAs if it is
     larger than the L2. Partial results are written and read.
     """
-    total = counts.traffic(work.shape, work.direction) + sum(helper.bytes for helper in work.helpers)
+    total = work.least_bytes + sum(helper.bytes - helper.known for helper in work.helpers)
     for kernel in work.kernels:
         if kernel.stream_bytes > 1e6 * work.gpu.l2_mb and work.direction != DECODE:
             streamed = kernel.steps * kernel.step_bytes // work.gpu.sms
-            heads = work.shape.heads_kv if "forward" in kernel.name or kernel.name == "pass dq" else work.shape.heads_q
-            once = kernel.stream_bytes * heads * work.shape.batch
-            total += max(streamed - once, 0)
+            total += max(streamed - kernel.stream_bytes * kernel.streams, 0)
     return total
 
 

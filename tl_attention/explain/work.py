@@ -6,7 +6,7 @@ A step is one block of keys (of queries in a backward by keys). Sizes are those 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 from tl_attention import configs
@@ -16,6 +16,7 @@ from tl_attention.launch import splits
 from tl_attention.launch.bwd_passes import key_parts
 from tl_attention.launch.common import L2_SHARE
 from tl_attention.problem import DECODE, SPLIT_BUCKET, AttnProblem, decode_problem, length_bucket
+from tl_attention.testing import counts
 from tl_attention.testing.counts import bounds
 from tl_attention.testing.shapes import Shape, sequences
 
@@ -27,7 +28,9 @@ ADD_BYTES_PER_CLOCK = 10
 # without hold_max also the maximum across lanes and scaling O. Backward: scale and subtract, P * (dP - delta), conversions
 FWD_INSTRUCTIONS, HELD_MAX_INSTRUCTIONS, BWD_INSTRUCTIONS, DV_INSTRUCTIONS = 4.5, 3.5, 5, 3
 SOFTCAP_INSTRUCTIONS = 3  # and a second use of the exponential unit, for tanh
-DROPOUT_INSTRUCTIONS = 10  # an estimate: a call of the generator makes 16 random bytes, then each score is kept or cleared
+DROPOUT_INSTRUCTIONS = (
+    10  # an estimate: a call of the generator makes 16 random bytes, then each score is kept or cleared
+)
 BYTES = 2  # per element of either dtype
 MIN_KEYS_PER_CTA = 256  # of kernels/decode_work.py
 MERGED_AT_ONCE = 8  # splits that a CTA of the decode's second kernel loads at a time
@@ -49,6 +52,7 @@ class Kernel:
     step_bytes: int  # loaded per step
     tile_bytes: int  # loaded before the first step of a tile and stored after the last
     stream_bytes: int  # what the steps of one head read, each byte once
+    streams: int  # heads, of all sequences, with bytes of their own
     static: bool = False  # every n-th tile belongs to the same CTA
     ctas_per_sm: int = 1
 
@@ -67,6 +71,7 @@ class Helper:
 
     name: str
     bytes: int
+    known: int = 0  # of them, those that the least traffic of the call has
 
 
 @dataclass(frozen=True)
@@ -80,12 +85,11 @@ class Work:
     config: Config | DecodeConfig
     source: str
     misses: tuple[str, ...]
+    least_bytes: int  # each input read and each output written once
     kernels: tuple[Kernel, ...]
     helpers: tuple[Helper, ...] = ()
-    bucket: str = ""
     splits: int = 1  # CTAs per tile
     merge_rounds: int = 0  # rounds of loads of the decode's second kernel
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def launches(self) -> int:
@@ -129,7 +133,12 @@ def _blocks(begin: float, end: float, block: int) -> int:
 
 
 def launch_order(
-    by_sequence: Sequence[Sequence[int]], heads: int, group: int, packed: bool, longest_first: bool, last: bool
+    by_sequence: Sequence[Sequence[int]],
+    heads: int,
+    group: int,
+    packed: bool,
+    longest_first: bool,
+    last: bool,
 ) -> Runs:
     """Tiles as kernels/scheduler.py numbers them.
 
@@ -192,6 +201,7 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> W
         BYTES * config.block_N * row,
         BYTES * config.block_M * row,
         head_bytes,
+        shape.heads_kv * shape.batch,
         static=config.schedule == "persistent",
     )
     helpers = [Helper("tile table", 0)] if shape.is_varlen else []
@@ -199,7 +209,8 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> W
         rows = shape.heads_q * sum(q for q, _ in lengths)
         helpers.append(Helper(f"combine {number} splits", 2 * 4 * number * rows * (problem.head_dim_v + 1)))
     return Work(
-        shape, direction, gpu, problem, config, choice.source, choice.misses, (kernel,), tuple(helpers), bucket, number
+        shape, direction, gpu, problem, config, choice.source, choice.misses, counts.traffic(shape, direction),
+        (kernel,), tuple(helpers), number,
     )  # fmt: skip
 
 
@@ -233,20 +244,23 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> W
     rows_k = shape.heads_kv * sum(k for _, k in lengths)
     qk, v = problem.head_dim, problem.head_dim_v
     helpers = [Helper("tile table", 0)] if shape.is_varlen else []
-    helpers.append(Helper("delta: rowsum of dout x out", 2 * BYTES * v * rows_q))
+    helpers.append(Helper("delta: rowsum of dout x out", 2 * BYTES * v * rows_q, BYTES * v * rows_q))
     kernels = []
     for one in choice.config.passes:
         kernel, parts = _pass_work(shape, problem, one, gpu)
         kernels.append(kernel)
         if one.adds_dq:
             helpers.append(Helper("zeros for the fp32 sums of dq", 4 * qk * rows_q))
-            helpers.append(Helper("dq from fp32 to the input dtype", (4 + BYTES) * qk * rows_q))
+            helpers.append(
+                Helper("dq from fp32 to the input dtype", (4 + BYTES) * qk * rows_q, BYTES * qk * rows_q)
+            )
         for grad, width in (("dk", qk), ("dv", v)):
             if parts > 1 and grad in one.makes:
-                moved = (2 * 4 * parts + BYTES) * width * rows_k
-                helpers.append(Helper(f"sum of {parts} fp32 parts of {grad}", moved))
+                moved, known = (2 * 4 * parts + BYTES) * width * rows_k, BYTES * width * rows_k
+                helpers.append(Helper(f"sum of {parts} fp32 parts of {grad}", moved, known))
     return Work(
-        shape, direction, gpu, problem, choice.config, choice.source, choice.misses, tuple(kernels), tuple(helpers), bucket
+        shape, direction, gpu, problem, choice.config, choice.source, choice.misses, counts.traffic(shape, direction),
+        tuple(kernels), tuple(helpers),
     )  # fmt: skip
 
 
@@ -287,6 +301,7 @@ def _pass_work(shape: Shape, problem: AttnProblem, one: BwdPass, gpu: Gpu) -> tu
         BYTES * step * row,
         BYTES * owned * (row + stored),
         stream,
+        shape.batch * (shape.heads_kv * parts if one.grads != "dq" else shape.heads_kv),
     )
     return kernel, parts
 
@@ -309,9 +324,7 @@ def _pass_smem(problem: AttnProblem, one: BwdPass) -> int:
 def _decode_work(shape: Shape, dtype: str, gpu: Gpu) -> Work:
     problem = decode_problem(dtype, shape.head_dim, shape.head_dim_v, shape.option_names)
     rows = shape.seqlen_q * shape.heads_q // shape.heads_kv
-    config = configs.decode_config(
-        problem, rows, page_rows(shape.options.page) if shape.options.page else 0
-    )
+    config = configs.decode_config(problem, rows, page_rows(shape.options.page) if shape.options.page else 0)
     M, N, qk, v = config.block_M, config.block_N, problem.head_dim, problem.head_dim_v
     m_blocks = -(-rows // M)
     window = bounds(shape)[0] + shape.seqlen_q  # keys that the queries of a sequence see at most
@@ -331,14 +344,19 @@ def _decode_work(shape: Shape, dtype: str, gpu: Gpu) -> Work:
         BYTES * N * row,
         BYTES * M * (qk + v),
         BYTES * max(visible) * row,
+        shape.heads_kv * shape.batch,
         ctas_per_sm=config.ctas_per_sm,
     )
+    # Keys and values that a query sees, q and out; with V in K only K
+    own_row = shape.head_dim if config.v_in_k else shape.head_dim + shape.head_dim_v
+    queries = shape.heads_q * shape.batch * shape.seqlen_q * (shape.head_dim + shape.head_dim_v)
+    least = BYTES * (shape.heads_kv * sum(visible) * own_row + queries)
     parts = -(-ctas // items)  # per item, about
-    helpers = (Helper("merge", 2 * 4 * min(rows, M) * (v + 1) * ctas if ctas > items else 0),)
+    helpers = (Helper("merge of the splits", 2 * 4 * min(rows, M) * (v + 1) * ctas if ctas > items else 0),)
     few = "at most 64" if rows <= configs.DECODE_ROWS[0] else "more than 64"
     source = f"[decode] {problem.width} of {configs.data_dir() / 'grid.toml'}, for {few} rows per key head"
     return Work(
-        shape, DECODE, gpu, problem, config, source, (), (kernel,), helpers,
+        shape, DECODE, gpu, problem, config, source, (), least, (kernel,), helpers,
         splits=parts, merge_rounds=-(-parts // MERGED_AT_ONCE) if parts > 1 else 0,
     )  # fmt: skip
 

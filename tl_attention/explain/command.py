@@ -1,0 +1,95 @@
+"""Arguments of `tl-attention explain`, its checks and what it runs."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tl_attention import question
+from tl_attention.problem import DECODE, DECODE_OPTIONS, DEFAULT_DTYPE, DIRECTIONS, DTYPES
+from tl_attention.testing import counts
+from tl_attention.testing.shapes import Shape, chosen_shapes
+
+if TYPE_CHECKING:
+    from tl_attention.explain.work import Work
+
+NO_MATPLOTLIB = "--plot needs matplotlib: pip install 'tl-attention[bench]'"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The arguments, and the function that serves them."""
+    command.add_argument(
+        "shapes",
+        nargs="+",
+        metavar="SHAPE",
+        help="names or patterns of configs/shapes.toml, or B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]",
+    )
+    command.add_argument(
+        "--pass", nargs="+", choices=(*DIRECTIONS, DECODE), default=["fwd"], dest="directions",
+        help="bwd_det: the deterministic backward; default: fwd",
+    )  # fmt: skip
+    command.add_argument("--dtype", choices=DTYPES, default=DEFAULT_DTYPE, help="default: %(default)s")
+    command.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="a Hopper GPU, such as H100 or its name in torch; default: this GPU, else NVIDIA H200",
+    )
+    command.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write a roofline picture: .png, .svg or .pdf"
+    )
+    command.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the answers. Raises SystemExit with the fault of an argument."""
+    from tl_attention.explain import report, work  # not at the top: other commands need no launch
+
+    try:
+        gpu = question.gpu_of(arguments.gpu)
+        shapes = chosen_shapes(arguments.shapes).values()
+        for shape, direction in itertools.product(shapes, arguments.directions):
+            check(shape, direction)
+    except ValueError as error:
+        raise SystemExit(f"tl-attention explain: {error}") from None
+    asked = itertools.product(shapes, arguments.directions)
+    works = [work.of_call(shape, direction, arguments.dtype, gpu) for shape, direction in asked]
+    print("\n\n\n".join(report.text(one, arguments.dtype) for one in works))
+    if arguments.plot:
+        _draw(works, arguments)
+    return 0
+
+
+def _draw(works: list[Work], arguments: argparse.Namespace) -> None:
+    """Write the picture. Raises SystemExit where it cannot."""
+    from tl_attention.explain import plot
+
+    try:
+        plot.draw(works, arguments.dtype, arguments.plot)
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise SystemExit(f"tl-attention explain: {NO_MATPLOTLIB}") from None
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"tl-attention explain: --plot: {error}") from None
+    print(f"\nroofline: {arguments.plot}")
+
+
+def check(shape: Shape, direction: str) -> None:
+    """Raise ValueError for a shape that a pass does not run."""
+    question.check_head_dims(shape.head_dim, shape.head_dim_v, direction)
+    asked = shape.options
+    if direction == DECODE:
+        others = [name for name in shape.option_names if name not in DECODE_OPTIONS]
+        others += ["packed"] * asked.packed
+        if others:
+            expected = ", ".join((*DECODE_OPTIONS, "page", "ragged"))
+            raise ValueError(f"shape {shape}: expected some of {expected} for --pass decode, got {others[0]}")
+        if asked.page % 16:
+            raise ValueError(f"shape {shape}: expected page=N with N a multiple of 16, got {asked.page}")
+    elif asked.page or asked.ragged:
+        word = "page" if asked.page else "ragged"
+        raise ValueError(f"shape {shape}: {word} is an option of --pass decode, got --pass {direction}")
+    if not counts.visible_pairs(shape):
+        raise ValueError(f"shape {shape}: expected a query that sees a key, got none")

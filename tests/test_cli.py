@@ -21,7 +21,7 @@ from tl_attention.tuning import autotune
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["tune"], ["compile"], ["config"], ["manifest"], ["doctor"]], ids=" ".join
+    "command", [[], ["tune"], ["compile"], ["config"], ["explain"], ["manifest"], ["doctor"]], ids=" ".join
 )
 def test_cli_help(command, capsys):
     with pytest.raises(SystemExit, match="0"):
@@ -64,6 +64,14 @@ def test_doctor_counts_the_rows_of_each_direction(monkeypatch, tmp_path):
     monkeypatch.setattr(cli.torch.cuda, "is_available", lambda: False)
     good, text = doctor._check_table()
     assert good and text.startswith(f"{path}, rows: 2 fwd, 1 bwd_det; then ")
+
+
+def test_doctor_says_whose_table_serves(monkeypatch, tmp_path):
+    monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(doctor, "gpu_name", lambda: "NVIDIA GH200 144G HBM3e")
+    good, text = doctor._check_table()
+    table = configs.data_dir() / "tuned" / "nvidia_h200.json"
+    assert not good and f"none for NVIDIA GH200 144G HBM3e, so that of NVIDIA H200 serves, {table}" in text
 
 
 def test_doctor_strict_fails_for_what_is_needed(monkeypatch, capsys):
@@ -176,9 +184,12 @@ def test_config_of_a_tuned_row(no_user_tables, capsys):
     assert "has no fwd row 'fp16 d128 causal 4k'" in lines[3]
 
 
-def test_config_of_a_default_names_the_rows_it_missed(no_user_tables, capsys):
-    lines = run_config(capsys, "d72", "full", "seqlen_k=512", "--gpu", "No GPU", "--pass", "bwd_det")
-    assert lines[0].startswith("bwd_det bf16 d96 full 1k on No GPU: dk+dv 64x128x2x2, dq 128x128x2x2")
+def test_config_of_a_default_names_the_rows_it_missed(no_user_tables, capsys, monkeypatch):
+    monkeypatch.setattr(configs, "near_tables", lambda gpu_name: {})
+    lines = run_config(capsys, "d72", "full", "seqlen_k=512", "--gpu", "GH200", "--pass", "bwd_det")
+    assert lines[0].startswith(
+        "bwd_det bf16 d96 full 1k on NVIDIA GH200 480GB: dk+dv 64x128x2x2, dq 128x128x2x2"
+    )
     assert lines[2].startswith("  from bwd_det default of ")
     for section in ("bwd_det", "bwd"):
         assert sum(f"has no {section} row 'bf16 d96 full 1k'" in line for line in lines) == 2
@@ -194,10 +205,13 @@ def test_config_without_a_length_has_every_bucket(no_user_tables, capsys):
     ]
 
 
-@pytest.mark.parametrize(("batch", "bucket"), [(1, "split"), (64, "long")])
-def test_config_finds_the_split_bucket_by_the_sizes(batch, bucket, no_user_tables, capsys):
+@pytest.mark.parametrize(
+    ("batch", "gpu", "bucket"),
+    [(1, "h200", "split"), (64, "h200", "long"), (10, "h200", "split"), (10, "h20", "long")],
+)
+def test_config_finds_the_split_bucket_by_the_sizes(batch, gpu, bucket, no_user_tables, capsys):
     sizes = (f"batch={batch}", "heads=8", "seqlen_q=128", "seqlen_k=16384")
-    lines = run_config(capsys, "d128", "full", *sizes)
+    lines = run_config(capsys, "d128", "full", *sizes, "--gpu", gpu)
     assert lines[0].startswith(f"fwd bf16 d128 full {bucket} on ")
 
 
@@ -230,8 +244,21 @@ def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
         (["d128", "split", "--pass", "bwd"], "bucket: expected one of 1k, 4k, long for bwd, got split"),
         (["d128", "dropout", "--pass", "decode"], "expected some of window, softcap, alibi, sink for decode"),
         (["d128", "4k", "--pass", "decode"], "bucket: expected none for decode"),
+        (["d128", "--gpu", "A100"], "gpu: expected a Hopper GPU, one of .*H20, .*got 'A100'"),
+        (["d128", "--gpu", "GTX"], "gpu: expected a Hopper GPU.*got 'GTX'"),
     ],
-    ids=["mask", "size", "zero", "no-head-dims", "head-dims", "bucket", "decode-option", "decode-bucket"],
+    ids=[
+        "mask",
+        "size",
+        "zero",
+        "no-head-dims",
+        "head-dims",
+        "bucket",
+        "decode-option",
+        "decode-bucket",
+        "ampere",
+        "gpu",
+    ],
 )
 def test_config_refuses_words(words, text):
     with pytest.raises(SystemExit, match=f"tl-attention config: .*{text}"):

@@ -471,6 +471,79 @@ def test_pick_config_without_table_is_the_default(direction, tmp_path, monkeypat
         assert f"{path} has no {direction} row 'bf16 d128 causal 4k'" in source
 
 
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+
+
+@pytest.fixture
+def two_tables(tmp_path, monkeypatch):
+    """Shipped tables of an H100, with a row of 4k, and of an H200, with one of the split bucket too; and the user's folder."""
+    split = configs.split_config(FwdConfig(128, 64))
+    rows = {H100: {"4k": WINNER}, H200: {"4k": FwdConfig(128, 64), "split": split}}
+    paths = {}
+    for gpu, configs_by_bucket in rows.items():
+        table = {tuning_key(D128, bucket): {"config": asdict(c)} for bucket, c in configs_by_bucket.items()}
+        paths[gpu] = tmp_path / "tuned" / f"{gpu_slug(gpu)}.json"
+        paths[gpu].parent.mkdir(exist_ok=True)
+        paths[gpu].write_text(configs.format_tuned({"gpu": gpu, "fwd": table}))
+    monkeypatch.setattr(configs, "data_dir", lambda: tmp_path)
+    monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path / "user"))
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("gpu", "near"),
+    [
+        ("NVIDIA H100 PCIe", H100),
+        ("NVIDIA H100 NVL", H100),
+        ("NVIDIA H800", H100),
+        ("NVIDIA H20", H100),
+        ("NVIDIA GH200 480GB", H100),
+        ("NVIDIA GH200 144G HBM3e", H200),
+        ("NVIDIA H200 NVL", H200),
+    ],
+)
+def test_gpu_without_a_table_takes_that_of_the_nearest(gpu, near, two_tables):
+    choice = configs.choose_config(D128, "4k", gpu)
+    assert choice.config == configs.choose_config(D128, "4k", near).config
+    assert choice.source == (
+        f"fwd row 'bf16 d128 causal 4k' of {two_tables[near]}, {near}'s table, as {gpu} has no such row"
+    )
+    assert str(two_tables[near].with_name(f"{gpu_slug(gpu)}.json")) in " ".join(choice.misses)
+
+
+def test_nearest_table_comes_after_the_users_and_the_own(two_tables, monkeypatch):
+    own = configs.choose_config(D128, "4k", H100)
+    assert own.config == WINNER and own.source == f"fwd row 'bf16 d128 causal 4k' of {two_tables[H100]}"
+    users = FwdConfig(128, 32)
+    write_row(configs.tuned_paths("NVIDIA H20")[0], {"config": asdict(users)})
+    assert configs.choose_config(D128, "4k", "NVIDIA H20").config == users
+    assert configs.choose_config(D128, "long", "NVIDIA H20").config == users, (
+        "the user's nearest length first"
+    )
+
+
+def test_row_that_the_nearest_table_lacks_is_that_of_the_next(two_tables, monkeypatch):
+    monkeypatch.setattr(configs, "default_config", lambda *_: WINNER)  # the tables' folder has no grid
+    for gpu in (H100, "NVIDIA H20"):
+        choice = configs.choose_config(D128, "split", gpu)
+        assert (
+            choice.config.split
+            and choice.config.block_N == 64
+            and f"{H200}'s table, as {gpu}" in choice.source
+        )
+    assert not configs.choose_config(replace(D128, causal=False), "4k", "NVIDIA H20").tuned
+
+
+def test_h200_takes_no_other_table(two_tables, monkeypatch):
+    two_tables[H200].write_text(configs.format_tuned({"gpu": H200}))
+    monkeypatch.setattr(configs, "default_config", lambda *_: FwdConfig(128, 32))
+    assert configs.near_tables(H200) == {}
+    assert configs.choose_config(D128, "4k", H200).config == FwdConfig(128, 32)
+    assert list(configs.near_tables("NVIDIA H20")) == [H100, H200]
+    assert list(configs.near_tables("NVIDIA GH200 144G HBM3e")) == [H200]
+    assert configs.near_tables("No Such GPU") == configs.near_tables("NVIDIA A10") == {}
+
+
 def test_tuned_path_is_the_users_table_in_an_installed_package(tmp_path, monkeypatch):
     monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path))
     assert configs.tuned_path("A GPU") == configs.data_dir() / "tuned" / "a_gpu.json"

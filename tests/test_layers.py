@@ -58,10 +58,12 @@ DOORS = {
     "cubin": "problem kernel_configs legality target compiler store toolkit | tilelang",
     "manifest": "configs cubin compiler toolkit problem kernel_configs legality target",
     "question": "torch problem kernel_configs legality target configs gpus | launch",
-    "explain": "gpus problem kernel_configs legality target configs launch testing question explain | matplotlib",
+    "explain": "gpus problem kernel_configs legality target configs launch/splits launch/bwd_passes launch/common testing question explain "
+    "| matplotlib",
     "doctor": "torch problem target configs | toolkit testing",
     "cli": "torch problem kernel_configs legality target configs question doctor"
-    "| explain launch building store compiler cubin toolkit manifest tuning interface flash reference testing tilelang tvm_ffi rich benchmarks",
+    "| explain launch building store compiler cubin toolkit manifest tuning interface flash reference testing tilelang tvm_ffi rich "
+    "benchmarks",
 }
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 

@@ -25,7 +25,7 @@ HOPPER = (9, 0)
 
 @dataclass(frozen=True)
 class Gpu:
-    """What bounds a kernel on a GPU."""
+    """Rates and sizes that bound a kernel on a GPU."""
 
     name: str  # in torch
     sms: int
@@ -122,7 +122,7 @@ def by_distance(sms: int, tb_s: float | None, among: Iterable[Gpu]) -> list[Gpu]
 
 
 def nearest_names(name: str, names: Iterable[str]) -> list[str]:
-    """Those of several known Hopper GPUs, the one nearest to a Hopper GPU first; none if that is unknown or no Hopper GPU."""
+    """The known GPUs among `names`, the one nearest to a Hopper GPU first; none if that is unknown or no Hopper GPU."""
     own = find(name)
     if not own or not own.is_hopper:
         return []

@@ -22,7 +22,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """The arguments, and the function that serves them."""
     command.add_argument(
         "shapes",
-        nargs="+",
+        nargs="*",
         metavar="SHAPE",
         help="names or patterns of configs/shapes.toml, or B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]",
     )
@@ -39,15 +39,26 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--plot", type=Path, metavar="FILE", help="write a roofline picture: .png, .svg or .pdf"
     )
+    command.add_argument(
+        "--check",
+        action="store_true",
+        help="compare the model with all results of the GPU in benchmarks/results",
+    )
     command.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the answers. Raises SystemExit with the fault of an argument."""
-    from tl_attention.explain import report, work  # not at the top: other commands need no launch
+    from tl_attention.explain import errors, report, work  # not at the top: other commands need no launch
 
     try:
         gpu = question.gpu_of(arguments.gpu)
+        if not arguments.shapes and not arguments.check:
+            raise ValueError("expected a SHAPE such as 1,32,8,4096,4096,128,causal, or --check; got neither")
+        if arguments.plot and not arguments.shapes:
+            raise ValueError("--plot: expected a SHAPE to draw, got none")
+        if arguments.check:
+            print(errors.table(gpu))
         shapes = chosen_shapes(arguments.shapes).values()
         for shape, direction in itertools.product(shapes, arguments.directions):
             check(shape, direction)
@@ -55,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise SystemExit(f"tl-attention explain: {error}") from None
     asked = itertools.product(shapes, arguments.directions)
     works = [work.of_call(shape, direction, arguments.dtype, gpu) for shape, direction in asked]
-    print("\n\n\n".join(report.text(one, arguments.dtype) for one in works))
+    if works:
+        print("\n\n\n".join(report.text(one, arguments.dtype) for one in works))
     if arguments.plot:
         _draw(works, arguments)
     return 0
@@ -68,7 +80,7 @@ def _draw(works: list[Work], arguments: argparse.Namespace) -> None:
     try:
         plot.draw(works, arguments.dtype, arguments.plot)
     except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
+        if error.name.partition(".")[0] != "matplotlib":
             raise
         raise SystemExit(f"tl-attention explain: {NO_MATPLOTLIB}") from None
     except (OSError, ValueError) as error:

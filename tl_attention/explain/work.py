@@ -11,7 +11,15 @@ from itertools import groupby
 
 from tl_attention import configs
 from tl_attention.gpus import EXP_PER_CLOCK, SMEM_BYTES_PER_CLOCK, Gpu
-from tl_attention.kernel_configs import BwdPass, Config, DecodeConfig, FwdConfig, KernelConfig, page_rows
+from tl_attention.kernel_configs import (
+    BwdPass,
+    Config,
+    DecodeCombine,
+    DecodeConfig,
+    FwdConfig,
+    KernelConfig,
+    page_rows,
+)
 from tl_attention.launch import splits
 from tl_attention.launch.bwd_passes import key_parts
 from tl_attention.launch.common import L2_SHARE
@@ -33,7 +41,7 @@ DROPOUT_INSTRUCTIONS = (
 )
 BYTES = 2  # per element of either dtype
 MIN_KEYS_PER_CTA = 256  # of kernels/decode_work.py
-MERGED_AT_ONCE = 8  # splits that a CTA of the decode's second kernel loads at a time
+MERGED_AT_ONCE = DecodeCombine().at_once
 # Products per score in a pass: (of width head_dim, of width head_dim_v)
 PRODUCTS = {"dq+dk+dv": (3, 2), "dk+dv": (2, 2), "dk": (2, 1), "dv": (1, 1), "dq": (2, 1)}
 

@@ -511,6 +511,14 @@ def test_gpu_without_a_table_takes_that_of_the_nearest(gpu, near, two_tables):
     assert str(two_tables[near].with_name(f"{gpu_slug(gpu)}.json")) in " ".join(choice.misses)
 
 
+def test_picked_config_says_whose_table_serves(two_tables):
+    """TL_ATTENTION_PRINT_CONFIGS prints the source."""
+    configs.pick_config.cache_clear()
+    config, source = configs.pick_config(D128, "4k", "NVIDIA H20")
+    configs.pick_config.cache_clear()
+    assert config == WINNER and f"{H100}'s table, as NVIDIA H20 has no such row" in source
+
+
 def test_nearest_table_comes_after_the_users_and_the_own(two_tables, monkeypatch):
     own = configs.choose_config(D128, "4k", H100)
     assert own.config == WINNER and own.source == f"fwd row 'bf16 d128 causal 4k' of {two_tables[H100]}"

@@ -5,8 +5,8 @@ steps, a fixed latency, and the transfer of what it loads first and stores last 
 are given to CTAs as the kernel does it, so a last, partly filled wave costs what it costs. Clocks are those at which NVIDIA
 states the tensor throughput: a GPU at its power limit runs slower, which the model ignores.
 
-Six constants are fitted, to all rows of benchmarks/results/nvidia_h200/{fwd,bwd,decode}.jsonl at once; everything else is a
-count or a fact of gpus.py. The other result files were not used. tests/test_explain.py has the errors.
+Six constants are fitted, the same for every row, to fwd, fwd_more, bwd and decode of benchmarks/results/nvidia_h200 (2026-11-22), and
+rounded; everything else is a count or a fact of gpus.py. docs/explain.md has the errors; `tl-attention explain --check` prints them.
 """
 
 from __future__ import annotations

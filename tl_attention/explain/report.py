@@ -9,7 +9,7 @@ from tl_attention.explain import measured, model
 from tl_attention.explain.measured import Measurement
 from tl_attention.explain.model import Estimate
 from tl_attention.explain.work import ADD_BYTES_PER_CLOCK, FP32_PER_CLOCK, MIN_KEYS_PER_CTA, Kernel, Work
-from tl_attention.gpus import COMPARED, EXP_PER_CLOCK, H200, SMEM_BYTES_PER_CLOCK
+from tl_attention.gpus import COMPARED, EXP_PER_CLOCK, GPUS, H200, SMEM_BYTES_PER_CLOCK
 from tl_attention.kernel_configs import KV_STAGES, BwdPass, DecodeConfig, FwdConfig
 from tl_attention.problem import DECODE
 from tl_attention.target import SMEM_LIMIT, SMEM_PER_SM
@@ -222,13 +222,17 @@ def _time(work: Work, estimate: Estimate) -> Iterator[str]:
     if work.direction == DECODE:
         speed = f"{work.least_bytes / estimate.seconds / 1e9:.4g} GB/s"
     yield f"predicted        {duration(estimate.seconds)}, {speed} at {gpu.boost_ghz:g} GHz"
+    if gpu.name not in GPUS:
+        yield "                 this GPU is unknown: clock, memory and L2 are those of the Hopper with the nearest number of SMs"
     if gpu != H200:
         yield "                 the model's constants are fitted on an H200; on this GPU it is not checked"
 
 
 def _wave_words(kernel: Kernel, time: model.KernelTime) -> str:
     name = f"{kernel.name}: " if kernel.name.startswith("pass") else ""
-    return f"{name}{number_of(kernel.count, 'tile')}, {time.waves:.3g} per CTA that runs at once, SMs busy {100 * time.busy:.0f} %"
+    return (
+        f"{name}{number_of(kernel.count, 'tile')} in {time.waves:.3g} waves, SMs busy {100 * time.busy:.0f} %"
+    )
 
 
 def _measured(work: Work, estimate: Estimate, found: Sequence[Measurement]) -> Iterator[str]:

@@ -98,7 +98,8 @@ def _check_table() -> tuple[bool, str]:
             found.append(f"{path}, rows: {', '.join(rows)}")
     if found:
         return True, "; then ".join(found)
-    for near, path in configs.near_tables(name).items():
+    if tables := configs.near_tables(name):
+        near, path = next(iter(tables.items()))
         return False, f"none for {name}, so that of {near} serves, {path}: tl-attention tune makes one"
     return (
         False,

@@ -178,8 +178,9 @@ def test_every_named_shape_is_explained(name, direction):
 
 
 def run(capsys, *words: str) -> str:
+    """Output of the command, with the line breaks of long lines taken back."""
     assert cli.main(["explain", *words]) == 0
-    return capsys.readouterr().out
+    return re.sub(r"\n {6,}(?=\S)", " ", capsys.readouterr().out)
 
 
 def test_explain_prints_the_numbers_of_a_forward(capsys):
@@ -211,6 +212,21 @@ def test_explain_of_another_gpu_says_that_the_model_is_not_checked_there(capsys)
     assert "on this GPU it is not checked" in out and "has no such row for NVIDIA H100 PCIe" in out
     assert "as NVIDIA H100 PCIe has no such row" in out
     assert "not checked" not in run(capsys, "article", "--gpu", "h200")
+
+
+def test_unknown_gpu_is_said_to_be_unknown():
+    gpu = replace(H200, name="NVIDIA H100 80GB HBM3 MIG 3g.40gb", sms=60)
+    text = report.text(call("1,8,8,1024,1024,128,causal", gpu=gpu), "bfloat16")
+    assert "this GPU is unknown" in text and "it is not checked" in text
+
+
+def test_lines_are_not_too_long(capsys):
+    assert cli.main(["explain", "gqa-h64-8k", "--pass", *PASSES]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    paths = str(configs.data_dir())
+    assert [
+        line for line in lines if len(line) > report.WIDTH and paths not in line and "cache" not in line
+    ] == []
 
 
 def test_explain_of_splits(capsys):

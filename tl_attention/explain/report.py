@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from tl_attention import legality
@@ -16,6 +17,8 @@ from tl_attention.target import SMEM_LIMIT, SMEM_PER_SM
 from tl_attention.testing import counts
 from tl_attention.testing.shapes import sequences
 
+WIDTH = 128  # of a line
+LABEL = 17  # columns of a label
 TITLES = {"fwd": "forward", "bwd": "backward", "bwd_det": "deterministic backward", DECODE: "decode"}
 FLOP_FORMULAS = {
     "fwd": "2 x pairs x (head_dim + head_dim_v): S = QK', O = PV",
@@ -63,8 +66,22 @@ def text(work: Work, dtype: str) -> str:
     }
     title = f"{TITLES[work.direction]} of {work.shape}, {dtype}, on {work.gpu.name}"
     parts = [f"{title}\n{'=' * len(title)}"]
-    parts += [f"{name}\n" + "\n".join(f"  {line}" for line in lines) for name, lines in sections.items()]
+    parts += ["\n".join([name, *map(_wrapped, lines)]) for name, lines in sections.items()]
     return "\n\n".join(parts)
+
+
+def _wrapped(line: str) -> str:
+    """An indented line, further lines of it beside its text if it begins with a label."""
+    labelled = line[:LABEL].endswith(" ") and not line.startswith(" " * LABEL)
+    hanging = " " * (2 + LABEL) if labelled or line.startswith(" " * LABEL) else " " * 6
+    return textwrap.fill(
+        line,
+        WIDTH,
+        initial_indent="  ",
+        subsequent_indent=hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def short(number: float, unit: str) -> str:

@@ -374,12 +374,29 @@ def check_device(q: torch.Tensor) -> None:
         raise NotImplementedError(fault)
 
 
-def check_no_forward_ad() -> None:
-    """Raise NotImplementedError inside forward-mode automatic differentiation, whose tangents would be lost."""
+def refuse_tangents(names: Sequence[str], *tangents: torch.Tensor | None) -> None:
+    """Raise NotImplementedError for the inputs of attention that have a tangent of forward-mode differentiation."""
+    found = [name for name, tangent in zip(names, tangents, strict=False) if tangent is not None]
+    raise NotImplementedError(
+        f"{', '.join(found)}: expected a tensor without a tangent, as flash_attn_func, its forms, mha_fwd_interface and mha_bwd_interface"
+        " have no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad), got one with a tangent; use torch.func.vjp, or"
+        " detach it"
+    )
+
+
+def check_no_forward_ad(function: str) -> None:
+    """Raise NotImplementedError inside forward-mode differentiation, whose tangents would be lost."""
     if torch.autograd.forward_ad._current_level >= 0:
         raise NotImplementedError(
-            "q, k, v: expected no forward-mode automatic differentiation, got an active dual level; use reverse mode"
+            f"{function}: expected a call outside forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad), as attention to"
+            " a cache has no derivative, got one inside; call it before"
         )
+
+
+def refuse_vmap(function: str) -> None:
+    raise NotImplementedError(
+        f"{function}: expected a call outside torch.vmap, as a cache is never copied, got one inside; use its batch dimension"
+    )
 
 
 def check_config(problem: object, config: object, reason: str | None) -> None:

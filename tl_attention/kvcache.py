@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import torch
 
 from tl_attention import launch
-from tl_attention.checks import check_device, check_num_splits, check_options, expect_bool, expect_scale
+from tl_attention.checks import (
+    check_device,
+    check_no_forward_ad,
+    check_num_splits,
+    check_options,
+    expect_bool,
+    expect_scale,
+    refuse_vmap,
+)
 from tl_attention.checks_kvcache import (
     cache_capacity,
     check_addresses,
@@ -115,6 +123,8 @@ def flash_attn_with_kvcache(
         sink, workspace, None if type(cache_seqlens) is int else cache_seqlens,
     )  # fmt: skip
     traced = is_traced() or not {type(x) for x in tensors} <= _PLAIN_TYPES
+    if traced:
+        check_no_forward_ad("flash_attn_with_kvcache")
     handle = key = None
     switches = type(causal), type(rotary_interleaved), type(batch_invariant), type(num_splits)
     if not traced and switches == (bool, bool, bool, int):
@@ -354,6 +364,14 @@ def _(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments:
     batch, seqlen_q, heads, _ = q.shape
     out = q.new_empty(batch, seqlen_q, heads, v_cache.shape[3])
     return out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+
+
+def _refuse_vmap(*_: object) -> None:
+    refuse_vmap("flash_attn_with_kvcache")
+
+
+append_op.register_vmap(_refuse_vmap)
+decode_op.register_vmap(_refuse_vmap)
 
 
 def _append_by_op(

@@ -90,11 +90,10 @@ def expect_heads_divide(names: str, heads: int, heads_kv: int) -> None:
 
 
 def expect_head_dims(names_qk: str, name_v: str, head_dim: int, head_dim_v: int) -> None:
-    """Expect multiples of 8; the maximum is another check."""
-    if not head_dim or not head_dim_v or head_dim % 8 or head_dim_v % 8:
+    """Expect at least one column; the maximum is another check."""
+    if not head_dim or not head_dim_v:
         raise ValueError(
-            f"{names_qk}, {name_v}: expected head dims that are multiples of 8, got {head_dim} for {names_qk} and {head_dim_v} for"
-            f" {name_v}; pad the last dimension with zeros, pass softmax_scale explicitly and slice the output"
+            f"{names_qk}, {name_v}: expected head dims of at least 1, got {head_dim} for {names_qk} and {head_dim_v} for {name_v}"
         )
 
 
@@ -156,6 +155,8 @@ def check_fwd(
             f"k, v: expected the device of q, {q.device}, got {k.device} and {v.device}; move them to one device"
         )
 
+    # mha_fwd_interface, the heads-first function, has names of its own
+    scale_name = "sm_scale" if heads_first else "softmax_scale"
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     heads_kv, seqlen_k = k_shape[heads_axis], k_shape[seqlen_axis]
     head_dim, head_dim_v = q_shape[-1], v_shape[-1]
@@ -181,10 +182,9 @@ def check_fwd(
     if head_dim_v > head_dim:
         raise NotImplementedError(
             f"v: expected a head_dim of at most that of q and k, {head_dim}, got {head_dim_v}, which is not supported; pad q and k with"
-            " zeros and pass softmax_scale explicitly"
+            f" zeros and pass {scale_name} explicitly"
         )
-    # mha_fwd_interface, the heads-first function, has other names for both
-    expect_scale("sm_scale" if heads_first else "softmax_scale", softmax_scale)
+    expect_scale(scale_name, softmax_scale)
     expect_bool("is_causal" if heads_first else "causal", causal)
 
 

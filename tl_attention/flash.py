@@ -92,7 +92,7 @@ def flash_attn_func(
     """Exact attention in one pass: softmax(softmax_scale * q k^T + mask) v.
 
     Args:
-        q: [batch, seqlen_q, heads, head_dim], bfloat16 or float16; head_dim a multiple of 8, at most 256.
+        q: [batch, seqlen_q, heads, head_dim], bfloat16 or float16; head_dim at most 256. One that is no multiple of 8 is copied.
         k: [batch, seqlen_k, heads_kv, head_dim], heads a multiple of heads_kv.
         v: [batch, seqlen_k, heads_kv, head_dim_v], head_dim_v <= head_dim.
             Any strides with a contiguous last dimension; see mha_fwd_interface for what is copied.

@@ -23,11 +23,12 @@ def mha_fwd_interface(
     """Exact attention in one pass: out = softmax(sm_scale * q k^T + mask) v, and the log-sum-exp of its rows in BASE 2.
 
     Args:
-        q: [batch, heads, seqlen_q, head_dim_qk], bfloat16 or float16; head_dim_qk a multiple of 8, at most 256.
+        q: [batch, heads, seqlen_q, head_dim_qk], bfloat16 or float16; head_dim_qk at most 256.
         k: [batch, heads_kv, seqlen_kv, head_dim_qk], heads a multiple of heads_kv.
         v: [batch, heads_kv, seqlen_kv, head_dim_v], head_dim_v <= head_dim_qk.
             Any strides with a contiguous last dimension: transposed views and slices of packed QKV are not copied. A tensor that TMA
-            cannot address is copied: one with a stride of 0, or with a stride or address that is no multiple of 16 bytes.
+            cannot address is copied: one with a stride of 0, with a stride or address that is no multiple of 16 bytes, or with a head
+            dim that is no multiple of 8.
         sm_scale: multiplies the scores; finite, negative and 0 included; None: head_dim_qk ** -0.5. The kernel is exact while
             |score * sm_scale| stays below about 2 ** 30.
         is_causal: query i sees key j if j <= i + seqlen_kv - seqlen_q (bottom-right); False: every query sees every key.

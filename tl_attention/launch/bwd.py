@@ -9,7 +9,7 @@ import torch
 from tl_attention.building import compile_kernel
 from tl_attention.checks import check_dropout_batch
 from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdSum, delta_width, table_kernels
-from tl_attention.launch.arrays import ArgumentViews
+from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns
 from tl_attention.launch.bwd_passes import BwdKernels, BwdSizes, KeyPass, QueryPass, Tables
 from tl_attention.launch.common import (
     LOG2E,
@@ -253,6 +253,11 @@ def backward(
     plan = plan_cache.plans.get(key) if config is None else None
     if plan is not None:
         return plan(*tensors, softmax_scale, lse_base2, dlse, options)
+    if has_odd_columns(q, v):
+        padded = *pad_columns(dout, q, k, v, out), lse
+        grads = backward(*padded, softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options)
+        cut = (cut_columns(grad, x.shape[-1]) for grad, x in zip(grads[:3], (q, k, v), strict=True))
+        return *cut, *grads[3:]
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             return backward(*tensors, softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options)

@@ -240,10 +240,10 @@ def _append(
         return launch.append_to_cache(q, k, v, cache, cos, sin, interleaved, queries_move)
     batch_idx, _, starts = check_entries(q, cache)
     if cos is not None:
-        first = torch.tensor(starts)[:, None]  # [batch, 1]
-        query = torch.arange(q.shape[1]) if queries_move else torch.zeros(q.shape[1], dtype=torch.int64)
-        q = rotary_reference(q, first + query, cos, sin, interleaved)
-        k = rotary_reference(k, first + torch.arange(k.shape[1]), cos, sin, interleaved)
+        first = torch.tensor(starts, dtype=torch.int64, device=q.device)[:, None]  # [batch, 1]
+        query, new = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
+        q = rotary_reference(q, first + (query if queries_move else 0 * query), cos, sin, interleaved)
+        k = rotary_reference(k, first + new, cos, sin, interleaved)
     where = {"batch_idx": batch_idx, "block_table": cache.block_table}
     append_reference(k, v, cache.k, cache.v, starts, **where)
     return q

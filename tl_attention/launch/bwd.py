@@ -18,6 +18,7 @@ from tl_attention.launch.common import (
     dense,
     empty,
     find_config,
+    has_no_sequences,
     option_arguments,
     options_key,
     qkv_key,
@@ -262,7 +263,7 @@ def backward(
         with torch.cuda.device(q.device):
             return backward(*tensors, softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options)
     grads = tuple(empty(*dense(x.shape, x.dtype)) for x in (q, k, v))
-    if not q.numel() or not k.numel():
+    if not q.numel() or not k.numel() or has_no_sequences(options):
         return _backward_of_empty(q, lse, lse_base2, grads, dlse, options)
     if q.shape[0] <= MAX_BATCH or (options is not None and options.varlen):
         plan = BwdPlan(*tensors[:5], *grads, *layout, config, options)
@@ -282,7 +283,7 @@ def _backward_of_empty(
     dlse: torch.Tensor | None,
     options: Options | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients where there are no queries or no keys."""
+    """Gradients where there are no queries, no keys or no sequences."""
     zeros = tuple(x.zero_() for x in grads)
     if options is None or options.sink is None:
         return zeros

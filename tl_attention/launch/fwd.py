@@ -19,6 +19,7 @@ from tl_attention.launch.common import (
     dense,
     empty,
     find_config,
+    has_no_sequences,
     option_arguments,
     options_key,
     qkv_key,
@@ -218,9 +219,10 @@ def forward(
     lse = empty(*dense((*outer, n1, n2) if heads_first else (*outer, n2, n1)))
     if not out.numel():
         return out, lse
-    if not k.numel():
+    without_sequences = has_no_sequences(options)
+    if not k.numel() or without_sequences:
         lse.fill_(-math.inf)
-        if options is not None and options.sink is not None:
+        if options is not None and options.sink is not None and not without_sequences:
             lse.copy_((options.sink.float() / (LN2 if lse_base2 else 1.0))[:, None].expand_as(lse))
         return out.zero_(), lse
     plan = FwdPlan(q, k, v, out, causal, heads_first, config, options)

@@ -16,6 +16,7 @@ from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.target import DTYPE_NAMES
 
 DTYPES = tuple(DTYPE_NAMES)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of the reference
 INT_TYPES = (int, torch.SymInt)
 NUMBER_TYPES = (int, float, torch.SymInt, torch.SymFloat)
 
@@ -30,13 +31,22 @@ def expect_tensor(name: str, x: torch.Tensor) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
 
 
+def expect_dense(name: str, x: torch.Tensor) -> None:
+    if x.is_nested:
+        raise NotImplementedError(
+            f"{name}: expected one length per dimension, got a nested tensor; pass its values() and offsets() to flash_attn_varlen_func,"
+            " or call torch_backend.register() and scaled_dot_product_attention"
+        )
+
+
 def expect_operand(
     name: str, x: torch.Tensor, layout: str, ndim: int, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> None:
     """Expect a tensor of these dtypes and this rank whose last dimension is contiguous."""
     expect_tensor(name, x)
+    expect_dense(name, x)
     if x.dtype not in dtypes:
-        wanted = "bfloat16 or float16" if dtypes is DTYPES else f"the dtype of q, {dtypes[0]}"
+        wanted = "bfloat16 or float16" if len(dtypes) > 1 else f"the dtype of q, {dtypes[0]}"
         raise TypeError(f"{name}: expected {wanted}, got {x.dtype}; cast it with {name}.to({dtypes[0]})")
     if x.ndim != ndim:
         raise ValueError(f"{name}: expected {ndim} dimensions [{layout}], got shape {tuple(x.shape)}")
@@ -45,6 +55,10 @@ def expect_operand(
 
 def expect_contiguous_last(name: str, x: torch.Tensor) -> None:
     if x.stride(-1) != 1 and x.shape[-1] > 1:
+        if x.layout != torch.strided:
+            raise NotImplementedError(
+                f"{name}: expected a dense tensor, got {x.layout}; call {name}.to_dense()"
+            )
         raise ValueError(
             f"{name}: expected a contiguous last dimension, got strides {x.stride()}; call {name}.contiguous()"
         )
@@ -85,7 +99,7 @@ def expect_device(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
 def expect_heads_divide(names: str, heads: int, heads_kv: int) -> None:
     if heads and (not heads_kv or heads % heads_kv):
         raise ValueError(
-            f"{names}: expected a number of heads that divides the {heads} of q, got {heads_kv}; repeat heads of q, k or v"
+            f"{names}: expected a number of heads that divides the {heads} of q, got {heads_kv}; repeat heads"
         )
 
 
@@ -155,26 +169,10 @@ def check_fwd(
             f"k, v: expected the device of q, {q.device}, got {k.device} and {v.device}; move them to one device"
         )
 
+    _check_shapes(q, k, v, heads_axis, seqlen_axis, varlen)
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     # mha_fwd_interface, the heads-first function, has names of its own
-    scale_name = "sm_scale" if heads_first else "softmax_scale"
-    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    heads_kv, seqlen_k = k_shape[heads_axis], k_shape[seqlen_axis]
-    head_dim, head_dim_v = q_shape[-1], v_shape[-1]
-    if not varlen and not q_shape[0] == k_shape[0] == v_shape[0]:
-        raise ValueError(
-            f"k, v: expected the batch size of q, {q_shape[0]}, got {k_shape[0]} and {v_shape[0]}; expand or slice them"
-        )
-    if v_shape[heads_axis] != heads_kv or v_shape[seqlen_axis] != seqlen_k:
-        raise ValueError(
-            f"v: expected the heads and seqlen of k, {heads_kv} and {seqlen_k}, got {v_shape[heads_axis]} and {v_shape[seqlen_axis]};"
-            " pass one value per key"
-        )
-    expect_heads_divide("k, v", q_shape[heads_axis], heads_kv)
-    if k_shape[-1] != head_dim:
-        raise ValueError(
-            f"k: expected the head_dim of q, {head_dim}, got {k_shape[-1]}; pad the smaller with zeros"
-        )
-    expect_head_dims("q, k", "v", head_dim, head_dim_v)
+    scale_name, causal_name = ("sm_scale", "is_causal") if heads_first else ("softmax_scale", "causal")
     if head_dim > MAX_HEAD_DIM:
         raise NotImplementedError(
             f"q, k: expected a head_dim of at most {MAX_HEAD_DIM}, got {head_dim}, which is not supported"
@@ -185,7 +183,51 @@ def check_fwd(
             f" zeros and pass {scale_name} explicitly"
         )
     expect_scale(scale_name, softmax_scale)
-    expect_bool("is_causal" if heads_first else "causal", causal)
+    expect_bool(causal_name, causal)
+
+
+def _check_shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads_axis: int, seqlen_axis: int, varlen: bool
+) -> None:
+    """Check that the shapes of q, k and v belong together."""
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    heads_kv, seqlen_k = k_shape[heads_axis], k_shape[seqlen_axis]
+    if not varlen and not q_shape[0] == k_shape[0] == v_shape[0]:
+        raise ValueError(
+            f"k, v: expected the batch size of q, {q_shape[0]}, got {k_shape[0]} and {v_shape[0]}; expand or slice them"
+        )
+    if v_shape[heads_axis] != heads_kv or v_shape[seqlen_axis] != seqlen_k:
+        raise ValueError(
+            f"v: expected the heads and seqlen of k, {heads_kv} and {seqlen_k}, got {v_shape[heads_axis]} and {v_shape[seqlen_axis]};"
+            " pass one value per key"
+        )
+    expect_heads_divide("k, v", q_shape[heads_axis], heads_kv)
+    if k_shape[-1] != q_shape[-1]:
+        raise ValueError(
+            f"k: expected the head_dim of q, {q_shape[-1]}, got {k_shape[-1]}; pad the smaller with zeros"
+        )
+    expect_head_dims("q, k", "v", q_shape[-1], v_shape[-1])
+
+
+def check_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float | None, is_causal: bool
+) -> None:
+    """Check the arguments of the reference: any floating-point dtype, any strides, any head dims, [batch, heads, seqlen, head_dim]."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        expect_tensor(name, x)
+        expect_dense(name, x)
+        if x.dtype not in FLOATS:
+            raise TypeError(
+                f"{name}: expected a floating-point dtype, got {x.dtype}; cast it with {name}.float()"
+            )
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name}: expected 4 dimensions [batch, heads, seqlen, head_dim], got shape {tuple(x.shape)}"
+            )
+        expect_device(name, x, q)
+    _check_shapes(q, k, v, 1, 2, varlen=False)
+    expect_scale("sm_scale", sm_scale)
+    expect_bool("is_causal", is_causal)
 
 
 def check_bwd(
@@ -298,6 +340,7 @@ def check_num_splits(num_splits: int) -> None:
 def check_packed(name: str, x: torch.Tensor, layout: str, parts: int) -> None:
     """Check a tensor that packs `parts` tensors in its third-last dimension."""
     expect_tensor(name, x)
+    expect_dense(name, x)
     if x.ndim != len(layout.split(", ")) or x.shape[-3] != parts:
         raise ValueError(f"{name}: expected shape [{layout}], got {tuple(x.shape)}")
 
@@ -322,6 +365,11 @@ def check_states(
         if not isinstance(states, torch.Tensor):
             for i, x in enumerate(states):
                 expect_tensor(f"{name}[{i}]", x)
+                expect_dense(f"{name}[{i}]", x)
+            continue
+        expect_dense(name, states)
+        if not states.ndim:
+            raise ValueError(f"{name}: expected a stack of partial results, got {describe(states)}")
     if not len(outs) or len(outs) != len(lses):
         raise ValueError(
             f"outs, lses: expected non-empty lists of equal length, got {len(outs)} and {len(lses)}"
@@ -372,31 +420,6 @@ def check_device(q: torch.Tensor) -> None:
         )
     if fault := _gpu_fault(q.device):
         raise NotImplementedError(fault)
-
-
-def refuse_tangents(names: Sequence[str], *tangents: torch.Tensor | None) -> None:
-    """Raise NotImplementedError for the inputs of attention that have a tangent of forward-mode differentiation."""
-    found = [name for name, tangent in zip(names, tangents, strict=False) if tangent is not None]
-    raise NotImplementedError(
-        f"{', '.join(found)}: expected a tensor without a tangent, as flash_attn_func, its forms, mha_fwd_interface and mha_bwd_interface"
-        " have no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad), got one with a tangent; use torch.func.vjp, or"
-        " detach it"
-    )
-
-
-def check_no_forward_ad(function: str) -> None:
-    """Raise NotImplementedError inside forward-mode differentiation, whose tangents would be lost."""
-    if torch.autograd.forward_ad._current_level >= 0:
-        raise NotImplementedError(
-            f"{function}: expected a call outside forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad), as attention to"
-            " a cache has no derivative, got one inside; call it before"
-        )
-
-
-def refuse_vmap(function: str) -> None:
-    raise NotImplementedError(
-        f"{function}: expected a call outside torch.vmap, as a cache is never copied, got one inside; use its batch dimension"
-    )
 
 
 def check_config(problem: object, config: object, reason: str | None) -> None:

@@ -38,9 +38,19 @@ from __future__ import annotations
 import torch
 
 from tl_attention.checks import check_no_block_table, check_packed
+from tl_attention.checks_torch import ARGUMENT_ERRORS, rename_arguments
 from tl_attention.ops import UserOptions, attention, attention_with_options
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
+# Names of the arguments of packed forms in errors
+_QKV_NAMES = dict.fromkeys(("q", "k", "v"), "qkv")
+_KV_NAMES = dict.fromkeys(("k", "v"), "kv") | {"q": "q"}
+_VARLEN_QKV_NAMES = _QKV_NAMES | {
+    "cu_seqlens_q": "cu_seqlens",
+    "cu_seqlens_k": "cu_seqlens",
+    "max_seqlen_q": "max_seqlen",
+    "max_seqlen_k": "max_seqlen",
+}
 
 
 def _attend(
@@ -126,7 +136,10 @@ def flash_attn_qkvpacked_func(
     """
     check_packed("qkv", qkv, "batch, seqlen, 3, heads, head_dim", 3)
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None
-    return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    try:
+        return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    except ARGUMENT_ERRORS as error:
+        raise rename_arguments(error, _QKV_NAMES) from None
 
 
 def flash_attn_kvpacked_func(
@@ -154,7 +167,10 @@ def flash_attn_kvpacked_func(
     """
     check_packed("kv", kv, "batch, seqlen_k, 2, heads_kv, head_dim", 2)
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None
-    return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    try:
+        return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    except ARGUMENT_ERRORS as error:
+        raise rename_arguments(error, _KV_NAMES) from None
 
 
 def flash_attn_varlen_func(
@@ -231,7 +247,10 @@ def flash_attn_varlen_qkvpacked_func(
     check_packed("qkv", qkv, "total, 3, heads, head_dim", 3)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, None, None
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, lengths
-    return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    try:
+        return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    except ARGUMENT_ERRORS as error:
+        raise rename_arguments(error, _VARLEN_QKV_NAMES) from None
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -265,4 +284,7 @@ def flash_attn_varlen_kvpacked_func(
     check_packed("kv", kv, "total_k, 2, heads_kv, head_dim", 2)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None, None
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, lengths
-    return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    try:
+        return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    except ARGUMENT_ERRORS as error:
+        raise rename_arguments(error, _KV_NAMES) from None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from tl_attention import launch
-from tl_attention.checks import check_device, check_fwd
+from tl_attention.checks import FLOATS, check_device, check_fwd, check_reference, expect_like
 from tl_attention.ops import attention, attention_backward, scale_of
 from tl_attention.reference import attention_backward_reference, attention_reference
 
@@ -72,6 +72,7 @@ def ref_mha_fwd_interface(
     Returns:
         out in fp32 (not rounded to the dtype of q), and lse in base 2, fp32; shapes and edge values as mha_fwd_interface.
     """
+    check_reference(q, k, v, sm_scale, is_causal)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out, lse = attention_reference(q, k, v, sm_scale, is_causal, lse_base2=True)
     return out.transpose(1, 2), lse
@@ -129,5 +130,7 @@ def ref_mha_bwd_interface(
     Returns:
         dq, dk, dv in fp32 (not rounded to the dtype of q); shapes and edge values as mha_bwd_interface.
     """
+    check_reference(q, k, v, sm_scale, is_causal)
+    expect_like("do", do, q, ((*q.shape[:3], v.shape[3]),), FLOATS)
     views = (x.transpose(1, 2) for x in (do, q, k, v))
     return tuple(x.transpose(1, 2) for x in attention_backward_reference(*views, sm_scale, is_causal))

@@ -9,12 +9,10 @@ import torch
 from tl_attention import launch
 from tl_attention.checks import (
     check_device,
-    check_no_forward_ad,
     check_num_splits,
     check_options,
     expect_bool,
     expect_scale,
-    refuse_vmap,
 )
 from tl_attention.checks_kvcache import (
     cache_capacity,
@@ -27,6 +25,7 @@ from tl_attention.checks_kvcache import (
     check_seqlen,
     check_workspace,
 )
+from tl_attention.checks_torch import check_no_forward_ad, check_not_compiling, refuse_vmap
 from tl_attention.ops import check_device_or_warn, is_traced, scale_of
 from tl_attention.options import UNLIMITED, Cache, Options, canonical_window
 from tl_attention.reference_kvcache import append_reference, kvcache_reference, rotary_reference
@@ -173,6 +172,7 @@ def flash_attn_with_kvcache(
     scale = scale_of(q, softmax_scale)
     cache = Cache(k_cache, v_cache, cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table)
     if check_block_table:
+        check_not_compiling("check_block_table")
         check_entries(q, cache)
 
     if k is not None:
@@ -220,7 +220,11 @@ def _look_up(tensors: Sequence[torch.Tensor | None], values: tuple) -> tuple[Cal
     try:
         key = (*[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors], *values)
         return _call_handles.get(key), key
-    except (AttributeError, TypeError):  # an argument that is no tensor, or a list
+    except (
+        AttributeError,
+        TypeError,
+        RuntimeError,
+    ):  # an argument that is no tensor, a list, a nested tensor
         return None, None
 
 

@@ -25,8 +25,8 @@ from tl_attention.checks import (
     check_lengths,
     check_num_splits,
     check_options,
-    refuse_tangents,
 )
+from tl_attention.checks_torch import refuse_tangents
 from tl_attention.options import (
     ARGUMENTS,
     FIELDS,

@@ -77,9 +77,9 @@ def check_cache(
     if head_dim % ALIGNMENT or head_dim_v % ALIGNMENT:
         wanted, wanted_v = (-(-n // ALIGNMENT) * ALIGNMENT for n in (head_dim, head_dim_v))
         raise ValueError(
-            f"q, k_cache, v_cache: expected head dims that are multiples of {ALIGNMENT}, as a cache is never copied, got {head_dim} for"
-            f" q, k_cache and {head_dim_v} for v_cache; allocate caches {wanted} and {wanted_v} wide, pad q, new k and new v with zeros"
-            f" to these widths, pass softmax_scale={head_dim} ** -0.5 and slice out[..., :{head_dim_v}]"
+            f"q, k_cache, v_cache: expected head dims that are multiples of {ALIGNMENT}, got {head_dim} for q, k_cache and {head_dim_v} for"
+            f" v_cache; a cache is never copied: allocate caches {wanted} and {wanted_v} wide, pad q, new k and new v with zeros to these"
+            f" widths, pass softmax_scale={head_dim} ** -0.5 and slice out[..., :{head_dim_v}]"
         )
     if (head_dim, head_dim_v) == LATENT:
         if v_cache.stride() != k_cache.stride():

@@ -196,7 +196,7 @@ def test_transformers_decode_without_a_cache_kernel(device):
 def test_a_cache_is_refused_with_the_way_out():
     q, cache = torch.zeros(2, 1, 4, 60, dtype=BF16), torch.zeros(2, 20, 2, 60, dtype=BF16)
     text = (
-        r"^q, k_cache, v_cache: expected head dims that are multiples of 8, got 60 .*a cache is never copied: allocate caches 64 and 64 wide"
+        r"^q, k_cache, v_cache: expected head dims that are multiples of 8, got 60 .*a cache is never copied: allocate caches 64 and 64 "
         r".*softmax_scale=60 \*\* -0\.5 and slice out\[\.\.\., :60\]$"
     )
     with pytest.raises(ValueError, match=text):

@@ -1,4 +1,4 @@
-"""Names in errors, and refusals under the transforms of torch: forward mode, vmap, compiled checks."""
+"""Names in errors, and refusals under the transforms of torch: forward mode, vmap."""
 
 from __future__ import annotations
 
@@ -47,14 +47,6 @@ def check_no_forward_ad(function: str) -> None:
         raise NotImplementedError(
             f"{function}: expected a call outside forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad), as attention to"
             " a cache has no derivative, got one inside; call it before"
-        )
-
-
-def check_not_compiling(switch: str) -> None:
-    """Refuse a check of values in compiled code, where no tensor can be read."""
-    if torch.compiler.is_compiling():
-        raise NotImplementedError(
-            f"{switch}: expected False in compiled code, as the check reads tensors on the host, got True; check in an eager call"
         )
 
 

@@ -25,7 +25,7 @@ from tl_attention.checks_kvcache import (
     check_seqlen,
     check_workspace,
 )
-from tl_attention.checks_torch import check_no_forward_ad, check_not_compiling, refuse_vmap
+from tl_attention.checks_torch import check_no_forward_ad, refuse_vmap
 from tl_attention.ops import check_device_or_warn, is_traced, scale_of
 from tl_attention.options import UNLIMITED, Cache, Options, canonical_window
 from tl_attention.reference_kvcache import append_reference, kvcache_reference, rotary_reference
@@ -172,7 +172,6 @@ def flash_attn_with_kvcache(
     scale = scale_of(q, softmax_scale)
     cache = Cache(k_cache, v_cache, cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table)
     if check_block_table:
-        check_not_compiling("check_block_table")
         check_entries(q, cache)
 
     if k is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.function import _SingleLevelFunction
 
 from tl_attention.options import FIELDS, LENGTHS, PLAIN, Call
 
@@ -48,8 +49,9 @@ def register_autograd(
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
 
-    class Function(torch.autograd.Function):
-        """The op at one level of autograd, which is that of the innermost transform."""
+    # torch.autograd.Function would choose the level of a transform a second time, after the dispatcher
+    class Function(_SingleLevelFunction):
+        """The op at one level of autograd, that of the innermost transform."""
 
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
@@ -68,16 +70,13 @@ def register_autograd(
         def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
             no_tangents(*tangents)
 
-    # The dispatcher has chosen the level; Function.apply would do so a second time
-    apply = super(torch.autograd.Function, Function).apply
-
     def kernel(keyset: torch._C.DispatchKeySet, *inputs: Any) -> Any:
         transformed = _innermost_transform() is not None or _forward_ad._current_level >= 0
         if not transformed and not (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
             return below(keyset, inputs)
         modes = (torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()) if transformed else (False, False)
         with enable_single_level_autograd_function():
-            return apply(*inputs, keyset, modes)
+            return Function.apply(*inputs, keyset, modes)
 
     _library.impl(op._opname, kernel, "Autograd", with_keyset=True)
 

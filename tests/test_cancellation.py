@@ -108,7 +108,7 @@ def test_cancellation_may_exceed_the_gradient():
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_cancellation_of_the_public_backward(case, dtype, deterministic, device):
-    """On a GPU the kernels; on the CPU the reference, which does not round O."""
+    """Kernels on a GPU; the reference, which does not round O, on the CPU."""
     dout, q, k, v = tensors = [x.to(device) for x in inputs(case, dtype)]
     out, lse = mha_fwd_interface(q, k, v)
     grads = mha_bwd_interface(dout, q, k, v, out, lse, deterministic=deterministic)

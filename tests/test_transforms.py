@@ -346,6 +346,22 @@ def test_compile_of_transforms_has_no_break(form, transform, name, device):
     assert_close(*((x if isinstance(x, tuple) else (x,)) for x in (results, wanted)))
 
 
+def test_compiled_autograd(device):
+    torch._dynamo.reset()
+    tensors = [x.requires_grad_() for x in random(device, *FORMS["flash"][0])]
+
+    def step(*tensors):
+        flash_attn_func(*tensors, causal=True).float().square().sum().backward()
+
+    step(*tensors)
+    wanted = [x.grad.clone() for x in tensors]
+    for x in tensors:
+        x.grad = None
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(step, backend="aot_eager")(*tensors)
+    assert_close([x.grad for x in tensors], wanted)
+
+
 def loss_of_q(q):
     other = torch.ones(BATCH, 20, HEADS_KV, HEAD_DIM, dtype=BF16, device=q.device)
     return flash_attn_func(q, other, other, causal=True).float().sum()

@@ -53,6 +53,8 @@ def register_autograd(
     class Function(_SingleLevelFunction):
         """The op at one level of autograd, that of the innermost transform."""
 
+        _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
+
         @staticmethod
         def forward(ctx: Any, *inputs: Any) -> Any:
             *inputs, keyset, (backward_mode, forward_mode) = inputs

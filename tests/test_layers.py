@@ -43,7 +43,7 @@ DOORS = {
     "building": "problem kernel_configs compiler sandbox store",
     "sandbox": "",
     "store": "problem kernel_configs configs compiler | tvm_ffi",
-    "compiler": "problem kernel_configs target toolkit | kernels tilelang",
+    "compiler": "problem kernel_configs target toolkit | kernels tilelang tvm_ffi",
     "toolkit": " | tilelang",
     "kernels": "tilelang problem kernel_configs target kernels",
     "configs": "problem kernel_configs legality target | tomli",

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -18,12 +20,13 @@ from pathlib import Path
 from typing import IO
 
 from tl_attention import compiler, store
-from tl_attention.kernel_configs import Config, KernelConfig
+from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import AttnProblem
 from tl_attention.sandbox import Failure, Sandboxes
 from tl_attention.store import Kernel
 
 BUILD_LIMIT = 900.0  # seconds per kernel; the dearest takes 30 on one core
+ADVICE = "`tl-attention compile` builds ahead of time, TL_ATTENTION_QUIET=1 hides this"
 TICK = 0.1  # seconds between two looks at kernels that another process builds
 
 KernelKey = tuple[AttnProblem, KernelConfig]
@@ -36,11 +39,6 @@ def compile_count() -> int:
     return len(_compiled)
 
 
-def compile_config(problem: AttnProblem, config: Config) -> None:
-    """Compile or load all kernels of a config."""
-    compile_kernels(config.kernels(problem))
-
-
 def compile_kernel(problem: AttnProblem, config: KernelConfig) -> Kernel:
     """Compiled kernel: from this process, else from disk, else built now (seconds, no GPU needed).
 
@@ -50,16 +48,73 @@ def compile_kernel(problem: AttnProblem, config: KernelConfig) -> Kernel:
     return compile_kernels([(problem, config)])[0]
 
 
-def compile_kernels(kernels: Sequence[KernelKey]) -> list[Kernel]:
-    """Compiled kernels; those that are on no disk are built at the same time."""
-    missing = [kernel for kernel in kernels if kernel not in _compiled]
+def compile_kernels(kernels: Sequence[KernelKey], where: Callable[[], str] = str) -> list[Kernel]:
+    """Compiled kernels of a call. Those that are on no disk are built at the same time, which a line on stderr reports.
+
+    Args:
+        where: words for the thing that building interrupts; called only if something is built.
+    """
+    missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in _compiled]
     if unbuilt := [kernel for kernel in missing if not store.kernel_path(*kernel).exists()]:
-        for error in build_all(unbuilt).values():
-            if error is not None:
-                raise error
+        notice = _Notice(unbuilt, where())
+        with contextlib.closing(_build(unbuilt)) as built:
+            for event in built:
+                if isinstance(event, int):
+                    notice.tick(event)
+                elif event[1] is not None:
+                    raise event[1]
+        notice.end()
     for kernel in missing:
         _compiled[kernel] = store.load(store.kernel_path(*kernel))
     return [_compiled[kernel] for kernel in kernels]
+
+
+class _Notice:
+    """Lines on stderr about the kernels that a call waits for. On a terminal the last one counts the seconds.
+
+    TL_ATTENTION_QUIET=1 silences them.
+    """
+
+    def __init__(self, kernels: Sequence[KernelKey], where: str):
+        problem, config = kernels[0]
+        others = f" and {len(kernels) - 1} more" if len(kernels) > 1 else ""
+        self.what, self.where = f"{_count(len(kernels))} ({problem}, {config}{others})", where
+        self.begin, self.started, self.shown = time.monotonic(), False, 0
+        self.quiet = os.environ.get("TL_ATTENTION_QUIET") == "1" or sys.stderr is None
+        self.counts = not self.quiet and sys.stderr.isatty()
+        self.total = len(kernels)
+
+    def tick(self, elsewhere: int) -> None:
+        """Report the start once, and the seconds so far.
+
+        Args:
+            elsewhere: number of kernels that other processes are building.
+        """
+        seconds = int(time.monotonic() - self.begin)
+        if not self.started:
+            self.started = True
+            does = f"building {self.what}, once per machine"
+            if elsewhere:
+                does = f"waiting for {self.what}, {elsewhere} of them built by another process"
+            self._write(f"tl_attention: {does}{self.where}; {ADVICE}\n")
+        if self.counts and seconds > self.shown:
+            self.shown = seconds
+            self._write(f"\rtl_attention: {seconds} s")
+
+    def end(self) -> None:
+        if self.started:
+            seconds = time.monotonic() - self.begin
+            back = "\r" if self.shown else ""
+            self._write(f"{back}tl_attention: {_count(self.total)} built in {seconds:.0f} s\n")
+
+    def _write(self, text: str) -> None:
+        if not self.quiet:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+def _count(kernels: int) -> str:
+    return f"{kernels} kernel" + "s" * (kernels != 1)
 
 
 def build_all(
@@ -80,7 +135,10 @@ def build_all(
     if missing:
         say(f"{len(missing)} of {len(kernels)} kernels to build")
     with contextlib.closing(_build(missing, jobs)) as built:
-        for kernel, error in filter(None, built):
+        for event in built:
+            if isinstance(event, int):
+                continue
+            kernel, error = event
             results[kernel] = error
             fault = "" if error is None else f": {error}"
             seconds = time.monotonic() - begin
@@ -88,16 +146,31 @@ def build_all(
     return {kernel: results.get(kernel) for kernel in kernels}
 
 
+def build_here(problem: AttnProblem, config: KernelConfig) -> None:
+    """Put a kernel into the store, built by this process, which imports tilelang. For processes that were started to build."""
+    path = store.kernel_path(problem, config)
+    while not path.exists():
+        if lock := _try_lock(path):
+            try:
+                if not path.exists():
+                    compiler.build(problem, config, path)
+            finally:
+                _unlock(lock)
+        else:
+            time.sleep(TICK)
+
+
 def _build(
-    kernels: Sequence[KernelKey], jobs: int | None
-) -> Iterator[tuple[KernelKey, Exception | None] | None]:
-    """Build kernels; yields (kernel, error or None) as each ends, and None every TICK seconds."""
+    kernels: Sequence[KernelKey], jobs: int | None = None
+) -> Iterator[tuple[KernelKey, Exception | None] | int]:
+    """Build kernels. Yields (kernel, error or None) as each ends, and every TICK seconds how many of them other processes build."""
     waiting, running = list(kernels), dict[Future, tuple[KernelKey, IO]]()
     if not kernels:
         return
     jobs = max(1, min(jobs or len(os.sched_getaffinity(0)), len(kernels)))
-    with contextlib.ExitStack() as locks, Sandboxes(jobs, _prepare, fresh=True) as sandboxes:
+    with contextlib.ExitStack() as locks, Sandboxes(jobs, prepare_to_build, fresh=True) as sandboxes:
         while waiting or running:
+            elsewhere = 0
             for kernel in tuple(waiting):
                 if len(running) == jobs:
                     break
@@ -115,13 +188,16 @@ def _build(
                     locks.callback(_unlock, lock)
                     future = sandboxes.submit(compiler.build, *kernel, path, limit_s=BUILD_LIMIT)
                     running[future] = kernel, lock
-            if not running:
+                else:
+                    elsewhere += 1
+            if waiting or running:
+                yield elsewhere
+            if waiting and not running:
                 time.sleep(TICK)
             for future in wait(running, TICK, FIRST_COMPLETED).done:
                 kernel, lock = running.pop(future)
                 _unlock(lock)
                 yield kernel, _error_of(future, kernel)
-            yield None
 
 
 def _error_of(future: Future, kernel: KernelKey) -> Exception | None:
@@ -133,10 +209,11 @@ def _error_of(future: Future, kernel: KernelKey) -> Exception | None:
     return None
 
 
-def _prepare() -> None:
+def prepare_to_build() -> None:
     """Prepare a subprocess: it needs no GPU, and TileLang's log of each kernel is not for the user."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     logging.disable(logging.WARNING)
+    gc.set_threshold(100_000)  # saves 0.4 s per kernel
 
 
 def _try_lock(path: Path) -> IO | None:

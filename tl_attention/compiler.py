@@ -125,9 +125,7 @@ def build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
     from tilelang import tvm
 
     if toolkit.find_nvcc() is None:
-        raise RuntimeError(
-            f"tl_attention: {problem} needs a kernel that is not compiled yet; {toolkit.NO_NVCC}"
-        )
+        raise FileNotFoundError(toolkit.NO_NVCC)
     level = register_level(problem, config)
     with tempfile.TemporaryDirectory(dir=path.parent) as name:
         folder = Path(name)

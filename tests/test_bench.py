@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tl_attention import building, configs
+from tl_attention.kernel_configs import BwdPass
 from tl_attention.testing import counts, environment, timer
 from tl_attention.testing.shapes import DIRECTIONS, Shape
 from tl_attention.testing.timer import Eager, Timing
@@ -22,6 +24,7 @@ from tl_attention.tuning import autotune
 pytest.importorskip("rich", reason="the benchmark needs rich")
 pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import ahead
 import fwd_bwd
 import host
 import library
@@ -98,6 +101,8 @@ def gpu_stub(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(run, "is_hopper", lambda device: True)
+    monkeypatch.setattr(ahead, "kernels_of_rows", lambda shapes, direction, dtype: [direction, dtype])
+    monkeypatch.setattr(building, "build_all", lambda kernels, say: say(f"to build: {kernels}"))
     monkeypatch.setattr(
         environment, "facts", lambda command: {"gpu": "H200", "commit": "c", "command": command}
     )
@@ -137,7 +142,8 @@ def test_bench_run_gates_speeds_and_writes_all(
     assert "WRONG" in (tmp_path / "performance.md").read_text()
     _, header = row_files.read(tmp_path / f"{direction}.jsonl")
     assert header["environment"]["copy"] == "4000 GB/s, ridge point 175 FLOP/B"
-    assert "2.00x" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "2.00x" in out and f"to build: ['{direction}', 'bfloat16']" in out
 
 
 @pytest.mark.usefixtures("gpu_stub")
@@ -347,12 +353,42 @@ def test_bench_without_gpu_reports_kernels_and_checks_cpu(
 
     monkeypatch.setattr(autotune, "compile_all", refuse)
     monkeypatch.setattr("tl_attention.toolkit.find_nvcc", lambda: (Path("nvcc"), "PATH"))
-    assert run.main(["--quick"]) == 0
+    assert run.main([]) == 0
     text = capsys.readouterr().out
     assert "No Hopper GPU" in text
+    assert (
+        "Measured: forward on NVIDIA H200, TFLOPS (benchmarks/results/nvidia_h200/fwd.jsonl, commit" in text
+    )
+    assert "B2 H16 S8192 d128 causal: tl_attention " in text
+    assert "compiling: 4/4, " in text, "progress on a pipe"
     assert "CTAs/SM" in text
     assert "RuntimeError: nvcc refuses" in text
     assert text.count("as scaled_dot_product_attention") == len(no_gpu.CPU_SHAPES)
+
+
+@pytest.mark.usefixtures("no_hopper")
+@pytest.mark.filterwarnings("ignore:tl_attention")
+def test_bench_without_gpu_compiles_all_kernels_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(autotune, "compile_all", lambda pairs: asked.extend(pairs) or ())
+    monkeypatch.setattr("tl_attention.toolkit.find_nvcc", lambda: (Path("nvcc"), "PATH"))
+    assert run.main(["--all-kernels"]) == 0
+    assert {*configs.shipped_kernels(), *configs.decode_kernels()} == {*asked}
+    assert {*no_gpu.telling_kernels()} < {*asked}
+
+
+def test_bench_builds_the_kernels_of_all_rows_ahead() -> None:
+    shapes = [Shape.parse(text) for text in ("4,16,16,4096,4096,128,causal", "1,8,8,64,64,64,full,sink")]
+    kernels = ahead.kernels_of_rows(shapes, "bwd_det", "bfloat16")
+    assert len(set(kernels)) == len(kernels)
+    passes = {(problem.width, problem.options, type(config).__name__) for problem, config in kernels}
+    assert {("d128", (), "FwdConfig"), ("d128", (), "BwdPass"), ("d64", ("sink",), "FwdConfig")} <= passes
+    assert ("d64", (), "FwdConfig") in passes, "rows with options have a plain twin"
+    assert not any(config.adds_dq for _, config in kernels if isinstance(config, BwdPass))
+    paged = Shape.parse("8,64,8,4,8192,128,causal,page=16,ragged")
+    kernels = ahead.kernels_of_rows([paged], "decode", "bfloat16")
+    assert kernels[0][1].page_rows == 16 and len(kernels) == 3, "decode, combine, append"
+    assert ahead.kernels_of_rows([Shape.parse("1,1,1,9,9,512,full")], "fwd", "bfloat16") == []
 
 
 @pytest.mark.usefixtures("no_hopper")

@@ -415,11 +415,17 @@ def test_bench_cpu_check_sees_a_wrong_result(name: str, monkeypatch: pytest.Monk
     assert no_gpu.check_cpu(Console(quiet=True)) == 1
 
 
-def fake_process(command: list[str], **_: object) -> subprocess.CompletedProcess:
-    """A process with the output of first_call.py; that of cudnn fails."""
+def fake_process(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess:
+    """A process with the output of first_call.py; that of cudnn fails, and there is no pack."""
+    assert command[1].endswith("first_call.py") and Shape.parse(command[3]) == host.FIRST_SHAPE
     if "cudnn" in command:
         return subprocess.CompletedProcess(command, 1, "", "Traceback\nRuntimeError: no engine")
-    return subprocess.CompletedProcess(command, 0, 'a warning\n{"import": 20.0, "call": 5.5}\n', "")
+    assert "tl_attention" not in command or env.get("TL_ATTENTION_PACK") in (None, "0")
+    empty = env.get("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED") == "0"
+    assert not empty or all(not Path(env[name]).exists() for name in host.CACHES)
+    forward = 9000.0 if empty else 5.5
+    found = {"import": 20.0, "forward": forward, "backward": 2.0, "on_disk": 5}
+    return subprocess.CompletedProcess(command, 0, f"a warning\n{json.dumps(found)}\n", "")
 
 
 @pytest.mark.usefixtures("gpu_stub")
@@ -441,12 +447,15 @@ def test_bench_host_times_calls_and_first_calls(
     assert all(peer["reasons"]["backward"] for peer in peers)
     (cached,) = stored["cache_calls"]
     assert [cached[mode] for mode in host.CACHE_MODES] == [5.0] * 3 and not cached["reasons"]
-    assert [row.get("total_ms") for row in stored["first_calls"]] == [25.5, 25.5, 25.5, None]
+    totals = [row.get("total_ms") for row in stored["first_calls"]]
+    assert totals == [9022.0, None, 27.5, 9022.0, 27.5, 9022.0, None]
     text = host.stored_page(tmp_path)
     assert "| backward only | 5.0 | – | – |" in text
     assert "| lengths in a tensor, pages of 64 keys | 5.0 |" in text
-    assert "| tl_attention, forward and backward | 20.0 | 5.5 | 25.5 |" in text
-    assert "cudnn (torch sdpa), forward: RuntimeError: RuntimeError: no engine" in text
+    assert "| tl_attention, kernels on disk | 20.0 | 5.5 | 2.0 | 27.5 |" in text
+    assert "| tl_attention, empty cache | 20.0 | 9000.0 | 2.0 | 9022.0 |" in text
+    assert "kernels in the pack: RuntimeError: expected kernels from the pack, got 5 that were built" in text
+    assert "cudnn (torch sdpa): RuntimeError: RuntimeError: no engine" in text
     assert "forward under autograd" in capsys.readouterr().out
 
 

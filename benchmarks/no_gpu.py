@@ -97,8 +97,8 @@ def report_kernels(console: Console, all_kernels: bool) -> None:
     if missing:
         console.print(f"No kernel is compiled: {missing}\n", markup=False)
         return
-    shipped = [*configs.shipped_kernels(), *configs.decode_kernels()]
-    pairs = list(dict.fromkeys(shipped)) if all_kernels else telling_kernels()
+    shipped = list(dict.fromkeys([*configs.shipped_kernels(), *configs.decode_kernels()]))
+    pairs = shipped if all_kernels else telling_kernels()
     if not all_kernels:
         console.print(f"{len(pairs)} of {len(shipped)} kernels; --all-kernels compiles the others, too")
 

@@ -69,6 +69,31 @@ def test_build_all_builds_what_is_missing_and_says_how_far_it_is():
     assert not said and len(builders()) == 1
 
 
+def test_build_without_a_python_says_so(monkeypatch):
+    monkeypatch.setattr("multiprocessing.spawn.get_executable", lambda: b"/nowhere/python")
+    kernels = [(PROBLEM, GOOD), (PROBLEM, CRASHES)]
+    errors = building.build_all(kernels, jobs=1)
+    assert all(
+        "could not be built: cannot start /nowhere/python: " in str(error) for error in errors.values()
+    )
+
+
+def test_builder_that_cannot_import_the_compiler_says_so(monkeypatch):
+    module = type(sys)("module_of_this_process")
+    exec("def build(*kernel): pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(compiler, "build", module.build)
+    (error,) = building.build_all([(PROBLEM, GOOD)]).values()
+    assert "ModuleNotFoundError: No module named 'module_of_this_process'" in str(error)
+
+
+def test_building_starts_no_thread(monkeypatch):
+    monkeypatch.setattr(
+        threading.Thread, "start", lambda self: pytest.fail("a thread delays the end of a program")
+    )
+    building.compile_kernel(PROBLEM, GOOD)
+
+
 def test_compile_kernels_raises_what_went_wrong():
     with pytest.raises(RuntimeError, match=r"bf16 d64 causal, 64x48.* could not be built: ValueError"):
         building.compile_kernels([(PROBLEM, BAD)])

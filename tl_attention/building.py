@@ -15,18 +15,19 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
 from tl_attention import compiler, store
 from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import AttnProblem
-from tl_attention.sandbox import Failure, Sandboxes
+from tl_attention.sandbox import Failure, Sandbox
 from tl_attention.store import Kernel
 
-BUILD_LIMIT = 900.0  # seconds per kernel; the dearest takes 30 on one core
-ADVICE = "`tl-attention compile` builds ahead of time, TL_ATTENTION_QUIET=1 hides this"
+ADVICE = "`tl-attention compile` or a pack of kernels saves this wait, TL_ATTENTION_QUIET=1 hides this line"
 TICK = 0.1  # seconds between two looks at kernels that another process builds
 
 KernelKey = tuple[AttnProblem, KernelConfig]
@@ -163,50 +164,72 @@ def build_here(problem: AttnProblem, config: KernelConfig) -> None:
 def _build(
     kernels: Sequence[KernelKey], jobs: int | None = None
 ) -> Iterator[tuple[KernelKey, Exception | None] | int]:
-    """Build kernels. Yields (kernel, error or None) as each ends, and every TICK seconds how many of them other processes build."""
-    waiting, running = list(kernels), dict[Future, tuple[KernelKey, IO]]()
-    if not kernels:
-        return
+    """Build kernels. Yields (kernel, error or None) as each ends, and every TICK seconds how many of them other processes build.
+
+    It waits in the calling thread alone: a thread of its own would delay the end of the program.
+    """
+    waiting, running = list(kernels), dict[Connection, _Running]()
     jobs = max(1, min(jobs or len(os.sched_getaffinity(0)), len(kernels)))
-    with contextlib.ExitStack() as locks, Sandboxes(jobs, prepare_to_build, fresh=True) as sandboxes:
+    idle = [Sandbox(prepare_to_build, fresh=True) for _ in range(jobs)]
+    with contextlib.ExitStack() as at_end:
+        for sandbox in idle:
+            at_end.callback(sandbox.close)
         while waiting or running:
             elsewhere = 0
             for kernel in tuple(waiting):
-                if len(running) == jobs:
+                if not idle:
                     break
-                path, error = store.kernel_path(*kernel), None
+                path, lock, error = store.kernel_path(*kernel), None, None
                 try:
                     lock = _try_lock(path)
-                except OSError as failure:
-                    lock, error = None, failure
-                if error or path.exists():  # perhaps built by another process since
-                    waiting.remove(kernel)
+                    if lock and not path.exists():
+                        at_end.callback(_unlock, lock)
+                        idle[-1].begin(compiler.build, *kernel, path)
+                        sandbox = idle.pop()
+                        running[sandbox.pipe] = _Running(kernel, sandbox, lock)
+                        waiting.remove(kernel)
+                        continue
+                except (OSError, Failure) as failure:
+                    error = _error(kernel, failure)
+                if path.exists() or error:  # perhaps built by another process since
                     _unlock(lock)
-                    yield kernel, error
-                elif lock:
                     waiting.remove(kernel)
-                    locks.callback(_unlock, lock)
-                    future = sandboxes.submit(compiler.build, *kernel, path, limit_s=BUILD_LIMIT)
-                    running[future] = kernel, lock
+                    yield kernel, error
                 else:
                     elsewhere += 1
             if waiting or running:
                 yield elsewhere
             if waiting and not running:
                 time.sleep(TICK)
-            for future in wait(running, TICK, FIRST_COMPLETED).done:
-                kernel, lock = running.pop(future)
-                _unlock(lock)
-                yield kernel, _error_of(future, kernel)
+            for pipe in connection.wait(running, TICK):
+                done = running.pop(pipe)
+                error = done.finish()
+                idle.append(done.sandbox)
+                yield done.kernel, error
 
 
-def _error_of(future: Future, kernel: KernelKey) -> Exception | None:
-    try:
-        future.result()
-    except Failure as failure:
-        problem, config = kernel
-        return RuntimeError(f"tl_attention: {problem}, {config} could not be built: {failure}")
-    return None
+@dataclass(frozen=True)
+class _Running:
+    """A kernel that is being built."""
+
+    kernel: KernelKey
+    sandbox: Sandbox
+    lock: IO
+
+    def finish(self) -> Exception | None:
+        """Take the answer and release the kernel's lock; the reason if it could not be built."""
+        try:
+            self.sandbox.finish()
+        except Failure as failure:
+            return _error(self.kernel, failure)
+        finally:
+            _unlock(self.lock)
+        return None
+
+
+def _error(kernel: KernelKey, reason: Exception) -> RuntimeError:
+    problem, config = kernel
+    return RuntimeError(f"tl_attention: {problem}, {config} could not be built: {reason}")
 
 
 def prepare_to_build() -> None:

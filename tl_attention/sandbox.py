@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -56,12 +56,33 @@ class Sandbox:
 
     def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Any:
         """function(*args), both picklable. Raises Failure, also after limit_s seconds."""
-        try:
+        with self._ended_by_failure():
             if self.process is None:
                 self._start()
+                if self.fresh:
+                    self.pipe.send((self.prepare, ()))
                 self._receive(max(START_LIMIT, limit_s))
             self.pipe.send((function, args))
             return self._receive(limit_s)
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> None:
+        """Begin a call of a fresh sandbox: its answer makes `pipe` readable, then `finish` returns it. Needs no thread."""
+        with self._ended_by_failure():
+            if self.process is None:
+                self._start()
+                function, args = _prepare_and_call, (self.prepare, function, args)
+            self.pipe.send((function, args))
+
+    def finish(self) -> Any:
+        """Result of a call that was begun. Raises Failure, also if there is no answer yet."""
+        with self._ended_by_failure():
+            return self._receive(0)
+
+    @contextlib.contextmanager
+    def _ended_by_failure(self) -> Iterator[None]:
+        """End the subprocess where its call fails, and name the reason."""
+        try:
+            yield
         except (EOFError, OSError) as error:
             if self.process is None:
                 raise Failure(f"cannot start {_executable()}: {error}") from None
@@ -91,7 +112,6 @@ class Sandbox:
         self.pipe, theirs = multiprocessing.Pipe()
         if self.fresh:
             self.process = _Interpreter(theirs)
-            self.pipe.send((self.prepare, ()))
         else:
             arguments = (theirs, self.prepare, dict(os.environ))
             process = _context().Process(target=_serve_forked, args=arguments, daemon=True)
@@ -130,6 +150,7 @@ class _Interpreter(subprocess.Popen):
         super().__init__(
             [_executable(), "-c", code],
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # that of the program may be data
             pass_fds=[pipe.fileno()],
             start_new_session=True,
         )
@@ -155,13 +176,25 @@ def serve_interpreter(pipe_number: int) -> None:
     pipe, calls = Connection(pipe_number), queue.SimpleQueue()
 
     def receive() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
+        while True:
+            try:
                 calls.put(pipe.recv())
-        os.killpg(0, signal.SIGKILL)
+            except (EOFError, OSError):
+                os.killpg(0, signal.SIGKILL)
+            except Exception as error:  # the function cannot be imported here
+                calls.put((_raise, (error,)))
 
     threading.Thread(target=receive, daemon=True).start()
     _serve(pipe, calls.get)
+
+
+def _prepare_and_call(prepare: Callable[[], None], function: Callable[..., Any], args: tuple) -> Any:
+    prepare()
+    return function(*args)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _serve_forked(pipe: Connection, prepare: Callable[[], None], environment: dict[str, str]) -> None:
@@ -214,10 +247,6 @@ class Sandboxes:
             return sandbox.call(function, *args, limit_s=limit_s)
         finally:
             self.idle.put(sandbox)
-
-    def submit(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Future[Any]:
-        """The future of call()."""
-        return self.threads.submit(self.call, function, *args, limit_s=limit_s)
 
     def map(
         self,

@@ -69,6 +69,13 @@ def test_build_all_builds_what_is_missing_and_says_how_far_it_is():
     assert not said and len(builders()) == 1
 
 
+def test_build_names_the_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path / "file"))
+    (error,) = building.build_all([(PROBLEM, GOOD)]).values()
+    assert str(tmp_path / "file") in str(error) and "TL_ATTENTION_CACHE_DIR names another" in str(error)
+
+
 def test_build_without_a_python_says_so(monkeypatch):
     monkeypatch.setattr("multiprocessing.spawn.get_executable", lambda: b"/nowhere/python")
     kernels = [(PROBLEM, GOOD), (PROBLEM, CRASHES)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import json
+import os
 import re
 import subprocess
 from dataclasses import asdict, replace
@@ -112,8 +113,13 @@ def test_build_makes_a_library_that_loads_and_touches_no_other_cache(tmp_path, m
         pytest.skip(toolkit.NO_NVCC)
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "of_tilelang"))
     problem, config = AttnProblem("bfloat16", 64, 64, False), BwdSum()
-    assert callable(building.compile_kernel(problem, config))
     path = store.kernel_path(problem, config)
+    new, old = (path.parent / f"{path.stem}-{name}" for name in ("new", "old"))
+    for folder in (new, old):
+        folder.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    assert callable(building.compile_kernel(problem, config))
+    assert new.exists() and not old.exists(), "left by a process that was killed"
     assert path.with_suffix(".cu").read_text().count("__global__") >= 1
     assert path.stat().st_size < 60_000, "without line information"
     assert not list((tmp_path / "of_tilelang").rglob("*.so"))

@@ -229,7 +229,8 @@ class _Running:
 
 def _error(kernel: KernelKey, reason: Exception) -> RuntimeError:
     problem, config = kernel
-    return RuntimeError(f"tl_attention: {problem}, {config} could not be built: {reason}")
+    advice = "; TL_ATTENTION_CACHE_DIR names another folder" if isinstance(reason, OSError) else ""
+    return RuntimeError(f"tl_attention: {problem}, {config} could not be built: {reason}{advice}")
 
 
 def prepare_to_build() -> None:

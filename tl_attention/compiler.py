@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +45,9 @@ TEMPLATES = {
     DecodeCombine: ("decode_combine", "flash_decode_combine"),
     AppendConfig: ("append", "flash_append"),
 }
+
+
+STALE = 3600  # seconds after which no process builds in a folder any more
 
 
 def template(config: KernelConfig) -> tuple[str, str]:
@@ -127,7 +132,10 @@ def build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
     if toolkit.find_nvcc() is None:
         raise FileNotFoundError(toolkit.NO_NVCC)
     level = register_level(problem, config)
-    with tempfile.TemporaryDirectory(dir=path.parent) as name:
+    for left in path.parent.glob(f"{path.stem}-*/"):  # by a process that was killed
+        if time.time() - left.stat().st_mtime > STALE:
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{path.stem}-", dir=path.parent) as name:
         folder = Path(name)
 
         def compile_device(source: str, *_: object) -> bytearray:

@@ -146,7 +146,9 @@ class _Interpreter(subprocess.Popen):
     """A new Python with the module path of this one, in a session of its own, as a process of multiprocessing."""
 
     def __init__(self, pipe: Connection):
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve_interpreter as serve; serve({pipe.fileno()})"
+        # The path comes first: with -c a module of the working directory could hide one of Python
+        path, serve = [str(folder) for folder in sys.path], f"serve_interpreter({pipe.fileno()})"
+        code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve_interpreter; {serve}"
         super().__init__(
             [_executable(), "-c", code],
             stdin=subprocess.DEVNULL,

@@ -22,7 +22,7 @@ from tl_attention.kernel_configs import (
 )
 from tl_attention.legality import smem_bytes
 from tl_attention.problem import AttnProblem
-from tl_attention.target import REGISTERS, SMEM_LIMIT, SMEM_PER_SM, TARGET
+from tl_attention.target import REGISTERS, SMEM_LIMIT, SMEM_PER_SM
 
 # Warnings of ptxas that mark a slow kernel. C7507: setmaxnreg is ignored; the others: each wgmma is followed by a wait
 WARNINGS = ("C7507", "C7510", "C7512", "C7514", "C7517")
@@ -104,7 +104,7 @@ def report_source(
         FileNotFoundError: there is no nvcc. RuntimeError: nvcc rejects the source.
     """
     with tempfile.TemporaryDirectory() as folder:
-        log, cubin = _assemble(source, Path(folder), level)
+        log, cubin = compiler.assemble(source, Path(folder), level, ["-Xptxas=-v", "--keep"])
         sass = _disassemble(cubin)
         code, counted_in = (sass, "SASS") if sass else (cubin.with_suffix(".ptx").read_text(), "PTX")
     registers = _largest(r"Used (\d+) registers", log)
@@ -142,29 +142,6 @@ def ctas_per_sm(registers: int, smem: int, threads: int) -> int:
     per_warp = -(-registers * 32 // 256) * 256
     by_registers = REGISTERS // (per_warp * threads // 32)
     return min(by_registers, THREADS_PER_SM // threads, SMEM_PER_SM // (smem + SMEM_RESERVED))
-
-
-def _assemble(source: str, folder: Path, level: int) -> tuple[str, Path]:
-    """Output of ptxas, and the cubin, with its PTX beside it."""
-    from tilelang.contrib import nvcc
-
-    if not (found := toolkit.find_nvcc()):
-        raise FileNotFoundError(toolkit.NO_NVCC)
-    path = folder / "kernel.cu"
-    path.write_text(source)
-    command = [
-        found[0],
-        "--cubin",
-        "-O3",
-        f"-arch={TARGET['arch']}",
-        *nvcc.default_compile_options(["--use_fast_math"]),  # as in PASS_CONFIGS of all kernels
-        "-Xptxas=-v",
-        *([f"-Xptxas=--register-usage-level={level}"] if level != REGISTER_LEVEL else []),
-    ]
-    run = subprocess.run([*command, "--keep", path.name], capture_output=True, text=True, cwd=folder)
-    if run.returncode:
-        raise RuntimeError(f"nvcc rejects the kernel:\n{run.stdout}{run.stderr}")
-    return run.stdout + run.stderr, path.with_suffix(".cubin")
 
 
 def _disassemble(cubin: Path) -> str | None:

@@ -53,12 +53,12 @@ def compile_kernel(problem: AttnProblem, config: KernelConfig) -> Kernel:
 def compile_kernels(kernels: Sequence[KernelKey]) -> list[Kernel]:
     """Compiled kernels; those that are on no disk are built at the same time."""
     missing = [kernel for kernel in kernels if kernel not in _compiled]
-    if unbuilt := [kernel for kernel in missing if not store.kernel_path(*kernel).exists()]:
+    if unbuilt := [kernel for kernel in missing if not store.find(*kernel)]:
         for error in build_all(unbuilt).values():
             if error is not None:
                 raise error
     for kernel in missing:
-        _compiled[kernel] = store.load(store.kernel_path(*kernel))
+        _compiled[kernel] = store.load(store.find(*kernel))
     return [_compiled[kernel] for kernel in kernels]
 
 

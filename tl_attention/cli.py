@@ -1,4 +1,4 @@
-"""The console script: tl-attention bench | tune | compile | config | manifest | support | doctor."""
+"""The console script: tl-attention bench | tune | compile | pack | config | manifest | support | doctor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tl_attention import configs, doctor, explain, legality
+from tl_attention import configs, doctor, explain, legality, packing
 from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import (
     DECODE,
@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     shapes = _shape_arguments()
     _add_tune(commands.add_parser("tune", **TUNE, parents=[shapes]))
     _add_compile(commands.add_parser("compile", **COMPILE, parents=[shapes]))
+    packing.add_arguments(commands.add_parser("pack", **packing.HELP))
     _add_config(commands.add_parser("config", **CONFIG))
     _add_manifest(commands.add_parser("manifest", **MANIFEST))
     command = commands.add_parser(

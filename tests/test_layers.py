@@ -42,7 +42,9 @@ DOORS = {
     "launch/decode": "torch checks options problem kernel_configs target configs building store launch/arrays launch/common",
     "building": "problem kernel_configs compiler sandbox store",
     "sandbox": "",
-    "store": "problem kernel_configs configs compiler | tvm_ffi",
+    "store": "problem kernel_configs configs compiler pack toolkit | tvm_ffi",
+    "pack": "problem kernel_configs compiler | tvm_ffi",
+    "packing": "problem kernel_configs building manifest pack store toolkit | tilelang tvm_ffi",
     "compiler": "problem kernel_configs target toolkit | kernels tilelang",
     "toolkit": " | tilelang",
     "kernels": "tilelang problem kernel_configs target kernels",
@@ -58,8 +60,8 @@ DOORS = {
     "cubin": "problem kernel_configs legality target compiler store toolkit | tilelang",
     "manifest": "configs cubin compiler toolkit problem kernel_configs legality target",
     "explain": "torch problem kernel_configs legality target configs | launch",
-    "doctor": "torch problem target configs | toolkit testing",
-    "cli": "torch problem kernel_configs legality target configs explain doctor"
+    "doctor": "torch problem target configs | manifest pack toolkit testing",
+    "cli": "torch problem kernel_configs legality target configs explain doctor packing"
     "| launch building store compiler cubin toolkit manifest tuning interface flash reference testing tilelang tvm_ffi rich benchmarks",
 }
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

@@ -38,7 +38,9 @@ def sources(template: str) -> tuple[Path, ...]:
     folder = Path(__file__).parent
     others = {name for name, _ in TEMPLATES.values()} - {template}
     kernels = (path for path in folder.glob("kernels/*.py") if path.stem not in others)
-    return tuple(sorted([*kernels, *(folder / f"{name}.py" for name in ("problem", "kernel_configs", "target"))]))
+    return tuple(
+        sorted([*kernels, *(folder / f"{name}.py" for name in ("problem", "kernel_configs", "target"))])
+    )
 
 
 @functools.cache
@@ -99,7 +101,7 @@ class PackedKernel:
     size: int
 
     def read(self) -> tuple[dict[str, Any], bytes, bytes]:
-        """How to launch the kernel (see packing.Record), its host code (a shared library) and its cubin."""
+        """Facts of the launch (see packing.Record), host code (a shared library), and cubin of the kernel."""
         try:
             with (self.pack.folder / DATA).open("rb") as file:
                 file.seek(self.offset)
@@ -108,7 +110,9 @@ class PackedKernel:
             if len(body) != facts["host_bytes"] + facts["cubin_bytes"]:
                 raise ValueError(f"kernel of {len(body)} bytes")
         except (OSError, lzma.LZMAError, ValueError, KeyError) as error:
-            raise _damaged(self.pack.folder, f"{self.name} in {DATA}: {type(error).__name__}: {error}") from None
+            raise _damaged(
+                self.pack.folder, f"{self.name} in {DATA}: {type(error).__name__}: {error}"
+            ) from None
         return facts, body[: facts["host_bytes"]], body[facts["host_bytes"] :]
 
 
@@ -140,7 +144,8 @@ def load(kernel: PackedKernel) -> Callable[..., None]:
     held = ctypes.c_char_p(cubin)
     _alive.extend((library, held, *texts))
     main, context = (
-        ctypes.addressof(ctypes.c_char.in_dll(library, f"__tvm_ffi_{name}")) for name in ("main", "_library_ctx")
+        ctypes.addressof(ctypes.c_char.in_dll(library, f"__tvm_ffi_{name}"))
+        for name in ("main", "_library_ctx")
     )
     addresses = (ctypes.cast(text, ctypes.c_void_p).value for text in (held, *texts))
     return make_kernel(main, context, *addresses, int(facts["early"]))

@@ -41,7 +41,15 @@ DEBUG_SECTIONS = ("debug_line", "debug_str", "nv_debug_line_sass", "nv_debug_ptx
 SECTION = struct.Struct("<IIQQQQIIQQ")  # header of a section: name, type, .., offset, size, ..
 
 # (code, bits) of a parameter's DLDataType -> its letter, see Kernel in native/launcher.cc. 30: a value that the host holds
-PARAMETERS = {(3, 64): "p", (30, 64): "g", (0, 32): "i", (1, 32): "u", (0, 64): "l", (2, 32): "f", (2, 64): "d"}
+PARAMETERS = {
+    (3, 64): "p",
+    (30, 64): "g",
+    (0, 32): "i",
+    (1, 32): "u",
+    (0, 64): "l",
+    (2, 32): "f",
+    (2, 64): "d",
+}
 # Tag of a number in a launch -> its letter
 LAUNCH_TAGS = {
     **{f"blockIdx.{axis}": axis for axis in "xyz"},
@@ -92,10 +100,14 @@ class _Reader:
         return self.take(self.number()).decode()
 
 
-def _sections(elf: bytes) -> dict[str, tuple[int, int, int]]:
+def sections(elf: bytes) -> dict[str, tuple[int, int, int]]:
     """Name -> (place of the header, offset, size) of each section of a 64-bit ELF file."""
+    if elf[:5] != b"\x7fELF\x02":
+        raise PackError(f"a compiled kernel: expected a shared library, got {elf[:5]!r}")
     (table,), (count, names) = struct.unpack_from("<Q", elf, 40), struct.unpack_from("<HH", elf, 60)
-    headers = [(table + i * SECTION.size, SECTION.unpack_from(elf, table + i * SECTION.size)) for i in range(count)]
+    headers = [
+        (table + i * SECTION.size, SECTION.unpack_from(elf, table + i * SECTION.size)) for i in range(count)
+    ]
     strings = headers[names][1][4]
     return {_string(elf, strings + header[0]): (place, header[4], header[5]) for place, header in headers}
 
@@ -106,13 +118,14 @@ def _string(data: bytes, place: int) -> str:
 
 def _symbol_address(elf: bytes, name: str) -> int:
     """Address of a dynamic symbol, which in the sections before the writable ones is its offset in the file."""
-    sections = _sections(elf)
-    (_, symbols, size), (_, strings, _) = sections[".dynsym"], sections[".dynstr"]
+    (_, symbols, size), (_, strings, _) = (sections(elf)[table] for table in (".dynsym", ".dynstr"))
     for place in range(symbols, symbols + size, 24):
         start, address = struct.unpack_from("<I4xQ", elf, place)
         if _string(elf, strings + start) == name:
             return address
-    raise PackError(f"a compiled kernel has no symbol {name}; expected a library of TileLang {toolkit.TILELANG}")
+    raise PackError(
+        f"a compiled kernel has no symbol {name}; expected a library of TileLang {toolkit.TILELANG}"
+    )
 
 
 def record_of(library: bytes) -> Record:
@@ -140,14 +153,16 @@ def record_of(library: bytes) -> Record:
         parameters = "".join(PARAMETERS[code, bits] for code, bits, _ in types)
         launch = "".join(LAUNCH_TAGS[tag] for tag in tags if tag != EARLY_TAG)
     except KeyError as error:
-        raise PackError(f"{symbol}: the launcher of packs knows no argument or launch of kind {error}") from None
+        raise PackError(
+            f"{symbol}: the launcher of packs knows no argument or launch of kind {error}"
+        ) from None
     return Record(symbol, parameters, launch, EARLY_TAG in tags, host, without_debug(cubin))
 
 
 def without_debug(cubin: bytes) -> bytes:
     """A cubin whose sections for debuggers are empty and of no type. Everything else keeps its place and its bits."""
     slim = bytearray(cubin)
-    for name, (header, offset, size) in _sections(cubin).items():
+    for name, (header, offset, size) in sections(cubin).items():
         if name.removeprefix(".rela").lstrip(".") in DEBUG_SECTIONS:
             slim[offset : offset + size] = bytes(size)
             name_offset, _, *rest = SECTION.unpack_from(cubin, header)
@@ -164,14 +179,25 @@ def build_launcher(target: Path) -> None:
     compiler = os.environ.get("CXX", "g++")
     folders = [tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path()]
     folders += [str(path) for path in cuda_headers(Path(CUDA_HOME))]
-    command = [compiler, "-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"]
+    command = [
+        compiler,
+        "-std=c++17",
+        "-O2",
+        "-fPIC",
+        "-shared",
+        "-fvisibility=hidden",
+        "-fno-exceptions",
+        "-fno-rtti",
+    ]
     command += [f"-I{folder}" for folder in folders]
     # C alone: no C++ library of this machine's version is needed where the pack is installed
     command += ["-nodefaultlibs", "-Wl,--strip-all", str(LAUNCHER_SOURCE), "-o", str(target), "-lc"]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        raise PackError(f"the C++ compiler {compiler} does not run ({error}); install g++ or set CXX") from None
+        raise PackError(
+            f"the C++ compiler {compiler} does not run ({error}); install g++ or set CXX"
+        ) from None
     if done.returncode:
         raise PackError(f"{compiler} does not compile {LAUNCHER_SOURCE}:\n{done.stderr}")
 
@@ -285,7 +311,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "words", nargs="*", metavar="WORD", help="only kernels with all of these words: bf16 d128 causal"
     )
-    command.add_argument("--out", type=Path, default=Path("dist"), help="folder of the wheel; default: %(default)s")
+    command.add_argument(
+        "--out", type=Path, default=Path("dist"), help="folder of the wheel; default: %(default)s"
+    )
     command.add_argument("--jobs", type=int, help="kernels built at a time; default: one per CPU")
     command.add_argument("--list", action="store_true", help="print the kernels and build nothing")
     command.set_defaults(run=run)
@@ -296,7 +324,9 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = choose(manifest.pack_kernels().values(), arguments.words)
     if not chosen:
         words = " ".join(arguments.words)
-        print(f"tl-attention pack: no kernel has all of the words {words!r}; `tl-attention pack --list` prints the kernels")
+        print(
+            f"tl-attention pack: no kernel has all of the words {words!r}; `tl-attention pack --list` prints the kernels"
+        )
         return 2
     if arguments.list:
         print("\n".join(manifest.kernel_name(*kernel) for kernel in chosen))
@@ -315,7 +345,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(error if isinstance(error, RuntimeError) else f"tl-attention pack: {error}")
         return 2
     except OSError as error:
-        print(f"tl-attention pack: --out: expected a folder that can be written, got {arguments.out} ({error})")
+        print(
+            f"tl-attention pack: --out: expected a folder that can be written, got {arguments.out} ({error})"
+        )
         return 2
     begin = time.monotonic()
     try:
@@ -326,7 +358,9 @@ def run(arguments: argparse.Namespace) -> int:
     size = wheel.stat().st_size
     print(f"{wheel}: {len(chosen)} kernels, {size / 1e6:.1f} MB, {time.monotonic() - begin:.0f} s")
     if size > MAX_BYTES:
-        print(f"tl-attention pack: expected a wheel of at most {MAX_BYTES / 1e6:.0f} MB; shorten [pack] of configs/grid.toml")
+        print(
+            f"tl-attention pack: expected a wheel of at most {MAX_BYTES / 1e6:.0f} MB; shorten [pack] of configs/grid.toml"
+        )
         return 1
     return 0
 

@@ -11,15 +11,18 @@ from pathlib import Path
 
 TILELANG = ("0.1.15",)  # versions that compile the kernels as they were tested: see docs/install.md
 INSTALL = "pip install 'tl-attention[jit]'"
-NO_NVCC = f"nvcc is neither in CUDA_HOME, nor on PATH, nor a pip package: {INSTALL}"
 NO_TILELANG = f"TileLang, which compiles kernels, is not installed: {INSTALL}"
+NO_NVCC = f"no TileLang {TILELANG[-1]} with nvcc in CUDA_HOME, on PATH or as a pip package: {INSTALL}"
 
 
 def tilelang_version() -> str | None:
     """Version of the installed TileLang; None if there is none."""
     try:
         return importlib.metadata.version("tilelang") if importlib.util.find_spec("tilelang") else None
-    except (ValueError, importlib.metadata.PackageNotFoundError):  # None in sys.modules; a folder without metadata
+    except (
+        ValueError,
+        importlib.metadata.PackageNotFoundError,
+    ):  # None in sys.modules; a folder without metadata
         return None
 
 
@@ -28,13 +31,18 @@ def require_tilelang(subject: str, reason: Callable[[], str] | None = None) -> N
     found = tilelang_version()
     if found in TILELANG:
         return
-    fault = f"TileLang {found} is installed, expected {' or '.join(TILELANG)}: {INSTALL}" if found else NO_TILELANG
+    fault = (
+        f"TileLang {found} is installed, expected {' or '.join(TILELANG)}: {INSTALL}"
+        if found
+        else NO_TILELANG
+    )
     raise RuntimeError(f"tl_attention: {'; '.join([subject, *([reason()] if reason else []), fault])}")
 
 
 def find_nvcc() -> tuple[Path, str] | None:
-    """nvcc where TileLang looks for it, and the source of that path in words; None if there is none."""
-    require_tilelang("nvcc")
+    """nvcc where TileLang looks for it, and the source of that path in words; None if there is none, or no TileLang."""
+    if tilelang_version() not in TILELANG:
+        return None
     from tilelang.env import CUDA_HOME
 
     nvcc = Path(CUDA_HOME, "bin", "nvcc")

@@ -44,7 +44,7 @@ DOORS = {
     "sandbox": "",
     "store": "problem kernel_configs configs compiler pack toolkit | tvm_ffi",
     "pack": "problem kernel_configs compiler | tvm_ffi",
-    "packing": "problem kernel_configs building manifest pack store toolkit | tilelang tvm_ffi",
+    "packing": "problem kernel_configs compiler building manifest pack store toolkit | tilelang tvm_ffi",
     "compiler": "problem kernel_configs target toolkit | kernels tilelang",
     "toolkit": " | tilelang",
     "kernels": "tilelang problem kernel_configs target kernels",

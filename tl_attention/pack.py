@@ -71,7 +71,8 @@ class Pack:
     folder: Path
     version: str  # 0.1.0+0123456789ab: of the package and of its sources
     compilers: dict[str, str]  # versions of what made the kernels
-    kernels: dict[str, list[int]]  # key -> offset and size in DATA
+    groups: list[list[int]]  # offset and size in DATA
+    kernels: dict[str, list[int]]  # key -> number of its group; offset and size in the unpacked group
 
     @classmethod
     def read(cls, folder: Path) -> Pack:
@@ -80,7 +81,7 @@ class Pack:
             index = json.loads((folder / INDEX).read_bytes())
             if index["format"] != FORMAT:
                 raise _damaged(folder, f"expected format {FORMAT}, got {index['format']}")
-            return cls(folder, index["version"], index["compilers"], index["kernels"])
+            return cls(folder, *(index[name] for name in ("version", "compilers", "groups", "kernels")))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _damaged(folder, f"{INDEX}: {type(error).__name__}: {error}") from None
 
@@ -97,23 +98,30 @@ class PackedKernel:
 
     pack: Pack
     name: str
+    group: int
     offset: int
     size: int
 
     def read(self) -> tuple[dict[str, Any], bytes, bytes]:
         """Facts of the launch (see packing.Record), host code (a shared library), and cubin of the kernel."""
+        folder = self.pack.folder
         try:
-            with (self.pack.folder / DATA).open("rb") as file:
-                file.seek(self.offset)
-                head, body = lzma.decompress(file.read(self.size)).split(b"\n", 1)
+            record = _unpacked(folder, *self.pack.groups[self.group])[self.offset : self.offset + self.size]
+            head, body = record.split(b"\n", 1)
             facts = json.loads(head)
             if len(body) != facts["host_bytes"] + facts["cubin_bytes"]:
                 raise ValueError(f"kernel of {len(body)} bytes")
-        except (OSError, lzma.LZMAError, ValueError, KeyError) as error:
-            raise _damaged(
-                self.pack.folder, f"{self.name} in {DATA}: {type(error).__name__}: {error}"
-            ) from None
+        except (OSError, lzma.LZMAError, IndexError, ValueError, KeyError) as error:
+            raise _damaged(folder, f"{self.name} in {DATA}: {type(error).__name__}: {error}") from None
         return facts, body[: facts["host_bytes"]], body[facts["host_bytes"] :]
+
+
+@functools.lru_cache(maxsize=4)
+def _unpacked(folder: Path, offset: int, size: int) -> bytes:
+    """A group of kernels. Those of one call are neighbors, so the last groups are kept."""
+    with (folder / DATA).open("rb") as file:
+        file.seek(offset)
+        return lzma.decompress(file.read(size))
 
 
 def _damaged(folder: Path, what: str) -> RuntimeError:

@@ -59,7 +59,7 @@ def find_nvcc() -> tuple[Path, str] | None:
 def find_cuobjdump() -> Path | None:
     """cuobjdump from PATH, the CUDA toolkit or an installed triton; None if there is none."""
     folders = [os.environ.get("PATH", "")]
-    if tilelang_version():
+    if tilelang_version() in TILELANG:
         from tilelang.env import CUDA_HOME
 
         folders.append(str(Path(CUDA_HOME, "bin")))

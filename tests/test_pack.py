@@ -254,7 +254,7 @@ def test_pack_miss_says_what_brings_the_kernel(site, monkeypatch):
     monkeypatch.setattr(toolkit, "tilelang_version", lambda: None)
     monkeypatch.setattr(pack, "installed", lambda: None)
     with pytest.raises(
-        RuntimeError, match=r"no pack of kernels is installed \(pip install tl-attention-kernels\)"
+        RuntimeError, match=r"no pack of kernels \(tl-attention-kernels\) is installed: install the wheel"
     ):
         store.find(PROBLEM, BwdSum())
     use_pack(monkeypatch, site)
@@ -330,7 +330,7 @@ def test_doctor_asks_for_tilelang_without_a_pack(monkeypatch, capsys):
     monkeypatch.setattr(pack, "installed", lambda: None)
     assert doctor_line("tilelang", capsys).startswith("MISSING ")
     assert "pip install 'tl-attention[jit]'" in doctor_line("nvcc", capsys)
-    assert "no pack of kernels is installed" in doctor_line("pack", capsys)
+    assert "no pack of kernels (tl-attention-kernels) is installed" in doctor_line("pack", capsys)
 
 
 def test_other_tilelang_does_not_compile(monkeypatch):
@@ -374,7 +374,6 @@ def test_cubin_of_a_pack_keeps_all_but_debug_sections(wheel, cache, monkeypatch)
     }
     changed = {i for i, (old, new) in enumerate(zip(whole, record.cubin, strict=True)) if old != new}
     assert changed <= dropped | set(headers)
-    assert len(dropped) > len(whole) // 2
     text = next(name for name in sections if name.startswith(".text"))
     assert packing.sections(record.cubin)[text] == sections[text]
 

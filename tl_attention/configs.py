@@ -238,7 +238,7 @@ def pack_option_kernels() -> list[tuple[AttnProblem, KernelConfig]]:
     sets = _grid()["pack"]
     found = [
         kernel
-        for direction in ("fwd", "bwd")
+        for direction in DIRECTIONS
         for options in sets[direction]
         for kernel in _kernels_with(tuple(options), direction)
     ]

@@ -201,11 +201,12 @@ def advice() -> str:
         found = installed()
     except RuntimeError as error:
         return str(error)
+    remedy = "install the wheel of this version, or build it with `tl-attention pack`"
     if found is None:
-        return f"no pack of kernels is installed (pip install {DISTRIBUTION})"
+        return f"no pack of kernels ({DISTRIBUTION}) is installed: {remedy}"
     if not found.version.endswith(sources_version()):
         return (
             f"the installed {DISTRIBUTION} {found.version} is of other sources than those of this package ({sources_version()}):"
-            " install the pack of this version, or build it with `tl-attention pack`"
+            f" {remedy}"
         )
     return f"{DISTRIBUTION} {found.version} does not have it"

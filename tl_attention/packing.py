@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import base64
 import concurrent.futures
+import contextlib
 import hashlib
 import importlib.metadata
 import itertools
 import json
 import lzma
 import os
+import platform
 import re
 import struct
 import subprocess
@@ -35,7 +37,6 @@ from tl_attention.problem import AttnProblem
 MAX_BYTES = 40_000_000  # of a wheel
 GROUP = 4  # kernels: 12 KB each; single ones 17 KB, groups of 8 10 KB, but twice the time to unpack
 LAUNCHER_SOURCE = Path(__file__).with_name("native") / "launcher.cc"
-PLATFORM = "x86_64"
 
 # The symbol by which TVM's host code finds functions, and the one of native/launcher.cc, of the same length
 LOOKUP, OUR_LOOKUP = b"TVMBackendGetFuncFromEnv", b"tl_attention_pack_lookup"
@@ -179,11 +180,13 @@ def without_debug(cubin: bytes) -> bytes:
 def build_launcher(target: Path) -> None:
     """Compile native/launcher.cc with the C++ compiler that TileLang needs too."""
     import tvm_ffi
+    from tilelang.contrib import cc
     from tilelang.env import CUDA_HOME
 
-    compiler = os.environ.get("CXX", "g++")
+    if not (compiler := cc.get_cplus_compiler()):
+        raise PackError("there is no C++ compiler; install g++ or set CXX")
     folders = [tvm_ffi.libinfo.find_include_path(), tvm_ffi.libinfo.find_dlpack_include_path()]
-    folders += [str(path) for path in cuda_headers(Path(CUDA_HOME))]
+    folders += [str(path) for path in _cuda_headers(Path(CUDA_HOME))]
     command = [
         compiler,
         "-std=c++17",
@@ -207,16 +210,19 @@ def build_launcher(target: Path) -> None:
         raise PackError(f"{compiler} does not compile {LAUNCHER_SOURCE}:\n{done.stderr}")
 
 
-def cuda_headers(cuda_home: Path) -> list[Path]:
-    """Folders that may have cuda.h: of the toolkit, and of the pip packages of CUDA 13."""
-    pip = Path(importlib.metadata.distribution("nvidia-cuda-runtime").locate_file("nvidia/cu13/include"))
-    return [folder for folder in (cuda_home / "include", pip) if (folder / "cuda.h").exists()]
+def _cuda_headers(cuda_home: Path) -> list[Path]:
+    """Folders that have cuda.h: of the toolkit, and of the pip packages of CUDA 13."""
+    folders = [cuda_home / "include"]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        runtime = importlib.metadata.distribution("nvidia-cuda-runtime")
+        folders.append(Path(runtime.locate_file("nvidia/cu13/include")))
+    return [folder for folder in folders if (folder / "cuda.h").exists()]
 
 
 def platform_tag(library: bytes) -> str:
     """The platforms on which a library loads: the newest glibc version that it names, at least 2.17."""
     minors = [int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", library)]
-    return f"manylinux_2_{max([17, *minors])}_{PLATFORM}"
+    return f"manylinux_2_{max([17, *minors])}_{platform.machine()}"
 
 
 def compiler_versions() -> dict[str, str]:
@@ -238,8 +244,8 @@ def build(
     errors = building.build_all(kernels, jobs, say)
     if failed := [str(error) for error in errors.values() if error]:
         raise PackError("\n".join([*failed, f"{len(failed)} of {len(kernels)} kernels could not be built"]))
-
-    groups = [sorted(kernels, key=_likeness)[i : i + GROUP] for i in range(0, len(kernels), GROUP)]
+    alike = sorted(kernels, key=_likeness)
+    groups = [alike[i : i + GROUP] for i in range(0, len(alike), GROUP)]
 
     def packed(group: list[Kernel]) -> tuple[list[int], bytes]:
         """Sizes of the records of a group, and the compressed group."""
@@ -286,10 +292,10 @@ def _package_version() -> str:
     return importlib.metadata.version("tl-attention")
 
 
-def _write_wheel(out: Path, version: str, platform: str, files: dict[str, bytes]) -> Path:
+def _write_wheel(out: Path, version: str, platforms: str, files: dict[str, bytes]) -> Path:
     """Write a wheel; the same files make the same bytes."""
     name = pack.PACKAGE
-    tag = f"py3-none-{platform}"
+    tag = f"py3-none-{platforms}"
     info = f"{name}-{version}.dist-info"
     metadata = f"""Metadata-Version: 2.1
 Name: {pack.DISTRIBUTION}

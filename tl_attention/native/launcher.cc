@@ -70,6 +70,11 @@ struct Lock {
   ~Lock() { pthread_mutex_unlock(&mutex); }
 };
 
+int need_driver() {
+  if (driver_is_open) return 0;
+  return fail("tl_attention: a kernel needs a GPU and its driver, and libcuda.so.1 could not be opened");
+}
+
 int check(CUresult result, const char* call, const char* subject) {
   if (result == CUDA_SUCCESS) return 0;
   const char* name = nullptr;
@@ -97,7 +102,7 @@ int retain_context(int device) {
 // Arguments: device type, device index. Makes the primary context of the device current in this thread.
 int set_device(void*, const TVMFFIAny* arguments, int32_t count, TVMFFIAny* result) {
   if (count != 2) return fail("set_device: expected 2 arguments, got %d", count);
-  if (!driver_is_open) return fail("tl_attention: a kernel needs a GPU and its driver, and libcuda.so.1 could not be opened");
+  if (need_driver()) return -1;
   int64_t device = arguments[1].v_int64;
   if (device < 0 || device >= MAX_DEVICES) return fail("set_device: expected a device from 0 to %d, got %ld", MAX_DEVICES - 1, device);
   if (!contexts[device].load(std::memory_order_acquire) && retain_context(static_cast<int>(device))) return -1;
@@ -114,6 +119,7 @@ int set_device(void*, const TVMFFIAny* arguments, int32_t count, TVMFFIAny* resu
 // the driver does not take), box sizes and element strides, then interleave, swizzle, promotion to L2 and fill.
 int create_tensor_map(void*, const TVMFFIAny* arguments, int32_t count, TVMFFIAny* result) {
   constexpr int MAX_RANK = 5, FIXED = 8;
+  if (need_driver()) return -1;
   if (count < FIXED) return fail("create_tensor_map: expected at least %d arguments, got %d", FIXED, count);
   int64_t rank = arguments[2].v_int64;
   if (rank < 1 || rank > MAX_RANK) return fail("create_tensor_map: expected a rank from 1 to %d, got %ld", MAX_RANK, rank);
@@ -231,8 +237,9 @@ int launch_kernel(void* self, const TVMFFIAny* arguments, int32_t count, TVMFFIA
   }
 
   CUdevice device;
+  if (need_driver()) return -1;
   if (check(driver.cuCtxGetDevice(&device), "cuCtxGetDevice", kernel->name)) return -1;
-  DeviceKernel& on = kernel->devices[device];
+  DeviceKernel& on = kernel->devices[device];  // set_device made sure of the index
   if (!on.function.load(std::memory_order_acquire) || shared_bytes > on.shared_bytes.load(std::memory_order_relaxed)) {
     if (load_on_device(kernel, device, shared_bytes)) return -1;
   }

@@ -435,7 +435,7 @@ def test_pack_command_needs_tilelang_nvcc_and_a_compiler(capsys, monkeypatch, tm
     monkeypatch.setattr(toolkit, "tilelang_version", lambda: None)
     assert cli.main(["pack", "combine", "--out", str(tmp_path)]) == 2
     assert toolkit.NO_TILELANG in capsys.readouterr().out
-    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr("tilelang.contrib.cc.get_cplus_compiler", lambda: "no-such-compiler")
     with pytest.raises(
         packing.PackError, match="no-such-compiler does not run .*; install g\\+\\+ or set CXX"
     ):

@@ -314,6 +314,9 @@ def show_config(arguments: argparse.Namespace) -> int:
 def update_manifest(arguments: argparse.Namespace) -> int:
     from tl_attention import manifest, toolkit
 
+    if toolkit.tilelang_version() not in toolkit.TILELANG:
+        print(f"tl-attention manifest: {toolkit.NO_TILELANG}")
+        return 2
     if arguments.check:
         hashes = manifest.trace_all(manifest.shipped(), arguments.jobs)
         difference = manifest.compare(hashes, manifest.Manifest.read())

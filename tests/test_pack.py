@@ -5,9 +5,11 @@ The driver of these tests is tests/native/fake_cuda.c, which prints the calls of
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from tl_attention.kernel_configs import BwdSum, DecodeCombine, FwdCombine
 from tl_attention.problem import DIRECTIONS, DTYPES, AttnProblem, tile_widths
 
 ROOT = Path(__file__).parents[1]
+VERSION = importlib.metadata.version("tl-attention")
 WORDS = (
     "bf16",
     "d64",
@@ -262,7 +265,7 @@ def test_pack_miss_says_what_brings_the_kernel(site, monkeypatch):
         store.find(PROBLEM, BwdSum())
     assert str(caught.value) == (
         "tl_attention: bf16 d64 full, sum 16 is not compiled; tl-attention-kernels"
-        f" 0.1.0+{pack.sources_version()} does not have it; TileLang, which compiles kernels, is not installed:"
+        f" {VERSION}+{pack.sources_version()} does not have it; TileLang, which compiles kernels, is not installed:"
         " pip install 'tl-attention[jit]'"
     )
 
@@ -320,7 +323,7 @@ def test_doctor_says_version_compilers_and_coverage(site, wheel):
     state, text = states["pack"]
     assert state == "ok"
     assert text.startswith(
-        f"0.1.0+{pack.sources_version()}, 3 of {len(manifest.pack_kernels())} kernels, by tilelang 0.1.15, nvcc "
+        f"{VERSION}+{pack.sources_version()}, 3 of {len(manifest.pack_kernels())} kernels, by tilelang 0.1.15, nvcc "
     )
     assert states["tilelang"][0] == states["nvcc"][0] == "-"
 
@@ -347,7 +350,7 @@ def test_wheel_is_reproducible_and_for_old_systems(wheel, cache, tmp_path, monke
     assert again.name == wheel.name and again.read_bytes() == wheel.read_bytes()
     assert (
         wheel.name
-        == f"tl_attention_kernels-0.1.0+{pack.sources_version()}-py3-none-manylinux_2_17_x86_64.whl"
+        == f"tl_attention_kernels-{VERSION}+{pack.sources_version()}-py3-none-manylinux_2_17_{platform.machine()}.whl"
     )
     with zipfile.ZipFile(wheel) as archive:
         assert archive.testzip() is None
@@ -385,6 +388,18 @@ def test_foreign_library_is_refused(driver):
         packing.record_of(driver.read_bytes())
     with pytest.raises(packing.PackError, match="expected a shared library"):
         packing.record_of(b"a text")
+
+
+def test_damaged_cache_is_named(wheel, cache, tmp_path, monkeypatch):
+    folder = shutil.copytree(cache, tmp_path / "cache")
+    monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(folder))
+    path = store.kernel_path(PROBLEM, FwdCombine())
+    for content in (b"", path.read_bytes()[:20_000]):
+        path.write_bytes(content)
+        with pytest.raises(
+            packing.PackError, match=f"{path.name}: .*; delete the file, and it is built anew"
+        ):
+            packing.build([(PROBLEM, FwdCombine())], tmp_path, say=lambda line: None)
 
 
 def pack_problems() -> Iterator[tuple[str, AttnProblem]]:

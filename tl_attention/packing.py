@@ -1,9 +1,9 @@
 """Building a pack of compiled kernels: a wheel of the distribution tl-attention-kernels, which pack.py reads.
 
 A compiled library holds host code of TVM and, serialized, the cubin with the types of its arguments. A record of the pack has both
-parts, each with zeros in the place of what a launch does not read: of the cubin lines of source and the text of PTX (three quarters
-of it), of the host code the cubin. Records are compressed in groups of similar ones: they take two thirds of the
-bytes of single ones, and a first call unpacks little that it does not need.
+parts, each with zeros in the place of what a launch does not read: in the cubin lines of source and the text of PTX, where the
+compiler left them (three quarters of it), in the host code the cubin. Records are compressed in groups of similar kernels, which
+takes two thirds of the bytes of single ones, while a first call unpacks little that it does not need.
 """
 
 from __future__ import annotations
@@ -165,6 +165,13 @@ def record_of(library: bytes) -> Record:
     return Record(symbol, parameters, launch, EARLY_TAG in tags, host, without_debug(cubin))
 
 
+def _read_record(path: Path) -> Record:
+    try:
+        return record_of(path.read_bytes())
+    except (PackError, OSError, ValueError, LookupError, struct.error) as error:
+        raise PackError(f"{path}: {error}; delete the file, and it is built anew") from None
+
+
 def without_debug(cubin: bytes) -> bytes:
     """A cubin whose sections for debuggers are empty and of no type. Everything else keeps its place and its bits."""
     slim = bytearray(cubin)
@@ -249,7 +256,7 @@ def build(
 
     def packed(group: list[Kernel]) -> tuple[list[int], bytes]:
         """Sizes of the records of a group, and the compressed group."""
-        records = [record_of(store.kernel_path(*kernel).read_bytes()).content() for kernel in group]
+        records = [_read_record(store.kernel_path(*kernel)).content() for kernel in group]
         return list(map(len, records)), lzma.compress(b"".join(records), preset=9 | lzma.PRESET_EXTREME)
 
     say(f"compressing {len(kernels)} kernels")

@@ -21,7 +21,9 @@ from tl_attention.tuning import autotune
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["tune"], ["compile"], ["config"], ["explain"], ["manifest"], ["doctor"]], ids=" ".join
+    "command",
+    [[], ["tune"], ["compile"], ["config"], ["explain"], ["manifest"], ["doctor"], ["pack"]],
+    ids=" ".join,
 )
 def test_cli_help(command, capsys):
     with pytest.raises(SystemExit, match="0"):

@@ -42,7 +42,9 @@ DOORS = {
     "launch/decode": "torch checks options problem kernel_configs target configs building store launch/arrays launch/common",
     "building": "problem kernel_configs compiler sandbox store",
     "sandbox": "",
-    "store": "problem kernel_configs configs compiler | tvm_ffi",
+    "store": "problem kernel_configs configs compiler pack toolkit | tvm_ffi",
+    "pack": "problem kernel_configs compiler | tvm_ffi",
+    "packing": "problem kernel_configs compiler building manifest pack store toolkit | tilelang tvm_ffi",
     "compiler": "problem kernel_configs target toolkit | kernels tilelang tvm_ffi",
     "toolkit": " | tilelang",
     "kernels": "tilelang problem kernel_configs target kernels",
@@ -61,8 +63,8 @@ DOORS = {
     "question": "torch problem kernel_configs legality target configs gpus | launch",
     "explain": "gpus problem kernel_configs legality target configs launch/splits launch/bwd_passes launch/common testing question explain "
     "| matplotlib",
-    "doctor": "torch problem target configs | toolkit testing",
-    "cli": "torch problem kernel_configs legality target configs question doctor"
+    "doctor": "torch problem target configs | manifest pack toolkit testing",
+    "cli": "torch problem kernel_configs legality target configs question doctor packing"
     "| explain launch building store compiler cubin toolkit manifest tuning interface flash reference testing tilelang tvm_ffi rich "
     "benchmarks",
 }

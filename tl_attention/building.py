@@ -56,7 +56,7 @@ def compile_kernels(kernels: Sequence[KernelKey], where: Callable[[], str] = str
         where: words for the thing that building interrupts; called only if something is built.
     """
     missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in _compiled]
-    if unbuilt := [kernel for kernel in missing if not store.kernel_path(*kernel).exists()]:
+    if unbuilt := [kernel for kernel in missing if not store.find(*kernel)]:
         notice = _Notice(unbuilt, where())
         with contextlib.closing(_build(unbuilt)) as built:
             for event in built:
@@ -66,7 +66,7 @@ def compile_kernels(kernels: Sequence[KernelKey], where: Callable[[], str] = str
                     raise event[1]
         notice.end()
     for kernel in missing:
-        _compiled[kernel] = store.load(store.kernel_path(*kernel))
+        _compiled[kernel] = store.load(store.find(*kernel))
     return [_compiled[kernel] for kernel in kernels]
 
 

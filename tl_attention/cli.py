@@ -1,4 +1,4 @@
-"""The console script: tl-attention bench | tune | compile | config | explain | manifest | support | doctor."""
+"""The console script: tl-attention bench | tune | compile | pack | config | explain | manifest | support | doctor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tl_attention import configs, doctor, legality, question
+from tl_attention import configs, doctor, legality, packing, question
 from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import (
     DECODE,
@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     shapes = _shape_arguments()
     _add_tune(commands.add_parser("tune", **TUNE, parents=[shapes]))
     _add_compile(commands.add_parser("compile", **COMPILE, parents=[shapes]))
+    packing.add_arguments(commands.add_parser("pack", **packing.HELP))
     _add_config(commands.add_parser("config", **CONFIG))
     _add_explain(commands.add_parser("explain", **EXPLAIN))
     _add_manifest(commands.add_parser("manifest", **MANIFEST))
@@ -313,6 +314,9 @@ def show_config(arguments: argparse.Namespace) -> int:
 def update_manifest(arguments: argparse.Namespace) -> int:
     from tl_attention import manifest, toolkit
 
+    if toolkit.tilelang_version() not in toolkit.TILELANG:
+        print(f"tl-attention manifest: {toolkit.NO_TILELANG}")
+        return 2
     if arguments.check:
         hashes = manifest.trace_all(manifest.shipped(), arguments.jobs)
         difference = manifest.compare(hashes, manifest.Manifest.read())

@@ -126,6 +126,7 @@ def assemble(
 
 def build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
     """Compile a kernel with nvcc for sm_90a into the library `path`; its CUDA source goes beside it as .cu. Needs no GPU."""
+    toolkit.require_tilelang(f"{problem}, {config} is not compiled")
     import tilelang
     from tilelang import tvm
 

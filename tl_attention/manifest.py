@@ -83,9 +83,19 @@ def shipped() -> dict[str, Kernel]:
         *configs.option_kernels(DIRECTIONS[:2]),
         *configs.decode_kernels(options=[name for name in DECODE_OPTIONS if name != "window"]),
     ]
-    named = {kernel_name(*kernel): kernel for kernel in found}
-    if len(named) < len(set(found)):
-        raise RuntimeError("two shipped kernels have the same name")
+    return _by_name(found)
+
+
+def pack_kernels() -> dict[str, Kernel]:
+    """Every kernel of a whole pack, by name: the shipped ones, and those of the option sets in [pack] of the grid."""
+    return _by_name([*shipped().values(), *configs.pack_option_kernels()])
+
+
+def _by_name(kernels: Iterable[Kernel]) -> dict[str, Kernel]:
+    kernels = set(kernels)
+    named = {kernel_name(*kernel): kernel for kernel in kernels}
+    if len(named) < len(kernels):
+        raise RuntimeError("two kernels have the same name")
     return dict(sorted(named.items()))
 
 

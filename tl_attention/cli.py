@@ -24,7 +24,7 @@ from tl_attention.problem import (
     AttnProblem,
     tile_widths,
 )
-from tl_attention.target import gpu_name, is_hopper
+from tl_attention.target import is_hopper
 
 if TYPE_CHECKING:
     from tl_attention.testing.shapes import Shape

@@ -39,7 +39,7 @@ DOORS = {
     "launch/fwd": "torch options problem kernel_configs target store launch/arrays launch/common launch/splits launch/tickets",
     "launch/bwd_passes": "torch problem kernel_configs store launch/common",
     "launch/bwd": "torch checks options problem kernel_configs target store launch/arrays launch/bwd_passes launch/common",
-    "launch/decode": "torch checks options problem kernel_configs target configs building store launch/arrays launch/common",
+    "launch/decode": "torch checks options problem kernel_configs target configs store launch/arrays launch/common",
     "building": "problem kernel_configs compiler sandbox store",
     "sandbox": "",
     "store": "problem kernel_configs configs compiler pack toolkit | tvm_ffi",

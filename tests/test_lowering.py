@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tl_attention import building, compiler, configs, cubin, manifest, store, toolkit
-from tl_attention.kernel_configs import BwdPass, BwdSum, FwdConfig
+from tl_attention.kernel_configs import BwdPass, BwdSum, FwdConfig, append_kernel
 from tl_attention.problem import AttnProblem
 
 pytestmark = [
@@ -106,6 +106,33 @@ def test_lowering_instructions_are_counted_without_cuobjdump(config, monkeypatch
         assert counts.hgmma and counts.tma and counts.tma_stores
         assert bool(counts.vector_sums) == isinstance(config, BwdPass)
     assert with_ptx.registers == with_sass.registers
+
+
+@pytest.mark.parametrize(
+    ("kernel", "flags"),
+    [
+        (append_kernel("bfloat16"), set()),
+        ((AttnProblem("bfloat16", 64, 64, True), FwdConfig(64, 32)), {"--use_fast_math"}),
+        (
+            (AttnProblem("bfloat16", 128, 128, True, ("varlen",)), BwdPass("dq+dk+dv", 64, 128)),
+            {"--use_fast_math", "-Xptxas=--register-usage-level=0"},
+        ),
+    ],
+    ids=["append", "forward", "packed backward"],
+)
+def test_assemble_has_the_flags_of_the_pass_options(kernel, flags, tmp_path, monkeypatch):
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(toolkit, "find_nvcc", lambda: (Path("nvcc"), "PATH"))
+    monkeypatch.setattr(subprocess, "run", run)
+    compiler.assemble("", tmp_path, compiler.pass_configs(*kernel))
+    (command,) = commands
+    assert {"--use_fast_math", "-Xptxas=--register-usage-level=0"} & {*command} == flags
+    assert "-lineinfo" not in command and "-arch=sm_90a" in command
 
 
 def test_build_makes_a_library_that_loads_and_touches_no_other_cache(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -89,13 +89,13 @@ def lower(problem: AttnProblem, config: KernelConfig) -> tuple[str, int]:
 
 
 def assemble(
-    source: str, folder: Path, level: int = REGISTER_LEVEL, flags: Sequence[str] = ()
+    source: str, folder: Path, options: Mapping[str, object], flags: Sequence[str] = ()
 ) -> tuple[str, Path]:
     """Compile the CUDA source of a kernel for sm_90a, without line information, which makes a cubin five times as large.
 
     Args:
         folder: where kernel.cubin is written.
-        level: register usage level of ptxas.
+        options: those of the compiler passes.
         flags: further ones of nvcc.
     Returns:
         Output of the compiler, and the file of the cubin.
@@ -106,6 +106,7 @@ def assemble(
 
     if not (found := toolkit.find_nvcc()):
         raise FileNotFoundError(toolkit.NO_NVCC)
+    level = options.get("tl.ptxas_register_usage_level")
     path = folder / "kernel.cu"
     path.write_text(source)
     command = [
@@ -114,8 +115,8 @@ def assemble(
         "--cubin",
         "-O3",
         f"-arch={TARGET['arch']}",
-        *nvcc.default_compile_options(["--use_fast_math"]),  # as in PASS_CONFIGS of all kernels
-        *([f"-Xptxas=--register-usage-level={level}"] if level != REGISTER_LEVEL else []),
+        *nvcc.default_compile_options(["--use_fast_math"] if options.get("tl.enable_fast_math") else []),
+        *([f"-Xptxas=--register-usage-level={level}"] if level is not None else []),
         *flags,
     ]
     run = subprocess.run([*command, path.name], capture_output=True, text=True, cwd=folder)
@@ -132,7 +133,7 @@ def build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
 
     if toolkit.find_nvcc() is None:
         raise FileNotFoundError(toolkit.NO_NVCC)
-    level = register_level(problem, config)
+    options = pass_configs(problem, config)
     for left in path.parent.glob(f"{path.stem}-*/"):  # by a process that was killed
         if time.time() - left.stat().st_mtime > STALE:
             shutil.rmtree(left, ignore_errors=True)
@@ -140,10 +141,10 @@ def build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
         folder = Path(name)
 
         def compile_device(source: str, *_: object) -> bytearray:
-            return bytearray(assemble(source, folder, level, ["-w"])[1].read_bytes())
+            return bytearray(assemble(source, folder, options, ["-w"])[1].read_bytes())
 
         program, target = trace(problem, config), tvm.target.Target(TARGET)
-        context = tvm.transform.PassContext(opt_level=3, config=pass_configs(problem, config))
+        context = tvm.transform.PassContext(opt_level=3, config=options)
         with _device_compiler(compile_device), context, target:
             artifact = tilelang.lower(
                 program, target=target, enable_host_codegen=True, enable_device_compile=True

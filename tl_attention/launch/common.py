@@ -111,8 +111,14 @@ def compile_config(
 ) -> dict[tuple[AttnProblem, KernelConfig], Kernel]:
     """Compiled kernels of a config. Those that are missing are built now, at the same time."""
     kernels = config.kernels(problem)
-    in_backward = isinstance(config, BwdConfig)
-    return dict(zip(kernels, compile_kernels(kernels, lambda: _interrupted(in_backward)), strict=True))
+    return dict(zip(kernels, compile_needed(kernels, isinstance(config, BwdConfig)), strict=True))
+
+
+def compile_needed(
+    kernels: Sequence[tuple[AttnProblem, KernelConfig]], in_backward: bool = False
+) -> list[Kernel]:
+    """Compiled kernels of a call, as compile_config."""
+    return compile_kernels(kernels, lambda: _interrupted(in_backward))
 
 
 def _interrupted(in_backward: bool) -> str:

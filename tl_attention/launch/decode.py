@@ -8,11 +8,18 @@ import math
 import torch
 
 from tl_attention import configs
-from tl_attention.building import compile_kernel
 from tl_attention.checks import check_cache_strides
 from tl_attention.kernel_configs import MERGE_NUMBERS, DecodeConfig, append_kernel, page_rows
 from tl_attention.launch.arrays import ArgumentViews
-from tl_attention.launch.common import LN2, PlanCache, compile_config, dense, empty, unused_arguments
+from tl_attention.launch.common import (
+    LN2,
+    PlanCache,
+    compile_config,
+    compile_needed,
+    dense,
+    empty,
+    unused_arguments,
+)
 from tl_attention.options import MAX_WINDOW, Cache, Options
 from tl_attention.problem import DECODE_TILE_WIDTHS, DEFAULT_DTYPE, AttnProblem, decode_problem
 from tl_attention.store import Kernel
@@ -332,7 +339,7 @@ def append_to_cache(
 
 @functools.cache
 def _append_kernel(dtype: str) -> Kernel:
-    return compile_kernel(*append_kernel(dtype))
+    return compile_needed([append_kernel(dtype)])[0]
 
 
 @functools.cache

@@ -7,13 +7,14 @@ is key i + seqlen_k - seqlen_q (bottom-right), with positions and lengths within
 Parameters of all functions:
 
 Args:
-    softmax_scale: multiplies the scores; finite, negative and 0 included; None: head_dim ** -0.5. The kernel is exact while
-        |score * softmax_scale| stays below about 2 ** 30.
+    softmax_scale: multiplies the scores; at most 2 ** 127 in magnitude, as kernels multiply it by log2(e) in fp32, negative and 0
+        included; None: head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2 ** 30.
     causal: a query sees no key past its diagonal.
-    window_size: (left, right): a query sees diagonal - left <= key <= diagonal + right; -1 or None: no limit. With causal, right is 0.
-    softcap: score -> softcap * tanh(score / softcap); 0: none.
+    window_size: (left, right), two ints in a tuple or list: a query sees diagonal - left <= key <= diagonal + right; -1 or None: no
+        limit. With causal, right is 0. Bounds below -1 are refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
+    softcap: score -> softcap * tanh(score / softcap), from 2 ** -64 to 2 ** 64; 0: none.
     alibi_slopes: [heads] or [batch, heads], fp32: score - slope * |diagonal - key|. Not differentiable.
-    learnable_sink: [heads], fp32 or the dtype of q: score of one more key without value, for each query; neither scaled nor capped;
+    learnable_sink: [heads], fp32, bf16 or fp16: score of one more key without value, for each query; neither scaled nor capped;
         part of softmax_lse. Differentiable.
     dropout_p: probability of dropping an attention weight, rounded to a multiple of 1/256, at least one if > 0; at most 255/256. Kept
         weights are divided by 1 - dropout_p. softmax_lse is computed before dropout.
@@ -37,7 +38,7 @@ from __future__ import annotations
 
 import torch
 
-from tl_attention.checks import check_no_block_table, check_packed
+from tl_attention.checks import check_no_block_table, check_packed, expect_bool
 from tl_attention.ops import UserOptions, attention, attention_with_options
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
@@ -53,6 +54,8 @@ def _attend(
     return_attn_probs: bool,
     asked: tuple,  # in the order of UserOptions, which costs more to make
 ) -> Output:
+    if return_attn_probs is not False:
+        expect_bool("return_attn_probs", return_attn_probs)
     window_size, softcap, dropout_p, alibi_slopes, sink, _, num_splits, lengths = asked
     plain = (
         lengths is None

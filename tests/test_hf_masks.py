@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import causal_mask_function, create_causal_mask
 
-from tl_attention import hf
+from tl_attention import checks_lengths, hf
 from tl_attention.reference import attention_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
@@ -169,6 +169,21 @@ PACKED_ERRORS = {
 def test_hf_forward_refuses_incomplete_packing(options, error, text):
     with pytest.raises(error, match=text):
         attend(None, **options)
+
+
+WRONG = {
+    "decreasing": ({"cu_seq_lens_k": torch.tensor([0, 12, 5, TOTAL])}, r"^cu_seq_lens_k\[2\]: expected 12 to 36, .*rows of key, got 5"),
+    "past-the-end": ({"cu_seq_lens_q": torch.tensor([0, 5, 12, 37])}, r"^cu_seq_lens_q\[3\]: expected 12 to 36, .*of query, got 37"),
+    "max": ({"max_length_q": 9}, r"^max_length_q: expected at least 24, the length of sequence 2, got 9"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "text"), WRONG.values(), ids=WRONG)
+def test_hf_environment_variable_names_wrong_lengths(options, text, monkeypatch):
+    monkeypatch.setattr(checks_lengths, "ALWAYS", True)
+    attend(None, **PACKED)
+    with pytest.raises(IndexError, match=text):
+        attend(None, **PACKED | options)
 
 
 LENGTHS = {

@@ -31,7 +31,7 @@ DOORS = {
     "torch_backend": "torch options flash ops",
     "checks_lengths": "torch checks checks_kvcache options",
     "kvcache": "torch checks checks_kvcache checks_lengths options problem kernel_configs target ops launch reference_kvcache",
-    "hf": "torch checks_hf flash kvcache | transformers",
+    "hf": "torch checks_hf checks_lengths flash kvcache | transformers",
     "checks_hf": "torch checks",
     "launch": "launch/fwd launch/bwd launch/bwd_passes launch/decode launch/splits",
     "launch/arrays": "torch problem",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from tl_attention import kvcache
+from tl_attention import checks_lengths, kvcache
 from tl_attention.checks_hf import (
     USE_ANOTHER,
     VARLEN_ROWS,
@@ -24,6 +24,10 @@ from tl_attention.flash import flash_attn_func, flash_attn_varlen_func
 
 NAME = "tl_attention"
 MAX_DECODE_QUERIES = 64  # per sequence; more go to flash_attn_func
+_NAMES = tuple(
+    checks_lengths.Names(f"cu_seq_lens_{x}", f"max_length_{x}", "", name)
+    for x, name in (("q", "query"), ("k", "key"))
+)
 _SUPPORTED_MASKS = "expected a causal, full, sliding-window, packed or chunked mask"
 
 
@@ -139,6 +143,9 @@ def attention_forward(
         max_q = batch * seqlen_q if max_length_q is None else max_length_q
         max_k = batch * seqlen_k if max_length_k is None else max_length_k
         lengths = cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32), max_q, max_k
+        if checks_lengths.ALWAYS:
+            rows = (x.flatten(0, 1) for x in (q, k))
+            lengths = checks_lengths.checked_lengths(*rows, (*lengths, None, None), _NAMES)[:4]
     elif attention_mask is not None:
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = attention_mask.flatten(1)[:VARLEN_ROWS].unbind()
         lengths = cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tl_attention import checks_lengths, launch
-from tl_attention.checks import check_device, check_options, expect_bool, expect_scale
+from tl_attention.checks import check_device, check_options, check_window, expect_bool, expect_scale
 from tl_attention.checks_kvcache import (
     cache_capacity,
     check_addresses,
@@ -134,10 +134,10 @@ def flash_attn_with_kvcache(
     if not traced and switches == (bool, bool, bool, int):
         # Types too, as 1 == True
         values = (
-            softmax_scale, type(softmax_scale), softcap, type(softcap), num_splits, causal, batch_invariant,
+            softmax_scale, type(softmax_scale), window_size, softcap, type(softcap), num_splits, causal, batch_invariant,
             type(cache_seqlens),
         )  # fmt: skip
-        handle, key = _look_up(tensors, values, window_size)
+        handle, key = _look_up(tensors, values)
     if handle is None:
         check_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
         check_new_keys(q, k_cache, v_cache, k, v, cache_seqlens, block_table)
@@ -169,6 +169,8 @@ def flash_attn_with_kvcache(
         v = k[..., : v_cache.shape[3]]
     window, options = (UNLIMITED, UNLIMITED), _NO_OPTIONS
     if window_size != window:
+        if bool in map(type, window_size):  # equal to the int of an earlier call
+            check_window(window_size)
         causal, window = canonical_window(causal, window_size)
     if alibi_slopes is not None or sink is not None or softcap or window != options.window:
         options = Options(
@@ -179,16 +181,17 @@ def flash_attn_with_kvcache(
         )
     scale = scale_of(q, softmax_scale)
     cache = Cache(k_cache, v_cache, cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table)
-    queries_move = causal or options.window != (UNLIMITED, UNLIMITED)
     if check_lengths is not False or check_block_table is not False or checks_lengths.ALWAYS:
         expect_bool("check_lengths", check_lengths)
         expect_bool("check_block_table", check_block_table)
         if check_lengths or check_block_table or checks_lengths.ALWAYS:
             rows = 0 if rotary_cos is None else rotary_cos.shape[0]
+            queries_move = causal or options.window != (UNLIMITED, UNLIMITED)
             q = check_cache_op(q, cache.k, cache.v, *_fields(cache), rows, queries_move)
 
     if k is not None:
         append = _append_by_op if traced else _append
+        queries_move = causal or options.window != (UNLIMITED, UNLIMITED)
         q = append(q, k, v, cache, rotary_cos, rotary_sin, rotary_interleaved, queries_move)
     arguments = scale, causal, options, num_splits, batch_invariant, workspace
     out, lse = _decode_by_op(q, cache, *arguments) if traced else _decode(q, cache, *arguments, handle)
@@ -244,20 +247,12 @@ def _workspace_bytes(
     )
 
 
-def _look_up(
-    tensors: Sequence[torch.Tensor | None], values: tuple, window_size: tuple
-) -> tuple[CallHandle | None, tuple | None]:
+def _look_up(tensors: Sequence[torch.Tensor | None], values: tuple) -> tuple[CallHandle | None, tuple | None]:
     """Return the handle of an earlier call with this metadata, or None, and its key, or None if a value cannot be hashed."""
     try:
-        kinds = () if window_size == _NO_OPTIONS.window else map(type, window_size)
-        metadata = [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
-        key = (*metadata, *values, window_size, *kinds)
+        key = (*[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors], *values)
         return _call_handles.get(key), key
-    except (
-        AttributeError,
-        TypeError,
-        RuntimeError,
-    ):  # an argument that is no tensor, or a list; a window that is a tensor
+    except (AttributeError, TypeError):  # an argument that is no tensor, or a list
         return None, None
 
 

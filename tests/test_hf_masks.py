@@ -204,3 +204,9 @@ def test_hf_packed_sequences_with_lengths_of_any_form_are_right(lengths):
         rows = (x.flatten(0, 1)[None, begin:end] for x in qkv)
         expected, _ = attention_reference(*rows, None, True)
         torch.testing.assert_close(out[None, begin:end].float(), expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("scaling", [1e39, True, torch.tensor(0.5)])
+def test_hf_forward_names_its_own_scale(scaling):
+    with pytest.raises(ValueError, match="^scaling: expected"):
+        attend(None, scaling=scaling)

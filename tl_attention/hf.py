@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from tl_attention import checks_lengths, kvcache
+from tl_attention.checks import expect_scale
 from tl_attention.checks_hf import (
     USE_ANOTHER,
     VARLEN_ROWS,
@@ -100,6 +101,7 @@ def attention_forward(
     """
     check_no_others(position_bias, cache)
     check_mask(attention_mask, query.shape[0])
+    expect_scale("scaling", scaling)
     check_window_keys("sliding_window", sliding_window)
     check_packing(query, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):

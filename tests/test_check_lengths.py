@@ -123,6 +123,8 @@ def test_errors_of_metadata_come_first():
         flash_attn_varlen_func(**packed(cu_seqlens_q=ints(0, 2, 5, 9).long()), check_lengths=True)
     with pytest.raises(TypeError, match="max_seqlen_q: expected an int"):
         flash_attn_varlen_func(**packed(max_seqlen_q=2.5), check_lengths=True)
+    with pytest.raises(ValueError, match=r"q: expected 3 dimensions \[total, heads, head_dim\]"):
+        flash_attn_varlen_func(**packed(q=torch.ones((), dtype=torch.bfloat16)), check_lengths=True)
 
 
 def test_environment_variable_checks_every_call(monkeypatch):

@@ -47,14 +47,19 @@ def checked_lengths(
 ) -> Lengths:
     """Check the values of lengths; return them, with a cu_seqlens_q that depends on the check.
 
+    Lengths that no check of metadata passes are returned as they are: the caller's own checks refuse them.
+
     Args:
         q, k: [total, heads, head_dim].
     """
-    for name, x in (("q", q), ("k", k)):
-        expect_tensor(name, x)
+    try:
+        for name, x in (("q", q), ("k", k)):
+            expect_tensor(name, x)
+        check_lengths(q, *lengths)
+    except (TypeError, ValueError):
+        return lengths
     if not q.ndim or not k.ndim:
-        return lengths  # an error of later checks
-    check_lengths(q, *lengths)
+        return lengths
     cu_q, cu_k, *longest, used_q, used_k = lengths
     tensors = [x if isinstance(x, torch.Tensor) else None for x in longest]
     numbers = [0 if isinstance(x, torch.Tensor) else x for x in longest]

@@ -210,3 +210,22 @@ def test_hf_packed_sequences_with_lengths_of_any_form_are_right(lengths):
 def test_hf_forward_names_its_own_scale(scaling):
     with pytest.raises(ValueError, match="^scaling: expected"):
         attend(None, scaling=scaling)
+
+
+INPUTS = {
+    "query-none": ({"query": None}, TypeError, r"query: expected a torch\.Tensor, got NoneType"),
+    "key-numpy": ({"key": torch.zeros(1, 2, 3, 16).numpy()}, TypeError, r"key: expected a torch\.Tensor, got ndarray"),
+    "value-list": ({"value": [1.0]}, TypeError, r"value: expected a torch\.Tensor, got list"),
+    "query-3-d": ({"query": torch.zeros(2, 3, 16)}, ValueError, r"query: expected 4 dimensions \[batch, heads, seqlen, head_dim\]"),
+    "sink-list": ({"s_aux": [1.0, 2.0]}, TypeError, r"s_aux: expected a torch\.Tensor, got list"),
+    "sink-shape": ({"s_aux": torch.zeros(1, 2)}, ValueError, r"s_aux: expected shape \(2,\), got \(1, 2\)"),
+    "sink-int": ({"s_aux": torch.zeros(2).int()}, TypeError, r"s_aux: expected torch\.float32 or .*got torch\.int32"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), INPUTS.values(), ids=INPUTS)
+def test_hf_forward_names_wrong_inputs(changes, error, text):
+    x = torch.zeros(1, 2, 3, 16).bfloat16()
+    arguments = {"query": x, "key": x, "value": x, "attention_mask": None} | changes
+    with pytest.raises(error, match=text):
+        hf.attention_forward(torch.nn.Module(), **arguments)

@@ -6,13 +6,25 @@ from typing import Any
 
 import torch
 
-from tl_attention.checks import describe, expect_tensor, holds_ints, is_int
+from tl_attention.checks import DTYPES, describe, expect_like, expect_tensor, holds_ints, is_int
 
 USE_ANOTHER = 'use attn_implementation="sdpa" or "eager"'
 # Dimensions of the result of hf.attention_mask: one more than any mask of [batch, heads, queries, keys], so that none is taken for it
 MASK_DIMS = 5
 VARLEN_ROWS = 4  # the first rows, for flash_attn_varlen_func; up to 2 more are for flash_attn_with_kvcache
 MAX_ROWS = 6
+
+
+def check_inputs(query: Any, key: Any, value: Any, sink: Any) -> None:
+    """Check the forms of the tensors of hf.attention_forward; flash_attn_func checks the rest."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor) or x.ndim != 4:
+            expect_tensor(name, x)
+            raise ValueError(
+                f"{name}: expected 4 dimensions [batch, heads, seqlen, head_dim], got shape {tuple(x.shape)}"
+            )
+    if sink is not None:
+        expect_like("s_aux", sink, query, ((query.shape[1],),), (torch.float32, *DTYPES))
 
 
 def is_our_mask(mask: Any) -> bool:

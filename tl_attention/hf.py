@@ -14,6 +14,7 @@ from tl_attention.checks import expect_scale
 from tl_attention.checks_hf import (
     USE_ANOTHER,
     VARLEN_ROWS,
+    check_inputs,
     check_mask,
     check_no_others,
     check_packing,
@@ -99,6 +100,7 @@ def attention_forward(
         NotImplementedError: position_bias, a paged cache, or a mask not made by attention_mask(), which has 5 dimensions.
         TypeError, ValueError, NotImplementedError: see flash_attn_func.
     """
+    check_inputs(query, key, value, s_aux)
     check_no_others(position_bias, cache)
     check_mask(attention_mask, query.shape[0])
     expect_scale("scaling", scaling)

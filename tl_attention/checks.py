@@ -18,9 +18,10 @@ from tl_attention.target import DTYPE_NAMES
 DTYPES = tuple(DTYPE_NAMES)
 INT_TYPES = (int, torch.SymInt)
 NUMBER_TYPES = (int, float, torch.SymInt, torch.SymFloat)
-# Kernels multiply softmax_scale and softcap by log2(e), and divide one by the other, in fp32
-MAX_SCALE = 2.0**127
-MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-64, 2.0**64
+# Kernels multiply softmax_scale and softcap by log2(e) and by their lowest row max, -1e20, and divide one by the other. All of it stays
+# finite in fp32: else a query whose first keys are masked would get NaN
+MAX_SCALE = 2.0**60
+MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-60, 2.0**60
 
 
 def describe(x: object) -> str:
@@ -106,7 +107,7 @@ def expect_head_dims(names_qk: str, name_v: str, head_dim: int, head_dim_v: int)
 
 
 def expect_scale(name: str, scale: float | None) -> None:
-    """Expect a number that stays finite as kernels multiply it by log2(e) in fp32, or None."""
+    """Expect a number whose products in the kernels are finite in fp32, or None."""
     if scale is None:
         return
     is_number = is_scalar(scale)
@@ -117,8 +118,8 @@ def expect_scale(name: str, scale: float | None) -> None:
         )
     if not -MAX_SCALE <= scale <= MAX_SCALE:
         raise ValueError(
-            f"{name}: expected at most 2 ** 127 in magnitude, as kernels multiply it by log2(e) in fp32, got {describe(scale)}; scale q"
-            " or k instead"
+            f"{name}: expected at most 2 ** 60 in magnitude, so that its products in fp32 are finite, got {describe(scale)}; scale q or"
+            " k instead"
         )
 
 
@@ -284,7 +285,7 @@ def check_options(
     check_window(window_size)
     if not is_scalar(softcap) or not (softcap == 0 or MIN_SOFTCAP <= softcap <= MAX_SOFTCAP):
         raise ValueError(
-            f"softcap: expected 0 for no cap, or a number from 2 ** -64 to 2 ** 64, got {describe(softcap)}"
+            f"softcap: expected 0 for no cap, or a number from 2 ** -60 to 2 ** 60, got {describe(softcap)}"
         )
     if not isinstance(dropout_p, NUMBER_TYPES) or not 0 <= dropout_p < 255.5 / 256:
         raise ValueError(

@@ -7,12 +7,13 @@ is key i + seqlen_k - seqlen_q (bottom-right), with positions and lengths within
 Parameters of all functions:
 
 Args:
-    softmax_scale: multiplies the scores; at most 2 ** 127 in magnitude, as kernels multiply it by log2(e) in fp32, negative and 0
-        included; None: head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays below about 2 ** 30.
+    softmax_scale: multiplies the scores; at most 2 ** 60 in magnitude, so that its product with log2(e) and the lowest row max, -1e20,
+        is finite in fp32; negative and 0 included; None: head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays
+        below about 2 ** 30.
     causal: a query sees no key past its diagonal.
     window_size: (left, right), two ints in a tuple or list: a query sees diagonal - left <= key <= diagonal + right; -1 or None: no
         limit. With causal, right is 0. Bounds below -1 are refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
-    softcap: score -> softcap * tanh(score / softcap), from 2 ** -64 to 2 ** 64; 0: none.
+    softcap: score -> softcap * tanh(score / softcap), from 2 ** -60 to 2 ** 60; 0: none.
     alibi_slopes: [heads] or [batch, heads], fp32: score - slope * |diagonal - key|. Not differentiable.
     learnable_sink: [heads], fp32, bf16 or fp16: score of one more key without value, for each query; neither scaled nor capped;
         part of softmax_lse. Differentiable.

@@ -28,7 +28,7 @@ def mha_fwd_interface(
         v: [batch, heads_kv, seqlen_kv, head_dim_v], head_dim_v <= head_dim_qk.
             Any strides with a contiguous last dimension: transposed views and slices of packed QKV are not copied. A tensor that TMA
             cannot address is copied: one with a stride of 0, or with a stride or address that is no multiple of 16 bytes.
-        sm_scale: multiplies the scores; at most 2 ** 127 in magnitude, negative and 0 included; None: head_dim_qk ** -0.5. The kernel
+        sm_scale: multiplies the scores; at most 2 ** 60 in magnitude, negative and 0 included; None: head_dim_qk ** -0.5. The kernel
             is exact while |score * sm_scale| stays below about 2 ** 30.
         is_causal: query i sees key j if j <= i + seqlen_kv - seqlen_q (bottom-right); False: every query sees every key.
         return_kernel: return kernel(q, k, v) -> (out, lse), compiled for tensors like these and without checks, for timing.

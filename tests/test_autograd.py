@@ -185,13 +185,6 @@ def test_double_backward_is_refused_though_the_first_made_no_graph_of_its_inputs
         torch.autograd.grad((dq.float() ** 2).sum(), q)
 
 
-def test_forward_mode_is_refused(device):
-    q, k, v = (x.detach() for x in leaves(Shape.parse(SHAPES["full"]), device))
-    flash_attn_func(q, k, v)
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
-        flash_attn_func(q, k, v)
-
-
 @functions
 def test_saved_tensors_go_through_hooks(function, expected, device):
     shape = Shape.parse(SHAPES["gqa-causal"])

@@ -634,6 +634,46 @@ def test_options_reach_the_launch(monkeypatch):
     assert seen[0] is None and seen[1] is some
 
 
+@pytest.mark.parametrize("rows", [0, 5], ids=["no-rows", "rows"])
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "sink", "dropout"])
+def test_a_batch_without_sequences(name, rows, device):
+    """cu_seqlens of length 1: rows that belong to no sequence have out 0, log-sum-exp -inf and gradient 0."""
+    arguments, cu = options(device, 0)[name], torch.zeros(1, dtype=torch.int32, device=device)
+    inputs = leaves(device, (rows, HEADS, HEAD_DIM), *[(rows, HEADS_KV, HEAD_DIM)] * 2)
+    if "learnable_sink" in arguments:
+        inputs.append(arguments["learnable_sink"].requires_grad_())
+
+    def attend(q, k, v, *sink):
+        return flash_attn_varlen_func(
+            q, k, v, cu, cu, 0, 0, **with_sink(arguments, sink), return_attn_probs=True
+        )
+
+    out, lse, _ = attend(*inputs)
+    assert out.shape == inputs[0].shape and lse.shape == (HEADS, rows)
+    assert not out.any() and (lse == -math.inf).all()
+    for grad in torch.autograd.grad((out, lse), inputs, (torch.ones_like(out), torch.ones_like(lse))):
+        assert not grad.any()
+
+
+def test_a_launch_without_sequences_needs_no_kernel(monkeypatch):
+    """launch.forward and launch.backward themselves, with tensors on the CPU."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    for module in (ops.launch.fwd, ops.launch.bwd):
+        monkeypatch.setattr(
+            module, "empty", lambda shape, strides, dtype: torch.full(shape, math.nan, dtype=dtype)
+        )
+    monkeypatch.setattr(ops.launch.fwd, "sm_count", lambda device: 132)
+    cu, sink = torch.zeros(1, dtype=torch.int32), torch.ones(2)
+    q = torch.randn(5, 2, 64).to(BF16)
+    some = Options(cu_seqlens_q=cu, cu_seqlens_k=cu, sink=sink)
+    out, lse = ops.launch.forward(q, q, q, 1.0, False, False, options=some)
+    assert not out.any() and (lse == -math.inf).all()
+    grads = ops.launch.backward(
+        q, q, q, q, out, lse, 1.0, False, False, dlse=torch.ones_like(lse), options=some
+    )
+    assert [x.shape for x in grads] == [q.shape] * 3 + [sink.shape] and not any(x.any() for x in grads)
+
+
 @pytest.mark.gpu
 def test_a_graph_draws_dropout_anew_at_each_replay():
     q, k, v = leaves("cuda", *[(1, 200, 2, 64)] * 3)

@@ -16,6 +16,7 @@ from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.target import DTYPE_NAMES
 
 DTYPES = tuple(DTYPE_NAMES)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of the reference
 INT_TYPES = (int, torch.SymInt)
 NUMBER_TYPES = (int, float, torch.SymInt, torch.SymFloat)
 # Kernels multiply softmax_scale and softcap by log2(e) and by their lowest row max, -1e20, and divide one by the other. All of it stays
@@ -38,13 +39,22 @@ def expect_tensor(name: str, x: torch.Tensor) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
 
 
+def expect_dense(name: str, x: torch.Tensor) -> None:
+    if x.is_nested:
+        raise NotImplementedError(
+            f"{name}: expected one length per dimension, got a nested tensor; pass its values() and offsets() to flash_attn_varlen_func,"
+            " or call torch_backend.register() and scaled_dot_product_attention"
+        )
+
+
 def expect_operand(
     name: str, x: torch.Tensor, layout: str, ndim: int, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> None:
     """Expect a tensor of these dtypes and this rank whose last dimension is contiguous."""
     expect_tensor(name, x)
+    expect_dense(name, x)
     if x.dtype not in dtypes:
-        wanted = "bfloat16 or float16" if dtypes is DTYPES else f"the dtype of q, {dtypes[0]}"
+        wanted = "bfloat16 or float16" if len(dtypes) > 1 else f"the dtype of q, {dtypes[0]}"
         raise TypeError(f"{name}: expected {wanted}, got {x.dtype}; cast it with {name}.to({dtypes[0]})")
     if x.ndim != ndim:
         raise ValueError(f"{name}: expected {ndim} dimensions [{layout}], got shape {tuple(x.shape)}")
@@ -53,6 +63,10 @@ def expect_operand(
 
 def expect_contiguous_last(name: str, x: torch.Tensor) -> None:
     if x.stride(-1) != 1 and x.shape[-1] > 1:
+        if x.layout != torch.strided:
+            raise NotImplementedError(
+                f"{name}: expected a dense tensor, got {x.layout}; call {name}.to_dense()"
+            )
         raise ValueError(
             f"{name}: expected a contiguous last dimension, got strides {x.stride()}; call {name}.contiguous()"
         )
@@ -93,16 +107,15 @@ def expect_device(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
 def expect_heads_divide(names: str, heads: int, heads_kv: int) -> None:
     if heads and (not heads_kv or heads % heads_kv):
         raise ValueError(
-            f"{names}: expected a number of heads that divides the {heads} of q, got {heads_kv}; repeat heads of q, k or v"
+            f"{names}: expected a number of heads that divides the {heads} of q, got {heads_kv}; repeat heads"
         )
 
 
 def expect_head_dims(names_qk: str, name_v: str, head_dim: int, head_dim_v: int) -> None:
-    """Expect multiples of 8; the maximum is another check."""
-    if not head_dim or not head_dim_v or head_dim % 8 or head_dim_v % 8:
+    """Expect at least one column; the maximum is another check."""
+    if not head_dim or not head_dim_v:
         raise ValueError(
-            f"{names_qk}, {name_v}: expected head dims that are multiples of 8, got {head_dim} for {names_qk} and {head_dim_v} for"
-            f" {name_v}; pad the last dimension with zeros, pass softmax_scale explicitly and slice the output"
+            f"{names_qk}, {name_v}: expected head dims of at least 1, got {head_dim} for {names_qk} and {head_dim_v} for {name_v}"
         )
 
 
@@ -184,9 +197,29 @@ def check_fwd(
             f"k, v: expected the device of q, {q.device}, got {k.device} and {v.device}; move them to one device"
         )
 
+    _check_shapes(q, k, v, heads_axis, seqlen_axis, varlen)
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    # mha_fwd_interface, the heads-first function, has names of its own
+    scale_name, causal_name = ("sm_scale", "is_causal") if heads_first else ("softmax_scale", "causal")
+    if head_dim > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"q, k: expected a head_dim of at most {MAX_HEAD_DIM}, got {head_dim}, which is not supported"
+        )
+    if head_dim_v > head_dim:
+        raise NotImplementedError(
+            f"v: expected a head_dim of at most that of q and k, {head_dim}, got {head_dim_v}, which is not supported; pad q and k with"
+            f" zeros and pass {scale_name} explicitly"
+        )
+    expect_scale(scale_name, softmax_scale)
+    expect_bool(causal_name, causal)
+
+
+def _check_shapes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads_axis: int, seqlen_axis: int, varlen: bool
+) -> None:
+    """Check that the shapes of q, k and v belong together."""
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     heads_kv, seqlen_k = k_shape[heads_axis], k_shape[seqlen_axis]
-    head_dim, head_dim_v = q_shape[-1], v_shape[-1]
     if not varlen and not q_shape[0] == k_shape[0] == v_shape[0]:
         raise ValueError(
             f"k, v: expected the batch size of q, {q_shape[0]}, got {k_shape[0]} and {v_shape[0]}; expand or slice them"
@@ -197,23 +230,32 @@ def check_fwd(
             " pass one value per key"
         )
     expect_heads_divide("k, v", q_shape[heads_axis], heads_kv)
-    if k_shape[-1] != head_dim:
+    if k_shape[-1] != q_shape[-1]:
         raise ValueError(
-            f"k: expected the head_dim of q, {head_dim}, got {k_shape[-1]}; pad the smaller with zeros"
+            f"k: expected the head_dim of q, {q_shape[-1]}, got {k_shape[-1]}; pad the smaller with zeros"
         )
-    expect_head_dims("q, k", "v", head_dim, head_dim_v)
-    if head_dim > MAX_HEAD_DIM:
-        raise NotImplementedError(
-            f"q, k: expected a head_dim of at most {MAX_HEAD_DIM}, got {head_dim}, which is not supported"
-        )
-    if head_dim_v > head_dim:
-        raise NotImplementedError(
-            f"v: expected a head_dim of at most that of q and k, {head_dim}, got {head_dim_v}, which is not supported; pad q and k with"
-            " zeros and pass softmax_scale explicitly"
-        )
-    # mha_fwd_interface, the heads-first function, has other names for both
-    expect_scale("sm_scale" if heads_first else "softmax_scale", softmax_scale)
-    expect_bool("is_causal" if heads_first else "causal", causal)
+    expect_head_dims("q, k", "v", q_shape[-1], v_shape[-1])
+
+
+def check_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float | None, is_causal: bool
+) -> None:
+    """Check the arguments of the reference: any floating-point dtype, any strides, any head dims, [batch, heads, seqlen, head_dim]."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        expect_tensor(name, x)
+        expect_dense(name, x)
+        if x.dtype not in FLOATS:
+            raise TypeError(
+                f"{name}: expected a floating-point dtype, got {x.dtype}; cast it with {name}.float()"
+            )
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name}: expected 4 dimensions [batch, heads, seqlen, head_dim], got shape {tuple(x.shape)}"
+            )
+        expect_device(name, x, q)
+    _check_shapes(q, k, v, 1, 2, varlen=False)
+    expect_scale("sm_scale", sm_scale)
+    expect_bool("is_causal", is_causal)
 
 
 def check_bwd(
@@ -336,6 +378,7 @@ def check_num_splits(num_splits: int) -> None:
 def check_packed(name: str, x: torch.Tensor, layout: str, parts: int) -> None:
     """Check a tensor that packs `parts` tensors in its third-last dimension."""
     expect_tensor(name, x)
+    expect_dense(name, x)
     if x.ndim != len(layout.split(", ")) or x.shape[-3] != parts:
         raise ValueError(f"{name}: expected shape [{layout}], got {tuple(x.shape)}")
 
@@ -363,6 +406,11 @@ def check_states(
         if not isinstance(states, torch.Tensor):
             for i, x in enumerate(states):
                 expect_tensor(f"{name}[{i}]", x)
+                expect_dense(f"{name}[{i}]", x)
+            continue
+        expect_dense(name, states)
+        if not states.ndim:
+            raise ValueError(f"{name}: expected a stack of partial results, got {describe(states)}")
     if not len(outs) or len(outs) != len(lses):
         raise ValueError(
             f"outs, lses: expected non-empty lists of equal length, got {len(outs)} and {len(lses)}"
@@ -413,14 +461,6 @@ def check_device(q: torch.Tensor) -> None:
         )
     if fault := _gpu_fault(q.device):
         raise NotImplementedError(fault)
-
-
-def check_no_forward_ad() -> None:
-    """Raise NotImplementedError inside forward-mode automatic differentiation, whose tangents would be lost."""
-    if torch.autograd.forward_ad._current_level >= 0:
-        raise NotImplementedError(
-            "q, k, v: expected no forward-mode automatic differentiation, got an active dual level; use reverse mode"
-        )
 
 
 def check_config(problem: object, config: object, reason: str | None) -> None:

@@ -77,6 +77,13 @@ def check_cache(
         raise ValueError(f"k_cache: expected the head_dim of q, {head_dim}, got {k_cache.shape[3]}")
     expect_heads_divide("k_cache, v_cache", heads, heads_kv)
     expect_head_dims("q, k_cache", "v_cache", head_dim, head_dim_v)
+    if head_dim % ALIGNMENT or head_dim_v % ALIGNMENT:
+        wanted, wanted_v = (-(-n // ALIGNMENT) * ALIGNMENT for n in (head_dim, head_dim_v))
+        raise ValueError(
+            f"q, k_cache, v_cache: expected head dims that are multiples of {ALIGNMENT}, got {head_dim} for q, k_cache and {head_dim_v} for"
+            f" v_cache; a cache is never copied: allocate caches {wanted} and {wanted_v} wide, pad q, new k and new v with zeros to these"
+            f" widths, pass softmax_scale={head_dim} ** -0.5 and slice out[..., :{head_dim_v}]"
+        )
     if (head_dim, head_dim_v) == LATENT:
         if v_cache.stride() != k_cache.stride():
             raise NotImplementedError(_SEPARATE_LATENTS)

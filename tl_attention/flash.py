@@ -45,11 +45,21 @@ import torch
 from tl_attention import checks_lengths
 from tl_attention.checks import check_no_block_table, check_packed, expect_bool
 from tl_attention.checks_lengths import NAMES, Lengths, Names, checked_lengths
+from tl_attention.checks_torch import ARGUMENT_ERRORS, rename_arguments
 from tl_attention.ops import UserOptions, attention, attention_with_options
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 _QKV = Names("cu_seqlens", "max_seqlen", "seqused", "qkv")
 _KV = NAMES[1]._replace(tensor="kv")
+# Names of the arguments of packed forms in errors
+_QKV_NAMES = dict.fromkeys(("q", "k", "v"), "qkv")
+_KV_NAMES = dict.fromkeys(("k", "v"), "kv") | {"q": "q"}
+_VARLEN_QKV_NAMES = _QKV_NAMES | {
+    "cu_seqlens_q": "cu_seqlens",
+    "cu_seqlens_k": "cu_seqlens",
+    "max_seqlen_q": "max_seqlen",
+    "max_seqlen_k": "max_seqlen",
+}
 
 
 def _attend(
@@ -117,7 +127,7 @@ def flash_attn_func(
     """Exact attention in one pass: softmax(softmax_scale * q k^T + mask) v.
 
     Args:
-        q: [batch, seqlen_q, heads, head_dim], bfloat16 or float16; head_dim a multiple of 8, at most 256.
+        q: [batch, seqlen_q, heads, head_dim], bfloat16 or float16; head_dim at most 256. One that is no multiple of 8 is copied.
         k: [batch, seqlen_k, heads_kv, head_dim], heads a multiple of heads_kv.
         v: [batch, seqlen_k, heads_kv, head_dim_v], head_dim_v <= head_dim.
             Any strides with a contiguous last dimension; see mha_fwd_interface for what is copied.
@@ -151,7 +161,10 @@ def flash_attn_qkvpacked_func(
     """
     check_packed("qkv", qkv, "batch, seqlen, 3, heads, head_dim", 3)
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None
-    return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    try:
+        return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    except ARGUMENT_ERRORS as error:
+        raise rename_arguments(error, _QKV_NAMES) from None
 
 
 def flash_attn_kvpacked_func(
@@ -179,7 +192,10 @@ def flash_attn_kvpacked_func(
     """
     check_packed("kv", kv, "batch, seqlen_k, 2, heads_kv, head_dim", 2)
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None
-    return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    try:
+        return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    except ARGUMENT_ERRORS as error:
+        raise rename_arguments(error, _KV_NAMES) from None
 
 
 def flash_attn_varlen_func(
@@ -262,7 +278,10 @@ def flash_attn_varlen_qkvpacked_func(
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, None, None
     lengths = _lengths(qkv, qkv, lengths, check_lengths, (_QKV, _QKV))
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, lengths
-    return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    try:
+        return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    except ARGUMENT_ERRORS as error:
+        raise rename_arguments(error, _VARLEN_QKV_NAMES) from None
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -298,4 +317,7 @@ def flash_attn_varlen_kvpacked_func(
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None, None
     lengths = _lengths(q, kv, lengths, check_lengths, (NAMES[0], _KV))
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, lengths
-    return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    try:
+        return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
+    except ARGUMENT_ERRORS as error:
+        raise rename_arguments(error, _KV_NAMES) from None

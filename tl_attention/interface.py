@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from tl_attention import launch
-from tl_attention.checks import check_device, check_fwd, expect_bool
+from tl_attention.checks import FLOATS, check_device, check_fwd, check_reference, expect_bool, expect_like
 from tl_attention.ops import attention, attention_backward, scale_of
 from tl_attention.reference import attention_backward_reference, attention_reference
 
@@ -23,11 +23,12 @@ def mha_fwd_interface(
     """Exact attention in one pass: out = softmax(sm_scale * q k^T + mask) v, and the log-sum-exp of its rows in BASE 2.
 
     Args:
-        q: [batch, heads, seqlen_q, head_dim_qk], bfloat16 or float16; head_dim_qk a multiple of 8, at most 256.
+        q: [batch, heads, seqlen_q, head_dim_qk], bfloat16 or float16; head_dim_qk at most 256.
         k: [batch, heads_kv, seqlen_kv, head_dim_qk], heads a multiple of heads_kv.
         v: [batch, heads_kv, seqlen_kv, head_dim_v], head_dim_v <= head_dim_qk.
             Any strides with a contiguous last dimension: transposed views and slices of packed QKV are not copied. A tensor that TMA
-            cannot address is copied: one with a stride of 0, or with a stride or address that is no multiple of 16 bytes.
+            cannot address is copied: one with a stride of 0, with a stride or address that is no multiple of 16 bytes, or with a head
+            dim that is no multiple of 8.
         sm_scale: multiplies the scores; at most 2 ** 60 in magnitude, negative and 0 included; None: head_dim_qk ** -0.5. The kernel
             is exact while |score * sm_scale| stays below about 2 ** 30.
         is_causal: query i sees key j if j <= i + seqlen_kv - seqlen_q (bottom-right); False: every query sees every key.
@@ -72,6 +73,7 @@ def ref_mha_fwd_interface(
     Returns:
         out in fp32 (not rounded to the dtype of q), and lse in base 2, fp32; shapes and edge values as mha_fwd_interface.
     """
+    check_reference(q, k, v, sm_scale, is_causal)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out, lse = attention_reference(q, k, v, sm_scale, is_causal, lse_base2=True)
     return out.transpose(1, 2), lse
@@ -130,5 +132,7 @@ def ref_mha_bwd_interface(
     Returns:
         dq, dk, dv in fp32 (not rounded to the dtype of q); shapes and edge values as mha_bwd_interface.
     """
+    check_reference(q, k, v, sm_scale, is_causal)
+    expect_like("do", do, q, ((*q.shape[:3], v.shape[3]),), FLOATS)
     views = (x.transpose(1, 2) for x in (do, q, k, v))
     return tuple(x.transpose(1, 2) for x in attention_backward_reference(*views, sm_scale, is_causal))

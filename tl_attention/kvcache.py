@@ -7,7 +7,13 @@ from collections.abc import Sequence
 import torch
 
 from tl_attention import checks_lengths, launch
-from tl_attention.checks import check_device, check_options, check_window, expect_bool, expect_scale
+from tl_attention.checks import (
+    check_device,
+    check_options,
+    check_window,
+    expect_bool,
+    expect_scale,
+)
 from tl_attention.checks_kvcache import (
     cache_capacity,
     check_addresses,
@@ -21,6 +27,7 @@ from tl_attention.checks_kvcache import (
     check_workspace,
 )
 from tl_attention.checks_lengths import check_entries, check_positions, skips_check
+from tl_attention.checks_torch import check_no_forward_ad, refuse_vmap
 from tl_attention.ops import check_device_or_warn, is_traced, scale_of
 from tl_attention.options import UNLIMITED, Cache, Options, canonical_window
 from tl_attention.reference_kvcache import append_reference, kvcache_reference, rotary_reference
@@ -129,6 +136,8 @@ def flash_attn_with_kvcache(
         sink, workspace, None if type(cache_seqlens) is int else cache_seqlens,
     )  # fmt: skip
     traced = is_traced() or not {type(x) for x in tensors} <= _PLAIN_TYPES
+    if traced:
+        check_no_forward_ad("flash_attn_with_kvcache")
     handle = key = None
     switches = type(causal), type(rotary_interleaved), type(batch_invariant), type(num_splits)
     if not traced and switches == (bool, bool, bool, int):
@@ -252,7 +261,11 @@ def _look_up(tensors: Sequence[torch.Tensor | None], values: tuple) -> tuple[Cal
     try:
         key = (*[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors], *values)
         return _call_handles.get(key), key
-    except (AttributeError, TypeError):  # an argument that is no tensor, or a list
+    except (
+        AttributeError,
+        TypeError,
+        RuntimeError,
+    ):  # an argument that is no tensor, a list, a nested tensor
         return None, None
 
 
@@ -272,10 +285,10 @@ def _append(
         return launch.append_to_cache(q, k, v, cache, cos, sin, interleaved, queries_move)
     batch_idx, _, starts = check_entries(q, cache)
     if cos is not None:
-        first = torch.tensor(starts)[:, None]  # [batch, 1]
-        query = torch.arange(q.shape[1]) if queries_move else torch.zeros(q.shape[1], dtype=torch.int64)
-        q = rotary_reference(q, first + query, cos, sin, interleaved)
-        k = rotary_reference(k, first + torch.arange(k.shape[1]), cos, sin, interleaved)
+        first = torch.tensor(starts, dtype=torch.int64, device=q.device)[:, None]  # [batch, 1]
+        query, new = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
+        q = rotary_reference(q, first + (query if queries_move else 0 * query), cos, sin, interleaved)
+        k = rotary_reference(k, first + new, cos, sin, interleaved)
     where = {"batch_idx": batch_idx, "block_table": cache.block_table}
     append_reference(k, v, cache.k, cache.v, starts, **where)
     return q
@@ -424,6 +437,14 @@ def _(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments:
     batch, seqlen_q, heads, _ = q.shape
     out = q.new_empty(batch, seqlen_q, heads, v_cache.shape[3])
     return out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+
+
+def _refuse_vmap(*_: object) -> None:
+    refuse_vmap("flash_attn_with_kvcache")
+
+
+append_op.register_vmap(_refuse_vmap)
+decode_op.register_vmap(_refuse_vmap)
 
 
 def _append_by_op(

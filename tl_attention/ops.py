@@ -24,11 +24,22 @@ from tl_attention.checks import (
     check_device,
     check_fwd,
     check_lengths,
-    check_no_forward_ad,
     check_num_splits,
     check_options,
 )
-from tl_attention.options import NUMBERS, SCHEMA, SINK, Options, canonical_window, parse_options, rows_in_use
+from tl_attention.checks_torch import refuse_tangents
+from tl_attention.options import (
+    ARGUMENTS,
+    FIELDS,
+    NUMBERS,
+    PLAIN,
+    SINK,
+    Call,
+    Options,
+    canonical_window,
+    parse_arguments,
+    rows_in_use,
+)
 from tl_attention.reference import (
     attention_backward_reference,
     attention_reference,
@@ -36,41 +47,23 @@ from tl_attention.reference import (
     varlen_backward_reference,
     varlen_reference,
 )
+from tl_attention.transforms import define_op, register_autograd, register_vmap
 
 Outputs = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Gradients = tuple[torch.Tensor, ...]  # dq, dk, dv, and dsink where there is a sink
 
 
-class Call(NamedTuple):
-    """Arguments of both ops between their tensors and the options."""
-
-    softmax_scale: float
-    causal: bool
-    lse_base2: bool
-    heads_first: bool
-    deterministic: bool  # of the backward
+def _fake_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object) -> Outputs:
+    *batch, n1, n2, _ = q.shape
+    rows = (n1, n2) if Call(*arguments[:PLAIN]).heads_first else (n2, n1)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty((*batch, *rows), dtype=torch.float32)
 
 
-ARGUMENTS = (
-    f"float softmax_scale, bool causal, bool lse_base2, bool heads_first, bool deterministic, {SCHEMA}"
-)
-PLAIN = len(Call._fields)  # arguments before the options
-
-
-def _parse(arguments: Sequence) -> tuple[Call, Options | None]:
-    """Arguments of an op after its tensors. Options are None if all are off."""
-    return Call(*arguments[:PLAIN]), parse_options(*arguments[PLAIN:])
-
-
-@torch.library.custom_op(
-    "tl_attention::fwd",
-    mutates_args=(),
-    device_types=("cuda", "cpu"),
-    schema=f"(Tensor q, Tensor k, Tensor v, {ARGUMENTS}) -> (Tensor, Tensor)",
-)
+@define_op("fwd", f"(Tensor q, Tensor k, Tensor v, {ARGUMENTS}) -> (Tensor, Tensor)", _fake_forward)
 def fwd_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object) -> Outputs:
     """The forward: a launch, or the reference on CPU tensors."""
-    call, options = _parse(arguments)
+    call, options = parse_arguments(arguments)
     if q.device.type != "cpu":
         check_device(q)
         return _launch_forward(q, k, v, call, options)
@@ -80,20 +73,21 @@ def fwd_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object
     return out.contiguous(), lse
 
 
-@fwd_op.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object) -> Outputs:
-    *batch, n1, n2, _ = q.shape
-    rows = (n1, n2) if Call(*arguments[:PLAIN]).heads_first else (n2, n1)
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return out, q.new_empty((*batch, *rows), dtype=torch.float32)
+def _fake_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object
+) -> Gradients:
+    _, _, _, *arguments = others  # out, lse, dlse
+    _, options = parse_arguments(arguments)
+    sink = None if options is None else options.sink
+    dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+    return *(x.new_empty(x.shape) for x in (q, k, v)), dsink
 
 
-@torch.library.custom_op(
-    "tl_attention::bwd",
-    mutates_args=(),
-    device_types=("cuda", "cpu"),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse,"
-    f" {ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+@define_op(
+    "bwd",
+    f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {ARGUMENTS})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_backward,
 )
 def bwd_op(
     dout: torch.Tensor,
@@ -106,7 +100,7 @@ def bwd_op(
     *arguments: object,
 ) -> Gradients:
     """The backward: a launch, or the reference on CPU tensors. Without a sink its gradient is empty."""
-    call, options = _parse(arguments)
+    call, options = parse_arguments(arguments)
     if q.device.type != "cpu":
         check_device(q)
         grads = _launch_backward(dout, q, k, v, out, lse, dlse, call, options)
@@ -116,15 +110,6 @@ def bwd_op(
     grads = _reference(dense, varlen, tensors, call, options, dlse=dlse)
     dsink = q.new_empty(0) if len(grads) == 3 else grads[3].to(options.sink.dtype)
     return *(x.to(q.dtype).contiguous() for x in _transpose_if(call.heads_first, *grads[:3])), dsink
-
-
-@bwd_op.register_fake
-def _(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object) -> Gradients:
-    _, _, _, *arguments = others  # out, lse, dlse
-    _, options = _parse(arguments)
-    sink = None if options is None else options.sink
-    dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
-    return *(x.new_empty(x.shape) for x in (q, k, v)), dsink
 
 
 def _transpose_if(heads_first: bool, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -208,7 +193,7 @@ def _save(ctx: Any, inputs: Sequence, output: Outputs) -> None:
     ctx.set_materialize_grads(False)  # no zeros for an unused lse
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, by_op: bool = True) -> tuple:
     q, k, v, out, lse, *option_tensors = ctx.saved_tensors
     arguments = *ctx.arguments, *option_tensors
     rest = [None] * len(arguments)
@@ -217,10 +202,10 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
     if dout is None:
         dout = torch.zeros_like(out)
     tensors = dout, q, k, v, out, lse
-    if torch.is_grad_enabled() or is_traced() or not are_plain(*tensors) or not q.is_cuda:
+    if by_op or torch.is_grad_enabled() or is_traced() or not are_plain(*tensors) or not q.is_cuda:
         grads = bwd_op(*tensors, dlse, *arguments)
     else:
-        grads = _launch_backward(*tensors, dlse, *_parse(arguments))
+        grads = _launch_backward(*tensors, dlse, *parse_arguments(arguments))
     sink = PLAIN + SINK
     # The torch dispatcher leaves out trailing Nones
     if len(arguments) > sink and arguments[sink] is not None and ctx.needs_input_grad[3 + sink]:
@@ -235,8 +220,19 @@ def _no_double_backward(ctx: Any, *grads: torch.Tensor) -> None:
     )
 
 
-fwd_op.register_autograd(_backward, setup_context=_save)
-bwd_op.register_autograd(_no_double_backward)
+def _save_nothing(ctx: Any, inputs: Sequence, outputs: Gradients) -> None:
+    pass
+
+
+_OTHER_INPUTS = *Call._fields, *("learnable_sink" if name == "sink" else name for name in FIELDS)
+_no_tangents_forward = functools.partial(refuse_tangents, ("q", "k", "v", *_OTHER_INPUTS))
+_no_tangents_backward = functools.partial(
+    refuse_tangents, ("do", "q", "k", "v", "out", "lse", "dlse", *_OTHER_INPUTS)
+)
+register_autograd(fwd_op, _save, _backward, _no_tangents_forward)
+register_autograd(bwd_op, _save_nothing, _no_double_backward, _no_tangents_backward)
+register_vmap(fwd_op, "rrr", (("r", 0), ("l", 0)))
+register_vmap(bwd_op, "rrrrrll", (("r", 1), ("r", 2), ("r", 3), ("s", 1)))
 
 
 class _Attention(torch.autograd.Function):
@@ -253,7 +249,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
-        return *_backward(ctx, dout, dlse), None
+        return *_backward(ctx, dout, dlse, by_op=False), None
 
 
 # Skips Function.apply, which looks for transforms of torch.func: a traced call runs fwd_op instead
@@ -326,7 +322,6 @@ def attention(
     if plan is None:
         check_fwd(q, k, v, softmax_scale, causal, heads_first)
         check_deterministic(deterministic)
-        check_no_forward_ad()
         check_device_or_warn(q, traced)
 
     scale = scale_of(q, softmax_scale)
@@ -364,7 +359,6 @@ def attention_with_options(
     """(out, lse) of attention with options, from unchecked arguments; lse is natural, sequence dimensions come first."""
     check_fwd(q, k, v, softmax_scale, causal, heads_first=False, varlen=asked.lengths is not None)
     check_deterministic(deterministic)
-    check_no_forward_ad()
     causal, options = _checked_options(q, k, causal, asked)
     if options.is_off:
         return attention(q, k, v, softmax_scale, causal, False, False, deterministic)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -138,6 +138,25 @@ _COMPILED = tuple(
 )
 
 
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+
+
+class Call(NamedTuple):
+    """Arguments of the ops of forward and backward between their tensors and the options."""
+
+    softmax_scale: float
+    causal: bool
+    lse_base2: bool
+    heads_first: bool
+    deterministic: bool  # of the backward
+
+
+ARGUMENTS = (
+    f"float softmax_scale, bool causal, bool lse_base2, bool heads_first, bool deterministic, {SCHEMA}"
+)
+PLAIN = len(Call._fields)  # arguments before the options
+
+
 @dataclass(frozen=True, eq=False)
 class Cache:
     """Keys and values in a cache, and which of them each sequence has.
@@ -159,6 +178,11 @@ class Cache:
     batch_idx: torch.Tensor | None = None
     leftpad: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
+
+
+def parse_arguments(arguments: Sequence) -> tuple[Call, Options | None]:
+    """Arguments of an op after its tensors. Options are None if all are off."""
+    return Call(*arguments[:PLAIN]), parse_options(*arguments[PLAIN:])
 
 
 def parse_options(*arguments: object) -> Options | None:

@@ -41,10 +41,11 @@ def kvcache_reference(
     Rows outside leftpad to ends are not read.
     """
     batch, seqlen_q = q.shape[:2]
-    k, v, cu_seqlens_k = packed_cache(
-        k_cache, v_cache, ends, batch_idx=batch_idx, leftpad=leftpad, block_table=block_table
-    )
-    cu_seqlens_q = torch.arange(batch + 1) * seqlen_q
+    with torch.autocast(q.device.type, enabled=False):  # torch.cat would cast, or refuse the dtype
+        k, v, cu_seqlens_k = packed_cache(
+            k_cache, v_cache, ends, batch_idx=batch_idx, leftpad=leftpad, block_table=block_table
+        )
+    cu_seqlens_q = torch.arange(batch + 1, device="cpu") * seqlen_q
     out, lse = varlen_reference(
         q.flatten(0, 1), k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, **options
     )
@@ -76,7 +77,7 @@ def packed_cache(
         torch.cat(x) if x else cache[:0].flatten(0, 1)
         for x, cache in zip(parts, (k_cache, v_cache), strict=True)
     )
-    return k, v, torch.tensor([0, *itertools.accumulate(lengths)])
+    return k, v, torch.tensor([0, *itertools.accumulate(lengths)], device="cpu")
 
 
 def append_reference(

@@ -14,6 +14,7 @@ DLPACK_CUDA = 2  # device type
 DLPACK_CODES = {torch.float16: 2, torch.bfloat16: 4}  # element types
 HEADER_WORDS = 6  # 8-byte words of a DLTensor (DLPack 1), before the sizes and strides it points at
 TMA_ALIGNMENT = 16  # bytes, for addresses and strides
+COLUMN_STEP = 8  # columns of 2 bytes, TMA_ALIGNMENT in all
 _UNALIGNED_BITS = TMA_ALIGNMENT - 1
 
 
@@ -42,6 +43,22 @@ def tma_ready(x: torch.Tensor) -> torch.Tensor:
     if strides is None or x.data_ptr() % TMA_ALIGNMENT:
         return x.clone(memory_format=torch.contiguous_format)
     return x if strides == x.stride() else x.as_strided(x.shape, strides)
+
+
+def has_odd_columns(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """True if a head dim is no multiple of COLUMN_STEP, which TMA cannot address."""
+    return bool(q.shape[-1] % COLUMN_STEP or v.shape[-1] % COLUMN_STEP)
+
+
+def pad_columns(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Copies with zero columns up to the next multiple of COLUMN_STEP; a tensor that needs none is returned as it is."""
+    extra = [-x.shape[-1] % COLUMN_STEP for x in tensors]
+    return [torch.nn.functional.pad(x, (0, n)) if n else x for x, n in zip(tensors, extra, strict=True)]
+
+
+def cut_columns(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """The first columns of x, contiguous."""
+    return x[..., :columns].contiguous()
 
 
 class ArgumentViews:

@@ -8,7 +8,7 @@ import torch
 
 from tl_attention.checks import check_dropout_batch
 from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdSum, delta_width, table_kernels
-from tl_attention.launch.arrays import ArgumentViews
+from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns
 from tl_attention.launch.bwd_passes import BwdKernels, BwdSizes, KeyPass, QueryPass, Tables
 from tl_attention.launch.common import (
     LOG2E,
@@ -18,6 +18,7 @@ from tl_attention.launch.common import (
     dense,
     empty,
     find_config,
+    has_no_sequences,
     option_arguments,
     options_key,
     qkv_key,
@@ -254,11 +255,16 @@ def backward(
     plan = plan_cache.plans.get(key) if config is None else None
     if plan is not None:
         return plan(*tensors, softmax_scale, lse_base2, dlse, options)
+    if has_odd_columns(q, v):
+        padded = *pad_columns(dout, q, k, v, out), lse
+        grads = backward(*padded, softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options)
+        cut = (cut_columns(grad, x.shape[-1]) for grad, x in zip(grads[:3], (q, k, v), strict=True))
+        return *cut, *grads[3:]
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             return backward(*tensors, softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options)
     grads = tuple(empty(*dense(x.shape, x.dtype)) for x in (q, k, v))
-    if not q.numel() or not k.numel():
+    if not q.numel() or not k.numel() or has_no_sequences(options):
         return _backward_of_empty(q, lse, lse_base2, grads, dlse, options)
     if q.shape[0] <= MAX_BATCH or (options is not None and options.varlen):
         plan = BwdPlan(*tensors[:5], *grads, *layout, config, options)
@@ -278,7 +284,7 @@ def _backward_of_empty(
     dlse: torch.Tensor | None,
     options: Options | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients where there are no queries or no keys."""
+    """Gradients where there are no queries, no keys or no sequences."""
     zeros = tuple(x.zero_() for x in grads)
     if options is None or options.sink is None:
         return zeros

@@ -66,6 +66,11 @@ def options_key(options: Options | None) -> tuple:
     return *options.names, options.num_splits, window_keys(options)
 
 
+def has_no_sequences(options: Options | None) -> bool:
+    """True for packed sequences in a batch of 0."""
+    return options is not None and options.varlen and options.cu_seqlens_q.shape[0] == 1
+
+
 def window_keys(options: Options) -> int:
     """Keys in a window, rounded up to a power of two; above any length without a window."""
     return 1 << sum(options.bounds).bit_length()

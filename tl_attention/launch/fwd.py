@@ -9,7 +9,7 @@ import torch
 
 from tl_attention.kernel_configs import FwdCombine, FwdConfig, TileTable
 from tl_attention.launch import splits
-from tl_attention.launch.arrays import ArgumentViews
+from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns
 from tl_attention.launch.common import (
     LN2,
     MAX_GRID,
@@ -19,6 +19,7 @@ from tl_attention.launch.common import (
     dense,
     empty,
     find_config,
+    has_no_sequences,
     option_arguments,
     options_key,
     qkv_key,
@@ -193,7 +194,7 @@ def forward(
 
     Args:
         q, k, v: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed sequences
-            [total, heads, head_dim].
+            [total, heads, head_dim]. They are copied if a head dim is no multiple of 8.
         config: replaces the tuned row or default.
     Returns:
         out in the layout of q, contiguous; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Rows outside the used part of
@@ -206,6 +207,10 @@ def forward(
     plan = plan_cache.plans.get(key) if config is None else None
     if plan is not None:
         return plan(q, k, v, softmax_scale, lse_base2, options)
+    if has_odd_columns(q, v):
+        layout = softmax_scale, causal, lse_base2, heads_first, config, options
+        out, lse = forward(*pad_columns(q, k, v), *layout)
+        return cut_columns(out, v.shape[-1]), lse
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             return forward(q, k, v, softmax_scale, causal, lse_base2, heads_first, config, options)
@@ -214,9 +219,10 @@ def forward(
     lse = empty(*dense((*outer, n1, n2) if heads_first else (*outer, n2, n1)))
     if not out.numel():
         return out, lse
-    if not k.numel():
+    without_sequences = has_no_sequences(options)
+    if not k.numel() or without_sequences:
         lse.fill_(-math.inf)
-        if options is not None and options.sink is not None:
+        if options is not None and options.sink is not None and not without_sequences:
             lse.copy_((options.sink.float() / (LN2 if lse_base2 else 1.0))[:, None].expand_as(lse))
         return out.zero_(), lse
     plan = FwdPlan(q, k, v, out, causal, heads_first, config, options)

@@ -1,0 +1,206 @@
+"""Errors in the names of the function that was called, and inputs of unusual kinds: scalars, nested and sparse tensors, compiled calls."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.func import jvp
+
+from tl_attention import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+    merge_states,
+    mha_bwd_interface,
+    mha_fwd_interface,
+    ref_mha_bwd_interface,
+    ref_mha_fwd_interface,
+)
+from tl_attention.checks_torch import rename_arguments
+
+pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
+BF16 = torch.bfloat16
+
+
+def zeros(*shape, dtype=BF16):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def cu(*ends, dtype=torch.int32):
+    return torch.tensor(ends, dtype=dtype)
+
+
+Q, QKV, KV = zeros(2, 5, 4, 64), zeros(2, 5, 3, 4, 64), zeros(2, 5, 2, 4, 64)
+ROWS, ROWS_QKV, ROWS_KV = zeros(10, 4, 64), zeros(10, 3, 4, 64), zeros(10, 2, 4, 64)
+qkv, kv = flash_attn_qkvpacked_func, flash_attn_kvpacked_func
+varlen_qkv, varlen_kv = flash_attn_varlen_qkvpacked_func, flash_attn_varlen_kvpacked_func
+NAMES = {
+    "qkv-dtype": (lambda: qkv(QKV.float()), TypeError, r"^qkv: expected bfloat16 or float16.*cast it with qkv\.to\(torch\.bfloat16\)$"),
+    "qkv-strides": (lambda: qkv(zeros(2, 5, 3, 64, 4).mT), ValueError, r"^qkv: expected a contiguous last.*call qkv\.contiguous\(\)$"),
+    "qkv-wide": (lambda: qkv(zeros(2, 5, 3, 4, 264)), NotImplementedError, r"^qkv: expected a head_dim of at most 256, got 264"),
+    "qkv-empty": (lambda: qkv(zeros(2, 5, 3, 4, 0)), ValueError, r"^qkv: expected head dims of at least 1, got 0 for qkv"),
+    "qkv-slopes": (lambda: qkv(QKV, alibi_slopes=torch.ones(3)), ValueError, r"^alibi_slopes: expected shape \(4,\) or \(2, 4\), got"),
+    "qkv-sink": (
+        lambda: qkv(QKV, learnable_sink=torch.ones(4, device="meta")), ValueError, r"^learnable_sink: expected the device of qkv, cpu",
+    ),
+    "qkv-tangent": (lambda: jvp(qkv, (QKV,), (QKV,)), NotImplementedError, r"^qkv: expected a tensor without a tangent"),
+    "kv-dtype": (lambda: kv(Q, KV.float()), TypeError, r"^kv: expected bfloat16 or float16.*kv\.to"),
+    "kv-mixed": (lambda: kv(Q, KV.half()), TypeError, r"^kv: expected the dtype of q, torch\.bfloat16, got torch\.float16 and"),
+    "kv-device": (lambda: kv(Q, KV.to("meta")), ValueError, r"^kv: expected the device of q, cpu, got meta and meta"),
+    "kv-batch": (lambda: kv(Q, KV[:1]), ValueError, r"^kv: expected the batch size of q, 2, got 1 and 1"),
+    "kv-heads": (lambda: kv(Q, zeros(2, 5, 2, 3, 64)), ValueError, r"^kv: expected a number of heads that divides the 4 of q, got 3"),
+    "kv-head-dim": (lambda: kv(Q, KV[..., :32]), ValueError, r"^kv: expected the head_dim of q, 64, got 32"),
+    "kv-q": (lambda: kv(Q.float(), KV), TypeError, r"^q: expected bfloat16 or float16.*cast it with q\.to"),
+    "kv-wide": (lambda: kv(zeros(1, 5, 4, 264), zeros(1, 5, 2, 4, 264)), NotImplementedError, r"^q, kv: expected a head_dim of at most"),
+    "varlen-qkv-cu": (
+        lambda: varlen_qkv(ROWS_QKV, cu(0, 10, dtype=torch.int64), 10), TypeError,
+        r"^cu_seqlens: expected torch\.int32, got torch\.int64; cast it with cu_seqlens\.to\(torch\.int32\)$",
+    ),
+    "varlen-qkv-list": (lambda: varlen_qkv(ROWS_QKV, [0, 10], 10), TypeError, r"^cu_seqlens: expected a torch\.Tensor, got list$"),
+    "varlen-qkv-device": (lambda: varlen_qkv(ROWS_QKV, cu(0, 10).to("meta"), 10), ValueError, r"^cu_seqlens: expected the device of qkv"),
+    "varlen-qkv-max": (lambda: varlen_qkv(ROWS_QKV, cu(0, 10), -1), ValueError, r"^max_seqlen: expected the length of the longest"),
+    "varlen-qkv-dtype": (lambda: varlen_qkv(ROWS_QKV.float(), cu(0, 10), 10), TypeError, r"^qkv: expected bfloat16 or float16"),
+    "varlen-kv-cu": (lambda: varlen_kv(ROWS, ROWS_KV, cu(0, 10), [0], 10, 10), TypeError, r"^cu_seqlens_k: expected a torch\.Tensor"),
+    "varlen-kv-heads": (
+        lambda: varlen_kv(ROWS, zeros(10, 2, 3, 64), cu(0, 10), cu(0, 10), 10, 10), ValueError,
+        r"^kv: expected a number of heads that divides the 4 of q, got 3",
+    ),
+    "mha-scale": (lambda: mha_fwd_interface(Q, Q, Q, math.inf), ValueError, r"^sm_scale: "),
+    "mha-causal": (lambda: mha_fwd_interface(Q, Q, Q, None, 1), TypeError, r"^is_causal: "),
+    "mha-kernel": (lambda: mha_fwd_interface(Q, Q, Q, None, 1, True), TypeError, r"^is_causal: "),
+    "mha-v-wide": (lambda: mha_fwd_interface(Q[..., :32], Q[..., :32], Q), NotImplementedError, r"zeros and pass sm_scale explicitly"),
+    "flash-v-wide": (lambda: flash_attn_func(Q[..., :32], Q[..., :32], Q), NotImplementedError, r"zeros and pass softmax_scale"),
+    "mha-bwd-scale": (lambda: mha_bwd_interface(Q, Q, Q, Q, Q, Q, math.nan), ValueError, r"^sm_scale: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "text"), NAMES.values(), ids=NAMES)
+def test_errors_name_the_arguments_of_the_caller(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_errors_of_others_keep_their_words():
+    error = RuntimeError("k is not v")
+    assert rename_arguments(error, {"k": "kv", "v": "kv"}) is error
+    ours = ValueError("k, v: expected q.shape of k and v, got 1; pass x.k")
+    assert (
+        str(rename_arguments(ours, {"k": "kv", "v": "kv"})) == "kv: expected q.shape of kv, got 1; pass x.k"
+    )
+    entry = IndexError("cu_seqlens_q[3]: expected at least 5, got 4")
+    assert str(rename_arguments(entry, {"cu_seqlens_q": "cu"})) == "cu[3]: expected at least 5, got 4"
+
+
+REFERENCE_ERRORS = {
+    "3-d": ({"q": Q[0]}, ValueError, r"^q: expected 4 dimensions \[batch, heads, seqlen, head_dim\], got shape \(5, 4, 64\)"),
+    "0-d": ({"v": torch.tensor(1.0)}, ValueError, r"^v: expected 4 dimensions"),
+    "list": ({"k": [1.0]}, TypeError, r"^k: expected a torch\.Tensor, got list"),
+    "int": ({"q": Q.int()}, TypeError, r"^q: expected a floating-point dtype, got torch\.int32"),
+    "batch": ({"k": Q[:1]}, ValueError, r"^k, v: expected the batch size of q, 2, got 1 and 2"),
+    "heads": ({"k": zeros(2, 3, 4, 64), "v": zeros(2, 3, 4, 64)}, ValueError, r"^k, v: expected a number of heads that divides the 5"),
+    "head-dim": ({"k": Q[..., :32]}, ValueError, r"^k: expected the head_dim of q, 64, got 32"),
+    "rows": ({"v": Q[:, :, :3]}, ValueError, r"^v: expected the heads and seqlen of k, 5 and 4, got 5 and 3"),
+    "device": ({"v": Q.to("meta")}, ValueError, r"^v: expected the device of q, cpu, got meta"),
+    "scale": ({"sm_scale": math.nan}, ValueError, r"^sm_scale: expected a finite number"),
+    "causal": ({"is_causal": 1}, TypeError, r"^is_causal: expected a bool, got 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), REFERENCE_ERRORS.values(), ids=REFERENCE_ERRORS)
+def test_errors_of_the_references(changes, error, text):
+    arguments = {"q": Q, "k": Q, "v": Q} | changes
+    with pytest.raises(error, match=text):
+        ref_mha_fwd_interface(**arguments)
+    with pytest.raises(error, match=text):
+        ref_mha_bwd_interface(do=Q, **arguments)
+
+
+def test_errors_of_the_reference_name_do():
+    with pytest.raises(ValueError, match=r"^do: expected shape \(2, 5, 4, 64\), got \(2, 5, 4, 8\)"):
+        ref_mha_bwd_interface(Q[..., :8], Q, Q, Q)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float64])
+def test_references_take_any_floating_point_dtype(dtype):
+    q, k, v = (torch.randn(1, 2, 3, n).to(dtype) for n in (20, 20, 33))
+    out, lse = ref_mha_fwd_interface(q, k, v)
+    assert out.shape == (1, 2, 3, 33) and lse.shape == (1, 2, 3)
+    assert [x.shape for x in ref_mha_bwd_interface(out, q, k, v)] == [x.shape for x in (q, k, v)]
+
+
+SCALAR = torch.tensor(1.0, dtype=BF16)
+SCALARS = {
+    "flash": (lambda x: flash_attn_func(x, x, x), r"^q: expected 4 dimensions"),
+    "varlen": (
+        lambda x: flash_attn_varlen_func(x, x, x, cu(0, 1), cu(0, 1), 1, 1),
+        r"^q: expected 3 dimensions",
+    ),
+    "qkv": (lambda x: qkv(x), r"^qkv: expected shape \[batch, seqlen, 3, heads, head_dim\]"),
+    "mha": (lambda x: mha_fwd_interface(x, x, x), r"^q: expected 4 dimensions"),
+    "mha-bwd": (lambda x: mha_bwd_interface(x, x, x, x, x, x), r"^q: expected 4 dimensions"),
+    "kvcache": (lambda x: flash_attn_with_kvcache(x, x, x), r"^q: expected 4 dimensions"),
+    "merge": (lambda x: merge_states([x], [x]), r"^outs\[0\]: expected \[batch, seqlen, heads, head_dim\]"),
+    "merge-stacked": (lambda x: merge_states(x, x), r"^outs: expected a stack of partial results, got \(\)"),
+}
+
+
+@pytest.mark.parametrize(("call", "text"), SCALARS.values(), ids=SCALARS)
+def test_scalars_are_refused_by_name(call, text):
+    with pytest.raises(ValueError, match=text):
+        call(SCALAR)
+
+
+NESTED = {
+    "flash": (lambda x: flash_attn_func(x, x, x), "q"),
+    "flash-options": (lambda x: flash_attn_func(x, x, x, softcap=1.0), "q"),
+    "varlen": (lambda x: flash_attn_varlen_func(x, x, x, cu(0, 5, 8), cu(0, 5, 8), 5, 5), "q"),
+    "kv": (lambda x: kv(Q, x), "kv"),
+    "mha": (lambda x: mha_fwd_interface(x, x, x), "q"),
+    "reference": (lambda x: ref_mha_fwd_interface(x, x, x), "q"),
+    "kvcache": (lambda x: flash_attn_with_kvcache(Q, x, x), "k_cache"),
+    "merge": (lambda x: merge_states([x], [x]), r"outs\[0\]"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.parametrize(("call", "name"), NESTED.values(), ids=NESTED)
+def test_nested_tensors_are_refused_by_name(call, name, layout):
+    x = torch.nested.nested_tensor([Q[0], Q[0, :3]], layout=layout)
+    with pytest.raises(
+        NotImplementedError, match=rf"^{name}: expected .* got a nested tensor; pass its values\(\)"
+    ):
+        call(x)
+
+
+def test_sparse_tensors_are_refused_by_name():
+    with pytest.raises(
+        NotImplementedError, match=r"^q: expected a dense tensor, got torch\.sparse_coo; call q\.to_dense\(\)"
+    ):
+        flash_attn_func(Q.to_sparse(), Q, Q)
+
+
+COMPILED = {
+    "dtype": (
+        lambda x: flash_attn_func(x.float(), x, x),
+        r"q: expected bfloat16 or float16, got torch\.float32",
+    ),
+    "causal": (lambda x: flash_attn_func(x, x, x, causal=1), r"causal: expected a bool, got 1"),
+    "packed": (
+        lambda x: kv(x, torch.stack([x, x], 2).float()),
+        r"kv: expected bfloat16 or float16, got torch\.float32",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "text"), COMPILED.values(), ids=COMPILED)
+def test_compiled_calls_name_the_argument(call, text):
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=text):
+        torch.compile(call, fullgraph=True, backend="eager")(Q)

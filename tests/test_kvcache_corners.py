@@ -1,0 +1,62 @@
+"""flash_attn_with_kvcache at its edges: no sequences, another default device, compiled debug checks, scalars and nested tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tl_attention import flash_attn_with_kvcache
+
+pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
+def arguments(device, batch, rotary=True, pages=False):
+    """A call that appends 3 keys per sequence, of 2 queries."""
+    torch.manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, dtype=BF16, device=device)
+
+    shape = (4, 16, 2, 64) if pages else (max(batch, 1), 32, 2, 64)
+    some = {
+        "q": random(batch, 2, 4, 64), "k_cache": random(*shape), "v_cache": random(*shape),
+        "k": random(batch, 3, 2, 64), "v": random(batch, 3, 2, 64),
+        "cache_seqlens": torch.full((batch,), 7, dtype=torch.int32, device=device),
+        "return_softmax_lse": True,
+    }  # fmt: skip
+    if rotary:
+        some |= {"rotary_cos": random(32, 16), "rotary_sin": random(32, 16)}
+    if pages:
+        some["block_table"] = torch.arange(2 * batch, dtype=torch.int32, device=device).view(batch, 2)
+    return some
+
+
+@pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
+@pytest.mark.parametrize("rotary", [False, True], ids=["plain", "rotary"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_kvcache_without_sequences(pages, rotary, causal, device):
+    some = arguments(device, 0, rotary, pages)
+    before = some["k_cache"].clone(), some["v_cache"].clone()
+    out, lse = flash_attn_with_kvcache(**some, causal=causal)
+    assert out.shape == (0, 2, 4, 64) and lse.shape == (0, 4, 2)
+    assert torch.equal(some["k_cache"], before[0]) and torch.equal(some["v_cache"], before[1])
+
+
+@pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_kvcache_ignores_the_default_device(pages, causal, device):
+    wanted = flash_attn_with_kvcache(**arguments(device, 2, pages=pages), causal=causal)
+    some = arguments(device, 2, pages=pages)
+    torch.set_default_device("meta")
+    try:
+        results = flash_attn_with_kvcache(**some, causal=causal)
+    finally:
+        torch.set_default_device(None)
+    for x, y in zip(results, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=0.01, atol=0.01)

@@ -7,13 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tl_attention import checks_lengths, launch
-from tl_attention.checks import (
-    check_device,
-    check_options,
-    check_window,
-    expect_bool,
-    expect_scale,
-)
+from tl_attention.checks import check_device, check_options, check_window, expect_bool, expect_scale
 from tl_attention.checks_kvcache import (
     cache_capacity,
     check_addresses,
@@ -443,6 +437,7 @@ def _refuse_vmap(*_: object) -> None:
     refuse_vmap("flash_attn_with_kvcache")
 
 
+check_cache_op.register_vmap(_refuse_vmap)
 append_op.register_vmap(_refuse_vmap)
 decode_op.register_vmap(_refuse_vmap)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +28,7 @@ from tables import bullets, markdown_table
 
 from tl_attention.testing import timer
 from tl_attention.testing.inputs import make_dout, make_inputs
-from tl_attention.testing.shapes import Shape
+from tl_attention.testing.shapes import Shape, ShapeOptions
 
 SHAPE = Shape.parse("1,8,8,128,128,64,full")
 CACHE = Shape.parse("1,64,8,1,2048,128,full")
@@ -34,12 +36,30 @@ PAGED = Shape.parse("1,64,8,1,2048,128,full,page=64")
 ROUNDS = 7
 STORED = "host.json"
 FIRST_CALLS = 3
-FIRST = {  # (provider, passes argument of first_call.py) -> title
-    (OURS, "fwd"): "tl_attention, forward",
-    (OURS, "fwd_bwd"): "tl_attention, forward and backward",
-    ("fa2", "fwd"): "fa2 (torch sdpa), forward",
-    ("cudnn", "fwd"): "cudnn (torch sdpa), forward",
+FIRST_SHAPE = Shape.parse("1,16,16,4096,4096,128,causal")
+FIRST = {  # (provider, where its kernels are) -> title; empty: nowhere
+    (OURS, "empty"): "tl_attention, empty cache",
+    (OURS, "pack"): "tl_attention, empty cache, kernels in the pack",
+    (OURS, "disk"): "tl_attention, kernels on disk",
+    ("fa4", "empty"): "fa4, empty cache",
+    ("fa4", "disk"): "fa4, kernels on disk (by an option of it)",
+    ("fa2", "empty"): "fa2 (torch sdpa)",
+    ("cudnn", "empty"): "cudnn (torch sdpa)",
 }
+OLD_FIRST = {
+    "fwd": "forward",
+    "fwd_bwd": "forward and backward",
+}  # rows of results in which each process timed one sum
+CACHES = (  # variables with the folders of caches
+    "TL_ATTENTION_CACHE_DIR",
+    "TILELANG_CACHE_DIR",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+    "CUTE_DSL_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+    "XDG_CACHE_HOME",
+)
+TIMES = ("import", "forward", "backward", "total")
 FIRST_CALL_LIMIT = 300.0  # seconds per process
 MODES = {
     "forward": "forward, without gradients",
@@ -60,9 +80,10 @@ CALLS_TEXT = (
 )
 CACHES_TEXT = f"The same for the attention of one token to a KV cache, {CACHE}."
 FIRST_TEXT = (
-    f"Milliseconds of the first call of a new process on the same problem, with kernels on disk: medians of {FIRST_CALLS} processes. "
-    "The clock runs from initialized CUDA and allocated inputs to the end of a synchronization. `import` is the import of the library "
-    "after torch. Ours is flash_attn_func, the others are scaled_dot_product_attention."
+    "Milliseconds of the first forward of a new process and of the backward after it, on the problem {problem}, bf16: medians of "
+    f"{FIRST_CALLS} processes. The clock runs from initialized CUDA and allocated inputs; each part ends with a synchronization. "
+    "`import` is the import of the library after torch. With an empty cache a library compiles its kernels. Ours is flash_attn_func, "
+    "with TL_ATTENTION_PACK=0 unless the row names the pack; fa4 is flash_attn.cute; the others are scaled_dot_product_attention."
 )
 
 
@@ -190,47 +211,73 @@ def time_calls(
     return rows
 
 
-def first_call(provider: str, passes: str) -> dict[str, float]:
+def first_call(provider: str, kernels: str) -> dict[str, float]:
     """Milliseconds of first_call.py in a new process.
 
+    Args:
+        kernels: where the kernels are, as in FIRST.
     Raises:
-        RuntimeError: the process failed, with its last line.
+        RuntimeError: the process failed, with its last line; or the pack lacks a kernel.
     """
     script = Path(__file__).with_name("first_call.py")
-    command = [sys.executable, str(script), provider, passes, str(SHAPE)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=FIRST_CALL_LIMIT)
+    command = [sys.executable, str(script), provider, str(FIRST_SHAPE)]
+    environment = {name: text for name, text in os.environ.items() if name != "TL_ATTENTION_PACK"}
+    environment["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] = "1" if kernels == "disk" else "0"
+    if kernels != "pack":
+        environment["TL_ATTENTION_PACK"] = "0"
+    with tempfile.TemporaryDirectory() as folder:
+        if kernels != "disk":
+            environment |= {name: str(Path(folder, name)) for name in CACHES}
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=FIRST_CALL_LIMIT, env=environment
+        )
     if done.returncode:
         raise RuntimeError((done.stderr.strip() or "-").splitlines()[-1])
-    return json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    if kernels == "pack" and found["on_disk"]:
+        raise RuntimeError(f"expected kernels from the pack, got {found['on_disk']} that were built")
+    return found
 
 
 def time_first_calls() -> list[dict[str, object]]:
-    """One row per entry of FIRST: medians of milliseconds with and without the import, or a reason. Runs after time_calls."""
+    """One row per entry of FIRST: medians of milliseconds, or a reason. Runs after time_calls."""
     rows = []
-    for provider, passes in FIRST:
-        row = {"provider": provider, "passes": passes, "reason": None}
+    for provider, kernels in FIRST:
+        row = {"provider": provider, "kernels": kernels, "reason": None}
         try:
-            times = [first_call(provider, passes) for _ in range(FIRST_CALLS)]
-            row |= {
-                "import_ms": statistics.median(x["import"] for x in times),
-                "call_ms": statistics.median(x["call"] for x in times),
-                "total_ms": statistics.median(x["import"] + x["call"] for x in times),
-            }
+            if kernels == "disk":
+                first_call(provider, kernels)
+            found = [first_call(provider, kernels) for _ in range(FIRST_CALLS)]
+            for times in found:
+                times["total"] = times["import"] + times["forward"] + times["backward"]
+            row |= {f"{name}_ms": statistics.median(times[name] for times in found) for name in TIMES}
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             row["reason"] = timer.first_line(error)
         rows.append(row)
     return rows
 
 
+def first_title(row: dict) -> str:
+    if "passes" in row:
+        return f"{row['provider']}, kernels on disk, {OLD_FIRST[row['passes']]}"
+    return FIRST[row["provider"], row["kernels"]]
+
+
+def first_times(row: dict) -> dict:
+    """Milliseconds of a row by `{name of TIMES}_ms`."""
+    return row | {"forward_ms": row.get("call_ms")} if row.get("passes") == "fwd" else row
+
+
 def stored_page(folder: Path) -> str:
     """The tables of the host.json of a folder."""
     stored = json.loads((folder / STORED).read_text())
-    shown = tables(stored["calls"], stored.get("cache_calls", []), stored["first_calls"])
+    problem = Shape(**stored.get("first_shape", stored["shape"]) | {"options": ShapeOptions()})
+    shown = tables(stored["calls"], stored.get("cache_calls", []), stored["first_calls"], problem)
     return f"Commit {stored['environment']['commit']}.\n\n{shown}"
 
 
-def tables(called: list[dict], cached: list[dict], first: list[dict]) -> str:
-    """The tables, with the reasons of missing numbers."""
+def tables(called: list[dict], cached: list[dict], first: list[dict], problem: Shape) -> str:
+    """The tables, with the reasons of missing numbers; `problem` is that of the first calls."""
 
     def numbers(row: dict, keys: Iterable[str]) -> list[str]:
         return ["–" if row.get(key) is None else f"{row[key]:.1f}" for key in keys]
@@ -241,23 +288,22 @@ def tables(called: list[dict], cached: list[dict], first: list[dict]) -> str:
         return markdown_table(["microseconds", *(row["library"] for row in rows)], cells)
 
     by_process = [
-        [FIRST[row["provider"], row["passes"]], *numbers(row, ("import_ms", "call_ms", "total_ms"))]
-        for row in first
+        [first_title(row), *numbers(first_times(row), (f"{name}_ms" for name in TIMES))] for row in first
     ]
     reasons = [
         f"{row['library']}, {(MODES | CACHE_MODES)[mode]}: {why}"
         for row in called + cached
         for mode, why in row["reasons"].items()
     ]
-    reasons += [f"{FIRST[row['provider'], row['passes']]}: {row['reason']}" for row in first if row["reason"]]
+    reasons += [f"{first_title(row)}: {row['reason']}" for row in first if row["reason"]]
     parts = [
         bullets(f"{row['library']}: {row['version']}" for row in called),
         CALLS_TEXT,
         by_mode(called, MODES),
         CACHES_TEXT if cached else "",
         by_mode(cached, CACHE_MODES) if cached else "",
-        FIRST_TEXT,
-        markdown_table(["milliseconds", "import", "call", "both"], by_process),
+        FIRST_TEXT.format(problem=problem),
+        markdown_table(["milliseconds", "import", "forward", "backward", "all"], by_process),
         bullets(reasons),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -270,9 +316,10 @@ def run(console: Console, out: Path, environment: dict[str, str]) -> int:
     first = time_first_calls()
     out.mkdir(parents=True, exist_ok=True)
     stored = {"environment": environment, "shape": asdict(SHAPE), "calls": called, "first_calls": first}
-    stored |= {"cache": asdict(CACHE), "cache_calls": cached}
+    stored |= {"cache": asdict(CACHE), "cache_calls": cached, "first_shape": asdict(FIRST_SHAPE)}
     (out / STORED).write_text(json.dumps(stored, indent=1) + "\n")
-    console.print(tables(called, cached, first), markup=False, highlight=False)
+    console.print(tables(called, cached, first, FIRST_SHAPE), markup=False, highlight=False)
     console.print(f"Written: {out / STORED}")
-    failed = [row for row in called + cached if row["reasons"]] + [row for row in first if row["reason"]]
+    failed = [row for row in called + cached if row["reasons"]]
+    failed += [row for row in first if row["reason"] and row["kernels"] != "pack"]  # which may be absent
     return int(any(row["provider"] == OURS for row in failed))

@@ -1,24 +1,28 @@
-"""The benchmark without a Hopper GPU: a report on the shipped kernels and a check of the CPU path."""
+"""The benchmark without a Hopper GPU: speeds measured on one, a report on kernels compiled here, and a check of the CPU path."""
 
 from __future__ import annotations
 
 import math
 
+import performance
+import rows as row_files
+import tables
 import torch
 from rich.console import Console
 from rich.table import Table
-from tables import progress_bar
+from rows import unit
 
 from tl_attention import configs, cubin, toolkit
 from tl_attention.kernel_configs import FwdConfig, KernelConfig
-from tl_attention.problem import AttnProblem
+from tl_attention.problem import DECODE, DEFAULT_DTYPE, AttnProblem, decode_problem
+from tl_attention.target import DEFAULT_GPU
 from tl_attention.testing.counts import PEAK_TFLOPS, fwd_ceiling
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.shapes import Shape
 from tl_attention.tuning import autotune
-from tl_attention.tuning.results import REPORT_COLUMNS, report_cells
+from tl_attention.tuning.progress import track
+from tl_attention.tuning.results import REPORT_COLUMNS, Kernel, report_cells
 
-QUICK_CONFIGS = 4
 CEILING_SEQLEN = 8192
 GRAD_ATOL = 2**-6  # of the largest gradient: the bfloat16 of P and dS
 CPU_SHAPES = (
@@ -27,24 +31,65 @@ CPU_SHAPES = (
     "1,2,1,77,50,96,64,full",
     "1,1,1,9,5,192,128,causal",  # rows without a key
 )
+# The kernels that are compiled unless all are: (pass, head dim, causal), with the config of 4k keys on an H200
+TELLING = (("fwd", 128, True), ("fwd", 64, False), ("bwd", 128, True), (DECODE, 128, False))
+EXPECTED = {  # pass -> shapes whose stored speeds are shown
+    "fwd": ("paper-d64-causal-8k", "paper-d128-causal-8k", "paper-d128-full-8k", "paper-d256-full-8k"),
+    "bwd": ("paper-d64-causal-8k", "paper-d128-causal-8k", "paper-d128-full-8k"),
+    DECODE: ("decode-q1-h64-b32-8k", "decode-q1-h64-b1-128k"),
+}
 
 
-def run(console: Console, quick: bool) -> int:
-    """Report and check; quick: a few of the kernels. Returns 1 if the CPU path is wrong, else 0."""
+def run(console: Console, all_kernels: bool) -> int:
+    """Report and check; all_kernels: compile every shipped kernel. Returns 1 if the CPU path is wrong, else 0."""
     found = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
     console.print(
-        f"\nNo Hopper GPU here (found: {found}), so nothing is timed. Instead: a report of "
-        "the shipped kernels compiled for sm_90a, their upper bounds of speed, and a check of the CPU path.\n"
+        f"\nNo Hopper GPU here (found: {found}), so nothing is timed. Instead: the speeds that were measured on a Hopper, a report of "
+        "kernels compiled for sm_90a with their upper bounds of speed, and a check of the CPU path.\n"
     )
+    show_expected(console)
     try:
-        report_kernels(console, quick)
+        report_kernels(console, all_kernels)
     except KeyboardInterrupt:
         console.print("Interrupted: the other kernels are left out.\n")
     return check_cpu(console)
 
 
-def report_kernels(console: Console, quick: bool) -> None:
-    """Compile the shipped configs on all cores and print a line per kernel."""
+def show_expected(console: Console) -> None:
+    """Print stored speeds of each GPU with results, and their source."""
+    for folder in sorted(performance.RESULTS.iterdir()):
+        for direction, names in EXPECTED.items():
+            path = folder / row_files.file_name(direction)
+            if not path.exists():
+                continue
+            rows, header = row_files.read(path)
+            source = f"{path.relative_to(performance.ROOT)}, commit {header['commit']}"
+            title = f"{tables.TITLES[direction]} on {header['gpu']}, {unit(rows[0])}"
+            console.print(f"Measured: {title} ({source})", markup=False, highlight=False)
+            for group in row_files.by_problem(rows).values():
+                problem = list(group.values())
+                if problem[0]["shape"] in names:
+                    console.print(f"  {tables.line(problem)}", highlight=False)
+    page = performance.PAGE.relative_to(performance.ROOT)
+    console.print(f"All of it, and how it was measured: {page}\n", highlight=False)
+
+
+def telling_kernels() -> list[Kernel]:
+    """The main kernels of TELLING."""
+    found: list[Kernel] = []
+    for direction, head_dim, causal in TELLING:
+        if direction == DECODE:
+            problem = decode_problem(DEFAULT_DTYPE, head_dim, head_dim, ())
+            kernels = configs.decode_config(problem, 1).kernels(problem)
+        else:
+            problem = AttnProblem(DEFAULT_DTYPE, head_dim, head_dim, causal)
+            kernels = configs.pick_config(problem, "4k", DEFAULT_GPU, direction)[0].kernels(problem)
+        found += (kernel for kernel in kernels if cubin.uses_wgmma(kernel[1]))
+    return found
+
+
+def report_kernels(console: Console, all_kernels: bool) -> None:
+    """Compile kernels on all cores and print a line per kernel."""
     try:
         missing = None if (nvcc := toolkit.find_nvcc()) else toolkit.NO_NVCC
     except ImportError as error:
@@ -52,23 +97,21 @@ def report_kernels(console: Console, quick: bool) -> None:
     if missing:
         console.print(f"No kernel is compiled: {missing}\n", markup=False)
         return
-    pairs = configs.shipped_kernels()
-    if quick:
-        console.print(f"--quick: a few of the {len(pairs)} kernels")
-        pairs = pairs[:: len(pairs) // QUICK_CONFIGS + 1]
+    shipped = list(dict.fromkeys([*configs.shipped_kernels(), *configs.decode_kernels()]))
+    pairs = shipped if all_kernels else telling_kernels()
+    if not all_kernels:
+        console.print(f"{len(pairs)} of {len(shipped)} kernels; --all-kernels compiles the others, too")
 
     ceilings = ("exp after MMA", "exp under MMA")
     table = Table(
-        title=f"shipped kernels, {nvcc[0]} for sm_90a, and their ceilings in TFLOPS at S={CEILING_SEQLEN}"
+        title=f"kernels by {nvcc[0]} for sm_90a, and their ceilings in TFLOPS at S={CEILING_SEQLEN}"
     )
     for column in ("problem", "config", *REPORT_COLUMNS, *ceilings, "result"):
         table.add_column(column, justify="right" if column in ceilings else "left")
-    built = autotune.compile_all(pairs)
     results = {}
     try:
-        with progress_bar(console) as progress:
-            for problem, config, result in progress.track(built, len(pairs), description="compiling"):
-                results[problem, config] = result
+        for problem, config, result in track(autotune.compile_all(pairs), len(pairs), "compiling", console):
+            results[problem, config] = result
     finally:
         for pair in pairs:
             if pair in results:

@@ -10,7 +10,8 @@
     python benchmarks/run.py --host    host time of an eager call and of the first call of a process
 
 A run writes PASS.jsonl, or PASS_SET.jsonl, into the folder of --out, and a page with its tables and plots. docs/benchmarking.md
-has the method. Without a Hopper GPU it compiles the shipped kernels for sm_90a, reports on them, and checks the CPU path.
+has the method. Without a Hopper GPU it shows what a Hopper did, compiles a few kernels for sm_90a (--all-kernels: all), reports on
+them, and checks the CPU path.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import ahead
 import decode
 import fwd_bwd
 import host
@@ -78,7 +80,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--add", action="store_true", help="keep the stored rows; add problems and libraries to them")
     add("--peers", nargs="+", type=Path, default=(), help=peers.HELP)
     add("--host", action="store_true", help="time the host instead: eager calls, first calls; to host.json")
-    add("--quick", action="store_true", help="the 4k rows, fewer rounds; without a GPU, fewer kernels")
+    add("--quick", action="store_true", help="the 4k rows, fewer rounds")
+    add(
+        "--all-kernels",
+        action="store_true",
+        help="without a Hopper GPU: compile every shipped kernel, which takes a core an hour; default: a few",
+    )
     args = parser.parse_args(argv)
     decodes = args.direction == DECODE
     offered = providers.names(DECODE if decodes else "fwd")
@@ -130,12 +137,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.host:
         console.print("--host: expected a Hopper GPU, found none: what the host does is to launch on it")
         return 2
-    return no_gpu.run(console, args.quick)
+    return no_gpu.run(console, args.all_kernels)
 
 
 def benchmark(args: argparse.Namespace, console: Console, facts: dict[str, str]) -> int:
     """Run all shapes. The rows measured so far are written and shown, however the run ends."""
     args.out.mkdir(parents=True, exist_ok=True)
+    dtype = str(DTYPES[args.dtype]).removeprefix("torch.")
+    ahead.build(console, args.shapes.values(), args.direction, dtype, args.providers)
     with console.status("measuring cuBLAS and copy rates"):
         cublas, copy = timer.measure_cublas_tflops(), timer.measure_copy_bandwidth()
     measured = {

@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tl_attention import configs, cubin
+from tl_attention import configs, cubin, sandbox
 from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdPass, BwdSum, Config, FwdConfig, KernelConfig
 from tl_attention.problem import BUCKETS, DIRECTIONS, AttnProblem, buckets
 from tl_attention.reference import attention_backward_reference, attention_reference
+from tl_attention.sandbox import Failure, Sandbox, Sandboxes, time_left
 from tl_attention.testing.inputs import make_inputs
 from tl_attention.testing.shapes import Shape
 from tl_attention.testing.timer import Timing
-from tl_attention.tuning import autotune, sandbox, steps
-from tl_attention.tuning.sandbox import Failure, Sandbox, Sandboxes, time_left
+from tl_attention.tuning import autotune, progress, steps
 from tl_attention.tuning.steps import Row, Steps
 
 # Subprocesses import this file; with its imports preloaded they start at once
@@ -81,6 +81,20 @@ def test_sandboxes_map_yields_results_and_failures():
         assert results["fine"] == "fine"
         assert isinstance(results["raise"], Failure) and isinstance(results["exit"], Failure)
         assert list(sandboxes.map(misbehave, calls, 10, begin_by=time.monotonic() - 1)) == []
+
+
+def test_progress_is_in_lines_where_there_is_no_terminal(monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    text = io.StringIO()
+    assert list(progress.track(iter("abc"), 3, "compile", Console(file=text))) == ["a", "b", "c"]
+    lines = text.getvalue().splitlines()
+    assert lines == ["compile: 0/3", "compile: 1/3, 0 s", "compile: 2/3, 0 s", "compile: 3/3, 0 s"]
+
+
+def test_progress_is_a_bar_on_a_terminal():
+    console = Console(file=io.StringIO(), force_terminal=True)
+    assert list(progress.track(iter("abc"), 3, "compile", console)) == ["a", "b", "c"]
+    assert "compile: 0/3" not in console.file.getvalue()
 
 
 def test_time_left_is_bounded_by_the_deadline():

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tl_attention import building, configs
+from tl_attention.kernel_configs import BwdPass
 from tl_attention.testing import counts, environment, timer
 from tl_attention.testing.shapes import DIRECTIONS, Shape
 from tl_attention.testing.timer import Eager, Timing
@@ -22,6 +24,7 @@ from tl_attention.tuning import autotune
 pytest.importorskip("rich", reason="the benchmark needs rich")
 pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import ahead
 import fwd_bwd
 import host
 import library
@@ -98,6 +101,8 @@ def gpu_stub(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(run, "is_hopper", lambda device: True)
+    monkeypatch.setattr(ahead, "kernels_of_rows", lambda shapes, direction, dtype: [direction, dtype])
+    monkeypatch.setattr(building, "build_all", lambda kernels, say: say(f"to build: {kernels}"))
     monkeypatch.setattr(
         environment, "facts", lambda command: {"gpu": "H200", "commit": "c", "command": command}
     )
@@ -137,7 +142,8 @@ def test_bench_run_gates_speeds_and_writes_all(
     assert "WRONG" in (tmp_path / "performance.md").read_text()
     _, header = row_files.read(tmp_path / f"{direction}.jsonl")
     assert header["environment"]["copy"] == "4000 GB/s, ridge point 175 FLOP/B"
-    assert "2.00x" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "2.00x" in out and f"to build: ['{direction}', 'bfloat16']" in out
 
 
 @pytest.mark.usefixtures("gpu_stub")
@@ -347,12 +353,42 @@ def test_bench_without_gpu_reports_kernels_and_checks_cpu(
 
     monkeypatch.setattr(autotune, "compile_all", refuse)
     monkeypatch.setattr("tl_attention.toolkit.find_nvcc", lambda: (Path("nvcc"), "PATH"))
-    assert run.main(["--quick"]) == 0
+    assert run.main([]) == 0
     text = capsys.readouterr().out
     assert "No Hopper GPU" in text
+    assert (
+        "Measured: forward on NVIDIA H200, TFLOPS (benchmarks/results/nvidia_h200/fwd.jsonl, commit" in text
+    )
+    assert "B2 H16 S8192 d128 causal: tl_attention " in text
+    assert "compiling: 4/4, " in text, "progress on a pipe"
     assert "CTAs/SM" in text
     assert "RuntimeError: nvcc refuses" in text
     assert text.count("as scaled_dot_product_attention") == len(no_gpu.CPU_SHAPES)
+
+
+@pytest.mark.usefixtures("no_hopper")
+@pytest.mark.filterwarnings("ignore:tl_attention")
+def test_bench_without_gpu_compiles_all_kernels_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(autotune, "compile_all", lambda pairs: asked.extend(pairs) or ())
+    monkeypatch.setattr("tl_attention.toolkit.find_nvcc", lambda: (Path("nvcc"), "PATH"))
+    assert run.main(["--all-kernels"]) == 0
+    assert {*configs.shipped_kernels(), *configs.decode_kernels()} == {*asked}
+    assert {*no_gpu.telling_kernels()} < {*asked}
+
+
+def test_bench_builds_the_kernels_of_all_rows_ahead() -> None:
+    shapes = [Shape.parse(text) for text in ("4,16,16,4096,4096,128,causal", "1,8,8,64,64,64,full,sink")]
+    kernels = ahead.kernels_of_rows(shapes, "bwd_det", "bfloat16")
+    assert len(set(kernels)) == len(kernels)
+    passes = {(problem.width, problem.options, type(config).__name__) for problem, config in kernels}
+    assert {("d128", (), "FwdConfig"), ("d128", (), "BwdPass"), ("d64", ("sink",), "FwdConfig")} <= passes
+    assert ("d64", (), "FwdConfig") in passes, "rows with options have a plain twin"
+    assert not any(config.adds_dq for _, config in kernels if isinstance(config, BwdPass))
+    paged = Shape.parse("8,64,8,4,8192,128,causal,page=16,ragged")
+    kernels = ahead.kernels_of_rows([paged], "decode", "bfloat16")
+    assert kernels[0][1].page_rows == 16 and len(kernels) == 3, "decode, combine, append"
+    assert ahead.kernels_of_rows([Shape.parse("1,1,1,9,9,512,full")], "fwd", "bfloat16") == []
 
 
 @pytest.mark.usefixtures("no_hopper")
@@ -379,11 +415,17 @@ def test_bench_cpu_check_sees_a_wrong_result(name: str, monkeypatch: pytest.Monk
     assert no_gpu.check_cpu(Console(quiet=True)) == 1
 
 
-def fake_process(command: list[str], **_: object) -> subprocess.CompletedProcess:
-    """A process with the output of first_call.py; that of cudnn fails."""
+def fake_process(command: list[str], env: dict[str, str], **_: object) -> subprocess.CompletedProcess:
+    """A process with the output of first_call.py; that of cudnn fails, and there is no pack."""
+    assert command[1].endswith("first_call.py") and Shape.parse(command[3]) == host.FIRST_SHAPE
     if "cudnn" in command:
         return subprocess.CompletedProcess(command, 1, "", "Traceback\nRuntimeError: no engine")
-    return subprocess.CompletedProcess(command, 0, 'a warning\n{"import": 20.0, "call": 5.5}\n', "")
+    assert "tl_attention" not in command or env.get("TL_ATTENTION_PACK") in (None, "0")
+    empty = env.get("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED") == "0"
+    assert not empty or all(not Path(env[name]).exists() for name in host.CACHES)
+    forward = 9000.0 if empty else 5.5
+    found = {"import": 20.0, "forward": forward, "backward": 2.0, "on_disk": 5}
+    return subprocess.CompletedProcess(command, 0, f"a warning\n{json.dumps(found)}\n", "")
 
 
 @pytest.mark.usefixtures("gpu_stub")
@@ -405,12 +447,15 @@ def test_bench_host_times_calls_and_first_calls(
     assert all(peer["reasons"]["backward"] for peer in peers)
     (cached,) = stored["cache_calls"]
     assert [cached[mode] for mode in host.CACHE_MODES] == [5.0] * 3 and not cached["reasons"]
-    assert [row.get("total_ms") for row in stored["first_calls"]] == [25.5, 25.5, 25.5, None]
+    totals = [row.get("total_ms") for row in stored["first_calls"]]
+    assert totals == [9022.0, None, 27.5, 9022.0, 27.5, 9022.0, None]
     text = host.stored_page(tmp_path)
     assert "| backward only | 5.0 | – | – |" in text
     assert "| lengths in a tensor, pages of 64 keys | 5.0 |" in text
-    assert "| tl_attention, forward and backward | 20.0 | 5.5 | 25.5 |" in text
-    assert "cudnn (torch sdpa), forward: RuntimeError: RuntimeError: no engine" in text
+    assert "| tl_attention, kernels on disk | 20.0 | 5.5 | 2.0 | 27.5 |" in text
+    assert "| tl_attention, empty cache | 20.0 | 9000.0 | 2.0 | 9022.0 |" in text
+    assert "kernels in the pack: RuntimeError: expected kernels from the pack, got 5 that were built" in text
+    assert "cudnn (torch sdpa): RuntimeError: RuntimeError: no engine" in text
     assert "forward under autograd" in capsys.readouterr().out
 
 

@@ -17,7 +17,7 @@ from tl_attention import building, flash_attn_func, launch
 from tl_attention.configs import candidates, pick_config
 from tl_attention.configs import problems as problems_of
 from tl_attention.launch.common import PlanCache
-from tl_attention.problem import AttnProblem, buckets, length_bucket
+from tl_attention.problem import AttnProblem, length_bucket
 from tl_attention.target import sm_count
 from tl_attention.testing.inputs import (
     LAYOUTS,
@@ -180,26 +180,21 @@ def test_bwd_matches_reference_on_random_problems(shape, **options):
 @pytest.mark.gpu
 @both_modes
 @both_masks
-def test_bwd_compiles_for_its_first_problem_only(causal, deterministic, monkeypatch):
-    """Many lengths, batches, heads, scales and layouts follow in shuffled order, each right and without a compilation."""
+def test_bwd_compiles_once_per_length_class(causal, deterministic, monkeypatch):
+    """Many lengths, batches, heads, scales and layouts in shuffled order. Each is right and has the kernels of its class alone."""
     monkeypatch.setattr(building, "_compiled", {})
     for module in (launch.fwd, launch.bwd):
         monkeypatch.setattr(module, "_kernels", {})
         monkeypatch.setattr(module, "plan_cache", PlanCache())
-    run(Shape(1, 1, 1, 77, 77, 128, 128, causal), deterministic=deterministic)
-    gpu, kernels = torch.cuda.get_device_name(), set()
-    for direction in ("fwd", "bwd_det" if deterministic else "bwd"):
-        problem = AttnProblem.of("bfloat16", 128, 128, causal, direction)
-        for bucket in buckets(direction):
-            kernels |= {*pick_config(problem, bucket, gpu, direction)[0].kernels(problem)}
-    assert building.compile_count() == len(kernels)
+    gpu, sms, kernels = torch.cuda.get_device_name(), sm_count(torch.cuda.current_device()), set()
     lengths = [*range(1, 400, 11), *range(1000, 3200, 150), 9000, 9001, 12345]
     random.Random(0).shuffle(lengths)
     for i, seqlen_k in enumerate(lengths):
         seqlen_q = lengths[-i] if seqlen_k < 4000 else 100
         width = 128 - 8 * (i % 3)
+        shape = Shape(1 + i % 3, 4, 1 + i % 2, seqlen_q, seqlen_k, width, width, causal)
         run(
-            Shape(1 + i % 3, 4, 1 + i % 2, seqlen_q, seqlen_k, width, width, causal),
+            shape,
             layout=LAYOUTS[i % 3],
             scale=0.1 + i / 1000,
             lse_base2=bool(i % 2),
@@ -207,7 +202,12 @@ def test_bwd_compiles_for_its_first_problem_only(causal, deterministic, monkeypa
             deterministic=deterministic,
             seed=i,
         )
-    assert building.compile_count() == len(kernels)
+        fwd_bucket = launch.fwd_bucket(shape.batch, shape.heads_q, seqlen_q, seqlen_k, sms)
+        direction = "bwd_det" if deterministic else "bwd"
+        for name, bucket in (("fwd", fwd_bucket), (direction, length_bucket(seqlen_k))):
+            problem = AttnProblem.of("bfloat16", 128, 128, causal, name)
+            kernels |= {*pick_config(problem, bucket, gpu, name)[0].kernels(problem)}
+        assert building.compile_count() == len(kernels)
 
 
 @pytest.mark.gpu

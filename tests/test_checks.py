@@ -60,6 +60,14 @@ ERRORS = {
     "scale-nan": (qkv, {"sm_scale": math.nan}, ValueError, r"sm_scale: expected a finite number"),
     "causal-is-no-bool": (qkv, {"is_causal": torch.tensor(True)}, TypeError, r"is_causal: expected a bool, got"),
     "scale-text": (qkv, {"sm_scale": "1"}, ValueError, r"sm_scale: expected a finite number, or None.*got '1'"),
+    "scale-minus-inf": (qkv, {"sm_scale": -math.inf}, ValueError, r"sm_scale: expected a finite number, or None.*got -inf"),
+    "scale-inf-in-fp32": (qkv, {"sm_scale": 1e39}, ValueError, r"sm_scale: expected at most 2 \*\* 60 in magnitude.*got 1e\+39"),
+    "scale-near-fp32-max": (qkv, {"sm_scale": -3e38}, ValueError, r"sm_scale: expected at most 2 \*\* 60 in magnitude.*got -3e\+38"),
+    "scale-int-of-401-digits": (qkv, {"sm_scale": 10**400}, ValueError, r"sm_scale: expected at most 2 \*\* 60.*got an int of 1329 bits"),
+    "scale-int-without-repr": (qkv, {"sm_scale": -(10**5000)}, ValueError, r"sm_scale: expected at most 2 \*\* 60.*an int of \d+ bits"),
+    "scale-bool": (qkv, {"sm_scale": True}, ValueError, r"sm_scale: expected a finite number, or None.*got True"),
+    "scale-0-d": (qkv, {"sm_scale": torch.tensor(0.5)}, ValueError, r"sm_scale: .*got \(\) torch\.float32 on cpu; pass float\(sm_scale\)"),
+    "return-kernel-is-no-bool": (qkv, {"return_kernel": 1}, TypeError, r"return_kernel: expected a bool, got 1"),
 }  # fmt: skip
 
 
@@ -111,9 +119,9 @@ OPTION_ERRORS = {
     "window-float": ({"window_size": (1.5, 0)}, TypeError, r"window_size: expected ints, with -1 or None for no limit, got 1\.5"),
     "window-bool": ({"window_size": (True, 0)}, TypeError, r"window_size: expected ints, with -1 or None for no limit, got True"),
     "window-negative": ({"window_size": (-2, 0)}, ValueError, r"window_size: expected bounds of at least 0.*got \(-2, 0\)"),
-    "softcap-negative": ({"softcap": -1.0}, ValueError, r"softcap: expected a finite number of at least 0.*got -1\.0"),
-    "softcap-inf": ({"softcap": math.inf}, ValueError, r"softcap: expected a finite number"),
-    "softcap-tensor": ({"softcap": torch.ones(2)}, ValueError, r"softcap: expected a finite number.*got \(2,\) torch\.float32 on cpu"),
+    "softcap-negative": ({"softcap": -1.0}, ValueError, r"softcap: expected 0 for no cap.*got -1\.0"),
+    "softcap-inf": ({"softcap": math.inf}, ValueError, r"softcap: expected 0 for no cap.*got inf"),
+    "softcap-tensor": ({"softcap": torch.ones(2)}, ValueError, r"softcap: expected 0 for no cap.*got \(2,\) torch\.float32 on cpu"),
     "dropout-1": ({"dropout_p": 1.0}, ValueError, r"dropout_p: expected a number from 0 to 255/256.*got 1\.0"),
     "dropout-nearly-1": ({"dropout_p": 0.999}, ValueError, r"dropout_p: expected a number from 0 to 255/256"),
     "dropout-nan": ({"dropout_p": math.nan}, ValueError, r"dropout_p: expected a number"),
@@ -126,10 +134,21 @@ OPTION_ERRORS = {
     "slopes-device": ({"alibi_slopes": torch.ones(4, device="meta")}, ValueError, r"alibi_slopes: expected the device of q, cpu, got"),
     "slopes-grad": ({"alibi_slopes": torch.ones(4).requires_grad_()}, NotImplementedError, r"alibi_slopes: expected a tensor.*detach\(\)"),
     "sink-shape": ({"learnable_sink": torch.ones(1, 4)}, ValueError, r"learnable_sink: expected shape \(4,\), got \(1, 4\)"),
-    "sink-dtype": ({"learnable_sink": torch.ones(4).half()}, TypeError, r"learnable_sink: expected torch\.float32 or torch\.bfloat16"),
+    "sink-dtype": ({"learnable_sink": torch.ones(4).int()}, TypeError, r"learnable_sink: expected torch\.float32 or torch\.bfloat16"),
     "causal-is-no-bool": ({"causal": 1, "softcap": 1.0}, TypeError, r"causal: expected a bool, got 1"),
     "deterministic-is-no-bool": ({"deterministic": 1, "softcap": 1.0}, TypeError, r"deterministic: expected a bool, got 1"),
     "scale-nan": ({"softmax_scale": math.nan, "softcap": 1.0}, ValueError, r"softmax_scale: expected a finite number"),
+    "scale-inf-in-fp32": ({"softmax_scale": 1e39}, ValueError, r"softmax_scale: expected at most 2 \*\* 60 in magnitude.*got 1e\+39"),
+    "scale-bool": ({"softmax_scale": False}, ValueError, r"softmax_scale: expected a finite number, or None.*got False"),
+    "softcap-bool": ({"softcap": True}, ValueError, r"softcap: expected 0 for no cap.*got True"),
+    "softcap-inf-in-fp32": ({"softcap": 1e39}, ValueError, r"softcap: .*2 \*\* -60 to 2 \*\* 60, got 1e\+39"),
+    "softcap-0-in-fp32": ({"softcap": 1e-46}, ValueError, r"softcap: expected 0 for no cap, or a number from 2 \*\* -60.*got 1e-46"),
+    "softcap-int-of-401-digits": ({"softcap": 10**400}, ValueError, r"softcap: expected 0 for no cap.*got an int of 1329 bits"),
+    "probs-is-no-bool": ({"return_attn_probs": 1}, TypeError, r"return_attn_probs: expected a bool, got 1"),
+    "window-tensor": ({"window_size": torch.tensor([3, 0])}, TypeError, r"window_size: .*got \(2,\) torch\.int64.*\.tolist\(\)"),
+    "window-of-tensors": ({"window_size": [torch.tensor(3), 0]}, TypeError, r"window_size: expected ints.*got \(\) .*; pass int"),
+    "window-negative-list": ({"window_size": [-3, 5]}, ValueError, r"window_size: .*got \[-3, 5\]; .*does not shift a window"),
+    "sink-fp64": ({"learnable_sink": torch.ones(4).double()}, TypeError, r"learnable_sink: expected torch\.float32 or .*float64"),
     "splits-bool": ({"num_splits": True}, TypeError, r"num_splits: expected an int, with 0 for an automatic choice, got True"),
     "splits-negative": ({"num_splits": -1}, ValueError, r"num_splits: expected at least 0, with 0 for an automatic.*got -1"),
 }  # fmt: skip
@@ -139,6 +158,69 @@ OPTION_ERRORS = {
 def test_option_errors(options, error, text):
     with pytest.raises(error, match=text):
         flash_attn_func(*(x.transpose(1, 2) for x in qkv()), **options)
+
+
+@pytest.mark.filterwarnings("ignore:tl_attention")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("of_sink", [torch.float32, torch.bfloat16, torch.float16])
+def test_sink_of_any_dtype_beside_q(dtype, of_sink, device):
+    """Results are those of the sink in fp32; its gradient has its dtype."""
+    q, k, v = (x.transpose(1, 2).to(device) for x in qkv(dtype=dtype))
+    sink = torch.randn(4).to(of_sink).to(device).requires_grad_()
+    exact = sink.detach().float().requires_grad_()
+    outs = []
+    for x in (sink, exact):
+        out, lse, _ = flash_attn_func(q, k, v, learnable_sink=x, return_attn_probs=True)
+        (out.sum() + lse.sum()).backward()
+        outs += [out, lse]
+    assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[3])
+    assert sink.grad.dtype == of_sink
+    torch.testing.assert_close(sink.grad, exact.grad.to(of_sink))
+
+
+@pytest.mark.filterwarnings("ignore:tl_attention")
+def test_window_may_be_a_list():
+    q, k, v = (x.transpose(1, 2) for x in qkv())
+    for window in ((2, 1), (-1, None), (None, 0)):
+        assert torch.equal(
+            flash_attn_func(q, k, v, window_size=list(window)), flash_attn_func(q, k, v, window_size=window)
+        )
+
+
+@pytest.mark.filterwarnings("ignore:tl_attention")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_largest_numbers_give_finite_results(device):
+    """Scores are 0. The first queries of a tile see no key of the first blocks, and with a causal mask none at all."""
+    tensors = (x.transpose(1, 2).to(device) for x in qkv(seqlen_q=400, seqlen_k=300))
+    q, k, v = (x.requires_grad_() for x in tensors)
+    largest = [
+        {"softmax_scale": 2.0**60},
+        {"softmax_scale": -(2.0**60)},
+        {"softcap": 2.0**60},
+        {"softcap": 2.0**-60},
+    ]
+    for options in (*largest, largest[0] | {"softcap": 2.0**-60}):
+        for mask in ({}, {"causal": True}, {"window_size": (5, 5)}):
+            out, lse, _ = flash_attn_func(0 * q, k, v, return_attn_probs=True, **mask, **options)
+            seen = lse > -math.inf
+            assert out.isfinite().all() and lse[seen].isfinite().all() and seen[..., 100:].all(), (
+                options,
+                mask,
+            )
+            assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@pytest.mark.filterwarnings("ignore:tl_attention")
+def test_scale_of_a_compiled_call_is_checked():
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager", dynamic=True)
+    q, k, v = (x.transpose(1, 2) for x in qkv())
+    for scale in (0.5, 0.25, -3.0):
+        out = compiled(q, k, v, softmax_scale=scale)
+        assert torch.equal(out, flash_attn_func(q, k, v, softmax_scale=scale))
+    with pytest.raises(ValueError, match="softmax_scale: expected at most"):
+        torch.compile(flash_attn_func, backend="aot_eager")(q, k, v, softmax_scale=1e39)
 
 
 LENGTH_ERRORS = {
@@ -157,6 +239,9 @@ LENGTH_ERRORS = {
     "seqused-dtype": ({"seqused_k": cu(2, 3).float()}, TypeError, r"seqused_k: expected torch\.int32, got torch\.float32"),
     "max-float": ({"max_seqlen_q": 3.0}, TypeError, r"max_seqlen_q: expected an int or a 0-d integer tensor, got 3\.0"),
     "max-1-d": ({"max_seqlen_k": cu(3)}, TypeError, r"max_seqlen_k: expected an int or a 0-d integer tensor, got \(1,\) torch\.int32"),
+    "max-0-d-bool": ({"max_seqlen_q": torch.tensor(True)}, TypeError, r"max_seqlen_q: .*0-d integer.*got \(\) torch\.bool"),
+    "max-bool": ({"max_seqlen_q": True}, TypeError, r"max_seqlen_q: expected an int or a 0-d integer tensor, got True"),
+    "max-0-d-complex": ({"max_seqlen_k": torch.tensor(1j)}, TypeError, r"max_seqlen_k: .*0-d integer.*got \(\) torch\.comp"),
     "max-negative": ({"max_seqlen_k": -1}, ValueError, r"max_seqlen_k: expected the length of the longest sequence.*got -1"),
     "block-table": ({"block_table": torch.zeros(2, 2)}, NotImplementedError, r"block_table: expected None.*got \(2, 2\)"),
     "slopes": ({"alibi_slopes": torch.ones(3, 4)}, ValueError, r"alibi_slopes: expected shape \(4,\) or \(2, 4\), got \(3, 4\)"),
@@ -262,6 +347,12 @@ def test_backward_errors(changes, error, text):
     arguments = {"do": torch.zeros_like(q), "q": q, "k": k, "v": v, "out": q, "lse": torch.zeros(2, 4, 5)}
     with pytest.raises(error, match=text):
         mha_bwd_interface(**arguments | changes)
+
+
+def test_return_kernel_of_the_backward_is_a_bool():
+    q, k, v = qkv()
+    with pytest.raises(TypeError, match="return_kernel: expected a bool, got 1"):
+        mha_bwd_interface(q, q, k, v, q, torch.zeros(2, 4, 5), return_kernel=1)
 
 
 @pytest.mark.filterwarnings("ignore:tl_attention")

@@ -21,7 +21,9 @@ from tl_attention.tuning import autotune
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["tune"], ["compile"], ["config"], ["explain"], ["manifest"], ["doctor"]], ids=" ".join
+    "command",
+    [[], ["tune"], ["compile"], ["config"], ["explain"], ["manifest"], ["doctor"], ["pack"]],
+    ids=" ".join,
 )
 def test_cli_help(command, capsys):
     with pytest.raises(SystemExit, match="0"):
@@ -409,7 +411,12 @@ def test_tune_refuses_decode(capsys):
 @pytest.mark.parametrize("width", DECODE_TILE_WIDTHS, ids=str)
 def test_compile_of_decode_covers_every_call(width, queries, page_size, monkeypatch):
     asked = []
-    monkeypatch.setattr(launch.decode, "compile_kernel", lambda *kernel: asked.append(kernel))
+
+    def compile_kernels(kernels, where):
+        asked.extend(kernels)
+        return kernels
+
+    monkeypatch.setattr(launch.common, "compile_kernels", compile_kernels)
     monkeypatch.setattr(launch.decode, "sm_count", lambda device: 132)
     q, k, v = (
         torch.zeros(1, rows, 4, n, dtype=torch.float16)

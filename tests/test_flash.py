@@ -270,13 +270,16 @@ SIGNATURES = {
     "flash_attn_func": (f"q k v {FA2}", f"{OURS} num_splits"),
     "flash_attn_qkvpacked_func": (f"qkv {FA2}", OURS),
     "flash_attn_kvpacked_func": (f"q kv {FA2}", OURS),
-    "flash_attn_varlen_func": (f"q k v {CU} {FA2} block_table", f"seqused_q seqused_k {OURS} num_splits"),
-    "flash_attn_varlen_qkvpacked_func": (f"qkv cu_seqlens max_seqlen {FA2}", OURS),
-    "flash_attn_varlen_kvpacked_func": (f"q kv {CU} {FA2}", OURS),
+    "flash_attn_varlen_func": (
+        f"q k v {CU} {FA2} block_table",
+        f"seqused_q seqused_k {OURS} num_splits check_lengths",
+    ),
+    "flash_attn_varlen_qkvpacked_func": (f"qkv cu_seqlens max_seqlen {FA2}", f"{OURS} check_lengths"),
+    "flash_attn_varlen_kvpacked_func": (f"q kv {CU} {FA2}", f"{OURS} check_lengths"),
 }
 DEFAULTS = {
     "dropout_p": 0.0, "softmax_scale": None, "causal": False, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None,
-    "deterministic": False, "return_attn_probs": False, "block_table": None, "num_splits": 0,
+    "deterministic": False, "return_attn_probs": False, "block_table": None, "num_splits": 0, "check_lengths": False,
 }  # fmt: skip
 
 

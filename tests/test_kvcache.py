@@ -333,6 +333,7 @@ def test_signature_is_that_of_flash_attention_2_plus_keywords():
         "learnable_sink": None,
         "batch_invariant": False,
         "workspace": None,
+        "check_lengths": False,
         "check_block_table": False,
     }
 
@@ -416,10 +417,15 @@ ERRORS = {
     "invariant": ({"batch_invariant": 0}, TypeError, r"batch_invariant: expected a bool, got 0"),
     "splits": ({"num_splits": -1}, ValueError, r"num_splits: expected at least 0, with 0 for an automatic choice, got -1"),
     "splits-bool": ({"num_splits": False}, TypeError, r"num_splits: expected an int, with 0 for an automatic choice, got False"),
+    "splits-and-invariant": ({"num_splits": 2, "batch_invariant": True}, ValueError, r"num_splits, batch_invariant: .*got 2 and"),
+    "scale-inf-in-fp32": ({"softmax_scale": 1e39}, ValueError, r"softmax_scale: expected at most 2 \*\* 60.*got 1e\+39"),
+    "scale-int-of-401-digits": ({"softmax_scale": 10**400}, ValueError, r"softmax_scale: expected at most 2 \*\* 60.*an int of 1329 bits"),
+    "scale-0-d": ({"softmax_scale": torch.tensor(1.0)}, ValueError, r"softmax_scale: .*got \(\) torch\.float32 .*pass float"),
     "window": ({"window_size": 128}, TypeError, r"window_size: expected a pair \(left, right\), got 128"),
-    "softcap": ({"softcap": -1.0}, ValueError, r"softcap: expected a finite number"),
+    "window-tensor": ({"window_size": torch.tensor([3, 0])}, TypeError, r"window_size: .*got \(2,\) torch\.int64.*\.tolist\(\)"),
+    "softcap": ({"softcap": -1.0}, ValueError, r"softcap: expected 0 for no cap"),
     "slopes": ({"alibi_slopes": zeros(2, dtype=torch.float32)}, ValueError, r"alibi_slopes: expected shape \(4,\) or \(2, 4\)"),
-    "sink": ({"learnable_sink": zeros(4).half()}, TypeError, r"learnable_sink: expected torch\.float32 or torch\.bfloat16"),
+    "sink": ({"learnable_sink": zeros(4).int()}, TypeError, r"learnable_sink: expected torch\.float32 or torch\.bfloat16"),
     "workspace": ({"workspace": zeros(4)}, TypeError, r"workspace: expected torch\.uint8, got torch\.bfloat16"),
     "workspace-2-d": ({"workspace": zeros(4, 4)}, ValueError, r"workspace: expected a contiguous uint8 tensor \[bytes\], got \(4, 4\)"),
     "gradient": ({"q": zeros(2, 2, 4, 64).requires_grad_()}, NotImplementedError, r"q: expected a tensor that needs no grad.*_attn_func"),
@@ -457,8 +463,27 @@ def test_checks_run_once_per_metadata():
     for new in (False, True, True):
         flash_attn_with_kvcache(**small(new=2 * new))
     assert len(kvcache._call_handles) == 2
-    flash_attn_with_kvcache(**small() | {"window_size": [3, 3]})  # not hashable
-    assert len(kvcache._call_handles) == 2
+    for window in ((3, 3), [3, 3]):
+        flash_attn_with_kvcache(**small() | {"window_size": window})
+        assert len(kvcache._call_handles) == 3
+    flash_attn_with_kvcache(**small() | {"cache_batch_idx": None, "softmax_scale": 1})
+    assert len(kvcache._call_handles) == 4
+
+
+EQUAL = {
+    "scale": ({"softmax_scale": 1.0}, {"softmax_scale": True}, ValueError, "softmax_scale: expected a finite number.*got True"),
+    "softcap": ({"softcap": 1.0}, {"softcap": True}, ValueError, "softcap: expected 0 for no cap.*got True"),
+    "window": ({"window_size": (1, 0)}, {"window_size": (True, 0)}, TypeError, "window_size: expected ints.*got True"),
+    "lse": ({"return_softmax_lse": True}, {"return_softmax_lse": 1}, TypeError, "return_softmax_lse: expected a bool, got 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("good", "bad", "error", "text"), EQUAL.values(), ids=EQUAL)
+def test_values_equal_to_those_of_a_correct_call_are_checked(good, bad, error, text):
+    for _ in range(2):
+        flash_attn_with_kvcache(**small() | good)
+        with pytest.raises(error, match=text):
+            flash_attn_with_kvcache(**small() | bad)
 
 
 RANGES = {
@@ -490,6 +515,54 @@ def test_workspace_bytes_asks_the_launch(monkeypatch):
     assert sizes == [2, 3, 8, 4, 64, 5, False, 1000] and sms > 0
 
 
+SIZES = {"batch": 2, "seqlen_q": 3, "heads": 8, "heads_kv": 4, "head_dim_v": 64, "seqlen_cache": 1000}
+SIZE_ERRORS = {
+    "batch-negative": ({"batch": -1}, ValueError, "batch: expected at least 0, got -1"),
+    "batch-bool": ({"batch": True}, TypeError, "batch: expected an int, got True"),
+    "seqlen-fraction": ({"seqlen_q": 1.5}, TypeError, r"seqlen_q: expected an int, got 1\.5"),
+    "heads-0": ({"heads": 0}, ValueError, "heads: expected at least 1, got 0"),
+    "heads-kv-0": ({"heads_kv": 0}, ValueError, "heads_kv: expected at least 1, got 0"),
+    "heads-kv-3": ({"heads_kv": 3}, ValueError, "heads_kv: expected a divisor of heads, 8, got 3"),
+    "head-dim-0": ({"head_dim_v": 0}, ValueError, "head_dim_v: expected a multiple of 8 of at most 256, or 512, got 0"),
+    "head-dim-60": ({"head_dim_v": 60}, ValueError, "head_dim_v: expected a multiple of 8 of at most 256, or 512, got 60"),
+    "head-dim-320": ({"head_dim_v": 320}, ValueError, "head_dim_v: expected a multiple of 8 of at most 256, or 512, got 320"),
+    "head-dim-negative": ({"head_dim_v": -64}, ValueError, "head_dim_v: expected at least 0, got -64"),
+    "cache-tensor": ({"seqlen_cache": torch.tensor(9)}, TypeError, r"seqlen_cache: expected an int, got \(\) torch\.int64 on cpu"),
+    "cache-negative": ({"seqlen_cache": -5}, ValueError, "seqlen_cache: expected at least 0, got -5"),
+    "splits": ({"num_splits": -1}, ValueError, "num_splits: expected at least 0, with 0 for an automatic choice, got -1"),
+    "splits-fraction": ({"num_splits": 2.0}, TypeError, r"num_splits: expected an int, .*got 2\.0"),
+    "invariant": ({"batch_invariant": 1}, TypeError, "batch_invariant: expected a bool, got 1"),
+    "both": ({"num_splits": 2, "batch_invariant": True}, ValueError, "num_splits, batch_invariant: expected one of them"),
+    "cpu": ({"device": "cpu"}, ValueError, "device: expected a GPU, .*got 'cpu'; tensors on the CPU need no workspace"),
+    "cpu-device": ({"device": torch.device("cpu")}, ValueError, r"device: expected a GPU, .*got device\(type='cpu'\)"),
+    "device-negative": ({"device": -1}, ValueError, "device: expected a GPU, .*got -1"),
+    "device-bool": ({"device": True}, ValueError, "device: expected a GPU, .*got True"),
+    "device-fraction": ({"device": 0.0}, ValueError, r"device: expected a GPU, .*got 0\.0"),
+    "device-text": ({"device": "gpu"}, ValueError, "device: expected a GPU, .*got 'gpu'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), SIZE_ERRORS.values(), ids=SIZE_ERRORS)
+def test_workspace_bytes_errors(changes, error, text):
+    with pytest.raises(error, match=text):
+        kvcache_workspace_bytes(**SIZES | changes)
+
+
+@pytest.mark.gpu
+def test_workspace_bytes_of_a_missing_gpu_is_an_error():
+    count = torch.cuda.device_count()
+    with pytest.raises(ValueError, match=f"device: expected a GPU from 0 to {count - 1}, got {count}"):
+        kvcache_workspace_bytes(**SIZES, device=count)
+
+
+def test_workspace_bytes_without_work():
+    assert kvcache_workspace_bytes(**SIZES) > 0
+    for name in ("batch", "seqlen_q", "seqlen_cache"):
+        assert kvcache_workspace_bytes(**SIZES | {name: 0}) == 0
+    for device in ("cuda", 0, "cuda:0", torch.device("cuda", 0)):
+        assert kvcache_workspace_bytes(**SIZES, device=device) == kvcache_workspace_bytes(**SIZES)
+
+
 LAUNCHED = {  # arguments: causal and window at the launch, and whether each query is rotated by its own position
     "plain": ({}, False, (-1, -1), False),
     "causal": ({"causal": True, "window_size": [-1, None]}, True, (-1, -1), True),
@@ -506,7 +579,7 @@ def test_masks_are_canonical_at_the_launch(changes, causal, window, moves, monke
     monkeypatch.setattr(kvcache, "_decode", lambda *x: seen.append(x) or (1, 2))
     arguments = {**small(), "softmax_scale": 2, **NEW, **ROTARY, "causal": False, **changes}
     workspace = zeros(64, dtype=torch.uint8)
-    how = {"num_splits": 3, "batch_invariant": True, "workspace": workspace}
+    how = {"num_splits": 3 * causal, "batch_invariant": not causal, "workspace": workspace}
     assert flash_attn_with_kvcache(**arguments, **how | {"return_softmax_lse": True}) == (1, 2)
     (
         (k, v, _, cos, sin, interleaved, moved_queries),
@@ -520,7 +593,7 @@ def test_masks_are_canonical_at_the_launch(changes, causal, window, moves, monke
     names = () if window == (-1, -1) else ("window",)
     assert (masks[0], masks[1].window, masks[1].names) == (causal, window, names)
     assert (cache.new, cache.seqlens, cache.k) == (3, arguments["cache_seqlens"], arguments["k_cache"])
-    assert (scale, splits, invariant, given) == (2.0, 3, True, workspace)
+    assert (scale, splits, invariant, given) == (2.0, 3 * causal, not causal, workspace)
 
 
 def test_new_latent_values_are_part_of_the_keys(monkeypatch):
@@ -660,9 +733,8 @@ def test_decode_matches_reference_on_any_problem(data):
         device="cuda",
         seed=data.draw(st.integers(0, 2**20)),
     )
-    case.check(
-        num_splits=data.draw(st.sampled_from([0, 0, 0, 1, 3, 40])), batch_invariant=data.draw(st.booleans())
-    )
+    splits = data.draw(st.sampled_from([0, 0, 0, 1, 3, 40]))
+    case.check(num_splits=splits, batch_invariant=not splits and data.draw(st.booleans()))
 
 
 @gpu
@@ -770,6 +842,7 @@ def test_cuda_graph_replays_with_other_lengths(page):
 def test_no_length_batch_page_or_split_compiles_a_kernel():
     for page in (None, 16, 64):
         Case(page=page, new=1, rotary=(64, True), device="cuda").check()
+        Case(page=page, seqlen_q=70, device="cuda").check()  # more than 64 rows of queries per key head
     before = building.compile_count()
     for page in (None, 16, 48, 64, 320):
         for seqlen_q, lengths in ((1, (3,)), (5, (100, 2000, 17)), (70, (5, 300) * 20)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import json
+import os
 import re
 import subprocess
 from dataclasses import asdict, replace
@@ -16,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tl_attention import compiler, configs, cubin, manifest, store, toolkit
-from tl_attention.kernel_configs import BwdPass, FwdConfig
+from tl_attention import building, compiler, configs, cubin, manifest, store, toolkit
+from tl_attention.kernel_configs import BwdPass, BwdSum, FwdConfig, append_kernel
 from tl_attention.problem import AttnProblem
 
 pytestmark = [
@@ -105,6 +106,50 @@ def test_lowering_instructions_are_counted_without_cuobjdump(config, monkeypatch
         assert counts.hgmma and counts.tma and counts.tma_stores
         assert bool(counts.vector_sums) == isinstance(config, BwdPass)
     assert with_ptx.registers == with_sass.registers
+
+
+@pytest.mark.parametrize(
+    ("kernel", "flags"),
+    [
+        (append_kernel("bfloat16"), set()),
+        ((AttnProblem("bfloat16", 64, 64, True), FwdConfig(64, 32)), {"--use_fast_math"}),
+        (
+            (AttnProblem("bfloat16", 128, 128, True, ("varlen",)), BwdPass("dq+dk+dv", 64, 128)),
+            {"--use_fast_math", "-Xptxas=--register-usage-level=0"},
+        ),
+    ],
+    ids=["append", "forward", "packed backward"],
+)
+def test_assemble_has_the_flags_of_the_pass_options(kernel, flags, tmp_path, monkeypatch):
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(toolkit, "find_nvcc", lambda: (Path("nvcc"), "PATH"))
+    monkeypatch.setattr(subprocess, "run", run)
+    compiler.assemble("", tmp_path, compiler.pass_configs(*kernel))
+    (command,) = commands
+    assert {"--use_fast_math", "-Xptxas=--register-usage-level=0"} & {*command} == flags
+    assert "-lineinfo" not in command and "-arch=sm_90a" in command
+
+
+def test_build_makes_a_library_that_loads_and_touches_no_other_cache(tmp_path, monkeypatch):
+    if not toolkit.find_nvcc():
+        pytest.skip(toolkit.NO_NVCC)
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "of_tilelang"))
+    problem, config = AttnProblem("bfloat16", 64, 64, False), BwdSum()
+    path = store.kernel_path(problem, config)
+    new, old = (path.parent / f"{path.stem}-{name}" for name in ("new", "old"))
+    for folder in (new, old):
+        folder.mkdir(parents=True)
+    os.utime(old, (0, 0))
+    assert callable(building.compile_kernel(problem, config))
+    assert new.exists() and not old.exists(), "left by a process that was killed"
+    assert path.with_suffix(".cu").read_text().count("__global__") >= 1
+    assert path.stat().st_size < 60_000, "without line information"
+    assert not list((tmp_path / "of_tilelang").rglob("*.so"))
 
 
 REPORT = cubin.Report(168, 0, 1000, 100, 1, (), 8, 4, 1, 0, (400,), "SASS")

@@ -123,3 +123,9 @@ ERRORS = {
 def test_errors(outs, lses, error, text):
     with pytest.raises(error, match=text):
         merge_states(outs, lses)
+
+
+@pytest.mark.parametrize("value", [1, 0, None, torch.tensor(True)])
+def test_base_is_a_bool(value):
+    with pytest.raises(TypeError, match="lse_base2: expected a bool, got"):
+        merge_states([OUT], [LSE], lse_base2=value)

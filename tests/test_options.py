@@ -397,9 +397,10 @@ def test_options_match_reference_on_any_problem(data):
 
 
 @pytest.mark.gpu
-def test_new_values_of_options_and_lengths_never_compile():
+def test_new_values_of_options_and_lengths_of_a_class_never_compile():
     case = {"head_dim": 128, "head_dim_v": 128, "causal": False, "names": tuple(ALL.split())}
-    check(Case(**case))
+    for num_splits in (1, 2):
+        check(Case(**case, num_splits=num_splits))
     before = building.compile_count()
     check(
         Case(

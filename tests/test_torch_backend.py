@@ -378,3 +378,12 @@ def test_torch_backend_nested_tensors(calls, handle):
     assert calls == ["_flash_attention_forward"]
     for got, x in zip(out.transpose(1, 2).unbind(), rows, strict=True):
         assert_close(got, attention_reference(x[None], x[None], x[None], None, True)[0][0])
+
+
+@pytest.mark.parametrize("scale", [1e39, math.inf, math.nan])
+def test_torch_backend_names_its_own_scale(scale):
+    q = torch.randn(1, 2, 8, 64).bfloat16()
+    with pytest.raises(ValueError, match="^scale: expected"):
+        torch_backend.sdpa_forward(q, q, q, scale=scale)
+    with pytest.raises(ValueError, match="^scale: expected"):
+        torch_backend.flash_forward(q, q, q, None, None, 2, 2, 0.0, False, False, scale=scale)

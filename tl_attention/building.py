@@ -1,19 +1,38 @@
 """Compiled kernels of this process: loaded from the store, and built where the store has none.
 
-A kernel is compiled once, and kept on disk and in a dict of the process. A process that finds its kernel on disk loads it without
-importing tilelang, which takes longer than the loading.
+A kernel is built once per machine: by a subprocess, into the store on disk. This process only loads it, without importing
+tilelang. The kernels of one call are built at the same time. Of several processes that need a kernel one builds it, and the others
+wait for that kernel alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import gc
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO
 
 from tl_attention import compiler, store
-from tl_attention.kernel_configs import Config, KernelConfig
+from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import AttnProblem
+from tl_attention.sandbox import Failure, Sandbox
 from tl_attention.store import Kernel
 
-_compiled: dict[tuple[AttnProblem, KernelConfig], Kernel] = {}
+ADVICE = "`tl-attention compile` or a pack of kernels saves this wait, TL_ATTENTION_QUIET=1 hides this line"
+TICK = 0.1  # seconds between two looks at kernels that another process builds
+
+KernelKey = tuple[AttnProblem, KernelConfig]
+
+_compiled: dict[KernelKey, Kernel] = {}
 
 
 def compile_count() -> int:
@@ -21,28 +40,219 @@ def compile_count() -> int:
     return len(_compiled)
 
 
-def compile_config(problem: AttnProblem, config: Config) -> None:
-    """Compile or load all kernels of a config."""
-    for kernel in config.kernels(problem):
-        compile_kernel(*kernel)
-
-
 def compile_kernel(problem: AttnProblem, config: KernelConfig) -> Kernel:
-    """Compiled kernel: from this process, else from disk, else by nvcc for sm_90a (seconds, no GPU needed).
+    """Compiled kernel: from this process, else from disk, else built now (seconds, no GPU needed).
 
     Returns:
         A function whose arguments are described in its file of kernels/.
     """
-    key = (problem, config)
-    if key not in _compiled:
-        path = store.kernel_path(problem, config)
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.with_suffix(".lock").open(
-                "w"
-            ) as lock:  # of many processes one compiles, the others wait
-                fcntl.flock(lock, fcntl.LOCK_EX)
+    return compile_kernels([(problem, config)])[0]
+
+
+def compile_kernels(kernels: Sequence[KernelKey], where: Callable[[], str] = str) -> list[Kernel]:
+    """Compiled kernels of a call. Those that are on no disk are built at the same time, which a line on stderr reports.
+
+    Args:
+        where: words for the thing that building interrupts; called only if something is built.
+    """
+    missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in _compiled]
+    if unbuilt := [kernel for kernel in missing if not store.find(*kernel)]:
+        notice = _Notice(unbuilt, where())
+        with contextlib.closing(_build(unbuilt)) as built:
+            for event in built:
+                if isinstance(event, int):
+                    notice.tick(event)
+                elif event[1] is not None:
+                    raise event[1]
+        notice.end()
+    for kernel in missing:
+        _compiled[kernel] = store.load(store.find(*kernel))
+    return [_compiled[kernel] for kernel in kernels]
+
+
+class _Notice:
+    """Lines on stderr about the kernels that a call waits for. On a terminal the last one counts the seconds.
+
+    TL_ATTENTION_QUIET=1 silences them.
+    """
+
+    def __init__(self, kernels: Sequence[KernelKey], where: str):
+        problem, config = kernels[0]
+        others = f" and {len(kernels) - 1} more" if len(kernels) > 1 else ""
+        self.what, self.where = f"{_count(len(kernels))} ({problem}, {config}{others})", where
+        self.begin, self.started, self.shown = time.monotonic(), False, 0
+        self.quiet = os.environ.get("TL_ATTENTION_QUIET") == "1" or sys.stderr is None
+        self.counts = not self.quiet and sys.stderr.isatty()
+        self.total = len(kernels)
+
+    def tick(self, elsewhere: int) -> None:
+        """Report the start once, and the seconds so far.
+
+        Args:
+            elsewhere: number of kernels that other processes are building.
+        """
+        seconds = int(time.monotonic() - self.begin)
+        if not self.started:
+            self.started = True
+            does = f"building {self.what}, once per machine"
+            if elsewhere:
+                does = f"waiting for {self.what}, {elsewhere} of them built by another process"
+            self._write(f"tl_attention: {does}{self.where}; {ADVICE}\n")
+        if self.counts and seconds > self.shown:
+            self.shown = seconds
+            self._write(f"\rtl_attention: {seconds} s")
+
+    def end(self) -> None:
+        if self.started:
+            seconds = time.monotonic() - self.begin
+            back = "\r" if self.shown else ""
+            self._write(f"{back}tl_attention: {_count(self.total)} built in {seconds:.0f} s\n")
+
+    def _write(self, text: str) -> None:
+        if not self.quiet:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+
+
+def _count(kernels: int) -> str:
+    return f"{kernels} kernel" + "s" * (kernels != 1)
+
+
+def build_all(
+    kernels: Sequence[KernelKey], jobs: int | None = None, say: Callable[[str], None] | None = None
+) -> dict[KernelKey, Exception | None]:
+    """Put kernels into the store, in several processes at a time. Kernels that are there already cost nothing. Needs no GPU.
+
+    Args:
+        jobs: number of processes; default: one per CPU of this process.
+        say: gets a line of progress at the start and per kernel.
+    Returns:
+        Per kernel None, or why it could not be built.
+    """
+    begin, say = time.monotonic(), say or (lambda line: None)
+    kernels = list(dict.fromkeys(kernels))
+    missing = [kernel for kernel in kernels if not store.kernel_path(*kernel).exists()]
+    results: dict[KernelKey, Exception | None] = {}
+    if missing:
+        say(f"{len(missing)} of {len(kernels)} kernels to build")
+    with contextlib.closing(_build(missing, jobs)) as built:
+        for event in built:
+            if isinstance(event, int):
+                continue
+            kernel, error = event
+            results[kernel] = error
+            fault = "" if error is None else f": {error}"
+            seconds = time.monotonic() - begin
+            say(f"{len(results)}/{len(missing)} kernels, {seconds:.0f} s: {kernel[0]}, {kernel[1]}{fault}")
+    return {kernel: results.get(kernel) for kernel in kernels}
+
+
+def build_here(problem: AttnProblem, config: KernelConfig) -> None:
+    """Put a kernel into the store, built by this process, which imports tilelang. For processes that were started to build."""
+    path = store.kernel_path(problem, config)
+    while not path.exists():
+        if lock := _try_lock(path):
+            try:
                 if not path.exists():
                     compiler.build(problem, config, path)
-        _compiled[key] = store.load(path)
-    return _compiled[key]
+            finally:
+                _unlock(lock)
+        else:
+            time.sleep(TICK)
+
+
+def _build(
+    kernels: Sequence[KernelKey], jobs: int | None = None
+) -> Iterator[tuple[KernelKey, Exception | None] | int]:
+    """Build kernels. Yields (kernel, error or None) as each ends, and every TICK seconds how many of them other processes build.
+
+    It waits in the calling thread alone: a thread of its own would delay the end of the program.
+    """
+    waiting, running = list(kernels), dict[Connection, _Running]()
+    jobs = max(1, min(jobs or len(os.sched_getaffinity(0)), len(kernels)))
+    idle = [Sandbox(prepare_to_build, fresh=True) for _ in range(jobs)]
+    with contextlib.ExitStack() as at_end:
+        for sandbox in idle:
+            at_end.callback(sandbox.close)
+        while waiting or running:
+            elsewhere = 0
+            for kernel in tuple(waiting):
+                if not idle:
+                    break
+                path, lock, error = store.kernel_path(*kernel), None, None
+                try:
+                    lock = _try_lock(path)
+                    if lock and not path.exists():
+                        at_end.callback(_unlock, lock)
+                        idle[-1].begin(compiler.build, *kernel, path)
+                        sandbox = idle.pop()
+                        running[sandbox.pipe] = _Running(kernel, sandbox, lock)
+                        waiting.remove(kernel)
+                        continue
+                except (OSError, Failure) as failure:
+                    error = _error(kernel, failure)
+                if path.exists() or error:  # perhaps built by another process since
+                    _unlock(lock)
+                    waiting.remove(kernel)
+                    yield kernel, error
+                else:
+                    elsewhere += 1
+            if waiting or running:
+                yield elsewhere
+            if waiting and not running:
+                time.sleep(TICK)
+            for pipe in connection.wait(running, TICK):
+                done = running.pop(pipe)
+                error = done.finish()
+                idle.append(done.sandbox)
+                yield done.kernel, error
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A kernel that is being built."""
+
+    kernel: KernelKey
+    sandbox: Sandbox
+    lock: IO
+
+    def finish(self) -> Exception | None:
+        """Take the answer and release the kernel's lock; the reason if it could not be built."""
+        try:
+            self.sandbox.finish()
+        except Failure as failure:
+            return _error(self.kernel, failure)
+        finally:
+            _unlock(self.lock)
+        return None
+
+
+def _error(kernel: KernelKey, reason: Exception) -> RuntimeError:
+    problem, config = kernel
+    advice = "; TL_ATTENTION_CACHE_DIR names another folder" if isinstance(reason, OSError) else ""
+    return RuntimeError(f"tl_attention: {problem}, {config} could not be built: {reason}{advice}")
+
+
+def prepare_to_build() -> None:
+    """Prepare a subprocess: it needs no GPU, and TileLang's log of each kernel is not for the user."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    logging.disable(logging.WARNING)
+    gc.set_threshold(100_000)  # saves 0.4 s per kernel
+
+
+def _try_lock(path: Path) -> IO | None:
+    """Lock of a kernel to build, None if another process has it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_suffix(".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    return lock
+
+
+def _unlock(lock: IO | None) -> None:
+    if lock and not lock.closed:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # closing alone would leave it to a child forked meanwhile
+        lock.close()

@@ -19,11 +19,19 @@ DTYPES = tuple(DTYPE_NAMES)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of the reference
 INT_TYPES = (int, torch.SymInt)
 NUMBER_TYPES = (int, float, torch.SymInt, torch.SymFloat)
+# Kernels multiply softmax_scale and softcap by log2(e) and by their lowest row max, -1e20, and divide one by the other. All of it stays
+# finite in fp32: else a query whose first keys are masked would get NaN
+MAX_SCALE = 2.0**60
+MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-60, 2.0**60
 
 
 def describe(x: object) -> str:
     """Shape, dtype and device of a tensor, the repr of anything else: the "got" of an error."""
-    return f"{tuple(x.shape)} {x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else repr(x)
+    if isinstance(x, torch.Tensor):
+        return f"{tuple(x.shape)} {x.dtype} on {x.device}"
+    if isinstance(x, int) and x.bit_length() > 128:  # Python prints no int of more than 4300 digits
+        return f"an int of {x.bit_length()} bits"
+    return repr(x)
 
 
 def expect_tensor(name: str, x: torch.Tensor) -> None:
@@ -112,9 +120,19 @@ def expect_head_dims(names_qk: str, name_v: str, head_dim: int, head_dim_v: int)
 
 
 def expect_scale(name: str, scale: float | None) -> None:
-    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+    """Expect a number whose products in the kernels are finite in fp32, or None."""
+    if scale is None:
+        return
+    is_number = is_scalar(scale)
+    if not is_number or scale != scale or scale in (math.inf, -math.inf):
+        cast = "" if is_number or isinstance(scale, bool) else f"; pass float({name})"
         raise ValueError(
-            f"{name}: expected a finite number, or None for head_dim ** -0.5, got {describe(scale)}"
+            f"{name}: expected a finite number, or None for head_dim ** -0.5, got {describe(scale)}{cast}"
+        )
+    if not -MAX_SCALE <= scale <= MAX_SCALE:
+        raise ValueError(
+            f"{name}: expected at most 2 ** 60 in magnitude, so that its products in fp32 are finite, got {describe(scale)}; scale q or"
+            " k instead"
         )
 
 
@@ -126,6 +144,16 @@ def expect_bool(name: str, x: bool) -> None:
 def is_int(x: object) -> bool:
     """An int or a SymInt, but no bool."""
     return isinstance(x, INT_TYPES) and not isinstance(x, bool)
+
+
+def holds_ints(x: torch.Tensor) -> bool:
+    """True for an integer dtype; bool is none."""
+    return not (x.dtype == torch.bool or x.is_floating_point() or x.is_complex())
+
+
+def is_scalar(x: object) -> bool:
+    """A number of Python or a symbolic one, but no bool."""
+    return isinstance(x, NUMBER_TYPES) and not isinstance(x, bool)
 
 
 def check_fwd(
@@ -277,7 +305,7 @@ def check_lengths(
             expect_like(name, x, q, ((entries,),), (torch.int32,))
             expect_contiguous(name, x)
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        in_tensor = isinstance(length, torch.Tensor) and not length.ndim and not length.is_floating_point()
+        in_tensor = isinstance(length, torch.Tensor) and not length.ndim and holds_ints(length)
         if not in_tensor and not is_int(length):
             raise TypeError(f"{name}: expected an int or a 0-d integer tensor, got {describe(length)}")
         if not in_tensor and length < 0:
@@ -296,20 +324,10 @@ def check_options(
 ) -> None:
     """Check the options that change scores or probabilities; q is [.., heads, head_dim]."""
     heads = q.shape[-2]
-    if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
-        raise TypeError(f"window_size: expected a pair (left, right), got {describe(window_size)}")
-    for bound in window_size:
-        if bound is not None and not is_int(bound):
-            raise TypeError(
-                f"window_size: expected ints, with -1 or None for no limit, got {describe(bound)} in {window_size}"
-            )
-        if bound is not None and bound < -1:
-            raise ValueError(
-                f"window_size: expected bounds of at least 0, with -1 or None for no limit, got {window_size}"
-            )
-    if not isinstance(softcap, NUMBER_TYPES) or not 0 <= softcap < math.inf:
+    check_window(window_size)
+    if not is_scalar(softcap) or not (softcap == 0 or MIN_SOFTCAP <= softcap <= MAX_SOFTCAP):
         raise ValueError(
-            f"softcap: expected a finite number of at least 0, with 0 for no cap, got {describe(softcap)}"
+            f"softcap: expected 0 for no cap, or a number from 2 ** -60 to 2 ** 60, got {describe(softcap)}"
         )
     if not isinstance(dropout_p, NUMBER_TYPES) or not 0 <= dropout_p < 255.5 / 256:
         raise ValueError(
@@ -325,7 +343,27 @@ def check_options(
                 "alibi_slopes: expected a tensor that needs no gradient, got requires_grad=True; pass alibi_slopes.detach()"
             )
     if learnable_sink is not None:
-        expect_like("learnable_sink", learnable_sink, q, ((heads,),), (torch.float32, q.dtype))
+        expect_like("learnable_sink", learnable_sink, q, ((heads,),), (torch.float32, *DTYPES))
+
+
+def check_window(window_size: Sequence[int | None]) -> None:
+    if isinstance(window_size, torch.Tensor):
+        raise TypeError(
+            f"window_size: expected a pair of ints (left, right), got {describe(window_size)}; pass window_size.tolist(), which waits for"
+            " the GPU"
+        )
+    if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
+        raise TypeError(f"window_size: expected a pair (left, right), got {describe(window_size)}")
+    for bound in window_size:
+        if bound is not None and not is_int(bound):
+            raise TypeError(
+                f"window_size: expected ints, with -1 or None for no limit, got {describe(bound)}; pass int(bound)"
+            )
+        if bound is not None and bound < -1:
+            raise ValueError(
+                f"window_size: expected bounds of at least 0, with -1 or None for no limit, got {window_size}; pass None for no limit, as"
+                " a negative bound does not shift a window here (FlashAttention-4)"
+            )
 
 
 def check_num_splits(num_splits: int) -> None:
@@ -354,9 +392,12 @@ def check_no_block_table(block_table: object) -> None:
 
 
 def check_states(
-    outs: torch.Tensor | Sequence[torch.Tensor], lses: torch.Tensor | Sequence[torch.Tensor]
+    outs: torch.Tensor | Sequence[torch.Tensor],
+    lses: torch.Tensor | Sequence[torch.Tensor],
+    lse_base2: bool,
 ) -> None:
-    """Check the partial results of merge_states."""
+    """Check the arguments of merge_states."""
+    expect_bool("lse_base2", lse_base2)
     for name, states in (("outs", outs), ("lses", lses)):
         if not isinstance(states, (torch.Tensor, list, tuple)):
             raise TypeError(

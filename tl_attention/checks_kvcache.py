@@ -1,6 +1,7 @@
 """Argument checks of flash_attn_with_kvcache, in the form of checks.py.
 
-check_addresses and check_entries read values. The others read metadata only, and a repeated call with the same metadata skips them.
+check_addresses and check_seqlen read values of the host. The others read metadata only, and a repeated call with the same metadata skips
+them. checks_lengths.py holds the checks of values on the GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import torch
 
 from tl_attention.checks import (
     check_cache_strides,
+    check_num_splits,
     describe,
+    expect_bool,
     expect_contiguous,
     expect_contiguous_last,
     expect_device,
@@ -144,6 +147,7 @@ def check_new_keys(
     k: torch.Tensor | None,
     v: torch.Tensor | None,
     cache_seqlens: torch.Tensor | int | None,
+    block_table: torch.Tensor | None,
 ) -> None:
     """Check the keys and values to append, and cache_seqlens, where they go."""
     if isinstance(cache_seqlens, torch.Tensor):
@@ -174,6 +178,69 @@ def check_new_keys(
             )
         expect_like(name, x, q, ((q.shape[0], k.shape[1], heads_kv, cache.shape[3]),), (q.dtype,))
         expect_contiguous_last(name, x)
+    capacity = cache_capacity(k_cache, block_table)
+    if k.shape[1] > capacity:
+        raise ValueError(
+            f"k: expected at most {capacity} new keys, as a sequence has room for as many, got {k.shape[1]}; allocate a larger cache"
+        )
+
+
+def check_splits(num_splits: int, batch_invariant: bool) -> None:
+    """Check how keys are divided."""
+    expect_bool("batch_invariant", batch_invariant)
+    check_num_splits(num_splits)
+    if num_splits and batch_invariant:
+        raise ValueError(
+            f"num_splits, batch_invariant: expected one of them, as batch_invariant fixes the splits, got {num_splits} and True; leave"
+            " num_splits at 0"
+        )
+
+
+def check_sizes(
+    batch: int,
+    seqlen_q: int,
+    heads: int,
+    heads_kv: int,
+    head_dim_v: int,
+    seqlen_cache: int,
+    device: torch.device | int | str | None,
+) -> None:
+    """Check the sizes that kvcache_workspace_bytes gets."""
+    sizes = {
+        "batch": batch,
+        "seqlen_q": seqlen_q,
+        "heads": heads,
+        "heads_kv": heads_kv,
+        "seqlen_cache": seqlen_cache,
+    }
+    for name, size in (*sizes.items(), ("head_dim_v", head_dim_v)):
+        if not is_int(size):
+            raise TypeError(f"{name}: expected an int, got {describe(size)}")
+        least = 1 if name in ("heads", "heads_kv") else 0
+        if size < least:
+            raise ValueError(f"{name}: expected at least {least}, got {size}")
+    if heads % heads_kv:
+        raise ValueError(f"heads_kv: expected a divisor of heads, {heads}, got {heads_kv}")
+    if head_dim_v % 8 or not (0 < head_dim_v <= MAX_HEAD_DIM or head_dim_v == LATENT[1]):
+        raise ValueError(
+            f"head_dim_v: expected a multiple of 8 of at most {MAX_HEAD_DIM}, or {LATENT[1]}, got {head_dim_v}"
+        )
+    expect_gpu(device)
+
+
+def expect_gpu(device: torch.device | int | str | None) -> None:
+    """Expect a GPU of this machine, if it has one, or None."""
+    index = device if is_int(device) and device >= 0 else None
+    if isinstance(device, (str, torch.device)) and str(device).partition(":")[0] == "cuda":
+        index = torch.device(device).index
+    elif device is not None and index is None:
+        raise ValueError(
+            f"device: expected a GPU, as 0, 'cuda' or torch.device('cuda', 0), or None for the current one, got {describe(device)};"
+            " tensors on the CPU need no workspace"
+        )
+    count = torch.cuda.device_count()
+    if index is not None and count and index >= count:
+        raise ValueError(f"device: expected a GPU from 0 to {count - 1}, got {index}")
 
 
 def check_seqlen(cache_seqlens: int, capacity: int, new: int) -> None:
@@ -214,7 +281,7 @@ def check_rotary(
         raise ValueError(
             f"rotary_cos: expected a torch.Tensor [positions, rotary_dim / 2], got {describe(cos)}"
         )
-    positions = cache_capacity(k_cache, block_table) + max(q.shape[1] - k.shape[1], 0)
+    positions = cache_capacity(k_cache, block_table)
     if cos.shape[0] < positions or not 0 < 2 * cos.shape[1] <= q.shape[3]:
         raise ValueError(
             f"rotary_cos: expected [positions, rotary_dim / 2] with at least {positions} positions, one per key of the cache, and a"
@@ -248,33 +315,3 @@ def check_addresses(cache: Cache, workspace: torch.Tensor | None = None) -> None
         )
     if cache.k.shape[3] == LATENT[0] and k != v:
         raise NotImplementedError(_SEPARATE_LATENTS)
-
-
-def check_entries(q: torch.Tensor, cache: Cache) -> tuple[list[int] | None, list[int] | None, list[int]]:
-    """Check the values of the index tensors, which waits for the GPU; IndexError for one out of range.
-
-    Returns:
-        batch_idx, leftpad and seqlens as lists.
-    """
-    caches, rows = cache.k.shape[:2]
-    capacity = cache_capacity(cache.k, cache.block_table)
-    batch_idx, leftpad = (None if x is None else x.tolist() for x in (cache.batch_idx, cache.leftpad))
-    in_tensor = isinstance(cache.seqlens, torch.Tensor)
-    seqlens = cache.seqlens.tolist() if in_tensor else [cache.seqlens] * q.shape[0]
-    room = f"as a sequence has room for {capacity} keys"
-    for name, values, most, why in (
-        ("cache_seqlens", seqlens, capacity - cache.new, f"{room} and {cache.new} are new"),
-        ("cache_batch_idx", batch_idx or [], caches - 1, f"as there are {caches} caches"),
-        ("cache_leftpad", leftpad or [], capacity, room),
-    ):
-        for b, value in enumerate(values):
-            if not 0 <= value <= most:
-                raise IndexError(f"{name}[{b}]: expected 0 to {most}, {why}, got {value}")
-    if cache.block_table is not None:
-        for b, (end, pages) in enumerate(zip(seqlens, cache.block_table.tolist(), strict=True)):
-            for i, page in enumerate(pages[: -(-(end + cache.new) // rows)]):
-                if not 0 <= page < caches:
-                    raise IndexError(
-                        f"block_table[{b}, {i}]: expected 0 to {caches - 1}, a page of k_cache, got {page}"
-                    )
-    return batch_idx, leftpad, seqlens

@@ -1,4 +1,4 @@
-"""The console script: tl-attention bench | tune | compile | config | explain | manifest | support | doctor."""
+"""The console script: tl-attention bench | tune | compile | pack | config | explain | manifest | support | doctor."""
 
 from __future__ import annotations
 
@@ -13,21 +13,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tl_attention import configs, doctor, legality, question
+from tl_attention import configs, doctor, legality, packing, question
 from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import (
     DECODE,
-    DECODE_TILE_WIDTHS,
     DEFAULT_DTYPE,
     DIRECTIONS,
     DTYPES,
     OPTIONS,
     AttnProblem,
-    buckets,
-    decode_width,
     tile_widths,
 )
-from tl_attention.target import gpu_name, is_hopper
+from tl_attention.target import is_hopper
 
 if TYPE_CHECKING:
     from tl_attention.testing.shapes import Shape
@@ -51,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     shapes = _shape_arguments()
     _add_tune(commands.add_parser("tune", **TUNE, parents=[shapes]))
     _add_compile(commands.add_parser("compile", **COMPILE, parents=[shapes]))
+    packing.add_arguments(commands.add_parser("pack", **packing.HELP))
     _add_config(commands.add_parser("config", **CONFIG))
     _add_explain(commands.add_parser("explain", **EXPLAIN))
     _add_manifest(commands.add_parser("manifest", **MANIFEST))
@@ -256,9 +254,9 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     if not _has_rich("compile"):
         return 2
     from rich.console import Console
-    from rich.progress import track
     from rich.table import Table
 
+    from tl_attention.tuning.progress import track
     from tl_attention.tuning.results import REPORT_COLUMNS, report_cells
 
     if arguments.options:
@@ -274,12 +272,9 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     kernels = [
         kernel for kernel in dict.fromkeys(kernels) if _has_words("{} {}".format(*kernel), arguments.words)
     ]
-    built = autotune.compile_all(kernels, arguments.jobs)
-    results = {
-        (problem, config): result for problem, config, result in track(built, "compile", total=len(kernels))
-    }
-
     console = Console(width=None if sys.stdout.isatty() else 160)
+    built = track(autotune.compile_all(kernels, arguments.jobs), len(kernels), "compile", console)
+    results = {(problem, config): result for problem, config, result in built}
     table = Table("problem", "kernel", *REPORT_COLUMNS, "result")
     faults = 0
     for problem, config in kernels:
@@ -296,21 +291,13 @@ def _serving(
     shapes: Iterable[Shape], dtypes: Sequence[str], directions: Sequence[str]
 ) -> Iterator[tuple[AttnProblem, KernelConfig]]:
     """Kernels that calls on these shapes load, for all lengths."""
-    gpu = gpu_name()
+    from tl_attention.tuning import needs
+
     for direction, dtype, shape in itertools.product(directions, dtypes, shapes):
-        widths = DECODE_TILE_WIDTHS if direction == DECODE else tile_widths(direction)
-        if not any(qk >= shape.head_dim and v >= shape.head_dim_v for qk, v in widths):
-            raise SystemExit(
-                f"--shapes: {shape}: expected head dims within one of {widths}, the kernels of --pass {direction}"
-            )
-        if direction == DECODE:
-            width = decode_width(shape.head_dim, shape.head_dim_v)
-            yield from configs.decode_kernels([dtype], [width], shape.option_names)
-            continue
-        problem = shape.problem(dtype, direction)
-        for bucket in buckets(direction):
-            config, _ = configs.pick_config(problem, bucket, gpu, direction)
-            yield from config.kernels(problem)
+        try:
+            yield from needs.kernels_of(shape, dtype, direction, all_lengths=True)
+        except ValueError as error:
+            raise SystemExit(f"--shapes: {error}") from None
 
 
 def show_config(arguments: argparse.Namespace) -> int:
@@ -327,6 +314,9 @@ def show_config(arguments: argparse.Namespace) -> int:
 def update_manifest(arguments: argparse.Namespace) -> int:
     from tl_attention import manifest, toolkit
 
+    if toolkit.tilelang_version() not in toolkit.TILELANG:
+        print(f"tl-attention manifest: {toolkit.NO_TILELANG}")
+        return 2
     if arguments.check:
         hashes = manifest.trace_all(manifest.shipped(), arguments.jobs)
         difference = manifest.compare(hashes, manifest.Manifest.read())

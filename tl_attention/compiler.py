@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import logging
 import os
+import shutil
+import subprocess
 import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,6 +45,9 @@ TEMPLATES = {
     DecodeCombine: ("decode_combine", "flash_decode_combine"),
     AppendConfig: ("append", "flash_append"),
 }
+
+
+STALE = 3600  # seconds after which no process builds in a folder any more
 
 
 def template(config: KernelConfig) -> tuple[str, str]:
@@ -81,24 +88,81 @@ def lower(problem: AttnProblem, config: KernelConfig) -> tuple[str, int]:
     return artifact.kernel_source, int(function.attrs.get("dyn_shared_memory_buf", 0))
 
 
+def assemble(
+    source: str, folder: Path, options: Mapping[str, object], flags: Sequence[str] = ()
+) -> tuple[str, Path]:
+    """Compile the CUDA source of a kernel for sm_90a, without line information, which makes a cubin five times as large.
+
+    Args:
+        folder: where kernel.cubin is written.
+        options: those of the compiler passes.
+        flags: further ones of nvcc.
+    Returns:
+        Output of the compiler, and the file of the cubin.
+    Raises:
+        FileNotFoundError: there is no nvcc. RuntimeError: nvcc rejects the source.
+    """
+    from tilelang.contrib import cc, nvcc
+
+    if not (found := toolkit.find_nvcc()):
+        raise FileNotFoundError(toolkit.NO_NVCC)
+    level = options.get("tl.ptxas_register_usage_level")
+    path = folder / "kernel.cu"
+    path.write_text(source)
+    command = [
+        found[0],
+        f"-ccbin={cc.get_cplus_compiler()}",
+        "--cubin",
+        "-O3",
+        f"-arch={TARGET['arch']}",
+        *nvcc.default_compile_options(["--use_fast_math"] if options.get("tl.enable_fast_math") else []),
+        *([f"-Xptxas=--register-usage-level={level}"] if level is not None else []),
+        *flags,
+    ]
+    run = subprocess.run([*command, path.name], capture_output=True, text=True, cwd=folder)
+    if run.returncode:
+        raise RuntimeError(f"nvcc rejects the kernel:\n{run.stdout}{run.stderr}")
+    return run.stdout + run.stderr, path.with_suffix(".cubin")
+
+
 def build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
     """Compile a kernel with nvcc for sm_90a into the library `path`; its CUDA source goes beside it as .cu. Needs no GPU."""
+    toolkit.require_tilelang(f"{problem}, {config} is not compiled")
     import tilelang
+    from tilelang import tvm
 
     if toolkit.find_nvcc() is None:
-        raise RuntimeError(
-            f"tl_attention: {problem} needs a kernel that is not compiled yet; {toolkit.NO_NVCC}"
-        )
-    logger = logging.getLogger("tilelang")
-    level = logger.level
-    logger.setLevel(logging.WARNING)  # it reports each export
+        raise FileNotFoundError(toolkit.NO_NVCC)
+    options = pass_configs(problem, config)
+    for left in path.parent.glob(f"{path.stem}-*/"):  # by a process that was killed
+        if time.time() - left.stat().st_mtime > STALE:
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{path.stem}-", dir=path.parent) as name:
+        folder = Path(name)
+
+        def compile_device(source: str, *_: object) -> bytearray:
+            return bytearray(assemble(source, folder, options, ["-w"])[1].read_bytes())
+
+        program, target = trace(problem, config), tvm.target.Target(TARGET)
+        context = tvm.transform.PassContext(opt_level=3, config=options)
+        with _device_compiler(compile_device), context, target:
+            artifact = tilelang.lower(
+                program, target=target, enable_host_codegen=True, enable_device_compile=True
+            )
+        path.with_suffix(".cu").write_text(artifact.kernel_source)
+        tvm.runtime.Executable(artifact.rt_mod).export_library(str(folder / path.name))
+        os.replace(folder / path.name, path)
+
+
+@contextlib.contextmanager
+def _device_compiler(function: Callable[..., bytearray]) -> Iterator[None]:
+    """Make TileLang call a function, (source, target, pass configs) -> cubin, in the place of its own."""
+    import tvm_ffi
+
+    name = "tilelang_callback_cuda_compile"
+    own = tvm_ffi.get_global_func(name)
+    tvm_ffi.register_global_func(name, function, override=True)
     try:
-        kernel = tilelang.compile(
-            trace(problem, config), target=TARGET, pass_configs=pass_configs(problem, config)
-        )
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            path.with_suffix(".cu").write_text(kernel.get_kernel_source())
-            kernel.export_library(str(Path(folder, path.name)))
-            os.replace(Path(folder, path.name), path)
+        yield
     finally:
-        logger.setLevel(level)
+        tvm_ffi.register_global_func(name, own, override=True)

@@ -251,6 +251,31 @@ def option_kernels(directions: Sequence[str]) -> list[tuple[AttnProblem, KernelC
     return list(dict.fromkeys(kernel for problem, config in found for kernel in config.kernels(problem)))
 
 
+def pack_option_kernels() -> list[tuple[AttnProblem, KernelConfig]]:
+    """Kernels of the option sets in [pack] of the grid: both masks, both dtypes, every width and bucket, once each."""
+    sets = _grid()["pack"]
+    found = [
+        kernel
+        for direction in DIRECTIONS
+        for options in sets[direction]
+        for kernel in _kernels_with(tuple(options), direction)
+    ]
+    for options in sets[DECODE]:
+        found += decode_kernels(options=options)
+    return list(dict.fromkeys(found))
+
+
+def _kernels_with(options: tuple[str, ...], direction: str) -> Iterator[tuple[AttnProblem, KernelConfig]]:
+    """Kernels of a set of options; a windowed problem has one mask, see AttnProblem."""
+    masks = (False,) if "window" in options else (False, True)
+    for dtype, width, causal in itertools.product(DTYPES, tile_widths(direction), masks):
+        problem = AttnProblem(dtype, *width, causal, options)
+        for bucket in buckets(direction):
+            config = option_config(problem, bucket, direction)
+            if is_legal(problem, config, direction) is None:
+                yield from config.kernels(problem)
+
+
 def candidates(problem: AttnProblem, bucket: str, direction: str = "fwd") -> list[Config]:
     """Legal configs of the grid for a bucket, the default first. The split bucket has the tiles of all lengths as split configs."""
     found = [default_config(problem, direction, bucket)]

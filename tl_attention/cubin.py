@@ -8,25 +8,27 @@ import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tl_attention import compiler, store, toolkit
 from tl_attention.kernel_configs import (
-    REGISTER_LEVEL,
     BwdPass,
     DecodeConfig,
     FwdConfig,
     KernelConfig,
-    register_level,
 )
 from tl_attention.legality import smem_bytes
 from tl_attention.problem import AttnProblem
-from tl_attention.target import REGISTERS, SMEM_LIMIT, SMEM_PER_SM, TARGET
+from tl_attention.target import REGISTERS, SMEM_LIMIT, SMEM_PER_SM
 
 # Warnings of ptxas that mark a slow kernel. C7507: setmaxnreg is ignored; the others: each wgmma is followed by a wait
 WARNINGS = ("C7507", "C7510", "C7512", "C7514", "C7517")
 THREADS_PER_SM = 2048
+FAST_MATH = {
+    "tl.enable_fast_math": True
+}  # options of the compiler passes that matter to nvcc, in most kernels
 SMEM_RESERVED = 1024  # bytes per CTA, taken by the hardware
 
 
@@ -66,7 +68,8 @@ def uses_wgmma(config: KernelConfig) -> bool:
 def report(problem: AttnProblem, config: KernelConfig) -> Report:
     """Report on a kernel, lowered and assembled for sm_90a."""
     source, smem = compiler.lower(problem, config)
-    return report_source(source, smem, config.threads, uses_wgmma(config), register_level(problem, config))
+    options = compiler.pass_configs(problem, config)
+    return report_source(source, smem, config.threads, uses_wgmma(config), options)
 
 
 def report_compiled(problem: AttnProblem, config: KernelConfig) -> Report:
@@ -76,9 +79,8 @@ def report_compiled(problem: AttnProblem, config: KernelConfig) -> Report:
     if (report := _read_report(stored)) is None:
         source = path.with_suffix(".cu").read_text()
         smem = smem_bytes(problem, config)
-        report = report_source(
-            source, smem, config.threads, uses_wgmma(config), register_level(problem, config)
-        )
+        options = compiler.pass_configs(problem, config)
+        report = report_source(source, smem, config.threads, uses_wgmma(config), options)
         stored.write_text(json.dumps(asdict(report)))
     return report
 
@@ -93,18 +95,22 @@ def _read_report(path: Path) -> Report | None:
 
 
 def report_source(
-    source: str, smem: int, threads: int, needs_wgmma: bool = True, level: int = REGISTER_LEVEL
+    source: str,
+    smem: int,
+    threads: int,
+    needs_wgmma: bool = True,
+    options: Mapping[str, object] = FAST_MATH,
 ) -> Report:
     """Report on CUDA source by TileLang.
 
     Args:
         smem: bytes of dynamic shared memory at launch.
-        level: register usage level of ptxas.
+        options: those of the compiler passes.
     Raises:
         FileNotFoundError: there is no nvcc. RuntimeError: nvcc rejects the source.
     """
     with tempfile.TemporaryDirectory() as folder:
-        log, cubin = _assemble(source, Path(folder), level)
+        log, cubin = compiler.assemble(source, Path(folder), options, ["-Xptxas=-v", "--keep"])
         sass = _disassemble(cubin)
         code, counted_in = (sass, "SASS") if sass else (cubin.with_suffix(".ptx").read_text(), "PTX")
     registers = _largest(r"Used (\d+) registers", log)
@@ -142,29 +148,6 @@ def ctas_per_sm(registers: int, smem: int, threads: int) -> int:
     per_warp = -(-registers * 32 // 256) * 256
     by_registers = REGISTERS // (per_warp * threads // 32)
     return min(by_registers, THREADS_PER_SM // threads, SMEM_PER_SM // (smem + SMEM_RESERVED))
-
-
-def _assemble(source: str, folder: Path, level: int) -> tuple[str, Path]:
-    """Output of ptxas, and the cubin, with its PTX beside it."""
-    from tilelang.contrib import nvcc
-
-    if not (found := toolkit.find_nvcc()):
-        raise FileNotFoundError(toolkit.NO_NVCC)
-    path = folder / "kernel.cu"
-    path.write_text(source)
-    command = [
-        found[0],
-        "--cubin",
-        "-O3",
-        f"-arch={TARGET['arch']}",
-        *nvcc.default_compile_options(["--use_fast_math"]),  # as in PASS_CONFIGS of all kernels
-        "-Xptxas=-v",
-        *([f"-Xptxas=--register-usage-level={level}"] if level != REGISTER_LEVEL else []),
-    ]
-    run = subprocess.run([*command, "--keep", path.name], capture_output=True, text=True, cwd=folder)
-    if run.returncode:
-        raise RuntimeError(f"nvcc rejects the kernel:\n{run.stdout}{run.stderr}")
-    return run.stdout + run.stderr, path.with_suffix(".cubin")
 
 
 def _disassemble(cubin: Path) -> str | None:

@@ -19,6 +19,7 @@ def report(strict: bool) -> int:
     """Print what is found and, for what is missing, what to do. Returns 1 if strict and something needed is missing."""
     missing = 0
     for needed, name, find in CHECKS:
+        needed = needed() if callable(needed) else needed
         try:
             good, text = find()
         except Exception as error:  # a broken installation is a finding too
@@ -64,6 +65,58 @@ def _check_package(module: str, advice: str) -> Callable[[], tuple[bool, str]]:
     return check
 
 
+def _check_tvm_ffi() -> tuple[bool, str]:
+    from tl_attention.testing.environment import version
+
+    found = version("apache-tvm-ffi")
+    return bool(found), found or "not installed: pip install apache-tvm-ffi"
+
+
+def _pack_serves() -> bool:
+    """True if the pack has kernels of today's sources, so that nothing has to be compiled."""
+    try:
+        return bool(_pack_coverage()[0])
+    except RuntimeError:  # damaged: the check of the pack says so
+        return False
+
+
+def _compiles() -> bool:
+    """True if kernels must be compiled here: there is no pack that serves."""
+    return not _pack_serves()
+
+
+def _pack_coverage() -> tuple[int, int]:
+    """Number of kernels of a whole pack that the installed one has as today's sources make them, and of all of them."""
+    from tl_attention import manifest, pack
+
+    kernels, installed = manifest.pack_kernels().values(), pack.installed()
+    return sum(bool(installed and installed.find(*kernel)) for kernel in kernels), len(kernels)
+
+
+def _check_pack() -> tuple[bool, str]:
+    from tl_attention import pack
+
+    found = pack.installed()
+    if found is None:
+        return False, pack.advice()
+    covered, kernels = _pack_coverage()
+    compilers = ", ".join(f"{name} {version}" for name, version in found.compilers.items())
+    text = f"{found.version}, {covered} of {kernels} kernels, by {compilers}, {found.folder}"
+    return (True, text) if covered else (False, f"{text}: {pack.advice()}")
+
+
+def _check_tilelang() -> tuple[bool, str]:
+    from tl_attention import toolkit
+
+    found = toolkit.tilelang_version()
+    if found in toolkit.TILELANG:
+        return True, found
+    return (
+        False,
+        f"{found}, expected {toolkit.TILELANG[-1]}: {toolkit.INSTALL}" if found else toolkit.NO_TILELANG,
+    )
+
+
 def _check_nvcc() -> tuple[bool, str]:
     from tl_attention import toolkit
 
@@ -107,12 +160,14 @@ def _check_table() -> tuple[bool, str]:
     )
 
 
-CHECKS = (  # (needed, name, check)
+CHECKS = (  # (needed, or a function that says so; name; check)
     (True, "python", _check_python),
     (True, "torch", _check_torch),
     (True, "GPU", _check_gpu),
-    (True, "tilelang", _check_package("tilelang", "pip install 'tilelang[nvcc]==0.1.15'")),
-    (True, "nvcc", _check_nvcc),
+    (True, "tvm-ffi", _check_tvm_ffi),
+    (False, "pack", _check_pack),
+    (_compiles, "tilelang", _check_tilelang),
+    (_compiles, "nvcc", _check_nvcc),
     (False, "cuobjdump", _check_cuobjdump),
     (True, "cache", _check_cache),
     (False, "tuned table", _check_table),

@@ -7,13 +7,15 @@ is key i + seqlen_k - seqlen_q (bottom-right), with positions and lengths within
 Parameters of all functions:
 
 Args:
-    softmax_scale: multiplies the scores; finite, negative and 0 included; None: head_dim ** -0.5. The kernel is exact while
-        |score * softmax_scale| stays below about 2 ** 30.
+    softmax_scale: multiplies the scores; at most 2 ** 60 in magnitude, so that its product with log2(e) and the lowest row max, -1e20,
+        is finite in fp32; negative and 0 included; None: head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays
+        below about 2 ** 30.
     causal: a query sees no key past its diagonal.
-    window_size: (left, right): a query sees diagonal - left <= key <= diagonal + right; -1 or None: no limit. With causal, right is 0.
-    softcap: score -> softcap * tanh(score / softcap); 0: none.
+    window_size: (left, right), two ints in a tuple or list: a query sees diagonal - left <= key <= diagonal + right; -1 or None: no
+        limit. With causal, right is 0. Bounds below -1 are refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
+    softcap: score -> softcap * tanh(score / softcap), from 2 ** -60 to 2 ** 60; 0: none.
     alibi_slopes: [heads] or [batch, heads], fp32: score - slope * |diagonal - key|. Not differentiable.
-    learnable_sink: [heads], fp32 or the dtype of q: score of one more key without value, for each query; neither scaled nor capped;
+    learnable_sink: [heads], fp32, bf16 or fp16: score of one more key without value, for each query; neither scaled nor capped;
         part of softmax_lse. Differentiable.
     dropout_p: probability of dropping an attention weight, rounded to a multiple of 1/256, at least one if > 0; at most 255/256. Kept
         weights are divided by 1 - dropout_p. softmax_lse is computed before dropout.
@@ -24,12 +26,15 @@ Args:
     return_attn_probs: also return the log-sum-exp.
     num_splits: splits of the keys of a forward tile, one per CTA; 0: chosen for the problem. Only flash_attn_func and
         flash_attn_varlen_func have it.
+    check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which waits for the GPU; only functions of
+        packed sequences have it. TL_ATTENTION_CHECK_LENGTHS=1 asks for it in every call. See checks_lengths.py.
 Returns:
     out, shaped as q but head_dim_v wide, in its dtype. With return_attn_probs (out, softmax_lse, None), where softmax_lse is
     [batch, heads, seqlen_q], or [heads, total_q], fp32, natural log. A query that sees no key has out 0 and softmax_lse -inf
     (FA2: +inf), or its sink. out and softmax_lse are differentiable, once.
 Raises:
     TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
+    IndexError: with check_lengths, which value is wrong.
 Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
 """
 
@@ -37,11 +42,15 @@ from __future__ import annotations
 
 import torch
 
-from tl_attention.checks import check_no_block_table, check_packed
+from tl_attention import checks_lengths
+from tl_attention.checks import check_no_block_table, check_packed, expect_bool
+from tl_attention.checks_lengths import NAMES, Lengths, Names, checked_lengths
 from tl_attention.checks_torch import ARGUMENT_ERRORS, rename_arguments
 from tl_attention.ops import UserOptions, attention, attention_with_options
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
+_QKV = Names("cu_seqlens", "max_seqlen", "seqused", "qkv")
+_KV = NAMES[1]._replace(tensor="kv")
 # Names of the arguments of packed forms in errors
 _QKV_NAMES = dict.fromkeys(("q", "k", "v"), "qkv")
 _KV_NAMES = dict.fromkeys(("k", "v"), "kv") | {"q": "q"}
@@ -63,6 +72,8 @@ def _attend(
     return_attn_probs: bool,
     asked: tuple,  # in the order of UserOptions, which costs more to make
 ) -> Output:
+    if return_attn_probs is not False:
+        expect_bool("return_attn_probs", return_attn_probs)
     window_size, softcap, dropout_p, alibi_slopes, sink, _, num_splits, lengths = asked
     plain = (
         lengths is None
@@ -80,6 +91,20 @@ def _attend(
         options = UserOptions(*asked)
         out, lse = attention_with_options(q, k, v, softmax_scale, causal, deterministic, options)
     return (out, lse, None) if return_attn_probs else out
+
+
+def _lengths(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lengths: Lengths,
+    check_lengths: bool,
+    names: tuple[Names, Names] = NAMES,
+) -> Lengths:
+    """Return lengths, with their values checked if that is asked for."""
+    if check_lengths is False and not checks_lengths.ALWAYS:
+        return lengths
+    expect_bool("check_lengths", check_lengths)
+    return checked_lengths(q, k, lengths, names)
 
 
 def flash_attn_func(
@@ -196,6 +221,7 @@ def flash_attn_varlen_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     num_splits: int = 0,
+    check_lengths: bool = False,
 ) -> Output:
     """flash_attn_func per sequence of a batch of packed sequences.
 
@@ -204,18 +230,21 @@ def flash_attn_varlen_func(
         k: [total_k, heads_kv, head_dim].
         v: [total_k, heads_kv, head_dim_v].
         cu_seqlens_q, cu_seqlens_k: [batch + 1], int32, on the device of q: sequence i has rows cu_seqlens[i] to cu_seqlens[i + 1],
-            exclusive. They start at 0, never decrease and stay within the tensors, which is not checked; a sequence may be empty.
+            exclusive. They start at 0, never decrease and stay within the tensors, which is not checked without check_lengths: with
+            other values the kernels may read and write other memory. A sequence may be empty.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths, used by the schedule only. A 0-d tensor is not read: the number of
             all rows replaces it.
         block_table: None; paged caches are not supported: see flash_attn_with_kvcache.
         seqused_q, seqused_k: [batch], int32: sequence i has only its first seqused[i] rows, for masks, too. Rows beyond are not
-            read; their out and gradients are 0, their softmax_lse is -inf.
+            read; their out and gradients are 0, their softmax_lse is -inf. They are from 0 to the length of the sequence, which is
+            not checked without check_lengths.
 
     A row past the last sequence is undefined in out, softmax_lse and gradients.
     Options, result and errors: see the module.
     """
     check_no_block_table(block_table)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
+    lengths = _lengths(q, k, lengths, check_lengths)
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, num_splits, lengths
     return _attend(q, k, v, softmax_scale, causal, deterministic, return_attn_probs, asked)
 
@@ -235,6 +264,7 @@ def flash_attn_varlen_qkvpacked_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
+    check_lengths: bool = False,
 ) -> Output:
     """flash_attn_varlen_func of views of one tensor, which gets one gradient; queries and keys have the same sequences.
 
@@ -246,6 +276,7 @@ def flash_attn_varlen_qkvpacked_func(
     """
     check_packed("qkv", qkv, "total, 3, heads, head_dim", 3)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, None, None
+    lengths = _lengths(qkv, qkv, lengths, check_lengths, (_QKV, _QKV))
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, lengths
     try:
         return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
@@ -271,6 +302,7 @@ def flash_attn_varlen_kvpacked_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
+    check_lengths: bool = False,
 ) -> Output:
     """flash_attn_varlen_func of q and views of one tensor, which gets one gradient.
 
@@ -283,6 +315,7 @@ def flash_attn_varlen_kvpacked_func(
     """
     check_packed("kv", kv, "total_k, 2, heads_kv, head_dim", 2)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None, None
+    lengths = _lengths(q, kv, lengths, check_lengths, (NAMES[0], _KV))
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, lengths
     try:
         return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)

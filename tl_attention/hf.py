@@ -9,15 +9,28 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from tl_attention import kvcache
+from tl_attention import checks_lengths, kvcache
+from tl_attention.checks import expect_scale
+from tl_attention.checks_hf import (
+    USE_ANOTHER,
+    VARLEN_ROWS,
+    check_inputs,
+    check_mask,
+    check_no_others,
+    check_packing,
+    check_padding,
+    check_window_keys,
+    is_our_mask,
+)
 from tl_attention.flash import flash_attn_func, flash_attn_varlen_func
 
 NAME = "tl_attention"
 MAX_DECODE_QUERIES = 64  # per sequence; more go to flash_attn_func
+_NAMES = tuple(
+    checks_lengths.Names(f"cu_seq_lens_{x}", f"max_length_{x}", "", name)
+    for x, name in (("q", "query"), ("k", "key"))
+)
 _SUPPORTED_MASKS = "expected a causal, full, sliding-window, packed or chunked mask"
-_USE_ANOTHER = 'use attn_implementation="sdpa" or "eager"'
-# Rows of the tensor that attention_mask() returns: 4 for flash_attn_varlen_func, then up to 2 for flash_attn_with_kvcache
-_VARLEN_ROWS = 4
 
 
 def register() -> None:
@@ -75,18 +88,24 @@ def attention_forward(
         query: [batch, heads, seqlen_q, head_dim], bfloat16 or float16; fp32 is cast to the autocast dtype inside autocast.
         key, value: [batch, heads_kv, seqlen_k, head_dim or head_dim_v].
         attention_mask: the result of attention_mask(): None, or the rows of query and key that belong to each sequence.
-        sliding_window: number of keys that a query sees, itself included; in a bidirectional layer, on either side.
+        sliding_window: number of keys that a query sees, itself included; in a bidirectional layer, on either side. None: no window.
         s_aux: [heads], the scores of the sink.
-        cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], bounds of packed sequences in batch * seqlen; they override attention_mask.
-        max_length_q, max_length_k: upper bounds of the sequence lengths.
+        cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], bounds of packed sequences in batch * seqlen; they override attention_mask. Both
+            or neither. Their values are checked only under TL_ATTENTION_CHECK_LENGTHS=1: see checks_lengths.py.
+        max_length_q, max_length_k: upper bounds of the lengths in cu_seq_lens_q and cu_seq_lens_k; None: batch * seqlen.
         kwargs: other arguments that models pass; ignored.
     Returns:
         (out [batch, seqlen_q, heads, head_dim_v], None). Rows of padding are 0.
     Raises:
-        NotImplementedError: position_bias, a paged cache, or a mask not made by attention_mask().
+        NotImplementedError: position_bias, a paged cache, or a mask not made by attention_mask(), which has 5 dimensions.
         TypeError, ValueError, NotImplementedError: see flash_attn_func.
     """
-    _check_supported(attention_mask, position_bias, cache)
+    check_inputs(query, key, value, s_aux)
+    check_no_others(position_bias, cache)
+    check_mask(attention_mask, query.shape[0])
+    expect_scale("scaling", scaling)
+    check_window_keys("sliding_window", sliding_window)
+    check_packing(query, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     if query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
@@ -101,15 +120,15 @@ def attention_forward(
 
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
-    packed = cu_seq_lens_q is not None and cu_seq_lens_k is not None
+    packed = cu_seq_lens_q is not None
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux))
-    has_cache_rows = attention_mask is None or attention_mask.shape[0] > _VARLEN_ROWS
+    has_cache_rows = attention_mask is None or attention_mask.shape[0] > VARLEN_ROWS
     few_queries = seqlen_q <= MAX_DECODE_QUERIES and seqlen_q < seqlen_k
     fits_cache = not (q.shape[3] % 8 or v.shape[3] % 8)  # flash_attn_func copies other head dims
     if has_cache_rows and few_queries and fits_cache and not (packed or needs_grad or dropout):
         seqlens = leftpad = None
         if attention_mask is not None:
-            seqlens, *leftpads = attention_mask[_VARLEN_ROWS:, 0, :batch].unbind()
+            seqlens, *leftpads = attention_mask.flatten(1)[VARLEN_ROWS:, :batch].unbind()
             leftpad = leftpads[0] if leftpads else None
         if seqlen_q == 1:
             q = query.reshape(q.shape)  # same memory, dense strides: the kernel's load needs no copy
@@ -129,27 +148,17 @@ def attention_forward(
         max_q = batch * seqlen_q if max_length_q is None else max_length_q
         max_k = batch * seqlen_k if max_length_k is None else max_length_k
         lengths = cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32), max_q, max_k
+        if checks_lengths.ALWAYS:
+            rows = (x.flatten(0, 1) for x in (q, k))
+            lengths = checks_lengths.checked_lengths(*rows, (*lengths, None, None), _NAMES)[:4]
     elif attention_mask is not None:
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = attention_mask[:_VARLEN_ROWS, 0].unbind()
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = attention_mask.flatten(1)[:VARLEN_ROWS].unbind()
         lengths = cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k
         options |= {"seqused_q": seqused_q[:-1], "seqused_k": seqused_k[:-1]}
     else:
         return flash_attn_func(q, k, v, **options), None
     out = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *lengths, **options)
     return out.unflatten(0, (batch, seqlen_q)), None
-
-
-def _check_supported(attention_mask: torch.Tensor | None, position_bias: Any, cache: Any) -> None:
-    for name, x in (("position_bias", position_bias), ("cache", cache)):
-        if x is not None:
-            raise NotImplementedError(
-                f"{name}: expected None, got {type(x).__name__}, which tl_attention does not support; {_USE_ANOTHER}"
-            )
-    if attention_mask is not None and attention_mask.ndim != 3:
-        raise NotImplementedError(
-            "attention_mask: expected a 2-D padding mask as argument of the model, got a mask of shape"
-            f" {tuple(attention_mask.shape)}; {_USE_ANOTHER}"
-        )
 
 
 def _layer_is_causal(module: torch.nn.Module) -> bool:
@@ -217,24 +226,29 @@ def attention_mask(
     Args:
         q_offset, kv_offset: positions of the first query and of the first key; q_offset is a tensor with a static cache.
         mask_function: (batch, head, query, key) -> whether the query sees the key, by positions.
-        attention_mask: [batch, at most kv_offset + kv_length], False for padding.
+        attention_mask: [batch, at most kv_offset + kv_length], bool or ints, False for padding; or a result of this function, which is
+            returned as it is.
         local_size: width of the window: keys before the query, itself included, or keys on either side of it in a bidirectional mask;
             or size of a chunk.
         use_vmap: mask_function contains functions of the caller.
         allow_is_bidirectional_skip: None for a causal mask.
     Returns:
-        None if lengths, causality and window define the mask. Else int32 [4 to 6, 1, sequences + 1]. Rows 0 to 3: cu_seqlens_q,
+        None if lengths, causality and window define the mask. Else int32 [4 to 6, 1, 1, 1, sequences + 1]. Rows 0 to 3: cu_seqlens_q,
         cu_seqlens_k, seqused_q and seqused_k of flash_attn_varlen_func, in batch * q_length and batch * kv_length rows. Row 4 begins with
         cache_seqlens [batch], row 5, if there is padding, with cache_leftpad [batch]. Rows 4 and 5 exist if in each sequence all queries
         or none come after its last key, as flash_attn_with_kvcache requires.
     Raises:
         NotImplementedError: any other mask.
+        TypeError, ValueError: attention_mask or local_size of another form; the message names what was expected and what came.
     """
-    if attention_mask is not None and attention_mask.ndim == 3:
+    if is_our_mask(attention_mask):
+        check_mask(attention_mask, batch_size)
         return attention_mask  # generate() has called this function
+    check_padding(attention_mask, batch_size)
+    check_window_keys("local_size", local_size)
     if use_vmap:
         raise NotImplementedError(
-            f"mask_function: {_SUPPORTED_MASKS}, got one that contains functions of the caller; {_USE_ANOTHER}"
+            f"mask_function: {_SUPPORTED_MASKS}, got one that contains functions of the caller; {USE_ANOTHER}"
         )
     causal = allow_is_bidirectional_skip is None
     # Columns are positions minus kv_offset: the first key has column 0
@@ -274,7 +288,12 @@ def attention_mask(
         rows.append(pad(cache_seqlens, (0, batch_size + 1)))
         if padded:
             rows.append(pad(begin_k, (0, batch_size + 1)))
-    return torch.stack(rows)[:, None].to(torch.int32)
+    return _mask_of_rows(rows)
+
+
+def _mask_of_rows(rows: list[torch.Tensor]) -> torch.Tensor:
+    """Stack rows in the form that checks_hf.is_our_mask recognizes."""
+    return torch.stack(rows)[:, None, None, None].to(torch.int32)
 
 
 def _inspect(
@@ -295,11 +314,11 @@ def _inspect(
     flags = torch.stack([unsupported, starts.any(), padding.any(), (runs > 1).any(), ends_early.any()])
     unsupported, packed, padded, holes, ends_early = flags.tolist()
     if unsupported or (packed and (padded or not equal_lengths)):
-        raise NotImplementedError(f"mask_function: {_SUPPORTED_MASKS}, got another one; {_USE_ANOTHER}")
+        raise NotImplementedError(f"mask_function: {_SUPPORTED_MASKS}, got another one; {USE_ANOTHER}")
     if holes:
         raise NotImplementedError(
             "attention_mask: expected padding only before and after each sequence, got some inside a sequence;"
-            f" {_USE_ANOTHER}"
+            f" {USE_ANOTHER}"
         )
     return padded, packed, ends_early
 
@@ -310,7 +329,7 @@ def _packed_mask(starts: torch.Tensor) -> torch.Tensor:
     begins = starts.flatten().nonzero().flatten()
     bounds = pad(begins, (0, 1), value=starts.numel())
     used = pad(bounds.diff(), (0, 1))
-    return torch.stack([bounds, bounds, used, used])[:, None].to(torch.int32)
+    return _mask_of_rows([bounds, bounds, used, used])
 
 
 def _bounds(begin: torch.Tensor, end: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:

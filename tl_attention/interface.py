@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from tl_attention import launch
-from tl_attention.checks import FLOATS, check_device, check_fwd, check_reference, expect_like
+from tl_attention.checks import FLOATS, check_device, check_fwd, check_reference, expect_bool, expect_like
 from tl_attention.ops import attention, attention_backward, scale_of
 from tl_attention.reference import attention_backward_reference, attention_reference
 
@@ -29,8 +29,8 @@ def mha_fwd_interface(
             Any strides with a contiguous last dimension: transposed views and slices of packed QKV are not copied. A tensor that TMA
             cannot address is copied: one with a stride of 0, with a stride or address that is no multiple of 16 bytes, or with a head
             dim that is no multiple of 8.
-        sm_scale: multiplies the scores; finite, negative and 0 included; None: head_dim_qk ** -0.5. The kernel is exact while
-            |score * sm_scale| stays below about 2 ** 30.
+        sm_scale: multiplies the scores; at most 2 ** 60 in magnitude, negative and 0 included; None: head_dim_qk ** -0.5. The kernel
+            is exact while |score * sm_scale| stays below about 2 ** 30.
         is_causal: query i sees key j if j <= i + seqlen_kv - seqlen_q (bottom-right); False: every query sees every key.
         return_kernel: return kernel(q, k, v) -> (out, lse), compiled for tensors like these and without checks, for timing.
     Returns:
@@ -41,7 +41,8 @@ def mha_fwd_interface(
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
     """
-    if return_kernel:
+    if return_kernel is not False:
+        expect_bool("return_kernel", return_kernel)
         check_fwd(q, k, v, sm_scale, is_causal, heads_first=True)
         return _kernel_like(q, k, v, sm_scale, is_causal)
     return attention(q, k, v, sm_scale, is_causal, lse_base2=True, heads_first=True)
@@ -107,6 +108,7 @@ def mha_bwd_interface(
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     Source: Dao 2023 (FlashAttention-2), alg. 2; Shah et al. 2024 (FlashAttention-3).
     """
+    expect_bool("return_kernel", return_kernel)
     grads = attention_backward(do, q, k, v, out, lse, sm_scale, is_causal, deterministic)
     if not return_kernel:
         return grads

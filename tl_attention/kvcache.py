@@ -6,25 +6,21 @@ from collections.abc import Sequence
 
 import torch
 
-from tl_attention import launch
-from tl_attention.checks import (
-    check_device,
-    check_num_splits,
-    check_options,
-    expect_bool,
-    expect_scale,
-)
+from tl_attention import checks_lengths, launch
+from tl_attention.checks import check_device, check_options, check_window, expect_bool, expect_scale
 from tl_attention.checks_kvcache import (
     cache_capacity,
     check_addresses,
     check_cache,
-    check_entries,
     check_new_keys,
     check_no_gradient,
     check_rotary,
     check_seqlen,
+    check_sizes,
+    check_splits,
     check_workspace,
 )
+from tl_attention.checks_lengths import check_entries, check_positions, skips_check
 from tl_attention.checks_torch import check_no_forward_ad, refuse_vmap
 from tl_attention.ops import check_device_or_warn, is_traced, scale_of
 from tl_attention.options import UNLIMITED, Cache, Options, canonical_window
@@ -71,6 +67,7 @@ def flash_attn_with_kvcache(
     learnable_sink: torch.Tensor | None = None,
     batch_invariant: bool = False,
     workspace: torch.Tensor | None = None,
+    check_lengths: bool = False,
     check_block_table: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Append new keys and values to a cache, then compute attention of each sequence's queries to its keys in the cache.
@@ -90,30 +87,41 @@ def flash_attn_with_kvcache(
             k alone where v_cache is k_cache[..., :512].
         rotary_cos, rotary_sin: [positions, rotary_dim / 2] in the dtype of q, contiguous, with one position per row that a cache can
             hold. The first rotary_dim columns of q and of k (before it is written) are rotated: row i of k by position
-            cache_seqlens + i; row i of q likewise with causal or a window, else by cache_seqlens. Positions count left padding.
+            cache_seqlens + i; row i of q likewise with causal or a window, else by cache_seqlens. Positions count left padding. A row
+            of q at a position past the table, where seqlen_q exceeds the new keys, is not rotated.
         cache_seqlens: [batch], int32, or an int for all: number of rows in use before the new keys, left padding included. None: all
             rows of the cache. The values of a tensor are not read on the host, so a CUDA graph can be replayed with other lengths.
-        cache_batch_idx: [batch], int32: the cache of each sequence; None: cache b for sequence b. Not with block_table.
+        cache_batch_idx: [batch], int32: the cache of each sequence; None: cache b for sequence b. Not with block_table. Sequences may
+            share a cache only where no new key is written to a row that another one has.
         cache_leftpad: [batch], int32: rows of left padding. Not with block_table.
         block_table: [batch, pages per sequence], int32: page i of a sequence holds its rows from i * page_size on. Entries beyond the
             rows in use are not read.
         softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink: see flash.py.
         rotary_interleaved: rotate the column pairs (2i, 2i + 1), else (i, i + rotary_dim / 2).
-        num_splits: number of splits of a sequence's keys, each computed by another CTA; 0: chosen for the whole batch.
+        num_splits: number of splits of a sequence's keys, each computed by another CTA; 0: chosen for the whole batch. Not with
+            batch_invariant.
         return_softmax_lse: also return the log-sum-exp.
         batch_invariant: make the result of a sequence bitwise independent of the rest of the batch.
         workspace: uint8, at least kvcache_workspace_bytes(..) long, for the partial results of splits. No other launch may use it at the
             same time. None: the call allocates it.
-        check_block_table: for debugging: check the values in the index tensors. Waits for the GPU.
+        check_lengths: for debugging: check the values of cache_seqlens, cache_batch_idx, cache_leftpad and block_table, that no
+            sequence has rows that another one writes, and that rotary_cos has all positions. Waits for the GPU.
+            TL_ATTENTION_CHECK_LENGTHS=1 asks for it in every call. Without it these values are not checked on a GPU: a key or page
+            out of range is neither read nor written, but a negative length reads memory before rotary_cos and rotary_sin.
+        check_block_table: another name of check_lengths.
     Returns:
         out [batch, seqlen_q, heads, head_dim_v] in the dtype of q; with return_softmax_lse (out, softmax_lse [batch, heads,
         seqlen_q], fp32, natural log). A query that sees no key has out 0 and softmax_lse -inf, or that of its sink.
     Raises:
         TypeError, ValueError, NotImplementedError: the message names the argument, the expectation and what came.
-        IndexError: an entry of an index tensor is out of range; only with check_block_table and on CPU.
+        IndexError: a value of an index tensor is wrong; only with check_lengths and on the CPU.
     """
     if torch.is_grad_enabled():
         check_no_gradient(q, k_cache, v_cache, k, v, learnable_sink)
+    if return_softmax_lse is not False:
+        expect_bool("return_softmax_lse", return_softmax_lse)
+    if type(window_size) is list:  # a list has no hash
+        window_size = tuple(window_size)
     sink = learnable_sink
     if isinstance(sink, torch.Tensor):
         sink = sink.detach()  # makes a plain tensor of a parameter
@@ -127,23 +135,26 @@ def flash_attn_with_kvcache(
     handle = key = None
     switches = type(causal), type(rotary_interleaved), type(batch_invariant), type(num_splits)
     if not traced and switches == (bool, bool, bool, int):
-        values = softmax_scale, window_size, softcap, num_splits, causal, batch_invariant, type(cache_seqlens)
+        # Types too, as 1 == True
+        values = (
+            softmax_scale, type(softmax_scale), window_size, softcap, type(softcap), num_splits, causal, batch_invariant,
+            type(cache_seqlens),
+        )  # fmt: skip
         handle, key = _look_up(tensors, values)
     if handle is None:
         check_cache(q, k_cache, v_cache, cache_batch_idx, cache_leftpad, block_table)
-        check_new_keys(q, k_cache, v_cache, k, v, cache_seqlens)
+        check_new_keys(q, k_cache, v_cache, k, v, cache_seqlens, block_table)
         check_rotary(q, k_cache, v_cache, k, rotary_cos, rotary_sin, block_table)
         expect_scale("softmax_scale", softmax_scale)
         expect_bool("causal", causal)
         expect_bool("rotary_interleaved", rotary_interleaved)
-        expect_bool("batch_invariant", batch_invariant)
-        check_num_splits(num_splits)
+        check_splits(num_splits, batch_invariant)
         check_options(q, q.shape[0], window_size, softcap, 0.0, alibi_slopes, sink, None)
         if workspace is not None:
             needed = 0
             if q.is_cuda:
                 sizes = *q.shape[:3], *v_cache.shape[2:], cache_capacity(k_cache, block_table)
-                needed = kvcache_workspace_bytes(*sizes, num_splits, batch_invariant, q.device)
+                needed = _workspace_bytes(*sizes, num_splits, batch_invariant, q.device.index)
             check_workspace(q, workspace, needed)
         check_device_or_warn(q, traced)
         if key is not None:
@@ -161,6 +172,8 @@ def flash_attn_with_kvcache(
         v = k[..., : v_cache.shape[3]]
     window, options = (UNLIMITED, UNLIMITED), _NO_OPTIONS
     if window_size != window:
+        if bool in map(type, window_size):  # equal to the int of an earlier call
+            check_window(window_size)
         causal, window = canonical_window(causal, window_size)
     if alibi_slopes is not None or sink is not None or softcap or window != options.window:
         options = Options(
@@ -171,8 +184,13 @@ def flash_attn_with_kvcache(
         )
     scale = scale_of(q, softmax_scale)
     cache = Cache(k_cache, v_cache, cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table)
-    if check_block_table:
-        check_entries(q, cache)
+    if check_lengths is not False or check_block_table is not False or checks_lengths.ALWAYS:
+        expect_bool("check_lengths", check_lengths)
+        expect_bool("check_block_table", check_block_table)
+        if check_lengths or check_block_table or checks_lengths.ALWAYS:
+            rows = 0 if rotary_cos is None else rotary_cos.shape[0]
+            queries_move = causal or options.window != (UNLIMITED, UNLIMITED)
+            q = check_cache_op(q, cache.k, cache.v, *_fields(cache), rows, queries_move)
 
     if k is not None:
         append = _append_by_op if traced else _append
@@ -199,15 +217,33 @@ def kvcache_workspace_bytes(
     Args:
         batch, seqlen_q, heads, heads_kv, head_dim_v, num_splits, batch_invariant: as in the call.
         seqlen_cache: maximum number of keys per sequence: k_cache.shape[1], or with pages block_table.shape[1] * page_size.
-        device: the GPU; None: the current one, or an H200 on a machine without a GPU.
+        device: the GPU, its index too; None: the current one, or an H200 on a machine without a GPU.
+    Raises:
+        TypeError, ValueError: the message names the argument, the expectation and what came.
     """
+    check_sizes(batch, seqlen_q, heads, heads_kv, head_dim_v, seqlen_cache, device)
+    check_splits(num_splits, batch_invariant)
+    index = device if device is None or isinstance(device, int) else torch.device(device).index
+    sizes = batch, seqlen_q, heads, heads_kv, head_dim_v, seqlen_cache
+    return _workspace_bytes(*sizes, num_splits, batch_invariant, index)
+
+
+def _workspace_bytes(
+    batch: int,
+    seqlen_q: int,
+    heads: int,
+    heads_kv: int,
+    head_dim_v: int,
+    seqlen_cache: int,
+    num_splits: int,
+    batch_invariant: bool,
+    index: int | None,
+) -> int:
+    """kvcache_workspace_bytes of checked arguments; `index` is the GPU's."""
+    if not (batch and seqlen_q and heads and seqlen_cache):
+        return 0  # nothing to launch
     sms = H200_SMS
     if torch.cuda.is_available():
-        index = (
-            torch.device("cuda", device).index
-            if isinstance(device, int)
-            else torch.device(device or "cuda").index
-        )
         sms = sm_count(torch.cuda.current_device() if index is None else index)
     return launch.decode_workspace_bytes(
         batch, seqlen_q, heads, heads_kv, head_dim_v, num_splits, batch_invariant, seqlen_cache, sms
@@ -305,6 +341,34 @@ def _from_fields(
 
 
 @torch.library.custom_op(
+    "tl_attention::check_cache",
+    mutates_args=(),
+    device_types=("cuda", "cpu"),
+    schema=f"(Tensor q, Tensor k_cache, Tensor v_cache, {CACHE_SCHEMA}, SymInt rotary_rows, bool queries_move) -> Tensor",
+)
+def check_cache_op(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *arguments: object
+) -> torch.Tensor:
+    """Check the values of index tensors; return a copy of q, so that the check runs before what uses the copy.
+
+    rotary_rows is 0 without rotary.
+    """
+    if not skips_check(q):
+        *fields, rotary_rows, queries_move = arguments
+        cache = _from_fields(k_cache, v_cache, *fields)
+        *_, seqlens = check_entries(q, cache)
+        if rotary_rows:
+            queries = q.shape[1] if queries_move else min(q.shape[1], 1)
+            check_positions(seqlens, max(cache.new, queries), rotary_rows)
+    return q.clone()
+
+
+@check_cache_op.register_fake
+def _(q: torch.Tensor, *others: object) -> torch.Tensor:
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op(
     "tl_attention::append",
     mutates_args=("k_cache", "v_cache"),
     device_types=("cuda", "cpu"),
@@ -373,6 +437,7 @@ def _refuse_vmap(*_: object) -> None:
     refuse_vmap("flash_attn_with_kvcache")
 
 
+check_cache_op.register_vmap(_refuse_vmap)
 append_op.register_vmap(_refuse_vmap)
 decode_op.register_vmap(_refuse_vmap)
 

@@ -6,20 +6,17 @@ so an equal hash means an equal kernel: a change that should not touch a kernel 
 
 from __future__ import annotations
 
-import concurrent.futures
 import hashlib
 import importlib.metadata
-import itertools
 import json
-import multiprocessing
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tl_attention import compiler, configs, cubin, toolkit
+from tl_attention import building, compiler, configs, cubin, toolkit
 from tl_attention.kernel_configs import (
     BwdDelta,
     BwdPass,
@@ -32,6 +29,7 @@ from tl_attention.kernel_configs import (
 )
 from tl_attention.legality import BARRIER_BYTES, smem_bytes
 from tl_attention.problem import DECODE, DECODE_OPTIONS, DIRECTIONS, AttnProblem
+from tl_attention.sandbox import Failure, Sandboxes
 from tl_attention.target import SMEM_LIMIT
 
 Kernel = tuple[AttnProblem, KernelConfig]
@@ -85,9 +83,19 @@ def shipped() -> dict[str, Kernel]:
         *configs.option_kernels(DIRECTIONS[:2]),
         *configs.decode_kernels(options=[name for name in DECODE_OPTIONS if name != "window"]),
     ]
-    named = {kernel_name(*kernel): kernel for kernel in found}
-    if len(named) < len(set(found)):
-        raise RuntimeError("two shipped kernels have the same name")
+    return _by_name(found)
+
+
+def pack_kernels() -> dict[str, Kernel]:
+    """Every kernel of a whole pack, by name: the shipped ones, and those of the option sets in [pack] of the grid."""
+    return _by_name([*shipped().values(), *configs.pack_option_kernels()])
+
+
+def _by_name(kernels: Iterable[Kernel]) -> dict[str, Kernel]:
+    kernels = set(kernels)
+    named = {kernel_name(*kernel): kernel for kernel in kernels}
+    if len(named) < len(kernels):
+        raise RuntimeError("two kernels have the same name")
     return dict(sorted(named.items()))
 
 
@@ -178,6 +186,9 @@ def _instructions(problem: AttnProblem, config: KernelConfig) -> dict[str, bool]
     return expected
 
 
+ENTRY_LIMIT = 900.0  # seconds per kernel; the dearest takes 30 on one core
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The file's content: compiler versions, and per kernel name what entry() returns."""
@@ -239,7 +250,8 @@ def compare(hashes: dict[str, str], manifest: Manifest) -> Difference:
 
 def trace_all(kernels: dict[str, Kernel], jobs: int | None = None) -> dict[str, str]:
     """Text hash per kernel name, traced by several processes."""
-    return dict(zip(kernels, _in_processes(text_hash, kernels.values(), jobs), strict=True))
+    hashes = dict(_in_processes(text_hash, kernels.values(), jobs))
+    return {name: hashes[kernel] for name, kernel in kernels.items()}
 
 
 def rewrite(jobs: int | None = None, say: Callable[[str], None] = print) -> Difference:
@@ -254,26 +266,30 @@ def rewrite(jobs: int | None = None, say: Callable[[str], None] = print) -> Diff
     if versions != manifest.versions:
         stale = list(kernels)
     say(f"{len(stale)} of {len(kernels)} kernels to compile")
-    made = _in_processes(entry, [kernels[name] for name in stale], jobs)
+    names = {kernels[name]: name for name in stale}
     table = {name: manifest.kernels[name] for name in kernels if name not in stale}
-    for number, (name, values) in enumerate(zip(stale, made, strict=True), 1):
-        table[name] = values
-        say(f"{number}/{len(stale)} {name}")
+    for number, (kernel, values) in enumerate(_in_processes(entry, names, jobs), 1):
+        table[names[kernel]] = values
+        say(f"{number}/{len(stale)} {names[kernel]}")
     path = configs.manifest_path()
     path.write_text(Manifest(versions, table).format())
     return difference
 
 
-def _in_processes(function: Callable[..., Any], kernels: Iterable[Kernel], jobs: int | None) -> Iterable[Any]:
-    """function(problem, config) of each kernel, in their order, as results come."""
+def _in_processes(
+    function: Callable[..., Any], kernels: Iterable[Kernel], jobs: int | None
+) -> Iterator[tuple[Kernel, Any]]:
+    """(kernel, function(problem, config)) of each kernel, as results come. Raises Failure for the first that fails."""
     kernels = list(kernels)
     jobs = min(jobs or os.cpu_count() or 1, len(kernels))
     if jobs <= 1:
-        yield from itertools.starmap(function, kernels)
+        yield from ((kernel, function(*kernel)) for kernel in kernels)
         return
-    context = multiprocessing.get_context("spawn")  # tilelang has threads, which a fork would lose
-    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        yield from pool.map(function, *zip(*kernels, strict=True))
+    with Sandboxes(jobs, building.prepare_to_build, fresh=True) as sandboxes:
+        for kernel, result in sandboxes.map(function, kernels, ENTRY_LIMIT):
+            if isinstance(result, Failure):
+                raise result
+            yield kernel, result
 
 
 def sample(kernels: dict[str, Kernel], seed: int, count: int) -> list[str]:

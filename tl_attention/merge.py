@@ -32,7 +32,7 @@ def merge_states(
     Raises:
         TypeError, ValueError: the message names the argument, the expectation and what came.
     """
-    check_states(outs, lses)
+    check_states(outs, lses, lse_base2)
     exp, log = (torch.exp2, torch.log2) if lse_base2 else (torch.exp, torch.log)
     stacked = lses if isinstance(lses, torch.Tensor) else torch.stack(tuple(lses))
     has_keys = stacked != -math.inf

@@ -18,6 +18,7 @@ import torch
 
 from tl_attention import launch
 from tl_attention.checks import (
+    MAX_SCALE,
     check_bwd,
     check_deterministic,
     check_device,
@@ -282,7 +283,10 @@ def _has_plain_values(q: torch.Tensor, softmax_scale: object, causal: object, de
     """True if the checks of a call with these values depend on tensor metadata only."""
     return (
         q.is_cuda
-        and (softmax_scale is None or (type(softmax_scale) is float and math.isfinite(softmax_scale)))
+        and (
+            softmax_scale is None
+            or (type(softmax_scale) is float and -MAX_SCALE <= softmax_scale <= MAX_SCALE)
+        )
         and type(causal) is type(deterministic) is bool
     )
 

@@ -47,7 +47,7 @@ class Options:
         num_splits: splits of the keys of a forward tile, one per CTA; 0: chosen for the problem.
         rng_state: int64 [2]: seed and offset from which reference.dropout_keep makes the mask. Dropout needs it.
         alibi_slopes: fp32 [heads] or [batch, heads], contiguous: score - slope * |diagonal - key|.
-        sink: [heads], fp32 or the dtype of q: score of one more key without value, for each query; part of lse.
+        sink: [heads], fp32, bf16 or fp16: score of one more key without value, for each query; part of lse.
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], starting at 0. q is then [total_q, heads, head_dim], k and v [total_k, heads_kv,
             ...], and sequence i has rows cu_seqlens[i] to cu_seqlens[i + 1], exclusive. Both or none.
         seqused_q, seqused_k: int32 [batch]: only so many first rows of a sequence are read and written. Only with cu_seqlens.

@@ -111,10 +111,14 @@ def rotary_reference(
         cos, sin: [positions, rotary_dim / 2].
         interleaved: pairs are the columns (2i, 2i + 1), else (i, i + rotary_dim / 2).
     Returns:
-        The rotated x, in the dtype of x.
+        The rotated x, in the dtype of x. A row at a position past the table is not rotated.
     """
-    half = cos.shape[1]
-    cos, sin = (y.float()[positions][:, :, None] for y in (cos, sin))  # [batch, rows, 1, rotary_dim / 2]
+    half, last = cos.shape[1], max(cos.shape[0] - 1, 0)
+    outside = (positions > last)[:, :, None, None]
+    cos, sin = (
+        y.float()[positions.clamp(max=last)][:, :, None].masked_fill(outside, fill)
+        for y, fill in ((cos, 1), (sin, 0))
+    )  # [batch, rows, 1, rotary_dim / 2]
     columns, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
     first, second = columns.unflatten(-1, (half, 2)).unbind(-1) if interleaved else columns.split(half, -1)
     rotated = first * cos - second * sin, first * sin + second * cos

@@ -1,4 +1,4 @@
-"""Store of compiled kernels: the file of a kernel under configs.cache_dir(), and its loading."""
+"""Store of compiled kernels: those of an installed pack, and those compiled here, whose files are under configs.cache_dir()."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from tl_attention import configs
-from tl_attention.compiler import TEMPLATES, template
+from tl_attention import configs, pack, toolkit
+from tl_attention.compiler import template
 from tl_attention.kernel_configs import KernelConfig
+from tl_attention.pack import PackedKernel
 from tl_attention.problem import AttnProblem
 
 Kernel = Callable[..., None]
@@ -24,28 +25,47 @@ Kernel = Callable[..., None]
 @functools.cache
 def _sources_digest(template: str) -> str:
     """Hash of all that determines a kernel beside its problem and config: source files and compiler versions."""
-    folder = Path(__file__).parent
     versions = [importlib.metadata.version(name) for name in ("tilelang", "apache-tvm-ffi")]
     digest = hashlib.sha256(" ".join([*versions, platform.machine()]).encode())
-    others = {name for name, _ in TEMPLATES.values()} - {template}
-    kernels = (path for path in folder.glob("kernels/*.py") if path.stem not in others)
-    for path in sorted(
-        [*kernels, *(folder / f"{name}.py" for name in ("problem", "kernel_configs", "target"))]
-    ):
+    for path in pack.sources(template):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
 def kernel_path(problem: AttnProblem, config: KernelConfig) -> Path:
-    """File of a compiled kernel, which may not exist yet; its CUDA source is beside it as .cu."""
+    """File of a kernel compiled here, which may not exist yet; its CUDA source is beside it as .cu.
+
+    Raises:
+        RuntimeError: TileLang is not installed, so no kernel can be compiled here.
+    """
+    toolkit.require_tilelang(f"{problem}, {config} is not compiled", pack.advice)
     module, _ = template(config)
     key = f"{_sources_digest(module)} {problem!r} {config!r}"
     return configs.cache_dir() / f"{module}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
 
 
-def load(path: Path) -> Kernel:
-    """The kernel in a library."""
-    return _load_runtime().load_module(str(path))["main"]
+def find(problem: AttnProblem, config: KernelConfig) -> PackedKernel | Path | None:
+    """A compiled kernel: of the pack, else of the cache, else None.
+
+    Raises:
+        RuntimeError: the pack is damaged; or it has no such kernel, and TileLang is not installed.
+    """
+    if (installed := pack.installed()) and (packed := installed.find(problem, config)):
+        return packed
+    path = kernel_path(problem, config)
+    return path if path.exists() else None
+
+
+def missing_advice() -> str:
+    """The reason why no pack has a kernel, and what would bring it."""
+    return pack.advice()
+
+
+def load(found: PackedKernel | Path) -> Kernel:
+    """The function of a kernel that find() found, or of a library."""
+    if isinstance(found, PackedKernel):
+        return pack.load(found)
+    return _load_runtime().load_module(str(found))["main"]
 
 
 @functools.cache

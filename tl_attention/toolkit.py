@@ -1,17 +1,48 @@
-"""The CUDA tools that compile and disassemble kernels: nvcc and cuobjdump."""
+"""Tools that compile and disassemble kernels: TileLang, nvcc and cuobjdump."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-NO_NVCC = "nvcc is neither in CUDA_HOME, nor on PATH, nor a pip package: pip install 'tilelang[nvcc]==0.1.15'"
+TILELANG = ("0.1.15",)  # versions that compile the kernels as they were tested: see docs/install.md
+INSTALL = "pip install 'tl-attention[jit]'"
+NO_TILELANG = f"TileLang, which compiles kernels, is not installed: {INSTALL}"
+NO_NVCC = f"no TileLang {TILELANG[-1]} with nvcc in CUDA_HOME, on PATH or as a pip package: {INSTALL}"
+
+
+def tilelang_version() -> str | None:
+    """Version of the installed TileLang; None if there is none."""
+    try:
+        return importlib.metadata.version("tilelang") if importlib.util.find_spec("tilelang") else None
+    except (
+        ValueError,
+        importlib.metadata.PackageNotFoundError,
+    ):  # None in sys.modules; a folder without metadata
+        return None
+
+
+def require_tilelang(subject: str, reason: Callable[[], str] | None = None) -> None:
+    """Raise RuntimeError if there is no TileLang that compiles the kernels: names the subject that needs it and what to install."""
+    found = tilelang_version()
+    if found in TILELANG:
+        return
+    fault = (
+        f"TileLang {found} is installed, expected {' or '.join(TILELANG)}: {INSTALL}"
+        if found
+        else NO_TILELANG
+    )
+    raise RuntimeError(f"tl_attention: {'; '.join([subject, *([reason()] if reason else []), fault])}")
 
 
 def find_nvcc() -> tuple[Path, str] | None:
-    """nvcc where TileLang looks for it, and the source of that path in words; None if there is none."""
+    """nvcc where TileLang looks for it, and the source of that path in words; None if there is none, or no TileLang."""
+    if tilelang_version() not in TILELANG:
+        return None
     from tilelang.env import CUDA_HOME
 
     nvcc = Path(CUDA_HOME, "bin", "nvcc")
@@ -27,10 +58,12 @@ def find_nvcc() -> tuple[Path, str] | None:
 
 def find_cuobjdump() -> Path | None:
     """cuobjdump from PATH, the CUDA toolkit or an installed triton; None if there is none."""
-    from tilelang.env import CUDA_HOME
+    folders = [os.environ.get("PATH", "")]
+    if tilelang_version() in TILELANG:
+        from tilelang.env import CUDA_HOME
 
+        folders.append(str(Path(CUDA_HOME, "bin")))
     triton = importlib.util.find_spec("triton")
-    folders = [os.environ.get("PATH", ""), str(Path(CUDA_HOME, "bin"))]
     if triton and triton.origin:
         folders.append(str(Path(triton.origin).parent / "backends/nvidia/bin"))
     found = shutil.which("cuobjdump", path=os.pathsep.join(folders))

@@ -6,6 +6,7 @@ import warnings
 
 import torch
 
+from tl_attention.checks import expect_scale
 from tl_attention.flash import flash_attn_func, flash_attn_varlen_func
 from tl_attention.ops import attention, bwd_op
 from tl_attention.options import Options, canonical_window
@@ -143,6 +144,7 @@ def flash_forward(
     Returns:
         out; log-sum-exp, natural, [batch, heads, seqlen_q] or [heads, total_q]; rng_state uint64 [2]; an unused tensor; an empty mask.
     """
+    expect_scale("scale", scale)
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     varlen = cum_seq_q is not None
     _expect(
@@ -291,6 +293,8 @@ def sdpa_forward(
     Returns:
         out, log-sum-exp, None, None, seqlen_q, seqlen_k, rng_state uint64 [2], an unused tensor, an empty mask.
     """
+    if scale is not None:
+        expect_scale("scale", scale)
     lengths = query.shape[2], key.shape[2]
     if dropout_p or return_debug_mask or not _heads_are_outer(query):
         qkv = (x.transpose(1, 2) for x in (query, key, value))

@@ -6,7 +6,6 @@ import math
 
 import torch
 
-from tl_attention.building import compile_kernel
 from tl_attention.checks import check_dropout_batch
 from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdSum, delta_width, table_kernels
 from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns
@@ -15,6 +14,7 @@ from tl_attention.launch.common import (
     LOG2E,
     PackedTiles,
     PlanCache,
+    compile_config,
     dense,
     empty,
     find_config,
@@ -34,13 +34,14 @@ plan_cache = PlanCache()
 
 def _find_kernels(key: tuple, direction: str, config: BwdConfig | None) -> BwdKernels:
     problem, config = find_config(key, direction, config)
+    compiled = compile_config(problem, config)
     return BwdKernels(
         problem,
-        compile_kernel(problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()),
-        tuple((bwd_pass, compile_kernel(problem, bwd_pass)) for bwd_pass in config.passes),
-        compile_kernel(problem.helper_problem(problem.head_dim), BwdSum()),
-        compile_kernel(problem.helper_problem(problem.head_dim_v), BwdSum()),
-        next((compile_kernel(*kernel) for kernel in table_kernels(problem)), None),
+        compiled[problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()],
+        tuple((bwd_pass, compiled[problem, bwd_pass]) for bwd_pass in config.passes),
+        compiled[problem.helper_problem(problem.head_dim), BwdSum()],
+        compiled[problem.helper_problem(problem.head_dim_v), BwdSum()],
+        next((compiled[kernel] for kernel in table_kernels(problem)), None),
     )
 
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from tl_attention import configs, legality
-from tl_attention.building import compile_config
+from tl_attention.building import compile_kernels
 from tl_attention.checks import check_config
-from tl_attention.kernel_configs import Config
+from tl_attention.kernel_configs import BwdConfig, Config, DecodeConfig, KernelConfig
 from tl_attention.options import MAX_WINDOW, Options
-from tl_attention.problem import TABLE_ROWS, AttnProblem, buckets, length_bucket, tuning_key
+from tl_attention.problem import TABLE_ROWS, AttnProblem, length_bucket, tuning_key
 from tl_attention.store import Kernel
 from tl_attention.target import DTYPE_NAMES
 
@@ -91,7 +91,7 @@ def tile_counts(
 
 
 def find_config(key: tuple, direction: str, config: Config | None) -> tuple[AttnProblem, Config]:
-    """Problem of a kernel key, and the config that serves it. Compiles the configs of all lengths of the problem.
+    """Problem of a kernel key, and the config that serves it.
 
     Args:
         key: dtype, head_dim, head_dim_v, causal, option names, length bucket, device index.
@@ -103,14 +103,34 @@ def find_config(key: tuple, direction: str, config: Config | None) -> tuple[Attn
     if config is None:
         gpu = torch.cuda.get_device_name(device)
         config, source = configs.pick_config(problem, bucket, gpu, direction)
-        for other in buckets(direction):  # so that a new length never compiles
-            compile_config(problem, configs.pick_config(problem, other, gpu, direction)[0])
     else:
         check_config(problem, config, legality.is_legal(problem, config, direction))
     if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
         words = tuning_key(problem, bucket)
         print(f"tl_attention: {direction} {words} -> {config} ({source})", file=sys.stderr)
     return problem, config
+
+
+def compile_config(
+    problem: AttnProblem, config: Config | DecodeConfig
+) -> dict[tuple[AttnProblem, KernelConfig], Kernel]:
+    """Compiled kernels of a config. Those that are missing are built now, at the same time."""
+    kernels = config.kernels(problem)
+    return dict(zip(kernels, compile_needed(kernels, isinstance(config, BwdConfig)), strict=True))
+
+
+def compile_needed(
+    kernels: Sequence[tuple[AttnProblem, KernelConfig]], in_backward: bool = False
+) -> list[Kernel]:
+    """Compiled kernels of a call, as compile_config."""
+    return compile_kernels(kernels, lambda: _interrupted(in_backward))
+
+
+def _interrupted(in_backward: bool) -> str:
+    """Words for the thing that building a kernel interrupts."""
+    if torch.cuda.is_current_stream_capturing():
+        return " inside a CUDA graph capture (call once before capturing)"
+    return " in a backward pass" if in_backward else ""
 
 
 def dense(

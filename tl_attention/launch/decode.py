@@ -8,11 +8,18 @@ import math
 import torch
 
 from tl_attention import configs
-from tl_attention.building import compile_kernel
 from tl_attention.checks import check_cache_strides
 from tl_attention.kernel_configs import MERGE_NUMBERS, DecodeConfig, append_kernel, page_rows
 from tl_attention.launch.arrays import ArgumentViews
-from tl_attention.launch.common import LN2, PlanCache, dense, empty, unused_arguments
+from tl_attention.launch.common import (
+    LN2,
+    PlanCache,
+    compile_config,
+    compile_needed,
+    dense,
+    empty,
+    unused_arguments,
+)
 from tl_attention.options import MAX_WINDOW, Cache, Options
 from tl_attention.problem import DECODE_TILE_WIDTHS, DEFAULT_DTYPE, AttnProblem, decode_problem
 from tl_attention.store import Kernel
@@ -103,10 +110,8 @@ class DecodePlan:
         page_size = k.shape[1]
         rows_per_copy = page_rows(page_size) if paged else 0
         config = configs.decode_config(problem, rows, rows_per_copy)
-        for number in configs.DECODE_ROWS:  # so that another number of queries never compiles
-            compile_kernel(problem, configs.decode_config(problem, number, rows_per_copy))
-        self.kernel = compile_kernel(problem, config)
-        combine = compile_kernel(*config.combine(problem))
+        compiled = compile_config(problem, config)
+        self.kernel, combine = compiled[problem, config], compiled[config.combine(problem)]
 
         capacity = page_size
         if paged:
@@ -334,7 +339,7 @@ def append_to_cache(
 
 @functools.cache
 def _append_kernel(dtype: str) -> Kernel:
-    return compile_kernel(*append_kernel(dtype))
+    return compile_needed([append_kernel(dtype)])[0]
 
 
 @functools.cache

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from tl_attention.building import compile_kernel
 from tl_attention.kernel_configs import FwdCombine, FwdConfig, TileTable
 from tl_attention.launch import splits
 from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns
@@ -16,6 +15,7 @@ from tl_attention.launch.common import (
     MAX_GRID,
     PackedTiles,
     PlanCache,
+    compile_config,
     dense,
     empty,
     find_config,
@@ -50,7 +50,7 @@ class FwdKernels(NamedTuple):
 def _find_kernels(key: tuple, config: FwdConfig | None) -> FwdKernels:
     problem, config = find_config(key, "fwd", config)
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
-    compiled = {type(part): compile_kernel(problem, part) for problem, part in config.kernels(problem)}
+    compiled = {type(part): kernel for (_, part), kernel in compile_config(problem, config).items()}
     combine, tile_table = compiled.get(FwdCombine), compiled.get(TileTable)
     return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem.head_dim_v, tile_table)
 

@@ -20,9 +20,10 @@ import torch
 from tl_attention import configs, cubin
 from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import DEFAULT_DTYPE, DIRECTIONS, AttnProblem
+from tl_attention.sandbox import GRACE, Failure, OutOfTime, Sandboxes, time_left
 from tl_attention.testing.shapes import Shape
+from tl_attention.tuning.progress import track
 from tl_attention.tuning.results import Attempt, Kernel, append_log, attempt_table, save_winner
-from tl_attention.tuning.sandbox import GRACE, Failure, OutOfTime, Sandboxes, time_left
 from tl_attention.tuning.steps import Row, Steps, check_shapes, group_shapes
 
 if TYPE_CHECKING:
@@ -236,6 +237,9 @@ class Search:
         return attempts
 
     def _tracked(self, description: str, total: int, results: Iterator[T]) -> Iterator[T]:
+        if not self.progress.console.is_terminal:
+            yield from track(results, total, description, self.progress.console)
+            return
         task = self.progress.add_task(description, total=total)
         for result in results:
             self.progress.advance(task)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from tl_attention import configs, cubin
 from tl_attention.kernel_configs import Config, KernelConfig
 from tl_attention.problem import DIRECTIONS, AttnProblem, buckets, tuning_key
+from tl_attention.sandbox import Failure, OutOfTime
 from tl_attention.target import TARGET
 from tl_attention.testing import environment
 from tl_attention.testing.shapes import Shape
-from tl_attention.tuning.sandbox import Failure, OutOfTime
 from tl_attention.tuning.steps import Row
 
 if TYPE_CHECKING:

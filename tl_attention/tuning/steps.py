@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -84,18 +83,13 @@ def check_shapes(shapes: Sequence[Shape]) -> list[Shape]:
     return [*odd, cheapest]
 
 
-def prepare_to_compile() -> None:
-    logging.disable(logging.WARNING)  # TileLang logs every kernel, which would break the progress bar
-
-
 def prepare_to_run() -> None:
     torch.zeros(1, device="cuda")
 
 
 def compile_kernel(problem: AttnProblem, config: KernelConfig) -> cubin.Report:
     """Put the kernel into the disk cache and report on it."""
-
-    building.compile_kernel(problem, config)
+    building.build_here(problem, config)
     return cubin.report_compiled(problem, config)
 
 
@@ -163,7 +157,7 @@ def _run(row: Row, inputs: tuple[torch.Tensor, ...], shape: Shape, config: Confi
 class Steps:
     """The steps a candidate passes, as functions a subprocess can import. `compile` is called once per kernel."""
 
-    prepare_to_compile: Callable[[], None] = prepare_to_compile
+    prepare_to_compile: Callable[[], None] = building.prepare_to_build
     prepare_to_run: Callable[[], None] = prepare_to_run
     compile: Callable[[AttnProblem, KernelConfig], cubin.Report] = compile_kernel
     check: Callable[[Row, Config, Sequence[Shape]], str | None] = check_candidate

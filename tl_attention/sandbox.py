@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import multiprocessing
 import multiprocessing.context
+import multiprocessing.spawn
 import os
 import queue
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import Connection
 from typing import Any
 
 START_LIMIT = 60.0  # seconds for a subprocess to import and prepare, if its call may not take longer
@@ -35,22 +41,51 @@ class OutOfTime(Failure):
 
 
 class Sandbox:
-    """A subprocess for one call at a time. A call that raises, crashes or hangs ends it; the next call starts another."""
+    """A subprocess for one call at a time. A call that raises, crashes or hangs ends it; the next call starts another.
 
-    def __init__(self, prepare: Callable[[], None]):
-        self.prepare = prepare
-        self.process: multiprocessing.process.BaseProcess | None = None
+    Args:
+        prepare: called first in each subprocess.
+        fresh: the subprocess is a new interpreter, which a library may start in any program: it does not import the program's main
+            module, and ends with the program. Otherwise it is forked from a server, which is faster.
+    """
+
+    def __init__(self, prepare: Callable[[], None], fresh: bool = False):
+        self.prepare, self.fresh = prepare, fresh
+        self.process: multiprocessing.process.BaseProcess | _Interpreter | None = None
         self.stopped = False
 
     def call(self, function: Callable[..., Any], *args: Any, limit_s: float) -> Any:
         """function(*args), both picklable. Raises Failure, also after limit_s seconds."""
-        try:
+        with self._ended_by_failure():
             if self.process is None:
                 self._start()
+                if self.fresh:
+                    self.pipe.send((self.prepare, ()))
                 self._receive(max(START_LIMIT, limit_s))
             self.pipe.send((function, args))
             return self._receive(limit_s)
-        except (EOFError, OSError):
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> None:
+        """Begin a call of a fresh sandbox: its answer makes `pipe` readable, then `finish` returns it. Needs no thread."""
+        with self._ended_by_failure():
+            if self.process is None:
+                self._start()
+                function, args = _prepare_and_call, (self.prepare, function, args)
+            self.pipe.send((function, args))
+
+    def finish(self) -> Any:
+        """Result of a call that was begun. Raises Failure, also if there is no answer yet."""
+        with self._ended_by_failure():
+            return self._receive(0)
+
+    @contextlib.contextmanager
+    def _ended_by_failure(self) -> Iterator[None]:
+        """End the subprocess where its call fails, and name the reason."""
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            if self.process is None:
+                raise Failure(f"cannot start {_executable()}: {error}") from None
             self.process.join()
             code = self.process.exitcode
             how = signal.Signals(-code).name if code < 0 else f"exit {code}"
@@ -74,12 +109,14 @@ class Sandbox:
             self.process = None
 
     def _start(self) -> None:
-        context = _context()
-        self.pipe, theirs = context.Pipe()
-        arguments = (theirs, self.prepare, dict(os.environ))
-        process = context.Process(target=_serve, args=arguments, daemon=True)
-        process.start()
-        self.process = process
+        self.pipe, theirs = multiprocessing.Pipe()
+        if self.fresh:
+            self.process = _Interpreter(theirs)
+        else:
+            arguments = (theirs, self.prepare, dict(os.environ))
+            process = _context().Process(target=_serve_forked, args=arguments, daemon=True)
+            process.start()
+            self.process = process
         theirs.close()
         if self.stopped:
             raise Failure("stopped")
@@ -101,29 +138,95 @@ def _context() -> multiprocessing.context.BaseContext:
     return context
 
 
-def _serve(pipe: Any, prepare: Callable[[], None], environment: dict[str, str]) -> None:
-    """The subprocess of a Sandbox. It ignores Ctrl-C: its parent ends it."""
+def _executable() -> str:
+    return os.fsdecode(multiprocessing.spawn.get_executable() or "python")
+
+
+class _Interpreter(subprocess.Popen):
+    """A new Python with the module path of this one, in a session of its own, as a process of multiprocessing."""
+
+    def __init__(self, pipe: Connection):
+        # The path comes first: with -c a module of the working directory could hide one of Python
+        path, serve = [str(folder) for folder in sys.path], f"serve_interpreter({pipe.fileno()})"
+        code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve_interpreter; {serve}"
+        super().__init__(
+            [_executable(), "-c", code],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # that of the program may be data
+            pass_fds=[pipe.fileno()],
+            start_new_session=True,
+        )
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.returncode
+
+    def is_alive(self) -> bool:
+        return self.poll() is None
+
+    def join(self) -> None:
+        self.wait()
+
+    def kill(self) -> None:
+        """End the interpreter and the compilers it has started."""
+        if self.is_alive():
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def serve_interpreter(pipe_number: int) -> None:
+    """Main function of an _Interpreter. It ends as soon as the other end of the pipe is closed, also in the middle of a call."""
+    pipe, calls = Connection(pipe_number), queue.SimpleQueue()
+
+    def receive() -> None:
+        while True:
+            try:
+                calls.put(pipe.recv())
+            except (EOFError, OSError):
+                os.killpg(0, signal.SIGKILL)
+            except Exception as error:  # the function cannot be imported here
+                calls.put((_raise, (error,)))
+
+    threading.Thread(target=receive, daemon=True).start()
+    _serve(pipe, calls.get)
+
+
+def _prepare_and_call(prepare: Callable[[], None], function: Callable[..., Any], args: tuple) -> Any:
+    prepare()
+    return function(*args)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _serve_forked(pipe: Connection, prepare: Callable[[], None], environment: dict[str, str]) -> None:
+    """Main function of a forked subprocess. It ignores Ctrl-C: its parent ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The server has the environment of its start
     os.environ.clear()
     os.environ.update(environment)
-    function, args = prepare, ()
+    calls = itertools.chain([(prepare, ())], iter(pipe.recv, None))
+    _serve(pipe, calls.__next__)
+
+
+def _serve(pipe: Connection, receive: Callable[[], tuple[Callable[..., Any], tuple]]) -> None:
+    """Answer calls until the pipe is closed."""
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
+            function, args = receive()
             try:
                 answer = function(*args), None
             except Exception as error:
                 answer = None, f"{type(error).__name__}: {error}"
             pipe.send(answer)
-            function, args = pipe.recv()
 
 
 class Sandboxes:
     """Several sandboxes that share the calls of a map; default one per CPU of this process."""
 
-    def __init__(self, count: int | None, prepare: Callable[[], None]):
+    def __init__(self, count: int | None, prepare: Callable[[], None], fresh: bool = False):
         count = count or len(os.sched_getaffinity(0))
-        self.all = [Sandbox(prepare) for _ in range(count)]
+        self.all = [Sandbox(prepare, fresh) for _ in range(count)]
         self.idle: queue.LifoQueue[Sandbox] = queue.LifoQueue()  # started ones first
         for sandbox in self.all:
             self.idle.put(sandbox)

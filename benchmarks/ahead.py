@@ -1,0 +1,42 @@
+"""Building of the kernels that the rows of a run need, several at once, before the first row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rows import OURS
+
+from tl_attention import building
+from tl_attention.problem import DECODE
+from tl_attention.testing.shapes import Shape
+from tl_attention.tuning import needs
+from tl_attention.tuning.results import Kernel
+
+
+def build(
+    console: Console, shapes: Iterable[Shape], direction: str, dtype: str, providers: Iterable[str]
+) -> None:
+    """Build the kernels of our rows. A kernel that fails is the fault of its row, which says so later."""
+    if OURS in providers:
+        building.build_all(
+            kernels_of_rows(shapes, direction, dtype),
+            say=lambda text: console.print(text, highlight=False, markup=False),
+        )
+
+
+def kernels_of_rows(shapes: Iterable[Shape], direction: str, dtype: str) -> list[Kernel]:
+    """Kernels of all rows of a pass, once each. Every backward has a forward; rows with options have a plain twin."""
+    deterministic = direction.endswith("_det")
+    passes = [direction]
+    if direction != DECODE:
+        passes = ["fwd"] + (["bwd_det" if deterministic else "bwd"] if "bwd" in direction else [])
+    found: list[Kernel] = []
+    for shape in shapes:
+        for problem in [shape] if direction == DECODE else dict.fromkeys([shape, shape.plain]):
+            for name in passes:
+                try:
+                    found += needs.kernels_of(problem, dtype, name)
+                except ValueError:  # head dims without kernels: the row will say so
+                    continue
+    return list(dict.fromkeys(found))

@@ -1,0 +1,304 @@
+"""Building of kernels with a stand-in for the compiler: several at once, once per machine, and what the user reads meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tl_attention import building, compiler, configs, launch, store
+from tl_attention.kernel_configs import BwdDelta, BwdSum, FwdCombine, FwdConfig, KernelConfig
+from tl_attention.problem import AttnProblem, buckets, decode_problem
+
+PROBLEM = AttnProblem("bfloat16", 64, 64, True)
+GOOD, BAD, CRASHES = FwdConfig(64, 32), FwdConfig(64, 48), FwdConfig(64, 64)
+NAME = f"{PROBLEM}, {GOOD}"
+
+
+def fake_build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
+    if config == BAD:
+        raise ValueError("no such layout")
+    if config == CRASHES:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    with path.with_suffix(".log").open("a") as log:
+        log.write(f"{os.getpid()}\n")
+    path.touch()
+
+
+def slow_build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
+    time.sleep(0.5)
+    fake_build(problem, config, path)
+
+
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch):
+    monkeypatch.setattr(compiler, "build", fake_build)
+    monkeypatch.setattr(store, "load", lambda path: path.name)
+    monkeypatch.setattr(building, "_compiled", {})
+    monkeypatch.delenv("TL_ATTENTION_QUIET", raising=False)
+
+
+def builders(config: KernelConfig = GOOD) -> list[str]:
+    """Ids of the processes that built a kernel."""
+    return store.kernel_path(PROBLEM, config).with_suffix(".log").read_text().split()
+
+
+def test_build_all_builds_what_is_missing_and_says_how_far_it_is():
+    kernels, said = [(PROBLEM, config) for config in (GOOD, BAD, CRASHES)], []
+    results = building.build_all([*kernels, kernels[0]], jobs=3, say=said.append)
+    assert list(results) == kernels and results[kernels[0]] is None
+    assert str(results[kernels[1]]).endswith("could not be built: ValueError: no such layout")
+    assert str(results[kernels[2]]).endswith("could not be built: died: SIGSEGV")
+    assert said[0] == "3 of 3 kernels to build" and len(said) == 4
+    assert said[-1].startswith("3/3 kernels, ") and any(NAME in line for line in said)
+    assert str(os.getpid()) not in builders()
+
+    said.clear()
+    assert building.build_all(kernels[:1], say=said.append) == {kernels[0]: None}
+    assert not said and len(builders()) == 1
+
+
+def test_build_names_the_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(tmp_path / "file"))
+    (error,) = building.build_all([(PROBLEM, GOOD)]).values()
+    assert str(tmp_path / "file") in str(error) and "TL_ATTENTION_CACHE_DIR names another" in str(error)
+
+
+def test_build_without_a_python_says_so(monkeypatch):
+    monkeypatch.setattr("multiprocessing.spawn.get_executable", lambda: b"/nowhere/python")
+    kernels = [(PROBLEM, GOOD), (PROBLEM, CRASHES)]
+    errors = building.build_all(kernels, jobs=1)
+    assert all(
+        "could not be built: cannot start /nowhere/python: " in str(error) for error in errors.values()
+    )
+
+
+def test_builder_that_cannot_import_the_compiler_says_so(monkeypatch):
+    module = type(sys)("module_of_this_process")
+    exec("def build(*kernel): pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(compiler, "build", module.build)
+    (error,) = building.build_all([(PROBLEM, GOOD)]).values()
+    assert "ModuleNotFoundError: No module named 'module_of_this_process'" in str(error)
+
+
+def test_building_starts_no_thread(monkeypatch):
+    monkeypatch.setattr(
+        threading.Thread, "start", lambda self: pytest.fail("a thread delays the end of a program")
+    )
+    building.compile_kernel(PROBLEM, GOOD)
+
+
+def test_compile_kernels_raises_what_went_wrong():
+    with pytest.raises(RuntimeError, match=r"bf16 d64 causal, 64x48.* could not be built: ValueError"):
+        building.compile_kernels([(PROBLEM, BAD)])
+
+
+def test_kernel_is_built_once_by_threads_that_need_it_at_once(monkeypatch):
+    monkeypatch.setattr(compiler, "build", slow_build)
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(building.compile_kernel(PROBLEM, GOOD)))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3 and len(set(found)) == 1 and len(builders()) == 1
+    assert building.compile_count() == 1
+
+
+@contextlib.contextmanager
+def built_elsewhere(seconds: float):
+    """Another process holds the lock of GOOD, and has built it after some seconds."""
+    path = store.kernel_path(PROBLEM, GOOD)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_suffix(".lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+
+    def end() -> None:
+        path.touch()
+        fcntl.flock(lock, fcntl.LOCK_UN)
+
+    timer = threading.Timer(seconds, end)
+    timer.start()
+    yield
+    timer.join()
+
+
+def test_build_waits_for_another_process_and_says_so(capfd):
+    with built_elsewhere(0.5):
+        building.compile_kernel(PROBLEM, GOOD)
+    assert f"waiting for 1 kernel ({NAME}), 1 of them built by another process" in capfd.readouterr().err
+    assert not store.kernel_path(PROBLEM, GOOD).with_suffix(".log").exists()
+
+
+def test_build_of_other_kernels_goes_on_while_one_is_built_elsewhere():
+    other, said = FwdConfig(64, 80), []
+    with built_elsewhere(4):
+        building.build_all([(PROBLEM, GOOD), (PROBLEM, other)], 1, lambda line: said.append(line))
+    assert [str(other) in line for line in said] == [False, True, False]
+
+
+def test_build_takes_over_a_kernel_that_another_process_gave_up():
+    path = store.kernel_path(PROBLEM, GOOD)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        threading.Timer(0.3, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
+        building.compile_kernel(PROBLEM, GOOD)
+    assert len(builders()) == 1
+
+
+def test_notice_says_what_is_built_and_how_long_it_took(capfd):
+    building.compile_kernels([(PROBLEM, GOOD), (PROBLEM, FwdConfig(64, 80))], lambda: " in a backward pass")
+    start, end = capfd.readouterr().err.splitlines()
+    assert start.startswith(
+        f"tl_attention: building 2 kernels ({NAME} and 1 more), once per machine in a backward pass; "
+    )
+    assert "tl-attention compile" in start and "TL_ATTENTION_QUIET=1" in start
+    assert end.startswith("tl_attention: 2 kernels built in ")
+
+
+def test_notice_is_silenced_by_the_environment(monkeypatch, capfd):
+    monkeypatch.setenv("TL_ATTENTION_QUIET", "1")
+    building.compile_kernel(PROBLEM, GOOD)
+    assert capfd.readouterr().err == ""
+
+
+def test_notice_counts_seconds_on_a_terminal(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with built_elsewhere(2.3):
+        building.compile_kernel(PROBLEM, GOOD)
+    first, *ticks = sys.stderr.getvalue().split("\r")
+    assert first.endswith("\n")
+    assert ticks[:2] == ["tl_attention: 1 s", "tl_attention: 2 s"]
+    assert re.fullmatch(r"tl_attention: 1 kernel built in \d s\n", ticks[-1])
+
+
+def test_notice_names_a_capture(monkeypatch):
+    words = []
+    monkeypatch.setattr(
+        launch.common, "compile_kernels", lambda kernels, where: words.append(where()) or kernels
+    )
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    launch.common.compile_config(PROBLEM, configs.default_config(PROBLEM))
+    launch.common.compile_config(PROBLEM, configs.default_config(PROBLEM, "bwd"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    launch.common.compile_config(PROBLEM, configs.default_config(PROBLEM))
+    launch.decode._append_kernel.__wrapped__("bfloat16")
+    assert words[0] == "" and "backward" in words[1]
+    assert all("call once before capturing" in text for text in words[2:]) and len(words) == 4
+
+
+# A program without a guard around its main part, which an interpreter started by multiprocessing would run again
+PROGRAM = """
+import os, sys
+sys.path[:0] = {paths!r}
+import test_building
+from tl_attention import building, compiler
+print("main", flush=True)
+compiler.build = test_building.{build}
+print(building.build_all([(test_building.PROBLEM, test_building.GOOD)]), flush=True)
+"""
+
+
+def hang(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
+    path.with_suffix(".pid").write_text(str(os.getpid()))
+    subprocess.run(["sleep", "300"])
+
+
+def start_program(tmp_path: Path, build: str) -> subprocess.Popen:
+    script = tmp_path / "program.py"
+    here = Path(__file__).parent
+    script.write_text(PROGRAM.format(paths=[str(here), str(here.parent)], build=build))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "queue.py").write_text("raise ImportError('a module of the working directory')")
+    return subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, cwd=elsewhere)
+
+
+def test_program_without_a_guard_runs_once(tmp_path):
+    program = start_program(tmp_path, "fake_build")
+    out, _ = program.communicate(timeout=60)
+    assert out.count("main") == 1 and "None" in out and program.returncode == 0
+
+
+def is_running(process: int) -> bool:
+    state = Path(f"/proc/{process}/stat")
+    return state.exists() and state.read_text().rpartition(") ")[2][0] not in "ZX"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
+def test_builders_end_with_the_program(how, tmp_path):
+    program = start_program(tmp_path, "hang")
+    written = store.kernel_path(PROBLEM, GOOD).with_suffix(".pid")
+    deadline = time.monotonic() + 60
+    while not (written.exists() and written.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    program.send_signal(how)
+    program.communicate(timeout=20)
+    builder = int(written.read_text())
+    deadline = time.monotonic() + 20
+    while is_running(builder) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(builder)
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list:
+    """Kernels that launches ask for, in a list per call."""
+    calls = []
+
+    def compile_kernels(kernels, where):
+        calls.append(list(kernels))
+        return kernels
+
+    monkeypatch.setattr(launch.common, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    for module in (launch.fwd, launch.decode):
+        monkeypatch.setattr(module, "sm_count", lambda device: 132)
+    return calls
+
+
+@pytest.mark.parametrize("bucket", buckets("fwd"))
+def test_forward_needs_the_kernels_of_its_length_alone_and_at_once(bucket, asked):
+    problem = AttnProblem("bfloat16", 128, 128, True)
+    key = torch.bfloat16, 128, 128, True, (), bucket, 0
+    launch.fwd._find_kernels(key, None)
+    config = configs.pick_config(problem, bucket, "NVIDIA H200")[0]
+    assert asked == [config.kernels(problem)]
+    assert (bucket == "split") == any(isinstance(part, FwdCombine) for _, part in asked[0])
+
+
+def test_backward_needs_all_its_kernels_at_once(asked):
+    launch.bwd._find_kernels((torch.bfloat16, 128, 128, True, ("varlen",), "4k", 0), "bwd", None)
+    (kernels,) = asked
+    kinds = [type(config) for _, config in kernels]
+    assert len(kernels) >= 4 and BwdDelta in kinds and BwdSum in kinds
+
+
+def test_decode_needs_the_kernels_of_its_number_of_queries_alone(asked):
+    from tl_attention.options import Cache, Options
+
+    q, k = torch.zeros(1, 1, 8, 128, dtype=torch.bfloat16), torch.zeros(1, 256, 8, 128, dtype=torch.bfloat16)
+    launch.decode.DecodePlan(q, Cache(k, k, 256), Options(), 0, False)
+    problem = decode_problem("bfloat16", 128, 128, ())
+    assert asked == [configs.decode_config(problem, 1).kernels(problem)]

@@ -1,0 +1,123 @@
+"""Argument checks of hf.py, in the form of checks.py. They read metadata only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tl_attention.checks import DTYPES, describe, expect_like, expect_tensor, holds_ints, is_int
+
+USE_ANOTHER = 'use attn_implementation="sdpa" or "eager"'
+# Dimensions of the result of hf.attention_mask: one more than any mask of [batch, heads, queries, keys], so that none is taken for it
+MASK_DIMS = 5
+VARLEN_ROWS = 4  # the first rows, for flash_attn_varlen_func; up to 2 more are for flash_attn_with_kvcache
+MAX_ROWS = 6
+
+
+def check_inputs(query: Any, key: Any, value: Any, sink: Any) -> None:
+    """Check the forms of the tensors of hf.attention_forward; flash_attn_func checks the rest."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor) or x.ndim != 4:
+            expect_tensor(name, x)
+            raise ValueError(
+                f"{name}: expected 4 dimensions [batch, heads, seqlen, head_dim], got shape {tuple(x.shape)}"
+            )
+    if sink is not None:
+        expect_like("s_aux", sink, query, ((query.shape[1],),), (torch.float32, *DTYPES))
+
+
+def is_our_mask(mask: Any) -> bool:
+    """True if hf.attention_mask has made this mask, by its dtype and shape: int32 [4 to 6, 1, 1, 1, sequences + 1]."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim != MASK_DIMS or mask.dtype != torch.int32:
+        return False
+    rows, *ones, bounds = mask.shape
+    return VARLEN_ROWS <= rows <= MAX_ROWS and ones == [1, 1, 1] and bounds > 1
+
+
+def _mask_error(mask: Any) -> NotImplementedError:
+    is_tensor = isinstance(mask, torch.Tensor)
+    hint = "pass it to the model, which converts it, or " if is_tensor and mask.ndim == 2 else ""
+    return NotImplementedError(
+        "attention_mask: expected a 2-D padding mask as argument of the model, or the result of tl_attention.hf.attention_mask, got"
+        f" {describe(mask) if is_tensor else type(mask).__name__}; {hint}{USE_ANOTHER}"
+    )
+
+
+def check_mask(mask: Any, batch: int) -> None:
+    """Check the mask of hf.attention_forward, for `batch` sequences."""
+    if mask is None:
+        return
+    # With rows for a cache a mask has two sequences per row of the batch, the first of them its padding
+    if not is_our_mask(mask) or (mask.shape[0] > VARLEN_ROWS and mask.shape[-1] != 2 * batch + 1):
+        raise _mask_error(mask)
+
+
+def check_padding(mask: Any, batch: int) -> None:
+    """Check the padding mask that hf.attention_mask gets from a model."""
+    if mask is None:
+        return
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+        raise _mask_error(mask)
+    if mask.dtype != torch.bool and not holds_ints(mask):
+        raise TypeError(
+            f"attention_mask: expected bool or ints, True or 1 for a token, got {describe(mask)}; pass attention_mask.bool(), or"
+            " attention_mask == 0 for an additive mask"
+        )
+    if mask.shape[0] != batch:
+        raise ValueError(f"attention_mask: expected {batch} rows, the batch size, got {describe(mask)}")
+
+
+def check_window_keys(name: str, keys: Any) -> None:
+    """Check the number of keys in a window, the query's own included."""
+    if keys is not None and (not is_int(keys) or keys < 1):
+        raise ValueError(
+            f"{name}: expected None or an int of at least 1, got {describe(keys)}; pass None for no window"
+        )
+
+
+def check_no_others(position_bias: Any, cache: Any) -> None:
+    """Refuse arguments that change the result and are not supported."""
+    for name, x in (("position_bias", position_bias), ("cache", cache)):
+        if x is not None:
+            raise NotImplementedError(
+                f"{name}: expected None, got {type(x).__name__}, which tl_attention does not support; {USE_ANOTHER}"
+            )
+
+
+def check_packing(query: torch.Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> None:
+    """Check cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k of hf.attention_forward."""
+    if (cu_q is None) != (cu_k is None):
+        raise ValueError(
+            f"cu_seq_lens_q, cu_seq_lens_k: expected both or neither, got {describe(cu_q)} and {describe(cu_k)}; pass the same bounds"
+            " twice where queries and keys have the same sequences"
+        )
+    for name, length in (("max_length_q", max_q), ("max_length_k", max_k)):
+        if length is None:
+            continue
+        if cu_q is None:
+            raise ValueError(
+                f"{name}: expected None without cu_seq_lens_q and cu_seq_lens_k, got {describe(length)}; pass the bounds of the packed"
+                " sequences"
+            )
+        in_tensor = isinstance(length, torch.Tensor) and not length.ndim and holds_ints(length)
+        if not in_tensor and not is_int(length):
+            raise TypeError(f"{name}: expected None, an int or a 0-d integer tensor, got {describe(length)}")
+        if not in_tensor and length < 0:
+            raise ValueError(f"{name}: expected at least 0, got {length}")
+    if cu_q is None:
+        return
+    for name, x in (("cu_seq_lens_q", cu_q), ("cu_seq_lens_k", cu_k)):
+        expect_tensor(name, x)
+        if not holds_ints(x):
+            raise TypeError(f"{name}: expected an integer dtype, got {x.dtype}")
+        if x.ndim != 1 or not x.shape[0]:
+            raise ValueError(f"{name}: expected shape [sequences + 1], got {tuple(x.shape)}")
+        if x.device != query.device:
+            raise ValueError(
+                f"{name}: expected the device of query, {query.device}, got {x.device}; call {name}.to(query.device)"
+            )
+    if cu_q.shape != cu_k.shape:
+        raise ValueError(
+            f"cu_seq_lens_k: expected as many entries as cu_seq_lens_q, {cu_q.shape[0]}, got {cu_k.shape[0]}"
+        )

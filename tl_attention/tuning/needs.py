@@ -1,0 +1,65 @@
+"""The kernels that calls on a shape load, known before any call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tl_attention import configs
+from tl_attention.kernel_configs import append_kernel, page_rows
+from tl_attention.problem import (
+    DECODE,
+    DECODE_TILE_WIDTHS,
+    SPLIT_BUCKET,
+    buckets,
+    decode_problem,
+    decode_width,
+    length_bucket,
+    tile_widths,
+)
+from tl_attention.target import gpu_name
+from tl_attention.testing.shapes import Shape, sequences
+from tl_attention.tuning.results import Kernel
+from tl_attention.tuning.steps import shape_bucket
+
+
+def kernels_of(shape: Shape, dtype: str, direction: str, all_lengths: bool = False) -> list[Kernel]:
+    """Kernels that a call on a shape loads, on this GPU or on an H200 where there is none; once each.
+
+    Args:
+        direction: one of problem.DIRECTIONS, or DECODE.
+        all_lengths: the kernels of calls with other lengths, too; in a decode those of other pages and numbers of queries.
+    Raises:
+        ValueError: no kernels have these head dims.
+    """
+    widths = DECODE_TILE_WIDTHS if direction == DECODE else tile_widths(direction)
+    if not any(qk >= shape.head_dim and v >= shape.head_dim_v for qk, v in widths):
+        raise ValueError(
+            f"{shape}: expected head dims within one of {widths}, the kernels of --pass {direction}"
+        )
+    if direction == DECODE:
+        return _decode_kernels(shape, dtype, all_lengths)
+    problem, gpu = shape.problem(dtype, direction), gpu_name()
+    found = [
+        kernel
+        for bucket in (buckets(direction) if all_lengths else _buckets(shape, direction))
+        for kernel in configs.pick_config(problem, bucket, gpu, direction)[0].kernels(problem)
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _buckets(shape: Shape, direction: str) -> Sequence[str]:
+    """Buckets that a call may need; for packed sequences two, as their split depends on the totals."""
+    if not shape.is_varlen:
+        return [shape_bucket(shape, direction)]
+    longest = length_bucket(max(seqlen_k for _, seqlen_k in sequences(shape)))
+    return [longest, SPLIT_BUCKET] if direction == "fwd" else [longest]
+
+
+def _decode_kernels(shape: Shape, dtype: str, all_lengths: bool) -> list[Kernel]:
+    width = decode_width(shape.head_dim, shape.head_dim_v)
+    if all_lengths:
+        return configs.decode_kernels([dtype], [width], shape.option_names)
+    problem = decode_problem(dtype, shape.head_dim, shape.head_dim_v, shape.option_names)
+    rows = shape.seqlen_q * shape.heads_q // shape.heads_kv
+    pages = page_rows(shape.options.page) if shape.options.page else 0
+    return [*configs.decode_config(problem, rows, pages).kernels(problem), append_kernel(dtype)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -344,6 +346,50 @@ def test_compile_of_transforms_has_no_break(form, transform, name, device):
     compiled = torch.compile(lambda *x: function(*x), fullgraph=True, backend=backend)
     results, wanted = compiled(*tensors), function(*tensors)
     assert_close(*((x if isinstance(x, tuple) else (x,)) for x in (results, wanted)))
+
+
+def test_module_of_the_ops_loads_again():
+    """As an editor's automatic reload does; in a process of its own."""
+    code = """
+import importlib, torch
+from tl_attention import flash, ops
+for module in (ops, flash, ops, flash):
+    importlib.reload(module)
+    q = torch.ones(1, 2, 2, 8, dtype=torch.bfloat16)
+    torch.func.grad(lambda q: flash.flash_attn_func(q, q, q).float().sum())(q)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "vmap-grad", "compile", "compile-vmap-grad"])
+def test_lengths_are_checked_under_transforms(transform, device):
+    torch._dynamo.reset()
+    (q,) = random(device, (SAMPLES, TOTAL_Q, HEADS, HEAD_DIM))
+
+    def attend(q, cu, check_lengths=True):
+        return flash_attn_varlen_func(q, q, q, cu, cu, 5, 5, check_lengths=check_lengths)
+
+    def loss(*arguments):
+        return attend(*arguments).float().square().sum()
+
+    calls = {
+        "grad": lambda x, cu, loss: grad(loss)(x[0], cu),
+        "vmap": lambda x, cu, loss: vmap(attend, (0, None))(x, cu),
+        "vmap-grad": lambda x, cu, loss: vmap(grad(loss), (0, None))(x, cu),
+        "compile": lambda x, cu, loss: attend(x[0], cu),
+        "compile-vmap-grad": lambda x, cu, loss: vmap(grad(loss), (0, None))(x, cu),
+    }
+    function, right = calls[transform], bounds(device, *CU_Q)
+
+    def run(x, cu):
+        return function(x, cu, loss)
+
+    if "compile" in transform:
+        run = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert_close([run(q, right)], [function(q, right, lambda *x: attend(*x, False).float().square().sum())])
+    with pytest.raises(IndexError, match=r"cu_seqlens_q\[2\]: expected 5 to 9"):
+        run(q, bounds(device, 0, 5, 4))
 
 
 def test_compiled_autograd(device):

@@ -15,7 +15,7 @@ from torch.autograd.function import _SingleLevelFunction
 from tl_attention.options import FIELDS, LENGTHS, PLAIN, Call
 
 NAMESPACE = "tl_attention"
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_libraries: dict[str, torch.library.Library] = {}  # by op
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
 _forward_ad = torch.autograd.forward_ad
 
@@ -24,11 +24,14 @@ def define_op(name: str, schema: str, fake: Callable) -> Callable[[Callable], to
     """Make an op of the decorated function, for CPU and CUDA tensors; fake computes the metadata of its outputs."""
 
     def define(kernel: Callable) -> torch._ops.OpOverload:
-        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        if name in _libraries:  # of a module that is loaded again
+            _libraries[name]._destroy()
+        library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         kernel = torch._disable_dynamo(kernel)
         for device in ("CPU", "CUDA"):
-            _library.impl(name, kernel, device)
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+            library.impl(name, kernel, device)
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
         return getattr(getattr(torch.ops, NAMESPACE), name).default
 
     return define
@@ -80,7 +83,7 @@ def register_autograd(
         with enable_single_level_autograd_function():
             return Function.apply(*inputs, keyset, modes)
 
-    _library.impl(op._opname, kernel, "Autograd", with_keyset=True)
+    _libraries[op._opname].impl(op._opname, kernel, "Autograd", with_keyset=True)
 
 
 def register_vmap(op: torch._ops.OpOverload, kinds: str, output_kinds: Sequence[tuple[str, int]]) -> None:
@@ -140,7 +143,7 @@ def register_vmap(op: torch._ops.OpOverload, kinds: str, output_kinds: Sequence[
             out_dims.append(axis)
         return tuple(unfolded), tuple(out_dims)
 
-    torch.library.register_vmap(f"{NAMESPACE}::{op._opname}", rule, lib=_library)
+    torch.library.register_vmap(f"{NAMESPACE}::{op._opname}", rule, lib=_libraries[op._opname])
 
 
 def _fold(x: torch.Tensor, size: int, axis: int, of_sample: bool) -> torch.Tensor:

@@ -16,6 +16,7 @@ from tl_attention import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
+    launch,
     merge_states,
     mha_bwd_interface,
     mha_fwd_interface,
@@ -156,14 +157,19 @@ def test_scalars_are_refused_by_name(call, text):
         call(SCALAR)
 
 
+def attend_backward(x):
+    return mha_bwd_interface(x, x, x, x, x, x)
+
+
 NESTED = {
     "flash": (lambda x: flash_attn_func(x, x, x), "q"),
     "flash-options": (lambda x: flash_attn_func(x, x, x, softcap=1.0), "q"),
     "varlen": (lambda x: flash_attn_varlen_func(x, x, x, cu(0, 5, 8), cu(0, 5, 8), 5, 5), "q"),
-    "kv": (lambda x: kv(Q, x), "kv"),
+    "kv": (lambda x: kv(Q.to(x.device), x), "kv"),
     "mha": (lambda x: mha_fwd_interface(x, x, x), "q"),
+    "mha-bwd": (attend_backward, "q"),
     "reference": (lambda x: ref_mha_fwd_interface(x, x, x), "q"),
-    "kvcache": (lambda x: flash_attn_with_kvcache(Q, x, x), "k_cache"),
+    "kvcache": (lambda x: flash_attn_with_kvcache(Q.to(x.device), x, x), "k_cache"),
     "merge": (lambda x: merge_states([x], [x]), r"outs\[0\]"),
 }
 
@@ -171,12 +177,20 @@ NESTED = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
 @pytest.mark.parametrize(("call", "name"), NESTED.values(), ids=NESTED)
-def test_nested_tensors_are_refused_by_name(call, name, layout):
-    x = torch.nested.nested_tensor([Q[0], Q[0, :3]], layout=layout)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_nested_tensors_are_refused_by_name(call, name, layout, device):
+    x = torch.nested.nested_tensor([Q[0], Q[0, :3]], layout=layout, device=device)
     with pytest.raises(
         NotImplementedError, match=rf"^{name}: expected .* got a nested tensor; pass its values\(\)"
     ):
         call(x)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_have_no_plan():
+    x = torch.nested.nested_tensor([Q[0], Q[0, :3]])
+    assert launch.fwd_plan(x, x, x, False, False) is None
+    assert launch.bwd_plan(x, x, x, x, x, x, False, False, False) is None
 
 
 def test_sparse_tensors_are_refused_by_name():

@@ -349,7 +349,7 @@ def test_compile_of_transforms_has_no_break(form, transform, name, device):
 
 
 def test_module_of_the_ops_loads_again():
-    """As an editor's automatic reload does; in a process of its own."""
+    """Reload as an editor does, in a process of its own."""
     code = """
 import importlib, torch
 from tl_attention import flash, ops

@@ -220,7 +220,10 @@ def bwd_plan(
     deterministic: bool,
 ) -> BwdPlan | None:
     """Cached plan for tensors with this metadata, without options, or None."""
-    return plan_cache.plans.get(_bwd_key(dout, q, k, v, out, lse, causal, heads_first, deterministic))
+    try:
+        return plan_cache.plans.get(_bwd_key(dout, q, k, v, out, lse, causal, heads_first, deterministic))
+    except RuntimeError:  # a nested tensor, which has no shape; the checks refuse it
+        return None
 
 
 def backward(

@@ -176,7 +176,10 @@ def fwd_plan(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, heads_first: bool
 ) -> FwdPlan | None:
     """Cached plan for tensors with this metadata, without options, or None."""
-    return plan_cache.plans.get(qkv_key(q, k, v, causal, heads_first))
+    try:
+        return plan_cache.plans.get(qkv_key(q, k, v, causal, heads_first))
+    except RuntimeError:  # a nested tensor, which has no shape; the checks refuse it
+        return None
 
 
 def forward(

@@ -5,7 +5,6 @@ The driver of these tests is tests/native/fake_cuda.c, which prints the calls of
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import json
 import os
@@ -24,7 +23,7 @@ from tl_attention.kernel_configs import BwdSum, DecodeCombine, FwdCombine
 from tl_attention.problem import DIRECTIONS, DTYPES, AttnProblem, tile_widths
 
 ROOT = Path(__file__).parents[1]
-VERSION = importlib.metadata.version("tl-attention")
+VERSION = packing.package_version()
 WORDS = (
     "bf16",
     "d64",

@@ -268,7 +268,7 @@ def build(
         for number, (group, (sizes, _)) in enumerate(zip(groups, contents, strict=True))
         for kernel, size, offset in zip(group, sizes, itertools.accumulate(sizes, initial=0), strict=False)
     }
-    version = f"{_package_version()}+{pack.sources_version()}"
+    version = f"{package_version()}+{pack.sources_version()}"
     with tempfile.TemporaryDirectory() as folder:
         build_launcher(launcher := Path(folder, pack.LAUNCHER))
         library = launcher.read_bytes()
@@ -295,8 +295,12 @@ def _likeness(kernel: Kernel) -> tuple:
     return template(config), widths, problem.options, problem.dtype, problem.causal, str(config)
 
 
-def _package_version() -> str:
-    return importlib.metadata.version("tl-attention")
+def package_version() -> str:
+    """Version of this package: that of the installation, else of the checkout on the path."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("tl-attention")
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    return re.search(r'^version = "(.+)"', project, re.MULTILINE)[1]
 
 
 def _write_wheel(out: Path, version: str, platforms: str, files: dict[str, bytes]) -> Path:

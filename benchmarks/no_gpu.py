@@ -90,12 +90,8 @@ def telling_kernels() -> list[Kernel]:
 
 def report_kernels(console: Console, all_kernels: bool) -> None:
     """Compile kernels on all cores and print a line per kernel."""
-    try:
-        missing = None if (nvcc := toolkit.find_nvcc()) else toolkit.NO_NVCC
-    except ImportError as error:
-        missing = f"{error}: pip install 'tilelang[nvcc]'"
-    if missing:
-        console.print(f"No kernel is compiled: {missing}\n", markup=False)
+    if not (nvcc := toolkit.find_nvcc()):
+        console.print(f"No kernel is compiled: {toolkit.NO_NVCC}\n", markup=False)
         return
     shipped = list(dict.fromkeys([*configs.shipped_kernels(), *configs.decode_kernels()]))
     pairs = shipped if all_kernels else telling_kernels()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import building, configs
+from tl_attention import building, configs, toolkit
 from tl_attention.kernel_configs import BwdPass
 from tl_attention.testing import counts, environment, timer
 from tl_attention.testing.shapes import DIRECTIONS, Shape
@@ -399,7 +399,7 @@ def test_bench_without_nvcc_says_so_and_goes_on(
     monkeypatch.setattr("tl_attention.toolkit.find_nvcc", lambda: None)
     assert run.main([]) == 0
     text = capsys.readouterr().out
-    assert "nvcc is neither" in text
+    assert f"No kernel is compiled: {toolkit.NO_NVCC}" in " ".join(text.split())
     assert text.count("as scaled_dot_product_attention") == len(no_gpu.CPU_SHAPES)
 
 

@@ -10,7 +10,7 @@ from tl_attention.explain import measured, model
 from tl_attention.explain.measured import Measurement
 from tl_attention.explain.model import Estimate
 from tl_attention.explain.work import ADD_BYTES_PER_CLOCK, FP32_PER_CLOCK, MIN_KEYS_PER_CTA, Kernel, Work
-from tl_attention.gpus import COMPARED, EXP_PER_CLOCK, GPUS, H200, SMEM_BYTES_PER_CLOCK
+from tl_attention.gpus import COMPARED, EXP_PER_CLOCK, GPUS, H100, H200, SMEM_BYTES_PER_CLOCK
 from tl_attention.kernel_configs import KV_STAGES, BwdPass, DecodeConfig, FwdConfig
 from tl_attention.problem import DECODE
 from tl_attention.target import SMEM_LIMIT, SMEM_PER_SM
@@ -241,7 +241,7 @@ def _time(work: Work, estimate: Estimate) -> Iterator[str]:
     yield f"predicted        {duration(estimate.seconds)}, {speed} at {gpu.boost_ghz:g} GHz"
     if gpu.name not in GPUS:
         yield "                 this GPU is unknown: clock, memory and L2 are those of the Hopper with the nearest number of SMs"
-    if gpu != H200:
+    if gpu not in (H100, H200):
         yield "                 the model's constants are fitted on an H200; on this GPU it is not checked"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import importlib.metadata
 import math
 import subprocess
 import sys
@@ -310,5 +311,5 @@ def test_bench_shapes_by_name_pattern_and_text() -> None:
 def test_bench_environment_needs_no_gpu() -> None:
     facts = environment.facts("python run.py")
     assert facts["command"] == "python run.py"
-    assert facts["torch"] == torch.__version__
+    assert facts["torch"] == importlib.metadata.version("torch")
     assert facts["commit"]

@@ -23,7 +23,7 @@ from tl_attention import (
     ref_mha_bwd_interface,
     ref_mha_fwd_interface,
 )
-from tl_attention.checks_torch import rename_arguments
+from tl_attention.checks_torch import Renaming
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 BF16 = torch.bfloat16
@@ -89,13 +89,11 @@ def test_errors_name_the_arguments_of_the_caller(call, error, text):
 
 def test_errors_of_others_keep_their_words():
     error = RuntimeError("k is not v")
-    assert rename_arguments(error, {"k": "kv", "v": "kv"}) is error
+    assert Renaming({"k": "kv", "v": "kv"}).of(error) is error
     ours = ValueError("k, v: expected q.shape of k and v, got 1; pass x.k")
-    assert (
-        str(rename_arguments(ours, {"k": "kv", "v": "kv"})) == "kv: expected q.shape of kv, got 1; pass x.k"
-    )
+    assert str(Renaming({"k": "kv", "v": "kv"}).of(ours)) == "kv: expected q.shape of kv, got 1; pass x.k"
     entry = IndexError("cu_seqlens_q[3]: expected at least 5, got 4")
-    assert str(rename_arguments(entry, {"cu_seqlens_q": "cu"})) == "cu[3]: expected at least 5, got 4"
+    assert str(Renaming({"cu_seqlens_q": "cu"}).of(entry)) == "cu[3]: expected at least 5, got 4"
 
 
 REFERENCE_ERRORS = {

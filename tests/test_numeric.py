@@ -117,11 +117,11 @@ def test_rule_holds_where_the_input_dtype_overflows():
     q, k, v = make_inputs(SHAPES["square"], torch.float16, device="cpu")
     q, k = q * 100, k * 100
     assert attention_reference(q, k, v, 1.0, dtype=torch.float16)[0].isnan().any()
-    out, lse = attention_reference(q, k, v, 1.0)
-    result = check_fwd(out.half(), lse, q, k, v, 1.0)
+    out, lse = attention_reference(q, k, v, 1.0, dtype=torch.float64)
+    result = check_fwd(out.half(), lse.float(), q, k, v, 1.0)
     assert result.ok, result.text
     out[0, 0, 0, 0] += 0.1
-    assert not check_fwd(out.half(), lse, q, k, v, 1.0).ok
+    assert not check_fwd(out.half(), lse.float(), q, k, v, 1.0).ok
 
 
 def test_rule_rejects_another_shape(ideal_forward):

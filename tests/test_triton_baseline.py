@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 
 SCRIPT = """
@@ -44,9 +45,13 @@ CASES = [
 
 
 def test_triton_baseline_matches_formula() -> None:
-    pytest.importorskip("triton", reason="the Triton baseline needs triton")
+    triton = pytest.importorskip("triton", reason="the Triton baseline needs triton")
     script = SCRIPT.replace("CASES", repr(CASES))
     env = os.environ | {"TRITON_INTERPRET": "1"}  # read when triton is imported: hence a process of its own
     folder = Path(__file__).parents[1] / "benchmarks"
     done = subprocess.run([sys.executable, "-c", script], cwd=folder, env=env, capture_output=True, text=True)
+    if "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip(
+            f"the interpreter of triton {triton.__version__} does not run with numpy {numpy.__version__}"
+        )
     assert done.returncode == 0, done.stderr

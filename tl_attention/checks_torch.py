@@ -8,27 +8,35 @@ from collections.abc import Sequence
 import torch
 
 ARGUMENT_ERRORS = (TypeError, ValueError, NotImplementedError, IndexError)
+_MESSAGE = re.compile(r"[\w, \[\]]+: expected ")
+_SEPARATOR = re.compile(r", and |, or |, | and | or ")
 
 
-def rename_arguments(error: Exception, names: dict[str, str]) -> Exception:
-    """The error of a function, with the argument names of the public function that called it.
+class Renaming:
+    """Change of argument names in errors, from those of a function to those of the public function that called it.
 
     Args:
-        error: a message of checks.py, `argument: expected X, got Y; do Z`, is changed; any other is left as it is.
         names: name in the message -> name in the public function.
     """
-    message = str(error)
-    if not re.match(r"[\w, \[\]]+: expected ", message):
-        return error
 
-    name = f"(?:{'|'.join(sorted(names, key=len, reverse=True))})"
-    one_or_more = rf"(?<![\w.])({name}(?:(?:, | and | or |, and |, or ){name})*)(?!\w)"
+    def __init__(self, names: dict[str, str]):
+        self.names = names
+        # Compiled here, and split without a callback: torch.compile of torch 2.11 traces no more of re
+        name = f"(?:{'|'.join(sorted(names, key=len, reverse=True))})"
+        self.pattern = re.compile(rf"(?<![\w.])({name}(?:(?:, | and | or |, and |, or ){name})*)(?!\w)")
 
-    def renamed(match: re.Match) -> str:
-        found = re.split(r", and |, or |, | and | or ", match[1])
-        return ", ".join(dict.fromkeys(names[name] for name in found))
+    def of(self, error: Exception) -> Exception:
+        """The error in the caller's names. Only a message of checks.py is changed, `argument: expected X, got Y; do Z`."""
+        message = str(error)
+        if not _MESSAGE.match(message):
+            return error
 
-    return type(error)(re.sub(one_or_more, renamed, message)).with_traceback(error.__traceback__)
+        text = ""
+        for i, part in enumerate(self.pattern.split(message)):  # texts, and between them names
+            if i % 2:
+                part = ", ".join(dict.fromkeys(self.names[name] for name in _SEPARATOR.split(part)))
+            text += part
+        return type(error)(text).with_traceback(error.__traceback__)
 
 
 def refuse_tangents(names: Sequence[str], *tangents: torch.Tensor | None) -> None:

@@ -45,21 +45,20 @@ import torch
 from tl_attention import checks_lengths
 from tl_attention.checks import check_no_block_table, check_packed, expect_bool
 from tl_attention.checks_lengths import NAMES, Lengths, Names, checked_lengths
-from tl_attention.checks_torch import ARGUMENT_ERRORS, rename_arguments
+from tl_attention.checks_torch import ARGUMENT_ERRORS, Renaming
 from tl_attention.ops import UserOptions, attention, attention_with_options
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 _QKV = Names("cu_seqlens", "max_seqlen", "seqused", "qkv")
 _KV = NAMES[1]._replace(tensor="kv")
 # Names of the arguments of packed forms in errors
-_QKV_NAMES = dict.fromkeys(("q", "k", "v"), "qkv")
-_KV_NAMES = dict.fromkeys(("k", "v"), "kv") | {"q": "q"}
-_VARLEN_QKV_NAMES = _QKV_NAMES | {
-    "cu_seqlens_q": "cu_seqlens",
-    "cu_seqlens_k": "cu_seqlens",
-    "max_seqlen_q": "max_seqlen",
-    "max_seqlen_k": "max_seqlen",
-}
+_QKV_NAMES = Renaming(dict.fromkeys(("q", "k", "v"), "qkv"))
+_KV_NAMES = Renaming({"q": "q", "k": "kv", "v": "kv"})
+_VARLEN_QKV_NAMES = Renaming(
+    _QKV_NAMES.names
+    | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "cu_seqlens")
+    | dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), "max_seqlen")
+)
 
 
 def _attend(
@@ -164,7 +163,7 @@ def flash_attn_qkvpacked_func(
     try:
         return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
     except ARGUMENT_ERRORS as error:
-        raise rename_arguments(error, _QKV_NAMES) from None
+        raise _QKV_NAMES.of(error) from None
 
 
 def flash_attn_kvpacked_func(
@@ -195,7 +194,7 @@ def flash_attn_kvpacked_func(
     try:
         return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
     except ARGUMENT_ERRORS as error:
-        raise rename_arguments(error, _KV_NAMES) from None
+        raise _KV_NAMES.of(error) from None
 
 
 def flash_attn_varlen_func(
@@ -281,7 +280,7 @@ def flash_attn_varlen_qkvpacked_func(
     try:
         return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
     except ARGUMENT_ERRORS as error:
-        raise rename_arguments(error, _VARLEN_QKV_NAMES) from None
+        raise _VARLEN_QKV_NAMES.of(error) from None
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -320,4 +319,4 @@ def flash_attn_varlen_kvpacked_func(
     try:
         return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
     except ARGUMENT_ERRORS as error:
-        raise rename_arguments(error, _KV_NAMES) from None
+        raise _KV_NAMES.of(error) from None

@@ -166,18 +166,8 @@ def check(folder: Path, installed: bool) -> int:
         child("keep", str(folder), TL_ATTENTION_PACK="0")
         (wheel,) = folder.glob("*.whl")
         site = folder / "site"
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--no-index",
-            "--target",
-            site,
-            wheel,
-        ]
+        options = ["--quiet", "--no-deps", "--no-index", "--target"]
+        pip = [sys.executable, "-m", "pip", "install", *options, site, wheel]
         subprocess.run(pip, check=True)
         paths = os.pathsep.join(filter(None, [str(site), paths]))
     empty = str(folder / "empty")

@@ -27,7 +27,6 @@ from tl_attention.problem import AttnProblem
 from tl_attention.sandbox import Failure, Sandbox
 from tl_attention.store import Kernel
 
-ADVICE = "`tl-attention compile` or a pack of kernels saves this wait, TL_ATTENTION_QUIET=1 hides this line"
 TICK = 0.1  # seconds between two looks at kernels that another process builds
 
 KernelKey = tuple[AttnProblem, KernelConfig]
@@ -97,7 +96,8 @@ class _Notice:
             does = f"building {self.what}, once per machine"
             if elsewhere:
                 does = f"waiting for {self.what}, {elsewhere} of them built by another process"
-            self._write(f"tl_attention: {does}{self.where}; {ADVICE}\n")
+            why = f"{store.missing_advice()}; `tl-attention compile` builds kernels ahead, TL_ATTENTION_QUIET=1 hides this line"
+            self._write(f"tl_attention: {does}{self.where}; {why}\n")
         if self.counts and seconds > self.shown:
             self.shown = seconds
             self._write(f"\rtl_attention: {seconds} s")

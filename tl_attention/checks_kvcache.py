@@ -196,29 +196,15 @@ def check_splits(num_splits: int, batch_invariant: bool) -> None:
         )
 
 
-def check_sizes(
-    batch: int,
-    seqlen_q: int,
-    heads: int,
-    heads_kv: int,
-    head_dim_v: int,
-    seqlen_cache: int,
-    device: torch.device | int | str | None,
-) -> None:
-    """Check the sizes that kvcache_workspace_bytes gets."""
-    sizes = {
-        "batch": batch,
-        "seqlen_q": seqlen_q,
-        "heads": heads,
-        "heads_kv": heads_kv,
-        "seqlen_cache": seqlen_cache,
-    }
-    for name, size in (*sizes.items(), ("head_dim_v", head_dim_v)):
+def check_sizes(sizes: dict[str, int], device: torch.device | int | str | None) -> None:
+    """Check the sizes that kvcache_workspace_bytes gets, by the names of its arguments."""
+    for name, size in sizes.items():
         if not is_int(size):
             raise TypeError(f"{name}: expected an int, got {describe(size)}")
         least = 1 if name in ("heads", "heads_kv") else 0
         if size < least:
             raise ValueError(f"{name}: expected at least {least}, got {size}")
+    heads, heads_kv, head_dim_v = (sizes[name] for name in ("heads", "heads_kv", "head_dim_v"))
     if heads % heads_kv:
         raise ValueError(f"heads_kv: expected a divisor of heads, {heads}, got {heads_kv}")
     if head_dim_v % 8 or not (0 < head_dim_v <= MAX_HEAD_DIM or head_dim_v == LATENT[1]):

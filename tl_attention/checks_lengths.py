@@ -164,9 +164,8 @@ def check_entries(q: torch.Tensor, cache: Cache) -> tuple[list[int] | None, list
     pages = None
     if cache.block_table is not None:
         table = cache.block_table.tolist()
-        pages = [
-            some[: -(-(end + cache.new) // rows)] for some, end in zip(table, seqlens, strict=True)
-        ]  # in use
+        in_use = [-(-(end + cache.new) // rows) for end in seqlens]
+        pages = [some[:count] for some, count in zip(table, in_use, strict=True)]
         for b, i, page in _entries(pages):
             if not 0 <= page < caches:
                 raise IndexError(

@@ -154,7 +154,7 @@ def flash_attn_with_kvcache(
             needed = 0
             if q.is_cuda:
                 sizes = *q.shape[:3], *v_cache.shape[2:], cache_capacity(k_cache, block_table)
-                needed = _workspace_bytes(*sizes, num_splits, batch_invariant, q.device.index)
+                needed = _workspace_bytes(sizes, num_splits, batch_invariant, q.device.index)
             check_workspace(q, workspace, needed)
         check_device_or_warn(q, traced)
         if key is not None:
@@ -221,25 +221,25 @@ def kvcache_workspace_bytes(
     Raises:
         TypeError, ValueError: the message names the argument, the expectation and what came.
     """
-    check_sizes(batch, seqlen_q, heads, heads_kv, head_dim_v, seqlen_cache, device)
+    sizes = {
+        "batch": batch,
+        "seqlen_q": seqlen_q,
+        "heads": heads,
+        "heads_kv": heads_kv,
+        "head_dim_v": head_dim_v,
+        "seqlen_cache": seqlen_cache,
+    }
+    check_sizes(sizes, device)
     check_splits(num_splits, batch_invariant)
     index = device if device is None or isinstance(device, int) else torch.device(device).index
-    sizes = batch, seqlen_q, heads, heads_kv, head_dim_v, seqlen_cache
-    return _workspace_bytes(*sizes, num_splits, batch_invariant, index)
+    return _workspace_bytes(tuple(sizes.values()), num_splits, batch_invariant, index)
 
 
 def _workspace_bytes(
-    batch: int,
-    seqlen_q: int,
-    heads: int,
-    heads_kv: int,
-    head_dim_v: int,
-    seqlen_cache: int,
-    num_splits: int,
-    batch_invariant: bool,
-    index: int | None,
+    sizes: tuple[int, ...], num_splits: int, batch_invariant: bool, index: int | None
 ) -> int:
-    """kvcache_workspace_bytes of checked arguments; `index` is the GPU's."""
+    """kvcache_workspace_bytes of checked arguments: `sizes` are the first six, `index` is the GPU's."""
+    batch, seqlen_q, heads, heads_kv, head_dim_v, seqlen_cache = sizes
     if not (batch and seqlen_q and heads and seqlen_cache):
         return 0  # nothing to launch
     sms = H200_SMS
@@ -255,11 +255,8 @@ def _look_up(tensors: Sequence[torch.Tensor | None], values: tuple) -> tuple[Cal
     try:
         key = (*[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors], *values)
         return _call_handles.get(key), key
-    except (
-        AttributeError,
-        TypeError,
-        RuntimeError,
-    ):  # an argument that is no tensor, a list, a nested tensor
+    # An argument that is no tensor, a list, a nested tensor
+    except (AttributeError, TypeError, RuntimeError):
         return None, None
 
 

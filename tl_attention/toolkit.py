@@ -19,10 +19,8 @@ def tilelang_version() -> str | None:
     """Version of the installed TileLang; None if there is none."""
     try:
         return importlib.metadata.version("tilelang") if importlib.util.find_spec("tilelang") else None
-    except (
-        ValueError,
-        importlib.metadata.PackageNotFoundError,
-    ):  # None in sys.modules; a folder without metadata
+    # None in sys.modules; a folder without metadata
+    except (ValueError, importlib.metadata.PackageNotFoundError):
         return None
 
 

@@ -99,10 +99,8 @@ def register_vmap(op: torch._ops.OpOverload, kinds: str, output_kinds: Sequence[
     tensors = len(kinds)
 
     def rule(info: Any, in_dims: Sequence[int | None], *inputs: Any) -> tuple[tuple, tuple]:
-        size, batched = (
-            info.batch_size,
-            [isinstance(dim, int) for dim in in_dims],
-        )  # a list has a list of dims
+        size = info.batch_size
+        batched = [isinstance(dim, int) for dim in in_dims]  # a list of ints has a list of dims
         inputs = [
             x.movedim(dim, 0) if of_sample else x
             for x, dim, of_sample in zip(inputs, in_dims, batched, strict=True)

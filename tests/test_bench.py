@@ -77,6 +77,7 @@ def like_naive(**passes: object) -> library.Provider:
 @pytest.fixture
 def gpu_stub(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors and no clock: naive stands for ours, fa4 is wrong, flex raises."""
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)  # that of a CUDA build asks the GPU
     for name, stub in {
         "tl_attention": NAIVE,
         "fa4": like_naive(fwd=wrong, bwd=wrong_backward),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -42,17 +40,17 @@ def rounded(x, dtype):
 
 
 def emulated(dout, q, k, v):
-    """dq and dk by the kernels' arithmetic: FlashAttention-2's, but that bf16 P and dP - delta are rounded before their product."""
+    """dq and dk by the kernels' arithmetic: FlashAttention-2's, but that P, and in bf16 dP - delta, are rounded before their product."""
     dtype, (dout, q, k, v) = q.dtype, (x.float() for x in (dout, q, k, v))
     scores = SCALE * (q @ k.mT)
     lse = scores.logsumexp(-1, keepdim=True)
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     out = rounded((rounded(weights, dtype) @ v) / weights.sum(-1, keepdim=True), dtype)
     delta = (dout * out).sum(-1, keepdim=True)
-    factors = (scores - lse).exp(), dout @ v.mT - delta
+    probabilities, differences = rounded((scores - lse).exp(), dtype), dout @ v.mT - delta
     if dtype == BF16:
-        factors = (rounded(x, dtype) for x in factors)
-    dscores = rounded(math.prod(factors), dtype)
+        differences = rounded(differences, dtype)
+    dscores = rounded(probabilities * differences, dtype)
     return [rounded(SCALE * x, dtype) for x in (dscores @ k, dscores.mT @ q)]
 
 
@@ -62,10 +60,11 @@ def exact_and_bounds(dout, q, k, v):
     dout, q, k, v = (x.double() for x in (dout, q, k, v))
     weights = (SCALE * (q @ k.mT)).softmax(-1)
     delta = (dout * (weights @ v)).sum(-1, keepdim=True)
-    dscores = weights * (dout @ v.mT - delta)
+    differences = dout @ v.mT - delta
+    dscores = weights * differences
     of_delta = 2 * u * (dout.abs() * (weights @ v.abs())).sum(-1, keepdim=True)
     of_delta += tiny * (dout.abs() * v.abs().sum(2, keepdim=True)).sum(-1, keepdim=True)  # P of small weights
-    of_scores = weights * of_delta + 3 * u * dscores.abs() + tiny
+    of_scores = weights * of_delta + 3 * u * dscores.abs() + tiny * (1 + differences.abs())
     dq, dk = SCALE * dscores @ k, SCALE * dscores.mT @ q
     bounds = SCALE * of_scores @ k.abs(), SCALE * of_scores.mT @ q.abs()
     # fp32 sums of dP and scores, which matter where a term above is 0

@@ -202,7 +202,8 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, by
     if dout is None:
         dout = torch.zeros_like(out)
     tensors = dout, q, k, v, out, lse
-    if by_op or torch.is_grad_enabled() or is_traced() or not are_plain(*tensors) or not q.is_cuda:
+    traced = by_op or torch.is_grad_enabled() or is_traced() or _is_batched(dout) or _is_batched(dlse)
+    if traced or not are_plain(*tensors) or not q.is_cuda:
         grads = bwd_op(*tensors, dlse, *arguments)
     else:
         grads = _launch_backward(*tensors, dlse, *parse_arguments(arguments))
@@ -260,6 +261,7 @@ _differentiable = super(torch.autograd.Function, _Attention).apply
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
 _tracing_state = torch._C._get_tracing_state
+_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor
 _forward_ad = torch.autograd.forward_ad
 
 
@@ -272,6 +274,11 @@ def is_traced() -> bool:
         or _tracing_state() is not None
         or _forward_ad._current_level >= 0
     )
+
+
+def _is_batched(grad: torch.Tensor | None) -> bool:
+    """True for a gradient of torch.autograd.grad(is_grads_batched=True), which is_traced does not see."""
+    return grad is not None and _is_legacy_batched(grad)
 
 
 def are_plain(*tensors: object) -> bool:

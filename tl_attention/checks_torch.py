@@ -39,14 +39,42 @@ class Renaming:
         return type(error)(text).with_traceback(error.__traceback__)
 
 
-def refuse_tangents(names: Sequence[str], *tangents: torch.Tensor | None) -> None:
-    """Raise NotImplementedError for the inputs of attention that have a tangent of forward-mode differentiation."""
+FORWARD_MODE = "forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad)"
+MAX_JVP_HEAD_DIM = 128
+PUBLIC_NAMES = {"window": "window_size", "sink": "learnable_sink"}  # of fields of Options
+
+
+def refuse_tangents(reason: str, names: Sequence[str], tangents: Sequence[torch.Tensor | None]) -> None:
+    """Raise NotImplementedError for the inputs that have a tangent of forward-mode differentiation.
+
+    Args:
+        reason: the words after "as flash_attn_func and mha_fwd_interface have".
+    """
     found = [name for name, tangent in zip(names, tangents, strict=False) if tangent is not None]
     raise NotImplementedError(
-        f"{', '.join(found)}: expected a tensor without a tangent, as flash_attn_func, its forms, mha_fwd_interface and mha_bwd_interface"
-        " have no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad), got one with a tangent; use torch.func.vjp, or"
-        " detach it"
+        f"{', '.join(found)}: expected a tensor without a tangent, as flash_attn_func and mha_fwd_interface have {reason} in"
+        f" {FORWARD_MODE}, got one with a tangent; use torch.func.vjp, or detach it"
     )
+
+
+def check_jvp(q: torch.Tensor, v: torch.Tensor, options: Sequence[str]) -> None:
+    """Raise NotImplementedError for a call of attention that has no forward-mode derivative.
+
+    Args:
+        options: fields of Options that are on.
+    """
+    if options:
+        names = ", ".join(PUBLIC_NAMES.get(name, name) for name in options)
+        raise NotImplementedError(
+            f"{names}: expected none in {FORWARD_MODE}, where flash_attn_func and mha_fwd_interface are plain or causal, got a value; leave"
+            " it out, or use torch.func.vjp"
+        )
+    for name, x in (("q", q), ("v", v)):
+        if x.shape[-1] > MAX_JVP_HEAD_DIM:
+            raise NotImplementedError(
+                f"{name}: expected a head dim of at most {MAX_JVP_HEAD_DIM} in {FORWARD_MODE}, got {x.shape[-1]}; use torch.func.vjp, or"
+                " ref_mha_fwd_interface"
+            )
 
 
 def check_no_forward_ad(function: str) -> None:

@@ -25,6 +25,7 @@ from tl_attention.kernel_configs import (
     DecodeConfig,
     FwdCombine,
     FwdConfig,
+    JvpConfig,
     KernelConfig,
     TileTable,
     register_level,
@@ -36,6 +37,7 @@ from tl_attention.target import TARGET
 TEMPLATES = {
     FwdConfig: ("fwd", "flash_fwd"),
     FwdCombine: ("fwd_combine", "flash_fwd_combine"),
+    JvpConfig: ("fwd_jvp", "flash_fwd_jvp"),
     BwdDelta: ("bwd_delta", "flash_bwd_delta"),
     BwdPass: ("bwd", "flash_bwd"),
     "dq": ("bwd_dq", "flash_bwd_dq"),

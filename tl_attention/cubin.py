@@ -17,6 +17,7 @@ from tl_attention.kernel_configs import (
     BwdPass,
     DecodeConfig,
     FwdConfig,
+    JvpConfig,
     KernelConfig,
 )
 from tl_attention.legality import smem_bytes
@@ -62,7 +63,7 @@ class Report:
 
 def uses_wgmma(config: KernelConfig) -> bool:
     """True if the kernel multiplies matrices; the others only read and write memory."""
-    return isinstance(config, FwdConfig | BwdPass | DecodeConfig)
+    return isinstance(config, FwdConfig | JvpConfig | BwdPass | DecodeConfig)
 
 
 def report(problem: AttnProblem, config: KernelConfig) -> Report:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tl_attention.problem import DEFAULT_DTYPE, AttnProblem
+from tl_attention.problem import DEFAULT_DTYPE, DTYPES, JVP_TILE_WIDTHS, AttnProblem
 
 # The order of tiles.
 #   grid        one CTA per tile, longest tiles first
@@ -88,6 +88,45 @@ class FwdCombine:
 
     def __str__(self) -> str:
         return f"combine {self.rows}"
+
+
+@dataclass(frozen=True)
+class JvpConfig:
+    """Tiles of the kernel of a forward and its derivative along a direction."""
+
+    block_M: int  # queries per tile, 64 per consumer warpgroup
+    block_N: int  # keys per step
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumer warpgroups; one more holds the producer warp."""
+        return self.block_M // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    def __str__(self) -> str:
+        return f"jvp {self.block_M}x{self.block_N}"
+
+
+# By the width of the tiles
+JVP_CONFIGS = {
+    "d64": JvpConfig(128, 96),
+    "d96": JvpConfig(128, 80),
+    "d128": JvpConfig(128, 64),
+}
+
+
+def jvp_kernels() -> list[tuple[AttnProblem, JvpConfig]]:
+    """Every kernel of the forward with its derivative along a direction."""
+    problems = (
+        AttnProblem(dtype, *width, causal)
+        for dtype in DTYPES
+        for width in JVP_TILE_WIDTHS
+        for causal in (False, True)
+    )
+    return [(problem, JVP_CONFIGS[problem.width]) for problem in problems]
 
 
 @dataclass(frozen=True)
@@ -288,6 +327,7 @@ Config = FwdConfig | BwdConfig
 KernelConfig = (
     FwdConfig
     | FwdCombine
+    | JvpConfig
     | BwdPass
     | BwdDelta
     | BwdSum

@@ -18,6 +18,7 @@ from tl_attention.kernel_configs import (
     DecodeConfig,
     FwdCombine,
     FwdConfig,
+    JvpConfig,
     KernelConfig,
 )
 from tl_attention.problem import MAX_SPLITS, TABLE_ROWS, AttnProblem
@@ -36,6 +37,7 @@ TILE_ALIGNMENT = 1024  # bytes; every tile starts at a multiple
 ACCUMULATOR_REGISTERS = {
     FwdConfig: {1: 216, 2: 216, 3: 128},
     BwdPass: {1: 232, 2: 232, 3: 152},
+    JvpConfig: {1: 232, 2: 232, 3: 152},
 }
 
 
@@ -45,6 +47,8 @@ def smem_bytes(problem: AttnProblem, config: KernelConfig) -> int:
         return _fwd_smem_bytes(problem, config)
     if isinstance(config, BwdPass):
         return _pass_smem_bytes(problem, config)
+    if isinstance(config, JvpConfig):
+        return _jvp_smem_bytes(problem, config)
     if isinstance(config, DecodeConfig):
         return _decode_smem_bytes(problem, config)
     if isinstance(config, DecodeCombine):
@@ -69,6 +73,13 @@ def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
     if config.hold_max:
         smem += HOLD_MAX_BYTES
     return smem + _bias_bytes(problem, config.block_N)
+
+
+def _jvp_smem_bytes(problem: AttnProblem, config: JvpConfig) -> int:
+    """Tiles of Q, K and V, and as many of their tangents; the outputs leave through those of Q."""
+    step = KV_STAGES * config.block_N
+    elements = (config.block_M + step) * problem.head_dim + step * problem.head_dim_v
+    return 2 * problem.element_bytes * elements
 
 
 def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
@@ -110,10 +121,10 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def accumulator_registers(problem: AttnProblem, config: FwdConfig | BwdPass) -> int:
+def accumulator_registers(problem: AttnProblem, config: FwdConfig | JvpConfig | BwdPass) -> int:
     """Registers per consumer thread for 64 rows of accumulators per warpgroup.
 
-    Forward: S and O in fp32, P in the input dtype. Backward: S, dP and the gradients in fp32, P and dS in the input dtype; with
+    Forward: S and O in fp32, P in the input dtype; with its derivative the tangents of all three, too. Backward: S, dP and the gradients in fp32, P and dS in the input dtype; with
     reuse_registers dP shares those of S, and dS those of P.
     """
 
@@ -125,6 +136,8 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | BwdPass) -> 
 
     if isinstance(config, FwdConfig):
         return fp32(config.block_N) + narrow(config.block_N) + fp32(problem.head_dim_v)
+    if isinstance(config, JvpConfig):
+        return 2 * (fp32(config.block_N) + narrow(config.block_N) + fp32(problem.head_dim_v))
     _, step = _owned_and_step(config)
     has_p, has_ds = "dv" in config.makes, config.grads != "dv"
     widths = {"dq": problem.head_dim, "dk": problem.head_dim, "dv": problem.head_dim_v}
@@ -144,13 +157,15 @@ def _owned_and_step(bwd_pass: BwdPass) -> tuple[int, int]:
     return bwd_pass.block_N, bwd_pass.block_M
 
 
-def is_legal(problem: AttnProblem, config: Config, direction: str | None = None) -> str | None:
+def is_legal(problem: AttnProblem, config: Config | JvpConfig, direction: str | None = None) -> str | None:
     """The reason why a config cannot run a problem, or only with spills; None if it can.
 
     direction: one of DIRECTIONS that the config must serve; None for any that it fits.
     """
     if isinstance(config, FwdConfig):
         return _fwd_fault(problem, config)
+    if isinstance(config, JvpConfig):
+        return _jvp_fault(problem, config)
     for bwd_pass in config.passes:
         if fault := _pass_fault(problem, bwd_pass):
             return f"{bwd_pass}: {fault}"
@@ -186,6 +201,16 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
     return _capacity_fault(problem, config)
 
 
+def _jvp_fault(problem: AttnProblem, config: JvpConfig) -> str | None:
+    if problem.options or problem.head_dim != problem.head_dim_v:
+        return f"problem: expected one width and no options, got {problem}"
+    if config.block_M not in (64, 128, 192):
+        return f"block_M: expected 64, 128 or 192 (64 queries per consumer warpgroup), got {config.block_M}"
+    if config.block_N % 16 or not 16 <= config.block_N <= 256:
+        return f"block_N: expected a multiple of 16 in 16..256, got {config.block_N}"
+    return _capacity_fault(problem, config)
+
+
 def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
     if bwd_pass.grads not in GRADS:
         return f"grads: expected one of {', '.join(GRADS)}, got {bwd_pass.grads!r}"
@@ -218,7 +243,7 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
     return _capacity_fault(problem, bwd_pass)
 
 
-def _capacity_fault(problem: AttnProblem, config: FwdConfig | BwdPass) -> str | None:
+def _capacity_fault(problem: AttnProblem, config: FwdConfig | JvpConfig | BwdPass) -> str | None:
     if (smem := smem_bytes(problem, config) + BARRIER_BYTES) > SMEM_LIMIT:
         return f"shared memory: expected at most {SMEM_LIMIT} bytes, got {smem}"
     budget = ACCUMULATOR_REGISTERS[type(config)][config.warpgroups]

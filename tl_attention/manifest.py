@@ -24,8 +24,10 @@ from tl_attention.kernel_configs import (
     DecodeConfig,
     FwdCombine,
     FwdConfig,
+    JvpConfig,
     KernelConfig,
     TileTable,
+    jvp_kernels,
 )
 from tl_attention.legality import BARRIER_BYTES, smem_bytes
 from tl_attention.problem import DECODE, DECODE_OPTIONS, DIRECTIONS, AttnProblem
@@ -76,12 +78,13 @@ def shipped() -> dict[str, Kernel]:
     """Every kernel that the package ships, by name.
 
     These are the kernels of all defaults and tuned rows in both dtypes, of each option line of the grid with all options
-    that the line serves in bfloat16, and of decoding without options and with all of them.
+    that the line serves in bfloat16, of decoding without options and with all of them, and of the forward with its derivative.
     """
     found = [
         *configs.shipped_kernels([*DIRECTIONS, DECODE]),
         *configs.option_kernels(DIRECTIONS[:2]),
         *configs.decode_kernels(options=[name for name in DECODE_OPTIONS if name != "window"]),
+        *jvp_kernels(),
     ]
     return _by_name(found)
 
@@ -177,7 +180,7 @@ def _instructions(problem: AttnProblem, config: KernelConfig) -> dict[str, bool]
     expected = {"hgmma": multiplies}
     if multiplies:
         expected["tma"] = True
-    if isinstance(config, FwdConfig | FwdCombine | BwdPass | BwdDelta | BwdSum):
+    if isinstance(config, FwdConfig | FwdCombine | JvpConfig | BwdPass | BwdDelta | BwdSum):
         expected["tma"] = multiplies or isinstance(config, BwdDelta)
         # Parts of O leave from registers; delta is one number per row
         parts = isinstance(config, FwdConfig) and config.split

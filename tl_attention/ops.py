@@ -40,6 +40,7 @@ from tl_attention.options import (
     parse_arguments,
     rows_in_use,
 )
+from tl_attention.ops_jvp import TANGENTS, fwd_jvp_op, push_forward
 from tl_attention.reference import (
     attention_backward_reference,
     attention_reference,
@@ -225,14 +226,34 @@ def _save_nothing(ctx: Any, inputs: Sequence, outputs: Gradients) -> None:
     pass
 
 
+def _save_jvp(ctx: Any, inputs: Sequence, outputs: Sequence) -> None:
+    q, k, v, *others = inputs
+    _save(ctx, (q, k, v, *others[len(TANGENTS) :]), outputs[:2])
+
+
+def _backward_jvp(ctx: Any, dout: Any, dlse: Any, *of_tangents: torch.Tensor | None) -> tuple:
+    if any(x is not None for x in of_tangents):
+        raise NotImplementedError(
+            "tl_attention: the gradient of a forward-mode tangent is not supported; detach the tangent (stop the gradient), or use"
+            " ref_mha_fwd_interface"
+        )
+    dq, dk, dv, *rest = _backward(ctx, dout, dlse)
+    return dq, dk, dv, *[None] * len(TANGENTS), *rest
+
+
+def _refuse(reason: str, *names: str) -> Callable:
+    return lambda inputs, tangents: refuse_tangents(reason, names, tangents)
+
+
 _OTHER_INPUTS = *Call._fields, *("learnable_sink" if name == "sink" else name for name in FIELDS)
-_no_tangents_forward = functools.partial(refuse_tangents, ("q", "k", "v", *_OTHER_INPUTS))
-_no_tangents_backward = functools.partial(
-    refuse_tangents, ("do", "q", "k", "v", "out", "lse", "dlse", *_OTHER_INPUTS)
-)
-register_autograd(fwd_op, _save, _backward, _no_tangents_forward)
-register_autograd(bwd_op, _save_nothing, _no_double_backward, _no_tangents_backward)
+_BWD_INPUTS = "do", "q", "k", "v", "out", "lse", "dlse", *_OTHER_INPUTS
+_no_tangents = _refuse("no derivative of a gradient", *_BWD_INPUTS)
+_no_second = _refuse("a first derivative alone", "q", "k", "v", *TANGENTS)
+register_autograd(fwd_op, _save, _backward, functools.partial(push_forward, ("q", "k", "v", *_OTHER_INPUTS)))
+register_autograd(fwd_jvp_op, _save_jvp, _backward_jvp, _no_second)
+register_autograd(bwd_op, _save_nothing, _no_double_backward, _no_tangents)
 register_vmap(fwd_op, "rrr", (("r", 0), ("l", 0)))
+register_vmap(fwd_jvp_op, "rrrrrr", (("r", 0), ("l", 0)) * 2)
 register_vmap(bwd_op, "rrrrrll", (("r", 1), ("r", 2), ("r", 3), ("s", 1)))
 
 

@@ -82,6 +82,11 @@ class Options:
         return self.cu_seqlens_q is not None
 
     @property
+    def on(self) -> tuple[str, ...]:
+        """Fields that make the call other than plain or causal attention with default splits."""
+        return tuple(name for name, default in _SWITCHES if self._has(name, default))
+
+    @property
     def is_off(self) -> bool:
         """True if the call is plain or causal attention with default splits."""
         return not any(self._has(name, default) for name, default in _SWITCHES)
@@ -151,9 +156,8 @@ class Call(NamedTuple):
     deterministic: bool  # of the backward
 
 
-ARGUMENTS = (
-    f"float softmax_scale, bool causal, bool lse_base2, bool heads_first, bool deterministic, {SCHEMA}"
-)
+PLAIN_ARGUMENTS = "float softmax_scale, bool causal, bool lse_base2, bool heads_first, bool deterministic"
+ARGUMENTS = f"{PLAIN_ARGUMENTS}, {SCHEMA}"
 PLAIN = len(Call._fields)  # arguments before the options
 
 

@@ -42,6 +42,8 @@ MAX_HEAD_DIM = TILE_WIDTHS[-1][0]
 BWD_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Widths of decode. The last is multi-head latent attention with absorbed weights: V is the first columns of K.
 DECODE_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512))
+# Widths of the forward with its derivative along a direction, whose consumers hold two outputs in registers
+JVP_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128))
 
 # The last seqlen_k of each length bucket; the last bucket is open-ended
 BUCKET_ENDS = (1024, 4096)
@@ -143,6 +145,12 @@ def decode_problem(dtype: str, head_dim: int, head_dim_v: int, options: Iterable
     """The problem that serves a decode. Its window is always on: the bounds are runtime values, and causal is one of them."""
     names = tuple(name for name in DECODE_OPTIONS if name in ("window", *options))
     return AttnProblem(dtype, *decode_width(head_dim, head_dim_v), False, names)
+
+
+def jvp_problem(dtype: str, head_dim: int, head_dim_v: int, causal: bool) -> AttnProblem:
+    """The problem that serves a forward with its derivative along a direction; head dims are at most those of JVP_TILE_WIDTHS."""
+    widths = next((qk, v) for qk, v in JVP_TILE_WIDTHS if qk >= head_dim and v >= head_dim_v)
+    return AttnProblem(dtype, *widths, causal)
 
 
 def tile_width(head_dim: int, head_dim_v: int, direction: str = "fwd") -> tuple[int, int]:

@@ -79,7 +79,7 @@ def attention_reference(
     out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.promote_types(dtype, torch.float32))
 
-    with _true_fp32(q.device):
+    with true_fp32(q.device):
         for pairs, rows, keys, chunk in _chunks(q, k, scale, causal, ReferenceOptions(**options), [v]):
             inputs = (x.to(dtype) for x in (q[pairs, :, rows], k[pairs, :, keys], v[pairs, :, keys]))
             out[pairs, :, rows], lse[pairs, :, rows], *_ = _forward_of_chunk(*inputs, chunk)
@@ -133,7 +133,7 @@ def attention_backward_reference(
     dq, dk, dv = (torch.zeros_like(x, dtype=sums) for x in (q, k, v))
     dsink = q.new_zeros(*q.shape[:2], 1, 1, dtype=sums)
 
-    with _true_fp32(q.device):
+    with true_fp32(q.device):
         multiplied = [dout, q, k, v, dlse]
         for pairs, rows, keys, chunk in _chunks(q, k, scale, causal, ReferenceOptions(**options), multiplied):
             by_row = (x[pairs, :, rows].to(dtype) for x in (dout, dlse, q))
@@ -453,7 +453,7 @@ def _times_over_rows(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _true_fp32(device: torch.device) -> Iterator[None]:
+def true_fp32(device: torch.device) -> Iterator[None]:
     """Disable TF32, bf16 and autocast in fp32 matmuls. (fp32_precision covers all matmuls; reading allow_tf32 could raise.)"""
     settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     before = [setting.fp32_precision for setting in settings]

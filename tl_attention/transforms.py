@@ -38,14 +38,15 @@ def define_op(name: str, schema: str, fake: Callable) -> Callable[[Callable], to
 
 
 def register_autograd(
-    op: torch._ops.OpOverload, save: Callable, backward: Callable, no_tangents: Callable
+    op: torch._ops.OpOverload, save: Callable, backward: Callable, push_forward: Callable
 ) -> None:
-    """Register the backward of an op, for autograd and for torch.func.
+    """Register the derivatives of an op, for autograd and for torch.func.
 
     Args:
         save: save(ctx, inputs, outputs), after the forward.
         backward: backward(ctx, *gradients of the outputs) -> gradients of the inputs.
-        no_tangents: no_tangents(*tangents of the inputs), called if there are any, raises an error.
+        push_forward: push_forward(inputs, their tangents or None) -> (outputs, their tangents), in place of the op where an input has a
+            tangent of forward mode; or it raises an error.
     """
 
     def below(keyset: torch._C.DispatchKeySet, inputs: Sequence) -> Any:
@@ -71,11 +72,13 @@ def register_autograd(
         def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple:
             return *backward(ctx, *grads), None, None
 
-        @staticmethod
-        def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
-            no_tangents(*tangents)
-
     def kernel(keyset: torch._C.DispatchKeySet, *inputs: Any) -> Any:
+        in_forward_mode = _forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+        if in_forward_mode:
+            primals, tangents = zip(*map(_unpack_dual, inputs), strict=True)
+            if any(tangent is not None for tangent in tangents):
+                pairs = zip(*push_forward(primals, tangents), strict=True)
+                return tuple(_forward_ad.make_dual(x, tangent) for x, tangent in pairs)
         transformed = _innermost_transform() is not None or _forward_ad._current_level >= 0
         if not transformed and not (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
             return below(keyset, inputs)
@@ -84,6 +87,15 @@ def register_autograd(
             return Function.apply(*inputs, keyset, modes)
 
     _libraries[op._opname].impl(op._opname, kernel, "Autograd", with_keyset=True)
+
+
+def _unpack_dual(x: Any) -> tuple:
+    """(x, None), or primal and tangent of a tensor that has one at the level at hand."""
+    if isinstance(x, torch.Tensor):
+        primal, tangent = _forward_ad.unpack_dual(x)
+        if tangent is not None:
+            return primal, tangent
+    return x, None
 
 
 def register_vmap(op: torch._ops.OpOverload, kinds: str, output_kinds: Sequence[tuple[str, int]]) -> None:

@@ -249,6 +249,12 @@ class KeyBlocks:
         elif steps.masked:
             self.mask.apply(acc_s, query, self.first_key(step), steps.check_right, steps.check_left)
 
+    @T.inline
+    def hide_if_needed(self, acc_s, query, step):
+        """Mask the scores of a step, in a loop over all steps; without a window."""
+        if step < self.num_right[0]:
+            self.mask.apply(acc_s, query, self.first_key(step))
+
     def first_key(self, step: Any) -> Any:
         last_block = self.num_steps[0] - 1 if self.last_block is None else self.last_block[0]
         return (last_block - step) * self.block_N

@@ -148,6 +148,65 @@ class OnlineSoftmax:
             acc_o[i, j] *= self.row_scale[i]
 
 
+@T.meta_class
+class TangentSums:
+    """Sums of H = P * (scale tS - center) over the keys, for the rows of an OnlineSoftmax.
+
+    The tangent of the output is (sum of H V + P tV) / row_sum - mean(H) O, whatever the center of a row. It is the mean of the
+    first tile's tangents, which keeps H small where all tangents of a row are large and alike.
+    """
+
+    def __init__(self, softmax, scale, name: str = "sums"):
+        self.softmax, self.scale = softmax, scale
+        self.center = T.alloc_fragment([64], "float32")
+        self.partial_sum = T.alloc_fragment([64, 8], "float32")
+        self.block_sum = T.alloc_fragment([64, 8], "float32")
+        self.mean = T.alloc_fragment([64], "float32")  # tangent of the log-sum-exp, after finish()
+
+    @T.inline
+    def reset(self):
+        T.clear(self.partial_sum)
+        T.clear(self.center)
+
+    @T.inline
+    def update(self, P, acc_ts):
+        """Replace raw tangents of scores by H; P are the unrounded probabilities that softmax.update() left."""
+        rows, cols = P.shape
+        for i, j in T.Parallel(rows, cols):
+            acc_ts[i, j] = P[i, j] * (acc_ts[i, j] * self.scale - self.center[i])
+        self.add_up(acc_ts)
+
+    @T.inline
+    def add_up(self, H):
+        rows, cols = H.shape
+        T.reduce_sum(T.view(H, [rows, cols // 8, 8]), self.block_sum, dim=1)
+        for i, j in T.Parallel(rows, 8):
+            self.partial_sum[i, j] = self.partial_sum[i, j] * self.softmax.row_scale[i] + self.block_sum[i, j]
+
+    @T.inline
+    def find_center(self, P, acc_ts):
+        """Set center to the mean of the first tile's tangents, 0 for a row that sees none of its keys."""
+        weighted = T.alloc_fragment(P.shape, "float32")
+        for i, j in T.Parallel(*P.shape):
+            weighted[i, j] = P[i, j] * acc_ts[i, j]
+        T.reduce_sum(weighted, self.center, dim=1)
+        T.reduce_sum(P, self.mean, dim=1)
+        for i in T.Parallel(64, loop_layout=rows_layout()):
+            self.center[i] = T.if_then_else(self.mean[i] > 0, self.center[i] * self.scale / self.mean[i], 0)
+
+    @T.inline
+    def finish(self, acc_to, O, lse_unit):
+        """Turn the sum acc_to into the tangent of O, and mean into that of the log-sum-exp; after softmax.finish()."""
+        rows, cols = acc_to.shape
+        T.reduce_sum(self.partial_sum, self.mean, dim=1)
+        for i in T.Parallel(64, loop_layout=rows_layout()):
+            self.mean[i] *= self.softmax.row_scale[i]
+        for i, j in T.Parallel(rows, cols):
+            acc_to[i, j] = acc_to[i, j] * self.softmax.row_scale[i] - self.mean[i] * O[i, j]
+        for i in T.Parallel(64, loop_layout=rows_layout()):
+            self.mean[i] = (self.mean[i] + self.center[i]) * lse_unit * LOG2E
+
+
 @T.macro
 def probabilities(acc_s, exponent, P=None, slope=None):
     """Replace scores by exp2(exponent(score, i, j)), times slope(score) if given; P gets them without the slope."""

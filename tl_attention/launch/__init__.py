@@ -4,6 +4,7 @@ from tl_attention.launch.bwd import backward, bwd_plan
 from tl_attention.launch.bwd_passes import bwd_workspace_bytes
 from tl_attention.launch.decode import append_to_cache, attend_cache, decode_workspace_bytes
 from tl_attention.launch.fwd import forward, fwd_plan
+from tl_attention.launch.fwd_jvp import forward_jvp
 from tl_attention.launch.splits import fwd_bucket
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "bwd_workspace_bytes",
     "decode_workspace_bytes",
     "forward",
+    "forward_jvp",
     "fwd_bucket",
     "fwd_plan",
 ]

@@ -1,0 +1,201 @@
+"""FlashAttention forward and its derivative along a direction (forward mode) for Hopper, in one pass over the keys.
+
+With the tangents tQ, tK, tV of Q, K, V and with H = P * tS, every product of two tiles of the forward has a tangent of two:
+
+    S = scale Q Kᵀ    tS = scale (tQ Kᵀ + Q tKᵀ)    O = P V    tO = P tV + H V - rowsum(H) O    tLse = rowsum(H)
+
+The maximum and the sum of a row are those of the online softmax. Both outputs and rowsum(H) are rescaled with it, so the memory
+is that of the forward. Schedule: one producer warp and consumer warpgroups of 64 queries, as in fwd.py. The products of tS run
+beside the softmax, P V and P tV beside H.
+"""
+
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.kernel_configs import KV_STAGES, JvpConfig
+from tl_attention.kernels import pipeline
+from tl_attention.kernels.mask import KeyBlocks, Mask
+from tl_attention.kernels.pipeline import TileRing, sync_warpgroup, wait_for_stores
+from tl_attention.kernels.roles import Roles
+from tl_attention.kernels.scheduler import Tile, TileCounts, TileOrder
+from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax, TangentSums
+from tl_attention.kernels.tiles import DenseTiles, SharedTiles, strided
+from tl_attention.problem import AttnProblem
+
+PASS_CONFIGS = pipeline.PASS_CONFIGS
+
+
+def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
+    """Kernel(Q, K, V, tQ, tK, tV, O, Lse, tO, tLse, softmax_scale, lse_unit, heads_per_kv, m_blocks, group_heads, ctas).
+
+    Args of the kernel:
+        Q, K, V, O, Lse, and the numbers: as in fwd.flash_fwd.
+        tQ, tK, tV, tO: tangents, like Q, K, V, O with strides of their own.
+        tLse: fp32 [batch, heads, seqlen_q], the tangent of Lse in its unit. A row without keys has tO = 0, tLse = 0.
+    """
+    dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
+    block_M, block_N = config.block_M, config.block_N
+    warpgroups = tuple(range(config.warpgroups))
+    consumer_warps = 4 * config.warpgroups
+    row_wise = T.GemmWarpPolicy.FullRow
+    q_kt = {"transpose_B": True, "policy": row_wise}
+    registers = pipeline.registers(problem, config.warpgroups)
+    roles = Roles(config.warpgroups, config.threads, registers, one_body=True)
+
+    batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
+    columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
+
+    def rows(name: str, seqlen: Any, heads: Any, columns: Any) -> Any:
+        return strided(name, [batch, seqlen, heads, columns], dtype)
+
+    q_view, tq_view = (rows(name, seqlen_q, heads, columns_qk) for name in ("q", "tq"))
+    k_view, tk_view = (rows(name, seqlen_k, heads_kv, columns_qk) for name in ("k", "tk"))
+    v_view, tv_view = (rows(name, seqlen_k, heads_kv, columns_v) for name in ("v", "tv"))
+    o_view, to_view = (rows(name, seqlen_q, heads, columns_v) for name in ("o", "to"))
+    lse_view, tlse_view = (T.Tensor([batch, heads, seqlen_q], "float32") for _ in range(2))
+
+    @T.macro
+    def produce(number, order, tiles, tangents, shared, shared_tangents):
+        tile = Tile(order)
+        blocks = KeyBlocks(Mask.of(problem, None, tile, seqlen_q, seqlen_k), block_M, block_N)
+        tile.locate(number)
+        query = tile.m_block * block_M
+        blocks.start(query)
+        for w in warpgroups:
+            shared.Q.fill(w, tiles.q(tile, query + 64 * w, 64))
+            shared_tangents.Q.fill(w, tangents.q(tile, query + 64 * w, 64))
+        for step in T.serial(blocks.steps):
+            key = blocks.first_key(step)
+            shared.K.fill(step, tiles.k(tile, key, block_N))
+            shared_tangents.K.fill(step, tangents.k(tile, key, block_N))
+            shared.V.fill(step, tiles.v(tile, key, block_N))
+            shared_tangents.V.fill(step, tangents.v(tile, key, block_N))
+
+    @T.macro
+    def store(w, acc_o, O_shared, tiles, tile, query):
+        """Store 64 rows of an output through shared memory."""
+        T.copy(acc_o, O_shared)
+        T.fence_proxy_async()
+        sync_warpgroup(w)
+        T.tma_copy(O_shared, tiles.o(tile, query, 64))
+
+    @T.macro
+    def attend(w, number, tile, blocks, tiles, tangents, shared, shared_tangents, softmax_scale, lse_unit):
+        acc_s = T.alloc_fragment([64, block_N], "float32")  # S, then P
+        acc_ts = T.alloc_fragment([64, block_N], "float32")  # tS, then H
+        P = T.alloc_fragment([64, block_N], dtype)
+        H = T.alloc_fragment([64, block_N], dtype)
+        acc_o = T.alloc_fragment([64, head_dim_v], "float32")
+        acc_to = T.alloc_fragment([64, head_dim_v], "float32")
+        lse = T.alloc_fragment([64], "float32")
+        scale = T.alloc_var("float32", init=T.abs(softmax_scale))
+        softmax = OnlineSoftmax(block_N, T.max(scale * LOG2E, SMALLEST_SCALE))
+        sums = TangentSums(softmax, scale)
+        query = tile.m_block * block_M + 64 * w
+        softmax.reset()
+        sums.reset()
+
+        shared.Q.wait(w)
+        shared_tangents.Q.wait(w)
+        if softmax_scale < 0:  # -Q, -tQ and |scale|, as the row max is one of raw scores
+            shared.Q.negate(w)
+            shared_tangents.Q.negate(w)
+            T.fence_proxy_async()
+            sync_warpgroup(w)
+        T.clear(acc_o)
+        T.clear(acc_to)
+
+        for step in T.serial(blocks.steps):
+            # S = Q Kᵀ and tS = tQ Kᵀ + Q tKᵀ
+            shared.K.wait(step)
+            T.wgmma_gemm(shared.Q[w], shared.K[step], acc_s, clear_accum=True, **q_kt)
+            shared_tangents.K.wait(step)
+            T.wgmma_gemm(shared_tangents.Q[w], shared.K[step], acc_ts, clear_accum=True, **q_kt)
+            T.wgmma_gemm(shared.Q[w], shared_tangents.K[step], acc_ts, **q_kt)
+
+            # Softmax, beside tS
+            T.wait_wgmma(2)
+            blocks.hide_if_needed(acc_s, query, step)
+            softmax.update(acc_s)
+            T.copy(acc_s, P)
+            softmax.rescale(acc_o)
+            softmax.rescale(acc_to)
+            T.wait_wgmma(0)
+            shared.K.release(step)
+            shared_tangents.K.release(step)
+
+            # O += P V and tO += P tV, beside H
+            shared.V.wait(step)
+            T.wgmma_gemm(P, shared.V[step], acc_o, policy=row_wise)
+            shared_tangents.V.wait(step)
+            T.wgmma_gemm(P, shared_tangents.V[step], acc_to, policy=row_wise)
+            if step == 0:
+                sums.find_center(acc_s, acc_ts)
+            sums.update(acc_s, acc_ts)
+            T.copy(acc_ts, H)
+            T.wgmma_gemm(H, shared.V[step], acc_to, policy=row_wise)
+            T.wait_wgmma(0)
+            shared.V.release(step)
+            shared_tangents.V.release(step)
+
+        tile.locate(number)  # once more, not held in registers all the way
+        query = tile.m_block * block_M + 64 * w
+        softmax.finish(acc_o, lse, lse_unit)
+        sums.finish(acc_to, acc_o, lse_unit)
+        tiles.store_lse(lse, tile, query)
+        tangents.store_lse(sums.mean, tile, query)
+        store(w, acc_o, shared.Q[w], tiles, tile, query)
+        store(w, acc_to, shared_tangents.Q[w], tangents, tile, query)
+        wait_for_stores()
+
+    @T.macro
+    def consume(w, number, order, tiles, tangents, shared, shared_tangents, softmax_scale, lse_unit):
+        tile = Tile(order)
+        blocks = KeyBlocks(Mask.of(problem, None, tile, seqlen_q, seqlen_k), block_M, block_N)
+        tile.locate(number)
+        blocks.start(tile.m_block * block_M)
+        attend(w, number, tile, blocks, tiles, tangents, shared, shared_tangents, softmax_scale, lse_unit)
+
+    @T.prim_func
+    def flash_fwd_jvp_kernel(
+        Q: q_view,
+        K: k_view,
+        V: v_view,
+        tQ: tq_view,
+        tK: tk_view,
+        tV: tv_view,
+        O: o_view,
+        Lse: lse_view,
+        tO: to_view,
+        tLse: tlse_view,
+        softmax_scale: T.float32,
+        lse_unit: T.float32,
+        heads_per_kv: T.int32,
+        m_blocks: T.int32,
+        group_heads: T.int32,
+        ctas: T.int32,
+    ):
+        with T.Kernel(ctas, threads=roles.block, prelude=roles.prelude) as number:
+            shared = SharedTiles(
+                Q=TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="Q"),
+                K=TileRing([KV_STAGES, block_N, head_dim], dtype, consumer_warps, name="K"),
+                V=TileRing([KV_STAGES, block_N, head_dim_v], dtype, consumer_warps, name="V"),
+            )
+            shared_tangents = SharedTiles(
+                Q=TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="tQ"),
+                K=TileRing([KV_STAGES, block_N, head_dim], dtype, consumer_warps, name="tK"),
+                V=TileRing([KV_STAGES, block_N, head_dim_v], dtype, consumer_warps, name="tV"),
+            )
+            tiles = DenseTiles(Q, K, V, O, Lse, head_dim, head_dim_v)
+            tangents = DenseTiles(tQ, tK, tV, tO, tLse, head_dim, head_dim_v)
+            counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
+            order = TileOrder.of_queries(counts, problem.causal, heads, heads * batch)
+            roles.run(
+                lambda: produce(number, order, tiles, tangents, shared, shared_tangents),
+                lambda w: consume(
+                    w, number, order, tiles, tangents, shared, shared_tangents, softmax_scale, lse_unit
+                ),
+            )
+
+    return flash_fwd_jvp_kernel

@@ -96,6 +96,7 @@ class JvpConfig:
 
     block_M: int  # queries per tile, 64 per consumer warpgroup
     block_N: int  # keys per step
+    ping_pong: bool = False  # warpgroups alternate at the products of S and tS
 
     @property
     def warpgroups(self) -> int:
@@ -107,7 +108,7 @@ class JvpConfig:
         return 128 * (self.warpgroups + 1)
 
     def __str__(self) -> str:
-        return f"jvp {self.block_M}x{self.block_N}"
+        return f"jvp {self.block_M}x{self.block_N}" + " ping-pong" * self.ping_pong
 
 
 # By the width of the tiles

@@ -16,7 +16,7 @@ import tilelang.language as T
 from tl_attention.kernel_configs import KV_STAGES, JvpConfig
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.mask import KeyBlocks, Mask
-from tl_attention.kernels.pipeline import TileRing, sync_warpgroup, wait_for_stores
+from tl_attention.kernels.pipeline import TileRing, Turns, sync_warpgroup, wait_for_stores
 from tl_attention.kernels.roles import Roles
 from tl_attention.kernels.scheduler import Tile, TileCounts, TileOrder
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax, TangentSums
@@ -42,6 +42,8 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
     q_kt = {"transpose_B": True, "policy": row_wise}
     registers = pipeline.registers(problem, config.warpgroups)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=True)
+
+    turns = Turns(config.warpgroups, config.ping_pong)
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -109,10 +111,12 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
         for step in T.serial(blocks.steps):
             # S = Q Kᵀ and tS = tQ Kᵀ + Q tKᵀ
             shared.K.wait(step)
+            turns.wait(w)
             T.wgmma_gemm(shared.Q[w], shared.K[step], acc_s, clear_accum=True, **q_kt)
             shared_tangents.K.wait(step)
             T.wgmma_gemm(shared_tangents.Q[w], shared.K[step], acc_ts, clear_accum=True, **q_kt)
             T.wgmma_gemm(shared.Q[w], shared_tangents.K[step], acc_ts, **q_kt)
+            turns.pass_on(w)
 
             # Softmax, beside tS
             T.wait_wgmma(2)
@@ -153,6 +157,7 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
     def consume(w, number, order, tiles, tangents, shared, shared_tangents, softmax_scale, lse_unit):
         tile = Tile(order)
         blocks = KeyBlocks(Mask.of(problem, None, tile, seqlen_q, seqlen_k), block_M, block_N)
+        turns.start(w)
         tile.locate(number)
         blocks.start(tile.m_block * block_M)
         attend(w, number, tile, blocks, tiles, tangents, shared, shared_tangents, softmax_scale, lse_unit)

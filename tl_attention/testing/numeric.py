@@ -15,6 +15,7 @@ from tl_attention.reference import (
     varlen_backward_reference,
     varlen_reference,
 )
+from tl_attention.reference_jvp import attention_jvp_reference
 
 # The LSE is always fp32, so PyTorch's error in the input dtype would allow too much. The exp2 unit, the order of sums
 # and the rounding of tensor cores stay within 1e-5 of the largest LSE.
@@ -129,6 +130,50 @@ def check_bwd(
     worst_first = sorted(compared.values(), reverse=True)
     ratios = {name: ratio for name, (ratio, _) in compared.items()}
     return BwdComparison(worst_first[0][0] <= 1, ratios, "; ".join(text for _, text in worst_first))
+
+
+@torch.no_grad()
+def check_jvp(
+    outputs: tuple[torch.Tensor, ...],
+    primals: tuple[torch.Tensor, ...],
+    tangents: tuple[torch.Tensor | None, ...],
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    lse_base2: bool = False,
+) -> FwdComparison:
+    """Compare a forward and its derivative to attention_jvp_reference (fp32 math on a GPU, fp64 on CPU).
+
+        max|tout - ref| <= 3 max|pt - ref| + 2 max|ref + 0.3 - 0.3 - ref| + cancellation
+        max|tlse - ref_tlse| <= LSE_RTOL * max(1, max|ref_tlse|)
+
+    out, lse, pt, NaN and inf are as in check_fwd. The cancellation is CANCELLATION_RTOL times the largest possible |tS V|.
+
+    Args:
+        outputs: out, lse, tout, tlse.
+        primals, tangents: q, k, v, and a tangent or None of each; else as for attention_jvp_reference.
+    """
+    (out, lse, tout, tlse), (q, k, v) = outputs, primals
+    tq, tk, _ = (torch.zeros_like(x) if t is None else t for x, t in zip(primals, tangents, strict=True))
+    arguments = {"softmax_scale": softmax_scale, "causal": causal, "lse_base2": lse_base2}
+    (ref, ref_lse, ref_tout, ref_tlse), (pt, _, pt_tout, _) = (
+        attention_jvp_reference(*primals, *tangents, dtype=dtype, **arguments)
+        for dtype in (_reference_dtype(q), q.dtype)
+    )
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    norms = (_peak(x.float().norm(dim=-1)) for x in (tq, k, q, tk))
+    tq_norm, k_norm, q_norm, tk_norm = norms
+    cancellation = CANCELLATION_RTOL * abs(scale) * (tq_norm * k_norm + q_norm * tk_norm) * _peak(v)
+    compared = [
+        _compare("out", out, ref, _allowed_error(2, ref, pt)),
+        _compare("tout", tout, ref_tout, _allowed_error(3, ref_tout, pt_tout) + cancellation),
+    ]
+    of_lse = [
+        _compare(name, x, exact, LSE_RTOL * max(1.0, _peak(exact)))
+        for name, x, exact in (("lse", lse, ref_lse), ("tlse", tlse, ref_tlse))
+    ]
+    ratio, lse_ratio = (max(pairs)[0] for pairs in (compared, of_lse))
+    text = "; ".join(text for _, text in sorted([*compared, *of_lse], reverse=True))
+    return FwdComparison(max(ratio, lse_ratio) <= 1, ratio, lse_ratio, text)
 
 
 def _rows_without_keys(

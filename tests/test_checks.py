@@ -271,15 +271,6 @@ def test_packed_errors(function, inputs, error, text):
 
 
 @pytest.mark.filterwarnings("ignore:tl_attention")
-def test_forward_mode_differentiation_is_an_error():
-    import torch.autograd.forward_ad as fwad
-
-    q, k, v = qkv()
-    with fwad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
-        mha_fwd_interface(fwad.make_dual(q, q), k, v)
-
-
-@pytest.mark.filterwarnings("ignore:tl_attention")
 def test_reference_ignores_autocast():
     q, k, v = qkv()
     expected, _ = ref_mha_fwd_interface(q, k, v)

@@ -50,7 +50,9 @@ NAMES = {
     "qkv-sink": (
         lambda: qkv(QKV, learnable_sink=torch.ones(4, device="meta")), ValueError, r"^learnable_sink: expected the device of qkv, cpu",
     ),
-    "qkv-tangent": (lambda: jvp(qkv, (QKV,), (QKV,)), NotImplementedError, r"^qkv: expected a tensor without a tangent"),
+    "qkv-tangent": (
+        lambda: jvp(lambda x: jvp(qkv, (x,), (QKV,))[1], (QKV,), (QKV,)), NotImplementedError, r"^qkv: expected a tensor without a tangent",
+    ),
     "kv-dtype": (lambda: kv(Q, KV.float()), TypeError, r"^kv: expected bfloat16 or float16.*kv\.to"),
     "kv-mixed": (lambda: kv(Q, KV.half()), TypeError, r"^kv: expected the dtype of q, torch\.bfloat16, got torch\.float16 and"),
     "kv-device": (lambda: kv(Q, KV.to("meta")), ValueError, r"^kv: expected the device of q, cpu, got meta and meta"),

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 import torch
-import torch.autograd.forward_ad as fwad
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, jacrev, vjp, vmap
 
 from tl_attention import (
     flash_attn_func,
@@ -411,59 +410,6 @@ def test_compiled_autograd(device):
 def loss_of_q(q):
     other = torch.ones(BATCH, 20, HEADS_KV, HEAD_DIM, dtype=BF16, device=q.device)
     return flash_attn_func(q, other, other, causal=True).float().sum()
-
-
-TANGENTS = {
-    "jvp": lambda q: jvp(loss_of_q, (q,), (q,)),
-    "jvp-no-grad": lambda q: torch.no_grad()(jvp)(loss_of_q, (q,), (q,)),
-    "jacfwd": lambda q: jacfwd(loss_of_q)(q),
-    "hessian": lambda q: hessian(loss_of_q)(q),
-    "jvp-of-grad": lambda q: jvp(grad(loss_of_q), (q,), (q,)),
-    "jvp-of-grad-no-grad": lambda q: torch.no_grad()(jvp)(grad(loss_of_q), (q,), (q,)),
-    "grad-of-jvp": lambda q: grad(lambda q: jvp(loss_of_q, (q,), (q,))[1])(q),
-    "jvp-of-vmap": lambda q: jvp(vmap(lambda q: loss_of_q(q[None].expand(BATCH, -1, -1, -1))), (q,), (q,)),
-    "vmap-of-jvp": lambda q: vmap(lambda q: jvp(loss_of_q, (q,), (q,)))(q.expand(3, *q.shape)),
-    "sink": lambda q: jvp(lambda s: flash_attn_func(q, q, q, learnable_sink=s), *[(torch.ones(HEADS, device=q.device),)] * 2),
-    "mha": lambda q: jvp(lambda q: mha_fwd_interface(q, q, q), (q,), (q,)),
-    "mha-bwd": lambda q: jvp(lambda do: mha_bwd_interface(do, q, q, q, q, q[..., 0].float()), (q,), (q,)),
-    "varlen": lambda q: jvp(lambda q: flash_attn_varlen_func(q, q, q, *[bounds(q.device, 0, 9)] * 2, 9, 9), (q[0],), (q[0],)),
-    "kvcache": lambda q: jvp(lambda q: flash_attn_with_kvcache(q, q.detach(), q.detach()), (q,), (q,)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", TANGENTS)
-def test_forward_mode_is_refused_by_name(case, device):
-    (q,) = random(device, (BATCH, 9, HEADS, HEAD_DIM))
-    function = {"kvcache": "flash_attn_with_kvcache"}.get(case, "flash_attn_func")
-    with pytest.raises(NotImplementedError, match=rf"{function}.*torch\.func\.jvp"):
-        TANGENTS[case](q)
-
-
-def test_forward_mode_refusal_names_the_argument(device):
-    q, k, v = random(device, *FORMS["flash"][0])
-    sink = torch.ones(HEADS, device=device)
-    with pytest.raises(NotImplementedError, match="^k, v: expected a tensor without a tangent"):
-        jvp(lambda k, v: flash_attn_func(q, k, v), (k, v), (k, v))
-    with pytest.raises(NotImplementedError, match="^learnable_sink: expected a tensor without a tangent"):
-        jvp(lambda s: flash_attn_func(q, k, v, learnable_sink=s), (sink,), (sink,))
-    for context in (torch.enable_grad(), torch.no_grad()):
-        with context, fwad.dual_level(), pytest.raises(NotImplementedError, match="^q: expected"):
-            flash_attn_func(fwad.make_dual(q, q), k, v)
-
-
-def test_inputs_without_a_tangent_pass_in_forward_mode(device):
-    q, k, v = random(device, *FORMS["flash"][0])
-    wanted = flash_attn_func(q, k, v)
-    (out, doubled), tangents = jvp(lambda x: (flash_attn_func(q, k, v), 2 * x), (q,), (q,))
-    assert_close([out, doubled, *tangents], [wanted, 2 * q, torch.zeros_like(wanted), 2 * q])
-
-
-def test_forward_mode_is_refused_by_compiled_code(device):
-    torch._dynamo.reset()
-    (q,) = random(device, (BATCH, 9, HEADS, HEAD_DIM))
-    compiled = torch.compile(lambda q: jvp(loss_of_q, (q,), (q,)), fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="q: expected a tensor without a tangent"):
-        compiled(q)
 
 
 def test_gradient_of_a_gradient_is_refused_under_transforms(device):

@@ -45,15 +45,11 @@ PUBLIC_NAMES = {"window": "window_size", "sink": "learnable_sink"}  # of fields 
 
 
 def refuse_tangents(reason: str, names: Sequence[str], tangents: Sequence[torch.Tensor | None]) -> None:
-    """Raise NotImplementedError for the inputs that have a tangent of forward-mode differentiation.
-
-    Args:
-        reason: the words after "as flash_attn_func and mha_fwd_interface have".
-    """
+    """Raise NotImplementedError for the inputs that have a tangent of forward-mode differentiation; reason: why they may not."""
     found = [name for name, tangent in zip(names, tangents, strict=False) if tangent is not None]
     raise NotImplementedError(
-        f"{', '.join(found)}: expected a tensor without a tangent, as flash_attn_func and mha_fwd_interface have {reason} in"
-        f" {FORWARD_MODE}, got one with a tangent; use torch.func.vjp, or detach it"
+        f"{', '.join(found)}: expected a tensor without a tangent, as {reason} (torch.func.jvp, torch.autograd.forward_ad), got one with a"
+        " tangent; use torch.func.vjp, or detach it"
     )
 
 

@@ -124,8 +124,8 @@ def _round_up(number: int, multiple: int) -> int:
 def accumulator_registers(problem: AttnProblem, config: FwdConfig | JvpConfig | BwdPass) -> int:
     """Registers per consumer thread for 64 rows of accumulators per warpgroup.
 
-    Forward: S and O in fp32, P in the input dtype; with its derivative the tangents of all three, too. Backward: S, dP and the gradients in fp32, P and dS in the input dtype; with
-    reuse_registers dP shares those of S, and dS those of P.
+    Forward: S and O in fp32, P in the input dtype; with its derivative the tangents of all three, too. Backward: S, dP and the
+    gradients in fp32, P and dS in the input dtype; with reuse_registers dP shares those of S, and dS those of P.
     """
 
     def fp32(columns: int) -> int:

@@ -28,6 +28,7 @@ from tl_attention.checks import (
     check_options,
 )
 from tl_attention.checks_torch import refuse_tangents
+from tl_attention.ops_jvp import TANGENTS, fwd_jvp_op, push_forward
 from tl_attention.options import (
     ARGUMENTS,
     FIELDS,
@@ -40,7 +41,6 @@ from tl_attention.options import (
     parse_arguments,
     rows_in_use,
 )
-from tl_attention.ops_jvp import TANGENTS, fwd_jvp_op, push_forward
 from tl_attention.reference import (
     attention_backward_reference,
     attention_reference,
@@ -246,9 +246,17 @@ def _refuse(reason: str, *names: str) -> Callable:
 
 
 _OTHER_INPUTS = *Call._fields, *("learnable_sink" if name == "sink" else name for name in FIELDS)
-_BWD_INPUTS = "do", "q", "k", "v", "out", "lse", "dlse", *_OTHER_INPUTS
-_no_tangents = _refuse("no derivative of a gradient", *_BWD_INPUTS)
-_no_second = _refuse("a first derivative alone", "q", "k", "v", *TANGENTS)
+_no_tangents = _refuse(
+    "gradients of flash_attn_func and mha_fwd_interface have no forward-mode derivative",
+    *("do", "q", "k", "v", "out", "lse", "dlse", *_OTHER_INPUTS),
+)
+_no_second = _refuse(
+    "forward-mode derivatives of flash_attn_func and mha_fwd_interface have none of their own",
+    "q",
+    "k",
+    "v",
+    *TANGENTS,
+)
 register_autograd(fwd_op, _save, _backward, functools.partial(push_forward, ("q", "k", "v", *_OTHER_INPUTS)))
 register_autograd(fwd_jvp_op, _save_jvp, _backward_jvp, _no_second)
 register_autograd(bwd_op, _save_nothing, _no_double_backward, _no_tangents)

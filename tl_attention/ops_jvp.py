@@ -66,9 +66,13 @@ def push_forward(names: Sequence[str], inputs: Sequence, tangents: Sequence) -> 
     Raises:
         NotImplementedError: the call has options, head dims above 128, or a tangent of another tensor than q, k, v.
     """
-    (q, k, v, *arguments), (*along, sink_and_more) = inputs, (*tangents[:3], tangents[3:])
-    if any(x is not None for x in sink_and_more):
-        refuse_tangents("a derivative along q, k and v alone", names[3:], sink_and_more)
+    (q, k, v, *arguments), along, others = inputs, tangents[:3], tangents[3:]
+    if any(x is not None for x in others):
+        refuse_tangents(
+            "flash_attn_func and mha_fwd_interface have forward-mode derivatives along q, k and v alone",
+            names[3:],
+            others,
+        )
     call, options = parse_arguments(arguments)
     check_jvp(q, v, () if options is None else options.on)
     out, lse, *moved = fwd_jvp_op(q, k, v, *along, *call)

@@ -18,6 +18,7 @@ NAMESPACE = "tl_attention"
 _libraries: dict[str, torch.library.Library] = {}  # by op
 _innermost_transform = torch._C._functorch.peek_interpreter_stack
 _forward_ad = torch.autograd.forward_ad
+_JVP = torch._C._functorch.TransformType.Jvp
 
 
 def define_op(name: str, schema: str, fake: Callable) -> Callable[[Callable], torch._ops.OpOverload]:
@@ -73,13 +74,13 @@ def register_autograd(
             return *backward(ctx, *grads), None, None
 
     def kernel(keyset: torch._C.DispatchKeySet, *inputs: Any) -> Any:
-        in_forward_mode = _forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
-        if in_forward_mode:
+        transform = _innermost_transform()
+        transformed = transform is not None or _forward_ad._current_level >= 0
+        if transformed and (transform is None or transform.key() == _JVP) and torch._C._is_fwd_grad_enabled():
             primals, tangents = zip(*map(_unpack_dual, inputs), strict=True)
             if any(tangent is not None for tangent in tangents):
                 pairs = zip(*push_forward(primals, tangents), strict=True)
-                return tuple(_forward_ad.make_dual(x, tangent) for x, tangent in pairs)
-        transformed = _innermost_transform() is not None or _forward_ad._current_level >= 0
+                return tuple(torch._VF._make_dual(*pair, level=0) for pair in pairs)
         if not transformed and not (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)):
             return below(keyset, inputs)
         modes = (torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()) if transformed else (False, False)
@@ -90,9 +91,10 @@ def register_autograd(
 
 
 def _unpack_dual(x: Any) -> tuple:
-    """(x, None), or primal and tangent of a tensor that has one at the level at hand."""
+    """(x, None), or primal and tangent of a tensor that has one for the innermost transform."""
     if isinstance(x, torch.Tensor):
-        primal, tangent = _forward_ad.unpack_dual(x)
+        # Traced code enters a level without telling torch.autograd.forward_ad, which allows level 0 alone
+        primal, tangent = torch._VF._unpack_dual(x, level=0)
         if tangent is not None:
             return primal, tangent
     return x, None

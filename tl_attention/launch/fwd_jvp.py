@@ -56,9 +56,7 @@ def forward_jvp(
     """
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
-            return forward_jvp(
-                q, k, v, tq, tk, tv, softmax_scale, causal, lse_base2, heads_first, config
-            )
+            return forward_jvp(q, k, v, tq, tk, tv, softmax_scale, causal, lse_base2, heads_first, config)
     pairs = zip((q, k, v), (tq, tk, tv), strict=True)
     tangents = [torch.zeros_like(x) if tangent is None else tangent for x, tangent in pairs]
     if has_odd_columns(q, v):

@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from tl_attention import cli, configs, cubin, doctor, launch, manifest, question, toolkit
-from tl_attention.kernel_configs import AppendConfig, BwdDelta, BwdPass, BwdSum, DecodeCombine, DecodeConfig
+from tl_attention.kernel_configs import (
+    AppendConfig,
+    BwdDelta,
+    BwdPass,
+    BwdSum,
+    DecodeCombine,
+    DecodeConfig,
+    JvpConfig,
+)
 from tl_attention.options import Cache, Options
 from tl_attention.problem import DECODE_TILE_WIDTHS, DIRECTIONS, SPLIT_BUCKET, AttnProblem
 from tl_attention.target import DEFAULT_GPU
@@ -328,13 +336,14 @@ def test_compile_of_option_lines(compiled):
         (["delta"], {BwdDelta}),
         (["--pass", "decode"], {DecodeConfig, DecodeCombine, AppendConfig}),
         (["pages", "--pass", "fwd", "decode", "--dtype", "bfloat16"], {DecodeConfig}),
+        (["--pass", "jvp"], {JvpConfig}),
     ],
-    ids=["bwd", "dq", "delta", "decode", "pages"],
+    ids=["bwd", "dq", "delta", "decode", "pages", "jvp"],
 )
 def test_compile_of_shipped_kernels_with_all_words(words, kinds, compiled):
     assert cli.main(["compile", *words]) == 0
     assert {type(config) for _, config in compiled} == kinds
-    assert set(compiled) <= set(configs.shipped_kernels((*DIRECTIONS, "decode")))
+    assert set(compiled) <= set(configs.shipped_kernels((*DIRECTIONS, "decode", "jvp")))
 
 
 def test_compile_skips_decode_by_default(compiled):
@@ -347,6 +356,18 @@ def test_compile_of_decode_shapes(compiled):
     assert cli.main(["compile", "--pass", "decode", *shapes]) == 0
     assert compiled == configs.decode_kernels(["bfloat16"], [(128, 128)])
     assert len(compiled) == 2 * 3 + 2
+
+
+def test_compile_of_jvp_shapes(compiled, capsys):
+    shapes = ["--shapes", "2,8,8,1024,1024,80,full", "1,8,8,4,100,112,causal"]
+    assert cli.main(["compile", "--pass", "jvp", *shapes]) == 0
+    assert [str(problem) for problem, _ in compiled] == ["bf16 d96 full", "bf16 d128 causal"]
+    for shape, text in (
+        ("1,8,8,4,100,192,full", "expected head dims within"),
+        ("1,8,8,4,100,64,full,softcap=30", "expected no options"),
+    ):
+        with pytest.raises(SystemExit, match=text):
+            cli.main(["compile", "--pass", "jvp", "--shapes", shape])
 
 
 def test_compile_of_decode_shapes_with_options(compiled):

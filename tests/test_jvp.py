@@ -295,8 +295,8 @@ def cu(q):
 
 REFUSED = {
     "hessian": (lambda q: hessian(loss_of_q)(q), r"q, .*: expected a tensor without a tangent.*flash_attn_func.*torch\.func\.jvp"),
-    "of-grad": (lambda q: jvp(grad(loss_of_q), (q,), (q,)), "expected a tensor without a tangent, as gradients of"),
-    "of-grad-no-grad": (lambda q: torch.no_grad()(jvp)(grad(loss_of_q), (q,), (q,)), "expected a tensor without a tangent, as gradients of"),
+    "of-grad": (lambda q: jvp(grad(loss_of_q), (q,), (q,)), "expected a tensor without a tangent, as gradients"),
+    "of-grad-no-grad": (lambda q: torch.no_grad()(jvp)(grad(loss_of_q), (q,), (q,)), "expected a tensor without a tangent, as gradients"),
     "of-jvp": (
         lambda q: jvp(lambda q: jvp(loss_of_q, (q,), (q.detach(),))[1], (q,), (q,)), "^q.*: expected a tensor without.*none of their own",
     ),

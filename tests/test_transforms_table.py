@@ -115,14 +115,12 @@ def check(column, name, function, tensors):
         samples = [[x * n for x in tensors] for n in (1, 0.5, 0.25)]
         stacked = [torch.stack(x) for x in zip(*samples, strict=True)]
         return [vmap(function)(*stacked)], [torch.stack([function(*x) for x in samples])]
-    if column == "jvp":
-        out, tangent = jvp(function, tuple(tensors), tuple(tensors))
-        step = 1e-4
-        moved = [function(*(x.double() * (1 + sign * step) for x in tensors)) for sign in (1, -1)]
-        return [out.double(), tangent.double()], [
-            function(*tensors).double(),
-            (moved[0] - moved[1]) / (2 * step),
-        ]
+    if column == "jvp":  # |tangent|² is also that of the direction and the gradient along the tangent
+        directions = tuple(map(torch.randn_like, tensors))
+        out, tangent = jvp(function, tuple(tensors), directions)
+        pulled = torch.func.vjp(function, *tensors)[1](tangent)
+        product = sum((x.double() * y.double()).sum() for x, y in zip(directions, pulled, strict=True))
+        return [out, tangent.double().square().sum()], [function(*tensors), product]
     if column == "double backward":
         leaves, (first, *_) = gradients(loss, tensors, create_graph=True)
         (second, *_) = torch.autograd.grad(first.float().square().sum(), leaves)

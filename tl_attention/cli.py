@@ -20,6 +20,7 @@ from tl_attention.problem import (
     DEFAULT_DTYPE,
     DIRECTIONS,
     DTYPES,
+    JVP,
     OPTIONS,
     AttnProblem,
     tile_widths,
@@ -130,10 +131,10 @@ def _add_tune(command: argparse.ArgumentParser) -> None:
 def _add_compile(command: argparse.ArgumentParser) -> None:
     _add_pass(
         command,
-        (*DIRECTIONS, DECODE),
+        (*DIRECTIONS, DECODE, JVP),
         DIRECTIONS,
-        "bwd_det: the deterministic backward; decode: attention to caches with pages of every size, and the append kernel;"
-        " default: all but decode",
+        "bwd_det: the deterministic backward; decode: attention to caches with pages of every size, and the append kernel; jvp: the forward"
+        " with its derivative of forward mode; default: all but decode and jvp",
     )
     command.add_argument(
         "--options",
@@ -260,7 +261,7 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     from tl_attention.tuning.results import REPORT_COLUMNS, report_cells
 
     if arguments.options:
-        kernels = configs.option_kernels([name for name in arguments.directions if name != DECODE])
+        kernels = configs.option_kernels([name for name in arguments.directions if name in DIRECTIONS])
     elif arguments.shapes:
         dtypes = arguments.dtype or (DEFAULT_DTYPE,)
         kernels = _serving(parse_shapes(arguments.shapes).values(), dtypes, arguments.directions)

@@ -24,6 +24,7 @@ from tl_attention.kernel_configs import (
     FwdConfig,
     KernelConfig,
     append_kernel,
+    jvp_kernels,
 )
 from tl_attention.legality import is_legal
 from tl_attention.problem import (
@@ -33,6 +34,7 @@ from tl_attention.problem import (
     DEFAULT_DTYPE,
     DIRECTIONS,
     DTYPES,
+    JVP,
     OPTIONS,
     SPLIT_BUCKET,
     AttnProblem,
@@ -468,11 +470,13 @@ def shipped_configs(directions: Sequence[str] = DIRECTIONS) -> list[tuple[AttnPr
 
 
 def shipped_kernels(directions: Sequence[str] = DIRECTIONS) -> list[tuple[AttnProblem, KernelConfig]]:
-    """Kernels of shipped_configs, and with DECODE among the directions those of decode, once each."""
-    configs = shipped_configs([direction for direction in directions if direction != DECODE])
+    """Kernels of shipped_configs, and of DECODE and JVP if they are among the directions, once each."""
+    configs = shipped_configs([direction for direction in directions if direction not in (DECODE, JVP)])
     found = [kernel for problem, _, config in configs for kernel in config.kernels(problem)]
     if DECODE in directions:
         found += decode_kernels()
+    if JVP in directions:
+        found += jvp_kernels()
     return list(dict.fromkeys(found))
 
 

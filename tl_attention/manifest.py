@@ -27,10 +27,9 @@ from tl_attention.kernel_configs import (
     JvpConfig,
     KernelConfig,
     TileTable,
-    jvp_kernels,
 )
 from tl_attention.legality import BARRIER_BYTES, smem_bytes
-from tl_attention.problem import DECODE, DECODE_OPTIONS, DIRECTIONS, AttnProblem
+from tl_attention.problem import DECODE, DECODE_OPTIONS, DIRECTIONS, JVP, AttnProblem
 from tl_attention.sandbox import Failure, Sandboxes
 from tl_attention.target import SMEM_LIMIT
 
@@ -81,10 +80,9 @@ def shipped() -> dict[str, Kernel]:
     that the line serves in bfloat16, of decoding without options and with all of them, and of the forward with its derivative.
     """
     found = [
-        *configs.shipped_kernels([*DIRECTIONS, DECODE]),
+        *configs.shipped_kernels([*DIRECTIONS, DECODE, JVP]),
         *configs.option_kernels(DIRECTIONS[:2]),
         *configs.decode_kernels(options=[name for name in DECODE_OPTIONS if name != "window"]),
-        *jvp_kernels(),
     ]
     return _by_name(found)
 

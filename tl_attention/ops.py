@@ -27,11 +27,9 @@ from tl_attention.checks import (
     check_num_splits,
     check_options,
 )
-from tl_attention.checks_torch import refuse_tangents
-from tl_attention.ops_jvp import TANGENTS, fwd_jvp_op, push_forward
+from tl_attention.ops_jvp import push_forward, refuse_to_push_gradients, register_jvp
 from tl_attention.options import (
     ARGUMENTS,
-    FIELDS,
     NUMBERS,
     PLAIN,
     SINK,
@@ -226,42 +224,10 @@ def _save_nothing(ctx: Any, inputs: Sequence, outputs: Gradients) -> None:
     pass
 
 
-def _save_jvp(ctx: Any, inputs: Sequence, outputs: Sequence) -> None:
-    q, k, v, *others = inputs
-    _save(ctx, (q, k, v, *others[len(TANGENTS) :]), outputs[:2])
-
-
-def _backward_jvp(ctx: Any, dout: Any, dlse: Any, *of_tangents: torch.Tensor | None) -> tuple:
-    if any(x is not None for x in of_tangents):
-        raise NotImplementedError(
-            "tl_attention: the gradient of a forward-mode tangent is not supported; detach the tangent (stop the gradient), or use"
-            " ref_mha_fwd_interface"
-        )
-    dq, dk, dv, *rest = _backward(ctx, dout, dlse)
-    return dq, dk, dv, *[None] * len(TANGENTS), *rest
-
-
-def _refuse(reason: str, *names: str) -> Callable:
-    return lambda inputs, tangents: refuse_tangents(reason, names, tangents)
-
-
-_OTHER_INPUTS = *Call._fields, *("learnable_sink" if name == "sink" else name for name in FIELDS)
-_no_tangents = _refuse(
-    "gradients of flash_attn_func and mha_fwd_interface have no forward-mode derivative",
-    *("do", "q", "k", "v", "out", "lse", "dlse", *_OTHER_INPUTS),
-)
-_no_second = _refuse(
-    "forward-mode derivatives of flash_attn_func and mha_fwd_interface have none of their own",
-    "q",
-    "k",
-    "v",
-    *TANGENTS,
-)
-register_autograd(fwd_op, _save, _backward, functools.partial(push_forward, ("q", "k", "v", *_OTHER_INPUTS)))
-register_autograd(fwd_jvp_op, _save_jvp, _backward_jvp, _no_second)
-register_autograd(bwd_op, _save_nothing, _no_double_backward, _no_tangents)
+register_autograd(fwd_op, _save, _backward, push_forward)
+register_autograd(bwd_op, _save_nothing, _no_double_backward, refuse_to_push_gradients)
+register_jvp(_save, _backward)
 register_vmap(fwd_op, "rrr", (("r", 0), ("l", 0)))
-register_vmap(fwd_jvp_op, "rrrrrr", (("r", 0), ("l", 0)) * 2)
 register_vmap(bwd_op, "rrrrrll", (("r", 1), ("r", 2), ("r", 3), ("s", 1)))
 
 

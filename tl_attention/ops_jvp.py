@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from tl_attention import launch
 from tl_attention.checks import check_device
-from tl_attention.checks_torch import check_jvp, refuse_tangents
-from tl_attention.options import PLAIN_ARGUMENTS, Call, parse_arguments
+from tl_attention.checks_torch import PUBLIC_NAMES, check_jvp, refuse_tangents
+from tl_attention.options import FIELDS, PLAIN_ARGUMENTS, Call, parse_arguments
 from tl_attention.reference_jvp import attention_jvp_reference
-from tl_attention.transforms import define_op
+from tl_attention.transforms import define_op, register_autograd, register_vmap
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # out, lse, their tangents
-TANGENTS = ("tq", "tk", "tv")
+TANGENTS = "tq", "tk", "tv"
+# Inputs of an op after its tensors, by their public names
+ARGUMENT_NAMES = *Call._fields, *(PUBLIC_NAMES.get(name, name) for name in FIELDS)
 
 
 def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object) -> Outputs:
@@ -56,11 +59,10 @@ def fwd_jvp_op(
     return out.to(q.dtype).contiguous(), lse, tout.to(q.dtype).contiguous(), tlse
 
 
-def push_forward(names: Sequence[str], inputs: Sequence, tangents: Sequence) -> tuple[tuple, tuple]:
+def push_forward(inputs: Sequence, tangents: Sequence) -> tuple[tuple, tuple]:
     """Outputs of the forward op, and their tangents.
 
     Args:
-        names: of the inputs, for errors.
         inputs: those of the op: q, k, v, fields of Call and of Options.
         tangents: one per input; None is 0.
     Raises:
@@ -70,10 +72,51 @@ def push_forward(names: Sequence[str], inputs: Sequence, tangents: Sequence) -> 
     if any(x is not None for x in others):
         refuse_tangents(
             "flash_attn_func and mha_fwd_interface have forward-mode derivatives along q, k and v alone",
-            names[3:],
+            ARGUMENT_NAMES,
             others,
         )
     call, options = parse_arguments(arguments)
     check_jvp(q, v, () if options is None else options.on)
     out, lse, *moved = fwd_jvp_op(q, k, v, *along, *call)
     return (out, lse), tuple(moved)
+
+
+def refuse_to_push_gradients(inputs: Sequence, tangents: Sequence) -> None:
+    """Refuse the tangents of the inputs of the backward op."""
+    names = "do", "q", "k", "v", "out", "lse", "dlse", *ARGUMENT_NAMES
+    refuse_tangents(
+        "gradients of flash_attn_func and mha_fwd_interface have no forward-mode derivative", names, tangents
+    )
+
+
+def _refuse_second(inputs: Sequence, tangents: Sequence) -> None:
+    names = "q", "k", "v", *TANGENTS
+    refuse_tangents(
+        "forward-mode derivatives of flash_attn_func and mha_fwd_interface have none of their own",
+        names,
+        tangents,
+    )
+
+
+def register_jvp(save: Callable, backward: Callable) -> None:
+    """Register the derivatives of fwd_jvp_op: the gradient of out and lse is that of the forward op, those of their tangents are refused.
+
+    Args:
+        save, backward: those of the forward op, see transforms.register_autograd.
+    """
+
+    def save_primals(ctx: Any, inputs: Sequence, outputs: Sequence) -> None:
+        q, k, v, *others = inputs
+        save(ctx, (q, k, v, *others[len(TANGENTS) :]), outputs[:2])
+
+    def backward_of_primals(ctx: Any, dout: Any, dlse: Any, *of_tangents: torch.Tensor | None) -> tuple:
+        if any(x is not None for x in of_tangents):
+            raise NotImplementedError(
+                "tl_attention: the gradient of a forward-mode tangent is not supported; detach the tangent (stop the gradient), or use"
+                " ref_mha_fwd_interface"
+            )
+        dq, dk, dv, *rest = backward(ctx, dout, dlse)
+        return dq, dk, dv, *[None] * len(TANGENTS), *rest
+
+    register_autograd(fwd_jvp_op, save_primals, backward_of_primals, _refuse_second)
+    register_vmap(fwd_jvp_op, "rrrrrr", (("r", 0), ("l", 0)) * 2)

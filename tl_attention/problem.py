@@ -68,6 +68,7 @@ DECODE_OPTIONS = ("window", "softcap", "alibi", "sink")
 # bwd_det: a backward whose gradients are equal bit by bit from run to run
 DIRECTIONS = ("fwd", "bwd", "bwd_det")
 DECODE = "decode"  # a further pass, a few queries against a cache; not tuned
+JVP = "jvp"  # a further pass, the forward with its derivative along a direction; not tuned
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class AttnProblem:
         direction: str = "fwd",
         options: tuple[str, ...] = (),
     ) -> AttnProblem:
-        """The problem that serves tensors of these head dims in one of DIRECTIONS."""
+        """The problem that serves tensors of these head dims in one of DIRECTIONS, or JVP."""
         return cls(dtype, *tile_width(head_dim, head_dim_v, direction), causal, options)
 
     def helper_problem(self, width: int) -> AttnProblem:
@@ -147,12 +148,6 @@ def decode_problem(dtype: str, head_dim: int, head_dim_v: int, options: Iterable
     return AttnProblem(dtype, *decode_width(head_dim, head_dim_v), False, names)
 
 
-def jvp_problem(dtype: str, head_dim: int, head_dim_v: int, causal: bool) -> AttnProblem:
-    """The problem that serves a forward with its derivative along a direction; head dims are at most those of JVP_TILE_WIDTHS."""
-    widths = next((qk, v) for qk, v in JVP_TILE_WIDTHS if qk >= head_dim and v >= head_dim_v)
-    return AttnProblem(dtype, *widths, causal)
-
-
 def tile_width(head_dim: int, head_dim_v: int, direction: str = "fwd") -> tuple[int, int]:
     """The first tile width of a direction that holds head_dim columns of Q and K and head_dim_v of V and O."""
     return next((qk, v) for qk, v in tile_widths(direction) if qk >= head_dim and v >= head_dim_v)
@@ -160,7 +155,7 @@ def tile_width(head_dim: int, head_dim_v: int, direction: str = "fwd") -> tuple[
 
 def tile_widths(direction: str) -> tuple[tuple[int, int], ...]:
     """The (head_dim, head_dim_v) that a direction has kernels for."""
-    return TILE_WIDTHS if direction == "fwd" else BWD_TILE_WIDTHS
+    return {"fwd": TILE_WIDTHS, JVP: JVP_TILE_WIDTHS}.get(direction, BWD_TILE_WIDTHS)
 
 
 def decode_width(head_dim: int, head_dim_v: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from tl_attention.checks import check_config
 from tl_attention.kernel_configs import JVP_CONFIGS, JvpConfig
 from tl_attention.launch.arrays import cut_columns, has_odd_columns, pad_columns, tma_ready
 from tl_attention.launch.common import LN2, MAX_GRID, compile_needed, dense, empty, tile_counts
-from tl_attention.problem import AttnProblem, jvp_problem
+from tl_attention.problem import JVP, AttnProblem
 from tl_attention.store import Kernel
 from tl_attention.target import DTYPE_NAMES
 
@@ -74,7 +74,7 @@ def forward_jvp(
     if not k.numel():
         return out.zero_(), lse.fill_(-math.inf), tout.zero_(), tlse.zero_()
 
-    problem = jvp_problem(DTYPE_NAMES[q.dtype], head_dim, head_dim_v, causal)
+    problem = AttnProblem.of(DTYPE_NAMES[q.dtype], head_dim, head_dim_v, causal, JVP)
     kernel, config = _find_kernel(problem, config)
     kv_bytes = 2 * q.element_size() * seqlen_k * (head_dim + head_dim_v)  # read by the tiles of one head
     counts = tile_counts(batch, heads, heads // heads_kv, kv_bytes, seqlen_q, config.block_M, MAX_GRID)

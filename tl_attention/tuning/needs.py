@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tl_attention import configs
-from tl_attention.kernel_configs import append_kernel, page_rows
+from tl_attention.kernel_configs import JVP_CONFIGS, append_kernel, page_rows
 from tl_attention.problem import (
     DECODE,
     DECODE_TILE_WIDTHS,
+    JVP,
     SPLIT_BUCKET,
     buckets,
     decode_problem,
@@ -26,10 +27,10 @@ def kernels_of(shape: Shape, dtype: str, direction: str, all_lengths: bool = Fal
     """Kernels that a call on a shape loads, on this GPU or on an H200 where there is none; once each.
 
     Args:
-        direction: one of problem.DIRECTIONS, or DECODE.
+        direction: one of problem.DIRECTIONS, DECODE or JVP.
         all_lengths: the kernels of calls with other lengths, too; in a decode those of other pages and numbers of queries.
     Raises:
-        ValueError: no kernels have these head dims.
+        ValueError: no kernels have these head dims, or options.
     """
     widths = DECODE_TILE_WIDTHS if direction == DECODE else tile_widths(direction)
     if not any(qk >= shape.head_dim and v >= shape.head_dim_v for qk, v in widths):
@@ -39,6 +40,10 @@ def kernels_of(shape: Shape, dtype: str, direction: str, all_lengths: bool = Fal
     if direction == DECODE:
         return _decode_kernels(shape, dtype, all_lengths)
     problem, gpu = shape.problem(dtype, direction), gpu_name()
+    if direction == JVP:
+        if shape.option_names:
+            raise ValueError(f"{shape}: expected no options, as the kernels of --pass {JVP} have none")
+        return [(problem, JVP_CONFIGS[problem.width])]
     found = [
         kernel
         for bucket in (buckets(direction) if all_lengths else _buckets(shape, direction))

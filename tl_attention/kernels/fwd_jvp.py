@@ -19,7 +19,7 @@ from tl_attention.kernels.mask import KeyBlocks, Mask
 from tl_attention.kernels.pipeline import TileRing, Turns, sync_warpgroup, wait_for_stores
 from tl_attention.kernels.roles import Roles
 from tl_attention.kernels.scheduler import Tile, TileCounts, TileOrder
-from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax, TangentSums
+from tl_attention.kernels.softmax import LAZY_GROWTH, LOG2E, SMALLEST_SCALE, OnlineSoftmax, TangentSums
 from tl_attention.kernels.tiles import DenseTiles, SharedTiles, strided
 from tl_attention.problem import AttnProblem
 
@@ -92,7 +92,8 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
         acc_to = T.alloc_fragment([64, head_dim_v], "float32")
         lse = T.alloc_fragment([64], "float32")
         scale = T.alloc_var("float32", init=T.abs(softmax_scale))
-        softmax = OnlineSoftmax(block_N, T.max(scale * LOG2E, SMALLEST_SCALE))
+        growth = LAZY_GROWTH if dtype == "bfloat16" else 0.0  # fp16 has no range to spare for H
+        softmax = OnlineSoftmax(block_N, T.max(scale * LOG2E, SMALLEST_SCALE), growth)
         sums = TangentSums(softmax, scale)
         query = tile.m_block * block_M + 64 * w
         softmax.reset()

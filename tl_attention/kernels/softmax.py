@@ -35,11 +35,11 @@ class OnlineSoftmax:
     """Row max and row sum of score tiles [64, block_N], one tile after another.
 
     The row max is one of raw scores; scale_log2 > 0 multiplies them in the exponent. Row sums stay split over the 8 columns that
-    a quad of threads holds until finish(), so no step shuffles for them.
+    a quad of threads holds until finish(), so no step shuffles for them. P stays below 2 ** growth.
     """
 
-    def __init__(self, block_N: int, scale_log2, name: str = "softmax"):
-        self.block_N, self.scale_log2 = block_N, scale_log2
+    def __init__(self, block_N: int, scale_log2, growth: float = LAZY_GROWTH, name: str = "softmax"):
+        self.block_N, self.scale_log2, self.growth = block_N, scale_log2, growth
         self.row_max = T.alloc_fragment([64], "float32")
         self.row_max_prev = T.alloc_fragment([64], "float32")
         self.row_scale = T.alloc_fragment([64], "float32")  # factor of the row's output so far
@@ -74,7 +74,7 @@ class OnlineSoftmax:
     def follow(self, acc_s, shift):
         """Update row_max, and set row_scale, the factor of what was summed before.
 
-        row_max changes only when the maximum has grown by more than LAZY_GROWTH: any row_max gives the same quotient, and most
+        row_max changes only when the maximum has grown by more than `growth`: any row_max gives the same quotient, and most
         steps then need no rescale.
         """
         T.copy(self.row_max, self.row_max_prev, loop_layout=rows_layout())
@@ -86,7 +86,7 @@ class OnlineSoftmax:
                 self.row_max[i] = T.max(self.row_max[i] + shift, self.row_max_prev[i])
         for i in T.Parallel(64, loop_layout=rows_layout()):
             grown = (self.row_max[i] - self.row_max_prev[i]) * self.scale_log2
-            self.row_max[i] = T.if_then_else(grown > LAZY_GROWTH, self.row_max[i], self.row_max_prev[i])
+            self.row_max[i] = T.if_then_else(grown > self.growth, self.row_max[i], self.row_max_prev[i])
         for i in T.Parallel(64, loop_layout=rows_layout()):
             # The difference first: exact for LOWEST, where an FMA would leave its rounding error
             self.row_scale[i] = T.exp2((self.row_max_prev[i] - self.row_max[i]) * self.scale_log2)

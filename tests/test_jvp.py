@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from tl_attention import (
     mha_bwd_interface,
     mha_fwd_interface,
 )
-from tl_attention.kernel_configs import JVP_CONFIGS, JvpConfig
+from tl_attention.kernel_configs import JVP_CONFIGS, JvpConfig, jvp_kernels
+from tl_attention.legality import is_legal
+from tl_attention.problem import AttnProblem
 from tl_attention.reference_jvp import attention_jvp_reference
 from tl_attention.testing.numeric import check_jvp
 
@@ -336,6 +339,33 @@ def test_inputs_without_a_tangent_pass_in_forward_mode(device):
     wanted = flash_attn_func(q, k, v)
     (out, doubled), tangents = jvp(lambda x: (flash_attn_func(q, k, v), 2 * x), (q,), (q,))
     torch.testing.assert_close([out, doubled, *tangents], [wanted, 2 * q, torch.zeros_like(wanted), 2 * q])
+
+
+@pytest.mark.parametrize(("problem", "config"), jvp_kernels(), ids=str)
+def test_jvp_configs_are_legal(problem, config):
+    assert is_legal(problem, config) is None
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "text"),
+    [
+        ("128", JvpConfig(96, 64), "^block_M: expected 64, 128 or 192"),
+        ("128", JvpConfig(128, 72), "^block_N: expected a multiple of 16"),
+        ("128", JvpConfig(64, 96), "^registers: expected at most 232 per thread for accumulators, got 272"),
+        ("64", JvpConfig(128, 512), "^block_N: expected a multiple of 16 in 16..256"),
+        ("96", JvpConfig(64, 96, ping_pong=True), "^ping_pong: expected block_M of at least 128"),
+        (
+            "options",
+            JvpConfig(128, 64),
+            "^problem: expected one width and no options, got bf16 d64 full sink",
+        ),
+    ],
+    ids=str,
+)
+def test_jvp_configs_that_are_not_legal(problem, config, text):
+    options = ("sink",) if problem == "options" else ()
+    width = 64 if options else int(problem)
+    assert re.search(text, is_legal(AttnProblem("bfloat16", width, width, False, options), config))
 
 
 # On a GPU

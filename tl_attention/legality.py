@@ -208,6 +208,8 @@ def _jvp_fault(problem: AttnProblem, config: JvpConfig) -> str | None:
         return f"block_M: expected 64, 128 or 192 (64 queries per consumer warpgroup), got {config.block_M}"
     if config.block_N % 16 or not 16 <= config.block_N <= 256:
         return f"block_N: expected a multiple of 16 in 16..256, got {config.block_N}"
+    if config.ping_pong and config.warpgroups < 2:
+        return f"ping_pong: expected block_M of at least 128 (2 warpgroups), got {config.block_M}"
     return _capacity_fault(problem, config)
 
 

@@ -31,7 +31,7 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
 
     Args of the kernel:
         Q, K, V, O, Lse, and the numbers: as in fwd.flash_fwd.
-        tQ, tK, tV, tO: tangents, like Q, K, V, O with strides of their own.
+        tQ, tK, tV, tO: t_tiles, like Q, K, V, O with strides of their own.
         tLse: fp32 [batch, heads, seqlen_q], the tangent of Lse in its unit. A row without keys has tO = 0, tLse = 0.
     """
     dtype, head_dim, head_dim_v = problem.dtype, problem.head_dim, problem.head_dim_v
@@ -42,7 +42,6 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
     q_kt = {"transpose_B": True, "policy": row_wise}
     registers = pipeline.registers(problem, config.warpgroups)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=True)
-
     turns = Turns(config.warpgroups, config.ping_pong)
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
@@ -58,7 +57,7 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
     lse_view, tlse_view = (T.Tensor([batch, heads, seqlen_q], "float32") for _ in range(2))
 
     @T.macro
-    def produce(number, order, tiles, tangents, shared, shared_tangents):
+    def produce(number, order, tiles, t_tiles, shared, t_shared):
         tile = Tile(order)
         blocks = KeyBlocks(Mask.of(problem, None, tile, seqlen_q, seqlen_k), block_M, block_N)
         tile.locate(number)
@@ -66,13 +65,13 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
         blocks.start(query)
         for w in warpgroups:
             shared.Q.fill(w, tiles.q(tile, query + 64 * w, 64))
-            shared_tangents.Q.fill(w, tangents.q(tile, query + 64 * w, 64))
+            t_shared.Q.fill(w, t_tiles.q(tile, query + 64 * w, 64))
         for step in T.serial(blocks.steps):
             key = blocks.first_key(step)
             shared.K.fill(step, tiles.k(tile, key, block_N))
-            shared_tangents.K.fill(step, tangents.k(tile, key, block_N))
+            t_shared.K.fill(step, t_tiles.k(tile, key, block_N))
             shared.V.fill(step, tiles.v(tile, key, block_N))
-            shared_tangents.V.fill(step, tangents.v(tile, key, block_N))
+            t_shared.V.fill(step, t_tiles.v(tile, key, block_N))
 
     @T.macro
     def store(w, acc_o, O_shared, tiles, tile, query):
@@ -83,7 +82,9 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
         T.tma_copy(O_shared, tiles.o(tile, query, 64))
 
     @T.macro
-    def attend(w, number, tile, blocks, tiles, tangents, shared, shared_tangents, softmax_scale, lse_unit):
+    def attend(w, number, order, tiles, t_tiles, shared, t_shared, softmax_scale, lse_unit):
+        tile = Tile(order)
+        blocks = KeyBlocks(Mask.of(problem, None, tile, seqlen_q, seqlen_k), block_M, block_N)
         acc_s = T.alloc_fragment([64, block_N], "float32")  # S, then P
         acc_ts = T.alloc_fragment([64, block_N], "float32")  # tS, then H
         P = T.alloc_fragment([64, block_N], dtype)
@@ -95,15 +96,18 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
         growth = LAZY_GROWTH if dtype == "bfloat16" else 0.0  # fp16 has no range to spare for H
         softmax = OnlineSoftmax(block_N, T.max(scale * LOG2E, SMALLEST_SCALE), growth)
         sums = TangentSums(softmax, scale)
+        turns.start(w)
+        tile.locate(number)
+        blocks.start(tile.m_block * block_M)
         query = tile.m_block * block_M + 64 * w
         softmax.reset()
         sums.reset()
 
         shared.Q.wait(w)
-        shared_tangents.Q.wait(w)
+        t_shared.Q.wait(w)
         if softmax_scale < 0:  # -Q, -tQ and |scale|, as the row max is one of raw scores
             shared.Q.negate(w)
-            shared_tangents.Q.negate(w)
+            t_shared.Q.negate(w)
             T.fence_proxy_async()
             sync_warpgroup(w)
         T.clear(acc_o)
@@ -114,9 +118,9 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
             shared.K.wait(step)
             turns.wait(w)
             T.wgmma_gemm(shared.Q[w], shared.K[step], acc_s, clear_accum=True, **q_kt)
-            shared_tangents.K.wait(step)
-            T.wgmma_gemm(shared_tangents.Q[w], shared.K[step], acc_ts, clear_accum=True, **q_kt)
-            T.wgmma_gemm(shared.Q[w], shared_tangents.K[step], acc_ts, **q_kt)
+            t_shared.K.wait(step)
+            T.wgmma_gemm(t_shared.Q[w], shared.K[step], acc_ts, clear_accum=True, **q_kt)
+            T.wgmma_gemm(shared.Q[w], t_shared.K[step], acc_ts, **q_kt)
             turns.pass_on(w)
 
             # Softmax, beside tS
@@ -128,13 +132,13 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
             softmax.rescale(acc_to)
             T.wait_wgmma(0)
             shared.K.release(step)
-            shared_tangents.K.release(step)
+            t_shared.K.release(step)
 
             # O += P V and tO += P tV, beside H
             shared.V.wait(step)
             T.wgmma_gemm(P, shared.V[step], acc_o, policy=row_wise)
-            shared_tangents.V.wait(step)
-            T.wgmma_gemm(P, shared_tangents.V[step], acc_to, policy=row_wise)
+            t_shared.V.wait(step)
+            T.wgmma_gemm(P, t_shared.V[step], acc_to, policy=row_wise)
             if step == 0:
                 sums.find_center(acc_s, acc_ts)
             sums.update(acc_s, acc_ts)
@@ -142,26 +146,25 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
             T.wgmma_gemm(H, shared.V[step], acc_to, policy=row_wise)
             T.wait_wgmma(0)
             shared.V.release(step)
-            shared_tangents.V.release(step)
+            t_shared.V.release(step)
 
         tile.locate(number)  # once more, not held in registers all the way
         query = tile.m_block * block_M + 64 * w
         softmax.finish(acc_o, lse, lse_unit)
         sums.finish(acc_to, acc_o, lse_unit)
         tiles.store_lse(lse, tile, query)
-        tangents.store_lse(sums.mean, tile, query)
+        t_tiles.store_lse(sums.mean, tile, query)
         store(w, acc_o, shared.Q[w], tiles, tile, query)
-        store(w, acc_to, shared_tangents.Q[w], tangents, tile, query)
+        store(w, acc_to, t_shared.Q[w], t_tiles, tile, query)
         wait_for_stores()
 
-    @T.macro
-    def consume(w, number, order, tiles, tangents, shared, shared_tangents, softmax_scale, lse_unit):
-        tile = Tile(order)
-        blocks = KeyBlocks(Mask.of(problem, None, tile, seqlen_q, seqlen_k), block_M, block_N)
-        turns.start(w)
-        tile.locate(number)
-        blocks.start(tile.m_block * block_M)
-        attend(w, number, tile, blocks, tiles, tangents, shared, shared_tangents, softmax_scale, lse_unit)
+    def rings(tangent: str = "") -> SharedTiles:
+        """Shared memory for Q, K and V, or for their tangents: Q for one tile, K and V for KV_STAGES steps."""
+        return SharedTiles(
+            Q=TileRing([config.warpgroups, 64, head_dim], dtype, 4, name=f"{tangent}Q"),
+            K=TileRing([KV_STAGES, block_N, head_dim], dtype, consumer_warps, name=f"{tangent}K"),
+            V=TileRing([KV_STAGES, block_N, head_dim_v], dtype, consumer_warps, name=f"{tangent}V"),
+        )
 
     @T.prim_func
     def flash_fwd_jvp_kernel(
@@ -183,25 +186,12 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
         ctas: T.int32,
     ):
         with T.Kernel(ctas, threads=roles.block, prelude=roles.prelude) as number:
-            shared = SharedTiles(
-                Q=TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="Q"),
-                K=TileRing([KV_STAGES, block_N, head_dim], dtype, consumer_warps, name="K"),
-                V=TileRing([KV_STAGES, block_N, head_dim_v], dtype, consumer_warps, name="V"),
-            )
-            shared_tangents = SharedTiles(
-                Q=TileRing([config.warpgroups, 64, head_dim], dtype, 4, name="tQ"),
-                K=TileRing([KV_STAGES, block_N, head_dim], dtype, consumer_warps, name="tK"),
-                V=TileRing([KV_STAGES, block_N, head_dim_v], dtype, consumer_warps, name="tV"),
-            )
+            shared, t_shared = rings(), rings("t")
             tiles = DenseTiles(Q, K, V, O, Lse, head_dim, head_dim_v)
-            tangents = DenseTiles(tQ, tK, tV, tO, tLse, head_dim, head_dim_v)
+            t_tiles = DenseTiles(tQ, tK, tV, tO, tLse, head_dim, head_dim_v)
             counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
             order = TileOrder.of_queries(counts, problem.causal, heads, heads * batch)
-            roles.run(
-                lambda: produce(number, order, tiles, tangents, shared, shared_tangents),
-                lambda w: consume(
-                    w, number, order, tiles, tangents, shared, shared_tangents, softmax_scale, lse_unit
-                ),
-            )
+            work = number, order, tiles, t_tiles, shared, t_shared
+            roles.run(lambda: produce(*work), lambda w: attend(w, *work, softmax_scale, lse_unit))
 
     return flash_fwd_jvp_kernel

@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tl_attention import compiler, configs, manifest, toolkit
-from tl_attention.kernel_configs import BwdDelta, BwdPass, DecodeConfig, FwdCombine, FwdConfig, TileTable
+from tl_attention.kernel_configs import (
+    BwdDelta,
+    BwdPass,
+    DecodeConfig,
+    FwdCombine,
+    FwdConfig,
+    JvpConfig,
+    TileTable,
+)
 from tl_attention.legality import BARRIER_BYTES, smem_bytes
 from tl_attention.manifest import Manifest, compare, faults
 from tl_attention.problem import AttnProblem
@@ -91,7 +99,7 @@ def numbers(problem, config, **changed):
 
 @pytest.mark.parametrize(
     "config",
-    [FWD, SPLIT_FWD, ONE_PASS, DQ, FwdCombine(), BwdDelta(), TileTable(), DecodeConfig()],
+    [FWD, SPLIT_FWD, JvpConfig(128, 64), ONE_PASS, DQ, FwdCombine(), BwdDelta(), TileTable(), DecodeConfig()],
     ids=str,
 )
 def test_faults_of_a_good_kernel(config):

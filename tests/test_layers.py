@@ -26,7 +26,7 @@ DOORS = {
     "merge": "torch checks",
     "checks": "torch problem target",
     "checks_kvcache": "torch checks options problem kernel_configs",
-    "checks_torch": "torch",
+    "checks_torch": "torch problem",
     "options": "torch problem",
     "ops": "torch checks checks_torch options launch ops_jvp reference transforms",
     "ops_jvp": "torch checks checks_torch options launch reference_jvp transforms",

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
+from tl_attention.problem import MAX_JVP_HEAD_DIM
+
+FORWARD_MODE = "forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad)"
+PUBLIC_NAMES = {"window": "window_size", "sink": "learnable_sink"}  # of fields of Options
 ARGUMENT_ERRORS = (TypeError, ValueError, NotImplementedError, IndexError)
 _MESSAGE = re.compile(r"[\w, \[\]]+: expected ")
 _SEPARATOR = re.compile(r", and |, or |, | and | or ")
@@ -37,11 +41,6 @@ class Renaming:
                 part = ", ".join(dict.fromkeys(self.names[name] for name in _SEPARATOR.split(part)))
             text += part
         return type(error)(text).with_traceback(error.__traceback__)
-
-
-FORWARD_MODE = "forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad)"
-MAX_JVP_HEAD_DIM = 128
-PUBLIC_NAMES = {"window": "window_size", "sink": "learnable_sink"}  # of fields of Options
 
 
 def refuse_tangents(reason: str, names: Sequence[str], tangents: Sequence[torch.Tensor | None]) -> None:

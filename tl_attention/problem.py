@@ -44,6 +44,7 @@ BWD_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256,
 DECODE_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512))
 # Widths of the forward with its derivative along a direction, whose consumers hold two outputs in registers
 JVP_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128))
+MAX_JVP_HEAD_DIM = JVP_TILE_WIDTHS[-1][0]
 
 # The last seqlen_k of each length bucket; the last bucket is open-ended
 BUCKET_ENDS = (1024, 4096)

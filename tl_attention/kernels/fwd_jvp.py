@@ -1,11 +1,10 @@
 """FlashAttention forward and its derivative along a direction (forward mode) for Hopper, in one pass over the keys.
 
-With the tangents tQ, tK, tV of Q, K, V and with H = P * tS, every product of two tiles of the forward has a tangent of two:
+tQ, tK and tV are the tangents of Q, K and V. Each product of the forward has a tangent of two products:
 
-    S = scale Q Kᵀ    tS = scale (tQ Kᵀ + Q tKᵀ)    O = P V    tO = P tV + H V - rowsum(H) O    tLse = rowsum(H)
+    S = scale Q Kᵀ    tS = scale (tQ Kᵀ + Q tKᵀ)    H = P * tS    O = P V    tO = P tV + H V - rowsum(H) O    tLse = rowsum(H)
 
-The maximum and the sum of a row are those of the online softmax. Both outputs and rowsum(H) are rescaled with it, so the memory
-is that of the forward. Schedule: one producer warp and consumer warpgroups of 64 queries, as in fwd.py. The products of tS run
+The softmax is online: O, tO and rowsum(H) are rescaled when a row max grows, so nothing of the size of S is stored. Schedule: one producer warp and consumer warpgroups of 64 queries, as in fwd.py. The products of tS run
 beside the softmax, P V and P tV beside H.
 """
 

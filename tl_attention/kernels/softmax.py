@@ -174,12 +174,7 @@ class TangentSums:
         rows, cols = P.shape
         for i, j in T.Parallel(rows, cols):
             acc_ts[i, j] = P[i, j] * (acc_ts[i, j] * self.scale - self.center[i])
-        self.add_up(acc_ts)
-
-    @T.inline
-    def add_up(self, H):
-        rows, cols = H.shape
-        T.reduce_sum(T.view(H, [rows, cols // 8, 8]), self.block_sum, dim=1)
+        T.reduce_sum(T.view(acc_ts, [rows, cols // 8, 8]), self.block_sum, dim=1)
         for i, j in T.Parallel(rows, 8):
             self.partial_sum[i, j] = self.partial_sum[i, j] * self.softmax.row_scale[i] + self.block_sum[i, j]
 

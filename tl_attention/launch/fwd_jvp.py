@@ -22,13 +22,13 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _find_kernel(problem: AttnProblem, config: JvpConfig | None) -> tuple[Kernel, JvpConfig]:
     """Compiled kernel of a problem, and its config."""
-    chosen = config or JVP_CONFIGS[problem.width]
     if config is not None:
         check_config(problem, config, legality.is_legal(problem, config))
         return compile_needed([(problem, config)])[0], config
+    config = JVP_CONFIGS[problem.width]
     if problem not in _kernels:
-        _kernels[problem] = compile_needed([(problem, chosen)])[0]
-    return _kernels[problem], chosen
+        (_kernels[problem],) = compile_needed([(problem, config)])
+    return _kernels[problem], config
 
 
 def forward_jvp(

@@ -4,8 +4,8 @@ tQ, tK and tV are the tangents of Q, K and V. Each product of the forward has a 
 
     S = scale Q Kᵀ    tS = scale (tQ Kᵀ + Q tKᵀ)    H = P * tS    O = P V    tO = P tV + H V - rowsum(H) O    tLse = rowsum(H)
 
-The softmax is online: O, tO and rowsum(H) are rescaled when a row max grows, so nothing of the size of S is stored. Schedule: one producer warp and consumer warpgroups of 64 queries, as in fwd.py. The products of tS run
-beside the softmax, P V and P tV beside H.
+The softmax is online: O, tO and rowsum(H) are rescaled when a row max grows, so nothing of the size of S is stored. Schedule: one
+producer warp and consumer warpgroups of 64 queries, as in fwd.py. The products of tS run beside the softmax, P V and P tV beside H.
 """
 
 from typing import Any

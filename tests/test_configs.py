@@ -149,12 +149,17 @@ def test_is_legal_says_why_not(problem, config, reason):
 
 
 def passes(*texts: str) -> BwdConfig:
-    """A BwdConfig from passes as they print: dk+dv 64x128x2x2 reuse."""
+    """A BwdConfig from passes as they print: dk+dv 64x128x2x2 reuse late-sums."""
     parts = (text.split() for text in texts)
     return BwdConfig(
         tuple(
-            BwdPass(grads, *map(int, sizes.split("x")), reuse_registers=reuse == ["reuse"])
-            for grads, sizes, *reuse in parts
+            BwdPass(
+                grads,
+                *map(int, sizes.split("x")),
+                reuse_registers="reuse" in words,
+                order="".join(set(words) - {"reuse"}),
+            )
+            for grads, sizes, *words in parts
         )
     )
 
@@ -197,6 +202,16 @@ def passes(*texts: str) -> BwdConfig:
             D64,
             passes("dk+dv 64x128", "dq 128x64 reuse"),
             "reuse_registers: expected False in the pass of dq alone, got True",
+        ),
+        (
+            D64,
+            passes("dq+dk+dv 64x128 reuse late"),
+            "order: expected one of '', 'late-sums', 'early-dK', 'separate-dS' where dq is summed, got 'late'",
+        ),
+        (
+            D64,
+            passes("dk+dv 64x128 reuse late-sums", "dq 128x64"),
+            "order: expected one of '' where no dq is summed, got 'late-sums'",
         ),
         (D64, passes("dq+dk+dv 64x128x1 reuse"), "num_stages: expected at least 2, got 1"),
         (D64, passes("dq+dk+dv 64x128x2x0 reuse"), "num_stages_do: expected at least 1, got 0"),
@@ -254,6 +269,8 @@ def test_is_legal_refuses_summed_dq_for_the_deterministic_backward():
     [
         (D64, "dq+dk+dv 128x128 reuse", 133120, 160),
         (D128, "dq+dk+dv 64x128 reuse", 148480, 176),
+        (D128, "dq+dk+dv 64x128x3x2 reuse early-dK", 182272, 176),
+        (D64, "dq+dk+dv 128x128x3x2 reuse separate-dS", 183296, 192),
         (D128, "dk+dv 64x128", 132096, 224),
         (D128, "dq 128x64", 131072, 144),
         (D192_128, "dk+dv 64x128 reuse", 164864, 208),

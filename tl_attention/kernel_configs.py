@@ -90,6 +90,15 @@ class FwdCombine:
         return f"combine {self.rows}"
 
 
+# Orders of a step of the pass that sums dq.
+#   ""           dq of the step before is added before dS
+#   late-sums    dq of the step before is added at the end of the step
+#   early-dK     dK is issued before dS is shared, and delta is read ahead
+#   separate-dS  dS has registers of its own: the product of dV reads P beside it
+# But for "", dS has two slots in shared memory: a warpgroup writes one while others read that of the step before.
+DQ_ORDERS = ("", "late-sums", "early-dK", "separate-dS")
+
+
 @dataclass(frozen=True)
 class JvpConfig:
     """Tiles of the kernel of a forward and its derivative along a direction."""
@@ -143,6 +152,7 @@ class BwdPass:
     num_stages: int = 2  # depth of the Q ring; in "dq" of the K ring
     num_stages_do: int = 2  # depth of the dO ring; in "dq" of the V ring
     reuse_registers: bool = False  # dP reuses the registers of S, and dS those of P; not for "dq"
+    order: str = ""  # one of DQ_ORDERS where dq is summed
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -166,6 +176,8 @@ class BwdPass:
         text = f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}"
         if self.reuse_registers:
             text += " reuse"
+        if self.order:
+            text += f" {self.order}"
         return text
 
 

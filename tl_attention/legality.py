@@ -6,6 +6,7 @@ The tuner, the tests of stored rows and an explicit `config=` all ask is_legal.
 from __future__ import annotations
 
 from tl_attention.kernel_configs import (
+    DQ_ORDERS,
     GRADS,
     KV_STAGES,
     SCHEDULES,
@@ -91,7 +92,7 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         rows_v += owned
     elements = rows_qk * problem.head_dim + rows_v * problem.head_dim_v
     if bwd_pass.adds_dq:
-        elements += owned * step  # dS
+        elements += (2 if bwd_pass.order else 1) * owned * step  # dS
     if bwd_pass.reuse_registers and "dv" in bwd_pass.makes and problem.has("dropout"):
         elements += owned * step  # P
     row_values = 0
@@ -125,7 +126,8 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | JvpConfig | 
     """Registers per consumer thread for 64 rows of accumulators per warpgroup.
 
     Forward: S and O in fp32, P in the input dtype; with its derivative the tangents of all three, too. Backward: S, dP and the
-    gradients in fp32, P and dS in the input dtype; with reuse_registers dP shares those of S, and dS those of P.
+    gradients in fp32, P and dS in the input dtype; with reuse_registers dP shares those of S, and dS those of P but for the order
+    "separate-dS".
     """
 
     def fp32(columns: int) -> int:
@@ -144,7 +146,7 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | JvpConfig | 
     sums = fp32(sum(widths[grad] for grad in config.makes if not (grad == "dq" and config.adds_dq)))
     if config.reuse_registers:
         # With a softcap dS is made from another P than dV
-        tiles = 2 if has_p and problem.has("softcap") else 1
+        tiles = (2 if has_p and problem.has("softcap") else 1) + (config.order == "separate-dS")
         return sums + fp32(step) + tiles * narrow(step)
     scores = fp32(step) * (2 if has_ds else 1)
     return sums + scores + narrow(step) * (int(has_p) + int(has_ds))
@@ -234,6 +236,10 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         return f"{step}: expected 64 or 128 where dq is summed, 64 rows of it at a time, got {step_rows}"
     if bwd_pass.adds_dq and not bwd_pass.reuse_registers:
         return "reuse_registers: expected True where dq is summed, which needs registers too, got False"
+    orders = DQ_ORDERS if bwd_pass.adds_dq else ("",)
+    if bwd_pass.order not in orders:
+        where = "where dq is summed" if bwd_pass.adds_dq else "where no dq is summed"
+        return f"order: expected one of {', '.join(map(repr, orders))} {where}, got {bwd_pass.order!r}"
     if problem.has("varlen") and rows != TABLE_ROWS:
         return f"{owned}: expected {TABLE_ROWS} with varlen, got {rows}"
     if problem.has("varlen") and not owns_queries and TABLE_ROWS % step_rows:

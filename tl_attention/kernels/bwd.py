@@ -26,7 +26,9 @@ from tl_attention.kernels.options import (
     prelude,
 )
 from tl_attention.kernels.pipeline import (
+    STORE_FRAGMENT,
     Exchange,
+    ExchangeRing,
     TileRing,
     alloc_each,
     alloc_fragments,
@@ -73,6 +75,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     """
     dtype_of, head_dim, head_dim_v = problem.dtype_of, problem.head_dim, problem.head_dim_v
     block_M, block_N, reuse = config.block_M, config.block_N, config.reuse_registers
+    dS_in_P = reuse and config.order != "separate-dS"  # dS' takes the registers of P'
+    early_dK, late_sums = config.order == "early-dK", config.order == "late-sums"
+    two_slots = config.order != ""  # of dS' in shared memory
     makes_dq, makes_dk, makes_dv = (grad in config.makes for grad in ("dq", "dk", "dv"))
     warpgroups = tuple(range(config.warpgroups))
     consumers = WARPGROUP * config.warpgroups
@@ -94,6 +99,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     stage_P = reuse and makes_dv and problem.has("dropout")
     separate_P = stage_P or (reuse and makes_dv and capped)
 
+    cuda = prelude(problem, roles)  # code beside the kernel's own
+    if two_slots:
+        cuda = (cuda or "") + STORE_FRAGMENT
+
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
     batch_rows = T.dynamic("batch_rows") if varlen else batch
@@ -111,6 +120,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     dk_parts_view = FragmentBlocks.argument(dk_blocks, head_dim)
     dv_parts_view = FragmentBlocks.argument(dv_blocks, head_dim_v)
     extra = option_arguments(problem)
+
+    def alloc_exchange():
+        """Shared memory of dS', which a warpgroup writes and all read."""
+        if two_slots:
+            return ExchangeRing(config.warpgroups, block_M, dtype_of("ds"), "dS")
+        return Exchange(config.warpgroups, [64, block_M], dtype_of("ds"), "dS")
 
     @T.macro
     def load(tile, blocks, tiles, shared):
@@ -171,12 +186,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **v_dot)
 
     @T.macro
-    def compute_dq(w, shared, acc_dq):
-        """Issue dQ = dS K, the sum over the keys of all warpgroups, for the pieces of dQ of this one."""
+    def compute_dq(w, step, shared, acc_dq):
+        """Issue dQ = dS K of a step, the sum over the keys of all warpgroups, for the pieces of dQ of this one."""
         for i, (rows, cols) in enumerate(pieces[w]):
             for other in warpgroups:
                 T.wgmma_gemm(
-                    shared.dS[other][:, rows],
+                    shared.dS.columns(step, other, rows),
                     shared.K.tiles[other, :, cols],
                     acc_dq[i],
                     transpose_A=True,
@@ -185,9 +200,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 )
 
     @T.macro
-    def add_dq(w, row_block, tiles, shared, acc_dq):
+    def add_dq(w, row_block, tiles, acc_dq):
         """Add dQ to the sums in global memory from row_block on."""
-        shared.dS.release()
         for i, (rows, cols) in enumerate(pieces[w]):
             tiles.dQ_sum.add(acc_dq[i], row_block + rows.start // 16, cols.start)
 
@@ -233,13 +247,15 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         P = T.alloc_fragment([64, block_M], dtype_of("p"))  # P' [keys, queries]
         P_for_dv = T.alloc_fragment([64, block_M], dtype_of("p")) if separate_P else P
         acc_dp = acc_s if reuse else T.alloc_fragment([64, block_M], "float32")  # dP' [keys, queries]
-        dS = P if reuse else T.alloc_fragment([64, block_M], dtype_of("ds"))  # dS' [keys, queries]
+        dS = P if dS_in_P else T.alloc_fragment([64, block_M], dtype_of("ds"))  # dS' [keys, queries]
         acc_dk = T.alloc_fragment([64, head_dim], "float32")
         acc_dv = T.alloc_fragment([64, head_dim_v], "float32")
         # dQ of the step before, in pieces
         acc_dq = alloc_fragments([piece_shape(piece) for piece in pieces[w]], "float32")
         lse_log2 = T.alloc_fragment([block_M], "float32")
         dq_row_block = T.alloc_var("int32", init=0)  # where in dQ_sum it goes
+        delta = T.alloc_fragment([block_M], "float32") if early_dK else None
+        dS_place = T.alloc_var("int32", init=shared.dS.address(w)) if two_slots else w  # of this thread's dS'
 
         for other in warpgroups if makes_dq else (w,):
             shared.K.wait(other)
@@ -266,7 +282,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if makes_dq:
                 if step > 0:
                     shared.dS.wait(step - 1)
-                compute_dq(w, shared, acc_dq)
+                compute_dq(w, step + 1, shared, acc_dq)  # of the slot of step - 1
             if makes_dk and not reuse:
                 compute_dp(w, step, shared, acc_dp)
 
@@ -306,29 +322,38 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 # the GEMM, causal dv of d192 and d256 read those of a later step now and then (H200, 2026-11-21)
                 shared.Q.release(step)
 
+            if early_dK:
+                shared.Q.read_row_values(step, 1, delta)
             if makes_dq:
                 T.wait_wgmma(2)  # dQ of the step before
                 if step > 0:
-                    add_dq(w, dq_row_block, tiles, shared, acc_dq)
+                    shared.dS.release(step - 1)
+                    if not late_sums:
+                        add_dq(w, dq_row_block, tiles, acc_dq)
 
             # dS' = P' * (dP' - Delta)
             if makes_dk:
                 if reuse:
-                    T.wait_wgmma(0)  # dP' and dV: the registers of P' are free
-                if reuse or not makes_dv:
+                    T.wait_wgmma(0 if dS_in_P else 1)  # dP'; and dV, whose P' gives its registers to dS'
+                if dS_in_P or not makes_dv:
                     shared.dO.release(step)
                 dropout.drop(acc_dp)
                 dropout.scale_kept(acc_dp)
                 softmax_backward(
-                    P if reuse else acc_s, acc_dp, lambda i, j: shared.Q.row_value(step, 1, j), dS
+                    P if reuse else acc_s,
+                    acc_dp,
+                    lambda i, j: delta[j] if early_dK else shared.Q.row_value(step, 1, j),
+                    dS,
                 )
+
+            # dK += dS' Q, before or after dS' is shared
+            if early_dK:
+                T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)
             if makes_dq:
                 shared.dS.wait_empty(step)
-                T.copy(dS, shared.dS[w])
-                shared.dS.announce()
-
-            # dK += dS' Q
-            if makes_dk:
+                shared.dS.write(dS_place, step, dS)
+                shared.dS.announce(step)
+            if makes_dk and not early_dK:
                 T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)
 
             # S' = K Q' of the next step, of no use after the last
@@ -336,9 +361,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.Q.wait(step + 1)
             next_head = T.min(blocks.next_head, heads - 1)
             compute_scores(w, step + 1, next_head, scores, scale_log2, tile, shared, acc_s)
-            if makes_dk and makes_dv and not reuse:
+            if makes_dk and makes_dv and not dS_in_P:
                 T.wait_wgmma(3 if problem.bias_is_linear else 2)  # dV
                 shared.dO.release(step)
+            if late_sums:
+                if step > 0:
+                    add_dq(w, dq_row_block, tiles, acc_dq)
             if makes_dq:
                 dq_row_block = tiles.dq_row_block(tile, blocks.head, blocks.query)
             blocks.advance()
@@ -346,9 +374,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         T.wait_wgmma(0)
         if makes_dq:
             shared.dS.wait(blocks.steps - 1)
-            compute_dq(w, shared, acc_dq)
+            compute_dq(w, blocks.steps - 1, shared, acc_dq)
             T.wait_wgmma(0)
-            add_dq(w, dq_row_block, tiles, shared, acc_dq)
+            shared.dS.release(blocks.steps - 1)
+            add_dq(w, dq_row_block, tiles, acc_dq)
             sync_consumers(consumers)  # all warpgroups have read K
         # Locate the tile once more: its position then takes no registers during the loop
         tile.start(T.shfl_sync(number, 0), counts, blocks)
@@ -403,7 +432,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     ):
         options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
         counts = KeyTileCounts(heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas)
-        with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles)) as number:
+        with T.Kernel(ctas, threads=roles.block, prelude=cuda) as number:
             K_shared = TileRing([config.warpgroups, 64, head_dim], dtype_of("k"), 4, name="K")
             V_shared = (
                 TileRing([config.warpgroups, 64, head_dim_v], dtype_of("v"), 4, name="V")
@@ -427,7 +456,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 V=V_shared,
                 P=alloc_each(config.warpgroups, [64, block_M], dtype_of("p"), "P") if stage_P else None,
                 dV=dV_shared,
-                dS=Exchange(config.warpgroups, [64, block_M], dtype_of("ds"), "dS") if makes_dq else None,
+                dS=alloc_exchange() if makes_dq else None,
                 bias_columns=alloc_bias_columns(problem, block_M),
             )
             # In terms of TileOrder the blocks are of keys, and a key head has `parts` heads

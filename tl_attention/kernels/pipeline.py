@@ -119,8 +119,9 @@ class Exchange:
         self.full = T.alloc_barrier([4 * warpgroups])  # every warp has written its share
         self.empty = T.alloc_barrier([4 * warpgroups])  # every warp is done with all tiles
 
-    def __getitem__(self, w):
-        return self.tiles[w]
+    def columns(self, step: Any, w: int, cols: slice) -> Any:
+        """Columns of the tile that warpgroup w wrote in a step."""
+        return self.tiles[w][:, cols]
 
     def wait(self, step):
         return T.mbarrier_wait_parity(self.full[0], step % 2)
@@ -129,16 +130,85 @@ class Exchange:
         return T.mbarrier_wait_parity(self.empty[0], step % 2 ^ 1)
 
     @T.inline
-    def announce(self):
+    def write(self, w, step, fragment):
+        T.copy(fragment, self.tiles[w])
+
+    @T.inline
+    def announce(self, step):
         T.fence_proxy_async()
         T.sync_warp()
         if T.get_thread_binding() % 32 == 0:
             T.mbarrier_arrive(self.full[0])
 
     @T.inline
-    def release(self):
+    def release(self, step):
         if T.get_thread_binding() % 32 == 0:
             T.mbarrier_arrive(self.empty[0])
+
+
+# Writes a wgmma fragment [64, cols] of 16-bit elements to a tile with 128-byte swizzle by stmatrix. TileLang 0.1.15 copies to whole
+# buffers alone by stmatrix, so not to a slot that varies, and moves each four registers to others before
+STORE_FRAGMENT = """
+#include <tl_templates/cuda/common.h>
+TL_DEVICE int tl_attention_fragment_address(void const *tile) {
+  int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+  return smem_ptr_to_uint(tile) + row * 128 + ((lane / 16) ^ (row % 8)) * 16;
+}
+template <int cols>
+TL_DEVICE void tl_attention_store_fragment(int address, void const *fragment) {
+  uint32_t const *pairs = reinterpret_cast<uint32_t const *>(fragment);
+#pragma unroll
+  for (int i = 0; i < cols / 16; ++i)
+    asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"((address ^ (i % 4 * 32)) + i / 4 * 8192), "r"(pairs[4 * i]), "r"(pairs[4 * i + 1]),
+                 "r"(pairs[4 * i + 2]), "r"(pairs[4 * i + 3]) : "memory");
+}
+"""
+
+
+@T.meta_class
+class ExchangeRing:
+    """Exchange of tiles [64, cols], 16 bits per element, with two slots. Needs STORE_FRAGMENT.
+
+    A warpgroup may write the tile of a step while others still read that of the step before.
+    """
+
+    def __init__(self, warpgroups: int, cols: int, dtype: str, name: str):
+        self.warpgroups, self.cols = warpgroups, cols
+        self.tiles = SharedTile([2 * warpgroups, 64, cols], dtype, name=f"{name}_tiles").tile
+        self.full = T.alloc_barrier([4 * warpgroups] * 2)  # every warp has written its share
+        self.empty = T.alloc_barrier([4 * warpgroups] * 2)  # every warp is done with all tiles
+
+    def columns(self, step: Any, w: int, cols: slice) -> Any:
+        """Columns of the tile that warpgroup w wrote in a step."""
+        return self.tiles[step % 2 * self.warpgroups + w, :, cols]
+
+    def wait(self, step):
+        return T.mbarrier_wait_parity(self.full[step % 2], step // 2 % 2)
+
+    def wait_empty(self, step):
+        return T.mbarrier_wait_parity(self.empty[step % 2], step // 2 % 2 ^ 1)
+
+    def address(self, w: int) -> Any:
+        """Address in shared memory of this thread's elements in the first slot of warpgroup w."""
+        return T.call_extern("int32", "tl_attention_fragment_address", T.address_of(self.tiles[w, 0, 0]))
+
+    @T.inline
+    def write(self, address, step, fragment):
+        slot = address + step % 2 * (self.warpgroups * 64 * self.cols * 2)
+        T.evaluate(T.call_extern("handle", f"tl_attention_store_fragment<{self.cols}>", slot, fragment.data))
+
+    @T.inline
+    def announce(self, step):
+        T.fence_proxy_async()
+        T.sync_warp()
+        if T.get_thread_binding() % 32 == 0:
+            T.mbarrier_arrive(self.full[step % 2])
+
+    @T.inline
+    def release(self, step):
+        if T.get_thread_binding() % 32 == 0:
+            T.mbarrier_arrive(self.empty[step % 2])
 
 
 @T.meta_class

@@ -1,0 +1,225 @@
+"""Attention over several ranks: CPU processes with gloo, compared with the reference on one."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func
+from tl_attention.testing import numeric
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*CPU")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call on all ranks. documents: cumulative lengths; None: a batch of two sequences of `total` tokens."""
+
+    name: str
+    method: str = "gather"
+    layout: str = "zigzag"
+    total: int = 37
+    documents: tuple[int, ...] | None = None
+    heads: tuple[int, int] = (4, 2)
+    head_dims: tuple[int, int] = (16, 8)
+    options: dict[str, Any] = field(default_factory=dict)
+    slopes: int = 0  # dimensions
+    sink: bool = False
+    dropout: float = 0.0
+
+
+DOCUMENTS = (0, 1, 1, 14, 30, 37)
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (5, 3)},
+    "sliding": {"causal": True, "window_size": (6, -1)},
+    "ahead": {"window_size": (-1, 4)},
+}
+CASES = [
+    *(
+        Case(f"{method}-{layout}-{mask}-{kind}", method, layout, documents=documents, options=options)
+        for method in ("gather", "ring", "ulysses")
+        for layout in ("zigzag", "contiguous")
+        for mask, options in MASKS.items()
+        for kind, documents in (("dense", None), ("documents", DOCUMENTS))
+        if method != "ulysses" or layout == "zigzag" or mask == "causal"
+    ),
+    *(
+        Case(f"{method}-balanced-{mask}", method, "balanced", documents=(0, 3, 28, 33, 90, 97), options=MASKS[mask])
+        for method in ("gather", "ring")
+        for mask in ("causal", "window")
+    ),
+    *(
+        Case(f"{method}-sink-softcap-{kind}", method, options={"softcap": 2.0, **MASKS["causal"]}, sink=True, documents=documents)
+        for method in ("gather", "ring", "ulysses")
+        for kind, documents in (("dense", None), ("documents", DOCUMENTS))
+    ),
+    Case("gather-alibi", options=MASKS["causal"], slopes=1),
+    Case("gather-alibi-batch", options=MASKS["sliding"], slopes=2),
+    Case("gather-alibi-documents", options=MASKS["causal"], slopes=2, documents=DOCUMENTS),
+    Case("ulysses-alibi-full", "ulysses", slopes=2),
+    Case("ulysses-dropout", "ulysses", options=MASKS["causal"], dropout=0.25),
+    Case("ulysses-dropout-alibi-documents", "ulysses", documents=DOCUMENTS, slopes=2, dropout=0.25),
+    Case("ulysses-copies-of-key-heads", "ulysses", heads=(4, 1), options=MASKS["causal"]),
+    Case("gather-few-tokens", total=3, options=MASKS["causal"]),
+    Case("ring-few-tokens", "ring", total=3, options=MASKS["causal"]),
+    Case("ulysses-few-tokens", "ulysses", total=3, options=MASKS["causal"]),
+    Case("auto", "auto", options=MASKS["causal"]),
+    Case("auto-documents", "auto", documents=DOCUMENTS, options=MASKS["window"]),
+]  # fmt: skip
+
+
+def inputs(case: Case) -> dict[str, torch.Tensor | None]:
+    """Whole tensors, the same on all ranks."""
+    generator = torch.Generator().manual_seed(random.Random(case.name).randrange(2**31))
+    (heads, heads_kv), (head_dim, head_dim_v) = case.heads, case.head_dims
+    tokens = (2, case.total) if case.documents is None else (case.documents[-1],)
+    sizes = {"q": (heads, head_dim), "k": (heads_kv, head_dim), "v": (heads_kv, head_dim_v), "dout": (heads, head_dim_v)}  # fmt: skip
+    found = {
+        name: torch.randn(*tokens, *size, generator=generator, dtype=torch.bfloat16)
+        for name, size in sizes.items()
+    }
+    lse = (heads, tokens[0]) if len(tokens) == 1 else (2, heads, case.total)
+    found["dlse"] = torch.randn(lse, generator=generator)
+    batch = 2 if case.documents is None else len(case.documents) - 1
+    slopes = (heads,) if case.slopes == 1 else (batch, heads)
+    found["slopes"] = torch.rand(slopes, generator=generator) if case.slopes else None
+    found["sink"] = torch.randn(heads, generator=generator) if case.sink else None
+    return found
+
+
+def run_whole(case: Case, x: dict[str, torch.Tensor | None], state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """out, lse and gradients of one process."""
+    options = dict(case.options, alibi_slopes=x["slopes"], return_attn_probs=True)
+    leaves = [x[name].clone().requires_grad_() for name in "qkv"]
+    sink = None if x["sink"] is None else x["sink"].clone().requires_grad_()
+    options |= {"learnable_sink": sink, "dropout_p": case.dropout, "rng_state": state}
+    if case.documents is None:
+        out, lse, _ = flash_attn_func(*leaves, **options)
+    else:
+        cu = torch.tensor(case.documents, dtype=torch.int32)
+        most = int(cu.diff().max())
+        out, lse, _ = flash_attn_varlen_func(*leaves, cu, cu, most, most, **options)
+    torch.autograd.backward((out, lse), (x["dout"], x["dlse"]))
+    return out.detach(), lse.detach(), *(leaf.grad for leaf in leaves), None if sink is None else sink.grad
+
+
+def compare(case: Case, world: int) -> None:
+    """Run a case on all ranks; raise where out, lse or a gradient is wrong."""
+    if case.method == "ulysses" and case.heads[0] % world:
+        expect_refusal(case)
+        return
+    x, dim = inputs(case), 0 if case.documents else 1
+    state = torch.tensor([7, 11])
+    layout = case.layout
+    if layout == "balanced":
+        layout = distributed.make_layout(cu_seqlens=case.documents, **case.options)
+    place = {"dim": dim, "layout": layout}
+    if case.documents is None:
+        placed = {"layout": layout, "seqlen": case.total}
+    else:
+        placed = {"layout": layout, "cu_seqlens": torch.tensor(case.documents)}
+    leaves = [distributed.shard(x[name], **place).requires_grad_() for name in "qkv"]
+    sink = None if x["sink"] is None else x["sink"].clone().requires_grad_()
+    options = dict(case.options, alibi_slopes=x["slopes"], learnable_sink=sink, dropout_p=case.dropout)
+    options |= {"rng_state": state if case.dropout else None, "return_attn_probs": True}
+    out, lse, _ = distributed.attention(*leaves, **options, **placed, method=case.method)
+    lse_dim = 1 if case.documents else 2
+    dlse = distributed.shard(x["dlse"], dim=lse_dim, layout=layout)
+    torch.autograd.backward((out, lse), (distributed.shard(x["dout"], **place), dlse))
+    total = case.total if case.documents is None else case.documents[-1]
+    joined = [
+        distributed.unshard(tensor.detach(), dim=d, seqlen=total, layout=layout)
+        for tensor, d in ((out, dim), (lse, lse_dim), *((leaf.grad, dim) for leaf in leaves))
+    ]
+    if sink is not None:
+        dist.all_reduce(sink.grad)
+        joined.append(sink.grad)
+    check(case, x, state, joined)
+
+
+def check(case: Case, x: dict[str, Any], state: torch.Tensor, found: list[torch.Tensor]) -> None:
+    """Compare joined results with the reference by the error rule; with dropout, with one process."""
+    if case.dropout:
+        for name, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), found, run_whole(case, x, state), strict=False):
+            torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2, msg=lambda text, name=name: f"{name}: {text}")  # fmt: skip
+        return
+    options = {name: value for name, value in case.options.items() if name == "softcap"}
+    window = case.options.get("window_size", (-1, -1))
+    options |= {"causal": case.options.get("causal", False), "window": window, "alibi_slopes": x["slopes"], "sink": x["sink"]}  # fmt: skip
+    if case.documents is not None:
+        cu = torch.tensor(case.documents, dtype=torch.int32)
+        options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    qkv = [x[name] for name in "qkv"]
+    forward = numeric.check_fwd(found[0], found[1], *qkv, **options)
+    assert forward.ok, forward.text
+    backward = numeric.check_bwd(tuple(found[2:]), x["dout"], *qkv, dlse=x["dlse"], **options)
+    assert backward.ok, backward.text
+
+
+def expect_refusal(case: Case) -> None:
+    x = inputs(case)
+    dim = 0 if case.documents else 1
+    qkv = [distributed.shard(x[name], dim=dim) for name in "qkv"]
+    placed = {"seqlen": case.total} if case.documents is None else {"cu_seqlens": case.documents}
+    with pytest.raises(NotImplementedError, match="heads that .* ranks can share"):
+        distributed.attention(*qkv, **placed, method="ulysses")
+
+
+def worker(rank: int, world: int, store: str, names: list[str], results: Any) -> None:
+    """Run cases in one of the processes; a case's traceback, or None, goes to results."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    by_name = {case.name: case for case in CASES}
+    for name in names:
+        try:
+            compare(by_name[name], world)
+            results.put((name, rank, None))
+        except Exception:
+            results.put((name, rank, traceback.format_exc()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_workers(world: int, store: str, target: Any, *arguments: Any) -> list[tuple]:
+    """What `world` processes put into a queue."""
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    processes = mp.spawn(target, (world, store, *arguments, results), nprocs=world, join=False)
+    found = []
+    while not processes.join(timeout=0.05):
+        while not results.empty():
+            found.append(results.get())
+    while not results.empty():
+        found.append(results.get())
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4], ids=lambda world: f"{world}-ranks")
+def outcomes(request, tmp_path_factory):
+    """Errors by case, of all cases in one set of processes."""
+    store = str(tmp_path_factory.mktemp("store") / "file")
+    found = run_workers(request.param, store, worker, [case.name for case in CASES])
+    errors = {}
+    for name, rank, error in found:
+        errors.setdefault(name, []).append((rank, error))
+    return request.param, errors
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_distributed_equals_one_process(outcomes, case):
+    world, errors = outcomes
+    assert len(errors[case.name]) == world
+    for rank, error in errors[case.name]:
+        assert error is None, f"rank {rank}: {error}"

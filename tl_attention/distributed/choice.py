@@ -1,0 +1,140 @@
+"""Choice of a method by a model of its time, and the bytes that each method moves.
+
+A rank computes at COMPUTE_FLOPS and receives at LINK_BYTES; the two are added, as if nothing overlapped. "gather" and "ring" move keys,
+so GQA makes them cheap, and the slowest rank of the layout counts. "ulysses" moves queries and results, too, but by 1 / world of what
+"gather" moves as the group grows, and divides the work evenly whatever the documents are.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import NamedTuple
+
+from tl_attention.distributed.gather import KEPT_BYTES, needed_keys
+from tl_attention.distributed.layout import Layout, work_of_ranks
+from tl_attention.distributed.pieces import Mask
+from tl_attention.distributed.ulysses import heads_divide
+
+METHODS = ("auto", "ring", "gather", "ulysses")
+COMPUTE_FLOPS = 5e14  # H200, d128 in bf16, forward and backward together
+LINK_BYTES = 3e11  # per second and direction: NCCL between two GPUs on NVLink 4
+RING_BYTES = 8 << 30  # gathered keys and values above this are attended in a ring
+
+
+class Sizes(NamedTuple):
+    """Sizes of a call on all ranks.
+
+    Args:
+        training: the backward runs, too.
+        dropout, slopes: the call has dropout, has ALiBi slopes.
+    """
+
+    batch: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    element_size: int
+    training: bool
+    dropout: bool = False
+    slopes: bool = False
+
+
+class Choice(NamedTuple):
+    """The method of a call, and the reason in words."""
+
+    method: str
+    reason: str
+
+
+@functools.lru_cache(maxsize=256)
+def remote_rows(layout: Layout, mask: Mask) -> int:
+    """Most keys that a rank needs from other ranks."""
+    needed = (
+        sum(stop - start for stage in needed_keys(layout, rank, mask) for start, stop in stage)
+        for rank in range(layout.world)
+    )
+    return max(rows - layout.rows(rank) for rank, rows in enumerate(needed))
+
+
+def gather_bytes(rows: int, sizes: Sizes) -> int:
+    """Bytes that a rank receives: keys and values of so many rows; in training their gradients, and the rows again if not kept."""
+    once = rows * sizes.batch * sizes.heads_kv * (sizes.head_dim + sizes.head_dim_v) * sizes.element_size
+    return once * (1 if not sizes.training else 2 if once <= KEPT_BYTES else 3)
+
+
+def ulysses_bytes(total: int, world: int, sizes: Sizes) -> int:
+    """Bytes that a rank receives: own heads of all tokens, results of its tokens; in training the gradients of both."""
+    heads = sizes.heads / world
+    heads_kv = max(sizes.heads_kv / world, 1)  # copies where key heads are fewer
+    width = sizes.head_dim + sizes.head_dim_v
+    columns = heads * width + heads_kv * width  # q and out, k and v
+    once = total * (world - 1) / world * columns * sizes.batch * sizes.element_size
+    return int(once * (2 if sizes.training else 1))
+
+
+def supported(method: str, sizes: Sizes, world: int, mask: Mask) -> str:
+    """The reason why a method does not serve a call, as an error; empty if it does."""
+    right = mask.window[1]
+    if method == "ulysses":
+        if heads_divide(sizes.heads, sizes.heads_kv, world):
+            return ""
+        return (
+            f"method: expected heads that {world} ranks can share for 'ulysses', got {sizes.heads} query heads and"
+            f" {sizes.heads_kv} key heads; pass method='gather'"
+        )
+    if sizes.dropout:
+        return (
+            f"dropout_p: expected 0 with method={method!r}, as the kernels draw masks by positions in their own call; pass"
+            " method='ulysses', whose masks are those of one GPU"
+        )
+    if sizes.slopes and (method == "ring" or right):
+        seen = "method='ring'" if method == "ring" else "keys right of the diagonal"
+        return (
+            f"alibi_slopes: expected None with {seen}, as the kernels measure distances within their own call; pass method='ulysses',"
+            " or causal=True and method='gather'"
+        )
+    return ""
+
+
+@functools.lru_cache(maxsize=256)
+def choose(layout: Layout, mask: Mask, sizes: Sizes) -> Choice:
+    """The method of a call; the same on all ranks, as it depends on nothing else.
+
+    Raises:
+        NotImplementedError: no method serves the call.
+    """
+    world = layout.world
+    refused = {method: supported(method, sizes, world, mask) for method in METHODS[1:]}
+    if refused["ulysses"] and refused["gather"]:
+        raise NotImplementedError(refused["gather"] + f"; {world} ranks cannot share the heads")
+    rows = remote_rows(layout, mask)
+    per_row = sizes.batch * sizes.heads_kv * (sizes.head_dim + sizes.head_dim_v) * sizes.element_size
+    most = max(layout.rows(rank) for rank in range(world)) + rows
+    work = work_of_ranks(layout, mask.documents, mask.window)
+    flops = (
+        2 * sizes.batch * sizes.heads * (sizes.head_dim + sizes.head_dim_v) * (3.5 if sizes.training else 1)
+    )
+    moved = gather_bytes(rows, sizes)
+    times, words = {}, []
+    if not refused["gather"]:
+        times["gather"] = max(work) * flops / COMPUTE_FLOPS + moved / LINK_BYTES
+    if not refused["ulysses"]:
+        bytes_ulysses = ulysses_bytes(layout.total, world, sizes)
+        times["ulysses"] = sum(work) / world * flops / COMPUTE_FLOPS + bytes_ulysses / LINK_BYTES
+    for method, seconds in times.items():
+        words.append(f"{method} {seconds * 1e3:.3g} ms")
+    words += [error for error in refused.values() if error and len(times) < 2]
+    method = min(times, key=times.__getitem__)
+    if method == "gather" and most * per_row > RING_BYTES and not refused["ring"]:
+        method = "ring"
+        words.append(f"gathered keys and values would take {most * per_row >> 20} MiB")
+    choice = Choice(method, "; ".join(words))
+    if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
+        print(
+            f"tl_attention: distributed over {world} ranks -> {choice.method} ({choice.reason})",
+            file=sys.stderr,
+        )
+    return choice

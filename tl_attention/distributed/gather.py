@@ -54,12 +54,19 @@ class GatherPlan:
 
     Args:
         rows: rows of the buffer of keys.
+        most_rows: those of the rank with the largest buffer.
         local: the buffer would be the shard itself.
     """
 
     stages: tuple[Stage, ...]
     rows: int
+    most_rows: int
     local: bool
+
+    def is_kept(self, k: torch.Tensor, v: torch.Tensor) -> bool:
+        """True if the buffers stay until the backward: the same answer on all ranks, which else exchange keys again."""
+        columns = k.shape[2] * (k.shape[3] + v.shape[3])
+        return self.most_rows * len(k) * columns * k.element_size() <= KEPT_BYTES
 
 
 def needed_keys(layout: Layout, rank: int, mask: Mask) -> list[tuple[Range, ...]]:
@@ -121,7 +128,8 @@ def gather_plan(layout: Layout, rank: int, mask: Mask) -> GatherPlan:
         stages.append(Stage(tuple(receives), tuple(sends), tuple(copies), tuple(found)))
     held = [copy for stage in stages for copy in stage.copies]
     local = rows == layout.rows(rank) and all(a == b for a, b, _ in held) and sum(n for *_, n in held) == rows
-    return GatherPlan(tuple(stages), rows, local)
+    most_rows = max(sum(stop - start for stage in x for start, stop in stage) for x in needed)
+    return GatherPlan(tuple(stages), rows, most_rows, local)
 
 
 def _overlaps(segments: tuple[Segment, ...], part: Range) -> list[Segment]:
@@ -193,8 +201,7 @@ class _Gathered(torch.autograd.Function):
         if not outs:  # no queries
             outs, lses = [q.new_empty(*q.shape[:3], v.shape[3])], [q.new_empty(len(q), q.shape[2], 0).float()]
         out, lse = _joined(outs, 1), _joined(lses, 2)
-        size = sum(x.numel() * x.element_size() for x in gathered.tensors)
-        kept = gathered.tensors if not plan.local and size <= KEPT_BYTES else []
+        kept = gathered.tensors if plan.is_kept(k, v) else []
         ctx.save_for_backward(q, k, v, out, lse, sink, scores.slopes, *kept)
         ctx.asked = scores._replace(sink=None, slopes=None), plan, ranks
         ctx.set_materialize_grads(False)

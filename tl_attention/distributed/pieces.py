@@ -132,7 +132,8 @@ def calls_of(pieces: Iterable[Piece]) -> list[Call]:
     groups: list[list[Piece]] = []
     for piece in _merged(pieces):
         last = groups[-1][-1] if groups else None
-        if last and (last.q[1], last.k[1], last.window) == (piece.q[0], piece.k[0], piece.window):
+        # A dense batch has one document, so its calls have one piece
+        if last and last.document != piece.document and _continues(piece, last):
             groups[-1].append(piece)
         else:
             groups.append([piece])
@@ -147,6 +148,10 @@ def calls_of(pieces: Iterable[Piece]) -> list[Call]:
         )
         for group in groups
     ]
+
+
+def _continues(piece: Piece, last: Piece) -> bool:
+    return (last.q[1], last.k[1], last.window) == (piece.q[0], piece.k[0], piece.window)
 
 
 def _merged(pieces: Iterable[Piece]) -> Iterator[Piece]:

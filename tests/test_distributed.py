@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
+import re
 import traceback
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
 
 from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func
 from tl_attention.testing import numeric
@@ -151,7 +153,9 @@ def compare(case: Case, world: int) -> None:
 def check(case: Case, x: dict[str, Any], state: torch.Tensor, found: list[torch.Tensor]) -> None:
     """Compare joined results with the reference by the error rule; with dropout, with one process."""
     if case.dropout:
-        for name, actual, expected in zip(("out", "lse", "dq", "dk", "dv"), found, run_whole(case, x, state), strict=False):
+        for name, actual, expected in zip(
+            ("out", "lse", "dq", "dk", "dv"), found, run_whole(case, x, state), strict=False
+        ):
             torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2, msg=lambda text, name=name: f"{name}: {text}")  # fmt: skip
         return
     options = {name: value for name, value in case.options.items() if name == "softcap"}
@@ -178,9 +182,7 @@ def expect_refusal(case: Case) -> None:
 
 def worker(rank: int, world: int, store: str, names: list[str], results: Any) -> None:
     """Run cases in one of the processes; a case's traceback, or None, goes to results."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    start(rank, world, store)
     by_name = {case.name: case for case in CASES}
     for name in names:
         try:
@@ -188,12 +190,13 @@ def worker(rank: int, world: int, store: str, names: list[str], results: Any) ->
             results.put((name, rank, None))
         except Exception:
             results.put((name, rank, traceback.format_exc()))
+            os._exit(0)  # the other ranks time out, and the cases that follow are missing
     dist.barrier()
     dist.destroy_process_group()
 
 
 def run_workers(world: int, store: str, target: Any, *arguments: Any) -> list[tuple]:
-    """What `world` processes put into a queue."""
+    """Collect the results that `world` processes put into a queue."""
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
     processes = mp.spawn(target, (world, store, *arguments, results), nprocs=world, join=False)
@@ -204,6 +207,13 @@ def run_workers(world: int, store: str, target: Any, *arguments: Any) -> list[tu
     while not results.empty():
         found.append(results.get())
     return found
+
+
+def start(rank: int, world: int, store: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    rendezvous = {"init_method": f"file://{store}", "rank": rank, "world_size": world}
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60), **rendezvous)
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4], ids=lambda world: f"{world}-ranks")
@@ -220,6 +230,68 @@ def outcomes(request, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_distributed_equals_one_process(outcomes, case):
     world, errors = outcomes
-    assert len(errors[case.name]) == world
-    for rank, error in errors[case.name]:
+    found = errors.get(case.name, [])
+    for rank, error in found:
         assert error is None, f"rank {rank}: {error}"
+    assert len(found) == world, "an earlier case failed"
+
+
+def raised(call: Any, *arguments: Any, **options: Any) -> str:
+    """Type and text of the error of a call."""
+    try:
+        call(*arguments, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def check_agreement(rank: int, world: int, store: str, results: Any) -> None:
+    """Make calls that ranks disagree on, then right ones, on groups of all kinds."""
+    start(rank, world, store)
+    first = rank == 0
+    x = torch.randn(1, 4, 4, 16, dtype=torch.bfloat16)
+    attend = distributed.attention
+    results.put((rank, "causal", raised(attend, x, x, x, causal=first)))
+    results.put((rank, "dtype", raised(attend, x, x.half() if rank == 1 else x, x)))
+    results.put((rank, "rows", raised(attend, *[x if first else x[:, :3]] * 3)))
+    results.put((rank, "documents", raised(attend, *[x[0]] * 3, cu_seqlens=[0, 3 + first, world * 4])))
+    results.put((rank, "cross", raised(attend, x, *[x[:, :3]] * 2)))
+    results.put((rank, "layout", raised(attend, x, x, x, layout="zigzag" if first else "contiguous")))
+    results.put((rank, "gradient", raised(attend, x.clone().requires_grad_(first), x, x)))
+    results.put((rank, "dropout", raised(attend, x, x, x, dropout_p=0.5, method="gather")))
+    results.put((rank, "alibi", raised(attend, x, x, x, alibi_slopes=torch.ones(4), method="ring")))
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    outs = [attend(x, x, x, group, causal=True) for group in (None, dist.group.WORLD, mesh, mesh["cp"])]
+    results.put((rank, "groups", str(all(torch.equal(out, outs[0]) for out in outs))))
+    square = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "cp"))
+    results.put((rank, "mesh", raised(attend, x, x, x, square)))
+    alone = attend(x, x, x, square["dp"], causal=True)
+    results.put((rank, "alone", str(torch.equal(alone, flash_attn_func(x, x, x, causal=True)))))
+    others = dist.new_group([0])
+    results.put((rank, "member", "ValueError" if first else raised(attend, x, x, x, others)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+EXPECTED = {
+    "causal": r"ValueError: causal, window_size: expected the same on all ranks .*\(True, .* on rank 0; \(False, .* on rank 1$",
+    "dtype": r"TypeError: k, v: expected the dtype of q|ValueError: group: rank 1 refused its arguments with TypeError: k, v",
+    "rows": r"ValueError: cu_seqlens, seqlen: expected the same .* \(0, 8\) on rank 0; \(0, 6\) on rank 1",
+    "documents": r"ValueError: cu_seqlens, seqlen: expected the same .* \(0, 4, 8\) on rank 0; \(0, 3, 8\) on rank 1",
+    "cross": "ValueError: k, v: expected the tokens of q, 4, got 3",
+    "layout": "ValueError: layout: expected the same on all ranks",
+    "gradient": "ValueError: q, k, v, learnable_sink .any needs a gradient.: .* True on rank 0; False on rank 1",
+    "dropout": "NotImplementedError: dropout_p: expected 0 with method='gather'",
+    "alibi": "NotImplementedError: alibi_slopes: expected None with method='ring'",
+    "groups": "True",
+    "mesh": "ValueError: group: expected a mesh of one dimension, got one of 2",
+    "alone": "True",
+    "member": "TypeError|ValueError",
+}  # fmt: skip
+
+
+def test_distributed_ranks_that_disagree_get_errors(tmp_path):
+    found = run_workers(2, str(tmp_path / "store"), check_agreement)
+    assert sorted((rank, name) for rank, name, _ in found) == [(rank, name) for rank in (0, 1) for name in sorted(EXPECTED)]  # fmt: skip
+    for rank, name, text in found:
+        assert re.match(EXPECTED[name], text), f"rank {rank}, {name}: {text}"

@@ -34,6 +34,7 @@ DOORS = {
     "torch_backend": "torch checks options flash ops",
     "checks_lengths": "torch checks checks_kvcache options",
     "kvcache": "torch checks checks_torch checks_kvcache checks_lengths options problem kernel_configs target ops launch reference_kvcache",
+    "distributed": "torch checks options ops flash distributed",
     "hf": "torch checks checks_hf checks_lengths flash kvcache | transformers",
     "checks_hf": "torch checks",
     "launch": "launch/fwd launch/fwd_jvp launch/bwd launch/bwd_passes launch/decode launch/splits",

@@ -5,18 +5,24 @@ from __future__ import annotations
 import os
 import random
 import re
+import subprocess
+import sys
 import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func
+from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func, torch_backend
 from tl_attention.testing import numeric
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*CPU")
@@ -81,7 +87,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def inputs(case: Case) -> dict[str, torch.Tensor | None]:
+def inputs(case: Case, device: str = "cpu") -> dict[str, torch.Tensor | None]:
     """Whole tensors, the same on all ranks."""
     generator = torch.Generator().manual_seed(random.Random(case.name).randrange(2**31))
     (heads, heads_kv), (head_dim, head_dim_v) = case.heads, case.head_dims
@@ -97,7 +103,7 @@ def inputs(case: Case) -> dict[str, torch.Tensor | None]:
     slopes = (heads,) if case.slopes == 1 else (batch, heads)
     found["slopes"] = torch.rand(slopes, generator=generator) if case.slopes else None
     found["sink"] = torch.randn(heads, generator=generator) if case.sink else None
-    return found
+    return {name: None if x is None else x.to(device) for name, x in found.items()}
 
 
 def run_whole(case: Case, x: dict[str, torch.Tensor | None], state: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -109,20 +115,20 @@ def run_whole(case: Case, x: dict[str, torch.Tensor | None], state: torch.Tensor
     if case.documents is None:
         out, lse, _ = flash_attn_func(*leaves, **options)
     else:
-        cu = torch.tensor(case.documents, dtype=torch.int32)
+        cu = torch.tensor(case.documents, dtype=torch.int32, device=x["q"].device)
         most = int(cu.diff().max())
         out, lse, _ = flash_attn_varlen_func(*leaves, cu, cu, most, most, **options)
     torch.autograd.backward((out, lse), (x["dout"], x["dlse"]))
     return out.detach(), lse.detach(), *(leaf.grad for leaf in leaves), None if sink is None else sink.grad
 
 
-def compare(case: Case, world: int) -> None:
+def compare(case: Case, world: int, device: str = "cpu") -> None:
     """Run a case on all ranks; raise where out, lse or a gradient is wrong."""
     if case.method == "ulysses" and case.heads[0] % world:
         expect_refusal(case)
         return
-    x, dim = inputs(case), 0 if case.documents else 1
-    state = torch.tensor([7, 11])
+    x, dim = inputs(case, device), 0 if case.documents else 1
+    state = torch.tensor([7, 11], device=device)
     layout = case.layout
     if layout == "balanced":
         layout = distributed.make_layout(cu_seqlens=case.documents, **case.options)
@@ -162,7 +168,7 @@ def check(case: Case, x: dict[str, Any], state: torch.Tensor, found: list[torch.
     window = case.options.get("window_size", (-1, -1))
     options |= {"causal": case.options.get("causal", False), "window": window, "alibi_slopes": x["slopes"], "sink": x["sink"]}  # fmt: skip
     if case.documents is not None:
-        cu = torch.tensor(case.documents, dtype=torch.int32)
+        cu = torch.tensor(case.documents, dtype=torch.int32, device=x["q"].device)
         options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
     qkv = [x[name] for name in "qkv"]
     forward = numeric.check_fwd(found[0], found[1], *qkv, **options)
@@ -180,13 +186,24 @@ def expect_refusal(case: Case) -> None:
         distributed.attention(*qkv, **placed, method="ulysses")
 
 
-def worker(rank: int, world: int, store: str, names: list[str], results: Any) -> None:
+def start(rank: int, world: int, store: str, device: str = "cpu") -> None:
+    """Join the process group of a test."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    backend = "gloo" if device == "cpu" else "nccl"
+    if device != "cpu":
+        torch.cuda.set_device(rank)
+    rendezvous = {"init_method": f"file://{store}", "rank": rank, "world_size": world}
+    dist.init_process_group(backend, timeout=timedelta(seconds=120), **rendezvous)
+
+
+def worker(rank: int, world: int, store: str, names: list[str], device: str, results: Any) -> None:
     """Run cases in one of the processes; a case's traceback, or None, goes to results."""
-    start(rank, world, store)
+    start(rank, world, store, device)
     by_name = {case.name: case for case in CASES}
     for name in names:
         try:
-            compare(by_name[name], world)
+            compare(by_name[name], world, device)
             results.put((name, rank, None))
         except Exception:
             results.put((name, rank, traceback.format_exc()))
@@ -209,18 +226,11 @@ def run_workers(world: int, store: str, target: Any, *arguments: Any) -> list[tu
     return found
 
 
-def start(rank: int, world: int, store: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    rendezvous = {"init_method": f"file://{store}", "rank": rank, "world_size": world}
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60), **rendezvous)
-
-
 @pytest.fixture(scope="module", params=[2, 3, 4], ids=lambda world: f"{world}-ranks")
 def outcomes(request, tmp_path_factory):
     """Errors by case, of all cases in one set of processes."""
     store = str(tmp_path_factory.mktemp("store") / "file")
-    found = run_workers(request.param, store, worker, [case.name for case in CASES])
+    found = run_workers(request.param, store, worker, [case.name for case in CASES], "cpu")
     errors = {}
     for name, rank, error in found:
         errors.setdefault(name, []).append((rank, error))
@@ -295,3 +305,84 @@ def test_distributed_ranks_that_disagree_get_errors(tmp_path):
     assert sorted((rank, name) for rank, name, _ in found) == [(rank, name) for rank in (0, 1) for name in sorted(EXPECTED)]  # fmt: skip
     for rank, name, text in found:
         assert re.match(EXPECTED[name], text), f"rank {rank}, {name}: {text}"
+
+
+ARGUMENTS = [
+    "--seqlen",
+    "256",
+    "--steps",
+    "2",
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--heads-kv",
+    "1",
+    "--documents",
+    "3",
+]
+
+
+@pytest.mark.parametrize("method", ["auto", "ring"])
+def test_distributed_example_trains_alike_on_any_number_of_processes(method):
+    example = Path(__file__).parents[1] / "examples" / "long_context.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    losses = []
+    for command in ([sys.executable], torchrun):
+        asked = [*command, str(example), *ARGUMENTS, "--method", method]
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(asked, capture_output=True, text=True, env=environment, timeout=240)
+        assert done.returncode == 0, done.stderr
+        losses.append([float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)])
+    assert len(losses[0]) == 2
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)
+
+
+@pytest.mark.gpu
+def test_distributed_equals_one_gpu(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    names = [case.name for case in CASES]
+    found = run_workers(2, str(tmp_path / "store"), worker, names, "cuda")
+    assert not [text for *_, text in found if text]
+    assert len(found) == 2 * len(names)
+
+
+def run_context_parallel(rank: int, world: int, store: str, results: Any) -> None:
+    """Train with torch's context_parallel on tl_attention's kernels for some steps; errors relative to one GPU go to results."""
+    start(rank, world, store, "cuda")
+    mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("cp",))
+    handle = torch_backend.register()
+    for step, seqlen in enumerate((512, 2048, 2048)):
+        torch.manual_seed(step)
+        tensors = [torch.randn(1, 8, seqlen, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+        *leaves, dout = (x.clone() for x in tensors)
+        expected = attend_and_differentiate([x.clone().requires_grad_() for x in tensors[:3]], tensors[3])
+        buffers = [*leaves, dout]
+        with context_parallel(
+            mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)
+        ):
+            found = attend_and_differentiate([x.requires_grad_() for x in leaves], dout)
+        for name, actual, whole in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+            chunks = whole.chunk(2 * world, 2)  # torch balances by chunks rank and 2 * world - 1 - rank
+            own = torch.cat((chunks[rank], chunks[-1 - rank]), 2).float()
+            results.put((f"step {step}, {name}, rank {rank}", float((actual - own).norm() / own.norm())))
+    handle.remove()
+    dist.destroy_process_group()
+
+
+def attend_and_differentiate(leaves: list[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor]:
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+        out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    out.backward(dout)
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+@pytest.mark.gpu
+def test_distributed_context_parallel_of_torch_runs_on_the_kernels(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    found = run_workers(2, str(tmp_path / "store"), run_context_parallel)
+    assert len(found) == 2 * 3 * 4
+    wrong = [one for one in found if not one[1] < 0.01]
+    assert not wrong

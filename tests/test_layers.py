@@ -34,7 +34,7 @@ DOORS = {
     "torch_backend": "torch checks options flash ops",
     "checks_lengths": "torch checks checks_kvcache options",
     "kvcache": "torch checks checks_torch checks_kvcache checks_lengths options problem kernel_configs target ops launch reference_kvcache",
-    "distributed": "torch checks options ops flash distributed",
+    "distributed": "torch checks options ops launch flash distributed",
     "hf": "torch checks checks_hf checks_lengths flash kvcache | transformers",
     "checks_hf": "torch checks",
     "launch": "launch/fwd launch/fwd_jvp launch/bwd launch/bwd_passes launch/decode launch/splits",
@@ -69,7 +69,7 @@ DOORS = {
     "cubin": "problem kernel_configs legality target compiler store toolkit | tilelang",
     "manifest": "building sandbox configs cubin compiler toolkit problem kernel_configs legality target",
     "question": "torch problem kernel_configs legality target configs gpus | launch",
-    "explain": "gpus problem kernel_configs legality target configs launch/splits launch/bwd_passes launch/common testing question explain "
+    "explain": "distributed gpus problem kernel_configs legality target configs launch/splits launch/bwd_passes launch/common testing question explain "
     "| matplotlib",
     "doctor": "torch problem target configs | manifest pack toolkit testing",
     "cli": "torch problem kernel_configs legality target configs question doctor packing"

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from tl_attention import launch
 from tl_attention.distributed.pieces import Call
 from tl_attention.ops import bwd_op, fwd_op
 from tl_attention.options import Options, canonical_window
@@ -40,11 +41,11 @@ def keys(x: torch.Tensor, call: Call) -> torch.Tensor:
     return x[:, call.k[0] : call.k[1]]
 
 
-def _arguments(call: Call, scores: Scores, device: torch.device) -> tuple:
-    """Arguments of fwd_op after q, k and v."""
+def _options(call: Call, scores: Scores, device: torch.device) -> tuple[bool, Options]:
+    """(causal, options) of a call."""
     causal, window = canonical_window(False, call.window)
     cu_seqlens = call.cu_seqlens(device) if call.packed else (None, None)
-    options = Options(
+    return causal, Options(
         window=window,
         softcap=scores.softcap,
         max_seqlen_q=max(call.lengths_q) if call.packed else 0,
@@ -54,7 +55,6 @@ def _arguments(call: Call, scores: Scores, device: torch.device) -> tuple:
         cu_seqlens_q=cu_seqlens[0],
         cu_seqlens_k=cu_seqlens[1],
     )
-    return scores.softmax_scale, causal, False, False, scores.deterministic, *options.arguments()
 
 
 def _slopes(call: Call, scores: Scores) -> torch.Tensor | None:
@@ -66,11 +66,15 @@ def _slopes(call: Call, scores: Scores) -> torch.Tensor | None:
 
 def forward(call: Call, scores: Scores, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> State:
     """(out, lse) of a call on its own rows."""
-    arguments = _arguments(call, scores, q.device)
-    if not call.packed:
-        return fwd_op(q, k, v, *arguments)
-    out, lse = fwd_op(q[0], k[0], v[0], *arguments)
-    return out[None], lse[None]
+    causal, options = _options(call, scores, q.device)
+    if call.packed:
+        q, k, v = q[0], k[0], v[0]
+    if q.is_cuda:
+        named = options if options.names else None
+        out, lse = launch.forward(q, k, v, scores.softmax_scale, causal, False, options=named)
+    else:
+        out, lse = fwd_op(q, k, v, scores.softmax_scale, causal, False, False, False, *options.arguments())
+    return (out[None], lse[None]) if call.packed else (out, lse)
 
 
 def backward(
@@ -83,14 +87,22 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     dlse: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv, dsink) of a call whose queries see keys of this call alone; without a sink dsink is empty."""
-    arguments = _arguments(call, scores, q.device)
-    if not call.packed:
-        return bwd_op(dout, q, k, v, out, lse, dlse, *arguments)
-    dlse = None if dlse is None else dlse[0]
-    *grads, dsink = bwd_op(dout[0], q[0], k[0], v[0], out[0], lse[0], dlse, *arguments)
-    return *(grad[None] for grad in grads), dsink
+) -> tuple[torch.Tensor | None, ...]:
+    """(dq, dk, dv, dsink) of a call whose queries see keys of this call alone; without a sink dsink is None."""
+    causal, options = _options(call, scores, q.device)
+    tensors = dout, q, k, v, out, lse
+    if call.packed:
+        tensors = tuple(x[0] for x in tensors)
+        dlse = None if dlse is None else dlse[0]
+    if q.is_cuda:
+        deterministic = scores.deterministic or torch.are_deterministic_algorithms_enabled()
+        named = options if options.names else None
+        asked = scores.softmax_scale, causal, False, False, deterministic, dlse
+        *grads, dsink = (*launch.backward(*tensors, *asked, options=named), None)[:4]
+    else:
+        asked = scores.softmax_scale, causal, False, False, scores.deterministic
+        *grads, dsink = bwd_op(*tensors, dlse, *asked, *options.arguments())
+    return *(grad[None] if call.packed else grad for grad in grads), dsink
 
 
 def partial_backward(

@@ -53,8 +53,7 @@ class Choice(NamedTuple):
 def remote_rows(layout: Layout, mask: Mask) -> int:
     """Most keys that a rank needs from other ranks."""
     needed = (
-        sum(stop - start for stage in needed_keys(layout, rank, mask) for start, stop in stage)
-        for rank in range(layout.world)
+        sum(stop - start for start, stop in needed_keys(layout, rank, mask)) for rank in range(layout.world)
     )
     return max(rows - layout.rows(rank) for rank, rows in enumerate(needed))
 

@@ -94,7 +94,6 @@ def attention(
         return _checked(q, k, v, ranks, return_attn_probs, options, placed)
 
     agree(ranks, check, _key(q, k, v, return_attn_probs, options, placed))
-    check_device_or_warn(q, traced=False)
     documents = documents_of(cu_seqlens)
     packed = documents is not None
     layout, documents = _placement(q, ranks, **placed)
@@ -213,6 +212,7 @@ def _checked(
         raise ValueError(
             f"k, v: expected the tokens of q, {q.shape[-3]}, got {k.shape[-3]}; cross attention over several ranks is not supported"
         )
+    check_device_or_warn(q, traced=False)
     check_deterministic(options["deterministic"])
     batch = len(documents) - 1 if packed else len(q)
     check_options(

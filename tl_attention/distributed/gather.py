@@ -1,21 +1,23 @@
-"""Method "gather": each rank gets the keys that its queries see, once, and calls attention on them.
+"""Method "gather": each rank gets the keys that its queries see, by one exchange, and calls attention on them.
 
-The queries of a range see one contiguous range of keys. Keys arrive in stages, one per range of queries, so that the first range is
-attended while the keys of the second are on their way. In the backward the stages go in reverse order: the gradients of keys that no
-other range sees are on their way home while the next range is computed. Nothing is merged, so the forward rounds as one GPU does.
+The queries of a range of tokens see one contiguous range of keys, so a range takes one call, and nothing is merged: the forward rounds as
+one GPU does. In the backward one exchange brings the gradients of keys home, where they are added up in a fixed order.
+
+Exchange and kernels follow one another. Beside attention kernels, which fill all SMs until they end, NCCL's kernel would wait for them,
+and with it the other ranks.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tl_attention.distributed import calls
 from tl_attention.distributed.calls import Scores
-from tl_attention.distributed.group import Exchange, Message, Ranks
+from tl_attention.distributed.group import Ranks, exchange
 from tl_attention.distributed.layout import Layout, Range, Segment, joined
 from tl_attention.distributed.pieces import Call, Mask, calls_of
 
@@ -23,68 +25,70 @@ from tl_attention.distributed.pieces import Call, Mask, calls_of
 KEPT_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class Part:
-    """Rows that two ranks share: `rows` rows from `mine` on in the shard or in the buffer of this rank."""
+class Part(NamedTuple):
+    """Rows that this rank exchanges with another: [start, stop) of its shard or of its buffer of keys."""
 
     peer: int
-    mine: int
-    rows: int
+    start: int
+    stop: int
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Keys that a range of queries needs beside those of earlier stages, and the calls on it.
+class Origin(NamedTuple):
+    """Origin of the rows [start, stop) of a buffer: entry `received` of a plan's receives, or with None the shard, from row `row` on."""
 
-    Args:
-        receives: rows of the buffer, by the rank that owns them.
-        sends: rows of the shard, by the rank that needs them.
-        copies: (row of the shard, row of the buffer, rows).
-    """
+    start: int
+    stop: int
+    received: int | None
+    row: int = 0
 
-    receives: tuple[Part, ...]
-    sends: tuple[Part, ...]
-    copies: tuple[tuple[int, int, int], ...]
-    calls: tuple[Call, ...]
+    def of(self, shard: torch.Tensor, arrived: list[torch.Tensor]) -> torch.Tensor:
+        """The rows, from a shard [rows, ...] and what arrived from other ranks."""
+        if self.received is not None:
+            return arrived[self.received]
+        return shard[self.row : self.row + self.stop - self.start]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GatherPlan:
-    """Stages of a rank.
+    """Exchange and calls of a rank.
 
     Args:
-        rows: rows of the buffer of keys.
+        sends: rows of the shard, by the rank that needs them, then by token.
+        receives: rows of the buffer, by the rank that owns them, then by token.
+        buffer: origins of the buffer's rows, in their order.
+        calls: one per range of queries, more where documents need different windows.
+        rows: rows of the buffer.
         most_rows: those of the rank with the largest buffer.
-        local: the buffer would be the shard itself.
+        silent: no rank needs keys of another.
     """
 
-    stages: tuple[Stage, ...]
+    sends: tuple[Part, ...]
+    receives: tuple[Part, ...]
+    buffer: tuple[Origin, ...]
+    calls: tuple[Call, ...]
     rows: int
     most_rows: int
-    local: bool
+    silent: bool
+
+    @functools.cached_property
+    def is_shard(self) -> bool:
+        """True if the buffer is the shard itself."""
+        return len(self.buffer) == 1 and not self.receives
+
+    @functools.cached_property
+    def senders(self) -> int:
+        """Number of ranks that send gradients to this one."""
+        return len({part.peer for part in self.sends})
 
     def is_kept(self, k: torch.Tensor, v: torch.Tensor) -> bool:
         """True if the buffers stay until the backward: the same answer on all ranks, which else exchange keys again."""
         columns = k.shape[2] * (k.shape[3] + v.shape[3])
-        return self.most_rows * len(k) * columns * k.element_size() <= KEPT_BYTES
+        return self.most_rows * k.shape[0] * columns * k.element_size() <= KEPT_BYTES
 
 
-def needed_keys(layout: Layout, rank: int, mask: Mask) -> list[tuple[Range, ...]]:
-    """Ranges of keys per stage of a rank: those that its i-th range of queries sees and no earlier one."""
-    known: tuple[Range, ...] = ()
-    stages = []
-    for queries in layout.ranges[rank]:
-        new = [mask.keys_seen(*queries)]
-        for start, stop in known:
-            new = [
-                part
-                for low, high in new
-                for part in ((low, min(high, start)), (max(low, stop), high))
-                if part[0] < part[1]
-            ]
-        stages.append(tuple(new))
-        known = joined([*known, *new])
-    return stages
+def needed_keys(layout: Layout, rank: int, mask: Mask) -> tuple[Range, ...]:
+    """Ranges of keys that the queries of a rank see."""
+    return joined([mask.keys_seen(*queries) for queries in layout.ranges[rank]])
 
 
 @functools.lru_cache(maxsize=64)
@@ -92,86 +96,87 @@ def gather_plan(layout: Layout, rank: int, mask: Mask) -> GatherPlan:
     """The plan of a rank."""
     own = layout.of_rank(rank)
     needed = [needed_keys(layout, other, mask) for other in range(layout.world)]
-    buffer = joined([part for stage in needed[rank] for part in stage])
-    offsets, rows = {}, 0
-    for start, stop in buffer:
-        offsets[start, stop] = rows - start
+    sends = [
+        Part(other, *rows)
+        for other in range(layout.world)
+        if other != rank
+        for part in needed[other]
+        for rows in _rows_in(own, part)
+    ]
+    found: list[tuple[Segment, int]] = []  # segments of the buffer and their first rows in it
+    shifts, rows = {}, 0
+    for start, stop in needed[rank]:
+        shifts[start, stop] = rows - start
+        found += [(segment, rows + segment.start - start) for segment in layout.cut(start, stop)]
         rows += stop - start
-
-    def row(token: int) -> int:
-        return next(token + shift for (start, stop), shift in offsets.items() if start <= token < stop)
-
-    stages = []
-    for number in range(max(map(len, needed))):
-        receives, copies, found = [], [], []
-        for part in needed[rank][number] if number < len(needed[rank]) else ():
-            for segment in layout.cut(*part):
-                if segment.rank == rank:
-                    copies.append((segment.row, row(segment.start), segment.rows))
-                else:
-                    receives.append(Part(segment.rank, row(segment.start), segment.rows))
-        sends = [
-            Part(other, segment.row, segment.rows)
-            for other in range(layout.world)
-            if other != rank and number < len(needed[other])
-            for part in needed[other][number]
-            for segment in _overlaps(own, part)
+    arriving = sorted(
+        (segment.rank, segment.start, row, segment.rows) for segment, row in found if segment.rank != rank
+    )
+    receives = tuple(Part(peer, row, row + count) for peer, _, row, count in arriving)
+    numbers = {part.start: number for number, part in enumerate(receives)}
+    buffer = tuple(Origin(row, row + segment.rows, numbers.get(row), segment.row) for segment, row in found)
+    pieces = []
+    for queries in own:
+        keys = mask.keys_seen(queries.start, queries.stop)
+        shift = next(shift for (start, stop), shift in shifts.items() if start <= keys[0] < stop)
+        pieces += [
+            piece.moved(queries.row - queries.start, shift)
+            for piece in mask.pieces((queries.start, queries.stop), keys)
         ]
-        if number < len(own):
-            queries = own[number]
-            keys = mask.keys_seen(queries.start, queries.stop)
-            shift = row(keys[0]) - keys[0]
-            found = calls_of(
-                piece.moved(queries.row - queries.start, shift)
-                for piece in mask.pieces((queries.start, queries.stop), keys)
-            )
-        stages.append(Stage(tuple(receives), tuple(sends), tuple(copies), tuple(found)))
-    held = [copy for stage in stages for copy in stage.copies]
-    local = rows == layout.rows(rank) and all(a == b for a, b, _ in held) and sum(n for *_, n in held) == rows
-    most_rows = max(sum(stop - start for stage in x for start, stop in stage) for x in needed)
-    return GatherPlan(tuple(stages), rows, most_rows, local)
+    sizes = [sum(stop - start for start, stop in ranges) for ranges in needed]
+    silent = all(size == layout.rows(other) for other, size in enumerate(sizes))
+    return GatherPlan(tuple(sends), receives, buffer, tuple(calls_of(pieces)), rows, max(sizes), silent)
 
 
-def _overlaps(segments: tuple[Segment, ...], part: Range) -> list[Segment]:
-    """Parts of these segments in a range of tokens."""
+def _rows_in(segments: tuple[Segment, ...], part: Range) -> list[Range]:
+    """Rows of those tokens of these segments that are in a range."""
     found = []
-    for rank, row, start, stop in segments:
+    for _, row, start, stop in segments:
         low, high = max(start, part[0]), min(stop, part[1])
         if low < high:
-            found.append(Segment(rank, row + low - start, low, high))
+            found.append((row + low - start, row + high - start))
     return found
 
 
-class _Keys:
-    """Keys and values of a plan, which arrive by stages."""
+def _by_rows(x: torch.Tensor) -> torch.Tensor:
+    """[batch, rows, heads, columns] as contiguous [rows, batch, heads, columns]."""
+    return x.transpose(0, 1).contiguous()
 
-    def __init__(self, plan: GatherPlan, ranks: Ranks, k: torch.Tensor, v: torch.Tensor):
-        shards = [x.transpose(0, 1).contiguous() for x in (k, v)]  # [rows, batch, heads, columns]
-        self._exchanges = []
-        buffers = shards if plan.local else [x.new_empty(plan.rows, *x.shape[1:]) for x in shards]
-        for stage in plan.stages:
-            sends = [
-                Message(part.peer, x[part.mine : part.mine + part.rows])
-                for part in stage.sends
-                for x in shards
-            ]
-            receives = [
-                Message(part.peer, x[part.mine : part.mine + part.rows])
-                for part in stage.receives
-                for x in buffers
-            ]
-            self._exchanges.append(Exchange(ranks, sends, receives))
-        if not plan.local:
-            for stage in plan.stages:
-                for source, target, rows in stage.copies:
-                    for shard, buffer in zip(shards, buffers, strict=True):
-                        buffer[target : target + rows] = shard[source : source + rows]
-        self.tensors = [x.transpose(0, 1) for x in buffers]  # [batch, rows, heads, columns]
 
-    def wait(self, stages: int) -> None:
-        """Wait for the first stages."""
-        for exchange in self._exchanges[:stages]:
-            exchange.wait()
+def _gathered(plan: GatherPlan, ranks: Ranks, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Buffers [batch, rows, heads, columns] of keys and of values, from those of the shard."""
+    if plan.silent:
+        return list(tensors)
+    shards = [_by_rows(x) for x in tensors]
+    arrived = exchange(ranks, plan.sends, plan.receives, shards)
+    if plan.is_shard:
+        return list(tensors)
+    return [
+        torch.cat([origin.of(shard, parts) for origin in plan.buffer]).transpose(0, 1)
+        for shard, parts in zip(shards, arrived, strict=True)
+    ]
+
+
+def _brought_home(
+    plan: GatherPlan, ranks: Ranks, sums: list[torch.Tensor], shards: tuple[torch.Tensor, ...]
+) -> list[torch.Tensor]:
+    """Gradients of the shard [batch, rows, heads, columns] from those of the buffers of all ranks."""
+    if plan.silent:
+        return sums
+    buffers = [_by_rows(x) for x in sums]
+    arrived = exchange(ranks, plan.receives, plan.sends, buffers)
+    if not plan.buffer:
+        return [torch.zeros_like(x) for x in shards]
+    # Each rank adds to a row at most once, and a single addition rounds once in either dtype
+    dtype = shards[0].dtype if plan.senders < 2 else torch.float32
+    totals = []
+    for buffer, parts in zip(buffers, arrived, strict=True):
+        own = [buffer[x.start : x.stop] for x in plan.buffer if x.received is None]
+        total = own[0].to(dtype, copy=True) if len(own) == 1 else torch.cat(own).to(dtype)
+        for part, grad in zip(plan.sends, parts, strict=True):
+            total[part.start : part.stop].add_(grad)
+        totals.append(total.to(shards[0].dtype).transpose(0, 1))
+    return totals
 
 
 class _Gathered(torch.autograd.Function):
@@ -189,19 +194,16 @@ class _Gathered(torch.autograd.Function):
         ranks: Ranks,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = scores._replace(sink=sink)
-        gathered = _Keys(plan, ranks, k, v)
+        keys, values = _gathered(plan, ranks, (k, v))
         outs, lses = [], []
-        for number, stage in enumerate(plan.stages):
-            gathered.wait(number + 1)
-            for call in stage.calls:
-                of_call = (calls.keys(x, call) for x in gathered.tensors)
-                out, lse = calls.forward(call, scores, calls.queries(q, call), *of_call)
-                outs.append(out)
-                lses.append(lse)
+        for call in plan.calls:
+            out, lse = calls.forward(call, scores, calls.queries(q, call), calls.keys(keys, call), calls.keys(values, call))  # fmt: skip
+            outs.append(out)
+            lses.append(lse)
         if not outs:  # no queries
             outs, lses = [q.new_empty(*q.shape[:3], v.shape[3])], [q.new_empty(len(q), q.shape[2], 0).float()]
         out, lse = _joined(outs, 1), _joined(lses, 2)
-        kept = gathered.tensors if plan.is_kept(k, v) else []
+        kept = (keys, values) if plan.is_kept(k, v) else ()
         ctx.save_for_backward(q, k, v, out, lse, sink, scores.slopes, *kept)
         ctx.asked = scores._replace(sink=None, slopes=None), plan, ranks
         ctx.set_materialize_grads(False)
@@ -214,92 +216,49 @@ class _Gathered(torch.autograd.Function):
         scores, plan, ranks = ctx.asked
         scores = scores._replace(sink=sink, slopes=slopes)
         dout = torch.zeros_like(out) if dout is None else dout
-        if kept:
-            tensors = kept
-        else:
-            gathered = _Keys(plan, ranks, k, v)
-            gathered.wait(len(plan.stages))
-            tensors = gathered.tensors
-        sums = _KeyGradients(plan, ranks, k, v)
-        dqs, dsink = [], None
-        for number in reversed(range(len(plan.stages))):
-            for call in reversed(plan.stages[number].calls):
-                of_queries = [calls.queries(x, call) for x in (dout, q, out)]
-                of_keys = [calls.keys(x, call) for x in tensors]
-                of_lse = [None if x is None else x[:, :, call.q[0] : call.q[1]] for x in (lse, dlse)]
-                dq, dk, dv, dsink_part = calls.backward(
-                    call, scores, of_queries[0], of_queries[1], *of_keys, of_queries[2], *of_lse
-                )
-                dqs.append(dq)
-                sums.add(call, dk, dv)
-                if sink is not None:
-                    dsink = dsink_part.float() if dsink is None else dsink + dsink_part
-            sums.send(number)
+        keys, values = kept or _gathered(plan, ranks, (k, v))
+        dqs, sums, dsink = [], [], None
+        # The last range of queries sees the most keys under a causal mask: its gradients are the sums that others are added to
+        for call in reversed(plan.calls):
+            rows = slice(*call.q)
+            dq, dk, dv, dsink_part = calls.backward(
+                call,
+                scores,
+                dout[:, rows],
+                q[:, rows],
+                calls.keys(keys, call),
+                calls.keys(values, call),
+                out[:, rows],
+                lse[:, :, rows],
+                None if dlse is None else dlse[:, :, rows],
+            )
+            dqs.append(dq)
+            sums = _added(plan, call, sums, (dk, dv))
+            if sink is not None:
+                dsink = dsink_part.float() if dsink is None else dsink + dsink_part
         dqs.reverse()
         dq = _joined(dqs, 1) if dqs else torch.zeros_like(q)
         if sink is not None:
             dsink = torch.zeros_like(sink) if dsink is None else dsink.to(sink.dtype)
-        return dq, *sums.result(), dsink, None, None, None
+        dk, dv = _brought_home(plan, ranks, sums or [torch.zeros_like(x) for x in (k, v)], (k, v))
+        return dq, dk, dv, dsink, None, None, None
 
 
 def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-class _KeyGradients:
-    """Gradients of keys and values: added up over the calls of a rank, sent to their owners and added up there, in a fixed order."""
-
-    def __init__(self, plan: GatherPlan, ranks: Ranks, k: torch.Tensor, v: torch.Tensor):
-        self._plan, self._ranks, self._shards = plan, ranks, (k, v)
-        self._sums: list[torch.Tensor] | None = None  # [batch, rows of the buffer, heads, columns]
-        self._pending: list[tuple[Exchange, list[Message], Stage]] = []
-
-    def add(self, call: Call, *grads: torch.Tensor) -> None:
-        """Add the gradients of a call's keys."""
-        if self._sums is None:
-            if call.k == (0, self._plan.rows):
-                self._sums = list(grads)
-                return
-            self._sums = [grad.new_zeros(len(grad), self._plan.rows, *grad.shape[2:]) for grad in grads]
-        for total, grad in zip(self._sums, grads, strict=True):
-            calls.keys(total, call).add_(grad)
-
-    def send(self, number: int) -> None:
-        """Send the gradients of a stage's keys to their owners; no later call may add to them."""
-        stage = self._plan.stages[number]
-        sends, receives = [], []
-        for part in stage.receives:
-            for total in self._sums:
-                rows = total[:, part.mine : part.mine + part.rows].transpose(0, 1).contiguous()
-                sends.append(Message(part.peer, rows))
-        for part in stage.sends:
-            for shard in self._shards:
-                rows = shard.new_empty(part.rows, len(shard), *shard.shape[2:])
-                receives.append(Message(part.peer, rows))
-        self._pending.append((Exchange(self._ranks, sends, receives), receives, stage))
-
-    def result(self) -> tuple[torch.Tensor, ...]:
-        """(dk, dv) of the shard."""
-        if self._sums is None:
-            return tuple(torch.zeros_like(x) for x in self._shards)
-        peers = {part.peer for stage in self._plan.stages for part in stage.sends}
-        if self._plan.local and not peers:
-            return tuple(self._sums)
-        # A single addition rounds once in either dtype: each peer adds to a row at most once
-        totals = [
-            torch.empty_like(x, dtype=x.dtype if len(peers) < 2 else torch.float32) for x in self._shards
-        ]
-        for stage in self._plan.stages:
-            for mine, row, rows in stage.copies:
-                for total, parts in zip(totals, self._sums, strict=True):
-                    total[:, mine : mine + rows] = parts[:, row : row + rows]
-        for exchange, receives, stage in self._pending:
-            exchange.wait()
-            found = iter(receives)
-            for part in stage.sends:
-                for total in totals:
-                    total[:, part.mine : part.mine + part.rows] += next(found).tensor.transpose(0, 1)
-        return tuple(total.to(x.dtype) for total, x in zip(totals, self._shards, strict=True))
+def _added(
+    plan: GatherPlan, call: Call, sums: list[torch.Tensor], grads: tuple[torch.Tensor, ...]
+) -> list[torch.Tensor]:
+    """Sums [batch, rows of the buffer, heads, columns] with the gradients of a call's keys."""
+    if not sums:
+        if call.k == (0, plan.rows):
+            return list(grads)
+        sums = [grad.new_zeros(len(grad), plan.rows, *grad.shape[2:]) for grad in grads]
+    for total, grad in zip(sums, grads, strict=True):
+        calls.keys(total, call).add_(grad)
+    return sums
 
 
 def attend(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,57 @@ class Exchange:
         for work in self._works:
             work.wait()
         self._works, self._tensors = [], []
+
+
+class Rows(Protocol):
+    """Rows [start, stop) of a tensor, to or from another rank."""
+
+    peer: int
+    start: int
+    stop: int
+
+
+def exchange(
+    ranks: Ranks, sends: Sequence[Rows], receives: Sequence[Rows], tensors: Sequence[torch.Tensor]
+) -> list[list[torch.Tensor]]:
+    """Send rows of contiguous tensors [rows, ...] to other ranks and get rows like them, in one collective of all ranks.
+
+    The current stream waits for it, the host does not (NCCL).
+
+    Args:
+        sends: rows of each tensor, sorted by rank.
+        receives: their counts of rows are those that arrive, sorted by rank; two ranks list their common rows in the same order.
+    Returns:
+        per tensor the received rows, in the order of `receives`.
+    """
+    widths = [x[0].numel() if len(x) else math.prod(x.shape[1:]) for x in tensors]
+    outgoing = [
+        x[part.start : part.stop].reshape(-1)
+        for peer in range(ranks.world)
+        for x in tensors
+        for part in sends
+        if part.peer == peer
+    ]
+    width = sum(widths)
+    send_sizes, receive_sizes = [0] * ranks.world, [0] * ranks.world
+    for sizes, parts in ((send_sizes, sends), (receive_sizes, receives)):
+        for part in parts:
+            sizes[part.peer] += (part.stop - part.start) * width
+    first = tensors[0]
+    outgoing = torch.cat(outgoing) if outgoing else first.new_empty(0)
+    arrived = first.new_empty(sum(receive_sizes))
+    dist.all_to_all_single(arrived, outgoing, receive_sizes, send_sizes, group=ranks.group)
+
+    found: list[list[torch.Tensor]] = [[] for _ in tensors]
+    offset = 0
+    for peer in range(ranks.world):
+        for x, size, parts in zip(tensors, widths, found, strict=True):
+            for part in receives:
+                if part.peer == peer:
+                    rows = part.stop - part.start
+                    parts.append(arrived[offset : offset + rows * size].view(rows, *x.shape[1:]))
+                    offset += rows * size
+    return found
 
 
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set] = weakref.WeakKeyDictionary()

@@ -14,7 +14,9 @@ from tl_attention.testing.shapes import Shape, chosen_shapes
 
 if TYPE_CHECKING:
     from tl_attention.explain.work import Work
+    from tl_attention.gpus import Gpu
 
+LINK_NAMES = ("nvlink", "ib")  # of scale.LINKS
 NO_MATPLOTLIB = "--plot needs matplotlib: pip install 'tl-attention[bench]'"
 
 
@@ -40,6 +42,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--plot", type=Path, metavar="FILE", help="write a roofline picture: .png, .svg or .pdf"
     )
     command.add_argument(
+        "--ranks", nargs="+", type=int, metavar="N", help="forward and backward over N GPUs, by method"
+    )  # fmt: skip
+    command.add_argument(
+        "--link", choices=LINK_NAMES, default=LINK_NAMES[0], help="between GPUs, with --ranks; default: %(default)s"
+    )  # fmt: skip
+    command.add_argument(
         "--check",
         action="store_true",
         help="compare the model with all results of the GPU in benchmarks/results",
@@ -64,6 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
             check(shape, direction)
     except ValueError as error:
         raise SystemExit(f"tl-attention explain: {error}") from None
+    if arguments.ranks:
+        print("\n\n\n".join(_scaled(shape, arguments, gpu) for shape in shapes))
+        return 0
     asked = itertools.product(shapes, arguments.directions)
     works = [work.of_call(shape, direction, arguments.dtype, gpu) for shape, direction in asked]
     if works:
@@ -71,6 +82,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         _draw(works, arguments)
     return 0
+
+
+def _scaled(shape: Shape, arguments: argparse.Namespace, gpu: Gpu) -> str:
+    """The table of a shape over several GPUs. Raises SystemExit where there is none."""
+    from tl_attention.explain import scale
+
+    try:
+        scale.check(shape, arguments.ranks)
+    except ValueError as error:
+        raise SystemExit(f"tl-attention explain: {error}") from None
+    return scale.table(shape, arguments.ranks, arguments.link, arguments.dtype, gpu)
 
 
 def _draw(works: list[Work], arguments: argparse.Namespace) -> None:

@@ -1,0 +1,217 @@
+"""Time of attention over several GPUs by method, from the model of one GPU and the bytes that ranks exchange.
+
+A rank's kernels are those of one GPU on the shapes that the method gives it. Links are full duplex. Exposed is the communication that the
+kernels do not hide:
+
+    gather    all of it: the rank whose two chunks touch needs all keys before its one call, and its key gradients leave after it
+    ring      per step what exceeds the kernels of the step; partial results are merged in fp32, by memory bandwidth
+    ulysses   all of it: nothing can start before the heads are there
+
+The zigzag layout gives all ranks the same work under a causal mask.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from tl_attention.distributed.choice import (
+    RING_BYTES,
+    Sizes,
+    gather_bytes,
+    heads_divide,
+    remote_rows,
+    ulysses_bytes,
+)
+from tl_attention.distributed.layout import named_layout
+from tl_attention.distributed.pieces import Mask
+from tl_attention.explain import model, work
+from tl_attention.gpus import Gpu
+from tl_attention.problem import DTYPES
+from tl_attention.testing.shapes import Shape
+
+PASSES = ("fwd", "bwd")
+MAX_RANKS = 1024
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a rank receives from others, and sends at the same time.
+
+    Args:
+        bytes_s: bytes per second that NCCL reaches.
+        latency: seconds per exchange, with the launch of its kernel.
+    """
+
+    words: str
+    bytes_s: float
+    latency: float
+
+
+LINKS = {
+    "nvlink": Link("NVLink 4: 450 GB/s per GPU and direction, of which NCCL reaches 300", 3e11, 20e-6),
+    "ib": Link("InfiniBand NDR: 400 Gb/s per GPU, of which NCCL reaches 45 GB/s", 4.5e10, 40e-6),
+}
+# Bytes of memory per element of an fp32 sum and a bf16 part that is added to it; a merge also scales the sum, in a kernel of its own
+MERGE_BYTES, ADD_BYTES = 18, 10
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Forward and backward of a method on one rank.
+
+    Args:
+        seconds: in all; compute: of the kernels; exposed: of the communication that nothing hides.
+        received: bytes; buffer: bytes of keys, or of all tensors, that a rank holds for the others.
+    """
+
+    method: str
+    seconds: float
+    compute: float
+    exposed: float
+    received: int
+    buffer: int
+
+
+def sizes_of(shape: Shape, dtype: str) -> Sizes:
+    return Sizes(
+        shape.batch,
+        shape.heads_q,
+        shape.heads_kv,
+        shape.head_dim,
+        shape.head_dim_v,
+        DTYPES[dtype].bytes,
+        training=True,
+    )
+
+
+@functools.cache
+def kernels(shape: Shape, dtype: str, gpu: Gpu) -> tuple[float, float]:
+    """Seconds of forward and backward on one GPU."""
+    return tuple(model.estimate(work.of_call(shape, one, dtype, gpu)).seconds for one in PASSES)
+
+
+def methods(shape: Shape, ranks: int, link: Link, dtype: str, gpu: Gpu) -> list[Scaled]:
+    """The methods that serve a shape on so many ranks, the fastest first."""
+    found = [_gather(shape, ranks, link, dtype, gpu), _ring(shape, ranks, link, dtype, gpu)]
+    if heads_divide(shape.heads_q, shape.heads_kv, ranks):
+        found.append(_ulysses(shape, ranks, link, dtype, gpu))
+    return sorted(found, key=lambda one: one.seconds)
+
+
+def efficiency(shape: Shape, one: Scaled, ranks: int, dtype: str, gpu: Gpu) -> float:
+    """Share of the ideal speed: one GPU's time over all ranks' time together."""
+    return sum(kernels(shape, dtype, gpu)) / (ranks * one.seconds)
+
+
+def _zigzag(shape: Shape, ranks: int) -> tuple[Shape, Shape]:
+    """Calls of the first rank: its first chunk on its own keys, its last chunk on all keys."""
+    chunk = max(shape.seqlen_q // (2 * ranks), 1)
+    first = replace(shape, seqlen_q=chunk, seqlen_k=chunk if shape.causal else shape.seqlen_k)
+    return first, replace(shape, seqlen_q=chunk)
+
+
+def _rows(shape: Shape, ranks: int) -> int:
+    """Keys that a rank needs from others."""
+    window = shape.window_size if shape.options.window is not None else (-1, 0 if shape.causal else -1)
+    layout = named_layout("zigzag", shape.seqlen_q, ranks)
+    return remote_rows(layout, Mask((0, shape.seqlen_q), window))
+
+
+def _bytes_per_row(sizes: Sizes) -> int:
+    return sizes.batch * sizes.heads_kv * (sizes.head_dim + sizes.head_dim_v) * sizes.element_size
+
+
+def _gather(shape: Shape, ranks: int, link: Link, dtype: str, gpu: Gpu) -> Scaled:
+    sizes, rows = sizes_of(shape, dtype), _rows(shape, ranks)
+    compute = sum(sum(kernels(part, dtype, gpu)) for part in _zigzag(shape, ranks))
+    received = gather_bytes(rows, sizes)
+    exposed = received / link.bytes_s + 3 * link.latency
+    buffer = (rows + shape.seqlen_q // ranks) * _bytes_per_row(sizes)
+    return Scaled("gather", compute + exposed, compute, exposed, received, buffer)
+
+
+def _ring(shape: Shape, ranks: int, link: Link, dtype: str, gpu: Gpu) -> Scaled:
+    sizes, rows = sizes_of(shape, dtype), _rows(shape, ranks)
+    forward, backward = (
+        sum(kernels(part, dtype, gpu)[number] for part in _zigzag(shape, ranks)) for number in (0, 1)
+    )
+    own = shape.seqlen_q // ranks
+    # Steps whose keys some query sees; under a causal mask half the queries see the keys of a step
+    steps = -(-rows // own)
+    queries = own * (0.5 if shape.causal else 1)
+    bandwidth = 1e12 * gpu.tb_s * model.HBM_SHARE
+    columns = shape.batch * shape.heads_q
+    merge = steps * queries * columns * shape.head_dim_v * MERGE_BYTES / bandwidth
+    add = (
+        steps * (queries * columns * shape.head_dim * ADD_BYTES + own * _bytes_per_row(sizes) * 5) / bandwidth
+    )
+    moved = rows / max(steps, 1) * _bytes_per_row(sizes) / link.bytes_s + link.latency
+    each = (forward + merge) / (steps + 1), (backward + add) / (steps + 1)
+    exposed = steps * (max(moved - each[0], 0) + max(2 * moved - each[1], 0)) + moved
+    compute = forward + backward + merge + add
+    received = 3 * rows * _bytes_per_row(sizes)
+    return Scaled("ring", compute + exposed, compute, exposed, received, 2 * own * _bytes_per_row(sizes))
+
+
+def _ulysses(shape: Shape, ranks: int, link: Link, dtype: str, gpu: Gpu) -> Scaled:
+    heads_kv = max(shape.heads_kv // ranks, 1)
+    part = replace(shape, heads_q=shape.heads_q // ranks, heads_kv=heads_kv)
+    sizes = sizes_of(shape, dtype)
+    compute = sum(kernels(part, dtype, gpu))
+    received = ulysses_bytes(shape.seqlen_q, ranks, sizes)
+    exposed = received / link.bytes_s + 4 * link.latency
+    return Scaled("ulysses", compute + exposed, compute, exposed, received, received // 2)
+
+
+def table(shape: Shape, ranks: list[int], link_name: str, dtype: str, gpu: Gpu) -> str:
+    """The answer for a shape: per number of ranks and method times, bytes and efficiency."""
+    link = LINKS[link_name]
+    alone = sum(kernels(shape, dtype, gpu))
+    title = f"{shape}, {dtype}, on several {gpu.name}: forward and backward"
+    lines = [
+        title,
+        "=" * len(title),
+        f"link: {link.words}; {1e6 * link.latency:.0f} us per exchange",
+        f"one GPU: {_ms(alone)} ms by the model",
+        "",
+        f"{'ranks':>5}  {'method':8} {'ms':>9} {'kernels':>9} {'exposed':>9} {'received':>9} {'buffer':>9}  {'efficiency':>10}",
+    ]
+    for count in ranks:
+        for one in methods(shape, count, link, dtype, gpu):
+            share = efficiency(shape, one, count, dtype, gpu)
+            note = "  above the limit of auto: ring" if _is_large(one) else ""
+            lines.append(
+                f"{count:>5}  {one.method:8} {_ms(one.seconds):>9} {_ms(one.compute):>9} {_ms(one.exposed):>9}"
+                f" {_mib(one.received):>9} {_mib(one.buffer):>9}  {share:>10.2f}{note}"
+            )
+    lines += [
+        "",
+        "received and buffer in MiB per rank; efficiency: one GPU's time over that of all ranks together",
+    ]
+    return "\n".join(lines)
+
+
+def _is_large(one: Scaled) -> bool:
+    return one.method == "gather" and one.buffer > RING_BYTES
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g}" if seconds < 10 else f"{1e3 * seconds:,.0f}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f}"
+
+
+def check(shape: Shape, ranks: list[int]) -> None:
+    """Raise ValueError for what the model does not serve."""
+    for count in ranks:
+        if not 2 <= count <= MAX_RANKS:
+            raise ValueError(f"--ranks: expected numbers from 2 to {MAX_RANKS}, got {count}")
+    if shape.seqlen_q != shape.seqlen_k or shape.is_varlen or shape.options.dropout or shape.options.alibi:
+        raise ValueError(
+            f"shape {shape}: expected one sequence with Sq equal to Sk for --ranks, without varlen, dropout and alibi"
+        )
+    if shape.seqlen_q < 2 * max(ranks):
+        raise ValueError(f"shape {shape}: expected at least two tokens per rank for --ranks {max(ranks)}")

@@ -69,7 +69,8 @@ DOORS = {
     "cubin": "problem kernel_configs legality target compiler store toolkit | tilelang",
     "manifest": "building sandbox configs cubin compiler toolkit problem kernel_configs legality target",
     "question": "torch problem kernel_configs legality target configs gpus | launch",
-    "explain": "distributed gpus problem kernel_configs legality target configs launch/splits launch/bwd_passes launch/common testing question explain "
+    "explain": "distributed "
+    "gpus problem kernel_configs legality target configs launch/splits launch/bwd_passes launch/common testing question explain "
     "| matplotlib",
     "doctor": "torch problem target configs | manifest pack toolkit testing",
     "cli": "torch problem kernel_configs legality target configs question doctor packing"

@@ -17,20 +17,12 @@ import torch
 
 from tl_attention.distributed import calls
 from tl_attention.distributed.calls import Scores
-from tl_attention.distributed.group import Ranks, exchange
+from tl_attention.distributed.group import Exchange, Part, Ranks
 from tl_attention.distributed.layout import Layout, Range, Segment, joined
 from tl_attention.distributed.pieces import Call, Mask, calls_of
 
 # Gathered keys and values of at most so many bytes are kept for the backward; larger ones are gathered a second time
 KEPT_BYTES = 64 << 20
-
-
-class Part(NamedTuple):
-    """Rows that this rank exchanges with another: [start, stop) of its shard or of its buffer of keys."""
-
-    peer: int
-    start: int
-    stop: int
 
 
 class Origin(NamedTuple):
@@ -72,8 +64,8 @@ class GatherPlan:
 
     @functools.cached_property
     def is_shard(self) -> bool:
-        """True if the buffer is the shard itself."""
-        return len(self.buffer) == 1 and not self.receives
+        """True if the buffer is the shard itself, or empty."""
+        return len(self.buffer) < 2 and not self.receives
 
     @functools.cached_property
     def senders(self) -> int:
@@ -148,7 +140,7 @@ def _gathered(plan: GatherPlan, ranks: Ranks, tensors: tuple[torch.Tensor, ...])
     if plan.silent:
         return list(tensors)
     shards = [_by_rows(x) for x in tensors]
-    arrived = exchange(ranks, plan.sends, plan.receives, shards)
+    arrived = Exchange(ranks, plan.sends, plan.receives, shards).wait()
     if plan.is_shard:
         return list(tensors)
     return [
@@ -164,7 +156,7 @@ def _brought_home(
     if plan.silent:
         return sums
     buffers = [_by_rows(x) for x in sums]
-    arrived = exchange(ranks, plan.receives, plan.sends, buffers)
+    arrived = Exchange(ranks, plan.receives, plan.sends, buffers).wait()
     if not plan.buffer:
         return [torch.zeros_like(x) for x in shards]
     # Each rank adds to a row at most once, and a single addition rounds once in either dtype

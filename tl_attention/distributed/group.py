@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,87 +49,57 @@ def ranks_of(group: Group) -> Ranks:
     return Ranks(group, rank, dist.get_world_size(group))
 
 
-class Message(NamedTuple):
-    """A contiguous tensor to send to, or to fill from, another rank of the group."""
-
-    peer: int
-    tensor: torch.Tensor
-
-
-class Exchange:
-    """Messages on their way. The current stream waits for them in wait(), the host does not (NCCL).
-
-    Messages between two ranks match by their order. A message without elements is left out by both ranks.
-    """
-
-    def __init__(self, ranks: Ranks, sends: Sequence[Message], receives: Sequence[Message]):
-        operations, tags = [], {}
-        for operation, messages in ((dist.isend, sends), (dist.irecv, receives)):
-            for peer, tensor in messages:
-                if not tensor.numel():
-                    continue
-                tag = tags[operation, peer] = tags.get((operation, peer), -1) + 1
-                peer = dist.get_global_rank(ranks.group, peer)
-                operations.append(dist.P2POp(operation, tensor, peer, ranks.group, tag))
-        self._tensors = [operation.tensor for operation in operations]  # alive until wait()
-        self._works = dist.batch_isend_irecv(operations) if operations else []
-
-    def wait(self) -> None:
-        """Make the current stream, or on the CPU the caller, wait for all messages."""
-        for work in self._works:
-            work.wait()
-        self._works, self._tensors = [], []
-
-
-class Rows(Protocol):
-    """Rows [start, stop) of a tensor, to or from another rank."""
+class Part(NamedTuple):
+    """Rows [start, stop) of a tensor, for another rank or from it."""
 
     peer: int
     start: int
     stop: int
 
 
-def exchange(
-    ranks: Ranks, sends: Sequence[Rows], receives: Sequence[Rows], tensors: Sequence[torch.Tensor]
-) -> list[list[torch.Tensor]]:
-    """Send rows of contiguous tensors [rows, ...] to other ranks and get rows like them, in one collective of all ranks.
-
-    The current stream waits for it, the host does not (NCCL).
+class Exchange:
+    """Rows of contiguous tensors [rows, ...] on their way between ranks, by one collective that all ranks of the group start.
 
     Args:
         sends: rows of each tensor, sorted by rank.
-        receives: their counts of rows are those that arrive, sorted by rank; two ranks list their common rows in the same order.
-    Returns:
-        per tensor the received rows, in the order of `receives`.
+        receives: as many rows arrive, sorted by rank. Two ranks list what they share in the same order.
     """
-    widths = [x[0].numel() if len(x) else math.prod(x.shape[1:]) for x in tensors]
-    outgoing = [
-        x[part.start : part.stop].reshape(-1)
-        for peer in range(ranks.world)
-        for x in tensors
-        for part in sends
-        if part.peer == peer
-    ]
-    width = sum(widths)
-    send_sizes, receive_sizes = [0] * ranks.world, [0] * ranks.world
-    for sizes, parts in ((send_sizes, sends), (receive_sizes, receives)):
-        for part in parts:
-            sizes[part.peer] += (part.stop - part.start) * width
-    first = tensors[0]
-    outgoing = torch.cat(outgoing) if outgoing else first.new_empty(0)
-    arrived = first.new_empty(sum(receive_sizes))
-    dist.all_to_all_single(arrived, outgoing, receive_sizes, send_sizes, group=ranks.group)
 
-    found: list[list[torch.Tensor]] = [[] for _ in tensors]
-    offset = 0
-    for peer in range(ranks.world):
-        for x, size, parts in zip(tensors, widths, found, strict=True):
-            for part in receives:
-                if part.peer == peer:
+    def __init__(
+        self, ranks: Ranks, sends: Sequence[Part], receives: Sequence[Part], tensors: Sequence[torch.Tensor]
+    ):
+        self._receives, self._shapes = receives, [x.shape[1:] for x in tensors]
+        self._widths = [shape.numel() for shape in self._shapes]
+        width = sum(self._widths)
+        parts = [x[part.start : part.stop].view(-1) for run in _runs(sends) for x in tensors for part in run]
+        self._sent = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else tensors[0].new_empty(0)
+        sizes = [0] * ranks.world, [0] * ranks.world
+        for counts, rows in zip(sizes, (sends, receives), strict=True):
+            for part in rows:
+                counts[part.peer] += (part.stop - part.start) * width
+        self._arrived = tensors[0].new_empty(sum(sizes[1]))
+        self._work = dist.all_to_all_single(
+            self._arrived, self._sent, sizes[1], sizes[0], group=ranks.group, async_op=True
+        )
+
+    def wait(self) -> list[list[torch.Tensor]]:
+        """Per tensor the rows that arrived, in the order of `receives`. The current stream waits, the host does not (NCCL)."""
+        self._work.wait()
+        self._sent = None
+        found: list[list[torch.Tensor]] = [[] for _ in self._shapes]
+        offset = 0
+        for run in _runs(self._receives):
+            for parts, shape, width in zip(found, self._shapes, self._widths, strict=True):
+                for part in run:
                     rows = part.stop - part.start
-                    parts.append(arrived[offset : offset + rows * size].view(rows, *x.shape[1:]))
-                    offset += rows * size
-    return found
+                    parts.append(self._arrived[offset : offset + rows * width].view(rows, *shape))
+                    offset += rows * width
+        return found
+
+
+def _runs(parts: Sequence[Part]) -> list[list[Part]]:
+    """Parts by their ranks."""
+    return [list(run) for _, run in itertools.groupby(parts, key=lambda part: part.peer)]
 
 
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set] = weakref.WeakKeyDictionary()

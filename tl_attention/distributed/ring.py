@@ -16,7 +16,7 @@ import torch
 
 from tl_attention.distributed import calls
 from tl_attention.distributed.calls import Scores
-from tl_attention.distributed.group import Exchange, Message, Ranks
+from tl_attention.distributed.group import Exchange, Part, Ranks
 from tl_attention.distributed.layout import Layout, Range
 from tl_attention.distributed.pieces import Call, Mask, calls_of
 
@@ -73,23 +73,26 @@ class _Shards:
     def __init__(self, steps: tuple[Step, ...], ranks: Ranks, k: torch.Tensor, v: torch.Tensor):
         self._steps, self._ranks = steps, ranks
         self._own = [x.transpose(0, 1).contiguous() for x in (k, v)]
-        first, last = steps[0].rows
-        self._next = [x[first:last] for x in self._own], Exchange(ranks, [], [])
+        self._arriving: Exchange | None = None
 
     def of(self, number: int) -> list[torch.Tensor]:
         """Keys and values [batch, rows, heads, columns] of a step. To be called once per step, in their order."""
-        tensors, arriving = self._next
+        first, last = self._steps[number].rows
+        tensors = [x[first:last] for x in self._own]
+        if number:
+            arrived = self._arriving.wait()
+            tensors = [parts[0] if parts else x[:0] for x, parts in zip(self._own, arrived, strict=True)]
         if number + 1 < len(self._steps):
-            self._next = self._fetch(self._steps[number + 1])
-        arriving.wait()
+            step = self._steps[number + 1]
+            rows = step.rows[1] - step.rows[0]
+            self._arriving = Exchange(
+                self._ranks, _part(step.target, *step.target_rows), _part(step.source, 0, rows), self._own
+            )
         return [x.transpose(0, 1) for x in tensors]
 
-    def _fetch(self, step: Step) -> tuple[list[torch.Tensor], Exchange]:
-        first, last = step.target_rows
-        rows = step.rows[1] - step.rows[0]
-        tensors = [x.new_empty(rows, *x.shape[1:]) for x in self._own]
-        sends = [Message(step.target, x[first:last]) for x in self._own]
-        return tensors, Exchange(self._ranks, sends, [Message(step.source, x) for x in tensors])
+
+def _part(peer: int, start: int, stop: int) -> list[Part]:
+    return [Part(peer, start, stop)] if start < stop else []
 
 
 class _States:
@@ -162,7 +165,7 @@ class _Ring(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         shards = _Shards(steps, ranks, k, v)
         totals = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
-        home: list[tuple[Exchange, list[torch.Tensor], Range]] = []
+        home: list[tuple[Exchange, Step]] = []
         for number, step in enumerate(steps):
             tensors = shards.of(number)
             parts = [torch.zeros_like(x, dtype=torch.float32) for x in tensors]
@@ -179,11 +182,9 @@ class _Ring(torch.autograd.Function):
             if not number:
                 _add(totals[1:], parts, step.rows)
                 continue
-            messages = [Message(step.source, x.to(k.dtype).transpose(0, 1).contiguous()) for x in parts]
-            rows = step.target_rows[1] - step.target_rows[0]
-            received = [x.new_empty(rows, len(x), *x.shape[2:]) for x in (k, v)]
-            exchange = Exchange(ranks, messages, [Message(step.target, x) for x in received])
-            home.append((exchange, received, step.target_rows))
+            rows = step.rows[1] - step.rows[0]
+            leaving = [x.to(k.dtype).transpose(0, 1).contiguous() for x in parts]
+            home.append((Exchange(ranks, _part(step.source, 0, rows), _part(step.target, *step.target_rows), leaving), step))  # fmt: skip
             if len(home) > 1:
                 _arrive(totals[1:], *home.pop(0))
         for one in home:
@@ -198,11 +199,11 @@ def _add(totals: list[torch.Tensor], parts: list[torch.Tensor], rows: Range) -> 
         total[:, rows[0] : rows[1]] += part
 
 
-def _arrive(
-    totals: list[torch.Tensor], exchange: Exchange, received: list[torch.Tensor], rows: Range
-) -> None:
-    exchange.wait()
-    _add(totals, [x.transpose(0, 1) for x in received], rows)
+def _arrive(totals: list[torch.Tensor], exchange: Exchange, step: Step) -> None:
+    """Add the gradients that another rank sent at a step."""
+    arrived = [part.transpose(0, 1) for parts in exchange.wait() for part in parts]
+    if arrived:
+        _add(totals, arrived, step.target_rows)
 
 
 def _sink_gradient(

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from tl_attention.checks import check_window, describe, expect_bool, expect_tensor, holds_ints
-from tl_attention.distributed.group import Exchange, Group, Message, ranks_of
+from tl_attention.distributed.group import Exchange, Group, Part, ranks_of
 from tl_attention.distributed.layout import (
     NAMES,
     Layout,
@@ -164,21 +164,16 @@ def unshard(
             " for shards of unequal length"
         )
     own = x.movedim(dim, 0).contiguous()
-    whole = own.new_empty(found.total, *own.shape[1:])
-    sends = [
-        Message(peer, own[segment.row : segment.row + segment.rows])
-        for peer in range(ranks.world)
-        if peer != ranks.rank
-        for segment in found.of_rank(ranks.rank)
-    ]
-    receives = []
-    for segment in found.segments:
-        if segment.rank == ranks.rank:
-            whole[segment.start : segment.stop] = own[segment.row : segment.row + segment.rows]
-        else:
-            receives.append(Message(segment.rank, whole[segment.start : segment.stop]))
-    Exchange(ranks, sends, receives).wait()
-    return whole.movedim(0, dim)
+    others = [peer for peer in range(ranks.world) if peer != ranks.rank]
+    if not others:
+        return x
+    mine = len(own)
+    sends = [Part(peer, 0, mine) for peer in others]
+    receives = [Part(peer, 0, found.rows(peer)) for peer in others]
+    (arrived,) = Exchange(ranks, sends, receives, [own]).wait()
+    arrived.insert(ranks.rank, own)
+    parts = [arrived[part.rank][part.row : part.row + part.rows] for part in found.segments]
+    return (torch.cat(parts) if parts else own).movedim(0, dim)
 
 
 def positions(

@@ -7,12 +7,15 @@ Source: Jacobs et al. 2023, DeepSpeed Ulysses.
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from tl_attention.distributed.group import Exchange, Message, Ranks
-from tl_attention.distributed.layout import Layout, Range, Segment
+from tl_attention.distributed.group import Ranks
+from tl_attention.distributed.layout import Layout, Range
 
 
 class Heads(NamedTuple):
@@ -37,34 +40,51 @@ def heads_of_ranks(heads: int, heads_kv: int, world: int) -> Heads:
     return Heads(of_q, tuple((start // group, (stop - 1) // group + 1) for start, stop in of_q))
 
 
-def _rows(segment: Segment) -> slice:
-    return slice(segment.row, segment.row + segment.rows)
-
-
-def _tokens(segment: Segment) -> slice:
-    return slice(segment.start, segment.stop)
+def _exchanged(
+    ranks: Ranks, outgoing: list[list[torch.Tensor]], shapes: list[list[tuple[int, ...]]]
+) -> list[list[torch.Tensor]]:
+    """Tensors from each rank, of these shapes, for tensors to each rank; both lists are empty for this one."""
+    sizes = [sum(x.numel() for x in tensors) for tensors in outgoing]
+    first = next(x for tensors in outgoing for x in tensors)
+    sent = first.new_empty(sum(sizes))
+    parts = sent.split([x.numel() for tensors in outgoing for x in tensors])
+    for part, x in zip(parts, itertools.chain(*outgoing), strict=True):
+        part.view(x.shape).copy_(x)
+    counts = [[math.prod(shape) for shape in of_peer] for of_peer in shapes]
+    arrived = first.new_empty(sum(map(sum, counts)))
+    dist.all_to_all_single(arrived, sent, [*map(sum, counts)], sizes, group=ranks.group)
+    found = iter(arrived.split([*itertools.chain(*counts)]))
+    return [[next(found).view(shape) for shape in of_peer] for of_peer in shapes]
 
 
 def _to_heads(
     tensors: list[torch.Tensor], heads: list[tuple[Range, ...]], layout: Layout, ranks: Ranks
 ) -> list[torch.Tensor]:
     """Own tokens of all heads [batch, rows, heads, columns] to all tokens of own heads [batch, total, heads of the rank, columns]."""
-    sends, receives, found = [], [], []
-    own = layout.of_rank(ranks.rank)
-    for x, ranges in zip(tensors, heads, strict=True):
-        first, last = ranges[ranks.rank]
-        whole = x.new_empty(layout.total, len(x), last - first, x.shape[3])
-        by_rows = x.transpose(0, 1)
-        for segment in own:
-            whole[_tokens(segment)] = by_rows[_rows(segment), :, first:last]
-        for peer, (start, stop) in enumerate(ranges):
-            if peer != ranks.rank:
-                part = by_rows[:, :, start:stop].contiguous()
-                sends += [Message(peer, part[_rows(segment)]) for segment in own]
-                receives += [Message(peer, whole[_tokens(segment)]) for segment in layout.of_rank(peer)]
-        found.append(whole.transpose(0, 1))
-    Exchange(ranks, sends, receives).wait()
-    return found
+    by_rows = [x.transpose(0, 1) for x in tensors]  # [rows, batch, heads, columns]
+    peers = range(ranks.world)
+    outgoing = [
+        [x[:, :, slice(*of_ranks[peer])] for x, of_ranks in zip(by_rows, heads, strict=True)]
+        if peer != ranks.rank
+        else []
+        for peer in peers
+    ]
+    own = [slice(*of_ranks[ranks.rank]) for of_ranks in heads]
+    shapes = [
+        [
+            (layout.rows(peer), x.shape[1], mine.stop - mine.start, x.shape[3])
+            for x, mine in zip(by_rows, own, strict=True)
+        ]
+        if peer != ranks.rank
+        else []
+        for peer in peers
+    ]
+    arrived = _exchanged(ranks, outgoing, shapes)
+    arrived[ranks.rank] = [x[:, :, mine] for x, mine in zip(by_rows, own, strict=True)]
+    return [
+        torch.cat([arrived[x.rank][number][x.row : x.row + x.rows] for x in layout.segments]).transpose(0, 1)
+        for number in range(len(tensors))
+    ]
 
 
 def _to_tokens(
@@ -75,31 +95,35 @@ def _to_tokens(
     ranks: Ranks,
 ) -> list[torch.Tensor]:
     """Inverse of _to_heads, for tensors with `counts` heads; it adds up the copies of heads that several ranks have."""
-    sends, receives, found = [], [], []
-    own, rows = layout.of_rank(ranks.rank), layout.rows(ranks.rank)
-    arriving = []
-    for x, ranges in zip(tensors, heads, strict=True):
-        whole = x.transpose(0, 1).contiguous()
-        parts = []
-        for peer, (start, stop) in enumerate(ranges):
-            part = whole.new_empty(rows, len(x), stop - start, x.shape[3])
-            parts.append(part)
-            if peer == ranks.rank:
-                for segment in own:
-                    part[_rows(segment)] = whole[_tokens(segment)]
-            else:
-                sends += [Message(peer, whole[_tokens(segment)]) for segment in layout.of_rank(peer)]
-                receives += [Message(peer, part[_rows(segment)]) for segment in own]
-        arriving.append(parts)
-    Exchange(ranks, sends, receives).wait()
-    for parts, ranges, count in zip(arriving, heads, counts, strict=True):
-        copies = sum(stop - start for start, stop in ranges) > count
-        if not copies:
+    by_tokens = [x.transpose(0, 1) for x in tensors]  # [total, batch, heads of the rank, columns]
+    outgoing = [
+        [x[part.start : part.stop] for x in by_tokens for part in layout.of_rank(peer)]
+        if peer != ranks.rank
+        else []
+        for peer in range(ranks.world)
+    ]
+    rows = layout.rows(ranks.rank)
+    shapes = [
+        [(rows, x.shape[1], last - first, x.shape[3]) for x, (first, last) in of_peer]
+        if peer != ranks.rank
+        else []
+        for peer in range(ranks.world)
+        for of_peer in [[(x, of_ranks[peer]) for x, of_ranks in zip(by_tokens, heads, strict=True)]]
+    ]
+    arrived = _exchanged(ranks, outgoing, shapes)
+    own = layout.of_rank(ranks.rank)
+    arrived[ranks.rank] = [
+        torch.cat([x[:0], *(x[part.start : part.stop] for part in own)]) for x in by_tokens
+    ]
+    found = []
+    for number, (of_ranks, count) in enumerate(zip(heads, counts, strict=True)):
+        parts = [of_peer[number] for of_peer in arrived]
+        if sum(last - first for first, last in of_ranks) == count:
             found.append(torch.cat(parts, 2).transpose(0, 1))
             continue
         total = parts[0].new_zeros(rows, parts[0].shape[1], count, parts[0].shape[3], dtype=torch.float32)
-        for part, (start, stop) in zip(parts, ranges, strict=True):
-            total[:, :, start:stop] += part
+        for part, (first, last) in zip(parts, of_ranks, strict=True):
+            total[:, :, first:last] += part
         found.append(total.to(parts[0].dtype).transpose(0, 1))
     return found
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tl_attention import cli, configs, gpus
-from tl_attention.explain import errors, measured, model, report, work
+from tl_attention.explain import errors, measured, model, report, scale, work
 from tl_attention.explain.command import check
 from tl_attention.gpus import H100, H200
 from tl_attention.problem import DECODE, DIRECTIONS
@@ -323,6 +323,9 @@ def test_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
         (["--check", "--plot", "a.png"], "--plot: expected a SHAPE to draw, got none"),
         (["article", "--plot", "/no/such/folder/a.png"], "--plot: .*/no/such/folder/a.png"),
         (["article", "--plot", "a.xyz"], "--plot: .*xyz"),
+        (["article", "--ranks", "1"], "--ranks: expected numbers from 2 to 1024, got 1"),
+        (["1,8,8,64,128,128,full", "--ranks", "2"], "expected one sequence with Sq equal to Sk"),
+        (["1,8,8,64,64,128,full", "--ranks", "64"], "expected at least two tokens per rank"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
@@ -342,3 +345,41 @@ def test_explain_refuses_choices(words, capsys):
 def test_constants_of_the_kernels():
     source = Path(work.__file__).parents[1] / "kernels" / "decode_work.py"
     assert f"MIN_KEYS_PER_CTA = {work.MIN_KEYS_PER_CTA} " in source.read_text()
+
+
+def test_explain_ranks_prints_every_method(capsys):
+    out = run(capsys, "1,32,8,8192,8192,128,causal", "--ranks", "2", "8", "64")
+    rows = re.findall(r"^ +(\d+)  (\w+) .* (\d\.\d\d)", out, re.MULTILINE)
+    assert sorted((int(ranks), method) for ranks, method, _ in rows) == [
+        *((n, method) for n in (2, 8) for method in ("gather", "ring", "ulysses")),
+        (64, "gather"),
+        (64, "ring"),
+    ]  # fmt: skip
+    best = [max(float(share) for ranks, _, share in rows if ranks == n) for n in ("2", "8", "64")]
+    assert 1 > best[0] > best[1] > best[2] > 0
+
+
+def test_explain_ranks_of_ten_million_tokens():
+    shape = Shape.parse("1,32,8,10485760,10485760,128,causal")
+    fast, slow = (
+        {one.method: one for one in scale.methods(shape, 1024, scale.LINKS[link], "bfloat16", H200)}
+        for link in ("nvlink", "ib")
+    )
+    assert scale.efficiency(shape, fast["ring"], 1024, "bfloat16", H200) > 0.9
+    assert slow["gather"].seconds > fast["gather"].seconds
+    assert (
+        slow["gather"].buffer == 10485760 * 8 * 256 * 2
+        and slow["ring"].buffer == slow["gather"].buffer // 512
+    )
+    assert "above the limit of auto: ring" in scale.table(shape, [64], "ib", "bfloat16", H200)
+
+
+def test_explain_ranks_of_a_window_moves_little():
+    full, window = (
+        scale.methods(
+            Shape.parse(f"1,32,8,65536,65536,128,causal{w}"), 8, scale.LINKS["nvlink"], "bfloat16", H200
+        )
+        for w in ("", ",window=1023")
+    )
+    received = [next(one.received for one in found if one.method == "gather") for found in (full, window)]
+    assert received[1] == 2 * 2 * 1023 * 8 * 256 * 2 and received[0] > 40 * received[1]

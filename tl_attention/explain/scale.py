@@ -36,7 +36,7 @@ MAX_RANKS = 1024
 
 @dataclass(frozen=True)
 class Link:
-    """What a rank receives from others, and sends at the same time.
+    """Connection of a rank to the others, the same in both directions.
 
     Args:
         bytes_s: bytes per second that NCCL reaches.

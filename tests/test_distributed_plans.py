@@ -168,7 +168,8 @@ def test_plans_choice_follows_bytes_and_names_what_no_method_serves():
     gqa = Sizes(1, 32, 8, 128, 128, 2, training=True)
     assert choose(layout, mask, gqa).method == "gather"
     rows = remote_rows(layout, mask)
-    assert rows == 1 << 15 and gather_bytes(rows, gqa) == 3 * rows * 8 * 256 * 2
+    assert rows == 1 << 15 and gather_bytes(rows, 1 << 16, 2, gqa) == 2 * rows * 8 * 256 * 2
+    assert gather_bytes(rows, 1 << 16, 2, gqa._replace(heads_kv=32)) == 3 * rows * 32 * 256 * 2
     assert ulysses_bytes(1 << 16, 2, gqa) == 2 * (1 << 15) * (16 * 256 + 4 * 256) * 2
     eight = named_layout("zigzag", 1 << 16, 8)
     assert choose(eight, mask, gqa._replace(heads_kv=32)).method == "ulysses"

@@ -58,10 +58,15 @@ def remote_rows(layout: Layout, mask: Mask) -> int:
     return max(rows - layout.rows(rank) for rank, rows in enumerate(needed))
 
 
-def gather_bytes(rows: int, sizes: Sizes) -> int:
-    """Bytes that a rank receives: keys and values of so many rows; in training their gradients, and the rows again if not kept."""
-    once = rows * sizes.batch * sizes.heads_kv * (sizes.head_dim + sizes.head_dim_v) * sizes.element_size
-    return once * (1 if not sizes.training else 2 if once <= KEPT_BYTES else 3)
+def gather_bytes(rows: int, total: int, world: int, sizes: Sizes) -> int:
+    """Bytes that a rank receives: keys and values of so many rows; in training their gradients, and the rows again if not kept.
+
+    total, world: tokens of the whole sequence, ranks.
+    """
+    per_row = sizes.batch * sizes.heads_kv * (sizes.head_dim + sizes.head_dim_v) * sizes.element_size
+    buffer = rows + total // world
+    kept = buffer * per_row <= KEPT_BYTES or buffer * sizes.heads_kv <= total // world * sizes.heads
+    return rows * per_row * (1 if not sizes.training else 2 if kept else 3)
 
 
 def ulysses_bytes(total: int, world: int, sizes: Sizes) -> int:
@@ -116,7 +121,7 @@ def choose(layout: Layout, mask: Mask, sizes: Sizes) -> Choice:
     flops = (
         2 * sizes.batch * sizes.heads * (sizes.head_dim + sizes.head_dim_v) * (3.5 if sizes.training else 1)
     )
-    moved = gather_bytes(rows, sizes)
+    moved = gather_bytes(rows, layout.total, world, sizes)
     times, words = {}, []
     if not refused["gather"]:
         times["gather"] = max(work) * flops / COMPUTE_FLOPS + moved / LINK_BYTES

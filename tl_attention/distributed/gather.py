@@ -21,7 +21,8 @@ from tl_attention.distributed.group import Exchange, Part, Ranks
 from tl_attention.distributed.layout import Layout, Range, Segment, joined
 from tl_attention.distributed.pieces import Call, Mask, calls_of
 
-# Gathered keys and values of at most so many bytes are kept for the backward; larger ones are gathered a second time
+# Gathered keys and values are kept for the backward if they take at most so many bytes, or no more than q and out, which are kept, too.
+# Larger ones are gathered a second time
 KEPT_BYTES = 64 << 20
 
 
@@ -51,6 +52,7 @@ class GatherPlan:
         calls: one per range of queries, more where documents need different windows.
         rows: rows of the buffer.
         most_rows: those of the rank with the largest buffer.
+        share: rows of a shard on average, rounded down.
         silent: no rank needs keys of another.
     """
 
@@ -60,6 +62,7 @@ class GatherPlan:
     calls: tuple[Call, ...]
     rows: int
     most_rows: int
+    share: int
     silent: bool
 
     @functools.cached_property
@@ -72,8 +75,10 @@ class GatherPlan:
         """Number of ranks that send gradients to this one."""
         return len({part.peer for part in self.sends})
 
-    def is_kept(self, k: torch.Tensor, v: torch.Tensor) -> bool:
+    def is_kept(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         """True if the buffers stay until the backward: the same answer on all ranks, which else exchange keys again."""
+        if self.most_rows * k.shape[2] <= self.share * q.shape[2]:
+            return True
         columns = k.shape[2] * (k.shape[3] + v.shape[3])
         return self.most_rows * k.shape[0] * columns * k.element_size() <= KEPT_BYTES
 
@@ -117,7 +122,10 @@ def gather_plan(layout: Layout, rank: int, mask: Mask) -> GatherPlan:
         ]
     sizes = [sum(stop - start for start, stop in ranges) for ranges in needed]
     silent = all(size == layout.rows(other) for other, size in enumerate(sizes))
-    return GatherPlan(tuple(sends), receives, buffer, tuple(calls_of(pieces)), rows, max(sizes), silent)
+    share = layout.total // layout.world
+    return GatherPlan(
+        tuple(sends), receives, buffer, tuple(calls_of(pieces)), rows, max(sizes), share, silent
+    )
 
 
 def _rows_in(segments: tuple[Segment, ...], part: Range) -> list[Range]:
@@ -195,7 +203,7 @@ class _Gathered(torch.autograd.Function):
         if not outs:  # no queries
             outs, lses = [q.new_empty(*q.shape[:3], v.shape[3])], [q.new_empty(len(q), q.shape[2], 0).float()]
         out, lse = _joined(outs, 1), _joined(lses, 2)
-        kept = (keys, values) if plan.is_kept(k, v) else ()
+        kept = (keys, values) if plan.is_kept(q, k, v) else ()
         ctx.save_for_backward(q, k, v, out, lse, sink, scores.slopes, *kept)
         ctx.asked = scores._replace(sink=None, slopes=None), plan, ranks
         ctx.set_materialize_grads(False)

@@ -125,7 +125,7 @@ def _bytes_per_row(sizes: Sizes) -> int:
 def _gather(shape: Shape, ranks: int, link: Link, dtype: str, gpu: Gpu) -> Scaled:
     sizes, rows = sizes_of(shape, dtype), _rows(shape, ranks)
     compute = sum(sum(kernels(part, dtype, gpu)) for part in _zigzag(shape, ranks))
-    received = gather_bytes(rows, sizes)
+    received = gather_bytes(rows, shape.seqlen_q, ranks, sizes)
     exposed = received / link.bytes_s + 3 * link.latency
     buffer = (rows + shape.seqlen_q // ranks) * _bytes_per_row(sizes)
     return Scaled("gather", compute + exposed, compute, exposed, received, buffer)

@@ -18,8 +18,9 @@ from tl_attention.distributed.pieces import Mask
 from tl_attention.distributed.ulysses import heads_divide
 
 METHODS = ("auto", "ring", "gather", "ulysses")
-COMPUTE_FLOPS = 5e14  # H200, d128 in bf16, forward and backward together
-LINK_BYTES = 3e11  # per second and direction: NCCL between two GPUs on NVLink 4
+COMPUTE_FLOPS = 5.8e14  # H200, causal d128 in bf16 from 8k to 64k, forward and backward together (2026-11-22)
+# Per second and direction, an estimate for NVLink 4: an all-reduce of 1 GiB runs at 329 GB/s on two H100s (2026-11-13)
+LINK_BYTES = 3e11
 RING_BYTES = 8 << 30  # gathered keys and values above this are attended in a ring
 
 

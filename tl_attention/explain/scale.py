@@ -39,8 +39,8 @@ class Link:
     """Connection of a rank to the others, the same in both directions.
 
     Args:
-        bytes_s: bytes per second that NCCL reaches.
-        latency: seconds per exchange, with the launch of its kernel.
+        bytes_s: bytes per second, an assumption.
+        latency: seconds per exchange, with the launch of its kernel, an assumption.
     """
 
     words: str
@@ -49,8 +49,10 @@ class Link:
 
 
 LINKS = {
-    "nvlink": Link("NVLink 4: 450 GB/s per GPU and direction, of which NCCL reaches 300", 3e11, 20e-6),
-    "ib": Link("InfiniBand NDR: 400 Gb/s per GPU, of which NCCL reaches 45 GB/s", 4.5e10, 40e-6),
+    "nvlink": Link(
+        "NVLink 4: 450 GB/s per GPU and direction, of which 300 are assumed to be reached", 3e11, 20e-6
+    ),
+    "ib": Link("InfiniBand NDR: 400 Gb/s per GPU, of which 45 GB/s are assumed to be reached", 4.5e10, 40e-6),
 }
 # Bytes of memory per element of an fp32 sum and a bf16 part that is added to it; a merge also scales the sum, in a kernel of its own
 MERGE_BYTES, ADD_BYTES = 18, 10

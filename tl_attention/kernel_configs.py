@@ -24,7 +24,7 @@ GRADS = ("dq+dk+dv", "dk+dv", "dk", "dv", "dq")
 # Depth of the K ring and of the V ring of a forward: 3 was searched wherever it fits and never won (H200, 2026-11-21)
 KV_STAGES = 2
 
-# Adjacent cache rows a decode kernel may assume: 0 for caches without pages, else a divisor of the page size
+# Adjacent cache rows that a kernel may assume: 0 for keys without pages, else a divisor of the page size
 PAGE_ROWS = (0, 16, 64)
 
 # Fields of a split item that DecodeCombine merges, and the int32 slots per item
@@ -45,6 +45,7 @@ class FwdConfig:
     # Keep each row max after the masked steps. A tile whose row sums overflow is computed a second time with an updated max.
     # Not in fp16: its range ends at 2^16
     hold_max: bool = False
+    page_rows: int = 0  # one of PAGE_ROWS
 
     @property
     def warpgroups(self) -> int:
@@ -62,6 +63,8 @@ class FwdConfig:
         words += [
             name.replace("_", "-") for name in ("ping_pong", "split", "hold_max") if getattr(self, name)
         ]
+        if self.page_rows:
+            words.append(f"pages {self.page_rows}")
         return " ".join(words)
 
     def without_hold_max(self) -> FwdConfig:
@@ -69,6 +72,10 @@ class FwdConfig:
         if not self.hold_max:
             return self
         return replace(self, hold_max=False, ping_pong=self.ping_pong and self.warpgroups > 2)
+
+    def paged_forms(self) -> list[FwdConfig]:
+        """The config for keys in pages of every size."""
+        return [replace(self, page_rows=rows) for rows in PAGE_ROWS if rows]
 
     def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
         """Every kernel this config compiles for a problem."""

@@ -9,6 +9,7 @@ from tl_attention.kernel_configs import (
     DQ_ORDERS,
     GRADS,
     KV_STAGES,
+    PAGE_ROWS,
     SCHEDULES,
     AppendConfig,
     BwdDelta,
@@ -200,6 +201,10 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return f"ping_pong: expected block_M of at least 128 (2 warpgroups), got {config.block_M}"
     if problem.has("varlen") and config.block_M != TABLE_ROWS:
         return f"block_M: expected {TABLE_ROWS} with varlen, got {config.block_M}"
+    if config.page_rows not in PAGE_ROWS:
+        return f"page_rows: expected one of {', '.join(map(str, PAGE_ROWS))}, got {config.page_rows}"
+    if config.page_rows and (not problem.has("varlen") or problem.has("dropout")):
+        return f"page_rows: expected 0 without varlen or with dropout, got {config.page_rows}"
     return _capacity_fault(problem, config)
 
 

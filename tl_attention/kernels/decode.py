@@ -16,7 +16,7 @@ import tilelang.language as T
 
 from tl_attention.kernel_configs import MERGE_FIELDS, MERGE_NUMBERS, DecodeConfig
 from tl_attention.kernels import pipeline
-from tl_attention.kernels.decode_load import CachePages, KeyLoader, PageLookup, chunk_columns
+from tl_attention.kernels.decode_load import KeyLoader, PageLookup, chunk_columns
 from tl_attention.kernels.decode_work import (
     DecodeOptionArguments,
     KeyRanges,
@@ -28,6 +28,7 @@ from tl_attention.kernels.decode_work import (
     rolled,
 )
 from tl_attention.kernels.options import Scores
+from tl_attention.kernels.pages import CachePages
 from tl_attention.kernels.pipeline import TileRing, sync_warpgroup
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.softmax import LOG2E, LOWEST, SMALLEST_SCALE, OnlineSoftmax

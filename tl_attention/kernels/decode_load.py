@@ -9,25 +9,9 @@ import tilelang.language as T
 
 from tl_attention.kernel_configs import DecodeConfig
 from tl_attention.kernels.decode_work import KeyRanges, int_var
+from tl_attention.kernels.pages import CachePages
 from tl_attention.kernels.pipeline import TileRing
 from tl_attention.problem import FAR, AttnProblem
-
-
-@dataclass(frozen=True)
-class CachePages:
-    """Pages of a cache, or whole caches where there are no pages.
-
-    Args:
-        Table: int32 [batch, pages per sequence], page numbers; not read without pages.
-        page_size, num_pages: keys per page, pages of the cache.
-        stride_k, stride_v: rows of K, of V from the start of a page or cache to the next.
-    """
-
-    Table: Any
-    page_size: Any
-    num_pages: Any
-    stride_k: Any
-    stride_v: Any
 
 
 @T.meta_class

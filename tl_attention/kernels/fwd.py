@@ -21,6 +21,7 @@ from tl_attention.kernels.options import (
     option_arguments,
     prelude,
 )
+from tl_attention.kernels.pages import CachePages, page_arguments, paged_loads
 from tl_attention.kernels.pipeline import (
     TileRing,
     Turns,
@@ -36,6 +37,8 @@ from tl_attention.kernels.tiles import (
     DenseTiles,
     PackedPartTiles,
     PackedTiles,
+    PagedPartTiles,
+    PagedTiles,
     SharedTiles,
     rows_argument,
 )
@@ -59,6 +62,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     config.split: `splits` CTAs share a tile; each attends to its share of the key blocks and writes a part of O and Lse, which
         fwd_combine.py merges: O [splits, batch, heads, seqlen_q, head_dim_v], Lse [splits, batch, heads, seqlen_q], fp32 and base 2;
         varlen: see tiles.PackedPartTiles. An empty share has O = 0, Lse = -inf.
+    config.page_rows: keys are in pages, whose sizes are multiples of it: see tiles.PagedKeys; the fields of pages.CachePages follow.
     """
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
     block_M, block_N, q_stages = config.block_M, config.block_N, config.q_stages
@@ -81,17 +85,18 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     k_view = rows_argument(problem, "k", batch, seqlen_k, heads_kv, columns_qk)
     v_view = rows_argument(problem, "v", batch, seqlen_k, heads_kv, columns_v)
     if split:
-        Tiles = PackedPartTiles if varlen else DensePartTiles
+        Tiles = PagedPartTiles if config.page_rows else PackedPartTiles if varlen else DensePartTiles
         splits = T.dynamic("splits")
         o_view = T.Tensor([splits, batch, heads, seqlen_q, head_dim_v], "float32")
         lse_view = T.Tensor([splits, batch, heads, seqlen_q], "float32")
     else:
-        Tiles = PackedTiles if varlen else DenseTiles
+        Tiles = PagedTiles if config.page_rows else PackedTiles if varlen else DenseTiles
         splits = None
         o_view = rows_argument(problem, "o", batch, seqlen_q, heads, columns_v)
         lse_view = T.Tensor([heads, seqlen_q] if varlen else [batch, heads, seqlen_q], "float32")
     tickets_view = T.Tensor([2], "int32")
     extra = option_arguments(problem)
+    paged = page_arguments(config.page_rows > 0)
 
     def sink_of(tile: Tile, options: OptionArguments | None) -> Any:
         """Sink score of the tile's head, for one of its splits alone; None without a sink."""
@@ -126,7 +131,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         blocks.start(first_query)
         if split:
             blocks.keep_share(tile.split, splits)
-        shared.K.fill(first_step, tiles.k(tile, blocks.first_key(0), block_N))
+        tiles.load_k(shared.K, first_step, tile, blocks, 0)
         for w in warpgroups:
             shared.Q.fill(turn * config.warpgroups + w, tiles.q(tile, first_query + 64 * w, 64))
         if hold_max:
@@ -134,12 +139,12 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         if persistent:
             shared.tile_box.post(turn, tile, first_step, blocks)
         for step in steps_after_first(blocks.steps):
-            shared.K.fill(first_step + step, tiles.k(tile, blocks.first_key(step), block_N))
-            shared.V.fill(first_step + step - 1, tiles.v(tile, blocks.first_key(step - 1), block_N))
+            tiles.load_k(shared.K, first_step + step, tile, blocks, step)
+            tiles.load_v(shared.V, first_step + step - 1, tile, blocks, step - 1)
         if persistent:
             stream.draw(turn)
         last = blocks.steps - 1
-        shared.V.fill(first_step + last, tiles.v(tile, blocks.first_key(last), block_N))
+        tiles.load_v(shared.V, first_step + last, tile, blocks, last)
 
     @T.macro
     def produce(first_tile, order, ctas, tickets, tiles, shared, options):
@@ -333,6 +338,11 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         Rng: extra.Rng,
         drop_below: extra.drop_below,
         Table: extra.Table,
+        PageTable: paged.Table,
+        page_size: paged.page_size,
+        num_pages: paged.num_pages,
+        page_stride_k: paged.stride_k,
+        page_stride_v: paged.stride_v,
     ):
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles)) as first_tile:
             shared = SharedTiles(
@@ -352,7 +362,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             longest_first = problem.causal or problem.has("window")
             all_heads, table = (heads, Table) if varlen else (heads * batch, None)
             order = TileOrder.of_queries(counts, longest_first, heads, all_heads, splits, table)
-            tiles = Tiles(Q, K, V, O, Lse, head_dim, head_dim_v)
+            pages = CachePages(PageTable, page_size, num_pages, page_stride_k, page_stride_v)
+            tiles = Tiles(Q, K, V, O, Lse, head_dim, head_dim_v, *paged_loads(problem, config, K, V, pages))
             roles.run(
                 lambda: produce(first_tile, order, ctas, Tickets, tiles, shared, options),
                 lambda w: consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options),

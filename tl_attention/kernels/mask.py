@@ -255,9 +255,13 @@ class KeyBlocks:
         if step < self.num_right[0]:
             self.mask.apply(acc_s, query, self.first_key(step))
 
-    def first_key(self, step: Any) -> Any:
+    def block(self, step: Any) -> Any:
+        """Number of the step's key block in the sequence."""
         last_block = self.num_steps[0] - 1 if self.last_block is None else self.last_block[0]
-        return (last_block - step) * self.block_N
+        return last_block - step
+
+    def first_key(self, step: Any) -> Any:
+        return self.block(step) * self.block_N
 
     def diagonal(self, query: Any, step: Any) -> Any:
         """Column of the step's score tile that the diagonal of `query` crosses; it may lie outside the tile."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.kernels.pages import PagedLoads
 from tl_attention.kernels.softmax import rows_layout
 from tl_attention.problem import FAR, AttnProblem
 
@@ -90,6 +91,14 @@ class DenseTiles:
 
     def o(self, tile: Any, start: Any, rows: int) -> Any:
         return self.O[tile.batch, start : start + rows, tile.head, 0 : self.head_dim_v]
+
+    def load_k(self, ring: Any, ring_step: Any, tile: Any, blocks: Any, step: Any) -> None:
+        """Load the keys of a step of KeyBlocks to a step of the ring; step 0 comes first."""
+        ring.fill(ring_step, self.k(tile, blocks.first_key(step), blocks.block_N))
+
+    def load_v(self, ring: Any, ring_step: Any, tile: Any, blocks: Any, step: Any) -> None:
+        """load_k for values."""
+        ring.fill(ring_step, self.v(tile, blocks.first_key(step), blocks.block_N))
 
     def lse(self, tile: Any, start: Any, rows: int) -> Any:
         return self.Lse[tile.batch, tile.head, start : start + rows]
@@ -196,6 +205,30 @@ class PackedPartTiles(PackedTiles):
         for i, j in T.Parallel(*acc_o.shape):
             if i < rows_left:
                 self.O[tile.split, 0, tile.head, row + i, j] = acc_o[i, j]
+
+
+@dataclass(frozen=True)
+class PagedKeys(PackedTiles):
+    """Tiles of packed queries and of keys in pages: K, V hold the rows of all pages one after the other, in the view of packed()."""
+
+    k_loads: PagedLoads
+    v_loads: PagedLoads
+
+    def load_k(self, ring: Any, ring_step: Any, tile: Any, blocks: Any, step: Any) -> None:
+        self.k_loads.load(ring, ring_step, tile, blocks, step)
+
+    def load_v(self, ring: Any, ring_step: Any, tile: Any, blocks: Any, step: Any) -> None:
+        self.v_loads.load(ring, ring_step, tile, blocks, step)
+
+
+@dataclass(frozen=True)
+class PagedTiles(PagedKeys):
+    """PackedTiles whose keys are in pages."""
+
+
+@dataclass(frozen=True)
+class PagedPartTiles(PagedKeys, PackedPartTiles):
+    """PackedPartTiles whose keys are in pages."""
 
 
 @dataclass(frozen=True)

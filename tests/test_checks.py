@@ -243,7 +243,6 @@ LENGTH_ERRORS = {
     "max-bool": ({"max_seqlen_q": True}, TypeError, r"max_seqlen_q: expected an int or a 0-d integer tensor, got True"),
     "max-0-d-complex": ({"max_seqlen_k": torch.tensor(1j)}, TypeError, r"max_seqlen_k: .*0-d integer.*got \(\) torch\.comp"),
     "max-negative": ({"max_seqlen_k": -1}, ValueError, r"max_seqlen_k: expected the length of the longest sequence.*got -1"),
-    "block-table": ({"block_table": torch.zeros(2, 2)}, NotImplementedError, r"block_table: expected None.*got \(2, 2\)"),
     "slopes": ({"alibi_slopes": torch.ones(3, 4)}, ValueError, r"alibi_slopes: expected shape \(4,\) or \(2, 4\), got \(3, 4\)"),
     "splits": ({"num_splits": -2}, ValueError, r"num_splits: expected at least 0, with 0 for an automatic choice, got -2"),
 }  # fmt: skip

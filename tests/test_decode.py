@@ -55,15 +55,15 @@ def test_each_partial_output_has_a_slot(num_splits, invariant, slots, entries):
 
 def test_rows_of_a_cache_include_those_between_two_caches():
     packed = torch.zeros(3, 2, 32, 2, 64)  # keys and values of a page in one tensor
-    step, rows = launch.decode._as_rows(packed[:, 0], "k_cache")
+    step, rows = launch.arrays.page_rows_of(packed[:, 0], "k_cache")
     assert (step, rows.shape) == (64, (1, 2 * 64 + 32, 2, 64))
     heads_first = torch.zeros(3, 2, 32, 64).transpose(1, 2)
-    assert launch.decode._as_rows(heads_first, "k_cache")[0] == 64
-    assert launch.decode._as_rows(packed[:1, 0], "k_cache")[0] == 32
+    assert launch.arrays.page_rows_of(heads_first, "k_cache")[0] == 64
+    assert launch.arrays.page_rows_of(packed[:1, 0], "k_cache")[0] == 32
     odd = torch.zeros(200).as_strided((1, 1, 1, 64), (3, 5, 7, 1))  # strides of dimensions of size 1
-    assert launch.decode._as_rows(odd, "k_cache")[1].stride()[1:] == (64, 64, 1)
+    assert launch.arrays.page_rows_of(odd, "k_cache")[1].stride()[1:] == (64, 64, 1)
     with pytest.raises(ValueError, match=r"v_cache: expected stride\(0\) to be a multiple of stride\(1\)"):
-        launch.decode._as_rows(torch.zeros(2, 33 * 128 - 8)[:, : 32 * 128].view(2, 32, 2, 64), "v_cache")
+        launch.arrays.page_rows_of(torch.zeros(2, 33 * 128 - 8)[:, : 32 * 128].view(2, 32, 2, 64), "v_cache")
 
 
 def test_plans_are_found_by_metadata_or_by_handle(monkeypatch):

@@ -272,7 +272,7 @@ SIGNATURES = {
     "flash_attn_kvpacked_func": (f"q kv {FA2}", OURS),
     "flash_attn_varlen_func": (
         f"q k v {CU} {FA2} block_table",
-        f"seqused_q seqused_k {OURS} num_splits check_lengths",
+        f"seqused_q seqused_k {OURS} num_splits check_lengths out",
     ),
     "flash_attn_varlen_qkvpacked_func": (f"qkv cu_seqlens max_seqlen {FA2}", f"{OURS} check_lengths"),
     "flash_attn_varlen_kvpacked_func": (f"q kv {CU} {FA2}", f"{OURS} check_lengths"),
@@ -606,7 +606,7 @@ def test_unused_rows_are_cleared_after_a_launch(used, monkeypatch):
     def garbage(*shape):
         return torch.full(shape, math.nan)
 
-    monkeypatch.setattr(ops.launch, "forward", lambda *a, options: (garbage(5, 2, 8), garbage(2, 5)))
+    monkeypatch.setattr(ops.launch, "forward", lambda *a, **others: (garbage(5, 2, 8), garbage(2, 5)))
     monkeypatch.setattr(
         ops.launch, "backward", lambda *a, options: (garbage(5, 2, 8), *[garbage(5, 1, 8)] * 2)
     )
@@ -616,7 +616,7 @@ def test_unused_rows_are_cleared_after_a_launch(used, monkeypatch):
     )
     q = torch.zeros(5, 2, 8)
     call = ops.Call(1.0, False, False, False, False)
-    out, lse = ops._launch_forward(q, q, q, call, options)
+    out, lse = ops.launch_forward(q, q, q, call, options)
     grads = ops._launch_backward(out, q, q, q, out, lse, None, call, options)
     cleared = [False, True, True, False, False]
     for x, of in zip((out, lse.T, *grads), "qqqkk", strict=True):
@@ -627,10 +627,12 @@ def test_unused_rows_are_cleared_after_a_launch(used, monkeypatch):
 
 def test_options_reach_the_launch(monkeypatch):
     seen = []
-    monkeypatch.setattr(ops.launch, "forward", lambda *a, options: seen.append(options) or (None, None))
+    monkeypatch.setattr(
+        ops.launch, "forward", lambda *a, options, **others: seen.append(options) or (None, None)
+    )
     call, some = ops.Call(1.0, False, False, False, False), Options(softcap=1.0)
     for options in (None, some):
-        ops._launch_forward(None, None, None, call, options)
+        ops.launch_forward(None, None, None, call, options)
     assert seen[0] is None and seen[1] is some
 
 

@@ -50,6 +50,12 @@ def backward(do, q, k, v, out):
     return tl_attention.mha_bwd_interface(do, q, k, v, out, lse)[0]
 
 
+def attend_pages(q, k, v):
+    table, used = cu(q, 2, 0, 3, 1).view(2, 2), cu(q, 20, 32)
+    options = {"seqused_k": used, "block_table": table, "causal": True}
+    return tl_attention.flash_attn_varlen_func(q, k, v, cu(q, 0, 4, 9), None, 5, 32, **options)
+
+
 def varlen(function, *tensors, lengths=2):
     bounds = [cu(tensors[0], 0, 4, 9)] * lengths
     return function(*tensors, *bounds, *[5] * lengths)
@@ -62,6 +68,7 @@ CALLS = {
     "flash_attn_qkvpacked_func": ([(BATCH, 9, 3, HEADS, HEAD_DIM)], tl_attention.flash_attn_qkvpacked_func),
     "flash_attn_kvpacked_func": ([Q, (BATCH, 9, 2, HEADS_KV, HEAD_DIM)], tl_attention.flash_attn_kvpacked_func),
     "flash_attn_varlen_func": ([ROWS] * 3, lambda *x: varlen(tl_attention.flash_attn_varlen_func, *x)),
+    "flash_attn_varlen_func, pages": ([ROWS, *[(4, 16, HEADS_KV, HEAD_DIM)] * 2], attend_pages),
     "flash_attn_varlen_qkvpacked_func": (
         [(9, 3, HEADS, HEAD_DIM)], lambda *x: varlen(tl_attention.flash_attn_varlen_qkvpacked_func, *x, lengths=1),
     ),
@@ -154,6 +161,12 @@ def check_ops(name, tensors):
         scores = 0.125, True, [-1, -1], 0.0, None, None, 0, False, None
         torch.library.opcheck(ops.decode.default, (q, cache, cache, *fields, *scores))
         return
+    if name == "flash_attn_varlen_func, pages":
+        table, ends, lengths = cu(q, 2, 0, 3, 1).view(2, 2), cu(q, 0, 4, 9), cu(q, 20, 32)
+        packed = *options, [-1, -1], 0.0, 0.0, 5, 32, 0, None, None, None, ends, ends, None, lengths
+        for out in (None, torch.zeros_like(tensors[0])):
+            torch.library.opcheck(ops.fwd_packed.default, (*tensors, table, out, *packed))
+        return
     torch.library.opcheck(ops.fwd.default, (*(x.requires_grad_() for x in (q, k, v)), *options))
     q, k, v = (x.detach() for x in (q, k, v))
     out, lse = ops.fwd(q, k, v, *options)
@@ -167,7 +180,7 @@ def test_transforms_table_has_every_public_function():
         for name in tl_attention.__all__
         if callable(getattr(tl_attention, name)) and not name.startswith(("ref_", "kvcache_"))
     }
-    assert public == set(CALLS)
+    assert public == {name.partition(",")[0] for name in CALLS}
 
 
 @pytest.mark.parametrize(("name", "column", "cell"), CELLS, ids=["-".join(x) for x in CELLS])

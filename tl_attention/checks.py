@@ -383,14 +383,6 @@ def check_packed(name: str, x: torch.Tensor, layout: str, parts: int) -> None:
         raise ValueError(f"{name}: expected shape [{layout}], got {tuple(x.shape)}")
 
 
-def check_no_block_table(block_table: object) -> None:
-    if block_table is not None:
-        raise NotImplementedError(
-            f"block_table: expected None, as paged caches are not supported here, got {describe(block_table)}; call"
-            " flash_attn_with_kvcache, or gather the pages"
-        )
-
-
 def check_states(
     outs: torch.Tensor | Sequence[torch.Tensor],
     lses: torch.Tensor | Sequence[torch.Tensor],

@@ -97,14 +97,7 @@ def check_cache(
             f"v_cache: expected a head_dim of at most that of q and k_cache, {head_dim}, got {head_dim_v}, which is not supported"
         )
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
-        steps = [step for size, step in zip(x.shape[:3], x.stride(), strict=False) if size > 1]
-        if any(step <= 0 or step % ALIGNMENT for step in steps):
-            raise ValueError(
-                f"{name}: expected strides that are positive multiples of {ALIGNMENT}, as a cache is never copied, got {x.stride()};"
-                " allocate it with such strides"
-            )
-        if caches > 1 and rows > 1:
-            check_cache_strides(name, x, x.stride(0), x.stride(1))
+        check_page_strides(name, x)
 
     for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if x is None:
@@ -115,22 +108,37 @@ def check_cache(
                 f"{name}: expected None with block_table, as the two together are not supported, got {describe(x)}; leave one out"
             )
     if block_table is not None:
-        _check_pages(q, k_cache, block_table)
+        check_pages("k_cache", q, k_cache, batch, block_table)
     elif cache_batch_idx is None and caches < batch:
         raise ValueError(
             f"k_cache, v_cache: expected a cache for each of the {batch} sequences of q, got {caches}; pass cache_batch_idx"
         )
 
 
-def _check_pages(q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor) -> None:
-    page_size = k_cache.shape[1]
+def check_page_strides(name: str, x: torch.Tensor) -> None:
+    """Check the strides of a cache or pages [caches, rows, heads_kv, columns], which TMA reads where they are."""
+    steps = [step for size, step in zip(x.shape[:3], x.stride(), strict=False) if size > 1]
+    if any(step <= 0 or step % ALIGNMENT for step in steps):
+        raise ValueError(
+            f"{name}: expected strides that are positive multiples of {ALIGNMENT}, as a cache is never copied, got {x.stride()};"
+            " allocate it with such strides"
+        )
+    if x.shape[0] > 1 and x.shape[1] > 1:
+        check_cache_strides(name, x, x.stride(0), x.stride(1))
+
+
+def check_pages(
+    name: str, q: torch.Tensor, pages: torch.Tensor, batch: int, block_table: torch.Tensor
+) -> None:
+    """Check the page size of `pages`, an argument of this name, and the table of pages."""
+    page_size = pages.shape[1]
     if page_size % PAGE_STEP or not page_size:
-        raise ValueError(f"k_cache: expected a page_size that is a multiple of {PAGE_STEP}, got {page_size}")
+        raise ValueError(f"{name}: expected a page_size that is a multiple of {PAGE_STEP}, got {page_size}")
     if not isinstance(block_table, torch.Tensor) or block_table.ndim != 2:
         raise ValueError(
             f"block_table: expected a torch.Tensor [batch, pages per sequence], got {describe(block_table)}"
         )
-    expect_like("block_table", block_table, q, ((q.shape[0], block_table.shape[1]),), (torch.int32,))
+    expect_like("block_table", block_table, q, ((batch, block_table.shape[1]),), (torch.int32,))
     expect_contiguous_last("block_table", block_table)
 
 

@@ -43,14 +43,18 @@ NAMES = (
 
 
 def checked_lengths(
-    q: torch.Tensor, k: torch.Tensor, lengths: Lengths, names: tuple[Names, Names] = NAMES
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lengths: Lengths,
+    names: tuple[Names, Names] = NAMES,
+    block_table: torch.Tensor | None = None,
 ) -> Lengths:
     """Check the values of lengths; return them, with a cu_seqlens_q that depends on the check.
 
     Lengths that no check of metadata passes are returned as they are: the caller's own checks refuse them.
 
     Args:
-        q, k: [total, heads, head_dim].
+        q, k: [total, heads, head_dim]; k with block_table: [pages, page_size, heads_kv, head_dim].
     """
     try:
         for name, x in (("q", q), ("k", k)):
@@ -64,7 +68,10 @@ def checked_lengths(
     tensors = [x if isinstance(x, torch.Tensor) else None for x in longest]
     numbers = [0 if isinstance(x, torch.Tensor) else x for x in longest]
     words = [word for side in names for word in side]
-    cu_q = check_lengths_op(cu_q, cu_k, used_q, used_k, *tensors, *numbers, q.shape[0], k.shape[0], words)
+    totals, page_size = (q.shape[0], k.shape[0]), 0 if block_table is None else k.shape[1]
+    cu_q = check_lengths_op(
+        cu_q, cu_k, used_q, used_k, *tensors, *numbers, *totals, words, block_table, page_size
+    )
     return (cu_q, *lengths[1:])
 
 
@@ -84,7 +91,8 @@ def skips_check(x: torch.Tensor) -> bool:
     mutates_args=(),
     device_types=("cuda", "cpu"),
     schema="(Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? longest_q, Tensor? longest_k,"
-    " SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt total_q, SymInt total_k, str[] names) -> Tensor",
+    " SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt total_q, SymInt total_k, str[] names, Tensor? block_table, SymInt page_size)"
+    " -> Tensor",
 )
 def check_lengths_op(
     cu_q: torch.Tensor,
@@ -98,12 +106,21 @@ def check_lengths_op(
     total_q: int,
     total_k: int,
     names: Sequence[str],
+    block_table: torch.Tensor | None,
+    page_size: int,
 ) -> torch.Tensor:
-    """Check the values; return a copy of cu_seqlens_q, so that the check runs before what uses the copy."""
+    """Check the values; return a copy of cu_seqlens_q, so that the check runs before what uses the copy.
+
+    With block_table, total_k is the number of pages.
+    """
     if not skips_check(cu_q):
         sides = Names(*names[:4]), Names(*names[4:])
-        _check_side(sides[0], cu_q, used_q, max_q if longest_q is None else longest_q.item(), total_q)
-        _check_side(sides[1], cu_k, used_k, max_k if longest_k is None else longest_k.item(), total_k)
+        longest = (most if x is None else x.item() for most, x in ((max_q, longest_q), (max_k, longest_k)))
+        _check_side(sides[0], cu_q, used_q, next(longest), total_q)
+        if block_table is None:
+            _check_side(sides[1], cu_k, used_k, next(longest), total_k)
+        else:
+            check_paged_keys(sides[1], cu_k, used_k, next(longest), block_table, page_size, total_k)
     return cu_q.clone()
 
 
@@ -134,11 +151,58 @@ def _check_side(
             )
         used[i] = length if rows is None else rows
         begin = end
-    most = max(used, default=0)
+    _check_longest(names, used, longest)
+
+
+def _check_longest(names: Names, lengths: list[int], longest: int) -> None:
+    most = max(lengths, default=0)
     if longest < most:
         raise IndexError(
-            f"{names.max_seqlen}: expected at least {most}, the length of sequence {used.index(most)}, got {longest}"
+            f"{names.max_seqlen}: expected at least {most}, the length of sequence {lengths.index(most)}, got {longest}"
         )
+
+
+def check_paged_keys(
+    names: Names,
+    cu_seqlens: torch.Tensor,
+    seqused: torch.Tensor | None,
+    longest: int,
+    block_table: torch.Tensor,
+    page_size: int,
+    num_pages: int,
+) -> list[int]:
+    """Check the lengths of keys in pages, of which seqused or else cu_seqlens decide, and the pages in use; return the lengths."""
+    name, lengths = names.seqused, (cu_seqlens.diff() if seqused is None else seqused).tolist()
+    if seqused is None:
+        name, first = names.cu_seqlens, cu_seqlens[0].item()
+        if first != 0:
+            raise IndexError(f"{name}[0]: expected 0, where sequence 0 begins, got {first}")
+    capacity = block_table.shape[1] * page_size
+    for i, length in enumerate(lengths):
+        if not 0 <= length <= capacity:
+            entry, begin = (
+                (f"{name}[{i}]", 0) if seqused is not None else (f"{name}[{i + 1}]", cu_seqlens[i].item())
+            )
+            raise IndexError(
+                f"{entry}: expected {begin} to {begin + capacity}, as sequence {i} has room for {capacity} keys, got {begin + length}"
+            )
+    _check_longest(names, lengths, longest)
+    check_page_numbers(names.tensor, block_table, lengths, page_size, num_pages)
+    return lengths
+
+
+def check_page_numbers(
+    name: str, block_table: torch.Tensor, lengths: Sequence[int], page_size: int, num_pages: int
+) -> list[list[int]]:
+    """Check the entries of a table of pages that sequences of these lengths use; return them per sequence."""
+    table = block_table.tolist()
+    pages = [some[: -(-length // page_size)] for some, length in zip(table, lengths, strict=True)]
+    for b, i, page in _entries(pages):
+        if not 0 <= page < num_pages:
+            raise IndexError(
+                f"block_table[{b}, {i}]: expected 0 to {num_pages - 1}, a page of {name}, got {page}"
+            )
+    return pages
 
 
 def check_entries(q: torch.Tensor, cache: Cache) -> tuple[list[int] | None, list[int] | None, list[int]]:
@@ -163,14 +227,8 @@ def check_entries(q: torch.Tensor, cache: Cache) -> tuple[list[int] | None, list
                 raise IndexError(f"{name}[{b}]: expected 0 to {most}, {why}, got {value}")
     pages = None
     if cache.block_table is not None:
-        table = cache.block_table.tolist()
-        in_use = [-(-(end + cache.new) // rows) for end in seqlens]
-        pages = [some[:count] for some, count in zip(table, in_use, strict=True)]
-        for b, i, page in _entries(pages):
-            if not 0 <= page < caches:
-                raise IndexError(
-                    f"block_table[{b}, {i}]: expected 0 to {caches - 1}, a page of k_cache, got {page}"
-                )
+        lengths = [end + cache.new for end in seqlens]
+        pages = check_page_numbers("k_cache", cache.block_table, lengths, rows, caches)
     if cache.new and (batch_idx is not None or pages is not None):
         _check_rows_are_own(cache, batch_idx, leftpad, seqlens, pages)
     return batch_idx, leftpad, seqlens

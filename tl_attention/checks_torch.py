@@ -76,12 +76,12 @@ def check_no_forward_ad(function: str) -> None:
     """Raise NotImplementedError inside forward-mode differentiation, whose tangents would be lost."""
     if torch.autograd.forward_ad._current_level >= 0:
         raise NotImplementedError(
-            f"{function}: expected a call outside forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad), as attention to"
-            " a cache has no derivative, got one inside; call it before"
+            f"{function}: expected a call outside forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad), as it has no"
+            " derivative, got one inside; call it before"
         )
 
 
 def refuse_vmap(function: str) -> None:
     raise NotImplementedError(
-        f"{function}: expected a call outside torch.vmap, as a cache is never copied, got one inside; use its batch dimension"
+        f"{function}: expected a call outside torch.vmap, as it would copy keys or outputs, got one inside; use its batch dimension"
     )

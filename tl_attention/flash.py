@@ -43,10 +43,11 @@ from __future__ import annotations
 import torch
 
 from tl_attention import checks_lengths
-from tl_attention.checks import check_no_block_table, check_packed, expect_bool
+from tl_attention.checks import check_packed, expect_bool
 from tl_attention.checks_lengths import NAMES, Lengths, Names, checked_lengths
 from tl_attention.checks_torch import ARGUMENT_ERRORS, Renaming
 from tl_attention.ops import UserOptions, attention, attention_with_options
+from tl_attention.paged import attend_packed
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 _QKV = Names("cu_seqlens", "max_seqlen", "seqused", "qkv")
@@ -202,7 +203,7 @@ def flash_attn_varlen_func(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int | torch.Tensor,
     max_seqlen_k: int | torch.Tensor,
     dropout_p: float = 0.0,
@@ -213,7 +214,7 @@ def flash_attn_varlen_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    block_table: None = None,
+    block_table: torch.Tensor | None = None,
     *,
     seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None,
@@ -221,6 +222,7 @@ def flash_attn_varlen_func(
     rng_state: torch.Tensor | None = None,
     num_splits: int = 0,
     check_lengths: bool = False,
+    out: torch.Tensor | None = None,
 ) -> Output:
     """flash_attn_func per sequence of a batch of packed sequences.
 
@@ -230,19 +232,31 @@ def flash_attn_varlen_func(
         v: [total_k, heads_kv, head_dim_v].
         cu_seqlens_q, cu_seqlens_k: [batch + 1], int32, on the device of q: sequence i has rows cu_seqlens[i] to cu_seqlens[i + 1],
             exclusive. They start at 0, never decrease and stay within the tensors, which is not checked without check_lengths: with
-            other values the kernels may read and write other memory. A sequence may be empty.
+            other values the kernels may read and write other memory. A sequence may be empty. cu_seqlens_k: see block_table, too.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths, used by the schedule only. A 0-d tensor is not read: the number of
             all rows replaces it.
-        block_table: None; paged caches are not supported: see flash_attn_with_kvcache.
+        block_table: [batch, pages per sequence], int32, for keys in pages: page i of a sequence holds its keys from i * page_size on;
+            entries past its length are not read. k and v are then [pages, page_size, heads_kv, head_dim or head_dim_v], with the
+            strides of k_cache in flash_attn_with_kvcache, and page_size a multiple of 16. The lengths of keys are seqused_k or, where
+            it is None, the differences of cu_seqlens_k; of these two one may be None. max_seqlen_k may be any upper bound. Pages are
+            never copied. Without gradients, dropout, vmap.
         seqused_q, seqused_k: [batch], int32: sequence i has only its first seqused[i] rows, for masks, too. Rows beyond are not
             read; their out and gradients are 0, their softmax_lse is -inf. They are from 0 to the length of the sequence, which is
             not checked without check_lengths.
+        out: [total_q, heads, head_dim_v] in the dtype of q, contiguous, at a multiple of 16 bytes, sharing no memory with q, k and v:
+            written and returned. Without gradients, vmap. None: a new tensor.
 
     A row past the last sequence is undefined in out, softmax_lse and gradients.
     Options, result and errors: see the module.
     """
-    check_no_block_table(block_table)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
+    if block_table is not None or out is not None:
+        asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, num_splits, lengths
+        if return_attn_probs is not False:
+            expect_bool("return_attn_probs", return_attn_probs)
+        options = UserOptions(*asked), block_table, out, check_lengths
+        out, lse = attend_packed(q, k, v, softmax_scale, causal, deterministic, *options)
+        return (out, lse, None) if return_attn_probs else out
     lengths = _lengths(q, k, lengths, check_lengths)
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, num_splits, lengths
     return _attend(q, k, v, softmax_scale, causal, deterministic, return_attn_probs, asked)

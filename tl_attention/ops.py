@@ -65,7 +65,7 @@ def fwd_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object
     call, options = parse_arguments(arguments)
     if q.device.type != "cpu":
         check_device(q)
-        return _launch_forward(q, k, v, call, options)
+        return launch_forward(q, k, v, call, options)
     qkv = _transpose_if(call.heads_first, q, k, v)
     out, lse = _reference(attention_reference, varlen_reference, qkv, call, options)
     (out,) = _transpose_if(call.heads_first, out.to(q.dtype))
@@ -144,13 +144,19 @@ def _reference(
     return varlen(*tensors, *lengths, call.softmax_scale, call.causal, **used, **others)
 
 
-def _launch_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, options: Options | None
+def launch_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: Call,
+    options: Options | None,
+    block_table: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> Outputs:
     """launch.forward, with defined values in the unused rows of packed sequences: out 0, lse -inf."""
-    out, lse = launch.forward(
-        q, k, v, call.softmax_scale, call.causal, call.lse_base2, call.heads_first, options=options
-    )
+    scale, causal, lse_base2, heads_first, _ = call
+    pages = {"block_table": block_table, "out": out}
+    out, lse = launch.forward(q, k, v, scale, causal, lse_base2, heads_first, options=options, **pages)
     if options is not None and options.seqused_q is not None:
         unused = ~rows_in_use(options.cu_seqlens_q, options.seqused_q, q.shape[0])
         out.masked_fill_(unused[:, None, None], 0)
@@ -361,7 +367,7 @@ def attention_with_options(
     """(out, lse) of attention with options, from unchecked arguments; lse is natural, sequence dimensions come first."""
     check_fwd(q, k, v, softmax_scale, causal, heads_first=False, varlen=asked.lengths is not None)
     check_deterministic(deterministic)
-    causal, options = _checked_options(q, k, causal, asked)
+    causal, options = checked_options(q, k.shape[0], causal, asked)
     if options.is_off:
         return attention(q, k, v, softmax_scale, causal, False, False, deterministic)
 
@@ -378,7 +384,7 @@ def attention_with_options(
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, lse_base2: bool
     ) -> Outputs:
-        return _launch_forward(q, k, v, call, options)
+        return launch_forward(q, k, v, call, options)
 
     differentiable = q, k, v, asked.learnable_sink
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable):
@@ -386,10 +392,8 @@ def attention_with_options(
     return run(q, k, v, call.softmax_scale, lse_base2=False)
 
 
-def _checked_options(
-    q: torch.Tensor, k: torch.Tensor, causal: bool, asked: UserOptions
-) -> tuple[bool, Options]:
-    """(causal, options) in their canonical form, checked."""
+def checked_options(q: torch.Tensor, keys: int, causal: bool, asked: UserOptions) -> tuple[bool, Options]:
+    """(causal, options) in their canonical form, checked. keys: the most keys that a packed sequence can have."""
     cu_seqlens_q = cu_seqlens_k = seqused_q = seqused_k = None
     max_seqlens, batch = [0, 0], q.shape[0]
     if asked.lengths is not None:
@@ -397,8 +401,9 @@ def _checked_options(
         cu_seqlens_q, cu_seqlens_k, *max_seqlens, seqused_q, seqused_k = asked.lengths
         batch = cu_seqlens_q.shape[0] - 1
         # Reading a tensor would synchronize with the GPU: the number of all rows bounds a length, too
+        rows = q.shape[0], keys
         max_seqlens = [
-            x.shape[0] if isinstance(n, torch.Tensor) else n for x, n in zip((q, k), max_seqlens, strict=True)
+            n if isinstance(x, torch.Tensor) else x for x, n in zip(max_seqlens, rows, strict=True)
         ]
     check_num_splits(asked.num_splits)
     window_size, softcap, dropout_p, alibi_slopes, sink, rng_state, *_ = asked

@@ -52,6 +52,30 @@ def kvcache_reference(
     return out.view(batch, seqlen_q, *out.shape[1:]), lse.view(q.shape[2], batch, seqlen_q).transpose(0, 1)
 
 
+def paged_varlen_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    lengths: Sequence[int],
+    block_table: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """varlen_reference for keys in pages.
+
+    Args:
+        k, v: [pages, page_size, heads_kv, columns].
+        lengths: [batch], keys per sequence.
+        block_table: [batch, pages per sequence]; page i of a sequence holds its keys from i * page_size on.
+        q, cu_seqlens_q, softmax_scale, causal, options: as for varlen_reference.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        k, v, cu_seqlens_k = packed_cache(k, v, lengths, block_table=block_table)
+    return varlen_reference(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, **options)
+
+
 def packed_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,

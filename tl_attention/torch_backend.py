@@ -151,12 +151,14 @@ def flash_forward(
         not return_debug_mask,
         "return_debug_mask: expected False, as probabilities are never written, got True",
     )
-    _expect(block_table is None, "block_table: expected None, as pages are not supported here, got a tensor")
+    _expect(varlen or block_table is None, "block_table: expected None without cum_seq_q, got a tensor")
     _expect(
-        varlen == (cum_seq_k is not None), "cum_seq_q, cum_seq_k: expected both or neither, got one of them"
+        varlen == (cum_seq_k is not None) or block_table is not None,
+        "cum_seq_q, cum_seq_k: expected both or neither, got one of them",
     )
     _expect(varlen or seqused_k is None, "seqused_k: expected None without cum_seq_q, got a tensor")
-    for name, x in (("alibi_slopes", alibi_slopes), ("seqused_k", seqused_k)):
+    inference = ("block_table", block_table), ("alibi_slopes", alibi_slopes), ("seqused_k", seqused_k)
+    for name, x in inference:
         _expect(
             x is None or not needs_grad,
             f"{name}: expected None with gradients, as torch does not pass it to the backward, got a tensor",
@@ -177,7 +179,8 @@ def flash_forward(
             out, lse, _ = flash_attn_func(query, key, value, **options)
         else:
             lengths = cum_seq_q, cum_seq_k, max_q, max_k
-            out, lse, _ = flash_attn_varlen_func(query, key, value, *lengths, **options, seqused_k=seqused_k)
+            options |= {"seqused_k": seqused_k, "block_table": block_table}
+            out, lse, _ = flash_attn_varlen_func(query, key, value, *lengths, **options)
     return _with_strides_of(out, query), lse, state.view(torch.uint64), unused, query.new_empty(0)
 
 

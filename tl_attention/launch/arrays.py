@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tl_attention.checks import check_cache_strides
 from tl_attention.problem import FAR
 
 DLPACK_CUDA = 2  # device type
@@ -59,6 +60,26 @@ def pad_columns(*tensors: torch.Tensor) -> list[torch.Tensor]:
 def cut_columns(x: torch.Tensor, columns: int) -> torch.Tensor:
     """The first columns of x, contiguous."""
     return x[..., :columns].contiguous()
+
+
+def page_rows_of(x: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
+    """Rows from one cache or page to the next, and all rows as a [1, rows, heads_kv, columns] view.
+
+    Rows between two caches may belong to other tensors.
+    """
+    caches, room, heads_kv, columns = x.shape
+    step, row, head, _ = x.stride()
+    # A dimension of size 1 may have any stride; TMA needs a valid one
+    if room == 1:
+        row = step if caches > 1 else columns * heads_kv
+    if heads_kv == 1:
+        head = columns
+    step_rows = room
+    if caches > 1:
+        check_cache_strides(name, x, step, row)
+        step_rows = step // row
+    rows = (caches - 1) * step_rows + room
+    return step_rows, x.as_strided((1, rows, heads_kv, columns), (x.numel(), row, head, 1))
 
 
 class ArgumentViews:

@@ -8,9 +8,8 @@ import math
 import torch
 
 from tl_attention import configs
-from tl_attention.checks import check_cache_strides
 from tl_attention.kernel_configs import MERGE_NUMBERS, DecodeConfig, append_kernel, page_rows
-from tl_attention.launch.arrays import ArgumentViews
+from tl_attention.launch.arrays import ArgumentViews, page_rows_of
 from tl_attention.launch.common import (
     LN2,
     PlanCache,
@@ -126,8 +125,8 @@ class DecodePlan:
         self.merges = dense((entries, MERGE_NUMBERS), torch.int32)
         self.combine = None if rule == -1 else combine  # one split needs no merging
 
-        page_k, rows_k = _as_rows(k, "k_cache")
-        page_v, rows_v = _as_rows(v, "v_cache")
+        page_k, rows_k = page_rows_of(k, "k_cache")
+        page_v, rows_v = page_rows_of(v, "v_cache")
         self.views = ArgumentViews(False, rows_k, rows_v, packed=True)
         self.pad_q = (0, problem.head_dim - head_dim) if head_dim != problem.head_dim else None
         self.q_strides = dense(q.shape)[1]
@@ -207,26 +206,6 @@ class DecodePlan:
         sizes = [4 * math.prod(shape) for shape, *_ in tensors]
         parts = workspace[: sum(sizes)].split(sizes)
         return [x.view(dtype).view(shape) for x, (shape, _, dtype) in zip(parts, tensors, strict=True)]
-
-
-def _as_rows(x: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
-    """Rows from one cache or page to the next, and all rows as a [1, rows, heads_kv, columns] view.
-
-    Rows between two caches may belong to other tensors.
-    """
-    caches, room, heads_kv, columns = x.shape
-    step, row, head, _ = x.stride()
-    # A dimension of size 1 may have any stride; TMA needs a valid one
-    if room == 1:
-        row = step if caches > 1 else columns * heads_kv
-    if heads_kv == 1:
-        head = columns
-    step_rows = room
-    if caches > 1:
-        check_cache_strides(name, x, step, row)
-        step_rows = step // row
-    rows = (caches - 1) * step_rows + room
-    return step_rows, x.as_strided((1, rows, heads_kv, columns), (x.numel(), row, head, 1))
 
 
 def attend_cache(

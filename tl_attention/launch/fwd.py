@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from tl_attention.kernel_configs import FwdCombine, FwdConfig, TileTable
+from tl_attention.kernel_configs import FwdCombine, FwdConfig, TileTable, page_rows
 from tl_attention.launch import splits
-from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns
+from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns, page_rows_of
 from tl_attention.launch.common import (
     LN2,
     MAX_GRID,
@@ -47,12 +48,38 @@ class FwdKernels(NamedTuple):
     tile_table: Kernel | None  # runs first for packed sequences
 
 
-def _find_kernels(key: tuple, config: FwdConfig | None) -> FwdKernels:
+def _find_kernels(key: tuple, config: FwdConfig | None, copy_rows: int = 0) -> FwdKernels:
     problem, config = find_config(key, "fwd", config)
+    config = replace(config, page_rows=copy_rows)
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
     compiled = {type(part): kernel for (_, part), kernel in compile_config(problem, config).items()}
     combine, tile_table = compiled.get(FwdCombine), compiled.get(TileTable)
     return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem.head_dim_v, tile_table)
+
+
+class PageViews:
+    """Views of k and v [pages, page_size, heads_kv, columns] as a kernel reads them.
+
+    Attributes:
+        rows: k and v as [1, rows, heads_kv, columns], all pages one after the other.
+        views: makes their arguments of a launch.
+        arguments: page_size, num_pages, and rows of k, of v, from a page to the next.
+    """
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor):
+        num_pages, self.page_size = k.shape[:2]
+        strides, self.rows = zip(page_rows_of(k, "k"), page_rows_of(v, "v"), strict=True)
+        self.views = ArgumentViews(False, *self.rows, packed=True)
+        self.arguments = self.page_size, num_pages, *strides
+
+
+def key_rows(k: torch.Tensor, options: Options, block_table: torch.Tensor | None) -> int:
+    """Upper bound, for the schedule, of the keys of all packed sequences together."""
+    if block_table is None:
+        return k.shape[0]
+    num_pages, page_size = k.shape[:2]
+    batch, longest = block_table.shape[0], min(block_table.shape[1] * page_size, options.max_seqlen_k)
+    return max(min(num_pages * page_size, batch * longest), 1)
 
 
 class FwdPlan:
@@ -63,6 +90,7 @@ class FwdPlan:
             [total, heads, head_dim]. On the current device, none of them empty.
         config: replaces the tuned row or default.
         options: those of the first call; later calls may differ in values.
+        block_table: [batch, pages per sequence]; k and v are then [pages, page_size, heads_kv, head_dim].
     """
 
     def __init__(
@@ -75,17 +103,28 @@ class FwdPlan:
         heads_first: bool,
         config: FwdConfig | None = None,
         options: Options | None = None,
+        block_table: torch.Tensor | None = None,
     ):
         self.packed = options is not None and options.varlen
         self.device = q.device.index
         self.out = dense(out.shape, q.dtype)
+        self.pages = None
+        if block_table is not None:
+            seqlen_k = key_rows(k, options, block_table)
+            self.pages = PageViews(k, v)
+            k, v = self.pages.rows
+        elif self.packed:
+            k, v = k[None], v[None]
         if self.packed:
-            q, k, v, out = (x[None] for x in (q, k, v, out))
+            q, out = q[None], out[None]
         seq, head = (2, 1) if heads_first else (1, 2)
         batch, seqlen_q, heads, head_dim = q.shape[0], q.shape[seq], q.shape[head], q.shape[3]
-        seqlen_k, heads_kv, head_dim_v = k.shape[seq], k.shape[head], v.shape[3]
+        heads_kv, head_dim_v = k.shape[head], v.shape[3]
+        if self.pages is None:
+            seqlen_k = k.shape[seq]
         self.lse = dense((heads, seqlen_q) if self.packed else (batch, heads, seqlen_q))
-        self.views = ArgumentViews(heads_first, q, k, v, out, packed=self.packed)
+        tensors = (q, k, v, out) if self.pages is None else (q, out)
+        self.views = ArgumentViews(heads_first, *tensors, packed=self.packed)
         self.batch = options.cu_seqlens_q.shape[0] - 1 if self.packed else batch
         self.heads = heads
 
@@ -99,9 +138,10 @@ class FwdPlan:
             bucket = SPLIT_BUCKET if num_splits > 1 else length_bucket(longest_k)
         names = () if options is None else options.names
         key = (q.dtype, head_dim, head_dim_v, causal, names, bucket, self.device)
-        found = _kernels.get(key) if config is None else _find_kernels(key, config)
+        copy_rows = 0 if self.pages is None else page_rows(self.pages.page_size)
+        found = _kernels.get((key, copy_rows)) if config is None else _find_kernels(key, config, copy_rows)
         if found is None:
-            found = _kernels[key] = _find_kernels(key, None)
+            found = _kernels[key, copy_rows] = _find_kernels(key, None, copy_rows)
         self.kernel, config, max_ctas, self.combine, width, tile_table = found
         self.dynamic = config.schedule == "dynamic"
 
@@ -133,13 +173,15 @@ class FwdPlan:
         softmax_scale: float,
         lse_base2: bool,
         options: Options | None = None,
+        block_table: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) for tensors with the metadata of the plan; out has the layout of q."""
+        """(out, lse) for tensors with the metadata of the plan; out has the layout of q, or is the one that is passed."""
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(q, k, v, softmax_scale, lse_base2, options)
-        out, lse = empty(*self.out), empty(*self.lse)
-        self.launch(q, k, v, out, lse, softmax_scale, lse_base2, options)
+                return self(q, k, v, softmax_scale, lse_base2, options, block_table, out)
+        out, lse = empty(*self.out) if out is None else out, empty(*self.lse)
+        self.launch(q, k, v, out, lse, softmax_scale, lse_base2, options, block_table)
         return out, lse
 
     def launch(
@@ -152,17 +194,25 @@ class FwdPlan:
         softmax_scale: float,
         lse_base2: bool,
         options: Options | None = None,
+        block_table: torch.Tensor | None = None,
     ) -> None:
         # A kernel with a tensor argument (lse, parts, tickets) runs on the current stream of its device
-        if self.packed:
-            q, k, v, out = (x[None] for x in (q, k, v, out))
-        *qkv, out_view = self.views.of(q, k, v, out)
+        if self.pages is not None:
+            out = out[None]
+            q_view, out_view = self.views.of(q[None], out)
+            qkv = q_view, *self.pages.views.of(k, v)
+        else:
+            if self.packed:
+                q, k, v, out = (x[None] for x in (q, k, v, out))
+            *qkv, out_view = self.views.of(q, k, v, out)
         tickets = stream_tickets(self.device, self.dynamic)
         unit = 1.0 if lse_base2 else LN2
         arguments = self.arguments
         if options is not None and options.names:
             table = self.tiles.table(options, False, self.step_rows) if self.packed else None
             arguments += option_arguments(options, self.batch, self.heads, self.device, table)
+        if self.pages is not None:
+            arguments += (block_table, *self.pages.arguments)
         if self.combine is None:
             self.kernel(*qkv, out_view, lse, tickets, softmax_scale, unit, *arguments)
             return
@@ -192,6 +242,8 @@ def forward(
     heads_first: bool = False,
     config: FwdConfig | None = None,
     options: Options | None = None,
+    block_table: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward on tensors that have passed checks.py, on a Hopper GPU.
 
@@ -199,6 +251,9 @@ def forward(
         q, k, v: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed sequences
             [total, heads, head_dim]. They are copied if a head dim is no multiple of 8.
         config: replaces the tuned row or default.
+        block_table: int32 [batch, pages per sequence], for packed sequences with seqused_k: k and v are then [pages, page_size,
+            heads_kv, head_dim], never copied, and page i of a sequence holds its keys from i * page_size on.
+        out: contiguous, with an address that TMA takes; None: allocated.
     Returns:
         out in the layout of q, contiguous; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Rows outside the used part of
         packed sequences are undefined.
@@ -206,30 +261,35 @@ def forward(
     key = (*qkv_key(q, k, v, causal, heads_first), *options_key(options))
     if options is not None and options.varlen:
         sms = sm_count(q.device.index)
-        key = (*key, splits.packed_splits(options, q.shape[0], k.shape[0], q.shape[1], sms))
+        keys = key_rows(k, options, block_table)
+        key = (*key, splits.packed_splits(options, q.shape[0], keys, q.shape[1], sms))
     plan = plan_cache.plans.get(key) if config is None else None
     if plan is not None:
-        return plan(q, k, v, softmax_scale, lse_base2, options)
+        return plan(q, k, v, softmax_scale, lse_base2, options, block_table, out)
     if has_odd_columns(q, v):
         layout = softmax_scale, causal, lse_base2, heads_first, config, options
-        out, lse = forward(*pad_columns(q, k, v), *layout)
-        return cut_columns(out, v.shape[-1]), lse
+        padded, lse = forward(*pad_columns(q, k, v), *layout)
+        result = cut_columns(padded, v.shape[-1])
+        return result if out is None else out.copy_(result), lse
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
-            return forward(q, k, v, softmax_scale, causal, lse_base2, heads_first, config, options)
+            return forward(
+                q, k, v, softmax_scale, causal, lse_base2, heads_first, config, options, block_table, out
+            )
     *outer, n1, n2, _ = q.shape
-    out = empty(*dense((*q.shape[:-1], v.shape[-1]), q.dtype))
+    if out is None:
+        out = empty(*dense((*q.shape[:-1], v.shape[-1]), q.dtype))
     lse = empty(*dense((*outer, n1, n2) if heads_first else (*outer, n2, n1)))
     if not out.numel():
         return out, lse
     without_sequences = has_no_sequences(options)
-    if not k.numel() or without_sequences:
+    if not k.numel() or without_sequences or (block_table is not None and not block_table.numel()):
         lse.fill_(-math.inf)
         if options is not None and options.sink is not None and not without_sequences:
             lse.copy_((options.sink.float() / (LN2 if lse_base2 else 1.0))[:, None].expand_as(lse))
         return out.zero_(), lse
-    plan = FwdPlan(q, k, v, out, causal, heads_first, config, options)
+    plan = FwdPlan(q, k, v, out, causal, heads_first, config, options, block_table)
     if config is None:
         plan_cache.keep(key, plan)
-    plan.launch(q, k, v, out, lse, softmax_scale, lse_base2, options)
+    plan.launch(q, k, v, out, lse, softmax_scale, lse_base2, options, block_table)
     return out, lse

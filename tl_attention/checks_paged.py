@@ -1,0 +1,108 @@
+"""Argument checks of flash_attn_varlen_func with block_table or out, in the form of checks.py."""
+
+from __future__ import annotations
+
+import torch
+
+from tl_attention.checks import (
+    describe,
+    expect_device,
+    expect_head_dims,
+    expect_heads_divide,
+    expect_like,
+    expect_operand,
+    expect_tensor,
+)
+from tl_attention.checks_kvcache import ALIGNMENT, check_page_strides, check_pages
+from tl_attention.problem import MAX_HEAD_DIM
+
+
+def check_forward_only(
+    name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, learnable_sink: torch.Tensor | None
+) -> None:
+    """Refuse gradients; `name` is the argument that has no backward."""
+    for operand, x in (("q", q), ("k", k), ("v", v), ("learnable_sink", learnable_sink)):
+        if getattr(x, "requires_grad", False):
+            raise NotImplementedError(
+                f"{operand}: expected a tensor that needs no gradient, as a call with {name} has no backward, got requires_grad=True; use"
+                f" torch.no_grad(), or leave out {name}"
+            )
+
+
+def check_paged(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_k: torch.Tensor | None,
+    block_table: torch.Tensor,
+    dropout_p: float,
+) -> None:
+    """Check q [total_q, heads, head_dim], k and v in pages, and the table of pages; other arguments have checks of their own."""
+    expect_operand("q", q, "total_q, heads, head_dim", 3)
+    for name, x, width in (("k", k, "head_dim"), ("v", v, "head_dim_v")):
+        expect_operand(name, x, f"pages, page_size, heads_kv, {width}", 4, dtypes=(q.dtype,))
+        expect_device(name, x, q)
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v: expected the shape of k, {tuple(k.shape)}, but for the last dimension, got {tuple(v.shape)}"
+        )
+    (_, heads, head_dim), head_dim_v = q.shape, v.shape[3]
+    if k.shape[3] != head_dim:
+        raise ValueError(f"k: expected the head_dim of q, {head_dim}, got {k.shape[3]}")
+    expect_heads_divide("k, v", heads, k.shape[2])
+    expect_head_dims("q, k", "v", head_dim, head_dim_v)
+    if head_dim % ALIGNMENT or head_dim_v % ALIGNMENT:
+        raise ValueError(
+            f"q, k, v: expected head dims that are multiples of {ALIGNMENT}, as pages are never copied, got {head_dim} for q, k and"
+            f" {head_dim_v} for v; allocate wider pages, pad q with zeros and pass softmax_scale explicitly"
+        )
+    if head_dim > MAX_HEAD_DIM or head_dim_v > head_dim:
+        raise NotImplementedError(
+            f"q, k, v: expected a head_dim of at most {MAX_HEAD_DIM}, and at most that of q and k for v, got {head_dim} and {head_dim_v},"
+            " which are not supported"
+        )
+    expect_tensor("cu_seqlens_q", cu_seqlens_q)
+    if cu_seqlens_k is None and seqused_k is None:
+        raise ValueError(
+            "cu_seqlens_k, seqused_k: expected one of them, the lengths of keys, got None and None; pass seqused_k"
+        )
+    for name, x in (("k", k), ("v", v)):
+        check_page_strides(name, x)
+    check_pages("k", q, k, cu_seqlens_q.shape[0] - 1 if cu_seqlens_q.ndim == 1 else 0, block_table)
+    if dropout_p:
+        raise NotImplementedError(
+            f"dropout_p: expected 0 with block_table, which serves inference alone, got {describe(dropout_p)}"
+        )
+
+
+def check_out(q: torch.Tensor, head_dim_v: int, out: torch.Tensor) -> None:
+    """Check the tensor to write to; its address is another check."""
+    expect_like("out", out, q, ((*q.shape[:2], head_dim_v),), (q.dtype,))
+    if not out.is_contiguous():
+        raise ValueError(
+            f"out: expected a contiguous tensor, got strides {out.stride()}; pass a contiguous one and copy it"
+        )
+    if out.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "out: expected a tensor that needs no gradient, as a call with out has no backward, got requires_grad=True; use torch.no_grad()"
+        )
+
+
+def check_paged_addresses(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, paged: bool, out: torch.Tensor | None
+) -> None:
+    """Check 16-byte alignment of what is never copied, and that out is not q."""
+    never_copied = [("out", out), *((("k", k), ("v", v)) if paged else ())]
+    for name, x in never_copied:
+        if x is not None and x.data_ptr() & 15:
+            raise ValueError(
+                f"{name}: expected an address that is a multiple of 16 bytes, as it is never copied, got {name}.data_ptr() % 16 ="
+                f" {x.data_ptr() & 15}; slice it at multiples of 16 bytes"
+            )
+    if out is not None and out.numel() and out.data_ptr() in (q.data_ptr(), k.data_ptr(), v.data_ptr()):
+        raise ValueError(
+            "out: expected memory that q, k and v do not use, as they are read while out is written, got that of one of them; pass"
+            " torch.empty_like(q)"
+        )

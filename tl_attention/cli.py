@@ -359,24 +359,32 @@ def support(arguments: argparse.Namespace) -> int:
 
 
 def support_table() -> str:
-    """In Markdown, the tile widths at which each option, and all at once, have kernels: what legality.is_legal says of their configs."""
+    """In Markdown, the tile widths at which options and pages have kernels: what legality.is_legal says of their configs."""
     names = {"fwd": "forward", "bwd": "backward", "bwd_det": "deterministic backward"}
     lines = [f"| option | {' | '.join(names.values())} |", "|---" * (1 + len(names)) + "|"]
     for options in (*((option,) for option in OPTIONS), OPTIONS):
         cells = [_support(options, direction) for direction in names]
         lines.append(f"| {'all at once' if options == OPTIONS else options[0]} | {' | '.join(cells)} |")
+    all_but_dropout = tuple(option for option in OPTIONS if option != "dropout")
+    lines.append(
+        f"| all but dropout, keys in pages | {_support(all_but_dropout, 'fwd', paged=True)} | none | none |"
+    )
     return "\n".join(lines)
 
 
-def _support(options: tuple[str, ...], direction: str) -> str:
+def _support(options: tuple[str, ...], direction: str, paged: bool = False) -> str:
     """A cell of the table: "bf16, fp16: every width", or the widths with kernels."""
     cells: dict[str, list[str]] = {}
     for dtype in DTYPES.values():
         problems = [AttnProblem(dtype.name, *width, False, options) for width in tile_widths(direction)]
+        chosen = [configs.option_config(problem, "4k", direction) for problem in problems]
         served = [
             problem.width
-            for problem in problems
-            if legality.is_legal(problem, configs.option_config(problem, "4k", direction), direction) is None
+            for problem, config in zip(problems, chosen, strict=True)
+            if all(
+                legality.is_legal(problem, form, direction) is None
+                for form in (config.paged_forms() if paged else [config])
+            )
         ]
         text = "every width" if len(served) == len(problems) else ", ".join(served) or "none"
         cells.setdefault(text, []).append(dtype.short)

@@ -262,20 +262,25 @@ def pack_option_kernels() -> list[tuple[AttnProblem, KernelConfig]]:
         for options in sets[direction]
         for kernel in _kernels_with(tuple(options), direction)
     ]
+    for options in sets["paged"]:
+        found += _kernels_with(tuple(options), "fwd", paged=True)
     for options in sets[DECODE]:
         found += decode_kernels(options=options)
     return list(dict.fromkeys(found))
 
 
-def _kernels_with(options: tuple[str, ...], direction: str) -> Iterator[tuple[AttnProblem, KernelConfig]]:
+def _kernels_with(
+    options: tuple[str, ...], direction: str, paged: bool = False
+) -> Iterator[tuple[AttnProblem, KernelConfig]]:
     """Kernels of a set of options; a windowed problem has one mask, see AttnProblem."""
     masks = (False,) if "window" in options else (False, True)
     for dtype, width, causal in itertools.product(DTYPES, tile_widths(direction), masks):
         problem = AttnProblem(dtype, *width, causal, options)
         for bucket in buckets(direction):
             config = option_config(problem, bucket, direction)
-            if is_legal(problem, config, direction) is None:
-                yield from config.kernels(problem)
+            for form in config.paged_forms() if paged else [config]:
+                if is_legal(problem, form, direction) is None:
+                    yield from form.kernels(problem)
 
 
 def candidates(problem: AttnProblem, bucket: str, direction: str = "fwd") -> list[Config]:

@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tl_attention import building, compiler, configs, cubin, toolkit
@@ -29,7 +29,7 @@ from tl_attention.kernel_configs import (
     TileTable,
 )
 from tl_attention.legality import BARRIER_BYTES, smem_bytes
-from tl_attention.problem import DECODE, DECODE_OPTIONS, DIRECTIONS, JVP, AttnProblem
+from tl_attention.problem import BUCKETS, DECODE, DECODE_OPTIONS, DIRECTIONS, JVP, AttnProblem
 from tl_attention.sandbox import Failure, Sandboxes
 from tl_attention.target import SMEM_LIMIT
 
@@ -77,14 +77,28 @@ def shipped() -> dict[str, Kernel]:
     """Every kernel that the package ships, by name.
 
     These are the kernels of all defaults and tuned rows in both dtypes, of each option line of the grid with all options
-    that the line serves in bfloat16, of decoding without options and with all of them, and of the forward with its derivative.
+    that the line serves in bfloat16, also with keys in small pages, of decoding without options and with all of them, and of the
+    forward with its derivative.
     """
     found = [
         *configs.shipped_kernels([*DIRECTIONS, DECODE, JVP]),
         *configs.option_kernels(DIRECTIONS[:2]),
+        *_paged_option_kernels(),
         *configs.decode_kernels(options=[name for name in DECODE_OPTIONS if name != "window"]),
     ]
     return _by_name(found)
+
+
+def _paged_option_kernels() -> Iterator[Kernel]:
+    """Forward kernels with keys in pages: for each option line of the grid with packed sequences, all its options but dropout.
+
+    Their pages are the smallest, which take the most copies and registers.
+    """
+    for problem, _ in configs.option_problems():
+        options = tuple(name for name in problem.options if name != "dropout")
+        problem = replace(problem, options=options)
+        if problem.has("varlen"):
+            yield problem, configs.option_config(problem, BUCKETS[0]).paged_forms()[0]
 
 
 def pack_kernels() -> dict[str, Kernel]:

@@ -33,7 +33,7 @@ class ShapeOptions:
     varlen: bool = False  # packed sequences of one length
     uneven: bool = False  # packed sequences with the lengths of `sequences`
     packed: bool = False  # q, k and v are slices of one tensor, as are their gradients
-    page: int = 0  # decode: keys per page of the cache; 0: contiguous sequences
+    page: int = 0  # decode, and forward of packed sequences: keys per page; 0: contiguous sequences
     ragged: bool = False  # decode: caches with the lengths of `sequences`, at most seqlen_k
 
     @classmethod

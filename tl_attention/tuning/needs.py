@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tl_attention import configs
 from tl_attention.kernel_configs import JVP_CONFIGS, append_kernel, page_rows
@@ -30,7 +31,7 @@ def kernels_of(shape: Shape, dtype: str, direction: str, all_lengths: bool = Fal
         direction: one of problem.DIRECTIONS, DECODE or JVP.
         all_lengths: the kernels of calls with other lengths, too; in a decode those of other pages and numbers of queries.
     Raises:
-        ValueError: no kernels have these head dims, or options.
+        ValueError: no kernels have these head dims, or options, or pages.
     """
     widths = DECODE_TILE_WIDTHS if direction == DECODE else tile_widths(direction)
     if not any(qk >= shape.head_dim and v >= shape.head_dim_v for qk, v in widths):
@@ -40,16 +41,21 @@ def kernels_of(shape: Shape, dtype: str, direction: str, all_lengths: bool = Fal
     if direction == DECODE:
         return _decode_kernels(shape, dtype, all_lengths)
     problem, gpu = shape.problem(dtype, direction), gpu_name()
+    if shape.options.page and (direction != "fwd" or not problem.has("varlen")):
+        raise ValueError(
+            f"{shape}: expected page=.. with --pass decode, or with --pass fwd and varlen, got {direction}"
+        )
     if direction == JVP:
         if shape.option_names:
             raise ValueError(f"{shape}: expected no options, as the kernels of --pass {JVP} have none")
         return [(problem, JVP_CONFIGS[problem.width])]
-    found = [
-        kernel
+    chosen = [
+        configs.pick_config(problem, bucket, gpu, direction)[0]
         for bucket in (buckets(direction) if all_lengths else _buckets(shape, direction))
-        for kernel in configs.pick_config(problem, bucket, gpu, direction)[0].kernels(problem)
     ]
-    return list(dict.fromkeys(found))
+    if shape.options.page:
+        chosen = [replace(config, page_rows=page_rows(shape.options.page)) for config in chosen]
+    return list(dict.fromkeys(kernel for config in chosen for kernel in config.kernels(problem)))
 
 
 def _buckets(shape: Shape, direction: str) -> Sequence[str]:

@@ -258,27 +258,24 @@ def pack_option_kernels() -> list[tuple[AttnProblem, KernelConfig]]:
     sets = _grid()["pack"]
     found = [
         kernel
-        for direction in DIRECTIONS
-        for options in sets[direction]
-        for kernel in _kernels_with(tuple(options), direction)
+        for section in (*DIRECTIONS, "paged")
+        for options in sets[section]
+        for kernel in _kernels_with(tuple(options), section)
     ]
-    for options in sets["paged"]:
-        found += _kernels_with(tuple(options), "fwd", paged=True)
     for options in sets[DECODE]:
         found += decode_kernels(options=options)
     return list(dict.fromkeys(found))
 
 
-def _kernels_with(
-    options: tuple[str, ...], direction: str, paged: bool = False
-) -> Iterator[tuple[AttnProblem, KernelConfig]]:
-    """Kernels of a set of options; a windowed problem has one mask, see AttnProblem."""
+def _kernels_with(options: tuple[str, ...], section: str) -> Iterator[tuple[AttnProblem, KernelConfig]]:
+    """Kernels of a set of options in a section of [pack]; a windowed problem has one mask, see AttnProblem."""
     masks = (False,) if "window" in options else (False, True)
+    direction = "fwd" if section == "paged" else section
     for dtype, width, causal in itertools.product(DTYPES, tile_widths(direction), masks):
         problem = AttnProblem(dtype, *width, causal, options)
         for bucket in buckets(direction):
             config = option_config(problem, bucket, direction)
-            for form in config.paged_forms() if paged else [config]:
+            for form in config.paged_forms() if section == "paged" else [config]:
                 if is_legal(problem, form, direction) is None:
                     yield from form.kernels(problem)
 

@@ -322,6 +322,7 @@ ERRORS = {
     "table-dtype": ({"block_table": zeros(2, 5, dtype=torch.int64)}, TypeError, r"block_table: expected torch\.int32, got torch\.int64"),
     "table-batch": ({"block_table": zeros(3, 5, dtype=torch.int32)}, ValueError, r"block_table: expected shape \(2, 5\), got \(3, 5\)"),
     "table-list": ({"block_table": [[0]]}, ValueError, r"block_table: expected a torch\.Tensor \[batch, pages per sequence\], got \[\[0"),
+    "cu-0-d": ({"cu_seqlens_q": torch.tensor(5).int()}, ValueError, r"cu_seqlens_q: expected shape \[batch \+ 1\], got \(\)"),
     "no-lengths": ({"seqused_k": None}, ValueError, r"cu_seqlens_k, seqused_k: expected one of them.*pass seqused_k"),
     "seqused-shape": ({"seqused_k": zeros(3, dtype=torch.int32)}, ValueError, r"seqused_k: expected shape \(2,\), got \(3,\)"),
     "dropout": ({"dropout_p": 0.1}, NotImplementedError, r"dropout_p: expected 0 with block_table.*got 0\.1"),

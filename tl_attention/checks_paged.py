@@ -64,13 +64,15 @@ def check_paged(
             " which are not supported"
         )
     expect_tensor("cu_seqlens_q", cu_seqlens_q)
+    if cu_seqlens_q.ndim != 1 or not cu_seqlens_q.shape[0]:
+        raise ValueError(f"cu_seqlens_q: expected shape [batch + 1], got {tuple(cu_seqlens_q.shape)}")
     if cu_seqlens_k is None and seqused_k is None:
         raise ValueError(
             "cu_seqlens_k, seqused_k: expected one of them, the lengths of keys, got None and None; pass seqused_k"
         )
     for name, x in (("k", k), ("v", v)):
         check_page_strides(name, x)
-    check_pages("k", q, k, cu_seqlens_q.shape[0] - 1 if cu_seqlens_q.ndim == 1 else 0, block_table)
+    check_pages("k", q, k, cu_seqlens_q.shape[0] - 1, block_table)
     if dropout_p:
         raise NotImplementedError(
             f"dropout_p: expected 0 with block_table, which serves inference alone, got {describe(dropout_p)}"

@@ -66,7 +66,7 @@ class PagedLoads:
         block_N: int,
         name: str = "paged_loads",
     ):
-        self.tensor, self.pages, self.stride, self.columns = tensor, pages, stride, columns
+        self.tensor, self.pages, self.stride = tensor, pages, stride
         self.chunk = 64 if columns % 64 == 0 else 32  # columns per row of the swizzled layout
         self.chunks = tuple(range(0, columns, self.chunk))  # a tuple: TileLang makes a loop of a range
         self.rows, self.block_N = math.gcd(page_rows, block_N), block_N

@@ -43,6 +43,7 @@ from tl_attention.problem import (
     tile_widths,
     tuning_key,
 )
+from tl_attention.program_configs import program_lines
 from tl_attention.target import DEFAULT_GPU, gpu_slug
 
 # Sections of a tuned table that serve a direction, best first
@@ -177,7 +178,7 @@ def _fwd_config(problem: AttnProblem, fields: dict[str, Any]) -> FwdConfig:
 
 def derived_schedule(problem: AttnProblem) -> str:
     """persistent where all tiles take equally long (full, no options), else dynamic."""
-    return "dynamic" if problem.causal or problem.options else "persistent"
+    return "dynamic" if problem.causal or problem.options or problem.program else "persistent"
 
 
 def default_config(problem: AttnProblem, direction: str = "fwd", bucket: str | None = None) -> Config:
@@ -345,6 +346,11 @@ def choose_config(problem: AttnProblem, bucket: str, gpu_name: str, direction: s
     """The choice for a problem on a GPU. Tuned row of the user, shipped tuned row, row of the nearest GPU with a table, default of
     the grid; or with options a line of [options], as tuned rows have none.
     """
+    if problem.program:
+        name, fields = program_lines(_grid(), problem, direction)[0]
+        config = _config(problem, fields, direction)
+        split = direction == "fwd" and bucket == SPLIT_BUCKET
+        return Choice(split_config(config) if split else config, f"{name} of {data_dir() / 'grid.toml'}")
     if problem.options:
         return _choose_option_line(problem, bucket, direction)
     own = choose_from_tables(problem, bucket, tuned_paths(gpu_name), direction)

@@ -27,8 +27,10 @@ from tl_attention.launch.common import (
     window_keys,
 )
 from tl_attention.launch.tickets import stream_tickets
+from tl_attention.launch.traced import traced_arguments
 from tl_attention.options import Options
 from tl_attention.problem import MAX_SPLITS, SPLIT_BUCKET, TABLE_ROWS, length_bucket
+from tl_attention.program import Call
 from tl_attention.store import Kernel
 from tl_attention.target import sm_count
 
@@ -62,7 +64,7 @@ class FwdPlan:
         q, k, v, out: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed sequences
             [total, heads, head_dim]. On the current device, none of them empty.
         config: replaces the tuned row or default.
-        options: those of the first call; later calls may differ in values.
+        options, traced: those of the first call; later calls may differ in values.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class FwdPlan:
         heads_first: bool,
         config: FwdConfig | None = None,
         options: Options | None = None,
+        traced: Call | None = None,
     ):
         self.packed = options is not None and options.varlen
         self.device = q.device.index
@@ -98,7 +101,8 @@ class FwdPlan:
             longest_k = options.max_seqlen_k if self.packed else seqlen_k
             bucket = SPLIT_BUCKET if num_splits > 1 else length_bucket(longest_k)
         names = () if options is None else options.names
-        key = (q.dtype, head_dim, head_dim_v, causal, names, bucket, self.device)
+        program = None if traced is None else traced.program.forward
+        key = (q.dtype, head_dim, head_dim_v, causal, names, program, bucket, self.device)
         found = _kernels.get(key) if config is None else _find_kernels(key, config)
         if found is None:
             found = _kernels[key] = _find_kernels(key, None)
@@ -133,13 +137,14 @@ class FwdPlan:
         softmax_scale: float,
         lse_base2: bool,
         options: Options | None = None,
+        traced: Call | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) for tensors with the metadata of the plan; out has the layout of q."""
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(q, k, v, softmax_scale, lse_base2, options)
+                return self(q, k, v, softmax_scale, lse_base2, options, traced)
         out, lse = empty(*self.out), empty(*self.lse)
-        self.launch(q, k, v, out, lse, softmax_scale, lse_base2, options)
+        self.launch(q, k, v, out, lse, softmax_scale, lse_base2, options, traced)
         return out, lse
 
     def launch(
@@ -152,6 +157,7 @@ class FwdPlan:
         softmax_scale: float,
         lse_base2: bool,
         options: Options | None = None,
+        traced: Call | None = None,
     ) -> None:
         # A kernel with a tensor argument (lse, parts, tickets) runs on the current stream of its device
         if self.packed:
@@ -163,6 +169,8 @@ class FwdPlan:
         if options is not None and options.names:
             table = self.tiles.table(options, False, self.step_rows) if self.packed else None
             arguments += option_arguments(options, self.batch, self.heads, self.device, table)
+        if traced is not None:
+            arguments += traced_arguments(traced)
         if self.combine is None:
             self.kernel(*qkv, out_view, lse, tickets, softmax_scale, unit, *arguments)
             return
@@ -192,6 +200,7 @@ def forward(
     heads_first: bool = False,
     config: FwdConfig | None = None,
     options: Options | None = None,
+    traced: Call | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward on tensors that have passed checks.py, on a Hopper GPU.
 
@@ -199,24 +208,27 @@ def forward(
         q, k, v: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed sequences
             [total, heads, head_dim]. They are copied if a head dim is no multiple of 8.
         config: replaces the tuned row or default.
+        traced: score_mod and mask_mod; without causal and options.
     Returns:
         out in the layout of q, contiguous; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Rows outside the used part of
         packed sequences are undefined.
     """
     key = (*qkv_key(q, k, v, causal, heads_first), *options_key(options))
+    if traced is not None:
+        key = (*key, traced.program.forward)
     if options is not None and options.varlen:
         sms = sm_count(q.device.index)
         key = (*key, splits.packed_splits(options, q.shape[0], k.shape[0], q.shape[1], sms))
     plan = plan_cache.plans.get(key) if config is None else None
     if plan is not None:
-        return plan(q, k, v, softmax_scale, lse_base2, options)
+        return plan(q, k, v, softmax_scale, lse_base2, options, traced)
     if has_odd_columns(q, v):
-        layout = softmax_scale, causal, lse_base2, heads_first, config, options
+        layout = softmax_scale, causal, lse_base2, heads_first, config, options, traced
         out, lse = forward(*pad_columns(q, k, v), *layout)
         return cut_columns(out, v.shape[-1]), lse
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
-            return forward(q, k, v, softmax_scale, causal, lse_base2, heads_first, config, options)
+            return forward(q, k, v, softmax_scale, causal, lse_base2, heads_first, config, options, traced)
     *outer, n1, n2, _ = q.shape
     out = empty(*dense((*q.shape[:-1], v.shape[-1]), q.dtype))
     lse = empty(*dense((*outer, n1, n2) if heads_first else (*outer, n2, n1)))
@@ -228,8 +240,8 @@ def forward(
         if options is not None and options.sink is not None and not without_sequences:
             lse.copy_((options.sink.float() / (LN2 if lse_base2 else 1.0))[:, None].expand_as(lse))
         return out.zero_(), lse
-    plan = FwdPlan(q, k, v, out, causal, heads_first, config, options)
+    plan = FwdPlan(q, k, v, out, causal, heads_first, config, options, traced)
     if config is None:
         plan_cache.keep(key, plan)
-    plan.launch(q, k, v, out, lse, softmax_scale, lse_base2, options)
+    plan.launch(q, k, v, out, lse, softmax_scale, lse_base2, options, traced)
     return out, lse

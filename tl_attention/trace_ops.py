@@ -74,6 +74,11 @@ RENAMED = {
     "logical_not": "not",
     "bitwise_left_shift": "shift_left",
     "bitwise_right_shift": "shift_right",
+    "__and__": "and",
+    "__or__": "or",
+    "__xor__": "xor",
+    "__lshift__": "shift_left",
+    "__rshift__": "shift_right",
     "sgn": "sign",
     "true_divide": "div",
 }
@@ -97,7 +102,7 @@ SUPPORTED = ", ".join(
     sorted(
         {
             *OPS,
-            *(name for name in RENAMED if not name.startswith("bitwise")),
+            *(name for name in RENAMED if not name.startswith(("bitwise", "__"))),
             "clamp",
             "relu",
             "square",
@@ -306,7 +311,10 @@ class _Operation:
     def __init__(self, builder: Builder, found: dict[Node, int | CapturedTensor], node: Node):
         self.builder, self.found, self.node = builder, found, node
         packet = getattr(node.target, "overloadpacket", node.target)
-        self.name = getattr(packet, "__name__", str(packet))
+        name = getattr(packet, "__name__", str(packet))
+        self.name = (
+            name.rstrip("_") if not name.startswith("_") else name
+        )  # in place or not: later nodes see the result
         result = node.meta.get("val")
         if isinstance(result, torch.Tensor) and result.dtype not in DTYPES:
             raise KeyError(f"{self.name} to {result.dtype}")
@@ -365,6 +373,11 @@ class _Operation:
                 self.dtype,
                 self.operand(condition, BOOL),
                 *(self.operand(x, self.dtype) for x in branches),
+            )
+        if name == "masked_fill":
+            x, mask, filler = args
+            return build(
+                "where", self.dtype, *map(self.operand, (mask, filler, x), (BOOL, self.dtype, self.dtype))
             )
         if name in COMPARISONS:
             dtype = self.common_dtype(args)

@@ -277,7 +277,7 @@ class _Element:
             return self.arguments.numbers[value.data]
         if value.op == "load":
             buffer, dtype = self.arguments.tensors[value.data], self.program.tensors[value.data].dtype
-            load = f"tl_attention_captured<{CUDA_TYPES[dtype]}>"
+            load = f"tl_attention_captured<{CUDA_TYPES['uint8' if dtype == BOOL else dtype]}>"
             loaded = T.call_extern(
                 INT if value.dtype == BOOL else value.dtype,
                 load,

@@ -18,9 +18,9 @@ from tl_attention.program import BOOL, FLOAT, INT, Captured, Program
 tirx = tvm.tirx
 # Loads and additions as functions, because TileLang 0.1.15 compares each index with the sizes, in 64 bits, and puts a load into a branch
 PRELUDE = """
-template <typename T>
+template <typename Stored, typename T>
 static __device__ __forceinline__ T tl_attention_captured(const void* tensor, int offset) {
-  return __ldg((const T*)tensor + offset);
+  return T(__ldg((const Stored*)tensor + offset));
 }
 // Both values are computed: a branch would make ptxas serialize all wgmma (C7511)
 template <typename T>
@@ -277,9 +277,11 @@ class _Element:
             return self.arguments.numbers[value.data]
         if value.op == "load":
             buffer, dtype = self.arguments.tensors[value.data], self.program.tensors[value.data].dtype
-            load = f"tl_attention_captured<{CUDA_TYPES['uint8' if dtype == BOOL else dtype]}>"
+            stored = CUDA_TYPES["uint8" if dtype == BOOL else dtype]
+            result = INT if value.dtype == BOOL else value.dtype
+            load = f"tl_attention_captured<{stored}, {CUDA_TYPES[result]}>"
             loaded = T.call_extern(
-                INT if value.dtype == BOOL else value.dtype,
+                result,
                 load,
                 buffer.data,
                 self.offset(buffer, value.args),

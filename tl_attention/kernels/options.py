@@ -11,9 +11,9 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernels.pipeline import SharedTile, sync_consumers
+from tl_attention.kernels.program_code import program_code
 from tl_attention.kernels.roles import Roles
 from tl_attention.kernels.softmax import LOG2E
-from tl_attention.kernels.traced import PRELUDE as TRACED
 from tl_attention.kernels.traced import Traced, TracedArguments
 from tl_attention.problem import AttnProblem
 
@@ -153,7 +153,9 @@ def option_arguments(problem: AttnProblem) -> OptionArguments:
 def prelude(problem: AttnProblem, roles: Roles) -> str | None:
     """CUDA that a kernel needs beside its own; None for nothing."""
     philox = PHILOX if problem.has("dropout") else ""
-    return (roles.prelude or "") + philox + (TRACED if problem.program is not None else "") or None
+    return (roles.prelude or "") + philox + (
+        "" if problem.program is None else program_code(problem.program)
+    ) or None
 
 
 @T.meta_class

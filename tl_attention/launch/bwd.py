@@ -264,7 +264,7 @@ def backward(
         config: replaces the tuned row or default.
     Returns:
         dq, dk, dv: shaped as q, k, v, in their dtype, contiguous; with a sink also dsink: [heads], in its dtype; then an fp32 gradient
-            per tensor of traced.program.learned, in its shape, [1] for a scalar.
+            per tensor of traced.program.learned, flat.
     """
     tensors, layout = (dout, q, k, v, out, lse), (causal, heads_first, deterministic)
     key = (*_bwd_key(*tensors, *layout), *options_key(options))

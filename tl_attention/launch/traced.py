@@ -13,9 +13,9 @@ def traced_arguments(call: Call) -> tuple:
 
 
 def gradient_sums(call: Call) -> list[torch.Tensor]:
-    """Zeros that a backward adds the gradients of captured tensors to: fp32, in their shapes, [1] for a scalar."""
+    """Zeros that a backward adds the gradients of captured tensors to: fp32, flat."""
     return [
-        torch.zeros(call.tensors[i].shape or (1,), dtype=torch.float32, device=call.tensors[i].device)
+        torch.zeros(call.tensors[i].numel(), dtype=torch.float32, device=call.tensors[i].device)
         for i in call.program.learned
     ]
 

@@ -23,7 +23,7 @@ class _Opaque(Exception):
 
 
 class Captures:
-    """What functions see: a hashable key, and the tensors among it, in order."""
+    """Key of everything that functions see, and the tensors among it, in order."""
 
     def __init__(self):
         self.parts: list[Any] = []

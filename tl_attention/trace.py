@@ -53,7 +53,7 @@ class _Function(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where the function is defined, if that is known."""
+        """File and line of the function, if they are known."""
         code = getattr(getattr(self.call, "func", self.call), "__code__", None)
         return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
@@ -272,6 +272,8 @@ def _converted(builder: Builder, function: _Function, graph: GraphModule, argume
     try:
         return convert(builder, graph, arguments)
     except Unsupported as error:
+        if "_local_scalar_dense" in str(error):
+            raise _refusal(function, RuntimeError("item()")) from None
         raise NotImplementedError(
             f"{function.name}{function.place}: expected pointwise operations on scalars, got {error}; supported are {SUPPORTED}."
             " Compute anything else before the call, as a tensor to index"

@@ -94,6 +94,14 @@ def check_block_mask(
     return block_mask.mask_mod
 
 
+def refuse_lists_alone() -> None:
+    """Refuse a BlockMask whose mask_mod hides nothing: only its lists, which the kernels do not use, could."""
+    raise NotImplementedError(
+        "block_mask: expected one with a mask_mod that hides keys, got one whose mask_mod is True for all; lists of blocks alone are not"
+        " supported: pass block_mask=None for no mask, or a mask_mod that says what the lists say"
+    )
+
+
 def check_captured(call: Call, q: torch.Tensor, k: torch.Tensor) -> None:
     """Check devices and sizes of captured tensors."""
     sizes = {"batch": q.shape[0], "head": q.shape[1], "query": q.shape[2], "key": k.shape[2]}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tl_attention import launch
+from tl_attention.builtin_options import BuiltinOptions, builtin_options
 from tl_attention.checks import check_deterministic, check_fwd, expect_bool
 from tl_attention.checks_flex import (
     check_block_mask,
@@ -18,9 +19,16 @@ from tl_attention.checks_flex import (
     check_not_transformed,
     check_order,
     expand_batch,
+    refuse_lists_alone,
 )
 from tl_attention.checks_torch import ARGUMENT_ERRORS, Renaming
-from tl_attention.ops import check_device_or_warn, scale_of
+from tl_attention.ops import (
+    UserOptions,
+    attention,
+    attention_with_options,
+    check_device_or_warn,
+    scale_of,
+)
 from tl_attention.program import Call
 from tl_attention.reference_flex import flex_reference
 
@@ -46,7 +54,8 @@ def flex_attention(
 
     The functions are traced once, like torch.compile would, into operations on scalars that the kernels evaluate for each score; see
     docs/flex.md for the operations. Tensors and numbers that they capture are arguments of a launch: new values and lengths build no
-    kernel. Captured floating-point tensors that require a gradient get one.
+    kernel. Captured floating-point tensors that require a gradient get one. Causal masks, windows, softcap and ALiBi are recognized:
+    see docs/flex.md.
 
     Args:
         query: [batch, heads, seqlen_q, head_dim], bfloat16 or float16; head_dim at most 256.
@@ -54,7 +63,7 @@ def flex_attention(
         score_mod: score_mod(score, b, h, q_idx, kv_idx) -> new score, on 0-d tensors: the scaled score in fp32, and int32 indices of
             batch entry, query head, query and key. Indices count from 0: the diagonal is top-left if lengths differ. A score below
             -1e20 hides its key.
-        block_mask: PyTorch's BlockMask. Its mask_mod decides on each key; its lists of blocks are not used.
+        block_mask: PyTorch's BlockMask. Its mask_mod decides on each key. Its lists of blocks are not used.
         scale: multiplies the scores; None: head_dim ** -0.5.
         enable_gqa: allow fewer heads of key and value than of query, by a factor.
         return_lse: also return the log-sum-exp.
@@ -91,6 +100,12 @@ def flex_attention(
     differentiate = torch.is_grad_enabled()
     call = _trace(score_mod, mask_mod, differentiate)
     check_captured(call, query, key)
+    if block_mask is not None and call.program.mask is None:
+        refuse_lists_alone()
+    same_length = query.shape[2] == key.shape[2]
+    if (options := builtin_options(call, same_length)) is not None:
+        out, lse = _with_options(query, key, value, scale, options, deterministic)
+        return (out, lse) if return_lse else out
     scale = scale_of(query, scale)
     if not query.is_cuda:
         out, lse = flex_reference(query, key, value, scale, call)
@@ -102,6 +117,25 @@ def flex_attention(
         else:
             out, lse = launch.forward(query, key, value, scale, False, False, True, traced=call)
     return (out, lse) if return_lse else out
+
+
+def _with_options(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    options: BuiltinOptions,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a program that the options compute."""
+    if options.is_plain:
+        return attention(query, key, value, scale, options.causal, False, True, deterministic)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    slopes = options.alibi_slopes
+    slopes = None if slopes is None else slopes.detach()[: query.shape[1]]
+    asked = UserOptions(options.window, options.softcap, 0.0, slopes, None, None, 0, None)
+    out, lse = attention_with_options(q, k, v, scale, options.causal, deterministic, asked)
+    return out.transpose(1, 2), lse
 
 
 @functools.cache

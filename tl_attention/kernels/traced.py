@@ -179,13 +179,12 @@ class Traced:
     def add_gradients(self, scores, P, acc_dp, lse_log2, delta, seqlen_k):
         """Add the gradients of captured tensors of a tile [queries, keys]. scores: of keep_scores(); P: probabilities."""
         rows, cols = acc_dp.shape
-        for number in self.summed:
-            for i, j in T.Parallel(rows, cols):
+        for i, j in T.Parallel(rows, cols):  # one loop, so that nvcc computes common parts once
+            for number in self.summed:
                 self.sums[number][0] += self.passed_on(
                     number, scores, P, acc_dp, i, j, lse_log2, delta, seqlen_k
                 )
-        for number in self.scattered:
-            for i, j in T.Parallel(rows, cols):
+            for number in self.scattered:
                 self.add(
                     number, i, j, self.passed_on(number, scores, P, acc_dp, i, j, lse_log2, delta, seqlen_k)
                 )

@@ -346,12 +346,7 @@ def choose_config(problem: AttnProblem, bucket: str, gpu_name: str, direction: s
     """The choice for a problem on a GPU. Tuned row of the user, shipped tuned row, row of the nearest GPU with a table, default of
     the grid; or with options a line of [options], as tuned rows have none.
     """
-    if problem.program:
-        name, fields = program_lines(_grid(), problem, direction)[0]
-        config = _config(problem, fields, direction)
-        split = direction == "fwd" and bucket == SPLIT_BUCKET
-        return Choice(split_config(config) if split else config, f"{name} of {data_dir() / 'grid.toml'}")
-    if problem.options:
+    if problem.options or problem.program:
         return _choose_option_line(problem, bucket, direction)
     own = choose_from_tables(problem, bucket, tuned_paths(gpu_name), direction)
     misses = own.misses
@@ -366,8 +361,8 @@ def choose_config(problem: AttnProblem, bucket: str, gpu_name: str, direction: s
 
 
 def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Choice:
-    misses = []
-    for line in option_lines(problem.width, direction):
+    misses, programs = [], problem.program and program_lines(_grid(), problem, direction)
+    for line in [OptionLine(*x) for x in programs] if programs else option_lines(problem.width, direction):
         if miss := line.miss(problem, direction):
             misses.append(miss)
             continue

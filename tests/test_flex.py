@@ -368,6 +368,9 @@ def test_flex_random_functions_on_cpu(seed):
     check(*inputs("cpu", torch.bfloat16, 30, 40, 16), score_mod, causal, learned)
 
 
+SEEDS = range(4), range(4, 8)
+
+
 def several(seeds: range, c: Captured):
     """One function that computes random_score_mod of another seed in each head."""
     functions = [random_score_mod(seed, c) for seed in seeds]
@@ -381,10 +384,35 @@ def several(seeds: range, c: Captured):
     return score_mod
 
 
-# Kernels. Each program is three of them, so there are few programs
+# Kernels. Each program has two or three, so there are few programs
+
+
+@pytest.fixture(scope="module")
+def built():
+    """The kernels of the GPU tests, built at the same time."""
+    c = Captured("cuda")
+    made = cases(c)
+    functions = [
+        *((*made["together"][:2], torch.bfloat16, 128), (*made["documents"][:2], torch.bfloat16, 128)),
+        (*made["softcap"][:2], torch.float16, 64),
+        *((several(seeds, c), causal, torch.bfloat16, 64) for seeds in SEEDS),
+    ]
+    kernels = []
+    for score_mod, mask_mod, dtype, head_dim in functions:
+        program = trace(score_mod, mask_mod, True).program
+        for direction in ("fwd", "bwd"):
+            its_program = program.forward if direction == "fwd" else program
+            problem = AttnProblem(
+                str(dtype).removeprefix("torch."), head_dim, head_dim, False, (), its_program
+            )
+            config, _ = configs.pick_config(problem, "1k", torch.cuda.get_device_name(), direction)
+            kernels += config.kernels(problem)
+    failed = {kernel: error for kernel, error in building.build_all(kernels).items() if error}
+    assert not failed, failed
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(
     ("name", "head_dim", "dtype", "seqlen_q", "seqlen_k"),
     [
@@ -402,7 +430,8 @@ def test_flex_matches_the_formula(name, head_dim, dtype, seqlen_q, seqlen_k):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seeds", [range(4), range(4, 8)], ids=str)
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
 def test_flex_random_functions(seeds):
     c = Captured("cuda")
     score_mod = several(seeds, c)
@@ -411,6 +440,7 @@ def test_flex_random_functions(seeds):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("built")
 def test_flex_matches_torch():
     """PyTorch's eager function and its gradients."""
     score_mod, mask_mod, learned = cases(Captured("cuda"))["together"]
@@ -427,6 +457,7 @@ def test_flex_matches_torch():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("built")
 def test_flex_new_lengths_and_values_build_nothing():
     def call(length, cap):
         c = Captured("cuda")
@@ -446,6 +477,7 @@ def test_flex_new_lengths_and_values_build_nothing():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("built")
 def test_flex_deterministic():
     made = cases(Captured("cuda"))
     q, k, v = inputs("cuda", torch.float16, 577, 580, 64)
@@ -459,6 +491,7 @@ def test_flex_deterministic():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("built")
 def test_flex_deterministic_gradients_of_captured_tensors_are_refused():
     score_mod, mask_mod, _ = cases(Captured("cuda"))["together"]
     q, k, v = inputs("cuda", torch.bfloat16, 577, 600, 128)

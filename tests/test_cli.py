@@ -389,7 +389,7 @@ def one_kernel(monkeypatch, tmp_path):
     monkeypatch.setattr(toolkit, "find_nvcc", lambda: None)
     monkeypatch.setattr(toolkit, "find_cuobjdump", lambda: None)
     path = tmp_path / "kernels.json"
-    monkeypatch.setattr(configs, "manifest_path", lambda: path)
+    monkeypatch.setattr(manifest, "manifest_path", lambda: path)
     versions = {"tilelang": "1", "nvcc": "2"}
     monkeypatch.setattr(manifest, "compiler_versions", lambda: versions)
     path.write_text(manifest.Manifest(versions, {"a": {"text": "1234", "registers": 1}}).format())

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tl_attention import compiler, configs, manifest, toolkit
+from tl_attention import compiler, manifest, toolkit
 from tl_attention.kernel_configs import (
     BwdDelta,
     BwdPass,
@@ -63,7 +63,7 @@ def test_manifest_is_of_the_pinned_compilers():
 
 
 def test_manifest_file_is_formatted():
-    assert configs.manifest_path().read_text() == COMMITTED.format()
+    assert manifest.manifest_path().read_text() == COMMITTED.format()
 
 
 PROBLEM = AttnProblem("bfloat16", 64, 64, True)
@@ -166,7 +166,7 @@ def test_manifest_format_has_one_sorted_kernel_per_line(written):
 
 def test_manifest_reads_what_it_wrote(monkeypatch, tmp_path):
     path = tmp_path / "kernels.json"
-    monkeypatch.setattr(configs, "manifest_path", lambda: path)
+    monkeypatch.setattr(manifest, "manifest_path", lambda: path)
     assert Manifest.read() == Manifest({}, {})
     written = Manifest({"tilelang": "1", "nvcc": "2"}, {"a": {"text": "1a"}})
     path.write_text(written.format())
@@ -216,7 +216,7 @@ def test_kernels_without_numbers_are_compiled(monkeypatch, tmp_path):
     versions = {"tilelang": "1", "nvcc": "2"}
     written = Manifest(versions, {"a": {"text": "1a", "registers": 1}, "b": {"text": "1a"}})
     path = tmp_path / "kernels.json"
-    monkeypatch.setattr(configs, "manifest_path", lambda: path)
+    monkeypatch.setattr(manifest, "manifest_path", lambda: path)
     monkeypatch.setattr(manifest, "shipped", lambda: {"a": kernel, "b": kernel})
     monkeypatch.setattr(manifest, "compiler_versions", lambda: versions)
     monkeypatch.setattr(manifest, "trace_all", lambda kernels, jobs: dict.fromkeys(kernels, "1a"))

@@ -8,6 +8,7 @@ from tl_attention.flash import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from tl_attention.flex import flex_attention
 from tl_attention.interface import (
     mha_bwd_interface,
     mha_fwd_interface,
@@ -25,6 +26,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "flex_attention",
     "kvcache_workspace_bytes",
     "merge_states",
     "mha_bwd_interface",

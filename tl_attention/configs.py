@@ -43,6 +43,7 @@ from tl_attention.problem import (
     tile_widths,
     tuning_key,
 )
+from tl_attention.program_configs import program_lines
 from tl_attention.target import DEFAULT_GPU, gpu_slug
 
 # Sections of a tuned table that serve a direction, best first
@@ -60,11 +61,6 @@ def installed() -> bool:
 def data_dir() -> Path:
     """Folder of the data files: beside this file in an installed package, configs/ in a checkout."""
     return Path(__file__).with_name("configs_data") if installed() else Path(__file__).parents[1] / "configs"
-
-
-def manifest_path() -> Path:
-    """The manifest of shipped kernels, which manifest.py reads and writes."""
-    return data_dir() / "kernels.json"
 
 
 def cache_dir() -> Path:
@@ -177,7 +173,7 @@ def _fwd_config(problem: AttnProblem, fields: dict[str, Any]) -> FwdConfig:
 
 def derived_schedule(problem: AttnProblem) -> str:
     """persistent where all tiles take equally long (full, no options), else dynamic."""
-    return "dynamic" if problem.causal or problem.options else "persistent"
+    return "dynamic" if problem.causal or problem.options or problem.program else "persistent"
 
 
 def default_config(problem: AttnProblem, direction: str = "fwd", bucket: str | None = None) -> Config:
@@ -347,7 +343,7 @@ def choose_config(problem: AttnProblem, bucket: str, gpu_name: str, direction: s
     """The choice for a problem on a GPU. Tuned row of the user, shipped tuned row, row of the nearest GPU with a table, default of
     the grid; or with options a line of [options], as tuned rows have none.
     """
-    if problem.options:
+    if problem.options or problem.program:
         return _choose_option_line(problem, bucket, direction)
     own = choose_from_tables(problem, bucket, tuned_paths(gpu_name), direction)
     misses = own.misses
@@ -362,8 +358,8 @@ def choose_config(problem: AttnProblem, bucket: str, gpu_name: str, direction: s
 
 
 def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Choice:
-    misses = []
-    for line in option_lines(problem.width, direction):
+    misses, programs = [], problem.program and program_lines(_grid(), problem, direction)
+    for line in [OptionLine(*x) for x in programs] if programs else option_lines(problem.width, direction):
         if miss := line.miss(problem, direction):
             misses.append(miss)
             continue

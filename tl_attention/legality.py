@@ -146,10 +146,12 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | JvpConfig | 
     widths = {"dq": problem.head_dim, "dk": problem.head_dim, "dv": problem.head_dim_v}
     sums = fp32(sum(widths[grad] for grad in config.makes if not (grad == "dq" and config.adds_dq)))
     if config.reuse_registers:
-        # With a softcap dS is made from another P than dV
-        tiles = (2 if has_p and problem.has("softcap") else 1) + (config.order == "separate-dS")
+        # Where scores have a slope dS is made from another P than dV
+        tiles = (2 if has_p and problem.is_sloped else 1) + (config.order == "separate-dS")
         return sums + fp32(step) + tiles * narrow(step)
     scores = fp32(step) * (2 if has_ds else 1)
+    if config.grads == "dq" and problem.learns and problem.program.learns_from_scores:
+        scores += fp32(step)  # kept for the gradients of captured tensors
     return sums + scores + narrow(step) * (int(has_p) + int(has_ds))
 
 

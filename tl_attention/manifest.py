@@ -14,6 +14,7 @@ import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tl_attention import building, compiler, configs, cubin, toolkit
@@ -66,6 +67,11 @@ KNOWN_FAULTS = {
         "spill_bytes: expected 0, got 72",
     ),
 }
+
+
+def manifest_path() -> Path:
+    """The manifest of shipped kernels."""
+    return configs.data_dir() / "kernels.json"
 
 
 def kernel_name(problem: AttnProblem, config: KernelConfig) -> str:
@@ -214,7 +220,7 @@ class Manifest:
     @classmethod
     def read(cls) -> Manifest:
         """The committed manifest; an empty one if there is no file."""
-        path = configs.manifest_path()
+        path = manifest_path()
         table = json.loads(path.read_text()) if path.exists() else {"kernels": {}}
         return cls({name: text for name, text in table.items() if name != "kernels"}, table["kernels"])
 
@@ -286,7 +292,7 @@ def rewrite(jobs: int | None = None, say: Callable[[str], None] = print) -> Diff
     for number, (kernel, values) in enumerate(_in_processes(entry, names, jobs), 1):
         table[names[kernel]] = values
         say(f"{number}/{len(stale)} {names[kernel]}")
-    path = configs.manifest_path()
+    path = manifest_path()
     path.write_text(Manifest(versions, table).format())
     return difference
 

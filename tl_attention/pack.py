@@ -39,7 +39,12 @@ def sources(template: str) -> tuple[Path, ...]:
     others = {name for name, _ in TEMPLATES.values()} - {template}
     kernels = (path for path in folder.glob("kernels/*.py") if path.stem not in others)
     return tuple(
-        sorted([*kernels, *(folder / f"{name}.py" for name in ("problem", "kernel_configs", "target"))])
+        sorted(
+            [
+                *kernels,
+                *(folder / f"{name}.py" for name in ("problem", "program", "kernel_configs", "target")),
+            ]
+        )
     )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tl_attention.program import Program
+
 
 @dataclass(frozen=True)
 class DType:
@@ -78,6 +80,7 @@ class AttnProblem:
 
     head_dim (of Q and K) and head_dim_v (of V and O) are tile widths: one of TILE_WIDTHS, at least the tensors' own.
     options: a subset of OPTIONS, in their order. A windowed problem is never causal: the right end of the window says it.
+    program: score_mod and mask_mod; neither causal nor options then.
     """
 
     dtype: str
@@ -85,6 +88,7 @@ class AttnProblem:
     head_dim_v: int
     causal: bool
     options: tuple[str, ...] = ()
+    program: Program | None = None
 
     @classmethod
     def of(
@@ -95,9 +99,10 @@ class AttnProblem:
         causal: bool,
         direction: str = "fwd",
         options: tuple[str, ...] = (),
+        program: Program | None = None,
     ) -> AttnProblem:
         """The problem that serves tensors of these head dims in one of DIRECTIONS, or JVP."""
-        return cls(dtype, *tile_width(head_dim, head_dim_v, direction), causal, options)
+        return cls(dtype, *tile_width(head_dim, head_dim_v, direction), causal, options, program)
 
     def helper_problem(self, width: int) -> AttnProblem:
         """Key of helper kernels (delta, sum, combine), which depend only on dtype, one width and packing."""
@@ -122,6 +127,16 @@ class AttnProblem:
         return self.has("alibi") and self.causal and not self.has("softcap")
 
     @property
+    def is_sloped(self) -> bool:
+        """True where the gradient of a raw score is not that of the score times the scale, but times a slope, too."""
+        return self.has("softcap") or (self.program is not None and self.program.slope is not None)
+
+    @property
+    def learns(self) -> bool:
+        """True where captured tensors of the program get gradients."""
+        return self.program is not None and bool(self.program.gradients)
+
+    @property
     def plain(self) -> AttnProblem:
         """The same problem without options, for its tuned rows and defaults. A window counts as causal."""
         return AttnProblem(self.dtype, self.head_dim, self.head_dim_v, self.causal or self.has("window"))
@@ -140,7 +155,8 @@ class AttnProblem:
 
     def __str__(self) -> str:
         """The words of a tuning key: bf16 d128 causal, fp16 d192-128 full, bf16 d64 full window sink."""
-        return " ".join((DTYPES[self.dtype].short, self.width, self.mask, *self.options))
+        program = () if self.program is None else (str(self.program),)
+        return " ".join((DTYPES[self.dtype].short, self.width, self.mask, *self.options, *program))
 
 
 def decode_problem(dtype: str, head_dim: int, head_dim_v: int, options: Iterable[str] = ()) -> AttnProblem:

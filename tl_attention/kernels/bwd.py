@@ -46,6 +46,7 @@ from tl_attention.kernels.tiles import (
     SharedTiles,
     rows_argument,
 )
+from tl_attention.kernels.traced import traced_arguments
 from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = {
@@ -87,17 +88,17 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     v_dot = {"transpose_B": True, "policy": row_wise, "clear_accum": True}  # dP' = V dO'
     k_qt = {**v_dot, "clear_accum": not problem.bias_is_linear}  # S' = K Q'
     pieces = dq_pieces(block_M, head_dim, config.warpgroups)
-    capped, varlen = problem.has("softcap"), problem.has("varlen")
+    sloped, varlen = problem.is_sloped, problem.has("varlen")
     # Load the log-sum-exps before S' is waited for: shared memory, busy with the GEMMs, answers late. Full d64 at 4k
     # 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21). dk+dv and ALiBi spill with it, and dv of d256 was slower
     prefetch_lse = (makes_dq or not makes_dv) and not problem.has("alibi")
     # Mask S' instead of P': the exponential is then in one basic block with the code after it. Full d64 455 -> 474 TFLOPS,
     # d256 dv 833 -> 781 us (H200, 2026-11-21); dk+dv of 192/128 spills. With a softcap dk+dv must mask first, as the
     # exponential also makes the P' of dV, and dk alone spills
-    mask_before_exp = makes_dq or (makes_dk and makes_dv) == capped
+    mask_before_exp = problem.program is None and (makes_dq or (makes_dk and makes_dv) == sloped)
     # dV needs a P' of its own where dS' is made in the registers of P' from another P': dV's has dropout, dS's the softcap's slope
     stage_P = reuse and makes_dv and problem.has("dropout")
-    separate_P = stage_P or (reuse and makes_dv and capped)
+    separate_P = stage_P or (reuse and makes_dv and sloped)
 
     cuda = prelude(problem, roles)  # code beside the kernel's own
     if two_slots:
@@ -156,17 +157,18 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     def exponentiate(acc_s, P_for_dv, lse_log2, blocks, mask, scores, scale_log2, softmax_scale):
         """Replace S' in acc_s by the masked P' = exp2(S' * scale_log2 - lse_log2(query)).
 
-        With a softcap acc_s gets P' times the slope of the cap, for dS', and P_for_dv gets P'.
+        Where scores have a slope acc_s gets P' times it, for dS', and P_for_dv gets P'.
         """
         diagonal = mask.diagonal(blocks.query)
+        scores.locate(blocks.query, mask.key)
         scores.prepare(acc_s, diagonal)
         if mask_before_exp:
             mask.hide(acc_s, blocks.query, softmax_scale if scores.raw else 1.0)
         probabilities(
             acc_s,
             lambda score, i, j: scores.exponent(score, i, j, diagonal, scale_log2, lse_log2(j)),
-            P=P_for_dv if capped and makes_dk and makes_dv else None,
-            slope=scores.slope if capped and makes_dk else None,
+            P=P_for_dv if sloped and makes_dk and makes_dv else None,
+            sloped=scores.sloped if sloped and makes_dk else None,
         )
         if not mask_before_exp:
             mask.clear(acc_s, blocks.query)
@@ -297,7 +299,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 scale_log2,
                 softmax_scale,
             )
-            if makes_dv and not (capped and makes_dk):
+            if makes_dv and not (sloped and makes_dk):
                 T.copy(acc_s, P_for_dv)
             if reuse and (separate_P or not makes_dv):
                 T.copy(acc_s, P)
@@ -430,7 +432,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         drop_below: extra.drop_below,
         Table: extra.Table,
     ):
-        options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
+        traced = traced_arguments(problem)
+        options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
         counts = KeyTileCounts(heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas)
         with T.Kernel(ctas, threads=roles.block, prelude=cuda) as number:
             K_shared = TileRing([config.warpgroups, 64, head_dim], dtype_of("k"), 4, name="K")

@@ -24,6 +24,7 @@ from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Tile, TileCounts, TileOrder
 from tl_attention.kernels.softmax import LOG2E, probabilities, softmax_backward
 from tl_attention.kernels.tiles import DenseGradTiles, PackedGradTiles, SharedTiles, rows_argument
+from tl_attention.kernels.traced import traced_arguments
 from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -81,13 +82,14 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     @T.macro
     def exponentiate(acc_s, lse_log2, query, step, blocks, scores, scale_log2):
-        """Replace S in acc_s by the masked P = exp2(S * scale_log2 - lse_log2), with a softcap times its slope."""
+        """Replace S in acc_s by the masked P = exp2(S * scale_log2 - lse_log2), times its slope where scores have one."""
         diagonal = blocks.diagonal(query, step)
+        scores.locate(query, blocks.first_key(step))
         scores.prepare(acc_s, diagonal)
         probabilities(
             acc_s,
             lambda score, i, j: scores.exponent(score, i, j, diagonal, scale_log2, lse_log2[i]),
-            slope=scores.slope if scores.capped else None,
+            sloped=scores.sloped if problem.is_sloped else None,
         )
         blocks.mask.clear(acc_s, query, blocks.first_key(step))
 
@@ -112,7 +114,10 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         acc_dq = T.alloc_fragment([64, head_dim], "float32")
         lse_log2 = T.alloc_fragment([64], "float32")
         delta = T.alloc_fragment([64], "float32")
+        kept_scores = None
         scale_log2 = scores.not_too_small(softmax_scale * LOG2E) if scores.raw else scores.scale_log2
+        if problem.learns and problem.program.learns_from_scores:
+            kept_scores = T.alloc_fragment([64, block_N], "float32")
 
         query = tile.m_block * block_M + 64 * w
         blocks.start(tile.m_block * block_M)
@@ -133,6 +138,9 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if step > 0:
                 shared.K.release(step - 1)
 
+            if problem.learns:
+                scores.traced.keep_scores(acc_s, kept_scores)
+
             # dP = dO V^T
             shared.V.wait(step)
             T.wgmma_gemm(shared.dO[w], shared.V[step], acc_dp, **do_vt)
@@ -141,6 +149,9 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             exponentiate(acc_s, lse_log2, query, step, blocks, scores, scale_log2)
             T.wait_wgmma(0)  # dP
             shared.V.release(step)
+
+            if problem.learns:
+                scores.traced.add_gradients(kept_scores, acc_s, acc_dp, lse_log2, delta, seqlen_k)
 
             # dS = P * (dP - Delta)
             dropout.drop(acc_dp)
@@ -156,6 +167,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             compute_scores(w, step + 1, scores, shared, acc_s)
 
         T.wait_wgmma(0)
+        if problem.learns:
+            scores.traced.finish_gradients()
         store(w, query, tile, tiles, shared, softmax_scale, acc_dq)
 
     @T.macro
@@ -198,7 +211,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         drop_below: extra.drop_below,
         Table: extra.Table,
     ):
-        options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
+        traced = traced_arguments(problem)
+        options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
         counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles)) as number:
             shared = SharedTiles(

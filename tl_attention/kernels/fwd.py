@@ -42,6 +42,7 @@ from tl_attention.kernels.tiles import (
     SharedTiles,
     rows_argument,
 )
+from tl_attention.kernels.traced import traced_arguments
 from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -344,6 +345,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         page_stride_k: paged.stride_k,
         page_stride_v: paged.stride_v,
     ):
+        traced = traced_arguments(problem)
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles)) as first_tile:
             shared = SharedTiles(
                 Q=TileRing([q_stages * config.warpgroups, 64, head_dim], problem.dtype_of("q"), 4, name="Q"),
@@ -356,7 +358,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 bias_columns=alloc_bias_columns(problem, block_N),
                 overflows=Overflows(consumer_warps) if hold_max else None,
             )
-            options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table)
+            options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
             counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
             # Sliding windows are usually causal, so their tiles are scheduled like causal ones
             longest_first = problem.causal or problem.has("window")

@@ -11,8 +11,10 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernels.pipeline import SharedTile, sync_consumers
+from tl_attention.kernels.program_code import program_code
 from tl_attention.kernels.roles import Roles
 from tl_attention.kernels.softmax import LOG2E
+from tl_attention.kernels.traced import Traced, TracedArguments
 from tl_attention.problem import AttnProblem
 
 # Dropout by Philox-4x32 with 7 rounds (Salmon et al. 2011); reference.dropout_keep says which bits decide on which element.
@@ -120,6 +122,7 @@ class OptionArguments:
     Rng: Any  # int64 [2]: seed, offset
     drop_below: Any  # of 256: a random byte below it drops the element
     Table: Any  # varlen: scheduler.TileOrder's table
+    traced: TracedArguments | None = None  # of the problem's program
 
     @property
     def window(self) -> tuple[Any, Any]:
@@ -150,7 +153,9 @@ def option_arguments(problem: AttnProblem) -> OptionArguments:
 def prelude(problem: AttnProblem, roles: Roles) -> str | None:
     """CUDA that a kernel needs beside its own; None for nothing."""
     philox = PHILOX if problem.has("dropout") else ""
-    return (roles.prelude or "") + philox or None
+    return (roles.prelude or "") + philox + (
+        "" if problem.program is None else program_code(problem.program)
+    ) or None
 
 
 @T.meta_class
@@ -231,16 +236,20 @@ class Scores:
         self.linear = LinearBias(rows_are_keys, name="linear_bias") if problem.bias_is_linear else None
         self.biased = problem.has("alibi") and self.linear is None
         self.alibi_slope = T.alloc_var("float32", init=0.0) if self.biased else None
+        self.traced = None
+        if problem.program is not None:
+            self.traced = Traced(problem.program, options.traced, softmax_scale, rows_are_keys, name="traced")
 
     @property
     def raw(self) -> bool:
         """True if the softmax takes raw scores, with the scale in its exponents."""
-        return not (self.capped or self.biased)
+        return not (self.capped or self.biased or self.traced is not None)
 
     @property
     def scale_log2(self) -> Any:
         """Exponent of base 2 per unit of a score that is not raw."""
-        return T.float32(LOG2E) if self.biased else self.options.softcap * LOG2E
+        constant = self.biased or self.traced is not None
+        return T.float32(LOG2E) if constant else self.options.softcap * LOG2E
 
     def not_too_small(self, raw_scale: Any) -> Any:
         """Scale of raw scores that slopes can be divided by: scores vanish before it does."""
@@ -256,6 +265,8 @@ class Scores:
             self.linear.start(self.options.Slopes[batch, head] * LOG2E / scale_log2)
         if self.biased:
             self.alibi_slope[0] = self.options.Slopes[batch, head]
+        if self.traced is not None:
+            self.traced.start(batch, head)
 
     @T.inline
     def begin(self, acc_s, columns):
@@ -269,9 +280,12 @@ class Scores:
 
     @T.inline
     def transform(self, acc_s, query, blocks, step, steps):
-        """Apply softcap, ALiBi and mask to the scores [64, block_N] of the queries from `query` on, at a step of KeyBlocks."""
+        """Apply softcap, ALiBi, program and mask to the scores [64, block_N] of the queries from `query` on, at a step of KeyBlocks."""
         self.cap(acc_s)
         self.bias(acc_s, blocks.diagonal(query, step))
+        if self.traced is not None:
+            self.locate(query, blocks.first_key(step))
+            self.traced.apply(acc_s)
         blocks.hide(acc_s, query, step, steps)
 
     @T.inline
@@ -310,6 +324,11 @@ class Scores:
             for i, j in T.Parallel(rows, cols):
                 acc_s[i, j] = self.biased_score(acc_s[i, j], i, j, diagonal)
 
+    def locate(self, query: Any, key: Any) -> None:
+        """Say which query and key the first element of a tile belongs to, for a program."""
+        if self.traced is not None:
+            self.traced.locate(query, key)
+
     @T.inline
     def prepare(self, acc_s, diagonal):
         """Apply what exponent() leaves to be done before; in the backward."""
@@ -319,13 +338,17 @@ class Scores:
 
     def exponent(self, score: Any, i: Any, j: Any, diagonal: Any, scale_log2: Any, lse_log2: Any) -> Any:
         """Exponent of base 2 of the probability of a score."""
+        if self.traced is not None:
+            return self.traced.score(score, i, j) * scale_log2 - lse_log2
         if self.linear is not None:
             lse_log2 = lse_log2 - self.linear.shift(diagonal) * scale_log2
         return (self.biased_score(score, i, j, diagonal) if self.capped else score) * scale_log2 - lse_log2
 
-    def slope(self, score: Any) -> Any:
-        """Derivative of the cap, 1 - tanh²; 0 where a mask made the score infinite."""
-        return T.call_extern("float32", "__saturatef", 1.0 - score * score)
+    def sloped(self, P: Any, score: Any, i: Any, j: Any) -> Any:
+        """Probability times the derivative of its score: of the program, or of the cap, 1 - tanh², 0 for an infinite score."""
+        if self.traced is not None:
+            return self.traced.sloped(P, score, i, j)
+        return P * T.call_extern("float32", "__saturatef", 1.0 - score * score)
 
 
 @T.meta_class

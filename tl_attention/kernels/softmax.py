@@ -203,16 +203,16 @@ class TangentSums:
 
 
 @T.macro
-def probabilities(acc_s, exponent, P=None, slope=None):
-    """Replace scores by exp2(exponent(score, i, j)), times slope(score) if given; P gets them without the slope."""
+def probabilities(acc_s, exponent, P=None, sloped=None):
+    """Replace scores by p = exp2(exponent(score, i, j)), or sloped(p, score, i, j) if given; P gets p."""
     rows, cols = acc_s.shape
     for i, j in T.Parallel(rows, cols):
         if P is not None:
             P[i, j] = T.exp2(exponent(acc_s[i, j], i, j))
-        if slope is None:
+        if sloped is None:
             acc_s[i, j] = T.exp2(exponent(acc_s[i, j], i, j))
         else:
-            acc_s[i, j] = T.exp2(exponent(acc_s[i, j], i, j)) * slope(acc_s[i, j])
+            acc_s[i, j] = sloped(T.exp2(exponent(acc_s[i, j], i, j)), acc_s[i, j], i, j)
 
 
 @T.macro

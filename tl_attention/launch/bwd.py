@@ -23,8 +23,10 @@ from tl_attention.launch.common import (
     options_key,
     qkv_key,
 )
+from tl_attention.launch.traced import gradient_sums, traced_arguments
 from tl_attention.options import Options
 from tl_attention.problem import TABLE_ROWS, length_bucket
+from tl_attention.program import Call
 from tl_attention.target import sm_count
 
 MAX_BATCH = 2**16 - 1  # per launch: the small kernels have the batch in the last dimension of their grids
@@ -52,7 +54,7 @@ class BwdPlan:
         dout, q, k, v, out, dq, dk, dv: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed
             sequences [total, heads, head_dim]. On the current device, none of them empty.
         config: replaces the tuned row or default.
-        options: those of the first call; later calls may differ in values.
+        options, traced: those of the first call; later calls may differ in values.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class BwdPlan:
         deterministic: bool,
         config: BwdConfig | None = None,
         options: Options | None = None,
+        traced: Call | None = None,
     ):
         self.packed = options is not None and options.varlen
         self.device = q.device.index
@@ -88,7 +91,8 @@ class BwdPlan:
         # The log-sum-exp already contains the sink: no kernel is compiled for it
         names = () if options is None else tuple(name for name in options.names if name != "sink")
         self.has_options = bool(names)
-        key = (q.dtype, head_dim, head_dim_v, causal, names, bucket, self.device)
+        program = None if traced is None else traced.program
+        key = (q.dtype, head_dim, head_dim_v, causal, names, program, bucket, self.device)
         direction = "bwd_det" if deterministic else "bwd"
         if config is None:
             kernels = _kernels.get((direction, key))
@@ -121,13 +125,15 @@ class BwdPlan:
         lse_base2: bool,
         dlse: torch.Tensor | None = None,
         options: Options | None = None,
+        traced: Call | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """(dq, dk, dv), with a sink also dsink, for tensors with the metadata of the plan."""
+        """(dq, dk, dv), with a sink also dsink, for tensors with the metadata of the plan; then gradients of traced.program.learned."""
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(dout, q, k, v, out, lse, softmax_scale, lse_base2, dlse, options)
+                return self(dout, q, k, v, out, lse, softmax_scale, lse_base2, dlse, options, traced)
         dq, dk, dv = (empty(*x) for x in self.grads)
-        return self.launch(dout, q, k, v, out, lse, dq, dk, dv, softmax_scale, lse_base2, dlse, options)
+        tensors = dout, q, k, v, out, lse, dq, dk, dv
+        return self.launch(*tensors, softmax_scale, lse_base2, dlse, options, traced)
 
     def launch(
         self,
@@ -144,8 +150,9 @@ class BwdPlan:
         lse_base2: bool,
         dlse: torch.Tensor | None,
         options: Options | None = None,
+        traced: Call | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Write dq, dk, dv and return them; with a sink also dsink."""
+        """Write dq, dk, dv and return them; with a sink also dsink; then gradients of traced.program.learned."""
         result = dq, dk, dv
         sink = None if options is None else options.sink
         tensors = q, k, v, dout, out, dq, dk, dv
@@ -158,6 +165,10 @@ class BwdPlan:
         arguments, tables = (), None
         if self.has_options:
             arguments = option_arguments(options, self.batch, self.heads, self.device)
+        if traced is not None:
+            sums = gradient_sums(traced)
+            arguments += (*traced_arguments(traced), *sums)
+            result += tuple(sums)
         if self.packed:
             tables = Tables(*(self.tiles.table(options, of_keys, TABLE_ROWS) for of_keys in (False, True)))
             dlse, dlse_scale = (
@@ -241,6 +252,7 @@ def backward(
     dlse: torch.Tensor | None = None,
     config: BwdConfig | None = None,
     options: Options | None = None,
+    traced: Call | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Launch the backward on tensors that have passed checks.py, on a Hopper GPU.
 
@@ -251,29 +263,37 @@ def backward(
         deterministic: gradients are bitwise equal from run to run.
         config: replaces the tuned row or default.
     Returns:
-        dq, dk, dv: shaped as q, k, v, in their dtype, contiguous; with a sink also dsink: [heads], in its dtype.
+        dq, dk, dv: shaped as q, k, v, in their dtype, contiguous; with a sink also dsink: [heads], in its dtype; then an fp32 gradient
+            per tensor of traced.program.learned, flat.
     """
     tensors, layout = (dout, q, k, v, out, lse), (causal, heads_first, deterministic)
     key = (*_bwd_key(*tensors, *layout), *options_key(options))
+    if traced is not None:
+        key = (*key, traced.program)
     plan = plan_cache.plans.get(key) if config is None else None
     if plan is not None:
-        return plan(*tensors, softmax_scale, lse_base2, dlse, options)
+        return plan(*tensors, softmax_scale, lse_base2, dlse, options, traced)
     if has_odd_columns(q, v):
         padded = *pad_columns(dout, q, k, v, out), lse
-        grads = backward(*padded, softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options)
+        grads = backward(
+            *padded, softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options, traced
+        )
         cut = (cut_columns(grad, x.shape[-1]) for grad, x in zip(grads[:3], (q, k, v), strict=True))
         return *cut, *grads[3:]
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
-            return backward(*tensors, softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options)
+            return backward(
+                *tensors, softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options, traced
+            )
     grads = tuple(empty(*dense(x.shape, x.dtype)) for x in (q, k, v))
     if not q.numel() or not k.numel() or has_no_sequences(options):
-        return _backward_of_empty(q, lse, lse_base2, grads, dlse, options)
+        sums = () if traced is None else gradient_sums(traced)
+        return *_backward_of_empty(q, lse, lse_base2, grads, dlse, options), *sums
     if q.shape[0] <= MAX_BATCH or (options is not None and options.varlen):
-        plan = BwdPlan(*tensors[:5], *grads, *layout, config, options)
+        plan = BwdPlan(*tensors[:5], *grads, *layout, config, options, traced)
         if config is None:
             plan_cache.keep(key, plan)
-        return plan.launch(*tensors, *grads, softmax_scale, lse_base2, dlse, options)
+        return plan.launch(*tensors, *grads, softmax_scale, lse_base2, dlse, options, traced)
     if options is not None:
         check_dropout_batch(options.dropout_p, q.shape[0], MAX_BATCH)
     return _backward_in_chunks((*tensors, *grads), softmax_scale, lse_base2, layout, dlse, config, options)

@@ -94,11 +94,11 @@ def find_config(key: tuple, direction: str, config: Config | None) -> tuple[Attn
     """Problem of a kernel key, and the config that serves it.
 
     Args:
-        key: dtype, head_dim, head_dim_v, causal, option names, length bucket, device index.
+        key: dtype, head_dim, head_dim_v, causal, option names, program, length bucket, device index.
         config: an explicit one; None: the tuned row or default.
     """
-    dtype, head_dim, head_dim_v, causal, names, bucket, device = key
-    problem = AttnProblem.of(DTYPE_NAMES[dtype], head_dim, head_dim_v, causal, direction, names)
+    dtype, head_dim, head_dim_v, causal, names, program, bucket, device = key
+    problem = AttnProblem.of(DTYPE_NAMES[dtype], head_dim, head_dim_v, causal, direction, names, program)
     source = "explicit"
     if config is None:
         gpu = torch.cuda.get_device_name(device)

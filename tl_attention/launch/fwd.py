@@ -28,8 +28,10 @@ from tl_attention.launch.common import (
     window_keys,
 )
 from tl_attention.launch.tickets import stream_tickets
+from tl_attention.launch.traced import traced_arguments
 from tl_attention.options import Options
 from tl_attention.problem import MAX_SPLITS, SPLIT_BUCKET, TABLE_ROWS, length_bucket
+from tl_attention.program import Call
 from tl_attention.store import Kernel
 from tl_attention.target import sm_count
 
@@ -89,7 +91,7 @@ class FwdPlan:
         q, k, v, out: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed sequences
             [total, heads, head_dim]. On the current device, none of them empty.
         config: replaces the tuned row or default.
-        options: those of the first call; later calls may differ in values.
+        options, traced: those of the first call; later calls may differ in values.
         block_table: [batch, pages per sequence]; k and v are then [pages, page_size, heads_kv, head_dim].
     """
 
@@ -104,6 +106,7 @@ class FwdPlan:
         config: FwdConfig | None = None,
         options: Options | None = None,
         block_table: torch.Tensor | None = None,
+        traced: Call | None = None,
     ):
         self.packed = options is not None and options.varlen
         self.device = q.device.index
@@ -137,7 +140,8 @@ class FwdPlan:
             longest_k = options.max_seqlen_k if self.packed else seqlen_k
             bucket = SPLIT_BUCKET if num_splits > 1 else length_bucket(longest_k)
         names = () if options is None else options.names
-        key = (q.dtype, head_dim, head_dim_v, causal, names, bucket, self.device)
+        program = None if traced is None else traced.program.forward
+        key = (q.dtype, head_dim, head_dim_v, causal, names, program, bucket, self.device)
         copy_rows = 0 if self.pages is None else page_rows(self.pages.page_size)
         found = _kernels.get((key, copy_rows)) if config is None else _find_kernels(key, config, copy_rows)
         if found is None:
@@ -175,13 +179,14 @@ class FwdPlan:
         options: Options | None = None,
         block_table: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        traced: Call | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) for tensors with the metadata of the plan; out has the layout of q, or is the one that is passed."""
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(q, k, v, softmax_scale, lse_base2, options, block_table, out)
+                return self(q, k, v, softmax_scale, lse_base2, options, block_table, out, traced)
         out, lse = empty(*self.out) if out is None else out, empty(*self.lse)
-        self.launch(q, k, v, out, lse, softmax_scale, lse_base2, options, block_table)
+        self.launch(q, k, v, out, lse, softmax_scale, lse_base2, options, block_table, traced)
         return out, lse
 
     def launch(
@@ -195,6 +200,7 @@ class FwdPlan:
         lse_base2: bool,
         options: Options | None = None,
         block_table: torch.Tensor | None = None,
+        traced: Call | None = None,
     ) -> None:
         # A kernel with a tensor argument (lse, parts, tickets) runs on the current stream of its device
         if self.pages is not None:
@@ -213,6 +219,8 @@ class FwdPlan:
             arguments += option_arguments(options, self.batch, self.heads, self.device, table)
         if self.pages is not None:
             arguments += (block_table, *self.pages.arguments)
+        if traced is not None:
+            arguments += traced_arguments(traced)
         if self.combine is None:
             self.kernel(*qkv, out_view, lse, tickets, softmax_scale, unit, *arguments)
             return
@@ -244,6 +252,7 @@ def forward(
     options: Options | None = None,
     block_table: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    traced: Call | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward on tensors that have passed checks.py, on a Hopper GPU.
 
@@ -254,27 +263,41 @@ def forward(
         block_table: int32 [batch, pages per sequence], for packed sequences with seqused_k: k and v are then [pages, page_size,
             heads_kv, head_dim], never copied, and page i of a sequence holds its keys from i * page_size on.
         out: contiguous, with an address that TMA takes; None: allocated.
+        traced: score_mod and mask_mod; without causal and options.
     Returns:
         out in the layout of q, contiguous; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Rows outside the used part of
         packed sequences are undefined.
     """
     key = (*qkv_key(q, k, v, causal, heads_first), *options_key(options))
+    if traced is not None:
+        key = (*key, traced.program.forward)
     if options is not None and options.varlen:
         sms = sm_count(q.device.index)
         keys = key_rows(k, options, block_table)
         key = (*key, splits.packed_splits(options, q.shape[0], keys, q.shape[1], sms))
     plan = plan_cache.plans.get(key) if config is None else None
     if plan is not None:
-        return plan(q, k, v, softmax_scale, lse_base2, options, block_table, out)
+        return plan(q, k, v, softmax_scale, lse_base2, options, block_table, out, traced)
     if has_odd_columns(q, v):
-        layout = softmax_scale, causal, lse_base2, heads_first, config, options
+        layout = softmax_scale, causal, lse_base2, heads_first, config, options, None, None, traced
         padded, lse = forward(*pad_columns(q, k, v), *layout)
         result = cut_columns(padded, v.shape[-1])
         return result if out is None else out.copy_(result), lse
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             return forward(
-                q, k, v, softmax_scale, causal, lse_base2, heads_first, config, options, block_table, out
+                q,
+                k,
+                v,
+                softmax_scale,
+                causal,
+                lse_base2,
+                heads_first,
+                config,
+                options,
+                block_table,
+                out,
+                traced,
             )
     *outer, n1, n2, _ = q.shape
     if out is None:
@@ -288,8 +311,8 @@ def forward(
         if options is not None and options.sink is not None and not without_sequences:
             lse.copy_((options.sink.float() / (LN2 if lse_base2 else 1.0))[:, None].expand_as(lse))
         return out.zero_(), lse
-    plan = FwdPlan(q, k, v, out, causal, heads_first, config, options, block_table)
+    plan = FwdPlan(q, k, v, out, causal, heads_first, config, options, block_table, traced)
     if config is None:
         plan_cache.keep(key, plan)
-    plan.launch(q, k, v, out, lse, softmax_scale, lse_base2, options, block_table)
+    plan.launch(q, k, v, out, lse, softmax_scale, lse_base2, options, block_table, traced)
     return out, lse

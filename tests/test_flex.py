@@ -1,0 +1,509 @@
+"""flex_attention: the CPU route and the kernels against formulas on whole tensors, errors, and kernels lowered without a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
+
+from tl_attention import building, compiler, configs, flex_attention, legality, toolkit
+from tl_attention.builtin_options import BuiltinOptions, builtin_options
+from tl_attention.kernel_configs import BwdPass, FwdConfig
+from tl_attention.problem import DIRECTIONS, AttnProblem, tile_widths
+from tl_attention.trace import trace
+
+pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors", "ignore:.*torch.compile")
+HEADS, HEADS_KV, MAX = 4, 2, 600
+BATCH = {"cpu": 2, "cuda": 8}  # enough tiles that their keys are not split
+
+
+class Captured:
+    """Tensors that the functions below capture, on a device."""
+
+    def __init__(self, device: str):
+        on = {"device": device}
+        self.slopes = torch.rand(HEADS, **on, requires_grad=True)
+        self.temperature = torch.tensor(1.2, **on, requires_grad=True)
+        self.relative = torch.randn(HEADS, 2 * MAX, **on, requires_grad=True)
+        self.half = torch.randn(HEADS, 2 * MAX, **on, dtype=torch.bfloat16, requires_grad=True)
+        self.of_query = torch.randn(BATCH[device], MAX, **on, requires_grad=True)
+        self.dense = torch.randn(1, HEADS, MAX, MAX, **on, requires_grad=True)
+        self.documents = torch.randint(0, 4, (BATCH[device], MAX), **on).sort(1)[0]
+        self.visible = torch.rand(MAX, **on) > 0.3
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def cases(c: Captured, cap: float = 20.0) -> dict[str, tuple]:
+    """Name -> score_mod, mask_mod, captured tensors with gradients."""
+    return {
+        "causal": (None, causal, ()),
+        "documents": (None, lambda b, h, q, k: (c.documents[b, q] == c.documents[b, k]) & (q >= k), ()),
+        "prefix": (None, lambda b, h, q, k: (k < 100) | (q >= k), ()),
+        "window": (None, lambda b, h, q, k: (q - k).abs() < 17, ()),
+        "of_heads": (None, lambda b, h, q, k: (q % (h + 2) == 0) | (q >= k), ()),
+        "visible": (None, lambda b, h, q, k: c.visible[k] | (q == k), ()),
+        "nothing": (None, lambda b, h, q, k: (q > 40) & (k > 5), ()),
+        "softcap": (lambda s, b, h, q, k: cap * torch.tanh(s / cap), causal, ()),
+        "alibi": (lambda s, b, h, q, k: s + c.slopes.detach()[h] * (k - q), causal, ()),
+        "where": (lambda s, b, h, q, k: torch.where(q >= k, s * 0.5, -math.inf), None, ()),
+        "singular": (lambda s, b, h, q, k: s.abs().sqrt(), causal, ()),
+        "slopes": (lambda s, b, h, q, k: s + c.slopes[h] * (k - q) * 0.1, None, (c.slopes,)),
+        "relative": (lambda s, b, h, q, k: s + c.relative[h, q - k + MAX], causal, (c.relative,)),
+        "half": (lambda s, b, h, q, k: s + c.half[h, q - k + MAX], None, (c.half,)),
+        "temperature": (lambda s, b, h, q, k: s * c.temperature, causal, (c.temperature,)),
+        "of_query": (lambda s, b, h, q, k: s * c.of_query[b, q].sigmoid(), None, (c.of_query,)),
+        "dense": (lambda s, b, h, q, k: s + c.dense[0, h, q, k], None, (c.dense,)),
+        "together": (
+            lambda s, b, h, q, k: cap * torch.tanh((s * c.temperature + c.relative[h, q - k + MAX]) / cap) + c.slopes[h] * (k - q) * 0.1,
+            lambda b, h, q, k: (c.documents[b, q] == c.documents[b, k]) & (q >= k),
+            (c.temperature, c.relative, c.slopes),
+        ),
+    }  # fmt: skip
+
+
+NAMES = tuple(cases(Captured("cpu")))
+
+
+def oracle(
+    q, k, v, score_mod, mask_mod, dtype: torch.dtype, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) by calling the functions on whole tensors; the products are made in `dtype`."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.to(dtype), *(x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
+    scores = ((q @ k.mT) * scale).to(torch.promote_types(dtype, torch.float32))
+    at = [
+        torch.arange(n, device=q.device).view([-1 if i == d else 1 for i in range(4)])
+        for d, n in enumerate(scores.shape)
+    ]
+    if score_mod is not None:
+        scores = score_mod(scores, *at)
+    if mask_mod is not None:
+        scores = torch.where(mask_mod(*at), scores, -math.inf)
+    return torch.softmax(scores, -1).nan_to_num(0).to(dtype) @ v, scores.logsumexp(-1)
+
+
+def inputs(
+    device: str, dtype: torch.dtype, seqlen_q: int, seqlen_k: int, head_dim: int
+) -> tuple[torch.Tensor, ...]:
+    shapes = (HEADS, seqlen_q), (HEADS_KV, seqlen_k), (HEADS_KV, seqlen_k)
+    return tuple(
+        torch.randn(BATCH[device], heads, n, head_dim, device=device, dtype=dtype, requires_grad=True)
+        for heads, n in shapes
+    )
+
+
+def results(function, q, k, v, learned, dout, dlse) -> dict[str, torch.Tensor]:
+    """out, lse and all gradients; hidden rows have lse 0 here."""
+    out, lse = function()
+    hidden = lse == -math.inf
+    lse = lse.masked_fill(hidden, 0)
+    grads = torch.autograd.grad(
+        [out, lse], [q, k, v, *learned], [dout.to(out.dtype), dlse.masked_fill(hidden, 0).to(lse.dtype)]
+    )
+    names = ["dq", "dk", "dv", *(f"captured {i}" for i in range(len(learned)))]
+    return {"out": out, "lse": lse, "hidden": hidden, **dict(zip(names, grads, strict=True))}
+
+
+def check(q, k, v, score_mod, mask_mod, learned, scale: float | None = None) -> None:
+    """Compare with fp64: at most twice the error of the formula in the dtype of q, or of fp64 with rounded outputs.
+
+    Kernels make delta, the sum of dO * O per query, from rounded outputs. Its error is the same for all keys of a query, so it stays in
+    a gradient that sums over many scores and nearly cancels, as that of a slope per head.
+    """
+    dout, dlse = torch.randn_like(q), torch.randn(q.shape[:3], device=q.device)
+    used = q.shape[-1] ** -0.5 if scale is None else scale
+
+    def formula(dtype: torch.dtype, dlse: torch.Tensor) -> dict[str, torch.Tensor]:
+        return results(
+            lambda: oracle(q, k, v, score_mod, mask_mod, dtype, used), q, k, v, learned, dout, dlse
+        )
+
+    def ours() -> tuple[torch.Tensor, torch.Tensor]:
+        return flex_attention(
+            q, k, v, score_mod, scale=scale, enable_gqa=True, return_lse=True, mask_mod=mask_mod
+        )
+
+    found = results(ours, q, k, v, learned, dout, dlse)
+    exact, same = formula(torch.float64, dlse), formula(q.dtype, dlse)
+    # An error of delta acts like a gradient of lse
+    rounding = (dout.double() * (exact["out"] - exact["out"].to(q.dtype))).sum(-1)
+    rounded = formula(torch.float64, dlse + rounding)
+    assert torch.equal(found.pop("hidden"), exact["hidden"])
+    assert found["out"].dtype == q.dtype and found["lse"].dtype == torch.float32
+    for name, x in found.items():
+        reference = exact[name].double()
+        error, *allowed = (
+            (y.double() - reference).abs().max().item() for y in (x, same[name], rounded[name])
+        )
+        bound = 2 * max(allowed) + 1e-4 * reference.abs().max().item() + 1e-5
+        assert error <= bound, f"{name}: expected an error of at most {bound}, got {error}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flex_on_cpu(name):
+    score_mod, mask_mod, learned = cases(Captured("cpu"))[name]
+    check(*inputs("cpu", torch.bfloat16, 70, 90, 16), score_mod, mask_mod, learned, scale=0.3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_flex_agrees_with_torch_on_cpu(name):
+    """PyTorch's eager function; it has no gradients on the CPU."""
+    with torch.no_grad():
+        score_mod, mask_mod, _ = cases(Captured("cpu"))[name]
+        q, k, v = (x.detach() for x in inputs("cpu", torch.bfloat16, 40, 50, 16))
+        block_mask = None if mask_mod is None else create_block_mask(mask_mod, 2, HEADS, 40, 50, device="cpu")
+        out, lse = flex_attention(q, k, v, score_mod, block_mask, None, True, True)
+        expected, expected_lse = torch_flex_attention(q, k, v, score_mod, block_mask, None, True, True)
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_flex_batch_of_one_serves_all():
+    q, k, v = inputs("cpu", torch.bfloat16, 8, 8, 16)
+    k1, v1 = (x[:1].detach().requires_grad_() for x in (k, v))
+    out = flex_attention(q, k1, v1, enable_gqa=True)
+    expected = flex_attention(q, *(x.expand(2, -1, -1, -1) for x in (k1, v1)), enable_gqa=True)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    assert k1.grad.shape == k1.shape
+
+
+def test_flex_empty():
+    q, k, v = inputs("cpu", torch.bfloat16, 3, 0, 16)
+    out, lse = flex_attention(q, k, v, enable_gqa=True, return_lse=True, mask_mod=causal)
+    assert out.eq(0).all() and lse.eq(-math.inf).all()
+
+
+q8, kv8 = torch.randn(2, 4, 8, 16, dtype=torch.bfloat16), torch.randn(2, 2, 8, 16, dtype=torch.bfloat16)
+small = torch.rand(7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({}, ValueError, "key, value: expected the heads of query, 4, got 2; pass enable_gqa=True"),
+        ({"query": q8.float()}, TypeError, "query: expected bfloat16"),
+        ({"key": kv8[:, :, :, :8]}, ValueError, "key: expected the head_dim of query"),
+        ({"key": 3}, TypeError, "key: expected a torch.Tensor"),
+        ({"scale": math.inf}, ValueError, "scale: expected a finite number"),
+        ({"score_mod": 3}, TypeError, "score_mod: expected a function of 0-d tensors or None, got 3"),
+        ({"mask_mod": q8}, TypeError, "mask_mod: expected a function"),
+        ({"block_mask": causal}, TypeError, "block_mask: expected a BlockMask .* got function; pass a function as mask_mod"),
+        ({"return_lse": 1}, TypeError, "return_lse: expected a bool"),
+        ({"enable_gqa": None}, TypeError, "enable_gqa: expected a bool"),
+        ({"deterministic": 1}, TypeError, "deterministic: expected a bool"),
+        ({"kernel_options": {"BLOCK_M": 64}}, NotImplementedError, "kernel_options: expected None"),
+        ({"score_mod": lambda s, b, h, q, k: s + small[q]}, ValueError, "captured tensor 0.*at least 8 entries .* which q_idx"),
+        ({"score_mod": lambda s, b, h, q, k: s + small[8]}, (ValueError, IndexError), "captured tensor 0.*got 8|out of"),
+        ({"score_mod": lambda s, b, h, q, k: s + small.to("meta")[h]}, (NotImplementedError, ValueError), "score_mod|captured tensor"),
+    ],
+)  # fmt: skip
+def test_flex_refuses(arguments, error, words):
+    defaults = {"query": q8, "key": kv8, "value": kv8, "enable_gqa": bool(arguments)}
+    with pytest.raises(error, match=words):
+        flex_attention(**defaults | arguments)
+
+
+def test_flex_refuses_masks_for_other_lengths():
+    block_mask = create_block_mask(causal, None, None, 16, 16, device="cpu")
+    with pytest.raises(ValueError, match=r"block_mask: expected one made for lengths \(8, 8\) .* \(16, 16\)"):
+        flex_attention(q8, kv8, kv8, block_mask=block_mask, enable_gqa=True)
+    with pytest.raises(ValueError, match="mask_mod: expected None beside block_mask"):
+        flex_attention(q8, kv8, kv8, block_mask=block_mask, mask_mod=causal, enable_gqa=True)
+
+
+def test_flex_refuses_lists_without_a_mask():
+    block_mask = create_block_mask(lambda b, h, q, k: q >= 0, None, None, 8, 8, device="cpu")
+    flex_attention(q8, kv8, kv8, block_mask=block_mask, enable_gqa=True)
+    numbers, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    lists = BlockMask.from_kv_blocks(numbers, indices, seq_lengths=(8, 8))
+    with pytest.raises(NotImplementedError, match="block_mask: expected one with a mask_mod that hides keys"):
+        flex_attention(q8, kv8, kv8, block_mask=lists, enable_gqa=True)
+
+
+def test_flex_refuses_transforms():
+    with pytest.raises(NotImplementedError, match="expected a call outside torch.func transforms"):
+        torch.vmap(lambda q: flex_attention(q, q, q))(q8[None])
+
+
+def test_flex_tracing_tools_are_imported_at_the_first_call():
+    code = "import sys, tl_attention; assert 'tl_attention.trace' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+fixed_slopes = torch.rand(HEADS)
+RECOGNIZED = [
+    (None, None, BuiltinOptions()),
+    (None, causal, BuiltinOptions(True)),
+    (None, lambda b, h, q, k: k <= q, BuiltinOptions(True)),
+    (None, lambda b, h, q, k: (q >= k) & (q - k < 17), BuiltinOptions(False, (16, 0))),
+    (None, lambda b, h, q, k: (k > q - 9) & (k <= q), BuiltinOptions(False, (8, 0))),
+    (None, lambda b, h, q, k: torch.logical_and(q - k <= 5, q >= k), BuiltinOptions(False, (5, 0))),
+    (lambda s, b, h, q, k: 20.0 * torch.tanh(s / 20.0), None, BuiltinOptions(softcap=20.0)),
+    (lambda s, b, h, q, k: torch.tanh(s / 30) * 30, causal, BuiltinOptions(True, softcap=30.0)),
+    (
+        lambda s, b, h, q, k: s + fixed_slopes[h] * (k - q),
+        causal,
+        BuiltinOptions(True, alibi_slopes=fixed_slopes),
+    ),
+    (lambda s, b, h, q, k: s + fixed_slopes[h] * (k - q), None, None),  # negative distances
+    (lambda s, b, h, q, k: s + fixed_slopes[h] * (q - k), causal, None),
+    (lambda s, b, h, q, k: 20.0 * torch.tanh(s / 21.0), None, None),
+    (None, lambda b, h, q, k: q > k, None),
+    (None, lambda b, h, q, k: (q >= k) & (q - k > 5), None),
+    (None, lambda b, h, q, k: (q >= k) | (q - k < 5), None),
+    (None, lambda b, h, q, k: (q >= k) & (q - k < 17) & (h > 1), None),
+]
+
+
+@pytest.mark.parametrize(("score_mod", "mask_mod", "expected"), RECOGNIZED)
+def test_flex_recognizes_options(score_mod, mask_mod, expected):
+    call = trace(score_mod, mask_mod, True)
+    found = builtin_options(call, same_length=True)
+    assert found == expected
+    if mask_mod is not None:
+        assert builtin_options(call, same_length=False) is None
+    for seqlen_k in (40, 60):  # with other lengths the diagonal is another
+        q, k, v = inputs("cpu", torch.bfloat16, 40, seqlen_k, 16)
+        check(q, k, v, score_mod, mask_mod, ())
+
+
+def test_flex_does_not_recognize_what_learns():
+    learned = torch.rand(HEADS, requires_grad=True)
+    assert builtin_options(trace(lambda s, b, h, q, k: s + learned[h] * (k - q), causal, True), True) is None
+
+
+PROGRAMS = {name: trace(*cases(Captured("cpu"))[name][:2], True).program for name in NAMES}
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", ["causal", "softcap", "relative", "together"])
+def test_flex_every_width_has_a_legal_config(name, direction):
+    for width in tile_widths(direction):
+        program = PROGRAMS[name].forward if direction == "fwd" else PROGRAMS[name]
+        for bucket in ("1k", "split") if direction == "fwd" else ("1k",):
+            problem = AttnProblem("bfloat16", *width, False, (), program)
+            config, source = configs.pick_config(problem, bucket, "NVIDIA H200", direction)
+            assert legality.is_legal(problem, config, direction) is None, source
+            assert getattr(config, "split", False) == (bucket == "split")
+
+
+LOWERED = [
+    ("relative", FwdConfig(128, 128, schedule="dynamic")),
+    ("relative", BwdPass("dq+dk+dv", 64, 128, reuse_registers=True)),
+    ("together", BwdPass("dk+dv", 64, 128, reuse_registers=True)),
+    ("slopes", BwdPass("dq", 128, 64)),
+]
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "config"), LOWERED, ids=lambda x: str(x).replace(" ", "-"))
+def test_flex_kernels_compile_without_spills(name, config, tmp_path):
+    if not toolkit.find_nvcc():
+        pytest.skip(toolkit.NO_NVCC)
+    program = PROGRAMS[name].forward if isinstance(config, FwdConfig) else PROGRAMS[name]
+    problem = AttnProblem("bfloat16", 128, 128, False, (), program)
+    source, _ = compiler.lower(problem, config)
+    assert "tl_attention_new_score" in source
+    output, _ = compiler.assemble(
+        source, tmp_path, compiler.pass_configs(problem, config), ["-Xptxas=-v", "-w"]
+    )
+    assert "0 bytes spill stores" in output and "C75" not in output
+
+
+UNARY = (
+    torch.tanh, torch.sigmoid, torch.sin, torch.cos, torch.abs, torch.square, torch.erf, torch.atan, torch.relu, torch.floor,
+    torch.nn.functional.silu, torch.nn.functional.gelu, torch.nn.functional.softplus, lambda x: torch.exp(-x.abs()),
+    lambda x: torch.log1p(x.abs()), lambda x: torch.sqrt(x.abs() + 0.5), lambda x: torch.rsqrt(x.abs() + 1), lambda x: x**3 * 0.1,
+    lambda x: x.abs() ** 1.5, lambda x: torch.clamp(x, -2, 2), lambda x: torch.expm1(x.clamp(max=1)), lambda x: torch.round(x) * 0.5 + x,
+)  # fmt: skip
+BINARY = (
+    torch.add, torch.sub, torch.mul, torch.maximum, torch.minimum, lambda x, y: x / (y.abs() + 1), 
+    lambda x, y: torch.where(x > y, x, y * 0.5),
+)  # fmt: skip
+
+
+def random_score_mod(seed: int, c: Captured):
+    """A composition of 2 to 6 operations on the score, positions and captured tensors."""
+    draw = random.Random(seed)
+
+    def operand(s, b, h, q, k):
+        choices = (
+            lambda: s, lambda: (q - k) * 0.01, lambda: c.slopes[h], lambda: c.relative[h, q - k + MAX], lambda: c.of_query[b, q],
+            lambda: draw.uniform(-2, 2) + 0 * s, lambda: (k % 7).float() * 0.2, lambda: c.temperature * s,
+        )  # fmt: skip
+        return draw.choice(choices)()
+
+    def score_mod(s, b, h, q, k):
+        draw.seed(seed)
+        x = s
+        for _ in range(draw.randint(2, 6)):
+            x = (
+                draw.choice(UNARY)(x)
+                if draw.random() < 0.4
+                else draw.choice(BINARY)(x, operand(s, b, h, q, k))
+            )
+        return torch.clamp(x, -30, 30) + s * 0.1
+
+    return score_mod
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_flex_random_functions_on_cpu(seed):
+    c = Captured("cpu")
+    score_mod = random_score_mod(seed, c)
+    learned = [x for x in trace(score_mod, None, True).tensors if x.requires_grad]
+    check(*inputs("cpu", torch.bfloat16, 30, 40, 16), score_mod, causal, learned)
+
+
+SEEDS = range(4), range(4, 8)
+
+
+def several(seeds: range, c: Captured):
+    """One function that computes random_score_mod of another seed in each head."""
+    functions = [random_score_mod(seed, c) for seed in seeds]
+
+    def score_mod(s, b, h, q, k):
+        x = functions[0](s, b, h, q, k)
+        for i, function in enumerate(functions[1:], 1):
+            x = torch.where(h == i, function(s, b, h, q, k), x)
+        return x
+
+    return score_mod
+
+
+# Kernels. Each program has two or three, so there are few programs
+
+
+@pytest.fixture(scope="module")
+def built():
+    """The kernels of the GPU tests, built at the same time."""
+    c = Captured("cuda")
+    made = cases(c)
+    functions = [
+        *((*made["together"][:2], torch.bfloat16, 128), (*made["documents"][:2], torch.bfloat16, 128)),
+        (*made["softcap"][:2], torch.float16, 64),
+        *((several(seeds, c), causal, torch.bfloat16, 64) for seeds in SEEDS),
+    ]
+    kernels = []
+    for score_mod, mask_mod, dtype, head_dim in functions:
+        program = trace(score_mod, mask_mod, True).program
+        for direction in ("fwd", "bwd"):
+            its_program = program.forward if direction == "fwd" else program
+            problem = AttnProblem(
+                str(dtype).removeprefix("torch."), head_dim, head_dim, False, (), its_program
+            )
+            config, _ = configs.pick_config(problem, "1k", torch.cuda.get_device_name(), direction)
+            kernels += config.kernels(problem)
+    failed = {kernel: error for kernel, error in building.build_all(kernels).items() if error}
+    assert not failed, failed
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(
+    ("name", "head_dim", "dtype", "seqlen_q", "seqlen_k"),
+    [
+        ("together", 128, torch.bfloat16, 577, 600),
+        ("together", 128, torch.bfloat16, 70, 333),
+        ("documents", 128, torch.bfloat16, 600, 577),
+        ("softcap", 64, torch.float16, 577, 580),
+        ("causal", 128, torch.bfloat16, 600, 600),  # a kernel with causal=True
+        ("softcap", 40, torch.float16, 600, 1),
+    ],
+)
+def test_flex_matches_the_formula(name, head_dim, dtype, seqlen_q, seqlen_k):
+    score_mod, mask_mod, learned = cases(Captured("cuda"))[name]
+    check(*inputs("cuda", dtype, seqlen_q, seqlen_k, head_dim), score_mod, mask_mod, learned)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+def test_flex_random_functions(seeds):
+    c = Captured("cuda")
+    score_mod = several(seeds, c)
+    learned = [x for x in trace(score_mod, None, True).tensors if x.requires_grad]
+    check(*inputs("cuda", torch.bfloat16, 577, 600, 64), score_mod, causal, learned)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+def test_flex_matches_torch():
+    """PyTorch's eager function and its gradients."""
+    score_mod, mask_mod, learned = cases(Captured("cuda"))["together"]
+    q, k, v = inputs("cuda", torch.bfloat16, 256, 256, 128)
+    block_mask = create_block_mask(mask_mod, len(q), HEADS, 256, 256)
+    dout, dlse = torch.randn_like(q), torch.randn(q.shape[:3], device="cuda")
+    ours, theirs = (
+        results(lambda f=f: f(q, k, v, score_mod, block_mask, None, True, True), q, k, v, learned, dout, dlse)
+        for f in (flex_attention, torch_flex_attention)
+    )
+    for name, x in theirs.items():
+        scale = x.float().abs().max().item()
+        assert (ours[name].float() - x.float()).abs().max().item() <= 0.03 * scale + 1e-3, name
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+def test_flex_new_lengths_and_values_build_nothing():
+    def call(length, cap):
+        c = Captured("cuda")
+        score_mod, mask_mod, learned = cases(c, cap)["together"]
+        q = torch.randn(
+            len(c.documents), HEADS, length, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True
+        )
+        flex_attention(q, q, q, score_mod, mask_mod=mask_mod).sum().backward()
+        assert all(x.grad.isfinite().all() for x in learned)
+
+    for length in (64, 600):
+        call(length, 20.0)
+    built = building.compile_count()
+    for length in range(17, 600, 12):
+        call(length, 10.0 + length)
+    assert building.compile_count() == built
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+def test_flex_deterministic():
+    made = cases(Captured("cuda"))
+    q, k, v = inputs("cuda", torch.float16, 577, 580, 64)
+    runs = []
+    for _ in range(3):
+        out = flex_attention(
+            q, k, v, made["softcap"][0], mask_mod=causal, enable_gqa=True, deterministic=True
+        )
+        runs.append(torch.autograd.grad(out.sum(), [q, k, v]))
+    assert all(torch.equal(x, y) for run in runs for x, y in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+def test_flex_deterministic_gradients_of_captured_tensors_are_refused():
+    score_mod, mask_mod, _ = cases(Captured("cuda"))["together"]
+    q, k, v = inputs("cuda", torch.bfloat16, 577, 600, 128)
+    out = flex_attention(q, k, v, score_mod, mask_mod=mask_mod, enable_gqa=True, deterministic=True)
+    with pytest.raises(
+        NotImplementedError, match="deterministic: expected captured tensors without gradients"
+    ):
+        out.sum().backward()
+
+
+@pytest.mark.gpu
+def test_flex_captured_tensors_of_another_device_are_refused():
+    q = torch.randn(1, 4, 8, 64, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="captured tensor 0.*expected the device of query, cuda:0"):
+        flex_attention(q, q, q, lambda s, b, h, q, k: s + small[h])

@@ -1,0 +1,246 @@
+"""Tracing of score_mod and mask_mod: values, derivatives, what is captured, what is found again, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import math
+import pickle
+
+import pytest
+import torch
+
+from tl_attention.program import CAPTURED_DTYPES, Call, Program
+from tl_attention.reference_flex import new_scores
+from tl_attention.trace import trace
+from tl_attention.trace_ops import OPS
+
+HEADS, ROWS = 4, 8
+slopes = torch.rand(HEADS)
+learned = torch.rand(HEADS, requires_grad=True)
+table = torch.rand(HEADS, 2 * ROWS, requires_grad=True)
+documents = torch.arange(ROWS) // 3
+WINDOW = 3
+WRONG, EMPTY = torch.ones(3, dtype=torch.float64), torch.ones(0)
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def scores() -> torch.Tensor:
+    return torch.randn(2, HEADS, ROWS, ROWS) * 3
+
+
+def positions(shape: torch.Size) -> list[torch.Tensor]:
+    return [torch.arange(n).view([-1 if i == dim else 1 for i in range(4)]) for dim, n in enumerate(shape)]
+
+
+# Every operation, at arguments where it is defined
+FUNCTIONS = {
+    "add": lambda s, b, h, q, k: s + q - 2 * k + b * 0.25,
+    "alpha": lambda s, b, h, q, k: torch.add(s, h, alpha=3) + torch.sub(1, s, alpha=1) + (5 - s),
+    "div": lambda s, b, h, q, k: s / 7.0 + q / (k + 1) + 2.0 / (s.abs() + 1) + s.abs().reciprocal(),
+    "floor_divide": lambda s, b, h, q, k: s + (q - k) // 3 + torch.div(k, 2, rounding_mode="floor"),
+    "trunc_divide": lambda s, b, h, q, k: s + torch.div(s, 2.0, rounding_mode="trunc"),
+    "remainder": lambda s, b, h, q, k: s % 3 + (q - k) % 5 + (k % 4) * 0.5 + torch.fmod(s, 2.0) + torch.fmod(q - k, 3),
+    "pow": lambda s, b, h, q, k: s**3 + s**2 + s.abs() ** 0.5 + s.abs() ** 1.7 + s**-1 + s**0 + s.abs() ** (h * 0.5 + 1),
+    "exponentials": lambda s, b, h, q, k: torch.exp(-s.abs()) + torch.exp2(s) + torch.expm1(s),
+    "logarithms": lambda s, b, h, q, k: torch.log(s.abs() + 1) + torch.log2(s.abs() + 1) + torch.log1p(s.abs()),
+    "roots": lambda s, b, h, q, k: torch.sqrt(s.abs() + 1) + torch.rsqrt(s.abs() + 1) + torch.square(s),
+    "sigmoids": lambda s, b, h, q, k: torch.tanh(s) + torch.sigmoid(s) + torch.erf(s) + torch.atan(s),
+    "waves": lambda s, b, h, q, k: torch.sin(s) + torch.cos(q * 0.3),
+    "roundings": lambda s, b, h, q, k: s + torch.floor(s) + torch.ceil(s) + torch.round(s) + torch.trunc(s) + torch.round(q),
+    "sign": lambda s, b, h, q, k: s * torch.sign(s) + torch.sgn(q - k) + (q - k).abs() - (-s),
+    "extremes": lambda s, b, h, q, k: torch.maximum(s, q * 0.1) + torch.minimum(s, k * 0.1) + torch.clamp(s, -1, 1) + s.clamp(min=0.5),
+    "clamps": lambda s, b, h, q, k: torch.clamp_min(s, 0.1) + torch.clamp_max(q - k, 2) + torch.relu(s),
+    "where": lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf) + torch.where(h < 2, 1.0, s),
+    "comparisons": lambda s, b, h, q, k: s + (q == k) + (s != 0) + (s < 1.5) * 2 + (k <= q) + (s > q) + (q >= 2),
+    "logic": lambda s, b, h, q, k: torch.where(((q > k) & (h != 1)) | ~(s > 0) ^ (b == 0), s, 2 * s),
+    "logical": lambda s, b, h, q, k: torch.where(torch.logical_and(q > 2, torch.logical_not(k > 2)) | torch.logical_or(h, b > 0), s, -s),
+    "bits": lambda s, b, h, q, k: s + ((q ^ k) & 3) + ((q | k) << 1) + ((q & ~k) >> 1),
+    "activations": lambda s, b, h, q, k: sum(
+        f(s)
+        for f in (
+            torch.nn.functional.gelu,
+            torch.nn.functional.silu,
+            torch.nn.functional.softplus,
+            torch.nn.functional.leaky_relu,
+            torch.nn.functional.elu,
+            torch.nn.functional.hardtanh,
+            torch.nn.functional.logsigmoid,
+        )
+    ),
+    "filled": lambda s, b, h, q, k: s.masked_fill(q < k, -1e4) + torch.full_like(s, 2.0) + torch.zeros_like(s) + s.new_ones(()),
+    "in_place": lambda s, b, h, q, k: s.clone().add_(1).mul_(slopes[h]),
+    "casts": lambda s, b, h, q, k: s + s.to(torch.int32) + q.float() + (k > 2).to(s.dtype) + s.long() + h.type_as(s),
+    "nan": lambda s, b, h, q, k: torch.where(torch.isnan(s) | torch.isinf(s), 0.0, s),
+    "detached": lambda s, b, h, q, k: s * s.detach() + learned.detach()[h],
+    "captured": lambda s, b, h, q, k: s + slopes[h] * (k - q) + table[h, q - k + ROWS] + documents[q],
+    "partly": lambda s, b, h, q, k: s + table[h][q] + table[1][k] + table[:, 3][h] + table[-1, q],
+    "gathered": lambda s, b, h, q, k: s + table[h, documents[q] - documents[k]],  # negative indices count from the end
+    "numbers": lambda s, b, h, q, k: s * torch.tensor(2.5) + WINDOW,
+}  # fmt: skip
+# The same on tensors that are broadcast
+BROADCAST = FUNCTIONS | {
+    "partly": lambda s, b, h, q, k: s + table[h, q] + table[1, k] + table[h, 3] + table[-1, q]
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_trace_agrees_with_the_function(name):
+    function, x = FUNCTIONS[name], scores().requires_grad_()
+    call = trace(function, causal, True)
+    expected = BROADCAST[name](x, *positions(x.shape))
+    found = new_scores(x, Call(call.program.forward, call.tensors, call.numbers))
+    hidden = torch.ones(ROWS, ROWS, dtype=torch.bool).triu(1)
+    torch.testing.assert_close(found, expected.float().masked_fill(hidden, -math.inf), rtol=1e-5, atol=1e-5)
+
+
+def slope_and_gradients(call: Call, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Derivatives that a program says it has: of the scores, and of captured tensors, summed over all scores."""
+    program = call.program
+
+    def value(i: int | None) -> torch.Tensor:
+        return new_scores(x, Call(Program(program.values, score=i), call.tensors, call.numbers))
+
+    slope = torch.ones_like(x) if program.slope is None else value(program.slope)
+    sums = [torch.zeros_like(tensor) for tensor in call.tensors]
+    for gradient in program.gradients:
+        index = tuple(value(i).long() for i in gradient.index)
+        sums[gradient.tensor].index_put_(index, value(gradient.factor), accumulate=True)
+    return slope, [sums[i] for i in program.learned]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_trace_derivatives_are_those_of_torch(name):
+    x = scores().requires_grad_()
+    call = trace(FUNCTIONS[name], None, True)
+    with torch.no_grad():
+        slope, sums = slope_and_gradients(call, x)
+    wanted = [call.tensors[i] for i in call.program.learned]
+    out = BROADCAST[name](x, *positions(x.shape))
+    seen = out.isfinite()
+    grads = torch.autograd.grad(out[seen].sum(), [x, *wanted])
+    torch.testing.assert_close(slope[seen], grads[0][seen], rtol=1e-4, atol=1e-5)
+    for found, expected in zip(sums, grads[1:], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_trace_names_every_operation():
+    """Each operation of the table is traced by some function above."""
+    used = {
+        value.op for function in FUNCTIONS.values() for value in trace(function, causal, True).program.values
+    }
+    assert used >= OPS.keys(), f"untested: {sorted(OPS.keys() - used)}"
+
+
+def test_trace_gives_each_captured_tensor_that_learns_its_gradient():
+    call = trace(lambda s, b, h, q, k: s * learned[h] + table[h, q] + slopes[h], None, True)
+    assert [call.tensors[i] is x for i, x in zip(call.program.learned, (learned, table), strict=True)] == [
+        True,
+        True,
+    ]
+    assert trace(lambda s, b, h, q, k: s + learned.detach()[h], None, True).program.gradients == ()
+    assert call.program.forward.gradients == ()
+
+
+def test_trace_slope_of_an_added_bias_is_none():
+    assert trace(FUNCTIONS["captured"], causal, True).program.slope is None
+    assert trace(FUNCTIONS["pow"], causal, True).program.slope is not None
+
+
+def test_trace_values_are_no_part_of_a_program():
+    def made(window, cap, bias):
+        def score_mod(score, b, h, q_idx, kv_idx):
+            return torch.where(q_idx - kv_idx < window, cap * torch.tanh(score / cap) + bias[h], -math.inf)
+
+        return trace(score_mod, None, True)
+
+    first, second = made(5, 30.0, torch.rand(3)), made(77, 50.0, torch.rand(9))
+    assert first.program == second.program and hash(first.program) == hash(second.program)
+    assert sorted(first.numbers) == [5, 30.0, 30.0] and sorted(second.numbers) == [50.0, 50.0, 77]
+    assert made(5, 30.0, torch.rand(3, dtype=torch.bfloat16)).program != first.program
+
+
+def test_trace_programs_survive_pickling():
+    program = trace(FUNCTIONS["captured"], causal, True).program
+    again = pickle.loads(pickle.dumps(program))
+    assert again == program and hash(again) == hash(program) and again.text() == program.text()
+
+
+def test_trace_finds_equal_functions_again():
+    def made(window, bias):
+        return lambda s, b, h, q, k: s + bias[h] * window
+
+    first, second = (trace(made(3, torch.rand(HEADS)), None, False) for _ in range(2))
+    assert first.program is second.program and first.tensors[0] is not second.tensors[0]
+    assert trace(made(4, slopes), None, False).numbers != trace(made(5, slopes), None, False).numbers
+    partial = functools.partial(lambda window, s, b, h, q, k: s * window, 7.0)
+    assert trace(partial, None, False).program is trace(partial, None, False).program
+
+
+def test_trace_sees_a_changed_global(monkeypatch):
+    function = FUNCTIONS["numbers"]
+    assert trace(function, None, False).numbers[-1] == 3
+    monkeypatch.setitem(globals(), "WINDOW", 9)
+    assert trace(function, None, False).numbers[-1] == 9
+
+
+def test_trace_sees_a_changed_object():
+    class Bias:
+        size = 3.0
+
+        def __call__(self, score, b, h, q_idx, kv_idx):
+            return score + self.size
+
+    bias = Bias()
+    assert trace(bias, None, False).numbers == (3.0,)
+    bias.size = 4.0
+    assert trace(bias, None, False).numbers == (4.0,)
+
+
+def control_flow(score, b, h, q_idx, kv_idx):
+    if q_idx > kv_idx:
+        return score
+    return score * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "words"),
+    [
+        (control_flow, NotImplementedError, "expected no control flow that depends on the score or an index.*torch.where"),
+        (lambda s, b, h, q, k: s * s.item(), NotImplementedError, "expected no control flow"),
+        (lambda s, b, h, q, k: torch.sort(s)[0], NotImplementedError, r"got aten.sort.default at .*test_trace.py:\d+; supported are abs"),
+        (lambda s, b, h, q, k: s + table.sum(), NotImplementedError, "got aten.sum.default"),
+        (lambda s, b, h, q, k: s.double(), NotImplementedError, "got aten._to_copy.default"),
+        (lambda s, b, h, q, k: s.expand(2), ValueError, r"expected a 0-d tensor, got shape \(2,\)"),
+        (lambda s, b, h, q, k: s.expand(2).sum(), NotImplementedError, "got aten.expand.default"),
+        (lambda s, b, h, q, k: table[h], ValueError, r"expected a 0-d tensor, got shape \(16,\)"),
+        (lambda s, b, h, q, k: table[h, 1:], NotImplementedError, "got a slice beside 0-d tensors"),
+        (lambda s, b, h, q, k: (s, s), TypeError, "expected a 0-d tensor, got tuple"),
+        (lambda s, b, h, q, k: s > 0, TypeError, "expected a score, got a bool"),
+        (lambda s, b, h: s, TypeError, r"expected a function of 0-d tensors \(score, b, h, q_idx, kv_idx\)"),
+        (lambda s, b, h, q, k: s + WRONG[h], TypeError, "expected captured tensors of float32"),
+        (lambda s, b, h, q, k: s + EMPTY[h], ValueError, "at least one element"),
+        (lambda s, b, h, q, k: s // 2.0, RuntimeError, "torch cannot differentiate it"),
+    ],
+)  # fmt: skip
+def test_trace_refuses(function, error, words):
+    with pytest.raises(error, match="^score_mod .*test_trace.py:") as found:
+        trace(function, None, True)
+    found.match(words)
+
+
+def test_trace_refuses_masks_of_scores():
+    with pytest.raises(
+        TypeError, match="^mask_mod .*expected a bool, True where the query sees the key, got int32"
+    ):
+        trace(None, lambda b, h, q, k: q - k, True)
+
+
+def test_trace_takes_captured_dtypes():
+    for name in CAPTURED_DTYPES:
+        tensor = torch.ones(HEADS, dtype=getattr(torch, name))
+        call = trace(lambda s, b, h, q, k, tensor=tensor: s + tensor[h], None, True)
+        x = scores()
+        torch.testing.assert_close(new_scores(x, call), x + 1)

@@ -1,0 +1,281 @@
+"""CUDA of a Program: one function per output, which kernels call per score.
+
+As a function of CUDA a program costs TileLang no time. As expressions of TileLang, a value that several others need would be written
+out in each of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tl_attention.program import BOOL, FLOAT, INT, LONG, Program, Value
+
+TYPES = {FLOAT: "float", INT: "int", LONG: "long long", BOOL: "bool"}
+# Dtype of a captured tensor -> its type in memory
+STORED = {
+    "float32": "float",
+    "bfloat16": "__nv_bfloat16",
+    "float16": "__half",
+    "int64": "long long",
+    "int32": "int",
+    "int16": "short",
+    "int8": "signed char",
+    "uint8": "unsigned char",
+    "bool": "unsigned char",
+}
+MAX_CHAIN = 16  # integer exponent up to which a power is a chain of products
+# Arguments of all functions; those of tensors and numbers follow. The last two are the query and the key as floats
+LEAVES = "float score, int batch, int head, int query, int key, float query_position, float key_position"
+HELPERS = """
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+template <typename Stored, typename T>
+static __device__ __forceinline__ T tl_attention_captured(const void* tensor, int offset) {
+  return T(__ldg((const Stored*)tensor + offset));
+}
+static __device__ __forceinline__ int tl_attention_index(long long i, int size) {
+  return (int)min(max(i < 0 ? i + size : i, 0ll), size - 1ll);
+}
+static __device__ __forceinline__ int tl_attention_index(int i, int size) {
+  return min(max(i < 0 ? i + size : i, 0), size - 1);
+}
+template <typename T>
+static __device__ __forceinline__ T tl_attention_floor_divide(T x, T y) {
+  T quotient = x / y;
+  return quotient - (quotient * y != x && (x < 0) != (y < 0));
+}
+template <typename T>
+static __device__ __forceinline__ T tl_attention_remainder(T x, T y) {
+  T rest = x % y;
+  return rest + (rest != 0 && (rest < 0) != (y < 0) ? y : 0);
+}
+// powf of fast math takes no negative base: the sign is that of an odd integer exponent
+static __device__ __forceinline__ float tl_attention_power(float x, float y) {
+  float size = powf(fabsf(x), y);
+  float of_negative = floorf(y) != y ? __int_as_float(0x7fffffff) : floorf(y * .5f) * 2.f != y ? -size : size;
+  return x < 0.f ? of_negative : size;
+}
+// x minus a multiple of 2 pi, in two parts: the sine of fast math is exact near 0 only
+static __device__ __forceinline__ float tl_attention_within_pi(float x) {
+  float turns = rintf(x * 0.15915494309189535f);
+  return __fmaf_rn(turns, -1.9353071795864769e-3f, __fmaf_rn(turns, -6.28125f, x));
+}
+// 0 where the probability is, whatever the slope of a hidden score
+static __device__ __forceinline__ float tl_attention_sloped(float P, float slope) { return P > 0.f ? P * slope : 0.f; }
+static __device__ __forceinline__ float tl_attention_gradient(float P, float dP, float delta, float factor) {
+  return P > 0.f ? P * (dP - delta) * factor : 0.f;
+}
+static __device__ __forceinline__ float tl_attention_before(bool is_before, float x) { return is_before ? x : 0.f; }
+static __device__ __forceinline__ void tl_attention_add(void* sums, int offset, float x) {
+  // A predicate, not a branch, for which ptxas serializes all wgmma (C7514)
+  asm volatile("{ .reg .pred p; setp.ne.f32 p, %1, 0f00000000; @p red.global.add.f32 [%0], %1; }" ::"l"((float*)sums + offset), "f"(x)
+               : "memory");
+}
+"""
+
+
+def program_code(program: Program) -> str:
+    """Functions of a program: tl_attention_new_score, _slope, and per gradient _factor0, _target0, .. the offset that it is added at."""
+    parameters = [LEAVES]
+    for i, captured in enumerate(program.tensors):
+        dims = range(max(captured.ndim, 1))
+        parameters += [f"const void* tensor{i}", *(f"int size{i}_{dim}, int stride{i}_{dim}" for dim in dims)]
+    parameters += [f"{TYPES[dtype]} number{i}" for i, dtype in enumerate(program.numbers)]
+
+    def function(name: str, dtype: str, roots: list[int], result: str) -> str:
+        lines = [
+            f"  const {TYPES[program.values[i].dtype]} v{i} = {_expression(program, i)};"
+            for i in sorted(program.needed(roots))
+        ]
+        head = f"static __device__ __forceinline__ {TYPES[dtype]} tl_attention_{name}({', '.join(parameters)}) {{"
+        return "\n".join([head, *lines, f"  return {result};", "}"])
+
+    score = "score" if program.score is None else f"v{program.score}"
+    result = score if program.mask is None else f"v{program.mask} ? {score} : -{_literal(math.inf)}"
+    roots = [value for value in (program.score, program.mask) if value is not None]
+    functions = [function("new_score", FLOAT, roots, result)]
+    if program.slope is not None:
+        functions.append(function("slope", FLOAT, [program.slope], f"v{program.slope}"))
+    for i, gradient in enumerate(program.gradients):
+        functions.append(function(f"factor{i}", FLOAT, [gradient.factor], f"v{gradient.factor}"))
+        # The sums are contiguous and have the sizes of the tensor
+        offset = "0"
+        for dim, index in enumerate(gradient.index):
+            offset = (
+                f"({offset}) * size{gradient.tensor}_{dim} + {_index(program, gradient.tensor, dim, index)}"
+            )
+        functions.append(function(f"target{i}", INT, list(gradient.index), offset))
+    return HELPERS + "\n".join(functions) + "\n"
+
+
+def _expression(program: Program, i: int) -> str:
+    """Right-hand side of the declaration of a value."""
+    value = program.values[i]
+    args = [f"v{arg}" for arg in value.args]
+    if value.op in ("score", "batch", "head", "query", "key"):
+        return value.op
+    if value.op == "constant":
+        return _literal(value.data)
+    if value.op == "number":
+        return f"number{value.data}"
+    if value.op == "load":
+        return _load(program, value)
+    if value.op == "cast":
+        position = _position(program, value.args[0]) if value.dtype == FLOAT else None
+        return position or f"({TYPES[value.dtype]}){args[0]}"
+    if value.op == "div" and program.values[value.args[1]].op in ("constant", "number"):
+        return f"{args[0]} * (1.f / {args[1]})"  # the reciprocal does not change from score to score
+    if value.op == "pow" and (power := _constant_power(program, *value.args)):
+        return power
+    if value.op in ("floor_divide", "remainder") and value.dtype != FLOAT:
+        if all(_never_negative(program, arg) for arg in value.args):
+            return f"{args[0]} {'/' if value.op == 'floor_divide' else '%'} {args[1]}"
+        return f"tl_attention_{value.op}({', '.join(args)})"
+    if value.op == "not" and value.dtype == BOOL:
+        return f"!{args[0]}"
+    of_floats = FLOAT_EXPRESSIONS.get(value.op) if value.dtype == FLOAT else None
+    expression = of_floats or EXPRESSIONS[value.op]
+    return expression.format(*args)
+
+
+def _literal(number: float | int | bool) -> str:
+    if isinstance(number, bool):
+        return "true" if number else "false"
+    if isinstance(number, int):
+        return f"{number}ll" if abs(number) >= 2**31 else f"({number})"
+    if math.isnan(number):
+        return "__int_as_float(0x7fffffff)"
+    if math.isinf(number):
+        return f"({'-' if number < 0 else ''}__int_as_float(0x7f800000))"
+    return f"({number!r}f)"
+
+
+def _load(program: Program, value: Value) -> str:
+    tensor, captured = value.data, program.tensors[value.data]
+    terms = [
+        f"{_index(program, tensor, dim, index)} * stride{tensor}_{dim}"
+        for dim, index in enumerate(value.args)
+    ]
+    load = f"tl_attention_captured<{STORED[captured.dtype]}, {TYPES[INT if value.dtype == BOOL else value.dtype]}>"
+    loaded = f"{load}(tensor{tensor}, {' + '.join(terms) or '0'})"
+    return f"{loaded} != 0" if value.dtype == BOOL else loaded
+
+
+def _index(program: Program, tensor: int, dim: int, index: int) -> str:
+    """Index into a dimension of a captured tensor, within its size. Negative indices count from the end.
+
+    The host compares a direct index by b, h, q_idx or kv_idx with the size. Rows of a tile past the last query or key read the last.
+    """
+    if program.values[index].op in ("batch", "head"):
+        return f"v{index}"
+    size = f"size{tensor}_{dim}"
+    if _never_negative(program, index) and program.values[index].dtype == INT:
+        return f"min(v{index}, {size} - 1)"
+    return f"tl_attention_index(v{index}, {size})"
+
+
+def _never_negative(program: Program, i: int) -> bool:
+    value = program.values[i]
+    args = [_never_negative(program, arg) for arg in value.args if program.values[arg].dtype != FLOAT]
+    if value.op in ("batch", "head", "query", "key"):
+        return True
+    if value.op == "constant":
+        return value.data >= 0
+    if value.op in ("add", "mul", "minimum", "and", "floor_divide"):
+        return all(args)
+    if value.op == "maximum":
+        return any(args)
+    if value.op == "remainder":
+        return args[1]
+    return value.op == "cast" and all(args) and value.dtype != FLOAT and bool(args)
+
+
+def _position(program: Program, i: int) -> str | None:
+    """A sum of positions and numbers as a float, exact below 2**24; None for other values."""
+    value = program.values[i]
+    if value.dtype != INT:
+        return None
+    if value.op in ("query", "key"):
+        return f"{value.op}_position"
+    if value.op in ("batch", "head", "number", "constant"):
+        return f"(float)v{i}" if value.op != "constant" else _literal(float(value.data))
+    if value.op in ("add", "sub"):
+        x, y = (_position(program, arg) for arg in value.args)
+        if x is None or y is None:
+            return None
+        return f"({x} {'+' if value.op == 'add' else '-'} {y})"
+    return None
+
+
+def _constant_power(program: Program, base: int, exponent: int) -> str | None:
+    """A power with a small integer or a half as exponent; None for others."""
+    value, x = program.values[exponent], f"v{base}"
+    if value.op != "constant":
+        return None
+    if value.data in (0.5, -0.5):
+        return f"{'sqrtf' if value.data > 0 else 'rsqrtf'}({x})"
+    if value.data != int(value.data) or not 1 <= abs(value.data) <= MAX_CHAIN:
+        return None
+    product = " * ".join([x] * int(abs(value.data)))
+    return product if value.data > 0 else f"1.f / ({product})"
+
+
+# Operations of trace_ops.OPS on floats, where they differ from those on other dtypes
+FLOAT_EXPRESSIONS: dict[str, str] = {
+    "maximum": "fmaxf({0}, {1})",
+    "minimum": "fminf({0}, {1})",
+    "abs": "fabsf({0})",
+    "floor_divide": "floorf({0} / {1})",
+    "remainder": "{0} - floorf({0} / {1}) * {1}",
+    "fmod": "{0} - truncf({0} / {1}) * {1}",
+    "sign": "({0} > 0.f ? 1.f : {0} < 0.f ? -1.f : {0})",
+}
+EXPRESSIONS: dict[str, str] = {
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "{0} / {1}",
+    "maximum": "max({0}, {1})",
+    "minimum": "min({0}, {1})",
+    "fmod": "{0} % {1}",
+    "pow": "tl_attention_power({0}, {1})",
+    "abs": "abs({0})",
+    "neg": "-{0}",
+    "sign": "({0} > 0) - ({0} < 0)",
+    "detach": "{0}",
+    "where": "{0} ? {1} : {2}",
+    "eq": "{0} == {1}",
+    "ne": "{0} != {1}",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+    "and": "{0} & {1}",
+    "or": "{0} | {1}",
+    "xor": "{0} ^ {1}",
+    "not": "~{0}",
+    "shift_left": "{0} << {1}",
+    "shift_right": "{0} >> {1}",
+    "sigmoid": "1.f / (1.f + expf(-{0}))",
+    "sin": "__sinf(tl_attention_within_pi({0}))",
+    "cos": "__cosf(tl_attention_within_pi({0}))",
+    "round": "rintf({0})",
+} | {
+    name: f"{name}f({{0}})"
+    for name in (
+        "exp",
+        "exp2",
+        "expm1",
+        "log",
+        "log2",
+        "log1p",
+        "sqrt",
+        "rsqrt",
+        "tanh",
+        "atan",
+        "erf",
+        "floor",
+        "ceil",
+        "trunc",
+    )
+}

@@ -1,0 +1,26 @@
+"""Configs of kernels with a program: which lines of [programs] in the grid serve which program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tl_attention.problem import AttnProblem
+
+
+def program_lines(
+    grid: dict[str, Any], problem: AttnProblem, direction: str
+) -> list[tuple[str, tuple[str, ...], dict[str, Any]]]:
+    """(name, what it serves, fields) of the lines of [programs] for a problem, in the order they are tried; see configs.OptionLine.
+
+    A forward has one line per width. A line of a backward serves programs without other Program.features than those in `serves`.
+    """
+    section = "fwd" if direction == "fwd" else "bwd"
+    name, lines = f"[programs.{problem.width}] {section}", grid["programs"][problem.width][section]
+    served = (str(problem.program),)
+    if direction == "fwd":
+        return [(name, served, lines)]
+    return [
+        (f"line {number} of {name}", served, {key: value for key, value in line.items() if key != "serves"})
+        for number, line in enumerate(lines, 1)
+        if problem.program.features <= {*line.get("serves", ())}
+    ]

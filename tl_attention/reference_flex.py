@@ -1,0 +1,70 @@
+"""Reference of flex_attention: attention with a traced program in plain PyTorch, differentiable by autograd. CPU tensors run it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tl_attention.program import BOOL, FLOAT, Call
+from tl_attention.trace_ops import TORCH_DTYPES, evaluate
+
+
+def flex_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    call: Call,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with a program; all scores are in memory at once.
+
+    Args:
+        q: [batch, heads, seqlen_q, head_dim]; k, v: [batch, heads_kv, seqlen_k, ..].
+        dtype: of the computation, fp32 or fp64.
+    Returns:
+        out: [batch, heads, seqlen_q, head_dim_v] in `dtype`. lse: [batch, heads, seqlen_q], natural. A query that sees no key has out
+        0 and lse -inf.
+    """
+    group = q.shape[1] // max(k.shape[1], 1)
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = q @ k.mT * softmax_scale
+    scores = new_scores(scores, call)
+    lse = scores.logsumexp(-1)
+    sees_none = lse == -math.inf
+    weights = (scores - lse.masked_fill(sees_none, 0)[..., None]).exp()
+    return weights @ v, lse
+
+
+def new_scores(scores: torch.Tensor, call: Call) -> torch.Tensor:
+    """Scores [batch, heads, seqlen_q, seqlen_k] after score_mod, -inf where mask_mod hides the key."""
+    program, device = call.program, scores.device
+    positions = [
+        torch.arange(n, dtype=torch.int32, device=device).view([-1 if i == dim else 1 for i in range(4)])
+        for dim, n in enumerate(scores.shape)
+    ]
+    leaves = dict(zip(("batch", "head", "query", "key"), positions, strict=True), score=scores)
+    found: list[torch.Tensor] = []
+    for value in program.values:
+        dtype = scores.dtype if value.dtype == FLOAT else TORCH_DTYPES[value.dtype]
+        if value.op in leaves:
+            x = leaves[value.op]
+        elif value.op == "number":
+            x = torch.tensor(call.numbers[value.data], dtype=dtype, device=device)
+        elif value.op == "load":
+            tensor = call.tensors[value.data]
+            index = tuple(found[i].long() for i in value.args)
+            x = (tensor[index] if index else tensor).to(dtype)
+        else:
+            x = evaluate(value, [found[i] for i in value.args], device)
+            if value.dtype == FLOAT:
+                x = x.to(dtype)
+        found.append(x)
+    if program.score is not None:
+        scores = found[program.score].expand(scores.shape)
+    if program.mask is not None:
+        assert program.values[program.mask].dtype == BOOL
+        scores = scores.masked_fill(~found[program.mask], -math.inf)
+    return scores

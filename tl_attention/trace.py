@@ -1,0 +1,282 @@
+"""Tracing: score_mod and mask_mod as Python functions -> a Program and the tensors and numbers of a call.
+
+make_fx records the aten operations of a function on fake 0-d tensors, so no tensor is read. The derivative is torch's own: the
+operations are run a second time under autograd and recorded. Operations outside the tables below are refused by name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch._decomp import get_decompositions
+from torch.fx import GraphModule
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+
+from tl_attention.captures import Captures
+from tl_attention.program import (
+    BOOL,
+    FLOAT,
+    INT,
+    LEAVES,
+    Call,
+    Captured,
+    Program,
+    TensorGradient,
+    Value,
+)
+from tl_attention.trace_ops import SUPPORTED, TORCH_DTYPES, Builder, Unsupported, convert, evaluate
+
+aten = torch.ops.aten
+
+DECOMPOSED_NAMES = """
+addcdiv addcmul elu elu_backward gelu gelu_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh
+hardtanh_backward leaky_relu leaky_relu_backward lerp log_sigmoid_backward log_sigmoid_forward logaddexp masked_fill mish mish_backward
+nan_to_num sigmoid_backward silu silu_backward softplus softplus_backward tanh_backward threshold threshold_backward xlogy
+"""
+# Torch's own definitions of operations by others
+DECOMPOSED = get_decompositions(
+    [getattr(aten, name) for name in DECOMPOSED_NAMES.split() if hasattr(aten, name)]
+)
+
+
+class _Function(NamedTuple):
+    """A function to trace, and its name in errors."""
+
+    name: str  # score_mod or mask_mod
+    call: Callable
+
+    @property
+    def place(self) -> str:
+        """File and line of the function, if they are known."""
+        code = getattr(getattr(self.call, "func", self.call), "__code__", None)
+        return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+
+
+class _Recorder(TorchFunctionMode):
+    """Mode in which a function is recorded: indexing with 0-d tensors stays an operation, and each node knows its line."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func is torch.Tensor.__getitem__:
+            tensor, index = args
+            index = index if isinstance(index, tuple) else (index,)
+            if any(isinstance(i, torch.Tensor) for i in index):
+                if any(i is None or i is Ellipsis for i in index):
+                    raise NotImplementedError("indexing with None or ... beside 0-d tensors")
+                positions = [None if isinstance(i, slice) and i == slice(None) else i for i in index]
+                if any(isinstance(i, slice) for i in positions):
+                    raise NotImplementedError("a slice beside 0-d tensors")
+                positions = [torch.tensor(i) if isinstance(i, int) else i for i in positions]
+                func, args = aten.index.Tensor, (tensor, positions)
+        frame = sys._getframe(1)
+        while frame is not None and "/torch/" in frame.f_code.co_filename:
+            frame = frame.f_back
+        if frame is not None:
+            fx_traceback.set_stack_trace([f"{frame.f_code.co_filename}:{frame.f_lineno}"])
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _recording():
+    with fx_traceback.preserve_node_meta(), _Recorder():
+        yield
+
+
+def trace(score_mod: Callable | None, mask_mod: Callable | None, differentiate: bool) -> Call:
+    """Program of these functions, and the tensors and numbers that they capture.
+
+    Repeated calls with the same functions are looked up, if everything that the functions can see is a tensor, a number or a function
+    of these: see captures.Captures. Else each call traces them, which takes some milliseconds.
+
+    Args:
+        differentiate: also compute derivatives: of the score, and of captured float tensors that require a gradient.
+    Raises:
+        TypeError, ValueError, NotImplementedError: which function, which operation and line, and what is supported.
+    """
+    captures = Captures.of(score_mod, mask_mod)
+    key = None if captures is None else (captures.key, differentiate)
+    if key is not None and key in _traced:
+        program, slots, numbers = _traced[key]
+        return Call(program, tuple(captures.tensors[i] for i in slots), numbers)
+    call = _trace(score_mod, mask_mod, differentiate)
+    if captures is not None:
+        slots = [captures.position(tensor) for tensor in call.tensors]
+        if None not in slots:
+            if len(_traced) >= MAX_TRACED:
+                _traced.clear()
+            _traced[key] = call.program, tuple(slots), call.numbers
+    return call
+
+
+MAX_TRACED = 1024
+_traced: dict[tuple, tuple[Program, tuple[int, ...], tuple]] = {}
+
+
+def _trace(score_mod: Callable | None, mask_mod: Callable | None, differentiate: bool) -> Call:
+    builder = Builder()
+    score = mask = slope = None
+    gradients: tuple[TensorGradient, ...] = ()
+    indices = [builder.leaf(name) for name in ("batch", "head", "query", "key")]
+    if score_mod is not None:
+        function = _Function("score_mod", score_mod)
+        leaf = builder.leaf("score")
+        score = _record(builder, function, [leaf, *indices])
+        if builder.dtype(score) == BOOL:
+            raise TypeError(
+                f"score_mod{function.place}: expected a score, got a bool; return torch.where(condition, score, -float('inf')), or pass the"
+                " function as a mask_mod"
+            )
+        score = builder.cast(score, FLOAT)
+        if differentiate:
+            slope, gradients = _differentiate(builder, function, score, leaf)
+        score = None if score == leaf else score
+    if mask_mod is not None:
+        function = _Function("mask_mod", mask_mod)
+        mask = _record(builder, function, indices)
+        if builder.dtype(mask) != BOOL:
+            raise TypeError(
+                f"mask_mod{function.place}: expected a bool, True where the query sees the key, got {builder.dtype(mask)}; compare"
+            )
+        if builder.values[mask] == Value("constant", BOOL, data=True):
+            mask = None
+    captured = tuple(Captured(str(x.dtype).removeprefix("torch."), x.ndim) for x in builder.tensors)
+    program = Program(
+        tuple(builder.values), score, mask, slope, captured, tuple(builder.number_dtypes), gradients
+    )
+    return Call(program.pruned(), tuple(builder.tensors), tuple(builder.numbers))
+
+
+def _fake_leaves(values: Sequence[Value]) -> list[torch.Tensor]:
+    return [torch.zeros((), dtype=TORCH_DTYPES[value.dtype]) for value in values]
+
+
+def _record(builder: Builder, function: _Function, arguments: list[int]) -> int:
+    """Value that a user's function returns for these arguments."""
+
+    def run(*inputs: torch.Tensor) -> Any:
+        with torch.no_grad(), _recording():
+            return function.call(*inputs)
+
+    found: list[Any] = []
+
+    def checked(*inputs: torch.Tensor) -> Any:
+        result = run(*inputs)
+        found.append(result)
+        return result if isinstance(result, torch.Tensor) else torch.zeros(())
+
+    try:
+        graph = make_fx(checked, DECOMPOSED, "fake", _allow_non_fake_inputs=True)(
+            *_fake_leaves([builder.values[i] for i in arguments])
+        )
+    except Exception as error:
+        raise _refusal(function, error) from error
+    (result,) = found
+    if isinstance(result, bool | int | float):
+        return builder.number(result, {bool: BOOL, int: INT, float: FLOAT}[type(result)])
+    if not isinstance(result, torch.Tensor):
+        raise TypeError(
+            f"{function.name}{function.place}: expected a 0-d tensor, got {type(result).__name__}; return one value"
+        )
+    if result.ndim:
+        raise ValueError(
+            f"{function.name}{function.place}: expected a 0-d tensor, got shape {tuple(result.shape)}; index captured tensors down to"
+            " one element, with b, h, q_idx and kv_idx"
+        )
+    return _converted(builder, function, graph, arguments)[0]
+
+
+def _refusal(function: _Function, error: Exception) -> Exception:
+    """Error for a function that torch or the recorder could not trace."""
+    where = f"{function.name}{function.place}"
+    if isinstance(error, NotImplementedError):
+        return NotImplementedError(
+            f"{where}: expected indices that are 0-d tensors, ints or a full slice, got {error}"
+        )
+    text = str(error).split("\n")[0]
+    if any(
+        words in str(error)
+        for words in ("data-dependent", "Could not guard", "value out of a tracing tensor", "item()")
+    ):
+        return NotImplementedError(
+            f"{where}: expected no control flow that depends on the score or an index, got {text}; use torch.where in place of if, and"
+            " & and | in place of and and or"
+        )
+    expected = "score, b, h, q_idx, kv_idx" if function.name == "score_mod" else "b, h, q_idx, kv_idx"
+    return (
+        type(error)(
+            f"{where}: expected a function of 0-d tensors ({expected}), got {type(error).__name__}: {text}"
+        )
+        if type(error) in (TypeError, ValueError, RuntimeError, IndexError, AttributeError)
+        else RuntimeError(f"{where}: {type(error).__name__}: {text}")
+    )
+
+
+def _differentiate(
+    builder: Builder, function: _Function, score: int, leaf: int
+) -> tuple[int | None, tuple[TensorGradient, ...]]:
+    """Derivatives of a score by the leaf and by each load of a tensor that requires a gradient."""
+    needed = sorted(Program(tuple(builder.values)).needed([score]))
+    inputs = [i for i in needed if builder.values[i].op in (*LEAVES, "number", "load")]
+    if leaf not in inputs:
+        inputs.append(leaf)
+    learned = [
+        i
+        for i in inputs
+        if builder.values[i].op == "load"
+        and builder.dtype(i) == FLOAT
+        and i not in builder.detached
+        and builder.tensors[builder.values[i].data].requires_grad
+    ]
+    values = tuple(builder.values)
+
+    def joint(*tensors: torch.Tensor) -> tuple:
+        found = dict(zip(inputs, tensors, strict=True))
+        for i in (leaf, *learned):
+            found[i] = found[i].detach().requires_grad_()
+        for i in needed:
+            if i not in found:
+                found[i] = evaluate(values[i], [found[arg] for arg in values[i].args])
+        out = found[score]
+        wanted = [found[i] for i in (leaf, *learned)]
+        if not out.requires_grad:
+            return tuple(torch.zeros(()) for _ in wanted)
+        grads = torch.autograd.grad(out, wanted, torch.ones(()), allow_unused=True)
+        return tuple(torch.zeros(()) if grad is None else grad for grad in grads)
+
+    try:
+        with torch.enable_grad():
+            graph = make_fx(joint, DECOMPOSED, "fake")(*_fake_leaves([values[i] for i in inputs]))
+    except Exception as error:
+        raise RuntimeError(
+            f"{function.name}{function.place}: torch cannot differentiate it: {error}"
+        ) from error
+    slope, *factors = _converted(builder, function, graph, inputs)
+    gradients = [
+        TensorGradient(builder.values[i].data, builder.values[i].args, builder.cast(factor, FLOAT))
+        for i, factor in zip(learned, factors, strict=True)
+    ]
+    slope = builder.cast(slope, FLOAT)
+    is_one = builder.values[slope] == Value("constant", FLOAT, data=1.0)
+    return None if is_one else slope, tuple(gradients)
+
+
+def _converted(builder: Builder, function: _Function, graph: GraphModule, arguments: list[int]) -> list[int]:
+    """Values of the outputs of a graph; errors name the function."""
+    try:
+        return convert(builder, graph, arguments)
+    except Unsupported as error:
+        if "_local_scalar_dense" in str(error):
+            raise _refusal(function, RuntimeError("item()")) from None
+        raise NotImplementedError(
+            f"{function.name}{function.place}: expected pointwise operations on scalars, got {error}; supported are {SUPPORTED}."
+            " Compute anything else before the call, as a tensor to index"
+        ) from None
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{function.name}{function.place}: {error}") from None

@@ -41,7 +41,7 @@ def with_k(**changes):
 
 ERRORS = {
     "q-is-no-tensor": (lambda: [[1.0], *qkv()[1:]], {}, TypeError, r"q: expected a torch\.Tensor, got list"),
-    "fp32": (lambda: qkv(dtype=torch.float32), {}, TypeError, r"q: expected bfloat16 or float16, got torch\.float32; cast it"),
+    "fp64": (lambda: qkv(dtype=torch.float64), {}, TypeError, r"q: expected bfloat16, float16 or float32, got torch\.float64; cast it"),
     "mixed-dtypes": (lambda: with_k(dtype=torch.float16), {}, TypeError, r"k, v: expected the dtype of q, torch\.bfloat16, got"),
     "3-dimensions": (lambda: [x[0] for x in qkv()], {}, ValueError, r"q: expected 4 dimensions \[batch, heads, seqlen, head_dim\]"),
     "last-dimension-strided": (
@@ -294,7 +294,7 @@ def test_cpu_tensors_run_the_reference(causal):
 
 
 def test_cpu_tensors_warn_once(monkeypatch):
-    monkeypatch.setattr(tl_attention.ops, "_warned_about_cpu", False)
+    monkeypatch.setattr(tl_attention.checks_torch, "_warned_about_cpu", False)
     with pytest.warns(UserWarning, match="CPU tensors run the plain PyTorch reference"):
         mha_fwd_interface(*qkv())
     with warnings.catch_warnings():
@@ -327,7 +327,8 @@ BWD_ERRORS = {
     "lse-dtype": ({"lse": torch.zeros(2, 4, 5).bfloat16()}, TypeError, r"lse: expected torch\.float32, got torch\.bfloat16"),
     "lse-device": ({"lse": torch.zeros(2, 4, 5, device="meta")}, ValueError, r"lse: expected the device of q, cpu, got meta"),
     "deterministic-is-no-bool": ({"deterministic": 1}, TypeError, r"deterministic: expected a bool, got 1"),
-    "q-is-fp32": ({"q": torch.zeros(2, 4, 5, 64)}, TypeError, r"q: expected bfloat16 or float16"),
+    "q-is-fp32": ({"q": torch.zeros(2, 4, 5, 64)}, TypeError, r"k, v: expected the dtype of q, torch\.float32, got torch\.bfloat16"),
+    "q-is-fp64": ({"q": torch.zeros(2, 4, 5, 64).double()}, TypeError, r"q: expected bfloat16, float16 or float32"),
 }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ ROWS, ROWS_QKV, ROWS_KV = zeros(10, 4, 64), zeros(10, 3, 4, 64), zeros(10, 2, 4,
 qkv, kv = flash_attn_qkvpacked_func, flash_attn_kvpacked_func
 varlen_qkv, varlen_kv = flash_attn_varlen_qkvpacked_func, flash_attn_varlen_kvpacked_func
 NAMES = {
-    "qkv-dtype": (lambda: qkv(QKV.float()), TypeError, r"^qkv: expected bfloat16 or float16.*cast it with qkv\.to\(torch\.bfloat16\)$"),
+    "qkv-dtype": (lambda: qkv(QKV.double()), TypeError, r"^qkv: expected bfloat16, float16 or.*cast it with qkv\.to\(torch\.bfloat16\)$"),
     "qkv-strides": (lambda: qkv(zeros(2, 5, 3, 64, 4).mT), ValueError, r"^qkv: expected a contiguous last.*call qkv\.contiguous\(\)$"),
     "qkv-wide": (lambda: qkv(zeros(2, 5, 3, 4, 264)), NotImplementedError, r"^qkv: expected a head_dim of at most 256, got 264"),
     "qkv-empty": (lambda: qkv(zeros(2, 5, 3, 4, 0)), ValueError, r"^qkv: expected head dims of at least 1, got 0 for qkv"),
@@ -53,13 +53,13 @@ NAMES = {
     "qkv-tangent": (
         lambda: jvp(lambda x: jvp(qkv, (x,), (QKV,))[1], (QKV,), (QKV,)), NotImplementedError, r"^qkv: expected a tensor without a tangent",
     ),
-    "kv-dtype": (lambda: kv(Q, KV.float()), TypeError, r"^kv: expected bfloat16 or float16.*kv\.to"),
+    "kv-dtype": (lambda: kv(Q, KV.double()), TypeError, r"^kv: expected bfloat16, float16 or.*kv\.to"),
     "kv-mixed": (lambda: kv(Q, KV.half()), TypeError, r"^kv: expected the dtype of q, torch\.bfloat16, got torch\.float16 and"),
     "kv-device": (lambda: kv(Q, KV.to("meta")), ValueError, r"^kv: expected the device of q, cpu, got meta and meta"),
     "kv-batch": (lambda: kv(Q, KV[:1]), ValueError, r"^kv: expected the batch size of q, 2, got 1 and 1"),
     "kv-heads": (lambda: kv(Q, zeros(2, 5, 2, 3, 64)), ValueError, r"^kv: expected a number of heads that divides the 4 of q, got 3"),
     "kv-head-dim": (lambda: kv(Q, KV[..., :32]), ValueError, r"^kv: expected the head_dim of q, 64, got 32"),
-    "kv-q": (lambda: kv(Q.float(), KV), TypeError, r"^q: expected bfloat16 or float16.*cast it with q\.to"),
+    "kv-q": (lambda: kv(Q.double(), KV), TypeError, r"^q: expected bfloat16, float16 or.*cast it with q\.to"),
     "kv-wide": (lambda: kv(zeros(1, 5, 4, 264), zeros(1, 5, 2, 4, 264)), NotImplementedError, r"^q, kv: expected a head_dim of at most"),
     "varlen-qkv-cu": (
         lambda: varlen_qkv(ROWS_QKV, cu(0, 10, dtype=torch.int64), 10), TypeError,
@@ -68,7 +68,7 @@ NAMES = {
     "varlen-qkv-list": (lambda: varlen_qkv(ROWS_QKV, [0, 10], 10), TypeError, r"^cu_seqlens: expected a torch\.Tensor, got list$"),
     "varlen-qkv-device": (lambda: varlen_qkv(ROWS_QKV, cu(0, 10).to("meta"), 10), ValueError, r"^cu_seqlens: expected the device of qkv"),
     "varlen-qkv-max": (lambda: varlen_qkv(ROWS_QKV, cu(0, 10), -1), ValueError, r"^max_seqlen: expected the length of the longest"),
-    "varlen-qkv-dtype": (lambda: varlen_qkv(ROWS_QKV.float(), cu(0, 10), 10), TypeError, r"^qkv: expected bfloat16 or float16"),
+    "varlen-qkv-dtype": (lambda: varlen_qkv(ROWS_QKV.double(), cu(0, 10), 10), TypeError, r"^qkv: expected bfloat16, float16"),
     "varlen-kv-cu": (lambda: varlen_kv(ROWS, ROWS_KV, cu(0, 10), [0], 10, 10), TypeError, r"^cu_seqlens_k: expected a torch\.Tensor"),
     "varlen-kv-heads": (
         lambda: varlen_kv(ROWS, zeros(10, 2, 3, 64), cu(0, 10), cu(0, 10), 10, 10), ValueError,
@@ -202,13 +202,13 @@ def test_sparse_tensors_are_refused_by_name():
 
 COMPILED = {
     "dtype": (
-        lambda x: flash_attn_func(x.float(), x, x),
-        r"q: expected bfloat16 or float16, got torch\.float32",
+        lambda x: flash_attn_func(x.double(), x, x),
+        r"q: expected bfloat16, float16 or float32, got torch\.float64",
     ),
     "causal": (lambda x: flash_attn_func(x, x, x, causal=1), r"causal: expected a bool, got 1"),
     "packed": (
-        lambda x: kv(x, torch.stack([x, x], 2).float()),
-        r"kv: expected bfloat16 or float16, got torch\.float32",
+        lambda x: kv(x, torch.stack([x, x], 2).double()),
+        r"kv: expected bfloat16, float16 or float32, got torch\.float64",
     ),
 }
 

@@ -250,8 +250,8 @@ def test_torch_backend_errors():
         call(seqused_k=cu[1:])
     with pytest.raises(NotImplementedError, match="alibi_slopes: "):
         call(q=q.clone().requires_grad_(), alibi_slopes=torch.rand(4))
-    with pytest.raises(TypeError, match="q: expected bfloat16 or float16"):
-        call(q=q.float())
+    with pytest.raises(TypeError, match="q: expected bfloat16, float16 or float32"):
+        call(q=q.double())
 
 
 def test_torch_backend_follows_deterministic_algorithms(monkeypatch):

@@ -10,6 +10,7 @@ from tl_attention.flash import (
 )
 from tl_attention.flex import flex_attention
 from tl_attention.interface import (
+    fp32_workspace_bytes,
     mha_bwd_interface,
     mha_fwd_interface,
     ref_mha_bwd_interface,
@@ -27,6 +28,7 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "flex_attention",
+    "fp32_workspace_bytes",
     "kvcache_workspace_bytes",
     "merge_states",
     "mha_bwd_interface",

@@ -16,6 +16,7 @@ from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.target import DTYPE_NAMES
 
 DTYPES = tuple(DTYPE_NAMES)
+FWD_DTYPES = (*DTYPES, torch.float32)  # of q, k and v without a cache
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of the reference
 INT_TYPES = (int, torch.SymInt)
 NUMBER_TYPES = (int, float, torch.SymInt, torch.SymFloat)
@@ -54,7 +55,8 @@ def expect_operand(
     expect_tensor(name, x)
     expect_dense(name, x)
     if x.dtype not in dtypes:
-        wanted = "bfloat16 or float16" if len(dtypes) > 1 else f"the dtype of q, {dtypes[0]}"
+        *most, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+        wanted = f"{', '.join(most)} or {last}" if most else f"the dtype of q, {dtypes[0]}"
         raise TypeError(f"{name}: expected {wanted}, got {x.dtype}; cast it with {name}.to({dtypes[0]})")
     if x.ndim != ndim:
         raise ValueError(f"{name}: expected {ndim} dimensions [{layout}], got shape {tuple(x.shape)}")
@@ -164,6 +166,7 @@ def check_fwd(
     causal: bool,
     heads_first: bool,
     varlen: bool = False,
+    dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> None:
     """Check the arguments that every forward has.
 
@@ -173,6 +176,7 @@ def check_fwd(
     Args:
         heads_first: tensors are [batch, heads, seqlen, head_dim], else [batch, seqlen, heads, head_dim].
         varlen: tensors are [total, heads, head_dim].
+        dtypes: those that the caller takes.
 
     Raises:
         TypeError: not a tensor, or an unsupported dtype.
@@ -185,9 +189,9 @@ def check_fwd(
         layout, ndim, seqlen_axis, heads_axis = "batch, heads, seqlen, head_dim", 4, 2, 1
     else:
         layout, ndim, seqlen_axis, heads_axis = "batch, seqlen, heads, head_dim", 4, 1, 2
-    expect_operand("q", q, layout, ndim)
-    expect_operand("k", k, layout, ndim)
-    expect_operand("v", v, layout, ndim)
+    expect_operand("q", q, layout, ndim, dtypes)
+    expect_operand("k", k, layout, ndim, dtypes)
+    expect_operand("v", v, layout, ndim, dtypes)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"k, v: expected the dtype of q, {q.dtype}, got {k.dtype} and {v.dtype}; cast them to one dtype"

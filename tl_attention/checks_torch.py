@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -58,6 +60,10 @@ def check_jvp(q: torch.Tensor, v: torch.Tensor, options: Sequence[str]) -> None:
     Args:
         options: fields of Options that are on.
     """
+    if "parts" in options:
+        raise NotImplementedError(
+            f"q, k, v: expected bfloat16 or float16 in {FORWARD_MODE}, got float32; use torch.func.vjp, or ref_mha_fwd_interface"
+        )
     if options:
         names = ", ".join(PUBLIC_NAMES.get(name, name) for name in options)
         raise NotImplementedError(
@@ -84,4 +90,21 @@ def check_no_forward_ad(function: str) -> None:
 def refuse_vmap(function: str) -> None:
     raise NotImplementedError(
         f"{function}: expected a call outside torch.vmap, as it would copy keys or outputs, got one inside; use its batch dimension"
+    )
+
+
+_warned_about_cpu = False
+
+
+def warn_about_cpu() -> None:
+    """Warn once that CPU tensors run the reference, at the line of the caller outside the package."""
+    global _warned_about_cpu
+    if torch.compiler.is_compiling() or _warned_about_cpu:
+        return
+    _warned_about_cpu = True
+    caller = 1
+    while sys._getframe(caller).f_globals["__name__"].startswith("tl_attention."):
+        caller += 1
+    warnings.warn(
+        "tl_attention: CPU tensors run the plain PyTorch reference, which is slow", stacklevel=caller + 1
     )

@@ -23,6 +23,7 @@ from tl_attention.problem import (
     JVP,
     OPTIONS,
     AttnProblem,
+    dtypes,
     tile_widths,
 )
 from tl_attention.target import is_hopper
@@ -372,20 +373,22 @@ def support_table() -> str:
     return "\n".join(lines)
 
 
+def _is_served(problem: AttnProblem, direction: str, paged: bool) -> bool:
+    """True if there are kernels for a problem with options."""
+    if problem.is_fp32 and (paged or direction != "fwd"):
+        return not paged and problem.options == ("sink",)  # it changes no backward kernel
+    config = configs.option_config(problem, "4k", direction)
+    forms = config.paged_forms() if paged else [config]
+    return all(legality.is_legal(problem, form, direction) is None for form in forms)
+
+
 def _support(options: tuple[str, ...], direction: str, paged: bool = False) -> str:
     """A cell of the table: "bf16, fp16: every width", or the widths with kernels."""
     cells: dict[str, list[str]] = {}
-    for dtype in DTYPES.values():
-        problems = [AttnProblem(dtype.name, *width, False, options) for width in tile_widths(direction)]
-        chosen = [configs.option_config(problem, "4k", direction) for problem in problems]
-        served = [
-            problem.width
-            for problem, config in zip(problems, chosen, strict=True)
-            if all(
-                legality.is_legal(problem, form, direction) is None
-                for form in (config.paged_forms() if paged else [config])
-            )
-        ]
+    for dtype in (DTYPES[name] for name in dtypes(direction)):
+        widths = tile_widths(direction, dtype.name)
+        problems = [AttnProblem(dtype.name, *width, False, options) for width in widths]
+        served = [problem.width for problem in problems if _is_served(problem, direction, paged)]
         text = "every width" if len(served) == len(problems) else ", ".join(served) or "none"
         cells.setdefault(text, []).append(dtype.short)
     return "; ".join(f"{', '.join(dtypes)}: {widths}" for widths, dtypes in cells.items())

@@ -27,6 +27,7 @@ from tl_attention.kernel_configs import (
     FwdConfig,
     JvpConfig,
     KernelConfig,
+    PartsConfig,
     TileTable,
     register_level,
 )
@@ -36,6 +37,7 @@ from tl_attention.target import TARGET
 # Config class -> module of kernels/ and function in it. No template imports another; all import the other files of kernels/
 TEMPLATES = {
     FwdConfig: ("fwd", "flash_fwd"),
+    PartsConfig: ("parts", "flash_parts"),
     FwdCombine: ("fwd_combine", "flash_fwd_combine"),
     JvpConfig: ("fwd_jvp", "flash_fwd_jvp"),
     BwdDelta: ("bwd_delta", "flash_bwd_delta"),

@@ -33,13 +33,14 @@ from tl_attention.problem import (
     DECODE_TILE_WIDTHS,
     DEFAULT_DTYPE,
     DIRECTIONS,
-    DTYPES,
+    HALF_DTYPES,
     JVP,
     OPTIONS,
     SPLIT_BUCKET,
     AttnProblem,
     buckets,
     decode_problem,
+    dtypes,
     tile_widths,
     tuning_key,
 )
@@ -152,7 +153,7 @@ def _section(direction: str) -> str:
 def _class_table(problem: AttnProblem, direction: str) -> dict[str, Any]:
     """`default` and `search` of a problem class, from the section "WIDTH MASK" or "WIDTH". Both dtypes share it."""
     classes = _grid()[_section(direction)]
-    names = (f"{problem.width} {problem.mask}", problem.width)
+    names = (f"{problem.tile_class} {problem.mask}", problem.tile_class)
     return next(classes[name] for name in names if name in classes)
 
 
@@ -164,7 +165,7 @@ def _config(problem: AttnProblem, fields: dict[str, Any], direction: str) -> Con
 def _fwd_config(problem: AttnProblem, fields: dict[str, Any]) -> FwdConfig:
     """Derived where left out: schedule, and q_stages 2 where a CTA has a next tile and the second Q tile fits."""
     config = FwdConfig(**{"schedule": derived_schedule(problem)} | fields)
-    if problem.dtype != "bfloat16":
+    if problem.dtype_of("p") != "bfloat16":
         config = config.without_hold_max()
     if "q_stages" not in fields and is_legal(problem, replace(config, q_stages=2)) is None:
         config = replace(config, q_stages=2)
@@ -212,17 +213,17 @@ class OptionLine:
         return _config(problem, self.fields, direction)
 
 
-def option_lines(width: str, direction: str) -> list[OptionLine]:
-    """The [options] lines of a width, in the order they are tried. The last line serves every option."""
+def option_lines(tile_class: str, direction: str) -> list[OptionLine]:
+    """The [options] lines of an AttnProblem.tile_class, in the order they are tried. The last line serves every option."""
     section = _section(direction)
     known = [option for option in OPTIONS if section == "fwd" or option != "sink"]
     return [
         OptionLine(
-            f"line {number} of [options.{width}] {section}",
+            f"line {number} of [options.{tile_class}] {section}",
             tuple(option for option in known if option in line.get("serves", known)),
             {name: value for name, value in line.items() if name != "serves"},
         )
-        for number, line in enumerate(_grid()["options"][width][section], 1)
+        for number, line in enumerate(_grid()["options"][tile_class][section], 1)
     ]
 
 
@@ -232,11 +233,11 @@ def option_config(problem: AttnProblem, bucket: str, direction: str = "fwd") -> 
 
 
 def option_problems(direction: str = "fwd", causal: bool = True) -> list[tuple[AttnProblem, Config]]:
-    """For each [options] line: the bf16 problem with every option the line serves, and its config."""
+    """For each [options] line of bf16: the problem with every option the line serves, and its config."""
     found = []
     for head_dims in tile_widths(direction):
         plain = AttnProblem(DEFAULT_DTYPE, *head_dims, False)
-        for line in option_lines(plain.width, direction):
+        for line in option_lines(plain.tile_class, direction):
             is_causal = causal and "window" not in line.serves
             problem = replace(plain, causal=is_causal, options=line.serves)
             found.append((problem, line.config(problem, direction)))
@@ -250,7 +251,7 @@ def option_kernels(directions: Sequence[str]) -> list[tuple[AttnProblem, KernelC
 
 
 def pack_option_kernels() -> list[tuple[AttnProblem, KernelConfig]]:
-    """Kernels of the option sets in [pack] of the grid: both masks, both dtypes, every width and bucket, once each."""
+    """Kernels of the option sets in [pack] of the grid: both masks, bf16 and fp16, every width and bucket, once each."""
     sets = _grid()["pack"]
     found = [
         kernel
@@ -267,7 +268,7 @@ def _kernels_with(options: tuple[str, ...], section: str) -> Iterator[tuple[Attn
     """Kernels of a set of options in a section of [pack]; a windowed problem has one mask, see AttnProblem."""
     masks = (False,) if "window" in options else (False, True)
     direction = "fwd" if section == "paged" else section
-    for dtype, width, causal in itertools.product(DTYPES, tile_widths(direction), masks):
+    for dtype, width, causal in itertools.product(HALF_DTYPES, tile_widths(direction), masks):
         problem = AttnProblem(dtype, *width, causal, options)
         for bucket in buckets(direction):
             config = option_config(problem, bucket, direction)
@@ -359,7 +360,9 @@ def choose_config(problem: AttnProblem, bucket: str, gpu_name: str, direction: s
 
 def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Choice:
     misses, programs = [], problem.program and program_lines(_grid(), problem, direction)
-    for line in [OptionLine(*x) for x in programs] if programs else option_lines(problem.width, direction):
+    for line in (
+        [OptionLine(*x) for x in programs] if programs else option_lines(problem.tile_class, direction)
+    ):
         if miss := line.miss(problem, direction):
             misses.append(miss)
             continue
@@ -368,7 +371,7 @@ def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Ch
             config = split_config(config)
         served = " ".join(line.serves)
         return Choice(config, f"{line.name} of {data_dir() / 'grid.toml'}, for {served}", tuple(misses))
-    raise AssertionError(f"no [options.{problem.width}] line serves {problem}")
+    raise AssertionError(f"no [options.{problem.tile_class}] line serves {problem}")
 
 
 def choose_from_tables(
@@ -427,8 +430,9 @@ def config_of_row(
 
 
 def _own_first(dtype: str) -> list[str]:
-    """DTYPES with one of them first."""
-    return [dtype, *(other for other in DTYPES if other != dtype)]
+    """Dtypes whose rows serve a dtype, itself first: bf16 and fp16 have tiles of the same size."""
+    others = HALF_DTYPES if dtype in HALF_DTYPES else ()
+    return [dtype, *(other for other in others if other != dtype)]
 
 
 def _nearest(bucket: str) -> list[str]:
@@ -442,14 +446,14 @@ def problems(direction: str = "fwd") -> list[AttnProblem]:
     """Every problem class without options that has kernels."""
     return [
         AttnProblem(dtype, *head_dims, causal)
-        for dtype in DTYPES
-        for head_dims in tile_widths(direction)
+        for dtype in dtypes(direction)
+        for head_dims in tile_widths(direction, dtype)
         for causal in (False, True)
     ]
 
 
 def shipped_configs(directions: Sequence[str] = DIRECTIONS) -> list[tuple[AttnProblem, str, Config]]:
-    """(problem, direction, config) of every default and every row of a shipped table, in both dtypes, once each."""
+    """(problem, direction, config) of every default and every row of a shipped table, in all dtypes, once each."""
 
     def rows() -> Iterator[tuple[AttnProblem, str, str]]:
         for direction in directions:
@@ -479,13 +483,13 @@ def shipped_kernels(directions: Sequence[str] = DIRECTIONS) -> list[tuple[AttnPr
 
 
 def decode_kernels(
-    dtypes: Iterable[str] = tuple(DTYPES),
+    names: Iterable[str] = tuple(HALF_DTYPES),
     widths: Iterable[tuple[int, int]] = DECODE_TILE_WIDTHS,
     options: Sequence[str] = (),
 ) -> list[tuple[AttnProblem, KernelConfig]]:
     """Kernels of decode with these of softcap, ALiBi and sink, for pages of every size, and append kernels; once each."""
     found = []
-    for dtype in dtypes:
+    for dtype in names:
         problems = [decode_problem(dtype, *width, options) for width in widths]
         found += [
             kernel

@@ -24,6 +24,9 @@ Args:
     deterministic: gradients are bitwise equal from run to run, for up to a third more time at d64 and a tenth at d128; the forward
         always is. torch.use_deterministic_algorithms(True) asks for it, too.
     return_attn_probs: also return the log-sum-exp.
+    precision: of the products of fp32 tensors, for the backward, too: "highest", within 2 ** -23; "high", within 2 ** -15; "medium",
+        those of bf16. None: torch.get_float32_matmul_precision(). Only with fp32 tensors; docs/numerics.md has errors, and what is
+        refused: gradients with options, or of head dims above 128, but at "medium".
     num_splits: splits of the keys of a forward tile, one per CTA; 0: chosen for the problem. Only flash_attn_func and
         flash_attn_varlen_func have it.
     check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which waits for the GPU; only functions of
@@ -74,9 +77,9 @@ def _attend(
 ) -> Output:
     if return_attn_probs is not False:
         expect_bool("return_attn_probs", return_attn_probs)
-    window_size, softcap, dropout_p, alibi_slopes, sink, _, num_splits, lengths = asked
+    window_size, softcap, dropout_p, alibi_slopes, sink, _, num_splits, lengths, precision = asked
     plain = (
-        lengths is None
+        lengths is precision is None
         and type(num_splits) is int
         and not num_splits
         and alibi_slopes is None
@@ -122,19 +125,30 @@ def flash_attn_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
+    precision: str | None = None,
     num_splits: int = 0,
 ) -> Output:
     """Exact attention in one pass: softmax(softmax_scale * q k^T + mask) v.
 
     Args:
-        q: [batch, seqlen_q, heads, head_dim], bfloat16 or float16; head_dim at most 256. One that is no multiple of 8 is copied.
+        q: [batch, seqlen_q, heads, head_dim], bfloat16, float16 or float32; head_dim at most 256. One that is no multiple of 8 is copied.
         k: [batch, seqlen_k, heads_kv, head_dim], heads a multiple of heads_kv.
         v: [batch, seqlen_k, heads_kv, head_dim_v], head_dim_v <= head_dim.
             Any strides with a contiguous last dimension; see mha_fwd_interface for what is copied.
 
     Options, result and errors: see the module.
     """
-    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, num_splits, None
+    asked = (
+        window_size,
+        softcap,
+        dropout_p,
+        alibi_slopes,
+        learnable_sink,
+        rng_state,
+        num_splits,
+        None,
+        precision,
+    )
     return _attend(q, k, v, softmax_scale, causal, deterministic, return_attn_probs, asked)
 
 
@@ -151,6 +165,7 @@ def flash_attn_qkvpacked_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
+    precision: str | None = None,
 ) -> Output:
     """flash_attn_func of views of one tensor, which gets one gradient.
 
@@ -160,7 +175,7 @@ def flash_attn_qkvpacked_func(
     Options, result and errors: see the module.
     """
     check_packed("qkv", qkv, "batch, seqlen, 3, heads, head_dim", 3)
-    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None
+    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None, precision
     try:
         return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
     except ARGUMENT_ERRORS as error:
@@ -181,6 +196,7 @@ def flash_attn_kvpacked_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
+    precision: str | None = None,
 ) -> Output:
     """flash_attn_func of q and views of one tensor, which gets one gradient.
 
@@ -191,7 +207,7 @@ def flash_attn_kvpacked_func(
     Options, result and errors: see the module.
     """
     check_packed("kv", kv, "batch, seqlen_k, 2, heads_kv, head_dim", 2)
-    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None
+    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None, precision
     try:
         return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
     except ARGUMENT_ERRORS as error:
@@ -220,6 +236,7 @@ def flash_attn_varlen_func(
     seqused_k: torch.Tensor | None = None,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
+    precision: str | None = None,
     num_splits: int = 0,
     check_lengths: bool = False,
     out: torch.Tensor | None = None,
@@ -250,15 +267,14 @@ def flash_attn_varlen_func(
     Options, result and errors: see the module.
     """
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
+    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, num_splits
     if block_table is not None or out is not None:
-        asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, num_splits, lengths
         if return_attn_probs is not False:
             expect_bool("return_attn_probs", return_attn_probs)
-        options = UserOptions(*asked), block_table, out, check_lengths
+        options = UserOptions(*asked, lengths, precision), block_table, out, check_lengths
         out, lse = attend_packed(q, k, v, softmax_scale, causal, deterministic, *options)
         return (out, lse, None) if return_attn_probs else out
-    lengths = _lengths(q, k, lengths, check_lengths)
-    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, num_splits, lengths
+    asked = *asked, _lengths(q, k, lengths, check_lengths), precision
     return _attend(q, k, v, softmax_scale, causal, deterministic, return_attn_probs, asked)
 
 
@@ -277,6 +293,7 @@ def flash_attn_varlen_qkvpacked_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
+    precision: str | None = None,
     check_lengths: bool = False,
 ) -> Output:
     """flash_attn_varlen_func of views of one tensor, which gets one gradient; queries and keys have the same sequences.
@@ -290,7 +307,7 @@ def flash_attn_varlen_qkvpacked_func(
     check_packed("qkv", qkv, "total, 3, heads, head_dim", 3)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, None, None
     lengths = _lengths(qkv, qkv, lengths, check_lengths, (_QKV, _QKV))
-    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, lengths
+    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, lengths, precision
     try:
         return _attend(*qkv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
     except ARGUMENT_ERRORS as error:
@@ -315,6 +332,7 @@ def flash_attn_varlen_kvpacked_func(
     *,
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
+    precision: str | None = None,
     check_lengths: bool = False,
 ) -> Output:
     """flash_attn_varlen_func of q and views of one tensor, which gets one gradient.
@@ -329,7 +347,7 @@ def flash_attn_varlen_kvpacked_func(
     check_packed("kv", kv, "total_k, 2, heads_kv, head_dim", 2)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None, None
     lengths = _lengths(q, kv, lengths, check_lengths, (NAMES[0], _KV))
-    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, lengths
+    asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, lengths, precision
     try:
         return _attend(q, *kv.unbind(-3), softmax_scale, causal, deterministic, return_attn_probs, asked)
     except ARGUMENT_ERRORS as error:

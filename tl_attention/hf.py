@@ -124,7 +124,8 @@ def attention_forward(
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux))
     has_cache_rows = attention_mask is None or attention_mask.shape[0] > VARLEN_ROWS
     few_queries = seqlen_q <= MAX_DECODE_QUERIES and seqlen_q < seqlen_k
-    fits_cache = not (q.shape[3] % 8 or v.shape[3] % 8)  # flash_attn_func copies other head dims
+    # flash_attn_func copies other head dims, and takes fp32
+    fits_cache = not (q.shape[3] % 8 or v.shape[3] % 8 or q.dtype == torch.float32)
     if has_cache_rows and few_queries and fits_cache and not (packed or needs_grad or dropout):
         seqlens = leftpad = None
         if attention_mask is not None:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from tl_attention import launch
-from tl_attention.checks import FLOATS, check_device, check_fwd, check_reference, expect_bool, expect_like
+from tl_attention.checks import (
+    FLOATS,
+    FWD_DTYPES,
+    check_device,
+    check_fwd,
+    check_reference,
+    expect_bool,
+    expect_like,
+    expect_tensor,
+)
+from tl_attention.checks_fp32 import check_fp32_gradients, check_precision
 from tl_attention.ops import attention, attention_backward, scale_of
+from tl_attention.options import Options
 from tl_attention.reference import attention_backward_reference, attention_reference
 
 
@@ -19,11 +32,13 @@ def mha_fwd_interface(
     sm_scale: float | None = None,
     is_causal: bool = False,
     return_kernel: bool = False,
+    *,
+    precision: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | Callable:
     """Exact attention in one pass: out = softmax(sm_scale * q k^T + mask) v, and the log-sum-exp of its rows in BASE 2.
 
     Args:
-        q: [batch, heads, seqlen_q, head_dim_qk], bfloat16 or float16; head_dim_qk at most 256.
+        q: [batch, heads, seqlen_q, head_dim_qk], bfloat16, float16 or float32; head_dim_qk at most 256.
         k: [batch, heads_kv, seqlen_kv, head_dim_qk], heads a multiple of heads_kv.
         v: [batch, heads_kv, seqlen_kv, head_dim_v], head_dim_v <= head_dim_qk.
             Any strides with a contiguous last dimension: transposed views and slices of packed QKV are not copied. A tensor that TMA
@@ -33,6 +48,8 @@ def mha_fwd_interface(
             is exact while |score * sm_scale| stays below about 2 ** 30.
         is_causal: query i sees key j if j <= i + seqlen_kv - seqlen_q (bottom-right); False: every query sees every key.
         return_kernel: return kernel(q, k, v) -> (out, lse), compiled for tensors like these and without checks, for timing.
+        precision: of the products of fp32 tensors: "highest", "high" or "medium"; None: torch.get_float32_matmul_precision(). Only
+            with fp32 tensors; see flash.py.
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the dtype of q; lse [batch, heads, seqlen_q], fp32: log2 of the sum of
         2 ** (score * sm_scale * log2 e); times ln 2 it is the natural one. A query that sees no key has out 0 and lse -inf.
@@ -43,26 +60,41 @@ def mha_fwd_interface(
     """
     if return_kernel is not False:
         expect_bool("return_kernel", return_kernel)
-        check_fwd(q, k, v, sm_scale, is_causal, heads_first=True)
-        return _kernel_like(q, k, v, sm_scale, is_causal)
-    return attention(q, k, v, sm_scale, is_causal, lse_base2=True, heads_first=True)
+        check_fwd(q, k, v, sm_scale, is_causal, heads_first=True, dtypes=FWD_DTYPES)
+        return _kernel_like(q, k, v, sm_scale, is_causal, check_precision(q, precision))
+    return attention(q, k, v, sm_scale, is_causal, lse_base2=True, heads_first=True, precision=precision)
 
 
 def _kernel_like(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float | None, is_causal: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float | None, is_causal: bool, parts: int
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """kernel(q, k, v) -> (out, lse) without checks, compiled by a first call on q, k and v."""
     scale = scale_of(q, sm_scale)
     run = attention
     if q.device.type != "cpu":
         check_device(q)
-        run = launch.forward
+        options = Options(parts=parts) if parts > 1 else None
+        run = functools.partial(_forward_in_bf16 if parts == 1 else launch.forward, options=options)
 
     def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return run(q, k, v, scale, is_causal, True, True)  # base 2, heads first
 
     kernel(q, k, v)
     return kernel
+
+
+def _forward_in_bf16(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """launch.forward of fp32 tensors rounded to bf16."""
+    *tensors, scale, causal, base2, heads_first = arguments
+    out, lse = launch.forward(*(x.bfloat16() for x in tensors), scale, causal, base2, heads_first, **options)
+    return out.float(), lse
+
+
+def _backward_in_bf16(*arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
+    """launch.backward of fp32 tensors rounded to bf16."""
+    tensors, (lse, *others) = arguments[:5], arguments[5:]
+    grads = launch.backward(*(x.bfloat16() for x in tensors), lse, *others, **options)
+    return tuple(grad.float() for grad in grads)
 
 
 def ref_mha_fwd_interface(
@@ -90,6 +122,8 @@ def mha_bwd_interface(
     is_causal: bool = False,
     deterministic: bool = False,
     return_kernel: bool = False,
+    *,
+    precision: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | Callable:
     """Gradients of mha_fwd_interface with respect to q, k and v, in O(N) memory.
 
@@ -101,6 +135,7 @@ def mha_bwd_interface(
             torch.use_deterministic_algorithms(True) asks for it, too. Otherwise the order of the sums of dq may vary.
         return_kernel: return kernel(do, q, k, v, out, lse) -> (dq, dk, dv), compiled for tensors like these and without
             checks, for timing.
+        precision: that of the forward.
     Returns:
         dq, dk, dv: shaped as q, k, v, in their dtype; dk and dv are summed in fp32 over the query heads of a key head. A query
         that sees no key has gradient 0 and contributes none.
@@ -109,14 +144,17 @@ def mha_bwd_interface(
     Source: Dao 2023 (FlashAttention-2), alg. 2; Shah et al. 2024 (FlashAttention-3).
     """
     expect_bool("return_kernel", return_kernel)
-    grads = attention_backward(do, q, k, v, out, lse, sm_scale, is_causal, deterministic)
+    grads = attention_backward(do, q, k, v, out, lse, sm_scale, is_causal, deterministic, precision)
     if not return_kernel:
         return grads
     if q.device.type == "cpu":
-        return lambda *tensors: attention_backward(*tensors, sm_scale, is_causal, deterministic)
+        return lambda *tensors: attention_backward(*tensors, sm_scale, is_causal, deterministic, precision)
+    parts = check_precision(q, precision)
+    options = Options(parts=parts) if parts > 1 else None
+    run = _backward_in_bf16 if parts == 1 else launch.backward
     scale = scale_of(q, sm_scale)
     deterministic |= torch.are_deterministic_algorithms_enabled()
-    return lambda *tensors: launch.backward(*tensors, scale, is_causal, True, True, deterministic)
+    return lambda *tensors: run(*tensors, scale, is_causal, True, True, deterministic, options=options)
 
 
 def ref_mha_bwd_interface(
@@ -136,3 +174,30 @@ def ref_mha_bwd_interface(
     expect_like("do", do, q, ((*q.shape[:3], v.shape[3]),), FLOATS)
     views = (x.transpose(1, 2) for x in (do, q, k, v))
     return tuple(x.transpose(1, 2) for x in attention_backward_reference(*views, sm_scale, is_causal))
+
+
+def fp32_workspace_bytes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, precision: str | None = None, *, backward: bool = False
+) -> int:
+    """Bytes of the bf16 parts of q, k and v that attention in fp32 allocates on a GPU while it runs.
+
+    An element has 6 bytes at "highest" and 4 at "high", where rows are as wide as the tiles of the kernels: 64, 128 or 256 columns. At
+    "medium" it has 2, and out, in a backward also its gradient and the results, is there in bf16, too. Nothing is allocated here.
+
+    Args:
+        q: [.., head_dim], fp32, in any layout.
+        k, v: likewise, [.., head_dim] and [.., head_dim_v].
+        precision: that of the call.
+        backward: of a backward, with the parts of the gradient of out; its further workspace is in docs/numerics.md.
+    Raises:
+        TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        expect_tensor(name, x)
+        if x.dtype != torch.float32:
+            raise TypeError(f"{name}: expected float32, got {x.dtype}; other dtypes need no parts")
+    expect_bool("backward", backward)
+    parts = check_precision(q, precision)
+    if backward and parts > 1:
+        check_fp32_gradients(q, ())
+    return launch.parts_workspace_bytes(parts, q.shape, k.shape, v.shape, backward)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tl_attention.problem import DEFAULT_DTYPE, DTYPES, JVP_TILE_WIDTHS, AttnProblem
+from tl_attention.problem import DEFAULT_DTYPE, HALF_DTYPES, JVP_TILE_WIDTHS, AttnProblem
 
 # The order of tiles.
 #   grid        one CTA per tile, longest tiles first
@@ -21,7 +21,7 @@ SCHEDULES = ("grid", "persistent", "dynamic")
 # loops over queries; with dq among them it adds its share to fp32 sums, in no fixed order.
 GRADS = ("dq+dk+dv", "dk+dv", "dk", "dv", "dq")
 
-# Depth of the K ring and of the V ring of a forward: 3 was searched wherever it fits and never won (H200, 2026-11-21)
+# Default depth of the K ring and of the V ring of a forward: 3 was searched wherever it fits and never won (bf16, H200, 2026-11-21)
 KV_STAGES = 2
 
 # Adjacent cache rows that a kernel may assume: 0 for keys without pages, else a divisor of the page size
@@ -46,6 +46,7 @@ class FwdConfig:
     # Not in fp16: its range ends at 2^16
     hold_max: bool = False
     page_rows: int = 0  # one of PAGE_ROWS
+    kv_stages: int = KV_STAGES  # depth of the K ring and of the V ring
 
     @property
     def warpgroups(self) -> int:
@@ -60,6 +61,8 @@ class FwdConfig:
         words = [f"{self.block_M}x{self.block_N}", self.schedule]
         if self.q_stages > 1:
             words.append(f"q{self.q_stages}")
+        if self.kv_stages != KV_STAGES:
+            words.append(f"kv{self.kv_stages}")
         words += [
             name.replace("_", "-") for name in ("ping_pong", "split", "hold_max") if getattr(self, name)
         ]
@@ -83,7 +86,25 @@ class FwdConfig:
         if self.split:
             # The rows of packed sequences look like one batch entry to it
             found.append((problem.plain.helper_problem(problem.head_dim_v), FwdCombine()))
-        return found + table_kernels(problem)
+        return found + parts_kernels(problem) + table_kernels(problem)
+
+
+@dataclass(frozen=True)
+class PartsConfig:
+    """The kernel before attention in fp32: splits Q, K, V or dO into bf16 parts."""
+
+    rows: int = 32  # rows of one head per CTA
+    threads: int = 128
+
+    def __str__(self) -> str:
+        return f"parts {self.rows}"
+
+
+def parts_kernels(problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
+    """The kernel that splits the tensors of an fp32 problem; nothing for others."""
+    if not problem.is_fp32:
+        return []
+    return [(AttnProblem(problem.dtype, problem.head_dim, problem.head_dim, False), PartsConfig())]
 
 
 @dataclass(frozen=True)
@@ -142,7 +163,7 @@ def jvp_kernels() -> list[tuple[AttnProblem, JvpConfig]]:
     """Every kernel of the forward with its derivative along a direction."""
     problems = (
         AttnProblem(dtype, *width, causal)
-        for dtype in DTYPES
+        for dtype in HALF_DTYPES
         for width in JVP_TILE_WIDTHS
         for causal in (False, True)
     )
@@ -210,6 +231,7 @@ class BwdConfig:
             *((problem, bwd_pass) for bwd_pass in self.passes),
             (problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()),
             *((problem.helper_problem(width), BwdSum()) for width in widths),
+            *parts_kernels(problem),
             *table_kernels(problem),
         ]
 
@@ -349,6 +371,7 @@ def append_kernel(dtype: str) -> tuple[AttnProblem, AppendConfig]:
 Config = FwdConfig | BwdConfig
 KernelConfig = (
     FwdConfig
+    | PartsConfig
     | FwdCombine
     | JvpConfig
     | BwdPass
@@ -368,6 +391,9 @@ REGISTER_LEVEL = (
 
 def register_level(problem: AttnProblem, config: KernelConfig) -> int:
     """The ptxas register usage level of a kernel."""
+    # Forward of d256 in three parts: at 5 it spills 108 bytes, at 0 none (nvcc 13.0.88)
+    if isinstance(config, FwdConfig) and problem.parts == 3 and problem.width == "d256":
+        return 0
     # Packed backward of d128 in one pass: at 5 it spills 4-64 bytes with options, at 0 none. B4 16 heads 4k causal: 1.41 ms,
     # and 1.66 ms in two passes (H200, 2026-11-22)
     if isinstance(config, BwdPass) and config.adds_dq and problem.width == "d128" and problem.has("varlen"):

@@ -22,6 +22,7 @@ from tl_attention.kernel_configs import (
     FwdConfig,
     JvpConfig,
     KernelConfig,
+    PartsConfig,
 )
 from tl_attention.problem import MAX_SPLITS, TABLE_ROWS, AttnProblem
 from tl_attention.target import SMEM_LIMIT
@@ -33,6 +34,7 @@ HOLD_MAX_BYTES = 16  # flags of tiles that need a second run, two int32 per tile
 SEGMENT_BOX_BYTES = 80  # kernels.decode_work.SegmentBox
 BIAS_BYTES = 32  # per column: 16 bf16 numbers, kernels.options.alloc_bias_columns
 FP32_BYTES = 4
+CHUNK = 64  # columns of the sum of one block in fp32, see kernels/products.py
 TILE_ALIGNMENT = 1024  # bytes; every tile starts at a multiple
 # Accumulator registers per thread, by consumer warpgroups. The rest of its 240 (one or two) or 160 (three) hold addresses and
 # row statistics
@@ -58,16 +60,19 @@ def smem_bytes(problem: AttnProblem, config: KernelConfig) -> int:
         return FP32_BYTES * config.rows * (config.at_once + 3)
     if isinstance(config, AppendConfig):
         return 0
+    if isinstance(config, PartsConfig):
+        # X has left its tile when the parts enter theirs
+        return max(FP32_BYTES, problem.element_bytes) * config.rows * problem.head_dim
     tiles = {BwdDelta: 2, BwdSum: 1, FwdCombine: 1}[type(config)]  # O and dO; the gradient; O
     weights = FP32_BYTES * config.rows * MAX_SPLITS if isinstance(config, FwdCombine) else 0
-    return problem.element_bytes * tiles * config.rows * problem.head_dim + weights
+    return problem.output_bytes * tiles * config.rows * problem.head_dim + weights
 
 
 def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
-    rows_qk = config.q_stages * config.block_M + KV_STAGES * config.block_N
-    rows_v = KV_STAGES * config.block_N
+    rows_qk = config.q_stages * config.block_M + config.kv_stages * config.block_N
+    rows_v = config.kv_stages * config.block_N
     # O needs a tile of its own unless it is as wide as Q, whose tile it reuses, or leaves from registers
-    if problem.head_dim != problem.head_dim_v and not config.split:
+    if problem.head_dim != problem.head_dim_v and not config.split and not problem.is_fp32:
         rows_v += config.block_M
     smem = problem.element_bytes * (rows_qk * problem.head_dim + rows_v * problem.head_dim_v)
     if config.schedule != "grid":
@@ -138,7 +143,8 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | JvpConfig | 
         return columns * problem.element_bytes // 8
 
     if isinstance(config, FwdConfig):
-        return fp32(config.block_N) + narrow(config.block_N) + fp32(problem.head_dim_v)
+        block_sum = fp32(CHUNK) if problem.is_fp32 else 0
+        return fp32(config.block_N) + narrow(config.block_N) + fp32(problem.head_dim_v) + block_sum
     if isinstance(config, JvpConfig):
         return 2 * (fp32(config.block_N) + narrow(config.block_N) + fp32(problem.head_dim_v))
     _, step = _owned_and_step(config)
@@ -195,14 +201,16 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return "q_stages: expected 1 with the schedule grid, whose CTAs have no next tile, got 2"
     if config.split and config.schedule != "grid":
         return f"split: expected the schedule grid, got {config.schedule}"
-    if config.hold_max and problem.dtype != "bfloat16":
+    if config.hold_max and problem.dtype_of("p") != "bfloat16":
         return f"hold_max: expected bfloat16, got {problem.dtype}, whose range is too small"
     if config.hold_max and config.schedule == "grid":
         return "hold_max: expected the schedule persistent or dynamic, whose CTAs can repeat a tile, got grid"
+    if config.kv_stages not in (1, 2, 3):
+        return f"kv_stages: expected 1, 2 or 3, got {config.kv_stages}"
     if config.ping_pong and config.warpgroups < 2:
         return f"ping_pong: expected block_M of at least 128 (2 warpgroups), got {config.block_M}"
-    if problem.has("varlen") and config.block_M != TABLE_ROWS:
-        return f"block_M: expected {TABLE_ROWS} with varlen, got {config.block_M}"
+    if problem.has("varlen") and TABLE_ROWS % config.block_M:
+        return f"block_M: expected a divisor of {TABLE_ROWS} with varlen, got {config.block_M}"
     if config.page_rows not in PAGE_ROWS:
         return f"page_rows: expected one of {', '.join(map(str, PAGE_ROWS))}, got {config.page_rows}"
     if config.page_rows and (not problem.has("varlen") or problem.has("dropout")):
@@ -235,6 +243,14 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
     if not owns_queries and step_rows not in (32, 64, 96, 128):
         # The log-sum-exps of a step start at a multiple of 128 bytes
         return f"{step}: expected 32, 64, 96 or 128, got {step_rows}"
+    if problem.is_fp32 and bwd_pass.adds_dq:
+        return "grads: expected dq in a pass of its own in fp32, got dq+dk+dv"
+    if problem.is_fp32 and "dv" in bwd_pass.makes:
+        # P' of dV is not that of dS'
+        if problem.has("softcap") and "dk" in bwd_pass.makes:
+            return "grads: expected dk and dv in passes of their own in fp32 with a softcap, got dk+dv"
+        if problem.has("dropout") and bwd_pass.reuse_registers:
+            return "reuse_registers: expected False for dv in fp32 with dropout, got True"
     if owns_queries and bwd_pass.reuse_registers:
         return "reuse_registers: expected False in the pass of dq alone, got True"
     if bwd_pass.adds_dq and rows != 128:
@@ -247,8 +263,8 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
     if bwd_pass.order not in orders:
         where = "where dq is summed" if bwd_pass.adds_dq else "where no dq is summed"
         return f"order: expected one of {', '.join(map(repr, orders))} {where}, got {bwd_pass.order!r}"
-    if problem.has("varlen") and rows != TABLE_ROWS:
-        return f"{owned}: expected {TABLE_ROWS} with varlen, got {rows}"
+    if problem.has("varlen") and TABLE_ROWS % rows:
+        return f"{owned}: expected a divisor of {TABLE_ROWS} with varlen, got {rows}"
     if problem.has("varlen") and not owns_queries and TABLE_ROWS % step_rows:
         # The log-sum-exps after the padded queries belong to the next sequence
         return f"{step}: expected a divisor of {TABLE_ROWS} with varlen, got {step_rows}"

@@ -27,6 +27,7 @@ from tl_attention.kernel_configs import (
     FwdConfig,
     JvpConfig,
     KernelConfig,
+    PartsConfig,
     TileTable,
 )
 from tl_attention.legality import BARRIER_BYTES, smem_bytes
@@ -198,11 +199,12 @@ def _instructions(problem: AttnProblem, config: KernelConfig) -> dict[str, bool]
     expected = {"hgmma": multiplies}
     if multiplies:
         expected["tma"] = True
-    if isinstance(config, FwdConfig | FwdCombine | JvpConfig | BwdPass | BwdDelta | BwdSum):
-        expected["tma"] = multiplies or isinstance(config, BwdDelta)
-        # Parts of O leave from registers; delta is one number per row
-        parts = isinstance(config, FwdConfig) and config.split
-        expected["tma_stores"] = not isinstance(config, BwdDelta) and not parts
+    if isinstance(config, FwdConfig | FwdCombine | JvpConfig | PartsConfig | BwdPass | BwdDelta | BwdSum):
+        expected["tma"] = multiplies or isinstance(config, BwdDelta | PartsConfig)
+        # O of a split leaves from registers, as all results in fp32; delta is one number per row
+        split = isinstance(config, FwdConfig) and config.split
+        from_registers = split or (problem.is_fp32 and isinstance(config, FwdConfig | BwdPass))
+        expected["tma_stores"] = not isinstance(config, BwdDelta) and not from_registers
         expected["vector_sums"] = isinstance(config, BwdPass) and config.adds_dq
     return expected
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +16,7 @@ import torch
 
 from tl_attention import launch
 from tl_attention.checks import (
+    FWD_DTYPES,
     MAX_SCALE,
     check_bwd,
     check_deterministic,
@@ -27,6 +26,8 @@ from tl_attention.checks import (
     check_num_splits,
     check_options,
 )
+from tl_attention.checks_fp32 import check_fp32_gradients, check_precision, runs_in_bf16
+from tl_attention.checks_torch import warn_about_cpu
 from tl_attention.ops_jvp import push_forward, refuse_to_push_gradients, register_jvp
 from tl_attention.options import (
     ARGUMENTS,
@@ -176,10 +177,12 @@ def _launch_backward(
     options: Options | None,
 ) -> Gradients:
     """launch.backward, with gradient 0 in the unused rows of packed sequences."""
+    if options is not None and options.parts:
+        check_fp32_gradients(q, options.names)
     *layout, deterministic = call
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     tensors = dout, q, k, v, out, lse
-    if options is None or not options.names:  # num_splits matters to the forward only
+    if options is None or not (options.names or options.parts):  # num_splits matters to the forward only
         return launch.backward(*tensors, *layout, deterministic, dlse)
     grads = launch.backward(*tensors, *layout, deterministic, dlse, options=options)
     of_q = options.cu_seqlens_q, options.seqused_q
@@ -302,7 +305,7 @@ def _has_plain_values(q: torch.Tensor, softmax_scale: object, causal: object, de
 def check_device_or_warn(q: torch.Tensor, traced: bool) -> None:
     """Refuse a device without kernels; warn about the slow reference on the CPU. A traced call on a GPU is checked when it runs."""
     if q.device.type == "cpu":
-        _warn_about_cpu()
+        warn_about_cpu()
     elif q.device.type != "cuda" or not traced:
         check_device(q)
 
@@ -321,15 +324,24 @@ def attention(
     lse_base2: bool,
     heads_first: bool,
     deterministic: bool = False,
+    precision: str | None = None,
 ) -> Outputs:
     """(out, lse) of plain or causal attention, from the unchecked arguments of a public function."""
     traced = is_traced() or not (type(q) is type(k) is type(v) is torch.Tensor)
     plan = None
-    if not traced and _has_plain_values(q, softmax_scale, causal, deterministic):
+    if precision is None and not traced and _has_plain_values(q, softmax_scale, causal, deterministic):
         plan = launch.fwd_plan(q, k, v, causal, heads_first)
     if plan is None:
-        check_fwd(q, k, v, softmax_scale, causal, heads_first)
+        check_fwd(q, k, v, softmax_scale, causal, heads_first, dtypes=FWD_DTYPES)
         check_deterministic(deterministic)
+        parts = check_precision(q, precision)
+        if runs_in_bf16(q, parts):
+            half = (x.bfloat16() for x in (q, k, v))
+            results = attention(*half, softmax_scale, causal, lse_base2, heads_first, deterministic)
+            return tuple(x.float() for x in results)
+        if parts:  # its plans have the precision in their keys
+            call = Call(scale_of(q, softmax_scale), causal, lse_base2, heads_first, deterministic)
+            return _attend(q, k, v, call, Options(parts=parts))
         check_device_or_warn(q, traced)
 
     scale = scale_of(q, softmax_scale)
@@ -353,6 +365,7 @@ class UserOptions(NamedTuple):
     num_splits: int
     # lengths of packed sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
     lengths: tuple | None
+    precision: str | None = None
 
 
 def attention_with_options(
@@ -365,18 +378,30 @@ def attention_with_options(
     asked: UserOptions,
 ) -> Outputs:
     """(out, lse) of attention with options, from unchecked arguments; lse is natural, sequence dimensions come first."""
-    check_fwd(q, k, v, softmax_scale, causal, heads_first=False, varlen=asked.lengths is not None)
+    varlen = asked.lengths is not None
+    check_fwd(q, k, v, softmax_scale, causal, heads_first=False, varlen=varlen, dtypes=FWD_DTYPES)
     check_deterministic(deterministic)
     causal, options = checked_options(q, k.shape[0], causal, asked)
     if options.is_off:
         return attention(q, k, v, softmax_scale, causal, False, False, deterministic)
-
+    if runs_in_bf16(q, options.parts):
+        half = *(x.bfloat16() for x in (q, k, v)), softmax_scale, causal, deterministic
+        return tuple(x.float() for x in attention_with_options(*half, asked._replace(precision=None)))
     call = Call(scale_of(q, softmax_scale), causal, False, False, deterministic)
+    return _attend(q, k, v, call, options)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, options: Options) -> Outputs:
+    """(out, lse) from checked arguments."""
     arguments = *call, *options.arguments()
     sink = None if options.sink is None else options.sink.detach()  # makes a plain tensor of a parameter
     tensors = (sink if x is options.sink else x for x in arguments[PLAIN + NUMBERS :] if x is not None)
     traced = is_traced() or not are_plain(q, k, v, *tensors)
     check_device_or_warn(q, traced)
+    differentiable = q, k, v, arguments[PLAIN + SINK]
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
+    if options.parts and needs_grad and q.device.type != "cpu":
+        check_fp32_gradients(q, options.names)
     if traced or not q.is_cuda:
         return fwd_op(q, k, v, *arguments)
     options = options if sink is None else dataclasses.replace(options, sink=sink)
@@ -386,8 +411,7 @@ def attention_with_options(
     ) -> Outputs:
         return launch_forward(q, k, v, call, options)
 
-    differentiable = q, k, v, asked.learnable_sink
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable):
+    if needs_grad:
         return _differentiable(q, k, v, *arguments, run)
     return run(q, k, v, call.softmax_scale, lse_base2=False)
 
@@ -420,6 +444,7 @@ def checked_options(q: torch.Tensor, keys: int, causal: bool, asked: UserOptions
         max_seqlen_q=max_seqlens[0],
         max_seqlen_k=max_seqlens[1],
         num_splits=asked.num_splits,
+        parts=check_precision(q, asked.precision),
         rng_state=rng_state,
         alibi_slopes=None if alibi_slopes is None else alibi_slopes.contiguous(),
         sink=None if sink is None else sink.contiguous(),
@@ -440,6 +465,7 @@ def attention_backward(
     softmax_scale: float | None,
     causal: bool,
     deterministic: bool,
+    precision: str | None = None,
 ) -> Gradients:
     """Gradients of attention() with base-2 lse and heads first, from the unchecked arguments of a public function."""
     tensors = dout, q, k, v, out, lse
@@ -449,35 +475,26 @@ def attention_backward(
         or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     )
     plan = None
-    if not traced and _has_plain_values(q, softmax_scale, causal, deterministic):
+    if precision is None and not traced and _has_plain_values(q, softmax_scale, causal, deterministic):
         fixed_order = deterministic or torch.are_deterministic_algorithms_enabled()
         plan = launch.bwd_plan(*tensors, causal, True, fixed_order)
     if plan is None:
-        check_fwd(q, k, v, softmax_scale, causal, heads_first=True)
+        check_fwd(q, k, v, softmax_scale, causal, heads_first=True, dtypes=FWD_DTYPES)
         check_bwd(*tensors, deterministic)
+        parts = check_precision(q, precision)
+        if runs_in_bf16(q, parts):
+            half = (x.bfloat16() for x in (dout, q, k, v, out))
+            grads = attention_backward(*half, lse, softmax_scale, causal, deterministic)
+            return tuple(grad.float() for grad in grads)
+        if parts and q.device.type != "cpu":
+            check_fp32_gradients(q, ())
         check_device_or_warn(q, traced)
 
     scale = scale_of(q, softmax_scale)
     if plan is not None:
         return plan(*tensors, scale, True)
     call = Call(scale, causal, True, True, deterministic)
+    options = Options(parts=parts) if parts else None
     if traced or not q.is_cuda:
-        return bwd_op(*tensors, None, *call)[:3]
-    return _launch_backward(*tensors, None, call, None)
-
-
-_warned_about_cpu = False
-
-
-def _warn_about_cpu() -> None:
-    """Warn once that CPU tensors run the reference, at the line of the caller outside the package."""
-    global _warned_about_cpu
-    if torch.compiler.is_compiling() or _warned_about_cpu:
-        return
-    _warned_about_cpu = True
-    caller = 1
-    while sys._getframe(caller).f_globals["__name__"].startswith("tl_attention."):
-        caller += 1
-    warnings.warn(
-        "tl_attention: CPU tensors run the plain PyTorch reference, which is slow", stacklevel=caller + 1
-    )
+        return bwd_op(*tensors, None, *call, *(options.arguments() if parts else ()))[:3]
+    return _launch_backward(*tensors, None, call, options)

@@ -45,6 +45,7 @@ class Options:
             1/256, at least one if > 0. lse is computed before dropout.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths in cu_seqlens, used by the schedule only.
         num_splits: splits of the keys of a forward tile, one per CTA; 0: chosen for the problem.
+        parts: bf16 parts per element of fp32 tensors, see problem.PRECISIONS; 0 for tensors of another dtype.
         rng_state: int64 [2]: seed and offset from which reference.dropout_keep makes the mask. Dropout needs it.
         alibi_slopes: fp32 [heads] or [batch, heads], contiguous: score - slope * |diagonal - key|.
         sink: [heads], fp32, bf16 or fp16: score of one more key without value, for each query; part of lse.
@@ -61,6 +62,7 @@ class Options:
     max_seqlen_q: int = field(default=0, metadata=_metadata("SymInt"))
     max_seqlen_k: int = field(default=0, metadata=_metadata("SymInt"))
     num_splits: int = field(default=0, metadata=_metadata("SymInt", launch=True))
+    parts: int = field(default=0, metadata=_metadata("SymInt", launch=True))
     rng_state: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?"))
     alibi_slopes: torch.Tensor | None = field(
         default=None, metadata=_metadata("Tensor?", kernel="alibi", reference=True)

@@ -13,18 +13,37 @@ from tl_attention.program import Program
 
 @dataclass(frozen=True)
 class DType:
-    """An element type of inputs and outputs."""
+    """An element type of inputs and outputs; for fp32 with the precision of its products."""
 
-    name: str  # as in torch and in TileLang
+    name: str  # as in torch and in TileLang; fp32: float32 and the precision
     short: str  # in a tuning key
-    bytes: int  # per element
+    bytes: int  # per element of a Q, K or V tile, all parts of it
+    # fp32: an element is the sum of so many bf16 numbers, which the tensor cores multiply; 0 for elements that they take as they are
+    parts: int = 0
 
 
-DTYPES = {dtype.name: dtype for dtype in (DType("bfloat16", "bf16", 2), DType("float16", "fp16", 2))}
+# Precisions of fp32, as torch.set_float32_matmul_precision names them -> parts per element. One part is bf16: its kernels serve medium
+PRECISIONS = {"highest": 3, "high": 2, "medium": 1}
+# Products (part of the left factor, part of the right one) by the number of parts: those above the rounding error of the result, the
+# smallest first, so that they are added before the sum is large
+PRODUCTS = {
+    1: ((0, 0),),
+    2: ((1, 0), (0, 1), (0, 0)),
+    3: ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)),
+}
+HALF_DTYPES = {dtype.name: dtype for dtype in (DType("bfloat16", "bf16", 2), DType("float16", "fp16", 2))}
+FP32_DTYPES = {
+    dtype.name: dtype
+    for dtype in (
+        DType(f"float32-{word}", f"fp32-{word}", 2 * n, n) for word, n in PRECISIONS.items() if n > 1
+    )
+}
+DTYPES = HALF_DTYPES | FP32_DTYPES
 # The first dtype: tuned by default, and the one of kernels that serve every dtype
 DEFAULT_DTYPE = next(iter(DTYPES))
-# Operands that may have dtypes of their own one day; see AttnProblem.dtype_of
+# Operands of kernels, see AttnProblem.dtype_of
 OPERANDS = ("q", "k", "v", "o", "p", "do", "ds", "dq", "dk", "dv")
+FP32_OPERANDS = ("o", "dq", "dk", "dv")  # those that fp32 kernels have in fp32
 
 # (head_dim, head_dim_v) of the forward kernels, least work first. A problem runs at the first width that holds it: TMA fills
 # the missing columns of a tile with zeros on load and drops them on store.
@@ -40,6 +59,9 @@ TILE_WIDTHS = (
     (256, 256),
 )
 MAX_HEAD_DIM = TILE_WIDTHS[-1][0]
+# Widths of fp32. 64 rows of three parts of two tensors of 256 columns fill shared memory: the backward ends before
+FP32_TILE_WIDTHS = ((64, 64), (128, 128), (256, 256))
+FP32_BWD_WIDTHS = FP32_TILE_WIDTHS[:2]
 # Widths of the backward, which compiles more kernels per problem
 BWD_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Widths of decode. The last is multi-head latent attention with absorbed weights: V is the first columns of K.
@@ -102,29 +124,55 @@ class AttnProblem:
         program: Program | None = None,
     ) -> AttnProblem:
         """The problem that serves tensors of these head dims in one of DIRECTIONS, or JVP."""
-        return cls(dtype, *tile_width(head_dim, head_dim_v, direction), causal, options, program)
+        return cls(dtype, *tile_width(head_dim, head_dim_v, direction, dtype), causal, options, program)
 
     def helper_problem(self, width: int) -> AttnProblem:
-        """Key of helper kernels (delta, sum, combine), which depend only on dtype, one width and packing."""
-        return AttnProblem(self.dtype, width, width, False, ("varlen",) if self.has("varlen") else ())
+        """Key of helper kernels (delta, sum, combine), which depend only on dtype, one width and packing; fp32: on no precision."""
+        dtype = next(iter(FP32_DTYPES)) if self.is_fp32 else self.dtype
+        return AttnProblem(dtype, width, width, False, ("varlen",) if self.has("varlen") else ())
 
     def has(self, option: str) -> bool:
         return option in self.options
 
     @property
+    def is_fp32(self) -> bool:
+        """True for fp32, whose Q, K and V the kernels get as bf16 parts, side by side in the columns of a tensor."""
+        return self.dtype in FP32_DTYPES
+
+    @property
+    def parts(self) -> int:
+        """Parts per element of Q, K, V and P."""
+        return max(DTYPES[self.dtype].parts, 1)
+
+    @property
+    def products(self) -> tuple[tuple[int, int], ...]:
+        """The products of parts that make one product of tiles: (part of the left tile, part of the right one)."""
+        return PRODUCTS[self.parts]
+
+    @property
     def element_bytes(self) -> int:
-        """Bytes per element of Q, K, V and O."""
+        """Bytes per element of Q, K and V in shared memory."""
         return DTYPES[self.dtype].bytes
 
+    @property
+    def output_bytes(self) -> int:
+        """Bytes per element of O and of the gradients."""
+        return 4 if self.is_fp32 else self.element_bytes
+
     def dtype_of(self, operand: str) -> str:
-        """Dtype of one of OPERANDS; today the input dtype for all."""
+        """Dtype of one of OPERANDS: that of the inputs; for fp32 bf16 where the tensor cores multiply."""
         assert operand in OPERANDS, f"{operand=}"
-        return self.dtype
+        if not self.is_fp32:
+            return self.dtype
+        return "float32" if operand in FP32_OPERANDS else "bfloat16"
 
     @property
     def bias_is_linear(self) -> bool:
-        """True where the ALiBi bias is linear in the key: a causal mask hides the keys past the diagonal."""
-        return self.has("alibi") and self.causal and not self.has("softcap")
+        """True where the ALiBi bias is linear in the key: a causal mask hides the keys past the diagonal.
+
+        Not for fp32: products added to a bias that is larger than they are round to its last digit.
+        """
+        return self.has("alibi") and self.causal and not self.has("softcap") and not self.is_fp32
 
     @property
     def is_sloped(self) -> bool:
@@ -149,6 +197,11 @@ class AttnProblem:
         return f"d{self.head_dim}-{self.head_dim_v}"
 
     @property
+    def tile_class(self) -> str:
+        """Name of a class of problems that share tiles in the grid: d128 for bf16 and fp16, fp32-high d128."""
+        return f"{DTYPES[self.dtype].short} {self.width}" if self.is_fp32 else self.width
+
+    @property
     def mask(self) -> str:
         """causal or full"""
         return "causal" if self.causal else "full"
@@ -165,14 +218,23 @@ def decode_problem(dtype: str, head_dim: int, head_dim_v: int, options: Iterable
     return AttnProblem(dtype, *decode_width(head_dim, head_dim_v), False, names)
 
 
-def tile_width(head_dim: int, head_dim_v: int, direction: str = "fwd") -> tuple[int, int]:
+def tile_width(
+    head_dim: int, head_dim_v: int, direction: str = "fwd", dtype: str = DEFAULT_DTYPE
+) -> tuple[int, int]:
     """The first tile width of a direction that holds head_dim columns of Q and K and head_dim_v of V and O."""
-    return next((qk, v) for qk, v in tile_widths(direction) if qk >= head_dim and v >= head_dim_v)
+    return next((qk, v) for qk, v in tile_widths(direction, dtype) if qk >= head_dim and v >= head_dim_v)
 
 
-def tile_widths(direction: str) -> tuple[tuple[int, int], ...]:
+def tile_widths(direction: str, dtype: str = DEFAULT_DTYPE) -> tuple[tuple[int, int], ...]:
     """The (head_dim, head_dim_v) that a direction has kernels for."""
+    if dtype in FP32_DTYPES:
+        return FP32_TILE_WIDTHS if direction == "fwd" else FP32_BWD_WIDTHS
     return {"fwd": TILE_WIDTHS, JVP: JVP_TILE_WIDTHS}.get(direction, BWD_TILE_WIDTHS)
+
+
+def dtypes(direction: str) -> tuple[str, ...]:
+    """Names of the DTYPES that a direction, DECODE or JVP has kernels for."""
+    return tuple(HALF_DTYPES if direction in (DECODE, JVP) else DTYPES)
 
 
 def decode_width(head_dim: int, head_dim_v: int) -> tuple[int, int]:

@@ -18,10 +18,12 @@ from tl_attention.problem import (
     DECODE_TILE_WIDTHS,
     DEFAULT_DTYPE,
     DTYPES,
+    FP32_DTYPES,
     OPTIONS,
     AttnProblem,
     buckets,
     decode_problem,
+    dtypes,
     length_bucket,
     tile_widths,
 )
@@ -49,14 +51,12 @@ def parse(words: Sequence[str]) -> Question:
     Raises:
         ValueError: an unknown word, or no head dims.
     """
-    question, dtypes = (
-        Question(),
-        {name: dtype.name for dtype in DTYPES.values() for name in (dtype.short, dtype.name)},
-    )
+    question = Question()
+    names = {name: dtype.name for dtype in DTYPES.values() for name in (dtype.short, dtype.name)}
     for word in words:
         name, _, value = word.partition("=")
-        if word in dtypes:
-            question.dtype = dtypes[word]
+        if word in names:
+            question.dtype = names[word]
         elif match := re.fullmatch(r"d(\d+)(?:-(\d+))?", word):
             question.head_dims = int(match[1]), int(match[2] or match[1])
         elif word in MASKS:
@@ -117,17 +117,23 @@ def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[str]:
 
 
 def _problem(question: Question, direction: str) -> AttnProblem:
-    check_head_dims(*question.head_dims, direction)
+    check_head_dims(*question.head_dims, direction, question.dtype)
     options = tuple(option for option in OPTIONS if option in question.options)
     if direction != "fwd":
         options = tuple(option for option in options if option != "sink")  # it changes no backward kernel
+        if options and question.dtype in FP32_DTYPES:
+            raise ValueError(f"options: expected none for {direction} in fp32, got {options[0]}")
     causal = question.causal and "window" not in options
     return AttnProblem.of(question.dtype, *question.head_dims, causal, direction, options)
 
 
-def check_head_dims(head_dim: int, head_dim_v: int, direction: str) -> None:
-    """Raise ValueError for head dims that a pass has no kernels for."""
-    widths = DECODE_TILE_WIDTHS if direction == DECODE else tile_widths(direction)
+def check_head_dims(head_dim: int, head_dim_v: int, direction: str, dtype: str = DEFAULT_DTYPE) -> None:
+    """Raise ValueError for a dtype or head dims that a pass has no kernels for."""
+    if dtype not in dtypes(direction):
+        raise ValueError(
+            f"dtype: expected one of {', '.join(dtypes(direction))} for {direction}, got {dtype}"
+        )
+    widths = DECODE_TILE_WIDTHS if direction == DECODE else tile_widths(direction, dtype)
     if not any(qk >= head_dim and v >= head_dim_v for qk, v in widths):
         known = ", ".join(f"d{qk}" if qk == v else f"d{qk}-{v}" for qk, v in widths)
         got = f"d{head_dim}" if head_dim == head_dim_v else f"d{head_dim}-{head_dim_v}"
@@ -154,7 +160,7 @@ def _buckets(question: Question, direction: str, sms: int) -> Sequence[str]:
 
 
 def _answer_decode(question: Question) -> Iterator[str]:
-    check_head_dims(*question.head_dims, DECODE)
+    check_head_dims(*question.head_dims, DECODE, question.dtype)
     if others := [option for option in question.options if option not in DECODE_OPTIONS]:
         raise ValueError(f"options: expected some of {', '.join(DECODE_OPTIONS)} for decode, got {others[0]}")
     if question.bucket:

@@ -6,10 +6,10 @@ import functools
 
 import torch
 
-from tl_attention.problem import DTYPES
+from tl_attention.problem import HALF_DTYPES
 
-# torch.dtype -> name in problem.DTYPES
-DTYPE_NAMES = {getattr(torch, name): name for name in DTYPES}
+# torch.dtype -> name in problem.DTYPES, for dtypes that tensor cores multiply as they are
+DTYPE_NAMES = {getattr(torch, name): name for name in HALF_DTYPES}
 DEFAULT_GPU = "NVIDIA H200"  # the GPU whose tuned table serves where there is no GPU
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
 SMEM_LIMIT = 232448  # bytes of shared memory per CTA

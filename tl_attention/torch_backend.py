@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import torch
 
 from tl_attention.checks import expect_scale
+from tl_attention.checks_fp32 import check_precision
 from tl_attention.flash import flash_attn_func, flash_attn_varlen_func
 from tl_attention.ops import attention, bwd_op
 from tl_attention.options import Options, canonical_window
@@ -252,6 +254,7 @@ def flash_backward(
     """aten::_flash_attention_backward: gradients of flash_forward."""
     causal, window = canonical_window(is_causal, (window_size_left, window_size_right))
     options = Options(
+        parts=check_precision(query, None),
         window=window,
         dropout_p=dropout_p,
         max_seqlen_q=max_q if cum_seq_q is not None else 0,
@@ -272,10 +275,14 @@ def _backward(
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     _, *qkv, _, _ = tensors
+    if options.parts == 1:  # as in ops.py
+        *floats, lse = tensors
+        tensors = *(x.bfloat16() for x in floats), lse
+        options = dataclasses.replace(options, parts=0)
     scale = qkv[0].shape[-1] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     grads = bwd_op(*tensors, None, scale, causal, False, heads_first, deterministic, *options.arguments())
-    return tuple(_with_strides_of(grad, x) for grad, x in zip(grads[:3], qkv, strict=True))
+    return tuple(_with_strides_of(grad.to(x.dtype), x) for grad, x in zip(grads[:3], qkv, strict=True))
 
 
 def sdpa_forward(
@@ -332,7 +339,7 @@ def sdpa_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """aten::_scaled_dot_product_flash_attention_backward: gradients of sdpa_forward."""
     state = philox_seed.view(torch.int64) if dropout_p else None
-    options = Options(dropout_p=dropout_p, rng_state=state)
+    options = Options(dropout_p=dropout_p, rng_state=state, parts=check_precision(query, None))
     heads_first = _heads_are_outer(query)
     tensors = grad_out, query, key, value, out
     if not heads_first:

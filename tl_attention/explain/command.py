@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tl_attention import question
-from tl_attention.problem import DECODE, DECODE_OPTIONS, DEFAULT_DTYPE, DIRECTIONS, DTYPES
+from tl_attention.problem import DECODE, DECODE_OPTIONS, DEFAULT_DTYPE, DIRECTIONS, DTYPES, FP32_DTYPES
 from tl_attention.testing import counts
 from tl_attention.testing.shapes import Shape, chosen_shapes
 
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(errors.table(gpu))
         shapes = chosen_shapes(arguments.shapes).values()
         for shape, direction in itertools.product(shapes, arguments.directions):
-            check(shape, direction)
+            check(shape, direction, arguments.dtype)
     except ValueError as error:
         raise SystemExit(f"tl-attention explain: {error}") from None
     if arguments.ranks:
@@ -110,10 +110,14 @@ def _draw(works: list[Work], arguments: argparse.Namespace) -> None:
     print(f"\nroofline: {arguments.plot}")
 
 
-def check(shape: Shape, direction: str) -> None:
+def check(shape: Shape, direction: str, dtype: str = DEFAULT_DTYPE) -> None:
     """Raise ValueError for a shape that a pass does not run."""
-    question.check_head_dims(shape.head_dim, shape.head_dim_v, direction)
+    question.check_head_dims(shape.head_dim, shape.head_dim_v, direction, dtype)
     asked = shape.options
+    if direction not in ("fwd", DECODE) and dtype in FP32_DTYPES and shape.option_names:
+        raise ValueError(
+            f"shape {shape}: expected no options for {direction} in fp32, got {shape.option_names[0]}"
+        )
     if direction == DECODE:
         others = [name for name in shape.option_names if name not in DECODE_OPTIONS]
         others += ["packed"] * asked.packed

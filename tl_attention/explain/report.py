@@ -11,7 +11,7 @@ from tl_attention.explain.measured import Measurement
 from tl_attention.explain.model import Estimate
 from tl_attention.explain.work import ADD_BYTES_PER_CLOCK, FP32_PER_CLOCK, MIN_KEYS_PER_CTA, Kernel, Work
 from tl_attention.gpus import COMPARED, EXP_PER_CLOCK, GPUS, H100, H200, SMEM_BYTES_PER_CLOCK
-from tl_attention.kernel_configs import KV_STAGES, BwdPass, DecodeConfig, FwdConfig
+from tl_attention.kernel_configs import BwdPass, DecodeConfig, FwdConfig
 from tl_attention.problem import DECODE
 from tl_attention.target import SMEM_LIMIT, SMEM_PER_SM
 from tl_attention.testing import counts
@@ -297,8 +297,8 @@ def _tile_words(work: Work, kernel: Kernel) -> str:
     config = kernel.config
     if isinstance(config, FwdConfig):
         return (
-            f"tiles of {config.block_M} queries, steps of {config.block_N} keys; rings of {config.q_stages} Q and {KV_STAGES} K and V "
-            f"tiles; {number_of(config.warpgroups, 'consumer warpgroup')}"
+            f"tiles of {config.block_M} queries, steps of {config.block_N} keys; rings of {config.q_stages} Q and {config.kv_stages} K and"
+            f" V tiles; {number_of(config.warpgroups, 'consumer warpgroup')}"
         )
     if isinstance(config, DecodeConfig):
         return (

@@ -35,11 +35,13 @@ ADD_BYTES_PER_CLOCK = 10
 # Instructions per score beside the exponential. Forward: scale and subtract, max, add to the row sum, half a conversion to bf16;
 # without hold_max also the maximum across lanes and scaling O. Backward: scale and subtract, P * (dP - delta), conversions
 FWD_INSTRUCTIONS, HELD_MAX_INSTRUCTIONS, BWD_INSTRUCTIONS, DV_INSTRUCTIONS = 4.5, 3.5, 5, 3
+PART_INSTRUCTIONS = 3  # per part of a probability after the first: its rounding, and what it leaves
 SOFTCAP_INSTRUCTIONS = 3  # and a second use of the exponential unit, for tanh
 DROPOUT_INSTRUCTIONS = (
     10  # an estimate: a call of the generator makes 16 random bytes, then each score is kept or cleared
 )
-BYTES = 2  # per element of either dtype
+BYTES = 2  # per element that tensor cores multiply
+FP32_BYTES = 4
 MIN_KEYS_PER_CTA = 256  # of kernels/decode_work.py
 MERGED_AT_ONCE = DecodeCombine().at_once
 # Products per score in a pass: (of width head_dim, of width head_dim_v)
@@ -110,6 +112,11 @@ def of_call(shape: Shape, direction: str, dtype: str, gpu: Gpu) -> Work:
         return _decode_work(shape, dtype, gpu)
     problem = shape.problem(dtype, direction)
     return (_fwd_work if direction == "fwd" else _bwd_work)(shape, direction, problem, gpu)
+
+
+def _least_bytes(shape: Shape, direction: str, problem: AttnProblem) -> int:
+    """Each input read and each output written once."""
+    return counts.traffic(shape, direction) * problem.output_bytes // BYTES
 
 
 def query_tiles(shape: Shape, block_M: int, block_N: int) -> list[list[int]]:
@@ -193,7 +200,7 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> W
         tiles = shape.heads_q * sum(map(len, by_sequence))
         number = splits.key_splits(tiles, -(-longest // config.block_N), gpu.sms)
     row = problem.head_dim + problem.head_dim_v
-    head_bytes = BYTES * longest * (shape.head_dim + shape.head_dim_v)
+    head_bytes = problem.element_bytes * longest * (shape.head_dim + shape.head_dim_v)
     sharing = shape.heads_q // shape.heads_kv
     ordered = bool(problem.causal or problem.options)
     group = _group(shape, shape.heads_q, sharing, head_bytes)
@@ -206,18 +213,20 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> W
         _fwd_clocks(problem, config, gpu),
         tiles,
         2 * config.block_M * config.block_N * row,
-        BYTES * config.block_N * row,
-        BYTES * config.block_M * row,
+        problem.element_bytes * config.block_N * row,
+        problem.element_bytes * config.block_M * problem.head_dim
+        + problem.output_bytes * config.block_M * problem.head_dim_v,
         head_bytes,
         shape.heads_kv * shape.batch,
         static=config.schedule == "persistent",
     )
     helpers = [Helper("tile table", 0)] if shape.is_varlen else []
+    helpers += _parts_helpers(shape, problem, 1)
     if number > 1:
         rows = shape.heads_q * sum(q for q, _ in lengths)
         helpers.append(Helper(f"combine {number} splits", 2 * 4 * number * rows * (problem.head_dim_v + 1)))
     return Work(
-        shape, direction, gpu, problem, config, choice.source, choice.misses, counts.traffic(shape, direction),
+        shape, direction, gpu, problem, config, choice.source, choice.misses, _least_bytes(shape, direction, problem),
         (kernel,), tuple(helpers), number,
     )  # fmt: skip
 
@@ -226,8 +235,21 @@ def _fwd_clocks(problem: AttnProblem, config: FwdConfig, gpu: Gpu) -> dict[str, 
     M, N, row = config.block_M, config.block_N, problem.head_dim + problem.head_dim_v
     instructions = HELD_MAX_INSTRUCTIONS if config.hold_max else FWD_INSTRUCTIONS + problem.head_dim_v / N
     # Each warpgroup reads the blocks of K and V, and its rows of Q; TMA writes K and V
-    read = config.warpgroups * N * row + M * problem.head_dim + N * row
-    return _clocks(problem, gpu, M * N, 2 * row, instructions, BYTES * read)
+    read = config.warpgroups * N * row + M * problem.head_dim
+    moved = len(problem.products) * read + problem.parts * N * row
+    return _clocks(problem, gpu, M * N, 2 * row, instructions, BYTES * moved)
+
+
+def _parts_helpers(shape: Shape, problem: AttnProblem, of_q: int) -> list[Helper]:
+    """The kernels that split fp32 tensors into bf16 parts. of_q: tensors with the rows of q: 2 in a backward, with dout."""
+    if not problem.is_fp32:
+        return []
+    lengths = sequences(shape)
+    rows_q = shape.heads_q * sum(q for q, _ in lengths)
+    rows_k = shape.heads_kv * sum(k for _, k in lengths)
+    read, written = FP32_BYTES * shape.head_dim, problem.element_bytes * problem.head_dim
+    rows = of_q * rows_q + 2 * rows_k
+    return [Helper("bf16 parts of fp32 tensors", (read + written) * rows, read * rows)]
 
 
 def _clocks(
@@ -235,9 +257,10 @@ def _clocks(
 ) -> dict[str, float]:
     """Busy clocks of each unit of an SM for `scores` scores, with so many FLOPs and instructions per score."""
     capped = problem.has("softcap")
+    instructions += PART_INSTRUCTIONS * (problem.parts - 1)
     instructions += SOFTCAP_INSTRUCTIONS * capped + DROPOUT_INSTRUCTIONS * problem.has("dropout")
     return {
-        "tensor cores": scores * flops / gpu.flops_per_clock,
+        "tensor cores": len(problem.products) * scores * flops / gpu.flops_per_clock,
         "exponential unit": scores * (1 + capped) / EXP_PER_CLOCK,
         "fp32 instructions": scores * instructions / FP32_PER_CLOCK,
         "shared memory": smem_bytes / SMEM_BYTES_PER_CLOCK,
@@ -252,7 +275,9 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> W
     rows_k = shape.heads_kv * sum(k for _, k in lengths)
     qk, v = problem.head_dim, problem.head_dim_v
     helpers = [Helper("tile table", 0)] if shape.is_varlen else []
-    helpers.append(Helper("delta: rowsum of dout x out", 2 * BYTES * v * rows_q, BYTES * v * rows_q))
+    helpers += _parts_helpers(shape, problem, 2)
+    stored = problem.output_bytes
+    helpers.append(Helper("delta: rowsum of dout x out", 2 * stored * v * rows_q, stored * v * rows_q))
     kernels = []
     for one in choice.config.passes:
         kernel, parts = _pass_work(shape, problem, one, gpu)
@@ -263,11 +288,11 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> W
                 Helper("dq from fp32 to the input dtype", (4 + BYTES) * qk * rows_q, BYTES * qk * rows_q)
             )
         for grad, width in (("dk", qk), ("dv", v)):
-            if parts > 1 and grad in one.makes:
-                moved, known = (2 * 4 * parts + BYTES) * width * rows_k, BYTES * width * rows_k
+            if (parts > 1 or problem.is_fp32) and grad in one.makes:
+                moved, known = (2 * 4 * parts + stored) * width * rows_k, stored * width * rows_k
                 helpers.append(Helper(f"sum of {parts} fp32 parts of {grad}", moved, known))
     return Work(
-        shape, direction, gpu, problem, choice.config, choice.source, choice.misses, counts.traffic(shape, direction),
+        shape, direction, gpu, problem, choice.config, choice.source, choice.misses, _least_bytes(shape, direction, problem),
         tuple(kernels), tuple(helpers),
     )  # fmt: skip
 
@@ -281,7 +306,7 @@ def _pass_work(shape: Shape, problem: AttnProblem, one: BwdPass, gpu: Gpu) -> tu
     if one.grads == "dq":
         owned, step, heads, sharing = M, N, shape.heads_q, shape.heads_q // shape.heads_kv
         by_sequence = query_tiles(shape, M, N)
-        stream = BYTES * longest_k * row
+        stream = problem.element_bytes * longest_k * row
     else:
         by_sequence, sharing = key_tiles(shape, M, N), 1
         batch, blocks = shape.batch, len(by_sequence[0])
@@ -290,13 +315,14 @@ def _pass_work(shape: Shape, problem: AttnProblem, one: BwdPass, gpu: Gpu) -> tu
         parts, per_part = key_parts(batch, shape.heads_q, shape.heads_kv, blocks, gpu.sms)
         by_sequence = [[steps * per_part for steps in one_sequence] for one_sequence in by_sequence]
         heads = shape.heads_kv * parts
-        stream = longest_q * per_part * (BYTES * row + 4 * qk * one.adds_dq)
+        stream = longest_q * per_part * (problem.element_bytes * row + 4 * qk * one.adds_dq)
     group = _group(shape, heads, sharing, stream)
     tiles = launch_order(by_sequence, heads, group, shape.is_varlen, ordered, last=one.grads == "dq")
     of_qk, of_v = PRODUCTS[one.grads]
     flops = 2 * (of_qk * qk + of_v * v)
     instructions = DV_INSTRUCTIONS if one.grads == "dv" else BWD_INSTRUCTIONS
-    clocks = _clocks(problem, gpu, M * N, flops, instructions, BYTES * _pass_smem(problem, one))
+    smem = len(problem.products) * BYTES * _pass_smem(problem, one)
+    clocks = _clocks(problem, gpu, M * N, flops, instructions, smem)
     if one.adds_dq:
         clocks["adding dq in L2"] = 4 * M * qk / ADD_BYTES_PER_CLOCK
     stored = sum(v if grad == "dv" else qk for grad in one.makes if not (grad == "dq" and one.adds_dq))
@@ -306,8 +332,8 @@ def _pass_work(shape: Shape, problem: AttnProblem, one: BwdPass, gpu: Gpu) -> tu
         clocks,
         tiles,
         M * N * flops,
-        BYTES * step * row,
-        BYTES * owned * (row + stored),
+        problem.element_bytes * step * row,
+        problem.element_bytes * owned * row + problem.output_bytes * owned * stored,
         stream,
         shape.batch * (shape.heads_kv * parts if one.grads != "dq" else shape.heads_kv),
     )

@@ -14,6 +14,7 @@ import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels import pipeline
+from tl_attention.kernels import products as fp32
 from tl_attention.kernels.bwd_tiles import KeyRowsMask, KeyTile, KeyTileCounts, dq_pieces, piece_shape
 from tl_attention.kernels.mask import Mask, QueryBlocks
 from tl_attention.kernels.options import (
@@ -33,6 +34,7 @@ from tl_attention.kernels.pipeline import (
     alloc_each,
     alloc_fragments,
     alloc_swizzled,
+    share_P,
     sync_consumers,
     sync_warpgroup,
 )
@@ -47,7 +49,7 @@ from tl_attention.kernels.tiles import (
     rows_argument,
 )
 from tl_attention.kernels.traced import traced_arguments
-from tl_attention.problem import AttnProblem
+from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = {
     **pipeline.PASS_CONFIGS,
@@ -81,11 +83,16 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     two_slots = config.order != ""  # of dS' in shared memory
     makes_dq, makes_dk, makes_dv = (grad in config.makes for grad in ("dq", "dk", "dv"))
     warpgroups = tuple(range(config.warpgroups))
-    consumers = WARPGROUP * config.warpgroups
+    consumers, consumer_warps = WARPGROUP * config.warpgroups, 4 * config.warpgroups
     registers = pipeline.registers(problem, config.warpgroups, full=makes_dq)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
     row_wise = T.GemmWarpPolicy.FullRow
-    v_dot = {"transpose_B": True, "policy": row_wise, "clear_accum": True}  # dP' = V dO'
+    x_parts, products = problem.parts, problem.products
+    q_shape = [config.num_stages, block_M, x_parts * head_dim]
+    do_shape = [config.num_stages_do, block_M, x_parts * head_dim_v]
+    k_shape, v_shape = ([config.warpgroups, 64, x_parts * width] for width in (head_dim, head_dim_v))
+    row_values = 2 if makes_dk else 1  # Lse_log2 and, for dS', Delta
+    v_dot = {"transpose_B": True, "clear_accum": True}  # dP' = V dO'
     k_qt = {**v_dot, "clear_accum": not problem.bias_is_linear}  # S' = K Q'
     pieces = dq_pieces(block_M, head_dim, config.warpgroups)
     sloped, varlen = problem.is_sloped, problem.has("varlen")
@@ -97,7 +104,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     # exponential also makes the P' of dV, and dk alone spills
     mask_before_exp = problem.program is None and (makes_dq or (makes_dk and makes_dv) == sloped)
     # dV needs a P' of its own where dS' is made in the registers of P' from another P': dV's has dropout, dS's the softcap's slope
-    stage_P = reuse and makes_dv and problem.has("dropout")
+    stage_P = reuse and makes_dv and problem.has("dropout")  # not in fp32, see legality.py
     separate_P = stage_P or (reuse and makes_dv and sloped)
 
     cuda = prelude(problem, roles)  # code beside the kernel's own
@@ -116,8 +123,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     lse_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
     delta_view = T.Tensor([batch_rows, heads, rounded_q], "float32")  # one object for both would alias them
     dq_sum_view = FragmentBlocks.argument(dq_blocks, head_dim)
-    dk_view = rows_argument(problem, "dk", batch, seqlen_k, heads_kv, columns_qk)
-    dv_view = rows_argument(problem, "dv", batch, seqlen_k, heads_kv, columns_v)
+    # fp32: Q, K, V and dO have the columns of all their parts
+    cols_dk, cols_dv = T.dynamic("columns_dk, columns_dv") if problem.is_fp32 else (columns_qk, columns_v)
+    dk_view = rows_argument(problem, "dk", batch, seqlen_k, heads_kv, cols_dk)
+    dv_view = rows_argument(problem, "dv", batch, seqlen_k, heads_kv, cols_dv)
     dk_parts_view = FragmentBlocks.argument(dk_blocks, head_dim)
     dv_parts_view = FragmentBlocks.argument(dv_blocks, head_dim_v)
     extra = option_arguments(problem)
@@ -151,7 +160,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         """Issue S' = K Q', added to the linear bias if there is one."""
         scores.start(tile.batch, head, scale_log2)
         scores.begin(acc_s, shared.bias_columns)
-        T.wgmma_gemm(shared.K[w], shared.Q[step], acc_s, **k_qt)
+        fp32.multiply(products, shared.K.parts_of(w), shared.Q.parts_of(step), acc_s, **k_qt)
 
     @T.macro
     def exponentiate(acc_s, P_for_dv, lse_log2, blocks, mask, scores, scale_log2, softmax_scale):
@@ -174,18 +183,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             mask.clear(acc_s, blocks.query)
 
     @T.macro
-    def share_P(w, P, shared):
-        """Copy P' to shared memory, as an operand that takes no registers."""
-        sync_warpgroup(w)  # all warps have dV of the step before
-        T.copy(P, shared.P[w])
-        T.fence_proxy_async()
-        sync_warpgroup(w)
-
-    @T.macro
     def compute_dp(w, step, shared, acc_dp):
         """Issue dP' = V dO'."""
         shared.dO.wait(step)
-        T.wgmma_gemm(shared.V[w], shared.dO[step], acc_dp, **v_dot)
+        fp32.multiply(products, shared.V.parts_of(w), shared.dO.parts_of(step), acc_dp, **v_dot)
 
     @T.macro
     def compute_dq(w, step, shared, acc_dq):
@@ -209,13 +210,13 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     @T.macro
     def store(w, key, counts, tile, tiles, shared, softmax_scale, dropout, acc_dk, acc_dv):
-        """Scale dK and dV, and store them through the shared tiles of K and V; or as fp32 parts if there are several."""
+        """Scale dK and dV, and store them through the shared tiles of K and V; or as fp32 parts, in fp32 or if there are several."""
         if makes_dk:
             for i, j in T.Parallel(64, head_dim):
                 acc_dk[i, j] *= softmax_scale
         if makes_dv:
             dropout.scale_kept(acc_dv)
-        if counts.parts > 1:
+        if problem.is_fp32 or counts.parts > 1:
             if makes_dk:
                 tiles.dK_parts.store(acc_dk, tiles.dk_row_block(tiles.dK_parts, tile, key))
             if makes_dv:
@@ -250,6 +251,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         P_for_dv = T.alloc_fragment([64, block_M], dtype_of("p")) if separate_P else P
         acc_dp = acc_s if reuse else T.alloc_fragment([64, block_M], "float32")  # dP' [keys, queries]
         dS = P if dS_in_P else T.alloc_fragment([64, block_M], dtype_of("ds"))  # dS' [keys, queries]
+        P_parts = (P_for_dv, *fp32.alloc_further_parts([64, block_M], x_parts))
+        dS_parts = (dS, *(P_parts[1:] if reuse else fp32.alloc_further_parts([64, block_M], x_parts)))
         acc_dk = T.alloc_fragment([64, head_dim], "float32")
         acc_dv = T.alloc_fragment([64, head_dim_v], "float32")
         # dQ of the step before, in pieces
@@ -299,10 +302,13 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 scale_log2,
                 softmax_scale,
             )
-            if makes_dv and not (sloped and makes_dk):
-                T.copy(acc_s, P_for_dv)
-            if reuse and (separate_P or not makes_dv):
-                T.copy(acc_s, P)
+            if x_parts > 1:
+                fp32.split_kept(acc_s, P_parts)
+            else:
+                if makes_dv and not (sloped and makes_dk):
+                    T.copy(acc_s, P_for_dv)
+                if reuse and (separate_P or not makes_dv):
+                    T.copy(acc_s, P)
             if makes_dv:
                 dropout.drop(P_for_dv)
                 if stage_P:
@@ -318,7 +324,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if makes_dv:
                 if not makes_dk:
                     shared.dO.wait(step)
-                T.wgmma_gemm(shared.P[w] if stage_P else P_for_dv, shared.dO[step], acc_dv, policy=row_wise)
+                P_operands = (shared.P[w],) if stage_P else P_parts
+                fp32.multiply(products, lambda i: P_operands[i], shared.dO.parts_of(step), acc_dv)
             if not makes_dk:
                 # Once P' has gone to a GEMM every lane has its log-sum-exps. An arrival overtakes reads that are in flight: before
                 # the GEMM, causal dv of d192 and d256 read those of a later step now and then (H200, 2026-11-21)
@@ -341,12 +348,17 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     shared.dO.release(step)
                 dropout.drop(acc_dp)
                 dropout.scale_kept(acc_dp)
-                softmax_backward(
-                    P if reuse else acc_s,
-                    acc_dp,
-                    lambda i, j: delta[j] if early_dK else shared.Q.row_value(step, 1, j),
-                    dS,
-                )
+                if x_parts > 1:
+                    P_whole = P_parts if reuse else (acc_s,)
+                    fp32.replace_dp(P_whole, acc_dp, lambda j: shared.Q.row_value(step, 1, j))
+                    fp32.split_parts(acc_dp, dS_parts)
+                else:
+                    softmax_backward(
+                        P if reuse else acc_s,
+                        acc_dp,
+                        lambda i, j: delta[j] if early_dK else shared.Q.row_value(step, 1, j),
+                        dS,
+                    )
 
             # dK += dS' Q, before or after dS' is shared
             if early_dK:
@@ -356,7 +368,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.dS.write(dS_place, step, dS)
                 shared.dS.announce(step)
             if makes_dk and not early_dK:
-                T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)
+                fp32.multiply(products, lambda i: dS_parts[i], shared.Q.parts_of(step), acc_dk)
 
             # S' = K Q' of the next step, of no use after the last
             if step + 1 < blocks.steps:
@@ -364,7 +376,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             next_head = T.min(blocks.next_head, heads - 1)
             compute_scores(w, step + 1, next_head, scores, scale_log2, tile, shared, acc_s)
             if makes_dk and makes_dv and not dS_in_P:
-                T.wait_wgmma(3 if problem.bias_is_linear else 2)  # dV
+                # dV; no wait is for more than 7 groups of wgmma
+                T.wait_wgmma(3 if problem.bias_is_linear else min(2 * len(products), 7))
                 shared.dO.release(step)
             if late_sums:
                 if step > 0:
@@ -436,12 +449,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
         counts = KeyTileCounts(heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas)
         with T.Kernel(ctas, threads=roles.block, prelude=cuda) as number:
-            K_shared = TileRing([config.warpgroups, 64, head_dim], dtype_of("k"), 4, name="K")
-            V_shared = (
-                TileRing([config.warpgroups, 64, head_dim_v], dtype_of("v"), 4, name="V")
-                if makes_dk
-                else None
-            )
+            K_shared = TileRing(k_shape, dtype_of("k"), 4, name="K", parts=x_parts)
+            V_shared = TileRing(v_shape, dtype_of("v"), 4, name="V", parts=x_parts) if makes_dk else None
             # dV leaves through the tile of V, else of K, if that is as wide
             if makes_dk:
                 dV_shared = V_shared.tiles
@@ -449,12 +458,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 dV_shared = K_shared.tiles
             else:
                 dV_shared = alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype_of("dv"))
-            q_shape = [config.num_stages, block_M, head_dim]
-            do_shape = [config.num_stages_do, block_M, head_dim_v]
             shared = SharedTiles(
-                # The row values are Lse_log2 and, for dS', Delta
-                Q=TileRing(q_shape, dtype_of("q"), consumers // 32, "Q", row_values=2 if makes_dk else 1),
-                dO=TileRing(do_shape, dtype_of("do"), consumers // 32, "dO"),
+                Q=TileRing(q_shape, dtype_of("q"), consumer_warps, "Q", row_values, parts=x_parts),
+                dO=TileRing(do_shape, dtype_of("do"), consumer_warps, "dO", parts=x_parts),
                 K=K_shared,
                 V=V_shared,
                 P=alloc_each(config.warpgroups, [64, block_M], dtype_of("p"), "P") if stage_P else None,
@@ -465,8 +471,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             # In terms of TileOrder the blocks are of keys, and a key head has `parts` heads
             order_heads = heads_kv * parts
             all_heads, table = (order_heads, Table) if varlen else (order_heads * batch, None)
+            per_entry = TABLE_ROWS // block_N
             order = TileOrder(
-                problem.causal, order_heads, all_heads, parts, n_blocks, group_heads, table=table
+                problem.causal, order_heads, all_heads, parts, n_blocks, group_heads, None, table, per_entry
             )
             Tiles = PackedGradTiles if varlen else DenseGradTiles
             tiles = Tiles(
@@ -478,6 +485,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 Delta,
                 head_dim,
                 head_dim_v,
+                x_parts,
                 dQ_sum=FragmentBlocks(dQ_sum, rounded_q // 16),
                 dK=dK,
                 dV=dV,

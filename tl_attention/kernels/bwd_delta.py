@@ -30,14 +30,14 @@ def flash_bwd_delta(problem: AttnProblem, config: BwdDelta) -> T.PrimFunc:
     A query that sees no key (Lse = -inf) and a row of padding get Lse_log2 = +inf: their probabilities are then 0. Delta of
     padding is 0.
     """
-    dtype, width, rows = problem.dtype, problem.head_dim, config.rows
+    dtype, width, rows = problem.dtype_of("o"), problem.head_dim, config.rows
     varlen = problem.has("varlen")
     batch, heads, seqlen_q, columns, rounded_q = T.dynamic("batch, heads, seqlen_q, columns, rounded_q")
     total_q, entries = T.dynamic("total_q, entries")
     batch_rows = 1 if varlen else batch
     lse_shape = [heads, total_q] if varlen else [batch, heads, seqlen_q]
     o_view = rows_argument(problem, "o", batch, seqlen_q, heads, columns)
-    do_view = rows_argument(problem, "do", batch, seqlen_q, heads, columns)
+    do_view = rows_argument(problem, "do", batch, seqlen_q, heads, columns, operand="o")
     lse_view = T.Tensor(lse_shape, "float32")
     dlse_view = T.Tensor(lse_shape, "float32") if varlen else False  # False makes no argument
     lse_log2_view = T.Tensor([batch_rows, heads, rounded_q], "float32")

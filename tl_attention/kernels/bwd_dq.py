@@ -20,12 +20,19 @@ from tl_attention.kernels.options import (
     prelude,
 )
 from tl_attention.kernels.pipeline import TileRing, sync_warpgroup
+from tl_attention.kernels.products import alloc_further_parts, multiply, split_parts
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Tile, TileCounts, TileOrder
 from tl_attention.kernels.softmax import LOG2E, probabilities, softmax_backward
-from tl_attention.kernels.tiles import DenseGradTiles, PackedGradTiles, SharedTiles, rows_argument
+from tl_attention.kernels.tiles import (
+    DenseGradTiles,
+    PackedGradTiles,
+    SharedTiles,
+    result_argument,
+    rows_argument,
+)
 from tl_attention.kernels.traced import traced_arguments
-from tl_attention.problem import AttnProblem
+from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
 
@@ -42,8 +49,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     consumers = WARPGROUP * config.warpgroups
     registers = pipeline.registers(problem, config.warpgroups)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
-    row_wise = T.GemmWarpPolicy.FullRow
-    do_vt = {"transpose_B": True, "policy": row_wise, "clear_accum": True}  # dP = dO V^T
+    parts, products = problem.parts, problem.products
+    do_vt = {"transpose_B": True, "clear_accum": True}  # dP = dO V^T
     q_kt = {**do_vt, "clear_accum": not problem.bias_is_linear}  # S = Q K^T
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
@@ -57,7 +64,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     do_view = rows_argument(problem, "do", batch, seqlen_q, heads, columns_v)
     lse_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
     delta_view = T.Tensor([batch_rows, heads, rounded_q], "float32")  # one object for both would alias them
-    dq_view = rows_argument(problem, "dq", batch, seqlen_q, heads, columns_qk)
+    dq_view = result_argument(problem, "dq", batch, seqlen_q, heads, columns_qk)
     extra = option_arguments(problem)
 
     @T.macro
@@ -78,7 +85,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     def compute_scores(w, step, scores, shared, acc_s):
         """Issue S = Q K^T, added to the linear bias if there is one."""
         scores.begin(acc_s, shared.bias_columns)
-        T.wgmma_gemm(shared.Q[w], shared.K[step], acc_s, **q_kt)
+        multiply(products, lambda i: shared.Q.part(w, i), lambda j: shared.K.part(step, j), acc_s, **q_kt)
 
     @T.macro
     def exponentiate(acc_s, lse_log2, query, step, blocks, scores, scale_log2):
@@ -95,13 +102,16 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     @T.macro
     def store(w, query, tile, tiles, shared, softmax_scale, acc_dq):
-        """Scale dQ, and store it through the shared tile of Q."""
+        """Scale dQ, and store it through the shared tile of Q; fp32 from registers."""
         for i, j in T.Parallel(64, head_dim):
             acc_dq[i, j] *= softmax_scale
-        T.copy(acc_dq, shared.Q.tiles[w, :, :])
-        T.fence_proxy_async()
-        sync_warpgroup(w)
-        T.copy(shared.Q.tiles[w, :, :], tiles.dq(tile, tile.head, query, 64))
+        if problem.is_fp32:
+            tiles.store_dq(acc_dq, tile, query)
+        else:
+            T.copy(acc_dq, shared.Q.tiles[w, :, :])
+            T.fence_proxy_async()
+            sync_warpgroup(w)
+            T.copy(shared.Q.tiles[w, :, :], tiles.dq(tile, tile.head, query, 64))
 
     @T.macro
     def differentiate(w, tile, blocks, tiles, shared, softmax_scale, options):
@@ -111,6 +121,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         acc_s = T.alloc_fragment([64, block_N], "float32")  # S [queries, keys], then P
         acc_dp = T.alloc_fragment([64, block_N], "float32")  # dP [queries, keys]
         dS = T.alloc_fragment([64, block_N], dtype_of("ds"))  # dS [queries, keys]
+        dS_parts = (dS, *alloc_further_parts([64, block_N], parts))
         acc_dq = T.alloc_fragment([64, head_dim], "float32")
         lse_log2 = T.alloc_fragment([64], "float32")
         delta = T.alloc_fragment([64], "float32")
@@ -143,7 +154,9 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
             # dP = dO V^T
             shared.V.wait(step)
-            T.wgmma_gemm(shared.dO[w], shared.V[step], acc_dp, **do_vt)
+            multiply(
+                products, lambda i: shared.dO.part(w, i), lambda j: shared.V.part(step, j), acc_dp, **do_vt
+            )
 
             # P = exp2(S - lse), beside that GEMM
             exponentiate(acc_s, lse_log2, query, step, blocks, scores, scale_log2)
@@ -156,10 +169,14 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             # dS = P * (dP - Delta)
             dropout.drop(acc_dp)
             dropout.scale_kept(acc_dp)
-            softmax_backward(acc_s, acc_dp, lambda i, j: delta[i], dS)
+            if parts > 1:
+                softmax_backward(acc_s, acc_dp, lambda i, j: delta[i], acc_s)
+                split_parts(acc_s, dS_parts)
+            else:
+                softmax_backward(acc_s, acc_dp, lambda i, j: delta[i], dS)
 
             # dQ += dS K
-            T.wgmma_gemm(dS, shared.K[step], acc_dq, policy=row_wise)
+            multiply(products, lambda i: dS_parts[i], lambda j: shared.K.part(step, j), acc_dq)
 
             # S = Q K^T of the next step, of no use after the last
             if step + 1 < blocks.steps:
@@ -217,17 +234,33 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles)) as number:
             shared = SharedTiles(
                 bias_columns=alloc_bias_columns(problem, block_N),
-                Q=TileRing([config.warpgroups, 64, head_dim], dtype_of("q"), 4, name="Q"),
-                dO=TileRing([config.warpgroups, 64, head_dim_v], dtype_of("do"), 4, name="dO"),
-                K=TileRing([config.num_stages, block_N, head_dim], dtype_of("k"), consumers // 32, name="K"),
+                Q=TileRing(
+                    [config.warpgroups, 64, parts * head_dim], dtype_of("q"), 4, name="Q", parts=parts
+                ),
+                dO=TileRing(
+                    [config.warpgroups, 64, parts * head_dim_v], dtype_of("do"), 4, name="dO", parts=parts
+                ),
+                K=TileRing(
+                    [config.num_stages, block_N, parts * head_dim],
+                    dtype_of("k"),
+                    consumers // 32,
+                    name="K",
+                    parts=parts,
+                ),
                 V=TileRing(
-                    [config.num_stages_do, block_N, head_dim_v], dtype_of("v"), consumers // 32, name="V"
+                    [config.num_stages_do, block_N, parts * head_dim_v],
+                    dtype_of("v"),
+                    consumers // 32,
+                    name="V",
+                    parts=parts,
                 ),
             )
             all_heads, table = (heads, Table) if varlen else (heads * batch, None)
-            order = TileOrder.of_queries(counts, problem.causal, heads, all_heads, table=table)
+            order = TileOrder.of_queries(
+                counts, problem.causal, heads, all_heads, None, table, TABLE_ROWS // block_M
+            )
             Tiles = PackedGradTiles if varlen else DenseGradTiles
-            tiles = Tiles(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, dQ=dQ)
+            tiles = Tiles(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, parts, dQ=dQ)
             roles.run(
                 lambda: produce(number, order, tiles, shared, options),
                 lambda w: consume(w, number, order, tiles, shared, softmax_scale, options),

@@ -25,7 +25,7 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
         of_keys: int32, 1 for the gradient of K or V, 0 for that of Q.
         Table: int32 [entries, 8], the tile table of blocks of TABLE_ROWS keys or queries.
     """
-    dtype, width, rows = problem.dtype, problem.head_dim, config.rows
+    dtype, width, rows = problem.dtype_of("dq"), problem.head_dim, config.rows
     varlen = problem.has("varlen")
     batch, heads, seqlen, columns, total_row_blocks = T.dynamic(
         "batch, heads, seqlen, columns, total_row_blocks"

@@ -265,7 +265,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             T.wait_wgmma(0)  # O is complete, and P free
             shared.V.release(segment.step[0])
             T.copy(me.acc_s, me.P)
-            me.softmax.rescale(me.acc_o)
+            me.softmax.rescale((me.acc_o,))
             segment.step[0] += 1
         start_pv(me, shared)
         T.wait_wgmma(0)
@@ -285,7 +285,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
             first_key = (segment.start_block[0] + i) * block_N
             weigh(me, first_key, segment.length[0], shared.rows, arguments)
             T.copy(me.acc_s, me.P)
-            me.softmax.rescale(me.acc_o)
+            me.softmax.rescale((me.acc_o,))
             start_pv(me, shared)
             T.wait_wgmma(0)
             if v_in_k:
@@ -380,7 +380,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 attend_overlapped(me, shared, arguments)
             else:
                 attend(me, shared, arguments)
-            softmax.finish(acc_o, lse, 1.0)
+            softmax.finish((acc_o,), lse, 1.0)
 
             if segment.field("parts") == 1:
                 if problem.has("sink"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from tl_attention.kernel_configs import KV_STAGES, FwdConfig
+from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.mask import LAST_BLOCK, KeyBlocks, Mask
 from tl_attention.kernels.options import (
@@ -25,13 +25,21 @@ from tl_attention.kernels.pages import CachePages, page_arguments, paged_loads
 from tl_attention.kernels.pipeline import (
     TileRing,
     Turns,
+    alloc_fragments,
     alloc_swizzled,
     sync_warpgroup,
     wait_for_stores,
 )
+from tl_attention.kernels.products import (
+    CHUNK,
+    add_product,
+    alloc_further_parts,
+    multiply,
+    split_parts,
+)
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder, TileStream
-from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax
+from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
 from tl_attention.kernels.tiles import (
     DensePartTiles,
     DenseTiles,
@@ -40,10 +48,11 @@ from tl_attention.kernels.tiles import (
     PagedPartTiles,
     PagedTiles,
     SharedTiles,
+    result_argument,
     rows_argument,
 )
 from tl_attention.kernels.traced import traced_arguments
-from tl_attention.problem import AttnProblem
+from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
 # Like pipeline.REGISTERS; a producer that also locates tiles needs more
@@ -56,6 +65,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     Args of the kernel:
         Q, K, V, O: views [batch, seqlen, heads, columns], no more columns than the problem's tile widths; none is empty, as TMA
             takes no empty tensor. varlen: see tiles.PackedTiles.
+            fp32: Q, K, V are bf16 parts, [batch, seqlen, heads, parts * width], from parts.py; O is fp32.
         Lse: fp32 [batch, heads, seqlen_q], log2 of the sum of exponentials times lse_unit. A row without keys has O = 0, Lse = -inf.
         Tickets: int32 [2], zeros before and after the kernel.
         heads_per_kv, m_blocks, group_heads, ctas: see scheduler.TileCounts.
@@ -70,14 +80,18 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     hold_max, split, varlen = config.hold_max, config.split, problem.has("varlen")
     warpgroups = tuple(range(config.warpgroups))
     consumer_warps = 4 * config.warpgroups
-    row_wise = T.GemmWarpPolicy.FullRow
-    q_kt = {"transpose_B": True, "policy": row_wise, "clear_accum": not problem.bias_is_linear}
+    q_kt = {"transpose_B": True, "clear_accum": not problem.bias_is_linear}
     persistent = config.schedule != "grid"
     registers = pipeline.registers(problem, config.warpgroups)
     if persistent:
         registers = PERSISTENT_REGISTERS.get(config.warpgroups)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
-    O_in_Q = head_dim == head_dim_v and not split  # O leaves through the shared memory of its queries
+    O_from_registers = split or problem.is_fp32
+    O_in_Q = (
+        head_dim == head_dim_v and not O_from_registers
+    )  # O leaves through the shared memory of its queries
+    parts, products = problem.parts, problem.products
+    o_cols = CHUNK if parts > 1 else head_dim_v  # columns of a tile of O in registers
     turns = Turns(config.warpgroups, config.ping_pong)
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
@@ -93,7 +107,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     else:
         Tiles = PagedTiles if config.page_rows else PackedTiles if varlen else DenseTiles
         splits = None
-        o_view = rows_argument(problem, "o", batch, seqlen_q, heads, columns_v)
+        o_view = result_argument(problem, "o", batch, seqlen_q, heads, columns_v)
         lse_view = T.Tensor([heads, seqlen_q] if varlen else [batch, heads, seqlen_q], "float32")
     tickets_view = T.Tensor([2], "int32")
     extra = option_arguments(problem)
@@ -178,12 +192,26 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 load(tile, 0, 0, blocks, tiles, shared, None)
 
     @T.macro
+    def split_p(acc_s, P_parts, dropout):
+        """Round probabilities to the parts of P, those that dropout keeps."""
+        if parts > 1:
+            dropout.drop(acc_s)
+            split_parts(acc_s, P_parts)
+        else:
+            T.copy(acc_s, P_parts[0])
+            dropout.drop(P_parts[0])
+
+    @T.macro
     def attend(
         w, tile, turn, first_step, blocks, tiles, shared, recomputes, softmax_scale, lse_unit, options
     ):
         acc_s = T.alloc_fragment([64, block_N], "float32")  # scores, then their exponentials
         P = T.alloc_fragment([64, block_N], problem.dtype_of("p"))
-        acc_o = T.alloc_fragment([64, head_dim_v], "float32")
+        P_parts = (P, *alloc_further_parts([64, block_N], parts))
+        acc_o = T.alloc_fragment([64, o_cols], "float32")
+        O_chunks = (acc_o, *alloc_fragments([[64, o_cols]] * (head_dim_v // o_cols - 1), "float32"))
+        # P V of one block of keys; without parts O itself
+        acc_pv = alloc_fragments([[64, o_cols]], "float32") if parts > 1 else (acc_o,)
         lse = T.alloc_fragment([64], "float32")
         scores = Scores(problem, options, softmax_scale)
         dropout = Dropout(problem, options, block_N)
@@ -207,7 +235,13 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         shared.K.wait(first_step)
         turns.wait(w)
         scores.begin(acc_s, shared.bias_columns)
-        T.wgmma_gemm(shared.Q[q_step], shared.K[first_step], acc_s, **q_kt)
+        multiply(
+            products,
+            lambda left: shared.Q.part(q_step, left),
+            lambda right: shared.K.part(first_step, right),
+            acc_s,
+            **q_kt,
+        )
         turns.pass_on(w)
         dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(0))
         T.wait_wgmma(0)
@@ -218,32 +252,52 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 shared.Q.release(q_step - config.warpgroups)
         scores.transform(acc_s, query, blocks, 0, LAST_BLOCK)
         softmax.update(acc_s, scores.shift(blocks.diagonal(query, 0)))
-        T.copy(acc_s, P)
-        dropout.drop(P)
+        split_p(acc_s, P_parts, dropout)
 
         # S = Q Kᵀ and softmax of each block before it, beside O += P V of the block behind
-        T.clear(acc_o)
+        for n in indices(O_chunks):
+            T.clear(O_chunks[n])
         for steps, update_max, count in step_ranges(blocks, recomputes):
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR per step at d128
             for i in T.serial(count):
                 shared.K.wait(first_step + steps.first + i)
                 turns.wait(w)
                 scores.begin(acc_s, shared.bias_columns)
-                T.wgmma_gemm(shared.Q[q_step], shared.K[first_step + steps.first + i], acc_s, **q_kt)
+                multiply(
+                    products,
+                    lambda left: shared.Q.part(q_step, left),
+                    lambda right: shared.K.part(first_step + steps.first + i, right),
+                    acc_s,
+                    **q_kt,
+                )
                 shared.V.wait(first_step + steps.first + i - 1)
-                T.wgmma_gemm(P, shared.V[first_step + steps.first + i - 1], acc_o, policy=row_wise)
+                multiply(
+                    products,
+                    lambda left: P_parts[left],
+                    lambda right: shared.V.part(first_step + steps.first + i - 1, right, 0, CHUNK),
+                    acc_pv[0],
+                    clear_accum=parts > 1,
+                )
                 turns.pass_on(w)
                 dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(steps.first + i))
-                T.wait_wgmma(1)  # S is there
+                T.wait_wgmma(len(products))  # S is there
                 shared.K.release(first_step + steps.first + i)
                 scores.transform(acc_s, query, blocks, steps.first + i, steps)
                 softmax.update(acc_s, scores.shift(blocks.diagonal(query, steps.first + i)), update_max)
-                T.wait_wgmma(0)  # O is there, and P free
+                if parts > 1:
+                    add_product(
+                        products,
+                        lambda left: P_parts[left],
+                        lambda right, col: shared.V.part(first_step + steps.first + i - 1, right, col, CHUNK),
+                        O_chunks,
+                        acc_pv[0],
+                    )
+                else:
+                    T.wait_wgmma(0)  # O is there, and P free
                 shared.V.release(first_step + steps.first + i - 1)
-                T.copy(acc_s, P)
-                dropout.drop(P)
+                split_p(acc_s, P_parts, dropout)
                 if update_max:
-                    softmax.rescale(acc_o)
+                    softmax.rescale(O_chunks)
 
         # O += P V of the first key block, O /= row sums
         # Read once more, not held in registers all the way, and before the box may be filled again
@@ -253,8 +307,23 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             shared.Q.release(q_step)
         last = blocks.steps - 1
         shared.V.wait(first_step + last)
-        T.wgmma_gemm(P, shared.V[first_step + last], acc_o, policy=row_wise)
-        T.wait_wgmma(0)
+        multiply(
+            products,
+            lambda left: P_parts[left],
+            lambda right: shared.V.part(first_step + last, right, 0, CHUNK),
+            acc_pv[0],
+            clear_accum=parts > 1,
+        )
+        if parts > 1:
+            add_product(
+                products,
+                lambda left: P_parts[left],
+                lambda right, col: shared.V.part(first_step + last, right, col, CHUNK),
+                O_chunks,
+                acc_pv[0],
+            )
+        else:
+            T.wait_wgmma(0)
         shared.V.release(first_step + last)
         if hold_max:
             if recomputes == 0:  # once: where scores are beyond all bounds no row max helps
@@ -262,15 +331,17 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 if softmax.overflowed():
                     shared.overflows.report(turn)
             shared.overflows.finish(turn)
-        softmax.finish(acc_o, lse, lse_unit, sink_of(tile, options))
-        dropout.scale_kept(acc_o)
+        softmax.finish(O_chunks, lse, lse_unit, sink_of(tile, options))
+        for n in indices(O_chunks):
+            dropout.scale_kept(O_chunks[n])
 
         if hold_max:
             if recomputes != 0:  # or the output of the first time might come after this one
                 wait_for_stores(read=False)
         query = tile.m_block * block_M + 64 * w
-        if split:
-            tiles.store_o(acc_o, tile, query)
+        if O_from_registers:
+            for n in indices(O_chunks):
+                tiles.store_o(O_chunks[n], tile, query, n * CHUNK)
         elif O_in_Q:
             T.copy(acc_o, shared.Q[q_step])
             T.fence_proxy_async()
@@ -348,11 +419,29 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         traced = traced_arguments(problem)
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles)) as first_tile:
             shared = SharedTiles(
-                Q=TileRing([q_stages * config.warpgroups, 64, head_dim], problem.dtype_of("q"), 4, name="Q"),
-                K=TileRing([KV_STAGES, block_N, head_dim], problem.dtype_of("k"), consumer_warps, name="K"),
-                V=TileRing([KV_STAGES, block_N, head_dim_v], problem.dtype_of("v"), consumer_warps, name="V"),
+                Q=TileRing(
+                    [q_stages * config.warpgroups, 64, parts * head_dim],
+                    problem.dtype_of("q"),
+                    4,
+                    name="Q",
+                    parts=parts,
+                ),
+                K=TileRing(
+                    [config.kv_stages, block_N, parts * head_dim],
+                    problem.dtype_of("k"),
+                    consumer_warps,
+                    name="K",
+                    parts=parts,
+                ),
+                V=TileRing(
+                    [config.kv_stages, block_N, parts * head_dim_v],
+                    problem.dtype_of("v"),
+                    consumer_warps,
+                    name="V",
+                    parts=parts,
+                ),
                 O=None
-                if O_in_Q or split
+                if O_in_Q or O_from_registers
                 else alloc_swizzled([config.warpgroups, 64, head_dim_v], problem.dtype_of("o")),
                 tile_box=TileBox(varlen) if persistent else None,
                 bias_columns=alloc_bias_columns(problem, block_N),
@@ -363,9 +452,12 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             # Sliding windows are usually causal, so their tiles are scheduled like causal ones
             longest_first = problem.causal or problem.has("window")
             all_heads, table = (heads, Table) if varlen else (heads * batch, None)
-            order = TileOrder.of_queries(counts, longest_first, heads, all_heads, splits, table)
+            order = TileOrder.of_queries(
+                counts, longest_first, heads, all_heads, splits, table, TABLE_ROWS // block_M
+            )
             pages = CachePages(PageTable, page_size, num_pages, page_stride_k, page_stride_v)
-            tiles = Tiles(Q, K, V, O, Lse, head_dim, head_dim_v, *paged_loads(problem, config, K, V, pages))
+            loads = paged_loads(problem, config, K, V, pages)
+            tiles = Tiles(Q, K, V, O, Lse, head_dim, head_dim_v, parts, *loads)
             roles.run(
                 lambda: produce(first_tile, order, ctas, Tickets, tiles, shared, options),
                 lambda w: consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options),

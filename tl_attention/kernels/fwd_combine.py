@@ -31,7 +31,7 @@ def flash_fwd_combine(problem: AttnProblem, config: FwdCombine) -> T.PrimFunc:
 
     A row whose parts are all -inf gets O = 0 and Lse = -inf.
     """
-    dtype, width, rows = problem.dtype, problem.head_dim, config.rows
+    dtype, width, rows = problem.dtype_of("o"), problem.head_dim, config.rows
     splits, batch, heads, seqlen_q, columns = T.dynamic("splits, batch, heads, seqlen_q, columns")
     o_parts_view = T.Tensor([splits, batch, heads, seqlen_q, width], "float32")
     lse_parts_view = T.Tensor([splits, batch, heads, seqlen_q], "float32")

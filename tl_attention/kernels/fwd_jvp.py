@@ -127,8 +127,8 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
             blocks.hide_if_needed(acc_s, query, step)
             softmax.update(acc_s)
             T.copy(acc_s, P)
-            softmax.rescale(acc_o)
-            softmax.rescale(acc_to)
+            softmax.rescale((acc_o,))
+            softmax.rescale((acc_to,))
             T.wait_wgmma(0)
             shared.K.release(step)
             t_shared.K.release(step)
@@ -149,7 +149,7 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
 
         tile.locate(number)  # once more, not held in registers all the way
         query = tile.m_block * block_M + 64 * w
-        softmax.finish(acc_o, lse, lse_unit)
+        softmax.finish((acc_o,), lse, lse_unit)
         sums.finish(acc_to, acc_o, lse_unit)
         tiles.store_lse(lse, tile, query)
         t_tiles.store_lse(sums.mean, tile, query)

@@ -110,6 +110,29 @@ static __device__ __forceinline__ void tl_attention_drop_float(void* tile, const
 """
 
 
+# tanh with an error of 2e-7: that of --use_fast_math has one of 2^-11. Below 0.55 a polynomial, fitted at Chebyshev's points
+TANH = """
+static __device__ __forceinline__ float tl_attention_tanh(float x) {
+  float square = x * x, power = exp2f(-2.885390082f * fabsf(x));
+  float sum = -6.615746300667524e-3f;
+  sum = fmaf(sum, square, 2.1312739700078964e-2f);
+  sum = fmaf(sum, square, -5.3910065442323685e-2f);
+  sum = fmaf(sum, square, 1.3333117961883545e-1f);
+  sum = fmaf(sum, square, -3.333333134651184e-1f);
+  float small = fmaf(x, square * sum, x), large = copysignf(__fdividef(1.0f - power, 1.0f + power), x);
+  return fabsf(x) < 0.55f ? small : large;
+}
+"""
+# A zero that nvcc does not know, see TileRing.part
+ZERO = """
+static __device__ __forceinline__ int tl_attention_zero() {
+  int zero;
+  asm volatile("mov.u32 %0, 0;" : "=r"(zero));
+  return zero;
+}
+"""
+
+
 @dataclass(frozen=True)
 class OptionArguments:
     """Arguments of a kernel with options. Those of options that the problem lacks have no meaning."""
@@ -153,9 +176,10 @@ def option_arguments(problem: AttnProblem) -> OptionArguments:
 def prelude(problem: AttnProblem, roles: Roles) -> str | None:
     """CUDA that a kernel needs beside its own; None for nothing."""
     philox = PHILOX if problem.has("dropout") else ""
-    return (roles.prelude or "") + philox + (
-        "" if problem.program is None else program_code(problem.program)
-    ) or None
+    tanh = TANH if problem.has("softcap") and problem.is_fp32 else ""
+    zero = ZERO if problem.parts > 1 else ""
+    program = "" if problem.program is None else program_code(problem.program)
+    return (roles.prelude or "") + philox + tanh + zero + program or None
 
 
 @T.meta_class
@@ -231,7 +255,7 @@ class Scores:
         rows_are_keys: bool = False,
         name: str = "scores",
     ):
-        self.capped, self.causal = problem.has("softcap"), problem.causal
+        self.capped, self.causal, self.is_fp32 = problem.has("softcap"), problem.causal, problem.is_fp32
         self.options, self.softmax_scale, self.rows_are_keys = options, softmax_scale, rows_are_keys
         self.linear = LinearBias(rows_are_keys, name="linear_bias") if problem.bias_is_linear else None
         self.biased = problem.has("alibi") and self.linear is None
@@ -296,7 +320,14 @@ class Scores:
         if self.capped:
             rows, cols = acc_s.shape
             for i, j in T.Parallel(rows, cols):
-                acc_s[i, j] = T.tanh(acc_s[i, j] * (self.softmax_scale / self.options.softcap))
+                acc_s[i, j] = self.tanh(acc_s[i, j])
+
+    def tanh(self, score: Any) -> Any:
+        """tanh(s scale / c) of a score s."""
+        if self.is_fp32:
+            factor = T.call_extern("float32", "__fdiv_rn", self.softmax_scale, self.options.softcap)
+            return T.call_extern("float32", "tl_attention_tanh", score * factor)
+        return T.tanh(score * (self.softmax_scale / self.options.softcap))
 
     def biased_score(self, score: Any, i: Any, j: Any, diagonal: Any) -> Any:
         """Score after cap(), or a raw one, minus the bias. diagonal: column that the diagonal of the tile's first query crosses.

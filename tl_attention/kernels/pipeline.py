@@ -50,10 +50,19 @@ class TileRing:
     Args:
         shape: [slots, rows, cols].
         row_values: fp32 vectors [rows] that come with each tile.
+        parts: tiles [rows, cols / parts] side by side, see products.py.
     """
 
-    def __init__(self, shape: list[int], dtype: str, consumer_warps: int, name: str, row_values: int = 0):
-        self.slots = shape[0]
+    def __init__(
+        self,
+        shape: list[int],
+        dtype: str,
+        consumer_warps: int,
+        name: str,
+        row_values: int = 0,
+        parts: int = 1,
+    ):
+        self.slots, self.parts = shape[0], parts
         self.tiles = alloc_swizzled(shape, dtype)  # [slots, rows, cols]
         self.row_values = (
             T.alloc_shared([self.slots, row_values, shape[1]], "float32") if row_values else None
@@ -63,6 +72,20 @@ class TileRing:
 
     def __getitem__(self, step):
         return self.tiles[step % self.slots, :, :]
+
+    def part(self, step: Any, i: int, first_col: int = 0, cols: int | None = None) -> Any:
+        """The i-th of the parts of a tile, or `cols` columns of it from first_col on."""
+        if self.parts == 1:
+            return self[step]
+        # With a known position nvcc holds the wgmma descriptors of all parts in registers, through all steps: it spilled 244 bytes in
+        # the causal forward of d128 in three parts
+        width = self.tiles.shape[2] // self.parts
+        first = (T.call_extern("int32", "tl_attention_zero") + i) * width + first_col
+        return self.tiles[step % self.slots, :, first : first + (cols or width)]
+
+    def parts_of(self, step: Any) -> Any:
+        """Function of i that returns the i-th part of a tile."""
+        return lambda i: self.part(step, i)
 
     def row_value(self, step: Any, vector: int, row: Any) -> Any:
         return self.row_values[step % self.slots, vector, row]
@@ -250,3 +273,12 @@ def wait_for_stores(read=True):
     if T.shuffle_elect(WARPGROUP):
         T.tma_store_wait(0, read)
     T.sync_warp()
+
+
+@T.macro
+def share_P(w, P, shared):
+    """Copy P' to shared memory, as an operand that takes no registers."""
+    sync_warpgroup(w)  # all warps have dV of the step before
+    T.copy(P, shared.P[w])
+    T.fence_proxy_async()
+    sync_warpgroup(w)

@@ -39,6 +39,7 @@ class TileOrder:
         splits: CTAs per tile; None without a split.
         table: varlen: int32 [m_blocks, 8], the tiles of all sequences from tile_table.py, the longest first. `heads` then
             are those of one sequence, and a group of heads goes through all tiles before the next group.
+        tiles_per_entry: tiles in an entry of the table, side by side; m_blocks counts tiles. The last may lie past the sequence.
     """
 
     longest_first: bool
@@ -49,6 +50,7 @@ class TileOrder:
     group_heads: Any
     splits: Any = None
     table: Any = None
+    tiles_per_entry: int = 1
 
     @classmethod
     def of_queries(
@@ -59,6 +61,7 @@ class TileOrder:
         all_heads: Any,
         splits: Any = None,
         table: Any = None,
+        tiles_per_entry: int = 1,
     ) -> TileOrder:
         """Order of a launch whose tiles are blocks of queries."""
         return cls(
@@ -70,6 +73,7 @@ class TileOrder:
             counts.group_heads,
             splits,
             table,
+            tiles_per_entry,
         )
 
     @property
@@ -168,7 +172,13 @@ class Tile:
         else:
             self.head_idx[0] = T.truncdiv(number, order.m_blocks)
             self.block[0] = T.truncmod(number, order.m_blocks)
-        if order.table is not None:
+        if order.table is not None and order.tiles_per_entry > 1:
+            self.number_in_group[0] = order.m_blocks - 1 - self.block[0]
+            self.read_table(T.truncdiv(self.number_in_group[0], order.tiles_per_entry))
+            self.block[0] = self.block[0] * order.tiles_per_entry + T.truncmod(
+                self.number_in_group[0], order.tiles_per_entry
+            )
+        elif order.table is not None:
             self.read_table(order.m_blocks - 1 - self.block[0])
         else:
             self.batch_idx[0] = T.truncdiv(self.head_idx[0], order.heads)

@@ -17,6 +17,11 @@ LAZY_GROWTH = 8.0
 LARGEST_HELD_SUM = 2.0**64
 
 
+def indices(values: tuple) -> tuple[int, ...]:
+    """Indices that unroll a loop in a kernel."""
+    return tuple(range(len(values)))
+
+
 def rows_layout():
     """Layout of a loop over the 64 rows of a warpgroup, as wgmma has them: each row at a quad of threads.
 
@@ -96,16 +101,22 @@ class OnlineSoftmax:
         return self.row_max[i] if shift is None else self.row_max[i] - shift
 
     @T.inline
-    def rescale(self, acc_o):
-        """Multiply by row_scale, if the row max of any row of this warp changed."""
-        rows, cols = acc_o.shape
+    def rescale(self, accs):
+        """Multiply O, tiles side by side, by row_scale, if the row max of any row of this warp changed."""
         self.flag[0] = 0
         for i in T.Parallel(64, loop_layout=rows_layout()):
             if self.row_max[i] > self.row_max_prev[i]:
                 self.flag[0] = 1
         if T.any_sync(self.flag[0] != 0):
+            self.scale_rows(accs)
+
+    @T.inline
+    def scale_rows(self, accs):
+        """Multiply tiles side by side by row_scale."""
+        for n in indices(accs):  # a loop over the tiles would take their names away (TileLang 0.1.15)
+            rows, cols = accs[n].shape
             for i, j in T.Parallel(rows, cols):
-                acc_o[i, j] *= self.row_scale[i]
+                accs[n][i, j] *= self.row_scale[i]
 
     @T.inline
     def check_sums(self):
@@ -120,12 +131,11 @@ class OnlineSoftmax:
         return T.any_sync(self.flag[0] != 0)
 
     @T.inline
-    def finish(self, acc_o, lse, lse_unit, sink=None):
-        """Divide acc_o by the row sums, and set lse = log2(sum of exp2) * lse_unit; a row without keys gets 0 and -inf.
+    def finish(self, accs, lse, lse_unit, sink=None):
+        """Divide O, tiles side by side, by the row sums, and set lse = log2(sum of exp2) * lse_unit; a row without keys gets 0 and -inf.
 
         sink: score in natural units that takes its share of the sum; None for no sink.
         """
-        rows, cols = acc_o.shape
         T.reduce_sum(self.partial_sum, self.row_sum, dim=1)
         if sink is not None:
             for i in T.Parallel(64, loop_layout=rows_layout()):  # relative to a maximum that covers the sink
@@ -144,8 +154,7 @@ class OnlineSoftmax:
                 lse[i] = (T.log2(self.row_sum[i]) + self.row_max[i] * self.scale_log2) * lse_unit
             for i in T.Parallel(64, loop_layout=rows_layout()):
                 self.row_scale[i] = T.if_then_else(self.row_sum[i] != 0, 1 / self.row_sum[i], 0)
-        for i, j in T.Parallel(rows, cols):
-            acc_o[i, j] *= self.row_scale[i]
+        self.scale_rows(accs)
 
 
 @T.meta_class

@@ -64,6 +64,18 @@ class FragmentBlocks:
             self.tensor[place] = acc[i, j]
 
 
+@T.macro
+def store_rows(tensor, batch, first_row, rows_left, head, acc, first_col=0):
+    """Store an accumulator in tensor [batch, seqlen, heads, columns], but for rows from rows_left on, and columns that it lacks."""
+    rows, cols = acc.shape
+    # Variables: as expressions they kept the layout inference of TileLang 0.1.15 busy for half a minute
+    row = T.alloc_var("int32", init=first_row)
+    left = T.alloc_var("int32", init=rows_left)
+    for i, j in T.Parallel(rows, cols):
+        if i < left and first_col + j < tensor.shape[3]:
+            tensor[batch, row + i, head, first_col + j] = acc[i, j]
+
+
 @dataclass(frozen=True)
 class DenseTiles:
     """Tiles of dense tensors: Q, K, V, O [batch, seqlen, heads, columns], Lse [batch, heads, seqlen_q] fp32.
@@ -79,15 +91,16 @@ class DenseTiles:
     Lse: Any
     head_dim: int
     head_dim_v: int
+    parts: int = 1  # of Q, K and V, see products.py: tiles of them are so many times as wide
 
     def q(self, tile: Any, start: Any, rows: int) -> Any:
-        return self.Q[tile.batch, start : start + rows, tile.head, 0 : self.head_dim]
+        return self.Q[tile.batch, start : start + rows, tile.head, 0 : self.parts * self.head_dim]
 
     def k(self, tile: Any, start: Any, rows: int) -> Any:
-        return self.K[tile.batch, start : start + rows, tile.kv_head, 0 : self.head_dim]
+        return self.K[tile.batch, start : start + rows, tile.kv_head, 0 : self.parts * self.head_dim]
 
     def v(self, tile: Any, start: Any, rows: int) -> Any:
-        return self.V[tile.batch, start : start + rows, tile.kv_head, 0 : self.head_dim_v]
+        return self.V[tile.batch, start : start + rows, tile.kv_head, 0 : self.parts * self.head_dim_v]
 
     def o(self, tile: Any, start: Any, rows: int) -> Any:
         return self.O[tile.batch, start : start + rows, tile.head, 0 : self.head_dim_v]
@@ -106,6 +119,11 @@ class DenseTiles:
     @T.inline
     def store_lse(self, lse, tile, start):
         T.copy(lse, self.lse(tile, start, lse.shape[0]), loop_layout=rows_layout())
+
+    @T.inline
+    def store_o(self, acc_o, tile, start, first_col=0):
+        """Store columns of O from registers, where it is fp32."""
+        store_rows(self.O, tile.batch, start, self.O.shape[1] - start, tile.head, acc_o, first_col)
 
 
 def packed(name: str, heads: Any, columns: Any, dtype: str) -> Any:
@@ -138,6 +156,17 @@ def rows_argument(
     return strided(name, [batch, seqlen, heads, columns], dtype)
 
 
+def result_argument(
+    problem: AttnProblem, name: str, batch: Any, seqlen: Any, heads: Any, columns: Any
+) -> Any:
+    """Tensor argument of O or dQ, as rows_argument; in fp32 [batch, seqlen, heads, columns <= width] or [1, total, heads, columns]."""
+    if (
+        problem.is_fp32
+    ):  # leaves from registers, which needs no view for TMA, and Q and V have the columns of all their parts
+        return strided(name, [batch, seqlen, heads, T.dynamic(f"columns_{name}")], problem.dtype_of(name))
+    return rows_argument(problem, name, batch, seqlen, heads, columns)
+
+
 def packed_rows(tensor: Any, end: Any, length: Any, start: Any, rows: int, head: Any, cols: int) -> Any:
     """`rows` rows from `start` on of the sequence of this length and end, in the view of packed()."""
     row = FAR - length + start
@@ -149,19 +178,28 @@ class PackedTiles(DenseTiles):
     """Tiles of packed sequences: Q, K, V, O in the view of packed(), Lse [heads, total_q] fp32."""
 
     def q(self, tile: Any, start: Any, rows: int) -> Any:
-        return packed_rows(self.Q, tile.end_q[0], tile.len_q[0], start, rows, tile.head, self.head_dim)
+        cols = self.parts * self.head_dim
+        return packed_rows(self.Q, tile.end_q[0], tile.len_q[0], start, rows, tile.head, cols)
 
     def k(self, tile: Any, start: Any, rows: int) -> Any:
-        return packed_rows(self.K, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, self.head_dim)
+        cols = self.parts * self.head_dim
+        return packed_rows(self.K, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, cols)
 
     def v(self, tile: Any, start: Any, rows: int) -> Any:
-        return packed_rows(self.V, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, self.head_dim_v)
+        cols = self.parts * self.head_dim_v
+        return packed_rows(self.V, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, cols)
 
     def o(self, tile: Any, start: Any, rows: int) -> Any:
         return packed_rows(self.O, tile.end_q[0], tile.len_q[0], start, rows, tile.head, self.head_dim_v)
 
     def lse_index(self, tile: Any, row: Any) -> tuple:
         return tile.head, row
+
+    @T.inline
+    def store_o(self, acc_o, tile, start, first_col=0):
+        """Store columns of O [1, total_q, heads, columns] from registers, where it is fp32."""
+        row = tile.end_q[0] - tile.len_q[0] + start
+        store_rows(self.O, 0, row, tile.len_q[0] - start, tile.head, acc_o, first_col)
 
     @T.inline
     def store_lse(self, lse, tile, start):
@@ -177,15 +215,16 @@ class PackedTiles(DenseTiles):
 class DensePartTiles(DenseTiles):
     """DenseTiles of a split: O [splits, batch, heads, seqlen_q, head_dim_v] and Lse [splits, batch, heads, seqlen_q], fp32."""
 
-    def o(self, tile: Any, start: Any, rows: int) -> Any:
-        return self.O[tile.split, tile.batch, tile.head, start : start + rows, 0 : self.head_dim_v]
+    def o(self, tile: Any, start: Any, rows: int, first_col: int = 0, cols: int | None = None) -> Any:
+        end_col = first_col + (cols or self.head_dim_v)
+        return self.O[tile.split, tile.batch, tile.head, start : start + rows, first_col:end_col]
 
     def lse(self, tile: Any, start: Any, rows: int) -> Any:
         return self.Lse[tile.split, tile.batch, tile.head, start : start + rows]
 
     @T.inline
-    def store_o(self, acc_o, tile, start):
-        T.copy(acc_o, self.o(tile, start, acc_o.shape[0]))
+    def store_o(self, acc_o, tile, start, first_col=0):
+        T.copy(acc_o, self.o(tile, start, acc_o.shape[0], first_col, acc_o.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -199,20 +238,20 @@ class PackedPartTiles(PackedTiles):
         return tile.split, 0, tile.head, row
 
     @T.inline
-    def store_o(self, acc_o, tile, start):
+    def store_o(self, acc_o, tile, start, first_col=0):
         row = T.alloc_var("int32", init=tile.end_q[0] - tile.len_q[0] + start)
         rows_left = T.alloc_var("int32", init=tile.len_q[0] - start)
         for i, j in T.Parallel(*acc_o.shape):
             if i < rows_left:
-                self.O[tile.split, 0, tile.head, row + i, j] = acc_o[i, j]
+                self.O[tile.split, 0, tile.head, row + i, first_col + j] = acc_o[i, j]
 
 
 @dataclass(frozen=True)
 class PagedKeys(PackedTiles):
     """Tiles of packed queries and of keys in pages: K, V hold the rows of all pages one after the other, in the view of packed()."""
 
-    k_loads: PagedLoads
-    v_loads: PagedLoads
+    k_loads: PagedLoads | None = None
+    v_loads: PagedLoads | None = None
 
     def load_k(self, ring: Any, ring_step: Any, tile: Any, blocks: Any, step: Any) -> None:
         self.k_loads.load(ring, ring_step, tile, blocks, step)
@@ -266,6 +305,7 @@ class DenseGradTiles:
     Delta: Any
     head_dim: int
     head_dim_v: int
+    parts: int = 1  # of Q, K, V and dO, as in DenseTiles
     dQ: Any = None
     dQ_sum: Any = None
     dK: Any = None
@@ -274,10 +314,10 @@ class DenseGradTiles:
     dV_parts: Any = None
 
     def q(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
-        return self.Q[tile.batch, start : start + rows, head, 0 : self.head_dim]
+        return self.Q[tile.batch, start : start + rows, head, 0 : self.parts * self.head_dim]
 
     def do(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
-        return self.dO[tile.batch, start : start + rows, head, 0 : self.head_dim_v]
+        return self.dO[tile.batch, start : start + rows, head, 0 : self.parts * self.head_dim_v]
 
     def lse_log2(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
         return self.Lse_log2[tile.batch, head, start : start + rows]
@@ -288,11 +328,16 @@ class DenseGradTiles:
     def dq(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
         return self.dQ[tile.batch, start : start + rows, head, 0 : self.head_dim]
 
+    @T.inline
+    def store_dq(self, acc_dq, tile, start):
+        """Store dQ from registers, where it is fp32."""
+        store_rows(self.dQ, tile.batch, start, self.dQ.shape[1] - start, tile.head, acc_dq)
+
     def k(self, tile: Any, start: Any, rows: int) -> Any:
-        return self.K[tile.batch, start : start + rows, tile.kv_head, 0 : self.head_dim]
+        return self.K[tile.batch, start : start + rows, tile.kv_head, 0 : self.parts * self.head_dim]
 
     def v(self, tile: Any, start: Any, rows: int) -> Any:
-        return self.V[tile.batch, start : start + rows, tile.kv_head, 0 : self.head_dim_v]
+        return self.V[tile.batch, start : start + rows, tile.kv_head, 0 : self.parts * self.head_dim_v]
 
     def dk(self, tile: Any, start: Any, rows: int) -> Any:
         return self.dK[tile.batch, start : start + rows, tile.kv_head, 0 : self.head_dim]
@@ -318,10 +363,12 @@ class PackedGradTiles(DenseGradTiles):
     """
 
     def q(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
-        return packed_rows(self.Q, tile.end_q[0], tile.len_q[0], start, rows, head, self.head_dim)
+        cols = self.parts * self.head_dim
+        return packed_rows(self.Q, tile.end_q[0], tile.len_q[0], start, rows, head, cols)
 
     def do(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
-        return packed_rows(self.dO, tile.end_q[0], tile.len_q[0], start, rows, head, self.head_dim_v)
+        cols = self.parts * self.head_dim_v
+        return packed_rows(self.dO, tile.end_q[0], tile.len_q[0], start, rows, head, cols)
 
     def lse_log2(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
         return self.Lse_log2[0, head, tile.padded_q[0] + start : tile.padded_q[0] + start + rows]
@@ -332,11 +379,19 @@ class PackedGradTiles(DenseGradTiles):
     def dq(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
         return packed_rows(self.dQ, tile.end_q[0], tile.len_q[0], start, rows, head, self.head_dim)
 
+    @T.inline
+    def store_dq(self, acc_dq, tile, start):
+        """Store dQ [1, total_q, heads, columns] from registers, where it is fp32."""
+        row = tile.end_q[0] - tile.len_q[0] + start
+        store_rows(self.dQ, 0, row, tile.len_q[0] - start, tile.head, acc_dq)
+
     def k(self, tile: Any, start: Any, rows: int) -> Any:
-        return packed_rows(self.K, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, self.head_dim)
+        cols = self.parts * self.head_dim
+        return packed_rows(self.K, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, cols)
 
     def v(self, tile: Any, start: Any, rows: int) -> Any:
-        return packed_rows(self.V, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, self.head_dim_v)
+        cols = self.parts * self.head_dim_v
+        return packed_rows(self.V, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, cols)
 
     def dk(self, tile: Any, start: Any, rows: int) -> Any:
         return packed_rows(self.dK, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, self.head_dim)

@@ -12,7 +12,7 @@ from tl_attention.checks import check_cache_strides
 from tl_attention.problem import FAR
 
 DLPACK_CUDA = 2  # device type
-DLPACK_CODES = {torch.float16: 2, torch.bfloat16: 4}  # element types
+DLPACK_CODES = {torch.float16: 2, torch.float32: 2, torch.bfloat16: 4}  # element types
 HEADER_WORDS = 6  # 8-byte words of a DLTensor (DLPack 1), before the sizes and strides it points at
 TMA_ALIGNMENT = 16  # bytes, for addresses and strides
 COLUMN_STEP = 8  # columns of 2 bytes, TMA_ALIGNMENT in all

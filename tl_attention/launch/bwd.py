@@ -7,7 +7,7 @@ import math
 import torch
 
 from tl_attention.checks import check_dropout_batch
-from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdSum, delta_width, table_kernels
+from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdSum, delta_width, parts_kernels, table_kernels
 from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns
 from tl_attention.launch.bwd_passes import BwdKernels, BwdSizes, KeyPass, QueryPass, Tables
 from tl_attention.launch.common import (
@@ -16,6 +16,7 @@ from tl_attention.launch.common import (
     PlanCache,
     compile_config,
     dense,
+    dtype_name,
     empty,
     find_config,
     has_no_sequences,
@@ -23,6 +24,7 @@ from tl_attention.launch.common import (
     options_key,
     qkv_key,
 )
+from tl_attention.launch.parts import PartsLaunch
 from tl_attention.launch.traced import gradient_sums, traced_arguments
 from tl_attention.options import Options
 from tl_attention.problem import TABLE_ROWS, length_bucket
@@ -44,6 +46,7 @@ def _find_kernels(key: tuple, direction: str, config: BwdConfig | None) -> BwdKe
         compiled[problem.helper_problem(problem.head_dim), BwdSum()],
         compiled[problem.helper_problem(problem.head_dim_v), BwdSum()],
         next((compiled[kernel] for kernel in table_kernels(problem)), None),
+        next((compiled[kernel] for kernel in parts_kernels(problem)), None),
     )
 
 
@@ -83,7 +86,6 @@ class BwdPlan:
         seq, head = (2, 1) if heads_first else (1, 2)
         batch, seqlen_q, heads, head_dim = q.shape[0], q.shape[seq], q.shape[head], q.shape[3]
         seqlen_k, heads_kv, head_dim_v = k.shape[seq], k.shape[head], v.shape[3]
-        self.views = ArgumentViews(heads_first, *tensors, packed=self.packed)
         self.batch = options.cu_seqlens_q.shape[0] - 1 if self.packed else batch
         self.heads, self.seqlen_q = heads, seqlen_q
 
@@ -92,7 +94,8 @@ class BwdPlan:
         names = () if options is None else tuple(name for name in options.names if name != "sink")
         self.has_options = bool(names)
         program = None if traced is None else traced.program
-        key = (q.dtype, head_dim, head_dim_v, causal, names, program, bucket, self.device)
+        dtype = dtype_name(q.dtype, options)
+        key = (dtype, head_dim, head_dim_v, causal, names, program, bucket, self.device)
         direction = "bwd_det" if deterministic else "bwd"
         if config is None:
             kernels = _kernels.get((direction, key))
@@ -101,12 +104,25 @@ class BwdPlan:
         else:
             kernels = _find_kernels(key, direction, config)
         self.delta = kernels.delta
+        self.split = None
+        if (
+            kernels.parts is not None
+        ):  # dq is fp32 and leaves from registers, so without the view of packed sequences
+            *inputs, out, dq, dk, dv = tensors
+            self.split = PartsLaunch(kernels.parts, kernels.problem, heads_first, *inputs)
+            self.part_views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
+            self.dq_view = ArgumentViews(heads_first, dq)
+        self.views = ArgumentViews(heads_first, *tensors, packed=self.packed)
         counts = None
         if self.packed:
             self.tiles = PackedTiles(kernels.tile_table, self.batch, seqlen_q, seqlen_k, causal, self.device)
             counts = self.tiles.counts
-        width, sms = head_dim + head_dim_v, sm_count(self.device)
-        sizes = BwdSizes(batch, heads, heads_kv, seqlen_q, seqlen_k, width, q.element_size(), sms, counts)
+        width, sms, element_bytes = (
+            head_dim + head_dim_v,
+            sm_count(self.device),
+            kernels.problem.element_bytes,
+        )
+        sizes = BwdSizes(batch, heads, heads_kv, seqlen_q, seqlen_k, width, element_bytes, sms, counts)
         self.rows = dense((batch, heads, sizes.rounded_q))
         self.passes = [
             (QueryPass if bwd_pass.grads == "dq" else KeyPass)(bwd_pass, kernel, kernels, sizes)
@@ -158,7 +174,11 @@ class BwdPlan:
         tensors = q, k, v, dout, out, dq, dk, dv
         if self.packed:
             tensors = [x[None] for x in tensors]
+        inputs, parts = tensors[:4], None
         q, k, v, dout, out, *grads = self.views.of(*tensors)
+        if self.split is not None:
+            parts = self.split(*inputs)  # alive until the last launch
+            (grads[0],) = self.dq_view.of(tensors[5])
         # A kernel with an fp32 tensor argument runs on the current stream of its device
         lse_log2, delta = empty(*self.rows), empty(*self.rows)
         lse, lse_to_log2 = lse.contiguous(), 1.0 if lse_base2 else LOG2E
@@ -182,6 +202,8 @@ class BwdPlan:
             self.delta(out, dout, lse, lse_log2, delta, lse_to_log2)
             if dlse is not None:
                 delta[:, :, : self.seqlen_q] -= _natural_dlse(dlse, lse, lse_base2)
+        if parts is not None:
+            q, k, v, dout = self.part_views.of(*parts)
         for bwd_pass in self.passes:
             bwd_pass.launch((q, k, v, dout, lse_log2, delta), *grads, softmax_scale, arguments, tables)
         return result if sink is None else (*result, _sink_gradient(sink, lse_log2, delta))

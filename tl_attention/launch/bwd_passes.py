@@ -25,6 +25,7 @@ class BwdKernels:
     sum_qk: Kernel
     sum_v: Kernel
     tile_table: Kernel | None  # runs first for packed sequences
+    parts: Kernel | None  # runs first in fp32: splits q, k, v and dout
 
 
 def key_parts(batch: int, heads: int, heads_kv: int, n_blocks: int, sms: int) -> tuple[int, int]:
@@ -47,8 +48,8 @@ def bwd_workspace_bytes(
 ) -> int:
     """Bytes that a backward allocates beside its gradients, on a GPU with `sms` SMs. All of it is fp32.
 
-    It holds lse and delta of each query; the sums of dq, if a pass adds to them; and the parts of dk and dv, where several CTAs
-    share the query heads of a key head.
+    It holds lse and delta of each query; the sums of dq, if a pass adds to them; the parts of dk and dv, where several CTAs
+    share the query heads of a key head, and in fp32. The bf16 parts of fp32 tensors are beside it: see parts_workspace_bytes.
     """
     rows = batch * heads * -(-seqlen_q // QUERY_ROWS) * QUERY_ROWS
     numbers = 2 * rows
@@ -59,7 +60,7 @@ def bwd_workspace_bytes(
             continue
         n_blocks = -(-seqlen_k // bwd_pass.block_N)
         parts, _ = key_parts(batch, heads, heads_kv, n_blocks, sms)
-        if parts > 1:
+        if parts > 1 or problem.is_fp32:
             part_rows = parts * batch * heads_kv * n_blocks * bwd_pass.block_N
             widths = {"dk": problem.head_dim, "dv": problem.head_dim_v}
             numbers += sum(part_rows * width for grad, width in widths.items() if grad in bwd_pass.makes)
@@ -91,7 +92,7 @@ class BwdSizes:
         return -(-self.seqlen_q // QUERY_ROWS) * QUERY_ROWS
 
     def key_blocks(self, block_N: int) -> int:
-        return self.tiles[1] if self.tiles else -(-self.seqlen_k // block_N)
+        return self.tiles[1] * (TABLE_ROWS // block_N) if self.tiles else -(-self.seqlen_k // block_N)
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ class KeyPass:
 
         self.parts = parts
         self.adds_dq = config.adds_dq
-        self.dk_in_parts, self.dv_in_parts = (parts > 1 and grad in config.makes for grad in ("dk", "dv"))
+        in_parts = parts > 1 or kernels.problem.is_fp32
+        self.dk_in_parts, self.dv_in_parts = (in_parts and grad in config.makes for grad in ("dk", "dv"))
         self.row_blocks_q, self.row_blocks_k = sizes.rounded_q // 16, keys // 16
         rows_q = batch * sizes.heads * self.row_blocks_q
         rows_k = parts * batch * heads_kv * self.row_blocks_k

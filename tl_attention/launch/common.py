@@ -18,12 +18,13 @@ from tl_attention.building import compile_kernels
 from tl_attention.checks import check_config
 from tl_attention.kernel_configs import BwdConfig, Config, DecodeConfig, KernelConfig
 from tl_attention.options import MAX_WINDOW, Options
-from tl_attention.problem import TABLE_ROWS, AttnProblem, length_bucket, tuning_key
+from tl_attention.problem import FP32_DTYPES, TABLE_ROWS, AttnProblem, length_bucket, tuning_key
 from tl_attention.store import Kernel
 from tl_attention.target import DTYPE_NAMES
 
 LN2 = math.log(2.0)
 LOG2E = 1 / LN2
+FP32_NAMES = {dtype.parts: name for name, dtype in FP32_DTYPES.items()}
 MAX_GRID = 2**31 - 1  # CTAs per launch
 L2_SHARE = 32 << 20  # bytes of a 50 MB L2 for the keys and values of one head group
 MAX_PLANS = 2048  # per thread and direction: the number of different lengths has no bound
@@ -61,9 +62,15 @@ def options_key(options: Options | None) -> tuple:
     """Part of a plan's key for its options, without the splits of packed sequences."""
     if options is None:
         return ()
+    names = *options.names, options.parts
     if options.varlen:
-        return *options.names, options.cu_seqlens_q.shape[0], length_bucket(options.max_seqlen_k)
-    return *options.names, options.num_splits, window_keys(options)
+        return *names, options.cu_seqlens_q.shape[0], length_bucket(options.max_seqlen_k)
+    return *names, options.num_splits, window_keys(options)
+
+
+def dtype_name(dtype: torch.dtype, options: Options | None) -> str:
+    """Name in problem.DTYPES for tensors of a dtype."""
+    return DTYPE_NAMES[dtype] if options is None or not options.parts else FP32_NAMES[options.parts]
 
 
 def has_no_sequences(options: Options | None) -> bool:
@@ -94,11 +101,11 @@ def find_config(key: tuple, direction: str, config: Config | None) -> tuple[Attn
     """Problem of a kernel key, and the config that serves it.
 
     Args:
-        key: dtype, head_dim, head_dim_v, causal, option names, program, length bucket, device index.
+        key: name of the dtype, head_dim, head_dim_v, causal, option names, program, length bucket, device index.
         config: an explicit one; None: the tuned row or default.
     """
     dtype, head_dim, head_dim_v, causal, names, program, bucket, device = key
-    problem = AttnProblem.of(DTYPE_NAMES[dtype], head_dim, head_dim_v, causal, direction, names, program)
+    problem = AttnProblem.of(dtype, head_dim, head_dim_v, causal, direction, names, program)
     source = "explicit"
     if config is None:
         gpu = torch.cuda.get_device_name(device)

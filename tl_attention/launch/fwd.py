@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from tl_attention.kernel_configs import FwdCombine, FwdConfig, TileTable, page_rows
+from tl_attention.kernel_configs import FwdCombine, FwdConfig, PartsConfig, TileTable, page_rows
 from tl_attention.launch import splits
 from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns, page_rows_of
 from tl_attention.launch.common import (
@@ -18,6 +18,7 @@ from tl_attention.launch.common import (
     PlanCache,
     compile_config,
     dense,
+    dtype_name,
     empty,
     find_config,
     has_no_sequences,
@@ -27,10 +28,11 @@ from tl_attention.launch.common import (
     tile_counts,
     window_keys,
 )
+from tl_attention.launch.parts import PartsLaunch
 from tl_attention.launch.tickets import stream_tickets
 from tl_attention.launch.traced import traced_arguments
 from tl_attention.options import Options
-from tl_attention.problem import MAX_SPLITS, SPLIT_BUCKET, TABLE_ROWS, length_bucket
+from tl_attention.problem import MAX_SPLITS, SPLIT_BUCKET, TABLE_ROWS, AttnProblem, length_bucket
 from tl_attention.program import Call
 from tl_attention.store import Kernel
 from tl_attention.target import sm_count
@@ -46,8 +48,9 @@ class FwdKernels(NamedTuple):
     config: FwdConfig
     max_ctas: int  # without splits
     combine: Kernel | None  # merges the partial outputs of splits
-    width: int  # columns of a V tile
+    problem: AttnProblem
     tile_table: Kernel | None  # runs first for packed sequences
+    parts: Kernel | None  # runs first in fp32: splits q, k and v
 
 
 def _find_kernels(key: tuple, config: FwdConfig | None, copy_rows: int = 0) -> FwdKernels:
@@ -55,8 +58,8 @@ def _find_kernels(key: tuple, config: FwdConfig | None, copy_rows: int = 0) -> F
     config = replace(config, page_rows=copy_rows)
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
     compiled = {type(part): kernel for (_, part), kernel in compile_config(problem, config).items()}
-    combine, tile_table = compiled.get(FwdCombine), compiled.get(TileTable)
-    return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem.head_dim_v, tile_table)
+    combine, tile_table, parts = (compiled.get(kind) for kind in (FwdCombine, TileTable, PartsConfig))
+    return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem, tile_table, parts)
 
 
 class PageViews:
@@ -126,8 +129,6 @@ class FwdPlan:
         if self.pages is None:
             seqlen_k = k.shape[seq]
         self.lse = dense((heads, seqlen_q) if self.packed else (batch, heads, seqlen_q))
-        tensors = (q, k, v, out) if self.pages is None else (q, out)
-        self.views = ArgumentViews(heads_first, *tensors, packed=self.packed)
         self.batch = options.cu_seqlens_q.shape[0] - 1 if self.packed else batch
         self.heads = heads
 
@@ -141,13 +142,22 @@ class FwdPlan:
             bucket = SPLIT_BUCKET if num_splits > 1 else length_bucket(longest_k)
         names = () if options is None else options.names
         program = None if traced is None else traced.program.forward
-        key = (q.dtype, head_dim, head_dim_v, causal, names, program, bucket, self.device)
+        dtype = dtype_name(q.dtype, options)
+        key = (dtype, head_dim, head_dim_v, causal, names, program, bucket, self.device)
         copy_rows = 0 if self.pages is None else page_rows(self.pages.page_size)
         found = _kernels.get((key, copy_rows)) if config is None else _find_kernels(key, config, copy_rows)
         if found is None:
             found = _kernels[key, copy_rows] = _find_kernels(key, None, copy_rows)
-        self.kernel, config, max_ctas, self.combine, width, tile_table = found
+        self.kernel, config, max_ctas, self.combine, problem, tile_table, parts_kernel = found
         self.dynamic = config.schedule == "dynamic"
+        self.split = None
+        if parts_kernel is None:
+            tensors = (q, k, v, out) if self.pages is None else (q, out)
+            self.views = ArgumentViews(heads_first, *tensors, packed=self.packed)
+        else:  # out is fp32 and leaves from registers, so without the view of packed sequences
+            self.split = PartsLaunch(parts_kernel, problem, heads_first, q, k, v)
+            self.views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
+            self.out_view = ArgumentViews(heads_first, out)
 
         rows, keys = seqlen_q, seqlen_k
         if self.packed:
@@ -156,7 +166,7 @@ class FwdPlan:
             rows = self.tiles.counts[0] * TABLE_ROWS  # padded: each sequence starts a new tile
         elif options is not None:
             keys = min(seqlen_k, window_keys(options) + config.block_M)
-        kv_bytes = q.element_size() * keys * (head_dim + head_dim_v)  # read by the tiles of one head
+        kv_bytes = problem.element_bytes * keys * (head_dim + head_dim_v)  # read by the tiles of one head
         m_blocks, group_heads, ctas = tile_counts(
             batch, heads, heads // heads_kv, kv_bytes, rows, config.block_M, max_ctas
         )
@@ -166,7 +176,8 @@ class FwdPlan:
                 num_splits = splits.key_splits(ctas, -(-seqlen_k // config.block_N), sms)
             ctas *= num_splits
             rows = (num_splits, batch, heads, seqlen_q)
-            self.parts = dense((*rows, width)), dense(rows)  # partial outputs and log-sum-exps, fp32
+            # Partial outputs and log-sum-exps, fp32
+            self.partial = dense((*rows, problem.head_dim_v)), dense(rows)
         self.arguments = heads // heads_kv, m_blocks, group_heads, ctas
 
     def __call__(
@@ -210,7 +221,11 @@ class FwdPlan:
         else:
             if self.packed:
                 q, k, v, out = (x[None] for x in (q, k, v, out))
-            *qkv, out_view = self.views.of(q, k, v, out)
+            if self.split is None:
+                *qkv, out_view = self.views.of(q, k, v, out)
+            else:
+                parts = self.split(q, k, v)  # alive until the launch
+                qkv, (out_view,) = self.views.of(*parts), self.out_view.of(out)
         tickets = stream_tickets(self.device, self.dynamic)
         unit = 1.0 if lse_base2 else LN2
         arguments = self.arguments
@@ -224,10 +239,10 @@ class FwdPlan:
         if self.combine is None:
             self.kernel(*qkv, out_view, lse, tickets, softmax_scale, unit, *arguments)
             return
-        parts = [empty(*x) for x in self.parts]
-        self.kernel(*qkv, *parts, tickets, softmax_scale, 1.0, *arguments)
+        partial = [empty(*x) for x in self.partial]
+        self.kernel(*qkv, *partial, tickets, softmax_scale, 1.0, *arguments)
         merged = (out, lse[None]) if self.packed else (out_view, lse)
-        self.combine(*parts, *merged, unit)
+        self.combine(*partial, *merged, unit)
 
 
 def fwd_plan(

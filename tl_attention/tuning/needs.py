@@ -33,7 +33,7 @@ def kernels_of(shape: Shape, dtype: str, direction: str, all_lengths: bool = Fal
     Raises:
         ValueError: no kernels have these head dims, or options, or pages.
     """
-    widths = DECODE_TILE_WIDTHS if direction == DECODE else tile_widths(direction)
+    widths = DECODE_TILE_WIDTHS if direction == DECODE else tile_widths(direction, dtype)
     if not any(qk >= shape.head_dim and v >= shape.head_dim_v for qk, v in widths):
         raise ValueError(
             f"{shape}: expected head dims within one of {widths}, the kernels of --pass {direction}"

@@ -1,0 +1,521 @@
+"""fp32 attention: precisions and errors on any machine; on a Hopper GPU errors against fp64, edge values, options and gradients."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tl_attention import (
+    configs,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    fp32_workspace_bytes,
+    launch,
+    legality,
+    mha_bwd_interface,
+    mha_fwd_interface,
+)
+from tl_attention.checks_fp32 import check_fp32_gradients
+from tl_attention.kernel_configs import BwdConfig
+from tl_attention.options import Options
+from tl_attention.problem import FP32_DTYPES, FP32_TILE_WIDTHS, OPTIONS, PRECISIONS, PRODUCTS, AttnProblem
+from tl_attention.reference import (
+    attention_backward_reference,
+    attention_reference,
+    dropout_keep,
+    varlen_reference,
+)
+from tl_attention.testing.inputs import guard_is_untouched, poisoned
+
+FP64 = torch.float64
+# Largest error over the largest value: high is 2^-16 per product and its sums; medium 2^-9
+RELATIVE_ERROR = {"high": 1e-4, "medium": 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def default_precision():
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def draw(*shapes, device="cpu", scale=1.0):
+    return [scale * torch.randn(shape, device=device) for shape in shapes]
+
+
+def draw_qkv(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v=None, **options):
+    kv = batch, seqlen_k, heads_kv
+    return draw((batch, seqlen_q, heads, head_dim), (*kv, head_dim), (*kv, head_dim_v or head_dim), **options)
+
+
+def split(x, parts):
+    """The parts of x, as kernels/parts.py computes them."""
+    found = []
+    for _ in range(parts):
+        found.append(x.bfloat16())
+        x = x - found[-1].float()
+    return found
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e4, 1e-6, 1e30, 1e-25])
+def test_fp32_is_the_sum_of_three_parts(scale):
+    (x,) = draw((1000,), scale=scale)
+    assert torch.equal(sum(part.double() for part in split(x, 3)), x.double())
+    two = sum(part.double() for part in split(x, 2))
+    assert ((two - x).abs() <= 2.0**-16 * x.abs()).all()
+
+
+@pytest.mark.parametrize(
+    ("precision", "bound"), [("highest", 2.0**-23), ("high", 2.0**-15), ("medium", 2.0**-7)]
+)
+def test_fp32_products_of_parts_bound_the_error(precision, bound):
+    x, y = (x.double() for x in draw((1000,), (1000,)))
+    n = PRECISIONS[precision]
+    x_parts, y_parts = split(x.float(), n), split(y.float(), n)
+    product = sum(x_parts[i].double() * y_parts[j].double() for i, j in PRODUCTS[n])
+    exact = x.float().double() * y.float().double()
+    assert ((product - exact).abs() <= bound * exact.abs()).all()
+    assert PRODUCTS[n][-1] == (0, 0) and len(set(PRODUCTS[n])) == len(PRODUCTS[n]) == n * (n + 1) // 2
+
+
+@pytest.mark.parametrize("precision", [*PRECISIONS, None])
+def test_fp32_on_the_cpu_is_the_reference(precision):
+    q, k, v = (x.requires_grad_() for x in draw_qkv(2, 4, 2, 9, 13, 24))
+    out, lse, _ = flash_attn_func(q, k, v, causal=True, precision=precision, return_attn_probs=True)
+    ref, ref_lse = attention_reference(q, k, v, causal=True)
+    assert out.dtype == lse.dtype == torch.float32
+    torch.testing.assert_close((out, lse), (ref, ref_lse))
+    (dout,) = draw(out.shape)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    wanted = attention_backward_reference(dout, q, k, v, causal=True)
+    torch.testing.assert_close(grads, wanted)
+
+
+def test_fp32_reaches_every_form():
+    q, k, v = draw_qkv(1, 2, 2, 8, 8, 16)
+    wanted = flash_attn_func(q, k, v)
+    options = {"precision": "high"}
+    assert torch.equal(flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), **options), wanted)
+    assert torch.equal(flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **options), wanted)
+    cu = torch.tensor([0, 8], dtype=torch.int32)
+    assert torch.equal(flash_attn_varlen_func(q[0], k[0], v[0], cu, cu, 8, 8, **options)[None], wanted)
+    views = [x.transpose(1, 2) for x in (q, k, v)]
+    out, lse = mha_fwd_interface(*views, **options)
+    assert torch.equal(out.transpose(1, 2), wanted)
+    grads = mha_bwd_interface(torch.ones_like(out), *views, out, lse, **options)
+    assert {x.dtype for x in grads} == {torch.float32}
+    kernel = mha_fwd_interface(*views, return_kernel=True, **options)
+    assert torch.equal(kernel(*views)[0], out)
+
+
+def seen_parts(call, monkeypatch):
+    """Parts per element that a call asks the kernels for."""
+    seen = []
+
+    def forward(q, k, v, *_, options=None, **__):
+        seen.append(0 if options is None else options.parts)
+        return q, q[..., 0]
+
+    monkeypatch.setattr(launch, "forward", forward)
+    monkeypatch.setattr("tl_attention.ops.check_device_or_warn", lambda *_: None)
+    monkeypatch.setattr("tl_attention.ops.is_traced", lambda: False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    call()
+    return seen
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_fp32_precision_defaults_to_that_of_torch(precision, monkeypatch):
+    monkeypatch.setattr("tl_attention.ops.runs_in_bf16", lambda q, parts: parts == 1)
+    q, k, v = draw_qkv(1, 1, 1, 8, 8, 16)
+    torch.set_float32_matmul_precision(precision)
+    wanted = 0 if precision == "medium" else PRECISIONS[precision]  # medium runs in bf16
+    assert seen_parts(lambda: flash_attn_func(q, k, v), monkeypatch) == [wanted]
+    options = {"window_size": (3, 0)}
+    assert seen_parts(lambda: flash_attn_func(q, k, v, **options), monkeypatch) == [wanted]
+
+
+def test_fp32_explicit_precision_wins(monkeypatch):
+    q, k, v = draw_qkv(1, 1, 1, 8, 8, 16)
+    torch.set_float32_matmul_precision("medium")
+    call = lambda: flash_attn_func(q, k, v, precision="highest", window_size=(3, 0))  # noqa: E731
+    assert seen_parts(call, monkeypatch) == [3]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_fp32_compiled_precision_is_never_lower_than_asked(precision):
+    q, k, v = draw_qkv(1, 1, 1, 8, 8, 16)
+    torch.set_float32_matmul_precision(precision)
+    torch._dynamo.reset()
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(node.args for node in graph.graph.nodes if "fwd" in str(node.target))
+        return graph.forward
+
+    compiled = torch.compile(lambda *x: flash_attn_func(*x), fullgraph=True, backend=backend)
+    wanted = flash_attn_func(q, k, v)
+    assert torch.equal(compiled(q, k, v), wanted)
+    place = 3 + 5 + list(Options.__dataclass_fields__).index("parts")
+    assert [args[place] for args in seen] == [max(PRECISIONS[precision], 2)]
+    torch.set_float32_matmul_precision("highest")
+    compiled(q, k, v)
+    assert seen[-1][place] == 3
+
+
+HALF = [x.bfloat16() for x in draw_qkv(1, 1, 1, 8, 8, 16)]
+ERRORS = {
+    "unknown": (lambda: flash_attn_func(*draw_qkv(1, 1, 1, 8, 8, 16), precision="tf32"), ValueError, r"^precision: expected one of"),
+    "bool": (lambda: mha_fwd_interface(*draw_qkv(1, 1, 1, 8, 8, 16), precision=True), ValueError, r"^precision: .*got True"),
+    "bf16": (lambda: flash_attn_func(*HALF, precision="high"), ValueError, r"^precision: expected None with tensors of torch\.bfloat16"),
+    "mixed": (lambda: flash_attn_func(HALF[0].float(), *HALF[1:]), TypeError, r"^k, v: expected the dtype of q, torch\.float32"),
+    "fp64": (lambda: flash_attn_func(*(x.double() for x in HALF)), TypeError, r"^q: expected bfloat16, float16 or float32"),
+    "cache": (
+        lambda: flash_attn_with_kvcache(HALF[0].float(), HALF[1].float(), HALF[2].float(), cache_seqlens=4), TypeError,
+        r"^q: expected bfloat16 or float16, got torch\.float32",
+    ),
+    "workspace": (lambda: fp32_workspace_bytes(*HALF), TypeError, r"^q: expected float32, got torch\.bfloat16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "text"), ERRORS.values(), ids=ERRORS)
+def test_fp32_errors(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_fp32_settings_of_torch_that_differ_are_an_error(monkeypatch):
+    def fail():
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", fail)
+    q, k, v = draw_qkv(1, 1, 1, 8, 8, 16)
+    with pytest.raises(ValueError, match=r"^precision: expected one of .*; pass precision$"):
+        flash_attn_func(q, k, v)
+    flash_attn_func(q, k, v, precision="high")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "options", "text"),
+    [
+        (128, ("sink",), None),
+        (
+            136,
+            (),
+            r"^q, k: expected a head_dim of at most 128 with gradients in fp32.*got 136; pass precision='medium'",
+        ),
+        (64, ("window",), r"^window_size: expected none with gradients in fp32"),
+        (64, ("alibi", "sink", "dropout"), r"^alibi_slopes: expected none with gradients in fp32"),
+        (64, ("varlen",), r"^cu_seqlens_q: expected none with gradients in fp32"),
+    ],
+)
+def test_fp32_gradients_without_kernels_are_refused(head_dim, options, text):
+    q = torch.empty(1, 1, 1, head_dim)
+    if text is None:
+        check_fp32_gradients(q, options)
+        return
+    with pytest.raises(NotImplementedError, match=text):
+        check_fp32_gradients(q, options)
+
+
+@pytest.mark.parametrize("dtype", FP32_DTYPES)
+def test_fp32_configs_serve_every_set_of_options(dtype):
+    for width in FP32_TILE_WIDTHS:
+        for options in ((), ("window",), ("softcap",), ("alibi",), ("dropout",), ("varlen",), OPTIONS):
+            problem = AttnProblem(dtype, *width, False, options)
+            for bucket in ("4k", "split"):
+                config, _ = configs.pick_config(problem, bucket, "NVIDIA H200")
+                assert legality.is_legal(problem, config, "fwd") is None
+
+
+@pytest.mark.parametrize(
+    ("one", "text"),
+    [
+        (
+            {"grads": "dq+dk+dv", "block_M": 64, "block_N": 128, "reuse_registers": True},
+            "expected dq in a pass of its own in fp32",
+        ),
+        ({"grads": "dk+dv", "block_M": 64, "block_N": 128}, "shared memory: expected at most"),
+    ],
+)
+def test_fp32_passes_that_do_not_fit_are_refused(one, text):
+    problem = AttnProblem("float32-highest", 128, 128, False)
+    assert text in legality.is_legal(problem, BwdConfig.of([one]))
+
+
+def test_fp32_workspace_bytes():
+    q, k, v = draw_qkv(2, 4, 2, 100, 300, 72, 40)
+    rows_q, rows_k = 2 * 100 * 4, 2 * 300 * 2
+    for precision, parts in (("highest", 3), ("high", 2)):
+        of_element = 2 * parts * 128
+        assert fp32_workspace_bytes(q, k, v, precision) == (rows_q + 2 * rows_k) * of_element
+        assert fp32_workspace_bytes(q, k, v, precision, backward=True) == 2 * (rows_q + rows_k) * of_element
+    medium = q.numel() + k.numel() + v.numel() + rows_q * 40
+    assert fp32_workspace_bytes(q, k, v, "medium") == 2 * medium
+    assert fp32_workspace_bytes(q, k, v, "medium", backward=True) == 4 * medium
+
+
+# The rest needs a GPU
+
+
+def exact(q, k, v, **options):
+    return attention_reference(q.double(), k.double(), v.double(), dtype=FP64, **options)
+
+
+def error(x, ref):
+    return float((x.double() - ref).abs().max())
+
+
+def efficient(q, k, v, softmax_scale=None, causal=False):
+    """Memory-efficient attention of torch, 3xTF32; causal with equal lengths only."""
+    group = q.shape[2] // k.shape[2]
+    views = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        return F.scaled_dot_product_attention(*views, is_causal=causal, scale=softmax_scale).transpose(1, 2)
+
+
+def check(precision, name, actual, ref, *peers):
+    """Three times the error of the peers, all fp32, and 2^-21 of the largest value; at lower precisions a share of the largest value."""
+    assert actual.dtype == torch.float32
+    largest = float(ref.abs().max())
+    allowed = RELATIVE_ERROR.get(precision, 0) * largest
+    if precision == "highest":
+        allowed = 3 * max(error(x, ref) for x in peers) + 2.0**-21 * largest
+    got = error(actual, ref)
+    assert got <= allowed, f"{name} at {precision}: expected an error of at most {allowed:.2e}, got {got:.2e}"
+
+
+GPU_SHAPES = [
+    # batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v
+    (1, 2, 2, 128, 128, 128, 128),
+    (2, 4, 2, 333, 517, 128, 128),
+    (1, 4, 1, 129, 80, 64, 64),
+    (2, 2, 2, 1, 2000, 128, 128),
+    (1, 2, 2, 1000, 63, 96, 64),
+    (1, 2, 1, 200, 1111, 72, 40),
+    (1, 2, 2, 300, 300, 256, 256),
+    (1, 2, 2, 130, 257, 192, 128),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", GPU_SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_fp32_forward_matches_fp64(shape, causal, precision):
+    q, k, v = draw_qkv(*shape, device="cuda")
+    out, lse, _ = flash_attn_func(q, k, v, causal=causal, precision=precision, return_attn_probs=True)
+    ref, ref_lse = exact(q, k, v, causal=causal)
+    plain, _ = attention_reference(q, k, v, causal=causal)
+    peers = [plain] if causal and shape[3] != shape[4] else [plain, efficient(q, k, v, causal=causal)]
+    check(precision, "out", out, ref, *peers)
+    assert torch.equal(lse == -math.inf, ref_lse == -math.inf)
+    finite = ref_lse > -math.inf
+    allowed = {"highest": 2e-6, "high": 1e-4, "medium": 5e-2}[precision] * max(
+        1.0, float(ref_lse[finite].abs().max())
+    )
+    assert error(lse[finite], ref_lse[finite]) <= allowed
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("values", ["peaky", "large", "small", "far-from-0"])
+def test_fp32_forward_of_extreme_values(values, precision):
+    q, k, v = draw_qkv(
+        1, 2, 2, 700, 700, 128, device="cuda", scale={"large": 1e4, "small": 1e-6}.get(values, 1)
+    )
+    scale = 128**-0.5 * {"large": 1e-8, "peaky": 16}.get(values, 1)
+    if values == "far-from-0":
+        v += 1000
+    out = flash_attn_func(q, k, v, softmax_scale=scale, precision=precision)
+    ref, _ = exact(q, k, v, softmax_scale=scale)
+    check(precision, "out", out, ref, efficient(q, k, v, scale), attention_reference(q, k, v, scale)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_fp32_never_hides_nan_or_inf(value):
+    q, k, v = draw_qkv(1, 1, 1, 100, 200, 64, device="cuda")
+    v[0, 150, 0, 3] = value
+    out = flash_attn_func(q, k, v, precision="highest")
+    assert (
+        not out[..., 3].isfinite().any() and out[..., :3].isfinite().all() and out[..., 4:].isfinite().all()
+    )
+    k[0, 150, 0, 3] = value
+    assert flash_attn_func(q, k, v, causal=True, precision="highest")[0, 60:].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_fp32_layouts_and_splits_agree(precision):
+    q, k, v = draw_qkv(2, 4, 2, 90, 3000, 64, device="cuda")
+    wanted, lse, _ = flash_attn_func(q, k, v, precision=precision, return_attn_probs=True, num_splits=1)
+    heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    views = [torch.cat([x, x], -1)[..., :64] for x in (q, k, v)]
+    for found in (
+        flash_attn_func(*views, precision=precision, num_splits=1),
+        flash_attn_func(*(x.transpose(1, 2) for x in heads_first), precision=precision, num_splits=1),
+    ):
+        assert torch.equal(found, wanted)
+    out, base2 = mha_fwd_interface(*heads_first, precision=precision)
+    parts, parts_lse, _ = flash_attn_func(q, k, v, precision=precision, return_attn_probs=True, num_splits=5)
+    bound = {"highest": 1e-6, "high": 1e-5, "medium": 1e-2}[precision]
+    for x, x_lse in ((out.transpose(1, 2), base2 * math.log(2)), (parts, parts_lse)):
+        assert error(x, wanted.double()) <= bound and error(x_lse, lse.double()) <= 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+def test_fp32_writes_nothing_outside_its_outputs(head_dim):
+    q, k, v = draw_qkv(2, 3, 3, 77, 100, head_dim, device="cuda")
+    whole_out, out = poisoned(2, 77, 3, head_dim, dtype=torch.float32)
+    whole_lse, lse = poisoned(2, 3, 77, dtype=torch.float32)
+    options = Options(parts=3)
+    plan = launch.fwd.FwdPlan(q, k, v, out, False, False, None, options)
+    plan.launch(q, k, v, out, lse, head_dim**-0.5, False, options)
+    assert guard_is_untouched(whole_out, out) and guard_is_untouched(whole_lse, lse)
+    check("highest", "out", out, exact(q, k, v)[0], attention_reference(q, k, v)[0], efficient(q, k, v))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_fp32_options_match_fp64(causal):
+    """Window or causal, softcap, ALiBi and sink at once."""
+    q, k, v = draw_qkv(1, 4, 2, 200, 310, 64, device="cuda")
+    slopes, sink = 0.3 * torch.rand(4, device="cuda"), torch.randn(4, device="cuda")
+    options = {"softcap": 20.0, "alibi_slopes": slopes, "sink": sink}
+    options |= {"causal": True} if causal else {"window": (90, 3)}
+    names = {"window": "window_size", "sink": "learnable_sink"}
+    arguments = {names.get(name, name): value for name, value in options.items()}
+    out = flash_attn_func(q, k, v, precision="highest", **arguments)
+    check("highest", "out", out, exact(q, k, v, **options)[0], attention_reference(q, k, v, **options)[0])
+
+
+def check_gradient(precision, name, grad, ref, rows, peer):
+    """Bound a gradient like check, and by what a sum over so many rows loses in one accumulator: 2^-24 per wgmma, see docs/numerics.md."""
+    assert grad.dtype == torch.float32
+    largest = float(ref.abs().max())
+    allowed = RELATIVE_ERROR.get(precision, 0) * largest
+    if precision == "highest":
+        sums = len(PRODUCTS[3]) * -(-rows // 16)
+        allowed = 3 * error(peer, ref) + (2.0**-21 + sums * 2.0**-24) * largest
+    got = error(grad, ref)
+    assert got <= allowed, f"{name} at {precision}: expected an error of at most {allowed:.2e}, got {got:.2e}"
+
+
+@pytest.mark.gpu
+def test_fp32_dropout_matches_fp64():
+    q, k, v = draw_qkv(2, 2, 2, 200, 310, 64, device="cuda")
+    state = torch.tensor([7, 11], device="cuda")
+    keep = dropout_keep(state, 2, 2, 200, 310, 0.25)
+    options = {"keep": keep, "dropout_p": 0.25, "causal": True}
+    out = flash_attn_func(q, k, v, dropout_p=0.25, causal=True, rng_state=state, precision="highest")
+    check("highest", "out", out, exact(q, k, v, **options)[0], attention_reference(q, k, v, **options)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_fp32_packed_sequences_match_fp64(head_dim):
+    """Tiles of 128 queries, and of 64, of which two share an entry of the tile table."""
+    lengths_q, lengths_k = [100, 0, 333, 1, 64, 65], [100, 20, 333, 700, 64, 65]
+    cu_q, cu_k = (
+        torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device="cuda")
+        for x in (lengths_q, lengths_k)
+    )
+    kv = (sum(lengths_k), 2, head_dim)
+    q, k, v = draw((sum(lengths_q), 4, head_dim), kv, kv, device="cuda")
+    out = flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 333, 700, causal=True, precision="highest", num_splits=1
+    )
+    ref, _ = varlen_reference(*(x.double() for x in (q, k, v)), cu_q, cu_k, causal=True, dtype=FP64)
+    check("highest", "out", out, ref, varlen_reference(q, k, v, cu_q, cu_k, causal=True)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "shape", [*GPU_SHAPES[:5], (1, 2, 2, 130, 257, 200, 200)], ids=lambda shape: "x".join(map(str, shape))
+)
+def test_fp32_backward_matches_fp64(shape, causal, precision):
+    q, k, v = (x.requires_grad_() for x in draw_qkv(*shape, device="cuda"))
+    if precision == "highest" and shape[5] > 128:
+        with pytest.raises(
+            NotImplementedError, match="q, k: expected a head_dim of at most 128 for gradients"
+        ):
+            flash_attn_func(q, k, v, precision=precision)
+        return
+    out, lse, _ = flash_attn_func(q, k, v, causal=causal, precision=precision, return_attn_probs=True)
+    dout, dlse = draw(out.shape, lse.shape, device="cuda")
+    dlse = dlse.where(lse > -math.inf, 0)
+    grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    tensors = dout, *(x.detach() for x in (q, k, v))
+    options = {"causal": causal, "dlse": dlse}
+    ref = attention_backward_reference(*(x.double() for x in tensors), dtype=FP64, **options)
+    plain = attention_backward_reference(*tensors, **options)
+    for name, grad, wanted, peer in zip(("dq", "dk", "dv"), grads, ref, plain, strict=True):
+        check_gradient(precision, name, grad, wanted, max(shape[3:5]), peer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_fp32_gradients_are_equal_from_run_to_run(precision):
+    q, k, v = (x.requires_grad_() for x in draw_qkv(1, 8, 2, 700, 700, 128, device="cuda"))
+    out = flash_attn_func(q, k, v, causal=True, precision=precision)
+    (dout,) = draw(out.shape, device="cuda")
+    first, second = (torch.autograd.grad(out, (q, k, v), dout, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.gpu
+def test_fp32_gradients_pass_a_numerical_check():
+    """The derivative along a random direction, from differences of an fp64 loss of the kernel's out."""
+    tensors = draw_qkv(1, 2, 1, 70, 90, 64, device="cuda")
+    directions = [torch.randn_like(x) for x in tensors]
+    weights = torch.randn(1, 70, 2, 64, device="cuda", dtype=FP64)
+
+    def loss(step):
+        moved = (x + step * d for x, d in zip(tensors, directions, strict=True))
+        return float((flash_attn_func(*moved, causal=True, precision="highest").double() * weights).sum())
+
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = flash_attn_func(*leaves, causal=True, precision="highest")
+    grads = torch.autograd.grad(out, leaves, weights.float())
+    derivative = sum(float((g.double() * d).sum()) for g, d in zip(grads, directions, strict=True))
+    step = 2.0**-8
+    assert derivative == pytest.approx((loss(step) - loss(-step)) / (2 * step), rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_fp32_training_follows_the_math_path():
+    """100 steps of a small transformer: the loss stays within 1e-5 of that with the plain formula."""
+
+    def train(attention):
+        generator = torch.Generator("cuda").manual_seed(3)
+        at = {"device": "cuda", "generator": generator}
+        weights = [(torch.randn(64, 64, **at) / 8).requires_grad_() for _ in range(8)]
+        x, y = torch.randn(2, 96, 64, **at), torch.randn(2, 96, 64, **at)
+        losses = []
+        for _ in range(100):
+            hidden = x
+            for wq, wk, wv, wo in (weights[:4], weights[4:]):
+                q, k, v = ((hidden @ w).unflatten(-1, (2, 32)) for w in (wq, wk, wv))
+                hidden = hidden + attention(q, k, v).flatten(-2) @ wo
+            loss = (hidden - y).square().mean()
+            losses.append(float(loss.detach()))
+            for w, grad in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+                w.data -= 0.1 * grad
+        return losses
+
+    ours = train(lambda q, k, v: flash_attn_func(q, k, v, causal=True, precision="highest"))
+    plain = train(lambda q, k, v: attention_reference(q, k, v, causal=True)[0])
+    assert plain[-1] < 0.9 * plain[0]
+    assert max(abs(a - b) / b for a, b in zip(ours, plain, strict=True)) <= 1e-5

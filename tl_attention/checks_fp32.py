@@ -1,0 +1,78 @@
+"""Checks of fp32 calls: the precision of their products, and the head dims that have kernels at it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tl_attention.checks import describe
+from tl_attention.problem import FP32_BWD_WIDTHS, PRECISIONS
+
+
+def check_precision(q: torch.Tensor, precision: str | None) -> int:
+    """Check the precision of a call, and return the parts of an fp32 element: a value of PRECISIONS, 0 for another dtype."""
+    words = ", ".join(map(repr, PRECISIONS))
+    if precision is not None and precision not in PRECISIONS:
+        raise ValueError(
+            f"precision: expected one of {words}, or None for torch.get_float32_matmul_precision(), got {describe(precision)}"
+        )
+    if q.dtype != torch.float32:
+        if precision is not None:
+            raise ValueError(
+                f"precision: expected None with tensors of {q.dtype}, got {precision!r}; leave it out, or pass q.float(), k.float()"
+                " and v.float()"
+            )
+        return 0
+    if precision is None:
+        precision = _constant_precision() if torch.compiler.is_compiling() else _default_precision()
+    return PRECISIONS[precision]
+
+
+def _default_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError as error:  # torch refuses to sum up settings of its backends that differ
+        raise ValueError(
+            f"precision: expected one of {', '.join(map(repr, PRECISIONS))}, as torch.get_float32_matmul_precision() fails, got None;"
+            " pass precision"
+        ) from error
+
+
+@torch.compiler.assume_constant_result
+def _constant_precision() -> str:
+    """The default precision in compiled code, which torch compiles anew where it changes from or to highest.
+
+    As a change between high and medium goes unseen, the higher one is taken for both.
+    """
+    return "highest" if _default_precision() == "highest" else "high"
+
+
+def runs_in_bf16(q: torch.Tensor, parts: int) -> bool:
+    """True for an fp32 call whose products have one bf16 part: it runs the kernels of bf16, but on the CPU, whose reference is exact."""
+    return parts == 1 and q.device.type != "cpu"
+
+
+ARGUMENTS = {
+    "window": "window_size",
+    "softcap": "softcap",
+    "alibi": "alibi_slopes",
+    "dropout": "dropout_p",
+    "varlen": "cu_seqlens_q",
+}
+
+
+def check_fp32_gradients(q: torch.Tensor, options: Sequence[str]) -> None:
+    """Refuse gradients of an fp32 call on a GPU that no kernel computes. options: names in problem.OPTIONS of those that are on."""
+    limit, _ = FP32_BWD_WIDTHS[-1]
+    wide = q.shape[-1] > limit
+    if wide:
+        name, expected, got = "q, k", f"a head_dim of at most {limit}", f"{q.shape[-1]}"
+    elif others := [option for option in options if option in ARGUMENTS]:
+        name, expected, got = ARGUMENTS[others[0]], "none", "one"
+    else:
+        return
+    raise NotImplementedError(
+        f"{name}: expected {expected} with gradients in fp32 at the precisions 'highest' and 'high', got {got}; pass precision='medium'"
+        " or bf16 tensors, or call under torch.no_grad()"
+    )

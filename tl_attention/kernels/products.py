@@ -1,0 +1,108 @@
+"""Products of tiles whose elements are sums of parts: fp32 on tensor cores that multiply bf16.
+
+With x = x0 + x1 + x2, where each part is the bf16 number nearest to what the parts before it leave, a product x y is the sum of those
+products of parts that problem.PRODUCTS lists. All are added in one fp32 accumulator. A tile of one part is multiplied as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.kernels.pipeline import alloc_fragments
+
+
+def alloc_further_parts(shape: list[int], parts: int) -> tuple:
+    """Fragments for the parts of a tile after the first one."""
+    return alloc_fragments([shape] * (parts - 1), "bfloat16")
+
+
+@T.macro
+def split_parts(acc, tiles):
+    """Split an fp32 tile into the parts of `tiles`, the largest first. acc holds what the last part leaves of it."""
+    T.copy(acc, tiles[0])
+    for before, tile in itertools.pairwise(tiles):
+        subtract(acc, before)
+        T.copy(acc, tile)
+
+
+@T.macro
+def split_kept(acc, tiles):
+    """Like split_parts, but acc keeps its values."""
+    rows, cols = acc.shape
+    T.copy(acc, tiles[0])
+    for number, tile in enumerate(tiles[1:], 1):
+        for i, j in T.Parallel(rows, cols):
+            tile[i, j] = acc[i, j] - whole(tiles[:number], i, j)
+
+
+def whole(tiles: tuple, i: Any, j: Any) -> Any:
+    """Sum of the parts of an element, exact in fp32."""
+    return functools.reduce(operator.add, (T.cast(tile[i, j], "float32") for tile in tiles))
+
+
+@T.macro
+def subtract(acc, part):
+    """acc -= part, which is exact where the part is acc rounded."""
+    rows, cols = acc.shape
+    for i, j in T.Parallel(rows, cols):
+        acc[i, j] -= T.cast(part[i, j], "float32")
+
+
+@T.macro
+def multiply(products, left, right, acc, clear_accum=False, transpose_B=False):
+    """Issue acc += left right, or acc = left right; one group of wgmma per product of parts.
+
+    left, right: functions of a part that return its tile.
+    """
+    for number, (i, j) in enumerate(products):
+        T.wgmma_gemm(
+            left(i),
+            right(j),
+            acc,
+            transpose_B=transpose_B,
+            policy=T.GemmWarpPolicy.FullRow,
+            clear_accum=clear_accum and number == 0,
+        )
+
+
+@T.macro
+def replace_dp(P, acc_dp, delta):
+    """Replace dP' by dS' = P' * (dP' - Delta), all in fp32. P: tiles whose sum it is; delta: function of j."""
+    rows, cols = acc_dp.shape
+    for i, j in T.Parallel(rows, cols):
+        acc_dp[i, j] = whole(P, i, j) * (acc_dp[i, j] - delta(j))
+
+
+CHUNK = 64  # columns of the accumulator of one block
+
+
+@T.macro
+def add(acc, chunk):
+    """acc += chunk, in registers of the same layout."""
+    rows, cols = chunk.shape
+    for i, j in T.Parallel(rows, cols):
+        acc[i, j] += chunk[i, j]
+
+
+@T.macro
+def add_product(products, left, right, accs, chunk):
+    """Finish accs += left right, whose first chunk of columns has been issued into `chunk`.
+
+    wgmma rounds its sums towards 0, so a sum in one accumulator loses the more the longer it is: 5e-5 of itself over 8192 keys in three
+    parts (H200, 2026-11-22). `chunk` sums one block, its smallest products first; registers add the blocks, rounding to nearest.
+
+    Args:
+        right: function of (part, first column) that returns a tile of CHUNK columns.
+        accs: fp32 tiles [64, CHUNK].
+    """
+    T.wait_wgmma(0)
+    add(accs[0], chunk)
+    for n in tuple(range(1, len(accs))):
+        multiply(products, left, lambda part: right(part, n * CHUNK), chunk, clear_accum=True)
+        T.wait_wgmma(0)
+        add(accs[n], chunk)

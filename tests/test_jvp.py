@@ -318,7 +318,7 @@ REFUSED = {
     "window": (flash(window_size=(3, 3)), "^window_size: expected none in forward-mode"),
     "two": (flash(window_size=(3, 3), softcap=2.0), "^window_size, softcap: expected none in forward-mode"),
     "dropout": (flash(dropout_p=0.1), "^dropout_p: expected none in forward-mode"),
-    "alibi": (flash(alibi_slopes=torch.ones(4)), "^alibi_slopes: expected none in forward-mode"),
+    "alibi": (lambda q: flash(alibi_slopes=torch.ones(4, device=q.device))(q), "^alibi_slopes: expected none in forward-mode"),
     "splits": (flash(num_splits=2), "^num_splits: expected none in forward-mode"),
     "wide": (
         lambda q: flash()(torch.cat([q, q, q], -1)), r"^q: expected a head dim of at most 128 in forward-mode.*torch\.func\.jvp.*got 192",

@@ -96,6 +96,7 @@ class Case:
         if "sink" in names:
             sink = torch.randn(self.heads, generator=self.generator, device=self.device)
             self.keywords["learnable_sink"] = self.reference["sink"] = sink
+        self.seqused_k = self.ints(self.lengths_k)  # here, as a graph capture cannot copy from the CPU
         if self.used_q is not None:
             self.keywords["seqused_q"] = self.reference["seqused_q"] = self.ints(self.used_q)
 
@@ -112,7 +113,7 @@ class Case:
             "cu_seqlens_k": None,
             "max_seqlen_q": max(self.lengths_q, default=0),
             "max_seqlen_k": max(self.lengths_k, default=0) + 100,
-            "seqused_k": self.ints(self.lengths_k),
+            "seqused_k": self.seqused_k,
             "block_table": self.table,
             "num_splits": self.num_splits,
             "return_attn_probs": True,

@@ -281,7 +281,7 @@ def asked(monkeypatch) -> list:
 @pytest.mark.parametrize("bucket", buckets("fwd"))
 def test_forward_needs_the_kernels_of_its_length_alone_and_at_once(bucket, asked):
     problem = AttnProblem("bfloat16", 128, 128, True)
-    key = torch.bfloat16, 128, 128, True, (), None, bucket, 0
+    key = "bfloat16", 128, 128, True, (), None, bucket, 0
     launch.fwd._find_kernels(key, None)
     config = configs.pick_config(problem, bucket, "NVIDIA H200")[0]
     assert asked == [config.kernels(problem)]
@@ -289,7 +289,7 @@ def test_forward_needs_the_kernels_of_its_length_alone_and_at_once(bucket, asked
 
 
 def test_backward_needs_all_its_kernels_at_once(asked):
-    launch.bwd._find_kernels((torch.bfloat16, 128, 128, True, ("varlen",), None, "4k", 0), "bwd", None)
+    launch.bwd._find_kernels(("bfloat16", 128, 128, True, ("varlen",), None, "4k", 0), "bwd", None)
     (kernels,) = asked
     kinds = [type(config) for _, config in kernels]
     assert len(kernels) >= 4 and BwdDelta in kinds and BwdSum in kinds

@@ -264,7 +264,7 @@ def test_packed_forms_equal_their_slices(form, name, device):
 
 
 FA2 = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
-OURS = "learnable_sink rng_state"
+OURS = "learnable_sink rng_state precision"
 CU = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 SIGNATURES = {
     "flash_attn_func": (f"q k v {FA2}", f"{OURS} num_splits"),
@@ -312,7 +312,7 @@ def test_each_mask_has_one_spelling():
 def test_schemas_of_the_ops():
     options = (
         "float softmax_scale, bool causal, bool lse_base2, bool heads_first, bool deterministic, SymInt[] window=[-1, -1],"
-        " float softcap=0., float dropout_p=0., SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, SymInt num_splits=0,"
+        " float softcap=0., float dropout_p=0., SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, SymInt num_splits=0, SymInt parts=0,"
         " Tensor? rng_state=None, Tensor? alibi_slopes=None, Tensor? sink=None, Tensor? cu_seqlens_q=None,"
         " Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None"
     )

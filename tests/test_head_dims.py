@@ -224,12 +224,12 @@ def test_a_launch_pads_and_cuts(width, monkeypatch):
     inputs = [x.detach() for x in leaves("cpu", width, *DENSE)]
     padded = [-(-n // 8) * 8 for n in width]
 
-    def forward(q, k, v, scale, lse_base2, options):
+    def forward(q, k, v, scale, lse_base2, *options):
         out, lse = attention_reference(q, k, v, scale, True, lse_base2=lse_base2)
         assert not out[..., width[1] :].any()
         return out.to(BF16), lse
 
-    def backward(dout, q, k, v, out, lse, scale, lse_base2, dlse, options):
+    def backward(dout, q, k, v, out, lse, scale, lse_base2, dlse, *options):
         assert not dout[..., width[1] :].any() and not out[..., width[1] :].any()
         grads = attention_backward_reference(dout, q, k, v, scale, True, dlse=dlse, lse_base2=lse_base2)
         return tuple(x.to(BF16) for x in grads)

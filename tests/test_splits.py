@@ -11,7 +11,7 @@ from tl_attention import launch
 from tl_attention.kernel_configs import FwdConfig
 from tl_attention.launch.splits import fwd_bucket, key_splits, packed_splits
 from tl_attention.options import Options
-from tl_attention.problem import MAX_SPLITS
+from tl_attention.problem import MAX_SPLITS, AttnProblem
 
 SMS = 132
 
@@ -89,7 +89,8 @@ def test_split_packed_sequences_launch_as_a_batch_of_one(monkeypatch):
         return lambda *arguments: calls.append((name, arguments))
 
     kernels = kernel("forward"), FwdConfig(128, 128, split=True), launch.common.MAX_GRID
-    found = launch.fwd.FwdKernels(*kernels, kernel("combine"), 128, kernel("table"))
+    problem = AttnProblem("bfloat16", 128, 128, True, ("varlen",))
+    found = launch.fwd.FwdKernels(*kernels, kernel("combine"), problem, kernel("table"), None)
     unused = launch.common.UnusedArguments(*[torch.zeros(1)] * 5)
     fakes = {"sm_count": SMS, "_find_kernels": found, "stream_tickets": torch.zeros(2)}
     for name, value in fakes.items():

@@ -259,7 +259,7 @@ def test_jvp_op_passes_opcheck(device):
 
 
 def test_gradient_beside_jvp_is_that_of_the_forward(device):
-    # As in training where the target is made of the tangent, behind a stopped gradient
+    # Mean-flow training makes its target of the tangent, behind a stopped gradient
     (q, k, v), tangents = inputs(device, seqlen_q=70, seqlen_k=150)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out, tout = jvp(lambda *x: flash_attn_func(*x, causal=True), tuple(leaves), tangents)

@@ -20,7 +20,7 @@ from tl_attention.program import (
     Value,
 )
 
-# Operations of a program, as functions of PyTorch on operands of the right dtype. kernels/traced.py has the same names
+# Operations of a program, as functions of PyTorch on operands of the right dtype. kernels/program_code.py has their CUDA
 FLOAT_FUNCTIONS = (
     "exp",
     "exp2",

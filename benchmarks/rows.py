@@ -129,9 +129,10 @@ def write(path: Path, rows: Sequence[Row], header: Row) -> None:
 
 
 def add(path: Path, new: Path) -> None:
-    """Move the rows of another run into a file: problems that it lacks, and libraries on problems that it has.
+    """Move the rows of another run into a file: problems that it lacks, and libraries that a problem of it lacks.
 
-    Our row of a problem stays; its ratio to an added library is that of the other run.
+    The rows of a problem stay, ours and those of libraries that both runs have. Our ratio to an added library is that of the other
+    run.
     """
     (rows, header), (new_rows, new_header) = read(path), read(new)
     groups = by_problem(rows)
@@ -140,7 +141,7 @@ def add(path: Path, new: Path) -> None:
         if problem not in groups:
             groups[problem] = added
             continue
-        for name in added.keys() - {OURS, PLAIN}:
+        for name in [name for name in added if name not in (OURS, PLAIN, *groups[problem])]:
             groups[problem][name] = added[name]
             ratio = added.get(OURS, {}).get("ratios", {}).get(name)
             if ratio and OURS in groups[problem]:

@@ -110,7 +110,7 @@ def test_bench_files_scale_speeds_by_the_rates_of_their_run(tmp_path: Path) -> N
 
 def test_bench_rows_of_another_run_are_added(tmp_path: Path) -> None:
     path = store(tmp_path / "a", ROWS[:3])
-    again = [ours(SHORT, 1.1, flex=3.0), fake_row("flex", SHORT, 3.3)]
+    again = [ours(SHORT, 1.1, flex=3.0, fa2=1.0), fake_row("flex", SHORT, 3.3), fake_row("fa2", SHORT, 1.1)]
     new = store(tmp_path / "b", [*again, ours(LONG, 2.0)])
     row_files.add(path, new)
     rows, header = row_files.read(path)

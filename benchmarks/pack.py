@@ -137,6 +137,15 @@ def compute(kernels: str) -> None:
     print(json.dumps({name: results(name) for name in PROBLEMS}))
 
 
+def build() -> None:
+    """Build the kernels of all problems, each problem in a process of its own, which run at the same time."""
+    environment = os.environ | {"TL_ATTENTION_PACK": "0", "TL_ATTENTION_QUIET": "1"}
+    command = [sys.executable, __file__, "one"]
+    running = {name: subprocess.Popen([*command, name], env=environment) for name in PROBLEMS}
+    if failed := [name for name, process in running.items() if process.wait()]:
+        raise SystemExit(f"problems without a result: {', '.join(failed)}")
+
+
 def keep(folder: str) -> None:
     """Compute all problems with kernels compiled here, and write a pack of those kernels to a folder."""
     from tl_attention import packing, store
@@ -162,6 +171,7 @@ def child(command: str, *arguments: str, **variables: str) -> str:
 def check(folder: Path, installed: bool) -> int:
     """Compare the bits of both kinds of kernels. Returns 1 if some differ."""
     paths = os.environ.get("PYTHONPATH", "")
+    build()
     if not installed:
         child("keep", str(folder), TL_ATTENTION_PACK="0")
         (wheel,) = folder.glob("*.whl")
@@ -211,8 +221,9 @@ def times(repeats: int) -> None:
 
 
 def main() -> int:
-    if sys.argv[1] in ("compute", "keep", "first"):  # a process of check or time
-        {"compute": compute, "keep": keep, "first": first_result}[sys.argv[1]](*sys.argv[2:])
+    commands = {"one": results, "compute": compute, "keep": keep, "first": first_result}
+    if sys.argv[1] in commands:  # a process of check or time
+        commands[sys.argv[1]](*sys.argv[2:])
         return 0
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

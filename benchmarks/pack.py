@@ -222,7 +222,7 @@ def times(repeats: int) -> None:
 
 def main() -> int:
     commands = {"one": results, "compute": compute, "keep": keep, "first": first_result}
-    if sys.argv[1] in commands:  # a process of check or time
+    if sys.argv[1:] and sys.argv[1] in commands:  # a process of check or time
         commands[sys.argv[1]](*sys.argv[2:])
         return 0
     parser = argparse.ArgumentParser(

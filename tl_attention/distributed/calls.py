@@ -116,7 +116,10 @@ class Attend:
         given: Given = NOTHING_GIVEN,
         dq: torch.Tensor | None = None,
     ) -> Gradients:
-        """(dq, dk, dv, dsink) of a call whose queries see keys of this call alone; dq in new memory or in `dq`. Without a sink dsink is None."""
+        """(dq, dk, dv, dsink) of a call whose queries see keys of this call alone; dq in new memory or in `dq`.
+
+        Without a sink dsink is None.
+        """
         options, result = self._with(given), dq
         tensors = dout, q, k, v, out, lse
         if self._packed:

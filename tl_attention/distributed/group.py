@@ -14,12 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
-class Ranks(NamedTuple):
-    """A process group, this rank in it and its size. Without torch.distributed: no group, one rank."""
+class Ranks:
+    """A process group, this rank in it and its size. Without torch.distributed: no group, one rank.
 
-    group: dist.ProcessGroup | None
-    rank: int
-    world: int
+    It keeps no group alive, so that what is prepared for a group ends with it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int):
+        self._group, self.rank, self.world = None if group is None else weakref.ref(group), rank, world
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return None if self._group is None else self._group()
 
 
 def ranks_of(group: Group) -> Ranks:
@@ -119,7 +125,7 @@ class Exchange:
         self._size = sum(self._lengths)
 
     def run(self, *tensors: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Per tensor the flat rows that arrive, in the order of `receives`. Later work of the current stream waits, the host does not (NCCL)."""
+        """Per tensor the flat rows that arrive, in the order of `receives`. With NCCL the current stream waits, and not the host."""
         return self.start(*tensors, overlap=False).wait()
 
     def start(self, *tensors: torch.Tensor, overlap: bool = True) -> Arriving:

@@ -353,7 +353,7 @@ def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> obj
 
 
 def _facts(x: object) -> object:
-    """What a prepared call depends on in an argument: the metadata of a tensor, the value of anything else."""
+    """Facts of an argument that a prepared call depends on: the metadata of a tensor, the value of anything else."""
     if x is None or type(x) is str:
         return x
     if isinstance(x, torch.Tensor):

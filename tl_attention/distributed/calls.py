@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -56,9 +57,7 @@ class Attend:
         self._packed, self._scores = call.packed, scores
         self._causal, window = canonical_window(False, call.window)
         lengths = call.cu_seqlens(device) if call.packed else (None, None)
-        self._documents = None
-        if scores.packed:
-            self._documents = torch.tensor(call.documents, device=device)
+        self._device, self._documents = device, call.documents if scores.packed else None
         self._options = Options(
             window=window,
             softcap=scores.softcap,
@@ -69,13 +68,18 @@ class Attend:
             cu_seqlens_k=lengths[1],
         )
 
+    @functools.cached_property
+    def _sequences(self) -> torch.Tensor:
+        """Numbers of the documents, on the device."""
+        return torch.tensor(self._documents, device=self._device)
+
     def _with(self, given: Given) -> Options:
         """Options with the tensors of a call."""
         slopes, sink, state = given
         if slopes is None and sink is None and state is None:
             return self._options
         if slopes is not None and slopes.ndim == 2 and self._documents is not None:
-            slopes = slopes[self._documents]
+            slopes = slopes[self._sequences]
         return replace(self._options, alibi_slopes=slopes, sink=sink, rng_state=state)
 
     def forward(

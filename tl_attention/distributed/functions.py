@@ -29,6 +29,7 @@ Method = Gather | Ring | Ulysses
 MAX_PREPARED = 1024  # calls per group: the number of different documents has no bound
 
 
+@torch.compiler.disable  # torch.compile cannot see into process groups: it compiles what is around the call
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

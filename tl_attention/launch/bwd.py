@@ -289,8 +289,8 @@ def backward(
         config: replaces the tuned row or default.
         dq: in the layout of q, with strides and an address that TMA takes; None: allocated, contiguous.
     Returns:
-        dq, dk, dv: shaped as q, k, v, in their dtype, dk and dv contiguous; with a sink also dsink: [heads], in its dtype; then an fp32 gradient
-            per tensor of traced.program.learned, flat.
+        dq, dk, dv: shaped as q, k, v, in their dtype, dk and dv contiguous; with a sink also dsink: [heads], in its dtype; then an fp32
+            gradient per tensor of traced.program.learned, flat.
     """
     tensors, layout = (dout, q, k, v, out, lse), (causal, heads_first, deterministic)
     key = (*_bwd_key(*tensors, *layout), *options_key(options))

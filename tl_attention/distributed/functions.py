@@ -206,8 +206,11 @@ def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, a
     of_group = _known.get(ranks.group)
     if of_group is None:
         of_group = _known[ranks.group] = {}
-    key = _key(q, k, v, asked)
-    found = of_group.get(key) if key is not None else None
+    try:
+        key = _key(q, k, v, asked)
+        found = of_group.get(key)
+    except Exception:  # an argument is not what it should be: the checks name it
+        key = found = None
     if found is not None:
         return found
     agree(ranks, lambda: _checked(q, k, v, ranks, asked))
@@ -336,21 +339,16 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, as
     }
 
 
-def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> object:
-    """Everything that a prepared call depends on; None if an argument is not what it should be."""
-    try:
-        key = (
-            q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
-            k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
-            v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
-            torch.is_grad_enabled(),
-            *map(_facts, asked),
-            _values(asked.cu_seqlens),
-        )  # fmt: skip
-        hash(key)
-    except Exception:  # the checks name it
-        return None
-    return key
+def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> tuple:
+    """Everything that a prepared call depends on."""
+    return (
+        q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
+        k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
+        v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
+        torch.is_grad_enabled(),
+        *map(_facts, asked),
+        _values(asked.cu_seqlens),
+    )  # fmt: skip
 
 
 def _facts(x: object) -> object:

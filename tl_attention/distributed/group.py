@@ -177,7 +177,7 @@ class Arriving:
         if self._work is not None:
             self._work.wait()
         self._sent = None
-        pieces = self._arrived.split(self._lengths) if self._lengths else ()
+        pieces = self._arrived.split_with_sizes(self._lengths) if self._lengths else ()
         return [[pieces[place] for place in places] for places in self._places]
 
 

@@ -103,20 +103,20 @@ def random_case(seed: int, device: str) -> Case:
         method = "gather"
     if option == "dropout":
         method = "ulysses"
-    if option == "softcap and sink" and on_gpu and method == "auto":
-        method = "ulysses"
+    rings_sink = option == "softcap and sink" and on_gpu and method in ("ring", "auto")
+    if rings_sink:  # kernels with a sink alone
+        method, mask = "ring", "causal"
     heads = draw.choice(((4, 4), (8, 2), (4, 1), (8, 8), (2, 2)))
     top = 60 if not on_gpu else 1024 if option else 4000
     total = draw.choice((draw.randrange(1, top), draw.randrange(top // 2, top), top // 2, top // 4 * 3))
     documents, layout = None, draw.choice(("zigzag", "zigzag", "contiguous"))
-    if (mask == "causal" or not on_gpu) and draw.random() < 0.5:
+    if (mask == "causal" or not on_gpu) and not rings_sink and draw.random() < 0.5:
         cuts = sorted(draw.randrange(total + 1) for _ in range(draw.choice((0, 1, 4, 11))))
         documents, layout = (0, *cuts, total), draw.choice(("zigzag", "contiguous", "balanced"))
     options = dict(MASKS[mask])
     if on_gpu and "window_size" in options:
         options["window_size"] = (300, 100) if mask == "window" else (257, -1)
-    softcap = option == "softcap and sink" and not (on_gpu and method == "ring")  # whose kernels have no sink
-    if softcap:
+    if option == "softcap and sink" and not rings_sink:
         options["softcap"] = 3.0
     return Case(
         f"random-{seed}",

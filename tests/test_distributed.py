@@ -131,6 +131,7 @@ def build_kernels() -> None:
         (False, ("window",), (*BUCKETS[:2], SPLIT_BUCKET), ("fwd", "bwd")),
         *((causal, ("softcap", "sink"), short, ("fwd", "bwd")) for causal in (True, False)),
         (False, ("window", "softcap", "sink"), short, ("fwd", "bwd")),
+        (True, ("sink",), short, ("fwd",)),
         *((True, (*name, *varlen), short, ("fwd", "bwd")) for name in (("softcap", "sink"), ("alibi",)) for varlen in ((), ("varlen",))),
         (True, ("dropout", "varlen"), short, ("fwd", "bwd")),
     ):  # fmt: skip

@@ -8,6 +8,7 @@ are added up there in fp32, in a fixed order. Keys that no query of a rank sees 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +17,7 @@ import torch
 
 from tl_attention.distributed.calls import Attend, Given, Gradients, Scores
 from tl_attention.distributed.group import Arriving, Exchange, Part, Ranks, Rows, by_rows
-from tl_attention.distributed.layout import Layout, Range, joined
+from tl_attention.distributed.layout import Layout, Range
 from tl_attention.distributed.pieces import Call, Mask, calls_of
 
 
@@ -71,26 +72,43 @@ def _part(peer: int, start: int, stop: int) -> list[Part]:
 
 
 class Placed(NamedTuple):
-    """A call among those of all steps.
+    """A call, and how many calls before it have queries of its rows: none, one, or FEW for more.
 
     Args:
-        alone: no other call has queries of its rows; first: no call before it has.
+        last: no call after it has such queries.
     """
 
     attend: Attend
-    alone: bool
-    first: bool
+    before: int
+    last: bool
 
 
-def _placed(groups: list[list[Attend]]) -> list[list[Placed]]:
-    """Groups of calls in the order of their launches."""
+FEW = 2
+
+
+def _placed(groups: list[list[Attend]]) -> list[list[Placed]] | None:
+    """Groups of calls in the order of their launches; None if a call's queries differ in what is asked here."""
     calls = [attend for group in groups for attend in group]
-    sharing = [[a.rows.start < b.rows.stop and b.rows.start < a.rows.stop for b in calls] for a in calls]
-    placed = iter(
-        Placed(attend, sum(shared) == 1, not any(shared[:number]))
-        for number, (attend, shared) in enumerate(zip(calls, sharing, strict=True))
-    )
-    return [[next(placed) for _ in group] for group in groups]
+    bounds = sorted({bound for call in calls for bound in (call.rows.start, call.rows.stop)})
+    total, before = dict.fromkeys(bounds, 0), dict.fromkeys(bounds, 0)  # by the first row of a part
+    parts = [[row for row in bounds if call.rows.start <= row < call.rows.stop] for call in calls]
+    for row in itertools.chain(*parts):
+        total[row] += 1
+    placed = []
+    for call, rows in zip(calls, parts, strict=True):
+        found = {(min(before[row], FEW), before[row] + 1 == total[row]) for row in rows}
+        if len(found) > 1:
+            return None
+        placed.append(Placed(call, *found.pop()))
+        for row in rows:
+            before[row] += 1
+    every = iter(placed)
+    return [[next(every) for _ in group] for group in groups]
+
+
+def _summed(groups: list[list[Attend]]) -> list[list[Placed]]:
+    """Groups of calls whose results are all added to fp32 sums."""
+    return [[Placed(attend, FEW, False) for attend in group] for group in groups]
 
 
 class _Shards:
@@ -141,60 +159,50 @@ class Ring:
             widths = [rows.width for rows in self.rows]
             self.there.append(Exchange(ranks, mine, theirs, widths))
             self._back.append(Exchange(ranks, theirs, mine, widths))
-        self._out = (*q.shape[:3], v.shape[3])
+        self._out, self._lse = (*q.shape[:3], v.shape[3]), (len(q), q.shape[2], q.shape[1])
         own, *others = [[Attend(call, scores, q.device) for call in step.calls] for step in steps]
-        self._forward = _placed([own, *others])
-        # The backward has calls on own keys while the first keys arrive, and while the last gradients leave
+        # The backward has calls on own keys while the first keys arrive, and while the last gradients leave. The call on the most own
+        # keys comes first: its gradients are the sums that others are added to
         half = (len(own) + 1) // 2
-        self._backward = _placed([own[:half], *others, own[half:]])
-        self._merged = joined(
-            [
-                (x.attend.rows.start, x.attend.rows.stop)
-                for group in self._forward
-                for x in group
-                if not x.alone
-            ]
-        )
+        orders = [own, *others], [own[::-1][:half], *others, own[::-1][half:]]
+        placed = [_placed(groups) for groups in orders]
+        self._is_mixed = None in placed
+        self._forward, self._backward = map(_summed, orders) if self._is_mixed else placed
 
     def _sums(self, groups: list[list[Placed]], like: torch.Tensor) -> torch.Tensor | None:
-        """Memory for fp32 sums over several calls; zeros, unless all rows have a first call."""
-        if not self._merged:
-            return None
-        begun = [
-            (x.attend.rows.start, x.attend.rows.stop)
-            for group in groups
-            for x in group
-            if x.first and not x.alone
-        ]
-        make = torch.empty_like if joined(begun) == self._merged else torch.zeros_like
-        return make(like, dtype=torch.float32)
+        """Memory for fp32 sums over several calls, if there are any."""
+        if self._is_mixed:
+            return torch.zeros_like(like, dtype=torch.float32)
+        merges = any(one.before == FEW or (one.before and not one.last) for group in groups for one in group)
+        return torch.empty_like(like, dtype=torch.float32) if merges else None
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given
     ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
         """(out, lse, tensors for the backward)."""
         shards, out = _Shards(self, k, v), q.new_empty(self._out)
-        sums = self._sums(self._forward, out)
-        lse = q.new_full((len(q), q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
+        sums, lse = self._sums(self._forward, out), q.new_empty(self._lse, dtype=torch.float32)
+        if self._is_mixed:  # the result without a key
+            lse.copy_(
+                torch.full_like(lse, -math.inf) if given.sink is None else given.sink[:, None].expand_as(lse)
+            )
         for number, group in enumerate(self._forward):
             keys, values = shards.of(number)
-            for attend, alone, first in group:
+            for attend, before, last in group:
                 rows, of_keys = attend.rows, attend.key_rows
-                place = out[:, rows] if alone else None
-                part = attend.forward(q[:, rows], keys[:, of_keys], values[:, of_keys], out=place)
-                if alone:
-                    lse[:, :, rows] = part[1]
-                elif first:
-                    sums[:, rows], lse[:, :, rows] = part
+                qkv = q[:, rows], keys[:, of_keys], values[:, of_keys]
+                if not before:
+                    _, lse[:, :, rows] = attend.forward(*qkv, Given(sink=given.sink), out[:, rows])
+                    continue
+                part, part_lse = attend.forward(*qkv)
+                weights = _merge(lse[:, :, rows], part_lse)
+                if before < FEW:
+                    total = torch.mul(out[:, rows], weights[0], out=None if sums is None else sums[:, rows])
                 else:
-                    _merge(sums[:, rows], lse[:, :, rows], *part)
-        if given.sink is not None:  # one more key without value
-            total = torch.logaddexp(lse, given.sink.float()[:, None])
-            weight, lse = torch.exp(lse - total).mT[..., None], total
-            for results in (out,) if sums is None else (out, sums):
-                results.mul_(weight)
-        for start, stop in self._merged:
-            out[:, start:stop] = sums[:, start:stop]
+                    total = sums[:, rows].mul_(weights[0])
+                torch.addcmul(total, part, weights[1], out=out[:, rows] if last else total)
+        if self._is_mixed:
+            out.copy_(sums)
         return out, lse if self._returns_lse else None, [q, k, v, out, lse]
 
     def backward(
@@ -220,8 +228,8 @@ class Ring:
         totals = self._differentiate(last, own, of_queries, dq, sums, totals)
         for one in leaving:
             self._arrive(totals, *one)
-        for start, stop in self._merged:
-            dq[:, start:stop] = sums[:, start:stop]
+        if self._is_mixed:
+            dq.copy_(sums)
         dsink = None if given.sink is None else _sink_gradient(given.sink, of_queries[0], out, lse, dlse)
         return dq, *(total.to(k.dtype) for total in totals), dsink
 
@@ -236,7 +244,7 @@ class Ring:
     ) -> list[torch.Tensor]:
         """Gradients of keys and values after those of `totals`, in fp32 or those of one call alone; that of queries goes to dq or sums."""
         dout, q, out, lse, dlse = of_queries
-        for attend, alone, first in group:
+        for attend, before, final in group:
             rows, of_keys = attend.rows, attend.key_rows
             part, *grads = attend.partial_backward(
                 dout[:, rows],
@@ -245,12 +253,14 @@ class Ring:
                 out[:, rows],
                 lse[:, :, rows],
                 None if dlse is None else dlse[:, :, rows],
-                dq[:, rows] if alone else None,
+                None if before else dq[:, rows],
             )
-            if first and not alone:
-                sums[:, rows] = part
-            elif not alone:
-                sums[:, rows] += part
+            if before == 1 and final:
+                dq[:, rows] += part
+            elif before:
+                if before < FEW:
+                    sums[:, rows] = dq[:, rows]
+                torch.add(sums[:, rows], part, out=dq[:, rows] if final else sums[:, rows])
             if totals is None and grads[0].shape == tensors[0].shape:
                 totals = grads
                 continue
@@ -270,16 +280,16 @@ class Ring:
                 totals[number][:, first:last] += rows.view(part, last - first)
 
 
-def _merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Add keys, with the result part and part_lse, to the fp32 result out [batch, rows, heads, columns] and lse [batch, heads, rows].
+def _merge(lse: torch.Tensor, part_lse: torch.Tensor) -> list[torch.Tensor]:
+    """Weights [batch, rows, heads, 1] of two results for the same queries. lse becomes that of both, [batch, heads, rows].
 
     lse = log(exp(lse_1) + exp(lse_2))    out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
     """
     total = torch.logaddexp(lse, part_lse)
     finite = total.masked_fill(total == -math.inf, 0)
-    out.mul_(torch.exp(lse - finite).mT[..., None])
-    out.addcmul_(part, torch.exp(part_lse - finite).mT[..., None])
+    weights = [torch.exp(one - finite).mT[..., None] for one in (lse, part_lse)]
     lse.copy_(total)
+    return weights
 
 
 def _sink_gradient(

@@ -81,7 +81,9 @@ class Crossing:
             size = self._sent[peer]
             torch.cat(self._cut(flat, peer), 2, out=sent[first : first + size].view(shape))
             first += size
-        pieces = list(exchange(self._ranks, sent, self._sent, self._received).split_with_sizes(self._received))
+        pieces = list(
+            exchange(self._ranks, sent, self._sent, self._received).split_with_sizes(self._received)
+        )
         pieces[rank] = torch.cat(self._cut(flat, rank), 2)
         pieces = [x.view(rows, batch, width) for x, rows in zip(pieces, self._rows, strict=True)]
         whole = torch.cat(

@@ -92,7 +92,7 @@ def by_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 class Exchange:
-    """What a rank sends and receives in one collective, which all ranks of the group start, for tensors of rows of fixed widths.
+    """Rows that a rank sends and receives in one collective, which all ranks of the group start, of tensors with fixed widths.
 
     Tensors are flat: row i of tensor t has the elements from i * widths[t] on. Each rank gets, and sends, its rows of one tensor after the
     other.

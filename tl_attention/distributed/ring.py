@@ -8,9 +8,9 @@ are added up there in fp32, in a fixed order. Keys that no query of a rank sees 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -71,44 +71,58 @@ def _part(peer: int, start: int, stop: int) -> list[Part]:
     return [Part(peer, start, stop)] if start < stop else []
 
 
-class Placed(NamedTuple):
-    """A call, and how many calls before it have queries of its rows: none, one, or FEW for more.
+SEVERAL = 2
+
+
+class Turn(NamedTuple):
+    """Queries of a call, and how many calls before it have them: 0, 1, or SEVERAL for more.
 
     Args:
-        last: no call after it has such queries.
+        rows: of the shard; own_rows: of the call's result.
+        last: no call after it has them.
     """
 
-    attend: Attend
+    rows: slice
+    own_rows: slice
     before: int
     last: bool
 
 
-FEW = 2
+class Placed(NamedTuple):
+    """A call among those of all steps, with all its queries."""
+
+    attend: Attend
+    turns: tuple[Turn, ...]
+
+    @property
+    def is_first(self) -> bool:
+        """True if no call before it has any of its queries."""
+        return not any(turn.before for turn in self.turns)
 
 
-def _placed(groups: list[list[Attend]]) -> list[list[Placed]] | None:
-    """Groups of calls in the order of their launches; None if a call's queries differ in what is asked here."""
-    calls = [attend for group in groups for attend in group]
-    bounds = sorted({bound for call in calls for bound in (call.rows.start, call.rows.stop)})
-    total, before = dict.fromkeys(bounds, 0), dict.fromkeys(bounds, 0)  # by the first row of a part
-    parts = [[row for row in bounds if call.rows.start <= row < call.rows.stop] for call in calls]
-    for row in itertools.chain(*parts):
-        total[row] += 1
-    placed = []
-    for call, rows in zip(calls, parts, strict=True):
-        found = {(min(before[row], FEW), before[row] + 1 == total[row]) for row in rows}
-        if len(found) > 1:
-            return None
-        placed.append(Placed(call, *found.pop()))
-        for row in rows:
-            before[row] += 1
-    every = iter(placed)
-    return [[next(every) for _ in group] for group in groups]
+def _placed(groups: list[list[Attend]]) -> list[list[Placed]]:
+    """Groups of calls in the order of their launches."""
+    calls = [attend.rows for group in groups for attend in group]
+    bounds = sorted({bound for rows in calls for bound in (rows.start, rows.stop)})
+    parts = [part for part in pairwise(bounds)]
+    total = {part: sum(rows.start <= part[0] < rows.stop for rows in calls) for part in parts}
+    before = dict.fromkeys(parts, 0)
 
+    def placed(attend: Attend) -> Placed:
+        turns: list[Turn] = []
+        first = attend.rows.start
+        for part in parts:
+            start, stop = part
+            if not first <= start < attend.rows.stop:
+                continue
+            now = min(before[part], SEVERAL), before[part] + 1 == total[part]
+            before[part] += 1
+            if turns and turns[-1][2:] == now:  # the rows before it, too
+                start = turns.pop().rows.start
+            turns.append(Turn(slice(start, stop), slice(start - first, stop - first), *now))
+        return Placed(attend, tuple(turns))
 
-def _summed(groups: list[list[Attend]]) -> list[list[Placed]]:
-    """Groups of calls whose results are all added to fp32 sums."""
-    return [[Placed(attend, FEW, False) for attend in group] for group in groups]
+    return [[placed(attend) for attend in group] for group in groups]
 
 
 class _Shards:
@@ -164,17 +178,18 @@ class Ring:
         # The backward has calls on own keys while the first keys arrive, and while the last gradients leave. The call on the most own
         # keys comes first: its gradients are the sums that others are added to
         half = (len(own) + 1) // 2
-        orders = [own, *others], [own[::-1][:half], *others, own[::-1][half:]]
-        placed = [_placed(groups) for groups in orders]
-        self._is_mixed = None in placed
-        self._forward, self._backward = map(_summed, orders) if self._is_mixed else placed
+        self._forward = _placed([own, *others])
+        self._backward = _placed([own[::-1][:half], *others, own[::-1][half:]])
 
-    def _sums(self, groups: list[list[Placed]], like: torch.Tensor) -> torch.Tensor | None:
-        """Memory for fp32 sums over several calls, if there are any."""
-        if self._is_mixed:
-            return torch.zeros_like(like, dtype=torch.float32)
-        merges = any(one.before == FEW or (one.before and not one.last) for group in groups for one in group)
-        return torch.empty_like(like, dtype=torch.float32) if merges else None
+    @staticmethod
+    def _sums(groups: list[list[Placed]], like: torch.Tensor) -> torch.Tensor | None:
+        """Memory for fp32 sums of more than two results, if there are any."""
+        turns = [turn for group in groups for placed in group for turn in placed.turns]
+        return (
+            torch.empty_like(like, dtype=torch.float32)
+            if any(x.before and not x.last for x in turns)
+            else None
+        )
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given
@@ -182,27 +197,18 @@ class Ring:
         """(out, lse, tensors for the backward)."""
         shards, out = _Shards(self, k, v), q.new_empty(self._out)
         sums, lse = self._sums(self._forward, out), q.new_empty(self._lse, dtype=torch.float32)
-        if self._is_mixed:  # the result without a key
-            lse.copy_(
-                torch.full_like(lse, -math.inf) if given.sink is None else given.sink[:, None].expand_as(lse)
-            )
         for number, group in enumerate(self._forward):
             keys, values = shards.of(number)
-            for attend, before, last in group:
-                rows, of_keys = attend.rows, attend.key_rows
+            for placed in group:
+                rows, of_keys = placed.attend.rows, placed.attend.key_rows
                 qkv = q[:, rows], keys[:, of_keys], values[:, of_keys]
-                if not before:
-                    _, lse[:, :, rows] = attend.forward(*qkv, Given(sink=given.sink), out[:, rows])
+                if placed.is_first:
+                    _, lse[:, :, rows] = placed.attend.forward(*qkv, Given(sink=given.sink), out[:, rows])
                     continue
-                part, part_lse = attend.forward(*qkv)
-                weights = _merge(lse[:, :, rows], part_lse)
-                if before < FEW:
-                    total = torch.mul(out[:, rows], weights[0], out=None if sums is None else sums[:, rows])
-                else:
-                    total = sums[:, rows].mul_(weights[0])
-                torch.addcmul(total, part, weights[1], out=out[:, rows] if last else total)
-        if self._is_mixed:
-            out.copy_(sums)
+                part, part_lse = placed.attend.forward(*qkv)
+                for turn in placed.turns:
+                    own = part[:, turn.own_rows], part_lse[:, :, turn.own_rows]
+                    _merge(turn, out, lse, sums, *own, given.sink)
         return out, lse if self._returns_lse else None, [q, k, v, out, lse]
 
     def backward(
@@ -228,8 +234,6 @@ class Ring:
         totals = self._differentiate(last, own, of_queries, dq, sums, totals)
         for one in leaving:
             self._arrive(totals, *one)
-        if self._is_mixed:
-            dq.copy_(sums)
         dsink = None if given.sink is None else _sink_gradient(given.sink, of_queries[0], out, lse, dlse)
         return dq, *(total.to(k.dtype) for total in totals), dsink
 
@@ -244,23 +248,19 @@ class Ring:
     ) -> list[torch.Tensor]:
         """Gradients of keys and values after those of `totals`, in fp32 or those of one call alone; that of queries goes to dq or sums."""
         dout, q, out, lse, dlse = of_queries
-        for attend, before, final in group:
-            rows, of_keys = attend.rows, attend.key_rows
-            part, *grads = attend.partial_backward(
+        for placed in group:
+            rows, of_keys = placed.attend.rows, placed.attend.key_rows
+            part, *grads = placed.attend.partial_backward(
                 dout[:, rows],
                 q[:, rows],
                 *(x[:, of_keys] for x in tensors),
                 out[:, rows],
                 lse[:, :, rows],
                 None if dlse is None else dlse[:, :, rows],
-                None if before else dq[:, rows],
+                dq[:, rows] if placed.is_first else None,
             )
-            if before == 1 and final:
-                dq[:, rows] += part
-            elif before:
-                if before < FEW:
-                    sums[:, rows] = dq[:, rows]
-                torch.add(sums[:, rows], part, out=dq[:, rows] if final else sums[:, rows])
+            for turn in () if placed.is_first else placed.turns:
+                _add(turn, dq, sums, part[:, turn.own_rows])
             if totals is None and grads[0].shape == tensors[0].shape:
                 totals = grads
                 continue
@@ -280,16 +280,46 @@ class Ring:
                 totals[number][:, first:last] += rows.view(part, last - first)
 
 
-def _merge(lse: torch.Tensor, part_lse: torch.Tensor) -> list[torch.Tensor]:
-    """Weights [batch, rows, heads, 1] of two results for the same queries. lse becomes that of both, [batch, heads, rows].
+def _merge(
+    turn: Turn,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sums: torch.Tensor | None,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    sink: torch.Tensor | None,
+) -> None:
+    """Add keys, with the result part and part_lse, to out or sums [batch, rows, heads, columns] and lse [batch, heads, rows].
 
     lse = log(exp(lse_1) + exp(lse_2))    out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
     """
+    out, lse, sums = out[:, turn.rows], lse[:, :, turn.rows], None if sums is None else sums[:, turn.rows]
+    if not turn.before:
+        lse.fill_(-math.inf)
+        if sink is not None:
+            lse.copy_(sink[:, None].expand_as(lse))
     total = torch.logaddexp(lse, part_lse)
     finite = total.masked_fill(total == -math.inf, 0)
-    weights = [torch.exp(one - finite).mT[..., None] for one in (lse, part_lse)]
+    own, of_part = (torch.exp(x - finite).mT[..., None] for x in (lse, part_lse))
     lse.copy_(total)
-    return weights
+    if not turn.before:
+        torch.mul(part, of_part, out=out)
+        return
+    scaled = sums.mul_(own) if turn.before == SEVERAL else torch.mul(out, own, out=sums)
+    torch.addcmul(scaled, part, of_part, out=out if turn.last else sums)
+
+
+def _add(turn: Turn, total: torch.Tensor, sums: torch.Tensor | None, part: torch.Tensor) -> None:
+    """Add a gradient of queries to total or sums [batch, rows, heads, columns]."""
+    total, sums = total[:, turn.rows], None if sums is None else sums[:, turn.rows]
+    if not turn.before:
+        total.copy_(part)
+    elif turn.last and turn.before < SEVERAL:
+        total += part
+    else:
+        if turn.before < SEVERAL:
+            sums.copy_(total)
+        torch.add(sums, part, out=total if turn.last else sums)
 
 
 def _sink_gradient(

@@ -213,7 +213,7 @@ def rng_state(x: dict[str, torch.Tensor | None]) -> torch.Tensor:
 
 
 def compare(case: Case, world: int, checks: bool, device: str = "cpu") -> str:
-    """What is wrong with the results of a case, which all ranks run and those that check compare."""
+    """Text of what is wrong with the results of a case, which all ranks run and those that check compare."""
     if case.method == "ulysses" and case.heads[0] % world:
         return refusal(case)
     x = inputs(case, device)
@@ -222,7 +222,7 @@ def compare(case: Case, world: int, checks: bool, device: str = "cpu") -> str:
 
 
 def difference(case: Case, x: dict[str, Any], found: list[torch.Tensor]) -> str:
-    """What is wrong with joined results by the error rule; with dropout, by the results of one process."""
+    """Text of what is wrong with joined results, by the error rule; with dropout, by the results of one process."""
     if case.dropout:
         expected = run_whole(case, x, rng_state(x))
         for name, actual, whole in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=False):
@@ -242,7 +242,7 @@ def difference(case: Case, x: dict[str, Any], found: list[torch.Tensor]) -> str:
 
 
 def refusal(case: Case) -> str:
-    """What is wrong with the error for heads that the ranks cannot share."""
+    """Text of what is wrong with the error for heads that the ranks cannot share."""
     x, dim = inputs(case), 1 if case.documents is None else 0
     qkv = [distributed.shard(x[name], dim=dim) for name in "qkv"]
     placed = {"seqlen": case.total} if case.documents is None else {"cu_seqlens": case.documents}
@@ -260,7 +260,7 @@ def raised(call: Any, *arguments: Any, **options: Any) -> str:
 
 
 def run_cases(cases: list[Case], device: str = "cpu") -> dict[str, str]:
-    """What is wrong, by case. The ranks take turns in checking."""
+    """Texts of what is wrong, by case. The ranks take turns in checking."""
     rank, world = dist.get_rank(), dist.get_world_size()
     found = {
         case.name: compare(case, world, number % world == rank, device) for number, case in enumerate(cases)

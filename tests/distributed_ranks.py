@@ -40,7 +40,7 @@ class Processes:
             self._ranks.append((process, mine))
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What function(*arguments) returns on each rank.
+        """Results of function(*arguments) on each rank.
 
         Raises:
             AssertionError: with the traceback of each rank that raised; the processes are ended.

@@ -30,7 +30,7 @@ def processes():
 
 
 def merged(results: list[dict[str, str]]) -> dict[str, list[str]]:
-    """What is wrong on any rank, by case."""
+    """Texts of what is wrong on any rank, by case."""
     return {name: [one.get(name, "") for one in results] for name in sorted(set().union(*results))}
 
 

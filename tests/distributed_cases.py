@@ -18,6 +18,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func, torch_backend
+from tl_attention.distributed import group
 from tl_attention.testing import numeric
 
 warnings.filterwarnings("ignore", ".*CPU")
@@ -284,7 +285,7 @@ def disagree() -> dict[str, str]:
     found["dropout"] = raised(attend, x, x, x, dropout_p=0.5, method="gather")
     found["alibi"] = raised(attend, x, x, x, alibi_slopes=torch.ones(4), method="ring")
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
-    outs = [attend(x, x, x, group, causal=True) for group in (None, dist.group.WORLD, mesh, mesh["cp"])]
+    outs = [attend(x, x, x, one, causal=True) for one in (None, dist.group.WORLD, mesh, mesh["cp"])]
     found["groups"] = str(all(torch.equal(out, outs[0]) for out in outs))
     # Equal calls on tensors that are elsewhere in memory on one rank only
     apart = x if first else torch.cat((x, x), -1)[..., :16]
@@ -298,6 +299,18 @@ def disagree() -> dict[str, str]:
     return found
 
 
+def differ_later() -> str:
+    """Error of calls that all ranks know, each another, when every call is compared."""
+    x = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16)
+    for causal in (True, False):
+        distributed.attention(x, x, x, causal=causal)
+    group.ALWAYS = True
+    try:
+        return raised(distributed.attention, x, x, x, causal=dist.get_rank() == 0)
+    finally:
+        group.ALWAYS = False
+
+
 def lose_a_rank() -> None:
     """Call attention while the last rank ends."""
     x = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16)
@@ -309,11 +322,11 @@ def lose_a_rank() -> None:
 
 def miss_a_call() -> str:
     """Error of a rank whose call the last rank does not make, in a group with a timeout of a second."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    hasty = dist.new_group(timeout=timedelta(seconds=1))
     x = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16)
-    distributed.attention(x, x, x, group, causal=True)
+    distributed.attention(x, x, x, hasty, causal=True)
     last = dist.get_rank() == dist.get_world_size() - 1
-    text = "no call" if last else raised(distributed.attention, x, x, x, group, causal=True)
+    text = "no call" if last else raised(distributed.attention, x, x, x, hasty, causal=True)
     dist.barrier()
     return text
 

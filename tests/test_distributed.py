@@ -75,6 +75,13 @@ def test_distributed_ranks_that_disagree_get_errors(processes):
             assert re.match(EXPECTED[name], text), f"rank {rank}, {name}: {text}"
 
 
+def test_distributed_ranks_compare_every_call_for_debugging(processes):
+    for text in processes[2].run(cases.differ_later):
+        assert text.startswith(
+            "ValueError: causal, window_size: expected the same on all ranks of the group"
+        ), text
+
+
 def test_distributed_call_that_a_rank_does_not_make_ends_with_the_timeout(processes):
     first, last = processes[2].run(cases.miss_a_call)
     assert last == "no call"

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tl_attention.checks import check_deterministic, check_fwd, check_options, expect_bool
+from tl_attention.distributed import group as groups
 from tl_attention.distributed.calls import Given, Scores
 from tl_attention.distributed.choice import METHODS, Sizes, choose, supported
 from tl_attention.distributed.gather import Gather
@@ -211,7 +212,7 @@ def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, a
         found = of_group.get(key)
     except Exception:  # an argument is not what it should be: the checks name it
         key = found = None
-    if found is not None:
+    if found is not None and not groups.ALWAYS:
         return found
     agree(ranks, lambda: _checked(q, k, v, ranks, asked))
     found = _prepare(q, k, v, ranks, asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -198,6 +199,8 @@ def _runs(parts: Sequence[Part]) -> list[list[Part]]:
 # Arguments that the ranks of a group have agreed on
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set] = weakref.WeakKeyDictionary()
 MAX_AGREED = 4096  # then forgotten, on all ranks at the same call
+# For debugging: compare at every call
+ALWAYS = os.environ.get("TL_ATTENTION_CHECK_RANKS") == "1"
 
 
 def agree(ranks: Ranks, check: Callable[[], dict[str, Hashable]]) -> None:
@@ -216,7 +219,7 @@ def agree(ranks: Ranks, check: Callable[[], dict[str, Hashable]]) -> None:
     except Exception as found:
         error = found
     known, asked = _agreed.setdefault(ranks.group, set()), tuple(arguments.values())
-    if asked in known:
+    if asked in known and not ALWAYS:
         return
     of_all: list = [None] * ranks.world
     mine = arguments if error is None else f"{type(error).__name__}: {error}"

@@ -33,7 +33,7 @@ class Processes:
         folder = tempfile.mkdtemp()
         for rank in range(self.world):
             mine, its = context.Pipe()
-            arguments = rank, self.world, f"{folder}/store", self.device, its
+            arguments = rank, self.world, f"{folder}/store", self.device, dict(os.environ), its
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             its.close()
@@ -74,8 +74,12 @@ class Processes:
         self._ranks = []
 
 
-def _serve(rank: int, world: int, store: str, device: str, pipe: Connection) -> None:
+def _serve(
+    rank: int, world: int, store: str, device: str, environment: dict[str, str], pipe: Connection
+) -> None:
     """Join the process group and run what the pipe brings until it closes."""
+    os.environ.clear()  # the server's, from another test
+    os.environ.update(environment)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     if device != "cpu":

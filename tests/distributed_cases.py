@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import random
 import warnings
@@ -199,14 +200,24 @@ def run_shards(
     out, lse, _ = distributed.attention(*leaves, **options, **placed)
     dlse = None if x["dlse"] is None else distributed.shard(x["dlse"], dim=lse_dim, layout=layout)
     differentiate(out, lse, distributed.shard(x["dout"], **place), dlse)
-    joined = [
-        distributed.unshard(tensor.detach(), dim=d, seqlen=case.tokens, layout=layout)
-        for tensor, d in ((out, dim), (lse, lse_dim), *((leaf.grad, dim) for leaf in leaves))
-    ]
+    results = (out, dim), (lse, lse_dim), *((leaf.grad, dim) for leaf in leaves)
+    joined = unsharded(results, seqlen=case.tokens, layout=layout)
     if sink is not None:
         dist.all_reduce(sink.grad)
         joined.append(sink.grad)
     return joined
+
+
+def unsharded(results: tuple[tuple[torch.Tensor, int], ...], **placed: Any) -> list[torch.Tensor]:
+    """Tensors of all tokens, from shards and their dimensions of tokens, by one exchange."""
+    rows = [x.detach().movedim(dim, 0) for x, dim in results]
+    flat = [x.reshape(len(x), math.prod(x.shape[1:])).float() for x in rows]
+    widths = [x.shape[1] for x in flat]
+    whole = distributed.unshard(torch.cat(flat, 1), **placed).split(widths, 1)
+    return [
+        one.unflatten(1, x.shape[1:]).movedim(0, dim).to(x.dtype).contiguous()
+        for one, x, (_, dim) in zip(whole, rows, results, strict=True)
+    ]
 
 
 def rng_state(x: dict[str, torch.Tensor | None]) -> torch.Tensor:

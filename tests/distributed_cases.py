@@ -200,6 +200,7 @@ def run_shards(
     out, lse, _ = distributed.attention(*leaves, **options, **placed)
     dlse = None if x["dlse"] is None else distributed.shard(x["dlse"], dim=lse_dim, layout=layout)
     differentiate(out, lse, distributed.shard(x["dout"], **place), dlse)
+    assert not out._is_view() and not lse._is_view()  # else autograd refuses changes in place
     results = (out, dim), (lse, lse_dim), *((leaf.grad, dim) for leaf in leaves)
     joined = unsharded(results, seqlen=case.tokens, layout=layout)
     if sink is not None:

@@ -154,7 +154,7 @@ class _Attention(torch.autograd.Function):
         rng_state: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         out, lse, saved = call.forward(q, k, v, Given(slopes, sink, rng_state))
-        ctx.save_for_backward(slopes, sink, rng_state, *saved)
+        ctx.save_for_backward(slopes, sink, rng_state, out if call.method.needs_out else None, *saved)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return out, lse
@@ -162,13 +162,16 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
-        slopes, sink, rng_state, *saved = ctx.saved_tensors
-        dq, dk, dv, dsink = ctx.call.backward(dout, dlse, saved, Given(slopes, sink, rng_state))
+        slopes, sink, rng_state, out, *saved = ctx.saved_tensors
+        given = Given(slopes, sink, rng_state)
+        dq, dk, dv, dsink = ctx.call.backward(dout, dlse, out, saved, given)
         return None, dq, dk, dv, dsink, None, None
 
 
 class Prepared(NamedTuple):
     """A call whose arguments have been checked: all that does not depend on the values of tensors.
+
+    Results have memory of their own and are no views, so that they can be changed in place.
 
     Args:
         packed: q, k, v are [rows, heads, head_dim].
@@ -183,19 +186,25 @@ class Prepared(NamedTuple):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given
     ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
         """(out, lse, tensors for the backward)."""
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
         if not self.packed:
-            return self.method.forward(q, k, v, given)
-        out, lse, saved = self.method.forward(q[None], k[None], v[None], given)
-        return out[0], None if lse is None else lse[0], saved
+            return out, *self.method.forward(q, k, v, given, out)
+        lse, saved = self.method.forward(q[None], k[None], v[None], given, out[None])
+        return out, None if lse is None else lse[0].clone(), saved
 
     def backward(
-        self, dout: torch.Tensor | None, dlse: torch.Tensor | None, saved: list[torch.Tensor], given: Given
+        self,
+        dout: torch.Tensor | None,
+        dlse: torch.Tensor | None,
+        out: torch.Tensor | None,
+        saved: list[torch.Tensor],
+        given: Given,
     ) -> tuple[torch.Tensor | None, ...]:
         """(dq, dk, dv, dsink)."""
         if not self.packed:
-            return self.method.backward(dout, dlse, saved, given)
-        dout, dlse = (None if x is None else x[None] for x in (dout, dlse))
-        *grads, dsink = self.method.backward(dout, dlse, saved, given)
+            return self.method.backward(dout, dlse, out, saved, given)
+        dout, dlse, out = (None if x is None else x[None] for x in (dout, dlse, out))
+        *grads, dsink = self.method.backward(dout, dlse, out, saved, given)
         return *(grad[0] for grad in grads), dsink
 
 

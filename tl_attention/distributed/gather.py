@@ -140,6 +140,8 @@ class Gather:
         returns_lse: a call returns the log-sum-exp, too.
     """
 
+    needs_out = True  # in the backward
+
     def __init__(
         self,
         layout: Layout,
@@ -154,7 +156,7 @@ class Gather:
         plan = gather_plan(layout, ranks.rank, mask)
         self._plan, self._returns_lse = plan, returns_lse
         self._attends = [Attend(call, scores, q.device) for call in plan.calls]
-        self._out, self._lse = (*q.shape[:3], v.shape[3]), (len(q), q.shape[2], q.shape[1])
+        self._lse = len(q), q.shape[2], q.shape[1]
         self._rows = [Rows.of(x) for x in (k, v)]
         widths = [rows.width for rows in self._rows]
         self._there = Exchange(ranks, plan.sends, plan.receives, widths)
@@ -200,11 +202,10 @@ class Gather:
         return [k.view(flat, count), v.view(flat, count, count * k.width)]
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given
-    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-        """(out, lse, tensors for the backward)."""
-        keys, values = self._gathered([k, v])
-        out, lses = q.new_empty(self._out), []
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given, out: torch.Tensor
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Write out; return (lse, tensors for the backward)."""
+        (keys, values), lses = self._gathered([k, v]), []
         for attend in self._attends:
             rows, of_keys = attend.rows, attend.key_rows
             _, lse = attend.forward(q[:, rows], keys[:, of_keys], values[:, of_keys], given, out[:, rows])
@@ -212,18 +213,23 @@ class Gather:
         lse = None
         if self._returns_lse:
             lse = torch.cat(lses, 2) if lses else q.new_empty(self._lse, dtype=torch.float32)
-        return out, lse, [q, out, *([keys, values] if self._is_kept else [k, v]), *lses]
+        return lse, [q, *([keys, values] if self._is_kept else [k, v]), *lses]
 
     def backward(
-        self, dout: torch.Tensor | None, dlse: torch.Tensor | None, saved: list[torch.Tensor], given: Given
+        self,
+        dout: torch.Tensor | None,
+        dlse: torch.Tensor | None,
+        out: torch.Tensor,
+        saved: list[torch.Tensor],
+        given: Given,
     ) -> Gradients:
         """(dq, dk, dv, dsink) of the shard."""
-        q, out, *kept = saved[:4]
+        q, *kept = saved[:3]
         dout = torch.zeros_like(out) if dout is None else dout
         keys, values = kept if self._is_kept else self._gathered(kept)
         dq, sums, dsink = q.new_empty(q.shape), None, None
         # The last range of queries sees the most keys under a causal mask: its gradients are the sums that others are added to
-        for attend, lse in zip(reversed(self._attends), reversed(saved[4:]), strict=True):
+        for attend, lse in zip(reversed(self._attends), reversed(saved[3:]), strict=True):
             rows, of_keys = attend.rows, attend.key_rows
             _, *grads, dsink_part = attend.backward(
                 dout[:, rows],
@@ -272,4 +278,4 @@ class Gather:
         for adds in self._adds:
             places = [total[start:stop] for _, _, start, stop in adds]
             torch._foreach_add_(places, [arrived[number][index] for number, index, _, _ in adds])
-        return self._tensors(total.to(dtype), self._out[1])
+        return self._tensors(total.to(dtype), self._lse[2])

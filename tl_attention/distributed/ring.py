@@ -152,6 +152,8 @@ class Ring:
         returns_lse: a call returns the log-sum-exp, too.
     """
 
+    needs_out = True  # in the backward
+
     def __init__(
         self,
         layout: Layout,
@@ -173,7 +175,7 @@ class Ring:
             widths = [rows.width for rows in self.rows]
             self.there.append(Exchange(ranks, mine, theirs, widths))
             self._back.append(Exchange(ranks, theirs, mine, widths))
-        self._out, self._lse = (*q.shape[:3], v.shape[3]), (len(q), q.shape[2], q.shape[1])
+        self._lse = len(q), q.shape[2], q.shape[1]
         own, *others = [[Attend(call, scores, q.device) for call in step.calls] for step in steps]
         # The backward has calls on own keys while the first keys arrive, and while the last gradients leave. The call on the most own
         # keys comes first: its gradients are the sums that others are added to
@@ -192,10 +194,10 @@ class Ring:
         )
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given
-    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-        """(out, lse, tensors for the backward)."""
-        shards, out = _Shards(self, k, v), q.new_empty(self._out)
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given, out: torch.Tensor
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Write out; return (lse, tensors for the backward)."""
+        shards = _Shards(self, k, v)
         sums, lse = self._sums(self._forward, out), q.new_empty(self._lse, dtype=torch.float32)
         for number, group in enumerate(self._forward):
             keys, values = shards.of(number)
@@ -209,13 +211,18 @@ class Ring:
                 for turn in placed.turns:
                     own = part[:, turn.own_rows], part_lse[:, :, turn.own_rows]
                     _merge(turn, out, lse, sums, *own, given.sink)
-        return out, lse if self._returns_lse else None, [q, k, v, out, lse]
+        return lse.clone() if self._returns_lse else None, [q, k, v, lse]
 
     def backward(
-        self, dout: torch.Tensor | None, dlse: torch.Tensor | None, saved: list[torch.Tensor], given: Given
+        self,
+        dout: torch.Tensor | None,
+        dlse: torch.Tensor | None,
+        out: torch.Tensor,
+        saved: list[torch.Tensor],
+        given: Given,
     ) -> Gradients:
         """(dq, dk, dv, dsink) of the shard."""
-        q, k, v, out, lse = saved
+        q, k, v, lse = saved
         of_queries = torch.zeros_like(out) if dout is None else dout, q, out, lse, dlse
         dq = q.new_empty(q.shape)
         sums = self._sums(self._backward, dq)

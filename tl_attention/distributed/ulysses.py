@@ -7,6 +7,7 @@ Source: Jacobs et al. 2023, DeepSpeed Ulysses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -102,13 +103,15 @@ class Crossing:
             for x, side in zip(flat, self._sides, strict=True)
         ]
 
-    def to_tokens(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Inverse of to_heads; it adds up the copies of heads that several ranks have."""
+    def to_tokens(
+        self, tensors: list[torch.Tensor], outs: Sequence[torch.Tensor | None] = (None,) * 3
+    ) -> list[torch.Tensor]:
+        """Inverse of to_heads, in new memory or in `outs`; it adds up the copies of heads that several ranks have."""
         rank, rows, batch = self._ranks.rank, self._rows[self._ranks.rank], self._batch
         flat = [by_rows(x) for x in tensors]
         arrived = self._back.run(*flat)
         segments, found = self._layout.of_rank(rank), []
-        for x, parts, side in zip(flat, arrived, self._sides, strict=True):
+        for x, parts, side, out in zip(flat, arrived, self._sides, outs):  # noqa: B905
             width = batch * side.width
             own = [x[part.start * width : part.stop * width] for part in segments]
             if not own:
@@ -116,10 +119,11 @@ class Crossing:
                 continue
             parts.insert(rank, own[0] if len(own) == 1 else torch.cat(own))
             heads = side.width // side.columns
-            joined = torch.cat([part.view(rows, batch, heads, side.columns) for part in parts], 2)
+            by_tokens = [part.view(rows, batch, heads, side.columns).transpose(0, 1) for part in parts]
+            joined = torch.cat(by_tokens, 2, out=out)
             if (count := side.heads[-1][1]) != joined.shape[2]:
                 joined = joined.unflatten(2, (count, -1)).sum(3, dtype=torch.float32).to(joined.dtype)
-            found.append(joined.transpose(0, 1))
+            found.append(joined)
         return found
 
 
@@ -130,6 +134,8 @@ class Ulysses:
         q, k, v: [batch, rows, heads, columns] of the shard, for their metadata.
         returns_lse: a call returns the log-sum-exp, too.
     """
+
+    needs_out = False  # in the backward, which has that of own heads
 
     def __init__(
         self,
@@ -172,23 +178,31 @@ class Ulysses:
         return x.unflatten(1, self._sizes)[0] if self._folds else x
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given
-    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-        """(out, lse, tensors for the backward)."""
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given, out: torch.Tensor
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Write out; return (lse, tensors for the backward)."""
         q, k, v = (self._folded(x) for x in self._qkv.to_heads([q, k, v]))
         own = self._given(given)
-        out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(len(q), q.shape[2], q.shape[1]).float()
+        found, lse = (
+            q.new_empty(*q.shape[:3], v.shape[3]),
+            q.new_empty(len(q), q.shape[2], q.shape[1]).float(),
+        )
         for attend in self._attends:
-            out, lse = attend.forward(q, k, v, own)
-        saved = [q, k, v, out, lse]
-        (out,) = self._out.to_tokens([self._unfolded(out)])
+            found, lse = attend.forward(q, k, v, own)
+        saved = [q, k, v, found, lse]
+        self._out.to_tokens([self._unfolded(found)], [out])
         if not self._returns_lse:
-            return out, None, saved
+            return None, saved
         (lse,) = self._lse.to_tokens([self._unfolded(lse.mT)[..., None]])
-        return out, lse[..., 0].mT.contiguous(), saved
+        return lse[..., 0].mT.clone(memory_format=torch.contiguous_format), saved
 
     def backward(
-        self, dout: torch.Tensor | None, dlse: torch.Tensor | None, saved: list[torch.Tensor], given: Given
+        self,
+        dout: torch.Tensor | None,
+        dlse: torch.Tensor | None,
+        _: None,
+        saved: list[torch.Tensor],
+        given: Given,
     ) -> Gradients:
         """(dq, dk, dv, dsink) of the shard; dsink of the own heads and all queries."""
         q, k, v, out, lse = saved

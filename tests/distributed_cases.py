@@ -93,32 +93,29 @@ CASES = [
 def random_case(seed: int, device: str) -> Case:
     """A problem with a random method, mask, options, heads, lengths and layout.
 
-    On a GPU kernels are few: d128, options on short sequences only, documents under a causal mask.
+    On a GPU kernels are few: d128, options on short sequences under a causal mask only, documents under a causal mask.
     """
     draw, on_gpu = random.Random(seed), device != "cpu"
     method = draw.choice(("gather", "gather", "ring", "ring", "ulysses", "auto"))
     option = draw.choice(("", "", "", "softcap and sink", "alibi", "dropout"))
     mask = draw.choice(("full", "causal", "causal", "window", "sliding"))
-    if option == "alibi" or (on_gpu and option == "dropout"):
+    if option == "alibi" or (on_gpu and option):
         mask = "causal"
-    if option == "alibi" and method == "ring":
+    if method == "ring" and (option == "alibi" or (on_gpu and option)):
         method = "gather"
     if option == "dropout":
         method = "ulysses"
-    rings_sink = option == "softcap and sink" and on_gpu and method in ("ring", "auto")
-    if rings_sink:  # kernels with a sink alone
-        method, mask = "ring", "causal"
     heads = draw.choice(((4, 4), (8, 2), (4, 1), (8, 8), (2, 2)))
     top = 60 if not on_gpu else 1024 if option else 4000
     total = draw.choice((draw.randrange(1, top), draw.randrange(top // 2, top), top // 2, top // 4 * 3))
     documents, layout = None, draw.choice(("zigzag", "zigzag", "contiguous"))
-    if (mask == "causal" or not on_gpu) and not rings_sink and draw.random() < 0.5:
+    if (not on_gpu or (mask == "causal" and option in ("", "dropout"))) and draw.random() < 0.5:
         cuts = sorted(draw.randrange(total + 1) for _ in range(draw.choice((0, 1, 4, 11))))
         documents, layout = (0, *cuts, total), draw.choice(("zigzag", "contiguous", "balanced"))
     options = dict(MASKS[mask])
     if on_gpu and "window_size" in options:
         options["window_size"] = (300, 100) if mask == "window" else (257, -1)
-    if option == "softcap and sink" and not rings_sink:
+    if option == "softcap and sink":
         options["softcap"] = 3.0
     return Case(
         f"random-{seed}",

@@ -134,13 +134,9 @@ def build_kernels() -> None:
     short = ("1k", SPLIT_BUCKET)
     for causal, names, buckets, directions in (
         *((causal, varlen, (*BUCKETS[:2], SPLIT_BUCKET), ("fwd", "bwd")) for causal in (True, False) for varlen in ((), ("varlen",))),
-        (True, (), ("1k",), ("bwd_det",)),
+        *((causal, (), ("1k",), ("bwd_det",)) for causal in (True, False)),
         (False, ("window",), (*BUCKETS[:2], SPLIT_BUCKET), ("fwd", "bwd")),
-        *((causal, ("softcap", "sink"), short, ("fwd", "bwd")) for causal in (True, False)),
-        (False, ("window", "softcap", "sink"), short, ("fwd", "bwd")),
-        (True, ("sink",), short, ("fwd",)),
-        *((True, (*name, *varlen), short, ("fwd", "bwd")) for name in (("softcap", "sink"), ("alibi",)) for varlen in ((), ("varlen",))),
-        (True, ("dropout", "varlen"), short, ("fwd", "bwd")),
+        *((True, names, short, ("fwd", "bwd")) for names in (("softcap", "sink"), ("alibi",), ("dropout", "varlen"))),
     ):  # fmt: skip
         for direction in directions:
             asked = tuple(x for x in OPTIONS if x in names and (direction == "fwd" or x != "sink"))

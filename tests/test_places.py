@@ -29,8 +29,8 @@ def place(like, dim):
     return whole, whole.narrow(dim, BEFORE, like.shape[dim])
 
 
-def check_placed(whole, placed, expected, dim):
-    assert torch.equal(placed, expected)
+def check_placed(whole, placed, expected, dim, exact=True):
+    assert torch.equal(placed, expected) or (not exact and torch.allclose(placed, expected, 2e-2, 2e-2))
     for start, rows in ((0, BEFORE), (BEFORE + expected.shape[dim], AFTER)):
         assert whole.narrow(dim, start, rows).isnan().all()
 
@@ -53,12 +53,10 @@ def test_places_hold_the_results_of_launches(batch, packed):
         assert found is placed and torch.equal(lse, lse_of_found)
         check_placed(whole, placed, out, dim)
 
-        inputs = x["dout"], *qkv, out, lse
-        dq, *others = launch.backward(*inputs, *asked, deterministic=True, options=options)
+        # Sums of dq are exact with deterministic, whose kernels for packed sequences no other test needs
+        inputs, exact = (x["dout"], *qkv, out, lse), not packed
+        dq, dk, dv = launch.backward(*inputs, *asked, deterministic=exact, options=options)
         whole, placed = place(dq, dim)
-        found, *others_of_found = launch.backward(
-            *inputs, *asked, deterministic=True, options=options, dq=placed
-        )
-        assert found is placed
-        assert all(torch.equal(a, b) for a, b in zip(others, others_of_found, strict=True))
-        check_placed(whole, placed, dq, dim)
+        found = launch.backward(*inputs, *asked, deterministic=exact, options=options, dq=placed)
+        assert found[0] is placed and torch.equal(dk, found[1]) and torch.equal(dv, found[2])
+        check_placed(whole, placed, dq, dim, exact)

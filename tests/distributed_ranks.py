@@ -69,7 +69,7 @@ class Processes:
         """End the processes."""
         for process, pipe in self._ranks:
             pipe.close()
-            process.terminate()
+            process.kill()  # one that waits in a collective answers to nothing else
             process.join()
         self._ranks = []
 

@@ -3,9 +3,10 @@
     python benchmarks/distributed.py --out benchmarks/results/nvidia_h200     # all GPUs of the machine
     python benchmarks/distributed.py --device cpu --lengths 128 --heads 4 2 --head-dim 16    # a trial by gloo
 
-A time is that of the slowest rank, the median of ROUNDS rows of calls without a wait between them. Efficiency is the time of one GPU on
-the whole problem, measured in the same process, over ranks times this time. Results are compared with one GPU's before they are timed.
-Writes distributed.json with the link, clocks and versions.
+A time is that of the slowest rank, the median of ROUNDS rows of calls without a wait between them; host time is the shortest of the rows
+in which the host starts as few calls as fit into the queue of the GPU. Efficiency is the time of one GPU on the whole problem, measured
+in the same process, over ranks times this time. Results are compared with one GPU's before they are timed. A row "in a graph" replays a
+CUDA graph of the forward and backward. Writes distributed.json with the link, clocks and versions.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from tl_attention.testing import environment
 METHODS = ("gather", "ring", "ulysses")
 ROUNDS = 3
 ROW_SECONDS = 0.1  # of calls without a wait between them
+HOST_CALLS = 5  # of a row for the host
+GRAPH_TOKENS = 32768  # longer sequences are not bound by the host
 MAX_ERROR = 0.01  # relative, in the 2-norm; bf16 against bf16
 MEDIAN_DOCUMENT, SIGMA = 1500, 1.3  # log-normal lengths
 Tensors = dict[str, torch.Tensor]
@@ -125,6 +128,10 @@ def measure_sequence(total: int, asked: argparse.Namespace) -> list[dict[str, An
 
     name = f"causal, {total} tokens"
     rows = [row(name, method, run(method), expected, alone) for method in METHODS]
+    if asked.device == "cuda" and total <= GRAPH_TOKENS:
+        rows += [
+            row(name, f"{method}, in a graph", captured(run(method)), expected, alone) for method in METHODS
+        ]
     if asked.device == "cuda":
         rows.append(measure_torch(name, whole, expected, alone))
     return rows
@@ -193,6 +200,25 @@ def differentiate(attend: Callable[..., torch.Tensor], x: Tensors) -> list[torch
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
+def captured(run: Callable[[], list[torch.Tensor]]) -> Callable[[], list[torch.Tensor]]:
+    """A replay of the CUDA graph of a call."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = run()
+
+    def replay() -> list[torch.Tensor]:
+        graph.replay()
+        return found
+
+    return replay
+
+
 def row(
     problem: str,
     method: str,
@@ -210,7 +236,13 @@ def row(
         return found | {"status": "wrong"}
     time_ = seconds(run)
     ranks = dist.get_world_size()
-    return found | {"status": "ok", "ms": 1e3 * time_, "efficiency": alone / (ranks * time_)}
+    host = host_seconds(run)
+    return found | {
+        "status": "ok",
+        "ms": 1e3 * time_,
+        "host_ms": 1e3 * host,
+        "efficiency": alone / (ranks * time_),
+    }
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -237,6 +269,20 @@ def seconds(run: Callable[[], object]) -> float:
     return statistics.median(found)
 
 
+def host_seconds(run: Callable[[], object]) -> float:
+    """Seconds per call in which the host starts the work, on the slowest rank."""
+    found, device = [], "cuda" if dist.get_backend() == "nccl" else "cpu"
+    for _ in range(ROUNDS):
+        dist.barrier()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            run()
+        found.append((time.perf_counter() - begin) / HOST_CALLS)
+    return slowest(min(found), torch.zeros((), device=device))
+
+
 def slowest(value: float, like: torch.Tensor) -> float:
     """Largest value of all ranks."""
     whole = torch.tensor(value, dtype=torch.float64, device=like.device)
@@ -247,14 +293,14 @@ def slowest(value: float, like: torch.Tensor) -> float:
 def table(rows: list[dict[str, Any]], ranks: int) -> str:
     """Markdown table of all rows."""
     lines = [
-        f"| forward and backward | method | one GPU, ms | {ranks} GPUs, ms | efficiency |",
-        "|---|---|---:|---:|---:|",
+        f"| forward and backward | method | one GPU, ms | {ranks} GPUs, ms | host, ms | efficiency |",
+        "|---|---|---:|---:|---:|---:|",
     ]
     for one in rows:
         speed = (
-            f"{one['ms']:.2f} | {one['efficiency']:.2f}"
+            f"{one['ms']:.2f} | {one['host_ms']:.2f} | {one['efficiency']:.2f}"
             if one["status"] == "ok"
-            else f"WRONG, error {one['error']} | –"
+            else f"WRONG, error {one['error']} | – | –"
         )
         lines.append(f"| {one['problem']} | {one['method']} | {one['one_gpu_ms']:.2f} | {speed} |")
     return "\n".join(lines)

@@ -131,7 +131,8 @@ def train(arguments: argparse.Namespace, device: torch.device) -> list[float]:
     return losses
 
 
-def main() -> None:
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Arguments, by default those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seqlen", type=int, default=8192, help="tokens of a step, on all ranks together")
     parser.add_argument("--documents", type=int, default=1, help="documents that a sequence packs")
@@ -141,8 +142,11 @@ def main() -> None:
     parser.add_argument("--heads-kv", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--method", default="auto", help="auto, gather, ring or ulysses")
-    arguments = parser.parse_args()
+    return parser.parse_args(words)
 
+
+def main() -> None:
+    arguments = parse()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     if on_gpu:

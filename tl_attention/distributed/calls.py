@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,123 +14,159 @@ from tl_attention.ops import bwd_op, fwd_op
 from tl_attention.options import Options, canonical_window
 
 State = tuple[torch.Tensor, torch.Tensor]  # out, lse
+Gradients = tuple[torch.Tensor | None, ...]  # dq, dk, dv, dsink
 
 
 class Scores(NamedTuple):
-    """Options of all calls beside their masks.
+    """Values of all calls beside their masks.
 
     Args:
-        slopes: [heads], [batch, heads] or, with packed documents, [documents, heads].
-        sink: [heads].
         packed: the tensors hold packed documents, in a batch of one.
     """
 
     softmax_scale: float
-    softcap: float
-    deterministic: bool
-    slopes: torch.Tensor | None = None
-    sink: torch.Tensor | None = None
+    softcap: float = 0.0
+    deterministic: bool = False
+    dropout_p: float = 0.0
     packed: bool = False
 
 
-def queries(x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Rows of a call in a tensor [batch, rows, heads, columns] of its queries."""
-    return x[:, call.q[0] : call.q[1]]
+class Given(NamedTuple):
+    """Tensors of a call beside q, k and v.
 
-
-def keys(x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Rows of a call in a buffer [batch, rows, heads, columns] of keys."""
-    return x[:, call.k[0] : call.k[1]]
-
-
-def _options(call: Call, scores: Scores, device: torch.device) -> tuple[bool, Options]:
-    """(causal, options) of a call."""
-    causal, window = canonical_window(False, call.window)
-    cu_seqlens = call.cu_seqlens(device) if call.packed else (None, None)
-    return causal, Options(
-        window=window,
-        softcap=scores.softcap,
-        max_seqlen_q=max(call.lengths_q) if call.packed else 0,
-        max_seqlen_k=max(call.lengths_k) if call.packed else 0,
-        alibi_slopes=_slopes(call, scores),
-        sink=scores.sink,
-        cu_seqlens_q=cu_seqlens[0],
-        cu_seqlens_k=cu_seqlens[1],
-    )
-
-
-def _slopes(call: Call, scores: Scores) -> torch.Tensor | None:
-    slopes = scores.slopes
-    if slopes is None or slopes.ndim == 1 or not scores.packed:
-        return slopes
-    return torch.stack([slopes[number] for number in call.documents])
-
-
-def forward(call: Call, scores: Scores, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> State:
-    """(out, lse) of a call on its own rows."""
-    causal, options = _options(call, scores, q.device)
-    if call.packed:
-        q, k, v = q[0], k[0], v[0]
-    if q.is_cuda:
-        named = options if options.names else None
-        out, lse = launch.forward(q, k, v, scores.softmax_scale, causal, False, options=named)
-    else:
-        out, lse = fwd_op(q, k, v, scores.softmax_scale, causal, False, False, False, *options.arguments())
-    return (out[None], lse[None]) if call.packed else (out, lse)
-
-
-def backward(
-    call: Call,
-    scores: Scores,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:
-    """(dq, dk, dv, dsink) of a call whose queries see keys of this call alone; without a sink dsink is None."""
-    causal, options = _options(call, scores, q.device)
-    tensors = dout, q, k, v, out, lse
-    if call.packed:
-        tensors = tuple(x[0] for x in tensors)
-        dlse = None if dlse is None else dlse[0]
-    if q.is_cuda:
-        deterministic = scores.deterministic or torch.are_deterministic_algorithms_enabled()
-        named = options if options.names else None
-        asked = scores.softmax_scale, causal, False, False, deterministic, dlse
-        *grads, dsink = (*launch.backward(*tensors, *asked, options=named), None)[:4]
-    else:
-        asked = scores.softmax_scale, causal, False, False, scores.deterministic
-        *grads, dsink = bwd_op(*tensors, dlse, *asked, *options.arguments())
-    return *(grad[None] if call.packed else grad for grad in grads), dsink
-
-
-def partial_backward(
-    call: Call,
-    scores: Scores,
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
-    """(dq, dk, dv) of a call whose queries see other keys, too.
-
-    out, lse, dout and dlse are those of all keys. Kernels compute P = exp(score - lse) and delta = rowsum(dout * out) - dlse from them,
-    which is right for any part of the keys. The reference recomputes out and lse from the keys at hand. It gets the gradients with
-    respect to these, which gives the same P and delta: for w = exp(lse_part - lse)
-
-        dout_part = w dout    dlse_part = w (rowsum(dout * (out_part - out)) + dlse)
+    Args:
+        slopes: [heads], [batch, heads] or, with packed documents, [documents, heads].
+        sink: [heads].
+        rng_state: int64 [2].
     """
-    if q.device.type != "cpu":
-        return backward(call, scores, dout, q, k, v, out, lse, dlse)[:3]
-    part, lse_part = forward(call, scores, q, k, v)
-    weight = torch.exp(lse_part - lse)
-    slope = (dout.float() * (part.float() - out.float())).sum(-1).mT  # [batch, heads, rows]
-    dlse_part = weight * (slope if dlse is None else slope + dlse)
-    dout_part = (dout.float() * weight.mT[..., None]).to(dout.dtype)
-    return backward(call, scores, dout_part, q, k, v, part, lse_part, dlse_part)[:3]
+
+    slopes: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
+    rng_state: torch.Tensor | None = None
+
+
+NOTHING_GIVEN = Given()
+
+
+class Attend:
+    """A call with all that is the same whenever its shapes and options are."""
+
+    def __init__(self, call: Call, scores: Scores, device: torch.device):
+        self.rows, self.key_rows = slice(*call.q), slice(*call.k)
+        self.whole = call.q, call.k
+        self._packed, self._scores = call.packed, scores
+        self._causal, window = canonical_window(False, call.window)
+        lengths = call.cu_seqlens(device) if call.packed else (None, None)
+        self._device, self._documents = device, call.documents if scores.packed else None
+        self._options = Options(
+            window=window,
+            softcap=scores.softcap,
+            dropout_p=scores.dropout_p,
+            max_seqlen_q=max(call.lengths_q) if call.packed else 0,
+            max_seqlen_k=max(call.lengths_k) if call.packed else 0,
+            cu_seqlens_q=lengths[0],
+            cu_seqlens_k=lengths[1],
+        )
+
+    @functools.cached_property
+    def _sequences(self) -> torch.Tensor:
+        """Numbers of the documents, on the device."""
+        return torch.tensor(self._documents, device=self._device)
+
+    def _with(self, given: Given) -> Options:
+        """Options with the tensors of a call."""
+        slopes, sink, state = given
+        if slopes is None and sink is None and state is None:
+            return self._options
+        if slopes is not None and slopes.ndim == 2 and self._documents is not None:
+            slopes = slopes[self._sequences]
+        return replace(self._options, alibi_slopes=slopes, sink=sink, rng_state=state)
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        given: Given = NOTHING_GIVEN,
+        out: torch.Tensor | None = None,
+    ) -> State:
+        """(out, lse) of the rows of a call, in new memory or in `out`."""
+        options = self._with(given)
+        result = out
+        if self._packed:
+            q, k, v = q[0], k[0], v[0]
+            out = None if out is None else out[0]
+        if q.is_cuda:
+            named = options if options.names else None
+            scale = self._scores.softmax_scale
+            out, lse = launch.forward(q, k, v, scale, self._causal, False, options=named, out=out)
+        else:
+            plain = self._scores.softmax_scale, self._causal, False, False, False
+            found, lse = fwd_op(q, k, v, *plain, *options.arguments())
+            out = found if out is None else out.copy_(found)
+        if self._packed:
+            lse = lse[None]
+        return (result if result is not None else out[None] if self._packed else out), lse
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None = None,
+        given: Given = NOTHING_GIVEN,
+        dq: torch.Tensor | None = None,
+    ) -> Gradients:
+        """(dq, dk, dv, dsink) of a call whose queries see keys of this call alone; dq in new memory or in `dq`.
+
+        Without a sink dsink is None.
+        """
+        options, result = self._with(given), dq
+        tensors = dout, q, k, v, out, lse
+        if self._packed:
+            tensors = tuple(x[0] for x in tensors)
+            dlse, dq = (None if x is None else x[0] for x in (dlse, dq))
+        scale, *_, deterministic = self._scores[:3]
+        if q.is_cuda:
+            deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+            asked = scale, self._causal, False, False, deterministic, dlse
+            named = options if options.names else None
+            dq, dk, dv, *dsink = launch.backward(*tensors, *asked, options=named, dq=dq)
+        else:
+            asked = scale, self._causal, False, False, deterministic
+            found, dk, dv, *dsink = bwd_op(*tensors, dlse, *asked, *options.arguments())
+            dq = found if dq is None else dq.copy_(found)
+        if self._packed:
+            dq, dk, dv = dq[None], dk[None], dv[None]
+        return (dq if result is None else result), dk, dv, None if given.sink is None else dsink[0]
+
+    def partial_backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        dq: torch.Tensor | None = None,
+    ) -> Gradients:
+        """(dq, dk, dv) of a call whose queries see other keys, too; dq in new memory or in `dq`.
+
+        out, lse, dout and dlse are those of all keys. Kernels compute P = exp(score - lse) and delta = rowsum(dout * out) - dlse from
+        them, which is right for any part of the keys. The reference recomputes out and lse from the keys at hand. It gets the
+        gradients with respect to these, which gives the same P and delta: for w = exp(lse_part - lse)
+
+            dout_part = w dout    dlse_part = w (rowsum(dout * (out_part - out)) + dlse)
+        """
+        if q.device.type != "cpu":
+            return self.backward(dout, q, k, v, out, lse, dlse, dq=dq)[:3]
+        part, lse_part = self.forward(q, k, v)
+        weight = torch.exp(lse_part - lse)
+        slope = (dout.float() * (part.float() - out.float())).sum(-1).mT  # [batch, heads, rows]
+        dlse_part = weight * (slope if dlse is None else slope + dlse)
+        dout_part = (dout.float() * weight.mT[..., None]).to(dout.dtype)
+        return self.backward(dout_part, q, k, v, part, lse_part, dlse_part, dq=dq)[:3]

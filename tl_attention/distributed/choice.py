@@ -19,8 +19,7 @@ from tl_attention.distributed.ulysses import heads_divide
 
 METHODS = ("auto", "ring", "gather", "ulysses")
 COMPUTE_FLOPS = 5.8e14  # H200, causal d128 in bf16 from 8k to 64k, forward and backward together (2026-11-22)
-# Per second and direction, an estimate for NVLink 4: an all-reduce of 1 GiB runs at 329 GB/s on two H100s (2026-11-13)
-LINK_BYTES = 3e11
+LINK_BYTES = 2.8e11  # per second and direction: all-to-all of 128 MiB between two H200s, NVLink 4 (2026-11-22)
 RING_BYTES = 8 << 30  # gathered keys and values above this are attended in a ring
 
 

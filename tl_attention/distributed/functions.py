@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from tl_attention.checks import (
-    check_deterministic,
-    check_fwd,
-    check_options,
-    expect_bool,
-)
-from tl_attention.distributed import gather, ring, ulysses
-from tl_attention.distributed.calls import Scores
+from tl_attention.checks import check_deterministic, check_fwd, check_options, expect_bool
+from tl_attention.distributed import group as groups
+from tl_attention.distributed.calls import Given, Scores
 from tl_attention.distributed.choice import METHODS, Sizes, choose, supported
+from tl_attention.distributed.gather import Gather
 from tl_attention.distributed.group import Group, Ranks, agree, ranks_of
 from tl_attention.distributed.layout import Layout
 from tl_attention.distributed.pieces import CAUSAL, Mask, cumulative
+from tl_attention.distributed.ring import Ring
 from tl_attention.distributed.shards import documents_of, layout_of
+from tl_attention.distributed.ulysses import Ulysses
 from tl_attention.flash import Output, flash_attn_func, flash_attn_varlen_func
 from tl_attention.ops import check_device_or_warn, scale_of
 from tl_attention.options import canonical_window
 
+CLASSES = {"gather": Gather, "ring": Ring, "ulysses": Ulysses}
+Method = Gather | Ring | Ulysses
+MAX_PREPARED = 1024  # calls per group: the number of different documents has no bound
 
+
+@torch.compiler.disable  # torch.compile cannot see into process groups: it compiles what is around the call
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -74,63 +78,186 @@ def attention(
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed; on all ranks.
     """
     ranks = ranks_of(group)
-    options = {
-        "dropout_p": dropout_p,
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window_size": window_size,
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "deterministic": deterministic,
-        "learnable_sink": learnable_sink,
-        "rng_state": rng_state,
-    }
-    placed = {"cu_seqlens": cu_seqlens, "seqlen": seqlen, "layout": layout, "method": method}
+    asked = Asked(
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        learnable_sink,
+        rng_state,
+        cu_seqlens,
+        seqlen,
+        layout,
+        method,
+    )
     if ranks.world == 1:
-        _check_placement(q, ranks, **placed)
-        return _attend_whole(q, k, v, cu_seqlens, return_attn_probs=return_attn_probs, **options)
-
-    def check() -> dict[str, Any]:
-        return _checked(q, k, v, ranks, return_attn_probs, options, placed)
-
-    agree(ranks, check, _key(q, k, v, return_attn_probs, options, placed))
-    documents = documents_of(cu_seqlens)
-    packed = documents is not None
-    layout, documents = _placement(q, ranks, **placed)
-    causal, window = canonical_window(causal, window_size)
-    mask = Mask(documents, CAUSAL if causal else window)
-    if method == "auto":
-        sizes = _sizes(q, k, v, dropout_p, alibi_slopes, _trains(q, k, v, learnable_sink))
-        method = choose(layout, mask, sizes).method
-    if packed:
-        q, k, v = (x[None] for x in (q, k, v))
-    if method == "ulysses":
-        options["causal"], options["window_size"] = causal, window
-        out, lse = _by_heads(
-            q, k, v, ranks, layout, documents if packed else None, options, return_attn_probs
-        )
+        return _attend_alone(q, k, v, ranks, asked)
+    call = _prepared(q, k, v, ranks, asked)
+    if dropout_p:
+        if rng_state is None:
+            rng_state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+            dist.broadcast(rng_state, dist.get_global_rank(ranks.group, 0), ranks.group)
     else:
-        slopes = None if alibi_slopes is None else alibi_slopes.detach()
-        scores = Scores(scale_of(q, softmax_scale), float(softcap), deterministic, slopes, None, packed)
-        run = gather.attend if method == "gather" else ring.attend
-        out, lse = run(q, k, v, learnable_sink, scores, layout, mask, ranks)
-    if packed:
-        out, lse = out[0], None if lse is None else lse[0]
+        rng_state = None
+    slopes = None if alibi_slopes is None else alibi_slopes.detach().contiguous()
+    sink = None if learnable_sink is None else learnable_sink.contiguous()
+    if call.training:
+        out, lse = _Attention.apply(call, q, k, v, sink, slopes, rng_state)
+    else:
+        out, lse, _ = call.forward(q, k, v, Given(slopes, sink, rng_state))
     return (out, lse, None) if return_attn_probs else out
+
+
+class Asked(NamedTuple):
+    """Arguments of attention() beside q, k, v and the group."""
+
+    dropout_p: Any
+    softmax_scale: Any
+    causal: Any
+    window_size: Any
+    softcap: Any
+    alibi_slopes: Any
+    deterministic: Any
+    return_attn_probs: Any
+    learnable_sink: Any
+    rng_state: Any
+    cu_seqlens: Any
+    seqlen: Any
+    layout: Any
+    method: Any
+
+    @property
+    def of_one_gpu(self) -> dict[str, Any]:
+        """The arguments that flash_attn_func has, too."""
+        return {name: value for name, value in self._asdict().items() if name not in _PLACEMENT}
+
+
+_PLACEMENT = "cu_seqlens", "seqlen", "layout", "method"
+
+
+class _Attention(torch.autograd.Function):
+    """A prepared call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Prepared,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        slopes: torch.Tensor | None,
+        rng_state: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, lse, saved = call.forward(q, k, v, Given(slopes, sink, rng_state))
+        ctx.save_for_backward(slopes, sink, rng_state, out if call.method.needs_out else None, *saved)
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+        slopes, sink, rng_state, out, *saved = ctx.saved_tensors
+        given = Given(slopes, sink, rng_state)
+        dq, dk, dv, dsink = ctx.call.backward(dout, dlse, out, saved, given)
+        return None, dq, dk, dv, dsink, None, None
+
+
+class Prepared(NamedTuple):
+    """A call whose arguments have been checked: all that does not depend on the values of tensors.
+
+    Results have memory of their own and are no views, so that they can be changed in place.
+
+    Args:
+        packed: q, k, v are [rows, heads, head_dim].
+        training: a result has to be differentiable.
+    """
+
+    method: Method
+    packed: bool
+    training: bool
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
+        """(out, lse, tensors for the backward)."""
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        if not self.packed:
+            return out, *self.method.forward(q, k, v, given, out)
+        lse, saved = self.method.forward(q[None], k[None], v[None], given, out[None])
+        return out, None if lse is None else lse[0].clone(), saved
+
+    def backward(
+        self,
+        dout: torch.Tensor | None,
+        dlse: torch.Tensor | None,
+        out: torch.Tensor | None,
+        saved: list[torch.Tensor],
+        given: Given,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """(dq, dk, dv, dsink)."""
+        if not self.packed:
+            return self.method.backward(dout, dlse, out, saved, given)
+        dout, dlse, out = (None if x is None else x[None] for x in (dout, dlse, out))
+        *grads, dsink = self.method.backward(dout, dlse, out, saved, given)
+        return *(grad[0] for grad in grads), dsink
+
+
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Prepared]] = weakref.WeakKeyDictionary()
+
+
+def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, asked: Asked) -> Prepared:
+    """The prepared call for arguments with these metadata; checked, and compared with those of the other ranks, at the first time."""
+    of_group = _known.get(ranks.group)
+    if of_group is None:
+        of_group = _known[ranks.group] = {}
+    try:
+        key = _key(q, k, v, asked)
+        found = of_group.get(key)
+    except Exception:  # an argument is not what it should be: the checks name it
+        key = found = None
+    if found is not None and not groups.ALWAYS:
+        return found
+    agree(ranks, lambda: _checked(q, k, v, ranks, asked))
+    found = _prepare(q, k, v, ranks, asked)
+    if key is not None:
+        if len(of_group) >= MAX_PREPARED:
+            of_group.clear()
+        of_group[key] = found
+    return found
+
+
+def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, asked: Asked) -> Prepared:
+    layout, documents = _placement(q, ranks, asked)
+    packed = asked.cu_seqlens is not None
+    causal, window = canonical_window(asked.causal, asked.window_size)
+    mask = Mask(documents, CAUSAL if causal else window)
+    method, training = asked.method, _trains(q, k, v, asked.learnable_sink)
+    if method == "auto":
+        method = choose(layout, mask, _sizes(q, k, v, asked, training)).method
+    scores = Scores(
+        scale_of(q, asked.softmax_scale),
+        float(asked.softcap),
+        asked.deterministic,
+        float(asked.dropout_p),
+        packed,
+    )
+    if packed:
+        q, k, v = q[None], k[None], v[None]
+    method = CLASSES[method](layout, mask, ranks, scores, q, k, v, asked.return_attn_probs)
+    return Prepared(method, packed, training)
 
 
 def _trains(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _sizes(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float,
-    slopes: torch.Tensor | None,
-    training: bool,
-) -> Sizes:
+def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked, training: bool) -> Sizes:
     batch = len(q) if q.ndim == 4 else 1
     heads, heads_kv, head_dim, head_dim_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     return Sizes(
@@ -141,48 +268,34 @@ def _sizes(
         head_dim_v,
         q.element_size(),
         training,
-        dropout_p > 0,
-        slopes is not None,
+        asked.dropout_p > 0,
+        asked.alibi_slopes is not None,
     )
 
 
-def _placement(
-    q: torch.Tensor,
-    ranks: Ranks,
-    cu_seqlens: torch.Tensor | Sequence[int] | None,
-    seqlen: int | None,
-    layout: str | Layout,
-    method: str,
-) -> tuple[Layout, tuple[int, ...]]:
+def _placement(q: torch.Tensor, ranks: Ranks, asked: Asked) -> tuple[Layout, tuple[int, ...]]:
     """(layout, documents) of checked arguments."""
-    documents = documents_of(cu_seqlens)
+    documents, layout = documents_of(asked.cu_seqlens), asked.layout
     if documents is None:
-        total = q.shape[1] * ranks.world if seqlen is None else seqlen
-        if seqlen is None and isinstance(layout, Layout):
+        total = q.shape[1] * ranks.world if asked.seqlen is None else asked.seqlen
+        if asked.seqlen is None and isinstance(layout, Layout):
             total = layout.total
         documents = (0, total)
     return layout_of(layout, documents[-1], ranks.world), documents
 
 
-def _check_placement(
-    q: torch.Tensor,
-    ranks: Ranks,
-    cu_seqlens: torch.Tensor | Sequence[int] | None,
-    seqlen: int | None,
-    layout: str | Layout,
-    method: str,
-) -> None:
+def _check_placement(q: torch.Tensor, ranks: Ranks, asked: Asked) -> None:
     """Check where the tokens are, for q that has the right rank."""
-    if method not in METHODS:
-        raise ValueError(f"method: expected one of {', '.join(map(repr, METHODS))}, got {method!r}")
+    seqlen, documents = asked.seqlen, documents_of(asked.cu_seqlens)
+    if asked.method not in METHODS:
+        raise ValueError(f"method: expected one of {', '.join(map(repr, METHODS))}, got {asked.method!r}")
     if seqlen is not None and (isinstance(seqlen, bool) or not isinstance(seqlen, int)):
         raise TypeError(f"seqlen: expected an int or None, got {seqlen!r}")
-    documents = documents_of(cu_seqlens)
     if documents is not None and seqlen not in (None, documents[-1]):
         raise ValueError(f"seqlen: expected None or the end of cu_seqlens, {documents[-1]}, got {seqlen}")
     if not isinstance(q, torch.Tensor) or q.ndim != (4 if documents is None else 3):
         return  # check_fwd says it
-    found, _ = _placement(q, ranks, cu_seqlens, seqlen, layout, method)
+    found, _ = _placement(q, ranks, asked)
     rows, expected = q.shape[-3], found.rows(ranks.rank)
     if rows != expected:
         raise ValueError(
@@ -191,176 +304,84 @@ def _check_placement(
         )
 
 
-def _checked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ranks: Ranks,
-    return_attn_probs: bool,
-    options: dict[str, Any],
-    placed: dict[str, Any],
-) -> dict[str, Any]:
+def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, asked: Asked) -> dict[str, Any]:
     """Check all arguments; return those that must be equal on all ranks."""
-    documents = documents_of(placed["cu_seqlens"])
+    documents = documents_of(asked.cu_seqlens)
     packed = documents is not None
-    scale, causal, slopes, sink = (
-        options[name] for name in ("softmax_scale", "causal", "alibi_slopes", "learnable_sink")
-    )
-    expect_bool("return_attn_probs", return_attn_probs)
-    check_fwd(q, k, v, scale, causal, heads_first=False, varlen=packed)
+    slopes, sink = asked.alibi_slopes, asked.learnable_sink
+    expect_bool("return_attn_probs", asked.return_attn_probs)
+    check_fwd(q, k, v, asked.softmax_scale, asked.causal, heads_first=False, varlen=packed)
     if k.shape[-3] != q.shape[-3]:
         raise ValueError(
             f"k, v: expected the tokens of q, {q.shape[-3]}, got {k.shape[-3]}; cross attention over several ranks is not supported"
         )
     check_device_or_warn(q, traced=False)
-    check_deterministic(options["deterministic"])
+    check_deterministic(asked.deterministic)
     batch = len(documents) - 1 if packed else len(q)
-    check_options(
-        q,
-        batch,
-        *(options[name] for name in ("window_size", "softcap", "dropout_p")),
-        slopes,
-        sink,
-        options["rng_state"],
-    )
-    _check_placement(q, ranks, **placed)
-    layout, bounds = _placement(q, ranks, **placed)
-    is_causal, window = canonical_window(causal, options["window_size"])
+    options = asked.window_size, asked.softcap, asked.dropout_p, slopes, sink, asked.rng_state
+    check_options(q, batch, *options)
+    _check_placement(q, ranks, asked)
+    layout, bounds = _placement(q, ranks, asked)
+    is_causal, window = canonical_window(asked.causal, asked.window_size)
     mask = Mask(bounds, CAUSAL if is_causal else window)
     training = _trains(q, k, v, sink)
-    sizes = _sizes(q, k, v, options["dropout_p"], slopes, training)
-    method = placed["method"]
-    if method == "auto":
+    sizes = _sizes(q, k, v, asked, training)
+    if asked.method == "auto":
         choose(layout, mask, sizes)
-    elif refused := supported(method, sizes, ranks.world, mask):
+    elif refused := supported(asked.method, sizes, ranks.world, mask):
         raise NotImplementedError(refused)
     return {
         "q": (*q.shape[:-3], *q.shape[-2:], str(q.dtype)),
         "k": tuple(k.shape[-2:]),
         "v": tuple(v.shape[-2:]),
         "q, k, v, learnable_sink (any needs a gradient)": training,
-        "softmax_scale": scale_of(q, scale),
-        "causal, window_size": (is_causal, window),
-        "softcap": float(options["softcap"]),
-        "dropout_p": float(options["dropout_p"]),
-        "rng_state": options["rng_state"] is not None,
+        "softmax_scale": scale_of(q, asked.softmax_scale),
+        "causal, window_size": (is_causal, tuple(window)),
+        "softcap": float(asked.softcap),
+        "dropout_p": float(asked.dropout_p),
+        "rng_state": asked.rng_state is not None,
         "alibi_slopes": None if slopes is None else tuple(slopes.shape),
         "learnable_sink": None if sink is None else str(sink.dtype),
-        "return_attn_probs": return_attn_probs,
+        "return_attn_probs": asked.return_attn_probs,
         "cu_seqlens, seqlen": bounds,
         "layout": layout.ranges,
-        "method": method,
+        "method": asked.method,
     }
 
 
-def _key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    return_attn_probs: bool,
-    options: dict[str, Any],
-    placed: dict[str, Any],
-) -> object:
-    """Everything that the checks of a call depend on; None if an argument is not what it should be."""
-    try:
-        documents = documents_of(placed["cu_seqlens"])
-        values = [return_attn_probs, *options.values(), placed["seqlen"], placed["layout"], placed["method"]]
-        key = (
-            documents,
-            torch.is_grad_enabled(),
-            *(_metadata(x) for x in (q, k, v)),
-            *(_metadata(tuple(x) if isinstance(x, list) else x) for x in values),
-        )
-        hash(key)
-    except Exception:  # the checks name it
-        return None
-    return key
+def _key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> tuple:
+    """Everything that a prepared call depends on."""
+    return (
+        q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
+        k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
+        v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
+        torch.is_grad_enabled(),
+        *map(_facts, asked),
+        _values(asked.cu_seqlens),
+    )  # fmt: skip
 
 
-def _metadata(x: object) -> object:
+def _facts(x: object) -> object:
+    """Facts of an argument that a prepared call depends on: the metadata of a tensor, the value of anything else."""
+    if x is None or type(x) is str:
+        return x
     if isinstance(x, torch.Tensor):
         return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
-    return type(x), x
+    return type(x), tuple(x) if isinstance(x, list) else x
 
 
-def _attend_whole(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor | Sequence[int] | None,
-    **options: Any,
-) -> Output:
-    """The call of one rank."""
-    documents = documents_of(cu_seqlens)
+def _values(cu_seqlens: object) -> object:
+    is_tensor = isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.device.type == "cpu"
+    return tuple(cu_seqlens.tolist()) if is_tensor else None
+
+
+def _attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, asked: Asked) -> Output:
+    """The call of a group of one rank."""
+    _check_placement(q, ranks, asked)
+    documents, options = documents_of(asked.cu_seqlens), asked.of_one_gpu
     if documents is None:
         return flash_attn_func(q, k, v, **options)
     lengths = [stop - start for start, stop in pairwise(documents)]
     (cu_seqlens,) = cumulative((lengths,), q.device)
     longest = max(lengths, default=0)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
-
-
-def _by_heads(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ranks: Ranks,
-    layout: Layout,
-    documents: tuple[int, ...] | None,
-    options: dict[str, Any],
-    return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Method "ulysses": (out, lse) of [batch, rows, heads, head_dim] shards; no lse without return_lse."""
-    heads = ulysses.heads_of_ranks(q.shape[2], k.shape[2], ranks.world)
-    start, stop = heads.q[ranks.rank]
-    slopes, sink, state = (options[name] for name in ("alibi_slopes", "learnable_sink", "rng_state"))
-    options = options | {
-        "alibi_slopes": None if slopes is None else slopes[..., start:stop],
-        "learnable_sink": None if sink is None else sink[start:stop],
-        "return_attn_probs": True,
-    }
-    batch = len(q)
-    q, k, v = ulysses.to_heads(q, k, v, heads, layout, ranks)
-    if options["dropout_p"]:
-        if state is None:
-            state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-            dist.broadcast(state, dist.get_global_rank(ranks.group, 0), ranks.group)
-        options["rng_state"] = state
-        out, lse = _with_dropout(q, k, v, ranks, documents, options)
-    elif documents is None:
-        out, lse, _ = flash_attn_func(q, k, v, **options)
-    else:
-        out, lse, _ = _attend_whole(q[0], k[0], v[0], documents, **options)
-        out, lse = out[None], lse[None]
-    assert len(out) == batch, f"{len(out)=} {batch=}"
-    out = ulysses.to_tokens(out, heads, layout, ranks)
-    if return_lse:
-        lse = ulysses.to_tokens(lse.mT[..., None], heads, layout, ranks)[..., 0].mT
-    return out, lse if return_lse else None
-
-
-def _with_dropout(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ranks: Ranks,
-    documents: tuple[int, ...] | None,
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of all tokens with the heads of this rank, whose dropout masks are those of one GPU.
-
-    A mask depends on sequence * heads + head. One GPU has world * heads of this rank: sequence i and head h of this rank are sequence
-    i * world + rank here, among empty ones.
-    """
-    batch, total, heads = q.shape[:3]
-    bounds = documents or (0, total)
-    lengths = [stop - start for start, stop in pairwise(bounds)] * batch
-    spread = [0] * (len(lengths) * ranks.world)
-    spread[ranks.rank :: ranks.world] = lengths
-    if (slopes := options["alibi_slopes"]) is not None and slopes.ndim == 2:
-        options = options | {"alibi_slopes": slopes.repeat_interleave(ranks.world, 0)}
-    (cu_seqlens,) = cumulative((spread,), q.device)
-    longest = max(lengths, default=0)
-    q, k, v = (x.reshape(batch * total, *x.shape[2:]) for x in (q, k, v))
-    out, lse, _ = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
-    return out.view(batch, total, *out.shape[1:]), lse.view(heads, batch, total).transpose(0, 1)

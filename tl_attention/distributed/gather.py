@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from tl_attention.distributed import calls
-from tl_attention.distributed.calls import Scores
-from tl_attention.distributed.group import Exchange, Part, Ranks
+from tl_attention.distributed.calls import Attend, Given, Gradients, Scores
+from tl_attention.distributed.group import Exchange, Part, Ranks, Rows, by_rows
 from tl_attention.distributed.layout import Layout, Range, Segment, joined
 from tl_attention.distributed.pieces import Call, Mask, calls_of
 
@@ -34,11 +33,11 @@ class Origin(NamedTuple):
     received: int | None
     row: int = 0
 
-    def of(self, shard: torch.Tensor, arrived: list[torch.Tensor]) -> torch.Tensor:
-        """The rows, from a shard [rows, ...] and what arrived from other ranks."""
+    def of(self, shard: torch.Tensor, arrived: list[torch.Tensor], width: int = 1) -> torch.Tensor:
+        """The rows, from a flat shard with `width` elements per row and what arrived from other ranks."""
         if self.received is not None:
             return arrived[self.received]
-        return shard[self.row : self.row + self.stop - self.start]
+        return shard[self.row * width : (self.row + self.stop - self.start) * width]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,11 +68,6 @@ class GatherPlan:
     def is_shard(self) -> bool:
         """True if the buffer is the shard itself, or empty."""
         return len(self.buffer) < 2 and not self.receives
-
-    @functools.cached_property
-    def senders(self) -> int:
-        """Number of ranks that send gradients to this one."""
-        return len({part.peer for part in self.sends})
 
     def is_kept(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         """True if the buffers stay until the backward: the same answer on all ranks, which else exchange keys again."""
@@ -138,138 +132,150 @@ def _rows_in(segments: tuple[Segment, ...], part: Range) -> list[Range]:
     return found
 
 
-def _by_rows(x: torch.Tensor) -> torch.Tensor:
-    """[batch, rows, heads, columns] as contiguous [rows, batch, heads, columns]."""
-    return x.transpose(0, 1).contiguous()
+class Gather:
+    """The method for one layout, mask and set of options, on tensors of these sizes.
 
+    Args:
+        q, k, v: [batch, rows, heads, columns] of the shard, for their metadata.
+        returns_lse: a call returns the log-sum-exp, too.
+    """
 
-def _gathered(plan: GatherPlan, ranks: Ranks, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Buffers [batch, rows, heads, columns] of keys and of values, from those of the shard."""
-    if plan.silent:
-        return list(tensors)
-    shards = [_by_rows(x) for x in tensors]
-    arrived = Exchange(ranks, plan.sends, plan.receives, shards).wait()
-    if plan.is_shard:
-        return list(tensors)
-    return [
-        torch.cat([origin.of(shard, parts) for origin in plan.buffer]).transpose(0, 1)
-        for shard, parts in zip(shards, arrived, strict=True)
-    ]
+    needs_out = True  # in the backward
 
-
-def _brought_home(
-    plan: GatherPlan, ranks: Ranks, sums: list[torch.Tensor], shards: tuple[torch.Tensor, ...]
-) -> list[torch.Tensor]:
-    """Gradients of the shard [batch, rows, heads, columns] from those of the buffers of all ranks."""
-    if plan.silent:
-        return sums
-    buffers = [_by_rows(x) for x in sums]
-    arrived = Exchange(ranks, plan.receives, plan.sends, buffers).wait()
-    if not plan.buffer:
-        return [torch.zeros_like(x) for x in shards]
-    # Each rank adds to a row at most once, and a single addition rounds once in either dtype
-    dtype = shards[0].dtype if plan.senders < 2 else torch.float32
-    totals = []
-    for buffer, parts in zip(buffers, arrived, strict=True):
-        own = [buffer[x.start : x.stop] for x in plan.buffer if x.received is None]
-        total = own[0].to(dtype, copy=True) if len(own) == 1 else torch.cat(own).to(dtype)
-        for part, grad in zip(plan.sends, parts, strict=True):
-            total[part.start : part.stop].add_(grad)
-        totals.append(total.to(shards[0].dtype).transpose(0, 1))
-    return totals
-
-
-class _Gathered(torch.autograd.Function):
-    """Attention of [batch, rows, heads, head_dim] shards."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
+    def __init__(
+        self,
+        layout: Layout,
+        mask: Mask,
+        ranks: Ranks,
+        scores: Scores,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        sink: torch.Tensor | None,
-        scores: Scores,
-        plan: GatherPlan,
-        ranks: Ranks,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = scores._replace(sink=sink)
-        keys, values = _gathered(plan, ranks, (k, v))
-        outs, lses = [], []
-        for call in plan.calls:
-            out, lse = calls.forward(call, scores, calls.queries(q, call), calls.keys(keys, call), calls.keys(values, call))  # fmt: skip
-            outs.append(out)
-            lses.append(lse)
-        if not outs:  # no queries
-            outs, lses = [q.new_empty(*q.shape[:3], v.shape[3])], [q.new_empty(len(q), q.shape[2], 0).float()]
-        out, lse = _joined(outs, 1), _joined(lses, 2)
-        kept = (keys, values) if plan.is_kept(q, k, v) else ()
-        ctx.save_for_backward(q, k, v, out, lse, sink, scores.slopes, *kept)
-        ctx.asked = scores._replace(sink=None, slopes=None), plan, ranks
-        ctx.set_materialize_grads(False)
-        return out, lse
+        returns_lse: bool,
+    ):
+        plan = gather_plan(layout, ranks.rank, mask)
+        self._plan, self._returns_lse = plan, returns_lse
+        self._attends = [Attend(call, scores, q.device) for call in plan.calls]
+        self._lse = len(q), q.shape[2], q.shape[1]
+        self._rows = [Rows.of(x) for x in (k, v)]
+        widths = [rows.width for rows in self._rows]
+        self._there = Exchange(ranks, plan.sends, plan.receives, widths)
+        self._back = Exchange(ranks, plan.receives, plan.sends, widths)
+        self._is_kept = plan.is_kept(q, k, v)
+        self._own = [
+            (number, origin.start * width, origin.stop * width)
+            for number, width in enumerate(widths)
+            for origin in plan.buffer
+            if origin.received is None
+        ]
+        # Per rank that sends gradients: tensor and number of what arrives, its place in the gradients of keys and then of values
+        first = 0, q.shape[1] * widths[0]
+        self._adds = [
+            [
+                (number, index, first[number] + part.start * width, first[number] + part.stop * width)
+                for number, width in enumerate(widths)
+                for index, part in enumerate(plan.sends)
+                if part.peer == peer
+            ]
+            for peer in sorted({part.peer for part in plan.sends})
+        ]
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
-        q, k, v, out, lse, sink, slopes, *kept = ctx.saved_tensors
-        scores, plan, ranks = ctx.asked
-        scores = scores._replace(sink=sink, slopes=slopes)
+    def _gathered(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Buffers [batch, rows, heads, columns] of keys and of values, from those of the shard."""
+        plan = self._plan
+        if plan.silent:
+            return shards
+        flat = [by_rows(x) for x in shards]
+        arrived = self._there.run(*flat)
+        if plan.is_shard:
+            return shards
+        parts = [
+            origin.of(x, pieces, rows.width)
+            for x, pieces, rows in zip(flat, arrived, self._rows, strict=True)
+            for origin in plan.buffer
+        ]
+        return self._tensors(torch.cat(parts), plan.rows)
+
+    def _tensors(self, flat: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """Tensors [batch, count, heads, columns] of keys and of values that follow one another in memory."""
+        k, v = self._rows
+        return [k.view(flat, count), v.view(flat, count, count * k.width)]
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given, out: torch.Tensor
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Write out; return (lse, tensors for the backward)."""
+        (keys, values), lses = self._gathered([k, v]), []
+        for attend in self._attends:
+            rows, of_keys = attend.rows, attend.key_rows
+            _, lse = attend.forward(q[:, rows], keys[:, of_keys], values[:, of_keys], given, out[:, rows])
+            lses.append(lse)
+        lse = None
+        if self._returns_lse:
+            lse = torch.cat(lses, 2) if lses else q.new_empty(self._lse, dtype=torch.float32)
+        return lse, [q, *([keys, values] if self._is_kept else [k, v]), *lses]
+
+    def backward(
+        self,
+        dout: torch.Tensor | None,
+        dlse: torch.Tensor | None,
+        out: torch.Tensor,
+        saved: list[torch.Tensor],
+        given: Given,
+    ) -> Gradients:
+        """(dq, dk, dv, dsink) of the shard."""
+        q, *kept = saved[:3]
         dout = torch.zeros_like(out) if dout is None else dout
-        keys, values = kept or _gathered(plan, ranks, (k, v))
-        dqs, sums, dsink = [], [], None
+        keys, values = kept if self._is_kept else self._gathered(kept)
+        dq, sums, dsink = q.new_empty(q.shape), None, None
         # The last range of queries sees the most keys under a causal mask: its gradients are the sums that others are added to
-        for call in reversed(plan.calls):
-            rows = slice(*call.q)
-            dq, dk, dv, dsink_part = calls.backward(
-                call,
-                scores,
+        for attend, lse in zip(reversed(self._attends), reversed(saved[3:]), strict=True):
+            rows, of_keys = attend.rows, attend.key_rows
+            _, *grads, dsink_part = attend.backward(
                 dout[:, rows],
                 q[:, rows],
-                calls.keys(keys, call),
-                calls.keys(values, call),
+                keys[:, of_keys],
+                values[:, of_keys],
                 out[:, rows],
-                lse[:, :, rows],
+                lse,
                 None if dlse is None else dlse[:, :, rows],
+                given,
+                dq[:, rows],
             )
-            dqs.append(dq)
-            sums = _added(plan, call, sums, (dk, dv))
-            if sink is not None:
+            sums = self._added(attend, sums, grads)
+            if given.sink is not None:
                 dsink = dsink_part.float() if dsink is None else dsink + dsink_part
-        dqs.reverse()
-        dq = _joined(dqs, 1) if dqs else torch.zeros_like(q)
-        if sink is not None:
-            dsink = torch.zeros_like(sink) if dsink is None else dsink.to(sink.dtype)
-        dk, dv = _brought_home(plan, ranks, sums or [torch.zeros_like(x) for x in (k, v)], (k, v))
-        return dq, dk, dv, dsink, None, None, None
+        if given.sink is not None:
+            dsink = torch.zeros_like(given.sink) if dsink is None else dsink.to(given.sink.dtype)
+        if sums is None:
+            rows = self._plan.rows
+            sums = self._tensors(q.new_zeros(rows * sum(x.width for x in self._rows)), rows)
+        return dq, *self._brought_home(sums), dsink
 
+    def _added(
+        self, attend: Attend, sums: list[torch.Tensor] | None, grads: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Sums [batch, rows of the buffer, heads, columns] with the gradients of a call's keys."""
+        if sums is None:
+            if attend.key_rows == slice(0, self._plan.rows):
+                return grads
+            sums = [grad.new_zeros(len(grad), self._plan.rows, *grad.shape[2:]) for grad in grads]
+        torch._foreach_add_([total[:, attend.key_rows] for total in sums], grads)
+        return sums
 
-def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _added(
-    plan: GatherPlan, call: Call, sums: list[torch.Tensor], grads: tuple[torch.Tensor, ...]
-) -> list[torch.Tensor]:
-    """Sums [batch, rows of the buffer, heads, columns] with the gradients of a call's keys."""
-    if not sums:
-        if call.k == (0, plan.rows):
-            return list(grads)
-        sums = [grad.new_zeros(len(grad), plan.rows, *grad.shape[2:]) for grad in grads]
-    for total, grad in zip(sums, grads, strict=True):
-        calls.keys(total, call).add_(grad)
-    return sums
-
-
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-    scores: Scores,
-    layout: Layout,
-    mask: Mask,
-    ranks: Ranks,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of [batch, rows, heads, head_dim] shards."""
-    return _Gathered.apply(q, k, v, sink, scores, gather_plan(layout, ranks.rank, mask), ranks)
+    def _brought_home(self, sums: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients of the shard [batch, rows, heads, columns] from those of the buffers of all ranks."""
+        if self._plan.silent:
+            return sums
+        flat = [by_rows(x) for x in sums]
+        arrived = self._back.run(*flat)
+        dtype = flat[0].dtype
+        own = [flat[number][start:stop] for number, start, stop in self._own]
+        total = torch.cat(own) if own else flat[0]
+        # Each rank adds to a row at most once, and a single addition rounds once in either dtype
+        if len(self._adds) > 1:
+            total = total.float()
+        for adds in self._adds:
+            places = [total[start:stop] for _, _, start, stop in adds]
+            torch._foreach_add_(places, [arrived[number][index] for number, index, _, _ in adds])
+        return self._tensors(total.to(dtype), self._lse[2])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
-class Ranks(NamedTuple):
-    """A process group, this rank in it and its size. Without torch.distributed: no group, one rank."""
+class Ranks:
+    """A process group, this rank in it and its size. Without torch.distributed: no group, one rank.
 
-    group: dist.ProcessGroup | None
-    rank: int
-    world: int
+    It keeps no group alive, so that what is prepared for a group ends with it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int):
+        self._group, self.rank, self.world = None if group is None else weakref.ref(group), rank, world
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return None if self._group is None else self._group()
 
 
 def ranks_of(group: Group) -> Ranks:
@@ -43,10 +50,10 @@ def ranks_of(group: Group) -> Ranks:
         raise TypeError(
             f"group: expected a ProcessGroup, a DeviceMesh or None for all processes, got {type(group).__name__}"
         )
-    rank = dist.get_rank(group)
+    rank = group.rank()
     if rank < 0:
         raise ValueError("group: expected a group that this process is in, got one without it")
-    return Ranks(group, rank, dist.get_world_size(group))
+    return Ranks(group, rank, group.size())
 
 
 class Part(NamedTuple):
@@ -57,44 +64,131 @@ class Part(NamedTuple):
     stop: int
 
 
+class Rows(NamedTuple):
+    """Sizes of a tensor [batch, rows, heads, columns] that is in memory by its rows, and so [rows, batch, heads, columns]."""
+
+    batch: int
+    heads: int
+    columns: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Rows:
+        return cls(x.shape[0], x.shape[2], x.shape[3])
+
+    @property
+    def width(self) -> int:
+        """Elements per row."""
+        return self.batch * self.heads * self.columns
+
+    def view(self, flat: torch.Tensor, count: int, first: int = 0) -> torch.Tensor:
+        """[batch, count, heads, columns] of the elements of a flat tensor from `first` on."""
+        batch, heads, columns = self
+        strides = heads * columns, batch * heads * columns, columns, 1
+        return flat.as_strided((batch, count, heads, columns), strides, flat.storage_offset() + first)
+
+
+def by_rows(x: torch.Tensor) -> torch.Tensor:
+    """The elements of [batch, rows, heads, columns], flat, by rows; copied unless they are so in memory."""
+    return x.transpose(0, 1).reshape(-1)
+
+
 class Exchange:
-    """Rows of contiguous tensors [rows, ...] on their way between ranks, by one collective that all ranks of the group start.
+    """Rows that a rank sends and receives in one collective, which all ranks of the group start, of tensors with fixed widths.
+
+    Tensors are flat: row i of tensor t has the elements from i * widths[t] on. Each rank gets, and sends, its rows of one tensor after the
+    other.
 
     Args:
         sends: rows of each tensor, sorted by rank.
         receives: as many rows arrive, sorted by rank. Two ranks list what they share in the same order.
+        widths: elements per row of each tensor.
     """
 
+    def __init__(self, ranks: Ranks, sends: Sequence[Part], receives: Sequence[Part], widths: Sequence[int]):
+        self._ranks = ranks
+        self._sent = [
+            (number, part.start * width, part.stop * width)
+            for run in _runs(sends)
+            for number, width in enumerate(widths)
+            for part in run
+        ]
+        self._lengths: list[int] = []
+        self._places: list[list[int]] = [[] for _ in widths]
+        for run in _runs(receives):
+            for places, width in zip(self._places, widths, strict=True):
+                for part in run:
+                    places.append(len(self._lengths))
+                    self._lengths.append((part.stop - part.start) * width)
+        self._sizes = [0] * ranks.world, [0] * ranks.world
+        for sizes, parts in zip(self._sizes, (sends, receives), strict=True):
+            for part in parts:
+                sizes[part.peer] += (part.stop - part.start) * sum(widths)
+        self._size = sum(self._lengths)
+
+    def run(self, *tensors: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Per tensor the flat rows that arrive, in the order of `receives`. With NCCL the current stream waits, and not the host."""
+        return self.start(*tensors, overlap=False).wait()
+
+    def start(self, *tensors: torch.Tensor, overlap: bool = True) -> Arriving:
+        """Start the exchange. With `overlap` beside the work of the current stream, which has to wait for the result."""
+        sent = [tensors[number][start:stop] for number, start, stop in self._sent]
+        sent = sent[0] if len(sent) == 1 else torch.cat(sent) if sent else tensors[0].new_empty(0)
+        arrived = sent.new_empty(self._size)
+        work = _start(self._ranks, arrived, sent, *self._sizes, _BESIDE if overlap else _IN_LINE)
+        return Arriving(self._lengths, self._places, work, arrived, sent)
+
+
+def exchange(ranks: Ranks, sent: torch.Tensor, sizes: list[int], received: list[int]) -> torch.Tensor:
+    """Elements of flat tensors, `sizes` of them sent to each rank and as many as `received` from each."""
+    arrived = sent.new_empty(sum(received))
+    work = _start(ranks, arrived, sent, sizes, received, _IN_LINE)
+    if work is not None:
+        work.wait()
+    return arrived
+
+
+def _start(
+    ranks: Ranks,
+    arrived: torch.Tensor,
+    sent: torch.Tensor,
+    sizes: list[int],
+    received: list[int],
+    options: dist.AllToAllOptions,
+) -> dist.Work | None:
+    # The method of the group: torch.distributed.all_to_all_single checks and logs in Python
+    return ranks.group.alltoall_base(arrived, sent, received, sizes, options)
+
+
+class Arriving:
+    """An exchange that has been started."""
+
     def __init__(
-        self, ranks: Ranks, sends: Sequence[Part], receives: Sequence[Part], tensors: Sequence[torch.Tensor]
+        self,
+        lengths: list[int],
+        places: list[list[int]],
+        work: dist.Work | None,
+        arrived: torch.Tensor,
+        sent: torch.Tensor,
     ):
-        self._receives, self._shapes = receives, [x.shape[1:] for x in tensors]
-        self._widths = [shape.numel() for shape in self._shapes]
-        width = sum(self._widths)
-        parts = [x[part.start : part.stop].view(-1) for run in _runs(sends) for x in tensors for part in run]
-        self._sent = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else tensors[0].new_empty(0)
-        sizes = [0] * ranks.world, [0] * ranks.world
-        for counts, rows in zip(sizes, (sends, receives), strict=True):
-            for part in rows:
-                counts[part.peer] += (part.stop - part.start) * width
-        self._arrived = tensors[0].new_empty(sum(sizes[1]))
-        self._work = dist.all_to_all_single(
-            self._arrived, self._sent, sizes[1], sizes[0], group=ranks.group, async_op=True
-        )
+        self._lengths, self._places = lengths, places
+        self._work, self._arrived, self._sent = work, arrived, sent
 
     def wait(self) -> list[list[torch.Tensor]]:
-        """Per tensor the rows that arrived, in the order of `receives`. The current stream waits, the host does not (NCCL)."""
-        self._work.wait()
+        """Per tensor the flat rows that arrived."""
+        if self._work is not None:
+            self._work.wait()
         self._sent = None
-        found: list[list[torch.Tensor]] = [[] for _ in self._shapes]
-        offset = 0
-        for run in _runs(self._receives):
-            for parts, shape, width in zip(found, self._shapes, self._widths, strict=True):
-                for part in run:
-                    rows = part.stop - part.start
-                    parts.append(self._arrived[offset : offset + rows * width].view(rows, *shape))
-                    offset += rows * width
-        return found
+        pieces = self._arrived.split_with_sizes(self._lengths) if self._lengths else ()
+        return [[pieces[place] for place in places] for places in self._places]
+
+
+def _options(overlap: bool) -> dist.AllToAllOptions:
+    options = dist.AllToAllOptions()
+    options.asyncOp = overlap
+    return options
+
+
+_BESIDE, _IN_LINE = _options(True), _options(False)
 
 
 def _runs(parts: Sequence[Part]) -> list[list[Part]]:
@@ -102,28 +196,31 @@ def _runs(parts: Sequence[Part]) -> list[list[Part]]:
     return [list(run) for _, run in itertools.groupby(parts, key=lambda part: part.peer)]
 
 
+# Arguments that the ranks of a group have agreed on
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set] = weakref.WeakKeyDictionary()
+MAX_AGREED = 4096  # then forgotten, on all ranks at the same call
+# For debugging: compare at every call
+ALWAYS = os.environ.get("TL_ATTENTION_CHECK_RANKS") == "1"
 
 
-def agree(ranks: Ranks, check: Callable[[], dict[str, Any]], key: object) -> None:
-    """Run the checks of a call on its first occurrence on this rank, and compare its arguments with those of the other ranks.
+def agree(ranks: Ranks, check: Callable[[], dict[str, Hashable]]) -> None:
+    """Run the checks of a call, and compare its arguments with those of the other ranks unless they agreed on the same ones before.
 
-    A call occurs for the first time if its key is new in the group. All ranks exchange their arguments then, which waits for the GPU.
+    Comparing waits for the GPU.
 
     Args:
         check: returns arguments by name that must be equal on all ranks; raises for wrong ones.
-        key: identifies calls that need no further check.
     Raises:
         The error of check(), on its rank. ValueError: the ranks disagree, or another rank raised; on all ranks.
     """
-    known = _agreed.setdefault(ranks.group, set())
-    if key is not None and key in known:
-        return
     error, arguments = None, {}
     try:
         arguments = check()
     except Exception as found:
         error = found
+    known, asked = _agreed.setdefault(ranks.group, set()), tuple(arguments.values())
+    if asked in known and not ALWAYS:
+        return
     of_all: list = [None] * ranks.world
     mine = arguments if error is None else f"{type(error).__name__}: {error}"
     dist.all_gather_object(of_all, mine, ranks.group)
@@ -143,8 +240,9 @@ def agree(ranks: Ranks, check: Callable[[], dict[str, Any]], key: object) -> Non
                 for value, who in values.items()
             )
             raise ValueError(f"{name}: expected the same on all ranks of the group, got {words}")
-    if key is not None:
-        known.add(key)
+    if len(known) >= MAX_AGREED:
+        known.clear()
+    known.add(asked)
 
 
 def _short(text: str) -> str:

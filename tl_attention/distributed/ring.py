@@ -1,8 +1,8 @@
 """Method "ring": at step t a rank attends to the shard of the t-th rank before it, while the next shard is on its way.
 
 A rank holds two shards of keys at a time, whatever the number of ranks. Partial results are merged in fp32 by their log-sum-exps. In the
-backward the gradients of a shard's keys go home to its owner while the next shard is attended, and are added up there in fp32, in the
-order of the steps. Keys that no query of a rank sees are not sent to it.
+backward the gradients of a shard's keys go home to its owner while the next shard is attended, the last ones beside calls on own keys, and
+are added up there in fp32, in a fixed order. Keys that no query of a rank sees are not sent to it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
-from tl_attention.distributed import calls
-from tl_attention.distributed.calls import Scores
-from tl_attention.distributed.group import Exchange, Part, Ranks
+from tl_attention.distributed.calls import Attend, Given, Gradients, Scores
+from tl_attention.distributed.group import Arriving, Exchange, Part, Ranks, Rows, by_rows
 from tl_attention.distributed.layout import Layout, Range
 from tl_attention.distributed.pieces import Call, Mask, calls_of
 
@@ -67,143 +67,266 @@ def ring_plan(layout: Layout, rank: int, mask: Mask) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-class _Shards:
-    """Keys and values of the steps, [rows, batch, heads, columns]; the next step's are on their way."""
-
-    def __init__(self, steps: tuple[Step, ...], ranks: Ranks, k: torch.Tensor, v: torch.Tensor):
-        self._steps, self._ranks = steps, ranks
-        self._own = [x.transpose(0, 1).contiguous() for x in (k, v)]
-        self._arriving: Exchange | None = None
-
-    def of(self, number: int) -> list[torch.Tensor]:
-        """Keys and values [batch, rows, heads, columns] of a step. To be called once per step, in their order."""
-        first, last = self._steps[number].rows
-        tensors = [x[first:last] for x in self._own]
-        if number:
-            arrived = self._arriving.wait()
-            tensors = [parts[0] if parts else x[:0] for x, parts in zip(self._own, arrived, strict=True)]
-        if number + 1 < len(self._steps):
-            step = self._steps[number + 1]
-            rows = step.rows[1] - step.rows[0]
-            self._arriving = Exchange(
-                self._ranks, _part(step.target, *step.target_rows), _part(step.source, 0, rows), self._own
-            )
-        return [x.transpose(0, 1) for x in tensors]
-
-
 def _part(peer: int, start: int, stop: int) -> list[Part]:
     return [Part(peer, start, stop)] if start < stop else []
 
 
-class _States:
-    """Out [batch, rows, heads, columns] and lse [batch, heads, rows] over the keys so far, both fp32."""
-
-    def __init__(self, q: torch.Tensor, columns: int):
-        batch, rows, heads, _ = q.shape
-        self.out = q.new_zeros(batch, rows, heads, columns, dtype=torch.float32)
-        self.lse = q.new_full((batch, heads, rows), -math.inf, dtype=torch.float32)
-        self._touched: list[Range] = []
-
-    def merge(self, call: Call, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Add the keys of a call, whose result is out and lse, to its queries.
-
-        lse = log(exp(lse_1) + exp(lse_2))    out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
-        """
-        start, stop = call.q
-        own_out, own_lse = calls.queries(self.out, call), self.lse[:, :, start:stop]
-        if all(stop <= low or high <= start for low, high in self._touched):
-            own_out.copy_(out)
-            own_lse.copy_(lse)
-        else:
-            total = torch.logaddexp(own_lse, lse)
-            finite = total.masked_fill(total == -math.inf, 0)
-            own_out.mul_(torch.exp(own_lse - finite).mT[..., None])
-            own_out.addcmul_(out, torch.exp(lse - finite).mT[..., None])
-            own_lse.copy_(total)
-        self._touched.append(call.q)
-
-    def add_sink(self, sink: torch.Tensor) -> None:
-        """Add one more key without value, of these scores [heads], to all queries."""
-        total = torch.logaddexp(self.lse, sink.float()[:, None])
-        self.out.mul_(torch.exp(self.lse - total).mT[..., None])
-        self.lse = total
+SEVERAL = 2
 
 
-class _Ring(torch.autograd.Function):
-    """Attention of [batch, rows, heads, head_dim] shards."""
+class Turn(NamedTuple):
+    """Queries of a call, and how many calls before it have them: 0, 1, or SEVERAL for more.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
+    Args:
+        rows: of the shard; own_rows: of the call's result.
+        last: no call after it has them.
+    """
+
+    rows: slice
+    own_rows: slice
+    before: int
+    last: bool
+
+
+class Placed(NamedTuple):
+    """A call among those of all steps, with all its queries."""
+
+    attend: Attend
+    turns: tuple[Turn, ...]
+
+    @property
+    def is_first(self) -> bool:
+        """True if no call before it has any of its queries."""
+        return not any(turn.before for turn in self.turns)
+
+
+def _placed(groups: list[list[Attend]]) -> list[list[Placed]]:
+    """Groups of calls in the order of their launches."""
+    calls = [attend.rows for group in groups for attend in group]
+    bounds = sorted({bound for rows in calls for bound in (rows.start, rows.stop)})
+    parts = [part for part in pairwise(bounds)]
+    total = {part: sum(rows.start <= part[0] < rows.stop for rows in calls) for part in parts}
+    before = dict.fromkeys(parts, 0)
+
+    def placed(attend: Attend) -> Placed:
+        turns: list[Turn] = []
+        first = attend.rows.start
+        for part in parts:
+            start, stop = part
+            if not first <= start < attend.rows.stop:
+                continue
+            now = min(before[part], SEVERAL), before[part] + 1 == total[part]
+            before[part] += 1
+            if turns and turns[-1][2:] == now:  # the rows before it, too
+                start = turns.pop().rows.start
+            turns.append(Turn(slice(start, stop), slice(start - first, stop - first), *now))
+        return Placed(attend, tuple(turns))
+
+    return [[placed(attend) for attend in group] for group in groups]
+
+
+class _Shards:
+    """Keys and values of the steps; the next step's are on their way."""
+
+    def __init__(self, ring: Ring, k: torch.Tensor, v: torch.Tensor):
+        self._ring, self._own, self._flat = ring, [k, v], [by_rows(x) for x in (k, v)]
+        self._arriving: Arriving | None = None
+
+    def of(self, number: int) -> list[torch.Tensor]:
+        """Keys and values [batch, rows, heads, columns] of a step. To be called once per step, in their order."""
+        ring, tensors = self._ring, self._own
+        if number:
+            count, arrived = ring.counts[number], self._arriving.wait()
+            parts = [of_one[0] for of_one in arrived] if count else [x[:0] for x in self._flat]
+            tensors = [rows.view(part, count) for rows, part in zip(ring.rows, parts, strict=True)]
+        if number + 1 < len(ring.counts):
+            self._arriving = ring.there[number].start(*self._flat)
+        return tensors
+
+
+class Ring:
+    """The method for one layout, mask and set of options, on tensors of these sizes.
+
+    Args:
+        q, k, v: [batch, rows, heads, columns] of the shard, for their metadata.
+        returns_lse: a call returns the log-sum-exp, too.
+    """
+
+    needs_out = True  # in the backward
+
+    def __init__(
+        self,
+        layout: Layout,
+        mask: Mask,
+        ranks: Ranks,
+        scores: Scores,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        sink: torch.Tensor | None,
-        scores: Scores,
-        steps: tuple[Step, ...],
-        ranks: Ranks,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        shards, states = _Shards(steps, ranks, k, v), _States(q, v.shape[3])
-        for number, step in enumerate(steps):
-            tensors = shards.of(number)
-            for call in step.calls:
-                of_keys = (calls.keys(x, call) for x in tensors)
-                states.merge(call, *calls.forward(call, scores, calls.queries(q, call), *of_keys))
-        if sink is not None:
-            states.add_sink(sink)
-        out, lse = states.out.to(q.dtype), states.lse
-        ctx.save_for_backward(q, k, v, out, lse, sink)
-        ctx.asked = scores, steps, ranks
-        ctx.set_materialize_grads(False)
-        return out, lse
+        returns_lse: bool,
+    ):
+        steps = ring_plan(layout, ranks.rank, mask)
+        self._steps, self._returns_lse = steps, returns_lse
+        self.rows = [Rows.of(x) for x in (k, v)]
+        self.counts = [step.rows[1] - step.rows[0] for step in steps]
+        self.there, self._back = [], []
+        for step, count in zip(steps[1:], self.counts[1:], strict=True):
+            mine, theirs = _part(step.target, *step.target_rows), _part(step.source, 0, count)
+            widths = [rows.width for rows in self.rows]
+            self.there.append(Exchange(ranks, mine, theirs, widths))
+            self._back.append(Exchange(ranks, theirs, mine, widths))
+        self._lse = len(q), q.shape[2], q.shape[1]
+        own, *others = [[Attend(call, scores, q.device) for call in step.calls] for step in steps]
+        # The backward has calls on own keys while the first keys arrive, and while the last gradients leave. The call on the most own
+        # keys comes first: its gradients are the sums that others are added to
+        half = (len(own) + 1) // 2
+        self._forward = _placed([own, *others])
+        self._backward = _placed([own[::-1][:half], *others, own[::-1][half:]])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
-        q, k, v, out, lse, sink = ctx.saved_tensors
-        scores, steps, ranks = ctx.asked
-        dout = torch.zeros_like(out) if dout is None else dout
-        shards = _Shards(steps, ranks, k, v)
-        totals = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
-        home: list[tuple[Exchange, Step]] = []
-        for number, step in enumerate(steps):
-            tensors = shards.of(number)
-            parts = [torch.zeros_like(x, dtype=torch.float32) for x in tensors]
-            for call in step.calls:
-                of_queries = [calls.queries(x, call) for x in (dout, q, out)]
-                of_keys = [calls.keys(x, call) for x in tensors]
-                of_lse = [None if x is None else x[:, :, call.q[0] : call.q[1]] for x in (lse, dlse)]
-                dq, *grads = calls.partial_backward(
-                    call, scores, of_queries[0], of_queries[1], *of_keys, of_queries[2], *of_lse
-                )
-                calls.queries(totals[0], call).add_(dq)
-                for part, grad in zip(parts, grads, strict=True):
-                    calls.keys(part, call).add_(grad)
-            if not number:
-                _add(totals[1:], parts, step.rows)
+    def _sums(groups: list[list[Placed]], like: torch.Tensor) -> torch.Tensor | None:
+        """Memory for fp32 sums of more than two results, if there are any."""
+        turns = [turn for group in groups for placed in group for turn in placed.turns]
+        return (
+            torch.empty_like(like, dtype=torch.float32)
+            if any(x.before and not x.last for x in turns)
+            else None
+        )
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given, out: torch.Tensor
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Write out; return (lse, tensors for the backward)."""
+        shards = _Shards(self, k, v)
+        sums, lse = self._sums(self._forward, out), q.new_empty(self._lse, dtype=torch.float32)
+        for number, group in enumerate(self._forward):
+            keys, values = shards.of(number)
+            for placed in group:
+                rows, of_keys = placed.attend.rows, placed.attend.key_rows
+                qkv = q[:, rows], keys[:, of_keys], values[:, of_keys]
+                if placed.is_first:
+                    _, lse[:, :, rows] = placed.attend.forward(*qkv, Given(sink=given.sink), out[:, rows])
+                    continue
+                part, part_lse = placed.attend.forward(*qkv)
+                for turn in placed.turns:
+                    own = part[:, turn.own_rows], part_lse[:, :, turn.own_rows]
+                    _merge(turn, out, lse, sums, *own, given.sink)
+        return lse.clone() if self._returns_lse else None, [q, k, v, lse]
+
+    def backward(
+        self,
+        dout: torch.Tensor | None,
+        dlse: torch.Tensor | None,
+        out: torch.Tensor,
+        saved: list[torch.Tensor],
+        given: Given,
+    ) -> Gradients:
+        """(dq, dk, dv, dsink) of the shard."""
+        q, k, v, lse = saved
+        of_queries = torch.zeros_like(out) if dout is None else dout, q, out, lse, dlse
+        dq = q.new_empty(q.shape)
+        sums = self._sums(self._backward, dq)
+        shards = _Shards(self, k, v)
+        first, *others, last = self._backward
+        own = shards.of(0)
+        totals = self._differentiate(first, own, of_queries, dq, sums, None)
+        leaving: list[tuple[Arriving, Step]] = []
+        for number, group in enumerate(others, 1):
+            keys = shards.of(number)
+            grads = self._differentiate(group, keys, of_queries, dq, sums, None)
+            flat = [by_rows(grad.to(k.dtype)) for grad in grads]
+            leaving.append((self._back[number - 1].start(*flat), self._steps[number]))
+            if len(leaving) > 1:
+                self._arrive(totals, *leaving.pop(0))
+        totals = self._differentiate(last, own, of_queries, dq, sums, totals)
+        for one in leaving:
+            self._arrive(totals, *one)
+        dsink = None if given.sink is None else _sink_gradient(given.sink, of_queries[0], out, lse, dlse)
+        return dq, *(total.to(k.dtype) for total in totals), dsink
+
+    def _differentiate(
+        self,
+        group: list[Placed],
+        tensors: list[torch.Tensor],
+        of_queries: tuple[torch.Tensor | None, ...],
+        dq: torch.Tensor,
+        sums: torch.Tensor | None,
+        totals: list[torch.Tensor] | None,
+    ) -> list[torch.Tensor]:
+        """Gradients of keys and values after those of `totals`, in fp32 or those of one call alone; that of queries goes to dq or sums."""
+        dout, q, out, lse, dlse = of_queries
+        for placed in group:
+            rows, of_keys = placed.attend.rows, placed.attend.key_rows
+            part, *grads = placed.attend.partial_backward(
+                dout[:, rows],
+                q[:, rows],
+                *(x[:, of_keys] for x in tensors),
+                out[:, rows],
+                lse[:, :, rows],
+                None if dlse is None else dlse[:, :, rows],
+                dq[:, rows] if placed.is_first else None,
+            )
+            for turn in () if placed.is_first else placed.turns:
+                _add(turn, dq, sums, part[:, turn.own_rows])
+            if totals is None and grads[0].shape == tensors[0].shape:
+                totals = grads
                 continue
-            rows = step.rows[1] - step.rows[0]
-            leaving = [x.to(k.dtype).transpose(0, 1).contiguous() for x in parts]
-            home.append((Exchange(ranks, _part(step.source, 0, rows), _part(step.target, *step.target_rows), leaving), step))  # fmt: skip
-            if len(home) > 1:
-                _arrive(totals[1:], *home.pop(0))
-        for one in home:
-            _arrive(totals[1:], *one)
-        dq, dk, dv = (total.to(x.dtype) for total, x in zip(totals, (q, k, v), strict=True))
-        dsink = None if sink is None else _sink_gradient(sink, dout, out, lse, dlse)
-        return dq, dk, dv, dsink, None, None, None
+            if totals is None:
+                totals = [torch.zeros_like(x, dtype=torch.float32) for x in tensors]
+            totals = [x.float() for x in totals]
+            for total, grad in zip(totals, grads, strict=True):
+                total[:, of_keys] += grad
+        return [torch.zeros_like(x) for x in tensors] if totals is None else totals
+
+    def _arrive(self, totals: list[torch.Tensor], exchange: Arriving, step: Step) -> None:
+        """Add the gradients that another rank sent at a step."""
+        first, last = step.target_rows
+        for number, (rows, parts) in enumerate(zip(self.rows, exchange.wait(), strict=True)):
+            for part in parts:
+                totals[number] = totals[number].float()
+                totals[number][:, first:last] += rows.view(part, last - first)
 
 
-def _add(totals: list[torch.Tensor], parts: list[torch.Tensor], rows: Range) -> None:
-    for total, part in zip(totals, parts, strict=True):
-        total[:, rows[0] : rows[1]] += part
+def _merge(
+    turn: Turn,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sums: torch.Tensor | None,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    sink: torch.Tensor | None,
+) -> None:
+    """Add keys, with the result part and part_lse, to out or sums [batch, rows, heads, columns] and lse [batch, heads, rows].
+
+    lse = log(exp(lse_1) + exp(lse_2))    out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
+    """
+    out, lse, sums = out[:, turn.rows], lse[:, :, turn.rows], None if sums is None else sums[:, turn.rows]
+    if not turn.before:
+        lse.fill_(-math.inf)
+        if sink is not None:
+            lse.copy_(sink[:, None].expand_as(lse))
+    total = torch.logaddexp(lse, part_lse)
+    finite = total.masked_fill(total == -math.inf, 0)
+    own, of_part = (torch.exp(x - finite).mT[..., None] for x in (lse, part_lse))
+    lse.copy_(total)
+    if not turn.before:
+        torch.mul(part, of_part, out=out)
+        return
+    scaled = sums.mul_(own) if turn.before == SEVERAL else torch.mul(out, own, out=sums)
+    torch.addcmul(scaled, part, of_part, out=out if turn.last else sums)
 
 
-def _arrive(totals: list[torch.Tensor], exchange: Exchange, step: Step) -> None:
-    """Add the gradients that another rank sent at a step."""
-    arrived = [part.transpose(0, 1) for parts in exchange.wait() for part in parts]
-    if arrived:
-        _add(totals, arrived, step.target_rows)
+def _add(turn: Turn, total: torch.Tensor, sums: torch.Tensor | None, part: torch.Tensor) -> None:
+    """Add a gradient of queries to total or sums [batch, rows, heads, columns]."""
+    total, sums = total[:, turn.rows], None if sums is None else sums[:, turn.rows]
+    if not turn.before:
+        total.copy_(part)
+    elif turn.last and turn.before < SEVERAL:
+        total += part
+    else:
+        if turn.before < SEVERAL:
+            sums.copy_(total)
+        torch.add(sums, part, out=total if turn.last else sums)
 
 
 def _sink_gradient(
@@ -214,17 +337,3 @@ def _sink_gradient(
     delta = delta if dlse is None else delta - dlse
     weights = torch.exp(sink.float()[:, None] - lse)
     return -(weights * delta).sum((0, 2)).to(sink.dtype)
-
-
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-    scores: Scores,
-    layout: Layout,
-    mask: Mask,
-    ranks: Ranks,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of [batch, rows, heads, head_dim] shards."""
-    return _Ring.apply(q, k, v, sink, scores, ring_plan(layout, ranks.rank, mask), ranks)

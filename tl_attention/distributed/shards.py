@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -167,12 +168,13 @@ def unshard(
     others = [peer for peer in range(ranks.world) if peer != ranks.rank]
     if not others:
         return x
-    mine = len(own)
-    sends = [Part(peer, 0, mine) for peer in others]
-    receives = [Part(peer, 0, found.rows(peer)) for peer in others]
-    (arrived,) = Exchange(ranks, sends, receives, [own]).wait()
-    arrived.insert(ranks.rank, own)
-    parts = [arrived[part.rank][part.row : part.row + part.rows] for part in found.segments]
+    mine, width = len(own), math.prod(own.shape[1:])
+    sends = [Part(peer, 0, mine) for peer in others if mine]
+    receives = [Part(peer, 0, found.rows(peer)) for peer in others if found.rows(peer)]
+    (arrived,) = Exchange(ranks, sends, receives, [width]).run(own.view(-1))
+    of_ranks = {part.peer: x.view(-1, *own.shape[1:]) for part, x in zip(receives, arrived, strict=True)}
+    of_ranks[ranks.rank] = own
+    parts = [of_ranks[part.rank][part.row : part.row + part.rows] for part in found.segments]
     return (torch.cat(parts) if parts else own).movedim(0, dim)
 
 

@@ -7,15 +7,16 @@ Source: Jacobs et al. 2023, DeepSpeed Ulysses.
 
 from __future__ import annotations
 
-import itertools
-import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from tl_attention.distributed.group import Ranks
+from tl_attention.distributed.calls import Attend, Given, Gradients, Scores
+from tl_attention.distributed.group import Exchange, Part, Ranks, by_rows, exchange
 from tl_attention.distributed.layout import Layout, Range
+from tl_attention.distributed.pieces import Call, Mask, calls_of
 
 
 class Heads(NamedTuple):
@@ -40,133 +41,197 @@ def heads_of_ranks(heads: int, heads_kv: int, world: int) -> Heads:
     return Heads(of_q, tuple((start // group, (stop - 1) // group + 1) for start, stop in of_q))
 
 
-def _exchanged(
-    ranks: Ranks, outgoing: list[list[torch.Tensor]], shapes: list[list[tuple[int, ...]]]
-) -> list[list[torch.Tensor]]:
-    """Tensors from each rank, of these shapes, for tensors to each rank; both lists are empty for this one."""
-    sizes = [sum(x.numel() for x in tensors) for tensors in outgoing]
-    first = next(x for tensors in outgoing for x in tensors)
-    sent = first.new_empty(sum(sizes))
-    parts = sent.split([x.numel() for tensors in outgoing for x in tensors])
-    for part, x in zip(parts, itertools.chain(*outgoing), strict=True):
-        part.view(x.shape).copy_(x)
-    counts = [[math.prod(shape) for shape in of_peer] for of_peer in shapes]
-    arrived = first.new_empty(sum(map(sum, counts)))
-    dist.all_to_all_single(arrived, sent, [*map(sum, counts)], sizes, group=ranks.group)
-    found = iter(arrived.split([*itertools.chain(*counts)]))
-    return [[next(found).view(shape) for shape in of_peer] for of_peer in shapes]
+class Side(NamedTuple):
+    """A tensor among those that travel together: [start, stop) of its heads of each rank, and its columns."""
+
+    heads: tuple[Range, ...]
+    columns: int
+
+    @property
+    def width(self) -> int:
+        """Elements of a row with the heads of one rank, of which all ranks have equally many."""
+        start, stop = self.heads[0]
+        return (stop - start) * self.columns
 
 
-def _to_heads(
-    tensors: list[torch.Tensor], heads: list[tuple[Range, ...]], layout: Layout, ranks: Ranks
-) -> list[torch.Tensor]:
-    """Own tokens of all heads [batch, rows, heads, columns] to all tokens of own heads [batch, total, heads of the rank, columns]."""
-    by_rows = [x.transpose(0, 1) for x in tensors]  # [rows, batch, heads, columns]
-    peers = range(ranks.world)
-    outgoing = [
-        [x[:, :, slice(*of_ranks[peer])] for x, of_ranks in zip(by_rows, heads, strict=True)]
-        if peer != ranks.rank
-        else []
-        for peer in peers
-    ]
-    own = [slice(*of_ranks[ranks.rank]) for of_ranks in heads]
-    shapes = [
-        [
-            (layout.rows(peer), x.shape[1], mine.stop - mine.start, x.shape[3])
-            for x, mine in zip(by_rows, own, strict=True)
+class Crossing:
+    """Exchange of tokens for heads, and back, of tensors with these sides."""
+
+    def __init__(self, layout: Layout, ranks: Ranks, batch: int, sides: list[Side]):
+        self._layout, self._ranks, self._batch, self._sides = layout, ranks, batch, sides
+        self._width = sum(side.width for side in sides)
+        rank, rows = ranks.rank, [layout.rows(peer) for peer in range(ranks.world)]
+        others = [peer for peer in range(ranks.world) if peer != rank]
+        self._peers, self._rows = others, rows
+        unit = batch * self._width
+        self._sent = [rows[rank] * unit if peer != rank else 0 for peer in range(ranks.world)]
+        self._received = [count * unit if peer != rank else 0 for peer, count in enumerate(rows)]
+        # Back, rows are tokens of the whole sequence
+        sends = [Part(part.rank, part.start, part.stop) for peer in others for part in layout.of_rank(peer)]
+        receives = [Part(peer, 0, rows[rank]) for peer in others if rows[rank]]
+        self._back = Exchange(ranks, sends, receives, [batch * side.width for side in sides])
+
+    def to_heads(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Own tokens of all heads [batch, rows, heads, columns] to all tokens of own heads [batch, total, heads of the rank, columns]."""
+        batch, width, rank = self._batch, self._width, self._ranks.rank
+        flat = [x.transpose(0, 1).flatten(2) for x in tensors]  # [rows, batch, heads * columns]
+        shape = self._rows[rank], batch, width
+        # Heads of a rank in all tensors, side by side
+        sent, first = flat[0].new_empty(sum(self._sent)), 0
+        for peer in self._peers:
+            size = self._sent[peer]
+            torch.cat(self._cut(flat, peer), 2, out=sent[first : first + size].view(shape))
+            first += size
+        pieces = list(
+            exchange(self._ranks, sent, self._sent, self._received).split_with_sizes(self._received)
+        )
+        pieces[rank] = torch.cat(self._cut(flat, rank), 2)
+        pieces = [x.view(rows, batch, width) for x, rows in zip(pieces, self._rows, strict=True)]
+        whole = torch.cat(
+            [pieces[part.rank][part.row : part.row + part.rows] for part in self._layout.segments]
+        )
+        found, first = [], 0
+        for side in self._sides:
+            size = batch, len(whole), side.width // side.columns, side.columns
+            found.append(whole.as_strided(size, (width, batch * width, side.columns, 1), first))
+            first += side.width
+        return found
+
+    def _cut(self, flat: list[torch.Tensor], peer: int) -> list[torch.Tensor]:
+        return [
+            x[:, :, side.heads[peer][0] * side.columns : side.heads[peer][1] * side.columns]
+            for x, side in zip(flat, self._sides, strict=True)
         ]
-        if peer != ranks.rank
-        else []
-        for peer in peers
-    ]
-    arrived = _exchanged(ranks, outgoing, shapes)
-    arrived[ranks.rank] = [x[:, :, mine] for x, mine in zip(by_rows, own, strict=True)]
-    return [
-        torch.cat([arrived[x.rank][number][x.row : x.row + x.rows] for x in layout.segments]).transpose(0, 1)
-        for number in range(len(tensors))
-    ]
+
+    def to_tokens(
+        self, tensors: list[torch.Tensor], outs: Sequence[torch.Tensor | None] = (None,) * 3
+    ) -> list[torch.Tensor]:
+        """Inverse of to_heads, in new memory or in `outs`; it adds up the copies of heads that several ranks have."""
+        rank, rows, batch = self._ranks.rank, self._rows[self._ranks.rank], self._batch
+        flat = [by_rows(x) for x in tensors]
+        arrived = self._back.run(*flat)
+        segments, found = self._layout.of_rank(rank), []
+        for x, parts, side, out in zip(flat, arrived, self._sides, outs):  # noqa: B905
+            width = batch * side.width
+            own = [x[part.start * width : part.stop * width] for part in segments]
+            if not own:
+                found.append(x.new_empty(batch, 0, side.heads[-1][1], side.columns))
+                continue
+            parts.insert(rank, own[0] if len(own) == 1 else torch.cat(own))
+            heads = side.width // side.columns
+            by_tokens = [part.view(rows, batch, heads, side.columns).transpose(0, 1) for part in parts]
+            joined = torch.cat(by_tokens, 2, out=out)
+            if (count := side.heads[-1][1]) != joined.shape[2]:
+                joined = joined.unflatten(2, (count, -1)).sum(3, dtype=torch.float32).to(joined.dtype)
+            found.append(joined)
+        return found
 
 
-def _to_tokens(
-    tensors: list[torch.Tensor],
-    heads: list[tuple[Range, ...]],
-    counts: list[int],
-    layout: Layout,
-    ranks: Ranks,
-) -> list[torch.Tensor]:
-    """Inverse of _to_heads, for tensors with `counts` heads; it adds up the copies of heads that several ranks have."""
-    by_tokens = [x.transpose(0, 1) for x in tensors]  # [total, batch, heads of the rank, columns]
-    outgoing = [
-        [x[part.start : part.stop] for x in by_tokens for part in layout.of_rank(peer)]
-        if peer != ranks.rank
-        else []
-        for peer in range(ranks.world)
-    ]
-    rows = layout.rows(ranks.rank)
-    shapes = [
-        [(rows, x.shape[1], last - first, x.shape[3]) for x, (first, last) in of_peer]
-        if peer != ranks.rank
-        else []
-        for peer in range(ranks.world)
-        for of_peer in [[(x, of_ranks[peer]) for x, of_ranks in zip(by_tokens, heads, strict=True)]]
-    ]
-    arrived = _exchanged(ranks, outgoing, shapes)
-    own = layout.of_rank(ranks.rank)
-    arrived[ranks.rank] = [
-        torch.cat([x[:0], *(x[part.start : part.stop] for part in own)]) for x in by_tokens
-    ]
-    found = []
-    for number, (of_ranks, count) in enumerate(zip(heads, counts, strict=True)):
-        parts = [of_peer[number] for of_peer in arrived]
-        if sum(last - first for first, last in of_ranks) == count:
-            found.append(torch.cat(parts, 2).transpose(0, 1))
-            continue
-        total = parts[0].new_zeros(rows, parts[0].shape[1], count, parts[0].shape[3], dtype=torch.float32)
-        for part, (first, last) in zip(parts, of_ranks, strict=True):
-            total[:, :, first:last] += part
-        found.append(total.to(parts[0].dtype).transpose(0, 1))
-    return found
+class Ulysses:
+    """The method for one layout, mask and set of options, on tensors of these sizes.
 
+    Args:
+        q, k, v: [batch, rows, heads, columns] of the shard, for their metadata.
+        returns_lse: a call returns the log-sum-exp, too.
+    """
 
-class _ToHeads(torch.autograd.Function):
-    """_to_heads of q, k and v in one exchange."""
+    needs_out = False  # in the backward, which has that of own heads
 
-    @staticmethod
+    def __init__(
+        self,
+        layout: Layout,
+        mask: Mask,
+        ranks: Ranks,
+        scores: Scores,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        returns_lse: bool,
+    ):
+        self._returns_lse, self._sizes = returns_lse, (len(q), layout.total)
+        heads, batch = heads_of_ranks(q.shape[2], k.shape[2], ranks.world), len(q)
+        self._heads = slice(*heads.q[ranks.rank])
+        qkv = [Side(heads.q, q.shape[3]), Side(heads.kv, k.shape[3]), Side(heads.kv, v.shape[3])]
+        self._qkv = Crossing(layout, ranks, batch, qkv)
+        self._out = Crossing(layout, ranks, batch, [Side(heads.q, v.shape[3])])
+        self._lse = Crossing(layout, ranks, batch, [Side(heads.q, 1)])
+        self._folds = bool(scores.dropout_p)
+        if self._folds:
+            scores = scores._replace(packed=True)
+            calls = [_call_with_dropout(mask, batch, ranks)]
+        else:
+            calls = calls_of(mask.pieces((0, layout.total), (0, layout.total)))
+        self._attends = [Attend(call, scores, q.device) for call in calls if layout.total]
+
+    def _given(self, given: Given) -> Given:
+        """Options of the own heads."""
+        slopes, sink, state = given
+        slopes = None if slopes is None else slopes[..., self._heads].contiguous()
+        return Given(slopes, None if sink is None else sink[self._heads].contiguous(), state)
+
+    def _folded(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, total, ...] as one packed sequence [1, batch * total, ...]; without dropout, as it is."""
+        return x.reshape(1, -1, *x.shape[2:]) if self._folds else x
+
+    def _unfolded(self, x: torch.Tensor) -> torch.Tensor:
+        """Inverse of _folded."""
+        return x.unflatten(1, self._sizes)[0] if self._folds else x
+
     def forward(
-        ctx: Any, layout: Layout, ranks: Ranks, heads: Heads, *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.asked = layout, ranks, [heads.q, heads.kv, heads.kv], [x.shape[2] for x in tensors]
-        return tuple(_to_heads(list(tensors), ctx.asked[2], layout, ranks))
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given, out: torch.Tensor
+    ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        """Write out; return (lse, tensors for the backward)."""
+        q, k, v = (self._folded(x) for x in self._qkv.to_heads([q, k, v]))
+        own = self._given(given)
+        found, lse = (
+            q.new_empty(*q.shape[:3], v.shape[3]),
+            q.new_empty(len(q), q.shape[2], q.shape[1]).float(),
+        )
+        for attend in self._attends:
+            found, lse = attend.forward(q, k, v, own)
+        saved = [q, k, v, found, lse]
+        self._out.to_tokens([self._unfolded(found)], [out])
+        if not self._returns_lse:
+            return None, saved
+        (lse,) = self._lse.to_tokens([self._unfolded(lse.mT)[..., None]])
+        return lse[..., 0].mT.clone(memory_format=torch.contiguous_format), saved
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
-        layout, ranks, heads, counts = ctx.asked
-        return None, None, None, *_to_tokens(list(grads), heads, counts, layout, ranks)
+    def backward(
+        self,
+        dout: torch.Tensor | None,
+        dlse: torch.Tensor | None,
+        _: None,
+        saved: list[torch.Tensor],
+        given: Given,
+    ) -> Gradients:
+        """(dq, dk, dv, dsink) of the shard; dsink of the own heads and all queries."""
+        q, k, v, out, lse = saved
+        if dout is not None:
+            (dout,) = map(self._folded, self._out.to_heads([dout]))
+        if dlse is not None:
+            (dlse,) = map(self._folded, self._lse.to_heads([dlse.mT[..., None]]))
+            dlse = dlse[..., 0].mT
+        dout = torch.zeros_like(out) if dout is None else dout
+        grads, dsink = [torch.zeros_like(x) for x in (q, k, v)], None
+        for attend in self._attends:
+            *grads, dsink = attend.backward(dout, q, k, v, out, lse, dlse, self._given(given))
+        grads = self._qkv.to_tokens([self._unfolded(x) for x in grads])
+        if given.sink is None:
+            return *grads, None
+        of_all = torch.zeros_like(given.sink)
+        if dsink is not None:
+            of_all[self._heads] = dsink
+        return *grads, of_all
 
 
-class _ToTokens(torch.autograd.Function):
-    """_to_tokens of a tensor with the heads of q."""
+def _call_with_dropout(mask: Mask, batch: int, ranks: Ranks) -> Call:
+    """The call on all sequences, one after the other, whose dropout masks are those of one GPU.
 
-    @staticmethod
-    def forward(ctx: Any, layout: Layout, ranks: Ranks, heads: Heads, x: torch.Tensor) -> torch.Tensor:
-        ctx.asked = layout, ranks, heads
-        return _to_tokens([x], [heads.q], [heads.q[-1][1]], layout, ranks)[0]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
-        layout, ranks, heads = ctx.asked
-        return None, None, None, _to_heads([grad], [heads.q], layout, ranks)[0]
-
-
-def to_heads(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: Heads, layout: Layout, ranks: Ranks
-) -> tuple[torch.Tensor, ...]:
-    """q, k, v [batch, rows, heads, columns] of the shard as tensors of the whole sequence with the heads of this rank."""
-    return _ToHeads.apply(layout, ranks, heads, q, k, v)
-
-
-def to_tokens(x: torch.Tensor, heads: Heads, layout: Layout, ranks: Ranks) -> torch.Tensor:
-    """x [batch, total, heads of this rank, columns] as [batch, rows, heads, columns] of the shard."""
-    return _ToTokens.apply(layout, ranks, heads, x)
+    A mask depends on sequence * heads + head. One GPU has world * heads of this rank: sequence i and head h of this rank are sequence
+    i * world + rank here, among empty ones.
+    """
+    lengths = [stop - start for start, stop in pairwise(mask.documents)] * batch
+    spread = [0] * (len(lengths) * ranks.world)
+    spread[ranks.rank :: ranks.world] = lengths
+    rows, documents = (0, sum(lengths)), (number // ranks.world for number in range(len(spread)))
+    return Call(rows, rows, mask.window, tuple(spread), tuple(spread), tuple(documents))

@@ -142,12 +142,14 @@ class BwdPlan:
         dlse: torch.Tensor | None = None,
         options: Options | None = None,
         traced: Call | None = None,
+        dq: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """(dq, dk, dv), with a sink also dsink, for tensors with the metadata of the plan; then gradients of traced.program.learned."""
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(dout, q, k, v, out, lse, softmax_scale, lse_base2, dlse, options, traced)
-        dq, dk, dv = (empty(*x) for x in self.grads)
+                return self(dout, q, k, v, out, lse, softmax_scale, lse_base2, dlse, options, traced, dq)
+        new_dq, dk, dv = self.grads
+        dq, dk, dv = empty(*new_dq) if dq is None else dq, empty(*dk), empty(*dv)
         tensors = dout, q, k, v, out, lse, dq, dk, dv
         return self.launch(*tensors, softmax_scale, lse_base2, dlse, options, traced)
 
@@ -275,6 +277,7 @@ def backward(
     config: BwdConfig | None = None,
     options: Options | None = None,
     traced: Call | None = None,
+    dq: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Launch the backward on tensors that have passed checks.py, on a Hopper GPU.
 
@@ -284,30 +287,38 @@ def backward(
         lse, dlse: [batch, heads, seqlen_q] or [heads, total_q], fp32; dlse is the gradient with respect to lse.
         deterministic: gradients are bitwise equal from run to run.
         config: replaces the tuned row or default.
+        dq: in the layout of q, with strides and an address that TMA takes; None: allocated, contiguous.
     Returns:
-        dq, dk, dv: shaped as q, k, v, in their dtype, contiguous; with a sink also dsink: [heads], in its dtype; then an fp32 gradient
-            per tensor of traced.program.learned, flat.
+        dq, dk, dv: shaped as q, k, v, in their dtype, dk and dv contiguous; with a sink also dsink: [heads], in its dtype; then an fp32
+            gradient per tensor of traced.program.learned, flat.
     """
     tensors, layout = (dout, q, k, v, out, lse), (causal, heads_first, deterministic)
     key = (*_bwd_key(*tensors, *layout), *options_key(options))
     if traced is not None:
         key = (*key, traced.program)
+    if dq is not None:
+        key = (*key, dq.stride())
     plan = plan_cache.plans.get(key) if config is None else None
     if plan is not None:
-        return plan(*tensors, softmax_scale, lse_base2, dlse, options, traced)
+        return plan(*tensors, softmax_scale, lse_base2, dlse, options, traced, dq)
     if has_odd_columns(q, v):
         padded = *pad_columns(dout, q, k, v, out), lse
         grads = backward(
             *padded, softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options, traced
         )
-        cut = (cut_columns(grad, x.shape[-1]) for grad, x in zip(grads[:3], (q, k, v), strict=True))
+        cut = [cut_columns(grad, x.shape[-1]) for grad, x in zip(grads[:3], (q, k, v), strict=True)]
+        if dq is not None:
+            cut[0] = dq.copy_(cut[0])
         return *cut, *grads[3:]
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             return backward(
-                *tensors, softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options, traced
+                *tensors, softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options, traced, dq
             )
-    grads = tuple(empty(*dense(x.shape, x.dtype)) for x in (q, k, v))
+    grads = tuple(
+        empty(*dense(x.shape, x.dtype)) if grad is None else grad
+        for x, grad in ((q, dq), (k, None), (v, None))
+    )
     if not q.numel() or not k.numel() or has_no_sequences(options):
         sums = () if traced is None else gradient_sums(traced)
         return *_backward_of_empty(q, lse, lse_base2, grads, dlse, options), *sums

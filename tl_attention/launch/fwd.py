@@ -277,15 +277,17 @@ def forward(
         config: replaces the tuned row or default.
         block_table: int32 [batch, pages per sequence], for packed sequences with seqused_k: k and v are then [pages, page_size,
             heads_kv, head_dim], never copied, and page i of a sequence holds its keys from i * page_size on.
-        out: contiguous, with an address that TMA takes; None: allocated.
+        out: in the layout of q, with strides and an address that TMA takes; None: allocated, contiguous.
         traced: score_mod and mask_mod; without causal and options.
     Returns:
-        out in the layout of q, contiguous; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Rows outside the used part of
+        out in the layout of q; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Rows outside the used part of
         packed sequences are undefined.
     """
     key = (*qkv_key(q, k, v, causal, heads_first), *options_key(options))
     if traced is not None:
         key = (*key, traced.program.forward)
+    if out is not None:
+        key = (*key, out.stride())
     if options is not None and options.varlen:
         sms = sm_count(q.device.index)
         keys = key_rows(k, options, block_table)

@@ -1,0 +1,423 @@
+"""Calls that all ranks of a group make together, and what they return: for test_distributed.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import random
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func, torch_backend
+from tl_attention.distributed import group
+from tl_attention.testing import numeric
+
+warnings.filterwarnings("ignore", ".*CPU")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call on all ranks. documents: cumulative lengths; None: a batch of sequences of `total` tokens."""
+
+    name: str
+    method: str = "gather"
+    layout: str = "zigzag"
+    total: int = 37
+    documents: tuple[int, ...] | None = None
+    batch: int = 2
+    heads: tuple[int, int] = (4, 2)
+    head_dims: tuple[int, int] = (16, 8)
+    options: dict[str, Any] = field(default_factory=dict)
+    slopes: int = 0  # dimensions
+    sink: bool = False
+    dropout: float = 0.0
+    lse: bool = True  # it gets a gradient
+
+    @property
+    def tokens(self) -> int:
+        return self.total if self.documents is None else self.documents[-1]
+
+
+DOCUMENTS = (0, 1, 1, 14, 30, 37)
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (5, 3)},
+    "sliding": {"causal": True, "window_size": (6, -1)},
+    "ahead": {"window_size": (-1, 4)},
+}
+CASES = [
+    *(
+        Case(f"{method}-{layout}-{mask}-{kind}", method, layout, documents=documents, options=options)
+        for method in ("gather", "ring", "ulysses")
+        for layout in ("zigzag", "contiguous")
+        for mask, options in MASKS.items()
+        for kind, documents in (("dense", None), ("documents", DOCUMENTS))
+        if mask in ("causal", "window") or (method != "ulysses" and layout == "zigzag")
+    ),
+    *(
+        Case(f"{method}-balanced-{mask}", method, "balanced", documents=(0, 3, 28, 33, 90, 97), options=MASKS[mask])
+        for method in ("gather", "ring")
+        for mask in ("causal", "window")
+    ),
+    *(
+        Case(f"{method}-sink-softcap-{kind}", method, options={"softcap": 2.0, **MASKS["causal"]}, sink=True, documents=documents)
+        for method in ("gather", "ring", "ulysses")
+        for kind, documents in (("dense", None), ("documents", DOCUMENTS))
+    ),
+    Case("gather-alibi", options=MASKS["causal"], slopes=1),
+    Case("gather-alibi-batch", options=MASKS["sliding"], slopes=2),
+    Case("gather-alibi-documents", options=MASKS["causal"], slopes=2, documents=DOCUMENTS),
+    Case("ulysses-alibi-full", "ulysses", slopes=2),
+    Case("ulysses-dropout", "ulysses", options=MASKS["causal"], dropout=0.25),
+    Case("ulysses-dropout-alibi-documents", "ulysses", documents=DOCUMENTS, slopes=2, dropout=0.25),
+    Case("ulysses-copies-of-key-heads", "ulysses", heads=(4, 1), options=MASKS["causal"]),
+    Case("gather-few-tokens", total=3, options=MASKS["causal"]),
+    Case("ring-few-tokens", "ring", total=3, options=MASKS["causal"]),
+    Case("ulysses-few-tokens", "ulysses", total=3, options=MASKS["causal"]),
+    Case("auto", "auto", options=MASKS["causal"]),
+    Case("auto-documents", "auto", documents=DOCUMENTS, options=MASKS["window"]),
+]  # fmt: skip
+
+
+def random_case(seed: int, device: str) -> Case:
+    """A problem with a random method, mask, options, heads, lengths and layout.
+
+    On a GPU kernels are few: d128, options on short sequences under a causal mask only, documents under a causal mask.
+    """
+    draw, on_gpu = random.Random(seed), device != "cpu"
+    method = draw.choice(("gather", "gather", "ring", "ring", "ulysses", "auto"))
+    option = draw.choice(("", "", "", "softcap and sink", "alibi", "dropout"))
+    mask = draw.choice(("full", "causal", "causal", "window", "sliding"))
+    if option == "alibi" or (on_gpu and option):
+        mask = "causal"
+    if method == "ring" and (option == "alibi" or (on_gpu and option)):
+        method = "gather"
+    if option == "dropout":
+        method = "ulysses"
+    heads = draw.choice(((4, 4), (8, 2), (4, 1), (8, 8), (2, 2)))
+    top = 60 if not on_gpu else 1024 if option else 4000
+    total = draw.choice((draw.randrange(1, top), draw.randrange(top // 2, top), top // 2, top // 4 * 3))
+    documents, layout = None, draw.choice(("zigzag", "zigzag", "contiguous"))
+    if (not on_gpu or (mask == "causal" and option in ("", "dropout"))) and draw.random() < 0.5:
+        cuts = sorted(draw.randrange(total + 1) for _ in range(draw.choice((0, 1, 4, 11))))
+        documents, layout = (0, *cuts, total), draw.choice(("zigzag", "contiguous", "balanced"))
+    options = dict(MASKS[mask])
+    if on_gpu and "window_size" in options:
+        options["window_size"] = (300, 100) if mask == "window" else (257, -1)
+    if option == "softcap and sink":
+        options["softcap"] = 3.0
+    return Case(
+        f"random-{seed}",
+        method,
+        layout,
+        total,
+        documents,
+        draw.choice((1, 1, 2, 3)),
+        heads,
+        (128, 128) if on_gpu else (16, 8),
+        options,
+        draw.choice((1, 2)) if option == "alibi" else 0,
+        option == "softcap and sink",
+        0.25 if option == "dropout" else 0.0,
+        draw.random() < 0.3,
+    )
+
+
+def inputs(case: Case, device: str = "cpu") -> dict[str, torch.Tensor | None]:
+    """Whole tensors, the same on all ranks."""
+    generator = torch.Generator(device).manual_seed(random.Random(case.name).randrange(2**31))
+    on = {"generator": generator, "device": device}
+    (heads, heads_kv), (head_dim, head_dim_v) = case.heads, case.head_dims
+    tokens = (case.batch, case.total) if case.documents is None else (case.documents[-1],)
+    sizes = {"q": (heads, head_dim), "k": (heads_kv, head_dim), "v": (heads_kv, head_dim_v), "dout": (heads, head_dim_v)}  # fmt: skip
+    found = {name: torch.randn(*tokens, *size, dtype=torch.bfloat16, **on) for name, size in sizes.items()}
+    lse = (heads, tokens[0]) if len(tokens) == 1 else (case.batch, heads, case.total)
+    found["dlse"] = torch.randn(lse, **on) if case.lse else None
+    batch = case.batch if case.documents is None else len(case.documents) - 1
+    slopes = (heads,) if case.slopes == 1 else (batch, heads)
+    found["slopes"] = torch.rand(slopes, **on) * 0.1 if case.slopes else None
+    found["sink"] = torch.randn(heads, **on) if case.sink else None
+    return found
+
+
+def differentiate(
+    out: torch.Tensor, lse: torch.Tensor, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> None:
+    torch.autograd.backward(
+        (out, lse) if dlse is not None else out, (dout, dlse) if dlse is not None else dout
+    )
+
+
+def run_whole(case: Case, x: dict[str, torch.Tensor | None], state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """out, lse and gradients of one process."""
+    options = dict(case.options, alibi_slopes=x["slopes"], return_attn_probs=True)
+    leaves = [x[name].clone().requires_grad_() for name in "qkv"]
+    sink = None if x["sink"] is None else x["sink"].clone().requires_grad_()
+    options |= {"learnable_sink": sink, "dropout_p": case.dropout, "rng_state": state}
+    if case.documents is None:
+        out, lse, _ = flash_attn_func(*leaves, **options)
+    else:
+        cu = torch.tensor(case.documents, dtype=torch.int32, device=x["q"].device)
+        most = int(cu.diff().max())
+        out, lse, _ = flash_attn_varlen_func(*leaves, cu, cu, most, most, **options)
+    differentiate(out, lse, x["dout"], x["dlse"])
+    return out.detach(), lse.detach(), *(leaf.grad for leaf in leaves), None if sink is None else sink.grad
+
+
+def run_shards(
+    case: Case, x: dict[str, torch.Tensor | None], deterministic: bool = False
+) -> list[torch.Tensor]:
+    """out, lse and gradients of the shards, joined."""
+    dim, lse_dim = (1, 2) if case.documents is None else (0, 1)
+    layout = case.layout
+    if layout == "balanced":
+        mask = {name: value for name, value in case.options.items() if name != "softcap"}
+        layout = distributed.make_layout(cu_seqlens=case.documents, **mask)
+    place = {"dim": dim, "layout": layout}
+    if case.documents is None:
+        placed = {"layout": layout, "seqlen": case.total}
+    else:
+        placed = {"layout": layout, "cu_seqlens": torch.tensor(case.documents)}
+    leaves = [distributed.shard(x[name], **place).requires_grad_() for name in "qkv"]
+    sink = None if x["sink"] is None else x["sink"].clone().requires_grad_()
+    options = dict(case.options, alibi_slopes=x["slopes"], learnable_sink=sink, dropout_p=case.dropout)
+    options |= {"rng_state": rng_state(x) if case.dropout else None, "return_attn_probs": True}
+    options |= {"deterministic": deterministic, "method": case.method}
+    out, lse, _ = distributed.attention(*leaves, **options, **placed)
+    dlse = None if x["dlse"] is None else distributed.shard(x["dlse"], dim=lse_dim, layout=layout)
+    differentiate(out, lse, distributed.shard(x["dout"], **place), dlse)
+    assert not out._is_view() and not lse._is_view()  # else autograd refuses changes in place
+    results = (out, dim), (lse, lse_dim), *((leaf.grad, dim) for leaf in leaves)
+    joined = unsharded(results, seqlen=case.tokens, layout=layout)
+    if sink is not None:
+        dist.all_reduce(sink.grad)
+        joined.append(sink.grad)
+    return joined
+
+
+def unsharded(results: tuple[tuple[torch.Tensor, int], ...], **placed: Any) -> list[torch.Tensor]:
+    """Tensors of all tokens, from shards and their dimensions of tokens, by one exchange."""
+    rows = [x.detach().movedim(dim, 0) for x, dim in results]
+    flat = [x.reshape(len(x), math.prod(x.shape[1:])).float() for x in rows]
+    widths = [x.shape[1] for x in flat]
+    whole = distributed.unshard(torch.cat(flat, 1), **placed).split(widths, 1)
+    return [
+        one.unflatten(1, x.shape[1:]).movedim(0, dim).to(x.dtype).contiguous()
+        for one, x, (_, dim) in zip(whole, rows, results, strict=True)
+    ]
+
+
+def rng_state(x: dict[str, torch.Tensor | None]) -> torch.Tensor:
+    return torch.tensor([7, 11], device=x["q"].device)
+
+
+def compare(case: Case, world: int, checks: bool, device: str = "cpu") -> str:
+    """Text of what is wrong with the results of a case, which all ranks run and those that check compare."""
+    if case.method == "ulysses" and case.heads[0] % world:
+        return refusal(case)
+    x = inputs(case, device)
+    found = run_shards(case, x)
+    return difference(case, x, found) if checks else ""
+
+
+def difference(case: Case, x: dict[str, Any], found: list[torch.Tensor]) -> str:
+    """Text of what is wrong with joined results, by the error rule; with dropout, by the results of one process."""
+    if case.dropout:
+        expected = run_whole(case, x, rng_state(x))
+        for name, actual, whole in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=False):
+            if not torch.allclose(actual.float(), whole.float(), atol=2e-2, rtol=2e-2):
+                return f"{name} differs by {float((actual.float() - whole.float()).abs().max())}"
+        return ""
+    options = {name: value for name, value in case.options.items() if name == "softcap"}
+    window = case.options.get("window_size", (-1, -1))
+    options |= {"causal": case.options.get("causal", False), "window": window, "alibi_slopes": x["slopes"], "sink": x["sink"]}  # fmt: skip
+    if case.documents is not None:
+        cu = torch.tensor(case.documents, dtype=torch.int32, device=x["q"].device)
+        options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+    qkv = [x[name] for name in "qkv"]
+    forward = numeric.check_fwd(found[0], found[1], *qkv, **options)
+    backward = numeric.check_bwd(tuple(found[2:]), x["dout"], *qkv, dlse=x["dlse"], **options)
+    return "; ".join(one.text for one in (forward, backward) if not one.ok)
+
+
+def refusal(case: Case) -> str:
+    """Text of what is wrong with the error for heads that the ranks cannot share."""
+    x, dim = inputs(case), 1 if case.documents is None else 0
+    qkv = [distributed.shard(x[name], dim=dim) for name in "qkv"]
+    placed = {"seqlen": case.total} if case.documents is None else {"cu_seqlens": case.documents}
+    text = raised(distributed.attention, *qkv, **placed, method="ulysses")
+    return "" if "NotImplementedError: method: expected heads that" in text else text
+
+
+def raised(call: Any, *arguments: Any, **options: Any) -> str:
+    """Type and text of the error of a call."""
+    try:
+        call(*arguments, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def run_cases(cases: list[Case], device: str = "cpu") -> dict[str, str]:
+    """Texts of what is wrong, by case. The ranks take turns in checking."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = {
+        case.name: compare(case, world, number % world == rank, device) for number, case in enumerate(cases)
+    }
+    return {name: text for name, text in found.items() if text}
+
+
+def disagree() -> dict[str, str]:
+    """Errors of calls that ranks disagree on, then results of right ones on groups of all kinds."""
+    first, world = dist.get_rank() == 0, dist.get_world_size()
+    torch.manual_seed(0)
+    x = torch.randn(1, 4, 4, 16, dtype=torch.bfloat16)
+    attend, found = distributed.attention, {}
+    found["causal"] = raised(attend, x, x, x, causal=first)
+    found["dtype"] = raised(attend, x, x if first else x.half(), x)
+    found["rows"] = raised(attend, *[x if first else x[:, :3]] * 3)
+    found["documents"] = raised(attend, *[x[0]] * 3, cu_seqlens=[0, 3 + first, world * 4])
+    found["cross"] = raised(attend, x, *[x[:, :3]] * 2)
+    found["layout"] = raised(attend, x, x, x, layout="zigzag" if first else "contiguous")
+    found["gradient"] = raised(attend, x.clone().requires_grad_(first), x, x)
+    found["dropout"] = raised(attend, x, x, x, dropout_p=0.5, method="gather")
+    found["alibi"] = raised(attend, x, x, x, alibi_slopes=torch.ones(4), method="ring")
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
+    outs = [attend(x, x, x, one, causal=True) for one in (None, dist.group.WORLD, mesh, mesh["cp"])]
+    found["groups"] = str(all(torch.equal(out, outs[0]) for out in outs))
+    # Equal calls on tensors that are elsewhere in memory on one rank only
+    apart = x if first else torch.cat((x, x), -1)[..., :16]
+    found["strides"] = str(torch.equal(attend(apart, apart, apart, causal=True), outs[0]))
+    square = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "cp"))
+    found["mesh"] = raised(attend, x, x, x, square)
+    alone = attend(x, x, x, square["dp"], causal=True)
+    found["alone"] = str(torch.equal(alone, flash_attn_func(x, x, x, causal=True)))
+    others = dist.new_group([0])
+    found["member"] = "ValueError" if first else raised(attend, x, x, x, others)
+    return found
+
+
+def differ_later() -> str:
+    """Error of calls that all ranks know, each another, when every call is compared."""
+    x = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16)
+    for causal in (True, False):
+        distributed.attention(x, x, x, causal=causal)
+    group.ALWAYS = True
+    try:
+        return raised(distributed.attention, x, x, x, causal=dist.get_rank() == 0)
+    finally:
+        group.ALWAYS = False
+
+
+def lose_a_rank() -> None:
+    """Call attention while the last rank ends."""
+    x = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16)
+    distributed.attention(x, x, x, causal=True)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os._exit(1)
+    distributed.attention(x, x, x, causal=True)
+
+
+def miss_a_call() -> str:
+    """Error of a rank whose call the last rank does not make, in a group with a timeout of a second."""
+    hasty = dist.new_group(timeout=timedelta(seconds=1))
+    x = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16)
+    distributed.attention(x, x, x, hasty, causal=True)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    text = "no call" if last else raised(distributed.attention, x, x, x, hasty, causal=True)
+    dist.barrier()
+    return text
+
+
+def repeat(case: Case, device: str = "cpu") -> bool:
+    """True if three deterministic runs have the same bits."""
+    x = inputs(case, device)
+    first, *others = (run_shards(case, x, deterministic=True) for _ in range(3))
+    return all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def train_example(path: str, arguments: list[str]) -> list[float]:
+    """Losses of an example."""
+    spec = importlib.util.spec_from_file_location("long_context", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example.train(example.parse(arguments), torch.device("cpu"))
+
+
+def capture(case: Case) -> float:
+    """Relative difference in the 2-norm between a replayed CUDA graph of forward and backward and the calls that it holds."""
+    x = inputs(case, "cuda")
+    placed = {"layout": case.layout, "seqlen": case.total}
+    *leaves, dout = (
+        distributed.shard(x[name], dim=1, layout=case.layout) for name in ("q", "k", "v", "dout")
+    )
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+
+    def run() -> list[torch.Tensor]:
+        for leaf in leaves:
+            leaf.grad = None
+        out = distributed.attention(*leaves, **case.options, **placed, method=case.method)
+        out.backward(dout)
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            expected = [found.clone() for found in run()]
+    torch.cuda.current_stream().wait_stream(side)
+    dist.barrier()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = run()
+    for one in found:
+        one.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    return max(relative(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Difference in the 2-norm."""
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
+
+
+def train_by_torch() -> list[float]:
+    """Errors of some steps with torch's context_parallel on tl_attention's kernels, relative to one GPU."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("cp",))
+    handle, errors = torch_backend.register(), []
+    for step, seqlen in enumerate((512, 2048, 2048)):
+        torch.manual_seed(step)
+        tensors = [torch.randn(1, 8, seqlen, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+        *leaves, dout = (x.clone() for x in tensors)
+        expected = _by_sdpa([x.clone().requires_grad_() for x in tensors[:3]], tensors[3])
+        buffers = [*leaves, dout]
+        with context_parallel(
+            mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)
+        ):
+            found = _by_sdpa([x.requires_grad_() for x in leaves], dout)
+        for actual, whole in zip(found, expected, strict=True):
+            chunks = whole.chunk(2 * world, 2)  # torch balances by chunks rank and 2 * world - 1 - rank
+            errors.append(relative(actual, torch.cat((chunks[rank], chunks[-1 - rank]), 2)))
+    handle.remove()
+    return errors
+
+
+def _by_sdpa(leaves: list[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor]:
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION]):
+        out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    out.backward(dout)
+    return [out.detach(), *(x.grad for x in leaves)]

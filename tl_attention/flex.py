@@ -35,7 +35,7 @@ from tl_attention.reference_flex import flex_reference
 _NAMES = Renaming({"q": "query", "k": "key", "v": "value", "sm_scale": "scale"})
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -44,7 +44,7 @@ DOORS = {
     "checks_lengths": "torch checks checks_kvcache options",
     "kvcache": "torch checks checks_torch checks_kvcache checks_lengths options problem kernel_configs target ops launch reference_kvcache",
     "distributed": "torch checks options ops launch flash distributed",
-    "hf": "torch checks checks_hf checks_lengths flash kvcache | transformers",
+    "hf": "torch checks checks_hf checks_lengths checks_torch flash kvcache | transformers",
     "checks_hf": "torch checks",
     "launch": "launch/fwd launch/fwd_jvp launch/bwd launch/bwd_passes launch/decode launch/parts launch/splits",
     "launch/arrays": "torch checks problem",

@@ -30,13 +30,7 @@ from tl_attention.kernels.pipeline import (
     sync_warpgroup,
     wait_for_stores,
 )
-from tl_attention.kernels.products import (
-    CHUNK,
-    add_product,
-    alloc_further_parts,
-    multiply,
-    split_parts,
-)
+from tl_attention.kernels.products import CHUNK, add_product, alloc_further_parts, multiply, split_parts
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder, TileStream
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
@@ -153,13 +147,17 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             shared.overflows.begin(turn, stream.recomputes)
         if persistent:
             shared.tile_box.post(turn, tile, first_step, blocks)
-        for step in steps_from(1, blocks.steps):
-            tiles.load_k(shared.K, first_step + step, tile, blocks, step)
-            if not two_producers:
+        if two_producers:
+            if persistent:
+                stream.draw(turn)
+            for step in steps_from(1, blocks.steps):
+                tiles.load_k(shared.K, first_step + step, tile, blocks, step)
+        else:
+            for step in steps_from(1, blocks.steps):
+                tiles.load_k(shared.K, first_step + step, tile, blocks, step)
                 tiles.load_v(shared.V, first_step + step - 1, tile, blocks, step - 1)
-        if persistent:
-            stream.draw(turn)
-        if not two_producers:
+            if persistent:
+                stream.draw(turn)
             last = blocks.steps - 1
             tiles.load_v(shared.V, first_step + last, tile, blocks, last)
 

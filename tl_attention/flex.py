@@ -157,7 +157,9 @@ class _Flex(torch.autograd.Function):
     def forward(ctx: Any, call: Call, scale: float, deterministic: bool, *inputs: torch.Tensor) -> tuple:
         """inputs: q, k, v, captured tensors."""
         q, k, v, *_ = inputs
-        out, lse = launch.forward(q, k, v, scale, False, False, True, traced=call)
+        out, lse = launch.forward(
+            q, k, v, scale, False, False, True, traced=call, deterministic=deterministic
+        )
         ctx.call, ctx.scale, ctx.deterministic = call, scale, deterministic
         ctx.save_for_backward(out, lse, *inputs)
         ctx.set_materialize_grads(False)  # no zeros for an unused lse

@@ -163,6 +163,48 @@ def test_build_takes_over_a_kernel_that_another_process_gave_up():
     assert len(builders()) == 1
 
 
+def wait_for(condition, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def many_cpus(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    yield
+    wait_for(lambda: not any(builder.process.is_alive() for builder in building._ahead.values()))
+    building._ahead.clear()
+
+
+def test_build_ahead_does_not_wait_and_later_calls_find_the_kernels(many_cpus, monkeypatch, capfd):
+    monkeypatch.setattr(compiler, "build", slow_build)
+    other = FwdConfig(64, 80)
+    building.build_ahead([(PROBLEM, GOOD), (PROBLEM, other)], "for a test")
+    assert not store.find(PROBLEM, GOOD) and not store.find(PROBLEM, other)
+    building.build_ahead([(PROBLEM, GOOD)], "for a test")  # builds nothing twice
+    building.compile_kernels([(PROBLEM, GOOD), (PROBLEM, other)])
+    assert len(builders()) == len(builders(other)) == 1
+    said, *_ = capfd.readouterr().err.splitlines()
+    assert said.startswith(f"tl_attention: building 2 kernels ({NAME} and 1 more) meanwhile, for a test; ")
+
+
+def test_build_ahead_leaves_a_failure_to_the_call(many_cpus):
+    building.build_ahead([(PROBLEM, BAD)], "for a test")
+    with pytest.raises(RuntimeError, match="64x48.* could not be built: ValueError"):
+        building.compile_kernels([(PROBLEM, BAD)])
+
+
+def test_build_ahead_takes_one_cpu_in_four(monkeypatch):
+    kernels = [(PROBLEM, FwdConfig(64, 16 * n)) for n in range(1, 9)]
+    for cpus, expected in ((3, 0), (7, 1)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process, cpus=cpus: set(range(cpus)))
+        building.build_ahead(kernels, "for a test")
+        assert len(building._ahead) == expected
+    wait_for(lambda: not any(builder.process.is_alive() for builder in building._ahead.values()))
+    building._ahead.clear()
+
+
 def test_notice_says_what_is_built_and_how_long_it_took(capfd):
     building.compile_kernels([(PROBLEM, GOOD), (PROBLEM, FwdConfig(64, 80))], lambda: " in a backward pass")
     start, end = capfd.readouterr().err.splitlines()
@@ -250,15 +292,11 @@ def is_running(process: int) -> bool:
 def test_builders_end_with_the_program(how, tmp_path):
     program = start_program(tmp_path, "hang")
     written = store.kernel_path(PROBLEM, GOOD).with_suffix(".pid")
-    deadline = time.monotonic() + 60
-    while not (written.exists() and written.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: written.exists() and written.read_text())
     program.send_signal(how)
     program.communicate(timeout=20)
     builder = int(written.read_text())
-    deadline = time.monotonic() + 20
-    while is_running(builder) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: not is_running(builder), 20)
     assert not is_running(builder)
 
 
@@ -286,6 +324,25 @@ def test_forward_needs_the_kernels_of_its_length_alone_and_at_once(bucket, asked
     config = configs.pick_config(problem, bucket, "NVIDIA H200")[0]
     assert asked == [config.kernels(problem)]
     assert (bucket == "split") == any(isinstance(part, FwdCombine) for _, part in asked[0])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_forward_begins_to_build_the_backward_of_tensors_that_require_a_gradient(
+    deterministic, asked, monkeypatch
+):
+    ahead = []
+    monkeypatch.setattr(building, "build_ahead", lambda kernels, purpose: ahead.append(list(kernels)))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(launch.fwd, "empty", lambda *metadata: torch.empty(1))
+    monkeypatch.setattr(launch.fwd, "FwdPlan", lambda *args: pytest.fail("a launch"))
+    q = torch.zeros(1, 256, 2, 128, dtype=torch.bfloat16)
+    for requires_grad in (False, True):
+        q.requires_grad_(requires_grad)
+        with pytest.raises(pytest.fail.Exception, match="a launch"):
+            launch.forward(q, q, q, 0.1, True, False, deterministic=deterministic)
+    problem = AttnProblem("bfloat16", 128, 128, True)
+    direction = "bwd_det" if deterministic else "bwd"
+    assert ahead == [configs.pick_config(problem, "1k", "NVIDIA H200", direction)[0].kernels(problem)]
 
 
 def test_backward_needs_all_its_kernels_at_once(asked):

@@ -326,6 +326,17 @@ def test_register_level_is_lower_for_the_packed_one_pass_backward_of_d128(dtype,
 
 
 @pytest.mark.parametrize("causal", [True, False])
+def test_alibi_without_a_mask_holds_no_row_max(causal):
+    """The row max grows with every block of keys up to the query's: a held one overflows, and the tile runs twice."""
+    for width in configs.tile_widths("fwd"):
+        problem = AttnProblem("bfloat16", *width, causal, ("alibi",))
+        lines = configs.option_lines(problem.tile_class, "fwd")
+        line = next(line for line in lines if line.miss(problem, "fwd") is None)
+        expected = causal and line.fields.get("hold_max", False)
+        assert configs.option_config(problem, "4k").hold_max == expected
+
+
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("options", [(), ("alibi",), ("alibi", "sink"), ("softcap", "alibi")], ids=" ".join)
 def test_bias_is_linear_with_alibi_under_a_causal_mask(causal, options):
     problem = replace(D128, causal=causal, options=options)

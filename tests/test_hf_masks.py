@@ -220,6 +220,11 @@ INPUTS = {
     "sink-list": ({"s_aux": [1.0, 2.0]}, TypeError, r"s_aux: expected a torch\.Tensor, got list"),
     "sink-shape": ({"s_aux": torch.zeros(1, 2)}, ValueError, r"s_aux: expected shape \(2,\), got \(1, 2\)"),
     "sink-int": ({"s_aux": torch.zeros(2).int()}, TypeError, r"s_aux: expected torch\.float32 or .*got torch\.int32"),
+    "query-dtype": ({"query": torch.zeros(1, 2, 3, 16).double()}, TypeError, r"^query: expected bfloat16.* cast it with query\.to"),
+    "key-dtype": ({"key": torch.zeros(1, 2, 3, 16).half()}, TypeError, r"^key, value: expected the dtype of query, .*got torch\.float16"),
+    "decode-dtype": ({"query": torch.zeros(1, 2, 1, 16).half()}, TypeError, r"^key: expected the dtype of query, torch\.float16, got"),
+    "packed-dtype": (PACKED | {"value": torch.zeros(1, 2, 3, 16).half()}, TypeError, r"^key, value: expected the dtype of query"),
+    "dropout": ({"dropout": 2.0}, ValueError, r"^dropout: expected a number from 0 to 255/256"),
 }  # fmt: skip
 
 

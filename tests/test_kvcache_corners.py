@@ -48,6 +48,17 @@ def test_kvcache_without_sequences(pages, rotary, causal, device):
     assert torch.equal(some["k_cache"], before[0]) and torch.equal(some["v_cache"], before[1])
 
 
+@pytest.mark.gpu
+def test_kvcache_of_a_negative_length_reads_nothing_in_front_of_the_rotary_table():
+    some = arguments("cuda", 2)
+    some["cache_seqlens"].fill_(-1)
+    for name in ("rotary_cos", "rotary_sin"):
+        table = torch.cat([some[name].new_full((1, 16), torch.nan), some[name]])
+        some[name] = table[1:]
+    out, _ = flash_attn_with_kvcache(**some)
+    assert out.isfinite().all()
+
+
 @pytest.mark.parametrize("pages", [False, True], ids=["contiguous", "pages"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_kvcache_ignores_the_default_device(pages, causal, device):

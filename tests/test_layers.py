@@ -44,7 +44,7 @@ DOORS = {
     "checks_lengths": "torch checks checks_kvcache options",
     "kvcache": "torch checks checks_torch checks_kvcache checks_lengths options problem kernel_configs target ops launch reference_kvcache",
     "distributed": "torch checks options ops launch flash distributed",
-    "hf": "torch checks checks_hf checks_lengths flash kvcache | transformers",
+    "hf": "torch checks checks_hf checks_lengths checks_torch flash kvcache | transformers",
     "checks_hf": "torch checks",
     "launch": "launch/fwd launch/fwd_jvp launch/bwd launch/bwd_passes launch/decode launch/parts launch/splits",
     "launch/arrays": "torch checks problem",
@@ -53,8 +53,8 @@ DOORS = {
     "launch/traced": "torch program",
     "launch/parts": "torch problem store launch/arrays launch/common",
     "launch/common": "torch checks options problem kernel_configs legality target configs building store",
-    "launch/fwd": "torch options problem kernel_configs target store program launch/arrays launch/common launch/parts launch/splits "
-    "launch/tickets launch/traced",
+    "launch/fwd": "torch options problem kernel_configs target store program launch/arrays launch/bwd launch/common launch/parts "
+    "launch/splits launch/tickets launch/traced",
     "launch/fwd_jvp": "torch checks problem kernel_configs legality target store launch/arrays launch/common",
     "launch/bwd_passes": "torch problem kernel_configs store launch/common",
     "launch/bwd": "torch checks options problem kernel_configs target store program launch/arrays launch/bwd_passes launch/common "
@@ -214,6 +214,12 @@ assert not torch.cuda.is_initialized()
 
 def test_layers_import_needs_torch_alone():
     import_without_extras("tl_attention")
+
+
+def test_layers_import_does_not_import_the_compiler_of_torch():
+    code = "import sys, tl_attention; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.stdout.strip() == "False", f"{done.stdout}{done.stderr}: a second of import for all"
 
 
 def test_layers_every_room_but_kernels_needs_torch_alone():

@@ -62,6 +62,17 @@ def test_lowering_shipped_kernel(shipped_kernel):
         assert found == {name: value for name, value in recorded.items() if name != "text"}
 
 
+def test_trace_translates_each_function_once(monkeypatch):
+    """TileLang translates a function anew per kernel otherwise; see compiler._parse_functions_once."""
+    from tilelang.language.eager.ast import DSLMutator
+
+    kernels = [(AttnProblem("bfloat16", width, width, True), FwdConfig(64, 32)) for width in (64, 128)]
+    texts = [manifest.text_hash(*kernel) for kernel in kernels]
+    monkeypatch.setattr(DSLMutator, "visit", lambda *args: pytest.fail("translated a second time"))
+    assert [manifest.text_hash(*kernel) for kernel in reversed(kernels)] == texts[::-1]
+    assert texts[0] != texts[1]
+
+
 # What only kernels with options have among their arguments or in their text
 OF_OPTIONS = (
     "left",

@@ -236,10 +236,10 @@ def use_pack(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     monkeypatch.setattr(toolkit, "tilelang_version", lambda: None)
 
 
-def doctor_line(name: str, capsys: pytest.CaptureFixture) -> str:
+def doctor_lines(capsys: pytest.CaptureFixture) -> dict[str, str]:
+    """Lines of the doctor, by the name of the check."""
     cli.main(["doctor"])
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line[8:].split()[0] == name)
-    return line
+    return {line[8:].split()[0]: line for line in capsys.readouterr().out.splitlines()}
 
 
 def test_pack_is_ignored_on_request(monkeypatch):
@@ -282,7 +282,7 @@ def test_pack_of_other_sources_is_not_used(copied, monkeypatch, capsys):
     )
     with pytest.raises(RuntimeError, match=words):
         store.find(PROBLEM, FwdCombine())
-    line = doctor_line("pack", capsys)
+    line = doctor_lines(capsys)["pack"]
     assert (
         line.startswith("- ") and f"0.0.9+0123456789ab, 0 of {len(manifest.pack_kernels())} kernels" in line
     )
@@ -313,7 +313,7 @@ def test_damaged_pack_says_so(copied, file, content, words, monkeypatch, capsys)
     )
     assert text.endswith("reinstall tl-attention-kernels, or set TL_ATTENTION_PACK=0 to do without it")
     if file == pack.INDEX:
-        assert words in doctor_line("pack", capsys)
+        assert words in doctor_lines(capsys)["pack"]
 
 
 def test_doctor_says_version_compilers_and_coverage(site, wheel):
@@ -330,9 +330,10 @@ def test_doctor_says_version_compilers_and_coverage(site, wheel):
 def test_doctor_asks_for_tilelang_without_a_pack(monkeypatch, capsys):
     monkeypatch.setattr(toolkit, "tilelang_version", lambda: None)
     monkeypatch.setattr(pack, "installed", lambda: None)
-    assert doctor_line("tilelang", capsys).startswith("MISSING ")
-    assert "pip install 'tl-attention[jit]'" in doctor_line("nvcc", capsys)
-    assert "no pack of kernels (tl-attention-kernels) is installed" in doctor_line("pack", capsys)
+    lines = doctor_lines(capsys)
+    assert lines["tilelang"].startswith("MISSING ")
+    assert "pip install 'tl-attention[jit]'" in lines["nvcc"]
+    assert "no pack of kernels (tl-attention-kernels) is installed" in lines["pack"]
 
 
 def test_other_tilelang_does_not_compile(monkeypatch):

@@ -28,10 +28,12 @@ from tl_attention.sandbox import Failure, Sandbox
 from tl_attention.store import Kernel
 
 TICK = 0.1  # seconds between two looks at kernels that another process builds
+CPUS_PER_BUILDER = 4  # that builds ahead: the builder that a call waits for has the others
 
 KernelKey = tuple[AttnProblem, KernelConfig]
 
 _compiled: dict[KernelKey, Kernel] = {}
+_ahead: dict[KernelKey, Sandbox] = {}  # builders that build_ahead() has started
 
 
 def compile_count() -> int:
@@ -69,6 +71,49 @@ def compile_kernels(kernels: Sequence[KernelKey], where: Callable[[], str] = str
     return [_compiled[kernel] for kernel in kernels]
 
 
+def build_ahead(kernels: Sequence[KernelKey], purpose: str) -> None:
+    """Begin to build kernels that a later call will need, and do not wait. The builders end with the program.
+
+    A kernel that fails is left to that call, which builds it once more and raises the error.
+
+    Args:
+        purpose: words for that call.
+    """
+    for kernel in [kernel for kernel, builder in _ahead.items() if not builder.process.is_alive()]:
+        _ahead.pop(kernel).close()
+    room = len(os.sched_getaffinity(0)) // CPUS_PER_BUILDER - len(_ahead)
+    missing = [kernel for kernel in kernels if kernel not in _compiled and kernel not in _ahead]
+    started = []
+    for kernel in missing:
+        if len(started) >= room or store.find(*kernel):
+            continue
+        path = store.kernel_path(*kernel)
+        if lock := _try_lock(path):
+            with lock, contextlib.suppress(Failure):
+                builder = Sandbox(prepare_to_build, fresh=True, inherits=(lock.fileno(),))
+                builder.begin(_build_and_end, compiler.build, *kernel, path)
+                _ahead[kernel] = builder
+                started.append(kernel)
+    if started and not is_quiet():
+        sys.stderr.write(
+            f"tl_attention: building {_described(started)} meanwhile, {purpose}; TL_ATTENTION_QUIET=1 hides this line\n"
+        )
+
+
+def _build_and_end(build: Callable, problem: AttnProblem, config: KernelConfig, path: Path) -> None:
+    """Build a kernel and end this process, and with it the lock that it inherited."""
+    try:
+        if not path.exists():
+            build(problem, config, path)
+    finally:
+        os._exit(0)
+
+
+def is_quiet() -> bool:
+    """True if nothing is to be written to stderr."""
+    return os.environ.get("TL_ATTENTION_QUIET") == "1" or sys.stderr is None
+
+
 class _Notice:
     """Lines on stderr about the kernels that a call waits for. On a terminal the last one counts the seconds.
 
@@ -76,11 +121,9 @@ class _Notice:
     """
 
     def __init__(self, kernels: Sequence[KernelKey], where: str):
-        problem, config = kernels[0]
-        others = f" and {len(kernels) - 1} more" if len(kernels) > 1 else ""
-        self.what, self.where = f"{_count(len(kernels))} ({problem}, {config}{others})", where
+        self.what, self.where = _described(kernels), where
         self.begin, self.started, self.shown = time.monotonic(), False, 0
-        self.quiet = os.environ.get("TL_ATTENTION_QUIET") == "1" or sys.stderr is None
+        self.quiet = is_quiet()
         self.counts = not self.quiet and sys.stderr.isatty()
         self.total = len(kernels)
 
@@ -112,6 +155,12 @@ class _Notice:
         if not self.quiet:
             sys.stderr.write(text)
             sys.stderr.flush()
+
+
+def _described(kernels: Sequence[KernelKey]) -> str:
+    problem, config = kernels[0]
+    others = f" and {len(kernels) - 1} more" if len(kernels) > 1 else ""
+    return f"{_count(len(kernels))} ({problem}, {config}{others})"
 
 
 def _count(kernels: int) -> str:

@@ -39,13 +39,16 @@ def _default_precision() -> str:
         ) from error
 
 
-@torch.compiler.assume_constant_result
 def _constant_precision() -> str:
     """The default precision in compiled code, which torch compiles anew where it changes from or to highest.
 
     As a change between high and medium goes unseen, the higher one is taken for both.
     """
     return "highest" if _default_precision() == "highest" else "high"
+
+
+# torch.compiler.assume_constant_result does this alone, after a second of importing the compiler (torch 2.11 to 2.14)
+_constant_precision._dynamo_marked_constant = True
 
 
 def runs_in_bf16(q: torch.Tensor, parts: int) -> bool:

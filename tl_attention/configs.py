@@ -165,7 +165,7 @@ def _config(problem: AttnProblem, fields: dict[str, Any], direction: str) -> Con
 def _fwd_config(problem: AttnProblem, fields: dict[str, Any]) -> FwdConfig:
     """Derived where left out: schedule, and q_stages 2 where a CTA has a next tile and the second Q tile fits."""
     config = FwdConfig(**{"schedule": derived_schedule(problem)} | fields)
-    if problem.dtype_of("p") != "bfloat16":
+    if not problem.profits_from_held_max:
         config = config.without_hold_max()
     if "q_stages" not in fields and is_legal(problem, replace(config, q_stages=2)) is None:
         config = replace(config, q_stages=2)

@@ -74,8 +74,10 @@ def _check_tvm_ffi() -> tuple[bool, str]:
 
 def _pack_serves() -> bool:
     """True if the pack has kernels of today's sources, so that nothing has to be compiled."""
+    from tl_attention import pack
+
     try:
-        return bool(_pack_coverage()[0])
+        return pack.installed() is not None and bool(_pack_coverage()[0])
     except RuntimeError:  # damaged: the check of the pack says so
         return False
 

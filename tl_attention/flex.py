@@ -35,7 +35,7 @@ from tl_attention.reference_flex import flex_reference
 _NAMES = Renaming({"q": "query", "k": "key", "v": "value", "sm_scale": "scale"})
 
 
-@torch.compiler.disable
+@torch._disable_dynamo
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -157,7 +157,9 @@ class _Flex(torch.autograd.Function):
     def forward(ctx: Any, call: Call, scale: float, deterministic: bool, *inputs: torch.Tensor) -> tuple:
         """inputs: q, k, v, captured tensors."""
         q, k, v, *_ = inputs
-        out, lse = launch.forward(q, k, v, scale, False, False, True, traced=call)
+        out, lse = launch.forward(
+            q, k, v, scale, False, False, True, traced=call, deterministic=deterministic
+        )
         ctx.call, ctx.scale, ctx.deterministic = call, scale, deterministic
         ctx.save_for_backward(out, lse, *inputs)
         ctx.set_materialize_grads(False)  # no zeros for an unused lse

@@ -22,6 +22,7 @@ from tl_attention.checks_hf import (
     check_window_keys,
     is_our_mask,
 )
+from tl_attention.checks_torch import ARGUMENT_ERRORS, Renaming
 from tl_attention.flash import flash_attn_func, flash_attn_varlen_func
 
 NAME = "tl_attention"
@@ -30,6 +31,14 @@ _NAMES = tuple(
     checks_lengths.Names(f"cu_seq_lens_{x}", f"max_length_{x}", "", name)
     for x, name in (("q", "query"), ("k", "key"))
 )
+_ERROR_NAMES = Renaming(
+    {
+        "q": "query", "k": "key", "v": "value", "k_cache": "key", "v_cache": "value",
+        "softmax_scale": "scaling", "dropout_p": "dropout", "window_size": "sliding_window", "learnable_sink": "s_aux",
+        "cu_seqlens_q": "cu_seq_lens_q", "cu_seqlens_k": "cu_seq_lens_k",
+        "max_seqlen_q": "max_length_q", "max_seqlen_k": "max_length_k",
+    }
+)  # fmt: skip
 _SUPPORTED_MASKS = "expected a causal, full, sliding-window, packed or chunked mask"
 
 
@@ -133,8 +142,12 @@ def attention_forward(
             leftpad = leftpads[0] if leftpads else None
         if seqlen_q == 1:
             q = query.reshape(q.shape)  # same memory, dense strides: the kernel's load needs no copy
-        decode = _decode_op if torch.compiler.is_compiling() else _decode
-        return decode(q, k, v, seqlens, leftpad, scaling, causal, left, right, softcap, s_aux), None
+        if torch.compiler.is_compiling():
+            return _decode_op(q, k, v, seqlens, leftpad, scaling, causal, left, right, softcap, s_aux), None
+        try:
+            return _decode(q, k, v, seqlens, leftpad, scaling, causal, left, right, softcap, s_aux), None
+        except ARGUMENT_ERRORS as error:
+            raise _ERROR_NAMES.of(error) from None
 
     options = {
         "dropout_p": dropout,
@@ -157,8 +170,13 @@ def attention_forward(
         lengths = cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k
         options |= {"seqused_q": seqused_q[:-1], "seqused_k": seqused_k[:-1]}
     else:
-        return flash_attn_func(q, k, v, **options), None
-    out = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *lengths, **options)
+        lengths = None
+    try:
+        if lengths is None:
+            return flash_attn_func(q, k, v, **options), None
+        out = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *lengths, **options)
+    except ARGUMENT_ERRORS as error:
+        raise _ERROR_NAMES.of(error) from None
     return out.unflatten(0, (batch, seqlen_q)), None
 
 

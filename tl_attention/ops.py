@@ -7,9 +7,9 @@ and is not needed: the op where nobody traces the call, and the checks where ten
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -155,9 +155,9 @@ def launch_forward(
     out: torch.Tensor | None = None,
 ) -> Outputs:
     """launch.forward, with defined values in the unused rows of packed sequences: out 0, lse -inf."""
-    scale, causal, lse_base2, heads_first, _ = call
-    pages = {"block_table": block_table, "out": out}
-    out, lse = launch.forward(q, k, v, scale, causal, lse_base2, heads_first, options=options, **pages)
+    *layout, deterministic = call
+    others = {"options": options, "block_table": block_table, "out": out, "deterministic": deterministic}
+    out, lse = launch.forward(q, k, v, *layout, **others)
     if options is not None and options.seqused_q is not None:
         unused = ~rows_in_use(options.cu_seqlens_q, options.seqused_q, q.shape[0])
         out.masked_fill_(unused[:, None, None], 0)
@@ -347,7 +347,7 @@ def attention(
     scale = scale_of(q, softmax_scale)
     if traced or not q.is_cuda:
         return fwd_op(q, k, v, scale, causal, lse_base2, heads_first, deterministic)
-    run = plan or functools.partial(launch.forward, causal=causal, heads_first=heads_first)
+    run = plan or partial(launch.forward, causal=causal, heads_first=heads_first, deterministic=deterministic)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _differentiable(q, k, v, scale, causal, lse_base2, heads_first, deterministic, run)
     return run(q, k, v, scale, lse_base2=lse_base2)

@@ -175,6 +175,16 @@ class AttnProblem:
         return self.has("alibi") and self.causal and not self.has("softcap") and not self.is_fp32
 
     @property
+    def profits_from_held_max(self) -> bool:
+        """True if P has the range for FwdConfig.hold_max, and its first blocks of keys tell something about the row max.
+
+        Tiles begin at the last keys. With ALiBi and no mask the row max grows from there to the query's own key, so a held one overflows
+        in most tiles, which then run twice.
+        """
+        grows = self.has("alibi") and not self.causal and not self.has("window")
+        return self.dtype_of("p") == "bfloat16" and not grows
+
+    @property
     def is_sloped(self) -> bool:
         """True where the gradient of a raw score is not that of the score times the scale, but times a slope, too."""
         return self.has("softcap") or (self.program is not None and self.program.slope is not None)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
 from typing import Any
@@ -47,10 +47,11 @@ class Sandbox:
         prepare: called first in each subprocess.
         fresh: the subprocess is a new interpreter, which a library may start in any program: it does not import the program's main
             module, and ends with the program. Otherwise it is forked from a server, which is faster.
+        inherits: open files of this process that a fresh subprocess has, too.
     """
 
-    def __init__(self, prepare: Callable[[], None], fresh: bool = False):
-        self.prepare, self.fresh = prepare, fresh
+    def __init__(self, prepare: Callable[[], None], fresh: bool = False, inherits: Sequence[int] = ()):
+        self.prepare, self.fresh, self.inherits = prepare, fresh, inherits
         self.process: multiprocessing.process.BaseProcess | _Interpreter | None = None
         self.stopped = False
 
@@ -111,7 +112,7 @@ class Sandbox:
     def _start(self) -> None:
         self.pipe, theirs = multiprocessing.Pipe()
         if self.fresh:
-            self.process = _Interpreter(theirs)
+            self.process = _Interpreter(theirs, self.inherits)
         else:
             arguments = (theirs, self.prepare, dict(os.environ))
             process = _context().Process(target=_serve_forked, args=arguments, daemon=True)
@@ -145,7 +146,7 @@ def _executable() -> str:
 class _Interpreter(subprocess.Popen):
     """A new Python with the module path of this one, in a session of its own, as a process of multiprocessing."""
 
-    def __init__(self, pipe: Connection):
+    def __init__(self, pipe: Connection, inherits: Sequence[int]):
         # The path comes first: with -c a module of the working directory could hide one of Python
         path, serve = [str(folder) for folder in sys.path], f"serve_interpreter({pipe.fileno()})"
         code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve_interpreter; {serve}"
@@ -153,7 +154,7 @@ class _Interpreter(subprocess.Popen):
             [_executable(), "-c", code],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # that of the program may be data
-            pass_fds=[pipe.fileno()],
+            pass_fds=[pipe.fileno(), *inherits],
             start_new_session=True,
         )
 

@@ -37,7 +37,7 @@ class Rotary:
     def load(self, X, b, i, h, j, position):
         """Set value to X[b, i, h, j], rotated if j < rotary_dim and Cos has the position."""
         self.value[0] = T.cast(X[b, i, h, j], "float32")
-        if (j < self.rotary_dim) & (position < self.Cos.shape[0]):
+        if (j < self.rotary_dim) & (position >= 0) & (position < self.Cos.shape[0]):
             if self.interleaved != 0:
                 self.is_second[0] = j % 2
                 self.pair[0] = T.truncdiv(j, 2)

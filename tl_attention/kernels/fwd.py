@@ -30,13 +30,7 @@ from tl_attention.kernels.pipeline import (
     sync_warpgroup,
     wait_for_stores,
 )
-from tl_attention.kernels.products import (
-    CHUNK,
-    add_product,
-    alloc_further_parts,
-    multiply,
-    split_parts,
-)
+from tl_attention.kernels.products import CHUNK, add_product, alloc_further_parts, multiply, split_parts
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder, TileStream
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
@@ -87,9 +81,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         registers = PERSISTENT_REGISTERS.get(config.warpgroups)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
     O_from_registers = split or problem.is_fp32
-    O_in_Q = (
-        head_dim == head_dim_v and not O_from_registers
-    )  # O leaves through the shared memory of its queries
+    # O leaves through the shared memory of its queries
+    O_in_Q = head_dim == head_dim_v and not O_from_registers
+    two_producers = config.page_rows > 0  # a load takes more instructions than one warp has time for
     parts, products = problem.parts, problem.products
     o_cols = CHUNK if parts > 1 else head_dim_v  # columns of a tile of O in registers
     turns = Turns(config.warpgroups, config.ping_pong)
@@ -134,11 +128,11 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 ranges.append((steps, True, T.if_then_else(recomputes == 0, 0, steps.count)))
         return tuple(ranges)
 
-    def steps_after_first(steps: Any) -> Any:
-        """Loop over the steps after step 0. nvcc unrolls it by 4, for which a producer that recomputes tiles has no registers."""
+    def steps_from(first: int, steps: Any) -> Any:
+        """Loop over the steps from `first` on. nvcc unrolls it by 4, for which a producer that recomputes tiles has no registers."""
         if hold_max:
-            return T.unroll(1, steps, annotations={"pragma_unroll_factor": 1})
-        return T.serial(1, steps)
+            return T.unroll(first, steps, annotations={"pragma_unroll_factor": 1})
+        return T.serial(first, steps)
 
     @T.macro
     def load(tile, turn, first_step, blocks, tiles, shared, stream):
@@ -153,13 +147,48 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             shared.overflows.begin(turn, stream.recomputes)
         if persistent:
             shared.tile_box.post(turn, tile, first_step, blocks)
-        for step in steps_after_first(blocks.steps):
-            tiles.load_k(shared.K, first_step + step, tile, blocks, step)
-            tiles.load_v(shared.V, first_step + step - 1, tile, blocks, step - 1)
+        if two_producers:
+            if persistent:
+                stream.draw(turn)
+            for step in steps_from(1, blocks.steps):
+                tiles.load_k(shared.K, first_step + step, tile, blocks, step)
+        else:
+            for step in steps_from(1, blocks.steps):
+                tiles.load_k(shared.K, first_step + step, tile, blocks, step)
+                tiles.load_v(shared.V, first_step + step - 1, tile, blocks, step - 1)
+            if persistent:
+                stream.draw(turn)
+            last = blocks.steps - 1
+            tiles.load_v(shared.V, first_step + last, tile, blocks, last)
+
+    @T.macro
+    def load_values(first_step, tile, blocks, tiles, shared):
+        for step in steps_from(0, blocks.steps):
+            tiles.load_v(shared.V, first_step + step, tile, blocks, step)
+
+    @T.macro
+    def produce_values(first_tile, order, tiles, shared, options):
+        """Load V of the tiles that produce() posts, or of the only one."""
+        tile = Tile(order)
+        mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
+        blocks = KeyBlocks(mask, block_M, block_N, split, overlap=hold_max)
         if persistent:
-            stream.draw(turn)
-        last = blocks.steps - 1
-        tiles.load_v(shared.V, first_step + last, tile, blocks, last)
+            turn = T.alloc_var("int32", init=0)
+            shared.tile_box.wait(0)
+            while not shared.tile_box.at_end(turn):
+                shared.tile_box.read_tile(turn, tile)
+                tile.find_kv_head()
+                shared.tile_box.read_blocks(turn, blocks)
+                load_values(shared.tile_box.first_step(turn), tile, blocks, tiles, shared)
+                turn += 1
+                shared.tile_box.wait(turn)
+        else:
+            tile.locate(first_tile)
+            if tile.exists:
+                blocks.start(tile.m_block * block_M)
+                if split:
+                    blocks.keep_share(tile.split, splits)
+                load_values(0, tile, blocks, tiles, shared)
 
     @T.macro
     def produce(first_tile, order, ctas, tickets, tiles, shared, options):
@@ -461,6 +490,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             roles.run(
                 lambda: produce(first_tile, order, ctas, Tickets, tiles, shared, options),
                 lambda w: consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options),
+                (lambda: produce_values(first_tile, order, tiles, shared, options))
+                if two_producers
+                else None,
             )
 
     return flash_fwd_kernel

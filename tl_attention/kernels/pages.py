@@ -12,7 +12,7 @@ from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels.pipeline import ARRIVE
 from tl_attention.problem import FAR, AttnProblem
 
-LANES = 32  # of the producer warp
+LANES = 32  # of a producer warp
 # TMA instructions that one thread issues without a shuffle between them. With 6, some with a window spill 4 bytes
 AT_ONCE = 4
 
@@ -44,9 +44,10 @@ def page_arguments(paged: bool) -> CachePages:
 
 @T.meta_class
 class PagedLoads:
-    """TMA loads of key blocks of K or V to a ring, by the producer warp; a block takes several copies of adjacent keys of one page.
+    """TMA loads of key blocks of K or V to a ring, by a producer warp; a block takes several copies of adjacent keys of one page.
 
-    Each lane looks up one copy, so a lookup serves `blocks` blocks: those whose numbers have the same quotient by it.
+    Each lane looks up one copy, so a lookup serves `blocks` blocks: those whose numbers have the same quotient by it. Their pages are
+    read from the table one lookup ahead.
 
     Args:
         tensor: rows of all pages one after the other, in the view of tiles.packed.
@@ -75,31 +76,44 @@ class PagedLoads:
         self.at_once = max(AT_ONCE // len(self.chunks), 1)  # copies
         self.end = T.alloc_var("int32", init=0)  # of the keys of this lane's copy, a row of the tensor
         self.ends = T.alloc_local([self.at_once], "int32")  # of the copies of the block at hand
-        self.page = T.alloc_var("int32", init=0)  # a variable: TileLang 0.1.15 would divide in 64 bits
+        self.key = T.alloc_var(
+            "int32", init=0
+        )  # of the copy whose page read_page() has read, this and the next two
+        self.page = T.alloc_var("int32", init=0)
+        self.start_in_page = T.alloc_var("int32", init=0)
 
     @T.inline
-    def look_up(self, b, block, length):
+    def look_up(self, b, block, length, is_first):
         """Set each lane's copy; those of a warp hold the blocks that share a lookup with `block` of sequence b, which has `length` keys.
 
         A page outside [0, num_pages) is never read: no row ends at -1, so that TMA fills its copies with zeros, as past the last key.
         """
-        key = block // self.blocks * self.blocks * self.block_N + T.get_thread_binding() % LANES * self.rows
-        self.page[0] = T.truncdiv(key, self.pages.page_size)
+        first_key = block // self.blocks * self.blocks * self.block_N
+        if is_first:
+            self.read_page(b, first_key, length)
         self.end[0] = -1
-        if (key < length) & (self.page[0] < self.pages.Table.shape[1]):
-            self.end[0] = key - self.page[0] * self.pages.page_size + T.min(length - key, self.rows)
-            self.page[0] = self.pages.Table[b, self.page[0]]
-            if (self.page[0] >= 0) & (self.page[0] < self.pages.num_pages):
-                self.end[0] += self.page[0] * self.stride
-            else:
-                self.end[0] = -1
+        if (self.page[0] >= 0) & (self.page[0] < self.pages.num_pages):
+            self.end[0] = self.page[0] * self.stride + self.start_in_page[0]
+            self.end[0] += T.min(length - self.key[0], self.rows)
+        self.read_page(b, first_key - self.blocks * self.block_N, length)
+
+    @T.inline
+    def read_page(self, b, first_key, length):
+        """Read the page of each lane's copy, -1 for none. first_key: of lane 0."""
+        self.key[0] = first_key + T.get_thread_binding() % LANES * self.rows
+        # A variable: TileLang 0.1.15 would divide in 64 bits
+        self.start_in_page[0] = T.truncdiv(self.key[0], self.pages.page_size)
+        self.page[0] = -1
+        if (self.key[0] >= 0) & (self.key[0] < length) & (self.start_in_page[0] < self.pages.Table.shape[1]):
+            self.page[0] = self.pages.Table[b, self.start_in_page[0]]
+        self.start_in_page[0] = self.key[0] - self.start_in_page[0] * self.pages.page_size
 
     @T.inline
     def load(self, ring, ring_step, tile, blocks, step):
         """Load the block of a step of KeyBlocks to a step of the ring; step 0 comes first, and blocks descend."""
         block = blocks.block(step)
         if (step == 0) | (block % self.blocks == self.blocks - 1):
-            self.look_up(tile.batch, block, tile.len_k[0])
+            self.look_up(tile.batch, block, tile.len_k[0], step == 0)
         # The first shuffles before the wait: the slot is empty for as short as possible
         self.spread(block, self.copies[: self.at_once])
         ring.wait_empty(ring_step)

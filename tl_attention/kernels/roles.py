@@ -58,14 +58,22 @@ class Roles:
         return () if self.one_body else tuple(range(self.warpgroups))
 
     @T.inline
-    def run(self, produce, consume):
-        """Run produce() in the producer warp, and consume(w) in consumer warpgroup w."""
+    def run(self, produce, consume, assist=None):
+        """Run produce() in the producer warp, and consume(w) in consumer warpgroup w.
+
+        assist: function that the next warp runs; where consumers share one body.
+        """
         if self.one_body:
             if T.get_thread_binding(1) == self.warpgroups:
                 if self.registers is not None:
                     T.dec_max_nreg(self.registers[0])
                 if T.get_thread_binding() < 32:
                     produce()
+                if assist is not None:
+                    # Not one condition: TileLang 0.1.15 would elect a thread of another warp to start copies
+                    if T.get_thread_binding() >= 32:
+                        if T.get_thread_binding() < 64:
+                            assist()
             else:
                 if self.registers is not None:
                     T.inc_max_nreg(self.registers[1])

@@ -14,6 +14,7 @@ from tl_attention.launch.common import (
     LOG2E,
     PackedTiles,
     PlanCache,
+    build_ahead,
     compile_config,
     dense,
     dtype_name,
@@ -48,6 +49,42 @@ def _find_kernels(key: tuple, direction: str, config: BwdConfig | None) -> BwdKe
         next((compiled[kernel] for kernel in table_kernels(problem)), None),
         next((compiled[kernel] for kernel in parts_kernels(problem)), None),
     )
+
+
+def _kernel_key(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    heads_first: bool,
+    options: Options | None,
+    traced: Call | None,
+) -> tuple:
+    """Key of the kernels of a backward, as find_config takes it."""
+    packed = options is not None and options.varlen
+    bucket = length_bucket(options.max_seqlen_k if packed else k.shape[2 if heads_first else 1])
+    # The log-sum-exp already contains the sink: no kernel is compiled for it
+    names = () if options is None else tuple(name for name in options.names if name != "sink")
+    program = None if traced is None else traced.program
+    dtype = dtype_name(q.dtype, options)
+    return dtype, q.shape[-1], v.shape[-1], causal, names, program, bucket, q.device.index
+
+
+def build_backward_ahead(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    heads_first: bool,
+    deterministic: bool,
+    options: Options | None,
+    traced: Call | None,
+) -> None:
+    """Begin to build the kernels of the backward of a forward call, where they are missing, and do not wait."""
+    key = _kernel_key(q, k, v, causal, heads_first, options, traced)
+    direction = "bwd_det" if deterministic or torch.are_deterministic_algorithms_enabled() else "bwd"
+    if (direction, key) not in _kernels:
+        build_ahead(key, direction, "for the backward pass")
 
 
 class BwdPlan:
@@ -89,13 +126,9 @@ class BwdPlan:
         self.batch = options.cu_seqlens_q.shape[0] - 1 if self.packed else batch
         self.heads, self.seqlen_q = heads, seqlen_q
 
-        bucket = length_bucket(options.max_seqlen_k if self.packed else seqlen_k)
-        # The log-sum-exp already contains the sink: no kernel is compiled for it
-        names = () if options is None else tuple(name for name in options.names if name != "sink")
+        key = _kernel_key(q, k, v, causal, heads_first, options, traced)
+        _, _, _, _, names, *_ = key
         self.has_options = bool(names)
-        program = None if traced is None else traced.program
-        dtype = dtype_name(q.dtype, options)
-        key = (dtype, head_dim, head_dim_v, causal, names, program, bucket, self.device)
         direction = "bwd_det" if deterministic else "bwd"
         if config is None:
             kernels = _kernels.get((direction, key))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tl_attention import configs, legality
+from tl_attention import building, configs, legality
 from tl_attention.building import compile_kernels
 from tl_attention.checks import check_config
 from tl_attention.kernel_configs import BwdConfig, Config, DecodeConfig, KernelConfig
@@ -116,6 +117,16 @@ def find_config(key: tuple, direction: str, config: Config | None) -> tuple[Attn
         words = tuning_key(problem, bucket)
         print(f"tl_attention: {direction} {words} -> {config} ({source})", file=sys.stderr)
     return problem, config
+
+
+def build_ahead(key: tuple, direction: str, purpose: str) -> None:
+    """Begin to build the kernels of a key of find_config(), where they are missing, and do not wait. purpose: words for their call."""
+    dtype, head_dim, head_dim_v, causal, names, program, bucket, device = key
+    # What cannot be built is an error of that call, which may never come
+    with contextlib.suppress(NotImplementedError, RuntimeError, ValueError, OSError):
+        problem = AttnProblem.of(dtype, head_dim, head_dim_v, causal, direction, names, program)
+        config, _ = configs.pick_config(problem, bucket, torch.cuda.get_device_name(device), direction)
+        building.build_ahead(config.kernels(problem), purpose)
 
 
 def compile_config(

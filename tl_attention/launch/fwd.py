@@ -11,6 +11,7 @@ import torch
 from tl_attention.kernel_configs import FwdCombine, FwdConfig, PartsConfig, TileTable, page_rows
 from tl_attention.launch import splits
 from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns, page_rows_of
+from tl_attention.launch.bwd import build_backward_ahead
 from tl_attention.launch.common import (
     LN2,
     MAX_GRID,
@@ -268,6 +269,7 @@ def forward(
     block_table: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     traced: Call | None = None,
+    deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward on tensors that have passed checks.py, on a Hopper GPU.
 
@@ -279,6 +281,7 @@ def forward(
             heads_kv, head_dim], never copied, and page i of a sequence holds its keys from i * page_size on.
         out: in the layout of q, with strides and an address that TMA takes; None: allocated, contiguous.
         traced: score_mod and mask_mod; without causal and options.
+        deterministic: of a backward that may follow. Where q, k or v requires a gradient, its kernels begin to be built now.
     Returns:
         out in the layout of q; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Rows outside the used part of
         packed sequences are undefined.
@@ -296,8 +299,9 @@ def forward(
     if plan is not None:
         return plan(q, k, v, softmax_scale, lse_base2, options, block_table, out, traced)
     if has_odd_columns(q, v):
-        layout = softmax_scale, causal, lse_base2, heads_first, config, options, None, None, traced
-        padded, lse = forward(*pad_columns(q, k, v), *layout)
+        layout = softmax_scale, causal, lse_base2, heads_first, config, options
+        others = {"traced": traced, "deterministic": deterministic}
+        padded, lse = forward(*pad_columns(q, k, v), *layout, **others)
         result = cut_columns(padded, v.shape[-1])
         return result if out is None else out.copy_(result), lse
     if torch.cuda.current_device() != q.device.index:
@@ -315,6 +319,7 @@ def forward(
                 block_table,
                 out,
                 traced,
+                deterministic,
             )
     *outer, n1, n2, _ = q.shape
     if out is None:
@@ -328,6 +333,8 @@ def forward(
         if options is not None and options.sink is not None and not without_sequences:
             lse.copy_((options.sink.float() / (LN2 if lse_base2 else 1.0))[:, None].expand_as(lse))
         return out.zero_(), lse
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        build_backward_ahead(q, k, v, causal, heads_first, deterministic, options, traced)
     plan = FwdPlan(q, k, v, out, causal, heads_first, config, options, block_table, traced)
     if config is None:
         plan_cache.keep(key, plan)

@@ -15,14 +15,13 @@ import tables
 import torch
 import torch.nn.functional as F
 import turns
-from library import Attend, Inputs, Provider, Ready, Result, Unsupported, import_function, prepare
 from libraries.flex import RECOMPILE_LIMIT
 from libraries.naive import MAX_SCORE_BYTES
+from library import Attend, Inputs, Provider, Ready, Result, Unsupported, import_function, prepare
 from rows import HIGH, OURS, Row
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_attention.reference import attention_backward_reference, attention_reference
-from tl_attention.testing import counts
 from tl_attention.testing.environment import version
 from tl_attention.testing.shapes import Shape
 
@@ -193,7 +192,8 @@ def rms_error(x: torch.Tensor, exact: torch.Tensor) -> float:
 CONVENTION = (
     "q, k, v and all results are fp32. `highest` and `high` are tl_attention; math and efficient are backends of "
     "scaled_dot_product_attention. Behind a speed stands its error: rms error over rms value against fp64, in two heads; in a "
-    "backward the largest of dq, dk and dv. Ratios are of median times; `range` is the worst and the best row. A backward is the work of torch.autograd.grad."
+    "backward the largest of dq, dk and dv. Ratios are of median times; a range is that of the rows. A backward "
+    "is the work of torch.autograd.grad."
 )
 
 

@@ -384,6 +384,13 @@ KernelConfig = (
 )
 
 
+def sum_columns(problem: AttnProblem) -> int | None:
+    """Columns of each of the two accumulators of one block in an fp32 backward, see kernels/products.py; None for other dtypes."""
+    if not problem.is_fp32:
+        return None
+    return 64 if problem.head_dim == 64 else 32
+
+
 REGISTER_LEVEL = (
     5  # ptxas register usage level, 0 to 10 (higher: more registers for speed); 5 is its own default
 )

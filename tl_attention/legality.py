@@ -152,8 +152,9 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | JvpConfig | 
     has_p, has_ds = "dv" in config.makes, config.grads != "dv"
     widths = {"dq": problem.head_dim, "dk": problem.head_dim, "dv": problem.head_dim_v}
     sums = fp32(sum(widths[grad] for grad in config.makes if not (grad == "dq" and config.adds_dq)))
-    if columns := sum_columns(problem):
-        sums += 2 * fp32(columns)
+    sums += fp32(sum_columns(problem) or 0)  # the second accumulator of a block has the registers of dP
+    if config.grads == "dq" and problem.is_fp32:  # the parts of dS take the registers of dP
+        return sums + fp32(step) + max(fp32(step), narrow(step))
     if config.reuse_registers:
         # Where scores have a slope dS is made from another P than dV
         tiles = (2 if has_p and problem.is_sloped else 1) + (config.order == "separate-dS")

@@ -115,8 +115,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     separate_P = stage_P or (reuse and makes_dv and sloped)
 
     cuda = prelude(problem, roles)  # code beside the kernel's own
-    if two_slots:
-        cuda = (cuda or "") + STORE_FRAGMENT
+    cuda = (cuda or "") + STORE_FRAGMENT if two_slots else cuda
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -138,8 +137,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     dv_parts_view = FragmentBlocks.argument(dv_blocks, head_dim_v)
     extra = option_arguments(problem)
 
-    # Columns per tile of dK and of dV in registers
-    dk_cols, dv_cols = (sum_columns(problem) or width for width in (head_dim, head_dim_v))
+    dk_cols, dv_cols = (sum_columns(problem) or width for width in (head_dim, head_dim_v))  # per fragment
 
     @T.macro
     def load(tile, blocks, tiles, shared):
@@ -241,10 +239,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         acc_dv = T.alloc_fragment([64, dv_cols], "float32")
         dk_chunks = (acc_dk, *alloc_fragments([[64, dk_cols]] * (head_dim // dk_cols - 1), "float32"))
         dv_chunks = (acc_dv, *alloc_fragments([[64, dv_cols]] * (head_dim_v // dv_cols - 1), "float32"))
-        # Products of one step, see products.Job
         sums = alloc_fragments([[64, dk_cols]] * (2 if x_parts > 1 else 0), "float32")
-        # dQ of the step before, in pieces
-        acc_dq = alloc_fragments([piece_shape(piece) for piece in pieces[w]], "float32")
+        acc_dq = alloc_fragments([piece_shape(piece) for piece in pieces[w]], "float32")  # of the step before
         lse_log2 = T.alloc_fragment([block_M], "float32")
         dq_row_block = T.alloc_var("int32", init=0)  # where in dQ_sum it goes
         delta = T.alloc_fragment([block_M], "float32") if early_dK else None
@@ -364,11 +360,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.dS.write(dS_place, step, dS)
                 shared.dS.announce(step)
             if x_parts > 1:
-                dk_jobs = fp32.jobs(dk_chunks, dS_parts, shared.Q, step) if makes_dk else ()
-                jobs = (*dv_jobs, *dk_jobs) if makes_dv and not dS_in_P else dk_jobs
-                fp32.continue_jobs(
-                    products, jobs, sums, min(len(dv_jobs), 2) if makes_dv and not dS_in_P else 0
-                )
+                started = dv_jobs if makes_dv and not dS_in_P else ()
+                jobs = (*started, *(fp32.jobs(dk_chunks, dS_parts, shared.Q, step) if makes_dk else ()))
+                fp32.continue_jobs(products, jobs, sums, min(len(started), 2))
             elif makes_dk and not early_dK:
                 T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 
 import pytest
@@ -17,14 +19,23 @@ from test_fp32 import (
     error,
 )
 
-from tl_attention import flash_attn_func, flash_attn_varlen_func, fp32_workspace_bytes, mha_bwd_interface
-from tl_attention.problem import PRECISIONS
+from tl_attention import (
+    building,
+    configs,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    fp32_workspace_bytes,
+    mha_bwd_interface,
+)
+from tl_attention.problem import FP32_DTYPES, PRECISIONS, AttnProblem, tile_widths
 from tl_attention.reference import (
     attention_backward_reference,
     attention_reference,
     dropout_keep,
     varlen_backward_reference,
 )
+from tl_attention.testing.shapes import Shape
+from tl_attention.tuning import steps
 
 
 def check_gradient(precision, name, grad, ref, peer):
@@ -46,6 +57,33 @@ def test_fp32_workspace_of_wide_gradients_is_that_of_their_kernels():
     q, k, v = draw_qkv(1, 2, 1, 10, 20, 200)
     assert fp32_workspace_bytes(q, k, v, "highest", backward=True) == 0
     assert fp32_workspace_bytes(q, k, v, "high", backward=True) == 2 * 2 * 256 * (2 * 20 + 2 * 20)
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_fp32_tuner_compares_with_fp64(direction, monkeypatch):
+    """A candidate is right with an rms error of at most 1e-4; here the reference in fp32 stands for it, at half the values if wrong."""
+    shape = Shape.parse("2,4,2,17,15,64,64,causal")  # two queries see no key
+    row = steps.Row(direction, AttnProblem("float32-high", 64, 64, True), "1k")
+    make_inputs = functools.partial(steps.make_inputs, device="cpu")
+    monkeypatch.setattr(steps, "make_inputs", make_inputs)
+    asked = []
+
+    def run(factor, row, inputs, shape, config):
+        asked.append((row.problem.parts, inputs[0].dtype))
+        if row.direction == "fwd":
+            out, lse = attention_reference(*inputs, causal=True)
+            return factor * out, lse
+        return tuple(factor * x for x in attention_backward_reference(*inputs[:4], causal=True))
+
+    for factor, words in (
+        (1.0, None),
+        (0.5, "has an rms error of 5.0e-01 of its values, expected at most 0.0001"),
+    ):
+        monkeypatch.setattr(steps, "_run", functools.partial(run, factor))
+        error_text = steps.check_candidate(row, None, [shape])
+        assert error_text is words or words in error_text
+    assert asked == [(2, torch.float32)] * 2
+    assert {shape.head_dim for shape in steps.default_shapes("bwd", "float32-highest")} == {64, 128}
 
 
 # The rest needs a GPU
@@ -141,7 +179,28 @@ GRADIENT_OPTIONS = {
         "learnable_sink": 0.5,
     },
 }
+# Each option in one of the kernels of a width, all in each of them
+DENSE_CASES = [("window", 64), ("softcap", 128), ("alibi", 64), ("dropout", 128), ("sink", 64)]
+PACKED_CASES = [("plain", 64), ("all", 64), ("all", 128), ("all", 256)]
 REFERENCE_NAMES = {"window_size": "window", "learnable_sink": "sink"}
+
+
+@pytest.fixture(scope="module")
+def kernels_of_options():
+    """Build the kernels of the two tests at once."""
+    cases = [(name, width, ()) for name, width in DENSE_CASES]
+    cases += [(name, width, ("varlen",)) for name, width in PACKED_CASES]
+    found = []
+    for (name, width, others), dtype in itertools.product(cases, FP32_DTYPES):
+        options = {"all": ("window", "softcap", "alibi", "sink", "dropout"), "plain": ()}.get(name, (name,))
+        for direction in ("fwd", "bwd"):
+            if width in dict(tile_widths(direction, dtype)):
+                names = [x for x in (*options, *others) if direction == "fwd" or x != "sink"]
+                causal = "causal" in GRADIENT_OPTIONS.get(name, {"causal": True})
+                problem = AttnProblem(dtype, width, width, causal, tuple(names))
+                config, _ = configs.pick_config(problem, "1k", torch.cuda.get_device_name(), direction)
+                found += config.kernels(problem)
+    building.build_all(list(dict.fromkeys(found)))
 
 
 def arguments_of(options, heads, sizes):
@@ -159,14 +218,14 @@ def arguments_of(options, heads, sizes):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["highest", "high"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("name", GRADIENT_OPTIONS)
+@pytest.mark.parametrize(("name", "head_dim"), DENSE_CASES)
+@pytest.mark.usefixtures("kernels_of_options")
 def test_fp32_gradients_with_options_match_fp64(name, head_dim, precision):
     sizes = 2, 4, 200, 310
     q, k, v = (x.requires_grad_() for x in draw_qkv(2, 4, 2, 200, 310, head_dim, device="cuda"))
     call, options = arguments_of(GRADIENT_OPTIONS[name], 4, sizes)
     sinks = [call["learnable_sink"].requires_grad_()] if "learnable_sink" in call else []
-    out = flash_attn_func(q, k, v, precision=precision, **call)
+    out = flash_attn_func(q, k, v, precision=precision, num_splits=1, **call)
     (dout,) = draw(out.shape, device="cuda")
     grads = torch.autograd.grad(out, (q, k, v, *sinks), dout, retain_graph=True)
     tensors = dout, *(x.detach() for x in (q, k, v))
@@ -181,8 +240,8 @@ def test_fp32_gradients_with_options_match_fp64(name, head_dim, precision):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["highest", "high"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("name", ["plain", "softcap", "all"])
+@pytest.mark.parametrize(("name", "head_dim"), PACKED_CASES)
+@pytest.mark.usefixtures("kernels_of_options")
 def test_fp32_gradients_of_packed_sequences_match_fp64(name, head_dim, precision):
     lengths = torch.tensor([[100, 0, 333, 1, 65], [100, 20, 333, 400, 65]])
     cu = [torch.tensor([0, *x.cumsum(0)], dtype=torch.int32, device="cuda") for x in lengths]
@@ -190,7 +249,7 @@ def test_fp32_gradients_of_packed_sequences_match_fp64(name, head_dim, precision
     kv = total_k, 2, head_dim
     q, k, v = (x.requires_grad_() for x in draw((total_q, 4, head_dim), kv, kv, device="cuda"))
     call, options = arguments_of(GRADIENT_OPTIONS.get(name, {"causal": True}), 4, (5, 4, 333, 400))
-    out = flash_attn_varlen_func(q, k, v, *cu, 333, 400, precision=precision, **call)
+    out = flash_attn_varlen_func(q, k, v, *cu, 333, 400, precision=precision, num_splits=1, **call)
     (dout,) = draw(out.shape, device="cuda")
     grads = torch.autograd.grad(out, (q, k, v), dout)
     tensors = dout, *(x.detach() for x in (q, k, v))

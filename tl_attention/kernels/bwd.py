@@ -15,6 +15,7 @@ import tilelang.language as T
 from tl_attention.kernel_configs import BwdPass, sum_columns
 from tl_attention.kernels import pipeline
 from tl_attention.kernels import products as fp32
+from tl_attention.kernels.bwd_store import store_gradients
 from tl_attention.kernels.bwd_tiles import (
     KeyRowsMask,
     KeyTile,
@@ -43,7 +44,6 @@ from tl_attention.kernels.pipeline import (
     alloc_swizzled,
     share_P,
     sync_consumers,
-    sync_warpgroup,
 )
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import TileOrder
@@ -189,31 +189,6 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         """Issue dP' = V dO'."""
         shared.dO.wait(step)
         fp32.multiply(products, shared.V.parts_of(w), shared.dO.parts_of(step), acc_dp, **v_dot)
-
-    @T.macro
-    def store(w, key, counts, tile, tiles, shared, softmax_scale, dropout, dk_chunks, dv_chunks):
-        """Scale dK and dV, and store them through the shared tiles of K and V; or as fp32 parts, in fp32 or if there are several."""
-        if makes_dk:
-            fp32.scale(dk_chunks, softmax_scale)
-        if makes_dv:
-            for n in indices(dv_chunks):
-                dropout.scale_kept(dv_chunks[n])
-        if problem.is_fp32 or counts.parts > 1:
-            if makes_dk:
-                tiles.dK_parts.store(dk_chunks, tiles.dk_row_block(tiles.dK_parts, tile, key))
-            if makes_dv:
-                tiles.dV_parts.store(dv_chunks, tiles.dk_row_block(tiles.dV_parts, tile, key))
-        else:
-            if makes_dk:
-                T.copy(dk_chunks[0], shared.K.tiles[w, :, :])
-            if makes_dv:
-                T.copy(dv_chunks[0], shared.dV[w, :, :])
-            T.fence_proxy_async()
-            sync_warpgroup(w)
-            if makes_dk:
-                T.copy(shared.K.tiles[w, :, :], tiles.dk(tile, key, 64))
-            if makes_dv:
-                T.copy(shared.dV[w, :, :], tiles.dv(tile, key, 64))
 
     @T.macro
     def differentiate(w, number, counts, tile, blocks, tiles, shared, softmax_scale, options):
@@ -395,7 +370,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         # Locate the tile once more: its position then takes no registers during the loop
         tile.start(T.shfl_sync(number, 0), counts, blocks)
         key = tile.first_key + 64 * w
-        store(w, key, counts, tile, tiles, shared, softmax_scale, dropout, dk_chunks, dv_chunks)
+        store_gradients(
+            problem, config, w, key, counts, tile, tiles, shared, softmax_scale, dropout, dk_chunks, dv_chunks
+        )
 
     @T.macro
     def produce(number, order, counts, tiles, shared, options):

@@ -78,6 +78,15 @@ def store_rows(tensor, batch, first_row, rows_left, head, acc, first_col=0):
             tensor[batch, row + i, head, first_col + j] = acc[i, j]
 
 
+@T.macro
+def store_columns(tensor, tile, first_row, accs):
+    """store_rows of tiles side by side, of a key head."""
+    for n in indices(accs):
+        first_col = n * accs[n].shape[1]
+        rows_left = tensor.shape[1] - first_row
+        store_rows(tensor, tile.batch, first_row, rows_left, tile.kv_head, accs[n], first_col)
+
+
 @dataclass(frozen=True)
 class DenseTiles:
     """Tiles of dense tensors: Q, K, V, O [batch, seqlen, heads, columns], Lse [batch, heads, seqlen_q] fp32.

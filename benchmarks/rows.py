@@ -22,7 +22,9 @@ from tl_attention.testing.shapes import DIRECTIONS, Shape
 Row = dict[str, Any]
 OURS = "tl_attention"
 PLAIN = "plain"  # ours without the options of a row
-SETS = ("main", "more", "options")
+HIGH = "high"  # ours in fp32 at the precision high, where OURS is highest
+FP32 = "fp32"  # dtype and set of fp32 tensors
+SETS = ("main", "more", "options", FP32)
 DIGITS = 4  # significant ones, in files
 MEASURED = ("ms", "tflops", "correct", "max_err_ratio")  # None in a row where they are unknown
 PROBLEM = (
@@ -42,6 +44,7 @@ STORED = (
         "status",
         "reason",
         "max_err_ratio",
+        "rms_error",
         "lse_err_ratio",
         "ms",
         "p25",
@@ -69,10 +72,12 @@ def sizes_of(shape: Shape) -> Row:
     return row
 
 
-def speeds_of(shape: Shape, direction: str, ms: float) -> Row:
-    """The part of a row that follows from its problem and its time."""
-    row = {
-        "tflops": counts.flops(shape, direction) / ms / 1e9,
+def speeds_of(shape: Shape, direction: str, ms: float, dtype: str = "bf16") -> Row:
+    """The part of a row that follows from its problem and its time; in fp32 without bytes, which counts.py counts for two per element."""
+    row = {"tflops": counts.flops(shape, direction) / ms / 1e9}
+    if dtype == FP32:
+        return row
+    row |= {
         "gbps": counts.traffic(shape, direction) / ms / 1e6,
         "intensity": counts.intensity(shape, direction),
     }
@@ -85,7 +90,7 @@ def shares_of(row: Row, environment: dict[str, str]) -> Row:
     return {
         key: 100 * row[speed] / float(environment[rate].split()[0])
         for key, (rate, speed) in rates.items()
-        if rate in environment
+        if rate in environment and speed in row
     }
 
 
@@ -168,7 +173,7 @@ def _read_problem(line: Row, header: Row) -> Iterator[Row]:
         row |= {"status": "ok", "timer": "graph", "reason": None} | stored
         if row["status"] == "ok":
             solved = shape.plain if name == PLAIN else shape
-            row |= {"correct": True} | speeds_of(solved, direction, row["ms"])
+            row |= {"correct": True} | speeds_of(solved, direction, row["ms"], row["dtype"])
             row |= shares_of(row, header["environment"])
             ratios = peer_ratios(row)
             if ratios and row.get("score") is None:
@@ -198,9 +203,9 @@ def by_problem(rows: Iterable[Row]) -> dict[tuple, dict[str, Row]]:
 
 
 def compared(rows: Iterable[Row]) -> list[str]:
-    """The providers that ran anything; ours without options is no peer."""
+    """The providers that ran anything; ours without options or at another precision is no peer."""
     ran = dict.fromkeys(row["provider"] for row in rows if row["status"] != "skipped")
-    return [name for name in ran if name != PLAIN]
+    return [name for name in ran if name not in (PLAIN, HIGH)]
 
 
 def describe(row: Row) -> str:
@@ -241,7 +246,9 @@ def ratio_over(row: Row, name: str) -> float | None:
 
 def peer_ratios(row: Row) -> dict[str, float]:
     """Peer -> our speed over its."""
-    return {name: quartiles[1] for name, quartiles in row.get("ratios", {}).items() if name != PLAIN}
+    return {
+        name: quartiles[1] for name, quartiles in row.get("ratios", {}).items() if name not in (PLAIN, HIGH)
+    }
 
 
 def cost(row: Row) -> float | None:

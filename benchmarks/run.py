@@ -4,6 +4,7 @@
     python benchmarks/run.py --pass bwd --deterministic
     python benchmarks/run.py --shapes 'paper-d128-*' 1,32,8,4096,4096,128,causal --rounds 30
     python benchmarks/run.py --set options    windows, sinks, documents, dropout, ..
+    python benchmarks/run.py --set fp32    fp32 tensors, with errors beside speeds
     python benchmarks/run.py --set more --peers peers.csv    GQA, small and odd shapes; scores beside speeds
     python benchmarks/run.py --pass decode    few queries against a cache
     python benchmarks/run.py --pass decode --shapes 'decode-q1-*' 8,64,8,4,8192,128,causal,page=16,ragged
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import ahead
 import decode
+import fp32
 import fwd_bwd
 import host
 import no_gpu
@@ -36,9 +38,9 @@ import tables
 import torch
 import turns
 from rich.console import Console
-from rows import OURS, Row
+from rows import FP32, OURS, Row
 
-from tl_attention.problem import DECODE
+from tl_attention.problem import DECODE, FP32_DTYPES
 from tl_attention.target import is_hopper
 from tl_attention.testing import environment, timer
 from tl_attention.testing.shapes import Shape, chosen_shapes
@@ -52,6 +54,12 @@ SHAPES: dict[str, dict[str, tuple[str, ...]]] = {  # set -> pass -> names of sha
         ("mla-h*", "gqa-*", "few-h*", "small-*", "chunk-4kx8k", "untuned-*"),
     ),
     "options": dict.fromkeys(("fwd", "bwd", "fwd_bwd"), ("option-*",)),
+    FP32: dict.fromkeys(
+        ("fwd", "bwd", "fwd_bwd"),
+        tuple(
+            f"paper-d{d}-{mask}-{n}k" for d in (64, 128) for mask in ("full", "causal") for n in (1, 4, 8, 16)
+        ),
+    ),
 }
 QUICK = {DECODE: ("decode-*-h64-b*-8k",)}
 QUICK |= dict.fromkeys(SHAPES["main"].keys() - QUICK.keys(), ("paper-*-4k", "article"))
@@ -70,9 +78,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]; default: those of --set",
     )
     add("--set", dest="set_name", choices=SHAPES, default="main", help="named group of shapes (default main)")
-    every = list(providers.PROVIDERS)
+    every = list(dict.fromkeys([*providers.PROVIDERS, *fp32.PROVIDERS]))
     add("--providers", nargs="+", choices=every, default=every, help="default: all that have the pass")
-    add("--dtype", choices=DTYPES, default="bf16")
+    add("--dtype", choices=DTYPES, default="bf16", help="of the inputs (default bf16); not with --set fp32")
     add("--rounds", type=int, help="samples per provider (default 15; 5 with --quick or --pass decode)")
     add("--pass", dest="direction", choices=SHAPES["main"], default="fwd", help="default: fwd")
     add("--deterministic", action="store_true", help="gradients that are bit-equal from call to call")
@@ -88,7 +96,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     decodes = args.direction == DECODE
-    offered = providers.names(DECODE if decodes else "fwd")
+    offered = fp32.PROVIDERS if args.set_name == FP32 else providers.names(DECODE if decodes else "fwd")
     args.providers = [name for name in args.providers if name in offered]
     if not args.providers:
         parser.error(f"--providers: expected one that has --pass {args.direction}")
@@ -104,6 +112,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.deterministic:
         if "bwd" not in args.direction:
             parser.error("--deterministic: expected --pass bwd or fwd_bwd; a forward always is")
+        if args.set_name == FP32:
+            parser.error("--deterministic: expected another set than fp32, whose gradients always are")
         args.direction += "_det"
     return args
 
@@ -143,8 +153,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def benchmark(args: argparse.Namespace, console: Console, facts: dict[str, str]) -> int:
     """Run all shapes. The rows measured so far are written and shown, however the run ends."""
     args.out.mkdir(parents=True, exist_ok=True)
-    dtype = str(DTYPES[args.dtype]).removeprefix("torch.")
-    ahead.build(console, args.shapes.values(), args.direction, dtype, args.providers)
+    dtypes = [str(DTYPES[args.dtype]).removeprefix("torch.")]
+    if args.set_name == FP32:
+        dtypes, args.dtype = list(FP32_DTYPES), FP32
+    for dtype in dtypes:
+        ahead.build(console, args.shapes.values(), args.direction, dtype, args.providers)
     with console.status("measuring cuBLAS and copy rates"):
         cublas, copy = timer.measure_cublas_tflops(), timer.measure_copy_bandwidth()
     measured = {
@@ -195,6 +208,8 @@ def provider_facts(args: argparse.Namespace) -> dict[str, Row]:
     if args.direction == DECODE:
         layouts = {name: providers.PROVIDERS[name].decode_layout for name in args.providers}
         return {name: turns.provider_facts(name, DECODE, layout) for name, layout in layouts.items()}
+    if args.set_name == FP32:
+        return {name: fp32.provider_facts(name) for name in args.providers}
     facts: dict[str, Row] = {}
     for shape in args.shapes.values():
         for name in fwd_bwd.entering(args.providers, shape):
@@ -210,6 +225,8 @@ def is_warm(name: str) -> bool:
 
 def measurer(args: argparse.Namespace) -> Callable[[str, Shape], list[Row]]:
     """(name of a shape, shape) -> one row per provider."""
+    if args.set_name == FP32:
+        return lambda name, shape: fp32.measure(shape, args.direction, args.providers, args.rounds)
     dtype = DTYPES[args.dtype]
     if args.direction == DECODE:
         caches = decode.Caches(args.shapes.values(), dtype)
@@ -230,11 +247,19 @@ def gpu_error() -> str | None:
 
 def finish(out: Path, path: Path, console: Console, rows: list[Row]) -> None:
     """Show the table and write the page of the folder."""
+    if rows[0]["dtype"] == FP32:
+        console.print(fp32.section(rows), highlight=False, markup=False)
+    else:
+        show(console, rows)
+    written = [path, *performance.write(out)]
+    console.print(f"Written: {', '.join(map(str, written))}")
+
+
+def show(console: Console, rows: list[Row]) -> None:
+    """Print the table of a run, and what it says of our rows."""
     console.print(tables.terminal(rows))
     for note in (*tables.slowest(rows), *tables.summary(rows), *tables.notes(rows)):
         console.print(f"- {note}", highlight=False, markup=False)
-    written = [path, *performance.write(out)]
-    console.print(f"Written: {', '.join(map(str, written))}")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ DOORS = {
     "reference_jvp": "torch reference",
     "reference_flex": "torch program trace_ops",
     "testing": "torch problem target configs reference reference_jvp testing",
-    "tuning": "torch problem kernel_configs target configs launch building cubin sandbox tuning reference testing | rich",
+    "tuning": "torch options problem kernel_configs target configs launch building cubin sandbox tuning reference testing | rich",
     "cubin": "problem kernel_configs legality target compiler store toolkit | tilelang",
     "manifest": "building sandbox configs cubin compiler toolkit problem kernel_configs legality target",
     "question": "torch problem kernel_configs legality target configs gpus | launch",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from tl_attention.checks import describe
@@ -56,26 +54,7 @@ def runs_in_bf16(q: torch.Tensor, parts: int) -> bool:
     return parts == 1 and q.device.type != "cpu"
 
 
-ARGUMENTS = {
-    "window": "window_size",
-    "softcap": "softcap",
-    "alibi": "alibi_slopes",
-    "dropout": "dropout_p",
-    "varlen": "cu_seqlens_q",
-}
-
-
-def check_fp32_gradients(q: torch.Tensor, options: Sequence[str]) -> None:
-    """Refuse gradients of an fp32 call on a GPU that no kernel computes. options: names in problem.OPTIONS of those that are on."""
-    limit, _ = FP32_BWD_WIDTHS[-1]
-    wide = q.shape[-1] > limit
-    if wide:
-        name, expected, got = "q, k", f"a head_dim of at most {limit}", f"{q.shape[-1]}"
-    elif others := [option for option in options if option in ARGUMENTS]:
-        name, expected, got = ARGUMENTS[others[0]], "none", "one"
-    else:
-        return
-    raise NotImplementedError(
-        f"{name}: expected {expected} with gradients in fp32 at the precisions 'highest' and 'high', got {got}; pass precision='medium'"
-        " or bf16 tensors, or call under torch.no_grad()"
-    )
+def has_gradient_kernels(q: torch.Tensor, v: torch.Tensor, parts: int) -> bool:
+    """True if kernels compute the gradients of a call on a GPU, False if PyTorch's formula does. parts: 0 for other dtypes than fp32."""
+    widths = FP32_BWD_WIDTHS.get(parts)
+    return widths is None or max(q.shape[-1], v.shape[-1]) <= widths[-1][0]

@@ -20,6 +20,7 @@ from tl_attention.problem import (
     DEFAULT_DTYPE,
     DIRECTIONS,
     DTYPES,
+    FP32_TILE_WIDTHS,
     JVP,
     OPTIONS,
     AttnProblem,
@@ -375,8 +376,8 @@ def support_table() -> str:
 
 def _is_served(problem: AttnProblem, direction: str, paged: bool) -> bool:
     """True if there are kernels for a problem with options."""
-    if problem.is_fp32 and (paged or direction != "fwd"):
-        return not paged and problem.options == ("sink",)  # it changes no backward kernel
+    if problem.is_fp32 and paged:
+        return False
     config = configs.option_config(problem, "4k", direction)
     forms = config.paged_forms() if paged else [config]
     return all(legality.is_legal(problem, form, direction) is None for form in forms)
@@ -389,7 +390,8 @@ def _support(options: tuple[str, ...], direction: str, paged: bool = False) -> s
         widths = tile_widths(direction, dtype.name)
         problems = [AttnProblem(dtype.name, *width, False, options) for width in widths]
         served = [problem.width for problem in problems if _is_served(problem, direction, paged)]
-        text = "every width" if len(served) == len(problems) else ", ".join(served) or "none"
+        every = len(FP32_TILE_WIDTHS if problems[0].is_fp32 else problems)
+        text = "every width" if len(served) == every else ", ".join(served) or "none"
         cells.setdefault(text, []).append(dtype.short)
     return "; ".join(f"{', '.join(dtypes)}: {widths}" for widths, dtypes in cells.items())
 

@@ -19,7 +19,7 @@ from tl_attention.checks import (
     expect_like,
     expect_tensor,
 )
-from tl_attention.checks_fp32 import check_fp32_gradients, check_precision
+from tl_attention.checks_fp32 import check_precision, has_gradient_kernels
 from tl_attention.ops import attention, attention_backward, scale_of
 from tl_attention.options import Options
 from tl_attention.reference import attention_backward_reference, attention_reference
@@ -147,9 +147,9 @@ def mha_bwd_interface(
     grads = attention_backward(do, q, k, v, out, lse, sm_scale, is_causal, deterministic, precision)
     if not return_kernel:
         return grads
-    if q.device.type == "cpu":
-        return lambda *tensors: attention_backward(*tensors, sm_scale, is_causal, deterministic, precision)
     parts = check_precision(q, precision)
+    if q.device.type == "cpu" or not has_gradient_kernels(q, v, parts):
+        return lambda *tensors: attention_backward(*tensors, sm_scale, is_causal, deterministic, precision)
     options = Options(parts=parts) if parts > 1 else None
     run = _backward_in_bf16 if parts == 1 else launch.backward
     scale = scale_of(q, sm_scale)
@@ -188,7 +188,8 @@ def fp32_workspace_bytes(
         q: [.., head_dim], fp32, in any layout.
         k, v: likewise, [.., head_dim] and [.., head_dim_v].
         precision: that of the call.
-        backward: of a backward, with the parts of the gradient of out; its further workspace is in docs/numerics.md.
+        backward: of a backward, with the parts of the gradient of out; its further workspace is in docs/numerics.md. At "highest" 0 for
+            head dims above 128, whose gradients are computed without parts.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     """
@@ -198,6 +199,6 @@ def fp32_workspace_bytes(
             raise TypeError(f"{name}: expected float32, got {x.dtype}; other dtypes need no parts")
     expect_bool("backward", backward)
     parts = check_precision(q, precision)
-    if backward and parts > 1:
-        check_fp32_gradients(q, ())
+    if backward and not has_gradient_kernels(q, v, parts):
+        return 0
     return launch.parts_workspace_bytes(parts, q.shape, k.shape, v.shape, backward)

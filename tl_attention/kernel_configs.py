@@ -384,6 +384,13 @@ KernelConfig = (
 )
 
 
+def sum_columns(problem: AttnProblem) -> int | None:
+    """Columns of each of the two accumulators of one block in an fp32 backward, see kernels/products.py; None for other dtypes."""
+    if not problem.is_fp32:
+        return None
+    return 64 if problem.head_dim == 64 else 32
+
+
 REGISTER_LEVEL = (
     5  # ptxas register usage level, 0 to 10 (higher: more registers for speed); 5 is its own default
 )
@@ -394,6 +401,9 @@ def register_level(problem: AttnProblem, config: KernelConfig) -> int:
     # Forward of d256 in three parts: at 5 it spills 108 bytes, at 0 none (nvcc 13.0.88)
     if isinstance(config, FwdConfig) and problem.parts == 3 and problem.width == "d256":
         return 0
+    # dk+dv of d128 in two parts: at 5 it spills 20 to 44 bytes with packed sequences or ALiBi, at 0 none (nvcc 13.0.88)
+    if isinstance(config, BwdPass) and config.grads == "dk+dv" and problem.parts == 2:
+        return 0 if problem.width == "d128" and problem.options else REGISTER_LEVEL
     # Packed backward of d128 in one pass: at 5 it spills 4-64 bytes with options, at 0 none. B4 16 heads 4k causal: 1.41 ms,
     # and 1.66 ms in two passes (H200, 2026-11-22)
     if isinstance(config, BwdPass) and config.adds_dq and problem.width == "d128" and problem.has("varlen"):

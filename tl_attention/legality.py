@@ -23,6 +23,7 @@ from tl_attention.kernel_configs import (
     JvpConfig,
     KernelConfig,
     PartsConfig,
+    sum_columns,
 )
 from tl_attention.problem import MAX_SPLITS, TABLE_ROWS, AttnProblem
 from tl_attention.target import SMEM_LIMIT
@@ -40,7 +41,7 @@ TILE_ALIGNMENT = 1024  # bytes; every tile starts at a multiple
 # row statistics
 ACCUMULATOR_REGISTERS = {
     FwdConfig: {1: 216, 2: 216, 3: 128},
-    BwdPass: {1: 232, 2: 232, 3: 152},
+    BwdPass: {1: 240, 2: 232, 3: 152},
     JvpConfig: {1: 232, 2: 232, 3: 152},
 }
 
@@ -151,6 +152,9 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | JvpConfig | 
     has_p, has_ds = "dv" in config.makes, config.grads != "dv"
     widths = {"dq": problem.head_dim, "dk": problem.head_dim, "dv": problem.head_dim_v}
     sums = fp32(sum(widths[grad] for grad in config.makes if not (grad == "dq" and config.adds_dq)))
+    sums += fp32(sum_columns(problem) or 0)  # the second accumulator of a block has the registers of dP
+    if config.grads == "dq" and problem.is_fp32:  # the parts of dS take the registers of dP
+        return sums + fp32(step) + max(fp32(step), narrow(step))
     if config.reuse_registers:
         # Where scores have a slope dS is made from another P than dV
         tiles = (2 if has_p and problem.is_sloped else 1) + (config.order == "separate-dS")

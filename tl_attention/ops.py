@@ -26,7 +26,7 @@ from tl_attention.checks import (
     check_num_splits,
     check_options,
 )
-from tl_attention.checks_fp32 import check_fp32_gradients, check_precision, runs_in_bf16
+from tl_attention.checks_fp32 import check_precision, has_gradient_kernels, runs_in_bf16
 from tl_attention.checks_torch import warn_about_cpu
 from tl_attention.ops_jvp import push_forward, refuse_to_push_gradients, register_jvp
 from tl_attention.options import (
@@ -76,8 +76,7 @@ def fwd_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object
 def _fake_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: object
 ) -> Gradients:
-    _, _, _, *arguments = others  # out, lse, dlse
-    _, options = parse_arguments(arguments)
+    _, options = parse_arguments(others[3:])  # after out, lse, dlse
     sink = None if options is None else options.sink
     dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
     return *(x.new_empty(x.shape) for x in (q, k, v)), dsink
@@ -101,15 +100,20 @@ def bwd_op(
 ) -> Gradients:
     """The backward: a launch, or the reference on CPU tensors. Without a sink its gradient is empty."""
     call, options = parse_arguments(arguments)
-    if q.device.type != "cpu":
+    if q.device.type == "cpu":
+        grads = _reference_backward(dlse, call, options, dout, q, k, v)
+    else:
         check_device(q)
         grads = _launch_backward(dout, q, k, v, out, lse, dlse, call, options)
-        return grads if len(grads) == 4 else (*grads, q.new_empty(0))
-    tensors = _transpose_if(call.heads_first, dout, q, k, v)
-    dense, varlen = attention_backward_reference, varlen_backward_reference
-    grads = _reference(dense, varlen, tensors, call, options, dlse=dlse)
-    dsink = q.new_empty(0) if len(grads) == 3 else grads[3].to(options.sink.dtype)
-    return *(x.to(q.dtype).contiguous() for x in _transpose_if(call.heads_first, *grads[:3])), dsink
+    return grads if len(grads) == 4 else (*grads, q.new_empty(0))
+
+
+def _reference_backward(dlse: Any, call: Call, options: Options | None, *tensors: torch.Tensor) -> Gradients:
+    """Gradients by the reference. tensors: dout, q, k, v."""
+    references = attention_backward_reference, varlen_backward_reference
+    grads = _reference(*references, _transpose_if(call.heads_first, *tensors), call, options, dlse=dlse)
+    dsink = [x.to(options.sink.dtype) for x in grads[3:]]
+    return *(x.to(tensors[0].dtype).contiguous() for x in _transpose_if(call.heads_first, *grads[:3])), *dsink
 
 
 def _transpose_if(heads_first: bool, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -176,9 +180,9 @@ def _launch_backward(
     call: Call,
     options: Options | None,
 ) -> Gradients:
-    """launch.backward, with gradient 0 in the unused rows of packed sequences."""
-    if options is not None and options.parts:
-        check_fp32_gradients(q, options.names)
+    """launch.backward, with gradient 0 in the unused rows of packed sequences; the reference for wide fp32 tensors."""
+    if options is not None and not has_gradient_kernels(q, v, options.parts):
+        return _reference_backward(dlse, call, options, dout, q, k, v)
     *layout, deterministic = call
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     tensors = dout, q, k, v, out, lse
@@ -400,8 +404,6 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, optio
     check_device_or_warn(q, traced)
     differentiable = q, k, v, arguments[PLAIN + SINK]
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
-    if options.parts and needs_grad and q.device.type != "cpu":
-        check_fp32_gradients(q, options.names)
     if traced or not q.is_cuda:
         return fwd_op(q, k, v, *arguments)
     options = options if sink is None else dataclasses.replace(options, sink=sink)
@@ -486,8 +488,6 @@ def attention_backward(
             half = (x.bfloat16() for x in (dout, q, k, v, out))
             grads = attention_backward(*half, lse, softmax_scale, causal, deterministic)
             return tuple(grad.float() for grad in grads)
-        if parts and q.device.type != "cpu":
-            check_fp32_gradients(q, ())
         check_device_or_warn(q, traced)
 
     scale = scale_of(q, softmax_scale)

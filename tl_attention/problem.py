@@ -59,9 +59,9 @@ TILE_WIDTHS = (
     (256, 256),
 )
 MAX_HEAD_DIM = TILE_WIDTHS[-1][0]
-# Widths of fp32. 64 rows of three parts of two tensors of 256 columns fill shared memory: the backward ends before
+# Widths of fp32. 64 rows of three parts of two tensors of 256 columns fill shared memory: the backward of three parts ends before
 FP32_TILE_WIDTHS = ((64, 64), (128, 128), (256, 256))
-FP32_BWD_WIDTHS = FP32_TILE_WIDTHS[:2]
+FP32_BWD_WIDTHS = {3: FP32_TILE_WIDTHS[:2], 2: FP32_TILE_WIDTHS}  # by the number of parts
 # Widths of the backward, which compiles more kernels per problem
 BWD_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Widths of decode. The last is multi-head latent attention with absorbed weights: V is the first columns of K.
@@ -238,7 +238,7 @@ def tile_width(
 def tile_widths(direction: str, dtype: str = DEFAULT_DTYPE) -> tuple[tuple[int, int], ...]:
     """The (head_dim, head_dim_v) that a direction has kernels for."""
     if dtype in FP32_DTYPES:
-        return FP32_TILE_WIDTHS if direction == "fwd" else FP32_BWD_WIDTHS
+        return FP32_TILE_WIDTHS if direction == "fwd" else FP32_BWD_WIDTHS[FP32_DTYPES[dtype].parts]
     return {"fwd": TILE_WIDTHS, JVP: JVP_TILE_WIDTHS}.get(direction, BWD_TILE_WIDTHS)
 
 

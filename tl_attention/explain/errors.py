@@ -56,7 +56,8 @@ def _ratios(path: Path, gpu: Gpu) -> dict[str, float]:
     for one in measured.read(path):
         if one.direction in ("fwd", "bwd", "bwd_det", "decode"):
             call = work.of_call(one.shape, one.direction, names[one.dtype], gpu)
-            found[one.name] = 1e3 * model.estimate(call).seconds / one.ms
+            name = f"{one.name} {one.dtype}" if DTYPES[names[one.dtype]].parts else one.name
+            found[name] = 1e3 * model.estimate(call).seconds / one.ms
     return found
 
 

@@ -13,6 +13,7 @@ from tl_attention.target import gpu_slug
 from tl_attention.testing.shapes import Shape
 
 OURS = "tl_attention"
+FP32_ROWS = {OURS: "fp32-highest", "high": "fp32-high"}  # our rows in files of fp32 -> their dtype
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,20 @@ def results_dir() -> Path | None:
 def read(path: Path) -> Iterator[Measurement]:
     """Our measurements in a file: its first line has what all share, each other line is a problem."""
     header, *lines = map(json.loads, path.read_text().splitlines())
+    dtypes = FP32_ROWS if header["dtype"] == "fp32" else {OURS: header["dtype"]}
     for line in lines:
-        if ms := line["rows"].get(OURS, {}).get("ms"):
-            yield Measurement(
-                Shape.parse(line["problem"]),
-                line["shape"],
-                ms,
-                path,
-                header["commit"],
-                header["pass"],
-                header["dtype"],
-                line.get("l2") == "warm",
-            )
+        for name, dtype in dtypes.items():
+            if ms := line["rows"].get(name, {}).get("ms"):
+                yield Measurement(
+                    Shape.parse(line["problem"]),
+                    line["shape"],
+                    ms,
+                    path,
+                    header["commit"],
+                    header["pass"],
+                    dtype,
+                    line.get("l2") == "warm",
+                )
 
 
 def find(shape: Shape, direction: str, dtype: str, gpu_name: str) -> list[Measurement]:

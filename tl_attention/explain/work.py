@@ -288,7 +288,7 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> W
                 Helper("dq from fp32 to the input dtype", (4 + BYTES) * qk * rows_q, BYTES * qk * rows_q)
             )
         for grad, width in (("dk", qk), ("dv", v)):
-            if (parts > 1 or problem.is_fp32) and grad in one.makes:
+            if (parts > 1 or (problem.is_fp32 and problem.has("varlen"))) and grad in one.makes:
                 moved, known = (2 * 4 * parts + stored) * width * rows_k, stored * width * rows_k
                 helpers.append(Helper(f"sum of {parts} fp32 parts of {grad}", moved, known))
     return Work(

@@ -12,10 +12,19 @@ Each pass then computes S' itself.
 
 import tilelang.language as T
 
-from tl_attention.kernel_configs import BwdPass
+from tl_attention.kernel_configs import BwdPass, sum_columns
 from tl_attention.kernels import pipeline
 from tl_attention.kernels import products as fp32
-from tl_attention.kernels.bwd_tiles import KeyRowsMask, KeyTile, KeyTileCounts, dq_pieces, piece_shape
+from tl_attention.kernels.bwd_store import store_gradients
+from tl_attention.kernels.bwd_tiles import (
+    KeyRowsMask,
+    KeyTile,
+    KeyTileCounts,
+    add_pieces,
+    dq_pieces,
+    multiply_pieces,
+    piece_shape,
+)
 from tl_attention.kernels.mask import Mask, QueryBlocks
 from tl_attention.kernels.options import (
     Dropout,
@@ -28,19 +37,17 @@ from tl_attention.kernels.options import (
 )
 from tl_attention.kernels.pipeline import (
     STORE_FRAGMENT,
-    Exchange,
-    ExchangeRing,
     TileRing,
     alloc_each,
+    alloc_exchange,
     alloc_fragments,
     alloc_swizzled,
     share_P,
     sync_consumers,
-    sync_warpgroup,
 )
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import TileOrder
-from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, probabilities, softmax_backward
+from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, indices, probabilities, softmax_backward
 from tl_attention.kernels.tiles import (
     DenseGradTiles,
     FragmentBlocks,
@@ -108,8 +115,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     separate_P = stage_P or (reuse and makes_dv and sloped)
 
     cuda = prelude(problem, roles)  # code beside the kernel's own
-    if two_slots:
-        cuda = (cuda or "") + STORE_FRAGMENT
+    cuda = (cuda or "") + STORE_FRAGMENT if two_slots else cuda
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -131,11 +137,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     dv_parts_view = FragmentBlocks.argument(dv_blocks, head_dim_v)
     extra = option_arguments(problem)
 
-    def alloc_exchange():
-        """Shared memory of dS', which a warpgroup writes and all read."""
-        if two_slots:
-            return ExchangeRing(config.warpgroups, block_M, dtype_of("ds"), "dS")
-        return Exchange(config.warpgroups, [64, block_M], dtype_of("ds"), "dS")
+    dk_cols, dv_cols = (sum_columns(problem) or width for width in (head_dim, head_dim_v))  # per fragment
 
     @T.macro
     def load(tile, blocks, tiles, shared):
@@ -189,51 +191,6 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         fp32.multiply(products, shared.V.parts_of(w), shared.dO.parts_of(step), acc_dp, **v_dot)
 
     @T.macro
-    def compute_dq(w, step, shared, acc_dq):
-        """Issue dQ = dS K of a step, the sum over the keys of all warpgroups, for the pieces of dQ of this one."""
-        for i, (rows, cols) in enumerate(pieces[w]):
-            for other in warpgroups:
-                T.wgmma_gemm(
-                    shared.dS.columns(step, other, rows),
-                    shared.K.tiles[other, :, cols],
-                    acc_dq[i],
-                    transpose_A=True,
-                    policy=row_wise,
-                    clear_accum=other == 0,
-                )
-
-    @T.macro
-    def add_dq(w, row_block, tiles, acc_dq):
-        """Add dQ to the sums in global memory from row_block on."""
-        for i, (rows, cols) in enumerate(pieces[w]):
-            tiles.dQ_sum.add(acc_dq[i], row_block + rows.start // 16, cols.start)
-
-    @T.macro
-    def store(w, key, counts, tile, tiles, shared, softmax_scale, dropout, acc_dk, acc_dv):
-        """Scale dK and dV, and store them through the shared tiles of K and V; or as fp32 parts, in fp32 or if there are several."""
-        if makes_dk:
-            for i, j in T.Parallel(64, head_dim):
-                acc_dk[i, j] *= softmax_scale
-        if makes_dv:
-            dropout.scale_kept(acc_dv)
-        if problem.is_fp32 or counts.parts > 1:
-            if makes_dk:
-                tiles.dK_parts.store(acc_dk, tiles.dk_row_block(tiles.dK_parts, tile, key))
-            if makes_dv:
-                tiles.dV_parts.store(acc_dv, tiles.dk_row_block(tiles.dV_parts, tile, key))
-        else:
-            if makes_dk:
-                T.copy(acc_dk, shared.K.tiles[w, :, :])
-            if makes_dv:
-                T.copy(acc_dv, shared.dV[w, :, :])
-            T.fence_proxy_async()
-            sync_warpgroup(w)
-            if makes_dk:
-                T.copy(shared.K.tiles[w, :, :], tiles.dk(tile, key, 64))
-            if makes_dv:
-                T.copy(shared.dV[w, :, :], tiles.dv(tile, key, 64))
-
-    @T.macro
     def differentiate(w, number, counts, tile, blocks, tiles, shared, softmax_scale, options):
         """Compute dK and dV of 64 keys, and with them dQ of all query blocks that see the key tile."""
         key = tile.first_key + 64 * w
@@ -253,10 +210,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dS = P if dS_in_P else T.alloc_fragment([64, block_M], dtype_of("ds"))  # dS' [keys, queries]
         P_parts = (P_for_dv, *fp32.alloc_further_parts([64, block_M], x_parts))
         dS_parts = (dS, *(P_parts[1:] if reuse else fp32.alloc_further_parts([64, block_M], x_parts)))
-        acc_dk = T.alloc_fragment([64, head_dim], "float32")
-        acc_dv = T.alloc_fragment([64, head_dim_v], "float32")
-        # dQ of the step before, in pieces
-        acc_dq = alloc_fragments([piece_shape(piece) for piece in pieces[w]], "float32")
+        acc_dk = T.alloc_fragment([64, dk_cols], "float32")
+        acc_dv = T.alloc_fragment([64, dv_cols], "float32")
+        dk_chunks = (acc_dk, *alloc_fragments([[64, dk_cols]] * (head_dim // dk_cols - 1), "float32"))
+        dv_chunks = (acc_dv, *alloc_fragments([[64, dv_cols]] * (head_dim_v // dv_cols - 1), "float32"))
+        sums = alloc_fragments([[64, dk_cols]] * (2 if x_parts > 1 else 0), "float32")
+        acc_dq = alloc_fragments([piece_shape(piece) for piece in pieces[w]], "float32")  # of the step before
         lse_log2 = T.alloc_fragment([block_M], "float32")
         dq_row_block = T.alloc_var("int32", init=0)  # where in dQ_sum it goes
         delta = T.alloc_fragment([block_M], "float32") if early_dK else None
@@ -269,9 +228,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         if makes_dk:
             shared.V.wait(w)
-            T.clear(acc_dk)
+            fp32.clear(dk_chunks)
         if makes_dv:
-            T.clear(acc_dv)
+            fp32.clear(dv_chunks)
 
         for step in T.serial(blocks.steps):
             if prefetch_lse:
@@ -287,7 +246,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if makes_dq:
                 if step > 0:
                     shared.dS.wait(step - 1)
-                compute_dq(w, step + 1, shared, acc_dq)  # of the slot of step - 1
+                multiply_pieces(pieces[w], warpgroups, step + 1, shared, acc_dq)  # of the slot of step - 1
             if makes_dk and not reuse:
                 compute_dp(w, step, shared, acc_dp)
 
@@ -310,7 +269,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 if reuse and (separate_P or not makes_dv):
                     T.copy(acc_s, P)
             if makes_dv:
-                dropout.drop(P_for_dv)
+                for n in indices(P_parts):
+                    dropout.drop(P_parts[n])
                 if stage_P:
                     share_P(w, P_for_dv, shared)
 
@@ -324,8 +284,15 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if makes_dv:
                 if not makes_dk:
                     shared.dO.wait(step)
-                P_operands = (shared.P[w],) if stage_P else P_parts
-                fp32.multiply(products, lambda i: P_operands[i], shared.dO.parts_of(step), acc_dv)
+                if x_parts > 1:
+                    dv_jobs = fp32.jobs(dv_chunks, P_parts, shared.dO, step)
+                    fp32.start_jobs(products, dv_jobs, sums)
+                    if dS_in_P:
+                        fp32.continue_jobs(products, dv_jobs, sums, 2)
+                        fp32.finish_jobs(products, dv_jobs, sums, 0)
+                else:
+                    P_operands = (shared.P[w],) if stage_P else P_parts
+                    T.wgmma_gemm(P_operands[0], shared.dO[step], acc_dv, policy=row_wise)
             if not makes_dk:
                 # Once P' has gone to a GEMM every lane has its log-sum-exps. An arrival overtakes reads that are in flight: before
                 # the GEMM, causal dv of d192 and d256 read those of a later step now and then (H200, 2026-11-21)
@@ -338,7 +305,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 if step > 0:
                     shared.dS.release(step - 1)
                     if not late_sums:
-                        add_dq(w, dq_row_block, tiles, acc_dq)
+                        add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
 
             # dS' = P' * (dP' - Delta)
             if makes_dk:
@@ -367,21 +334,27 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.dS.wait_empty(step)
                 shared.dS.write(dS_place, step, dS)
                 shared.dS.announce(step)
-            if makes_dk and not early_dK:
-                fp32.multiply(products, lambda i: dS_parts[i], shared.Q.parts_of(step), acc_dk)
+            if x_parts > 1:
+                started = dv_jobs if makes_dv and not dS_in_P else ()
+                jobs = (*started, *(fp32.jobs(dk_chunks, dS_parts, shared.Q, step) if makes_dk else ()))
+                fp32.continue_jobs(products, jobs, sums, min(len(started), 2))
+            elif makes_dk and not early_dK:
+                T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)
 
             # S' = K Q' of the next step, of no use after the last
             if step + 1 < blocks.steps:
                 shared.Q.wait(step + 1)
             next_head = T.min(blocks.next_head, heads - 1)
             compute_scores(w, step + 1, next_head, scores, scale_log2, tile, shared, acc_s)
+            if x_parts > 1:
+                fp32.finish_jobs(products, jobs, sums, len(products))
             if makes_dk and makes_dv and not dS_in_P:
-                # dV; no wait is for more than 7 groups of wgmma
-                T.wait_wgmma(3 if problem.bias_is_linear else min(2 * len(products), 7))
+                if x_parts == 1:
+                    T.wait_wgmma(3 if problem.bias_is_linear else 2)  # dV
                 shared.dO.release(step)
             if late_sums:
                 if step > 0:
-                    add_dq(w, dq_row_block, tiles, acc_dq)
+                    add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
             if makes_dq:
                 dq_row_block = tiles.dq_row_block(tile, blocks.head, blocks.query)
             blocks.advance()
@@ -389,15 +362,17 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         T.wait_wgmma(0)
         if makes_dq:
             shared.dS.wait(blocks.steps - 1)
-            compute_dq(w, blocks.steps - 1, shared, acc_dq)
+            multiply_pieces(pieces[w], warpgroups, blocks.steps - 1, shared, acc_dq)
             T.wait_wgmma(0)
             shared.dS.release(blocks.steps - 1)
-            add_dq(w, dq_row_block, tiles, acc_dq)
+            add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
             sync_consumers(consumers)  # all warpgroups have read K
         # Locate the tile once more: its position then takes no registers during the loop
         tile.start(T.shfl_sync(number, 0), counts, blocks)
         key = tile.first_key + 64 * w
-        store(w, key, counts, tile, tiles, shared, softmax_scale, dropout, acc_dk, acc_dv)
+        store_gradients(
+            problem, config, w, key, counts, tile, tiles, shared, softmax_scale, dropout, dk_chunks, dv_chunks
+        )
 
     @T.macro
     def produce(number, order, counts, tiles, shared, options):
@@ -465,7 +440,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 V=V_shared,
                 P=alloc_each(config.warpgroups, [64, block_M], dtype_of("p"), "P") if stage_P else None,
                 dV=dV_shared,
-                dS=alloc_exchange() if makes_dq else None,
+                dS=alloc_exchange(two_slots, config.warpgroups, block_M, dtype_of("ds"), "dS")
+                if makes_dq
+                else None,
                 bias_columns=alloc_bias_columns(problem, block_M),
             )
             # In terms of TileOrder the blocks are of keys, and a key head has `parts` heads

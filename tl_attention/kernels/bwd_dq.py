@@ -7,7 +7,7 @@ Delta first.
 
 import tilelang.language as T
 
-from tl_attention.kernel_configs import BwdPass
+from tl_attention.kernel_configs import BwdPass, sum_columns
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.mask import KeyBlocks, Mask
 from tl_attention.kernels.options import (
@@ -19,11 +19,20 @@ from tl_attention.kernels.options import (
     option_arguments,
     prelude,
 )
-from tl_attention.kernels.pipeline import TileRing, sync_warpgroup
-from tl_attention.kernels.products import alloc_further_parts, multiply, split_parts
+from tl_attention.kernels.pipeline import TileRing, alloc_fragments, sync_warpgroup
+from tl_attention.kernels.products import (
+    alloc_further_parts,
+    clear,
+    continue_jobs,
+    finish_jobs,
+    jobs,
+    multiply,
+    scale,
+    split_parts,
+)
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Tile, TileCounts, TileOrder
-from tl_attention.kernels.softmax import LOG2E, probabilities, softmax_backward
+from tl_attention.kernels.softmax import LOG2E, indices, probabilities, softmax_backward
 from tl_attention.kernels.tiles import (
     DenseGradTiles,
     PackedGradTiles,
@@ -50,6 +59,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     registers = pipeline.registers(problem, config.warpgroups)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
     parts, products = problem.parts, problem.products
+    dq_cols = sum_columns(problem) or head_dim  # columns per tile of dQ in registers
     do_vt = {"transpose_B": True, "clear_accum": True}  # dP = dO V^T
     q_kt = {**do_vt, "clear_accum": not problem.bias_is_linear}  # S = Q K^T
 
@@ -101,14 +111,14 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         blocks.mask.clear(acc_s, query, blocks.first_key(step))
 
     @T.macro
-    def store(w, query, tile, tiles, shared, softmax_scale, acc_dq):
+    def store(w, query, tile, tiles, shared, softmax_scale, dq_chunks):
         """Scale dQ, and store it through the shared tile of Q; fp32 from registers."""
-        for i, j in T.Parallel(64, head_dim):
-            acc_dq[i, j] *= softmax_scale
+        scale(dq_chunks, softmax_scale)
         if problem.is_fp32:
-            tiles.store_dq(acc_dq, tile, query)
+            for n in indices(dq_chunks):
+                tiles.store_dq(dq_chunks[n], tile, query, n * dq_cols)
         else:
-            T.copy(acc_dq, shared.Q.tiles[w, :, :])
+            T.copy(dq_chunks[0], shared.Q.tiles[w, :, :])
             T.fence_proxy_async()
             sync_warpgroup(w)
             T.copy(shared.Q.tiles[w, :, :], tiles.dq(tile, tile.head, query, 64))
@@ -122,7 +132,10 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         acc_dp = T.alloc_fragment([64, block_N], "float32")  # dP [queries, keys]
         dS = T.alloc_fragment([64, block_N], dtype_of("ds"))  # dS [queries, keys]
         dS_parts = (dS, *alloc_further_parts([64, block_N], parts))
-        acc_dq = T.alloc_fragment([64, head_dim], "float32")
+        acc_dq = T.alloc_fragment([64, dq_cols], "float32")
+        dq_chunks = (acc_dq, *alloc_fragments([[64, dq_cols]] * (head_dim // dq_cols - 1), "float32"))
+        # Products of one step, see products.Job
+        sums = alloc_fragments([[64, dq_cols]] * (2 if parts > 1 else 0), "float32")
         lse_log2 = T.alloc_fragment([64], "float32")
         delta = T.alloc_fragment([64], "float32")
         kept_scores = None
@@ -141,7 +154,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         compute_scores(w, 0, scores, shared, acc_s)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         shared.dO.wait(w)
-        T.clear(acc_dq)
+        clear(dq_chunks)
 
         for step in T.serial(blocks.steps):
             dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(step))
@@ -176,17 +189,23 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 softmax_backward(acc_s, acc_dp, lambda i, j: delta[i], dS)
 
             # dQ += dS K
-            multiply(products, lambda i: dS_parts[i], lambda j: shared.K.part(step, j), acc_dq)
+            if parts > 1:
+                dq_jobs = jobs(dq_chunks, dS_parts, shared.K, step)
+                continue_jobs(products, dq_jobs, sums, 0)
+            else:
+                multiply(products, lambda i: dS_parts[i], lambda j: shared.K.part(step, j), acc_dq)
 
             # S = Q K^T of the next step, of no use after the last
             if step + 1 < blocks.steps:
                 shared.K.wait(step + 1)
             compute_scores(w, step + 1, scores, shared, acc_s)
+            if parts > 1:
+                finish_jobs(products, dq_jobs, sums, len(products))
 
         T.wait_wgmma(0)
         if problem.learns:
             scores.traced.finish_gradients()
-        store(w, query, tile, tiles, shared, softmax_scale, acc_dq)
+        store(w, query, tile, tiles, shared, softmax_scale, dq_chunks)
 
     @T.macro
     def produce(number, order, tiles, shared, options):

@@ -234,6 +234,15 @@ class ExchangeRing:
             T.mbarrier_arrive(self.empty[step % 2])
 
 
+def alloc_exchange(
+    two_slots: bool, warpgroups: int, cols: int, dtype: str, name: str
+) -> Exchange | ExchangeRing:
+    """Shared memory of tiles [64, cols] that a warpgroup writes and all read."""
+    if two_slots:
+        return ExchangeRing(warpgroups, cols, dtype, name)
+    return Exchange(warpgroups, [64, cols], dtype, name)
+
+
 @T.meta_class
 class Turns:
     """Ping-pong: warpgroups issue their GEMMs in turn, so that the softmax of one runs under the GEMMs of another."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 
 from tl_attention.kernels.pipeline import alloc_fragments
+from tl_attention.kernels.softmax import indices
 
 
 def alloc_further_parts(shape: list[int], parts: int) -> tuple:
@@ -79,6 +81,23 @@ def replace_dp(P, acc_dp, delta):
 
 
 CHUNK = 64  # columns of the accumulator of one block
+MOST_GROUPS = 7  # that T.wait_wgmma can leave in flight
+
+
+@T.macro
+def clear(accs):
+    """Set tiles to 0."""
+    for n in indices(accs):
+        T.clear(accs[n])
+
+
+@T.macro
+def scale(accs, softmax_scale):
+    """Multiply tiles by a number."""
+    for n in indices(accs):
+        rows, cols = accs[n].shape
+        for i, j in T.Parallel(rows, cols):
+            accs[n][i, j] *= softmax_scale
 
 
 @T.macro
@@ -106,3 +125,44 @@ def add_product(products, left, right, accs, chunk):
         multiply(products, left, lambda part: right(part, n * CHUNK), chunk, clear_accum=True)
         T.wait_wgmma(0)
         add(accs[n], chunk)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One chunk of columns of a sum acc += left right, as add_product computes it; the operands are functions of a part."""
+
+    acc: Any
+    left: Any
+    right: Any
+
+
+def jobs(accs: tuple, left: tuple, ring: Any, step: Any) -> tuple[Job, ...]:
+    """Jobs of a sum. accs: fp32 tiles side by side. left: tiles of the parts. ring: TileRing of the right factor."""
+    width = accs[0].shape[1]
+    rights = (functools.partial(ring.part, step, first_col=n * width, cols=width) for n in indices(accs))
+    return tuple(Job(acc, left.__getitem__, right) for acc, right in zip(accs, rights, strict=True))
+
+
+@T.macro
+def start_jobs(products, jobs, sums):
+    """Issue the first two jobs, into one of the two accumulators `sums` each."""
+    for n in tuple(range(min(len(jobs), 2))):
+        multiply(products, jobs[n].left, jobs[n].right, sums[n], clear_accum=True)
+
+
+@T.macro
+def continue_jobs(products, jobs, sums, started):
+    """Issue all jobs but the first `started`, which are in flight, and add all but the last two."""
+    for n in tuple(range(started, len(jobs))):
+        if n >= 2:
+            T.wait_wgmma(min(len(products), MOST_GROUPS))
+            add(jobs[n - 2].acc, sums[n % 2])
+        multiply(products, jobs[n].left, jobs[n].right, sums[n % 2], clear_accum=True)
+
+
+@T.macro
+def finish_jobs(products, jobs, sums, beside):
+    """Add the last two jobs. beside: groups of wgmma issued after them."""
+    for n in tuple(range(max(len(jobs) - 2, 0), len(jobs))):
+        T.wait_wgmma(min((len(jobs) - 1 - n) * len(products) + beside, MOST_GROUPS))
+        add(jobs[n].acc, sums[n % 2])

@@ -8,7 +8,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernels.pages import PagedLoads
-from tl_attention.kernels.softmax import rows_layout
+from tl_attention.kernels.softmax import indices, rows_layout
 from tl_attention.problem import FAR, AttnProblem
 
 
@@ -57,11 +57,13 @@ class FragmentBlocks:
             T.atomic_add(self.tensor[place], acc[i, j])
 
     @T.inline
-    def store(self, acc, row_block):
-        rows, cols = acc.shape
-        for i, j in T.Parallel(rows, cols):
-            place = (row_block + i // 16, j // 8, *self.in_block(i, j))
-            self.tensor[place] = acc[i, j]
+    def store(self, accs, row_block):
+        """Store tiles side by side."""
+        for n in indices(accs):
+            rows, cols = accs[n].shape
+            for i, j in T.Parallel(rows, cols):
+                place = (row_block + i // 16, n * cols // 8 + j // 8, *self.in_block(i, j))
+                self.tensor[place] = accs[n][i, j]
 
 
 @T.macro
@@ -74,6 +76,15 @@ def store_rows(tensor, batch, first_row, rows_left, head, acc, first_col=0):
     for i, j in T.Parallel(rows, cols):
         if i < left and first_col + j < tensor.shape[3]:
             tensor[batch, row + i, head, first_col + j] = acc[i, j]
+
+
+@T.macro
+def store_columns(tensor, tile, first_row, accs):
+    """store_rows of tiles side by side, of a key head."""
+    for n in indices(accs):
+        first_col = n * accs[n].shape[1]
+        rows_left = tensor.shape[1] - first_row
+        store_rows(tensor, tile.batch, first_row, rows_left, tile.kv_head, accs[n], first_col)
 
 
 @dataclass(frozen=True)
@@ -329,9 +340,9 @@ class DenseGradTiles:
         return self.dQ[tile.batch, start : start + rows, head, 0 : self.head_dim]
 
     @T.inline
-    def store_dq(self, acc_dq, tile, start):
-        """Store dQ from registers, where it is fp32."""
-        store_rows(self.dQ, tile.batch, start, self.dQ.shape[1] - start, tile.head, acc_dq)
+    def store_dq(self, acc_dq, tile, start, first_col=0):
+        """Store columns of dQ from registers, where it is fp32."""
+        store_rows(self.dQ, tile.batch, start, self.dQ.shape[1] - start, tile.head, acc_dq, first_col)
 
     def k(self, tile: Any, start: Any, rows: int) -> Any:
         return self.K[tile.batch, start : start + rows, tile.kv_head, 0 : self.parts * self.head_dim]
@@ -380,10 +391,10 @@ class PackedGradTiles(DenseGradTiles):
         return packed_rows(self.dQ, tile.end_q[0], tile.len_q[0], start, rows, head, self.head_dim)
 
     @T.inline
-    def store_dq(self, acc_dq, tile, start):
-        """Store dQ [1, total_q, heads, columns] from registers, where it is fp32."""
+    def store_dq(self, acc_dq, tile, start, first_col=0):
+        """Store columns of dQ [1, total_q, heads, columns] from registers, where it is fp32."""
         row = tile.end_q[0] - tile.len_q[0] + start
-        store_rows(self.dQ, 0, row, tile.len_q[0] - start, tile.head, acc_dq)
+        store_rows(self.dQ, 0, row, tile.len_q[0] - start, tile.head, acc_dq, first_col)
 
     def k(self, tile: Any, start: Any, rows: int) -> Any:
         cols = self.parts * self.head_dim

@@ -49,7 +49,8 @@ def bwd_workspace_bytes(
     """Bytes that a backward allocates beside its gradients, on a GPU with `sms` SMs. All of it is fp32.
 
     It holds lse and delta of each query; the sums of dq, if a pass adds to them; the parts of dk and dv, where several CTAs
-    share the query heads of a key head, and in fp32. The bf16 parts of fp32 tensors are beside it: see parts_workspace_bytes.
+    share the query heads of a key head, and in fp32 with packed sequences. The bf16 parts of fp32 tensors are beside it: see
+    parts_workspace_bytes.
     """
     rows = batch * heads * -(-seqlen_q // QUERY_ROWS) * QUERY_ROWS
     numbers = 2 * rows
@@ -60,7 +61,7 @@ def bwd_workspace_bytes(
             continue
         n_blocks = -(-seqlen_k // bwd_pass.block_N)
         parts, _ = key_parts(batch, heads, heads_kv, n_blocks, sms)
-        if parts > 1 or problem.is_fp32:
+        if parts > 1 or (problem.is_fp32 and problem.has("varlen")):
             part_rows = parts * batch * heads_kv * n_blocks * bwd_pass.block_N
             widths = {"dk": problem.head_dim, "dv": problem.head_dim_v}
             numbers += sum(part_rows * width for grad, width in widths.items() if grad in bwd_pass.makes)
@@ -147,7 +148,7 @@ class KeyPass:
 
         self.parts = parts
         self.adds_dq = config.adds_dq
-        in_parts = parts > 1 or kernels.problem.is_fp32
+        in_parts = parts > 1 or (kernels.problem.is_fp32 and kernels.problem.has("varlen"))
         self.dk_in_parts, self.dv_in_parts = (in_parts and grad in config.makes for grad in ("dk", "dv"))
         self.row_blocks_q, self.row_blocks_k = sizes.rounded_q // 16, keys // 16
         rows_q = batch * sizes.heads * self.row_blocks_q

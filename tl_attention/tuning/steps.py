@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +13,25 @@ import torch
 
 from tl_attention import building, configs, cubin
 from tl_attention.kernel_configs import Config, KernelConfig
-from tl_attention.problem import DIRECTIONS, AttnProblem, buckets, length_bucket, tile_widths, tuning_key
-from tl_attention.reference import attention_reference
+from tl_attention.options import Options
+from tl_attention.problem import (
+    DEFAULT_DTYPE,
+    DIRECTIONS,
+    AttnProblem,
+    buckets,
+    length_bucket,
+    tile_widths,
+    tuning_key,
+)
+from tl_attention.reference import attention_backward_reference, attention_reference
 from tl_attention.target import H200_SMS, sm_count
 from tl_attention.testing import counts, timer
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.numeric import check_bwd, check_fwd
 from tl_attention.testing.shapes import Shape
 
+FP32_ERROR = 1e-4  # rms error / rms value of a right result
+RESULTS = {True: ("out", "lse"), False: ("dq", "dk", "dv")}  # of a forward, of a backward
 CHECK_LIMIT = 30.0  # seconds for the check of one candidate; a hang costs as much
 
 
@@ -41,11 +53,11 @@ class Row:
         return f"{self.direction} {self.key}"
 
 
-def default_shapes(direction: str = "fwd") -> list[Shape]:
+def default_shapes(direction: str = "fwd", dtype: str = DEFAULT_DTYPE) -> list[Shape]:
     """The tuning set: several shapes for every tile width, mask and bucket of a direction."""
     return [
         Shape(batch, heads_kv * group, heads_kv, seqlen_q, seqlen_k, *widths, causal)
-        for widths in tile_widths(direction)
+        for widths in tile_widths(direction, dtype)
         for causal in (False, True)
         for bucket in buckets(direction)
         for batch, group, seqlen_q, seqlen_k in configs.tuning_shapes(bucket)
@@ -59,7 +71,7 @@ def group_shapes(
     """Shapes (default: the tuning set) grouped by the row that serves them."""
     groups: dict[Row, list[Shape]] = {}
     for direction, dtype in itertools.product(directions, dtypes):
-        for shape in shapes or default_shapes(direction):
+        for shape in shapes or default_shapes(direction, dtype):
             row = Row(direction, shape.problem(dtype, direction), shape_bucket(shape, direction))
             groups.setdefault(row, []).append(shape)
     return groups
@@ -103,6 +115,10 @@ def check_candidate(row: Row, config: Config, shapes: Sequence[Shape]) -> str | 
         finally:
             torch.use_deterministic_algorithms(False)
         options = {"softmax_scale": shape.head_dim**-0.5, "causal": shape.causal, "lse_base2": False}
+        if row.problem.is_fp32:
+            if error := _fp32_error(row, results, inputs, shape):
+                return f"{shape}: {error}"
+            continue
         if row.direction == "fwd":
             check = check_fwd(*results, *inputs, **options)
         else:
@@ -110,6 +126,20 @@ def check_candidate(row: Row, config: Config, shapes: Sequence[Shape]) -> str | 
             check = check_bwd(results, dout, q, k, v, **options)
         if not check.ok:
             return f"{shape}: {check.text}"
+    return None
+
+
+def _fp32_error(row: Row, results: tuple, inputs: tuple[torch.Tensor, ...], shape: Shape) -> str | None:
+    """The first result of an fp32 row that is wrong: its rms error against fp64 is at most FP32_ERROR of its rms value."""
+    if row.direction == "fwd":
+        exact = attention_reference(*inputs, causal=shape.causal, dtype=torch.float64)
+    else:
+        exact = attention_backward_reference(*inputs[:4], causal=shape.causal, dtype=torch.float64)
+    for name, x, ref in zip(RESULTS[row.direction == "fwd"], results, exact, strict=True):
+        seen = ref > -math.inf  # the log-sum-exp of a query without keys is -inf
+        error = float(((x - ref)[seen].square().mean() / ref[seen].square().mean()).sqrt())
+        if not error <= FP32_ERROR or not torch.equal(x > -math.inf, seen):
+            return f"{name} has an rms error of {error:.1e} of its values, expected at most {FP32_ERROR}"
     return None
 
 
@@ -135,7 +165,7 @@ def _make_inputs(row: Row, shape: Shape, seed: int) -> tuple[torch.Tensor, ...]:
 
     out and lse come from the reference: the forward kernel may not be compiled.
     """
-    dtype = getattr(torch, row.problem.dtype)
+    dtype = torch.float32 if row.problem.is_fp32 else getattr(torch, row.problem.dtype)
     q, k, v = make_inputs(shape, dtype, seed=seed)
     if row.direction == "fwd":
         return q, k, v
@@ -147,10 +177,12 @@ def _run(row: Row, inputs: tuple[torch.Tensor, ...], shape: Shape, config: Confi
     from tl_attention import launch
 
     arguments = (*inputs, shape.head_dim**-0.5, shape.causal)
+    given = {"lse_base2": False, "config": config}
+    if row.problem.is_fp32:
+        given["options"] = Options(parts=row.problem.parts)
     if row.direction == "fwd":
-        return launch.forward(*arguments, lse_base2=False, config=config)
-    deterministic = row.direction == "bwd_det"
-    return launch.backward(*arguments, lse_base2=False, deterministic=deterministic, config=config)
+        return launch.forward(*arguments, **given)
+    return launch.backward(*arguments, deterministic=row.direction == "bwd_det", **given)
 
 
 @dataclass(frozen=True)

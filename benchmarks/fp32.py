@@ -72,6 +72,7 @@ def flex(precision: str) -> Callable[[Shape, options.Tensors], Attend]:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        torch._functorch.config.donated_buffer = False  # a timed backward keeps its graph
         mask, offset = None, shape.seqlen_k - shape.seqlen_q
         if shape.causal:
             device = needs.cu_seqlens[0].device

@@ -280,6 +280,10 @@ def test_fp32_errors_do_not_grow_with_length(seqlen, head_dim):
         assert ours <= 2 * peer + 2.0**-22, f"{name}: expected at most twice {peer:.1e}, got {ours:.1e}"
 
 
+# Factors of the error at high: scores are so many times as large, or dP is as its distance from delta
+LOST = {"peaky": 16, "cancelling": 30}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["highest", "high"])
 @pytest.mark.parametrize("values", ["peaky", "large", "small", "cancelling"])
@@ -298,10 +302,8 @@ def test_fp32_gradients_of_extreme_values(values, precision):
     ref = attention_backward_reference(*(x.double() for x in tensors), scale, dtype=FP64)
     plain = attention_backward_reference(*tensors, scale)
     for name, grad, wanted, peer in zip(("dq", "dk", "dv"), grads, ref, plain, strict=True):
-        if (
-            values == "cancelling" and precision == "high"
-        ):  # dq and dk lose the digits that dP and delta share
-            assert error(grad, wanted) <= 30 * 1e-4 * float(wanted.abs().max())
+        if precision == "high" and values in LOST:
+            assert error(grad, wanted) <= LOST[values] * RELATIVE_ERROR["high"] * float(wanted.abs().max())
         else:
             check_gradient(precision, name, grad, wanted, peer)
 

@@ -280,8 +280,8 @@ def test_fp32_errors_do_not_grow_with_length(seqlen, head_dim):
         assert ours <= 2 * peer + 2.0**-22, f"{name}: expected at most twice {peer:.1e}, got {ours:.1e}"
 
 
-# Factors of the error at high: scores are so many times as large, or dP is as its distance from delta
-LOST = {"peaky": 16, "cancelling": 30}
+# Factors of the allowed error at high, where scores are large, and where dP is much larger than its distance from delta
+LOST = {"peaky": 3, "cancelling": 5}
 
 
 @pytest.mark.gpu

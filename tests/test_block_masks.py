@@ -184,8 +184,13 @@ def test_block_lists_are_made_once_for_a_mask():
     lists = block_lists(mask, 2, HEADS)
     assert isinstance(lists, BlockLists) and block_lists(mask, 2, HEADS) is lists
     assert lists.by_queries(128, 64)[1] is lists.by_queries(128, 64)[1]
-    mask.kv_indices.zero_()
-    assert block_lists(mask, 2, HEADS) is not lists
+    for x in (mask.kv_indices, mask.full_kv_num_blocks):
+        x.zero_()
+        assert block_lists(mask, 2, HEADS) is not lists
+        lists = block_lists(mask, 2, HEADS)
+    with torch.inference_mode():
+        mask = create_block_mask(causal, None, None, 300, 300, device="cpu")
+    assert block_lists(mask, 2, HEADS) is block_lists(mask, 2, HEADS)
 
 
 q8, kv8 = torch.randn(2, 4, 8, 16, dtype=torch.bfloat16), torch.randn(2, 2, 8, 16, dtype=torch.bfloat16)

@@ -224,19 +224,22 @@ def _tracer() -> Callable[[Callable | None, Callable | None, bool], Call]:
     return trace
 
 
+MAX_LISTS = 8  # of one mask: for other batches and heads, and after changes
 _lists: WeakKeyDictionary[Any, dict[tuple, BlockLists]] = WeakKeyDictionary()
 
 
 def _block_lists(block_mask: Any, batch: int, heads: int) -> BlockLists:
-    """Lists of a BlockMask, made at its first call."""
+    """Lists of a BlockMask, made at its first call, and again after a change in place."""
     lists = _lists.setdefault(block_mask, {})
-    versions = (None if x is None else x._version for x in (block_mask.kv_num_blocks, block_mask.kv_indices))
-    key = batch, heads, *versions
+    names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
+    given = [getattr(block_mask, name) for name in names]
+    # A tensor of inference mode counts no changes
+    key = batch, heads, *(None if x is None or x.is_inference() else x._version for x in given)
     if key not in lists:
+        if len(lists) >= MAX_LISTS:
+            lists.clear()
         size, lengths = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
-        key_blocks = -(-lengths[1] // size[1])
-        names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
-        states = block_states(*(getattr(block_mask, name) for name in names), key_blocks)
+        states = block_states(*given, -(-lengths[1] // size[1]))
         lists[key] = BlockLists(states, size, lengths, (batch, heads))
     return lists[key]
 

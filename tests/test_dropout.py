@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import torch
 
-from tl_attention.kernels.options import PHILOX
+from tl_attention.kernels.dropout import PHILOX
 from tl_attention.reference import dropout_keep, rounded_dropout
 
 CUDA_BY_THREADS = """

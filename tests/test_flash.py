@@ -267,7 +267,7 @@ FA2 = "dropout_p softmax_scale causal window_size softcap alibi_slopes determini
 OURS = "learnable_sink rng_state precision"
 CU = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 SIGNATURES = {
-    "flash_attn_func": (f"q k v {FA2}", f"{OURS} num_splits"),
+    "flash_attn_func": (f"q k v {FA2}", f"{OURS} num_splits score_mod mask_mod block_mask attn_bias"),
     "flash_attn_qkvpacked_func": (f"qkv {FA2}", OURS),
     "flash_attn_kvpacked_func": (f"q kv {FA2}", OURS),
     "flash_attn_varlen_func": (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 from tl_attention import building, compiler, configs, flex_attention, legality, toolkit
@@ -221,15 +221,6 @@ def test_flex_refuses_masks_for_other_lengths():
         flex_attention(q8, kv8, kv8, block_mask=block_mask, enable_gqa=True)
     with pytest.raises(ValueError, match="mask_mod: expected None beside block_mask"):
         flex_attention(q8, kv8, kv8, block_mask=block_mask, mask_mod=causal, enable_gqa=True)
-
-
-def test_flex_refuses_lists_without_a_mask():
-    block_mask = create_block_mask(lambda b, h, q, k: q >= 0, None, None, 8, 8, device="cpu")
-    flex_attention(q8, kv8, kv8, block_mask=block_mask, enable_gqa=True)
-    numbers, indices = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
-    lists = BlockMask.from_kv_blocks(numbers, indices, seq_lengths=(8, 8))
-    with pytest.raises(NotImplementedError, match="block_mask: expected one with a mask_mod that hides keys"):
-        flex_attention(q8, kv8, kv8, block_mask=lists, enable_gqa=True)
 
 
 def test_flex_refuses_transforms():

@@ -25,13 +25,13 @@ class BuiltinOptions(NamedTuple):
 
 
 def builtin_options(call: Call, same_length: bool) -> BuiltinOptions | None:
-    """Options that compute the program of a call; None if none do, or a captured tensor needs a gradient.
+    """Options that compute the program of a call; None if none do, a captured tensor needs a gradient or blocks are listed.
 
     Args:
         same_length: seqlen_q and seqlen_k are equal; else only programs without a mask are recognised.
     """
     program = call.program
-    if program.gradients:
+    if program.gradients or program.listed:
         return None
     found = BuiltinOptions()
     if program.mask is not None:

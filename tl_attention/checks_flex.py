@@ -8,11 +8,26 @@ from typing import Any
 import torch
 
 from tl_attention.checks import describe, expect_tensor
-from tl_attention.program import Call
+from tl_attention.program import BLOCK_BITS, HOW_BITS, LISTED_ROWS, Call
 
 MAX_ELEMENTS = 2**31 - 1  # of a captured tensor, from its first to its last: kernels index in 32 bits
 MAX_LENGTH = 2**24  # positions are exact in fp32
 MAX_BATCH = 2**16 - 1
+MAX_GROUP = 1 << 31 - HOW_BITS - BLOCK_BITS  # query heads per key head, where blocks are listed
+BIAS_DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.bool
+# Options of flash_attn_func, and the values that turn them off
+OPTIONS_OFF = (
+    ("causal", False),
+    ("window_size", (-1, -1)),
+    ("softcap", 0.0),
+    ("dropout_p", 0.0),
+    ("alibi_slopes", None),
+    ("learnable_sink", None),
+    ("rng_state", None),
+    ("num_splits", 0),
+    ("seqlens", None),
+    ("precision", None),
+)
 LEAF_NAMES = {"batch": "b", "head": "h", "query": "q_idx", "key": "kv_idx"}
 
 
@@ -32,6 +47,19 @@ def check_not_transformed() -> None:
         raise NotImplementedError(
             "flex_attention: forward-mode derivatives are not supported; call .backward()"
         )
+
+
+def check_no_options(options: tuple) -> None:
+    """Refuse options of flash_attn_func beside functions: causal, then the fields of UserOptions."""
+    for (name, off), value in zip(OPTIONS_OFF, options, strict=True):
+        if name == "window_size":
+            is_off = isinstance(value, tuple | list) and all(x is None or x == -1 for x in value)
+        else:
+            is_off = value is off or (off is not None and isinstance(value, int | float) and value == off)
+        if not is_off:
+            raise ValueError(
+                f"{name}: expected {off} beside score_mod, mask_mod, block_mask or attn_bias, got {describe(value)}; write it as a function"
+            )
 
 
 def check_order(*grads: torch.Tensor | None) -> None:
@@ -65,22 +93,22 @@ def check_group(q: torch.Tensor, k: torch.Tensor, enable_gqa: bool) -> None:
         )
 
 
-def check_block_mask(
-    block_mask: Any, mask_mod: Callable | None, q: torch.Tensor, k: torch.Tensor
-) -> Callable | None:
-    """The mask_mod of a call, from itself or from a BlockMask."""
-    if block_mask is None:
-        return mask_mod
+def check_block_mask(block_mask: Any, mask_mod: Callable | None, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Check a BlockMask of PyTorch, q and k [batch, heads, seqlen, head_dim]."""
     if mask_mod is not None:
         raise ValueError(
             "mask_mod: expected None beside block_mask, which has a mask_mod of its own, got a function"
         )
-    missing = [
-        name
-        for name in ("kv_num_blocks", "kv_indices", "mask_mod", "seq_lengths")
-        if not hasattr(block_mask, name)
-    ]
-    if missing:
+    names = (
+        "kv_num_blocks",
+        "kv_indices",
+        "full_kv_num_blocks",
+        "full_kv_indices",
+        "mask_mod",
+        "seq_lengths",
+        "BLOCK_SIZE",
+    )
+    if not all(hasattr(block_mask, name) for name in names):
         raise TypeError(
             f"block_mask: expected a BlockMask of torch.nn.attention.flex_attention, got {type(block_mask).__name__}; pass a function as"
             " mask_mod"
@@ -91,15 +119,64 @@ def check_block_mask(
             f"block_mask: expected one made for lengths {lengths} of query and key, got one for {tuple(block_mask.seq_lengths)}; make it"
             " for these lengths"
         )
-    return block_mask.mask_mod
+    size = tuple(block_mask.BLOCK_SIZE)
+    if any(rows < LISTED_ROWS or rows % LISTED_ROWS for rows in size):
+        raise NotImplementedError(
+            f"block_mask: expected a BLOCK_SIZE of multiples of {LISTED_ROWS}, got {size}; make it with BLOCK_SIZE={LISTED_ROWS}"
+        )
+    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        _check_list(name, getattr(block_mask, name), -(-lengths[0] // size[0]), q)
+    if (block_mask.full_kv_num_blocks is None) != (block_mask.full_kv_indices is None):
+        raise ValueError(
+            "block_mask: expected both of full_kv_num_blocks and full_kv_indices or neither, got one; make it with from_kv_blocks"
+        )
+    if k.shape[1] and q.shape[1] // k.shape[1] >= MAX_GROUP:
+        raise NotImplementedError(
+            f"block_mask: expected fewer than {MAX_GROUP} query heads per key head, got {q.shape[1] // k.shape[1]}; pass mask_mod"
+        )
 
 
-def refuse_lists_alone() -> None:
-    """Refuse a BlockMask whose mask_mod hides nothing: only its lists, which the kernels do not use, could."""
-    raise NotImplementedError(
-        "block_mask: expected one with a mask_mod that hides keys, got one whose mask_mod is True for all; lists of blocks alone are not"
-        " supported: pass block_mask=None for no mask, or a mask_mod that says what the lists say"
+def _check_list(name: str, x: torch.Tensor | None, rows: int, q: torch.Tensor) -> None:
+    """Check numbers, or indices, of the blocks of a BlockMask for `rows` blocks of queries."""
+    if x is None and name.startswith("full"):
+        return
+    name, ndim = f"block_mask.{name}", 4 if name.endswith("indices") else 3
+    expect_tensor(name, x)
+    if x.device != q.device:
+        raise ValueError(
+            f"{name}: expected the device of query, {q.device}, got {x.device}; call block_mask.to(query.device)"
+        )
+    if x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"{name}: expected int32 or int64, got {describe(x)}; convert it with .to(torch.int32)"
+        )
+    if x.ndim != ndim or x.shape[2] != rows:
+        raise ValueError(
+            f"{name}: expected [batch, heads, {rows}{', entries' if ndim == 4 else ''}], a row per block of queries, got shape"
+            f" {tuple(x.shape)}; make it for these lengths"
+        )
+    if x.shape[0] not in (1, q.shape[0]) or x.shape[1] not in (1, q.shape[1]):
+        raise ValueError(
+            f"{name}: expected a batch of 1 or {q.shape[0]} and 1 or {q.shape[1]} heads, got shape {tuple(x.shape)}; make it for these"
+        )
+
+
+def check_bias(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
+    """Check attn_bias for q and k [batch, heads, seqlen, head_dim]."""
+    expect_tensor("attn_bias", bias)
+    if bias.dtype not in BIAS_DTYPES:
+        raise TypeError(
+            f"attn_bias: expected float32, bfloat16, float16 or bool, got {describe(bias)}; convert it"
+        )
+    wanted = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    fits = bias.ndim == 4 and all(
+        x == n or (dim < 2 and x == 1) for dim, (x, n) in enumerate(zip(bias.shape, wanted, strict=True))
     )
+    if not fits:
+        raise ValueError(
+            f"attn_bias: expected shape (1 or {wanted[0]}, 1 or {wanted[1]}, {wanted[2]}, {wanted[3]}) of batch, heads, seqlen_q, seqlen_k,"
+            f" got {tuple(bias.shape)}; expand() it"
+        )
 
 
 def check_captured(call: Call, q: torch.Tensor, k: torch.Tensor) -> None:

@@ -43,12 +43,16 @@ Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3)
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from tl_attention import checks_lengths
 from tl_attention.checks import check_packed, expect_bool
 from tl_attention.checks_lengths import NAMES, Lengths, Names, checked_lengths
 from tl_attention.checks_torch import ARGUMENT_ERRORS, Renaming
+from tl_attention.flex import attend_by_functions
 from tl_attention.ops import UserOptions, attention, attention_with_options
 from tl_attention.paged import attend_packed
 
@@ -127,6 +131,10 @@ def flash_attn_func(
     rng_state: torch.Tensor | None = None,
     precision: str | None = None,
     num_splits: int = 0,
+    score_mod: Callable | None = None,
+    mask_mod: Callable | None = None,
+    block_mask: Any = None,
+    attn_bias: torch.Tensor | None = None,
 ) -> Output:
     """Exact attention in one pass: softmax(softmax_scale * q k^T + mask) v.
 
@@ -135,6 +143,7 @@ def flash_attn_func(
         k: [batch, seqlen_k, heads_kv, head_dim], heads a multiple of heads_kv.
         v: [batch, seqlen_k, heads_kv, head_dim_v], head_dim_v <= head_dim.
             Any strides with a contiguous last dimension; see mha_fwd_interface for what is copied.
+        score_mod, mask_mod, block_mask, attn_bias: those of flex_attention, without other options.
 
     Options, result and errors: see the module.
     """
@@ -149,7 +158,12 @@ def flash_attn_func(
         None,
         precision,
     )
-    return _attend(q, k, v, softmax_scale, causal, deterministic, return_attn_probs, asked)
+    if score_mod is mask_mod is block_mask is attn_bias is None:
+        return _attend(q, k, v, softmax_scale, causal, deterministic, return_attn_probs, asked)
+    expect_bool("return_attn_probs", return_attn_probs)
+    functions = score_mod, mask_mod, block_mask, attn_bias
+    out, lse = attend_by_functions(q, k, v, functions, softmax_scale, deterministic, (causal, *asked))
+    return (out, lse, None) if return_attn_probs else out
 
 
 def flash_attn_qkvpacked_func(

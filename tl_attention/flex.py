@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -12,16 +14,19 @@ from tl_attention import launch
 from tl_attention.builtin_options import BuiltinOptions, builtin_options
 from tl_attention.checks import check_deterministic, check_fwd, expect_bool
 from tl_attention.checks_flex import (
+    check_bias,
     check_block_mask,
     check_captured,
     check_function,
     check_group,
+    check_no_options,
     check_not_transformed,
     check_order,
     expand_batch,
-    refuse_lists_alone,
 )
 from tl_attention.checks_torch import ARGUMENT_ERRORS, Renaming
+from tl_attention.dense_bias import with_bias
+from tl_attention.launch.block_lists import BlockLists, block_states
 from tl_attention.ops import (
     UserOptions,
     attention,
@@ -48,6 +53,7 @@ def flex_attention(
     kernel_options: None = None,
     *,
     mask_mod: Callable | None = None,
+    attn_bias: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention whose scores and mask are Python functions: softmax(score_mod(scale * q k^T)) v, over the keys that the mask shows.
@@ -63,14 +69,17 @@ def flex_attention(
         score_mod: score_mod(score, b, h, q_idx, kv_idx) -> new score, on 0-d tensors: the scaled score in fp32, and int32 indices of
             batch entry, query head, query and key. Indices count from 0: the diagonal is top-left if lengths differ. A score below
             -1e20 hides its key.
-        block_mask: PyTorch's BlockMask. Its mask_mod decides on each key. Its lists of blocks are not used.
+        block_mask: PyTorch's BlockMask, with a BLOCK_SIZE of multiples of 128. Blocks of keys that it does not list are hidden and
+            cost no time; in those that it lists as partial mask_mod decides on each key, in those that are full it sees all.
         scale: multiplies the scores; None: head_dim ** -0.5.
         enable_gqa: allow fewer heads of key and value than of query, by a factor.
         return_lse: also return the log-sum-exp.
         kernel_options: None: these are options of PyTorch's kernels.
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> True where the query sees the key; in the place of block_mask.
-        deterministic: gradients are bitwise equal from run to run. Gradients of captured tensors are not: they are refused.
-            torch.use_deterministic_algorithms(True) asks for it, too.
+        attn_bias: [1 or batch, 1 or heads, seqlen_q, seqlen_k], broadcast where 1. A float tensor is added to the score, after score_mod;
+            a bool one hides the keys that it has False for. It may require a gradient.
+        deterministic: gradients are bitwise equal from run to run; torch.use_deterministic_algorithms(True) asks for it, too. Gradients
+            of captured tensors are then exact sums, in 128 bytes per element.
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the dtype of query; with return_lse (out, lse), where lse is
         [batch, heads, seqlen_q], fp32, natural log. A query that sees no key has out 0 and lse -inf. Both are differentiable, once.
@@ -86,6 +95,28 @@ def flex_attention(
         raise NotImplementedError(
             f"kernel_options: expected None, got {kernel_options!r}, which are options of PyTorch's kernels; leave them out"
         )
+    functions = score_mod, mask_mod, block_mask, attn_bias
+    out, lse = attend(query, key, value, functions, scale, enable_gqa, deterministic)
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    functions: tuple[Callable | None, Callable | None, Any, torch.Tensor | None],
+    scale: float | None,
+    enable_gqa: bool,
+    deterministic: bool,
+    rows_first: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of flex_attention, whose arguments these are.
+
+    Args:
+        functions: score_mod, mask_mod, block_mask, attn_bias.
+        rows_first: out has [batch, seqlen, heads, head_dim] in memory, whatever its shape.
+    """
+    score_mod, mask_mod, block_mask, attn_bias = functions
     try:
         key, value = expand_batch(query, key, value)
         check_fwd(query, key, value, scale, False, heads_first=True)
@@ -94,18 +125,23 @@ def flex_attention(
     check_group(query, key, enable_gqa)
     check_function("score_mod", score_mod)
     check_function("mask_mod", mask_mod)
-    mask_mod = check_block_mask(block_mask, mask_mod, query, key)
+    if block_mask is not None:
+        check_block_mask(block_mask, mask_mod, query, key)
+        mask_mod = block_mask.mask_mod
+    if attn_bias is not None:
+        check_bias(attn_bias, query, key)
+        score_mod, mask_mod = with_bias(score_mod, mask_mod, attn_bias)
     check_device_or_warn(query, traced=False)
 
     differentiate = torch.is_grad_enabled()
-    call = _trace(score_mod, mask_mod, differentiate)
+    call = _tracer()(score_mod, mask_mod, differentiate)
+    if block_mask is not None:
+        blocks = _block_lists(block_mask, query.shape[0], query.shape[1])
+        call = replace(call, program=call.program.as_listed, blocks=blocks)
     check_captured(call, query, key)
-    if block_mask is not None and call.program.mask is None:
-        refuse_lists_alone()
     same_length = query.shape[2] == key.shape[2]
     if (options := builtin_options(call, same_length)) is not None:
-        out, lse = _with_options(query, key, value, scale, options, deterministic)
-        return (out, lse) if return_lse else out
+        return _with_options(query, key, value, scale, options, deterministic)
     scale = scale_of(query, scale)
     if not query.is_cuda:
         out, lse = flex_reference(query, key, value, scale, call)
@@ -113,10 +149,52 @@ def flex_attention(
     else:
         inputs = query, key, value, *call.tensors
         if differentiate and any(x.requires_grad for x in inputs):
-            out, lse = _Flex.apply(call, scale, deterministic, *inputs)
+            out, lse = _Flex.apply(call, scale, deterministic, rows_first, *inputs)
         else:
-            out, lse = launch.forward(query, key, value, scale, False, False, True, traced=call)
-    return (out, lse) if return_lse else out
+            out, lse = _forward(query, key, value, scale, call, rows_first, deterministic)
+    return out, lse
+
+
+def attend_by_functions(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    functions: tuple[Callable | None, Callable | None, Any, torch.Tensor | None],
+    softmax_scale: float | None,
+    deterministic: bool,
+    options: tuple,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of flash_attn_func with functions; options: causal, then the fields of UserOptions, all of which must be off."""
+    check_deterministic(deterministic)
+    check_not_transformed()
+    check_no_options(options)
+    try:
+        check_fwd(q, k, v, softmax_scale, False, heads_first=False)
+    except ARGUMENT_ERRORS as error:
+        raise Renaming({"sm_scale": "softmax_scale"}).of(error) from None
+    out, lse = attend(*_transposed(q, k, v), functions, softmax_scale, True, deterministic, rows_first=True)
+    return out.transpose(1, 2), lse
+
+
+def _forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    call: Call,
+    rows_first: bool,
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch on tensors [batch, heads, seqlen, head_dim]; see attend()."""
+    options = {"traced": call, "deterministic": deterministic}
+    if not rows_first:
+        return launch.forward(q, k, v, scale, False, False, True, **options)
+    out, lse = launch.forward(*_transposed(q, k, v), scale, False, False, False, **options)
+    return out.transpose(1, 2), lse
+
+
+def _transposed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(x.transpose(1, 2) for x in tensors)
 
 
 def _with_options(
@@ -146,20 +224,37 @@ def _tracer() -> Callable[[Callable | None, Callable | None, bool], Call]:
     return trace
 
 
-def _trace(score_mod: Callable | None, mask_mod: Callable | None, differentiate: bool) -> Call:
-    return _tracer()(score_mod, mask_mod, differentiate)
+MAX_LISTS = 8  # of one mask: for other batches and heads, and after changes
+_lists: WeakKeyDictionary[Any, dict[tuple, BlockLists]] = WeakKeyDictionary()
+
+
+def _block_lists(block_mask: Any, batch: int, heads: int) -> BlockLists:
+    """Lists of a BlockMask, made at its first call, and again after a change in place."""
+    lists = _lists.setdefault(block_mask, {})
+    names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
+    given = [getattr(block_mask, name) for name in names]
+    # A tensor of inference mode counts no changes
+    key = batch, heads, *(None if x is None or x.is_inference() else x._version for x in given)
+    if key not in lists:
+        if len(lists) >= MAX_LISTS:
+            lists.clear()
+        size, lengths = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
+        states = block_states(*given, -(-lengths[1] // size[1]))
+        lists[key] = BlockLists(states, size, lengths, (batch, heads))
+    return lists[key]
 
 
 class _Flex(torch.autograd.Function):
     """Differentiable launch on a GPU."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, scale: float, deterministic: bool, *inputs: torch.Tensor) -> tuple:
+    def forward(
+        ctx: Any, call: Call, scale: float, deterministic: bool, rows_first: bool, *inputs: torch.Tensor
+    ) -> tuple:
         """inputs: q, k, v, captured tensors."""
         q, k, v, *_ = inputs
-        out, lse = launch.forward(
-            q, k, v, scale, False, False, True, traced=call, deterministic=deterministic
-        )
+        out, lse = _forward(q, k, v, scale, call, rows_first, deterministic)
+        ctx.rows_first = rows_first
         ctx.call, ctx.scale, ctx.deterministic = call, scale, deterministic
         ctx.save_for_backward(out, lse, *inputs)
         ctx.set_materialize_grads(False)  # no zeros for an unused lse
@@ -170,24 +265,19 @@ class _Flex(torch.autograd.Function):
         out, lse, q, k, v, *tensors = ctx.saved_tensors
         grads: list[torch.Tensor | None] = [None] * (3 + len(tensors))
         if dout is None and dlse is None:
-            return None, None, None, *grads
+            return None, None, None, None, *grads
         check_order(dout, dlse)
         dout = torch.zeros_like(out) if dout is None else dout
-        program = ctx.call.program
-        call = Call(program, tuple(tensors), ctx.call.numbers)
         deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
-        if program.gradients and deterministic:
-            raise NotImplementedError(
-                "deterministic: expected captured tensors without gradients, whose sums are made in no fixed order, got"
-                f" {len(program.learned)} that require one; detach them, or leave deterministic out"
-            )
-        tensors = dout.contiguous(), q, k, v, out, lse
-        grads[:3], sums = _split(
-            launch.backward(*tensors, ctx.scale, False, False, True, deterministic, dlse, traced=call)
-        )
-        for i, total in zip(program.learned, sums, strict=True):
-            grads[3 + i] = total.view(call.tensors[i].shape).to(call.tensors[i].dtype)
-        return None, None, None, *grads
+        call = replace(ctx.call, tensors=tuple(tensors))
+        inputs = dout, q, k, v, out
+        dout, *inputs = _transposed(*inputs) if ctx.rows_first else inputs
+        layout = ctx.scale, False, False, not ctx.rows_first, deterministic, dlse
+        found, sums = _split(launch.backward(dout.contiguous(), *inputs, lse, *layout, traced=call))
+        grads[:3] = _transposed(*found) if ctx.rows_first else found
+        for i, total in zip(call.program.learned, sums, strict=True):
+            grads[3 + i] = total.to(call.tensors[i].dtype)
+        return None, None, None, None, *grads
 
 
 def _split(grads: tuple[torch.Tensor, ...]) -> tuple[list, tuple]:

@@ -26,6 +26,7 @@ from tl_attention.kernel_configs import (
     sum_columns,
 )
 from tl_attention.problem import MAX_SPLITS, TABLE_ROWS, AttnProblem
+from tl_attention.program import LISTED_ROWS
 from tl_attention.target import SMEM_LIMIT
 
 BARRIER_BYTES = 1024  # static shared memory reserved for barriers
@@ -80,7 +81,8 @@ def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
         smem += TABLE_BOX_BYTES if problem.has("varlen") else TILE_BOX_BYTES
     if config.hold_max:
         smem += HOLD_MAX_BYTES
-    return smem + _bias_bytes(problem, config.block_N)
+    staged = 4 * config.warpgroups * sum(problem.staged_bytes(config.block_N))
+    return smem + _bias_bytes(problem, config.block_N) + staged
 
 
 def _jvp_smem_bytes(problem: AttnProblem, config: JvpConfig) -> int:
@@ -108,7 +110,15 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         # Tiles whose rows are no multiple of 64 elements have a swizzle of 64 bytes, which needs half the alignment
         alignment = TILE_ALIGNMENT if problem.head_dim % 64 == 0 else TILE_ALIGNMENT // 2
         row_values = _round_up(FP32_BYTES * step * bwd_pass.num_stages * per_row, alignment)
-    return problem.element_bytes * elements + _bias_bytes(problem, step) + row_values
+    staged = sum(problem.staged_bytes(step, bwd_pass.grads != "dq"))
+    if bwd_pass.grads == "dq" and problem.learns:
+        staged += sum(problem.program.stored_bytes(16, step))
+    return (
+        problem.element_bytes * elements
+        + _bias_bytes(problem, step)
+        + row_values
+        + 4 * bwd_pass.warpgroups * staged
+    )
 
 
 def _decode_smem_bytes(problem: AttnProblem, config: DecodeConfig) -> int:
@@ -162,6 +172,8 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | JvpConfig | 
     scores = fp32(step) * (2 if has_ds else 1)
     if config.grads == "dq" and problem.learns and problem.program.learns_from_scores:
         scores += fp32(step)  # kept for the gradients of captured tensors
+    if config.grads == "dq" and problem.learns:
+        scores += fp32(step) * len(problem.program.stored)
     return sums + scores + narrow(step) * (int(has_p) + int(has_ds))
 
 
@@ -170,6 +182,14 @@ def _owned_and_step(bwd_pass: BwdPass) -> tuple[int, int]:
     if bwd_pass.grads == "dq":
         return bwd_pass.block_M, bwd_pass.block_N
     return bwd_pass.block_N, bwd_pass.block_M
+
+
+def _listed_fault(problem: AttnProblem, block_M: int, block_N: int) -> str | None:
+    """The reason why tiles do not fit the blocks of a block mask."""
+    for name, rows in (("block_M", block_M), ("block_N", block_N)):
+        if problem.is_listed and LISTED_ROWS % rows:
+            return f"{name}: expected a divisor of {LISTED_ROWS} with a block mask, got {rows}"
+    return None
 
 
 def is_legal(problem: AttnProblem, config: Config | JvpConfig, direction: str | None = None) -> str | None:
@@ -215,6 +235,10 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return f"ping_pong: expected block_M of at least 128 (2 warpgroups), got {config.block_M}"
     if problem.has("varlen") and TABLE_ROWS % config.block_M:
         return f"block_M: expected a divisor of {TABLE_ROWS} with varlen, got {config.block_M}"
+    if config.hold_max and problem.is_listed:
+        return "hold_max: expected False with a block mask, whose first blocks may hide all keys of a query, got True"
+    if fault := _listed_fault(problem, config.block_M, config.block_N):
+        return fault
     if config.page_rows not in PAGE_ROWS:
         return f"page_rows: expected one of {', '.join(map(str, PAGE_ROWS))}, got {config.page_rows}"
     if config.page_rows and (not problem.has("varlen") or problem.has("dropout")):
@@ -272,6 +296,8 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
     if problem.has("varlen") and not owns_queries and TABLE_ROWS % step_rows:
         # The log-sum-exps after the padded queries belong to the next sequence
         return f"{step}: expected a divisor of {TABLE_ROWS} with varlen, got {step_rows}"
+    if fault := _listed_fault(problem, bwd_pass.block_M, bwd_pass.block_N):
+        return fault
     for name, least in (("num_stages", 2), ("num_stages_do", 1)):
         if getattr(bwd_pass, name) < least:
             return f"{name}: expected at least {least}, got {getattr(bwd_pass, name)}"

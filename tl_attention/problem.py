@@ -195,6 +195,41 @@ class AttnProblem:
         return self.program is not None and bool(self.program.gradients)
 
     @property
+    def changes_scores(self) -> bool:
+        """True where a score_mod changes scores."""
+        return self.program is not None and self.program.score is not None
+
+    @property
+    def fetches(self) -> bool:
+        """True where tiles of captured tensors are fetched for a tile of scores."""
+        return self.program is not None and bool(self.program.dense_loads)
+
+    @property
+    def stages(self) -> bool:
+        """True where these tiles are prefetched to shared memory."""
+        return self.fetches and self.head_dim == TILE_WIDTHS[0][0] and self.program.is_staged
+
+    def staged_bytes(self, columns: int, rows_are_keys: bool = False) -> list[int]:
+        """Shared memory of a warp for the tiles that it prefetches for 16 rows of `columns` scores."""
+        if not self.stages:
+            return []
+        return (
+            self.program.staged_bytes(columns, 16)
+            if rows_are_keys
+            else self.program.staged_bytes(16, columns)
+        )
+
+    @property
+    def is_uneven(self) -> bool:
+        """True where tiles have different numbers of steps, by a causal or a block mask."""
+        return self.causal or self.is_listed
+
+    @property
+    def is_listed(self) -> bool:
+        """True where a block mask lists the blocks to compute."""
+        return self.program is not None and self.program.listed
+
+    @property
     def plain(self) -> AttnProblem:
         """The same problem without options, for its tuned rows and defaults. A window counts as causal."""
         return AttnProblem(self.dtype, self.head_dim, self.head_dim_v, self.causal or self.has("window"))

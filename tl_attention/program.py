@@ -13,6 +13,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 FLOAT, INT, LONG, BOOL = "float32", "int32", "int64", "bool"
+LISTED_ROWS = 128  # blocks of a block mask have multiples of so many queries and keys; the tiles of its kernels divide it
+# How the keys of a listed block are seen: as mask_mod says, all, none, or all up to the last key, where the block ends after it.
+# Bits of a list's entry for that, and for the block
+MASK, SHOW_ALL, HIDE_ALL, SHOW_TO_LAST = 0, 1, 2, 3
+HOW_BITS, BLOCK_BITS = 2, 19
 # Leaves, the arguments of the functions: the scaled score, and which batch entry, query head, query and key it belongs to
 LEAVES = {"score": FLOAT, "batch": INT, "head": INT, "query": INT, "key": INT}
 # Dtypes of captured tensors; a program computes in fp32, whatever the float dtype
@@ -27,6 +32,20 @@ CAPTURED_DTYPES = {
     "uint8": INT,
     "bool": BOOL,
 }
+
+
+BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+MAX_STAGED = 4  # bytes per score of the tiles of captured tensors in shared memory
 
 
 @dataclass(frozen=True)
@@ -54,6 +73,11 @@ class Captured:
     ndim: int
 
 
+def stored_dtype(captured: Captured) -> str:
+    """Dtype in which a backward stores a dense gradient, per batch entry and head; fp16 has too small a range."""
+    return "bfloat16" if captured.dtype == "bfloat16" else FLOAT
+
+
 @dataclass(frozen=True)
 class TensorGradient:
     """Gradient that one load of a captured tensor passes on: factor * gradient of the new score."""
@@ -73,6 +97,8 @@ class Program:
         slope: derivative of the new score with respect to the score; None: 1.
         tensors, numbers: dtypes of the launch arguments that loads and numbers refer to.
         gradients: of captured tensors.
+        listed: a block mask lists the blocks to compute, and says how their keys are seen.
+        exact: gradients of captured tensors are exact sums, which do not depend on the order of the additions.
     """
 
     values: tuple[Value, ...]
@@ -82,6 +108,8 @@ class Program:
     tensors: tuple[Captured, ...] = ()
     numbers: tuple[str, ...] = ()
     gradients: tuple[TensorGradient, ...] = ()
+    listed: bool = False
+    exact: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -94,14 +122,71 @@ class Program:
         return Program, tuple(getattr(self, x.name) for x in fields(self))
 
     @functools.cached_property
+    def as_listed(self) -> Program:
+        """The program under a block mask."""
+        return replace(self, listed=True)
+
+    @functools.cached_property
+    def as_exact(self) -> Program:
+        """The program with exact sums, where sums are needed."""
+        return self if len(self.stored) == len(self.gradients) else replace(self, exact=True)
+
+    @functools.cached_property
     def forward(self) -> Program:
         """The program without its derivatives."""
-        return replace(self, slope=None, gradients=()).pruned()
+        return replace(self, slope=None, gradients=(), exact=False).pruned()
+
+    @property
+    def hides(self) -> bool:
+        """True where some keys may be hidden, beside those of blocks that no list names."""
+        return self.mask is not None or self.listed
 
     @property
     def learned(self) -> tuple[int, ...]:
         """Tensors that get a gradient, in order."""
         return tuple(sorted({gradient.tensor for gradient in self.gradients}))
+
+    def staged_bytes(self, queries: int, keys: int) -> list[int]:
+        """Shared memory of a warp for a tile of each of dense_loads; see kernels/dense_code.py."""
+        dtypes = [self.tensors[self.values[i].data].dtype for i in self.dense_loads]
+        return [queries * (keys * BYTES[dtype] + 16) for dtype in dtypes]
+
+    def stored_bytes(self, queries: int, keys: int) -> list[int]:
+        """Shared memory of a warp for a tile of each gradient of `stored`."""
+        dtypes = [stored_dtype(self.tensors[self.gradients[i].tensor]) for i in self.stored]
+        return [queries * (keys * BYTES[dtype] + 16) for dtype in dtypes]
+
+    @functools.cached_property
+    def is_staged(self) -> bool:
+        """True where tiles of all dense loads fit into shared memory beside those of narrow heads."""
+        total = sum(BYTES[self.tensors[self.values[i].data].dtype] for i in self.dense_loads)
+        return 0 < total <= MAX_STAGED
+
+    def is_dense(self, index: tuple[int, ...]) -> bool:
+        """True for an index [.., q_idx, kv_idx] of a captured tensor: neighbours in memory are neighbours in a tile."""
+        return [self.values[i].op for i in index[-2:]] == ["query", "key"]
+
+    @functools.cached_property
+    def dense_loads(self) -> tuple[int, ...]:
+        """Values that are loads by a dense index."""
+        return tuple(i for i, x in enumerate(self.values) if x.op == "load" and self.is_dense(x.args))
+
+    @functools.cached_property
+    def dense(self) -> frozenset[int]:
+        """Tensors with a load by a dense index."""
+        return frozenset(self.values[i].data for i in self.dense_loads)
+
+    @functools.cached_property
+    def stored(self) -> tuple[int, ...]:
+        """Gradients that no two scores of a head share: the only ones of a tensor, by [q_idx, kv_idx] behind b, h and constants."""
+
+        def is_stored(gradient: TensorGradient) -> bool:
+            outer = [self.values[i].op for i in gradient.index[:-2]]
+            is_only = sum(other.tensor == gradient.tensor for other in self.gradients) == 1
+            places = {"batch", "head", "constant", "number"}.issuperset(outer)
+            return is_only and places and max(map(outer.count, ("batch", "head"))) <= 1
+
+        return tuple(i for i, x in enumerate(self.gradients) if self.is_dense(x.index) and is_stored(x))
 
     @property
     def learns_from_scores(self) -> bool:
@@ -135,7 +220,9 @@ class Program:
         gradients = tuple(
             TensorGradient(x.tensor, tuple(new[i] for i in x.index), new[x.factor]) for x in self.gradients
         )
-        return Program(values, score, mask, slope, self.tensors, self.numbers, gradients)
+        return Program(
+            values, score, mask, slope, self.tensors, self.numbers, gradients, self.listed, self.exact
+        )
 
     def needed(self, roots: Iterable[int]) -> set[int]:
         """Values that these values are computed from, themselves included."""
@@ -156,7 +243,7 @@ class Program:
         words = [
             word for word, value in (("score_mod", self.score), ("mask_mod", self.mask)) if value is not None
         ]
-        return " ".join(words)
+        return " ".join([*words, "blocks"] if self.listed else words)
 
     def text(self) -> str:
         """One line per value and output, for people."""
@@ -182,8 +269,10 @@ class Call:
     Args:
         tensors: captured tensors, in the order of program.tensors.
         numbers: captured numbers, in the order of program.numbers.
+        blocks: BlockLists of a listed program.
     """
 
     program: Program
     tensors: tuple[Any, ...] = ()
     numbers: tuple[float | int, ...] = ()
+    blocks: Any = None

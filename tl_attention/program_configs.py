@@ -12,10 +12,13 @@ def program_lines(
 ) -> list[tuple[str, tuple[str, ...], dict[str, Any]]]:
     """(name, what it serves, fields) of the lines of [programs] for a problem, in the order they are tried; see configs.OptionLine.
 
-    A forward has one line per width. A line of a backward serves programs without other Program.features than those in `serves`.
+    A forward has one line per width, and one for block masks where the tiles of the other do not divide program.LISTED_ROWS. A line of a
+    backward serves programs without other Program.features than those in `serves`.
     """
-    section = "fwd" if direction == "fwd" else "bwd"
-    name, lines = f"[programs.{problem.width}] {section}", grid["programs"][problem.width][section]
+    width, section = grid["programs"][problem.width], "fwd" if direction == "fwd" else "bwd"
+    if problem.is_listed and direction == "fwd" and "fwd_listed" in width:
+        section = "fwd_listed"
+    name, lines = f"[programs.{problem.width}] {section}", width[section]
     served = (str(problem.program),)
     if direction == "fwd":
         return [(name, served, lines)]

@@ -6,8 +6,10 @@ import math
 
 import torch
 
-from tl_attention.program import BOOL, FLOAT, Call
+from tl_attention.program import FLOAT, Call
 from tl_attention.trace_ops import TORCH_DTYPES, evaluate
+
+PARTIAL, FULL = 1, 2  # states of blocks, see launch/block_lists.py
 
 
 def flex_reference(
@@ -64,7 +66,12 @@ def new_scores(scores: torch.Tensor, call: Call) -> torch.Tensor:
         found.append(x)
     if program.score is not None:
         scores = found[program.score].expand(scores.shape)
-    if program.mask is not None:
-        assert program.values[program.mask].dtype == BOOL
-        scores = scores.masked_fill(~found[program.mask], -math.inf)
-    return scores
+    if program.mask is None and call.blocks is None:
+        return scores
+    seen = torch.ones((), dtype=torch.bool, device=device) if program.mask is None else found[program.mask]
+    if call.blocks is not None:
+        states = call.blocks.states
+        for dim, size, length in zip((-2, -1), call.blocks.block_size, scores.shape[-2:], strict=True):
+            states = states.repeat_interleave(size, dim=dim).narrow(dim, 0, length)
+        seen = (states == FULL) | (states == PARTIAL) & seen
+    return scores.masked_fill(~seen, -math.inf)

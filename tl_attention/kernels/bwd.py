@@ -1,13 +1,12 @@
 """FlashAttention backward for Hopper, by keys: dK, dV of a key block and its share of dQ, in one loop over the query blocks.
 
-Dao 2023 (FlashAttention-2, algorithm 2), in the schedule of Shah et al. 2024 (FlashAttention-3). Scores are transposed,
-S' = K Q': P' and dS' then leave the tensor cores in the registers where dV += P' dO and dK += dS' Q want them. Each consumer
-warpgroup owns 64 keys. The producer warp fills rings of Q and dO tiles by TMA. dQ is added from registers to sums in global
-memory.
+Dao 2023 (FlashAttention-2, algorithm 2), in the schedule of Shah et al. 2024 (FlashAttention-3). Scores are transposed, S' = K Q': P'
+and dS' then leave the tensor cores in the registers where dV += P' dO and dK += dS' Q want them. Each consumer warpgroup owns 64 keys.
+The producer warp fills rings of Q and dO tiles by TMA. dQ is added from registers to sums in global memory.
 
-bwd_delta.py computes Lse_log2 and Delta first; bwd_sum.py converts dQ_sum to dQ at the end. A pass computes one or two of the
-three gradients where the registers do not hold dK and dV together, or where dQ must not depend on the order of additions.
-Each pass then computes S' itself.
+bwd_delta.py computes Lse_log2 and Delta first; bwd_sum.py converts dQ_sum to dQ at the end. A pass computes one or two of the three
+gradients where the registers do not hold dK and dV together, or where dQ must not depend on the order of additions. Each pass then
+computes S' itself.
 """
 
 import tilelang.language as T
@@ -15,6 +14,7 @@ import tilelang.language as T
 from tl_attention.kernel_configs import BwdPass, sum_columns
 from tl_attention.kernels import pipeline
 from tl_attention.kernels import products as fp32
+from tl_attention.kernels.block_lists import query_blocks
 from tl_attention.kernels.bwd_store import store_gradients
 from tl_attention.kernels.bwd_tiles import (
     KeyRowsMask,
@@ -25,9 +25,8 @@ from tl_attention.kernels.bwd_tiles import (
     multiply_pieces,
     piece_shape,
 )
-from tl_attention.kernels.mask import Mask, QueryBlocks
+from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.options import (
-    Dropout,
     OptionArguments,
     Scores,
     alloc_bias_columns,
@@ -55,7 +54,7 @@ from tl_attention.kernels.tiles import (
     SharedTiles,
     rows_argument,
 )
-from tl_attention.kernels.traced import traced_arguments
+from tl_attention.kernels.traced import alloc_staged, traced_arguments
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = {
@@ -103,6 +102,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     k_qt = {**v_dot, "clear_accum": not problem.bias_is_linear}  # S' = K Q'
     pieces = dq_pieces(block_M, head_dim, config.warpgroups)
     sloped, varlen = problem.is_sloped, problem.has("varlen")
+    both_P = sloped and makes_dk and makes_dv
     # Load the log-sum-exps before S' is waited for: shared memory, busy with the GEMMs, answers late. Full d64 at 4k
     # 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21). dk+dv and ALiBi spill with it, and dv of d256 was slower
     prefetch_lse = (makes_dq or not makes_dv) and not problem.has("alibi")
@@ -165,24 +165,24 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         fp32.multiply(products, shared.K.parts_of(w), shared.Q.parts_of(step), acc_s, **k_qt)
 
     @T.macro
-    def exponentiate(acc_s, P_for_dv, lse_log2, blocks, mask, scores, scale_log2, softmax_scale):
+    def exponentiate(step, acc_s, P_for_dv, lse_log2, blocks, mask, scores, scale_log2, softmax_scale):
         """Replace S' in acc_s by the masked P' = exp2(S' * scale_log2 - lse_log2(query)).
 
         Where scores have a slope acc_s gets P' times it, for dS', and P_for_dv gets P'.
         """
         diagonal = mask.diagonal(blocks.query)
-        scores.locate(blocks.query, mask.key)
+        scores.locate_transposed(mask.key, blocks, step)
         scores.prepare(acc_s, diagonal)
         if mask_before_exp:
             mask.hide(acc_s, blocks.query, softmax_scale if scores.raw else 1.0)
         probabilities(
             acc_s,
             lambda score, i, j: scores.exponent(score, i, j, diagonal, scale_log2, lse_log2(j)),
-            P=P_for_dv if sloped and makes_dk and makes_dv else None,
+            P=P_for_dv if both_P else None,
             sloped=scores.sloped if sloped and makes_dk else None,
         )
         if not mask_before_exp:
-            mask.clear(acc_s, blocks.query)
+            scores.clear_transposed(acc_s, P_for_dv if both_P else None, mask, blocks)
 
     @T.macro
     def compute_dp(w, step, shared, acc_dp):
@@ -194,7 +194,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     def differentiate(w, number, counts, tile, blocks, tiles, shared, softmax_scale, options):
         """Compute dK and dV of 64 keys, and with them dQ of all query blocks that see the key tile."""
         key = tile.first_key + 64 * w
-        scores = Scores(problem, options, softmax_scale, rows_are_keys=True)
+        scores = Scores(problem, options, softmax_scale, block_M, True, shared.staged)
         dropout = Dropout(problem, options, block_M, rows_are_keys=True)
         mask = KeyRowsMask(blocks.mask, key, relative=makes_dq and varlen)
         raw_scale = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)
@@ -225,6 +225,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             shared.K.wait(other)
         shared.Q.wait(0)
         compute_scores(w, 0, blocks.head, scores, scale_log2, tile, shared, acc_s)
+        if problem.stages:
+            scores.traced.prefetch(blocks.head, blocks.query, key, True)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         if makes_dk:
             shared.V.wait(w)
@@ -252,6 +254,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
             # P' = exp2(S' - lse)
             exponentiate(
+                step,
                 acc_s,
                 P_for_dv,
                 lambda j: lse_log2[j] if prefetch_lse else shared.Q.row_value(step, 0, j),
@@ -377,7 +380,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     @T.macro
     def produce(number, order, counts, tiles, shared, options):
         tile = KeyTile(order, block_N)
-        blocks = QueryBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N)
+        blocks = query_blocks(problem, options, tile, seqlen_q, seqlen_k, block_M, block_N)
         tile.start(number, counts, blocks)
         if tile.exists:
             load(tile, blocks, tiles, shared)
@@ -385,7 +388,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     @T.macro
     def consume(w, number, order, counts, tiles, shared, softmax_scale, options):
         tile = KeyTile(order, block_N)
-        blocks = QueryBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N)
+        blocks = query_blocks(problem, options, tile, seqlen_q, seqlen_k, block_M, block_N)
         tile.start(number, counts, blocks)
         fill_bias_columns(w, shared.bias_columns, consumers)
         if tile.exists:
@@ -444,13 +447,14 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 if makes_dq
                 else None,
                 bias_columns=alloc_bias_columns(problem, block_M),
+                staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True),
             )
             # In terms of TileOrder the blocks are of keys, and a key head has `parts` heads
             order_heads = heads_kv * parts
             all_heads, table = (order_heads, Table) if varlen else (order_heads * batch, None)
-            per_entry = TABLE_ROWS // block_N
+            per_entry, uneven = TABLE_ROWS // block_N, problem.is_uneven
             order = TileOrder(
-                problem.causal, order_heads, all_heads, parts, n_blocks, group_heads, None, table, per_entry
+                uneven, order_heads, all_heads, parts, n_blocks, group_heads, None, table, per_entry
             )
             Tiles = PackedGradTiles if varlen else DenseGradTiles
             tiles = Tiles(

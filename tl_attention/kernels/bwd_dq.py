@@ -9,9 +9,10 @@ import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass, sum_columns
 from tl_attention.kernels import pipeline
-from tl_attention.kernels.mask import KeyBlocks, Mask
+from tl_attention.kernels.block_lists import key_blocks
+from tl_attention.kernels.dropout import Dropout
+from tl_attention.kernels.mask import Mask
 from tl_attention.kernels.options import (
-    Dropout,
     OptionArguments,
     Scores,
     alloc_bias_columns,
@@ -40,7 +41,7 @@ from tl_attention.kernels.tiles import (
     result_argument,
     rows_argument,
 )
-from tl_attention.kernels.traced import traced_arguments
+from tl_attention.kernels.traced import alloc_staged, traced_arguments
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -101,14 +102,14 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     def exponentiate(acc_s, lse_log2, query, step, blocks, scores, scale_log2):
         """Replace S in acc_s by the masked P = exp2(S * scale_log2 - lse_log2), times its slope where scores have one."""
         diagonal = blocks.diagonal(query, step)
-        scores.locate(query, blocks.first_key(step))
+        scores.locate(query, blocks, step)
         scores.prepare(acc_s, diagonal)
         probabilities(
             acc_s,
             lambda score, i, j: scores.exponent(score, i, j, diagonal, scale_log2, lse_log2[i]),
             sloped=scores.sloped if problem.is_sloped else None,
         )
-        blocks.mask.clear(acc_s, query, blocks.first_key(step))
+        scores.clear(acc_s, blocks, query, step)
 
     @T.macro
     def store(w, query, tile, tiles, shared, softmax_scale, dq_chunks):
@@ -126,7 +127,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     @T.macro
     def differentiate(w, tile, blocks, tiles, shared, softmax_scale, options):
         """Compute dQ of 64 queries."""
-        scores = Scores(problem, options, softmax_scale)
+        scores = Scores(problem, options, softmax_scale, block_N, staged=shared.staged)
         dropout = Dropout(problem, options, block_N)
         acc_s = T.alloc_fragment([64, block_N], "float32")  # S [queries, keys], then P
         acc_dp = T.alloc_fragment([64, block_N], "float32")  # dP [queries, keys]
@@ -138,10 +139,12 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         sums = alloc_fragments([[64, dq_cols]] * (2 if parts > 1 else 0), "float32")
         lse_log2 = T.alloc_fragment([64], "float32")
         delta = T.alloc_fragment([64], "float32")
-        kept_scores = None
+        kept_scores, gradient_tiles = None, ()
         scale_log2 = scores.not_too_small(softmax_scale * LOG2E) if scores.raw else scores.scale_log2
         if problem.learns and problem.program.learns_from_scores:
             kept_scores = T.alloc_fragment([64, block_N], "float32")
+        if problem.learns:
+            gradient_tiles = alloc_fragments([[64, block_N]] * len(problem.program.stored), "float32")
 
         query = tile.m_block * block_M + 64 * w
         blocks.start(tile.m_block * block_M)
@@ -149,6 +152,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         T.copy(tiles.delta(tile, tile.head, query, 64), delta)
         scores.start(tile.batch, tile.head, scale_log2)
         dropout.start()
+        if problem.stages:
+            scores.prefetch(query, blocks, 0)
         shared.Q.wait(w)
         shared.K.wait(0)
         compute_scores(w, 0, scores, shared, acc_s)
@@ -158,6 +163,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
         for step in T.serial(blocks.steps):
             dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(step))
+            if blocks.listed:
+                blocks.find(step)
             T.wait_wgmma(0)  # S, and dQ of the step before
             if step > 0:
                 shared.K.release(step - 1)
@@ -177,7 +184,9 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             shared.V.release(step)
 
             if problem.learns:
-                scores.traced.add_gradients(kept_scores, acc_s, acc_dp, lse_log2, delta, seqlen_k)
+                scores.traced.add_gradients(
+                    kept_scores, acc_s, acc_dp, lse_log2, delta, seqlen_k, gradient_tiles
+                )
 
             # dS = P * (dP - Delta)
             dropout.drop(acc_dp)
@@ -210,7 +219,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     @T.macro
     def produce(number, order, tiles, shared, options):
         tile = Tile(order)
-        blocks = KeyBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N)
+        mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
+        blocks = key_blocks(problem, options, mask, tile, block_M, block_N)
         tile.locate(number)
         if tile.exists:
             load(tile, blocks, tiles, shared)
@@ -218,7 +228,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     @T.macro
     def consume(w, number, order, tiles, shared, softmax_scale, options):
         tile = Tile(order)
-        blocks = KeyBlocks(Mask.of(problem, options, tile, seqlen_q, seqlen_k), block_M, block_N)
+        mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
+        blocks = key_blocks(problem, options, mask, tile, block_M, block_N)
         tile.locate(number)
         fill_bias_columns(w, shared.bias_columns, consumers)
         if tile.exists:
@@ -253,6 +264,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles)) as number:
             shared = SharedTiles(
                 bias_columns=alloc_bias_columns(problem, block_N),
+                staged=alloc_staged(problem, consumers // 32, block_N),
                 Q=TileRing(
                     [config.warpgroups, 64, parts * head_dim], dtype_of("q"), 4, name="Q", parts=parts
                 ),
@@ -276,7 +288,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             )
             all_heads, table = (heads, Table) if varlen else (heads * batch, None)
             order = TileOrder.of_queries(
-                counts, problem.causal, heads, all_heads, None, table, TABLE_ROWS // block_M
+                counts, problem.is_uneven, heads, all_heads, None, table, TABLE_ROWS // block_M
             )
             Tiles = PackedGradTiles if varlen else DenseGradTiles
             tiles = Tiles(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, parts, dQ=dQ)

@@ -95,7 +95,12 @@ class KeyTile:
         self.part_idx[0] = self.tile.head - self.tile.kv_head * order.heads_per_kv
         first_head = self.tile.kv_head * counts.heads_per_kv + self.part_idx[0] * counts.heads_per_part
         heads = T.min(counts.heads_per_part, counts.heads_per_kv - self.part_idx[0] * counts.heads_per_part)
-        blocks.start(self.first[0], first_head, heads)
+        if blocks.listed:
+            blocks.start_list(
+                self.batch, self.kv_head, counts.heads_per_kv, self.first[0], self.part, counts.parts
+            )
+        else:
+            blocks.start(self.first[0], first_head, heads)
 
     @property
     def exists(self) -> Any:

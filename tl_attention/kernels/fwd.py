@@ -11,15 +11,17 @@ import tilelang.language as T
 
 from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels import pipeline
+from tl_attention.kernels.block_lists import key_blocks
+from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.mask import LAST_BLOCK, KeyBlocks, Mask
 from tl_attention.kernels.options import (
-    Dropout,
     OptionArguments,
     Scores,
     alloc_bias_columns,
     fill_bias_columns,
     option_arguments,
     prelude,
+    sink_score,
 )
 from tl_attention.kernels.pages import CachePages, page_arguments, paged_loads
 from tl_attention.kernels.pipeline import (
@@ -45,7 +47,7 @@ from tl_attention.kernels.tiles import (
     result_argument,
     rows_argument,
 )
-from tl_attention.kernels.traced import traced_arguments
+from tl_attention.kernels.traced import alloc_staged, traced_arguments
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -106,13 +108,6 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     tickets_view = T.Tensor([2], "int32")
     extra = option_arguments(problem)
     paged = page_arguments(config.page_rows > 0)
-
-    def sink_of(tile: Tile, options: OptionArguments | None) -> Any:
-        """Sink score of the tile's head, for one of its splits alone; None without a sink."""
-        if not problem.has("sink"):
-            return None
-        sink = options.Sink[tile.head]
-        return T.if_then_else(tile.split == 0, sink, -T.infinity("float32")) if split else sink
 
     def step_ranges(blocks: KeyBlocks, recomputes: Any) -> tuple:
         """(steps, whether they update the row max, their count) of the ranges after step 0.
@@ -194,7 +189,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     def produce(first_tile, order, ctas, tickets, tiles, shared, options):
         tile = Tile(order)
         mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
-        blocks = KeyBlocks(mask, block_M, block_N, split, overlap=hold_max)
+        blocks = key_blocks(problem, options, mask, tile, block_M, block_N, split, overlap=hold_max)
         if persistent:
             stream = TileStream(
                 config.schedule, first_tile, order, ctas, tickets, shared.tile_box, shared.overflows
@@ -242,7 +237,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         # P V of one block of keys; without parts O itself
         acc_pv = alloc_fragments([[64, o_cols]], "float32") if parts > 1 else (acc_o,)
         lse = T.alloc_fragment([64], "float32")
-        scores = Scores(problem, options, softmax_scale)
+        scores = Scores(problem, options, softmax_scale, block_N, staged=shared.staged)
         dropout = Dropout(problem, options, block_N)
         raw_scale = scores.not_too_small(T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE))
         scale_log2 = raw_scale if scores.raw else scores.scale_log2
@@ -253,6 +248,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         scores.start(tile.batch, tile.head, scale_log2)
         dropout.start()
 
+        if problem.stages:
+            scores.prefetch(query, blocks, 0)
         shared.Q.wait(q_step)
         if scores.raw:
             if softmax_scale < 0:  # -Q and |scale|, as the row max is one of raw scores
@@ -273,6 +270,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         )
         turns.pass_on(w)
         dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(0))
+        if problem.program is not None:
+            scores.look_up(query, blocks, 0, LAST_BLOCK)
         T.wait_wgmma(0)
         shared.K.release(first_step)
         if O_in_Q and q_stages > 1:  # O of the tile before has left its slot by now
@@ -309,6 +308,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 )
                 turns.pass_on(w)
                 dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(steps.first + i))
+                if problem.program is not None:
+                    scores.look_up(query, blocks, steps.first + i, steps)
                 T.wait_wgmma(len(products))  # S is there
                 shared.K.release(first_step + steps.first + i)
                 scores.transform(acc_s, query, blocks, steps.first + i, steps)
@@ -360,7 +361,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 if softmax.overflowed():
                     shared.overflows.report(turn)
             shared.overflows.finish(turn)
-        softmax.finish(O_chunks, lse, lse_unit, sink_of(tile, options))
+        softmax.finish(O_chunks, lse, lse_unit, sink_score(problem, options, tile, split))
         for n in indices(O_chunks):
             dropout.scale_kept(O_chunks[n])
 
@@ -392,7 +393,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     def consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options):
         tile = Tile(order)
         mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
-        blocks = KeyBlocks(mask, block_M, block_N, split, overlap=hold_max)
+        blocks = key_blocks(problem, options, mask, tile, block_M, block_N, split, overlap=hold_max)
         turns.start(w)
         fill_bias_columns(w, shared.bias_columns, WARPGROUP * config.warpgroups)
         if persistent:
@@ -475,11 +476,12 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 tile_box=TileBox(varlen) if persistent else None,
                 bias_columns=alloc_bias_columns(problem, block_N),
                 overflows=Overflows(consumer_warps) if hold_max else None,
+                staged=alloc_staged(problem, consumer_warps, block_N),
             )
             options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
             counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
             # Sliding windows are usually causal, so their tiles are scheduled like causal ones
-            longest_first = problem.causal or problem.has("window")
+            longest_first = problem.is_uneven or problem.has("window")
             all_heads, table = (heads, Table) if varlen else (heads * batch, None)
             order = TileOrder.of_queries(
                 counts, longest_first, heads, all_heads, splits, table, TABLE_ROWS // block_M

@@ -13,6 +13,7 @@ import tilelang.language as T
 
 from tl_attention.kernels.options import OptionArguments
 from tl_attention.problem import AttnProblem
+from tl_attention.program import MASK
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,9 @@ class KeyBlocks:
         overlap: each query that sees a key has seen one in step 0 or in a step with check_right, as a held row max needs it.
     """
 
+    listed = False
+    stop_key = None  # a program hides the keys from here on
+
     def __init__(
         self,
         mask: Mask,
@@ -238,6 +242,17 @@ class KeyBlocks:
             return StepRange(True, False, 1, right), StepRange(False, False, self.num_right[0], unmasked)
         return (StepRange(False, False, 1, self.num_steps[0] - 1),)
 
+    def key_at(self, step: Any) -> Any:
+        return self.first_key(step)
+
+    def how_at(self, step: Any) -> Any:
+        """State of the keys of a step, for a program: program.MASK or another."""
+        return MASK
+
+    def may_hide(self, step: Any) -> Any:
+        """True where a program may hide keys of a step."""
+        return True
+
     @T.inline
     def hide(self, acc_s, query, step, steps):
         """Mask the scores [64, block_N] of the queries from `query` on at a step of the StepRange `steps`."""
@@ -274,6 +289,10 @@ class QueryBlocks:
 
     There is at least one block per head: the last query sees all keys; where a window hides them, or there is no query, P is 0.
     """
+
+    listed = False
+    # For a program: how the keys of a step are seen, whether some may be hidden, the key that hidden ones begin at
+    how, may_hide, stop_key = MASK, True, None
 
     def __init__(self, mask: Mask, block_M: int, block_N: int, name: str = "blocks"):
         self.mask, self.block_M, self.block_N = mask, block_M, block_N
@@ -319,6 +338,12 @@ class QueryBlocks:
     @property
     def head(self) -> Any:
         return self.current_head[0]
+
+    @property
+    def next_query(self) -> Any:
+        """First query of the next step."""
+        following = self.current_query[0] + self.block_M
+        return T.if_then_else(following >= self.stop, self.first_query[0], following)
 
     @property
     def next_head(self) -> Any:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 
-from tl_attention.program import BOOL, FLOAT, INT, LONG, Program, Value
+from tl_attention.kernels.dense_code import DENSE
+from tl_attention.program import BOOL, FLOAT, INT, LONG, MASK, SHOW_ALL, SHOW_TO_LAST, Program, Value
 
 TYPES = {FLOAT: "float", INT: "int", LONG: "long long", BOOL: "bool"}
 # Dtype of a captured tensor -> its type in memory
@@ -71,33 +72,70 @@ static __device__ __forceinline__ void tl_attention_add(void* sums, int offset, 
   asm volatile("{ .reg .pred p; setp.ne.f32 p, %1, 0f00000000; @p red.global.add.f32 [%0], %1; }" ::"l"((float*)sums + offset), "f"(x)
                : "memory");
 }
+// Adds x to the exact sum of an element: 15 integers for 8 exponents each, from 2^-64 on, and a count of what is too large for them
+static __device__ __forceinline__ void tl_attention_add_exactly(void* sums, int offset, float x) {
+  int bits = __float_as_int(x), exponent = (bits >> 23 & 255) - 127 + 64;
+  bool is_large = exponent >= 15 * 8;
+  int slot = is_large ? 15 : max(exponent, 0) >> 3;
+  long long digits = (long long)(bits & 0x7fffff | 0x800000) << (exponent & 7);
+  digits = is_large ? 1 : exponent < 0 ? 0 : bits < 0 ? -digits : digits;
+  asm volatile("{ .reg .pred p; setp.ne.s64 p, %1, 0; @p red.global.add.u64 [%0], %1; }" ::"l"(
+                   (long long*)sums + (offset * 16ll + slot)),
+               "l"(digits)
+               : "memory");
+}
 """
 
 
 def program_code(program: Program) -> str:
-    """Functions of a program: tl_attention_new_score, _slope, and per gradient _factor0, _target0, .. the offset that it is added at."""
+    """Functions of a program: tl_attention_new_score; _seen, whose first argument is how keys are seen, program.MASK or another; _slope;
+    and per gradient _factor0, _target0, .. the offset that it is added at.
+    """
     parameters = [LEAVES]
     for i, captured in enumerate(program.tensors):
         dims = range(max(captured.ndim, 1))
         parameters += [f"const void* tensor{i}", *(f"int size{i}_{dim}, int stride{i}_{dim}" for dim in dims)]
     parameters += [f"{TYPES[dtype]} number{i}" for i, dtype in enumerate(program.numbers)]
+    of_tensors = parameters.copy()
+    parameters += [f"{fetched_type(program, i)} fetched{i}" for i in program.dense_loads]
 
-    def function(name: str, dtype: str, roots: list[int], result: str) -> str:
+    def function(
+        name: str, dtype: str, roots: list[int], result: str, first: str = "", of: list[str] | None = None
+    ) -> str:
         lines = [
             f"  const {TYPES[program.values[i].dtype]} v{i} = {_expression(program, i)};"
             for i in sorted(program.needed(roots))
         ]
-        head = f"static __device__ __forceinline__ {TYPES[dtype]} tl_attention_{name}({', '.join(parameters)}) {{"
+        head = f"static __device__ __forceinline__ {TYPES[dtype]} tl_attention_{name}({first}{', '.join(of or parameters)}) {{"
         return "\n".join([head, *lines, f"  return {result};", "}"])
 
-    score = "score" if program.score is None else f"v{program.score}"
-    result = score if program.mask is None else f"v{program.mask} ? {score} : -{_literal(math.inf)}"
-    roots = [value for value in (program.score, program.mask) if value is not None]
-    functions = [function("new_score", FLOAT, roots, result)]
+    functions = []
+    for i in program.dense_loads:
+        value = program.values[i]
+        terms = _terms(program, value)[:-2]
+        functions.append(
+            function(f"base{i}", INT, list(value.args[:-2]), " + ".join(terms) or "0", of=of_tensors)
+        )
+    if program.score is not None:
+        functions.append(function("new_score", FLOAT, [program.score], f"v{program.score}"))
+    if program.hides:
+        of_mask = "true" if program.mask is None else f"v{program.mask}"
+        roots = [] if program.mask is None else [program.mask]
+        functions.append(
+            function(
+                "seen",
+                BOOL,
+                roots,
+                f"how & {SHOW_ALL & SHOW_TO_LAST} | (how == {MASK} & {of_mask})",
+                "int how, ",
+            )
+        )
     if program.slope is not None:
         functions.append(function("slope", FLOAT, [program.slope], f"v{program.slope}"))
     for i, gradient in enumerate(program.gradients):
         functions.append(function(f"factor{i}", FLOAT, [gradient.factor], f"v{gradient.factor}"))
+        if i in program.stored:
+            continue
         # The sums are contiguous and have the sizes of the tensor
         offset = "0"
         for dim, index in enumerate(gradient.index):
@@ -105,7 +143,8 @@ def program_code(program: Program) -> str:
                 f"({offset}) * size{gradient.tensor}_{dim} + {_index(program, gradient.tensor, dim, index)}"
             )
         functions.append(function(f"target{i}", INT, list(gradient.index), offset))
-    return HELPERS + "\n".join(functions) + "\n"
+    dense = DENSE if program.dense_loads or program.stored else ""
+    return HELPERS + dense + "\n".join(functions) + "\n"
 
 
 def _expression(program: Program, i: int) -> str:
@@ -119,7 +158,7 @@ def _expression(program: Program, i: int) -> str:
     if value.op == "number":
         return f"number{value.data}"
     if value.op == "load":
-        return _load(program, value)
+        return f"fetched{i}" if i in program.dense_loads else _load(program, value)
     if value.op == "cast":
         position = _position(program, value.args[0]) if value.dtype == FLOAT else None
         return position or f"({TYPES[value.dtype]}){args[0]}"
@@ -150,12 +189,21 @@ def _literal(number: float | int | bool) -> str:
     return f"({number!r}f)"
 
 
-def _load(program: Program, value: Value) -> str:
-    tensor, captured = value.data, program.tensors[value.data]
-    terms = [
-        f"{_index(program, tensor, dim, index)} * stride{tensor}_{dim}"
+def fetched_type(program: Program, i: int) -> str:
+    """Type of a value that is loaded by a dense index."""
+    return TYPES[program.values[i].dtype]
+
+
+def _terms(program: Program, value: Value) -> list[str]:
+    """Offsets in a captured tensor by the dimensions of an index."""
+    return [
+        f"{_index(program, value.data, dim, index)} * stride{value.data}_{dim}"
         for dim, index in enumerate(value.args)
     ]
+
+
+def _load(program: Program, value: Value) -> str:
+    tensor, captured, terms = value.data, program.tensors[value.data], _terms(program, value)
     load = f"tl_attention_captured<{STORED[captured.dtype]}, {TYPES[INT if value.dtype == BOOL else value.dtype]}>"
     loaded = f"{load}(tensor{tensor}, {' + '.join(terms) or '0'})"
     return f"{loaded} != 0" if value.dtype == BOOL else loaded

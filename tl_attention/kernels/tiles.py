@@ -299,6 +299,7 @@ class SharedTiles:
     tile_box: Any = None  # scheduler.TileBox
     overflows: Any = None  # scheduler.Overflows
     bias_columns: Any = None  # options.alloc_bias_columns
+    staged: Any = None  # traced.StagedTiles
 
 
 @dataclass(frozen=True)

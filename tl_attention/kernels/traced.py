@@ -9,9 +9,10 @@ import tilelang.language as T
 from tilelang import tvm
 from tilelang.language.eager.builder import Builder
 
+from tl_attention.kernels.program_code import STORED, fetched_type
 from tl_attention.kernels.softmax import LOG2E
 from tl_attention.problem import AttnProblem
-from tl_attention.program import BOOL, FLOAT, INT, Captured, Program
+from tl_attention.program import BOOL, BYTES, FLOAT, INT, LONG, MASK, Captured, stored_dtype
 
 tirx = tvm.tirx
 
@@ -22,7 +23,10 @@ class TracedArguments:
 
     tensors: tuple[Any, ...]  # captured tensors
     numbers: tuple[Any, ...]  # captured numbers
-    gradients: dict[int, Any]  # fp32 sums of the gradients of program.learned, contiguous, by tensor
+    gradients: dict[int, Any]  # of program.learned, contiguous, by tensor: see launch/traced.py
+    # With a block mask: see block_lists.py
+    spans: Any = None  # int32 [batch, heads, tiles, 3]
+    entries: Any = None  # int32 [entries]
 
     @property
     def flat(self) -> tuple[Any, ...]:
@@ -38,7 +42,7 @@ class TracedArguments:
 def traced_arguments(problem: AttnProblem) -> TracedArguments | None:
     """Declare the arguments of a problem's program, at the begin of the body of a prim_func; None without a program.
 
-    Order: captured tensors, numbers, gradients. A 0-d tensor has one dimension of size 1; bool tensors are uint8.
+    Order: captured tensors, numbers, gradients, spans and entries. A 0-d tensor has one dimension of size 1; bool tensors are uint8.
     """
     program = problem.program
     if program is None:
@@ -52,15 +56,64 @@ def traced_arguments(problem: AttnProblem) -> TracedArguments | None:
         dtype = "uint8" if captured.dtype == BOOL else captured.dtype
         return builder.arg(name, T.StridedTensor(sizes, strides, dtype))
 
+    stored = {program.gradients[number].tensor for number in program.stored}
+
+    def gradient(i: int) -> Any:
+        name = f"dCaptured{i}_size"
+        if i in stored:
+            sizes = [tirx.Var(f"{name}{dim}", INT) for dim in range(4)]
+            return T.Tensor(sizes, stored_dtype(program.tensors[i]))
+        return T.Tensor([tirx.Var(name, INT)], LONG if program.exact else FLOAT)
+
     tensors = tuple(tensor(f"Captured{i}", captured) for i, captured in enumerate(program.tensors))
     numbers = tuple(
         builder.arg(f"number{i}", tirx.Var(f"number{i}", dtype)) for i, dtype in enumerate(program.numbers)
     )
-    gradients = {
-        i: builder.arg(f"dCaptured{i}", T.Tensor([tirx.Var(f"dCaptured{i}_size", INT)], FLOAT))
-        for i in program.learned
-    }
-    return TracedArguments(tensors, numbers, gradients)
+    gradients = {i: builder.arg(f"dCaptured{i}", gradient(i)) for i in program.learned}
+    if not program.listed:
+        return TracedArguments(tensors, numbers, gradients)
+    sizes, strides = (
+        [tirx.Var(f"spans_{word}{dim}", INT) for dim in range(3)] for word in ("size", "stride")
+    )
+    spans = builder.arg("Spans", T.StridedTensor([*sizes, 3], [*strides, 1], INT))
+    entries = builder.arg("Entries", T.Tensor([tirx.Var("num_entries", INT)], INT))
+    return TracedArguments(tensors, numbers, gradients, spans, entries)
+
+
+@T.meta_class
+class StagedTiles:
+    """Shared memory of the warps of a CTA for tiles of captured tensors, and of their gradients where queries are rows: uint8 [bytes]."""
+
+    def __init__(
+        self, problem: AttnProblem, warps: int, cols: int, rows_are_keys: bool = False, name: str = "staged"
+    ):
+        self.tiles = [
+            SharedBytes(warps * size, name=f"captured_{n}").bytes
+            for n, size in enumerate(problem.staged_bytes(cols, rows_are_keys))
+        ]
+        sizes = problem.program.stored_bytes(16, cols) if problem.learns and not rows_are_keys else []
+        self.gradients = [
+            SharedBytes(warps * size, name=f"gradient_{n}").bytes for n, size in enumerate(sizes)
+        ]
+
+
+@T.meta_class
+class SharedBytes:
+    """Buffer with a name of its own, as in pipeline.SharedTile."""
+
+    def __init__(self, size: int, name: str):
+        self.bytes = T.alloc_shared([size], "uint8")
+
+
+def alloc_staged(
+    problem: AttnProblem, warps: int, cols: int, rows_are_keys: bool = False
+) -> StagedTiles | None:
+    """StagedTiles; None without a program."""
+    return (
+        StagedTiles(problem, warps, cols, rows_are_keys, name="staged")
+        if problem.program is not None
+        else None
+    )
 
 
 @T.meta_class
@@ -72,12 +125,16 @@ class Traced:
 
     def __init__(
         self,
-        program: Program,
+        problem: AttnProblem,
         arguments: TracedArguments,
         softmax_scale: Any,
+        cols: int,
         rows_are_keys: bool = False,
+        staged: StagedTiles | None = None,
         name: str = "traced",
     ):
+        program, self.cols, self.staged = problem.program, cols, staged
+        self.is_staged, self.staged_bytes = problem.stages, problem.staged_bytes(cols, rows_are_keys)
         self.program, self.arguments, self.softmax_scale = program, arguments, softmax_scale
         self.rows_are_keys = rows_are_keys
         self.batch = T.alloc_var(INT, init=0)
@@ -87,7 +144,18 @@ class Traced:
             T.alloc_var(FLOAT, init=0.0) if self.is_uniform(gradient.index) else None
             for gradient in program.gradients
         ]
+        # Elements of program.dense_loads for the tile, as they are in memory
+        self.tiles = [
+            T.alloc_local([cols // 2 * BYTES[self.captured(i).dtype] // 4], "uint32")
+            for i in program.dense_loads
+        ]
         self.first_query = self.first_key = 0
+        self.how = MASK
+
+    @property
+    def needs_key(self) -> bool:
+        """True where a new score depends on its key."""
+        return self.program.score is not None and self.program.depends_on(self.program.score, ("key",))
 
     def is_uniform(self, index: tuple[int, ...]) -> bool:
         return not any(self.program.depends_on(i, ("score", "query", "key")) for i in index)
@@ -98,11 +166,11 @@ class Traced:
         self.batch[0] = batch
         self.head[0] = head
 
-    def locate(self, first_query: Any, first_key: Any) -> None:
-        """Set the query and the key of the first element of the tile."""
-        self.first_query, self.first_key = first_query, first_key
+    def locate(self, first_query: Any, first_key: Any, how: Any) -> None:
+        """Set the query and the key of the first element of the tile, and how its keys are seen: MASK, SHOW_ALL or HIDE_ALL."""
+        self.first_query, self.first_key, self.how = first_query, first_key, how
 
-    def call(self, function: str, dtype: str, score: Any, i: Any, j: Any) -> Any:
+    def call(self, function: str, dtype: str, score: Any, i: Any, j: Any, *first: Any) -> Any:
         """A function of program_code at an element of the tile, whose scaled score is given.
 
         Only the first 8 columns, of which a thread has 2 per row, convert an int to a float, which takes four times as long as the
@@ -119,16 +187,88 @@ class Traced:
         return T.call_extern(
             dtype,
             f"tl_attention_{function}",
+            *first,
             score,
             self.batch[0],
             self.head[0],
             *positions,
             *self.arguments.flat,
+            *(self.fetched(n, i, j) for n in range(len(self.tiles))),
         )
 
+    def captured(self, load: int) -> Captured:
+        return self.program.tensors[self.program.values[load].data]
+
+    def fetched(self, n: int, i: Any, j: Any) -> Any:
+        """Element of a fetched tile, at the place that wgmma gives to row i and column j in the registers of their thread."""
+        load = self.program.dense_loads[n]
+        types = f"{STORED[self.captured(load).dtype]}, {fetched_type(self.program, load)}"
+        place = j // 8 * 4 + i // 8 % 2 * 2 + j % 2
+        dtype = self.program.values[load].dtype
+        return T.call_extern(dtype, f"tl_attention_fetched<{types}>", self.tiles[n].data, place)
+
+    @T.inline
+    def fetch(self):
+        """Fetch the tiles of captured tensors; after locate(). Those that are staged have been prefetched."""
+        if self.is_staged:
+            T.evaluate(T.call_extern("handle", "tl_attention_wait_for_prefetch"))
+        for n in tuple(range(len(self.tiles))):
+            if self.is_staged:
+                T.evaluate(
+                    T.call_extern(
+                        "handle",
+                        f"tl_attention_fetch_shared<{self.tile_types(n)}>",
+                        self.tiles[n].data,
+                        self.staged.tiles[n].access_ptr("rw"),
+                        self.staged_bytes[n],
+                    )
+                )
+            else:
+                T.evaluate(
+                    T.call_extern(
+                        "handle",
+                        f"tl_attention_fetch<{self.tile_types(n)}>",
+                        self.tiles[n].data,
+                        *self.place(n, self.head[0], self.first_query, self.first_key),
+                    )
+                )
+
+    @T.inline
+    def prefetch(self, head, query, key, is_needed):
+        """Start to copy tiles of captured tensors to shared memory, if is_needed; every lane has fetched the tiles before."""
+        T.sync_warp()
+        for n in tuple(range(len(self.tiles))):
+            T.evaluate(
+                T.call_extern(
+                    "handle",
+                    f"tl_attention_prefetch<{self.tile_types(n)}>",
+                    self.staged.tiles[n].access_ptr("rw"),
+                    self.staged_bytes[n],
+                    *self.place(n, head, query, key),
+                    is_needed,
+                )
+            )
+
+    def tile_types(self, n: int) -> str:
+        """Template arguments of the functions of dense_code."""
+        stored = STORED[self.captured(self.program.dense_loads[n]).dtype]
+        return f"{stored}, {str(self.rows_are_keys).lower()}, {self.cols}"
+
+    def place(self, n: int, head: Any, query: Any, key: Any) -> tuple[Any, ...]:
+        """Arguments of the functions of dense_code: matrix of a captured tensor, and position of the tile in it."""
+        load = self.program.dense_loads[n]
+        tensor = self.arguments.tensors[self.program.values[load].data]
+        leaves = 0.0, self.batch[0], head, 0, 0, 0.0, 0.0
+        base = T.call_extern(INT, f"tl_attention_base{load}", *leaves, *self.arguments.flat)
+        return tensor.data, base, tensor.strides[-2], *tensor.shape[-2:], query, key
+
     def score(self, raw_score: Any, i: Any, j: Any) -> Any:
-        """New score; -inf where the query does not see the key."""
+        """New score, whether the query sees the key or not."""
         return self.call("new_score", FLOAT, raw_score * self.softmax_scale, i, j)
+
+    def sees(self, i: Any, j: Any) -> Any:
+        """True if the query sees the key."""
+        return self.call("seen", BOOL, 0.0, i, j, self.how)
 
     def sloped(self, P: Any, raw_score: Any, i: Any, j: Any) -> Any:
         """Probability times the slope of its score."""
@@ -138,9 +278,32 @@ class Traced:
     @T.inline
     def apply(self, acc_s):
         """Replace raw scores by new ones."""
+        if self.program.score is not None:
+            rows, cols = acc_s.shape
+            for i, j in T.Parallel(rows, cols):
+                acc_s[i, j] = self.score(acc_s[i, j], i, j)
+
+    @T.inline
+    def hide_step(self, acc_s, hidden, blocks, may_hide):
+        """Set elements of a step that a query does not see to `hidden`. may_hide: False where it sees all of this step."""
+        if self.program.hides:
+            if may_hide:
+                self.hide(acc_s, hidden, blocks.stop_key)
+
+    @T.inline
+    def hide(self, acc_s, hidden, stop):
+        """Set elements of keys that a query does not see to `hidden`, and of keys from `stop` on; None: no key is beyond the last."""
         rows, cols = acc_s.shape
         for i, j in T.Parallel(rows, cols):
-            acc_s[i, j] = self.score(acc_s[i, j], i, j)
+            acc_s[i, j] = T.if_then_else(
+                self.sees_before(i, j, stop), acc_s[i, j], T.cast(hidden, acc_s.dtype)
+            )
+
+    def sees_before(self, i: Any, j: Any, stop: Any) -> Any:
+        """True if the query sees the key, which is one of the first `stop`; None: of all."""
+        if stop is None:
+            return self.sees(i, j)
+        return self.sees(i, j) & (self.first_key + (i if self.rows_are_keys else j) < stop)
 
     @T.inline
     def keep_scores(self, acc_s, scores):
@@ -155,7 +318,10 @@ class Traced:
         if not self.program.learns_from_scores:
             return P[i, j]
         weight = T.exp2(self.call("new_score", FLOAT, scores[i, j], i, j) * LOG2E - lse_log2[i])
-        return T.call_extern(FLOAT, "tl_attention_before", self.first_key + j < seqlen_k, weight)
+        seen = self.first_key + j < seqlen_k
+        if self.program.hides:
+            seen = seen & self.sees(i, j)
+        return T.call_extern(FLOAT, "tl_attention_before", seen, weight)
 
     def passed_on(
         self,
@@ -176,8 +342,13 @@ class Traced:
         return T.call_extern(FLOAT, "tl_attention_gradient", weight, acc_dp[i, j], delta[i], factor)
 
     @T.inline
-    def add_gradients(self, scores, P, acc_dp, lse_log2, delta, seqlen_k):
-        """Add the gradients of captured tensors of a tile [queries, keys]. scores: of keep_scores(); P: probabilities."""
+    def add_gradients(self, scores, P, acc_dp, lse_log2, delta, seqlen_k, tiles):
+        """Add, or store, the gradients of captured tensors of a tile [queries, keys].
+
+        Args:
+            scores: of keep_scores(). P: probabilities.
+            tiles: fragments [64, block_N] of fp32, one per gradient of program.stored.
+        """
         rows, cols = acc_dp.shape
         for i, j in T.Parallel(rows, cols):  # one loop, so that nvcc computes common parts once
             for number in self.summed:
@@ -188,6 +359,33 @@ class Traced:
                 self.add(
                     number, i, j, self.passed_on(number, scores, P, acc_dp, i, j, lse_log2, delta, seqlen_k)
                 )
+            for n in tuple(range(len(self.program.stored))):
+                tiles[n][i, j] = self.passed_on(
+                    self.program.stored[n], scores, P, acc_dp, i, j, lse_log2, delta, seqlen_k
+                )
+        for n in tuple(range(len(self.program.stored))):
+            self.store(n, tiles[n], seqlen_k)
+
+    @T.inline
+    def store(self, n, tile, seqlen_k):
+        """Store the n-th of the gradients of program.stored for a tile [queries, keys]."""
+        out = self.arguments.gradients[self.program.gradients[self.program.stored[n]].tensor]
+        T.evaluate(
+            T.call_extern(
+                "handle",
+                f"tl_attention_store_tile<{STORED[out.dtype]}, {tile.shape[1]}>",
+                out.access_ptr("rw"),
+                tile.data,
+                self.staged.gradients[n].access_ptr("rw"),
+                self.program.stored_bytes(16, self.cols)[n],
+                self.batch[0],
+                self.head[0],
+                self.first_query,
+                self.first_key,
+                *out.shape[1:],
+                seqlen_k,
+            )
+        )
 
     @T.inline
     def add(self, number, i, j, x):
@@ -196,7 +394,7 @@ class Traced:
         T.evaluate(
             T.call_extern(
                 "handle",
-                "tl_attention_add",
+                "tl_attention_add_exactly" if self.program.exact else "tl_attention_add",
                 sums.access_ptr("rw"),
                 self.call(f"target{number}", INT, 0.0, i, j),
                 x,
@@ -211,12 +409,12 @@ class Traced:
     @property
     def scattered(self) -> tuple[int, ...]:
         """Gradients that each element adds to."""
-        return tuple(i for i, total in enumerate(self.sums) if total is None)
+        return tuple(i for i, x in enumerate(self.sums) if x is None and i not in self.program.stored)
 
     @T.inline
     def finish_gradients(self):
         """Add the sums of the threads to global memory, one addition per warp."""
-        self.locate(0, 0)  # their index is that of every score
+        self.locate(0, 0, MASK)  # their index is that of every score
         for number in self.summed:
             self.sums[number][0] = T.warp_reduce_sum(self.sums[number][0])
             if T.get_thread_binding() % 32 == 0:

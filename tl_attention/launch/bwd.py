@@ -26,7 +26,7 @@ from tl_attention.launch.common import (
     qkv_key,
 )
 from tl_attention.launch.parts import PartsLaunch
-from tl_attention.launch.traced import gradient_sums, traced_arguments
+from tl_attention.launch.traced import Gradients, backward_call, traced_arguments
 from tl_attention.options import Options
 from tl_attention.problem import TABLE_ROWS, length_bucket
 from tl_attention.program import Call
@@ -81,8 +81,9 @@ def build_backward_ahead(
     traced: Call | None,
 ) -> None:
     """Begin to build the kernels of the backward of a forward call, where they are missing, and do not wait."""
-    key = _kernel_key(q, k, v, causal, heads_first, options, traced)
-    direction = "bwd_det" if deterministic or torch.are_deterministic_algorithms_enabled() else "bwd"
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    key = _kernel_key(q, k, v, causal, heads_first, options, backward_call(traced, deterministic))
+    direction = "bwd_det" if deterministic else "bwd"
     if (direction, key) not in _kernels:
         build_ahead(key, direction, "for the backward pass")
 
@@ -124,7 +125,7 @@ class BwdPlan:
         batch, seqlen_q, heads, head_dim = q.shape[0], q.shape[seq], q.shape[head], q.shape[3]
         seqlen_k, heads_kv, head_dim_v = k.shape[seq], k.shape[head], v.shape[3]
         self.batch = options.cu_seqlens_q.shape[0] - 1 if self.packed else batch
-        self.heads, self.seqlen_q = heads, seqlen_q
+        self.heads, self.seqlen_q, self.seqlen_k = heads, seqlen_q, seqlen_k
 
         key = _kernel_key(q, k, v, causal, heads_first, options, traced)
         _, _, _, _, names, *_ = key
@@ -217,13 +218,13 @@ class BwdPlan:
         # A kernel with an fp32 tensor argument runs on the current stream of its device
         lse_log2, delta = empty(*self.rows), empty(*self.rows)
         lse, lse_to_log2 = lse.contiguous(), 1.0 if lse_base2 else LOG2E
-        arguments, tables = (), None
+        arguments, tables, blocks = (), None, None
         if self.has_options:
             arguments = option_arguments(options, self.batch, self.heads, self.device)
         if traced is not None:
-            sums = gradient_sums(traced)
-            arguments += (*traced_arguments(traced), *sums)
-            result += tuple(sums)
+            captured = Gradients(traced, self.batch, self.heads, self.seqlen_q, self.seqlen_k)
+            arguments += (*traced_arguments(traced), *captured.arguments)
+            blocks = traced.blocks
         if self.packed:
             tables = Tables(*(self.tiles.table(options, of_keys, TABLE_ROWS) for of_keys in (False, True)))
             dlse, dlse_scale = (
@@ -240,7 +241,11 @@ class BwdPlan:
         if parts is not None:
             q, k, v, dout = self.part_views.of(*parts)
         for bwd_pass in self.passes:
-            bwd_pass.launch((q, k, v, dout, lse_log2, delta), *grads, softmax_scale, arguments, tables)
+            bwd_pass.launch(
+                (q, k, v, dout, lse_log2, delta), *grads, softmax_scale, arguments, tables, blocks
+            )
+        if traced is not None:
+            return *result, *captured.results()
         return result if sink is None else (*result, _sink_gradient(sink, lse_log2, delta))
 
 
@@ -322,12 +327,13 @@ def backward(
         config: replaces the tuned row or default.
         dq: in the layout of q, with strides and an address that TMA takes; None: allocated, contiguous.
     Returns:
-        dq, dk, dv: shaped as q, k, v, in their dtype, dk and dv contiguous; with a sink also dsink: [heads], in its dtype; then an fp32
-            gradient per tensor of traced.program.learned, flat.
+        dq, dk, dv: shaped as q, k, v, in their dtype, dk and dv contiguous; with a sink also dsink: [heads], in its dtype; then a
+            gradient per tensor of traced.program.learned, in its shape, fp32 or as traced.Gradients stores it.
     """
     tensors, layout = (dout, q, k, v, out, lse), (causal, heads_first, deterministic)
     key = (*_bwd_key(*tensors, *layout), *options_key(options))
     if traced is not None:
+        traced = backward_call(traced, deterministic)
         key = (*key, traced.program)
     if dq is not None:
         key = (*key, dq.stride())
@@ -353,8 +359,12 @@ def backward(
         for x, grad in ((q, dq), (k, None), (v, None))
     )
     if not q.numel() or not k.numel() or has_no_sequences(options):
-        sums = () if traced is None else gradient_sums(traced)
-        return *_backward_of_empty(q, lse, lse_base2, grads, dlse, options), *sums
+        zeros = (
+            ()
+            if traced is None
+            else (torch.zeros_like(traced.tensors[i], dtype=torch.float32) for i in traced.program.learned)
+        )
+        return *_backward_of_empty(q, lse, lse_base2, grads, dlse, options), *zeros
     if q.shape[0] <= MAX_BATCH or (options is not None and options.varlen):
         plan = BwdPlan(*tensors[:5], *grads, *layout, config, options, traced)
         if config is None:

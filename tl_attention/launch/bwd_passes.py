@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tl_attention.kernel_configs import BwdConfig, BwdPass
+from tl_attention.launch.block_lists import BlockLists
 from tl_attention.launch.common import MAX_GRID, Argument, empty, fragment_blocks, tile_counts
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 from tl_attention.store import Kernel
@@ -113,6 +114,7 @@ class QueryPass:
         queries = sizes.rounded_q if sizes.tiles else sizes.seqlen_q
         counts = tile_counts(batch, heads, heads_per_kv, kv_bytes, queries, config.block_M, MAX_GRID)
         self.kernel, self.counts = kernel, (heads_per_kv, *counts)
+        self.block = config.block_M, config.block_N
 
     def launch(
         self,
@@ -123,9 +125,12 @@ class QueryPass:
         softmax_scale: float,
         options: tuple = (),
         tables: Tables | None = None,
+        blocks: BlockLists | None = None,
     ) -> None:
         if tables is not None:
             options = *options[:-1], tables.queries
+        if blocks is not None:
+            options += blocks.by_queries(*self.block)
         self.kernel(*inputs, dq, softmax_scale, *self.counts, *options)
 
 
@@ -144,6 +149,7 @@ class KeyPass:
         q_bytes = sizes.seqlen_q * heads_per_part * row_bytes
         counts = tile_counts(batch, heads_kv * parts, 1, q_bytes, keys, config.block_N, MAX_GRID)
         self.kernel, self.counts = kernel, (sizes.heads_per_kv, heads_per_part, parts, *counts)
+        self.block = config.block_N, config.block_M
         self.sum_qk, self.sum_v = kernels.sum_qk, kernels.sum_v
 
         self.parts = parts
@@ -167,6 +173,7 @@ class KeyPass:
         softmax_scale: float,
         options: tuple = (),
         tables: Tables | None = None,
+        blocks: BlockLists | None = None,
     ) -> None:
         dq_sum, dk_parts, dv_parts = empty(*self.dq_sum), empty(*self.dk_parts), empty(*self.dv_parts)
         if self.adds_dq:
@@ -175,6 +182,8 @@ class KeyPass:
         if tables is not None:
             table_q, table_k = (False, tables.queries), (True, tables.keys)
             options = *options[:-1], tables.keys
+        if blocks is not None:
+            options += blocks.by_keys(*self.block, self.counts[0])
         self.kernel(*inputs, dq_sum, dk, dv, dk_parts, dv_parts, softmax_scale, *self.counts, *options)
         if self.adds_dq:
             self.sum_qk(dq_sum, dq, softmax_scale, 1, self.row_blocks_q, *table_q)

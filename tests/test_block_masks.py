@@ -1,0 +1,297 @@
+"""flex_attention with a BlockMask: the lists of blocks that kernels walk, the CPU route and the kernels against dense masks, errors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from tl_attention import building, configs, flex_attention, legality
+from tl_attention.flex import _block_lists as block_lists
+from tl_attention.launch.block_lists import FULL, HIDDEN, PARTIAL, BlockLists, block_states
+from tl_attention.problem import TILE_WIDTHS, AttnProblem
+from tl_attention.program import BLOCK_BITS, HIDE_ALL, HOW_BITS, MASK, SHOW_ALL, SHOW_TO_LAST
+from tl_attention.trace import trace
+
+pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors", "ignore:.*torch.compile")
+HEADS, HEADS_KV = 4, 2
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+def random_lists(
+    batch: int, heads: int, lengths: tuple[int, int], size: tuple[int, int], device: str, share: float = 0.5
+) -> BlockMask:
+    """A BlockMask of random partial and full blocks, some queries and keys without any."""
+    rows, columns = (-(-n // rows) for n, rows in zip(lengths, size, strict=True))
+    draw = torch.rand(batch, heads, rows, columns, device=device)
+    state = torch.where(draw < share, torch.where(draw < share / 2, PARTIAL, FULL), HIDDEN)
+    state[:, -1, 0] = HIDDEN
+    state[0, :, :, min(1, columns - 1)] = HIDDEN
+    lists = []
+    for wanted in (PARTIAL, FULL):
+        found = state == wanted
+        lists += [found.sum(-1).int(), (~found).int().argsort(dim=-1, stable=True).int()]
+    return BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=size, mask_mod=lambda b, h, q, k: (q + k + h) % 3 != 0, seq_lengths=lengths
+    )
+
+
+def dense(mask: BlockMask, batch: int, heads: int) -> torch.Tensor:
+    """Mask of a BlockMask: bool [batch, heads, seqlen_q, seqlen_k]."""
+    lengths, device = mask.seq_lengths, mask.kv_num_blocks.device
+    at = [
+        torch.arange(n, device=device).view([-1 if i == dim else 1 for i in range(4)])
+        for dim, n in enumerate((batch, heads, *lengths))
+    ]
+    listed = []
+    for numbers, indices in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):  # fmt: skip
+        blocks = torch.zeros(*numbers.shape, -(-lengths[1] // mask.BLOCK_SIZE[1]), dtype=torch.bool)
+        for b, h, row in torch.cartesian_prod(*map(torch.arange, numbers.shape)).tolist():
+            blocks[b, h, row, indices[b, h, row, : int(numbers[b, h, row])].cpu().long()] = True
+        for dim, (size, length) in enumerate(zip(mask.BLOCK_SIZE, lengths, strict=True), -2):
+            blocks = blocks.repeat_interleave(size, dim).narrow(dim, 0, length)
+        listed.append(blocks.to(device))
+    partial, full = listed
+    return (full | partial & mask.mask_mod(*at)).expand(batch, heads, -1, -1)
+
+
+def formula(q, k, v, shown: torch.Tensor, dtype: torch.dtype, scale: float, factor=None):
+    """(out, lse) of attention over the keys that `shown` says."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.to(dtype), *(x.to(dtype).repeat_interleave(group, 1) for x in (k, v))
+    scores = ((q @ k.mT) * scale).to(torch.promote_types(dtype, torch.float32))
+    if factor is not None:
+        scores = scores * factor[:, None, None]
+    scores = scores.masked_fill(~shown, -math.inf)
+    return torch.softmax(scores, -1).nan_to_num(0).to(dtype) @ v, scores.logsumexp(-1)
+
+
+def compare(q, k, v, mask: BlockMask, factor=None) -> None:
+    """Compare with fp64: at most twice the error of the formula in the dtype of q. factor: learned, one per head."""
+    shown = dense(mask, *q.shape[:2])
+    wanted = [q, k, v] if factor is None else [q, k, v, factor]
+    dout, scale = torch.randn_like(q), q.shape[-1] ** -0.5
+    dlse = torch.randn(q.shape[:3], device=q.device).masked_fill(~shown.any(-1), 0)
+
+    def results(function) -> list[torch.Tensor]:
+        out, lse = function()
+        hidden = lse == -math.inf
+        assert torch.equal(hidden, ~shown.any(-1))
+        lse = lse.masked_fill(hidden, 0)
+        return [
+            out,
+            lse,
+            *torch.autograd.grad([out, lse], wanted, [dout.to(out.dtype), dlse.to(lse.dtype)]),
+        ]
+
+    score_mod = None if factor is None else (lambda s, b, h, q, k: s * factor[h])
+    found = results(lambda: flex_attention(q, k, v, score_mod, mask, enable_gqa=True, return_lse=True))
+    exact, same = (
+        results(lambda dtype=dtype: formula(q, k, v, shown, dtype, scale, factor))
+        for dtype in (torch.float64, q.dtype)
+    )
+    for name, x, reference, other in zip(
+        ("out", "lse", "dq", "dk", "dv", "factor"), found, exact, same, strict=False
+    ):
+        reference = reference.double()
+        error, allowed = ((y.double() - reference).abs().max().item() for y in (x, other))
+        bound = 2 * allowed + (2e-2 if name == "factor" else 1e-4) * reference.abs().max().item() + 1e-5
+        assert error <= bound, f"{name}: expected an error of at most {bound}, got {error}"
+
+
+def inputs(device: str, lengths: tuple[int, int], head_dim: int, dtype=torch.bfloat16, batch: int = 2):
+    shapes = (HEADS, lengths[0]), (HEADS_KV, lengths[1]), (HEADS_KV, lengths[1])
+    return tuple(
+        torch.randn(batch, heads, n, head_dim, device=device, dtype=dtype, requires_grad=True)
+        for heads, n in shapes
+    )
+
+
+SHAPES = {
+    "broadcast": ((1, 1), (300, 520), (128, 128)),
+    "of heads": ((2, HEADS), (257, 384), (128, 128)),
+    "large blocks": ((1, HEADS), (600, 500), (256, 384)),
+    "one block": ((2, 1), (7, 100), (128, 256)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_block_mask_on_cpu(name):
+    shape, lengths, size = SHAPES[name]
+    compare(*inputs("cpu", lengths, 16), random_lists(*shape, lengths, size, "cpu"))
+
+
+@pytest.mark.parametrize("of_keys", [False, True], ids=["by queries", "by keys"])
+@pytest.mark.parametrize(("rows", "step"), [(128, 128), (128, 64), (64, 32)])
+@pytest.mark.parametrize("name", SHAPES)
+def test_lists_hold_the_blocks(name, rows, step, of_keys):
+    shape, lengths, size = SHAPES[name]
+    batch = 2
+    mask = random_lists(*shape, lengths, size, "cpu")
+    lists = block_lists(mask, batch, HEADS)
+    heads, group = (HEADS_KV, HEADS // HEADS_KV) if of_keys else (HEADS, 1)
+    spans, entries = lists.by_keys(rows, step, group) if of_keys else lists.by_queries(rows, step)
+    assert spans.shape == (batch, heads, -(-lengths[of_keys] // rows), 3) and entries.dtype == torch.int32
+    cut = (step, rows) if of_keys else (rows, step)
+    states = lists.states
+    for dim, (whole, wanted, length) in enumerate(zip(size, cut, lengths, strict=True), -2):
+        states = states.repeat_interleave(whole // wanted, dim).narrow(dim, 0, -(-length // wanted))
+    states = states.expand(batch, HEADS, -1, -1)
+    ends_early = bool(lengths[1] % (rows if of_keys else step))
+    blocks_k = -(-lengths[1] // cut[1])
+    for b, h, tile in torch.cartesian_prod(*map(torch.arange, spans.shape[:3])).tolist():
+        masked, steps, first = spans[b, h, tile].tolist()
+        listed = entries[first : first + steps].tolist()
+        found = {}
+        for entry in listed:
+            head, block, how = (
+                entry >> HOW_BITS + BLOCK_BITS,
+                entry >> HOW_BITS & (1 << BLOCK_BITS) - 1,
+                entry & 3,
+            )
+            found[head, block] = how
+        assert len(found) == steps >= 1
+        expected = {}
+        for head in range(group):
+            line = states[b, h * group + head]
+            line = line[:, tile] if of_keys else line[tile]
+            for block, state in enumerate(line.tolist()):
+                last = (tile if of_keys else block) == blocks_k - 1
+                if state == FULL:
+                    expected[head, block] = SHOW_TO_LAST if last and ends_early else SHOW_ALL
+                elif state == PARTIAL:
+                    expected[head, block] = MASK
+        if not expected:  # one step that hides all
+            expected = {(0, 0 if of_keys else blocks_k): HIDE_ALL}
+        assert found == expected
+        if not of_keys:
+            assert all((entry & 3 != SHOW_ALL) == (i < masked) for i, entry in enumerate(listed))
+
+
+def test_block_states_ignores_what_lies_past_a_list():
+    numbers, indices = torch.tensor([[[1, 0]]]), torch.tensor([[[[2, 1, 0], [1, 1, 1]]]])
+    states = block_states(numbers, indices, numbers.flip(-1), indices.flip(-2), 3)
+    assert states.tolist() == [[[[HIDDEN, HIDDEN, PARTIAL], [HIDDEN, HIDDEN, FULL]]]]
+
+
+def test_block_lists_are_made_once_for_a_mask():
+    mask = create_block_mask(causal, None, None, 300, 300, device="cpu")
+    lists = block_lists(mask, 2, HEADS)
+    assert isinstance(lists, BlockLists) and block_lists(mask, 2, HEADS) is lists
+    assert lists.by_queries(128, 64)[1] is lists.by_queries(128, 64)[1]
+    for x in (mask.kv_indices, mask.full_kv_num_blocks):
+        x.zero_()
+        assert block_lists(mask, 2, HEADS) is not lists
+        lists = block_lists(mask, 2, HEADS)
+    with torch.inference_mode():
+        mask = create_block_mask(causal, None, None, 300, 300, device="cpu")
+    assert block_lists(mask, 2, HEADS) is block_lists(mask, 2, HEADS)
+
+
+q8, kv8 = torch.randn(2, 4, 8, 16, dtype=torch.bfloat16), torch.randn(2, 2, 8, 16, dtype=torch.bfloat16)
+one = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "words"),
+    [
+        (create_block_mask(causal, None, None, 16, 16, device="cpu"), ValueError, r"expected one made for lengths \(8, 8\).*\(16, 16\)"),
+        (BlockMask.from_kv_blocks(*one, BLOCK_SIZE=64, seq_lengths=(8, 8)), NotImplementedError, r"multiples of 128, got \(64, 64\)"),
+        (BlockMask.from_kv_blocks(*one, BLOCK_SIZE=(128, 192), seq_lengths=(8, 8)), NotImplementedError, r"got \(128, 192\)"),
+        (BlockMask.from_kv_blocks(*(x.repeat(3, *[1] * (x.ndim - 1)) for x in one), seq_lengths=(8, 8)), ValueError, "batch of 1 or 2"),
+        (BlockMask.from_kv_blocks(*(torch.cat([x] * 2, 2) for x in one), seq_lengths=(8, 8)), ValueError, r"kv_num_blocks.*, 1\]"),
+        (BlockMask.from_kv_blocks(*(x.to("meta") for x in one), seq_lengths=(8, 8)), ValueError, "the device of query, cpu, got meta"),
+    ],
+)  # fmt: skip
+def test_block_mask_refuses(mask, error, words):
+    with pytest.raises(error, match=f"block_mask.*{words}"):
+        flex_attention(q8, kv8, kv8, block_mask=mask, enable_gqa=True)
+
+
+def test_lists_alone_hide_blocks():
+    mask = BlockMask.from_kv_blocks(*one, seq_lengths=(8, 200))
+    kv = torch.randn(2, 2, 200, 16, dtype=torch.bfloat16)
+    out = flex_attention(q8, kv, kv, block_mask=mask, enable_gqa=True)
+    expected = flex_attention(q8, *[kv[:, :, :128]] * 2, enable_gqa=True)
+    torch.testing.assert_close(out, expected)
+
+
+PROGRAM = trace(lambda s, b, h, q, k: s * 0.5, causal, True).program.as_listed
+
+
+@pytest.mark.parametrize("width", TILE_WIDTHS, ids=str)
+def test_configs_of_block_masks_divide_their_blocks(width):
+    for direction in ("fwd", "bwd", "bwd_det"):
+        program = PROGRAM.forward if direction == "fwd" else PROGRAM
+        problem = AttnProblem.of("bfloat16", *width, False, direction, (), program)
+        for bucket in ("long", "split") if direction == "fwd" else ("long",):
+            config, _ = configs.pick_config(problem, bucket, "NVIDIA H200", direction)
+            assert legality.is_legal(problem, config, direction) is None
+    fault = legality.is_legal(problem, configs.pick_config(problem.plain, "long", "NVIDIA H200", "bwd")[0])
+    assert fault is None or "block" in fault or "registers" in fault
+
+
+# Kernels
+
+
+@pytest.fixture(scope="module")
+def built():
+    """The kernels of the GPU tests, built at the same time."""
+    kernels = []
+    mask = random_lists(1, 1, (128, 128), (128, 128), "cuda")
+    factor = torch.ones(HEADS, device="cuda", requires_grad=True)
+    for score_mod, mask_mod, head_dim in (
+        (None, mask.mask_mod, 128),
+        (lambda s, b, h, q, k: s * factor[h], mask.mask_mod, 64),
+    ):
+        program = trace(score_mod, mask_mod, True).program.as_listed
+        for direction in ("fwd", "bwd"):
+            its_program = program.forward if direction == "fwd" else program
+            problem = AttnProblem.of("bfloat16", head_dim, head_dim, False, direction, (), its_program)
+            config, _ = configs.pick_config(problem, "1k", torch.cuda.get_device_name(), direction)
+            kernels += config.kernels(problem)
+    failed = {kernel: error for kernel, error in building.build_all(kernels).items() if error}
+    assert not failed, failed
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("name", SHAPES)
+def test_block_mask_matches_the_formula(name):
+    shape, lengths, size = SHAPES[name]
+    compare(
+        *inputs("cuda", lengths, 128, batch=shape[0] * 8),
+        random_lists(shape[0] * 8 if shape[0] > 1 else 1, shape[1], lengths, size, "cuda"),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+def test_block_mask_with_a_learned_factor():
+    lengths = 700, 650
+    factor = (torch.rand(HEADS, device="cuda") + 0.5).requires_grad_()
+    compare(
+        *inputs("cuda", lengths, 64, batch=16),
+        random_lists(1, HEADS, lengths, (128, 128), "cuda"),
+        factor,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+def test_new_lengths_build_no_kernel():
+    def step(n: int) -> None:
+        q, k, v = inputs("cuda", (n, n), 128, batch=16)
+        mask = create_block_mask(lambda b, h, q, k: (q + k + h) % 3 != 0, None, None, n, n)
+        flex_attention(q, k, v, block_mask=mask, enable_gqa=True).sum().backward()
+
+    step(700)
+    before = building.compile_count()
+    for n in (513, 640, 641, 1000):
+        step(n)
+    assert building.compile_count() == before

@@ -1,0 +1,286 @@
+"""attn_bias of flex_attention, and gradients of captured tensors: what kernels store or add exactly, and how the host reduces it."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tl_attention import building, configs, flash_attn_func, flex_attention, legality
+from tl_attention.dense_bias import with_bias
+from tl_attention.launch.traced import FIRST_UNIT, SLOT_EXPONENTS, SLOTS, Gradients, aligned
+from tl_attention.problem import BWD_TILE_WIDTHS, AttnProblem
+from tl_attention.trace import trace
+
+pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors")
+HEADS = 4
+SHAPES = {"whole": (2, HEADS), "of heads": (1, HEADS), "of the batch": (2, 1), "one": (1, 1)}
+
+
+def causal(b, h, q, k):
+    return q >= k
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_bias_on_cpu(name):
+    q, k, v = (torch.randn(2, HEADS, n, 16, dtype=torch.bfloat16, requires_grad=True) for n in (9, 13, 13))
+    bias = torch.randn(*SHAPES[name], 9, 13, requires_grad=True)
+    out = flex_attention(q, k, v, attn_bias=bias)
+    expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), bias)
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    dout = torch.randn_like(expected)
+    (found,) = torch.autograd.grad(out, bias, dout.bfloat16())
+    (wanted,) = torch.autograd.grad(expected, bias, dout)
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_bias_beside_functions_on_cpu():
+    q = torch.randn(2, HEADS, 8, 16, dtype=torch.bfloat16)
+    bias, mask = torch.randn(1, 1, 8, 8), torch.rand(2, 1, 8, 8) > 0.3
+    mask = mask | torch.eye(8, dtype=torch.bool)
+    out = flex_attention(q, q, q, lambda s, b, h, q, k: s * 0.5, attn_bias=bias, mask_mod=causal)
+    whole = bias.masked_fill(~torch.ones(8, 8, dtype=torch.bool).tril(), -math.inf)
+    expected = F.scaled_dot_product_attention(q.float() * 0.5, q.float(), q.float(), whole)
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    out = flex_attention(q, q, q, attn_bias=mask, mask_mod=causal)
+    expected = F.scaled_dot_product_attention(q.float(), q.float(), q.float(), mask & (whole == bias))
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_flash_attn_func_with_functions_on_cpu():
+    q, k, v = (torch.randn(2, n, HEADS, 16, dtype=torch.bfloat16, requires_grad=True) for n in (9, 13, 13))
+    bias = torch.randn(1, HEADS, 9, 13, requires_grad=True)
+    functions = {"score_mod": lambda s, b, h, q, k: s * 0.5, "mask_mod": lambda b, h, q, k: q + 4 >= k}
+    out, lse, _ = flash_attn_func(q, k, v, **functions, attn_bias=bias, return_attn_probs=True)
+    assert out.shape == q.shape and lse.shape == (2, HEADS, 9)
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    expected, its_lse = flex_attention(*turned, **functions, attn_bias=bias, return_lse=True)
+    assert torch.equal(out, expected.transpose(1, 2)) and torch.equal(lse, its_lse)
+    with pytest.raises(
+        ValueError, match="causal: expected False beside score_mod.*got True; write it as a function"
+    ):
+        flash_attn_func(q, k, v, causal=True, attn_bias=bias)
+    with pytest.raises(ValueError, match="window_size: expected"):
+        flash_attn_func(q, k, v, window_size=(3, 0), attn_bias=bias)
+
+
+q8 = torch.randn(2, HEADS, 8, 16, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("bias", "error", "words"),
+    [
+        (3.0, TypeError, "expected a torch.Tensor"),
+        (torch.zeros(2, 4, 8, 8, dtype=torch.int32), TypeError, "expected float32, bfloat16, float16 or bool, got"),
+        (torch.zeros(8, 8), ValueError, r"expected shape \(1 or 2, 1 or 4, 8, 8\).*got \(8, 8\)"),
+        (torch.zeros(2, 2, 8, 8), ValueError, r"got \(2, 2, 8, 8\)"),
+        (torch.zeros(1, 1, 1, 8), ValueError, r"got \(1, 1, 1, 8\); expand\(\) it"),
+    ],
+)  # fmt: skip
+def test_bias_refuses(bias, error, words):
+    with pytest.raises(error, match=f"attn_bias: .*{words}"):
+        flex_attention(q8, q8, q8, attn_bias=bias)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(3, 4, 8),
+        torch.randn(3, 5, 7),
+        torch.randn(3, 5, 7)[:, :, 1:],
+        torch.randn(6, 4).mT,
+        torch.randn(1, 5, 7).expand(4, 5, 7),
+        torch.randn(5, 1).expand(5, 6),
+        torch.rand(2, 4, 7) > 0.5,
+    ],
+    ids=lambda x: f"{tuple(x.shape)} {x.stride()}",
+)
+def test_aligned(x):
+    rows, elements = aligned(x), 16 // x.element_size()
+    assert torch.equal(rows, x) and rows.stride(-1) == 1
+    assert not any(s % elements for s, n in zip(rows.stride()[:-1], rows.shape, strict=False) if n > 1)
+    end = rows.storage_offset() + sum((n - 1) * s for n, s in zip(rows.shape, rows.stride(), strict=True))
+    assert rows.untyped_storage().nbytes() // rows.element_size() >= end + elements - end % elements
+    if x.is_contiguous() and x.shape[-1] % elements == 0:
+        assert rows.data_ptr() == x.data_ptr()
+
+
+def gradients_of(score_mod) -> Gradients:
+    return Gradients(trace(score_mod, None, True), 2, HEADS, 8, 9)
+
+
+table = torch.zeros(3, HEADS + 1, 10, 12, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "reduce"),
+    [
+        (lambda s, b, h, q, k: s + table[b, h, q, k], lambda x, out: out[:2, :HEADS, :8, :9].copy_(x)),
+        (lambda s, b, h, q, k: s + table[1, h, q, k], lambda x, out: out[1, :HEADS, :8, :9].copy_(x.sum(0))),
+        (lambda s, b, h, q, k: s + table[b, 3, q, k], lambda x, out: out[:2, 3, :8, :9].copy_(x.sum(1))),
+        (lambda s, b, h, q, k: s * table[2, 4, q, k], lambda x, out: out[2, 4, :8, :9].copy_(x.sum((0, 1)))),
+    ],
+    ids=["whole", "of heads", "of the batch", "one"],
+)
+def test_stored_gradients_are_reduced(score_mod, reduce):
+    gradients = gradients_of(score_mod)
+    (stored,) = gradients.arguments
+    assert stored.shape == (2, HEADS, 8, 16) and gradients.call.program.as_exact is gradients.call.program
+    x = torch.randn(2, HEADS, 8, 9)
+    stored[..., :9], stored[..., 9:] = x, math.nan
+    expected = torch.zeros_like(table)
+    with torch.no_grad():
+        reduce(x, expected)
+    torch.testing.assert_close(gradients.results()[0], expected)
+
+
+@pytest.mark.parametrize("width", BWD_TILE_WIDTHS, ids=str)
+def test_configs_serve_biases(width):
+    for dtype in (torch.bfloat16, torch.float32):
+        bias = torch.zeros(1, HEADS, 8, 8, dtype=dtype, requires_grad=True)
+        program = trace(*with_bias(None, None, bias), True).program
+        for direction in ("fwd", "bwd", "bwd_det"):
+            used = program.forward if direction == "fwd" else program
+            problem = AttnProblem.of("bfloat16", *width, False, direction, (), used)
+            config, _ = configs.pick_config(problem, "long", "NVIDIA H200", direction)
+            assert legality.is_legal(problem, config, direction) is None
+            if direction == "fwd" and width == (64, 64):
+                assert (
+                    problem.stages and legality.smem_bytes(problem, config) > 128 * 128 * bias.element_size()
+                )
+
+
+def test_gradients_that_scores_share_are_not_stored():
+    for score_mod in (
+        lambda s, b, h, q, k: s + table[b, h, q, 0],
+        lambda s, b, h, q, k: s + table[b, h, k, q],
+        lambda s, b, h, q, k: s + table[b, q, q, k],
+        lambda s, b, h, q, k: s + table[0, h, q, k] + table[1, h, q, k],
+        lambda s, b, h, q, k: s + table[b, h, q, k - 1],
+    ):
+        program = trace(score_mod, None, True).program
+        assert program.stored == () and program.as_exact.exact
+
+
+def exact_slot(x: float) -> tuple[int, int]:
+    """(slot, number added to it) of an fp32 number, as the kernels have them."""
+    (bits,) = struct.unpack("<i", struct.pack("<f", x))
+    exponent = (bits >> 23 & 255) - 127 + 64
+    if exponent >= (SLOTS - 1) * SLOT_EXPONENTS:
+        return SLOTS - 1, 1
+    digits = (bits & 0x7FFFFF | 0x800000) << (exponent % SLOT_EXPONENTS)
+    if exponent < 0:
+        digits = 0
+    return max(exponent, 0) // SLOT_EXPONENTS, -digits if bits < 0 else digits
+
+
+def test_exact_sums_are_exact():
+    factors = torch.zeros(HEADS, requires_grad=True)
+    call = trace(lambda s, b, h, q, k: s * factors[h], None, True)
+    call = type(call)(call.program.as_exact, call.tensors, call.numbers)
+    draw = random.Random(0)
+    numbers = [
+        [struct.unpack("<f", struct.pack("<f", draw.gauss(0, 1) * 2.0 ** draw.randint(-40, 40)))[0] for _ in range(99)]
+        for _ in range(HEADS)
+    ]  # fmt: skip
+    numbers[3].append(math.inf)
+
+    def total(order: int) -> torch.Tensor:
+        gradients = Gradients(call, 2, HEADS, 8, 9)
+        (sums,) = gradients.arguments
+        for head, row in enumerate(numbers):
+            for x in random.Random(order).sample(row, len(row)):
+                slot, digits = exact_slot(x)
+                sums[head * SLOTS + slot] += digits
+        return gradients.results()[0]
+
+    found = total(1)
+    assert torch.equal(found[:3], total(2)[:3]) and found[3].isnan()
+    expected = torch.tensor([math.fsum(row) for row in numbers[:3]])
+    assert torch.equal(found[:3], expected)
+    assert math.ldexp(1.0, -64 - 23) == 2.0**FIRST_UNIT
+
+
+# Kernels
+
+
+@pytest.fixture(scope="module")
+def built():
+    """The kernels of the GPU tests, built at the same time."""
+    kernels = []
+    factors = torch.ones(HEADS, device="cuda", requires_grad=True)
+    calls = [
+        trace(*with_bias(None, None, torch.zeros(*shape, 8, 8, dtype=dtype, device="cuda", requires_grad=True)), True)
+        for shape, dtype in (((8, HEADS), torch.bfloat16), ((1, 1), torch.float32))
+    ]  # fmt: skip
+    calls.append(trace(lambda s, b, h, q, k: s * factors[h], None, True))
+    for call in calls:
+        for direction in ("fwd", "bwd", "bwd_det"):
+            program = {"fwd": call.program.forward, "bwd": call.program}.get(direction, call.program.as_exact)
+            problem = AttnProblem.of("bfloat16", 64, 64, False, direction, (), program)
+            kernels += configs.pick_config(problem, "1k", torch.cuda.get_device_name(), direction)[0].kernels(
+                problem
+            )
+    failed = {
+        kernel: error for kernel, error in building.build_all(list(dict.fromkeys(kernels))).items() if error
+    }
+    assert not failed, failed
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(
+    ("shape", "dtype", "seqlen_q", "seqlen_k"),
+    [
+        ((8, HEADS), torch.bfloat16, 500, 384),
+        ((8, HEADS), torch.bfloat16, 129, 77),
+        ((1, 1), torch.float32, 400, 401),
+    ],
+    ids=str,
+)
+def test_bias_matches_the_formula(shape, dtype, seqlen_q, seqlen_k):
+    on = {"device": "cuda", "requires_grad": True}
+    q, k, v = (
+        torch.randn(8, HEADS, n, 64, dtype=torch.bfloat16, **on) for n in (seqlen_q, seqlen_k, seqlen_k)
+    )
+    bias = torch.randn(*shape, seqlen_q, seqlen_k, dtype=dtype, **on)
+    dout = torch.randn_like(q)
+
+    def formula(dtype: torch.dtype) -> torch.Tensor:
+        scores = (q.to(dtype) @ k.to(dtype).mT) / 8
+        scores = scores.to(torch.promote_types(dtype, torch.float32)) + bias.to(
+            torch.promote_types(dtype, torch.float32)
+        )
+        return scores.softmax(-1).to(dtype) @ v.to(dtype)
+
+    def results(out: torch.Tensor) -> list[torch.Tensor]:
+        return [out, *torch.autograd.grad(out, [q, k, v, bias], dout.to(out.dtype))]
+
+    found = results(flex_attention(q, k, v, attn_bias=bias))
+    exact, same = results(formula(torch.float64)), results(formula(torch.bfloat16))
+    for name, x, reference, other in zip(("out", "dq", "dk", "dv", "dbias"), found, exact, same, strict=True):
+        reference = reference.double()
+        error, allowed = ((y.double() - reference).abs().max().item() for y in (x, other))
+        # A stored gradient is rounded to bf16 with bf16
+        bound = 2 * allowed + (2e-3 if name == "dbias" else 1e-4) * reference.abs().max().item() + 1e-5
+        assert error <= bound, f"{name}: expected an error of at most {bound}, got {error}"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+def test_deterministic_gradients_of_captured_tensors():
+    on = {"device": "cuda", "requires_grad": True}
+    q = torch.randn(8, HEADS, 700, 64, dtype=torch.bfloat16, **on)
+    factors = torch.rand(HEADS, **on)
+
+    def gradients(deterministic: bool) -> tuple[torch.Tensor, ...]:
+        out = flex_attention(q, q, q, lambda s, b, h, q, k: s * factors[h], deterministic=deterministic)
+        return torch.autograd.grad(out.square().sum(), [q, factors])
+
+    first, second, atomic = gradients(True), gradients(True), gradients(False)
+    assert all(map(torch.equal, first, second))
+    torch.testing.assert_close(first[1], atomic[1], rtol=1e-4, atol=1e-4 * atomic[1].abs().max().item())

@@ -1,0 +1,36 @@
+"""A dense bias of scores, or a dense mask, as a score_mod or a mask_mod."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def with_bias(
+    score_mod: Callable | None, mask_mod: Callable | None, attn_bias: torch.Tensor
+) -> tuple[Callable | None, Callable | None]:
+    """(score_mod, mask_mod) that also add a float attn_bias to the score, or also hide the keys that a bool one has False for.
+
+    Args:
+        attn_bias: [1 or batch, 1 or heads, seqlen_q, seqlen_k], of a dtype that functions can capture. Dimensions of size 1 are broadcast.
+    """
+    one_batch, one_head = (size == 1 for size in attn_bias.shape[:2])
+
+    def entry(b, h, q_idx, kv_idx):
+        return attn_bias[0 if one_batch else b, 0 if one_head else h, q_idx, kv_idx]
+
+    if attn_bias.dtype == torch.bool:
+        if mask_mod is None:
+            return score_mod, entry
+        return (
+            score_mod,
+            lambda b, h, q_idx, kv_idx: mask_mod(b, h, q_idx, kv_idx) & entry(b, h, q_idx, kv_idx),
+        )
+    if score_mod is None:
+        return (lambda score, b, h, q_idx, kv_idx: score + entry(b, h, q_idx, kv_idx)), mask_mod
+
+    def both(score, b, h, q_idx, kv_idx):
+        return score_mod(score, b, h, q_idx, kv_idx) + entry(b, h, q_idx, kv_idx)
+
+    return both, mask_mod

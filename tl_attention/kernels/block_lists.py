@@ -1,0 +1,227 @@
+"""Walks over listed blocks: the blocks of keys, or of queries, that a block mask names for a tile.
+
+launch/block_lists.py makes the lists. A span [3] describes the list of a tile: how many of its first steps may hide keys, how many
+steps it has, at least one, and its first entry. An entry holds, from the lowest bit: how the keys of the block are seen, program.MASK or
+another; the block; by keys, the query head among those of its key head. The last two entries hide a block past all keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.kernels.mask import KeyBlocks, Mask, QueryBlocks, StepRange
+from tl_attention.kernels.options import OptionArguments
+from tl_attention.problem import AttnProblem
+from tl_attention.program import BLOCK_BITS, HOW_BITS, SHOW_ALL
+
+
+def key_blocks(
+    problem: AttnProblem,
+    options: OptionArguments | None,
+    mask: Mask,
+    tile: Any,
+    block_M: int,
+    block_N: int,
+    split: bool = False,
+    overlap: bool = False,
+) -> KeyBlocks | ListedKeyBlocks:
+    """Key blocks of the tiles of a kernel whose tiles are blocks of queries."""
+    if problem.is_listed:
+        traced = options.traced
+        return ListedKeyBlocks(mask, traced.spans, traced.entries, tile, block_M, block_N, name="blocks")
+    return KeyBlocks(mask, block_M, block_N, split, overlap, name="blocks")
+
+
+def query_blocks(
+    problem: AttnProblem,
+    options: OptionArguments | None,
+    tile: Any,
+    seqlen_q: Any,
+    seqlen_k: Any,
+    block_M: int,
+    block_N: int,
+) -> QueryBlocks | ListedQueryBlocks:
+    """Query blocks of the tiles of a kernel whose tiles are blocks of keys."""
+    mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
+    if problem.is_listed:
+        traced = options.traced
+        return ListedQueryBlocks(mask, traced.spans, traced.entries, block_M, block_N, name="blocks")
+    return QueryBlocks(mask, block_M, block_N, name="blocks")
+
+
+def block_of(entry: Any) -> Any:
+    return entry >> HOW_BITS & (1 << BLOCK_BITS) - 1
+
+
+@T.meta_class
+class ListedKeyBlocks:
+    """Key blocks that a list names for the queries of a tile; those that may hide keys come first. See mask.KeyBlocks."""
+
+    listed = True
+
+    def __init__(
+        self,
+        mask: Mask,
+        spans: Any,
+        entries: Any,
+        tile: Any,
+        block_M: int,
+        block_N: int,
+        name: str = "blocks",
+    ):
+        self.mask, self.spans, self.entries, self.tile = mask, spans, entries, tile
+        self.block_M, self.block_N = block_M, block_N
+        self.num_steps = T.alloc_var("int32", init=0)
+        self.num_masked = T.alloc_var("int32", init=0)  # first steps, which may hide keys
+        self.first_entry = T.alloc_var("int32", init=0)
+        # The step that find() was called for: its first key, and how its keys are seen
+        self.found_key = T.alloc_var("int32", init=0)
+        self.found_how = T.alloc_var("int32", init=0)
+
+    @T.inline
+    def start(self, first_query):
+        """Find the list of the queries from first_query on."""
+        row = first_query // self.block_M
+        # From one lane, so that step counts live in uniform registers
+        self.num_masked[0] = T.shfl_sync(self.spans[self.tile.batch, self.tile.head, row, 0], 0)
+        self.num_steps[0] = T.shfl_sync(self.spans[self.tile.batch, self.tile.head, row, 1], 0)
+        self.first_entry[0] = T.shfl_sync(self.spans[self.tile.batch, self.tile.head, row, 2], 0)
+
+    @T.inline
+    def keep_share(self, share, shares):
+        """Keep one of `shares` near-equal shares of the steps. An empty share becomes one step past all keys."""
+        first = T.alloc_var("int32", init=T.truncdiv(share * self.num_steps[0], shares))
+        steps = T.alloc_var("int32", init=T.truncdiv((share + 1) * self.num_steps[0], shares) - first)
+        entry = T.if_then_else(steps > 0, self.first_entry[0] + first, self.entries.shape[0] - 2)
+        self.first_entry[0] = T.shfl_sync(entry, 0)
+        masked = T.if_then_else(steps > 0, T.max(T.min(self.num_masked[0] - first, steps), 0), 1)
+        self.num_masked[0] = T.shfl_sync(masked, 0)
+        self.num_steps[0] = T.shfl_sync(T.max(steps, 1), 0)
+
+    @property
+    def steps(self) -> Any:
+        return self.num_steps[0]
+
+    @property
+    def counts(self) -> tuple:
+        """Variables that start() and keep_share() set and the steps need."""
+        return self.num_steps, self.num_masked, self.first_entry
+
+    @property
+    def ranges(self) -> tuple[StepRange, ...]:
+        """Steps after step 0, those that may hide keys first."""
+        masked = T.max(self.num_masked[0], 1)
+        return (
+            StepRange(True, False, 1, masked - 1),
+            StepRange(False, False, masked, self.num_steps[0] - masked),
+        )
+
+    def first_key(self, step: Any) -> Any:
+        return block_of(self.entries[self.first_entry[0] + step]) * self.block_N
+
+    @T.inline
+    def find(self, step):
+        """Read the entry of a step, for key_at() and how_at()."""
+        entry = T.alloc_var("int32", init=T.shfl_sync(self.entries[self.first_entry[0] + step], 0))
+        self.found_key[0] = block_of(entry) * self.block_N
+        self.found_how[0] = entry & (1 << HOW_BITS) - 1
+
+    def key_at(self, step: Any) -> Any:
+        return self.found_key[0]
+
+    def how_at(self, step: Any) -> Any:
+        return self.found_how[0]
+
+    def may_hide(self, step: Any) -> Any:
+        return step < self.num_masked[0]
+
+    @property
+    def stop_key(self) -> Any:
+        return self.mask.seqlen_k
+
+    def diagonal(self, query: Any, step: Any) -> Any:
+        """Column of the step's score tile that the diagonal of `query` crosses; it may lie outside the tile."""
+        return self.mask.diagonal(query) - self.found_key[0]
+
+
+@T.meta_class
+class ListedQueryBlocks:
+    """Query blocks, of all query heads of a key head, that a list names for the keys of a tile. See mask.QueryBlocks.
+
+    A part of a tile without blocks has one step, in which all is hidden.
+    """
+
+    listed = True
+
+    def __init__(
+        self, mask: Mask, spans: Any, entries: Any, block_M: int, block_N: int, name: str = "blocks"
+    ):
+        self.mask, self.spans, self.entries = mask, spans, entries
+        self.block_M, self.block_N = block_M, block_N
+        self.num_steps = T.alloc_var("int32", init=0)
+        self.next_entry = T.alloc_var("int32", init=0)  # of the step after the one at hand
+        self.first_head = T.alloc_var("int32", init=0)  # of the key head
+        self.current = T.alloc_var("int32", init=0)  # entry of the step at hand
+
+    @T.inline
+    def start_list(self, batch, kv_head, heads_per_kv, first_key, part, parts):
+        """Find the list of the keys from first_key on, and keep one of `parts` near-equal parts of it."""
+        row = first_key // self.block_N
+        steps = T.alloc_var("int32", init=self.spans[batch, kv_head, row, 1])
+        first = T.alloc_var("int32", init=T.truncdiv(part * steps, parts))
+        stop = T.alloc_var("int32", init=T.truncdiv((part + 1) * steps, parts))
+        entry = T.if_then_else(
+            first < stop, self.spans[batch, kv_head, row, 2] + first, self.entries.shape[0] - 2
+        )
+        # From one lane, so that step counts live in uniform registers
+        self.num_steps[0] = T.shfl_sync(T.max(stop - first, 1), 0)
+        self.next_entry[0] = T.shfl_sync(entry, 0)
+        self.first_head[0] = kv_head * heads_per_kv
+        self.advance()
+
+    @property
+    def steps(self) -> Any:
+        return self.num_steps[0]
+
+    @property
+    def query(self) -> Any:
+        return block_of(self.current[0]) * self.block_M
+
+    @property
+    def how(self) -> Any:
+        """State of the keys of the step at hand: program.MASK or another."""
+        return self.current[0] & (1 << HOW_BITS) - 1
+
+    @property
+    def may_hide(self) -> Any:
+        return self.how != SHOW_ALL
+
+    @property
+    def stop_key(self) -> Any:
+        return self.mask.seqlen_k
+
+    @property
+    def head(self) -> Any:
+        return self.first_head[0] + (self.current[0] >> HOW_BITS + BLOCK_BITS)
+
+    @property
+    def next_head(self) -> Any:
+        """Head of the next step; after the last step any."""
+        return self.first_head[0] + (self.next_step >> HOW_BITS + BLOCK_BITS)
+
+    @property
+    def next_query(self) -> Any:
+        """First query of the next step; after the last step any."""
+        return block_of(self.next_step) * self.block_M
+
+    @property
+    def next_step(self) -> Any:
+        """Entry of the next step; after the last step any."""
+        return self.entries[self.next_entry[0]]
+
+    @T.inline
+    def advance(self):
+        self.current[0] = T.shfl_sync(self.next_step, 0)
+        self.next_entry[0] += 1

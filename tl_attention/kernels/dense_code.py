@@ -1,0 +1,117 @@
+"""CUDA of dense captured tensors: matrices [queries, keys], read and written by tiles that a warp owns.
+
+A tile in shared memory has a row per query, and 16 bytes between rows, which keep the rows that a warp reads at once in different banks.
+"""
+
+from __future__ import annotations
+
+DENSE = """
+template <int bytes> struct tl_attention_words {};
+template <> struct tl_attention_words<1> { typedef unsigned short type; };
+template <> struct tl_attention_words<2> { typedef unsigned type; };
+template <> struct tl_attention_words<4> { typedef uint2 type; };
+template <> struct tl_attention_words<8> { typedef ulonglong2 type; };
+// Shared memory of this warp, which has so many bytes
+static __device__ __forceinline__ char* tl_attention_of_warp(void* shared, int bytes) {
+  return (char*)shared + (threadIdx.x + threadIdx.y * blockDim.x) / 32 * bytes;
+}
+// Starts to copy the rows of a warp from a matrix to shared memory: of a tile of 64 queries and `columns` keys, or transposed
+template <typename Stored, bool rows_are_keys, int columns>
+static __device__ __forceinline__ void tl_attention_prefetch(
+    void* shared, int bytes_of_warp, const void* tensor, int base, int stride, int queries, int keys, int query, int key, bool is_needed) {
+  constexpr int rows = rows_are_keys ? columns : 16, width = rows_are_keys ? 16 : columns;
+  constexpr int chunk = 16 / sizeof(Stored), chunks = width / chunk, pitch = width * sizeof(Stored) + 16;
+  int lane = threadIdx.x % 32, of_warp = threadIdx.x / 32 % 4 * 16;
+  unsigned to = (unsigned)__cvta_generic_to_shared(tl_attention_of_warp(shared, bytes_of_warp));
+  query += rows_are_keys ? 0 : of_warp;
+  key += rows_are_keys ? of_warp : 0;
+  asm volatile("cp.async.wait_all;" ::: "memory");  // for zeros of a step past the last of the tile before
+#pragma unroll
+  for (int i = 0; i < rows * chunks / 32; ++i) {
+    int row = (lane + 32 * i) / chunks, part = (lane + 32 * i) % chunks, first = key + part * chunk;
+    bool is_inside = is_needed & first < keys;
+    int offset = is_inside ? base + min(query + row, queries - 1) * stride + first : 0;
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to + row * pitch + part * 16),
+                 "l"((const Stored*)tensor + offset), "r"(is_inside ? 16 : 0)
+                 : "memory");
+  }
+}
+static __device__ __forceinline__ void tl_attention_wait_for_prefetch() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncwarp();
+}
+// Reads the elements of a tile in the order of an accumulator, after the prefetch
+template <typename Stored, bool rows_are_keys, int columns>
+static __device__ __forceinline__ void tl_attention_fetch_shared(void* tile, void* shared, int bytes_of_warp) {
+  typedef typename tl_attention_words<sizeof(Stored)>::type Pair;
+  constexpr int pitch = (rows_are_keys ? 16 : columns) * sizeof(Stored) + 16;
+  int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+  const char* from = tl_attention_of_warp(shared, bytes_of_warp);
+#pragma unroll
+  for (int n = 0; n < columns / 4; ++n) {
+    int below = n % 2 * 8, right = n / 2 * 8;
+    if (rows_are_keys) {
+      const char* at = from + (row + below) * sizeof(Stored);
+      ((Stored*)tile)[2 * n] = *(const Stored*)(at + (column + right) * pitch);
+      ((Stored*)tile)[2 * n + 1] = *(const Stored*)(at + (column + right + 1) * pitch);
+    } else {
+      ((Pair*)tile)[n] = *(const Pair*)(from + (row + below) * pitch + (column + right) * sizeof(Stored));
+    }
+  }
+}
+// The same from global memory. Rows past the end are the last
+template <typename Stored, bool rows_are_keys, int columns>
+static __device__ __forceinline__ void tl_attention_fetch(
+    void* tile, const void* tensor, int base, int stride, int queries, int keys, int query, int key) {
+  typedef typename tl_attention_words<sizeof(Stored)>::type Pair;
+  int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+  const Stored* from = (const Stored*)tensor + base;
+#pragma unroll
+  for (int n = 0; n < columns / 4; ++n) {
+    int below = n % 2 * 8, right = n / 2 * 8;
+    if (rows_are_keys) {
+      const Stored* at = from + min(key + row + below, keys - 1);
+      ((Stored*)tile)[2 * n] = __ldg(at + min(query + column + right, queries - 1) * stride);
+      ((Stored*)tile)[2 * n + 1] = __ldg(at + min(query + column + right + 1, queries - 1) * stride);
+    } else {
+      const Stored* at = from + min(query + row + below, queries - 1) * stride;
+      ((Pair*)tile)[n] = __ldg((const Pair*)(at + min(key + column + right, keys - 1 & ~1)));
+    }
+  }
+}
+template <typename Stored, typename T>
+static __device__ __forceinline__ T tl_attention_fetched(const void* tile, int n) { return T(((const Stored*)tile)[n]); }
+static __device__ __forceinline__ void tl_attention_pair(float* to, float x, float y) { *(float2*)to = make_float2(x, y); }
+static __device__ __forceinline__ void tl_attention_pair(__nv_bfloat16* to, float x, float y) {
+  *(__nv_bfloat162*)to = __floats2bfloat162_rn(x, y);
+}
+// Stores a tile [64 queries, columns] of an accumulator to out [batch, heads, rows, width], up to the last query and key, through
+// shared memory, so that whole sectors are written. A row of out is a multiple of 16 bytes
+template <typename Stored, int columns>
+static __device__ __forceinline__ void tl_attention_store_tile(
+    void* out, const void* tile, void* shared, int bytes_of_warp, int batch, int head, int query, int key, int heads, int rows, int width,
+    int keys) {
+  constexpr int chunk = 16 / sizeof(Stored), chunks = columns / chunk, pitch = columns * sizeof(Stored) + 16;
+  int lane = threadIdx.x % 32, first_row = query + threadIdx.x / 32 % 4 * 16;
+  char* staged = tl_attention_of_warp(shared, bytes_of_warp);
+  __syncwarp();
+#pragma unroll
+  for (int n = 0; n < columns / 4; ++n) {
+    const float* x = (const float*)tile + 2 * n;
+    Stored* to = (Stored*)(staged + (lane / 4 + n % 2 * 8) * pitch) + lane % 4 * 2 + n / 2 * 8;
+    tl_attention_pair(to, x[0], x[1]);
+  }
+  __syncwarp();
+  Stored* to = (Stored*)out + ((long long)(batch * heads + head) * rows + first_row) * width + key;
+#pragma unroll
+  for (int i = 0; i < 16 * chunks / 32; ++i) {
+    int row = (lane + 32 * i) / chunks, part = (lane + 32 * i) % chunks;
+    uint4 x = *(const uint4*)(staged + row * pitch + part * 16);
+    bool is_inside = first_row + row < rows & key + part * chunk < keys;
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, %5, 0; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }" ::"l"(
+                     to + (long long)row * width + part * chunk),
+                 "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(int(is_inside))
+                 : "memory");
+  }
+}
+"""

@@ -1,0 +1,131 @@
+"""Lists of blocks for the kernels, made on the GPU from the blocks of a BlockMask, without waiting for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tl_attention.program import BLOCK_BITS, HIDE_ALL, HOW_BITS, MASK, SHOW_ALL, SHOW_TO_LAST
+
+HIDDEN, PARTIAL, FULL = 0, 1, 2
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLists:
+    """Blocks of a mask: which pairs of a query block and a key block have something to see.
+
+    Args:
+        states: int8 [1 or batch, 1 or heads, query blocks, key blocks], HIDDEN, PARTIAL or FULL: nothing to see, some by the mask_mod,
+            or all.
+        block_size: queries and keys per block, multiples of program_configs.LISTED_ROWS.
+        lengths: seqlen_q, seqlen_k.
+        shape: batch, heads of the call.
+    """
+
+    states: torch.Tensor
+    block_size: tuple[int, int]
+    lengths: tuple[int, int]
+    shape: tuple[int, int]
+    made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def by_queries(self, rows: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(spans, entries) per tile of `rows` queries, in steps of `step` keys: int32 [batch, heads, tiles, 3] and flat.
+
+        kernels/block_lists.py says what they hold. Blocks that may hide keys come first: partial ones, and one past the last key.
+        """
+        key = "queries", rows, step
+        if key not in self.made:
+            states = self._cut(rows, step)
+            blocks = torch.arange(states.shape[-1], dtype=torch.int32, device=states.device)
+            rank = torch.where(states == HIDDEN, 3, states)  # PARTIAL, FULL, HIDDEN
+            how = self._how(states, step, -1)
+            rank -= (how == SHOW_TO_LAST).to(torch.int8)  # as PARTIAL
+            entries = blocks << HOW_BITS | how
+            past_all = states.shape[-1] << HOW_BITS | HIDE_ALL
+            self.made[key] = _lists(rank, rank == PARTIAL, entries, past_all, (*self.shape, -1, -1))
+        return self.made[key]
+
+    def by_keys(self, rows: int, step: int, heads_per_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(spans, entries) per tile of `rows` keys, in steps of `step` queries of all heads of a key head: as by_queries()."""
+        key = "keys", rows, step, heads_per_kv
+        if key not in self.made:
+            states = self._cut(step, rows).mT  # [.., key tiles, query blocks]
+            both = torch.stack([states.to(torch.int32), self._how(states, rows, -2)])
+            heads_kv = self.shape[1] // heads_per_kv
+            if states.shape[1] == 1:
+                both = both[:, :, :, None].expand(-1, -1, -1, heads_per_kv, -1, -1)
+            else:
+                both = both.unflatten(2, (heads_kv, heads_per_kv))
+            states, how = both.transpose(3, 4)  # [batch, heads_kv, key tiles, heads, query blocks]
+            heads, blocks = (
+                torch.arange(n, dtype=torch.int32, device=states.device) for n in states.shape[-2:]
+            )
+            entries = heads[:, None] << HOW_BITS + BLOCK_BITS | blocks << HOW_BITS | how
+            states, entries = states.flatten(-2), entries.flatten(-2)
+            rank = torch.where(states == HIDDEN, 3, 0).to(torch.int8)
+            shape = self.shape[0], heads_kv, -1, -1
+            self.made[key] = _lists(rank, states == PARTIAL, entries, HIDE_ALL, shape)
+        return self.made[key]
+
+    def _cut(self, queries: int, keys: int) -> torch.Tensor:
+        """States of blocks of other sizes, which divide block_size, without blocks past the lengths."""
+        states = self.states
+        for dim, (size, wanted, length) in enumerate(
+            zip(self.block_size, (queries, keys), self.lengths, strict=True), -2
+        ):
+            states = states.repeat_interleave(size // wanted, dim=dim).narrow(dim, 0, -(-length // wanted))
+        return states
+
+    def _how(self, states: torch.Tensor, keys: int, key_dim: int) -> torch.Tensor:
+        """Last bits of the entries of blocks of `keys` keys: program.MASK or another."""
+        how = torch.where(states == FULL, SHOW_ALL, MASK).to(torch.int32)
+        if self.lengths[1] % keys:
+            last = how.select(key_dim, -1)
+            last += (last == SHOW_ALL) * (SHOW_TO_LAST - SHOW_ALL)
+        return how
+
+
+def _lists(
+    rank: torch.Tensor, masked: torch.Tensor, entries: torch.Tensor, past_all: int, shape: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(spans, entries) of rows whose blocks are sorted by rank, without those of rank 3.
+
+    Args:
+        past_all: entry of an empty list, the last two; a step reads one entry ahead.
+        shape: of spans, to which 1 in the first two dimensions are expanded.
+    """
+    slots = rank.shape[-1]
+    entries = entries.expand(rank.shape).gather(-1, rank.argsort(dim=-1, stable=True)).flatten()
+    entries = torch.cat([entries, entries.new_full((2,), past_all)])
+    masked, seen = (x.sum(-1, dtype=torch.int32) for x in (masked, rank != 3))
+    first = torch.arange(seen.numel(), dtype=torch.int32, device=seen.device).view(seen.shape) * slots
+    empty = seen == 0
+    masked, seen = (x.masked_fill(empty, 1) for x in (masked, seen))
+    first = first.masked_fill(empty, entries.numel() - 2)
+    return torch.stack([masked, seen, first], -1).expand(*shape), entries
+
+
+def block_states(
+    num_blocks: torch.Tensor,
+    indices: torch.Tensor,
+    full_num_blocks: torch.Tensor | None,
+    full_indices: torch.Tensor | None,
+    key_blocks: int,
+) -> torch.Tensor:
+    """States of BlockLists from the lists of a BlockMask: [.., query blocks] numbers and [.., query blocks, entries] indices."""
+    given = num_blocks, indices, full_num_blocks, full_indices
+    # One entry of what all of them expand
+    for dim in (0, 1):
+        if all(x is None or x.stride(dim) == 0 for x in given):
+            given = tuple(None if x is None else x.narrow(dim, 0, 1) for x in given)
+    num_blocks, indices, full_num_blocks, full_indices = given
+    states = torch.zeros((*num_blocks.shape, key_blocks + 1), dtype=torch.int8, device=num_blocks.device)
+    for state, numbers, listed in ((PARTIAL, num_blocks, indices), (FULL, full_num_blocks, full_indices)):
+        if numbers is None:
+            continue
+        position = torch.arange(listed.shape[-1], device=listed.device)
+        # Entries past the number of a list go to a column of their own
+        blocks = torch.where(position < numbers[..., None], listed, key_blocks).long()
+        states.scatter_(-1, blocks, state)
+    return states[..., :-1]

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import and_masks, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
+import tl_attention
 from tl_attention import building, compiler, configs, flex_attention, legality, toolkit
+from tl_attention.block_masks import lists_follow_mask
 from tl_attention.builtin_options import BuiltinOptions, builtin_options
 from tl_attention.kernel_configs import BwdPass, FwdConfig
 from tl_attention.problem import DIRECTIONS, AttnProblem, tile_widths
@@ -234,45 +236,124 @@ def test_flex_tracing_tools_are_imported_at_the_first_call():
 
 
 fixed_slopes = torch.rand(HEADS)
+batch_slopes = torch.rand(2, HEADS)
+WINDOW_16, WINDOW_8 = BuiltinOptions(window=(16, 0)), BuiltinOptions(window=(8, 0))
+CAUSAL, ALIBI = BuiltinOptions(True), BuiltinOptions(True, alibi_slopes=fixed_slopes)
+
+
+def alibi(score, b, h, q_idx, kv_idx):
+    return score + fixed_slopes[h] * (kv_idx - q_idx)
+
+
+def hidden_alibi(score, b, h, q_idx, kv_idx):
+    return torch.where(kv_idx > q_idx, -math.inf, alibi(score, b, h, q_idx, kv_idx))
+
+
+# score_mod, mask_mod, what is recognized at equal lengths
 RECOGNIZED = [
     (None, None, BuiltinOptions()),
-    (None, causal, BuiltinOptions(True)),
-    (None, lambda b, h, q, k: k <= q, BuiltinOptions(True)),
-    (None, lambda b, h, q, k: (q >= k) & (q - k < 17), BuiltinOptions(False, (16, 0))),
-    (None, lambda b, h, q, k: (k > q - 9) & (k <= q), BuiltinOptions(False, (8, 0))),
-    (None, lambda b, h, q, k: torch.logical_and(q - k <= 5, q >= k), BuiltinOptions(False, (5, 0))),
+    (None, causal, CAUSAL),
+    (None, lambda b, h, q, k: k <= q, CAUSAL),
+    (None, lambda b, h, q, k: ~(k > q), CAUSAL),
+    (None, lambda b, h, q, k: q - k > -1, CAUSAL),
+    (None, lambda b, h, q, k: k - q <= 0, CAUSAL),
+    (None, lambda b, h, q, k: k < q + 1, CAUSAL),
+    (None, and_masks(causal), CAUSAL),
+    (None, and_masks(causal, lambda b, h, q, k: q - k < 17), WINDOW_16),
+    (None, lambda b, h, q, k: (q >= k) & (q - k < 17), WINDOW_16),
+    (None, lambda b, h, q, k: ~((q < k) | (q - k >= 17)), WINDOW_16),
+    (None, lambda b, h, q, k: (k > q - 9) & (k <= q), WINDOW_8),
+    (None, lambda b, h, q, k: torch.logical_and(q - k <= 8, q >= k), WINDOW_8),
+    (None, lambda b, h, q, k: (q - k).abs() <= 8, BuiltinOptions(window=(8, 8))),
+    (None, lambda b, h, q, k: (k - q).abs() < 9, BuiltinOptions(window=(8, 8))),
+    (None, lambda b, h, q, k: k - q <= 3, BuiltinOptions(window=(-1, 3))),
+    (None, lambda b, h, q, k: q == k, BuiltinOptions(window=(0, 0))),
+    (None, lambda b, h, q, k: (q >= 0) & (k + 1 > 0), BuiltinOptions()),
+    (None, lambda b, h, q, k: (q > 0) & (q >= k), None),
+    (lambda s, b, h, q, k: torch.where(q >= k, s, -math.inf), None, CAUSAL),
+    (lambda s, b, h, q, k: s.masked_fill(q < k, -math.inf), lambda b, h, q, k: q - k <= 8, WINDOW_8),
     (lambda s, b, h, q, k: 20.0 * torch.tanh(s / 20.0), None, BuiltinOptions(softcap=20.0)),
-    (lambda s, b, h, q, k: torch.tanh(s / 30) * 30, causal, BuiltinOptions(True, softcap=30.0)),
-    (
-        lambda s, b, h, q, k: s + fixed_slopes[h] * (k - q),
-        causal,
-        BuiltinOptions(True, alibi_slopes=fixed_slopes),
-    ),
-    (lambda s, b, h, q, k: s + fixed_slopes[h] * (k - q), None, None),  # negative distances
-    (lambda s, b, h, q, k: s + fixed_slopes[h] * (q - k), causal, None),
+    (lambda s, b, h, q, k: torch.tanh(s / 30) * 30, causal, CAUSAL._replace(softcap=30.0)),
+    (lambda s, b, h, q, k: torch.tanh(s * (1 / 30)) * 30, causal, CAUSAL._replace(softcap=30.0)),
+    (alibi, causal, ALIBI),
+    (hidden_alibi, None, ALIBI),
+    (lambda s, b, h, q, k: 20 * torch.tanh(s / 20) + fixed_slopes[h] * (k - q), causal, ALIBI._replace(softcap=20.0)),
+    (lambda s, b, h, q, k: s - fixed_slopes[h] * (q - k), causal, ALIBI),
+    (lambda s, b, h, q, k: s - (q - k).abs() * fixed_slopes[h], None, ALIBI._replace(causal=False)),
+    (lambda s, b, h, q, k: s + (k - q) * batch_slopes[b, h], causal, CAUSAL._replace(alibi_slopes=batch_slopes)),
+    (lambda s, b, h, q, k: s + torch.exp2(-(h + 1) * 2.0) * (k - q), causal, CAUSAL._replace(alibi_slopes=0.25 ** torch.arange(1, 5))),
+    (lambda s, b, h, q, k: s - 0.1 * fixed_slopes[h] * (q - k), causal, CAUSAL._replace(alibi_slopes=0.1 * fixed_slopes)),
+    (alibi, None, None),  # negative distances
+    (lambda s, b, h, q, k: s + fixed_slopes[h] * (k - q + 1), causal, None),
+    (lambda s, b, h, q, k: s + fixed_slopes[h] * (k + q), causal, None),
+    (lambda s, b, h, q, k: s * fixed_slopes[h], causal, None),
     (lambda s, b, h, q, k: 20.0 * torch.tanh(s / 21.0), None, None),
+    (lambda s, b, h, q, k: torch.where(q >= k, s, -1e3), None, None),
     (None, lambda b, h, q, k: q > k, None),
     (None, lambda b, h, q, k: (q >= k) & (q - k > 5), None),
     (None, lambda b, h, q, k: (q >= k) | (q - k < 5), None),
+    (None, lambda b, h, q, k: (q - k).abs() >= 5, None),
+    (None, lambda b, h, q, k: 2 * q >= k, None),
     (None, lambda b, h, q, k: (q >= k) & (q - k < 17) & (h > 1), None),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("score_mod", "mask_mod", "expected"), RECOGNIZED)
 def test_flex_recognizes_options(score_mod, mask_mod, expected):
     call = trace(score_mod, mask_mod, True)
-    found = builtin_options(call, same_length=True)
-    assert found == expected
-    if mask_mod is not None:
-        assert builtin_options(call, same_length=False) is None
-    for seqlen_k in (40, 60):  # with other lengths the diagonal is another
-        q, k, v = inputs("cpu", torch.bfloat16, 40, seqlen_k, 16)
+    found = builtin_options(call, 40, 40, 2, HEADS)
+    assert (found is None) == (expected is None)
+    if found is not None:
+        assert found[:-1] == expected[:-1]
+        assert (found.alibi_slopes is None) == (expected.alibi_slopes is None)
+        if found.alibi_slopes is not None:
+            torch.testing.assert_close(found.alibi_slopes, expected.alibi_slopes)
+    for seqlen_q, seqlen_k in ((40, 40), (40, 60), (60, 40)):  # with other lengths the diagonal is another
+        q, k, v = inputs("cpu", torch.bfloat16, seqlen_q, seqlen_k, 16)
         check(q, k, v, score_mod, mask_mod, ())
+
+
+def test_flex_recognizes_options_of_unequal_lengths():
+    """The diagonal of functions is top-left, that of options bottom-right."""
+    call = trace(None, lambda b, h, q, k: q + 20 >= k, False)
+    assert builtin_options(call, 40, 60) == CAUSAL
+    assert builtin_options(trace(None, causal, False), 40, 60) is None
+    assert builtin_options(trace(None, causal, False), 60, 40) == BuiltinOptions(window=(-1, 20))
+    shifted = trace(
+        lambda s, b, h, q, k: s + fixed_slopes[h] * (k - q - 20), lambda b, h, q, k: q + 20 >= k, False
+    )
+    found = builtin_options(shifted, 40, 60, 1, HEADS)
+    assert found.causal and torch.equal(found.alibi_slopes, fixed_slopes)
+
+
+def test_flex_says_what_it_recognizes(monkeypatch, capsys):
+    monkeypatch.setenv("TL_ATTENTION_PRINT_CONFIGS", "1")
+    flex_attention(
+        q8, kv8, kv8, lambda s, b, h, q, k: 17 * torch.tanh(s / 17), enable_gqa=True, mask_mod=causal
+    )
+    words = "tl_attention: flex_attention score_mod mask_mod -> causal=True, softcap=17.0 (recognized)"
+    assert words in capsys.readouterr().err
+
+
+def test_flex_knows_lists_that_were_made_from_the_mask():
+    """A BlockMask of another origin may hide more than its mask_mod does."""
+    made = tl_attention.create_block_mask(causal, None, None, 8, 8, device="cpu")
+    theirs = create_block_mask(causal, None, None, 8, 8, device="cpu")
+    assert lists_follow_mask(made) and not lists_follow_mask(theirs)
+    made.mask_mod = lambda b, h, q, k: q >= 0
+    assert not lists_follow_mask(made)
+
+
+def test_flex_does_not_recognize_what_rounds():
+    assert (
+        builtin_options(trace(lambda s, b, h, q, k: 20 * torch.tanh(s.long() / 20), None, False), 8, 8)
+        is None
+    )
 
 
 def test_flex_does_not_recognize_what_learns():
     learned = torch.rand(HEADS, requires_grad=True)
-    assert builtin_options(trace(lambda s, b, h, q, k: s + learned[h] * (k - q), causal, True), True) is None
+    assert builtin_options(trace(lambda s, b, h, q, k: s + learned[h] * (k - q), causal, True), 8, 8) is None
 
 
 PROGRAMS = {name: trace(*cases(Captured("cpu"))[name][:2], True).program for name in NAMES}
@@ -359,7 +440,7 @@ def test_flex_random_functions_on_cpu(seed):
     check(*inputs("cpu", torch.bfloat16, 30, 40, 16), score_mod, causal, learned)
 
 
-SEEDS = range(4), range(4, 8)
+SEEDS = range(4), range(4, 8), range(8, 12)
 
 
 def several(seeds: range, c: Captured):

@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from torch.nn.attention.flex_attention import create_mask
 from transformers import (
     BertConfig,
     BertModel,
@@ -420,34 +421,36 @@ def test_hf_mask_is_none_where_it_is_redundant():
         assert hf.attention_mask(**sizes, mask_function=windows[1], local_size=3, **full) is None
 
 
-def test_hf_unsupported_masks_are_errors():
+def test_hf_masks_of_other_kinds_become_block_masks():
     config = LlamaConfig(**SIZES)
     config._attn_implementation = "tl_attention"
     embeds = torch.zeros(1, 6, 64)
-    blocks = torch.tensor([[-1, 0, 0, 0, -1, -1]])
-    with pytest.raises(
-        NotImplementedError,
-        match="mask_function: expected a causal, full, sliding-window, packed or chunked mask",
-    ):
-        create_causal_mask(config, embeds, None, None, block_sequence_ids=blocks)
-    with pytest.raises(NotImplementedError, match="contains functions of the caller"):
-        create_causal_mask(config, embeds, None, None, or_mask_function=lambda b, h, q, k: k == 0)
-    with pytest.raises(
-        NotImplementedError, match="attention_mask: expected padding only before and after each sequence"
-    ):
-        create_causal_mask(config, embeds, torch.tensor([[1, 0, 1, 1, 1, 1]]), None)
+    at = torch.arange(6)
+    causal, blocks = at[:, None] >= at, torch.tensor([[-1, 0, 0, 0, -1, -1]])
+    in_block = (blocks[0][:, None] == blocks[0]) & (blocks[0] >= 0)
+    holes = torch.tensor([[1, 0, 1, 1, 1, 1]])
+    made = {
+        "blocks": create_causal_mask(config, embeds, None, None, block_sequence_ids=blocks),
+        "caller": create_causal_mask(config, embeds, None, None, or_mask_function=lambda b, h, q, k: k == 0),
+        "holes": create_causal_mask(config, embeds, holes, None),
+        "window": hf.attention_mask(
+            1, 6, 6, mask_function=sliding_window_causal_mask_function(2), local_size=3
+        ),
+    }
+    expected = {
+        "blocks": causal | in_block,
+        "caller": causal | (at == 0),
+        "holes": causal & (at != 1),
+        "window": causal & (at[:, None] - at < 2),
+    }
+    for name, mask in made.items():
+        assert torch.equal(create_mask(mask.mask_mod, 1, 1, 6, 6, "cpu")[0, 0], expected[name]), name
     config.sliding_window = 2
-    with pytest.raises(
-        NotImplementedError,
-        match="mask_function: expected a causal, full, sliding-window, packed or chunked mask",
-    ):
-        hf.attention_mask(1, 6, 6, mask_function=sliding_window_causal_mask_function(2), local_size=3)
     assert create_bidirectional_sliding_window_mask(config, embeds, None) is None
+
+
+def test_hf_paged_caches_are_errors():
     q = torch.zeros(1, 2, 6, 16, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="attention_mask: expected a 2-D padding mask"):
-        hf.attention_forward(torch.nn.Module(), q, q, q, torch.zeros(1, 1, 6, 6))
-    with pytest.raises(NotImplementedError, match="position_bias: expected None"):
-        hf.attention_forward(torch.nn.Module(), q, q, q, None, position_bias=q)
     with pytest.raises(NotImplementedError, match="cache: expected None"):
         hf.attention_forward(torch.nn.Module(), q, q, q, None, cache=object())
 

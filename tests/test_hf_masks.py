@@ -46,8 +46,6 @@ REFUSED = {
     "batch-1-seqlen": (torch.ones(BATCH, 1, LENGTH), r"got \(4, 1, 9\) torch\.float32"),
     "batch-1-seqlen-bool": (torch.ones(BATCH, 1, LENGTH).bool(), r"got \(4, 1, 9\) torch\.bool"),
     "batch-queries-keys": (torch.ones(BATCH, LENGTH, LENGTH).bool(), r"got \(4, 9, 9\) torch\.bool"),
-    "4-d-bool": (torch.ones(BATCH, 1, LENGTH, LENGTH).bool(), r"got \(4, 1, 9, 9\) torch\.bool"),
-    "4-d-float": (torch.zeros(1, 1, LENGTH, LENGTH), r"got \(1, 1, 9, 9\) torch\.float32"),
     "4-d-int": (ints(4, 1, 1, LENGTH), r"got \(4, 1, 1, 9\) torch\.int32"),
     "2-d-bool": (REAL, r"got \(4, 9\) torch\.bool.*pass it to the model"),
     "2-d-int": (REAL.int(), r"got \(4, 9\) torch\.int32.*pass it to the model"),

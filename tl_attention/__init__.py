@@ -1,5 +1,6 @@
 """FlashAttention for NVIDIA Hopper, written in TileLang."""
 
+from tl_attention.block_masks import create_block_mask
 from tl_attention.flash import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -20,6 +21,7 @@ from tl_attention.kvcache import flash_attn_with_kvcache, kvcache_workspace_byte
 from tl_attention.merge import merge_states
 
 __all__ = [
+    "create_block_mask",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

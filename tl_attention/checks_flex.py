@@ -182,12 +182,22 @@ def check_bias(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
 def check_captured(call: Call, q: torch.Tensor, k: torch.Tensor) -> None:
     """Check devices and sizes of captured tensors."""
     sizes = {"batch": q.shape[0], "head": q.shape[1], "query": q.shape[2], "key": k.shape[2]}
+    check_captured_sizes(call, sizes, q.device, "the device of query", "query.device")
+
+
+def check_captured_sizes(
+    call: Call, sizes: dict[str, int], device: torch.device, of: str, in_code: str
+) -> None:
+    """Check devices and sizes of captured tensors.
+
+    Args:
+        sizes: number of values of each leaf that is an index.
+        of, in_code: the expected device, in words and as an argument of .to().
+    """
     for i, x in enumerate(call.tensors):
         name = f"captured tensor {i}, {describe(x)}"
-        if x.device != q.device:
-            raise ValueError(
-                f"{name}: expected the device of query, {q.device}; move it with .to(query.device)"
-            )
+        if x.device != device:
+            raise ValueError(f"{name}: expected {of}, {device}; move it with .to({in_code})")
         if x.layout != torch.strided or x.is_nested:
             raise NotImplementedError(f"{name}: expected a dense tensor, got {x.layout}; call .to_dense()")
         extent = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))

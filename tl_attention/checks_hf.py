@@ -35,18 +35,33 @@ def is_our_mask(mask: Any) -> bool:
     return VARLEN_ROWS <= rows <= MAX_ROWS and ones == [1, 1, 1] and bounds > 1
 
 
+def is_block_mask(mask: Any) -> bool:
+    """True for a BlockMask of torch."""
+    return hasattr(mask, "kv_num_blocks") and hasattr(mask, "mask_mod")
+
+
+def is_dense_mask(mask: Any) -> bool:
+    """True for a mask [batch, heads, queries, keys], bool or to be added to the scores."""
+    return (
+        isinstance(mask, torch.Tensor)
+        and mask.ndim == 4
+        and (mask.dtype == torch.bool or mask.is_floating_point())
+    )
+
+
 def _mask_error(mask: Any) -> NotImplementedError:
     is_tensor = isinstance(mask, torch.Tensor)
     hint = "pass it to the model, which converts it, or " if is_tensor and mask.ndim == 2 else ""
     return NotImplementedError(
-        "attention_mask: expected a 2-D padding mask as argument of the model, or the result of tl_attention.hf.attention_mask, got"
+        "attention_mask: expected a 2-D padding mask as argument of the model, a 4-D mask (bool or float), a BlockMask, or the result of"
+        " tl_attention.hf.attention_mask, got"
         f" {describe(mask) if is_tensor else type(mask).__name__}; {hint}{USE_ANOTHER}"
     )
 
 
 def check_mask(mask: Any, batch: int) -> None:
     """Check the mask of hf.attention_forward, for `batch` sequences."""
-    if mask is None:
+    if mask is None or is_block_mask(mask) or is_dense_mask(mask):
         return
     # With rows for a cache a mask has two sequences per row of the batch, the first of them its padding
     if not is_our_mask(mask) or (mask.shape[0] > VARLEN_ROWS and mask.shape[-1] != 2 * batch + 1):
@@ -76,13 +91,26 @@ def check_window_keys(name: str, keys: Any) -> None:
         )
 
 
-def check_no_others(position_bias: Any, cache: Any) -> None:
+def check_no_others(cache: Any) -> None:
     """Refuse arguments that change the result and are not supported."""
-    for name, x in (("position_bias", position_bias), ("cache", cache)):
-        if x is not None:
-            raise NotImplementedError(
-                f"{name}: expected None, got {type(x).__name__}, which tl_attention does not support; {USE_ANOTHER}"
-            )
+    if cache is not None:
+        raise NotImplementedError(
+            f"cache: expected None, got {type(cache).__name__}, which tl_attention does not support; {USE_ANOTHER}"
+        )
+
+
+def check_flex(dropout: Any, packed: bool) -> None:
+    """Refuse what flex_attention lacks, beside a mask or bias that needs it."""
+    if dropout:
+        raise NotImplementedError(
+            f"dropout: expected 0 with a BlockMask, a 4-D mask or position_bias, got {describe(dropout)}; set the dropout of the config"
+            f" to 0 (attention_dropout, of T5 dropout_rate), or {USE_ANOTHER}"
+        )
+    if packed:
+        raise NotImplementedError(
+            "cu_seq_lens_q, cu_seq_lens_k: expected None with a BlockMask, a 4-D mask or position_bias, got tensors; say the documents in"
+            f" the mask, or {USE_ANOTHER}"
+        )
 
 
 def check_packing(query: torch.Tensor, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tl_attention import launch
+from tl_attention.block_masks import lists_follow_mask
 from tl_attention.builtin_options import BuiltinOptions, builtin_options
 from tl_attention.checks import check_deterministic, check_fwd, expect_bool
 from tl_attention.checks_flex import (
@@ -135,13 +138,18 @@ def attend(
 
     differentiate = torch.is_grad_enabled()
     call = _tracer()(score_mod, mask_mod, differentiate)
+    check_captured(call, query, key)
+    options = None
+    if block_mask is None or lists_follow_mask(block_mask):
+        batch, heads, seqlen_q, _ = query.shape
+        options = builtin_options(call, seqlen_q, key.shape[2], batch, heads, query.device)
+    if options is not None:
+        if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
+            _report(str(call.program), str(options))
+        return _with_options(query, key, value, scale, options, deterministic)
     if block_mask is not None:
         blocks = _block_lists(block_mask, query.shape[0], query.shape[1])
         call = replace(call, program=call.program.as_listed, blocks=blocks)
-    check_captured(call, query, key)
-    same_length = query.shape[2] == key.shape[2]
-    if (options := builtin_options(call, same_length)) is not None:
-        return _with_options(query, key, value, scale, options, deterministic)
     scale = scale_of(query, scale)
     if not query.is_cuda:
         out, lse = flex_reference(query, key, value, scale, call)
@@ -209,11 +217,18 @@ def _with_options(
     if options.is_plain:
         return attention(query, key, value, scale, options.causal, False, True, deterministic)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    slopes = options.alibi_slopes
-    slopes = None if slopes is None else slopes.detach()[: query.shape[1]]
-    asked = UserOptions(options.window, options.softcap, 0.0, slopes, None, None, 0, None)
+    asked = UserOptions(options.window, options.softcap, 0.0, options.alibi_slopes, None, None, 0, None)
     out, lse = attention_with_options(q, k, v, scale, options.causal, deterministic, asked)
     return out.transpose(1, 2), lse
+
+
+@functools.cache
+def _report(functions: str, options: str) -> None:
+    """Say once which options stand for functions."""
+    print(
+        f"tl_attention: flex_attention {functions or 'without functions'} -> {options} (recognized)",
+        file=sys.stderr,
+    )
 
 
 @functools.cache

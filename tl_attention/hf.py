@@ -12,18 +12,21 @@ from torch.nn.functional import pad
 from tl_attention import checks_lengths, kvcache
 from tl_attention.checks import expect_scale
 from tl_attention.checks_hf import (
-    USE_ANOTHER,
     VARLEN_ROWS,
+    check_flex,
     check_inputs,
     check_mask,
     check_no_others,
     check_packing,
     check_padding,
     check_window_keys,
+    is_block_mask,
+    is_dense_mask,
     is_our_mask,
 )
 from tl_attention.checks_torch import ARGUMENT_ERRORS, Renaming
 from tl_attention.flash import flash_attn_func, flash_attn_varlen_func
+from tl_attention.hf_flex import block_mask_of, flex_forward, needs_flex
 
 NAME = "tl_attention"
 MAX_DECODE_QUERIES = 64  # per sequence; more go to flash_attn_func
@@ -39,7 +42,6 @@ _ERROR_NAMES = Renaming(
         "max_seqlen_q": "max_length_q", "max_seqlen_k": "max_length_k",
     }
 )  # fmt: skip
-_SUPPORTED_MASKS = "expected a causal, full, sliding-window, packed or chunked mask"
 
 
 def register() -> None:
@@ -96,7 +98,10 @@ def attention_forward(
         module: the layer; if is_causal is None, the is_causal of the layer and of its config hold.
         query: [batch, heads, seqlen_q, head_dim], bfloat16 or float16; fp32 is cast to the autocast dtype inside autocast.
         key, value: [batch, heads_kv, seqlen_k, head_dim or head_dim_v].
-        attention_mask: the result of attention_mask(): None, or the rows of query and key that belong to each sequence.
+        attention_mask: the result of attention_mask(): None, the rows of query and key that belong to each sequence, or a BlockMask;
+            or a mask [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k], bool or to be added to the scores. A BlockMask and a 4-D
+            mask say all: causality and sliding_window do not add to them.
+        position_bias: float [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k], added to the scores; it may need a gradient.
         sliding_window: number of keys that a query sees, itself included; in a bidirectional layer, on either side. None: no window.
         s_aux: [heads], the scores of the sink.
         cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], bounds of packed sequences in batch * seqlen; they override attention_mask. Both
@@ -106,11 +111,11 @@ def attention_forward(
     Returns:
         (out [batch, seqlen_q, heads, head_dim_v], None). Rows of padding are 0.
     Raises:
-        NotImplementedError: position_bias, a paged cache, or a mask not made by attention_mask(), which has 5 dimensions.
+        NotImplementedError: a paged cache, a mask of another form, or dropout beside a BlockMask, a 4-D mask or position_bias.
         TypeError, ValueError, NotImplementedError: see flash_attn_func.
     """
     check_inputs(query, key, value, s_aux)
-    check_no_others(position_bias, cache)
+    check_no_others(cache)
     check_mask(attention_mask, query.shape[0])
     expect_scale("scaling", scaling)
     check_window_keys("sliding_window", sliding_window)
@@ -127,9 +132,14 @@ def attention_forward(
         right = 0 if causal else left
     softcap = softcap or 0.0
 
+    packed = cu_seq_lens_q is not None
+    if needs_flex(attention_mask, position_bias):
+        check_flex(dropout, packed)
+        window = causal, left, right
+        masks = attention_mask, position_bias
+        return flex_forward(query, key, value, *masks, scaling, window, softcap, s_aux, deterministic), None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
-    packed = cu_seq_lens_q is not None
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux))
     has_cache_rows = attention_mask is None or attention_mask.shape[0] > VARLEN_ROWS
     few_queries = seqlen_q <= MAX_DECODE_QUERIES and seqlen_q < seqlen_k
@@ -238,9 +248,10 @@ def attention_mask(
 ) -> torch.Tensor | None:
     """Mask of all layers of one kind, for the AttentionMaskInterface of transformers; never a [queries, keys] matrix.
 
-    A mask may be causal or full, with a sliding window, packed sequences or chunks, and padding before and after each sequence. Outside
-    torch.compile, mask_function is checked for anything else (one sync). A compiled model is trusted; it has to pass packed sequences as
-    cu_seq_lens_q and cu_seq_lens_k.
+    Masks that are causal or full, with a sliding window, packed sequences or chunks, and padding before and after each sequence, run
+    the kernels of the options. Outside torch.compile, mask_function is checked for anything else (one sync): it becomes a BlockMask, with
+    which flex_attention skips hidden blocks. A compiled model is trusted; it has to pass packed sequences as cu_seq_lens_q and
+    cu_seq_lens_k.
 
     Args:
         q_offset, kv_offset: positions of the first query and of the first key; q_offset is a tensor with a static cache.
@@ -249,26 +260,26 @@ def attention_mask(
             returned as it is.
         local_size: width of the window: keys before the query, itself included, or keys on either side of it in a bidirectional mask;
             or size of a chunk.
-        use_vmap: mask_function contains functions of the caller.
+        use_vmap: mask_function contains functions of the caller; they may do what docs/flex.md says of a mask_mod.
         allow_is_bidirectional_skip: None for a causal mask.
     Returns:
-        None if lengths, causality and window define the mask. Else int32 [4 to 6, 1, 1, 1, sequences + 1]. Rows 0 to 3: cu_seqlens_q,
-        cu_seqlens_k, seqused_q and seqused_k of flash_attn_varlen_func, in batch * q_length and batch * kv_length rows. Row 4 begins with
-        cache_seqlens [batch], row 5, if there is padding, with cache_leftpad [batch]. Rows 4 and 5 exist if in each sequence all queries
-        or none come after its last key, as flash_attn_with_kvcache requires.
+        None if lengths, causality and window define the mask. A BlockMask for a mask of any other kind. Else int32
+        [4 to 6, 1, 1, 1, sequences + 1]. Rows 0 to 3: cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k of flash_attn_varlen_func, in
+        batch * q_length and batch * kv_length rows. Row 4 begins with cache_seqlens [batch], row 5, if there is padding, with
+        cache_leftpad [batch]. Rows 4 and 5 exist if in each sequence all queries or none come after its last key, as
+        flash_attn_with_kvcache requires.
     Raises:
-        NotImplementedError: any other mask.
+        NotImplementedError: mask_function has an operation that flex_attention does not support; the message names it.
         TypeError, ValueError: attention_mask or local_size of another form; the message names what was expected and what came.
     """
-    if is_our_mask(attention_mask):
+    if is_our_mask(attention_mask) or is_block_mask(attention_mask) or is_dense_mask(attention_mask):
         check_mask(attention_mask, batch_size)
         return attention_mask  # generate() has called this function
     check_padding(attention_mask, batch_size)
     check_window_keys("local_size", local_size)
+    sizes = batch_size, q_length, kv_length, q_offset, kv_offset
     if use_vmap:
-        raise NotImplementedError(
-            f"mask_function: {_SUPPORTED_MASKS}, got one that contains functions of the caller; {USE_ANOTHER}"
-        )
+        return block_mask_of(*sizes, mask_function, attention_mask, device)
     causal = allow_is_bidirectional_skip is None
     # Columns are positions minus kv_offset: the first key has column 0
     first_query = q_offset - kv_offset
@@ -283,11 +294,11 @@ def attention_mask(
     shared = causal or local_size is not None  # queries have columns among the keys, and so the same padding
     cached = not (padded and shared) or q_length == 1
     if not _is_traced():
-        sequence = _find_sequences(
-            mask_function, batch_size, q_length, kv_length, q_offset, kv_offset, causal, local_size, device
-        )
+        sequence = _find_sequences(mask_function, *sizes, causal, local_size, device)
         ends_early = (end_k < first_query + q_length) & (end_k > begin_k)
-        padded, packed, ends_early = _inspect(*sequence, tokens, ends_early, q_length == kv_length)
+        is_other, padded, packed, ends_early = _inspect(*sequence, tokens, ends_early, q_length == kv_length)
+        if is_other:
+            return block_mask_of(*sizes, mask_function, attention_mask, device)
         if packed:
             return _packed_mask(sequence[0])
         cached = cached or not ends_early
@@ -321,8 +332,8 @@ def _inspect(
     tokens: torch.Tensor | None,
     ends_early: torch.Tensor,
     equal_lengths: bool,
-) -> tuple[bool, bool, bool]:
-    """Return whether there is padding, whether sequences are packed, and whether ends_early holds anywhere; synchronizes once.
+) -> tuple[bool, bool, bool, bool]:
+    """(no mask of the options, padding, packed sequences, ends_early anywhere); synchronizes once.
 
     Args:
         starts, unsupported: see _find_sequences.
@@ -332,14 +343,8 @@ def _inspect(
     runs = (padding[:, :-1] & ~padding[:, 1:]).sum(1) + (~padding[:, 0]).int()  # of consecutive tokens
     flags = torch.stack([unsupported, starts.any(), padding.any(), (runs > 1).any(), ends_early.any()])
     unsupported, packed, padded, holes, ends_early = flags.tolist()
-    if unsupported or (packed and (padded or not equal_lengths)):
-        raise NotImplementedError(f"mask_function: {_SUPPORTED_MASKS}, got another one; {USE_ANOTHER}")
-    if holes:
-        raise NotImplementedError(
-            "attention_mask: expected padding only before and after each sequence, got some inside a sequence;"
-            f" {USE_ANOTHER}"
-        )
-    return padded, packed, ends_early
+    is_other = unsupported or holes or (packed and (padded or not equal_lengths))
+    return is_other, padded, packed, ends_early
 
 
 def _packed_mask(starts: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from tl_attention.program import FLOAT, Call
-from tl_attention.trace_ops import TORCH_DTYPES, evaluate
+from tl_attention.program import Call
+from tl_attention.program_values import program_values
 
 PARTIAL, FULL = 1, 2  # states of blocks, see launch/block_lists.py
 
@@ -48,22 +48,8 @@ def new_scores(scores: torch.Tensor, call: Call) -> torch.Tensor:
         for dim, n in enumerate(scores.shape)
     ]
     leaves = dict(zip(("batch", "head", "query", "key"), positions, strict=True), score=scores)
-    found: list[torch.Tensor] = []
-    for value in program.values:
-        dtype = scores.dtype if value.dtype == FLOAT else TORCH_DTYPES[value.dtype]
-        if value.op in leaves:
-            x = leaves[value.op]
-        elif value.op == "number":
-            x = torch.tensor(call.numbers[value.data], dtype=dtype, device=device)
-        elif value.op == "load":
-            tensor = call.tensors[value.data]
-            index = tuple(found[i].long() for i in value.args)
-            x = (tensor[index] if index else tensor).to(dtype)
-        else:
-            x = evaluate(value, [found[i] for i in value.args], device)
-            if value.dtype == FLOAT:
-                x = x.to(dtype)
-        found.append(x)
+    roots = [root for root in (program.score, program.mask) if root is not None]
+    found = dict(zip(roots, program_values(call, roots, leaves, scores.dtype), strict=True))
     if program.score is not None:
         scores = found[program.score].expand(scores.shape)
     if program.mask is None and call.blocks is None:

@@ -7,6 +7,7 @@ import warnings
 
 import torch
 
+from tl_attention import torch_masks
 from tl_attention.checks import expect_scale
 from tl_attention.checks_fp32 import check_precision
 from tl_attention.flash import flash_attn_func, flash_attn_varlen_func
@@ -25,9 +26,10 @@ def register() -> Handle:
         handle.remove()  # PyTorch's own
 
     Flash attention then has priority over cuDNN, which PyTorch prefers on Hopper. PyTorch still decides which calls go to flash attention:
-    those with a mask, fp32, unequal head dims or head dims above 256, or is_causal with unequal lengths (which it aligns top-left) go to
-    another backend. A call that reaches tl_attention but is not supported raises NotImplementedError. Gradients are bitwise reproducible
-    under torch.use_deterministic_algorithms(True).
+    those with fp32, unequal head dims or head dims above 256, or is_causal with unequal lengths (which it aligns top-left) go to another
+    backend. Calls with attn_mask (bool or float, of any shape that broadcasts, with a gradient too), which PyTorch sends to cuDNN or the
+    memory-efficient backend, are served there: see torch_masks.py. A call that reaches tl_attention but is not supported raises
+    NotImplementedError. Gradients are bitwise reproducible under torch.use_deterministic_algorithms(True).
 
     After the first register(), torch.nn.attention.activate_flash_attention_impl("tl_attention") does the same.
 
@@ -56,6 +58,8 @@ class Handle:
             for name, function in KERNELS.items():
                 if hasattr(torch.ops.aten, name):
                     self._library.impl(name, function)
+            for name, function in torch_masks.overrides().items():
+                self._library.impl(name, function, with_keyset=True)
         self._priorities = _prioritize_flash()
 
     def remove(self) -> None:

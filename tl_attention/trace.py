@@ -7,8 +7,10 @@ operations are run a second time under autograd and recorded. Operations outside
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,8 @@ from tl_attention.program import (
 from tl_attention.trace_ops import SUPPORTED, TORCH_DTYPES, Builder, Unsupported, convert, evaluate
 
 aten = torch.ops.aten
+AUTOGRAD_KEYS = "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"
+PACKAGE = str(Path(__file__).parent)
 
 DECOMPOSED_NAMES = """
 addcdiv addcmul elu elu_backward gelu gelu_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh
@@ -81,6 +85,16 @@ class _Recorder(TorchFunctionMode):
         if frame is not None:
             fx_traceback.set_stack_trace([f"{frame.f_code.co_filename}:{frame.f_lineno}"])
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _above_autograd():
+    """Let autograd record here, also where the caller is the kernel of an op, below autograd."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in AUTOGRAD_KEYS:
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
 
 
 @contextmanager
@@ -195,9 +209,11 @@ def _record(builder: Builder, function: _Function, arguments: list[int]) -> int:
 def _refusal(function: _Function, error: Exception) -> Exception:
     """Error for a function that torch or the recorder could not trace."""
     where = f"{function.name}{function.place}"
+    line = _line_of(error)
+    at = f" at {line}" if line else ""
     if isinstance(error, NotImplementedError):
         return NotImplementedError(
-            f"{where}: expected indices that are 0-d tensors, ints or a full slice, got {error}"
+            f"{where}: expected indices that are 0-d tensors, ints or a full slice, got {error}{at}"
         )
     text = str(error).split("\n")[0]
     if any(
@@ -205,17 +221,25 @@ def _refusal(function: _Function, error: Exception) -> Exception:
         for words in ("data-dependent", "Could not guard", "value out of a tracing tensor", "item()")
     ):
         return NotImplementedError(
-            f"{where}: expected no control flow that depends on the score or an index, got {text}; use torch.where in place of if, and"
-            " & and | in place of and and or"
+            f"{where}: expected no control flow that depends on the score or an index, got if, and, or, while or .item(){at}; use"
+            " torch.where in place of if, and & and | in place of and and or"
         )
     expected = "score, b, h, q_idx, kv_idx" if function.name == "score_mod" else "b, h, q_idx, kv_idx"
     return (
         type(error)(
-            f"{where}: expected a function of 0-d tensors ({expected}), got {type(error).__name__}: {text}"
+            f"{where}: expected a function of 0-d tensors ({expected}), got {type(error).__name__}{at}: {text}"
         )
         if type(error) in (TypeError, ValueError, RuntimeError, IndexError, AttributeError)
-        else RuntimeError(f"{where}: {type(error).__name__}: {text}")
+        else RuntimeError(f"{where}: {type(error).__name__}{at}: {text}")
     )
+
+
+def _line_of(error: Exception) -> str | None:
+    """File and line of the caller's function at which an error was raised, if they are known."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = "/torch/", PACKAGE, "<string>"  # the last is code that torch made
+    own = [frame for frame in frames if not any(other in frame.filename for other in others)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else None
 
 
 def _differentiate(
@@ -251,7 +275,7 @@ def _differentiate(
         return tuple(torch.zeros(()) if grad is None else grad for grad in grads)
 
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), _above_autograd():
             graph = make_fx(joint, DECOMPOSED, "fake")(*_fake_leaves([values[i] for i in inputs]))
     except Exception as error:
         raise RuntimeError(

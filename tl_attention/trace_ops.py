@@ -98,31 +98,10 @@ IDENTITIES = (
 CASTS = ("_to_copy", "convert_element_type", "to", "type_as")
 FILLS = {"scalar_tensor": 0, "full": 1, "full_like": 1, "new_full": 2, "zeros_like": 0.0, "ones_like": 1.0}
 CREATIONS = {"zeros": 0.0, "ones": 1.0, "new_zeros": 0.0, "new_ones": 1.0}
+OTHERS = "clamp relu square reciprocal isnan isinf masked_fill gelu silu softplus hardtanh leaky_relu elu lerp logaddexp casts indexing"
 SUPPORTED = ", ".join(
     sorted(
-        {
-            *OPS,
-            *(name for name in RENAMED if not name.startswith(("bitwise", "__"))),
-            "clamp",
-            "relu",
-            "square",
-            "reciprocal",
-            "isnan",
-            "isinf",
-        }
-        | {
-            "masked_fill",
-            "gelu",
-            "silu",
-            "softplus",
-            "hardtanh",
-            "leaky_relu",
-            "elu",
-            "lerp",
-            "logaddexp",
-            "casts",
-            "indexing",
-        }
+        {*OPS, *OTHERS.split(), *(name for name in RENAMED if not name.startswith(("bitwise", "__")))}
         - {"and", "or", "xor", "not", "detach"}
     )
 )
@@ -219,6 +198,10 @@ class Builder:
             return args[0]
         if name == "where" and args[1] == args[2]:
             return args[1]
+        if name in ("and", "or") and dtype == BOOL:
+            for x, y in (args, args[::-1]):
+                if self.values[x].op == "constant":  # as and_masks and or_masks of torch begin
+                    return y if self.values[x].data is (name == "and") else x
         if name in ROUNDINGS and dtype != FLOAT:
             return args[0]
         return self._keep(Value(name, dtype, args))
@@ -271,7 +254,9 @@ def convert(builder: Builder, graph: GraphModule, arguments: list[int]) -> list[
             except KeyError:
                 line = node.meta.get("stack_trace")
                 at = f" at {line.strip()}" if line else ""
-                raise Unsupported(f"{node.target}{at}") from None
+                dtype = getattr(node.meta.get("val"), "dtype", None)
+                result = "" if dtype is None or dtype in DTYPES else f" with a result of {dtype}"
+                raise Unsupported(f"{node.target}{result}{at}") from None
         else:
             outputs = node.args[0]
             outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)

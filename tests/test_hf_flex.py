@@ -1,0 +1,296 @@
+"""transformers models whose masks or biases are no option of attention, compared to eager: gemma3, T5, 4-D masks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.masking_utils import (
+    blockwise_overlay,
+    causal_mask_function,
+    create_causal_mask,
+    or_masks,
+    sliding_window_causal_mask_function,
+)
+
+from tl_attention import hf
+from tl_attention.checks_hf import is_block_mask
+
+pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
+hf.register()
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+T5 = {
+    "vocab_size": 61,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 0,
+}
+GEMMA3 = SIZES | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS = {
+    "gemma3": (Gemma3ForCausalLM, lambda: Gemma3TextConfig(**GEMMA3)),
+    "gemma3-bidirectional": (Gemma3ForCausalLM, lambda: Gemma3TextConfig(**GEMMA3, use_bidirectional_attention=True)),
+    "llama": (LlamaForCausalLM, lambda: LlamaConfig(**SIZES)),
+    "t5": (T5ForConditionalGeneration, lambda: T5Config(**T5)),
+}  # fmt: skip
+
+
+# On a GPU each function has kernels of its own, which take time to build: those of one test per kind
+devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+on_cpu = pytest.mark.parametrize("device", ["cpu"])
+
+
+def models(name, device):
+    """One model with random weights, three times: tl_attention and eager in bf16, eager in fp32."""
+    kind, config = MODELS[name]
+    torch.manual_seed(0)
+    eager = kind._from_config(config(), attn_implementation="eager", dtype=torch.bfloat16).eval().to(device)
+    ours = kind._from_config(config(), attn_implementation="tl_attention", dtype=torch.bfloat16).eval()
+    ours.to(device).load_state_dict(eager.state_dict())
+    return ours, eager, copy.deepcopy(eager).float()
+
+
+def tokens(batch, length, device, seed=1):
+    return torch.randint(1, 61, (batch, length), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def assert_close(ours, eager, exact, times=2):
+    """Assert the error rule: at most `times` the error of eager attention in bf16, plus the rounding of a sum."""
+    rounded = exact.to(eager.dtype)
+    allowed = times * (eager - exact).abs().max() + 2 * (rounded + 0.3 - 0.3 - rounded).abs().max()
+    assert (ours - exact).abs().max() <= allowed
+
+
+def logits_and_gradients(model, rows=..., **inputs):
+    """Logits, and gradients of a weighted sum of them, by parameter name."""
+    out = model(**inputs, use_cache=False).logits[rows]
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    grads = torch.autograd.grad((out * weights).sum(), parameters, allow_unused=True)
+    return out.detach(), {name: grad for name, grad in zip(names, grads, strict=True) if grad is not None}
+
+
+def check(name, device, rows=..., **inputs):
+    results = [logits_and_gradients(model, rows, **inputs) for model in models(name, device)]
+    logits, grads = zip(*results, strict=True)
+    assert_close(*logits)
+    assert len({frozenset(x) for x in grads}) == 1
+    for key in grads[0]:
+        assert_close(*(x[key] for x in grads), times=3)
+
+
+REAL = torch.arange(24) >= torch.tensor([0, 5, 0])[:, None]
+HOLES = REAL & (torch.arange(24) != 11)
+
+
+@on_cpu
+def test_hf_flex_bidirectional_gemma3_matches_eager(device):
+    """The mask function contains a lambda of the model."""
+    check("gemma3-bidirectional", device, input_ids=tokens(3, 24, device))
+
+
+@on_cpu
+@pytest.mark.parametrize("mask", [REAL, HOLES], ids=["padded", "holes"])
+def test_hf_flex_padding_matches_eager(mask, device):
+    mask = mask.to(device)
+    check("gemma3", device, mask, input_ids=tokens(3, 24, device), attention_mask=mask)
+
+
+def image_mask(config, device, sliding):
+    """Masks as of gemma3 with images: tokens 4 to 11 and 15 to 20 see all of their image."""
+    images = torch.full((3, 24), -1, device=device)
+    images[:, 4:12], images[1:, 15:21] = 0, 1
+    embeds = torch.zeros(3, 24, 64, device=device)
+    options = {"or_mask_function": blockwise_overlay(images)}
+    if sliding:
+        options["and_mask_function"] = tl_window
+    return create_causal_mask(config, embeds, None, None, **options)
+
+
+def tl_window(batch_idx, head_idx, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() < 8
+
+
+@devices
+def test_hf_flex_image_tokens_match_eager(device):
+    """Each model gets the masks that its implementation makes."""
+    results = []
+    for model in models("gemma3", device):
+        masks = {
+            kind: image_mask(model.config, device, kind[0] == "s")
+            for kind in ("sliding_attention", "full_attention")
+        }
+        assert all(is_block_mask(x) for x in masks.values()) == (len(results) == 0)
+        results.append(logits_and_gradients(model, input_ids=tokens(3, 24, device), attention_mask=masks))
+    logits, grads = zip(*results, strict=True)
+    assert_close(*logits)
+    for key in grads[0]:
+        assert_close(*(x[key] for x in grads), times=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [
+        ("bool", "cpu"),
+        ("additive", "cpu"),
+        ("heads", "cpu"),
+        pytest.param("bool", "cuda", marks=pytest.mark.gpu),
+    ],
+)
+def test_hf_flex_4d_masks_match_eager(kind, device):
+    """Eager attention adds the mask to the scores, so that a bool mask is one of -inf there."""
+    batch, heads = (3, 4) if kind == "heads" else (1, 1)
+    seen = torch.rand(batch, heads, 24, 24, generator=torch.Generator().manual_seed(3)) > 0.4
+    seen = (seen | torch.eye(24).bool()).to(device)
+    added = torch.zeros(seen.shape, device=device).masked_fill(~seen, -1e9)
+    ids, results = tokens(3, 24, device), []
+    for model in models("llama", device):
+        mask = seen if kind == "bool" and not results else added.to(model.dtype)
+        results.append(logits_and_gradients(model, input_ids=ids, attention_mask=mask))
+    logits, grads = zip(*results, strict=True)
+    assert_close(*logits)
+    for key in grads[0]:
+        assert_close(*(x[key] for x in grads), times=3)
+
+
+@pytest.mark.parametrize(
+    ("padded", "device"),
+    [(False, "cpu"), (True, "cpu"), pytest.param(True, "cuda", marks=pytest.mark.gpu)],
+)
+def test_hf_flex_t5_matches_eager(padded, device):
+    """The relative position bias is learned: its gradient is that of an embedding."""
+    ids = tokens(3, 24, device)
+    mask = (
+        torch.arange(24, device=device) < torch.tensor([24, 20, 9], device=device)[:, None]
+        if padded
+        else None
+    )
+    check("t5", device, input_ids=ids, attention_mask=mask, decoder_input_ids=tokens(3, 17, device, 4))
+
+
+@on_cpu
+def test_hf_flex_t5_generates_what_eager_does(device):
+    ids = tokens(2, 9, device)
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    ours, eager, _ = (model.generate(ids, **options) for model in models("t5", device))
+    assert torch.equal(ours.sequences, eager.sequences)
+    for x, y in zip(ours.logits, eager.logits, strict=True):
+        torch.testing.assert_close(x, y, atol=0.3, rtol=0.1)
+
+
+@on_cpu
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_hf_flex_prefill_and_decode_match_eager(cache, device):
+    ids, mask = tokens(3, 24, device), HOLES.to(device)
+
+    @torch.no_grad()
+    def logits_by_parts(model):
+        past = StaticCache(model.config, max_cache_len=32) if cache == "static" else None
+        parts = []
+        for begin, end in [(0, 14), (14, 20), (20, 21), (21, 22)]:
+            out = model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            parts.append(out.logits)
+        return torch.cat(parts, 1)[mask[:, :22]]
+
+    assert_close(*(logits_by_parts(model) for model in models("gemma3", device)))
+
+
+def test_hf_flex_sinks_and_softcap():
+    q, k, v = torch.randn(3, 2, 4, 9, 16).bfloat16()
+    sink = torch.randn(4)
+    dense = torch.ones(9, 9).tril().bool()[None, None]
+    options = {"softcap": 5.0, "s_aux": sink, "scaling": 1.0}
+    found, _ = hf.attention_forward(torch.nn.Module(), q, k, v, dense, **options)
+    expected, _ = hf.attention_forward(torch.nn.Module(), q, k, v, None, is_causal=True, **options)
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+
+
+MASK = torch.ones(1, 1, 9, 9).bool()
+REFUSED = {
+    "dropout": ({"attention_mask": MASK, "dropout": 0.1}, NotImplementedError, "dropout: expected 0 with a BlockMask.*dropout_rate"),
+    "batch": ({"attention_mask": MASK.expand(3, -1, -1, -1)}, ValueError, r"attention_mask: expected shape .*got \(3, 1, 9, 9\)"),
+    "keys": ({"attention_mask": MASK[..., :5]}, ValueError, r"attention_mask: expected shape .*got \(1, 1, 9, 5\)"),
+    "double": ({"attention_mask": MASK.double()}, TypeError, "attention_mask: expected bool, True for keys"),
+    "bias-bool": ({"position_bias": MASK}, TypeError, "position_bias: expected a float tensor"),
+    "bias-3-d": ({"position_bias": MASK[0].float()}, ValueError, "position_bias: expected shape"),
+    "packed": (
+        {"attention_mask": MASK, "cu_seq_lens_q": torch.tensor([0, 18]), "cu_seq_lens_k": torch.tensor([0, 18])},
+        NotImplementedError,
+        "cu_seq_lens_q, cu_seq_lens_k: expected None with a BlockMask",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "error", "text"), REFUSED.values(), ids=REFUSED)
+def test_hf_flex_refuses(options, error, text):
+    q = torch.randn(2, 4, 9, 16).bfloat16()
+    with pytest.raises(error, match=text):
+        hf.attention_forward(torch.nn.Module(), q, q, q, **{"attention_mask": None} | options)
+
+
+def test_hf_flex_masks_of_options_stay_options():
+    """No BlockMask where an option serves."""
+    sizes = {"batch_size": 2, "q_length": 9, "kv_length": 9}
+    assert hf.attention_mask(**sizes, mask_function=causal_mask_function) is None
+    window = hf.attention_mask(**sizes, mask_function=sliding_window_causal_mask_function(4), local_size=4)
+    assert not is_block_mask(window)
+    other = hf.attention_mask(**sizes, mask_function=or_masks(causal_mask_function, lambda b, h, q, k: k < 3))
+    assert is_block_mask(other) and other.seq_lengths == (9, 9)
+    assert hf.attention_mask(**sizes, attention_mask=other) is other
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gemma3-bidirectional", "t5"])
+def test_hf_flex_training_losses_are_those_of_eager(name):
+    """Twenty steps; the difference is at most twice that of eager attention in bf16 from fp32, plus 0.5 %."""
+    curves = []
+    ids = tokens(8, 40, "cuda")
+    for model in models(name, "cuda"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+        losses = []
+        for _ in range(20):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        curves.append(torch.tensor(losses))
+    ours, eager, exact = curves
+    assert exact[-1] < exact[0]
+    assert (ours - exact).abs().max() <= 2 * (eager - exact).abs().max() + 0.005 * exact.max()

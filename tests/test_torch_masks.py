@@ -1,0 +1,200 @@
+"""F.scaled_dot_product_attention with attn_mask: the aten ops called directly on CPU tensors, and through PyTorch on a GPU."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tl_attention import torch_backend, torch_masks
+
+pytestmark = pytest.mark.filterwarnings("ignore:tl_attention", "ignore:.*Overriding a previously")
+BATCH, HEADS, ROWS, KEYS, DIM = 2, 3, 40, 50, 16
+SHAPES = [(BATCH, HEADS, ROWS, KEYS), (1, HEADS, ROWS, KEYS), (BATCH, 1, 1, KEYS), (1, 1, ROWS, KEYS)]
+
+
+def inputs(device="cpu", rows=ROWS, keys=KEYS, dim=DIM):
+    return [
+        torch.randn(BATCH, HEADS, n, dim, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for n in (rows, keys, keys)
+    ]
+
+
+def refused(*_, **__):
+    raise AssertionError("PyTorch's kernel was called")
+
+
+def assert_close(found, expected):
+    """Assert equality within 2 % of the largest magnitude."""
+    assert found.shape == expected.shape
+    assert (found.double() - expected.double()).abs().max() <= 0.02 * expected.abs().max()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_torch_masks_match_the_formula(shape):
+    q, k, v = inputs()
+    mask = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+    expanded = mask.expand(BATCH, HEADS, ROWS, KEYS)
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask.double(), scale=0.2)
+    dout = torch.randn_like(q)
+    expected = torch.autograd.grad(exact, [q, k, v, mask], dout.double())
+    with torch.no_grad():
+        out, lse, *rest = torch_masks.efficient_forward(refused, None, q, k, v, expanded, True, scale=0.2)
+        assert lse.shape == (BATCH, HEADS, 64) and lse[..., ROWS:].eq(torch.inf).all()
+        saved = out, lse, *rest, 0.0, [True] * 4
+        grads = torch_masks.efficient_backward(refused, None, dout, q, k, v, expanded, *saved, scale=0.2)
+        assert out.transpose(1, 2).is_contiguous() and grads[3].shape == expanded.shape
+        cudnn = torch_masks.cudnn_forward(refused, None, q, k, v, expanded, True, scale=0.2)
+        saved = cudnn[0], cudnn[1], cudnn[6], cudnn[7], expanded, None, None, ROWS, KEYS, 0.0, False
+        others = torch_masks.cudnn_backward(refused, None, dout, q, k, v, *saved, scale=0.2)
+    for found, want in zip((out, *grads[:3], grads[3].sum_to_size(shape)), (exact, *expected), strict=True):
+        assert_close(found, want)
+    assert torch.equal(cudnn[0], out) and all(
+        torch.equal(*pair) for pair in zip(others, grads[:3], strict=True)
+    )
+    assert cudnn[1].shape == (BATCH, HEADS, ROWS, 1) and cudnn[0].is_contiguous()
+
+
+def test_torch_masks_without_log_sum_exp():
+    q, k, v = inputs()
+    mask = torch.zeros(BATCH, HEADS, ROWS, KEYS)
+    assert torch_masks.efficient_forward(refused, None, q, k, v, mask, False)[1].shape == (BATCH, HEADS, 0)
+
+
+OTHERS = {
+    "no mask": {"attn_bias": None},
+    "dropout": {"dropout_p": 0.1},
+    "causal": {"is_causal": True},
+    "fp32": {name: torch.zeros(1, 2, 3, 8) for name in ("query", "key", "value")},
+    "wide": {name: torch.zeros(1, 2, 3, 264).bfloat16() for name in ("query", "key", "value")},
+    "odd": {name: torch.zeros(1, 2, 3, 12).bfloat16() for name in ("query", "key", "value")},
+    "wide value": {"value": torch.zeros(1, 2, 3, 16).bfloat16()},
+    "grouped": {"query": torch.zeros(1, 4, 3, 8).bfloat16()},
+    "empty": {"key": torch.zeros(1, 2, 0, 8).bfloat16(), "value": torch.zeros(1, 2, 0, 8).bfloat16()},
+}
+
+
+@pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
+def test_torch_masks_leave_other_calls_to_pytorch(changes):
+    x = torch.zeros(1, 2, 3, 8).bfloat16()
+    given = {
+        "query": x,
+        "key": x,
+        "value": x,
+        "attn_bias": torch.zeros(1, 2, 3, 3),
+        "dropout_p": 0.0,
+        "is_causal": False,
+    }
+    given |= changes
+    seen = []
+
+    def original(keys, *arguments, scale):
+        seen.append((keys, arguments, scale))
+        return "theirs"
+
+    tensors = [given[name] for name in ("query", "key", "value")]
+    rest = given["dropout_p"], given["is_causal"]
+    for forward in (torch_masks.efficient_forward, torch_masks.cudnn_forward):
+        assert forward(original, "keys", *tensors, given["attn_bias"], True, *rest, scale=0.5) == "theirs"
+        assert seen[-1][0] == "keys" and seen[-1][2] == 0.5
+        assert all(
+            a is b for a, b in zip(seen[-1][1], (*tensors, given["attn_bias"], True, *rest), strict=False)
+        )
+    saved = [x, torch.zeros(1, 2, 32), None, None]
+    found = torch_masks.efficient_backward(
+        original, "keys", x, *tensors, given["attn_bias"], *saved, rest[0], [True] * 4, rest[1], scale=0.5
+    )
+    assert found == "theirs" and len(seen[-1][1]) == 12
+    found = torch_masks.cudnn_backward(
+        original, "keys", x, *tensors, *saved, given["attn_bias"], None, None, 3, 3, *rest, scale=0.5
+    )
+    assert found == "theirs" and len(seen[-1][1]) == 15
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch_masks.efficient_forward,
+        torch_masks.efficient_backward,
+        torch_masks.cudnn_forward,
+        torch_masks.cudnn_backward,
+    ],
+)
+def test_torch_masks_parameters_match_the_schema(function):
+    part = torch_masks.CUDNN if "cudnn" in function.__name__ else torch_masks.EFFICIENT
+    name = part + ("_backward" if "backward" in function.__name__ else "")
+    schema = getattr(torch.ops.aten, name).default._schema
+    parameters = [x for x in inspect.signature(function).parameters if x not in ("original", "keys")]
+    assert [x.rstrip("_") for x in parameters] == [x.name.rstrip("_") for x in schema.arguments]
+
+
+@pytest.fixture
+def handle():
+    handle = torch_backend.register()
+    yield handle
+    handle.remove()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Record the shape of each mask that reaches the kernels, as the kernels read it."""
+    seen, real = [], torch_masks._call
+    monkeypatch.setattr(
+        torch_masks, "_call", lambda bias, grad: seen.append(tuple(bias.shape)) or real(bias, grad)
+    )
+    return seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bool", "float", "learned"])
+def test_torch_masks_serve_sdpa(kind, handle, calls):
+    q, k, v = inputs("cuda", 300, 333, 64)
+    mask = torch.randn(1, HEADS, 300, 333, device="cuda", dtype=torch.bfloat16)
+    mask = mask > 0 if kind == "bool" else mask.requires_grad_(kind == "learned")
+    learned = [q, k, v, *([mask] if kind == "learned" else [])]
+    dout = torch.randn_like(q)
+    grads = {}
+    for name in ("ours", "theirs"):
+        if name == "theirs":
+            handle.remove()
+            q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+            mask = mask if kind == "bool" else mask.detach().double().requires_grad_(kind == "learned")
+            learned = [q, k, v, *([mask] if kind == "learned" else [])]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        grads[name] = [out, *torch.autograd.grad(out, learned, dout.to(out.dtype))]
+    assert calls == [(1, HEADS, 300, 333)] * 2
+    for found, want in zip(grads["ours"], grads["theirs"], strict=True):
+        assert_close(found, want)
+
+
+@pytest.mark.gpu
+def test_torch_masks_serve_compiled_sdpa(handle, calls):
+    q, k, v = inputs("cuda", 300, 333, 64)
+    mask = torch.randn(BATCH, 1, 300, 333, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    function = torch.compile(
+        lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask), fullgraph=True
+    )
+    out = function(q, k, v, mask)
+    grads = torch.autograd.grad(out.float().square().sum(), [q, k, v, mask])
+    assert calls
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v, mask)]
+    want = F.scaled_dot_product_attention(*exact[:3], attn_mask=exact[3])
+    assert_close(out, want)
+    for found, expected in zip(grads, torch.autograd.grad(want.square().sum(), exact), strict=True):
+        assert_close(found, expected)
+
+
+@pytest.mark.gpu
+def test_torch_masks_other_calls_are_those_of_pytorch(handle, calls):
+    """fp32, dropout, and a second register()."""
+    q, k, v = inputs("cuda", 64, 64, 64)
+    mask = torch.rand(64, 64, device="cuda") > 0.5
+    again = torch_backend.register()
+    handle.remove()
+    F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.2)
+    out = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask)
+    again.remove()
+    assert not calls
+    assert_close(out, F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=mask))

@@ -1,0 +1,112 @@
+"""Pictures of block masks: as text, and as a file of an image."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from tl_attention.checks import describe
+from tl_attention.checks_masks import check_count
+
+HIDDEN, PARTIAL, FULL = 0, 1, 2
+SIGNS = {HIDDEN: "·", PARTIAL: "▒", FULL: "█"}
+COLORS = {HIDDEN: "#f2f2f2", PARTIAL: "#f2b35e", FULL: "#2f5d8a"}
+WORDS = {HIDDEN: "hidden", PARTIAL: "seen in part", FULL: "seen whole"}
+MAX_SIGNS = 64  # per row of a text
+
+
+def block_states(block_mask: Any, batch: int = 0, head: int = 0) -> torch.Tensor:
+    """State per block of one batch entry and head: uint8 [rows, columns], 0 hidden, 1 seen in part, 2 seen whole.
+
+    Raises:
+        TypeError, ValueError: block_mask is no BlockMask, or has no such batch entry or head.
+    """
+    if not hasattr(block_mask, "kv_num_blocks"):
+        raise TypeError(
+            f"block_mask: expected a BlockMask, got {describe(block_mask)}; make one of a mask_mod with create_block_mask"
+        )
+    shape = block_mask.kv_num_blocks.shape
+    if len(shape) != 3:
+        raise ValueError(
+            f"block_mask: expected lists [batch, heads, rows], got kv_num_blocks of shape {tuple(shape)}"
+        )
+    for name, x, size in (("batch", batch, shape[0]), ("head", head, shape[1])):
+        check_count(name, x, 0, size - 1)
+    rows, columns = (
+        -(-length // block)
+        for length, block in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True)
+    )
+    states = torch.zeros(
+        rows, columns + 1, dtype=torch.uint8
+    )  # one column for entries past the number of blocks
+    for state, numbers, indices in (
+        (PARTIAL, block_mask.kv_num_blocks, block_mask.kv_indices),
+        (FULL, block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+    ):
+        if numbers is not None:
+            number, index = numbers[batch, head].cpu(), indices[batch, head].cpu().long()
+            is_listed = torch.arange(index.shape[1]) < number[:, None]
+            states.scatter_(1, torch.where(is_listed, index, columns), state)
+    return states[:, :columns]
+
+
+def picture(block_mask: Any, batch: int = 0, head: int = 0) -> str:
+    """Text with a sign per block: █ seen whole, ▒ seen in part, · hidden; queries go down, keys to the right.
+
+    Of a mask with more than 64 blocks in a row, a sign stands for several blocks: ▒ unless all of them are the same.
+    """
+    states = block_states(block_mask, batch, head)
+    step = max(1, -(-max(states.shape) // MAX_SIGNS))
+    lines = [_summary(block_mask, states)]
+    if step > 1:
+        lines[0] += f"; a sign is {step} x {step} blocks"
+    for rows in states.split(step):
+        signs = ""
+        for part in rows.split(step, 1):
+            found = part.unique().tolist()
+            signs += SIGNS[found[0] if len(found) == 1 else PARTIAL]
+        lines.append(signs)
+    return "\n".join(lines)
+
+
+def save_picture(block_mask: Any, path: str | os.PathLike, batch: int = 0, head: int = 0) -> None:
+    """Write an image of a block mask, a PNG or what the name of the file says. Needs matplotlib."""
+    states = block_states(block_mask, batch, head)
+    try:
+        from matplotlib.colors import ListedColormap
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ImportError(
+            "tl_attention.mask_picture.save_picture: expected matplotlib, got none; pip install matplotlib, or print(picture(block_mask))"
+        ) from error
+    figure = Figure(figsize=(6, 6.6), layout="constrained")
+    axes = figure.subplots()
+    seqlen_q, seqlen_k = block_mask.seq_lengths
+    rows, columns = states.shape
+    extent = (0, columns * block_mask.BLOCK_SIZE[1], rows * block_mask.BLOCK_SIZE[0], 0)
+    axes.imshow(
+        states.numpy(),
+        cmap=ListedColormap([*COLORS.values()]),
+        vmin=HIDDEN,
+        vmax=FULL,
+        extent=extent,
+        interpolation="nearest",
+    )
+    axes.set(xlim=(0, seqlen_k), ylim=(seqlen_q, 0), xlabel="key", ylabel="query")
+    axes.set_title(_summary(block_mask, states).replace(": ", "\n"), fontsize=9)
+    patches = [Patch(facecolor=COLORS[state], edgecolor="gray", label=WORDS[state]) for state in COLORS]
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches))
+    figure.savefig(path, dpi=150)
+
+
+def _summary(block_mask: Any, states: torch.Tensor) -> str:
+    """Lengths, block size and the share of blocks per state."""
+    count = max(states.numel(), 1)
+    shares = ", ".join(
+        f"{(states == state).sum().item() / count:.1%} {word}" for state, word in reversed(WORDS.items())
+    )
+    (seqlen_q, seqlen_k), (block_q, block_k) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    return f"{seqlen_q} queries x {seqlen_k} keys in blocks of {block_q} x {block_k}: {shares}"

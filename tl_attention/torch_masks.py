@@ -1,0 +1,265 @@
+"""F.scaled_dot_product_attention with attn_mask: the aten ops of PyTorch's backends that take a mask, by kernels with a traced bias.
+
+PyTorch turns a bool mask into one of 0 and -inf, in the dtype of query, and expands masks over batch and heads. A call that the kernels
+do not serve goes to the kernel of PyTorch that was there before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tl_attention import launch
+from tl_attention.program import Call
+from tl_attention.reference_flex import flex_reference
+from tl_attention.target import is_hopper
+
+MAX_HEAD_DIM = 256
+MAX_ELEMENTS = 2**31 - 1  # of a mask, from its first element to its last
+MAX_BATCH = 2**16 - 1
+EFFICIENT, CUDNN = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"
+LSE_ROWS = 32  # the efficient backend pads rows of the log-sum-exp to a multiple
+
+
+def overrides() -> dict[str, Callable]:
+    """Names of aten ops -> functions of (keys of the dispatcher, arguments of the op), which call the kernels of now for other calls.
+
+    Empty if PyTorch cannot say which kernels those are.
+    """
+    if not hasattr(torch.library, "get_kernel") or not torch.cuda.is_available():
+        return {}
+    functions = {
+        EFFICIENT: efficient_forward,
+        f"{EFFICIENT}_backward": efficient_backward,
+        CUDNN: cudnn_forward,
+        f"{CUDNN}_backward": cudnn_backward,
+    }
+    return {
+        name: functools.partial(function, _original(name).call_boxed) for name, function in functions.items()
+    }
+
+
+@functools.cache
+def _original(name: str) -> Any:
+    """Kernel of PyTorch, found before any of ours replaced it."""
+    return torch.library.get_kernel(f"aten::{name}", "CUDA")
+
+
+def serves(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: torch.Tensor | None,
+    dropout_p: float,
+    causal: bool,
+) -> bool:
+    """True for calls that the kernels serve: a mask, bf16 or fp16, equal numbers of heads, no dropout, on Hopper."""
+    if attn_bias is None or dropout_p or causal or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    tensors = query, key, value, attn_bias
+    if any(x.ndim != 4 or not x.numel() for x in tensors) or any(x.stride(3) != 1 for x in tensors[:3]):
+        return False
+    if query.shape[0] > MAX_BATCH or not query.shape[:2] == key.shape[:2] == value.shape[:2]:
+        return False
+    head_dim, head_dim_v = query.shape[3], value.shape[3]
+    if head_dim > MAX_HEAD_DIM or head_dim_v > head_dim or head_dim % 8 or head_dim_v % 8:
+        return False
+    extent = sum((n - 1) * stride for n, stride in zip(attn_bias.shape, attn_bias.stride(), strict=True))
+    is_float = attn_bias.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return is_float and extent < MAX_ELEMENTS and (not query.is_cuda or is_hopper(query.device))
+
+
+def efficient_forward(
+    original: Callable,
+    keys: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: torch.Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """aten::_scaled_dot_product_efficient_attention: output, log-sum-exp [batch, heads, rows padded to 32], seed, offset."""
+    arguments = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal
+    if not serves(query, key, value, attn_bias, dropout_p, is_causal):
+        return original(keys, *arguments, scale=scale)
+    out, lse = _forward(query, key, value, attn_bias, scale)
+    rows = query.shape[2]
+    padding = -rows % LSE_ROWS
+    lse = torch.nn.functional.pad(lse, (0, padding), value=torch.inf) if compute_log_sumexp else lse[..., :0]
+    return out, lse, *_no_dropout()
+
+
+def efficient_backward(
+    original: Callable,
+    keys: Any,
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: torch.Tensor | None,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    philox_seed: torch.Tensor,
+    philox_offset: torch.Tensor,
+    dropout_p: float,
+    grad_input_mask: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """aten::_scaled_dot_product_efficient_attention_backward: gradients of query, key, value, and of the mask if it is asked for."""
+    tensors = grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset
+    if not serves(query, key, value, attn_bias, dropout_p, is_causal):
+        return original(keys, *tensors, dropout_p, grad_input_mask, is_causal, scale=scale)
+    lse = logsumexp[..., : query.shape[2]].contiguous()
+    return _backward(grad_out, query, key, value, attn_bias, out, lse, scale, grad_input_mask[3])
+
+
+def cudnn_forward(
+    original: Callable,
+    keys: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: torch.Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[torch.Tensor | int | None, ...]:
+    """aten::_scaled_dot_product_cudnn_attention: output in the layout of query, log-sum-exp [batch, heads, seqlen_q, 1], and others."""
+    arguments = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask
+    if return_debug_mask or not serves(query, key, value, attn_bias, dropout_p, is_causal):
+        return original(keys, *arguments, scale=scale)
+    out, lse = _forward(query, key, value, attn_bias, scale)
+    if query.stride(1) >= query.stride(2):
+        out = out.contiguous()
+    return out, lse[..., None], None, None, query.shape[2], key.shape[2], *_no_dropout(), None
+
+
+def cudnn_backward(
+    original: Callable,
+    keys: Any,
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    philox_seed: torch.Tensor,
+    philox_offset: torch.Tensor,
+    attn_bias: torch.Tensor | None,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """aten::_scaled_dot_product_cudnn_attention_backward: gradients of query, key and value."""
+    if not serves(query, key, value, attn_bias, dropout_p, is_causal):
+        tensors = grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias
+        lengths = cum_seq_q, cum_seq_k, max_q, max_k
+        return original(keys, *tensors, *lengths, dropout_p, is_causal, scale=scale)
+    lse = logsumexp.squeeze(-1).contiguous()
+    grads = _backward(grad_out, query, key, value, attn_bias, out, lse, scale, False)[:3]
+    return tuple(_like(grad, x) for grad, x in zip(grads, (query, key, value), strict=True))
+
+
+def _like(x: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
+    """x with the strides of torch.empty_like(template)."""
+    strides = torch.empty_like(template, device="meta").stride()
+    return x if x.stride() == strides else torch.empty_like(template).copy_(x)
+
+
+def _no_dropout() -> tuple[torch.Tensor, torch.Tensor]:
+    """Seed and offset, which nothing reads."""
+    return torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.int64)
+
+
+def _call(bias: torch.Tensor, differentiate: bool) -> Call:
+    """Call whose score_mod adds a mask, [batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1]."""
+    from tl_attention.trace import trace
+
+    sizes = bias.shape
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        index = (i if size > 1 else 0 for i, size in zip((b, h, q_idx, kv_idx), sizes, strict=True))
+        return score + bias[tuple(index)]
+
+    return trace(score_mod, None, differentiate)
+
+
+def _narrow(attn_bias: torch.Tensor) -> torch.Tensor:
+    """The mask with one element in the dimensions that it is expanded over."""
+    for dim, (size, stride) in enumerate(zip(attn_bias.shape, attn_bias.stride(), strict=True)):
+        if size > 1 and not stride:
+            attn_bias = attn_bias.narrow(dim, 0, 1)
+    return attn_bias
+
+
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_bias: torch.Tensor, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [batch, heads, seqlen_q, head_dim_v], a view of [batch, seqlen_q, heads, head_dim_v]; lse [batch, heads, seqlen_q]."""
+    call = _call(_narrow(attn_bias.detach()), False)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    if query.is_cuda:
+        qkv = (x.transpose(1, 2) for x in (query, key, value))
+        out, lse = launch.forward(*qkv, scale, False, False, traced=call)
+        return out.transpose(1, 2), lse
+    out, lse = flex_reference(query, key, value, scale, call)
+    return out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse
+
+
+def _backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float | None,
+    with_bias: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """dq, dk, dv, as views of [batch, seqlen, heads, head_dim]; the gradient of the mask or None."""
+    call = _call(_narrow(attn_bias.detach()).requires_grad_(with_bias), True)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if query.is_cuda:
+        tensors = [x.transpose(1, 2) for x in (grad_out, query, key, value, out)]
+        tensors[0] = tensors[0].contiguous()
+        grads = launch.backward(*tensors, lse, scale, False, False, False, deterministic, traced=call)
+        grads, sums = [x.transpose(1, 2) for x in grads[:3]], grads[3:]
+    else:
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+            result, _ = flex_reference(*inputs, scale, call)
+            wanted = [*inputs, *(call.tensors[i] for i in call.program.learned)]
+            (*grads,) = torch.autograd.grad(result, wanted, grad_out.to(result.dtype))
+            grads, sums = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in grads[:3]], grads[3:]
+    return *grads, _expanded(sums[0], attn_bias) if with_bias else None
+
+
+def _expanded(total: torch.Tensor, attn_bias: torch.Tensor) -> torch.Tensor:
+    """Gradient in the shape of the mask that PyTorch expanded, which it sums: the first element of such dimensions has all of it."""
+    last = attn_bias.shape[-1]
+    grad = attn_bias.new_zeros(*attn_bias.shape[:-1], last + -last % 16)[..., :last]
+    part = grad
+    shape = _narrow(attn_bias).shape
+    for dim, size in enumerate(shape):
+        part = part.narrow(dim, 0, size)
+    part.copy_(total.reshape(shape))
+    return grad

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import tl_attention
+from tl_attention import building
 from tl_attention.problem import DECODE
 from tl_attention.reference import attention_reference
 from tl_attention.testing import counts, environment, shapes, timer
@@ -24,6 +25,7 @@ from tl_attention.testing.timer import Timing
 pytest.importorskip("rich", reason="the benchmark needs rich")
 pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import ahead
 import decode
 import library
 import performance
@@ -359,7 +361,10 @@ def time_interleaved(calls: dict, rounds: int, **timer: float) -> dict[str, Timi
 
 
 @pytest.fixture
-def gpu_stub(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu_stub(ours: None, monkeypatch: pytest.MonkeyPatch) -> list:
+    """The kernels that would be built."""
+    built = []
+    monkeypatch.setattr(building, "build_all", lambda kernels, say: built.extend(kernels))
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", fake_sdpa)
     monkeypatch.setattr(decode.Caches, "__init__", partialmethod(decode.Caches.__init__, device="cpu"))
     monkeypatch.setattr(timer, "time_interleaved", time_interleaved)
@@ -371,15 +376,19 @@ def gpu_stub(ours: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(run, "is_hopper", lambda device: True)
     monkeypatch.setattr(environment, "facts", lambda command: ENVIRONMENT | {"commit": "c"})
+    return built
 
 
 ENVIRONMENT = {"gpu": "H", "power limit": "700 W", "torch": "2", "cuda": "13", "tilelang": "0.1.15"}
 
 
-@pytest.mark.usefixtures("gpu_stub")
-def test_decode_run_writes_rows_and_report(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_decode_run_writes_rows_and_report(
+    gpu_stub: list, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     argv = ["--pass", "decode", "--shapes", *SMALL[:3], "--out", str(tmp_path)]
     assert run.main([*argv, "--providers", "tl_attention", "fa2", "cudnn", "naive"]) == 0
+    shapes = [Shape.parse(text) for text in SMALL[:3]]
+    assert gpu_stub and gpu_stub == ahead.kernels_of_rows(shapes, "decode", "bfloat16")
     rows, _ = row_files.read(tmp_path / "decode.jsonl")
     assert [row["provider"] for row in rows[:3]] == ["tl_attention", "fa2", "cudnn"]
     plain, paged, queries = (row for row in rows if row["provider"] == "tl_attention")

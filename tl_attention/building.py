@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ KernelKey = tuple[AttnProblem, KernelConfig]
 
 _compiled: dict[KernelKey, Kernel] = {}
 _ahead: dict[KernelKey, Sandbox] = {}  # builders that build_ahead() has started
+_ahead_lock = threading.Lock()
 
 
 def compile_count() -> int:
@@ -79,13 +81,22 @@ def build_ahead(kernels: Sequence[KernelKey], purpose: str) -> None:
     Args:
         purpose: words for that call.
     """
+    with _ahead_lock:
+        started = _start_ahead(kernels)
+    if started and not is_quiet():
+        sys.stderr.write(
+            f"tl_attention: building {_described(started)} meanwhile, {purpose}; TL_ATTENTION_QUIET=1 hides this line\n"
+        )
+
+
+def _start_ahead(kernels: Sequence[KernelKey]) -> list[KernelKey]:
+    """Start builders of missing kernels, as many as there is room for. Returns their kernels."""
     for kernel in [kernel for kernel, builder in _ahead.items() if not builder.process.is_alive()]:
         _ahead.pop(kernel).close()
     room = len(os.sched_getaffinity(0)) // CPUS_PER_BUILDER - len(_ahead)
-    missing = [kernel for kernel in kernels if kernel not in _compiled and kernel not in _ahead]
     started = []
-    for kernel in missing:
-        if len(started) >= room or store.find(*kernel):
+    for kernel in dict.fromkeys(kernels):
+        if len(started) >= room or kernel in _compiled or kernel in _ahead or store.find(*kernel):
             continue
         path = store.kernel_path(*kernel)
         if lock := _try_lock(path):
@@ -94,10 +105,7 @@ def build_ahead(kernels: Sequence[KernelKey], purpose: str) -> None:
                 builder.begin(_build_and_end, compiler.build, *kernel, path)
                 _ahead[kernel] = builder
                 started.append(kernel)
-    if started and not is_quiet():
-        sys.stderr.write(
-            f"tl_attention: building {_described(started)} meanwhile, {purpose}; TL_ATTENTION_QUIET=1 hides this line\n"
-        )
+    return started
 
 
 def _build_and_end(build: Callable, problem: AttnProblem, config: KernelConfig, path: Path) -> None:

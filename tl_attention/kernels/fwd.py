@@ -144,8 +144,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             shared.tile_box.post(turn, tile, first_step, blocks)
         if two_producers:
             if persistent:
-                stream.draw(turn)
+                stream.draw_near_end(turn, 0, blocks.steps)
             for step in steps_from(1, blocks.steps):
+                if persistent:
+                    stream.draw_near_end(turn, step, blocks.steps)
                 tiles.load_k(shared.K, first_step + step, tile, blocks, step)
         else:
             for step in steps_from(1, blocks.steps):

@@ -7,6 +7,9 @@ from typing import Any
 
 import tilelang.language as T
 
+# Steps before the end of a tile at which the next one is drawn, in time to be located and to have its pages looked up
+DRAW_AHEAD = 4
+
 
 @dataclass(frozen=True)
 class TileCounts:
@@ -364,6 +367,16 @@ class TileStream:
         """Draw the next number some time before advance(), which then need not wait for the counter."""
         if self.is_new(turn):
             self.draw_ticket()
+
+    @T.inline
+    def draw_near_end(self, turn, step, steps):
+        """draw() at a step DRAW_AHEAD before the end of a tile of `steps` steps, or at its first.
+
+        No earlier: a tile that a CTA has drawn waits for it. Drawn at the first step, chunks of a prompt behind 5000 to 12000 cached keys
+        took 1.18 of the time, as a simulation of the schedule does, too.
+        """
+        if step == T.max(steps - DRAW_AHEAD, 0):
+            self.draw(turn)
 
     @T.inline
     def draw_ticket(self):

@@ -19,7 +19,9 @@ from tl_attention.distributed.ulysses import heads_divide
 
 METHODS = ("auto", "ring", "gather", "ulysses")
 COMPUTE_FLOPS = 5.8e14  # H200, causal d128 in bf16 from 8k to 64k, forward and backward together (2026-11-22)
-LINK_BYTES = 2.8e11  # per second and direction: all-to-all of 128 MiB between two H200s, NVLink 4 (2026-11-22)
+LINK_BYTES = (
+    2.8e11  # per second and direction: all-to-all of 128 MiB between two H200s, NVLink 4 (2026-11-22)
+)
 RING_BYTES = 8 << 30  # gathered keys and values above this are attended in a ring
 
 

@@ -51,7 +51,9 @@ class Link:
 LINKS = {
     "nvlink": Link(
         # All-to-all between two H200s (2026-11-22): 55 us for 8 MiB, 261 for 64, 478 for 128
-        "NVLink 4: 450 GB/s per GPU and direction, of which 285 are reached between two H200s", 2.85e11, 25e-6
+        "NVLink 4: 450 GB/s per GPU and direction, of which 285 are reached between two H200s",
+        2.85e11,
+        25e-6,
     ),
     "ib": Link("InfiniBand NDR: 400 Gb/s per GPU, of which 45 GB/s are assumed to be reached", 4.5e10, 40e-6),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 SECONDS = 120  # of a call, and of the process group
+WAIT = 25  # seconds after which a rank shows where it is
 
 
 class Processes:
@@ -92,7 +94,9 @@ def _serve(
             function, arguments = pipe.recv()
         except EOFError:
             return
+        faulthandler.dump_traceback_later(WAIT)
         try:
             pipe.send((function(*arguments), None))
         except Exception:
             pipe.send((None, traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()

@@ -10,13 +10,13 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-SECONDS = 120  # of a call, and of the process group
-WAIT = 25  # seconds after which a rank shows where it is
+SECONDS = 120  # of the process group
 
 
 class Processes:
@@ -25,17 +25,18 @@ class Processes:
     The processes are forks of a server that has imported this package once.
     """
 
-    def __init__(self, world: int, device: str = "cpu"):
-        self.world, self.device = world, device
+    def __init__(self, world: int, device: str = "cpu", seconds: float = SECONDS):
+        """seconds: of a call."""
+        self.world, self.device, self.seconds = world, device, seconds
         self._ranks: list[tuple[Any, Connection]] = []
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["pytest", "distributed_cases"])
-        folder = tempfile.mkdtemp()
+        self._folder = folder = Path(tempfile.mkdtemp())
         for rank in range(self.world):
             mine, its = context.Pipe()
-            arguments = rank, self.world, f"{folder}/store", self.device, dict(os.environ), its
+            arguments = rank, self.world, folder, self.device, self.seconds, dict(os.environ), its
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             its.close()
@@ -55,8 +56,8 @@ class Processes:
         for rank, (_, pipe) in enumerate(self._ranks):
             # Ranks that wait for one that raised get no result
             try:
-                answered = pipe.poll(1 if errors else SECONDS)
-                result, error = pipe.recv() if answered else (None, "no answer")
+                answered = pipe.poll(1 if errors else self.seconds)
+                result, error = pipe.recv() if answered else (None, f"no answer\n{self._place(rank)}")
             except EOFError:
                 result, error = None, "it died"
             results.append(result)
@@ -66,6 +67,11 @@ class Processes:
             self.end()
         assert not errors, "\n".join(errors)
         return results
+
+    def _place(self, rank: int) -> str:
+        """Stacks of a rank that gave no answer."""
+        path = self._folder / f"stacks{rank}"
+        return path.read_text() if path.exists() else ""
 
     def end(self) -> None:
         """End the processes."""
@@ -77,7 +83,13 @@ class Processes:
 
 
 def _serve(
-    rank: int, world: int, store: str, device: str, environment: dict[str, str], pipe: Connection
+    rank: int,
+    world: int,
+    folder: Path,
+    device: str,
+    seconds: float,
+    environment: dict[str, str],
+    pipe: Connection,
 ) -> None:
     """Join the process group and run what the pipe brings until it closes."""
     os.environ.clear()  # the server's, from another test
@@ -87,14 +99,15 @@ def _serve(
     if device != "cpu":
         torch.cuda.set_device(rank)
     backend = "gloo" if device == "cpu" else "nccl"
-    rendezvous = {"init_method": f"file://{store}", "rank": rank, "world_size": world}
+    rendezvous = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": world}
     dist.init_process_group(backend, timeout=timedelta(seconds=SECONDS), **rendezvous)
+    stacks = (folder / f"stacks{rank}").open("w")
     while True:
         try:
             function, arguments = pipe.recv()
         except EOFError:
             return
-        faulthandler.dump_traceback_later(WAIT)
+        faulthandler.dump_traceback_later(0.8 * seconds, file=stacks)
         try:
             pipe.send((function(*arguments), None))
         except Exception:

@@ -132,11 +132,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     )
     extra = option_arguments(problem)
     tickets_view = T.Tensor([2], "int32") if dynamic else False  # False makes no argument
-
     dk_cols, dv_cols = (sum_columns(problem) or width for width in (head_dim, head_dim_v))  # per fragment
 
-    def after_first(step, dq_row_block):
-        """True after the first step of a tile."""
+    def after_first(step, dq_row_block):  # step of a tile
         return dq_row_block >= 0 if dynamic else step > 0
 
     @T.macro

@@ -12,6 +12,7 @@ import pytest
 from tl_attention import configs, legality
 from tl_attention.kernel_configs import (
     REGISTER_LEVEL,
+    SCHEDULES,
     BwdConfig,
     BwdDelta,
     BwdPass,
@@ -163,7 +164,8 @@ def passes(*texts: str) -> BwdConfig:
                 grads,
                 *map(int, sizes.split("x")),
                 reuse_registers="reuse" in words,
-                order="".join(set(words) - {"reuse"}),
+                order="".join(set(words) - {"reuse", "dynamic", "persistent"}),
+                schedule=next((word for word in words if word in SCHEDULES), "grid"),
             )
             for grads, sizes, *words in parts
         )
@@ -218,6 +220,31 @@ def passes(*texts: str) -> BwdConfig:
             D64,
             passes("dk+dv 64x128 reuse late-sums", "dq 128x64"),
             "order: expected one of '' where no dq is summed, got 'late-sums'",
+        ),
+        (
+            D64,
+            passes("dq+dk+dv 64x128 reuse late-sums persistent"),
+            "schedule: expected grid or dynamic here, got 'persistent'",
+        ),
+        (
+            D64,
+            passes("dq+dk+dv 64x128 reuse dynamic"),
+            "schedule: expected grid with options, without an order, or where no dq is summed, got 'dynamic'",
+        ),
+        (
+            D64,
+            passes("dk+dv 64x128 dynamic", "dq 128x64"),
+            "schedule: expected grid with options, without an order, or where no dq is summed, got 'dynamic'",
+        ),
+        (
+            replace(D64, options=("window",)),
+            passes("dq+dk+dv 64x128 reuse late-sums dynamic"),
+            "schedule: expected grid with options, without an order, or where no dq is summed, got 'dynamic'",
+        ),
+        (
+            D128,
+            passes("dq+dk+dv 64x128x3x2 reuse early-dK dynamic"),
+            "shared memory: expected at most 232448 bytes, got 248896",
         ),
         (D64, passes("dq+dk+dv 64x128x1 reuse"), "num_stages: expected at least 2, got 1"),
         (D64, passes("dq+dk+dv 64x128x2x0 reuse"), "num_stages_do: expected at least 1, got 0"),
@@ -277,6 +304,8 @@ def test_is_legal_refuses_summed_dq_for_the_deterministic_backward():
         (D128, "dq+dk+dv 64x128 reuse", 148480, 176),
         (D128, "dq+dk+dv 64x128x3x2 reuse early-dK", 182272, 176),
         (D64, "dq+dk+dv 128x128x3x2 reuse separate-dS", 183296, 192),
+        (D64, "dq+dk+dv 128x128 reuse separate-dS dynamic", 182336, 192),
+        (D128, "dq+dk+dv 64x128 reuse late-sums dynamic", 230464, 176),
         (D128, "dk+dv 64x128", 132096, 224),
         (D128, "dq 128x64", 131072, 144),
         (D192_128, "dk+dv 64x128 reuse", 164864, 208),

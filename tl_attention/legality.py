@@ -110,6 +110,9 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         # Tiles whose rows are no multiple of 64 elements have a swizzle of 64 bytes, which needs half the alignment
         alignment = TILE_ALIGNMENT if problem.head_dim % 64 == 0 else TILE_ALIGNMENT // 2
         row_values = _round_up(FP32_BYTES * step * bwd_pass.num_stages * per_row, alignment)
+    if bwd_pass.schedule == "dynamic":  # dK, and maybe dV, leave while the next keys come
+        elements += owned * (problem.head_dim + problem.head_dim_v * bwd_pass.has_dv_tile(problem))
+        row_values += TILE_BOX_BYTES
     staged = sum(problem.staged_bytes(step, bwd_pass.grads != "dq"))
     if bwd_pass.grads == "dq" and problem.learns:
         staged += sum(problem.program.stored_bytes(16, step))
@@ -291,6 +294,11 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
     if bwd_pass.order not in orders:
         where = "where dq is summed" if bwd_pass.adds_dq else "where no dq is summed"
         return f"order: expected one of {', '.join(map(repr, orders))} {where}, got {bwd_pass.order!r}"
+    plain = not problem.options and problem.program is None
+    schedules = ("grid", "dynamic") if bwd_pass.adds_dq and bwd_pass.order and plain else ("grid",)
+    if bwd_pass.schedule not in schedules:
+        where = "here" if len(schedules) > 1 else "with options, without an order, or where no dq is summed"
+        return f"schedule: expected {' or '.join(schedules)} {where}, got {bwd_pass.schedule!r}"
     if problem.has("varlen") and TABLE_ROWS % rows:
         return f"{owned}: expected a divisor of {TABLE_ROWS} with varlen, got {rows}"
     if problem.has("varlen") and not owns_queries and TABLE_ROWS % step_rows:

@@ -12,19 +12,11 @@ computes S' itself.
 import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass, sum_columns
-from tl_attention.kernels import pipeline
+from tl_attention.kernels import bwd_tiles, pipeline
 from tl_attention.kernels import products as fp32
 from tl_attention.kernels.block_lists import query_blocks
+from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
 from tl_attention.kernels.bwd_store import store_gradients
-from tl_attention.kernels.bwd_tiles import (
-    KeyRowsMask,
-    KeyTile,
-    KeyTileCounts,
-    add_pieces,
-    dq_pieces,
-    multiply_pieces,
-    piece_shape,
-)
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.options import (
     OptionArguments,
@@ -43,6 +35,7 @@ from tl_attention.kernels.pipeline import (
     alloc_swizzled,
     share_P,
     sync_consumers,
+    wait_for_stores,
 )
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import TileOrder
@@ -78,6 +71,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             Written instead of dK and dV if parts > 1.
         softmax_scale: fp32.
         heads_per_kv, .., ctas: int32, see KeyTileCounts.
+        Tickets: int32 [2], zeros before and after the kernel. Only with the schedule dynamic.
         left, .., Table: see options.OptionArguments. Only where the problem has options.
 
     Gradients that the pass does not compute are not written.
@@ -97,10 +91,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     q_shape = [config.num_stages, block_M, x_parts * head_dim]
     do_shape = [config.num_stages_do, block_M, x_parts * head_dim_v]
     k_shape, v_shape = ([config.warpgroups, 64, x_parts * width] for width in (head_dim, head_dim_v))
+    dynamic, dv_tile = config.schedule == "dynamic", config.has_dv_tile(problem)
     row_values = 2 if makes_dk else 1  # Lse_log2 and, for dS', Delta
     v_dot = {"transpose_B": True, "clear_accum": True}  # dP' = V dO'
     k_qt = {**v_dot, "clear_accum": not problem.bias_is_linear}  # S' = K Q'
-    pieces = dq_pieces(block_M, head_dim, config.warpgroups)
+    pieces = bwd_tiles.dq_pieces(block_M, head_dim, config.warpgroups)
     sloped, varlen = problem.is_sloped, problem.has("varlen")
     both_P = sloped and makes_dk and makes_dv
     # Load the log-sum-exps before S' is waited for: shared memory, busy with the GEMMs, answers late. Full d64 at 4k
@@ -126,36 +121,21 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     k_view = rows_argument(problem, "k", batch, seqlen_k, heads_kv, columns_qk)
     v_view = rows_argument(problem, "v", batch, seqlen_k, heads_kv, columns_v)
     do_view = rows_argument(problem, "do", batch, seqlen_q, heads, columns_v)
-    lse_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
-    delta_view = T.Tensor([batch_rows, heads, rounded_q], "float32")  # one object for both would alias them
+    lse_view, delta_view = (T.Tensor([batch_rows, heads, rounded_q], "float32") for _ in range(2))
     dq_sum_view = FragmentBlocks.argument(dq_blocks, head_dim)
     # fp32: Q, K, V and dO have the columns of all their parts
     cols_dk, cols_dv = T.dynamic("columns_dk, columns_dv") if problem.is_fp32 else (columns_qk, columns_v)
     dk_view = rows_argument(problem, "dk", batch, seqlen_k, heads_kv, cols_dk)
     dv_view = rows_argument(problem, "dv", batch, seqlen_k, heads_kv, cols_dv)
-    dk_parts_view = FragmentBlocks.argument(dk_blocks, head_dim)
-    dv_parts_view = FragmentBlocks.argument(dv_blocks, head_dim_v)
+    dk_parts_view, dv_parts_view = map(
+        FragmentBlocks.argument, (dk_blocks, dv_blocks), (head_dim, head_dim_v)
+    )
     extra = option_arguments(problem)
-
+    tickets_view = T.Tensor([2], "int32") if dynamic else False  # False makes no argument
     dk_cols, dv_cols = (sum_columns(problem) or width for width in (head_dim, head_dim_v))  # per fragment
 
-    @T.macro
-    def load(tile, blocks, tiles, shared):
-        """Load K and V once, then Q, dO, Lse_log2 and Delta of each query block."""
-        for w in warpgroups:
-            shared.K.fill(w, tiles.k(tile, tile.first_key + 64 * w, 64))
-        for step in T.serial(blocks.steps):
-            head, query = blocks.head, blocks.query
-            lse_log2 = tiles.lse_log2(tile, head, query, block_M)
-            delta = tiles.delta(tile, head, query, block_M)
-            row_values = (lse_log2, delta) if makes_dk else (lse_log2,)
-            shared.Q.fill(step, tiles.q(tile, head, query, block_M), row_values)
-            if makes_dk:
-                if step == 0:
-                    for w in warpgroups:
-                        shared.V.fill(w, tiles.v(tile, tile.first_key + 64 * w, 64))
-            shared.dO.fill(step, tiles.do(tile, head, query, block_M))
-            blocks.advance()
+    def after_first(step, dq_row_block):  # step of a tile
+        return dq_row_block >= 0 if dynamic else step > 0
 
     @T.macro
     def compute_scores(w, step, head, scores, scale_log2, tile, shared, acc_s):
@@ -191,12 +171,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         fp32.multiply(products, shared.V.parts_of(w), shared.dO.parts_of(step), acc_dp, **v_dot)
 
     @T.macro
-    def differentiate(w, number, counts, tile, blocks, tiles, shared, softmax_scale, options):
+    def differentiate(w, number, turn, first, counts, tile, blocks, tiles, shared, softmax_scale, options):
         """Compute dK and dV of 64 keys, and with them dQ of all query blocks that see the key tile."""
         key = tile.first_key + 64 * w
         scores = Scores(problem, options, softmax_scale, block_M, True, shared.staged)
         dropout = Dropout(problem, options, block_M, rows_are_keys=True)
-        mask = KeyRowsMask(blocks.mask, key, relative=makes_dq and varlen)
+        mask = bwd_tiles.KeyRowsMask(blocks.mask, key, relative=makes_dq and varlen)
         raw_scale = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)
         scale_log2 = scores.not_too_small(raw_scale) if scores.raw else scores.scale_log2
         if not makes_dq:  # from one lane, so in a uniform register; with dq there are none to spare
@@ -215,40 +195,47 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dk_chunks = (acc_dk, *alloc_fragments([[64, dk_cols]] * (head_dim // dk_cols - 1), "float32"))
         dv_chunks = (acc_dv, *alloc_fragments([[64, dv_cols]] * (head_dim_v // dv_cols - 1), "float32"))
         sums = alloc_fragments([[64, dk_cols]] * (2 if x_parts > 1 else 0), "float32")
-        acc_dq = alloc_fragments([piece_shape(piece) for piece in pieces[w]], "float32")  # of the step before
+        # dQ of the step before
+        acc_dq = alloc_fragments([bwd_tiles.piece_shape(piece) for piece in pieces[w]], "float32")
+        # dQ of the last step. In acc_dq, nvcc 13.0.88 serializes all wgmma of d64 that computes several tiles
+        last_dq = alloc_fragments([x.shape for x in acc_dq], "float32") if dynamic else acc_dq
         lse_log2 = T.alloc_fragment([block_M], "float32")
-        dq_row_block = T.alloc_var("int32", init=0)  # where in dQ_sum it goes
+        dq_row_block = T.alloc_var("int32", init=-1 if dynamic else 0)  # where in dQ_sum it goes
         delta = T.alloc_fragment([block_M], "float32") if early_dK else None
         dS_place = T.alloc_var("int32", init=shared.dS.address(w)) if two_slots else w  # of this thread's dS'
 
+        if dynamic:  # or nvcc keeps them from tile to tile: d128 causal spilled 16 bytes (nvcc 13.0.88)
+            fp32.clear((*acc_dq, acc_s))
         for other in warpgroups if makes_dq else (w,):
-            shared.K.wait(other)
-        shared.Q.wait(0)
-        compute_scores(w, 0, blocks.head, scores, scale_log2, tile, shared, acc_s)
+            shared.K.wait(key_step(config, turn, other))
+        shared.Q.wait(first)
+        compute_scores(w, first, blocks.head, scores, scale_log2, tile, shared, acc_s)
         if problem.stages:
             scores.traced.prefetch(blocks.head, blocks.query, key, True)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         if makes_dk:
-            shared.V.wait(w)
+            if not dynamic:
+                shared.V.wait(w)
             fp32.clear(dk_chunks)
         if makes_dv:
             fp32.clear(dv_chunks)
 
-        for step in T.serial(blocks.steps):
+        for step in T.serial(first, first + blocks.steps):
             if prefetch_lse:
                 shared.Q.read_row_values(step, 0, lse_log2)
             dropout.start()
             dropout.draw(tile.batch * heads + blocks.head, blocks.query, key)
             # ptxas serializes all wgmma if S' is read while a GEMM is in flight that was issued in the step before
             T.wait_wgmma(0)  # S', and the last GEMM of the step before
-            if step > 0:
+            if after_first(step, dq_row_block):
                 last_read.release(step - 1)
 
             # Beside the exponential: dQ = dS K of the step before (of no use in step 0), or dP' = V dO'
             if makes_dq:
-                if step > 0:
+                if after_first(step, dq_row_block):
                     shared.dS.wait(step - 1)
-                multiply_pieces(pieces[w], warpgroups, step + 1, shared, acc_dq)  # of the slot of step - 1
+                # step + 1 has the slot of step - 1
+                bwd_tiles.multiply_pieces(pieces[w], warpgroups, step + 1, shared, acc_dq)
             if makes_dk and not reuse:
                 compute_dp(w, step, shared, acc_dp)
 
@@ -278,6 +265,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     share_P(w, P_for_dv, shared)
 
             # dP' = V dO', in the registers that S' had
+            if dynamic:
+                if dq_row_block < 0:
+                    shared.V.wait(key_step(config, turn, w))
             if makes_dk and reuse:
                 compute_dp(w, step, shared, acc_dp)
             elif makes_dk:
@@ -305,10 +295,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.Q.read_row_values(step, 1, delta)
             if makes_dq:
                 T.wait_wgmma(2)  # dQ of the step before
-                if step > 0:
+                if after_first(step, dq_row_block):
                     shared.dS.release(step - 1)
                     if not late_sums:
-                        add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
+                        bwd_tiles.add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
 
             # dS' = P' * (dP' - Delta)
             if makes_dk:
@@ -345,7 +335,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)
 
             # S' = K Q' of the next step, of no use after the last
-            if step + 1 < blocks.steps:
+            if step + 1 < first + blocks.steps:
                 shared.Q.wait(step + 1)
             next_head = T.min(blocks.next_head, heads - 1)
             compute_scores(w, step + 1, next_head, scores, scale_log2, tile, shared, acc_s)
@@ -356,43 +346,64 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     T.wait_wgmma(3 if problem.bias_is_linear else 2)  # dV
                 shared.dO.release(step)
             if late_sums:
-                if step > 0:
-                    add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
+                if after_first(step, dq_row_block):
+                    bwd_tiles.add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
             if makes_dq:
                 dq_row_block = tiles.dq_row_block(tile, blocks.head, blocks.query)
             blocks.advance()
 
         T.wait_wgmma(0)
+        if dynamic:
+            last_read.release(first + blocks.steps - 1)
+            if dv_tile:
+                shared.V.release(key_step(config, turn, w))
         if makes_dq:
-            shared.dS.wait(blocks.steps - 1)
-            multiply_pieces(pieces[w], warpgroups, blocks.steps - 1, shared, acc_dq)
+            shared.dS.wait(first + blocks.steps - 1)
+            bwd_tiles.multiply_pieces(pieces[w], warpgroups, first + blocks.steps - 1, shared, last_dq)
             T.wait_wgmma(0)
-            shared.dS.release(blocks.steps - 1)
-            add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
-            sync_consumers(consumers)  # all warpgroups have read K
+            shared.dS.release(first + blocks.steps - 1)
+            if dynamic:
+                for other in warpgroups:
+                    shared.K.release(key_step(config, turn, other))
+            bwd_tiles.add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, last_dq)
+            if not dynamic:
+                sync_consumers(consumers)  # all warpgroups have read K
         # Locate the tile once more: its position then takes no registers during the loop
-        tile.start(T.shfl_sync(number, 0), counts, blocks)
+        if dynamic:
+            shared.tile_box.read_tile(turn, tile)
+            shared.tile_box.release(turn)
+        else:
+            tile.start(T.shfl_sync(number, 0), counts, blocks)
         key = tile.first_key + 64 * w
         store_gradients(
             problem, config, w, key, counts, tile, tiles, shared, softmax_scale, dropout, dk_chunks, dv_chunks
         )
-
-    @T.macro
-    def produce(number, order, counts, tiles, shared, options):
-        tile = KeyTile(order, block_N)
-        blocks = query_blocks(problem, options, tile, seqlen_q, seqlen_k, block_M, block_N)
-        tile.start(number, counts, blocks)
-        if tile.exists:
-            load(tile, blocks, tiles, shared)
+        if dynamic and not dv_tile:
+            wait_for_stores()  # the next keys are not there yet either
+            shared.V.release(key_step(config, turn, w))
 
     @T.macro
     def consume(w, number, order, counts, tiles, shared, softmax_scale, options):
-        tile = KeyTile(order, block_N)
+        tile = bwd_tiles.KeyTile(order, block_N)
         blocks = query_blocks(problem, options, tile, seqlen_q, seqlen_k, block_M, block_N)
-        tile.start(number, counts, blocks)
-        fill_bias_columns(w, shared.bias_columns, consumers)
-        if tile.exists:
-            differentiate(w, number, counts, tile, blocks, tiles, shared, softmax_scale, options)
+        if dynamic:
+            turn = T.alloc_var("int32", init=0)
+            first_step = T.alloc_var("int32", init=0)  # rings go on from tile to tile
+            shared.tile_box.wait(0)
+            while not shared.tile_box.at_end(turn):
+                shared.tile_box.read_tile(turn, tile)
+                shared.tile_box.read_blocks(turn, blocks)
+                differentiate(
+                    w, number, turn, first_step, counts, tile, blocks, tiles, shared, softmax_scale, options
+                )
+                first_step += blocks.steps
+                turn += 1
+                shared.tile_box.wait(turn)
+        else:
+            tile.start(number, counts, blocks)
+            fill_bias_columns(w, shared.bias_columns, consumers)
+            if tile.exists:
+                differentiate(w, number, 0, 0, counts, tile, blocks, tiles, shared, softmax_scale, options)
 
     @T.prim_func
     def flash_bwd_kernel(
@@ -414,6 +425,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         n_blocks: T.int32,
         group_heads: T.int32,
         ctas: T.int32,
+        Tickets: tickets_view,
         left: extra.left,
         right: extra.right,
         softcap: extra.softcap,
@@ -425,17 +437,20 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     ):
         traced = traced_arguments(problem)
         options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
-        counts = KeyTileCounts(heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas)
+        counts = bwd_tiles.KeyTileCounts(heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas)
         with T.Kernel(ctas, threads=roles.block, prelude=cuda) as number:
-            K_shared = TileRing(k_shape, dtype_of("k"), 4, name="K", parts=x_parts)
+            K_shared = TileRing(k_shape, dtype_of("k"), consumer_warps if dynamic else 4, "K", parts=x_parts)
             V_shared = TileRing(v_shape, dtype_of("v"), 4, name="V", parts=x_parts) if makes_dk else None
             # dV leaves through the tile of V, else of K, if that is as wide
-            if makes_dk:
+            if dv_tile:
+                dV_shared = alloc_each(config.warpgroups, [64, head_dim_v], dtype_of("dv"), "dV")
+            elif makes_dk:
                 dV_shared = V_shared.tiles
             elif head_dim == head_dim_v:
                 dV_shared = K_shared.tiles
             else:
                 dV_shared = alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype_of("dv"))
+            exchange = two_slots, config.warpgroups, block_M, dtype_of("ds"), "dS"
             shared = SharedTiles(
                 Q=TileRing(q_shape, dtype_of("q"), consumer_warps, "Q", row_values, parts=x_parts),
                 dO=TileRing(do_shape, dtype_of("do"), consumer_warps, "dO", parts=x_parts),
@@ -443,9 +458,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 V=V_shared,
                 P=alloc_each(config.warpgroups, [64, block_M], dtype_of("p"), "P") if stage_P else None,
                 dV=dV_shared,
-                dS=alloc_exchange(two_slots, config.warpgroups, block_M, dtype_of("ds"), "dS")
-                if makes_dq
-                else None,
+                dS=alloc_exchange(*exchange) if makes_dq else None,
+                dK=alloc_each(config.warpgroups, [64, head_dim], dtype_of("dk"), "dK") if dynamic else None,
+                tile_box=bwd_tiles.KeyTileBox(consumer_warps + 1) if dynamic else None,
                 bias_columns=alloc_bias_columns(problem, block_M),
                 staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True),
             )
@@ -473,9 +488,13 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 dK_parts=FragmentBlocks(dK_parts, n_blocks * (block_N // 16)),
                 dV_parts=FragmentBlocks(dV_parts, n_blocks * (block_N // 16)),
             )
+            producer = KeyTileProducer(
+                problem, config, order, counts, (seqlen_q, seqlen_k), tiles, shared, options, Tickets
+            )
             roles.run(
-                lambda: produce(number, order, counts, tiles, shared, options),
+                lambda: producer.produce(number),
                 lambda w: consume(w, number, order, counts, tiles, shared, softmax_scale, options),
+                (lambda: producer.schedule(number)) if dynamic else None,
             )
 
     return flash_bwd_kernel

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
-from tl_attention.kernels.pipeline import sync_warpgroup
+from tl_attention.kernels.pipeline import sync_warpgroup, wait_for_stores
 from tl_attention.kernels.products import scale
 from tl_attention.kernels.softmax import indices
 from tl_attention.kernels.tiles import store_columns
 from tl_attention.problem import AttnProblem
+
+
+def dk_tile(config: BwdPass, w: int, shared: Any) -> Any:
+    """Shared memory that dK leaves through: that of K, or where the next keys come there meanwhile a tile of its own."""
+    return shared.dK[w] if config.schedule == "dynamic" else shared.K.tiles[w, :, :]
+
+
+def dv_tile(problem: AttnProblem, config: BwdPass, w: int, shared: Any) -> Any:
+    """Shared memory that dV leaves through."""
+    return shared.dV[w] if config.has_dv_tile(problem) else shared.dV[w, :, :]
+
+
+def send(config: BwdPass, tile: Any, place: Any) -> Any:
+    """Store a shared tile; without the schedule dynamic also wait until it is read."""
+    return T.tma_copy(tile, place) if config.schedule == "dynamic" else T.copy(tile, place)
 
 
 @T.macro
@@ -48,16 +65,19 @@ def store_gradients(
     elif problem.is_fp32 or counts.parts > 1:
         store_parts(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks)
     else:
+        if config.has_dv_tile(problem):  # gradients of the tile before have left
+            wait_for_stores()
+            sync_warpgroup(w)
         if makes_dk:
-            T.copy(dk_chunks[0], shared.K.tiles[w, :, :])
+            T.copy(dk_chunks[0], dk_tile(config, w, shared))
         if makes_dv:
-            T.copy(dv_chunks[0], shared.dV[w, :, :])
+            T.copy(dv_chunks[0], dv_tile(problem, config, w, shared))
         T.fence_proxy_async()
         sync_warpgroup(w)
         if makes_dk:
-            T.copy(shared.K.tiles[w, :, :], tiles.dk(tile, key, 64))
+            send(config, dk_tile(config, w, shared), tiles.dk(tile, key, 64))
         if makes_dv:
-            T.copy(shared.dV[w, :, :], tiles.dv(tile, key, 64))
+            send(config, dv_tile(problem, config, w, shared), tiles.dv(tile, key, 64))
 
 
 @T.macro

@@ -9,7 +9,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernels.mask import Mask
-from tl_attention.kernels.scheduler import Tile, TileOrder
+from tl_attention.kernels.scheduler import Tile, TileOrder, indices
 
 Piece = tuple[slice, slice]  # rows (queries) and columns of a dQ tile
 
@@ -103,6 +103,10 @@ class KeyTile:
             blocks.start(self.first[0], first_head, heads)
 
     @property
+    def position(self) -> tuple:
+        return self.first, self.tile.kv_head_idx, self.tile.batch_idx, self.part_idx
+
+    @property
     def exists(self) -> Any:
         return self.tile.exists
 
@@ -158,3 +162,68 @@ class KeyRowsMask:
     def clear(self, P, query):
         """Set masked probabilities [64, queries from `query` on] to 0."""
         self.mask.clear_transposed(P, self.key, query)
+
+
+@T.meta_class
+class KeyTileBox:
+    """Mailbox in shared memory with two slots, in which a warp describes each key tile to the producer and the consumers.
+
+    Turn i of a CTA, its i-th tile, uses slot i % 2. A first key of -1 ends the work. An mbarrier does not keep the compiler from
+    moving plain loads and stores across it; a sync_warp on either side does.
+    """
+
+    def __init__(self, readers: int, name: str = "key_tile_box"):
+        self.tiles = T.alloc_shared([2, 8], "int32")
+        self.full = T.alloc_barrier([1] * 2)
+        self.empty = T.alloc_barrier([readers] * 2)  # so many warps have read it
+
+    @T.inline
+    def post(self, turn, tile, blocks):
+        if T.get_thread_binding() % 32 == 0:
+            for i in indices(tile.position):
+                self.tiles[turn % 2, i] = tile.position[i][0]
+            for i in indices(blocks.counts):
+                self.tiles[turn % 2, 4 + i] = blocks.counts[i][0]
+        self.announce(turn)
+
+    @T.inline
+    def close(self, turn):
+        """Post the end of the work."""
+        if T.get_thread_binding() % 32 == 0:
+            self.tiles[turn % 2, 0] = -1
+        self.announce(turn)
+
+    @T.inline
+    def announce(self, turn):
+        T.sync_warp()
+        if T.get_thread_binding() % 32 == 0:
+            T.mbarrier_arrive(self.full[turn % 2])
+
+    @T.inline
+    def wait(self, turn):
+        T.mbarrier_wait_parity(self.full[turn % 2], turn // 2 % 2)
+        T.sync_warp()
+
+    @T.inline
+    def release(self, turn):
+        T.sync_warp()
+        if T.get_thread_binding() % 32 == 0:
+            T.mbarrier_arrive(self.empty[turn % 2])
+
+    def wait_empty(self, turn: Any) -> Any:
+        return T.mbarrier_wait_parity(self.empty[turn % 2], turn // 2 % 2 ^ 1)
+
+    def at_end(self, turn: Any) -> Any:
+        return self.tiles[turn % 2, 0] < 0
+
+    @T.inline
+    def read_tile(self, turn, tile):
+        for i in indices(tile.position):
+            tile.position[i][0] = self.tiles[turn % 2, i]
+
+    @T.inline
+    def read_blocks(self, turn, blocks):
+        # From one lane, as QueryBlocks.start has the steps
+        for i in indices(blocks.counts):
+            blocks.counts[i][0] = T.shfl_sync(self.tiles[turn % 2, 4 + i], 0)
+        blocks.restart()

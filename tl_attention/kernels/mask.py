@@ -324,6 +324,16 @@ class QueryBlocks:
         self.current_head[0] = first_head
 
     @property
+    def counts(self) -> tuple:
+        """Variables that start() sets and the steps need, without a window."""
+        return self.num_steps, self.first_query, self.current_head
+
+    @T.inline
+    def restart(self):
+        """Go to the first step of counts that start() set elsewhere."""
+        self.current_query[0] = self.first_query[0]
+
+    @property
     def steps(self) -> Any:
         return self.num_steps[0]
 

@@ -61,7 +61,7 @@ class Roles:
     def run(self, produce, consume, assist=None):
         """Run produce() in the producer warp, and consume(w) in consumer warpgroup w.
 
-        assist: function that the next warp runs; where consumers share one body.
+        assist: function that the next warp runs.
         """
         if self.one_body:
             if T.get_thread_binding(1) == self.warpgroups:
@@ -84,8 +84,14 @@ class Roles:
             if thread >= WARPGROUP * self.warpgroups:
                 if self.registers is not None:
                     T.dec_max_nreg(self.registers[0])
-                if thread < WARPGROUP * self.warpgroups + 32:
-                    produce()
+                if assist is None:
+                    if thread < WARPGROUP * self.warpgroups + 32:
+                        produce()
+                else:
+                    if thread < WARPGROUP * self.warpgroups + 32:
+                        produce()
+                    elif thread < WARPGROUP * self.warpgroups + 64:
+                        assist()
             for w in self.copies:
                 with T.ws(w):
                     if self.registers is not None:

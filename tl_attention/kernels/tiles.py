@@ -295,8 +295,9 @@ class SharedTiles:
     dO: Any = None
     P: Any = None
     dS: Any = None
+    dK: Any = None
     dV: Any = None
-    tile_box: Any = None  # scheduler.TileBox
+    tile_box: Any = None  # scheduler.TileBox or bwd_tiles.KeyTileBox
     overflows: Any = None  # scheduler.Overflows
     bias_columns: Any = None  # options.alloc_bias_columns
     staged: Any = None  # traced.StagedTiles

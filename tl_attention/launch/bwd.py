@@ -156,7 +156,8 @@ class BwdPlan:
             sm_count(self.device),
             kernels.problem.element_bytes,
         )
-        sizes = BwdSizes(batch, heads, heads_kv, seqlen_q, seqlen_k, width, element_bytes, sms, counts)
+        lengths, device = (seqlen_q, seqlen_k), self.device
+        sizes = BwdSizes(batch, heads, heads_kv, *lengths, width, element_bytes, sms, device, counts)
         self.rows = dense((batch, heads, sizes.rounded_q))
         self.passes = [
             (QueryPass if bwd_pass.grads == "dq" else KeyPass)(bwd_pass, kernel, kernels, sizes)

@@ -9,6 +9,7 @@ import torch
 from tl_attention.kernel_configs import BwdConfig, BwdPass
 from tl_attention.launch.block_lists import BlockLists
 from tl_attention.launch.common import MAX_GRID, Argument, empty, fragment_blocks, tile_counts
+from tl_attention.launch.tickets import stream_tickets
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 from tl_attention.store import Kernel
 
@@ -81,6 +82,7 @@ class BwdSizes:
     width: int  # head_dim + head_dim_v
     element_bytes: int
     sms: int
+    device: int
     tiles: tuple[int, int] | None = None  # of queries and of keys, for packed sequences
 
     @property
@@ -147,7 +149,9 @@ class KeyPass:
         if config.adds_dq:
             row_bytes += 4 * head_dim
         q_bytes = sizes.seqlen_q * heads_per_part * row_bytes
-        counts = tile_counts(batch, heads_kv * parts, 1, q_bytes, keys, config.block_N, MAX_GRID)
+        self.dynamic, self.device = config.schedule == "dynamic", sizes.device
+        max_ctas = sizes.sms if self.dynamic else MAX_GRID
+        counts = tile_counts(batch, heads_kv * parts, 1, q_bytes, keys, config.block_N, max_ctas)
         self.kernel, self.counts = kernel, (sizes.heads_per_kv, heads_per_part, parts, *counts)
         self.block = config.block_N, config.block_M
         self.sum_qk, self.sum_v = kernels.sum_qk, kernels.sum_v
@@ -184,7 +188,9 @@ class KeyPass:
             options = *options[:-1], tables.keys
         if blocks is not None:
             options += blocks.by_keys(*self.block, self.counts[0])
-        self.kernel(*inputs, dq_sum, dk, dv, dk_parts, dv_parts, softmax_scale, *self.counts, *options)
+        tickets = (stream_tickets(self.device, True),) if self.dynamic else ()
+        sums = dq_sum, dk, dv, dk_parts, dv_parts
+        self.kernel(*inputs, *sums, softmax_scale, *self.counts, *tickets, *options)
         if self.adds_dq:
             self.sum_qk(dq_sum, dq, softmax_scale, 1, self.row_blocks_q, *table_q)
         if self.dk_in_parts:

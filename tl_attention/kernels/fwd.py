@@ -74,11 +74,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
     block_M, block_N, q_stages = config.block_M, config.block_N, config.q_stages
     hold_max, split, varlen = config.hold_max, config.split, problem.has("varlen")
-    warpgroups = tuple(range(config.warpgroups))
-    consumer_warps = 4 * config.warpgroups
+    warpgroups, consumer_warps = tuple(range(config.warpgroups)), 4 * config.warpgroups
     q_kt = {"transpose_B": True, "clear_accum": not problem.bias_is_linear}
-    persistent = config.schedule != "grid"
-    registers = pipeline.registers(problem, config.warpgroups)
+    persistent, registers = config.schedule != "grid", pipeline.registers(problem, config.warpgroups)
     if persistent:
         registers = PERSISTENT_REGISTERS.get(config.warpgroups)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))

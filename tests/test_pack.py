@@ -22,6 +22,7 @@ from tl_attention import building, cli, configs, manifest, pack, packing, store,
 from tl_attention.kernel_configs import BwdSum, DecodeCombine, FwdCombine
 from tl_attention.problem import DIRECTIONS, DTYPES, AttnProblem, tile_widths
 
+pytestmark = pytest.mark.xdist_group("pack")  # one process builds the pack
 ROOT = Path(__file__).parents[1]
 VERSION = packing.package_version()
 WORDS = (

@@ -416,9 +416,6 @@ def register_level(problem: AttnProblem, config: KernelConfig) -> int:
     # and 1.66 ms in two passes (H200, 2026-11-22)
     if isinstance(config, BwdPass) and config.adds_dq and problem.width == "d128" and problem.has("varlen"):
         return 0
-    # fp16 one-pass backward of d128 whose CTAs draw their tiles: at 5 it spills 4 bytes, at 3 none (nvcc 13.0.88)
-    if isinstance(config, BwdPass) and config.schedule == "dynamic" and problem.width == "d128":
-        return 3 if problem.dtype == "float16" and not problem.causal else REGISTER_LEVEL
     # Packed dq of d256 with all options: at 5 it spills 16 bytes, at 0 none, with as many instructions per step (nvcc 13.0.88)
     if isinstance(config, BwdPass) and config.grads == "dq" and problem.width == "d256":
         every = {"softcap", "alibi", "dropout", "varlen"} <= {*problem.options}

@@ -27,6 +27,8 @@ from tl_attention import (
     fp32_workspace_bytes,
     mha_bwd_interface,
 )
+from tl_attention.launch import bwd
+from tl_attention.options import Options
 from tl_attention.problem import FP32_DTYPES, PRECISIONS, AttnProblem, tile_widths
 from tl_attention.reference import (
     attention_backward_reference,
@@ -57,6 +59,16 @@ def test_fp32_workspace_of_wide_gradients_is_that_of_their_kernels():
     q, k, v = draw_qkv(1, 2, 1, 10, 20, 200)
     assert fp32_workspace_bytes(q, k, v, "highest", backward=True) == 0
     assert fp32_workspace_bytes(q, k, v, "high", backward=True) == 2 * 2 * 256 * (2 * 20 + 2 * 20)
+
+
+@pytest.mark.parametrize("head_dim", [128, 200])
+def test_fp32_forward_builds_no_backward_that_has_no_kernels(head_dim, monkeypatch):
+    """The gradients of wide heads at highest are those of a formula, so that no tile serves them."""
+    asked = []
+    monkeypatch.setattr(bwd, "build_ahead", lambda *arguments: asked.append(arguments))
+    q, k, v = draw_qkv(1, 2, 1, 10, 20, head_dim)
+    bwd.build_backward_ahead(q, k, v, False, False, False, Options(parts=PRECISIONS["highest"]), None)
+    assert len(asked) == (head_dim == 128)
 
 
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])

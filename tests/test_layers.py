@@ -67,8 +67,8 @@ DOORS = {
     "launch/splits launch/tickets launch/traced",
     "launch/fwd_jvp": "torch checks problem kernel_configs legality target store launch/arrays launch/common",
     "launch/bwd_passes": "torch problem kernel_configs store launch/block_lists launch/common launch/tickets",
-    "launch/bwd": "torch checks options problem kernel_configs target store program launch/arrays launch/bwd_passes launch/common "
-    "launch/parts launch/traced",
+    "launch/bwd": "torch checks checks_fp32 options problem kernel_configs target store program launch/arrays launch/bwd_passes "
+    "launch/common launch/parts launch/traced",
     "launch/decode": "torch checks options problem kernel_configs target configs store launch/arrays launch/common",
     "building": "problem kernel_configs compiler sandbox store",
     "sandbox": "",

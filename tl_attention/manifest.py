@@ -62,6 +62,15 @@ KNOWN_FAULTS = {
         "spill_bytes: expected 0, got 24",
         "warnings: expected none, got ['C7512']",
     ),
+    # One store and one load of a consumer warpgroup: keys in pages take a second producer warp (nvcc 13.0.88)
+    **{
+        f"bf16 d128 full window {options}sink varlen, 128x128 dynamic q2 ping-pong hold-max pages 16": (
+            "spill_bytes: expected 0, got 4",
+        )
+        for options in ("", "alibi ", "softcap ")
+    },
+    # Gradients of three parts with an accumulator per block; without a mask none (nvcc 13.0.88)
+    "fp32-highest d64 causal, dk+dv 64x128x2x2 reuse": ("spill_bytes: expected 0, got 16",),
     # All options at once: no tile of these widths holds them in registers
     "bf16 d192 full window softcap alibi sink dropout varlen, 128x64 grid": (
         "spill_bytes: expected 0, got 20",

@@ -7,6 +7,7 @@ import math
 import torch
 
 from tl_attention.checks import check_dropout_batch
+from tl_attention.checks_fp32 import has_gradient_kernels
 from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdSum, delta_width, parts_kernels, table_kernels
 from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns
 from tl_attention.launch.bwd_passes import BwdKernels, BwdSizes, KeyPass, QueryPass, Tables
@@ -81,6 +82,8 @@ def build_backward_ahead(
     traced: Call | None,
 ) -> None:
     """Begin to build the kernels of the backward of a forward call, where they are missing, and do not wait."""
+    if options is not None and not has_gradient_kernels(q, v, options.parts):
+        return
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     key = _kernel_key(q, k, v, causal, heads_first, options, backward_call(traced, deterministic))
     direction = "bwd_det" if deterministic else "bwd"

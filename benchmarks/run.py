@@ -102,7 +102,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--dtype: expected none with --set fp32, got {args.dtype}")
     args.dtype = args.dtype or "bf16"
     if not args.providers:
-        parser.error(f"--providers: expected one that has --pass {args.direction}")
+        parser.error(
+            f"--providers: expected one that has --pass {args.direction} --set {args.set_name}: {', '.join(offered)}"
+        )
     if args.rounds is None:
         args.rounds = 5 if args.quick or decodes else 15
     if args.rounds < 1:

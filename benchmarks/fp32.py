@@ -252,6 +252,6 @@ def _times(ratio: float | None) -> str:
 
 
 def _cell(row: Row | None) -> str:
-    """102 (4.1e-07)"""
+    """Speed and error of a row, as in 102 (4.1e-07)."""
     text = tables.cell(row, math.nan, ("", ""))
     return f"{text} ({row['rms_error']:.1e})" if row and row["status"] == "ok" else text

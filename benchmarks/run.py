@@ -80,7 +80,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--set", dest="set_name", choices=SHAPES, default="main", help="named group of shapes (default main)")
     every = list(dict.fromkeys([*providers.PROVIDERS, *fp32.PROVIDERS]))
     add("--providers", nargs="+", choices=every, default=every, help="default: all that have the pass")
-    add("--dtype", choices=DTYPES, default="bf16", help="of the inputs (default bf16); not with --set fp32")
+    add("--dtype", choices=DTYPES, help="of the inputs (default bf16); not with --set fp32")
     add("--rounds", type=int, help="samples per provider (default 15; 5 with --quick or --pass decode)")
     add("--pass", dest="direction", choices=SHAPES["main"], default="fwd", help="default: fwd")
     add("--deterministic", action="store_true", help="gradients that are bit-equal from call to call")
@@ -98,8 +98,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     decodes = args.direction == DECODE
     offered = fp32.PROVIDERS if args.set_name == FP32 else providers.names(DECODE if decodes else "fwd")
     args.providers = [name for name in args.providers if name in offered]
+    if args.dtype and args.set_name == FP32:
+        parser.error(f"--dtype: expected none with --set fp32, got {args.dtype}")
+    args.dtype = args.dtype or "bf16"
     if not args.providers:
-        parser.error(f"--providers: expected one that has --pass {args.direction}")
+        parser.error(
+            f"--providers: expected one that has --pass {args.direction} --set {args.set_name}: {', '.join(offered)}"
+        )
     if args.rounds is None:
         args.rounds = 5 if args.quick or decodes else 15
     if args.rounds < 1:

@@ -77,7 +77,9 @@ def test_bench_fp32_nan_is_wrong() -> None:
     assert found["rms_error"] is None and found["reason"] == "when timed, it has NaN or inf"
 
 
-@pytest.mark.parametrize("argv", [["--deterministic", "--pass", "bwd"], ["--providers", "fa3"]])
+@pytest.mark.parametrize(
+    "argv", [["--deterministic", "--pass", "bwd"], ["--providers", "fa3"], ["--dtype", "fp16"]]
+)
 def test_bench_fp32_bad_arguments_end_with_a_message(argv: list[str], capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         run.parse_args(["--set", "fp32", *argv])

@@ -46,6 +46,7 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(compiler, "build", fake_build)
     monkeypatch.setattr(store, "load", lambda path: path.name)
     monkeypatch.setattr(building, "_compiled", {})
+    monkeypatch.setattr(building, "_begun", set())
     monkeypatch.delenv("TL_ATTENTION_QUIET", raising=False)
 
 
@@ -193,6 +194,13 @@ def test_build_ahead_leaves_a_failure_to_the_call(many_cpus):
     building.build_ahead([(PROBLEM, BAD)], "for a test")
     with pytest.raises(RuntimeError, match="64x48.* could not be built: ValueError"):
         building.compile_kernels([(PROBLEM, BAD)])
+
+
+def test_build_ahead_tries_a_kernel_once(many_cpus, capfd):
+    building.build_ahead([(PROBLEM, BAD)], "for a test")
+    wait_for(lambda: not building._ahead[PROBLEM, BAD].process.is_alive())
+    building.build_ahead([(PROBLEM, BAD)], "for a test")
+    assert not building._ahead and len(capfd.readouterr().err.splitlines()) == 1
 
 
 def test_build_ahead_takes_one_cpu_in_four(monkeypatch):

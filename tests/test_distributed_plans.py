@@ -176,7 +176,9 @@ def test_plans_choice_follows_bytes_and_names_what_no_method_serves():
     assert choose(layout, mask, gqa._replace(dropout=True)).method == "ulysses"
     million = named_layout("zigzag", 1 << 22, 2)
     assert choose(million, Mask((0, 1 << 22), CAUSAL), gqa).method == "ring"
-    with pytest.raises(NotImplementedError, match="dropout_p: .* 3 ranks cannot share the heads"):
+    with pytest.raises(
+        NotImplementedError, match="dropout_p: expected 0 .* heads that 3 ranks can share, got 32 query"
+    ):
         choose(named_layout("zigzag", 99, 3), Mask((0, 99), CAUSAL), gqa._replace(dropout=True))
     with pytest.raises(NotImplementedError, match="alibi_slopes: expected None with keys right"):
         choose(named_layout("zigzag", 99, 3), Mask((0, 99), ALL), gqa._replace(slopes=True))

@@ -34,7 +34,8 @@ CPUS_PER_BUILDER = 4  # that builds ahead: the builder that a call waits for has
 KernelKey = tuple[AttnProblem, KernelConfig]
 
 _compiled: dict[KernelKey, Kernel] = {}
-_ahead: dict[KernelKey, Sandbox] = {}  # builders that build_ahead() has started
+_ahead: dict[KernelKey, Sandbox] = {}  # running builders of build_ahead()
+_begun: set[KernelKey] = set()  # by build_ahead(): one that failed is not tried again
 _ahead_lock = threading.Lock()
 
 
@@ -96,7 +97,7 @@ def _start_ahead(kernels: Sequence[KernelKey]) -> list[KernelKey]:
     room = len(os.sched_getaffinity(0)) // CPUS_PER_BUILDER - len(_ahead)
     started = []
     for kernel in dict.fromkeys(kernels):
-        if len(started) >= room or kernel in _compiled or kernel in _ahead or store.find(*kernel):
+        if len(started) >= room or kernel in _compiled or kernel in _begun or store.find(*kernel):
             continue
         path = store.kernel_path(*kernel)
         if lock := _try_lock(path):
@@ -104,6 +105,7 @@ def _start_ahead(kernels: Sequence[KernelKey]) -> list[KernelKey]:
                 builder = Sandbox(prepare_to_build, fresh=True, inherits=(lock.fileno(),))
                 builder.begin(_build_and_end, compiler.build, *kernel, path)
                 _ahead[kernel] = builder
+                _begun.add(kernel)
                 started.append(kernel)
     return started
 

@@ -25,8 +25,8 @@ Args:
         always is. torch.use_deterministic_algorithms(True) asks for it, too.
     return_attn_probs: also return the log-sum-exp.
     precision: of the products of fp32 tensors, for the backward, too: "highest", within 2 ** -23; "high", within 2 ** -15; "medium",
-        those of bf16. None: torch.get_float32_matmul_precision(). Only with fp32 tensors; docs/numerics.md has errors, and what is
-        refused: gradients with options, or of head dims above 128, but at "medium".
+        those of bf16. None: torch.get_float32_matmul_precision(). Only with fp32 tensors; docs/numerics.md has errors.
+        Gradients at "highest" of head dims above 128 have no kernels: PyTorch's formula computes them, slower.
     num_splits: splits of the keys of a forward tile, one per CTA; 0: chosen for the problem. Only flash_attn_func and
         flash_attn_varlen_func have it.
     check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which waits for the GPU; only functions of

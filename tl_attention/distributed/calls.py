@@ -49,7 +49,7 @@ NOTHING_GIVEN = Given()
 
 
 class Attend:
-    """A call with all that is the same whenever its shapes and options are."""
+    """Prepared call of attention: all that follows from its shapes and options, not from the values of tensors."""
 
     def __init__(self, call: Call, scores: Scores, device: torch.device):
         self.rows, self.key_rows = slice(*call.q), slice(*call.k)

@@ -115,7 +115,11 @@ def choose(layout: Layout, mask: Mask, sizes: Sizes) -> Choice:
     world = layout.world
     refused = {method: supported(method, sizes, world, mask) for method in METHODS[1:]}
     if refused["ulysses"] and refused["gather"]:
-        raise NotImplementedError(refused["gather"] + f"; {world} ranks cannot share the heads")
+        expected, _ = refused["gather"].split("; ")
+        raise NotImplementedError(
+            f"{expected}; method 'ulysses' would serve it with heads that {world} ranks can share, got {sizes.heads} query heads and"
+            f" {sizes.heads_kv} key heads"
+        )
     rows = remote_rows(layout, mask)
     per_row = sizes.batch * sizes.heads_kv * (sizes.head_dim + sizes.head_dim_v) * sizes.element_size
     most = max(layout.rows(rank) for rank in range(world)) + rows

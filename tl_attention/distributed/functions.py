@@ -140,7 +140,7 @@ _PLACEMENT = "cu_seqlens", "seqlen", "layout", "method"
 
 
 class _Attention(torch.autograd.Function):
-    """A prepared call."""
+    """Autograd of a prepared call."""
 
     @staticmethod
     def forward(

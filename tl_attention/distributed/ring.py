@@ -89,7 +89,7 @@ class Turn(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A call among those of all steps, with all its queries."""
+    """A call, and per range of its queries the calls of other steps that share them."""
 
     attend: Attend
     turns: tuple[Turn, ...]
@@ -115,11 +115,11 @@ def _placed(groups: list[list[Attend]]) -> list[list[Placed]]:
             start, stop = part
             if not first <= start < attend.rows.stop:
                 continue
-            now = min(before[part], SEVERAL), before[part] + 1 == total[part]
+            shared = min(before[part], SEVERAL), before[part] + 1 == total[part]
             before[part] += 1
-            if turns and turns[-1][2:] == now:  # the rows before it, too
+            if turns and turns[-1][2:] == shared:  # the rows before it, too
                 start = turns.pop().rows.start
-            turns.append(Turn(slice(start, stop), slice(start - first, stop - first), *now))
+            turns.append(Turn(slice(start, stop), slice(start - first, stop - first), *shared))
         return Placed(attend, tuple(turns))
 
     return [[placed(attend) for attend in group] for group in groups]

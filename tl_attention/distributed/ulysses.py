@@ -104,14 +104,15 @@ class Crossing:
         ]
 
     def to_tokens(
-        self, tensors: list[torch.Tensor], outs: Sequence[torch.Tensor | None] = (None,) * 3
+        self, tensors: list[torch.Tensor], outs: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
         """Inverse of to_heads, in new memory or in `outs`; it adds up the copies of heads that several ranks have."""
         rank, rows, batch = self._ranks.rank, self._rows[self._ranks.rank], self._batch
         flat = [by_rows(x) for x in tensors]
         arrived = self._back.run(*flat)
         segments, found = self._layout.of_rank(rank), []
-        for x, parts, side, out in zip(flat, arrived, self._sides, outs):  # noqa: B905
+        outs = [None] * len(tensors) if outs is None else outs
+        for x, parts, side, out in zip(flat, arrived, self._sides, outs, strict=True):
             width = batch * side.width
             own = [x[part.start * width : part.stop * width] for part in segments]
             if not own:

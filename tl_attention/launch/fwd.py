@@ -283,7 +283,7 @@ def forward(
             heads_kv, head_dim], never copied, and page i of a sequence holds its keys from i * page_size on.
         out: in the layout of q, with strides and an address that TMA takes; None: allocated, contiguous.
         traced: score_mod and mask_mod; without causal and options.
-        deterministic: of a backward that may follow. Where q, k or v requires a gradient, its kernels begin to be built now.
+        deterministic: of a backward that may follow. Where q, k or v requires a gradient, builders of its kernels are started.
     Returns:
         out in the layout of q; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Rows outside the used part of
         packed sequences are undefined.

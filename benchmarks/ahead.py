@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rows import OURS
 
-from tl_attention import building
+from tl_attention import building, store
 from tl_attention.problem import DECODE
 from tl_attention.testing.shapes import Shape
 from tl_attention.tuning import needs
@@ -17,12 +17,19 @@ from tl_attention.tuning.results import Kernel
 def build(
     console: Console, shapes: Iterable[Shape], direction: str, dtype: str, providers: Iterable[str]
 ) -> None:
-    """Build the kernels of our rows. A kernel that fails is the fault of its row, which says so later."""
+    """Build the kernels of our rows that no pack has. A kernel that fails is the fault of its row, which says so later."""
     if OURS in providers:
         building.build_all(
-            kernels_of_rows(shapes, direction, dtype),
+            [kernel for kernel in kernels_of_rows(shapes, direction, dtype) if _is_to_build(kernel)],
             say=lambda text: console.print(text, highlight=False, markup=False),
         )
+
+
+def _is_to_build(kernel: Kernel) -> bool:
+    try:
+        return store.find(*kernel) is None
+    except RuntimeError:  # no pack has it, and TileLang is not installed
+        return False
 
 
 def kernels_of_rows(shapes: Iterable[Shape], direction: str, dtype: str) -> list[Kernel]:

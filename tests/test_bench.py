@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import building, configs, toolkit
+from tl_attention import building, configs, store, toolkit
 from tl_attention.kernel_configs import BwdPass
 from tl_attention.testing import counts, environment, timer
 from tl_attention.testing.shapes import DIRECTIONS, Shape
@@ -103,6 +103,7 @@ def gpu_stub(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     monkeypatch.setattr(run, "is_hopper", lambda device: True)
     monkeypatch.setattr(ahead, "kernels_of_rows", lambda shapes, direction, dtype: [direction, dtype])
+    monkeypatch.setattr(store, "find", lambda *kernel: None)
     monkeypatch.setattr(building, "build_all", lambda kernels, say: say(f"to build: {kernels}"))
     monkeypatch.setattr(
         environment, "facts", lambda command: {"gpu": "H200", "commit": "c", "command": command}
@@ -342,6 +343,21 @@ def test_bench_bad_arguments_end_with_a_message(capsys: pytest.CaptureFixture) -
 def no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "is_hopper", lambda device: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_bench_builds_only_kernels_that_no_pack_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, built = [Shape.parse("4,16,16,4096,4096,128,causal")], []
+    in_pack, missing, *others = ahead.kernels_of_rows(shapes, "bwd", "bfloat16")
+
+    def find(*kernel: object) -> object:
+        if kernel in others:
+            raise RuntimeError("TileLang is not installed")
+        return kernel if kernel == in_pack else None
+
+    monkeypatch.setattr(store, "find", find)
+    monkeypatch.setattr(building, "build_all", lambda kernels, say: built.extend(kernels))
+    ahead.build(Console(), shapes, "bwd", "bfloat16", ["tl_attention"])
+    assert built == [missing]
 
 
 @pytest.mark.usefixtures("no_hopper")

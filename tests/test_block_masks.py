@@ -1,4 +1,4 @@
-"""flex_attention with a BlockMask: the lists of blocks that kernels walk, the CPU route and the kernels against dense masks, errors."""
+"""flex_attention with a BlockMask: the lists of blocks that kernels visit, the CPU route and the kernels against dense masks, errors."""
 
 from __future__ import annotations
 

@@ -349,6 +349,21 @@ def test_flex_knows_lists_that_were_made_from_the_mask():
     assert tl_attention.create_block_mask(causal, None, None, 8, 8, device="cpu").kv_num_blocks.item() == 1
 
 
+@pytest.mark.parametrize(
+    "mask_mod",
+    [
+        lambda b, h, q, k: q.float() + 2.0**25 >= k.float() + 2.0**25,
+        lambda b, h, q, k: (q + 2**25).float() >= (k + 2**25).float(),
+    ],
+    ids=["float", "cast"],
+)
+def test_flex_does_not_recognize_positions_that_round(mask_mod):
+    assert builtin_options(trace(None, mask_mod, False), 8, 8) is None
+    sizes = None, None, 8, 8, "cpu", 1
+    ours = tl_attention.create_block_mask(mask_mod, *sizes)
+    assert torch.equal(ours.to_dense(), create_block_mask(mask_mod, *sizes).to_dense())
+
+
 def test_flex_does_not_recognize_what_rounds():
     assert (
         builtin_options(trace(lambda s, b, h, q, k: 20 * torch.tanh(s.long() / 20), None, False), 8, 8)

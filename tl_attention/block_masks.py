@@ -29,7 +29,7 @@ from tl_attention.program import Call
 from tl_attention.program_values import program_values
 
 CHUNK = 2**24  # elements of a mask that are evaluated at once
-PROBED = 8  # queries and keys at the begin of a block that are evaluated first; also its last ones
+PROBED = 8  # first and last queries and keys of a block, which are evaluated before the others
 MAX_CACHED = 64
 LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 
@@ -67,7 +67,7 @@ def create_block_mask(
         device: of the lists and of captured tensors; None: the GPU, if there is one.
         BLOCK_SIZE: queries and keys per block.
         _compile: without effect; nothing is compiled.
-        separate_full_blocks: list blocks that are seen whole apart from those that mask_mod decides on.
+        separate_full_blocks: list blocks that are seen whole as full, where kernels skip mask_mod; False: list all as partial.
         compute_dq_write_order, dq_kv_order: for PyTorch's FLASH backend; the former has to be False.
     Returns:
         torch.nn.attention.flex_attention.BlockMask, with lists int32 in both directions. A block that ends past Q_LEN or KV_LEN is never
@@ -147,7 +147,7 @@ def _tools() -> tuple[Callable, type]:
 
 def _states(call: Call, blocks: Blocks, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(seen in part, seen whole): bool [batch or 1, heads or 1, rows, columns]."""
-    distances = seen_distances(call)
+    distances = seen_distances(call, max(blocks.seqlen_q, blocks.seqlen_k))
     surely_full, empty = (
         mask_bounds(call, blocks) if distances is None else distance_bounds(*distances, blocks)
     )
@@ -394,7 +394,7 @@ def _bounded(
     device: torch.device | str | None,
     block_size: int | tuple[int, int],
 ) -> Any:
-    """BlockMask of a mask whose blocks the bounds decide on: those that they leave open are seen in part."""
+    """BlockMask from bounds alone: blocks that they leave open are listed as seen in part."""
     names = {"Q_LEN": "seqlen_q", "KV_LEN": "seqlen_k", "BLOCK_SIZE": "block_size"}
     try:
         blocks = check_blocks(batch, None, seqlen_q, seqlen_k, device, block_size)

@@ -91,7 +91,7 @@ def distance_bounds(least: int | None, most: int | None, blocks: Blocks) -> tupl
 
 
 def stream_of(device: torch.device) -> int | None:
-    """Stream whose work may use tensors that are made now and kept; None in a CUDA graph capture, whose tensors live in the graph."""
+    """Current stream, the only one that may use what this call makes and caches; None in a CUDA graph capture, which must not cache."""
     if device.type != "cuda":
         return 0
     return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream

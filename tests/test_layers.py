@@ -53,7 +53,7 @@ DOORS = {
     "kvcache": "torch checks checks_torch checks_kvcache checks_lengths options problem kernel_configs target ops launch reference_kvcache",
     "distributed": "torch checks options ops launch flash distributed",
     "hf": "torch checks checks_hf checks_lengths checks_torch flash hf_flex kvcache | transformers",
-    "hf_flex": "torch block_masks checks checks_hf dense_bias flex",
+    "hf_flex": "torch block_masks checks checks_hf checks_torch dense_bias flex",
     "checks_hf": "torch checks",
     "launch": "launch/fwd launch/fwd_jvp launch/bwd launch/bwd_passes launch/decode launch/parts launch/splits",
     "launch/arrays": "torch checks problem",

@@ -10,8 +10,11 @@ import torch
 from tl_attention.block_masks import create_block_mask
 from tl_attention.checks import describe
 from tl_attention.checks_hf import USE_ANOTHER, VARLEN_ROWS, is_block_mask
+from tl_attention.checks_torch import ARGUMENT_ERRORS, Renaming
 from tl_attention.dense_bias import element
 from tl_attention.flex import flex_attention
+
+_NAMES = Renaming({"block_mask": "attention_mask"})
 
 
 @torch._disable_dynamo
@@ -96,18 +99,12 @@ def flex_forward(
             score = score + positions(b, h, q_idx, kv_idx)
         return score if bias is None else score + bias(b, h, q_idx, kv_idx)
 
-    out, lse = flex_attention(
-        query,
-        key,
-        value,
-        None if positions is None and bias is None and not softcap else score_mod,
-        block_mask,
-        scaling,
-        enable_gqa=True,
-        return_lse=True,
-        mask_mod=mask_mod,
-        deterministic=deterministic,
-    )
+    functions = None if positions is None and bias is None and not softcap else score_mod, block_mask
+    options = {"enable_gqa": True, "return_lse": True, "mask_mod": mask_mod, "deterministic": deterministic}
+    try:
+        out, lse = flex_attention(query, key, value, *functions, scaling, **options)
+    except ARGUMENT_ERRORS as error:
+        raise _NAMES.of(error) from None
     if sink is not None:  # the sink is one more score, whose value is 0
         out = (out * torch.sigmoid(lse - sink.float()[:, None])[..., None]).to(out.dtype)
     return out.transpose(1, 2)

@@ -63,7 +63,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     prefix, length = arguments.prefix, 2 * arguments.prefix
     torch.manual_seed(0)
-    # Made once, without an element per query and key; for a length of 65,536 it is as quick
+    # Made once for all steps and layers; no tensor has an element per query and key
     block_mask = block_masks.prefix_lm(length, length, prefix, device=device)
     print(mask_picture.picture(block_masks.prefix_lm(4096, 4096, 1500, device=device)))
 

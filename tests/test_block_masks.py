@@ -1,4 +1,4 @@
-"""flex_attention with a BlockMask: the lists of blocks that kernels walk, the CPU route and the kernels against dense masks, errors."""
+"""flex_attention with a BlockMask: the lists of blocks that kernels visit, the CPU route and the kernels against dense masks, errors."""
 
 from __future__ import annotations
 
@@ -179,6 +179,18 @@ def test_block_states_ignores_what_lies_past_a_list():
     assert states.tolist() == [[[[HIDDEN, HIDDEN, PARTIAL], [HIDDEN, HIDDEN, FULL]]]]
 
 
+@pytest.mark.parametrize("single", [(0, 1), (2, 3), (0, 3), (1,)], ids=str)
+def test_block_states_broadcast_lists(single):
+    """Some of numbers and indices, partial and full, have one batch entry and one head for all."""
+    mask = random_lists(2, HEADS, (300, 400), (128, 128), "cpu")
+    names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
+    lists = [getattr(mask, name) for name in names]
+    for i in single:
+        lists[i] = lists[i][:1, :1]
+    expanded = [x.expand(2, HEADS, *x.shape[2:]).contiguous() for x in lists]
+    assert torch.equal(block_states(*lists, 4), block_states(*expanded, 4))
+
+
 def test_block_lists_are_made_once_for_a_mask():
     mask = create_block_mask(causal, None, None, 300, 300, device="cpu")
     lists = block_lists(mask, 2, HEADS)
@@ -188,6 +200,8 @@ def test_block_lists_are_made_once_for_a_mask():
         x.zero_()
         assert block_lists(mask, 2, HEADS) is not lists
         lists = block_lists(mask, 2, HEADS)
+    mask.kv_num_blocks = mask.kv_num_blocks.clone()
+    assert block_lists(mask, 2, HEADS) is not lists
     with torch.inference_mode():
         mask = create_block_mask(causal, None, None, 300, 300, device="cpu")
     assert block_lists(mask, 2, HEADS) is block_lists(mask, 2, HEADS)

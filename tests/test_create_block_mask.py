@@ -85,6 +85,8 @@ def masks(c: Captured) -> dict:
         "clamped": lambda b, h, q, k: torch.clamp(q - k, -10, 100) < 100,
         "negated": lambda b, h, q, k: ~(q < k) ^ (k < 5),
         "circle": lambda b, h, q, k: (q - 500) * (q - 500) + (k - 500) * (k - 500) < 90000,
+        "no distance": lambda b, h, q, k: (q - k >= 5) & (q - k < 5),
+        "both sides": lambda b, h, q, k: q + q - k >= q,
         "sign": lambda b, h, q, k: torch.sign(q - k) >= 0,
         "overflow": lambda b, h, q, k: (q + 2**31 - 500).to(torch.int32) > k,
     }  # fmt: skip
@@ -147,6 +149,12 @@ def test_block_mask_bounds_are_true(name):
         "0-d",
     ):
         assert torch.equal((full | empty).expand_as(states), states != mask_picture.PARTIAL)
+
+
+def test_block_mask_number_out_of_range_reads_the_nearest():
+    table, far = torch.tensor([[False] * 300, [True] * 300]), 7
+    mask = create_block_mask(lambda b, h, q, k: table[far, k] & (q >= k), None, None, 300, 300, "cpu")
+    assert_same(mask, create_block_mask(causal, None, None, 300, 300, "cpu"))
 
 
 def lengths_on(device: str) -> tuple[torch.Tensor, torch.Tensor]:

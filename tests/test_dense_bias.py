@@ -71,6 +71,11 @@ def test_flash_attn_func_with_functions_on_cpu():
 q8 = torch.randn(2, HEADS, 8, 16, dtype=torch.bfloat16)
 
 
+def test_bias_of_no_keys():
+    kv = torch.randn(2, HEADS, 0, 16, dtype=torch.bfloat16)
+    assert flex_attention(q8, kv, kv, attn_bias=torch.zeros(1, 1, 8, 0)).eq(0).all()
+
+
 @pytest.mark.parametrize(
     ("bias", "error", "words"),
     [
@@ -78,6 +83,7 @@ q8 = torch.randn(2, HEADS, 8, 16, dtype=torch.bfloat16)
         (torch.zeros(2, 4, 8, 8, dtype=torch.int32), TypeError, "expected float32, bfloat16, float16 or bool, got"),
         (torch.zeros(8, 8), ValueError, r"expected shape \(1 or 2, 1 or 4, 8, 8\).*got \(8, 8\)"),
         (torch.zeros(2, 2, 8, 8), ValueError, r"got \(2, 2, 8, 8\)"),
+        (torch.zeros(1, 1, 8, 8, device="meta"), ValueError, "expected the device of query, cpu, got meta"),
         (torch.zeros(1, 1, 1, 8), ValueError, r"got \(1, 1, 1, 8\); expand\(\) it"),
     ],
 )  # fmt: skip

@@ -340,8 +340,28 @@ def test_flex_knows_lists_that_were_made_from_the_mask():
     made = tl_attention.create_block_mask(causal, None, None, 8, 8, device="cpu")
     theirs = create_block_mask(causal, None, None, 8, 8, device="cpu")
     assert lists_follow_mask(made) and not lists_follow_mask(theirs)
-    made.mask_mod = lambda b, h, q, k: q >= 0
+    mask_mod, made.mask_mod = made.mask_mod, lambda b, h, q, k: q >= 0
     assert not lists_follow_mask(made)
+    made.mask_mod = mask_mod
+    assert lists_follow_mask(made)
+    made.kv_num_blocks.zero_()
+    assert not lists_follow_mask(made)
+    assert tl_attention.create_block_mask(causal, None, None, 8, 8, device="cpu").kv_num_blocks.item() == 1
+
+
+@pytest.mark.parametrize(
+    "mask_mod",
+    [
+        lambda b, h, q, k: q.float() + 2.0**25 >= k.float() + 2.0**25,
+        lambda b, h, q, k: (q + 2**25).float() >= (k + 2**25).float(),
+    ],
+    ids=["float", "cast"],
+)
+def test_flex_does_not_recognize_positions_that_round(mask_mod):
+    assert builtin_options(trace(None, mask_mod, False), 8, 8) is None
+    sizes = None, None, 8, 8, "cpu", 1
+    ours = tl_attention.create_block_mask(mask_mod, *sizes)
+    assert torch.equal(ours.to_dense(), create_block_mask(mask_mod, *sizes).to_dense())
 
 
 def test_flex_does_not_recognize_what_rounds():
@@ -560,18 +580,6 @@ def test_flex_deterministic():
         )
         runs.append(torch.autograd.grad(out.sum(), [q, k, v]))
     assert all(torch.equal(x, y) for run in runs for x, y in zip(run, runs[0], strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("built")
-def test_flex_deterministic_gradients_of_captured_tensors_are_refused():
-    score_mod, mask_mod, _ = cases(Captured("cuda"))["together"]
-    q, k, v = inputs("cuda", torch.bfloat16, 577, 600, 128)
-    out = flex_attention(q, k, v, score_mod, mask_mod=mask_mod, enable_gqa=True, deterministic=True)
-    with pytest.raises(
-        NotImplementedError, match="deterministic: expected captured tensors without gradients"
-    ):
-        out.sum().backward()
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from tl_attention import hf
+from tl_attention import block_masks, hf
 from tl_attention.checks_hf import is_block_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
@@ -245,6 +245,12 @@ REFUSED = {
     "dropout": ({"attention_mask": MASK, "dropout": 0.1}, NotImplementedError, "dropout: expected 0 with a BlockMask.*dropout_rate"),
     "batch": ({"attention_mask": MASK.expand(3, -1, -1, -1)}, ValueError, r"attention_mask: expected shape .*got \(3, 1, 9, 9\)"),
     "keys": ({"attention_mask": MASK[..., :5]}, ValueError, r"attention_mask: expected shape .*got \(1, 1, 9, 5\)"),
+    "device": ({"attention_mask": MASK.to("meta")}, ValueError, "attention_mask: expected the device of query, cpu, got meta"),
+    "lengths": (
+        {"attention_mask": block_masks.causal(9, 7, device="cpu")},
+        ValueError,
+        r"^attention_mask: expected one made for lengths \(9, 9\) of query and key, got one for \(9, 7\)",
+    ),
     "double": ({"attention_mask": MASK.double()}, TypeError, "attention_mask: expected bool, True for keys"),
     "bias-bool": ({"position_bias": MASK}, TypeError, "position_bias: expected a float tensor"),
     "bias-3-d": ({"position_bias": MASK[0].float()}, ValueError, "position_bias: expected shape"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,16 +24,17 @@ from tl_attention.checks_masks import (
     check_window_pair,
 )
 from tl_attention.checks_torch import ARGUMENT_ERRORS, Renaming
-from tl_attention.intervals import AXES, Blocks, mask_bounds, stream_of
+from tl_attention.intervals import AXES, Blocks, distance_bounds, mask_bounds, stream_of
 from tl_attention.program import Call
 from tl_attention.program_values import program_values
 
 CHUNK = 2**24  # elements of a mask that are evaluated at once
-PROBED = 8  # queries and keys at the begin of a block that are evaluated first; also its last ones
+PROBED = 8  # first and last queries and keys of a block, which are evaluated before the others
 MAX_CACHED = 64
+LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 
-_cached: dict[tuple, tuple[torch.Tensor | None, ...]] = {}
-_made: weakref.WeakKeyDictionary[Any, Callable] = weakref.WeakKeyDictionary()
+_cached: dict[tuple, tuple[tuple[torch.Tensor | None, ...], tuple]] = {}  # lists and their versions
+_made: weakref.WeakKeyDictionary[Any, tuple[Callable, ListsState]] = weakref.WeakKeyDictionary()
 
 
 @torch._disable_dynamo
@@ -66,7 +67,7 @@ def create_block_mask(
         device: of the lists and of captured tensors; None: the GPU, if there is one.
         BLOCK_SIZE: queries and keys per block.
         _compile: without effect; nothing is compiled.
-        separate_full_blocks: list blocks that are seen whole apart from those that mask_mod decides on.
+        separate_full_blocks: list blocks that are seen whole as full, where kernels skip mask_mod; False: list all as partial.
         compute_dq_write_order, dq_kv_order: for PyTorch's FLASH backend; the former has to be False.
     Returns:
         torch.nn.attention.flex_attention.BlockMask, with lists int32 in both directions. A block that ends past Q_LEN or KV_LEN is never
@@ -86,7 +87,25 @@ def create_block_mask(
 
 def lists_follow_mask(block_mask: Any) -> bool:
     """True if the lists of a BlockMask were made here from its mask_mod, so that mask_mod alone says what it hides."""
-    return _made.get(block_mask) is block_mask.mask_mod
+    mask_mod, lists = _made.get(block_mask, (None, None))
+    return lists is not None and mask_mod is block_mask.mask_mod and lists.are_in(block_mask)
+
+
+class ListsState:
+    """Lists by queries of a BlockMask, and how often each has been changed in place. Tensors of inference mode count no changes."""
+
+    def __init__(self, block_mask: Any):
+        self.tensors = [getattr(block_mask, name) for name in LISTS]
+        self.versions = _versions(self.tensors)
+
+    def are_in(self, block_mask: Any) -> bool:
+        """True if the block mask has these lists, without a change since."""
+        same = all(getattr(block_mask, name) is x for name, x in zip(LISTS, self.tensors, strict=True))
+        return same and self.versions == _versions(self.tensors)
+
+
+def _versions(tensors: Iterable[torch.Tensor | None]) -> tuple[int | None, ...]:
+    return tuple(None if x is None or x.is_inference() else x._version for x in tensors)
 
 
 def _block_mask(mask_mod: Callable, blocks: Blocks, separate_full_blocks: bool, exact: bool) -> Any:
@@ -95,8 +114,8 @@ def _block_mask(mask_mod: Callable, blocks: Blocks, separate_full_blocks: bool, 
     key, stream = None, stream_of(blocks.device)
     if captures is not None and not captures.tensors and stream is not None:
         key = captures.key, blocks, separate_full_blocks, exact, stream
-    lists = _cached.get(key) if key is not None else None
-    if lists is None:
+    lists, versions = _cached.get(key, (None, None))
+    if lists is None or versions != _versions(lists):
         call = trace(None, mask_mod, False)
         sizes = {leaf: blocks.size(leaf) for leaf in AXES}
         check_captured_sizes(call, sizes, blocks.device, "the device of the mask", "device")
@@ -105,14 +124,14 @@ def _block_mask(mask_mod: Callable, blocks: Blocks, separate_full_blocks: bool, 
         if key is not None:
             if len(_cached) >= MAX_CACHED:
                 _cached.pop(next(iter(_cached)))
-            _cached[key] = lists
+            _cached[key] = lists, _versions(lists)
     made = block_mask_class(
         (blocks.seqlen_q, blocks.seqlen_k),
         *lists,
         BLOCK_SIZE=(blocks.block_q, blocks.block_k),
         mask_mod=mask_mod,
     )
-    _made[made] = mask_mod
+    _made[made] = mask_mod, ListsState(made)
     return made
 
 
@@ -128,12 +147,15 @@ def _tools() -> tuple[Callable, type]:
 
 def _states(call: Call, blocks: Blocks, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(seen in part, seen whole): bool [batch or 1, heads or 1, rows, columns]."""
-    surely_full, empty = mask_bounds(call, blocks)
+    distances = seen_distances(call, max(blocks.seqlen_q, blocks.seqlen_k))
+    surely_full, empty = (
+        mask_bounds(call, blocks) if distances is None else distance_bounds(*distances, blocks)
+    )
     inside = None if blocks.are_whole else _inside(blocks)
     full = surely_full if inside is None else surely_full & inside
     partial = ~(full | empty)
-    if not exact or call.program.mask is None or seen_distances(call) is not None:
-        return partial, full  # bounds of a distance are exact
+    if not exact or call.program.mask is None or distances is not None:
+        return partial, full
     undecided = partial if inside is None else ~(surely_full | empty)
     left = undecided.nonzero()
     if len(left):
@@ -372,7 +394,7 @@ def _bounded(
     device: torch.device | str | None,
     block_size: int | tuple[int, int],
 ) -> Any:
-    """BlockMask of a mask whose blocks the bounds decide on: those that they leave open are seen in part."""
+    """BlockMask from bounds alone: blocks that they leave open are listed as seen in part."""
     names = {"Q_LEN": "seqlen_q", "KV_LEN": "seqlen_k", "BLOCK_SIZE": "block_size"}
     try:
         blocks = check_blocks(batch, None, seqlen_q, seqlen_k, device, block_size)

@@ -15,6 +15,7 @@ from tl_attention.program_values import program_values
 
 EXACT_CASTS = {(INT, LONG), (INT, FLOAT), (LONG, FLOAT)}  # of positions, which are below 2**24
 MAX_CONSTANT = 2**28
+MAX_EXACT = 2**24  # integers up to it are exact in fp32
 OPPOSITE = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq"}
 
@@ -52,6 +53,13 @@ class _Line(NamedTuple):
 
     def plus(self, other: _Line, sign: int = 1) -> _Line:
         return _Line(*(x + sign * y for x, y in zip(self, other, strict=True)))
+
+    def bound(self, length: int) -> int:
+        """Upper bound of its absolute value for positions below length."""
+        slopes = self.query, self.key
+        return max(sum(x for x in slopes if x > 0), -sum(x for x in slopes if x < 0)) * length + abs(
+            self.constant
+        )
 
 
 class _Distances(NamedTuple):
@@ -91,7 +99,7 @@ def builtin_options(
     program = call.program
     if program.gradients or program.listed:
         return None
-    reader = _Reader(call)
+    reader = _Reader(call, max(seqlen_q, seqlen_k))
     distances = _Distances()
     if program.mask is not None:
         distances = reader.distances(program.mask)
@@ -119,9 +127,13 @@ def builtin_options(
     return found._replace(softcap=cap or 0.0)
 
 
-def seen_distances(call: Call) -> tuple[int | None, int | None] | None:
-    """(least, most) of q_idx - kv_idx at which the mask of a call shows a key, None: no bound; None for masks of another kind."""
-    return None if call.program.mask is None else _Reader(call).distances(call.program.mask)
+def seen_distances(call: Call, length: int) -> tuple[int | None, int | None] | None:
+    """(least, most) of q_idx - kv_idx at which the mask of a call shows a key, None: no bound; None for masks of another kind.
+
+    Args:
+        length: of the longer of queries and keys.
+    """
+    return None if call.program.mask is None else _Reader(call, length).distances(call.program.mask)
 
 
 def _window(distances: _Distances, offset: int) -> BuiltinOptions | None:
@@ -169,7 +181,8 @@ def _slopes(call: Call, bias: _Bias, batch: int, heads: int, device: torch.devic
 class _Reader:
     """Patterns among the values of a call."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: Call, length: int):
+        self.length = length
         self.call, self.program, self.values = call, call.program, call.program.values
 
     def uncast(self, i: int) -> int:
@@ -193,7 +206,8 @@ class _Reader:
         return self.values[i].op == "score"
 
     def line(self, i: int) -> _Line | None:
-        """A value as a line in q_idx and kv_idx, which are below 2**24; None where it may overflow."""
+        """A value as a line in q_idx and kv_idx, which are below 2**24; None where it may overflow, or rounds."""
+        is_float = self.values[i].dtype == FLOAT
         i = self.uncast(i)
         value = self.values[i]
         found = None
@@ -207,7 +221,9 @@ class _Reader:
             if None not in lines:
                 first = _Line() if value.op == "neg" else lines[0]
                 found = first.plus(lines[-1], 1 if value.op == "add" else -1)
-        return None if found is None or abs(found.constant) > MAX_CONSTANT else found
+        if found is None or abs(found.constant) > MAX_CONSTANT:
+            return None
+        return None if is_float and found.bound(self.length) > MAX_EXACT else found
 
     def distances(self, i: int, negated: bool = False) -> _Distances | None:
         """Distances at which a mask shows a key; None for masks that depend on anything else, or have holes."""

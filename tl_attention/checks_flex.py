@@ -177,6 +177,10 @@ def check_bias(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
             f"attn_bias: expected shape (1 or {wanted[0]}, 1 or {wanted[1]}, {wanted[2]}, {wanted[3]}) of batch, heads, seqlen_q, seqlen_k,"
             f" got {tuple(bias.shape)}; expand() it"
         )
+    if bias.device != q.device:
+        raise ValueError(
+            f"attn_bias: expected the device of query, {q.device}, got {bias.device}; move it with .to(query.device)"
+        )
 
 
 def check_captured(call: Call, q: torch.Tensor, k: torch.Tensor) -> None:

@@ -7,6 +7,16 @@ from collections.abc import Callable
 import torch
 
 
+def element(x: torch.Tensor) -> Callable:
+    """Function of (b, h, q_idx, kv_idx) that reads an element of x; a dimension of size 1 serves all indices."""
+    sizes = tuple(x.shape)
+
+    def read(*index):
+        return x[tuple(i if size > 1 else 0 for i, size in zip(index, sizes, strict=True))]
+
+    return read
+
+
 def with_bias(
     score_mod: Callable | None, mask_mod: Callable | None, attn_bias: torch.Tensor
 ) -> tuple[Callable | None, Callable | None]:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tl_attention import launch
-from tl_attention.block_masks import lists_follow_mask
+from tl_attention.block_masks import ListsState, lists_follow_mask
 from tl_attention.builtin_options import BuiltinOptions, builtin_options
 from tl_attention.checks import check_deterministic, check_fwd, expect_bool
 from tl_attention.checks_flex import (
@@ -29,6 +29,7 @@ from tl_attention.checks_flex import (
 )
 from tl_attention.checks_torch import ARGUMENT_ERRORS, Renaming
 from tl_attention.dense_bias import with_bias
+from tl_attention.intervals import stream_of
 from tl_attention.launch.block_lists import BlockLists, block_states
 from tl_attention.ops import (
     UserOptions,
@@ -133,7 +134,8 @@ def attend(
         mask_mod = block_mask.mask_mod
     if attn_bias is not None:
         check_bias(attn_bias, query, key)
-        score_mod, mask_mod = with_bias(score_mod, mask_mod, attn_bias)
+        if attn_bias.numel():
+            score_mod, mask_mod = with_bias(score_mod, mask_mod, attn_bias)
     check_device_or_warn(query, traced=False)
 
     differentiate = torch.is_grad_enabled()
@@ -239,24 +241,28 @@ def _tracer() -> Callable[[Callable | None, Callable | None, bool], Call]:
     return trace
 
 
-MAX_LISTS = 8  # of one mask: for other batches and heads, and after changes
-_lists: WeakKeyDictionary[Any, dict[tuple, BlockLists]] = WeakKeyDictionary()
+MAX_LISTS = 8  # of one mask, for other batches and heads
+_lists: WeakKeyDictionary[Any, dict[tuple[int, int], tuple[ListsState, int, BlockLists]]] = (
+    WeakKeyDictionary()
+)
 
 
 def _block_lists(block_mask: Any, batch: int, heads: int) -> BlockLists:
-    """Lists of a BlockMask, made at its first call, and again after a change in place."""
-    lists = _lists.setdefault(block_mask, {})
-    names = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
-    given = [getattr(block_mask, name) for name in names]
-    # A tensor of inference mode counts no changes
-    key = batch, heads, *(None if x is None or x.is_inference() else x._version for x in given)
-    if key not in lists:
-        if len(lists) >= MAX_LISTS:
-            lists.clear()
-        size, lengths = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
-        states = block_states(*given, -(-lengths[1] // size[1]))
-        lists[key] = BlockLists(states, size, lengths, (batch, heads))
-    return lists[key]
+    """Lists of a BlockMask, made at its first call on a stream, and again after a change."""
+    kept = _lists.setdefault(block_mask, {})
+    stream = stream_of(block_mask.kv_num_blocks.device)
+    state, made_on, lists = kept.get((batch, heads), (None, None, None))
+    # A CUDA graph capture may use what was made before it, on any stream; what it makes itself is empty until a replay
+    if lists is not None and stream in (None, made_on) and state.are_in(block_mask):
+        return lists
+    size, lengths = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
+    state = ListsState(block_mask)
+    lists = BlockLists(block_states(*state.tensors, -(-lengths[1] // size[1])), size, lengths, (batch, heads))
+    if stream is not None:
+        if len(kept) >= MAX_LISTS:
+            kept.clear()
+        kept[batch, heads] = state, stream, lists
+    return lists
 
 
 class _Flex(torch.autograd.Function):

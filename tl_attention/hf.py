@@ -104,14 +104,16 @@ def attention_forward(
         position_bias: float [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k], added to the scores; it may need a gradient.
         sliding_window: number of keys that a query sees, itself included; in a bidirectional layer, on either side. None: no window.
         s_aux: [heads], the scores of the sink.
-        cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], bounds of packed sequences in batch * seqlen; they override attention_mask. Both
-            or neither. Their values are checked only under TL_ATTENTION_CHECK_LENGTHS=1: see checks_lengths.py.
+        cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], bounds of packed sequences in batch * seqlen; they override attention_mask, and
+            are refused beside a BlockMask, a 4-D mask or position_bias. Both or neither. Their values are checked only under
+            TL_ATTENTION_CHECK_LENGTHS=1: see checks_lengths.py.
         max_length_q, max_length_k: upper bounds of the lengths in cu_seq_lens_q and cu_seq_lens_k; None: batch * seqlen.
         kwargs: other arguments that models pass; ignored.
     Returns:
         (out [batch, seqlen_q, heads, head_dim_v], None). Rows of padding are 0.
     Raises:
-        NotImplementedError: a paged cache, a mask of another form, or dropout beside a BlockMask, a 4-D mask or position_bias.
+        NotImplementedError: a paged cache, a mask of another form, or dropout or packed sequences beside a BlockMask, a 4-D mask or
+            position_bias.
         TypeError, ValueError, NotImplementedError: see flash_attn_func.
     """
     check_inputs(query, key, value, s_aux)

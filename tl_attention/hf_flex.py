@@ -10,7 +10,11 @@ import torch
 from tl_attention.block_masks import create_block_mask
 from tl_attention.checks import describe
 from tl_attention.checks_hf import USE_ANOTHER, VARLEN_ROWS, is_block_mask
+from tl_attention.checks_torch import ARGUMENT_ERRORS, Renaming
+from tl_attention.dense_bias import element
 from tl_attention.flex import flex_attention
+
+_NAMES = Renaming({"block_mask": "attention_mask"})
 
 
 @torch._disable_dynamo
@@ -95,25 +99,19 @@ def flex_forward(
             score = score + positions(b, h, q_idx, kv_idx)
         return score if bias is None else score + bias(b, h, q_idx, kv_idx)
 
-    out, lse = flex_attention(
-        query,
-        key,
-        value,
-        None if positions is None and bias is None and not softcap else score_mod,
-        block_mask,
-        scaling,
-        enable_gqa=True,
-        return_lse=True,
-        mask_mod=mask_mod,
-        deterministic=deterministic,
-    )
+    functions = None if positions is None and bias is None and not softcap else score_mod, block_mask
+    options = {"enable_gqa": True, "return_lse": True, "mask_mod": mask_mod, "deterministic": deterministic}
+    try:
+        out, lse = flex_attention(query, key, value, *functions, scaling, **options)
+    except ARGUMENT_ERRORS as error:
+        raise _NAMES.of(error) from None
     if sink is not None:  # the sink is one more score, whose value is 0
         out = (out * torch.sigmoid(lse - sink.float()[:, None])[..., None]).to(out.dtype)
     return out.transpose(1, 2)
 
 
 def _element(name: str, x: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Callable:
-    """Function of (b, h, q_idx, kv_idx) that reads an element of a mask or bias, where a dimension of size 1 serves all."""
+    """dense_bias.element() of a mask or bias [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k], checked."""
     sizes = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
     fits = x.ndim == 4 and all(n in (1, size) for n, size in zip(x.shape[:3], sizes[:3], strict=True))
     if not fits or (x.shape[3] < sizes[3] and x.shape[3] != 1):
@@ -127,12 +125,11 @@ def _element(name: str, x: torch.Tensor, query: torch.Tensor, key: torch.Tensor)
         )
     if name == "position_bias" and x.dtype == torch.bool:
         raise TypeError(f"{name}: expected a float tensor, got {describe(x)}")
-    sizes = x.shape
-
-    def element(*index: Any) -> Any:
-        return x[tuple(i if size > 1 else 0 for i, size in zip(index, sizes, strict=True))]
-
-    return element
+    if x.device != query.device:
+        raise ValueError(
+            f"{name}: expected the device of query, {query.device}, got {x.device}; move it with .to(query.device)"
+        )
+    return element(x)
 
 
 def _mask_of_options(

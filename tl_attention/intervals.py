@@ -79,8 +79,19 @@ def mask_bounds(call: Call, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]
     return full.expand(shape), empty.expand(shape)
 
 
+def distance_bounds(least: int | None, most: int | None, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+    """(full, empty), exact, of a mask that shows the keys with least <= q_idx - kv_idx <= most, None: no bound; as mask_bounds()."""
+    stream = stream_of(blocks.device)
+    query, key = (
+        (_leaf.__wrapped__ if stream is None else _leaf)(x, blocks, stream) for x in ("query", "key")
+    )
+    low, high = query.low - key.high, query.high - key.low
+    least, most = -math.inf if least is None else least, math.inf if most is None else most
+    return (low >= least) & (high <= most), (high < least) | (low > most) | (least > most)
+
+
 def stream_of(device: torch.device) -> int | None:
-    """Stream whose work may use tensors that are made now and kept; None in a CUDA graph capture, whose tensors live in the graph."""
+    """Current stream, the only one that may use what this call makes and caches; None in a CUDA graph capture, which must not cache."""
     if device.type != "cuda":
         return 0
     return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream
@@ -180,7 +191,8 @@ class _Evaluation:
                 elif isinstance(bounds.low, torch.Tensor):
                     index.append(within(bounds.low.nan_to_num(0), size))
                 else:
-                    index.append(int(bounds.low))
+                    place = int(bounds.low)
+                    index.append(min(max(place + size if place < 0 else place, 0), size - 1))  # as within()
             low, high = (x[tuple(index)] for x in (low, high))
         is_point = certain is True and not {"query", "key"} & {leaf for leaf in leaves if self._varies(leaf)}
         if is_point:

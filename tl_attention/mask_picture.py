@@ -7,14 +7,16 @@ from typing import Any
 
 import torch
 
+from tl_attention.block_masks import LISTS
 from tl_attention.checks import describe
 from tl_attention.checks_masks import check_count
+from tl_attention.launch.block_lists import FULL, HIDDEN, PARTIAL
+from tl_attention.launch.block_lists import block_states as states_of_lists
 
-HIDDEN, PARTIAL, FULL = 0, 1, 2
 SIGNS = {HIDDEN: "·", PARTIAL: "▒", FULL: "█"}
 COLORS = {HIDDEN: "#f2f2f2", PARTIAL: "#f2b35e", FULL: "#2f5d8a"}
 WORDS = {HIDDEN: "hidden", PARTIAL: "seen in part", FULL: "seen whole"}
-MAX_SIGNS = 64  # per row of a text
+MAX_SIGNS = 64  # per row or column of a text
 
 
 def block_states(block_mask: Any, batch: int = 0, head: int = 0) -> torch.Tensor:
@@ -34,28 +36,19 @@ def block_states(block_mask: Any, batch: int = 0, head: int = 0) -> torch.Tensor
         )
     for name, x, size in (("batch", batch, shape[0]), ("head", head, shape[1])):
         check_count(name, x, 0, size - 1)
-    rows, columns = (
-        -(-length // block)
-        for length, block in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True)
-    )
-    states = torch.zeros(
-        rows, columns + 1, dtype=torch.uint8
-    )  # one column for entries past the number of blocks
-    for state, numbers, indices in (
-        (PARTIAL, block_mask.kv_num_blocks, block_mask.kv_indices),
-        (FULL, block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
-    ):
-        if numbers is not None:
-            number, index = numbers[batch, head].cpu(), indices[batch, head].cpu().long()
-            is_listed = torch.arange(index.shape[1]) < number[:, None]
-            states.scatter_(1, torch.where(is_listed, index, columns), state)
-    return states[:, :columns]
+    key_blocks = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
+    lists = (getattr(block_mask, name) for name in LISTS)
+    one = (None if x is None else x[batch : batch + 1, head : head + 1].cpu() for x in lists)
+    return states_of_lists(*one, key_blocks)[0, 0].to(torch.uint8)
 
 
 def picture(block_mask: Any, batch: int = 0, head: int = 0) -> str:
     """Text with a sign per block: █ seen whole, ▒ seen in part, · hidden; queries go down, keys to the right.
 
-    Of a mask with more than 64 blocks in a row, a sign stands for several blocks: ▒ unless all of them are the same.
+    If a mask has more than 64 blocks per row or column, a sign stands for several blocks: ▒ unless all of them are the same.
+
+    Raises:
+        TypeError, ValueError: as block_states().
     """
     states = block_states(block_mask, batch, head)
     step = max(1, -(-max(states.shape) // MAX_SIGNS))
@@ -72,7 +65,13 @@ def picture(block_mask: Any, batch: int = 0, head: int = 0) -> str:
 
 
 def save_picture(block_mask: Any, path: str | os.PathLike, batch: int = 0, head: int = 0) -> None:
-    """Write an image of a block mask, a PNG or what the name of the file says. Needs matplotlib."""
+    """Write an image of one batch entry and head of a block mask.
+
+    Args:
+        path: its suffix is the format, such as .png, .svg or .pdf.
+    Raises:
+        ImportError: no matplotlib. TypeError, ValueError: as block_states().
+    """
     states = block_states(block_mask, batch, head)
     try:
         from matplotlib.colors import ListedColormap

@@ -13,21 +13,21 @@ from typing import Any
 import torch
 
 from tl_attention import launch
+from tl_attention.checks_flex import MAX_BATCH, MAX_ELEMENTS, MAX_LENGTH
+from tl_attention.dense_bias import element
+from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.program import Call
 from tl_attention.reference_flex import flex_reference
 from tl_attention.target import is_hopper
 
-MAX_HEAD_DIM = 256
-MAX_ELEMENTS = 2**31 - 1  # of a mask, from its first element to its last
-MAX_BATCH = 2**16 - 1
 EFFICIENT, CUDNN = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"
 LSE_ROWS = 32  # the efficient backend pads rows of the log-sum-exp to a multiple
 
 
 def overrides() -> dict[str, Callable]:
-    """Names of aten ops -> functions of (keys of the dispatcher, arguments of the op), which call the kernels of now for other calls.
+    """Names of aten ops -> functions of (keys of the dispatcher, arguments of the op), which pass other calls on to PyTorch's kernels.
 
-    Empty if PyTorch cannot say which kernels those are.
+    Empty without a GPU, or if this version of PyTorch cannot return its kernels.
     """
     if not hasattr(torch.library, "get_kernel") or not torch.cuda.is_available():
         return {}
@@ -44,7 +44,7 @@ def overrides() -> dict[str, Callable]:
 
 @functools.cache
 def _original(name: str) -> Any:
-    """Kernel of PyTorch, found before any of ours replaced it."""
+    """Kernel of PyTorch; the first call must come before a kernel of this package replaces it."""
     return torch.library.get_kernel(f"aten::{name}", "CUDA")
 
 
@@ -61,6 +61,8 @@ def serves(
         return False
     tensors = query, key, value, attn_bias
     if any(x.ndim != 4 or not x.numel() for x in tensors) or any(x.stride(3) != 1 for x in tensors[:3]):
+        return False
+    if max(query.shape[2], key.shape[2]) > MAX_LENGTH:
         return False
     if query.shape[0] > MAX_BATCH or not query.shape[:2] == key.shape[:2] == value.shape[:2]:
         return False
@@ -192,11 +194,10 @@ def _call(bias: torch.Tensor, differentiate: bool) -> Call:
     """Call whose score_mod adds a mask, [batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1]."""
     from tl_attention.trace import trace
 
-    sizes = bias.shape
+    added = element(bias)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        index = (i if size > 1 else 0 for i, size in zip((b, h, q_idx, kv_idx), sizes, strict=True))
-        return score + bias[tuple(index)]
+        return score + added(b, h, q_idx, kv_idx)
 
     return trace(score_mod, None, differentiate)
 

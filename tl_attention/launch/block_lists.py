@@ -9,6 +9,7 @@ import torch
 from tl_attention.program import BLOCK_BITS, HIDE_ALL, HOW_BITS, MASK, SHOW_ALL, SHOW_TO_LAST
 
 HIDDEN, PARTIAL, FULL = 0, 1, 2
+MAX_ENTRIES = 2**31 - 3  # positions in a list are int32; two entries follow the last
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +19,7 @@ class BlockLists:
     Args:
         states: int8 [1 or batch, 1 or heads, query blocks, key blocks], HIDDEN, PARTIAL or FULL: nothing to see, some by the mask_mod,
             or all.
-        block_size: queries and keys per block, multiples of program_configs.LISTED_ROWS.
+        block_size: queries and keys per block, multiples of program.LISTED_ROWS.
         lengths: seqlen_q, seqlen_k.
         shape: batch, heads of the call.
     """
@@ -43,7 +44,7 @@ class BlockLists:
             rank -= (how == SHOW_TO_LAST).to(torch.int8)  # as PARTIAL
             entries = blocks << HOW_BITS | how
             past_all = states.shape[-1] << HOW_BITS | HIDE_ALL
-            self.made[key] = _lists(rank, rank == PARTIAL, entries, past_all, (*self.shape, -1, -1))
+            return self._keep(key, _lists(rank, rank == PARTIAL, entries, past_all, (*self.shape, -1, -1)))
         return self.made[key]
 
     def by_keys(self, rows: int, step: int, heads_per_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,8 +66,16 @@ class BlockLists:
             states, entries = states.flatten(-2), entries.flatten(-2)
             rank = torch.where(states == HIDDEN, 3, 0).to(torch.int8)
             shape = self.shape[0], heads_kv, -1, -1
-            self.made[key] = _lists(rank, states == PARTIAL, entries, HIDE_ALL, shape)
+            return self._keep(key, _lists(rank, states == PARTIAL, entries, HIDE_ALL, shape))
         return self.made[key]
+
+    def _keep(
+        self, key: tuple, lists: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep lists, except those of a CUDA graph capture, which are empty until the graph is replayed."""
+        if not (self.states.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.made[key] = lists
+        return lists
 
     def _cut(self, queries: int, keys: int) -> torch.Tensor:
         """States of blocks of other sizes, which divide block_size, without blocks past the lengths."""
@@ -96,6 +105,11 @@ def _lists(
         shape: of spans, to which 1 in the first two dimensions are expanded.
     """
     slots = rank.shape[-1]
+    if rank.numel() > MAX_ENTRIES:
+        raise NotImplementedError(
+            f"block_mask: expected at most {MAX_ENTRIES} pairs of tiles in all batch entries and heads that differ, got"
+            f" {rank.numel()}; make it with B=None or H=None, or call in parts"
+        )
     entries = entries.expand(rank.shape).gather(-1, rank.argsort(dim=-1, stable=True)).flatten()
     entries = torch.cat([entries, entries.new_full((2,), past_all)])
     masked, seen = (x.sum(-1, dtype=torch.int32) for x in (masked, rank != 3))
@@ -115,6 +129,8 @@ def block_states(
 ) -> torch.Tensor:
     """States of BlockLists from the lists of a BlockMask: [.., query blocks] numbers and [.., query blocks, entries] indices."""
     given = num_blocks, indices, full_num_blocks, full_indices
+    shape = torch.broadcast_shapes(*(x.shape[:2] for x in given if x is not None))
+    given = tuple(None if x is None else x.expand(*shape, *x.shape[2:]) for x in given)
     # One entry of what all of them expand
     for dim in (0, 1):
         if all(x is None or x.stride(dim) == 0 for x in given):

@@ -86,7 +86,9 @@ class Gradients:
             if value.op in dims:
                 places.append(slice(0, next(sizes)))
             else:
-                places.append(self.call.numbers[value.data] if value.op == "number" else value.data)
+                i = self.call.numbers[value.data] if value.op == "number" else value.data
+                size = shape[len(places)]
+                places.append(min(max(i + size if i < 0 else i, 0), size - 1))  # as the kernels read it
         places += [slice(0, size) for size in sizes]
         result = torch.zeros(shape, dtype=x.dtype, device=x.device)
         result[tuple(places)] = x

@@ -226,6 +226,9 @@ def test_plans_helpers_name_the_argument():
         distributed.positions()
     with pytest.raises(ValueError, match="seqlen: expected None or the end of cu_seqlens, 4, got 5"):
         distributed.positions(seqlen=5, cu_seqlens=[0, 4])
+    for helper, dim in ((distributed.shard, 1), (distributed.unshard, -2), (distributed.shard, True)):
+        with pytest.raises(ValueError, match=f"dim: expected a dimension of x, -1 to 0, got {dim}"):
+            helper(torch.zeros(4), dim=dim)
     with pytest.raises(ValueError, match="x: expected the 5 tokens of rank 0"):
         distributed.unshard(torch.zeros(4), seqlen=5)
     with pytest.raises(TypeError, match="causal: expected a bool"):

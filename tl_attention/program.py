@@ -32,8 +32,6 @@ CAPTURED_DTYPES = {
     "uint8": INT,
     "bool": BOOL,
 }
-
-
 BYTES = {
     "float32": 4,
     "bfloat16": 2,
@@ -239,7 +237,7 @@ class Program:
         return not {*leaves}.isdisjoint(self.values[i].op for i in self.needed([value]))
 
     def __str__(self) -> str:
-        """score_mod mask_mod, as far as they are there."""
+        """score_mod mask_mod blocks, as far as they are there."""
         words = [
             word for word, value in (("score_mod", self.score), ("mask_mod", self.mask)) if value is not None
         ]

@@ -118,6 +118,11 @@ def make_layout(
     return balanced_layout(documents, ranks_of(group).world, CAUSAL if is_causal else window)
 
 
+def _check_dim(x: torch.Tensor, dim: int) -> None:
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim: expected a dimension of x, {-x.ndim} to {x.ndim - 1}, got {dim!r}")
+
+
 def shard(
     x: torch.Tensor,
     group: Group = None,
@@ -133,6 +138,7 @@ def shard(
         group, cu_seqlens, layout: see attention(); cu_seqlens is only checked, as layouts by name do not depend on documents.
     """
     expect_tensor("x", x)
+    _check_dim(x, dim)
     found, _, rank = _layout_for(group, x.shape[dim], cu_seqlens, layout)
     parts = [x.narrow(dim, start, stop - start) for start, stop in found.ranges[rank]]
     return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
@@ -155,6 +161,7 @@ def unshard(
         seqlen: tokens of the whole sequence; None: world size times those of x.
     """
     expect_tensor("x", x)
+    _check_dim(x, dim)
     ranks = ranks_of(group)
     if seqlen is None and not isinstance(layout, Layout):
         seqlen = x.shape[dim] * ranks.world

@@ -1,8 +1,9 @@
-"""Walks over listed blocks: the blocks of keys, or of queries, that a block mask names for a tile.
+"""Listed blocks: the blocks of keys, or of queries, that a block mask names for a tile, one step each.
 
 launch/block_lists.py makes the lists. A span [3] describes the list of a tile: how many of its first steps may hide keys, how many
 steps it has, at least one, and its first entry. An entry holds, from the lowest bit: how the keys of the block are seen, program.MASK or
-another; the block; by keys, the query head among those of its key head. The last two entries hide a block past all keys.
+another; the block; by keys, the query head among those of its key head. The last two entries of the list of all tiles hide their block:
+a step reads one entry ahead, and an empty list needs one.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up], from bwd_delta.py.
         dQ_sum: fp32 FragmentBlocks of the matrices [batch, heads], width head_dim. The kernel adds to it.
         dK_parts, dV_parts: fp32 FragmentBlocks of the matrices [parts, batch, heads_kv], widths head_dim and head_dim_v.
-            Written instead of dK and dV if parts > 1.
+            Written instead of dK and dV if parts > 1, and for packed sequences in fp32.
         softmax_scale: fp32.
         heads_per_kv, .., ctas: int32, see KeyTileCounts.
         Tickets: int32 [2], zeros before and after the kernel. Only with the schedule dynamic.

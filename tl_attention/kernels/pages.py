@@ -76,9 +76,8 @@ class PagedLoads:
         self.at_once = max(AT_ONCE // len(self.chunks), 1)  # copies
         self.end = T.alloc_var("int32", init=0)  # of the keys of this lane's copy, a row of the tensor
         self.ends = T.alloc_local([self.at_once], "int32")  # of the copies of the block at hand
-        self.key = T.alloc_var(
-            "int32", init=0
-        )  # of the copy whose page read_page() has read, this and the next two
+        # The copy whose page read_page() has read: its first key, the page, and where the key is in it
+        self.key = T.alloc_var("int32", init=0)
         self.page = T.alloc_var("int32", init=0)
         self.start_in_page = T.alloc_var("int32", init=0)
 
@@ -101,7 +100,7 @@ class PagedLoads:
     def read_page(self, b, first_key, length):
         """Read the page of each lane's copy, -1 for none. first_key: of lane 0."""
         self.key[0] = first_key + T.get_thread_binding() % LANES * self.rows
-        # A variable: TileLang 0.1.15 would divide in 64 bits
+        # The page's number within the sequence at first. A variable: TileLang 0.1.15 would divide in 64 bits
         self.start_in_page[0] = T.truncdiv(self.key[0], self.pages.page_size)
         self.page[0] = -1
         if (self.key[0] >= 0) & (self.key[0] < length) & (self.start_in_page[0] < self.pages.Table.shape[1]):

@@ -167,7 +167,7 @@ class Traced:
         self.head[0] = head
 
     def locate(self, first_query: Any, first_key: Any, how: Any) -> None:
-        """Set the query and the key of the first element of the tile, and how its keys are seen: MASK, SHOW_ALL or HIDE_ALL."""
+        """Set the query and the key of the first element of the tile, and how its keys are seen: program.MASK or another."""
         self.first_query, self.first_key, self.how = first_query, first_key, how
 
     def call(self, function: str, dtype: str, score: Any, i: Any, j: Any, *first: Any) -> Any:

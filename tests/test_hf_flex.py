@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from test_hf import SIZES
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -32,18 +33,6 @@ from tl_attention.checks_hf import is_block_mask
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 hf.register()
 
-SIZES = {
-    "vocab_size": 61,
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "initializer_range": 0.2,
-}
 T5 = {
     "vocab_size": 61,
     "d_model": 64,

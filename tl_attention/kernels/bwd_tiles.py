@@ -9,7 +9,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernels.mask import Mask
-from tl_attention.kernels.scheduler import Tile, TileOrder, indices
+from tl_attention.kernels.scheduler import Tile, TileBox, TileOrder, indices
 
 Piece = tuple[slice, slice]  # rows (queries) and columns of a dQ tile
 
@@ -165,16 +165,14 @@ class KeyRowsMask:
 
 
 @T.meta_class
-class KeyTileBox:
-    """Mailbox in shared memory with two slots, in which a warp describes each key tile to the producer and the consumers.
+class KeyTileBox(TileBox):
+    """TileBox of key tiles, in which a warp of its own describes each tile to the producer and the consumers.
 
-    Turn i of a CTA, its i-th tile, uses slot i % 2. A first key of -1 ends the work. An mbarrier does not keep the compiler from
-    moving plain loads and stores across it; a sync_warp on either side does.
+    A first key of -1 ends the work.
     """
 
     def __init__(self, readers: int, name: str = "key_tile_box"):
-        self.tiles = T.alloc_shared([2, 8], "int32")
-        self.full = T.alloc_barrier([1] * 2)
+        super().__init__(has_table=False, name=name)
         self.empty = T.alloc_barrier([readers] * 2)  # so many warps have read it
 
     @T.inline
@@ -187,24 +185,6 @@ class KeyTileBox:
         self.announce(turn)
 
     @T.inline
-    def close(self, turn):
-        """Post the end of the work."""
-        if T.get_thread_binding() % 32 == 0:
-            self.tiles[turn % 2, 0] = -1
-        self.announce(turn)
-
-    @T.inline
-    def announce(self, turn):
-        T.sync_warp()
-        if T.get_thread_binding() % 32 == 0:
-            T.mbarrier_arrive(self.full[turn % 2])
-
-    @T.inline
-    def wait(self, turn):
-        T.mbarrier_wait_parity(self.full[turn % 2], turn // 2 % 2)
-        T.sync_warp()
-
-    @T.inline
     def release(self, turn):
         T.sync_warp()
         if T.get_thread_binding() % 32 == 0:
@@ -212,9 +192,6 @@ class KeyTileBox:
 
     def wait_empty(self, turn: Any) -> Any:
         return T.mbarrier_wait_parity(self.empty[turn % 2], turn // 2 % 2 ^ 1)
-
-    def at_end(self, turn: Any) -> Any:
-        return self.tiles[turn % 2, 0] < 0
 
     @T.inline
     def read_tile(self, turn, tile):

@@ -122,7 +122,7 @@ def find_config(key: tuple, direction: str, config: Config | None) -> tuple[Attn
 def build_ahead(key: tuple, direction: str, purpose: str) -> None:
     """Begin to build the kernels of a key of find_config(), where they are missing, and do not wait. purpose: words for their call."""
     dtype, head_dim, head_dim_v, causal, names, program, bucket, device = key
-    # What cannot be built is an error of that call, which may never come
+    # A kernel that cannot be built is an error of the call that needs it, which may never come
     with contextlib.suppress(NotImplementedError, RuntimeError, ValueError, OSError):
         problem = AttnProblem.of(dtype, head_dim, head_dim_v, causal, direction, names, program)
         config, _ = configs.pick_config(problem, bucket, torch.cuda.get_device_name(device), direction)

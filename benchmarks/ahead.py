@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rows import OURS
 
-from tl_attention import building, store
+from tl_attention.compilation import building, store
 from tl_attention.problem import DECODE
 from tl_attention.testing.shapes import Shape
 from tl_attention.tuning import needs

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rows import unit
 
-from tl_attention import configs, cubin, toolkit
+from tl_attention import configs
+from tl_attention.compilation import cubin, toolkit
 from tl_attention.kernel_configs import FwdConfig, KernelConfig
 from tl_attention.problem import DECODE, DEFAULT_DTYPE, AttnProblem, decode_problem
 from tl_attention.target import DEFAULT_GPU

@@ -148,7 +148,7 @@ def build() -> None:
 
 def keep(folder: str) -> None:
     """Compute all problems with kernels compiled here, and write a pack of those kernels to a folder."""
-    from tl_attention import packing, store
+    from tl_attention.compilation import packing, store
 
     asked, find = [], store.find
     store.find = lambda *kernel: asked.append(kernel) or find(*kernel)

@@ -18,7 +18,7 @@ import tilelang.language as T
 import torch
 from tilelang import tvm
 
-from tl_attention import cubin
+from tl_attention.compilation import cubin
 from tl_attention.reference import attention_reference
 from tl_attention.target import TARGET, is_hopper
 

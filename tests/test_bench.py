@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import building, configs, store, toolkit
+from tl_attention import configs
+from tl_attention.compilation import building, store, toolkit
 from tl_attention.kernel_configs import BwdPass
 from tl_attention.testing import counts, environment, timer
 from tl_attention.testing.shapes import DIRECTIONS, Shape
@@ -369,7 +370,7 @@ def test_bench_without_gpu_reports_kernels_and_checks_cpu(
         return ((*pair, autotune.Failure("RuntimeError: nvcc refuses")) for pair in pairs)
 
     monkeypatch.setattr(autotune, "compile_all", refuse)
-    monkeypatch.setattr("tl_attention.toolkit.find_nvcc", lambda: (Path("nvcc"), "PATH"))
+    monkeypatch.setattr("tl_attention.compilation.toolkit.find_nvcc", lambda: (Path("nvcc"), "PATH"))
     assert run.main([]) == 0
     text = capsys.readouterr().out
     assert "No Hopper GPU" in text
@@ -388,7 +389,7 @@ def test_bench_without_gpu_reports_kernels_and_checks_cpu(
 def test_bench_without_gpu_compiles_all_kernels_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(autotune, "compile_all", lambda pairs: asked.extend(pairs) or ())
-    monkeypatch.setattr("tl_attention.toolkit.find_nvcc", lambda: (Path("nvcc"), "PATH"))
+    monkeypatch.setattr("tl_attention.compilation.toolkit.find_nvcc", lambda: (Path("nvcc"), "PATH"))
     assert run.main(["--all-kernels"]) == 0
     assert {*configs.shipped_kernels(), *configs.decode_kernels()} == {*asked}
     assert {*no_gpu.telling_kernels()} < {*asked}
@@ -413,7 +414,7 @@ def test_bench_builds_the_kernels_of_all_rows_ahead() -> None:
 def test_bench_without_nvcc_says_so_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr("tl_attention.toolkit.find_nvcc", lambda: None)
+    monkeypatch.setattr("tl_attention.compilation.toolkit.find_nvcc", lambda: None)
     assert run.main([]) == 0
     text = capsys.readouterr().out
     assert f"No kernel is compiled: {toolkit.NO_NVCC}" in " ".join(text.split())

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tl_attention
-from tl_attention import building
+from tl_attention.compilation import building
 from tl_attention.problem import DECODE
 from tl_attention.reference import attention_reference
 from tl_attention.testing import counts, environment, shapes, timer

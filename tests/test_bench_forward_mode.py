@@ -12,7 +12,7 @@ import torch
 from tl_attention import launch
 from tl_attention.problem import JVP_TILE_WIDTHS
 from tl_attention.reference import attention_reference
-from tl_attention.reference_jvp import attention_jvp_reference
+from tl_attention.reference.jvp import attention_jvp_reference
 from tl_attention.testing import timer
 from tl_attention.testing.inputs import make_inputs
 from tl_attention.testing.shapes import chosen_shapes

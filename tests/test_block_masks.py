@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from tl_attention import building, configs, flex_attention, legality
+from tl_attention import configs, flex_attention, legality
+from tl_attention.compilation import building
 from tl_attention.flex import _block_lists as block_lists
 from tl_attention.launch.block_lists import FULL, HIDDEN, PARTIAL, BlockLists, block_states
 from tl_attention.problem import TILE_WIDTHS, AttnProblem
 from tl_attention.program import BLOCK_BITS, HIDE_ALL, HOW_BITS, MASK, SHOW_ALL, SHOW_TO_LAST
-from tl_attention.trace import trace
+from tl_attention.tracing.trace import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors", "ignore:.*torch.compile")
 HEADS, HEADS_KV = 4, 2

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import building, compiler, configs, launch, store
+from tl_attention import configs, launch
+from tl_attention.compilation import building, compiler, store
 from tl_attention.kernel_configs import BwdDelta, BwdSum, FwdCombine, FwdConfig, KernelConfig
 from tl_attention.problem import AttnProblem, buckets, decode_problem
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from test_fwd import COPIED, TAKEN_AS_IT_IS, problems, requested_bytes
 from test_fwd import CURATED as FORWARD_CASES
 
-from tl_attention import building, flash_attn_func, launch
+from tl_attention import flash_attn_func, launch
+from tl_attention.compilation import building
 from tl_attention.configs import candidates, pick_config
 from tl_attention.configs import problems as problems_of
 from tl_attention.launch.common import PlanCache

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tl_attention import (
-    checks_lengths,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from tl_attention.checks import lengths as checks_lengths
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

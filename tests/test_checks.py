@@ -294,7 +294,7 @@ def test_cpu_tensors_run_the_reference(causal):
 
 
 def test_cpu_tensors_warn_once(monkeypatch):
-    monkeypatch.setattr(tl_attention.checks_torch, "_warned_about_cpu", False)
+    monkeypatch.setattr(tl_attention.checks.transforms, "_warned_about_cpu", False)
     with pytest.warns(UserWarning, match="CPU tensors run the plain PyTorch reference"):
         mha_fwd_interface(*qkv())
     with warnings.catch_warnings():

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import cli, configs, cubin, doctor, launch, manifest, question, toolkit
+from tl_attention import cli, configs, doctor, launch, question
+from tl_attention.compilation import cubin, manifest, toolkit
 from tl_attention.kernel_configs import (
     AppendConfig,
     BwdDelta,

@@ -685,7 +685,7 @@ def test_every_forward_problem_has_a_backward_problem():
     assert {(p.head_dim, p.head_dim_v) for p in half} == set(BWD_TILE_WIDTHS)
     for problem in configs.problems("fwd"):
         if problem.is_fp32 and problem.width == "d256":
-            continue  # refused by checks_fp32.py
+            continue  # refused by checks/fp32.py
         words = (problem.dtype, problem.head_dim, problem.head_dim_v, problem.causal)
         assert AttnProblem.of(*words, "bwd") in configs.problems("bwd_det")
 

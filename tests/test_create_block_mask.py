@@ -9,8 +9,9 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, or_masks
 from torch.nn.attention.flex_attention import create_block_mask as torch_create_block_mask
 
-from tl_attention import block_masks, create_block_mask, intervals, mask_picture
-from tl_attention.trace import trace
+from tl_attention import block_masks, create_block_mask, mask_picture
+from tl_attention.tracing import intervals
+from tl_attention.tracing.trace import trace
 
 LISTS = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices", "full_q_num_blocks",

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tl_attention import building, configs, flash_attn_func, flex_attention, legality
-from tl_attention.dense_bias import with_bias
+from tl_attention import configs, flash_attn_func, flex_attention, legality
+from tl_attention.compilation import building
 from tl_attention.launch.traced import FIRST_UNIT, SLOT_EXPONENTS, SLOTS, Gradients, aligned
 from tl_attention.problem import BWD_TILE_WIDTHS, AttnProblem
-from tl_attention.trace import trace
+from tl_attention.tracing.dense_bias import with_bias
+from tl_attention.tracing.trace import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors")
 HEADS = 4

@@ -13,7 +13,8 @@ import pytest
 import torch
 from distributed_ranks import Processes
 
-from tl_attention import building, configs
+from tl_attention import configs
+from tl_attention.compilation import building
 from tl_attention.problem import BUCKETS, OPTIONS, SPLIT_BUCKET, AttnProblem
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*CPU"), pytest.mark.xdist_group("distributed")]

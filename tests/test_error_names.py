@@ -23,7 +23,7 @@ from tl_attention import (
     ref_mha_bwd_interface,
     ref_mha_fwd_interface,
 )
-from tl_attention.checks_torch import Renaming
+from tl_attention.checks.transforms import Renaming
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 BF16 = torch.bfloat16

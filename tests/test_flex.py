@@ -15,12 +15,13 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 import tl_attention
-from tl_attention import building, compiler, configs, flex_attention, legality, toolkit
+from tl_attention import configs, flex_attention, legality
 from tl_attention.block_masks import lists_follow_mask
-from tl_attention.builtin_options import BuiltinOptions, builtin_options
+from tl_attention.compilation import building, compiler, toolkit
 from tl_attention.kernel_configs import BwdPass, FwdConfig
 from tl_attention.problem import DIRECTIONS, AttnProblem, tile_widths
-from tl_attention.trace import trace
+from tl_attention.tracing.builtin_options import BuiltinOptions, builtin_options
+from tl_attention.tracing.trace import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors", "ignore:.*torch.compile")
 HEADS, HEADS_KV, MAX = 4, 2, 600
@@ -231,7 +232,7 @@ def test_flex_refuses_transforms():
 
 
 def test_flex_tracing_tools_are_imported_at_the_first_call():
-    code = "import sys, tl_attention; assert 'tl_attention.trace' not in sys.modules"
+    code = "import sys, tl_attention; assert 'tl_attention.tracing.trace' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
 
 

@@ -13,10 +13,10 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from tl_attention import create_block_mask, flex_attention
-from tl_attention.builtin_options import builtin_options
 from tl_attention.program import Call, Program
-from tl_attention.reference_flex import flex_reference, new_scores
-from tl_attention.trace import trace
+from tl_attention.reference.flex import flex_reference, new_scores
+from tl_attention.tracing.builtin_options import builtin_options
+from tl_attention.tracing.trace import trace
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:tl_attention. CPU tensors", "ignore:.*torch.compile", "ignore:return_lse"

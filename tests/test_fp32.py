@@ -23,7 +23,7 @@ from tl_attention import (
     mha_bwd_interface,
     mha_fwd_interface,
 )
-from tl_attention.checks_fp32 import has_gradient_kernels
+from tl_attention.checks.fp32 import has_gradient_kernels
 from tl_attention.kernel_configs import BwdConfig
 from tl_attention.options import Options
 from tl_attention.problem import (

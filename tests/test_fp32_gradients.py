@@ -20,13 +20,13 @@ from test_fp32 import (
 )
 
 from tl_attention import (
-    building,
     configs,
     flash_attn_func,
     flash_attn_varlen_func,
     fp32_workspace_bytes,
     mha_bwd_interface,
 )
+from tl_attention.compilation import building
 from tl_attention.launch import bwd
 from tl_attention.options import Options
 from tl_attention.problem import FP32_DTYPES, PRECISIONS, AttnProblem, tile_widths

@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tl_attention import building, flash_attn_func, launch, mha_fwd_interface, ref_mha_fwd_interface
+from tl_attention import flash_attn_func, launch, mha_fwd_interface, ref_mha_fwd_interface
+from tl_attention.compilation import building
 from tl_attention.configs import candidates, default_config, pick_config
 from tl_attention.kernel_configs import SCHEDULES, FwdConfig
 from tl_attention.launch.arrays import tma_ready

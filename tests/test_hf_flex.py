@@ -28,7 +28,7 @@ from transformers.masking_utils import (
 )
 
 from tl_attention import block_masks, hf
-from tl_attention.checks_hf import is_block_mask
+from tl_attention.checks.hf import is_block_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
 hf.register()

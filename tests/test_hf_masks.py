@@ -10,7 +10,8 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import causal_mask_function, create_causal_mask
 
-from tl_attention import checks_lengths, hf
+from tl_attention import hf
+from tl_attention.checks import lengths as checks_lengths
 from tl_attention.reference import attention_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")

@@ -12,7 +12,6 @@ import torch.autograd.forward_ad as fwad
 from torch.func import grad, hessian, jacfwd, jvp, linearize, vjp, vmap
 
 from tl_attention import (
-    building,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -22,10 +21,11 @@ from tl_attention import (
     mha_bwd_interface,
     mha_fwd_interface,
 )
+from tl_attention.compilation import building
 from tl_attention.kernel_configs import JvpConfig, jvp_kernels
 from tl_attention.legality import is_legal
 from tl_attention.problem import AttnProblem
-from tl_attention.reference_jvp import attention_jvp_reference
+from tl_attention.reference.jvp import attention_jvp_reference
 from tl_attention.testing.numeric import check_jvp
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
@@ -107,7 +107,7 @@ def test_jvp_reference_rows_without_keys_are_zero():
 def test_jvp_reference_in_chunks(chunk, monkeypatch):
     primals, tangents = inputs("cpu")
     whole = attention_jvp_reference(*primals, *tangents, None, True)
-    monkeypatch.setattr("tl_attention.reference_jvp.MAX_SCORES", 2 * chunk)
+    monkeypatch.setattr("tl_attention.reference.jvp.MAX_SCORES", 2 * chunk)
     torch.testing.assert_close(attention_jvp_reference(*primals, *tangents, None, True), whole)
 
 

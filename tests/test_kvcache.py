@@ -15,16 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tl_attention import (
-    building,
-    flash_attn_func,
-    flash_attn_with_kvcache,
-    kvcache,
-    kvcache_workspace_bytes,
-    launch,
-)
+from tl_attention import flash_attn_func, flash_attn_with_kvcache, kvcache, kvcache_workspace_bytes, launch
+from tl_attention.compilation import building
 from tl_attention.reference import attention_reference
-from tl_attention.reference_kvcache import rotary_reference
+from tl_attention.reference.kvcache import rotary_reference
 from tl_attention.testing.numeric import check_fwd
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tl_attention import building, compiler, configs, cubin, manifest, store, toolkit
+from tl_attention import configs
+from tl_attention.compilation import building, compiler, cubin, manifest, store, toolkit
 from tl_attention.kernel_configs import BwdPass, BwdSum, FwdConfig, append_kernel
 from tl_attention.problem import AttnProblem
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tl_attention import compiler, manifest, toolkit
+from tl_attention.compilation import compiler, manifest, toolkit
+from tl_attention.compilation.manifest import Manifest, compare, faults
 from tl_attention.kernel_configs import (
     BwdDelta,
     BwdPass,
@@ -22,7 +23,6 @@ from tl_attention.kernel_configs import (
     TileTable,
 )
 from tl_attention.legality import BARRIER_BYTES, smem_bytes
-from tl_attention.manifest import Manifest, compare, faults
 from tl_attention.problem import AttnProblem
 from tl_attention.target import SMEM_LIMIT
 

@@ -15,7 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tl_attention import building, configs, launch, legality
+from tl_attention import configs, launch, legality
+from tl_attention.compilation import building
 from tl_attention.kernel_configs import SCHEDULES, FwdConfig
 from tl_attention.options import Options
 from tl_attention.problem import DIRECTIONS, OPTIONS, AttnProblem, tile_widths

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tl_attention import building, cli, configs, manifest, pack, packing, store, toolkit
+from tl_attention import cli, configs
+from tl_attention.compilation import building, manifest, pack, packing, store, toolkit
 from tl_attention.kernel_configs import BwdSum, DecodeCombine, FwdCombine
 from tl_attention.problem import DIRECTIONS, DTYPES, AttnProblem, tile_widths
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tl_attention.program import CAPTURED_DTYPES, Call, Program
-from tl_attention.reference_flex import new_scores
-from tl_attention.trace import trace
-from tl_attention.trace_ops import OPS
+from tl_attention.reference.flex import new_scores
+from tl_attention.tracing.trace import trace
+from tl_attention.tracing.trace_ops import OPS
 
 HEADS, ROWS = 4, 8
 slopes = torch.rand(HEADS)

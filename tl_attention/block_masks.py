@@ -1,6 +1,6 @@
 """Block masks: which blocks of queries and keys a mask_mod hides, shows in part or shows whole, as torch's BlockMask.
 
-Bounds of the mask decide on most blocks (intervals.py). Those that they leave open are evaluated, first at a few elements each, then
+Bounds of the mask decide on most blocks (tracing/intervals.py). Those that they leave open are evaluated, first at a few elements each, then
 whole, a bounded number at a time. No tensor has an element per query and key.
 """
 
@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from tl_attention.builtin_options import seen_distances
-from tl_attention.captures import Captures
-from tl_attention.checks_flex import check_captured_sizes
-from tl_attention.checks_masks import (
+from tl_attention.checks.flex import check_captured_sizes
+from tl_attention.checks.masks import (
     check_blocks,
     check_count,
     check_lengths_tensor,
     check_mask_function,
     check_window_pair,
 )
-from tl_attention.checks_torch import ARGUMENT_ERRORS, Renaming
-from tl_attention.intervals import AXES, Blocks, distance_bounds, mask_bounds, stream_of
+from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.program import Call
-from tl_attention.program_values import program_values
+from tl_attention.tracing.builtin_options import seen_distances
+from tl_attention.tracing.captures import Captures
+from tl_attention.tracing.intervals import AXES, Blocks, distance_bounds, mask_bounds, stream_of
+from tl_attention.tracing.program_values import program_values
 
 CHUNK = 2**24  # elements of a mask that are evaluated at once
 PROBED = 8  # first and last queries and keys of a block, which are evaluated before the others
@@ -140,7 +140,7 @@ def _tools() -> tuple[Callable, type]:
     """trace.trace and BlockMask, imported at the first call: the tools of torch that they need take time to import."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    from tl_attention.trace import trace
+    from tl_attention.tracing.trace import trace
 
     return trace, BlockMask
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tl_attention import configs, doctor, legality, packing, question
+from tl_attention import configs, doctor, legality, question
+from tl_attention.compilation import packing
 from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import (
     DECODE,
@@ -243,7 +244,7 @@ def tune(arguments: argparse.Namespace) -> int:
 
 
 def compile_kernels(arguments: argparse.Namespace) -> int:
-    from tl_attention import toolkit
+    from tl_attention.compilation import toolkit
     from tl_attention.tuning import autotune
 
     if not toolkit.find_nvcc():
@@ -315,7 +316,7 @@ def show_config(arguments: argparse.Namespace) -> int:
 
 
 def update_manifest(arguments: argparse.Namespace) -> int:
-    from tl_attention import manifest, toolkit
+    from tl_attention.compilation import manifest, toolkit
 
     if toolkit.tilelang_version() not in toolkit.TILELANG:
         print(f"tl-attention manifest: {toolkit.NO_TILELANG}")

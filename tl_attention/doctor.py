@@ -74,7 +74,7 @@ def _check_tvm_ffi() -> tuple[bool, str]:
 
 def _pack_serves() -> bool:
     """True if the pack has kernels of today's sources, so that nothing has to be compiled."""
-    from tl_attention import pack
+    from tl_attention.compilation import pack
 
     try:
         return pack.installed() is not None and bool(_pack_coverage()[0])
@@ -89,14 +89,14 @@ def _compiles() -> bool:
 
 def _pack_coverage() -> tuple[int, int]:
     """Number of kernels of a whole pack that the installed one has as today's sources make them, and of all of them."""
-    from tl_attention import manifest, pack
+    from tl_attention.compilation import manifest, pack
 
     kernels, installed = manifest.pack_kernels().values(), pack.installed()
     return sum(bool(installed and installed.find(*kernel)) for kernel in kernels), len(kernels)
 
 
 def _check_pack() -> tuple[bool, str]:
-    from tl_attention import pack
+    from tl_attention.compilation import pack
 
     found = pack.installed()
     if found is None:
@@ -108,7 +108,7 @@ def _check_pack() -> tuple[bool, str]:
 
 
 def _check_tilelang() -> tuple[bool, str]:
-    from tl_attention import toolkit
+    from tl_attention.compilation import toolkit
 
     found = toolkit.tilelang_version()
     if found in toolkit.TILELANG:
@@ -120,7 +120,7 @@ def _check_tilelang() -> tuple[bool, str]:
 
 
 def _check_nvcc() -> tuple[bool, str]:
-    from tl_attention import toolkit
+    from tl_attention.compilation import toolkit
 
     if not (found := toolkit.find_nvcc()):
         return False, toolkit.NO_NVCC
@@ -132,7 +132,7 @@ def _check_nvcc() -> tuple[bool, str]:
 
 
 def _check_cuobjdump() -> tuple[bool, str]:
-    from tl_attention import toolkit
+    from tl_attention.compilation import toolkit
 
     found = toolkit.find_cuobjdump()
     return bool(found), str(found or "not found, so instructions are counted in PTX: pip install triton")

@@ -30,7 +30,7 @@ Args:
     num_splits: splits of the keys of a forward tile, one per CTA; 0: chosen for the problem. Only flash_attn_func and
         flash_attn_varlen_func have it.
     check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which waits for the GPU; only functions of
-        packed sequences have it. TL_ATTENTION_CHECK_LENGTHS=1 asks for it in every call. See checks_lengths.py.
+        packed sequences have it. TL_ATTENTION_CHECK_LENGTHS=1 asks for it in every call. See checks/lengths.py.
 Returns:
     out, shaped as q but head_dim_v wide, in its dtype. With return_attn_probs (out, softmax_lse, None), where softmax_lse is
     [batch, heads, seqlen_q], or [heads, total_q], fp32, natural log. A query that sees no key has out 0 and softmax_lse -inf
@@ -48,10 +48,10 @@ from typing import Any
 
 import torch
 
-from tl_attention import checks_lengths
-from tl_attention.checks import check_packed, expect_bool
-from tl_attention.checks_lengths import NAMES, Lengths, Names, checked_lengths
-from tl_attention.checks_torch import ARGUMENT_ERRORS, Renaming
+from tl_attention.checks import lengths as checks_lengths
+from tl_attention.checks.common import check_packed, expect_bool
+from tl_attention.checks.lengths import NAMES, Lengths, Names, checked_lengths
+from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.flex import attend_by_functions
 from tl_attention.ops import UserOptions, attention, attention_with_options
 from tl_attention.paged import attend_packed

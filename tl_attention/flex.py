@@ -14,9 +14,8 @@ import torch
 
 from tl_attention import launch
 from tl_attention.block_masks import ListsState, lists_follow_mask
-from tl_attention.builtin_options import BuiltinOptions, builtin_options
-from tl_attention.checks import check_deterministic, check_fwd, expect_bool
-from tl_attention.checks_flex import (
+from tl_attention.checks.common import check_deterministic, check_fwd, expect_bool
+from tl_attention.checks.flex import (
     check_bias,
     check_block_mask,
     check_captured,
@@ -27,9 +26,7 @@ from tl_attention.checks_flex import (
     check_order,
     expand_batch,
 )
-from tl_attention.checks_torch import ARGUMENT_ERRORS, Renaming
-from tl_attention.dense_bias import with_bias
-from tl_attention.intervals import stream_of
+from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.launch.block_lists import BlockLists, block_states
 from tl_attention.ops import (
     UserOptions,
@@ -39,7 +36,10 @@ from tl_attention.ops import (
     scale_of,
 )
 from tl_attention.program import Call
-from tl_attention.reference_flex import flex_reference
+from tl_attention.reference.flex import flex_reference
+from tl_attention.tracing.builtin_options import BuiltinOptions, builtin_options
+from tl_attention.tracing.dense_bias import with_bias
+from tl_attention.tracing.intervals import stream_of
 
 _NAMES = Renaming({"q": "query", "k": "key", "v": "value", "sm_scale": "scale"})
 
@@ -236,7 +236,7 @@ def _report(functions: str, options: str) -> None:
 @functools.cache
 def _tracer() -> Callable[[Callable | None, Callable | None, bool], Call]:
     """trace.trace, imported at the first call: the tools of torch that it needs take time to import."""
-    from tl_attention.trace import trace
+    from tl_attention.tracing.trace import trace
 
     return trace
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from tl_attention import checks_lengths, kvcache
-from tl_attention.checks import expect_scale
-from tl_attention.checks_hf import (
+from tl_attention import kvcache
+from tl_attention.checks import lengths as checks_lengths
+from tl_attention.checks.common import expect_scale
+from tl_attention.checks.hf import (
     VARLEN_ROWS,
     check_flex,
     check_inputs,
@@ -24,7 +25,7 @@ from tl_attention.checks_hf import (
     is_dense_mask,
     is_our_mask,
 )
-from tl_attention.checks_torch import ARGUMENT_ERRORS, Renaming
+from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.flash import flash_attn_func, flash_attn_varlen_func
 from tl_attention.hf_flex import block_mask_of, flex_forward, needs_flex
 
@@ -106,7 +107,7 @@ def attention_forward(
         s_aux: [heads], the scores of the sink.
         cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], bounds of packed sequences in batch * seqlen; they override attention_mask, and
             are refused beside a BlockMask, a 4-D mask or position_bias. Both or neither. Their values are checked only under
-            TL_ATTENTION_CHECK_LENGTHS=1: see checks_lengths.py.
+            TL_ATTENTION_CHECK_LENGTHS=1: see checks/lengths.py.
         max_length_q, max_length_k: upper bounds of the lengths in cu_seq_lens_q and cu_seq_lens_k; None: batch * seqlen.
         kwargs: other arguments that models pass; ignored.
     Returns:

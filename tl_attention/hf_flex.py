@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from tl_attention.block_masks import create_block_mask
-from tl_attention.checks import describe
-from tl_attention.checks_hf import USE_ANOTHER, VARLEN_ROWS, is_block_mask
-from tl_attention.checks_torch import ARGUMENT_ERRORS, Renaming
-from tl_attention.dense_bias import element
+from tl_attention.checks.common import describe
+from tl_attention.checks.hf import USE_ANOTHER, VARLEN_ROWS, is_block_mask
+from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.flex import flex_attention
+from tl_attention.tracing.dense_bias import element
 
 _NAMES = Renaming({"block_mask": "attention_mask"})
 

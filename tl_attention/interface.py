@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tl_attention import launch
-from tl_attention.checks import (
+from tl_attention.checks.common import (
     FLOATS,
     FWD_DTYPES,
     check_device,
@@ -19,7 +19,7 @@ from tl_attention.checks import (
     expect_like,
     expect_tensor,
 )
-from tl_attention.checks_fp32 import check_precision, has_gradient_kernels
+from tl_attention.checks.fp32 import check_precision, has_gradient_kernels
 from tl_attention.ops import attention, attention_backward, scale_of
 from tl_attention.options import Options
 from tl_attention.reference import attention_backward_reference, attention_reference

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from tl_attention import checks_lengths, launch
-from tl_attention.checks import check_device, check_options, check_window, expect_bool, expect_scale
-from tl_attention.checks_kvcache import (
+from tl_attention import launch
+from tl_attention.checks import lengths as checks_lengths
+from tl_attention.checks.common import check_device, check_options, check_window, expect_bool, expect_scale
+from tl_attention.checks.kvcache import (
     cache_capacity,
     check_addresses,
     check_cache,
@@ -20,11 +21,11 @@ from tl_attention.checks_kvcache import (
     check_splits,
     check_workspace,
 )
-from tl_attention.checks_lengths import check_entries, check_positions, skips_check
-from tl_attention.checks_torch import check_no_forward_ad, refuse_vmap
+from tl_attention.checks.lengths import check_entries, check_positions, skips_check
+from tl_attention.checks.transforms import check_no_forward_ad, refuse_vmap
 from tl_attention.ops import check_device_or_warn, is_traced, scale_of
 from tl_attention.options import UNLIMITED, Cache, Options, canonical_window
-from tl_attention.reference_kvcache import append_reference, kvcache_reference, rotary_reference
+from tl_attention.reference.kvcache import append_reference, kvcache_reference, rotary_reference
 from tl_attention.target import H200_SMS, sm_count
 
 MAX_CALL_HANDLES = 2048

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tl_attention.block_masks import LISTS
-from tl_attention.checks import describe
-from tl_attention.checks_masks import check_count
+from tl_attention.checks.common import describe
+from tl_attention.checks.masks import check_count
 from tl_attention.launch.block_lists import FULL, HIDDEN, PARTIAL
 from tl_attention.launch.block_lists import block_states as states_of_lists
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tl_attention import launch
-from tl_attention.checks import (
+from tl_attention.checks.common import (
     FWD_DTYPES,
     MAX_SCALE,
     check_bwd,
@@ -26,8 +26,8 @@ from tl_attention.checks import (
     check_num_splits,
     check_options,
 )
-from tl_attention.checks_fp32 import check_precision, has_gradient_kernels, runs_in_bf16
-from tl_attention.checks_torch import warn_about_cpu
+from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
+from tl_attention.checks.transforms import warn_about_cpu
 from tl_attention.ops_jvp import push_forward, refuse_to_push_gradients, register_jvp
 from tl_attention.options import (
     ARGUMENTS,

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from tl_attention import launch
-from tl_attention.checks import check_device
-from tl_attention.checks_torch import PUBLIC_NAMES, check_jvp, refuse_tangents
+from tl_attention.checks.common import check_device
+from tl_attention.checks.transforms import PUBLIC_NAMES, check_jvp, refuse_tangents
 from tl_attention.options import FIELDS, PLAIN_ARGUMENTS, Call, parse_arguments
-from tl_attention.reference_jvp import attention_jvp_reference
+from tl_attention.reference.jvp import attention_jvp_reference
 from tl_attention.transforms import define_op, register_autograd, register_vmap
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # out, lse, their tangents

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from tl_attention import checks_lengths
-from tl_attention.checks import check_deterministic, check_device, check_fwd, expect_bool, expect_scale
-from tl_attention.checks_kvcache import cache_capacity
-from tl_attention.checks_lengths import NAMES, check_paged_keys, checked_lengths
-from tl_attention.checks_paged import check_forward_only, check_out, check_paged, check_paged_addresses
-from tl_attention.checks_torch import check_no_forward_ad, refuse_vmap
+from tl_attention.checks import lengths as checks_lengths
+from tl_attention.checks.common import check_deterministic, check_device, check_fwd, expect_bool, expect_scale
+from tl_attention.checks.kvcache import cache_capacity
+from tl_attention.checks.lengths import NAMES, check_paged_keys, checked_lengths
+from tl_attention.checks.paged import check_forward_only, check_out, check_paged, check_paged_addresses
+from tl_attention.checks.transforms import check_no_forward_ad, refuse_vmap
 from tl_attention.ops import (
     Outputs,
     UserOptions,
@@ -26,7 +26,7 @@ from tl_attention.ops import (
     scale_of,
 )
 from tl_attention.options import ARGUMENTS, NUMBERS, Call, Options, parse_arguments
-from tl_attention.reference_kvcache import paged_varlen_reference
+from tl_attention.reference.kvcache import paged_varlen_reference
 
 
 def attend_packed(

@@ -8,8 +8,8 @@ import warnings
 import torch
 
 from tl_attention import torch_masks
-from tl_attention.checks import expect_scale
-from tl_attention.checks_fp32 import check_precision
+from tl_attention.checks.common import expect_scale
+from tl_attention.checks.fp32 import check_precision
 from tl_attention.flash import flash_attn_func, flash_attn_varlen_func
 from tl_attention.ops import attention, bwd_op
 from tl_attention.options import Options, canonical_window

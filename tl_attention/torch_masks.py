@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from tl_attention import launch
-from tl_attention.checks_flex import MAX_BATCH, MAX_ELEMENTS, MAX_LENGTH
-from tl_attention.dense_bias import element
+from tl_attention.checks.flex import MAX_BATCH, MAX_ELEMENTS, MAX_LENGTH
 from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.program import Call
-from tl_attention.reference_flex import flex_reference
+from tl_attention.reference.flex import flex_reference
 from tl_attention.target import is_hopper
+from tl_attention.tracing.dense_bias import element
 
 EFFICIENT, CUDNN = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"
 LSE_ROWS = 32  # the efficient backend pads rows of the log-sum-exp to a multiple
@@ -192,7 +192,7 @@ def _no_dropout() -> tuple[torch.Tensor, torch.Tensor]:
 
 def _call(bias: torch.Tensor, differentiate: bool) -> Call:
     """Call whose score_mod adds a mask, [batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1]."""
-    from tl_attention.trace import trace
+    from tl_attention.tracing.trace import trace
 
     added = element(bias)
 

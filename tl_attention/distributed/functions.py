@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tl_attention.checks import check_deterministic, check_fwd, check_options, expect_bool
+from tl_attention.checks.common import check_deterministic, check_fwd, check_options, expect_bool
 from tl_attention.distributed import group as groups
 from tl_attention.distributed.calls import Given, Scores
 from tl_attention.distributed.choice import METHODS, Sizes, choose, supported

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from tl_attention.checks import check_window, describe, expect_bool, expect_tensor, holds_ints
+from tl_attention.checks.common import check_window, describe, expect_bool, expect_tensor, holds_ints
 from tl_attention.distributed.group import Exchange, Group, Part, ranks_of
 from tl_attention.distributed.layout import (
     NAMES,

@@ -1,4 +1,4 @@
-"""Launches of compiled kernels, on tensors that have passed checks.py, on a Hopper GPU."""
+"""Launches of compiled kernels, on tensors that have passed checks/, on a Hopper GPU."""
 
 from tl_attention.launch.bwd import backward, bwd_plan
 from tl_attention.launch.bwd_passes import bwd_workspace_bytes

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tl_attention.checks import check_cache_strides
+from tl_attention.checks.common import check_cache_strides
 from tl_attention.problem import FAR
 
 DLPACK_CUDA = 2  # device type

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from tl_attention.checks import check_dropout_batch
-from tl_attention.checks_fp32 import has_gradient_kernels
+from tl_attention.checks.common import check_dropout_batch
+from tl_attention.checks.fp32 import has_gradient_kernels
 from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdSum, delta_width, parts_kernels, table_kernels
 from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns
 from tl_attention.launch.bwd_passes import BwdKernels, BwdSizes, KeyPass, QueryPass, Tables
@@ -321,7 +321,7 @@ def backward(
     traced: Call | None = None,
     dq: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Launch the backward on tensors that have passed checks.py, on a Hopper GPU.
+    """Launch the backward on tensors that have passed checks/, on a Hopper GPU.
 
     Args:
         dout, q, k, v, out: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed sequences

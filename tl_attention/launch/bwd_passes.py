@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import BwdConfig, BwdPass
 from tl_attention.launch.block_lists import BlockLists
 from tl_attention.launch.common import MAX_GRID, Argument, empty, fragment_blocks, tile_counts
 from tl_attention.launch.tickets import stream_tickets
 from tl_attention.problem import TABLE_ROWS, AttnProblem
-from tl_attention.store import Kernel
 
 QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multiple of it
 WAVES = 4  # target number of CTA waves of a key pass, reached by dividing the query heads of a key head among CTAs

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tl_attention import building, configs, legality
-from tl_attention.building import compile_kernels
-from tl_attention.checks import check_config
+from tl_attention import configs, legality
+from tl_attention.checks.common import check_config
+from tl_attention.compilation import building
+from tl_attention.compilation.building import compile_kernels
+from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import BwdConfig, Config, DecodeConfig, KernelConfig
 from tl_attention.options import MAX_WINDOW, Options
 from tl_attention.problem import FP32_DTYPES, TABLE_ROWS, AttnProblem, length_bucket, tuning_key
-from tl_attention.store import Kernel
 from tl_attention.target import DTYPE_NAMES
 
 LN2 = math.log(2.0)

@@ -1,4 +1,4 @@
-"""Launch of attention to a KV cache, on tensors that have passed checks_kvcache.py, on a Hopper GPU."""
+"""Launch of attention to a KV cache, on tensors that have passed checks/kvcache.py, on a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import torch
 
 from tl_attention import configs
+from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import MERGE_NUMBERS, DecodeConfig, append_kernel, page_rows
 from tl_attention.launch.arrays import ArgumentViews, page_rows_of
 from tl_attention.launch.common import (
@@ -21,7 +22,6 @@ from tl_attention.launch.common import (
 )
 from tl_attention.options import MAX_WINDOW, Cache, Options
 from tl_attention.problem import DECODE_TILE_WIDTHS, DEFAULT_DTYPE, AttnProblem, decode_problem
-from tl_attention.store import Kernel
 from tl_attention.target import DTYPE_NAMES, sm_count
 
 MAX_SPLITS = 4096  # per sequence

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import FwdCombine, FwdConfig, PartsConfig, TileTable, page_rows
 from tl_attention.launch import splits
 from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns, page_rows_of
@@ -35,7 +36,6 @@ from tl_attention.launch.traced import traced_arguments
 from tl_attention.options import Options
 from tl_attention.problem import MAX_SPLITS, SPLIT_BUCKET, TABLE_ROWS, AttnProblem, length_bucket
 from tl_attention.program import Call
-from tl_attention.store import Kernel
 from tl_attention.target import sm_count
 
 _kernels: dict[tuple, FwdKernels] = {}
@@ -273,7 +273,7 @@ def forward(
     traced: Call | None = None,
     deterministic: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the forward on tensors that have passed checks.py, on a Hopper GPU.
+    """Launch the forward on tensors that have passed checks/, on a Hopper GPU.
 
     Args:
         q, k, v: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed sequences

@@ -7,12 +7,12 @@ import math
 import torch
 
 from tl_attention import legality
-from tl_attention.checks import check_config
+from tl_attention.checks.common import check_config
+from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import JVP_CONFIGS, JvpConfig
 from tl_attention.launch.arrays import cut_columns, has_odd_columns, pad_columns, tma_ready
 from tl_attention.launch.common import LN2, MAX_GRID, compile_needed, dense, empty, tile_counts
 from tl_attention.problem import JVP, AttnProblem
-from tl_attention.store import Kernel
 from tl_attention.target import DTYPE_NAMES
 
 _kernels: dict[AttnProblem, Kernel] = {}
@@ -44,7 +44,7 @@ def forward_jvp(
     heads_first: bool = False,
     config: JvpConfig | None = None,
 ) -> Outputs:
-    """Launch the forward with its derivative on tensors that have passed checks.py, on a Hopper GPU.
+    """Launch the forward with its derivative on tensors that have passed checks/, on a Hopper GPU.
 
     Args:
         q, k, v: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim], head dims of at most 128. They

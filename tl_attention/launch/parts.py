@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
+from tl_attention.compilation.store import Kernel
 from tl_attention.launch.arrays import ArgumentViews
 from tl_attention.launch.common import FP32_NAMES, dense, empty
 from tl_attention.problem import AttnProblem, tile_width
-from tl_attention.store import Kernel
 
 BF16_BYTES = 2
 

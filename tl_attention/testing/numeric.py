@@ -15,7 +15,7 @@ from tl_attention.reference import (
     varlen_backward_reference,
     varlen_reference,
 )
-from tl_attention.reference_jvp import attention_jvp_reference
+from tl_attention.reference.jvp import attention_jvp_reference
 
 # The LSE is always fp32, so PyTorch's error in the input dtype would allow too much. The exp2 unit, the order of sums
 # and the rounding of tensor cores stay within 1e-5 of the largest LSE.

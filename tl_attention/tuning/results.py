@@ -11,10 +11,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tl_attention import configs, cubin
+from tl_attention import configs
+from tl_attention.compilation import cubin
+from tl_attention.compilation.sandbox import Failure, OutOfTime
 from tl_attention.kernel_configs import Config, KernelConfig
 from tl_attention.problem import DIRECTIONS, AttnProblem, buckets, tuning_key
-from tl_attention.sandbox import Failure, OutOfTime
 from tl_attention.target import TARGET
 from tl_attention.testing import environment
 from tl_attention.testing.shapes import Shape

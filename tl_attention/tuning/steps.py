@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tl_attention import building, configs, cubin
+from tl_attention import configs
+from tl_attention.compilation import building, cubin
 from tl_attention.kernel_configs import Config, KernelConfig
 from tl_attention.options import Options
 from tl_attention.problem import (

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-from tl_attention import configs, pack, toolkit
-from tl_attention.compiler import template
+from tl_attention import configs
+from tl_attention.compilation import pack, toolkit
+from tl_attention.compilation.compiler import template
+from tl_attention.compilation.pack import PackedKernel
 from tl_attention.kernel_configs import KernelConfig
-from tl_attention.pack import PackedKernel
 from tl_attention.problem import AttnProblem
 
 Kernel = Callable[..., None]

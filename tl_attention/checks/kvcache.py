@@ -1,14 +1,14 @@
-"""Argument checks of flash_attn_with_kvcache, in the form of checks.py.
+"""Argument checks of flash_attn_with_kvcache, in the form of common.py.
 
 check_addresses and check_seqlen read values of the host. The others read metadata only, and a repeated call with the same metadata skips
-them. checks_lengths.py holds the checks of values on the GPU.
+them. lengths.py holds the checks of values on the GPU.
 """
 
 from __future__ import annotations
 
 import torch
 
-from tl_attention.checks import (
+from tl_attention.checks.common import (
     check_cache_strides,
     check_num_splits,
     describe,

@@ -1,10 +1,10 @@
-"""Argument checks of flash_attn_varlen_func with block_table or out, in the form of checks.py."""
+"""Argument checks of flash_attn_varlen_func with block_table or out, in the form of common.py."""
 
 from __future__ import annotations
 
 import torch
 
-from tl_attention.checks import (
+from tl_attention.checks.common import (
     describe,
     expect_device,
     expect_head_dims,
@@ -13,7 +13,7 @@ from tl_attention.checks import (
     expect_operand,
     expect_tensor,
 )
-from tl_attention.checks_kvcache import ALIGNMENT, check_page_strides, check_pages
+from tl_attention.checks.kvcache import ALIGNMENT, check_page_strides, check_pages
 from tl_attention.problem import MAX_HEAD_DIM
 
 

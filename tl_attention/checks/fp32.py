@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tl_attention.checks import describe
+from tl_attention.checks.common import describe
 from tl_attention.problem import FP32_BWD_WIDTHS, PRECISIONS
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tl_attention.compiler import TEMPLATES, template
+from tl_attention.compilation.compiler import TEMPLATES, template
 from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import AttnProblem
 
@@ -35,7 +35,7 @@ _serials = itertools.count()
 @functools.cache
 def sources(template: str) -> tuple[Path, ...]:
     """Files that determine the kernels of a template beside problem and config."""
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     others = {name for name, _ in TEMPLATES.values()} - {template}
     kernels = (path for path in folder.glob("kernels/*.py") if path.stem not in others)
     return tuple(

@@ -1,6 +1,6 @@
 """Argument checks of the public functions. Each raises with the argument, the expectation, what came and what to do.
 
-Checks read metadata only (shapes, strides, dtypes, devices), so none waits for the GPU. checks_kvcache.py holds the checks of
+Checks read metadata only (shapes, strides, dtypes, devices), so none waits for the GPU. kvcache.py holds the checks of
 flash_attn_with_kvcache.
 """
 

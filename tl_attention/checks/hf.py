@@ -1,4 +1,4 @@
-"""Argument checks of hf.py, in the form of checks.py. They read metadata only."""
+"""Argument checks of hf.py, in the form of common.py. They read metadata only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tl_attention.checks import DTYPES, describe, expect_like, expect_tensor, holds_ints, is_int
+from tl_attention.checks.common import DTYPES, describe, expect_like, expect_tensor, holds_ints, is_int
 
 USE_ANOTHER = 'use attn_implementation="sdpa" or "eager"'
 # Dimensions of the result of hf.attention_mask: one more than any mask of [batch, heads, queries, keys], so that none is taken for it

@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tl_attention import building, compiler, configs, cubin, toolkit
+from tl_attention import configs
+from tl_attention.compilation import building, compiler, cubin, toolkit
+from tl_attention.compilation.sandbox import Failure, Sandboxes
 from tl_attention.kernel_configs import (
     BwdDelta,
     BwdPass,
@@ -32,7 +34,6 @@ from tl_attention.kernel_configs import (
 )
 from tl_attention.legality import BARRIER_BYTES, smem_bytes
 from tl_attention.problem import BUCKETS, DECODE, DECODE_OPTIONS, DIRECTIONS, JVP, AttnProblem
-from tl_attention.sandbox import Failure, Sandboxes
 from tl_attention.target import SMEM_LIMIT
 
 Kernel = tuple[AttnProblem, KernelConfig]

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tl_attention.checks import describe, expect_tensor, is_int
-from tl_attention.checks_flex import MAX_LENGTH
-from tl_attention.intervals import Blocks
+from tl_attention.checks.common import describe, expect_tensor, is_int
+from tl_attention.checks.flex import MAX_LENGTH
+from tl_attention.tracing.intervals import Blocks
 
 
 def check_mask_function(mask_mod: Any) -> None:

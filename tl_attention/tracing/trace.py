@@ -20,7 +20,6 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from tl_attention.captures import Captures
 from tl_attention.program import (
     BOOL,
     FLOAT,
@@ -32,11 +31,12 @@ from tl_attention.program import (
     TensorGradient,
     Value,
 )
-from tl_attention.trace_ops import SUPPORTED, TORCH_DTYPES, Builder, Unsupported, convert, evaluate
+from tl_attention.tracing.captures import Captures
+from tl_attention.tracing.trace_ops import SUPPORTED, TORCH_DTYPES, Builder, Unsupported, convert, evaluate
 
 aten = torch.ops.aten
 AUTOGRAD_KEYS = "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"
-PACKAGE = str(Path(__file__).parent)
+PACKAGE = str(Path(__file__).parents[1])
 
 DECOMPOSED_NAMES = """
 addcdiv addcmul elu elu_backward gelu gelu_backward hardsigmoid hardsigmoid_backward hardswish hardswish_backward hardtanh

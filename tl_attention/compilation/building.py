@@ -22,11 +22,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
-from tl_attention import compiler, store
+from tl_attention.compilation import compiler, store
+from tl_attention.compilation.sandbox import Failure, Sandbox
+from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import AttnProblem
-from tl_attention.sandbox import Failure, Sandbox
-from tl_attention.store import Kernel
 
 TICK = 0.1  # seconds between two looks at kernels that another process builds
 CPUS_PER_BUILDER = 4  # that builds ahead: the builder that a call waits for has the others

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from tl_attention.checks import MAX_SOFTCAP, MIN_SOFTCAP
+from tl_attention.checks.common import MAX_SOFTCAP, MIN_SOFTCAP
 from tl_attention.options import UNLIMITED
 from tl_attention.program import BOOL, FLOAT, INT, LONG, Call
-from tl_attention.program_values import program_values
+from tl_attention.tracing.program_values import program_values
 
 EXACT_CASTS = {(INT, LONG), (INT, FLOAT), (LONG, FLOAT)}  # of positions, which are below 2**24
 MAX_CONSTANT = 2**28

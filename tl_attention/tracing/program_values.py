@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tl_attention.program import FLOAT, LEAVES, Call
-from tl_attention.trace_ops import TORCH_DTYPES, evaluate
+from tl_attention.tracing.trace_ops import TORCH_DTYPES, evaluate
 
 
 def program_values(

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tl_attention import compiler, store, toolkit
+from tl_attention.compilation import compiler, store, toolkit
 from tl_attention.kernel_configs import (
     BwdPass,
     DecodeConfig,

@@ -29,14 +29,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tl_attention import building, manifest, pack, store, toolkit
-from tl_attention.compiler import template
+from tl_attention.compilation import building, manifest, pack, store, toolkit
+from tl_attention.compilation.compiler import template
 from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import AttnProblem
 
 MAX_BYTES = 40_000_000  # of a wheel
 GROUP = 4  # kernels: 12 KB each, unpacked in 7 ms; single ones 17 KB and 2 ms, groups of 8 10 KB and 16 ms
-LAUNCHER_SOURCE = Path(__file__).with_name("native") / "launcher.cc"
+LAUNCHER_SOURCE = Path(__file__).parents[1] / "native" / "launcher.cc"
 
 # The symbol by which TVM's host code finds functions, and the one of native/launcher.cc, of the same length
 LOOKUP, OUR_LOOKUP = b"TVMBackendGetFuncFromEnv", b"tl_attention_pack_lookup"
@@ -280,7 +280,7 @@ def build(
         "kernels": places,
     }
     files = {
-        "__init__.py": b'"""Compiled kernels of tl_attention, which tl_attention.pack reads."""\n',
+        "__init__.py": b'"""Compiled kernels of tl_attention, which tl_attention.compilation.pack reads."""\n',
         pack.INDEX: json.dumps(index, separators=(",", ":")).encode(),
         pack.LAUNCHER: library,
         pack.DATA: b"".join(content for _, content in contents),
@@ -299,7 +299,7 @@ def package_version() -> str:
     """Version of this package: that of the installation, else of the checkout on the path."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("tl-attention")
-    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     return re.search(r'^version = "(.+)"', project, re.MULTILINE)[1]
 
 

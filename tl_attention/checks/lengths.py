@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from tl_attention.checks import check_lengths, expect_tensor
-from tl_attention.checks_kvcache import cache_capacity
+from tl_attention.checks.common import check_lengths, expect_tensor
+from tl_attention.checks.kvcache import cache_capacity
 from tl_attention.options import Cache
 
 ALWAYS = os.environ.get("TL_ATTENTION_CHECK_LENGTHS") == "1"

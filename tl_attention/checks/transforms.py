@@ -32,7 +32,7 @@ class Renaming:
         self.pattern = re.compile(rf"(?<![\w.])({name}(?:(?:, | and | or |, and |, or ){name})*)(?!\w)")
 
     def of(self, error: Exception) -> Exception:
-        """The error in the caller's names. Only a message of checks.py is changed, `argument: expected X, got Y; do Z`."""
+        """The error in the caller's names. Only a message of this folder is changed, `argument: expected X, got Y; do Z`."""
         message = str(error)
         if not _MESSAGE.match(message):
             return error

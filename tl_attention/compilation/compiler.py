@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tl_attention import toolkit
+from tl_attention.compilation import toolkit
 from tl_attention.kernel_configs import (
     REGISTER_LEVEL,
     AppendConfig,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tl_attention.program import BOOL, FLOAT, INT, LEAVES, LONG, Call, Value
-from tl_attention.program_values import within
-from tl_attention.trace_ops import ROUNDINGS, TORCH_DTYPES, evaluate
+from tl_attention.tracing.program_values import within
+from tl_attention.tracing.trace_ops import ROUNDINGS, TORCH_DTYPES, evaluate
 
 AXES = {"batch": 0, "head": 1, "query": 2, "key": 3}
 

@@ -7,7 +7,7 @@ import math
 import torch
 
 from tl_attention.program import Call
-from tl_attention.program_values import program_values
+from tl_attention.tracing.program_values import program_values
 
 PARTIAL, FULL = 1, 2  # states of blocks, see launch/block_lists.py
 

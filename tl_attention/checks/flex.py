@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tl_attention.checks import describe, expect_tensor
+from tl_attention.checks.common import describe, expect_tensor
 from tl_attention.program import BLOCK_BITS, HOW_BITS, LISTED_ROWS, Call
 
 MAX_ELEMENTS = 2**31 - 1  # of a captured tensor, from its first to its last: kernels index in 32 bits

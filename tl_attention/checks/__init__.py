@@ -1,0 +1,1 @@
+"""Argument checks of the public functions. Each raises with the argument, the expectation, what came and what to do."""

@@ -1,1 +1,1 @@
-"""From a problem and a config to a compiled kernel: builders, disk cache, packs, and what a kernel holds."""
+"""The way from a problem and a config to a compiled kernel: builders, disk cache, packs, and reports on what a kernel holds."""

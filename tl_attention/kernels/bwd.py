@@ -387,6 +387,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         tile = bwd_tiles.KeyTile(order, block_N)
         blocks = query_blocks(problem, options, tile, seqlen_q, seqlen_k, block_M, block_N)
         if dynamic:
+            fill_bias_columns(w, shared.bias_columns, consumers)
             turn = T.alloc_var("int32", init=0)
             first_step = T.alloc_var("int32", init=0)  # rings go on from tile to tile
             shared.tile_box.wait(0)
@@ -460,7 +461,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 dV=dV_shared,
                 dS=alloc_exchange(*exchange) if makes_dq else None,
                 dK=alloc_each(config.warpgroups, [64, head_dim], dtype_of("dk"), "dK") if dynamic else None,
-                tile_box=bwd_tiles.KeyTileBox(consumer_warps + 1) if dynamic else None,
+                tile_box=bwd_tiles.KeyTileBox(consumer_warps, varlen) if dynamic else None,
                 bias_columns=alloc_bias_columns(problem, block_M),
                 staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True),
             )

@@ -22,6 +22,14 @@ def key_step(config: BwdPass, turn: Any, w: int) -> Any:
     return turn * config.warpgroups + w if config.schedule == "dynamic" else w
 
 
+@T.meta_class
+class RingStep:
+    """Step of the rings of Q and dO, which goes on from tile to tile."""
+
+    def __init__(self, name: str = "ring_step"):
+        self.number = T.alloc_var("int32", init=0)
+
+
 @dataclass(frozen=True)
 class KeyTileProducer:
     """The warps of a CTA that load its tiles and, with the schedule dynamic, draw them.
@@ -56,11 +64,11 @@ class KeyTileProducer:
         config = self.config
         return query_blocks(self.problem, self.options, tile, *self.lengths, config.block_M, config.block_N)
 
-    def steps(self, first: Any, end: Any) -> Any:
+    def steps(self, steps: Any) -> Any:
         """Loop over steps. nvcc unrolls it by 4, for which a producer of several tiles has no registers."""
         if self.dynamic:
-            return T.unroll(first, end, annotations={"pragma_unroll_factor": 1})
-        return T.serial(first, end)
+            return T.unroll(0, steps, annotations={"pragma_unroll_factor": 1})
+        return T.serial(0, steps)
 
     @T.inline
     def load_k(self, turn, tile):
@@ -77,25 +85,28 @@ class KeyTileProducer:
             )
 
     @T.inline
-    def load(self, turn, first_step, tile, blocks):
-        """Load K and V once, then Q, dO, Lse_log2 and Delta of each query block."""
+    def load(self, ring_step, tile, blocks):
+        """Load Q, dO, Lse_log2 and Delta of each query block; without the schedule dynamic also K and V, once.
+
+        ring_step: None for a CTA of one tile.
+        """
         tiles, shared, block_M = self.tiles, self.shared, self.config.block_M
         if not self.dynamic:
-            self.load_k(turn, tile)
-        for step in self.steps(first_step, first_step + blocks.steps):
+            self.load_k(0, tile)
+        for step in self.steps(blocks.steps):
             head, query = blocks.head, blocks.query
             lse_log2 = tiles.lse_log2(tile, head, query, block_M)
             delta = tiles.delta(tile, head, query, block_M)
             row_values = (lse_log2, delta) if self.makes_dk else (lse_log2,)
-            shared.Q.fill(step, tiles.q(tile, head, query, block_M), row_values)
-            if self.dynamic:  # after Q, which has room earlier
-                if step == first_step:
-                    self.load_k(turn, tile)
-            if self.makes_dk:
-                if step == first_step:
-                    self.load_v(turn, tile)
-            shared.dO.fill(step, tiles.do(tile, head, query, block_M))
+            place = step if ring_step is None else ring_step.number[0]
+            shared.Q.fill(place, tiles.q(tile, head, query, block_M), row_values)
+            if self.makes_dk and not self.dynamic:
+                if step == 0:
+                    self.load_v(0, tile)
+            shared.dO.fill(place, tiles.do(tile, head, query, block_M))
             blocks.advance()
+            if ring_step is not None:
+                ring_step.number[0] += 1
 
     @T.inline
     def produce(self, number):
@@ -104,25 +115,27 @@ class KeyTileProducer:
         blocks = self.blocks(tile)
         if self.dynamic:
             turn = T.alloc_var("int32", init=0)
-            first_step = T.alloc_var("int32", init=0)  # rings go on from tile to tile
+            ring_step = RingStep()
             box = self.shared.tile_box
             box.wait(0)
             while not box.at_end(turn):
                 box.read_tile(turn, tile)
                 box.read_blocks(turn, blocks)
-                box.release(turn)
-                self.load(turn, first_step, tile, blocks)
-                first_step += blocks.steps
+                self.load(ring_step, tile, blocks)
+                box.end_loads(turn)
                 turn += 1
                 box.wait(turn)
         else:
             tile.start(number, self.counts, blocks)
             if tile.exists:
-                self.load(0, 0, tile, blocks)
+                self.load(None, tile, blocks)
 
     @T.inline
     def schedule(self, number):
-        """Describe one tile after another to the other roles, one ahead of the tile that they compute."""
+        """Describe one tile after another to the other roles, and load its K and V.
+
+        The next is drawn when all loads of one are issued. No earlier: a tile that a CTA has drawn waits for it.
+        """
         tile = self.tile()
         blocks = self.blocks(tile)
         box = self.shared.tile_box
@@ -132,10 +145,16 @@ class KeyTileProducer:
         turn = T.alloc_var("int32", init=0)
         while stream.has_next:
             tile.start(stream.number[0], self.counts, blocks)
-            box.post(turn, tile, blocks)
-            turn += 1
-            box.wait_empty(turn)
-            stream.draw_ticket()
-            stream.next_number()
+            if tile.exists:
+                box.post(turn, tile, blocks)
+                self.load_k(turn, tile)
+                self.load_v(turn, tile)
+                box.wait_loaded(turn)
+                turn += 1
+                stream.draw_ticket()
+                box.wait_empty(turn)
+                stream.next_number()
+            else:
+                stream.skip_to(tile.group_end)
         box.close(turn)
         stream.close()

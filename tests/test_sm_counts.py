@@ -97,8 +97,8 @@ def test_head_groups_are_full_and_fill_the_sms():
     assert head_group(16, 1, 64 << 20, 64, 132) == 4, "1.5 tiles per SM"
     assert head_group(16, 1, 10 << 20, 128, 132) == 4, "not 5 groups of 3 and one of 1"
     assert head_group(6, 1, 64 << 20, 64, 132) == 6
-    assert head_group(64, 8, 64 << 20, 4, 132) == 56, "whole key heads; one of 8 is missing in the last group"
-    assert head_group(64, 8, 64 << 20, 4, 0) == 8
+    assert head_group(64, 8, 64 << 20, 8, 132) == 32, "whole key heads"
+    assert head_group(64, 8, 64 << 20, 8, 0) == 8
 
 
 @pytest.mark.parametrize("gpu", SIMULATED.values(), ids=lambda gpu: f"{gpu.sms} SMs")

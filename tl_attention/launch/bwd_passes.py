@@ -11,6 +11,7 @@ from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import BwdConfig, BwdPass
 from tl_attention.launch.block_lists import BlockLists
 from tl_attention.launch.common import MAX_GRID, Argument, empty, fragment_blocks, tile_counts
+from tl_attention.launch.splits import TIME_SLACK
 from tl_attention.launch.tickets import stream_tickets
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
@@ -35,7 +36,9 @@ class BwdKernels:
 
 @functools.lru_cache(maxsize=4096)
 def key_parts(tiles: int, heads_per_kv: int, queries: int, triangular: bool, sms: int) -> tuple[int, int]:
-    """(parts, heads_per_part): CTAs that share the query heads of a key head, and query heads of each; the fewest of the shortest time.
+    """(parts, heads_per_part): CTAs that share the query heads of a key head, and query heads of each.
+
+    The fewest CTAs within TIME_SLACK of the shortest time.
 
     Args:
         tiles: key blocks of all key heads.
@@ -52,7 +55,9 @@ def key_parts(tiles: int, heads_per_kv: int, queries: int, triangular: bool, sms
             time = -(-tiles * parts // sms) * longest
         return time + (parts > 1) * parts * PART_QUERIES * tiles / sms
 
-    heads_per_part = min(range(heads_per_kv, 0, -1), key=time)
+    times = {heads_per_part: time(heads_per_part) for heads_per_part in range(heads_per_kv, 0, -1)}
+    limit = TIME_SLACK * min(times.values())
+    heads_per_part = next(number for number, needed in times.items() if needed <= limit)
     return -(-heads_per_kv // heads_per_part), heads_per_part
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tl_attention import configs, legality
 from tl_attention.kernel_configs import (
+    BWD_SCHEDULES,
     REGISTER_LEVEL,
     SCHEDULES,
     BwdConfig,
@@ -164,8 +165,8 @@ def passes(*texts: str) -> BwdConfig:
                 grads,
                 *map(int, sizes.split("x")),
                 reuse_registers="reuse" in words,
-                order="".join(set(words) - {"reuse", "dynamic", "persistent"}),
-                schedule=next((word for word in words if word in SCHEDULES), "grid"),
+                order="".join(set(words) - {"reuse", *SCHEDULES, *BWD_SCHEDULES}),
+                schedule=next((word for word in words if word in (*SCHEDULES, *BWD_SCHEDULES)), "grid"),
             )
             for grads, sizes, *words in parts
         )
@@ -224,12 +225,17 @@ def passes(*texts: str) -> BwdConfig:
         (
             D64,
             passes("dq+dk+dv 64x128 reuse late-sums persistent"),
-            "schedule: expected grid or dynamic here, got 'persistent'",
+            "schedule: expected grid or dynamic or dynamic-late here, got 'persistent'",
         ),
         (
             D64,
             passes("dq+dk+dv 64x128 reuse dynamic"),
             "schedule: expected grid with a program, without an order, or where no dq is summed, got 'dynamic'",
+        ),
+        (
+            replace(D64, options=("window",)),
+            passes("dq+dk+dv 64x128 reuse late-sums dynamic"),
+            "schedule: expected grid or dynamic-late here, got 'dynamic'",
         ),
         (
             D64,

@@ -66,7 +66,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             Written instead of dK and dV if parts > 1, and for packed sequences in fp32.
         softmax_scale: fp32.
         heads_per_kv, .., ctas: int32, see KeyTileCounts.
-        Tickets: int32 [2], zeros before and after the kernel. Only with the schedule dynamic.
+        Tickets: int32 [2], zeros before and after the kernel. Not with the schedule grid.
         left, .., Table: see options.OptionArguments. Only where the problem has options.
 
     Gradients that the pass does not compute are not written.
@@ -83,7 +83,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
     row_wise = T.GemmWarpPolicy.FullRow
     x_parts, products = problem.parts, problem.products
-    dynamic, dv_tile = config.schedule == "dynamic", config.has_dv_tile(problem)
+    dynamic, dv_tile = config.is_dynamic, config.has_dv_tile(problem)
     v_dot = {"transpose_B": True, "clear_accum": True}  # dP' = V dO'
     k_qt = {**v_dot, "clear_accum": not problem.bias_is_linear}  # S' = K Q'
     pieces = bwd_tiles.dq_pieces(block_M, head_dim, config.warpgroups)
@@ -432,9 +432,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         counts = bwd_tiles.KeyTileCounts(heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas)
         with T.Kernel(ctas, threads=roles.block, prelude=cuda) as number:
             K_shared, V_shared = alloc_key_rings(problem, config)
-            dV_shared = alloc_dv(
-                problem, config, K_shared, V_shared
-            )  # TileLang names the tile of V after this variable
+            # TileLang 0.1.15 names the tile of V after this variable
+            dV_shared = alloc_dv(problem, config, K_shared, V_shared)
             shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared)
             # In terms of TileOrder the blocks are of keys, and a key head has `parts` heads
             order_heads = heads_kv * parts

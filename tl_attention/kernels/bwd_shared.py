@@ -22,7 +22,7 @@ def alloc_key_rings(problem: AttnProblem, config: BwdPass) -> tuple[TileRing, Ti
     """Rings of K and V, a step per 64 keys. A pass that makes dv alone has no V."""
     dtype_of, parts, warpgroups = problem.dtype_of, problem.parts, config.warpgroups
     k_shape, v_shape = ([warpgroups, 64, parts * width] for width in (problem.head_dim, problem.head_dim_v))
-    readers = 4 * warpgroups if config.schedule == "dynamic" else 4  # of K: all, for dq
+    readers = 4 * warpgroups if config.is_dynamic else 4  # of K: all, for dq
     K = TileRing(k_shape, dtype_of("k"), readers, "K", parts=parts)
     return K, TileRing(v_shape, dtype_of("v"), 4, name="V", parts=parts) if "dk" in config.makes else None
 
@@ -43,12 +43,13 @@ def alloc_shared_tiles(
 ) -> SharedTiles:
     """Allocate the rest of what the roles of a CTA meet at."""
     dtype_of, parts, warpgroups, block_M = problem.dtype_of, problem.parts, config.warpgroups, config.block_M
-    dynamic, consumer_warps = config.schedule == "dynamic", 4 * warpgroups
+    dynamic, consumer_warps = config.is_dynamic, 4 * warpgroups
     row_values = 2 if "dk" in config.makes else 1  # Lse_log2 and, for dS', Delta
     q_shape = [config.num_stages, block_M, parts * problem.head_dim]
     do_shape = [config.num_stages_do, block_M, parts * problem.head_dim_v]
     exchange = config.order != "", warpgroups, block_M, dtype_of("ds"), "dS"
     dk_shape = [64, problem.head_dim]
+    box = consumer_warps, problem.has("varlen"), config.schedule == "dynamic-late"
     return SharedTiles(
         Q=TileRing(q_shape, dtype_of("q"), consumer_warps, "Q", row_values, parts=parts),
         dO=TileRing(do_shape, dtype_of("do"), consumer_warps, "dO", parts=parts),
@@ -58,7 +59,7 @@ def alloc_shared_tiles(
         dV=dV,
         dS=alloc_exchange(*exchange) if "dq" in config.makes else None,
         dK=alloc_each(warpgroups, dk_shape, dtype_of("dk"), "dK") if dynamic else None,
-        tile_box=KeyTileBox(consumer_warps, problem.has("varlen")) if dynamic else None,
+        tile_box=KeyTileBox(*box) if dynamic else None,
         bias_columns=alloc_bias_columns(problem, block_M),
         staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True),
     )

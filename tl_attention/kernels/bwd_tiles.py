@@ -116,9 +116,10 @@ class KeyTile:
     def exists(self) -> Any:
         return self.tile.exists
 
-    @property
-    def group_end(self) -> Any:
-        return self.tile.group_end
+    def group_end(self, number: Any) -> Any:
+        """Number one past the group of heads of tile `number`; from the number, as the warp that draws tiles has few registers."""
+        size = self.tile.order.group_heads * self.tile.order.m_blocks
+        return (T.truncdiv(number, size) + 1) * size
 
     @property
     def batch(self) -> Any:
@@ -181,10 +182,11 @@ class KeyTileBox(TileBox):
     A first key of -1 ends the work.
     """
 
-    def __init__(self, consumer_warps: int, has_table: bool, name: str = "key_tile_box"):
+    def __init__(self, consumer_warps: int, has_table: bool, late: bool, name: str = "key_tile_box"):
         super().__init__(has_table, padded=has_table, name=name)
-        self.empty = T.alloc_barrier([consumer_warps] * 2)  # so many warps have read it
-        self.loaded = T.alloc_barrier([1, 1])  # all loads of the tile are issued
+        # So many warps have read it; with `late` the end of the producer's loads says that it has, too
+        self.empty = T.alloc_barrier([consumer_warps if late else consumer_warps + 1] * 2)
+        self.loaded = T.alloc_barrier([1, 1]) if late else None  # all loads of the tile are issued
 
     @T.inline
     def post(self, turn, tile, blocks):

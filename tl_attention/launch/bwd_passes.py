@@ -16,9 +16,9 @@ from tl_attention.launch.tickets import stream_tickets
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multiple of it
-# Costs in queries of one head against a key tile: the fixed cost of a tile; partial results of one, written and read (estimates of
-# the bytes and of tuning.md, "Schedule of dq+dk+dv")
-TILE_QUERIES, PART_QUERIES = 192, 256
+# Costs in queries of one head against a key tile: the fixed cost of a tile; partial results of one, written and read. The share of the
+# longest tile by which SMs end apart, under a causal mask. All fitted to GQA (H200, see tuning.md, "Query heads of a key head")
+TILE_QUERIES, PART_QUERIES, TAIL = 192, 256, 0.35
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ def key_parts(tiles: int, heads_per_kv: int, queries: int, triangular: bool, sms
         parts = -(-heads_per_kv // heads_per_part)
         longest = heads_per_part * queries + TILE_QUERIES
         if triangular:
-            time = max(longest, tiles / sms * (heads_per_kv * queries / 2 + parts * TILE_QUERIES))
+            mean = tiles / sms * (heads_per_kv * queries / 2 + parts * TILE_QUERIES)
+            time = max(longest, mean + TAIL * longest)
         else:
             time = -(-tiles * parts // sms) * longest
         return time + (parts > 1) * parts * PART_QUERIES * tiles / sms
@@ -178,7 +179,7 @@ class KeyPass:
         q_bytes = (
             sizes.seqlen_q * row_bytes
         )  # of one head, as the CTAs of a key head go through its query heads side by side
-        self.dynamic, self.device = config.schedule == "dynamic", sizes.device
+        self.dynamic, self.device = config.is_dynamic, sizes.device
         max_ctas = sizes.sms if self.dynamic else MAX_GRID
         counts = tile_counts(batch, heads_kv * parts, 1, q_bytes, keys, config.block_N, sizes.sms, max_ctas)
         self.kernel, self.counts = kernel, (sizes.heads_per_kv, heads_per_part, parts, *counts)

@@ -11,6 +11,7 @@ import pytest
 
 from tl_attention import configs, legality
 from tl_attention.kernel_configs import (
+    BWD_SCHEDULES,
     REGISTER_LEVEL,
     SCHEDULES,
     BwdConfig,
@@ -164,8 +165,8 @@ def passes(*texts: str) -> BwdConfig:
                 grads,
                 *map(int, sizes.split("x")),
                 reuse_registers="reuse" in words,
-                order="".join(set(words) - {"reuse", "dynamic", "persistent"}),
-                schedule=next((word for word in words if word in SCHEDULES), "grid"),
+                order="".join(set(words) - {"reuse", *SCHEDULES, *BWD_SCHEDULES}),
+                schedule=next((word for word in words if word in (*SCHEDULES, *BWD_SCHEDULES)), "grid"),
             )
             for grads, sizes, *words in parts
         )
@@ -224,27 +225,27 @@ def passes(*texts: str) -> BwdConfig:
         (
             D64,
             passes("dq+dk+dv 64x128 reuse late-sums persistent"),
-            "schedule: expected grid or dynamic here, got 'persistent'",
+            "schedule: expected grid or dynamic or dynamic-late here, got 'persistent'",
         ),
         (
             D64,
             passes("dq+dk+dv 64x128 reuse dynamic"),
-            "schedule: expected grid with options, without an order, or where no dq is summed, got 'dynamic'",
-        ),
-        (
-            D64,
-            passes("dk+dv 64x128 dynamic", "dq 128x64"),
-            "schedule: expected grid with options, without an order, or where no dq is summed, got 'dynamic'",
+            "schedule: expected grid with a program, without an order, or where no dq is summed, got 'dynamic'",
         ),
         (
             replace(D64, options=("window",)),
             passes("dq+dk+dv 64x128 reuse late-sums dynamic"),
-            "schedule: expected grid with options, without an order, or where no dq is summed, got 'dynamic'",
+            "schedule: expected grid or dynamic-late here, got 'dynamic'",
+        ),
+        (
+            D64,
+            passes("dk+dv 64x128 dynamic", "dq 128x64"),
+            "schedule: expected grid with a program, without an order, or where no dq is summed, got 'dynamic'",
         ),
         (
             D128,
-            passes("dq+dk+dv 64x128x3x2 reuse early-dK dynamic"),
-            "shared memory: expected at most 232448 bytes, got 248896",
+            passes("dq+dk+dv 64x128x3x3 reuse early-dK dynamic"),
+            "shared memory: expected at most 232448 bytes, got ",
         ),
         (D64, passes("dq+dk+dv 64x128x1 reuse"), "num_stages: expected at least 2, got 1"),
         (D64, passes("dq+dk+dv 64x128x2x0 reuse"), "num_stages_do: expected at least 1, got 0"),
@@ -306,6 +307,7 @@ def test_is_legal_refuses_summed_dq_for_the_deterministic_backward():
         (D64, "dq+dk+dv 128x128x3x2 reuse separate-dS", 183296, 192),
         (D64, "dq+dk+dv 128x128 reuse separate-dS dynamic", 182336, 192),
         (D128, "dq+dk+dv 64x128 reuse late-sums dynamic", 230464, 176),
+        (D128, "dq+dk+dv 64x128x3x2 reuse early-dK dynamic", 215104, 176),
         (D128, "dk+dv 64x128", 132096, 224),
         (D128, "dq 128x64", 131072, 144),
         (D192_128, "dk+dv 64x128 reuse", 164864, 208),

@@ -10,7 +10,8 @@ import pytest
 
 from tl_attention import gpus
 from tl_attention.explain import model, work
-from tl_attention.launch.bwd_passes import WAVES, key_parts
+from tl_attention.launch.bwd_passes import key_parts
+from tl_attention.launch.common import head_group
 from tl_attention.launch.splits import COMBINE_STEPS, CTA_STEPS, PART_STEPS, key_splits
 from tl_attention.problem import DECODE, MAX_SPLITS
 from tl_attention.testing.shapes import Shape
@@ -81,14 +82,36 @@ def test_more_sms_never_take_longer():
 
 @pytest.mark.parametrize("sms", SM_COUNTS)
 @pytest.mark.parametrize("heads_per_kv", [1, 3, 4, 8, 48])
-def test_key_parts_fill_the_sms_and_no_more(sms, heads_per_kv):
-    for batch_heads in (1, 2, 8, 32):
-        for blocks in (1, 2, 7, 32, 512):
-            parts, per_part = key_parts(1, batch_heads * heads_per_kv, batch_heads, blocks, sms)
+@pytest.mark.parametrize("triangular", [False, True])
+def test_key_parts_share_the_heads_only_where_tiles_are_few(sms, heads_per_kv, triangular):
+    for tiles in (1, 2, 7, 32, 100, 512, 4096):
+        for queries in (1, 100, 1024, 8192, 131072):
+            parts, per_part = key_parts(tiles, heads_per_kv, queries, triangular, sms)
             assert 1 <= parts <= heads_per_kv and (parts - 1) * per_part < heads_per_kv <= parts * per_part
-            ctas = parts * blocks * batch_heads
-            assert parts == 1 or ctas < 2 * WAVES * sms or blocks * batch_heads >= WAVES * sms
-            assert parts == heads_per_kv or 2 * ctas >= WAVES * sms
+            assert parts == 1 or tiles < 16 * sms
+            assert parts == heads_per_kv or queries < 1024 or 2 * tiles * parts >= sms
+
+
+def test_head_groups_are_full_and_fill_the_sms():
+    assert head_group(64, 1, 4 << 20, 32, 132) == 8, "as many as fit the L2"
+    assert head_group(16, 1, 64 << 20, 64, 132) == 4, "1.5 tiles per SM"
+    assert head_group(16, 1, 10 << 20, 128, 132) == 4, "not 5 groups of 3 and one of 1"
+    assert head_group(6, 1, 64 << 20, 64, 132) == 6
+    assert head_group(64, 8, 64 << 20, 8, 132) == 32, "whole key heads"
+    assert head_group(64, 8, 64 << 20, 8, 0) == 8
+
+
+@pytest.mark.parametrize("gpu", SIMULATED.values(), ids=lambda gpu: f"{gpu.sms} SMs")
+@pytest.mark.parametrize(
+    "shape",
+    ["1,64,8,4096,4096,128,128,causal", "2,64,8,8192,8192,128,128,causal", "1,64,8,12288,12288,128,128,causal",
+     "8,64,8,2048,2048,64,64,causal", "1,32,8,4096,4096,128,128,causal", "1,8,1,12288,12288,128,128,causal",
+     "2,28,4,3001,3001,128,128,causal", "3,16,16,2777,2777,128,128,causal"],
+)  # fmt: skip
+def test_backward_keeps_the_sms_busy(gpu, shape):
+    kernel = work.of_call(Shape.parse(shape), "bwd", "bfloat16", gpu).kernels[0]
+    took = model.makespan(kernel.tiles, gpu.sms, lambda steps: steps)
+    assert kernel.steps >= 0.8 * gpu.sms * took
 
 
 @pytest.mark.parametrize("gpu", SIMULATED.values(), ids=lambda gpu: f"{gpu.sms} SMs")

@@ -127,6 +127,13 @@ class FwdCombine:
 DQ_ORDERS = ("", "late-sums", "early-dK", "separate-dS")
 
 
+# Schedules of a pass by keys; all but grid need an order that is not ""
+#   grid          one CTA per tile, longest tiles first
+#   dynamic       one CTA per SM, drawing the next tile when one begins; without options
+#   dynamic-late  one CTA per SM, drawing the next tile when all loads of one are issued
+BWD_SCHEDULES = ("grid", "dynamic", "dynamic-late")
+
+
 @dataclass(frozen=True)
 class JvpConfig:
     """Tiles of the kernel of a forward and its derivative along a direction."""
@@ -181,7 +188,7 @@ class BwdPass:
     num_stages_do: int = 2  # depth of the dO ring; in "dq" of the V ring
     reuse_registers: bool = False  # dP reuses the registers of S, and dS those of P; not for "dq"
     order: str = ""  # one of DQ_ORDERS where dq is summed
-    schedule: str = "grid"  # grid, or dynamic where dq is summed and there are no options
+    schedule: str = "grid"  # one of BWD_SCHEDULES
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -211,10 +218,16 @@ class BwdPass:
             text += f" {self.schedule}"
         return text
 
+    @property
+    def is_dynamic(self) -> bool:
+        """True if a CTA computes several tiles."""
+        return self.schedule != "grid"
+
     def has_dv_tile(self, problem: AttnProblem) -> bool:
         """True if dV leaves through shared memory of its own, so that the next V comes meanwhile; else through that of V."""
         # At 1k keys, against dV through V: d128 5.7 % faster full and 2.2 % causal, d64 2.0 % slower full and 0.5 % causal (H200)
-        return self.schedule == "dynamic" and problem.head_dim_v > 64
+        fits = problem.head_dim_v < 128 or (self.num_stages == 2 and not problem.has("dropout"))
+        return self.is_dynamic and problem.head_dim_v > 64 and fits
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ The tuner, the tests of stored rows and an explicit `config=` all ask is_legal.
 from __future__ import annotations
 
 from tl_attention.kernel_configs import (
+    BWD_SCHEDULES,
     DQ_ORDERS,
     GRADS,
     KV_STAGES,
@@ -32,6 +33,7 @@ from tl_attention.target import SMEM_LIMIT
 BARRIER_BYTES = 1024  # static shared memory reserved for barriers
 TILE_BOX_BYTES = 64  # kernels.scheduler.TileBox
 TABLE_BOX_BYTES = 96  # the same with a tile table (varlen)
+KEY_TABLE_BOX_BYTES = 128  # kernels.bwd_tiles.KeyTileBox with a tile table
 HOLD_MAX_BYTES = 16  # flags of tiles that need a second run, two int32 per tile in flight
 SEGMENT_BOX_BYTES = 80  # kernels.decode_work.SegmentBox
 BIAS_BYTES = 32  # per column: 16 bf16 numbers, kernels.options.alloc_bias_columns
@@ -110,9 +112,9 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         # Tiles whose rows are no multiple of 64 elements have a swizzle of 64 bytes, which needs half the alignment
         alignment = TILE_ALIGNMENT if problem.head_dim % 64 == 0 else TILE_ALIGNMENT // 2
         row_values = _round_up(FP32_BYTES * step * bwd_pass.num_stages * per_row, alignment)
-    if bwd_pass.schedule == "dynamic":  # dK, and maybe dV, leave while the next keys come
+    if bwd_pass.is_dynamic:  # dK, and maybe dV, leave while the next keys come
         elements += owned * (problem.head_dim + problem.head_dim_v * bwd_pass.has_dv_tile(problem))
-        row_values += TILE_BOX_BYTES
+        row_values += KEY_TABLE_BOX_BYTES if problem.has("varlen") else TILE_BOX_BYTES
     staged = sum(problem.staged_bytes(step, bwd_pass.grads != "dq"))
     if bwd_pass.grads == "dq" and problem.learns:
         staged += sum(problem.program.stored_bytes(16, step))
@@ -294,10 +296,11 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
     if bwd_pass.order not in orders:
         where = "where dq is summed" if bwd_pass.adds_dq else "where no dq is summed"
         return f"order: expected one of {', '.join(map(repr, orders))} {where}, got {bwd_pass.order!r}"
-    plain = not problem.options and problem.program is None
-    schedules = ("grid", "dynamic") if bwd_pass.adds_dq and bwd_pass.order and plain else ("grid",)
+    schedules = ("grid",)
+    if bwd_pass.adds_dq and bwd_pass.order and problem.program is None:
+        schedules = ("grid", "dynamic-late") if problem.options else BWD_SCHEDULES
     if bwd_pass.schedule not in schedules:
-        where = "here" if len(schedules) > 1 else "with options, without an order, or where no dq is summed"
+        where = "here" if len(schedules) > 1 else "with a program, without an order, or where no dq is summed"
         return f"schedule: expected {' or '.join(schedules)} {where}, got {bwd_pass.schedule!r}"
     if problem.has("varlen") and TABLE_ROWS % rows:
         return f"{owned}: expected a divisor of {TABLE_ROWS} with varlen, got {rows}"

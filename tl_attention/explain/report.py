@@ -49,6 +49,7 @@ SCHEDULES = {
     "grid": "one CTA per tile, longest tiles first",
     "persistent": "one CTA per SM takes every n-th tile: without a mask all tiles are equally long",
     "dynamic": "one CTA per SM draws its next tile from a counter, the longest first: tiles differ in length",
+    "dynamic-late": "as dynamic; the next tile is drawn at the end of one, as tiles are long",
 }
 
 

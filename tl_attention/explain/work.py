@@ -22,8 +22,8 @@ from tl_attention.kernel_configs import (
 )
 from tl_attention.launch import splits
 from tl_attention.launch.bwd_passes import key_parts
-from tl_attention.launch.common import L2_SHARE
-from tl_attention.problem import DECODE, SPLIT_BUCKET, AttnProblem, decode_problem, length_bucket
+from tl_attention.launch.common import head_group
+from tl_attention.problem import DECODE, SPLIT_BUCKET, TABLE_ROWS, AttnProblem, decode_problem, length_bucket
 from tl_attention.testing import counts
 from tl_attention.testing.counts import bounds
 from tl_attention.testing.shapes import Shape, sequences
@@ -181,11 +181,6 @@ def _runs(tiles: Iterable[tuple[int, int]]) -> Runs:
     )
 
 
-def _group(shape: Shape, heads: int, sharing: int, shared_bytes: int) -> int:
-    """Heads of a group, as launch.common.tile_counts has it."""
-    return min(max(L2_SHARE // max(shared_bytes, 1), 1) * sharing, heads * shape.batch)
-
-
 def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> Work:
     lengths = sequences(shape)
     longest = max(k for _, k in lengths)
@@ -203,7 +198,10 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> W
     head_bytes = problem.element_bytes * longest * (shape.head_dim + shape.head_dim_v)
     sharing = shape.heads_q // shape.heads_kv
     ordered = bool(problem.causal or problem.options)
-    group = _group(shape, shape.heads_q, sharing, head_bytes)
+    blocks = max(map(len, by_sequence))
+    group = head_group(
+        shape.heads_q * shape.batch, sharing, max(head_bytes, 1), blocks, 0 if number > 1 else gpu.sms
+    )
     tiles = launch_order(by_sequence, shape.heads_q, group, shape.is_varlen, ordered, last=True)
     if number > 1:
         tiles = _runs((-(-steps // number), count * number) for steps, count in tiles)
@@ -302,7 +300,7 @@ def _pass_work(shape: Shape, problem: AttnProblem, one: BwdPass, gpu: Gpu) -> tu
     M, N, qk, v = one.block_M, one.block_N, problem.head_dim, problem.head_dim_v
     row, ordered = qk + v, bool(problem.causal or problem.options)
     longest_q, longest_k = (max(lengths) for lengths in zip(*sequences(shape), strict=True))
-    owned, step, parts = N, M, 1
+    owned, step, parts, per_part = N, M, 1, 1
     if one.grads == "dq":
         owned, step, heads, sharing = M, N, shape.heads_q, shape.heads_q // shape.heads_kv
         by_sequence = query_tiles(shape, M, N)
@@ -312,11 +310,15 @@ def _pass_work(shape: Shape, problem: AttnProblem, one: BwdPass, gpu: Gpu) -> tu
         batch, blocks = shape.batch, len(by_sequence[0])
         if shape.is_varlen:
             batch, blocks = 1, sum(map(len, by_sequence))
-        parts, per_part = key_parts(batch, shape.heads_q, shape.heads_kv, blocks, gpu.sms)
+        tiles = batch * shape.heads_kv * blocks
+        parts, per_part = key_parts(
+            tiles, shape.heads_q // shape.heads_kv, *_tile_queries(shape, problem), gpu.sms
+        )
         by_sequence = [[steps * per_part for steps in one_sequence] for one_sequence in by_sequence]
         heads = shape.heads_kv * parts
         stream = longest_q * per_part * (problem.element_bytes * row + 4 * qk * one.adds_dq)
-    group = _group(shape, heads, sharing, stream)
+    blocks = max(map(len, by_sequence))
+    group = head_group(heads * shape.batch, sharing, max(stream // per_part, 1), blocks, gpu.sms)
     tiles = launch_order(by_sequence, heads, group, shape.is_varlen, ordered, last=one.grads == "dq")
     of_qk, of_v = PRODUCTS[one.grads]
     flops = 2 * (of_qk * qk + of_v * v)
@@ -338,6 +340,15 @@ def _pass_work(shape: Shape, problem: AttnProblem, one: BwdPass, gpu: Gpu) -> tu
         shape.batch * (shape.heads_kv * parts if one.grads != "dq" else shape.heads_kv),
     )
     return kernel, parts
+
+
+def _tile_queries(shape: Shape, problem: AttnProblem) -> tuple[int, bool]:
+    """Queries of a head that see a key tile, and whether tiles have fewer and fewer, as launch.bwd passes them to key_parts."""
+    lengths, window = sequences(shape), sum(bounds(shape))
+    queries = -(-sum(q for q, _ in lengths) // len(lengths)) if shape.is_varlen else shape.seqlen_q
+    if problem.has("window"):
+        queries = min(queries, (1 << int(window).bit_length()) + TABLE_ROWS)
+    return queries, problem.causal and not problem.has("window")
 
 
 def _pass_smem(problem: AttnProblem, one: BwdPass) -> int:

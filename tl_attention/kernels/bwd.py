@@ -16,23 +16,19 @@ from tl_attention.kernels import bwd_tiles, pipeline
 from tl_attention.kernels import products as fp32
 from tl_attention.kernels.block_lists import query_blocks
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
+from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles, stages_P
 from tl_attention.kernels.bwd_store import store_gradients
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.options import (
     OptionArguments,
     Scores,
-    alloc_bias_columns,
     fill_bias_columns,
     option_arguments,
     prelude,
 )
 from tl_attention.kernels.pipeline import (
     STORE_FRAGMENT,
-    TileRing,
-    alloc_each,
-    alloc_exchange,
     alloc_fragments,
-    alloc_swizzled,
     share_P,
     sync_consumers,
     wait_for_stores,
@@ -44,10 +40,9 @@ from tl_attention.kernels.tiles import (
     DenseGradTiles,
     FragmentBlocks,
     PackedGradTiles,
-    SharedTiles,
     rows_argument,
 )
-from tl_attention.kernels.traced import alloc_staged, traced_arguments
+from tl_attention.kernels.traced import traced_arguments
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = {
@@ -71,7 +66,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             Written instead of dK and dV if parts > 1, and for packed sequences in fp32.
         softmax_scale: fp32.
         heads_per_kv, .., ctas: int32, see KeyTileCounts.
-        Tickets: int32 [2], zeros before and after the kernel. Only with the schedule dynamic.
+        Tickets: int32 [2], zeros before and after the kernel. Not with the schedule grid.
         left, .., Table: see options.OptionArguments. Only where the problem has options.
 
     Gradients that the pass does not compute are not written.
@@ -83,16 +78,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     two_slots = config.order != ""  # of dS' in shared memory
     makes_dq, makes_dk, makes_dv = (grad in config.makes for grad in ("dq", "dk", "dv"))
     warpgroups = tuple(range(config.warpgroups))
-    consumers, consumer_warps = WARPGROUP * config.warpgroups, 4 * config.warpgroups
+    consumers = WARPGROUP * config.warpgroups
     registers = pipeline.registers(problem, config.warpgroups, full=makes_dq)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
     row_wise = T.GemmWarpPolicy.FullRow
     x_parts, products = problem.parts, problem.products
-    q_shape = [config.num_stages, block_M, x_parts * head_dim]
-    do_shape = [config.num_stages_do, block_M, x_parts * head_dim_v]
-    k_shape, v_shape = ([config.warpgroups, 64, x_parts * width] for width in (head_dim, head_dim_v))
-    dynamic, dv_tile = config.schedule == "dynamic", config.has_dv_tile(problem)
-    row_values = 2 if makes_dk else 1  # Lse_log2 and, for dS', Delta
+    dynamic, dv_tile = config.is_dynamic, config.has_dv_tile(problem)
     v_dot = {"transpose_B": True, "clear_accum": True}  # dP' = V dO'
     k_qt = {**v_dot, "clear_accum": not problem.bias_is_linear}  # S' = K Q'
     pieces = bwd_tiles.dq_pieces(block_M, head_dim, config.warpgroups)
@@ -106,7 +97,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     # exponential also makes the P' of dV, and dk alone spills
     mask_before_exp = problem.program is None and (makes_dq or (makes_dk and makes_dv) == sloped)
     # dV needs a P' of its own where dS' is made in the registers of P' from another P': dV's has dropout, dS's the softcap's slope
-    stage_P = reuse and makes_dv and problem.has("dropout")  # not in fp32, see legality.py
+    stage_P = stages_P(problem, config)
     separate_P = stage_P or (reuse and makes_dv and sloped)
 
     cuda = prelude(problem, roles)  # code beside the kernel's own
@@ -387,6 +378,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         tile = bwd_tiles.KeyTile(order, block_N)
         blocks = query_blocks(problem, options, tile, seqlen_q, seqlen_k, block_M, block_N)
         if dynamic:
+            fill_bias_columns(w, shared.bias_columns, consumers)
             turn = T.alloc_var("int32", init=0)
             first_step = T.alloc_var("int32", init=0)  # rings go on from tile to tile
             shared.tile_box.wait(0)
@@ -439,31 +431,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
         counts = bwd_tiles.KeyTileCounts(heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas)
         with T.Kernel(ctas, threads=roles.block, prelude=cuda) as number:
-            K_shared = TileRing(k_shape, dtype_of("k"), consumer_warps if dynamic else 4, "K", parts=x_parts)
-            V_shared = TileRing(v_shape, dtype_of("v"), 4, name="V", parts=x_parts) if makes_dk else None
-            # dV leaves through the tile of V, else of K, if that is as wide
-            if dv_tile:
-                dV_shared = alloc_each(config.warpgroups, [64, head_dim_v], dtype_of("dv"), "dV")
-            elif makes_dk:
-                dV_shared = V_shared.tiles
-            elif head_dim == head_dim_v:
-                dV_shared = K_shared.tiles
-            else:
-                dV_shared = alloc_swizzled([config.warpgroups, 64, head_dim_v], dtype_of("dv"))
-            exchange = two_slots, config.warpgroups, block_M, dtype_of("ds"), "dS"
-            shared = SharedTiles(
-                Q=TileRing(q_shape, dtype_of("q"), consumer_warps, "Q", row_values, parts=x_parts),
-                dO=TileRing(do_shape, dtype_of("do"), consumer_warps, "dO", parts=x_parts),
-                K=K_shared,
-                V=V_shared,
-                P=alloc_each(config.warpgroups, [64, block_M], dtype_of("p"), "P") if stage_P else None,
-                dV=dV_shared,
-                dS=alloc_exchange(*exchange) if makes_dq else None,
-                dK=alloc_each(config.warpgroups, [64, head_dim], dtype_of("dk"), "dK") if dynamic else None,
-                tile_box=bwd_tiles.KeyTileBox(consumer_warps + 1) if dynamic else None,
-                bias_columns=alloc_bias_columns(problem, block_M),
-                staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True),
-            )
+            K_shared, V_shared = alloc_key_rings(problem, config)
+            # TileLang 0.1.15 names the tile of V after this variable
+            dV_shared = alloc_dv(problem, config, K_shared, V_shared)
+            shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared)
             # In terms of TileOrder the blocks are of keys, and a key head has `parts` heads
             order_heads = heads_kv * parts
             all_heads, table = (order_heads, Table) if varlen else (order_heads * batch, None)

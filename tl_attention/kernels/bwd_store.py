@@ -16,7 +16,7 @@ from tl_attention.problem import AttnProblem
 
 def dk_tile(config: BwdPass, w: int, shared: Any) -> Any:
     """Shared memory that dK leaves through: that of K, or where the next keys come there meanwhile a tile of its own."""
-    return shared.dK[w] if config.schedule == "dynamic" else shared.K.tiles[w, :, :]
+    return shared.dK[w] if config.is_dynamic else shared.K.tiles[w, :, :]
 
 
 def dv_tile(problem: AttnProblem, config: BwdPass, w: int, shared: Any) -> Any:
@@ -25,8 +25,8 @@ def dv_tile(problem: AttnProblem, config: BwdPass, w: int, shared: Any) -> Any:
 
 
 def send(config: BwdPass, tile: Any, place: Any) -> Any:
-    """Store a shared tile; without the schedule dynamic also wait until it is read."""
-    return T.tma_copy(tile, place) if config.schedule == "dynamic" else T.copy(tile, place)
+    """Store a shared tile; with the schedule grid also wait until it is read."""
+    return T.tma_copy(tile, place) if config.is_dynamic else T.copy(tile, place)
 
 
 @T.macro

@@ -107,8 +107,19 @@ class KeyTile:
         return self.first, self.tile.kv_head_idx, self.tile.batch_idx, self.part_idx
 
     @property
+    def sequence(self) -> tuple:
+        """Variables of a tile in a table."""
+        padded = () if self.padded_q is None else (self.padded_q, self.padded_k)
+        return *self.tile.sequence, *padded
+
+    @property
     def exists(self) -> Any:
         return self.tile.exists
+
+    def group_end(self, number: Any) -> Any:
+        """Number one past the group of heads of tile `number`; from the number, as the warp that draws tiles has few registers."""
+        size = self.tile.order.group_heads * self.tile.order.m_blocks
+        return (T.truncdiv(number, size) + 1) * size
 
     @property
     def batch(self) -> Any:
@@ -171,9 +182,11 @@ class KeyTileBox(TileBox):
     A first key of -1 ends the work.
     """
 
-    def __init__(self, readers: int, name: str = "key_tile_box"):
-        super().__init__(has_table=False, name=name)
-        self.empty = T.alloc_barrier([readers] * 2)  # so many warps have read it
+    def __init__(self, consumer_warps: int, has_table: bool, late: bool, name: str = "key_tile_box"):
+        super().__init__(has_table, padded=has_table, name=name)
+        # So many warps have read it; with `late` the end of the producer's loads says that it has, too
+        self.empty = T.alloc_barrier([consumer_warps if late else consumer_warps + 1] * 2)
+        self.loaded = T.alloc_barrier([1, 1]) if late else None  # all loads of the tile are issued
 
     @T.inline
     def post(self, turn, tile, blocks):
@@ -182,6 +195,8 @@ class KeyTileBox(TileBox):
                 self.tiles[turn % 2, i] = tile.position[i][0]
             for i in indices(blocks.counts):
                 self.tiles[turn % 2, 4 + i] = blocks.counts[i][0]
+            for i in indices(tile.sequence):
+                self.tiles[turn % 2, 8 + i] = tile.sequence[i][0]
         self.announce(turn)
 
     @T.inline
@@ -190,6 +205,16 @@ class KeyTileBox(TileBox):
         if T.get_thread_binding() % 32 == 0:
             T.mbarrier_arrive(self.empty[turn % 2])
 
+    @T.inline
+    def end_loads(self, turn):
+        """Ask for the next tile; by the producer, at the end of its loads of the tile of a turn."""
+        T.sync_warp()
+        if T.get_thread_binding() % 32 == 0:
+            T.mbarrier_arrive(self.loaded[turn % 2])
+
+    def wait_loaded(self, turn: Any) -> Any:
+        return T.mbarrier_wait_parity(self.loaded[turn % 2], turn // 2 % 2)
+
     def wait_empty(self, turn: Any) -> Any:
         return T.mbarrier_wait_parity(self.empty[turn % 2], turn // 2 % 2 ^ 1)
 
@@ -197,6 +222,8 @@ class KeyTileBox(TileBox):
     def read_tile(self, turn, tile):
         for i in indices(tile.position):
             tile.position[i][0] = self.tiles[turn % 2, i]
+        for i in indices(tile.sequence):
+            tile.sequence[i][0] = self.tiles[turn % 2, 8 + i]
 
     @T.inline
     def read_blocks(self, turn, blocks):

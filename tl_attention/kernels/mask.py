@@ -325,8 +325,9 @@ class QueryBlocks:
 
     @property
     def counts(self) -> tuple:
-        """Variables that start() sets and the steps need, without a window."""
-        return self.num_steps, self.first_query, self.current_head
+        """Variables that start() sets and the steps need."""
+        of_window = () if self.end_query is None else (self.end_query,)
+        return self.num_steps, self.first_query, self.current_head, *of_window
 
     @T.inline
     def restart(self):

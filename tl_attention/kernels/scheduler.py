@@ -215,15 +215,16 @@ class TileBox:
     """Mailbox in shared memory with two slots, in which the producer describes each tile to the consumers.
 
     A description holds 3 numbers of the tile's position, its first step, up to 4 step counts and, with a table, 4 numbers of its
-    sequence; so consumers neither divide nor count. Turn i of a CTA, its i-th tile, uses slot i % 2. An m_block of -1 ends the work.
+    sequence, 2 more of them if `padded`. So consumers neither divide nor count. Turn i of a CTA, its i-th tile, uses slot i % 2. An
+    m_block of -1 ends the work.
 
     The producer posts a description after it has room for the tile's queries. By then the consumers have released the queries of
     one or two turns before, and they read this slot ahead of that. An mbarrier does not keep the compiler from moving plain loads
     and stores across it; a sync_warp on either side does.
     """
 
-    def __init__(self, has_table: bool, name: str = "tile_box"):
-        self.tiles = T.alloc_shared([2, 12 if has_table else 8], "int32")
+    def __init__(self, has_table: bool, padded: bool = False, name: str = "tile_box"):
+        self.tiles = T.alloc_shared([2, 8 + 4 * has_table + 4 * padded], "int32")
         self.full = T.alloc_barrier([1, 1])
 
     @T.inline

@@ -25,6 +25,7 @@ from tl_attention.launch.common import (
     option_arguments,
     options_key,
     qkv_key,
+    window_keys,
 )
 from tl_attention.launch.parts import PartsLaunch
 from tl_attention.launch.traced import Gradients, backward_call, traced_arguments
@@ -160,7 +161,10 @@ class BwdPlan:
             kernels.problem.element_bytes,
         )
         lengths, device = (seqlen_q, seqlen_k), self.device
-        sizes = BwdSizes(batch, heads, heads_kv, *lengths, width, element_bytes, sms, device, counts)
+        queries = -(-seqlen_q // self.batch) if self.packed else seqlen_q
+        if options is not None:
+            queries = min(queries, window_keys(options) + TABLE_ROWS)
+        sizes = BwdSizes(batch, heads, heads_kv, *lengths, width, element_bytes, sms, device, queries, counts)
         self.rows = dense((batch, heads, sizes.rounded_q))
         self.passes = [
             (QueryPass if bwd_pass.grads == "dq" else KeyPass)(bwd_pass, kernel, kernels, sizes)

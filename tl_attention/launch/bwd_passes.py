@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +11,14 @@ from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import BwdConfig, BwdPass
 from tl_attention.launch.block_lists import BlockLists
 from tl_attention.launch.common import MAX_GRID, Argument, empty, fragment_blocks, tile_counts
+from tl_attention.launch.splits import TIME_SLACK
 from tl_attention.launch.tickets import stream_tickets
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multiple of it
-WAVES = 4  # target number of CTA waves of a key pass, reached by dividing the query heads of a key head among CTAs
+# Costs in queries of one head against a key tile: the fixed cost of a tile; partial results of one, written and read. The share of the
+# longest tile by which SMs end apart, under a causal mask. All fitted to GQA (H200, see tuning.md, "Query heads of a key head")
+TILE_QUERIES, PART_QUERIES, TAIL = 192, 256, 0.35
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,31 @@ class BwdKernels:
     parts: Kernel | None  # runs first in fp32: splits q, k, v and dout
 
 
-def key_parts(batch: int, heads: int, heads_kv: int, n_blocks: int, sms: int) -> tuple[int, int]:
-    """(parts, heads_per_part): CTAs that share the query heads of a key head, and query heads of each."""
-    heads_per_kv = heads // heads_kv
-    parts = min(heads_per_kv, -(-WAVES * sms // (n_blocks * heads_kv * batch)))
-    heads_per_part = -(-heads_per_kv // parts)
+@functools.lru_cache(maxsize=4096)
+def key_parts(tiles: int, heads_per_kv: int, queries: int, triangular: bool, sms: int) -> tuple[int, int]:
+    """(parts, heads_per_part): CTAs that share the query heads of a key head, and query heads of each.
+
+    The fewest CTAs within TIME_SLACK of the shortest time.
+
+    Args:
+        tiles: key blocks of all key heads.
+        queries: largest number of one head that see some keys of a tile.
+        triangular: tiles have between none and all of them, as under a causal mask, and the longest come first.
+    """
+
+    def time(heads_per_part: int) -> float:
+        parts = -(-heads_per_kv // heads_per_part)
+        longest = heads_per_part * queries + TILE_QUERIES
+        if triangular:
+            mean = tiles / sms * (heads_per_kv * queries / 2 + parts * TILE_QUERIES)
+            time = max(longest, mean + TAIL * longest)
+        else:
+            time = -(-tiles * parts // sms) * longest
+        return time + (parts > 1) * parts * PART_QUERIES * tiles / sms
+
+    times = {heads_per_part: time(heads_per_part) for heads_per_part in range(heads_per_kv, 0, -1)}
+    limit = TIME_SLACK * min(times.values())
+    heads_per_part = next(number for number, needed in times.items() if needed <= limit)
     return -(-heads_per_kv // heads_per_part), heads_per_part
 
 
@@ -62,7 +86,8 @@ def bwd_workspace_bytes(
         if bwd_pass.grads == "dq":
             continue
         n_blocks = -(-seqlen_k // bwd_pass.block_N)
-        parts, _ = key_parts(batch, heads, heads_kv, n_blocks, sms)
+        triangular = problem.causal and not problem.has("window")
+        parts, _ = key_parts(batch * heads_kv * n_blocks, heads // heads_kv, seqlen_q, triangular, sms)
         if parts > 1 or (problem.is_fp32 and problem.has("varlen")):
             part_rows = parts * batch * heads_kv * n_blocks * bwd_pass.block_N
             widths = {"dk": problem.head_dim, "dv": problem.head_dim_v}
@@ -83,6 +108,7 @@ class BwdSizes:
     element_bytes: int
     sms: int
     device: int
+    queries: int  # largest number of one head that see some keys of a tile; of packed sequences their mean
     tiles: tuple[int, int] | None = None  # of queries and of keys, for packed sequences
 
     @property
@@ -114,7 +140,7 @@ class QueryPass:
         batch, heads, heads_per_kv = sizes.batch, sizes.heads, sizes.heads_per_kv
         kv_bytes = sizes.element_bytes * sizes.seqlen_k * sizes.width
         queries = sizes.rounded_q if sizes.tiles else sizes.seqlen_q
-        counts = tile_counts(batch, heads, heads_per_kv, kv_bytes, queries, config.block_M, MAX_GRID)
+        counts = tile_counts(batch, heads, heads_per_kv, kv_bytes, queries, config.block_M, sizes.sms)
         self.kernel, self.counts = kernel, (heads_per_kv, *counts)
         self.block = config.block_M, config.block_N
 
@@ -141,24 +167,28 @@ class KeyPass:
 
     def __init__(self, config: BwdPass, kernel: Kernel, kernels: BwdKernels, sizes: BwdSizes):
         batch, heads_kv = sizes.batch, sizes.heads_kv
-        head_dim, head_dim_v = kernels.problem.head_dim, kernels.problem.head_dim_v
+        problem, head_dim, head_dim_v = kernels.problem, kernels.problem.head_dim, kernels.problem.head_dim_v
         n_blocks = sizes.key_blocks(config.block_N)
         keys = n_blocks * config.block_N
-        parts, heads_per_part = key_parts(batch, sizes.heads, heads_kv, n_blocks, sizes.sms)
+        triangular = problem.causal and not problem.has("window")
+        tiles = batch * heads_kv * n_blocks
+        parts, heads_per_part = key_parts(tiles, sizes.heads_per_kv, sizes.queries, triangular, sizes.sms)
         row_bytes = sizes.element_bytes * sizes.width
         if config.adds_dq:
             row_bytes += 4 * head_dim
-        q_bytes = sizes.seqlen_q * heads_per_part * row_bytes
-        self.dynamic, self.device = config.schedule == "dynamic", sizes.device
+        q_bytes = (
+            sizes.seqlen_q * row_bytes
+        )  # of one head, as the CTAs of a key head go through its query heads side by side
+        self.dynamic, self.device = config.is_dynamic, sizes.device
         max_ctas = sizes.sms if self.dynamic else MAX_GRID
-        counts = tile_counts(batch, heads_kv * parts, 1, q_bytes, keys, config.block_N, max_ctas)
+        counts = tile_counts(batch, heads_kv * parts, 1, q_bytes, keys, config.block_N, sizes.sms, max_ctas)
         self.kernel, self.counts = kernel, (sizes.heads_per_kv, heads_per_part, parts, *counts)
         self.block = config.block_N, config.block_M
         self.sum_qk, self.sum_v = kernels.sum_qk, kernels.sum_v
 
         self.parts = parts
         self.adds_dq = config.adds_dq
-        in_parts = parts > 1 or (kernels.problem.is_fp32 and kernels.problem.has("varlen"))
+        in_parts = parts > 1 or (problem.is_fp32 and problem.has("varlen"))
         self.dk_in_parts, self.dv_in_parts = (in_parts and grad in config.makes for grad in ("dk", "dv"))
         self.row_blocks_q, self.row_blocks_k = sizes.rounded_q // 16, keys // 16
         rows_q = batch * sizes.heads * self.row_blocks_q

@@ -29,6 +29,7 @@ LOG2E = 1 / LN2
 FP32_NAMES = {dtype.parts: name for name, dtype in FP32_DTYPES.items()}
 MAX_GRID = 2**31 - 1  # CTAs per launch
 L2_SHARE = 32 << 20  # bytes of a 50 MB L2 for the keys and values of one head group
+GROUP_TILES = 1.5  # tiles per SM
 MAX_PLANS = 2048  # per thread and direction: the number of different lengths has no bound
 
 Argument = torch.Tensor | ctypes.c_void_p  # of a kernel: see arrays.ArgumentViews
@@ -86,17 +87,42 @@ def window_keys(options: Options) -> int:
 
 
 def tile_counts(
-    batch: int, heads: int, heads_sharing: int, shared_bytes: int, rows: int, block: int, max_ctas: int
+    batch: int,
+    heads: int,
+    heads_sharing: int,
+    shared_bytes: int,
+    rows: int,
+    block: int,
+    sms: int,
+    max_ctas: int = MAX_GRID,
 ) -> tuple[int, int, int]:
     """(blocks, group_heads, ctas): the launch arguments of kernels/scheduler.py.
 
     Args:
         heads_sharing: heads that read the same shared_bytes together.
         rows: queries or keys, divided into blocks of `block`.
+        sms: 0 for groups by the L2 alone.
     """
     blocks = -(-rows // block)
-    group_heads = min(max(L2_SHARE // shared_bytes, 1) * heads_sharing, heads * batch)
+    group_heads = head_group(heads * batch, heads_sharing, shared_bytes, blocks, sms)
     return blocks, group_heads, min(blocks * heads * batch, max_ctas)
+
+
+def head_group(heads: int, heads_sharing: int, shared_bytes: int, blocks: int, sms: int) -> int:
+    """Heads per group of scheduler.TileOrder, where the longest tiles of a group come first.
+
+    At least as many heads as keep what they share in the L2, and as have GROUP_TILES tiles per SM: in a smaller group long tiles would
+    begin when other SMs are out of work. Of up to twice as many, the number that leaves the fewest heads missing in the last group.
+
+    Args:
+        heads: of all batch entries.
+        heads_sharing, shared_bytes, blocks: as in tile_counts; `blocks` tiles per head.
+    """
+    parties = heads // heads_sharing
+    filling = math.ceil(GROUP_TILES * sms / (blocks * heads_sharing))
+    least = min(max(L2_SHARE // shared_bytes, filling, 1), parties)
+    sizes = range(least, min(2 * least, parties) + 1)
+    return heads_sharing * min(sizes, key=lambda size: -parties % size)
 
 
 def find_config(key: tuple, direction: str, config: Config | None) -> tuple[AttnProblem, Config]:

@@ -169,7 +169,14 @@ class FwdPlan:
             keys = min(seqlen_k, window_keys(options) + config.block_M)
         kv_bytes = problem.element_bytes * keys * (head_dim + head_dim_v)  # read by the tiles of one head
         m_blocks, group_heads, ctas = tile_counts(
-            batch, heads, heads // heads_kv, kv_bytes, rows, config.block_M, max_ctas
+            batch,
+            heads,
+            heads // heads_kv,
+            kv_bytes,
+            rows,
+            config.block_M,
+            0 if self.combine else sms,
+            max_ctas,
         )
         if self.combine:
             num_splits = min(num_splits, MAX_SPLITS)

@@ -11,9 +11,9 @@ from tl_attention.checks.common import check_config
 from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import JVP_CONFIGS, JvpConfig
 from tl_attention.launch.arrays import cut_columns, has_odd_columns, pad_columns, tma_ready
-from tl_attention.launch.common import LN2, MAX_GRID, compile_needed, dense, empty, tile_counts
+from tl_attention.launch.common import LN2, compile_needed, dense, empty, tile_counts
 from tl_attention.problem import JVP, AttnProblem
-from tl_attention.target import DTYPE_NAMES
+from tl_attention.target import DTYPE_NAMES, sm_count
 
 _kernels: dict[AttnProblem, Kernel] = {}
 
@@ -77,7 +77,9 @@ def forward_jvp(
     problem = AttnProblem.of(DTYPE_NAMES[q.dtype], head_dim, head_dim_v, causal, JVP)
     kernel, config = _find_kernel(problem, config)
     kv_bytes = 2 * q.element_size() * seqlen_k * (head_dim + head_dim_v)  # read by the tiles of one head
-    counts = tile_counts(batch, heads, heads // heads_kv, kv_bytes, seqlen_q, config.block_M, MAX_GRID)
+    counts = tile_counts(
+        batch, heads, heads // heads_kv, kv_bytes, seqlen_q, config.block_M, sm_count(q.device.index)
+    )
     m_blocks, group_heads, ctas = counts
     inputs = [tma_ready(x) for x in (q, k, v, *tangents)]
     outputs = [out, tout]

@@ -1,0 +1,65 @@
+"""Shared memory of the backward by keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tl_attention.kernel_configs import BwdPass
+from tl_attention.kernels.bwd_tiles import KeyTileBox
+from tl_attention.kernels.options import alloc_bias_columns
+from tl_attention.kernels.pipeline import TileRing, alloc_each, alloc_exchange, alloc_swizzled
+from tl_attention.kernels.tiles import SharedTiles
+from tl_attention.kernels.traced import alloc_staged
+from tl_attention.problem import AttnProblem
+
+
+def stages_P(problem: AttnProblem, config: BwdPass) -> bool:
+    """True if dV reads P' from shared memory: with dropout, where dS' takes the registers of another P'. Not in fp32, see legality.py."""
+    return config.reuse_registers and "dv" in config.makes and problem.has("dropout")
+
+
+def alloc_key_rings(problem: AttnProblem, config: BwdPass) -> tuple[TileRing, TileRing | None]:
+    """Rings of K and V, a step per 64 keys. A pass that makes dv alone has no V."""
+    dtype_of, parts, warpgroups = problem.dtype_of, problem.parts, config.warpgroups
+    k_shape, v_shape = ([warpgroups, 64, parts * width] for width in (problem.head_dim, problem.head_dim_v))
+    readers = 4 * warpgroups if config.is_dynamic else 4  # of K: all, for dq
+    K = TileRing(k_shape, dtype_of("k"), readers, "K", parts=parts)
+    return K, TileRing(v_shape, dtype_of("v"), 4, name="V", parts=parts) if "dk" in config.makes else None
+
+
+def alloc_dv(problem: AttnProblem, config: BwdPass, K: TileRing, V: TileRing | None) -> Any:
+    """Tiles that dV leaves through: those of V, else of K, if that is as wide, or tiles of their own."""
+    if config.has_dv_tile(problem):
+        return alloc_each(config.warpgroups, [64, problem.head_dim_v], problem.dtype_of("dv"), "dV")
+    if V is not None:
+        return V.tiles
+    if problem.head_dim == problem.head_dim_v:
+        return K.tiles
+    return alloc_swizzled([config.warpgroups, 64, problem.head_dim_v], problem.dtype_of("dv"))
+
+
+def alloc_shared_tiles(
+    problem: AttnProblem, config: BwdPass, K: TileRing, V: TileRing | None, dV: Any
+) -> SharedTiles:
+    """Allocate the rest of what the roles of a CTA meet at."""
+    dtype_of, parts, warpgroups, block_M = problem.dtype_of, problem.parts, config.warpgroups, config.block_M
+    dynamic, consumer_warps = config.is_dynamic, 4 * warpgroups
+    row_values = 2 if "dk" in config.makes else 1  # Lse_log2 and, for dS', Delta
+    q_shape = [config.num_stages, block_M, parts * problem.head_dim]
+    do_shape = [config.num_stages_do, block_M, parts * problem.head_dim_v]
+    exchange = config.order != "", warpgroups, block_M, dtype_of("ds"), "dS"
+    dk_shape = [64, problem.head_dim]
+    box = consumer_warps, problem.has("varlen"), config.schedule == "dynamic-late"
+    return SharedTiles(
+        Q=TileRing(q_shape, dtype_of("q"), consumer_warps, "Q", row_values, parts=parts),
+        dO=TileRing(do_shape, dtype_of("do"), consumer_warps, "dO", parts=parts),
+        K=K,
+        V=V,
+        P=alloc_each(warpgroups, [64, block_M], dtype_of("p"), "P") if stages_P(problem, config) else None,
+        dV=dV,
+        dS=alloc_exchange(*exchange) if "dq" in config.makes else None,
+        dK=alloc_each(warpgroups, dk_shape, dtype_of("dk"), "dK") if dynamic else None,
+        tile_box=KeyTileBox(*box) if dynamic else None,
+        bias_columns=alloc_bias_columns(problem, block_M),
+        staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True),
+    )

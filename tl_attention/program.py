@@ -1,6 +1,6 @@
 """Programs: the functions score_mod and mask_mod of a call, as operations on scalars that a kernel evaluates per score.
 
-trace.py makes them from Python functions, kernels/traced.py turns them into TileLang, reference_flex.py evaluates them in PyTorch. A
+tracing/trace.py makes them from Python functions, kernels/traced.py turns them into TileLang, reference/flex.py evaluates them in PyTorch. A
 program is part of the key of a kernel: tensors and most numbers that the functions capture are arguments of a launch, so that kernels
 do not depend on their values.
 """

@@ -325,7 +325,7 @@ def attention_mask(
 
 
 def _mask_of_rows(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Stack rows in the form that checks_hf.is_our_mask recognizes."""
+    """Stack rows in the form that checks.hf.is_our_mask recognizes."""
     return torch.stack(rows)[:, None, None, None].to(torch.int32)
 
 

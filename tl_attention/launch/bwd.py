@@ -279,7 +279,7 @@ def _bwd_key(
     heads_first: bool,
     deterministic: bool,
 ) -> tuple:
-    """Key of a plan without options. It holds all metadata that checks.check_bwd reads, so a known key has passed the checks."""
+    """Key of a plan without options. It holds all metadata that checks.common.check_bwd reads, so a known key has passed the checks."""
     return (
         dout.shape, dout.stride(), dout.dtype, dout.device,
         out.shape, out.stride(), out.dtype, out.device,

@@ -52,7 +52,7 @@ class PlanCache(threading.local):
 
 
 def qkv_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, heads_first: bool) -> tuple:
-    """Key of a plan without options. It holds all metadata that checks.check_fwd reads, so a known key has passed the checks."""
+    """Key of a plan without options. It holds all metadata that checks.common.check_fwd reads, so a known key has passed the checks."""
     return (
         q.shape, q.stride(), q.dtype, q.device,
         k.shape, k.stride(), k.dtype, k.device,

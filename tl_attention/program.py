@@ -1,7 +1,7 @@
 """Programs: the functions score_mod and mask_mod of a call, as operations on scalars that a kernel evaluates per score.
 
-tracing/trace.py makes them from Python functions, kernels/traced.py turns them into TileLang, reference/flex.py evaluates them in PyTorch. A
-program is part of the key of a kernel: tensors and most numbers that the functions capture are arguments of a launch, so that kernels
+tracing/trace.py makes them from Python functions, kernels/traced.py turns them into TileLang, reference/flex.py evaluates them in PyTorch.
+A program is part of the key of a kernel: tensors and most numbers that the functions capture are arguments of a launch, so that kernels
 do not depend on their values.
 """
 

@@ -636,7 +636,8 @@ def test_public_functions_compile_into_graph_trees():
 
 FIRST_CALL_IN_A_GRAPH = """
 import torch
-from tl_attention import building, launch
+from tl_attention import launch
+from tl_attention.compilation import building
 from tl_attention.kernel_configs import FwdConfig
 from tl_attention.problem import AttnProblem
 q, k, v = (torch.randn(2, 1500, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))

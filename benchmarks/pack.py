@@ -25,6 +25,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 BLOCKED = "tilelang"  # None in sys.modules: not installed
+BEGIN = time.monotonic()
 
 # Name -> keywords of dense() or decode(); one per kind of kernel and launch
 PROBLEMS: dict[str, tuple[str, dict]] = {
@@ -130,11 +131,33 @@ def results(name: str) -> list[str]:
     ]
 
 
-def compute(kernels: str) -> None:
-    """Print the results of all problems as JSON. `kernels`: pack, without TileLang; jit, without a pack."""
+def compute(kernels: str, folder: str = "") -> None:
+    """Print the results of all problems as JSON, or the error of a problem in their place.
+
+    Args:
+        kernels: pack, without TileLang; jit, without a pack.
+        folder: for the wheel of a pack with the kernels that were loaded; none is written if empty.
+    """
     if kernels == "pack":
         sys.modules[BLOCKED] = None
-    print(json.dumps({name: results(name) for name in PROBLEMS}))
+    from tl_attention.compilation import packing, store
+
+    asked, find = [], store.find
+    store.find = lambda *kernel: asked.append(kernel) or find(*kernel)
+    found = {}
+    for name in PROBLEMS:
+        try:
+            found[name] = results(name)
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    if folder:
+        packing.build(list(dict.fromkeys(asked)), Path(folder), say=say)
+    print(json.dumps(found))
+
+
+def say(text: str) -> None:
+    """A line of progress, with the seconds of this process."""
+    print(f"[{time.monotonic() - BEGIN:5.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def build() -> None:
@@ -142,19 +165,8 @@ def build() -> None:
     environment = os.environ | {"TL_ATTENTION_PACK": "0", "TL_ATTENTION_QUIET": "1"}
     command = [sys.executable, __file__, "one"]
     running = {name: subprocess.Popen([*command, name], env=environment) for name in PROBLEMS}
-    if failed := [name for name, process in running.items() if process.wait()]:
-        raise SystemExit(f"problems without a result: {', '.join(failed)}")
-
-
-def keep(folder: str) -> None:
-    """Compute all problems with kernels compiled here, and write a pack of those kernels to a folder."""
-    from tl_attention.compilation import packing, store
-
-    asked, find = [], store.find
-    store.find = lambda *kernel: asked.append(kernel) or find(*kernel)
-    for name in PROBLEMS:
-        results(name)
-    packing.build(list(dict.fromkeys(asked)), Path(folder))
+    failed = [name for name, process in running.items() if process.wait()]
+    say(f"kernels of {len(PROBLEMS) - len(failed)} problems are built" + f"; failed: {failed}" * bool(failed))
 
 
 def child(command: str, *arguments: str, **variables: str) -> str:
@@ -169,11 +181,12 @@ def child(command: str, *arguments: str, **variables: str) -> str:
 
 
 def check(folder: Path, installed: bool) -> int:
-    """Compare the bits of both kinds of kernels. Returns 1 if some differ."""
+    """Compare the bits of both kinds of kernels. Returns 1 if some differ or a problem has no result."""
     paths = os.environ.get("PYTHONPATH", "")
     build()
+    theirs = json.loads(child("compute", "jit", *([] if installed else [str(folder)]), TL_ATTENTION_PACK="0"))
+    say("computed with kernels compiled here")
     if not installed:
-        child("keep", str(folder), TL_ATTENTION_PACK="0")
         (wheel,) = folder.glob("*.whl")
         site = folder / "site"
         options = ["--quiet", "--no-deps", "--no-index", "--target"]
@@ -182,10 +195,13 @@ def check(folder: Path, installed: bool) -> int:
         paths = os.pathsep.join(filter(None, [str(site), paths]))
     empty = str(folder / "empty")
     ours = json.loads(child("compute", "pack", PYTHONPATH=paths, TL_ATTENTION_CACHE_DIR=empty))
-    theirs = json.loads(child("compute", "jit", TL_ATTENTION_PACK="0"))
-    equal = {name: ours[name] == theirs[name] for name in PROBLEMS}
+    say("computed with the pack, without TileLang")
+    equal = {name: isinstance(ours[name], list) and ours[name] == theirs[name] for name in PROBLEMS}
     for name, same in equal.items():
-        print(f"{name:28}{'bits equal' if same else f'DIFFERS: {ours[name]} {theirs[name]}'}")
+        outcome = (
+            f"bits equal in {len(ours[name])} results" if same else f"DIFFERS: {ours[name]} {theirs[name]}"
+        )
+        print(f"{name:28}{outcome}")
     print(f"{sum(equal.values())} of {len(equal)} problems have the bits of kernels compiled here")
     return 0 if all(equal.values()) else 1
 
@@ -221,7 +237,7 @@ def times(repeats: int) -> None:
 
 
 def main() -> int:
-    commands = {"one": results, "compute": compute, "keep": keep, "first": first_result}
+    commands = {"one": results, "compute": compute, "first": first_result}
     if sys.argv[1:] and sys.argv[1] in commands:  # a process of check or time
         commands[sys.argv[1]](*sys.argv[2:])
         return 0

@@ -264,7 +264,7 @@ PROGRAM = """
 import os, sys
 sys.path[:0] = {paths!r}
 import test_building
-from tl_attention import building, compiler
+from tl_attention.compilation import building, compiler
 print("main", flush=True)
 compiler.build = test_building.{build}
 print(building.build_all([(test_building.PROBLEM, test_building.GOOD)]), flush=True)

@@ -634,9 +634,20 @@ def test_public_functions_compile_into_graph_trees():
             assert torch.equal(compiled(q, k, v), expected)
 
 
+@pytest.mark.gpu
+def test_fwd_head_groups_of_short_sequences_are_those_of_2048_keys():
+    groups = []
+    for seqlen in (300, 512, 1024, 2048, 4096):
+        q, k, v, out = (torch.empty(4, 16, seqlen, 128, device="cuda", dtype=BF16) for _ in range(4))
+        _, _, group_heads, _ = launch.fwd.FwdPlan(q, k, v, out, True, True).arguments
+        groups.append(group_heads)
+    assert groups == [32, 32, 32, 32, 16]
+
+
 FIRST_CALL_IN_A_GRAPH = """
 import torch
-from tl_attention import building, launch
+from tl_attention import launch
+from tl_attention.compilation import building
 from tl_attention.kernel_configs import FwdConfig
 from tl_attention.problem import AttnProblem
 q, k, v = (torch.randn(2, 1500, 16, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))

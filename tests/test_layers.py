@@ -75,11 +75,11 @@ DOORS = {
     "launch/bwd_passes "
     "launch/common launch/parts launch/traced",
     "launch/decode": "torch checks/common options problem kernel_configs target configs compilation/store launch/arrays launch/common",
-    "compilation/building": "problem kernel_configs compilation/compiler compilation/sandbox compilation/store",
+    "compilation/building": "problem kernel_configs compilation/compiler compilation/pack compilation/sandbox compilation/store",
     "compilation/sandbox": "",
     "compilation/store": "problem kernel_configs configs compilation/compiler compilation/pack compilation/toolkit | tvm_ffi",
     "compilation/pack": "problem kernel_configs compilation/compiler | tvm_ffi",
-    "compilation/packing": "problem kernel_configs compilation/compiler compilation/building compilation/manifest compilation/pack "
+    "compilation/packing": "compilation/compiler compilation/building compilation/manifest compilation/pack "
     "compilation/store compilation/toolkit | tilelang tvm_ffi",
     "compilation/compiler": "problem kernel_configs target compilation/toolkit | kernels tilelang tvm_ffi",
     "compilation/toolkit": " | tilelang",

@@ -36,7 +36,7 @@ PROBLEM = AttnProblem("bfloat16", 64, 64, False)
 
 BLOCKED = "import sys; sys.modules['tilelang'] = None\n"
 PREPARE = """
-from tl_attention import building, pack, store
+from tl_attention.compilation import building, pack, store
 from tl_attention.kernel_configs import *
 from tl_attention.problem import AttnProblem
 problem = AttnProblem("bfloat16", 64, 64, False)
@@ -175,7 +175,7 @@ for config in (FwdCombine(), DecodeCombine()):
     compiled = (
         common
         + """
-from tl_attention import packing
+from tl_attention.compilation import packing
 for config in (FwdCombine(), DecodeCombine()):
     path = store.kernel_path(problem, config)
     call(store.load(path), packing.record_of(path.read_bytes()).parameters, config)

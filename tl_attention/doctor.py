@@ -72,19 +72,14 @@ def _check_tvm_ffi() -> tuple[bool, str]:
     return bool(found), found or "not installed: pip install apache-tvm-ffi"
 
 
-def _pack_serves() -> bool:
-    """True if the pack has kernels of today's sources, so that nothing has to be compiled."""
+def _compiles() -> bool:
+    """True if kernels must be compiled here: no pack is installed, or it is damaged or of other sources."""
     from tl_attention.compilation import pack
 
     try:
-        return pack.installed() is not None and bool(_pack_coverage()[0])
-    except RuntimeError:  # damaged: the check of the pack says so
-        return False
-
-
-def _compiles() -> bool:
-    """True if kernels must be compiled here: there is no pack that serves."""
-    return not _pack_serves()
+        return not (pack.installed() and _pack_coverage()[0])
+    except RuntimeError:  # the check of the pack says what is damaged
+        return True
 
 
 def _pack_coverage() -> tuple[int, int]:

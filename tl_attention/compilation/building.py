@@ -22,7 +22,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
-from tl_attention.compilation import compiler, store
+from tl_attention.compilation import compiler, pack, store
+from tl_attention.compilation.compiler import KernelKey
 from tl_attention.compilation.sandbox import Failure, Sandbox
 from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import KernelConfig
@@ -30,8 +31,6 @@ from tl_attention.problem import AttnProblem
 
 TICK = 0.1  # seconds between two looks at kernels that another process builds
 CPUS_PER_BUILDER = 4  # that builds ahead: the builder that a call waits for has the others
-
-KernelKey = tuple[AttnProblem, KernelConfig]
 
 _compiled: dict[KernelKey, Kernel] = {}
 _ahead: dict[KernelKey, Sandbox] = {}  # running builders of build_ahead()
@@ -149,7 +148,7 @@ class _Notice:
             does = f"building {self.what}, once per machine"
             if elsewhere:
                 does = f"waiting for {self.what}, {elsewhere} of them built by another process"
-            why = f"{store.missing_advice()}; `tl-attention compile` builds kernels ahead, TL_ATTENTION_QUIET=1 hides this line"
+            why = f"{pack.advice()}; `tl-attention compile` builds kernels ahead, TL_ATTENTION_QUIET=1 hides this line"
             self._write(f"tl_attention: {does}{self.where}; {why}\n")
         if self.counts and seconds > self.shown:
             self.shown = seconds

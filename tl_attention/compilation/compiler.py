@@ -37,6 +37,8 @@ from tl_attention.kernel_configs import (
 from tl_attention.problem import AttnProblem
 from tl_attention.target import TARGET
 
+KernelKey = tuple[AttnProblem, KernelConfig]  # what a kernel is asked for by
+
 # Config class -> module of kernels/ and function in it. No template imports another; all import the other files of kernels/
 TEMPLATES = {
     FwdConfig: ("fwd", "flash_fwd"),

@@ -19,6 +19,7 @@ from typing import Any
 
 from tl_attention import configs
 from tl_attention.compilation import building, compiler, cubin, toolkit
+from tl_attention.compilation.compiler import KernelKey
 from tl_attention.compilation.sandbox import Failure, Sandboxes
 from tl_attention.kernel_configs import (
     BwdDelta,
@@ -35,8 +36,6 @@ from tl_attention.kernel_configs import (
 from tl_attention.legality import BARRIER_BYTES, smem_bytes
 from tl_attention.problem import BUCKETS, DECODE, DECODE_OPTIONS, DIRECTIONS, JVP, AttnProblem
 from tl_attention.target import SMEM_LIMIT
-
-Kernel = tuple[AttnProblem, KernelConfig]
 
 # Fields of cubin.Report that an entry keeps
 REPORT_FIELDS = (
@@ -92,7 +91,7 @@ def kernel_name(problem: AttnProblem, config: KernelConfig) -> str:
     return f"{problem}, {config}"
 
 
-def shipped() -> dict[str, Kernel]:
+def shipped() -> dict[str, KernelKey]:
     """Every kernel that the package ships, by name.
 
     These are the kernels of all defaults and tuned rows in both dtypes, of each option line of the grid with all options
@@ -108,7 +107,7 @@ def shipped() -> dict[str, Kernel]:
     return _by_name(found)
 
 
-def _paged_option_kernels() -> Iterator[Kernel]:
+def _paged_option_kernels() -> Iterator[KernelKey]:
     """Forward kernels with keys in pages: for each option line of the grid with packed sequences, all its options but dropout.
 
     Their pages are the smallest, which take the most copies and registers.
@@ -120,12 +119,12 @@ def _paged_option_kernels() -> Iterator[Kernel]:
             yield problem, configs.option_config(problem, BUCKETS[0]).paged_forms()[0]
 
 
-def pack_kernels() -> dict[str, Kernel]:
+def pack_kernels() -> dict[str, KernelKey]:
     """Every kernel of a whole pack, by name: the shipped ones, and those of the option sets in [pack] of the grid."""
     return _by_name([*shipped().values(), *configs.pack_option_kernels()])
 
 
-def _by_name(kernels: Iterable[Kernel]) -> dict[str, Kernel]:
+def _by_name(kernels: Iterable[KernelKey]) -> dict[str, KernelKey]:
     kernels = set(kernels)
     named = {kernel_name(*kernel): kernel for kernel in kernels}
     if len(named) < len(kernels):
@@ -194,7 +193,7 @@ def faults(problem: AttnProblem, config: KernelConfig, found: dict[str, Any]) ->
     return [f"{name}: expected {expected}, got {got[name]}" for name, expected, good in rules if not good]
 
 
-def new_faults(name: str, kernel: Kernel, found: dict[str, Any]) -> list[str]:
+def new_faults(name: str, kernel: KernelKey, found: dict[str, Any]) -> list[str]:
     """Differences between a kernel's faults and KNOWN_FAULTS: those that are new, and known ones that are gone."""
     texts, known = faults(*kernel, found), KNOWN_FAULTS.get(name, ())
     gone = [
@@ -283,7 +282,7 @@ def compare(hashes: dict[str, str], manifest: Manifest) -> Difference:
     )
 
 
-def trace_all(kernels: dict[str, Kernel], jobs: int | None = None) -> dict[str, str]:
+def trace_all(kernels: dict[str, KernelKey], jobs: int | None = None) -> dict[str, str]:
     """Text hash per kernel name, traced by several processes."""
     hashes = dict(_in_processes(text_hash, kernels.values(), jobs))
     return {name: hashes[kernel] for name, kernel in kernels.items()}
@@ -312,8 +311,8 @@ def rewrite(jobs: int | None = None, say: Callable[[str], None] = print) -> Diff
 
 
 def _in_processes(
-    function: Callable[..., Any], kernels: Iterable[Kernel], jobs: int | None
-) -> Iterator[tuple[Kernel, Any]]:
+    function: Callable[..., Any], kernels: Iterable[KernelKey], jobs: int | None
+) -> Iterator[tuple[KernelKey, Any]]:
     """(kernel, function(problem, config)) of each kernel, as results come. Raises Failure for the first that fails."""
     kernels = list(kernels)
     jobs = min(jobs or os.cpu_count() or 1, len(kernels))
@@ -327,7 +326,7 @@ def _in_processes(
             yield kernel, result
 
 
-def sample(kernels: dict[str, Kernel], seed: int, count: int) -> list[str]:
+def sample(kernels: dict[str, KernelKey], seed: int, count: int) -> list[str]:
     """Names of kernels that a test compiles: `count` that change with the seed, and a cheap one per template."""
     names = sorted(kernels)
     step = max(len(names) // count, 1) if count else 1

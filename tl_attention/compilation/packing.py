@@ -30,12 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tl_attention.compilation import building, manifest, pack, store, toolkit
-from tl_attention.compilation.compiler import template
-from tl_attention.kernel_configs import KernelConfig
-from tl_attention.problem import AttnProblem
+from tl_attention.compilation.compiler import KernelKey, template
 
 MAX_BYTES = 40_000_000  # of a wheel
-GROUP = 4  # kernels: 12 KB each, unpacked in 7 ms; single ones 17 KB and 2 ms, groups of 8 10 KB and 16 ms
+GROUP = 6  # kernels: 12.2 KB each, unpacked in 7 ms; 4: 13.6 KB and 5 ms; 8: 11.6 KB and 10 ms (120 kernels of 5 places of a pack)
 LAUNCHER_SOURCE = Path(__file__).parents[1] / "native" / "launcher.cc"
 
 # The symbol by which TVM's host code finds functions, and the one of native/launcher.cc, of the same length
@@ -62,8 +60,6 @@ LAUNCH_TAGS = {
     "tirx.use_dyn_shared_memory": "s",
 }
 EARLY_TAG = "tirx.use_programtic_dependent_launch"  # has no number
-
-Kernel = tuple[AttnProblem, KernelConfig]
 
 
 class PackError(Exception):
@@ -238,7 +234,7 @@ def compiler_versions() -> dict[str, str]:
 
 
 def build(
-    kernels: Sequence[Kernel],
+    kernels: Sequence[KernelKey],
     out: Path,
     jobs: int | None = None,
     say: Callable[[str], None] = print,
@@ -254,7 +250,7 @@ def build(
     alike = sorted(kernels, key=_likeness)
     groups = [alike[i : i + GROUP] for i in range(0, len(alike), GROUP)]
 
-    def packed(group: list[Kernel]) -> tuple[list[int], bytes]:
+    def packed(group: list[KernelKey]) -> tuple[list[int], bytes]:
         """Sizes of the records of a group, and the compressed group."""
         records = [_read_record(store.kernel_path(*kernel)).content() for kernel in group]
         return list(map(len, records)), lzma.compress(b"".join(records), preset=9 | lzma.PRESET_EXTREME)
@@ -288,7 +284,7 @@ def build(
     return _write_wheel(out, version, platform_tag(library), files)
 
 
-def _likeness(kernel: Kernel) -> tuple:
+def _likeness(kernel: KernelKey) -> tuple:
     """Order in which similar kernels, and those of one call, are neighbors."""
     problem, config = kernel
     widths = problem.head_dim, problem.head_dim_v
@@ -406,6 +402,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def choose(kernels: Iterable[Kernel], words: Sequence[str]) -> list[Kernel]:
+def choose(kernels: Iterable[KernelKey], words: Sequence[str]) -> list[KernelKey]:
     """Kernels whose problem and config have all of some words."""
     return [kernel for kernel in kernels if set(words) <= set(f"{kernel[0]} {kernel[1]}".split())]

@@ -57,11 +57,6 @@ def find(problem: AttnProblem, config: KernelConfig) -> PackedKernel | Path | No
     return path if path.exists() else None
 
 
-def missing_advice() -> str:
-    """The reason why no pack has a kernel, and what would bring it."""
-    return pack.advice()
-
-
 def load(found: PackedKernel | Path) -> Kernel:
     """The function of a kernel that find() found, or of a library."""
     if isinstance(found, PackedKernel):

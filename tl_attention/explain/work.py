@@ -22,7 +22,7 @@ from tl_attention.kernel_configs import (
 )
 from tl_attention.launch import splits
 from tl_attention.launch.bwd_passes import key_parts
-from tl_attention.launch.common import head_group
+from tl_attention.launch.common import GROUP_KEYS, head_group
 from tl_attention.problem import DECODE, SPLIT_BUCKET, TABLE_ROWS, AttnProblem, decode_problem, length_bucket
 from tl_attention.testing import counts
 from tl_attention.testing.counts import bounds
@@ -195,13 +195,12 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> W
         tiles = shape.heads_q * sum(map(len, by_sequence))
         number = splits.key_splits(tiles, -(-longest // config.block_N), gpu.sms)
     row = problem.head_dim + problem.head_dim_v
-    head_bytes = problem.element_bytes * longest * (shape.head_dim + shape.head_dim_v)
+    head_bytes = problem.element_bytes * max(longest, GROUP_KEYS) * (shape.head_dim + shape.head_dim_v)
     sharing = shape.heads_q // shape.heads_kv
     ordered = bool(problem.causal or problem.options)
-    blocks = max(map(len, by_sequence))
-    group = head_group(
-        shape.heads_q * shape.batch, sharing, max(head_bytes, 1), blocks, 0 if number > 1 else gpu.sms
-    )
+    blocks, short = max(map(len, by_sequence)), longest < GROUP_KEYS and not shape.is_varlen
+    fill = 0 if number > 1 or short else gpu.sms
+    group = head_group(shape.heads_q * shape.batch, sharing, max(head_bytes, 1), blocks, fill)
     tiles = launch_order(by_sequence, shape.heads_q, group, shape.is_varlen, ordered, last=True)
     if number > 1:
         tiles = _runs((-(-steps // number), count * number) for steps, count in tiles)

@@ -30,6 +30,9 @@ FP32_NAMES = {dtype.parts: name for name, dtype in FP32_DTYPES.items()}
 MAX_GRID = 2**31 - 1  # CTAs per launch
 L2_SHARE = 32 << 20  # bytes of a 50 MB L2 for the keys and values of one head group
 GROUP_TILES = 1.5  # tiles per SM
+# Least number of keys that a forward counts per head: in a larger group the few tiles of a short head are so far apart that its keys
+# have left the L2 (docs/tuning.md, "Head groups of short sequences")
+GROUP_KEYS = 2048
 MAX_PLANS = 2048  # per thread and direction: the number of different lengths has no bound
 
 Argument = torch.Tensor | ctypes.c_void_p  # of a kernel: see arrays.ArgumentViews

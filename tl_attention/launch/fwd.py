@@ -14,6 +14,7 @@ from tl_attention.launch import splits
 from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns, page_rows_of
 from tl_attention.launch.bwd import build_backward_ahead
 from tl_attention.launch.common import (
+    GROUP_KEYS,
     LN2,
     MAX_GRID,
     PackedTiles,
@@ -160,13 +161,13 @@ class FwdPlan:
             self.views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
             self.out_view = ArgumentViews(heads_first, out)
 
-        rows, keys = seqlen_q, seqlen_k
+        rows, keys = seqlen_q, max(seqlen_k, GROUP_KEYS)
         if self.packed:
             self.tiles = PackedTiles(tile_table, self.batch, seqlen_q, seqlen_k, causal, self.device)
             self.step_rows = config.block_N
             rows = self.tiles.counts[0] * TABLE_ROWS  # padded: each sequence starts a new tile
         elif options is not None:
-            keys = min(seqlen_k, window_keys(options) + config.block_M)
+            keys = min(keys, window_keys(options) + config.block_M)
         kv_bytes = problem.element_bytes * keys * (head_dim + head_dim_v)  # read by the tiles of one head
         m_blocks, group_heads, ctas = tile_counts(
             batch,
@@ -175,7 +176,7 @@ class FwdPlan:
             kv_bytes,
             rows,
             config.block_M,
-            0 if self.combine else sms,
+            0 if self.combine or seqlen_k < GROUP_KEYS else sms,
             max_ctas,
         )
         if self.combine:

@@ -34,7 +34,7 @@ from tl_attention.kernel_configs import (
     TileTable,
 )
 from tl_attention.legality import BARRIER_BYTES, smem_bytes
-from tl_attention.problem import BUCKETS, DECODE, DECODE_OPTIONS, DIRECTIONS, JVP, AttnProblem
+from tl_attention.problem import BUCKETS, DECODE, DECODE_OPTIONS, DEFAULT_DTYPE, DIRECTIONS, JVP, AttnProblem
 from tl_attention.target import SMEM_LIMIT
 
 # Fields of cubin.Report that an entry keeps
@@ -94,9 +94,9 @@ def kernel_name(problem: AttnProblem, config: KernelConfig) -> str:
 def shipped() -> dict[str, KernelKey]:
     """Every kernel that the package ships, by name.
 
-    These are the kernels of all defaults and tuned rows in both dtypes, of each option line of the grid with all options
-    that the line serves in bfloat16, also with keys in small pages, of decoding without options and with all of them, and of the
-    forward with its derivative.
+    These are the kernels of all defaults and tuned rows in every dtype, of each option line of the grid with all options that the
+    line serves (bfloat16 for a line that float16 shares), also with keys in small pages, of decoding without options and with all
+    of them, and of the forward with its derivative.
     """
     found = [
         *configs.shipped_kernels([*DIRECTIONS, DECODE, JVP]),
@@ -112,7 +112,7 @@ def _paged_option_kernels() -> Iterator[KernelKey]:
 
     Their pages are the smallest, which take the most copies and registers.
     """
-    for problem, _ in configs.option_problems():
+    for problem, _ in configs.option_problems(names=(DEFAULT_DTYPE,)):
         options = tuple(name for name in problem.options if name != "dropout")
         problem = replace(problem, options=options)
         if problem.has("varlen"):
@@ -216,7 +216,7 @@ def _instructions(problem: AttnProblem, config: KernelConfig) -> dict[str, bool]
         split = isinstance(config, FwdConfig) and config.split
         from_registers = split or (problem.is_fp32 and isinstance(config, FwdConfig | BwdPass))
         expected["tma_stores"] = not isinstance(config, BwdDelta) and not from_registers
-        expected["vector_sums"] = isinstance(config, BwdPass) and config.adds_dq
+        expected["vector_sums"] = isinstance(config, BwdPass) and config.adds_dq and not problem.is_fp32
     return expected
 
 

@@ -299,7 +299,8 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         return "reuse_registers: expected True where dq is summed, which needs registers too, got False"
     orders = DQ_ORDERS if shares_dq else ("",)
     if bwd_pass.order not in orders:
-        where = "where dq is summed" if shares_dq else "where no dq is summed, or in fp32"
+        elsewhere = "in fp32" if problem.is_fp32 else "where no dq is summed"
+        where = "where dq is summed" if shares_dq else elsewhere
         return f"order: expected one of {', '.join(map(repr, orders))} {where}, got {bwd_pass.order!r}"
     schedules = ("grid",)
     if bwd_pass.adds_dq and bwd_pass.order and problem.program is None:

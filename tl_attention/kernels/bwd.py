@@ -4,9 +4,9 @@ Dao 2023 (FlashAttention-2, algorithm 2), in the schedule of Shah et al. 2024 (F
 and dS' then leave the tensor cores in the registers where dV += P' dO and dK += dS' Q want them. Each consumer warpgroup owns 64 keys.
 The producer warp fills rings of Q and dO tiles by TMA. dQ is added from registers to sums in global memory.
 
-bwd_delta.py computes Lse_log2 and Delta first; bwd_sum.py converts dQ_sum to dQ at the end, but in fp32. A pass computes one or two of the three
-gradients where the registers do not hold dK and dV together, or where dQ must not depend on the order of additions. Each pass then
-computes S' itself.
+bwd_delta.py computes Lse_log2 and Delta first; bwd_sum.py converts dQ_sum to dQ at the end. In fp32 dQ' = K' dS' is added to dQ itself.
+A pass computes one or two of the three gradients where the registers do not hold dK and dV together, or where dQ must not depend on
+the order of additions. Each pass then computes S' itself.
 """
 
 import functools

@@ -71,6 +71,13 @@ KNOWN_FAULTS = {
     },
     # Gradients of three parts with an accumulator per block; without a mask none (nvcc 13.0.88)
     "fp32-highest d64 causal, dk+dv 64x128x2x2 reuse": ("spill_bytes: expected 0, got 16",),
+    # Faster than the default, which does not spill: full 8 to 13 %, causal 2 to 5 % (H200, 2026-11-22)
+    "fp32-highest d64 full, 128x96 persistent ping-pong hold-max": ("spill_bytes: expected 0, got 4",),
+    "fp32-highest d64 causal, 128x96 dynamic ping-pong hold-max": ("spill_bytes: expected 0, got 16",),
+    # All options at once; at register usage level 0 8 bytes, in the schedule grid 172 (nvcc 13.0.88)
+    "fp32-high d128 full window softcap alibi sink dropout varlen, 128x64 dynamic": (
+        "spill_bytes: expected 0, got 100",
+    ),
     # All options at once: no tile of these widths holds them in registers
     "bf16 d192 full window softcap alibi sink dropout varlen, 128x64 grid": (
         "spill_bytes: expected 0, got 20",

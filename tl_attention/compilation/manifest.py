@@ -74,9 +74,15 @@ KNOWN_FAULTS = {
     # Faster than the default, which does not spill: full 8 to 13 %, causal 2 to 5 % (H200, 2026-11-22)
     "fp32-highest d64 full, 128x96 persistent ping-pong hold-max": ("spill_bytes: expected 0, got 4",),
     "fp32-highest d64 causal, 128x96 dynamic ping-pong hold-max": ("spill_bytes: expected 0, got 16",),
-    # All options at once; at register usage level 0 8 bytes, in the schedule grid 172 (nvcc 13.0.88)
+    # All options at once in fp32; d128 at register usage level 0 8 bytes, in the schedule grid 172, d256 at level 0 196 (nvcc 13.0.88)
     "fp32-high d128 full window softcap alibi sink dropout varlen, 128x64 dynamic": (
         "spill_bytes: expected 0, got 100",
+    ),
+    "fp32-high d256 full window softcap alibi sink dropout varlen, 128x32 grid kv1": (
+        "spill_bytes: expected 0, got 572",
+    ),
+    "fp32-highest d128 full window softcap alibi sink dropout varlen, 128x48 grid kv1": (
+        "spill_bytes: expected 0, got 76",
     ),
     # All options at once: no tile of these widths holds them in registers
     "bf16 d192 full window softcap alibi sink dropout varlen, 128x64 grid": (

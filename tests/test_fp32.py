@@ -24,7 +24,8 @@ from tl_attention import (
     mha_fwd_interface,
 )
 from tl_attention.checks.fp32 import has_gradient_kernels
-from tl_attention.kernel_configs import BwdConfig
+from tl_attention.kernel_configs import BwdConfig, BwdPass
+from tl_attention.launch.bwd_passes import bwd_workspace_bytes
 from tl_attention.options import Options
 from tl_attention.problem import (
     FP32_DTYPES,
@@ -234,18 +235,41 @@ def test_fp32_configs_serve_every_set_of_options(dtype):
 
 
 @pytest.mark.parametrize(
-    ("one", "text"),
+    ("one", "options", "text"),
     [
         (
-            {"grads": "dq+dk+dv", "block_M": 64, "block_N": 128, "reuse_registers": True},
-            "expected dq in a pass of its own in fp32",
+            {"grads": "dq+dk+dv", "block_M": 32},
+            ("window",),
+            "expected dq in a pass of its own in fp32 with options",
         ),
-        ({"grads": "dk+dv", "block_M": 64, "block_N": 128}, "shared memory: expected at most"),
+        (
+            {"grads": "dq+dk+dv", "block_M": 96},
+            (),
+            "block_M: expected 32 or 64 where dq is summed in fp32, got 96",
+        ),
+        (
+            {"grads": "dq+dk+dv", "block_M": 32, "order": "early-dK"},
+            (),
+            "in fp32, got 'early-dK'",
+        ),
+        ({"grads": "dk+dv", "block_M": 64}, (), "shared memory: expected at most"),
     ],
 )
-def test_fp32_passes_that_do_not_fit_are_refused(one, text):
-    problem = AttnProblem("float32-highest", 128, 128, False)
-    assert text in legality.is_legal(problem, BwdConfig.of([one]))
+def test_fp32_passes_that_do_not_fit_are_refused(one, options, text):
+    problem = AttnProblem("float32-highest", 128, 128, False, options)
+    assert text in legality.is_legal(problem, BwdConfig.of([{"block_N": 128, **one}]))
+
+
+@pytest.mark.parametrize(("dtype", "block_N"), [("float32-highest", 64), ("float32-high", 128)])
+def test_fp32_gradients_in_one_pass_add_dq_to_the_result(dtype, block_N):
+    """No sums of dq beside it, and so not deterministic."""
+    problem = AttnProblem(dtype, 128, 128, False)
+    config = BwdConfig((BwdPass("dq+dk+dv", 32, block_N),))
+    assert legality.is_legal(problem, config, "bwd") is None
+    assert "sums dq in no fixed order" in legality.is_legal(problem, config, "bwd_det")
+    two = BwdConfig((BwdPass("dk+dv", 32, block_N), BwdPass("dq", 64, 32)))
+    sizes = 1, 4, 4, 300, 300, problem
+    assert bwd_workspace_bytes(*sizes, config, 132) == bwd_workspace_bytes(*sizes, two, 132)
 
 
 def test_fp32_workspace_bytes():

@@ -86,7 +86,7 @@ def numbers(problem, config, **changed):
     found = GOOD | {"smem_bytes": 0 if isinstance(config, TileTable) else smem_bytes(problem, config)}
     if isinstance(config, FwdConfig) and config.split:
         found["tma_stores"] = 0
-    if isinstance(config, BwdPass) and config.adds_dq:
+    if isinstance(config, BwdPass) and config.adds_dq and not problem.is_fp32:
         found["vector_sums"] = 2
     if isinstance(config, FwdCombine | BwdDelta | TileTable):
         found["hgmma"] = 0

@@ -33,6 +33,7 @@ from tl_attention.problem import (
     DECODE_TILE_WIDTHS,
     DEFAULT_DTYPE,
     DIRECTIONS,
+    FP32_DTYPES,
     HALF_DTYPES,
     JVP,
     OPTIONS,
@@ -232,14 +233,15 @@ def option_config(problem: AttnProblem, bucket: str, direction: str = "fwd") -> 
     return _choose_option_line(problem, bucket, direction).config
 
 
-def option_problems(direction: str = "fwd", causal: bool = True) -> list[tuple[AttnProblem, Config]]:
-    """For each [options] line of bf16: the problem with every option the line serves, and its config."""
+def option_problems(
+    direction: str = "fwd", names: Iterable[str] = (DEFAULT_DTYPE, *FP32_DTYPES)
+) -> list[tuple[AttnProblem, Config]]:
+    """For each [options] line of these dtypes: the problem with every option the line serves, and its config."""
     found = []
-    for head_dims in tile_widths(direction):
-        plain = AttnProblem(DEFAULT_DTYPE, *head_dims, False)
+    for dtype, head_dims in ((name, width) for name in names for width in tile_widths(direction, name)):
+        plain = AttnProblem(dtype, *head_dims, False)
         for line in option_lines(plain.tile_class, direction):
-            is_causal = causal and "window" not in line.serves
-            problem = replace(plain, causal=is_causal, options=line.serves)
+            problem = replace(plain, causal="window" not in line.serves, options=line.serves)
             found.append((problem, line.config(problem, direction)))
     return found
 
@@ -251,24 +253,22 @@ def option_kernels(directions: Sequence[str]) -> list[tuple[AttnProblem, KernelC
 
 
 def pack_option_kernels() -> list[tuple[AttnProblem, KernelConfig]]:
-    """Kernels of the option sets in [pack] of the grid: both masks, bf16 and fp16, every width and bucket, once each."""
-    sets = _grid()["pack"]
-    found = [
-        kernel
-        for section in (*DIRECTIONS, "paged")
-        for options in sets[section]
-        for kernel in _kernels_with(tuple(options), section)
-    ]
-    for options in sets[DECODE]:
-        found += decode_kernels(options=options)
-    return list(dict.fromkeys(found))
+    """Kernels of the option sets in [pack] of the grid: both masks, every width and bucket, once each."""
+    sets = _grid()["pack"].items()
+    found = (_kernels_with(tuple(options), section) for section, lines in sets for options in lines)
+    return list(dict.fromkeys(itertools.chain(*found)))
 
 
 def _kernels_with(options: tuple[str, ...], section: str) -> Iterator[tuple[AttnProblem, KernelConfig]]:
     """Kernels of a set of options in a section of [pack]; a windowed problem has one mask, see AttnProblem."""
+    if section == DECODE:
+        yield from decode_kernels(options=options)
+        return
     masks = (False,) if "window" in options else (False, True)
-    direction = "fwd" if section == "paged" else section
-    for dtype, width, causal in itertools.product(HALF_DTYPES, tile_widths(direction), masks):
+    direction = "fwd" if section == "paged" else section.removeprefix("fp32_")
+    names = FP32_DTYPES if section.startswith("fp32_") else HALF_DTYPES
+    widths = ((name, width) for name in names for width in tile_widths(direction, name))
+    for (dtype, width), causal in itertools.product(widths, masks):
         problem = AttnProblem(dtype, *width, causal, options)
         for bucket in buckets(direction):
             config = option_config(problem, bucket, direction)

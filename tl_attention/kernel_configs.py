@@ -405,10 +405,12 @@ KernelConfig = (
 )
 
 
-def sum_columns(problem: AttnProblem) -> int | None:
+def sum_columns(problem: AttnProblem, bwd_pass: BwdPass) -> int | None:
     """Columns of each of the two accumulators of one block in an fp32 backward, see kernels/products.py; None for other dtypes."""
     if not problem.is_fp32:
         return None
+    if bwd_pass.adds_dq:
+        return bwd_pass.block_M  # dQ' takes its turn in them
     return 64 if problem.head_dim == 64 else 32
 
 
@@ -421,6 +423,9 @@ def register_level(problem: AttnProblem, config: KernelConfig) -> int:
     """The ptxas register usage level of a kernel."""
     # Forward of d256 in three parts: at 5 it spills 108 bytes, at 0 none (nvcc 13.0.88)
     if isinstance(config, FwdConfig) and problem.parts == 3 and problem.width == "d256":
+        return 0
+    # dq+dk+dv in two parts: at 5 it spills 4 to 176 bytes, at 0 none (nvcc 13.0.88)
+    if isinstance(config, BwdPass) and config.adds_dq and problem.parts == 2:
         return 0
     # dk+dv of d128 in two parts: at 5 it spills 20 to 44 bytes with packed sequences or ALiBi, at 0 none (nvcc 13.0.88)
     if isinstance(config, BwdPass) and config.grads == "dk+dv" and problem.parts == 2:

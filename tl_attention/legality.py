@@ -167,7 +167,8 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | JvpConfig | 
     has_p, has_ds = "dv" in config.makes, config.grads != "dv"
     widths = {"dq": problem.head_dim, "dk": problem.head_dim, "dv": problem.head_dim_v}
     sums = fp32(sum(widths[grad] for grad in config.makes if not (grad == "dq" and config.adds_dq)))
-    sums += fp32(sum_columns(problem) or 0)  # the second accumulator of a block has the registers of dP
+    # The second accumulator of a block has the registers of dP
+    sums += fp32(sum_columns(problem, config) or 0)
     if config.grads == "dq" and problem.is_fp32:  # the parts of dS take the registers of dP
         return sums + fp32(step) + max(fp32(step), narrow(step))
     if config.reuse_registers:
@@ -277,7 +278,10 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         # The log-sum-exps of a step start at a multiple of 128 bytes
         return f"{step}: expected 32, 64, 96 or 128, got {step_rows}"
     if problem.is_fp32 and bwd_pass.adds_dq:
-        return "grads: expected dq in a pass of its own in fp32, got dq+dk+dv"
+        if problem.options or problem.program is not None:
+            return "grads: expected dq in a pass of its own in fp32 with options, got dq+dk+dv"
+        if step_rows not in (32, 64):
+            return f"{step}: expected 32 or 64 where dq is summed in fp32, got {step_rows}"
     if problem.is_fp32 and "dv" in bwd_pass.makes:
         # P' of dV is not that of dS'
         if problem.has("softcap") and "dk" in bwd_pass.makes:
@@ -286,15 +290,17 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
             return "reuse_registers: expected False for dv in fp32 with dropout, got True"
     if owns_queries and bwd_pass.reuse_registers:
         return "reuse_registers: expected False in the pass of dq alone, got True"
-    if bwd_pass.adds_dq and rows != 128:
+    shares_dq = bwd_pass.adds_dq and not problem.is_fp32
+    if shares_dq and rows != 128:
         return f"{owned}: expected 128 where dq is summed (two warpgroups share it), got {rows}"
-    if bwd_pass.adds_dq and step_rows % 64:
+    if shares_dq and step_rows % 64:
         return f"{step}: expected 64 or 128 where dq is summed, 64 rows of it at a time, got {step_rows}"
-    if bwd_pass.adds_dq and not bwd_pass.reuse_registers:
+    if shares_dq and not bwd_pass.reuse_registers:
         return "reuse_registers: expected True where dq is summed, which needs registers too, got False"
-    orders = DQ_ORDERS if bwd_pass.adds_dq else ("",)
+    orders = DQ_ORDERS if shares_dq else ("",)
     if bwd_pass.order not in orders:
-        where = "where dq is summed" if bwd_pass.adds_dq else "where no dq is summed"
+        elsewhere = "in fp32" if problem.is_fp32 else "where no dq is summed"
+        where = "where dq is summed" if shares_dq else elsewhere
         return f"order: expected one of {', '.join(map(repr, orders))} {where}, got {bwd_pass.order!r}"
     schedules = ("grid",)
     if bwd_pass.adds_dq and bwd_pass.order and problem.program is None:

@@ -34,7 +34,7 @@ from tl_attention.kernel_configs import (
     TileTable,
 )
 from tl_attention.legality import BARRIER_BYTES, smem_bytes
-from tl_attention.problem import BUCKETS, DECODE, DECODE_OPTIONS, DIRECTIONS, JVP, AttnProblem
+from tl_attention.problem import BUCKETS, DECODE, DECODE_OPTIONS, DEFAULT_DTYPE, DIRECTIONS, JVP, AttnProblem
 from tl_attention.target import SMEM_LIMIT
 
 # Fields of cubin.Report that an entry keeps
@@ -72,6 +72,19 @@ KNOWN_FAULTS = {
     },
     # Gradients of three parts with an accumulator per block; without a mask none (nvcc 13.0.88)
     "fp32-highest d64 causal, dk+dv 64x128x2x2 reuse": ("spill_bytes: expected 0, got 16",),
+    # Faster than the default, which does not spill: full 8 to 13 %, causal 2 to 5 % (H200, 2026-11-22)
+    "fp32-highest d64 full, 128x96 persistent ping-pong hold-max": ("spill_bytes: expected 0, got 4",),
+    "fp32-highest d64 causal, 128x96 dynamic ping-pong hold-max": ("spill_bytes: expected 0, got 16",),
+    # All options at once in fp32; d128 at register usage level 0 8 bytes, in the schedule grid 172, d256 at level 0 196 (nvcc 13.0.88)
+    "fp32-high d128 full window softcap alibi sink dropout varlen, 128x64 dynamic": (
+        "spill_bytes: expected 0, got 100",
+    ),
+    "fp32-high d256 full window softcap alibi sink dropout varlen, 128x32 grid kv1": (
+        "spill_bytes: expected 0, got 572",
+    ),
+    "fp32-highest d128 full window softcap alibi sink dropout varlen, 128x48 grid kv1": (
+        "spill_bytes: expected 0, got 76",
+    ),
     # All options at once: no tile of these widths holds them in registers
     "bf16 d192 full window softcap alibi sink dropout varlen, 128x64 grid": (
         "spill_bytes: expected 0, got 20",
@@ -95,9 +108,9 @@ def kernel_name(problem: AttnProblem, config: KernelConfig) -> str:
 def shipped() -> dict[str, KernelKey]:
     """Every kernel that the package ships, by name.
 
-    These are the kernels of all defaults and tuned rows in both dtypes, of each option line of the grid with all options
-    that the line serves in bfloat16, also with keys in small pages, of decoding without options and with all of them, and of the
-    forward with its derivative.
+    These are the kernels of all defaults and tuned rows in every dtype, of each option line of the grid with all options that the
+    line serves (bfloat16 for a line that float16 shares), also with keys in small pages, of decoding without options and with all
+    of them, and of the forward with its derivative.
     """
     found = [
         *configs.shipped_kernels([*DIRECTIONS, DECODE, JVP]),
@@ -113,7 +126,7 @@ def _paged_option_kernels() -> Iterator[KernelKey]:
 
     Their pages are the smallest, which take the most copies and registers.
     """
-    for problem, _ in configs.option_problems():
+    for problem, _ in configs.option_problems(names=(DEFAULT_DTYPE,)):
         options = tuple(name for name in problem.options if name != "dropout")
         problem = replace(problem, options=options)
         if problem.has("varlen"):
@@ -217,7 +230,7 @@ def _instructions(problem: AttnProblem, config: KernelConfig) -> dict[str, bool]
         split = isinstance(config, FwdConfig) and config.split
         from_registers = split or (problem.is_fp32 and isinstance(config, FwdConfig | BwdPass))
         expected["tma_stores"] = not isinstance(config, BwdDelta) and not from_registers
-        expected["vector_sums"] = isinstance(config, BwdPass) and config.adds_dq
+        expected["vector_sums"] = isinstance(config, BwdPass) and config.adds_dq and not problem.is_fp32
     return expected
 
 

@@ -281,6 +281,7 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> W
         kernels.append(kernel)
         if one.adds_dq:
             helpers.append(Helper("zeros for the fp32 sums of dq", 4 * qk * rows_q))
+        if one.adds_dq and not problem.is_fp32:
             helpers.append(
                 Helper("dq from fp32 to the input dtype", (4 + BYTES) * qk * rows_q, BYTES * qk * rows_q)
             )
@@ -325,7 +326,8 @@ def _pass_work(shape: Shape, problem: AttnProblem, one: BwdPass, gpu: Gpu) -> tu
     smem = len(problem.products) * BYTES * _pass_smem(problem, one)
     clocks = _clocks(problem, gpu, M * N, flops, instructions, smem)
     if one.adds_dq:
-        clocks["adding dq in L2"] = 4 * M * qk / ADD_BYTES_PER_CLOCK
+        adders = one.warpgroups if problem.is_fp32 else 1  # of a number of dq
+        clocks["adding dq in L2"] = 4 * M * qk * adders / ADD_BYTES_PER_CLOCK
     stored = sum(v if grad == "dv" else qk for grad in one.makes if not (grad == "dq" and one.adds_dq))
     kernel = Kernel(
         f"pass {one.grads}",
@@ -360,7 +362,9 @@ def _pass_smem(problem: AttnProblem, one: BwdPass) -> int:
         elements += groups * ((64 + M) * v + M * qk)
     if "dv" in one.makes:  # dV += P' dO with P' in registers
         elements += groups * M * v
-    if one.adds_dq:  # dS' is written; dQ = dS K, whose rows or columns the warpgroups divide
+    if one.adds_dq and problem.is_fp32:  # dS' is written; each warpgroup has dQ' = K' dS' of its keys
+        elements += M * N + groups * (64 + M) * qk
+    elif one.adds_dq:  # dS' is written; dQ = dS K, whose rows or columns the warpgroups divide
         elements += M * N + (groups * M * N + N * qk if M == 64 else M * N + groups * N * qk)
     return elements
 

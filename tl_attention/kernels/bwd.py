@@ -4,10 +4,12 @@ Dao 2023 (FlashAttention-2, algorithm 2), in the schedule of Shah et al. 2024 (F
 and dS' then leave the tensor cores in the registers where dV += P' dO and dK += dS' Q want them. Each consumer warpgroup owns 64 keys.
 The producer warp fills rings of Q and dO tiles by TMA. dQ is added from registers to sums in global memory.
 
-bwd_delta.py computes Lse_log2 and Delta first; bwd_sum.py converts dQ_sum to dQ at the end. A pass computes one or two of the three
-gradients where the registers do not hold dK and dV together, or where dQ must not depend on the order of additions. Each pass then
-computes S' itself.
+bwd_delta.py computes Lse_log2 and Delta first; bwd_sum.py converts dQ_sum to dQ at the end. In fp32 dQ' = K' dS' is added to dQ itself.
+A pass computes one or two of the three gradients where the registers do not hold dK and dV together, or where dQ must not depend on
+the order of additions. Each pass then computes S' itself.
 """
+
+import functools
 
 import tilelang.language as T
 
@@ -29,7 +31,7 @@ from tl_attention.kernels.options import (
 from tl_attention.kernels.pipeline import (
     STORE_FRAGMENT,
     alloc_fragments,
-    share_P,
+    share,
     sync_consumers,
     wait_for_stores,
 )
@@ -40,6 +42,7 @@ from tl_attention.kernels.tiles import (
     DenseGradTiles,
     FragmentBlocks,
     PackedGradTiles,
+    result_argument,
     rows_argument,
 )
 from tl_attention.kernels.traced import traced_arguments
@@ -62,6 +65,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dO: [batch, seqlen_q, heads, columns <= head_dim_v].
         Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up], from bwd_delta.py.
         dQ_sum: fp32 FragmentBlocks of the matrices [batch, heads], width head_dim. The kernel adds to it.
+            In fp32 dQ itself, where the pass makes it; 0 before.
         dK_parts, dV_parts: fp32 FragmentBlocks of the matrices [parts, batch, heads_kv], widths head_dim and head_dim_v.
             Written instead of dK and dV if parts > 1, and for packed sequences in fp32.
         softmax_scale: fp32.
@@ -77,6 +81,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     early_dK, late_sums = config.order == "early-dK", config.order == "late-sums"
     two_slots = config.order != ""  # of dS' in shared memory
     makes_dq, makes_dk, makes_dv = (grad in config.makes for grad in ("dq", "dk", "dv"))
+    # fp32: each warpgroup adds dQ' = K' dS' of its keys to dQ itself, in the step that makes dS'
+    makes_dq, makes_dqt = makes_dq and not problem.is_fp32, makes_dq and problem.is_fp32
     warpgroups = tuple(range(config.warpgroups))
     consumers = WARPGROUP * config.warpgroups
     registers = pipeline.registers(problem, config.warpgroups, full=makes_dq)
@@ -102,6 +108,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     cuda = prelude(problem, roles)  # code beside the kernel's own
     cuda = (cuda or "") + STORE_FRAGMENT if two_slots else cuda
+    cuda = (cuda or "") + fp32.ADD_TRANSPOSED if makes_dqt else cuda
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -114,6 +121,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     do_view = rows_argument(problem, "do", batch, seqlen_q, heads, columns_v)
     lse_view, delta_view = (T.Tensor([batch_rows, heads, rounded_q], "float32") for _ in range(2))
     dq_sum_view = FragmentBlocks.argument(dq_blocks, head_dim)
+    if makes_dqt:
+        dq_sum_view = result_argument(problem, "dq", batch, seqlen_q, heads, columns_qk)
     # fp32: Q, K, V and dO have the columns of all their parts
     cols_dk, cols_dv = T.dynamic("columns_dk, columns_dv") if problem.is_fp32 else (columns_qk, columns_v)
     dk_view = rows_argument(problem, "dk", batch, seqlen_k, heads_kv, cols_dk)
@@ -123,7 +132,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     )
     extra = option_arguments(problem)
     tickets_view = T.Tensor([2], "int32") if dynamic else False  # False makes no argument
-    dk_cols, dv_cols = (sum_columns(problem) or width for width in (head_dim, head_dim_v))  # per fragment
+    # Columns per fragment
+    dk_cols, dv_cols = (sum_columns(problem, config) or width for width in (head_dim, head_dim_v))
 
     def after_first(step, dq_row_block):  # step of a tile
         return dq_row_block >= 0 if dynamic else step > 0
@@ -253,7 +263,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 for n in indices(P_parts):
                     dropout.drop(P_parts[n])
                 if stage_P:
-                    share_P(w, P_for_dv, shared)
+                    share(w, (P_for_dv,), (shared.P[w],))
 
             # dP' = V dO', in the registers that S' had
             if dynamic:
@@ -321,6 +331,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if x_parts > 1:
                 started = dv_jobs if makes_dv and not dS_in_P else ()
                 jobs = (*started, *(fp32.jobs(dk_chunks, dS_parts, shared.Q, step) if makes_dk else ()))
+                if makes_dqt:
+                    share(w, dS_parts, shared.dS[w])
+                    place = {"tile": tile, "head": blocks.head, "start": blocks.query}
+                    add_dq = functools.partial(tiles.add_dq, **place, factor=softmax_scale)
+                    jobs += fp32.transposed_jobs(head_dim, shared.K, w, shared.dS[w], add_dq)
                 fp32.continue_jobs(products, jobs, sums, min(len(started), 2))
             elif makes_dk and not early_dK:
                 T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)
@@ -443,16 +458,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 uneven, order_heads, all_heads, parts, n_blocks, group_heads, None, table, per_entry
             )
             Tiles = PackedGradTiles if varlen else DenseGradTiles
+            inputs = Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, x_parts
             tiles = Tiles(
-                Q,
-                K,
-                V,
-                dO,
-                Lse_log2,
-                Delta,
-                head_dim,
-                head_dim_v,
-                x_parts,
+                *inputs,
+                dQ=dQ_sum if makes_dqt else None,
                 dQ_sum=FragmentBlocks(dQ_sum, rounded_q // 16),
                 dK=dK,
                 dV=dV,

@@ -60,7 +60,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     registers = pipeline.registers(problem, config.warpgroups)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
     parts, products = problem.parts, problem.products
-    dq_cols = sum_columns(problem) or head_dim  # columns per tile of dQ in registers
+    dq_cols = sum_columns(problem, config) or head_dim  # columns per tile of dQ in registers
     do_vt = {"transpose_B": True, "clear_accum": True}  # dP = dO V^T
     q_kt = {**do_vt, "clear_accum": not problem.bias_is_linear}  # S = Q K^T
 

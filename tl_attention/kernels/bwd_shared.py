@@ -7,7 +7,7 @@ from typing import Any
 from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels.bwd_tiles import KeyTileBox
 from tl_attention.kernels.options import alloc_bias_columns
-from tl_attention.kernels.pipeline import TileRing, alloc_each, alloc_exchange, alloc_swizzled
+from tl_attention.kernels.pipeline import TileRing, alloc_each, alloc_exchange, alloc_parts, alloc_swizzled
 from tl_attention.kernels.tiles import SharedTiles
 from tl_attention.kernels.traced import alloc_staged
 from tl_attention.problem import AttnProblem
@@ -38,6 +38,17 @@ def alloc_dv(problem: AttnProblem, config: BwdPass, K: TileRing, V: TileRing | N
     return alloc_swizzled([config.warpgroups, 64, problem.head_dim_v], problem.dtype_of("dv"))
 
 
+def alloc_ds(problem: AttnProblem, config: BwdPass) -> Any:
+    """Tiles [64, block_M] of dS' for dq; in fp32 one per warpgroup, which alone reads it, and part."""
+    if "dq" not in config.makes:
+        return None
+    if problem.is_fp32:
+        return alloc_parts(
+            config.warpgroups, problem.parts, [64, config.block_M], problem.dtype_of("ds"), "dS"
+        )
+    return alloc_exchange(config.order != "", config.warpgroups, config.block_M, problem.dtype_of("ds"), "dS")
+
+
 def alloc_shared_tiles(
     problem: AttnProblem, config: BwdPass, K: TileRing, V: TileRing | None, dV: Any
 ) -> SharedTiles:
@@ -47,7 +58,6 @@ def alloc_shared_tiles(
     row_values = 2 if "dk" in config.makes else 1  # Lse_log2 and, for dS', Delta
     q_shape = [config.num_stages, block_M, parts * problem.head_dim]
     do_shape = [config.num_stages_do, block_M, parts * problem.head_dim_v]
-    exchange = config.order != "", warpgroups, block_M, dtype_of("ds"), "dS"
     dk_shape = [64, problem.head_dim]
     box = consumer_warps, problem.has("varlen"), config.schedule == "dynamic-late"
     return SharedTiles(
@@ -57,7 +67,7 @@ def alloc_shared_tiles(
         V=V,
         P=alloc_each(warpgroups, [64, block_M], dtype_of("p"), "P") if stages_P(problem, config) else None,
         dV=dV,
-        dS=alloc_exchange(*exchange) if "dq" in config.makes else None,
+        dS=alloc_ds(problem, config),
         dK=alloc_each(warpgroups, dk_shape, dtype_of("dk"), "dK") if dynamic else None,
         tile_box=KeyTileBox(*box) if dynamic else None,
         bias_columns=alloc_bias_columns(problem, block_M),

@@ -133,6 +133,11 @@ def alloc_each(warpgroups: int, shape: list[int], dtype: str, name: str):
     return tuple(SharedTile(shape, dtype, name=f"{name}_{w}").tile for w in range(warpgroups))
 
 
+def alloc_parts(warpgroups: int, parts: int, shape: list[int], dtype: str, name: str):
+    """alloc_each for every warpgroup: a buffer per part."""
+    return tuple(alloc_each(parts, shape, dtype, f"{name}_{w}") for w in range(warpgroups))
+
+
 @T.meta_class
 class Exchange:
     """One shared tile per warpgroup, which the warpgroup writes and all read, once per step."""
@@ -285,9 +290,10 @@ def wait_for_stores(read=True):
 
 
 @T.macro
-def share_P(w, P, shared):
-    """Copy P' to shared memory, as an operand that takes no registers."""
-    sync_warpgroup(w)  # all warps have dV of the step before
-    T.copy(P, shared.P[w])
+def share(w, fragments, tiles):
+    """Copy operands of a warpgroup to its shared tiles, once per step."""
+    sync_warpgroup(w)  # all warps have the product of the step before
+    for n in tuple(range(len(tiles))):
+        T.copy(fragments[n], tiles[n])
     T.fence_proxy_async()
     sync_warpgroup(w)

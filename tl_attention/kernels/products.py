@@ -56,7 +56,7 @@ def subtract(acc, part):
 
 
 @T.macro
-def multiply(products, left, right, acc, clear_accum=False, transpose_B=False):
+def multiply(products, left, right, acc, clear_accum=False, transpose_A=False, transpose_B=False):
     """Issue acc += left right, or acc = left right; one group of wgmma per product of parts.
 
     left, right: functions of a part that return its tile.
@@ -66,6 +66,7 @@ def multiply(products, left, right, acc, clear_accum=False, transpose_B=False):
             left(i),
             right(j),
             acc,
+            transpose_A=transpose_A,
             transpose_B=transpose_B,
             policy=T.GemmWarpPolicy.FullRow,
             clear_accum=clear_accum and number == 0,
@@ -108,6 +109,59 @@ def add(acc, chunk):
         acc[i, j] += chunk[i, j]
 
 
+# Adds a wgmma fragment [64, rows] of a warpgroup, transposed, to a tile [rows, 64] of fp32 numbers in global memory. Eight lanes fill a
+# sector of 32 bytes. Whole tiles have no branch per number, as a loop of TileLang 0.1.15 has
+ADD_TRANSPOSED = """
+#include <tl_templates/cuda/common.h>
+template <int rows, bool whole>
+TL_DEVICE void tl_attention_add_tile(float *tile, int64_t stride, int rows_left, int cols_left, float factor, float const *numbers) {
+  int lane = threadIdx.x % 32, row = lane % 4 * 2, col = threadIdx.x / 32 % 4 * 16 + lane / 4;
+  tile += row * stride + col;
+#pragma unroll
+  for (int r = 0; r < rows; r += r % 2 ? 7 : 1) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+      if (whole || (row + r < rows_left && col + 8 * c < cols_left))
+        asm volatile("red.global.add.f32 [%0], %1;" :: "l"(tile + 8 * c), "f"(numbers[r / 8 * 4 + c * 2 + r % 2] * factor) : "memory");
+    asm("" : "+l"(tile));  // or nvcc keeps multiples of the stride in registers
+    tile += r % 2 ? 7 * stride : stride;
+  }
+}
+template <int rows>
+TL_DEVICE void tl_attention_add_transposed(float *tile, int64_t stride, int rows_left, int cols_left, float factor,
+                                           void const *fragment) {
+  float const *numbers = reinterpret_cast<float const *>(fragment);
+  if (rows_left >= rows && cols_left >= 64)
+    tl_attention_add_tile<rows, true>(tile, stride, rows_left, cols_left, factor, numbers);
+  else
+    tl_attention_add_tile<rows, false>(tile, stride, rows_left, cols_left, factor, numbers);
+}
+"""
+
+
+@T.macro
+def add_transposed(tensor, batch, first_row, head, first_col, factor, acc):
+    """tensor += factor * acc', but for rows and columns that it lacks. Needs ADD_TRANSPOSED.
+
+    Args:
+        tensor: fp32 [batch, seqlen, heads, columns].
+        acc: [64 columns from first_col on, rows from first_row on].
+    """
+    _, seqlen, _, columns = tensor.shape
+    T.evaluate(
+        T.call_extern(
+            "handle",
+            f"tl_attention_add_transposed<{acc.shape[1]}>",
+            T.address_of(tensor[batch, first_row, head, first_col]),
+            tensor.strides[1],
+            seqlen - first_row,
+            columns - first_col,
+            factor,
+            acc.data,
+        )
+    )
+
+
 @T.macro
 def add_product(products, left, right, accs, chunk):
     """Finish accs += left right, whose first chunk of columns has been issued into `chunk`.
@@ -129,25 +183,55 @@ def add_product(products, left, right, accs, chunk):
 
 @dataclass(frozen=True)
 class Job:
-    """One chunk of columns of a sum acc += left right, as add_product computes it; the operands are functions of a part."""
+    """One chunk of a sum += left right, as add_product computes it; the operands are functions of a part."""
 
-    acc: Any
+    add: Any  # adds the accumulator of one block to the sum
     left: Any
     right: Any
+    transpose_A: bool = False  # of left
 
 
 def jobs(accs: tuple, left: tuple, ring: Any, step: Any) -> tuple[Job, ...]:
     """Jobs of a sum. accs: fp32 tiles side by side. left: tiles of the parts. ring: TileRing of the right factor."""
     width = accs[0].shape[1]
     rights = (functools.partial(ring.part, step, first_col=n * width, cols=width) for n in indices(accs))
-    return tuple(Job(acc, left.__getitem__, right) for acc, right in zip(accs, rights, strict=True))
+    return tuple(
+        Job(functools.partial(add, acc), left.__getitem__, right)
+        for acc, right in zip(accs, rights, strict=True)
+    )
+
+
+def transposed_jobs(width: int, ring: Any, w: int, right: tuple, add_columns: Any) -> tuple[Job, ...]:
+    """Jobs of dQ' = K' dS', CHUNK columns of dQ each, for the keys of warpgroup w.
+
+    Args:
+        width: columns of dQ.
+        ring: TileRing of K.
+        right: shared tiles [keys, queries] of the parts of dS'.
+        add_columns: function of (dQ' [CHUNK, queries], first column).
+    """
+    return tuple(
+        Job(
+            functools.partial(add_columns, first_col=first),
+            functools.partial(ring.part, w, first_col=first, cols=CHUNK),
+            right.__getitem__,
+            transpose_A=True,
+        )
+        for first in range(0, width, CHUNK)
+    )
+
+
+@T.macro
+def issue(products, job, acc):
+    """Issue a job into an accumulator."""
+    multiply(products, job.left, job.right, acc, clear_accum=True, transpose_A=job.transpose_A)
 
 
 @T.macro
 def start_jobs(products, jobs, sums):
     """Issue the first two jobs, into one of the two accumulators `sums` each."""
     for n in tuple(range(min(len(jobs), 2))):
-        multiply(products, jobs[n].left, jobs[n].right, sums[n], clear_accum=True)
+        issue(products, jobs[n], sums[n])
 
 
 @T.macro
@@ -156,8 +240,8 @@ def continue_jobs(products, jobs, sums, started):
     for n in tuple(range(started, len(jobs))):
         if n >= 2:
             T.wait_wgmma(min(len(products), MOST_GROUPS))
-            add(jobs[n - 2].acc, sums[n % 2])
-        multiply(products, jobs[n].left, jobs[n].right, sums[n % 2], clear_accum=True)
+            jobs[n - 2].add(sums[n % 2])
+        issue(products, jobs[n], sums[n % 2])
 
 
 @T.macro
@@ -165,4 +249,4 @@ def finish_jobs(products, jobs, sums, beside):
     """Add the last two jobs. beside: groups of wgmma issued after them."""
     for n in tuple(range(max(len(jobs) - 2, 0), len(jobs))):
         T.wait_wgmma(min((len(jobs) - 1 - n) * len(products) + beside, MOST_GROUPS))
-        add(jobs[n].acc, sums[n % 2])
+        jobs[n].add(sums[n % 2])

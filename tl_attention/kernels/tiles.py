@@ -8,6 +8,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernels.pages import PagedLoads
+from tl_attention.kernels.products import add_transposed
 from tl_attention.kernels.softmax import indices, rows_layout
 from tl_attention.problem import FAR, AttnProblem
 
@@ -345,6 +346,11 @@ class DenseGradTiles:
     def store_dq(self, acc_dq, tile, start, first_col=0):
         """Store columns of dQ from registers, where it is fp32."""
         store_rows(self.dQ, tile.batch, start, self.dQ.shape[1] - start, tile.head, acc_dq, first_col)
+
+    @T.inline
+    def add_dq(self, acc_dq, tile, head, start, first_col, factor):
+        """Add factor * columns of dQ' [columns, queries] to dQ, where it is fp32."""
+        add_transposed(self.dQ, tile.batch, start, head, first_col, factor, acc_dq)
 
     def k(self, tile: Any, start: Any, rows: int) -> Any:
         return self.K[tile.batch, start : start + rows, tile.kv_head, 0 : self.parts * self.head_dim]

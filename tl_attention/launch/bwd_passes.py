@@ -81,7 +81,7 @@ def bwd_workspace_bytes(
     rows = batch * heads * -(-seqlen_q // QUERY_ROWS) * QUERY_ROWS
     numbers = 2 * rows
     for bwd_pass in config.passes:
-        if bwd_pass.adds_dq:
+        if bwd_pass.adds_dq and not problem.is_fp32:
             numbers += rows * problem.head_dim
         if bwd_pass.grads == "dq":
             continue
@@ -187,7 +187,8 @@ class KeyPass:
         self.sum_qk, self.sum_v = kernels.sum_qk, kernels.sum_v
 
         self.parts = parts
-        self.adds_dq = config.adds_dq
+        self.adds_to_dq = config.adds_dq and problem.is_fp32  # no sums beside it
+        self.adds_dq = config.adds_dq and not self.adds_to_dq
         in_parts = parts > 1 or (problem.is_fp32 and problem.has("varlen"))
         self.dk_in_parts, self.dv_in_parts = (in_parts and grad in config.makes for grad in ("dk", "dv"))
         self.row_blocks_q, self.row_blocks_k = sizes.rounded_q // 16, keys // 16
@@ -219,7 +220,7 @@ class KeyPass:
         if blocks is not None:
             options += blocks.by_keys(*self.block, self.counts[0])
         tickets = (stream_tickets(self.device, True),) if self.dynamic else ()
-        sums = dq_sum, dk, dv, dk_parts, dv_parts
+        sums = dq if self.adds_to_dq else dq_sum, dk, dv, dk_parts, dv_parts
         self.kernel(*inputs, *sums, softmax_scale, *self.counts, *tickets, *options)
         if self.adds_dq:
             self.sum_qk(dq_sum, dq, softmax_scale, 1, self.row_blocks_q, *table_q)

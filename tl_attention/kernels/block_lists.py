@@ -3,7 +3,8 @@
 launch/block_lists.py makes the lists. A span [3] describes the list of a tile: how many of its first steps may hide keys, how many
 steps it has, at least one, and its first entry. An entry holds, from the lowest bit: how the keys of the block are seen, program.MASK or
 another; the block; by keys, the query head among those of its key head. The last two entries of the list of all tiles hide their block:
-a step reads one entry ahead, and an empty list needs one.
+a step reads one entry ahead, and an empty list needs one. With Program.bits the places, one per entry, say where the bits of a block
+are: see launch/mask_bits.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ def key_blocks(
     """Key blocks of the tiles of a kernel whose tiles are blocks of queries."""
     if problem.is_listed:
         traced = options.traced
-        return ListedKeyBlocks(mask, traced.spans, traced.entries, tile, block_M, block_N, name="blocks")
+        return ListedKeyBlocks(
+            mask, traced.spans, traced.entries, traced.places, tile, block_M, block_N, name="blocks"
+        )
     return KeyBlocks(mask, block_M, block_N, split, overlap, name="blocks")
 
 
@@ -48,7 +51,9 @@ def query_blocks(
     mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
     if problem.is_listed:
         traced = options.traced
-        return ListedQueryBlocks(mask, traced.spans, traced.entries, block_M, block_N, name="blocks")
+        return ListedQueryBlocks(
+            mask, traced.spans, traced.entries, traced.places, block_M, block_N, name="blocks"
+        )
     return QueryBlocks(mask, block_M, block_N, name="blocks")
 
 
@@ -67,12 +72,13 @@ class ListedKeyBlocks:
         mask: Mask,
         spans: Any,
         entries: Any,
+        places: Any,
         tile: Any,
         block_M: int,
         block_N: int,
         name: str = "blocks",
     ):
-        self.mask, self.spans, self.entries, self.tile = mask, spans, entries, tile
+        self.mask, self.spans, self.entries, self.places, self.tile = mask, spans, entries, places, tile
         self.block_M, self.block_N = block_M, block_N
         self.num_steps = T.alloc_var("int32", init=0)
         self.num_masked = T.alloc_var("int32", init=0)  # first steps, which may hide keys
@@ -129,6 +135,9 @@ class ListedKeyBlocks:
         self.found_key[0] = block_of(entry) * self.block_N
         self.found_how[0] = entry & (1 << HOW_BITS) - 1
 
+    def place_at(self, step: Any) -> Any:
+        return T.shfl_sync(self.places[self.first_entry[0] + step], 0)
+
     def key_at(self, step: Any) -> Any:
         return self.found_key[0]
 
@@ -157,9 +166,16 @@ class ListedQueryBlocks:
     listed = True
 
     def __init__(
-        self, mask: Mask, spans: Any, entries: Any, block_M: int, block_N: int, name: str = "blocks"
+        self,
+        mask: Mask,
+        spans: Any,
+        entries: Any,
+        places: Any,
+        block_M: int,
+        block_N: int,
+        name: str = "blocks",
     ):
-        self.mask, self.spans, self.entries = mask, spans, entries
+        self.mask, self.spans, self.entries, self.places = mask, spans, entries, places
         self.block_M, self.block_N = block_M, block_N
         self.num_steps = T.alloc_var("int32", init=0)
         self.next_entry = T.alloc_var("int32", init=0)  # of the step after the one at hand
@@ -221,6 +237,10 @@ class ListedQueryBlocks:
     def next_step(self) -> Any:
         """Entry of the next step; after the last step any."""
         return self.entries[self.next_entry[0]]
+
+    @property
+    def place(self) -> Any:
+        return T.shfl_sync(self.places[self.next_entry[0] - 1], 0)
 
     @T.inline
     def advance(self):

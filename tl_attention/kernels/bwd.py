@@ -201,8 +201,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             shared.K.wait(key_step(config, turn, other))
         shared.Q.wait(first)
         compute_scores(w, first, blocks.head, scores, scale_log2, tile, shared, acc_s)
-        if problem.stages:
-            scores.traced.prefetch(blocks.head, blocks.query, key, True)
+        scores.start_transposed(key, blocks)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         if makes_dk:
             if not dynamic:
@@ -341,7 +340,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     bwd_tiles.add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
             if makes_dq:
                 dq_row_block = tiles.dq_row_block(tile, blocks.head, blocks.query)
-            blocks.advance()
+            scores.advance(key, blocks)
 
         T.wait_wgmma(0)
         if dynamic:

@@ -27,6 +27,8 @@ class TracedArguments:
     # With a block mask: see block_lists.py
     spans: Any = None  # int32 [batch, heads, tiles, 3]
     entries: Any = None  # int32 [entries]
+    places: Any = None  # int32 [entries], with Program.bits
+    bits: Any = None  # int32 [words], with Program.bits: see launch/mask_bits.py
 
     @property
     def flat(self) -> tuple[Any, ...]:
@@ -42,7 +44,7 @@ class TracedArguments:
 def traced_arguments(problem: AttnProblem) -> TracedArguments | None:
     """Declare the arguments of a problem's program, at the begin of the body of a prim_func; None without a program.
 
-    Order: captured tensors, numbers, gradients, spans and entries. A 0-d tensor has one dimension of size 1; bool tensors are uint8.
+    Order: captured tensors, numbers, gradients, spans, entries, places and bits. A 0-d tensor has one dimension of size 1; bool tensors are uint8.
     """
     program = problem.program
     if program is None:
@@ -77,7 +79,11 @@ def traced_arguments(problem: AttnProblem) -> TracedArguments | None:
     )
     spans = builder.arg("Spans", T.StridedTensor([*sizes, 3], [*strides, 1], INT))
     entries = builder.arg("Entries", T.Tensor([tirx.Var("num_entries", INT)], INT))
-    return TracedArguments(tensors, numbers, gradients, spans, entries)
+    if not program.bits:
+        return TracedArguments(tensors, numbers, gradients, spans, entries)
+    places = builder.arg("Places", T.Tensor([entries.shape[0]], INT))
+    bits = builder.arg("Bits", T.Tensor([tirx.Var("num_words", INT)], INT))
+    return TracedArguments(tensors, numbers, gradients, spans, entries, places, bits)
 
 
 @T.meta_class
@@ -149,6 +155,7 @@ class Traced:
             T.alloc_local([cols // 2 * BYTES[self.captured(i).dtype] // 4], "uint32")
             for i in program.dense_loads
         ]
+        self.bits = T.alloc_local([-(-cols // 64)], "uint32") if program.bits else None  # of the tile
         self.first_query = self.first_key = 0
         self.how = MASK
 
@@ -266,8 +273,26 @@ class Traced:
         """New score, whether the query sees the key or not."""
         return self.call("new_score", FLOAT, raw_score * self.softmax_scale, i, j)
 
+    @T.inline
+    def fetch_bits(self, place, row, column):
+        """Fetch the bits of the tile whose first row and column these are; all 1 where a step has no place."""
+        T.evaluate(
+            T.call_extern(
+                "handle",
+                f"tl_attention_fetch_bits<{self.cols}>",
+                self.bits.data,
+                self.arguments.bits.data,
+                place,
+                row,
+                column,
+            )
+        )
+
     def sees(self, i: Any, j: Any) -> Any:
         """True if the query sees the key."""
+        if self.program.bits:
+            place = j // 8 * 4 + i // 8 % 2 * 2 + j % 2  # as in fetched()
+            return T.call_extern(BOOL, "tl_attention_bit", self.bits.data, place)
         return self.call("seen", BOOL, 0.0, i, j, self.how)
 
     def sloped(self, P: Any, raw_score: Any, i: Any, j: Any) -> Any:
@@ -301,7 +326,7 @@ class Traced:
 
     def sees_before(self, i: Any, j: Any, stop: Any) -> Any:
         """True if the query sees the key, which is one of the first `stop`; None: of all."""
-        if stop is None:
+        if stop is None or self.program.bits:  # which are 0 from `stop` on
             return self.sees(i, j)
         return self.sees(i, j) & (self.first_key + (i if self.rows_are_keys else j) < stop)
 

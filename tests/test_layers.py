@@ -63,7 +63,8 @@ DOORS = {
     "launch/tickets": "torch",
     "launch/splits": "options problem",
     "launch/traced": "torch program",
-    "launch/block_lists": "torch program",
+    "launch/block_lists": "torch program launch/mask_bits",
+    "launch/mask_bits": "torch program tracing/program_values",
     "launch/parts": "torch problem compilation/store launch/arrays launch/common",
     "launch/common": "torch checks/common options problem kernel_configs legality target configs compilation/building compilation/store",
     "launch/fwd": "torch options problem kernel_configs target compilation/store program launch/arrays launch/bwd launch/common "

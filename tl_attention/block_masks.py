@@ -1,7 +1,7 @@
 """Block masks: which blocks of queries and keys a mask_mod hides, shows in part or shows whole, as torch's BlockMask.
 
-Bounds of the mask decide on most blocks (tracing/intervals.py). Those that they leave open are evaluated, first at a few elements each, then
-whole, a bounded number at a time. No tensor has an element per query and key.
+Bounds of the mask decide on most blocks (tracing/intervals.py). Those that they leave open are evaluated, first at a few elements each,
+then whole, a bounded number at a time. No tensor has an element per query and key.
 """
 
 from __future__ import annotations

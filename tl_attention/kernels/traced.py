@@ -44,7 +44,8 @@ class TracedArguments:
 def traced_arguments(problem: AttnProblem) -> TracedArguments | None:
     """Declare the arguments of a problem's program, at the begin of the body of a prim_func; None without a program.
 
-    Order: captured tensors, numbers, gradients, spans, entries, places and bits. A 0-d tensor has one dimension of size 1; bool tensors are uint8.
+    Order: captured tensors, numbers, gradients, spans, entries, places and bits. A 0-d tensor has one dimension of size 1; bool tensors
+    are uint8.
     """
     program = problem.program
     if program is None:

@@ -60,7 +60,8 @@ class BlockLists:
     def by_queries(self, rows: int, step: int) -> tuple[torch.Tensor, ...]:
         """(spans, entries) per tile of `rows` queries, in steps of `step` keys: int32 [batch, heads, tiles, 3] and flat.
 
-        With bits (spans, entries, places, bits). kernels/block_lists.py says what they hold. Blocks that may hide keys come first: partial ones, and one past the last key.
+        With bits (spans, entries, places, bits). kernels/block_lists.py says what they hold. Blocks that may hide keys come first: partial
+        ones, and one past the last key.
         """
         key = "queries", rows, step
         if key not in self.made:

@@ -25,8 +25,8 @@ DOORS = {
     "flash": "torch checks/common checks/lengths checks/transforms flex ops paged",
     "paged": "torch checks/common checks/kvcache checks/lengths checks/paged checks/transforms options ops reference/kvcache",
     "tracing/builtin_options": "torch checks/common options program tracing/program_values",
-    "flex": "torch block_masks tracing/builtin_options checks/common checks/flex checks/transforms tracing/dense_bias tracing/intervals "
-    "launch launch/block_lists ops program "
+    "flex": "torch block_masks tracing/builtin_options tracing/captures checks/common checks/flex checks/transforms tracing/dense_bias "
+    "tracing/intervals launch launch/block_lists ops program "
     "reference/flex | tracing/trace",
     "tracing/dense_bias": "torch",
     "block_masks": "torch tracing/builtin_options tracing/captures checks/flex checks/masks checks/transforms tracing/intervals program "

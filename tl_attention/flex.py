@@ -277,7 +277,7 @@ def _listed(call: Call, block_mask: Any, query: torch.Tensor) -> Call:
 
 
 class _MaskState:
-    """What the mask of a call depends on: its program, its numbers, its tensors, and how often each has been changed in place."""
+    """All that the mask of a call depends on: its program, its numbers, its tensors, and the changes in place of each."""
 
     def __init__(self, call: Call):
         self.program = call.program.mask_alone

@@ -120,5 +120,5 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def versions(tensors: Iterable[torch.Tensor | None]) -> tuple[int | None, ...]:
-    """How often each tensor has been changed in place; None for tensors of inference mode, which do not count."""
+    """Number of changes in place of each tensor; None for tensors of inference mode, which do not count."""
     return tuple(None if x is None or x.is_inference() else x._version for x in tensors)

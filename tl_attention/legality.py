@@ -116,7 +116,7 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         elements += owned * (problem.head_dim + problem.head_dim_v * bwd_pass.has_dv_tile(problem))
         row_values += KEY_TABLE_BOX_BYTES if problem.has("varlen") else TILE_BOX_BYTES
     staged = sum(problem.staged_bytes(step, bwd_pass.grads != "dq"))
-    if bwd_pass.grads == "dq" and problem.learns:
+    if "dq" in bwd_pass.makes and problem.learns:
         staged += sum(problem.program.stored_bytes(16, step))
     return (
         problem.element_bytes * elements
@@ -288,6 +288,8 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         return "reuse_registers: expected False in the pass of dq alone, got True"
     if bwd_pass.adds_dq and rows != 128:
         return f"{owned}: expected 128 where dq is summed (two warpgroups share it), got {rows}"
+    if bwd_pass.adds_dq and problem.learns and not problem.learns_dS:
+        return "grads: expected dq in a pass of its own where captured tensors get gradients, got dq+dk+dv"
     if bwd_pass.adds_dq and step_rows % 64:
         return f"{step}: expected 64 or 128 where dq is summed, 64 rows of it at a time, got {step_rows}"
     if bwd_pass.adds_dq and not bwd_pass.reuse_registers:

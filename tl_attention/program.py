@@ -215,6 +215,15 @@ class Program:
 
         return tuple(i for i, x in enumerate(self.gradients) if self.is_dense(x.index) and is_stored(x))
 
+    @functools.cached_property
+    def learns_dS(self) -> bool:
+        """True where the only gradient is that of the score itself, of a bf16 bias that is stored: the dS that a backward multiplies."""
+        if self.slope is not None or len(self.gradients) != 1 or self.stored != (0,):
+            return False
+        (gradient,) = self.gradients
+        is_one = self.values[gradient.factor] == Value("constant", FLOAT, data=1.0)
+        return is_one and stored_dtype(self.tensors[gradient.tensor]) == "bfloat16"
+
     @property
     def learns_from_scores(self) -> bool:
         """True where gradients of captured tensors need the scores, beside the probabilities that they became."""

@@ -13,7 +13,7 @@ def program_lines(
     """(name, what it serves, fields) of the lines of [programs] for a problem, in the order they are tried; see configs.OptionLine.
 
     A forward has one line per width, and one for block masks where the tiles of the other do not divide program.LISTED_ROWS. A line of a
-    backward serves programs without other Program.features than those in `serves`.
+    backward serves problems without other features than those in `serves`.
     """
     width, section = grid["programs"][problem.width], "fwd" if direction == "fwd" else "bwd"
     if problem.is_listed and direction == "fwd" and "fwd_listed" in width:
@@ -25,5 +25,11 @@ def program_lines(
     return [
         (f"line {number} of {name}", served, {key: value for key, value in line.items() if key != "serves"})
         for number, line in enumerate(lines, 1)
-        if problem.program.features <= {*line.get("serves", ())}
+        if features(problem) <= {*line.get("serves", ())}
     ]
+
+
+def features(problem: AttnProblem) -> frozenset[str]:
+    """Properties of a program that a config of the backward depends on: those of Program.features, "dS" for gradients that are dS."""
+    found = problem.program.features
+    return found - {"gradients"} | {"dS"} if problem.learns_dS else found

@@ -317,6 +317,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.dS.wait_empty(step)
                 shared.dS.write(dS_place, step, dS)
                 shared.dS.announce(step)
+                scores.store_dS(dS, seqlen_q)
             if x_parts > 1:
                 started = dv_jobs if makes_dv and not dS_in_P else ()
                 jobs = (*started, *(fp32.jobs(dk_chunks, dS_parts, shared.Q, step) if makes_dk else ()))

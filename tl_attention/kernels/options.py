@@ -179,6 +179,7 @@ class Scores:
         self.biased = problem.has("alibi") and self.linear is None
         self.alibi_slope = T.alloc_var("float32", init=0.0) if self.biased else None
         self.traced, self.changed, program = None, problem.changes_scores, problem.program
+        self.learns = problem.learns
         self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
         # exponent() is -inf for hidden elements; with listed blocks they are set to 0 later, in the blocks that have some
         self.hides_at_once = self.changed and program.hides and not program.listed
@@ -327,6 +328,12 @@ class Scores:
         blocks.advance()
         if self.has_bits:
             self.traced.fetch_bits(blocks.place, key, blocks.query)
+
+    @T.inline
+    def store_dS(self, dS, seqlen_q):
+        """Store a tile dS' [keys, queries] where it is the gradient of a captured tensor; after locate_transposed()."""
+        if self.learns:
+            self.traced.store_dS(dS, seqlen_q)
 
     @T.inline
     def locate_transposed(self, key, blocks, step):

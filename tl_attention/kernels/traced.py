@@ -92,13 +92,19 @@ class StagedTiles:
     """Shared memory of the warps of a CTA for tiles of captured tensors, and of their gradients where queries are rows: uint8 [bytes]."""
 
     def __init__(
-        self, problem: AttnProblem, warps: int, cols: int, rows_are_keys: bool = False, name: str = "staged"
+        self,
+        problem: AttnProblem,
+        warps: int,
+        cols: int,
+        rows_are_keys: bool = False,
+        stores: bool = True,
+        name: str = "staged",
     ):
         self.tiles = [
             SharedBytes(warps * size, name=f"captured_{n}").bytes
             for n, size in enumerate(problem.staged_bytes(cols, rows_are_keys))
         ]
-        sizes = problem.program.stored_bytes(16, cols) if problem.learns and not rows_are_keys else []
+        sizes = problem.program.stored_bytes(16, cols) if problem.learns and stores else []
         self.gradients = [
             SharedBytes(warps * size, name=f"gradient_{n}").bytes for n, size in enumerate(sizes)
         ]
@@ -113,11 +119,11 @@ class SharedBytes:
 
 
 def alloc_staged(
-    problem: AttnProblem, warps: int, cols: int, rows_are_keys: bool = False
+    problem: AttnProblem, warps: int, cols: int, rows_are_keys: bool = False, stores: bool = True
 ) -> StagedTiles | None:
-    """StagedTiles; None without a program."""
+    """StagedTiles; None without a program. stores: the kernel stores gradients of captured tensors."""
     return (
-        StagedTiles(problem, warps, cols, rows_are_keys, name="staged")
+        StagedTiles(problem, warps, cols, rows_are_keys, stores, name="staged")
         if problem.program is not None
         else None
     )
@@ -390,26 +396,31 @@ class Traced:
                     self.program.stored[n], scores, P, acc_dp, i, j, lse_log2, delta, seqlen_k
                 )
         for n in tuple(range(len(self.program.stored))):
-            self.store(n, tiles[n], seqlen_k)
+            self.store(n, tiles[n], self.first_query, self.first_key, seqlen_k)
 
     @T.inline
-    def store(self, n, tile, seqlen_k):
-        """Store the n-th of the gradients of program.stored for a tile [queries, keys]."""
+    def store_dS(self, dS, seqlen_q):
+        """Store a tile dS' [keys, queries] as the gradient of program.learns_dS, whose matrices are transposed."""
+        self.store(0, dS, self.first_key, self.first_query, seqlen_q)
+
+    @T.inline
+    def store(self, n, tile, row, column, columns):
+        """Store the n-th of the gradients of program.stored for a tile from `row` and `column` on, as far as there are columns."""
         out = self.arguments.gradients[self.program.gradients[self.program.stored[n]].tensor]
         T.evaluate(
             T.call_extern(
                 "handle",
-                f"tl_attention_store_tile<{STORED[out.dtype]}, {tile.shape[1]}>",
+                f"tl_attention_store_tile<{STORED[out.dtype]}, {STORED[tile.dtype]}, {tile.shape[1]}>",
                 out.access_ptr("rw"),
                 tile.data,
                 self.staged.gradients[n].access_ptr("rw"),
                 self.program.stored_bytes(16, self.cols)[n],
                 self.batch[0],
                 self.head[0],
-                self.first_query,
-                self.first_key,
+                row,
+                column,
                 *out.shape[1:],
-                seqlen_k,
+                columns,
             )
         )
 

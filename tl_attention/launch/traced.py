@@ -30,12 +30,14 @@ class Gradients:
     """Gradients of the captured tensors of program.learned, for one backward.
 
     Attributes:
-        arguments: what the kernels write, contiguous. Of program.stored: [batch, heads, seqlen_q, seqlen_k rounded up] in stored_dtype;
-            with program.exact: int64 [elements * SLOTS], zeros; else sums: fp32 [elements], zeros.
+        arguments: what the kernels write, contiguous. Of program.stored: [batch, heads, seqlen_q, seqlen_k rounded up] in stored_dtype, or
+            transposed [batch, heads, seqlen_k, seqlen_q rounded up]; with program.exact: int64 [elements * SLOTS], zeros; else sums: fp32
+            [elements], zeros.
     """
 
-    def __init__(self, call: Call, batch: int, heads: int, queries: int, keys: int):
-        self.call, self.keys = call, keys
+    def __init__(self, call: Call, batch: int, heads: int, queries: int, keys: int, transposed: bool = False):
+        self.call, self.transposed = call, transposed
+        rows, self.columns = (keys, queries) if transposed else (queries, keys)
         program = call.program
         self.stored = {program.gradients[number].tensor: number for number in program.stored}
         self.arguments = []
@@ -44,7 +46,7 @@ class Gradients:
             if i in self.stored:  # blocks that no list names are not written
                 make = torch.zeros if program.listed else torch.empty
                 dtype = getattr(torch, stored_dtype(program.tensors[i]))
-                shape = batch, heads, queries, -(-keys // 8) * 8  # rows are multiples of 16 bytes
+                shape = batch, heads, rows, -(-self.columns // 8) * 8  # rows are multiples of 16 bytes
                 self.arguments.append(make(shape, dtype=dtype, **on))
             elif program.exact:
                 self.arguments.append(torch.zeros(x.numel() * SLOTS, dtype=torch.int64, **on))
@@ -60,7 +62,8 @@ class Gradients:
     def _result(self, i: int, x: torch.Tensor) -> torch.Tensor:
         shape = self.call.tensors[i].shape
         if i in self.stored:
-            return self._reduced(self.stored[i], x[..., : self.keys], shape)
+            x = x[..., : self.columns]
+            return self._reduced(self.stored[i], x.mT if self.transposed else x, shape)
         if x.dtype != torch.int64:
             return x.view(shape)
         sums = x.view(-1, SLOTS)

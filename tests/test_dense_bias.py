@@ -167,7 +167,7 @@ def test_configs_serve_biases(width):
 
 
 def test_bias_gradients_that_are_dS():
-    """Those of a bf16 bias added to a score that nothing else changes; a pass by keys stores them."""
+    """Gradients of a bf16 bias that is added to a score, which nothing else changes: a pass by keys stores them."""
     bias = torch.zeros(1, HEADS, 8, 8, dtype=torch.bfloat16, requires_grad=True)
     wide = bias.detach().float().requires_grad_()
     for bias_, score_mod, dtype, is_dS in (

@@ -201,7 +201,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             shared.K.wait(key_step(config, turn, other))
         shared.Q.wait(first)
         compute_scores(w, first, blocks.head, scores, scale_log2, tile, shared, acc_s)
-        scores.start_transposed(key, blocks)
+        scores.start_transposed(mask, blocks)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         if makes_dk:
             if not dynamic:
@@ -317,7 +317,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.dS.wait_empty(step)
                 shared.dS.write(dS_place, step, dS)
                 shared.dS.announce(step)
-                scores.store_dS(dS, seqlen_q)
+                scores.store_dS(dS, blocks)
             if x_parts > 1:
                 started = dv_jobs if makes_dv and not dS_in_P else ()
                 jobs = (*started, *(fp32.jobs(dk_chunks, dS_parts, shared.Q, step) if makes_dk else ()))
@@ -341,7 +341,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     bwd_tiles.add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
             if makes_dq:
                 dq_row_block = tiles.dq_row_block(tile, blocks.head, blocks.query)
-            scores.advance(key, blocks)
+            scores.advance(mask, blocks)
 
         T.wait_wgmma(0)
         if dynamic:

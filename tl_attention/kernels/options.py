@@ -314,26 +314,26 @@ class Scores:
         self.traced.prefetch(self.traced.head[0], query, blocks.first_key(step), step < blocks.steps)
 
     @T.inline
-    def start_transposed(self, key, blocks):
-        """Fetch ahead what a program needs at the first step of query blocks, for a tile [keys, queries]."""
+    def start_transposed(self, mask, blocks):
+        """Fetch ahead what a program needs at the first step of query blocks, for the keys of a KeyRowsMask."""
         if self.has_bits:
-            self.traced.fetch_bits(blocks.place, key, blocks.query)
+            self.traced.fetch_bits(blocks.place, mask.key, blocks.query)
         if self.fetches:
             if self.traced.is_staged:
-                self.traced.prefetch(blocks.head, blocks.query, key, True)
+                self.traced.prefetch(blocks.head, blocks.query, mask.key, True)
 
     @T.inline
-    def advance(self, key, blocks):
+    def advance(self, mask, blocks):
         """Go to the next step of query blocks, and fetch its bits ahead."""
         blocks.advance()
         if self.has_bits:
-            self.traced.fetch_bits(blocks.place, key, blocks.query)
+            self.traced.fetch_bits(blocks.place, mask.key, blocks.query)
 
     @T.inline
-    def store_dS(self, dS, seqlen_q):
+    def store_dS(self, dS, blocks):
         """Store a tile dS' [keys, queries] where it is the gradient of a captured tensor; after locate_transposed()."""
         if self.learns:
-            self.traced.store_dS(dS, seqlen_q)
+            self.traced.store_dS(dS, blocks.mask.seqlen_q)
 
     @T.inline
     def locate_transposed(self, key, blocks, step):

@@ -200,11 +200,15 @@ def test_lists_with_bits_show_the_mask(name, rows, step, of_keys):
         shown = torch.zeros_like(wanted)
         for b, h, tile in torch.cartesian_prod(*map(torch.arange, spans.shape[:3])).tolist():
             masked, steps, first = spans[b, h, tile].tolist()
+            whole = places[first : first + steps] < 0
+            assert of_keys or whole[0] == whole.any()
             for i in range(steps):
                 entry, place = entries[first + i].item(), places[first + i].item()
                 head, block = entry >> HOW_BITS + BLOCK_BITS, entry >> HOW_BITS & (1 << BLOCK_BITS) - 1
                 assert (place < 0) == (entry & 3 == SHOW_ALL)
-                assert of_keys or (place >= 0) == (i < masked)
+                assert of_keys or i == 0 or (place >= 0) == (i < masked), (
+                    "a whole block first, then those that hide keys"
+                )
                 row, column = tile * rows, block * step
                 part = torch.ones(rows, step, dtype=torch.bool)
                 if place >= 0:

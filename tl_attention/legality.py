@@ -240,8 +240,8 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return f"ping_pong: expected block_M of at least 128 (2 warpgroups), got {config.block_M}"
     if problem.has("varlen") and TABLE_ROWS % config.block_M:
         return f"block_M: expected a divisor of {TABLE_ROWS} with varlen, got {config.block_M}"
-    if config.hold_max and problem.is_listed:
-        return "hold_max: expected False with a block mask, whose first blocks may hide all keys of a query, got True"
+    if config.hold_max and problem.is_listed and not problem.program.bits:
+        return "hold_max: expected False with a block mask without bits, whose first blocks may hide all keys of a query, got True"
     if fault := _listed_fault(problem, config.block_M, config.block_N):
         return fault
     if config.page_rows not in PAGE_ROWS:

@@ -235,6 +235,11 @@ class AttnProblem:
         return self.program is not None and self.program.listed
 
     @property
+    def has_bits(self) -> bool:
+        """True where a bit per element stands for the mask of a program."""
+        return self.program is not None and self.program.bits
+
+    @property
     def plain(self) -> AttnProblem:
         """The same problem without options, for its tuned rows and defaults. A window counts as causal."""
         return AttnProblem(self.dtype, self.head_dim, self.head_dim_v, self.causal or self.has("window"))

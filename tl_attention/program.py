@@ -18,6 +18,7 @@ LISTED_ROWS = 128  # blocks of a block mask have multiples of so many queries an
 # Bits of a list's entry for that, and for the block
 MASK, SHOW_ALL, HIDE_ALL, SHOW_TO_LAST = 0, 1, 2, 3
 HOW_BITS, BLOCK_BITS = 2, 19
+PAST_ALL = 3  # entries after those of all tiles, which hide their block
 # Leaves, the arguments of the functions: the scaled score, and which batch entry, query head, query and key it belongs to
 LEAVES = {"score": FLOAT, "batch": INT, "head": INT, "query": INT, "key": INT}
 # Dtypes of captured tensors; a program computes in fp32, whatever the float dtype

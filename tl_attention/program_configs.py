@@ -12,19 +12,21 @@ def program_lines(
 ) -> list[tuple[str, tuple[str, ...], dict[str, Any]]]:
     """(name, what it serves, fields) of the lines of [programs] for a problem, in the order they are tried; see configs.OptionLine.
 
-    A forward has one line per width, and one for block masks where the tiles of the other do not divide program.LISTED_ROWS. A line of a
+    A forward has one line per width, and further ones for block masks: with bits, and where the tiles of the other do not divide
+    program.LISTED_ROWS. A backward of a program with bits tries lines of its own first. A line of a
     backward serves problems without other features than those in `serves`.
     """
     width, section = grid["programs"][problem.width], "fwd" if direction == "fwd" else "bwd"
-    if problem.is_listed and direction == "fwd" and "fwd_listed" in width:
-        section = "fwd_listed"
+    if direction == "fwd":
+        wanted = (("fwd_bits", problem.has_bits), ("fwd_listed", problem.is_listed))
+        section = next((name for name, applies in wanted if applies and name in width), section)
     name, lines = f"[programs.{problem.width}] {section}", width[section]
     served = (str(problem.program),)
     if direction == "fwd":
         return [(name, served, lines)]
     return [
         (f"line {number} of {name}", served, {key: value for key, value in line.items() if key != "serves"})
-        for number, line in enumerate(lines, 1)
+        for number, line in enumerate([*(width.get("bwd_bits", ()) if problem.has_bits else ()), *lines], 1)
         if features(problem) <= {*line.get("serves", ())}
     ]
 

@@ -179,7 +179,7 @@ class Scores:
         self.biased = problem.has("alibi") and self.linear is None
         self.alibi_slope = T.alloc_var("float32", init=0.0) if self.biased else None
         self.traced, self.changed, program = None, problem.changes_scores, problem.program
-        self.learns = problem.learns
+        self.learns_dS = problem.learns_dS
         self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
         # exponent() is -inf for hidden elements; with listed blocks they are set to 0 later, in the blocks that have some
         self.hides_at_once = self.changed and program.hides and not program.listed
@@ -332,7 +332,7 @@ class Scores:
     @T.inline
     def store_dS(self, dS, blocks):
         """Store a tile dS' [keys, queries] where it is the gradient of a captured tensor; after locate_transposed()."""
-        if self.learns:
+        if self.learns_dS:
             self.traced.store_dS(dS, blocks.mask.seqlen_q)
 
     @T.inline

@@ -14,13 +14,14 @@ from tl_attention.program import (
     HOW_BITS,
     LISTED_ROWS,
     MASK,
+    PAST_ALL,
     SHOW_ALL,
     SHOW_TO_LAST,
     Call,
 )
 
 HIDDEN, PARTIAL, FULL = 0, 1, 2
-MAX_ENTRIES = 2**31 - 3  # positions in a list are int32; two entries follow the last
+MAX_ENTRIES = 2**31 - 1 - PAST_ALL  # positions in a list are int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +62,8 @@ class BlockLists:
         """(spans, entries) per tile of `rows` queries, in steps of `step` keys: int32 [batch, heads, tiles, 3] and flat.
 
         With bits (spans, entries, places, bits). kernels/block_lists.py says what they hold. Blocks that may hide keys come first: partial
-        ones, and one past the last key.
+        ones, and one past the last key; with bits after a block that is seen whole, if there is one, which counts as one of them: so each
+        query has seen a key before the first step that hides none.
         """
         key = "queries", rows, step
         if key not in self.made:
@@ -70,12 +72,17 @@ class BlockLists:
             rank = torch.where(states == HIDDEN, 3, states)  # PARTIAL, FULL, HIDDEN
             how = self._how(states, step, -1)
             rank -= (how == SHOW_TO_LAST).to(torch.int8)  # as PARTIAL
+            masked = rank == PARTIAL
+            if self.bits is not None:
+                full = rank == FULL
+                first = full & (full.cumsum(-1) == 1)
+                rank, masked = rank.masked_fill(first, PARTIAL - 1), masked | first
             entries = blocks << HOW_BITS | how
             past_all = states.shape[-1] << HOW_BITS | HIDE_ALL
             values = [(entries, past_all)]
             if self.bits is not None:
                 values.append((self._cut(self.bits.places, rows, step), self.bits.last))
-            lists = _lists(rank, rank == PARTIAL, values, (*self.shape, -1, -1))
+            lists = _lists(rank, masked, values, (*self.shape, -1, -1))
             return self._keep(key, lists if self.bits is None else (*lists, self.bits.by_queries))
         return self.made[key]
 
@@ -140,7 +147,7 @@ def _lists(
     """(spans, entries[, places]) of rows whose blocks are sorted by rank, without those of rank 3.
 
     Args:
-        values: entries of the blocks and that of an empty list, the last two, as a step reads one entry ahead; likewise places.
+        values: entries of the blocks and that of an empty list, the last PAST_ALL; likewise places.
         shape: of spans, to which 1 in the first two dimensions are expanded.
     """
     slots = rank.shape[-1]
@@ -152,12 +159,12 @@ def _lists(
     order, sorted_values = rank.argsort(dim=-1, stable=True), []
     for of_blocks, of_none in values:
         of_blocks = of_blocks.expand(rank.shape).gather(-1, order).flatten()
-        sorted_values.append(torch.cat([of_blocks, of_blocks.new_full((2,), of_none)]))
+        sorted_values.append(torch.cat([of_blocks, of_blocks.new_full((PAST_ALL,), of_none)]))
     masked, seen = (x.sum(-1, dtype=torch.int32) for x in (masked, rank != 3))
     first = torch.arange(seen.numel(), dtype=torch.int32, device=seen.device).view(seen.shape) * slots
     empty = seen == 0
     masked, seen = (x.masked_fill(empty, 1) for x in (masked, seen))
-    first = first.masked_fill(empty, len(sorted_values[0]) - 2)
+    first = first.masked_fill(empty, len(sorted_values[0]) - PAST_ALL)
     return torch.stack([masked, seen, first], -1).expand(*shape), *sorted_values
 
 

@@ -80,7 +80,7 @@ def mask_bits(
 
 
 def _shown(call: Call, found: torch.Tensor, whole: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-    """Mask of blocks, bool [blocks, 128, 128], False past the lengths.
+    """Mask of blocks, bool [blocks, 128, 128], False past the last key and like the last query past it.
 
     Args:
         found: int32 [blocks, 4], batch entry, head, row and column. whole: bool [blocks], seen up to the lengths.
@@ -88,9 +88,9 @@ def _shown(call: Call, found: torch.Tensor, whole: torch.Tensor, lengths: Sequen
     offsets = torch.arange(LISTED_ROWS, dtype=torch.int32, device=found.device)
     batch, head, row, column = found[:, :, None, None].unbind(1)
     query, key = row * LISTED_ROWS + offsets[:, None], column * LISTED_ROWS + offsets
-    there = (query < lengths[0]) & (key < lengths[1])
+    there = key < lengths[1]
     if call.program.mask is None:
-        return there
+        return there.expand(-1, LISTED_ROWS, -1)
     query, key = query.clamp(max=lengths[0] - 1), key.clamp(max=lengths[1] - 1)
     leaves = {"batch": batch, "head": head, "query": query, "key": key}
     (mask,) = program_values(call, [call.program.mask], leaves)

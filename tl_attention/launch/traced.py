@@ -75,11 +75,15 @@ class Gradients:
         """Sum of a stored gradient [batch, heads, seqlen_q, seqlen_k] over what its tensor is broadcast to, at its place in the tensor."""
         values, index = self.call.program.values, self.call.program.gradients[number].index
         outer = [values[i] for i in index[:-2]]
-        dims = {"batch": 0, "head": 1}
+        dims, dtype = (
+            {"batch": 0, "head": 1},
+            self.call.tensors[self.call.program.gradients[number].tensor].dtype,
+        )
         kept = [dims[value.op] for value in outer if value.op in dims]
         dropped = [dim for dim in (0, 1) if dim not in kept]
         if dropped:
-            x = x.sum(dropped, dtype=torch.float32)
+            # bf16 is added in fp32 and rounded once
+            x = x.sum(dropped, dtype=dtype if dtype == x.dtype else torch.float32)
         if kept == [1, 0]:
             x = x.transpose(0, 1)
         if x.numel() == shape.numel():

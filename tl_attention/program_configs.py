@@ -12,13 +12,17 @@ def program_lines(
 ) -> list[tuple[str, tuple[str, ...], dict[str, Any]]]:
     """(name, what it serves, fields) of the lines of [programs] for a problem, in the order they are tried; see configs.OptionLine.
 
-    A forward has one line per width, and further ones for block masks: with bits, and where the tiles of the other do not divide
+    A forward has one line per width, and further ones for block masks: with bits alone, and where the tiles of the other do not divide
     program.LISTED_ROWS. A backward of a program with bits tries lines of its own first. A line of a
     backward serves problems without other features than those in `serves`.
     """
     width, section = grid["programs"][problem.width], "fwd" if direction == "fwd" else "bwd"
     if direction == "fwd":
-        wanted = (("fwd_bits", problem.has_bits), ("fwd_listed", problem.is_listed))
+        # A held row max needs scores of one size: those of a score_mod may grow from block to block, or be -inf in all of the first
+        wanted = (
+            ("fwd_bits", problem.has_bits and not problem.changes_scores),
+            ("fwd_listed", problem.is_listed),
+        )
         section = next((name for name, applies in wanted if applies and name in width), section)
     name, lines = f"[programs.{problem.width}] {section}", width[section]
     served = (str(problem.program),)

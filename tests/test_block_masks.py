@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -353,12 +354,14 @@ def built():
         (None, mask.mask_mod, 128),
         (lambda s, b, h, q, k: s * factor[h], mask.mask_mod, 64),
     ):
-        program = trace(score_mod, mask_mod, True).program.with_bits[0]
-        for direction in ("fwd", "bwd"):
-            its_program = program.forward if direction == "fwd" else program
+        program = trace(score_mod, mask_mod, True).program
+        without_bits = [program.as_listed] if score_mod is None else []
+        for each, direction in itertools.product([program.with_bits[0], *without_bits], ("fwd", "bwd")):
+            its_program = each.forward if direction == "fwd" else each
             problem = AttnProblem.of("bfloat16", head_dim, head_dim, False, direction, (), its_program)
             config, _ = configs.pick_config(problem, "1k", torch.cuda.get_device_name(), direction)
             kernels += config.kernels(problem)
+    kernels = list(dict.fromkeys(kernels))
     failed = {kernel: error for kernel, error in building.build_all(kernels).items() if error}
     assert not failed, failed
 
@@ -372,6 +375,46 @@ def test_block_mask_matches_the_formula(name):
         *inputs("cuda", lengths, 128, batch=shape[0] * 8),
         random_lists(shape[0] * 8 if shape[0] > 1 else 1, shape[1], lengths, size, "cuda"),
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+def test_block_mask_without_bits_matches_the_formula(monkeypatch):
+    monkeypatch.setattr(mask_bits, "MAX_BLOCKS", 0)
+    compare(
+        *inputs("cuda", (257, 384), 128, batch=16), random_lists(16, HEADS, (257, 384), (128, 128), "cuda")
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+def test_block_mask_hides_all_keys_of_the_first_blocks():
+    """A held row max: some queries see no key in the blocks that are seen in part, and many in those that are seen whole."""
+    mask = create_block_mask(lambda b, h, q, k: q > k, None, None, 1000, 1000, device="cuda")
+    compare(*inputs("cuda", (1000, 1000), 128, batch=8), mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+def test_bits_follow_what_a_mask_captures():
+    ids = torch.randint(0, 4, (600,), device="cuda").sort()[0]
+    every = torch.full((1, 1, 5), 5, device="cuda", dtype=torch.int32)
+    columns = torch.arange(5, device="cuda", dtype=torch.int32).expand(1, 1, 5, 5).contiguous()
+    mask = BlockMask.from_kv_blocks(
+        every, columns, mask_mod=lambda b, h, q, k: ids[q] == ids[k], seq_lengths=(600, 600)
+    )
+    tensors = inputs("cuda", (600, 600), 128, batch=8)
+    for _ in range(2):
+        compare(*tensors, mask)
+        ids.copy_(torch.randint(0, 5, (600,), device="cuda").sort()[0])
+    q, k, v = (x.detach() for x in tensors)
+    expected = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.gpu

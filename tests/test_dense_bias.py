@@ -264,6 +264,7 @@ def built():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("shape", "dtype", "seqlen_q", "seqlen_k"),
     [
@@ -273,7 +274,7 @@ def built():
     ],
     ids=str,
 )
-def test_bias_matches_the_formula(shape, dtype, seqlen_q, seqlen_k):
+def test_bias_matches_the_formula(shape, dtype, seqlen_q, seqlen_k, deterministic):
     on = {"device": "cuda", "requires_grad": True}
     q, k, v = (
         torch.randn(8, HEADS, n, 64, dtype=torch.bfloat16, **on) for n in (seqlen_q, seqlen_k, seqlen_k)
@@ -291,7 +292,7 @@ def test_bias_matches_the_formula(shape, dtype, seqlen_q, seqlen_k):
     def results(out: torch.Tensor) -> list[torch.Tensor]:
         return [out, *torch.autograd.grad(out, [q, k, v, bias], dout.to(out.dtype))]
 
-    found = results(flex_attention(q, k, v, attn_bias=bias))
+    found = results(flex_attention(q, k, v, attn_bias=bias, deterministic=deterministic))
     exact, same = results(formula(torch.float64)), results(formula(torch.bfloat16))
     for name, x, reference, other in zip(("out", "dq", "dk", "dv", "dbias"), found, exact, same, strict=True):
         reference = reference.double()

@@ -183,10 +183,14 @@ def test_lists_hold_the_blocks(name, rows, step, of_keys):
             assert all((entry & 3 != SHOW_ALL) == (i < masked) for i, entry in enumerate(listed))
 
 
-@pytest.mark.parametrize("of_keys", [False, True], ids=["by queries", "by keys"])
+@pytest.mark.parametrize(
+    ("of_keys", "whole_first"),
+    [(False, False), (False, True), (True, False)],
+    ids=["by queries", "whole first", "by keys"],
+)
 @pytest.mark.parametrize(("rows", "step"), [(128, 128), (128, 64), (64, 32)])
 @pytest.mark.parametrize("name", SHAPES)
-def test_lists_with_bits_show_the_mask(name, rows, step, of_keys):
+def test_lists_with_bits_show_the_mask(name, rows, step, of_keys, whole_first):
     """A walk over the lists, as that of the kernels."""
     shape, lengths, size = SHAPES[name]
     for mask_mod in (None, noop, lambda b, h, q, k: (q + b * 5) % 4 != k % 4):
@@ -195,19 +199,19 @@ def test_lists_with_bits_show_the_mask(name, rows, step, of_keys):
         wanted = dense(mask, 2, HEADS)
         lists = block_lists(mask, 2, HEADS).with_bits(trace(None, mask.mask_mod, False))
         group = HEADS // HEADS_KV if of_keys else 1
-        found = lists.by_keys(rows, step, group) if of_keys else lists.by_queries(rows, step)
+        found = lists.by_keys(rows, step, group) if of_keys else lists.by_queries(rows, step, whole_first)
         spans, entries, places, bits = found
         tiles = unpacked(bits.view(-1, 2, 128, 2))
         shown = torch.zeros_like(wanted)
         for b, h, tile in torch.cartesian_prod(*map(torch.arange, spans.shape[:3])).tolist():
             masked, steps, first = spans[b, h, tile].tolist()
             whole = places[first : first + steps] < 0
-            assert of_keys or whole[0] == whole.any()
+            assert not whole_first or whole[0] == whole.any()
             for i in range(steps):
                 entry, place = entries[first + i].item(), places[first + i].item()
                 head, block = entry >> HOW_BITS + BLOCK_BITS, entry >> HOW_BITS & (1 << BLOCK_BITS) - 1
                 assert (place < 0) == (entry & 3 == SHOW_ALL)
-                assert of_keys or i == 0 or (place >= 0) == (i < masked), (
+                assert of_keys or (whole_first and i == 0) or (place >= 0) == (i < masked), (
                     "a whole block first, then those that hide keys"
                 )
                 row, column = tile * rows, block * step

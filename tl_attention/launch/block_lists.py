@@ -58,14 +58,17 @@ class BlockLists:
         states = states.expand(*bits.places.shape[:2], -1, -1)
         return BlockLists(states, (LISTED_ROWS, LISTED_ROWS), self.lengths, self.shape, bits)
 
-    def by_queries(self, rows: int, step: int) -> tuple[torch.Tensor, ...]:
+    def by_queries(self, rows: int, step: int, whole_first: bool = False) -> tuple[torch.Tensor, ...]:
         """(spans, entries) per tile of `rows` queries, in steps of `step` keys: int32 [batch, heads, tiles, 3] and flat.
 
         With bits (spans, entries, places, bits). kernels/block_lists.py says what they hold. Blocks that may hide keys come first: partial
-        ones, and one past the last key; with bits after a block that is seen whole, if there is one, which counts as one of them: so each
-        query has seen a key before the first step that hides none.
+        ones, and one past the last key.
+
+        Args:
+            whole_first: a block that is seen whole comes before them, if there is one, and counts as one of them: so each query has seen a
+                key before the steps that hide none, as a held row max needs it. With bits.
         """
-        key = "queries", rows, step
+        key = "queries", rows, step, whole_first
         if key not in self.made:
             states = self._cut(self.states, rows, step)
             blocks = torch.arange(states.shape[-1], dtype=torch.int32, device=states.device)
@@ -73,7 +76,7 @@ class BlockLists:
             how = self._how(states, step, -1)
             rank -= (how == SHOW_TO_LAST).to(torch.int8)  # as PARTIAL
             masked = rank == PARTIAL
-            if self.bits is not None:
+            if whole_first:
                 full = rank == FULL
                 first = full & (full.cumsum(-1) == 1)
                 rank, masked = rank.masked_fill(first, PARTIAL - 1), masked | first

@@ -62,8 +62,7 @@ class Gradients:
     def _result(self, i: int, x: torch.Tensor) -> torch.Tensor:
         shape = self.call.tensors[i].shape
         if i in self.stored:
-            x = x[..., : self.columns]
-            return self._reduced(self.stored[i], x.mT if self.transposed else x, shape)
+            return self._reduced(self.stored[i], x[..., : self.columns], shape)
         if x.dtype != torch.int64:
             return x.view(shape)
         sums = x.view(-1, SLOTS)
@@ -72,7 +71,11 @@ class Gradients:
         return total.masked_fill(sums[:, -1] != 0, torch.nan).view(shape)
 
     def _reduced(self, number: int, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Sum of a stored gradient [batch, heads, seqlen_q, seqlen_k] over what its tensor is broadcast to, at its place in the tensor."""
+        """Sum of a stored gradient over what its tensor is broadcast to, at its place in the tensor.
+
+        Args:
+            x: [batch, heads, seqlen_q, seqlen_k], or transposed.
+        """
         values, index = self.call.program.values, self.call.program.gradients[number].index
         outer = [values[i] for i in index[:-2]]
         dims, dtype = (
@@ -84,6 +87,8 @@ class Gradients:
         if dropped:
             # bf16 is added in fp32 and rounded once
             x = x.sum(dropped, dtype=dtype if dtype == x.dtype else torch.float32)
+        if self.transposed:  # after the sum, which is slow where rows are not contiguous
+            x = x.mT
         if kept == [1, 0]:
             x = x.transpose(0, 1)
         if x.numel() == shape.numel():

@@ -19,10 +19,15 @@ def build(
 ) -> None:
     """Build the kernels of our rows that no pack has. A kernel that fails is the fault of its row, which says so later."""
     if OURS in providers:
-        building.build_all(
-            [kernel for kernel in kernels_of_rows(shapes, direction, dtype) if _is_to_build(kernel)],
-            say=lambda text: console.print(text, highlight=False, markup=False),
-        )
+        build_kernels(console, kernels_of_rows(shapes, direction, dtype))
+
+
+def build_kernels(console: Console, kernels: Iterable[Kernel]) -> None:
+    """Build the kernels of a run that no pack has."""
+    building.build_all(
+        [kernel for kernel in kernels if _is_to_build(kernel)],
+        say=lambda text: console.print(text, highlight=False, markup=False),
+    )
 
 
 def _is_to_build(kernel: Kernel) -> bool:

@@ -144,7 +144,8 @@ def compare(shape: Shape, bshd: Sequence[Inputs], direction: str, rows: dict[str
         if rows[name]["layout"] == "bhsd":
             tensors = [x.transpose(1, 2) for x in tensors]
         chosen = [fwd_bwd.take_heads(x, heads, count) for x in tensors]
-        return judged(name, chosen, exact, when, all(bool(x.isfinite().all()) for x in tensors))
+        finite = all(bool(x.isfinite().all()) for x in tensors)
+        return judged(chosen, exact, when, finite, ALLOWED.get(name, ALLOWED_ERROR))
 
     def speeds(name: str, *timings: Any) -> Row:
         measured = turns.speeds(shape, direction, *timings)
@@ -171,11 +172,11 @@ def reference(inputs: Inputs, causal: bool, direction: str) -> list[torch.Tensor
 
 
 def judged(
-    name: str, found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor], when: str, finite: bool
+    found: Sequence[torch.Tensor], exact: Sequence[torch.Tensor], when: str, finite: bool, allowed: float
 ) -> Row:
     """Correctness and the largest rms error / rms value of the results, as a part of a row."""
     error = max(rms_error(x, ref) for x, ref in zip(found, exact, strict=True))
-    ratio = error / ALLOWED.get(name, ALLOWED_ERROR)
+    ratio = error / allowed
     row: Row = {"rms_error": turns.finite(error), "max_err_ratio": turns.finite(ratio)}
     if ratio <= 1 and finite:
         return row | {"correct": True}

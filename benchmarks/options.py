@@ -86,8 +86,8 @@ def problem_of(name: str, shape: Shape) -> Shape:
     return shape.plain if name == PLAIN else shape
 
 
-def with_passes(name: str, provider: Provider) -> Provider:
-    """A library whose fwd and bwd are made from its options pass."""
+def with_passes(name: str, provider: Provider, learned: Sequence[torch.Tensor] = ()) -> Provider:
+    """A library whose fwd and bwd are made from its options pass. learned: further tensors that get a gradient, as a sink does."""
 
     def forward(shape: Shape, *qkv: torch.Tensor, saves: bool) -> Ready:
         shape = problem_of(name, shape)
@@ -107,7 +107,7 @@ def with_passes(name: str, provider: Provider) -> Provider:
             with timer.on_capture_stream():
                 given = [x.detach().requires_grad_() for x in operands(*qkv)]
                 out, lse = attend(*given)
-            leaves = given if needs.sink is None else [*given, needs.sink]
+            leaves = [*given, *learned, *([] if needs.sink is None else [needs.sink])]
             return out.detach(), lse if lse is None else lse.detach(), (out, leaves)
 
         return same_call(recorded if saves else without_grad)

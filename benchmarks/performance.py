@@ -14,6 +14,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+import flex
 import fp32
 import host
 import peers
@@ -31,7 +32,14 @@ PAGE = ROOT / "docs/performance.md"
 README = ROOT / "README.md"
 NOTES = "notes.toml"  # by hand: [PASS] or [PASS_SET] has name of a shape = reason; tests = text
 DETERMINISTIC = "deterministic"  # our deterministic run, as a column of the backward's table
-HEADINGS = {"main": "{}", "more": "{}: other sizes", "options": "{} with options", "fp32": "{} in fp32"}
+HEADINGS = {
+    "main": "{}",
+    "more": "{}: other sizes",
+    "options": "{} with options",
+    "fp32": "{} in fp32",
+    "flex": "{} with functions",
+}
+OWN_SETS = {"fp32": fp32, "flex": flex}  # sets with libraries and tables of their own
 TARGETS = {  # only option of a row -> its time over that of the plain row, times the share of blocks that is left
     "window": 1.15,
     "softcap": 1.25,
@@ -89,12 +97,12 @@ def section(folder: Path, page: Path) -> str:
     runs = {key: row_files.read(path) for key, path in row_files.stored_files(folder).items()}
     notes = read_notes(folder)
     name = next(iter(runs.values()))[1]["gpu"] if runs else folder.name
-    parts = [f"## {name}", means_table({key: run for key, run in runs.items() if key[1] != "fp32"})]
+    parts = [f"## {name}", means_table({key: run for key, run in runs.items() if key[1] not in OWN_SETS})]
     for (direction, set_name), run in runs.items():
         if (direction, set_name) == ("bwd_det", "main") and ("bwd", "main") in runs:
             continue
-        if set_name == "fp32":
-            parts.append(f"### {heading(direction, set_name)}\n\n{fp32.section(run[0])}")
+        if set_name in OWN_SETS:
+            parts.append(f"### {heading(direction, set_name)}\n\n{OWN_SETS[set_name].section(run[0])}")
             continue
         why = notes.get(Path(row_files.file_name(direction, set_name)).stem, {})
         deterministic = runs.get(("bwd_det", "main"), ([], {}))[0] if direction == "bwd" else []

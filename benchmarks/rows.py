@@ -23,8 +23,11 @@ Row = dict[str, Any]
 OURS = "tl_attention"
 PLAIN = "plain"  # ours without the options of a row
 HIGH = "high"  # ours in fp32 at the precision high, where OURS is highest
+OPTION = "option"  # our option in the place of a function
 FP32 = "fp32"  # dtype and set of fp32 tensors
-SETS = ("main", "more", "options", FP32)
+FLEX = "flex"  # set of scores and masks as functions
+SETS = ("main", "more", "options", FP32, FLEX)
+TWINS = (PLAIN, HIGH, OPTION)  # ours, which are no peers
 DIGITS = 4  # significant ones, in files
 MEASURED = ("ms", "tflops", "correct", "max_err_ratio")  # None in a row where they are unknown
 PROBLEM = (
@@ -45,6 +48,7 @@ STORED = (
         "reason",
         "max_err_ratio",
         "rms_error",
+        "seen",
         "lse_err_ratio",
         "ms",
         "p25",
@@ -174,6 +178,7 @@ def _read_problem(line: Row, header: Row) -> Iterator[Row]:
         if row["status"] == "ok":
             solved = shape.plain if name == PLAIN else shape
             row |= {"correct": True} | speeds_of(solved, direction, row["ms"], row["dtype"])
+            row["tflops"] *= row.get("seen", 1.0)
             row |= shares_of(row, header["environment"])
             ratios = peer_ratios(row)
             if ratios and row.get("score") is None:
@@ -203,9 +208,9 @@ def by_problem(rows: Iterable[Row]) -> dict[tuple, dict[str, Row]]:
 
 
 def compared(rows: Iterable[Row]) -> list[str]:
-    """The providers that ran anything; ours without options or at another precision is no peer."""
+    """The providers that ran anything, without those of TWINS."""
     ran = dict.fromkeys(row["provider"] for row in rows if row["status"] != "skipped")
-    return [name for name in ran if name not in (PLAIN, HIGH)]
+    return [name for name in ran if name not in TWINS]
 
 
 def describe(row: Row) -> str:
@@ -246,9 +251,7 @@ def ratio_over(row: Row, name: str) -> float | None:
 
 def peer_ratios(row: Row) -> dict[str, float]:
     """Peer -> our speed over its."""
-    return {
-        name: quartiles[1] for name, quartiles in row.get("ratios", {}).items() if name not in (PLAIN, HIGH)
-    }
+    return {name: quartiles[1] for name, quartiles in row.get("ratios", {}).items() if name not in TWINS}
 
 
 def cost(row: Row) -> float | None:

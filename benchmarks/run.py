@@ -5,6 +5,7 @@
     python benchmarks/run.py --shapes 'paper-d128-*' 1,32,8,4096,4096,128,causal --rounds 30
     python benchmarks/run.py --set options    windows, sinks, documents, dropout, ..
     python benchmarks/run.py --set fp32    fp32 tensors, with errors beside speeds
+    python benchmarks/run.py --set flex    masks, score_mods and biases as functions, beside PyTorch's flex_attention
     python benchmarks/run.py --set more --peers peers.csv    GQA, small and odd shapes; scores beside speeds
     python benchmarks/run.py --pass decode    few queries against a cache
     python benchmarks/run.py --pass decode --shapes 'decode-q1-*' 8,64,8,4,8192,128,causal,page=16,ragged
@@ -26,6 +27,7 @@ from pathlib import Path
 
 import ahead
 import decode
+import flex
 import fp32
 import fwd_bwd
 import host
@@ -38,7 +40,7 @@ import tables
 import torch
 import turns
 from rich.console import Console
-from rows import FP32, OURS, Row
+from rows import FLEX, FP32, OURS, Row
 
 from tl_attention.problem import DECODE, FP32_DTYPES
 from tl_attention.target import is_hopper
@@ -60,6 +62,7 @@ SHAPES: dict[str, dict[str, tuple[str, ...]]] = {  # set -> pass -> names of sha
             f"paper-d{d}-{mask}-{n}k" for d in (64, 128) for mask in ("full", "causal") for n in (1, 4, 8, 16)
         ),
     ),
+    FLEX: dict.fromkeys(("fwd", "bwd", "fwd_bwd"), ("flex-*",)),
 }
 QUICK = {DECODE: ("decode-*-h64-b*-8k",)}
 QUICK |= dict.fromkeys(SHAPES["main"].keys() - QUICK.keys(), ("paper-*-4k", "article"))
@@ -78,9 +81,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]; default: those of --set",
     )
     add("--set", dest="set_name", choices=SHAPES, default="main", help="named group of shapes (default main)")
-    every = list(dict.fromkeys([*providers.PROVIDERS, *fp32.PROVIDERS]))
+    every = list(dict.fromkeys([*providers.PROVIDERS, *fp32.PROVIDERS, *flex.PROVIDERS]))
     add("--providers", nargs="+", choices=every, default=every, help="default: all that have the pass")
-    add("--dtype", choices=DTYPES, help="of the inputs (default bf16); not with --set fp32")
+    add("--dtype", choices=DTYPES, help="of the inputs (default bf16); not with --set fp32 or flex")
     add("--rounds", type=int, help="samples per provider (default 15; 5 with --quick or --pass decode)")
     add("--pass", dest="direction", choices=SHAPES["main"], default="fwd", help="default: fwd")
     add("--deterministic", action="store_true", help="gradients that are bit-equal from call to call")
@@ -96,10 +99,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     decodes = args.direction == DECODE
-    offered = fp32.PROVIDERS if args.set_name == FP32 else providers.names(DECODE if decodes else "fwd")
+    own = performance.OWN_SETS.get(args.set_name)
+    offered = own.PROVIDERS if own else providers.names(DECODE if decodes else "fwd")
     args.providers = [name for name in args.providers if name in offered]
-    if args.dtype and args.set_name == FP32:
-        parser.error(f"--dtype: expected none with --set fp32, got {args.dtype}")
+    if args.dtype and own:
+        parser.error(f"--dtype: expected none with --set {args.set_name}, got {args.dtype}")
     args.dtype = args.dtype or "bf16"
     if not args.providers:
         parser.error(
@@ -117,8 +121,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.deterministic:
         if "bwd" not in args.direction:
             parser.error("--deterministic: expected --pass bwd or fwd_bwd; a forward always is")
-        if args.set_name == FP32:
-            parser.error("--deterministic: expected another set than fp32, whose gradients always are")
+        if own:
+            parser.error(f"--deterministic: expected another set than {args.set_name}")
         args.direction += "_det"
     return args
 
@@ -135,6 +139,11 @@ def shapes_of(args: argparse.Namespace) -> dict[str, Shape]:
     for text, shape in chosen.items():
         if shape.options.page or shape.options.ragged:
             raise ValueError(f"--shapes {text}: page and ragged are options of --pass decode alone")
+        if (shape.options.function in flex.FUNCTIONS) is not (args.set_name == FLEX):
+            names = ", ".join(flex.FUNCTIONS)
+            raise ValueError(
+                f"--shapes {text}: expected function= with --set flex, and there alone, of {names}"
+            )
     return chosen
 
 
@@ -161,8 +170,11 @@ def benchmark(args: argparse.Namespace, console: Console, facts: dict[str, str])
     dtypes = [str(DTYPES[args.dtype]).removeprefix("torch.")]
     if args.set_name == FP32:
         dtypes, args.dtype = list(FP32_DTYPES), FP32
-    for dtype in dtypes:
-        ahead.build(console, args.shapes.values(), args.direction, dtype, args.providers)
+    if args.set_name == FLEX:
+        flex.prepare_run(console, args.shapes.values(), args.direction, args.providers)
+    else:
+        for dtype in dtypes:
+            ahead.build(console, args.shapes.values(), args.direction, dtype, args.providers)
     with console.status("measuring cuBLAS and copy rates"):
         cublas, copy = timer.measure_cublas_tflops(), timer.measure_copy_bandwidth()
     measured = {
@@ -204,7 +216,7 @@ def benchmark(args: argparse.Namespace, console: Console, facts: dict[str, str])
         if rows:
             if path != stored:
                 row_files.add(stored, path)
-            finish(args.out, stored, console, rows)
+            finish(args, stored, console, rows)
     return int(any(row["status"] != "ok" for row in rows if row["provider"] == OURS))
 
 
@@ -213,8 +225,8 @@ def provider_facts(args: argparse.Namespace) -> dict[str, Row]:
     if args.direction == DECODE:
         layouts = {name: providers.PROVIDERS[name].decode_layout for name in args.providers}
         return {name: turns.provider_facts(name, DECODE, layout) for name, layout in layouts.items()}
-    if args.set_name == FP32:
-        return {name: fp32.provider_facts(name) for name in args.providers}
+    if args.set_name in performance.OWN_SETS:
+        return {name: performance.OWN_SETS[args.set_name].provider_facts(name) for name in args.providers}
     facts: dict[str, Row] = {}
     for shape in args.shapes.values():
         for name in fwd_bwd.entering(args.providers, shape):
@@ -230,8 +242,9 @@ def is_warm(name: str) -> bool:
 
 def measurer(args: argparse.Namespace) -> Callable[[str, Shape], list[Row]]:
     """(name of a shape, shape) -> one row per provider."""
-    if args.set_name == FP32:
-        return lambda name, shape: fp32.measure(shape, args.direction, args.providers, args.rounds)
+    if args.set_name in performance.OWN_SETS:
+        module = performance.OWN_SETS[args.set_name]
+        return lambda name, shape: module.measure(shape, args.direction, args.providers, args.rounds)
     dtype = DTYPES[args.dtype]
     if args.direction == DECODE:
         caches = decode.Caches(args.shapes.values(), dtype)
@@ -250,13 +263,14 @@ def gpu_error() -> str | None:
     return None
 
 
-def finish(out: Path, path: Path, console: Console, rows: list[Row]) -> None:
+def finish(args: argparse.Namespace, path: Path, console: Console, rows: list[Row]) -> None:
     """Show the table and write the page of the folder."""
-    if rows[0]["dtype"] == FP32:
-        console.print(fp32.section(rows), highlight=False, markup=False)
+    if args.set_name in performance.OWN_SETS:
+        text = performance.OWN_SETS[args.set_name].section(rows)
+        console.print(text, highlight=False, markup=False)
     else:
         show(console, rows)
-    written = [path, *performance.write(out)]
+    written = [path, *performance.write(args.out)]
     console.print(f"Written: {', '.join(map(str, written))}")
 
 

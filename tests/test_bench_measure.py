@@ -273,7 +273,13 @@ def test_bench_named_shapes_are_shapes() -> None:
         set_name: [len(shapes.chosen_shapes(by_pass[name])) for name in ("fwd", "bwd", "fwd_bwd")]
         for set_name, by_pass in run.SHAPES.items()
     }
-    assert sizes == {"main": [37, 39, 39], "more": [48] * 3, "options": [14] * 3, "fp32": [16] * 3}
+    assert sizes == {
+        "main": [37, 39, 39],
+        "more": [48] * 3,
+        "options": [14] * 3,
+        "fp32": [16] * 3,
+        "flex": [31] * 3,
+    }
     warm = [name for name in named for pattern in run.WARM if fnmatch.fnmatch(name, pattern)]
     assert len(warm) == 10
 

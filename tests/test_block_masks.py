@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from tl_attention import configs, flex_attention, legality
+from tl_attention import configs, flex, flex_attention, legality
 from tl_attention.compilation import building
 from tl_attention.flex import _block_lists as block_lists
+from tl_attention.launch import mask_bits
 from tl_attention.launch.block_lists import FULL, HIDDEN, PARTIAL, BlockLists, block_states
+from tl_attention.launch.mask_bits import unpacked
 from tl_attention.problem import TILE_WIDTHS, AttnProblem
 from tl_attention.program import BLOCK_BITS, HIDE_ALL, HOW_BITS, MASK, SHOW_ALL, SHOW_TO_LAST
 from tl_attention.tracing.trace import trace
@@ -22,6 +25,14 @@ HEADS, HEADS_KV = 4, 2
 
 def causal(b, h, q, k):
     return q >= k
+
+
+def noop(b, h, q, k):
+    return q >= 0
+
+
+def third(b, h, q, k):
+    return (q + k + h) % 3 != 0
 
 
 def random_lists(
@@ -37,9 +48,7 @@ def random_lists(
     for wanted in (PARTIAL, FULL):
         found = state == wanted
         lists += [found.sum(-1).int(), (~found).int().argsort(dim=-1, stable=True).int()]
-    return BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=size, mask_mod=lambda b, h, q, k: (q + k + h) % 3 != 0, seq_lengths=lengths
-    )
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=size, mask_mod=third, seq_lengths=lengths)
 
 
 def dense(mask: BlockMask, batch: int, heads: int) -> torch.Tensor:
@@ -174,6 +183,90 @@ def test_lists_hold_the_blocks(name, rows, step, of_keys):
             assert all((entry & 3 != SHOW_ALL) == (i < masked) for i, entry in enumerate(listed))
 
 
+@pytest.mark.parametrize(
+    ("of_keys", "whole_first"),
+    [(False, False), (False, True), (True, False)],
+    ids=["by queries", "whole first", "by keys"],
+)
+@pytest.mark.parametrize(("rows", "step"), [(128, 128), (128, 64), (64, 32)])
+@pytest.mark.parametrize("name", SHAPES)
+def test_lists_with_bits_show_the_mask(name, rows, step, of_keys, whole_first):
+    """A walk over the lists, as that of the kernels."""
+    shape, lengths, size = SHAPES[name]
+    for mask_mod in (None, noop, lambda b, h, q, k: (q + b * 5) % 4 != k % 4):
+        mask = random_lists(*shape, lengths, size, "cpu")
+        mask.mask_mod = mask_mod or mask.mask_mod
+        wanted = dense(mask, 2, HEADS)
+        lists = block_lists(mask, 2, HEADS).with_bits(trace(None, mask.mask_mod, False))
+        group = HEADS // HEADS_KV if of_keys else 1
+        found = lists.by_keys(rows, step, group) if of_keys else lists.by_queries(rows, step, whole_first)
+        spans, entries, places, bits = found
+        tiles = unpacked(bits.view(-1, 2, 128, 2))
+        shown = torch.zeros_like(wanted)
+        for b, h, tile in torch.cartesian_prod(*map(torch.arange, spans.shape[:3])).tolist():
+            masked, steps, first = spans[b, h, tile].tolist()
+            whole = places[first : first + steps] < 0
+            assert not whole_first or whole[0] == whole.any()
+            for i in range(steps):
+                entry, place = entries[first + i].item(), places[first + i].item()
+                head, block = entry >> HOW_BITS + BLOCK_BITS, entry >> HOW_BITS & (1 << BLOCK_BITS) - 1
+                assert (place < 0) == (entry & 3 == SHOW_ALL)
+                assert of_keys or (whole_first and i == 0) or (place >= 0) == (i < masked), (
+                    "a whole block first, then those that hide keys"
+                )
+                row, column = tile * rows, block * step
+                part = torch.ones(rows, step, dtype=torch.bool)
+                if place >= 0:
+                    part = tiles[place, row % 128 :, column % 128 :][:rows, :step]
+                row, column, part = (column, row, part.mT) if of_keys else (row, column, part)
+                assert not part[:, max(lengths[1] - column, 0) :].any()
+                target = shown[b, h * group + head, row : row + len(part), column : column + part.shape[1]]
+                target |= part[: target.shape[0], : target.shape[1]]
+        assert torch.equal(shown, wanted)
+
+
+def test_too_many_blocks_have_no_bits(monkeypatch):
+    mask = create_block_mask(third, None, None, 300, 300, device="cpu")
+    call = trace(None, third, False)
+    assert block_lists(mask, 2, HEADS).with_bits(call).bits.last == 9 * HEADS
+    monkeypatch.setattr(mask_bits, "MAX_BLOCKS", 9)
+    assert block_lists(mask, 2, HEADS).with_bits(call) is None
+
+
+def test_bits_are_made_again_after_a_change(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    ids = torch.zeros(300, dtype=torch.int32)
+    mask = create_block_mask(lambda b, h, q, k: ids[q] == ids[k], None, None, 300, 300, device="cpu")
+    lists, call = block_lists(mask, 2, HEADS), trace(None, mask.mask_mod, False)
+    found = flex._with_bits(call, lists)
+    assert flex._with_bits(trace(None, mask.mask_mod, False), lists) is found
+    ids[100:] = 1
+    changed = flex._with_bits(call, lists)
+    assert changed is not found and flex._with_bits(call, lists) is changed
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert flex._with_bits(call, lists) is changed
+    ids[200:] = 2
+    assert flex._with_bits(call, lists) is None
+
+
+def test_programs_with_bits_keep_what_scores_need():
+    ids, factor = torch.zeros(9, dtype=torch.int32), torch.ones(HEADS, requires_grad=True)
+    cap = 3.5
+    call = trace(
+        lambda s, b, h, q, k: cap * torch.tanh(s * factor[h]), lambda b, h, q, k: ids[q] == ids[k], True
+    )
+    program, tensors, numbers = call.program.with_bits
+    assert [call.tensors[i] for i in tensors] == [factor] and [call.numbers[i] for i in numbers] == [cap]
+    assert (
+        program.bits
+        and program.mask is None
+        and program.learned == (0,)
+        and str(program) == "score_mod blocks bits"
+    )
+    others = trace(None, lambda b, h, q, k: ids[q] < k, True), trace(None, causal, True)
+    assert others[0].program.with_bits == others[1].program.with_bits, "masks share kernels"
+
+
 def test_block_states_ignores_what_lies_past_a_list():
     numbers, indices = torch.tensor([[[1, 0]]]), torch.tensor([[[[2, 1, 0], [1, 1, 1]]]])
     states = block_states(numbers, indices, numbers.flip(-1), indices.flip(-2), 3)
@@ -240,9 +333,10 @@ PROGRAM = trace(lambda s, b, h, q, k: s * 0.5, causal, True).program.as_listed
 
 
 @pytest.mark.parametrize("width", TILE_WIDTHS, ids=str)
-def test_configs_of_block_masks_divide_their_blocks(width):
+@pytest.mark.parametrize("whole", [PROGRAM, PROGRAM.with_bits[0]], ids=str)
+def test_configs_of_block_masks_divide_their_blocks(width, whole):
     for direction in ("fwd", "bwd", "bwd_det"):
-        program = PROGRAM.forward if direction == "fwd" else PROGRAM
+        program = whole.forward if direction == "fwd" else whole
         problem = AttnProblem.of("bfloat16", *width, False, direction, (), program)
         for bucket in ("long", "split") if direction == "fwd" else ("long",):
             config, _ = configs.pick_config(problem, bucket, "NVIDIA H200", direction)
@@ -264,12 +358,14 @@ def built():
         (None, mask.mask_mod, 128),
         (lambda s, b, h, q, k: s * factor[h], mask.mask_mod, 64),
     ):
-        program = trace(score_mod, mask_mod, True).program.as_listed
-        for direction in ("fwd", "bwd"):
-            its_program = program.forward if direction == "fwd" else program
+        program = trace(score_mod, mask_mod, True).program
+        without_bits = [program.as_listed] if score_mod is None else []
+        for each, direction in itertools.product([program.with_bits[0], *without_bits], ("fwd", "bwd")):
+            its_program = each.forward if direction == "fwd" else each
             problem = AttnProblem.of("bfloat16", head_dim, head_dim, False, direction, (), its_program)
             config, _ = configs.pick_config(problem, "1k", torch.cuda.get_device_name(), direction)
             kernels += config.kernels(problem)
+    kernels = list(dict.fromkeys(kernels))
     failed = {kernel: error for kernel, error in building.build_all(kernels).items() if error}
     assert not failed, failed
 
@@ -283,6 +379,46 @@ def test_block_mask_matches_the_formula(name):
         *inputs("cuda", lengths, 128, batch=shape[0] * 8),
         random_lists(shape[0] * 8 if shape[0] > 1 else 1, shape[1], lengths, size, "cuda"),
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+def test_block_mask_without_bits_matches_the_formula(monkeypatch):
+    monkeypatch.setattr(mask_bits, "MAX_BLOCKS", 0)
+    compare(
+        *inputs("cuda", (257, 384), 128, batch=16), random_lists(16, HEADS, (257, 384), (128, 128), "cuda")
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+def test_block_mask_hides_all_keys_of_the_first_blocks():
+    """A held row max: some queries see no key in the blocks that are seen in part, and many in those that are seen whole."""
+    mask = create_block_mask(lambda b, h, q, k: q > k, None, None, 1000, 1000, device="cuda")
+    compare(*inputs("cuda", (1000, 1000), 128, batch=8), mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+def test_bits_follow_what_a_mask_captures():
+    ids = torch.randint(0, 4, (600,), device="cuda").sort()[0]
+    every = torch.full((1, 1, 5), 5, device="cuda", dtype=torch.int32)
+    columns = torch.arange(5, device="cuda", dtype=torch.int32).expand(1, 1, 5, 5).contiguous()
+    mask = BlockMask.from_kv_blocks(
+        every, columns, mask_mod=lambda b, h, q, k: ids[q] == ids[k], seq_lengths=(600, 600)
+    )
+    tensors = inputs("cuda", (600, 600), 128, batch=8)
+    for _ in range(2):
+        compare(*tensors, mask)
+        ids.copy_(torch.randint(0, 5, (600,), device="cuda").sort()[0])
+    q, k, v = (x.detach() for x in tensors)
+    expected = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    out.zero_()
+    graph.replay()
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.gpu
@@ -302,7 +438,7 @@ def test_block_mask_with_a_learned_factor():
 def test_new_lengths_build_no_kernel():
     def step(n: int) -> None:
         q, k, v = inputs("cuda", (n, n), 128, batch=16)
-        mask = create_block_mask(lambda b, h, q, k: (q + k + h) % 3 != 0, None, None, n, n)
+        mask = create_block_mask(third, None, None, n, n)
         flex_attention(q, k, v, block_mask=mask, enable_gqa=True).sum().backward()
 
     step(700)

@@ -116,8 +116,8 @@ def test_aligned(x):
         assert rows.data_ptr() == x.data_ptr()
 
 
-def gradients_of(score_mod) -> Gradients:
-    return Gradients(trace(score_mod, None, True), 2, HEADS, 8, 9)
+def gradients_of(score_mod, transposed: bool) -> Gradients:
+    return Gradients(trace(score_mod, None, True), 2, HEADS, 8, 9, transposed)
 
 
 table = torch.zeros(3, HEADS + 1, 10, 12, requires_grad=True)
@@ -133,12 +133,17 @@ table = torch.zeros(3, HEADS + 1, 10, 12, requires_grad=True)
     ],
     ids=["whole", "of heads", "of the batch", "one"],
 )
-def test_stored_gradients_are_reduced(score_mod, reduce):
-    gradients = gradients_of(score_mod)
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+def test_stored_gradients_are_reduced(score_mod, reduce, transposed):
+    gradients = gradients_of(score_mod, transposed)
     (stored,) = gradients.arguments
-    assert stored.shape == (2, HEADS, 8, 16) and gradients.call.program.as_exact is gradients.call.program
+    assert stored.shape == ((2, HEADS, 9, 8) if transposed else (2, HEADS, 8, 16))
+    assert gradients.call.program.as_exact is gradients.call.program
     x = torch.randn(2, HEADS, 8, 9)
-    stored[..., :9], stored[..., 9:] = x, math.nan
+    if transposed:
+        stored.copy_(x.mT)
+    else:
+        stored[..., :9], stored[..., 9:] = x, math.nan
     expected = torch.zeros_like(table)
     with torch.no_grad():
         reduce(x, expected)
@@ -159,6 +164,25 @@ def test_configs_serve_biases(width):
                 assert (
                     problem.stages and legality.smem_bytes(problem, config) > 128 * 128 * bias.element_size()
                 )
+
+
+def test_bias_gradients_that_are_dS():
+    """Gradients of a bf16 bias that is added to a score, which nothing else changes: a pass by keys stores them."""
+    bias = torch.zeros(1, HEADS, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+    wide = bias.detach().float().requires_grad_()
+    for bias_, score_mod, dtype, is_dS in (
+        (bias, None, "bfloat16", True),
+        (bias, None, "float16", False),
+        (wide, None, "bfloat16", False),
+        (bias, lambda s, b, h, q, k: s * 2.5, "bfloat16", False),
+    ):
+        program = trace(*with_bias(score_mod, None, bias_), True).program
+        problem = AttnProblem.of(dtype, 64, 64, False, "bwd", (), program)
+        assert problem.learns_dS is is_dS
+        config, _ = configs.pick_config(problem, "long", "NVIDIA H200", "bwd")
+        assert any(bwd_pass.adds_dq for bwd_pass in config.passes) is is_dS
+    program = trace(lambda s, b, h, q, k: s + 2 * bias[0, h, q, k], None, True).program
+    assert not program.learns_dS
 
 
 def test_gradients_that_scores_share_are_not_stored():
@@ -240,6 +264,7 @@ def built():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
     ("shape", "dtype", "seqlen_q", "seqlen_k"),
     [
@@ -249,7 +274,7 @@ def built():
     ],
     ids=str,
 )
-def test_bias_matches_the_formula(shape, dtype, seqlen_q, seqlen_k):
+def test_bias_matches_the_formula(shape, dtype, seqlen_q, seqlen_k, deterministic):
     on = {"device": "cuda", "requires_grad": True}
     q, k, v = (
         torch.randn(8, HEADS, n, 64, dtype=torch.bfloat16, **on) for n in (seqlen_q, seqlen_k, seqlen_k)
@@ -267,7 +292,7 @@ def test_bias_matches_the_formula(shape, dtype, seqlen_q, seqlen_k):
     def results(out: torch.Tensor) -> list[torch.Tensor]:
         return [out, *torch.autograd.grad(out, [q, k, v, bias], dout.to(out.dtype))]
 
-    found = results(flex_attention(q, k, v, attn_bias=bias))
+    found = results(flex_attention(q, k, v, attn_bias=bias, deterministic=deterministic))
     exact, same = results(formula(torch.float64)), results(formula(torch.bfloat16))
     for name, x, reference, other in zip(("out", "dq", "dk", "dv", "dbias"), found, exact, same, strict=True):
         reference = reference.double()

@@ -25,8 +25,8 @@ DOORS = {
     "flash": "torch checks/common checks/lengths checks/transforms flex ops paged",
     "paged": "torch checks/common checks/kvcache checks/lengths checks/paged checks/transforms options ops reference/kvcache",
     "tracing/builtin_options": "torch checks/common options program tracing/program_values",
-    "flex": "torch block_masks tracing/builtin_options checks/common checks/flex checks/transforms tracing/dense_bias tracing/intervals "
-    "launch launch/block_lists ops program "
+    "flex": "torch block_masks tracing/builtin_options tracing/captures checks/common checks/flex checks/transforms tracing/dense_bias "
+    "tracing/intervals launch launch/block_lists ops program "
     "reference/flex | tracing/trace",
     "tracing/dense_bias": "torch",
     "block_masks": "torch tracing/builtin_options tracing/captures checks/flex checks/masks checks/transforms tracing/intervals program "
@@ -63,7 +63,8 @@ DOORS = {
     "launch/tickets": "torch",
     "launch/splits": "options problem",
     "launch/traced": "torch program",
-    "launch/block_lists": "torch program",
+    "launch/block_lists": "torch program launch/mask_bits",
+    "launch/mask_bits": "torch program tracing/program_values",
     "launch/parts": "torch problem compilation/store launch/arrays launch/common",
     "launch/common": "torch checks/common options problem kernel_configs legality target configs compilation/building compilation/store",
     "launch/fwd": "torch options problem kernel_configs target compilation/store program launch/arrays launch/bwd launch/common "

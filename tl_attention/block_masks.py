@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from tl_attention.checks.masks import (
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.program import Call
 from tl_attention.tracing.builtin_options import seen_distances
-from tl_attention.tracing.captures import Captures
+from tl_attention.tracing.captures import Captures, versions
 from tl_attention.tracing.intervals import AXES, Blocks, distance_bounds, mask_bounds, stream_of
 from tl_attention.tracing.program_values import program_values
 
@@ -96,16 +96,12 @@ class ListsState:
 
     def __init__(self, block_mask: Any):
         self.tensors = [getattr(block_mask, name) for name in LISTS]
-        self.versions = _versions(self.tensors)
+        self.versions = versions(self.tensors)
 
     def are_in(self, block_mask: Any) -> bool:
         """True if the block mask has these lists, without a change since."""
         same = all(getattr(block_mask, name) is x for name, x in zip(LISTS, self.tensors, strict=True))
-        return same and self.versions == _versions(self.tensors)
-
-
-def _versions(tensors: Iterable[torch.Tensor | None]) -> tuple[int | None, ...]:
-    return tuple(None if x is None or x.is_inference() else x._version for x in tensors)
+        return same and self.versions == versions(self.tensors)
 
 
 def _block_mask(mask_mod: Callable, blocks: Blocks, separate_full_blocks: bool, exact: bool) -> Any:
@@ -114,8 +110,8 @@ def _block_mask(mask_mod: Callable, blocks: Blocks, separate_full_blocks: bool, 
     key, stream = None, stream_of(blocks.device)
     if captures is not None and not captures.tensors and stream is not None:
         key = captures.key, blocks, separate_full_blocks, exact, stream
-    lists, versions = _cached.get(key, (None, None))
-    if lists is None or versions != _versions(lists):
+    lists, made_at = _cached.get(key, (None, None))
+    if lists is None or made_at != versions(lists):
         call = trace(None, mask_mod, False)
         sizes = {leaf: blocks.size(leaf) for leaf in AXES}
         check_captured_sizes(call, sizes, blocks.device, "the device of the mask", "device")
@@ -124,7 +120,7 @@ def _block_mask(mask_mod: Callable, blocks: Blocks, separate_full_blocks: bool, 
         if key is not None:
             if len(_cached) >= MAX_CACHED:
                 _cached.pop(next(iter(_cached)))
-            _cached[key] = lists, _versions(lists)
+            _cached[key] = lists, versions(lists)
     made = block_mask_class(
         (blocks.seqlen_q, blocks.seqlen_k),
         *lists,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import sys
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from tl_attention.ops import (
 from tl_attention.program import Call
 from tl_attention.reference.flex import flex_reference
 from tl_attention.tracing.builtin_options import BuiltinOptions, builtin_options
+from tl_attention.tracing.captures import versions
 from tl_attention.tracing.dense_bias import with_bias
 from tl_attention.tracing.intervals import stream_of
 
@@ -150,8 +152,7 @@ def attend(
             _report(str(call.program), str(options))
         return _with_options(query, key, value, scale, options, deterministic)
     if block_mask is not None:
-        blocks = _block_lists(block_mask, query.shape[0], query.shape[1])
-        call = replace(call, program=call.program.as_listed, blocks=blocks)
+        call = _listed(call, block_mask, query)
     scale = scale_of(query, scale)
     if not query.is_cuda:
         out, lse = flex_reference(query, key, value, scale, call)
@@ -263,6 +264,50 @@ def _block_lists(block_mask: Any, batch: int, heads: int) -> BlockLists:
             kept.clear()
         kept[batch, heads] = state, stream, lists
     return lists
+
+
+def _listed(call: Call, block_mask: Any, query: torch.Tensor) -> Call:
+    """The call with the lists of its block mask; on a GPU with bits for its mask, unless these are too many."""
+    lists = _block_lists(block_mask, *query.shape[:2])
+    if query.is_cuda and (with_bits := _with_bits(call, lists)) is not None:
+        program, tensors, numbers = call.program.with_bits
+        of_program = tuple(call.tensors[i] for i in tensors), tuple(call.numbers[i] for i in numbers)
+        return Call(program, *of_program, with_bits)
+    return replace(call, program=call.program.as_listed, blocks=lists)
+
+
+class _MaskState:
+    """All that the mask of a call depends on: its program, its numbers, its tensors, and the changes in place of each."""
+
+    def __init__(self, call: Call):
+        self.program = call.program.mask_alone
+        self.numbers = [call.numbers[i] for i in self.program.used("number")]
+        self.tensors = [call.tensors[i] for i in self.program.used("load")]
+        self.versions = versions(self.tensors)
+
+    def is_of(self, other: _MaskState) -> bool:
+        same = len(self.tensors) == len(other.tensors) and all(map(operator.is_, self.tensors, other.tensors))
+        return same and all(getattr(self, x) == getattr(other, x) for x in ("program", "numbers", "versions"))
+
+
+_lists_with_bits: WeakKeyDictionary[BlockLists, tuple[_MaskState, BlockLists | None]] = WeakKeyDictionary()
+
+
+def _with_bits(call: Call, lists: BlockLists) -> BlockLists | None:
+    """Lists with bits for the mask of a call, made at its first call and again after a change of what it captures.
+
+    None where there are too many, and in a CUDA graph capture, which cannot wait for their number, without a call before it.
+    """
+    state = _MaskState(call)
+    kept, with_bits = _lists_with_bits.get(lists, (None, None))
+    if kept is not None and kept.is_of(state):
+        return with_bits
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    with torch.no_grad():
+        with_bits = lists.with_bits(call)
+    _lists_with_bits[lists] = state, with_bits
+    return with_bits
 
 
 class _Flex(torch.autograd.Function):

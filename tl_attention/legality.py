@@ -116,7 +116,7 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         elements += owned * (problem.head_dim + problem.head_dim_v * bwd_pass.has_dv_tile(problem))
         row_values += KEY_TABLE_BOX_BYTES if problem.has("varlen") else TILE_BOX_BYTES
     staged = sum(problem.staged_bytes(step, bwd_pass.grads != "dq"))
-    if bwd_pass.grads == "dq" and problem.learns:
+    if "dq" in bwd_pass.makes and problem.learns:
         staged += sum(problem.program.stored_bytes(16, step))
     return (
         problem.element_bytes * elements
@@ -241,8 +241,8 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return f"ping_pong: expected block_M of at least 128 (2 warpgroups), got {config.block_M}"
     if problem.has("varlen") and TABLE_ROWS % config.block_M:
         return f"block_M: expected a divisor of {TABLE_ROWS} with varlen, got {config.block_M}"
-    if config.hold_max and problem.is_listed:
-        return "hold_max: expected False with a block mask, whose first blocks may hide all keys of a query, got True"
+    if config.hold_max and problem.is_listed and not problem.program.bits:
+        return "hold_max: expected False with a block mask without bits, whose first blocks may hide all keys of a query, got True"
     if fault := _listed_fault(problem, config.block_M, config.block_N):
         return fault
     if config.page_rows not in PAGE_ROWS:
@@ -293,6 +293,8 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
     shares_dq = bwd_pass.adds_dq and not problem.is_fp32
     if shares_dq and rows != 128:
         return f"{owned}: expected 128 where dq is summed (two warpgroups share it), got {rows}"
+    if bwd_pass.adds_dq and problem.learns and not problem.learns_dS:
+        return "grads: expected dq in a pass of its own where captured tensors get gradients, got dq+dk+dv"
     if shares_dq and step_rows % 64:
         return f"{step}: expected 64 or 128 where dq is summed, 64 rows of it at a time, got {step_rows}"
     if shares_dq and not bwd_pass.reuse_registers:

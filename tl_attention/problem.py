@@ -195,6 +195,11 @@ class AttnProblem:
         return self.program is not None and bool(self.program.gradients)
 
     @property
+    def learns_dS(self) -> bool:
+        """True where the gradient of a captured tensor is dS as kernels round it, which a pass by keys can store, too."""
+        return self.learns and self.program.learns_dS and self.dtype_of("ds") == "bfloat16"
+
+    @property
     def changes_scores(self) -> bool:
         """True where a score_mod changes scores."""
         return self.program is not None and self.program.score is not None
@@ -228,6 +233,11 @@ class AttnProblem:
     def is_listed(self) -> bool:
         """True where a block mask lists the blocks to compute."""
         return self.program is not None and self.program.listed
+
+    @property
+    def has_bits(self) -> bool:
+        """True where a bit per element stands for the mask of a program."""
+        return self.program is not None and self.program.bits
 
     @property
     def plain(self) -> AttnProblem:

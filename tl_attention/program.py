@@ -18,6 +18,7 @@ LISTED_ROWS = 128  # blocks of a block mask have multiples of so many queries an
 # Bits of a list's entry for that, and for the block
 MASK, SHOW_ALL, HIDE_ALL, SHOW_TO_LAST = 0, 1, 2, 3
 HOW_BITS, BLOCK_BITS = 2, 19
+PAST_ALL = 3  # entries after those of all tiles, which hide their block
 # Leaves, the arguments of the functions: the scaled score, and which batch entry, query head, query and key it belongs to
 LEAVES = {"score": FLOAT, "batch": INT, "head": INT, "query": INT, "key": INT}
 # Dtypes of captured tensors; a program computes in fp32, whatever the float dtype
@@ -96,6 +97,7 @@ class Program:
         tensors, numbers: dtypes of the launch arguments that loads and numbers refer to.
         gradients: of captured tensors.
         listed: a block mask lists the blocks to compute, and says how their keys are seen.
+        bits: a bit per element of the blocks that are seen in part stands for the mask; see launch/mask_bits.py. Only with `listed`.
         exact: gradients of captured tensors are exact sums, which do not depend on the order of the additions.
     """
 
@@ -108,6 +110,7 @@ class Program:
     gradients: tuple[TensorGradient, ...] = ()
     listed: bool = False
     exact: bool = False
+    bits: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -123,6 +126,33 @@ class Program:
     def as_listed(self) -> Program:
         """The program under a block mask."""
         return replace(self, listed=True)
+
+    @functools.cached_property
+    def with_bits(self) -> tuple[Program, tuple[int, ...], tuple[int, ...]]:
+        """The program under a block mask with bits for its mask, and which of its tensors and which of its numbers that keeps."""
+        kept = replace(self, mask=None, listed=True, bits=True).pruned()
+        tensors, numbers = kept.used("load"), kept.used("number")
+        places = {
+            op: {old: new for new, old in enumerate(used)}
+            for op, used in (("load", tensors), ("number", numbers))
+        }
+        program = replace(
+            kept,
+            values=tuple(replace(x, data=places[x.op][x.data]) if x.op in places else x for x in kept.values),
+            tensors=tuple(self.tensors[i] for i in tensors),
+            numbers=tuple(self.numbers[i] for i in numbers),
+            gradients=tuple(replace(x, tensor=places["load"][x.tensor]) for x in kept.gradients),
+        )
+        return program, tensors, numbers
+
+    @functools.cached_property
+    def mask_alone(self) -> Program:
+        """The program without its score."""
+        return replace(self, score=None, slope=None, gradients=()).pruned()
+
+    def used(self, op: str) -> tuple[int, ...]:
+        """Tensors that the values need, for "load", or numbers, for "number"."""
+        return tuple(sorted({x.data for x in self.values if x.op == op}))
 
     @functools.cached_property
     def as_exact(self) -> Program:
@@ -186,6 +216,15 @@ class Program:
 
         return tuple(i for i, x in enumerate(self.gradients) if self.is_dense(x.index) and is_stored(x))
 
+    @functools.cached_property
+    def learns_dS(self) -> bool:
+        """True where the only gradient is that of the score itself, of a bf16 bias that is stored: the dS that a backward multiplies."""
+        if self.slope is not None or len(self.gradients) != 1 or self.stored != (0,):
+            return False
+        (gradient,) = self.gradients
+        is_one = self.values[gradient.factor] == Value("constant", FLOAT, data=1.0)
+        return is_one and stored_dtype(self.tensors[gradient.tensor]) == "bfloat16"
+
     @property
     def learns_from_scores(self) -> bool:
         """True where gradients of captured tensors need the scores, beside the probabilities that they became."""
@@ -218,9 +257,7 @@ class Program:
         gradients = tuple(
             TensorGradient(x.tensor, tuple(new[i] for i in x.index), new[x.factor]) for x in self.gradients
         )
-        return Program(
-            values, score, mask, slope, self.tensors, self.numbers, gradients, self.listed, self.exact
-        )
+        return replace(self, values=values, score=score, mask=mask, slope=slope, gradients=gradients)
 
     def needed(self, roots: Iterable[int]) -> set[int]:
         """Values that these values are computed from, themselves included."""
@@ -237,11 +274,12 @@ class Program:
         return not {*leaves}.isdisjoint(self.values[i].op for i in self.needed([value]))
 
     def __str__(self) -> str:
-        """score_mod mask_mod blocks, as far as they are there."""
+        """score_mod mask_mod blocks bits, as far as they are there."""
         words = [
             word for word, value in (("score_mod", self.score), ("mask_mod", self.mask)) if value is not None
         ]
-        return " ".join([*words, "blocks"] if self.listed else words)
+        properties = ("blocks", self.listed), ("bits", self.bits)
+        return " ".join([*words, *(word for word, it_has in properties if it_has)])
 
     def text(self) -> str:
         """One line per value and output, for people."""

@@ -12,18 +12,30 @@ def program_lines(
 ) -> list[tuple[str, tuple[str, ...], dict[str, Any]]]:
     """(name, what it serves, fields) of the lines of [programs] for a problem, in the order they are tried; see configs.OptionLine.
 
-    A forward has one line per width, and one for block masks where the tiles of the other do not divide program.LISTED_ROWS. A line of a
-    backward serves programs without other Program.features than those in `serves`.
+    A forward has one line per width, and further ones for block masks: with bits alone, and where the tiles of the other do not divide
+    program.LISTED_ROWS. A backward of a program with bits tries lines of its own first. A line of a
+    backward serves problems without other features than those in `serves`.
     """
     width, section = grid["programs"][problem.width], "fwd" if direction == "fwd" else "bwd"
-    if problem.is_listed and direction == "fwd" and "fwd_listed" in width:
-        section = "fwd_listed"
+    if direction == "fwd":
+        # A held row max needs scores of one size: those of a score_mod may grow from block to block, or be -inf in all of the first
+        wanted = (
+            ("fwd_bits", problem.has_bits and not problem.changes_scores),
+            ("fwd_listed", problem.is_listed),
+        )
+        section = next((name for name, applies in wanted if applies and name in width), section)
     name, lines = f"[programs.{problem.width}] {section}", width[section]
     served = (str(problem.program),)
     if direction == "fwd":
         return [(name, served, lines)]
     return [
         (f"line {number} of {name}", served, {key: value for key, value in line.items() if key != "serves"})
-        for number, line in enumerate(lines, 1)
-        if problem.program.features <= {*line.get("serves", ())}
+        for number, line in enumerate([*(width.get("bwd_bits", ()) if problem.has_bits else ()), *lines], 1)
+        if features(problem) <= {*line.get("serves", ())}
     ]
+
+
+def features(problem: AttnProblem) -> frozenset[str]:
+    """Properties of a program that a config of the backward depends on: those of Program.features, "dS" for gradients that are dS."""
+    found = problem.program.features
+    return found - {"gradients"} | {"dS"} if problem.learns_dS else found

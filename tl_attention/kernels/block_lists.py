@@ -2,8 +2,9 @@
 
 launch/block_lists.py makes the lists. A span [3] describes the list of a tile: how many of its first steps may hide keys, how many
 steps it has, at least one, and its first entry. An entry holds, from the lowest bit: how the keys of the block are seen, program.MASK or
-another; the block; by keys, the query head among those of its key head. The last two entries of the list of all tiles hide their block:
-a step reads one entry ahead, and an empty list needs one.
+another; the block; by keys, the query head among those of its key head. The last three entries of the list of all tiles hide their block:
+a step reads two entries ahead, and an empty list needs one. With Program.bits the places, one per entry, say where the bits of a block
+are: see launch/mask_bits.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tilelang.language as T
 from tl_attention.kernels.mask import KeyBlocks, Mask, QueryBlocks, StepRange
 from tl_attention.kernels.options import OptionArguments
 from tl_attention.problem import AttnProblem
-from tl_attention.program import BLOCK_BITS, HOW_BITS, SHOW_ALL
+from tl_attention.program import BLOCK_BITS, HOW_BITS, PAST_ALL, SHOW_ALL
 
 
 def key_blocks(
@@ -31,7 +32,9 @@ def key_blocks(
     """Key blocks of the tiles of a kernel whose tiles are blocks of queries."""
     if problem.is_listed:
         traced = options.traced
-        return ListedKeyBlocks(mask, traced.spans, traced.entries, tile, block_M, block_N, name="blocks")
+        return ListedKeyBlocks(
+            mask, traced.spans, traced.entries, traced.places, tile, block_M, block_N, name="blocks"
+        )
     return KeyBlocks(mask, block_M, block_N, split, overlap, name="blocks")
 
 
@@ -43,12 +46,15 @@ def query_blocks(
     seqlen_k: Any,
     block_M: int,
     block_N: int,
+    loads: bool = False,
 ) -> QueryBlocks | ListedQueryBlocks:
-    """Query blocks of the tiles of a kernel whose tiles are blocks of keys."""
+    """Query blocks of the tiles of a kernel whose tiles are blocks of keys. loads: for the warp that loads tiles."""
     mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
     if problem.is_listed:
         traced = options.traced
-        return ListedQueryBlocks(mask, traced.spans, traced.entries, block_M, block_N, name="blocks")
+        return ListedQueryBlocks(
+            mask, traced.spans, traced.entries, traced.places, block_M, block_N, loads, name="blocks"
+        )
     return QueryBlocks(mask, block_M, block_N, name="blocks")
 
 
@@ -67,12 +73,13 @@ class ListedKeyBlocks:
         mask: Mask,
         spans: Any,
         entries: Any,
+        places: Any,
         tile: Any,
         block_M: int,
         block_N: int,
         name: str = "blocks",
     ):
-        self.mask, self.spans, self.entries, self.tile = mask, spans, entries, tile
+        self.mask, self.spans, self.entries, self.places, self.tile = mask, spans, entries, places, tile
         self.block_M, self.block_N = block_M, block_N
         self.num_steps = T.alloc_var("int32", init=0)
         self.num_masked = T.alloc_var("int32", init=0)  # first steps, which may hide keys
@@ -95,7 +102,7 @@ class ListedKeyBlocks:
         """Keep one of `shares` near-equal shares of the steps. An empty share becomes one step past all keys."""
         first = T.alloc_var("int32", init=T.truncdiv(share * self.num_steps[0], shares))
         steps = T.alloc_var("int32", init=T.truncdiv((share + 1) * self.num_steps[0], shares) - first)
-        entry = T.if_then_else(steps > 0, self.first_entry[0] + first, self.entries.shape[0] - 2)
+        entry = T.if_then_else(steps > 0, self.first_entry[0] + first, self.entries.shape[0] - PAST_ALL)
         self.first_entry[0] = T.shfl_sync(entry, 0)
         masked = T.if_then_else(steps > 0, T.max(T.min(self.num_masked[0] - first, steps), 0), 1)
         self.num_masked[0] = T.shfl_sync(masked, 0)
@@ -129,6 +136,9 @@ class ListedKeyBlocks:
         self.found_key[0] = block_of(entry) * self.block_N
         self.found_how[0] = entry & (1 << HOW_BITS) - 1
 
+    def place_at(self, step: Any) -> Any:
+        return T.shfl_sync(self.places[self.first_entry[0] + step], 0)
+
     def key_at(self, step: Any) -> Any:
         return self.found_key[0]
 
@@ -157,14 +167,29 @@ class ListedQueryBlocks:
     listed = True
 
     def __init__(
-        self, mask: Mask, spans: Any, entries: Any, block_M: int, block_N: int, name: str = "blocks"
+        self,
+        mask: Mask,
+        spans: Any,
+        entries: Any,
+        places: Any,
+        block_M: int,
+        block_N: int,
+        loads: bool,
+        name: str = "blocks",
     ):
         self.mask, self.spans, self.entries = mask, spans, entries
+        self.places = None if loads else places
         self.block_M, self.block_N = block_M, block_N
         self.num_steps = T.alloc_var("int32", init=0)
-        self.next_entry = T.alloc_var("int32", init=0)  # of the step after the one at hand
+        self.next_entry = T.alloc_var("int32", init=0)  # position of that of the step after the one at hand
         self.first_head = T.alloc_var("int32", init=0)  # of the key head
-        self.current = T.alloc_var("int32", init=0)  # entry of the step at hand
+        # Entry and place of the step at hand and of the next. Consumers read these a step ahead, as memory is far; the warp that loads
+        # is ahead, and has no registers for it
+        self.current = T.alloc_var("int32", init=0)
+        self.ahead = None if loads else T.alloc_var("int32", init=0)
+        self.place_now, self.place_ahead = (
+            None if self.places is None else T.alloc_var("int32", init=0) for _ in range(2)
+        )
 
     @T.inline
     def start_list(self, batch, kv_head, heads_per_kv, first_key, part, parts):
@@ -174,12 +199,13 @@ class ListedQueryBlocks:
         first = T.alloc_var("int32", init=T.truncdiv(part * steps, parts))
         stop = T.alloc_var("int32", init=T.truncdiv((part + 1) * steps, parts))
         entry = T.if_then_else(
-            first < stop, self.spans[batch, kv_head, row, 2] + first, self.entries.shape[0] - 2
+            first < stop, self.spans[batch, kv_head, row, 2] + first, self.entries.shape[0] - PAST_ALL
         )
         # From one lane, so that step counts live in uniform registers
         self.num_steps[0] = T.shfl_sync(T.max(stop - first, 1), 0)
         self.next_entry[0] = T.shfl_sync(entry, 0)
         self.first_head[0] = kv_head * heads_per_kv
+        self.read_ahead()
         self.advance()
 
     @property
@@ -220,9 +246,23 @@ class ListedQueryBlocks:
     @property
     def next_step(self) -> Any:
         """Entry of the next step; after the last step any."""
-        return self.entries[self.next_entry[0]]
+        return self.entries[self.next_entry[0]] if self.ahead is None else self.ahead[0]
+
+    @property
+    def place(self) -> Any:
+        return self.place_now[0]
+
+    @T.inline
+    def read_ahead(self):
+        if self.ahead is not None:
+            self.ahead[0] = self.entries[self.next_entry[0]]
+        if self.places is not None:
+            self.place_ahead[0] = self.places[self.next_entry[0]]
 
     @T.inline
     def advance(self):
         self.current[0] = T.shfl_sync(self.next_step, 0)
+        if self.places is not None:
+            self.place_now[0] = T.shfl_sync(self.place_ahead[0], 0)
         self.next_entry[0] += 1
+        self.read_ahead()

@@ -211,8 +211,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             shared.K.wait(key_step(config, turn, other))
         shared.Q.wait(first)
         compute_scores(w, first, blocks.head, scores, scale_log2, tile, shared, acc_s)
-        if problem.stages:
-            scores.traced.prefetch(blocks.head, blocks.query, key, True)
+        scores.start_transposed(mask, blocks)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         if makes_dk:
             if not dynamic:
@@ -328,6 +327,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.dS.wait_empty(step)
                 shared.dS.write(dS_place, step, dS)
                 shared.dS.announce(step)
+                scores.store_dS(dS, blocks)
             if x_parts > 1:
                 started = dv_jobs if makes_dv and not dS_in_P else ()
                 jobs = (*started, *(fp32.jobs(dk_chunks, dS_parts, shared.Q, step) if makes_dk else ()))
@@ -356,7 +356,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     bwd_tiles.add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
             if makes_dq:
                 dq_row_block = tiles.dq_row_block(tile, blocks.head, blocks.query)
-            blocks.advance()
+            scores.advance(mask, blocks)
 
         T.wait_wgmma(0)
         if dynamic:

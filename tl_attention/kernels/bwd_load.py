@@ -62,7 +62,8 @@ class KeyTileProducer:
 
     def blocks(self, tile: KeyTile) -> QueryBlocks:
         config = self.config
-        return query_blocks(self.problem, self.options, tile, *self.lengths, config.block_M, config.block_N)
+        sizes = *self.lengths, config.block_M, config.block_N
+        return query_blocks(self.problem, self.options, tile, *sizes, loads=True)
 
     def steps(self, first: Any, end: Any) -> Any:
         """Loop over steps. nvcc unrolls it by 4, for which a producer of several tiles has no registers."""

@@ -71,5 +71,5 @@ def alloc_shared_tiles(
         dK=alloc_each(warpgroups, dk_shape, dtype_of("dk"), "dK") if dynamic else None,
         tile_box=KeyTileBox(*box) if dynamic else None,
         bias_columns=alloc_bias_columns(problem, block_M),
-        staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True),
+        staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True, stores=config.adds_dq),
     )

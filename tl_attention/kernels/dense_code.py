@@ -85,29 +85,32 @@ static __device__ __forceinline__ void tl_attention_pair(float* to, float x, flo
 static __device__ __forceinline__ void tl_attention_pair(__nv_bfloat16* to, float x, float y) {
   *(__nv_bfloat162*)to = __floats2bfloat162_rn(x, y);
 }
-// Stores a tile [64 queries, columns] of an accumulator to out [batch, heads, rows, width], up to the last query and key, through
-// shared memory, so that whole sectors are written. A row of out is a multiple of 16 bytes
-template <typename Stored, int columns>
+static __device__ __forceinline__ void tl_attention_pair(__nv_bfloat16* to, __nv_bfloat16 x, __nv_bfloat16 y) {
+  *(__nv_bfloat162*)to = __nv_bfloat162(x, y);
+}
+// Stores a tile [64 rows, columns] in the order of an accumulator to out [batch, heads, rows, width], up to the last row and column,
+// through shared memory, so that whole sectors are written. A row of out is a multiple of 16 bytes
+template <typename Stored, typename Given, int columns>
 static __device__ __forceinline__ void tl_attention_store_tile(
-    void* out, const void* tile, void* shared, int bytes_of_warp, int batch, int head, int query, int key, int heads, int rows, int width,
-    int keys) {
+    void* out, const void* tile, void* shared, int bytes_of_warp, int batch, int head, int row_of_tile, int column, int heads, int rows,
+    int width, int last) {
   constexpr int chunk = 16 / sizeof(Stored), chunks = columns / chunk, pitch = columns * sizeof(Stored) + 16;
-  int lane = threadIdx.x % 32, first_row = query + threadIdx.x / 32 % 4 * 16;
+  int lane = threadIdx.x % 32, first_row = row_of_tile + threadIdx.x / 32 % 4 * 16;
   char* staged = tl_attention_of_warp(shared, bytes_of_warp);
   __syncwarp();
 #pragma unroll
   for (int n = 0; n < columns / 4; ++n) {
-    const float* x = (const float*)tile + 2 * n;
+    const Given* x = (const Given*)tile + 2 * n;
     Stored* to = (Stored*)(staged + (lane / 4 + n % 2 * 8) * pitch) + lane % 4 * 2 + n / 2 * 8;
     tl_attention_pair(to, x[0], x[1]);
   }
   __syncwarp();
-  Stored* to = (Stored*)out + ((long long)(batch * heads + head) * rows + first_row) * width + key;
+  Stored* to = (Stored*)out + ((long long)(batch * heads + head) * rows + first_row) * width + column;
 #pragma unroll
   for (int i = 0; i < 16 * chunks / 32; ++i) {
     int row = (lane + 32 * i) / chunks, part = (lane + 32 * i) % chunks;
     uint4 x = *(const uint4*)(staged + row * pitch + part * 16);
-    bool is_inside = first_row + row < rows & key + part * chunk < keys;
+    bool is_inside = first_row + row < rows & column + part * chunk < last;
     asm volatile("{ .reg .pred p; setp.ne.s32 p, %5, 0; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }" ::"l"(
                      to + (long long)row * width + part * chunk),
                  "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(int(is_inside))

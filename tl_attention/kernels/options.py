@@ -179,7 +179,8 @@ class Scores:
         self.biased = problem.has("alibi") and self.linear is None
         self.alibi_slope = T.alloc_var("float32", init=0.0) if self.biased else None
         self.traced, self.changed, program = None, problem.changes_scores, problem.program
-        self.fetches = problem.fetches
+        self.learns_dS = problem.learns_dS
+        self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
         # exponent() is -inf for hidden elements; with listed blocks they are set to 0 later, in the blocks that have some
         self.hides_at_once = self.changed and program.hides and not program.listed
         if program is not None:
@@ -243,8 +244,10 @@ class Scores:
         """Look up what a program needs of a step in the forward. Ahead of transform(), as memory is far."""
         if blocks.listed and (steps.masked or self.traced.needs_key):
             blocks.find(step)
+        if self.has_bits and steps.masked:
+            self.traced.fetch_bits(blocks.place_at(step), query, blocks.key_at(step))
         if self.fetches:
-            self.locate(query, blocks, step)
+            self.fetch(query, blocks, step)
 
     @T.inline
     def cap(self, acc_s):
@@ -293,15 +296,44 @@ class Scores:
     def locate(self, query, blocks, step):
         """Say which elements a tile [queries, keys] at a step of key blocks has, for a program, and fetch what it needs of them."""
         if self.traced is not None:
-            self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
-            self.traced.fetch()
-            if self.traced.is_staged:
-                self.prefetch(query, blocks, step + 1)
+            if self.has_bits:
+                self.traced.fetch_bits(blocks.place_at(step), query, blocks.key_at(step))
+            self.fetch(query, blocks, step)
+
+    @T.inline
+    def fetch(self, query, blocks, step):
+        """locate() without bits."""
+        self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
+        self.traced.fetch()
+        if self.traced.is_staged:
+            self.prefetch(query, blocks, step + 1)
 
     @T.inline
     def prefetch(self, query, blocks, step):
         """Prefetch what a program needs at a step of key blocks, of no use after the last."""
         self.traced.prefetch(self.traced.head[0], query, blocks.first_key(step), step < blocks.steps)
+
+    @T.inline
+    def start_transposed(self, mask, blocks):
+        """Fetch ahead what a program needs at the first step of query blocks, for the keys of a KeyRowsMask."""
+        if self.has_bits:
+            self.traced.fetch_bits(blocks.place, mask.key, blocks.query)
+        if self.fetches:
+            if self.traced.is_staged:
+                self.traced.prefetch(blocks.head, blocks.query, mask.key, True)
+
+    @T.inline
+    def advance(self, mask, blocks):
+        """Go to the next step of query blocks, and fetch its bits ahead."""
+        blocks.advance()
+        if self.has_bits:
+            self.traced.fetch_bits(blocks.place, mask.key, blocks.query)
+
+    @T.inline
+    def store_dS(self, dS, blocks):
+        """Store a tile dS' [keys, queries] where it is the gradient of a captured tensor; after locate_transposed()."""
+        if self.learns_dS:
+            self.traced.store_dS(dS, blocks.mask.seqlen_q)
 
     @T.inline
     def locate_transposed(self, key, blocks, step):

@@ -14,8 +14,9 @@ from tl_attention.problem import AttnProblem
 FIRST_BARRIER = 8
 # Registers per thread of (the producer, the consumers), by the number of consumer warpgroups
 REGISTERS = {2: (24, 240), 3: (32, 160)}
-# A producer that looks up sequences needs more: with 24 it spilled, except in the one-pass backward. The sum must not exceed what the
-# threads have at launch, 168 each with two consumer warpgroups, or the increase waits forever
+# A producer that looks up sequences needs more: with 24 it spilled, except in the one-pass backward. So does one that reads lists at
+# d64, whose consumers have some to spare. The sum must not exceed what the threads have at launch, 168 each with two consumer
+# warpgroups, or the increase waits forever
 VARLEN_REGISTERS = {2: (40, 232), 3: (32, 160)}
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
@@ -27,7 +28,8 @@ ARRIVE = {"emit_arrive": 1}  # the TMA copy also arrives at its barrier
 
 def registers(problem: AttnProblem, warpgroups: int, full: bool = False) -> tuple[int, int] | None:
     """Registers per thread of (the producer, the consumers); None leaves them as at launch. full: REGISTERS with varlen, too."""
-    return (VARLEN_REGISTERS if problem.has("varlen") and not full else REGISTERS).get(warpgroups)
+    wide = not full if problem.has("varlen") else problem.has_bits and problem.head_dim == 64
+    return (VARLEN_REGISTERS if wide else REGISTERS).get(warpgroups)
 
 
 def alloc_swizzled(shape: list[int], dtype: str):

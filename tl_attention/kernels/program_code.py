@@ -85,6 +85,24 @@ static __device__ __forceinline__ void tl_attention_add_exactly(void* sums, int 
                : "memory");
 }
 """
+BITS = """
+// Words of this thread for a tile of 64 rows, as launch/mask_bits.py lays them out; all ones for a negative place
+template <int columns>
+static __device__ __forceinline__ void tl_attention_fetch_bits(void* to, const void* bits, int place, int row, int column) {
+  const unsigned* from = (const unsigned*)bits + (max(place, 0) * 2 + row / 64 % 2) * 256 + threadIdx.x % 128 * 2;
+  if (columns == 128) {
+    uint2 words = __ldg((const uint2*)from);
+    ((unsigned*)to)[0] = place < 0 ? ~0u : words.x;
+    ((unsigned*)to)[columns / 128] = place < 0 ? ~0u : words.y;
+  } else {
+    unsigned word = __ldg(from + column / 64 % 2) >> column % 64 / 32 * 16;
+    *(unsigned*)to = place < 0 ? ~0u : word;
+  }
+}
+static __device__ __forceinline__ bool tl_attention_bit(const void* bits, int place) {
+  return ((const unsigned*)bits)[place / 32] >> place % 32 & 1;
+}
+"""
 
 
 def program_code(program: Program) -> str:
@@ -118,7 +136,7 @@ def program_code(program: Program) -> str:
         )
     if program.score is not None:
         functions.append(function("new_score", FLOAT, [program.score], f"v{program.score}"))
-    if program.hides:
+    if program.hides and not program.bits:
         of_mask = "true" if program.mask is None else f"v{program.mask}"
         roots = [] if program.mask is None else [program.mask]
         functions.append(
@@ -144,7 +162,7 @@ def program_code(program: Program) -> str:
             )
         functions.append(function(f"target{i}", INT, list(gradient.index), offset))
     dense = DENSE if program.dense_loads or program.stored else ""
-    return HELPERS + dense + "\n".join(functions) + "\n"
+    return HELPERS + (BITS if program.bits else "") + dense + "\n".join(functions) + "\n"
 
 
 def _expression(program: Program, i: int) -> str:

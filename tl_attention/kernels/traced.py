@@ -27,6 +27,8 @@ class TracedArguments:
     # With a block mask: see block_lists.py
     spans: Any = None  # int32 [batch, heads, tiles, 3]
     entries: Any = None  # int32 [entries]
+    places: Any = None  # int32 [entries], with Program.bits
+    bits: Any = None  # int32 [words], with Program.bits: see launch/mask_bits.py
 
     @property
     def flat(self) -> tuple[Any, ...]:
@@ -42,7 +44,8 @@ class TracedArguments:
 def traced_arguments(problem: AttnProblem) -> TracedArguments | None:
     """Declare the arguments of a problem's program, at the begin of the body of a prim_func; None without a program.
 
-    Order: captured tensors, numbers, gradients, spans and entries. A 0-d tensor has one dimension of size 1; bool tensors are uint8.
+    Order: captured tensors, numbers, gradients, spans, entries, places and bits. A 0-d tensor has one dimension of size 1; bool tensors
+    are uint8.
     """
     program = problem.program
     if program is None:
@@ -77,7 +80,11 @@ def traced_arguments(problem: AttnProblem) -> TracedArguments | None:
     )
     spans = builder.arg("Spans", T.StridedTensor([*sizes, 3], [*strides, 1], INT))
     entries = builder.arg("Entries", T.Tensor([tirx.Var("num_entries", INT)], INT))
-    return TracedArguments(tensors, numbers, gradients, spans, entries)
+    if not program.bits:
+        return TracedArguments(tensors, numbers, gradients, spans, entries)
+    places = builder.arg("Places", T.Tensor([entries.shape[0]], INT))
+    bits = builder.arg("Bits", T.Tensor([tirx.Var("num_words", INT)], INT))
+    return TracedArguments(tensors, numbers, gradients, spans, entries, places, bits)
 
 
 @T.meta_class
@@ -85,13 +92,19 @@ class StagedTiles:
     """Shared memory of the warps of a CTA for tiles of captured tensors, and of their gradients where queries are rows: uint8 [bytes]."""
 
     def __init__(
-        self, problem: AttnProblem, warps: int, cols: int, rows_are_keys: bool = False, name: str = "staged"
+        self,
+        problem: AttnProblem,
+        warps: int,
+        cols: int,
+        rows_are_keys: bool = False,
+        stores: bool = True,
+        name: str = "staged",
     ):
         self.tiles = [
             SharedBytes(warps * size, name=f"captured_{n}").bytes
             for n, size in enumerate(problem.staged_bytes(cols, rows_are_keys))
         ]
-        sizes = problem.program.stored_bytes(16, cols) if problem.learns and not rows_are_keys else []
+        sizes = problem.program.stored_bytes(16, cols) if problem.learns and stores else []
         self.gradients = [
             SharedBytes(warps * size, name=f"gradient_{n}").bytes for n, size in enumerate(sizes)
         ]
@@ -106,11 +119,11 @@ class SharedBytes:
 
 
 def alloc_staged(
-    problem: AttnProblem, warps: int, cols: int, rows_are_keys: bool = False
+    problem: AttnProblem, warps: int, cols: int, rows_are_keys: bool = False, stores: bool = True
 ) -> StagedTiles | None:
-    """StagedTiles; None without a program."""
+    """StagedTiles; None without a program. stores: the kernel stores gradients of captured tensors."""
     return (
-        StagedTiles(problem, warps, cols, rows_are_keys, name="staged")
+        StagedTiles(problem, warps, cols, rows_are_keys, stores, name="staged")
         if problem.program is not None
         else None
     )
@@ -149,6 +162,7 @@ class Traced:
             T.alloc_local([cols // 2 * BYTES[self.captured(i).dtype] // 4], "uint32")
             for i in program.dense_loads
         ]
+        self.bits = T.alloc_local([-(-cols // 64)], "uint32") if program.bits else None  # of the tile
         self.first_query = self.first_key = 0
         self.how = MASK
 
@@ -266,8 +280,26 @@ class Traced:
         """New score, whether the query sees the key or not."""
         return self.call("new_score", FLOAT, raw_score * self.softmax_scale, i, j)
 
+    @T.inline
+    def fetch_bits(self, place, row, column):
+        """Fetch the bits of the tile whose first row and column these are; all 1 where a step has no place."""
+        T.evaluate(
+            T.call_extern(
+                "handle",
+                f"tl_attention_fetch_bits<{self.cols}>",
+                self.bits.data,
+                self.arguments.bits.data,
+                place,
+                row,
+                column,
+            )
+        )
+
     def sees(self, i: Any, j: Any) -> Any:
         """True if the query sees the key."""
+        if self.program.bits:
+            place = j // 8 * 4 + i // 8 % 2 * 2 + j % 2  # as in fetched()
+            return T.call_extern(BOOL, "tl_attention_bit", self.bits.data, place)
         return self.call("seen", BOOL, 0.0, i, j, self.how)
 
     def sloped(self, P: Any, raw_score: Any, i: Any, j: Any) -> Any:
@@ -301,7 +333,7 @@ class Traced:
 
     def sees_before(self, i: Any, j: Any, stop: Any) -> Any:
         """True if the query sees the key, which is one of the first `stop`; None: of all."""
-        if stop is None:
+        if stop is None or self.program.bits:  # which are 0 from `stop` on
             return self.sees(i, j)
         return self.sees(i, j) & (self.first_key + (i if self.rows_are_keys else j) < stop)
 
@@ -364,26 +396,31 @@ class Traced:
                     self.program.stored[n], scores, P, acc_dp, i, j, lse_log2, delta, seqlen_k
                 )
         for n in tuple(range(len(self.program.stored))):
-            self.store(n, tiles[n], seqlen_k)
+            self.store(n, tiles[n], self.first_query, self.first_key, seqlen_k)
 
     @T.inline
-    def store(self, n, tile, seqlen_k):
-        """Store the n-th of the gradients of program.stored for a tile [queries, keys]."""
+    def store_dS(self, dS, seqlen_q):
+        """Store a tile dS' [keys, queries] as the gradient of program.learns_dS, whose matrices are transposed."""
+        self.store(0, dS, self.first_key, self.first_query, seqlen_q)
+
+    @T.inline
+    def store(self, n, tile, row, column, columns):
+        """Store the n-th of the gradients of program.stored for a tile from `row` and `column` on, as far as there are columns."""
         out = self.arguments.gradients[self.program.gradients[self.program.stored[n]].tensor]
         T.evaluate(
             T.call_extern(
                 "handle",
-                f"tl_attention_store_tile<{STORED[out.dtype]}, {tile.shape[1]}>",
+                f"tl_attention_store_tile<{STORED[out.dtype]}, {STORED[tile.dtype]}, {tile.shape[1]}>",
                 out.access_ptr("rw"),
                 tile.data,
                 self.staged.gradients[n].access_ptr("rw"),
                 self.program.stored_bytes(16, self.cols)[n],
                 self.batch[0],
                 self.head[0],
-                self.first_query,
-                self.first_key,
+                row,
+                column,
                 *out.shape[1:],
-                seqlen_k,
+                columns,
             )
         )
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from tl_attention.program import BLOCK_BITS, HIDE_ALL, HOW_BITS, MASK, SHOW_ALL, SHOW_TO_LAST
+from tl_attention.launch.mask_bits import MaskBits, mask_bits
+from tl_attention.program import (
+    BLOCK_BITS,
+    HIDE_ALL,
+    HOW_BITS,
+    LISTED_ROWS,
+    MASK,
+    PAST_ALL,
+    SHOW_ALL,
+    SHOW_TO_LAST,
+    Call,
+)
 
 HIDDEN, PARTIAL, FULL = 0, 1, 2
-MAX_ENTRIES = 2**31 - 3  # positions in a list are int32; two entries follow the last
+MAX_ENTRIES = 2**31 - 1 - PAST_ALL  # positions in a list are int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,69 +34,103 @@ class BlockLists:
         block_size: queries and keys per block, multiples of program.LISTED_ROWS.
         lengths: seqlen_q, seqlen_k.
         shape: batch, heads of the call.
+        bits: of the blocks that are PARTIAL, the others are seen whole; then block_size is program.LISTED_ROWS.
     """
 
     states: torch.Tensor
     block_size: tuple[int, int]
     lengths: tuple[int, int]
     shape: tuple[int, int]
-    made: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    bits: MaskBits | None = None
+    made: dict[tuple, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
-    def by_queries(self, rows: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_bits(self, call: Call) -> BlockLists | None:
+        """Lists of the same blocks with bits for the mask of a call; None where there are too many. The host waits for their number."""
+        states = self._cut(self.states, LISTED_ROWS, LISTED_ROWS)
+        full = states == FULL if call.program.mask is not None else states != HIDDEN
+        partial = (states == PARTIAL) & ~full
+        if self.lengths[1] % LISTED_ROWS:
+            partial[..., -1] |= full[..., -1]
+        bits = mask_bits(call, partial, full, self.lengths, self.shape)
+        if bits is None:
+            return None
+        states = torch.where(partial, PARTIAL, full * FULL).to(torch.int8)
+        states = states.expand(*bits.places.shape[:2], -1, -1)
+        return BlockLists(states, (LISTED_ROWS, LISTED_ROWS), self.lengths, self.shape, bits)
+
+    def by_queries(self, rows: int, step: int, whole_first: bool = False) -> tuple[torch.Tensor, ...]:
         """(spans, entries) per tile of `rows` queries, in steps of `step` keys: int32 [batch, heads, tiles, 3] and flat.
 
-        kernels/block_lists.py says what they hold. Blocks that may hide keys come first: partial ones, and one past the last key.
+        With bits (spans, entries, places, bits). kernels/block_lists.py says what they hold. Blocks that may hide keys come first: partial
+        ones, and one past the last key.
+
+        Args:
+            whole_first: a block that is seen whole comes before them, if there is one, and counts as one of them: so each query has seen a
+                key before the steps that hide none, as a held row max needs it. With bits.
         """
-        key = "queries", rows, step
+        key = "queries", rows, step, whole_first
         if key not in self.made:
-            states = self._cut(rows, step)
+            states = self._cut(self.states, rows, step)
             blocks = torch.arange(states.shape[-1], dtype=torch.int32, device=states.device)
             rank = torch.where(states == HIDDEN, 3, states)  # PARTIAL, FULL, HIDDEN
             how = self._how(states, step, -1)
             rank -= (how == SHOW_TO_LAST).to(torch.int8)  # as PARTIAL
+            masked = rank == PARTIAL
+            if whole_first:
+                full = rank == FULL
+                first = full & (full.cumsum(-1) == 1)
+                rank, masked = rank.masked_fill(first, PARTIAL - 1), masked | first
             entries = blocks << HOW_BITS | how
             past_all = states.shape[-1] << HOW_BITS | HIDE_ALL
-            return self._keep(key, _lists(rank, rank == PARTIAL, entries, past_all, (*self.shape, -1, -1)))
+            values = [(entries, past_all)]
+            if self.bits is not None:
+                values.append((self._cut(self.bits.places, rows, step), self.bits.last))
+            lists = _lists(rank, masked, values, (*self.shape, -1, -1))
+            return self._keep(key, lists if self.bits is None else (*lists, self.bits.by_queries))
         return self.made[key]
 
-    def by_keys(self, rows: int, step: int, heads_per_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def by_keys(self, rows: int, step: int, heads_per_kv: int) -> tuple[torch.Tensor, ...]:
         """(spans, entries) per tile of `rows` keys, in steps of `step` queries of all heads of a key head: as by_queries()."""
         key = "keys", rows, step, heads_per_kv
         if key not in self.made:
-            states = self._cut(step, rows).mT  # [.., key tiles, query blocks]
-            both = torch.stack([states.to(torch.int32), self._how(states, rows, -2)])
+            states = self._cut(self.states, step, rows).mT  # [.., key tiles, query blocks]
+            of_blocks = [states.to(torch.int32), self._how(states, rows, -2)]
+            if self.bits is not None:
+                of_blocks.append(self._cut(self.bits.places, step, rows).mT)
+            stacked = torch.stack(of_blocks)
             heads_kv = self.shape[1] // heads_per_kv
             if states.shape[1] == 1:
-                both = both[:, :, :, None].expand(-1, -1, -1, heads_per_kv, -1, -1)
+                stacked = stacked[:, :, :, None].expand(-1, -1, -1, heads_per_kv, -1, -1)
             else:
-                both = both.unflatten(2, (heads_kv, heads_per_kv))
-            states, how = both.transpose(3, 4)  # [batch, heads_kv, key tiles, heads, query blocks]
+                stacked = stacked.unflatten(2, (heads_kv, heads_per_kv))
+            # [batch, heads_kv, key tiles, heads, query blocks]
+            states, how, *places = stacked.transpose(3, 4)
             heads, blocks = (
                 torch.arange(n, dtype=torch.int32, device=states.device) for n in states.shape[-2:]
             )
             entries = heads[:, None] << HOW_BITS + BLOCK_BITS | blocks << HOW_BITS | how
-            states, entries = states.flatten(-2), entries.flatten(-2)
+            states = states.flatten(-2)
+            values = [(entries.flatten(-2), HIDE_ALL), *((x.flatten(-2), self.bits.last) for x in places)]
             rank = torch.where(states == HIDDEN, 3, 0).to(torch.int8)
             shape = self.shape[0], heads_kv, -1, -1
-            return self._keep(key, _lists(rank, states == PARTIAL, entries, HIDE_ALL, shape))
+            lists = _lists(rank, states == PARTIAL, values, shape)
+            return self._keep(key, lists if self.bits is None else (*lists, self.bits.by_keys))
         return self.made[key]
 
-    def _keep(
-        self, key: tuple, lists: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keep(self, key: tuple, lists: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Keep lists, except those of a CUDA graph capture, which are empty until the graph is replayed."""
         if not (self.states.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.made[key] = lists
         return lists
 
-    def _cut(self, queries: int, keys: int) -> torch.Tensor:
-        """States of blocks of other sizes, which divide block_size, without blocks past the lengths."""
-        states = self.states
+    def _cut(self, of_blocks: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
+        """States or places of blocks of other sizes, which divide block_size, without blocks past the lengths."""
         for dim, (size, wanted, length) in enumerate(
             zip(self.block_size, (queries, keys), self.lengths, strict=True), -2
         ):
-            states = states.repeat_interleave(size // wanted, dim=dim).narrow(dim, 0, -(-length // wanted))
-        return states
+            of_blocks = of_blocks.repeat_interleave(size // wanted, dim=dim)
+            of_blocks = of_blocks.narrow(dim, 0, -(-length // wanted))
+        return of_blocks
 
     def _how(self, states: torch.Tensor, keys: int, key_dim: int) -> torch.Tensor:
         """Last bits of the entries of blocks of `keys` keys: program.MASK or another."""
@@ -96,12 +142,15 @@ class BlockLists:
 
 
 def _lists(
-    rank: torch.Tensor, masked: torch.Tensor, entries: torch.Tensor, past_all: int, shape: tuple[int, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(spans, entries) of rows whose blocks are sorted by rank, without those of rank 3.
+    rank: torch.Tensor,
+    masked: torch.Tensor,
+    values: Sequence[tuple[torch.Tensor, int]],
+    shape: tuple[int, ...],
+) -> tuple[torch.Tensor, ...]:
+    """(spans, entries[, places]) of rows whose blocks are sorted by rank, without those of rank 3.
 
     Args:
-        past_all: entry of an empty list, the last two; a step reads one entry ahead.
+        values: entries of the blocks and that of an empty list, the last PAST_ALL; likewise places.
         shape: of spans, to which 1 in the first two dimensions are expanded.
     """
     slots = rank.shape[-1]
@@ -110,14 +159,16 @@ def _lists(
             f"block_mask: expected at most {MAX_ENTRIES} pairs of tiles in all batch entries and heads that differ, got"
             f" {rank.numel()}; make it with B=None or H=None, or call in parts"
         )
-    entries = entries.expand(rank.shape).gather(-1, rank.argsort(dim=-1, stable=True)).flatten()
-    entries = torch.cat([entries, entries.new_full((2,), past_all)])
+    order, sorted_values = rank.argsort(dim=-1, stable=True), []
+    for of_blocks, of_none in values:
+        of_blocks = of_blocks.expand(rank.shape).gather(-1, order).flatten()
+        sorted_values.append(torch.cat([of_blocks, of_blocks.new_full((PAST_ALL,), of_none)]))
     masked, seen = (x.sum(-1, dtype=torch.int32) for x in (masked, rank != 3))
     first = torch.arange(seen.numel(), dtype=torch.int32, device=seen.device).view(seen.shape) * slots
     empty = seen == 0
     masked, seen = (x.masked_fill(empty, 1) for x in (masked, seen))
-    first = first.masked_fill(empty, entries.numel() - 2)
-    return torch.stack([masked, seen, first], -1).expand(*shape), entries
+    first = first.masked_fill(empty, len(sorted_values[0]) - PAST_ALL)
+    return torch.stack([masked, seen, first], -1).expand(*shape), *sorted_values
 
 
 def block_states(

@@ -171,6 +171,7 @@ class BwdPlan:
             (QueryPass if bwd_pass.grads == "dq" else KeyPass)(bwd_pass, kernel, kernels, sizes)
             for bwd_pass, kernel in kernels.passes
         ]
+        self.adds_dq = any(bwd_pass.adds_dq for bwd_pass, _ in kernels.passes)
 
     def __call__(
         self,
@@ -233,7 +234,8 @@ class BwdPlan:
         if self.has_options:
             arguments = option_arguments(options, self.batch, self.heads, self.device)
         if traced is not None:
-            captured = Gradients(traced, self.batch, self.heads, self.seqlen_q, self.seqlen_k)
+            sizes = self.batch, self.heads, self.seqlen_q, self.seqlen_k
+            captured = Gradients(traced, *sizes, transposed=self.adds_dq)
             arguments += (*traced_arguments(traced), *captured.arguments)
             blocks = traced.blocks
         if self.packed:

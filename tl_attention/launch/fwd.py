@@ -152,6 +152,7 @@ class FwdPlan:
             found = _kernels[key, copy_rows] = _find_kernels(key, None, copy_rows)
         self.kernel, config, max_ctas, self.combine, problem, tile_table, parts_kernel = found
         self.dynamic, self.block = config.schedule == "dynamic", (config.block_M, config.block_N)
+        self.hold_max = config.hold_max
         self.split = None
         if parts_kernel is None:
             tensors = (q, k, v, out) if self.pages is None else (q, out)
@@ -246,7 +247,7 @@ class FwdPlan:
         if traced is not None:
             arguments += traced_arguments(traced)
             if traced.blocks is not None:
-                arguments += traced.blocks.by_queries(*self.block)
+                arguments += traced.blocks.by_queries(*self.block, whole_first=self.hold_max)
         if self.combine is None:
             self.kernel(*qkv, out_view, lse, tickets, softmax_scale, unit, *arguments)
             return

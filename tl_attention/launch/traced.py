@@ -30,12 +30,14 @@ class Gradients:
     """Gradients of the captured tensors of program.learned, for one backward.
 
     Attributes:
-        arguments: what the kernels write, contiguous. Of program.stored: [batch, heads, seqlen_q, seqlen_k rounded up] in stored_dtype;
-            with program.exact: int64 [elements * SLOTS], zeros; else sums: fp32 [elements], zeros.
+        arguments: what the kernels write, contiguous. Of program.stored: [batch, heads, seqlen_q, seqlen_k rounded up] in stored_dtype, or
+            transposed [batch, heads, seqlen_k, seqlen_q rounded up]; with program.exact: int64 [elements * SLOTS], zeros; else sums: fp32
+            [elements], zeros.
     """
 
-    def __init__(self, call: Call, batch: int, heads: int, queries: int, keys: int):
-        self.call, self.keys = call, keys
+    def __init__(self, call: Call, batch: int, heads: int, queries: int, keys: int, transposed: bool = False):
+        self.call, self.transposed = call, transposed
+        rows, self.columns = (keys, queries) if transposed else (queries, keys)
         program = call.program
         self.stored = {program.gradients[number].tensor: number for number in program.stored}
         self.arguments = []
@@ -44,7 +46,7 @@ class Gradients:
             if i in self.stored:  # blocks that no list names are not written
                 make = torch.zeros if program.listed else torch.empty
                 dtype = getattr(torch, stored_dtype(program.tensors[i]))
-                shape = batch, heads, queries, -(-keys // 8) * 8  # rows are multiples of 16 bytes
+                shape = batch, heads, rows, -(-self.columns // 8) * 8  # rows are multiples of 16 bytes
                 self.arguments.append(make(shape, dtype=dtype, **on))
             elif program.exact:
                 self.arguments.append(torch.zeros(x.numel() * SLOTS, dtype=torch.int64, **on))
@@ -60,7 +62,7 @@ class Gradients:
     def _result(self, i: int, x: torch.Tensor) -> torch.Tensor:
         shape = self.call.tensors[i].shape
         if i in self.stored:
-            return self._reduced(self.stored[i], x[..., : self.keys], shape)
+            return self._reduced(self.stored[i], x[..., : self.columns], shape)
         if x.dtype != torch.int64:
             return x.view(shape)
         sums = x.view(-1, SLOTS)
@@ -69,14 +71,24 @@ class Gradients:
         return total.masked_fill(sums[:, -1] != 0, torch.nan).view(shape)
 
     def _reduced(self, number: int, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Sum of a stored gradient [batch, heads, seqlen_q, seqlen_k] over what its tensor is broadcast to, at its place in the tensor."""
+        """Sum of a stored gradient over what its tensor is broadcast to, at its place in the tensor.
+
+        Args:
+            x: [batch, heads, seqlen_q, seqlen_k], or transposed.
+        """
         values, index = self.call.program.values, self.call.program.gradients[number].index
         outer = [values[i] for i in index[:-2]]
-        dims = {"batch": 0, "head": 1}
+        dims, dtype = (
+            {"batch": 0, "head": 1},
+            self.call.tensors[self.call.program.gradients[number].tensor].dtype,
+        )
         kept = [dims[value.op] for value in outer if value.op in dims]
         dropped = [dim for dim in (0, 1) if dim not in kept]
         if dropped:
-            x = x.sum(dropped, dtype=torch.float32)
+            # bf16 is added in fp32 and rounded once
+            x = x.sum(dropped, dtype=dtype if dtype == x.dtype else torch.float32)
+        if self.transposed:  # after the sum, which is slow where rows are not contiguous
+            x = x.mT
         if kept == [1, 0]:
             x = x.transpose(0, 1)
         if x.numel() == shape.numel():

@@ -7,6 +7,7 @@ import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from tl_attention import configs
 from tl_attention.problem import OPTIONS, AttnProblem
@@ -35,11 +36,12 @@ class ShapeOptions:
     packed: bool = False  # q, k and v are slices of one tensor, as are their gradients
     page: int = 0  # decode, and forward of packed sequences: keys per page; 0: contiguous sequences
     ragged: bool = False  # decode: caches with the lengths of `sequences`, at most seqlen_k
+    function: str = ""  # name of a score_mod, a mask or a bias, of benchmarks/flex.py
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> ShapeOptions:
         """ShapeOptions from their words. Raises ValueError with the expected words."""
-        asked: dict[str, bool | int | float] = {}
+        asked: dict[str, Any] = {}
         for word in words:
             name, _, value = word.partition("=")
             try:
@@ -73,12 +75,19 @@ def _size(value: str) -> int:
     return int(value)
 
 
-OPTION_TYPES: dict[str, Callable[[str], bool | int | float]] = {
+def _name(value: str) -> str:
+    if not value:
+        raise ValueError
+    return value
+
+
+OPTION_TYPES: dict[str, Callable[[str], bool | int | float | str]] = {
     **dict.fromkeys((field.name for field in fields(ShapeOptions)), _flag),
     "window": _size,
     "page": _size,
     "softcap": float,
     "dropout": float,
+    "function": _name,
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -117,3 +117,8 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
+
+
+def versions(tensors: Iterable[torch.Tensor | None]) -> tuple[int | None, ...]:
+    """Number of changes in place of each tensor; None for tensors of inference mode, which do not count."""
+    return tuple(None if x is None or x.is_inference() else x._version for x in tensors)

@@ -1,0 +1,447 @@
+"""Rows of scores and masks as functions: flex_attention beside PyTorch's, our option for the same, and memory-efficient attention.
+
+The word `function=NAME` of a shape names one of FUNCTIONS. As a program it compiles PyTorch's kernels of a shape, for later runs:
+
+    python benchmarks/flex.py 2,16,16,8192,8192,128,128,full,function=causal
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ahead
+import fp32
+import fwd_bwd
+import options
+import rows as row_files
+import tables
+import torch
+import torch.nn.functional as F
+import turns
+from libraries.flex import RECOMPILE_LIMIT
+from library import Attend, Inputs, Provider, Ready, Result, Unsupported, prepare
+from rich.console import Console
+from rows import OPTION, OURS, Row
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tl_attention import flash_attn_func, flash_attn_varlen_func, flex_attention
+from tl_attention.testing.environment import version
+from tl_attention.testing.shapes import Shape
+
+DOCUMENTS = 8  # per sequence
+PREFIX, WINDOW, CAP = 1024, 1024, 20.0
+BLOCK = 128  # of random masks
+ALLOWED_ERROR = 2e-2  # rms error / rms value, of results in bf16
+CHECKED_QUERIES = 1024  # whose scores the reference holds at once
+COMPILERS = 12  # processes that compile PyTorch's kernels at a time
+
+
+@dataclass(frozen=True)
+class Function:
+    """A score_mod, a mask or a bias on one device.
+
+    Args:
+        block_mask: PyTorch's, for both libraries.
+        learned: captured tensors that get a gradient.
+        seen: share of the pairs that the mask shows, and that the option of the row shows.
+        option: arguments of flash_attn_func that compute the same, or nearly; None: no option does.
+    """
+
+    score_mod: Callable | None = None
+    block_mask: Any = None
+    bias: torch.Tensor | None = None
+    learned: tuple[torch.Tensor, ...] = ()
+    seen: tuple[float, float] = (1.0, 1.0)
+    option: dict[str, Any] | None = None
+    ends: tuple[int, ...] = ()  # of documents
+
+
+def share_of_causal(n: int) -> float:
+    return (n + 1) / (2 * n)
+
+
+def causal(shape: Shape, device: torch.device) -> Function:
+    share = share_of_causal(shape.seqlen_q)
+    return masked(shape, device, lambda _b, _h, q, k: q >= k, (share, share), {"causal": True})
+
+
+def window(shape: Shape, device: torch.device) -> Function:
+    n = shape.seqlen_q
+    share = WINDOW / n - WINDOW * (WINDOW - 1) / (2 * n * n)
+    option = {"window_size": (WINDOW - 1, 0)}
+    return masked(shape, device, lambda _b, _h, q, k: (q >= k) & (q - k < WINDOW), (share, share), option)
+
+
+def prefix_lm(shape: Shape, device: torch.device) -> Function:
+    """The first keys for all, the others causal; beside the causal option, which shows less."""
+    share, n = share_of_causal(shape.seqlen_q), shape.seqlen_q
+    added = PREFIX * (PREFIX - 1) / (2 * n * n)
+    return masked(
+        shape, device, lambda _b, _h, q, k: (k < PREFIX) | (q >= k), (share + added, share), {"causal": True}
+    )
+
+
+def documents(shape: Shape, device: torch.device) -> Function:
+    """Causal documents of random lengths; beside packed sequences."""
+    n = shape.seqlen_q
+    ends = (*sorted(random.Random(1).sample(range(1, n), DOCUMENTS - 1)), n)
+    lengths = [end - begin for begin, end in itertools.pairwise((0, *ends))]
+    share = sum(length * (length + 1) / 2 for length in lengths) / n**2
+    ids = torch.repeat_interleave(torch.arange(DOCUMENTS), torch.tensor(lengths)).to(device, torch.int32)
+    found = masked(
+        shape, device, lambda _b, _h, q, k: (ids[q] == ids[k]) & (q >= k), (share, share), {"causal": True}
+    )
+    return replace(found, ends=ends)
+
+
+def random_blocks(sparsity: float) -> Callable[[Shape, torch.device], Function]:
+    """Blocks that are seen whole, at random, other ones per head."""
+
+    def made(shape: Shape, device: torch.device) -> Function:
+        from torch.nn.attention.flex_attention import BlockMask
+
+        rows = shape.seqlen_q // BLOCK
+        generator = torch.Generator().manual_seed(0)
+        seen = torch.rand(1, shape.heads_q, rows, rows, generator=generator).to(device) >= sparsity
+        full = seen.sum(-1).int(), (~seen).int().argsort(dim=-1, stable=True).int()
+        none = (torch.zeros_like(x) for x in full)
+        mask = BlockMask.from_kv_blocks(*none, *full, seq_lengths=(shape.seqlen_q, shape.seqlen_k))
+        share = float(seen.float().mean())
+        return Function(block_mask=mask, seen=(share, share))
+
+    return made
+
+
+def masked(
+    shape: Shape,
+    device: torch.device,
+    mask_mod: Callable,
+    seen: tuple[float, float],
+    option: dict[str, Any],
+) -> Function:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = create_block_mask(mask_mod, None, None, shape.seqlen_q, shape.seqlen_k, device=device)
+    return Function(block_mask=mask, seen=seen, option=option)
+
+
+def softcap(_shape: Shape, _device: torch.device) -> Function:
+    return Function(lambda score, _b, _h, _q, _k: CAP * torch.tanh(score / CAP), option={})
+
+
+def alibi(shape: Shape, device: torch.device) -> Function:
+    heads = torch.arange(1, shape.heads_q + 1, device=device)
+    slopes = 2.0 ** (-8 * heads / shape.heads_q)
+    return Function(lambda score, _b, h, q, k: score - slopes[h] * (q - k).abs(), option={})
+
+
+def relative(shape: Shape, device: torch.device) -> Function:
+    """A learned bias per head and distance."""
+    n = shape.seqlen_k
+    bias = torch.randn(shape.heads_q, shape.seqlen_q + n, device=device).requires_grad_()
+    return Function(lambda score, _b, h, q, k: score + bias[h, q - k + n], learned=(bias,), option={})
+
+
+def dense_bias(per_batch: bool) -> Callable[[Shape, torch.device], Function]:
+    """A learned bias [batch or 1, heads, seqlen_q, seqlen_k] in bf16."""
+
+    def made(shape: Shape, device: torch.device) -> Function:
+        sizes = shape.batch if per_batch else 1, shape.heads_q, shape.seqlen_q, shape.seqlen_k
+        bias = torch.randn(sizes, device=device, dtype=torch.bfloat16).requires_grad_()
+        return Function(bias=bias, learned=(bias,))
+
+    return made
+
+
+FUNCTIONS: dict[str, Callable[[Shape, torch.device], Function]] = {
+    "causal": causal,
+    "documents": documents,
+    "prefix-lm": prefix_lm,
+    "window": window,
+    "half": random_blocks(0.5),
+    "tenth": random_blocks(0.9),
+    "softcap": softcap,
+    "alibi": alibi,
+    "relative": relative,
+    "bias-of-heads": dense_bias(False),
+    "bias-of-batch": dense_bias(True),
+}
+
+
+@functools.lru_cache(maxsize=1)
+def function_of(shape: Shape, device: torch.device) -> Function:
+    return FUNCTIONS[shape.options.function](shape, device)
+
+
+def ours(shape: Shape, needs: options.Tensors) -> Attend:
+    asked = function_of(shape, needs.cu_seqlens[0].device)
+    return lambda *qkv: (flex_attention(*qkv, asked.score_mod, asked.block_mask, attn_bias=asked.bias), None)
+
+
+def option(shape: Shape, needs: options.Tensors) -> Attend:
+    """Our option that computes the same; of a score_mod attention without it."""
+    device = needs.cu_seqlens[0].device
+    asked = function_of(shape, device)
+    if asked.option is None:
+        raise Unsupported("no option computes the same")
+    if not asked.ends:
+        return lambda *qkv: (flash_attn_func(*qkv, **asked.option), None)
+    starts = range(0, shape.batch * shape.seqlen_q, shape.seqlen_q)
+    ends = [0, *(start + end for start in starts for end in asked.ends)]
+    longest = max(end - begin for begin, end in itertools.pairwise(ends))
+    lengths = (torch.tensor(ends, dtype=torch.int32, device=device),) * 2
+
+    def attend(*qkv: torch.Tensor) -> tuple[torch.Tensor, None]:
+        packed = (x.flatten(0, 1) for x in qkv)
+        out = flash_attn_varlen_func(*packed, *lengths, longest, longest, **asked.option)
+        return out.view_as(qkv[0]), None
+
+    return attend
+
+
+def torch_flex(shape: Shape, needs: options.Tensors) -> Attend:
+    from torch.nn.attention.flex_attention import flex_attention as attend
+
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    torch._functorch.config.donated_buffer = False  # a timed backward keeps its graph
+    asked = function_of(shape, needs.cu_seqlens[0].device)
+    score_mod, bias = asked.score_mod, asked.bias
+    if bias is not None:
+        one = bias.shape[0] == 1
+
+        def score_mod(score: torch.Tensor, b: Any, h: Any, q: Any, k: Any) -> torch.Tensor:
+            return score + bias[0 if one else b, h, q, k]
+
+    compiled = torch.compile(attend, dynamic=False, fullgraph=True)
+    return lambda *qkv: (compiled(*qkv, score_mod=score_mod, block_mask=asked.block_mask), None)
+
+
+def efficient(shape: Shape, needs: options.Tensors) -> Attend:
+    asked = function_of(shape, needs.cu_seqlens[0].device)
+    if asked.bias is None:
+        raise Unsupported("compared for biases alone")
+
+    def attend(*qkv: torch.Tensor) -> tuple[torch.Tensor, None]:
+        mask = asked.bias.expand(shape.batch, -1, -1, -1)
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            return F.scaled_dot_product_attention(*qkv, attn_mask=mask), None
+
+    return attend
+
+
+def _torch(what: str) -> Callable[[str], str]:
+    return lambda _: f"torch {torch.__version__}, {what}"
+
+
+PROVIDERS: dict[str, Provider] = {
+    OURS: Provider({"options": ours}, lambda _: f"TileLang {version('tilelang')}", layout="bhsd"),
+    OPTION: Provider({"options": option}, lambda _: f"TileLang {version('tilelang')}"),
+    "flex": Provider({"options": torch_flex}, _torch("compiled flex_attention"), layout="bhsd"),
+    "efficient": Provider({"options": efficient}, _torch("SDPA, EFFICIENT_ATTENTION"), layout="bhsd"),
+}
+TITLES = {OPTION: "our option", "flex": "torch flex", "efficient": "memory-efficient"}
+
+
+def prepare_run(console: Console, shapes: Iterable[Shape], direction: str, names: Sequence[str]) -> None:
+    """Build our kernels, and compile PyTorch's in processes of their own, whose caches on disk the rows find."""
+    shapes = list(shapes)
+    if OURS in names:
+        ahead.build_kernels(console, [kernel for shape in shapes for kernel in kernels_of(shape, direction)])
+    if "flex" in names:
+        with console.status("compiling PyTorch's kernels"), ThreadPoolExecutor(COMPILERS) as pool:
+            command = [sys.executable, __file__]
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            list(pool.map(lambda shape: subprocess.run([*command, str(shape)], **quiet), shapes))
+
+
+def kernels_of(shape: Shape, direction: str) -> list:
+    """Kernels of our rows, as far as no option has them."""
+    from tl_attention import configs
+    from tl_attention.problem import AttnProblem, length_bucket
+    from tl_attention.tracing.builtin_options import builtin_options
+    from tl_attention.tracing.dense_bias import with_bias
+    from tl_attention.tracing.trace import trace
+
+    asked = function_of(shape, torch.device("cuda"))
+    functions = asked.score_mod, asked.block_mask and asked.block_mask.mask_mod
+    call = trace(*(functions if asked.bias is None else with_bias(*functions, asked.bias)), True)
+    if asked.block_mask is None and builtin_options(call, shape.seqlen_q, shape.seqlen_k) is not None:
+        return []
+    program = call.program if asked.block_mask is None else call.program.with_bits[0]
+    found = []
+    for name in ("fwd", "bwd") if "bwd" in direction else ("fwd",):
+        its_program = program.forward if name == "fwd" else program
+        problem = AttnProblem.of("bfloat16", shape.head_dim, shape.head_dim_v, False, name, (), its_program)
+        gpu = torch.cuda.get_device_name()
+        found += configs.pick_config(problem, length_bucket(shape.seqlen_k), gpu, name)[0].kernels(problem)
+    return found
+
+
+def provider_facts(name: str) -> Row:
+    """The part of a row that follows from its provider."""
+    provider = PROVIDERS[name]
+    return {
+        "title": TITLES.get(name, name),
+        "library": provider.library("options"),
+        "layout": provider.layout,
+    }
+
+
+def measure(shape: Shape, direction: str, names: Sequence[str], rounds: int) -> list[Row]:
+    """One row per provider: checked, timed interleaved with the others that are right, and checked once more."""
+    facts = (
+        row_files.sizes_of(shape) | dict.fromkeys(row_files.MEASURED) | {"status": "failed", "reason": None}
+    )
+    rows = {name: {"provider": name} | provider_facts(name) | facts for name in names}
+    with turns.reason_of_all(rows):
+        compare(shape, fwd_bwd.make_copies(shape, torch.bfloat16, direction), direction, rows, rounds)
+    return list(rows.values())
+
+
+def compare(shape: Shape, bshd: Sequence[Inputs], direction: str, rows: dict[str, Row], rounds: int) -> None:
+    """Fill in the rows, from copies of the inputs."""
+    copies = {"bshd": bshd, "bhsd": [tuple(x.transpose(1, 2).contiguous() for x in copy) for copy in bshd]}
+    asked = function_of(shape, bshd[0][0].device)
+    exact: dict[str, list[torch.Tensor]] = {}
+
+    def learned(name: str) -> tuple[torch.Tensor, ...]:
+        return () if name == OPTION else asked.learned
+
+    def enter(name: str) -> tuple[Ready, Sequence[Inputs]]:
+        provider = options.with_passes(name, PROVIDERS[name], learned(name))
+        return prepare(provider, shape, direction, copies[rows[name]["layout"]])
+
+    def check(name: str, result: Result, when: str) -> Row:
+        tensors = [x for x in result if isinstance(x, torch.Tensor)]
+        results = tensors[: len(tensors) - len(learned(name))] if "bwd" in direction else tensors
+        if rows[name]["layout"] == "bhsd":
+            results = [x.transpose(1, 2) for x in results]
+        stands_for = OPTION if name == OPTION else OURS
+        if stands_for not in exact:
+            exact[stands_for] = reference(
+                shape, asked, [x[:1, :, :1] for x in bshd[0]], direction, name == OPTION
+            )
+        finite = all(bool(x.isfinite().all()) for x in tensors)
+        chosen = [x[0, :, 0] for x in results]
+        return fp32.judged(chosen, exact[stands_for], when, finite, ALLOWED_ERROR)
+
+    def speeds(name: str, *timings: Any) -> Row:
+        measured, seen = turns.speeds(shape, direction, *timings), asked.seen[name == OPTION]
+        return measured | {"seen": seen, "tflops": seen * measured["tflops"]}
+
+    turns.compete(rows, rounds, enter, check, speeds, same_bits=False)
+
+
+def reference(
+    shape: Shape, asked: Function, inputs: Inputs, direction: str, as_option: bool
+) -> list[torch.Tensor]:
+    """Results of the first head of the first batch entry in fp32, [seqlen, head_dim]: out; or dq, dk and dv; or all.
+
+    Args:
+        as_option: of what the option of the row computes.
+    """
+    *dout, q, k, v = (x[0, :, 0].float() for x in inputs)
+    q, k, v = (x.requires_grad_("bwd" in direction) for x in (q, k, v))
+    keys, outs = torch.arange(len(k), device=q.device), []
+    for part in torch.arange(len(q), device=q.device).split(CHECKED_QUERIES):
+        scores = q[part] @ k.T * q.shape[-1] ** -0.5
+        place = 0, 0, part[:, None], keys
+        if asked.score_mod is not None and not as_option:
+            scores = asked.score_mod(scores, *place)
+        if asked.bias is not None:
+            scores = scores + asked.bias[0, 0, part]
+        if asked.block_mask is not None:
+            scores = scores.masked_fill(~shown(shape, asked, place, as_option), -torch.inf)
+        out = scores.softmax(-1).nan_to_num(0) @ v
+        outs.append(out.detach())
+        if dout:
+            out.backward(dout[0][part], inputs=[q, k, v])
+    results = [torch.cat(outs)] if "fwd" in direction else []
+    return results + ([q.grad, k.grad, v.grad] if dout else [])
+
+
+def shown(shape: Shape, asked: Function, place: tuple, as_option: bool) -> torch.Tensor:
+    """Mask of some queries: bool [queries, keys]."""
+    _, _, queries, keys = place
+    if as_option and shape.options.function == "prefix-lm":
+        return queries >= keys
+    mask = asked.block_mask
+    if asked.option is not None:
+        return mask.mask_mod(*place)
+    numbers, indices = mask.full_kv_num_blocks[0, 0], mask.full_kv_indices[0, 0]
+    listed = torch.arange(indices.shape[-1], device=keys.device) < numbers[:, None]
+    blocks = torch.zeros_like(listed).scatter_(1, indices.long(), listed)
+    return blocks[queries // BLOCK, keys // BLOCK]
+
+
+CONVENTION = (
+    "Functions of docs/flex.md, bf16. `our option` is the option of tl_attention that computes the same: causal, a window, packed "
+    "sequences; causal for prefix-lm, by TFLOPS of its own pairs; without a function for score_mods. TFLOPS count the pairs that a mask "
+    "shows. Gradients of relative and of the biases are included. Ratios are of median times, that to `our option` of TFLOPS; behind our "
+    "speed stands its rms error over the rms value of an fp32 result, in one head."
+)
+
+
+def section(rows: list[Row]) -> str:
+    """Markdown of a run: convention, our speed over that of each, all rows."""
+    groups = list(row_files.by_problem(rows).values())
+    others = [name for name in PROVIDERS if name != OURS and any(name in group for group in groups)]
+    means = [
+        f"{statistics.geometric_mean(found):.2f}x {TITLES[name]} ({min(found):.2f}–{max(found):.2f}, {len(found)} rows)"
+        for name in others
+        if (found := [ratio for group in groups if (ratio := ratio_over(group, name))])
+    ]
+    lines = []
+    for group in groups:
+        row, fastest = group.get(OURS), row_files.best(group)
+        error = f" ({row['rms_error']:.0e})" if row and row["status"] == "ok" else ""
+        own = [tables.cell(row, fastest, ("", "")) + error, _text(row and row.get("ms"), ".3f")]
+        speeds = [tables.cell(group.get(name), fastest, ("", "")) for name in others]
+        ratios = [_text(ratio_over(group, name), ".2f") for name in others]
+        lines.append([row_files.describe(next(iter(group.values()))), *own, *speeds, *ratios])
+    names = [TITLES[name] for name in others]
+    header = ["problem", OURS, "ms", *names, *(f"over {name}" for name in names)]
+    parts = [
+        f"TFLOPS. {tables.convention(rows[0]['pass'])} {CONVENTION}",
+        f"Our speed over that of each, geometric mean (range): {', '.join(means)}." if means else "",
+        tables.markdown_table(header, lines),
+        tables.bullets(tables.notes(rows)),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def ratio_over(group: dict[str, Row], name: str) -> float | None:
+    """Our speed over that of another on a problem; None where one of them has none."""
+    pair = [group.get(each) for each in (OURS, name)]
+    return pair[0]["tflops"] / pair[1]["tflops"] if all(x and x["status"] == "ok" for x in pair) else None
+
+
+def _text(x: float | None, form: str) -> str:
+    return "–" if x is None else format(x, form)
+
+
+def compile_torch(shape: Shape) -> None:
+    """Run PyTorch's forward and backward of a shape once."""
+    inputs = fwd_bwd.make_copies(shape, torch.bfloat16, "bwd")[0]
+    dout, *qkv = (x.transpose(1, 2).contiguous() for x in inputs)
+    needs = options.tensors(shape, torch.bfloat16, dout.device)
+    attend = torch_flex(shape, needs)
+    with torch.no_grad():
+        attend(*qkv)
+    asked = function_of(shape, dout.device)
+    out, _ = attend(*(x.requires_grad_() for x in qkv))
+    torch.autograd.grad(out, [*qkv, *asked.learned], dout)
+
+
+if __name__ == "__main__":
+    for text in sys.argv[1:]:
+        compile_torch(Shape.parse(text))

@@ -1,0 +1,113 @@
+"""Masks as bits, for the blocks of a block mask that are seen in part: the mask_mod is evaluated once per mask, not by each kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tl_attention.program import LISTED_ROWS, Call
+from tl_attention.tracing.program_values import program_values
+
+MAX_BLOCKS = 2**14  # whose bits take 32 MB in each direction
+CHUNK = 2**24  # elements of a mask that are evaluated at once
+# A block as rows (half, warp, upper or lower 8, row) and columns (half, group of 8, pair, column of it), in the order of the bits: those
+# of the thread that wgmma gives an element to, in the order of its registers
+SIZES = 2, 4, 2, 8, 2, 8, 4, 2
+ORDER = 0, 1, 3, 6, 4, 5, 2, 7
+BACK = tuple(ORDER.index(dim) for dim in range(len(ORDER)))
+
+
+@dataclass(frozen=True, eq=False)
+class MaskBits:
+    """Bits of blocks of 128 queries and 128 keys.
+
+    Args:
+        places: int32 [1 or batch, 1 or heads, query blocks, key blocks], which of `blocks` a block is; -1: all of it is seen.
+        blocks: int32 [number + 1, 2, 128, 2]: by halves of the rows, threads of a warpgroup, and halves of the columns, a bit per element
+            that the thread has of a tile [64, 64]. Rows are queries. The last block hides all.
+    """
+
+    places: torch.Tensor
+    blocks: torch.Tensor
+    transposed: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def last(self) -> int:
+        """Place of the block that hides all."""
+        return len(self.blocks) - 1
+
+    @property
+    def by_queries(self) -> torch.Tensor:
+        return self.blocks.view(-1)
+
+    @property
+    def by_keys(self) -> torch.Tensor:
+        """The same with keys as rows."""
+        if not self.transposed:
+            self.transposed.append(packed(unpacked(self.blocks).mT))
+        return self.transposed[0].view(-1)
+
+
+def mask_bits(
+    call: Call, partial: torch.Tensor, full: torch.Tensor, lengths: Sequence[int], shape: Sequence[int]
+) -> MaskBits | None:
+    """Bits of the mask of a call; None where they would take too much memory. The host waits for their number.
+
+    Args:
+        partial: bool [1 or batch, 1 or heads, query blocks, key blocks]: the blocks that need bits.
+        full: likewise, the blocks that are seen up to the last key, whatever the mask.
+        lengths: seqlen_q, seqlen_k. shape: batch, heads.
+    """
+    mask, program = call.program.mask, call.program
+    if mask is not None:
+        leaves = zip(("batch", "head"), shape, partial.shape, strict=False)
+        sizes = (size if program.depends_on(mask, (leaf,)) else given for leaf, size, given in leaves)
+        partial = partial.expand(*sizes, -1, -1)
+    found = partial.nonzero()
+    if len(found) > MAX_BLOCKS:
+        return None
+    device = partial.device
+    places = torch.full(partial.shape, -1, dtype=torch.int32, device=device)
+    places[found.unbind(1)] = torch.arange(len(found), dtype=torch.int32, device=device)
+    whole = full.expand(partial.shape)[found.unbind(1)]
+    chunk = CHUNK // LISTED_ROWS**2
+    parts = zip(found.to(torch.int32).split(chunk), whole.split(chunk), strict=True)
+    blocks = [packed(_shown(call, *part, lengths)) for part in parts]
+    blocks.append(torch.zeros(1, 2, 128, 2, dtype=torch.int32, device=device))
+    return MaskBits(places, torch.cat(blocks))
+
+
+def _shown(call: Call, found: torch.Tensor, whole: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Mask of blocks, bool [blocks, 128, 128], False past the last key and like the last query past it.
+
+    Args:
+        found: int32 [blocks, 4], batch entry, head, row and column. whole: bool [blocks], seen up to the lengths.
+    """
+    offsets = torch.arange(LISTED_ROWS, dtype=torch.int32, device=found.device)
+    batch, head, row, column = found[:, :, None, None].unbind(1)
+    query, key = row * LISTED_ROWS + offsets[:, None], column * LISTED_ROWS + offsets
+    there = key < lengths[1]
+    if call.program.mask is None:
+        return there.expand(-1, LISTED_ROWS, -1)
+    query, key = query.clamp(max=lengths[0] - 1), key.clamp(max=lengths[1] - 1)
+    leaves = {"batch": batch, "head": head, "query": query, "key": key}
+    (mask,) = program_values(call, [call.program.mask], leaves)
+    return (mask | whole[:, None, None]) & there
+
+
+def packed(shown: torch.Tensor) -> torch.Tensor:
+    """bool [blocks, 128, 128] as bits, int32 [blocks, 2, 128, 2]; see MaskBits."""
+    bits = shown.reshape(-1, *SIZES).permute(0, *(dim + 1 for dim in ORDER)).reshape(-1, 8)
+    weights = 1 << torch.arange(8, dtype=torch.uint8, device=shown.device)
+    words = (bits * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
+    return words.view(-1, 2, 128, 2)
+
+
+def unpacked(blocks: torch.Tensor) -> torch.Tensor:
+    """bool [blocks, 128, 128] of the bits of packed()."""
+    bytes_of = blocks.view(-1).view(torch.uint8)[:, None]
+    bits = (bytes_of >> torch.arange(8, dtype=torch.uint8, device=blocks.device) & 1).bool()
+    ordered = bits.view(-1, *(SIZES[dim] for dim in ORDER))
+    return ordered.permute(0, *(dim + 1 for dim in BACK)).reshape(-1, LISTED_ROWS, LISTED_ROWS)

@@ -19,7 +19,8 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func, torch_backend
-from tl_attention.distributed import group
+from tl_attention.distributed import roll
+from tl_attention.distributed.group import ranks_of
 from tl_attention.testing import numeric
 
 warnings.filterwarnings("ignore", ".*CPU")
@@ -308,16 +309,43 @@ def disagree() -> dict[str, str]:
     return found
 
 
-def differ_later() -> str:
-    """Error of calls that all ranks know, each another, when every call is compared."""
-    x = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16)
+def differ_later(always: bool) -> dict[str, str]:
+    """Errors of calls that differ, of which ranks know some from before. always: every call is compared."""
+    x, first = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16), dist.get_rank() == 0
+    leaf = x.clone().requires_grad_()
     for causal in (True, False):
         distributed.attention(x, x, x, causal=causal)
-    group.ALWAYS = True
+    out = distributed.attention(leaf, x, x)
+    found, roll.ALWAYS = {}, always
     try:
-        return raised(distributed.attention, x, x, x, causal=dist.get_rank() == 0)
+        found["known"] = raised(distributed.attention, x, x, x, causal=first)
+        found["one knows"] = raised(distributed.attention, x, x, x, softcap=0.0 if first else 2.0)
+        found["backward"] = raised(out.sum().backward) if first else raised(distributed.attention, leaf, x, x)
     finally:
-        group.ALWAYS = False
+        roll.ALWAYS = False
+    found["right"] = raised(distributed.attention, x, x, x)
+    return found
+
+
+def differ_without_waiting() -> list[str]:
+    """Errors of calls by two ranks that do not wait: the last one makes its calls after the other."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    x = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16)
+    group = dist.new_group()
+    for causal in (True, False):
+        distributed.attention(x, x, x, group, causal=causal)
+    found = roll.roll_of(ranks_of(group))
+    found._blocks = False
+    calls = [roll.Known(found, digest) for digest in found._sheets]
+    texts = []
+    for own, other in ((0, 0), (0, 1), (0, 0)):  # equal, different, equal again
+        if last:
+            dist.barrier()
+        texts.append(raised(calls[other if last else own].enter))
+        if not last:
+            dist.barrier()
+        dist.barrier()
+    return texts
 
 
 def lose_a_rank() -> None:

@@ -76,11 +76,24 @@ def test_distributed_ranks_that_disagree_get_errors(processes):
             assert re.match(EXPECTED[name], text), f"rank {rank}, {name}: {text}"
 
 
-def test_distributed_ranks_compare_every_call_for_debugging(processes):
-    for text in processes[2].run(cases.differ_later):
-        assert text.startswith(
-            "ValueError: causal, window_size: expected the same on all ranks of the group"
-        ), text
+@pytest.mark.parametrize("always", [False, True])
+def test_distributed_ranks_that_differ_later_get_errors(processes, always):
+    expected = {
+        "known": r"ValueError: causal, window_size: expected the same on all ranks of the group, got \(True, .* on rank 0; \(False, ",
+        "one knows": r"ValueError: softcap: expected the same on all ranks of the group, got 0.0 on rank 0; 2.0 on rank 1$",
+        "backward": r"ValueError: group: expected all ranks .* got its backward on rank 0; its forward on rank 1 at call \d+$",
+        "right": "no error$",
+    }  # fmt: skip
+    for found in processes[2].run(cases.differ_later, always):
+        for name, text in found.items():
+            assert re.match(expected[name], text), f"{name}: {text}"
+
+
+def test_distributed_ranks_that_do_not_wait_find_differences_at_the_next_call(processes):
+    first, last = processes[2].run(cases.differ_without_waiting)
+    differs = "ValueError: causal, window_size: expected the same on all ranks"
+    assert [text.startswith(differs) for text in first] == [False, False, True]
+    assert [text.startswith(differs) for text in last] == [False, True, False]
 
 
 def test_distributed_call_that_a_rank_does_not_make_ends_with_the_timeout(processes):

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from tl_attention.checks.common import check_deterministic, check_fwd, check_options, expect_bool
-from tl_attention.distributed import group as groups
+from tl_attention.distributed import roll
 from tl_attention.distributed.calls import Given, Scores
 from tl_attention.distributed.choice import METHODS, Sizes, choose, supported
 from tl_attention.distributed.gather import Gather
-from tl_attention.distributed.group import Group, Ranks, agree, ranks_of
+from tl_attention.distributed.group import Group, Ranks, ranks_of
 from tl_attention.distributed.layout import Layout
 from tl_attention.distributed.pieces import CAUSAL, Mask, cumulative
 from tl_attention.distributed.ring import Ring
@@ -54,8 +54,8 @@ def attention(
 ) -> Output:
     """Attention of a sequence that the ranks of a group hold together. Results and gradients are those of one GPU.
 
-    All ranks call it, with equal options, and run its backward or not alike. Ranks compare their arguments at the first call with new ones,
-    which waits for the GPU; other calls do not. A group of one rank makes the call of flash_attn_func or flash_attn_varlen_func.
+    All ranks call it, with equal options, and run its backward or not alike; roll.py compares their calls, and waits for no GPU. A group
+    of one rank makes the call of flash_attn_func or flash_attn_varlen_func.
 
     Args:
         q: [batch, rows, heads, head_dim], bfloat16 or float16: the tokens of this rank, as shard() gives them; with cu_seqlens
@@ -176,11 +176,13 @@ class Prepared(NamedTuple):
     Args:
         packed: q, k, v are [rows, heads, head_dim].
         training: a result has to be differentiable.
+        known: the arguments on which the ranks agree.
     """
 
     method: Method
     packed: bool
     training: bool
+    known: roll.Known
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given
@@ -201,6 +203,7 @@ class Prepared(NamedTuple):
         given: Given,
     ) -> tuple[torch.Tensor | None, ...]:
         """(dq, dk, dv, dsink)."""
+        self.known.enter(backward=True)
         if not self.packed:
             return self.method.backward(dout, dlse, out, saved, given)
         dout, dlse, out = (None if x is None else x[None] for x in (dout, dlse, out))
@@ -221,10 +224,11 @@ def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, a
         found = of_group.get(key)
     except Exception:  # an argument is not what it should be: the checks name it
         key = found = None
-    if found is not None and not groups.ALWAYS:
+    if found is not None and not roll.ALWAYS:
+        found.known.enter()
         return found
-    agree(ranks, lambda: _checked(q, k, v, ranks, asked))
-    found = _prepare(q, k, v, ranks, asked)
+    known = roll.roll_of(ranks).agree(lambda: _checked(q, k, v, ranks, asked))
+    found = _prepare(q, k, v, ranks, asked, known)
     if key is not None:
         if len(of_group) >= MAX_PREPARED:
             of_group.clear()
@@ -232,7 +236,9 @@ def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, a
     return found
 
 
-def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, asked: Asked) -> Prepared:
+def _prepare(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, asked: Asked, known: roll.Known
+) -> Prepared:
     layout, documents = _placement(q, ranks, asked)
     packed = asked.cu_seqlens is not None
     causal, window = canonical_window(asked.causal, asked.window_size)
@@ -250,7 +256,7 @@ def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, as
     if packed:
         q, k, v = q[None], k[None], v[None]
     method = CLASSES[method](layout, mask, ranks, scores, q, k, v, asked.return_attn_probs)
-    return Prepared(method, packed, training)
+    return Prepared(method, packed, training, known)
 
 
 def _trains(*tensors: torch.Tensor | None) -> bool:

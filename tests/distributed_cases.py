@@ -82,6 +82,14 @@ CASES = [
     Case("ulysses-alibi-full", "ulysses", slopes=2),
     Case("ulysses-dropout", "ulysses", options=MASKS["causal"], dropout=0.25),
     Case("ulysses-dropout-alibi-documents", "ulysses", documents=DOCUMENTS, slopes=2, dropout=0.25),
+    *(
+        Case(f"{method}-{option}-{mask}-{kind}", method, total=101, options=MASKS[mask], documents=documents, batch=2, **facts)
+        for method in ("gather", "ring")
+        for option, facts in (("dropout", {"dropout": 0.25}), ("alibi", {"slopes": 2}), ("dropout-alibi-sink", {"dropout": 0.5, "slopes": 1, "sink": True}))
+        for mask in ("full", "causal", "window")
+        for kind, documents in (("dense", None), ("documents", (0, 30, 30, 33, 90, 97)))
+        if option != "dropout-alibi-sink" or mask == "window"
+    ),
     Case("ulysses-copies-of-key-heads", "ulysses", heads=(4, 1), options=MASKS["causal"]),
     Case("gather-few-tokens", total=3, options=MASKS["causal"]),
     Case("ring-few-tokens", "ring", total=3, options=MASKS["causal"]),
@@ -100,12 +108,10 @@ def random_case(seed: int, device: str) -> Case:
     method = draw.choice(("gather", "gather", "ring", "ring", "ulysses", "auto"))
     option = draw.choice(("", "", "", "softcap and sink", "alibi", "dropout"))
     mask = draw.choice(("full", "causal", "causal", "window", "sliding"))
-    if option == "alibi" or (on_gpu and option):
+    if on_gpu and option:
         mask = "causal"
-    if method == "ring" and (option == "alibi" or (on_gpu and option)):
+    if method == "ring" and on_gpu and option == "softcap and sink":
         method = "gather"
-    if option == "dropout":
-        method = "ulysses"
     heads = draw.choice(((4, 4), (8, 2), (4, 1), (8, 8), (2, 2)))
     top = 60 if not on_gpu else 1024 if option else 4000
     total = draw.choice((draw.randrange(1, top), draw.randrange(top // 2, top), top // 2, top // 4 * 3))
@@ -292,8 +298,6 @@ def disagree() -> dict[str, str]:
     found["cross"] = raised(attend, x, *[x[:, :3]] * 2)
     found["layout"] = raised(attend, x, x, x, layout="zigzag" if first else "contiguous")
     found["gradient"] = raised(attend, x.clone().requires_grad_(first), x, x)
-    found["dropout"] = raised(attend, x, x, x, dropout_p=0.5, method="gather")
-    found["alibi"] = raised(attend, x, x, x, alibi_slopes=torch.ones(4), method="ring")
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     outs = [attend(x, x, x, one, causal=True) for one in (None, dist.group.WORLD, mesh, mesh["cp"])]
     found["groups"] = str(all(torch.equal(out, outs[0]) for out in outs))

@@ -6,7 +6,7 @@ A kernel is compiled once per pair of a problem and a kernel config (kernel_conf
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tl_attention.program import Program
 
@@ -88,6 +88,10 @@ FAR = 2**30  # rows; larger than any length, see kernels.tiles.packed
 #   dropout  random probabilities become 0
 #   varlen   packed sequences of different lengths
 OPTIONS = ("window", "softcap", "alibi", "sink", "dropout", "varlen")
+# Variants of calls on parts of a sequence, after the options and served by the configs of a problem without them
+#   placed   the first query and the first key have positions of their own; always with window, never with varlen
+#   added    the forward merges its result with that of other keys, which is in memory in fp32
+PART_OPTIONS = ("placed", "added")
 DECODE_OPTIONS = ("window", "softcap", "alibi", "sink")
 
 # bwd_det: a backward whose gradients are equal bit by bit from run to run
@@ -101,7 +105,7 @@ class AttnProblem:
     """The static part of a call. Batch, heads, lengths, strides and scale are runtime arguments of the kernel.
 
     head_dim (of Q and K) and head_dim_v (of V and O) are tile widths: one of TILE_WIDTHS, at least the tensors' own.
-    options: a subset of OPTIONS, in their order. A windowed problem is never causal: the right end of the window says it.
+    options: a subset of OPTIONS and PART_OPTIONS, in their order. A windowed problem is never causal: the right end of the window says it.
     program: score_mod and mask_mod; neither causal nor options then.
     """
 
@@ -228,6 +232,11 @@ class AttnProblem:
     def is_listed(self) -> bool:
         """True where a block mask lists the blocks to compute."""
         return self.program is not None and self.program.listed
+
+    @property
+    def whole(self) -> AttnProblem:
+        """The same problem without PART_OPTIONS, whose configs serve it."""
+        return replace(self, options=tuple(name for name in self.options if name not in PART_OPTIONS))
 
     @property
     def plain(self) -> AttnProblem:

@@ -17,7 +17,7 @@ from tl_attention.distributed.choice import METHODS, Sizes, choose, supported
 from tl_attention.distributed.gather import Gather
 from tl_attention.distributed.group import Group, Ranks, ranks_of
 from tl_attention.distributed.layout import Layout
-from tl_attention.distributed.pieces import CAUSAL, Mask, cumulative
+from tl_attention.distributed.pieces import CAUSAL, Mask, Needs, cumulative
 from tl_attention.distributed.ring import Ring
 from tl_attention.distributed.shards import documents_of, layout_of
 from tl_attention.distributed.ulysses import Ulysses
@@ -62,8 +62,7 @@ def attention(
             [rows, heads, head_dim].
         k, v: as q, with heads_kv heads and, for v, head_dim_v columns; the same tokens as q.
         group: a ProcessGroup; a DeviceMesh of one dimension; None: all processes, or this one where torch.distributed is not initialized.
-        dropout_p: needs method "ulysses". Without rng_state the first rank draws the state for all.
-        alibi_slopes: method "gather" needs a mask that hides the keys after the query; "ring" does not take slopes.
+        dropout_p: the mask is that of one GPU. Without rng_state the first rank draws the state for all.
         learnable_sink: its gradient is the share of this rank's queries. As with other parameters, the sum over the ranks is the whole.
         cu_seqlens: [documents + 1], cumulative lengths of all documents on all ranks, on the CPU: a tensor or a list. A document may be
             empty, and end at any token.
@@ -245,13 +244,14 @@ def _prepare(
     mask = Mask(documents, CAUSAL if causal else window)
     method, training = asked.method, _trains(q, k, v, asked.learnable_sink)
     if method == "auto":
-        method = choose(layout, mask, _sizes(q, k, v, asked, training)).method
+        method = choose(layout, mask, _sizes(q, k, v, training)).method
     scores = Scores(
         scale_of(q, asked.softmax_scale),
         float(asked.softcap),
         asked.deterministic,
         float(asked.dropout_p),
         packed,
+        Needs(asked.alibi_slopes is not None, asked.dropout_p > 0),
     )
     if packed:
         q, k, v = q[None], k[None], v[None]
@@ -263,20 +263,10 @@ def _trains(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked, training: bool) -> Sizes:
+def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, training: bool) -> Sizes:
     batch = len(q) if q.ndim == 4 else 1
     heads, heads_kv, head_dim, head_dim_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
-    return Sizes(
-        batch,
-        heads,
-        heads_kv,
-        head_dim,
-        head_dim_v,
-        q.element_size(),
-        training,
-        asked.dropout_p > 0,
-        asked.alibi_slopes is not None,
-    )
+    return Sizes(batch, heads, heads_kv, head_dim, head_dim_v, q.element_size(), training)
 
 
 def _placement(q: torch.Tensor, ranks: Ranks, asked: Asked) -> tuple[Layout, tuple[int, ...]]:
@@ -329,12 +319,8 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, as
     _check_placement(q, ranks, asked)
     layout, bounds = _placement(q, ranks, asked)
     is_causal, window = canonical_window(asked.causal, asked.window_size)
-    mask = Mask(bounds, CAUSAL if is_causal else window)
     training = _trains(q, k, v, sink)
-    sizes = _sizes(q, k, v, asked, training)
-    if asked.method == "auto":
-        choose(layout, mask, sizes)
-    elif refused := supported(asked.method, sizes, ranks.world, mask):
+    if refused := supported(asked.method, _sizes(q, k, v, training), ranks.world):
         raise NotImplementedError(refused)
     return {
         "q": (*q.shape[:-3], *q.shape[-2:], str(q.dtype)),

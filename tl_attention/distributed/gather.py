@@ -18,7 +18,7 @@ import torch
 from tl_attention.distributed.calls import Attend, Given, Gradients, Scores
 from tl_attention.distributed.group import Exchange, Part, Ranks, Rows, by_rows
 from tl_attention.distributed.layout import Layout, Range, Segment, joined
-from tl_attention.distributed.pieces import Call, Mask, calls_of
+from tl_attention.distributed.pieces import NOTHING, Call, Mask, Needs, calls_of
 
 # Gathered keys and values are kept for the backward if they take at most so many bytes, or no more than q and out, which are kept, too.
 # Larger ones are gathered a second time
@@ -83,7 +83,7 @@ def needed_keys(layout: Layout, rank: int, mask: Mask) -> tuple[Range, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def gather_plan(layout: Layout, rank: int, mask: Mask) -> GatherPlan:
+def gather_plan(layout: Layout, rank: int, mask: Mask, needs: Needs = NOTHING) -> GatherPlan:
     """The plan of a rank."""
     own = layout.of_rank(rank)
     needed = [needed_keys(layout, other, mask) for other in range(layout.world)]
@@ -118,7 +118,14 @@ def gather_plan(layout: Layout, rank: int, mask: Mask) -> GatherPlan:
     silent = all(size == layout.rows(other) for other, size in enumerate(sizes))
     share = layout.total // layout.world
     return GatherPlan(
-        tuple(sends), receives, buffer, tuple(calls_of(pieces)), rows, max(sizes), share, silent
+        tuple(sends),
+        receives,
+        buffer,
+        tuple(calls_of(pieces, mask.window, needs)),
+        rows,
+        max(sizes),
+        share,
+        silent,
     )
 
 
@@ -153,9 +160,9 @@ class Gather:
         v: torch.Tensor,
         returns_lse: bool,
     ):
-        plan = gather_plan(layout, ranks.rank, mask)
+        plan = gather_plan(layout, ranks.rank, mask, scores.needs)
         self._plan, self._returns_lse = plan, returns_lse
-        self._attends = [Attend(call, scores, q.device) for call in plan.calls]
+        self._attends = [Attend(call, scores, q) for call in plan.calls]
         self._lse = len(q), q.shape[2], q.shape[1]
         self._rows = [Rows.of(x) for x in (k, v)]
         widths = [rows.width for rows in self._rows]

@@ -18,7 +18,7 @@ import torch
 from tl_attention.distributed.calls import Attend, Given, Gradients, Scores
 from tl_attention.distributed.group import Arriving, Exchange, Part, Ranks, Rows, by_rows
 from tl_attention.distributed.layout import Layout, Range
-from tl_attention.distributed.pieces import Call, Mask, calls_of
+from tl_attention.distributed.pieces import NOTHING, Call, Mask, Needs, calls_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class Step:
     target_rows: Range
 
 
-def _needed(layout: Layout, rank: int, source: int, mask: Mask) -> tuple[Range, tuple[Call, ...]]:
+def _needed(
+    layout: Layout, rank: int, source: int, mask: Mask, needs: Needs = NOTHING
+) -> tuple[Range, tuple[Call, ...]]:
     """Rows of the shard of `source` that the queries of a rank see, and the calls on them."""
     pieces = [
         piece.moved(queries.row - queries.start, keys.row - keys.start)
@@ -52,18 +54,18 @@ def _needed(layout: Layout, rank: int, source: int, mask: Mask) -> tuple[Range, 
         return (0, 0), ()
     first = min(piece.k[0] for piece in pieces)
     last = max(piece.k[1] for piece in pieces)
-    return (first, last), tuple(calls_of(piece.moved(0, -first) for piece in pieces))
+    return (first, last), tuple(calls_of((piece.moved(0, -first) for piece in pieces), mask.window, needs))
 
 
 @functools.lru_cache(maxsize=64)
-def ring_plan(layout: Layout, rank: int, mask: Mask) -> tuple[Step, ...]:
+def ring_plan(layout: Layout, rank: int, mask: Mask, needs: Needs = NOTHING) -> tuple[Step, ...]:
     """The steps of a rank; the first has its own keys."""
     world = layout.world
     steps = []
     for shift in range(world):
         source, target = (rank - shift) % world, (rank + shift) % world
         target_rows, _ = _needed(layout, target, rank, mask)
-        steps.append(Step(source, *_needed(layout, rank, source, mask), target, target_rows))
+        steps.append(Step(source, *_needed(layout, rank, source, mask, needs), target, target_rows))
     return tuple(steps)
 
 
@@ -165,7 +167,7 @@ class Ring:
         v: torch.Tensor,
         returns_lse: bool,
     ):
-        steps = ring_plan(layout, ranks.rank, mask)
+        steps = ring_plan(layout, ranks.rank, mask, scores.needs)
         self._steps, self._returns_lse = steps, returns_lse
         self.rows = [Rows.of(x) for x in (k, v)]
         self.counts = [step.rows[1] - step.rows[0] for step in steps]
@@ -176,7 +178,7 @@ class Ring:
             self.there.append(Exchange(ranks, mine, theirs, widths))
             self._back.append(Exchange(ranks, theirs, mine, widths))
         self._lse = len(q), q.shape[2], q.shape[1]
-        own, *others = [[Attend(call, scores, q.device) for call in step.calls] for step in steps]
+        own, *others = [[Attend(call, scores, q) for call in step.calls] for step in steps]
         # The backward has calls on own keys while the first keys arrive, and while the last gradients leave. The call on the most own
         # keys comes first: its gradients are the sums that others are added to
         half = (len(own) + 1) // 2
@@ -199,15 +201,16 @@ class Ring:
         """Write out; return (lse, tensors for the backward)."""
         shards = _Shards(self, k, v)
         sums, lse = self._sums(self._forward, out), q.new_empty(self._lse, dtype=torch.float32)
+        without_sink = given._replace(sink=None)
         for number, group in enumerate(self._forward):
             keys, values = shards.of(number)
             for placed in group:
                 rows, of_keys = placed.attend.rows, placed.attend.key_rows
                 qkv = q[:, rows], keys[:, of_keys], values[:, of_keys]
                 if placed.is_first:
-                    _, lse[:, :, rows] = placed.attend.forward(*qkv, Given(sink=given.sink), out[:, rows])
+                    _, lse[:, :, rows] = placed.attend.forward(*qkv, given, out[:, rows])
                     continue
-                part, part_lse = placed.attend.forward(*qkv)
+                part, part_lse = placed.attend.forward(*qkv, without_sink)
                 for turn in placed.turns:
                     own = part[:, turn.own_rows], part_lse[:, :, turn.own_rows]
                     _merge(turn, out, lse, sums, *own, given.sink)
@@ -229,16 +232,17 @@ class Ring:
         shards = _Shards(self, k, v)
         first, *others, last = self._backward
         own = shards.of(0)
-        totals = self._differentiate(first, own, of_queries, dq, sums, None)
+        without_sink = given._replace(sink=None)
+        totals = self._differentiate(first, own, of_queries, without_sink, dq, sums, None)
         leaving: list[tuple[Arriving, Step]] = []
         for number, group in enumerate(others, 1):
             keys = shards.of(number)
-            grads = self._differentiate(group, keys, of_queries, dq, sums, None)
+            grads = self._differentiate(group, keys, of_queries, without_sink, dq, sums, None)
             flat = [by_rows(grad.to(k.dtype)) for grad in grads]
             leaving.append((self._back[number - 1].start(*flat), self._steps[number]))
             if len(leaving) > 1:
                 self._arrive(totals, *leaving.pop(0))
-        totals = self._differentiate(last, own, of_queries, dq, sums, totals)
+        totals = self._differentiate(last, own, of_queries, without_sink, dq, sums, totals)
         for one in leaving:
             self._arrive(totals, *one)
         dsink = None if given.sink is None else _sink_gradient(given.sink, of_queries[0], out, lse, dlse)
@@ -249,6 +253,7 @@ class Ring:
         group: list[Placed],
         tensors: list[torch.Tensor],
         of_queries: tuple[torch.Tensor | None, ...],
+        given: Given,
         dq: torch.Tensor,
         sums: torch.Tensor | None,
         totals: list[torch.Tensor] | None,
@@ -264,6 +269,7 @@ class Ring:
                 out[:, rows],
                 lse[:, :, rows],
                 None if dlse is None else dlse[:, :, rows],
+                given,
                 dq[:, rows] if placed.is_first else None,
             )
             for turn in () if placed.is_first else placed.turns:

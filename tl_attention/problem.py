@@ -234,9 +234,13 @@ class AttnProblem:
         return self.program is not None and self.program.listed
 
     @property
-    def whole(self) -> AttnProblem:
-        """The same problem without PART_OPTIONS, whose configs serve it."""
-        return replace(self, options=tuple(name for name in self.options if name not in PART_OPTIONS))
+    def served_as(self) -> AttnProblem:
+        """The problem without PART_OPTIONS whose configs serve this one.
+
+        A place takes registers where dropout has none to spare: such a problem gets a config for dropout and a softcap.
+        """
+        names = (*self.options, "softcap") if self.has("placed") and self.has("dropout") else self.options
+        return replace(self, options=tuple(name for name in OPTIONS if name in names))
 
     @property
     def plain(self) -> AttnProblem:

@@ -29,7 +29,7 @@ static __device__ __forceinline__ unsigned tl_attention_bytes(unsigned low, unsi
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
   return bytes;
 }
-// 32 bits of rng_state. Volatile, like the lane, so that a backward by keys holds nothing derived from them over its steps
+// 32 bits of rng_state or of a place. Volatile, like the lane, so that a backward by keys holds nothing derived from them over its steps
 static __device__ __forceinline__ int tl_attention_random_state(const void* state, int half) {
   int word;
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(word) : "l"((const int*)state + half));
@@ -159,8 +159,11 @@ class Dropout:
         """Query, key and stream of one GPU's call on the whole sequences."""
         if not self.placed:
             return query, key, stream
-        place = self.options.Table
-        return query + place[0, 0], key + place[0, 1], stream + place[0, 3]
+        place = self.options.Table.data
+        first_query, first_key, first_stream = (
+            T.call_extern("int32", "tl_attention_random_state", place, i) for i in (0, 1, 3)
+        )
+        return query + first_query, key + first_key, stream + first_stream
 
     @property
     def scale(self) -> Any:

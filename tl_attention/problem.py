@@ -166,6 +166,8 @@ class AttnProblem:
     def dtype_of(self, operand: str) -> str:
         """Dtype of one of OPERANDS: that of the inputs; for fp32 bf16 where the tensor cores multiply."""
         assert operand in OPERANDS, f"{operand=}"
+        if operand == "o" and self.has("added"):
+            return "float32"
         if not self.is_fp32:
             return self.dtype
         return "float32" if operand in FP32_OPERANDS else "bfloat16"

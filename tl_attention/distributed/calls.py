@@ -16,6 +16,7 @@ from tl_attention.options import MAX_WINDOW, Options, canonical_window
 
 State = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Gradients = tuple[torch.Tensor | None, ...]  # dq, dk, dv, dsink
+LN2 = math.log(2)
 DROPOUT_ROWS = 16  # positions of a place are multiples of it where dropout draws masks
 
 
@@ -146,6 +147,33 @@ class Attend:
             lse = lse[None]
         return (result if result is not None else out[None] if self._packed else out), lse
 
+    def add(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        given: Given,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Merge the result of a call, without a sink, into that of other keys.
+
+        Args:
+            out: fp32; of a row whose lse is -inf it may be anything.
+            lse: in base 2.
+        """
+        if not q.is_cuda or any(self._padding):
+            part, part_lse = self.forward(q, k, v, given)
+            _merge(out, lse, part, part_lse / LN2)
+            return
+        options = self._with(given)
+        tensors = q, k, v, out, lse
+        if self._packed:
+            tensors = tuple(x[0] for x in tensors)
+        *qkv, out, lse = tensors
+        asked = self._scores.softmax_scale, self._causal, True
+        launch.forward(*qkv, *asked, options=options if options.names else None, out=out, lse=lse)
+
     def backward(
         self,
         dout: torch.Tensor,
@@ -227,3 +255,17 @@ class Attend:
         dlse_part = weight * (slope if dlse is None else slope + dlse)
         dout_part = (dout.float() * weight.mT[..., None]).to(dout.dtype)
         return self.backward(dout_part, q, k, v, part, lse_part, dlse_part, given, dq)[:3]
+
+
+def _merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Merge results of the same queries in place, as kernels/results.py does.
+
+    Args:
+        out, part: [batch, rows, heads, columns], out in fp32.
+        lse, part_lse: [batch, heads, rows], base 2.
+    """
+    total = torch.logaddexp2(lse, part_lse)
+    finite = total.masked_fill(total == -math.inf, 0)
+    weight, of_part = (torch.exp2(x - finite).mT[..., None] for x in (lse, part_lse))
+    lse.copy_(total)
+    out.masked_fill_(weight == 0, 0).mul_(weight).addcmul_(part.float(), of_part)

@@ -1,8 +1,8 @@
 """Method "ring": at step t a rank attends to the shard of the t-th rank before it, while the next shard is on its way.
 
-A rank holds two shards of keys at a time, whatever the number of ranks. Partial results are merged in fp32 by their log-sum-exps. In the
-backward the gradients of a shard's keys go home to its owner while the next shard is attended, the last ones beside calls on own keys, and
-are added up there in fp32, in a fixed order. Keys that no query of a rank sees are not sent to it.
+A rank holds two shards of keys at a time, whatever the number of ranks. Each call merges its result with those before it, in fp32 in the
+kernel. In the backward the gradients of a shard's keys go home to its owner while the next shard is attended, the last ones beside calls
+on own keys, and are added up there in fp32, in a fixed order. Keys that no query of a rank sees are not sent to it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from tl_attention.distributed.calls import Attend, Given, Gradients, Scores
+from tl_attention.distributed.calls import LN2, Attend, Given, Gradients, Scores
 from tl_attention.distributed.group import Arriving, Exchange, Part, Ranks, Rows, by_rows
 from tl_attention.distributed.layout import Layout, Range
 from tl_attention.distributed.pieces import NOTHING, Call, Mask, Needs, calls_of
@@ -182,38 +182,28 @@ class Ring:
         # The backward has calls on own keys while the first keys arrive, and while the last gradients leave. The call on the most own
         # keys comes first: its gradients are the sums that others are added to
         half = (len(own) + 1) // 2
-        self._forward = _placed([own, *others])
+        self._forward = [own, *others]
         self._backward = _placed([own[::-1][:half], *others, own[::-1][half:]])
-
-    @staticmethod
-    def _sums(groups: list[list[Placed]], like: torch.Tensor) -> torch.Tensor | None:
-        """Memory for fp32 sums of more than two results, if there are any."""
-        turns = [turn for group in groups for placed in group for turn in placed.turns]
-        return (
-            torch.empty_like(like, dtype=torch.float32)
-            if any(x.before and not x.last for x in turns)
-            else None
-        )
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given, out: torch.Tensor
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         """Write out; return (lse, tensors for the backward)."""
         shards = _Shards(self, k, v)
-        sums, lse = self._sums(self._forward, out), q.new_empty(self._lse, dtype=torch.float32)
+        total = torch.empty_like(out, dtype=torch.float32)
+        lse = q.new_full(self._lse, -math.inf, dtype=torch.float32)
+        if given.sink is not None:  # a key without value, before all others
+            total.zero_()
+            lse.copy_((given.sink.float() / LN2)[:, None].expand_as(lse))
         without_sink = given._replace(sink=None)
         for number, group in enumerate(self._forward):
             keys, values = shards.of(number)
-            for placed in group:
-                rows, of_keys = placed.attend.rows, placed.attend.key_rows
+            for attend in group:
+                rows, of_keys = attend.rows, attend.key_rows
                 qkv = q[:, rows], keys[:, of_keys], values[:, of_keys]
-                if placed.is_first:
-                    _, lse[:, :, rows] = placed.attend.forward(*qkv, given, out[:, rows])
-                    continue
-                part, part_lse = placed.attend.forward(*qkv, without_sink)
-                for turn in placed.turns:
-                    own = part[:, turn.own_rows], part_lse[:, :, turn.own_rows]
-                    _merge(turn, out, lse, sums, *own, given.sink)
+                attend.add(*qkv, without_sink, total[:, rows], lse[:, :, rows])
+        out.copy_(total)
+        lse *= LN2
         return lse.clone() if self._returns_lse else None, [q, k, v, lse]
 
     def backward(
@@ -228,7 +218,9 @@ class Ring:
         q, k, v, lse = saved
         of_queries = torch.zeros_like(out) if dout is None else dout, q, out, lse, dlse
         dq = q.new_empty(q.shape)
-        sums = self._sums(self._backward, dq)
+        turns = [turn for group in self._backward for placed in group for turn in placed.turns]
+        has_sums = any(turn.before and not turn.last for turn in turns)  # of more than two results
+        sums = torch.empty_like(dq, dtype=torch.float32) if has_sums else None
         shards = _Shards(self, k, v)
         first, *others, last = self._backward
         own = shards.of(0)
@@ -291,35 +283,6 @@ class Ring:
             for part in parts:
                 totals[number] = totals[number].float()
                 totals[number][:, first:last] += rows.view(part, last - first)
-
-
-def _merge(
-    turn: Turn,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sums: torch.Tensor | None,
-    part: torch.Tensor,
-    part_lse: torch.Tensor,
-    sink: torch.Tensor | None,
-) -> None:
-    """Add keys, with the result part and part_lse, to out or sums [batch, rows, heads, columns] and lse [batch, heads, rows].
-
-    lse = log(exp(lse_1) + exp(lse_2))    out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
-    """
-    out, lse, sums = out[:, turn.rows], lse[:, :, turn.rows], None if sums is None else sums[:, turn.rows]
-    if not turn.before:
-        lse.fill_(-math.inf)
-        if sink is not None:
-            lse.copy_(sink[:, None].expand_as(lse))
-    total = torch.logaddexp(lse, part_lse)
-    finite = total.masked_fill(total == -math.inf, 0)
-    own, of_part = (torch.exp(x - finite).mT[..., None] for x in (lse, part_lse))
-    lse.copy_(total)
-    if not turn.before:
-        torch.mul(part, of_part, out=out)
-        return
-    scaled = sums.mul_(own) if turn.before == SEVERAL else torch.mul(out, own, out=sums)
-    torch.addcmul(scaled, part, of_part, out=out if turn.last else sums)
 
 
 def _add(turn: Turn, total: torch.Tensor, sums: torch.Tensor | None, part: torch.Tensor) -> None:

@@ -155,7 +155,9 @@ def build_ahead(key: tuple, direction: str, purpose: str) -> None:
     # A kernel that cannot be built is an error of the call that needs it, which may never come
     with contextlib.suppress(NotImplementedError, RuntimeError, ValueError, OSError):
         problem = AttnProblem.of(dtype, head_dim, head_dim_v, causal, direction, names, program)
-        config, _ = configs.pick_config(problem.served_as, bucket, torch.cuda.get_device_name(device), direction)
+        config, _ = configs.pick_config(
+            problem.served_as, bucket, torch.cuda.get_device_name(device), direction
+        )
         building.build_ahead(config.kernels(problem), purpose)
 
 

@@ -29,7 +29,7 @@ static __device__ __forceinline__ unsigned tl_attention_bytes(unsigned low, unsi
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
   return bytes;
 }
-// 32 bits of rng_state or of a place. Volatile, like the lane, so that a backward by keys holds nothing derived from them over its steps
+// 32 bits of rng_state. Volatile, like the lane, so that a backward by keys holds nothing derived from them over its steps
 static __device__ __forceinline__ int tl_attention_random_state(const void* state, int half) {
   int word;
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(word) : "l"((const int*)state + half));

@@ -52,7 +52,7 @@ class Mask:
 
     def diagonal(self, query: Any) -> Any:
         """Key on the diagonal of the query; it may lie outside the sequence."""
-        return query + (self.seqlen_k - self.seqlen_q if self.place is None else self.place[0])
+        return query + self.place[0] if self.place is not None else query + self.seqlen_k - self.seqlen_q
 
     def first_key(self, query: Any) -> Any:
         """First key that the query sees, or less than 0; past the last key if it sees none."""

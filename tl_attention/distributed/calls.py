@@ -10,7 +10,9 @@ from typing import NamedTuple
 import torch
 
 from tl_attention import launch
-from tl_attention.distributed.pieces import ALL, NOTHING, Call, Needs
+from tl_attention.distributed.group import Ranks
+from tl_attention.distributed.layout import Layout
+from tl_attention.distributed.pieces import ALL, NOTHING, Call, Mask, Needs
 from tl_attention.ops import bwd_op, fwd_op
 from tl_attention.options import MAX_WINDOW, Options, canonical_window
 
@@ -34,6 +36,16 @@ class Scores(NamedTuple):
     dropout_p: float = 0.0
     packed: bool = False
     needs: Needs = NOTHING
+
+
+class Task(NamedTuple):
+    """What a method does, beside the sizes of tensors. returns_lse: a call returns the log-sum-exp, too."""
+
+    layout: Layout
+    mask: Mask
+    ranks: Ranks
+    scores: Scores
+    returns_lse: bool
 
 
 class Given(NamedTuple):

@@ -1,6 +1,6 @@
 """Choice of a method by a model of its time, and the bytes that each method moves.
 
-A rank computes at COMPUTE_FLOPS and receives at LINK_BYTES; the two are added, as if nothing overlapped. "gather" and "ring" move keys,
+A rank computes at COMPUTE_FLOPS and receives at NVLINK_BYTES; the two are added, as if nothing overlapped. "gather" and "ring" move keys,
 so GQA makes them cheap, and the slowest rank of the layout counts. "ulysses" moves queries and results, too, but by 1 / world of what
 "gather" moves as the group grows, and divides the work evenly whatever the documents are.
 """
@@ -19,9 +19,8 @@ from tl_attention.distributed.ulysses import heads_divide
 
 METHODS = ("auto", "ring", "gather", "ulysses")
 COMPUTE_FLOPS = 5.8e14  # H200, causal d128 in bf16 from 8k to 64k, forward and backward together (2026-11-22)
-LINK_BYTES = (
-    2.8e11  # per second and direction: all-to-all of 128 MiB between two H200s, NVLink 4 (2026-11-22)
-)
+# Bytes per second and direction: all-to-all between two H200s, NVLink 4 (2026-11-22): 8 MiB in 55 us, 64 in 261, 128 in 478
+NVLINK_BYTES = 2.85e11
 RING_BYTES = 8 << 30  # gathered keys and values above this are attended in a ring
 
 
@@ -100,11 +99,11 @@ def choose(layout: Layout, mask: Mask, sizes: Sizes) -> Choice:
         2 * sizes.batch * sizes.heads * (sizes.head_dim + sizes.head_dim_v) * (3.5 if sizes.training else 1)
     )
     moved = gather_bytes(rows, layout.total, world, sizes)
-    times = {"gather": max(work) * flops / COMPUTE_FLOPS + moved / LINK_BYTES}
+    times = {"gather": max(work) * flops / COMPUTE_FLOPS + moved / NVLINK_BYTES}
     refused = supported("ulysses", sizes, world)
     if not refused:
         bytes_ulysses = ulysses_bytes(layout.total, world, sizes)
-        times["ulysses"] = sum(work) / world * flops / COMPUTE_FLOPS + bytes_ulysses / LINK_BYTES
+        times["ulysses"] = sum(work) / world * flops / COMPUTE_FLOPS + bytes_ulysses / NVLINK_BYTES
     words = [f"{method} {seconds * 1e3:.3g} ms" for method, seconds in times.items()]
     words += [refused] if refused else []
     method = min(times, key=times.__getitem__)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tl_attention.checks.common import check_deterministic, check_fwd, check_options, expect_bool
 from tl_attention.distributed import roll
-from tl_attention.distributed.calls import Given, Scores
+from tl_attention.distributed.calls import Given, Scores, Task
 from tl_attention.distributed.choice import METHODS, Sizes, choose, supported
 from tl_attention.distributed.gather import Gather
 from tl_attention.distributed.group import Group, Ranks, ranks_of
@@ -255,7 +255,7 @@ def _prepare(
     )
     if packed:
         q, k, v = q[None], k[None], v[None]
-    method = CLASSES[method](layout, mask, ranks, scores, q, k, v, asked.return_attn_probs)
+    method = CLASSES[method](Task(layout, mask, ranks, scores, asked.return_attn_probs), q, k, v)
     return Prepared(method, packed, training, known)
 
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from tl_attention.distributed.calls import Attend, Given, Gradients, Scores
-from tl_attention.distributed.group import Exchange, Part, Ranks, Rows, by_rows
+from tl_attention.distributed.calls import Attend, Given, Gradients, Task
+from tl_attention.distributed.group import Exchange, Part, Rows, by_rows
 from tl_attention.distributed.layout import Layout, Range, Segment, joined
 from tl_attention.distributed.pieces import NOTHING, Call, Mask, Needs, calls_of
 
@@ -140,28 +140,18 @@ def _rows_in(segments: tuple[Segment, ...], part: Range) -> list[Range]:
 
 
 class Gather:
-    """The method for one layout, mask and set of options, on tensors of these sizes.
+    """The method for one task, on tensors of these sizes.
 
     Args:
         q, k, v: [batch, rows, heads, columns] of the shard, for their metadata.
-        returns_lse: a call returns the log-sum-exp, too.
     """
 
     needs_out = True  # in the backward
 
-    def __init__(
-        self,
-        layout: Layout,
-        mask: Mask,
-        ranks: Ranks,
-        scores: Scores,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        returns_lse: bool,
-    ):
+    def __init__(self, task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+        layout, mask, ranks, scores, self._returns_lse = task
         plan = gather_plan(layout, ranks.rank, mask, scores.needs)
-        self._plan, self._returns_lse = plan, returns_lse
+        self._plan = plan
         self._attends = [Attend(call, scores, q) for call in plan.calls]
         self._lse = len(q), q.shape[2], q.shape[1]
         self._rows = [Rows.of(x) for x in (k, v)]

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from tl_attention.distributed.calls import LN2, Attend, Given, Gradients, Scores
-from tl_attention.distributed.group import Arriving, Exchange, Part, Ranks, Rows, by_rows
+from tl_attention.distributed.calls import LN2, Attend, Given, Gradients, Task
+from tl_attention.distributed.group import Arriving, Exchange, Part, Rows, by_rows
 from tl_attention.distributed.layout import Layout, Range
 from tl_attention.distributed.pieces import NOTHING, Call, Mask, Needs, calls_of
 
@@ -147,28 +147,18 @@ class _Shards:
 
 
 class Ring:
-    """The method for one layout, mask and set of options, on tensors of these sizes.
+    """The method for one task, on tensors of these sizes.
 
     Args:
         q, k, v: [batch, rows, heads, columns] of the shard, for their metadata.
-        returns_lse: a call returns the log-sum-exp, too.
     """
 
     needs_out = True  # in the backward
 
-    def __init__(
-        self,
-        layout: Layout,
-        mask: Mask,
-        ranks: Ranks,
-        scores: Scores,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        returns_lse: bool,
-    ):
+    def __init__(self, task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+        layout, mask, ranks, scores, self._returns_lse = task
         steps = ring_plan(layout, ranks.rank, mask, scores.needs)
-        self._steps, self._returns_lse = steps, returns_lse
+        self._steps = steps
         self.rows = [Rows.of(x) for x in (k, v)]
         self.counts = [step.rows[1] - step.rows[0] for step in steps]
         self.there, self._back = [], []

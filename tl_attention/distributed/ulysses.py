@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from tl_attention.distributed.calls import Attend, Given, Gradients, Scores
+from tl_attention.distributed.calls import Attend, Given, Gradients, Task
 from tl_attention.distributed.group import Exchange, Part, Ranks, by_rows, exchange
 from tl_attention.distributed.layout import Layout, Range
 from tl_attention.distributed.pieces import Call, Mask, calls_of, spread
@@ -129,27 +129,17 @@ class Crossing:
 
 
 class Ulysses:
-    """The method for one layout, mask and set of options, on tensors of these sizes.
+    """The method for one task, on tensors of these sizes.
 
     Args:
         q, k, v: [batch, rows, heads, columns] of the shard, for their metadata.
-        returns_lse: a call returns the log-sum-exp, too.
     """
 
     needs_out = False  # in the backward, which has that of own heads
 
-    def __init__(
-        self,
-        layout: Layout,
-        mask: Mask,
-        ranks: Ranks,
-        scores: Scores,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        returns_lse: bool,
-    ):
-        self._returns_lse, self._sizes = returns_lse, (len(q), layout.total)
+    def __init__(self, task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+        layout, mask, ranks, scores, self._returns_lse = task
+        self._sizes = len(q), layout.total
         heads, batch = heads_of_ranks(q.shape[2], k.shape[2], ranks.world), len(q)
         self._heads = slice(*heads.q[ranks.rank])
         qkv = [Side(heads.q, q.shape[3]), Side(heads.kv, k.shape[3]), Side(heads.kv, v.shape[3])]

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from ranks import STORED, table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -81,7 +82,7 @@ def run_rank(rank: int, ranks: int, store: str, asked: argparse.Namespace) -> No
         print(table(rows, ranks))
         if asked.out:
             found = {"ranks": ranks, "environment": facts, "rows": rows}
-            (asked.out / "distributed.json").write_text(json.dumps(found, indent=1) + "\n")
+            (asked.out / STORED).write_text(json.dumps(found, indent=1) + "\n")
     dist.destroy_process_group()
 
 
@@ -288,22 +289,6 @@ def slowest(value: float, like: torch.Tensor) -> float:
     whole = torch.tensor(value, dtype=torch.float64, device=like.device)
     dist.all_reduce(whole, dist.ReduceOp.MAX)
     return float(whole)
-
-
-def table(rows: list[dict[str, Any]], ranks: int) -> str:
-    """Markdown table of all rows."""
-    lines = [
-        f"| forward and backward | method | one GPU, ms | {ranks} GPUs, ms | host, ms | efficiency |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    for one in rows:
-        speed = (
-            f"{one['ms']:.2f} | {one['host_ms']:.2f} | {one['efficiency']:.2f}"
-            if one["status"] == "ok"
-            else f"WRONG, error {one['error']} | – | –"
-        )
-        lines.append(f"| {one['problem']} | {one['method']} | {one['one_gpu_ms']:.2f} | {speed} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -96,6 +96,13 @@ def test_distributed_ranks_that_do_not_wait_find_differences_at_the_next_call(pr
     assert [text.startswith(differs) for text in last] == [False, True, False]
 
 
+def test_distributed_ranks_without_common_memory_compare_new_calls(processes):
+    for found in processes[2].run(cases.differ_on_machines):
+        assert found.pop("right") == "no error"
+        for name, text in found.items():
+            assert re.match(EXPECTED[name], text), f"{name}: {text}"
+
+
 def test_distributed_call_that_a_rank_does_not_make_ends_with_the_timeout(processes):
     first, last = processes[2].run(cases.miss_a_call)
     assert last == "no call"
@@ -143,7 +150,7 @@ def test_distributed_example_trains_alike_on_any_number_of_processes(processes):
 
 
 def kernels_for_gpus(gpu: str) -> list[tuple[AttnProblem, KernelConfig]]:
-    """What the tests on GPUs need at d128."""
+    """Kernels of the tests on GPUs, at d128."""
     found, short = [], ("1k", SPLIT_BUCKET)
     for causal, names, buckets, directions in (
         *((causal, varlen, (*BUCKETS[:2], SPLIT_BUCKET), ("fwd", "bwd")) for causal in (True, False) for varlen in ((), ("varlen",))),

@@ -39,7 +39,11 @@ class Scores(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a method does, beside the sizes of tensors. returns_lse: a call returns the log-sum-exp, too."""
+    """Task of a method, apart from the sizes of tensors.
+
+    Args:
+        returns_lse: a call returns the log-sum-exp, too.
+    """
 
     layout: Layout
     mask: Mask

@@ -3,7 +3,7 @@
 A call is a word of 64 bits: its number, its pass, and a digest of the arguments that must be equal on all ranks. Each rank writes the
 words of its calls into shared memory, and reads those of the others: of two ranks that make different calls, the second finds out before
 it sends anything. A rank whose arguments are new waits for the words of all ranks. One whose arguments are known does so only where
-messages block the host anyway, and else reads what is there, which takes 1 or 2 us.
+messages block the host anyway, and else reads what is there, in 1 or 2 us.
 
 Ranks on other machines, or without common shared memory, are asked by all_gather_object when arguments are new.
 """

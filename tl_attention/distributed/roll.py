@@ -59,10 +59,10 @@ class _Page:
     """Shared memory of a rank: SLOTS words, then TEXTS texts. Its owner holds a lock on the file until its process ends."""
 
     def __init__(self, path: Path, token: bytes = b""):
-        """Page of another rank, or with a token a new one of this rank."""
+        """Page of another rank, or with a token a new one of this rank. OSError: it cannot be opened or made."""
         self._file = path.open("r+b" if not token else "x+b")
         if token:
-            self._file.truncate(PAGE_BYTES)
+            os.posix_fallocate(self._file.fileno(), 0, PAGE_BYTES)  # else a full disk ends the process later
             fcntl.flock(self._file, fcntl.LOCK_EX)
         self._bytes = mmap.mmap(self._file.fileno(), PAGE_BYTES)
         self.words = memoryview(self._bytes).cast("Q")[:SLOTS]
@@ -98,6 +98,20 @@ class _Page:
         return True
 
 
+def _new_page(token: str) -> tuple[_Page, Path]:
+    """Page of this rank and its file, in the first folder that has room for it."""
+    for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())):
+        path = folder / f"tl_attention-{token}"
+        try:
+            return _Page(path, token.encode()), path
+        except OSError:
+            path.unlink(missing_ok=True)
+    raise OSError(
+        f"group: no room for {PAGE_BYTES} bytes that the ranks of a machine share, in {SHARED_MEMORY} and {tempfile.gettempdir()}; make"
+        " some, or set TMPDIR"
+    )
+
+
 class Known(NamedTuple):
     """A call that all ranks of a group have agreed on. enter() is called before each pass of it."""
 
@@ -126,10 +140,8 @@ class Roll:
 
     def _open(self) -> tuple[_Page, dict[int, _Page]]:
         """Own page, and those of the ranks with whom this one shares memory."""
-        folder = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         token = secrets.token_hex(16)
-        path = folder / f"tl_attention-{token}"
-        own = _Page(path, token.encode())
+        own, path = _new_page(token)
         try:
             tokens: list[tuple[str, str]] = [("", "")] * self._ranks.world
             dist.all_gather_object(tokens, (str(path), token), self._ranks.group)
@@ -145,7 +157,7 @@ class Roll:
                     pages[rank] = page
             dist.all_gather_object([None] * self._ranks.world, None, self._ranks.group)
         finally:
-            path.unlink()  # pages that are open stay
+            path.unlink(missing_ok=True)  # pages that are open stay
         return own, pages
 
     def agree(self, check: Callable[[], dict[str, Hashable]]) -> Known:

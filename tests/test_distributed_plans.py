@@ -20,7 +20,7 @@ from tl_attention.distributed.layout import (
     shard_documents,
     work_of_ranks,
 )
-from tl_attention.distributed.pieces import ALL, CAUSAL, Mask
+from tl_attention.distributed.pieces import ALL, CAUSAL, Mask, Needs
 from tl_attention.distributed.ring import ring_plan
 
 WINDOWS = (ALL, CAUSAL, (5, 0), (0, 0), (4, 3), (-1, 2), (3, -1))
@@ -229,3 +229,21 @@ def test_plans_helpers_name_the_argument():
     with pytest.raises(TypeError, match="causal: expected a bool"):
         distributed.make_layout(seqlen=4, causal=1)
     assert shards.layout_of("zigzag", 8, 2).ranges == (((0, 2), (6, 8)), ((2, 6),))
+
+
+def test_plans_give_positions_to_calls_that_need_them():
+    documents = (0, 4, 20, 24, 32)
+    layout, mask = named_layout("contiguous", 32, 2), Mask(documents, CAUSAL)
+    # Rank 1 has tokens 16 to 32: the end of document 1, and documents 2 and 3
+    plain = gather_plan(layout, 1, mask).calls
+    assert [call.documents for call in plain] == [(1, 2, 3)]
+    distances = gather_plan(layout, 1, mask, Needs(distances=True)).calls
+    assert [(call.documents, call.place) for call in distances] == [((1, 2, 3), None)]
+    end, rest = gather_plan(layout, 1, mask, Needs(positions=True)).calls
+    assert (end.documents, end.place, end.window) == ((1,), (12, 0), CAUSAL)
+    assert (rest.place, rest.lengths_q, rest.lengths_k) == (None, (0, 0, 4, 8), (0, 0, 4, 8))
+    # Keys of rank 0 alone end before the queries of rank 1
+    (step,) = [step for step in ring_plan(layout, 1, mask, Needs(distances=True)) if step.source == 0]
+    assert [(call.place, call.window) for call in step.calls] == [((12, 0), CAUSAL)]
+    (step,) = [step for step in ring_plan(layout, 1, mask) if step.source == 0]
+    assert [(call.place, call.window) for call in step.calls] == [(None, ALL)]

@@ -163,10 +163,8 @@ class FwdPlan:
         self.dynamic, self.block = config.schedule == "dynamic", (config.block_M, config.block_N)
         self.split = None
         if added:
-            self.views, self.heads_first = (
-                ArgumentViews(heads_first, q, k, v, packed=self.packed),
-                heads_first,
-            )
+            self.heads_first = heads_first
+            self.views = ArgumentViews(heads_first, q, k, v, packed=self.packed)
         elif parts_kernel is None:
             tensors = (q, k, v, out) if self.pages is None else (q, out)
             self.views = ArgumentViews(heads_first, *tensors, packed=self.packed)

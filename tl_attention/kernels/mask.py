@@ -44,9 +44,8 @@ class Mask:
             return cls(problem.causal, tile.len_q[0], tile.len_k[0], window, may_be_empty=True)
         place = None
         if problem.has("placed"):
-            # From one lane, so that they are in uniform registers
-            diagonal = T.alloc_var("int32", init=T.shfl_sync(options.Table[0, 0] - options.Table[0, 1], 0))
-            hidden = T.alloc_var("int32", init=T.shfl_sync(options.Table[0, 2], 0))
+            diagonal = T.alloc_var("int32", init=options.Table[0, 0] - options.Table[0, 1])
+            hidden = T.alloc_var("int32", init=options.Table[0, 2])
             place = diagonal[0], hidden[0]
         return cls(problem.causal, seqlen_q, seqlen_k, window, place=place)
 

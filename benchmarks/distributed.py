@@ -3,10 +3,11 @@
     python benchmarks/distributed.py --out benchmarks/results/nvidia_h200     # all GPUs of the machine
     python benchmarks/distributed.py --device cpu --lengths 128 --heads 4 2 --head-dim 16    # a trial by gloo
 
-A time is that of the slowest rank, the median of ROUNDS rows of calls without a wait between them; host time is the shortest of the rows
-in which the host starts as few calls as fit into the queue of the GPU. Efficiency is the time of one GPU on the whole problem, measured
-in the same process, over ranks times this time. Results are compared with one GPU's before they are timed. A row "in a graph" replays a
-CUDA graph of the forward and backward. Writes distributed.json with the link, clocks and versions.
+A time is that of the slowest rank, the median of ROUNDS rows of calls without a wait between them; the methods and one GPU take turns at
+the rows. Host time is the shortest of the rows in which the host starts as few calls as fit into the queue of the GPU. Efficiency is the
+time of one GPU on the whole problem, measured in the same process, over ranks times this time. Results are compared with one GPU's before
+they are timed. A row "in a graph" replays a CUDA graph of the forward and backward. Writes distributed.json with the link, clocks and
+versions.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from ranks import STORED, table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -37,13 +39,14 @@ from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func, t
 from tl_attention.testing import environment
 
 METHODS = ("gather", "ring", "ulysses")
-ROUNDS = 3
+ROUNDS = 5
 ROW_SECONDS = 0.1  # of calls without a wait between them
 HOST_CALLS = 5  # of a row for the host
 GRAPH_TOKENS = 32768  # longer sequences are not bound by the host
 MAX_ERROR = 0.01  # relative, in the 2-norm; bf16 against bf16
 MEDIAN_DOCUMENT, SIGMA = 1500, 1.3  # log-normal lengths
 Tensors = dict[str, torch.Tensor]
+Run = Callable[[], list[torch.Tensor]]  # returns out, dq, dk, dv
 
 
 def main() -> None:
@@ -81,7 +84,8 @@ def run_rank(rank: int, ranks: int, store: str, asked: argparse.Namespace) -> No
         print(table(rows, ranks))
         if asked.out:
             found = {"ranks": ranks, "environment": facts, "rows": rows}
-            (asked.out / "distributed.json").write_text(json.dumps(found, indent=1) + "\n")
+            asked.out.mkdir(parents=True, exist_ok=True)
+            (asked.out / STORED).write_text(json.dumps(found, indent=1) + "\n")
     dist.destroy_process_group()
 
 
@@ -116,28 +120,31 @@ def make_tensors(total: int, asked: argparse.Namespace) -> Tensors:
 def measure_sequence(total: int, asked: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one causal sequence."""
     whole = make_tensors(total, asked)
-    expected = differentiate(lambda q, k, v: flash_attn_func(q, k, v, causal=True), whole)
-    alone = seconds(lambda: differentiate(lambda q, k, v: flash_attn_func(q, k, v, causal=True), whole))
     shards = {name: distributed.shard(x, dim=1) for name, x in whole.items()}
-    expected = [distributed.shard(x, dim=1) for x in expected]
 
-    def run(method: str) -> Callable[[], list[torch.Tensor]]:
+    def alone() -> list[torch.Tensor]:
+        return differentiate(lambda q, k, v: flash_attn_func(q, k, v, causal=True), whole)
+
+    expected = [distributed.shard(x, dim=1) for x in alone()]
+
+    def run(method: str) -> Run:
         return lambda: differentiate(
             lambda q, k, v: distributed.attention(q, k, v, causal=True, method=method), shards
         )
 
     name = f"causal, {total} tokens"
-    rows = [row(name, method, run(method), expected, alone) for method in METHODS]
+    runs = [(method, run(method), expected) for method in METHODS]
     if asked.device == "cuda" and total <= GRAPH_TOKENS:
-        rows += [
-            row(name, f"{method}, in a graph", captured(run(method)), expected, alone) for method in METHODS
-        ]
+        runs += [(f"{method}, in a graph", captured(run(method)), expected) for method in METHODS]
+    rows = measure(name, runs, alone)
     if asked.device == "cuda":
-        rows.append(measure_torch(name, whole, expected, alone))
+        rows += measure_torch(name, whole, expected, alone)
     return rows
 
 
-def measure_torch(name: str, whole: Tensors, expected: list[torch.Tensor], alone: float) -> dict[str, Any]:
+def measure_torch(
+    name: str, whole: Tensors, expected: list[torch.Tensor], alone: Run
+) -> list[dict[str, Any]]:
     """The row of torch's context_parallel, whose load balancing has the layout "zigzag"."""
     handle = torch_backend.register()
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))
@@ -153,7 +160,8 @@ def measure_torch(name: str, whole: Tensors, expected: list[torch.Tensor], alone
                     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
             found = [x.transpose(1, 2) for x in expected]
-            return row(name, "torch context_parallel", lambda: differentiate(attend, shards), found, alone)
+            run = "torch context_parallel", lambda: differentiate(attend, shards), found
+            return measure(name, [run], alone)
     finally:
         handle.remove()
 
@@ -171,9 +179,10 @@ def measure_documents(total: int, asked: argparse.Namespace) -> list[dict[str, A
     def attend_whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
 
-    everything = differentiate(attend_whole, whole)
-    alone = seconds(lambda: differentiate(attend_whole, whole))
-    rows = []
+    def alone() -> list[torch.Tensor]:
+        return differentiate(attend_whole, whole)
+
+    everything, runs = alone(), []
     name = f"causal, {len(ends) - 1} documents, {total} tokens, the longest {longest}"
     balanced = distributed.make_layout(cu_seqlens=ends, causal=True)
     for method, layout in (*((method, balanced) for method in METHODS), ("gather", "zigzag")):
@@ -188,8 +197,8 @@ def measure_documents(total: int, asked: argparse.Namespace) -> list[dict[str, A
 
         words = method if layout == "zigzag" else f"{method}, balanced"
         words = f"{words}, zigzag" if layout == "zigzag" else words
-        rows.append(row(name, words, lambda run=attend, x=shards: differentiate(run, x), expected, alone))
-    return rows
+        runs.append((words, lambda run=attend, x=shards: differentiate(run, x), expected))
+    return measure(name, runs, alone)
 
 
 def differentiate(attend: Callable[..., torch.Tensor], x: Tensors) -> list[torch.Tensor]:
@@ -200,7 +209,7 @@ def differentiate(attend: Callable[..., torch.Tensor], x: Tensors) -> list[torch
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def captured(run: Callable[[], list[torch.Tensor]]) -> Callable[[], list[torch.Tensor]]:
+def captured(run: Run) -> Run:
     """A replay of the CUDA graph of a call."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -219,54 +228,65 @@ def captured(run: Callable[[], list[torch.Tensor]]) -> Callable[[], list[torch.T
     return replay
 
 
-def row(
-    problem: str,
-    method: str,
-    run: Callable[[], list[torch.Tensor]],
-    expected: list[torch.Tensor],
-    alone: float,
-) -> dict[str, Any]:
-    """The measurement of a method: no time where a result differs from one GPU's."""
-    error = max(
-        float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(run(), expected, strict=True)
-    )
-    error = slowest(error, expected[0])
-    found = {"problem": problem, "method": method, "error": float(f"{error:.2g}"), "one_gpu_ms": 1e3 * alone}
-    if not error < MAX_ERROR:
-        return found | {"status": "wrong"}
-    time_ = seconds(run)
-    ranks = dist.get_world_size()
-    host = host_seconds(run)
-    return found | {
-        "status": "ok",
-        "ms": 1e3 * time_,
-        "host_ms": 1e3 * host,
-        "efficiency": alone / (ranks * time_),
-    }
+def measure(
+    problem: str, runs: list[tuple[str, Run, list[torch.Tensor]]], alone: Run
+) -> list[dict[str, Any]]:
+    """The rows of some methods: no time where a result differs from one GPU's.
+
+    Args:
+        runs: name of a method, its call, the result of one GPU.
+    """
+    errors = [error_of(run(), expected) for _, run, expected in runs]
+    whole, *times = seconds([alone, *(run for _, run, _ in runs)])
+    found = []
+    for (method, run, _), error, time_ in zip(runs, errors, times, strict=True):
+        one = {
+            "problem": problem,
+            "method": method,
+            "error": float(f"{error:.2g}"),
+            "one_gpu_ms": 1e3 * whole,
+        }
+        if error < MAX_ERROR:
+            one |= {"status": "ok", "ms": 1e3 * time_, "host_ms": 1e3 * host_seconds(run)}
+            one["efficiency"] = whole / (dist.get_world_size() * time_)
+        else:
+            one["status"] = "wrong"
+        found.append(one)
+    return found
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Seconds per call of the slowest rank."""
+def error_of(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Largest relative difference of a tensor in the 2-norm, on any rank."""
+    pairs = zip(found, expected, strict=True)
+    error = max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+    return slowest(error, expected[0])
+
+
+def seconds(runs: list[Run]) -> list[float]:
+    """Seconds per call of the slowest rank, for each of some calls."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for _ in range(2):
-        run()
-    wait()
-    begin = time.perf_counter()
-    run()
-    wait()
-    like = torch.zeros((), device=device)
-    count = max(1, round(ROW_SECONDS / slowest(time.perf_counter() - begin, like))) if device == "cuda" else 1
-    found = []
-    for _ in range(ROUNDS):
-        dist.barrier()
-        wait()
-        begin = time.perf_counter()
-        for _ in range(count):
+    like, counts, found = torch.zeros((), device=device), [], []
+    for run in runs:
+        for _ in range(2):
             run()
         wait()
-        found.append(slowest((time.perf_counter() - begin) / count, like))
-    return statistics.median(found)
+        begin = time.perf_counter()
+        run()
+        wait()
+        count = round(ROW_SECONDS / slowest(time.perf_counter() - begin, like)) if device == "cuda" else 1
+        counts.append(max(1, count))
+        found.append([])
+    for _ in range(ROUNDS):
+        for run, count, times in zip(runs, counts, found, strict=True):
+            dist.barrier()
+            wait()
+            begin = time.perf_counter()
+            for _ in range(count):
+                run()
+            wait()
+            times.append(slowest((time.perf_counter() - begin) / count, like))
+    return [statistics.median(times) for times in found]
 
 
 def host_seconds(run: Callable[[], object]) -> float:
@@ -288,22 +308,6 @@ def slowest(value: float, like: torch.Tensor) -> float:
     whole = torch.tensor(value, dtype=torch.float64, device=like.device)
     dist.all_reduce(whole, dist.ReduceOp.MAX)
     return float(whole)
-
-
-def table(rows: list[dict[str, Any]], ranks: int) -> str:
-    """Markdown table of all rows."""
-    lines = [
-        f"| forward and backward | method | one GPU, ms | {ranks} GPUs, ms | host, ms | efficiency |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    for one in rows:
-        speed = (
-            f"{one['ms']:.2f} | {one['host_ms']:.2f} | {one['efficiency']:.2f}"
-            if one["status"] == "ok"
-            else f"WRONG, error {one['error']} | – | –"
-        )
-        lines.append(f"| {one['problem']} | {one['method']} | {one['one_gpu_ms']:.2f} | {speed} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import flex
 import fp32
 import host
 import peers
+import ranks
 import rows as row_files
 import tables
 from plots import plot
@@ -116,6 +117,8 @@ def section(folder: Path, page: Path) -> str:
         parts.append(f"### Cost of options\n\n{cost_table(with_options)}")
     if (folder / host.STORED).exists():
         parts.append(f"### Host time\n\n{host.stored_page(folder)}")
+    if (folder / ranks.STORED).exists():
+        parts.append(f"### Several GPUs\n\n{ranks.stored_page(folder)}")
     parts.append(provenance(runs))
     if notes.get("tests"):
         parts.append(f"### Tests on this GPU\n\n{notes['tests'].strip()}")

@@ -19,7 +19,8 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func, torch_backend
-from tl_attention.distributed import group
+from tl_attention.distributed import roll
+from tl_attention.distributed.group import ranks_of
 from tl_attention.testing import numeric
 
 warnings.filterwarnings("ignore", ".*CPU")
@@ -81,6 +82,18 @@ CASES = [
     Case("ulysses-alibi-full", "ulysses", slopes=2),
     Case("ulysses-dropout", "ulysses", options=MASKS["causal"], dropout=0.25),
     Case("ulysses-dropout-alibi-documents", "ulysses", documents=DOCUMENTS, slopes=2, dropout=0.25),
+    *(
+        Case(f"{method}-{option}-{mask}-{kind}", method, total=101, options=MASKS[mask], documents=documents, **facts)
+        for method in ("gather", "ring")
+        for option, mask, facts in (
+            ("dropout", "causal", {"dropout": 0.25}),
+            ("dropout", "window", {"dropout": 0.25}),
+            ("alibi", "full", {"slopes": 2}),
+            ("alibi", "causal", {"slopes": 2}),
+            ("dropout-alibi-sink", "window", {"dropout": 0.5, "slopes": 1, "sink": True}),
+        )
+        for kind, documents in (("dense", None), ("documents", (0, 30, 30, 33, 90, 97)))
+    ),
     Case("ulysses-copies-of-key-heads", "ulysses", heads=(4, 1), options=MASKS["causal"]),
     Case("gather-few-tokens", total=3, options=MASKS["causal"]),
     Case("ring-few-tokens", "ring", total=3, options=MASKS["causal"]),
@@ -99,12 +112,10 @@ def random_case(seed: int, device: str) -> Case:
     method = draw.choice(("gather", "gather", "ring", "ring", "ulysses", "auto"))
     option = draw.choice(("", "", "", "softcap and sink", "alibi", "dropout"))
     mask = draw.choice(("full", "causal", "causal", "window", "sliding"))
-    if option == "alibi" or (on_gpu and option):
+    if on_gpu and option:
         mask = "causal"
-    if method == "ring" and (option == "alibi" or (on_gpu and option)):
+    if method == "ring" and on_gpu and option == "softcap and sink":
         method = "gather"
-    if option == "dropout":
-        method = "ulysses"
     heads = draw.choice(((4, 4), (8, 2), (4, 1), (8, 8), (2, 2)))
     top = 60 if not on_gpu else 1024 if option else 4000
     total = draw.choice((draw.randrange(1, top), draw.randrange(top // 2, top), top // 2, top // 4 * 3))
@@ -291,8 +302,6 @@ def disagree() -> dict[str, str]:
     found["cross"] = raised(attend, x, *[x[:, :3]] * 2)
     found["layout"] = raised(attend, x, x, x, layout="zigzag" if first else "contiguous")
     found["gradient"] = raised(attend, x.clone().requires_grad_(first), x, x)
-    found["dropout"] = raised(attend, x, x, x, dropout_p=0.5, method="gather")
-    found["alibi"] = raised(attend, x, x, x, alibi_slopes=torch.ones(4), method="ring")
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     outs = [attend(x, x, x, one, causal=True) for one in (None, dist.group.WORLD, mesh, mesh["cp"])]
     found["groups"] = str(all(torch.equal(out, outs[0]) for out in outs))
@@ -308,16 +317,57 @@ def disagree() -> dict[str, str]:
     return found
 
 
-def differ_later() -> str:
-    """Error of calls that all ranks know, each another, when every call is compared."""
-    x = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16)
+def differ_later(always: bool) -> dict[str, str]:
+    """Errors of calls that differ, of which ranks know some from before. always: every call is compared."""
+    x, first = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16), dist.get_rank() == 0
+    leaf = x.clone().requires_grad_()
     for causal in (True, False):
         distributed.attention(x, x, x, causal=causal)
-    group.ALWAYS = True
+    out = distributed.attention(leaf, x, x)
+    found, roll.ALWAYS = {}, always
     try:
-        return raised(distributed.attention, x, x, x, causal=dist.get_rank() == 0)
+        found["known"] = raised(distributed.attention, x, x, x, causal=first)
+        found["one knows"] = raised(distributed.attention, x, x, x, softcap=0.0 if first else 2.0)
+        found["backward"] = raised(out.sum().backward) if first else raised(distributed.attention, leaf, x, x)
     finally:
-        group.ALWAYS = False
+        roll.ALWAYS = False
+    found["right"] = raised(distributed.attention, x, x, x)
+    return found
+
+
+def differ_without_waiting() -> list[str]:
+    """Errors of calls by two ranks that do not wait: the last one makes its calls after the other."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    x = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16)
+    group = dist.new_group()
+    for causal in (True, False):
+        distributed.attention(x, x, x, group, causal=causal)
+    found = roll.roll_of(ranks_of(group))
+    found._blocks = False
+    calls = [roll.Known(found, digest) for digest in found._sheets]
+    texts = []
+    for own, other in ((0, 0), (0, 1), (0, 0)):  # equal, different, equal again
+        if last:
+            dist.barrier()
+        texts.append(raised(calls[other if last else own].enter))
+        if not last:
+            dist.barrier()
+        dist.barrier()
+    return texts
+
+
+def differ_on_machines() -> dict[str, str]:
+    """Errors of new calls that differ, by ranks that share no memory."""
+    x, first = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16), dist.get_rank() == 0
+    group, real, found = dist.new_group(), roll.Roll._open, {}
+    roll.Roll._open = lambda self: (real(self)[0], {})
+    try:
+        found["causal"] = raised(distributed.attention, x, x, x, group, causal=first)
+        found["dtype"] = raised(distributed.attention, x, x if first else x.half(), x, group)
+        found["right"] = raised(distributed.attention, x, x, x, group)
+    finally:
+        roll.Roll._open = real
+    return found
 
 
 def lose_a_rank() -> None:

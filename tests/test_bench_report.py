@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import peers
 import performance
 import plots
+import ranks
 import report
 import rows as row_files
 import run
@@ -146,6 +147,29 @@ def test_bench_page_shows_losses_wrong_rows_and_reasons(tmp_path: Path) -> None:
     assert "visible pairs" in text
     assert "- Forward: `run.py`; fa2: 1.0; cudnn: 1.0" in text
     assert "### Tests on this GPU\n\nall passed" in text
+
+
+def test_bench_page_shows_several_gpus(tmp_path: Path) -> None:
+    store(tmp_path, ROWS)
+    row = {
+        "problem": "causal, 8 tokens",
+        "method": "gather",
+        "one_gpu_ms": 3.0,
+        "ms": 2.0,
+        "host_ms": 1.0,
+        "efficiency": 0.75,
+    }
+    wrong = row | {"method": "ring", "status": "wrong", "error": 0.5}
+    found = {
+        "ranks": 2,
+        "environment": {"link": "NV18", "clocks": "1980 MHz"},
+        "rows": [row | {"status": "ok"}, wrong],
+    }
+    (tmp_path / ranks.STORED).write_text(json.dumps(found))
+    text = page_of(tmp_path)
+    assert "### Several GPUs" in text and "clocks 1980 MHz, link NV18." in text
+    assert "| causal, 8 tokens | gather | 3.00 | 2.00 | 1.00 | 0.75 |" in text
+    assert "| causal, 8 tokens | ring | 3.00 | WRONG, error 0.5 | – | – |" in text
 
 
 def test_bench_page_puts_deterministic_gradients_beside_the_backward(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import distributed_cases as cases
@@ -15,7 +16,8 @@ from distributed_ranks import Processes
 
 from tl_attention import configs
 from tl_attention.compilation import building
-from tl_attention.problem import BUCKETS, OPTIONS, SPLIT_BUCKET, AttnProblem
+from tl_attention.kernel_configs import KernelConfig
+from tl_attention.problem import BUCKETS, SPLIT_BUCKET, AttnProblem
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*CPU"), pytest.mark.xdist_group("distributed")]
 RANDOM = 200
@@ -59,8 +61,6 @@ EXPECTED = {
     "cross": "ValueError: k, v: expected the tokens of q, 4, got 3",
     "layout": "ValueError: layout: expected the same on all ranks",
     "gradient": "ValueError: q, k, v, learnable_sink .any needs a gradient.: .* True on rank 0; False on rank 1",
-    "dropout": "NotImplementedError: dropout_p: expected 0 with method='gather'",
-    "alibi": "NotImplementedError: alibi_slopes: expected None with method='ring'",
     "groups": "True",
     "strides": "True",
     "mesh": "ValueError: group: expected a mesh of one dimension, got one of 2",
@@ -76,11 +76,31 @@ def test_distributed_ranks_that_disagree_get_errors(processes):
             assert re.match(EXPECTED[name], text), f"rank {rank}, {name}: {text}"
 
 
-def test_distributed_ranks_compare_every_call_for_debugging(processes):
-    for text in processes[2].run(cases.differ_later):
-        assert text.startswith(
-            "ValueError: causal, window_size: expected the same on all ranks of the group"
-        ), text
+@pytest.mark.parametrize("always", [False, True])
+def test_distributed_ranks_that_differ_later_get_errors(processes, always):
+    expected = {
+        "known": r"ValueError: causal, window_size: expected the same on all ranks of the group, got \(True, .* on rank 0; \(False, ",
+        "one knows": r"ValueError: softcap: expected the same on all ranks of the group, got 0.0 on rank 0; 2.0 on rank 1$",
+        "backward": r"ValueError: group: expected all ranks .* got its backward on rank 0; its forward on rank 1 at call \d+$",
+        "right": "no error$",
+    }  # fmt: skip
+    for found in processes[2].run(cases.differ_later, always):
+        for name, text in found.items():
+            assert re.match(expected[name], text), f"{name}: {text}"
+
+
+def test_distributed_ranks_that_do_not_wait_find_differences_at_the_next_call(processes):
+    first, last = processes[2].run(cases.differ_without_waiting)
+    differs = "ValueError: causal, window_size: expected the same on all ranks"
+    assert [text.startswith(differs) for text in first] == [False, False, True]
+    assert [text.startswith(differs) for text in last] == [False, True, False]
+
+
+def test_distributed_ranks_without_common_memory_compare_new_calls(processes):
+    for found in processes[2].run(cases.differ_on_machines):
+        assert found.pop("right") == "no error"
+        for name, text in found.items():
+            assert re.match(EXPECTED[name], text), f"{name}: {text}"
 
 
 def test_distributed_call_that_a_rank_does_not_make_ends_with_the_timeout(processes):
@@ -129,24 +149,26 @@ def test_distributed_example_trains_alike_on_any_number_of_processes(processes):
     )
 
 
-def build_kernels() -> None:
-    """Build at once what the tests on GPUs need at d128."""
-    keys, gpu = [], torch.cuda.get_device_name()
-    short = ("1k", SPLIT_BUCKET)
+def kernels_for_gpus(gpu: str) -> list[tuple[AttnProblem, KernelConfig]]:
+    """Kernels of the tests on GPUs, at d128."""
+    found, short = [], ("1k", SPLIT_BUCKET)
     for causal, names, buckets, directions in (
         *((causal, varlen, (*BUCKETS[:2], SPLIT_BUCKET), ("fwd", "bwd")) for causal in (True, False) for varlen in ((), ("varlen",))),
         *((causal, (), ("1k",), ("bwd_det",)) for causal in (True, False)),
         (False, ("window",), (*BUCKETS[:2], SPLIT_BUCKET), ("fwd", "bwd")),
-        *((True, names, short, ("fwd", "bwd")) for names in (("softcap", "sink"), ("alibi",), ("dropout", "varlen"))),
+        *((True, names, short, ("fwd", "bwd")) for names in (("softcap", "sink"), ("alibi",), ("dropout",), ("dropout", "varlen"))),
+        *((False, ("window", name, "placed"), short, ("fwd", "bwd")) for name in ("alibi", "dropout")),
     ):  # fmt: skip
         for direction in directions:
-            asked = tuple(x for x in OPTIONS if x in names and (direction == "fwd" or x != "sink"))
+            asked = tuple(x for x in names if direction == "fwd" or x != "sink")
             problem = AttnProblem.of("bfloat16", 128, 128, causal, direction, asked)
             for bucket in buckets if direction == "fwd" else set(buckets) - {SPLIT_BUCKET}:
-                config, _ = configs.pick_config(problem, bucket, gpu, direction)
-                keys += config.kernels(problem)
-    failed = {key: error for key, error in building.build_all(list(dict.fromkeys(keys))).items() if error}
-    assert not failed
+                config, _ = configs.pick_config(problem.served_as, bucket, gpu, direction)
+                found += config.kernels(problem)
+                if direction == "fwd" and bucket != SPLIT_BUCKET and "sink" not in names:  # of the ring
+                    added = replace(problem, options=(*asked, "added"))
+                    found += replace(config, hold_max=False).kernels(added)
+    return list(dict.fromkeys(found))
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +176,8 @@ def gpus():
     """Processes on two GPUs."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    build_kernels()
+    kernels = kernels_for_gpus(torch.cuda.get_device_name())
+    assert not {key: error for key, error in building.build_all(kernels).items() if error}
     found = Processes(2, "cuda", seconds=25)
     yield found
     found.end()

@@ -20,7 +20,7 @@ from tl_attention.distributed.layout import (
     shard_documents,
     work_of_ranks,
 )
-from tl_attention.distributed.pieces import ALL, CAUSAL, Mask
+from tl_attention.distributed.pieces import ALL, CAUSAL, Mask, Needs
 from tl_attention.distributed.ring import ring_plan
 
 WINDOWS = (ALL, CAUSAL, (5, 0), (0, 0), (4, 3), (-1, 2), (3, -1))
@@ -163,7 +163,7 @@ def test_plans_positions_and_lengths_of_a_shard():
     assert shard_documents(layout, 1, documents) == [0, 4]
 
 
-def test_plans_choice_follows_bytes_and_names_what_no_method_serves():
+def test_plans_choice_follows_bytes_and_names_a_method_that_does_not_serve():
     layout, mask = named_layout("zigzag", 1 << 16, 2), Mask((0, 1 << 16), CAUSAL)
     gqa = Sizes(1, 32, 8, 128, 128, 2, training=True)
     assert choose(layout, mask, gqa).method == "gather"
@@ -173,15 +173,10 @@ def test_plans_choice_follows_bytes_and_names_what_no_method_serves():
     assert ulysses_bytes(1 << 16, 2, gqa) == 2 * (1 << 15) * (16 * 256 + 4 * 256) * 2
     eight = named_layout("zigzag", 1 << 16, 8)
     assert choose(eight, mask, gqa._replace(heads_kv=32)).method == "ulysses"
-    assert choose(layout, mask, gqa._replace(dropout=True)).method == "ulysses"
     million = named_layout("zigzag", 1 << 22, 2)
     assert choose(million, Mask((0, 1 << 22), CAUSAL), gqa).method == "ring"
-    with pytest.raises(
-        NotImplementedError, match="dropout_p: expected 0 .* heads that 3 ranks can share, got 32 query"
-    ):
-        choose(named_layout("zigzag", 99, 3), Mask((0, 99), CAUSAL), gqa._replace(dropout=True))
-    with pytest.raises(NotImplementedError, match="alibi_slopes: expected None with keys right"):
-        choose(named_layout("zigzag", 99, 3), Mask((0, 99), ALL), gqa._replace(slopes=True))
+    three = choose(named_layout("zigzag", 99, 3), Mask((0, 99), CAUSAL), gqa)
+    assert three.method == "gather" and "heads that 3 ranks can share" in three.reason
 
 
 @pytest.mark.filterwarnings("ignore:.*CPU")
@@ -234,3 +229,21 @@ def test_plans_helpers_name_the_argument():
     with pytest.raises(TypeError, match="causal: expected a bool"):
         distributed.make_layout(seqlen=4, causal=1)
     assert shards.layout_of("zigzag", 8, 2).ranges == (((0, 2), (6, 8)), ((2, 6),))
+
+
+def test_plans_give_positions_to_calls_that_need_them():
+    documents = (0, 4, 20, 24, 32)
+    layout, mask = named_layout("contiguous", 32, 2), Mask(documents, CAUSAL)
+    # Rank 1 has tokens 16 to 32: the end of document 1, and documents 2 and 3
+    plain = gather_plan(layout, 1, mask).calls
+    assert [call.documents for call in plain] == [(1, 2, 3)]
+    distances = gather_plan(layout, 1, mask, Needs(distances=True)).calls
+    assert [(call.documents, call.place) for call in distances] == [((1, 2, 3), None)]
+    end, rest = gather_plan(layout, 1, mask, Needs(positions=True)).calls
+    assert (end.documents, end.place, end.window) == ((1,), (12, 0), CAUSAL)
+    assert (rest.place, rest.lengths_q, rest.lengths_k) == (None, (0, 0, 4, 8), (0, 0, 4, 8))
+    # Keys of rank 0 alone end before the queries of rank 1
+    (step,) = [step for step in ring_plan(layout, 1, mask, Needs(distances=True)) if step.source == 0]
+    assert [(call.place, call.window) for call in step.calls] == [((12, 0), CAUSAL)]
+    (step,) = [step for step in ring_plan(layout, 1, mask) if step.source == 0]
+    assert [(call.place, call.window) for call in step.calls] == [(None, ALL)]

@@ -104,6 +104,27 @@ def test_lowering_of_plain_attention_knows_no_options(config):
     assert not [word for word in OF_OPTIONS if re.search(rf"\b{word}", source)]
 
 
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("added",),
+        ("varlen", "added"),
+        ("window", "alibi", "placed"),
+        ("window", "dropout", "placed", "added"),
+    ],
+)
+def test_trace_of_calls_on_parts_of_a_sequence(options, direction):
+    if direction == "bwd":
+        options = tuple(option for option in options if option != "added")
+    problem = AttnProblem("bfloat16", 128, 128, False, options)
+    config, _ = configs.pick_config(problem.served_as, "4k", "NVIDIA H200", direction)
+    if direction == "fwd":
+        config = replace(config, hold_max=False)
+    for kernel in config.kernels(problem):
+        assert compiler.trace(*kernel).script()
+
+
 @pytest.mark.parametrize("config", [FwdConfig(64, 32), BwdPass("dq+dk+dv", 64, 64)], ids=str)
 def test_lowering_instructions_are_counted_without_cuobjdump(config, monkeypatch):
     if not toolkit.find_nvcc():

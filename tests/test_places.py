@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -60,3 +62,71 @@ def test_places_hold_the_results_of_launches(batch, packed):
         found = launch.backward(*inputs, *asked, deterministic=exact, options=options, dq=placed)
         assert found[0] is placed and torch.equal(dk, found[1]) and torch.equal(dv, found[2])
         check_placed(whole, placed, dq, dim, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_places_hold_results_that_launches_merge(packed):
+    """Two halves of the keys, one after the other, into rows of longer tensors."""
+    x, asked = tensors(1, packed), (128**-0.5, False)
+    q, k, v = (x[name] if not packed else x[name][None] for name in "qkv")
+    expected, lse_expected = launch.forward(q, k, v, *asked, True)
+    dtype = {"dtype": torch.float32}
+    whole_out = torch.full((1, ROWS + BEFORE, 8, 128), float("nan"), device="cuda", **dtype)
+    whole_lse = torch.full((1, 8, ROWS + BEFORE), float("-inf"), device="cuda", **dtype)
+    out, lse = whole_out[:, BEFORE:], whole_lse[:, :, BEFORE:]
+    for keys in (slice(0, 100), slice(100, ROWS)):
+        options, parts, results = None, (q, k[:, keys], v[:, keys]), (out, lse)
+        if packed:  # the last row is a sequence of its own, which sees one key
+            last = keys.stop - keys.start
+            bounds = [0, ROWS - 1, ROWS], [0, last - 1, last]
+            lengths = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in bounds]
+            options = Options(
+                cu_seqlens_q=lengths[0], cu_seqlens_k=lengths[1], max_seqlen_q=ROWS, max_seqlen_k=ROWS
+            )
+            parts, results = ([x[0] for x in tensors] for tensors in (parts, results))
+        launch.forward(*parts, *asked, True, options=options, out=results[0], lse=results[1])
+    if packed:
+        seen = torch.tensor([99, ROWS - 1], device="cuda")
+        others = [x for x in range(ROWS) if x not in (99, ROWS - 1)]
+        first, _ = launch.forward(
+            q[:, :-1], k[:, others].contiguous(), v[:, others].contiguous(), *asked, True
+        )
+        last, _ = launch.forward(q[:, -1:], k[:, seen].contiguous(), v[:, seen].contiguous(), *asked, True)
+        expected = torch.cat((first, last), 1)
+    else:
+        torch.testing.assert_close(lse, lse_expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, expected.float(), atol=1e-3, rtol=1e-2)
+    assert whole_out[:, :BEFORE].isnan().all() and whole_lse[:, :, :BEFORE].isneginf().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["alibi", "dropout"])
+def test_places_are_positions_of_queries_and_keys(name):
+    x, asked = tensors(2, False), (128**-0.5, False)
+    q, k, v = (x[name] for name in "qkv")
+    state, slopes = torch.tensor([3, 5], device="cuda"), torch.rand(2, 8, device="cuda") * 0.1
+    facts = {"alibi_slopes": slopes} if name == "alibi" else {"dropout_p": 0.25, "rng_state": state}
+    whole = Options(window=(200, 0), **facts)
+    out, lse = launch.forward(q, k, v, *asked, False, options=whole)
+    dq, *_ = launch.backward(x["dout"], q, k, v, out, lse, *asked, False, options=whole)
+    # The queries from 160 on
+    place = torch.tensor([[160, 0, 0, 0, 0, 0, 0, 0]], dtype=torch.int32, device="cuda")
+    rows, options = slice(160, ROWS), Options(window=(200, 0), place=place, **facts)
+    some = q[:, rows].contiguous(), k, v
+    found, lse_found = launch.forward(*some, *asked, False, options=options)
+    torch.testing.assert_close(found, out[:, rows], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse_found, lse[:, :, rows], atol=1e-4, rtol=1e-4)
+    dout = x["dout"][:, rows].contiguous()
+    grads = launch.backward(dout, *some, found, lse_found, *asked, False, options=options)
+    torch.testing.assert_close(grads[0], dq[:, rows], atol=2e-2, rtol=2e-2)
+    # Without the first 16 keys, which a copy of the others stands for
+    place = torch.tensor([[160, 16, 16, 0, 0, 0, 0, 0]], dtype=torch.int32, device="cuda")
+    hidden = replace(options, place=place)
+    keys = torch.cat((k[:, 32:48], k[:, 32:]), 1), torch.cat((v[:, 32:48], v[:, 32:]), 1)
+    found, lse_found = launch.forward(some[0], *keys, *asked, False, options=hidden)
+    first = torch.tensor([[160, 32, 0, 0, 0, 0, 0, 0]], dtype=torch.int32, device="cuda")
+    others = k[:, 32:].contiguous(), v[:, 32:].contiguous()
+    expected, lse = launch.forward(some[0], *others, *asked, False, options=replace(options, place=first))
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse_found, lse, atol=1e-4, rtol=1e-4)

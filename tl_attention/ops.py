@@ -142,7 +142,7 @@ def _reference(
             longest = (max(cu.diff().tolist(), default=0) for cu in lengths)
             sizes = batch, q.shape[1], *longest
         others["dropout_p"] = options.dropout_p
-        others["keep"] = dropout_keep(options.rng_state, *sizes, options.dropout_p)
+        others["keep"] = dropout_keep(options.rng_state, *sizes, options.dropout_p, options.position)
     if not options.varlen:
         return dense(*tensors, call.softmax_scale, call.causal, **others)
     used = {"seqused_q": options.seqused_q, "seqused_k": options.seqused_k}

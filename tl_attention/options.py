@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tl_attention.problem import OPTIONS
+from tl_attention.problem import OPTIONS, PART_OPTIONS
 
 UNLIMITED = -1
 MAX_WINDOW = 2**30  # above any length, and far from the end of int32
@@ -22,7 +22,7 @@ def _metadata(
 
     Args:
         schema: its type in the schema of the torch ops.
-        kernel: its name in problem.OPTIONS, for an option that is compiled into kernels.
+        kernel: its name in problem.OPTIONS or PART_OPTIONS, for an option that is compiled into kernels.
         launch: it changes the launch of a kernel, without being compiled into it.
         reference: the reference takes it by its name.
     """
@@ -52,6 +52,10 @@ class Options:
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], starting at 0. q is then [total_q, heads, head_dim], k and v [total_k, heads_kv,
             ...], and sequence i has rows cu_seqlens[i] to cu_seqlens[i + 1], exclusive. Both or none.
         seqused_q, seqused_k: int32 [batch]: only so many first rows of a sequence are read and written. Only with cu_seqlens.
+        place: int32 [1, 8]: q and k are parts of longer sequences. Its numbers are the positions of the first query and of the first
+            key, whose difference puts the diagonal at key query + first query - first key; keys that no query sees, from the first
+            on; and what dropout adds to batch * heads + head. With dropout both positions are multiples of 16. The last four are 0.
+            Only with a window, and without cu_seqlens.
     """
 
     window: tuple[int, int] = field(
@@ -74,6 +78,7 @@ class Options:
     cu_seqlens_k: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?"))
     seqused_q: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?"))
     seqused_k: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?"))
+    place: torch.Tensor | None = field(default=None, metadata=_metadata("Tensor?", kernel="placed"))
 
     def _has(self, name: str, default: object) -> bool:
         value = getattr(self, name)
@@ -95,7 +100,7 @@ class Options:
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
-        """Options that kernels are compiled for, in the order of problem.OPTIONS."""
+        """Options that kernels are compiled for, in the order of problem.OPTIONS, then PART_OPTIONS."""
         return tuple(kernel for kernel, name, default in _COMPILED if self._has(name, default))
 
     @functools.cached_property
@@ -120,9 +125,21 @@ class Options:
         """Values of all fields in order, the last arguments of a torch op."""
         return tuple(getattr(self, name) for name in FIELDS)
 
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """Positions of the first query and the first key in their sequences, and what dropout adds to batch * heads + head."""
+        if self.place is None:
+            return 0, 0, 0
+        first_query, first_key, _, stream, *_ = self.place[0].tolist()
+        return first_query, first_key, stream
+
     def reference_arguments(self) -> dict[str, Any]:
         """Keyword arguments of the reference, for the options that it takes by name."""
-        return {name: getattr(self, name) for name in _REFERENCE}
+        found = {name: getattr(self, name) for name in _REFERENCE}
+        if self.place is not None:
+            first_query, first_key, _ = self.position
+            found |= {"diagonal": first_query - first_key, "hidden_keys": int(self.place[0, 2])}
+        return found
 
 
 def _schema(option: Field) -> str:
@@ -140,7 +157,7 @@ _SWITCHES = tuple((x.name, x.default) for x in _ALL if x.metadata["kernel"] or x
 _COMPILED = tuple(
     sorted(
         ((x.metadata["kernel"], x.name, x.default) for x in _ALL if x.metadata["kernel"]),
-        key=lambda option: OPTIONS.index(option[0]),
+        key=lambda option: (*OPTIONS, *PART_OPTIONS).index(option[0]),
     )
 )
 

@@ -6,7 +6,7 @@ A kernel is compiled once per pair of a problem and a kernel config (kernel_conf
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tl_attention.program import Program
 
@@ -88,6 +88,10 @@ FAR = 2**30  # rows; larger than any length, see kernels.tiles.packed
 #   dropout  random probabilities become 0
 #   varlen   packed sequences of different lengths
 OPTIONS = ("window", "softcap", "alibi", "sink", "dropout", "varlen")
+# Variants of calls on parts of a sequence, after the options and served by the configs of a problem without them
+#   placed   the first query and the first key have positions of their own; always with window, never with varlen
+#   added    the forward merges its result with that of other keys, which is in memory in fp32
+PART_OPTIONS = ("placed", "added")
 DECODE_OPTIONS = ("window", "softcap", "alibi", "sink")
 
 # bwd_det: a backward whose gradients are equal bit by bit from run to run
@@ -101,7 +105,7 @@ class AttnProblem:
     """The static part of a call. Batch, heads, lengths, strides and scale are runtime arguments of the kernel.
 
     head_dim (of Q and K) and head_dim_v (of V and O) are tile widths: one of TILE_WIDTHS, at least the tensors' own.
-    options: a subset of OPTIONS, in their order. A windowed problem is never causal: the right end of the window says it.
+    options: a subset of OPTIONS and PART_OPTIONS, in their order. A windowed problem is never causal: the right end of the window says it.
     program: score_mod and mask_mod; neither causal nor options then.
     """
 
@@ -162,6 +166,8 @@ class AttnProblem:
     def dtype_of(self, operand: str) -> str:
         """Dtype of one of OPERANDS: that of the inputs; for fp32 bf16 where the tensor cores multiply."""
         assert operand in OPERANDS, f"{operand=}"
+        if operand == "o" and self.has("added"):
+            return "float32"
         if not self.is_fp32:
             return self.dtype
         return "float32" if operand in FP32_OPERANDS else "bfloat16"
@@ -238,6 +244,15 @@ class AttnProblem:
     def has_bits(self) -> bool:
         """True where a bit per element stands for the mask of a program."""
         return self.program is not None and self.program.bits
+
+    @property
+    def served_as(self) -> AttnProblem:
+        """The problem without PART_OPTIONS whose configs serve this one.
+
+        A place takes registers where dropout has none to spare: such a problem gets a config for dropout and a softcap.
+        """
+        names = (*self.options, "softcap") if self.has("placed") and self.has("dropout") else self.options
+        return replace(self, options=tuple(name for name in OPTIONS if name in names))
 
     @property
     def plain(self) -> AttnProblem:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from tl_attention import launch
-from tl_attention.distributed.pieces import Call
+from tl_attention.distributed.group import Ranks
+from tl_attention.distributed.layout import Layout
+from tl_attention.distributed.pieces import ALL, NOTHING, Call, Mask, Needs
 from tl_attention.ops import bwd_op, fwd_op
-from tl_attention.options import Options, canonical_window
+from tl_attention.options import MAX_WINDOW, Options, canonical_window
 
 State = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Gradients = tuple[torch.Tensor | None, ...]  # dq, dk, dv, dsink
+LN2 = math.log(2)
+DROPOUT_ROWS = 16  # positions of a place are multiples of it where dropout draws masks
 
 
 class Scores(NamedTuple):
@@ -22,6 +27,7 @@ class Scores(NamedTuple):
 
     Args:
         packed: the tensors hold packed documents, in a batch of one.
+        needs: of options that depend on positions.
     """
 
     softmax_scale: float
@@ -29,6 +35,21 @@ class Scores(NamedTuple):
     deterministic: bool = False
     dropout_p: float = 0.0
     packed: bool = False
+    needs: Needs = NOTHING
+
+
+class Task(NamedTuple):
+    """Task of a method, apart from the sizes of tensors.
+
+    Args:
+        returns_lse: a call returns the log-sum-exp, too.
+    """
+
+    layout: Layout
+    mask: Mask
+    ranks: Ranks
+    scores: Scores
+    returns_lse: bool
 
 
 class Given(NamedTuple):
@@ -51,11 +72,23 @@ NOTHING_GIVEN = Given()
 class Attend:
     """Prepared call of attention: all that follows from its shapes and options, not from the values of tensors."""
 
-    def __init__(self, call: Call, scores: Scores, device: torch.device):
+    def __init__(self, call: Call, scores: Scores, q: torch.Tensor):
+        """q: [batch, rows, heads, head_dim], for its metadata."""
+        device = q.device
         self.rows, self.key_rows = slice(*call.q), slice(*call.k)
         self.whole = call.q, call.k
         self._packed, self._scores = call.packed, scores
         self._causal, window = canonical_window(False, call.window)
+        # Rows of padding before the first query and the first key, so that dropout's blocks of elements begin there
+        self._padding, place = (0, 0), None
+        if call.place is not None:
+            self._causal, window = False, call.window if call.window != ALL else (MAX_WINDOW, MAX_WINDOW)
+            if scores.dropout_p:
+                self._padding = tuple(first % DROPOUT_ROWS for first in call.place)
+            first_query, first_key = (x - n for x, n in zip(call.place, self._padding, strict=True))
+            stream = call.documents[0] * q.shape[2]
+            place = [first_query, first_key, self._padding[1], stream, 0, 0, 0, 0]
+            place = torch.tensor([place], dtype=torch.int32, device=device)
         lengths = call.cu_seqlens(device) if call.packed else (None, None)
         self._device, self._documents = device, call.documents if scores.packed else None
         self._options = Options(
@@ -66,6 +99,7 @@ class Attend:
             max_seqlen_k=max(call.lengths_k) if call.packed else 0,
             cu_seqlens_q=lengths[0],
             cu_seqlens_k=lengths[1],
+            place=place,
         )
 
     @functools.cached_property
@@ -91,6 +125,27 @@ class Attend:
         out: torch.Tensor | None = None,
     ) -> State:
         """(out, lse) of the rows of a call, in new memory or in `out`."""
+        if any(self._padding):
+            q, k, v = (self._padded(x, i) for x, i in ((q, 0), (k, 1), (v, 1)))
+            found, lse = self._run(q, k, v, given)
+            first = self._padding[0]
+            found, lse = found[:, first:], lse[:, :, first:]
+            return found if out is None else out.copy_(found), lse
+        return self._run(q, k, v, given, out)
+
+    def _padded(self, x: torch.Tensor, of_keys: int) -> torch.Tensor:
+        """[batch, rows, heads, columns] behind rows of zeros."""
+        return torch.nn.functional.pad(x, (0, 0, 0, 0, self._padding[of_keys], 0))
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        given: Given,
+        out: torch.Tensor | None = None,
+    ) -> State:
+        """forward() with padding in the tensors."""
         options = self._with(given)
         result = out
         if self._packed:
@@ -108,6 +163,33 @@ class Attend:
             lse = lse[None]
         return (result if result is not None else out[None] if self._packed else out), lse
 
+    def add(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        given: Given,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Merge the result of a call, without a sink, into that of other keys.
+
+        Args:
+            out: fp32; of a row whose lse is -inf it may be anything.
+            lse: in base 2.
+        """
+        if not q.is_cuda or any(self._padding):
+            part, part_lse = self.forward(q, k, v, given)
+            _merge(out, lse, part, part_lse / LN2)
+            return
+        options = self._with(given)
+        tensors = q, k, v, out, lse
+        if self._packed:
+            tensors = tuple(x[0] for x in tensors)
+        *qkv, out, lse = tensors
+        asked = self._scores.softmax_scale, self._causal, True
+        launch.forward(*qkv, *asked, options=options if options.names else None, out=out, lse=lse)
+
     def backward(
         self,
         dout: torch.Tensor,
@@ -124,8 +206,26 @@ class Attend:
 
         Without a sink dsink is None.
         """
-        options, result = self._with(given), dq
-        tensors = dout, q, k, v, out, lse
+        if not any(self._padding):
+            return self._differentiate((dout, q, k, v, out, lse), dlse, given, dq)
+        tensors = [self._padded(x, i) for x, i in ((dout, 0), (q, 0), (k, 1), (v, 1), (out, 0))]
+        first, first_key = self._padding
+        # The probabilities of queries without weight are exp(score - inf)
+        lse = torch.nn.functional.pad(lse, (first, 0), value=math.inf)
+        dlse = None if dlse is None else torch.nn.functional.pad(dlse, (first, 0))
+        found, dk, dv, dsink = self._differentiate((*tensors, lse), dlse, given)
+        found = found[:, first:]
+        return found if dq is None else dq.copy_(found), dk[:, first_key:], dv[:, first_key:], dsink
+
+    def _differentiate(
+        self,
+        tensors: tuple[torch.Tensor, ...],
+        dlse: torch.Tensor | None,
+        given: Given,
+        dq: torch.Tensor | None = None,
+    ) -> Gradients:
+        """backward() with padding in the tensors."""
+        options, result, q = self._with(given), dq, tensors[1]
         if self._packed:
             tensors = tuple(x[0] for x in tensors)
             dlse, dq = (None if x is None else x[0] for x in (dlse, dq))
@@ -152,6 +252,7 @@ class Attend:
         out: torch.Tensor,
         lse: torch.Tensor,
         dlse: torch.Tensor | None,
+        given: Given = NOTHING_GIVEN,
         dq: torch.Tensor | None = None,
     ) -> Gradients:
         """(dq, dk, dv) of a call whose queries see other keys, too; dq in new memory or in `dq`.
@@ -163,10 +264,24 @@ class Attend:
             dout_part = w dout    dlse_part = w (rowsum(dout * (out_part - out)) + dlse)
         """
         if q.device.type != "cpu":
-            return self.backward(dout, q, k, v, out, lse, dlse, dq=dq)[:3]
-        part, lse_part = self.forward(q, k, v)
+            return self.backward(dout, q, k, v, out, lse, dlse, given, dq)[:3]
+        part, lse_part = self.forward(q, k, v, given)
         weight = torch.exp(lse_part - lse)
         slope = (dout.float() * (part.float() - out.float())).sum(-1).mT  # [batch, heads, rows]
         dlse_part = weight * (slope if dlse is None else slope + dlse)
         dout_part = (dout.float() * weight.mT[..., None]).to(dout.dtype)
-        return self.backward(dout_part, q, k, v, part, lse_part, dlse_part, dq=dq)[:3]
+        return self.backward(dout_part, q, k, v, part, lse_part, dlse_part, given, dq)[:3]
+
+
+def _merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Merge results of the same queries in place, as kernels/results.py does.
+
+    Args:
+        out, part: [batch, rows, heads, columns], out in fp32.
+        lse, part_lse: [batch, heads, rows], base 2.
+    """
+    total = torch.logaddexp2(lse, part_lse)
+    finite = total.masked_fill(total == -math.inf, 0)
+    weight, of_part = (torch.exp2(x - finite).mT[..., None] for x in (lse, part_lse))
+    lse.copy_(total)
+    out.masked_fill_(weight == 0, 0).mul_(weight).addcmul_(part.float(), of_part)

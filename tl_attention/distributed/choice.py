@@ -1,6 +1,6 @@
 """Choice of a method by a model of its time, and the bytes that each method moves.
 
-A rank computes at COMPUTE_FLOPS and receives at LINK_BYTES; the two are added, as if nothing overlapped. "gather" and "ring" move keys,
+A rank computes at COMPUTE_FLOPS and receives at NVLINK_BYTES; the two are added, as if nothing overlapped. "gather" and "ring" move keys,
 so GQA makes them cheap, and the slowest rank of the layout counts. "ulysses" moves queries and results, too, but by 1 / world of what
 "gather" moves as the group grows, and divides the work evenly whatever the documents are.
 """
@@ -19,9 +19,8 @@ from tl_attention.distributed.ulysses import heads_divide
 
 METHODS = ("auto", "ring", "gather", "ulysses")
 COMPUTE_FLOPS = 5.8e14  # H200, causal d128 in bf16 from 8k to 64k, forward and backward together (2026-11-22)
-LINK_BYTES = (
-    2.8e11  # per second and direction: all-to-all of 128 MiB between two H200s, NVLink 4 (2026-11-22)
-)
+# Bytes per second and direction: all-to-all between two H200s, NVLink 4 (2026-11-22): 8 MiB in 55 us, 64 in 261, 128 in 478
+NVLINK_BYTES = 2.85e11
 RING_BYTES = 8 << 30  # gathered keys and values above this are attended in a ring
 
 
@@ -30,7 +29,6 @@ class Sizes(NamedTuple):
 
     Args:
         training: the backward runs, too.
-        dropout, slopes: the call has dropout, has ALiBi slopes.
     """
 
     batch: int
@@ -40,8 +38,6 @@ class Sizes(NamedTuple):
     head_dim_v: int
     element_size: int
     training: bool
-    dropout: bool = False
-    slopes: bool = False
 
 
 class Choice(NamedTuple):
@@ -81,45 +77,20 @@ def ulysses_bytes(total: int, world: int, sizes: Sizes) -> int:
     return int(once * (2 if sizes.training else 1))
 
 
-def supported(method: str, sizes: Sizes, world: int, mask: Mask) -> str:
+def supported(method: str, sizes: Sizes, world: int) -> str:
     """The reason why a method does not serve a call, as an error; empty if it does."""
-    right = mask.window[1]
-    if method == "ulysses":
-        if heads_divide(sizes.heads, sizes.heads_kv, world):
-            return ""
-        return (
-            f"method: expected heads that {world} ranks can share for 'ulysses', got {sizes.heads} query heads and"
-            f" {sizes.heads_kv} key heads; pass method='gather'"
-        )
-    if sizes.dropout:
-        return (
-            f"dropout_p: expected 0 with method={method!r}, as the kernels draw masks by positions in their own call; pass"
-            " method='ulysses', whose masks are those of one GPU"
-        )
-    if sizes.slopes and (method == "ring" or right):
-        seen = "method='ring'" if method == "ring" else "keys right of the diagonal"
-        return (
-            f"alibi_slopes: expected None with {seen}, as the kernels measure distances within their own call; pass method='ulysses',"
-            " or causal=True and method='gather'"
-        )
-    return ""
+    if method != "ulysses" or heads_divide(sizes.heads, sizes.heads_kv, world):
+        return ""
+    return (
+        f"method: expected heads that {world} ranks can share for 'ulysses', got {sizes.heads} query heads and {sizes.heads_kv} key"
+        " heads; pass method='gather'"
+    )
 
 
 @functools.lru_cache(maxsize=256)
 def choose(layout: Layout, mask: Mask, sizes: Sizes) -> Choice:
-    """The method of a call; the same on all ranks, as it depends on nothing else.
-
-    Raises:
-        NotImplementedError: no method serves the call.
-    """
+    """The method of a call; the same on all ranks, as it depends on nothing else."""
     world = layout.world
-    refused = {method: supported(method, sizes, world, mask) for method in METHODS[1:]}
-    if refused["ulysses"] and refused["gather"]:
-        expected, _ = refused["gather"].split("; ")
-        raise NotImplementedError(
-            f"{expected}; method 'ulysses' would serve it with heads that {world} ranks can share, got {sizes.heads} query heads and"
-            f" {sizes.heads_kv} key heads"
-        )
     rows = remote_rows(layout, mask)
     per_row = sizes.batch * sizes.heads_kv * (sizes.head_dim + sizes.head_dim_v) * sizes.element_size
     most = max(layout.rows(rank) for rank in range(world)) + rows
@@ -128,17 +99,15 @@ def choose(layout: Layout, mask: Mask, sizes: Sizes) -> Choice:
         2 * sizes.batch * sizes.heads * (sizes.head_dim + sizes.head_dim_v) * (3.5 if sizes.training else 1)
     )
     moved = gather_bytes(rows, layout.total, world, sizes)
-    times, words = {}, []
-    if not refused["gather"]:
-        times["gather"] = max(work) * flops / COMPUTE_FLOPS + moved / LINK_BYTES
-    if not refused["ulysses"]:
+    times = {"gather": max(work) * flops / COMPUTE_FLOPS + moved / NVLINK_BYTES}
+    refused = supported("ulysses", sizes, world)
+    if not refused:
         bytes_ulysses = ulysses_bytes(layout.total, world, sizes)
-        times["ulysses"] = sum(work) / world * flops / COMPUTE_FLOPS + bytes_ulysses / LINK_BYTES
-    for method, seconds in times.items():
-        words.append(f"{method} {seconds * 1e3:.3g} ms")
-    words += [error for error in refused.values() if error and len(times) < 2]
+        times["ulysses"] = sum(work) / world * flops / COMPUTE_FLOPS + bytes_ulysses / NVLINK_BYTES
+    words = [f"{method} {seconds * 1e3:.3g} ms" for method, seconds in times.items()]
+    words += [refused] if refused else []
     method = min(times, key=times.__getitem__)
-    if method == "gather" and most * per_row > RING_BYTES and not refused["ring"]:
+    if method == "gather" and most * per_row > RING_BYTES:
         method = "ring"
         words.append(f"gathered keys and values would take {most * per_row >> 20} MiB")
     choice = Choice(method, "; ".join(words))

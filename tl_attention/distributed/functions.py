@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from tl_attention.checks.common import check_deterministic, check_fwd, check_options, expect_bool
-from tl_attention.distributed import group as groups
-from tl_attention.distributed.calls import Given, Scores
+from tl_attention.distributed import roll
+from tl_attention.distributed.calls import Given, Scores, Task
 from tl_attention.distributed.choice import METHODS, Sizes, choose, supported
 from tl_attention.distributed.gather import Gather
-from tl_attention.distributed.group import Group, Ranks, agree, ranks_of
+from tl_attention.distributed.group import Group, Ranks, ranks_of
 from tl_attention.distributed.layout import Layout
-from tl_attention.distributed.pieces import CAUSAL, Mask, cumulative
+from tl_attention.distributed.pieces import CAUSAL, Mask, Needs, cumulative
 from tl_attention.distributed.ring import Ring
 from tl_attention.distributed.shards import documents_of, layout_of
 from tl_attention.distributed.ulysses import Ulysses
@@ -54,16 +54,15 @@ def attention(
 ) -> Output:
     """Attention of a sequence that the ranks of a group hold together. Results and gradients are those of one GPU.
 
-    All ranks call it, with equal options, and run its backward or not alike. Ranks compare their arguments at the first call with new ones,
-    which waits for the GPU; other calls do not. A group of one rank makes the call of flash_attn_func or flash_attn_varlen_func.
+    All ranks call it, with equal options, and run its backward or not alike; roll.py compares their calls, and waits for no GPU. A group
+    of one rank makes the call of flash_attn_func or flash_attn_varlen_func.
 
     Args:
         q: [batch, rows, heads, head_dim], bfloat16 or float16: the tokens of this rank, as shard() gives them; with cu_seqlens
             [rows, heads, head_dim].
         k, v: as q, with heads_kv heads and, for v, head_dim_v columns; the same tokens as q.
         group: a ProcessGroup; a DeviceMesh of one dimension; None: all processes, or this one where torch.distributed is not initialized.
-        dropout_p: needs method "ulysses". Without rng_state the first rank draws the state for all.
-        alibi_slopes: method "gather" needs a mask that hides the keys after the query; "ring" does not take slopes.
+        dropout_p: the mask is that of one GPU. Without rng_state the first rank draws the state for all.
         learnable_sink: its gradient is the share of this rank's queries. As with other parameters, the sum over the ranks is the whole.
         cu_seqlens: [documents + 1], cumulative lengths of all documents on all ranks, on the CPU: a tensor or a list. A document may be
             empty, and end at any token.
@@ -176,11 +175,13 @@ class Prepared(NamedTuple):
     Args:
         packed: q, k, v are [rows, heads, head_dim].
         training: a result has to be differentiable.
+        known: the arguments on which the ranks agree.
     """
 
     method: Method
     packed: bool
     training: bool
+    known: roll.Known
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given
@@ -201,6 +202,7 @@ class Prepared(NamedTuple):
         given: Given,
     ) -> tuple[torch.Tensor | None, ...]:
         """(dq, dk, dv, dsink)."""
+        self.known.enter(backward=True)
         if not self.packed:
             return self.method.backward(dout, dlse, out, saved, given)
         dout, dlse, out = (None if x is None else x[None] for x in (dout, dlse, out))
@@ -221,10 +223,11 @@ def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, a
         found = of_group.get(key)
     except Exception:  # an argument is not what it should be: the checks name it
         key = found = None
-    if found is not None and not groups.ALWAYS:
+    if found is not None and not roll.ALWAYS:
+        found.known.enter()
         return found
-    agree(ranks, lambda: _checked(q, k, v, ranks, asked))
-    found = _prepare(q, k, v, ranks, asked)
+    known = roll.roll_of(ranks).agree(lambda: _checked(q, k, v, ranks, asked))
+    found = _prepare(q, k, v, ranks, asked, known)
     if key is not None:
         if len(of_group) >= MAX_PREPARED:
             of_group.clear()
@@ -232,45 +235,38 @@ def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, a
     return found
 
 
-def _prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, asked: Asked) -> Prepared:
+def _prepare(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, asked: Asked, known: roll.Known
+) -> Prepared:
     layout, documents = _placement(q, ranks, asked)
     packed = asked.cu_seqlens is not None
     causal, window = canonical_window(asked.causal, asked.window_size)
     mask = Mask(documents, CAUSAL if causal else window)
     method, training = asked.method, _trains(q, k, v, asked.learnable_sink)
     if method == "auto":
-        method = choose(layout, mask, _sizes(q, k, v, asked, training)).method
+        method = choose(layout, mask, _sizes(q, k, v, training)).method
     scores = Scores(
         scale_of(q, asked.softmax_scale),
         float(asked.softcap),
         asked.deterministic,
         float(asked.dropout_p),
         packed,
+        Needs(asked.alibi_slopes is not None, asked.dropout_p > 0),
     )
     if packed:
         q, k, v = q[None], k[None], v[None]
-    method = CLASSES[method](layout, mask, ranks, scores, q, k, v, asked.return_attn_probs)
-    return Prepared(method, packed, training)
+    method = CLASSES[method](Task(layout, mask, ranks, scores, asked.return_attn_probs), q, k, v)
+    return Prepared(method, packed, training, known)
 
 
 def _trains(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked, training: bool) -> Sizes:
+def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, training: bool) -> Sizes:
     batch = len(q) if q.ndim == 4 else 1
     heads, heads_kv, head_dim, head_dim_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
-    return Sizes(
-        batch,
-        heads,
-        heads_kv,
-        head_dim,
-        head_dim_v,
-        q.element_size(),
-        training,
-        asked.dropout_p > 0,
-        asked.alibi_slopes is not None,
-    )
+    return Sizes(batch, heads, heads_kv, head_dim, head_dim_v, q.element_size(), training)
 
 
 def _placement(q: torch.Tensor, ranks: Ranks, asked: Asked) -> tuple[Layout, tuple[int, ...]]:
@@ -323,12 +319,8 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, as
     _check_placement(q, ranks, asked)
     layout, bounds = _placement(q, ranks, asked)
     is_causal, window = canonical_window(asked.causal, asked.window_size)
-    mask = Mask(bounds, CAUSAL if is_causal else window)
     training = _trains(q, k, v, sink)
-    sizes = _sizes(q, k, v, asked, training)
-    if asked.method == "auto":
-        choose(layout, mask, sizes)
-    elif refused := supported(asked.method, sizes, ranks.world, mask):
+    if refused := supported(asked.method, _sizes(q, k, v, training), ranks.world):
         raise NotImplementedError(refused)
     return {
         "q": (*q.shape[:-3], *q.shape[-2:], str(q.dtype)),

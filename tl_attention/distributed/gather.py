@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from tl_attention.distributed.calls import Attend, Given, Gradients, Scores
-from tl_attention.distributed.group import Exchange, Part, Ranks, Rows, by_rows
+from tl_attention.distributed.calls import Attend, Given, Gradients, Task
+from tl_attention.distributed.group import Exchange, Part, Rows, by_rows
 from tl_attention.distributed.layout import Layout, Range, Segment, joined
-from tl_attention.distributed.pieces import Call, Mask, calls_of
+from tl_attention.distributed.pieces import NOTHING, Call, Mask, Needs, calls_of
 
 # Gathered keys and values are kept for the backward if they take at most so many bytes, or no more than q and out, which are kept, too.
 # Larger ones are gathered a second time
@@ -83,7 +83,7 @@ def needed_keys(layout: Layout, rank: int, mask: Mask) -> tuple[Range, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def gather_plan(layout: Layout, rank: int, mask: Mask) -> GatherPlan:
+def gather_plan(layout: Layout, rank: int, mask: Mask, needs: Needs = NOTHING) -> GatherPlan:
     """The plan of a rank."""
     own = layout.of_rank(rank)
     needed = [needed_keys(layout, other, mask) for other in range(layout.world)]
@@ -118,7 +118,14 @@ def gather_plan(layout: Layout, rank: int, mask: Mask) -> GatherPlan:
     silent = all(size == layout.rows(other) for other, size in enumerate(sizes))
     share = layout.total // layout.world
     return GatherPlan(
-        tuple(sends), receives, buffer, tuple(calls_of(pieces)), rows, max(sizes), share, silent
+        tuple(sends),
+        receives,
+        buffer,
+        tuple(calls_of(pieces, mask.window, needs)),
+        rows,
+        max(sizes),
+        share,
+        silent,
     )
 
 
@@ -133,29 +140,19 @@ def _rows_in(segments: tuple[Segment, ...], part: Range) -> list[Range]:
 
 
 class Gather:
-    """The method for one layout, mask and set of options, on tensors of these sizes.
+    """The method for one task, on tensors of these sizes.
 
     Args:
         q, k, v: [batch, rows, heads, columns] of the shard, for their metadata.
-        returns_lse: a call returns the log-sum-exp, too.
     """
 
     needs_out = True  # in the backward
 
-    def __init__(
-        self,
-        layout: Layout,
-        mask: Mask,
-        ranks: Ranks,
-        scores: Scores,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        returns_lse: bool,
-    ):
-        plan = gather_plan(layout, ranks.rank, mask)
-        self._plan, self._returns_lse = plan, returns_lse
-        self._attends = [Attend(call, scores, q.device) for call in plan.calls]
+    def __init__(self, task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+        layout, mask, ranks, scores, self._returns_lse = task
+        plan = gather_plan(layout, ranks.rank, mask, scores.needs)
+        self._plan = plan
+        self._attends = [Attend(call, scores, q) for call in plan.calls]
         self._lse = len(q), q.shape[2], q.shape[1]
         self._rows = [Rows.of(x) for x in (k, v)]
         widths = [rows.width for rows in self._rows]

@@ -1,11 +1,10 @@
-"""Process groups: the ranks of a call, messages between them, and the check that they agree."""
+"""Process groups: the ranks of a call, and messages between them."""
 
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -194,56 +193,3 @@ _BESIDE, _IN_LINE = _options(True), _options(False)
 def _runs(parts: Sequence[Part]) -> list[list[Part]]:
     """Parts by their ranks."""
     return [list(run) for _, run in itertools.groupby(parts, key=lambda part: part.peer)]
-
-
-# Arguments that the ranks of a group have agreed on
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set] = weakref.WeakKeyDictionary()
-MAX_AGREED = 4096  # then forgotten, on all ranks at the same call
-# For debugging: compare at every call
-ALWAYS = os.environ.get("TL_ATTENTION_CHECK_RANKS") == "1"
-
-
-def agree(ranks: Ranks, check: Callable[[], dict[str, Hashable]]) -> None:
-    """Run the checks of a call, and compare its arguments with those of the other ranks unless they agreed on the same ones before.
-
-    Comparing waits for the GPU.
-
-    Args:
-        check: returns arguments by name that must be equal on all ranks; raises for wrong ones.
-    Raises:
-        The error of check(), on its rank. ValueError: the ranks disagree, or another rank raised; on all ranks.
-    """
-    error, arguments = None, {}
-    try:
-        arguments = check()
-    except Exception as found:
-        error = found
-    known, asked = _agreed.setdefault(ranks.group, set()), tuple(arguments.values())
-    if asked in known and not ALWAYS:
-        return
-    of_all: list = [None] * ranks.world
-    mine = arguments if error is None else f"{type(error).__name__}: {error}"
-    dist.all_gather_object(of_all, mine, ranks.group)
-    if error is not None:
-        raise error
-    for rank, other in enumerate(of_all):
-        if isinstance(other, str):
-            raise ValueError(f"group: rank {rank} refused its arguments with {other}")
-    for name in arguments:
-        values: dict[str, list[int]] = {}
-        for rank, other in enumerate(of_all):
-            values.setdefault(repr(other[name]), []).append(rank)
-        if len(values) > 1:
-            words = "; ".join(
-                f"{_short(value)} on {'ranks' if len(who) > 1 else 'rank'} {', '.join(map(str, who[:8]))}"
-                f"{', ...' if len(who) > 8 else ''}"
-                for value, who in values.items()
-            )
-            raise ValueError(f"{name}: expected the same on all ranks of the group, got {words}")
-    if len(known) >= MAX_AGREED:
-        known.clear()
-    known.add(asked)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -1,8 +1,8 @@
 """Method "ring": at step t a rank attends to the shard of the t-th rank before it, while the next shard is on its way.
 
-A rank holds two shards of keys at a time, whatever the number of ranks. Partial results are merged in fp32 by their log-sum-exps. In the
-backward the gradients of a shard's keys go home to its owner while the next shard is attended, the last ones beside calls on own keys, and
-are added up there in fp32, in a fixed order. Keys that no query of a rank sees are not sent to it.
+A rank holds two shards of keys at a time, whatever the number of ranks. Each call merges its result with those before it, in fp32 in the
+kernel. In the backward the gradients of a shard's keys go home to its owner while the next shard is attended, the last ones beside calls
+on own keys, and are added up there in fp32, in a fixed order. Keys that no query of a rank sees are not sent to it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from tl_attention.distributed.calls import Attend, Given, Gradients, Scores
-from tl_attention.distributed.group import Arriving, Exchange, Part, Ranks, Rows, by_rows
+from tl_attention.distributed.calls import LN2, Attend, Given, Gradients, Task
+from tl_attention.distributed.group import Arriving, Exchange, Part, Rows, by_rows
 from tl_attention.distributed.layout import Layout, Range
-from tl_attention.distributed.pieces import Call, Mask, calls_of
+from tl_attention.distributed.pieces import NOTHING, Call, Mask, Needs, calls_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class Step:
     target_rows: Range
 
 
-def _needed(layout: Layout, rank: int, source: int, mask: Mask) -> tuple[Range, tuple[Call, ...]]:
+def _needed(
+    layout: Layout, rank: int, source: int, mask: Mask, needs: Needs = NOTHING
+) -> tuple[Range, tuple[Call, ...]]:
     """Rows of the shard of `source` that the queries of a rank see, and the calls on them."""
     pieces = [
         piece.moved(queries.row - queries.start, keys.row - keys.start)
@@ -52,18 +54,18 @@ def _needed(layout: Layout, rank: int, source: int, mask: Mask) -> tuple[Range, 
         return (0, 0), ()
     first = min(piece.k[0] for piece in pieces)
     last = max(piece.k[1] for piece in pieces)
-    return (first, last), tuple(calls_of(piece.moved(0, -first) for piece in pieces))
+    return (first, last), tuple(calls_of((piece.moved(0, -first) for piece in pieces), mask.window, needs))
 
 
 @functools.lru_cache(maxsize=64)
-def ring_plan(layout: Layout, rank: int, mask: Mask) -> tuple[Step, ...]:
+def ring_plan(layout: Layout, rank: int, mask: Mask, needs: Needs = NOTHING) -> tuple[Step, ...]:
     """The steps of a rank; the first has its own keys."""
     world = layout.world
     steps = []
     for shift in range(world):
         source, target = (rank - shift) % world, (rank + shift) % world
         target_rows, _ = _needed(layout, target, rank, mask)
-        steps.append(Step(source, *_needed(layout, rank, source, mask), target, target_rows))
+        steps.append(Step(source, *_needed(layout, rank, source, mask, needs), target, target_rows))
     return tuple(steps)
 
 
@@ -145,28 +147,18 @@ class _Shards:
 
 
 class Ring:
-    """The method for one layout, mask and set of options, on tensors of these sizes.
+    """The method for one task, on tensors of these sizes.
 
     Args:
         q, k, v: [batch, rows, heads, columns] of the shard, for their metadata.
-        returns_lse: a call returns the log-sum-exp, too.
     """
 
     needs_out = True  # in the backward
 
-    def __init__(
-        self,
-        layout: Layout,
-        mask: Mask,
-        ranks: Ranks,
-        scores: Scores,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        returns_lse: bool,
-    ):
-        steps = ring_plan(layout, ranks.rank, mask)
-        self._steps, self._returns_lse = steps, returns_lse
+    def __init__(self, task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+        layout, mask, ranks, scores, self._returns_lse = task
+        steps = ring_plan(layout, ranks.rank, mask, scores.needs)
+        self._steps = steps
         self.rows = [Rows.of(x) for x in (k, v)]
         self.counts = [step.rows[1] - step.rows[0] for step in steps]
         self.there, self._back = [], []
@@ -176,41 +168,32 @@ class Ring:
             self.there.append(Exchange(ranks, mine, theirs, widths))
             self._back.append(Exchange(ranks, theirs, mine, widths))
         self._lse = len(q), q.shape[2], q.shape[1]
-        own, *others = [[Attend(call, scores, q.device) for call in step.calls] for step in steps]
+        own, *others = [[Attend(call, scores, q) for call in step.calls] for step in steps]
         # The backward has calls on own keys while the first keys arrive, and while the last gradients leave. The call on the most own
         # keys comes first: its gradients are the sums that others are added to
         half = (len(own) + 1) // 2
-        self._forward = _placed([own, *others])
+        self._forward = [own, *others]
         self._backward = _placed([own[::-1][:half], *others, own[::-1][half:]])
-
-    @staticmethod
-    def _sums(groups: list[list[Placed]], like: torch.Tensor) -> torch.Tensor | None:
-        """Memory for fp32 sums of more than two results, if there are any."""
-        turns = [turn for group in groups for placed in group for turn in placed.turns]
-        return (
-            torch.empty_like(like, dtype=torch.float32)
-            if any(x.before and not x.last for x in turns)
-            else None
-        )
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given, out: torch.Tensor
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         """Write out; return (lse, tensors for the backward)."""
         shards = _Shards(self, k, v)
-        sums, lse = self._sums(self._forward, out), q.new_empty(self._lse, dtype=torch.float32)
+        total = torch.empty_like(out, dtype=torch.float32)
+        lse = q.new_full(self._lse, -math.inf, dtype=torch.float32)
+        if given.sink is not None:  # a key without value, before all others
+            total.zero_()
+            lse.copy_((given.sink.float() / LN2)[:, None].expand_as(lse))
+        without_sink = given._replace(sink=None)
         for number, group in enumerate(self._forward):
             keys, values = shards.of(number)
-            for placed in group:
-                rows, of_keys = placed.attend.rows, placed.attend.key_rows
+            for attend in group:
+                rows, of_keys = attend.rows, attend.key_rows
                 qkv = q[:, rows], keys[:, of_keys], values[:, of_keys]
-                if placed.is_first:
-                    _, lse[:, :, rows] = placed.attend.forward(*qkv, Given(sink=given.sink), out[:, rows])
-                    continue
-                part, part_lse = placed.attend.forward(*qkv)
-                for turn in placed.turns:
-                    own = part[:, turn.own_rows], part_lse[:, :, turn.own_rows]
-                    _merge(turn, out, lse, sums, *own, given.sink)
+                attend.add(*qkv, without_sink, total[:, rows], lse[:, :, rows])
+        out.copy_(total)
+        lse *= LN2
         return lse.clone() if self._returns_lse else None, [q, k, v, lse]
 
     def backward(
@@ -225,20 +208,23 @@ class Ring:
         q, k, v, lse = saved
         of_queries = torch.zeros_like(out) if dout is None else dout, q, out, lse, dlse
         dq = q.new_empty(q.shape)
-        sums = self._sums(self._backward, dq)
+        turns = [turn for group in self._backward for placed in group for turn in placed.turns]
+        has_sums = any(turn.before and not turn.last for turn in turns)  # of more than two results
+        sums = torch.empty_like(dq, dtype=torch.float32) if has_sums else None
         shards = _Shards(self, k, v)
         first, *others, last = self._backward
         own = shards.of(0)
-        totals = self._differentiate(first, own, of_queries, dq, sums, None)
+        without_sink = given._replace(sink=None)
+        totals = self._differentiate(first, own, of_queries, without_sink, dq, sums, None)
         leaving: list[tuple[Arriving, Step]] = []
         for number, group in enumerate(others, 1):
             keys = shards.of(number)
-            grads = self._differentiate(group, keys, of_queries, dq, sums, None)
+            grads = self._differentiate(group, keys, of_queries, without_sink, dq, sums, None)
             flat = [by_rows(grad.to(k.dtype)) for grad in grads]
             leaving.append((self._back[number - 1].start(*flat), self._steps[number]))
             if len(leaving) > 1:
                 self._arrive(totals, *leaving.pop(0))
-        totals = self._differentiate(last, own, of_queries, dq, sums, totals)
+        totals = self._differentiate(last, own, of_queries, without_sink, dq, sums, totals)
         for one in leaving:
             self._arrive(totals, *one)
         dsink = None if given.sink is None else _sink_gradient(given.sink, of_queries[0], out, lse, dlse)
@@ -249,6 +235,7 @@ class Ring:
         group: list[Placed],
         tensors: list[torch.Tensor],
         of_queries: tuple[torch.Tensor | None, ...],
+        given: Given,
         dq: torch.Tensor,
         sums: torch.Tensor | None,
         totals: list[torch.Tensor] | None,
@@ -264,6 +251,7 @@ class Ring:
                 out[:, rows],
                 lse[:, :, rows],
                 None if dlse is None else dlse[:, :, rows],
+                given,
                 dq[:, rows] if placed.is_first else None,
             )
             for turn in () if placed.is_first else placed.turns:
@@ -285,35 +273,6 @@ class Ring:
             for part in parts:
                 totals[number] = totals[number].float()
                 totals[number][:, first:last] += rows.view(part, last - first)
-
-
-def _merge(
-    turn: Turn,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sums: torch.Tensor | None,
-    part: torch.Tensor,
-    part_lse: torch.Tensor,
-    sink: torch.Tensor | None,
-) -> None:
-    """Add keys, with the result part and part_lse, to out or sums [batch, rows, heads, columns] and lse [batch, heads, rows].
-
-    lse = log(exp(lse_1) + exp(lse_2))    out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
-    """
-    out, lse, sums = out[:, turn.rows], lse[:, :, turn.rows], None if sums is None else sums[:, turn.rows]
-    if not turn.before:
-        lse.fill_(-math.inf)
-        if sink is not None:
-            lse.copy_(sink[:, None].expand_as(lse))
-    total = torch.logaddexp(lse, part_lse)
-    finite = total.masked_fill(total == -math.inf, 0)
-    own, of_part = (torch.exp(x - finite).mT[..., None] for x in (lse, part_lse))
-    lse.copy_(total)
-    if not turn.before:
-        torch.mul(part, of_part, out=out)
-        return
-    scaled = sums.mul_(own) if turn.before == SEVERAL else torch.mul(out, own, out=sums)
-    torch.addcmul(scaled, part, of_part, out=out if turn.last else sums)
 
 
 def _add(turn: Turn, total: torch.Tensor, sums: torch.Tensor | None, part: torch.Tensor) -> None:

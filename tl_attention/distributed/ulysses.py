@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from tl_attention.distributed.calls import Attend, Given, Gradients, Scores
+from tl_attention.distributed.calls import Attend, Given, Gradients, Task
 from tl_attention.distributed.group import Exchange, Part, Ranks, by_rows, exchange
 from tl_attention.distributed.layout import Layout, Range
-from tl_attention.distributed.pieces import Call, Mask, calls_of
+from tl_attention.distributed.pieces import Call, Mask, calls_of, spread
 
 
 class Heads(NamedTuple):
@@ -129,27 +129,17 @@ class Crossing:
 
 
 class Ulysses:
-    """The method for one layout, mask and set of options, on tensors of these sizes.
+    """The method for one task, on tensors of these sizes.
 
     Args:
         q, k, v: [batch, rows, heads, columns] of the shard, for their metadata.
-        returns_lse: a call returns the log-sum-exp, too.
     """
 
     needs_out = False  # in the backward, which has that of own heads
 
-    def __init__(
-        self,
-        layout: Layout,
-        mask: Mask,
-        ranks: Ranks,
-        scores: Scores,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        returns_lse: bool,
-    ):
-        self._returns_lse, self._sizes = returns_lse, (len(q), layout.total)
+    def __init__(self, task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+        layout, mask, ranks, scores, self._returns_lse = task
+        self._sizes = len(q), layout.total
         heads, batch = heads_of_ranks(q.shape[2], k.shape[2], ranks.world), len(q)
         self._heads = slice(*heads.q[ranks.rank])
         qkv = [Side(heads.q, q.shape[3]), Side(heads.kv, k.shape[3]), Side(heads.kv, v.shape[3])]
@@ -161,8 +151,9 @@ class Ulysses:
             scores = scores._replace(packed=True)
             calls = [_call_with_dropout(mask, batch, ranks)]
         else:
-            calls = calls_of(mask.pieces((0, layout.total), (0, layout.total)))
-        self._attends = [Attend(call, scores, q.device) for call in calls if layout.total]
+            pieces = mask.pieces((0, layout.total), (0, layout.total))
+            calls = calls_of(pieces, mask.window)
+        self._attends = [Attend(call, scores, q) for call in calls if layout.total]
 
     def _given(self, given: Given) -> Given:
         """Options of the own heads."""
@@ -232,7 +223,8 @@ def _call_with_dropout(mask: Mask, batch: int, ranks: Ranks) -> Call:
     i * world + rank here, among empty ones.
     """
     lengths = [stop - start for start, stop in pairwise(mask.documents)] * batch
-    spread = [0] * (len(lengths) * ranks.world)
-    spread[ranks.rank :: ranks.world] = lengths
-    rows, documents = (0, sum(lengths)), (number // ranks.world for number in range(len(spread)))
-    return Call(rows, rows, mask.window, tuple(spread), tuple(spread), tuple(documents))
+    count = len(lengths) * ranks.world
+    numbers = range(ranks.rank, count, ranks.world)
+    all_lengths, rows = spread(count, numbers, lengths), (0, sum(lengths))
+    documents = tuple(number // ranks.world for number in range(count))
+    return Call(rows, rows, mask.window, all_lengths, all_lengths, documents)

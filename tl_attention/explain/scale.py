@@ -4,7 +4,7 @@ A rank's kernels are those of one GPU on the shapes that the method gives it. Li
 kernels do not hide:
 
     gather    all of it: the rank whose two chunks touch needs all keys before its one call, and its key gradients leave after it
-    ring      per step what exceeds the kernels of the step; partial results are merged in fp32, by memory bandwidth
+    ring      per step what exceeds the kernels of the step; results are merged in fp32, by memory bandwidth
     ulysses   all of it: nothing can start before the heads are there
 
 The zigzag layout gives all ranks the same work under a causal mask.
@@ -16,6 +16,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from tl_attention.distributed.choice import (
+    NVLINK_BYTES,
     RING_BYTES,
     Sizes,
     gather_bytes,
@@ -50,15 +51,15 @@ class Link:
 
 LINKS = {
     "nvlink": Link(
-        # All-to-all between two H200s (2026-11-22): 55 us for 8 MiB, 261 for 64, 478 for 128
-        "NVLink 4: 450 GB/s per GPU and direction, of which 285 are reached between two H200s",
-        2.85e11,
+        f"NVLink 4: 450 GB/s per GPU and direction, of which {NVLINK_BYTES / 1e9:.0f} are reached between two H200s",
+        NVLINK_BYTES,
         25e-6,
     ),
     "ib": Link("InfiniBand NDR: 400 Gb/s per GPU, of which 45 GB/s are assumed to be reached", 4.5e10, 40e-6),
 }
-# Bytes of memory per element of an fp32 sum and a bf16 part that is added to it; a merge also scales the sum, in a kernel of its own
-MERGE_BYTES, ADD_BYTES = 18, 10
+# Bytes of memory per element: of an fp32 result that the kernel merges its own with, of its conversion to bf16 in the end; of an fp32 sum
+# and a bf16 gradient that is added to it
+MERGE_BYTES, CONVERT_BYTES, ADD_BYTES = 8, 6, 10
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,8 @@ def _ring(shape: Shape, ranks: int, link: Link, dtype: str, gpu: Gpu) -> Scaled:
     queries = own * (0.5 if shape.causal else 1)
     bandwidth = 1e12 * gpu.tb_s * model.HBM_SHARE
     columns = shape.batch * shape.heads_q
-    merge = steps * queries * columns * shape.head_dim_v * MERGE_BYTES / bandwidth
+    merged = steps * queries * MERGE_BYTES + own * CONVERT_BYTES
+    merge = merged * columns * shape.head_dim_v / bandwidth
     add = (
         steps * (queries * columns * shape.head_dim * ADD_BYTES + own * _bytes_per_row(sizes) * 5) / bandwidth
     )

@@ -114,6 +114,7 @@ class Dropout:
         name: str = "dropout",
     ):
         self.on, self.options, self.rows_are_keys = problem.has("dropout"), options, rows_are_keys
+        self.placed = problem.has("placed")
         self.template = f"<{str(rows_are_keys).lower()}, {cols}>"
         self.k0, self.k1, self.offset = (T.alloc_var("int32", init=0) if self.on else None for _ in range(3))
         self.keeps = T.alloc_local([-(-cols // 64)], "uint32") if self.on else None  # one bit per element
@@ -138,6 +139,7 @@ class Dropout:
     def draw(self, stream, query, key):
         """Draw the bits of the tile that begins at this query and key, multiples of 16. stream: batch index * heads + head."""
         if self.on:
+            query, key, stream = self.position(query, key, stream)
             T.evaluate(
                 T.call_extern(
                     "handle",
@@ -152,6 +154,16 @@ class Dropout:
                     self.options.drop_below,
                 )
             )
+
+    def position(self, query: Any, key: Any, stream: Any) -> tuple:
+        """Query, key and stream of one GPU's call on the whole sequences."""
+        if not self.placed:
+            return query, key, stream
+        place = self.options.Table.data
+        first_query, first_key, first_stream = (
+            T.call_extern("int32", "tl_attention_random_state", place, i) for i in (0, 1, 3)
+        )
+        return query + first_query, key + first_key, stream + first_stream
 
     @property
     def scale(self) -> Any:

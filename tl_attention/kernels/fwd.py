@@ -33,20 +33,11 @@ from tl_attention.kernels.pipeline import (
     wait_for_stores,
 )
 from tl_attention.kernels.products import CHUNK, add_product, alloc_further_parts, multiply, split_parts
+from tl_attention.kernels.results import results_of
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder, TileStream
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
-from tl_attention.kernels.tiles import (
-    DensePartTiles,
-    DenseTiles,
-    PackedPartTiles,
-    PackedTiles,
-    PagedPartTiles,
-    PagedTiles,
-    SharedTiles,
-    result_argument,
-    rows_argument,
-)
+from tl_attention.kernels.tiles import SharedTiles, rows_argument
 from tl_attention.kernels.traced import alloc_staged, traced_arguments
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
@@ -69,6 +60,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     config.split: `splits` CTAs share a tile; each attends to its share of the key blocks and writes a part of O and Lse, which
         fwd_combine.py merges: O [splits, batch, heads, seqlen_q, head_dim_v], Lse [splits, batch, heads, seqlen_q], fp32 and base 2;
         varlen: see tiles.PackedPartTiles. An empty share has O = 0, Lse = -inf.
+    added: O is fp32 and holds with Lse the result of other keys, with which the kernel merges its own: see results.add_stored.
     config.page_rows: keys are in pages, whose sizes are multiples of it: see tiles.PagedKeys; the fields of pages.CachePages follow.
     """
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
@@ -80,7 +72,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     if persistent:
         registers = PERSISTENT_REGISTERS.get(config.warpgroups)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
-    O_from_registers = split or problem.is_fp32
+    O_from_registers = split or problem.dtype_of("o") == "float32"
     # O leaves through the shared memory of its queries
     O_in_Q = head_dim == head_dim_v and not O_from_registers
     two_producers = config.page_rows > 0  # a load takes more instructions than one warp has time for
@@ -93,16 +85,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     q_view = rows_argument(problem, "q", batch, seqlen_q, heads, columns_qk)
     k_view = rows_argument(problem, "k", batch, seqlen_k, heads_kv, columns_qk)
     v_view = rows_argument(problem, "v", batch, seqlen_k, heads_kv, columns_v)
-    if split:
-        Tiles = PagedPartTiles if config.page_rows else PackedPartTiles if varlen else DensePartTiles
-        splits = T.dynamic("splits")
-        o_view = T.Tensor([splits, batch, heads, seqlen_q, head_dim_v], "float32")
-        lse_view = T.Tensor([splits, batch, heads, seqlen_q], "float32")
-    else:
-        Tiles = PagedTiles if config.page_rows else PackedTiles if varlen else DenseTiles
-        splits = None
-        o_view = result_argument(problem, "o", batch, seqlen_q, heads, columns_v)
-        lse_view = T.Tensor([heads, seqlen_q] if varlen else [batch, heads, seqlen_q], "float32")
+    results = results_of(problem, config, batch, heads, seqlen_q, columns_v)
+    splits, o_view, lse_view = results.splits, results.O, results.Lse
     tickets_view = T.Tensor([2], "int32")
     extra = option_arguments(problem)
     paged = page_arguments(config.page_rows > 0)
@@ -370,8 +354,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 wait_for_stores(read=False)
         query = tile.m_block * block_M + 64 * w
         if O_from_registers:
-            for n in indices(O_chunks):
-                tiles.store_o(O_chunks[n], tile, query, n * CHUNK)
+            tiles.store_result(O_chunks, lse, tile, query)
         elif O_in_Q:
             T.copy(acc_o, shared.Q[q_step])
             T.fence_proxy_async()
@@ -488,7 +471,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             )
             pages = CachePages(PageTable, page_size, num_pages, page_stride_k, page_stride_v)
             loads = paged_loads(problem, config, K, V, pages)
-            tiles = Tiles(Q, K, V, O, Lse, head_dim, head_dim_v, parts, *loads)
+            tiles = results.Tiles(Q, K, V, O, Lse, head_dim, head_dim_v, parts, *loads)
             roles.run(
                 lambda: produce(first_tile, order, ctas, Tickets, tiles, shared, options),
                 lambda w: consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options),

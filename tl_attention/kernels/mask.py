@@ -1,6 +1,7 @@
 """Masks, and the blocks of keys or queries that they leave to compute.
 
-The diagonal of a query is the key query + seqlen_k - seqlen_q (bottom-right alignment). A query sees all keys; or, causal, the
+The diagonal of a query is the key query + seqlen_k - seqlen_q (bottom-right alignment), or where the problem says placed the key at its own
+position. A query sees all keys; or, causal, the
 keys up to its diagonal; or, with a window (left, right), the keys from diagonal - left to diagonal + right.
 """
 
@@ -23,6 +24,7 @@ class Mask:
     Args:
         window: (left, right), runtime values; None without a window.
         may_be_empty: a sequence may have no query.
+        place: (key on the diagonal of the first query, keys that no query sees from the first on), runtime values; None: bottom-right.
     """
 
     causal: bool
@@ -30,6 +32,7 @@ class Mask:
     seqlen_k: Any
     window: tuple[Any, Any] | None = None
     may_be_empty: bool = False
+    place: tuple[Any, Any] | None = None
 
     @classmethod
     def of(
@@ -39,15 +42,23 @@ class Mask:
         window = options.window if problem.has("window") else None
         if problem.has("varlen"):
             return cls(problem.causal, tile.len_q[0], tile.len_k[0], window, may_be_empty=True)
-        return cls(problem.causal, seqlen_q, seqlen_k, window)
+        place = None
+        if problem.has("placed"):
+            diagonal = T.alloc_var("int32", init=options.Table[0, 0] - options.Table[0, 1])
+            hidden = T.alloc_var("int32", init=options.Table[0, 2])
+            place = diagonal[0], hidden[0]
+        return cls(problem.causal, seqlen_q, seqlen_k, window, place=place)
 
     def diagonal(self, query: Any) -> Any:
         """Key on the diagonal of the query; it may lie outside the sequence."""
-        return query + self.seqlen_k - self.seqlen_q
+        return query + self.place[0] if self.place is not None else query + self.seqlen_k - self.seqlen_q
 
     def first_key(self, query: Any) -> Any:
         """First key that the query sees, or less than 0; past the last key if it sees none."""
-        return self.diagonal(query) - self.window[0] if self.window is not None else 0
+        if self.window is None:
+            return 0
+        first = self.diagonal(query) - self.window[0]
+        return first if self.place is None else T.max(first, self.place[1])
 
     def last_key(self, query: Any) -> Any:
         """Last key that the query sees; less than 0 if it sees none."""

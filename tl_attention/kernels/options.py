@@ -52,7 +52,7 @@ class OptionArguments:
     Sink: Any  # [heads] fp32
     Rng: Any  # int64 [2]: seed, offset
     drop_below: Any  # of 256: a random byte below it drops the element
-    Table: Any  # varlen: scheduler.TileOrder's table
+    Table: Any  # varlen: scheduler.TileOrder's table; placed: options.Options.place
     traced: TracedArguments | None = None  # of the problem's program
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernels.pages import PagedLoads
-from tl_attention.kernels.products import add_transposed
+from tl_attention.kernels.products import CHUNK, add_transposed
 from tl_attention.kernels.softmax import indices, rows_layout
 from tl_attention.problem import FAR, AttnProblem
 
@@ -133,6 +133,12 @@ class DenseTiles:
         T.copy(lse, self.lse(tile, start, lse.shape[0]), loop_layout=rows_layout())
 
     @T.inline
+    def store_result(self, accs, lse, tile, start):
+        """Store O, tiles side by side, from registers. lse: of the same rows."""
+        for n in indices(accs):
+            self.store_o(accs[n], tile, start, n * CHUNK)
+
+    @T.inline
     def store_o(self, acc_o, tile, start, first_col=0):
         """Store columns of O from registers, where it is fp32."""
         store_rows(self.O, tile.batch, start, self.O.shape[1] - start, tile.head, acc_o, first_col)
@@ -172,10 +178,9 @@ def result_argument(
     problem: AttnProblem, name: str, batch: Any, seqlen: Any, heads: Any, columns: Any
 ) -> Any:
     """Tensor argument of O or dQ, as rows_argument; in fp32 [batch, seqlen, heads, columns <= width] or [1, total, heads, columns]."""
-    if (
-        problem.is_fp32
-    ):  # leaves from registers, which needs no view for TMA, and Q and V have the columns of all their parts
-        return strided(name, [batch, seqlen, heads, T.dynamic(f"columns_{name}")], problem.dtype_of(name))
+    if problem.dtype_of(name) == "float32":
+        # Leaves from registers, which needs no view for TMA, and Q and V have the columns of all their parts
+        return strided(name, [batch, seqlen, heads, T.dynamic(f"columns_{name}")], "float32")
     return rows_argument(problem, name, batch, seqlen, heads, columns)
 
 

@@ -140,7 +140,7 @@ def find_config(key: tuple, direction: str, config: Config | None) -> tuple[Attn
     source = "explicit"
     if config is None:
         gpu = torch.cuda.get_device_name(device)
-        config, source = configs.pick_config(problem, bucket, gpu, direction)
+        config, source = configs.pick_config(problem.served_as, bucket, gpu, direction)
     else:
         check_config(problem, config, legality.is_legal(problem, config, direction))
     if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
@@ -155,7 +155,9 @@ def build_ahead(key: tuple, direction: str, purpose: str) -> None:
     # A kernel that cannot be built is an error of the call that needs it, which may never come
     with contextlib.suppress(NotImplementedError, RuntimeError, ValueError, OSError):
         problem = AttnProblem.of(dtype, head_dim, head_dim_v, causal, direction, names, program)
-        config, _ = configs.pick_config(problem, bucket, torch.cuda.get_device_name(device), direction)
+        config, _ = configs.pick_config(
+            problem.served_as, bucket, torch.cuda.get_device_name(device), direction
+        )
         building.build_ahead(config.kernels(problem), purpose)
 
 
@@ -275,5 +277,6 @@ def option_arguments(
         sink = options.sink.float()
     if options.rng_state is not None:
         rng = options.rng_state
-    table = unused_table if table is None else table
+    if table is None:
+        table = unused_table if options.place is None else options.place
     return (*options.bounds, options.softcap, slopes, sink, rng, options.drop_below, table)

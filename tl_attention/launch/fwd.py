@@ -41,6 +41,7 @@ from tl_attention.target import sm_count
 
 _kernels: dict[tuple, FwdKernels] = {}
 plan_cache = PlanCache()
+NO_OPTIONS = Options()
 
 
 class FwdKernels(NamedTuple):
@@ -58,6 +59,8 @@ class FwdKernels(NamedTuple):
 def _find_kernels(key: tuple, config: FwdConfig | None, copy_rows: int = 0) -> FwdKernels:
     problem, config = find_config(key, "fwd", config)
     config = replace(config, page_rows=copy_rows)
+    if problem.has("added"):  # a tile that overflows would be added twice
+        config = replace(config, hold_max=False)
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
     compiled = {type(part): kernel for (_, part), kernel in compile_config(problem, config).items()}
     combine, tile_table, parts = (compiled.get(kind) for kind in (FwdCombine, TileTable, PartsConfig))
@@ -98,6 +101,7 @@ class FwdPlan:
         config: replaces the tuned row or default.
         options, traced: those of the first call; later calls may differ in values.
         block_table: [batch, pages per sequence]; k and v are then [pages, page_size, heads_kv, head_dim].
+        added: out and lse hold the result of other keys, see forward().
     """
 
     def __init__(
@@ -112,9 +116,10 @@ class FwdPlan:
         options: Options | None = None,
         block_table: torch.Tensor | None = None,
         traced: Call | None = None,
+        added: bool = False,
     ):
         self.packed = options is not None and options.varlen
-        self.device = q.device.index
+        self.device, self.added = q.device.index, added
         self.out = dense(out.shape, q.dtype)
         self.pages = None
         if block_table is not None:
@@ -143,6 +148,10 @@ class FwdPlan:
             longest_k = options.max_seqlen_k if self.packed else seqlen_k
             bucket = SPLIT_BUCKET if num_splits > 1 else length_bucket(longest_k)
         names = () if options is None else options.names
+        if added:
+            names = *names, "added"
+            bucket = length_bucket(options.max_seqlen_k if self.packed else seqlen_k)
+        self.has_options = bool(names)
         program = None if traced is None else traced.program.forward
         dtype = dtype_name(q.dtype, options)
         key = (dtype, head_dim, head_dim_v, causal, names, program, bucket, self.device)
@@ -154,7 +163,10 @@ class FwdPlan:
         self.dynamic, self.block = config.schedule == "dynamic", (config.block_M, config.block_N)
         self.hold_max = config.hold_max
         self.split = None
-        if parts_kernel is None:
+        if added:
+            self.heads_first = heads_first
+            self.views = ArgumentViews(heads_first, q, k, v, packed=self.packed)
+        elif parts_kernel is None:
             tensors = (q, k, v, out) if self.pages is None else (q, out)
             self.views = ArgumentViews(heads_first, *tensors, packed=self.packed)
         else:  # out is fp32 and leaves from registers, so without the view of packed sequences
@@ -201,12 +213,13 @@ class FwdPlan:
         block_table: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         traced: Call | None = None,
+        lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(out, lse) for tensors with the metadata of the plan; out has the layout of q, or is the one that is passed."""
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
-                return self(q, k, v, softmax_scale, lse_base2, options, block_table, out, traced)
-        out, lse = empty(*self.out) if out is None else out, empty(*self.lse)
+                return self(q, k, v, softmax_scale, lse_base2, options, block_table, out, traced, lse)
+        out, lse = empty(*self.out) if out is None else out, empty(*self.lse) if lse is None else lse
         self.launch(q, k, v, out, lse, softmax_scale, lse_base2, options, block_table, traced)
         return out, lse
 
@@ -231,7 +244,9 @@ class FwdPlan:
         else:
             if self.packed:
                 q, k, v, out = (x[None] for x in (q, k, v, out))
-            if self.split is None:
+            if self.added:
+                qkv, out_view = self.views.of(q, k, v), out.transpose(1, 2) if self.heads_first else out
+            elif self.split is None:
                 *qkv, out_view = self.views.of(q, k, v, out)
             else:
                 parts = self.split(q, k, v)  # alive until the launch
@@ -239,7 +254,8 @@ class FwdPlan:
         tickets = stream_tickets(self.device, self.dynamic)
         unit = 1.0 if lse_base2 else LN2
         arguments = self.arguments
-        if options is not None and options.names:
+        if self.has_options:
+            options = options or NO_OPTIONS
             table = self.tiles.table(options, False, self.step_rows) if self.packed else None
             arguments += option_arguments(options, self.batch, self.heads, self.device, table)
         if self.pages is not None:
@@ -281,6 +297,7 @@ def forward(
     out: torch.Tensor | None = None,
     traced: Call | None = None,
     deterministic: bool = False,
+    lse: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch the forward on tensors that have passed checks/, on a Hopper GPU.
 
@@ -292,6 +309,8 @@ def forward(
             heads_kv, head_dim], never copied, and page i of a sequence holds its keys from i * page_size on.
         out: in the layout of q, with strides and an address that TMA takes; None: allocated, contiguous.
         traced: score_mod and mask_mod; without causal and options.
+        lse: of other keys, in base 2, with their result in out, which is fp32; both get the result of all keys, and may have any strides
+            but the last. out of a row whose lse is -inf may be anything. Without a sink, pages, traced and fp32 tensors.
         deterministic: of a backward that may follow. Where q, k or v requires a gradient, builders of its kernels are started.
     Returns:
         out in the layout of q; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Rows outside the used part of
@@ -302,16 +321,20 @@ def forward(
         key = (*key, traced.program.forward)
     if out is not None:
         key = (*key, out.stride())
+    if lse is not None:
+        key = (*key, lse.stride(), "added")
     if options is not None and options.varlen:
         sms = sm_count(q.device.index)
         keys = key_rows(k, options, block_table)
         key = (*key, splits.packed_splits(options, q.shape[0], keys, q.shape[1], sms))
     plan = plan_cache.plans.get(key) if config is None else None
     if plan is not None:
-        return plan(q, k, v, softmax_scale, lse_base2, options, block_table, out, traced)
+        return plan(q, k, v, softmax_scale, lse_base2, options, block_table, out, traced, lse)
     if has_odd_columns(q, v):
         layout = softmax_scale, causal, lse_base2, heads_first, config, options
         others = {"traced": traced, "deterministic": deterministic}
+        if lse is not None:  # the kernel stores the columns that out has
+            return forward(*pad_columns(q, k, v), *layout, out=out, lse=lse, **others)
         padded, lse = forward(*pad_columns(q, k, v), *layout, **others)
         result = cut_columns(padded, v.shape[-1])
         return result if out is None else out.copy_(result), lse
@@ -331,12 +354,15 @@ def forward(
                 out,
                 traced,
                 deterministic,
+                lse,
             )
     *outer, n1, n2, _ = q.shape
     if out is None:
         out = empty(*dense((*q.shape[:-1], v.shape[-1]), q.dtype))
-    lse = empty(*dense((*outer, n1, n2) if heads_first else (*outer, n2, n1)))
-    if not out.numel():
+    added = lse is not None
+    if not added:
+        lse = empty(*dense((*outer, n1, n2) if heads_first else (*outer, n2, n1)))
+    if not out.numel() or (added and not k.numel()):
         return out, lse
     without_sequences = has_no_sequences(options)
     if not k.numel() or without_sequences or (block_table is not None and not block_table.numel()):
@@ -346,7 +372,7 @@ def forward(
         return out.zero_(), lse
     if q.requires_grad or k.requires_grad or v.requires_grad:
         build_backward_ahead(q, k, v, causal, heads_first, deterministic, options, traced)
-    plan = FwdPlan(q, k, v, out, causal, heads_first, config, options, block_table, traced)
+    plan = FwdPlan(q, k, v, out, causal, heads_first, config, options, block_table, traced, added)
     if config is None:
         plan_cache.keep(key, plan)
     plan.launch(q, k, v, out, lse, softmax_scale, lse_base2, options, block_table, traced)

@@ -27,6 +27,8 @@ class ReferenceOptions:
         sink: [heads_q]; the score of one extra key per query, which has no value. It is neither scaled nor capped.
         keep: bool [batch, heads_q, seqlen_q, seqlen_k]; P -> 0 where it is False.
         dropout_p: the other P are divided by 1 - rounded_dropout(dropout_p) / 256.
+        diagonal: key on the diagonal of the first query; None: seqlen_k - seqlen_q.
+        hidden_keys: keys that no query sees, from the first on.
     """
 
     softcap: float = 0.0
@@ -35,6 +37,8 @@ class ReferenceOptions:
     sink: torch.Tensor | None = None
     keep: torch.Tensor | None = None
     dropout_p: float = 0.0
+    diagonal: int | None = None
+    hidden_keys: int = 0
 
     def __post_init__(self) -> None:
         if self.dropout_p and self.keep is None:
@@ -233,7 +237,13 @@ def rounded_dropout(p: float) -> int:
 
 
 def dropout_keep(
-    rng_state: torch.Tensor, batch: int, heads: int, seqlen_q: int, seqlen_k: int, dropout_p: float
+    rng_state: torch.Tensor,
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    dropout_p: float,
+    first: tuple[int, int, int] = (0, 0, 0),
 ) -> torch.Tensor:
     """Dropout mask: bool [batch, heads, seqlen_q, seqlen_k], True where dropout keeps P, on the device of rng_state.
 
@@ -247,11 +257,17 @@ def dropout_keep(
 
     Args:
         rng_state: int64 [2]: the seed, which is the Philox key, and the offset, whose low half is in every counter.
+        first: row and key, multiples of 16, and batch * heads + head of the first element.
     """
     seed, offset = rng_state
     blocks_q, blocks_k = (-(-seqlen // 16) for seqlen in (seqlen_q, seqlen_k))
     row, key, head = (
-        torch.arange(n, device=rng_state.device) for n in (blocks_q * 4, blocks_k * 4, batch * heads)
+        torch.arange(start, start + n, device=rng_state.device)
+        for start, n in (
+            (first[0] // 4, blocks_q * 4),
+            (first[1] // 4, blocks_k * 4),
+            (first[2], batch * heads),
+        )
     )
     counter = (row[:, None], key, head[:, None, None], offset & LOW_HALF)
     philox_key = (seed & LOW_HALF, (seed >> 32) & LOW_HALF)
@@ -347,11 +363,11 @@ def _chunks(
     (pairs, group, seqlen_q, _), seqlen_k = q.shape, k.shape[2]
     if not pairs * group * seqlen_q or (not seqlen_k and options.sink is None):
         return
-    offset = seqlen_k - seqlen_q
+    offset = seqlen_k - seqlen_q if options.diagonal is None else options.diagonal
     # A row sees row + offset - left <= key <= row + offset + right
+    reach = max(offset + seqlen_q, 0), max(seqlen_k - offset, 0)  # left, right of all rows
     left, right = (
-        size if 0 <= size < most else most
-        for size, most in zip(options.window, (seqlen_k, seqlen_q), strict=True)
+        size if 0 <= size < most else most for size, most in zip(options.window, reach, strict=True)
     )
     right = 0 if causal else right
     slopes, sink = (
@@ -362,7 +378,9 @@ def _chunks(
     keep_scale = 256 / max(1, 256 - rounded_dropout(options.dropout_p))
 
     rows_per_chunk = max(1, min(seqlen_q, MAX_SCORES // max(1, group * seqlen_k)))
-    if (left < seqlen_k or right < seqlen_q) and not all(bool(x.isfinite().all()) for x in multiplied):
+    if ((left, right) != reach or options.hidden_keys) and not all(
+        bool(x.isfinite().all()) for x in multiplied
+    ):
         rows_per_chunk = 1
     pairs_per_chunk = max(1, MAX_SCORES // max(1, group * rows_per_chunk * seqlen_k))
     first = max(0, -offset - right) if sink is None else 0
@@ -371,7 +389,7 @@ def _chunks(
             pair_slice = slice(pair, pair + pairs_per_chunk)
             rows = slice(row, min(row + rows_per_chunk, seqlen_q))
             stop = min(max(0, rows.stop + offset + right), seqlen_k)
-            keys = slice(min(max(0, row + offset - left), stop), stop)
+            keys = slice(min(max(options.hidden_keys, row + offset - left), stop), stop)
             diagonal = torch.arange(row + offset, rows.stop + offset, device=q.device)[:, None]
             key = torch.arange(keys.start, keys.stop, device=q.device)
             chunk = _Chunk(

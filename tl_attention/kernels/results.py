@@ -1,0 +1,131 @@
+"""Results of the forward in global memory: which tiles a problem has, and the merge with the result of other keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.kernel_configs import FwdConfig
+from tl_attention.kernels.softmax import LOWEST, rows_layout
+from tl_attention.kernels.tiles import (
+    DensePartTiles,
+    DenseTiles,
+    PackedPartTiles,
+    PackedTiles,
+    PagedPartTiles,
+    PagedTiles,
+    result_argument,
+    strided,
+)
+from tl_attention.problem import AttnProblem
+
+
+@dataclass(frozen=True)
+class Results:
+    """Class of the tiles of a forward, and the types of its arguments O and Lse. splits: their number; None without a split."""
+
+    Tiles: type[DenseTiles]
+    splits: Any
+    O: Any
+    Lse: Any
+
+
+def results_of(
+    problem: AttnProblem, config: FwdConfig, batch: Any, heads: Any, seqlen_q: Any, columns_v: Any
+) -> Results:
+    """Results of a problem; see fwd.flash_fwd for the layouts."""
+    paged, varlen = config.page_rows > 0, problem.has("varlen")
+    if config.split:
+        Tiles = PagedPartTiles if paged else PackedPartTiles if varlen else DensePartTiles
+        splits = T.dynamic("splits")
+        o_view = T.Tensor([splits, batch, heads, seqlen_q, problem.head_dim_v], "float32")
+        lse_view = T.Tensor([splits, batch, heads, seqlen_q], "float32")
+        return Results(Tiles, splits, o_view, lse_view)
+    o_view = result_argument(problem, "o", batch, seqlen_q, heads, columns_v)
+    lse_shape = [heads, seqlen_q] if varlen else [batch, heads, seqlen_q]
+    if problem.has("added"):
+        return Results(
+            AddedPackedTiles if varlen else AddedTiles, None, o_view, strided("lse", lse_shape, "float32")
+        )
+    Tiles = PagedTiles if paged else PackedTiles if varlen else DenseTiles
+    return Results(Tiles, None, o_view, T.Tensor(lse_shape, "float32"))
+
+
+@T.macro
+def add_stored(acc, lse, O, batch, head, lse_at, first_row, rows_left):
+    """Merge O and Lse of the rows from first_row on, of other keys, into acc and lse, which get the result of all keys.
+
+    Lse = log2(2^lse_1 + 2^lse_2)    O = 2^(lse_1 - Lse) O_1 + 2^(lse_2 - Lse) O_2
+
+    O of a row whose stored Lse is -inf may be anything.
+
+    Args:
+        acc, lse: fp32 [64, columns], [64].
+        O: [batch, seqlen, heads, columns].
+        lse_at: lse_at(row) -> Lse of a row, base 2.
+    """
+    rows, cols = acc.shape
+    stored = T.alloc_fragment([rows], "float32")  # Lse, then the weight of O
+    weight = T.alloc_fragment([rows], "float32")  # of acc
+    peak = T.alloc_fragment([rows], "float32")
+    # Variables: as expressions they kept the layout inference of TileLang 0.1.15 busy for half a minute
+    row = T.alloc_var("int32", init=first_row)
+    last = T.alloc_var("int32", init=first_row + rows_left - 1)
+    for i in T.Parallel(rows, loop_layout=rows_layout()):
+        stored[i] = lse_at(T.min(row + i, last))
+    for i in T.Parallel(rows, loop_layout=rows_layout()):
+        peak[i] = T.max(T.max(stored[i], lse[i]), LOWEST)
+        weight[i] = T.log2(T.exp2(stored[i] - peak[i]) + T.exp2(lse[i] - peak[i])) + peak[i]
+        peak[i] = T.max(weight[i], LOWEST)
+        stored[i] = T.exp2(stored[i] - peak[i])
+    for i in T.Parallel(rows, loop_layout=rows_layout()):
+        peak[i] = T.exp2(lse[i] - peak[i])
+        lse[i] = weight[i]
+    for i, j in T.Parallel(rows, cols):
+        acc[i, j] *= peak[i]
+    for i, j in T.Parallel(rows, cols):
+        if (stored[i] > 0) & (j < O.shape[3]):
+            acc[i, j] += stored[i] * O[batch, T.min(row + i, last), head, j]
+
+
+@dataclass(frozen=True)
+class AddedTiles(DenseTiles):
+    """DenseTiles whose O, fp32, and Lse hold the result of other keys."""
+
+    @T.inline
+    def store_result(self, accs, lse, tile, start):
+        rows_left = self.O.shape[1] - start
+        add_stored(
+            accs[0],
+            lse,
+            self.O,
+            tile.batch,
+            tile.head,
+            lambda row: self.Lse[tile.batch, tile.head, row],
+            start,
+            rows_left,
+        )
+        self.store_o(accs[0], tile, start)
+
+
+@dataclass(frozen=True)
+class AddedPackedTiles(PackedTiles):
+    """PackedTiles whose O [1, total_q, heads, columns], fp32, and Lse [heads, total_q] hold the result of other keys."""
+
+    @T.inline
+    def store_result(self, accs, lse, tile, start):
+        first_row = tile.end_q[0] - tile.len_q[0] + start
+        rows_left = tile.len_q[0] - start
+        add_stored(
+            accs[0],
+            lse,
+            self.O,
+            0,
+            tile.head,
+            lambda row: self.Lse[tile.head, row],
+            first_row,
+            rows_left,
+        )
+        self.store_o(accs[0], tile, start)

@@ -82,7 +82,7 @@ def test_bench_shape_with_options_round_trip(shape: Shape) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("1,2,2,8,8,64,causal,fast", "expected options of window=.., .*ragged, got 'fast'"),
+        ("1,2,2,8,8,64,causal,fast", "expected options of window=.., .*ragged, function=.., got 'fast'"),
         ("1,2,2,8,8,64,causal,window", "got 'window'"),
         ("1,2,2,8,8,64,causal,window=-1", "got 'window=-1'"),
         ("1,2,2,8,8,64,causal,sink=1", "got 'sink=1'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -342,7 +343,7 @@ def test_configs_of_block_masks_divide_their_blocks(width, whole):
             config, _ = configs.pick_config(problem, bucket, "NVIDIA H200", direction)
             assert legality.is_legal(problem, config, direction) is None
     fault = legality.is_legal(problem, configs.pick_config(problem.plain, "long", "NVIDIA H200", "bwd")[0])
-    assert fault is None or "block" in fault or "registers" in fault
+    assert fault is None or re.search("block|registers|schedule", fault)
 
 
 # Kernels

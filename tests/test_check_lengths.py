@@ -137,7 +137,7 @@ def test_environment_variable_checks_every_call(monkeypatch):
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False), ("", False)])
 def test_environment_variable_is_read_at_import(value, expected):
-    code = "from tl_attention import checks_lengths; print(checks_lengths.ALWAYS)"
+    code = "from tl_attention.checks import lengths; print(lengths.ALWAYS)"
     environment = os.environ | {"TL_ATTENTION_CHECK_LENGTHS": value}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout.strip() == str(expected), done.stderr

@@ -314,7 +314,7 @@ def test_schemas_of_the_ops():
         "float softmax_scale, bool causal, bool lse_base2, bool heads_first, bool deterministic, SymInt[] window=[-1, -1],"
         " float softcap=0., float dropout_p=0., SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, SymInt num_splits=0, SymInt parts=0,"
         " Tensor? rng_state=None, Tensor? alibi_slopes=None, Tensor? sink=None, Tensor? cu_seqlens_q=None,"
-        " Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None"
+        " Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, Tensor? place=None"
     )
     forward = f"tl_attention::fwd(Tensor q, Tensor k, Tensor v, {options}) -> (Tensor, Tensor)"
     assert str(torch.ops.tl_attention.fwd.default._schema) == forward

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tl_attention import reference
 from tl_attention.reference import (
+    attention,
     attention_backward_reference,
     attention_reference,
     dropout_keep,
@@ -135,7 +135,7 @@ def test_options_match_autograd_of_the_naive_formula(batch, heads, seqlens, widt
     *expected, grads = differentiated((q, k, v, ours["sink"]), dout, dlse, chosen["lse_base2"], compute)
     how = (0.8, chosen["causal"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "MAX_SCORES", max_scores)
+        patch.setattr(attention, "MAX_SCORES", max_scores)
         actual = attention_reference(q, k, v, *how, dtype=torch.float64, **theirs)
         torch.testing.assert_close(actual, tuple(expected))
         actual = attention_backward_reference(dout, q, k, v, *how, dtype=torch.float64, dlse=dlse, **theirs)

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tl_attention import reference
-from tl_attention.reference import attention_backward_reference, attention_reference
+from tl_attention.reference import attention, attention_backward_reference, attention_reference
 
 # batch, heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, causal
 CASES = {
@@ -183,7 +182,7 @@ def test_reference_infinite_values_stay_infinite():
 def test_reference_does_not_depend_on_its_chunks(max_scores, monkeypatch):
     q, k, v = draw(2, 4, 2, 9, 7, 4, 4)
     expected = exact(q, k, v, causal=True)
-    monkeypatch.setattr(reference, "MAX_SCORES", max_scores)
+    monkeypatch.setattr(attention, "MAX_SCORES", max_scores)
     torch.testing.assert_close(exact(q, k, v, causal=True), expected)
 
 
@@ -275,7 +274,7 @@ def test_backward_does_not_depend_on_its_chunks(max_scores, monkeypatch):
     q, k, v = draw(2, 4, 2, 9, 7, 4, 4)
     dout, dlse = draw_dout(q, v), draw_dlse(q)
     expected = exact_backward(dout, q, k, v, causal=True, dlse=dlse)
-    monkeypatch.setattr(reference, "MAX_SCORES", max_scores)
+    monkeypatch.setattr(attention, "MAX_SCORES", max_scores)
     torch.testing.assert_close(exact_backward(dout, q, k, v, causal=True, dlse=dlse), expected)
 
 
@@ -316,7 +315,7 @@ def tf32():
 def test_reference_restores_the_matmul_precision(tf32, monkeypatch):
     inside = []
     monkeypatch.setattr(
-        reference, "_forward_of_chunk", lambda *_: inside.append(torch.backends.cuda.matmul.fp32_precision)
+        attention, "_forward_of_chunk", lambda *_: inside.append(torch.backends.cuda.matmul.fp32_precision)
     )
     with pytest.raises(TypeError):
         attention_reference(*draw(1, 1, 1, 2, 2, 4, 4))

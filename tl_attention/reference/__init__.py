@@ -1,7 +1,6 @@
 """Attention in plain PyTorch: the oracle of the tests, and what CPU tensors run."""
 
 from tl_attention.reference.attention import (
-    MAX_SCORES,
     attention_backward_reference,
     attention_reference,
     dropout_keep,
@@ -13,7 +12,6 @@ from tl_attention.reference.attention import (
 )
 
 __all__ = [
-    "MAX_SCORES",
     "attention_backward_reference",
     "attention_reference",
     "dropout_keep",

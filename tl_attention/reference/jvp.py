@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tl_attention.reference import MAX_SCORES, true_fp32
+from tl_attention.reference.attention import MAX_SCORES, true_fp32
 
 
 @torch.no_grad()

@@ -70,6 +70,19 @@ def test_gqa_does_not_change_the_flops_of_a_backward():
         assert kernel.steps == 32 * sum(range(1, 17)) * 2
 
 
+@pytest.mark.parametrize(
+    "text", ["1,32,8,8192,8192,128,causal", "2,48,8,4096,4096,128,full", "1,64,8,8192,8192,64,causal,sink"]
+)
+def test_parts_of_a_key_head_compute_each_query_head_once(text):
+    shape = Shape.parse(text)
+    alone = replace(shape, heads_kv=shape.heads_q)
+    executed = [
+        sum(k.steps * k.flops_per_step for k in work.of_call(x, "bwd", "bfloat16", H200).kernels)
+        for x in (shape, alone)
+    ]
+    assert executed[0] == executed[1]
+
+
 def test_least_bytes_of_decode():
     assert call("4,32,8,1,8192,128,full", DECODE).least_bytes == counts.decode_bytes(
         Shape.parse("4,32,8,1,8192,128,full")
@@ -111,6 +124,8 @@ def test_launch_order_is_longest_first_over_groups_of_heads():
     assert order == ((3, 2), (2, 2), (1, 2), (3, 2), (2, 2), (1, 2))
     assert work.launch_order([[1, 2], [1, 2]], 2, 1, False, False, last=True) == ((1, 1), (2, 1)) * 4
     assert work.launch_order([[1, 3], [2]], 2, 1, True, True, last=True) == ((3, 2), (2, 2), (1, 2))
+    uneven = work.launch_order([[1, 2]], 4, 2, False, True, last=True, shares=(3, 1))
+    assert uneven == ((6, 1), (2, 1), (3, 1), (1, 1)) * 2
 
 
 def test_step_is_as_long_as_its_busiest_unit_and_shorter_than_all():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import operator
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -243,8 +242,8 @@ def _tracer() -> Callable[[Callable | None, Callable | None, bool], Call]:
 
 
 MAX_LISTS = 8  # of one mask, for other batches and heads
-_lists: WeakKeyDictionary[Any, dict[tuple[int, int], tuple[ListsState, int, BlockLists]]] = (
-    WeakKeyDictionary()
+_lists: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], tuple[ListsState, int, BlockLists]]] = (
+    weakref.WeakKeyDictionary()
 )
 
 
@@ -277,28 +276,43 @@ def _listed(call: Call, block_mask: Any, query: torch.Tensor) -> Call:
 
 
 class _MaskState:
-    """All that the mask of a call depends on: its program, its numbers, its tensors, and the changes in place of each."""
+    """All that the mask of a call depends on: its program, its numbers, its tensors, and the changes in place of each.
+
+    It keeps no tensor alive.
+    """
 
     def __init__(self, call: Call):
         self.program = call.program.mask_alone
         self.numbers = [call.numbers[i] for i in self.program.used("number")]
-        self.tensors = [call.tensors[i] for i in self.program.used("load")]
-        self.versions = versions(self.tensors)
+        tensors = [call.tensors[i] for i in self.program.used("load")]
+        self.tensors = [weakref.ref(x) for x in tensors]
+        # A tensor whose .data is replaced has the version of before
+        self.changes = versions(tensors), [x.data_ptr() for x in tensors]
+        self.is_visible = not any(x.is_inference() for x in tensors)
 
     def is_of(self, other: _MaskState) -> bool:
-        same = len(self.tensors) == len(other.tensors) and all(map(operator.is_, self.tensors, other.tensors))
-        return same and all(getattr(self, x) == getattr(other, x) for x in ("program", "numbers", "versions"))
+        """True if the mask of the other state is the same."""
+        pairs = zip(self.tensors, other.tensors, strict=False)
+        same = len(self.tensors) == len(other.tensors) and all(
+            x() is not None and x() is y() for x, y in pairs
+        )
+        return same and all(getattr(self, x) == getattr(other, x) for x in ("program", "numbers", "changes"))
 
 
-_lists_with_bits: WeakKeyDictionary[BlockLists, tuple[_MaskState, BlockLists | None]] = WeakKeyDictionary()
+_lists_with_bits: weakref.WeakKeyDictionary[BlockLists, tuple[_MaskState, BlockLists | None]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _with_bits(call: Call, lists: BlockLists) -> BlockLists | None:
     """Lists with bits for the mask of a call, made at its first call and again after a change of what it captures.
 
-    None where there are too many, and in a CUDA graph capture, which cannot wait for their number, without a call before it.
+    None where there are too many; where the mask captures a tensor of inference mode, whose changes nobody counts; and in a CUDA graph
+    capture, which cannot wait for their number, without a call before it.
     """
     state = _MaskState(call)
+    if not state.is_visible:
+        return None
     kept, with_bits = _lists_with_bits.get(lists, (None, None))
     if kept is not None and kept.is_of(state):
         return with_bits

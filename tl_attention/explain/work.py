@@ -5,6 +5,7 @@ A step is one block of keys (of queries in a backward by keys). Sizes are those 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -154,6 +155,7 @@ def launch_order(
     packed: bool,
     longest_first: bool,
     last: bool,
+    shares: Sequence[int] = (1,),
 ) -> Runs:
     """Tiles as kernels/scheduler.py numbers them.
 
@@ -162,16 +164,21 @@ def launch_order(
         heads: heads per sequence.
         group: heads whose tiles are mixed, longest first.
         last: the last tile of a head is the longest.
+        shares: factors of these steps, one per head in turn; as many as divide `heads`.
     """
     if packed:
         ordered = sorted((steps for one in by_sequence for steps in one), reverse=True)
-        return _runs((steps, heads) for steps in ordered)
+        return _runs((steps * share, heads // len(shares)) for steps in ordered for share in shares)
     if not longest_first:
-        return _runs((steps, 1) for one in by_sequence for _ in range(heads) for steps in one)
+        each = [*shares] * (heads // len(shares))
+        return _runs((steps * share, 1) for one in by_sequence for share in each for steps in one)
     every = heads * len(by_sequence)
     tiles = by_sequence[0][::-1] if last else by_sequence[0]
-    sizes = [min(group, every - first) for first in range(0, every, group)]
-    return _runs((steps, size) for size in sizes for steps in tiles)
+    groups = [range(first, min(first + group, every)) for first in range(0, every, group)]
+    counted = [Counter(shares[head % len(shares)] for head in heads_of) for heads_of in groups]
+    return _runs(
+        (steps * share, n) for counts_of in counted for steps in tiles for share, n in counts_of.items()
+    )
 
 
 def _runs(tiles: Iterable[tuple[int, int]]) -> Runs:
@@ -300,7 +307,7 @@ def _pass_work(shape: Shape, problem: AttnProblem, one: BwdPass, gpu: Gpu) -> tu
     M, N, qk, v = one.block_M, one.block_N, problem.head_dim, problem.head_dim_v
     row, ordered = qk + v, bool(problem.causal or problem.options)
     longest_q, longest_k = (max(lengths) for lengths in zip(*sequences(shape), strict=True))
-    owned, step, parts, per_part = N, M, 1, 1
+    owned, step, parts, per_part, shares = N, M, 1, 1, (1,)
     if one.grads == "dq":
         owned, step, heads, sharing = M, N, shape.heads_q, shape.heads_q // shape.heads_kv
         by_sequence = query_tiles(shape, M, N)
@@ -311,15 +318,15 @@ def _pass_work(shape: Shape, problem: AttnProblem, one: BwdPass, gpu: Gpu) -> tu
         if shape.is_varlen:
             batch, blocks = 1, sum(map(len, by_sequence))
         tiles = batch * shape.heads_kv * blocks
-        parts, per_part = key_parts(
-            tiles, shape.heads_q // shape.heads_kv, *_tile_queries(shape, problem), gpu.sms
-        )
-        by_sequence = [[steps * per_part for steps in one_sequence] for one_sequence in by_sequence]
+        heads_per_kv = shape.heads_q // shape.heads_kv
+        parts, per_part = key_parts(tiles, heads_per_kv, *_tile_queries(shape, problem), gpu.sms)
+        shares = *[per_part] * (parts - 1), heads_per_kv - per_part * (parts - 1)
         heads = shape.heads_kv * parts
         stream = longest_q * per_part * (problem.element_bytes * row + 4 * qk * one.adds_dq)
     blocks = max(map(len, by_sequence))
     group = head_group(heads * shape.batch, sharing, max(stream // per_part, 1), blocks, gpu.sms)
-    tiles = launch_order(by_sequence, heads, group, shape.is_varlen, ordered, last=one.grads == "dq")
+    last = one.grads == "dq"
+    tiles = launch_order(by_sequence, heads, group, shape.is_varlen, ordered, last, shares)
     of_qk, of_v = PRODUCTS[one.grads]
     flops = 2 * (of_qk * qk + of_v * v)
     instructions = DV_INSTRUCTIONS if one.grads == "dv" else BWD_INSTRUCTIONS

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tl_attention.launch.mask_bits import MaskBits, mask_bits
+from tl_attention.launch.mask_bits import MaskBits, is_captured, mask_bits
 from tl_attention.program import (
     BLOCK_BITS,
     HIDE_ALL,
@@ -118,8 +118,8 @@ class BlockLists:
         return self.made[key]
 
     def _keep(self, key: tuple, lists: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Keep lists, except those of a CUDA graph capture, which are empty until the graph is replayed."""
-        if not (self.states.is_cuda and torch.cuda.is_current_stream_capturing()):
+        """Keep lists, except those of a CUDA graph capture."""
+        if not is_captured(self.states):
             self.made[key] = lists
         return lists
 

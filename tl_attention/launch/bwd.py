@@ -143,9 +143,8 @@ class BwdPlan:
             kernels = _find_kernels(key, direction, config)
         self.delta = kernels.delta
         self.split = None
-        if (
-            kernels.parts is not None
-        ):  # dq is fp32 and leaves from registers, so without the view of packed sequences
+        if kernels.parts is not None:
+            # dq is fp32 and leaves from registers, so without the view of packed sequences
             *inputs, out, dq, dk, dv = tensors
             self.split = PartsLaunch(kernels.parts, kernels.problem, heads_first, *inputs)
             self.part_views = ArgumentViews(False, *self.split.empty(), packed=self.packed)

@@ -76,7 +76,8 @@ def bwd_workspace_bytes(
 
     It holds lse and delta of each query; the sums of dq, if a pass adds to them; the parts of dk and dv, where several CTAs
     share the query heads of a key head, and in fp32 with packed sequences. The bf16 parts of fp32 tensors are beside it: see
-    parts_workspace_bytes.
+    parts_workspace_bytes. A launch with a window or packed sequences may have other numbers of CTAs per key head, as it counts the
+    queries that a tile sees.
     """
     rows = batch * heads * -(-seqlen_q // QUERY_ROWS) * QUERY_ROWS
     numbers = 2 * rows
@@ -176,9 +177,8 @@ class KeyPass:
         row_bytes = sizes.element_bytes * sizes.width
         if config.adds_dq:
             row_bytes += 4 * head_dim
-        q_bytes = (
-            sizes.seqlen_q * row_bytes
-        )  # of one head, as the CTAs of a key head go through its query heads side by side
+        # Of one head, as the CTAs of a key head go through its query heads side by side
+        q_bytes = sizes.seqlen_q * row_bytes
         self.dynamic, self.device = config.is_dynamic, sizes.device
         max_ctas = sizes.sms if self.dynamic else MAX_GRID
         counts = tile_counts(batch, heads_kv * parts, 1, q_bytes, keys, config.block_N, sizes.sms, max_ctas)

@@ -362,9 +362,9 @@ def forward(
     added = lse is not None
     if not added:
         lse = empty(*dense((*outer, n1, n2) if heads_first else (*outer, n2, n1)))
-    if not out.numel() or (added and not k.numel()):
-        return out, lse
     without_sequences = has_no_sequences(options)
+    if not out.numel() or (added and (not k.numel() or without_sequences)):
+        return out, lse
     if not k.numel() or without_sequences or (block_table is not None and not block_table.numel()):
         lse.fill_(-math.inf)
         if options is not None and options.sink is not None and not without_sequences:

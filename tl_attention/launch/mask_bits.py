@@ -45,9 +45,18 @@ class MaskBits:
     @property
     def by_keys(self) -> torch.Tensor:
         """The same with keys as rows."""
-        if not self.transposed:
-            self.transposed.append(packed(unpacked(self.blocks).mT))
-        return self.transposed[0].view(-1)
+        if self.transposed:
+            return self.transposed[0].view(-1)
+        parts = self.blocks.split(CHUNK // LISTED_ROWS**2)
+        blocks = torch.cat([packed(unpacked(part).mT) for part in parts])
+        if not is_captured(blocks):
+            self.transposed.append(blocks)
+        return blocks.view(-1)
+
+
+def is_captured(x: torch.Tensor) -> bool:
+    """True for a tensor made in a CUDA graph capture: it is empty until the graph is replayed, so nothing may keep it."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def mask_bits(

@@ -45,9 +45,13 @@ class MaskBits:
     @property
     def by_keys(self) -> torch.Tensor:
         """The same with keys as rows."""
-        if not self.transposed:
-            self.transposed.append(packed(unpacked(self.blocks).mT))
-        return self.transposed[0].view(-1)
+        if self.transposed:
+            return self.transposed[0].view(-1)
+        blocks = packed(unpacked(self.blocks).mT)
+        # What a CUDA graph capture makes is empty until the graph is replayed
+        if not (blocks.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.transposed.append(blocks)
+        return blocks.view(-1)
 
 
 def mask_bits(

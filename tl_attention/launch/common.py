@@ -68,10 +68,10 @@ def options_key(options: Options | None) -> tuple:
     """Part of a plan's key for its options, without the splits of packed sequences."""
     if options is None:
         return ()
-    names = *options.names, options.parts
+    common = *options.names, options.parts, window_keys(options)
     if options.varlen:
-        return *names, options.cu_seqlens_q.shape[0], length_bucket(options.max_seqlen_k)
-    return *names, options.num_splits, window_keys(options)
+        return *common, options.cu_seqlens_q.shape[0], length_bucket(options.max_seqlen_k)
+    return *common, options.num_splits
 
 
 def dtype_name(dtype: torch.dtype, options: Options | None) -> str:

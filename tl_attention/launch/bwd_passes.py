@@ -176,9 +176,8 @@ class KeyPass:
         row_bytes = sizes.element_bytes * sizes.width
         if config.adds_dq:
             row_bytes += 4 * head_dim
-        q_bytes = (
-            sizes.seqlen_q * row_bytes
-        )  # of one head, as the CTAs of a key head go through its query heads side by side
+        # Of one head, as the CTAs of a key head go through its query heads side by side
+        q_bytes = sizes.seqlen_q * row_bytes
         self.dynamic, self.device = config.is_dynamic, sizes.device
         max_ctas = sizes.sms if self.dynamic else MAX_GRID
         counts = tile_counts(batch, heads_kv * parts, 1, q_bytes, keys, config.block_N, sizes.sms, max_ctas)

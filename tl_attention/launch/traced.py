@@ -76,12 +76,10 @@ class Gradients:
         Args:
             x: [batch, heads, seqlen_q, seqlen_k], or transposed.
         """
-        values, index = self.call.program.values, self.call.program.gradients[number].index
+        values, gradient = self.call.program.values, self.call.program.gradients[number]
+        index, dtype = gradient.index, self.call.tensors[gradient.tensor].dtype
         outer = [values[i] for i in index[:-2]]
-        dims, dtype = (
-            {"batch": 0, "head": 1},
-            self.call.tensors[self.call.program.gradients[number].tensor].dtype,
-        )
+        dims = {"batch": 0, "head": 1}
         kept = [dims[value.op] for value in outer if value.op in dims]
         dropped = [dim for dim in (0, 1) if dim not in kept]
         if dropped:

@@ -226,7 +226,6 @@ def test_lists_with_bits_show_the_mask(name, rows, step, of_keys, whole_first):
 
 
 def test_bits_by_keys_of_a_capture_are_not_kept(monkeypatch):
-    """What a CUDA graph capture makes is empty until the graph is replayed."""
     mask = create_block_mask(third, None, None, 300, 300, device="cpu")
     bits = block_lists(mask, 1, HEADS).with_bits(trace(None, third, False)).bits
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)

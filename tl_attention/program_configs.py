@@ -13,8 +13,8 @@ def program_lines(
     """(name, what it serves, fields) of the lines of [programs] for a problem, in the order they are tried; see configs.OptionLine.
 
     A forward has one line per width, and further ones for block masks: with bits alone, and where the tiles of the other do not divide
-    program.LISTED_ROWS. A backward of a program with bits tries lines of its own first. A line of a
-    backward serves problems without other features than those in `serves`.
+    program.LISTED_ROWS. A backward of a program with bits tries lines of its own first. A line of a backward serves problems without
+    other features than those in `serves`.
     """
     width, section = grid["programs"][problem.width], "fwd" if direction == "fwd" else "bwd"
     if direction == "fwd":

@@ -19,7 +19,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func, torch_backend
-from tl_attention.distributed import roll
+from tl_attention.distributed import functions, roll
 from tl_attention.distributed.group import ranks_of
 from tl_attention.testing import numeric
 
@@ -365,9 +365,25 @@ def differ_on_machines() -> dict[str, str]:
         found["causal"] = raised(distributed.attention, x, x, x, group, causal=first)
         found["dtype"] = raised(distributed.attention, x, x if first else x.half(), x, group)
         found["right"] = raised(distributed.attention, x, x, x, group)
+        # All ranks forget the arguments at the same call, and one of them the prepared call, too
+        roll.roll_of(ranks_of(group))._sheets.clear()
+        if first:
+            functions._known[group].clear()
+        found["forgotten"] = raised(distributed.attention, x, x, x, group)
     finally:
         roll.Roll._open = real
     return found
+
+
+def lack_memory() -> str:
+    """Error of the first call of a group whose last rank has no room for a page."""
+    x, group, real = torch.ones(1, 4, 2, 16, dtype=torch.bfloat16), dist.new_group(), roll.PAGE_BYTES
+    if dist.get_rank() == dist.get_world_size() - 1:
+        roll.PAGE_BYTES = 1 << 60
+    try:
+        return raised(distributed.attention, x, x, x, group)
+    finally:
+        roll.PAGE_BYTES = real
 
 
 def lose_a_rank() -> None:

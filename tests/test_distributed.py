@@ -98,9 +98,14 @@ def test_distributed_ranks_that_do_not_wait_find_differences_at_the_next_call(pr
 
 def test_distributed_ranks_without_common_memory_compare_new_calls(processes):
     for found in processes[2].run(cases.differ_on_machines):
-        assert found.pop("right") == "no error"
+        assert found.pop("right") == found.pop("forgotten") == "no error"
         for name, text in found.items():
             assert re.match(EXPECTED[name], text), f"{name}: {text}"
+
+
+def test_distributed_rank_without_room_is_an_error_of_all(processes):
+    for text in processes[2].run(cases.lack_memory):
+        assert re.match("OSError: group: on rank 1 no room for .*; make some, or set TMPDIR$", text), text
 
 
 def test_distributed_call_that_a_rank_does_not_make_ends_with_the_timeout(processes):

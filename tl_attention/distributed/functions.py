@@ -223,10 +223,12 @@ def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, a
         found = of_group.get(key)
     except Exception:  # an argument is not what it should be: the checks name it
         key = found = None
-    if found is not None and not roll.ALWAYS:
+    if found is not None and found.known.is_kept and not roll.ALWAYS:
         found.known.enter()
         return found
     known = roll.roll_of(ranks).agree(lambda: _checked(q, k, v, ranks, asked))
+    if found is not None:
+        return found
     found = _prepare(q, k, v, ranks, asked, known)
     if key is not None:
         if len(of_group) >= MAX_PREPARED:

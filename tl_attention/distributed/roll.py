@@ -107,8 +107,8 @@ def _new_page(token: str) -> tuple[_Page, Path]:
         except OSError:
             path.unlink(missing_ok=True)
     raise OSError(
-        f"group: no room for {PAGE_BYTES} bytes that the ranks of a machine share, in {SHARED_MEMORY} and {tempfile.gettempdir()}; make"
-        " some, or set TMPDIR"
+        f"no room for {PAGE_BYTES} bytes that the ranks of a machine share, in {SHARED_MEMORY} and {tempfile.gettempdir()}; make some, or"
+        " set TMPDIR"
     )
 
 
@@ -117,6 +117,11 @@ class Known(NamedTuple):
 
     roll: Roll
     digest: int
+
+    @property
+    def is_kept(self) -> bool:
+        """False if the ranks have forgotten the arguments since then, which they all do at the same call."""
+        return self.roll.keeps(self.digest)
 
     def enter(self, backward: bool = False) -> None:
         self.roll.enter(self.digest | BACKWARD if backward else self.digest)
@@ -140,13 +145,19 @@ class Roll:
 
     def _open(self) -> tuple[_Page, dict[int, _Page]]:
         """Own page, and those of the ranks with whom this one shares memory."""
-        token = secrets.token_hex(16)
-        own, path = _new_page(token)
+        token, own, path, fault = secrets.token_hex(16), None, None, ""
         try:
-            tokens: list[tuple[str, str]] = [("", "")] * self._ranks.world
-            dist.all_gather_object(tokens, (str(path), token), self._ranks.group)
+            own, path = _new_page(token)
+        except OSError as error:  # of all ranks: the others would wait
+            fault = str(error)
+        try:
+            of_ranks: list[tuple[str, str, str]] = [("", "", "")] * self._ranks.world
+            dist.all_gather_object(of_ranks, (str(path), token, fault), self._ranks.group)
+            for rank, (_, _, fault) in enumerate(of_ranks):
+                if fault:
+                    raise OSError(f"group: on rank {rank} {fault}")
             pages = {}
-            for rank, (its_path, its_token) in enumerate(tokens):
+            for rank, (its_path, its_token, _) in enumerate(of_ranks):
                 if rank == self._ranks.rank:
                     continue
                 try:
@@ -157,8 +168,13 @@ class Roll:
                     pages[rank] = page
             dist.all_gather_object([None] * self._ranks.world, None, self._ranks.group)
         finally:
-            path.unlink(missing_ok=True)  # pages that are open stay
+            if path is not None:
+                path.unlink(missing_ok=True)  # pages that are open stay
         return own, pages
+
+    def keeps(self, digest: int) -> bool:
+        """True if all ranks know the arguments with a digest."""
+        return digest in self._sheets
 
     def agree(self, check: Callable[[], dict[str, Hashable]]) -> Known:
         """Run the checks of a call, and compare its arguments with those of the other ranks unless they agreed on the same ones before.

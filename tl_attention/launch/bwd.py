@@ -149,7 +149,6 @@ class BwdPlan:
             self.split = PartsLaunch(kernels.parts, kernels.problem, heads_first, *inputs)
             self.part_views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
             self.dq_view = ArgumentViews(heads_first, dq)
-            self.adds_to_dq = any(bwd_pass.adds_dq for bwd_pass, _ in kernels.passes)
         self.views = ArgumentViews(heads_first, *tensors, packed=self.packed)
         counts = None
         if self.packed:
@@ -223,7 +222,7 @@ class BwdPlan:
         q, k, v, dout, out, *grads = self.views.of(*tensors)
         if self.split is not None:
             parts = self.split(*inputs)  # alive until the last launch
-            if self.adds_to_dq:
+            if self.adds_dq:
                 tensors[5].zero_()
             (grads[0],) = self.dq_view.of(tensors[5])
         # A kernel with an fp32 tensor argument runs on the current stream of its device

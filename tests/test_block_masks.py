@@ -16,7 +16,7 @@ from tl_attention.compilation import building
 from tl_attention.flex import _block_lists as block_lists
 from tl_attention.launch import mask_bits
 from tl_attention.launch.block_lists import FULL, HIDDEN, PARTIAL, BlockLists, block_states
-from tl_attention.launch.mask_bits import unpacked
+from tl_attention.launch.mask_bits import packed, unpacked
 from tl_attention.problem import TILE_WIDTHS, AttnProblem
 from tl_attention.program import BLOCK_BITS, HIDE_ALL, HOW_BITS, MASK, SHOW_ALL, SHOW_TO_LAST
 from tl_attention.tracing.trace import trace
@@ -225,6 +225,20 @@ def test_lists_with_bits_show_the_mask(name, rows, step, of_keys, whole_first):
                 target = shown[b, h * group + head, row : row + len(part), column : column + part.shape[1]]
                 target |= part[: target.shape[0], : target.shape[1]]
         assert torch.equal(shown, wanted)
+
+
+def test_bits_by_keys_of_a_capture_are_not_kept(monkeypatch):
+    mask = create_block_mask(third, None, None, 300, 300, device="cpu")
+    bits = block_lists(mask, 1, HEADS).with_bits(trace(None, third, False)).bits
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert torch.equal(bits.by_keys, rows_as_keys(bits)) and not bits.transposed
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert torch.equal(bits.by_keys, rows_as_keys(bits)) and bits.transposed
+
+
+def rows_as_keys(bits):
+    return packed(unpacked(bits.blocks).mT).view(-1)
 
 
 def test_too_many_blocks_have_no_bits(monkeypatch):

@@ -356,7 +356,7 @@ def _tile_queries(shape: Shape, problem: AttnProblem) -> tuple[int, bool]:
     queries = -(-sum(q for q, _ in lengths) // len(lengths)) if shape.is_varlen else shape.seqlen_q
     if problem.has("window"):
         queries = min(queries, (1 << int(window).bit_length()) + TABLE_ROWS)
-    return queries, problem.causal and not problem.has("window")
+    return queries, problem.causal
 
 
 def _pass_smem(problem: AttnProblem, one: BwdPass) -> int:

@@ -87,8 +87,7 @@ def bwd_workspace_bytes(
         if bwd_pass.grads == "dq":
             continue
         n_blocks = -(-seqlen_k // bwd_pass.block_N)
-        triangular = problem.causal and not problem.has("window")
-        parts, _ = key_parts(batch * heads_kv * n_blocks, heads // heads_kv, seqlen_q, triangular, sms)
+        parts, _ = key_parts(batch * heads_kv * n_blocks, heads // heads_kv, seqlen_q, problem.causal, sms)
         if parts > 1 or (problem.is_fp32 and problem.has("varlen")):
             part_rows = parts * batch * heads_kv * n_blocks * bwd_pass.block_N
             widths = {"dk": problem.head_dim, "dv": problem.head_dim_v}
@@ -171,9 +170,8 @@ class KeyPass:
         problem, head_dim, head_dim_v = kernels.problem, kernels.problem.head_dim, kernels.problem.head_dim_v
         n_blocks = sizes.key_blocks(config.block_N)
         keys = n_blocks * config.block_N
-        triangular = problem.causal and not problem.has("window")
         tiles = batch * heads_kv * n_blocks
-        parts, heads_per_part = key_parts(tiles, sizes.heads_per_kv, sizes.queries, triangular, sizes.sms)
+        parts, heads_per_part = key_parts(tiles, sizes.heads_per_kv, sizes.queries, problem.causal, sizes.sms)
         row_bytes = sizes.element_bytes * sizes.width
         if config.adds_dq:
             row_bytes += 4 * head_dim

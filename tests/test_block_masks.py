@@ -62,6 +62,9 @@ def dense(mask: BlockMask, batch: int, heads: int) -> torch.Tensor:
     ]
     listed = []
     for numbers, indices in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)):  # fmt: skip
+        if numbers is None:  # a mask without whole blocks
+            listed.append(torch.zeros((), dtype=torch.bool, device=device))
+            continue
         blocks = torch.zeros(*numbers.shape, -(-lengths[1] // mask.BLOCK_SIZE[1]), dtype=torch.bool)
         for b, h, row in torch.cartesian_prod(*map(torch.arange, numbers.shape)).tolist():
             blocks[b, h, row, indices[b, h, row, : int(numbers[b, h, row])].cpu().long()] = True

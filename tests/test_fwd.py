@@ -666,7 +666,11 @@ assert torch.equal(out, launch.forward(q, k, v, 0.1, True, False, config=config)
 @pytest.mark.gpu
 @pytest.mark.parametrize("ahead", [True, False], ids=["built ahead", "built inside"])
 def test_first_launch_of_a_process_may_be_captured(ahead, tmp_path):
-    environment = dict(os.environ) | ({} if ahead else {"TL_ATTENTION_CACHE_DIR": str(tmp_path)})
+    environment = dict(os.environ) | (
+        {}
+        if ahead
+        else {"TL_ATTENTION_CACHE_DIR": str(tmp_path), "TL_ATTENTION_PACK": "0", "TL_ATTENTION_QUIET": "0"}
+    )
     command = [sys.executable, "-c", FIRST_CALL_IN_A_GRAPH.format(ahead=ahead)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr

@@ -144,7 +144,7 @@ def test_model_is_as_good_as_the_docs_say(gpu, found):
     assert len(found.ratios) >= 14
     waits = found.path.stem == "bwd_fp32"  # for its own products: not in the model
     assert found.median <= (0.25 if waits else 0.08), errors.table(gpu)
-    assert waits or found.close >= 0.80, errors.table(gpu)
+    assert waits or found.close >= 0.75, errors.table(gpu)
     assert min(found.ratios.values()) >= 0.65 and max(found.ratios.values()) <= 1.4, errors.table(gpu)
 
 

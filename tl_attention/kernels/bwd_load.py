@@ -27,8 +27,8 @@ class KeyTileProducer:
     """The warps of a CTA that load its tiles and, if it computes several, draw them.
 
     With the schedule dynamic the producer loads K and V, and the next tile is drawn when a tile begins. With dynamic-late the warp that
-    draws tiles loads their K and V, and draws the next when the producer has issued all loads of one: a tile that a CTA has drawn waits
-    for it, which costs up to 4 % in long loops; at 1k keys the later draw costs 2 to 4 % (H200).
+    draws tiles loads their K and V, and draws the next when the producer has issued all loads of one. A tile drawn early waits for its CTA,
+    which costs up to 4 % in long loops; the later draw costs 2 to 4 % at 1k keys (H200, 2026-11-22).
 
     Args:
         lengths: (seqlen_q, seqlen_k).
@@ -87,7 +87,7 @@ class KeyTileProducer:
 
     @T.inline
     def load(self, turn, first_step, tile, blocks):
-        """Load Q, dO, Lse_log2 and Delta of each query block, and but for dynamic-late K and V once."""
+        """Load Q, dO, Lse_log2 and Delta of each query block; K and V once, unless the schedule is dynamic-late."""
         tiles, shared, block_M = self.tiles, self.shared, self.config.block_M
         if not self.dynamic:
             self.load_k(turn, tile)

@@ -1,8 +1,8 @@
 """Masks, and the blocks of keys or queries that they leave to compute.
 
-The diagonal of a query is the key query + seqlen_k - seqlen_q (bottom-right alignment), or where the problem says placed the key at its own
-position. A query sees all keys; or, causal, the
-keys up to its diagonal; or, with a window (left, right), the keys from diagonal - left to diagonal + right.
+The diagonal of a query is the key query + seqlen_k - seqlen_q (bottom-right alignment); in a placed problem it is the key at the
+position of the query. A query sees all keys; or, causal, the keys up to its diagonal; or, with a window (left, right), the keys from
+diagonal - left to diagonal + right.
 """
 
 from __future__ import annotations

@@ -302,7 +302,7 @@ class Scores:
 
     @T.inline
     def fetch(self, query, blocks, step):
-        """locate() without bits."""
+        """Say which elements a tile at a step has, and fetch what a program needs of them, but for bits."""
         self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
         self.traced.fetch()
         if self.traced.is_staged:

@@ -175,7 +175,7 @@ class KeyPass:
         row_bytes = sizes.element_bytes * sizes.width
         if config.adds_dq:
             row_bytes += 4 * head_dim
-        # Of one head, as the CTAs of a key head go through its query heads side by side
+        # Bytes of one query head: the CTAs of a key head go through its query heads side by side
         q_bytes = sizes.seqlen_q * row_bytes
         self.dynamic, self.device = config.is_dynamic, sizes.device
         max_ctas = sizes.sms if self.dynamic else MAX_GRID

@@ -40,6 +40,7 @@ from tl_attention.target import gpu_slug
 
 D128 = AttnProblem("bfloat16", 128, 128, True)
 D64 = AttnProblem("bfloat16", 64, 64, False)
+D96 = AttnProblem("bfloat16", 96, 96, False)
 TABLES = sorted((configs.data_dir() / "tuned").glob("*.json"))
 
 
@@ -308,6 +309,8 @@ def test_is_legal_refuses_summed_dq_for_the_deterministic_backward():
         (D64, "dq+dk+dv 128x128 reuse separate-dS dynamic", 182336, 192),
         (D128, "dq+dk+dv 64x128 reuse late-sums dynamic", 230464, 176),
         (D128, "dq+dk+dv 64x128x3x2 reuse early-dK dynamic", 215104, 176),
+        (D96, "dk+dv 64x128x3x3", 124416, 192),
+        (D96, "dq+dk+dv 64x128x3x2 reuse early-dK dynamic-late", 194624, 144),
         (D128, "dk+dv 64x128", 132096, 224),
         (D128, "dq 128x64", 131072, 144),
         (D192_128, "dk+dv 64x128 reuse", 164864, 208),

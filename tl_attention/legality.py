@@ -109,8 +109,9 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
     row_values = 0
     if bwd_pass.grads != "dq":  # each row of Q brings its log-sum-exp and, but in "dv", its delta
         per_row = 1 if bwd_pass.grads == "dv" else 2
-        # Tiles whose rows are no multiple of 64 elements have a swizzle of 64 bytes, which needs half the alignment
-        alignment = TILE_ALIGNMENT if problem.head_dim % 64 == 0 else TILE_ALIGNMENT // 2
+        # A tile whose rows are no multiple of 64 elements has a swizzle of 64 bytes, which needs half the alignment. dS has 128
+        whole_swizzle = problem.head_dim % 64 == 0 or bwd_pass.adds_dq
+        alignment = TILE_ALIGNMENT if whole_swizzle else TILE_ALIGNMENT // 2
         row_values = _round_up(FP32_BYTES * step * bwd_pass.num_stages * per_row, alignment)
     if bwd_pass.is_dynamic:  # dK, and maybe dV, leave while the next keys come
         elements += owned * (problem.head_dim + problem.head_dim_v * bwd_pass.has_dv_tile(problem))

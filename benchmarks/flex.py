@@ -1,6 +1,7 @@
 """Rows of scores and masks as functions: flex_attention beside PyTorch's, our option for the same, and memory-efficient attention.
 
-The word `function=NAME` of a shape names one of FUNCTIONS. As a program it compiles PyTorch's kernels of a shape, for later runs:
+The word `function=NAME` of a shape names one of tl_attention/testing/functions.py. As a program it compiles PyTorch's kernels of a
+shape, for later runs:
 
     python benchmarks/flex.py 2,16,16,8192,8192,128,128,full,function=causal
 """
@@ -9,13 +10,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import random
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import ahead
@@ -34,152 +34,34 @@ from rows import OPTION, OURS, Row
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_attention import flash_attn_func, flash_attn_varlen_func, flex_attention
+from tl_attention.testing import functions
 from tl_attention.testing.environment import version
 from tl_attention.testing.shapes import Shape
 
-DOCUMENTS = 8  # per sequence
-PREFIX, WINDOW, CAP = 1024, 1024, 20.0
-BLOCK = 128  # of random masks
 ALLOWED_ERROR = 2e-2  # rms error / rms value, of results in bf16
 CHECKED_QUERIES = 1024  # whose scores the reference holds at once
 COMPILERS = 12  # processes that compile PyTorch's kernels at a time
 
 
 @dataclass(frozen=True)
-class Function:
-    """A score_mod, a mask or a bias on one device.
+class Asked(functions.Function):
+    """A function with its mask for both libraries."""
 
-    Args:
-        block_mask: PyTorch's, for both libraries.
-        learned: captured tensors that get a gradient.
-        seen: share of the pairs that the mask shows, and that the option of the row shows.
-        option: arguments of flash_attn_func that compute the same, or nearly; None: no option does.
-    """
-
-    score_mod: Callable | None = None
     block_mask: Any = None
-    bias: torch.Tensor | None = None
-    learned: tuple[torch.Tensor, ...] = ()
-    seen: tuple[float, float] = (1.0, 1.0)
-    option: dict[str, Any] | None = None
-    ends: tuple[int, ...] = ()  # of documents
-
-
-def share_of_causal(n: int) -> float:
-    return (n + 1) / (2 * n)
-
-
-def causal(shape: Shape, device: torch.device) -> Function:
-    share = share_of_causal(shape.seqlen_q)
-    return masked(shape, device, lambda _b, _h, q, k: q >= k, (share, share), {"causal": True})
-
-
-def window(shape: Shape, device: torch.device) -> Function:
-    n = shape.seqlen_q
-    share = WINDOW / n - WINDOW * (WINDOW - 1) / (2 * n * n)
-    option = {"window_size": (WINDOW - 1, 0)}
-    return masked(shape, device, lambda _b, _h, q, k: (q >= k) & (q - k < WINDOW), (share, share), option)
-
-
-def prefix_lm(shape: Shape, device: torch.device) -> Function:
-    """The first keys for all, the others causal; beside the causal option, which shows less."""
-    share, n = share_of_causal(shape.seqlen_q), shape.seqlen_q
-    added = PREFIX * (PREFIX - 1) / (2 * n * n)
-    return masked(
-        shape, device, lambda _b, _h, q, k: (k < PREFIX) | (q >= k), (share + added, share), {"causal": True}
-    )
-
-
-def documents(shape: Shape, device: torch.device) -> Function:
-    """Causal documents of random lengths; beside packed sequences."""
-    n = shape.seqlen_q
-    ends = (*sorted(random.Random(1).sample(range(1, n), DOCUMENTS - 1)), n)
-    lengths = [end - begin for begin, end in itertools.pairwise((0, *ends))]
-    share = sum(length * (length + 1) / 2 for length in lengths) / n**2
-    ids = torch.repeat_interleave(torch.arange(DOCUMENTS), torch.tensor(lengths)).to(device, torch.int32)
-    found = masked(
-        shape, device, lambda _b, _h, q, k: (ids[q] == ids[k]) & (q >= k), (share, share), {"causal": True}
-    )
-    return replace(found, ends=ends)
-
-
-def random_blocks(sparsity: float) -> Callable[[Shape, torch.device], Function]:
-    """Blocks that are seen whole, at random, other ones per head."""
-
-    def made(shape: Shape, device: torch.device) -> Function:
-        from torch.nn.attention.flex_attention import BlockMask
-
-        rows = shape.seqlen_q // BLOCK
-        generator = torch.Generator().manual_seed(0)
-        seen = torch.rand(1, shape.heads_q, rows, rows, generator=generator).to(device) >= sparsity
-        full = seen.sum(-1).int(), (~seen).int().argsort(dim=-1, stable=True).int()
-        none = (torch.zeros_like(x) for x in full)
-        mask = BlockMask.from_kv_blocks(*none, *full, seq_lengths=(shape.seqlen_q, shape.seqlen_k))
-        share = float(seen.float().mean())
-        return Function(block_mask=mask, seen=(share, share))
-
-    return made
-
-
-def masked(
-    shape: Shape,
-    device: torch.device,
-    mask_mod: Callable,
-    seen: tuple[float, float],
-    option: dict[str, Any],
-) -> Function:
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    mask = create_block_mask(mask_mod, None, None, shape.seqlen_q, shape.seqlen_k, device=device)
-    return Function(block_mask=mask, seen=seen, option=option)
-
-
-def softcap(_shape: Shape, _device: torch.device) -> Function:
-    return Function(lambda score, _b, _h, _q, _k: CAP * torch.tanh(score / CAP), option={})
-
-
-def alibi(shape: Shape, device: torch.device) -> Function:
-    heads = torch.arange(1, shape.heads_q + 1, device=device)
-    slopes = 2.0 ** (-8 * heads / shape.heads_q)
-    return Function(lambda score, _b, h, q, k: score - slopes[h] * (q - k).abs(), option={})
-
-
-def relative(shape: Shape, device: torch.device) -> Function:
-    """A learned bias per head and distance."""
-    n = shape.seqlen_k
-    bias = torch.randn(shape.heads_q, shape.seqlen_q + n, device=device).requires_grad_()
-    return Function(lambda score, _b, h, q, k: score + bias[h, q - k + n], learned=(bias,), option={})
-
-
-def dense_bias(per_batch: bool) -> Callable[[Shape, torch.device], Function]:
-    """A learned bias [batch or 1, heads, seqlen_q, seqlen_k] in bf16."""
-
-    def made(shape: Shape, device: torch.device) -> Function:
-        sizes = shape.batch if per_batch else 1, shape.heads_q, shape.seqlen_q, shape.seqlen_k
-        bias = torch.randn(sizes, device=device, dtype=torch.bfloat16).requires_grad_()
-        return Function(bias=bias, learned=(bias,))
-
-    return made
-
-
-FUNCTIONS: dict[str, Callable[[Shape, torch.device], Function]] = {
-    "causal": causal,
-    "documents": documents,
-    "prefix-lm": prefix_lm,
-    "window": window,
-    "half": random_blocks(0.5),
-    "tenth": random_blocks(0.9),
-    "softcap": softcap,
-    "alibi": alibi,
-    "relative": relative,
-    "bias-of-heads": dense_bias(False),
-    "bias-of-batch": dense_bias(True),
-}
 
 
 @functools.lru_cache(maxsize=1)
-def function_of(shape: Shape, device: torch.device) -> Function:
-    return FUNCTIONS[shape.options.function](shape, device)
+def function_of(shape: Shape, device: torch.device) -> Asked:
+    """The function of a shape, its mask as PyTorch's BlockMask."""
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+    found, lengths, mask = functions.of_shape(shape, device), (shape.seqlen_q, shape.seqlen_k), None
+    if found.mask_mod is not None:
+        mask = create_block_mask(found.mask_mod, None, None, *lengths, device=device)
+    elif found.blocks is not None:
+        full = found.blocks.sum(-1).int(), (~found.blocks).int().argsort(dim=-1, stable=True).int()
+        mask = BlockMask.from_kv_blocks(*(torch.zeros_like(x) for x in full), *full, seq_lengths=lengths)
+    return Asked(**{x.name: getattr(found, x.name) for x in fields(found)}, block_mask=mask)
 
 
 def ours(shape: Shape, needs: options.Tensors) -> Attend:
@@ -342,7 +224,7 @@ def compare(shape: Shape, bshd: Sequence[Inputs], direction: str, rows: dict[str
 
 
 def reference(
-    shape: Shape, asked: Function, inputs: Inputs, direction: str, as_option: bool
+    shape: Shape, asked: Asked, inputs: Inputs, direction: str, as_option: bool
 ) -> list[torch.Tensor]:
     """Results of the first head of the first batch entry in fp32, [seqlen, head_dim]: out; or dq, dk and dv; or all.
 
@@ -369,7 +251,7 @@ def reference(
     return results + ([q.grad, k.grad, v.grad] if dout else [])
 
 
-def shown(shape: Shape, asked: Function, place: tuple, as_option: bool) -> torch.Tensor:
+def shown(shape: Shape, asked: Asked, place: tuple, as_option: bool) -> torch.Tensor:
     """Mask of some queries: bool [queries, keys]."""
     _, _, queries, keys = place
     if as_option and shape.options.function == "prefix-lm":
@@ -380,7 +262,7 @@ def shown(shape: Shape, asked: Function, place: tuple, as_option: bool) -> torch
     numbers, indices = mask.full_kv_num_blocks[0, 0], mask.full_kv_indices[0, 0]
     listed = torch.arange(indices.shape[-1], device=keys.device) < numbers[:, None]
     blocks = torch.zeros_like(listed).scatter_(1, indices.long(), listed)
-    return blocks[queries // BLOCK, keys // BLOCK]
+    return blocks[queries // functions.BLOCK, keys // functions.BLOCK]
 
 
 CONVENTION = (

@@ -44,7 +44,7 @@ from rows import FLEX, FP32, OURS, Row
 
 from tl_attention.problem import DECODE, FP32_DTYPES
 from tl_attention.target import is_hopper
-from tl_attention.testing import environment, timer
+from tl_attention.testing import environment, functions, timer
 from tl_attention.testing.shapes import Shape, chosen_shapes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -139,11 +139,13 @@ def shapes_of(args: argparse.Namespace) -> dict[str, Shape]:
     for text, shape in chosen.items():
         if shape.options.page or shape.options.ragged:
             raise ValueError(f"--shapes {text}: page and ragged are options of --pass decode alone")
-        if (shape.options.function in flex.FUNCTIONS) is not (args.set_name == FLEX):
-            names = ", ".join(flex.FUNCTIONS)
+        if bool(shape.options.function) is not (args.set_name == FLEX):
+            names = ", ".join(functions.FUNCTIONS)
             raise ValueError(
                 f"--shapes {text}: expected function= with --set flex, and there alone, of {names}"
             )
+        if shape.options.function:
+            functions.check(shape)
     return chosen
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention.testing import timer
+from tl_attention.testing import functions, timer
 from tl_attention.testing.shapes import Shape
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
@@ -56,7 +56,7 @@ def test_bench_flex_compares_options_and_biases(
     assert "| our option | memory-efficient | over our option | over memory-efficient |" in page
 
 
-@pytest.mark.parametrize("name", flex.FUNCTIONS)
+@pytest.mark.parametrize("name", functions.FUNCTIONS)
 def test_bench_flex_functions_show_the_pairs_that_they_say(name: str) -> None:
     shape = shape_of(name, 2048)
     asked = flex.function_of(shape, CPU)

@@ -45,7 +45,6 @@ def of_gpu(gpu: Gpu) -> list[Errors]:
             "--check: expected benchmarks/results, which an installed package lacks; clone the repository"
         )
     paths = sorted((folder / gpu_slug(gpu.name)).glob("*.jsonl"))
-    paths = [path for path in paths if not path.stem.endswith("_flex")]  # the model knows no functions
     if not paths:
         raise ValueError(f"--check: expected results in {folder / gpu_slug(gpu.name)}, got none")
     return [Errors(path, _ratios(path, gpu)) for path in paths]

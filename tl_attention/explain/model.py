@@ -1,12 +1,14 @@
 """Time of a call on a GPU, from the work of its kernels and the rates of the GPU.
 
-A step takes the time of its busiest unit, and a share of the time of the others, which no schedule hides whole. A tile takes its
-steps, a fixed latency, and the transfer of what it loads first and stores last at its SM's share of the memory bandwidth. Tiles
-are given to CTAs as the kernel does it, so a last, partly filled wave costs what it costs. Clocks are those at which NVIDIA
-states the tensor throughput: a GPU at its power limit runs slower, which the model ignores.
+A step has up to four kinds of work: products, whose time is that of the tensor cores or of the shared memory that feeds them; the
+softmax, exponentials and other instructions of the same warps; additions in L2; and traffic of captured tensors. It takes the time of
+the longest, and a share of the time of the others, which no schedule hides whole. A tile takes its steps, a fixed latency, and the
+transfer of what it loads first and stores last at its SM's share of the memory bandwidth, unless the schedule moves that under the
+steps of its neighbours. Tiles are given to CTAs as the kernel does it, so a last, partly filled wave costs what it costs. Clocks are
+those at which NVIDIA states the tensor throughput: a GPU at its power limit runs slower, which the model ignores.
 
-Six constants are fitted, the same for every row, to fwd, fwd_more, bwd and decode of benchmarks/results/nvidia_h200 (2026-11-22), and
-rounded; everything else is a count or a fact of gpus.py. docs/explain.md has the errors; `tl-attention explain --check` prints them.
+The constants here are fitted, the same for every row, to benchmarks/results/nvidia_h200 (2026-11-22), and rounded; what they are not
+is a count or a fact of gpus.py. docs/explain.md has the errors; `tl-attention explain --check` prints them.
 """
 
 from __future__ import annotations
@@ -15,17 +17,22 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tl_attention.explain.work import Kernel, Runs, Work, expand
+from tl_attention.explain.tiles import Runs, expand
+from tl_attention.explain.work import GATHERING, HBM, HBM_SHARE, Kernel, Work
 from tl_attention.problem import DECODE
 
-UNHIDDEN = 0.2  # share of the other units' time in a step that the busiest one does not hide
-TILE_CLOCKS = 1500  # latency of the first loads of a tile, its first scores and its last stores
+# Share of the other units' time in a step that the longest does not hide. Forward: the softmax of a warpgroup is computed under the
+# products of another. Backward: dP, dS and dQ of a step wait for each other
+UNHIDDEN, UNHIDDEN_BWD = 0.2, 0.5
+TILE_CLOCKS = 500  # latency of the first loads of a tile, its first scores and its last stores
 LAUNCH_US = 3.0  # per kernel in a CUDA graph
 MERGE_US = 0.3  # per round of loads of partial outputs
 DECODE_US = 2.5  # finding the work of a CTA, and the first loads
-HBM_SHARE = 0.9  # of the stated bandwidth: a copy reaches 4.30 of 4.8 TB/s on an H200
 EXACT_TILES = 1 << 20  # with more, tiles are taken as evenly divisible
-MEMORY, LAUNCHES, IDLE = "HBM", "launches and latency", "idle SMs"
+# Units of a kind of work: the products wait for one of the two, the softmax takes the sum
+PRODUCTS = "tensor cores", "shared memory"
+SOFTMAX = "exponential unit", "fp32 instructions", GATHERING
+MEMORY, LAUNCHES, IDLE = HBM, "launches and latency", "idle SMs"
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ def hbm_bytes(work: Work) -> int:
     Each input and output once. What the tiles of a head stream through their SMs is read again by each wave of CTAs if it is
     larger than the L2. Partial results are written and read.
     """
-    total = work.least_bytes + sum(helper.bytes - helper.known for helper in work.helpers)
+    total = work.least_bytes + work.again_bytes + sum(helper.bytes - helper.known for helper in work.helpers)
     for kernel in work.kernels:
         if kernel.stream_bytes > 1e6 * work.gpu.l2_mb and work.direction != DECODE:
             streamed = kernel.steps * kernel.step_bytes // work.gpu.sms
@@ -96,23 +103,27 @@ def kernel_time(kernel: Kernel, work: Work, clock: float, bandwidth: float) -> K
     units = {name: clocks * kernel.steps / sms / clock for name, clocks in kernel.clocks.items()}
     at_once = sms * kernel.ctas_per_sm
     waves = kernel.count / at_once
-    step = step_clocks(kernel.clocks)
+    is_forward = work.direction in ("fwd", DECODE)
+    step = step_clocks(kernel.clocks, UNHIDDEN if is_forward else UNHIDDEN_BWD)
     if work.direction == DECODE:
         longest = max(steps for steps, _ in kernel.tiles)
         shared = min(kernel.ctas_per_sm, -(-kernel.count // sms))
         alone = sum(clocks for name, clocks in kernel.clocks.items() if name != "shared memory")
         seconds = longest * max(shared * step, alone) / clock
         return KernelTime(seconds, units, waves, min(kernel.count / at_once, 1.0))
-    fixed = TILE_CLOCKS + kernel.tile_bytes * clock * sms / bandwidth
+    fixed = TILE_CLOCKS + kernel.is_exposed * kernel.tile_bytes * clock * sms / bandwidth
     spent = sum(count * (fixed + steps * step) for steps, count in kernel.tiles)
     clocks = makespan(kernel.tiles, sms, lambda steps: fixed + steps * step, kernel.static)
     return KernelTime(clocks / clock, units, waves, spent / (sms * clocks))
 
 
-def step_clocks(clocks: dict[str, float]) -> float:
-    """Clocks of a step: those of the busiest unit, and the unhidden share of the others."""
-    longest = max(clocks.values())
-    return longest + UNHIDDEN * (sum(clocks.values()) - longest)
+def step_clocks(clocks: dict[str, float], unhidden: float) -> float:
+    """Clocks of a step from those of its units: those of the longest kind of work, and a share of the others."""
+    fed, softmax = ([clocks.get(name, 0.0) for name in names] for names in (PRODUCTS, SOFTMAX))
+    others = (clocks[name] for name in clocks.keys() - {*PRODUCTS, *SOFTMAX})
+    works = [max(fed) + UNHIDDEN * min(fed), sum(softmax), *others]
+    longest = max(works)
+    return longest + unhidden * (sum(works) - longest)
 
 
 def makespan(tiles: Runs, ctas: int, duration: Callable[[int], float], static: bool = False) -> float:

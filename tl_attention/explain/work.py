@@ -5,12 +5,13 @@ A step is one block of keys (of queries in a backward by keys). Sizes are those 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tl_attention import configs
+from tl_attention.explain import functions
+from tl_attention.explain.functions import Asked
+from tl_attention.explain.tiles import Runs, cut_share, key_tiles, launch_order, query_tiles, runs
 from tl_attention.gpus import EXP_PER_CLOCK, SMEM_BYTES_PER_CLOCK, Gpu
 from tl_attention.kernel_configs import (
     BwdPass,
@@ -30,25 +31,30 @@ from tl_attention.testing.counts import bounds
 from tl_attention.testing.shapes import Shape, sequences
 
 FP32_PER_CLOCK = 128  # results per SM
-# fp32 bytes that an SM adds to sums in L2 per clock; fitted to the backward of d64 and d128 (H200, 2026-11-22). Published: 30 GB/s
-# per SM, which is 16 per clock
-ADD_BYTES_PER_CLOCK = 10
+# fp32 bytes that an SM adds to sums in L2 per clock: the 30 GB/s that flash-attention's pull request 2889 states, at boost clock
+ADD_BYTES_PER_CLOCK = 16
 # Instructions per score beside the exponential. Forward: scale and subtract, max, add to the row sum, half a conversion to bf16;
 # without hold_max also the maximum across lanes and scaling O. Backward: scale and subtract, P * (dP - delta), conversions
 FWD_INSTRUCTIONS, HELD_MAX_INSTRUCTIONS, BWD_INSTRUCTIONS, DV_INSTRUCTIONS = 4.5, 3.5, 5, 3
 PART_INSTRUCTIONS = 3  # per part of a probability after the first: its rounding, and what it leaves
 SOFTCAP_INSTRUCTIONS = 3  # and a second use of the exponential unit, for tanh
+SLOPE_INSTRUCTIONS = 2  # of a backward: 1 - tanh squared, times dS
+# Per score: the distance of query and key as a float, at half rate, its absolute value times the slope; or one product with a slope
+ALIBI_INSTRUCTIONS, LINEAR_ALIBI_INSTRUCTIONS = 6, 1
+# Per score and edge of the mask, in steps that an edge cuts: a comparison, which runs at half rate, and a choice
+MASK_INSTRUCTIONS = 3
 DROPOUT_INSTRUCTIONS = (
     10  # an estimate: a call of the generator makes 16 random bytes, then each score is kept or cleared
 )
+HBM, GATHERING = "HBM", "gathering tensors"
+HBM_SHARE = 0.9  # of the stated bandwidth: a copy reaches 4.30 of 4.8 TB/s on an H200
+LATE = "dynamic-late"  # the schedule that loads K and V of the next tile, and stores dK and dV, beside the steps of others
 BYTES = 2  # per element that tensor cores multiply
 FP32_BYTES = 4
 MIN_KEYS_PER_CTA = 256  # of kernels/decode_work.py
 MERGED_AT_ONCE = DecodeCombine().at_once
 # Products per score in a pass: (of width head_dim, of width head_dim_v)
 PRODUCTS = {"dq+dk+dv": (3, 2), "dk+dv": (2, 2), "dk": (2, 1), "dv": (1, 1), "dq": (2, 1)}
-
-Runs = tuple[tuple[int, int], ...]  # (steps, number of tiles) of consecutive tiles with as many steps
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,11 @@ class Kernel:
     streams: int  # heads, of all sequences, with bytes of their own
     static: bool = False  # every n-th tile belongs to the same CTA
     ctas_per_sm: int = 1
+
+    @property
+    def is_exposed(self) -> bool:
+        """False where what a tile loads first and stores last moves under the steps of its neighbours."""
+        return self.config.schedule != LATE
 
     @property
     def count(self) -> int:
@@ -101,94 +112,80 @@ class Work:
     helpers: tuple[Helper, ...] = ()
     splits: int = 1  # CTAs per tile
     merge_rounds: int = 0  # rounds of loads of the decode's second kernel
+    asked: Asked | None = None  # by the function of the shape
+    again_bytes: int = 0  # of captured tensors, read again
 
     @property
     def launches(self) -> int:
         return len(self.kernels) + len(self.helpers)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that the mask shows, of all heads."""
+        seen = self.asked.seen if self.asked else 1.0
+        return round(seen * counts.visible_pairs(self.shape) * self.shape.heads_q)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of these pairs."""
+        seen = self.asked.seen if self.asked else 1.0
+        return round(seen * counts.flops(self.shape, self.direction))
 
 
 def of_call(shape: Shape, direction: str, dtype: str, gpu: Gpu) -> Work:
     """The work of a pass of a shape."""
     if direction == DECODE:
         return _decode_work(shape, dtype, gpu)
-    problem = shape.problem(dtype, direction)
-    return (_fwd_work if direction == "fwd" else _bwd_work)(shape, direction, problem, gpu)
+    asked = functions.of_shape(shape)
+    served = asked.shape if asked else shape
+    problem = served.problem(dtype, direction)
+    if asked and asked.program:
+        program = asked.program.forward if direction == "fwd" else asked.program
+        program = program.as_exact if direction == "bwd_det" else program
+        problem = replace(problem, program=program)
+    find = _fwd_work if direction == "fwd" else _bwd_work
+    return replace(find(served, direction, problem, gpu, asked), shape=shape)
 
 
-def _least_bytes(shape: Shape, direction: str, problem: AttnProblem) -> int:
-    """Each input read and each output written once."""
-    return counts.traffic(shape, direction) * problem.output_bytes // BYTES
+def _least_bytes(shape: Shape, direction: str, problem: AttnProblem, asked: Asked | None) -> int:
+    """Each input read and each output written once; the log-sum-exp is fp32 whatever the dtype."""
+    lse = FP32_BYTES * shape.batch * shape.heads_q * shape.seqlen_q
+    tensors = (counts.traffic(shape, direction) - lse) * problem.output_bytes // BYTES
+    captured = asked.bias_bytes * (1 if direction == "fwd" else 2) + asked.bits_bytes if asked else 0
+    return tensors + lse + captured
 
 
-def query_tiles(shape: Shape, block_M: int, block_N: int) -> list[list[int]]:
-    """Blocks of keys that each block of queries of a head sees, by sequence."""
-    left, right = bounds(shape)
-    return [
-        [
-            _blocks(max(0, first + k - q - left), min(k, min(first + block_M, q) + k - q + right), block_N)
-            for first in range(0, q, block_M)
-        ]
-        for q, k in sequences(shape)
-    ]
-
-
-def key_tiles(shape: Shape, block_M: int, block_N: int) -> list[list[int]]:
-    """Blocks of queries of a head that see each block of keys, by sequence."""
-    left, right = bounds(shape)
-    return [
-        [
-            _blocks(max(0, first - k + q - right), min(q, min(first + block_N, k) - k + q + left), block_M)
-            for first in range(0, k, block_N)
-        ]
-        for q, k in sequences(shape)
-    ]
-
-
-def _blocks(begin: float, end: float, block: int) -> int:
-    return int(-(-end // block) - begin // block) if begin < end else 0
-
-
-def launch_order(
-    by_sequence: Sequence[Sequence[int]],
-    heads: int,
-    group: int,
-    packed: bool,
-    longest_first: bool,
-    last: bool,
-    shares: Sequence[int] = (1,),
-) -> Runs:
-    """Tiles as kernels/scheduler.py numbers them.
+class _Steps(NamedTuple):
+    """Steps of the tiles of a head by sequence, of tiles by keys for the mean query head of a key head.
 
     Args:
-        by_sequence: steps of the tiles of one head, by sequence.
-        heads: heads per sequence.
-        group: heads whose tiles are mixed, longest first.
-        last: the last tile of a head is the longest.
-        shares: factors of these steps, one per head in turn; as many as divide `heads`.
+        heads: heads per sequence with as many; 1 where heads differ, each then a sequence of its own.
+        cut: edges of the mask per step.
     """
-    if packed:
-        ordered = sorted((steps for one in by_sequence for steps in one), reverse=True)
-        return _runs((steps * share, heads // len(shares)) for steps in ordered for share in shares)
-    if not longest_first:
-        each = [*shares] * (heads // len(shares))
-        return _runs((steps * share, 1) for one in by_sequence for share in each for steps in one)
-    every = heads * len(by_sequence)
-    tiles = by_sequence[0][::-1] if last else by_sequence[0]
-    groups = [range(first, min(first + group, every)) for first in range(0, every, group)]
-    counted = [Counter(shares[head % len(shares)] for head in heads_of) for heads_of in groups]
-    return _runs(
-        (steps * share, n) for counts_of in counted for steps in tiles for share, n in counts_of.items()
-    )
+
+    by_sequence: list[list[int]]
+    heads: int
+    are_alike: bool
+    cut: float
 
 
-def _runs(tiles: Iterable[tuple[int, int]]) -> Runs:
-    """Runs with equal neighbours joined."""
-    return tuple(
-        (steps, sum(count for _, count in run)) for steps, run in groupby(tiles, lambda tile: tile[0])
-    )
+def _steps_of(shape: Shape, asked: Asked | None, block_M: int, block_N: int, by_keys: bool) -> _Steps:
+    heads = shape.heads_kv if by_keys else shape.heads_q
+    if asked is None or asked.full is None:
+        by_sequence = (key_tiles if by_keys else query_tiles)(shape, block_M, block_N)
+        cut = cut_share(shape, block_M, block_N) * max(sum(x < float("inf") for x in bounds(shape)), 1)
+        return _Steps(by_sequence, heads, True, cut)
+    of_heads, cut = asked.tiles(block_M, block_N, by_keys), asked.cut_share(block_M, block_N)
+    if len(of_heads) == 1:
+        return _Steps(of_heads * shape.batch, heads, True, cut)
+    if by_keys:
+        group = shape.heads_q // shape.heads_kv
+        groups = [of_heads[first : first + group] for first in range(0, shape.heads_q, group)]
+        of_heads = [[-(-sum(steps) // group) for steps in zip(*one, strict=True)] for one in groups]
+    return _Steps(of_heads * shape.batch, 1, False, cut)
 
 
-def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> Work:
+def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, asked: Asked | None) -> Work:
     lengths = sequences(shape)
     longest = max(k for _, k in lengths)
     bucket = length_bucket(longest)
@@ -196,25 +193,25 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> W
         bucket = splits.fwd_bucket(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k, gpu.sms)
     choice = configs.choose_config(problem, bucket, gpu.name, direction)
     config: FwdConfig = choice.config
-    by_sequence = query_tiles(shape, config.block_M, config.block_N)
+    by_sequence, heads, alike, cut = _steps_of(shape, asked, config.block_M, config.block_N, by_keys=False)
     number = 1
     if bucket == SPLIT_BUCKET:
-        tiles = shape.heads_q * sum(map(len, by_sequence))
+        tiles = heads * sum(map(len, by_sequence))
         number = splits.key_splits(tiles, -(-longest // config.block_N), gpu.sms)
     row = problem.head_dim + problem.head_dim_v
     head_bytes = problem.element_bytes * max(longest, GROUP_KEYS) * (shape.head_dim + shape.head_dim_v)
     sharing = shape.heads_q // shape.heads_kv
-    ordered = bool(problem.causal or problem.options)
+    ordered = (problem.is_uneven or bool(problem.options)) and alike
     blocks, short = max(map(len, by_sequence)), longest < GROUP_KEYS and not shape.is_varlen
     fill = 0 if number > 1 or short else gpu.sms
     group = head_group(shape.heads_q * shape.batch, sharing, max(head_bytes, 1), blocks, fill)
-    tiles = launch_order(by_sequence, shape.heads_q, group, shape.is_varlen, ordered, last=True)
+    tiles = launch_order(by_sequence, heads, group, shape.is_varlen, ordered, last=True)
     if number > 1:
-        tiles = _runs((-(-steps // number), count * number) for steps, count in tiles)
+        tiles = runs((-(-steps // number), count * number) for steps, count in tiles)
     kernel = Kernel(
         "forward",
         config,
-        _fwd_clocks(problem, config, gpu),
+        _fwd_clocks(problem, config, gpu, cut, asked),
         tiles,
         2 * config.block_M * config.block_N * row,
         problem.element_bytes * config.block_N * row,
@@ -230,18 +227,23 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> W
         rows = shape.heads_q * sum(q for q, _ in lengths)
         helpers.append(Helper(f"combine {number} splits", 2 * 4 * number * rows * (problem.head_dim_v + 1)))
     return Work(
-        shape, direction, gpu, problem, config, choice.source, choice.misses, _least_bytes(shape, direction, problem),
-        (kernel,), tuple(helpers), number,
+        shape, direction, gpu, problem, config, choice.source, choice.misses, _least_bytes(shape, direction, problem, asked),
+        (kernel,), tuple(helpers), number, asked=asked, again_bytes=_again_bytes(shape, asked, 0, gpu),
     )  # fmt: skip
 
 
-def _fwd_clocks(problem: AttnProblem, config: FwdConfig, gpu: Gpu) -> dict[str, float]:
+def _fwd_clocks(
+    problem: AttnProblem, config: FwdConfig, gpu: Gpu, cut: float, asked: Asked | None
+) -> dict[str, float]:
     M, N, row = config.block_M, config.block_N, problem.head_dim + problem.head_dim_v
     instructions = HELD_MAX_INSTRUCTIONS if config.hold_max else FWD_INSTRUCTIONS + problem.head_dim_v / N
+    instructions += MASK_INSTRUCTIONS * cut
     # Each warpgroup reads the blocks of K and V, and its rows of Q; TMA writes K and V
     read = config.warpgroups * N * row + M * problem.head_dim
     moved = len(problem.products) * read + problem.parts * N * row
-    return _clocks(problem, gpu, M * N, 2 * row, instructions, BYTES * moved)
+    clocks = _clocks(problem, gpu, M * N, 2 * row, instructions, BYTES * moved, asked)
+    clocks["shared memory"] += _staged_clocks(asked, M * N, gradients=False)
+    return clocks | _captured_clocks(asked, M * N, gpu, gradients=False)
 
 
 def _parts_helpers(shape: Shape, problem: AttnProblem, of_q: int) -> list[Helper]:
@@ -257,10 +259,20 @@ def _parts_helpers(shape: Shape, problem: AttnProblem, of_q: int) -> list[Helper
 
 
 def _clocks(
-    problem: AttnProblem, gpu: Gpu, scores: int, flops: int, instructions: float, smem_bytes: int
+    problem: AttnProblem,
+    gpu: Gpu,
+    scores: int,
+    flops: int,
+    instructions: float,
+    smem_bytes: int,
+    asked: Asked | None = None,
 ) -> dict[str, float]:
     """Busy clocks of each unit of an SM for `scores` scores, with so many FLOPs and instructions per score."""
     capped = problem.has("softcap")
+    if problem.has("alibi"):
+        instructions += LINEAR_ALIBI_INSTRUCTIONS if problem.bias_is_linear else ALIBI_INSTRUCTIONS
+    if asked and asked.program:
+        instructions += asked.instructions
     instructions += PART_INSTRUCTIONS * (problem.parts - 1)
     instructions += SOFTCAP_INSTRUCTIONS * capped + DROPOUT_INSTRUCTIONS * problem.has("dropout")
     return {
@@ -271,7 +283,51 @@ def _clocks(
     }
 
 
-def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> Work:
+def _captured_clocks(asked: Asked | None, scores: int, gpu: Gpu, gradients: bool) -> dict[str, float]:
+    """Busy clocks for the captured tensors of a program."""
+    if not asked or not asked.program:
+        return {}
+    clocks = {
+        HBM: scores
+        * asked.dense_bytes_moved(gradients)
+        * gpu.sms
+        * gpu.boost_ghz
+        / (1e3 * gpu.tb_s * HBM_SHARE),
+        GATHERING: scores * asked.gathers / functions.GATHERED_PER_CLOCK,
+        "adding to gradients": gradients * scores * asked.scatters / functions.SCATTERED_PER_CLOCK,
+    }
+    return {name: busy for name, busy in clocks.items() if busy}
+
+
+def _staged_clocks(asked: Asked | None, scores: int, gradients: bool) -> float:
+    """Busy clocks of the shared memory that dense tiles go through: written and read."""
+    if not asked or not asked.program:
+        return 0.0
+    return 2 * scores * asked.dense_bytes_moved(gradients) / SMEM_BYTES_PER_CLOCK
+
+
+def _again_bytes(shape: Shape, asked: Asked | None, passes: int, gpu: Gpu) -> int:
+    """Bytes of dense captured tensors beside reading each once and writing its gradient once.
+
+    Each pass reads them; where they serve all batch entries and the L2 does not keep them, for each entry anew. Gradients are stored per
+    batch entry.
+    """
+    if not asked or not asked.bias_bytes:
+        return 0
+    stays = asked.is_bias_per_batch or asked.bias_bytes <= 1e6 * gpu.l2_mb
+    reads = max(passes, 1) * (1 if stays else shape.batch)
+    stores = 1 if asked.is_bias_per_batch else shape.batch
+    return asked.bias_bytes * (reads - 1 + (stores - 1) * (passes > 0))
+
+
+def _bias_helpers(shape: Shape, asked: Asked | None) -> list[Helper]:
+    """The kernel that sums the gradients of a bias of all batch entries."""
+    if not asked or not asked.bias_bytes or asked.is_bias_per_batch:
+        return []
+    return [Helper("sum of the bias's gradients", asked.bias_bytes * (shape.batch + 1), asked.bias_bytes)]
+
+
+def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, asked: Asked | None) -> Work:
     lengths = sequences(shape)
     bucket = length_bucket(max(k for _, k in lengths))
     choice = configs.choose_config(problem, bucket, gpu.name, direction)
@@ -284,7 +340,7 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> W
     helpers.append(Helper("delta: rowsum of dout x out", 2 * stored * v * rows_q, stored * v * rows_q))
     kernels = []
     for one in choice.config.passes:
-        kernel, parts = _pass_work(shape, problem, one, gpu)
+        kernel, parts = _pass_work(shape, problem, one, gpu, asked, gradients=not kernels)
         kernels.append(kernel)
         if one.adds_dq:
             helpers.append(Helper("zeros for the fp32 sums of dq", 4 * qk * rows_q))
@@ -297,31 +353,38 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu) -> W
                 moved, known = (2 * 4 * parts + stored) * width * rows_k, stored * width * rows_k
                 helpers.append(Helper(f"sum of {parts} fp32 parts of {grad}", moved, known))
     return Work(
-        shape, direction, gpu, problem, choice.config, choice.source, choice.misses, _least_bytes(shape, direction, problem),
-        tuple(kernels), tuple(helpers),
+        shape, direction, gpu, problem, choice.config, choice.source, choice.misses, _least_bytes(shape, direction, problem, asked),
+        tuple(kernels), (*helpers, *_bias_helpers(shape, asked)), asked=asked,
+        again_bytes=_again_bytes(shape, asked, len(kernels), gpu),
     )  # fmt: skip
 
 
-def _pass_work(shape: Shape, problem: AttnProblem, one: BwdPass, gpu: Gpu) -> tuple[Kernel, int]:
-    """The kernel of a pass, and the number of CTAs that share the query heads of a key head."""
+def _pass_work(
+    shape: Shape, problem: AttnProblem, one: BwdPass, gpu: Gpu, asked: Asked | None, gradients: bool
+) -> tuple[Kernel, int]:
+    """The kernel of a pass, and the number of CTAs that share the query heads of a key head.
+
+    Args:
+        gradients: it makes those of captured tensors.
+    """
     M, N, qk, v = one.block_M, one.block_N, problem.head_dim, problem.head_dim_v
-    row, ordered = qk + v, bool(problem.causal or problem.options)
+    row = qk + v
     longest_q, longest_k = (max(lengths) for lengths in zip(*sequences(shape), strict=True))
     owned, step, parts, per_part, shares = N, M, 1, 1, (1,)
+    by_sequence, heads, alike, cut = _steps_of(shape, asked, M, N, by_keys=one.grads != "dq")
+    ordered = (problem.is_uneven or bool(problem.options)) and alike
     if one.grads == "dq":
-        owned, step, heads, sharing = M, N, shape.heads_q, shape.heads_q // shape.heads_kv
-        by_sequence = query_tiles(shape, M, N)
+        owned, step, sharing = M, N, shape.heads_q // shape.heads_kv
         stream = problem.element_bytes * longest_k * row
     else:
-        by_sequence, sharing = key_tiles(shape, M, N), 1
-        batch, blocks = shape.batch, len(by_sequence[0])
+        sharing, batch, blocks = 1, shape.batch, len(by_sequence[0])
         if shape.is_varlen:
             batch, blocks = 1, sum(map(len, by_sequence))
         tiles = batch * shape.heads_kv * blocks
         heads_per_kv = shape.heads_q // shape.heads_kv
         parts, per_part = key_parts(tiles, heads_per_kv, *_tile_queries(shape, problem), gpu.sms)
         shares = *[per_part] * (parts - 1), heads_per_kv - per_part * (parts - 1)
-        heads = shape.heads_kv * parts
+        heads *= parts
         stream = longest_q * per_part * (problem.element_bytes * row + 4 * qk * one.adds_dq)
     blocks = max(map(len, by_sequence))
     group = head_group(heads * shape.batch, sharing, max(stream // per_part, 1), blocks, gpu.sms)
@@ -330,8 +393,13 @@ def _pass_work(shape: Shape, problem: AttnProblem, one: BwdPass, gpu: Gpu) -> tu
     of_qk, of_v = PRODUCTS[one.grads]
     flops = 2 * (of_qk * qk + of_v * v)
     instructions = DV_INSTRUCTIONS if one.grads == "dv" else BWD_INSTRUCTIONS
+    instructions += (
+        SLOPE_INSTRUCTIONS * (problem.has("softcap") and one.grads != "dv") + MASK_INSTRUCTIONS * cut
+    )
     smem = len(problem.products) * BYTES * _pass_smem(problem, one)
-    clocks = _clocks(problem, gpu, M * N, flops, instructions, smem)
+    clocks = _clocks(problem, gpu, M * N, flops, instructions, smem, asked)
+    clocks |= _captured_clocks(asked, M * N, gpu, gradients)
+    clocks["shared memory"] += _staged_clocks(asked, M * N, gradients)
     if one.adds_dq:
         adders = one.warpgroups if problem.is_fp32 else 1  # of a number of dq
         clocks["adding dq in L2"] = 4 * M * qk * adders / ADD_BYTES_PER_CLOCK
@@ -394,7 +462,7 @@ def _decode_work(shape: Shape, dtype: str, gpu: Gpu) -> Work:
         "decode",
         config,
         _clocks(problem, gpu, M * N, 2 * (qk + v), FWD_INSTRUCTIONS, BYTES * read),
-        _runs([(per_cta + 1, longer), (per_cta, ctas - longer)]),
+        runs([(per_cta + 1, longer), (per_cta, ctas - longer)]),
         2 * M * N * (qk + v),
         BYTES * N * row,
         BYTES * M * (qk + v),
@@ -414,10 +482,3 @@ def _decode_work(shape: Shape, dtype: str, gpu: Gpu) -> Work:
         shape, DECODE, gpu, problem, config, source, (), least, (kernel,), helpers,
         splits=parts, merge_rounds=-(-parts // MERGED_AT_ONCE) if parts > 1 else 0,
     )  # fmt: skip
-
-
-def expand(runs: Runs) -> Iterator[int]:
-    """Steps of each tile."""
-    for steps, count in runs:
-        for _ in range(count):
-            yield steps

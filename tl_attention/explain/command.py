@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tl_attention import question
+from tl_attention.explain import functions
 from tl_attention.problem import DECODE, DECODE_OPTIONS, DEFAULT_DTYPE, DIRECTIONS, DTYPES, FP32_DTYPES
 from tl_attention.testing import counts
 from tl_attention.testing.shapes import Shape, chosen_shapes
@@ -26,7 +27,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "shapes",
         nargs="*",
         metavar="SHAPE",
-        help="names or patterns of configs/shapes.toml, or B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]",
+        help="names or patterns of configs/shapes.toml, or B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]; the option function= is one of "
+        "tl_attention/testing/functions.py, or listed-0.25: a quarter of the blocks at random",
     )
     command.add_argument(
         "--pass", nargs="+", choices=(*DIRECTIONS, DECODE), default=["fwd"], dest="directions",
@@ -114,6 +116,13 @@ def check(shape: Shape, direction: str, dtype: str = DEFAULT_DTYPE) -> None:
     """Raise ValueError for a shape that a pass does not run."""
     question.check_head_dims(shape.head_dim, shape.head_dim_v, direction, dtype)
     asked = shape.options
+    if asked.function:
+        functions.check(shape)
+        if direction == DECODE or dtype in FP32_DTYPES:
+            given = f"--dtype {dtype}" if direction != DECODE else "--pass decode"
+            raise ValueError(
+                f"shape {shape}: expected --pass fwd, bwd or bwd_det and --dtype bfloat16 or float16 for a function, got {given}"
+            )
     if direction not in ("fwd", DECODE) and dtype in FP32_DTYPES and shape.option_names:
         raise ValueError(
             f"shape {shape}: expected no options for {direction} in fp32, got {shape.option_names[0]}"

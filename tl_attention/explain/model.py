@@ -126,7 +126,7 @@ def step_clocks(clocks: dict[str, float], unhidden: float) -> float:
     return longest + unhidden * (sum(works) - longest)
 
 
-def makespan(tiles: Runs, ctas: int, duration: Callable[[int], float], static: bool = False) -> float:
+def makespan(tiles: Runs, ctas: int, duration: Callable[[float], float], static: bool = False) -> float:
     """The end of the last of these tiles, which `ctas` CTAs process in order; each starts its next tile when it has finished one.
 
     Args:

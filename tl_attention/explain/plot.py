@@ -9,7 +9,6 @@ from tl_attention.explain import measured, model
 from tl_attention.explain.report import TITLES
 from tl_attention.explain.work import Work
 from tl_attention.gpus import COMPARED, Gpu
-from tl_attention.testing import counts
 
 # Units of an SM -> color of the speed that each would allow alone
 UNIT_ROOFS = {"exponential unit": "C3", "shared memory": "C4", "adding dq in L2": "C5"}
@@ -44,7 +43,7 @@ def draw(works: Sequence[Work], dtype: str, path: Path) -> None:
         )
     _roof(axis, gpu, left, right, color="black", lw=2.5, label=f"{gpu.name}, ridge {gpu.ridge:.0f} FLOP/B")
     if len(works) == 1:
-        flops = counts.flops(works[0].shape, works[0].direction)
+        flops = works[0].flops
         for unit, seconds in model.estimate(works[0]).units.items():
             if unit in UNIT_ROOFS and seconds * 0.95e12 * gpu.tflops > flops:
                 roof = flops / seconds / 1e12
@@ -86,9 +85,8 @@ def _roof(axis: object, gpu: Gpu, left: float, right: float, **style: object) ->
 
 def _points(work: Work, dtype: str) -> dict[str, tuple[float, float]]:
     """predicted and measured -> (FLOP per byte, TFLOPS)."""
-    flops = counts.flops(work.shape, work.direction)
-    intensity = flops / work.least_bytes
-    points = {"predicted": (intensity, model.estimate(work).tflops(flops))}
+    intensity = work.flops / work.least_bytes
+    points = {"predicted": (intensity, model.estimate(work).tflops(work.flops))}
     for one in measured.find(work.shape, work.direction, dtype, work.gpu.name)[:1]:
-        points["measured"] = (intensity, flops / one.ms / 1e9)
+        points["measured"] = (intensity, work.flops / one.ms / 1e9)
     return points

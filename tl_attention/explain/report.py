@@ -7,14 +7,22 @@ from collections.abc import Iterator, Sequence
 
 from tl_attention import legality
 from tl_attention.explain import measured, model
+from tl_attention.explain.functions import GATHERED_PER_CLOCK, SCATTERED_PER_CLOCK
 from tl_attention.explain.measured import Measurement
 from tl_attention.explain.model import Estimate
-from tl_attention.explain.work import ADD_BYTES_PER_CLOCK, FP32_PER_CLOCK, MIN_KEYS_PER_CTA, Kernel, Work
+from tl_attention.explain.work import (
+    ADD_BYTES_PER_CLOCK,
+    FP32_PER_CLOCK,
+    GATHERING,
+    MIN_KEYS_PER_CTA,
+    SCATTERING,
+    Kernel,
+    Work,
+)
 from tl_attention.gpus import COMPARED, EXP_PER_CLOCK, GPUS, H100, H200, SMEM_BYTES_PER_CLOCK
 from tl_attention.kernel_configs import BwdPass, DecodeConfig, FwdConfig
 from tl_attention.problem import DECODE
 from tl_attention.target import SMEM_LIMIT, SMEM_PER_SM
-from tl_attention.testing import counts
 from tl_attention.testing.shapes import sequences
 
 WIDTH = 128  # of a line
@@ -41,6 +49,8 @@ BOUND_ADVICE = {
     "fp32 instructions": "the instructions of the softmax and of options beside the products",
     "shared memory": "operands of the tensor cores from shared memory; larger tiles reuse them more",
     "adding dq in L2": "fp32 additions to dq in L2; a pass of its own for dq (bwd_det) trades them for two more products",
+    GATHERING: "loads of captured tensors with an index per score; a bias by query and key is read by tiles",
+    SCATTERING: "a gradient of a captured tensor to which each score adds; a bias by query and key stores its gradient",
     model.MEMORY: "bytes; fewer or narrower keys and values (GQA, MLA) would help, faster tensor cores would not",
     model.LAUNCHES: "latency of launches and of first loads; more work per call would help (CUDA graphs hide the host's part)",
     model.IDLE: "SMs without a tile: too few tiles, or a last wave that is partly filled",
@@ -108,15 +118,34 @@ def _family(direction: str) -> str:
 
 def _work(work: Work) -> Iterator[str]:
     shape = work.shape
-    pairs = counts.visible_pairs(shape) * shape.heads_q
     every = sum(q * k for q, k in sequences(shape)) * shape.heads_q
-    hidden = "" if pairs == every else f", {100 * pairs / every:.3g} % of all, as the mask hides the others"
-    yield f"visible pairs    {short(pairs, ' pairs')} of a query and a key{hidden}"
-    flops = counts.flops(shape, work.direction)
+    hidden = (
+        ""
+        if work.pairs == every
+        else f", {100 * work.pairs / every:.3g} % of all, as the mask hides the others"
+    )
+    yield f"visible pairs    {short(work.pairs, ' pairs')} of a query and a key{hidden}"
     formula = FLOP_FORMULAS["fwd" if work.direction == DECODE else _family(work.direction)]
-    yield f"FLOPs            {short(flops, 'FLOP')} = {formula}"
+    yield f"FLOPs            {short(work.flops, 'FLOP')} = {formula}"
     executed = _executed(work)
-    yield f"executed         {short(executed, 'FLOP')}, of which {100 * flops / max(executed, 1):.3g} % count: {_waste(work)}"
+    yield f"executed         {short(executed, 'FLOP')}, of which {100 * work.flops / max(executed, 1):.3g} % count: {_waste(work)}"
+    if work.asked:
+        yield f"function         {_function_words(work)}"
+
+
+def _function_words(work: Work) -> str:
+    name, asked = work.shape.options.function, work.asked
+    if not asked.program:
+        return f"{name}: the option {', '.join(asked.shape.options.words)} computes it, as flex_attention recognizes"
+    words = [f"{name}: {work.problem.program}"]
+    if asked.full is not None:
+        blocks, partial = asked.full.numel(), int(asked.partial.sum())
+        listed = partial + int(asked.full.sum())
+        words.append(f"{100 * listed / blocks:.3g} % of the blocks of 128 x 128 are listed")
+        words.append(f"{partial} of {listed} are seen in part and read a bit per score")
+    if asked.bias_bytes:
+        words.append(f"a bias of {short(asked.bias_bytes, 'B')}")
+    return "; ".join(words)
 
 
 def _executed(work: Work) -> int:
@@ -204,8 +233,7 @@ def _reuse(work: Work) -> str:
 
 
 def _roofline(work: Work, estimate: Estimate) -> Iterator[str]:
-    flops = counts.flops(work.shape, work.direction)
-    own, moved = flops / work.least_bytes, flops / estimate.hbm_bytes
+    own, moved = work.flops / work.least_bytes, work.flops / estimate.hbm_bytes
     yield f"intensity        {own:.4g} FLOP per byte of HBM at least, {moved:.4g} as scheduled"
     side = "right of it: compute" if moved >= work.gpu.ridge else "left of it: memory"
     yield (
@@ -220,13 +248,15 @@ def _roofline(work: Work, estimate: Estimate) -> Iterator[str]:
 
 
 def _time(work: Work, estimate: Estimate) -> Iterator[str]:
-    gpu, flops = work.gpu, counts.flops(work.shape, work.direction)
+    gpu = work.gpu
     rates = {
         "tensor cores": f"{gpu.tflops:.0f} TFLOPS dense",
         "exponential unit": f"{EXP_PER_CLOCK} per clock and SM",
         "fp32 instructions": f"{FP32_PER_CLOCK} per clock and SM",
         "shared memory": f"{SMEM_BYTES_PER_CLOCK} B per clock and SM",
-        "adding dq in L2": f"{ADD_BYTES_PER_CLOCK} B per clock and SM, fitted",
+        "adding dq in L2": f"{ADD_BYTES_PER_CLOCK} B per clock and SM",
+        GATHERING: f"{GATHERED_PER_CLOCK:g} elements per clock and SM",
+        SCATTERING: f"{SCATTERED_PER_CLOCK:g} additions per clock and SM",
         model.MEMORY: f"{model.HBM_SHARE:.0%} of {gpu.tb_s:g} TB/s",
         model.LAUNCHES: f"{number_of(work.launches, 'kernel')}, {model.LAUNCH_US:g} us each, and the start of tiles",
         model.IDLE: "; ".join(map(_wave_words, work.kernels, estimate.kernels)),
@@ -236,7 +266,7 @@ def _time(work: Work, estimate: Estimate) -> Iterator[str]:
         share = 100 * seconds / estimate.seconds
         yield f"  {name:22} {duration(seconds):>9} {share:4.0f} %   {rates.get(name, '')}".rstrip()
     yield f"bound by         {estimate.bound}: {BOUND_ADVICE[estimate.bound]}"
-    speed = f"{estimate.tflops(flops):.4g} TFLOPS"
+    speed = f"{estimate.tflops(work.flops):.4g} TFLOPS"
     if work.direction == DECODE:
         speed = f"{work.least_bytes / estimate.seconds / 1e9:.4g} GB/s"
     yield f"predicted        {duration(estimate.seconds)}, {speed} at {gpu.boost_ghz:g} GHz"
@@ -261,7 +291,7 @@ def _measured(work: Work, estimate: Estimate, found: Sequence[Measurement]) -> I
         ask = "--pass bwd --deterministic" if work.direction == "bwd_det" else f"--pass {work.direction}"
         yield f"benchmarks/results has no such row for {work.gpu.name}; tl-attention bench {ask} --shapes {work.shape} measures it"
     for one in found:
-        speed = f"{counts.flops(work.shape, work.direction) / one.ms / 1e9:.4g} TFLOPS"
+        speed = f"{work.flops / one.ms / 1e9:.4g} TFLOPS"
         if work.direction == DECODE:
             speed = f"{work.least_bytes / one.ms / 1e6:.4g} GB/s"
         warm = ", inputs in L2" if one.warm else ""

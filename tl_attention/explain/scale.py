@@ -216,9 +216,15 @@ def check(shape: Shape, ranks: list[int]) -> None:
     for count in ranks:
         if not 2 <= count <= MAX_RANKS:
             raise ValueError(f"--ranks: expected numbers from 2 to {MAX_RANKS}, got {count}")
-    if shape.seqlen_q != shape.seqlen_k or shape.is_varlen or shape.options.dropout or shape.options.alibi:
+    if (
+        shape.seqlen_q != shape.seqlen_k
+        or shape.is_varlen
+        or shape.options.dropout
+        or shape.options.alibi
+        or shape.options.function
+    ):
         raise ValueError(
-            f"shape {shape}: expected one sequence with Sq equal to Sk for --ranks, without varlen, dropout and alibi"
+            f"shape {shape}: expected one sequence with Sq equal to Sk for --ranks, without varlen, dropout, alibi and function"
         )
     if shape.seqlen_q < 2 * max(ranks):
         raise ValueError(f"shape {shape}: expected at least two tokens per rank for --ranks {max(ranks)}")

@@ -10,7 +10,8 @@ from itertools import groupby
 from tl_attention.testing.counts import bounds
 from tl_attention.testing.shapes import Shape, sequences
 
-Runs = tuple[tuple[int, int], ...]  # (steps, number of tiles) of consecutive tiles with as many steps
+# (steps, number of tiles) of consecutive tiles with as many steps; steps of heads that differ are their mean
+Runs = tuple[tuple[float, int], ...]
 
 
 def query_tiles(shape: Shape, block_M: int, block_N: int) -> list[list[int]]:
@@ -42,7 +43,7 @@ def _blocks(begin: float, end: float, block: int) -> int:
 
 
 def launch_order(
-    by_sequence: Sequence[Sequence[int]],
+    by_sequence: Sequence[Sequence[float]],
     heads: int,
     group: int,
     packed: bool,
@@ -74,7 +75,7 @@ def launch_order(
     )
 
 
-def runs(tiles: Iterable[tuple[int, int]]) -> Runs:
+def runs(tiles: Iterable[tuple[float, int]]) -> Runs:
     """Runs with equal neighbours joined."""
     return tuple(
         (steps, sum(count for _, count in run)) for steps, run in groupby(tiles, lambda tile: tile[0])
@@ -96,7 +97,7 @@ def cut_share(shape: Shape, block_M: int, block_N: int) -> float:
     return 1 - whole / seen if seen else 0.0
 
 
-def expand(runs: Runs) -> Iterator[int]:
+def expand(runs: Runs) -> Iterator[float]:
     """Steps of each tile."""
     for steps, count in runs:
         for _ in range(count):

@@ -5,6 +5,7 @@ A step is one block of keys (of queries in a backward by keys). Sizes are those 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -46,7 +47,7 @@ MASK_INSTRUCTIONS = 3
 DROPOUT_INSTRUCTIONS = (
     10  # an estimate: a call of the generator makes 16 random bytes, then each score is kept or cleared
 )
-HBM, GATHERING = "HBM", "gathering tensors"
+HBM, GATHERING, SCATTERING = "HBM", "gathering tensors", "adding to gradients"
 HBM_SHARE = 0.9  # of the stated bandwidth: a copy reaches 4.30 of 4.8 TB/s on an H200
 LATE = "dynamic-late"  # the schedule that loads K and V of the next tile, and stores dK and dV, beside the steps of others
 BYTES = 2  # per element that tensor cores multiply
@@ -84,7 +85,7 @@ class Kernel:
 
     @property
     def steps(self) -> int:
-        return sum(steps * count for steps, count in self.tiles)
+        return round(sum(steps * count for steps, count in self.tiles))
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class _Steps(NamedTuple):
         cut: edges of the mask per step.
     """
 
-    by_sequence: list[list[int]]
+    by_sequence: Sequence[Sequence[float]]
     heads: int
     are_alike: bool
     cut: float
@@ -181,7 +182,7 @@ def _steps_of(shape: Shape, asked: Asked | None, block_M: int, block_N: int, by_
     if by_keys:
         group = shape.heads_q // shape.heads_kv
         groups = [of_heads[first : first + group] for first in range(0, shape.heads_q, group)]
-        of_heads = [[-(-sum(steps) // group) for steps in zip(*one, strict=True)] for one in groups]
+        of_heads = [[sum(steps) / group for steps in zip(*one, strict=True)] for one in groups]
     return _Steps(of_heads * shape.batch, 1, False, cut)
 
 
@@ -294,7 +295,7 @@ def _captured_clocks(asked: Asked | None, scores: int, gpu: Gpu, gradients: bool
         * gpu.boost_ghz
         / (1e3 * gpu.tb_s * HBM_SHARE),
         GATHERING: scores * asked.gathers / functions.GATHERED_PER_CLOCK,
-        "adding to gradients": gradients * scores * asked.scatters / functions.SCATTERED_PER_CLOCK,
+        SCATTERING: gradients * scores * asked.scatters / functions.SCATTERED_PER_CLOCK,
     }
     return {name: busy for name, busy in clocks.items() if busy}
 

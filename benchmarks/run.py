@@ -42,6 +42,7 @@ import turns
 from rich.console import Console
 from rows import FLEX, FP32, OURS, Row
 
+from tl_attention import question
 from tl_attention.problem import DECODE, FP32_DTYPES
 from tl_attention.target import is_hopper
 from tl_attention.testing import environment, functions, timer
@@ -109,6 +110,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--providers: expected one that has --pass {args.direction} --set {args.set_name}: {', '.join(offered)}"
         )
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out: expected a folder, got the file {args.out}")
+    if args.host and (
+        alone := [name for name in ("shapes", "quick", "add", "all_kernels") if getattr(args, name)]
+    ):
+        parser.error(
+            f"--host: expected no --{alone[0].replace('_', '-')} beside it, as it times calls of its own"
+        )
     if args.rounds is None:
         args.rounds = 5 if args.quick or decodes else 15
     if args.rounds < 1:
@@ -139,6 +148,9 @@ def shapes_of(args: argparse.Namespace) -> dict[str, Shape]:
     for text, shape in chosen.items():
         if shape.options.page or shape.options.ragged:
             raise ValueError(f"--shapes {text}: page and ragged are options of --pass decode alone")
+        if args.set_name not in performance.OWN_SETS:
+            for name in (name for name in ("fwd", "bwd") if name in args.direction):
+                question.check_head_dims(shape.head_dim, shape.head_dim_v, name)
         if bool(shape.options.function) is not (args.set_name == FLEX):
             names = ", ".join(functions.FUNCTIONS)
             raise ValueError(

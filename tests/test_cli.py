@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 import types
 from dataclasses import replace
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import cli, configs, doctor, launch, question
+from tl_attention import arguments, cli, configs, doctor, launch, question
 from tl_attention.compilation import cubin, manifest, toolkit
 from tl_attention.kernel_configs import (
     AppendConfig,
@@ -148,7 +149,35 @@ def test_bench_forwards_its_arguments(monkeypatch):
 
 @pytest.mark.parametrize(("text", "expected"), [("90", 90), ("90s", 90), ("10m", 600), ("0.5h", 1800)])
 def test_seconds(text, expected):
-    assert cli.seconds(text) == expected
+    assert arguments.seconds(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["tune", "--budget", "soon"],
+            "argument --budget: expected a time such as 90s, 10m or 1h, above 0, got 'soon'",
+        ),
+        (["tune", "--budget", "0s"], "argument --budget: expected .*, got '0s'"),
+        (["tune", "--budget", "nan"], "argument --budget: expected .*, got 'nan'"),
+        (["tune", "--jobs", "0"], "argument --jobs: expected a whole number, at least 1, got '0'"),
+        (["compile", "--jobs", "-3"], "argument --jobs: expected a whole number, at least 1, got '-3'"),
+        (["manifest", "--jobs", "many", "--check"], "argument --jobs: expected .*, got 'many'"),
+        (["tune", "--shapes", "articel"], "--shapes: shape 'articel': not in configs/shapes.toml"),
+        (["config", "d128", "sideways"], "tl-attention config: expected a dtype .*; got 'sideways'"),
+        (["explain", "articel"], "tl-attention explain: shape 'articel': not in configs/shapes.toml"),
+        (
+            ["explain", "article", "--ranks", "1"],
+            "argument --ranks: expected a whole number, at least 2, got '1'",
+        ),
+    ],
+)
+def test_bad_input_ends_with_status_2_and_one_line(words, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    assert re.search(text, capsys.readouterr().err.splitlines()[-1])
 
 
 def test_shapes_to_tune_have_no_options():
@@ -250,6 +279,14 @@ def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
         (["d128", "causl"], r"a mask \(full, causal\), options \(window, softcap.*got 'causl'"),
         (["d128", "seqlen_k=long"], "seqlen_k=N.*got 'seqlen_k=long'"),
         (["d128", "batch=0"], "got 'batch=0'"),
+        (["d128", "fp16", "bf16"], "dtype: expected one word, got fp16 and bf16"),
+        (["d128", "d64"], "head dims: expected one word, got d128 and d64"),
+        (["d128", "full", "causal"], "mask: expected one word, got full and causal"),
+        (["d0"], "head dims: expected numbers above 0, got d0"),
+        (
+            ["d128", "1k", "seqlen_k=9000"],
+            "bucket: expected a bucket or seqlen_k, .* got 1k and seqlen_k=9000",
+        ),
         (["bf16", "causal"], "head dims: expected a word such as d128"),
         (["d320"], "head dims: expected at most one of d64, .*d256 for fwd, got d320"),
         (["d128", "split", "--pass", "bwd"], "bucket: expected one of 1k, 4k, long for bwd, got split"),
@@ -257,18 +294,6 @@ def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
         (["d128", "4k", "--pass", "decode"], "bucket: expected none for decode"),
         (["d128", "--gpu", "A100"], "gpu: expected a Hopper GPU, one of .*H20, .*got 'A100'"),
         (["d128", "--gpu", "GTX"], "gpu: expected a Hopper GPU.*got 'GTX'"),
-    ],
-    ids=[
-        "mask",
-        "size",
-        "zero",
-        "no-head-dims",
-        "head-dims",
-        "bucket",
-        "decode-option",
-        "decode-bucket",
-        "ampere",
-        "gpu",
     ],
 )
 def test_config_refuses_words(words, text):
@@ -471,7 +496,8 @@ def test_compile_refuses_head_dims_that_have_no_kernels(direction, compiled):
 
 
 def test_compile_fails_if_no_kernel_has_the_words(compiled):
-    assert cli.main(["compile", "fp8"]) == 1
+    with pytest.raises(SystemExit, match="tl-attention compile: expected words of a kernel, .* all of: fp8"):
+        cli.main(["compile", "fp8"])
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("tilelang"), reason="needs tilelang")

@@ -503,8 +503,22 @@ def test_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
         (["article", "--gpu", "A100"], "gpu: expected a Hopper GPU.*got 'A100'"),
         (["--check", "--plot", "a.png"], "--plot: expected a SHAPE to draw, got none"),
         (["article", "--plot", "/no/such/folder/a.png"], "--plot: .*/no/such/folder/a.png"),
-        (["article", "--plot", "a.xyz"], "--plot: .*xyz"),
-        (["article", "--ranks", "1"], "--ranks: expected numbers from 2 to 1024, got 1"),
+        (
+            ["article", "--plot", "a.xyz"],
+            "--plot: expected a file that ends with .png, .svg, .pdf, got a.xyz",
+        ),
+        (["article", "--ranks", "2000"], "--ranks: expected numbers from 2 to 1024, got 2000"),
+        (["article", "--ranks", "2", "--pass", "bwd"], "--pass: expected none with --ranks"),
+        (["article", "--ranks", "2", "--plot", "a.png"], "--plot: expected none with --ranks"),
+        (["--check", "--ranks", "2"], "--ranks: expected a SHAPE, got none"),
+        (["article", "--link", "ib"], "--link: expected --ranks beside it, got none"),
+        (["99999999,1,1,64,64,64,full"], "expected B x Hq of at most 262144, got 99999999"),
+        (["1,1,1,64,99999999999,64,full"], "expected Sk of at most 67108864, got 99999999999"),
+        (["1,8,8,64,64,64,full,softcap=-5"], "expected options of .*, got 'softcap=-5'"),
+        (["1,8,8,64,64,64,full,softcap=inf"], "expected options of .*, got 'softcap=inf'"),
+        (["1,8,8,64,64,64,full,dropout=nan"], "expected options of .*, got 'dropout=nan'"),
+        (["1,8,8,64,64,64,full,dropout=1"], "expected options of .*, got 'dropout=1'"),
+        (["1,8,8,64,64,64,full,sink,sink"], "expected each option once, got sink twice"),
         (["1,8,8,64,128,128,full", "--ranks", "2"], "expected one sequence with Sq equal to Sk"),
         (["1,8,8,64,64,128,full", "--ranks", "64"], "expected at least two tokens per rank"),
     ],
@@ -564,3 +578,9 @@ def test_explain_ranks_of_a_window_moves_little():
     )
     received = [next(one.received for one in found if one.method == "gather") for found in (full, window)]
     assert received[1] == 2 * 2 * 1023 * 8 * 256 * 2 and received[0] > 40 * received[1]
+
+
+@pytest.mark.parametrize("direction", ["bwd", "bwd_det"])
+def test_backward_of_fp32_with_options_is_explained(direction, capsys):
+    out = run(capsys, "1,8,8,512,512,64,causal,window=100", "--pass", direction, "--dtype", "float32-high")
+    assert "fp32-high d64" in out and "bf16 parts of fp32 tensors" in out

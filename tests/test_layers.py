@@ -106,12 +106,13 @@ DOORS = {
     "compilation/cubin": "problem kernel_configs legality target compilation/compiler compilation/store compilation/toolkit | tilelang",
     "compilation/manifest": "compilation/building compilation/sandbox configs compilation/cubin compilation/compiler "
     "compilation/toolkit problem kernel_configs legality target",
+    "arguments": "",
     "question": "torch problem kernel_configs legality target configs gpus | launch",
-    "explain": "torch distributed "
+    "explain": "arguments torch distributed "
     "gpus problem program kernel_configs legality target configs launch/splits launch/bwd_passes launch/common testing question explain "
     "| block_masks launch/block_lists tracing/builtin_options tracing/dense_bias tracing/trace matplotlib",
     "doctor": "torch problem target configs | compilation/manifest compilation/pack compilation/toolkit testing",
-    "cli": "torch problem kernel_configs legality target configs question doctor compilation/packing"
+    "cli": "arguments torch problem kernel_configs legality target configs question doctor compilation/packing"
     "| explain launch compilation/building compilation/store compilation/compiler compilation/cubin compilation/toolkit "
     "compilation/manifest tuning interface flash reference testing tilelang tvm_ffi rich "
     "benchmarks",

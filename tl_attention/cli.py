@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tl_attention import configs, doctor, legality, question
+from tl_attention.arguments import at_least, seconds
 from tl_attention.compilation import packing
 from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import (
@@ -35,12 +36,18 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script. Returns its exit status."""
+    """The console script. Returns its exit status; SystemExit with a text for bad input ends it with status 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["bench"]:
         return bench(argv[1:])
     arguments = _parser().parse_args(argv)
-    return arguments.run(arguments)
+    try:
+        return arguments.run(arguments)
+    except SystemExit as fault:
+        if isinstance(fault.code, str):
+            print(fault.code, file=sys.stderr)
+            fault.code = 2
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,7 +109,7 @@ def _shape_arguments() -> argparse.ArgumentParser:
         help="names or patterns of configs/shapes.toml, or B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]",
     )
     shapes.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: bfloat16, whose rows serve both")
-    shapes.add_argument("--jobs", type=int, help="kernels compiled at a time; default: one per CPU")
+    shapes.add_argument("--jobs", type=at_least(1), help="kernels compiled at a time; default: one per CPU")
     return shapes
 
 
@@ -170,15 +177,9 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
 def _add_manifest(command: argparse.ArgumentParser) -> None:
     command.add_argument("--check", action="store_true", help="compile and write nothing; needs no nvcc")
     command.add_argument(
-        "--jobs", type=int, help="kernels traced or compiled at a time; default: one per CPU"
+        "--jobs", type=at_least(1), help="kernels traced or compiled at a time; default: one per CPU"
     )
     command.set_defaults(run=update_manifest)
-
-
-def seconds(text: str) -> float:
-    """90s, 10m, 1h or plain seconds."""
-    number, unit = (text[:-1], text[-1]) if text[-1:] in ("s", "m", "h") else (text, "s")
-    return float(number) * {"s": 1, "m": 60, "h": 3600}[unit]
 
 
 def parse_shapes(words: Sequence[str]) -> dict[str, Shape]:
@@ -214,6 +215,7 @@ def bench(argv: Sequence[str]) -> int:
 
 
 def tune(arguments: argparse.Namespace) -> int:
+    shapes = plain_shapes(arguments.shapes) if arguments.shapes else None
     if not is_hopper(0):
         print("tl-attention tune needs an NVIDIA Hopper GPU to time kernels, and found none.", end=" ")
         print("tl-attention compile needs no GPU and reports on the kernels of the shipped configs.")
@@ -230,7 +232,7 @@ def tune(arguments: argparse.Namespace) -> int:
         print("name other files with --table and --log")
         return 2
     results = autotune.tune(
-        plain_shapes(arguments.shapes) if arguments.shapes else None,
+        shapes,
         arguments.budget,
         directions=arguments.directions,
         dtypes=arguments.dtype or (DEFAULT_DTYPE,),
@@ -276,6 +278,11 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     kernels = [
         kernel for kernel in dict.fromkeys(kernels) if _has_words("{} {}".format(*kernel), arguments.words)
     ]
+    if not kernels:
+        words = " ".join(arguments.words) or "none"
+        raise SystemExit(
+            f"tl-attention compile: expected words of a kernel, such as bf16 d128 dq; no kernel has all of: {words}"
+        )
     console = Console(width=None if sys.stdout.isatty() else 160)
     built = track(autotune.compile_all(kernels, arguments.jobs), len(kernels), "compile", console)
     results = {(problem, config): result for problem, config, result in built}
@@ -288,7 +295,7 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
         faults += bool(fault)
         table.add_row(str(problem), str(config), *report_cells(report), fault or "ok")
     console.print(table)
-    return 1 if faults or not kernels else 0
+    return 1 if faults else 0
 
 
 def _serving(
@@ -298,6 +305,10 @@ def _serving(
     from tl_attention.tuning import needs
 
     for direction, dtype, shape in itertools.product(directions, dtypes, shapes):
+        if shape.options.function:
+            raise SystemExit(
+                f"--shapes: {shape}: expected no function=, whose kernels depend on its code; they are built at its first call"
+            )
         try:
             yield from needs.kernels_of(shape, dtype, direction, all_lengths=True)
         except ValueError as error:

@@ -18,7 +18,6 @@ from tl_attention.problem import (
     DECODE_TILE_WIDTHS,
     DEFAULT_DTYPE,
     DTYPES,
-    FP32_DTYPES,
     OPTIONS,
     AttnProblem,
     buckets,
@@ -52,25 +51,42 @@ def parse(words: Sequence[str]) -> Question:
         ValueError: an unknown word, or no head dims.
     """
     question = Question()
+    given: dict[str, str] = {}  # kind of word -> the word
+
+    def once(kind: str, word: str) -> None:
+        if given.setdefault(kind, word) != word:
+            raise ValueError(f"{kind}: expected one word, got {given[kind]} and {word}")
+
     names = {name: dtype.name for dtype in DTYPES.values() for name in (dtype.short, dtype.name)}
     for word in words:
         name, _, value = word.partition("=")
         if word in names:
+            once("dtype", word)
             question.dtype = names[word]
         elif match := re.fullmatch(r"d(\d+)(?:-(\d+))?", word):
+            once("head dims", word)
             question.head_dims = int(match[1]), int(match[2] or match[1])
+            if 0 in question.head_dims:
+                raise ValueError(f"head dims: expected numbers above 0, got {word}")
         elif word in MASKS:
+            once("mask", word)
             question.causal = word == "causal"
         elif word in buckets("fwd"):
+            once("bucket", word)
             question.bucket = word
         elif name in OPTIONS:
             question.options.append(name)
         elif name in SIZES and value.isdecimal() and int(value) > 0:
+            once(name, word)
             question.sizes[name] = int(value)
         else:
             raise ValueError(f"expected {accepted_words()}; got {word!r}")
     if question.head_dims is None:
         raise ValueError("head dims: expected a word such as d128 or d192-128, got none")
+    if question.bucket and "seqlen_k" in question.sizes:
+        raise ValueError(
+            f"bucket: expected a bucket or seqlen_k, which chooses it, got {question.bucket} and {given['seqlen_k']}"
+        )
     return question
 
 
@@ -121,8 +137,6 @@ def _problem(question: Question, direction: str) -> AttnProblem:
     options = tuple(option for option in OPTIONS if option in question.options)
     if direction != "fwd":
         options = tuple(option for option in options if option != "sink")  # it changes no backward kernel
-        if options and question.dtype in FP32_DTYPES:
-            raise ValueError(f"options: expected none for {direction} in fp32, got {options[0]}")
     causal = question.causal and "window" not in options
     return AttnProblem.of(question.dtype, *question.head_dims, causal, direction, options)
 

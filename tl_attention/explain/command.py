@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tl_attention import question
+from tl_attention.arguments import at_least
 from tl_attention.explain import functions
 from tl_attention.problem import DECODE, DECODE_OPTIONS, DEFAULT_DTYPE, DIRECTIONS, DTYPES, FP32_DTYPES
 from tl_attention.testing import counts
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from tl_attention.gpus import Gpu
 
 LINK_NAMES = ("nvlink", "ib")  # of scale.LINKS
+PICTURES = (".png", ".svg", ".pdf")
+MAX_HEADS, MAX_KEYS = 1 << 18, 1 << 26  # whose tiles are counted one by one, in seconds
 NO_MATPLOTLIB = "--plot needs matplotlib: pip install 'tl-attention[bench]'"
 
 
@@ -31,7 +34,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "tl_attention/testing/functions.py, or listed-0.25: a quarter of the blocks at random",
     )
     command.add_argument(
-        "--pass", nargs="+", choices=(*DIRECTIONS, DECODE), default=["fwd"], dest="directions",
+        "--pass", nargs="+", choices=(*DIRECTIONS, DECODE), dest="directions",
         help="bwd_det: the deterministic backward; default: fwd",
     )  # fmt: skip
     command.add_argument("--dtype", choices=DTYPES, default=DEFAULT_DTYPE, help="default: %(default)s")
@@ -44,10 +47,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--plot", type=Path, metavar="FILE", help="write a roofline picture: .png, .svg or .pdf"
     )
     command.add_argument(
-        "--ranks", nargs="+", type=int, metavar="N", help="forward and backward over N GPUs, by method"
+        "--ranks", nargs="+", type=at_least(2), metavar="N", help="forward and backward over N GPUs, by method"
     )  # fmt: skip
     command.add_argument(
-        "--link", choices=LINK_NAMES, default=LINK_NAMES[0], help="between GPUs, with --ranks; default: %(default)s"
+        "--link", choices=LINK_NAMES, help=f"between GPUs, with --ranks; default: {LINK_NAMES[0]}"
     )  # fmt: skip
     command.add_argument(
         "--check",
@@ -65,25 +68,44 @@ def run(arguments: argparse.Namespace) -> int:
         gpu = question.gpu_of(arguments.gpu)
         if not arguments.shapes and not arguments.check:
             raise ValueError("expected a SHAPE such as 1,32,8,4096,4096,128,causal, or --check; got neither")
-        if arguments.plot and not arguments.shapes:
-            raise ValueError("--plot: expected a SHAPE to draw, got none")
+        _check_words(arguments)
         if arguments.check:
             print(errors.table(gpu))
+        directions = arguments.directions or ("fwd",)
         shapes = chosen_shapes(arguments.shapes).values()
-        for shape, direction in itertools.product(shapes, arguments.directions):
+        for shape, direction in itertools.product(shapes, directions):
             check(shape, direction, arguments.dtype)
     except ValueError as error:
         raise SystemExit(f"tl-attention explain: {error}") from None
     if arguments.ranks:
         print("\n\n\n".join(_scaled(shape, arguments, gpu) for shape in shapes))
         return 0
-    asked = itertools.product(shapes, arguments.directions)
+    asked = itertools.product(shapes, directions)
     works = [work.of_call(shape, direction, arguments.dtype, gpu) for shape, direction in asked]
     if works:
         print("\n\n\n".join(report.text(one, arguments.dtype) for one in works))
     if arguments.plot:
         _draw(works, arguments)
     return 0
+
+
+def _check_words(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for arguments that do not go together."""
+    if arguments.plot and not arguments.shapes:
+        raise ValueError("--plot: expected a SHAPE to draw, got none")
+    if arguments.plot and arguments.plot.suffix.lower() not in PICTURES:
+        raise ValueError(
+            f"--plot: expected a file that ends with {', '.join(PICTURES)}, got {arguments.plot}"
+        )
+    if arguments.link and not arguments.ranks:
+        raise ValueError("--link: expected --ranks beside it, got none")
+    if arguments.ranks and not arguments.shapes:
+        raise ValueError("--ranks: expected a SHAPE, got none")
+    for name, given in (("--plot", arguments.plot), ("--pass", arguments.directions)):
+        if arguments.ranks and given:
+            raise ValueError(
+                f"{name}: expected none with --ranks, which prints forward and backward; leave one out"
+            )
 
 
 def _scaled(shape: Shape, arguments: argparse.Namespace, gpu: Gpu) -> str:
@@ -94,7 +116,7 @@ def _scaled(shape: Shape, arguments: argparse.Namespace, gpu: Gpu) -> str:
         scale.check(shape, arguments.ranks)
     except ValueError as error:
         raise SystemExit(f"tl-attention explain: {error}") from None
-    return scale.table(shape, arguments.ranks, arguments.link, arguments.dtype, gpu)
+    return scale.table(shape, arguments.ranks, arguments.link or LINK_NAMES[0], arguments.dtype, gpu)
 
 
 def _draw(works: list[Work], arguments: argparse.Namespace) -> None:
@@ -113,7 +135,14 @@ def _draw(works: list[Work], arguments: argparse.Namespace) -> None:
 
 
 def check(shape: Shape, direction: str, dtype: str = DEFAULT_DTYPE) -> None:
-    """Raise ValueError for a shape that a pass does not run."""
+    """Raise ValueError for a shape that a pass does not run, or that is too large for a count of its tiles."""
+    for name, number, most in (
+        ("B x Hq", shape.batch * shape.heads_q, MAX_HEADS),
+        ("Sq", shape.seqlen_q, MAX_KEYS),
+        ("Sk", shape.seqlen_k, MAX_KEYS),
+    ):
+        if number > most:
+            raise ValueError(f"shape {shape}: expected {name} of at most {most}, got {number}")
     question.check_head_dims(shape.head_dim, shape.head_dim_v, direction, dtype)
     asked = shape.options
     if asked.function:
@@ -123,10 +152,6 @@ def check(shape: Shape, direction: str, dtype: str = DEFAULT_DTYPE) -> None:
             raise ValueError(
                 f"shape {shape}: expected --pass fwd, bwd or bwd_det and --dtype bfloat16 or float16 for a function, got {given}"
             )
-    if direction not in ("fwd", DECODE) and dtype in FP32_DTYPES and shape.option_names:
-        raise ValueError(
-            f"shape {shape}: expected no options for {direction} in fp32, got {shape.option_names[0]}"
-        )
     if direction == DECODE:
         others = [name for name in shape.option_names if name not in DECODE_OPTIONS]
         others += ["packed"] * asked.packed

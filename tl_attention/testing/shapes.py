@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -44,6 +45,8 @@ class ShapeOptions:
         asked: dict[str, Any] = {}
         for word in words:
             name, _, value = word.partition("=")
+            if name in asked:
+                raise ValueError(f"expected each option once, got {name} twice")
             try:
                 asked[name] = OPTION_TYPES[name](value)
             except (KeyError, ValueError):
@@ -75,6 +78,20 @@ def _size(value: str) -> int:
     return int(value)
 
 
+def _cap(value: str) -> float:
+    cap = float(value)
+    if not 0 <= cap < math.inf:
+        raise ValueError
+    return cap
+
+
+def _probability(value: str) -> float:
+    probability = float(value)
+    if not 0 <= probability < 1:
+        raise ValueError
+    return probability
+
+
 def _name(value: str) -> str:
     if not value:
         raise ValueError
@@ -85,8 +102,8 @@ OPTION_TYPES: dict[str, Callable[[str], bool | int | float | str]] = {
     **dict.fromkeys((field.name for field in fields(ShapeOptions)), _flag),
     "window": _size,
     "page": _size,
-    "softcap": float,
-    "dropout": float,
+    "softcap": _cap,
+    "dropout": _probability,
     "function": _name,
 }
 

@@ -16,13 +16,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tl_attention.hf
+from tl_attention.arguments import at_least
 
 SEED = 9  # with it, the best logit of each step leads the second by more than the rounding error
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=32, help="new tokens per prompt (default 32)")
+    parser.add_argument("--tokens", type=at_least(1), default=32, help="new tokens per prompt (default 32)")
     tokens = parser.parse_args().tokens
 
     tl_attention.hf.register()

@@ -13,11 +13,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tl_attention.hf
+from tl_attention.arguments import at_least
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20, help="training steps (default 20)")
+    parser.add_argument("--steps", type=at_least(1), default=20, help="training steps (default 20)")
     steps = parser.parse_args().steps
 
     tl_attention.hf.register()

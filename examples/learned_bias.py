@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tl_attention import flex_attention
+from tl_attention.arguments import at_least
 
 TOKENS, WIDTH, HEADS, LENGTH, LAG = 32, 128, 4, 128, 5
 
@@ -59,7 +60,7 @@ class Model(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60, help="training steps (default 60)")
+    parser.add_argument("--steps", type=at_least(1), default=60, help="training steps (default 60)")
     steps = parser.parse_args().steps
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

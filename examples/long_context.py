@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tl_attention import distributed
+from tl_attention.arguments import at_least
 
 VOCABULARY = 64
 HEAD_DIM = 64
@@ -134,15 +135,22 @@ def train(arguments: argparse.Namespace, device: torch.device) -> list[float]:
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Arguments, by default those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seqlen", type=int, default=8192, help="tokens of a step, on all ranks together")
-    parser.add_argument("--documents", type=int, default=1, help="documents that a sequence packs")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--heads-kv", type=int, default=4)
+    parser.add_argument(
+        "--seqlen", type=at_least(2), default=8192, help="tokens of a step, on all ranks together"
+    )
+    parser.add_argument("--documents", type=at_least(1), default=1, help="documents that a sequence packs")
+    parser.add_argument("--steps", type=at_least(1), default=20)
+    parser.add_argument("--layers", type=at_least(1), default=4)
+    parser.add_argument("--heads", type=at_least(1), default=16)
+    parser.add_argument("--heads-kv", type=at_least(1), default=4)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--method", default="auto", help="auto, gather, ring or ulysses")
-    return parser.parse_args(words)
+    parser.add_argument("--method", choices=("auto", "gather", "ring", "ulysses"), default="auto")
+    found = parser.parse_args(words)
+    if found.heads % found.heads_kv:
+        parser.error(f"--heads: expected a multiple of --heads-kv, got {found.heads} and {found.heads_kv}")
+    if found.documents > found.seqlen:
+        parser.error(f"--documents: expected at most --seqlen, {found.seqlen}, got {found.documents}")
+    return found
 
 
 def main() -> None:

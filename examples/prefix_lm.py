@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tl_attention import block_masks, flex_attention, mask_picture
+from tl_attention.arguments import at_least
 
 TOKENS, WIDTH, HEADS = 16, 128, 4
 
@@ -54,9 +55,9 @@ class Model(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100, help="training steps (default 100)")
+    parser.add_argument("--steps", type=at_least(1), default=100, help="training steps (default 100)")
     parser.add_argument(
-        "--prefix", type=int, default=24, help="length of the prompt, and of the answer (default 24)"
+        "--prefix", type=at_least(1), default=24, help="length of the prompt, and of the answer (default 24)"
     )
     arguments = parser.parse_args()
 

@@ -69,7 +69,7 @@ def test_tiles_hold_every_visible_pair_and_no_more_blocks(text, M, N):
     ],
 )
 def test_share_of_steps_that_a_mask_cuts(text, M, N):
-    """Of a mask drawn pair by pair; a step past the last query counts as its last one."""
+    """The share is that of a mask drawn pair by pair; a step past the last query counts as its last one."""
     shape = Shape.parse(text)
     left, right = counts.bounds(shape)
     seen = cut = 0
@@ -217,7 +217,7 @@ def function(name: str, n: int = 512, direction: str = "fwd") -> work.Work:
 @pytest.mark.parametrize("direction", ["fwd", "bwd", "bwd_det"])
 @pytest.mark.parametrize("name", ["causal", "window", "prefix-lm"])
 def test_function_of_a_mask_has_the_tiles_of_the_mask(name, direction):
-    """Of 2048 queries and keys in blocks of 128, 16 x 16: steps are the blocks that a mask drawn pair by pair shows."""
+    """Steps are the blocks that a mask drawn pair by pair shows, of 2048 queries and keys."""
     found = function(name, 2048, direction)
     q, k = np.arange(2048)[:, None], np.arange(2048)
     shown = {"causal": q >= k, "window": (q >= k) & (q - k < 1024), "prefix-lm": (q >= k) | (k < 1024)}[name]

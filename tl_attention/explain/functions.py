@@ -25,14 +25,15 @@ LEAVES = ("score", "query", "key")  # what differs from score to score of a tile
 
 @dataclass(frozen=True, eq=False)
 class Asked:
-    """What the function of a shape asks of the kernels.
+    """Demands of the function of a shape on the kernels.
 
     Args:
         shape: the shape with the options that compute the function; without any for a program.
         program: None: options compute it.
         seen: share of the pairs that the mask shows.
         partial, full: bool [1 or heads, query blocks, key blocks] of BLOCK queries and keys; None: all blocks are computed.
-        bias_bytes: of all dense captured tensors. bias_batch: those of them with an entry of its own per batch entry.
+        bias_bytes: of the dense bias.
+        is_bias_per_batch: it has an entry of its own per batch entry.
     """
 
     shape: Shape
@@ -109,7 +110,7 @@ def check(shape: Shape) -> None:
 
 @functools.lru_cache(maxsize=64)
 def of_shape(shape: Shape) -> Asked | None:
-    """What the function of a shape asks of the kernels; None without a function. Needs no GPU and none of the memory of a bias."""
+    """Demands of the function of a shape on the kernels; None without a function. Needs no GPU and none of the memory of a bias."""
     from tl_attention.block_masks import create_block_mask
     from tl_attention.launch.block_lists import FULL, PARTIAL, block_states
     from tl_attention.tracing.builtin_options import builtin_options

@@ -10,7 +10,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tl_attention import cli, configs, gpus
@@ -210,76 +209,6 @@ def test_bytes_of_fp32_count_the_lse_once():
     assert executed == found["fwd"].flops, "a product of parts counts as one"
 
 
-def function(name: str, n: int = 512, direction: str = "fwd") -> work.Work:
-    return call(f"2,4,2,{n},{n},64,full,function={name}", direction)
-
-
-@pytest.mark.parametrize("direction", ["fwd", "bwd", "bwd_det"])
-@pytest.mark.parametrize("name", ["causal", "window", "prefix-lm"])
-def test_function_of_a_mask_has_the_tiles_of_the_mask(name, direction):
-    """Steps are the blocks that a mask drawn pair by pair shows, of 2048 queries and keys."""
-    found = function(name, 2048, direction)
-    q, k = np.arange(2048)[:, None], np.arange(2048)
-    shown = {"causal": q >= k, "window": (q >= k) & (q - k < 1024), "prefix-lm": (q >= k) | (k < 1024)}[name]
-    assert (
-        found.pairs == 2 * 4 * shown.sum()
-        and found.flops == counts.flops(Shape.parse("2,4,2,2048,2048,64,full"), direction) * shown.mean()
-    )
-    for kernel in found.kernels:
-        M, N = kernel.config.block_M, kernel.config.block_N
-        seen = shown.reshape(2048 // M, M, 2048 // N, N).any((1, 3)).sum()
-        assert kernel.steps == 2 * 4 * seen
-    partial, full = (x.sum() for x in (found.asked.partial, found.asked.full))
-    blocks = shown.reshape(16, 128, 16, 128)
-    assert (full, partial + full) == (blocks.all((1, 3)).sum(), blocks.any((1, 3)).sum())
-    assert found.least_bytes == call("2,4,2,2048,2048,64,full", direction).least_bytes + partial * 2048
-
-
-def test_function_of_random_blocks_has_the_share_that_it_names():
-    listed = function("listed-0.25", 4096)
-    share = listed.kernels[0].steps / (2 * 4 * 32 * 32)
-    assert share == pytest.approx(0.25, abs=0.02) and listed.pairs == round(share * 2 * 4 * 4096**2)
-    by_keys = function("listed-0.25", 4096, "bwd").kernels[0]
-    assert by_keys.steps * by_keys.config.block_M * by_keys.config.block_N == pytest.approx(
-        listed.pairs, rel=0.02
-    )
-
-
-def test_functions_that_options_compute_are_those_options():
-    for name, option in (("softcap", "softcap=20"), ("alibi", "alibi")):
-        found, asked = function(name), call(f"2,4,2,512,512,64,full,{option}")
-        assert (found.kernels, found.least_bytes, found.config) == (
-            asked.kernels,
-            asked.least_bytes,
-            asked.config,
-        )
-        assert found.shape.options.function == name
-
-
-def test_bytes_of_a_dense_bias():
-    """bf16, [batch or 1, 4 heads, 512, 512]: read once; in a backward its gradient is stored per batch entry, and summed."""
-    plain = {x: call("2,4,2,512,512,64,full", x).least_bytes for x in ("fwd", "bwd")}
-    size = 2 * 4 * 512 * 512
-    for name, entries in (("bias-of-heads", 1), ("bias-of-batch", 2)):
-        for direction, times in (("fwd", 1), ("bwd", 2)):
-            found = function(name, 512, direction)
-            assert found.least_bytes == plain[direction] + times * entries * size
-    shared, own = (function(name, 512, "bwd") for name in ("bias-of-heads", "bias-of-batch"))
-    (summed,) = (helper for helper in shared.helpers if "bias" in helper.name)
-    assert (summed.bytes, summed.known, shared.again_bytes, own.again_bytes) == (3 * size, size, size, 0)
-    assert model.hbm_bytes(function("bias-of-heads")) == function("bias-of-heads").least_bytes, (
-        "the L2 keeps it"
-    )
-
-
-def test_work_of_a_learned_bias_per_distance():
-    forward, backward = (function("relative", 4096, x) for x in ("fwd", "bwd"))
-    assert (forward.asked.gathers, forward.asked.scatters) == (1, 1)
-    assert work.SCATTERING not in forward.kernels[0].clocks and work.GATHERING in forward.kernels[0].clocks
-    assert sum(work.SCATTERING in kernel.clocks for kernel in backward.kernels) == 1
-    assert model.estimate(backward).bound == work.SCATTERING
-
-
 def test_model_orders_what_it_should():
     times = {
         text: model.estimate(call(text)).seconds
@@ -467,35 +396,6 @@ def test_plot_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
         (["1,8,8,64,64,128,full,page=17", "--pass", "decode"], "N a multiple of 16, got 17"),
         (["1,8,8,4,64,128,full,dropout=0.1", "--pass", "decode"], "expected some of window, .* got dropout"),
         (["1,8,8,64,64,128,full,packed", "--pass", "decode"], "got packed"),
-        (
-            ["1,8,8,64,64,64,full,function=cauasl"],
-            "expected function=causal, .* or listed-SHARE, got function=cauasl",
-        ),
-        (
-            ["1,8,8,64,64,64,full,function=listed-0"],
-            "expected function=listed-SHARE, above 0 and at most 1, got",
-        ),
-        (["1,8,8,64,64,64,causal,function=window"], "expected mask full and no other option .*, got causal"),
-        (["1,8,8,64,64,64,full,sink,function=window"], "expected mask full and no other option .*, got sink"),
-        (
-            ["1,8,8,64,128,64,full,function=window"],
-            "as many queries as keys for function=window, got 64 and 128",
-        ),
-        (["1,8,8,64,64,64,full,function=half"], "a multiple of 128 queries for function=half, got 64"),
-        (["1,8,8,4,4,64,full,function=documents"], "at least 8 queries for function=documents, got 4"),
-        (
-            ["1,8,8,262144,262144,64,full,function=causal"],
-            "expected at most 131072 keys with a mask, got 262144",
-        ),
-        (["1,8,8,64,64,64,full,function=alibi", "--pass", "decode"], "for a function, got --pass decode"),
-        (
-            ["1,8,8,64,64,64,full,function=alibi", "--dtype", "float32-high"],
-            "for a function, got --dtype float32-high",
-        ),
-        (
-            ["1,8,8,64,64,64,full,function=alibi", "--ranks", "2"],
-            "without varlen, dropout, alibi and function",
-        ),
         (
             ["article", "--pass", "decode", "--dtype", "float32-high"],
             "dtype: expected one of bfloat16, float16 for decode",

@@ -18,7 +18,7 @@ from tl_attention.testing.shapes import Shape, ShapeOptions
 # Elements of captured tensors that an SM gathers per clock, each with an index of its own, and those that it adds to gradients in memory.
 # Both from one row each of fwd_flex and bwd_flex, relative (H200, 2026-11-22): no other row gathers
 GATHERED_PER_CLOCK, SCATTERED_PER_CLOCK = 8.0, 0.65
-DENSE_INSTRUCTIONS = 2  # per score of a bias by query and key: its load from shared memory and its addition
+DENSE_INSTRUCTIONS = 2  # per score of a bias by query and key: its load from shared memory and its conversion
 MAX_LENGTH = 1 << 17  # queries or keys of a mask, whose blocks are listed one by one
 LEAVES = ("score", "query", "key")  # what differs from score to score of a tile
 

@@ -177,7 +177,7 @@ def _waste(work: Work) -> str:
 
 def _memory(work: Work, estimate: Estimate) -> Iterator[str]:
     shape, least, moved = work.shape, work.least_bytes, estimate.hbm_bytes
-    yield f"HBM at least     {short(least, 'B')}: {ONCE[_family(work.direction)]}, each once"
+    yield f"HBM at least     {short(least, 'B')}: {ONCE[_family(work.direction)]}{_captured_words(work)}, each once"
     parts = {helper.name: helper.bytes - helper.known for helper in work.helpers if helper.bytes}
     if again := moved - least - sum(parts.values()):
         parts[f"rows read again, which the L2 of {work.gpu.l2_mb} MB does not keep"] = again
@@ -208,6 +208,15 @@ def _memory(work: Work, estimate: Estimate) -> Iterator[str]:
         f"                 this schedule loads {short(estimate.sm_bytes / 2, ' numbers')} into SMs; the L2, which the theorem "
         f"does not know, leaves {short(moved / 2, '').strip()} to HBM"
     )
+
+
+def _captured_words(work: Work) -> str:
+    words = ""
+    if work.asked and work.asked.bias_bytes:
+        words += ", the bias read" if work.direction == "fwd" else ", the bias read and its gradient written"
+    if work.asked and work.asked.bits_bytes:
+        words += f", {short(work.asked.bits_bytes, 'B')} of mask bits read"
+    return words
 
 
 def _reuse(work: Work) -> str:

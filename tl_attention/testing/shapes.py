@@ -37,7 +37,7 @@ class ShapeOptions:
     packed: bool = False  # q, k and v are slices of one tensor, as are their gradients
     page: int = 0  # decode, and forward of packed sequences: keys per page; 0: contiguous sequences
     ragged: bool = False  # decode: caches with the lengths of `sequences`, at most seqlen_k
-    function: str = ""  # name of a score_mod, a mask or a bias, of benchmarks/flex.py
+    function: str = ""  # name of a score_mod, a mask or a bias, of testing/functions.py
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> ShapeOptions:

@@ -1,4 +1,4 @@
-"""Attention of packed queries without a backward: to keys in pages, and into a tensor of the caller."""
+"""Forward-only attention of packed queries: with keys in pages (block_table), or into the caller's tensor (out)."""
 
 from __future__ import annotations
 
@@ -66,9 +66,8 @@ def attend_packed(
         cu_seqlens_q, *_ = checked_lengths(q, k, asked.lengths, NAMES, block_table)
         options = dataclasses.replace(options, cu_seqlens_q=cu_seqlens_q)
     if options.sink is not None:
-        options = dataclasses.replace(
-            options, sink=options.sink.detach()
-        )  # makes a plain tensor of a parameter
+        # detach() makes a plain tensor of a parameter
+        options = dataclasses.replace(options, sink=options.sink.detach())
 
     call = Call(scale_of(q, softmax_scale), causal, False, False, deterministic)
     arguments = options.arguments()
@@ -132,9 +131,8 @@ def fwd_packed_op(
     out: torch.Tensor | None,
     *arguments: object,
 ) -> Outputs:
-    """The forward of packed queries; returns an empty tensor in the place of out where it is passed.
-
-    (An op may not return one of its arguments.)
+    """The forward of packed queries: (out, lse). If `out` is passed it is written, and the first result is empty: an op may not return
+    one of its arguments.
     """
     if q.is_cuda:
         check_device(q)

@@ -104,7 +104,7 @@ def documents(shape: Shape, device: torch.device) -> Function:
 
 
 def random_blocks(sparsity: float) -> Callable[[Shape, torch.device], Function]:
-    """Blocks that are seen whole, at random, other ones per head."""
+    """Full blocks at random, different ones per head."""
 
     def made(shape: Shape, device: torch.device) -> Function:
         from torch.nn.attention.flex_attention import BlockMask

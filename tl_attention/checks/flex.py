@@ -10,7 +10,7 @@ import torch
 from tl_attention.checks.common import describe, expect_tensor
 from tl_attention.program import BLOCK_BITS, HOW_BITS, LISTED_ROWS, Call
 
-MAX_ELEMENTS = 2**31 - 1  # of a captured tensor, from its first to its last: kernels index in 32 bits
+MAX_ELEMENTS = 2**31 - 1  # from the first to the last element of a captured tensor: kernels index in 32 bits
 MAX_LENGTH = 2**24  # positions are exact in fp32
 MAX_BATCH = 2**16 - 1
 MAX_GROUP = 1 << 31 - HOW_BITS - BLOCK_BITS  # query heads per key head, where blocks are listed
@@ -37,7 +37,7 @@ def check_function(name: str, function: Callable | None) -> None:
 
 
 def check_not_transformed() -> None:
-    """Refuse torch.func, which would have to see the functions inside the kernels."""
+    """Refuse torch.func, which cannot transform functions inside kernels."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise NotImplementedError(
             "flex_attention: expected a call outside torch.func transforms (vmap, grad, jvp), which are not supported; call"
@@ -63,7 +63,7 @@ def check_no_options(options: tuple) -> None:
 
 
 def check_order(*grads: torch.Tensor | None) -> None:
-    """Refuse the gradient of a gradient."""
+    """Refuse a second derivative."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in grads):
         raise NotImplementedError(
             "flex_attention: the gradient of a gradient is not supported; call backward without create_graph=True"
@@ -71,7 +71,7 @@ def check_order(*grads: torch.Tensor | None) -> None:
 
 
 def expand_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v with the batch of q, where they have one entry for all."""
+    """k and v expanded to the batch of q if they have one entry for all."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         expect_tensor(name, x)
     if q.ndim == k.ndim == v.ndim == 4 and k.shape[0] == v.shape[0] == 1 < q.shape[0]:
@@ -137,7 +137,7 @@ def check_block_mask(block_mask: Any, mask_mod: Callable | None, q: torch.Tensor
 
 
 def _check_list(name: str, x: torch.Tensor | None, rows: int, q: torch.Tensor) -> None:
-    """Check numbers, or indices, of the blocks of a BlockMask for `rows` blocks of queries."""
+    """Check the number of blocks, or the indices, that a BlockMask has for `rows` blocks of queries."""
     if x is None and name.startswith("full"):
         return
     name, ndim = f"block_mask.{name}", 4 if name.endswith("indices") else 3
@@ -196,7 +196,7 @@ def check_captured_sizes(
 
     Args:
         sizes: number of values of each leaf that is an index.
-        of, in_code: the expected device, in words and as an argument of .to().
+        of, in_code: the expected device, in words and as code, the argument of .to().
     """
     for i, x in enumerate(call.tensors):
         name = f"captured tensor {i}, {describe(x)}"

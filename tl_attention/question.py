@@ -35,7 +35,7 @@ MASKS = ("full", "causal")
 
 @dataclass
 class Question:
-    """The words of a problem, as a tuning key has them, and sizes that choose among its rows."""
+    """A problem in the words of a tuning key, and the sizes that choose its bucket."""
 
     dtype: str = DEFAULT_DTYPE
     head_dims: tuple[int, int] | None = None
@@ -83,7 +83,7 @@ def accepted_words() -> str:
 
 
 def gpu_of(words: str | None) -> Gpu:
-    """The GPU of --gpu; without one that of this machine, or DEFAULT_GPU where that is no Hopper.
+    """The GPU of --gpu; without it this machine's, or DEFAULT_GPU if that is no Hopper.
 
     Raises:
         ValueError: a name that is no Hopper GPU.
@@ -120,7 +120,9 @@ def _problem(question: Question, direction: str) -> AttnProblem:
     check_head_dims(*question.head_dims, direction, question.dtype)
     options = tuple(option for option in OPTIONS if option in question.options)
     if direction != "fwd":
-        options = tuple(option for option in options if option != "sink")  # it changes no backward kernel
+        options = tuple(
+            option for option in options if option != "sink"
+        )  # backward kernels do not depend on it
         if options and question.dtype in FP32_DTYPES:
             raise ValueError(f"options: expected none for {direction} in fp32, got {options[0]}")
     causal = question.causal and "window" not in options

@@ -15,9 +15,10 @@ from tl_attention.launch.splits import TIME_SLACK
 from tl_attention.launch.tickets import stream_tickets
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
-QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multiple of it
-# Costs in queries of one head against a key tile: the fixed cost of a tile; partial results of one, written and read. The share of the
-# longest tile by which SMs end apart, under a causal mask. All fitted to GQA (H200, see tuning.md, "Query heads of a key head")
+QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multiple of this many queries
+# Cost model of key_parts(). Unit: one query of one head against a key tile. Fixed cost of a tile; cost of a tile's partial results,
+# written and read; under a causal mask, the share of the longest tile by which SMs end at different times. Fitted to GQA (H200, see
+# docs/tuning.md, "Query heads of a key head")
 TILE_QUERIES, PART_QUERIES, TAIL = 192, 256, 0.35
 
 
@@ -38,12 +39,12 @@ class BwdKernels:
 def key_parts(tiles: int, heads_per_kv: int, queries: int, triangular: bool, sms: int) -> tuple[int, int]:
     """(parts, heads_per_part): CTAs that share the query heads of a key head, and query heads of each.
 
-    The fewest CTAs within TIME_SLACK of the shortest time.
+    Of the possible numbers the smallest whose time is within TIME_SLACK of the shortest.
 
     Args:
         tiles: key blocks of all key heads.
-        queries: largest number of one head that see some keys of a tile.
-        triangular: tiles have between none and all of them, as under a causal mask, and the longest come first.
+        queries: largest number of queries of one head that see keys of a tile.
+        triangular: under a causal mask: tiles are seen by none to all of these queries, and the longest tiles come first.
     """
 
     def time(heads_per_part: int) -> float:
@@ -72,7 +73,7 @@ def bwd_workspace_bytes(
     config: BwdConfig,
     sms: int,
 ) -> int:
-    """Bytes that a backward allocates beside its gradients, on a GPU with `sms` SMs. All of it is fp32.
+    """Bytes that a backward allocates beside its gradients, on a GPU with `sms` SMs, all for fp32 numbers.
 
     It holds lse and delta of each query; the sums of dq, if a pass adds to them; the parts of dk and dv, where several CTAs
     share the query heads of a key head, and in fp32 with packed sequences. The bf16 parts of fp32 tensors are beside it: see
@@ -97,7 +98,7 @@ def bwd_workspace_bytes(
 
 @dataclass(frozen=True)
 class BwdSizes:
-    """Sizes of a backward that its passes are launched by."""
+    """Sizes of a backward that determine the launches of its passes."""
 
     batch: int
     heads: int
@@ -108,8 +109,10 @@ class BwdSizes:
     element_bytes: int
     sms: int
     device: int
-    queries: int  # largest number of one head that see some keys of a tile; of packed sequences their mean
-    tiles: tuple[int, int] | None = None  # of queries and of keys, for packed sequences
+    queries: (
+        int  # largest number of queries of one head that see keys of a tile; for packed sequences the mean
+    )
+    tiles: tuple[int, int] | None = None  # (query tiles, key tiles) of packed sequences
 
     @property
     def heads_per_kv(self) -> int:
@@ -185,7 +188,7 @@ class KeyPass:
         self.sum_qk, self.sum_v = kernels.sum_qk, kernels.sum_v
 
         self.parts = parts
-        self.adds_to_dq = config.adds_dq and problem.is_fp32  # no sums beside it
+        self.adds_to_dq = config.adds_dq and problem.is_fp32  # in fp32 the sums are dq itself
         self.adds_dq = config.adds_dq and not self.adds_to_dq
         in_parts = parts > 1 or (problem.is_fp32 and problem.has("varlen"))
         self.dk_in_parts, self.dv_in_parts = (in_parts and grad in config.makes for grad in ("dk", "dv"))

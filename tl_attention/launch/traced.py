@@ -8,7 +8,7 @@ import torch
 
 from tl_attention.program import Call, stored_dtype
 
-# Exact sums: 15 integers in units of 2 ** (8 i - 87), for the digits of numbers from 2 ** (8 i - 64) on, and a count of larger ones
+# Exact sums: 15 integers per element, number i in units of 2 ** (8 i - 87) for addends from 2 ** (8 i - 64) on, and a count of larger ones
 SLOTS = 16
 FIRST_UNIT, SLOT_EXPONENTS = -87, 8
 
@@ -20,7 +20,7 @@ def traced_arguments(call: Call) -> tuple:
 
 
 def backward_call(call: Call | None, deterministic: bool) -> Call | None:
-    """The call that a backward computes: with exact sums where its gradients must not depend on the order of additions."""
+    """The call of a backward: with exact sums if gradients must not depend on the order of additions."""
     if call is None or not deterministic:
         return call
     return replace(call, program=call.program.as_exact)
@@ -30,9 +30,9 @@ class Gradients:
     """Gradients of the captured tensors of program.learned, for one backward.
 
     Attributes:
-        arguments: what the kernels write, contiguous. Of program.stored: [batch, heads, seqlen_q, seqlen_k rounded up] in stored_dtype, or
-            transposed [batch, heads, seqlen_k, seqlen_q rounded up]; with program.exact: int64 [elements * SLOTS], zeros; else sums: fp32
-            [elements], zeros.
+        arguments: contiguous tensors that the kernels write. For gradients of program.stored: [batch, heads, seqlen_q, seqlen_k rounded up]
+            in stored_dtype, or transposed [batch, heads, seqlen_k, seqlen_q rounded up]. Others are sums that start at 0: fp32 [elements],
+            with program.exact int64 [elements * SLOTS].
     """
 
     def __init__(self, call: Call, batch: int, heads: int, queries: int, keys: int, transposed: bool = False):
@@ -43,7 +43,7 @@ class Gradients:
         self.arguments = []
         for i in program.learned:
             x, on = call.tensors[i], {"device": call.tensors[i].device}
-            if i in self.stored:  # blocks that no list names are not written
+            if i in self.stored:  # unlisted blocks of a block mask are not written
                 make = torch.zeros if program.listed else torch.empty
                 dtype = getattr(torch, stored_dtype(program.tensors[i]))
                 shape = batch, heads, rows, -(-self.columns // 8) * 8  # rows are multiples of 16 bytes
@@ -54,7 +54,7 @@ class Gradients:
                 self.arguments.append(torch.zeros(x.numel(), dtype=torch.float32, **on))
 
     def results(self) -> tuple[torch.Tensor, ...]:
-        """Gradients shaped as their tensors, in fp32, or as stored where none are summed; after the kernels."""
+        """Gradients in the shapes of their tensors, after the kernels: in fp32, or in the stored dtype where nothing is summed."""
         return tuple(
             self._result(i, x) for i, x in zip(self.call.program.learned, self.arguments, strict=True)
         )
@@ -71,7 +71,7 @@ class Gradients:
         return total.masked_fill(sums[:, -1] != 0, torch.nan).view(shape)
 
     def _reduced(self, number: int, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Sum of a stored gradient over what its tensor is broadcast to, at its place in the tensor.
+        """Sum of a stored gradient over the dimensions that its tensor is broadcast over, placed in a tensor of its shape.
 
         Args:
             x: [batch, heads, seqlen_q, seqlen_k], or transposed.
@@ -105,7 +105,7 @@ class Gradients:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """A tensor whose rows begin and end at multiples of 16 bytes: itself, or a copy with rows of that length."""
+    """x if its rows begin and end at multiples of 16 bytes, else a copy with such rows."""
     x, elements = x.detach(), 16 // x.element_size()
     lengths = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
     if x.stride(-1) == 1 and not any(n % elements for n in (*lengths, x.shape[-1])) and not x.data_ptr() % 16:
@@ -116,7 +116,7 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _argument(x: torch.Tensor) -> torch.Tensor:
-    """A captured tensor as an argument: at least one dimension, no bool."""
+    """A captured tensor as a kernel argument: at least one dimension; bool as uint8."""
     x = x.detach()
     if not x.ndim:
         x = x.view(1)

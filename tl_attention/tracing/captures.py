@@ -1,7 +1,7 @@
-"""Captures: everything that a Python function sees besides its arguments, so that a traced function is found again.
+"""Captures: the variables that a Python function reads besides its arguments; they are the cache key of its trace.
 
-Two functions with the same code that see equal numbers, and tensors of equal dtype and rank, have one trace. A function that sees
-anything else, such as an object with attributes, has no key: it is traced at each call, as a change of the object cannot be seen.
+Two functions with the same code that read equal numbers, and tensors of equal dtype and rank, share a trace. A function that reads
+anything else, such as an object with attributes, has no key and is traced at each call, as changes of the object cannot be noticed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Opaque(Exception):
 
 
 class Captures:
-    """Key of everything that functions see, and the tensors among it, in order."""
+    """Key of everything that functions capture, and the captured tensors in order."""
 
     def __init__(self):
         self.parts: list[Any] = []
@@ -33,7 +33,7 @@ class Captures:
 
     @classmethod
     def of(cls, *functions: Callable | None) -> Captures | None:
-        """Captures of these functions; None if one sees something that cannot be compared."""
+        """Captures of these functions; None if one of them captures something that cannot be compared."""
         captures = cls()
         try:
             for function in functions:
@@ -44,11 +44,11 @@ class Captures:
         return captures
 
     def position(self, tensor: torch.Tensor) -> int | None:
-        """Index of a tensor among those that the functions see."""
+        """Index of a tensor among the captured ones."""
         return next((i for i, other in enumerate(self.tensors) if other is tensor), None)
 
     def add(self, x: Any) -> None:
-        """Append x, and everything that it sees, to the key."""
+        """Append x, and everything that it captures, to the key."""
         if isinstance(x, torch.Tensor):
             self._add_tensor(x)
         elif isinstance(x, CONSTANTS):
@@ -82,7 +82,9 @@ class Captures:
             position = len(self.tensors)
             self.tensors.append(x)
         if not x.ndim and x.device.type == "cpu" and not x.requires_grad:
-            self.parts.append(("number", x.dtype, repr(x.item())))  # its value becomes a number of the call
+            self.parts.append(
+                ("number", x.dtype, repr(x.item()))
+            )  # by value: it becomes a number of the call
         else:
             self.parts.append(
                 ("tensor", position, x.dtype, x.ndim, x.requires_grad, x.device.type, not x.numel())
@@ -112,7 +114,7 @@ class Captures:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Names of globals that code may read, those of the functions inside it among them."""
+    """Names of the globals that code, and the functions inside it, may read."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -120,5 +122,5 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def versions(tensors: Iterable[torch.Tensor | None]) -> tuple[int | None, ...]:
-    """Number of changes in place of each tensor; None for tensors of inference mode, which do not count."""
+    """Version of each tensor: how often it was changed in place; None for inference tensors, which have none."""
     return tuple(None if x is None or x.is_inference() else x._version for x in tensors)

@@ -178,7 +178,7 @@ def compile_needed(
 
 
 def _interrupted(in_backward: bool) -> str:
-    """What building a kernel interrupts, in words for the notice on stderr."""
+    """Words for what the building of a kernel interrupts, for the notice on stderr."""
     if torch.cuda.is_current_stream_capturing():
         return " inside a CUDA graph capture (call once before capturing)"
     return " in a backward pass" if in_backward else ""

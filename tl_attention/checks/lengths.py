@@ -141,7 +141,7 @@ def _check_side(
     for i, (end, rows) in enumerate(zip(ends, used, strict=True)):
         if not begin <= end <= total:
             raise IndexError(
-                f"{names.cu_seqlens}[{i + 1}]: expected {begin} to {total}, from the begin of sequence {i} to the rows of {names.tensor},"
+                f"{names.cu_seqlens}[{i + 1}]: expected {begin} to {total}, from the start of sequence {i} to the rows of {names.tensor},"
                 f" got {end}"
             )
         length = end - begin

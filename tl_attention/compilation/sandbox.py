@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
 from typing import Any
 
-START_LIMIT = 60.0  # seconds for a subprocess to import and prepare, if its call may not take longer
+START_LIMIT = 60.0  # least limit in seconds for a subprocess to import and prepare
 GRACE = 10.0  # seconds that every call has at least
 # Imported once by the server that subprocesses are forked from: none of it starts a thread or CUDA
 PRELOAD = ("tl_attention.tuning.autotune",)
@@ -75,7 +75,7 @@ class Sandbox:
             self.pipe.send((function, args))
 
     def finish(self) -> Any:
-        """Result of a call that was begun. Raises Failure, also if there is no answer yet."""
+        """Result of a call started by begin(). Raises Failure, also if there is no answer yet."""
         with self._ended_by_failure():
             return self._receive(0)
 
@@ -144,7 +144,7 @@ def _executable() -> str:
 
 
 class _Interpreter(subprocess.Popen):
-    """A new Python with the module path of this one, in a session of its own, as a process of multiprocessing."""
+    """A new Python interpreter with this one's module path, in a session of its own; with the interface of a multiprocessing process."""
 
     def __init__(self, pipe: Connection, inherits: Sequence[int]):
         # The path comes first: with -c a module of the working directory could hide one of Python

@@ -259,7 +259,7 @@ def _parts_helpers(shape: Shape, problem: AttnProblem, of_q: int) -> list[Helper
 def _clocks(
     problem: AttnProblem, gpu: Gpu, scores: int, flops: int, instructions: float, smem_bytes: int
 ) -> dict[str, float]:
-    """Busy clocks of each unit of an SM for `scores` scores, with so many FLOPs and instructions per score."""
+    """Busy clocks of each unit of an SM for `scores` scores; flops and instructions are per score."""
     capped = problem.has("softcap")
     instructions += PART_INSTRUCTIONS * (problem.parts - 1)
     instructions += SOFTCAP_INSTRUCTIONS * capped + DROPOUT_INSTRUCTIONS * problem.has("dropout")

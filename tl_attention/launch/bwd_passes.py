@@ -109,9 +109,7 @@ class BwdSizes:
     element_bytes: int
     sms: int
     device: int
-    queries: (
-        int  # largest number of queries of one head that see keys of a tile; for packed sequences the mean
-    )
+    queries: int  # largest number of one head that see keys of a tile; for packed sequences the mean
     tiles: tuple[int, int] | None = None  # (query tiles, key tiles) of packed sequences
 
     @property

@@ -82,9 +82,8 @@ class Captures:
             position = len(self.tensors)
             self.tensors.append(x)
         if not x.ndim and x.device.type == "cpu" and not x.requires_grad:
-            self.parts.append(
-                ("number", x.dtype, repr(x.item()))
-            )  # by value: it becomes a number of the call
+            # By value: it becomes a number of the call
+            self.parts.append(("number", x.dtype, repr(x.item())))
         else:
             self.parts.append(
                 ("tensor", position, x.dtype, x.ndim, x.requires_grad, x.device.type, not x.numel())

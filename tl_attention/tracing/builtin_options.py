@@ -75,7 +75,7 @@ class _Distances(NamedTuple):
 
 
 class _Bias(NamedTuple):
-    """A bias per head: product of `factors`, times `sign`, times a line or its absolute value."""
+    """A bias per head: product of `factors`, times `sign`, times a linear function or its absolute value."""
 
     factors: tuple[int, ...]  # values that depend on the head and the batch entry alone
     sign: int

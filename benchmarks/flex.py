@@ -37,11 +37,11 @@ from tl_attention import flash_attn_func, flash_attn_varlen_func, flex_attention
 from tl_attention.testing.environment import version
 from tl_attention.testing.shapes import Shape
 
-DOCUMENTS = 8  # per sequence
+DOCUMENTS = 8  # documents per sequence
 PREFIX, WINDOW, CAP = 1024, 1024, 20.0
-BLOCK = 128  # of random masks
-ALLOWED_ERROR = 2e-2  # rms error / rms value, of results in bf16
-CHECKED_QUERIES = 1024  # whose scores the reference holds at once
+BLOCK = 128  # block size of random masks
+ALLOWED_ERROR = 2e-2  # largest rms error / rms value of correct bf16 results
+CHECKED_QUERIES = 1024  # queries whose scores the reference holds at once
 COMPILERS = 12  # processes that compile PyTorch's kernels at a time
 
 
@@ -50,10 +50,10 @@ class Function:
     """A score_mod, a mask or a bias on one device.
 
     Args:
-        block_mask: PyTorch's, for both libraries.
+        block_mask: PyTorch's BlockMask, for both libraries.
         learned: captured tensors that get a gradient.
-        seen: share of the pairs that the mask shows, and that the option of the row shows.
-        option: arguments of flash_attn_func that compute the same, or nearly; None: no option does.
+        seen: shares of the pairs that the mask shows and that the option of the row shows.
+        option: arguments of flash_attn_func that compute the same, or nearly; None: there are none.
     """
 
     score_mod: Callable | None = None
@@ -82,7 +82,7 @@ def window(shape: Shape, device: torch.device) -> Function:
 
 
 def prefix_lm(shape: Shape, device: torch.device) -> Function:
-    """The first keys for all, the others causal; beside the causal option, which shows less."""
+    """Prefix-LM: all queries see the first keys, the others are causal. Compared with the causal option, which shows less."""
     share, n = share_of_causal(shape.seqlen_q), shape.seqlen_q
     added = PREFIX * (PREFIX - 1) / (2 * n * n)
     return masked(
@@ -91,7 +91,7 @@ def prefix_lm(shape: Shape, device: torch.device) -> Function:
 
 
 def documents(shape: Shape, device: torch.device) -> Function:
-    """Causal documents of random lengths; beside packed sequences."""
+    """Causal documents of random lengths. Compared with packed sequences."""
     n = shape.seqlen_q
     ends = (*sorted(random.Random(1).sample(range(1, n), DOCUMENTS - 1)), n)
     lengths = [end - begin for begin, end in itertools.pairwise((0, *ends))]
@@ -188,7 +188,7 @@ def ours(shape: Shape, needs: options.Tensors) -> Attend:
 
 
 def option(shape: Shape, needs: options.Tensors) -> Attend:
-    """Our option that computes the same; of a score_mod attention without it."""
+    """Our option that computes the same; for a score_mod without one, attention without it."""
     device = needs.cu_seqlens[0].device
     asked = function_of(shape, device)
     if asked.option is None:
@@ -212,7 +212,7 @@ def torch_flex(shape: Shape, needs: options.Tensors) -> Attend:
     from torch.nn.attention.flex_attention import flex_attention as attend
 
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    torch._functorch.config.donated_buffer = False  # a timed backward keeps its graph
+    torch._functorch.config.donated_buffer = False  # a timed backward runs repeatedly on one graph
     asked = function_of(shape, needs.cu_seqlens[0].device)
     score_mod, bias = asked.score_mod, asked.bias
     if bias is not None:
@@ -252,7 +252,7 @@ TITLES = {OPTION: "our option", "flex": "torch flex", "efficient": "memory-effic
 
 
 def prepare_run(console: Console, shapes: Iterable[Shape], direction: str, names: Sequence[str]) -> None:
-    """Build our kernels, and compile PyTorch's in processes of their own, whose caches on disk the rows find."""
+    """Build our kernels; compile PyTorch's in other processes, into caches on disk that the rows use."""
     shapes = list(shapes)
     if OURS in names:
         ahead.build_kernels(console, [kernel for shape in shapes for kernel in kernels_of(shape, direction)])
@@ -264,7 +264,7 @@ def prepare_run(console: Console, shapes: Iterable[Shape], direction: str, names
 
 
 def kernels_of(shape: Shape, direction: str) -> list:
-    """Kernels of our rows, as far as no option has them."""
+    """Kernels of our rows that are not those of an option."""
     from tl_attention import configs
     from tl_attention.problem import AttnProblem, length_bucket
     from tl_attention.tracing.builtin_options import builtin_options
@@ -347,7 +347,7 @@ def reference(
     """Results of the first head of the first batch entry in fp32, [seqlen, head_dim]: out; or dq, dk and dv; or all.
 
     Args:
-        as_option: of what the option of the row computes.
+        as_option: compute what the option of the row computes.
     """
     *dout, q, k, v = (x[0, :, 0].float() for x in inputs)
     q, k, v = (x.requires_grad_("bwd" in direction) for x in (q, k, v))
@@ -420,7 +420,7 @@ def section(rows: list[Row]) -> str:
 
 
 def ratio_over(group: dict[str, Row], name: str) -> float | None:
-    """Our speed over that of another on a problem; None where one of them has none."""
+    """Our speed over another library's on a problem; None if one of them has no speed."""
     pair = [group.get(each) for each in (OURS, name)]
     return pair[0]["tflops"] / pair[1]["tflops"] if all(x and x["status"] == "ok" for x in pair) else None
 

@@ -12,7 +12,13 @@ from tl_attention.checks import lengths as checks_lengths
 from tl_attention.checks.common import check_deterministic, check_device, check_fwd, expect_bool, expect_scale
 from tl_attention.checks.kvcache import cache_capacity
 from tl_attention.checks.lengths import NAMES, check_paged_keys, checked_lengths
-from tl_attention.checks.paged import check_forward_only, check_out, check_paged, check_paged_addresses
+from tl_attention.checks.paged import (
+    check_forward_only,
+    check_no_fp32,
+    check_out,
+    check_paged,
+    check_paged_addresses,
+)
 from tl_attention.checks.transforms import check_no_forward_ad, refuse_vmap
 from tl_attention.ops import (
     Outputs,
@@ -42,8 +48,10 @@ def attend_packed(
     check_lengths: bool,
 ) -> Outputs:
     """(out, lse) of flash_attn_varlen_func with block_table or out, from unchecked arguments."""
+    name = "out" if block_table is None else "block_table"
+    check_no_fp32(name, q)
     if torch.is_grad_enabled():
-        check_forward_only("out" if block_table is None else "block_table", q, k, v, asked.learnable_sink)
+        check_forward_only(name, q, k, v, asked.learnable_sink)
     cu_seqlens_q, cu_seqlens_k, *longest, seqused_q, seqused_k = asked.lengths
     keys = 0
     if block_table is None:

@@ -29,6 +29,14 @@ def check_forward_only(
             )
 
 
+def check_no_fp32(name: str, q: torch.Tensor) -> None:
+    """Refuse fp32, which flash_attn_varlen_func takes without the argument `name`."""
+    if isinstance(q, torch.Tensor) and q.dtype == torch.float32:
+        raise TypeError(
+            f"q: expected bfloat16 or float16 with {name}, got {q.dtype}; cast q, k and v with .to(torch.bfloat16), or leave out {name}"
+        )
+
+
 def check_paged(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -37,11 +37,11 @@ from tl_attention import flash_attn_func, flash_attn_varlen_func, flex_attention
 from tl_attention.testing.environment import version
 from tl_attention.testing.shapes import Shape
 
-DOCUMENTS = 8  # documents per sequence
+DOCUMENTS = 8  # per sequence
 PREFIX, WINDOW, CAP = 1024, 1024, 20.0
-BLOCK = 128  # block size of random masks
-ALLOWED_ERROR = 2e-2  # largest rms error / rms value of correct bf16 results
-CHECKED_QUERIES = 1024  # queries whose scores the reference holds at once
+BLOCK = 128  # of random masks
+ALLOWED_ERROR = 2e-2  # rms error / rms value, of results in bf16
+CHECKED_QUERIES = 1024  # whose scores the reference holds at once
 COMPILERS = 12  # processes that compile PyTorch's kernels at a time
 
 
@@ -50,10 +50,10 @@ class Function:
     """A score_mod, a mask or a bias on one device.
 
     Args:
-        block_mask: PyTorch's BlockMask, for both libraries.
+        block_mask: PyTorch's, for both libraries.
         learned: captured tensors that get a gradient.
-        seen: shares of the pairs that the mask shows and that the option of the row shows.
-        option: arguments of flash_attn_func that compute the same, or nearly; None: there are none.
+        seen: share of the pairs that the mask shows, and that the option of the row shows.
+        option: arguments of flash_attn_func that compute the same, or nearly; None: no option does.
     """
 
     score_mod: Callable | None = None
@@ -82,7 +82,7 @@ def window(shape: Shape, device: torch.device) -> Function:
 
 
 def prefix_lm(shape: Shape, device: torch.device) -> Function:
-    """Prefix-LM: all queries see the first keys, the others are causal. Compared with the causal option, which shows less."""
+    """The first keys for all, the others causal; beside the causal option, which shows less."""
     share, n = share_of_causal(shape.seqlen_q), shape.seqlen_q
     added = PREFIX * (PREFIX - 1) / (2 * n * n)
     return masked(
@@ -91,7 +91,7 @@ def prefix_lm(shape: Shape, device: torch.device) -> Function:
 
 
 def documents(shape: Shape, device: torch.device) -> Function:
-    """Causal documents of random lengths. Compared with packed sequences."""
+    """Causal documents of random lengths; beside packed sequences."""
     n = shape.seqlen_q
     ends = (*sorted(random.Random(1).sample(range(1, n), DOCUMENTS - 1)), n)
     lengths = [end - begin for begin, end in itertools.pairwise((0, *ends))]
@@ -104,7 +104,7 @@ def documents(shape: Shape, device: torch.device) -> Function:
 
 
 def random_blocks(sparsity: float) -> Callable[[Shape, torch.device], Function]:
-    """Full blocks at random, different ones per head."""
+    """Blocks that are seen whole, at random, other ones per head."""
 
     def made(shape: Shape, device: torch.device) -> Function:
         from torch.nn.attention.flex_attention import BlockMask

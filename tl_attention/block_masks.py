@@ -99,7 +99,7 @@ class ListsState:
         self.versions = versions(self.tensors)
 
     def are_in(self, block_mask: Any) -> bool:
-        """True if the block mask still has these lists, unchanged."""
+        """True if the block mask has these lists, without a change since."""
         same = all(getattr(block_mask, name) is x for name, x in zip(LISTS, self.tensors, strict=True))
         return same and self.versions == versions(self.tensors)
 

@@ -114,11 +114,11 @@ def attend(
     deterministic: bool,
     rows_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of flex_attention, from its arguments.
+    """(out, lse) of flex_attention, whose arguments these are.
 
     Args:
         functions: score_mod, mask_mod, block_mask, attn_bias.
-        rows_first: out is stored as [batch, seqlen, heads, head_dim], whatever its shape.
+        rows_first: out has [batch, seqlen, heads, head_dim] in memory, whatever its shape.
     """
     score_mod, mask_mod, block_mask, attn_bias = functions
     try:
@@ -265,7 +265,7 @@ def _block_lists(block_mask: Any, batch: int, heads: int) -> BlockLists:
 
 
 def _listed(call: Call, block_mask: Any, query: torch.Tensor) -> Call:
-    """The call with the block lists of its mask; on a GPU also with bits for mask_mod, unless these would take too much memory."""
+    """The call with the lists of its block mask; on a GPU with bits for its mask, unless these are too many."""
     lists = _block_lists(block_mask, *query.shape[:2])
     if query.is_cuda and (with_bits := _with_bits(call, lists)) is not None:
         program, tensors, numbers = call.program.with_bits
@@ -275,7 +275,7 @@ def _listed(call: Call, block_mask: Any, query: torch.Tensor) -> Call:
 
 
 class _MaskState:
-    """Everything that the mask of a call depends on: its program, numbers and tensors, and how often each tensor was changed in place.
+    """All that the mask of a call depends on: its program, its numbers, its tensors, and the changes in place of each.
 
     It keeps no tensor alive.
     """
@@ -285,7 +285,7 @@ class _MaskState:
         self.numbers = [call.numbers[i] for i in self.program.used("number")]
         tensors = [call.tensors[i] for i in self.program.used("load")]
         self.tensors = [weakref.ref(x) for x in tensors]
-        # Assigning to .data changes the address, not the version
+        # A tensor whose .data is replaced has the version of before
         self.changes = versions(tensors), [x.data_ptr() for x in tensors]
         self.is_visible = not any(x.is_inference() for x in tensors)
 
@@ -304,10 +304,10 @@ _lists_with_bits: weakref.WeakKeyDictionary[BlockLists, tuple[_MaskState, BlockL
 
 
 def _with_bits(call: Call, lists: BlockLists) -> BlockLists | None:
-    """Block lists with bits for the mask of a call, made at its first call and again after a captured value changes.
+    """Lists with bits for the mask of a call, made at its first call and again after a change of what it captures.
 
-    None if the bits would take too much memory; if the mask captures a tensor of inference mode, whose changes PyTorch does not count;
-    and in a CUDA graph capture without an earlier call, as a capture cannot wait for the number of blocks.
+    None where there are too many; where the mask captures a tensor of inference mode, whose changes nobody counts; and in a CUDA graph
+    capture, which cannot wait for their number, without a call before it.
     """
     state = _MaskState(call)
     if not state.is_visible:

@@ -120,8 +120,7 @@ def _problem(question: Question, direction: str) -> AttnProblem:
     check_head_dims(*question.head_dims, direction, question.dtype)
     options = tuple(option for option in OPTIONS if option in question.options)
     if direction != "fwd":
-        # Backward kernels do not depend on a sink
-        options = tuple(option for option in options if option != "sink")
+        options = tuple(option for option in options if option != "sink")  # it changes no backward kernel
         if options and question.dtype in FP32_DTYPES:
             raise ValueError(f"options: expected none for {direction} in fp32, got {options[0]}")
     causal = question.causal and "window" not in options

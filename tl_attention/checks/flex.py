@@ -37,7 +37,7 @@ def check_function(name: str, function: Callable | None) -> None:
 
 
 def check_not_transformed() -> None:
-    """Refuse torch.func, which cannot transform functions inside kernels."""
+    """Refuse torch.func, which would have to see the functions inside the kernels."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise NotImplementedError(
             "flex_attention: expected a call outside torch.func transforms (vmap, grad, jvp), which are not supported; call"
@@ -63,7 +63,7 @@ def check_no_options(options: tuple) -> None:
 
 
 def check_order(*grads: torch.Tensor | None) -> None:
-    """Refuse a second derivative."""
+    """Refuse the gradient of a gradient."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in grads):
         raise NotImplementedError(
             "flex_attention: the gradient of a gradient is not supported; call backward without create_graph=True"
@@ -137,7 +137,7 @@ def check_block_mask(block_mask: Any, mask_mod: Callable | None, q: torch.Tensor
 
 
 def _check_list(name: str, x: torch.Tensor | None, rows: int, q: torch.Tensor) -> None:
-    """Check the number of blocks, or the indices, that a BlockMask has for `rows` blocks of queries."""
+    """Check numbers, or indices, of the blocks of a BlockMask for `rows` blocks of queries."""
     if x is None and name.startswith("full"):
         return
     name, ndim = f"block_mask.{name}", 4 if name.endswith("indices") else 3

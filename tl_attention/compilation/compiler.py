@@ -56,7 +56,7 @@ TEMPLATES = {
 }
 
 
-STALE = 3600  # seconds after which a build folder is abandoned
+STALE = 3600  # seconds after which no process builds in a folder any more
 
 
 def template(config: KernelConfig) -> tuple[str, str]:

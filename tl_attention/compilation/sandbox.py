@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
 from typing import Any
 
-START_LIMIT = 60.0  # least limit in seconds for a subprocess to import and prepare
+START_LIMIT = 60.0  # seconds for a subprocess to import and prepare, if its call may not take longer
 GRACE = 10.0  # seconds that every call has at least
 # Imported once by the server that subprocesses are forked from: none of it starts a thread or CUDA
 PRELOAD = ("tl_attention.tuning.autotune",)

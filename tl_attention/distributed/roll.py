@@ -202,7 +202,7 @@ class Roll:
         except (RuntimeError, ValueError) as found:
             error, mine = error or found, f"{type(found).__name__}: {found}" if sheet else mine
         of_all: list = [None] * self._ranks.world
-        # Ranks with known arguments do not wait for others
+        # Ranks that know their arguments ask nobody
         if not self.sees_all and (ALWAYS or not self._some_know(self._number)):
             dist.all_gather_object(of_all, mine, self._ranks.group)
         if error is not None:

@@ -15,10 +15,9 @@ from tl_attention.launch.splits import TIME_SLACK
 from tl_attention.launch.tickets import stream_tickets
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
-QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multiple of this many queries
-# Cost model of key_parts(). Unit: one query of one head against a key tile. Fixed cost of a tile; cost of a tile's partial results,
-# written and read; under a causal mask, the share of the longest tile by which SMs end at different times. Fitted to GQA (H200, see
-# docs/tuning.md, "Query heads of a key head")
+QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multiple of it
+# Costs in queries of one head against a key tile: the fixed cost of a tile; partial results of one, written and read. The share of the
+# longest tile by which SMs end apart, under a causal mask. All fitted to GQA (H200, see tuning.md, "Query heads of a key head")
 TILE_QUERIES, PART_QUERIES, TAIL = 192, 256, 0.35
 
 
@@ -73,7 +72,7 @@ def bwd_workspace_bytes(
     config: BwdConfig,
     sms: int,
 ) -> int:
-    """Bytes that a backward allocates beside its gradients, on a GPU with `sms` SMs, all for fp32 numbers.
+    """Bytes that a backward allocates beside its gradients, on a GPU with `sms` SMs. All of it is fp32.
 
     It holds lse and delta of each query; the sums of dq, if a pass adds to them; the parts of dk and dv, where several CTAs
     share the query heads of a key head, and in fp32 with packed sequences. The bf16 parts of fp32 tensors are beside it: see
@@ -186,7 +185,7 @@ class KeyPass:
         self.sum_qk, self.sum_v = kernels.sum_qk, kernels.sum_v
 
         self.parts = parts
-        self.adds_to_dq = config.adds_dq and problem.is_fp32  # in fp32 the sums are dq itself
+        self.adds_to_dq = config.adds_dq and problem.is_fp32  # no sums beside it
         self.adds_dq = config.adds_dq and not self.adds_to_dq
         in_parts = parts > 1 or (problem.is_fp32 and problem.has("varlen"))
         self.dk_in_parts, self.dv_in_parts = (in_parts and grad in config.makes for grad in ("dk", "dv"))

@@ -33,7 +33,7 @@ GROUP_TILES = 1.5  # least tiles per SM in one head group
 # A forward sizes head groups as if each head had at least this many keys. In larger groups the few tiles of a short head run so far
 # apart that its keys have left the L2 (docs/tuning.md, "Head groups of short sequences")
 GROUP_KEYS = 2048
-MAX_PLANS = 2048  # per thread and direction, as there is no bound on the number of different lengths
+MAX_PLANS = 2048  # per thread and direction: the number of different lengths has no bound
 
 Argument = torch.Tensor | ctypes.c_void_p  # kernel argument, see arrays.ArgumentViews
 

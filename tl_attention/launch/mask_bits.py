@@ -26,7 +26,7 @@ class MaskBits:
     Args:
         places: int32 [1 or batch, 1 or heads, query blocks, key blocks], index into `blocks` of a block; -1: the block is full.
         blocks: int32 [number + 1, 2, 128, 2]: by halves of the rows, threads of a warpgroup, and halves of the columns, a bit per element
-            of a tile [64, 64] that the thread holds. Rows are queries. The last block is hidden.
+            that the thread has of a tile [64, 64]. Rows are queries. The last block hides all.
     """
 
     places: torch.Tensor

@@ -20,7 +20,7 @@ def traced_arguments(call: Call) -> tuple:
 
 
 def backward_call(call: Call | None, deterministic: bool) -> Call | None:
-    """The call of a backward: with exact sums if gradients must not depend on the order of additions."""
+    """The call that a backward computes: with exact sums where its gradients must not depend on the order of additions."""
     if call is None or not deterministic:
         return call
     return replace(call, program=call.program.as_exact)
@@ -43,7 +43,7 @@ class Gradients:
         self.arguments = []
         for i in program.learned:
             x, on = call.tensors[i], {"device": call.tensors[i].device}
-            if i in self.stored:  # unlisted blocks of a block mask are not written
+            if i in self.stored:  # blocks that no list names are not written
                 make = torch.zeros if program.listed else torch.empty
                 dtype = getattr(torch, stored_dtype(program.tensors[i]))
                 shape = batch, heads, rows, -(-self.columns // 8) * 8  # rows are multiples of 16 bytes
@@ -54,7 +54,7 @@ class Gradients:
                 self.arguments.append(torch.zeros(x.numel(), dtype=torch.float32, **on))
 
     def results(self) -> tuple[torch.Tensor, ...]:
-        """Gradients in the shapes of their tensors, after the kernels: in fp32, or in the stored dtype where nothing is summed."""
+        """Gradients shaped as their tensors, in fp32, or as stored where none are summed; after the kernels."""
         return tuple(
             self._result(i, x) for i, x in zip(self.call.program.learned, self.arguments, strict=True)
         )
@@ -105,7 +105,7 @@ class Gradients:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """x if its rows begin and end at multiples of 16 bytes, else a copy with such rows."""
+    """A tensor whose rows begin and end at multiples of 16 bytes: itself, or a copy with rows of that length."""
     x, elements = x.detach(), 16 // x.element_size()
     lengths = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
     if x.stride(-1) == 1 and not any(n % elements for n in (*lengths, x.shape[-1])) and not x.data_ptr() % 16:
@@ -116,7 +116,7 @@ def aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _argument(x: torch.Tensor) -> torch.Tensor:
-    """A captured tensor as a kernel argument: at least one dimension; bool as uint8."""
+    """A captured tensor as an argument: at least one dimension, no bool."""
     x = x.detach()
     if not x.ndim:
         x = x.view(1)

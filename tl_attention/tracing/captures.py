@@ -33,7 +33,7 @@ class Captures:
 
     @classmethod
     def of(cls, *functions: Callable | None) -> Captures | None:
-        """Captures of these functions; None if one of them captures something that cannot be compared."""
+        """Captures of these functions; None if one sees something that cannot be compared."""
         captures = cls()
         try:
             for function in functions:
@@ -44,11 +44,11 @@ class Captures:
         return captures
 
     def position(self, tensor: torch.Tensor) -> int | None:
-        """Index of a tensor among the captured ones."""
+        """Index of a tensor among those that the functions see."""
         return next((i for i, other in enumerate(self.tensors) if other is tensor), None)
 
     def add(self, x: Any) -> None:
-        """Append x, and everything that it captures, to the key."""
+        """Append x, and everything that it sees, to the key."""
         if isinstance(x, torch.Tensor):
             self._add_tensor(x)
         elif isinstance(x, CONSTANTS):
@@ -82,8 +82,7 @@ class Captures:
             position = len(self.tensors)
             self.tensors.append(x)
         if not x.ndim and x.device.type == "cpu" and not x.requires_grad:
-            # By value: it becomes a number of the call
-            self.parts.append(("number", x.dtype, repr(x.item())))
+            self.parts.append(("number", x.dtype, repr(x.item())))  # its value becomes a number of the call
         else:
             self.parts.append(
                 ("tensor", position, x.dtype, x.ndim, x.requires_grad, x.device.type, not x.numel())
@@ -113,7 +112,7 @@ class Captures:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Names of the globals that code, and the functions inside it, may read."""
+    """Names of globals that code may read, those of the functions inside it among them."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -121,5 +120,5 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def versions(tensors: Iterable[torch.Tensor | None]) -> tuple[int | None, ...]:
-    """Version of each tensor: how often it was changed in place; None for inference tensors, which have none."""
+    """Number of changes in place of each tensor; None for tensors of inference mode, which do not count."""
     return tuple(None if x is None or x.is_inference() else x._version for x in tensors)

@@ -8,7 +8,7 @@ import torch
 
 
 def element(x: torch.Tensor) -> Callable:
-    """Function of (b, h, q_idx, kv_idx) that reads an element of x; dimensions of size 1 are broadcast."""
+    """Function of (b, h, q_idx, kv_idx) that reads an element of x; a dimension of size 1 serves all indices."""
     sizes = tuple(x.shape)
 
     def read(*index):

@@ -110,7 +110,7 @@ def trace(score_mod: Callable | None, mask_mod: Callable | None, differentiate: 
     captures.Captures. Else each call traces them, which takes some milliseconds.
 
     Args:
-        differentiate: also trace derivatives with respect to the score, and to captured float tensors that require a gradient.
+        differentiate: also compute derivatives: of the score, and of captured float tensors that require a gradient.
     Raises:
         TypeError, ValueError, NotImplementedError: which function, which operation and line, and what is supported.
     """

@@ -174,7 +174,7 @@ def measure(shape: Shape, caches: Caches, names: Sequence[str], rounds: int) -> 
 
 
 def verify(shape: Shape, layout: str, result: Result, inputs: Inputs, when: str = "") -> Row:
-    """The error rule's judgement of a provider's result for inputs in its layout.
+    """Judge a provider's result for inputs in its layout by the error rule.
 
     KV heads are checked with all their queries: as many as have MAX_CHECKED_KEYS, at least two and at most MAX_CHECKED_HEADS, spread
     over batch and heads with the first and the last included. The other heads must hold no NaN or inf.

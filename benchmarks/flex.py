@@ -70,7 +70,7 @@ def ours(shape: Shape, needs: options.Tensors) -> Attend:
 
 
 def option(shape: Shape, needs: options.Tensors) -> Attend:
-    """Our option that computes the same; of a score_mod attention without it."""
+    """Our option that computes the same; for a score_mod without one, attention without it."""
     device = needs.cu_seqlens[0].device
     asked = function_of(shape, device)
     if asked.option is None:
@@ -94,7 +94,7 @@ def torch_flex(shape: Shape, needs: options.Tensors) -> Attend:
     from torch.nn.attention.flex_attention import flex_attention as attend
 
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    torch._functorch.config.donated_buffer = False  # a timed backward keeps its graph
+    torch._functorch.config.donated_buffer = False  # a timed backward runs repeatedly on one graph
     asked = function_of(shape, needs.cu_seqlens[0].device)
     score_mod, bias = asked.score_mod, asked.bias
     if bias is not None:
@@ -134,7 +134,7 @@ TITLES = {OPTION: "our option", "flex": "torch flex", "efficient": "memory-effic
 
 
 def prepare_run(console: Console, shapes: Iterable[Shape], direction: str, names: Sequence[str]) -> None:
-    """Build our kernels, and compile PyTorch's in processes of their own, whose caches on disk the rows find."""
+    """Build our kernels; compile PyTorch's in other processes, into caches on disk that the rows use."""
     shapes = list(shapes)
     if OURS in names:
         ahead.build_kernels(console, [kernel for shape in shapes for kernel in kernels_of(shape, direction)])
@@ -146,7 +146,7 @@ def prepare_run(console: Console, shapes: Iterable[Shape], direction: str, names
 
 
 def kernels_of(shape: Shape, direction: str) -> list:
-    """Kernels of our rows, as far as no option has them."""
+    """Kernels of our rows that are not those of an option."""
     from tl_attention import configs
     from tl_attention.problem import AttnProblem, length_bucket
     from tl_attention.tracing.builtin_options import builtin_options
@@ -229,7 +229,7 @@ def reference(
     """Results of the first head of the first batch entry in fp32, [seqlen, head_dim]: out; or dq, dk and dv; or all.
 
     Args:
-        as_option: of what the option of the row computes.
+        as_option: compute what the option of the row computes.
     """
     *dout, q, k, v = (x[0, :, 0].float() for x in inputs)
     q, k, v = (x.requires_grad_("bwd" in direction) for x in (q, k, v))
@@ -302,7 +302,7 @@ def section(rows: list[Row]) -> str:
 
 
 def ratio_over(group: dict[str, Row], name: str) -> float | None:
-    """Our speed over that of another on a problem; None where one of them has none."""
+    """Our speed over another library's on a problem; None if one of them has no speed."""
     pair = [group.get(each) for each in (OURS, name)]
     return pair[0]["tflops"] / pair[1]["tflops"] if all(x and x["status"] == "ok" for x in pair) else None
 

@@ -25,7 +25,7 @@ from tl_attention.testing.environment import version
 from tl_attention.testing.shapes import Shape
 
 BASE = "efficient"  # peer that our speeds are compared with
-# Largest rms error / rms value of a right result: products in tf32 keep 11 bits, those of the others at least 16
+# Largest rms error / rms value of a correct result: products in tf32 keep 11 bits, the others at least 16
 ALLOWED = {"flex-tf32": 1e-2}
 ALLOWED_ERROR = 1e-4
 MATH_KEYS = 4096  # most keys of the math backend, the slowest
@@ -71,7 +71,7 @@ def flex(precision: str) -> Callable[[Shape, options.Tensors], Attend]:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-        torch._functorch.config.donated_buffer = False  # a timed backward keeps its graph
+        torch._functorch.config.donated_buffer = False  # a timed backward runs repeatedly on one graph
         mask, offset = None, shape.seqlen_k - shape.seqlen_q
         if shape.causal:
             device = needs.cu_seqlens[0].device
@@ -229,7 +229,7 @@ def section(rows: list[Row]) -> str:
 
 
 def _ratio(group: dict[str, Row], name: str, peer: str) -> float | None:
-    """Speed of a provider over that of a peer on a problem; None where one of them has none."""
+    """Speed of a provider over a peer's on a problem; None if one of them has no speed."""
     pair = [group.get(each) for each in (peer, name)]
     if not all(row and row["status"] == "ok" for row in pair):
         return None

@@ -23,7 +23,7 @@ from tl_attention.testing.shapes import Shape, is_deterministic
 MAX_CHECKED_SCORES = 2**33
 MAX_CHECKED_PAIRS = 2**30  # with options, whose reference makes more passes over the scores
 SOFTCAP_SPREAD = 8  # factor of q, so that a softcap changes scores
-SLOPE_RTOL = 0.03  # of results under an unknown dropout mask, regressed on those without dropout
+SLOPE_RTOL = 0.03  # tolerance for results under an unknown dropout mask, regressed on those without dropout
 
 
 def measure(
@@ -31,8 +31,8 @@ def measure(
 ) -> list[Row]:
     """One row per provider: checked, timed interleaved with the others that are right, and checked once more.
 
-    An exception of a library is the reason of its row. An exception of the inputs or of the GPU is the reason of all rows
-    that are unfinished then.
+    An exception of a library becomes the reason of its row. An exception while making inputs, or of the GPU, becomes the reason of
+    all unfinished rows.
 
     Args:
         warm: all launches share one copy of the inputs, so L2 holds as much of them as it can.
@@ -98,7 +98,7 @@ def make_copies(shape: Shape, dtype: torch.dtype, direction: str, warm: bool = F
 
 
 def verify(name: str, shape: Shape, direction: str, result: Result, inputs: Inputs, when: str = "") -> Row:
-    """The error rule's judgement of a provider's result for inputs, which are bshd.
+    """Judge a provider's result for inputs in bshd by the error rule.
 
     A large problem is checked on some heads, each with all its queries and keys: a smaller problem, judged like any other. They are
     as many as have MAX_CHECKED_SCORES, at least two, evenly spread over batch and heads with the first and the last included. For a

@@ -36,7 +36,8 @@ PAGED = Shape.parse("1,64,8,1,2048,128,full,page=64")
 ROUNDS = 7
 STORED = "host.json"
 FIRST_CALLS = 3
-COMPILING = ((OURS, "empty"), ("fa4", "empty"))  # one process each, as it takes long and varies little
+# Timed in one process each, as compiling takes long and varies little
+COMPILING = ((OURS, "empty"), ("fa4", "empty"))
 FIRST_SHAPE = Shape.parse("1,16,16,4096,4096,128,causal")
 FIRST = {  # (provider, where its kernels are) -> title; empty: nowhere
     (OURS, "empty"): "tl_attention, empty cache",

@@ -13,7 +13,7 @@ import torch
 from tl_attention.testing.shapes import Shape, is_deterministic
 
 PASSES = ("fwd", "bwd", "options", "decode")
-NOT_SUPPORTED = re.compile(r"support|this build")  # how libraries word what they cannot do
+NOT_SUPPORTED = re.compile(r"support|this build")  # words of libraries for what they cannot do
 
 Result = tuple[Any, ...]
 Inputs = tuple[torch.Tensor, ...]

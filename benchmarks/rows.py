@@ -22,13 +22,13 @@ from tl_attention.testing.shapes import DIRECTIONS, Shape
 Row = dict[str, Any]
 OURS = "tl_attention"
 PLAIN = "plain"  # ours without the options of a row
-HIGH = "high"  # ours in fp32 at the precision high, where OURS is highest
-OPTION = "option"  # our option in the place of a function
+HIGH = "high"  # ours in fp32 at the precision high; OURS is highest
+OPTION = "option"  # our option instead of a function
 FP32 = "fp32"  # dtype and set of fp32 tensors
 FLEX = "flex"  # set of scores and masks as functions
 SETS = ("main", "more", "options", FP32, FLEX)
 TWINS = (PLAIN, HIGH, OPTION)  # ours, which are no peers
-DIGITS = 4  # significant ones, in files
+DIGITS = 4  # significant digits in files
 MEASURED = ("ms", "tflops", "correct", "max_err_ratio")  # None in a row where they are unknown
 PROBLEM = (
     "pass",

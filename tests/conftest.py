@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from tl_attention.target import is_hopper
 
-# Tensors here are small, and the threads of several test processes only stand in each other's way.
+# Tensors here are small, and threads of several test processes would only compete.
 torch.set_num_threads(1)
 settings.register_profile("tl_attention", deadline=None)
 settings.load_profile("tl_attention")

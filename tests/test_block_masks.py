@@ -443,7 +443,7 @@ def test_block_mask_without_bits_matches_the_formula(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("built")
 def test_block_mask_hides_all_keys_of_the_first_blocks():
-    """A held row max: some queries see no key in the blocks that are seen in part, and many in those that are seen whole."""
+    """A held row max: some queries see no key in the partial blocks, and many in the full ones."""
     mask = create_block_mask(lambda b, h, q, k: q > k, None, None, 1000, 1000, device="cuda")
     compare(*inputs("cuda", (1000, 1000), 128, batch=8), mask)
 

@@ -1,4 +1,4 @@
-"""Building of kernels with a stand-in for the compiler: several at once, once per machine, and what the user reads meanwhile."""
+"""Building of kernels with a stand-in for the compiler: several at once, once per machine, and the notices on stderr."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def rounded(x, dtype):
 
 
 def emulated(dout, q, k, v):
-    """dq and dk by the kernels' arithmetic: FlashAttention-2's, but that P, and in bf16 dP - delta, are rounded before their product."""
+    """dq and dk by the kernels' arithmetic: FlashAttention-2's, except that P, and in bf16 dP - delta, are rounded before their product."""
     dtype, (dout, q, k, v) = q.dtype, (x.float() for x in (dout, q, k, v))
     scores = SCALE * (q @ k.mT)
     lse = scores.logsumexp(-1, keepdim=True)
@@ -95,7 +95,7 @@ def test_cancellation_of_the_emulated_kernels(case, dtype):
 
 
 def test_cancellation_may_exceed_the_gradient():
-    """The bound is no pessimism: bf16 values far from 0 leave no correct digit, to FlashAttention-2's arithmetic either."""
+    """The bound is not pessimistic: with bf16 values far from 0 no digit is correct, in FlashAttention-2's arithmetic either."""
     tensors = inputs("large-average", BF16)
     (dq, _), (bound, _) = exact_and_bounds(*tensors)
     error = (emulated(*tensors)[0].double() - dq).abs()

@@ -338,7 +338,7 @@ def test_block_mask_constructors_refuse(call, error, words):
 def test_block_mask_picture_as_text():
     mask = block_masks.sliding_window(500, 640, (200, 0), device="cpu")
     assert mask_picture.picture(mask).split("\n") == [
-        "500 queries x 640 keys in blocks of 128 x 128: 0.0% seen whole, 45.0% seen in part, 55.0% hidden",
+        "500 queries x 640 keys in blocks of 128 x 128: 0.0% full, 45.0% partial, 55.0% hidden",
         "▒····",
         "▒▒···",
         "▒▒▒··",

@@ -304,6 +304,7 @@ ERRORS = {
     "v-shape": ({"v": zeros(3, 16, 2, 64)}, ValueError, r"v: expected the shape of k, .*but for the last dimension, got \(3, 16"),
     "k-head-dim": ({"k": zeros(8, 16, 2, 32)}, ValueError, r"k: expected the head_dim of q, 64, got 32"),
     "dtype": ({"k": zeros(8, 16, 2, 64, dtype=FP16)}, TypeError, r"k: expected the dtype of q, torch\.bfloat16, got torch\.float16"),
+    "fp32": ({"q": torch.zeros(5, 4, 64)}, TypeError, r"q: expected bfloat16 or float16 with block_table, got torch\.float32"),
     "heads": ({"q": zeros(5, 3, 64)}, ValueError, r"k, v: expected a number of heads that divides the 3 of q, got 2"),
     "page-size": (
         {"k": zeros(8, 24, 2, 64), "v": zeros(8, 24, 2, 64)}, ValueError, r"k: expected a page_size that is a multiple of 16, got 24",
@@ -354,6 +355,12 @@ ERRORS = {
 def test_paged_errors(changes, error, text):
     with pytest.raises(error, match=text):
         flash_attn_varlen_func(**small(**changes))
+
+
+def test_out_refuses_fp32_by_name():
+    q, cu_seqlens = torch.zeros(5, 4, 64), torch.tensor([0, 5]).int()
+    with pytest.raises(TypeError, match=r"q: expected bfloat16 or float16 with out, got torch\.float32"):
+        flash_attn_varlen_func(q, q, q, cu_seqlens, cu_seqlens, 5, 5, out=torch.zeros_like(q))
 
 
 def test_out_is_not_an_input():

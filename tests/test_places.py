@@ -1,4 +1,4 @@
-"""Results of launches in memory of the caller: rows of a longer tensor."""
+"""Launches that write to rows of a longer tensor of the caller, merge into it, or compute a part of longer sequences."""
 
 from __future__ import annotations
 

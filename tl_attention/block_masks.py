@@ -1,7 +1,7 @@
-"""Block masks: which blocks of queries and keys a mask_mod hides, shows in part or shows whole, as torch's BlockMask.
+"""Block masks: which blocks of queries and keys are hidden, partial or full under a mask_mod, as torch's BlockMask.
 
-Bounds of the mask decide on most blocks (tracing/intervals.py). Those that they leave open are evaluated, first at a few elements each,
-then whole, a bounded number at a time. No tensor has an element per query and key.
+Bounds of the mask decide on most blocks (tracing/intervals.py). Undecided blocks are evaluated, first at a few elements each, then at
+all elements, a bounded number at a time. No tensor has an element per query and key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tl_attention.tracing.intervals import AXES, Blocks, distance_bounds, mask_b
 from tl_attention.tracing.program_values import program_values
 
 CHUNK = 2**24  # elements of a mask that are evaluated at once
-PROBED = 8  # first and last queries and keys of a block, which are evaluated before the others
+PROBED = 8  # first and last queries and keys of a block that are evaluated before the others
 MAX_CACHED = 64
 LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 
@@ -51,27 +51,27 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> Any:
-    """BlockMask of a mask_mod, with the parameters of torch's create_block_mask in their order, and its result.
+    """Create the BlockMask of a mask_mod: parameters, their order and the result are those of torch's create_block_mask.
 
     Blocks are classified by bounds of the traced mask_mod, so memory grows with the number of blocks, not of elements. Causal masks,
-    windows, documents, prefixes and their likes take some dozens of small operations. The host reads two numbers: how many blocks the
-    bounds, and then the probed elements, left open; none for a mask of q_idx - kv_idx alone. A mask without captured tensors is computed
-    once per length and device.
+    windows, documents, prefixes and similar masks take some dozens of small operations. The host waits for two numbers: how many blocks
+    are undecided after the bounds, and after the probed elements. A mask of q_idx - kv_idx alone needs neither. A mask without captured
+    tensors is computed once per length and device.
 
     Args:
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> True where the query sees the key; see docs/flex.md for what it may do. and_masks and
             or_masks of torch combine several.
-        B, H: batch entries and query heads that the mask differs in; None: one for all. If the mask does not depend on them, the lists
-            are views with stride 0 there.
+        B, H: number of batch entries and query heads, if the mask depends on them; None: one mask for all. If the mask does not depend on
+            them, the lists are views with stride 0 there.
         Q_LEN, KV_LEN: number of queries and keys.
-        device: of the lists and of captured tensors; None: the GPU, if there is one.
-        BLOCK_SIZE: queries and keys per block.
-        _compile: without effect; nothing is compiled.
-        separate_full_blocks: list blocks that are seen whole as full, where kernels skip mask_mod; False: list all as partial.
-        compute_dq_write_order, dq_kv_order: for PyTorch's FLASH backend; the former has to be False.
+        device: device of the lists and of captured tensors; None: the GPU, if there is one.
+        BLOCK_SIZE: queries and keys per block: an int or a pair.
+        _compile: accepted without effect; nothing is compiled.
+        separate_full_blocks: list full blocks apart, so that kernels skip mask_mod in them; False: list them as partial.
+        compute_dq_write_order, dq_kv_order: for PyTorch's FLASH backend; compute_dq_write_order has to be False.
     Returns:
         torch.nn.attention.flex_attention.BlockMask, with lists int32 in both directions. A block that ends past Q_LEN or KV_LEN is never
-        listed as seen whole. Entries of the indices past the number of blocks are the other blocks, in order.
+        listed as full. The entries of an index row past its number of blocks are the remaining blocks, in order.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, or which operation of mask_mod, what was expected and what came.
     Source: Dong et al. 2024 (FlexAttention) for the format.
@@ -92,7 +92,7 @@ def lists_follow_mask(block_mask: Any) -> bool:
 
 
 class ListsState:
-    """Lists by queries of a BlockMask, and how often each has been changed in place. Tensors of inference mode count no changes."""
+    """Lists by queries of a BlockMask, and how often each was changed in place; PyTorch counts no changes of inference tensors."""
 
     def __init__(self, block_mask: Any):
         self.tensors = [getattr(block_mask, name) for name in LISTS]
@@ -142,7 +142,7 @@ def _tools() -> tuple[Callable, type]:
 
 
 def _states(call: Call, blocks: Blocks, exact: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(seen in part, seen whole): bool [batch or 1, heads or 1, rows, columns]."""
+    """(partial, full): bool [batch or 1, heads or 1, rows, columns]."""
     distances = seen_distances(call, max(blocks.seqlen_q, blocks.seqlen_k))
     surely_full, empty = (
         mask_bounds(call, blocks) if distances is None else distance_bounds(*distances, blocks)
@@ -176,7 +176,7 @@ def _inside(blocks: Blocks) -> torch.Tensor:
 def _seen_and_hidden(
     call: Call, blocks: Blocks, places: torch.Tensor, probe: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(shows some element, hides some element), bool [blocks] each, of a mask in each of these blocks.
+    """(some element is shown, some element is hidden): bool [blocks] each, of these blocks of a mask.
 
     Args:
         places: int64 [blocks, 4], batch entry, head, row and column.
@@ -205,7 +205,7 @@ def _seen_and_hidden(
 
 @functools.lru_cache(maxsize=64)
 def _offsets(block: int, probe: bool, device: torch.device, stream: int | None) -> torch.Tensor:
-    """Queries or keys of a block that are evaluated, int32, kept for the work of a stream."""
+    """Offsets of the queries or keys of a block that are evaluated, int32; cached per stream."""
     offsets = torch.arange(block, dtype=torch.int32, device=device)
     return torch.cat([offsets[:PROBED], offsets[-PROBED:]]) if probe and block > 2 * PROBED else offsets
 
@@ -213,7 +213,7 @@ def _offsets(block: int, probe: bool, device: torch.device, stream: int | None) 
 def _lists(
     partial: torch.Tensor, full: torch.Tensor, blocks: Blocks, separate_full_blocks: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    """Numbers and indices of blocks in the order of the arguments of BlockMask: per row, partial and full, then per column."""
+    """Numbers and indices of blocks in the order of the arguments of BlockMask: partial and full per row, then per column."""
     kinds = [partial, full] if separate_full_blocks else [partial | full]
     if blocks.rows == blocks.columns:
         pairs = _numbers_and_indices(torch.stack([*kinds, *(kind.mT for kind in kinds)]))
@@ -229,7 +229,7 @@ def _lists(
 
 
 def _numbers_and_indices(kinds: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(number of blocks, their indices and then those of others), int32, of each of kinds, bool [.., rows, columns]."""
+    """(number of blocks, indices: theirs, then those of the others) per row, int32, for each of kinds, bool [.., rows, columns]."""
     numbers = kinds.sum(-1, dtype=torch.int32)
     indices = kinds.to(torch.uint8).argsort(stable=True, dim=-1, descending=True).to(torch.int32)
     return list(zip(numbers, indices, strict=True))
@@ -244,13 +244,13 @@ def causal(
 ) -> Any:
     """BlockMask of `q_idx >= kv_idx`: the diagonal is top-left if lengths differ.
 
-    This function and the following ones need no evaluation and never wait for the GPU. Each result has its function as `.mask_mod`, for
-    and_masks and or_masks.
+    This constructor and the following ones evaluate no mask_mod and never wait for the GPU. Each result has its function as `.mask_mod`,
+    for and_masks and or_masks.
 
     Args:
         seqlen_q, seqlen_k: number of queries and keys.
-        device: of the lists; None: the GPU, if there is one.
-        block_size: queries and keys per block.
+        device: device of the lists; None: the GPU, if there is one.
+        block_size: queries and keys per block: an int or a pair.
     """
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -314,7 +314,8 @@ def document_ids(cu_seqlens: torch.Tensor, seqlen: int) -> torch.Tensor:
     """Document of each position, int32 [seqlen], from the bounds of packed documents.
 
     Args:
-        cu_seqlens: int32 or int64 [documents + 1], not decreasing, from 0. Positions past its last entry are one more document.
+        cu_seqlens: int32 or int64 [documents + 1], starting at 0, never decreasing. Positions past its last entry form one more
+            document.
     """
     check_lengths_tensor("cu_seqlens", cu_seqlens, 1)
     check_count("seqlen", seqlen, 0)
@@ -331,8 +332,8 @@ def documents(
     """BlockMask of packed documents: a query sees the keys of its document, and with `causal` only those up to its own.
 
     Args:
-        ids: document of each position, int32 or int64 [seqlen] or [batch, seqlen], such as document_ids() returns. Documents whose
-            positions are not in one run are right; blocks between their runs are listed as seen in part.
+        ids: document of each position, int32 or int64 [seqlen] or [batch, seqlen], such as document_ids() returns. A document may
+            have several runs of positions; blocks between its runs are then listed as partial.
     """
     check_lengths_tensor("ids", ids, 1, 2)
     rows = ids if ids.ndim == 2 else None
@@ -390,7 +391,7 @@ def _bounded(
     device: torch.device | str | None,
     block_size: int | tuple[int, int],
 ) -> Any:
-    """BlockMask from bounds alone: blocks that they leave open are listed as seen in part."""
+    """BlockMask from bounds alone: undecided blocks are listed as partial."""
     names = {"Q_LEN": "seqlen_q", "KV_LEN": "seqlen_k", "BLOCK_SIZE": "block_size"}
     try:
         blocks = check_blocks(batch, None, seqlen_q, seqlen_k, device, block_size)

@@ -50,9 +50,9 @@ from tl_attention.target import DEFAULT_GPU, gpu_slug
 
 # Sections of a tuned table that serve a direction, best first
 SECTIONS = {"fwd": ("fwd",), "bwd": ("bwd",), "bwd_det": ("bwd_det", "bwd")}
-# Fields that an entry of `tiles` in a search line sets, or the first of them
+# Fields that an entry of `tiles` in a search line sets, in order; an entry may have only the first of them
 TILE_FIELDS = ("block_M", "block_N", "num_stages", "num_stages_do")
-DECODE_ROWS = (64, 65)  # one row count for each of the two decode configs of a width
+DECODE_ROWS = (64, 65)  # numbers of rows that select the first and the second decode config of a width
 
 
 def installed() -> bool:
@@ -95,9 +95,9 @@ def shipped_tables() -> dict[str, Path]:
 
 
 def near_tables(gpu_name: str) -> dict[str, Path]:
-    """GPU -> its shipped table, of Hopper GPUs near another one, the nearest first: their rows serve where it has none.
+    """GPU -> shipped table of other Hopper GPUs, the nearest to gpu_name first: their rows serve where it has none.
 
-    Ends with the table of DEFAULT_GPU, on which the defaults of the grid were chosen: none for that GPU itself.
+    The last one is the table of DEFAULT_GPU, on which the defaults of the grid were chosen. Empty for DEFAULT_GPU itself.
     """
     tables = shipped_tables()
     names = [gpu_name, *gpus.nearest_names(gpu_name, tables)]
@@ -147,7 +147,7 @@ def _grid() -> dict[str, Any]:
 
 
 def _section(direction: str) -> str:
-    """The section of the grid for a direction; both backwards share one."""
+    """The section of the grid for a direction; bwd and bwd_det share one."""
     return "fwd" if direction == "fwd" else "bwd"
 
 
@@ -164,7 +164,7 @@ def _config(problem: AttnProblem, fields: dict[str, Any], direction: str) -> Con
 
 
 def _fwd_config(problem: AttnProblem, fields: dict[str, Any]) -> FwdConfig:
-    """Derived where left out: schedule, and q_stages 2 where a CTA has a next tile and the second Q tile fits."""
+    """A forward config. Derived where left out: schedule; q_stages, 2 if a CTA has a next tile and a second Q tile fits."""
     config = FwdConfig(**{"schedule": derived_schedule(problem)} | fields)
     if not problem.profits_from_held_max:
         config = config.without_hold_max()
@@ -179,7 +179,7 @@ def derived_schedule(problem: AttnProblem) -> str:
 
 
 def default_config(problem: AttnProblem, direction: str = "fwd", bucket: str | None = None) -> Config:
-    """The config of a problem without a tuned row. In the split bucket: `split` of its class, or else `default`, as a split config."""
+    """The config of a problem without a tuned row. In the split bucket: `split` of its class, else `default` made a split config."""
     table = _class_table(problem, direction)
     if bucket != SPLIT_BUCKET:
         return _config(problem, table["default"], direction)
@@ -187,7 +187,7 @@ def default_config(problem: AttnProblem, direction: str = "fwd", bucket: str | N
 
 
 def split_config(config: FwdConfig) -> FwdConfig:
-    """The same tile with several CTAs per tile."""
+    """The same tile, with its keys split among several CTAs."""
     return replace(config.without_hold_max(), schedule="grid", q_stages=1, split=True)
 
 
@@ -203,7 +203,7 @@ class OptionLine:
         """The reason why the line does not serve a problem; None if it does."""
         others = [option for option in problem.options if option not in self.serves]
         if direction != "fwd" and "sink" in others:
-            others.remove("sink")  # a sink changes no backward kernel
+            others.remove("sink")  # backward kernels do not depend on a sink
         if others:
             return f"{self.name} does not serve {' '.join(others)}"
         if direction == "bwd_det" and not self.config(problem, direction).deterministic:
@@ -290,14 +290,14 @@ def candidates(problem: AttnProblem, bucket: str, direction: str = "fwd") -> lis
 
 
 def _line_configs(problem: AttnProblem, line: dict[str, Any], direction: str) -> list[Config]:
-    """Every config of a search line."""
+    """Every config that a search line describes."""
     if direction == "fwd":
         return [_fwd_config(problem, fields) for fields in _products(line)]
     return [BwdConfig.of(passes) for passes in itertools.product(*map(_products, line["passes"]))]
 
 
 def _products(line: dict[str, Any]) -> list[dict[str, Any]]:
-    """The fields of a config or pass for each element of the product of a search line's lists."""
+    """Fields of a config or pass, for each element of the Cartesian product of a search line's lists."""
     others = {name: value for name, value in line.items() if name not in ("tiles", "buckets")}
     lists = [value if isinstance(value, list) else [value] for value in others.values()]
     return [
@@ -313,7 +313,7 @@ def decode_configs(problem: AttnProblem) -> tuple[DecodeConfig, DecodeConfig]:
 
 
 def decode_config(problem: AttnProblem, rows: int, page_rows: int = 0) -> DecodeConfig:
-    """The config of a decode with so many rows of queries per key head."""
+    """The config of a decode. rows: queries x query heads per key head."""
     few, many = decode_configs(problem)
     return replace(few if rows <= 64 else many, page_rows=page_rows)
 
@@ -341,8 +341,8 @@ def pick_config(
 
 
 def choose_config(problem: AttnProblem, bucket: str, gpu_name: str, direction: str = "fwd") -> Choice:
-    """The choice for a problem on a GPU. Tuned row of the user, shipped tuned row, row of the nearest GPU with a table, default of
-    the grid; or with options a line of [options], as tuned rows have none.
+    """The choice for a problem on a GPU: the user's tuned row, the shipped one, a row of the nearest GPU with a table, the default of
+    the grid. With options, which tuned rows do not have, a line of [options].
     """
     if problem.options or problem.program:
         return _choose_option_line(problem, bucket, direction)
@@ -412,10 +412,10 @@ def config_of_tables(
 def config_of_row(
     problem: AttnProblem, row: dict[str, Any], direction: str = "fwd", bucket: str | None = None
 ) -> Config:
-    """The config of a tuned row, which holds measurements too.
+    """The config of a tuned row; the row also holds measurements.
 
     Raises:
-        ValueError: the row is of another version of the config, of another kind of bucket or not legal; the text says why.
+        ValueError: the row has fields that configs no longer have, belongs to the other kind of bucket, or is not legal; the text says why.
     """
     try:
         config = _config(problem, row["config"], direction)
@@ -430,13 +430,13 @@ def config_of_row(
 
 
 def _own_first(dtype: str) -> list[str]:
-    """Dtypes whose rows serve a dtype, itself first: bf16 and fp16 have tiles of the same size."""
+    """Dtypes whose rows may serve a dtype, itself first: bf16 and fp16 have tiles of the same size."""
     others = HALF_DTYPES if dtype in HALF_DTYPES else ()
     return [dtype, *(other for other in others if other != dtype)]
 
 
 def _nearest(bucket: str) -> list[str]:
-    """Buckets whose rows may serve a bucket, itself first. The split bucket has kernels of its own kind."""
+    """Buckets whose rows may serve a bucket, itself first. Only its own rows serve the split bucket."""
     if bucket == SPLIT_BUCKET:
         return [bucket]
     return sorted(BUCKETS, key=lambda other: abs(BUCKETS.index(other) - BUCKETS.index(bucket)))
@@ -487,7 +487,7 @@ def decode_kernels(
     widths: Iterable[tuple[int, int]] = DECODE_TILE_WIDTHS,
     options: Sequence[str] = (),
 ) -> list[tuple[AttnProblem, KernelConfig]]:
-    """Kernels of decode with these of softcap, ALiBi and sink, for pages of every size, and append kernels; once each."""
+    """Decode kernels with the given options (of softcap, alibi and sink) for pages of every size, and the append kernels; once each."""
     found = []
     for dtype in names:
         problems = [decode_problem(dtype, *width, options) for width in widths]

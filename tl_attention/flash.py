@@ -1,40 +1,41 @@
-"""FlashAttention-2's functions, with its parameters in its order; ours follow as keyword-only parameters.
+"""FlashAttention-2's functions: its parameters in its order, then further ones by keyword only.
 
-Tensors are [batch, seqlen, heads, head_dim], or [total, heads, head_dim] for packed sequences; the log-sum-exp is natural. A score
-passes softmax_scale, softcap, ALiBi and masks; softmax, with the sink among its scores, and dropout follow. The diagonal of query i
-is key i + seqlen_k - seqlen_q (bottom-right), with positions and lengths within the sequence.
+Tensors are [batch, seqlen, heads, head_dim], or [total, heads, head_dim] for packed sequences. The log-sum-exp is natural. The order
+is: softmax_scale, softcap, ALiBi, masks, softmax (the sink is one of its scores), dropout. The diagonal of query i is key
+i + seqlen_k - seqlen_q (bottom-right alignment); positions and lengths count within a sequence.
 
 Parameters of all functions:
 
 Args:
     softmax_scale: multiplies the scores; at most 2 ** 60 in magnitude, so that its product with log2(e) and the lowest row max, -1e20,
-        is finite in fp32; negative and 0 included; None: head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays
+        is finite in fp32. It may be negative or 0. None: head_dim ** -0.5. The kernel is exact while |score * softmax_scale| stays
         below about 2 ** 30.
     causal: a query sees no key past its diagonal.
     window_size: (left, right), two ints in a tuple or list: a query sees diagonal - left <= key <= diagonal + right; -1 or None: no
         limit. With causal, right is 0. Bounds below -1 are refused: FlashAttention-2 drops them, FlashAttention-4 shifts the window.
     softcap: score -> softcap * tanh(score / softcap), from 2 ** -60 to 2 ** 60; 0: none.
-    alibi_slopes: [heads] or [batch, heads], fp32: score - slope * |diagonal - key|. Not differentiable.
-    learnable_sink: [heads], fp32, bf16 or fp16: score of one more key without value, for each query; neither scaled nor capped;
-        part of softmax_lse. Differentiable.
-    dropout_p: probability of dropping an attention weight, rounded to a multiple of 1/256, at least one if > 0; at most 255/256. Kept
+    alibi_slopes: [heads] or [batch, heads], fp32: score -> score - slope * |diagonal - key|. Not differentiable.
+    learnable_sink: [heads], fp32, bf16 or fp16: score of one extra key per query, which has no value. It is neither scaled nor capped,
+        and counts in softmax_lse. Differentiable.
+    dropout_p: probability of dropping an attention weight, rounded to a multiple of 1/256: at least 1/256 if > 0, at most 255/256. Kept
         weights are divided by 1 - dropout_p. softmax_lse is computed before dropout.
-    rng_state: int64 [2], on the device of q: seed and offset of the dropout mask. Equal states give equal masks, for equal heads and
-        positions in the batch and within a sequence. None: drawn from torch's generator. Unused without dropout.
-    deterministic: gradients are bitwise equal from run to run, for up to a third more time at d64 and a tenth at d128; the forward
-        always is. torch.use_deterministic_algorithms(True) asks for it, too.
+    rng_state: int64 [2], on the device of q: seed and offset of the dropout mask. The mask depends on it, on the entry of the batch, the
+        head, and the positions in the sequence. None: drawn from torch's generator. Unused without dropout.
+    deterministic: bitwise equal gradients from run to run; the backward takes up to a third longer at d64 and a tenth at d128. The
+        forward always is. torch.use_deterministic_algorithms(True) sets it, too.
     return_attn_probs: also return the log-sum-exp.
-    precision: of the products of fp32 tensors, for the backward, too: "highest", within 2 ** -23; "high", within 2 ** -15; "medium",
-        those of bf16. None: torch.get_float32_matmul_precision(). Only with fp32 tensors; docs/numerics.md has errors.
+    precision: relative error of a product of fp32 tensors, in forward and backward: "highest", 2 ** -23; "high", 2 ** -15; "medium",
+        that of bf16. None: torch.get_float32_matmul_precision(). Only with fp32 tensors; docs/numerics.md has measured errors.
         Gradients at "highest" of head dims above 128 have no kernels: PyTorch's formula computes them, slower.
-    num_splits: splits of the keys of a forward tile, one per CTA; 0: chosen for the problem. Only flash_attn_func and
-        flash_attn_varlen_func have it.
-    check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which waits for the GPU; only functions of
-        packed sequences have it. TL_ATTENTION_CHECK_LENGTHS=1 asks for it in every call. See checks/lengths.py.
+    num_splits: number of CTAs that share the keys of a forward tile; 0: chosen for the problem. Only in flash_attn_func and
+        flash_attn_varlen_func.
+    check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which waits for the GPU. Only in functions of
+        packed sequences. TL_ATTENTION_CHECK_LENGTHS=1 sets it in every call. See checks/lengths.py.
 Returns:
-    out, shaped as q but head_dim_v wide, in its dtype. With return_attn_probs (out, softmax_lse, None), where softmax_lse is
-    [batch, heads, seqlen_q], or [heads, total_q], fp32, natural log. A query that sees no key has out 0 and softmax_lse -inf
-    (FA2: +inf), or its sink. out and softmax_lse are differentiable, once.
+    out: [.., heads, head_dim_v], the other dimensions and the dtype those of q. With return_attn_probs (out, softmax_lse, None), where
+    softmax_lse is [batch, heads, seqlen_q], or [heads, total_q] for packed sequences, fp32, natural log. A query that sees no key has
+    out 0 and softmax_lse -inf (FA2: +inf), or with a sink softmax_lse = sink. out and softmax_lse are differentiable once: there is no
+    second derivative.
 Raises:
     TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     IndexError: with check_lengths, which value is wrong.
@@ -59,7 +60,7 @@ from tl_attention.paged import attend_packed
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 _QKV = Names("cu_seqlens", "max_seqlen", "seqused", "qkv")
 _KV = NAMES[1]._replace(tensor="kv")
-# Names of the arguments of packed forms in errors
+# Name in an error of the checks -> argument of the packed function
 _QKV_NAMES = Renaming(dict.fromkeys(("q", "k", "v"), "qkv"))
 _KV_NAMES = Renaming({"q": "q", "k": "kv", "v": "kv"})
 _VARLEN_QKV_NAMES = Renaming(
@@ -77,7 +78,7 @@ def _attend(
     causal: bool,
     deterministic: bool,
     return_attn_probs: bool,
-    asked: tuple,  # in the order of UserOptions, which costs more to make
+    asked: tuple,  # fields of UserOptions in order: a tuple takes less host time to make
 ) -> Output:
     if return_attn_probs is not False:
         expect_bool("return_attn_probs", return_attn_probs)
@@ -107,7 +108,7 @@ def _lengths(
     check_lengths: bool,
     names: tuple[Names, Names] = NAMES,
 ) -> Lengths:
-    """Return lengths, with their values checked if that is asked for."""
+    """Lengths of packed sequences; their values are checked if check_lengths or the environment asks for it."""
     if check_lengths is False and not checks_lengths.ALWAYS:
         return lengths
     expect_bool("check_lengths", check_lengths)
@@ -139,13 +140,14 @@ def flash_attn_func(
     """Exact attention in one pass: softmax(softmax_scale * q k^T + mask) v.
 
     Args:
-        q: [batch, seqlen_q, heads, head_dim], bfloat16, float16 or float32; head_dim at most 256. One that is no multiple of 8 is copied.
+        q: [batch, seqlen_q, heads, head_dim], bfloat16, float16 or float32; head_dim at most 256. If it is no multiple of 8, q, k and v
+            are copied to padded columns.
         k: [batch, seqlen_k, heads_kv, head_dim], heads a multiple of heads_kv.
         v: [batch, seqlen_k, heads_kv, head_dim_v], head_dim_v <= head_dim.
-            Any strides with a contiguous last dimension; see mha_fwd_interface for what is copied.
-        score_mod, mask_mod, block_mask, attn_bias: those of flex_attention, without other options.
+            q, k and v may have any strides with a contiguous last dimension; mha_fwd_interface says which are copied.
+        score_mod, mask_mod, block_mask, attn_bias: as in flex_attention; all other options must be off.
 
-    Options, result and errors: see the module.
+    Options, result and errors: see the docstring of tl_attention.flash.
     """
     asked = (
         window_size,
@@ -181,12 +183,12 @@ def flash_attn_qkvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: str | None = None,
 ) -> Output:
-    """flash_attn_func of views of one tensor, which gets one gradient.
+    """flash_attn_func of q, k and v packed in one tensor, which gets one gradient.
 
     Args:
         qkv: [batch, seqlen, 3, heads, head_dim], any strides with a contiguous last dimension.
 
-    Options, result and errors: see the module.
+    Options, result and errors: see the docstring of tl_attention.flash.
     """
     check_packed("qkv", qkv, "batch, seqlen, 3, heads, head_dim", 3)
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None, precision
@@ -212,13 +214,13 @@ def flash_attn_kvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: str | None = None,
 ) -> Output:
-    """flash_attn_func of q and views of one tensor, which gets one gradient.
+    """flash_attn_func of k and v packed in one tensor, which gets one gradient.
 
     Args:
         q: [batch, seqlen_q, heads, head_dim].
         kv: [batch, seqlen_k, 2, heads_kv, head_dim], any strides with a contiguous last dimension.
 
-    Options, result and errors: see the module.
+    Options, result and errors: see the docstring of tl_attention.flash.
     """
     check_packed("kv", kv, "batch, seqlen_k, 2, heads_kv, head_dim", 2)
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None, precision
@@ -262,23 +264,23 @@ def flash_attn_varlen_func(
         k: [total_k, heads_kv, head_dim].
         v: [total_k, heads_kv, head_dim_v].
         cu_seqlens_q, cu_seqlens_k: [batch + 1], int32, on the device of q: sequence i has rows cu_seqlens[i] to cu_seqlens[i + 1],
-            exclusive. They start at 0, never decrease and stay within the tensors, which is not checked without check_lengths: with
-            other values the kernels may read and write other memory. A sequence may be empty. cu_seqlens_k: see block_table, too.
-        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, used by the schedule only. A 0-d tensor is not read: the number of
-            all rows replaces it.
+            exclusive. They must start at 0, never decrease and stay within the tensors. Only check_lengths checks this: with other
+            values the kernels may read and write other memory. A sequence may be empty. cu_seqlens_k may be None with block_table.
+        max_seqlen_q, max_seqlen_k: upper bounds of the lengths, used by the schedule only. A 0-d tensor is accepted but not read:
+            the total number of rows replaces it.
         block_table: [batch, pages per sequence], int32, for keys in pages: page i of a sequence holds its keys from i * page_size on;
             entries past its length are not read. k and v are then [pages, page_size, heads_kv, head_dim or head_dim_v], with the
-            strides of k_cache in flash_attn_with_kvcache, and page_size a multiple of 16. The lengths of keys are seqused_k or, where
-            it is None, the differences of cu_seqlens_k; of these two one may be None. max_seqlen_k may be any upper bound. Pages are
-            never copied. Without gradients, dropout, vmap.
-        seqused_q, seqused_k: [batch], int32: sequence i has only its first seqused[i] rows, for masks, too. Rows beyond are not
-            read; their out and gradients are 0, their softmax_lse is -inf. They are from 0 to the length of the sequence, which is
-            not checked without check_lengths.
-        out: [total_q, heads, head_dim_v] in the dtype of q, contiguous, at a multiple of 16 bytes, sharing no memory with q, k and v:
-            written and returned. Without gradients, vmap. None: a new tensor.
+            strides of k_cache in flash_attn_with_kvcache, and page_size is a multiple of 16. The key length of a sequence is seqused_k[i],
+            or where seqused_k is None cu_seqlens_k[i + 1] - cu_seqlens_k[i]; one of the two may be None. Pages are never copied.
+            Gradients, dropout and vmap are refused.
+        seqused_q, seqused_k: [batch], int32: only the first seqused[i] rows of sequence i are used, also by the masks. Rows beyond are
+            not read; their out and gradients are 0, their softmax_lse is -inf. Each is between 0 and the length of its sequence;
+            only check_lengths checks this.
+        out: [total_q, heads, head_dim_v] in the dtype of q, contiguous, 16-byte aligned, sharing no memory with q, k and v. It is
+            written and returned; gradients and vmap are refused. None: a new tensor.
 
-    A row past the last sequence is undefined in out, softmax_lse and gradients.
-    Options, result and errors: see the module.
+    Rows past the last sequence are undefined in out, softmax_lse and gradients.
+    Options, result and errors: see the docstring of tl_attention.flash.
     """
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, num_splits
@@ -310,13 +312,13 @@ def flash_attn_varlen_qkvpacked_func(
     precision: str | None = None,
     check_lengths: bool = False,
 ) -> Output:
-    """flash_attn_varlen_func of views of one tensor, which gets one gradient; queries and keys have the same sequences.
+    """flash_attn_varlen_func of q, k and v packed in one tensor, which gets one gradient; q and k share cu_seqlens.
 
     Args:
         qkv: [total, 3, heads, head_dim], any strides with a contiguous last dimension.
         cu_seqlens, max_seqlen: as in flash_attn_varlen_func.
 
-    Options, result and errors: see the module.
+    Options, result and errors: see the docstring of tl_attention.flash.
     """
     check_packed("qkv", qkv, "total, 3, heads, head_dim", 3)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, None, None
@@ -349,14 +351,14 @@ def flash_attn_varlen_kvpacked_func(
     precision: str | None = None,
     check_lengths: bool = False,
 ) -> Output:
-    """flash_attn_varlen_func of q and views of one tensor, which gets one gradient.
+    """flash_attn_varlen_func of k and v packed in one tensor, which gets one gradient.
 
     Args:
         q: [total_q, heads, head_dim].
         kv: [total_k, 2, heads_kv, head_dim], any strides with a contiguous last dimension.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k: as in flash_attn_varlen_func.
 
-    Options, result and errors: see the module.
+    Options, result and errors: see the docstring of tl_attention.flash.
     """
     check_packed("kv", kv, "total_k, 2, heads_kv, head_dim", 2)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None, None

@@ -61,12 +61,11 @@ def flex_attention(
     attn_bias: torch.Tensor | None = None,
     deterministic: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention whose scores and mask are Python functions: softmax(score_mod(scale * q k^T)) v, over the keys that the mask shows.
+    """Attention with scores and mask as Python functions: softmax(score_mod(scale * q k^T)) v over the keys that mask_mod shows.
 
-    The functions are traced once, like torch.compile would, into operations on scalars that the kernels evaluate for each score; see
-    docs/flex.md for the operations. Tensors and numbers that they capture are arguments of a launch: new values and lengths build no
-    kernel. Captured floating-point tensors that require a gradient get one. Causal masks, windows, softcap and ALiBi are recognized:
-    see docs/flex.md.
+    A function is traced once, as by torch.compile, into scalar operations that the kernels evaluate for each score; docs/flex.md lists
+    them. Tensors and numbers that it captures are arguments of a launch: new values and lengths build no kernel. Captured
+    floating-point tensors that require a gradient get one. Causal masks, windows, softcap and ALiBi are recognized and run as options.
 
     Args:
         query: [batch, heads, seqlen_q, head_dim], bfloat16 or float16; head_dim at most 256.
@@ -75,21 +74,21 @@ def flex_attention(
             batch entry, query head, query and key. Indices count from 0: the diagonal is top-left if lengths differ. A score below
             -1e20 hides its key.
         block_mask: PyTorch's BlockMask, with a BLOCK_SIZE of multiples of 128. Blocks of keys that it does not list are hidden and
-            cost no time; in those that it lists as partial mask_mod decides on each key, in those that are full it sees all.
+            cost no time. In partial blocks its mask_mod decides on each key; in full blocks a query sees all keys.
         scale: multiplies the scores; None: head_dim ** -0.5.
-        enable_gqa: allow fewer heads of key and value than of query, by a factor.
+        enable_gqa: allow fewer heads of key and value than of query; heads must be a multiple of heads_kv.
         return_lse: also return the log-sum-exp.
-        kernel_options: None: these are options of PyTorch's kernels.
-        mask_mod: mask_mod(b, h, q_idx, kv_idx) -> True where the query sees the key; in the place of block_mask.
-        attn_bias: [1 or batch, 1 or heads, seqlen_q, seqlen_k], broadcast where 1. A float tensor is added to the score, after score_mod;
-            a bool one hides the keys that it has False for. It may require a gradient.
-        deterministic: gradients are bitwise equal from run to run; torch.use_deterministic_algorithms(True) asks for it, too. Gradients
-            of captured tensors are then exact sums, in 128 bytes per element.
+        kernel_options: must be None: these are options of PyTorch's kernels.
+        mask_mod: mask_mod(b, h, q_idx, kv_idx) -> True where the query sees the key; instead of block_mask.
+        attn_bias: [1 or batch, 1 or heads, seqlen_q, seqlen_k], broadcast where 1. A float tensor is added to the score, after score_mod,
+            and may require a gradient; a bool tensor hides the keys where it is False.
+        deterministic: bitwise equal gradients from run to run; torch.use_deterministic_algorithms(True) sets it, too. Gradients of
+            captured tensors are then exact sums, whose workspace takes 128 bytes per element.
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the dtype of query; with return_lse (out, lse), where lse is
         [batch, heads, seqlen_q], fp32, natural log. A query that sees no key has out 0 and lse -inf. Both are differentiable, once.
     Raises:
-        TypeError, ValueError, NotImplementedError: which argument, or which operation of a function, what was expected and what came.
+        TypeError, ValueError, NotImplementedError: which argument, or which operation of a function, what was expected and what was passed.
     Source: Dong et al. 2024 (FlexAttention).
     """
     expect_bool("return_lse", return_lse)
@@ -215,7 +214,7 @@ def _with_options(
     options: BuiltinOptions,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a program that the options compute."""
+    """(out, lse) of functions that are options, by the kernels of the options."""
     if options.is_plain:
         return attention(query, key, value, scale, options.causal, False, True, deterministic)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -226,7 +225,7 @@ def _with_options(
 
 @functools.cache
 def _report(functions: str, options: str) -> None:
-    """Say once which options stand for functions."""
+    """Print once which options replace the functions."""
     print(
         f"tl_attention: flex_attention {functions or 'without functions'} -> {options} (recognized)",
         file=sys.stderr,

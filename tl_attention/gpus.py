@@ -1,9 +1,9 @@
-"""Facts of GPUs by name: SMs, clocks, rates per clock, memory, power; and which of several GPUs is nearest to another.
+"""Facts of GPUs by name: SMs, clocks, rates per clock, memory, power; and which GPUs are nearest to another one.
 
 Sources:
     Hopper   NVIDIA H100 Tensor Core GPU Architecture (whitepaper, v1.04), table 3: SMs, both boost clocks, L2. Datasheets of H100,
              H100 NVL, H200, H200 NVL, GH200: dense bf16 TFLOPS (half of the printed ones, which count sparsity), memory, power. L2
-             of parts with six memory stacks: 60 MB, torch.cuda.get_device_properties on an H200.
+             of GPUs with six memory stacks: 60 MB, from torch.cuda.get_device_properties on an H200.
     H20      NVIDIA's figures as reported by resellers, as there is no public datasheet: 148 TFLOPS, 4.0 TB/s, 78 SMs, 400 W.
     Ampere   NVIDIA A100 Tensor Core GPU Architecture (whitepaper), table 4; datasheets of A100 80GB SXM and A10.
     per clock CUDA C++ Programming Guide, throughput of native arithmetic instructions: 16 exponentials per SM for 8.0, 8.6 and 9.0;
@@ -27,14 +27,14 @@ HOPPER = (9, 0)
 class Gpu:
     """Rates and sizes that bound a kernel on a GPU."""
 
-    name: str  # in torch
+    name: str  # as torch reports it
     sms: int
-    tflops: float  # dense bf16 or fp16, as NVIDIA states it: at boost_ghz
+    tflops: float  # dense bf16 or fp16, as NVIDIA states it, at boost_ghz
     boost_ghz: float  # of the tensor cores
     tb_s: float  # memory bandwidth
     l2_mb: int
     watts: int  # power limit
-    max_ghz: float = 0.0  # short work without tensor cores runs at this clock
+    max_ghz: float = 0.0  # clock of short work without tensor cores
     capability: tuple[int, int] = HOPPER
 
     @property
@@ -70,7 +70,7 @@ GPUS = {
         Gpu("NVIDIA GH200 144G HBM3e", 132, 989, 1.83, 4.9, 60, 700, 1.98),
     )
 }
-# Words of users -> name in torch, beside the names without NVIDIA
+# Alias -> name in torch; names without the word NVIDIA are aliases, too
 ALIASES = {
     "h100": H100.name,
     "h100 sxm": H100.name,
@@ -89,7 +89,7 @@ def full_name(words: str) -> str:
 
 
 def find(name: str) -> Gpu | None:
-    """Facts of a GPU; for an unknown one of this machine those of the nearest Hopper with the machine's SM count; else None."""
+    """Facts of a GPU. For an unknown Hopper GPU of this machine: those of the nearest one, scaled to its SM count. Else None."""
     if gpu := GPUS.get(name):
         return gpu
     if not (sms := _visible_sms(name)):
@@ -102,7 +102,7 @@ def find(name: str) -> Gpu | None:
 
 
 def _visible_sms(name: str) -> int | None:
-    """SMs of the Hopper GPU of this machine with a name in torch."""
+    """SM count of this machine's Hopper GPU with this name in torch; None if there is none."""
     if not torch.cuda.is_available():
         return None
     for device in range(torch.cuda.device_count()):
@@ -113,7 +113,7 @@ def _visible_sms(name: str) -> int | None:
 
 
 def by_distance(sms: int, tb_s: float | None, among: Iterable[Gpu]) -> list[Gpu]:
-    """GPUs ordered by the difference in SM count, equals by that in memory bandwidth (None: unknown)."""
+    """GPUs ordered by difference in SM count, then by difference in memory bandwidth (None: unknown)."""
 
     def distance(gpu: Gpu) -> tuple[int, float]:
         return abs(gpu.sms - sms), abs(math.log(gpu.tb_s / tb_s)) if tb_s else 0.0
@@ -122,7 +122,7 @@ def by_distance(sms: int, tb_s: float | None, among: Iterable[Gpu]) -> list[Gpu]
 
 
 def nearest_names(name: str, names: Iterable[str]) -> list[str]:
-    """The known GPUs among `names`, the one nearest to a Hopper GPU first; none if that is unknown or no Hopper GPU."""
+    """The known GPUs among `names`, the nearest to the Hopper GPU `name` first. Empty if `name` is unknown or no Hopper GPU."""
     own = find(name)
     if not own or not own.is_hopper:
         return []
@@ -131,7 +131,7 @@ def nearest_names(name: str, names: Iterable[str]) -> list[str]:
 
 
 def resolve(words: str) -> Gpu:
-    """The Hopper GPU that a user names.
+    """The Hopper GPU with a name or alias.
 
     Raises:
         ValueError: an unknown GPU, or one that the kernels do not run on.

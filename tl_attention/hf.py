@@ -92,21 +92,21 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer, for the AttentionInterface of transformers.
 
-    Up to MAX_DECODE_QUERIES queries that need no gradient go with a longer key to flash_attn_with_kvcache: key and value are the static or
-    dynamic cache, which is not copied.
+    Up to MAX_DECODE_QUERIES queries that need no gradient, with more keys than queries, run flash_attn_with_kvcache: key and value are the
+    static or dynamic cache, which is not copied.
 
     Args:
-        module: the layer; if is_causal is None, the is_causal of the layer and of its config hold.
+        module: the layer; its is_causal and its config decide where is_causal is None.
         query: [batch, heads, seqlen_q, head_dim], bfloat16 or float16; fp32 is cast to the autocast dtype inside autocast.
         key, value: [batch, heads_kv, seqlen_k, head_dim or head_dim_v].
         attention_mask: the result of attention_mask(): None, the rows of query and key that belong to each sequence, or a BlockMask;
-            or a mask [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k], bool or to be added to the scores. A BlockMask and a 4-D
-            mask say all: causality and sliding_window do not add to them.
+            or a mask [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k], bool or to be added to the scores. A BlockMask or a 4-D
+            mask is the whole mask: causality and sliding_window are not applied to it.
         position_bias: float [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k], added to the scores; it may need a gradient.
-        sliding_window: number of keys that a query sees, itself included; in a bidirectional layer, on either side. None: no window.
+        sliding_window: number of keys that a query sees, its own included; in a bidirectional layer, on either side. None: no window.
         s_aux: [heads], the scores of the sink.
         cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], bounds of packed sequences in batch * seqlen; they override attention_mask, and
-            are refused beside a BlockMask, a 4-D mask or position_bias. Both or neither. Their values are checked only under
+            are refused beside a BlockMask, a 4-D mask or position_bias. Both or neither. Their values are checked only with
             TL_ATTENTION_CHECK_LENGTHS=1: see checks/lengths.py.
         max_length_q, max_length_k: upper bounds of the lengths in cu_seq_lens_q and cu_seq_lens_k; None: batch * seqlen.
         kwargs: other arguments that models pass; ignored.
@@ -212,7 +212,7 @@ def _decode(
     softcap: float,
     sink: torch.Tensor | None,
 ) -> torch.Tensor:
-    """flash_attn_with_kvcache without new keys, with arguments of types that an op may have."""
+    """flash_attn_with_kvcache without new keys, as a torch op: its arguments have types that an op may have."""
     return kvcache.flash_attn_with_kvcache(
         q,
         k,
@@ -251,22 +251,22 @@ def attention_mask(
 ) -> torch.Tensor | None:
     """Mask of all layers of one kind, for the AttentionMaskInterface of transformers; never a [queries, keys] matrix.
 
-    Masks that are causal or full, with a sliding window, packed sequences or chunks, and padding before and after each sequence, run
-    the kernels of the options. Outside torch.compile, mask_function is checked for anything else (one sync): it becomes a BlockMask, with
-    which flex_attention skips hidden blocks. A compiled model is trusted; it has to pass packed sequences as cu_seq_lens_q and
-    cu_seq_lens_k.
+    Causal and full masks, with a sliding window, packed sequences or chunks, and with padding before and after each sequence, run the
+    kernels of the options. Outside torch.compile mask_function is checked (one sync): any other mask becomes a BlockMask, with which
+    flex_attention skips hidden blocks. In torch.compile it is not checked; a compiled model has to pass packed sequences as
+    cu_seq_lens_q and cu_seq_lens_k.
 
     Args:
         q_offset, kv_offset: positions of the first query and of the first key; q_offset is a tensor with a static cache.
-        mask_function: (batch, head, query, key) -> whether the query sees the key, by positions.
+        mask_function: mask_function(batch, head, query, key) -> True where the query sees the key; arguments are positions.
         attention_mask: [batch, at most kv_offset + kv_length], bool or ints, False for padding; or a result of this function, which is
             returned as it is.
-        local_size: width of the window: keys before the query, itself included, or keys on either side of it in a bidirectional mask;
-            or size of a chunk.
-        use_vmap: mask_function contains functions of the caller; they may do what docs/flex.md says of a mask_mod.
+        local_size: width of the window in keys: up to the query, its own included, or in a bidirectional mask on either side; or size of a
+            chunk.
+        use_vmap: mask_function contains functions of the caller, which may use the operations that docs/flex.md lists.
         allow_is_bidirectional_skip: None for a causal mask.
     Returns:
-        None if lengths, causality and window define the mask. A BlockMask for a mask of any other kind. Else int32
+        None if lengths, causality and window define the mask. A BlockMask if the options cannot express the mask. Else int32
         [4 to 6, 1, 1, 1, sequences + 1]. Rows 0 to 3: cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k of flash_attn_varlen_func, in
         batch * q_length and batch * kv_length rows. Row 4 begins with cache_seqlens [batch], row 5, if there is padding, with
         cache_leftpad [batch]. Rows 4 and 5 exist if in each sequence all queries or none come after its last key, as
@@ -294,7 +294,7 @@ def attention_mask(
         begin_k = tokens.int().argmax(1)
         end_k = (begin_k + tokens.sum(1)).clamp(max=end)
     padded = tokens is not None
-    shared = causal or local_size is not None  # queries have columns among the keys, and so the same padding
+    shared = causal or local_size is not None  # queries are among the keys, and so have the same padding
     cached = not (padded and shared) or q_length == 1
     if not _is_traced():
         sequence = _find_sequences(mask_function, *sizes, causal, local_size, device)
@@ -336,7 +336,7 @@ def _inspect(
     ends_early: torch.Tensor,
     equal_lengths: bool,
 ) -> tuple[bool, bool, bool, bool]:
-    """(no mask of the options, padding, packed sequences, ends_early anywhere); synchronizes once.
+    """(not expressible by options, has padding, has packed sequences, ends early somewhere): four bools, by one synchronization.
 
     Args:
         starts, unsupported: see _find_sequences.
@@ -362,7 +362,7 @@ def _packed_mask(starts: torch.Tensor) -> torch.Tensor:
 def _bounds(begin: torch.Tensor, end: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cu_seqlens and seqused [2 * batch + 1].
 
-    Each row of the batch is two sequences: its left padding, of which no row is used, then the sequence itself.
+    Each entry of the batch is two sequences: its left padding, of which no row is used, then the sequence itself.
     """
     first = torch.arange(begin.shape[0], device=begin.device) * length
     bounds = torch.stack([first, first + begin], 1).flatten()
@@ -381,10 +381,10 @@ def _find_sequences(
     local_size: int | None,
     device: torch.device | str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find packed sequences, and whether the mask is anything but causal or full, with a window if local_size is set.
+    """Find packed sequences, and whether the mask is other than causal or full, with a window if local_size is set.
 
-    For each query, mask_function is evaluated at the keys where supported masks change: its neighbours, the first key, and the ends of
-    the window.
+    For each query, mask_function is evaluated at the keys where such masks change: next to the query, at the first key, and at the ends
+    of the window.
 
     Returns:
         starts: bool [batch, q_length], True at a query that does not see the key before it.

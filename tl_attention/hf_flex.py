@@ -1,4 +1,4 @@
-"""Masks and biases of transformers that are no option of attention, by flex_attention: mask functions, 4-D masks, position biases."""
+"""Masks and biases of transformers that options cannot express, by flex_attention: mask functions, 4-D masks, position biases."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def block_mask_of(
     padding: torch.Tensor | None,
     device: torch.device | str,
 ) -> Any:
-    """BlockMask of a mask function of transformers, which is called with positions, and of padding.
+    """BlockMask of padding and of a mask function of transformers, which is called with positions.
 
     Args:
         q_offset, kv_offset: positions of the first query and of the first key.
         padding: bool or ints [batch, at most kv_offset + kv_length], False or 0 for padding; None: none.
     """
-    # A static cache counts on in the same tensor before mask_mod is used
+    # Copied: a static cache changes the tensor in place before mask_mod is called
     offset = q_offset.reshape(()).clone() if isinstance(q_offset, torch.Tensor) else q_offset
     real = None
     if padding is not None:
@@ -49,7 +49,7 @@ def block_mask_of(
 
 
 def needs_flex(attention_mask: Any, position_bias: torch.Tensor | None) -> bool:
-    """True for a mask or bias that no option of attention stands for."""
+    """True for a mask or bias that options cannot express."""
     if position_bias is not None or is_block_mask(attention_mask):
         return True
     return isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4
@@ -72,9 +72,9 @@ def flex_forward(
     Args:
         attention_mask: BlockMask; bool or additive mask [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k]; rows of
             hf.attention_mask; None.
-        position_bias: as an additive mask.
-        window: (causal, left, right), which hold where attention_mask is None or rows.
-        softcap: of the scores, before masks and biases.
+        position_bias: of the same shape as an additive mask.
+        window: (causal, left, right); applied if attention_mask is None or rows.
+        softcap: cap of the scores, before masks and biases; 0: none.
         sink: [heads], scores of the sink; None: no sink.
     """
     bias, mask_mod, block_mask = None, None, None
@@ -105,7 +105,7 @@ def flex_forward(
         out, lse = flex_attention(query, key, value, *functions, scaling, **options)
     except ARGUMENT_ERRORS as error:
         raise _NAMES.of(error) from None
-    if sink is not None:  # the sink is one more score, whose value is 0
+    if sink is not None:  # the sink is one extra key per query, without a value
         out = (out * torch.sigmoid(lse - sink.float()[:, None])[..., None]).to(out.dtype)
     return out.transpose(1, 2)
 

@@ -35,7 +35,7 @@ def mha_fwd_interface(
     *,
     precision: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor] | Callable:
-    """Exact attention in one pass: out = softmax(sm_scale * q k^T + mask) v, and the log-sum-exp of its rows in BASE 2.
+    """Exact attention in one pass: out = softmax(sm_scale * q k^T + mask) v, and the log-sum-exp per row in BASE 2.
 
     Args:
         q: [batch, heads, seqlen_q, head_dim_qk], bfloat16, float16 or float32; head_dim_qk at most 256.
@@ -44,15 +44,15 @@ def mha_fwd_interface(
             Any strides with a contiguous last dimension: transposed views and slices of packed QKV are not copied. A tensor that TMA
             cannot address is copied: one with a stride of 0, with a stride or address that is no multiple of 16 bytes, or with a head
             dim that is no multiple of 8.
-        sm_scale: multiplies the scores; at most 2 ** 60 in magnitude, negative and 0 included; None: head_dim_qk ** -0.5. The kernel
+        sm_scale: multiplies the scores; at most 2 ** 60 in magnitude, may be negative or 0; None: head_dim_qk ** -0.5. The kernel
             is exact while |score * sm_scale| stays below about 2 ** 30.
         is_causal: query i sees key j if j <= i + seqlen_kv - seqlen_q (bottom-right); False: every query sees every key.
         return_kernel: return kernel(q, k, v) -> (out, lse), compiled for tensors like these and without checks, for timing.
-        precision: of the products of fp32 tensors: "highest", "high" or "medium"; None: torch.get_float32_matmul_precision(). Only
+        precision: that of products of fp32 tensors: "highest", "high" or "medium"; None: torch.get_float32_matmul_precision(). Only
             with fp32 tensors; see flash.py.
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the dtype of q; lse [batch, heads, seqlen_q], fp32: log2 of the sum of
-        2 ** (score * sm_scale * log2 e); times ln 2 it is the natural one. A query that sees no key has out 0 and lse -inf.
+        2 ** (score * sm_scale * log2 e); multiply by ln 2 for the natural log. A query that sees no key has out 0 and lse -inf.
         Both are differentiable, once.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
@@ -129,16 +129,16 @@ def mha_bwd_interface(
 
     Args:
         do: [batch, heads, seqlen_q, head_dim_v], the gradient with respect to out, in its dtype; any strides.
-        q, k, v, sm_scale, is_causal: those of the forward.
+        q, k, v, sm_scale, is_causal: as in the forward.
         out, lse: results of the forward, lse in base 2.
-        deterministic: bitwise equal from run to run, for up to a third more time at d64 and a tenth at d128;
-            torch.use_deterministic_algorithms(True) asks for it, too. Otherwise the order of the sums of dq may vary.
+        deterministic: bitwise equal from run to run; takes up to a third longer at d64 and a tenth at d128.
+            torch.use_deterministic_algorithms(True) sets it, too. Otherwise the order of the sums of dq may vary.
         return_kernel: return kernel(do, q, k, v, out, lse) -> (dq, dk, dv), compiled for tensors like these and without
             checks, for timing.
-        precision: that of the forward.
+        precision: as in the forward.
     Returns:
         dq, dk, dv: shaped as q, k, v, in their dtype; dk and dv are summed in fp32 over the query heads of a key head. A query
-        that sees no key has gradient 0 and contributes none.
+        that sees no key has gradient 0 and adds nothing to dk and dv.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     Source: Dao 2023 (FlashAttention-2), alg. 2; Shah et al. 2024 (FlashAttention-3).
@@ -179,17 +179,17 @@ def ref_mha_bwd_interface(
 def fp32_workspace_bytes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, precision: str | None = None, *, backward: bool = False
 ) -> int:
-    """Bytes of the bf16 parts of q, k and v that attention in fp32 allocates on a GPU while it runs.
+    """Workspace of a call with fp32 tensors, in bytes: the bf16 parts of q, k and v that it allocates on a GPU while it runs.
 
-    An element has 6 bytes at "highest" and 4 at "high", where rows are as wide as the tiles of the kernels: 64, 128 or 256 columns. At
-    "medium" it has 2, and out, in a backward also its gradient and the results, is there in bf16, too. Nothing is allocated here.
+    Each element takes 6 bytes at "highest" and 4 at "high", with rows padded to 64, 128 or 256 columns. At "medium" it takes 2, and
+    out has a bf16 copy as well; in a backward so do its gradient and the results. This function allocates nothing.
 
     Args:
         q: [.., head_dim], fp32, in any layout.
         k, v: likewise, [.., head_dim] and [.., head_dim_v].
-        precision: that of the call.
-        backward: of a backward, with the parts of the gradient of out; its further workspace is in docs/numerics.md. At "highest" 0 for
-            head dims above 128, whose gradients are computed without parts.
+        precision: as in the call.
+        backward: the workspace of the backward, which has parts of the gradient of out, too; docs/numerics.md has the rest of its
+            workspace. At "highest" 0 for head dims above 128, whose gradients need no parts.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     """

@@ -37,7 +37,7 @@ _NO_OPTIONS = Options()
 class CallHandle:
     """Handle of calls whose metadata passed the checks, and which share a launch plan.
 
-    It hashes by identity: finding a plan by it is cheaper than hashing the metadata a second time.
+    It hashes by identity, so that finding a plan by it is cheaper than hashing the metadata again.
     """
 
 
@@ -74,8 +74,8 @@ def flash_attn_with_kvcache(
     """Append new keys and values to a cache, then compute attention of each sequence's queries to its keys in the cache.
 
     The keys of a sequence are rows cache_leftpad to cache_seqlens + new - 1 of its cache; their number is its length. The diagonal of
-    query i is key i + length - seqlen_q of the sequence, so with causal the last query sees all keys. The rest of the cache is not used
-    and may hold NaN. There is no backward. The cache is never copied.
+    query i is key i + length - seqlen_q of the sequence, so with causal the last query sees all keys. Other rows of the cache are not
+    used and may hold NaN. There is no backward. The cache is never copied.
 
     Args:
         q: [batch, seqlen_q, heads, head_dim], bfloat16 or float16; head_dim a multiple of 8, at most 256, or 576 where v_cache is
@@ -84,8 +84,8 @@ def flash_attn_with_kvcache(
             multiple of 16. The last dimension is contiguous, the other strides are positive multiples of 8, stride(0) is a multiple of
             stride(1), and the address is a multiple of 16 bytes.
         v_cache: like k_cache, with head_dim_v <= head_dim columns.
-        k, v: [batch, new, heads_kv, head_dim or head_dim_v]: written to the cache from row cache_seqlens on. Pass both or neither, but
-            k alone where v_cache is k_cache[..., :512].
+        k, v: [batch, new, heads_kv, head_dim or head_dim_v]: written to the cache from row cache_seqlens on. Pass both or neither;
+            where v_cache is k_cache[..., :512] pass k alone.
         rotary_cos, rotary_sin: [positions, rotary_dim / 2] in the dtype of q, contiguous, with one position per row that a cache can
             hold. The first rotary_dim columns of q and of k (before it is written) are rotated: row i of k by position
             cache_seqlens + i; row i of q likewise with causal or a window, else by cache_seqlens. Positions count left padding. A row
@@ -109,12 +109,12 @@ def flash_attn_with_kvcache(
             sequence has rows that another one writes, and that rotary_cos has all positions. Waits for the GPU.
             TL_ATTENTION_CHECK_LENGTHS=1 asks for it in every call. Without it these values are not checked on a GPU: a key or page
             out of range is neither read nor written, but a negative length reads memory before rotary_cos and rotary_sin.
-        check_block_table: another name of check_lengths.
+        check_block_table: the same as check_lengths.
     Returns:
         out [batch, seqlen_q, heads, head_dim_v] in the dtype of q; with return_softmax_lse (out, softmax_lse [batch, heads,
-        seqlen_q], fp32, natural log). A query that sees no key has out 0 and softmax_lse -inf, or that of its sink.
+        seqlen_q], fp32, natural log). A query that sees no key has out 0 and softmax_lse -inf, or with a sink softmax_lse = sink.
     Raises:
-        TypeError, ValueError, NotImplementedError: the message names the argument, the expectation and what came.
+        TypeError, ValueError, NotImplementedError: the message names the argument, what was expected and what was passed.
         IndexError: a value of an index tensor is wrong; only with check_lengths and on the CPU.
     """
     if torch.is_grad_enabled():
@@ -218,9 +218,9 @@ def kvcache_workspace_bytes(
     Args:
         batch, seqlen_q, heads, heads_kv, head_dim_v, num_splits, batch_invariant: as in the call.
         seqlen_cache: maximum number of keys per sequence: k_cache.shape[1], or with pages block_table.shape[1] * page_size.
-        device: the GPU, its index too; None: the current one, or an H200 on a machine without a GPU.
+        device: the GPU, as torch.device or index; None: the current one, or an H200 on a machine without a GPU.
     Raises:
-        TypeError, ValueError: the message names the argument, the expectation and what came.
+        TypeError, ValueError: the message names the argument, what was expected and what was passed.
     """
     sizes = {
         "batch": batch,
@@ -239,7 +239,7 @@ def kvcache_workspace_bytes(
 def _workspace_bytes(
     sizes: tuple[int, ...], num_splits: int, batch_invariant: bool, index: int | None
 ) -> int:
-    """kvcache_workspace_bytes of checked arguments: `sizes` are the first six, `index` is the GPU's."""
+    """kvcache_workspace_bytes of checked arguments. sizes: the first six of them. index: of the GPU."""
     batch, seqlen_q, heads, heads_kv, head_dim_v, seqlen_cache = sizes
     if not (batch and seqlen_q and heads and seqlen_cache):
         return 0  # nothing to launch

@@ -32,16 +32,16 @@ from tl_attention.target import SMEM_LIMIT
 
 BARRIER_BYTES = 1024  # static shared memory reserved for barriers
 TILE_BOX_BYTES = 64  # kernels.scheduler.TileBox
-TABLE_BOX_BYTES = 96  # the same with a tile table (varlen)
+TABLE_BOX_BYTES = 96  # TileBox with a tile table (varlen)
 KEY_TABLE_BOX_BYTES = 128  # kernels.bwd_tiles.KeyTileBox with a tile table
 HOLD_MAX_BYTES = 16  # flags of tiles that need a second run, two int32 per tile in flight
 SEGMENT_BOX_BYTES = 80  # kernels.decode_work.SegmentBox
 BIAS_BYTES = 32  # per column: 16 bf16 numbers, kernels.options.alloc_bias_columns
 FP32_BYTES = 4
-CHUNK = 64  # columns of the sum of one block in fp32, see kernels/products.py
+CHUNK = 64  # columns of the accumulator of one block in fp32, see kernels/products.py
 TILE_ALIGNMENT = 1024  # bytes; every tile starts at a multiple
-# Accumulator registers per thread, by consumer warpgroups. The rest of its 240 (one or two) or 160 (three) hold addresses and
-# row statistics
+# Accumulator registers per thread, by number of consumer warpgroups. The rest of a thread's 240 (one or two warpgroups) or 160 (three)
+# hold addresses and row statistics
 ACCUMULATOR_REGISTERS = {
     FwdConfig: {1: 216, 2: 216, 3: 128},
     BwdPass: {1: 240, 2: 232, 3: 152},
@@ -65,7 +65,7 @@ def smem_bytes(problem: AttnProblem, config: KernelConfig) -> int:
     if isinstance(config, AppendConfig):
         return 0
     if isinstance(config, PartsConfig):
-        # X has left its tile when the parts enter theirs
+        # The tile of X is free when the parts are written, so they share memory
         return max(FP32_BYTES, problem.element_bytes) * config.rows * problem.head_dim
     tiles = {BwdDelta: 2, BwdSum: 1, FwdCombine: 1}[type(config)]  # O and dO; the gradient; O
     weights = FP32_BYTES * config.rows * MAX_SPLITS if isinstance(config, FwdCombine) else 0
@@ -88,7 +88,7 @@ def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
 
 
 def _jvp_smem_bytes(problem: AttnProblem, config: JvpConfig) -> int:
-    """Tiles of Q, K and V, and as many of their tangents; the outputs leave through those of Q."""
+    """Tiles of Q, K, V and of their tangents; the outputs are stored through the tiles of Q."""
     step = KV_STAGES * config.block_N
     elements = (config.block_M + step) * problem.head_dim + step * problem.head_dim_v
     return 2 * problem.element_bytes * elements
@@ -148,8 +148,8 @@ def _round_up(number: int, multiple: int) -> int:
 def accumulator_registers(problem: AttnProblem, config: FwdConfig | JvpConfig | BwdPass) -> int:
     """Registers per consumer thread for 64 rows of accumulators per warpgroup.
 
-    Forward: S and O in fp32, P in the input dtype; with its derivative the tangents of all three, too. Backward: S, dP and the
-    gradients in fp32, P and dS in the input dtype; with reuse_registers dP shares those of S, and dS those of P but for the order
+    Forward: S and O in fp32, P in the input dtype; in forward mode also the tangents of all three. Backward: S, dP and the
+    gradients in fp32, P and dS in the input dtype; with reuse_registers dP shares those of S, and dS those of P except in the order
     "separate-dS".
     """
 
@@ -168,12 +168,12 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | JvpConfig | 
     has_p, has_ds = "dv" in config.makes, config.grads != "dv"
     widths = {"dq": problem.head_dim, "dk": problem.head_dim, "dv": problem.head_dim_v}
     sums = fp32(sum(widths[grad] for grad in config.makes if not (grad == "dq" and config.adds_dq)))
-    # The second accumulator of a block has the registers of dP
+    # The second accumulator of a block uses the registers of dP
     sums += fp32(sum_columns(problem, config) or 0)
     if config.grads == "dq" and problem.is_fp32:  # the parts of dS take the registers of dP
         return sums + fp32(step) + max(fp32(step), narrow(step))
     if config.reuse_registers:
-        # Where scores have a slope dS is made from another P than dV
+        # If scores have a slope (softcap, score_mod), dS and dV use different P
         tiles = (2 if has_p and problem.is_sloped else 1) + (config.order == "separate-dS")
         return sums + fp32(step) + tiles * narrow(step)
     scores = fp32(step) * (2 if has_ds else 1)
@@ -192,7 +192,7 @@ def _owned_and_step(bwd_pass: BwdPass) -> tuple[int, int]:
 
 
 def _listed_fault(problem: AttnProblem, block_M: int, block_N: int) -> str | None:
-    """The reason why tiles do not fit the blocks of a block mask."""
+    """The reason why tiles do not divide the blocks of a block mask; None if they do."""
     for name, rows in (("block_M", block_M), ("block_N", block_N)):
         if problem.is_listed and LISTED_ROWS % rows:
             return f"{name}: expected a divisor of {LISTED_ROWS} with a block mask, got {rows}"

@@ -1,4 +1,4 @@
-"""Pictures of block masks: as text, and as a file of an image."""
+"""Pictures of block masks: as text, and as an image file."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tl_attention.launch.block_lists import block_states as states_of_lists
 
 SIGNS = {HIDDEN: "·", PARTIAL: "▒", FULL: "█"}
 COLORS = {HIDDEN: "#f2f2f2", PARTIAL: "#f2b35e", FULL: "#2f5d8a"}
-WORDS = {HIDDEN: "hidden", PARTIAL: "seen in part", FULL: "seen whole"}
-MAX_SIGNS = 64  # per row or column of a text
+WORDS = {HIDDEN: "hidden", PARTIAL: "partial", FULL: "full"}
+MAX_SIGNS = 64  # per row or column of a text picture
 
 
 def block_states(block_mask: Any, batch: int = 0, head: int = 0) -> torch.Tensor:
-    """State per block of one batch entry and head: uint8 [rows, columns], 0 hidden, 1 seen in part, 2 seen whole.
+    """State per block of one batch entry and head: uint8 [rows, columns], 0 hidden, 1 partial, 2 full.
 
     Raises:
         TypeError, ValueError: block_mask is no BlockMask, or has no such batch entry or head.
@@ -43,9 +43,9 @@ def block_states(block_mask: Any, batch: int = 0, head: int = 0) -> torch.Tensor
 
 
 def picture(block_mask: Any, batch: int = 0, head: int = 0) -> str:
-    """Text with a sign per block: █ seen whole, ▒ seen in part, · hidden; queries go down, keys to the right.
+    """Text with a sign per block: █ full, ▒ partial, · hidden; queries go down, keys to the right.
 
-    If a mask has more than 64 blocks per row or column, a sign stands for several blocks: ▒ unless all of them are the same.
+    If a mask has more than 64 blocks per row or column, a sign stands for several blocks: ▒ unless they all have one state.
 
     Raises:
         TypeError, ValueError: as block_states().
@@ -68,7 +68,7 @@ def save_picture(block_mask: Any, path: str | os.PathLike, batch: int = 0, head:
     """Write an image of one batch entry and head of a block mask.
 
     Args:
-        path: its suffix is the format, such as .png, .svg or .pdf.
+        path: file to write; its suffix chooses the format, such as .png, .svg or .pdf.
     Raises:
         ImportError: no matplotlib. TypeError, ValueError: as block_states().
     """

@@ -25,12 +25,12 @@ def merge_states(
         outs: [batch, seqlen, heads, head_dim] or [total, heads, head_dim] each: a list of tensors, or one tensor that stacks them in its
             first dimension.
         lses: [batch, heads, seqlen] or [heads, total] each, fp32, as many as outs.
-        lse_base2: lses and the returned lse are in base 2, as mha_fwd_interface returns them; else natural.
+        lse_base2: True if lses are in base 2, as mha_fwd_interface returns them, and the result should be; False: natural logarithms.
     Returns:
         out in the dtype of outs, lse in fp32. A partial result with lse -inf contributes nothing, even if its out is NaN, and its
         gradient is 0. Where all lses are -inf, out is 0 and lse is -inf.
     Raises:
-        TypeError, ValueError: the message names the argument, the expectation and what came.
+        TypeError, ValueError: the message names the argument, what was expected and what was passed.
     """
     check_states(outs, lses, lse_base2)
     exp, log = (torch.exp2, torch.log2) if lse_base2 else (torch.exp, torch.log)

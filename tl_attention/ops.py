@@ -1,7 +1,7 @@
 """Forward and backward as torch ops, with schemas and fakes, so that torch.compile traces them without a graph break.
 
-attention, attention_with_options and attention_backward are the entries of the public functions. Each skips what costs host time
-and is not needed: the op where nobody traces the call, and the checks where tensors with the same metadata have passed them.
+attention, attention_with_options and attention_backward are the entries of the public functions. To save host time they skip the op
+if nothing traces the call, and the checks if tensors with the same metadata have passed them before.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def bwd_op(
 
 
 def _reference_backward(dlse: Any, call: Call, options: Options | None, *tensors: torch.Tensor) -> Gradients:
-    """Gradients by the reference. tensors: dout, q, k, v."""
+    """Gradients computed by the reference. tensors: dout, q, k, v."""
     references = attention_backward_reference, varlen_backward_reference
     grads = _reference(*references, _transpose_if(call.heads_first, *tensors), call, options, dlse=dlse)
     dsink = [x.to(options.sink.dtype) for x in grads[3:]]
@@ -180,7 +180,7 @@ def _launch_backward(
     call: Call,
     options: Options | None,
 ) -> Gradients:
-    """launch.backward, with gradient 0 in the unused rows of packed sequences; the reference for wide fp32 tensors."""
+    """launch.backward, with gradient 0 in the unused rows of packed sequences; the reference where fp32 has no kernels."""
     if options is not None and not has_gradient_kernels(q, v, options.parts):
         return _reference_backward(dlse, call, options, dout, q, k, v)
     *layout, deterministic = call
@@ -290,7 +290,7 @@ def _is_batched(grad: torch.Tensor | None) -> bool:
 
 
 def are_plain(*tensors: object) -> bool:
-    """True if all are tensors of no subclass; a subclass may intercept the op."""
+    """True if all are torch.Tensor and no subclass of it, which may intercept the op."""
     return all(type(x) is torch.Tensor for x in tensors)
 
 
@@ -358,7 +358,7 @@ def attention(
 
 
 class UserOptions(NamedTuple):
-    """Options of a call as a public function got them, unchecked; see flash.py."""
+    """Options of a call as passed to a public function, unchecked; see flash.py."""
 
     window_size: tuple[int | None, int | None]
     softcap: float
@@ -419,14 +419,14 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, optio
 
 
 def checked_options(q: torch.Tensor, keys: int, causal: bool, asked: UserOptions) -> tuple[bool, Options]:
-    """(causal, options) in their canonical form, checked. keys: the most keys that a packed sequence can have."""
+    """Check options; return (causal, options) in canonical form. keys: upper bound of the keys of a packed sequence."""
     cu_seqlens_q = cu_seqlens_k = seqused_q = seqused_k = None
     max_seqlens, batch = [0, 0], q.shape[0]
     if asked.lengths is not None:
         check_lengths(q, *asked.lengths)
         cu_seqlens_q, cu_seqlens_k, *max_seqlens, seqused_q, seqused_k = asked.lengths
         batch = cu_seqlens_q.shape[0] - 1
-        # Reading a tensor would synchronize with the GPU: the number of all rows bounds a length, too
+        # Reading a tensor would synchronize with the GPU; the total number of rows bounds a length, too
         rows = q.shape[0], keys
         max_seqlens = [
             n if isinstance(x, torch.Tensor) else x for x, n in zip(max_seqlens, rows, strict=True)

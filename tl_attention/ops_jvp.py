@@ -60,13 +60,13 @@ def fwd_jvp_op(
 
 
 def push_forward(inputs: Sequence, tangents: Sequence) -> tuple[tuple, tuple]:
-    """Outputs of the forward op, and their tangents.
+    """Compute the outputs of the forward op and their tangents.
 
     Args:
-        inputs: those of the op: q, k, v, fields of Call and of Options.
+        inputs: arguments of the op: q, k, v, fields of Call and of Options.
         tangents: one per input; None is 0.
     Raises:
-        NotImplementedError: the call has options, head dims above 128, or a tangent of another tensor than q, k, v.
+        NotImplementedError: the call has options or head dims above 128, or a tensor other than q, k, v has a tangent.
     """
     (q, k, v, *arguments), along, others = inputs, tangents[:3], tangents[3:]
     if any(x is not None for x in others):
@@ -99,10 +99,10 @@ def _refuse_second(inputs: Sequence, tangents: Sequence) -> None:
 
 
 def register_jvp(save: Callable, backward: Callable) -> None:
-    """Register the derivatives of fwd_jvp_op: the gradient of out and lse is that of the forward op, those of their tangents are refused.
+    """Register the derivatives of fwd_jvp_op: out and lse have the gradient of the forward op; gradients of tangents are refused.
 
     Args:
-        save, backward: those of the forward op, see transforms.register_autograd.
+        save, backward: as registered for the forward op, see transforms.register_autograd.
     """
 
     def save_primals(ctx: Any, inputs: Sequence, outputs: Sequence) -> None:

@@ -33,29 +33,29 @@ def _metadata(
 class Options:
     """Options of a launch. All are runtime values; a kernel is compiled for which of them are on.
 
-    A score passes scale, softcap, ALiBi and masks; softmax (with the sink) and dropout follow. The diagonal of a query is the key
+    The order is: scale, softcap, ALiBi, masks, softmax (with the sink), dropout. The diagonal of a query is the key
     query + seqlen_k - seqlen_q. A query that sees no key has out 0, and lse -inf or, with a sink, lse = sink.
 
     Fields are the last arguments of the torch ops, in this order: numbers first, then tensors.
 
     Args:
-        window: (left, right), the keys beside the diagonal that a query sees, inclusive; -1: no limit. It covers causal, too.
+        window: (left, right): a query sees diagonal - left <= key <= diagonal + right; -1: no limit. With causal, right is 0.
         softcap: score -> softcap * tanh(score / softcap); 0: none.
         dropout_p: probability of dropping an attention weight; kept weights are divided by 1 - dropout_p. Rounded to a multiple of
-            1/256, at least one if > 0. lse is computed before dropout.
+            1/256, at least 1/256 if > 0. lse is computed before dropout.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths in cu_seqlens, used by the schedule only.
-        num_splits: splits of the keys of a forward tile, one per CTA; 0: chosen for the problem.
+        num_splits: number of CTAs that share the keys of a forward tile; 0: chosen for the problem.
         parts: bf16 parts per element of fp32 tensors, see problem.PRECISIONS; 0 for tensors of another dtype.
         rng_state: int64 [2]: seed and offset from which reference.dropout_keep makes the mask. Dropout needs it.
         alibi_slopes: fp32 [heads] or [batch, heads], contiguous: score - slope * |diagonal - key|.
-        sink: [heads], fp32, bf16 or fp16: score of one more key without value, for each query; part of lse.
+        sink: [heads], fp32, bf16 or fp16: score of one extra key per query, which has no value; it counts in lse.
         cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], starting at 0. q is then [total_q, heads, head_dim], k and v [total_k, heads_kv,
-            ...], and sequence i has rows cu_seqlens[i] to cu_seqlens[i + 1], exclusive. Both or none.
-        seqused_q, seqused_k: int32 [batch]: only so many first rows of a sequence are read and written. Only with cu_seqlens.
-        place: int32 [1, 8]: q and k are parts of longer sequences. Its numbers are the positions of the first query and of the first
-            key, whose difference puts the diagonal at key query + first query - first key; keys that no query sees, from the first
-            on; and what dropout adds to batch * heads + head. With dropout both positions are multiples of 16. The last four are 0.
-            Only with a window, and without cu_seqlens.
+            ...], and sequence i has rows cu_seqlens[i] to cu_seqlens[i + 1], exclusive. Both or neither.
+        seqused_q, seqused_k: int32 [batch]: only the first seqused[i] rows of sequence i are read and written. Only with cu_seqlens.
+        place: int32 [1, 8]: q and k are parts of longer sequences. Its numbers are first_query and first_key, the positions of the first
+            query and key in their sequences; hidden, how many keys from the first on no query sees; stream, what dropout adds to
+            batch * heads + head; and four zeros. The diagonal of a query is the key query + first_query - first_key. With dropout
+            first_query and first_key are multiples of 16. Only with a window, and without cu_seqlens.
     """
 
     window: tuple[int, int] = field(
@@ -115,7 +115,7 @@ class Options:
         return max(1, round(256 * self.dropout_p)) if self.dropout_p else 0
 
     def for_batch(self, first: int, batch: int) -> Options:
-        """Options of the problems first to first + batch, exclusive, of a dense batch."""
+        """Options of the entries first to first + batch, exclusive, of a dense batch."""
         slopes = self.alibi_slopes
         if slopes is None or slopes.ndim == 1:
             return self
@@ -127,7 +127,7 @@ class Options:
 
     @property
     def position(self) -> tuple[int, int, int]:
-        """Positions of the first query and the first key in their sequences, and what dropout adds to batch * heads + head."""
+        """(first_query, first_key, stream) of `place`; zeros without it."""
         if self.place is None:
             return 0, 0, 0
         first_query, first_key, _, stream, *_ = self.place[0].tolist()
@@ -182,15 +182,15 @@ PLAIN = len(Call._fields)  # arguments before the options
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Keys and values in a cache, and which of them each sequence has.
+    """Keys and values in a cache, and where those of each sequence are.
 
     Args:
         k: [caches, seqlen_cache, heads_kv, head_dim], or with block_table [pages, page_size, heads_kv, head_dim].
         v: as k, head_dim_v wide.
-        seqlens: int32 [batch], or one int for all: keys before the new ones; left padding counts.
+        seqlens: int32 [batch], or one int for all: rows in use before the new keys, left padding included.
         new: number of keys appended to each sequence.
         batch_idx: int32 [batch]: cache of each sequence; None: sequence i has cache i.
-        leftpad: int32 [batch]: keys before this one are padding.
+        leftpad: int32 [batch]: rows of left padding; None: 0.
         block_table: int32 [batch, pages per sequence]: page i of a sequence holds its keys from i * page_size on.
     """
 

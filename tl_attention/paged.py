@@ -1,4 +1,4 @@
-"""Attention of packed queries without a backward: to keys in pages, and into a tensor of the caller."""
+"""Forward-only attention of packed queries: with keys in pages (block_table), or into the caller's tensor (out)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from tl_attention.checks import lengths as checks_lengths
 from tl_attention.checks.common import check_deterministic, check_device, check_fwd, expect_bool, expect_scale
 from tl_attention.checks.kvcache import cache_capacity
 from tl_attention.checks.lengths import NAMES, check_paged_keys, checked_lengths
-from tl_attention.checks.paged import check_forward_only, check_out, check_paged, check_paged_addresses
+from tl_attention.checks.paged import (
+    check_forward_only,
+    check_no_fp32,
+    check_out,
+    check_paged,
+    check_paged_addresses,
+)
 from tl_attention.checks.transforms import check_no_forward_ad, refuse_vmap
 from tl_attention.ops import (
     Outputs,
@@ -42,8 +48,10 @@ def attend_packed(
     check_lengths: bool,
 ) -> Outputs:
     """(out, lse) of flash_attn_varlen_func with block_table or out, from unchecked arguments."""
+    name = "out" if block_table is None else "block_table"
+    check_no_fp32(name, q)
     if torch.is_grad_enabled():
-        check_forward_only("out" if block_table is None else "block_table", q, k, v, asked.learnable_sink)
+        check_forward_only(name, q, k, v, asked.learnable_sink)
     cu_seqlens_q, cu_seqlens_k, *longest, seqused_q, seqused_k = asked.lengths
     keys = 0
     if block_table is None:
@@ -66,9 +74,8 @@ def attend_packed(
         cu_seqlens_q, *_ = checked_lengths(q, k, asked.lengths, NAMES, block_table)
         options = dataclasses.replace(options, cu_seqlens_q=cu_seqlens_q)
     if options.sink is not None:
-        options = dataclasses.replace(
-            options, sink=options.sink.detach()
-        )  # makes a plain tensor of a parameter
+        # detach() makes a plain tensor of a parameter
+        options = dataclasses.replace(options, sink=options.sink.detach())
 
     call = Call(scale_of(q, softmax_scale), causal, False, False, deterministic)
     arguments = options.arguments()
@@ -132,9 +139,8 @@ def fwd_packed_op(
     out: torch.Tensor | None,
     *arguments: object,
 ) -> Outputs:
-    """The forward of packed queries; returns an empty tensor in the place of out where it is passed.
-
-    (An op may not return one of its arguments.)
+    """The forward of packed queries: (out, lse). If `out` is passed it is written, and the first result is empty: an op may not return
+    one of its arguments.
     """
     if q.is_cuda:
         check_device(q)

@@ -12,13 +12,13 @@ def program_lines(
 ) -> list[tuple[str, tuple[str, ...], dict[str, Any]]]:
     """(name, what it serves, fields) of the lines of [programs] for a problem, in the order they are tried; see configs.OptionLine.
 
-    A forward has one line per width, and further ones for block masks: with bits alone, and where the tiles of the other do not divide
-    program.LISTED_ROWS. A backward of a program with bits tries lines of its own first. A line of a backward serves problems without
-    other features than those in `serves`.
+    A forward has one line per width, and optional ones for block masks: fwd_bits, and fwd_listed where the tiles of fwd do not divide
+    program.LISTED_ROWS. A backward with bits tries the lines of bwd_bits first. A line of a backward serves problems whose features are
+    all in `serves`.
     """
     width, section = grid["programs"][problem.width], "fwd" if direction == "fwd" else "bwd"
     if direction == "fwd":
-        # A held row max needs scores of one size: those of a score_mod may grow from block to block, or be -inf in all of the first
+        # hold_max needs scores of similar magnitude: those of a score_mod may grow from block to block, or all be -inf in the first one
         wanted = (
             ("fwd_bits", problem.has_bits and not problem.changes_scores),
             ("fwd_listed", problem.is_listed),
@@ -36,6 +36,6 @@ def program_lines(
 
 
 def features(problem: AttnProblem) -> frozenset[str]:
-    """Properties of a program that a config of the backward depends on: those of Program.features, "dS" for gradients that are dS."""
+    """Properties of a program that the config of a backward depends on: Program.features, with "dS" instead of gradients that are dS."""
     found = problem.program.features
     return found - {"gradients"} | {"dS"} if problem.learns_dS else found

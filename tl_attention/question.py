@@ -34,7 +34,7 @@ MASKS = ("full", "causal")
 
 @dataclass
 class Question:
-    """The words of a problem, as a tuning key has them, and sizes that choose among its rows."""
+    """A problem in the words of a tuning key, and the sizes that choose its bucket."""
 
     dtype: str = DEFAULT_DTYPE
     head_dims: tuple[int, int] | None = None
@@ -99,7 +99,7 @@ def accepted_words() -> str:
 
 
 def gpu_of(words: str | None) -> Gpu:
-    """The GPU of --gpu; without one that of this machine, or DEFAULT_GPU where that is no Hopper.
+    """The GPU of --gpu; without it this machine's, or DEFAULT_GPU if that is no Hopper.
 
     Raises:
         ValueError: a name that is no Hopper GPU.

@@ -25,11 +25,11 @@ def register() -> Handle:
         F.scaled_dot_product_attention(q, k, v, is_causal=True)  # tl_attention
         handle.remove()  # PyTorch's own
 
-    Flash attention then has priority over cuDNN, which PyTorch prefers on Hopper. PyTorch still decides which calls go to flash attention:
-    those with fp32, unequal head dims or head dims above 256, or is_causal with unequal lengths (which it aligns top-left) go to another
-    backend. Calls with attn_mask (bool or float, of any shape that broadcasts, with a gradient too), which PyTorch sends to cuDNN or the
-    memory-efficient backend, are served there: see torch_masks.py. A call that reaches tl_attention but is not supported raises
-    NotImplementedError. Gradients are bitwise reproducible under torch.use_deterministic_algorithms(True).
+    Flash attention then has priority over cuDNN, which PyTorch prefers on Hopper. PyTorch still decides which calls go to flash attention.
+    Calls with fp32, with unequal head dims or head dims above 256, and with is_causal and unequal lengths (which it aligns top-left) go to
+    another backend. Calls with attn_mask (bool or float, of any shape that broadcasts, also with a gradient) go to cuDNN or the
+    memory-efficient backend, whose ops are replaced, too: see torch_masks.py. A call that reaches tl_attention but is not supported
+    raises NotImplementedError. Gradients are bitwise reproducible under torch.use_deterministic_algorithms(True).
 
     After the first register(), torch.nn.attention.activate_flash_attention_impl("tl_attention") does the same.
 
@@ -69,7 +69,7 @@ class Handle:
         self._library._destroy()
         self._library = None
         before, after = self._priorities
-        if torch._C._get_sdp_priority_order() == after:  # else another caller has changed it
+        if torch._C._get_sdp_priority_order() == after:  # unless another caller has changed it
             torch._C._set_sdp_priority_order(before)
         if torch.nn.attention.current_flash_attention_impl() == NAME:
             torch.nn.attention.restore_flash_attention_impl()  # drops torch's reference to this handle

@@ -1,7 +1,7 @@
-"""F.scaled_dot_product_attention with attn_mask: the aten ops of PyTorch's backends that take a mask, by kernels with a traced bias.
+"""F.scaled_dot_product_attention with attn_mask: replacements of the aten ops that take a mask, by kernels with a dense bias.
 
-PyTorch turns a bool mask into one of 0 and -inf, in the dtype of query, and expands masks over batch and heads. A call that the kernels
-do not serve goes to the kernel of PyTorch that was there before.
+PyTorch turns a bool mask into one of 0 and -inf, in the dtype of query, and expands masks over batch and heads. Calls that the kernels
+do not support go on to PyTorch's own kernel.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tl_attention.target import is_hopper
 from tl_attention.tracing.dense_bias import element
 
 EFFICIENT, CUDNN = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"
-LSE_ROWS = 32  # the efficient backend pads rows of the log-sum-exp to a multiple
+LSE_ROWS = 32  # the memory-efficient backend pads the rows of its log-sum-exp to a multiple of this
 
 
 def overrides() -> dict[str, Callable]:
-    """Names of aten ops -> functions of (keys of the dispatcher, arguments of the op), which pass other calls on to PyTorch's kernels.
+    """aten op -> its replacement, a function of (dispatch keys, arguments of the op) that passes unsupported calls to PyTorch's kernel.
 
     Empty without a GPU, or if this version of PyTorch cannot return its kernels.
     """
@@ -186,7 +186,7 @@ def _like(x: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
 
 
 def _no_dropout() -> tuple[torch.Tensor, torch.Tensor]:
-    """Seed and offset, which nothing reads."""
+    """Placeholders of seed and offset, which nothing reads."""
     return torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.int64)
 
 
@@ -203,7 +203,7 @@ def _call(bias: torch.Tensor, differentiate: bool) -> Call:
 
 
 def _narrow(attn_bias: torch.Tensor) -> torch.Tensor:
-    """The mask with one element in the dimensions that it is expanded over."""
+    """The mask with size 1 in its expanded dimensions."""
     for dim, (size, stride) in enumerate(zip(attn_bias.shape, attn_bias.stride(), strict=True)):
         if size > 1 and not stride:
             attn_bias = attn_bias.narrow(dim, 0, 1)
@@ -255,7 +255,7 @@ def _backward(
 
 
 def _expanded(total: torch.Tensor, attn_bias: torch.Tensor) -> torch.Tensor:
-    """Gradient in the shape of the mask that PyTorch expanded, which it sums: the first element of such dimensions has all of it."""
+    """Gradient in the shape of the expanded mask. PyTorch sums it over expanded dimensions, so the first element there has all of it."""
     last = attn_bias.shape[-1]
     grad = attn_bias.new_zeros(*attn_bias.shape[:-1], last + -last % 16)[..., :last]
     part = grad

@@ -1,6 +1,6 @@
 """torch ops that work under torch.func: their definition, autograd, and batching rules for torch.vmap.
 
-torch.library.custom_op makes ops whose backward torch.func refuses (torch 2.14), so the ops of attention are defined here.
+torch.func refuses the backward of an op made by torch.library.custom_op (torch 2.14), so this module defines the ops of attention.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _JVP = torch._C._functorch.TransformType.Jvp
 
 
 def define_op(name: str, schema: str, fake: Callable) -> Callable[[Callable], torch._ops.OpOverload]:
-    """Make an op of the decorated function, for CPU and CUDA tensors; fake computes the metadata of its outputs."""
+    """Define an op that runs the decorated function on CPU and CUDA tensors; fake computes the metadata of its outputs."""
 
     def define(kernel: Callable) -> torch._ops.OpOverload:
         if name in _libraries:  # of a module that is loaded again
@@ -46,8 +46,8 @@ def register_autograd(
     Args:
         save: save(ctx, inputs, outputs), after the forward.
         backward: backward(ctx, *gradients of the outputs) -> gradients of the inputs.
-        push_forward: push_forward(inputs, their tangents or None) -> (outputs, their tangents), in place of the op where an input has a
-            tangent of forward mode; or it raises an error.
+        push_forward: push_forward(inputs, their tangents or None) -> (outputs, their tangents). It runs instead of the op if an input
+            has a forward-mode tangent; it may raise an error.
     """
 
     def below(keyset: torch._C.DispatchKeySet, inputs: Sequence) -> Any:
@@ -104,11 +104,11 @@ def register_vmap(op: torch._ops.OpOverload, kinds: str, output_kinds: Sequence[
     """Register the batching rule of an op of attention.
 
     The vmapped dimension joins the batch, or the heads if a sink or one set of packed sequences serves all samples. With dropout, or
-    with sequences of its own, each sample is a call of its own: a dropout mask depends on the position in the batch.
+    with sequences of its own, each sample is a separate call: a dropout mask depends on the position in the batch.
 
     Args:
-        kinds: a letter per tensor: r has rows [.., heads, columns], l is a log-sum-exp, s is [heads], like a sink.
-        output_kinds: the same per output, with the index of the tensor that has as many heads.
+        kinds: a letter per tensor: r: rows [.., heads, columns]; l: log-sum-exp; s: [heads], such as a sink.
+        output_kinds: per output its letter, and the index of a tensor with the same number of heads.
     """
     tensors = len(kinds)
 
@@ -159,7 +159,7 @@ def register_vmap(op: torch._ops.OpOverload, kinds: str, output_kinds: Sequence[
 
 
 def _fold(x: torch.Tensor, size: int, axis: int, of_sample: bool) -> torch.Tensor:
-    """Merge the first dimension of x, of `size` samples, into `axis` of the others; without one, repeat x."""
+    """Merge the vmapped dimension of x, its first one with `size` samples, into dimension `axis`; if x has none, repeat x."""
     x = x if of_sample else x.expand(size, *x.shape)
     return x.movedim(0, axis).flatten(axis, axis + 1)
 

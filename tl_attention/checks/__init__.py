@@ -1,1 +1,1 @@
-"""Argument checks of the public functions. Each raises with the argument, the expectation, what came and what to do."""
+"""Argument checks of the public functions. An error names the argument, what was expected, what was passed and what to do."""

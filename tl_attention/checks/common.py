@@ -1,4 +1,4 @@
-"""Argument checks of the public functions. Each raises with the argument, the expectation, what came and what to do.
+"""Argument checks of the public functions. An error names the argument, what was expected, what was passed and what to do.
 
 Checks read metadata only (shapes, strides, dtypes, devices), so none waits for the GPU. kvcache.py holds the checks of
 flash_attn_with_kvcache.
@@ -16,18 +16,18 @@ from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.target import DTYPE_NAMES
 
 DTYPES = tuple(DTYPE_NAMES)
-FWD_DTYPES = (*DTYPES, torch.float32)  # of q, k and v without a cache
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of the reference
+FWD_DTYPES = (*DTYPES, torch.float32)  # dtypes of q, k and v without a cache, pages or out
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # dtypes of the reference
 INT_TYPES = (int, torch.SymInt)
 NUMBER_TYPES = (int, float, torch.SymInt, torch.SymFloat)
-# Kernels multiply softmax_scale and softcap by log2(e) and by their lowest row max, -1e20, and divide one by the other. All of it stays
-# finite in fp32: else a query whose first keys are masked would get NaN
+# Kernels multiply softmax_scale and softcap by log2(e) and by their lowest row max, -1e20, and divide one by the other. Within these
+# limits all results are finite in fp32; otherwise a query whose first keys are masked would get NaN
 MAX_SCALE = 2.0**60
 MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-60, 2.0**60
 
 
 def describe(x: object) -> str:
-    """Shape, dtype and device of a tensor, the repr of anything else: the "got" of an error."""
+    """The "got ..." of an error: shape, dtype and device of a tensor, the repr of anything else."""
     if isinstance(x, torch.Tensor):
         return f"{tuple(x.shape)} {x.dtype} on {x.device}"
     if isinstance(x, int) and x.bit_length() > 128:  # Python prints no int of more than 4300 digits
@@ -114,7 +114,7 @@ def expect_heads_divide(names: str, heads: int, heads_kv: int) -> None:
 
 
 def expect_head_dims(names_qk: str, name_v: str, head_dim: int, head_dim_v: int) -> None:
-    """Expect at least one column; the maximum is another check."""
+    """Expect head dims of at least 1; another check has the maximum."""
     if not head_dim or not head_dim_v:
         raise ValueError(
             f"{names_qk}, {name_v}: expected head dims of at least 1, got {head_dim} for {names_qk} and {head_dim_v} for {name_v}"
@@ -122,7 +122,7 @@ def expect_head_dims(names_qk: str, name_v: str, head_dim: int, head_dim_v: int)
 
 
 def expect_scale(name: str, scale: float | None) -> None:
-    """Expect a number whose products in the kernels are finite in fp32, or None."""
+    """Expect None, or a number whose products in the kernels are finite in fp32."""
     if scale is None:
         return
     is_number = is_scalar(scale)
@@ -144,17 +144,17 @@ def expect_bool(name: str, x: bool) -> None:
 
 
 def is_int(x: object) -> bool:
-    """An int or a SymInt, but no bool."""
+    """True for an int or a SymInt, but not for a bool."""
     return isinstance(x, INT_TYPES) and not isinstance(x, bool)
 
 
 def holds_ints(x: torch.Tensor) -> bool:
-    """True for an integer dtype; bool is none."""
+    """True for a tensor of an integer dtype; bool is not one."""
     return not (x.dtype == torch.bool or x.is_floating_point() or x.is_complex())
 
 
 def is_scalar(x: object) -> bool:
-    """A number of Python or a symbolic one, but no bool."""
+    """True for a number of Python or a symbolic number, but not for a bool."""
     return isinstance(x, NUMBER_TYPES) and not isinstance(x, bool)
 
 
@@ -170,18 +170,18 @@ def check_fwd(
 ) -> None:
     """Check the arguments that every forward has.
 
-    Plans are cached by the metadata that this function reads, so that a repeated call skips it: a check of anything else belongs in
-    front of the cache.
+    Launch plans are cached by the metadata that this function reads, and a repeated call skips it. A check of anything else must come
+    before the lookup of the plan.
 
     Args:
         heads_first: tensors are [batch, heads, seqlen, head_dim], else [batch, seqlen, heads, head_dim].
         varlen: tensors are [total, heads, head_dim].
-        dtypes: those that the caller takes.
+        dtypes: dtypes that the caller takes.
 
     Raises:
         TypeError: not a tensor, or an unsupported dtype.
         ValueError: shapes, strides or devices that do not match.
-        NotImplementedError: a meaningful call that the kernels do not support.
+        NotImplementedError: a sensible call that the kernels do not support.
     """
     if varlen:
         layout, ndim, seqlen_axis, heads_axis = "total, heads, head_dim", 3, 0, 1
@@ -203,7 +203,7 @@ def check_fwd(
 
     _check_shapes(q, k, v, heads_axis, seqlen_axis, varlen)
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-    # mha_fwd_interface, the heads-first function, has names of its own
+    # mha_fwd_interface, the heads-first function, names its arguments sm_scale and is_causal
     scale_name, causal_name = ("sm_scale", "is_causal") if heads_first else ("softmax_scale", "causal")
     if head_dim > MAX_HEAD_DIM:
         raise NotImplementedError(
@@ -221,7 +221,7 @@ def check_fwd(
 def _check_shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads_axis: int, seqlen_axis: int, varlen: bool
 ) -> None:
-    """Check that the shapes of q, k and v belong together."""
+    """Check that the shapes of q, k and v match."""
     q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     heads_kv, seqlen_k = k_shape[heads_axis], k_shape[seqlen_axis]
     if not varlen and not q_shape[0] == k_shape[0] == v_shape[0]:
@@ -271,7 +271,7 @@ def check_bwd(
     lse: torch.Tensor,
     deterministic: bool,
 ) -> None:
-    """Check the arguments of a backward that its forward does not have; tensors are [batch, heads, seqlen, head_dim]."""
+    """Check the arguments that a backward has beside those of its forward; tensors are [batch, heads, seqlen, head_dim]."""
     shape = (*q.shape[:3], v.shape[3])
     expect_like("do", do, q, (shape,), (q.dtype,))
     expect_like("out", out, q, (shape,), (q.dtype,))
@@ -293,7 +293,7 @@ def check_lengths(
     seqused_q: torch.Tensor | None,
     seqused_k: torch.Tensor | None,
 ) -> None:
-    """Check the sequence bounds of q, k and v [total, heads, head_dim]; the values in the tensors are not read."""
+    """Check the lengths of packed sequences, q, k and v [total, heads, head_dim], by metadata: no value of a tensor is read."""
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         expect_tensor(name, x)
         if x.ndim != 1 or not x.shape[0]:
@@ -441,7 +441,7 @@ def check_states(
 
 @functools.cache
 def _gpu_fault(device: torch.device) -> str | None:
-    """The error for a GPU that is not Hopper, else None."""
+    """The error for a GPU that is not Hopper; None for Hopper."""
     capability = torch.cuda.get_device_capability(device)
     if capability == (9, 0):
         return None

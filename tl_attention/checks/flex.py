@@ -10,7 +10,7 @@ import torch
 from tl_attention.checks.common import describe, expect_tensor
 from tl_attention.program import BLOCK_BITS, HOW_BITS, LISTED_ROWS, Call
 
-MAX_ELEMENTS = 2**31 - 1  # of a captured tensor, from its first to its last: kernels index in 32 bits
+MAX_ELEMENTS = 2**31 - 1  # from the first to the last element of a captured tensor: kernels index in 32 bits
 MAX_LENGTH = 2**24  # positions are exact in fp32
 MAX_BATCH = 2**16 - 1
 MAX_GROUP = 1 << 31 - HOW_BITS - BLOCK_BITS  # query heads per key head, where blocks are listed
@@ -71,7 +71,7 @@ def check_order(*grads: torch.Tensor | None) -> None:
 
 
 def expand_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v with the batch of q, where they have one entry for all."""
+    """k and v expanded to the batch of q if they have one entry for all."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         expect_tensor(name, x)
     if q.ndim == k.ndim == v.ndim == 4 and k.shape[0] == v.shape[0] == 1 < q.shape[0]:
@@ -196,7 +196,7 @@ def check_captured_sizes(
 
     Args:
         sizes: number of values of each leaf that is an index.
-        of, in_code: the expected device, in words and as an argument of .to().
+        of, in_code: the expected device, in words and as code, the argument of .to().
     """
     for i, x in enumerate(call.tensors):
         name = f"captured tensor {i}, {describe(x)}"

@@ -38,23 +38,23 @@ def _default_precision() -> str:
 
 
 def _constant_precision() -> str:
-    """The default precision in compiled code, which torch compiles anew where it changes from or to highest.
+    """The default precision as a constant of compiled code: torch compiles again if it changes from or to highest.
 
-    As a change between high and medium goes unseen, the higher one is taken for both.
+    torch does not see a change between high and medium, so both count as high.
     """
     return "highest" if _default_precision() == "highest" else "high"
 
 
-# torch.compiler.assume_constant_result does this alone, after a second of importing the compiler (torch 2.11 to 2.14)
+# torch.compiler.assume_constant_result sets this attribute, too, but first imports the compiler, which takes a second (torch 2.11 to 2.14)
 _constant_precision._dynamo_marked_constant = True
 
 
 def runs_in_bf16(q: torch.Tensor, parts: int) -> bool:
-    """True for an fp32 call whose products have one bf16 part: it runs the kernels of bf16, but on the CPU, whose reference is exact."""
+    """True for an fp32 call on a GPU whose products have one bf16 part: it runs the bf16 kernels. The CPU reference is exact instead."""
     return parts == 1 and q.device.type != "cpu"
 
 
 def has_gradient_kernels(q: torch.Tensor, v: torch.Tensor, parts: int) -> bool:
-    """True if kernels compute the gradients of a call on a GPU, False if PyTorch's formula does. parts: 0 for other dtypes than fp32."""
+    """True if kernels compute the gradients of a call on a GPU, False if PyTorch's formula does. parts: 0 for dtypes other than fp32."""
     widths = FP32_BWD_WIDTHS.get(parts)
     return widths is None or max(q.shape[-1], v.shape[-1]) <= widths[-1][0]

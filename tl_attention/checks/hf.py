@@ -9,7 +9,7 @@ import torch
 from tl_attention.checks.common import DTYPES, describe, expect_like, expect_tensor, holds_ints, is_int
 
 USE_ANOTHER = 'use attn_implementation="sdpa" or "eager"'
-# Dimensions of the result of hf.attention_mask: one more than any mask of [batch, heads, queries, keys], so that none is taken for it
+# Dimensions of the result of hf.attention_mask: one more than a mask [batch, heads, queries, keys] has, so the two cannot be confused
 MASK_DIMS = 5
 VARLEN_ROWS = 4  # the first rows, for flash_attn_varlen_func; up to 2 more are for flash_attn_with_kvcache
 MAX_ROWS = 6
@@ -28,7 +28,7 @@ def check_inputs(query: Any, key: Any, value: Any, sink: Any) -> None:
 
 
 def is_our_mask(mask: Any) -> bool:
-    """True if hf.attention_mask has made this mask, by its dtype and shape: int32 [4 to 6, 1, 1, 1, sequences + 1]."""
+    """True if hf.attention_mask made this mask, judged by dtype and shape: int32 [4 to 6, 1, 1, 1, sequences + 1]."""
     if not isinstance(mask, torch.Tensor) or mask.ndim != MASK_DIMS or mask.dtype != torch.int32:
         return False
     rows, *ones, bounds = mask.shape
@@ -63,7 +63,7 @@ def check_mask(mask: Any, batch: int) -> None:
     """Check the mask of hf.attention_forward, for `batch` sequences."""
     if mask is None or is_block_mask(mask) or is_dense_mask(mask):
         return
-    # With rows for a cache a mask has two sequences per row of the batch, the first of them its padding
+    # A mask with rows for a cache has two sequences per entry of the batch; the first one is its padding
     if not is_our_mask(mask) or (mask.shape[0] > VARLEN_ROWS and mask.shape[-1] != 2 * batch + 1):
         raise _mask_error(mask)
 
@@ -100,7 +100,7 @@ def check_no_others(cache: Any) -> None:
 
 
 def check_flex(dropout: Any, packed: bool) -> None:
-    """Refuse what flex_attention lacks, beside a mask or bias that needs it."""
+    """Refuse what flex_attention does not support, for a mask or bias that needs flex_attention."""
     if dropout:
         raise NotImplementedError(
             f"dropout: expected 0 with a BlockMask, a 4-D mask or position_bias, got {describe(dropout)}; set the dropout of the config"

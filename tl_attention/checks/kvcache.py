@@ -1,7 +1,7 @@
 """Argument checks of flash_attn_with_kvcache, in the form of common.py.
 
-check_addresses and check_seqlen read values of the host. The others read metadata only, and a repeated call with the same metadata skips
-them. lengths.py holds the checks of values on the GPU.
+check_addresses and check_seqlen read values that the host has, in every call. The others read metadata only, and a repeated call with the
+same metadata skips them. lengths.py holds the checks of values on the GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tl_attention.problem import MAX_HEAD_DIM
 
 # Head dims of multi-head latent attention with absorbed weights, where v_cache is the first columns of k_cache
 LATENT = (576, 512)
-PAGE_STEP = 16  # rows; the page size is a multiple
+PAGE_STEP = 16  # the page size is a multiple of this many rows
 ALIGNMENT = 8  # elements, 16 bytes
 
 _SEPARATE_LATENTS = (
@@ -61,7 +61,7 @@ def check_cache(
     cache_leftpad: torch.Tensor | None,
     block_table: torch.Tensor | None,
 ) -> None:
-    """Check q, the cache, and the tensors that say where in the cache a sequence is."""
+    """Check q, the cache, and the tensors that locate sequences in it."""
     first = "caches, seqlen_cache" if block_table is None else "pages, page_size"
     expect_operand("q", q, "batch, seqlen_q, heads, head_dim", 4)
     for name, x, width in (("k_cache", k_cache, "head_dim"), ("v_cache", v_cache, "head_dim_v")):
@@ -194,7 +194,7 @@ def check_new_keys(
 
 
 def check_splits(num_splits: int, batch_invariant: bool) -> None:
-    """Check how keys are divided."""
+    """Check the arguments that divide keys among CTAs."""
     expect_bool("batch_invariant", batch_invariant)
     check_num_splits(num_splits)
     if num_splits and batch_invariant:
@@ -205,7 +205,7 @@ def check_splits(num_splits: int, batch_invariant: bool) -> None:
 
 
 def check_sizes(sizes: dict[str, int], device: torch.device | int | str | None) -> None:
-    """Check the sizes that kvcache_workspace_bytes gets, by the names of its arguments."""
+    """Check the sizes that kvcache_workspace_bytes gets. sizes: argument name -> value."""
     for name, size in sizes.items():
         if not is_int(size):
             raise TypeError(f"{name}: expected an int, got {describe(size)}")
@@ -238,7 +238,7 @@ def expect_gpu(device: torch.device | int | str | None) -> None:
 
 
 def check_seqlen(cache_seqlens: int, capacity: int, new: int) -> None:
-    """Check the one length of all sequences."""
+    """Check a cache_seqlens that is one int for all sequences."""
     if not 0 <= cache_seqlens <= capacity - new:
         raise ValueError(
             f"cache_seqlens: expected 0 to {capacity - new}, as a sequence has room for {capacity} keys and {new} are new, got"
@@ -298,7 +298,7 @@ def check_workspace(q: torch.Tensor, workspace: torch.Tensor, needed: int) -> No
 
 
 def check_addresses(cache: Cache, workspace: torch.Tensor | None = None) -> None:
-    """Check 16-byte alignment, and that values are part of keys in latent attention."""
+    """Check 16-byte alignment, and that in latent attention v_cache is part of k_cache."""
     k, v = cache.k.data_ptr(), cache.v.data_ptr()
     w = 0 if workspace is None else workspace.data_ptr()
     if (k | v | w) & 15:

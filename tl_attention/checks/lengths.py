@@ -1,12 +1,12 @@
 """Checks of values in lengths and index tensors, for debugging: check_lengths=True, or TL_ATTENTION_CHECK_LENGTHS=1 for every call.
 
-All other checks read metadata only, so without the switch nobody checks that cu_seqlens begin at 0, never decrease and stay within
-the tensors, that seqused fit their sequences, that max_seqlen is an upper bound, that lengths, pages, caches and positions exist, and
-that no sequence of a cache has rows that another one writes. Wrong values give wrong results; wrong cu_seqlens and seqused may read and
+All other checks read metadata only. These check that cu_seqlens start at 0, never decrease and stay within the tensors, that seqused
+fit their sequences, that max_seqlen is an upper bound, that lengths, pages, caches and positions exist, and that no sequence of a
+cache has rows that another one writes. Unchecked, wrong values give wrong results, and wrong cu_seqlens and seqused may read and
 write other memory.
 
-A check waits for the GPU. It is an op, so that it also runs in the code of torch.compile. In CUDA graph capture, where no value can be
-read, it warns and checks nothing. Each error is an IndexError that names the entry and its value.
+A check waits for the GPU. It is a torch op, so that it also runs in compiled code. In CUDA graph capture, where no value can be read, it
+warns and checks nothing. Each error is an IndexError that names the entry and its value.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def checked_lengths(
 ) -> Lengths:
     """Check the values of lengths; return them, with a cu_seqlens_q that depends on the check.
 
-    Lengths that no check of metadata passes are returned as they are: the caller's own checks refuse them.
+    Lengths whose metadata is wrong are returned unchecked: the checks that follow refuse them.
 
     Args:
         q, k: [total, heads, head_dim]; k with block_table: [pages, page_size, heads_kv, head_dim].
@@ -141,7 +141,7 @@ def _check_side(
     for i, (end, rows) in enumerate(zip(ends, used, strict=True)):
         if not begin <= end <= total:
             raise IndexError(
-                f"{names.cu_seqlens}[{i + 1}]: expected {begin} to {total}, from the begin of sequence {i} to the rows of {names.tensor},"
+                f"{names.cu_seqlens}[{i + 1}]: expected {begin} to {total}, from the start of sequence {i} to the rows of {names.tensor},"
                 f" got {end}"
             )
         length = end - begin
@@ -171,7 +171,7 @@ def check_paged_keys(
     page_size: int,
     num_pages: int,
 ) -> list[int]:
-    """Check the lengths of keys in pages, of which seqused or else cu_seqlens decide, and the pages in use; return the lengths."""
+    """Check the key lengths of sequences in pages, from seqused or else cu_seqlens, and the pages in use; return the lengths."""
     name, lengths = names.seqused, (cu_seqlens.diff() if seqused is None else seqused).tolist()
     if seqused is None:
         name, first = names.cu_seqlens, cu_seqlens[0].item()

@@ -29,6 +29,14 @@ def check_forward_only(
             )
 
 
+def check_no_fp32(name: str, q: torch.Tensor) -> None:
+    """Refuse fp32, which flash_attn_varlen_func takes without the argument `name`."""
+    if isinstance(q, torch.Tensor) and q.dtype == torch.float32:
+        raise TypeError(
+            f"q: expected bfloat16 or float16 with {name}, got {q.dtype}; cast q, k and v with .to(torch.bfloat16), or leave out {name}"
+        )
+
+
 def check_paged(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -39,7 +47,7 @@ def check_paged(
     block_table: torch.Tensor,
     dropout_p: float,
 ) -> None:
-    """Check q [total_q, heads, head_dim], k and v in pages, and the table of pages; other arguments have checks of their own."""
+    """Check q [total_q, heads, head_dim], k and v in pages, and the table of pages. Other functions check the other arguments."""
     expect_operand("q", q, "total_q, heads, head_dim", 3)
     for name, x, width in (("k", k, "head_dim"), ("v", v, "head_dim_v")):
         expect_operand(name, x, f"pages, page_size, heads_kv, {width}", 4, dtypes=(q.dtype,))
@@ -80,7 +88,7 @@ def check_paged(
 
 
 def check_out(q: torch.Tensor, head_dim_v: int, out: torch.Tensor) -> None:
-    """Check the tensor to write to; its address is another check."""
+    """Check the tensor to write to, but not its address: see check_paged_addresses."""
     expect_like("out", out, q, ((*q.shape[:2], head_dim_v),), (q.dtype,))
     if not out.is_contiguous():
         raise ValueError(
@@ -95,7 +103,7 @@ def check_out(q: torch.Tensor, head_dim_v: int, out: torch.Tensor) -> None:
 def check_paged_addresses(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, paged: bool, out: torch.Tensor | None
 ) -> None:
-    """Check 16-byte alignment of what is never copied, and that out is not q."""
+    """Check 16-byte alignment of tensors that are never copied, and that out does not start where q, k or v does."""
     never_copied = [("out", out), *((("k", k), ("v", v)) if paged else ())]
     for name, x in never_copied:
         if x is not None and x.data_ptr() & 15:

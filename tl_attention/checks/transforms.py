@@ -1,4 +1,4 @@
-"""Names in errors, and refusals under the transforms of torch: forward mode, vmap."""
+"""Argument names in errors, and errors under transforms of torch: forward mode, vmap."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from tl_attention.problem import MAX_JVP_HEAD_DIM
 
 FORWARD_MODE = "forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad)"
-PUBLIC_NAMES = {"window": "window_size", "sink": "learnable_sink"}  # of fields of Options
+PUBLIC_NAMES = {"window": "window_size", "sink": "learnable_sink"}  # field of Options -> public argument
 ARGUMENT_ERRORS = (TypeError, ValueError, NotImplementedError, IndexError)
 _MESSAGE = re.compile(r"[\w, \[\]]+: expected ")
 _SEPARATOR = re.compile(r", and |, or |, | and | or ")
 
 
 class Renaming:
-    """Change of argument names in errors, from those of a function to those of the public function that called it.
+    """Renames arguments in errors, from those of an inner function to those of the public function that called it.
 
     Args:
         names: name in the message -> name in the public function.
@@ -27,12 +27,12 @@ class Renaming:
 
     def __init__(self, names: dict[str, str]):
         self.names = names
-        # Compiled here, and split without a callback: torch.compile of torch 2.11 traces no more of re
+        # Compiled here, and split without a callback: torch.compile of torch 2.11 can trace no other use of re
         name = f"(?:{'|'.join(sorted(names, key=len, reverse=True))})"
         self.pattern = re.compile(rf"(?<![\w.])({name}(?:(?:, | and | or |, and |, or ){name})*)(?!\w)")
 
     def of(self, error: Exception) -> Exception:
-        """The error in the caller's names. Only a message of this folder is changed, `argument: expected X, got Y; do Z`."""
+        """The error with the caller's argument names. Only messages of the form `argument: expected X, got Y; do Z` are changed."""
         message = str(error)
         if not _MESSAGE.match(message):
             return error
@@ -46,7 +46,7 @@ class Renaming:
 
 
 def refuse_tangents(reason: str, names: Sequence[str], tangents: Sequence[torch.Tensor | None]) -> None:
-    """Raise NotImplementedError for the inputs that have a tangent of forward-mode differentiation; reason: why they may not."""
+    """Raise NotImplementedError if inputs have a tangent of forward-mode differentiation. reason: why that is not supported."""
     found = [name for name, tangent in zip(names, tangents, strict=False) if tangent is not None]
     raise NotImplementedError(
         f"{', '.join(found)}: expected a tensor without a tangent, as {reason} (torch.func.jvp, torch.autograd.forward_ad), got one with a"

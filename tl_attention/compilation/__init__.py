@@ -1,1 +1,1 @@
-"""The way from a problem and a config to a compiled kernel: builders, disk cache, packs, and reports on what a kernel holds."""
+"""Compilation: from a problem and a config to a compiled kernel. Builders, disk cache, packs, and reports on compiled kernels."""

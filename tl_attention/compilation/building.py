@@ -1,8 +1,8 @@
-"""Compiled kernels of this process: loaded from the store, and built where the store has none.
+"""Compiled kernels of this process: loaded from the store, or built if the store has none.
 
 A kernel is built once per machine: by a subprocess, into the store on disk. This process only loads it, without importing
-tilelang. The kernels of one call are built at the same time. Of several processes that need a kernel one builds it, and the others
-wait for that kernel alone.
+tilelang. The kernels of one call are built in parallel. If several processes need a kernel, one builds it and the others wait for that
+kernel alone.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import AttnProblem
 
-TICK = 0.1  # seconds between two looks at kernels that another process builds
-CPUS_PER_BUILDER = 4  # that builds ahead: the builder that a call waits for has the others
+TICK = 0.1  # seconds between checks of kernels that another process builds
+CPUS_PER_BUILDER = 4  # for building ahead, so that builders which a call waits for have CPUs of their own
 
 _compiled: dict[KernelKey, Kernel] = {}
 _ahead: dict[KernelKey, Sandbox] = {}  # running builders of build_ahead()
-_begun: set[KernelKey] = set()  # by build_ahead(): one that failed is not tried again
+_begun: set[KernelKey] = set()  # all that build_ahead() ever began: one that failed is not tried again
 _ahead_lock = threading.Lock()
 
 
@@ -53,10 +53,10 @@ def compile_kernel(problem: AttnProblem, config: KernelConfig) -> Kernel:
 
 
 def compile_kernels(kernels: Sequence[KernelKey], where: Callable[[], str] = str) -> list[Kernel]:
-    """Compiled kernels of a call. Those that are on no disk are built at the same time, which a line on stderr reports.
+    """Compiled kernels of a call. Missing ones are built in parallel, which a line on stderr reports.
 
     Args:
-        where: words for the thing that building interrupts; called only if something is built.
+        where: returns words for what building interrupts; called only if something is built.
     """
     missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in _compiled]
     if unbuilt := [kernel for kernel in missing if not store.find(*kernel)]:
@@ -74,12 +74,12 @@ def compile_kernels(kernels: Sequence[KernelKey], where: Callable[[], str] = str
 
 
 def build_ahead(kernels: Sequence[KernelKey], purpose: str) -> None:
-    """Begin to build kernels that a later call will need, and do not wait. The builders end with the program.
+    """Start to build kernels that a later call will need, without waiting. The builders end with the program.
 
     A kernel that fails is left to that call, which builds it once more and raises the error.
 
     Args:
-        purpose: words for that call.
+        purpose: that call, in words.
     """
     with _ahead_lock:
         started = _start_ahead(kernels)
@@ -90,7 +90,7 @@ def build_ahead(kernels: Sequence[KernelKey], purpose: str) -> None:
 
 
 def _start_ahead(kernels: Sequence[KernelKey]) -> list[KernelKey]:
-    """Start builders of missing kernels, as many as there is room for. Returns their kernels."""
+    """Start builders of missing kernels, as many as CPUs allow. Returns the kernels that they build."""
     for kernel in [kernel for kernel, builder in _ahead.items() if not builder.process.is_alive()]:
         _ahead.pop(kernel).close()
     room = len(os.sched_getaffinity(0)) // CPUS_PER_BUILDER - len(_ahead)
@@ -110,7 +110,7 @@ def _start_ahead(kernels: Sequence[KernelKey]) -> list[KernelKey]:
 
 
 def _build_and_end(build: Callable, problem: AttnProblem, config: KernelConfig, path: Path) -> None:
-    """Build a kernel and end this process, and with it the lock that it inherited."""
+    """Build a kernel, then end this process, which releases the inherited lock."""
     try:
         if not path.exists():
             build(problem, config, path)
@@ -179,11 +179,11 @@ def _count(kernels: int) -> str:
 def build_all(
     kernels: Sequence[KernelKey], jobs: int | None = None, say: Callable[[str], None] | None = None
 ) -> dict[KernelKey, Exception | None]:
-    """Put kernels into the store, in several processes at a time. Kernels that are there already cost nothing. Needs no GPU.
+    """Put kernels into the store, by several processes. Kernels that it has already are skipped. Needs no GPU.
 
     Args:
         jobs: number of processes; default: one per CPU of this process.
-        say: gets a line of progress at the start and per kernel.
+        say: called with a line of progress at the start and per kernel.
     Returns:
         Per kernel None, or why it could not be built.
     """
@@ -206,7 +206,7 @@ def build_all(
 
 
 def build_here(problem: AttnProblem, config: KernelConfig) -> None:
-    """Put a kernel into the store, built by this process, which imports tilelang. For processes that were started to build."""
+    """Build a kernel in this process, which imports tilelang, and put it into the store. For processes started to build."""
     path = store.kernel_path(problem, config)
     while not path.exists():
         if lock := _try_lock(path):
@@ -224,7 +224,7 @@ def _build(
 ) -> Iterator[tuple[KernelKey, Exception | None] | int]:
     """Build kernels. Yields (kernel, error or None) as each ends, and every TICK seconds how many of them other processes build.
 
-    It waits in the calling thread alone: a thread of its own would delay the end of the program.
+    The calling thread waits: another thread would delay the end of the program.
     """
     waiting, running = list(kernels), dict[Connection, _Running]()
     jobs = max(1, min(jobs or len(os.sched_getaffinity(0)), len(kernels)))
@@ -292,7 +292,7 @@ def _error(kernel: KernelKey, reason: Exception) -> RuntimeError:
 
 
 def prepare_to_build() -> None:
-    """Prepare a subprocess: it needs no GPU, and TileLang's log of each kernel is not for the user."""
+    """Prepare a subprocess that builds: it sees no GPU, and TileLang's log is silenced."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     logging.disable(logging.WARNING)
     gc.set_threshold(100_000)  # saves 0.4 s per kernel

@@ -37,7 +37,7 @@ from tl_attention.kernel_configs import (
 from tl_attention.problem import AttnProblem
 from tl_attention.target import TARGET
 
-KernelKey = tuple[AttnProblem, KernelConfig]  # what a kernel is asked for by
+KernelKey = tuple[AttnProblem, KernelConfig]  # identifies a kernel
 
 # Config class -> module of kernels/ and function in it. No template imports another; all import the other files of kernels/
 TEMPLATES = {
@@ -125,7 +125,7 @@ def lower(problem: AttnProblem, config: KernelConfig) -> tuple[str, int]:
 def assemble(
     source: str, folder: Path, options: Mapping[str, object], flags: Sequence[str] = ()
 ) -> tuple[str, Path]:
-    """Compile the CUDA source of a kernel for sm_90a, without line information, which makes a cubin five times as large.
+    """Compile the CUDA source of a kernel for sm_90a, without line information, which would make the cubin five times as large.
 
     Args:
         folder: where kernel.cubin is written.

@@ -46,9 +46,9 @@ class Report:
     tma_stores: int
     vector_sums: int  # atomic additions of four numbers in global memory
     loops: tuple[int, ...]  # instructions per loop over keys; a warpgroup has a masked and a plain loop
-    counted_in: str  # SASS, or PTX without cuobjdump: then there are no loops
+    counted_in: str  # what instructions were counted in: SASS, or without cuobjdump PTX, where loops is empty
     needs_wgmma: bool = True
-    sass_hash: str = ""  # of the instructions, in hex; empty where there is no cuobjdump
+    sass_hash: str = ""  # hash of the instructions, in hex; empty without cuobjdump
 
     @property
     def fault(self) -> str | None:

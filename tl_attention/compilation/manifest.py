@@ -52,7 +52,7 @@ REPORT_FIELDS = (
     "warnings",
 )
 
-# Faults of kernels that ship all the same, by kernel name; each is slow, not wrong
+# Kernel name -> known faults of a kernel that ships nevertheless; each makes it slow, not wrong
 KNOWN_FAULTS = {
     # Without the spill, at register usage level 3, its steps have 3 % more instructions (nvcc 13.0.88)
     "bf16 d128 full window dropout, dq+dk+dv 64x128x2x2 reuse": ("spill_bytes: expected 0, got 4",),
@@ -234,7 +234,7 @@ def _instructions(problem: AttnProblem, config: KernelConfig) -> dict[str, bool]
     return expected
 
 
-ENTRY_LIMIT = 900.0  # seconds per kernel; the dearest takes 30 on one core
+ENTRY_LIMIT = 900.0  # seconds per kernel; the slowest takes 30 on one core
 
 
 @dataclass(frozen=True)

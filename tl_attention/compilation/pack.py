@@ -1,6 +1,6 @@
 """Pack of compiled kernels, the distribution tl-attention-kernels: finding and loading its kernels, without TileLang or nvcc.
 
-`tl-attention pack` builds it (packing.py). A kernel of the pack serves a problem and config if it was made from the sources of today.
+`tl-attention pack` builds it (packing.py). A kernel of the pack serves a problem and config if it was made from the installed sources.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ INDEX, DATA, LAUNCHER = "index.json", "kernels.bin", "launcher.so"  # its files
 FORMAT = 1  # of these files
 KEY_DIGITS = 24  # hexadecimal, of a kernel's key
 
-_alive: list[Any] = []  # what loaded kernels point at
+_alive: list[Any] = []  # keeps alive what loaded kernels point at
 _serials = itertools.count()
 
 
@@ -91,7 +91,7 @@ class Pack:
             raise _damaged(folder, f"{INDEX}: {type(error).__name__}: {error}") from None
 
     def find(self, problem: AttnProblem, config: KernelConfig) -> PackedKernel | None:
-        """A kernel made from the sources of today; None if the pack has none."""
+        """A kernel made from the installed sources; None if the pack has none."""
         name = key(problem, config)
         place = self.kernels.get(name)
         return PackedKernel(self, name, *place) if place else None

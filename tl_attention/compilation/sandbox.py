@@ -75,7 +75,7 @@ class Sandbox:
             self.pipe.send((function, args))
 
     def finish(self) -> Any:
-        """Result of a call that was begun. Raises Failure, also if there is no answer yet."""
+        """Result of a call started by begin(). Raises Failure, also if there is no answer yet."""
         with self._ended_by_failure():
             return self._receive(0)
 
@@ -144,7 +144,7 @@ def _executable() -> str:
 
 
 class _Interpreter(subprocess.Popen):
-    """A new Python with the module path of this one, in a session of its own, as a process of multiprocessing."""
+    """A new Python interpreter with this one's module path, in a session of its own; with the interface of a multiprocessing process."""
 
     def __init__(self, pipe: Connection, inherits: Sequence[int]):
         # The path comes first: with -c a module of the working directory could hide one of Python

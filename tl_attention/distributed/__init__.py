@@ -1,4 +1,4 @@
-"""Attention over several GPUs: context parallelism by torch.distributed."""
+"""Attention over several GPUs: context parallelism with torch.distributed."""
 
 from tl_attention.distributed.functions import attention
 from tl_attention.distributed.layout import Layout

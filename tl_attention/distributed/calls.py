@@ -19,15 +19,15 @@ from tl_attention.options import MAX_WINDOW, Options, canonical_window
 State = tuple[torch.Tensor, torch.Tensor]  # out, lse
 Gradients = tuple[torch.Tensor | None, ...]  # dq, dk, dv, dsink
 LN2 = math.log(2)
-DROPOUT_ROWS = 16  # positions of a place are multiples of it where dropout draws masks
+DROPOUT_ROWS = 16  # with dropout the positions of a place are multiples of this
 
 
 class Scores(NamedTuple):
-    """Values of all calls beside their masks.
+    """Options of all calls, except their masks.
 
     Args:
         packed: the tensors hold packed documents, in a batch of one.
-        needs: of options that depend on positions.
+        needs: options that depend on positions.
     """
 
     softmax_scale: float
@@ -39,7 +39,7 @@ class Scores(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Task of a method, apart from the sizes of tensors.
+    """Task of a method, without the sizes of tensors.
 
     Args:
         returns_lse: a call returns the log-sum-exp, too.
@@ -53,7 +53,7 @@ class Task(NamedTuple):
 
 
 class Given(NamedTuple):
-    """Tensors of a call beside q, k and v.
+    """Tensors of a call other than q, k and v.
 
     Args:
         slopes: [heads], [batch, heads] or, with packed documents, [documents, heads].
@@ -70,16 +70,16 @@ NOTHING_GIVEN = Given()
 
 
 class Attend:
-    """Prepared call of attention: all that follows from its shapes and options, not from the values of tensors."""
+    """Prepared call of attention: everything that follows from shapes and options, not from values of tensors."""
 
     def __init__(self, call: Call, scores: Scores, q: torch.Tensor):
-        """q: [batch, rows, heads, head_dim], for its metadata."""
+        """q: [batch, rows, heads, head_dim]; only its metadata is used."""
         device = q.device
         self.rows, self.key_rows = slice(*call.q), slice(*call.k)
         self.whole = call.q, call.k
         self._packed, self._scores = call.packed, scores
         self._causal, window = canonical_window(False, call.window)
-        # Rows of padding before the first query and the first key, so that dropout's blocks of elements begin there
+        # Rows of padding before the first query and the first key, so that the blocks of 16 x 16 elements of dropout start there
         self._padding, place = (0, 0), None
         if call.place is not None:
             self._causal, window = False, call.window if call.window != ALL else (MAX_WINDOW, MAX_WINDOW)
@@ -134,7 +134,7 @@ class Attend:
         return self._run(q, k, v, given, out)
 
     def _padded(self, x: torch.Tensor, of_keys: int) -> torch.Tensor:
-        """[batch, rows, heads, columns] behind rows of zeros."""
+        """x [batch, rows, heads, columns] with rows of zeros in front."""
         return torch.nn.functional.pad(x, (0, 0, 0, 0, self._padding[of_keys], 0))
 
     def _run(
@@ -172,10 +172,10 @@ class Attend:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Merge the result of a call, without a sink, into that of other keys.
+        """Merge the result of a call, without a sink, into the result of other keys.
 
         Args:
-            out: fp32; of a row whose lse is -inf it may be anything.
+            out: fp32; rows whose lse is -inf may hold anything.
             lse: in base 2.
         """
         if not q.is_cuda or any(self._padding):
@@ -202,7 +202,7 @@ class Attend:
         given: Given = NOTHING_GIVEN,
         dq: torch.Tensor | None = None,
     ) -> Gradients:
-        """(dq, dk, dv, dsink) of a call whose queries see keys of this call alone; dq in new memory or in `dq`.
+        """(dq, dk, dv, dsink) of a call whose queries see no keys of other calls; dq is new or written to `dq`.
 
         Without a sink dsink is None.
         """
@@ -210,7 +210,7 @@ class Attend:
             return self._differentiate((dout, q, k, v, out, lse), dlse, given, dq)
         tensors = [self._padded(x, i) for x, i in ((dout, 0), (q, 0), (k, 1), (v, 1), (out, 0))]
         first, first_key = self._padding
-        # The probabilities of queries without weight are exp(score - inf)
+        # With lse = +inf the probabilities of a query are exp(score - inf) = 0
         lse = torch.nn.functional.pad(lse, (first, 0), value=math.inf)
         dlse = None if dlse is None else torch.nn.functional.pad(dlse, (first, 0))
         found, dk, dv, dsink = self._differentiate((*tensors, lse), dlse, given)
@@ -255,7 +255,7 @@ class Attend:
         given: Given = NOTHING_GIVEN,
         dq: torch.Tensor | None = None,
     ) -> Gradients:
-        """(dq, dk, dv) of a call whose queries see other keys, too; dq in new memory or in `dq`.
+        """(dq, dk, dv) of a call whose queries also see keys of other calls; dq is new or written to `dq`.
 
         out, lse, dout and dlse are those of all keys. Kernels compute P = exp(score - lse) and delta = rowsum(dout * out) - dlse from
         them, which is right for any part of the keys. The reference recomputes out and lse from the keys at hand. It gets the

@@ -1,8 +1,8 @@
 """Choice of a method by a model of its time, and the bytes that each method moves.
 
-A rank computes at COMPUTE_FLOPS and receives at NVLINK_BYTES; the two are added, as if nothing overlapped. "gather" and "ring" move keys,
-so GQA makes them cheap, and the slowest rank of the layout counts. "ulysses" moves queries and results, too, but by 1 / world of what
-"gather" moves as the group grows, and divides the work evenly whatever the documents are.
+The model: a rank computes at COMPUTE_FLOPS and receives at NVLINK_BYTES, and the two times add up, as if nothing overlapped. "gather" and
+"ring" move keys, which GQA makes few, and the slowest rank of the layout counts. "ulysses" moves queries and results, too, but each rank
+receives about 1 / world of that, and work is even whatever the documents are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ METHODS = ("auto", "ring", "gather", "ulysses")
 COMPUTE_FLOPS = 5.8e14  # H200, causal d128 in bf16 from 8k to 64k, forward and backward together (2026-11-22)
 # Bytes per second and direction: all-to-all between two H200s, NVLink 4 (2026-11-22): 8 MiB in 55 us, 64 in 261, 128 in 478
 NVLINK_BYTES = 2.85e11
-RING_BYTES = 8 << 30  # gathered keys and values above this are attended in a ring
+RING_BYTES = 8 << 30  # if gathered keys and values took more, the ring is chosen
 
 
 class Sizes(NamedTuple):
@@ -57,9 +57,9 @@ def remote_rows(layout: Layout, mask: Mask) -> int:
 
 
 def gather_bytes(rows: int, total: int, world: int, sizes: Sizes) -> int:
-    """Bytes that a rank receives: keys and values of so many rows; in training their gradients, and the rows again if not kept.
+    """Bytes that a rank receives: keys and values of `rows` tokens; in training also their gradients, and the rows again if not kept.
 
-    total, world: tokens of the whole sequence, ranks.
+    total: tokens of the whole sequence. world: number of ranks.
     """
     per_row = sizes.batch * sizes.heads_kv * (sizes.head_dim + sizes.head_dim_v) * sizes.element_size
     buffer = rows + total // world
@@ -68,7 +68,7 @@ def gather_bytes(rows: int, total: int, world: int, sizes: Sizes) -> int:
 
 
 def ulysses_bytes(total: int, world: int, sizes: Sizes) -> int:
-    """Bytes that a rank receives: own heads of all tokens, results of its tokens; in training the gradients of both."""
+    """Bytes that a rank receives: its heads of all tokens, and the results of its tokens; in training also the gradients of both."""
     heads = sizes.heads / world
     heads_kv = max(sizes.heads_kv / world, 1)  # copies where key heads are fewer
     width = sizes.head_dim + sizes.head_dim_v
@@ -78,7 +78,7 @@ def ulysses_bytes(total: int, world: int, sizes: Sizes) -> int:
 
 
 def supported(method: str, sizes: Sizes, world: int) -> str:
-    """The reason why a method does not serve a call, as an error; empty if it does."""
+    """The error message if a method does not support a call; empty if it does."""
     if method != "ulysses" or heads_divide(sizes.heads, sizes.heads_kv, world):
         return ""
     return (

@@ -27,7 +27,7 @@ from tl_attention.options import canonical_window
 
 CLASSES = {"gather": Gather, "ring": Ring, "ulysses": Ulysses}
 Method = Gather | Ring | Ulysses
-MAX_PREPARED = 1024  # calls per group: the number of different documents has no bound
+MAX_PREPARED = 1024  # prepared calls per group, as there is no bound on the number of different documents
 
 
 @torch.compiler.disable  # torch.compile cannot see into process groups: it compiles what is around the call
@@ -54,22 +54,22 @@ def attention(
 ) -> Output:
     """Attention of a sequence that the ranks of a group hold together. Results and gradients are those of one GPU.
 
-    All ranks call it, with equal options, and run its backward or not alike; roll.py compares their calls, and waits for no GPU. A group
-    of one rank makes the call of flash_attn_func or flash_attn_varlen_func.
+    All ranks must call it with equal options, and all or none must run its backward. roll.py compares their calls, without waiting for a
+    GPU. A group of one rank calls flash_attn_func or flash_attn_varlen_func.
 
     Args:
         q: [batch, rows, heads, head_dim], bfloat16 or float16: the tokens of this rank, as shard() gives them; with cu_seqlens
             [rows, heads, head_dim].
         k, v: as q, with heads_kv heads and, for v, head_dim_v columns; the same tokens as q.
         group: a ProcessGroup; a DeviceMesh of one dimension; None: all processes, or this one where torch.distributed is not initialized.
-        dropout_p: the mask is that of one GPU. Without rng_state the first rank draws the state for all.
-        learnable_sink: its gradient is the share of this rank's queries. As with other parameters, the sum over the ranks is the whole.
-        cu_seqlens: [documents + 1], cumulative lengths of all documents on all ranks, on the CPU: a tensor or a list. A document may be
-            empty, and end at any token.
+        dropout_p: the dropout mask equals that of one GPU. Without rng_state the first rank draws the state for all.
+        learnable_sink: its gradient is that of this rank's queries. As with other parameters, the sum over the ranks is the whole gradient.
+        cu_seqlens: [documents + 1], cumulative lengths of all documents, the same on all ranks: a tensor on the CPU or a list. A document
+            may be empty and may end at any token.
         seqlen: tokens of the whole sequence; None: world size times rows, for shards of equal length.
         layout: tokens of each rank: "zigzag", "contiguous", or the result of make_layout().
-        method: "gather", "ring", "ulysses", or "auto": the one that takes least time by the model of choice.py.
-            TL_ATTENTION_PRINT_CONFIGS=1 prints it and why.
+        method: "gather", "ring", "ulysses", or "auto": the fastest by the model of choice.py. TL_ATTENTION_PRINT_CONFIGS=1 prints the
+            choice and the reason.
 
     Other parameters, result and errors: see flash.py; softmax_lse is [batch, heads, rows], or [heads, rows].
 
@@ -112,7 +112,7 @@ def attention(
 
 
 class Asked(NamedTuple):
-    """Arguments of attention() beside q, k, v and the group."""
+    """Arguments of attention() other than q, k, v and the group."""
 
     dropout_p: Any
     softmax_scale: Any
@@ -168,14 +168,14 @@ class _Attention(torch.autograd.Function):
 
 
 class Prepared(NamedTuple):
-    """A call whose arguments have been checked: all that does not depend on the values of tensors.
+    """A call whose arguments have been checked: everything that does not depend on values of tensors.
 
-    Results have memory of their own and are no views, so that they can be changed in place.
+    Results are no views and share no memory, so they may be changed in place.
 
     Args:
         packed: q, k, v are [rows, heads, head_dim].
-        training: a result has to be differentiable.
-        known: the arguments on which the ranks agree.
+        training: the results must be differentiable.
+        known: the arguments that must be equal on all ranks.
     """
 
     method: Method
@@ -214,14 +214,14 @@ _known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, Prepared]] = w
 
 
 def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, asked: Asked) -> Prepared:
-    """The prepared call for arguments with these metadata; checked, and compared with those of the other ranks, at the first time."""
+    """The prepared call for arguments with this metadata. The first call checks them and compares them with those of other ranks."""
     of_group = _known.get(ranks.group)
     if of_group is None:
         of_group = _known[ranks.group] = {}
     try:
         key = _key(q, k, v, asked)
         found = of_group.get(key)
-    except Exception:  # an argument is not what it should be: the checks name it
+    except Exception:  # a wrong argument, which the checks will name
         key = found = None
     if found is not None and found.known.is_kept and not roll.ALWAYS:
         found.known.enter()
@@ -283,7 +283,7 @@ def _placement(q: torch.Tensor, ranks: Ranks, asked: Asked) -> tuple[Layout, tup
 
 
 def _check_placement(q: torch.Tensor, ranks: Ranks, asked: Asked) -> None:
-    """Check where the tokens are, for q that has the right rank."""
+    """Check layout, seqlen and cu_seqlens, for a q with the right number of dimensions."""
     seqlen, documents = asked.seqlen, documents_of(asked.cu_seqlens)
     if asked.method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(map(repr, METHODS))}, got {asked.method!r}")

@@ -1,10 +1,10 @@
 """Method "gather": each rank gets the keys that its queries see, by one exchange, and calls attention on them.
 
 The queries of a range of tokens see one contiguous range of keys, so a range takes one call, and nothing is merged: the forward rounds as
-one GPU does. In the backward one exchange brings the gradients of keys home, where they are added up in a fixed order.
+one GPU does. In the backward one exchange returns the gradients of keys to their owners, which add them up in a fixed order.
 
-Exchange and kernels follow one another. Beside attention kernels, which fill all SMs until they end, NCCL's kernel would wait for them,
-and with it the other ranks.
+Exchange and kernels do not overlap: attention kernels fill all SMs until they end, so NCCL's kernel would wait for them, and the other
+ranks for it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tl_attention.distributed.group import Exchange, Part, Rows, by_rows
 from tl_attention.distributed.layout import Layout, Range, Segment, joined
 from tl_attention.distributed.pieces import NOTHING, Call, Mask, Needs, calls_of
 
-# Gathered keys and values are kept for the backward if they take at most so many bytes, or no more than q and out, which are kept, too.
-# Larger ones are gathered a second time
+# Gathered keys and values are kept for the backward if they take at most this many bytes, or no more than q and out, which are kept
+# anyway. Larger ones are gathered a second time
 KEPT_BYTES = 64 << 20
 
 
 class Origin(NamedTuple):
-    """Origin of the rows [start, stop) of a buffer: entry `received` of a plan's receives, or with None the shard, from row `row` on."""
+    """Origin of the rows [start, stop) of a buffer: entry `received` of a plan's receives, or for None the own shard from row `row` on."""
 
     start: int
     stop: int
@@ -50,9 +50,9 @@ class GatherPlan:
         buffer: origins of the buffer's rows, in their order.
         calls: one per range of queries, more where documents need different windows.
         rows: rows of the buffer.
-        most_rows: those of the rank with the largest buffer.
+        most_rows: rows of the largest buffer of all ranks.
         share: rows of a shard on average, rounded down.
-        silent: no rank needs keys of another.
+        silent: no rank needs keys of another one: nothing is exchanged.
     """
 
     sends: tuple[Part, ...]
@@ -70,7 +70,7 @@ class GatherPlan:
         return len(self.buffer) < 2 and not self.receives
 
     def is_kept(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-        """True if the buffers stay until the backward: the same answer on all ranks, which else exchange keys again."""
+        """True if the buffers are kept until the backward, else keys are exchanged again. The same on all ranks."""
         if self.most_rows * k.shape[2] <= self.share * q.shape[2]:
             return True
         columns = k.shape[2] * (k.shape[3] + v.shape[3])
@@ -146,7 +146,7 @@ class Gather:
         q, k, v: [batch, rows, heads, columns] of the shard, for their metadata.
     """
 
-    needs_out = True  # in the backward
+    needs_out = True  # the backward reads out
 
     def __init__(self, task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
         layout, mask, ranks, scores, self._returns_lse = task
@@ -225,7 +225,7 @@ class Gather:
         dout = torch.zeros_like(out) if dout is None else dout
         keys, values = kept if self._is_kept else self._gathered(kept)
         dq, sums, dsink = q.new_empty(q.shape), None, None
-        # The last range of queries sees the most keys under a causal mask: its gradients are the sums that others are added to
+        # Under a causal mask the last range of queries sees the most keys: other gradients are added to its gradients
         for attend, lse in zip(reversed(self._attends), reversed(saved[3:]), strict=True):
             rows, of_keys = attend.rows, attend.key_rows
             _, *grads, dsink_part = attend.backward(
@@ -269,7 +269,7 @@ class Gather:
         dtype = flat[0].dtype
         own = [flat[number][start:stop] for number, start, stop in self._own]
         total = torch.cat(own) if own else flat[0]
-        # Each rank adds to a row at most once, and a single addition rounds once in either dtype
+        # Each rank adds to a row at most once. A single addition rounds once in either dtype
         if len(self._adds) > 1:
             total = total.float()
         for adds in self._adds:

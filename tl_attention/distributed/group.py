@@ -17,7 +17,7 @@ Group = dist.ProcessGroup | DeviceMesh | None
 class Ranks:
     """A process group, this rank in it and its size. Without torch.distributed: no group, one rank.
 
-    It keeps no group alive, so that what is prepared for a group ends with it.
+    It keeps no group alive, so prepared calls end with their group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, world: int):
@@ -64,7 +64,7 @@ class Part(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Sizes of a tensor [batch, rows, heads, columns] that is in memory by its rows, and so [rows, batch, heads, columns]."""
+    """Sizes of a tensor [batch, rows, heads, columns] that is stored by rows: [rows, batch, heads, columns] in memory."""
 
     batch: int
     heads: int
@@ -87,19 +87,19 @@ class Rows(NamedTuple):
 
 
 def by_rows(x: torch.Tensor) -> torch.Tensor:
-    """The elements of [batch, rows, heads, columns], flat, by rows; copied unless they are so in memory."""
+    """The elements of x [batch, rows, heads, columns], flat and by rows; copied unless x is stored so."""
     return x.transpose(0, 1).reshape(-1)
 
 
 class Exchange:
     """Rows that a rank sends and receives in one collective, which all ranks of the group start, of tensors with fixed widths.
 
-    Tensors are flat: row i of tensor t has the elements from i * widths[t] on. Each rank gets, and sends, its rows of one tensor after the
-    other.
+    Tensors are flat: row i of tensor t starts at element i * widths[t]. A message holds all its rows of the first tensor, then those of
+    the next.
 
     Args:
         sends: rows of each tensor, sorted by rank.
-        receives: as many rows arrive, sorted by rank. Two ranks list what they share in the same order.
+        receives: rows that arrive, sorted by rank. Both ends of a message list its rows in the same order.
         widths: elements per row of each tensor.
     """
 
@@ -125,11 +125,11 @@ class Exchange:
         self._size = sum(self._lengths)
 
     def run(self, *tensors: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Per tensor the flat rows that arrive, in the order of `receives`. With NCCL the current stream waits, and not the host."""
+        """Run the exchange: per tensor the flat rows that arrive, in the order of `receives`. With NCCL the stream waits, not the host."""
         return self.start(*tensors, overlap=False).wait()
 
     def start(self, *tensors: torch.Tensor, overlap: bool = True) -> Arriving:
-        """Start the exchange. With `overlap` beside the work of the current stream, which has to wait for the result."""
+        """Start the exchange. With `overlap` it runs beside the current stream, which has to wait for the result."""
         sent = [tensors[number][start:stop] for number, start, stop in self._sent]
         sent = sent[0] if len(sent) == 1 else torch.cat(sent) if sent else tensors[0].new_empty(0)
         arrived = sent.new_empty(self._size)
@@ -138,7 +138,7 @@ class Exchange:
 
 
 def exchange(ranks: Ranks, sent: torch.Tensor, sizes: list[int], received: list[int]) -> torch.Tensor:
-    """Elements of flat tensors, `sizes` of them sent to each rank and as many as `received` from each."""
+    """Exchange elements of a flat tensor: `sizes` are sent to each rank, `received` come from each."""
     arrived = sent.new_empty(sum(received))
     work = _start(ranks, arrived, sent, sizes, received, _IN_LINE)
     if work is not None:

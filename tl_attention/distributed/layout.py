@@ -14,9 +14,9 @@ import torch
 Range = tuple[int, int]  # start, stop
 NAMES = ("zigzag", "contiguous")
 UNLIMITED = -1  # bound of a window
-# Balanced shards may differ by this share in work where that cuts shorter documents
+# Balanced shards may differ in work by this share if that separates fewer keys from their queries
 BALANCE_SLACK = 0.01
-TOKEN_WORK = 64  # keys whose time a token costs beside those that it sees: loads, stores, partial tiles
+TOKEN_WORK = 64  # fixed cost of a token, in visible keys: loads, stores, partial tiles
 
 
 class Segment(NamedTuple):
@@ -91,7 +91,7 @@ class Layout:
 
 
 def joined(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Sorted ranges without empty ones; those that touch or overlap are one."""
+    """Sorted ranges without empty ones; adjacent and overlapping ranges are merged."""
     found: list[list[int]] = []
     for start, stop in sorted(ranges):
         if start >= stop:
@@ -122,12 +122,11 @@ def named_layout(name: str, total: int, world: int) -> Layout:
 
 @functools.lru_cache(maxsize=64)
 def balanced_layout(documents: tuple[int, ...], world: int, window: Range) -> Layout:
-    """Layout whose ranks have the same number of tokens, up to 1, and nearly the same work, whatever the documents.
+    """Layout in which ranks have the same number of tokens, up to 1, and nearly the same work, whatever the documents.
 
-    One rank after another gets an arc of the ring of tokens that are left: the last token is followed by the first. Among all arcs of
-    its length the mean work is that of a fair share, and work changes little from one arc to the next, so some arc has just a fair
-    share. Of those that have it within BALANCE_SLACK, the one that cuts the least keys off from their queries is taken. A rank holds
-    two ranges on average.
+    The tokens that are left form a ring: the first follows the last. One rank after another takes an arc of it. The work of all arcs of
+    its length averages to a fair share and changes little from one arc to the next, so some arc has a fair share. Among the arcs within
+    BALANCE_SLACK of it, the one is taken that separates the fewest keys from their queries. A rank holds two ranges on average.
 
     Args:
         documents: cumulative lengths, as cu_seqlens.
@@ -147,7 +146,7 @@ def balanced_layout(documents: tuple[int, ...], world: int, window: Range) -> La
         of_arc = ends[size:] - ends[: ring.numel() - size + 1]
         fair = ends[left_over.numel()] * size / left_over.numel()
         error = (of_arc - fair).abs()
-        # Keys before a cut that queries behind it see: those of the document that the cut divides
+        # Keys before a cut that queries after it see, in the document that the cut divides
         cut = position[ring]
         price = cut[: of_arc.numel() - 1] + cut[size : size + of_arc.numel() - 1]
         error = error[: price.numel()]

@@ -45,12 +45,13 @@ class Piece(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Options that depend on the positions of tokens. A call that cannot have them by its mask alone is one piece with a place.
+    """Options that depend on the positions of tokens. If the mask of a call does not determine these, the call is one piece with a place.
 
     Args:
-        distances: between queries and keys, for ALiBi. Bottom-right alignment gives them if the last tokens are the same.
-        positions: of queries and keys in a document and its number, for dropout. Documents from their first tokens on have them, as
-            sequences between empty ones.
+        distances: True for ALiBi, which needs distances between queries and keys. Bottom-right alignment gives them if the last query
+            and the last key are the same token.
+        positions: True for dropout, which needs positions in a document and the document's number. Pieces that start at the first token
+            of their document have them, as sequences between empty ones.
     """
 
     distances: bool = False
@@ -123,7 +124,8 @@ class Call:
         q, k: rows of the shard's queries, rows of the buffer of keys.
         lengths_q, lengths_k: per piece.
         documents: number of each piece's document.
-        place: positions of the first query and the first key in the document; the window is then that of the mask. None: bottom-right.
+        place: positions of the first query and the first key in the document; the window is then that of the mask. None: bottom-right
+            alignment.
     """
 
     q: Range

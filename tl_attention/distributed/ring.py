@@ -1,8 +1,8 @@
 """Method "ring": at step t a rank attends to the shard of the t-th rank before it, while the next shard is on its way.
 
 A rank holds two shards of keys at a time, whatever the number of ranks. Each call merges its result with those before it, in fp32 in the
-kernel. In the backward the gradients of a shard's keys go home to its owner while the next shard is attended, the last ones beside calls
-on own keys, and are added up there in fp32, in a fixed order. Keys that no query of a rank sees are not sent to it.
+kernel. In the backward the gradients of a shard's keys return to its owner while the next shard is attended, the last ones during calls
+on own keys. The owner adds them up in fp32, in a fixed order. Keys that no query of a rank sees are not sent to it.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ SEVERAL = 2
 
 
 class Turn(NamedTuple):
-    """Queries of a call, and how many calls before it have them: 0, 1, or SEVERAL for more.
+    """Range of queries of a call, and how many earlier calls share it: 0, 1, or SEVERAL for more.
 
     Args:
-        rows: of the shard; own_rows: of the call's result.
-        last: no call after it has them.
+        rows: their rows in the shard. own_rows: their rows in the call's result.
+        last: no later call has them.
     """
 
     rows: slice
@@ -91,14 +91,14 @@ class Turn(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A call, and per range of its queries the calls of other steps that share them."""
+    """A call, and for each range of its queries how many calls of other steps share it."""
 
     attend: Attend
     turns: tuple[Turn, ...]
 
     @property
     def is_first(self) -> bool:
-        """True if no call before it has any of its queries."""
+        """True if no earlier call has any of its queries."""
         return not any(turn.before for turn in self.turns)
 
 
@@ -135,7 +135,7 @@ class _Shards:
         self._arriving: Arriving | None = None
 
     def of(self, number: int) -> list[torch.Tensor]:
-        """Keys and values [batch, rows, heads, columns] of a step. To be called once per step, in their order."""
+        """Keys and values [batch, rows, heads, columns] of a step. Call it once per step, in order."""
         ring, tensors = self._ring, self._own
         if number:
             count, arrived = ring.counts[number], self._arriving.wait()
@@ -153,7 +153,7 @@ class Ring:
         q, k, v: [batch, rows, heads, columns] of the shard, for their metadata.
     """
 
-    needs_out = True  # in the backward
+    needs_out = True  # the backward reads out
 
     def __init__(self, task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
         layout, mask, ranks, scores, self._returns_lse = task
@@ -182,7 +182,7 @@ class Ring:
         shards = _Shards(self, k, v)
         total = torch.empty_like(out, dtype=torch.float32)
         lse = q.new_full(self._lse, -math.inf, dtype=torch.float32)
-        if given.sink is not None:  # a key without value, before all others
+        if given.sink is not None:  # counts as a first key without a value
             total.zero_()
             lse.copy_((given.sink.float() / LN2)[:, None].expand_as(lse))
         without_sink = given._replace(sink=None)

@@ -1,9 +1,9 @@
-"""Roll of a process group: the calls of each rank, written down where the other ranks of the machine read them.
+"""Roll of a process group: a log of each rank's calls in shared memory, with which ranks detect that they make different calls.
 
 A call is a word of 64 bits: its number, its pass, and a digest of the arguments that must be equal on all ranks. Each rank writes the
-words of its calls into shared memory, and reads those of the others: of two ranks that make different calls, the second finds out before
-it sends anything. A rank whose arguments are new waits for the words of all ranks. One whose arguments are known does so only where
-messages block the host anyway, and else reads what is there, in 1 or 2 us.
+words of its calls and reads those of the other ranks of the machine: of two ranks that make different calls, the second one notices
+before it sends anything. A rank with new arguments waits for the words of all ranks. A rank with known arguments waits only if messages
+block the host anyway; else it reads what has been written, in 1 to 2 us.
 
 Ranks on other machines, or without common shared memory, are asked by all_gather_object when arguments are new.
 """
@@ -29,7 +29,7 @@ from tl_attention.distributed.group import Ranks
 
 # For debugging: all ranks wait for each other at every call
 ALWAYS = os.environ.get("TL_ATTENTION_CHECK_RANKS") == "1"
-MAX_AGREED = 4096  # calls whose arguments a rank keeps; then forgotten, on all ranks at the same call
+MAX_AGREED = 4096  # calls whose arguments a rank remembers; after them all ranks forget, at the same call
 SHARED_MEMORY = Path("/dev/shm")
 
 SLOTS = 1024  # latest calls of a rank that can be read
@@ -41,7 +41,7 @@ TEXTS = 4  # latest new calls whose text can be read, behind the words
 PAGE_BYTES = 8 * SLOTS + TEXTS * TEXT_BYTES
 SHORT = 100  # characters of a value in a text
 MAX_ERROR = 1000  # characters of an error in a text
-ALIVE_SECONDS = 0.1  # between two looks whether a rank that is waited for has ended
+ALIVE_SECONDS = 0.1  # between checks whether an awaited rank has ended
 
 Sheet = dict[str, tuple[str, str]]  # name of an argument -> its value in short, digest of its value
 
@@ -76,7 +76,7 @@ class _Page:
         self._bytes[place : place + 16 + len(text)] = head + text
 
     def read(self, number: int) -> bytes:
-        """The text of a call, or of one TEXTS calls before or after; empty if it has not arrived as a whole within a second."""
+        """The text of a call, or of the call TEXTS before or after it; empty if it is not complete within a second."""
         place = 8 * SLOTS + number % TEXTS * TEXT_BYTES
         for _ in range(1000):
             head = self._bytes[place : place + 16]
@@ -113,14 +113,14 @@ def _new_page(token: str) -> tuple[_Page, Path]:
 
 
 class Known(NamedTuple):
-    """A call that all ranks of a group have agreed on. enter() is called before each pass of it."""
+    """A call whose arguments are equal on all ranks of a group. Call enter() before each pass of it."""
 
     roll: Roll
     digest: int
 
     @property
     def is_kept(self) -> bool:
-        """False if the ranks have forgotten the arguments since then, which they all do at the same call."""
+        """False if the ranks have forgotten the arguments since; they all forget at the same call."""
         return self.roll.keeps(self.digest)
 
     def enter(self, backward: bool = False) -> None:
@@ -128,7 +128,7 @@ class Known(NamedTuple):
 
 
 class Roll:
-    """The roll of a group. All ranks of the group make it together."""
+    """The roll of a group. All ranks of the group must create it together."""
 
     def __init__(self, ranks: Ranks):
         self._ranks, self._number, self._sheets = ranks, 0, {}
@@ -173,7 +173,7 @@ class Roll:
         return own, pages
 
     def keeps(self, digest: int) -> bool:
-        """True if all ranks know the arguments with a digest."""
+        """True if all ranks remember the arguments with this digest."""
         return digest in self._sheets
 
     def agree(self, check: Callable[[], dict[str, Hashable]]) -> Known:
@@ -215,12 +215,12 @@ class Roll:
         return Known(self, digest)
 
     def enter(self, word: int, sheets: dict[int, Sheet] | None = None, wait: bool = False) -> None:
-        """Write down the next pass, and compare it with those of the other ranks.
+        """Write the next pass, and compare it with those of the other ranks.
 
         Args:
             word: digest, and bits.
             sheets: those that are not known yet.
-            wait: for all ranks; else only where messages block the host.
+            wait: wait for all ranks; else only if messages block the host.
         """
         self._number = number = self._number + 1
         own = self._own.words
@@ -242,7 +242,7 @@ class Roll:
                 self._read[rank] = one
 
     def _some_know(self, number: int) -> bool:
-        """True if a rank that this one sees made a call whose arguments it knew."""
+        """True if a rank that shares memory with this one made the call with known arguments."""
         words = (page.words[number % SLOTS] for page in self._pages.values())
         return any(not (word ^ number) & NUMBER and word & DIGEST in self._sheets for word in words)
 

@@ -57,7 +57,7 @@ def documents_of(cu_seqlens: Lengths) -> tuple[int, ...] | None:
 
 
 def layout_of(layout: str | Layout, total: int, world: int) -> Layout:
-    """Layout by its name, or one that fits these tokens and ranks."""
+    """Layout by name, or the given one after a check that it fits these tokens and ranks."""
     if isinstance(layout, Layout):
         if layout.world != world or layout.total != total:
             raise ValueError(
@@ -131,11 +131,11 @@ def shard(
     cu_seqlens: Lengths = None,
     layout: str | Layout = "zigzag",
 ) -> torch.Tensor:
-    """Tokens of this rank of a tensor that all ranks have, on any device; differentiable.
+    """Shard of a tensor that all ranks have whole: the tokens of this rank, on any device; differentiable.
 
     Args:
         x: all tokens in dimension `dim`.
-        group, cu_seqlens, layout: see attention(); cu_seqlens is only checked, as layouts by name do not depend on documents.
+        group, cu_seqlens, layout: see attention(); cu_seqlens is only checked, as named layouts do not depend on documents.
     """
     expect_tensor("x", x)
     _check_dim(x, dim)
@@ -153,7 +153,7 @@ def unshard(
     seqlen: int | None = None,
     layout: str | Layout = "zigzag",
 ) -> torch.Tensor:
-    """Tensor of all tokens from the shards of all ranks, which call this function together. Not differentiable.
+    """Tensor of all tokens from the shards of all ranks, which must call this function together. Not differentiable.
 
     Args:
         x: tokens of this rank in dimension `dim`; the other dimensions are the same on all ranks.
@@ -210,7 +210,7 @@ def shard_cu_seqlens(
     layout: str | Layout = "zigzag",
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """Cumulative lengths of the parts of documents that this rank holds, int32 [parts + 1]; without documents that it has no token of.
+    """Cumulative lengths of the parts of documents that this rank holds, int32 [parts + 1]; documents without a token here are left out.
 
     Args:
         cu_seqlens, group, layout: see attention().

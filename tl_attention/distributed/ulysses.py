@@ -1,7 +1,7 @@
 """Method "ulysses": ranks exchange tokens for heads, so that each attends to the whole sequence with its share of the heads.
 
-Before attention, a rank sends each other rank the heads of that rank for its own tokens; after it, the results go back. Where key heads
-are fewer than ranks, ranks with query heads of one key head get copies of it, and the owner adds up the gradients in fp32.
+Before attention, a rank sends each other rank the heads of that rank for its own tokens; after it, the results go back. If there are
+fewer key heads than ranks, ranks with query heads of one key head get copies of it, and the owner adds up the gradients in fp32.
 Source: Jacobs et al. 2023, DeepSpeed Ulysses.
 """
 
@@ -27,7 +27,7 @@ class Heads(NamedTuple):
 
 
 def heads_divide(heads: int, heads_kv: int, world: int) -> bool:
-    """True if each of `world` ranks can have whole groups of query heads, or a part of one group."""
+    """True if each of `world` ranks can have whole groups of query heads, or an equal part of one group."""
     if not heads or heads % world:
         return False
     share, group = heads // world, heads // heads_kv
@@ -42,7 +42,7 @@ def heads_of_ranks(heads: int, heads_kv: int, world: int) -> Heads:
 
 
 class Side(NamedTuple):
-    """A tensor among those that travel together: [start, stop) of its heads of each rank, and its columns."""
+    """A tensor in an exchange: the heads [start, stop) of each rank, and its columns."""
 
     heads: tuple[Range, ...]
     columns: int
@@ -135,7 +135,7 @@ class Ulysses:
         q, k, v: [batch, rows, heads, columns] of the shard, for their metadata.
     """
 
-    needs_out = False  # in the backward, which has that of own heads
+    needs_out = False  # the backward has out of its own heads
 
     def __init__(self, task: Task, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
         layout, mask, ranks, scores, self._returns_lse = task

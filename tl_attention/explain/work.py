@@ -268,7 +268,7 @@ def _clocks(
     smem_bytes: int,
     asked: Asked | None = None,
 ) -> dict[str, float]:
-    """Busy clocks of each unit of an SM for `scores` scores, with so many FLOPs and instructions per score."""
+    """Busy clocks of each unit of an SM for `scores` scores; flops and instructions are per score."""
     capped = problem.has("softcap")
     if problem.has("alibi"):
         instructions += LINEAR_ALIBI_INSTRUCTIONS if problem.bias_is_linear else ALIBI_INSTRUCTIONS

@@ -1,4 +1,4 @@
-"""Tensor arguments for compiled kernels: torch tensors, or hand-made DLTensors, which cost less than transposed and packed views."""
+"""Tensor arguments for compiled kernels: torch tensors, or hand-made DLTensors, which take less host time than views of tensors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _UNALIGNED_BITS = TMA_ALIGNMENT - 1
 def tma_strides(shape: Sequence[int], strides: tuple[int, ...], element_bytes: int) -> tuple[int, ...] | None:
     """Strides by which TMA reads a 4-dimensional tensor; None if it must be copied.
 
-    TMA needs a contiguous last dimension; the other strides must be non-zero multiples of 16 bytes. A dimension of size 1 gets a
-    stride that is.
+    TMA needs a contiguous last dimension and other strides that are non-zero multiples of 16 bytes. A dimension of size 1 gets such a
+    stride.
     """
     unaligned = TMA_ALIGNMENT // element_bytes - 1
     s0, s1, s2, s3 = strides
@@ -47,12 +47,12 @@ def tma_ready(x: torch.Tensor) -> torch.Tensor:
 
 
 def has_odd_columns(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """True if a head dim is no multiple of COLUMN_STEP, which TMA cannot address."""
+    """True if a head dim is no multiple of COLUMN_STEP: TMA cannot address such rows."""
     return bool(q.shape[-1] % COLUMN_STEP or v.shape[-1] % COLUMN_STEP)
 
 
 def pad_columns(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Copies with zero columns up to the next multiple of COLUMN_STEP; a tensor that needs none is returned as it is."""
+    """Tensors padded with zero columns to the next multiple of COLUMN_STEP; a tensor that is one already is not copied."""
     extra = [-x.shape[-1] % COLUMN_STEP for x in tensors]
     return [torch.nn.functional.pad(x, (0, n)) if n else x for x, n in zip(tensors, extra, strict=True)]
 
@@ -63,7 +63,7 @@ def cut_columns(x: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def page_rows_of(x: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
-    """Rows from one cache or page to the next, and all rows as a [1, rows, heads_kv, columns] view.
+    """(rows from one cache or page to the next, view [1, rows, heads_kv, columns] of all rows).
 
     Rows between two caches may belong to other tensors.
     """
@@ -112,7 +112,7 @@ class ArgumentViews:
         for x in tensors:
             (n0, n1, n2, n3), (s0, s1, s2, s3) = x.shape, x.stride()
             if self.packed:
-                # FAR planes are 2^64 bytes less FAR rows
+                # FAR planes step back FAR rows, modulo 2^64 bytes
                 plane = 2**64 // FAR // x.element_size() - s1
                 words += (0, device, kind, 0, 0, 0, FAR + 1, n1 + 1, FAR, n2, n3, plane, s1, s1, s2, s3)
             else:
@@ -126,7 +126,7 @@ class ArgumentViews:
         self.pointers = [ctypes.c_void_p(address + 8 * i) for i in self.starts]
 
     def of(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor | ctypes.c_void_p]:
-        """Kernel arguments for tensors with the metadata of __init__, valid until the next call. Copies what TMA cannot address."""
+        """Kernel arguments for tensors with the metadata of __init__, valid until the next call. What TMA cannot address is copied."""
         bits = 0
         if self.ready and self.pointed:
             words = self.words

@@ -22,15 +22,15 @@ from tl_attention.program import (
 
 HIDDEN, PARTIAL, FULL = 0, 1, 2
 MAX_ENTRIES = 2**31 - 1 - PAST_ALL  # positions in a list are int32
+HIDDEN_RANK = 3  # past the ranks of listed blocks, which are at most FULL
 
 
 @dataclass(frozen=True, eq=False)
 class BlockLists:
-    """Blocks of a mask: which pairs of a query block and a key block have something to see.
+    """Blocks of a mask: which pairs of a query block and a key block are hidden, partial or full.
 
     Args:
-        states: int8 [1 or batch, 1 or heads, query blocks, key blocks], HIDDEN, PARTIAL or FULL: nothing to see, some by the mask_mod,
-            or all.
+        states: int8 [1 or batch, 1 or heads, query blocks, key blocks]: HIDDEN, PARTIAL (mask_mod decides on each key) or FULL.
         block_size: queries and keys per block, multiples of program.LISTED_ROWS.
         lengths: seqlen_q, seqlen_k.
         shape: batch, heads of the call.
@@ -45,7 +45,7 @@ class BlockLists:
     made: dict[tuple, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def with_bits(self, call: Call) -> BlockLists | None:
-        """Lists of the same blocks with bits for the mask of a call; None where there are too many. The host waits for their number."""
+        """The same lists with bits for the mask of a call; None if they would take too much memory. The host waits for their number."""
         states = self._cut(self.states, LISTED_ROWS, LISTED_ROWS)
         full = states == FULL if call.program.mask is not None else states != HIDDEN
         partial = (states == PARTIAL) & ~full
@@ -65,16 +65,16 @@ class BlockLists:
         ones, and one past the last key.
 
         Args:
-            whole_first: a block that is seen whole comes before them, if there is one, and counts as one of them: so each query has seen a
-                key before the steps that hide none, as a held row max needs it. With bits.
+            whole_first: a full block, if there is one, comes before them and counts as one of them. Each query has then seen a key
+                before the steps without a mask, which a held row max needs. Only with bits.
         """
         key = "queries", rows, step, whole_first
         if key not in self.made:
             states = self._cut(self.states, rows, step)
             blocks = torch.arange(states.shape[-1], dtype=torch.int32, device=states.device)
-            rank = torch.where(states == HIDDEN, 3, states)  # PARTIAL, FULL, HIDDEN
+            rank = torch.where(states == HIDDEN, HIDDEN_RANK, states)
             how = self._how(states, step, -1)
-            rank -= (how == SHOW_TO_LAST).to(torch.int8)  # as PARTIAL
+            rank -= (how == SHOW_TO_LAST).to(torch.int8)  # FULL becomes PARTIAL
             masked = rank == PARTIAL
             if whole_first:
                 full = rank == FULL
@@ -111,7 +111,7 @@ class BlockLists:
             entries = heads[:, None] << HOW_BITS + BLOCK_BITS | blocks << HOW_BITS | how
             states = states.flatten(-2)
             values = [(entries.flatten(-2), HIDE_ALL), *((x.flatten(-2), self.bits.last) for x in places)]
-            rank = torch.where(states == HIDDEN, 3, 0).to(torch.int8)
+            rank = torch.where(states == HIDDEN, HIDDEN_RANK, 0).to(torch.int8)
             shape = self.shape[0], heads_kv, -1, -1
             lists = _lists(rank, states == PARTIAL, values, shape)
             return self._keep(key, lists if self.bits is None else (*lists, self.bits.by_keys))
@@ -124,7 +124,7 @@ class BlockLists:
         return lists
 
     def _cut(self, of_blocks: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
-        """States or places of blocks of other sizes, which divide block_size, without blocks past the lengths."""
+        """States or places of smaller blocks, whose sizes divide block_size, without blocks past the lengths."""
         for dim, (size, wanted, length) in enumerate(
             zip(self.block_size, (queries, keys), self.lengths, strict=True), -2
         ):
@@ -133,7 +133,7 @@ class BlockLists:
         return of_blocks
 
     def _how(self, states: torch.Tensor, keys: int, key_dim: int) -> torch.Tensor:
-        """Last bits of the entries of blocks of `keys` keys: program.MASK or another."""
+        """Low bits of the entries of blocks of `keys` keys: program.MASK or another way in which keys are seen."""
         how = torch.where(states == FULL, SHOW_ALL, MASK).to(torch.int32)
         if self.lengths[1] % keys:
             last = how.select(key_dim, -1)
@@ -147,11 +147,11 @@ def _lists(
     values: Sequence[tuple[torch.Tensor, int]],
     shape: tuple[int, ...],
 ) -> tuple[torch.Tensor, ...]:
-    """(spans, entries[, places]) of rows whose blocks are sorted by rank, without those of rank 3.
+    """(spans, entries[, places]) of rows of blocks: sorted by rank, without hidden ones.
 
     Args:
-        values: entries of the blocks and that of an empty list, the last PAST_ALL; likewise places.
-        shape: of spans, to which 1 in the first two dimensions are expanded.
+        values: (one value per block, the value for a row without blocks), of the entries and, with bits, of the places.
+        shape: that of spans; sizes of 1 in the first two dimensions are expanded to it.
     """
     slots = rank.shape[-1]
     if rank.numel() > MAX_ENTRIES:
@@ -163,7 +163,7 @@ def _lists(
     for of_blocks, of_none in values:
         of_blocks = of_blocks.expand(rank.shape).gather(-1, order).flatten()
         sorted_values.append(torch.cat([of_blocks, of_blocks.new_full((PAST_ALL,), of_none)]))
-    masked, seen = (x.sum(-1, dtype=torch.int32) for x in (masked, rank != 3))
+    masked, seen = (x.sum(-1, dtype=torch.int32) for x in (masked, rank != HIDDEN_RANK))
     first = torch.arange(seen.numel(), dtype=torch.int32, device=seen.device).view(seen.shape) * slots
     empty = seen == 0
     masked, seen = (x.masked_fill(empty, 1) for x in (masked, seen))

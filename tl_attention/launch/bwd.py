@@ -82,7 +82,7 @@ def build_backward_ahead(
     options: Options | None,
     traced: Call | None,
 ) -> None:
-    """Begin to build the kernels of the backward of a forward call, where they are missing, and do not wait."""
+    """Start to build missing kernels of a forward call's backward, without waiting."""
     if options is not None and not has_gradient_kernels(q, v, options.parts):
         return
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
@@ -98,8 +98,8 @@ class BwdPlan:
     Args:
         dout, q, k, v, out, dq, dk, dv: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed
             sequences [total, heads, head_dim]. On the current device, none of them empty.
-        config: replaces the tuned row or default.
-        options, traced: those of the first call; later calls may differ in values.
+        config: used instead of the tuned row or default.
+        options, traced: those of the first call; later calls may have other values.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class BwdPlan:
 
 
 def _natural_dlse(dlse: torch.Tensor, lse: torch.Tensor, lse_base2: bool) -> torch.Tensor:
-    """Gradient with respect to the natural lse; 0 for a query that sees no key, whatever came of its lse of -inf."""
+    """Gradient with respect to the natural lse; 0 for a query that sees no key, whatever the gradient of its lse of -inf is."""
     return dlse.masked_fill(lse == -math.inf, 0) * (LOG2E if lse_base2 else 1.0)
 
 
@@ -334,9 +334,9 @@ def backward(
         dout, q, k, v, out: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed sequences
             [total, heads, head_dim]. out and lse as the forward returned them.
         lse, dlse: [batch, heads, seqlen_q] or [heads, total_q], fp32; dlse is the gradient with respect to lse.
-        deterministic: gradients are bitwise equal from run to run.
-        config: replaces the tuned row or default.
-        dq: in the layout of q, with strides and an address that TMA takes; None: allocated, contiguous.
+        deterministic: bitwise equal gradients from run to run.
+        config: used instead of the tuned row or default.
+        dq: tensor to write to, in the layout of q, with strides and an address that TMA takes; None: a new contiguous one.
     Returns:
         dq, dk, dv: shaped as q, k, v, in their dtype, dk and dv contiguous; with a sink also dsink: [heads], in its dtype; then a
             gradient per tensor of traced.program.learned, in its shape, fp32 or as traced.Gradients stores it.

@@ -38,12 +38,12 @@ class BwdKernels:
 def key_parts(tiles: int, heads_per_kv: int, queries: int, triangular: bool, sms: int) -> tuple[int, int]:
     """(parts, heads_per_part): CTAs that share the query heads of a key head, and query heads of each.
 
-    The fewest CTAs within TIME_SLACK of the shortest time.
+    Of the possible numbers the smallest whose time is within TIME_SLACK of the shortest.
 
     Args:
         tiles: key blocks of all key heads.
-        queries: largest number of one head that see some keys of a tile.
-        triangular: tiles have between none and all of them, as under a causal mask, and the longest come first.
+        queries: largest number of queries of one head that see keys of a tile.
+        triangular: under a causal mask: tiles are seen by none to all of these queries, and the longest tiles come first.
     """
 
     def time(heads_per_part: int) -> float:
@@ -97,7 +97,7 @@ def bwd_workspace_bytes(
 
 @dataclass(frozen=True)
 class BwdSizes:
-    """Sizes of a backward that its passes are launched by."""
+    """Sizes of a backward that determine the launches of its passes."""
 
     batch: int
     heads: int
@@ -108,8 +108,8 @@ class BwdSizes:
     element_bytes: int
     sms: int
     device: int
-    queries: int  # largest number of one head that see some keys of a tile; of packed sequences their mean
-    tiles: tuple[int, int] | None = None  # of queries and of keys, for packed sequences
+    queries: int  # largest number of one head that see keys of a tile; for packed sequences the mean
+    tiles: tuple[int, int] | None = None  # (query tiles, key tiles) of packed sequences
 
     @property
     def heads_per_kv(self) -> int:

@@ -29,13 +29,13 @@ LOG2E = 1 / LN2
 FP32_NAMES = {dtype.parts: name for name, dtype in FP32_DTYPES.items()}
 MAX_GRID = 2**31 - 1  # CTAs per launch
 L2_SHARE = 32 << 20  # bytes of a 50 MB L2 for the keys and values of one head group
-GROUP_TILES = 1.5  # tiles per SM
-# Least number of keys that a forward counts per head: in a larger group the few tiles of a short head are so far apart that its keys
-# have left the L2 (docs/tuning.md, "Head groups of short sequences")
+GROUP_TILES = 1.5  # least tiles per SM in one head group
+# A forward sizes head groups as if each head had at least this many keys. In larger groups the few tiles of a short head run so far
+# apart that its keys have left the L2 (docs/tuning.md, "Head groups of short sequences")
 GROUP_KEYS = 2048
 MAX_PLANS = 2048  # per thread and direction: the number of different lengths has no bound
 
-Argument = torch.Tensor | ctypes.c_void_p  # of a kernel: see arrays.ArgumentViews
+Argument = torch.Tensor | ctypes.c_void_p  # kernel argument, see arrays.ArgumentViews
 
 # (sizes, strides, dtype) -> a tensor on the current device. Used by the code of torch.compile: it skips the torch dispatcher and
 # takes half the time of torch.empty_strided
@@ -65,7 +65,7 @@ def qkv_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, hea
 
 
 def options_key(options: Options | None) -> tuple:
-    """Part of a plan's key for its options, without the splits of packed sequences."""
+    """The options' part of a plan's key, without the splits of packed sequences."""
     if options is None:
         return ()
     names = *options.names, options.parts, window_keys(options)
@@ -80,12 +80,12 @@ def dtype_name(dtype: torch.dtype, options: Options | None) -> str:
 
 
 def has_no_sequences(options: Options | None) -> bool:
-    """True for packed sequences in a batch of 0."""
+    """True for packed sequences with a batch of 0."""
     return options is not None and options.varlen and options.cu_seqlens_q.shape[0] == 1
 
 
 def window_keys(options: Options) -> int:
-    """Keys in a window, rounded up to a power of two; above any length without a window."""
+    """Keys in a window, rounded up to a power of two; without a window a number above any length."""
     return 1 << sum(options.bounds).bit_length()
 
 
@@ -102,9 +102,9 @@ def tile_counts(
     """(blocks, group_heads, ctas): the launch arguments of kernels/scheduler.py.
 
     Args:
-        heads_sharing: heads that read the same shared_bytes together.
-        rows: queries or keys, divided into blocks of `block`.
-        sms: 0 for groups by the L2 alone.
+        heads_sharing: number of heads that read the same data, of shared_bytes bytes.
+        rows: queries or keys per head, divided into blocks of `block`.
+        sms: SM count; 0: head groups are sized for the L2 alone.
     """
     blocks = -(-rows // block)
     group_heads = head_group(heads * batch, heads_sharing, shared_bytes, blocks, sms)
@@ -114,12 +114,13 @@ def tile_counts(
 def head_group(heads: int, heads_sharing: int, shared_bytes: int, blocks: int, sms: int) -> int:
     """Heads per group of scheduler.TileOrder, where the longest tiles of a group come first.
 
-    At least as many heads as keep what they share in the L2, and as have GROUP_TILES tiles per SM: in a smaller group long tiles would
-    begin when other SMs are out of work. Of up to twice as many, the number that leaves the fewest heads missing in the last group.
+    The least group fills the L2 with shared data, and has GROUP_TILES tiles per SM: in a smaller one long tiles would start when other
+    SMs are out of work. From there up to twice the size, the number that leaves the last group fullest is taken.
 
     Args:
-        heads: of all batch entries.
-        heads_sharing, shared_bytes, blocks: as in tile_counts; `blocks` tiles per head.
+        heads: query heads of all batch entries.
+        heads_sharing, shared_bytes, sms: as in tile_counts.
+        blocks: tiles per head.
     """
     parties = heads // heads_sharing
     filling = math.ceil(GROUP_TILES * sms / (blocks * heads_sharing))
@@ -150,9 +151,9 @@ def find_config(key: tuple, direction: str, config: Config | None) -> tuple[Attn
 
 
 def build_ahead(key: tuple, direction: str, purpose: str) -> None:
-    """Begin to build the kernels of a key of find_config(), where they are missing, and do not wait. purpose: words for their call."""
+    """Start to build missing kernels for a key of find_config(), without waiting. purpose: the call that needs them, in words."""
     dtype, head_dim, head_dim_v, causal, names, program, bucket, device = key
-    # A kernel that cannot be built is an error of the call that needs it, which may never come
+    # A failure is reported by the call that needs the kernel, which may never come
     with contextlib.suppress(NotImplementedError, RuntimeError, ValueError, OSError):
         problem = AttnProblem.of(dtype, head_dim, head_dim_v, causal, direction, names, program)
         config, _ = configs.pick_config(
@@ -164,7 +165,7 @@ def build_ahead(key: tuple, direction: str, purpose: str) -> None:
 def compile_config(
     problem: AttnProblem, config: Config | DecodeConfig
 ) -> dict[tuple[AttnProblem, KernelConfig], Kernel]:
-    """Compiled kernels of a config. Those that are missing are built now, at the same time."""
+    """Compiled kernels of a config. Missing ones are built now, in parallel."""
     kernels = config.kernels(problem)
     return dict(zip(kernels, compile_needed(kernels, isinstance(config, BwdConfig)), strict=True))
 
@@ -177,7 +178,7 @@ def compile_needed(
 
 
 def _interrupted(in_backward: bool) -> str:
-    """Words for the thing that building a kernel interrupts."""
+    """Words for what the building of a kernel interrupts, for the notice on stderr."""
     if torch.cuda.is_current_stream_capturing():
         return " inside a CUDA graph capture (call once before capturing)"
     return " in a backward pass" if in_backward else ""

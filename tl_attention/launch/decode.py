@@ -32,15 +32,15 @@ plan_cache = PlanCache()
 
 
 def _query_rows(seqlen_q: int, heads: int, heads_kv: int) -> int:
-    """Rows of a tile: all queries of all query heads of a key head."""
+    """Rows of a tile: the queries of all heads that share a key head."""
     return seqlen_q * (heads // heads_kv)
 
 
 def _split_rule(num_splits: int, batch_invariant: bool, capacity: int, block_N: int) -> int:
-    """Split rule of kernels/decode_work.py: 0 shares all keys evenly among CTAs, n > 0 makes splits of n key blocks, -n makes n splits.
+    """Split rule of kernels/decode_work.py: 0: all keys are divided evenly among CTAs; n > 0: splits of n key blocks; -n: n splits.
 
     Args:
-        capacity: keys that a sequence may have.
+        capacity: maximum number of keys per sequence.
     """
     if num_splits > 0:
         return -min(num_splits, MAX_SPLITS)
@@ -52,7 +52,7 @@ def _split_rule(num_splits: int, batch_invariant: bool, capacity: int, block_N: 
 def _launch_sizes(
     config: DecodeConfig, batch: int, rows: int, heads_kv: int, split_rule: int, capacity: int, sms: int
 ) -> tuple[int, int, int, int]:
-    """(m_blocks, ctas, slots, entries): tiles per key head, CTAs, partial outputs at most, work items to merge at most."""
+    """(m_blocks, ctas, slots, entries): tiles per key head, CTAs, and upper bounds of partial outputs and of work items to merge."""
     m_blocks = -(-rows // config.block_M)
     items, ctas = batch * heads_kv * m_blocks, sms * config.ctas_per_sm
     if split_rule == 0:
@@ -77,7 +77,7 @@ def decode_workspace_bytes(
     It holds the partial outputs of splits and their log-sum-exps, fp32, and the list of those to merge.
 
     Args:
-        seqlen_cache: keys that a sequence may have.
+        seqlen_cache: maximum number of keys per sequence.
     """
     rows = _query_rows(seqlen_q, heads, heads_kv)
     most = 0
@@ -224,9 +224,9 @@ def attend_cache(
     Args:
         options: window, softcap, alibi_slopes and sink only.
         num_splits: splits per sequence; 0: all keys are divided evenly among the CTAs.
-        batch_invariant: splits have a fixed number of keys, so that the result of a sequence does not depend on the others.
-        workspace: of decode_workspace_bytes() bytes; None: the call allocates.
-        handle: hashable, the same for calls with the same metadata; None: the plan is looked up by metadata.
+        batch_invariant: give splits a fixed number of keys, so that the result of a sequence does not depend on the others.
+        workspace: uint8 [decode_workspace_bytes()]; None: the call allocates it.
+        handle: hashable key, equal for calls with equal metadata; None: the plan is looked up by metadata.
     Returns:
         out [batch, seqlen_q, heads, head_dim_v], lse [batch, heads, seqlen_q] fp32, natural.
     """
@@ -278,8 +278,8 @@ def append_to_cache(
 
     Args:
         cos, sin: [positions, rotary_dim / 2] in the dtype of q, contiguous; None: no rotation.
-        interleaved: rotates pairs (2i, 2i + 1), else (i, i + rotary_dim / 2).
-        queries_move: query i has position seqlens + i, else all queries have position seqlens.
+        interleaved: rotate column pairs (2i, 2i + 1), else (i, i + rotary_dim / 2).
+        queries_move: query i is rotated by position seqlens + i, else all queries by position seqlens.
     """
     device = q.device.index
     if torch.cuda.current_device() != device:

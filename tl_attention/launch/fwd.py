@@ -73,7 +73,7 @@ class PageViews:
     Attributes:
         rows: k and v as [1, rows, heads_kv, columns], all pages one after the other.
         views: makes their arguments of a launch.
-        arguments: page_size, num_pages, and rows of k, of v, from a page to the next.
+        arguments: page_size, num_pages, and the rows from one page to the next in k and in v.
     """
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor):
@@ -84,7 +84,7 @@ class PageViews:
 
 
 def key_rows(k: torch.Tensor, options: Options, block_table: torch.Tensor | None) -> int:
-    """Upper bound, for the schedule, of the keys of all packed sequences together."""
+    """Upper bound of the keys of all packed sequences together; used by the schedule only."""
     if block_table is None:
         return k.shape[0]
     num_pages, page_size = k.shape[:2]
@@ -98,10 +98,10 @@ class FwdPlan:
     Args:
         q, k, v, out: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed sequences
             [total, heads, head_dim]. On the current device, none of them empty.
-        config: replaces the tuned row or default.
-        options, traced: those of the first call; later calls may differ in values.
+        config: used instead of the tuned row or default.
+        options, traced: those of the first call; later calls may have other values.
         block_table: [batch, pages per sequence]; k and v are then [pages, page_size, heads_kv, head_dim].
-        added: out and lse hold the result of other keys, see forward().
+        added: out and lse hold the result of other keys; see `lse` of forward().
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class FwdPlan:
         traced: Call | None = None,
         lse: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out, lse) for tensors with the metadata of the plan; out has the layout of q, or is the one that is passed."""
+        """(out, lse) for tensors with the metadata of the plan; out is the tensor passed, or a new one in the layout of q."""
         if torch.cuda.current_device() != self.device:
             with torch.cuda.device(self.device):
                 return self(q, k, v, softmax_scale, lse_base2, options, block_table, out, traced, lse)
@@ -304,16 +304,16 @@ def forward(
     Args:
         q, k, v: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim]; packed sequences
             [total, heads, head_dim]. They are copied if a head dim is no multiple of 8.
-        config: replaces the tuned row or default.
+        config: used instead of the tuned row or default.
         block_table: int32 [batch, pages per sequence], for packed sequences with seqused_k: k and v are then [pages, page_size,
             heads_kv, head_dim], never copied, and page i of a sequence holds its keys from i * page_size on.
-        out: in the layout of q, with strides and an address that TMA takes; None: allocated, contiguous.
-        traced: score_mod and mask_mod; without causal and options.
-        lse: of other keys, in base 2, with their result in out, which is fp32; both get the result of all keys, and may have any strides
-            but the last. out of a row whose lse is -inf may be anything. Without a sink, pages, traced and fp32 tensors.
-        deterministic: of a backward that may follow. Where q, k or v requires a gradient, builders of its kernels are started.
+        out: tensor to write to, in the layout of q, with strides and an address that TMA takes; None: a new contiguous one.
+        traced: score_mod and mask_mod; not with causal or options.
+        lse: log-sum-exp over other keys, base 2, whose output is in `out`, fp32. Both are overwritten by the result over all keys. Only
+            their last stride must be 1. Rows of out whose lse is -inf may hold anything. Not with a sink, pages, traced or fp32 tensors.
+        deterministic: whether a later backward is. If q, k or v requires a gradient, its kernels start to be built.
     Returns:
-        out in the layout of q; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Rows outside the used part of
+        out in the layout of q; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Unused rows of
         packed sequences are undefined.
     """
     key = (*qkv_key(q, k, v, causal, heads_first), *options_key(options))
@@ -333,7 +333,7 @@ def forward(
     if has_odd_columns(q, v):
         layout = softmax_scale, causal, lse_base2, heads_first, config, options
         others = {"traced": traced, "deterministic": deterministic}
-        if lse is not None:  # the kernel stores the columns that out has
+        if lse is not None:  # the kernel stores as many columns as out has
             return forward(*pad_columns(q, k, v), *layout, out=out, lse=lse, **others)
         padded, lse = forward(*pad_columns(q, k, v), *layout, **others)
         result = cut_columns(padded, v.shape[-1])

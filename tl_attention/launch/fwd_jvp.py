@@ -1,4 +1,4 @@
-"""Launch of the forward with its derivative along a direction."""
+"""Launch of forward mode: the forward with its derivative along a direction."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def forward_jvp(
     Args:
         q, k, v: [batch, heads, seqlen, head_dim] if heads_first, else [batch, seqlen, heads, head_dim], head dims of at most 128. They
             and their tangents are copied if a head dim is no multiple of 8.
-        tq, tk, tv: tangents in the shapes of q, k, v; None is 0, for which a tensor of zeros is made and read.
-        config: replaces the default.
+        tq, tk, tv: tangents in the shapes of q, k, v; None: 0, as a tensor of zeros.
+        config: used instead of the default.
     Returns:
         out in the layout of q, contiguous; lse [batch, heads, seqlen_q] fp32; and the tangents of both.
     """

@@ -1,4 +1,4 @@
-"""Masks as bits, for the blocks of a block mask that are seen in part: the mask_mod is evaluated once per mask, not by each kernel."""
+"""Masks as bits, for the partial blocks of a block mask: the mask_mod is evaluated once per mask, not by each kernel."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tl_attention.tracing.program_values import program_values
 
 MAX_BLOCKS = 2**14  # whose bits take 32 MB in each direction
 CHUNK = 2**24  # elements of a mask that are evaluated at once
-# A block as rows (half, warp, upper or lower 8, row) and columns (half, group of 8, pair, column of it), in the order of the bits: those
-# of the thread that wgmma gives an element to, in the order of its registers
+# Dimensions of a block's rows (half, warp, upper or lower 8, row) and columns (half, group of 8, pair, column in the pair), in the order
+# of the bits: those of a wgmma thread follow one another, in the order of its registers
 SIZES = 2, 4, 2, 8, 2, 8, 4, 2
 ORDER = 0, 1, 3, 6, 4, 5, 2, 7
 BACK = tuple(ORDER.index(dim) for dim in range(len(ORDER)))
@@ -24,7 +24,7 @@ class MaskBits:
     """Bits of blocks of 128 queries and 128 keys.
 
     Args:
-        places: int32 [1 or batch, 1 or heads, query blocks, key blocks], which of `blocks` a block is; -1: all of it is seen.
+        places: int32 [1 or batch, 1 or heads, query blocks, key blocks], index into `blocks` of a block; -1: the block is full.
         blocks: int32 [number + 1, 2, 128, 2]: by halves of the rows, threads of a warpgroup, and halves of the columns, a bit per element
             that the thread has of a tile [64, 64]. Rows are queries. The last block hides all.
     """
@@ -35,7 +35,7 @@ class MaskBits:
 
     @property
     def last(self) -> int:
-        """Place of the block that hides all."""
+        """Index of the last block, which is hidden."""
         return len(self.blocks) - 1
 
     @property
@@ -44,7 +44,7 @@ class MaskBits:
 
     @property
     def by_keys(self) -> torch.Tensor:
-        """The same with keys as rows."""
+        """The blocks with keys as rows."""
         if self.transposed:
             return self.transposed[0].view(-1)
         parts = self.blocks.split(CHUNK // LISTED_ROWS**2)
@@ -66,7 +66,7 @@ def mask_bits(
 
     Args:
         partial: bool [1 or batch, 1 or heads, query blocks, key blocks]: the blocks that need bits.
-        full: likewise, the blocks that are seen up to the last key, whatever the mask.
+        full: likewise, the full blocks: every key up to the last one is seen.
         lengths: seqlen_q, seqlen_k. shape: batch, heads.
     """
     mask, program = call.program.mask, call.program

@@ -7,22 +7,22 @@ import functools
 from tl_attention.options import Options
 from tl_attention.problem import MAX_SPLITS, SPLIT_BUCKET, TABLE_ROWS, length_bucket
 
-# Cost model of a split forward, in steps of one key block (1.3 us at d128): the fixed cost of a CTA, with writing and reading its
-# partial output; the combine kernel; each partial output in the combine kernel.
+# Cost model of a split forward. Unit: a step over one key block (1.3 us at d128). Fixed cost of a CTA, with writing and reading its
+# partial output; cost of the combine kernel; cost of each partial output in it.
 # Causal d128 on an H200, 2026-11-21: 8 heads of 1024 x 1024 take 16.3 us whole, 19.0 in 2 splits; 4 of 2048 x 2048 26.7 and 24.0;
 # 8 of 128 x 1024 15.3, and 11.5 in 4; 8 of 128 x 16k 175, and 21.8 in 16.
 CTA_STEPS, COMBINE_STEPS, PART_STEPS = 3, 5, 1 / 8
-TIME_SLACK = 1.04  # fewer splits are preferred if they take at most this times the least time
-MAX_TILES_PER_SM = 0.8  # with more tiles a split gains little
-TILE = 128  # queries, and keys, of a tile before a config is known
+TIME_SLACK = 1.04  # fewer splits are taken if their time is at most this times the shortest
+MAX_TILES_PER_SM = 0.8  # with more tiles per SM a split gains little
+TILE = 128  # queries and keys per tile, assumed before the config is known
 
 
 @functools.lru_cache(maxsize=4096)
 def key_splits(tiles: int, steps: int, sms: int) -> int:
     """Number of splits per tile, each of at least two key blocks: the fewest within TIME_SLACK of the shortest time.
 
-    CTAs of equal length run in waves of one per SM. All are taken to be as long as those of the longest tile, of `steps` key blocks:
-    it decides if there is one wave, and in a chunk after many cached keys causal tiles are of nearly equal length.
+    The model: CTAs run in waves of one per SM, all as long as the longest tile, which has `steps` key blocks. The longest tile decides if
+    there is one wave, and causal tiles of a chunk after many cached keys have nearly equal lengths.
     """
     if tiles >= MAX_TILES_PER_SM * sms:
         return 1

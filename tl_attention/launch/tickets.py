@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-# Counters per device. When streams and captured launches have used them up, each launch gets a new one and a memset
+# Counters per device. When streams and captured launches have used them up, each launch gets a new counter, set to 0 by a memset
 TICKET_ROWS = 1 << 15
 _counters: dict[int, TicketCounters] = {}
 _lock = threading.Lock()

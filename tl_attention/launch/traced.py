@@ -8,7 +8,7 @@ import torch
 
 from tl_attention.program import Call, stored_dtype
 
-# Exact sums: 15 integers in units of 2 ** (8 i - 87), for the digits of numbers from 2 ** (8 i - 64) on, and a count of larger ones
+# Exact sums: 15 integers per element, number i in units of 2 ** (8 i - 87) for addends from 2 ** (8 i - 64) on, and a count of larger ones
 SLOTS = 16
 FIRST_UNIT, SLOT_EXPONENTS = -87, 8
 
@@ -30,9 +30,9 @@ class Gradients:
     """Gradients of the captured tensors of program.learned, for one backward.
 
     Attributes:
-        arguments: what the kernels write, contiguous. Of program.stored: [batch, heads, seqlen_q, seqlen_k rounded up] in stored_dtype, or
-            transposed [batch, heads, seqlen_k, seqlen_q rounded up]; with program.exact: int64 [elements * SLOTS], zeros; else sums: fp32
-            [elements], zeros.
+        arguments: contiguous tensors that the kernels write. For gradients of program.stored: [batch, heads, seqlen_q, seqlen_k rounded up]
+            in stored_dtype, or transposed [batch, heads, seqlen_k, seqlen_q rounded up]. Others are sums that start at 0: fp32 [elements],
+            with program.exact int64 [elements * SLOTS].
     """
 
     def __init__(self, call: Call, batch: int, heads: int, queries: int, keys: int, transposed: bool = False):
@@ -71,7 +71,7 @@ class Gradients:
         return total.masked_fill(sums[:, -1] != 0, torch.nan).view(shape)
 
     def _reduced(self, number: int, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Sum of a stored gradient over what its tensor is broadcast to, at its place in the tensor.
+        """Sum of a stored gradient over the dimensions that its tensor is broadcast over, placed in a tensor of its shape.
 
         Args:
             x: [batch, heads, seqlen_q, seqlen_k], or transposed.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# Maximum number of scores in memory: 256 MB in fp32, about 1 GB with the temporaries of a softmax, 2 GB with every option
+# Maximum number of scores in memory at once: 256 MB in fp32, about 1 GB with the temporaries of a softmax, 2 GB with every option
 MAX_SCORES = 2**26
 LOW_HALF = 0xFFFFFFFF  # of an int64
 
@@ -24,11 +24,11 @@ class ReferenceOptions:
         alibi_slopes: [heads_q] or [batch, heads_q]; score -> score - slope * |key - diagonal|. The diagonal of a query is
             key query + seqlen_k - seqlen_q.
         window: (left, right); a query sees diagonal - left <= key <= diagonal + right; -1: no bound.
-        sink: [heads_q]; the score of one extra key per query, which has no value. It is neither scaled nor capped.
-        keep: bool [batch, heads_q, seqlen_q, seqlen_k]; P -> 0 where it is False.
-        dropout_p: the other P are divided by 1 - rounded_dropout(dropout_p) / 256.
+        sink: [heads_q]; score of one extra key per query, which has no value. It is neither scaled nor capped.
+        keep: bool [batch, heads_q, seqlen_q, seqlen_k]; False: P is dropped (set to 0).
+        dropout_p: kept P are divided by 1 - rounded_dropout(dropout_p) / 256.
         diagonal: key on the diagonal of the first query; None: seqlen_k - seqlen_q.
-        hidden_keys: keys that no query sees, from the first on.
+        hidden_keys: number of keys, from the first on, that no query sees.
     """
 
     softcap: float = 0.0
@@ -73,8 +73,8 @@ def attention_reference(
         out: [batch, seqlen_q, heads_q, head_dim_v], contiguous, in `dtype`.
         lse: [batch, heads_q, seqlen_q], fp32 (fp64 if dtype is fp64), before dropout, including the sink.
     A row with no key, or with all scores -inf, has out 0 and lse -inf, or lse = sink. A NaN or +inf score makes both NaN.
-    A masked key never contributes, even if it holds NaN. (In a kernel its weight is 0, so that NaN or inf in V reaches
-    every row of the tile.)
+    A masked key never contributes, even if it holds NaN. (In a kernel its weight is 0, so NaN or inf in V may reach other rows of the
+    tile, as 0 * NaN.)
     """
     batch, seqlen_q, heads_q, head_dim = q.shape
     heads_kv = k.shape[2]
@@ -247,7 +247,7 @@ def dropout_keep(
 ) -> torch.Tensor:
     """Dropout mask: bool [batch, heads, seqlen_q, seqlen_k], True where dropout keeps P, on the device of rng_state.
 
-    Each element has 8 random bits from Philox; it is kept if their number is at least rounded_dropout(dropout_p).
+    Each element has a random number of 8 bits from Philox. It is kept if the number is at least rounded_dropout(dropout_p).
 
     Two Philox calls make the 8 words for 32 elements: word i holds bit i of each. The 32 elements are those of a block of 16 rows and
     16 keys with equal row // 2 % 4 and key // 4 % 2. The counter of a call is (row // 16 * 4 + row // 2 % 4,
@@ -257,7 +257,7 @@ def dropout_keep(
 
     Args:
         rng_state: int64 [2]: the seed, which is the Philox key, and the offset, whose low half is in every counter.
-        first: row and key, multiples of 16, and batch * heads + head of the first element.
+        first: (row, key, batch * heads + head) of the first element; row and key are multiples of 16.
     """
     seed, offset = rng_state
     blocks_q, blocks_k = (-(-seqlen // 16) for seqlen in (seqlen_q, seqlen_k))
@@ -356,8 +356,8 @@ def _chunks(
 
     Args:
         q, k: by kv head, see _by_kv_head.
-        multiplied: tensors that the weight of a masked key, 0, is multiplied by. If one is not finite, a chunk is one row
-            with just the keys that it sees, so that no 0 * NaN reaches it.
+        multiplied: tensors that are multiplied by the weight 0 of masked keys. If one is not finite, a chunk is one row with just the keys
+            that it sees, so that no 0 * NaN reaches it.
     Rows that see no key are in no chunk, unless there is a sink.
     """
     (pairs, group, seqlen_q, _), seqlen_k = q.shape, k.shape[2]
@@ -472,7 +472,7 @@ def _times_over_rows(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def true_fp32(device: torch.device) -> Iterator[None]:
-    """Disable TF32, bf16 and autocast in fp32 matmuls. (fp32_precision covers all matmuls; reading allow_tf32 could raise.)"""
+    """Disable TF32, bf16 and autocast in fp32 matmuls. fp32_precision covers all matmuls; reading allow_tf32 could raise."""
     settings = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
     before = [setting.fp32_precision for setting in settings]
     try:

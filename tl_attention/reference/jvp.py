@@ -31,11 +31,11 @@ def attention_jvp_reference(
         q, k, v, softmax_scale, causal: as for attention_reference.
         tq, tk, tv: tangents in the shapes of q, k, v; None is 0.
         dtype: dtype of every product and of S, P, tS and tP, as PyTorch computes them; fp32 never as TF32.
-        lse_base2: return log-sum-exp and its tangent in base 2, else natural.
+        lse_base2: return the log-sum-exp and its tangent in base 2, else natural.
     Returns:
         out, tout: [batch, seqlen_q, heads_q, head_dim_v], contiguous, in `dtype`.
         lse, tlse: [batch, heads_q, seqlen_q], fp32 (fp64 if dtype is fp64).
-    A row with no key has out 0, lse -inf, and tangents 0 of both.
+    A row with no key has out 0, lse -inf, and both tangents 0.
     """
     batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_kv = k.shape[1:3]

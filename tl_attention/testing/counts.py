@@ -56,7 +56,7 @@ def visible_blocks(shape: Shape, block_M: int = 128, block_N: int = 128) -> int:
 
 
 def share_of_blocks(shape: Shape) -> float:
-    """Visible tiles over those of the plain problem: the ideal share of its time."""
+    """Visible tiles over visible tiles of the plain problem: the ideal share of its time."""
     return visible_blocks(shape) / visible_blocks(shape.plain)
 
 
@@ -95,7 +95,7 @@ def _lse_bytes(shape: Shape) -> int:
 
 
 def input_bytes(shape: Shape, direction: str = "fwd") -> int:
-    """Bytes of the inputs of a call: q, k, v; with a backward dout; with a backward alone also out and lse."""
+    """Bytes of the inputs of a call: q, k, v; for a backward also dout, and for a backward alone out and lse, too."""
     given = _qkv_bytes(shape)
     if "bwd" in direction:
         given += _out_bytes(shape)
@@ -138,7 +138,7 @@ def intensity(shape: Shape, direction: str) -> float:
 
 
 def fwd_ceiling(shape: Shape, block_M: int, block_N: int) -> tuple[float, float]:
-    """Upper bounds in TFLOPS for a kernel with these tiles: (exponentials after the MMAs, exponentials under them).
+    """Upper bounds in TFLOPS for a kernel with these tiles: (exponentials after the MMAs, exponentials overlapped with them).
 
     An SM does 4096 tensor FLOPs or 16 exp2 per clock. A tile with a visible pair is computed whole.
     Source: Shah et al. 2024 (FlashAttention-3), section 3.1, with the numbers of an H200 at its boost clock.

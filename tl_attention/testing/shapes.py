@@ -15,7 +15,7 @@ from tl_attention.problem import OPTIONS, AttnProblem
 
 # Measurable directions beside DECODE, named by their passes; det: gradients are bit-equal from call to call
 DIRECTIONS = ("fwd", "bwd", "bwd_det", "fwd_bwd", "fwd_bwd_det")
-RAGGED = 16  # largest ratio of two ragged lengths
+RAGGED = 16  # largest ratio of two lengths of a ragged batch
 
 
 def is_deterministic(direction: str) -> bool:
@@ -25,7 +25,7 @@ def is_deterministic(direction: str) -> bool:
 
 @dataclass(frozen=True)
 class ShapeOptions:
-    """ShapeOptions of a problem beside its mask, written as words in this order: `window=1023,sink`."""
+    """Options of a problem beside its mask, written as words in this order: `window=1023,sink`."""
 
     window: int | None = None  # visible keys before the diagonal, and as many after it unless causal
     softcap: float = 0.0
@@ -33,15 +33,15 @@ class ShapeOptions:
     sink: bool = False
     dropout: float = 0.0
     varlen: bool = False  # packed sequences of one length
-    uneven: bool = False  # packed sequences with the lengths of `sequences`
+    uneven: bool = False  # packed sequences whose lengths are those of sequences()
     packed: bool = False  # q, k and v are slices of one tensor, as are their gradients
     page: int = 0  # decode, and forward of packed sequences: keys per page; 0: contiguous sequences
-    ragged: bool = False  # decode: caches with the lengths of `sequences`, at most seqlen_k
+    ragged: bool = False  # decode: key lengths are those of sequences(), at most seqlen_k
     function: str = ""  # name of a score_mod, a mask or a bias, of testing/functions.py
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> ShapeOptions:
-        """ShapeOptions from their words. Raises ValueError with the expected words."""
+        """Options from their words. Raises ValueError with the expected words."""
         asked: dict[str, Any] = {}
         for word in words:
             name, _, value = word.partition("=")

@@ -3,9 +3,9 @@
 All calls are warmed up and captured first. A sample is one replay of a CUDA graph, between two events; the graph
 holds as many launches as last about 10 ms. Each round takes one sample of each call and starts with the next call in
 order, with no idle time in between, so clocks are sustained. Small inputs rotate over copies (see `rotation`), so a
-launch finds none of them in L2. Ratios are computed within a round: both calls see the same clock. The last launch of
+launch finds none of them in L2. Ratios are computed within a round, where both calls see the same clock. The last launch of
 a sample uses the first copy. Its outputs are overwritten with NaN before each sample, so `result` shows whether the
-timed launches did their work.
+timed launches wrote them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def rotation(nbytes: int) -> int:
 def round_order(costs_ms: Mapping[str, float], rounds: int, cap_ms: float) -> list[list[str]]:
     """Calls sampled in each round, in order.
 
-    The order rotates by one per round, so all calls are first equally often. A call whose samples would take more
+    The order rotates by one per round, so each call comes first equally often. A call whose samples would take more
     than cap_ms skips rounds, evenly, down to MIN_SAMPLES; the first round has all calls.
     """
     names = list(costs_ms)

@@ -1,4 +1,4 @@
-"""Recognition of programs that the options of attention compute, whose kernels skip what is hidden and are faster."""
+"""Recognition of programs that equal options of attention, whose kernels skip hidden blocks and are faster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tl_attention.options import UNLIMITED
 from tl_attention.program import BOOL, FLOAT, INT, LONG, Call
 from tl_attention.tracing.program_values import program_values
 
-EXACT_CASTS = {(INT, LONG), (INT, FLOAT), (LONG, FLOAT)}  # of positions, which are below 2**24
+EXACT_CASTS = {(INT, LONG), (INT, FLOAT), (LONG, FLOAT)}  # exact for positions, which are below 2**24
 MAX_CONSTANT = 2**28
 MAX_EXACT = 2**24  # integers up to it are exact in fp32
 OPPOSITE = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
@@ -75,7 +75,7 @@ class _Distances(NamedTuple):
 
 
 class _Bias(NamedTuple):
-    """A bias per head: product of `factors`, times `sign`, times a line or its absolute value."""
+    """A bias per head: product of `factors`, times `sign`, times a linear function or its absolute value."""
 
     factors: tuple[int, ...]  # values that depend on the head and the batch entry alone
     sign: int
@@ -128,10 +128,10 @@ def builtin_options(
 
 
 def seen_distances(call: Call, length: int) -> tuple[int | None, int | None] | None:
-    """(least, most) of q_idx - kv_idx at which the mask of a call shows a key, None: no bound; None for masks of another kind.
+    """Range (least, most) of q_idx - kv_idx in which the mask shows keys, None: no bound. None for a mask that is no such range.
 
     Args:
-        length: of the longer of queries and keys.
+        length: the larger of seqlen_q and seqlen_k.
     """
     return None if call.program.mask is None else _Reader(call, length).distances(call.program.mask)
 
@@ -159,7 +159,7 @@ def _is_alibi(bias: _Bias, distances: _Distances, offset: int) -> bool:
 
 
 def _slopes(call: Call, bias: _Bias, batch: int, heads: int, device: torch.device | None) -> torch.Tensor:
-    """Slopes fp32 [heads] or [batch, heads], which the options multiply with minus the distance."""
+    """alibi_slopes of the options: fp32 [heads] or [batch, heads], multiplied by minus the distance."""
     sign = -bias.sign if bias.is_absolute else bias.sign * bias.line.key
     values = call.program.values
     if len(bias.factors) == 1 and sign == 1:
@@ -186,7 +186,7 @@ class _Reader:
         self.call, self.program, self.values = call, call.program, call.program.values
 
     def uncast(self, i: int) -> int:
-        """The value that casts have made this one of, where they keep its number."""
+        """The value before exact casts."""
         value = self.values[i]
         while value.op == "cast" and (self.values[value.args[0]].dtype, value.dtype) in EXACT_CASTS:
             i = value.args[0]
@@ -206,7 +206,7 @@ class _Reader:
         return self.values[i].op == "score"
 
     def line(self, i: int) -> _Line | None:
-        """A value as a line in q_idx and kv_idx, which are below 2**24; None where it may overflow, or rounds."""
+        """A value as a linear function of q_idx and kv_idx, which are below 2**24; None if it is not, or may overflow or round."""
         is_float = self.values[i].dtype == FLOAT
         i = self.uncast(i)
         value = self.values[i]
@@ -226,7 +226,7 @@ class _Reader:
         return None if is_float and found.bound(self.length) > MAX_EXACT else found
 
     def distances(self, i: int, negated: bool = False) -> _Distances | None:
-        """Distances at which a mask shows a key; None for masks that depend on anything else, or have holes."""
+        """Range of distances in which a mask shows keys; None if the mask depends on anything else or has holes."""
         value = self.values[i]
         if value.op == "constant" and value.data is not negated:
             return _Distances()
@@ -260,7 +260,7 @@ class _Reader:
         return None if None in lines else _compared(lines[0].plus(lines[1], -1), op)
 
     def masked_score(self, i: int) -> tuple[int, _Distances | None] | None:
-        """Score and distances of a score that is -inf at all other distances; None for other scores."""
+        """(score, distances) of a score that is -inf at all other distances; None for other scores."""
         value = self.values[i]
         if value.op != "where":
             return None
@@ -272,7 +272,7 @@ class _Reader:
         return None
 
     def sums(self, i: int) -> Iterator[tuple[int, int, int]]:
-        """(value, sign, term) for each way in which a value is a sum of a value and a term with a sign."""
+        """(value, sign, term) for each way in which a value is value + sign * term."""
         value = self.values[i]
         if value.op in ("add", "sub"):
             x, y = value.args
@@ -322,7 +322,7 @@ class _Reader:
 
 
 def _compared(line: _Line, op: str) -> _Distances | None:
-    """Distances at which a line compares with 0 as `op` says; positions are not negative."""
+    """Range of distances in which a linear function compares with 0 as `op` says; positions are not negative."""
     upward = line if op in ("ge", "gt") else _Line().plus(line, -1)
     if op != "eq" and min(upward) >= 0 and upward.constant >= (op in ("gt", "lt")):
         return _Distances()

@@ -1,7 +1,7 @@
-"""Captures: everything that a Python function sees besides its arguments, so that a traced function is found again.
+"""Captures: the variables that a Python function reads besides its arguments; they are the cache key of its trace.
 
-Two functions with the same code that see equal numbers, and tensors of equal dtype and rank, have one trace. A function that sees
-anything else, such as an object with attributes, has no key: it is traced at each call, as a change of the object cannot be seen.
+Two functions with the same code that read equal numbers, and tensors of equal dtype and rank, share a trace. A function that reads
+anything else, such as an object with attributes, has no key and is traced at each call, as changes of the object cannot be noticed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Opaque(Exception):
 
 
 class Captures:
-    """Key of everything that functions see, and the tensors among it, in order."""
+    """Key of everything that functions capture, and the captured tensors in order."""
 
     def __init__(self):
         self.parts: list[Any] = []

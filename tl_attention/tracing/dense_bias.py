@@ -1,4 +1,4 @@
-"""A dense bias of scores, or a dense mask, as a score_mod or a mask_mod."""
+"""A dense bias of scores as a score_mod, a dense mask as a mask_mod."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def element(x: torch.Tensor) -> Callable:
 def with_bias(
     score_mod: Callable | None, mask_mod: Callable | None, attn_bias: torch.Tensor
 ) -> tuple[Callable | None, Callable | None]:
-    """(score_mod, mask_mod) that also add a float attn_bias to the score, or also hide the keys that a bool one has False for.
+    """(score_mod, mask_mod) extended by attn_bias: a float bias is added to the score, a bool one hides keys where it is False.
 
     Args:
         attn_bias: [1 or batch, 1 or heads, seqlen_q, seqlen_k], of a dtype that functions can capture. Dimensions of size 1 are broadcast.

@@ -20,7 +20,7 @@ AXES = {"batch": 0, "head": 1, "query": 2, "key": 3}
 
 
 class Blocks(NamedTuple):
-    """Blocks that bounds are computed of."""
+    """Blocks to compute bounds for."""
 
     batch: int
     heads: int
@@ -55,9 +55,9 @@ class Bounds(NamedTuple):
     """Bounds of a value per block: tensors [batch or 1, heads or 1, rows or 1, columns or 1], or numbers.
 
     Args:
-        low, high: of a number, the smallest and the largest value in a block, fp64; NaN: unknown.
-            Of a bool, True where it is surely True, and True where it is surely False.
-        is_point: the value does not vary within blocks.
+        low, high: for a number: the smallest and the largest value in a block, fp64; NaN: unknown. For a bool: low is True where it is
+            surely True, high is True where it is surely False.
+        is_point: True if the value does not vary within blocks.
     """
 
     low: Any
@@ -80,7 +80,7 @@ def mask_bounds(call: Call, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def distance_bounds(least: int | None, most: int | None, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
-    """(full, empty), exact, of a mask that shows the keys with least <= q_idx - kv_idx <= most, None: no bound; as mask_bounds()."""
+    """(full, empty) as mask_bounds(), exact, of the mask least <= q_idx - kv_idx <= most; None: no bound."""
     stream = stream_of(blocks.device)
     query, key = (
         (_leaf.__wrapped__ if stream is None else _leaf)(x, blocks, stream) for x in ("query", "key")
@@ -91,7 +91,7 @@ def distance_bounds(least: int | None, most: int | None, blocks: Blocks) -> tupl
 
 
 def stream_of(device: torch.device) -> int | None:
-    """Current stream, the only one that may use what this call makes and caches; None in a CUDA graph capture, which must not cache."""
+    """Current stream, the only one that may use what this call caches; None in a CUDA graph capture, where nothing may be cached."""
     if device.type != "cuda":
         return 0
     return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream
@@ -99,7 +99,7 @@ def stream_of(device: torch.device) -> int | None:
 
 @functools.lru_cache(maxsize=64)
 def _leaf(leaf: str, blocks: Blocks, stream: int | None) -> Bounds:
-    """Bounds of a leaf, kept for the work of a stream."""
+    """Bounds of a leaf, cached per stream."""
     block, size = blocks.block(leaf), blocks.size(leaf)
     low = torch.arange(0, size, block, dtype=torch.float64, device=blocks.device)
     low = low.view([-1 if axis == AXES[leaf] else 1 for axis in range(4)])
@@ -116,7 +116,9 @@ class _Evaluation:
         self.stream = stream_of(blocks.device)
         self.found: dict[int, Bounds] = {}
         self.sizes: dict[int, float] = {}  # upper bound of |value|, known without the tensors
-        self.by_block: dict[tuple, tuple[torch.Tensor, torch.Tensor]] = {}  # smallest and largest elements
+        self.by_block: dict[
+            tuple, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # (smallest, largest) elements per block
 
     def bounds(self, root: int) -> Bounds:
         for i in sorted(self.call.program.needed([root])):
@@ -162,9 +164,10 @@ class _Evaluation:
         return _exact(evaluate(value, operands, self.blocks.device))
 
     def _load(self, value: Value) -> Bounds:
-        """Bounds of a captured tensor.
+        """Bounds of an element of a captured tensor.
 
-        They are those of a block of it where q_idx or kv_idx are the index, exact at other indices that do not vary, else of all of it.
+        A dimension indexed by q_idx or kv_idx itself is bounded per block. Other indices are exact if they do not vary within blocks; else
+        the bounds cover the whole dimension.
         """
         tensor = self.call.tensors[value.data].detach()
         leaves, others, certain = [], [], True
@@ -264,7 +267,7 @@ class _Evaluation:
         if limit is None or self.sizes[i] < limit or value.op in ("constant", "number"):
             return found
         if value.dtype == INT and (found.is_point or value.op == "load"):
-            return found  # what PyTorch computes, and what a tensor holds, is in range
+            return found  # an element of a tensor, or computed by PyTorch: in range
         fits = (found.low >= -limit) & (found.high < limit)
         return Bounds(torch.where(fits, found.low, math.nan), torch.where(fits, found.high, math.nan))
 

@@ -123,7 +123,7 @@ TORCH_DTYPES = {FLOAT: torch.float32, INT: torch.int32, LONG: torch.int64, BOOL:
 
 @dataclass(frozen=True)
 class CapturedTensor:
-    """Captured tensor, or what is left of it after some indices.
+    """Captured tensor of which some dimensions have been indexed.
 
     Args:
         index: a value per dimension that is indexed; None for the others.
@@ -137,7 +137,7 @@ class CapturedTensor:
 
 @dataclass
 class Builder:
-    """Values of a program under construction; equal values are one."""
+    """Values of a program under construction; equal values are merged."""
 
     values: list[Value] = field(default_factory=list)
     positions: dict[Value, int] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class Builder:
         return self._keep(Value("constant", dtype, data=number))
 
     def number(self, number: float | int | bool, dtype: str) -> int:
-        """A number of the call: compiled in if that makes operations cheaper, else an argument of the launch."""
+        """A number of the call: a constant of the kernel if that makes operations cheaper, else a launch argument."""
         if dtype == BOOL or number in BUILT_IN or not math.isfinite(number):
             return self.constant(number, dtype)
         number = float(number) if dtype == FLOAT else int(number)
@@ -185,7 +185,7 @@ class Builder:
         return self._keep(Value("cast", dtype, (value,)))
 
     def op(self, name: str, dtype: str, *args: int) -> int:
-        """An operation of OPS on operands that have been cast, without those that change nothing."""
+        """An operation of OPS on operands that have been cast; an operation that changes nothing is left out."""
         if name == "mul":
             for x, y in (args, args[::-1]):
                 if self._is(x, 1):
@@ -200,7 +200,7 @@ class Builder:
             return args[1]
         if name in ("and", "or") and dtype == BOOL:
             for x, y in (args, args[::-1]):
-                if self.values[x].op == "constant":  # as and_masks and or_masks of torch begin
+                if self.values[x].op == "constant":  # torch's and_masks and or_masks start from one
                     return y if self.values[x].data is (name == "and") else x
         if name in ROUNDINGS and dtype != FLOAT:
             return args[0]
@@ -236,7 +236,7 @@ def evaluate(
 
 
 class Unsupported(Exception):
-    """Something in a traced function that no kernel can do; its text says what, and where if that is known."""
+    """Something in a traced function that kernels do not support; the text says what, and where if that is known."""
 
 
 def convert(builder: Builder, graph: GraphModule, arguments: list[int]) -> list[int]:
@@ -272,7 +272,7 @@ def _captured(builder: Builder, tensor: torch.Tensor) -> int | CapturedTensor:
             f" {tuple(tensor.shape)} {tensor.dtype}; cast it before the call"
         )
     if not tensor.ndim and tensor.device.type == "cpu" and not tensor.requires_grad:
-        # A 0-d CPU tensor is a number, as everywhere in torch, unless it shall be learned
+        # A 0-d CPU tensor is a number, as everywhere in torch, unless it requires a gradient
         return builder.number(tensor.item(), DTYPES[tensor.dtype])
     if not tensor.numel():
         raise ValueError(
@@ -291,7 +291,7 @@ def _scalar(builder: Builder, value: int | CapturedTensor) -> int:
 
 
 class _Operation:
-    """One call of an aten operation, converted to values. A KeyError says that it is not supported."""
+    """One call of an aten operation, converted to values. A KeyError means that it is not supported."""
 
     def __init__(self, builder: Builder, found: dict[Node, int | CapturedTensor], node: Node):
         self.builder, self.found, self.node = builder, found, node
@@ -450,7 +450,7 @@ class _Operation:
         return self.builder.op("trunc", FLOAT, quotient)
 
     def _with_constant(self, name: str, x: Any, y: Any) -> int:
-        """An operation that is much cheaper if its second operand is known when the kernel is compiled."""
+        """An operation whose second operand is compiled in, as that makes it much cheaper."""
         first = self.operand(x, self.dtype)
         if isinstance(y, Node):
             second = self.operand(y, self.dtype)

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Seconds; less where less of the budget is left
+# Limits in seconds, less if less of the budget is left
 COMPILE_LIMIT = 300.0  # per kernel
-COMPILE_FLOOR = 60.0  # least time per row to compile: a kernel that is cut off is wasted time
+COMPILE_FLOOR = 60.0  # least time per row to compile, as a build that is cut off is wasted
 TIME_LIMIT = 300.0  # for all candidates of a row together
 MIN_SHARE = 20.0  # least share of the budget per row, so that a short budget serves the first rows well
 ROUNDS, FINAL_ROUNDS = 5, 15
@@ -78,8 +78,8 @@ def tune(
     Args:
         shapes: a row's score is the geometric mean over its shapes; default: the tuning set of each direction.
         budget_s: seconds, shared evenly among rows. Rows that are not reached are named and left unchanged. A hang at the end
-            is cut off a few times sandbox.GRACE later.
-        only: tune rows whose direction and key together have all these words.
+            is ended a few times sandbox.GRACE later.
+        only: tune the rows whose direction and key contain all these words.
         gpu_name: name in torch; default: the current device.
         path: the table to improve, whose rows are the incumbents; default: configs.tuned_path, with the configs that calls get
             today as incumbents. Each row is written as soon as it is known.
@@ -181,7 +181,7 @@ class Search:
         end_by = max(end_by, time.monotonic() + COMPILE_FLOOR)
         results = self.builders.map(self.steps.compile, new, COMPILE_LIMIT, begin_by, end_by)
         found = self.built | dict(self._tracked(f"{row}: compile", len(new), results))
-        # The next row may have time for a kernel that this row cut off
+        # The next row may have time for a build that was cut off here
         self.built = {kernel: result for kernel, result in found.items() if not isinstance(result, OutOfTime)}
         for attempt, needed in zip(attempts, kernels, strict=True):
             attempt.add_reports({kernel: found[kernel] for kernel in needed if kernel in found})
@@ -216,7 +216,7 @@ class Search:
         end_by: float,
         into: str = "tflops",
     ) -> list[Attempt]:
-        """Time the attempts in one run, or one by one if that fails, to find the culprit; return those that were timed."""
+        """Time the attempts in one run; if that fails, one by one, to find the failing one. Return those that were timed."""
         if not attempts:
             return []
         try:

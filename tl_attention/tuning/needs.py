@@ -1,4 +1,4 @@
-"""The kernels that calls on a shape load, known before any call."""
+"""Kernels that calls on a shape will load, without making a call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kernels_of(shape: Shape, dtype: str, direction: str, all_lengths: bool = Fal
 
     Args:
         direction: one of problem.DIRECTIONS, DECODE or JVP.
-        all_lengths: the kernels of calls with other lengths, too; in a decode those of other pages and numbers of queries.
+        all_lengths: add the kernels for other lengths; for a decode, for other page sizes and numbers of queries.
     Raises:
         ValueError: no kernels have these head dims, or options, or pages.
     """

@@ -31,9 +31,9 @@ from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.numeric import check_bwd, check_fwd
 from tl_attention.testing.shapes import Shape
 
-FP32_ERROR = 1e-4  # rms error / rms value of a right result
+FP32_ERROR = 1e-4  # largest rms error / rms value of a correct result
 RESULTS = {True: ("out", "lse"), False: ("dq", "dk", "dv")}  # of a forward, of a backward
-CHECK_LIMIT = 30.0  # seconds for the check of one candidate; a hang costs as much
+CHECK_LIMIT = 30.0  # seconds for the check of one candidate; also the cost of a hang
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ def prepare_to_run() -> None:
 
 
 def compile_kernel(problem: AttnProblem, config: KernelConfig) -> cubin.Report:
-    """Put the kernel into the disk cache and report on it."""
+    """Compile a kernel into the disk cache and report on it."""
     building.build_here(problem, config)
     return cubin.report_compiled(problem, config)
 
 
 def check_candidate(row: Row, config: Config, shapes: Sequence[Shape]) -> str | None:
-    """The first error in the results, or None. torch fills outputs with NaN before the kernels run."""
+    """The first error in a candidate's results, or None. torch fills outputs with NaN before the kernels run."""
     for shape in shapes:
         inputs = _make_inputs(row, shape, seed=time.time_ns() % 2**32)
         torch.use_deterministic_algorithms(True)

@@ -41,9 +41,8 @@ def flash_bwd_delta(problem: AttnProblem, config: BwdDelta) -> T.PrimFunc:
     lse_view = T.Tensor(lse_shape, "float32")
     dlse_view = T.Tensor(lse_shape, "float32") if varlen else False  # False makes no argument
     lse_log2_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
-    delta_view = T.Tensor(
-        [batch_rows, heads, rounded_q], "float32"
-    )  # one object for both arguments would alias them
+    # Not the same object: one object for both arguments would alias them
+    delta_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
     dlse_factor_type = T.float32 if varlen else False
     table_view = T.Tensor([entries, 8], "int32") if varlen else False
     blocks_per_tile = TABLE_ROWS // rows

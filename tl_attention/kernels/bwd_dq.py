@@ -74,9 +74,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     v_view = rows_argument(problem, "v", batch, seqlen_k, heads_kv, columns_v)
     do_view = rows_argument(problem, "do", batch, seqlen_q, heads, columns_v)
     lse_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
-    delta_view = T.Tensor(
-        [batch_rows, heads, rounded_q], "float32"
-    )  # one object for both arguments would alias them
+    # Not the same object: one object for both arguments would alias them
+    delta_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
     dq_view = result_argument(problem, "dq", batch, seqlen_q, heads, columns_qk)
     extra = option_arguments(problem)
 

@@ -1,4 +1,4 @@
-"""Kernel configs: how each kernel is cut into tiles, stages and warpgroups.
+"""Kernel configs: tiles, pipeline stages, warpgroups and schedule of each kernel.
 
 A forward is one FwdConfig, a backward is a BwdConfig of several BwdPass; the other configs are of helper kernels.
 `kernels(problem)` of a config lists everything it compiles.
@@ -11,20 +11,20 @@ from dataclasses import dataclass, replace
 
 from tl_attention.problem import DEFAULT_DTYPE, HALF_DTYPES, JVP_TILE_WIDTHS, AttnProblem
 
-# The order of tiles.
+# Schedules: which CTA computes which tile.
 #   grid        one CTA per tile, longest tiles first
 #   persistent  one CTA per SM, computing every ctas-th tile
 #   dynamic     one CTA per SM, drawing the next tile from a counter
 SCHEDULES = ("grid", "persistent", "dynamic")
 
 # Gradients that one backward pass computes. "dq" alone: a CTA owns queries and loops over keys. The others: a CTA owns keys and
-# loops over queries; with dq among them it adds its share to fp32 sums, in no fixed order.
+# loops over queries; if dq is among them it adds its share of dq to fp32 sums, in no fixed order.
 GRADS = ("dq+dk+dv", "dk+dv", "dk", "dv", "dq")
 
-# Default depth of the K ring and of the V ring of a forward: 3 was searched wherever it fits and never won (bf16, H200, 2026-11-21)
+# Default depth of the K and V rings of a forward: 3 was searched wherever it fits and never won (bf16, H200, 2026-11-21)
 KV_STAGES = 2
 
-# Adjacent cache rows that a kernel may assume: 0 for keys without pages, else a divisor of the page size
+# Number of adjacent cache rows that a kernel may assume: 0: keys without pages; else a divisor of the page size
 PAGE_ROWS = (0, 16, 64)
 
 # Fields of a split item that DecodeCombine merges, and the int32 slots per item
@@ -42,7 +42,7 @@ class FwdConfig:
     schedule: str = "grid"  # one of SCHEDULES
     q_stages: int = 1  # depth of the Q ring; 2 prefetches the queries of the next tile
     split: bool = False  # several CTAs per tile, each with a part of its keys; FwdCombine merges them
-    # Keep each row max after the masked steps. A tile whose row sums overflow is computed a second time with an updated max.
+    # Hold each row max after the masked steps. A tile whose row sums overflow is computed a second time with an updated max.
     # Not in fp16: its range ends at 2^16
     hold_max: bool = False
     page_rows: int = 0  # one of PAGE_ROWS
@@ -71,7 +71,7 @@ class FwdConfig:
         return " ".join(words)
 
     def without_hold_max(self) -> FwdConfig:
-        """The config for fp16 and split kernels, which cannot hold a max; ping_pong then pays only with three warpgroups."""
+        """The config for fp16 and split kernels, which cannot hold the row max; without it ping_pong pays only with three warpgroups."""
         if not self.hold_max:
             return self
         return replace(self, hold_max=False, ping_pong=self.ping_pong and self.warpgroups > 2)
@@ -84,7 +84,7 @@ class FwdConfig:
         """Every kernel this config compiles for a problem."""
         found: list[tuple[AttnProblem, KernelConfig]] = [(problem, self)]
         if self.split:
-            # The rows of packed sequences look like one batch entry to it
+            # It sees the rows of packed sequences as one batch entry
             found.append((problem.plain.helper_problem(problem.head_dim_v), FwdCombine()))
         return found + parts_kernels(problem) + table_kernels(problem)
 
@@ -101,7 +101,7 @@ class PartsConfig:
 
 
 def parts_kernels(problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
-    """The kernel that splits the tensors of an fp32 problem; nothing for others."""
+    """The kernel that splits the tensors of an fp32 problem; none for other dtypes."""
     if not problem.is_fp32:
         return []
     return [(AttnProblem(problem.dtype, problem.head_dim, problem.head_dim, False), PartsConfig())]
@@ -118,12 +118,12 @@ class FwdCombine:
         return f"combine {self.rows}"
 
 
-# Orders of a step of the pass that sums dq.
-#   ""           dq of the step before is added before dS
-#   late-sums    dq of the step before is added at the end of the step
+# Orders of operations in a step of the pass that sums dq.
+#   ""           dq of the previous step is added before dS
+#   late-sums    dq of the previous step is added at the end of the step
 #   early-dK     dK is issued before dS is shared, and delta is read ahead
 #   separate-dS  dS has registers of its own: the product of dV reads P beside it
-# But for "", dS has two slots in shared memory: a warpgroup writes one while others read that of the step before.
+# Except for "", dS has two slots in shared memory: a warpgroup writes one while others read that of the previous step.
 DQ_ORDERS = ("", "late-sums", "early-dK", "separate-dS")
 
 
@@ -155,11 +155,11 @@ class JvpConfig:
         return f"jvp {self.block_M}x{self.block_N}" + " ping-pong" * self.ping_pong
 
 
-# By the width of the tiles. TFLOPS of B4 8k, full and causal, as three times the forward (H200, 2026-11-22)
+# Tile width -> config. Numbers: TFLOPS of B4 8k, full and causal, counted as three times the forward (H200, 2026-11-22)
 JVP_CONFIGS = {
     # 616 and 660, 32 heads; with ping_pong 608 and 580; block_N 96: 615 and 655, 80: 578 and 550
     "d64": JvpConfig(128, 112),
-    # The widest that fits; right, but not timed
+    # The widest that fits; checked, but not timed
     "d96": JvpConfig(128, 80),
     # 703 and 695, 16 heads; without ping_pong 674 and 651; block_N 48 without it: 638 and 591
     "d128": JvpConfig(128, 64, ping_pong=True),
@@ -167,7 +167,7 @@ JVP_CONFIGS = {
 
 
 def jvp_kernels() -> list[tuple[AttnProblem, JvpConfig]]:
-    """Every kernel of the forward with its derivative along a direction."""
+    """Every kernel of forward mode."""
     problems = (
         AttnProblem(dtype, *width, causal)
         for dtype in HALF_DTYPES
@@ -224,7 +224,7 @@ class BwdPass:
         return self.schedule != "grid"
 
     def has_dv_tile(self, problem: AttnProblem) -> bool:
-        """True if dV leaves through shared memory of its own, so that the next V comes meanwhile; else through that of V."""
+        """True if dV is stored through shared memory of its own, so that the next V can be loaded meanwhile; else through that of V."""
         # At 1k keys, against dV through V: d128 5.7 % faster full and 2.2 % causal, d64 2.0 % slower full and 0.5 % causal (H200)
         # 128 columns fit beside two stages of Q only, and not beside the P' of dropout
         fits = problem.head_dim_v < 128 or (self.num_stages == 2 and not problem.has("dropout"))
@@ -299,7 +299,7 @@ class TileTable:
 
 
 def table_kernels(problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
-    """The tile table kernel, the same for all problems with varlen; nothing for others."""
+    """The tile table kernel, the same for all problems with varlen; none for others."""
     if not problem.has("varlen"):
         return []
     return [(AttnProblem(DEFAULT_DTYPE, 64, 64, False, ("varlen",)), TileTable())]
@@ -309,7 +309,7 @@ def table_kernels(problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]
 class DecodeConfig:
     """Tiles of a decode kernel. A tile holds the queries of all heads that share a key head."""
 
-    warpgroups: int = 1  # each with 64 rows of the tile; with v_in_k all with the same 64
+    warpgroups: int = 1  # each computes 64 rows of the tile; with v_in_k all compute the same 64 rows
     block_N: int = 64  # keys per step
     num_stages: int = 3  # depth of the K ring and of the V ring
     page_rows: int = 0  # one of PAGE_ROWS
@@ -411,7 +411,7 @@ def sum_columns(problem: AttnProblem, bwd_pass: BwdPass) -> int | None:
     if not problem.is_fp32:
         return None
     if bwd_pass.adds_dq:
-        return bwd_pass.block_M  # dQ' takes its turn in them
+        return bwd_pass.block_M  # dQ' uses them in turn with dK and dV
     return 64 if problem.head_dim == 64 else 32
 
 

@@ -1,4 +1,4 @@
-"""AttnProblem, the static part of a call, and the tables that sort calls into problems: dtypes, tile widths, length buckets.
+"""AttnProblem, the static part of a call, and the tables that map calls to problems: dtypes, tile widths, length buckets.
 
 A kernel is compiled once per pair of a problem and a kernel config (kernel_configs.py).
 """
@@ -13,19 +13,19 @@ from tl_attention.program import Program
 
 @dataclass(frozen=True)
 class DType:
-    """An element type of inputs and outputs; for fp32 with the precision of its products."""
+    """An element type of inputs and outputs; for fp32 together with the precision of products."""
 
     name: str  # as in torch and in TileLang; fp32: float32 and the precision
     short: str  # in a tuning key
     bytes: int  # per element of a Q, K or V tile, all parts of it
-    # fp32: an element is the sum of so many bf16 numbers, which the tensor cores multiply; 0 for elements that they take as they are
+    # fp32: number of bf16 parts whose sum is an element, and which the tensor cores multiply; 0 for other dtypes
     parts: int = 0
 
 
-# Precisions of fp32, as torch.set_float32_matmul_precision names them -> parts per element. One part is bf16: its kernels serve medium
+# Precision of fp32, as named by torch.set_float32_matmul_precision -> parts per element. With one part the bf16 kernels serve
 PRECISIONS = {"highest": 3, "high": 2, "medium": 1}
-# Products (part of the left factor, part of the right one) by the number of parts: those above the rounding error of the result, the
-# smallest first, so that they are added before the sum is large
+# Number of parts -> products (part of the left factor, part of the right one) that exceed the rounding error of the result, smallest
+# first, so that they are added while the sum is small
 PRODUCTS = {
     1: ((0, 0),),
     2: ((1, 0), (0, 1), (0, 0)),
@@ -39,14 +39,14 @@ FP32_DTYPES = {
     )
 }
 DTYPES = HALF_DTYPES | FP32_DTYPES
-# The first dtype: tuned by default, and the one of kernels that serve every dtype
+# The first dtype: tuned by default, and used in the key of kernels that serve every dtype
 DEFAULT_DTYPE = next(iter(DTYPES))
 # Operands of kernels, see AttnProblem.dtype_of
 OPERANDS = ("q", "k", "v", "o", "p", "do", "ds", "dq", "dk", "dv")
-FP32_OPERANDS = ("o", "dq", "dk", "dv")  # those that fp32 kernels have in fp32
+FP32_OPERANDS = ("o", "dq", "dk", "dv")  # operands that are fp32 in fp32 kernels
 
-# (head_dim, head_dim_v) of the forward kernels, least work first. A problem runs at the first width that holds it: TMA fills
-# the missing columns of a tile with zeros on load and drops them on store.
+# Tile widths (head_dim, head_dim_v) of the forward kernels, least work first. A problem runs at the first width that is large enough:
+# TMA fills the missing columns of a tile with zeros on load and drops them on store.
 TILE_WIDTHS = (
     (64, 64),
     (96, 64),
@@ -59,45 +59,45 @@ TILE_WIDTHS = (
     (256, 256),
 )
 MAX_HEAD_DIM = TILE_WIDTHS[-1][0]
-# Widths of fp32. 64 rows of three parts of two tensors of 256 columns fill shared memory: the backward of three parts ends before
+# Widths of fp32. The backward of three parts has none above 128: 64 rows of three parts of two tensors of 256 columns fill shared memory
 FP32_TILE_WIDTHS = ((64, 64), (128, 128), (256, 256))
-FP32_BWD_WIDTHS = {3: FP32_TILE_WIDTHS[:2], 2: FP32_TILE_WIDTHS}  # by the number of parts
+FP32_BWD_WIDTHS = {3: FP32_TILE_WIDTHS[:2], 2: FP32_TILE_WIDTHS}  # by number of parts
 # Widths of the backward, which compiles more kernels per problem
 BWD_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 # Widths of decode. The last is multi-head latent attention with absorbed weights: V is the first columns of K.
 DECODE_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512))
-# Widths of the forward with its derivative along a direction, whose consumers hold two outputs in registers
+# Widths of forward mode, whose consumers hold two outputs in registers
 JVP_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128))
 MAX_JVP_HEAD_DIM = JVP_TILE_WIDTHS[-1][0]
 
 # The last seqlen_k of each length bucket; the last bucket is open-ended
 BUCKET_ENDS = (1024, 4096)
 BUCKETS = ("1k", "4k", "long")
-# A further bucket of the forward: problems with so few tiles that several CTAs split the keys of a tile
+# One more bucket of the forward: problems with so few tiles that several CTAs split the keys of a tile
 SPLIT_BUCKET = "split"
 MAX_SPLITS = 128  # CTAs per tile
 
 TABLE_ROWS = 128  # queries or keys per tile of packed sequences, and the padding unit of their fp32 rows
 FAR = 2**30  # rows; larger than any length, see kernels.tiles.packed
 
-# Variants of plain attention, in this order. A kernel knows only whether an option is on; its value is a runtime argument.
+# Variants of plain attention, in this order. Which options are on is compiled in; their values are runtime arguments.
 #   window   a query sees only keys near its diagonal
 #   softcap  softcap * tanh(score / softcap)
 #   alibi    score - slope * |distance|
 #   sink     one extra logit per head in the softmax denominator
-#   dropout  random probabilities become 0
+#   dropout  probabilities become 0 at random
 #   varlen   packed sequences of different lengths
 OPTIONS = ("window", "softcap", "alibi", "sink", "dropout", "varlen")
-# Variants of calls on parts of a sequence, after the options and served by the configs of a problem without them
-#   placed   the first query and the first key have positions of their own; always with window, never with varlen
-#   added    the forward merges its result with that of other keys, which is in memory in fp32
+# Variants for calls on parts of a sequence, listed after the options. The configs of the problem without them serve
+#   placed   positions of the first query and key in their sequences are runtime values; always with window, never with varlen
+#   added    the forward merges its result into that of other keys, which is in memory in fp32
 PART_OPTIONS = ("placed", "added")
 DECODE_OPTIONS = ("window", "softcap", "alibi", "sink")
 
 # bwd_det: a backward whose gradients are equal bit by bit from run to run
 DIRECTIONS = ("fwd", "bwd", "bwd_det")
-DECODE = "decode"  # a further pass, a few queries against a cache; not tuned
-JVP = "jvp"  # a further pass, the forward with its derivative along a direction; not tuned
+DECODE = "decode"  # one more pass: a few queries against a cache; not tuned
+JVP = "jvp"  # one more pass: forward mode, the forward with its derivative along a direction; not tuned
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class AttnProblem:
     """The static part of a call. Batch, heads, lengths, strides and scale are runtime arguments of the kernel.
 
     head_dim (of Q and K) and head_dim_v (of V and O) are tile widths: one of TILE_WIDTHS, at least the tensors' own.
-    options: a subset of OPTIONS and PART_OPTIONS, in their order. A windowed problem is never causal: the right end of the window says it.
-    program: score_mod and mask_mod; neither causal nor options then.
+    options: a subset of OPTIONS and PART_OPTIONS, in their order. A windowed problem is never causal: a right bound of 0 is.
+    program: score_mod and mask_mod; not together with causal or options.
     """
 
     dtype: str
@@ -131,7 +131,7 @@ class AttnProblem:
         return cls(dtype, *tile_width(head_dim, head_dim_v, direction, dtype), causal, options, program)
 
     def helper_problem(self, width: int) -> AttnProblem:
-        """Key of helper kernels (delta, sum, combine), which depend only on dtype, one width and packing; fp32: on no precision."""
+        """Key of helper kernels (delta, sum, combine), which depend only on dtype, one width and varlen; for fp32 not on the precision."""
         dtype = next(iter(FP32_DTYPES)) if self.is_fp32 else self.dtype
         return AttnProblem(dtype, width, width, False, ("varlen",) if self.has("varlen") else ())
 
@@ -140,7 +140,7 @@ class AttnProblem:
 
     @property
     def is_fp32(self) -> bool:
-        """True for fp32, whose Q, K and V the kernels get as bf16 parts, side by side in the columns of a tensor."""
+        """True for fp32, whose Q, K and V kernels get as bf16 parts, side by side in the columns of a tensor."""
         return self.dtype in FP32_DTYPES
 
     @property
@@ -164,7 +164,7 @@ class AttnProblem:
         return 4 if self.is_fp32 else self.element_bytes
 
     def dtype_of(self, operand: str) -> str:
-        """Dtype of one of OPERANDS: that of the inputs; for fp32 bf16 where the tensor cores multiply."""
+        """Dtype of one of OPERANDS: that of the inputs; for fp32 bf16 if the tensor cores multiply it."""
         assert operand in OPERANDS, f"{operand=}"
         if operand == "o" and self.has("added"):
             return "float32"
@@ -176,52 +176,52 @@ class AttnProblem:
     def bias_is_linear(self) -> bool:
         """True where the ALiBi bias is linear in the key: a causal mask hides the keys past the diagonal.
 
-        Not for fp32: products added to a bias that is larger than they are round to its last digit.
+        Not for fp32: products that are added to a larger bias are rounded to its last digit.
         """
         return self.has("alibi") and self.causal and not self.has("softcap") and not self.is_fp32
 
     @property
     def profits_from_held_max(self) -> bool:
-        """True if P has the range for FwdConfig.hold_max, and its first blocks of keys tell something about the row max.
+        """True if P has the range for FwdConfig.hold_max, and the first key blocks predict the row max.
 
-        Tiles begin at the last keys. With ALiBi and no mask the row max grows from there to the query's own key, so a held one overflows
-        in most tiles, which then run twice.
+        Tiles start at the last keys. With ALiBi and no mask scores grow from there to the query's own key, so a held row max overflows in
+        most tiles, which then run twice.
         """
         grows = self.has("alibi") and not self.causal and not self.has("window")
         return self.dtype_of("p") == "bfloat16" and not grows
 
     @property
     def is_sloped(self) -> bool:
-        """True where the gradient of a raw score is not that of the score times the scale, but times a slope, too."""
+        """True if the derivative of the score with respect to the raw score is not the constant scale: with a softcap or a score_mod."""
         return self.has("softcap") or (self.program is not None and self.program.slope is not None)
 
     @property
     def learns(self) -> bool:
-        """True where captured tensors of the program get gradients."""
+        """True if captured tensors of the program get gradients."""
         return self.program is not None and bool(self.program.gradients)
 
     @property
     def learns_dS(self) -> bool:
-        """True where the gradient of a captured tensor is dS as kernels round it, which a pass by keys can store, too."""
+        """True if the gradient of a captured tensor is dS as kernels round it, so that a pass by keys can store it."""
         return self.learns and self.program.learns_dS and self.dtype_of("ds") == "bfloat16"
 
     @property
     def changes_scores(self) -> bool:
-        """True where a score_mod changes scores."""
+        """True if a score_mod changes scores."""
         return self.program is not None and self.program.score is not None
 
     @property
     def fetches(self) -> bool:
-        """True where tiles of captured tensors are fetched for a tile of scores."""
+        """True if a tile of scores needs tiles of captured tensors."""
         return self.program is not None and bool(self.program.dense_loads)
 
     @property
     def stages(self) -> bool:
-        """True where these tiles are prefetched to shared memory."""
+        """True if tiles of captured tensors are prefetched to shared memory."""
         return self.fetches and self.head_dim == TILE_WIDTHS[0][0] and self.program.is_staged
 
     def staged_bytes(self, columns: int, rows_are_keys: bool = False) -> list[int]:
-        """Shared memory of a warp for the tiles that it prefetches for 16 rows of `columns` scores."""
+        """Bytes of shared memory of a warp for the tiles that it prefetches for 16 rows of `columns` scores."""
         if not self.stages:
             return []
         return (
@@ -232,24 +232,24 @@ class AttnProblem:
 
     @property
     def is_uneven(self) -> bool:
-        """True where tiles have different numbers of steps, by a causal or a block mask."""
+        """True if tiles have different numbers of steps because of a causal or a block mask."""
         return self.causal or self.is_listed
 
     @property
     def is_listed(self) -> bool:
-        """True where a block mask lists the blocks to compute."""
+        """True if a block mask lists the blocks to compute."""
         return self.program is not None and self.program.listed
 
     @property
     def has_bits(self) -> bool:
-        """True where a bit per element stands for the mask of a program."""
+        """True if the mask of a program is given as a bit per element."""
         return self.program is not None and self.program.bits
 
     @property
     def served_as(self) -> AttnProblem:
         """The problem without PART_OPTIONS whose configs serve this one.
 
-        A place takes registers where dropout has none to spare: such a problem gets a config for dropout and a softcap.
+        `placed` takes registers that the config for dropout does not have to spare: such a problem gets the config for dropout and softcap.
         """
         names = (*self.options, "softcap") if self.has("placed") and self.has("dropout") else self.options
         return replace(self, options=tuple(name for name in OPTIONS if name in names))
@@ -283,7 +283,7 @@ class AttnProblem:
 
 
 def decode_problem(dtype: str, head_dim: int, head_dim_v: int, options: Iterable[str] = ()) -> AttnProblem:
-    """The problem that serves a decode. Its window is always on: the bounds are runtime values, and causal is one of them."""
+    """The problem that serves a decode. Its window is always on, as the bounds are runtime values; causal is a right bound of 0."""
     names = tuple(name for name in DECODE_OPTIONS if name in ("window", *options))
     return AttnProblem(dtype, *decode_width(head_dim, head_dim_v), False, names)
 

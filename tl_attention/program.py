@@ -1,4 +1,4 @@
-"""Programs: the functions score_mod and mask_mod of a call, as operations on scalars that a kernel evaluates per score.
+"""Programs: score_mod and mask_mod of a call as scalar operations that a kernel evaluates per score.
 
 tracing/trace.py makes them from Python functions, kernels/traced.py turns them into TileLang, reference/flex.py evaluates them in PyTorch.
 A program is part of the key of a kernel: tensors and most numbers that the functions capture are arguments of a launch, so that kernels
@@ -13,12 +13,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 FLOAT, INT, LONG, BOOL = "float32", "int32", "int64", "bool"
-LISTED_ROWS = 128  # blocks of a block mask have multiples of so many queries and keys; the tiles of its kernels divide it
-# How the keys of a listed block are seen: as mask_mod says, all, none, or all up to the last key, where the block ends after it.
-# Bits of a list's entry for that, and for the block
+LISTED_ROWS = 128  # block sizes of a block mask are multiples of this; the tiles of its kernels divide it
+# How the keys of a listed block are seen: by mask_mod, all, none, or all up to the last key, which lies inside the block.
+# Bits of a list's entry for this, and for the block's number
 MASK, SHOW_ALL, HIDE_ALL, SHOW_TO_LAST = 0, 1, 2, 3
 HOW_BITS, BLOCK_BITS = 2, 19
-PAST_ALL = 3  # entries after those of all tiles, which hide their block
+PAST_ALL = 3  # entries after those of all tiles; they hide their block
 # Leaves, the arguments of the functions: the scaled score, and which batch entry, query head, query and key it belongs to
 LEAVES = {"score": FLOAT, "batch": INT, "head": INT, "query": INT, "key": INT}
 # Dtypes of captured tensors; a program computes in fp32, whatever the float dtype
@@ -44,7 +44,7 @@ BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-MAX_STAGED = 4  # bytes per score of the tiles of captured tensors in shared memory
+MAX_STAGED = 4  # most bytes per score for tiles of captured tensors in shared memory
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Captured:
-    """Tensor that a function captures. Sizes and strides are arguments of a launch."""
+    """Tensor that a function captures. Its sizes and strides are launch arguments."""
 
     dtype: str
     ndim: int
@@ -79,7 +79,7 @@ def stored_dtype(captured: Captured) -> str:
 
 @dataclass(frozen=True)
 class TensorGradient:
-    """Gradient that one load of a captured tensor passes on: factor * gradient of the new score."""
+    """Gradient of one load of a captured tensor: factor * gradient of the new score."""
 
     tensor: int  # index in Program.tensors
     index: tuple[int, ...]  # values, one per dimension
@@ -97,7 +97,7 @@ class Program:
         tensors, numbers: dtypes of the launch arguments that loads and numbers refer to.
         gradients: of captured tensors.
         listed: a block mask lists the blocks to compute, and says how their keys are seen.
-        bits: a bit per element of the blocks that are seen in part stands for the mask; see launch/mask_bits.py. Only with `listed`.
+        bits: the mask of partial blocks is given as a bit per element; see launch/mask_bits.py. Only with `listed`.
         exact: gradients of captured tensors are exact sums, which do not depend on the order of the additions.
     """
 
@@ -119,7 +119,7 @@ class Program:
     def _hash(self) -> int:
         return hash(tuple(getattr(self, x.name) for x in fields(self)))
 
-    def __reduce__(self) -> tuple:  # without the hash, which differs from process to process
+    def __reduce__(self) -> tuple:  # without the cached hash, which differs between processes
         return Program, tuple(getattr(self, x.name) for x in fields(self))
 
     @functools.cached_property
@@ -129,7 +129,7 @@ class Program:
 
     @functools.cached_property
     def with_bits(self) -> tuple[Program, tuple[int, ...], tuple[int, ...]]:
-        """The program under a block mask with bits for its mask, and which of its tensors and which of its numbers that keeps."""
+        """(program under a block mask with bits for its mask, indices of the tensors and of the numbers that it keeps)."""
         kept = replace(self, mask=None, listed=True, bits=True).pruned()
         tensors, numbers = kept.used("load"), kept.used("number")
         places = {
@@ -166,7 +166,7 @@ class Program:
 
     @property
     def hides(self) -> bool:
-        """True where some keys may be hidden, beside those of blocks that no list names."""
+        """True if keys of listed blocks may be hidden."""
         return self.mask is not None or self.listed
 
     @property
@@ -186,12 +186,12 @@ class Program:
 
     @functools.cached_property
     def is_staged(self) -> bool:
-        """True where tiles of all dense loads fit into shared memory beside those of narrow heads."""
+        """True if tiles of all dense loads fit into shared memory beside those of narrow heads."""
         total = sum(BYTES[self.tensors[self.values[i].data].dtype] for i in self.dense_loads)
         return 0 < total <= MAX_STAGED
 
     def is_dense(self, index: tuple[int, ...]) -> bool:
-        """True for an index [.., q_idx, kv_idx] of a captured tensor: neighbours in memory are neighbours in a tile."""
+        """True for an index [.., q_idx, kv_idx] of a captured tensor, whose neighbours in memory are neighbours in a tile."""
         return [self.values[i].op for i in index[-2:]] == ["query", "key"]
 
     @functools.cached_property
@@ -206,7 +206,7 @@ class Program:
 
     @functools.cached_property
     def stored(self) -> tuple[int, ...]:
-        """Gradients that no two scores of a head share: the only ones of a tensor, by [q_idx, kv_idx] behind b, h and constants."""
+        """Gradients with an element per score of a head: the only one of its tensor, indexed by b, h, constants, then q_idx, kv_idx."""
 
         def is_stored(gradient: TensorGradient) -> bool:
             outer = [self.values[i].op for i in gradient.index[:-2]]
@@ -218,7 +218,7 @@ class Program:
 
     @functools.cached_property
     def learns_dS(self) -> bool:
-        """True where the only gradient is that of the score itself, of a bf16 bias that is stored: the dS that a backward multiplies."""
+        """True if the only gradient is that of a stored bf16 bias added to the score: it equals the dS that a backward multiplies."""
         if self.slope is not None or len(self.gradients) != 1 or self.stored != (0,):
             return False
         (gradient,) = self.gradients
@@ -227,7 +227,7 @@ class Program:
 
     @property
     def learns_from_scores(self) -> bool:
-        """True where gradients of captured tensors need the scores, beside the probabilities that they became."""
+        """True if gradients of captured tensors need the scores, not only the probabilities."""
         return bool(self.gradients) and (
             self.slope is not None or any(self.depends_on(x.factor, ("score",)) for x in self.gradients)
         )
@@ -274,7 +274,7 @@ class Program:
         return not {*leaves}.isdisjoint(self.values[i].op for i in self.needed([value]))
 
     def __str__(self) -> str:
-        """score_mod mask_mod blocks bits, as far as they are there."""
+        """The words score_mod, mask_mod, blocks, bits, as far as they apply."""
         words = [
             word for word, value in (("score_mod", self.score), ("mask_mod", self.mask)) if value is not None
         ]

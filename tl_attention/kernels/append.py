@@ -11,7 +11,7 @@ from tl_attention.kernel_configs import AppendConfig
 from tl_attention.kernels.tiles import strided
 from tl_attention.problem import AttnProblem
 
-# Indices that may leave their tensors have guards of their own
+# Bounds checks are off: indices that may leave their tensors are checked in the kernel
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}
 
 
@@ -64,10 +64,10 @@ def flash_append(problem: AttnProblem, config: AppendConfig) -> T.PrimFunc:
         K_new, V_new: [batch, appended, heads_kv, head_dim or head_dim_v], written to positions Seqlens[b] and up.
         K_cache, V_cache: [caches, seqlen_cache, heads_kv, head_dim or head_dim_v], or pages [num_pages, page_size, ..].
         Cos, Sin: [positions, rotary_dim / 2].
-        Seqlens, Caches, Table, seqlen, num_pages: as in decode.py, present by the bits of `given`.
+        Seqlens, Caches, Table, seqlen, num_pages: as in decode.py; bits of `given` say which tensors are present.
         rotary_dim: int32, columns to rotate; 0 for no rotation.
         interleaved: int32, see Rotary.
-        queries_move: int32, 1 rotates query i by position Seqlens[b] + i, 0 all queries by Seqlens[b].
+        queries_move: int32, 1: query i is rotated by position Seqlens[b] + i; 0: all queries by Seqlens[b].
         given: int32 bits: 1 Seqlens, 4 Caches, 8 Table.
         appended: int32, new rows per sequence.
         page_size: int32, rows per page.

@@ -1,10 +1,10 @@
-"""Listed blocks: the blocks of keys, or of queries, that a block mask names for a tile, one step each.
+"""Listed blocks: the blocks of keys, or of queries, that a block mask lists for a tile, one step each.
 
-launch/block_lists.py makes the lists. A span [3] describes the list of a tile: how many of its first steps may hide keys, how many
-steps it has, at least one, and its first entry. An entry holds, from the lowest bit: how the keys of the block are seen, program.MASK or
-another; the block; by keys, the query head among those of its key head. The last three entries of the list of all tiles hide their block:
-a step reads two entries ahead, and an empty list needs one. With Program.bits the places, one per entry, say where the bits of a block
-are: see launch/mask_bits.py.
+launch/block_lists.py makes the lists. A span [3] describes the list of a tile: number of first steps that may hide keys, number of steps
+(at least one), and index of its first entry. An entry holds, from the lowest bit: how the keys of the block are seen, program.MASK or
+another; the block's number; in lists by keys, the query head among those of its key head. The last three entries hide their block: a step
+reads two entries ahead, and an empty list needs one entry. With Program.bits `places` has one number per entry, where the bits of the
+block are: see launch/mask_bits.py.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def block_of(entry: Any) -> Any:
 
 @T.meta_class
 class ListedKeyBlocks:
-    """Key blocks that a list names for the queries of a tile; those that may hide keys come first. See mask.KeyBlocks."""
+    """Key blocks that are listed for the queries of a tile; those that may hide keys come first. See mask.KeyBlocks."""
 
     listed = True
 
@@ -84,7 +84,7 @@ class ListedKeyBlocks:
         self.num_steps = T.alloc_var("int32", init=0)
         self.num_masked = T.alloc_var("int32", init=0)  # first steps, which may hide keys
         self.first_entry = T.alloc_var("int32", init=0)
-        # The step that find() was called for: its first key, and how its keys are seen
+        # Of the last step passed to find(): its first key, and how its keys are seen
         self.found_key = T.alloc_var("int32", init=0)
         self.found_how = T.alloc_var("int32", init=0)
 
@@ -99,7 +99,7 @@ class ListedKeyBlocks:
 
     @T.inline
     def keep_share(self, share, shares):
-        """Keep one of `shares` near-equal shares of the steps. An empty share becomes one step past all keys."""
+        """Keep share number `share` of `shares` nearly equal shares of the steps. An empty share becomes one step past all keys."""
         first = T.alloc_var("int32", init=T.truncdiv(share * self.num_steps[0], shares))
         steps = T.alloc_var("int32", init=T.truncdiv((share + 1) * self.num_steps[0], shares) - first)
         entry = T.if_then_else(steps > 0, self.first_entry[0] + first, self.entries.shape[0] - PAST_ALL)
@@ -159,9 +159,9 @@ class ListedKeyBlocks:
 
 @T.meta_class
 class ListedQueryBlocks:
-    """Query blocks, of all query heads of a key head, that a list names for the keys of a tile. See mask.QueryBlocks.
+    """Query blocks, of all query heads of a key head, that are listed for the keys of a tile. See mask.QueryBlocks.
 
-    A part of a tile without blocks has one step, in which all is hidden.
+    A part of a tile without blocks has one step, in which all keys are hidden.
     """
 
     listed = True
@@ -181,10 +181,10 @@ class ListedQueryBlocks:
         self.places = None if loads else places
         self.block_M, self.block_N = block_M, block_N
         self.num_steps = T.alloc_var("int32", init=0)
-        self.next_entry = T.alloc_var("int32", init=0)  # position of that of the step after the one at hand
+        self.next_entry = T.alloc_var("int32", init=0)  # index of the next step's entry
         self.first_head = T.alloc_var("int32", init=0)  # of the key head
-        # Entry and place of the step at hand and of the next. Consumers read these a step ahead, as memory is far; the warp that loads
-        # is ahead, and has no registers for it
+        # Entry and place of the current and the next step. Consumers read these a step ahead to hide memory latency; the warp that loads
+        # runs ahead anyway, and has no registers for them
         self.current = T.alloc_var("int32", init=0)
         self.ahead = None if loads else T.alloc_var("int32", init=0)
         self.place_now, self.place_ahead = (

@@ -1,12 +1,12 @@
 """FlashAttention backward for Hopper, by keys: dK, dV of a key block and its share of dQ, in one loop over the query blocks.
 
 Dao 2023 (FlashAttention-2, algorithm 2), in the schedule of Shah et al. 2024 (FlashAttention-3). Scores are transposed, S' = K Q': P'
-and dS' then leave the tensor cores in the registers where dV += P' dO and dK += dS' Q want them. Each consumer warpgroup owns 64 keys.
+and dS' are then in registers as operands of dV += P' dO and dK += dS' Q. Each consumer warpgroup owns 64 keys.
 The producer warp fills rings of Q and dO tiles by TMA. dQ is added from registers to sums in global memory.
 
 bwd_delta.py computes Lse_log2 and Delta first; bwd_sum.py converts dQ_sum to dQ at the end. In fp32 dQ' = K' dS' is added to dQ itself.
-A pass computes one or two of the three gradients where the registers do not hold dK and dV together, or where dQ must not depend on
-the order of additions. Each pass then computes S' itself.
+A pass computes only one or two of the three gradients if registers do not hold dK and dV together, or if dQ must not depend on the order
+of additions. Each pass computes S'.
 """
 
 import functools
@@ -50,7 +50,7 @@ from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = {
     **pipeline.PASS_CONFIGS,
-    # Only Lse_log2, Delta, dQ_sum and the parts are read or written without TMA; the caller pads them to whole tiles
+    # Bounds checks are off: only Lse_log2, Delta, dQ_sum and the parts are accessed without TMA, and the caller pads them to whole tiles
     "tl.disable_safe_memory_legalize": True,
 }
 
@@ -65,7 +65,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dO: [batch, seqlen_q, heads, columns <= head_dim_v].
         Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up], from bwd_delta.py.
         dQ_sum: fp32 FragmentBlocks of the matrices [batch, heads], width head_dim. The kernel adds to it.
-            In fp32 dQ itself, where the pass makes it; 0 before.
+            In fp32 dQ itself, if the pass computes it; 0 before the kernel.
         dK_parts, dV_parts: fp32 FragmentBlocks of the matrices [parts, batch, heads_kv], widths head_dim and head_dim_v.
             Written instead of dK and dV if parts > 1, and for packed sequences in fp32.
         softmax_scale: fp32.
@@ -95,14 +95,14 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     pieces = bwd_tiles.dq_pieces(block_M, head_dim, config.warpgroups)
     sloped, varlen = problem.is_sloped, problem.has("varlen")
     both_P = sloped and makes_dk and makes_dv
-    # Load the log-sum-exps before S' is waited for: shared memory, busy with the GEMMs, answers late. Full d64 at 4k
+    # Load the log-sum-exps before waiting for S': shared memory is busy with GEMMs and slow to answer. Full d64 at 4k
     # 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21). dk+dv and ALiBi spill with it, and dv of d256 was slower
     prefetch_lse = (makes_dq or not makes_dv) and not problem.has("alibi")
     # Mask S' instead of P': the exponential is then in one basic block with the code after it. Full d64 455 -> 474 TFLOPS,
     # d256 dv 833 -> 781 us (H200, 2026-11-21); dk+dv of 192/128 spills. With a softcap dk+dv must mask first, as the
     # exponential also makes the P' of dV, and dk alone spills
     mask_before_exp = problem.program is None and (makes_dq or (makes_dk and makes_dv) == sloped)
-    # dV needs a P' of its own where dS' is made in the registers of P' from another P': dV's has dropout, dS's the softcap's slope
+    # dV needs a P' of its own if dS' is made in registers of P' from another P': dV's has dropout, dS's the softcap's slope
     stage_P = stages_P(problem, config)
     separate_P = stage_P or (reuse and makes_dv and sloped)
 
@@ -140,7 +140,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     @T.macro
     def compute_scores(w, step, head, scores, scale_log2, tile, shared, acc_s):
-        """Issue S' = K Q', added to the linear bias if there is one."""
+        """Issue S' = K Q', accumulated on the linear bias if there is one."""
         scores.start(tile.batch, head, scale_log2)
         scores.begin(acc_s, shared.bias_columns)
         fp32.multiply(products, shared.K.parts_of(w), shared.Q.parts_of(step), acc_s, **k_qt)
@@ -149,7 +149,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     def exponentiate(step, acc_s, P_for_dv, lse_log2, blocks, mask, scores, scale_log2, softmax_scale):
         """Replace S' in acc_s by the masked P' = exp2(S' * scale_log2 - lse_log2(query)).
 
-        Where scores have a slope acc_s gets P' times it, for dS', and P_for_dv gets P'.
+        If scores have a slope, acc_s gets P' * slope for dS', and P_for_dv gets P'.
         """
         diagonal = mask.diagonal(blocks.query)
         scores.locate_transposed(mask.key, blocks, step)
@@ -173,7 +173,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     @T.macro
     def differentiate(w, number, turn, first, counts, tile, blocks, tiles, shared, softmax_scale, options):
-        """Compute dK and dV of 64 keys, and with them dQ of all query blocks that see the key tile."""
+        """Compute dK and dV of 64 keys, and their share of dQ of all query blocks that see the key tile."""
         key = tile.first_key + 64 * w
         scores = Scores(problem, options, softmax_scale, block_M, True, shared.staged)
         dropout = Dropout(problem, options, block_M, rows_are_keys=True)
@@ -287,8 +287,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     P_operands = (shared.P[w],) if stage_P else P_parts
                     T.wgmma_gemm(P_operands[0], shared.dO[step], acc_dv, policy=row_wise)
             if not makes_dk:
-                # Once P' has gone to a GEMM every lane has its log-sum-exps. An arrival overtakes reads that are in flight: before
-                # the GEMM, causal dv of d192 and d256 read those of a later step now and then (H200, 2026-11-21)
+                # Only after the GEMM of P', when every lane has read its log-sum-exps: an arrival overtakes reads in flight. Released
+                # before, causal dv of d192 and d256 sometimes read those of a later step (H200, 2026-11-21)
                 shared.Q.release(step)
 
             if early_dK:
@@ -374,7 +374,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             bwd_tiles.add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, last_dq)
             if not dynamic:
                 sync_consumers(consumers)  # all warpgroups have read K
-        # Locate the tile once more: its position then takes no registers during the loop
+        # Locate the tile again, so that its position takes no registers during the loop
         if dynamic:
             shared.tile_box.read_tile(turn, tile)
             shared.tile_box.release(turn)
@@ -385,7 +385,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             problem, config, w, key, counts, tile, tiles, shared, softmax_scale, dropout, dk_chunks, dv_chunks
         )
         if dynamic and not dv_tile:
-            wait_for_stores()  # the next keys are not there yet either
+            wait_for_stores()  # costs nothing: the next keys have not arrived either
             shared.V.release(key_step(config, turn, w))
 
     @T.macro
@@ -395,7 +395,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         if dynamic:
             fill_bias_columns(w, shared.bias_columns, consumers)
             turn = T.alloc_var("int32", init=0)
-            first_step = T.alloc_var("int32", init=0)  # rings go on from tile to tile
+            first_step = T.alloc_var("int32", init=0)  # of the tile: ring steps continue from tile to tile
             shared.tile_box.wait(0)
             while not shared.tile_box.at_end(turn):
                 shared.tile_box.read_tile(turn, tile)

@@ -12,11 +12,11 @@ PASS_CONFIGS = {"tl.enable_fast_math": True}
 
 
 def flash_bwd_delta(problem: AttnProblem, config: BwdDelta) -> T.PrimFunc:
-    """Build the kernel that computes Lse_log2 and Delta of a forward's O and Lse.
+    """Build the kernel that computes Lse_log2 and Delta from a forward's O and Lse.
 
     Kernel arguments:
         O, dO: [batch, seqlen_q, heads, columns <= width], any strides but the last, which is 1.
-        Lse: fp32 [batch, heads, seqlen_q], in units of log2 / lse_to_log2.
+        Lse: fp32 [batch, heads, seqlen_q]; Lse * lse_to_log2 is in base 2.
         Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up to whole query blocks].
         lse_to_log2: fp32, 1 if Lse is in base 2, log2(e) if it is natural.
 
@@ -27,8 +27,8 @@ def flash_bwd_delta(problem: AttnProblem, config: BwdDelta) -> T.PrimFunc:
         dlse_factor: fp32.
         Table: int32 [entries, 8], the tile table of blocks of TABLE_ROWS queries.
 
-    A query that sees no key (Lse = -inf) and a row of padding get Lse_log2 = +inf: their probabilities are then 0. Delta of
-    padding is 0.
+    A query that sees no key (Lse = -inf) and a row of padding get Lse_log2 = +inf, so that their probabilities are 0. Delta of padding
+    is 0.
     """
     dtype, width, rows = problem.dtype_of("o"), problem.head_dim, config.rows
     varlen = problem.has("varlen")
@@ -41,7 +41,8 @@ def flash_bwd_delta(problem: AttnProblem, config: BwdDelta) -> T.PrimFunc:
     lse_view = T.Tensor(lse_shape, "float32")
     dlse_view = T.Tensor(lse_shape, "float32") if varlen else False  # False makes no argument
     lse_log2_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
-    delta_view = T.Tensor([batch_rows, heads, rounded_q], "float32")  # one object for both would alias them
+    # Not the same object: one object for both arguments would alias them
+    delta_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
     dlse_factor_type = T.float32 if varlen else False
     table_view = T.Tensor([entries, 8], "int32") if varlen else False
     blocks_per_tile = TABLE_ROWS // rows

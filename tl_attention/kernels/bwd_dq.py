@@ -50,7 +50,7 @@ PASS_CONFIGS = pipeline.PASS_CONFIGS
 def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     """Build the kernel of the pass that computes dq alone.
 
-    Kernel arguments: as in bwd.flash_bwd, but dQ in place of the outputs, and after softmax_scale:
+    Kernel arguments: as in bwd.flash_bwd, with dQ instead of its outputs, and after softmax_scale:
         heads_per_kv, m_blocks, group_heads, ctas: int32, see scheduler.TileCounts.
     """
     dtype_of, head_dim, head_dim_v = problem.dtype_of, problem.head_dim, problem.head_dim_v
@@ -74,7 +74,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     v_view = rows_argument(problem, "v", batch, seqlen_k, heads_kv, columns_v)
     do_view = rows_argument(problem, "do", batch, seqlen_q, heads, columns_v)
     lse_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
-    delta_view = T.Tensor([batch_rows, heads, rounded_q], "float32")  # one object for both would alias them
+    # Not the same object: one object for both arguments would alias them
+    delta_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
     dq_view = result_argument(problem, "dq", batch, seqlen_q, heads, columns_qk)
     extra = option_arguments(problem)
 
@@ -94,13 +95,13 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     @T.macro
     def compute_scores(w, step, scores, shared, acc_s):
-        """Issue S = Q K^T, added to the linear bias if there is one."""
+        """Issue S = Q K^T, accumulated on the linear bias if there is one."""
         scores.begin(acc_s, shared.bias_columns)
         multiply(products, lambda i: shared.Q.part(w, i), lambda j: shared.K.part(step, j), acc_s, **q_kt)
 
     @T.macro
     def exponentiate(acc_s, lse_log2, query, step, blocks, scores, scale_log2):
-        """Replace S in acc_s by the masked P = exp2(S * scale_log2 - lse_log2), times its slope where scores have one."""
+        """Replace S in acc_s by the masked P = exp2(S * scale_log2 - lse_log2), times the slope if scores have one."""
         diagonal = blocks.diagonal(query, step)
         scores.locate(query, blocks, step)
         scores.prepare(acc_s, diagonal)
@@ -165,7 +166,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(step))
             if blocks.listed:
                 blocks.find(step)
-            T.wait_wgmma(0)  # S, and dQ of the step before
+            T.wait_wgmma(0)  # S, and dQ of the previous step
             if step > 0:
                 shared.K.release(step - 1)
 

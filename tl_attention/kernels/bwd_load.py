@@ -1,4 +1,4 @@
-"""Producer of a backward by keys: the loads of its tiles, and which tiles a CTA computes if it computes several."""
+"""Producer of a backward by keys: loads of tiles, and the choice of tiles for a CTA that computes several."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tl_attention.problem import AttnProblem
 
 
 def key_step(config: BwdPass, turn: Any, w: int) -> Any:
-    """Step of the rings of K and V with the 64 keys of warpgroup w in the tile of a turn."""
+    """Step of the K and V rings that holds the 64 keys of warpgroup w of a turn's tile."""
     return turn * config.warpgroups + w if config.is_dynamic else w
 
 
@@ -66,7 +66,7 @@ class KeyTileProducer:
         return query_blocks(self.problem, self.options, tile, *sizes, loads=True)
 
     def steps(self, first: Any, end: Any) -> Any:
-        """Loop over steps. nvcc unrolls it by 4, for which a producer of several tiles has no registers."""
+        """Loop over steps. nvcc would unroll it by 4, for which a producer of several tiles has too few registers."""
         if self.dynamic:
             return T.unroll(first, end, annotations={"pragma_unroll_factor": 1})
         return T.serial(first, end)
@@ -113,7 +113,7 @@ class KeyTileProducer:
         blocks = self.blocks(tile)
         if self.dynamic:
             turn = T.alloc_var("int32", init=0)
-            first_step = T.alloc_var("int32", init=0)  # rings go on from tile to tile
+            first_step = T.alloc_var("int32", init=0)  # of the tile: ring steps continue from tile to tile
             box = self.shared.tile_box
             box.wait(0)
             while not box.at_end(turn):
@@ -134,7 +134,7 @@ class KeyTileProducer:
 
     @T.inline
     def schedule(self, number):
-        """Describe one tile after another to the other roles, the next before they have computed one."""
+        """Describe one tile after another to the other roles, each before they have finished the previous one."""
         tile = self.tile()
         blocks = self.blocks(tile)
         box = self.shared.tile_box

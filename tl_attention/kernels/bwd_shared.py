@@ -14,7 +14,7 @@ from tl_attention.problem import AttnProblem
 
 
 def stages_P(problem: AttnProblem, config: BwdPass) -> bool:
-    """True if dV reads P' from shared memory: with dropout, where dS' takes the registers of another P'. Not in fp32, see legality.py."""
+    """True if dV reads P' from shared memory: with dropout, if dS' takes the registers of another P'. Not in fp32, see legality.py."""
     return config.reuse_registers and "dv" in config.makes and problem.has("dropout")
 
 
@@ -22,13 +22,13 @@ def alloc_key_rings(problem: AttnProblem, config: BwdPass) -> tuple[TileRing, Ti
     """Rings of K and V, a step per 64 keys. A pass that makes dv alone has no V."""
     dtype_of, parts, warpgroups = problem.dtype_of, problem.parts, config.warpgroups
     k_shape, v_shape = ([warpgroups, 64, parts * width] for width in (problem.head_dim, problem.head_dim_v))
-    readers = 4 * warpgroups if config.is_dynamic else 4  # of K: all, for dq
+    readers = 4 * warpgroups if config.is_dynamic else 4  # warps that read K: for dq all of them
     K = TileRing(k_shape, dtype_of("k"), readers, "K", parts=parts)
     return K, TileRing(v_shape, dtype_of("v"), 4, name="V", parts=parts) if "dk" in config.makes else None
 
 
 def alloc_dv(problem: AttnProblem, config: BwdPass, K: TileRing, V: TileRing | None) -> Any:
-    """Tiles that dV leaves through: those of V, else of K, if that is as wide, or tiles of their own."""
+    """Tiles through which dV is stored: those of V; without V those of K, if as wide; else separate ones."""
     if config.has_dv_tile(problem):
         return alloc_each(config.warpgroups, [64, problem.head_dim_v], problem.dtype_of("dv"), "dV")
     if V is not None:
@@ -39,7 +39,7 @@ def alloc_dv(problem: AttnProblem, config: BwdPass, K: TileRing, V: TileRing | N
 
 
 def alloc_ds(problem: AttnProblem, config: BwdPass) -> Any:
-    """Tiles [64, block_M] of dS' for dq; in fp32 one per warpgroup, which alone reads it, and part."""
+    """Tiles [64, block_M] of dS' for dq; in fp32 one per warpgroup, which alone reads it, and per part."""
     if "dq" not in config.makes:
         return None
     if problem.is_fp32:
@@ -52,7 +52,7 @@ def alloc_ds(problem: AttnProblem, config: BwdPass) -> Any:
 def alloc_shared_tiles(
     problem: AttnProblem, config: BwdPass, K: TileRing, V: TileRing | None, dV: Any
 ) -> SharedTiles:
-    """Allocate the rest of what the roles of a CTA meet at."""
+    """Allocate the remaining SharedTiles of a CTA."""
     dtype_of, parts, warpgroups, block_M = problem.dtype_of, problem.parts, config.warpgroups, config.block_M
     dynamic, consumer_warps = config.is_dynamic, 4 * warpgroups
     row_values = 2 if "dk" in config.makes else 1  # Lse_log2 and, for dS', Delta

@@ -1,4 +1,4 @@
-"""End of the backward by keys: dK and dV of 64 keys leave the registers."""
+"""End of the backward by keys: storing dK and dV of 64 keys."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from tl_attention.problem import AttnProblem
 
 
 def dk_tile(config: BwdPass, w: int, shared: Any) -> Any:
-    """Shared memory that dK leaves through: that of K, or where the next keys come there meanwhile a tile of its own."""
+    """Shared tile through which dK is stored: that of K, or a separate one if the next keys are loaded meanwhile."""
     return shared.dK[w] if config.is_dynamic else shared.K.tiles[w, :, :]
 
 
 def dv_tile(problem: AttnProblem, config: BwdPass, w: int, shared: Any) -> Any:
-    """Shared memory that dV leaves through."""
+    """Shared tile through which dV is stored."""
     return shared.dV[w] if config.has_dv_tile(problem) else shared.dV[w, :, :]
 
 
 def send(config: BwdPass, tile: Any, place: Any) -> Any:
-    """Store a shared tile; with the schedule grid also wait until it is read."""
+    """Store a shared tile by TMA; with the schedule grid also wait until TMA has read it."""
     return T.tma_copy(tile, place) if config.is_dynamic else T.copy(tile, place)
 
 
@@ -44,7 +44,7 @@ def store_gradients(
     dk_chunks,
     dv_chunks,
 ):
-    """Scale dK and dV, and store them through the shared tiles of K and V; in fp32 from registers. As parts if there are several.
+    """Scale dK and dV, and store them through shared tiles, in fp32 from registers; as parts if several CTAs share the query heads.
 
     dk_chunks, dv_chunks: fp32 tiles [64, columns] side by side.
     """
@@ -65,7 +65,7 @@ def store_gradients(
     elif problem.is_fp32 or counts.parts > 1:
         store_parts(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks)
     else:
-        if config.has_dv_tile(problem):  # gradients of the tile before have left
+        if config.has_dv_tile(problem):  # gradients of the previous tile have been stored
             wait_for_stores()
             sync_warpgroup(w)
         if makes_dk:

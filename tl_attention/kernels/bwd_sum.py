@@ -11,7 +11,7 @@ PASS_CONFIGS = {"tl.enable_fast_math": True, "tl.disable_safe_memory_legalize": 
 
 
 def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
-    """Build the kernel that computes Gradient = scale * sum of the parts, always in the same order.
+    """Build the kernel that computes Gradient = scale * sum of the parts, added in a fixed order.
 
     Kernel arguments:
         Parts: fp32 FragmentBlocks of the matrices [parts, batch, heads], width columns each.
@@ -36,7 +36,7 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
     of_keys_type = T.int32 if varlen else False  # False makes no argument
     table_view = T.Tensor([entries, 8], "int32") if varlen else False
     blocks_per_tile = TABLE_ROWS // rows
-    # Not 3 dimensions with 1 for the batch: TileLang 0.1.15 then puts one more barrier into d192 and d256
+    # Packed: a grid of two dimensions. With a third one of size 1 TileLang 0.1.15 adds a barrier to d192 and d256
     grid = (entries * blocks_per_tile, heads) if varlen else (T.ceildiv(seqlen, rows), heads, batch)
 
     @T.macro

@@ -59,7 +59,7 @@ def add_pieces(pieces, dQ_sum, row_block, acc_dq):
 
 @dataclass(frozen=True)
 class KeyTileCounts:
-    """Counts of key tiles, int32, from the host. A CTA owns one key block of a key head and one part of its query heads."""
+    """Counts of key tiles, int32, computed by the host. A CTA owns one key block of a key head, and one part of its query heads."""
 
     heads_per_kv: Any  # query heads per key head
     heads_per_part: Any  # query heads per CTA
@@ -117,7 +117,7 @@ class KeyTile:
         return self.tile.exists
 
     def group_end(self, number: Any) -> Any:
-        """Number one past the group of heads of tile `number`; from the number, as the warp that draws tiles has few registers."""
+        """Number one past the head group of tile `number`; computed from the number, as the warp that draws tiles has few registers."""
         size = self.tile.order.group_heads * self.tile.order.m_blocks
         return (T.truncdiv(number, size) + 1) * size
 
@@ -145,8 +145,8 @@ class KeyRowsMask:
     Args:
         mask: mask of the sequence.
         key: first key of the tile.
-        relative: count keys from `key`, and read the diagonal from one lane. The sequence lengths then take no registers:
-            for packed sequences in the pass that has none to spare.
+        relative: count keys from `key`, and read the diagonal from one lane. The sequence lengths then take no registers, which the pass
+            over packed sequences does not have to spare.
     """
 
     def __init__(self, mask: Mask, key: Any, relative: bool, name: str = "key_rows_mask"):
@@ -177,14 +177,14 @@ class KeyRowsMask:
 
 @T.meta_class
 class KeyTileBox(TileBox):
-    """TileBox of key tiles, in which a warp of its own describes each tile to the producer and the consumers.
+    """TileBox of key tiles, in which a separate warp describes each tile to the producer and the consumers.
 
     A first key of -1 ends the work.
     """
 
     def __init__(self, consumer_warps: int, has_table: bool, late: bool, name: str = "key_tile_box"):
         super().__init__(has_table, padded=has_table, name=name)
-        # So many warps have read it; with `late` the end of the producer's loads says that it has, too
+        # Warps that have read the slot; with `late` the producer instead signals the end of its loads
         self.empty = T.alloc_barrier([consumer_warps if late else consumer_warps + 1] * 2)
         self.loaded = T.alloc_barrier([1, 1]) if late else None  # all loads of the tile are issued
 
@@ -207,7 +207,7 @@ class KeyTileBox(TileBox):
 
     @T.inline
     def end_loads(self, turn):
-        """Ask for the next tile; by the producer, at the end of its loads of the tile of a turn."""
+        """Request the next tile; called by the producer at the end of its loads for a turn's tile."""
         T.sync_warp()
         if T.get_thread_binding() % 32 == 0:
             T.mbarrier_arrive(self.loaded[turn % 2])

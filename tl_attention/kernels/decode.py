@@ -1,12 +1,12 @@
 """Attention of a few queries per sequence to a long cache of keys and values, for Hopper.
 
-Bound by memory: each byte of the cache is read once. The queries of all heads that share a key head are the rows of one
+The kernel is bound by memory: it reads each byte of the cache once. The queries of all heads that share a key head are the rows of one
 tile (packed GQA). Persistent CTAs share the key blocks of all sequences and key heads evenly (decode_work.py): the splits
 over keys of Flash-Decoding (Dao et al. 2023) in the persistent order of FlashMLA. A producer warp loads key blocks by TMA,
 with or without pages; each consumer warpgroup computes 64 rows by online softmax.
 
-Where several CTAs share an item, each writes a part, O and lse in fp32, and decode_combine.py merges the parts. Merging by
-the last CTA that finishes took 29.2 us instead of 26.2 in total (H200, 64/8 heads, 8 sequences of 2k keys, 2026-11-21).
+If several CTAs share an item, each writes a part, O and lse in fp32, and decode_combine.py merges the parts. Merging in the last CTA
+that finishes took 29.2 us in total, against 26.2 (H200, 64/8 heads, 8 sequences of 2k keys, 2026-11-21).
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = {
     **pipeline.PASS_CONFIGS,
-    # No index leaves its tensor, and guards would make each load wait for the one before
+    # No index leaves its tensor, and bounds checks would make each load wait for the previous one
     "tl.disable_safe_memory_legalize": True,
 }
 # Registers per thread of (producer, consumers), by consumer warpgroups; the sum is that of pipeline.VARLEN_REGISTERS
@@ -103,14 +103,14 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
 
     Args:
         Q, O: dtype [batch, seqlen_q, heads, head_dim or head_dim_v], contiguous, of the tile's widths.
-        Lse: float32 [batch, heads, seqlen_q], in units of log2 / lse_unit.
+        Lse: float32 [batch, heads, seqlen_q], lse_unit * log2(sum of exponentials).
         K, V: the rows of all caches or pages one after the other, in the view of tiles.packed.
         Seqlens, Leftpad, CacheIndex, present, seqlen, appended, capacity: see KeyRanges.
         Table, page_size, num_pages, stride_k, stride_v: see CachePages. config.page_rows is 0 without pages.
         O_parts: float32 [slots, warpgroups, rows, columns]. Slots: CTAs + items, or with split_rule != 0 all splits.
         Lse_parts: float32 [slots, warpgroups, rows], base 2.
         Merges: int32 [entries, MERGE_NUMBERS], an item's MERGE_FIELDS for decode_combine.py. One entry per CTA, for the
-            item whose part 0 it has; with split_rule != 0 one entry per item. parts < 2: nothing to merge.
+            item whose part 0 it computes; with split_rule != 0 one entry per item. parts < 2: nothing to merge.
         heads_per_kv, m_blocks: query heads per key head, query tiles per key head.
         split_rule: see decode_work.py.
         left, right, softcap, Slopes, Sink: see DecodeOptionArguments.
@@ -131,7 +131,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     # QK of a key block runs beside PV of the block before. Two CTAs that share an SM overlap with each other, in less code. Two
     # warpgroups with 256 columns of O do not have the registers
     overlaps = config.ctas_per_sm == 1 and not v_in_k and config.warpgroups * head_dim_v < 512
-    # Columns of queries that are loaded at once; the addresses of rows of 192 or 576 would take registers throughout
+    # Columns of queries that are loaded at once; the addresses of rows of 192 or 576 columns would take registers throughout
     gathered = chunk_columns(problem) if head_dim % 128 == 64 else head_dim
 
     batch, seqlen_q, heads, heads_kv = T.dynamic("batch, seqlen_q, heads, heads_kv")
@@ -181,7 +181,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         rows = shared.rows
         Q_rows = T.alloc_fragment([64, gathered], dtype_of("q"))
         for c in T.serial(head_dim // gathered):
-            # All loads go to registers first: no load passes a store to shared memory, and each takes a trip to memory
+            # All loads go to registers first: a load cannot move ahead of a store to shared memory, and each has the latency of memory
             for i, j in T.Parallel(64, gathered):
                 Q_rows[i, j] = Q[b, rows.queries[w, i], rows.heads[w, i], c * gathered + j]
             for i, j in T.Parallel(64, gathered):
@@ -193,7 +193,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
     @T.macro
     def start_qk(me, shared, ahead=0):
         """S = Q K^T of the key block `ahead` of the current one, asynchronously."""
-        # No variable for step + ahead: with it nvcc made 977 instead of 972 instructions per segment (d128, softcap)
+        # Without a variable for step + ahead: with one nvcc made 977 instead of 972 instructions per segment (d128, softcap)
         shared.K.wait(me.segment.step[0] + ahead)
         T.wgmma_gemm(
             shared.Q[query_tile(me.w), :, :],
@@ -216,10 +216,10 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
 
     @T.macro
     def weigh(me, first_key, length, rows, arguments):
-        """Scores S to exponentials: softcap, ALiBi, mask and online softmax.
+        """Turn scores S into exponentials: softcap, ALiBi, mask and online softmax.
 
-        Mask and Scores.bias do not fit: they take the query of row i to be first_query + i and one slope per tile. Here
-        several rows share a query, so diagonals and slopes come from the row tables.
+        Mask and Scores.bias are not used: they assume that row i is query first_query + i and that a tile has one slope. Here
+        several rows share a query, and diagonals and slopes come from the row tables.
         """
         acc_s, scores, options = me.acc_s, me.scores, arguments.options
         scores.cap(acc_s)
@@ -230,7 +230,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                     acc_s[i, j] * (options.softcap if scores.capped else arguments.softmax_scale)
                     - rows.slopes[me.w, i] * distance
                 )
-        # Does a key of this block lie past the end, or outside the window of the first or the last query?
+        # True if a key of this block is past the end, or outside the window of the first or the last query
         if (
             (first_key + block_N > length)
             | (first_key + block_N - 1 > length - seqlen_q + options.right)
@@ -247,7 +247,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
 
     @T.macro
     def attend_overlapped(me, shared, arguments):
-        """O, row max and row sum of a segment; the S of each key block runs beside the O of the block before."""
+        """Compute O, row max and row sum of a segment; S of each key block overlaps with PV of the previous block."""
         segment = me.segment
         start_qk(me, shared)
         T.wait_wgmma(0)
@@ -274,7 +274,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
 
     @T.macro
     def attend(me, shared, arguments):
-        """O, row max and row sum of a segment."""
+        """Compute O, row max and row sum of a segment."""
         segment = me.segment
         T.clear(me.acc_o)
         for i in rolled(segment.steps[0]):
@@ -296,9 +296,9 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
 
     @T.macro
     def add_sink(me, lse, sink_lse, sinks):
-        """The sink's share of the row sum: lse = log2(2^lse + 2^sink), and O by the same factor.
+        """Add the sink to the row sum: lse = log2(2^lse + 2^sink), and scale O accordingly.
 
-        OnlineSoftmax.finish(sink=) does not fit: it takes one sink per tile, and a part must not contain the sink.
+        OnlineSoftmax.finish(sink=) is not used: it takes one sink per tile, and a part must not contain the sink.
         """
         for i in T.Parallel(64):
             sink_lse[i] = T.max(T.max(lse[i], sinks[me.w, i]), LOWEST)
@@ -308,14 +308,14 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         T.copy(sink_lse, lse)
 
     def row_value(table: Any, registers: Any, w: Any, i: Any) -> Any:
-        """A row's query or head, from registers if they hold it."""
+        """A row's query or head, from registers if it is kept there."""
         return table[w, i] if registers is None else registers[i]
 
     @T.macro
     def store_result(me, lse, rows, arguments):
         """Write O and Lse of a segment that is a whole item."""
         segment = me.segment
-        # In registers for the many stores of a row; with ALiBi there are not enough
+        # Kept in registers for the many stores of a row; with ALiBi there are too few
         row_query = None if problem.has("alibi") else T.alloc_fragment([64], "int32")
         row_head = None if problem.has("alibi") else T.alloc_fragment([64], "int32")
         if row_query is not None:
@@ -360,7 +360,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         segment = Segment(shared.segments)
         me = Consumer(w, segment, acc_s, P, acc_o, scores, softmax)
         sign = T.alloc_var("float32", init=1.0)
-        if scores.raw:  # the row max is one of raw scores, so a negative scale becomes -Q and |scale|
+        if scores.raw:  # the row max is a maximum of raw scores, so a negative scale becomes -Q and |scale|
             if arguments.softmax_scale < 0:
                 sign = -1.0
         if w == 0:
@@ -370,7 +370,7 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
         segment.wait()
         while segment.steps[0] > 0:
             segment.read(query_tile(w), config.block_M, seqlen_q * arguments.heads_per_kv)
-            sync_query_tile(w)  # all have read the query tile before
+            sync_query_tile(w)  # all have read the previous query tile
             rows.fill(w, segment, seqlen_q, arguments.heads_per_kv, arguments.options)
             gather_queries(w, arguments.Q, segment.b[0], sign, shared)
             sync_query_tile(w)

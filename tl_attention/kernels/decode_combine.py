@@ -14,14 +14,14 @@ from tl_attention.problem import AttnProblem
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
     "tl.disable_shared_memory_reuse": True,
-    "tl.disable_safe_memory_legalize": True,  # guards would make each load wait for the one before
+    "tl.disable_safe_memory_legalize": True,  # bounds checks would make each load wait for the previous one
 }
 
 
 def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimFunc:
     """Kernel that runs after decode.py and merges its parts; its arguments are those of flash_decode with the same names.
 
-    An entry of Merges with less than two parts is not read further, and nothing is written for it. A CTA merges `config.rows` rows
+    Nothing is written for an entry of Merges with fewer than two parts. A CTA merges `config.rows` rows
     of one warpgroup's 64.
 
     Args:
@@ -91,7 +91,7 @@ def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimF
                         row_max[i] = T.max(Sink[T.min(row_heads[i], sink_heads - 1)] * LOG2E, LOWEST)
                         row_sum[i] = T.exp2(Sink[T.min(row_heads[i], sink_heads - 1)] * LOG2E - row_max[i])
                 for s in T.serial(T.ceildiv(parts, at_once)):
-                    # Parts and rows past the last are read as the last, so that no load depends on a condition
+                    # Indices of parts and rows are clamped to the last, so that no load depends on a condition
                     for u in loads:
                         for i, j in T.Parallel(rows, columns):
                             loaded[u][i, j] = O_parts[
@@ -116,7 +116,7 @@ def flash_decode_combine(problem: AttnProblem, config: DecodeCombine) -> T.PrimF
                     for i in T.Parallel(rows):
                         row_max_prev[i] = T.exp2(row_max_prev[i] - row_max[i])
                         row_sum[i] = row_sum[i] * row_max_prev[i] + block_sum[i]
-                    T.sync_threads()  # the weights before have been read
+                    T.sync_threads()  # the previous weights have been read
                     T.copy(weights, weights_shared)
                     T.copy(row_max_prev, scales_shared)
                     T.sync_threads()

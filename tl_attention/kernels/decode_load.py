@@ -16,7 +16,7 @@ from tl_attention.problem import FAR, AttnProblem
 
 @T.meta_class
 class PageLookup:
-    """Position of 32 copies in a cache with pages, one per lane; a copy is page_rows adjacent keys of one page."""
+    """Positions of 32 TMA copies in a cache with pages, one per lane; a copy is page_rows adjacent keys of one page."""
 
     def __init__(self, pages: CachePages, page_rows: int, name: str = "lookup"):
         self.pages, self.page_rows = pages, page_rows
@@ -26,7 +26,7 @@ class PageLookup:
 
     @T.inline
     def read(self, b, first_key, length):
-        """Set this lane's copy; the copies of a warp begin at first_key of sequence b, which has `length` keys.
+        """Set this lane's copy. The copies of a warp start at first_key of sequence b, which has `length` keys.
 
         A page outside [0, num_pages) is never read: its copy has no rows left, so TMA fills it with zeros.
         """
@@ -49,7 +49,7 @@ def chunk_columns(problem: AttnProblem) -> int:
 
 @dataclass(frozen=True)
 class KeySource:
-    """K or V in the cache and the ring that its key blocks are loaded to.
+    """K or V in the cache, and the ring to load its key blocks to.
 
     Args:
         tensor: dtype, rows of all caches or pages one after the other, in the view of tiles.packed.
@@ -69,8 +69,8 @@ class KeySource:
 class KeyLoader:
     """TMA loads of key blocks of K and V to their rings, by the producer warp, with or without pages.
 
-    With pages a block takes several copies of page_rows keys. Without (0) it takes one; TMA then reads zeros past the
-    sequence's last key, as it does past a page's or sequence's last key in a copy.
+    With pages a block takes several copies of page_rows keys, without pages (page_rows 0) one. TMA reads zeros past the last key of a page
+    or sequence.
     """
 
     def __init__(
@@ -136,7 +136,9 @@ class KeyLoader:
             lane = i * len(copies) % 32 + copy
             self.row[0] = FAR - T.shfl_sync(self.lookup.rows_left[0], lane)
             self.page[0] = T.shfl_sync(self.lookup.page[0], lane)
-            for source in self.sources[::-1]:  # V first: nvcc schedules it so, with as many instructions
+            for source in self.sources[
+                ::-1
+            ]:  # V first: nvcc issues it first anyway, with as many instructions
                 source.end[0] = (
                     self.page[0] * source.stride + T.shfl_sync(self.lookup.row[0], lane) + FAR - self.row[0]
                 )

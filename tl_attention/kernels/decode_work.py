@@ -23,11 +23,11 @@ from tl_attention.problem import AttnProblem
 
 # Bits of the kernel argument `present`: which optional tensors a launch has
 HAS_SEQLENS, HAS_LEFTPAD, HAS_CACHE_INDEX = 1, 2, 4
-MIN_KEYS_PER_CTA = 256  # with fewer, merging takes longer than the keys that a CTA saves another
+MIN_KEYS_PER_CTA = 256  # with fewer keys, merging takes longer than another CTA saves
 
 
 def rolled(steps: Any) -> Any:
-    """Loop that nvcc does not unroll: a CTA runs most code once, so its instructions come from the L2 cache or beyond."""
+    """Loop that nvcc does not unroll: a CTA runs most code once, so instructions are fetched from L2 or memory."""
     return T.unroll(steps, unroll_factor=1)
 
 
@@ -44,9 +44,9 @@ class KeyRanges:
         Seqlens: int32 [batch], keys in the cache, without `appended`; absent: `seqlen` for all sequences.
         Leftpad: int32 [batch], cache rows before the first key; absent: 0.
         CacheIndex: int32 [batch], cache of each sequence; absent: its own number.
-        present: HAS_SEQLENS, HAS_LEFTPAD, HAS_CACHE_INDEX. An absent tensor has any length of 1 or more.
+        present: bits HAS_SEQLENS, HAS_LEFTPAD, HAS_CACHE_INDEX. An absent tensor may have any length of at least 1.
         seqlen, appended: keys in the cache, keys that were just appended to it.
-        capacity: keys that a sequence may have.
+        capacity: maximum number of keys per sequence.
     """
 
     Seqlens: Any
@@ -60,7 +60,7 @@ class KeyRanges:
     def value(self, tensor: Any, flag: int, b: Any, default: Any) -> Any:
         """tensor[b], or default if the tensor is absent."""
         bit = self.present >> flag.bit_length() - 1 & 1
-        # The index is 0 in an absent tensor, so that a load ahead of the condition stays in it
+        # The index is 0 in an absent tensor, so that a load moved ahead of the condition stays inside
         return T.if_then_else(bit != 0, tensor[b * bit], default)
 
     def keys_end(self, b: Any) -> Any:
@@ -93,7 +93,7 @@ class WorkSizes:
 class WorkShare:
     """Work units of one CTA, read segment by segment. The producer warp computes them; each lane holds the same values.
 
-    All CTAs that have work have the same number of work units, or one more.
+    CTAs that have work have equal numbers of work units, up to one.
     """
 
     def __init__(self, ranges: KeyRanges, sizes: WorkSizes, name: str = "work"):
@@ -110,7 +110,7 @@ class WorkShare:
         self.unit = int_var()  # first work unit of the next segment
         self.end_unit = int_var()
         self.units_per_cta = int_var()
-        self.longer_ctas = int_var()  # the first CTAs, which have one unit more
+        self.longer_ctas = int_var()  # number of CTAs, the first ones, with one unit more
         self.cta = int_var()
         self.total_units = int_var()
         self.busy_ctas = int_var()  # CTAs that have work
@@ -167,7 +167,7 @@ class WorkShare:
         self.busy_ctas[0] = T.max(T.min(enough, sizes.ctas), 1)
         self.units_per_cta[0] = T.truncdiv(self.total_units[0], self.busy_ctas[0])
         self.longer_ctas[0] = self.total_units[0] - self.units_per_cta[0] * self.busy_ctas[0]
-        # The condition reads a variable that its body sets, or TileLang 0.1.15 would make an `if` of each statement
+        # The condition reads a variable that its body sets; else TileLang 0.1.15 would make an `if` of each statement
         self.unit[0] = cta
         if self.unit[0] < self.busy_ctas[0]:
             self.unit[0] = cta * self.units_per_cta[0] + T.min(cta, self.longer_ctas[0])
@@ -194,7 +194,7 @@ class WorkShare:
         sizes = self.sizes
         lane = T.get_thread_binding() % 32
         for chunk in rolled(T.ceildiv(sizes.batch, 32)):
-            if sizes.batch > 32:  # else the lanes hold their sequences since count_units
+            if sizes.batch > 32:  # else the lanes still hold the sequences of count_units()
                 self.read_sequence(chunk * 32 + lane)
             self.units_to_lane[0] = self.units_per_item[0]
             for distance in (1, 2, 4, 8, 16):
@@ -228,7 +228,7 @@ class WorkShare:
 
     @T.inline
     def next_segment(self):
-        """Set the segment that begins at `unit`, and move `unit` behind it."""
+        """Set the segment that starts at `unit`, and move `unit` past it."""
         sizes = self.sizes
         while self.unit[0] >= self.units_before[0] + self.units_per_item[0] * sizes.items_per_sequence:
             self.units_before[0] += self.units_per_item[0] * sizes.items_per_sequence
@@ -269,9 +269,9 @@ class WorkShare:
 
 @T.meta_class
 class SegmentBox:
-    """Segments in shared memory, two at a time, from the producer to the consumers, which need not divide to find them.
+    """Mailbox in shared memory with two slots, in which the producer describes segments to the consumers, which then need no division.
 
-    A segment of 0 steps is the end. An mbarrier does not keep the compiler from moving plain loads and stores across it;
+    A segment of 0 steps ends the work. An mbarrier does not keep the compiler from moving plain loads and stores across it;
     a sync_warp on either side does.
     """
 
@@ -372,7 +372,7 @@ class DecodeOptionArguments:
 
 @T.meta_class
 class RowTables:
-    """Shared tables [warpgroups, 64] of the rows of a query tile. A row is one query of one head; adjacent rows share a query."""
+    """Tables [warpgroups, 64] in shared memory of the rows of a query tile. A row is one query of one head; adjacent rows share a query."""
 
     def __init__(self, problem: AttnProblem, warpgroups: int, name: str = "rows"):
         self.queries = T.alloc_shared([warpgroups, 64], "int32")

@@ -1,6 +1,6 @@
 """CUDA of dense captured tensors: matrices [queries, keys], read and written by tiles that a warp owns.
 
-A tile in shared memory has a row per query, and 16 bytes between rows, which keep the rows that a warp reads at once in different banks.
+A tile in shared memory has one row per query, with 16 bytes of padding, so that rows which a warp reads at once are in different banks.
 """
 
 from __future__ import annotations

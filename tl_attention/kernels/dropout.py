@@ -8,10 +8,10 @@ import tilelang.language as T
 
 from tl_attention.problem import AttnProblem
 
-# Dropout by Philox-4x32 with 7 rounds (Salmon et al. 2011); reference.dropout_keep says which bits decide on which element.
-# A lane holds rows r, r + 8 (r = lane / 4) and, of every 8 columns, 2t, 2t + 1 (t = lane % 4) of its warp's 16 rows. Two Philox calls
-# decide on 32 elements of a block of 16 x 16; 4 lanes hold 8 of them each. Of 4 blocks side by side, each of the 4 lanes draws for one,
-# and two exchanges give each lane its 8 bits of all 4
+# Dropout by Philox-4x32 with 7 rounds (Salmon et al. 2011); reference.dropout_keep defines which bits decide on which element.
+# Of its warp's 16 rows a lane holds rows r and r + 8 (r = lane / 4), and of every 8 columns 2t and 2t + 1 (t = lane % 4). Two Philox calls
+# decide on 32 elements of a block of 16 x 16, of which 4 lanes hold 8 each. For 4 blocks side by side each of the 4 lanes draws for one
+# block, and two shuffles give each lane its 8 bits of all 4 blocks
 PHILOX = """
 static __device__ __forceinline__ uint4 tl_attention_philox(uint4 c, unsigned k0, unsigned k1) {
 #pragma unroll
@@ -123,7 +123,7 @@ class Dropout:
     def start(self):
         """Read seed and offset.
 
-        Where rows are keys, each step calls this: held in uniform registers, they make ptxas serialize all wgmma (C7515).
+        Where rows are keys, each step calls this: kept in uniform registers they make ptxas serialize all wgmma (C7515).
         """
         if self.on:
             k0, k1, offset = (
@@ -156,7 +156,7 @@ class Dropout:
             )
 
     def position(self, query: Any, key: Any, stream: Any) -> tuple:
-        """Query, key and stream of one GPU's call on the whole sequences."""
+        """(query, key, stream) in the whole sequences, of which a placed problem has a part."""
         if not self.placed:
             return query, key, stream
         place = self.options.Table.data
@@ -172,7 +172,7 @@ class Dropout:
 
     @T.inline
     def drop(self, tile):
-        """Set to 0 what the last draw drops."""
+        """Set elements to 0 that the last draw() drops."""
         if self.on:
             T.evaluate(
                 T.call_extern(

@@ -42,7 +42,7 @@ from tl_attention.kernels.traced import alloc_staged, traced_arguments
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
-# Like pipeline.REGISTERS; a producer that also locates tiles needs more
+# Registers per thread of (the producer, the consumers), as in pipeline.REGISTERS; a producer that also locates tiles needs more
 PERSISTENT_REGISTERS = {2: (40, 232), 3: (32, 160)}
 
 
@@ -50,18 +50,18 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     """Forward kernel(Q, K, V, O, Lse, Tickets, softmax_scale, lse_unit, heads_per_kv, m_blocks, group_heads, ctas).
 
     Args of the kernel:
-        Q, K, V, O: views [batch, seqlen, heads, columns], no more columns than the problem's tile widths; none is empty, as TMA
-            takes no empty tensor. varlen: see tiles.PackedTiles.
+        Q, K, V, O: views [batch, seqlen, heads, columns] with at most as many columns as the problem's tile widths, and not empty, as
+            TMA takes no empty tensor. varlen: see tiles.PackedTiles.
             fp32: Q, K, V are bf16 parts, [batch, seqlen, heads, parts * width], from parts.py; O is fp32.
-        Lse: fp32 [batch, heads, seqlen_q], log2 of the sum of exponentials times lse_unit. A row without keys has O = 0, Lse = -inf.
+        Lse: fp32 [batch, heads, seqlen_q], lse_unit * log2(sum of exponentials). A row without keys has O = 0, Lse = -inf.
         Tickets: int32 [2], zeros before and after the kernel.
         heads_per_kv, m_blocks, group_heads, ctas: see scheduler.TileCounts.
         With options: the fields of OptionArguments follow.
-    config.split: `splits` CTAs share a tile; each attends to its share of the key blocks and writes a part of O and Lse, which
+    config.split: `splits` CTAs share a tile; each attends to its share of the key blocks and writes partial O and Lse, which
         fwd_combine.py merges: O [splits, batch, heads, seqlen_q, head_dim_v], Lse [splits, batch, heads, seqlen_q], fp32 and base 2;
         varlen: see tiles.PackedPartTiles. An empty share has O = 0, Lse = -inf.
-    added: O is fp32 and holds with Lse the result of other keys, with which the kernel merges its own: see results.add_stored.
-    config.page_rows: keys are in pages, whose sizes are multiples of it: see tiles.PagedKeys; the fields of pages.CachePages follow.
+    option `added`: O (fp32) and Lse hold the result of other keys, and the kernel merges its own into it: see results.add_stored.
+    config.page_rows: keys are in pages whose size is a multiple of it: see tiles.PagedKeys. The fields of pages.CachePages follow.
     """
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
     block_M, block_N, q_stages = config.block_M, config.block_N, config.q_stages
@@ -73,11 +73,11 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         registers = PERSISTENT_REGISTERS.get(config.warpgroups)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
     O_from_registers = split or problem.dtype_of("o") == "float32"
-    # O leaves through the shared memory of its queries
+    # O is stored through the shared memory of its queries
     O_in_Q = head_dim == head_dim_v and not O_from_registers
-    two_producers = config.page_rows > 0  # a load takes more instructions than one warp has time for
+    two_producers = config.page_rows > 0  # one warp cannot issue all instructions of the loads in time
     parts, products = problem.parts, problem.products
-    o_cols = CHUNK if parts > 1 else head_dim_v  # columns of a tile of O in registers
+    o_cols = CHUNK if parts > 1 else head_dim_v  # columns per tile of O in registers
     turns = Turns(config.warpgroups, config.ping_pong)
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
@@ -92,21 +92,21 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     paged = page_arguments(config.page_rows > 0)
 
     def step_ranges(blocks: KeyBlocks, recomputes: Any) -> tuple:
-        """(steps, whether they update the row max, their count) of the ranges after step 0.
+        """(steps, True if they update the row max, number of steps) of each range after step 0.
 
-        With hold_max the row max is held where each row has seen a key, except when a tile is recomputed.
+        With hold_max the row max is held once each row has seen a key, except when a tile is recomputed.
         """
         ranges = []
         for steps in blocks.ranges:
             if steps.check_right or not hold_max:
                 ranges.append((steps, True, steps.count))
-            else:  # two loops: a branch in one, around the update of the row max, costs more than half of the gain
+            else:  # two loops: a branch around the update of the row max costs more than half of the gain
                 ranges.append((steps, False, T.if_then_else(recomputes == 0, steps.count, 0)))
                 ranges.append((steps, True, T.if_then_else(recomputes == 0, 0, steps.count)))
         return tuple(ranges)
 
     def steps_from(first: int, steps: Any) -> Any:
-        """Loop over the steps from `first` on. nvcc unrolls it by 4, for which a producer that recomputes tiles has no registers."""
+        """Loop over the steps from `first` on. Unrolled by 4, as nvcc would, a producer that recomputes tiles has too few registers."""
         if hold_max:
             return T.unroll(first, steps, annotations={"pragma_unroll_factor": 1})
         return T.serial(first, steps)
@@ -147,7 +147,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
     @T.macro
     def produce_values(first_tile, order, tiles, shared, options):
-        """Load V of the tiles that produce() posts, or of the only one."""
+        """Load V of the tiles that produce() posts, or of the CTA's only tile."""
         tile = Tile(order)
         mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
         blocks = KeyBlocks(mask, block_M, block_N, split, overlap=hold_max)
@@ -179,7 +179,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 config.schedule, first_tile, order, ctas, tickets, shared.tile_box, shared.overflows
             )
             turn = T.alloc_var("int32", init=0)
-            first_step = T.alloc_var("int32", init=0)  # rings go on from tile to tile
+            first_step = T.alloc_var("int32", init=0)  # of the tile: ring steps continue from tile to tile
             while stream.has_next:
                 stream.locate(turn, tile)
                 if tile.exists:
@@ -218,7 +218,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         P_parts = (P, *alloc_further_parts([64, block_N], parts))
         acc_o = T.alloc_fragment([64, o_cols], "float32")
         O_chunks = (acc_o, *alloc_fragments([[64, o_cols]] * (head_dim_v // o_cols - 1), "float32"))
-        # P V of one block of keys; without parts O itself
+        # P V of one key block; without parts O itself
         acc_pv = alloc_fragments([[64, o_cols]], "float32") if parts > 1 else (acc_o,)
         lse = T.alloc_fragment([64], "float32")
         scores = Scores(problem, options, softmax_scale, block_N, staged=shared.staged)
@@ -236,7 +236,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             scores.prefetch(query, blocks, 0)
         shared.Q.wait(q_step)
         if scores.raw:
-            if softmax_scale < 0:  # -Q and |scale|, as the row max is one of raw scores
+            if softmax_scale < 0:  # -Q and |scale|: the row max is a maximum of raw scores
                 shared.Q.negate(q_step)
                 T.fence_proxy_async()
                 sync_warpgroup(w)
@@ -258,7 +258,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             scores.look_up(query, blocks, 0, LAST_BLOCK)
         T.wait_wgmma(0)
         shared.K.release(first_step)
-        if O_in_Q and q_stages > 1:  # O of the tile before has left its slot by now
+        if O_in_Q and q_stages > 1:  # O of the previous tile has been stored from its slot by now
             if turn > 0:
                 wait_for_stores()
                 shared.Q.release(q_step - config.warpgroups)
@@ -266,7 +266,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         softmax.update(acc_s, scores.shift(blocks.diagonal(query, 0)))
         split_p(acc_s, P_parts, dropout)
 
-        # S = Q Kᵀ and softmax of each block before it, beside O += P V of the block behind
+        # S = Q Kᵀ and softmax of each earlier block, beside O += P V of the block after it
         for n in indices(O_chunks):
             T.clear(O_chunks[n])
         for steps, update_max, count in step_ranges(blocks, recomputes):
@@ -294,7 +294,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(steps.first + i))
                 if problem.program is not None:
                     scores.look_up(query, blocks, steps.first + i, steps)
-                T.wait_wgmma(len(products))  # S is there
+                T.wait_wgmma(len(products))  # S is complete
                 shared.K.release(first_step + steps.first + i)
                 scores.transform(acc_s, query, blocks, steps.first + i, steps)
                 softmax.update(acc_s, scores.shift(blocks.diagonal(query, steps.first + i)), update_max)
@@ -307,14 +307,14 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                         acc_pv[0],
                     )
                 else:
-                    T.wait_wgmma(0)  # O is there, and P free
+                    T.wait_wgmma(0)  # O is complete, and P free
                 shared.V.release(first_step + steps.first + i - 1)
                 split_p(acc_s, P_parts, dropout)
                 if update_max:
                     softmax.rescale(O_chunks)
 
         # O += P V of the first key block, O /= row sums
-        # Read once more, not held in registers all the way, and before the box may be filled again
+        # Read again instead of held in registers, and before the box may be refilled
         if persistent:
             shared.tile_box.read_tile(turn, tile)
         if not O_in_Q:
@@ -340,7 +340,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             T.wait_wgmma(0)
         shared.V.release(first_step + last)
         if hold_max:
-            if recomputes == 0:  # once: where scores are beyond all bounds no row max helps
+            if recomputes == 0:  # only once: no row max helps if scores are not finite
                 softmax.check_sums()
                 if softmax.overflowed():
                     shared.overflows.report(turn)
@@ -350,7 +350,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             dropout.scale_kept(O_chunks[n])
 
         if hold_max:
-            if recomputes != 0:  # or the output of the first time might come after this one
+            if recomputes != 0:  # or the first output of the tile might be written after this one
                 wait_for_stores(read=False)
         query = tile.m_block * block_M + 64 * w
         if O_from_registers:
@@ -364,7 +364,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 wait_for_stores()
                 shared.Q.release(q_step)
         else:
-            wait_for_stores()  # of the tile before
+            wait_for_stores()  # of the previous tile
             sync_warpgroup(w)
             T.copy(acc_o, shared.O[w, :, :])
             T.fence_proxy_async()

@@ -14,7 +14,7 @@ from tl_attention.problem import MAX_SPLITS, AttnProblem
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
     "tl.disable_shared_memory_reuse": True,
-    "tl.disable_safe_memory_legalize": True,  # its guards make each load wait for the one before
+    "tl.disable_safe_memory_legalize": True,  # bounds checks would make each load wait for the previous one
 }
 AT_ONCE = 8  # parts in flight together
 
@@ -26,7 +26,7 @@ def flash_fwd_combine(problem: AttnProblem, config: FwdCombine) -> T.PrimFunc:
         O_parts: fp32 [splits, batch, heads, seqlen_q, width], splits <= MAX_SPLITS.
         Lse_parts: fp32 [splits, batch, heads, seqlen_q], base 2.
         O: [batch, seqlen_q, heads, columns <= width], any strides but the last, which is 1.
-        Lse: fp32 [batch, heads, seqlen_q], in units of log2 / lse_unit.
+        Lse: fp32 [batch, heads, seqlen_q], lse_unit * log2(sum of exponentials).
         lse_unit: fp32.
 
     A row whose parts are all -inf gets O = 0 and Lse = -inf.
@@ -44,7 +44,7 @@ def flash_fwd_combine(problem: AttnProblem, config: FwdCombine) -> T.PrimFunc:
     def flash_fwd_combine_kernel(
         O_parts: o_parts_view, Lse_parts: lse_parts_view, O: o_view, Lse: lse_view, lse_unit: T.float32
     ):
-        # One grid dimension: the others end at 2^16
+        # One grid dimension, as the others are limited to 2^16
         with T.Kernel(T.ceildiv(seqlen_q, rows) * heads * batch, threads=config.threads) as number:
             weights = T.alloc_fragment([rows, MAX_SPLITS], "float32")  # Lse_parts, then 2^(lse_s - row_max)
             weights_shared = T.alloc_shared([rows, MAX_SPLITS], "float32")  # 2^(lse_s - Lse)
@@ -59,7 +59,7 @@ def flash_fwd_combine(problem: AttnProblem, config: FwdCombine) -> T.PrimFunc:
             b = T.alloc_var("int32", init=T.truncdiv(head, heads))
             head = T.truncmod(head, heads)
 
-            # Clamp rows and splits to the last: no load then depends on a condition
+            # Indices of rows and splits are clamped to the last, so that no load depends on a condition
             for i, s in T.Parallel(rows, MAX_SPLITS):
                 weights[i, s] = Lse_parts[T.min(s, splits - 1), b, head, T.min(first + i, seqlen_q - 1)]
             for i, s in T.Parallel(rows, MAX_SPLITS):

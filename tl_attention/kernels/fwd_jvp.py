@@ -92,7 +92,7 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
         acc_to = T.alloc_fragment([64, head_dim_v], "float32")
         lse = T.alloc_fragment([64], "float32")
         scale = T.alloc_var("float32", init=T.abs(softmax_scale))
-        growth = LAZY_GROWTH if dtype == "bfloat16" else 0.0  # fp16 has no range to spare for H
+        growth = LAZY_GROWTH if dtype == "bfloat16" else 0.0  # in fp16 H has no range to spare
         softmax = OnlineSoftmax(block_N, T.max(scale * LOG2E, SMALLEST_SCALE), growth)
         sums = TangentSums(softmax, scale)
         turns.start(w)
@@ -104,7 +104,7 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
 
         shared.Q.wait(w)
         t_shared.Q.wait(w)
-        if softmax_scale < 0:  # -Q, -tQ and |scale|, as the row max is one of raw scores
+        if softmax_scale < 0:  # -Q, -tQ and |scale|: the row max is a maximum of raw scores
             shared.Q.negate(w)
             t_shared.Q.negate(w)
             T.fence_proxy_async()
@@ -147,7 +147,7 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
             shared.V.release(step)
             t_shared.V.release(step)
 
-        tile.locate(number)  # once more, not held in registers all the way
+        tile.locate(number)  # again, instead of held in registers
         query = tile.m_block * block_M + 64 * w
         softmax.finish((acc_o,), lse, lse_unit)
         sums.finish(acc_to, acc_o, lse_unit)

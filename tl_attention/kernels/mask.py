@@ -1,8 +1,8 @@
-"""Masks, and the blocks of keys or queries that they leave to compute.
+"""Masks, and the blocks of keys or queries that have to be computed under them.
 
 The diagonal of a query is the key query + seqlen_k - seqlen_q (bottom-right alignment); in a placed problem it is the key at the
-position of the query. A query sees all keys; or, causal, the keys up to its diagonal; or, with a window (left, right), the keys from
-diagonal - left to diagonal + right.
+position of the query. A query sees: without a mask, all keys; causal, the keys up to its diagonal; with a window (left, right), the keys
+from diagonal - left to diagonal + right.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Mask:
     Args:
         window: (left, right), runtime values; None without a window.
         may_be_empty: a sequence may have no query.
-        place: (key on the diagonal of the first query, keys that no query sees from the first on), runtime values; None: bottom-right.
+        place: runtime values (key on the diagonal of the first query, number of keys from the first on that no query sees); None:
+            bottom-right alignment.
     """
 
     causal: bool
@@ -54,14 +55,14 @@ class Mask:
         return query + self.place[0] if self.place is not None else query + self.seqlen_k - self.seqlen_q
 
     def first_key(self, query: Any) -> Any:
-        """First key that the query sees, or less than 0; past the last key if it sees none."""
+        """First key that the query sees; may be less than 0, and is past the last key if it sees none."""
         if self.window is None:
             return 0
         first = self.diagonal(query) - self.window[0]
         return first if self.place is None else T.max(first, self.place[1])
 
     def last_key(self, query: Any) -> Any:
-        """Last key that the query sees; less than 0 if it sees none."""
+        """Last key that the query sees; may be past the last key, and is less than 0 if it sees none."""
         if self.window is not None:
             return T.min(self.diagonal(query) + self.window[1], self.seqlen_k - 1)
         return self.diagonal(query) if self.causal else self.seqlen_k - 1
@@ -69,8 +70,8 @@ class Mask:
     def sees(self, query: Any, key: Any, check_right: bool = True, check_left: bool = True) -> Any:
         """True if the query sees the key.
 
-        check_right, check_left: compare with the last key that the query sees, with the first one. At least one is needed; a
-        bound that all keys at hand meet costs no comparison.
+        check_right, check_left: compare the key with the last, and with the first key that the query sees. At least one of them is True; a
+        bound that all keys of a block meet need not be checked.
         """
         if self.window is None or not check_left:
             return key <= self.last_key(query)
@@ -113,7 +114,7 @@ class Mask:
 
     @T.inline
     def hide_transposed(self, acc_s, first_key, first_query, scale):
-        """Set scores [keys, queries] of unseen keys to the infinity that a factor `scale` turns into -inf."""
+        """Set scores [keys, queries] of unseen keys to the infinity whose product with `scale` is -inf."""
         keys, queries = acc_s.shape
         if self.hides_some(first_query, queries, first_key, keys):
             for i, j in T.Parallel(keys, queries):
@@ -127,9 +128,9 @@ class StepRange:
     """Consecutive steps over key blocks that need the same masking.
 
     Args:
-        check_right, check_left: which bounds of Mask.sees() some key of these blocks may violate.
+        check_right, check_left: bounds of Mask.sees() that keys of these blocks may violate.
         first, count: the first step, the number of steps.
-        is_last_block: the range is step 0 alone, the last key block.
+        is_last_block: the range is only step 0, the last key block.
     """
 
     check_right: bool
@@ -150,11 +151,11 @@ LAST_BLOCK = StepRange(True, True, 0, 1, is_last_block=True)
 class KeyBlocks:
     """Key blocks that the queries [first_query, first_query + block_M) need; steps go from the last block to the first.
 
-    There is at least one step: queries that see no key get one wholly masked block, so that producer and consumers stay in step.
+    There is at least one step: for queries that see no key a fully masked block, so that producer and consumers stay in step.
 
     Args:
-        split: the steps may be a share of the blocks.
-        overlap: each query that sees a key has seen one in step 0 or in a step with check_right, as a held row max needs it.
+        split: several CTAs share the blocks, see keep_share().
+        overlap: ensures that each query that sees keys has seen one in step 0 or in a step with check_right. A held row max needs this.
     """
 
     listed = False
@@ -170,7 +171,7 @@ class KeyBlocks:
         name: str = "blocks",
     ):
         self.mask, self.block_M, self.block_N, self.overlap = mask, block_M, block_N, overlap
-        # Variables, not expressions: TileLang 0.1.15 would copy those into every use
+        # Variables, as TileLang 0.1.15 would copy expressions into every use
         self.num_steps = T.alloc_var("int32", init=0)
         self.num_right = T.alloc_var(
             "int32", init=0
@@ -189,7 +190,7 @@ class KeyBlocks:
         """Count the steps of the queries from first_query on."""
         # Numbers of keys
         seen_by_some = T.min(self.mask.last_key(first_query + self.block_M - 1) + 1, self.mask.seqlen_k)
-        # With overlap without the last key of the first query, which then is in step 0 or a masked step
+        # With overlap less the last key of the first query, which is then in step 0 or a masked step
         seen_by_all = T.max(self.mask.last_key(first_query) + (0 if self.overlap else 1), 0)
         # From one lane, so that step counts live in uniform registers
         if self.mask.window is not None:
@@ -209,7 +210,7 @@ class KeyBlocks:
 
     @T.inline
     def keep_share(self, share, shares):
-        """Keep one of `shares` near-equal shares of the steps. An empty share becomes one masked block past all keys."""
+        """Keep share number `share` of `shares` nearly equal shares of the steps. An empty share becomes one masked block past all keys."""
         self.share_from[0] = T.truncdiv(share * self.num_steps[0], shares)
         self.share_to[0] = T.truncdiv((share + 1) * self.num_steps[0], shares)
         past_all_keys = T.ceildiv(self.mask.seqlen_k, self.block_N)
@@ -239,7 +240,7 @@ class KeyBlocks:
 
     @property
     def ranges(self) -> tuple[StepRange, ...]:
-        """Steps after step 0, by the masking that they need."""
+        """StepRanges after step 0, by the masking that they need."""
         if self.mask.window is not None:
             right, left = self.num_right[0] - 1, self.num_left[0]
             unmasked = self.num_steps[0] - self.num_right[0] - left
@@ -261,7 +262,7 @@ class KeyBlocks:
         return MASK
 
     def may_hide(self, step: Any) -> Any:
-        """True where a program may hide keys of a step."""
+        """True if a program may hide keys of a step."""
         return True
 
     @T.inline
@@ -298,11 +299,12 @@ class KeyBlocks:
 class QueryBlocks:
     """Query blocks that see some of the block_N keys from first_key on, for one query head after another.
 
-    There is at least one block per head: the last query sees all keys; where a window hides them, or there is no query, P is 0.
+    There is at least one block per head: without a window the last query sees all keys; if a window hides them, or there is no query,
+    P is 0.
     """
 
     listed = False
-    # For a program: how the keys of a step are seen, whether some may be hidden, the key that hidden ones begin at
+    # For a program: how the keys of a step are seen, whether some may be hidden, the key from which on all are hidden
     how, may_hide, stop_key = MASK, True, None
 
     def __init__(self, mask: Mask, block_M: int, block_N: int, name: str = "blocks"):
@@ -311,7 +313,7 @@ class QueryBlocks:
         # With a window: one past the last query per head
         self.end_query = T.alloc_var("int32", init=0) if mask.window is not None else None
         self.num_steps = T.alloc_var("int32", init=0)
-        # Position of the step at hand. Kept, as divisions of the step number would take a consumer's registers
+        # Position of the current step; stored, as dividing the step number would take registers of consumers
         self.current_query = T.alloc_var("int32", init=0)
         self.current_head = T.alloc_var("int32", init=0)
 
@@ -319,7 +321,7 @@ class QueryBlocks:
     def start(self, first_key, first_head, heads):
         """Count the steps of `heads` query heads from first_head on, and go to the first."""
         if self.mask.window is not None:
-            # Queries on whose diagonals the windows of the first and of the last key end
+            # Queries at which the windows of the first and of the last key end
             seen_from = T.max(first_key - self.mask.window[1] - self.mask.diagonal(0), 0)
             seen_to = first_key + self.block_N - 1 + self.mask.window[0] - self.mask.diagonal(0)
             self.end_query[0] = T.max(T.min(seen_to + 1, self.mask.seqlen_q), 1)
@@ -342,7 +344,7 @@ class QueryBlocks:
 
     @T.inline
     def restart(self):
-        """Go to the first step of counts that start() set elsewhere."""
+        """Go to the first step; the counts are those that start() set in another warp."""
         self.current_query[0] = self.first_query[0]
 
     @property

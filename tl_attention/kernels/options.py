@@ -1,6 +1,6 @@
 """Options of attention inside the kernels: softcap, ALiBi, sink, and the arguments that carry their values.
 
-A kernel holds code for the options that its problem names; their values come with each launch.
+A kernel contains code only for the options that its problem names. Their values are launch arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tl_attention.kernels.softmax import LOG2E
 from tl_attention.kernels.traced import StagedTiles, Traced, TracedArguments
 from tl_attention.problem import AttnProblem
 
-# tanh with an error of 2e-7: that of --use_fast_math has one of 2^-11. Below 0.55 a polynomial, fitted at Chebyshev's points
+# tanh with an error of 2e-7; that of --use_fast_math has 2^-11. Below 0.55 a polynomial, fitted at Chebyshev nodes
 TANH = """
 static __device__ __forceinline__ float tl_attention_tanh(float x) {
   float square = x * x, power = exp2f(-2.885390082f * fabsf(x));
@@ -31,7 +31,7 @@ static __device__ __forceinline__ float tl_attention_tanh(float x) {
   return fabsf(x) < 0.55f ? small : large;
 }
 """
-# A zero that nvcc does not know, see TileRing.part
+# A zero that nvcc cannot fold, see TileRing.part
 ZERO = """
 static __device__ __forceinline__ int tl_attention_zero() {
   int zero;
@@ -43,7 +43,7 @@ static __device__ __forceinline__ int tl_attention_zero() {
 
 @dataclass(frozen=True)
 class OptionArguments:
-    """Arguments of a kernel with options. Those of options that the problem lacks have no meaning."""
+    """Arguments of a kernel with options. Those of options that the problem lacks are not read."""
 
     left: Any  # window: keys left of the diagonal
     right: Any  # window: keys right of it
@@ -51,7 +51,7 @@ class OptionArguments:
     Slopes: Any  # ALiBi: [batch, heads] fp32
     Sink: Any  # [heads] fp32
     Rng: Any  # int64 [2]: seed, offset
-    drop_below: Any  # of 256: a random byte below it drops the element
+    drop_below: Any  # an element is dropped if its random byte, 0 to 255, is below this
     Table: Any  # varlen: scheduler.TileOrder's table; placed: options.Options.place
     traced: TracedArguments | None = None  # of the problem's program
 
@@ -61,7 +61,7 @@ class OptionArguments:
 
 
 def option_arguments(problem: AttnProblem) -> OptionArguments:
-    """Types of OptionArguments; False, for which TileLang makes no argument, where the problem has no options.
+    """Types of OptionArguments; False, for which TileLang makes no argument, if the problem has no options.
 
     The tensor of an option that is off may be any tensor of the same rank.
     """
@@ -82,7 +82,7 @@ def option_arguments(problem: AttnProblem) -> OptionArguments:
 
 
 def sink_score(problem: AttnProblem, options: OptionArguments | None, tile: Any, split: bool) -> Any:
-    """Sink score of the tile's head, with a split for one of its CTAs alone; None without a sink."""
+    """Sink score of the tile's head; of the CTAs that split a tile only one gets it. None without a sink."""
     if not problem.has("sink"):
         return None
     sink = options.Sink[tile.head]
@@ -100,12 +100,12 @@ def prelude(problem: AttnProblem, roles: Roles) -> str | None:
 
 @T.meta_class
 class LinearBias:
-    """ALiBi that is linear in the key, as one more product that Q Kᵀ is added to, in units of raw scores.
+    """ALiBi that is linear in the key: a matrix product, in units of raw scores, on top of which Q Kᵀ is accumulated.
 
     For a score tile [rows, cols] the bias is s * (c - r), or s * (r - c) where rows are keys. It is the product of [r s, s] and
-    [1, c]ᵀ. bf16 holds r, c < 256 exactly, and r s and s as sums of three parts. shift() is what the tile's position adds.
-    No instruction per element is left, but a GEMM of 16 columns per tile: B4 H16 S4096 d128 takes 1.08 of the time of plain
-    attention, where two FFMA per element took 1.21 (H200, 2026-11-21).
+    [1, c]ᵀ. bf16 holds r, c < 256 exactly, and r s and s as sums of three parts. shift() adds the part that depends on the tile's
+    position. Instead of instructions per element this takes a GEMM of 16 columns per tile: B4 H16 S4096 d128 takes 1.08 of the time of
+    plain attention, with two FFMA per element 1.21 (H200, 2026-11-21).
     """
 
     def __init__(self, rows_are_keys: bool, name: str = "linear_bias"):
@@ -115,7 +115,7 @@ class LinearBias:
 
     @T.inline
     def start(self, slope):
-        """Set the left factor. slope: per raw score."""
+        """Set the left factor. slope: in units of raw scores."""
         self.slope[0] = slope
         for i, j in T.Parallel(64, 16):
             x = T.if_then_else(j < 4, -T.cast(i, "float32"), 1.0) * self.slope[0] * self.sign
@@ -136,7 +136,7 @@ class LinearBias:
         )
 
     def shift(self, diagonal: Any) -> Any:
-        """Bias that all elements lack. diagonal: column that the diagonal of the tile's first query crosses."""
+        """Constant to add to all elements of a tile. diagonal: column that the diagonal of the tile's first query crosses."""
         return -self.slope[0] * T.cast(diagonal, "float32")
 
 
@@ -147,7 +147,7 @@ def alloc_bias_columns(problem: AttnProblem, cols: int) -> Any:
 
 @T.macro
 def fill_bias_columns(w, columns, consumers):
-    """Fill the right factor of LinearBias; all consumer warpgroups call this before they multiply, the first one writes."""
+    """Fill the right factor of LinearBias. All consumer warpgroups call this before they multiply; the first one writes."""
     if columns is not None:
         if w == 0:
             for i, j in T.Parallel(columns.shape[0], 16):
@@ -158,9 +158,9 @@ def fill_bias_columns(w, columns, consumers):
 
 @T.meta_class
 class Scores:
-    """Raw scores Q Kᵀ to scores before the softmax, and the factor that turns them into exponents of base 2.
+    """Transformation of raw scores Q Kᵀ into scores for the softmax, and their factor in exponents of base 2.
 
-    softcap: s -> c tanh(s scale / c). alibi: minus slope * |query + seqlen_k - seqlen_q - key|.
+    softcap: s -> c tanh(s scale / c). alibi: s -> s - slope * |query + seqlen_k - seqlen_q - key|.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Scores:
         self.traced, self.changed, program = None, problem.changes_scores, problem.program
         self.learns_dS = problem.learns_dS
         self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
-        # exponent() is -inf for hidden elements; with listed blocks they are set to 0 later, in the blocks that have some
+        # exponent() is -inf for hidden elements; with listed blocks they are set to 0 later, only in blocks that hide some
         self.hides_at_once = self.changed and program.hides and not program.listed
         if program is not None:
             sizes = cols, rows_are_keys, staged
@@ -189,17 +189,17 @@ class Scores:
 
     @property
     def raw(self) -> bool:
-        """True if the softmax takes raw scores, with the scale in its exponents."""
+        """True if the softmax gets raw scores and applies the scale in its exponents."""
         return not (self.capped or self.biased or self.changed)
 
     @property
     def scale_log2(self) -> Any:
-        """Exponent of base 2 per unit of a score that is not raw."""
+        """Factor of scores that are not raw in exponents of base 2."""
         constant = self.biased or self.changed
         return T.float32(LOG2E) if constant else self.options.softcap * LOG2E
 
     def not_too_small(self, raw_scale: Any) -> Any:
-        """Scale of raw scores that slopes can be divided by: scores vanish before it does."""
+        """Scale of raw scores, kept away from 0 so that slopes can be divided by it; scores are negligible before it is reached."""
         if self.linear is None:
             return raw_scale
         least = T.if_then_else(raw_scale < 0, -(2.0**-40), 2.0**-40)
@@ -222,7 +222,7 @@ class Scores:
             self.linear.multiply(columns, acc_s)
 
     def shift(self, diagonal: Any) -> Any:
-        """Bias that all scores of a tile lack after begin(); None without a linear bias."""
+        """Constant to add to all scores of a tile after begin(); None without a linear bias."""
         return None if self.linear is None else self.linear.shift(diagonal)
 
     @T.inline
@@ -241,7 +241,7 @@ class Scores:
 
     @T.inline
     def look_up(self, query, blocks, step, steps):
-        """Look up what a program needs of a step in the forward. Ahead of transform(), as memory is far."""
+        """Read what a program needs in a step of the forward. Called well before transform(), as memory latency is long."""
         if blocks.listed and (steps.masked or self.traced.needs_key):
             blocks.find(step)
         if self.has_bits and steps.masked:
@@ -252,8 +252,8 @@ class Scores:
     @T.inline
     def cap(self, acc_s):
         """Replace scores s by tanh(s scale / c)."""
-        # The unit of exponentials also computes tanh. One in four exponentials as a polynomial took longer: 632 us instead of 626 at d128,
-        # 847 instead of 786 at d256 (H200, 2026-11-21)
+        # The exponential unit also computes tanh. Computing every fourth exponential by a polynomial took longer: 632 us against 626 at
+        # d128, 847 against 786 at d256 (H200, 2026-11-21)
         if self.capped:
             rows, cols = acc_s.shape
             for i, j in T.Parallel(rows, cols):
@@ -267,10 +267,10 @@ class Scores:
         return T.tanh(score * (self.softmax_scale / self.options.softcap))
 
     def biased_score(self, score: Any, i: Any, j: Any, diagonal: Any) -> Any:
-        """Score after cap(), or a raw one, minus the bias. diagonal: column that the diagonal of the tile's first query crosses.
+        """Score after cap(), or a raw score, minus the bias. diagonal: column that the diagonal of the tile's first query crosses.
 
-        Only the first 8 columns, of which a thread has 2 per row, convert an int to a float, which takes four times as long as the
-        addition that makes the other columns from them.
+        Only in the first 8 columns, of which a thread has 2 per row, is an int converted to a float. Other columns are computed from
+        these by an addition, which takes a quarter of the time.
         """
         if not self.biased:
             return score
@@ -294,7 +294,7 @@ class Scores:
 
     @T.inline
     def locate(self, query, blocks, step):
-        """Say which elements a tile [queries, keys] at a step of key blocks has, for a program, and fetch what it needs of them."""
+        """Set the position of the tile [queries, keys] at a step of key blocks for a program, and fetch what it needs."""
         if self.traced is not None:
             if self.has_bits:
                 self.traced.fetch_bits(blocks.place_at(step), query, blocks.key_at(step))
@@ -302,7 +302,7 @@ class Scores:
 
     @T.inline
     def fetch(self, query, blocks, step):
-        """Say which elements a tile at a step has, and fetch what a program needs of them, but for bits."""
+        """Set the position of the tile at a step, and fetch what a program needs, except bits."""
         self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
         self.traced.fetch()
         if self.traced.is_staged:
@@ -310,12 +310,12 @@ class Scores:
 
     @T.inline
     def prefetch(self, query, blocks, step):
-        """Prefetch what a program needs at a step of key blocks, of no use after the last."""
+        """Prefetch what a program needs at a step of key blocks; past the last step the result is not used."""
         self.traced.prefetch(self.traced.head[0], query, blocks.first_key(step), step < blocks.steps)
 
     @T.inline
     def start_transposed(self, mask, blocks):
-        """Fetch ahead what a program needs at the first step of query blocks, for the keys of a KeyRowsMask."""
+        """Fetch what a program needs at the first step of query blocks, for the keys of a KeyRowsMask."""
         if self.has_bits:
             self.traced.fetch_bits(blocks.place, mask.key, blocks.query)
         if self.fetches:
@@ -324,20 +324,20 @@ class Scores:
 
     @T.inline
     def advance(self, mask, blocks):
-        """Go to the next step of query blocks, and fetch its bits ahead."""
+        """Go to the next step of query blocks, and fetch its bits early."""
         blocks.advance()
         if self.has_bits:
             self.traced.fetch_bits(blocks.place, mask.key, blocks.query)
 
     @T.inline
     def store_dS(self, dS, blocks):
-        """Store a tile dS' [keys, queries] where it is the gradient of a captured tensor; after locate_transposed()."""
+        """Store a tile dS' [keys, queries] if it is the gradient of a captured tensor; after locate_transposed()."""
         if self.learns_dS:
             self.traced.store_dS(dS, blocks.mask.seqlen_q)
 
     @T.inline
     def locate_transposed(self, key, blocks, step):
-        """Say which elements a tile [keys, queries] at the step of query blocks has, for a program, and fetch what it needs of them."""
+        """Set the position of the tile [keys, queries] at a step of query blocks for a program, and fetch what it needs."""
         if self.traced is not None:
             self.traced.locate(blocks.query, key, blocks.how)
             self.traced.fetch()
@@ -364,9 +364,9 @@ class Scores:
 
     @T.inline
     def prepare(self, acc_s, diagonal):
-        """Apply what exponent() leaves to be done before; in the backward."""
+        """Apply what exponent() expects to be applied before; in the backward."""
         self.cap(acc_s)
-        if not self.capped:  # with a softcap the bias waits: slope() is one of scores after cap()
+        if not self.capped:  # with a softcap the bias is applied later: sloped() needs scores after cap()
             self.bias(acc_s, diagonal)
 
     def exponent(self, score: Any, i: Any, j: Any, diagonal: Any, scale_log2: Any, lse_log2: Any) -> Any:

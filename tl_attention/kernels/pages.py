@@ -1,4 +1,4 @@
-"""Keys and values in pages: where a sequence's keys are, and TMA copies of runs of them to a tile."""
+"""Keys and values in pages: where a sequence's keys are, and TMA copies of runs of adjacent keys to a tile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels.pipeline import ARRIVE
 from tl_attention.problem import FAR, AttnProblem
 
-LANES = 32  # of a producer warp
+LANES = 32  # lanes of a producer warp
 # TMA instructions that one thread issues without a shuffle between them. With 6, some with a window spill 4 bytes
 AT_ONCE = 4
 
@@ -35,7 +35,7 @@ class CachePages:
 
 
 def page_arguments(paged: bool) -> CachePages:
-    """Types of the arguments of a kernel with pages; False, for which TileLang makes no argument, without."""
+    """Types of the arguments of a kernel with pages; without pages False, for which TileLang makes no argument."""
     if not paged:
         return CachePages(False, False, False, False, False)
     table_n, pages_n, stride = T.dynamic("table_n, pages_n, table_stride")
@@ -46,8 +46,8 @@ def page_arguments(paged: bool) -> CachePages:
 class PagedLoads:
     """TMA loads of key blocks of K or V to a ring, by a producer warp; a block takes several copies of adjacent keys of one page.
 
-    Each lane looks up one copy, so a lookup serves `blocks` blocks: those whose numbers have the same quotient by it. Their pages are
-    read from the table one lookup ahead.
+    Each lane looks up one copy, so a lookup serves `blocks` key blocks, those with equal block // blocks. Page numbers are read from the
+    table one lookup ahead.
 
     Args:
         tensor: rows of all pages one after the other, in the view of tiles.packed.
@@ -74,9 +74,9 @@ class PagedLoads:
         self.copies = tuple(range(block_N // self.rows))
         self.blocks = LANES // len(self.copies)
         self.at_once = max(AT_ONCE // len(self.chunks), 1)  # copies
-        self.end = T.alloc_var("int32", init=0)  # of the keys of this lane's copy, a row of the tensor
+        self.end = T.alloc_var("int32", init=0)  # row of the tensor after the keys of this lane's copy
         self.ends = T.alloc_local([self.at_once], "int32")  # of the copies of the block at hand
-        # The copy whose page read_page() has read: its first key, the page, and where the key is in it
+        # The copy whose page read_page() has read: its first key, its page, and the position of the key in the page
         self.key = T.alloc_var("int32", init=0)
         self.page = T.alloc_var("int32", init=0)
         self.start_in_page = T.alloc_var("int32", init=0)
@@ -85,7 +85,7 @@ class PagedLoads:
     def look_up(self, b, block, length, is_first):
         """Set each lane's copy; those of a warp hold the blocks that share a lookup with `block` of sequence b, which has `length` keys.
 
-        A page outside [0, num_pages) is never read: no row ends at -1, so that TMA fills its copies with zeros, as past the last key.
+        A page outside [0, num_pages) is never read: its copies end at -1, so TMA fills them with zeros, as past the last key.
         """
         first_key = block // self.blocks * self.blocks * self.block_N
         if is_first:
@@ -100,7 +100,7 @@ class PagedLoads:
     def read_page(self, b, first_key, length):
         """Read the page of each lane's copy, -1 for none. first_key: of lane 0."""
         self.key[0] = first_key + T.get_thread_binding() % LANES * self.rows
-        # The page's number within the sequence at first. A variable: TileLang 0.1.15 would divide in 64 bits
+        # First the number of the page within the sequence. A variable, as TileLang 0.1.15 would divide in 64 bits
         self.start_in_page[0] = T.truncdiv(self.key[0], self.pages.page_size)
         self.page[0] = -1
         if (self.key[0] >= 0) & (self.key[0] < length) & (self.start_in_page[0] < self.pages.Table.shape[1]):
@@ -113,7 +113,7 @@ class PagedLoads:
         block = blocks.block(step)
         if (step == 0) | (block % self.blocks == self.blocks - 1):
             self.look_up(tile.batch, block, tile.len_k[0], step == 0)
-        # The first shuffles before the wait: the slot is empty for as short as possible
+        # First shuffles before the wait, so that the slot is empty for as short a time as possible
         self.spread(block, self.copies[: self.at_once])
         ring.wait_empty(ring_step)
         self.start(ring, ring_step, tile, block, self.copies[: self.at_once])

@@ -14,8 +14,8 @@ PASS_CONFIGS = {"tl.enable_fast_math": True}
 def flash_parts(problem: AttnProblem, config: PartsConfig) -> T.PrimFunc:
     """Build the kernel that computes Parts of X: part p of column c is column p * width + c.
 
-    Part 0 is X rounded to bf16, each later part what the parts before it leave, rounded. Three parts hold every fp32 number whose
-    exponent is at least -110 exactly.
+    Part 0 is X rounded to bf16; each later part is the rounded rest. Three parts represent exactly every fp32 number whose exponent is at
+    least -110.
 
     Kernel arguments:
         X: fp32 [batch, seqlen, heads, columns <= width], any strides but the last, which is 1.
@@ -29,7 +29,7 @@ def flash_parts(problem: AttnProblem, config: PartsConfig) -> T.PrimFunc:
 
     @T.prim_func
     def flash_parts_kernel(X: x_view, Parts: parts_view):
-        # One grid dimension: the others end at 2^16
+        # One grid dimension, as the others are limited to 2^16
         with T.Kernel(T.ceildiv(seqlen, rows) * heads * batch, threads=config.threads) as number:
             X_shared = T.alloc_shared([rows, width], "float32")
             Parts_shared = T.alloc_shared([parts, rows, width], "bfloat16")

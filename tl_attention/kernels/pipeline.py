@@ -10,12 +10,12 @@ from tilelang.layout import make_swizzled_layout
 from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.problem import AttnProblem
 
-# First named barrier that is free: TileLang 0.1.15 takes 0-2, and its ThreadSync pass hands out 3, 4, ..
+# First free named barrier: TileLang 0.1.15 uses 0 to 2, and its ThreadSync pass takes 3, 4, ..
 FIRST_BARRIER = 8
 # Registers per thread of (the producer, the consumers), by the number of consumer warpgroups
 REGISTERS = {2: (24, 240), 3: (32, 160)}
-# A producer that looks up sequences needs more: with 24 it spilled, except in the one-pass backward. So does one that reads lists at
-# d64, whose consumers have some to spare. The sum must not exceed what the threads have at launch, 168 each with two consumer
+# A producer that looks up sequences needs more: with 24 it spilled, except in the one-pass backward. So does one that reads block lists
+# at d64, where consumers have registers to spare. The sum must not exceed what the threads have at launch, 168 each with two consumer
 # warpgroups, or the increase waits forever
 VARLEN_REGISTERS = {2: (40, 232), 3: (32, 160)}
 PASS_CONFIGS = {
@@ -27,7 +27,7 @@ ARRIVE = {"emit_arrive": 1}  # the TMA copy also arrives at its barrier
 
 
 def registers(problem: AttnProblem, warpgroups: int, full: bool = False) -> tuple[int, int] | None:
-    """Registers per thread of (the producer, the consumers); None leaves them as at launch. full: REGISTERS with varlen, too."""
+    """Registers per thread of (the producer, the consumers); None: as at launch. full: take REGISTERS with varlen, too."""
     wide = not full if problem.has("varlen") else problem.has_bits and problem.head_dim == 64
     return (VARLEN_REGISTERS if wide else REGISTERS).get(warpgroups)
 
@@ -45,13 +45,13 @@ def alloc_fragments(shapes: list[list[int]], dtype: str):
 
 @T.meta_class
 class TileRing:
-    """Ring of shared tiles [rows, cols] that TMA fills and consumer warps drain, each side at its own pace.
+    """Ring of shared tiles [rows, cols] that TMA fills and consumer warps release, each side at its own pace.
 
-    Step i uses slot i % slots for the (i // slots)-th time; the parity of that count is the phase that a barrier is waited for with.
+    Step i uses slot i % slots for the (i // slots)-th time; the parity of that count is the phase to wait for at the slot's barrier.
 
     Args:
         shape: [slots, rows, cols].
-        row_values: fp32 vectors [rows] that come with each tile.
+        row_values: number of fp32 vectors [rows] that are loaded with each tile.
         parts: tiles [rows, cols / parts] side by side, see products.py.
     """
 
@@ -69,7 +69,7 @@ class TileRing:
         self.row_values = (
             T.alloc_shared([self.slots, row_values, shape[1]], "float32") if row_values else None
         )
-        self.full = T.alloc_barrier([1] * self.slots)  # the tile has landed
+        self.full = T.alloc_barrier([1] * self.slots)  # the tile has been loaded
         self.empty = T.alloc_barrier([consumer_warps] * self.slots)  # every consumer warp is done with it
 
     def __getitem__(self, step):
@@ -79,14 +79,14 @@ class TileRing:
         """The i-th of the parts of a tile, or `cols` columns of it from first_col on."""
         if self.parts == 1:
             return self[step]
-        # With a known position nvcc holds the wgmma descriptors of all parts in registers, through all steps: it spilled 244 bytes in
+        # With a known position nvcc keeps the wgmma descriptors of all parts in registers through all steps: it spilled 244 bytes in
         # the causal forward of d128 in three parts
         width = self.tiles.shape[2] // self.parts
         first = (T.call_extern("int32", "tl_attention_zero") + i) * width + first_col
         return self.tiles[step % self.slots, :, first : first + (cols or width)]
 
     def parts_of(self, step: Any) -> Any:
-        """Function of i that returns the i-th part of a tile."""
+        """Function of i that returns part i of the tile of a step."""
         return lambda i: self.part(step, i)
 
     def row_value(self, step: Any, vector: int, row: Any) -> Any:
@@ -131,7 +131,7 @@ class SharedTile:
 
 
 def alloc_each(warpgroups: int, shape: list[int], dtype: str, name: str):
-    """One buffer per warpgroup: only a copy to a whole 2-D buffer becomes stmatrix (TileLang 0.1.15)."""
+    """One buffer per warpgroup, as only a copy to a whole 2-D buffer becomes stmatrix (TileLang 0.1.15)."""
     return tuple(SharedTile(shape, dtype, name=f"{name}_{w}").tile for w in range(warpgroups))
 
 
@@ -176,8 +176,8 @@ class Exchange:
             T.mbarrier_arrive(self.empty[0])
 
 
-# Writes a wgmma fragment [64, cols] of 16-bit elements to a tile with 128-byte swizzle by stmatrix. TileLang 0.1.15 copies to whole
-# buffers alone by stmatrix, so not to a slot that varies, and moves each four registers to others before
+# Writes a wgmma fragment [64, cols] of 16-bit elements to a tile with 128-byte swizzle by stmatrix. TileLang 0.1.15 uses stmatrix only for
+# copies to whole buffers, so not to a runtime slot, and first moves every four registers to others
 STORE_FRAGMENT = """
 #include <tl_templates/cuda/common.h>
 TL_DEVICE int tl_attention_fragment_address(void const *tile) {
@@ -252,7 +252,7 @@ def alloc_exchange(
 
 @T.meta_class
 class Turns:
-    """Ping-pong: warpgroups issue their GEMMs in turn, so that the softmax of one runs under the GEMMs of another."""
+    """Ping-pong: warpgroups issue their GEMMs in turn, so that the softmax of one overlaps with the GEMMs of another."""
 
     def __init__(self, warpgroups: int, on: bool, name: str = "turns"):
         self.warpgroups, self.on = warpgroups, on and warpgroups > 1
@@ -294,7 +294,7 @@ def wait_for_stores(read=True):
 @T.macro
 def share(w, fragments, tiles):
     """Copy operands of a warpgroup to its shared tiles, once per step."""
-    sync_warpgroup(w)  # all warps have the product of the step before
+    sync_warpgroup(w)  # all warps have the product of the previous step
     for n in tuple(range(len(tiles))):
         T.copy(fragments[n], tiles[n])
     T.fence_proxy_async()

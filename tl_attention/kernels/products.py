@@ -1,7 +1,7 @@
 """Products of tiles whose elements are sums of parts: fp32 on tensor cores that multiply bf16.
 
-With x = x0 + x1 + x2, where each part is the bf16 number nearest to what the parts before it leave, a product x y is the sum of those
-products of parts that problem.PRODUCTS lists. All are added in one fp32 accumulator. A tile of one part is multiplied as it is.
+Let x = x0 + x1 + x2, where each part is the bf16 number nearest to the rest. A product x y is computed as the sum of the products of
+parts that problem.PRODUCTS lists, in one fp32 accumulator. A tile of one part is multiplied directly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def alloc_further_parts(shape: list[int], parts: int) -> tuple:
 
 @T.macro
 def split_parts(acc, tiles):
-    """Split an fp32 tile into the parts of `tiles`, the largest first. acc holds what the last part leaves of it."""
+    """Split an fp32 tile into the parts of `tiles`, the largest first. acc then holds the rest after the last part."""
     T.copy(acc, tiles[0])
     for before, tile in itertools.pairwise(tiles):
         subtract(acc, before)
@@ -82,7 +82,7 @@ def replace_dp(P, acc_dp, delta):
 
 
 CHUNK = 64  # columns of the accumulator of one block
-MOST_GROUPS = 7  # that T.wait_wgmma can leave in flight
+MOST_GROUPS = 7  # most groups that T.wait_wgmma can leave in flight
 
 
 @T.macro
@@ -141,7 +141,7 @@ TL_DEVICE void tl_attention_add_transposed(float *tile, int64_t stride, int rows
 
 @T.macro
 def add_transposed(tensor, batch, first_row, head, first_col, factor, acc):
-    """tensor += factor * acc', but for rows and columns that it lacks. Needs ADD_TRANSPOSED.
+    """tensor += factor * acc', except for rows and columns that the tensor lacks. Needs ADD_TRANSPOSED.
 
     Args:
         tensor: fp32 [batch, seqlen, heads, columns].
@@ -166,8 +166,8 @@ def add_transposed(tensor, batch, first_row, head, first_col, factor, acc):
 def add_product(products, left, right, accs, chunk):
     """Finish accs += left right, whose first chunk of columns has been issued into `chunk`.
 
-    wgmma rounds its sums towards 0, so a sum in one accumulator loses the more the longer it is: 5e-5 of itself over 8192 keys in three
-    parts (H200, 2026-11-22). `chunk` sums one block, its smallest products first; registers add the blocks, rounding to nearest.
+    wgmma rounds its sums towards 0, so the error of one long sum grows with its length: 5e-5, relative, over 8192 keys in three parts
+    (H200, 2026-11-22). `chunk` sums one block, smallest products first; blocks are added in registers, rounding to nearest.
 
     Args:
         right: function of (part, first column) that returns a tile of CHUNK columns.

@@ -1,4 +1,4 @@
-"""Results of the forward in global memory: which tiles a problem has, and the merge with the result of other keys."""
+"""Results of the forward in global memory: the tiles class of a problem, and merging with the result of other keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tl_attention.problem import AttnProblem
 
 @dataclass(frozen=True)
 class Results:
-    """Class of the tiles of a forward, and the types of its arguments O and Lse. splits: their number; None without a split."""
+    """Tiles class of a forward, and the types of its arguments O and Lse. splits: number of splits; None without a split."""
 
     Tiles: type[DenseTiles]
     splits: Any
@@ -55,11 +55,11 @@ def results_of(
 
 @T.macro
 def add_stored(acc, lse, O, batch, head, lse_at, first_row, rows_left):
-    """Merge O and Lse of the rows from first_row on, of other keys, into acc and lse, which get the result of all keys.
+    """Merge stored O and Lse of other keys, rows from first_row on, into acc and lse, which then hold the result of all keys.
 
     Lse = log2(2^lse_1 + 2^lse_2)    O = 2^(lse_1 - Lse) O_1 + 2^(lse_2 - Lse) O_2
 
-    O of a row whose stored Lse is -inf may be anything.
+    O of a row whose stored Lse is -inf may hold anything.
 
     Args:
         acc, lse: fp32 [64, columns], [64].

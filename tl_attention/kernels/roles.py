@@ -1,9 +1,9 @@
 """Roles of a CTA's warps: one producer warp loads tiles by TMA, the consumer warpgroups compute on them.
 
-The consumers share one body of code, in which the warpgroup is a runtime value, or have a copy of it each. One body has half the
-instructions, so it needs less of the instruction cache. It took the forward 3.2 % less time on average and 4 to 20 % less with a
-window of 127, decode 0.6 % less. It took the forward with dropout 10 % more, and the deterministic backward with one body in dq
-from 1 % less to 5.5 % more (H200, 2026-11-22).
+The consumers share one body of code, in which the warpgroup is a runtime value, or each have a copy. One body has half the instructions
+and so needs less instruction cache. With it the forward took 3.2 % less time on average, and 4 to 20 % less with a window of 127; decode
+0.6 % less; the forward with dropout 10 % more; the deterministic backward, with one body in dq, between 1 % less and 5.5 % more (H200,
+2026-11-22).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import tilelang.language as T
 
 WARPGROUP = 128  # threads
-# tl_shuffle_elect<0> of TileLang 0.1.15 looks at threadIdx.x alone: with threads [WARPGROUP, groups] the first warp of each group would
+# tl_shuffle_elect<0> of TileLang 0.1.15 uses threadIdx.x alone: with threads [WARPGROUP, groups] the first warp of each group would
 # initialize the barriers
 ELECT_ONE_THREAD = """
 #include <tl_templates/cuda/intrin.h>
@@ -32,8 +32,8 @@ class Roles:
 
     Args:
         warpgroups: consumer warpgroups.
-        threads: threads per CTA, those of the producer among them.
-        registers: per thread of (the producer, the consumers); None leaves the registers as they were at launch.
+        threads: threads per CTA, including the producer's.
+        registers: registers per thread of (the producer, the consumers); None: as at launch.
         one_body: consumers share one body of code; else each warpgroup has a copy.
     """
 
@@ -44,24 +44,24 @@ class Roles:
 
     @property
     def block(self) -> Any:
-        """Thread block that T.Kernel takes."""
+        """The `threads` argument of T.Kernel."""
         return (WARPGROUP, self.threads // WARPGROUP) if self.one_body else self.threads
 
     @property
     def prelude(self) -> str | None:
-        """CUDA that the kernel needs beside its own; None for nothing."""
+        """CUDA source that the kernel needs in front of its own; None: none."""
         return ELECT_ONE_THREAD if self.one_body else None
 
     @property
     def copies(self) -> tuple[int, ...]:
-        """Warpgroups that have a copy of the consumers' code."""
+        """Warpgroups to make a copy of the consumers' code for."""
         return () if self.one_body else tuple(range(self.warpgroups))
 
     @T.inline
     def run(self, produce, consume, assist=None):
         """Run produce() in the producer warp, and consume(w) in consumer warpgroup w.
 
-        assist: function that the next warp runs.
+        assist: function that the warp after the producer's runs.
         """
         if self.one_body:
             if T.get_thread_binding(1) == self.warpgroups:

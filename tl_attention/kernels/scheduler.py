@@ -7,13 +7,13 @@ from typing import Any
 
 import tilelang.language as T
 
-# Steps before the end of a tile at which the next one is drawn, in time to be located and to have its pages looked up
+# The next tile is drawn this many steps before the end of a tile: in time to be located and to have its pages looked up
 DRAW_AHEAD = 4
 
 
 @dataclass(frozen=True)
 class TileCounts:
-    """Counts that the host works out per launch (launch.common.tile_counts), where a division is cheap.
+    """Counts that the host computes per launch (launch.common.tile_counts), as divisions are cheap there.
 
     Args:
         heads_per_kv: query heads per key head.
@@ -32,9 +32,9 @@ class TileCounts:
 class TileOrder:
     """Numbering of the tiles of a problem.
 
-    Causal: the last queries come first, as they see the most keys, over a group of heads whose keys and values stay in the L2
-    together; then the next group. Full: all tiles of a head, then the next head. Split: several CTAs per tile; all tiles of a
-    group of heads for one share of the keys, then for the next share, so that CTAs side by side read the same keys.
+    Causal: within a group of heads whose keys and values fit into the L2 together, the tiles of the last queries of all heads come first,
+    as they see the most keys; then the next group. Full: all tiles of a head, then the next head. Split, several CTAs per tile: all tiles
+    of a group of heads for one share of the keys, then for the next share, so that neighbouring CTAs read the same keys.
 
     Args:
         longest_first: the order for causal masks and windows.
@@ -42,7 +42,7 @@ class TileOrder:
         splits: CTAs per tile; None without a split.
         table: varlen: int32 [m_blocks, 8], the tiles of all sequences from tile_table.py, the longest first. `heads` then
             are those of one sequence, and a group of heads goes through all tiles before the next group.
-        tiles_per_entry: tiles in an entry of the table, side by side; m_blocks counts tiles. The last may lie past the sequence.
+        tiles_per_entry: adjacent tiles per entry of the table; m_blocks counts tiles. The last one may lie past the sequence.
     """
 
     longest_first: bool
@@ -94,9 +94,9 @@ class TileOrder:
 
 @T.meta_class
 class Tile:
-    """Position of the tile at hand: its query block, head and batch index; its share of a split; its sequence in a table.
+    """Position of the current tile: its query block, head and batch index; its share of a split; its sequence in a table.
 
-    These are variables: as expressions of the tile's number they kept the prover of TileLang 0.1.15 busy for a minute.
+    These are variables: as expressions of the tile's number they took the prover of TileLang 0.1.15 a minute.
     """
 
     def __init__(self, order: TileOrder, name: str = "tile"):
@@ -115,7 +115,7 @@ class Tile:
 
     @property
     def exists(self) -> Any:
-        """True if the table has an entry for the tile; it has room for more tiles than there are."""
+        """True if the table has an entry for the tile; the launch counts more tiles than there are."""
         return True if self.order.table is None else self.block[0] >= 0
 
     @property
@@ -194,7 +194,7 @@ class Tile:
 
     @T.inline
     def read_table(self, entry):
-        """Set sequence and block of an entry of the table."""
+        """Set the sequence and block from an entry of the table."""
         self.batch_idx[0] = T.shfl_sync(self.order.table[entry, 0], 0)
         self.block[0] = T.shfl_sync(self.order.table[entry, 1], 0)
         self.end_q[0] = T.shfl_sync(self.order.table[entry, 2], 0)
@@ -206,7 +206,7 @@ class Tile:
 
 
 def indices(values: tuple) -> tuple[int, ...]:
-    """Indices that unroll a loop in a kernel; a loop over variables themselves would take their names away (TileLang 0.1.15)."""
+    """Indices that unroll a loop in a kernel; a loop over the variables themselves would lose their names (TileLang 0.1.15)."""
     return tuple(range(len(values)))
 
 
@@ -215,12 +215,12 @@ class TileBox:
     """Mailbox in shared memory with two slots, in which the producer describes each tile to the consumers.
 
     A description holds 3 numbers of the tile's position, its first step, up to 4 step counts and, with a table, 4 numbers of its
-    sequence, 2 more of them if `padded`. So consumers neither divide nor count. Turn i of a CTA, its i-th tile, uses slot i % 2. An
-    m_block of -1 ends the work.
+    sequence, 6 if `padded`. So consumers neither divide nor count. Turn i of a CTA, its i-th tile, uses slot i % 2. An m_block of -1 ends
+    the work.
 
-    The producer posts a description after it has room for the tile's queries. By then the consumers have released the queries of
-    one or two turns before, and they read this slot ahead of that. An mbarrier does not keep the compiler from moving plain loads
-    and stores across it; a sync_warp on either side does.
+    The producer posts a description once it has room for the tile's queries. Consumers have then released the queries of one or two turns
+    before, and they read this slot before they release them. An mbarrier does not keep the compiler from moving plain loads and stores
+    across it; a sync_warp on either side does.
     """
 
     def __init__(self, has_table: bool, padded: bool = False, name: str = "tile_box"):
@@ -270,7 +270,7 @@ class TileBox:
 
     @T.inline
     def read_blocks(self, turn, blocks):
-        # From one lane, as KeyBlocks.start has them
+        # From one lane, so in uniform registers, as in KeyBlocks.start
         for i in indices(blocks.counts):
             blocks.counts[i][0] = T.shfl_sync(self.tiles[turn % 2, 4 + i], 0)
 
@@ -291,7 +291,7 @@ class Overflows:
 
     @T.inline
     def begin(self, turn, recomputes):
-        """Set the flags of a turn; by the producer, before it posts the tile."""
+        """Set the flags of a turn; called by the producer, before it posts the tile."""
         if T.get_thread_binding() % 32 == 0:
             self.flags[turn % 2, 0] = recomputes
             self.flags[turn % 2, 1] = 0
@@ -301,13 +301,13 @@ class Overflows:
 
     @T.inline
     def report(self, turn):
-        """Ask for a recomputation; by a consumer warp, before finish()."""
+        """Request a recomputation; called by a consumer warp, before finish()."""
         if T.get_thread_binding() % 32 == 0:
             self.flags[turn % 2, 1] = 1
 
     @T.inline
     def finish(self, turn):
-        """Arrive; by each consumer warp, after it read the TileBox for the turn for the last time."""
+        """Arrive; called by each consumer warp after its last read of the turn's TileBox."""
         T.sync_warp()
         if T.get_thread_binding() % 32 == 0:
             T.mbarrier_arrive(self.done[turn % 2])
@@ -315,10 +315,10 @@ class Overflows:
 
 @T.meta_class
 class TileStream:
-    """Tiles that the producer of a CTA loads, one after another.
+    """Sequence of the tiles that a CTA computes, for its producer.
 
     persistent: every ctas-th tile. dynamic: the next tile that no CTA has drawn, by a counter in global memory: tickets [2] holds
-    the tiles drawn and the CTAs done, both 0 before and after the kernel. overflows: tiles that ask for it come a second time.
+    the numbers of tiles drawn and of CTAs done, both 0 before and after the kernel. overflows: tiles that overflowed come a second time.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class TileStream:
         self.tile_box, self.overflows = tile_box, overflows
         self.number = T.alloc_var("int32", init=first)
         self.drawn = T.alloc_var("int32", init=0)
-        # Turns since the overflowed tile that comes again; 0 for a tile that comes first
+        # Turns since the overflowed tile that is recomputed; 0 for a new tile
         self.turns_ago = T.alloc_var("int32", init=0) if overflows is not None else None
 
     @property
@@ -349,7 +349,7 @@ class TileStream:
         return 0 if self.overflows is None else self.turns_ago[0]
 
     def is_new(self, turn: Any) -> Any:
-        """True if the posted tile of this turn comes for the first time; read from shared memory, as a producer has no register for it."""
+        """True if the posted tile of this turn is new; read from shared memory, as a producer has no register for it."""
         return True if self.overflows is None else self.overflows.recomputes(turn) == 0
 
     @T.inline
@@ -373,8 +373,8 @@ class TileStream:
     def draw_near_end(self, turn, step, steps):
         """draw() at a step DRAW_AHEAD before the end of a tile of `steps` steps, or at its first.
 
-        No earlier: a tile that a CTA has drawn waits for it. Drawn at the first step, chunks of a prompt behind 5000 to 12000 cached keys
-        took 1.18 of the time, as a simulation of the schedule does, too.
+        Not earlier, as a drawn tile has to wait for its CTA: with draws at the first step, chunks of a prompt after 5000 to 12000 cached
+        keys took 1.18 times as long; a simulation of the schedule agrees.
         """
         if step == T.max(steps - DRAW_AHEAD, 0):
             self.draw(turn)
@@ -399,7 +399,7 @@ class TileStream:
 
     @T.inline
     def skip_to(self, end):
-        """Go on where no tile exists before number `end`."""
+        """Skip numbers before `end`, which have no tiles."""
         if self.dynamic:
             if T.get_thread_binding() % 32 == 0:
                 T.atomic_max(self.tickets[0], end - self.ctas)
@@ -410,7 +410,7 @@ class TileStream:
     def find_overflow(self, turn):
         """Find a tile that overflowed and is not recomputed yet; `turn` is the next one.
 
-        Looks at the tile of two turns ago, with which consumers are done or soon will be; at the end also at the last tile.
+        It checks the tile of two turns ago, with which consumers are done or soon will be; at the end also the last tile.
         """
         if self.overflows is not None:
             flags, done = self.overflows.flags, self.overflows.done

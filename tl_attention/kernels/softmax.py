@@ -7,13 +7,13 @@ import math
 import tilelang.language as T
 
 LOG2E = math.log2(math.e)
-# Initial row max: scores lie above it, its product with a large scale is finite, and LOWEST - LOWEST is 0, where -inf gives NaN
+# Initial row max. It is below all scores, its product with a large scale is finite, and LOWEST - LOWEST is 0, where -inf would give NaN
 LOWEST = -1e20
-# Replaces a scale of 0: masked scores stay -inf * scale = -inf, the others vanish
+# Replaces a scale of 0: masked scores stay -inf * scale = -inf, all others become 0
 SMALLEST_SCALE = 2.0**-126
-# Growth of the row max, in powers of 2, that needs no rescale: P stays below 2^8, which fp16 holds; its rounding error is relative
+# Growth of the row max, in powers of 2, that needs no rescale: P stays below 2^8, which fp16 holds, and rounding errors are relative
 LAZY_GROWTH = 8.0
-# Largest row sum with a held row max. bf16 has the range; larger sums would leave O too little of it
+# Largest row sum with a held row max. bf16 has the range for it; larger sums would leave too little range for O
 LARGEST_HELD_SUM = 2.0**64
 
 
@@ -23,9 +23,9 @@ def indices(values: tuple) -> tuple[int, ...]:
 
 
 def rows_layout():
-    """Layout of a loop over the 64 rows of a warpgroup, as wgmma has them: each row at a quad of threads.
+    """Layout of a loop over the 64 rows of a warpgroup, as wgmma distributes them: each row to a quad of threads.
 
-    It is given because TileLang 0.1.15 would search for it: the search tries each open loop as the first and all others after it.
+    Given explicitly, as TileLang 0.1.15 would search for it: it tries each loop without a layout as the first one, then all others.
     """
     return T.Fragment(
         [64],
@@ -39,15 +39,15 @@ def rows_layout():
 class OnlineSoftmax:
     """Row max and row sum of score tiles [64, block_N], one tile after another.
 
-    The row max is one of raw scores; scale_log2 > 0 multiplies them in the exponent. Row sums stay split over the 8 columns that
-    a quad of threads holds until finish(), so no step shuffles for them. P stays below 2 ** growth.
+    The row max is a maximum of raw scores; scale_log2 > 0 multiplies them in the exponent. Until finish() each thread of a quad sums its
+    own columns of a row, so no step needs a shuffle for row sums. P stays below 2 ** growth.
     """
 
     def __init__(self, block_N: int, scale_log2, growth: float = LAZY_GROWTH, name: str = "softmax"):
         self.block_N, self.scale_log2, self.growth = block_N, scale_log2, growth
         self.row_max = T.alloc_fragment([64], "float32")
         self.row_max_prev = T.alloc_fragment([64], "float32")
-        self.row_scale = T.alloc_fragment([64], "float32")  # factor of the row's output so far
+        self.row_scale = T.alloc_fragment([64], "float32")  # factor for the row's output so far
         self.partial_sum = T.alloc_fragment([64, 8], "float32")
         self.block_sum = T.alloc_fragment([64, 8], "float32")
         self.flag = T.alloc_var("int32", init=0)
@@ -62,7 +62,7 @@ class OnlineSoftmax:
     def update(self, acc_s, shift=None, follow=True):
         """Replace scores by exp2((score + shift - row_max) * scale_log2), and add them to the row sums.
 
-        follow: update row_max first. Else row_max is held; each row must have seen a score before.
+        follow: update row_max first; else row_max is held, and each row must have seen a score before.
         """
         if follow:
             self.follow(acc_s, shift)
@@ -77,9 +77,9 @@ class OnlineSoftmax:
 
     @T.inline
     def follow(self, acc_s, shift):
-        """Update row_max, and set row_scale, the factor of what was summed before.
+        """Update row_max, and set row_scale, the factor for what was summed before.
 
-        row_max changes only when the maximum has grown by more than `growth`: any row_max gives the same quotient, and most
+        row_max changes only if the maximum has grown by more than `growth`: any row_max gives the same quotient, and most
         steps then need no rescale.
         """
         T.copy(self.row_max, self.row_max_prev, loop_layout=rows_layout())
@@ -93,7 +93,7 @@ class OnlineSoftmax:
             grown = (self.row_max[i] - self.row_max_prev[i]) * self.scale_log2
             self.row_max[i] = T.if_then_else(grown > self.growth, self.row_max[i], self.row_max_prev[i])
         for i in T.Parallel(64, loop_layout=rows_layout()):
-            # The difference first: exact for LOWEST, where an FMA would leave its rounding error
+            # Subtract first: exact for LOWEST, where an FMA would leave a rounding error
             self.row_scale[i] = T.exp2((self.row_max_prev[i] - self.row_max[i]) * self.scale_log2)
 
     def score_max(self, i, shift):
@@ -113,7 +113,7 @@ class OnlineSoftmax:
     @T.inline
     def scale_rows(self, accs):
         """Multiply tiles side by side by row_scale."""
-        for n in indices(accs):  # a loop over the tiles would take their names away (TileLang 0.1.15)
+        for n in indices(accs):  # a loop over the tiles themselves would lose their names (TileLang 0.1.15)
             rows, cols = accs[n].shape
             for i, j in T.Parallel(rows, cols):
                 accs[n][i, j] *= self.row_scale[i]
@@ -134,11 +134,13 @@ class OnlineSoftmax:
     def finish(self, accs, lse, lse_unit, sink=None):
         """Divide O, tiles side by side, by the row sums, and set lse = log2(sum of exp2) * lse_unit; a row without keys gets 0 and -inf.
 
-        sink: score in natural units that takes its share of the sum; None for no sink.
+        sink: score in natural units, added to the row sum; None: no sink.
         """
         T.reduce_sum(self.partial_sum, self.row_sum, dim=1)
         if sink is not None:
-            for i in T.Parallel(64, loop_layout=rows_layout()):  # relative to a maximum that covers the sink
+            for i in T.Parallel(
+                64, loop_layout=rows_layout()
+            ):  # relative to a maximum that includes the sink
                 self.row_max_prev[i] = T.max(self.row_max[i] * self.scale_log2, sink * LOG2E)
                 self.row_scale[i] = T.exp2(self.row_max[i] * self.scale_log2 - self.row_max_prev[i])
                 self.row_sum[i] = self.row_sum[i] * self.row_scale[i] + T.exp2(
@@ -161,8 +163,8 @@ class OnlineSoftmax:
 class TangentSums:
     """Sums of H = P * (scale tS - center) over the keys, for the rows of an OnlineSoftmax.
 
-    The tangent of the output is (sum of H V + P tV) / row_sum - mean(H) O, whatever the center of a row. It is the mean of the
-    first tile's tangents, which keeps H small where all tangents of a row are large and alike.
+    The tangent of the output is (sum of H V + P tV) / row_sum - mean(H) O, for any center of a row. The center is the mean of the first
+    tile's tangents, which keeps H small if all tangents of a row are large and alike.
     """
 
     def __init__(self, softmax, scale, name: str = "sums"):
@@ -189,7 +191,7 @@ class TangentSums:
 
     @T.inline
     def find_center(self, P, acc_ts):
-        """Set center to the mean of the first tile's tangents, 0 for a row that sees none of its keys."""
+        """Set center to the mean of the first tile's tangents; 0 for a row that sees none of the tile's keys."""
         weighted = T.alloc_fragment(P.shape, "float32")
         for i, j in T.Parallel(*P.shape):
             weighted[i, j] = P[i, j] * acc_ts[i, j]
@@ -228,7 +230,7 @@ def probabilities(acc_s, exponent, P=None, sloped=None):
 def softmax_backward(P, acc_dp, delta, dS):
     """Set dS = P * (dP - delta(i, j)); dS may be P."""
     rows, cols = P.shape
-    # bf16 multiplies two numbers at a time; fp16 lacks the range for that
+    # bf16: two products per instruction; fp16 lacks the range for that
     product = P.dtype if P.dtype == "bfloat16" else "float32"
     for i, j in T.Parallel(rows, cols):
         dS[i, j] = T.cast(P[i, j], product) * T.cast(acc_dp[i, j] - delta(i, j), product)

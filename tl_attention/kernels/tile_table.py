@@ -1,6 +1,6 @@
-"""Kernel before every kernel for packed sequences: a table of the tiles of all sequences, the longest first.
+"""Kernel that runs before every kernel for packed sequences: a table of the tiles of all sequences, the longest first.
 
-The last CTAs of the attention kernel then have little to do. One CTA counts blocks, sorts tiles by their number of steps (a
+So the last tiles of the attention kernel are short. One CTA counts blocks, sorts tiles by their number of steps (a
 counting sort; the order of equals is arbitrary), and writes them.
 """
 
@@ -24,7 +24,7 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
         Table: [entries, 8], see scheduler.Tile.read_table. Entries that are not needed get block -1.
         use_q, use_k, of_keys: 0 or 1.
         step_rows: rows per step.
-        left, right: rows before and after the diagonal that a row sees, or is seen from.
+        left, right: rows before and after the diagonal that a row sees, or from which it is seen.
 
     A sequence without queries has one query tile, so that its padded rows are written.
     """

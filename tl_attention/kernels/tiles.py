@@ -1,4 +1,4 @@
-"""Tiles of one head in global memory. Another memory path (varlen, split) is another class with the same methods."""
+"""Tiles of one head in global memory. Each memory path (dense, varlen, split, pages) is a class with the same methods."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def strided(name: str, shape: list, dtype: str) -> Any:
 class FragmentBlocks:
     """fp32 matrices of 16 * row_blocks rows in blocks of 16 x 8, each in the order in which a warp holds it after wgmma.
 
-    A thread has 4 numbers of a block side by side and a warp all 512 bytes, so one instruction per block adds or stores them.
+    A thread holds 4 adjacent numbers of a block and a warp all 512 bytes, so one instruction per block adds or stores them.
 
     Args:
         tensor: [matrices * row_blocks, cols / 8, 32, 4]. The first index, a row block, fits an int32 where an offset does not.
@@ -42,7 +42,7 @@ class FragmentBlocks:
 
     @staticmethod
     def in_block(row: Any, col: Any) -> tuple:
-        """(lane, number in it) of an element of a block."""
+        """(lane, index among its 4 numbers) of an element of a block."""
         return row % 8 * 4 + col % 8 // 2, row % 16 // 8 * 2 + col % 2
 
     @staticmethod
@@ -69,7 +69,7 @@ class FragmentBlocks:
 
 @T.macro
 def store_rows(tensor, batch, first_row, rows_left, head, acc, first_col=0):
-    """Store an accumulator in tensor [batch, seqlen, heads, columns], but for rows from rows_left on, and columns that it lacks."""
+    """Store an accumulator in tensor [batch, seqlen, heads, columns], except rows from rows_left on and columns that the tensor lacks."""
     rows, cols = acc.shape
     # Variables: as expressions they kept the layout inference of TileLang 0.1.15 busy for half a minute
     row = T.alloc_var("int32", init=first_row)
@@ -92,7 +92,7 @@ def store_columns(tensor, tile, first_row, accs):
 class DenseTiles:
     """Tiles of dense tensors: Q, K, V, O [batch, seqlen, heads, columns], Lse [batch, heads, seqlen_q] fp32.
 
-    A tile is head_dim (Q, K) or head_dim_v (V, O) wide, whatever the tensors' columns: TMA reads 0 and writes nothing past the
+    A tile is head_dim (Q, K) or head_dim_v (V, O) wide, even if the tensors have fewer columns: TMA reads 0 and writes nothing past the
     end of a dimension.
     """
 
@@ -103,7 +103,7 @@ class DenseTiles:
     Lse: Any
     head_dim: int
     head_dim_v: int
-    parts: int = 1  # of Q, K and V, see products.py: tiles of them are so many times as wide
+    parts: int = 1  # parts of Q, K and V, side by side in a tile: see products.py
 
     def q(self, tile: Any, start: Any, rows: int) -> Any:
         return self.Q[tile.batch, start : start + rows, tile.head, 0 : self.parts * self.head_dim]
@@ -118,7 +118,7 @@ class DenseTiles:
         return self.O[tile.batch, start : start + rows, tile.head, 0 : self.head_dim_v]
 
     def load_k(self, ring: Any, ring_step: Any, tile: Any, blocks: Any, step: Any) -> None:
-        """Load the keys of a step of KeyBlocks to a step of the ring; step 0 comes first."""
+        """Load the keys of a step of KeyBlocks to a step of the ring; call it for step 0 first."""
         ring.fill(ring_step, self.k(tile, blocks.first_key(step), blocks.block_N))
 
     def load_v(self, ring: Any, ring_step: Any, tile: Any, blocks: Any, step: Any) -> None:
@@ -134,21 +134,21 @@ class DenseTiles:
 
     @T.inline
     def store_result(self, accs, lse, tile, start):
-        """Store O, tiles side by side, from registers. lse: of the same rows."""
+        """Store O, tiles side by side, from registers. lse: log-sum-exp of the same rows."""
         for n in indices(accs):
             self.store_o(accs[n], tile, start, n * CHUNK)
 
     @T.inline
     def store_o(self, acc_o, tile, start, first_col=0):
-        """Store columns of O from registers, where it is fp32."""
+        """Store columns of an fp32 O from registers."""
         store_rows(self.O, tile.batch, start, self.O.shape[1] - start, tile.head, acc_o, first_col)
 
 
 def packed(name: str, heads: Any, columns: Any, dtype: str) -> Any:
-    """Tensor argument [total, heads, columns] of sequences of any lengths, one after another, viewed so that TMA sees where each ends.
+    """Tensor argument [total, heads, columns] of packed sequences of any lengths, viewed so that TMA stops at the end of each.
 
-    The view is [planes, ends, rows, heads, columns] with rows = FAR. Ends and rows both step by one row; FAR planes go back FAR rows,
-    in 64-bit addresses. So [FAR, end, FAR - length + i] is row i of the sequence of that length whose last row is end - 1. TMA reads 0
+    The view is [planes, ends, rows, heads, columns] with rows = FAR. Ends and rows both step by one row; FAR planes step back FAR rows,
+    modulo 2^64 bytes. So [FAR, end, FAR - length + i] is row i of the sequence of this length whose last row is end - 1. TMA reads 0
     and writes nothing past the end of `rows`, which is the end of the sequence.
     """
     planes, ends, rows = T.dynamic(f"{name}_planes, {name}_ends, {name}_rows")
@@ -166,7 +166,7 @@ def rows_argument(
 ) -> Any:
     """Tensor argument [batch, seqlen, heads, columns] with any strides; with varlen the view of packed().
 
-    operand: one of problem.OPERANDS, whose dtype the tensor has; the name is one if it is left out.
+    operand: one of problem.OPERANDS, which determines the dtype; default: `name`.
     """
     dtype = problem.dtype_of(operand or name)
     if problem.has("varlen"):
@@ -179,7 +179,7 @@ def result_argument(
 ) -> Any:
     """Tensor argument of O or dQ, as rows_argument; in fp32 [batch, seqlen, heads, columns <= width] or [1, total, heads, columns]."""
     if problem.dtype_of(name) == "float32":
-        # Leaves from registers, which needs no view for TMA, and Q and V have the columns of all their parts
+        # Stored from registers, which needs no view for TMA. Q and V have the columns of all their parts
         return strided(name, [batch, seqlen, heads, T.dynamic(f"columns_{name}")], "float32")
     return rows_argument(problem, name, batch, seqlen, heads, columns)
 
@@ -248,7 +248,7 @@ class DensePartTiles(DenseTiles):
 class PackedPartTiles(PackedTiles):
     """PackedTiles of a split: O [splits, 1, heads, total_q, head_dim_v] and Lse [splits, 1, heads, total_q], fp32.
 
-    Rows that belong to no sequence, or that their sequence does not use, are not written.
+    Rows outside all sequences, and unused rows of a sequence, are not written.
     """
 
     def lse_index(self, tile: Any, row: Any) -> tuple:
@@ -265,7 +265,7 @@ class PackedPartTiles(PackedTiles):
 
 @dataclass(frozen=True)
 class PagedKeys(PackedTiles):
-    """Tiles of packed queries and of keys in pages: K, V hold the rows of all pages one after the other, in the view of packed()."""
+    """Tiles of packed queries with keys in pages: K, V hold the rows of all pages one after the other, in the view of packed()."""
 
     k_loads: PagedLoads | None = None
     v_loads: PagedLoads | None = None
@@ -289,7 +289,7 @@ class PagedPartTiles(PagedKeys, PackedPartTiles):
 
 @dataclass(frozen=True)
 class SharedTiles:
-    """Shared memory of a CTA that its roles meet at; None where a kernel has no such part.
+    """Shared memory through which the roles of a CTA communicate; None for what a kernel does not have.
 
     Q, K, V, dO are TileRings; dS is an Exchange. O, P, dV are tiles [warpgroups, 64, columns], or one per warpgroup.
     """
@@ -311,7 +311,7 @@ class SharedTiles:
 
 @dataclass(frozen=True)
 class DenseGradTiles:
-    """Tiles of a backward pass, as in DenseTiles; queries come from the head that a method is given.
+    """Tiles of a backward pass, as in DenseTiles; methods for rows of queries take the query head as an argument.
 
     Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up]; dQ_sum, dK_parts, dV_parts: FragmentBlocks.
     """
@@ -349,12 +349,12 @@ class DenseGradTiles:
 
     @T.inline
     def store_dq(self, acc_dq, tile, start, first_col=0):
-        """Store columns of dQ from registers, where it is fp32."""
+        """Store columns of an fp32 dQ from registers."""
         store_rows(self.dQ, tile.batch, start, self.dQ.shape[1] - start, tile.head, acc_dq, first_col)
 
     @T.inline
     def add_dq(self, acc_dq, tile, head, start, first_col, factor):
-        """Add factor * columns of dQ' [columns, queries] to dQ, where it is fp32."""
+        """Add factor * columns of dQ' [columns, queries] to an fp32 dQ."""
         add_transposed(self.dQ, tile.batch, start, head, first_col, factor, acc_dq)
 
     def k(self, tile: Any, start: Any, rows: int) -> Any:
@@ -382,8 +382,8 @@ class DenseGradTiles:
 class PackedGradTiles(DenseGradTiles):
     """Tiles of a backward pass over packed sequences: Q, K, V, dO, dQ, dK, dV in the view of packed().
 
-    Lse_log2, Delta: fp32 [1, heads, padded rows]. They, dQ_sum, dK_parts and dV_parts hold each sequence from its padded_q or
-    padded_k on.
+    Lse_log2, Delta: fp32 [1, heads, padded rows]. In these, dQ_sum, dK_parts and dV_parts a sequence starts at its padded_q or
+    padded_k.
     """
 
     def q(self, tile: Any, head: Any, start: Any, rows: int) -> Any:

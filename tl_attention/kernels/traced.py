@@ -42,7 +42,7 @@ class TracedArguments:
 
 
 def traced_arguments(problem: AttnProblem) -> TracedArguments | None:
-    """Declare the arguments of a problem's program, at the begin of the body of a prim_func; None without a program.
+    """Declare the arguments of a problem's program, at the start of the body of a prim_func; None without a program.
 
     Order: captured tensors, numbers, gradients, spans, entries, places and bits. A 0-d tensor has one dimension of size 1; bool tensors
     are uint8.
@@ -181,14 +181,14 @@ class Traced:
         self.head[0] = head
 
     def locate(self, first_query: Any, first_key: Any, how: Any) -> None:
-        """Set the query and the key of the first element of the tile, and how its keys are seen: program.MASK or another."""
+        """Set the query and the key of the tile's first element, and how its keys are seen: program.MASK or another."""
         self.first_query, self.first_key, self.how = first_query, first_key, how
 
     def call(self, function: str, dtype: str, score: Any, i: Any, j: Any, *first: Any) -> Any:
         """A function of program_code at an element of the tile, whose scaled score is given.
 
-        Only the first 8 columns, of which a thread has 2 per row, convert an int to a float, which takes four times as long as the
-        addition that makes the other columns from them.
+        Only in the first 8 columns, of which a thread has 2 per row, is an int converted to a float. Other columns are computed from
+        these by an addition, which takes a quarter of the time.
         """
         row, column = (
             (self.first_key, self.first_query) if self.rows_are_keys else (self.first_query, self.first_key)
@@ -317,14 +317,14 @@ class Traced:
 
     @T.inline
     def hide_step(self, acc_s, hidden, blocks, may_hide):
-        """Set elements of a step that a query does not see to `hidden`. may_hide: False where it sees all of this step."""
+        """Set elements of a step that a query does not see to `hidden`. may_hide: False if all of the step is seen."""
         if self.program.hides:
             if may_hide:
                 self.hide(acc_s, hidden, blocks.stop_key)
 
     @T.inline
     def hide(self, acc_s, hidden, stop):
-        """Set elements of keys that a query does not see to `hidden`, and of keys from `stop` on; None: no key is beyond the last."""
+        """Set elements of keys that a query does not see, and of keys from `stop` on, to `hidden`. stop None: there are no such keys."""
         rows, cols = acc_s.shape
         for i, j in T.Parallel(rows, cols):
             acc_s[i, j] = T.if_then_else(
@@ -332,7 +332,7 @@ class Traced:
             )
 
     def sees_before(self, i: Any, j: Any, stop: Any) -> Any:
-        """True if the query sees the key, which is one of the first `stop`; None: of all."""
+        """True if the query sees the key and the key is below `stop`; None: no limit."""
         if stop is None or self.program.bits:  # which are 0 from `stop` on
             return self.sees(i, j)
         return self.sees(i, j) & (self.first_key + (i if self.rows_are_keys else j) < stop)

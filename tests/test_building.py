@@ -14,32 +14,18 @@ import threading
 import time
 from pathlib import Path
 
+import fake_compiler
 import pytest
 import torch
+from fake_compiler import BAD, CRASHES, GOOD, PROBLEM, fake_build, slow_build
 
 from tl_attention import configs, launch
 from tl_attention.compilation import building, compiler, store
+from tl_attention.compilation.sandbox import Sandbox
 from tl_attention.kernel_configs import BwdDelta, BwdSum, FwdCombine, FwdConfig, KernelConfig
 from tl_attention.problem import AttnProblem, buckets, decode_problem
 
-PROBLEM = AttnProblem("bfloat16", 64, 64, True)
-GOOD, BAD, CRASHES = FwdConfig(64, 32), FwdConfig(64, 48), FwdConfig(64, 64)
 NAME = f"{PROBLEM}, {GOOD}"
-
-
-def fake_build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
-    if config == BAD:
-        raise ValueError("no such layout")
-    if config == CRASHES:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    with path.with_suffix(".log").open("a") as log:
-        log.write(f"{os.getpid()}\n")
-    path.touch()
-
-
-def slow_build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
-    time.sleep(0.5)
-    fake_build(problem, config, path)
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +80,17 @@ def test_builder_that_cannot_import_the_compiler_says_so(monkeypatch):
     monkeypatch.setattr(compiler, "build", module.build)
     (error,) = building.build_all([(PROBLEM, GOOD)]).values()
     assert "ModuleNotFoundError: No module named 'module_of_this_process'" in str(error)
+
+
+def test_builder_makes_the_text_of_a_kernel_without_torch():
+    kernel = AttnProblem("bfloat16", 64, 64, False), BwdDelta()
+    sandbox = Sandbox(building.prepare_to_build, fresh=True)
+    try:
+        source, imported = sandbox.call(fake_compiler.lower, *kernel, limit_s=60)
+    finally:
+        sandbox.close()
+    assert imported == ["torch"], "TileLang asks for more of torch than its stand-in has"
+    assert source == compiler.lower(*kernel)[0]
 
 
 def test_building_starts_no_thread(monkeypatch):
@@ -263,17 +260,12 @@ def test_notice_names_a_capture(monkeypatch):
 PROGRAM = """
 import os, sys
 sys.path[:0] = {paths!r}
-import test_building
+import fake_compiler
 from tl_attention.compilation import building, compiler
 print("main", flush=True)
-compiler.build = test_building.{build}
-print(building.build_all([(test_building.PROBLEM, test_building.GOOD)]), flush=True)
+compiler.build = fake_compiler.{build}
+print(building.build_all([(fake_compiler.PROBLEM, fake_compiler.GOOD)]), flush=True)
 """
-
-
-def hang(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
-    path.with_suffix(".pid").write_text(str(os.getpid()))
-    subprocess.run(["sleep", "300"])
 
 
 def start_program(tmp_path: Path, build: str) -> subprocess.Popen:

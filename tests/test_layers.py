@@ -77,7 +77,8 @@ DOORS = {
     "launch/common launch/parts launch/traced",
     "launch/decode": "torch checks/common options problem kernel_configs target configs compilation/store launch/arrays launch/common",
     "compilation/building": "problem kernel_configs compilation/compiler compilation/pack compilation/sandbox compilation/store",
-    "compilation/sandbox": "",
+    "compilation/sandbox": "compilation/torchless",
+    "compilation/torchless": "",
     "compilation/store": "problem kernel_configs configs compilation/compiler compilation/pack compilation/toolkit | tvm_ffi",
     "compilation/pack": "problem kernel_configs compilation/compiler | tvm_ffi",
     "compilation/packing": "compilation/compiler compilation/building compilation/manifest compilation/pack "

@@ -19,12 +19,26 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+from tl_attention.compilation import torchless
 
 START_LIMIT = 60.0  # seconds for a subprocess to import and prepare, if its call may not take longer
 GRACE = 10.0  # seconds that every call has at least
 # Imported once by the server that subprocesses are forked from: none of it starts a thread or CUDA
 PRELOAD = ("tl_attention.tuning.autotune",)
+# Program of a new interpreter. The path comes first: with -c a module of the working directory could hide one of Python. The package
+# is entered without its __init__, which imports torch
+BOOTSTRAP = """
+import sys
+sys.path[:] = {path!r}
+import types
+package = sys.modules[{name!r}] = types.ModuleType({name!r})
+package.__path__ = {folders!r}
+from {module} import serve_interpreter
+serve_interpreter({pipe})
+"""
 
 
 def time_left(limit_s: float, end_by: float) -> float:
@@ -46,7 +60,8 @@ class Sandbox:
     Args:
         prepare: called first in each subprocess.
         fresh: the subprocess is a new interpreter, which a library may start in any program: it does not import the program's main
-            module, and ends with the program. Otherwise it is forked from a server, which is faster.
+            module, and ends with the program. It has the stand-in of torchless.py for torch, and of this package only the modules
+            that the call needs. Otherwise it is forked from a server, which has torch.
         inherits: open files of this process that a fresh subprocess has, too.
     """
 
@@ -147,9 +162,10 @@ class _Interpreter(subprocess.Popen):
     """A new Python interpreter with this one's module path, in a session of its own; with the interface of a multiprocessing process."""
 
     def __init__(self, pipe: Connection, inherits: Sequence[int]):
-        # The path comes first: with -c a module of the working directory could hide one of Python
-        path, serve = [str(folder) for folder in sys.path], f"serve_interpreter({pipe.fileno()})"
-        code = f"import sys; sys.path[:] = {path!r}; from {__name__} import serve_interpreter; {serve}"
+        path, package = [str(folder) for folder in sys.path], Path(__file__).parents[1]
+        code = BOOTSTRAP.format(
+            path=path, name=package.name, folders=[str(package)], module=__name__, pipe=pipe.fileno()
+        )
         super().__init__(
             [_executable(), "-c", code],
             stdin=subprocess.DEVNULL,
@@ -176,6 +192,7 @@ class _Interpreter(subprocess.Popen):
 
 def serve_interpreter(pipe_number: int) -> None:
     """Main function of an _Interpreter. It ends as soon as the other end of the pipe is closed, also in the middle of a call."""
+    torchless.replace_torch()
     pipe, calls = Connection(pipe_number), queue.SimpleQueue()
 
     def receive() -> None:

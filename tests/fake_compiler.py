@@ -1,0 +1,43 @@
+"""Stand-ins for compiler.build that test_building.py gives to builders, whose interpreters have no torch to import."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tl_attention.compilation import compiler
+from tl_attention.kernel_configs import FwdConfig, KernelConfig
+from tl_attention.problem import AttnProblem
+
+PROBLEM = AttnProblem("bfloat16", 64, 64, True)
+GOOD, BAD, CRASHES = FwdConfig(64, 32), FwdConfig(64, 48), FwdConfig(64, 64)
+
+
+def fake_build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
+    if config == BAD:
+        raise ValueError("no such layout")
+    if config == CRASHES:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    with path.with_suffix(".log").open("a") as log:
+        log.write(f"{os.getpid()}\n")
+    path.touch()
+
+
+def slow_build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
+    time.sleep(0.5)
+    fake_build(problem, config, path)
+
+
+def hang(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
+    path.with_suffix(".pid").write_text(str(os.getpid()))
+    subprocess.run(["sleep", "300"])
+
+
+def lower(problem: AttnProblem, config: KernelConfig) -> tuple[str, list[str]]:
+    """CUDA source of a kernel, and what this process has imported of torch."""
+    source, _ = compiler.lower(problem, config)
+    return source, [name for name in sys.modules if name.partition(".")[0] == "torch"]

@@ -1,0 +1,37 @@
+"""A stand-in for torch in interpreters that only compile. TileLang imports torch for types in its signatures and for names of dtypes.
+
+Importing torch takes longer than importing TileLang, and compiling a kernel needs nothing of it: neither tensors nor devices.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+DTYPES = "bool short int long half float double int8 int16 int32 int64 uint8 float16 float32 float64 bfloat16"
+
+
+class DType:
+    """Type of the stand-in's dtypes: keys of TileLang's tables, as torch's are."""
+
+
+class Unavailable:
+    """A class of torch that signatures name. None of it is ever made."""
+
+
+def replace_torch() -> None:
+    """Make `import torch` in this interpreter give the stand-in, unless torch itself is there already.
+
+    What TileLang does not ask for while it is imported is missing: a later use raises AttributeError.
+    """
+    if "torch" in sys.modules:
+        return
+    torch = ModuleType("torch", __doc__)
+    torch.dtype, torch.Tensor, torch.device = DType, Unavailable, Unavailable
+    for name in DTYPES.split():
+        setattr(torch, name, DType())
+    absent = SimpleNamespace(is_available=lambda: False)
+    torch.cuda = absent
+    torch.backends = SimpleNamespace(mps=absent)
+    torch.version = SimpleNamespace(hip=None, cuda=None)
+    sys.modules["torch"] = torch

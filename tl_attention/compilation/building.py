@@ -65,6 +65,7 @@ def compile_kernels(kernels: Sequence[KernelKey], where: Callable[[], str] = str
             for event in built:
                 if isinstance(event, int):
                     notice.tick(event)
+                    store.load_runtime()  # 0.1 s once per process, while the builders work
                 elif event[1] is not None:
                     raise event[1]
         notice.end()

@@ -61,11 +61,11 @@ def load(found: PackedKernel | Path) -> Kernel:
     """The function of a kernel that find() found, or of a library."""
     if isinstance(found, PackedKernel):
         return pack.load(found)
-    return _load_runtime().load_module(str(found))["main"]
+    return load_runtime().load_module(str(found))["main"]
 
 
 @functools.cache
-def _load_runtime() -> ModuleType:
+def load_runtime() -> ModuleType:
     """tvm_ffi with the libraries of tilelang that compiled kernels call. Importing tilelang itself would take most of a second."""
     import tvm_ffi  # before the libraries: it would list their thousands of functions
 

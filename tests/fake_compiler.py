@@ -32,6 +32,29 @@ def slow_build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
     fake_build(problem, config, path)
 
 
+def count_and_fail(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
+    with path.with_suffix(".log").open("a") as log:
+        log.write(f"{os.getpid()}\n")
+    raise ValueError(f"torch is {'there' if 'torch._C' in sys.modules else 'replaced'}")
+
+
+def import_of_torch(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
+    import torch.utils.dlpack  # noqa: F401
+
+    fake_build(problem, config, path)
+
+
+def use_of_torch(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
+    import torch
+
+    assert torch.nn.Module
+    fake_build(problem, config, path)
+
+
+def crash_without_torch(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
+    fake_build(problem, config if "torch._C" in sys.modules else CRASHES, path)
+
+
 def hang(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
     path.with_suffix(".pid").write_text(str(os.getpid()))
     subprocess.run(["sleep", "300"])

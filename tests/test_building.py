@@ -20,7 +20,7 @@ import torch
 from fake_compiler import BAD, CRASHES, GOOD, PROBLEM, fake_build, slow_build
 
 from tl_attention import configs, launch
-from tl_attention.compilation import building, compiler, store
+from tl_attention.compilation import building, compiler, store, torchless
 from tl_attention.compilation.sandbox import Sandbox
 from tl_attention.kernel_configs import BwdDelta, BwdSum, FwdCombine, FwdConfig, KernelConfig
 from tl_attention.problem import AttnProblem, buckets, decode_problem
@@ -84,13 +84,34 @@ def test_builder_that_cannot_import_the_compiler_says_so(monkeypatch):
 
 def test_builder_makes_the_text_of_a_kernel_without_torch():
     kernel = AttnProblem("bfloat16", 64, 64, False), BwdDelta()
-    sandbox = Sandbox(building.prepare_to_build, fresh=True)
+    sandbox = Sandbox(building.prepare_to_build, fresh=True, torchless=True)
     try:
         source, imported = sandbox.call(fake_compiler.lower, *kernel, limit_s=60)
     finally:
         sandbox.close()
     assert imported == ["torch"], "TileLang asks for more of torch than its stand-in has"
     assert source == compiler.lower(*kernel)[0]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [fake_compiler.import_of_torch, fake_compiler.use_of_torch, fake_compiler.crash_without_torch],
+    ids=lambda build: build.__name__,
+)
+def test_builder_that_needs_torch_gets_it(monkeypatch, build):
+    monkeypatch.setattr(compiler, "build", build)
+    assert building.build_all([(PROBLEM, GOOD)]) == {(PROBLEM, GOOD): None}
+
+
+def test_builder_whose_import_fails_without_torch_gets_it(monkeypatch):
+    monkeypatch.setattr(torchless, "PROGRAM", "import torch; raise ImportError")
+    assert building.build_all([(PROBLEM, GOOD)]) == {(PROBLEM, GOOD): None}
+
+
+def test_build_that_fails_is_tried_once_more_with_torch(monkeypatch):
+    monkeypatch.setattr(compiler, "build", fake_compiler.count_and_fail)
+    (error,) = building.build_all([(PROBLEM, GOOD)]).values()
+    assert "torch is there" in str(error) and len(builders()) == 2
 
 
 def test_building_starts_no_thread(monkeypatch):

@@ -102,7 +102,7 @@ def _start_ahead(kernels: Sequence[KernelKey]) -> list[KernelKey]:
         path = store.kernel_path(*kernel)
         if lock := _try_lock(path):
             with lock, contextlib.suppress(Failure):
-                builder = Sandbox(prepare_to_build, fresh=True, inherits=(lock.fileno(),))
+                builder = Sandbox(prepare_to_build, fresh=True, inherits=(lock.fileno(),), torchless=True)
                 builder.begin(_build_and_end, compiler.build, *kernel, path)
                 _ahead[kernel] = builder
                 _begun.add(kernel)
@@ -225,11 +225,12 @@ def _build(
 ) -> Iterator[tuple[KernelKey, Exception | None] | int]:
     """Build kernels. Yields (kernel, error or None) as each ends, and every TICK seconds how many of them other processes build.
 
-    The calling thread waits: another thread would delay the end of the program.
+    The calling thread waits: another thread would delay the end of the program. A kernel that fails in a builder without torch is
+    built once more by one with torch, whose result or error counts.
     """
     waiting, running = list(kernels), dict[Connection, _Running]()
     jobs = max(1, min(jobs or len(os.sched_getaffinity(0)), len(kernels)))
-    idle = [Sandbox(prepare_to_build, fresh=True) for _ in range(jobs)]
+    idle = [Sandbox(prepare_to_build, fresh=True, torchless=True) for _ in range(jobs)]
     with contextlib.ExitStack() as at_end:
         for sandbox in idle:
             at_end.callback(sandbox.close)
@@ -243,9 +244,9 @@ def _build(
                     lock = _try_lock(path)
                     if lock and not path.exists():
                         at_end.callback(_unlock, lock)
-                        idle[-1].begin(compiler.build, *kernel, path)
-                        sandbox = idle.pop()
-                        running[sandbox.pipe] = _Running(kernel, sandbox, lock)
+                        begun = _Running(kernel, idle[-1], lock)
+                        running[begun.begin()] = begun
+                        idle.pop()
                         waiting.remove(kernel)
                         continue
                 except (OSError, Failure) as failure:
@@ -263,6 +264,15 @@ def _build(
             for pipe in connection.wait(running, TICK):
                 done = running.pop(pipe)
                 error = done.finish()
+                if error and done.sandbox.torchless:
+                    # Perhaps a library asks for what the stand-in for torch lacks: once more with torch itself
+                    done.sandbox.torchless = False
+                    try:
+                        running[done.begin()] = done
+                        continue
+                    except Failure as failure:
+                        error = _error(done.kernel, failure)
+                _unlock(done.lock)
                 idle.append(done.sandbox)
                 yield done.kernel, error
 
@@ -275,14 +285,17 @@ class _Running:
     sandbox: Sandbox
     lock: IO
 
+    def begin(self) -> Connection:
+        """Begin to build it. Returns the pipe of the answer."""
+        self.sandbox.begin(compiler.build, *self.kernel, store.kernel_path(*self.kernel))
+        return self.sandbox.pipe
+
     def finish(self) -> Exception | None:
-        """Take the answer and release the kernel's lock; the reason if it could not be built."""
+        """Take the answer: the reason if it could not be built."""
         try:
             self.sandbox.finish()
         except Failure as failure:
             return _error(self.kernel, failure)
-        finally:
-            _unlock(self.lock)
         return None
 
 

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from tl_attention.compilation import torchless
@@ -28,17 +27,6 @@ START_LIMIT = 60.0  # seconds for a subprocess to import and prepare, if its cal
 GRACE = 10.0  # seconds that every call has at least
 # Imported once by the server that subprocesses are forked from: none of it starts a thread or CUDA
 PRELOAD = ("tl_attention.tuning.autotune",)
-# Program of a new interpreter. The path comes first: with -c a module of the working directory could hide one of Python. The package
-# is entered without its __init__, which imports torch
-BOOTSTRAP = """
-import sys
-sys.path[:] = {path!r}
-import types
-package = sys.modules[{name!r}] = types.ModuleType({name!r})
-package.__path__ = {folders!r}
-from {module} import serve_interpreter
-serve_interpreter({pipe})
-"""
 
 
 def time_left(limit_s: float, end_by: float) -> float:
@@ -60,13 +48,20 @@ class Sandbox:
     Args:
         prepare: called first in each subprocess.
         fresh: the subprocess is a new interpreter, which a library may start in any program: it does not import the program's main
-            module, and ends with the program. It has the stand-in of torchless.py for torch, and of this package only the modules
-            that the call needs. Otherwise it is forked from a server, which has torch.
+            module, and ends with the program. Otherwise it is forked from a server, which is faster.
         inherits: open files of this process that a fresh subprocess has, too.
+        torchless: a fresh subprocess has the stand-in of torchless.py for torch, and of this package only the modules that a call
+            needs. It may be changed between calls, for the next subprocess.
     """
 
-    def __init__(self, prepare: Callable[[], None], fresh: bool = False, inherits: Sequence[int] = ()):
-        self.prepare, self.fresh, self.inherits = prepare, fresh, inherits
+    def __init__(
+        self,
+        prepare: Callable[[], None],
+        fresh: bool = False,
+        inherits: Sequence[int] = (),
+        torchless: bool = False,
+    ):
+        self.prepare, self.fresh, self.inherits, self.torchless = prepare, fresh, inherits, torchless
         self.process: multiprocessing.process.BaseProcess | _Interpreter | None = None
         self.stopped = False
 
@@ -127,7 +122,7 @@ class Sandbox:
     def _start(self) -> None:
         self.pipe, theirs = multiprocessing.Pipe()
         if self.fresh:
-            self.process = _Interpreter(theirs, self.inherits)
+            self.process = _Interpreter(theirs, self.inherits, self.torchless)
         else:
             arguments = (theirs, self.prepare, dict(os.environ))
             process = _context().Process(target=_serve_forked, args=arguments, daemon=True)
@@ -161,13 +156,15 @@ def _executable() -> str:
 class _Interpreter(subprocess.Popen):
     """A new Python interpreter with this one's module path, in a session of its own; with the interface of a multiprocessing process."""
 
-    def __init__(self, pipe: Connection, inherits: Sequence[int]):
-        path, package = [str(folder) for folder in sys.path], Path(__file__).parents[1]
-        code = BOOTSTRAP.format(
-            path=path, name=package.name, folders=[str(package)], module=__name__, pipe=pipe.fileno()
-        )
+    def __init__(self, pipe: Connection, inherits: Sequence[int], without_torch: bool):
+        # The path comes first: with -c a module of the working directory could hide one of Python
+        lines = [
+            f"import sys; sys.path[:] = {[str(folder) for folder in sys.path]!r}",
+            *([torchless.PROGRAM] if without_torch else []),
+            f"from {__name__} import serve_interpreter; serve_interpreter({pipe.fileno()})",
+        ]
         super().__init__(
-            [_executable(), "-c", code],
+            [_executable(), "-c", "\n".join(lines)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # that of the program may be data
             pass_fds=[pipe.fileno(), *inherits],
@@ -192,7 +189,6 @@ class _Interpreter(subprocess.Popen):
 
 def serve_interpreter(pipe_number: int) -> None:
     """Main function of an _Interpreter. It ends as soon as the other end of the pipe is closed, also in the middle of a call."""
-    torchless.replace_torch()
     pipe, calls = Connection(pipe_number), queue.SimpleQueue()
 
     def receive() -> None:

@@ -6,8 +6,18 @@ Importing torch takes longer than importing TileLang, and compiling a kernel nee
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+PACKAGE = Path(__file__).parents[1]
+# Begin of an interpreter's program: it enters this package without its __init__, which imports torch
+PROGRAM = f"""
+import types
+package = sys.modules[{PACKAGE.name!r}] = types.ModuleType({PACKAGE.name!r})
+package.__path__ = [{str(PACKAGE)!r}]
+from {__name__} import replace_torch
+replace_torch()
+"""
 DTYPES = "bool short int long half float double int8 int16 int32 int64 uint8 float16 float32 float64 bfloat16"
 
 
@@ -22,7 +32,7 @@ class Unavailable:
 def replace_torch() -> None:
     """Make `import torch` in this interpreter give the stand-in, unless torch itself is there already.
 
-    What TileLang does not ask for while it is imported is missing: a later use raises AttributeError.
+    It has what TileLang 0.1.15 asks for. The rest is missing, so a use of it raises an ImportError or AttributeError.
     """
     if "torch" in sys.modules:
         return

@@ -350,7 +350,10 @@ def test_other_tilelang_does_not_compile(monkeypatch):
 def test_wheel_is_reproducible_and_for_old_systems(wheel, cache, tmp_path, monkeypatch):
     monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(cache))
     kernels = packing.choose(manifest.pack_kernels().values(), WORDS)
-    again = packing.build(kernels, tmp_path, say=lambda line: None)
+    said = []
+    monkeypatch.setattr(packing, "SAY_EVERY", 1)
+    again = packing.build(kernels, tmp_path, say=said.append)
+    assert said[-1] == "3/3 kernels compressed"
     assert again.name == wheel.name and again.read_bytes() == wheel.read_bytes()
     assert (
         wheel.name

@@ -106,7 +106,7 @@ DOORS = {
     "tuning reference testing | rich",
     "compilation/cubin": "problem kernel_configs legality target compilation/compiler compilation/store compilation/toolkit | tilelang",
     "compilation/manifest": "compilation/building compilation/sandbox configs compilation/cubin compilation/compiler "
-    "compilation/toolkit problem kernel_configs legality target",
+    "compilation/toolkit problem program kernel_configs legality target",
     "arguments": "",
     "question": "torch problem kernel_configs legality target configs gpus | launch",
     "explain": "arguments torch distributed "

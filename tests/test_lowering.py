@@ -180,7 +180,9 @@ def test_build_makes_a_library_that_loads_and_touches_no_other_cache(tmp_path, m
     os.utime(old, (0, 0))
     assert callable(building.compile_kernel(problem, config))
     assert new.exists() and not old.exists(), "left by a process that was killed"
-    assert path.with_suffix(".cu").read_text().count("__global__") >= 1
+    source, smem = compiler.stored_source(path)
+    assert source.count("__global__") >= 1
+    assert smem == compiler.lower(problem, config)[1] > 0
     assert path.stat().st_size < 60_000, "without line information"
     assert not list((tmp_path / "of_tilelang").rglob("*.so"))
 
@@ -208,13 +210,24 @@ def test_report_asks_for_wgmma_where_matrices_are_multiplied(needs_wgmma, fault)
 def test_report_compiled_is_made_anew_where_none_fits(kept, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "kernel_path", lambda problem, config: tmp_path / "kernel.so")
     monkeypatch.setattr(cubin, "report_source", lambda *arguments: REPORT)
-    (tmp_path / "kernel.cu").write_text("")
+    (tmp_path / "kernel.cu").write_text(compiler.SMEM_LINE.format(1000))
     if kept is not None:
         (tmp_path / "kernel.json").write_text(kept if isinstance(kept, str) else json.dumps(kept))
     problem = configs.problems()[0]
     assert cubin.report_compiled(problem, FwdConfig(64, 32)) == REPORT
     monkeypatch.setattr(cubin, "report_source", lambda *args: pytest.fail("made anew though kept"))
     assert cubin.report_compiled(problem, FwdConfig(64, 32)) == REPORT
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_report_compiled_has_the_shared_memory_of_the_kernel(stored, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "kernel_path", lambda problem, config: tmp_path / "kernel.so")
+    monkeypatch.setattr(cubin, "report_source", lambda source, smem, *_: replace(REPORT, smem_bytes=smem))
+    monkeypatch.setattr(compiler, "lower", lambda problem, config: ("", 20_000))
+    line = compiler.SMEM_LINE.format(30_000) if stored else ""
+    (tmp_path / "kernel.cu").write_text(f"code\n{line}\n")
+    found = cubin.report_compiled(configs.problems()[0], FwdConfig(64, 32))
+    assert found.smem_bytes == (30_000 if stored else 20_000)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tl_attention import cli, configs
 from tl_attention.compilation import building, manifest, pack, packing, store, toolkit
 from tl_attention.kernel_configs import BwdSum, DecodeCombine, FwdCombine
-from tl_attention.problem import DIRECTIONS, DTYPES, AttnProblem, tile_widths
+from tl_attention.problem import DEFAULT_DTYPE, DIRECTIONS, DTYPES, HALF_DTYPES, AttnProblem, tile_widths
+from tl_attention.tracing.trace import trace
 
 pytestmark = pytest.mark.xdist_group("pack")  # one process builds the pack
 ROOT = Path(__file__).parents[1]
@@ -348,7 +350,10 @@ def test_other_tilelang_does_not_compile(monkeypatch):
 def test_wheel_is_reproducible_and_for_old_systems(wheel, cache, tmp_path, monkeypatch):
     monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(cache))
     kernels = packing.choose(manifest.pack_kernels().values(), WORDS)
-    again = packing.build(kernels, tmp_path, say=lambda line: None)
+    said = []
+    monkeypatch.setattr(packing, "SAY_EVERY", 1)
+    again = packing.build(kernels, tmp_path, say=said.append)
+    assert said[-1] == "3/3 kernels compressed"
     assert again.name == wheel.name and again.read_bytes() == wheel.read_bytes()
     assert (
         wheel.name
@@ -425,6 +430,26 @@ def test_pack_has_shipped_kernels_and_each_option():
             if configs.is_legal(problem, config, direction) is None:
                 assert kernels >= set(config.kernels(problem)), f"{direction} {problem} {bucket}"
     assert {problem.dtype for problem, _ in kernels} == set(DTYPES)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_pack_has_the_kernels_of_a_block_mask(direction):
+    documents, reach = torch.zeros(64, dtype=torch.int32), 100
+
+    def mask_mod(b, h, q, k):
+        return (documents[q] == documents[k]) & (q - k < reach)
+
+    program, _, _ = trace(None, mask_mod, True).program.with_bits
+    program = program.forward if direction == "fwd" else program.as_exact
+    kernels, shipped = set(manifest.pack_kernels().values()), set(manifest.shipped().values())
+    for dtype, width in itertools.product(HALF_DTYPES, tile_widths(direction)):
+        problem = AttnProblem.of(dtype, *width, False, direction, program=program)
+        for bucket in configs.buckets(direction):
+            config, _ = configs.pick_config(problem, bucket, "NVIDIA H100 80GB HBM3", direction)
+            assert configs.is_legal(problem, config, direction) is None
+            needed = set(config.kernels(problem))
+            assert kernels >= needed, f"{problem} {bucket}"
+            assert dtype != DEFAULT_DTYPE or shipped >= needed, f"{problem} {bucket}"
 
 
 @pytest.mark.parametrize(

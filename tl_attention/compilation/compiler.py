@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -56,6 +57,7 @@ TEMPLATES = {
 }
 
 
+SMEM_LINE = "// dynamic shared memory: {} bytes"  # last line of a stored source
 STALE = 3600  # seconds after which no process builds in a folder any more
 
 
@@ -118,8 +120,19 @@ def lower(problem: AttnProblem, config: KernelConfig) -> tuple[str, int]:
     target = tvm.target.Target(TARGET)
     with tvm.transform.PassContext(opt_level=3, config=pass_configs(problem, config)), target:
         artifact = tilelang.lower(program, target=target)
+    return artifact.kernel_source, _dynamic_smem(artifact)
+
+
+def _dynamic_smem(artifact: Any) -> int:
     (function,) = (f for _, f in artifact.device_mod.functions.items())
-    return artifact.kernel_source, int(function.attrs.get("dyn_shared_memory_buf", 0))
+    return int(function.attrs.get("dyn_shared_memory_buf", 0))
+
+
+def stored_source(library: Path) -> tuple[str, int | None]:
+    """CUDA source beside a kernel's library, and its bytes of dynamic shared memory; None where SMEM_LINE is missing."""
+    source = library.with_suffix(".cu").read_text()
+    found = re.search(f"^{SMEM_LINE}$".format(r"(\d+)"), source, re.MULTILINE)
+    return source, int(found[1]) if found else None
 
 
 def assemble(
@@ -160,7 +173,7 @@ def assemble(
 
 
 def build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
-    """Compile a kernel with nvcc for sm_90a into the library `path`; its CUDA source goes beside it as .cu. Needs no GPU."""
+    """Compile a kernel with nvcc for sm_90a into the library `path`, beside it its CUDA source, see stored_source. Needs no GPU."""
     toolkit.require_tilelang(f"{problem}, {config} is not compiled")
     import tilelang
     from tilelang import tvm
@@ -183,7 +196,8 @@ def build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
             artifact = tilelang.lower(
                 program, target=target, enable_host_codegen=True, enable_device_compile=True
             )
-        path.with_suffix(".cu").write_text(artifact.kernel_source)
+        smem_line = SMEM_LINE.format(_dynamic_smem(artifact))
+        path.with_suffix(".cu").write_text(f"{artifact.kernel_source}\n{smem_line}\n")
         tvm.runtime.Executable(artifact.rt_mod).export_library(str(folder / path.name))
         os.replace(folder / path.name, path)
 

@@ -20,7 +20,6 @@ from tl_attention.kernel_configs import (
     JvpConfig,
     KernelConfig,
 )
-from tl_attention.legality import smem_bytes
 from tl_attention.problem import AttnProblem
 from tl_attention.target import REGISTERS, SMEM_LIMIT, SMEM_PER_SM
 
@@ -78,8 +77,9 @@ def report_compiled(problem: AttnProblem, config: KernelConfig) -> Report:
     path = store.kernel_path(problem, config)
     stored = path.with_suffix(".json")
     if (report := _read_report(stored)) is None:
-        source = path.with_suffix(".cu").read_text()
-        smem = smem_bytes(problem, config)
+        source, smem = compiler.stored_source(path)
+        if smem is None:
+            source, smem = compiler.lower(problem, config)
         options = compiler.pass_configs(problem, config)
         report = report_source(source, smem, config.threads, uses_wgmma(config), options)
         stored.write_text(json.dumps(asdict(report)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -34,7 +35,19 @@ from tl_attention.kernel_configs import (
     TileTable,
 )
 from tl_attention.legality import BARRIER_BYTES, smem_bytes
-from tl_attention.problem import BUCKETS, DECODE, DECODE_OPTIONS, DEFAULT_DTYPE, DIRECTIONS, JVP, AttnProblem
+from tl_attention.problem import (
+    BUCKETS,
+    DECODE,
+    DECODE_OPTIONS,
+    DEFAULT_DTYPE,
+    DIRECTIONS,
+    HALF_DTYPES,
+    JVP,
+    AttnProblem,
+    buckets,
+    tile_widths,
+)
+from tl_attention.program import Program
 from tl_attention.target import SMEM_LIMIT
 
 # Fields of cubin.Report that an entry keeps
@@ -110,13 +123,14 @@ def shipped() -> dict[str, KernelKey]:
 
     These are the kernels of all defaults and tuned rows in every dtype, of each option line of the grid with all options that the
     line serves (bfloat16 for a line that float16 shares), also with keys in small pages, of decoding without options and with all
-    of them, and of the forward with its derivative.
+    of them, of the forward with its derivative, and of block masks whose mask is bits (bfloat16).
     """
     found = [
         *configs.shipped_kernels([*DIRECTIONS, DECODE, JVP]),
         *configs.option_kernels(DIRECTIONS[:2]),
         *_paged_option_kernels(),
         *configs.decode_kernels(options=[name for name in DECODE_OPTIONS if name != "window"]),
+        *block_mask_kernels(names=(DEFAULT_DTYPE,)),
     ]
     return _by_name(found)
 
@@ -133,9 +147,19 @@ def _paged_option_kernels() -> Iterator[KernelKey]:
             yield problem, configs.option_config(problem, BUCKETS[0]).paged_forms()[0]
 
 
+def block_mask_kernels(names: Iterable[str] = tuple(HALF_DTYPES)) -> Iterator[KernelKey]:
+    """Kernels of a block mask with bits and without a score_mod, which serve every mask_mod, in some dtypes."""
+    mask = Program((), listed=True, bits=True)
+    for direction in DIRECTIONS:
+        for dtype, width in itertools.product(names, tile_widths(direction)):
+            problem = AttnProblem(dtype, *width, False, program=mask)
+            for bucket in buckets(direction):
+                yield from configs.option_config(problem, bucket, direction).kernels(problem)
+
+
 def pack_kernels() -> dict[str, KernelKey]:
-    """Every kernel of a whole pack, by name: the shipped ones, and those of the option sets in [pack] of the grid."""
-    return _by_name([*shipped().values(), *configs.pack_option_kernels()])
+    """Every kernel of a whole pack, by name: the shipped ones, those of the option sets in [pack] of the grid, and of block masks."""
+    return _by_name([*shipped().values(), *configs.pack_option_kernels(), *block_mask_kernels()])
 
 
 def _by_name(kernels: Iterable[KernelKey]) -> dict[str, KernelKey]:

@@ -33,7 +33,8 @@ from tl_attention.compilation import building, manifest, pack, store, toolkit
 from tl_attention.compilation.compiler import KernelKey, template
 
 MAX_BYTES = 40_000_000  # of a wheel
-GROUP = 6  # kernels: 12.2 KB each, unpacked in 7 ms; 4: 13.6 KB and 5 ms; 8: 11.6 KB and 10 ms (120 kernels of 5 places of a pack)
+GROUP = 8  # kernels: 11.6 KB each, unpacked in 10 ms; 4: 13.6 KB and 5 ms; 6: 12.2 KB and 7 ms (120 kernels of 5 places of a pack)
+SAY_EVERY = 25  # groups, which take a core some 10 s to compress
 LAUNCHER_SOURCE = Path(__file__).parents[1] / "native" / "launcher.cc"
 
 # The symbol by which TVM's host code finds functions, and the one of native/launcher.cc, of the same length
@@ -257,7 +258,11 @@ def build(
 
     say(f"compressing {len(kernels)} kernels")
     with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count()) as threads:
-        contents = list(threads.map(packed, groups))
+        contents = []
+        for content in threads.map(packed, groups):
+            contents.append(content)
+            if len(contents) % SAY_EVERY == 0:
+                say(f"{min(len(contents) * GROUP, len(kernels))}/{len(kernels)} kernels compressed")
     ends = list(itertools.accumulate((len(content) for _, content in contents), initial=0))
     places = {
         pack.key(*kernel): (number, offset, size)

@@ -58,7 +58,7 @@ class Asked:
 
     @property
     def bits_bytes(self) -> int:
-        """A bit per element of the blocks that are seen in part, for one direction."""
+        """A bit per element of the partial blocks, for one direction."""
         return 0 if self.partial is None else int(self.partial.sum()) * BLOCK * BLOCK // 8
 
     def _cut(self, blocks: torch.Tensor, block_M: int, block_N: int) -> torch.Tensor:

@@ -142,7 +142,7 @@ def _function_words(work: Work) -> str:
         blocks, partial = asked.full.numel(), int(asked.partial.sum())
         listed = partial + int(asked.full.sum())
         words.append(f"{100 * listed / blocks:.3g} % of the blocks of 128 x 128 are listed")
-        words.append(f"{partial} of {listed} are seen in part and read a bit per score")
+        words.append(f"{partial} of {listed} are partial and read a bit per score")
     if asked.bias_bytes:
         words.append(f"a bias of {short(asked.bias_bytes, 'B')}")
     return "; ".join(words)

@@ -86,7 +86,7 @@ def documents(shape: Shape, device: torch.device) -> Function:
 
 
 def random_blocks(sparsity: float) -> Callable[[Shape, torch.device], Function]:
-    """Blocks that are seen whole, at random, other ones per head."""
+    """Full blocks at random, other ones per head."""
 
     def made(shape: Shape, device: torch.device) -> Function:
         rows = shape.seqlen_q // BLOCK

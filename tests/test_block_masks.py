@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from tl_attention import configs, flex, flex_attention, legality
+from tl_attention import configs, flex_attention, legality
 from tl_attention.compilation import building
-from tl_attention.flex import _block_lists as block_lists
+from tl_attention.flex_lists import MaskState, kept_mask, lists_with_bits
 from tl_attention.launch import mask_bits
 from tl_attention.launch.block_lists import FULL, HIDDEN, PARTIAL, BlockLists, block_states
 from tl_attention.launch.mask_bits import packed, unpacked
@@ -23,6 +23,10 @@ from tl_attention.tracing.trace import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors", "ignore:.*torch.compile")
 HEADS, HEADS_KV = 4, 2
+
+
+def block_lists(mask: BlockMask, batch: int, heads: int) -> BlockLists:
+    return kept_mask(mask).lists(batch, heads)
 
 
 def causal(b, h, q, k):
@@ -257,31 +261,31 @@ def test_bits_are_made_again_after_a_change(monkeypatch):
     ids = torch.zeros(300, dtype=torch.int32)
     mask = create_block_mask(lambda b, h, q, k: ids[q] == ids[k], None, None, 300, 300, device="cpu")
     lists, call = block_lists(mask, 2, HEADS), trace(None, mask.mask_mod, False)
-    found = flex._with_bits(call, lists)
-    assert flex._with_bits(trace(None, mask.mask_mod, False), lists) is found
+    found = lists_with_bits(call, lists)
+    assert lists_with_bits(trace(None, mask.mask_mod, False), lists) is found
     ids[100:] = 1
-    changed = flex._with_bits(call, lists)
-    assert changed is not found and flex._with_bits(call, lists) is changed
+    changed = lists_with_bits(call, lists)
+    assert changed is not found and lists_with_bits(call, lists) is changed
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert flex._with_bits(call, lists) is changed
+    assert lists_with_bits(call, lists) is changed
     ids[200:] = 2
-    assert flex._with_bits(call, lists) is None
+    assert lists_with_bits(call, lists) is None
 
 
 def test_bits_of_data_that_was_replaced_are_made_again():
     ids = torch.zeros(300, dtype=torch.int32)
     call = trace(None, lambda b, h, q, k: ids[q] == ids[k], False)
-    found = flex._MaskState(call)
-    assert found.is_of(flex._MaskState(call))
+    found = MaskState(call)
+    assert found.is_of(call)
     ids.data = torch.arange(300, dtype=torch.int32)
-    assert not found.is_of(flex._MaskState(call))
+    assert not found.is_of(call)
 
 
 def test_masks_that_capture_tensors_of_inference_mode_have_no_bits():
     with torch.inference_mode():
         ids = torch.zeros(300, dtype=torch.int32)
     mask = create_block_mask(lambda b, h, q, k: ids[q] == ids[k], None, None, 300, 300, device="cpu")
-    assert flex._with_bits(trace(None, mask.mask_mod, False), block_lists(mask, 2, HEADS)) is None
+    assert lists_with_bits(trace(None, mask.mask_mod, False), block_lists(mask, 2, HEADS)) is None
 
 
 def test_bits_keep_no_captured_tensor_alive(monkeypatch):
@@ -291,7 +295,7 @@ def test_bits_keep_no_captured_tensor_alive(monkeypatch):
     def made() -> weakref.ref:
         ids = torch.zeros(300, dtype=torch.int32)
         call = trace(None, lambda b, h, q, k: ids[q] == ids[k], False)
-        assert flex._with_bits(call, lists) is not None
+        assert lists_with_bits(call, lists) is not None
         return weakref.ref(ids)
 
     captured = made()

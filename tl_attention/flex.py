@@ -1,6 +1,6 @@
 """flex_attention: scores and masks as Python functions, with the parameters of PyTorch's function in its order.
 
-What follows from the functions of a call and from the metadata of its tensors is checked and found once: see _Prepared.
+All that follows from the functions of a call and the metadata of its tensors is checked and found once: see _Prepared.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _key(
     scale: float | None,
     modes: tuple,
 ) -> tuple[tuple | None, Captures | None, KeptMask | None]:
-    """Key of a _Prepared, or None; captures of the functions; what is kept of the block mask.
+    """(key, captures, mask) of a call: key of its _Prepared, or None; captures of its functions; KeptMask of its block mask.
 
     The key holds all that _prepare() reads, so a known key has passed the checks. It keeps no tensor alive.
     """

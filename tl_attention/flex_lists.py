@@ -72,7 +72,7 @@ def _pointers(tensors: list[torch.Tensor | None]) -> list[int | None]:
 
 
 def kept_mask(block_mask: Any) -> KeptMask:
-    """What is kept of a BlockMask; new after a change of it."""
+    """The KeptMask of a BlockMask, a new one after a change of its lists."""
     kept = _kept.get(block_mask)
     if kept is None or not kept.is_of(block_mask):
         kept = _kept[block_mask] = KeptMask(block_mask)

@@ -272,6 +272,40 @@ def test_bits_are_made_again_after_a_change(monkeypatch):
     assert lists_with_bits(call, lists) is None
 
 
+def test_bits_of_other_values_need_no_new_lists(monkeypatch):
+    """Numbers and tensors that change from call to call: only bits are computed, and the host does not wait for the number of blocks."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    step = torch.tensor([3], dtype=torch.int32)
+
+    def call(factor):
+        return trace(None, lambda b, h, q, k: ((q * factor + k + step[0]) & 7) != 0, False)
+
+    def arguments(lists):
+        return *lists.by_queries(128, 64), *lists.by_keys(128, 64, 2)
+
+    def count_blocks(*_):
+        raise AssertionError("counted blocks")
+
+    mask = create_block_mask(third, None, None, 300, 300, device="cpu")
+    lists = block_lists(mask, 2, HEADS)
+    first = lists_with_bits(call(5), lists)
+    kept = [(x, x.clone()) for x in arguments(first)]
+    for factor, added in ((5, 1), (7, 0), (11, 2)):
+        step += added
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockLists, "with_bits", count_blocks)
+            found = lists_with_bits(call(factor), lists)
+            assert found is not first and lists_with_bits(call(factor), lists) is found
+            with pytest.raises(AssertionError, match="counted blocks"):
+                lists_with_bits(trace(None, third, False), lists)
+        fresh = arguments(lists.with_bits(call(factor)))
+        assert all(torch.equal(x, y) for x, y in zip(arguments(found), fresh, strict=True))
+        same = [x is y for x, (y, _) in zip(arguments(found), kept, strict=True)]
+        assert same == [True, True, True, False] * 2
+    # A backward of the first call reads what its forward read
+    assert all(torch.equal(x, y) for x, (_, y) in zip(arguments(first), kept, strict=True))
+
+
 def test_bits_of_data_that_was_replaced_are_made_again():
     ids = torch.zeros(300, dtype=torch.int32)
     call = trace(None, lambda b, h, q, k: ids[q] == ids[k], False)

@@ -115,11 +115,16 @@ class MaskState:
         self._tensors = [(weakref.ref(x), n, x.data_ptr()) for x, n in zip(tensors, changes, strict=True)]
         self.is_visible = None not in changes  # inference mode counts no changes
 
+    def has_program_of(self, call: Call) -> bool:
+        """True if the mask of a call computes the same from what it captures."""
+        program, _, _ = _of_mask(call.program)
+        return program is self._program or program == self._program
+
     def is_of(self, call: Call) -> bool:
         """True if the mask of a call is the same, of a state that is visible."""
-        program, of_tensors, of_numbers = _of_mask(call.program)
-        if program is not self._program and program != self._program:
+        if not self.has_program_of(call):
             return False
+        _, of_tensors, of_numbers = _of_mask(call.program)
         if [call.numbers[i] for i in of_numbers] != self._numbers:
             return False
         for i, (tensor, version, pointer) in zip(of_tensors, self._tensors, strict=True):
@@ -135,10 +140,10 @@ _with_bits: weakref.WeakKeyDictionary[BlockLists, tuple[MaskState, BlockLists | 
 
 
 def lists_with_bits(call: Call, lists: BlockLists) -> BlockLists | None:
-    """Lists with bits for the mask of a call, made at its first call and again after a change of what it captures.
+    """Lists with bits for the mask of a call, made at its first call; the bits are made again after a change of what it captures.
 
     None where there are too many; where the mask captures a tensor of inference mode, whose changes nobody counts; and in a CUDA graph
-    capture, which cannot wait for their number, without a call before it.
+    capture, which cannot wait for their number, unless a call before it made them.
     """
     kept, with_bits = _with_bits.get(lists, (None, None))
     if kept is not None and kept.is_of(call):
@@ -146,7 +151,9 @@ def lists_with_bits(call: Call, lists: BlockLists) -> BlockLists | None:
     state = MaskState(call)
     if not state.is_visible or torch.cuda.is_current_stream_capturing():
         return None
+    # Where only values are new, the blocks that need bits are the same
+    is_same_mask = with_bits is not None and kept.has_program_of(call)
     with torch.no_grad():
-        with_bits = lists.with_bits(call)
+        with_bits = with_bits.with_bits_again(call) if is_same_mask else lists.with_bits(call)
     _with_bits[lists] = state, with_bits
     return with_bits

@@ -111,17 +111,17 @@ def queries_of_tile(seqlen_q: int, sequences: int, options: Options | None) -> i
 
 
 class KeyBuffers:
-    """Sums and partial results of a pass whose CTAs own keys: how many parts there are, and the arguments of empty() of each.
+    """Sums and partial results of a pass whose CTAs own keys.
 
-    A result that is not partial has no rows here.
+    Attributes:
+        empty: arguments of empty() for the sums of dq and the parts of dk and of dv, without rows for a result that has none.
     """
 
     def __init__(self, config: BwdPass, problem: AttnProblem, sizes: BwdSizes):
         n_blocks = sizes.key_blocks(config.block_N)
-        self.tiles, self.keys = sizes.batch * sizes.heads_kv * n_blocks, n_blocks * config.block_N
-        self.parts, self.heads_per_part = key_parts(
-            self.tiles, sizes.heads_per_kv, sizes.queries, problem.causal, sizes.sms
-        )
+        self.keys, tiles = n_blocks * config.block_N, sizes.batch * sizes.heads_kv * n_blocks
+        by_queries = sizes.heads_per_kv, sizes.queries, problem.causal, sizes.sms
+        self.parts, self.heads_per_part = key_parts(tiles, *by_queries)
         self.adds_to_dq = config.adds_dq and problem.is_fp32  # no sums beside it
         self.adds_dq = config.adds_dq and not self.adds_to_dq
         in_parts = self.parts > 1 or (problem.is_fp32 and problem.has("varlen"))
@@ -129,9 +129,10 @@ class KeyBuffers:
         self.row_blocks_q, self.row_blocks_k = sizes.rounded_q // 16, self.keys // 16
         rows_q = sizes.batch * sizes.heads * self.row_blocks_q
         rows_k = self.parts * sizes.batch * sizes.heads_kv * self.row_blocks_k
-        self.dq_sum = fragment_blocks(rows_q if self.adds_dq else 0, problem.head_dim)
-        self.dk_parts = fragment_blocks(rows_k if self.dk_in_parts else 0, problem.head_dim)
-        self.dv_parts = fragment_blocks(rows_k if self.dv_in_parts else 0, problem.head_dim_v)
+        dq_sum = fragment_blocks(rows_q if self.adds_dq else 0, problem.head_dim)
+        dk_parts = fragment_blocks(rows_k if self.dk_in_parts else 0, problem.head_dim)
+        dv_parts = fragment_blocks(rows_k if self.dv_in_parts else 0, problem.head_dim_v)
+        self.empty = dq_sum, dk_parts, dv_parts
 
 
 def bwd_workspace_bytes(
@@ -160,12 +161,9 @@ def bwd_workspace_bytes(
         ValueError: a window_size without a window in `problem`, or none for it.
     """
     _, window = canonical_window(problem.causal, window_size)
-    if problem.has("window") != (window != (UNLIMITED, UNLIMITED)):
-        wanted = (
-            "that of the call, as the problem has a"
-            if problem.has("window")
-            else "(-1, -1), as the problem has no"
-        )
+    has_window = problem.has("window")
+    if has_window != (window != (UNLIMITED, UNLIMITED)):
+        wanted = "that of the call, as the problem has a" if has_window else "(-1, -1), as the problem has no"
         raise ValueError(f"window_size: expected {wanted} window, got {window_size}")
     packed = problem.has("varlen")
     batch = batch if packed else min(batch, MAX_BATCH)  # larger ones are launched in chunks
@@ -173,25 +171,13 @@ def bwd_workspace_bytes(
         return 0
     tiles = tuple(table_tiles(rows, batch) for rows in (seqlen_q, seqlen_k)) if packed else None
     queries = queries_of_tile(seqlen_q, batch if packed else 1, Options(window=window))
-    sizes = BwdSizes(
-        1 if packed else batch,
-        heads,
-        heads_kv,
-        seqlen_q,
-        seqlen_k,
-        problem.head_dim + problem.head_dim_v,
-        problem.element_bytes,
-        sms,
-        0,
-        queries,
-        tiles,
-    )
+    counts = 1 if packed else batch, heads, heads_kv, seqlen_q, seqlen_k
+    row = problem.head_dim + problem.head_dim_v, problem.element_bytes
+    sizes = BwdSizes(*counts, *row, sms, 0, queries, tiles)
     numbers = 2 * sizes.batch * heads * sizes.rounded_q
     for bwd_pass in config.passes:
         if bwd_pass.grads != "dq":
-            buffers = KeyBuffers(bwd_pass, problem, sizes)
-            arguments = buffers.dq_sum, buffers.dk_parts, buffers.dv_parts
-            numbers += sum(math.prod(shape) for shape, *_ in arguments)
+            numbers += sum(math.prod(shape) for shape, *_ in KeyBuffers(bwd_pass, problem, sizes).empty)
     if tiles:
         numbers += 2 * 2 * (batch + 1) + TABLE_NUMBERS * sum(tiles)
     return 4 * numbers
@@ -267,11 +253,7 @@ class KeyPass:
         blocks: BlockLists | None = None,
     ) -> None:
         buffers = self.buffers
-        dq_sum, dk_parts, dv_parts = (
-            empty(*buffers.dq_sum),
-            empty(*buffers.dk_parts),
-            empty(*buffers.dv_parts),
-        )
+        dq_sum, dk_parts, dv_parts = [empty(*x) for x in buffers.empty]
         if buffers.adds_dq:
             dq_sum.zero_()
         table_q = table_k = ()

@@ -96,10 +96,8 @@ def stream_of(device: torch.device) -> int | None:
         return 0
     if torch.cuda.is_current_stream_capturing():
         return None
-    # As torch.cuda.current_stream(device).cuda_stream, without the objects
-    return torch._C._cuda_getCurrentRawStream(
-        torch.cuda.current_device() if device.index is None else device.index
-    )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch._C._cuda_getCurrentRawStream(index)
 
 
 @functools.lru_cache(maxsize=64)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
+from collections import deque
 from functools import partial
+from types import CellType, FunctionType, ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import BlockMask
 
 from tl_attention import create_block_mask, flash_attn_func, flex, flex_attention
+from tl_attention.tracing.captures import Captures
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors")
 HEADS, LENGTH = 2, 256
@@ -129,6 +134,68 @@ def test_calls_see_new_numbers_functions_and_globals(qkv, monkeypatch):
     one = flex_attention(*qkv, shifted)
     opaque.shift = 0.0
     assert not torch.equal(flex_attention(*qkv, shifted), one)
+
+
+def of_class():
+    class Settings:
+        width = 4
+
+    return lambda b, h, q, k: (q * k) % Settings.width == 0, lambda n: setattr(Settings, "width", n)
+
+
+def of_function():
+    def mask_mod(b, h, q, k):
+        return (q * k) % mask_mod.width == 0
+
+    mask_mod.width = 4
+    return mask_mod, lambda n: setattr(mask_mod, "width", n)
+
+
+def of_method():
+    widths = deque([4])
+    count = widths.index  # of 4
+    return lambda b, h, q, k: (q * k) % (3 + count(4)) == 0, lambda n: widths.insert(0, n)
+
+
+def of_import():
+    settings = sys.modules["its_settings"] = ModuleType("its_settings")
+    settings.width = 4
+
+    def mask_mod(b, h, q, k):
+        import its_settings
+
+        return (q * k) % its_settings.width == 0
+
+    return mask_mod, lambda n: setattr(settings, "width", n)
+
+
+@pytest.mark.parametrize("made", [of_class, of_function, of_method, of_import])
+def test_calls_see_new_attributes(qkv, made):
+    mask_mod, change = made()
+    one = flex_attention(*qkv, mask_mod=mask_mod)
+    change(7)
+    other = flex_attention(*qkv, mask_mod=mask_mod)
+    sys.modules.pop("its_settings", None)
+    assert not torch.equal(one, other)
+
+
+def test_calls_tell_defaults_of_nested_functions_apart(qkv):
+    def outer(score, b, h, q, k, shift=0, more=0):
+        return score * inner() + shift + more
+
+    def inner(factor=1, more=0):
+        return factor + more
+
+    def made(of_inner, of_outer):
+        its_inner = FunctionType(inner.__code__, {}, "inner", of_inner)
+        return FunctionType(outer.__code__, {}, "outer", of_outer, (CellType(its_inner),))
+
+    assert Captures.of(made((1,), (2, 3))).key != Captures.of(made((1, 2), (3,))).key
+
+
+def test_calls_take_sizes_that_are_symbols(qkv):
+    graph = make_fx(lambda q, k, v: flex_attention(q, k, v), tracing_mode="symbolic")(*qkv)
+    assert torch.equal(graph(*qkv), flex_attention(*qkv))
 
 
 def test_calls_of_alibi_see_new_slopes(qkv):

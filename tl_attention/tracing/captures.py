@@ -6,6 +6,7 @@ anything else, such as an object with attributes, has no key: it is traced at ea
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from collections.abc import Iterable
@@ -77,9 +78,11 @@ class Captures:
                 self.add(part)
         elif isinstance(x, types.ModuleType) and _is_stable(x.__name__):
             self.parts.append(("module", x.__name__))
-        elif isinstance(x, types.BuiltinFunctionType | type) and not isinstance(
-            getattr(x, "__self__", None), torch.Tensor | list | dict
-        ):
+        elif isinstance(x, types.BuiltinFunctionType):
+            if not isinstance(x.__self__, types.ModuleType | type | None):  # a method of an object
+                raise _Opaque
+            self.parts.append(x)
+        elif isinstance(x, type) and _is_stable(x.__module__):  # others may have attributes that change
             self.parts.append(x)
         else:
             raise _Opaque
@@ -104,7 +107,7 @@ class Captures:
         if cells is None and _is_stable(x.__module__ or ""):
             self.parts.append(("stable", x))
             return
-        self.parts.append((code, tuple(x.__kwdefaults__ or ())))
+        self.parts.append((code, len(x.__defaults__ or ()), tuple(x.__kwdefaults__ or ())))
         for cell in cells or ():
             try:
                 content = cell.cell_contents
@@ -114,6 +117,8 @@ class Captures:
                 self.add(content)
         for default in (*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()):
             self.add(default)
+        if x.__dict__:
+            self.add(x.__dict__)
         of_module = x.__globals__
         for name in _names(code):
             if name in of_module:
@@ -128,7 +133,10 @@ def _is_stable(module: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Names of globals that code may read, those of the functions inside it among them."""
+    """Names of globals that code may read, those of the functions inside it among them. _Opaque: it imports a module that may change."""
+    imported = (x.argval for x in dis.get_instructions(code) if x.opname == "IMPORT_NAME")
+    if not all(map(_is_stable, imported)):
+        raise _Opaque
     inner = (name for x in code.co_consts if isinstance(x, types.CodeType) for name in _names(x))
     return *code.co_names, *inner
 

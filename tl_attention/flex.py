@@ -126,7 +126,10 @@ def attend(
     differentiate = torch.is_grad_enabled()
     modes = enable_gqa, rows_first, differentiate
     key, captures, mask = _key(q, k, v, functions, scale, modes)
-    prepared = None if key is None else _prepared.get(key)
+    try:
+        prepared = None if key is None else _prepared.get(key)
+    except TypeError:  # sizes that are symbols have no hash
+        key = prepared = None
     if prepared is None:
         call, prepared = _prepare(q, k, v, functions, scale, *modes, captures)
         if key is not None and prepared.slots is not None:

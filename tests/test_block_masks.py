@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tl_attention import configs, flex_attention, legality
 from tl_attention.compilation import building
-from tl_attention.flex_lists import MaskState, kept_mask, lists_with_bits
+from tl_attention.flex_lists import MaskState, kept_mask, listed, lists_with_bits
 from tl_attention.launch import mask_bits
 from tl_attention.launch.block_lists import FULL, HIDDEN, PARTIAL, BlockLists, block_states
 from tl_attention.launch.mask_bits import packed, unpacked
@@ -256,6 +256,18 @@ def test_too_many_blocks_have_no_bits(monkeypatch):
     assert block_lists(mask, 2, HEADS).with_bits(call) is None
 
 
+def test_too_many_blocks_are_counted_once_for_all_values(monkeypatch):
+    monkeypatch.setattr(mask_bits, "MAX_BLOCKS", 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    ids = torch.zeros(300, dtype=torch.int32)
+    mask = create_block_mask(lambda b, h, q, k: ids[q] == ids[k], None, None, 300, 300, device="cpu")
+    lists, call = block_lists(mask, 2, HEADS), trace(None, lambda b, h, q, k: ids[q] <= ids[k], False)
+    assert lists_with_bits(call, lists) is None
+    monkeypatch.setattr(BlockLists, "with_bits", lambda *_: pytest.fail("counted blocks"))
+    ids.add_(1)
+    assert lists_with_bits(call, lists) is None
+
+
 def test_bits_are_made_again_after_a_change(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     ids = torch.zeros(300, dtype=torch.int32)
@@ -313,6 +325,41 @@ def test_bits_of_data_that_was_replaced_are_made_again():
     assert found.is_of(call)
     ids.data = torch.arange(300, dtype=torch.int32)
     assert not found.is_of(call)
+    found = MaskState(call)
+    ids.data = ids.data[:1].expand(300)
+    assert not found.is_of(call)
+
+
+def test_bits_of_a_cuda_graph_live_as_long_as_the_mask(monkeypatch):
+    """A change after the capture replaces bits and lists, which replays read."""
+    ids, query = torch.zeros(300, dtype=torch.int32), torch.empty(2, HEADS, 300, 8)
+    mask = create_block_mask(lambda b, h, q, k: ids[q] == ids[k], None, None, 300, 300, device="cpu")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    is_captured = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured[0])
+
+    def used(mask):
+        return listed(trace(None, mask.mask_mod, False), kept_mask(mask), query, HEADS).blocks
+
+    def refs(lists):
+        return weakref.ref(lists), weakref.ref(lists.bits.blocks)
+
+    not_captured = refs(used(mask))
+    ids[100:] = 1
+    before = used(mask)
+    is_captured[0] = True
+    assert used(mask) is before and used(mask) is before
+    captured, is_captured[0] = refs(before), False
+    del before
+    ids[200:] = 2
+    assert used(mask) is not captured[0]()
+    mask.kv_num_blocks.add_(0)
+    used(mask)
+    gc.collect()
+    assert [ref() for ref in not_captured] == [None, None] and None not in [ref() for ref in captured]
+    del mask
+    gc.collect()
+    assert [ref() for ref in captured] == [None, None]
 
 
 def test_masks_that_capture_tensors_of_inference_mode_have_no_bits():

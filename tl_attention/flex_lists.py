@@ -25,11 +25,13 @@ class KeptMask:
 
     Attributes:
         facts: all that the checks of a call read of the mask, but for its mask_mod.
+        in_graphs: lists that CUDA graphs read at each replay, whatever has replaced them here since.
     """
 
-    def __init__(self, block_mask: Any):
+    def __init__(self, block_mask: Any, in_graphs: list[BlockLists]):
+        self.in_graphs = in_graphs
         self._state = ListsState(block_mask)
-        self._pointers = _pointers(self._state.tensors)
+        self._places = _places(self._state.tensors)
         self._size, self._lengths = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
         self._mask_of_lists = mask_of_lists(block_mask)
         tensors = [x if x is None else (type(x), x.shape, x.dtype, x.device) for x in self._state.tensors]
@@ -42,7 +44,7 @@ class KeptMask:
             tuple(block_mask.BLOCK_SIZE) == self._size
             and tuple(block_mask.seq_lengths) == self._lengths
             and self._state.are_in(block_mask)
-            and self._pointers == _pointers(self._state.tensors)
+            and self._places == _places(self._state.tensors)
         )
 
     def follow(self, mask_mod: Callable) -> bool:
@@ -66,16 +68,16 @@ class KeptMask:
         return lists
 
 
-def _pointers(tensors: list[torch.Tensor | None]) -> list[int | None]:
-    """Addresses: a tensor whose .data is replaced has the version of before."""
-    return [None if x is None else x.data_ptr() for x in tensors]
+def _places(tensors: list[torch.Tensor | None]) -> list[tuple | None]:
+    """Address and layout in memory of each tensor: one whose .data is replaced has the version of before."""
+    return [None if x is None else (x.data_ptr(), x.shape, x.stride()) for x in tensors]
 
 
 def kept_mask(block_mask: Any) -> KeptMask:
     """The KeptMask of a BlockMask, a new one after a change of its lists."""
     kept = _kept.get(block_mask)
     if kept is None or not kept.is_of(block_mask):
-        kept = _kept[block_mask] = KeptMask(block_mask)
+        kept = _kept[block_mask] = KeptMask(block_mask, [] if kept is None else kept.in_graphs)
     return kept
 
 
@@ -86,7 +88,12 @@ def listed(call: Call, kept: KeptMask, query: torch.Tensor, heads: int) -> Call:
         query: [batch, ..]. heads: of query.
     """
     lists = kept.lists(query.shape[0], heads)
-    if query.is_cuda and (with_bits := lists_with_bits(call, lists)) is not None:
+    with_bits = lists_with_bits(call, lists) if query.is_cuda else None
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        used = lists if with_bits is None else with_bits
+        if not any([x is used for x in kept.in_graphs]):
+            kept.in_graphs.append(used)
+    if with_bits is not None:
         program, tensors, numbers = call.program.with_bits
         of_program = tuple([call.tensors[i] for i in tensors]), tuple([call.numbers[i] for i in numbers])
         return Call(program, *of_program, with_bits)
@@ -111,8 +118,8 @@ class MaskState:
         self._numbers = [call.numbers[i] for i in of_numbers]
         tensors = [call.tensors[i] for i in of_tensors]
         changes = versions(tensors)
-        # A tensor whose .data is replaced has the version of before
-        self._tensors = [(weakref.ref(x), n, x.data_ptr()) for x, n in zip(tensors, changes, strict=True)]
+        refs = map(weakref.ref, tensors)
+        self._tensors = list(zip(refs, changes, _places(tensors), strict=True))
         self.is_visible = None not in changes  # inference mode counts no changes
 
     def has_program_of(self, call: Call) -> bool:
@@ -127,9 +134,9 @@ class MaskState:
         _, of_tensors, of_numbers = _of_mask(call.program)
         if [call.numbers[i] for i in of_numbers] != self._numbers:
             return False
-        for i, (tensor, version, pointer) in zip(of_tensors, self._tensors, strict=True):
+        for i, (tensor, version, place) in zip(of_tensors, self._tensors, strict=True):
             x = call.tensors[i]
-            if tensor() is not x or x._version != version or x.data_ptr() != pointer:
+            if tensor() is not x or x._version != version or [place] != _places([x]):
                 return False
         return True
 
@@ -151,9 +158,12 @@ def lists_with_bits(call: Call, lists: BlockLists) -> BlockLists | None:
     state = MaskState(call)
     if not state.is_visible or torch.cuda.is_current_stream_capturing():
         return None
-    # Where only values are new, the blocks that need bits are the same
-    is_same_mask = with_bits is not None and kept.has_program_of(call)
     with torch.no_grad():
-        with_bits = with_bits.with_bits_again(call) if is_same_mask else lists.with_bits(call)
+        if kept is None or not kept.has_program_of(call):
+            with_bits = lists.with_bits(call)
+        elif (
+            with_bits is not None
+        ):  # only values are new: the blocks that need bits are the same, and as many
+            with_bits = with_bits.with_bits_again(call)
     _with_bits[lists] = state, with_bits
     return with_bits

@@ -31,7 +31,7 @@ class KeptMask:
     def __init__(self, block_mask: Any, in_graphs: list[BlockLists]):
         self.in_graphs = in_graphs
         self._state = ListsState(block_mask)
-        self._places = _places(self._state.tensors)
+        self._pointers = _pointers(self._state.tensors)
         self._size, self._lengths = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
         self._mask_of_lists = mask_of_lists(block_mask)
         tensors = [x if x is None else (type(x), x.shape, x.dtype, x.device) for x in self._state.tensors]
@@ -44,7 +44,7 @@ class KeptMask:
             tuple(block_mask.BLOCK_SIZE) == self._size
             and tuple(block_mask.seq_lengths) == self._lengths
             and self._state.are_in(block_mask)
-            and self._places == _places(self._state.tensors)
+            and self._pointers == _pointers(self._state.tensors)
         )
 
     def follow(self, mask_mod: Callable) -> bool:
@@ -68,9 +68,14 @@ class KeptMask:
         return lists
 
 
-def _places(tensors: list[torch.Tensor | None]) -> list[tuple | None]:
-    """Address and layout in memory of each tensor: one whose .data is replaced has the version of before."""
-    return [None if x is None else (x.data_ptr(), x.shape, x.stride()) for x in tensors]
+def _pointers(tensors: list[torch.Tensor | None]) -> list[int | None]:
+    """Addresses: a tensor whose .data is replaced has the version of before."""
+    return [None if x is None else x.data_ptr() for x in tensors]
+
+
+def _place(x: torch.Tensor) -> tuple:
+    """Address and layout in memory: a tensor whose .data is replaced has the version of before."""
+    return x.data_ptr(), x.shape, x.stride()
 
 
 def kept_mask(block_mask: Any) -> KeptMask:
@@ -118,8 +123,7 @@ class MaskState:
         self._numbers = [call.numbers[i] for i in of_numbers]
         tensors = [call.tensors[i] for i in of_tensors]
         changes = versions(tensors)
-        refs = map(weakref.ref, tensors)
-        self._tensors = list(zip(refs, changes, _places(tensors), strict=True))
+        self._tensors = [(weakref.ref(x), n, _place(x)) for x, n in zip(tensors, changes, strict=True)]
         self.is_visible = None not in changes  # inference mode counts no changes
 
     def has_program_of(self, call: Call) -> bool:
@@ -136,7 +140,7 @@ class MaskState:
             return False
         for i, (tensor, version, place) in zip(of_tensors, self._tensors, strict=True):
             x = call.tensors[i]
-            if tensor() is not x or x._version != version or [place] != _places([x]):
+            if tensor() is not x or x._version != version or _place(x) != place:
                 return False
         return True
 

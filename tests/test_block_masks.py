@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from tl_attention import configs, flex_attention, legality
+from tl_attention import configs, flex_attention, flex_lists, legality
 from tl_attention.compilation import building
 from tl_attention.flex_lists import MaskState, kept_mask, listed, lists_with_bits
 from tl_attention.launch import mask_bits
@@ -344,6 +344,11 @@ def test_bits_of_a_cuda_graph_live_as_long_as_the_mask(monkeypatch):
     def refs(lists):
         return weakref.ref(lists), weakref.ref(lists.bits.blocks)
 
+    with monkeypatch.context() as patch:  # what a capture makes is memory of its graph
+        patch.setattr(flex_lists, "stream_of", lambda device: None)
+        is_captured[0] = True
+        in_capture, is_captured[0] = weakref.ref(used(mask)), False
+        assert in_capture() is None and not kept_mask(mask).in_graphs
     not_captured = refs(used(mask))
     ids[100:] = 1
     before = used(mask)

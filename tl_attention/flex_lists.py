@@ -67,6 +67,13 @@ class KeptMask:
             self._made[batch, heads] = stream, lists
         return lists
 
+    def keep_for_graph(self, lists: BlockLists, with_bits: BlockLists | None) -> None:
+        """Keep what a CUDA graph capture uses of lists(), unless it made them itself, in memory of the graph."""
+        _, made = self._made.get(lists.shape, (None, None))
+        used = with_bits or lists
+        if made is lists and not any(x is used for x in self.in_graphs):
+            self.in_graphs.append(used)
+
 
 def _pointers(tensors: list[torch.Tensor | None]) -> list[int | None]:
     """Addresses: a tensor whose .data is replaced has the version of before."""
@@ -95,9 +102,7 @@ def listed(call: Call, kept: KeptMask, query: torch.Tensor, heads: int) -> Call:
     lists = kept.lists(query.shape[0], heads)
     with_bits = lists_with_bits(call, lists) if query.is_cuda else None
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
-        used = lists if with_bits is None else with_bits
-        if not any([x is used for x in kept.in_graphs]):
-            kept.in_graphs.append(used)
+        kept.keep_for_graph(lists, with_bits)
     if with_bits is not None:
         program, tensors, numbers = call.program.with_bits
         of_program = tuple([call.tensors[i] for i in tensors]), tuple([call.numbers[i] for i in numbers])
@@ -165,9 +170,7 @@ def lists_with_bits(call: Call, lists: BlockLists) -> BlockLists | None:
     with torch.no_grad():
         if kept is None or not kept.has_program_of(call):
             with_bits = lists.with_bits(call)
-        elif (
-            with_bits is not None
-        ):  # only values are new: the blocks that need bits are the same, and as many
+        elif with_bits is not None:  # only values are new: the same blocks need bits
             with_bits = with_bits.with_bits_again(call)
     _with_bits[lists] = state, with_bits
     return with_bits

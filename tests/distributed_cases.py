@@ -370,6 +370,12 @@ def differ_on_machines() -> dict[str, str]:
         if first:
             functions._known[group].clear()
         found["forgotten"] = raised(distributed.attention, x, x, x, group)
+        # Known calls that differ are found by the next new one, and no longer by that after it
+        for causal in (True, False):
+            distributed.attention(x, x, x, group, causal=causal)
+        raised(distributed.attention, x, x, x, group, causal=first)
+        found["earlier"] = raised(distributed.attention, x, x, x, group, softcap=2.0)
+        found["later"] = raised(distributed.attention, x, x, x, group, softcap=3.0)
     finally:
         roll.Roll._open = real
     return found

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from tl_attention import configs, flex, flex_attention, legality
+from tl_attention import configs, flex_attention, flex_lists, legality
 from tl_attention.compilation import building
-from tl_attention.flex import _block_lists as block_lists
+from tl_attention.flex_lists import MaskState, kept_mask, listed, lists_with_bits
 from tl_attention.launch import mask_bits
 from tl_attention.launch.block_lists import FULL, HIDDEN, PARTIAL, BlockLists, block_states
 from tl_attention.launch.mask_bits import packed, unpacked
@@ -23,6 +23,10 @@ from tl_attention.tracing.trace import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors", "ignore:.*torch.compile")
 HEADS, HEADS_KV = 4, 2
+
+
+def block_lists(mask: BlockMask, batch: int, heads: int) -> BlockLists:
+    return kept_mask(mask).lists(batch, heads)
 
 
 def causal(b, h, q, k):
@@ -252,36 +256,122 @@ def test_too_many_blocks_have_no_bits(monkeypatch):
     assert block_lists(mask, 2, HEADS).with_bits(call) is None
 
 
+def test_too_many_blocks_are_counted_once_for_all_values(monkeypatch):
+    monkeypatch.setattr(mask_bits, "MAX_BLOCKS", 1)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    ids = torch.zeros(300, dtype=torch.int32)
+    mask = create_block_mask(lambda b, h, q, k: ids[q] == ids[k], None, None, 300, 300, device="cpu")
+    lists, call = block_lists(mask, 2, HEADS), trace(None, lambda b, h, q, k: ids[q] <= ids[k], False)
+    assert lists_with_bits(call, lists) is None
+    monkeypatch.setattr(BlockLists, "with_bits", lambda *_: pytest.fail("counted blocks"))
+    ids.add_(1)
+    assert lists_with_bits(call, lists) is None
+
+
 def test_bits_are_made_again_after_a_change(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     ids = torch.zeros(300, dtype=torch.int32)
     mask = create_block_mask(lambda b, h, q, k: ids[q] == ids[k], None, None, 300, 300, device="cpu")
     lists, call = block_lists(mask, 2, HEADS), trace(None, mask.mask_mod, False)
-    found = flex._with_bits(call, lists)
-    assert flex._with_bits(trace(None, mask.mask_mod, False), lists) is found
+    found = lists_with_bits(call, lists)
+    assert lists_with_bits(trace(None, mask.mask_mod, False), lists) is found
     ids[100:] = 1
-    changed = flex._with_bits(call, lists)
-    assert changed is not found and flex._with_bits(call, lists) is changed
+    changed = lists_with_bits(call, lists)
+    assert changed is not found and lists_with_bits(call, lists) is changed
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert flex._with_bits(call, lists) is changed
+    assert lists_with_bits(call, lists) is changed
     ids[200:] = 2
-    assert flex._with_bits(call, lists) is None
+    assert lists_with_bits(call, lists) is None
+
+
+def test_bits_of_other_values_need_no_new_lists(monkeypatch):
+    """Numbers and tensors that change from call to call: only bits are computed, and the host does not wait for the number of blocks."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    step = torch.tensor([3], dtype=torch.int32)
+
+    def call(factor):
+        return trace(None, lambda b, h, q, k: ((q * factor + k + step[0]) & 7) != 0, False)
+
+    def arguments(lists):
+        return *lists.by_queries(128, 64), *lists.by_keys(128, 64, 2)
+
+    def count_blocks(*_):
+        raise AssertionError("counted blocks")
+
+    mask = create_block_mask(third, None, None, 300, 300, device="cpu")
+    lists = block_lists(mask, 2, HEADS)
+    first = lists_with_bits(call(5), lists)
+    kept = [(x, x.clone()) for x in arguments(first)]
+    for factor, added in ((5, 1), (7, 0), (11, 2)):
+        step += added
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockLists, "with_bits", count_blocks)
+            found = lists_with_bits(call(factor), lists)
+            assert found is not first and lists_with_bits(call(factor), lists) is found
+            with pytest.raises(AssertionError, match="counted blocks"):
+                lists_with_bits(trace(None, third, False), lists)
+        fresh = arguments(lists.with_bits(call(factor)))
+        assert all(torch.equal(x, y) for x, y in zip(arguments(found), fresh, strict=True))
+        same = [x is y for x, (y, _) in zip(arguments(found), kept, strict=True)]
+        assert same == [True, True, True, False] * 2
+    # A backward of the first call reads what its forward read
+    assert all(torch.equal(x, y) for x, (_, y) in zip(arguments(first), kept, strict=True))
 
 
 def test_bits_of_data_that_was_replaced_are_made_again():
     ids = torch.zeros(300, dtype=torch.int32)
     call = trace(None, lambda b, h, q, k: ids[q] == ids[k], False)
-    found = flex._MaskState(call)
-    assert found.is_of(flex._MaskState(call))
+    found = MaskState(call)
+    assert found.is_of(call)
     ids.data = torch.arange(300, dtype=torch.int32)
-    assert not found.is_of(flex._MaskState(call))
+    assert not found.is_of(call)
+    found = MaskState(call)
+    ids.data = ids.data[:1].expand(300)
+    assert not found.is_of(call)
+
+
+def test_bits_of_a_cuda_graph_live_as_long_as_the_mask(monkeypatch):
+    """A change after the capture replaces bits and lists, which replays read."""
+    ids, query = torch.zeros(300, dtype=torch.int32), torch.empty(2, HEADS, 300, 8)
+    mask = create_block_mask(lambda b, h, q, k: ids[q] == ids[k], None, None, 300, 300, device="cpu")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    is_captured = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured[0])
+
+    def used(mask):
+        return listed(trace(None, mask.mask_mod, False), kept_mask(mask), query, HEADS).blocks
+
+    def refs(lists):
+        return weakref.ref(lists), weakref.ref(lists.bits.blocks)
+
+    with monkeypatch.context() as patch:  # what a capture makes is memory of its graph
+        patch.setattr(flex_lists, "stream_of", lambda device: None)
+        is_captured[0] = True
+        in_capture, is_captured[0] = weakref.ref(used(mask)), False
+        assert in_capture() is None and not kept_mask(mask).in_graphs
+    not_captured = refs(used(mask))
+    ids[100:] = 1
+    before = used(mask)
+    is_captured[0] = True
+    assert used(mask) is before and used(mask) is before
+    captured, is_captured[0] = refs(before), False
+    del before
+    ids[200:] = 2
+    assert used(mask) is not captured[0]()
+    mask.kv_num_blocks.add_(0)
+    used(mask)
+    gc.collect()
+    assert [ref() for ref in not_captured] == [None, None] and None not in [ref() for ref in captured]
+    del mask
+    gc.collect()
+    assert [ref() for ref in captured] == [None, None]
 
 
 def test_masks_that_capture_tensors_of_inference_mode_have_no_bits():
     with torch.inference_mode():
         ids = torch.zeros(300, dtype=torch.int32)
     mask = create_block_mask(lambda b, h, q, k: ids[q] == ids[k], None, None, 300, 300, device="cpu")
-    assert flex._with_bits(trace(None, mask.mask_mod, False), block_lists(mask, 2, HEADS)) is None
+    assert lists_with_bits(trace(None, mask.mask_mod, False), block_lists(mask, 2, HEADS)) is None
 
 
 def test_bits_keep_no_captured_tensor_alive(monkeypatch):
@@ -291,7 +381,7 @@ def test_bits_keep_no_captured_tensor_alive(monkeypatch):
     def made() -> weakref.ref:
         ids = torch.zeros(300, dtype=torch.int32)
         call = trace(None, lambda b, h, q, k: ids[q] == ids[k], False)
-        assert flex._with_bits(call, lists) is not None
+        assert lists_with_bits(call, lists) is not None
         return weakref.ref(ids)
 
     captured = made()

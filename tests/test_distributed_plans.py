@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func
-from tl_attention.distributed import shards
+from tl_attention.distributed import roll, shards
 from tl_attention.distributed.choice import Sizes, choose, gather_bytes, remote_rows, ulysses_bytes
 from tl_attention.distributed.gather import gather_plan
 from tl_attention.distributed.layout import (
@@ -247,3 +249,38 @@ def test_plans_give_positions_to_calls_that_need_them():
     assert [(call.place, call.window) for call in step.calls] == [((12, 0), CAUSAL)]
     (step,) = [step for step in ring_plan(layout, 1, mask) if step.source == 0]
     assert [(call.place, call.window) for call in step.calls] == [(None, ALL)]
+
+
+@pytest.mark.parametrize(
+    ("backends", "bound", "device", "current"),
+    [
+        (["cuda"], None, "cuda:3", "cuda:3"),
+        (["cuda"], "cuda:1", "cuda:3", "cuda:3"),
+        (["cuda"], "cuda:1", None, "cuda:1"),
+        (["cuda"], "cuda:1", "cpu", "cuda:1"),
+        (["cuda"], None, None, None),
+        (["cpu", "cuda"], None, "cuda:3", None),
+        (["cpu"], None, "cpu", None),
+    ],
+)
+def test_objects_of_ranks_travel_by_the_gpu_of_the_tensors(monkeypatch, backends, bound, device, current):
+    # Without torch.cuda.set_device the current GPU is the same on all ranks of a machine, where NCCL refuses or hangs
+    entered, used = [], []
+
+    @contextlib.contextmanager
+    def on_device(device):
+        entered.append(str(device))
+        yield
+        entered.pop()
+
+    def all_gather_object(found, x, group):
+        used.append(entered[-1] if entered else None)
+        found[:] = [x] * len(found)
+
+    monkeypatch.setattr(torch.cuda, "device", on_device)
+    monkeypatch.setattr(roll.dist, "all_gather_object", all_gather_object)
+    group = SimpleNamespace(
+        _device_types=[torch.device(x) for x in backends], bound_device_id=bound and torch.device(bound)
+    )
+    ranks = SimpleNamespace(group=group, world=2)
+    assert roll.gathered(ranks, "x", device and torch.device(device)) == ["x", "x"] and used == [current]

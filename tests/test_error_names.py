@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch.func import jvp
+from torch.nn.attention.flex_attention import BlockMask
 
 from tl_attention import (
     flash_attn_func,
@@ -16,6 +17,7 @@ from tl_attention import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
+    flex_attention,
     launch,
     merge_states,
     mha_bwd_interface,
@@ -85,6 +87,60 @@ NAMES = {
 
 @pytest.mark.parametrize(("call", "error", "text"), NAMES.values(), ids=NAMES)
 def test_errors_name_the_arguments_of_the_caller(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def never(b, h, q, k):
+    return q * k < -1
+
+
+LISTS = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+MASK = BlockMask.from_kv_blocks(*LISTS, mask_mod=never, seq_lengths=(5, 5))
+META = zeros(5).to("meta")
+LONG, MANY = zeros(1, 1, 1, 8).expand(1, 2**24 + 1, 1, 8), zeros(1, 1, 1, 8).expand(2**16, 1, 1, 8)
+FUNCTIONS = {
+    "flash-bias": (
+        lambda: flash_attn_func(Q, Q, Q, attn_bias=zeros(1, 1, 5, 5).to("meta")), ValueError,
+        r"^attn_bias: expected the device of q, cpu, got meta; move it with \.to\(q\.device\)$",
+    ),
+    "flash-lengths": (
+        lambda: flash_attn_func(Q, KV[:, :3, 0], KV[:, :3, 1], block_mask=MASK), ValueError,
+        r"^block_mask: expected one made for lengths \(5, 3\) of q and k, got one for \(5, 5\); make it for these lengths$",
+    ),
+    "flash-lists": (
+        lambda: flash_attn_func(Q, Q, Q, block_mask=MASK.to("meta")), ValueError,
+        r"^block_mask\.kv_num_blocks: expected the device of q, cpu, got meta; call block_mask\.to\(q\.device\)$",
+    ),
+    "flash-captured": (
+        lambda: flash_attn_func(Q, Q, Q, score_mod=lambda s, b, h, q, k: s + META[k]), ValueError,
+        r"^captured tensor 0, .*expected the device of q, cpu; move it with \.to\(q\.device\)$",
+    ),
+    "flash-dtype": (lambda: flash_attn_func(Q.double(), Q, Q, mask_mod=never), TypeError, r"^q: expected bfloat16.*q\.to"),
+    "flash-heads": (lambda: flash_attn_func(Q, *KV[..., :3, :].unbind(2), mask_mod=never), ValueError, r"^k, v: expected a number"),
+    "flash-scale": (lambda: flash_attn_func(Q, Q, Q, softmax_scale=math.inf, mask_mod=never), ValueError, r"^softmax_scale: "),
+    "flash-rows": (
+        lambda: flash_attn_func(LONG, LONG, LONG, mask_mod=never), NotImplementedError, r"^q: expected at most 16777216 rows, got 16777217",
+    ),
+    "flash-batch": (
+        lambda: flash_attn_func(MANY, MANY, MANY, mask_mod=never), NotImplementedError, r"^q: expected a batch of at most 65535, got",
+    ),
+    "flash-jvp": (
+        lambda: jvp(lambda x: flash_attn_func(x, Q, Q, mask_mod=never), (Q,), (Q,)), NotImplementedError, r"^flash_attn_func: expected a",
+    ),
+    "flex-bias": (
+        lambda: flex_attention(Q, Q, Q, attn_bias=zeros(1, 1, 4, 4).to("meta")), ValueError,
+        r"^attn_bias: expected the device of query, cpu, got meta; move it with \.to\(query\.device\)$",
+    ),
+    "flex-rows": (
+        lambda: flex_attention(LONG[:, :2], *[LONG.transpose(1, 2)] * 2), NotImplementedError, r"^key: expected at most 16777216 rows, got",
+    ),
+    "flex-dtype": (lambda: flex_attention(Q.double(), Q, Q), TypeError, r"^query: expected bfloat16.*query\.to"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "text"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_errors_with_functions_name_the_arguments_of_the_caller(call, error, text):
     with pytest.raises(error, match=text):
         call()
 

@@ -25,9 +25,9 @@ DOORS = {
     "flash": "torch checks/common checks/lengths checks/transforms flex ops paged",
     "paged": "torch checks/common checks/kvcache checks/lengths checks/paged checks/transforms options ops reference/kvcache",
     "tracing/builtin_options": "torch checks/common options program tracing/program_values",
-    "flex": "torch block_masks tracing/builtin_options tracing/captures checks/common checks/flex checks/transforms tracing/dense_bias "
-    "tracing/intervals launch launch/block_lists ops program "
+    "flex": "torch flex_lists tracing/builtin_options tracing/captures checks/common checks/flex checks/transforms launch ops program "
     "reference/flex | tracing/trace",
+    "flex_lists": "torch block_masks tracing/captures tracing/intervals launch/block_lists program",
     "tracing/dense_bias": "torch",
     "block_masks": "torch tracing/builtin_options tracing/captures checks/flex checks/masks checks/transforms tracing/intervals program "
     "tracing/program_values | tracing/trace",
@@ -36,7 +36,7 @@ DOORS = {
     "tracing/program_values": "torch program tracing/trace_ops",
     "checks/flex": "torch checks/common program",
     "checks/masks": "torch checks/common checks/flex tracing/intervals",
-    "tracing/trace": "torch tracing/captures program tracing/trace_ops",
+    "tracing/trace": "torch tracing/captures tracing/dense_bias program tracing/trace_ops",
     "tracing/trace_ops": "torch program",
     "tracing/captures": "torch",
     "merge": "torch checks/common",
@@ -71,7 +71,8 @@ DOORS = {
     "launch/parts "
     "launch/splits launch/tickets launch/traced",
     "launch/fwd_jvp": "torch checks/common problem kernel_configs legality target compilation/store launch/arrays launch/common",
-    "launch/bwd_passes": "torch problem kernel_configs compilation/store launch/block_lists launch/common launch/splits launch/tickets",
+    "launch/bwd_passes": "torch options problem kernel_configs compilation/store launch/block_lists launch/common launch/splits "
+    "launch/tickets",
     "launch/bwd": "torch checks/common checks/fp32 options problem kernel_configs target compilation/store program launch/arrays "
     "launch/bwd_passes "
     "launch/common launch/parts launch/traced",

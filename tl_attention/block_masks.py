@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tl_attention.checks.flex import check_captured_sizes
+from tl_attention.checks.flex import LISTS, check_captured_sizes
 from tl_attention.checks.masks import (
     check_blocks,
     check_count,
@@ -31,7 +31,6 @@ from tl_attention.tracing.program_values import program_values
 CHUNK = 2**24  # elements of a mask that are evaluated at once
 PROBED = 8  # first and last queries and keys of a block that are evaluated before the others
 MAX_CACHED = 64
-LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 
 _cached: dict[tuple, tuple[tuple[torch.Tensor | None, ...], tuple]] = {}  # lists and their versions
 _made: weakref.WeakKeyDictionary[Any, tuple[Callable, ListsState]] = weakref.WeakKeyDictionary()
@@ -87,8 +86,14 @@ def create_block_mask(
 
 def lists_follow_mask(block_mask: Any) -> bool:
     """True if the lists of a BlockMask were made here from its mask_mod, so that mask_mod alone says what it hides."""
+    mask_mod = mask_of_lists(block_mask)
+    return mask_mod is not None and mask_mod is block_mask.mask_mod
+
+
+def mask_of_lists(block_mask: Any) -> Callable | None:
+    """The mask_mod that the lists of a BlockMask were made from here; None if they were not, or have changed since."""
     mask_mod, lists = _made.get(block_mask, (None, None))
-    return lists is not None and mask_mod is block_mask.mask_mod and lists.are_in(block_mask)
+    return mask_mod if lists is not None and lists.are_in(block_mask) else None
 
 
 class ListsState:
@@ -100,8 +105,14 @@ class ListsState:
 
     def are_in(self, block_mask: Any) -> bool:
         """True if the block mask has these lists, without a change since."""
-        same = all(getattr(block_mask, name) is x for name, x in zip(LISTS, self.tensors, strict=True))
-        return same and self.versions == versions(self.tensors)
+        partial_numbers, partial, full_numbers, full = self.tensors
+        return (
+            block_mask.kv_num_blocks is partial_numbers
+            and block_mask.kv_indices is partial
+            and block_mask.full_kv_num_blocks is full_numbers
+            and block_mask.full_kv_indices is full
+            and self.versions == versions(self.tensors)
+        )
 
 
 def _block_mask(mask_mod: Callable, blocks: Blocks, separate_full_blocks: bool, exact: bool) -> Any:

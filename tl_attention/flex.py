@@ -1,21 +1,23 @@
-"""flex_attention: scores and masks as Python functions, with the parameters of PyTorch's function in its order."""
+"""flex_attention: scores and masks as Python functions, with the parameters of PyTorch's function in its order.
+
+All that follows from the functions of a call and the metadata of its tensors is checked and found once: see _Prepared.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
 import sys
-import weakref
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tl_attention import launch
-from tl_attention.block_masks import ListsState, lists_follow_mask
-from tl_attention.checks.common import check_deterministic, check_fwd, expect_bool
+from tl_attention.checks.common import MAX_SCALE, check_deterministic, check_fwd, expect_bool
 from tl_attention.checks.flex import (
+    FLASH_NAMES,
+    FLEX_NAMES,
     check_bias,
     check_block_mask,
     check_captured,
@@ -24,10 +26,11 @@ from tl_attention.checks.flex import (
     check_no_options,
     check_not_transformed,
     check_order,
+    check_sizes,
     expand_batch,
 )
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
-from tl_attention.launch.block_lists import BlockLists, block_states
+from tl_attention.flex_lists import KeptMask, kept_mask, listed
 from tl_attention.ops import (
     UserOptions,
     attention,
@@ -35,14 +38,13 @@ from tl_attention.ops import (
     check_device_or_warn,
     scale_of,
 )
-from tl_attention.program import Call
+from tl_attention.program import Call, Program
 from tl_attention.reference.flex import flex_reference
-from tl_attention.tracing.builtin_options import BuiltinOptions, builtin_options
-from tl_attention.tracing.captures import versions
-from tl_attention.tracing.dense_bias import with_bias
-from tl_attention.tracing.intervals import stream_of
+from tl_attention.tracing.builtin_options import BuiltinOptions, Recognized, recognized
+from tl_attention.tracing.captures import Captures
 
-_NAMES = Renaming({"q": "query", "k": "key", "v": "value", "sm_scale": "scale"})
+_RENAMED = Renaming({"q": "query", "k": "key", "v": "value", "sm_scale": "scale"})
+Functions = tuple[Callable | None, Callable | None, Any, torch.Tensor | None]
 
 
 @torch._disable_dynamo
@@ -94,7 +96,7 @@ def flex_attention(
     expect_bool("return_lse", return_lse)
     expect_bool("enable_gqa", enable_gqa)
     check_deterministic(deterministic)
-    check_not_transformed()
+    check_not_transformed(FLEX_NAMES.function)
     if kernel_options:
         raise NotImplementedError(
             f"kernel_options: expected None, got {kernel_options!r}, which are options of PyTorch's kernels; leave them out"
@@ -105,101 +107,187 @@ def flex_attention(
 
 
 def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    functions: tuple[Callable | None, Callable | None, Any, torch.Tensor | None],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    functions: Functions,
     scale: float | None,
     enable_gqa: bool,
     deterministic: bool,
     rows_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of flex_attention, whose arguments these are.
+    """(out, lse) of flex_attention, whose arguments these are, or of flash_attn_func.
 
     Args:
         functions: score_mod, mask_mod, block_mask, attn_bias.
-        rows_first: out has [batch, seqlen, heads, head_dim] in memory, whatever its shape.
+        rows_first: q, k, v and out are [batch, seqlen, heads, head_dim]; else [batch, heads, seqlen, head_dim].
     """
-    score_mod, mask_mod, block_mask, attn_bias = functions
-    try:
-        key, value = expand_batch(query, key, value)
-        check_fwd(query, key, value, scale, False, heads_first=True)
-    except ARGUMENT_ERRORS as error:
-        raise _NAMES.of(error) from None
-    check_group(query, key, enable_gqa)
-    check_function("score_mod", score_mod)
-    check_function("mask_mod", mask_mod)
-    if block_mask is not None:
-        check_block_mask(block_mask, mask_mod, query, key)
-        mask_mod = block_mask.mask_mod
-    if attn_bias is not None:
-        check_bias(attn_bias, query, key)
-        if attn_bias.numel():
-            score_mod, mask_mod = with_bias(score_mod, mask_mod, attn_bias)
-    check_device_or_warn(query, traced=False)
-
     differentiate = torch.is_grad_enabled()
-    call = _tracer()(score_mod, mask_mod, differentiate)
-    check_captured(call, query, key)
-    options = None
-    if block_mask is None or lists_follow_mask(block_mask):
-        batch, heads, seqlen_q, _ = query.shape
-        options = builtin_options(call, seqlen_q, key.shape[2], batch, heads, query.device)
-    if options is not None:
-        if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
-            _report(str(call.program), str(options))
-        return _with_options(query, key, value, scale, options, deterministic)
-    if block_mask is not None:
-        call = _listed(call, block_mask, query)
-    scale = scale_of(query, scale)
-    if not query.is_cuda:
-        out, lse = flex_reference(query, key, value, scale, call)
-        out = out.to(query.dtype)
+    modes = enable_gqa, rows_first, differentiate
+    key, captures, mask = _key(q, k, v, functions, scale, modes)
+    try:
+        prepared = None if key is None else _prepared.get(key)
+    except TypeError:  # sizes that are symbols have no hash
+        key = prepared = None
+    if prepared is None:
+        call, prepared = _prepare(q, k, v, functions, scale, *modes, captures)
+        if key is not None and prepared.slots is not None:
+            if len(_prepared) >= MAX_PREPARED:
+                _prepared.clear()
+            _prepared[key] = prepared
     else:
-        inputs = query, key, value, *call.tensors
-        if differentiate and any(x.requires_grad for x in inputs):
-            out, lse = _Flex.apply(call, scale, deterministic, rows_first, *inputs)
-        else:
-            out, lse = _forward(query, key, value, scale, call, rows_first, deterministic)
-    return out, lse
+        tensors = captures.tensors
+        call = Call(prepared.program, tuple([tensors[i] for i in prepared.slots]), prepared.numbers)
+    if prepared.expands:
+        k, v = expand_batch(q, k, v)
+    heads = q.shape[2 if rows_first else 1]
+    if prepared.recognized is not None:
+        options = prepared.recognized.of(call, q.shape[0], heads, q.device)
+        return _with_options(q, k, v, scale, options, rows_first, deterministic)
+    if functions[2] is not None:
+        call = listed(call, kept_mask(functions[2]) if mask is None else mask, q, heads)
+    scale = scale_of(q, scale)
+    if not q.is_cuda:
+        qkv = _transposed(q, k, v) if rows_first else (q, k, v)
+        out, lse = flex_reference(*qkv, scale, call)
+        out = out.to(q.dtype)
+        return (out.transpose(1, 2) if rows_first else out), lse
+    inputs = q, k, v, *call.tensors
+    if differentiate and any([x.requires_grad for x in inputs]):
+        return _differentiable(call, scale, deterministic, rows_first, *inputs)
+    return launch.forward(
+        q, k, v, scale, False, False, not rows_first, traced=call, deterministic=deterministic
+    )
 
 
 def attend_by_functions(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    functions: tuple[Callable | None, Callable | None, Any, torch.Tensor | None],
+    functions: Functions,
     softmax_scale: float | None,
     deterministic: bool,
     options: tuple,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of flash_attn_func with functions; options: causal, then the fields of UserOptions, all of which must be off."""
     check_deterministic(deterministic)
-    check_not_transformed()
+    check_not_transformed(FLASH_NAMES.function)
     check_no_options(options)
-    try:
-        check_fwd(q, k, v, softmax_scale, False, heads_first=False)
-    except ARGUMENT_ERRORS as error:
-        raise Renaming({"sm_scale": "softmax_scale"}).of(error) from None
-    out, lse = attend(*_transposed(q, k, v), functions, softmax_scale, True, deterministic, rows_first=True)
-    return out.transpose(1, 2), lse
+    return attend(q, k, v, functions, softmax_scale, True, deterministic, rows_first=True)
 
 
-def _forward(
+class _Prepared(NamedTuple):
+    """Facts that follow from the functions of a call and the metadata of its tensors, which have passed the checks.
+
+    It holds no tensor and no value of one. Numbers are part of its key.
+
+    Attributes:
+        slots: captured tensors of the program among those that the functions see; None: a call has to find them anew.
+        recognized: options that compute the program.
+        expands: keys and values have one batch entry for all.
+    """
+
+    program: Program
+    slots: tuple[int, ...] | None
+    numbers: tuple[float | int, ...]
+    recognized: Recognized | None
+    expands: bool
+
+
+MAX_PREPARED = 2048  # signatures of calls
+_prepared: dict[tuple, _Prepared] = {}
+
+
+def _key(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scale: float,
-    call: Call,
+    functions: Functions,
+    scale: float | None,
+    modes: tuple,
+) -> tuple[tuple | None, Captures | None, KeptMask | None]:
+    """(key, captures, mask) of a call: key of its _Prepared, or None; captures of its functions; KeptMask of its block mask.
+
+    The key holds all that _prepare() reads, so a known key has passed the checks. It keeps no tensor alive.
+    """
+    score_mod, mask_mod, block_mask, attn_bias = functions
+    mask = lists = None
+    if not (scale is None or (type(scale) in (float, int) and -MAX_SCALE <= scale <= MAX_SCALE)):
+        return None, None, None
+    try:
+        if block_mask is not None:
+            if mask_mod is not None:
+                return None, None, None
+            mask, mask_mod = kept_mask(block_mask), block_mask.mask_mod
+            lists = mask.follow(mask_mod), mask.facts
+        captures = Captures.of(score_mod, mask_mod, attn_bias)
+        if captures is None:
+            return None, None, mask
+        return (
+            captures.key, modes, lists,
+            type(q), q.shape, q.stride(), q.dtype, q.device,
+            type(k), k.shape, k.stride(), k.dtype, k.device,
+            type(v), v.shape, v.stride(), v.dtype, v.device,
+            *[(type(x), x.shape, x.stride(), x.layout) for x in captures.tensors],
+        ), captures, mask  # fmt: skip
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+    ):  # no dense tensor or no BlockMask, which the checks refuse
+        return None, None, None
+
+
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    functions: Functions,
+    scale: float | None,
+    enable_gqa: bool,
     rows_first: bool,
-    deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch on tensors [batch, heads, seqlen, head_dim]; see attend()."""
-    options = {"traced": call, "deterministic": deterministic}
-    if not rows_first:
-        return launch.forward(q, k, v, scale, False, False, True, **options)
-    out, lse = launch.forward(*_transposed(q, k, v), scale, False, False, False, **options)
-    return out.transpose(1, 2), lse
+    differentiate: bool,
+    captures: Captures | None,
+) -> tuple[Call, _Prepared]:
+    """Check the arguments of a call, trace its functions and look for options that compute them."""
+    score_mod, mask_mod, block_mask, attn_bias = functions
+    names, expanded = FLASH_NAMES, (k, v)
+    if rows_first:
+        check_fwd(q, k, v, scale, False, heads_first=False)
+        query, key = _transposed(q, k)
+    else:
+        names = FLEX_NAMES
+        try:
+            expanded = expand_batch(q, k, v)
+            check_fwd(q, *expanded, scale, False, heads_first=True)
+        except ARGUMENT_ERRORS as error:
+            raise _RENAMED.of(error) from None
+        query, (key, _) = q, expanded
+    check_sizes(query, key, names)
+    check_group(query, key, enable_gqa)
+    check_function("score_mod", score_mod)
+    check_function("mask_mod", mask_mod)
+    if block_mask is not None:
+        check_block_mask(block_mask, mask_mod, query, key, names)
+        mask_mod = block_mask.mask_mod
+    if attn_bias is not None:
+        check_bias(attn_bias, query, key, names)
+    check_device_or_warn(query, traced=False)
+
+    call = _tracer()(score_mod, mask_mod, differentiate, attn_bias)
+    check_captured(call, query, key, names)
+    slots = None
+    if captures is not None:
+        slots = tuple(captures.position(tensor) for tensor in call.tensors)
+    options = None
+    if block_mask is None or kept_mask(block_mask).follow(mask_mod):
+        batch, heads, seqlen_q, _ = query.shape
+        options = recognized(call, seqlen_q, key.shape[2])
+        if options is not None and os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
+            _report(str(call.program), str(options.of(call, batch, heads, query.device)))
+    is_kept = slots is not None and None not in slots
+    expands = expanded[0] is not k
+    return call, _Prepared(call.program, slots if is_kept else None, call.numbers, options, expands)
 
 
 def _transposed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -207,20 +295,21 @@ def _transposed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _with_options(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     scale: float | None,
     options: BuiltinOptions,
+    rows_first: bool,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of functions that are options, by the kernels of the options."""
     if options.is_plain:
-        return attention(query, key, value, scale, options.causal, False, True, deterministic)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return attention(q, k, v, scale, options.causal, False, not rows_first, deterministic)
+    q, k, v = (q, k, v) if rows_first else _transposed(q, k, v)
     asked = UserOptions(options.window, options.softcap, 0.0, options.alibi_slopes, None, None, 0, None)
     out, lse = attention_with_options(q, k, v, scale, options.causal, deterministic, asked)
-    return out.transpose(1, 2), lse
+    return (out if rows_first else out.transpose(1, 2)), lse
 
 
 @functools.cache
@@ -233,94 +322,11 @@ def _report(functions: str, options: str) -> None:
 
 
 @functools.cache
-def _tracer() -> Callable[[Callable | None, Callable | None, bool], Call]:
+def _tracer() -> Callable[..., Call]:
     """trace.trace, imported at the first call: the tools of torch that it needs take time to import."""
     from tl_attention.tracing.trace import trace
 
     return trace
-
-
-MAX_LISTS = 8  # of one mask, for other batches and heads
-_lists: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], tuple[ListsState, int, BlockLists]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _block_lists(block_mask: Any, batch: int, heads: int) -> BlockLists:
-    """Lists of a BlockMask, made at its first call on a stream, and again after a change."""
-    kept = _lists.setdefault(block_mask, {})
-    stream = stream_of(block_mask.kv_num_blocks.device)
-    state, made_on, lists = kept.get((batch, heads), (None, None, None))
-    # A CUDA graph capture may use what was made before it, on any stream; what it makes itself is empty until a replay
-    if lists is not None and stream in (None, made_on) and state.are_in(block_mask):
-        return lists
-    size, lengths = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
-    state = ListsState(block_mask)
-    lists = BlockLists(block_states(*state.tensors, -(-lengths[1] // size[1])), size, lengths, (batch, heads))
-    if stream is not None:
-        if len(kept) >= MAX_LISTS:
-            kept.clear()
-        kept[batch, heads] = state, stream, lists
-    return lists
-
-
-def _listed(call: Call, block_mask: Any, query: torch.Tensor) -> Call:
-    """The call with the lists of its block mask; on a GPU with bits for its mask, unless these are too many."""
-    lists = _block_lists(block_mask, *query.shape[:2])
-    if query.is_cuda and (with_bits := _with_bits(call, lists)) is not None:
-        program, tensors, numbers = call.program.with_bits
-        of_program = tuple(call.tensors[i] for i in tensors), tuple(call.numbers[i] for i in numbers)
-        return Call(program, *of_program, with_bits)
-    return replace(call, program=call.program.as_listed, blocks=lists)
-
-
-class _MaskState:
-    """All that the mask of a call depends on: its program, its numbers, its tensors, and the changes in place of each.
-
-    It keeps no tensor alive.
-    """
-
-    def __init__(self, call: Call):
-        self.program = call.program.mask_alone
-        self.numbers = [call.numbers[i] for i in self.program.used("number")]
-        tensors = [call.tensors[i] for i in self.program.used("load")]
-        self.tensors = [weakref.ref(x) for x in tensors]
-        # A tensor whose .data is replaced has the version of before
-        self.changes = versions(tensors), [x.data_ptr() for x in tensors]
-        self.is_visible = not any(x.is_inference() for x in tensors)
-
-    def is_of(self, other: _MaskState) -> bool:
-        """True if the mask of the other state is the same."""
-        pairs = zip(self.tensors, other.tensors, strict=False)
-        same = len(self.tensors) == len(other.tensors) and all(
-            x() is not None and x() is y() for x, y in pairs
-        )
-        return same and all(getattr(self, x) == getattr(other, x) for x in ("program", "numbers", "changes"))
-
-
-_lists_with_bits: weakref.WeakKeyDictionary[BlockLists, tuple[_MaskState, BlockLists | None]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _with_bits(call: Call, lists: BlockLists) -> BlockLists | None:
-    """Lists with bits for the mask of a call, made at its first call and again after a change of what it captures.
-
-    None where there are too many; where the mask captures a tensor of inference mode, whose changes nobody counts; and in a CUDA graph
-    capture, which cannot wait for their number, without a call before it.
-    """
-    state = _MaskState(call)
-    if not state.is_visible:
-        return None
-    kept, with_bits = _lists_with_bits.get(lists, (None, None))
-    if kept is not None and kept.is_of(state):
-        return with_bits
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    with torch.no_grad():
-        with_bits = lists.with_bits(call)
-    _lists_with_bits[lists] = state, with_bits
-    return with_bits
 
 
 class _Flex(torch.autograd.Function):
@@ -332,9 +338,9 @@ class _Flex(torch.autograd.Function):
     ) -> tuple:
         """inputs: q, k, v, captured tensors."""
         q, k, v, *_ = inputs
-        out, lse = _forward(q, k, v, scale, call, rows_first, deterministic)
-        ctx.rows_first = rows_first
-        ctx.call, ctx.scale, ctx.deterministic = call, scale, deterministic
+        options = {"traced": call, "deterministic": deterministic}
+        out, lse = launch.forward(q, k, v, scale, False, False, not rows_first, **options)
+        ctx.asked = call.program, call.numbers, call.blocks, scale, deterministic, rows_first
         ctx.save_for_backward(out, lse, *inputs)
         ctx.set_materialize_grads(False)  # no zeros for an unused lse
         return out, lse
@@ -342,23 +348,20 @@ class _Flex(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
         out, lse, q, k, v, *tensors = ctx.saved_tensors
-        grads: list[torch.Tensor | None] = [None] * (3 + len(tensors))
+        program, numbers, blocks, scale, deterministic, rows_first = ctx.asked
+        grads: list[torch.Tensor | None] = [None] * len(tensors)
         if dout is None and dlse is None:
-            return None, None, None, None, *grads
-        check_order(dout, dlse)
-        dout = torch.zeros_like(out) if dout is None else dout
-        deterministic = ctx.deterministic or torch.are_deterministic_algorithms_enabled()
-        call = replace(ctx.call, tensors=tuple(tensors))
-        inputs = dout, q, k, v, out
-        dout, *inputs = _transposed(*inputs) if ctx.rows_first else inputs
-        layout = ctx.scale, False, False, not ctx.rows_first, deterministic, dlse
-        found, sums = _split(launch.backward(dout.contiguous(), *inputs, lse, *layout, traced=call))
-        grads[:3] = _transposed(*found) if ctx.rows_first else found
-        for i, total in zip(call.program.learned, sums, strict=True):
-            grads[3 + i] = total.to(call.tensors[i].dtype)
-        return None, None, None, None, *grads
+            return None, None, None, None, None, None, None, *grads
+        check_order((FLASH_NAMES if rows_first else FLEX_NAMES).function, dout, dlse)
+        dout = torch.zeros_like(out) if dout is None else dout.contiguous()
+        deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+        call = Call(program, tuple(tensors), numbers, blocks)
+        layout = scale, False, False, not rows_first, deterministic, dlse
+        dq, dk, dv, *sums = launch.backward(dout, q, k, v, out, lse, *layout, traced=call)
+        for i, total in zip(program.learned, sums, strict=True):
+            grads[i] = total.to(tensors[i].dtype)
+        return None, None, None, None, dq, dk, dv, *grads
 
 
-def _split(grads: tuple[torch.Tensor, ...]) -> tuple[list, tuple]:
-    """Gradients of q, k and v, and those of captured tensors."""
-    return [*grads[:3]], grads[3:]
+# Skips Function.apply, which looks for transforms of torch.func: check_not_transformed() refuses them
+_differentiable = super(torch.autograd.Function, _Flex).apply

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,7 @@ MAX_LENGTH = 2**24  # positions are exact in fp32
 MAX_BATCH = 2**16 - 1
 MAX_GROUP = 1 << 31 - HOW_BITS - BLOCK_BITS  # query heads per key head, where blocks are listed
 BIAS_DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.bool
+LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"  # of a BlockMask
 # Options of flash_attn_func, and the values that turn them off
 OPTIONS_OFF = (
     ("causal", False),
@@ -28,6 +29,17 @@ OPTIONS_OFF = (
     ("seqlens", None),
     ("precision", None),
 )
+
+
+class Names(NamedTuple):
+    """Names of a public function and of its arguments, for errors."""
+
+    function: str
+    q: str
+    k: str
+
+
+FLEX_NAMES, FLASH_NAMES = Names("flex_attention", "query", "key"), Names("flash_attn_func", "q", "k")
 LEAF_NAMES = {"batch": "b", "head": "h", "query": "q_idx", "key": "kv_idx"}
 
 
@@ -36,16 +48,16 @@ def check_function(name: str, function: Callable | None) -> None:
         raise TypeError(f"{name}: expected a function of 0-d tensors or None, got {describe(function)}")
 
 
-def check_not_transformed() -> None:
-    """Refuse torch.func, which would have to see the functions inside the kernels."""
+def check_not_transformed(function: str) -> None:
+    """Refuse torch.func, which would have to see the functions inside the kernels. function: the public one, for the error."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise NotImplementedError(
-            "flex_attention: expected a call outside torch.func transforms (vmap, grad, jvp), which are not supported; call"
-            " .backward(), and make a vmapped dimension part of the batch"
+            f"{function}: expected a call outside torch.func transforms (vmap, grad, jvp), which are not supported with functions, masks"
+            " and biases; call .backward(), and make a vmapped dimension part of the batch"
         )
     if torch.autograd.forward_ad._current_level >= 0:
         raise NotImplementedError(
-            "flex_attention: forward-mode derivatives are not supported; call .backward()"
+            f"{function}: forward-mode derivatives are not supported with functions, masks and biases; call .backward()"
         )
 
 
@@ -62,11 +74,11 @@ def check_no_options(options: tuple) -> None:
             )
 
 
-def check_order(*grads: torch.Tensor | None) -> None:
-    """Refuse the gradient of a gradient."""
+def check_order(function: str, *grads: torch.Tensor | None) -> None:
+    """Refuse the gradient of a gradient. function: as in check_not_transformed."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in grads):
         raise NotImplementedError(
-            "flex_attention: the gradient of a gradient is not supported; call backward without create_graph=True"
+            f"{function}: the gradient of a gradient is not supported; call backward without create_graph=True"
         )
 
 
@@ -76,14 +88,18 @@ def expand_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tor
         expect_tensor(name, x)
     if q.ndim == k.ndim == v.ndim == 4 and k.shape[0] == v.shape[0] == 1 < q.shape[0]:
         k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
-    if q.ndim == 4 and q.shape[0] > MAX_BATCH:
-        raise NotImplementedError(
-            f"query: expected a batch of at most {MAX_BATCH}, got {q.shape[0]}; call it in parts"
-        )
-    for name, x in (("query", q), ("key", k)):
-        if x.ndim == 4 and x.shape[2] > MAX_LENGTH:
-            raise NotImplementedError(f"{name}: expected at most {MAX_LENGTH} rows, got {x.shape[2]}")
     return k, v
+
+
+def check_sizes(q: torch.Tensor, k: torch.Tensor, names: Names) -> None:
+    """Check that batch and lengths of q and k [batch, heads, seqlen, head_dim] are within limits."""
+    if q.shape[0] > MAX_BATCH:
+        raise NotImplementedError(
+            f"{names.q}: expected a batch of at most {MAX_BATCH}, got {q.shape[0]}; call it in parts"
+        )
+    for name, x in ((names.q, q), (names.k, k)):
+        if x.shape[2] > MAX_LENGTH:
+            raise NotImplementedError(f"{name}: expected at most {MAX_LENGTH} rows, got {x.shape[2]}")
 
 
 def check_group(q: torch.Tensor, k: torch.Tensor, enable_gqa: bool) -> None:
@@ -93,22 +109,15 @@ def check_group(q: torch.Tensor, k: torch.Tensor, enable_gqa: bool) -> None:
         )
 
 
-def check_block_mask(block_mask: Any, mask_mod: Callable | None, q: torch.Tensor, k: torch.Tensor) -> None:
+def check_block_mask(
+    block_mask: Any, mask_mod: Callable | None, q: torch.Tensor, k: torch.Tensor, names: Names
+) -> None:
     """Check a BlockMask of PyTorch, q and k [batch, heads, seqlen, head_dim]."""
     if mask_mod is not None:
         raise ValueError(
             "mask_mod: expected None beside block_mask, which has a mask_mod of its own, got a function"
         )
-    names = (
-        "kv_num_blocks",
-        "kv_indices",
-        "full_kv_num_blocks",
-        "full_kv_indices",
-        "mask_mod",
-        "seq_lengths",
-        "BLOCK_SIZE",
-    )
-    if not all(hasattr(block_mask, name) for name in names):
+    if not all(hasattr(block_mask, name) for name in (*LISTS, "mask_mod", "seq_lengths", "BLOCK_SIZE")):
         raise TypeError(
             f"block_mask: expected a BlockMask of torch.nn.attention.flex_attention, got {type(block_mask).__name__}; pass a function as"
             " mask_mod"
@@ -116,16 +125,16 @@ def check_block_mask(block_mask: Any, mask_mod: Callable | None, q: torch.Tensor
     lengths = q.shape[2], k.shape[2]
     if tuple(block_mask.seq_lengths) != lengths:
         raise ValueError(
-            f"block_mask: expected one made for lengths {lengths} of query and key, got one for {tuple(block_mask.seq_lengths)}; make it"
-            " for these lengths"
+            f"block_mask: expected one made for lengths {lengths} of {names.q} and {names.k}, got one for"
+            f" {tuple(block_mask.seq_lengths)}; make it for these lengths"
         )
     size = tuple(block_mask.BLOCK_SIZE)
     if any(rows < LISTED_ROWS or rows % LISTED_ROWS for rows in size):
         raise NotImplementedError(
             f"block_mask: expected a BLOCK_SIZE of multiples of {LISTED_ROWS}, got {size}; make it with BLOCK_SIZE={LISTED_ROWS}"
         )
-    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
-        _check_list(name, getattr(block_mask, name), -(-lengths[0] // size[0]), q)
+    for name in LISTS:
+        _check_list(name, getattr(block_mask, name), -(-lengths[0] // size[0]), q, names)
     if (block_mask.full_kv_num_blocks is None) != (block_mask.full_kv_indices is None):
         raise ValueError(
             "block_mask: expected both of full_kv_num_blocks and full_kv_indices or neither, got one; make it with from_kv_blocks"
@@ -136,7 +145,7 @@ def check_block_mask(block_mask: Any, mask_mod: Callable | None, q: torch.Tensor
         )
 
 
-def _check_list(name: str, x: torch.Tensor | None, rows: int, q: torch.Tensor) -> None:
+def _check_list(name: str, x: torch.Tensor | None, rows: int, q: torch.Tensor, names: Names) -> None:
     """Check numbers, or indices, of the blocks of a BlockMask for `rows` blocks of queries."""
     if x is None and name.startswith("full"):
         return
@@ -144,7 +153,7 @@ def _check_list(name: str, x: torch.Tensor | None, rows: int, q: torch.Tensor) -
     expect_tensor(name, x)
     if x.device != q.device:
         raise ValueError(
-            f"{name}: expected the device of query, {q.device}, got {x.device}; call block_mask.to(query.device)"
+            f"{name}: expected the device of {names.q}, {q.device}, got {x.device}; call block_mask.to({names.q}.device)"
         )
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(
@@ -161,7 +170,7 @@ def _check_list(name: str, x: torch.Tensor | None, rows: int, q: torch.Tensor) -
         )
 
 
-def check_bias(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
+def check_bias(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, names: Names) -> None:
     """Check attn_bias for q and k [batch, heads, seqlen, head_dim]."""
     expect_tensor("attn_bias", bias)
     if bias.dtype not in BIAS_DTYPES:
@@ -179,14 +188,14 @@ def check_bias(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> None:
         )
     if bias.device != q.device:
         raise ValueError(
-            f"attn_bias: expected the device of query, {q.device}, got {bias.device}; move it with .to(query.device)"
+            f"attn_bias: expected the device of {names.q}, {q.device}, got {bias.device}; move it with .to({names.q}.device)"
         )
 
 
-def check_captured(call: Call, q: torch.Tensor, k: torch.Tensor) -> None:
+def check_captured(call: Call, q: torch.Tensor, k: torch.Tensor, names: Names) -> None:
     """Check devices and sizes of captured tensors."""
     sizes = {"batch": q.shape[0], "head": q.shape[1], "query": q.shape[2], "key": k.shape[2]}
-    check_captured_sizes(call, sizes, q.device, "the device of query", "query.device")
+    check_captured_sizes(call, sizes, q.device, f"the device of {names.q}", f"{names.q}.device")
 
 
 def check_captured_sizes(

@@ -226,7 +226,8 @@ def _prepared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, a
     if found is not None and found.known.is_kept and not roll.ALWAYS:
         found.known.enter()
         return found
-    known = roll.roll_of(ranks).agree(lambda: _checked(q, k, v, ranks, asked))
+    device = q.device if isinstance(q, torch.Tensor) else None
+    known = roll.roll_of(ranks, device).agree(lambda: _checked(q, k, v, ranks, asked), device)
     if found is not None:
         return found
     found = _prepare(q, k, v, ranks, asked, known)

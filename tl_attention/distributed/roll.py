@@ -5,11 +5,13 @@ words of its calls and reads those of the other ranks of the machine: of two ran
 before it sends anything. A rank with new arguments waits for the words of all ranks. A rank with known arguments waits only if messages
 block the host anyway; else it reads what has been written, in 1 to 2 us.
 
-Ranks on other machines, or without common shared memory, are asked by all_gather_object when arguments are new.
+Ranks on other machines, or without common shared memory, are asked by all_gather_object when arguments are new, and whether they made the
+same calls since they were asked before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -23,6 +25,7 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from tl_attention.distributed.group import Ranks
@@ -98,6 +101,22 @@ class _Page:
         return True
 
 
+def gathered(ranks: Ranks, x: object, device: torch.device | None) -> list:
+    """Objects of all ranks, in order.
+
+    Args:
+        device: of this rank's tensors. NCCL sends objects by way of the current GPU, which is the same one on all ranks of a machine
+            that have not called torch.cuda.set_device: so it is this one here; without it the one that init_process_group was told.
+    """
+    group, found = ranks.group, [None] * ranks.world
+    if device is None or device.type != "cuda":
+        device = group.bound_device_id
+    by_cpu = any(of_group.type == "cpu" for of_group in group._device_types)
+    with contextlib.nullcontext() if by_cpu or device is None else torch.cuda.device(device):
+        dist.all_gather_object(found, x, group)
+    return found
+
+
 def _new_page(token: str) -> tuple[_Page, Path]:
     """Page of this rank and its file, in the first folder that has room for it."""
     for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())):
@@ -130,8 +149,10 @@ class Known(NamedTuple):
 class Roll:
     """The roll of a group. All ranks of the group must create it together."""
 
-    def __init__(self, ranks: Ranks):
+    def __init__(self, ranks: Ranks, device: torch.device | None = None):
+        """device: of this rank's tensors, if that is known."""
         self._ranks, self._number, self._sheets = ranks, 0, {}
+        self._device, self._compared = device, 0  # number of the last call that was compared by messages
         self._own, self._pages = self._open()
         self.sees_all = len(self._pages) == ranks.world - 1
         self._read = dict.fromkeys(self._pages, 0)  # number of the last call that has been compared, by rank
@@ -151,8 +172,7 @@ class Roll:
         except OSError as error:  # of all ranks: the others would wait
             fault = str(error)
         try:
-            of_ranks: list[tuple[str, str, str]] = [("", "", "")] * self._ranks.world
-            dist.all_gather_object(of_ranks, (str(path), token, fault), self._ranks.group)
+            of_ranks = gathered(self._ranks, (str(path), token, fault), self._device)
             for rank, (_, _, fault) in enumerate(of_ranks):
                 if fault:
                     raise OSError(f"group: on rank {rank} {fault}")
@@ -166,7 +186,7 @@ class Roll:
                     continue
                 if page.read(0) == its_token.encode():
                     pages[rank] = page
-            dist.all_gather_object([None] * self._ranks.world, None, self._ranks.group)
+            gathered(self._ranks, None, self._device)
         finally:
             if path is not None:
                 path.unlink(missing_ok=True)  # pages that are open stay
@@ -176,16 +196,18 @@ class Roll:
         """True if all ranks remember the arguments with this digest."""
         return digest in self._sheets
 
-    def agree(self, check: Callable[[], dict[str, Hashable]]) -> Known:
+    def agree(self, check: Callable[[], dict[str, Hashable]], device: torch.device | None = None) -> Known:
         """Run the checks of a call, and compare its arguments with those of the other ranks unless they agreed on the same ones before.
 
         Args:
             check: returns arguments by name that must be equal on all ranks; raises for wrong ones.
+            device: of this rank's tensors; None: that of an earlier call.
         Raises:
             The error of check(), on its rank. ValueError: the ranks disagree, or another rank raised; on all ranks that compare.
             RuntimeError: a rank has ended, or does not make the call within the timeout of the group.
         """
-        error, sheet = None, {}
+        error, sheet, self._device = None, {}, device or self._device
+        earlier = () if self.sees_all else self._earlier()
         try:
             sheet = _sheet(check())
         except Exception as found:
@@ -201,14 +223,16 @@ class Roll:
             self.enter(digest if sheet else digest | REFUSED, {digest: sheet}, wait=True)
         except (RuntimeError, ValueError) as found:
             error, mine = error or found, f"{type(found).__name__}: {found}" if sheet else mine
-        of_all: list = [None] * self._ranks.world
+        of_all: list = []
         # Ranks that know their arguments ask nobody
         if not self.sees_all and (ALWAYS or not self._some_know(self._number)):
-            dist.all_gather_object(of_all, mine, self._ranks.group)
+            of_all = gathered(self._ranks, (mine, earlier), self._device)
+            self._compared = self._number
         if error is not None:
             raise error
-        if not self.sees_all:
-            self._compare(dict(enumerate(of_all)))
+        if of_all:
+            self._compare({rank: its for rank, (its, _) in enumerate(of_all)})
+            self._compare_earlier([its for _, its in of_all])
         if len(self._sheets) >= MAX_AGREED:
             self._sheets.clear()
         self._sheets[digest] = sheet
@@ -240,6 +264,21 @@ class Roll:
                 if words[slot] != own[slot]:
                     self._disagree(one, sheets or {}, wait)
                 self._read[rank] = one
+
+    def _earlier(self) -> tuple[int, str]:
+        """Number of the passes since the last comparison by messages, and a digest of the latest of them."""
+        first = max(self._compared, self._number - SLOTS) + 1
+        words = [self._own.words[number % SLOTS] & ~NUMBER for number in range(first, self._number + 1)]
+        return self._number - self._compared, _digest(repr(words)).hex()
+
+    def _compare_earlier(self, earlier: list[tuple[int, str]]) -> None:
+        """Raise the error for earlier calls that differ, which ranks on several machines made without a comparison."""
+        if len(set(earlier)) > 1:
+            raise ValueError(
+                f"group: expected all ranks to make the same calls, and to run the backward of all or of none, in the same order, got"
+                f" {_by_value({rank: f'{count} with digest {digest}' for rank, (count, digest) in enumerate(earlier)})} before call"
+                f" {self._number}, whose results may be wrong; set TL_ATTENTION_CHECK_RANKS=1 to find the first that differs"
+            )
 
     def _some_know(self, number: int) -> bool:
         """True if a rank that shares memory with this one made the call with known arguments."""
@@ -316,9 +355,9 @@ def _by_value(values: dict[int, Hashable]) -> str:
 _rolls: weakref.WeakKeyDictionary[dist.ProcessGroup, Roll] = weakref.WeakKeyDictionary()
 
 
-def roll_of(ranks: Ranks) -> Roll:
-    """The roll of a group, made at its first call."""
+def roll_of(ranks: Ranks, device: torch.device | None = None) -> Roll:
+    """The roll of a group, made at its first call. device: of this rank's tensors, if that is known."""
     found = _rolls.get(ranks.group)
     if found is None:
-        found = _rolls[ranks.group] = Roll(ranks)
+        found = _rolls[ranks.group] = Roll(ranks, device)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -35,6 +35,7 @@ class BlockLists:
         lengths: seqlen_q, seqlen_k.
         shape: batch, heads of the call.
         bits: of the blocks that are PARTIAL, the others are seen whole; then block_size is program.LISTED_ROWS.
+        made: lists by queries and by keys, without the bits.
     """
 
     states: torch.Tensor
@@ -58,6 +59,13 @@ class BlockLists:
         states = states.expand(*bits.places.shape[:2], -1, -1)
         return BlockLists(states, (LISTED_ROWS, LISTED_ROWS), self.lengths, self.shape, bits)
 
+    def with_bits_again(self, call: Call) -> BlockLists:
+        """Lists that have bits, for a call of the same mask that captures other values: only the bits are made again.
+
+        The host does not wait.
+        """
+        return replace(self, bits=self.bits.evaluated_again(call))
+
     def by_queries(self, rows: int, step: int, whole_first: bool = False) -> tuple[torch.Tensor, ...]:
         """(spans, entries) per tile of `rows` queries, in steps of `step` keys: int32 [batch, heads, tiles, 3] and flat.
 
@@ -69,7 +77,8 @@ class BlockLists:
                 before the steps without a mask, which a held row max needs. Only with bits.
         """
         key = "queries", rows, step, whole_first
-        if key not in self.made:
+        lists = self.made.get(key)
+        if lists is None:
             states = self._cut(self.states, rows, step)
             blocks = torch.arange(states.shape[-1], dtype=torch.int32, device=states.device)
             rank = torch.where(states == HIDDEN, HIDDEN_RANK, states)
@@ -85,14 +94,14 @@ class BlockLists:
             values = [(entries, past_all)]
             if self.bits is not None:
                 values.append((self._cut(self.bits.places, rows, step), self.bits.last))
-            lists = _lists(rank, masked, values, (*self.shape, -1, -1))
-            return self._keep(key, lists if self.bits is None else (*lists, self.bits.by_queries))
-        return self.made[key]
+            lists = self._keep(key, _lists(rank, masked, values, (*self.shape, -1, -1)))
+        return lists if self.bits is None else (*lists, self.bits.by_queries)
 
     def by_keys(self, rows: int, step: int, heads_per_kv: int) -> tuple[torch.Tensor, ...]:
         """(spans, entries) per tile of `rows` keys, in steps of `step` queries of all heads of a key head: as by_queries()."""
         key = "keys", rows, step, heads_per_kv
-        if key not in self.made:
+        lists = self.made.get(key)
+        if lists is None:
             states = self._cut(self.states, step, rows).mT  # [.., key tiles, query blocks]
             of_blocks = [states.to(torch.int32), self._how(states, rows, -2)]
             if self.bits is not None:
@@ -113,9 +122,8 @@ class BlockLists:
             values = [(entries.flatten(-2), HIDE_ALL), *((x.flatten(-2), self.bits.last) for x in places)]
             rank = torch.where(states == HIDDEN, HIDDEN_RANK, 0).to(torch.int8)
             shape = self.shape[0], heads_kv, -1, -1
-            lists = _lists(rank, states == PARTIAL, values, shape)
-            return self._keep(key, lists if self.bits is None else (*lists, self.bits.by_keys))
-        return self.made[key]
+            lists = self._keep(key, _lists(rank, states == PARTIAL, values, shape))
+        return lists if self.bits is None else (*lists, self.bits.by_keys)
 
     def _keep(self, key: tuple, lists: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Keep lists, except those of a CUDA graph capture."""

@@ -10,7 +10,15 @@ from tl_attention.checks.common import check_dropout_batch
 from tl_attention.checks.fp32 import has_gradient_kernels
 from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdSum, delta_width, parts_kernels, table_kernels
 from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns
-from tl_attention.launch.bwd_passes import BwdKernels, BwdSizes, KeyPass, QueryPass, Tables
+from tl_attention.launch.bwd_passes import (
+    MAX_BATCH,
+    BwdKernels,
+    BwdSizes,
+    KeyPass,
+    QueryPass,
+    Tables,
+    queries_of_tile,
+)
 from tl_attention.launch.common import (
     LOG2E,
     PackedTiles,
@@ -25,7 +33,6 @@ from tl_attention.launch.common import (
     option_arguments,
     options_key,
     qkv_key,
-    window_keys,
 )
 from tl_attention.launch.parts import PartsLaunch
 from tl_attention.launch.traced import Gradients, backward_call, traced_arguments
@@ -34,7 +41,6 @@ from tl_attention.problem import TABLE_ROWS, length_bucket
 from tl_attention.program import Call
 from tl_attention.target import sm_count
 
-MAX_BATCH = 2**16 - 1  # per launch: the small kernels have the batch in the last dimension of their grids
 _kernels: dict[tuple, BwdKernels] = {}
 plan_cache = PlanCache()
 
@@ -160,9 +166,7 @@ class BwdPlan:
             kernels.problem.element_bytes,
         )
         lengths, device = (seqlen_q, seqlen_k), self.device
-        queries = -(-seqlen_q // self.batch) if self.packed else seqlen_q
-        if options is not None:
-            queries = min(queries, window_keys(options) + TABLE_ROWS)
+        queries = queries_of_tile(seqlen_q, self.batch if self.packed else 1, options)
         sizes = BwdSizes(batch, heads, heads_kv, *lengths, width, element_bytes, sms, device, queries, counts)
         self.rows = dense((batch, heads, sizes.rounded_q))
         self.passes = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +11,22 @@ import torch
 from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import BwdConfig, BwdPass
 from tl_attention.launch.block_lists import BlockLists
-from tl_attention.launch.common import MAX_GRID, Argument, empty, fragment_blocks, tile_counts
+from tl_attention.launch.common import (
+    MAX_GRID,
+    TABLE_NUMBERS,
+    Argument,
+    empty,
+    fragment_blocks,
+    table_tiles,
+    tile_counts,
+    window_keys,
+)
 from tl_attention.launch.splits import TIME_SLACK
 from tl_attention.launch.tickets import stream_tickets
+from tl_attention.options import UNLIMITED, Options, canonical_window
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
+MAX_BATCH = 2**16 - 1  # per launch: the small kernels have the batch in the last dimension of their grids
 QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multiple of it
 # Costs in queries of one head against a key tile: the fixed cost of a tile; partial results of one, written and read. The share of the
 # longest tile by which SMs end apart, under a causal mask. All fitted to GQA (H200, see tuning.md, "Query heads of a key head")
@@ -62,44 +74,11 @@ def key_parts(tiles: int, heads_per_kv: int, queries: int, triangular: bool, sms
     return -(-heads_per_kv // heads_per_part), heads_per_part
 
 
-def bwd_workspace_bytes(
-    batch: int,
-    heads: int,
-    heads_kv: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    problem: AttnProblem,
-    config: BwdConfig,
-    sms: int,
-) -> int:
-    """Bytes that a backward allocates beside its gradients, on a GPU with `sms` SMs. All of it is fp32.
-
-    It holds lse and delta of each query; the sums of dq, if a pass adds to them; the parts of dk and dv, where several CTAs
-    share the query heads of a key head, and in fp32 with packed sequences. The bf16 parts of fp32 tensors are beside it: see
-    parts_workspace_bytes. A launch with a window or packed sequences may have other numbers of CTAs per key head, as it counts the
-    queries that a tile sees.
-    """
-    rows = batch * heads * -(-seqlen_q // QUERY_ROWS) * QUERY_ROWS
-    numbers = 2 * rows
-    for bwd_pass in config.passes:
-        if bwd_pass.adds_dq and not problem.is_fp32:
-            numbers += rows * problem.head_dim
-        if bwd_pass.grads == "dq":
-            continue
-        n_blocks = -(-seqlen_k // bwd_pass.block_N)
-        parts, _ = key_parts(batch * heads_kv * n_blocks, heads // heads_kv, seqlen_q, problem.causal, sms)
-        if parts > 1 or (problem.is_fp32 and problem.has("varlen")):
-            part_rows = parts * batch * heads_kv * n_blocks * bwd_pass.block_N
-            widths = {"dk": problem.head_dim, "dv": problem.head_dim_v}
-            numbers += sum(part_rows * width for grad, width in widths.items() if grad in bwd_pass.makes)
-    return 4 * numbers
-
-
 @dataclass(frozen=True)
 class BwdSizes:
     """Sizes of a backward that determine the launches of its passes."""
 
-    batch: int
+    batch: int  # 1 of packed sequences, whose lengths are those of all rows
     heads: int
     heads_kv: int
     seqlen_q: int
@@ -123,6 +102,85 @@ class BwdSizes:
 
     def key_blocks(self, block_N: int) -> int:
         return self.tiles[1] * (TABLE_ROWS // block_N) if self.tiles else -(-self.seqlen_k // block_N)
+
+
+def queries_of_tile(seqlen_q: int, sequences: int, options: Options | None) -> int:
+    """BwdSizes.queries. sequences: packed ones, which have seqlen_q rows in all; else 1."""
+    queries = -(-seqlen_q // sequences)
+    return queries if options is None else min(queries, window_keys(options) + TABLE_ROWS)
+
+
+class KeyBuffers:
+    """Sums and partial results of a pass whose CTAs own keys.
+
+    Attributes:
+        empty: arguments of empty() for the sums of dq and the parts of dk and of dv, without rows for a result that has none.
+    """
+
+    def __init__(self, config: BwdPass, problem: AttnProblem, sizes: BwdSizes):
+        n_blocks = sizes.key_blocks(config.block_N)
+        self.keys, tiles = n_blocks * config.block_N, sizes.batch * sizes.heads_kv * n_blocks
+        by_queries = sizes.heads_per_kv, sizes.queries, problem.causal, sizes.sms
+        self.parts, self.heads_per_part = key_parts(tiles, *by_queries)
+        self.adds_to_dq = config.adds_dq and problem.is_fp32  # no sums beside it
+        self.adds_dq = config.adds_dq and not self.adds_to_dq
+        in_parts = self.parts > 1 or (problem.is_fp32 and problem.has("varlen"))
+        self.dk_in_parts, self.dv_in_parts = (in_parts and grad in config.makes for grad in ("dk", "dv"))
+        self.row_blocks_q, self.row_blocks_k = sizes.rounded_q // 16, self.keys // 16
+        rows_q = sizes.batch * sizes.heads * self.row_blocks_q
+        rows_k = self.parts * sizes.batch * sizes.heads_kv * self.row_blocks_k
+        dq_sum = fragment_blocks(rows_q if self.adds_dq else 0, problem.head_dim)
+        dk_parts = fragment_blocks(rows_k if self.dk_in_parts else 0, problem.head_dim)
+        dv_parts = fragment_blocks(rows_k if self.dv_in_parts else 0, problem.head_dim_v)
+        self.empty = dq_sum, dk_parts, dv_parts
+
+
+def bwd_workspace_bytes(
+    batch: int,
+    heads: int,
+    heads_kv: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    problem: AttnProblem,
+    config: BwdConfig,
+    sms: int,
+    window_size: tuple[int | None, int | None] = (UNLIMITED, UNLIMITED),
+) -> int:
+    """Bytes that a backward of plain tensors allocates beside its gradients, on a GPU with `sms` SMs, all passes together.
+
+    It holds lse and delta of each query; the sums of dq, if a pass adds to them; the parts of dk and dv, where several CTAs
+    share the query heads of a key head, and in fp32 with packed sequences; with these also tables of their tiles. A gradient through the
+    lse and that of a sink need some bytes per query more, while they are computed. The bf16 parts of fp32 tensors are beside it: see
+    parts_workspace_bytes.
+
+    Args:
+        batch, seqlen_q, seqlen_k: with packed sequences their number, and the rows of all of them.
+        window_size: that of the call, where `problem` has a window, with 0 on the right where the call is causal, too. CTAs that own keys
+            are counted by the queries in reach.
+    Raises:
+        ValueError: a window_size without a window in `problem`, or none for it.
+    """
+    _, window = canonical_window(problem.causal, window_size)
+    has_window = problem.has("window")
+    if has_window != (window != (UNLIMITED, UNLIMITED)):
+        wanted = "that of the call, as the problem has a" if has_window else "(-1, -1), as the problem has no"
+        raise ValueError(f"window_size: expected {wanted} window, got {window_size}")
+    packed = problem.has("varlen")
+    batch = batch if packed else min(batch, MAX_BATCH)  # larger ones are launched in chunks
+    if not (batch and heads and seqlen_q and seqlen_k):
+        return 0
+    tiles = tuple(table_tiles(rows, batch) for rows in (seqlen_q, seqlen_k)) if packed else None
+    queries = queries_of_tile(seqlen_q, batch if packed else 1, Options(window=window))
+    counts = 1 if packed else batch, heads, heads_kv, seqlen_q, seqlen_k
+    row = problem.head_dim + problem.head_dim_v, problem.element_bytes
+    sizes = BwdSizes(*counts, *row, sms, 0, queries, tiles)
+    numbers = 2 * sizes.batch * heads * sizes.rounded_q
+    for bwd_pass in config.passes:
+        if bwd_pass.grads != "dq":
+            numbers += sum(math.prod(shape) for shape, *_ in KeyBuffers(bwd_pass, problem, sizes).empty)
+    if tiles:
+        numbers += 2 * 2 * (batch + 1) + TABLE_NUMBERS * sum(tiles)
+    return 4 * numbers
 
 
 @dataclass(frozen=True)
@@ -166,36 +224,22 @@ class KeyPass:
     """Launch of a pass whose CTAs own keys, and of the kernels that sum its partial results."""
 
     def __init__(self, config: BwdPass, kernel: Kernel, kernels: BwdKernels, sizes: BwdSizes):
-        batch, heads_kv = sizes.batch, sizes.heads_kv
-        problem, head_dim, head_dim_v = kernels.problem, kernels.problem.head_dim, kernels.problem.head_dim_v
-        n_blocks = sizes.key_blocks(config.block_N)
-        keys = n_blocks * config.block_N
-        tiles = batch * heads_kv * n_blocks
-        parts, heads_per_part = key_parts(tiles, sizes.heads_per_kv, sizes.queries, problem.causal, sizes.sms)
+        batch, heads_kv, problem = sizes.batch, sizes.heads_kv, kernels.problem
+        self.buffers = buffers = KeyBuffers(config, problem, sizes)
+        parts = buffers.parts
         row_bytes = sizes.element_bytes * sizes.width
         if config.adds_dq:
-            row_bytes += 4 * head_dim
+            row_bytes += 4 * problem.head_dim
         # Bytes of one query head: the CTAs of a key head go through its query heads side by side
         q_bytes = sizes.seqlen_q * row_bytes
         self.dynamic, self.device = config.is_dynamic, sizes.device
         max_ctas = sizes.sms if self.dynamic else MAX_GRID
-        counts = tile_counts(batch, heads_kv * parts, 1, q_bytes, keys, config.block_N, sizes.sms, max_ctas)
-        self.kernel, self.counts = kernel, (sizes.heads_per_kv, heads_per_part, parts, *counts)
+        counts = tile_counts(
+            batch, heads_kv * parts, 1, q_bytes, buffers.keys, config.block_N, sizes.sms, max_ctas
+        )
+        self.kernel, self.counts = kernel, (sizes.heads_per_kv, buffers.heads_per_part, parts, *counts)
         self.block = config.block_N, config.block_M
         self.sum_qk, self.sum_v = kernels.sum_qk, kernels.sum_v
-
-        self.parts = parts
-        self.adds_to_dq = config.adds_dq and problem.is_fp32  # no sums beside it
-        self.adds_dq = config.adds_dq and not self.adds_to_dq
-        in_parts = parts > 1 or (problem.is_fp32 and problem.has("varlen"))
-        self.dk_in_parts, self.dv_in_parts = (in_parts and grad in config.makes for grad in ("dk", "dv"))
-        self.row_blocks_q, self.row_blocks_k = sizes.rounded_q // 16, keys // 16
-        rows_q = batch * sizes.heads * self.row_blocks_q
-        rows_k = parts * batch * heads_kv * self.row_blocks_k
-        # A result that is not partial has no rows here
-        self.dq_sum = fragment_blocks(rows_q if self.adds_dq else 0, head_dim)
-        self.dk_parts = fragment_blocks(rows_k if self.dk_in_parts else 0, head_dim)
-        self.dv_parts = fragment_blocks(rows_k if self.dv_in_parts else 0, head_dim_v)
 
     def launch(
         self,
@@ -208,8 +252,9 @@ class KeyPass:
         tables: Tables | None = None,
         blocks: BlockLists | None = None,
     ) -> None:
-        dq_sum, dk_parts, dv_parts = empty(*self.dq_sum), empty(*self.dk_parts), empty(*self.dv_parts)
-        if self.adds_dq:
+        buffers = self.buffers
+        dq_sum, dk_parts, dv_parts = [empty(*x) for x in buffers.empty]
+        if buffers.adds_dq:
             dq_sum.zero_()
         table_q = table_k = ()
         if tables is not None:
@@ -218,11 +263,11 @@ class KeyPass:
         if blocks is not None:
             options += blocks.by_keys(*self.block, self.counts[0])
         tickets = (stream_tickets(self.device, True),) if self.dynamic else ()
-        sums = dq if self.adds_to_dq else dq_sum, dk, dv, dk_parts, dv_parts
+        sums = dq if buffers.adds_to_dq else dq_sum, dk, dv, dk_parts, dv_parts
         self.kernel(*inputs, *sums, softmax_scale, *self.counts, *tickets, *options)
-        if self.adds_dq:
-            self.sum_qk(dq_sum, dq, softmax_scale, 1, self.row_blocks_q, *table_q)
-        if self.dk_in_parts:
-            self.sum_qk(dk_parts, dk, 1.0, self.parts, self.row_blocks_k, *table_k)
-        if self.dv_in_parts:
-            self.sum_v(dv_parts, dv, 1.0, self.parts, self.row_blocks_k, *table_k)
+        if buffers.adds_dq:
+            self.sum_qk(dq_sum, dq, softmax_scale, 1, buffers.row_blocks_q, *table_q)
+        if buffers.dk_in_parts:
+            self.sum_qk(dk_parts, dk, 1.0, buffers.parts, buffers.row_blocks_k, *table_k)
+        if buffers.dv_in_parts:
+            self.sum_v(dv_parts, dv, 1.0, buffers.parts, buffers.row_blocks_k, *table_k)

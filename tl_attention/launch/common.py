@@ -33,6 +33,7 @@ GROUP_TILES = 1.5  # least tiles per SM in one head group
 # A forward sizes head groups as if each head had at least this many keys. In larger groups the few tiles of a short head run so far
 # apart that its keys have left the L2 (docs/tuning.md, "Head groups of short sequences")
 GROUP_KEYS = 2048
+TABLE_NUMBERS = 8  # int32 per row of a tile table
 MAX_PLANS = 2048  # per thread and direction: the number of different lengths has no bound
 
 Argument = torch.Tensor | ctypes.c_void_p  # kernel argument, see arrays.ArgumentViews
@@ -222,6 +223,11 @@ def unused_arguments(device: int) -> UnusedArguments:
     )
 
 
+def table_tiles(rows: int, sequences: int) -> int:
+    """Upper bound of the tiles of packed sequences: the last one of each may be partial."""
+    return rows // TABLE_ROWS + sequences
+
+
 class PackedTiles:
     """Makes the tile tables of packed sequences.
 
@@ -233,10 +239,9 @@ class PackedTiles:
 
     def __init__(self, kernel: Kernel, batch: int, total_q: int, total_k: int, causal: bool, device: int):
         self.kernel, self.causal, self.device = kernel, causal, device
-        # Upper bounds of the tiles of queries and of keys: the last tile of each sequence may be partial
-        self.counts = total_q // TABLE_ROWS + batch, total_k // TABLE_ROWS + batch
+        self.counts = table_tiles(total_q, batch), table_tiles(total_k, batch)
         self.blocks = dense((2, batch + 1), torch.int32)
-        self.table_q, self.table_k = (dense((n, 8), torch.int32) for n in self.counts)
+        self.table_q, self.table_k = (dense((n, TABLE_NUMBERS), torch.int32) for n in self.counts)
 
     def table(self, options: Options, of_keys: bool, step_rows: int) -> torch.Tensor:
         """Tile table, int32 [tiles, 8].

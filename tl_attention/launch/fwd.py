@@ -33,7 +33,7 @@ from tl_attention.launch.common import (
 )
 from tl_attention.launch.parts import PartsLaunch
 from tl_attention.launch.tickets import stream_tickets
-from tl_attention.launch.traced import traced_arguments
+from tl_attention.launch.traced import forward_program, traced_arguments
 from tl_attention.options import Options
 from tl_attention.problem import MAX_SPLITS, SPLIT_BUCKET, TABLE_ROWS, AttnProblem, length_bucket
 from tl_attention.program import Call
@@ -152,7 +152,7 @@ class FwdPlan:
             names = *names, "added"
             bucket = length_bucket(options.max_seqlen_k if self.packed else seqlen_k)
         self.has_options = bool(names)
-        program = None if traced is None else traced.program.forward
+        program = None if traced is None else forward_program(traced.program)
         dtype = dtype_name(q.dtype, options)
         key = (dtype, head_dim, head_dim_v, causal, names, program, bucket, self.device)
         copy_rows = 0 if self.pages is None else page_rows(self.pages.page_size)
@@ -318,7 +318,7 @@ def forward(
     """
     key = (*qkv_key(q, k, v, causal, heads_first), *options_key(options))
     if traced is not None:
-        key = (*key, traced.program.forward)
+        key = (*key, forward_program(traced.program))
     if out is not None:
         key = (*key, out.stride())
     if lse is not None:

@@ -27,11 +27,22 @@ class MaskBits:
         places: int32 [1 or batch, 1 or heads, query blocks, key blocks], index into `blocks` of a block; -1: the block is full.
         blocks: int32 [number + 1, 2, 128, 2]: by halves of the rows, threads of a warpgroup, and halves of the columns, a bit per element
             that the thread has of a tile [64, 64]. Rows are queries. The last block hides all.
+        found: int32 [number, 4], batch entry, head, row and column of the others.
+        whole: bool [number], those that are seen whole, up to the lengths.
+        lengths: seqlen_q, seqlen_k.
     """
 
     places: torch.Tensor
     blocks: torch.Tensor
+    found: torch.Tensor
+    whole: torch.Tensor
+    lengths: tuple[int, int]
     transposed: list[torch.Tensor] = field(default_factory=list)
+
+    def evaluated_again(self, call: Call) -> MaskBits:
+        """Bits of the same blocks for another call of the mask. The host does not wait."""
+        blocks = _evaluated(call, self.found, self.whole, self.lengths)
+        return MaskBits(self.places, blocks, self.found, self.whole, self.lengths)
 
     @property
     def last(self) -> int:
@@ -81,11 +92,17 @@ def mask_bits(
     places = torch.full(partial.shape, -1, dtype=torch.int32, device=device)
     places[found.unbind(1)] = torch.arange(len(found), dtype=torch.int32, device=device)
     whole = full.expand(partial.shape)[found.unbind(1)]
+    found = found.to(torch.int32)
+    return MaskBits(places, _evaluated(call, found, whole, lengths), found, whole, tuple(lengths))
+
+
+def _evaluated(call: Call, found: torch.Tensor, whole: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """MaskBits.blocks, a part of them at a time."""
     chunk = CHUNK // LISTED_ROWS**2
-    parts = zip(found.to(torch.int32).split(chunk), whole.split(chunk), strict=True)
+    parts = zip(found.split(chunk), whole.split(chunk), strict=True)
     blocks = [packed(_shown(call, *part, lengths)) for part in parts]
-    blocks.append(torch.zeros(1, 2, 128, 2, dtype=torch.int32, device=device))
-    return MaskBits(places, torch.cat(blocks))
+    blocks.append(torch.zeros(1, 2, 128, 2, dtype=torch.int32, device=found.device))
+    return torch.cat(blocks)
 
 
 def _shown(call: Call, found: torch.Tensor, whole: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:

@@ -2,28 +2,61 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from tl_attention.program import Call, stored_dtype
+from tl_attention.program import Call, Program, stored_dtype
 
 # Exact sums: 15 integers per element, number i in units of 2 ** (8 i - 87) for addends from 2 ** (8 i - 64) on, and a count of larger ones
 SLOTS = 16
 FIRST_UNIT, SLOT_EXPONENTS = -87, 8
 
 
+@functools.lru_cache(maxsize=1024)
+def _interned(program: Program) -> Program:
+    """The first of equal programs."""
+    return program
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_program(program: Program) -> Program:
+    """The program of a forward. Equal ones are one object, as comparing others in the keys of plans takes time."""
+    return _interned(program.forward)
+
+
 def traced_arguments(call: Call) -> tuple:
     """Captured tensors and numbers, in the order of kernels/traced.py."""
-    tensors = (_argument(aligned(x) if i in call.program.dense else x) for i, x in enumerate(call.tensors))
+    dense = call.program.dense
+    tensors = [
+        _argument(aligned(x.detach()) if i in dense else x.detach()) for i, x in enumerate(call.tensors)
+    ]
     return *tensors, *call.numbers
 
 
 def backward_call(call: Call | None, deterministic: bool) -> Call | None:
     """The call that a backward computes: with exact sums where its gradients must not depend on the order of additions."""
-    if call is None or not deterministic:
+    if call is None or not deterministic or call.program.as_exact is call.program:
         return call
     return replace(call, program=call.program.as_exact)
+
+
+@functools.lru_cache(maxsize=1024)
+def _learned(program: Program) -> tuple[tuple[int, int | None], ...]:
+    """Tensors of program.learned, each with the number of its gradient where that is stored, else None."""
+    stored = {program.gradients[number].tensor: number for number in program.stored}
+    return tuple((i, stored.get(i)) for i in program.learned)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept_dims(program: Program, number: int) -> tuple[list[int], list[int]]:
+    """Dimensions of a stored gradient, 0 and 1 of [batch, heads, ..], that its tensor has, in its order, and those that are summed."""
+    dims = {"batch": 0, "head": 1}
+    outer = [program.values[i].op for i in program.gradients[number].index[:-2]]
+    kept = [dims[op] for op in outer if op in dims]
+    return kept, [dim for dim in (0, 1) if dim not in kept]
 
 
 class Gradients:
@@ -39,11 +72,10 @@ class Gradients:
         self.call, self.transposed = call, transposed
         rows, self.columns = (keys, queries) if transposed else (queries, keys)
         program = call.program
-        self.stored = {program.gradients[number].tensor: number for number in program.stored}
         self.arguments = []
-        for i in program.learned:
+        for i, number in _learned(program):
             x, on = call.tensors[i], {"device": call.tensors[i].device}
-            if i in self.stored:  # blocks that no list names are not written
+            if number is not None:  # blocks that no list names are not written
                 make = torch.zeros if program.listed else torch.empty
                 dtype = getattr(torch, stored_dtype(program.tensors[i]))
                 shape = batch, heads, rows, -(-self.columns // 8) * 8  # rows are multiples of 16 bytes
@@ -55,20 +87,21 @@ class Gradients:
 
     def results(self) -> tuple[torch.Tensor, ...]:
         """Gradients shaped as their tensors, in fp32, or as stored where none are summed; after the kernels."""
+        learned = _learned(self.call.program)
         return tuple(
-            self._result(i, x) for i, x in zip(self.call.program.learned, self.arguments, strict=True)
+            [self._result(i, number, x) for (i, number), x in zip(learned, self.arguments, strict=True)]
         )
 
-    def _result(self, i: int, x: torch.Tensor) -> torch.Tensor:
+    def _result(self, i: int, number: int | None, x: torch.Tensor) -> torch.Tensor:
         shape = self.call.tensors[i].shape
-        if i in self.stored:
-            return self._reduced(self.stored[i], x[..., : self.columns], shape)
+        if number is not None:
+            return self._reduced(number, x if x.shape[-1] == self.columns else x[..., : self.columns], shape)
         if x.dtype != torch.int64:
             return x.view(shape)
-        sums = x.view(-1, SLOTS)
-        units = torch.arange(SLOTS - 1, device=x.device, dtype=torch.float64) * SLOT_EXPONENTS + FIRST_UNIT
-        total = (sums[:, :-1].double() * units.exp2()).sum(-1).float()
-        return total.masked_fill(sums[:, -1] != 0, torch.nan).view(shape)
+        sums, end = x.view(-1, SLOTS), FIRST_UNIT + (SLOTS - 1) * SLOT_EXPONENTS
+        units = torch.arange(FIRST_UNIT, end, SLOT_EXPONENTS, device=x.device, dtype=torch.float64).exp2_()
+        total = units.mul(sums[:, :-1]).sum(-1).float()
+        return total.masked_fill_(sums[:, -1] != 0, torch.nan).view(shape)
 
     def _reduced(self, number: int, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Sum of a stored gradient over the dimensions that its tensor is broadcast over, placed in a tensor of its shape.
@@ -76,26 +109,27 @@ class Gradients:
         Args:
             x: [batch, heads, seqlen_q, seqlen_k], or transposed.
         """
-        values, gradient = self.call.program.values, self.call.program.gradients[number]
-        outer = [values[i] for i in gradient.index[:-2]]
-        dims, dtype = {"batch": 0, "head": 1}, self.call.tensors[gradient.tensor].dtype
-        kept = [dims[value.op] for value in outer if value.op in dims]
-        dropped = [dim for dim in (0, 1) if dim not in kept]
+        program, numbers = self.call.program, self.call.numbers
+        gradient = program.gradients[number]
+        kept, dropped = _kept_dims(program, number)
         if dropped:
             # bf16 is added in fp32 and rounded once
+            dtype = self.call.tensors[gradient.tensor].dtype
             x = x.sum(dropped, dtype=dtype if dtype == x.dtype else torch.float32)
         if self.transposed:  # after the sum, which is slow where rows are not contiguous
             x = x.mT
         if kept == [1, 0]:
             x = x.transpose(0, 1)
+        if x.shape == shape:
+            return x
         if x.numel() == shape.numel():
             return x.reshape(shape)
         sizes, places = iter(x.shape), []
-        for value in outer:
-            if value.op in dims:
+        for value in (program.values[i] for i in gradient.index[:-2]):
+            if value.op in ("batch", "head"):
                 places.append(slice(0, next(sizes)))
             else:
-                i = self.call.numbers[value.data] if value.op == "number" else value.data
+                i = numbers[value.data] if value.op == "number" else value.data
                 size = shape[len(places)]
                 places.append(min(max(i + size if i < 0 else i, 0), size - 1))  # as the kernels read it
         places += [slice(0, size) for size in sizes]
@@ -105,19 +139,24 @@ class Gradients:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """A tensor whose rows begin and end at multiples of 16 bytes: itself, or a copy with rows of that length."""
-    x, elements = x.detach(), 16 // x.element_size()
-    lengths = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
-    if x.stride(-1) == 1 and not any(n % elements for n in (*lengths, x.shape[-1])) and not x.data_ptr() % 16:
+    """A tensor whose rows begin and end at multiples of 16 bytes: itself, or a copy with rows of that length. x needs no gradient."""
+    elements = 16 // x.element_size()
+    if _has_aligned_rows(x.shape, x.stride(), elements) and not x.data_ptr() % 16:
         return x
     entry = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()[:-1])]
     copy = entry.new_zeros((*entry.shape[:-1], -(-x.shape[-1] // elements) * elements))[..., : x.shape[-1]]
     return copy.copy_(entry).expand(x.shape)
 
 
+@functools.lru_cache(maxsize=1024)
+def _has_aligned_rows(shape: Sequence[int], strides: Sequence[int], elements: int) -> bool:
+    """True if rows begin and end at multiples of `elements` from the first."""
+    lengths = [stride for stride, size in zip(strides[:-1], shape, strict=False) if size > 1]
+    return strides[-1] == 1 and not any(n % elements for n in (*lengths, shape[-1]))
+
+
 def _argument(x: torch.Tensor) -> torch.Tensor:
-    """A captured tensor as an argument: at least one dimension, no bool."""
-    x = x.detach()
+    """A captured tensor as an argument: at least one dimension, no bool. x needs no gradient."""
     if not x.ndim:
         x = x.view(1)
     return x.view(torch.uint8) if x.dtype == torch.bool else x

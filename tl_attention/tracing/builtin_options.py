@@ -83,6 +83,23 @@ class _Bias(NamedTuple):
     is_absolute: bool
 
 
+class Recognized(NamedTuple):
+    """Options that compute a program, but for the slopes of ALiBi, which are values of a call.
+
+    Args:
+        bias: whose slopes these are; None: there is no ALiBi.
+    """
+
+    options: BuiltinOptions
+    bias: _Bias | None = None
+
+    def of(self, call: Call, batch: int, heads: int, device: torch.device | None) -> BuiltinOptions:
+        """Options of a call of the program. batch, heads, device: of the query."""
+        if self.bias is None:
+            return self.options
+        return self.options._replace(alibi_slopes=_slopes(call, self.bias, batch, heads, device))
+
+
 def builtin_options(
     call: Call,
     seqlen_q: int,
@@ -96,6 +113,12 @@ def builtin_options(
     Args:
         batch, heads, device: of the query, for the slopes of ALiBi.
     """
+    found = recognized(call, seqlen_q, seqlen_k)
+    return None if found is None else found.of(call, batch, heads, device)
+
+
+def recognized(call: Call, seqlen_q: int, seqlen_k: int) -> Recognized | None:
+    """Options for all calls of a program with the same numbers; None as in builtin_options."""
     program = call.program
     if program.gradients or program.listed:
         return None
@@ -109,8 +132,10 @@ def builtin_options(
         distances = None if shown is None else distances.both(shown)
     offset = seqlen_k - seqlen_q  # the options align the last query with the last key
     found = None if distances is None else _window(distances, offset)
-    if found is None or score is None or reader.is_score(score):
-        return found
+    if found is None:
+        return None
+    if score is None or reader.is_score(score):
+        return Recognized(found)
     bias = None
     for other, sign, term in reader.sums(score):
         bias = reader.bias(term, sign)
@@ -120,11 +145,9 @@ def builtin_options(
     cap = reader.softcap(score)
     if cap is None and not reader.is_score(score):
         return None
-    if bias is not None:
-        if not _is_alibi(bias, distances, offset):
-            return None
-        found = found._replace(alibi_slopes=_slopes(call, bias, batch, heads, device))
-    return found._replace(softcap=cap or 0.0)
+    if bias is not None and not _is_alibi(bias, distances, offset):
+        return None
+    return Recognized(found._replace(softcap=cap or 0.0), bias)
 
 
 def seen_distances(call: Call, length: int) -> tuple[int | None, int | None] | None:

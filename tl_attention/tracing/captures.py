@@ -6,9 +6,10 @@ anything else, such as an object with attributes, has no key and is traced at ea
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 # Modules whose names do not change while a program runs
 STABLE_MODULES = ("torch", "math", "operator", "functools", "builtins", "numpy")
 CONSTANTS = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis), torch.dtype, torch.device)
+_EXACT = frozenset(CONSTANTS) - {float}  # kinds whose equal values are the same to a trace
 
 
 class _Opaque(Exception):
@@ -32,12 +34,12 @@ class Captures:
         self.key: tuple = ()
 
     @classmethod
-    def of(cls, *functions: Callable | None) -> Captures | None:
-        """Captures of these functions; None if one sees something that cannot be compared."""
+    def of(cls, *values: Any) -> Captures | None:
+        """Captures of these functions and tensors; None if a function sees something that cannot be compared."""
         captures = cls()
         try:
-            for function in functions:
-                captures.add(function)
+            for value in values:
+                captures.add(value)
         except _Opaque:
             return None
         captures.key = tuple(captures.parts)
@@ -45,33 +47,42 @@ class Captures:
 
     def position(self, tensor: torch.Tensor) -> int | None:
         """Index of a tensor among those that the functions see."""
-        return next((i for i, other in enumerate(self.tensors) if other is tensor), None)
+        for i, other in enumerate(self.tensors):
+            if other is tensor:
+                return i
+        return None
 
     def add(self, x: Any) -> None:
         """Append x, and everything that it sees, to the key."""
-        if isinstance(x, torch.Tensor):
+        kind = type(x)
+        if kind in _EXACT:
+            self.parts.append((kind, x))
+        elif kind is types.FunctionType:
+            self._add_function(x)
+        elif isinstance(x, torch.Tensor):
             self._add_tensor(x)
         elif isinstance(x, CONSTANTS):
-            self.parts.append((type(x), repr(x) if isinstance(x, float) else x))
-        elif isinstance(x, types.FunctionType):
-            self._add_function(x)
+            # 0.0 equals -0.0, and a NaN nothing
+            self.parts.append((kind, repr(x) if isinstance(x, float) else x))
         elif isinstance(x, functools.partial):
             self.parts.append((functools.partial, len(x.args), tuple(x.keywords)))
             for part in (x.func, *x.args, *x.keywords.values()):
                 self.add(part)
         elif isinstance(x, tuple | list):
-            self.parts.append((type(x), len(x)))
+            self.parts.append((kind, len(x)))
             for part in x:
                 self.add(part)
         elif isinstance(x, dict):
             self.parts.append((dict, len(x)))
             for part in (*x, *x.values()):
                 self.add(part)
-        elif isinstance(x, types.ModuleType) and x.__name__.split(".")[0] in STABLE_MODULES:
+        elif isinstance(x, types.ModuleType) and _is_stable(x.__name__):
             self.parts.append(("module", x.__name__))
-        elif isinstance(x, types.BuiltinFunctionType | type) and not isinstance(
-            getattr(x, "__self__", None), torch.Tensor | list | dict
-        ):
+        elif isinstance(x, types.BuiltinFunctionType):
+            if not isinstance(x.__self__, types.ModuleType | type | None):  # a method of an object
+                raise _Opaque
+            self.parts.append(x)
+        elif isinstance(x, type) and _is_stable(x.__module__):  # others may have attributes that change
             self.parts.append(x)
         else:
             raise _Opaque
@@ -81,44 +92,55 @@ class Captures:
         if position is None:
             position = len(self.tensors)
             self.tensors.append(x)
-        if not x.ndim and x.device.type == "cpu" and not x.requires_grad:
+        if not x.ndim and not x.requires_grad and x.device.type == "cpu":
             self.parts.append(("number", x.dtype, repr(x.item())))  # its value becomes a number of the call
         else:
-            self.parts.append(
-                ("tensor", position, x.dtype, x.ndim, x.requires_grad, x.device.type, not x.numel())
-            )
+            self.parts.append(("tensor", position, x.dtype, x.ndim, x.requires_grad, x.device, not x.numel()))
 
     def _add_function(self, x: types.FunctionType) -> None:
         if id(x) in self.seen:
             self.parts.append(("function", self.seen[id(x)]))
             return
         self.seen[id(x)] = len(self.seen)
+        code, cells = x.__code__, x.__closure__
         # A function of torch or of a module that does not change
-        if (x.__module__ or "").split(".")[0] in STABLE_MODULES and x.__closure__ is None:
+        if cells is None and _is_stable(x.__module__ or ""):
             self.parts.append(("stable", x))
             return
-        self.parts.append((x.__code__, tuple(x.__kwdefaults__ or {})))
-        for cell in x.__closure__ or ():
+        self.parts.append((code, len(x.__defaults__ or ()), tuple(x.__kwdefaults__ or ())))
+        for cell in cells or ():
             try:
-                self.add(cell.cell_contents)
-            except ValueError:  # an empty cell
+                content = cell.cell_contents
+            except ValueError:
                 self.parts.append("empty")
+            else:
+                self.add(content)
         for default in (*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()):
             self.add(default)
-        for name in _names(x.__code__):
-            if name in x.__globals__:
+        if x.__dict__:
+            self.add(x.__dict__)
+        of_module = x.__globals__
+        for name in _names(code):
+            if name in of_module:
                 self.parts.append(name)
-                self.add(x.__globals__[name])
+                self.add(of_module[name])
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Names of globals that code may read, those of the functions inside it among them."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+@functools.lru_cache(maxsize=1024)
+def _is_stable(module: str) -> bool:
+    return module.split(".")[0] in STABLE_MODULES
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """Names of globals that code may read, those of the functions inside it among them. _Opaque: it imports a module that may change."""
+    imported = (x.argval for x in dis.get_instructions(code) if x.opname == "IMPORT_NAME")
+    if not all(map(_is_stable, imported)):
+        raise _Opaque
+    inner = (name for x in code.co_consts if isinstance(x, types.CodeType) for name in _names(x))
+    return *code.co_names, *inner
 
 
 def versions(tensors: Iterable[torch.Tensor | None]) -> tuple[int | None, ...]:
     """Number of changes in place of each tensor; None for tensors of inference mode, which do not count."""
-    return tuple(None if x is None or x.is_inference() else x._version for x in tensors)
+    return tuple([None if x is None or x.is_inference() else x._version for x in tensors])

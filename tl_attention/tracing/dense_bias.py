@@ -9,10 +9,10 @@ import torch
 
 def element(x: torch.Tensor) -> Callable:
     """Function of (b, h, q_idx, kv_idx) that reads an element of x; a dimension of size 1 serves all indices."""
-    sizes = tuple(x.shape)
+    indexed = tuple(size > 1 for size in x.shape)  # no sizes, which would make a trace of each
 
     def read(*index):
-        return x[tuple(i if size > 1 else 0 for i, size in zip(index, sizes, strict=True))]
+        return x[tuple(i if has_many else 0 for i, has_many in zip(index, indexed, strict=True))]
 
     return read
 

@@ -94,7 +94,10 @@ def stream_of(device: torch.device) -> int | None:
     """Current stream, the only one that may use what this call caches; None in a CUDA graph capture, where nothing may be cached."""
     if device.type != "cuda":
         return 0
-    return None if torch.cuda.is_current_stream_capturing() else torch.cuda.current_stream(device).cuda_stream
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch._C._cuda_getCurrentRawStream(index)
 
 
 @functools.lru_cache(maxsize=64)

@@ -32,6 +32,7 @@ from tl_attention.program import (
     Value,
 )
 from tl_attention.tracing.captures import Captures
+from tl_attention.tracing.dense_bias import with_bias
 from tl_attention.tracing.trace_ops import SUPPORTED, TORCH_DTYPES, Builder, Unsupported, convert, evaluate
 
 aten = torch.ops.aten
@@ -103,7 +104,12 @@ def _recording():
         yield
 
 
-def trace(score_mod: Callable | None, mask_mod: Callable | None, differentiate: bool) -> Call:
+def trace(
+    score_mod: Callable | None,
+    mask_mod: Callable | None,
+    differentiate: bool,
+    attn_bias: torch.Tensor | None = None,
+) -> Call:
     """Program of these functions, and the tensors and numbers that they capture.
 
     Repeated calls with the same functions are looked up if the functions capture only tensors, numbers and functions of these: see
@@ -111,26 +117,34 @@ def trace(score_mod: Callable | None, mask_mod: Callable | None, differentiate: 
 
     Args:
         differentiate: also compute derivatives: of the score, and of captured float tensors that require a gradient.
+        attn_bias: as in dense_bias.with_bias; without effect where it has no elements.
     Raises:
         TypeError, ValueError, NotImplementedError: which function, which operation and line, and what is supported.
     """
-    captures = Captures.of(score_mod, mask_mod)
-    key = None if captures is None else (captures.key, differentiate)
+    captures = Captures.of(score_mod, mask_mod, attn_bias)
+    broadcast = None if attn_bias is None else tuple(size == 1 for size in attn_bias.shape[:2])
+    key = None if captures is None else (captures.key, differentiate, broadcast)
     if key is not None and key in _traced:
         program, slots, numbers = _traced[key]
         return Call(program, tuple(captures.tensors[i] for i in slots), numbers)
+    if attn_bias is not None and attn_bias.numel():
+        score_mod, mask_mod = with_bias(score_mod, mask_mod, attn_bias)
     call = _trace(score_mod, mask_mod, differentiate)
     if captures is not None:
         slots = [captures.position(tensor) for tensor in call.tensors]
         if None not in slots:
             if len(_traced) >= MAX_TRACED:
                 _traced.clear()
+                _programs.clear()
+            # One object for equal programs: they are compared in the keys of plans
+            call = Call(_programs.setdefault(call.program, call.program), call.tensors, call.numbers)
             _traced[key] = call.program, tuple(slots), call.numbers
     return call
 
 
 MAX_TRACED = 1024
 _traced: dict[tuple, tuple[Program, tuple[int, ...], tuple]] = {}
+_programs: dict[Program, Program] = {}
 
 
 def _trace(score_mod: Callable | None, mask_mod: Callable | None, differentiate: bool) -> Call:

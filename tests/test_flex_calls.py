@@ -1,0 +1,351 @@
+"""Repeated calls of flex_attention: what is found again, and that nothing stale is: values, metadata, functions and masks that changed."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections import deque
+from functools import partial
+from types import CellType, FunctionType, ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import BlockMask
+
+from tl_attention import create_block_mask, flash_attn_func, flex, flex_attention
+from tl_attention.tracing.captures import Captures
+
+pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors")
+HEADS, LENGTH = 2, 256
+
+
+@pytest.fixture
+def qkv():
+    return [torch.randn(2, HEADS, LENGTH, 16, dtype=torch.bfloat16) for _ in range(3)]
+
+
+def expected(qkv, bias):
+    return F.scaled_dot_product_attention(*(x.float() for x in qkv), bias.float())
+
+
+def assert_close(actual, wanted):
+    torch.testing.assert_close(actual.float(), wanted, rtol=2e-2, atol=2e-2)
+
+
+def refuse(*arguments):
+    raise AssertionError("prepared again")
+
+
+def test_calls_are_prepared_once(qkv, monkeypatch):
+    table, slopes = torch.randn(LENGTH), torch.rand(HEADS)
+    mask = create_block_mask(
+        lambda b, h, q, k: table[q] >= table[k], None, None, LENGTH, LENGTH, device="cpu"
+    )
+
+    def raised(cap):
+        return lambda s, b, h, q, k: torch.where(q > k, s + table[k], cap)
+
+    def calls():
+        for cap in (3.0, float("nan"), -0.0):
+            flex_attention(*qkv, raised(cap), scale=1)
+        flex_attention(
+            *qkv, partial(lambda n, s, b, h, q, k: s * n, 2.5), attn_bias=torch.zeros(1, 1, LENGTH, LENGTH)
+        )
+        flex_attention(*qkv, lambda s, b, h, q, k: s - slopes[h] * (q - k).abs(), enable_gqa=True)
+        flex_attention(*qkv, block_mask=mask)
+        flash_attn_func(*(x.transpose(1, 2) for x in qkv), attn_bias=torch.zeros(2, HEADS, LENGTH, LENGTH))
+        flex_attention(qkv[0], qkv[1][:1], qkv[2][:1])
+
+    calls()
+    monkeypatch.setattr(flex, "_prepare", refuse)
+    calls()
+    with pytest.raises(AssertionError, match="prepared again"):
+        flex_attention(*qkv, raised(0.0), scale=1)
+
+
+def test_calls_see_new_values_and_metadata_of_captured_tensors(qkv):
+    held = [torch.randn(LENGTH)]
+
+    def score_mod(score, b, h, q, k):
+        return score + held[0][k]
+
+    def check():
+        assert_close(flex_attention(*qkv, score_mod), expected(qkv, held[0].expand(2, HEADS, LENGTH, LENGTH)))
+
+    check()
+    held[0].mul_(-2)
+    check()
+    held[0].data = torch.randn(LENGTH)
+    check()
+    for other in (torch.randn(2 * LENGTH)[::2], torch.randn(LENGTH).half(), torch.randn(LENGTH).bfloat16()):
+        held[0] = other
+        check()
+    held[0].data = torch.randn(LENGTH)  # another dtype in the same object
+    check()
+    held[0].requires_grad_()
+    flex_attention(*qkv, score_mod).sum().backward()
+    assert held[0].grad is not None
+    with torch.no_grad():
+        assert not flex_attention(*qkv, score_mod).requires_grad
+    held[0] = torch.randn(LENGTH - 1)
+    with pytest.raises(ValueError, match=r"captured tensor 0, \(255,\).*expected at least 256 entries"):
+        flex_attention(*qkv, score_mod)
+    held[0] = torch.randn(LENGTH, device="meta")
+    with pytest.raises(ValueError, match="captured tensor 0.*on meta: expected the device of query, cpu"):
+        flex_attention(*qkv, score_mod)
+    held[0] = torch.randn(LENGTH).to_sparse()
+    with pytest.raises((NotImplementedError, ValueError)):
+        flex_attention(*qkv, score_mod)
+
+
+def test_calls_see_new_numbers_functions_and_globals(qkv, monkeypatch):
+    state = {"scale": 0.5, "inner": lambda x: x}
+
+    class Opaque:
+        shift = 1.0
+
+    opaque, number = Opaque(), torch.tensor(2.0)
+
+    def score_mod(score, b, h, q, k):
+        return state["inner"](score * state["scale"]) * number + opaque.shift
+
+    def check(factor, seen=slice(None)):
+        assert_close(
+            flex_attention(*qkv, score_mod),
+            F.scaled_dot_product_attention(*(x.float() for x in qkv), scale=factor / 4),
+        )
+
+    check(1.0)
+    state["scale"] = 1.5
+    check(3.0)
+    state["inner"] = lambda x: -x
+    check(-3.0)
+    number.fill_(3)
+    check(-4.5)
+    opaque.shift = 2.0
+    check(-4.5)
+
+    def shifted(score, b, h, q, k):
+        return score + opaque.shift * k
+
+    one = flex_attention(*qkv, shifted)
+    opaque.shift = 0.0
+    assert not torch.equal(flex_attention(*qkv, shifted), one)
+
+
+def of_class():
+    class Settings:
+        width = 4
+
+    return lambda b, h, q, k: (q * k) % Settings.width == 0, lambda n: setattr(Settings, "width", n)
+
+
+def of_function():
+    def mask_mod(b, h, q, k):
+        return (q * k) % mask_mod.width == 0
+
+    mask_mod.width = 4
+    return mask_mod, lambda n: setattr(mask_mod, "width", n)
+
+
+def of_method():
+    widths = deque([4])
+    count = widths.index  # of 4
+    return lambda b, h, q, k: (q * k) % (3 + count(4)) == 0, lambda n: widths.insert(0, n)
+
+
+def of_import():
+    settings = sys.modules["its_settings"] = ModuleType("its_settings")
+    settings.width = 4
+
+    def mask_mod(b, h, q, k):
+        import its_settings
+
+        return (q * k) % its_settings.width == 0
+
+    return mask_mod, lambda n: setattr(settings, "width", n)
+
+
+@pytest.mark.parametrize("made", [of_class, of_function, of_method, of_import])
+def test_calls_see_new_attributes(qkv, made):
+    mask_mod, change = made()
+    one = flex_attention(*qkv, mask_mod=mask_mod)
+    change(7)
+    other = flex_attention(*qkv, mask_mod=mask_mod)
+    sys.modules.pop("its_settings", None)
+    assert not torch.equal(one, other)
+
+
+def test_calls_tell_defaults_of_nested_functions_apart(qkv):
+    def outer(score, b, h, q, k, shift=0, more=0):
+        return score * inner() + shift + more
+
+    def inner(factor=1, more=0):
+        return factor + more
+
+    def made(of_inner, of_outer):
+        its_inner = FunctionType(inner.__code__, {}, "inner", of_inner)
+        return FunctionType(outer.__code__, {}, "outer", of_outer, (CellType(its_inner),))
+
+    assert Captures.of(made((1,), (2, 3))).key != Captures.of(made((1, 2), (3,))).key
+
+
+def test_calls_take_sizes_that_are_symbols(qkv):
+    graph = make_fx(lambda q, k, v: flex_attention(q, k, v), tracing_mode="symbolic")(*qkv)
+    assert torch.equal(graph(*qkv), flex_attention(*qkv))
+
+
+def test_calls_of_alibi_see_new_slopes(qkv):
+    slopes, distance = torch.rand(HEADS), torch.arange(LENGTH)
+    distance = (distance[:, None] - distance).abs()
+    for _ in range(2):
+        out = flex_attention(*qkv, lambda s, b, h, q, k: s - slopes[h] * (q - k).abs())
+        assert_close(out, expected(qkv, (-slopes[:, None, None] * distance).expand(2, -1, -1, -1)))
+        out = flex_attention(*qkv, lambda s, b, h, q, k: s - 2 * slopes[h] * (q - k).abs())
+        assert_close(out, expected(qkv, (-2 * slopes[:, None, None] * distance).expand(2, -1, -1, -1)))
+        slopes.mul_(3)
+
+
+def test_calls_see_changes_of_a_block_mask(qkv):
+    def causal(b, h, q, k):
+        return q >= k
+
+    def later(b, h, q, k):
+        return q <= k
+
+    def shown(mask):
+        one = flex_attention(*qkv, block_mask=mask)
+        assert torch.equal(one, flex_attention(*qkv, block_mask=mask))
+        return one
+
+    def wanted(seen):
+        return expected(qkv, torch.zeros(2, HEADS, LENGTH, LENGTH).masked_fill(~seen, -torch.inf)).nan_to_num(
+            0
+        )
+
+    tril = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    diagonal = torch.block_diag(tril[:128, :128], tril[:128, :128]).bool()
+    mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
+    assert_close(shown(mask), wanted(tril))
+    mask.full_kv_num_blocks.zero_()
+    assert_close(shown(mask), wanted(diagonal))
+    mask.full_kv_num_blocks.data = torch.tensor([[[0, 1]]], dtype=torch.int32)
+    assert_close(shown(mask), wanted(tril))
+    mask.full_kv_num_blocks = torch.zeros(1, 1, 2, dtype=torch.int32)
+    assert_close(shown(mask), wanted(diagonal))
+    mask.mask_mod = later
+    assert_close(shown(mask), wanted(torch.block_diag(tril[:128, :128].mT, tril[:128, :128].mT).bool()))
+    mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
+    assert_close(shown(mask), wanted(tril))
+    mask.mask_mod = later  # the lists are those of another mask: blocks seen whole stay so
+    assert_close(
+        shown(mask),
+        wanted((tril & ~diagonal) | torch.block_diag(tril[:128, :128].mT, tril[:128, :128].mT).bool()),
+    )
+    mask.seq_lengths = (LENGTH, LENGTH + 1)
+    with pytest.raises(ValueError, match="block_mask: expected one made for lengths"):
+        flex_attention(*qkv, block_mask=mask)
+    mask.seq_lengths, mask.BLOCK_SIZE = (LENGTH, LENGTH), (64, 64)
+    with pytest.raises(NotImplementedError, match="block_mask: expected a BLOCK_SIZE of multiples of 128"):
+        flex_attention(*qkv, block_mask=mask)
+    mask.BLOCK_SIZE = [128, 128]
+    shown(mask)
+    mask.BLOCK_SIZE[0] = 192
+    with pytest.raises(NotImplementedError, match="block_mask: expected a BLOCK_SIZE of multiples of 128"):
+        flex_attention(*qkv, block_mask=mask)
+
+
+def test_calls_check_what_follows_no_metadata(qkv):
+    mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, LENGTH, LENGTH, device="cpu")
+    flex_attention(*qkv)
+    flex_attention(*qkv, block_mask=mask)
+    with pytest.raises(ValueError, match="scale: expected a finite number"):
+        flex_attention(*qkv, scale=float("nan"))
+    with pytest.raises(ValueError, match="scale: expected at most"):
+        flex_attention(*qkv, scale=2.0**61)
+    with pytest.raises(ValueError, match="mask_mod: expected None beside block_mask"):
+        flex_attention(*qkv, block_mask=mask, mask_mod=mask.mask_mod)
+    with pytest.raises(ValueError, match="key, value: expected the heads of query"):
+        flex_attention(qkv[0], qkv[1][:, :1], qkv[2][:, :1])
+    flex_attention(qkv[0], qkv[1][:, :1], qkv[2][:, :1], enable_gqa=True)
+    with pytest.raises(ValueError, match="key, value: expected the heads of query"):
+        flex_attention(qkv[0], qkv[1][:, :1], qkv[2][:, :1])
+    with pytest.raises(TypeError, match="score_mod: expected a function"):
+        flex_attention(*qkv, 3)
+    with pytest.raises(TypeError, match="block_mask: expected a BlockMask"):
+        flex_attention(*qkv, block_mask=3)
+    with pytest.raises(TypeError, match="query: expected a torch.Tensor"):
+        flex_attention(qkv[0].float().numpy(), *qkv[1:])
+
+
+def test_calls_keep_nothing_alive(qkv):
+    def made() -> list[weakref.ref]:
+        table, bias = torch.zeros(LENGTH), torch.zeros(1, 1, LENGTH, LENGTH)
+        mask = create_block_mask(
+            lambda b, h, q, k: table[q] == table[k], None, None, LENGTH, LENGTH, device="cpu"
+        )
+        lists = BlockMask.from_kv_blocks(
+            mask.kv_num_blocks, mask.kv_indices, mask_mod=mask.mask_mod, seq_lengths=(LENGTH, LENGTH)
+        )
+        for _ in range(2):
+            flex_attention(*qkv, lambda s, b, h, q, k: s + table[k], block_mask=mask)
+            flex_attention(*qkv, attn_bias=bias, block_mask=lists)
+        return [weakref.ref(x) for x in (table, bias, mask, lists, mask.kv_indices)]
+
+    refs = made()
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * len(refs)
+
+
+@pytest.mark.parametrize("rows_first", [False, True], ids=["flex_attention", "flash_attn_func"])
+def test_calls_launch_with_what_they_got(monkeypatch, rows_first):
+    seen = []
+
+    def forward(q, k, v, *layout, traced, deterministic):
+        seen.append((q, traced, layout, deterministic))
+        return torch.zeros_like(q), torch.zeros(2, HEADS, 8)
+
+    def backward(dout, q, k, v, out, lse, *layout, traced):
+        seen.append((q, traced, layout, dout))
+        sums = (torch.full(traced.tensors[i].shape, i + 4.0) for i in traced.program.learned)
+        return *(torch.full_like(x, n) for n, x in enumerate((q, k, v), 1)), *sums
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(flex, "check_device_or_warn", lambda *_, **__: None)
+    monkeypatch.setattr(flex.launch, "forward", forward)
+    monkeypatch.setattr(flex.launch, "backward", backward)
+    shape = (2, 8, HEADS, 16) if rows_first else (2, HEADS, 8, 16)
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    frozen = torch.randn(8)
+    attend = flash_attn_func if rows_first else flex_attention
+    for deterministic in (False, True):
+        bias = torch.randn(1, HEADS, 8, 8, dtype=torch.float16, requires_grad=True)
+        out = attend(
+            q,
+            k,
+            v,
+            score_mod=lambda s, b, h, q, k: s * frozen[k],
+            attn_bias=bias,
+            deterministic=deterministic,
+        )
+        grads = torch.autograd.grad(out.sum(), (q, k, v, bias))
+        (its_q, call, layout, its_order), (same_q, back, back_layout, dout) = seen
+        assert its_q is q and same_q is q and its_order is deterministic and dout.shape == out.shape == shape
+        assert (
+            all(x is y for x, y in zip(call.tensors, (frozen, bias), strict=True))
+            and call.program is back.program
+        )
+        assert layout == (0.25, False, False, not rows_first)
+        assert back_layout == (*layout, deterministic, None)
+        assert [(x.dtype, x.unique().item()) for x in grads] == [
+            *((torch.bfloat16, n) for n in (1.0, 2.0, 3.0)),
+            (bias.dtype, 5.0),
+        ]
+        seen.clear()
+        with torch.no_grad():
+            attend(q, k, v, attn_bias=bias)
+        assert [x is bias for x in seen[0][1].tensors] == [True]
+        seen.clear()

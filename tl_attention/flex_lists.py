@@ -1,0 +1,176 @@
+"""Lists of blocks and bits that flex_attention keeps for the calls of a BlockMask, until something that they are made of changes."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tl_attention.block_masks import ListsState, mask_of_lists
+from tl_attention.launch.block_lists import BlockLists, block_states
+from tl_attention.program import Call, Program
+from tl_attention.tracing.captures import versions
+from tl_attention.tracing.intervals import stream_of
+
+MAX_LISTS = 8  # of one mask, for other batches and heads
+_kept: weakref.WeakKeyDictionary[Any, KeptMask] = weakref.WeakKeyDictionary()
+
+
+class KeptMask:
+    """Lists of a BlockMask, as they were when this was made, and the lists of the kernels.
+
+    Attributes:
+        facts: all that the checks of a call read of the mask, but for its mask_mod.
+        in_graphs: lists that CUDA graphs read at each replay, whatever has replaced them here since.
+    """
+
+    def __init__(self, block_mask: Any, in_graphs: list[BlockLists]):
+        self.in_graphs = in_graphs
+        self._state = ListsState(block_mask)
+        self._pointers = _pointers(self._state.tensors)
+        self._size, self._lengths = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
+        self._mask_of_lists = mask_of_lists(block_mask)
+        tensors = [x if x is None else (type(x), x.shape, x.dtype, x.device) for x in self._state.tensors]
+        self.facts = self._size, self._lengths, *tensors
+        self._made: dict[tuple[int, int], tuple[int, BlockLists]] = {}
+
+    def is_of(self, block_mask: Any) -> bool:
+        """True if the lists are those of the block mask, without a change since."""
+        return (
+            tuple(block_mask.BLOCK_SIZE) == self._size
+            and tuple(block_mask.seq_lengths) == self._lengths
+            and self._state.are_in(block_mask)
+            and self._pointers == _pointers(self._state.tensors)
+        )
+
+    def follow(self, mask_mod: Callable) -> bool:
+        """True if the lists were made here from a mask_mod, so that it alone says what is hidden."""
+        return self._mask_of_lists is not None and mask_mod is self._mask_of_lists
+
+    def lists(self, batch: int, heads: int) -> BlockLists:
+        """Lists of the kernels, made at the first call on a stream."""
+        stream = stream_of(self._state.tensors[0].device)
+        made_on, lists = self._made.get((batch, heads), (None, None))
+        # A CUDA graph capture may use what was made before it, on any stream; what it makes itself is empty until a replay
+        if lists is not None and stream in (None, made_on):
+            return lists
+        size, lengths = self._size, self._lengths
+        states = block_states(*self._state.tensors, -(-lengths[1] // size[1]))
+        lists = BlockLists(states, size, lengths, (batch, heads))
+        if stream is not None:
+            if len(self._made) >= MAX_LISTS:
+                self._made.clear()
+            self._made[batch, heads] = stream, lists
+        return lists
+
+    def keep_for_graph(self, lists: BlockLists, with_bits: BlockLists | None) -> None:
+        """Keep what a CUDA graph capture uses of lists(), unless it made them itself, in memory of the graph."""
+        _, made = self._made.get(lists.shape, (None, None))
+        used = with_bits or lists
+        if made is lists and not any(x is used for x in self.in_graphs):
+            self.in_graphs.append(used)
+
+
+def _pointers(tensors: list[torch.Tensor | None]) -> list[int | None]:
+    """Addresses: a tensor whose .data is replaced has the version of before."""
+    return [None if x is None else x.data_ptr() for x in tensors]
+
+
+def _place(x: torch.Tensor) -> tuple:
+    """Address and layout in memory: a tensor whose .data is replaced has the version of before."""
+    return x.data_ptr(), x.shape, x.stride()
+
+
+def kept_mask(block_mask: Any) -> KeptMask:
+    """The KeptMask of a BlockMask, a new one after a change of its lists."""
+    kept = _kept.get(block_mask)
+    if kept is None or not kept.is_of(block_mask):
+        kept = _kept[block_mask] = KeptMask(block_mask, [] if kept is None else kept.in_graphs)
+    return kept
+
+
+def listed(call: Call, kept: KeptMask, query: torch.Tensor, heads: int) -> Call:
+    """The call with the lists of its block mask; on a GPU with bits for its mask, unless these are too many.
+
+    Args:
+        query: [batch, ..]. heads: of query.
+    """
+    lists = kept.lists(query.shape[0], heads)
+    with_bits = lists_with_bits(call, lists) if query.is_cuda else None
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        kept.keep_for_graph(lists, with_bits)
+    if with_bits is not None:
+        program, tensors, numbers = call.program.with_bits
+        of_program = tuple([call.tensors[i] for i in tensors]), tuple([call.numbers[i] for i in numbers])
+        return Call(program, *of_program, with_bits)
+    return replace(call, program=call.program.as_listed, blocks=lists)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_mask(program: Program) -> tuple[Program, tuple[int, ...], tuple[int, ...]]:
+    """The program without its score, and the tensors and numbers of a call that it needs."""
+    mask = program.mask_alone
+    return mask, mask.used("load"), mask.used("number")
+
+
+class MaskState:
+    """All that the mask of a call depends on: its program, its numbers, its tensors, and the changes in place of each.
+
+    It keeps no tensor alive.
+    """
+
+    def __init__(self, call: Call):
+        self._program, of_tensors, of_numbers = _of_mask(call.program)
+        self._numbers = [call.numbers[i] for i in of_numbers]
+        tensors = [call.tensors[i] for i in of_tensors]
+        changes = versions(tensors)
+        self._tensors = [(weakref.ref(x), n, _place(x)) for x, n in zip(tensors, changes, strict=True)]
+        self.is_visible = None not in changes  # inference mode counts no changes
+
+    def has_program_of(self, call: Call) -> bool:
+        """True if the mask of a call computes the same from what it captures."""
+        program, _, _ = _of_mask(call.program)
+        return program is self._program or program == self._program
+
+    def is_of(self, call: Call) -> bool:
+        """True if the mask of a call is the same, of a state that is visible."""
+        if not self.has_program_of(call):
+            return False
+        _, of_tensors, of_numbers = _of_mask(call.program)
+        if [call.numbers[i] for i in of_numbers] != self._numbers:
+            return False
+        for i, (tensor, version, place) in zip(of_tensors, self._tensors, strict=True):
+            x = call.tensors[i]
+            if tensor() is not x or x._version != version or _place(x) != place:
+                return False
+        return True
+
+
+_with_bits: weakref.WeakKeyDictionary[BlockLists, tuple[MaskState, BlockLists | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def lists_with_bits(call: Call, lists: BlockLists) -> BlockLists | None:
+    """Lists with bits for the mask of a call, made at its first call; the bits are made again after a change of what it captures.
+
+    None where there are too many; where the mask captures a tensor of inference mode, whose changes nobody counts; and in a CUDA graph
+    capture, which cannot wait for their number, unless a call before it made them.
+    """
+    kept, with_bits = _with_bits.get(lists, (None, None))
+    if kept is not None and kept.is_of(call):
+        return with_bits
+    state = MaskState(call)
+    if not state.is_visible or torch.cuda.is_current_stream_capturing():
+        return None
+    with torch.no_grad():
+        if kept is None or not kept.has_program_of(call):
+            with_bits = lists.with_bits(call)
+        elif with_bits is not None:  # only values are new: the same blocks need bits
+            with_bits = with_bits.with_bits_again(call)
+    _with_bits[lists] = state, with_bits
+    return with_bits

@@ -240,7 +240,7 @@ def test_calls_see_changes_of_a_block_mask(qkv):
     assert_close(shown(mask), wanted(torch.block_diag(tril[:128, :128].mT, tril[:128, :128].mT).bool()))
     mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device="cpu")
     assert_close(shown(mask), wanted(tril))
-    mask.mask_mod = later  # the lists are those of another mask: blocks seen whole stay so
+    mask.mask_mod = later  # the lists are those of another mask: full blocks stay full
     assert_close(
         shown(mask),
         wanted((tril & ~diagonal) | torch.block_diag(tril[:128, :128].mT, tril[:128, :128].mT).bool()),

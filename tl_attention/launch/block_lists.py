@@ -34,7 +34,7 @@ class BlockLists:
         block_size: queries and keys per block, multiples of program.LISTED_ROWS.
         lengths: seqlen_q, seqlen_k.
         shape: batch, heads of the call.
-        bits: of the blocks that are PARTIAL, the others are seen whole; then block_size is program.LISTED_ROWS.
+        bits: mask bits of the PARTIAL blocks; the other listed blocks are FULL. block_size is then program.LISTED_ROWS.
         made: lists by queries and by keys, without the bits.
     """
 

@@ -28,7 +28,7 @@ class MaskBits:
         blocks: int32 [number + 1, 2, 128, 2]: by halves of the rows, threads of a warpgroup, and halves of the columns, a bit per element
             that the thread has of a tile [64, 64]. Rows are queries. The last block hides all.
         found: int32 [number, 4], batch entry, head, row and column of the others.
-        whole: bool [number], those that are seen whole, up to the lengths.
+        whole: bool [number], those that are full, up to the lengths.
         lengths: seqlen_q, seqlen_k.
     """
 

@@ -84,7 +84,7 @@ class ListedKeyBlocks:
         self.num_steps = T.alloc_var("int32", init=0)
         self.num_masked = T.alloc_var("int32", init=0)  # first steps, which may hide keys
         self.first_entry = T.alloc_var("int32", init=0)
-        # Of the last step passed to find(): its first key, and how its keys are seen
+        # find() sets both for the step it is given: the first key, and how the keys are seen
         self.found_key = T.alloc_var("int32", init=0)
         self.found_how = T.alloc_var("int32", init=0)
 

@@ -9,8 +9,8 @@ import tilelang.language as T
 from tl_attention.problem import AttnProblem
 
 # Dropout by Philox-4x32 with 7 rounds (Salmon et al. 2011); reference.dropout_keep defines which bits decide on which element.
-# Of its warp's 16 rows a lane holds rows r and r + 8 (r = lane / 4), and of every 8 columns 2t and 2t + 1 (t = lane % 4). Two Philox calls
-# decide on 32 elements of a block of 16 x 16, of which 4 lanes hold 8 each. For 4 blocks side by side each of the 4 lanes draws for one
+# A lane holds rows r and r + 8 of its warp's 16 (r = lane / 4), and columns 2t and 2t + 1 of every 8 (t = lane % 4). Two Philox calls
+# decide on 32 elements of a block of 16 x 16; 4 lanes hold 8 of them each. For 4 blocks side by side each of the 4 lanes draws for one
 # block, and two shuffles give each lane its 8 bits of all 4 blocks
 PHILOX = """
 static __device__ __forceinline__ uint4 tl_attention_philox(uint4 c, unsigned k0, unsigned k1) {

@@ -51,14 +51,14 @@ class KeyTileProducer:
 
     @property
     def late(self) -> bool:
-        return self.config.schedule == "dynamic-late"
+        return self.config.draws_late
 
     @property
     def makes_dk(self) -> bool:
         return "dk" in self.config.makes
 
     def tile(self) -> KeyTile:
-        return KeyTile(self.order, self.config.block_N)
+        return KeyTile(self.order, self.config.block_N, self.config.is_ordered)
 
     def blocks(self, tile: KeyTile) -> QueryBlocks:
         config = self.config
@@ -138,8 +138,14 @@ class KeyTileProducer:
         tile = self.tile()
         blocks = self.blocks(tile)
         box = self.shared.tile_box
-        stream = TileStream("dynamic", number, self.order, self.counts.ctas, self.tickets, None, None)
+        ordered = self.config.is_ordered
+        stream = TileStream(
+            "dynamic", number, self.order, self.counts.ctas, self.tickets, None, None, ordered
+        )
         turn = T.alloc_var("int32", init=0)
+        if ordered:
+            stream.draw_ticket()
+            stream.next_number()
         while stream.has_next:
             tile.start(stream.number[0], self.counts, blocks)
             if tile.exists:

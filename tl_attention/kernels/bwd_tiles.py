@@ -73,10 +73,12 @@ class KeyTileCounts:
 class KeyTile:
     """Key tile of a CTA: block_N keys of a key head, and the query heads whose gradients flow to them."""
 
-    def __init__(self, order: TileOrder, block_N: int, name: str = "key_tile"):
-        self.tile, self.block_N = Tile(order), block_N
+    def __init__(self, order: TileOrder, block_N: int, ordered: bool = False, name: str = "key_tile"):
+        self.tile, self.block_N, self.ordered = Tile(order), block_N, ordered
         self.first = T.alloc_var("int32", init=0)
         self.part_idx = T.alloc_var("int32", init=0)
+        # Tiles of the head that are drawn before; the tile drawn last of them has queries from this one on. See AddingOrder
+        self.rank, self.shared_from = (T.alloc_var("int32", init=0) if ordered else None for _ in range(2))
         self.end_q, self.len_q, self.padded_q = self.tile.end_q, self.tile.len_q, self.tile.padded_q
         self.end_k, self.len_k, self.padded_k = self.tile.end_k, self.tile.len_k, self.tile.padded_k
 
@@ -88,7 +90,18 @@ class KeyTile:
         """
         order = self.tile.order
         self.tile.locate(number)
-        if order.table is not None:
+        if self.ordered:
+            self.rank[0] = order.m_blocks - 1 - self.tile.m_block
+            self.first[0] = self.rank[0] * self.block_N
+            self.shared_from[0] = 0
+            if blocks.mask.causal:
+                if self.tile.first_head[0] + self.tile.heads_in_group[0] < order.all_heads:
+                    # The last keys come first: their loops begin at later queries, so each tile finds the row blocks that it adds to
+                    # free. In the last group the longest tiles come first, to end together; the group before keeps them apart
+                    self.first[0] = self.tile.m_block * self.block_N
+                    seen_from = self.first[0] + self.block_N + blocks.mask.seqlen_q - blocks.mask.seqlen_k
+                    self.shared_from[0] = T.max(seen_from, 0)
+        elif order.table is not None:
             self.first[0] = self.tile.m_block * self.block_N
         else:
             self.first[0] = (order.m_blocks - 1 - self.tile.m_block) * self.block_N
@@ -108,7 +121,9 @@ class KeyTile:
 
     @property
     def sequence(self) -> tuple:
-        """Variables of a tile in a table."""
+        """Variables of a tile in a table, or of an ordered one."""
+        if self.ordered:
+            return self.rank, self.shared_from
         padded = () if self.padded_q is None else (self.padded_q, self.padded_k)
         return *self.tile.sequence, *padded
 
@@ -182,10 +197,12 @@ class KeyTileBox(TileBox):
     A first key of -1 ends the work.
     """
 
-    def __init__(self, consumer_warps: int, has_table: bool, late: bool, name: str = "key_tile_box"):
-        super().__init__(has_table, padded=has_table, name=name)
+    def __init__(
+        self, consumer_warps: int, has_table: bool, late: bool, ordered: bool, name: str = "key_tile_box"
+    ):
+        super().__init__(has_table or ordered, padded=has_table, name=name)
         # So many warps have read it; with `late` the end of the producer's loads says that it has, too
-        self.empty = T.alloc_barrier([consumer_warps if late else consumer_warps + 1] * 2)
+        self.empty = T.alloc_barrier([consumer_warps + 2 * ordered if late else consumer_warps + 1] * 2)
         self.loaded = T.alloc_barrier([1, 1]) if late else None  # all loads of the tile are issued
 
     @T.inline

@@ -16,6 +16,8 @@ from tl_attention.launch.tickets import stream_tickets
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multiple of it
+# Ordered additions wait less in larger groups of heads, in whose order tiles of one head are further apart: so many times the heads
+ORDERED_GROUPS = 4
 # Costs in queries of one head against a key tile: the fixed cost of a tile; partial results of one, written and read. The share of the
 # longest tile by which SMs end apart, under a causal mask. All fitted to GQA (H200, see tuning.md, "Query heads of a key head")
 TILE_QUERIES, PART_QUERIES, TAIL = 192, 256, 0.35
@@ -177,7 +179,9 @@ class KeyPass:
             row_bytes += 4 * head_dim
         # Bytes of one query head: the CTAs of a key head go through its query heads side by side
         q_bytes = sizes.seqlen_q * row_bytes
-        self.dynamic, self.device = config.is_dynamic, sizes.device
+        if config.is_ordered and problem.causal:
+            q_bytes = -(-q_bytes // ORDERED_GROUPS)
+        self.dynamic, self.ordered, self.device = config.is_dynamic, config.is_ordered, sizes.device
         max_ctas = sizes.sms if self.dynamic else MAX_GRID
         counts = tile_counts(batch, heads_kv * parts, 1, q_bytes, keys, config.block_N, sizes.sms, max_ctas)
         self.kernel, self.counts = kernel, (sizes.heads_per_kv, heads_per_part, parts, *counts)
@@ -193,7 +197,10 @@ class KeyPass:
         rows_q = batch * sizes.heads * self.row_blocks_q
         rows_k = parts * batch * heads_kv * self.row_blocks_k
         # A result that is not partial has no rows here
-        self.dq_sum = fragment_blocks(rows_q if self.adds_dq else 0, head_dim)
+        self.rows_q = rows_q if self.adds_dq else 0
+        # An int32 per row block behind the sums of an ordered pass, so that one memset reaches all
+        turn_rows = -(-rows_q // (16 * head_dim)) if self.ordered else 0
+        self.dq_sum = fragment_blocks(self.rows_q + turn_rows, head_dim)
         self.dk_parts = fragment_blocks(rows_k if self.dk_in_parts else 0, head_dim)
         self.dv_parts = fragment_blocks(rows_k if self.dv_in_parts else 0, head_dim_v)
 
@@ -211,6 +218,10 @@ class KeyPass:
         dq_sum, dk_parts, dv_parts = empty(*self.dq_sum), empty(*self.dk_parts), empty(*self.dv_parts)
         if self.adds_dq:
             dq_sum.zero_()
+        turns = ()
+        if self.ordered:
+            turns = (dq_sum[self.rows_q :].view(torch.int32).flatten()[: self.rows_q],)
+            dq_sum = dq_sum[: self.rows_q]
         table_q = table_k = ()
         if tables is not None:
             table_q, table_k = (False, tables.queries), (True, tables.keys)
@@ -219,7 +230,7 @@ class KeyPass:
             options += blocks.by_keys(*self.block, self.counts[0])
         tickets = (stream_tickets(self.device, True),) if self.dynamic else ()
         sums = dq if self.adds_to_dq else dq_sum, dk, dv, dk_parts, dv_parts
-        self.kernel(*inputs, *sums, softmax_scale, *self.counts, *tickets, *options)
+        self.kernel(*inputs, *sums, softmax_scale, *self.counts, *tickets, *turns, *options)
         if self.adds_dq:
             self.sum_qk(dq_sum, dq, softmax_scale, 1, self.row_blocks_q, *table_q)
         if self.dk_in_parts:

@@ -132,7 +132,8 @@ DQ_ORDERS = ("", "late-sums", "early-dK", "separate-dS")
 #   dynamic       one CTA per SM, drawing the next tile when one begins; without options
 #   dynamic-late  one CTA per SM, drawing the next tile when all loads of one are issued
 #   ordered       as dynamic-late; tiles add to dq in the order in which they are drawn, so always in the same. Without options
-BWD_SCHEDULES = ("grid", "dynamic", "dynamic-late", "ordered")
+#   split         as dynamic-late; several CTAs divide the queries of a key tile, for few heads. Without options
+BWD_SCHEDULES = ("grid", "dynamic", "dynamic-late", "ordered", "split")
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,12 @@ class BwdPass:
     @property
     def draws_late(self) -> bool:
         """True if a CTA draws its next tile when all loads of one are issued."""
-        return self.schedule in ("dynamic-late", "ordered")
+        return self.schedule in ("dynamic-late", "ordered", "split")
+
+    @property
+    def is_split(self) -> bool:
+        """True if several CTAs may divide the queries of a key tile."""
+        return self.schedule == "split"
 
     @property
     def is_ordered(self) -> bool:

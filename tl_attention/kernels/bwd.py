@@ -23,6 +23,7 @@ from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_sha
 from tl_attention.kernels.bwd_store import store_gradients
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.options import (
+    ZERO,
     OptionArguments,
     Scores,
     fill_bias_columns,
@@ -112,6 +113,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     cuda = (cuda or "") + STORE_FRAGMENT if two_slots else cuda
     cuda = (cuda or "") + fp32.ADD_TRANSPOSED if makes_dqt else cuda
     cuda = (cuda or "") + TAKE_TURNS if ordered else cuda
+    cuda = (cuda or "") + ZERO if dynamic and varlen else cuda
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -401,7 +403,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     @T.macro
     def consume(w, number, order, counts, tiles, shared, softmax_scale, options):
-        tile = bwd_tiles.KeyTile(order, block_N)
+        tile = bwd_tiles.KeyTile(order, block_N, split=config.is_split)
         blocks = query_blocks(problem, options, tile, seqlen_q, seqlen_k, block_M, block_N)
         if dynamic:
             fill_bias_columns(w, shared.bias_columns, consumers)

@@ -59,11 +59,11 @@ def add_pieces(pieces, dQ_sum, row_block, acc_dq):
 
 @dataclass(frozen=True)
 class KeyTileCounts:
-    """Counts of key tiles, int32, from the host. A CTA owns one key block of a key head and one part of its query heads."""
+    """Counts of key tiles, int32, from the host. A CTA owns a key block of a key head and a part of its query heads, or of its queries."""
 
     heads_per_kv: Any  # query heads per key head
     heads_per_part: Any  # query heads per CTA
-    parts: Any  # CTAs that share the query heads of a key head
+    parts: Any  # CTAs that share the query heads of a key head, or with the schedule split all its queries
     n_blocks: Any  # key blocks per sequence; for packed sequences of all together
     group_heads: Any  # heads per group of scheduler.TileOrder
     ctas: Any
@@ -71,10 +71,22 @@ class KeyTileCounts:
 
 @T.meta_class
 class KeyTile:
-    """Key tile of a CTA: block_N keys of a key head, and the query heads whose gradients flow to them."""
+    """Key tile of a CTA: block_N keys of a key head, and the query heads whose gradients flow to them.
 
-    def __init__(self, order: TileOrder, block_N: int, ordered: bool = False, name: str = "key_tile"):
-        self.tile, self.block_N, self.ordered = Tile(order), block_N, ordered
+    Args:
+        ordered, split: as the schedules of a BwdPass.
+    """
+
+    def __init__(
+        self,
+        order: TileOrder,
+        block_N: int,
+        ordered: bool = False,
+        split: bool = False,
+        name: str = "key_tile",
+    ):
+        self.tile, self.block_N, self.ordered, self.split = Tile(order), block_N, ordered, split
+        self.steps = T.alloc_var("int32", init=0) if split else None
         self.first = T.alloc_var("int32", init=0)
         self.part_idx = T.alloc_var("int32", init=0)
         # Tiles of the head that are drawn before; the tile drawn last of them has queries from this one on. See AddingOrder
@@ -108,7 +120,11 @@ class KeyTile:
         self.part_idx[0] = self.tile.head - self.tile.kv_head * order.heads_per_kv
         first_head = self.tile.kv_head * counts.heads_per_kv + self.part_idx[0] * counts.heads_per_part
         heads = T.min(counts.heads_per_part, counts.heads_per_kv - self.part_idx[0] * counts.heads_per_part)
-        if blocks.listed:
+        if self.split:
+            blocks.start(self.first[0], self.tile.kv_head * counts.heads_per_kv, counts.heads_per_kv)
+            blocks.keep_share(self.part_idx[0], counts.parts)
+            self.steps[0] = blocks.steps
+        elif blocks.listed:
             blocks.start_list(
                 self.batch, self.kv_head, counts.heads_per_kv, self.first[0], self.part, counts.parts
             )
@@ -129,7 +145,8 @@ class KeyTile:
 
     @property
     def exists(self) -> Any:
-        return self.tile.exists
+        """False where the table has no entry, or a share of a split tile no queries."""
+        return self.steps[0] > 0 if self.split else self.tile.exists
 
     def group_end(self, number: Any) -> Any:
         """Number one past the group of heads of tile `number`; from the number, as the warp that draws tiles has few registers."""

@@ -163,7 +163,10 @@ class BwdPlan:
         queries = -(-seqlen_q // self.batch) if self.packed else seqlen_q
         if options is not None:
             queries = min(queries, window_keys(options) + TABLE_ROWS)
-        sizes = BwdSizes(batch, heads, heads_kv, *lengths, width, element_bytes, sms, device, queries, counts)
+        longest = options.max_seqlen_q if self.packed else 0
+        sizes = BwdSizes(
+            batch, heads, heads_kv, *lengths, width, element_bytes, sms, device, queries, counts, longest
+        )
         self.rows = dense((batch, heads, sizes.rounded_q))
         self.passes = [
             (QueryPass if bwd_pass.grads == "dq" else KeyPass)(bwd_pass, kernel, kernels, sizes)

@@ -18,6 +18,7 @@ from tl_attention.problem import TABLE_ROWS, AttnProblem
 QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multiple of it
 # Ordered additions wait less in larger groups of heads, in whose order tiles of one head are further apart: so many times the heads
 ORDERED_GROUPS = 4
+QUERY_SHARES = 16  # of the queries of a key tile, that a split pass divides among CTAs
 # Costs in queries of one head against a key tile: the fixed cost of a tile; partial results of one, written and read. The share of the
 # longest tile by which SMs end apart, under a causal mask. All fitted to GQA (H200, see tuning.md, "Query heads of a key head")
 TILE_QUERIES, PART_QUERIES, TAIL = 192, 256, 0.35
@@ -64,6 +65,16 @@ def key_parts(tiles: int, heads_per_kv: int, queries: int, triangular: bool, sms
     return -(-heads_per_kv // heads_per_part), heads_per_part
 
 
+def pass_parts(
+    bwd_pass: BwdPass, tiles: int, heads_per_kv: int, queries: int, triangular: bool, sms: int
+) -> tuple[int, int]:
+    """key_parts of a pass. With the schedule split CTAs divide queries in place of heads, by QUERY_SHARES of them."""
+    if not bwd_pass.is_split:
+        return key_parts(tiles, heads_per_kv, queries, triangular, sms)
+    parts, _ = key_parts(tiles, QUERY_SHARES, -(-heads_per_kv * queries // QUERY_SHARES), triangular, sms)
+    return parts, heads_per_kv
+
+
 def bwd_workspace_bytes(
     batch: int,
     heads: int,
@@ -89,7 +100,8 @@ def bwd_workspace_bytes(
         if bwd_pass.grads == "dq":
             continue
         n_blocks = -(-seqlen_k // bwd_pass.block_N)
-        parts, _ = key_parts(batch * heads_kv * n_blocks, heads // heads_kv, seqlen_q, problem.causal, sms)
+        tiles, per_kv = batch * heads_kv * n_blocks, heads // heads_kv
+        parts, _ = pass_parts(bwd_pass, tiles, per_kv, seqlen_q, problem.causal, sms)
         if parts > 1 or (problem.is_fp32 and problem.has("varlen")):
             part_rows = parts * batch * heads_kv * n_blocks * bwd_pass.block_N
             widths = {"dk": problem.head_dim, "dv": problem.head_dim_v}
@@ -112,6 +124,7 @@ class BwdSizes:
     device: int
     queries: int  # largest number of one head that see some keys of a tile; of packed sequences their mean
     tiles: tuple[int, int] | None = None  # of queries and of keys, for packed sequences
+    longest: int = 0  # queries of the longest of packed sequences
 
     @property
     def heads_per_kv(self) -> int:
@@ -173,7 +186,9 @@ class KeyPass:
         n_blocks = sizes.key_blocks(config.block_N)
         keys = n_blocks * config.block_N
         tiles = batch * heads_kv * n_blocks
-        parts, heads_per_part = key_parts(tiles, sizes.heads_per_kv, sizes.queries, problem.causal, sizes.sms)
+        parts, heads_per_part = pass_parts(
+            config, tiles, sizes.heads_per_kv, sizes.queries, problem.causal, sizes.sms
+        )
         row_bytes = sizes.element_bytes * sizes.width
         if config.adds_dq:
             row_bytes += 4 * head_dim
@@ -183,7 +198,11 @@ class KeyPass:
             q_bytes = -(-q_bytes // ORDERED_GROUPS)
         self.dynamic, self.ordered, self.device = config.is_dynamic, config.is_ordered, sizes.device
         max_ctas = sizes.sms if self.dynamic else MAX_GRID
-        counts = tile_counts(batch, heads_kv * parts, 1, q_bytes, keys, config.block_N, sizes.sms, max_ctas)
+        # Few of the tiles of packed sequences may be as long as the longest, which others must last as long as
+        full_tiles = max(1, n_blocks * sizes.queries // sizes.longest) if sizes.longest else None
+        counts = tile_counts(
+            batch, heads_kv * parts, 1, q_bytes, keys, config.block_N, sizes.sms, max_ctas, full_tiles
+        )
         self.kernel, self.counts = kernel, (sizes.heads_per_kv, heads_per_part, parts, *counts)
         self.block = config.block_N, config.block_M
         self.sum_qk, self.sum_v = kernels.sum_qk, kernels.sum_v
@@ -200,6 +219,7 @@ class KeyPass:
         self.rows_q = rows_q if self.adds_dq else 0
         # An int32 per row block behind the sums of an ordered pass, so that one memset reaches all
         turn_rows = -(-rows_q // (16 * head_dim)) if self.ordered else 0
+        self.split = config.is_split  # some CTAs may have no queries, and write nothing
         self.dq_sum = fragment_blocks(self.rows_q + turn_rows, head_dim)
         self.dk_parts = fragment_blocks(rows_k if self.dk_in_parts else 0, head_dim)
         self.dv_parts = fragment_blocks(rows_k if self.dv_in_parts else 0, head_dim_v)
@@ -218,6 +238,9 @@ class KeyPass:
         dq_sum, dk_parts, dv_parts = empty(*self.dq_sum), empty(*self.dk_parts), empty(*self.dv_parts)
         if self.adds_dq:
             dq_sum.zero_()
+        if self.split and self.parts > 1:
+            dk_parts.zero_()
+            dv_parts.zero_()
         turns = ()
         if self.ordered:
             turns = (dq_sum[self.rows_q :].view(torch.int32).flatten()[: self.rows_q],)

@@ -98,6 +98,7 @@ def tile_counts(
     block: int,
     sms: int,
     max_ctas: int = MAX_GRID,
+    full_tiles: int | None = None,
 ) -> tuple[int, int, int]:
     """(blocks, group_heads, ctas): the launch arguments of kernels/scheduler.py.
 
@@ -105,9 +106,10 @@ def tile_counts(
         heads_sharing: heads that read the same shared_bytes together.
         rows: queries or keys, divided into blocks of `block`.
         sms: 0 for groups by the L2 alone.
+        full_tiles: tiles per head, as many as would have the work of all if they were as in sequences of the longest length; None: all.
     """
     blocks = -(-rows // block)
-    group_heads = head_group(heads * batch, heads_sharing, shared_bytes, blocks, sms)
+    group_heads = head_group(heads * batch, heads_sharing, shared_bytes, full_tiles or blocks, sms)
     return blocks, group_heads, min(blocks * heads * batch, max_ctas)
 
 

@@ -226,7 +226,7 @@ def passes(*texts: str) -> BwdConfig:
         (
             D64,
             passes("dq+dk+dv 64x128 reuse late-sums persistent"),
-            "schedule: expected grid or dynamic or dynamic-late here, got 'persistent'",
+            "schedule: expected grid or dynamic or dynamic-late or ordered or split here, got 'persistent'",
         ),
         (
             D64,

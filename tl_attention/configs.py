@@ -369,8 +369,8 @@ def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Ch
         config = line.config(problem, direction)
         if direction == "fwd" and bucket == SPLIT_BUCKET:
             config = split_config(config)
-        served = " ".join(line.serves)
-        return Choice(config, f"{line.name} of {data_dir() / 'grid.toml'}, for {served}", tuple(misses))
+        source = f"{line.name} of {data_dir() / 'grid.toml'}, for {' '.join(line.serves)}"
+        return Choice(config, source, tuple(misses))
     raise AssertionError(f"no [options.{problem.tile_class}] line serves {problem}")
 
 
@@ -437,8 +437,8 @@ def _own_first(dtype: str) -> list[str]:
 
 def _nearest(bucket: str) -> list[str]:
     """Buckets whose rows may serve a bucket, itself first. The split bucket has kernels of its own kind."""
-    if bucket == SPLIT_BUCKET:
-        return [bucket]
+    if bucket not in BUCKETS:
+        return [bucket] if bucket == SPLIT_BUCKET else [bucket, *BUCKETS]
     return sorted(BUCKETS, key=lambda other: abs(BUCKETS.index(other) - BUCKETS.index(bucket)))
 
 

@@ -75,6 +75,8 @@ BUCKET_ENDS = (1024, 4096)
 BUCKETS = ("1k", "4k", "long")
 # A further bucket of the forward: problems with so few tiles that several CTAs split the keys of a tile
 SPLIT_BUCKET = "split"
+# Another: at most SHORT_ROWS queries and keys, which leave most of a tile of 128 or 192 queries empty. Without a row that of 1k serves
+SHORT_BUCKET, SHORT_ROWS = "short", 64
 MAX_SPLITS = 128  # CTAs per tile
 
 TABLE_ROWS = 128  # queries or keys per tile of packed sequences, and the padding unit of their fp32 rows
@@ -314,7 +316,7 @@ def decode_width(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 def buckets(direction: str) -> tuple[str, ...]:
     """The buckets of a problem in one of DIRECTIONS: one tuned row each."""
-    return (*BUCKETS, SPLIT_BUCKET) if direction == "fwd" else BUCKETS
+    return (*BUCKETS, SPLIT_BUCKET, SHORT_BUCKET) if direction == "fwd" else BUCKETS
 
 
 def length_bucket(seqlen_k: int) -> str:

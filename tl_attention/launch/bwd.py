@@ -161,9 +161,10 @@ class BwdPlan:
         )
         lengths, device = (seqlen_q, seqlen_k), self.device
         queries = -(-seqlen_q // self.batch) if self.packed else seqlen_q
-        if options is not None:
-            queries = min(queries, window_keys(options) + TABLE_ROWS)
         longest = options.max_seqlen_q if self.packed else 0
+        if options is not None:
+            seen = window_keys(options) + TABLE_ROWS
+            queries, longest = min(queries, seen), min(longest, seen)
         sizes = BwdSizes(
             batch, heads, heads_kv, *lengths, width, element_bytes, sms, device, queries, counts, longest
         )

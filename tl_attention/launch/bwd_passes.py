@@ -97,6 +97,8 @@ def bwd_workspace_bytes(
     for bwd_pass in config.passes:
         if bwd_pass.adds_dq and not problem.is_fp32:
             numbers += rows * problem.head_dim
+            if bwd_pass.is_ordered:  # an int32 per row block, in whole ones
+                numbers += -(-rows // (256 * problem.head_dim)) * 16 * problem.head_dim
         if bwd_pass.grads == "dq":
             continue
         n_blocks = -(-seqlen_k // bwd_pass.block_N)

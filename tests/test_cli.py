@@ -239,7 +239,7 @@ def test_config_without_a_length_has_every_bucket(no_user_tables, capsys):
     lines = run_config(capsys, "d64", "dropout", "--pass", "fwd", "bwd")
     heads = [line.partition(" on ")[0] for line in lines if not line.startswith(" ")]
     assert heads == [
-        "fwd bf16 d64 full dropout 1k, 4k, long",
+        "fwd bf16 d64 full dropout 1k, 4k, long, short",
         "fwd bf16 d64 full dropout split",
         "bwd bf16 d64 full dropout 1k, 4k, long",
     ]

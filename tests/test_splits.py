@@ -52,6 +52,8 @@ def test_fwd_bucket_follows_from_the_shape():
     assert fwd_bucket(1, 8, 128, 16384, SMS) == "split"
     assert fwd_bucket(1, 8, 1, 16384, SMS) == "split"
     assert fwd_bucket(1, 8, 128, 512, SMS) == "1k"
+    assert fwd_bucket(8, 16, 59, 64, SMS) == "short"
+    assert fwd_bucket(8, 16, 65, 64, SMS) == "1k"
     assert fwd_bucket(4, 16, 4096, 4096, SMS) == "4k"
     assert fwd_bucket(1, 128, 128, 16384, SMS) == "long"
     assert fwd_bucket(1, 128, 128, 16384, 2 * SMS) == "split"

@@ -37,7 +37,9 @@ from tl_attention.problem import (
     HALF_DTYPES,
     JVP,
     OPTIONS,
+    SHARED_BUCKET,
     SPLIT_BUCKET,
+    STAND_INS,
     AttnProblem,
     buckets,
     decode_problem,
@@ -284,7 +286,7 @@ def candidates(problem: AttnProblem, bucket: str, direction: str = "fwd") -> lis
         configs = _line_configs(problem, line, direction)
         if bucket == SPLIT_BUCKET and "buckets" not in line:
             found += map(split_config, configs)
-        elif bucket in line.get("buckets", BUCKETS):
+        elif bucket in line.get("buckets", (*BUCKETS, SHARED_BUCKET)):
             found += configs
     return [config for config in dict.fromkeys(found) if is_legal(problem, config, direction) is None]
 
@@ -369,8 +371,8 @@ def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Ch
         config = line.config(problem, direction)
         if direction == "fwd" and bucket == SPLIT_BUCKET:
             config = split_config(config)
-        served = " ".join(line.serves)
-        return Choice(config, f"{line.name} of {data_dir() / 'grid.toml'}, for {served}", tuple(misses))
+        source = f"{line.name} of {data_dir() / 'grid.toml'}, for {' '.join(line.serves)}"
+        return Choice(config, source, tuple(misses))
     raise AssertionError(f"no [options.{problem.tile_class}] line serves {problem}")
 
 
@@ -436,9 +438,9 @@ def _own_first(dtype: str) -> list[str]:
 
 
 def _nearest(bucket: str) -> list[str]:
-    """Buckets whose rows may serve a bucket, itself first. Only its own rows serve the split bucket."""
-    if bucket == SPLIT_BUCKET:
-        return [bucket]
+    """Buckets whose rows may serve a bucket, itself first."""
+    if bucket in STAND_INS:
+        return [bucket, *STAND_INS[bucket]]
     return sorted(BUCKETS, key=lambda other: abs(BUCKETS.index(other) - BUCKETS.index(bucket)))
 
 

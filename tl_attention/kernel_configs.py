@@ -131,7 +131,9 @@ DQ_ORDERS = ("", "late-sums", "early-dK", "separate-dS")
 #   grid          one CTA per tile, longest tiles first
 #   dynamic       one CTA per SM, drawing the next tile when one begins; without options
 #   dynamic-late  one CTA per SM, drawing the next tile when all loads of one are issued
-BWD_SCHEDULES = ("grid", "dynamic", "dynamic-late")
+#   ordered       as dynamic-late; tiles add to dq in the order in which they are drawn, so always in the same. Without options
+#   split         as dynamic-late; several CTAs divide the queries of a key tile, for few heads. Without options
+BWD_SCHEDULES = ("grid", "dynamic", "dynamic-late", "ordered", "split")
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ class BwdPass:
 
     @property
     def adds_dq(self) -> bool:
-        """True if the pass adds to fp32 sums of dq, in no fixed order."""
+        """True if the pass adds to fp32 sums of dq; in no fixed order unless it is_ordered."""
         return "dq" in self.makes and self.grads != "dq"
 
     @property
@@ -223,6 +225,21 @@ class BwdPass:
         """True if a CTA computes several tiles."""
         return self.schedule != "grid"
 
+    @property
+    def draws_late(self) -> bool:
+        """True if a CTA draws its next tile when all loads of one are issued."""
+        return self.schedule in ("dynamic-late", "ordered", "split")
+
+    @property
+    def is_split(self) -> bool:
+        """True if several CTAs may divide the queries of a key tile."""
+        return self.schedule == "split"
+
+    @property
+    def is_ordered(self) -> bool:
+        """True if additions to dq have a fixed order."""
+        return self.schedule == "ordered"
+
     def has_dv_tile(self, problem: AttnProblem) -> bool:
         """True if dV is stored through shared memory of its own, so that the next V can be loaded meanwhile; else through that of V."""
         # At 1k keys, against dV through V: d128 5.7 % faster full and 2.2 % causal, d64 2.0 % slower full and 0.5 % causal (H200)
@@ -244,7 +261,7 @@ class BwdConfig:
 
     @property
     def deterministic(self) -> bool:
-        return not any(bwd_pass.adds_dq for bwd_pass in self.passes)
+        return not any(bwd_pass.adds_dq and not bwd_pass.is_ordered for bwd_pass in self.passes)
 
     def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
         """Every kernel this config compiles for a problem: the passes and their helpers."""

@@ -34,6 +34,7 @@ BARRIER_BYTES = 1024  # static shared memory reserved for barriers
 TILE_BOX_BYTES = 64  # kernels.scheduler.TileBox
 TABLE_BOX_BYTES = 96  # TileBox with a tile table (varlen)
 KEY_TABLE_BOX_BYTES = 128  # kernels.bwd_tiles.KeyTileBox with a tile table
+ORDERED_BOX_BYTES = 96  # the same with the schedule ordered
 HOLD_MAX_BYTES = 16  # flags of tiles that need a second run, two int32 per tile in flight
 SEGMENT_BOX_BYTES = 80  # kernels.decode_work.SegmentBox
 BIAS_BYTES = 32  # per column: 16 bf16 numbers, kernels.options.alloc_bias_columns
@@ -115,7 +116,8 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         row_values = _round_up(FP32_BYTES * step * bwd_pass.num_stages * per_row, alignment)
     if bwd_pass.is_dynamic:  # dK, and maybe dV, leave while the next keys come
         elements += owned * (problem.head_dim + problem.head_dim_v * bwd_pass.has_dv_tile(problem))
-        row_values += KEY_TABLE_BOX_BYTES if problem.has("varlen") else TILE_BOX_BYTES
+        box = ORDERED_BOX_BYTES if bwd_pass.is_ordered else TILE_BOX_BYTES
+        row_values += KEY_TABLE_BOX_BYTES if problem.has("varlen") else box
     staged = sum(problem.staged_bytes(step, bwd_pass.grads != "dq"))
     if "dq" in bwd_pass.makes and problem.learns:
         staged += sum(problem.program.stored_bytes(16, step))
@@ -215,7 +217,7 @@ def is_legal(problem: AttnProblem, config: Config | JvpConfig, direction: str | 
     if made != ["dk", "dq", "dv"]:
         return f"passes: expected dk, dq and dv once each, got {', '.join(made) or 'nothing'}"
     if direction == "bwd_det" and not config.deterministic:
-        return f"{config}: sums dq in no fixed order; expected a pass that makes dq alone"
+        return f"{config}: sums dq in no fixed order; expected the schedule ordered, or a pass that makes dq alone"
     return None
 
 

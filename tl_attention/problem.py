@@ -75,6 +75,12 @@ BUCKET_ENDS = (1024, 4096)
 BUCKETS = ("1k", "4k", "long")
 # One more bucket of the forward: problems with so few tiles that several CTAs split the keys of a tile
 SPLIT_BUCKET = "split"
+# Another: at most SHORT_ROWS queries and keys, which leave most of a tile of 128 or 192 queries empty
+SHORT_BUCKET, SHORT_ROWS = "short", 64
+# One more bucket of the deterministic backward: query heads that share key heads. Additions to dq in a fixed order wait long there
+SHARED_BUCKET = "shared"
+# Bucket -> buckets whose rows serve it where it has none, in this order
+STAND_INS = {SPLIT_BUCKET: (), SHORT_BUCKET: BUCKETS, SHARED_BUCKET: ("4k", "long", "1k")}
 MAX_SPLITS = 128  # CTAs per tile
 
 TABLE_ROWS = 128  # queries or keys per tile of packed sequences, and the padding unit of their fp32 rows
@@ -314,12 +320,18 @@ def decode_width(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 def buckets(direction: str) -> tuple[str, ...]:
     """The buckets of a problem in one of DIRECTIONS: one tuned row each."""
-    return (*BUCKETS, SPLIT_BUCKET) if direction == "fwd" else BUCKETS
+    more = {"fwd": (SPLIT_BUCKET, SHORT_BUCKET), "bwd_det": (SHARED_BUCKET,)}
+    return *BUCKETS, *more.get(direction, ())
 
 
 def length_bucket(seqlen_k: int) -> str:
     """The one of BUCKETS that holds a key length."""
     return BUCKETS[sum(seqlen_k > end for end in BUCKET_ENDS)]
+
+
+def bwd_bucket(deterministic: bool, heads_q: int, heads_kv: int, seqlen_k: int) -> str:
+    """Bucket of a backward in the tuned table."""
+    return SHARED_BUCKET if deterministic and heads_q > heads_kv else length_bucket(seqlen_k)
 
 
 def tuning_key(problem: AttnProblem, bucket: str) -> str:

@@ -17,10 +17,12 @@ from tl_attention.problem import (
     DECODE_OPTIONS,
     DECODE_TILE_WIDTHS,
     DEFAULT_DTYPE,
+    DIRECTIONS,
     DTYPES,
     OPTIONS,
     AttnProblem,
     buckets,
+    bwd_bucket,
     decode_problem,
     dtypes,
     length_bucket,
@@ -30,6 +32,7 @@ from tl_attention.target import DEFAULT_GPU, gpu_name, is_hopper
 
 SIZES = ("seqlen_q", "seqlen_k", "batch", "heads", "heads_kv", "page_size")
 MASKS = ("full", "causal")
+NAMED_BUCKETS = tuple(dict.fromkeys(bucket for direction in DIRECTIONS for bucket in buckets(direction)))
 
 
 @dataclass
@@ -71,7 +74,7 @@ def parse(words: Sequence[str]) -> Question:
         elif word in MASKS:
             once("mask", word)
             question.causal = word == "causal"
-        elif word in buckets("fwd"):
+        elif word in NAMED_BUCKETS:
             once("bucket", word)
             question.bucket = word
         elif name in OPTIONS:
@@ -94,7 +97,7 @@ def accepted_words() -> str:
     return (
         f"a dtype ({', '.join(dtype.short for dtype in DTYPES.values())}), head dims (d128, d192-128), "
         f"a mask ({', '.join(MASKS)}), options ({', '.join(OPTIONS)}; a value such as window=127 is allowed), "
-        f"a bucket ({', '.join(buckets('fwd'))}) or sizes ({', '.join(f'{name}=N' for name in SIZES)})"
+        f"a bucket ({', '.join(NAMED_BUCKETS)}) or sizes ({', '.join(f'{name}=N' for name in SIZES)})"
     )
 
 
@@ -165,7 +168,10 @@ def _buckets(question: Question, direction: str, sms: int) -> Sequence[str]:
         return [question.bucket]
     if "seqlen_k" not in sizes:
         return known
-    if direction != "fwd" or not {"batch", "heads"} <= sizes.keys():
+    if direction != "fwd":
+        heads = sizes.get("heads", 1)
+        return [bwd_bucket(direction == "bwd_det", heads, sizes.get("heads_kv", heads), sizes["seqlen_k"])]
+    if not {"batch", "heads"} <= sizes.keys():
         return [length_bucket(sizes["seqlen_k"])]
     from tl_attention import launch
 

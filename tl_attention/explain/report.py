@@ -60,6 +60,8 @@ SCHEDULES = {
     "persistent": "one CTA per SM takes every n-th tile: without a mask all tiles are equally long",
     "dynamic": "one CTA per SM draws its next tile from a counter, the longest first: tiles differ in length",
     "dynamic-late": "as dynamic; the next tile is drawn at the end of one, as tiles are long",
+    "ordered": "as dynamic-late; tiles add to dq in the order in which they are drawn",
+    "split": "as dynamic-late; several CTAs divide the queries of a key tile, as there are few heads",
 }
 
 

@@ -26,7 +26,15 @@ from tl_attention.kernel_configs import (
 from tl_attention.launch import splits
 from tl_attention.launch.bwd_passes import key_parts
 from tl_attention.launch.common import GROUP_KEYS, head_group
-from tl_attention.problem import DECODE, SPLIT_BUCKET, TABLE_ROWS, AttnProblem, decode_problem, length_bucket
+from tl_attention.problem import (
+    DECODE,
+    SPLIT_BUCKET,
+    TABLE_ROWS,
+    AttnProblem,
+    bwd_bucket,
+    decode_problem,
+    length_bucket,
+)
 from tl_attention.testing import counts
 from tl_attention.testing.counts import bounds
 from tl_attention.testing.shapes import Shape, sequences
@@ -330,7 +338,8 @@ def _bias_helpers(shape: Shape, asked: Asked | None) -> list[Helper]:
 
 def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, asked: Asked | None) -> Work:
     lengths = sequences(shape)
-    bucket = length_bucket(max(k for _, k in lengths))
+    longest = max(k for _, k in lengths)
+    bucket = bwd_bucket(direction == "bwd_det", shape.heads_q, shape.heads_kv, longest)
     choice = configs.choose_config(problem, bucket, gpu.name, direction)
     rows_q = shape.heads_q * sum(q for q, _ in lengths)
     rows_k = shape.heads_kv * sum(k for _, k in lengths)

@@ -55,7 +55,7 @@ def query_blocks(
         return ListedQueryBlocks(
             mask, traced.spans, traced.entries, traced.places, block_M, block_N, loads, name="blocks"
         )
-    return QueryBlocks(mask, block_M, block_N, name="blocks")
+    return QueryBlocks(mask, block_M, block_N, tile.split, name="blocks")
 
 
 def block_of(entry: Any) -> Any:

@@ -18,10 +18,12 @@ from tl_attention.kernels import bwd_tiles, pipeline
 from tl_attention.kernels import products as fp32
 from tl_attention.kernels.block_lists import query_blocks
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
+from tl_attention.kernels.bwd_order import TAKE_TURNS, OrderedBlocks, OrderKeeper
 from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles, stages_P
 from tl_attention.kernels.bwd_store import store_gradients
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.options import (
+    ZERO,
     OptionArguments,
     Scores,
     fill_bias_columns,
@@ -71,6 +73,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         softmax_scale: fp32.
         heads_per_kv, .., ctas: int32, see KeyTileCounts.
         Tickets: int32 [2], zeros before and after the kernel. Not with the schedule grid.
+        Turns: int32, one per row block of dQ_sum, 0 before. With the schedule ordered alone.
         left, .., Table: see options.OptionArguments. Only where the problem has options.
 
     Gradients that the pass does not compute are not written.
@@ -89,7 +92,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
     row_wise = T.GemmWarpPolicy.FullRow
     x_parts, products = problem.parts, problem.products
-    dynamic, dv_tile = config.is_dynamic, config.has_dv_tile(problem)
+    dynamic, ordered, dv_tile = config.is_dynamic, config.is_ordered, config.has_dv_tile(problem)
     v_dot = {"transpose_B": True, "clear_accum": True}  # dP' = V dO'
     k_qt = {**v_dot, "clear_accum": not problem.bias_is_linear}  # S' = K Q'
     pieces = bwd_tiles.dq_pieces(block_M, head_dim, config.warpgroups)
@@ -109,6 +112,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     cuda = prelude(problem, roles)  # code beside the kernel's own
     cuda = (cuda or "") + STORE_FRAGMENT if two_slots else cuda
     cuda = (cuda or "") + fp32.ADD_TRANSPOSED if makes_dqt else cuda
+    cuda = (cuda or "") + TAKE_TURNS if ordered else cuda
+    cuda = (cuda or "") + ZERO if dynamic and varlen else cuda
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -132,6 +137,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     )
     extra = option_arguments(problem)
     tickets_view = T.Tensor([2], "int32") if dynamic else False  # False makes no argument
+    turns_view = T.Tensor([dq_blocks], "int32") if ordered else False
     # Columns per fragment
     dk_cols, dv_cols = (sum_columns(problem, config) or width for width in (head_dim, head_dim_v))
 
@@ -298,7 +304,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 if after_first(step, dq_row_block):
                     shared.dS.release(step - 1)
                     if not late_sums:
+                        shared.adding.wait(step - 1)
                         bwd_tiles.add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
+                        shared.adding.announce(step - 1)
 
             # dS' = P' * (dP' - Delta)
             if makes_dk:
@@ -353,7 +361,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.dO.release(step)
             if late_sums:
                 if after_first(step, dq_row_block):
+                    shared.adding.wait(step - 1)
                     bwd_tiles.add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
+                    shared.adding.announce(step - 1)
             if makes_dq:
                 dq_row_block = tiles.dq_row_block(tile, blocks.head, blocks.query)
             scores.advance(mask, blocks)
@@ -365,6 +375,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.V.release(key_step(config, turn, w))
         if makes_dq:
             shared.dS.wait(first + blocks.steps - 1)
+            # Before the GEMM: after it nvcc 13.0.88 spills 150 bytes at d128
+            shared.adding.wait(first + blocks.steps - 1)
             bwd_tiles.multiply_pieces(pieces[w], warpgroups, first + blocks.steps - 1, shared, last_dq)
             T.wait_wgmma(0)
             shared.dS.release(first + blocks.steps - 1)
@@ -372,6 +384,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 for other in warpgroups:
                     shared.K.release(key_step(config, turn, other))
             bwd_tiles.add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, last_dq)
+            shared.adding.announce(first + blocks.steps - 1)
             if not dynamic:
                 sync_consumers(consumers)  # all warpgroups have read K
         # Locate the tile again, so that its position takes no registers during the loop
@@ -390,7 +403,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     @T.macro
     def consume(w, number, order, counts, tiles, shared, softmax_scale, options):
-        tile = bwd_tiles.KeyTile(order, block_N)
+        tile = bwd_tiles.KeyTile(order, block_N, split=config.is_split)
         blocks = query_blocks(problem, options, tile, seqlen_q, seqlen_k, block_M, block_N)
         if dynamic:
             fill_bias_columns(w, shared.bias_columns, consumers)
@@ -433,6 +446,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         group_heads: T.int32,
         ctas: T.int32,
         Tickets: tickets_view,
+        Turns: turns_view,
         left: extra.left,
         right: extra.right,
         softcap: extra.softcap,
@@ -453,7 +467,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             # In terms of TileOrder the blocks are of keys, and a key head has `parts` heads
             order_heads = heads_kv * parts
             all_heads, table = (order_heads, Table) if varlen else (order_heads * batch, None)
-            per_entry, uneven = TABLE_ROWS // block_N, problem.is_uneven
+            per_entry, uneven = TABLE_ROWS // block_N, problem.is_uneven or ordered
             order = TileOrder(
                 uneven, order_heads, all_heads, parts, n_blocks, group_heads, None, table, per_entry
             )
@@ -462,7 +476,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             tiles = Tiles(
                 *inputs,
                 dQ=dQ_sum if makes_dqt else None,
-                dQ_sum=FragmentBlocks(dQ_sum, rounded_q // 16),
+                dQ_sum=(OrderedBlocks if ordered else FragmentBlocks)(dQ_sum, rounded_q // 16),
                 dK=dK,
                 dV=dV,
                 dK_parts=FragmentBlocks(dK_parts, n_blocks * (block_N // 16)),
@@ -471,10 +485,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             producer = KeyTileProducer(
                 problem, config, order, counts, (seqlen_q, seqlen_k), tiles, shared, options, Tickets
             )
+            keeper = OrderKeeper(producer, Turns)
             roles.run(
                 lambda: producer.produce(number),
                 lambda w: consume(w, number, order, counts, tiles, shared, softmax_scale, options),
                 (lambda: producer.schedule(number)) if dynamic else None,
+                (lambda: keeper.admit(), lambda: keeper.pass_on()) if ordered else None,
             )
 
     return flash_bwd_kernel

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tl_attention.kernel_configs import BwdPass
+from tl_attention.kernels.bwd_order import AddingOrder, AnyOrder
 from tl_attention.kernels.bwd_tiles import KeyTileBox
 from tl_attention.kernels.options import alloc_bias_columns
 from tl_attention.kernels.pipeline import TileRing, alloc_each, alloc_exchange, alloc_parts, alloc_swizzled
@@ -59,7 +60,7 @@ def alloc_shared_tiles(
     q_shape = [config.num_stages, block_M, parts * problem.head_dim]
     do_shape = [config.num_stages_do, block_M, parts * problem.head_dim_v]
     dk_shape = [64, problem.head_dim]
-    box = consumer_warps, problem.has("varlen"), config.schedule == "dynamic-late"
+    box = consumer_warps, problem.has("varlen"), config.draws_late, config.is_ordered
     return SharedTiles(
         Q=TileRing(q_shape, dtype_of("q"), consumer_warps, "Q", row_values, parts=parts),
         dO=TileRing(do_shape, dtype_of("do"), consumer_warps, "dO", parts=parts),
@@ -70,6 +71,7 @@ def alloc_shared_tiles(
         dS=alloc_ds(problem, config),
         dK=alloc_each(warpgroups, dk_shape, dtype_of("dk"), "dK") if dynamic else None,
         tile_box=KeyTileBox(*box) if dynamic else None,
+        adding=AddingOrder(consumer_warps) if config.is_ordered else AnyOrder(),
         bias_columns=alloc_bias_columns(problem, block_M),
         staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True, stores=config.adds_dq),
     )

@@ -59,11 +59,11 @@ def add_pieces(pieces, dQ_sum, row_block, acc_dq):
 
 @dataclass(frozen=True)
 class KeyTileCounts:
-    """Counts of key tiles, int32, computed by the host. A CTA owns one key block of a key head, and one part of its query heads."""
+    """Counts of key tiles, int32, from the host. A CTA owns one key block of a key head, and one part of its query heads or queries."""
 
     heads_per_kv: Any  # query heads per key head
     heads_per_part: Any  # query heads per CTA
-    parts: Any  # CTAs that share the query heads of a key head
+    parts: Any  # CTAs that share the query heads of a key head, or with the schedule split all its queries
     n_blocks: Any  # key blocks per sequence; for packed sequences of all together
     group_heads: Any  # heads per group of scheduler.TileOrder
     ctas: Any
@@ -71,12 +71,26 @@ class KeyTileCounts:
 
 @T.meta_class
 class KeyTile:
-    """Key tile of a CTA: block_N keys of a key head, and the query heads whose gradients flow to them."""
+    """Key tile of a CTA: block_N keys of a key head, and the query heads whose gradients flow to them.
 
-    def __init__(self, order: TileOrder, block_N: int, name: str = "key_tile"):
-        self.tile, self.block_N = Tile(order), block_N
+    Args:
+        ordered, split: as the schedules of a BwdPass.
+    """
+
+    def __init__(
+        self,
+        order: TileOrder,
+        block_N: int,
+        ordered: bool = False,
+        split: bool = False,
+        name: str = "key_tile",
+    ):
+        self.tile, self.block_N, self.ordered, self.split = Tile(order), block_N, ordered, split
+        self.steps = T.alloc_var("int32", init=0) if split else None
         self.first = T.alloc_var("int32", init=0)
         self.part_idx = T.alloc_var("int32", init=0)
+        # Tiles of the head that are drawn before; the tile drawn last of them has queries from this one on. See AddingOrder
+        self.rank, self.shared_from = (T.alloc_var("int32", init=0) if ordered else None for _ in range(2))
         self.end_q, self.len_q, self.padded_q = self.tile.end_q, self.tile.len_q, self.tile.padded_q
         self.end_k, self.len_k, self.padded_k = self.tile.end_k, self.tile.len_k, self.tile.padded_k
 
@@ -88,14 +102,29 @@ class KeyTile:
         """
         order = self.tile.order
         self.tile.locate(number)
-        if order.table is not None:
+        if self.ordered:
+            self.rank[0] = order.m_blocks - 1 - self.tile.m_block
+            self.first[0] = self.rank[0] * self.block_N
+            self.shared_from[0] = 0
+            if blocks.mask.causal:
+                if self.tile.first_head[0] + self.tile.heads_in_group[0] < order.all_heads:
+                    # The last keys come first: their loops begin at later queries, so each tile finds the row blocks that it adds to
+                    # free. In the last group the longest tiles come first, to end together; the group before keeps them apart
+                    self.first[0] = self.tile.m_block * self.block_N
+                    seen_from = self.first[0] + self.block_N + blocks.mask.seqlen_q - blocks.mask.seqlen_k
+                    self.shared_from[0] = T.max(seen_from, 0)
+        elif order.table is not None:
             self.first[0] = self.tile.m_block * self.block_N
         else:
             self.first[0] = (order.m_blocks - 1 - self.tile.m_block) * self.block_N
         self.part_idx[0] = self.tile.head - self.tile.kv_head * order.heads_per_kv
         first_head = self.tile.kv_head * counts.heads_per_kv + self.part_idx[0] * counts.heads_per_part
         heads = T.min(counts.heads_per_part, counts.heads_per_kv - self.part_idx[0] * counts.heads_per_part)
-        if blocks.listed:
+        if self.split:
+            blocks.start(self.first[0], self.tile.kv_head * counts.heads_per_kv, counts.heads_per_kv)
+            blocks.keep_share(self.part_idx[0], counts.parts)
+            self.steps[0] = blocks.steps
+        elif blocks.listed:
             blocks.start_list(
                 self.batch, self.kv_head, counts.heads_per_kv, self.first[0], self.part, counts.parts
             )
@@ -108,13 +137,16 @@ class KeyTile:
 
     @property
     def sequence(self) -> tuple:
-        """Variables of a tile in a table."""
+        """Variables of a tile in a table, or of an ordered one."""
+        if self.ordered:
+            return self.rank, self.shared_from
         padded = () if self.padded_q is None else (self.padded_q, self.padded_k)
         return *self.tile.sequence, *padded
 
     @property
     def exists(self) -> Any:
-        return self.tile.exists
+        """False where the table has no entry, or a share of a split tile no queries."""
+        return self.steps[0] > 0 if self.split else self.tile.exists
 
     def group_end(self, number: Any) -> Any:
         """Number one past the head group of tile `number`; computed from the number, as the warp that draws tiles has few registers."""
@@ -182,10 +214,12 @@ class KeyTileBox(TileBox):
     A first key of -1 ends the work.
     """
 
-    def __init__(self, consumer_warps: int, has_table: bool, late: bool, name: str = "key_tile_box"):
-        super().__init__(has_table, padded=has_table, name=name)
-        # Warps that have read the slot; with `late` the producer instead signals the end of its loads
-        self.empty = T.alloc_barrier([consumer_warps if late else consumer_warps + 1] * 2)
+    def __init__(
+        self, consumer_warps: int, has_table: bool, late: bool, ordered: bool, name: str = "key_tile_box"
+    ):
+        super().__init__(has_table or ordered, padded=has_table, name=name)
+        # Warps that have read the slot, two more with `ordered`; with `late` the producer instead signals the end of its loads
+        self.empty = T.alloc_barrier([consumer_warps + 2 * ordered if late else consumer_warps + 1] * 2)
         self.loaded = T.alloc_barrier([1, 1]) if late else None  # all loads of the tile are issued
 
     @T.inline

@@ -301,17 +301,21 @@ class QueryBlocks:
 
     There is at least one block per head: without a window the last query sees all keys; if a window hides them, or there is no query,
     P is 0.
+
+    Args:
+        split: the steps may be a share of the blocks, which may be empty; not with a window.
     """
 
     listed = False
     # For a program: how the keys of a step are seen, whether some may be hidden, the key from which on all are hidden
     how, may_hide, stop_key = MASK, True, None
 
-    def __init__(self, mask: Mask, block_M: int, block_N: int, name: str = "blocks"):
+    def __init__(self, mask: Mask, block_M: int, block_N: int, split: bool = False, name: str = "blocks"):
         self.mask, self.block_M, self.block_N = mask, block_M, block_N
         self.first_query = T.alloc_var("int32", init=0)  # per head
         # With a window: one past the last query per head
         self.end_query = T.alloc_var("int32", init=0) if mask.window is not None else None
+        self.start_query = T.alloc_var("int32", init=0) if split else None  # of the first step of a share
         self.num_steps = T.alloc_var("int32", init=0)
         # Position of the current step; stored, as dividing the step number would take registers of consumers
         self.current_query = T.alloc_var("int32", init=0)
@@ -336,16 +340,25 @@ class QueryBlocks:
         self.current_query[0] = self.first_query[0]
         self.current_head[0] = first_head
 
+    @T.inline
+    def keep_share(self, share, shares):
+        """Keep one of `shares` near-equal shares of the steps. It has none where there are fewer steps than shares."""
+        per_head = T.max(T.ceildiv(self.stop - self.first_query[0], self.block_M), 1)
+        skipped = T.truncdiv(share * self.num_steps[0], shares)
+        self.num_steps[0] = T.shfl_sync(T.truncdiv((share + 1) * self.num_steps[0], shares) - skipped, 0)
+        self.current_head[0] += T.truncdiv(skipped, per_head)
+        self.start_query[0] = self.first_query[0] + T.truncmod(skipped, per_head) * self.block_M
+
     @property
     def counts(self) -> tuple:
         """Variables that start() sets and the steps need."""
-        of_window = () if self.end_query is None else (self.end_query,)
-        return self.num_steps, self.first_query, self.current_head, *of_window
+        further = (number for number in (self.end_query, self.start_query) if number is not None)
+        return self.num_steps, self.first_query, self.current_head, *further
 
     @T.inline
     def restart(self):
         """Go to the first step; the counts are those that start() set in another warp."""
-        self.current_query[0] = self.first_query[0]
+        self.current_query[0] = self.first_query[0] if self.start_query is None else self.start_query[0]
 
     @property
     def steps(self) -> Any:

@@ -319,6 +319,7 @@ class TileStream:
 
     persistent: every ctas-th tile. dynamic: the next tile that no CTA has drawn, by a counter in global memory: tickets [2] holds
     the numbers of tiles drawn and of CTAs done, both 0 before and after the kernel. overflows: tiles that overflowed come a second time.
+    all_drawn: the caller draws the first tile of a CTA too, so that running CTAs have the first tiles, however many run.
     """
 
     def __init__(
@@ -330,10 +331,12 @@ class TileStream:
         tickets: Any,
         tile_box: TileBox,
         overflows: Overflows | None,
+        all_drawn: bool = False,
         name: str = "stream",
     ):
         self.dynamic, self.order, self.ctas, self.tickets = schedule == "dynamic", order, ctas, tickets
         self.tile_box, self.overflows = tile_box, overflows
+        self.not_drawn = 0 if all_drawn else ctas
         self.number = T.alloc_var("int32", init=first)
         self.drawn = T.alloc_var("int32", init=0)
         # Turns since the overflowed tile that is recomputed; 0 for a new tile
@@ -393,7 +396,7 @@ class TileStream:
     @T.inline
     def next_number(self):
         if self.dynamic:
-            self.number[0] = self.ctas + T.shfl_sync(self.drawn[0], 0)
+            self.number[0] = self.not_drawn + T.shfl_sync(self.drawn[0], 0)
         else:
             self.number[0] += self.ctas
 
@@ -402,7 +405,7 @@ class TileStream:
         """Skip numbers before `end`, which have no tiles."""
         if self.dynamic:
             if T.get_thread_binding() % 32 == 0:
-                T.atomic_max(self.tickets[0], end - self.ctas)
+                T.atomic_max(self.tickets[0], end - self.not_drawn)
             self.draw_ticket()
         self.next_number()
 

@@ -304,6 +304,7 @@ class SharedTiles:
     dK: Any = None
     dV: Any = None
     tile_box: Any = None  # scheduler.TileBox or bwd_tiles.KeyTileBox
+    adding: Any = None  # bwd_order.AddingOrder or AnyOrder
     overflows: Any = None  # scheduler.Overflows
     bias_columns: Any = None  # options.alloc_bias_columns
     staged: Any = None  # traced.StagedTiles

@@ -37,7 +37,7 @@ from tl_attention.launch.common import (
 from tl_attention.launch.parts import PartsLaunch
 from tl_attention.launch.traced import Gradients, backward_call, traced_arguments
 from tl_attention.options import Options
-from tl_attention.problem import TABLE_ROWS, length_bucket
+from tl_attention.problem import TABLE_ROWS, bwd_bucket
 from tl_attention.program import Call
 from tl_attention.target import sm_count
 
@@ -67,10 +67,13 @@ def _kernel_key(
     heads_first: bool,
     options: Options | None,
     traced: Call | None,
+    deterministic: bool,
 ) -> tuple:
     """Key of the kernels of a backward, as find_config takes it."""
     packed = options is not None and options.varlen
-    bucket = length_bucket(options.max_seqlen_k if packed else k.shape[2 if heads_first else 1])
+    head, seq = (-3, -2) if heads_first else (-2, -3)
+    longest = options.max_seqlen_k if packed else k.shape[seq]
+    bucket = bwd_bucket(deterministic, q.shape[head], k.shape[head], longest)
     # The log-sum-exp already contains the sink: no kernel is compiled for it
     names = () if options is None else tuple(name for name in options.names if name != "sink")
     program = None if traced is None else traced.program
@@ -92,7 +95,9 @@ def build_backward_ahead(
     if options is not None and not has_gradient_kernels(q, v, options.parts):
         return
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    key = _kernel_key(q, k, v, causal, heads_first, options, backward_call(traced, deterministic))
+    key = _kernel_key(
+        q, k, v, causal, heads_first, options, backward_call(traced, deterministic), deterministic
+    )
     direction = "bwd_det" if deterministic else "bwd"
     if (direction, key) not in _kernels:
         build_ahead(key, direction, "for the backward pass")
@@ -137,7 +142,7 @@ class BwdPlan:
         self.batch = options.cu_seqlens_q.shape[0] - 1 if self.packed else batch
         self.heads, self.seqlen_q, self.seqlen_k = heads, seqlen_q, seqlen_k
 
-        key = _kernel_key(q, k, v, causal, heads_first, options, traced)
+        key = _kernel_key(q, k, v, causal, heads_first, options, traced, deterministic)
         _, _, _, _, names, *_ = key
         self.has_options = bool(names)
         direction = "bwd_det" if deterministic else "bwd"
@@ -167,7 +172,10 @@ class BwdPlan:
         )
         lengths, device = (seqlen_q, seqlen_k), self.device
         queries = queries_of_tile(seqlen_q, self.batch if self.packed else 1, options)
-        sizes = BwdSizes(batch, heads, heads_kv, *lengths, width, element_bytes, sms, device, queries, counts)
+        longest = queries_of_tile(options.max_seqlen_q, 1, options) if self.packed else 0
+        sizes = BwdSizes(
+            batch, heads, heads_kv, *lengths, width, element_bytes, sms, device, queries, counts, longest
+        )
         self.rows = dense((batch, heads, sizes.rounded_q))
         self.passes = [
             (QueryPass if bwd_pass.grads == "dq" else KeyPass)(bwd_pass, kernel, kernels, sizes)

@@ -99,6 +99,7 @@ def tile_counts(
     block: int,
     sms: int,
     max_ctas: int = MAX_GRID,
+    long_tiles: int | None = None,
 ) -> tuple[int, int, int]:
     """(blocks, group_heads, ctas): the launch arguments of kernels/scheduler.py.
 
@@ -106,9 +107,10 @@ def tile_counts(
         heads_sharing: number of heads that read the same data, of shared_bytes bytes.
         rows: queries or keys per head, divided into blocks of `block`.
         sms: SM count; 0: head groups are sized for the L2 alone.
+        long_tiles: tiles per head that count for the head groups; None: all.
     """
     blocks = -(-rows // block)
-    group_heads = head_group(heads * batch, heads_sharing, shared_bytes, blocks, sms)
+    group_heads = head_group(heads * batch, heads_sharing, shared_bytes, long_tiles or blocks, sms)
     return blocks, group_heads, min(blocks * heads * batch, max_ctas)
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import functools
 
 from tl_attention.options import Options
-from tl_attention.problem import MAX_SPLITS, SPLIT_BUCKET, TABLE_ROWS, length_bucket
+from tl_attention.problem import (
+    MAX_SPLITS,
+    SHORT_BUCKET,
+    SHORT_ROWS,
+    SPLIT_BUCKET,
+    TABLE_ROWS,
+    length_bucket,
+)
 
 # Cost model of a split forward. Unit: a step over one key block (1.3 us at d128). Fixed cost of a CTA, with writing and reading its
 # partial output; cost of the combine kernel; cost of each partial output in it.
@@ -39,6 +46,8 @@ def key_splits(tiles: int, steps: int, sms: int) -> int:
 
 def fwd_bucket(batch: int, heads: int, seqlen_q: int, seqlen_k: int, sms: int) -> str:
     """Bucket of a forward in the tuned table, for a GPU with `sms` SMs."""
+    if max(seqlen_q, seqlen_k) <= SHORT_ROWS:
+        return SHORT_BUCKET
     splits = key_splits(batch * heads * -(-seqlen_q // TILE), -(-seqlen_k // TILE), sms)
     return SPLIT_BUCKET if splits > 1 else length_bucket(seqlen_k)
 

@@ -13,6 +13,7 @@ from tl_attention.problem import (
     JVP,
     SPLIT_BUCKET,
     buckets,
+    bwd_bucket,
     decode_problem,
     decode_width,
     length_bucket,
@@ -62,8 +63,10 @@ def _buckets(shape: Shape, direction: str) -> Sequence[str]:
     """Buckets that a call may need; for packed sequences two, as their split depends on the totals."""
     if not shape.is_varlen:
         return [shape_bucket(shape, direction)]
-    longest = length_bucket(max(seqlen_k for _, seqlen_k in sequences(shape)))
-    return [longest, SPLIT_BUCKET] if direction == "fwd" else [longest]
+    longest = max(seqlen_k for _, seqlen_k in sequences(shape))
+    if direction == "fwd":
+        return [length_bucket(longest), SPLIT_BUCKET]
+    return [bwd_bucket(direction == "bwd_det", shape.heads_q, shape.heads_kv, longest)]
 
 
 def _decode_kernels(shape: Shape, dtype: str, all_lengths: bool) -> list[Kernel]:

@@ -20,7 +20,7 @@ from tl_attention.problem import (
     DIRECTIONS,
     AttnProblem,
     buckets,
-    length_bucket,
+    bwd_bucket,
     tile_widths,
     tuning_key,
 )
@@ -83,7 +83,7 @@ def shape_bucket(shape: Shape, direction: str) -> str:
     from tl_attention import launch
 
     if direction != "fwd":
-        return length_bucket(shape.seqlen_k)
+        return bwd_bucket(direction == "bwd_det", shape.heads_q, shape.heads_kv, shape.seqlen_k)
     sms = sm_count(torch.cuda.current_device()) if torch.cuda.is_available() else H200_SMS
     return launch.fwd_bucket(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k, sms)
 

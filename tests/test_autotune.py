@@ -452,7 +452,9 @@ def test_default_shapes_reach_every_class_and_bucket(direction):
     assert len(groups) == len(buckets(direction)) * len(problems)
     assert {row.problem for row in groups} <= set(configs.problems(direction))
     for row, members in groups.items():
-        assert len(members) > 2
+        assert len(members) > (
+            1 if direction == "bwd_det" else 2
+        )  # heads that share keys are a bucket of their own there
         widths = (row.problem.head_dim, row.problem.head_dim_v)
         assert {(shape.head_dim, shape.head_dim_v) for shape in members} == {widths}
 

@@ -18,7 +18,7 @@ from tl_attention.compilation import building
 from tl_attention.configs import candidates, pick_config
 from tl_attention.configs import problems as problems_of
 from tl_attention.launch.common import PlanCache
-from tl_attention.problem import AttnProblem, length_bucket
+from tl_attention.problem import AttnProblem, bwd_bucket
 from tl_attention.target import sm_count
 from tl_attention.testing.inputs import (
     LAYOUTS,
@@ -205,7 +205,8 @@ def test_bwd_compiles_once_per_length_class(causal, deterministic, monkeypatch):
         )
         fwd_bucket = launch.fwd_bucket(shape.batch, shape.heads_q, seqlen_q, seqlen_k, sms)
         direction = "bwd_det" if deterministic else "bwd"
-        for name, bucket in (("fwd", fwd_bucket), (direction, length_bucket(seqlen_k))):
+        of_gradients = bwd_bucket(deterministic, shape.heads_q, shape.heads_kv, seqlen_k)
+        for name, bucket in (("fwd", fwd_bucket), (direction, of_gradients)):
             problem = AttnProblem.of("bfloat16", 128, 128, causal, name)
             kernels |= {*pick_config(problem, bucket, gpu, name)[0].kernels(problem)}
         assert building.compile_count() == len(kernels)
@@ -297,7 +298,8 @@ def test_bwd_allocates_rows_and_sums_only(shape, layouts, deterministic):
 
     direction = "bwd_det" if deterministic else "bwd"
     problem = shape.problem("bfloat16", direction)
-    config, _ = pick_config(problem, length_bucket(shape.seqlen_k), torch.cuda.get_device_name(), direction)
+    bucket = bwd_bucket(deterministic, shape.heads_q, shape.heads_kv, shape.seqlen_k)
+    config, _ = pick_config(problem, bucket, torch.cuda.get_device_name(), direction)
     sizes = (shape.batch, shape.heads_q, shape.heads_kv, shape.seqlen_q, shape.seqlen_k)
     workspace = launch.bwd_workspace_bytes(*sizes, problem, config, sm_count(0))
     assert peak <= sum(x.nbytes for x in grads) + workspace + 2**20

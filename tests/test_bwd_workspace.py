@@ -11,7 +11,7 @@ import torch
 from tl_attention import configs, launch
 from tl_attention.launch import bwd, bwd_passes, common, parts
 from tl_attention.options import MAX_WINDOW, Options, canonical_window
-from tl_attention.problem import AttnProblem, length_bucket
+from tl_attention.problem import AttnProblem, bwd_bucket
 from tl_attention.target import DEFAULT_GPU
 
 SMS, HALF, FULL = 132, torch.bfloat16, (-1, -1)
@@ -94,13 +94,15 @@ def test_bwd_workspace_is_what_a_launch_allocates(allocated, direction, packed, 
         allocated.clear()
         plan.launch(out, q, k, v, out, lse, q, k, v, 0.1, False, None, options)
         problem = AttnProblem.of(name, *width, causal, direction, names)
-        config, _ = configs.pick_config(problem.served_as, length_bucket(sizes[4]), DEFAULT_GPU, direction)
+        config, _ = configs.pick_config(
+            problem.served_as, bwd_bucket(deterministic, *sizes[1:3], sizes[4]), DEFAULT_GPU, direction
+        )
         assert launch.bwd_workspace_bytes(*sizes, problem, config, SMS, window) == sum(allocated)
 
 
 def test_bwd_workspace_asks_for_the_window():
     plain, windowed = (AttnProblem("bfloat16", 64, 64, False, names) for names in ((), ("window",)))
-    config, _ = configs.pick_config(plain, length_bucket(500), DEFAULT_GPU, "bwd")
+    config, _ = configs.pick_config(plain, "1k", DEFAULT_GPU, "bwd")
     sizes = 2, 4, 4, 300, 500
     assert launch.bwd_workspace_bytes(2, 4, 4, 0, 500, plain, config, SMS) == 0
     with pytest.raises(

@@ -31,6 +31,7 @@ from tl_attention.problem import (
     DIRECTIONS,
     HALF_DTYPES,
     OPTIONS,
+    SHARED_BUCKET,
     SHORT_BUCKET,
     SPLIT_BUCKET,
     AttnProblem,
@@ -683,7 +684,8 @@ def test_split_bucket_has_split_configs_and_no_other_bucket_has_any():
         split = configs.option_config(packed, SPLIT_BUCKET)
         assert split.split and not configs.option_config(packed, "1k").split
         assert split.kernels(packed)[:2] == [(packed, split), combine]
-    assert buckets("bwd") == buckets("bwd_det") == BUCKETS
+    assert buckets("bwd") == BUCKETS
+    assert buckets("bwd_det") == (*BUCKETS, SHARED_BUCKET)
 
 
 def test_every_forward_problem_has_a_backward_problem():

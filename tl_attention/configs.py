@@ -385,7 +385,9 @@ def choose_from_tables(
     the row of the nearest length. A row of another version of the config counts as missing.
     """
     misses = []
-    for near, path, section in itertools.product(_nearest(bucket), tuple(paths), SECTIONS[direction]):
+    for near, path, section in itertools.product(
+        (bucket, *STAND_INS[bucket]), tuple(paths), SECTIONS[direction]
+    ):
         rows = read_tuned(path)[section]
         own, *others = (
             tuning_key(replace(problem, dtype=dtype), near) for dtype in _own_first(problem.dtype)
@@ -435,13 +437,6 @@ def _own_first(dtype: str) -> list[str]:
     """Dtypes whose rows may serve a dtype, itself first: bf16 and fp16 have tiles of the same size."""
     others = HALF_DTYPES if dtype in HALF_DTYPES else ()
     return [dtype, *(other for other in others if other != dtype)]
-
-
-def _nearest(bucket: str) -> list[str]:
-    """Buckets whose rows may serve a bucket, itself first."""
-    if bucket in STAND_INS:
-        return [bucket, *STAND_INS[bucket]]
-    return sorted(BUCKETS, key=lambda other: abs(BUCKETS.index(other) - BUCKETS.index(bucket)))
 
 
 def problems(direction: str = "fwd") -> list[AttnProblem]:

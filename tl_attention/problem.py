@@ -80,7 +80,14 @@ SHORT_BUCKET, SHORT_ROWS = "short", 64
 # One more bucket of the deterministic backward: query heads that share key heads. Additions to dq in a fixed order wait long there
 SHARED_BUCKET = "shared"
 # Bucket -> buckets whose rows serve it where it has none, in this order
-STAND_INS = {SPLIT_BUCKET: (), SHORT_BUCKET: BUCKETS, SHARED_BUCKET: ("4k", "long", "1k")}
+STAND_INS = {
+    "1k": ("4k", "long"),
+    "4k": ("1k", "long"),
+    "long": ("4k", "1k"),
+    SPLIT_BUCKET: (),
+    SHORT_BUCKET: BUCKETS,
+    SHARED_BUCKET: ("4k", "long", "1k"),
+}
 MAX_SPLITS = 128  # CTAs per tile
 
 TABLE_ROWS = 128  # queries or keys per tile of packed sequences, and the padding unit of their fp32 rows

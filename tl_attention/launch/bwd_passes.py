@@ -28,7 +28,9 @@ from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 MAX_BATCH = 2**16 - 1  # per launch: the small kernels have the batch in the last dimension of their grids
 QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multiple of it
-QUERY_SHARES = 16  # shares of a key tile's queries, which a split pass divides among CTAs
+# Shares of a key tile's queries, which a split pass divides among CTAs. Cost in queries of the launches that zero and add up the results
+# of several CTAs: 8 us (8 heads of 1024 x 1024, d128, H200, 2026-11-23)
+QUERY_SHARES, SUM_QUERIES = 16, 224
 # Costs in queries of one head against a key tile: the fixed cost of a tile; partial results of one, written and read. The share of the
 # longest tile by which SMs end apart, under a causal mask. All fitted to GQA (H200, see tuning.md, "Query heads of a key head")
 TILE_QUERIES, PART_QUERIES, TAIL = 192, 256, 0.35
@@ -48,7 +50,9 @@ class BwdKernels:
 
 
 @functools.lru_cache(maxsize=4096)
-def key_parts(tiles: int, heads_per_kv: int, queries: int, triangular: bool, sms: int) -> tuple[int, int]:
+def key_parts(
+    tiles: int, heads_per_kv: int, queries: int, triangular: bool, sms: int, sum_queries: int = 0
+) -> tuple[int, int]:
     """(parts, heads_per_part): CTAs that share the query heads of a key head, and query heads of each.
 
     Of the possible numbers the smallest whose time is within TIME_SLACK of the shortest.
@@ -57,6 +61,7 @@ def key_parts(tiles: int, heads_per_kv: int, queries: int, triangular: bool, sms
         tiles: key blocks of all key heads.
         queries: largest number of queries of one head that see keys of a tile.
         triangular: under a causal mask: tiles are seen by none to all of these queries, and the longest tiles come first.
+        sum_queries: cost of the launches that several parts need, in queries of one head.
     """
 
     def time(heads_per_part: int) -> float:
@@ -67,7 +72,7 @@ def key_parts(tiles: int, heads_per_kv: int, queries: int, triangular: bool, sms
             time = max(longest, mean + TAIL * longest)
         else:
             time = -(-tiles * parts // sms) * longest
-        return time + (parts > 1) * parts * PART_QUERIES * tiles / sms
+        return time + (parts > 1) * (sum_queries + parts * PART_QUERIES * tiles / sms)
 
     times = {heads_per_part: time(heads_per_part) for heads_per_part in range(heads_per_kv, 0, -1)}
     limit = TIME_SLACK * min(times.values())
@@ -81,7 +86,8 @@ def pass_parts(
     """key_parts() of a pass. With the schedule `split`, CTAs share the queries in place of the heads, by QUERY_SHARES of them."""
     if not bwd_pass.is_split:
         return key_parts(tiles, heads_per_kv, queries, triangular, sms)
-    parts, _ = key_parts(tiles, QUERY_SHARES, -(-heads_per_kv * queries // QUERY_SHARES), triangular, sms)
+    share = -(-heads_per_kv * queries // QUERY_SHARES)
+    parts, _ = key_parts(tiles, QUERY_SHARES, share, triangular, sms, SUM_QUERIES)
     return parts, heads_per_kv
 
 
@@ -145,7 +151,9 @@ class KeyBuffers:
         self.keys, tiles = n_blocks * config.block_N, sizes.batch * sizes.heads_kv * n_blocks
         by_queries = sizes.heads_per_kv, sizes.queries, problem.causal, sizes.sms
         self.parts, self.heads_per_part = pass_parts(config, tiles, *by_queries)
-        self.may_be_empty = config.is_split and self.parts > 1  # a part without queries writes nothing
+        # A part of a split pass without queries writes nothing
+        steps = sizes.heads_per_kv * -(-sizes.queries // config.block_M)
+        self.may_be_empty = config.is_split and self.parts > 1 and (problem.causal or steps < self.parts)
         self.adds_to_dq = config.adds_dq and problem.is_fp32  # no sums beside it
         self.adds_dq = config.adds_dq and not self.adds_to_dq
         in_parts = self.parts > 1 or (problem.is_fp32 and problem.has("varlen"))

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tl_attention import cli, configs
-from tl_attention.compilation import building, manifest, pack, packing, store, toolkit
+from tl_attention.compilation import building, compiler, manifest, pack, packing, store, toolkit
 from tl_attention.kernel_configs import BwdSum, DecodeCombine, FwdCombine
 from tl_attention.problem import DEFAULT_DTYPE, DIRECTIONS, DTYPES, HALF_DTYPES, AttnProblem, tile_widths
 from tl_attention.tracing.trace import trace
@@ -386,6 +386,39 @@ def test_cubin_of_a_pack_keeps_all_but_debug_sections(wheel, cache, monkeypatch)
     assert changed <= dropped | set(headers)
     text = next(name for name in sections if name.startswith(".text"))
     assert packing.sections(record.cubin)[text] == sections[text]
+
+
+SPILLING_CODE = """
+extern "C" __global__ void __maxnreg__(24) kernel(float *x) {
+  float held[48];
+#pragma unroll
+  for (int i = 0; i < 48; ++i) held[i] = x[i * 32 + threadIdx.x];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 48; ++i) x[i * 32 + threadIdx.x] = held[47 - i] * held[i * 7 % 48];
+}
+"""
+
+
+def test_pack_says_which_kernels_spill(wheel, cache, tmp_path, monkeypatch):
+    spilling, known, good = (PROBLEM, FwdCombine()), (PROBLEM, BwdSum(64)), (PROBLEM, DecodeCombine())
+    cubin = compiler.assemble(SPILLING_CODE, tmp_path, {})[1].read_bytes()
+    size = packing.local_bytes(cubin)
+    assert size >= 4 * 20 and packing.local_bytes(packing.without_debug(cubin)) == size
+    fault = ("spill_bytes: expected 0, got 4",)
+    monkeypatch.setattr(manifest, "KNOWN_FAULTS", {manifest.kernel_name(*known): fault})
+    name = manifest.kernel_name(*spilling)
+    expected = f"1 kernel spills registers, which costs time and is no known fault: {name} ({size} bytes"
+    assert packing.spill_line({spilling: size, known: 8, good: 0}).startswith(expected)
+    assert packing.spill_line({known: 8, good: 0}) is None
+
+    monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(cache))
+    said = []
+    packing.build([good], tmp_path, 1, said.append)
+    assert not any("spill" in line for line in said)
+    monkeypatch.setattr(packing, "local_bytes", lambda cubin: size)
+    packing.build([good], tmp_path, 1, said.append)
+    assert said[-1].startswith("1 kernel spills registers") and manifest.kernel_name(*good) in said[-1]
 
 
 def test_foreign_library_is_refused(driver):

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import cli, configs
+from tl_attention import cli, configs, doctor
 from tl_attention.compilation import building, compiler, manifest, pack, packing, store, toolkit
 from tl_attention.kernel_configs import BwdSum, DecodeCombine, FwdCombine
 from tl_attention.problem import DEFAULT_DTYPE, DIRECTIONS, DTYPES, HALF_DTYPES, AttnProblem, tile_widths
@@ -324,11 +324,23 @@ def test_doctor_says_version_compilers_and_coverage(site, wheel):
     printed = output_of(BLOCKED + "from tl_attention import cli; cli.main(['doctor'])", site)
     states = {line[8:21].strip(): (line[:8].strip(), line[21:]) for line in printed.splitlines()}
     state, text = states["pack"]
-    assert state == "ok"
+    assert state == "partial"
+    whole = len(manifest.pack_kernels())
     assert text.startswith(
-        f"{VERSION}+{pack.sources_version()}, 3 of {len(manifest.pack_kernels())} kernels, by tilelang 0.1.15, nvcc "
+        f"{VERSION}+{pack.sources_version()}, 3 of {whole} kernels, by tilelang 0.1.15, nvcc "
     )
+    assert f": the other {whole - 3} are compiled on a first call, by TileLang and nvcc; " in text
+    assert text.endswith("`tl-attention pack`")
     assert states["tilelang"][0] == states["nvcc"][0] == "-"
+
+
+@pytest.mark.parametrize("covered", [12, 13])
+def test_doctor_says_ok_for_a_whole_pack_alone(covered, monkeypatch, capsys):
+    installed = pack.Pack(Path("site"), "0.1.0", {}, [], {})
+    monkeypatch.setattr(pack, "installed", lambda: installed)
+    monkeypatch.setattr(doctor, "_pack_coverage", lambda: (covered, 13))
+    state = "ok" if covered == 13 else "partial"
+    assert doctor_lines(capsys)["pack"].startswith(f"{state:8}pack         0.1.0, {covered} of 13 kernels")
 
 
 def test_doctor_asks_for_tilelang_without_a_pack(monkeypatch, capsys):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from tl_attention import cli
 from tl_attention.explain import model, work
 from tl_attention.gpus import H200
-from tl_attention.testing import counts
+from tl_attention.testing import counts, functions
 from tl_attention.testing.shapes import Shape
 
 
@@ -44,6 +46,14 @@ def test_function_of_a_mask_has_the_tiles_of_the_mask(name, direction):
     blocks = shown.reshape(16, 128, 16, 128)
     assert (full, partial + full) == (blocks.all((1, 3)).sum(), blocks.any((1, 3)).sum())
     assert found.least_bytes == call("2,4,2,2048,2048,64,full", direction).least_bytes + partial * 2048
+
+
+def test_docs_count_the_blocks_of_the_documents_that_are_measured():
+    asked = call("2,16,16,8192,8192,128,full,function=documents").asked
+    partial, listed = int(asked.partial.sum()), int((asked.partial | asked.full).sum())
+    ratio = listed * functions.BLOCK**2 / (asked.seen * 8192**2)
+    text = " ".join((Path(__file__).parents[1] / "docs/flex.md").read_text().split())
+    assert f"hold {ratio:.1f} times the pairs that are shown, and {partial} of their {listed} blocks" in text
 
 
 def test_function_of_random_blocks_has_the_share_that_it_names():

@@ -87,7 +87,7 @@ def test_bytes_of_a_dense_bias():
             assert found.least_bytes == plain[direction] + times * entries * size
     shared, own = (function(name, 512, "bwd") for name in ("bias-of-heads", "bias-of-batch"))
     (summed,) = (helper for helper in shared.helpers if "bias" in helper.name)
-    assert (summed.bytes, summed.known, shared.again_bytes, own.again_bytes) == (3 * size, size, size, 0)
+    assert (summed.bytes, summed.known, shared.again_bytes, own.again_bytes) == (3 * size, size, 2 * size, 0)
     assert model.hbm_bytes(function("bias-of-heads")) == function("bias-of-heads").least_bytes, (
         "the L2 keeps it"
     )
@@ -107,6 +107,10 @@ def test_work_of_a_learned_bias_per_distance():
         (
             ["1,8,8,64,64,64,full,function=cauasl"],
             "expected function=causal, .* or listed-SHARE, got function=cauasl",
+        ),
+        (
+            ["1,128,128,131072,131072,64,full,function=half"],
+            "expected at most 67108864 blocks of 128 x 128 in all heads, got 134217728",
         ),
         (
             ["1,8,8,64,64,64,full,function=listed-0"],

@@ -14,7 +14,6 @@ from tl_attention import configs
 from tl_attention.problem import DIRECTIONS
 from tl_attention.target import gpu_name, is_hopper
 
-
 PARTLY = "partly"  # there, and not all of it
 
 
@@ -106,7 +105,10 @@ def _check_pack() -> tuple[bool | str, str]:
         return False, f"{text}: {pack.advice()}"
     if covered < kernels:
         others = f"the other {kernels - covered} are compiled on a first call, by TileLang and nvcc"
-        return PARTLY, f"{text}: {others}; install the wheel of this version, or build it with `tl-attention pack`"
+        return (
+            PARTLY,
+            f"{text}: {others}; install the wheel of this version, or build it with `tl-attention pack`",
+        )
     return True, text
 
 

@@ -43,7 +43,10 @@ LOOKUP, OUR_LOOKUP = b"TVMBackendGetFuncFromEnv", b"tl_attention_pack_lookup"
 # Sections of a cubin for tools alone
 DEBUG_SECTIONS = ("debug_line", "debug_str", "nv_debug_line_sass", "nv_debug_ptx_txt")
 SECTION = struct.Struct("<IIQQQQIIQQ")  # header of a section: name, type, .., offset, size, ..
-INFO_SECTION, INFO = ".nv.info", struct.Struct("<BBH")  # an entry: format, attribute, number or size of what follows
+INFO_SECTION, INFO = (
+    ".nv.info",
+    struct.Struct("<BBH"),
+)  # an entry: format, attribute, number or size of what follows
 SIZED, FRAME_SIZE = 4, 0x11  # a format; an attribute: (index of a symbol, bytes of local memory per thread)
 
 # (code, bits) of a parameter's DLDataType -> its letter, see Kernel in native/launcher.cc. 30: a value that the host holds
@@ -292,7 +295,9 @@ def build(
     def packed(group: list[KernelKey]) -> tuple[list[int], bytes]:
         """Sizes of the records of a group, and the compressed group."""
         records = [_read_record(store.kernel_path(*kernel)) for kernel in group]
-        spills.update((kernel, local_bytes(record.cubin)) for kernel, record in zip(group, records, strict=True))
+        spills.update(
+            (kernel, local_bytes(record.cubin)) for kernel, record in zip(group, records, strict=True)
+        )
         contents = [record.content() for record in records]
         return list(map(len, contents)), lzma.compress(b"".join(contents), preset=9 | lzma.PRESET_EXTREME)
 

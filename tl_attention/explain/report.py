@@ -317,6 +317,7 @@ def bench_words(work: Work) -> str | None:
     of_decode = "page", "ragged"
     others = [word for word in shape.options.words if word.partition("=")[0] not in (*of_decode, "function")]
     words = ["--pass bwd --deterministic" if direction == "bwd_det" else f"--pass {direction}"]
+    words.append(f"--shapes {shape}")
     if shape.options.function or work.problem.is_fp32:  # sets of their own
         if direction == "bwd_det" or dtype == "float16" or others:
             return None
@@ -325,7 +326,7 @@ def bench_words(work: Work) -> str | None:
         return None
     elif dtype == "float16":
         words.append("--dtype fp16")
-    return " ".join([*words, f"--shapes {shape}"])
+    return " ".join(words)
 
 
 def _config(work: Work, estimate: Estimate) -> Iterator[str]:

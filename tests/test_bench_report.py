@@ -381,7 +381,12 @@ def test_bench_stored_runs_can_be_judged_anew(tmp_path: Path, peers_folder: Path
         ("1,2,2,64,64,64,causal,sink", "bwd_det", "bfloat16", "--pass bwd --deterministic --shapes {}"),
         ("1,2,2,128,128,64,full,function=half", "bwd", "bfloat16", "--pass bwd --shapes {} --set flex"),
         ("1,2,2,64,64,64,causal", "bwd", "float32-high", "--pass bwd --shapes {} --set fp32"),
-        ("1,8,2,1,512,128,causal,page=64,ragged", "decode", "float16", "--pass decode --shapes {} --dtype fp16"),
+        (
+            "1,8,2,1,512,128,causal,page=64,ragged",
+            "decode",
+            "float16",
+            "--pass decode --shapes {} --dtype fp16",
+        ),
         ("1,2,2,128,128,64,full,function=half", "bwd_det", "bfloat16", None),
         ("1,2,2,64,64,64,causal,sink", "fwd", "float32-high", None),
         ("1,8,2,1,512,128,causal,sink", "decode", "bfloat16", None),

@@ -420,7 +420,7 @@ def test_pack_says_which_kernels_spill(wheel, cache, tmp_path, monkeypatch):
     fault = ("spill_bytes: expected 0, got 4",)
     monkeypatch.setattr(manifest, "KNOWN_FAULTS", {manifest.kernel_name(*known): fault})
     name = manifest.kernel_name(*spilling)
-    expected = f"1 kernel spills registers, which costs time and is no known fault: {name} ({size} bytes"
+    expected = f"1 kernel spills to local memory, which costs time and is no known fault: {name} ({size} bytes"
     assert packing.spill_line({spilling: size, known: 8, good: 0}).startswith(expected)
     assert packing.spill_line({known: 8, good: 0}) is None
 
@@ -430,7 +430,7 @@ def test_pack_says_which_kernels_spill(wheel, cache, tmp_path, monkeypatch):
     assert not any("spill" in line for line in said)
     monkeypatch.setattr(packing, "local_bytes", lambda cubin: size)
     packing.build([good], tmp_path, 1, said.append)
-    assert said[-1].startswith("1 kernel spills registers") and manifest.kernel_name(*good) in said[-1]
+    assert said[-1].startswith("1 kernel spills to local memory") and manifest.kernel_name(*good) in said[-1]
 
 
 def test_foreign_library_is_refused(driver):

@@ -43,10 +43,7 @@ LOOKUP, OUR_LOOKUP = b"TVMBackendGetFuncFromEnv", b"tl_attention_pack_lookup"
 # Sections of a cubin for tools alone
 DEBUG_SECTIONS = ("debug_line", "debug_str", "nv_debug_line_sass", "nv_debug_ptx_txt")
 SECTION = struct.Struct("<IIQQQQIIQQ")  # header of a section: name, type, .., offset, size, ..
-INFO_SECTION, INFO = (
-    ".nv.info",
-    struct.Struct("<BBH"),
-)  # an entry: format, attribute, number or size of what follows
+INFO = struct.Struct("<BBH")  # entry of the section .nv.info: format, attribute, number or size of what follows
 SIZED, FRAME_SIZE = 4, 0x11  # a format; an attribute: (index of a symbol, bytes of local memory per thread)
 
 # (code, bits) of a parameter's DLDataType -> its letter, see Kernel in native/launcher.cc. 30: a value that the host holds
@@ -187,8 +184,8 @@ def without_debug(cubin: bytes) -> bytes:
 
 
 def local_bytes(cubin: bytes) -> int:
-    """Bytes of local memory per thread of the kernel in a cubin: registers that nvcc spills are there. 0 without spills."""
-    _, place, size = sections(cubin)[INFO_SECTION]
+    """Bytes of local memory per thread of the kernel in a cubin, where nvcc spills registers to."""
+    _, place, size = sections(cubin)[".nv.info"]
     end, found = place + size, 0
     while place < end:
         entry, attribute, following = INFO.unpack_from(cubin, place)
@@ -201,7 +198,7 @@ def local_bytes(cubin: bytes) -> int:
 
 
 def spill_line(found: Mapping[KernelKey, int]) -> str | None:
-    """A line about kernels with spills that manifest.KNOWN_FAULTS lacks; None if there are none.
+    """A line about kernels with local memory whose spills manifest.KNOWN_FAULTS lacks; None if there are none.
 
     Args:
         found: local_bytes of each kernel.
@@ -214,9 +211,9 @@ def spill_line(found: Mapping[KernelKey, int]) -> str | None:
     }
     if not new:
         return None
-    listed = "; ".join(f"{name} ({size} bytes of local memory per thread)" for name, size in new.items())
+    listed = "; ".join(f"{name} ({size} bytes per thread)" for name, size in new.items())
     verb = "kernel spills" if len(new) == 1 else "kernels spill"
-    return f"{len(new)} {verb} registers, which costs time and is no known fault: {listed}"
+    return f"{len(new)} {verb} to local memory, which costs time and is no known fault: {listed}"
 
 
 def build_launcher(target: Path) -> None:

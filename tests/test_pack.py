@@ -420,7 +420,9 @@ def test_pack_says_which_kernels_spill(wheel, cache, tmp_path, monkeypatch):
     fault = ("spill_bytes: expected 0, got 4",)
     monkeypatch.setattr(manifest, "KNOWN_FAULTS", {manifest.kernel_name(*known): fault})
     name = manifest.kernel_name(*spilling)
-    expected = f"1 kernel spills to local memory, which costs time and is no known fault: {name} ({size} bytes"
+    expected = (
+        f"1 kernel spills to local memory, which costs time and is no known fault: {name} ({size} bytes"
+    )
     assert packing.spill_line({spilling: size, known: 8, good: 0}).startswith(expected)
     assert packing.spill_line({known: 8, good: 0}) is None
 

@@ -43,9 +43,7 @@ LOOKUP, OUR_LOOKUP = b"TVMBackendGetFuncFromEnv", b"tl_attention_pack_lookup"
 # Sections of a cubin for tools alone
 DEBUG_SECTIONS = ("debug_line", "debug_str", "nv_debug_line_sass", "nv_debug_ptx_txt")
 SECTION = struct.Struct("<IIQQQQIIQQ")  # header of a section: name, type, .., offset, size, ..
-INFO = struct.Struct(
-    "<BBH"
-)  # entry of the section .nv.info: format, attribute, number or size of what follows
+INFO = struct.Struct("<BBH")  # entry of .nv.info: format, attribute, number or size of what follows
 SIZED, FRAME_SIZE = 4, 0x11  # a format; an attribute: (index of a symbol, bytes of local memory per thread)
 
 # (code, bits) of a parameter's DLDataType -> its letter, see Kernel in native/launcher.cc. 30: a value that the host holds

@@ -148,7 +148,8 @@ def shapes_of(args: argparse.Namespace) -> dict[str, Shape]:
     for text, shape in chosen.items():
         if shape.options.page or shape.options.ragged:
             raise ValueError(f"--shapes {text}: page and ragged are options of --pass decode alone")
-        if args.set_name not in performance.OWN_SETS:
+        # The precisions of fp32 have head dims of their own; a row names what one lacks
+        if args.set_name != FP32:
             for name in (name for name in ("fwd", "bwd") if name in args.direction):
                 question.check_head_dims(shape.head_dim, shape.head_dim_v, name)
         if bool(shape.options.function) is not (args.set_name == FLEX):
@@ -158,6 +159,9 @@ def shapes_of(args: argparse.Namespace) -> dict[str, Shape]:
             )
         if shape.options.function:
             functions.check(shape)
+        if args.set_name == FP32 and shape.options:
+            got = shape.options.words[0]
+            raise ValueError(f"--shapes {text}: expected no options with --set {FP32}, got {got}")
     return chosen
 
 

@@ -38,6 +38,12 @@ def count_and_fail(problem: AttnProblem, config: KernelConfig, path: Path) -> No
     raise ValueError(f"torch is {'there' if 'torch._C' in sys.modules else 'replaced'}")
 
 
+def count_and_reject(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
+    with path.with_suffix(".log").open("a") as log:
+        log.write(f"{os.getpid()}\n")
+    raise compiler.Rejected("nvcc rejects the kernel:\nkernel.cu(7): error")
+
+
 def import_of_torch(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
     import torch.utils.dlpack  # noqa: F401
 

@@ -78,7 +78,13 @@ def test_bench_fp32_nan_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [["--deterministic", "--pass", "bwd"], ["--providers", "fa3"], ["--dtype", "fp16"]]
+    "argv",
+    [
+        ["--deterministic", "--pass", "bwd"],
+        ["--providers", "fa3"],
+        ["--dtype", "fp16"],
+        ["--shapes", "1,2,2,64,64,64,causal,window=32"],
+    ],
 )
 def test_bench_fp32_bad_arguments_end_with_a_message(argv: list[str], capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):

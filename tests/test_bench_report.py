@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tl_attention.testing.shapes import DIRECTIONS, chosen_shapes
+from tl_attention.explain.report import bench_words
+from tl_attention.explain.work import of_call
+from tl_attention.gpus import H200
+from tl_attention.testing.shapes import DIRECTIONS, Shape, chosen_shapes
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
 pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
@@ -369,3 +372,30 @@ def test_bench_stored_runs_can_be_judged_anew(tmp_path: Path, peers_folder: Path
         "| problem | tl_attention | fa2 | cudnn | ms | error | score |"
         in (folder / "performance.md").read_text()
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "direction", "dtype", "words"),
+    [
+        ("1,2,2,48,48,32,32,causal", "fwd", "float16", "--pass fwd --shapes {} --dtype fp16"),
+        ("1,2,2,64,64,64,causal,sink", "bwd_det", "bfloat16", "--pass bwd --deterministic --shapes {}"),
+        ("1,2,2,128,128,64,full,function=half", "bwd", "bfloat16", "--pass bwd --shapes {} --set flex"),
+        ("1,2,2,64,64,64,causal", "bwd", "float32-high", "--pass bwd --shapes {} --set fp32"),
+        (
+            "1,8,2,1,512,128,causal,page=64,ragged",
+            "decode",
+            "float16",
+            "--pass decode --shapes {} --dtype fp16",
+        ),
+        ("1,2,2,128,128,64,full,function=half", "bwd_det", "bfloat16", None),
+        ("1,2,2,64,64,64,causal,sink", "fwd", "float32-high", None),
+        ("1,8,2,1,512,128,causal,sink", "decode", "bfloat16", None),
+    ],
+)
+def test_explain_names_a_command_that_measures(text, direction, dtype, words):
+    shape = Shape.parse(text)
+    found = bench_words(of_call(shape, direction, dtype, H200))
+    assert found == (words and words.format(shape))
+    if found:
+        asked = run.parse_args(found.split())
+        assert list(asked.shapes.values()) == [shape] and asked.direction == direction

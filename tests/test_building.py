@@ -111,7 +111,15 @@ def test_builder_whose_import_fails_without_torch_gets_it(monkeypatch):
 def test_build_that_fails_is_tried_once_more_with_torch(monkeypatch):
     monkeypatch.setattr(compiler, "build", fake_compiler.count_and_fail)
     (error,) = building.build_all([(PROBLEM, GOOD)]).values()
-    assert "torch is there" in str(error) and len(builders()) == 2
+    assert "could not be built: ValueError: torch is there" in str(error) and len(builders()) == 2
+    assert str(error).endswith("before, in a builder without torch: ValueError: torch is replaced")
+
+
+def test_build_that_nvcc_rejects_is_tried_once(monkeypatch):
+    monkeypatch.setattr(compiler, "build", fake_compiler.count_and_reject)
+    (error,) = building.build_all([(PROBLEM, GOOD)]).values()
+    assert str(error).endswith("could not be built: Rejected: nvcc rejects the kernel:\nkernel.cu(7): error")
+    assert len(builders()) == 1
 
 
 def test_building_starts_no_thread(monkeypatch):

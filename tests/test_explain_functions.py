@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from tl_attention import cli
 from tl_attention.explain import model, work
 from tl_attention.gpus import H200
-from tl_attention.testing import counts
+from tl_attention.testing import counts, functions
 from tl_attention.testing.shapes import Shape
 
 
@@ -46,6 +48,14 @@ def test_function_of_a_mask_has_the_tiles_of_the_mask(name, direction):
     assert found.least_bytes == call("2,4,2,2048,2048,64,full", direction).least_bytes + partial * 2048
 
 
+def test_docs_count_the_blocks_of_the_documents_that_are_measured():
+    asked = call("2,16,16,8192,8192,128,full,function=documents").asked
+    partial, listed = int(asked.partial.sum()), int((asked.partial | asked.full).sum())
+    ratio = listed * functions.BLOCK**2 / (asked.seen * 8192**2)
+    text = " ".join((Path(__file__).parents[1] / "docs/flex.md").read_text().split())
+    assert f"hold {ratio:.1f} times the pairs that are shown, and {partial} of their {listed} blocks" in text
+
+
 def test_function_of_random_blocks_has_the_share_that_it_names():
     listed = function("listed-0.25", 4096)
     share = listed.kernels[0].steps / (2 * 4 * 32 * 32)
@@ -77,7 +87,7 @@ def test_bytes_of_a_dense_bias():
             assert found.least_bytes == plain[direction] + times * entries * size
     shared, own = (function(name, 512, "bwd") for name in ("bias-of-heads", "bias-of-batch"))
     (summed,) = (helper for helper in shared.helpers if "bias" in helper.name)
-    assert (summed.bytes, summed.known, shared.again_bytes, own.again_bytes) == (3 * size, size, size, 0)
+    assert (summed.bytes, summed.known, shared.again_bytes, own.again_bytes) == (3 * size, size, 2 * size, 0)
     assert model.hbm_bytes(function("bias-of-heads")) == function("bias-of-heads").least_bytes, (
         "the L2 keeps it"
     )
@@ -97,6 +107,10 @@ def test_work_of_a_learned_bias_per_distance():
         (
             ["1,8,8,64,64,64,full,function=cauasl"],
             "expected function=causal, .* or listed-SHARE, got function=cauasl",
+        ),
+        (
+            ["1,128,128,131072,131072,64,full,function=half"],
+            "expected at most 67108864 blocks of 128 x 128 in all heads, got 134217728",
         ),
         (
             ["1,8,8,64,64,64,full,function=listed-0"],

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import cli, configs
-from tl_attention.compilation import building, manifest, pack, packing, store, toolkit
+from tl_attention import cli, configs, doctor
+from tl_attention.compilation import building, compiler, manifest, pack, packing, store, toolkit
 from tl_attention.kernel_configs import BwdSum, DecodeCombine, FwdCombine
 from tl_attention.problem import DEFAULT_DTYPE, DIRECTIONS, DTYPES, HALF_DTYPES, AttnProblem, tile_widths
 from tl_attention.tracing.trace import trace
@@ -324,11 +324,23 @@ def test_doctor_says_version_compilers_and_coverage(site, wheel):
     printed = output_of(BLOCKED + "from tl_attention import cli; cli.main(['doctor'])", site)
     states = {line[8:21].strip(): (line[:8].strip(), line[21:]) for line in printed.splitlines()}
     state, text = states["pack"]
-    assert state == "ok"
+    assert state == "partial"
+    whole = len(manifest.pack_kernels())
     assert text.startswith(
-        f"{VERSION}+{pack.sources_version()}, 3 of {len(manifest.pack_kernels())} kernels, by tilelang 0.1.15, nvcc "
+        f"{VERSION}+{pack.sources_version()}, 3 of {whole} kernels, by tilelang 0.1.15, nvcc "
     )
+    assert f": the other {whole - 3} are compiled on a first call, by TileLang and nvcc; " in text
+    assert text.endswith("`tl-attention pack`")
     assert states["tilelang"][0] == states["nvcc"][0] == "-"
+
+
+@pytest.mark.parametrize("covered", [12, 13])
+def test_doctor_says_ok_for_a_whole_pack_alone(covered, monkeypatch, capsys):
+    installed = pack.Pack(Path("site"), "0.1.0", {}, [], {})
+    monkeypatch.setattr(pack, "installed", lambda: installed)
+    monkeypatch.setattr(doctor, "_pack_coverage", lambda: (covered, 13))
+    state = "ok" if covered == 13 else "partial"
+    assert doctor_lines(capsys)["pack"].startswith(f"{state:8}pack         0.1.0, {covered} of 13 kernels")
 
 
 def test_doctor_asks_for_tilelang_without_a_pack(monkeypatch, capsys):
@@ -386,6 +398,41 @@ def test_cubin_of_a_pack_keeps_all_but_debug_sections(wheel, cache, monkeypatch)
     assert changed <= dropped | set(headers)
     text = next(name for name in sections if name.startswith(".text"))
     assert packing.sections(record.cubin)[text] == sections[text]
+
+
+SPILLING_CODE = """
+extern "C" __global__ void __maxnreg__(24) kernel(float *x) {
+  float held[48];
+#pragma unroll
+  for (int i = 0; i < 48; ++i) held[i] = x[i * 32 + threadIdx.x];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 48; ++i) x[i * 32 + threadIdx.x] = held[47 - i] * held[i * 7 % 48];
+}
+"""
+
+
+def test_pack_says_which_kernels_spill(wheel, cache, tmp_path, monkeypatch):
+    spilling, known, good = (PROBLEM, FwdCombine()), (PROBLEM, BwdSum(64)), (PROBLEM, DecodeCombine())
+    cubin = compiler.assemble(SPILLING_CODE, tmp_path, {})[1].read_bytes()
+    size = packing.local_bytes(cubin)
+    assert size >= 4 * 20 and packing.local_bytes(packing.without_debug(cubin)) == size
+    fault = ("spill_bytes: expected 0, got 4",)
+    monkeypatch.setattr(manifest, "KNOWN_FAULTS", {manifest.kernel_name(*known): fault})
+    name = manifest.kernel_name(*spilling)
+    expected = (
+        f"1 kernel spills to local memory, which costs time and is no known fault: {name} ({size} bytes"
+    )
+    assert packing.spill_line({spilling: size, known: 8, good: 0}).startswith(expected)
+    assert packing.spill_line({known: 8, good: 0}) is None
+
+    monkeypatch.setenv("TL_ATTENTION_CACHE_DIR", str(cache))
+    said = []
+    packing.build([good], tmp_path, 1, said.append)
+    assert not any("spill" in line for line in said)
+    monkeypatch.setattr(packing, "local_bytes", lambda cubin: size)
+    packing.build([good], tmp_path, 1, said.append)
+    assert said[-1].startswith("1 kernel spills to local memory") and manifest.kernel_name(*good) in said[-1]
 
 
 def test_foreign_library_is_refused(driver):

@@ -14,6 +14,8 @@ from tl_attention import configs
 from tl_attention.problem import DIRECTIONS
 from tl_attention.target import gpu_name, is_hopper
 
+PARTLY = "partly"  # there, and not all of it
+
 
 def report(strict: bool) -> int:
     """Print what is found and, for what is missing, what to do. Returns 1 if strict and something needed is missing."""
@@ -26,7 +28,7 @@ def report(strict: bool) -> int:
             good, text = False, f"{type(error).__name__}: {error}"
         if needed and not good:
             missing += 1
-        state = "ok" if good else "MISSING" if needed else "-"
+        state = "partial" if good is PARTLY else "ok" if good else "MISSING" if needed else "-"
         print(f"{state:8}{name:13}{text}")
     return 1 if missing and strict else 0
 
@@ -90,7 +92,7 @@ def _pack_coverage() -> tuple[int, int]:
     return sum(bool(installed and installed.find(*kernel)) for kernel in kernels), len(kernels)
 
 
-def _check_pack() -> tuple[bool, str]:
+def _check_pack() -> tuple[bool | str, str]:
     from tl_attention.compilation import pack
 
     found = pack.installed()
@@ -99,7 +101,15 @@ def _check_pack() -> tuple[bool, str]:
     covered, kernels = _pack_coverage()
     compilers = ", ".join(f"{name} {version}" for name, version in found.compilers.items())
     text = f"{found.version}, {covered} of {kernels} kernels, by {compilers}, {found.folder}"
-    return (True, text) if covered else (False, f"{text}: {pack.advice()}")
+    if not covered:
+        return False, f"{text}: {pack.advice()}"
+    if covered < kernels:
+        others = f"the other {kernels - covered} are compiled on a first call, by TileLang and nvcc"
+        return (
+            PARTLY,
+            f"{text}: {others}; install the wheel of this version, or build it with `tl-attention pack`",
+        )
+    return True, text
 
 
 def _check_tilelang() -> tuple[bool, str]:

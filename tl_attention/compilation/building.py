@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,6 +30,8 @@ from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import AttnProblem
 
 TICK = 0.1  # seconds between checks of kernels that another process builds
+# Errors of a builder that the stand-in for torch cannot cause: those of nvcc and of files
+SAME_WITH_TORCH = {compiler.Rejected.__name__, OSError.__name__}
 CPUS_PER_BUILDER = 4  # for building ahead, so that builders which a call waits for have CPUs of their own
 
 _compiled: dict[KernelKey, Kernel] = {}
@@ -226,7 +228,7 @@ def _build(
     """Build kernels. Yields (kernel, error or None) as each ends, and every TICK seconds how many of them other processes build.
 
     The calling thread waits: another thread would delay the end of the program. A kernel that fails in a builder without torch is
-    built once more by one with torch, whose result or error counts.
+    built once more by one with torch, unless the error would be the same. If both fail, the error has both reasons.
     """
     waiting, running = list(kernels), dict[Connection, _Running]()
     jobs = max(1, min(jobs or len(os.sched_getaffinity(0)), len(kernels)))
@@ -263,46 +265,59 @@ def _build(
                 time.sleep(TICK)
             for pipe in connection.wait(running, TICK):
                 done = running.pop(pipe)
-                error = done.finish()
-                if error and done.sandbox.torchless:
+                failures = done.finish()
+                if failures and done.sandbox.torchless and not SAME_WITH_TORCH & {*failures[-1].raised}:
                     # Perhaps a library asks for what the stand-in for torch lacks: once more with torch itself
                     done.sandbox.torchless = False
+                    again = replace(done, earlier=failures)
                     try:
-                        running[done.begin()] = done
+                        running[again.begin()] = again
                         continue
                     except Failure as failure:
-                        error = _error(done.kernel, failure)
+                        failures = (*failures, failure)
                 _unlock(done.lock)
                 idle.append(done.sandbox)
-                yield done.kernel, error
+                yield done.kernel, _error(done.kernel, *failures) if failures else None
 
 
 @dataclass(frozen=True)
 class _Running:
-    """A kernel that is being built."""
+    """A kernel that is being built.
+
+    Args:
+        earlier: the failure of a builder without torch.
+    """
 
     kernel: KernelKey
     sandbox: Sandbox
     lock: IO
+    earlier: tuple[Failure, ...] = ()
 
     def begin(self) -> Connection:
         """Begin to build it. Returns the pipe of the answer."""
         self.sandbox.begin(compiler.build, *self.kernel, store.kernel_path(*self.kernel))
         return self.sandbox.pipe
 
-    def finish(self) -> Exception | None:
-        """Take the answer: the reason if it could not be built."""
+    def finish(self) -> tuple[Failure, ...]:
+        """Take the answer. Returns the failures of all builders, none if the last one has built the kernel."""
         try:
             self.sandbox.finish()
         except Failure as failure:
-            return _error(self.kernel, failure)
-        return None
+            return (*self.earlier, failure)
+        return ()
 
 
-def _error(kernel: KernelKey, reason: Exception) -> RuntimeError:
+def _error(kernel: KernelKey, *reasons: Exception) -> RuntimeError:
+    """Error of a kernel that could not be built.
+
+    Args:
+        reasons: one per builder; the first of two is that of a builder without torch.
+    """
     problem, config = kernel
-    advice = "; TL_ATTENTION_CACHE_DIR names another folder" if isinstance(reason, OSError) else ""
-    return RuntimeError(f"tl_attention: {problem}, {config} could not be built: {reason}{advice}")
+    *earlier, reason = dict.fromkeys(map(str, reasons))
+    advice = "; TL_ATTENTION_CACHE_DIR names another folder" if isinstance(reasons[-1], OSError) else ""
+    before = f"; before, in a builder without torch: {earlier[0]}" if earlier else ""
+    return RuntimeError(f"tl_attention: {problem}, {config} could not be built: {reason}{advice}{before}")
 
 
 def prepare_to_build() -> None:

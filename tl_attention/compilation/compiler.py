@@ -61,6 +61,10 @@ SMEM_LINE = "// dynamic shared memory: {} bytes"  # last line of a stored source
 STALE = 3600  # seconds after which no process builds in a folder any more
 
 
+class Rejected(RuntimeError):
+    """CUDA source that nvcc rejects; the text has what nvcc printed."""
+
+
 def template(config: KernelConfig) -> tuple[str, str]:
     """Module of kernels/ that makes a kernel, and the function in it."""
     by_queries = isinstance(config, BwdPass) and config.grads == "dq"
@@ -147,7 +151,7 @@ def assemble(
     Returns:
         Output of the compiler, and the file of the cubin.
     Raises:
-        FileNotFoundError: there is no nvcc. RuntimeError: nvcc rejects the source.
+        FileNotFoundError: there is no nvcc. Rejected: nvcc rejects the source.
     """
     from tilelang.contrib import cc, nvcc
 
@@ -168,7 +172,7 @@ def assemble(
     ]
     run = subprocess.run([*command, path.name], capture_output=True, text=True, cwd=folder)
     if run.returncode:
-        raise RuntimeError(f"nvcc rejects the kernel:\n{run.stdout}{run.stderr}")
+        raise Rejected(f"nvcc rejects the kernel:\n{run.stdout}{run.stderr}")
     return run.stdout + run.stderr, path.with_suffix(".cubin")
 
 

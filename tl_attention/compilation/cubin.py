@@ -108,7 +108,7 @@ def report_source(
         smem: bytes of dynamic shared memory at launch.
         options: those of the compiler passes.
     Raises:
-        FileNotFoundError: there is no nvcc. RuntimeError: nvcc rejects the source.
+        FileNotFoundError: there is no nvcc. compiler.Rejected: nvcc rejects the source.
     """
     with tempfile.TemporaryDirectory() as folder:
         log, cubin = compiler.assemble(source, Path(folder), options, ["-Xptxas=-v", "--keep"])

@@ -25,7 +25,7 @@ import subprocess
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,8 @@ LOOKUP, OUR_LOOKUP = b"TVMBackendGetFuncFromEnv", b"tl_attention_pack_lookup"
 # Sections of a cubin for tools alone
 DEBUG_SECTIONS = ("debug_line", "debug_str", "nv_debug_line_sass", "nv_debug_ptx_txt")
 SECTION = struct.Struct("<IIQQQQIIQQ")  # header of a section: name, type, .., offset, size, ..
+INFO = struct.Struct("<BBH")  # entry of .nv.info: format, attribute, number or size of what follows
+SIZED, FRAME_SIZE = 4, 0x11  # a format; an attribute: (index of a symbol, bytes of local memory per thread)
 
 # (code, bits) of a parameter's DLDataType -> its letter, see Kernel in native/launcher.cc. 30: a value that the host holds
 PARAMETERS = {
@@ -181,6 +183,39 @@ def without_debug(cubin: bytes) -> bytes:
     return bytes(slim)
 
 
+def local_bytes(cubin: bytes) -> int:
+    """Bytes of local memory per thread of the kernel in a cubin, where nvcc spills registers to."""
+    _, place, size = sections(cubin)[".nv.info"]
+    end, found = place + size, 0
+    while place < end:
+        entry, attribute, following = INFO.unpack_from(cubin, place)
+        place += INFO.size
+        if entry == SIZED:
+            if attribute == FRAME_SIZE:
+                found = max(found, struct.unpack_from("<II", cubin, place)[1])
+            place += following
+    return found
+
+
+def spill_line(found: Mapping[KernelKey, int]) -> str | None:
+    """A line about kernels with local memory whose spills manifest.KNOWN_FAULTS lacks; None if there are none.
+
+    Args:
+        found: local_bytes of each kernel.
+    """
+    names = {manifest.kernel_name(*kernel): size for kernel, size in found.items() if size}
+    new = {
+        name: size
+        for name, size in names.items()
+        if not any(fault.startswith("spill_bytes") for fault in manifest.KNOWN_FAULTS.get(name, ()))
+    }
+    if not new:
+        return None
+    listed = "; ".join(f"{name} ({size} bytes per thread)" for name, size in new.items())
+    verb = "kernel spills" if len(new) == 1 else "kernels spill"
+    return f"{len(new)} {verb} to local memory, which costs time and is no known fault: {listed}"
+
+
 def build_launcher(target: Path) -> None:
     """Compile native/launcher.cc with the C++ compiler that TileLang needs too."""
     import tvm_ffi
@@ -242,6 +277,8 @@ def build(
 ) -> Path:
     """Build the wheel of some kernels in the folder `out`. Kernels of the cache are not built anew.
 
+    Args:
+        say: called with lines of progress, and at the end with that of spill_line.
     Raises:
         PackError: kernels could not be built, or there is no C++ compiler.
     """
@@ -250,11 +287,16 @@ def build(
         raise PackError("\n".join([*failed, f"{len(failed)} of {len(kernels)} kernels could not be built"]))
     alike = sorted(kernels, key=_likeness)
     groups = [alike[i : i + GROUP] for i in range(0, len(alike), GROUP)]
+    spills: dict[KernelKey, int] = {}
 
     def packed(group: list[KernelKey]) -> tuple[list[int], bytes]:
         """Sizes of the records of a group, and the compressed group."""
-        records = [_read_record(store.kernel_path(*kernel)).content() for kernel in group]
-        return list(map(len, records)), lzma.compress(b"".join(records), preset=9 | lzma.PRESET_EXTREME)
+        records = [_read_record(store.kernel_path(*kernel)) for kernel in group]
+        spills.update(
+            (kernel, local_bytes(record.cubin)) for kernel, record in zip(group, records, strict=True)
+        )
+        contents = [record.content() for record in records]
+        return list(map(len, contents)), lzma.compress(b"".join(contents), preset=9 | lzma.PRESET_EXTREME)
 
     say(f"compressing {len(kernels)} kernels")
     with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count()) as threads:
@@ -286,7 +328,10 @@ def build(
         pack.LAUNCHER: library,
         pack.DATA: b"".join(content for _, content in contents),
     }
-    return _write_wheel(out, version, platform_tag(library), files)
+    wheel = _write_wheel(out, version, platform_tag(library), files)
+    if line := spill_line({kernel: spills[kernel] for kernel in alike}):
+        say(line)
+    return wheel
 
 
 def _likeness(kernel: KernelKey) -> tuple:

@@ -35,7 +35,15 @@ def time_left(limit_s: float, end_by: float) -> float:
 
 
 class Failure(Exception):
-    """A call in a subprocess without a result; the text says why."""
+    """A call in a subprocess without a result; the text says why.
+
+    Args:
+        raised: names of the class of the exception that the call raised and of its bases; empty if it raised none.
+    """
+
+    def __init__(self, text: str, raised: Sequence[str] = ()):
+        super().__init__(text)
+        self.raised = tuple(raised)
 
 
 class OutOfTime(Failure):
@@ -137,7 +145,7 @@ class Sandbox:
             raise OutOfTime(f"no end within {limit_s:.3g} s")
         value, error = self.pipe.recv()
         if error:
-            raise Failure(error)
+            raise Failure(*error)
         return value
 
 
@@ -231,7 +239,8 @@ def _serve(pipe: Connection, receive: Callable[[], tuple[Callable[..., Any], tup
             try:
                 answer = function(*args), None
             except Exception as error:
-                answer = None, f"{type(error).__name__}: {error}"
+                classes = [parent.__name__ for parent in type(error).__mro__]
+                answer = None, (f"{classes[0]}: {error}", classes)
             pipe.send(answer)
 
 

@@ -20,6 +20,7 @@ from tl_attention.testing.shapes import Shape, ShapeOptions
 GATHERED_PER_CLOCK, SCATTERED_PER_CLOCK = 8.0, 0.65
 DENSE_INSTRUCTIONS = 2  # per score of a bias by query and key: its load from shared memory and its conversion
 MAX_LENGTH = 1 << 17  # queries or keys of a mask, whose blocks are listed one by one
+MAX_BLOCKS = 1 << 26  # of all heads, where each has blocks of its own
 LEAVES = ("score", "query", "key")  # what differs from score to score of a tile
 
 
@@ -103,9 +104,16 @@ class Asked:
 def check(shape: Shape) -> None:
     """Raise ValueError for a function that is unknown, that a shape cannot have, or whose blocks are too many to list."""
     functions.check(shape)
-    longest = max(shape.seqlen_q, shape.seqlen_k)
-    if longest > MAX_LENGTH and shape.options.function not in functions.SCORES | functions.BIASES:
+    name, longest = shape.options.function, max(shape.seqlen_q, shape.seqlen_k)
+    if name in functions.SCORES | functions.BIASES:
+        return
+    if longest > MAX_LENGTH:
         raise ValueError(f"shape {shape}: expected at most {MAX_LENGTH} keys with a mask, got {longest}")
+    blocks = shape.heads_q * (longest // BLOCK) ** 2
+    if name not in functions.MASKS and blocks > MAX_BLOCKS:
+        raise ValueError(
+            f"shape {shape}: expected at most {MAX_BLOCKS} blocks of {BLOCK} x {BLOCK} in all heads, got {blocks}"
+        )
 
 
 @functools.lru_cache(maxsize=64)

@@ -299,8 +299,11 @@ def _measured(work: Work, estimate: Estimate, found: Sequence[Measurement]) -> I
         yield "no results here: an installed package has none; a checkout has them in benchmarks/results"
         return
     if not found:
-        ask = "--pass bwd --deterministic" if work.direction == "bwd_det" else f"--pass {work.direction}"
-        yield f"benchmarks/results has no such row for {work.gpu.name}; tl-attention bench {ask} --shapes {work.shape} measures it"
+        words = bench_words(work)
+        can = (
+            f"; tl-attention bench {words} measures it" if words else ", and tl-attention bench measures none"
+        )
+        yield f"benchmarks/results has no such row for {work.gpu.name}{can}"
     for one in found:
         speed = f"{work.flops / one.ms / 1e9:.4g} TFLOPS"
         if work.direction == DECODE:
@@ -308,6 +311,24 @@ def _measured(work: Work, estimate: Estimate, found: Sequence[Measurement]) -> I
         warm = ", inputs in L2" if one.warm else ""
         where = f"{one.path.parent.name}/{one.path.name}, row {one.name}, commit {one.commit}{warm}"
         yield f"{duration(one.ms / 1e3)}, {speed}; predicted / measured {1e3 * estimate.seconds / one.ms:.2f} ({where})"
+
+
+def bench_words(work: Work) -> str | None:
+    """Arguments with which `tl-attention bench` measures a call; None if it measures no such call."""
+    shape, direction, dtype = work.shape, work.direction, work.problem.dtype
+    of_decode = "page", "ragged"
+    others = [word for word in shape.options.words if word.partition("=")[0] not in (*of_decode, "function")]
+    words = ["--pass bwd --deterministic" if direction == "bwd_det" else f"--pass {direction}"]
+    words.append(f"--shapes {shape}")
+    if shape.options.function or work.problem.is_fp32:  # sets of their own
+        if direction == "bwd_det" or dtype == "float16" or others:
+            return None
+        words.append("--set flex" if shape.options.function else "--set fp32")
+    elif direction == DECODE and others:
+        return None
+    elif dtype == "float16":
+        words.append("--dtype fp16")
+    return " ".join(words)
 
 
 def _config(work: Work, estimate: Estimate) -> Iterator[str]:

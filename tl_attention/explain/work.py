@@ -318,15 +318,15 @@ def _staged_clocks(asked: Asked | None, scores: int, gradients: bool) -> float:
 def _again_bytes(shape: Shape, asked: Asked | None, passes: int, gpu: Gpu) -> int:
     """Bytes of dense captured tensors beside reading each once and writing its gradient once.
 
-    Each pass reads them; where they serve all batch entries and the L2 does not keep them, for each entry anew. Gradients are stored per
-    batch entry.
+    Each pass reads them; where they serve all batch entries and the L2 does not keep them, for each entry anew. The gradient of a tensor
+    that serves all entries is first stored per entry, and another kernel sums these.
     """
     if not asked or not asked.bias_bytes:
         return 0
     stays = asked.is_bias_per_batch or asked.bias_bytes <= 1e6 * gpu.l2_mb
     reads = max(passes, 1) * (1 if stays else shape.batch)
-    stores = 1 if asked.is_bias_per_batch else shape.batch
-    return asked.bias_bytes * (reads - 1 + (stores - 1) * (passes > 0))
+    stores = 0 if asked.is_bias_per_batch else shape.batch
+    return asked.bias_bytes * (reads - 1 + stores * (passes > 0))
 
 
 def _bias_helpers(shape: Shape, asked: Asked | None) -> list[Helper]:

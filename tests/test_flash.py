@@ -19,7 +19,7 @@ from tl_attention import (
     flash_attn_varlen_qkvpacked_func,
     ops,
 )
-from tl_attention.options import Options, canonical_window, parse_options, rows_in_use
+from tl_attention.options import Options, canonical_window, parse_arguments, parse_options, rows_in_use
 from tl_attention.reference import dropout_keep, rounded_dropout
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
@@ -586,12 +586,14 @@ def test_eager_autograd_function_equals_the_op(name, varlen):
     qkv, arguments = op_arguments(name, "cpu", varlen)
     inputs = [*qkv, *(x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad)]
 
-    def launch(q, k, v, softmax_scale, lse_base2):
-        return torch.ops.tl_attention.fwd(*(x.detach() for x in (q, k, v)), *arguments)
+    call, options = parse_arguments(arguments)
+
+    def launch(q, k, v, softmax_scale, lse_base2, options):
+        return torch.ops.tl_attention.fwd(*(x.detach() for x in (q, k, v)), *call, *options.arguments())
 
     results = []
     for outputs in (
-        ops._differentiable(*qkv, *arguments, launch),
+        ops.run_eagerly(*qkv, call, options, launch),
         torch.ops.tl_attention.fwd(*qkv, *arguments),
     ):
         results.append(

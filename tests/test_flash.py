@@ -18,6 +18,7 @@ from tl_attention import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     ops,
+    user_options,
 )
 from tl_attention.options import Options, canonical_window, parse_arguments, parse_options, rows_in_use
 from tl_attention.reference import dropout_keep, rounded_dropout
@@ -374,7 +375,7 @@ def test_num_splits_does_not_change_the_result_of_packed_sequences(device):
 def test_a_call_with_options_off_is_a_plain_one(off, monkeypatch):
     calls = []
     plain = ops.attention
-    monkeypatch.setattr(ops, "attention", lambda *x: calls.append(x) or plain(*x))
+    monkeypatch.setattr(user_options, "attention", lambda *x: calls.append(x) or plain(*x))
     q = torch.randn(1, 6, 2, 64).to(BF16)
     causal = off.get("window_size") == (None, 0)
     assert torch.equal(flash_attn_func(q, q, q, **off), flash_attn_func(q, q, q, causal=causal))

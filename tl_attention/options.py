@@ -117,14 +117,14 @@ class Options:
 
     @functools.cached_property
     def key(self) -> tuple:
-        """The options' part of a plan's key, without the splits of packed sequences."""
+        """Part of a launch plan's key, without the splits of packed sequences."""
         names = *self.names, self.parts, self.window_keys
         if self.varlen:
             return *names, self.cu_seqlens_q.shape[0], length_bucket(self.max_seqlen_k)
         return *names, self.num_splits
 
     def with_tensors(self, **tensors: torch.Tensor | None) -> Options:
-        """These options with other tensors of the same shapes and dtypes. For a launch: `names` and `key` stay those of before.
+        """Copy with other tensors of the same shapes and dtypes; `names` and `key` stay those of before.
 
         Args:
             tensors: by field; a field that is left out keeps its tensor.
@@ -134,7 +134,7 @@ class Options:
         return options
 
     def without_tensors(self) -> Options:
-        """These options without tensors, for a later with_tensors()."""
+        """Copy without tensors, for a later with_tensors()."""
         _ = self.names, self.key
         return self.with_tensors(**_NO_TENSORS)
 

@@ -89,7 +89,7 @@ def checked_options(q: torch.Tensor, keys: int, causal: bool, asked: UserOptions
 def _state_of_dropout(
     q: torch.Tensor, dropout_p: float, rng_state: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """rng_state of a launch: None without dropout, by default drawn."""
+    """State of dropout in a launch: by default drawn; None without dropout."""
     if not dropout_p:
         return None
     if rng_state is None:
@@ -174,7 +174,7 @@ def _signature(
 
 
 class _KnownCall(NamedTuple):
-    """What follows from the signature of a call that has passed the checks. It holds no tensor.
+    """Facts that follow from the signature of a call that has passed the checks. They hold no tensor.
 
     Attributes:
         causal, options: in canonical form; the options without their tensors.

@@ -1,7 +1,7 @@
 """Forward and backward as torch ops, with schemas and fakes, so that torch.compile traces them without a graph break.
 
-attention and attention_backward are the entries of the public functions without options. To save host time they skip the op
-if nothing traces the call, and the checks if tensors with the same metadata have passed them before.
+attention and attention_backward are the entries of the public functions without options. To save host time they skip the op if nothing
+traces the call, and the checks if tensors with the same metadata have passed them before. user_options.py does so for calls with options.
 """
 
 from __future__ import annotations

@@ -129,7 +129,9 @@ class Options:
         Args:
             tensors: by field; a field that is left out keeps its tensor.
         """
-        options = object.__new__(Options)  # replace() takes 3 us, as its checks
+        options = object.__new__(
+            Options
+        )  # replace() would leave out what is cached, and sets each field of a frozen class
         options.__dict__.update(self.__dict__, **tensors)
         return options
 

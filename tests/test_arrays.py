@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tl_attention.launch.arrays import DLPACK_CUDA, ArgumentViews
+from tl_attention.problem import FAR
 
 
 class DLTensor(ctypes.Structure):
@@ -58,6 +59,18 @@ def test_views_are_copied_where_tma_cannot_address_them(heads_first):
             assert torch.equal(view, x) and view.data_ptr() % 16 == 0 and all(view.stride())
         assert (found[0].data_ptr(), found[1].data_ptr()) != (others[0].data_ptr(), others[1].data_ptr())
         assert found[1].data_ptr() == others[1].data_ptr()
+
+
+def test_views_of_packed_sequences_need_no_batch(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 3)
+    whole = torch.randn(12, 3, 64).bfloat16()
+    odd = torch.cat([whole.flatten(), whole.flatten()])[1:][: whole.numel()].view_as(whole)
+    views = ArgumentViews(False, whole[None], whole[None], packed=True)
+    for tensors in ((whole, whole), (whole[None], whole[None]), (odd, whole), (odd[None], whole[None])):
+        first, second = [DLTensor.from_address(pointer.value) for pointer in views.of(*tensors)]
+        assert tuple(second.shape[:5]) == tuple(first.shape[:5]) == (FAR + 1, 13, FAR, 3, 64)
+        assert second.data == whole.data_ptr() and first.data % 16 == 0
+        assert (first.data == whole.data_ptr()) == (tensors[0].data_ptr() == whole.data_ptr())
 
 
 def test_views_without_transposing_are_the_tensors():

@@ -18,8 +18,9 @@ from tl_attention import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     ops,
+    user_options,
 )
-from tl_attention.options import Options, canonical_window, parse_options, rows_in_use
+from tl_attention.options import Options, canonical_window, parse_arguments, parse_options, rows_in_use
 from tl_attention.reference import dropout_keep, rounded_dropout
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
@@ -374,7 +375,7 @@ def test_num_splits_does_not_change_the_result_of_packed_sequences(device):
 def test_a_call_with_options_off_is_a_plain_one(off, monkeypatch):
     calls = []
     plain = ops.attention
-    monkeypatch.setattr(ops, "attention", lambda *x: calls.append(x) or plain(*x))
+    monkeypatch.setattr(user_options, "attention", lambda *x: calls.append(x) or plain(*x))
     q = torch.randn(1, 6, 2, 64).to(BF16)
     causal = off.get("window_size") == (None, 0)
     assert torch.equal(flash_attn_func(q, q, q, **off), flash_attn_func(q, q, q, causal=causal))
@@ -586,12 +587,14 @@ def test_eager_autograd_function_equals_the_op(name, varlen):
     qkv, arguments = op_arguments(name, "cpu", varlen)
     inputs = [*qkv, *(x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad)]
 
-    def launch(q, k, v, softmax_scale, lse_base2):
-        return torch.ops.tl_attention.fwd(*(x.detach() for x in (q, k, v)), *arguments)
+    call, options = parse_arguments(arguments)
+
+    def launch(q, k, v, softmax_scale, lse_base2, options):
+        return torch.ops.tl_attention.fwd(*(x.detach() for x in (q, k, v)), *call, *options.arguments())
 
     results = []
     for outputs in (
-        ops._differentiable(*qkv, *arguments, launch),
+        ops.run_eagerly(*qkv, call, options, launch),
         torch.ops.tl_attention.fwd(*qkv, *arguments),
     ):
         results.append(

@@ -143,7 +143,8 @@ def seen_parts(call, monkeypatch):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_fp32_precision_defaults_to_that_of_torch(precision, monkeypatch):
-    monkeypatch.setattr("tl_attention.ops.runs_in_bf16", lambda q, parts: parts == 1)
+    for module in ("ops", "user_options"):
+        monkeypatch.setattr(f"tl_attention.{module}.runs_in_bf16", lambda q, parts: parts == 1)
     q, k, v = draw_qkv(1, 1, 1, 8, 8, 16)
     torch.set_float32_matmul_precision(precision)
     wanted = 0 if precision == "medium" else PRECISIONS[precision]  # medium runs in bf16

@@ -22,11 +22,12 @@ STDLIB = sys.stdlib_module_names | {"tomllib"}
 DOORS = {
     "__init__": "block_masks interface flash flex kvcache merge",
     "interface": "torch checks/common checks/fp32 ops options launch reference",
-    "flash": "torch checks/common checks/lengths checks/transforms flex ops paged",
-    "paged": "torch checks/common checks/kvcache checks/lengths checks/paged checks/transforms options ops reference/kvcache",
+    "flash": "torch checks/common checks/lengths checks/transforms flex ops paged user_options",
+    "paged": "torch checks/common checks/kvcache checks/lengths checks/paged checks/transforms options ops reference/kvcache "
+    "user_options",
     "tracing/builtin_options": "torch checks/common options program tracing/program_values",
     "flex": "torch flex_lists tracing/builtin_options tracing/captures checks/common checks/flex checks/transforms launch ops program "
-    "reference/flex | tracing/trace",
+    "reference/flex user_options | tracing/trace",
     "flex_lists": "torch block_masks tracing/captures tracing/intervals launch/block_lists program",
     "tracing/dense_bias": "torch",
     "block_masks": "torch tracing/builtin_options tracing/captures checks/flex checks/masks checks/transforms tracing/intervals program "
@@ -47,6 +48,7 @@ DOORS = {
     "checks/transforms": "torch problem",
     "options": "torch problem",
     "ops": "torch checks/common checks/fp32 checks/transforms options launch ops_jvp reference transforms",
+    "user_options": "torch checks/common checks/fp32 launch ops options",
     "ops_jvp": "torch checks/common checks/transforms options launch reference/jvp transforms",
     "transforms": "torch options",
     "torch_backend": "torch checks/common checks/fp32 options flash ops torch_masks",

@@ -54,8 +54,9 @@ from tl_attention.checks.common import check_packed, expect_bool
 from tl_attention.checks.lengths import NAMES, Lengths, Names, checked_lengths
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.flex import attend_by_functions
-from tl_attention.ops import UserOptions, attention, attention_with_options
+from tl_attention.ops import attention
 from tl_attention.paged import attend_packed
+from tl_attention.user_options import UserOptions, attention_with_options
 
 Output = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 _QKV = Names("cu_seqlens", "max_seqlen", "seqused", "qkv")
@@ -78,7 +79,7 @@ def _attend(
     causal: bool,
     deterministic: bool,
     return_attn_probs: bool,
-    asked: tuple,  # fields of UserOptions in order: a tuple takes less host time to make
+    asked: tuple,  # fields of UserOptions in order
 ) -> Output:
     if return_attn_probs is not False:
         expect_bool("return_attn_probs", return_attn_probs)
@@ -96,8 +97,7 @@ def _attend(
     if plain:
         out, lse = attention(q, k, v, softmax_scale, causal, False, False, deterministic)
     else:
-        options = UserOptions(*asked)
-        out, lse = attention_with_options(q, k, v, softmax_scale, causal, deterministic, options)
+        out, lse = attention_with_options(q, k, v, softmax_scale, causal, deterministic, asked)
     return (out, lse, None) if return_attn_probs else out
 
 

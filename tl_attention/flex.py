@@ -32,9 +32,7 @@ from tl_attention.checks.flex import (
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.flex_lists import KeptMask, kept_mask, listed
 from tl_attention.ops import (
-    UserOptions,
     attention,
-    attention_with_options,
     check_device_or_warn,
     scale_of,
 )
@@ -42,6 +40,7 @@ from tl_attention.program import Call, Program
 from tl_attention.reference.flex import flex_reference
 from tl_attention.tracing.builtin_options import BuiltinOptions, Recognized, recognized
 from tl_attention.tracing.captures import Captures
+from tl_attention.user_options import UserOptions, attention_with_options
 
 _RENAMED = Renaming({"q": "query", "k": "key", "v": "value", "sm_scale": "scale"})
 Functions = tuple[Callable | None, Callable | None, Any, torch.Tensor | None]

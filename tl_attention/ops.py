@@ -1,16 +1,14 @@
 """Forward and backward as torch ops, with schemas and fakes, so that torch.compile traces them without a graph break.
 
-attention, attention_with_options and attention_backward are the entries of the public functions. To save host time they skip the op
-if nothing traces the call, and the checks if tensors with the same metadata have passed them before.
+attention and attention_backward are the entries of the public functions without options. To save host time they skip the op if nothing
+traces the call, and the checks if tensors with the same metadata have passed them before. user_options.py does so for calls with options.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,9 +20,6 @@ from tl_attention.checks.common import (
     check_deterministic,
     check_device,
     check_fwd,
-    check_lengths,
-    check_num_splits,
-    check_options,
 )
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
 from tl_attention.checks.transforms import warn_about_cpu
@@ -34,9 +29,9 @@ from tl_attention.options import (
     NUMBERS,
     PLAIN,
     SINK,
+    TENSORS,
     Call,
     Options,
-    canonical_window,
     parse_arguments,
     rows_in_use,
 )
@@ -205,7 +200,8 @@ def _save(ctx: Any, inputs: Sequence, output: Outputs) -> None:
     ctx.set_materialize_grads(False)  # no zeros for an unused lse
 
 
-def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, by_op: bool = True) -> tuple:
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
+    """Gradients of the inputs of fwd_op, by bwd_op."""
     q, k, v, out, lse, *option_tensors = ctx.saved_tensors
     arguments = *ctx.arguments, *option_tensors
     rest = [None] * len(arguments)
@@ -213,12 +209,7 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, by
         return None, None, None, *rest
     if dout is None:
         dout = torch.zeros_like(out)
-    tensors = dout, q, k, v, out, lse
-    traced = by_op or torch.is_grad_enabled() or is_traced() or _is_batched(dout) or _is_batched(dlse)
-    if traced or not are_plain(*tensors) or not q.is_cuda:
-        grads = bwd_op(*tensors, dlse, *arguments)
-    else:
-        grads = _launch_backward(*tensors, dlse, *parse_arguments(arguments))
+    grads = bwd_op(dout, q, k, v, out, lse, dlse, *arguments)
     sink = PLAIN + SINK
     # The torch dispatcher leaves out trailing Nones
     if len(arguments) > sink and arguments[sink] is not None and ctx.needs_input_grad[3 + sink]:
@@ -245,20 +236,48 @@ register_vmap(bwd_op, "rrrrrll", (("r", 1), ("r", 2), ("r", 3), ("s", 1)))
 
 
 class _Attention(torch.autograd.Function):
-    """fwd_op in eager mode, with less bookkeeping."""
+    """A launch in eager mode, with less bookkeeping than fwd_op."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Outputs:
-        """inputs: those of fwd_op, and run(q, k, v, softmax_scale, lse_base2=) -> out, lse."""
-        *inputs, run = inputs
-        q, k, v, softmax_scale, _, lse_base2, *_ = inputs
-        outputs = run(q, k, v, softmax_scale, lse_base2=lse_base2)
-        _save(ctx, inputs, outputs)
-        return outputs
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        call: tuple,
+        options: Options | None,
+        run: Callable[..., Outputs],
+    ) -> Outputs:
+        """sink: that of the options, for its gradient. call: fields of Call. run: as FwdPlan."""
+        out, lse = run(q, k, v, call[0], call[2], options)
+        ctx.call, ctx.options = call, None
+        if options is None:
+            ctx.save_for_backward(q, k, v, out, lse)
+        else:
+            ctx.options = options.without_tensors()
+            ctx.save_for_backward(q, k, v, out, lse, *options.tensors())
+        ctx.set_materialize_grads(False)  # no zeros for an unused lse
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
-        return *_backward(ctx, dout, dlse, by_op=False), None
+        if dout is None and dlse is None:
+            return (None,) * 7
+        q, k, v, out, lse, *option_tensors = ctx.saved_tensors
+        call, options = Call(*ctx.call), ctx.options
+        if options is not None:
+            options = options.with_tensors(**dict(zip(TENSORS, option_tensors, strict=True)))
+        if dout is None:
+            dout = torch.zeros_like(out)
+        tensors = dout, q, k, v, out, lse
+        traced = torch.is_grad_enabled() or is_traced() or _is_batched(dout) or _is_batched(dlse)
+        if traced or not are_plain(*tensors) or not q.is_cuda:
+            grads = bwd_op(*tensors, dlse, *call, *(() if options is None else options.arguments()))
+        else:
+            grads = _launch_backward(*tensors, dlse, call, options)
+        dsink = grads[3] if ctx.needs_input_grad[3] else None
+        return *grads[:3], dsink, None, None, None
 
 
 # Skips Function.apply, which looks for transforms of torch.func: a traced call runs fwd_op instead
@@ -294,7 +313,7 @@ def are_plain(*tensors: object) -> bool:
     return all(type(x) is torch.Tensor for x in tensors)
 
 
-def _has_plain_values(q: torch.Tensor, softmax_scale: object, causal: object, deterministic: object) -> bool:
+def has_plain_values(q: torch.Tensor, softmax_scale: object, causal: object, deterministic: object) -> bool:
     """True if the checks of a call with these values depend on tensor metadata only."""
     return (
         q.is_cuda
@@ -333,7 +352,7 @@ def attention(
     """(out, lse) of plain or causal attention, from the unchecked arguments of a public function."""
     traced = is_traced() or not (type(q) is type(k) is type(v) is torch.Tensor)
     plan = None
-    if precision is None and not traced and _has_plain_values(q, softmax_scale, causal, deterministic):
+    if precision is None and not traced and has_plain_values(q, softmax_scale, causal, deterministic):
         plan = launch.fwd_plan(q, k, v, causal, heads_first)
     if plan is None:
         check_fwd(q, k, v, softmax_scale, causal, heads_first, dtypes=FWD_DTYPES)
@@ -345,116 +364,64 @@ def attention(
             return tuple(x.float() for x in results)
         if parts:  # its plans have the precision in their keys
             call = Call(scale_of(q, softmax_scale), causal, lse_base2, heads_first, deterministic)
-            return _attend(q, k, v, call, Options(parts=parts))
+            return attend(q, k, v, call, Options(parts=parts))
         check_device_or_warn(q, traced)
 
     scale = scale_of(q, softmax_scale)
     if traced or not q.is_cuda:
         return fwd_op(q, k, v, scale, causal, lse_base2, heads_first, deterministic)
-    run = plan or partial(launch.forward, causal=causal, heads_first=heads_first, deterministic=deterministic)
+    run = plan or _launch_like(Call(scale, causal, lse_base2, heads_first, deterministic))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _differentiable(q, k, v, scale, causal, lse_base2, heads_first, deterministic, run)
-    return run(q, k, v, scale, lse_base2=lse_base2)
+        call = scale, causal, lse_base2, heads_first, deterministic
+        return _differentiable(q, k, v, None, call, None, run)
+    return run(q, k, v, scale, lse_base2)
 
 
-class UserOptions(NamedTuple):
-    """Options of a call as passed to a public function, unchecked; see flash.py."""
-
-    window_size: tuple[int | None, int | None]
-    softcap: float
-    dropout_p: float
-    alibi_slopes: torch.Tensor | None
-    learnable_sink: torch.Tensor | None
-    rng_state: torch.Tensor | None
-    num_splits: int
-    # lengths of packed sequences: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
-    lengths: tuple | None
-    precision: str | None = None
-
-
-def attention_with_options(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    deterministic: bool,
-    asked: UserOptions,
-) -> Outputs:
-    """(out, lse) of attention with options, from unchecked arguments; lse is natural, sequence dimensions come first."""
-    varlen = asked.lengths is not None
-    check_fwd(q, k, v, softmax_scale, causal, heads_first=False, varlen=varlen, dtypes=FWD_DTYPES)
-    check_deterministic(deterministic)
-    causal, options = checked_options(q, k.shape[0], causal, asked)
-    if options.is_off:
-        return attention(q, k, v, softmax_scale, causal, False, False, deterministic)
-    if runs_in_bf16(q, options.parts):
-        half = *(x.bfloat16() for x in (q, k, v)), softmax_scale, causal, deterministic
-        return tuple(x.float() for x in attention_with_options(*half, asked._replace(precision=None)))
-    call = Call(scale_of(q, softmax_scale), causal, False, False, deterministic)
-    return _attend(q, k, v, call, options)
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, options: Options) -> Outputs:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, options: Options) -> Outputs:
     """(out, lse) from checked arguments."""
-    arguments = *call, *options.arguments()
+    arguments = options.arguments()
     sink = None if options.sink is None else options.sink.detach()  # makes a plain tensor of a parameter
-    tensors = (sink if x is options.sink else x for x in arguments[PLAIN + NUMBERS :] if x is not None)
+    tensors = (sink if x is options.sink else x for x in arguments[NUMBERS:] if x is not None)
     traced = is_traced() or not are_plain(q, k, v, *tensors)
     check_device_or_warn(q, traced)
-    differentiable = q, k, v, arguments[PLAIN + SINK]
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in differentiable)
     if traced or not q.is_cuda:
-        return fwd_op(q, k, v, *arguments)
-    options = options if sink is None else dataclasses.replace(options, sink=sink)
+        return fwd_op(q, k, v, *call, *arguments)
+    return run_eagerly(q, k, v, call, options, _launch_like(call))
+
+
+def _launch_like(call: Call) -> Callable[..., Outputs]:
+    """launch_forward, with the arguments of a plan."""
 
     def run(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, lse_base2: bool
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        softmax_scale: float,
+        lse_base2: bool,
+        options: Options | None = None,
     ) -> Outputs:
         return launch_forward(q, k, v, call, options)
 
-    if needs_grad:
-        return _differentiable(q, k, v, *arguments, run)
-    return run(q, k, v, call.softmax_scale, lse_base2=False)
+    return run
 
 
-def checked_options(q: torch.Tensor, keys: int, causal: bool, asked: UserOptions) -> tuple[bool, Options]:
-    """Check options; return (causal, options) in canonical form. keys: upper bound of the keys of a packed sequence."""
-    cu_seqlens_q = cu_seqlens_k = seqused_q = seqused_k = None
-    max_seqlens, batch = [0, 0], q.shape[0]
-    if asked.lengths is not None:
-        check_lengths(q, *asked.lengths)
-        cu_seqlens_q, cu_seqlens_k, *max_seqlens, seqused_q, seqused_k = asked.lengths
-        batch = cu_seqlens_q.shape[0] - 1
-        # Reading a tensor would synchronize with the GPU; the total number of rows bounds a length, too
-        rows = q.shape[0], keys
-        max_seqlens = [
-            n if isinstance(x, torch.Tensor) else x for x, n in zip(max_seqlens, rows, strict=True)
-        ]
-    check_num_splits(asked.num_splits)
-    window_size, softcap, dropout_p, alibi_slopes, sink, rng_state, *_ = asked
-    check_options(q, batch, window_size, softcap, dropout_p, alibi_slopes, sink, rng_state)
-    causal, window = canonical_window(causal, window_size)
-    if not dropout_p:
-        rng_state = None
-    elif rng_state is None:
-        rng_state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
-    return causal, Options(
-        window=window,
-        softcap=float(softcap),
-        dropout_p=float(dropout_p),
-        max_seqlen_q=max_seqlens[0],
-        max_seqlen_k=max_seqlens[1],
-        num_splits=asked.num_splits,
-        parts=check_precision(q, asked.precision),
-        rng_state=rng_state,
-        alibi_slopes=None if alibi_slopes is None else alibi_slopes.contiguous(),
-        sink=None if sink is None else sink.contiguous(),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-    )
+def run_eagerly(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    call: tuple,
+    options: Options,
+    run: Callable[..., Outputs],
+) -> Outputs:
+    """(out, lse) by run, as FwdPlan, on plain tensors on a GPU."""
+    sink = options.sink
+    if sink is not None and type(sink) is not torch.Tensor:
+        options = options.with_tensors(sink=sink.detach())  # makes a plain tensor of a parameter
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+    ):
+        return _differentiable(q, k, v, sink, call, options, run)
+    return run(q, k, v, call[0], call[2], options)
 
 
 def attention_backward(
@@ -477,7 +444,7 @@ def attention_backward(
         or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
     )
     plan = None
-    if precision is None and not traced and _has_plain_values(q, softmax_scale, causal, deterministic):
+    if precision is None and not traced and has_plain_values(q, softmax_scale, causal, deterministic):
         fixed_order = deterministic or torch.are_deterministic_algorithms_enabled()
         plan = launch.bwd_plan(*tensors, causal, True, fixed_order)
     if plan is None:

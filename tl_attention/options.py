@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from tl_attention.problem import OPTIONS, PART_OPTIONS
+from tl_attention.problem import OPTIONS, PART_OPTIONS, length_bucket
 
 UNLIMITED = -1
 MAX_WINDOW = 2**30  # above any length, and far from the end of int32
@@ -109,6 +110,40 @@ class Options:
         left, right = (MAX_WINDOW if n == UNLIMITED else n for n in self.window)
         return left, right
 
+    @functools.cached_property
+    def window_keys(self) -> int:
+        """Keys in a window, rounded up to a power of two; without a window a number above any length."""
+        return 1 << sum(self.bounds).bit_length()
+
+    @functools.cached_property
+    def key(self) -> tuple:
+        """Part of a launch plan's key, without the splits of packed sequences."""
+        names = *self.names, self.parts, self.window_keys
+        if self.varlen:
+            return *names, self.cu_seqlens_q.shape[0], length_bucket(self.max_seqlen_k)
+        return *names, self.num_splits
+
+    def with_tensors(self, **tensors: torch.Tensor | None) -> Options:
+        """Copy with other tensors of the same shapes and dtypes; `names` and `key` stay those of before.
+
+        Args:
+            tensors: by field; a field that is left out keeps its tensor.
+        """
+        options = object.__new__(
+            Options
+        )  # replace() would leave out what is cached, and sets each field of a frozen class
+        options.__dict__.update(self.__dict__, **tensors)
+        return options
+
+    def without_tensors(self) -> Options:
+        """Copy without tensors, for a later with_tensors()."""
+        _ = self.names, self.key
+        return self.with_tensors(**_NO_TENSORS)
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Values of the fields that hold tensors, in order."""
+        return _tensors_of(self.__dict__)
+
     @property
     def drop_below(self) -> int:
         """Dropout threshold: a weight is dropped if its random byte is below it."""
@@ -151,7 +186,10 @@ _ALL = fields(Options)
 FIELDS = tuple(x.name for x in _ALL)
 SCHEMA = ", ".join(map(_schema, _ALL))
 NUMBERS = sum(x.metadata["schema"] != "Tensor?" for x in _ALL)  # fields before the first tensor
+TENSORS = FIELDS[NUMBERS:]
 SINK = FIELDS.index("sink")
+_NO_TENSORS = dict.fromkeys(TENSORS)
+_tensors_of = operator.itemgetter(*TENSORS)
 _REFERENCE = tuple(x.name for x in _ALL if x.metadata["reference"])
 _SWITCHES = tuple((x.name, x.default) for x in _ALL if x.metadata["kernel"] or x.metadata["launch"])
 _COMPILED = tuple(

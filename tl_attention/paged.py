@@ -22,10 +22,8 @@ from tl_attention.checks.paged import (
 from tl_attention.checks.transforms import check_no_forward_ad, refuse_vmap
 from tl_attention.ops import (
     Outputs,
-    UserOptions,
     are_plain,
     check_device_or_warn,
-    checked_options,
     fwd_op,
     is_traced,
     launch_forward,
@@ -33,6 +31,7 @@ from tl_attention.ops import (
 )
 from tl_attention.options import ARGUMENTS, NUMBERS, Call, Options, parse_arguments
 from tl_attention.reference.kvcache import paged_varlen_reference
+from tl_attention.user_options import UserOptions, checked_options
 
 
 def attend_packed(

@@ -126,7 +126,10 @@ class ArgumentViews:
         self.pointers = [ctypes.c_void_p(address + 8 * i) for i in self.starts]
 
     def of(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor | ctypes.c_void_p]:
-        """Kernel arguments for tensors with the metadata of __init__, valid until the next call. What TMA cannot address is copied."""
+        """Kernel arguments for tensors with the metadata of __init__, valid until the next call. What TMA cannot address is copied.
+
+        Packed sequences may come without their first dimension.
+        """
         bits = 0
         if self.ready and self.pointed:
             words = self.words
@@ -140,6 +143,8 @@ class ArgumentViews:
                 bits |= x.data_ptr()
             if not bits & _UNALIGNED_BITS:
                 return tensors
+        if self.packed:
+            tensors = [x if x.ndim == 4 else x[None] for x in tensors]
         tensors = [tma_ready(x) for x in tensors]
         if self.packed:
             self.copies = tensors, ArgumentViews(False, *tensors, packed=True)  # alive until the launch

@@ -31,7 +31,6 @@ from tl_attention.launch.common import (
     find_config,
     has_no_sequences,
     option_arguments,
-    options_key,
     qkv_key,
 )
 from tl_attention.launch.parts import PartsLaunch
@@ -228,7 +227,7 @@ class BwdPlan:
         result = dq, dk, dv
         sink = None if options is None else options.sink
         tensors = q, k, v, dout, out, dq, dk, dv
-        if self.packed:
+        if self.packed and self.split is not None:
             tensors = [x[None] for x in tensors]
         inputs, parts = tensors[:4], None
         q, k, v, dout, out, *grads = self.views.of(*tensors)
@@ -354,7 +353,9 @@ def backward(
             gradient per tensor of traced.program.learned, in its shape, fp32 or as traced.Gradients stores it.
     """
     tensors, layout = (dout, q, k, v, out, lse), (causal, heads_first, deterministic)
-    key = (*_bwd_key(*tensors, *layout), *options_key(options))
+    key = _bwd_key(*tensors, *layout)
+    if options is not None:
+        key = (*key, *options.key)
     if traced is not None:
         traced = backward_call(traced, deterministic)
         key = (*key, traced.program)

@@ -19,7 +19,6 @@ from tl_attention.launch.common import (
     fragment_blocks,
     table_tiles,
     tile_counts,
-    window_keys,
 )
 from tl_attention.launch.splits import TIME_SLACK
 from tl_attention.launch.tickets import stream_tickets
@@ -136,7 +135,7 @@ class BwdSizes:
 def queries_of_tile(seqlen_q: int, sequences: int, options: Options | None) -> int:
     """BwdSizes.queries. sequences: packed ones, which have seqlen_q rows in all; else 1."""
     queries = -(-seqlen_q // sequences)
-    return queries if options is None else min(queries, window_keys(options) + TABLE_ROWS)
+    return queries if options is None else min(queries, options.window_keys + TABLE_ROWS)
 
 
 class KeyBuffers:

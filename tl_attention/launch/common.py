@@ -21,7 +21,7 @@ from tl_attention.compilation.building import compile_kernels
 from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import BwdConfig, Config, DecodeConfig, KernelConfig
 from tl_attention.options import MAX_WINDOW, Options
-from tl_attention.problem import FP32_DTYPES, TABLE_ROWS, AttnProblem, length_bucket, tuning_key
+from tl_attention.problem import FP32_DTYPES, TABLE_ROWS, AttnProblem, tuning_key
 from tl_attention.target import DTYPE_NAMES
 
 LN2 = math.log(2.0)
@@ -65,16 +65,6 @@ def qkv_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, hea
     )  # fmt: skip
 
 
-def options_key(options: Options | None) -> tuple:
-    """The options' part of a plan's key, without the splits of packed sequences."""
-    if options is None:
-        return ()
-    names = *options.names, options.parts, window_keys(options)
-    if options.varlen:
-        return *names, options.cu_seqlens_q.shape[0], length_bucket(options.max_seqlen_k)
-    return *names, options.num_splits
-
-
 def dtype_name(dtype: torch.dtype, options: Options | None) -> str:
     """Name in problem.DTYPES for tensors of a dtype."""
     return DTYPE_NAMES[dtype] if options is None or not options.parts else FP32_NAMES[options.parts]
@@ -83,11 +73,6 @@ def dtype_name(dtype: torch.dtype, options: Options | None) -> str:
 def has_no_sequences(options: Options | None) -> bool:
     """True for packed sequences with a batch of 0."""
     return options is not None and options.varlen and options.cu_seqlens_q.shape[0] == 1
-
-
-def window_keys(options: Options) -> int:
-    """Keys in a window, rounded up to a power of two; without a window a number above any length."""
-    return 1 << sum(options.bounds).bit_length()
 
 
 def tile_counts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,10 +26,8 @@ from tl_attention.launch.common import (
     find_config,
     has_no_sequences,
     option_arguments,
-    options_key,
     qkv_key,
     tile_counts,
-    window_keys,
 )
 from tl_attention.launch.parts import PartsLaunch
 from tl_attention.launch.tickets import stream_tickets
@@ -180,7 +178,7 @@ class FwdPlan:
             self.step_rows = config.block_N
             rows = self.tiles.counts[0] * TABLE_ROWS  # padded: each sequence starts a new tile
         elif options is not None:
-            keys = min(keys, window_keys(options) + config.block_M)
+            keys = min(keys, options.window_keys + config.block_M)
         kv_bytes = problem.element_bytes * keys * (head_dim + head_dim_v)  # read by the tiles of one head
         m_blocks, group_heads, ctas = tile_counts(
             batch,
@@ -238,11 +236,10 @@ class FwdPlan:
     ) -> None:
         # A kernel with a tensor argument (lse, parts, tickets) runs on the current stream of its device
         if self.pages is not None:
-            out = out[None]
-            q_view, out_view = self.views.of(q[None], out)
+            q_view, out_view = self.views.of(q, out)
             qkv = q_view, *self.pages.views.of(k, v)
         else:
-            if self.packed:
+            if self.packed and (self.added or self.split is not None):
                 q, k, v, out = (x[None] for x in (q, k, v, out))
             if self.added:
                 qkv, out_view = self.views.of(q, k, v), out.transpose(1, 2) if self.heads_first else out
@@ -269,18 +266,54 @@ class FwdPlan:
             return
         partial = [empty(*x) for x in self.partial]
         self.kernel(*qkv, *partial, tickets, softmax_scale, 1.0, *arguments)
-        merged = (out, lse[None]) if self.packed else (out_view, lse)
+        merged = out_view, lse
+        if self.packed:
+            merged = out if out.ndim == 4 else out[None], lse[None]
         self.combine(*partial, *merged, unit)
 
 
+def _key(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    heads_first: bool,
+    options: Options | None,
+    block_table: torch.Tensor | None = None,
+) -> tuple:
+    """Key of a plan, without `traced`, and for new tensors out and lse."""
+    key = qkv_key(q, k, v, causal, heads_first)
+    if options is None:
+        return key
+    if not options.varlen:
+        return *key, *options.key
+    sizes = q.shape[0], key_rows(k, options, block_table), q.shape[1]
+    return *key, *options.key, splits.packed_splits(options, *sizes, sm_count(q.device.index))
+
+
 def fwd_plan(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, heads_first: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    heads_first: bool,
+    options: Options | None = None,
 ) -> FwdPlan | None:
-    """Cached plan for tensors with this metadata, without options, or None."""
+    """Cached plan for tensors with this metadata, or None."""
     try:
-        return plan_cache.plans.get(qkv_key(q, k, v, causal, heads_first))
+        return plan_cache.plans.get(_key(q, k, v, causal, heads_first, options))
     except RuntimeError:  # a nested tensor, which has no shape; the checks refuse it
         return None
+
+
+def kept_call(key: tuple) -> Any:
+    """Facts that keep_call() has kept under this key in this thread, or None."""
+    return plan_cache.plans.get(key)
+
+
+def keep_call(key: tuple, call: Any) -> None:
+    """Keep facts of calls with this key, such as a plan. They may hold no tensor."""
+    plan_cache.keep(key, call)
 
 
 def forward(
@@ -316,17 +349,13 @@ def forward(
         out in the layout of q; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Unused rows of
         packed sequences are undefined.
     """
-    key = (*qkv_key(q, k, v, causal, heads_first), *options_key(options))
+    key = _key(q, k, v, causal, heads_first, options, block_table)
     if traced is not None:
         key = (*key, forward_program(traced.program))
     if out is not None:
         key = (*key, out.stride())
     if lse is not None:
         key = (*key, lse.stride(), "added")
-    if options is not None and options.varlen:
-        sms = sm_count(q.device.index)
-        keys = key_rows(k, options, block_table)
-        key = (*key, splits.packed_splits(options, q.shape[0], keys, q.shape[1], sms))
     plan = plan_cache.plans.get(key) if config is None else None
     if plan is not None:
         return plan(q, k, v, softmax_scale, lse_base2, options, block_table, out, traced, lse)

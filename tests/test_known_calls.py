@@ -1,0 +1,278 @@
+"""Eager calls with options on a GPU whose launches are replaced: a known signature skips the checks, and only a call like the first."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import BaseTorchDispatchMode
+
+from tl_attention import flash_attn_func, flash_attn_varlen_func, flex_attention, launch, ops, user_options
+from tl_attention.launch.common import PlanCache, UnusedArguments
+from tl_attention.options import Options
+
+BF16 = torch.bfloat16
+HEADS = 2
+EMPTY = torch._C._dynamo.guards._empty_strided_cpu
+MAX_FUNCTIONS = 40  # Python functions that a known call enters
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Arguments of each kernel that a call launches, in a list."""
+    launched: list[tuple] = []
+    zeros = torch.zeros(2, dtype=torch.int32)
+    unused = UnusedArguments(*[torch.zeros(1, 1)] * 5)
+    for module in (launch.fwd, launch.bwd, launch.bwd_passes, launch.common):
+        for name, fake in (
+            ("empty", EMPTY),
+            ("sm_count", lambda device: 132),
+            ("stream_tickets", lambda *_: zeros),
+            ("unused_arguments", lambda device: unused),
+            ("plan_cache", PlanCache()),
+            ("_kernels", {}),
+            ("build_ahead", lambda *_: None),
+            ("compile_kernels", lambda kernels, _: [lambda *given: launched.append(given)] * len(kernels)),
+        ):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, fake)
+    monkeypatch.setattr(ops, "check_device_or_warn", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: 0)
+    return launched
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """Number of calls that were checked, as the length of a list."""
+    done: list[None] = []
+    check = user_options.check_fwd
+    monkeypatch.setattr(user_options, "check_fwd", lambda *x, **y: done.append(None) or check(*x, **y))
+    return done
+
+
+def leaves(*shape):
+    return [torch.randn(shape, dtype=BF16, requires_grad=True) for _ in range(3)]
+
+
+def packed(*ends):
+    starts = torch.tensor([0, *ends], dtype=torch.int32)
+    return starts, starts, 16, 16
+
+
+def options():
+    """name -> (lengths of packed sequences or (), options of a call)."""
+    sink = torch.randn(HEADS, requires_grad=True)
+    used = {"seqused_k": torch.tensor([3, 5], dtype=torch.int32)}
+    return {
+        "window": ((), {"window_size": (5, 2)}),
+        "list": ((), {"window_size": [5, None]}),
+        "softcap": ((), {"softcap": 20, "causal": True}),
+        "alibi": ((), {"alibi_slopes": torch.rand(HEADS)}),
+        "alibi-strided": ((), {"alibi_slopes": torch.rand(2 * HEADS)[::2]}),
+        "sink": ((), {"learnable_sink": sink}),
+        "sink-strided": ((), {"learnable_sink": torch.randn(2 * HEADS, requires_grad=True)[::2]}),
+        "parameter": ((), {"learnable_sink": torch.nn.Parameter(sink.detach()), "window_size": (3, 0)}),
+        "dropout": ((), {"dropout_p": 0.5, "rng_state": torch.zeros(2, dtype=torch.int64)}),
+        "splits": ((), {"num_splits": 2}),
+        "varlen": (packed(9, 16), {}),
+        "varlen-everything": (packed(9, 16), {"window_size": (3, 3), "learnable_sink": sink, **used}),
+    }
+
+
+def attend(qkv, lengths, asked):
+    return flash_attn_varlen_func(*qkv, *lengths, **asked) if lengths else flash_attn_func(*qkv, **asked)
+
+
+def facts(launched):
+    """Arguments of launches: values of numbers, metadata of tensors, kinds of pointers."""
+    return [
+        [
+            (x.shape, x.stride(), x.dtype, type(x))
+            if isinstance(x, torch.Tensor)
+            else (x if isinstance(x, (int, float)) else type(x))
+            for x in given
+        ]
+        for given in launched
+    ]
+
+
+@pytest.mark.parametrize("name", options())
+def test_a_known_call_launches_the_same_without_checks(name, kernels, checks):
+    lengths, asked = options()[name]
+    qkv = leaves(*((16,) if lengths else (2, 16)), HEADS, 64)
+    inputs = [*qkv, *([asked["learnable_sink"]] if "learnable_sink" in asked else [])]
+    found = []
+    for _ in range(3):
+        kernels.clear()
+        out = attend(qkv, lengths, asked)
+        grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
+        found.append((facts(kernels), [(x.shape, x.dtype) for x in (out, *grads)]))
+    assert len(checks) == 1
+    assert found[0] == found[1] == found[2] and len(found[0][0]) > 1
+    assert found[0][1] == [(out.shape, out.dtype), *((x.shape, x.dtype) for x in inputs)]
+    with torch.no_grad():
+        assert attend(qkv, lengths, asked).shape == out.shape
+    assert len(checks) == 1
+
+
+@pytest.mark.parametrize("name", ["window", "sink", "varlen"])
+def test_a_known_call_enters_few_functions(name, kernels):
+    lengths, asked = options()[name]
+    qkv = leaves(*((16,) if lengths else (2, 16)), HEADS, 64)
+    entered = []
+    for _ in range(3):
+        entered.append(0)
+
+        def count(frame, event, argument):
+            entered[-1] += event == "call"
+
+        sys.setprofile(count)
+        try:
+            attend(qkv, lengths, asked)
+        finally:
+            sys.setprofile(None)
+    assert entered[2] == entered[1] <= MAX_FUNCTIONS < entered[0]
+
+
+def test_a_known_call_sees_the_tensors_of_now(kernels):
+    """Slopes, sinks and lengths of a later call reach the kernels, also in the backward of an earlier one."""
+    qkv, outs = leaves(2, 16, HEADS, 64), []
+    for value in (1.0, 2.0):
+        kernels.clear()
+        slopes, sink = torch.full((HEADS,), value), torch.full((HEADS,), -value)
+        outs.append(flash_attn_func(*qkv, alibi_slopes=slopes, learnable_sink=sink, softcap=3.0))
+        ((*_, cap, its_slopes, its_sink, _, _, _),) = kernels
+        assert cap == 3.0 and its_sink is sink and its_slopes.data_ptr() == slopes.data_ptr()
+    kernels.clear()
+    torch.autograd.grad(outs[0], qkv, outs[0])
+    seen = [x for given in kernels for x in given if isinstance(x, torch.Tensor) and x.shape == (2, HEADS)]
+    assert len(seen) and all(torch.equal(x, torch.ones(2, HEADS)) for x in seen)
+
+
+BAD = {
+    "bool": ("window", {"window_size": (True, 2)}, r"^window_size: expected ints"),
+    "float": ("window", {"window_size": (5.0, 2)}, r"^window_size: expected ints"),
+    "softcap": ("softcap", {"softcap": torch.tensor(20)}, r"^softcap: "),
+    "splits": ("splits", {"num_splits": 2.0}, r"^num_splits: "),
+    "causal": ("window", {"causal": 0}, r"^causal: "),
+    "deterministic": ("window", {"deterministic": 0}, r"^deterministic: "),
+    "scale": ("window", {"softmax_scale": float("nan")}, r"^softmax_scale: "),
+    "precision": ("window", {"precision": "high"}, r"^precision: "),
+    "slopes-gradient": ("alibi", {"alibi_slopes": torch.rand(HEADS).requires_grad_()}, r"^alibi_slopes: "),
+    "slopes-dtype": ("alibi", {"alibi_slopes": torch.rand(HEADS).double()}, r"^alibi_slopes: "),
+    "slopes-device": ("alibi", {"alibi_slopes": torch.rand(HEADS, device="meta")}, r"^alibi_slopes: "),
+    "slopes-list": ("alibi", {"alibi_slopes": [0.5] * HEADS}, r"^alibi_slopes: "),
+    "sink": ("sink", {"learnable_sink": torch.rand(HEADS + 1)}, r"^learnable_sink: "),
+    "sink-sparse": ("sink", {"learnable_sink": torch.rand(HEADS + 1).to_sparse()}, r"^learnable_sink: "),
+    "state": ("dropout", {"rng_state": torch.zeros(2)}, r"^rng_state: "),
+    "used": ("varlen-everything", {"seqused_k": torch.zeros(3, dtype=torch.int32)}, r"^seqused_k: "),
+    "starts": ("varlen", {"cu_seqlens_k": torch.zeros(6, dtype=torch.int32)[::2]}, r"^cu_seqlens_k: "),
+    "longest": ("varlen", {"max_seqlen_k": True}, r"^max_seqlen_k: "),
+    "negative": ("varlen", {"max_seqlen_k": -1}, r"^max_seqlen_k: "),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_known_call_hides_no_error(name, kernels):
+    known, bad, message = BAD[name]
+    lengths, asked = options()[known]
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    asked = asked | dict(zip(names, lengths))  # noqa: B905
+    function = flash_attn_varlen_func if lengths else flash_attn_func
+    qkv = leaves(*((16,) if lengths else (2, 16)), HEADS, 64)
+    for _ in range(2):
+        function(*qkv, **asked)
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
+        function(*qkv, **asked | bad)
+
+
+def test_other_metadata_and_modes_are_no_known_call(kernels, checks, monkeypatch):
+    q, k, v = leaves(2, 16, HEADS, 64)
+    others = [
+        (q[:1], k[:1], v[:1]),
+        (q.transpose(1, 2).contiguous().transpose(1, 2), k, v),
+        tuple(x.half() for x in (q, k, v)),
+    ]
+    for number, tensors in enumerate(((q, k, v), *others), 1):
+        for _ in range(2):
+            flash_attn_func(*tensors, window_size=(5, 2))
+        assert len(checks) == number
+    flash_attn_func(q, k, v, window_size=(5, 3))
+    assert len(checks) == 5
+
+    seen = []
+    fwd_op = ops.fwd_op
+    monkeypatch.setattr(ops, "fwd_op", lambda *x: seen.append(x) or fwd_op(*x))
+    window = {"window_size": (5, 2)}
+    flash_attn_func(torch.nn.Parameter(q.detach()), k, v, **window)  # a subclass of Tensor
+    with BaseTorchDispatchMode():
+        flash_attn_func(q, k, v, **window)
+    torch.vmap(lambda x: flash_attn_func(x, x, x, **window))(torch.stack([q, q]))
+    assert len(seen) == 3
+
+
+def test_options_that_are_off_run_the_plain_call(kernels, monkeypatch, checks):
+    plain = []
+    attention = user_options.attention
+    monkeypatch.setattr(user_options, "attention", lambda *x: plain.append(x) or attention(*x))
+    qkv = leaves(2, 16, HEADS, 64)
+    for _ in range(3):
+        flash_attn_func(*qkv, window_size=(None, 0))
+    assert len(checks) == 1 and [causal for *_, causal, _, _, _ in plain] == [True] * 3
+
+
+def test_known_calls_hold_no_tensor_and_are_bounded(kernels, monkeypatch):
+    monkeypatch.setattr(launch.common, "MAX_PLANS", 8)
+    refs = []
+    for size in range(1, 20):
+        qkv, lengths = leaves(16, HEADS, 64), packed(size, size + 1)
+        slopes, sink = torch.rand(HEADS), torch.rand(HEADS, requires_grad=True)
+        asked = {"alibi_slopes": slopes, "learnable_sink": sink, "window_size": (size, 0)}
+        out = attend(qkv, lengths, asked)
+        torch.autograd.grad(out, (*qkv, sink), out)
+        refs += map(weakref.ref, (*qkv, lengths[0], slopes, sink, out))
+        assert len(launch.fwd.plan_cache.plans) <= 8
+    kernels.clear()
+    del qkv, lengths, slopes, sink, asked, out
+    gc.collect()
+    assert not any(ref() is not None for ref in refs)
+
+
+def test_each_thread_has_its_own_known_calls(kernels, checks):
+    qkv = leaves(2, 16, HEADS, 64)
+
+    def run():
+        for _ in range(2):
+            flash_attn_func(*qkv, softcap=5.0)
+
+    run()
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert len(checks) == 2
+
+
+def test_functions_that_are_options_are_known(kernels, checks, monkeypatch):
+    monkeypatch.setattr("tl_attention.flex.check_device_or_warn", lambda *_, **__: None)
+    qkv = leaves(2, HEADS, 16, 64)
+    for _ in range(3):
+        flex_attention(*qkv, mask_mod=lambda b, h, q, k: (q >= k) & (q - k <= 5))
+    assert len(checks) == 1
+
+
+def test_options_keep_their_key_without_tensors():
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32)
+    some = Options(cu_seqlens_q=starts, cu_seqlens_k=starts, window=(3, 4), sink=torch.zeros(2))
+    bare = some.without_tensors()
+    assert bare.tensors() == (None,) * 8 and bare.key == some.key and bare.names == some.names
+    other = starts.clone()
+    again = bare.with_tensors(cu_seqlens_q=other)
+    assert again.cu_seqlens_q is other and again.window == (3, 4) and bare.cu_seqlens_q is None

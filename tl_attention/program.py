@@ -44,7 +44,14 @@ BYTES = {
     "uint8": 1,
     "bool": 1,
 }
+MAX_DIAGONALS = 2  # values per diagonal that a kernel keeps in shared memory
 MAX_STAGED = 4  # most bytes per score for tiles of captured tensors in shared memory
+
+
+# See Program._positions: leaves, and signs of the operands of sums
+POSITIONS = {"query": (1, 0), "key": (0, 1)}
+LINES = {"add": (1, 1), "sub": (1, -1), "neg": (-1,), "cast": (1,)}
+FUNCTION = (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,11 @@ class Captured:
 
     dtype: str
     ndim: int
+
+
+def diagonal_slots(cols: int) -> int:
+    """Diagonals of 16 rows and so many columns, rounded up to a multiple of the lanes of a warp."""
+    return -(-(cols + 15) // 32) * 32
 
 
 def stored_dtype(captured: Captured) -> str:
@@ -179,6 +191,10 @@ class Program:
         dtypes = [self.tensors[self.values[i].data].dtype for i in self.dense_loads]
         return [queries * (keys * BYTES[dtype] + 16) for dtype in dtypes]
 
+    def diagonal_bytes(self, cols: int) -> list[int]:
+        """Shared memory of a warp for the values of the diagonals of 16 rows; see kernels/diagonals.py."""
+        return [4 * (2 * diagonal_slots(cols) + 16) for _ in self.diagonals]
+
     def stored_bytes(self, queries: int, keys: int) -> list[int]:
         """Shared memory of a warp for a tile of each gradient of `stored`."""
         dtypes = [stored_dtype(self.tensors[self.gradients[i].tensor]) for i in self.stored]
@@ -203,6 +219,60 @@ class Program:
     def dense(self) -> frozenset[int]:
         """Tensors with a load by a dense index."""
         return frozenset(self.values[i].data for i in self.dense_loads)
+
+    @functools.cached_property
+    def _positions(self) -> tuple[tuple[int, int] | None, ...]:
+        """(a, b) per value that is a * q_idx + b * kv_idx and what batch entry and head determine; for another function of q_idx - kv_idx
+        FUNCTION; None for others. Sums of integers alone are such lines.
+        """
+        found: list[tuple[int, int] | None] = []
+        for value in self.values:
+            args = [found[i] for i in value.args]
+            signs = LINES.get(value.op) if value.dtype in (INT, LONG) else None
+            if value.op in POSITIONS:
+                found.append(POSITIONS[value.op])
+            elif None in args or value.op == "score":
+                found.append(None)
+            elif signs and FUNCTION not in args:
+                found.append(tuple(sum(s * x[i] for s, x in zip(signs, args, strict=True)) for i in (0, 1)))
+            elif any(x != FUNCTION and sum(x) for x in args):
+                found.append(None)
+            else:
+                found.append(FUNCTION if any(x != (0, 0) for x in args) else (0, 0))
+        return tuple(found)
+
+    def is_diagonal(self, i: int) -> bool:
+        """True for a value that q_idx - kv_idx, the batch entry and the head determine: one per diagonal of a tile."""
+        position = self._positions[i]
+        return position == FUNCTION or (position is not None and not sum(position))
+
+    @functools.cached_property
+    def diagonals(self) -> tuple[int, ...]:
+        """Floats that are the same along a diagonal of a tile, with which a value that is not is computed."""
+        if not self.values:
+            return ()
+        outputs = [self.score, self.slope, *(x.factor for x in self.gradients)]
+        others = {i for i, x in enumerate(self.values) if not self.is_diagonal(i)}
+        used = {arg for i in others for arg in self.values[i].args} | {x for x in outputs if x is not None}
+
+        def is_one(i: int, value: Value) -> bool:
+            varies = self._positions[i] not in (None, (0, 0)) and self.is_diagonal(i)
+            return varies and value.dtype == FLOAT and value.op != "cast" and i in used
+
+        return tuple(i for i, x in enumerate(self.values) if is_one(i, x))[:MAX_DIAGONALS]
+
+    @functools.cached_property
+    def diagonal_gradients(self) -> tuple[int, ...]:
+        """Gradients that all scores of a diagonal add to one element."""
+
+        def varies(i: int) -> bool:
+            return self._positions[i] != (0, 0)
+
+        return tuple(
+            n
+            for n, x in enumerate(self.gradients)
+            if all(map(self.is_diagonal, x.index)) and any(map(varies, x.index))
+        )
 
     @functools.cached_property
     def stored(self) -> tuple[int, ...]:

@@ -232,7 +232,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         scores.start(tile.batch, tile.head, scale_log2)
         dropout.start()
 
-        if problem.stages:
+        if problem.stages or problem.has_diagonals:
             scores.prefetch(query, blocks, 0)
         shared.Q.wait(q_step)
         if scores.raw:

@@ -181,6 +181,7 @@ class Scores:
         self.traced, self.changed, program = None, problem.changes_scores, problem.program
         self.learns_dS = problem.learns_dS
         self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
+        self.has_diagonals = problem.has_diagonals
         # exponent() is -inf for hidden elements; with listed blocks they are set to 0 later, only in blocks that hide some
         self.hides_at_once = self.changed and program.hides and not program.listed
         if program is not None:
@@ -246,7 +247,7 @@ class Scores:
             blocks.find(step)
         if self.has_bits and steps.masked:
             self.traced.fetch_bits(blocks.place_at(step), query, blocks.key_at(step))
-        if self.fetches:
+        if self.fetches or self.has_diagonals:
             self.fetch(query, blocks, step)
 
     @T.inline
@@ -305,7 +306,7 @@ class Scores:
         """Set the position of the tile at a step, and fetch what a program needs, except bits."""
         self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
         self.traced.fetch()
-        if self.traced.is_staged:
+        if self.traced.fetches_ahead:
             self.prefetch(query, blocks, step + 1)
 
     @T.inline
@@ -318,8 +319,8 @@ class Scores:
         """Fetch what a program needs at the first step of query blocks, for the keys of a KeyRowsMask."""
         if self.has_bits:
             self.traced.fetch_bits(blocks.place, mask.key, blocks.query)
-        if self.fetches:
-            if self.traced.is_staged:
+        if self.fetches or self.has_diagonals:
+            if self.traced.fetches_ahead:
                 self.traced.prefetch(blocks.head, blocks.query, mask.key, True)
 
     @T.inline
@@ -341,7 +342,7 @@ class Scores:
         if self.traced is not None:
             self.traced.locate(blocks.query, key, blocks.how)
             self.traced.fetch()
-            if self.traced.is_staged:
+            if self.traced.fetches_ahead:
                 self.traced.prefetch(blocks.next_head, blocks.next_query, key, step + 1 < blocks.steps)
 
     @T.inline

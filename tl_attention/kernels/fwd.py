@@ -37,8 +37,9 @@ from tl_attention.kernels.results import results_of
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder, TileStream
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
+from tl_attention.kernels.staged import alloc_staged
 from tl_attention.kernels.tiles import SharedTiles, rows_argument
-from tl_attention.kernels.traced import alloc_staged, traced_arguments
+from tl_attention.kernels.traced import traced_arguments
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS

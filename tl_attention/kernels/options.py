@@ -15,7 +15,8 @@ from tl_attention.kernels.pipeline import SharedTile, sync_consumers
 from tl_attention.kernels.program_code import program_code
 from tl_attention.kernels.roles import Roles
 from tl_attention.kernels.softmax import LOG2E
-from tl_attention.kernels.traced import StagedTiles, Traced, TracedArguments
+from tl_attention.kernels.staged import StagedTiles
+from tl_attention.kernels.traced import Traced, TracedArguments
 from tl_attention.problem import AttnProblem
 
 # tanh with an error of 2e-7; that of --use_fast_math has 2^-11. Below 0.55 a polynomial, fitted at Chebyshev nodes

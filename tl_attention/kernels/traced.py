@@ -246,8 +246,11 @@ class Traced:
 
     @T.inline
     def prefetch(self, head, query, key, is_needed):
-        """Start to copy tiles of captured tensors to shared memory, if is_needed; every lane has fetched the tiles before."""
-        self.fetch_diagonals(head, query, key)
+        """Compute values of diagonals, and start to copy tiles of captured tensors to shared memory, if is_needed.
+
+        Every lane has fetched the tiles before. A tile that is not needed may have a head past the last one.
+        """
+        self.fetch_diagonals(T.if_then_else(is_needed, head, self.head[0]), query, key)
         if self.is_staged:
             T.sync_warp()
             for n in tuple(range(len(self.tiles))):

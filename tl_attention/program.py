@@ -274,6 +274,11 @@ class Program:
             if all(map(self.is_diagonal, x.index)) and any(map(varies, x.index))
         )
 
+    def shares_targets(self, number: int) -> bool:
+        """True if diagonals may add to the same element: no index of gradient number `number` is a line in q_idx - kv_idx."""
+        lines = ({*map(abs, self._positions[i])} == {1} for i in self.gradients[number].index)
+        return not any(lines)
+
     @functools.cached_property
     def stored(self) -> tuple[int, ...]:
         """Gradients with an element per score of a head: the only one of its tensor, indexed by b, h, constants, then q_idx, kv_idx."""
@@ -288,12 +293,17 @@ class Program:
 
     @functools.cached_property
     def learns_dS(self) -> bool:
-        """True if the only gradient is that of a stored bf16 bias added to the score: it equals the dS that a backward multiplies."""
-        if self.slope is not None or len(self.gradients) != 1 or self.stored != (0,):
+        """True if the only gradient is that of a bias added to the score: it is the dS that a backward multiplies, or sums of it.
+
+        A stored bias must be bf16, as dS is; sums may be of any dtype.
+        """
+        if self.slope is not None or len(self.gradients) != 1:
             return False
         (gradient,) = self.gradients
-        is_one = self.values[gradient.factor] == Value("constant", FLOAT, data=1.0)
-        return is_one and stored_dtype(self.tensors[gradient.tensor]) == "bfloat16"
+        if self.values[gradient.factor] != Value("constant", FLOAT, data=1.0):
+            return False
+        is_stored = self.stored == (0,) and stored_dtype(self.tensors[gradient.tensor]) == "bfloat16"
+        return is_stored or self.diagonal_gradients == (0,)
 
     @property
     def learns_from_scores(self) -> bool:

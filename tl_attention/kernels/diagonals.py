@@ -14,13 +14,19 @@ import tilelang.language as T
 from tl_attention.program import FLOAT, INT, Program, diagonal_slots
 
 DIAGONALS = """
+// threadIdx.x, from which nvcc keeps nothing in registers through the loop over tiles
+static __device__ __forceinline__ int tl_attention_thread() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
 // q_idx - kv_idx of a slot of this warp, in a tile of 64 rows whose first query and key these are
 template <bool rows_are_keys>
 static __device__ __forceinline__ int tl_attention_distance(int query, int key, int slot) {
-  int row = threadIdx.x / 32 % 4 * 16;
+  int row = tl_attention_thread() / 32 % 4 * 16;
   return rows_are_keys ? query - key - row + (slot - 15) : query - key + row - (slot - 15);
 }
-static __device__ __forceinline__ int tl_attention_slot_of_lane(int i) { return threadIdx.x % 32 + 32 * i; }
+static __device__ __forceinline__ int tl_attention_slot_of_lane(int i) { return tl_attention_thread() % 32 + 32 * i; }
 // Values of the slots of lanes to shared memory of this warp, twice: once from the first, once from the second on, so that a pair of
 // slots is aligned in one of both. 16 floats between them put them in different banks
 template <int slots>
@@ -39,6 +45,22 @@ static __device__ __forceinline__ float tl_attention_diagonal(const void* shared
   const float* of_warp = (const float*)shared + (threadIdx.x + threadIdx.y * blockDim.x) / 32 * (2 * slots + 16);
   unsigned long long pair = *(const unsigned long long*)(of_warp + (first & 1 ? slots + 15 + first : first) + place / 2 * 8);
   return __uint_as_float(place % 2 ? pair >> 32 : pair);
+}
+// Sums of this thread by place, of its bf16 elements of a tile of 64 rows; rows from `rows` on count as 0
+template <int cols>
+static __device__ __forceinline__ void tl_attention_add_tile(void* x, const void* tile, int rows) {
+  const unsigned* pairs = (const unsigned*)tile;  // of columns 2 c and 2 c + 1, in two rows of each 8 columns
+  int thread = tl_attention_thread(), row = thread / 32 % 4 * 16 + thread % 32 / 4;
+  bool is_row = row < rows, is_next = row + 8 < rows;
+  unsigned even = is_row ? 0x10000 : 0, odd = is_row ? 0xffff0000 : 0;
+  unsigned next_even = is_next ? 0x10000 : 0, next_odd = is_next ? 0xffff0000 : 0;
+#pragma unroll
+  for (int n = 0; n <= cols / 8; ++n) {
+    unsigned next = n < cols / 8 ? pairs[2 * n + 1] : 0, same = n > 0 ? pairs[2 * n - 2] : 0;
+    float low = __uint_as_float(next * next_even), high = __uint_as_float(next & next_odd);
+    ((float*)x)[2 * n] = n == 0 ? low : low + __uint_as_float(same * even);
+    ((float*)x)[2 * n + 1] = n == 0 ? high : high + __uint_as_float(same & odd);
+  }
 }
 static __device__ __forceinline__ void tl_attention_add_to_place(void* x, int place, float number) { ((float*)x)[place] += number; }
 // Sums along the diagonals of a warp's 16 rows. x: sums of this thread by place. sums: those of slots tl_attention_summed_slot(i)
@@ -74,9 +96,28 @@ static __device__ __forceinline__ void tl_attention_sum_diagonals(void* sums, co
     ((float*)sums)[n] = (c & 1 ? high : low) + __shfl_sync(0xffffffff, c & 1 ? low : high, partner);
   }
 }
+// Where all sums of a warp go to one element, their sum in place of one of them, and 0 in place of the others. Without a branch
+template <int count>
+static __device__ __forceinline__ void tl_attention_merge_sums(void* sums, const void* targets) {
+  float* x = (float*)sums;
+  const int* target = (const int*)targets;
+  int first = __shfl_sync(0xffffffff, target[0], 0);
+  bool is_first = true;
+  float total = 0.f;
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    is_first &= target[i] == first;
+    total += x[i];
+  }
+  bool are_one = __all_sync(0xffffffff, is_first);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffff, total, step);
+#pragma unroll
+  for (int i = 0; i < count; ++i) x[i] = are_one ? (i == 0 && threadIdx.x % 32 == 0 ? total : 0.f) : x[i];
+}
 static __device__ __forceinline__ int tl_attention_summed_slot(int i) {
-  int c = threadIdx.x % 4;
-  return (4 * i + 2 * (c & 1) + c / 2) * 8 + (7 + 2 * c - threadIdx.x % 32 / 4 & 7);
+  int lane = tl_attention_thread() % 32, c = lane % 4;
+  return (4 * i + 2 * (c & 1) + c / 2) * 8 + (7 + 2 * c - lane / 4 & 7);
 }
 """
 
@@ -97,6 +138,7 @@ class Diagonals:
         # Sums of this thread, and of the slots that it adds to memory
         self.by_place = [T.alloc_local([cols // 4 + 2], FLOAT) for _ in program.diagonal_gradients]
         self.sums = [T.alloc_local([sums_per_lane(cols)], FLOAT) for _ in program.diagonal_gradients]
+        self.targets = [T.alloc_local([sums_per_lane(cols)], INT) for _ in program.diagonal_gradients]
 
     def place(self, i: Any, j: Any) -> Any:
         """Place of an element among the slots of its thread."""
@@ -145,6 +187,31 @@ class Diagonals:
         """Add x to the sum of the diagonal of an element, in this thread."""
         place = self.place(i, j)
         T.evaluate(T.call_extern("handle", "tl_attention_add_to_place", self.by_place[n].data, place, x))
+
+    @T.inline
+    def add_tile(self, n, tile, rows):
+        """Set the sums of this thread to those of a bf16 tile, without its rows from `rows` on."""
+        T.evaluate(
+            T.call_extern(
+                "handle",
+                f"tl_attention_add_tile<{self.cols}>",
+                self.by_place[n].data,
+                tile.data,
+                rows,
+            )
+        )
+
+    @T.inline
+    def merge(self, n):
+        """Make one sum of those of a warp if all have the same target."""
+        T.evaluate(
+            T.call_extern(
+                "handle",
+                f"tl_attention_merge_sums<{sums_per_lane(self.cols)}>",
+                self.sums[n].data,
+                self.targets[n].data,
+            )
+        )
 
     @T.inline
     def sum(self, n):

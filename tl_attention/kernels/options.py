@@ -306,36 +306,45 @@ class Scores:
     def fetch(self, query, blocks, step):
         """Set the position of the tile at a step, and fetch what a program needs, except bits."""
         self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
+        if self.has_diagonals:
+            self.traced.keep_diagonals()
         self.traced.fetch()
-        if self.traced.fetches_ahead:
-            self.prefetch(query, blocks, step + 1)
+        self.prefetch(query, blocks, step + 1)
 
     @T.inline
     def prefetch(self, query, blocks, step):
         """Prefetch what a program needs at a step of key blocks; past the last step the result is not used."""
-        self.traced.prefetch(self.traced.head[0], query, blocks.first_key(step), step < blocks.steps)
+        if self.has_diagonals:
+            self.traced.fetch_diagonals(self.traced.head[0], query, blocks.first_key(step), True)
+        if self.traced.is_staged:
+            self.traced.prefetch(self.traced.head[0], query, blocks.first_key(step), step < blocks.steps)
 
     @T.inline
     def start_transposed(self, mask, blocks):
         """Fetch what a program needs at the first step of query blocks, for the keys of a KeyRowsMask."""
         if self.has_bits:
             self.traced.fetch_bits(blocks.place, mask.key, blocks.query)
-        if self.fetches or self.has_diagonals:
-            if self.traced.fetches_ahead:
+        if self.has_diagonals:
+            self.traced.fetch_diagonals(blocks.head, blocks.query, mask.key, True)
+            self.traced.keep_diagonals()
+        if self.fetches:
+            if self.traced.is_staged:
                 self.traced.prefetch(blocks.head, blocks.query, mask.key, True)
 
     @T.inline
     def advance(self, mask, blocks):
         """Go to the next step of query blocks, and fetch its bits early."""
+        if self.has_diagonals:
+            self.traced.keep_diagonals()
         blocks.advance()
         if self.has_bits:
             self.traced.fetch_bits(blocks.place, mask.key, blocks.query)
 
     @T.inline
-    def store_dS(self, dS, blocks):
-        """Store a tile dS' [keys, queries] if it is the gradient of a captured tensor; after locate_transposed()."""
+    def learn_dS(self, dS, blocks):
+        """Pass a tile dS' [keys, queries] on if it is the gradient of a captured tensor; after locate_transposed()."""
         if self.learns_dS:
-            self.traced.store_dS(dS, blocks.mask.seqlen_q)
+            self.traced.learn_dS(dS, blocks.mask.seqlen_q, blocks.mask.seqlen_k)
 
     @T.inline
     def locate_transposed(self, key, blocks, step):
@@ -343,8 +352,14 @@ class Scores:
         if self.traced is not None:
             self.traced.locate(blocks.query, key, blocks.how)
             self.traced.fetch()
-            if self.traced.fetches_ahead:
+            if self.traced.is_staged:
                 self.traced.prefetch(blocks.next_head, blocks.next_query, key, step + 1 < blocks.steps)
+
+    @T.inline
+    def fetch_next_transposed(self, key, blocks, step):
+        """Compute the values of the diagonals of the next step, which advance() stores; no registers are free before dS' is complete."""
+        if self.has_diagonals:
+            self.traced.fetch_diagonals(blocks.next_head, blocks.next_query, key, step + 1 < blocks.steps)
 
     @T.inline
     def clear(self, acc_s, blocks, query, step):

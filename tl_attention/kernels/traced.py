@@ -130,11 +130,6 @@ class Traced:
         self.how = MASK
 
     @property
-    def fetches_ahead(self) -> bool:
-        """True where something is fetched a step before it is needed."""
-        return self.is_staged or bool(self.program.diagonals)
-
-    @property
     def needs_key(self) -> bool:
         """True where a new score depends on its key."""
         return self.program.score is not None and self.program.depends_on(self.program.score, ("key",))
@@ -191,8 +186,12 @@ class Traced:
         return T.call_extern(dtype, f"tl_attention_{function}", *leaves, *self.arguments.flat)
 
     @T.inline
-    def fetch_diagonals(self, head, query, key):
-        """Compute the values of the diagonals of a tile with this head, first query and first key."""
+    def fetch_diagonals(self, head, query, key, is_needed):
+        """Compute the values of the diagonals of a tile with this head, first query and first key.
+
+        A tile that is not needed may have a head past the last one.
+        """
+        head = T.if_then_else(is_needed, head, self.head[0])
         for n in tuple(range(len(self.program.diagonals))):
             for k in T.unroll(self.diagonals.slots // 32):
                 distance = self.diagonals.distance(query, key, self.diagonals.of_lane(k))
@@ -219,8 +218,7 @@ class Traced:
 
     @T.inline
     def fetch(self):
-        """Fetch the tiles of captured tensors; after locate(). Those that are staged, and diagonals, have been prefetched."""
-        self.keep_diagonals()
+        """Fetch the tiles of captured tensors; after locate(). Those that are staged have been prefetched."""
         if self.is_staged:
             T.evaluate(T.call_extern("handle", "tl_attention_wait_for_prefetch"))
         for n in tuple(range(len(self.tiles))):
@@ -246,24 +244,19 @@ class Traced:
 
     @T.inline
     def prefetch(self, head, query, key, is_needed):
-        """Compute values of diagonals, and start to copy tiles of captured tensors to shared memory, if is_needed.
-
-        Every lane has fetched the tiles before. A tile that is not needed may have a head past the last one.
-        """
-        self.fetch_diagonals(T.if_then_else(is_needed, head, self.head[0]), query, key)
-        if self.is_staged:
-            T.sync_warp()
-            for n in tuple(range(len(self.tiles))):
-                T.evaluate(
-                    T.call_extern(
-                        "handle",
-                        f"tl_attention_prefetch<{self.tile_types(n)}>",
-                        self.staged.tiles[n].access_ptr("rw"),
-                        self.staged_bytes[n],
-                        *self.place(n, head, query, key),
-                        is_needed,
-                    )
+        """Start to copy tiles of captured tensors to shared memory, if is_needed; every lane has fetched the tiles before."""
+        T.sync_warp()
+        for n in tuple(range(len(self.tiles))):
+            T.evaluate(
+                T.call_extern(
+                    "handle",
+                    f"tl_attention_prefetch<{self.tile_types(n)}>",
+                    self.staged.tiles[n].access_ptr("rw"),
+                    self.staged_bytes[n],
+                    *self.place(n, head, query, key),
+                    is_needed,
                 )
+            )
 
     def tile_types(self, n: int) -> str:
         """Template arguments of the functions of dense_code."""
@@ -414,16 +407,23 @@ class Traced:
         """Add the sums of the diagonals of a tile to gradients of captured tensors."""
         for n in tuple(range(len(self.program.diagonal_gradients))):
             self.diagonals.sum(n)
+            number = self.program.diagonal_gradients[n]
             for k in T.unroll(self.diagonals.sums[n].shape[0]):
                 distance = self.diagonals.distance(self.first_query, self.first_key, self.diagonals.summed(k))
-                number = self.program.diagonal_gradients[n]
-                target = self.at_distance(f"target{number}", INT, self.head[0], distance)
-                self.add(number, target, self.diagonals.sums[n][k])
+                self.diagonals.targets[n][k] = self.at_distance(f"target{number}", INT, self.head[0], distance)
+            if self.program.shares_targets(number):
+                self.diagonals.merge(n)
+            for k in T.unroll(self.diagonals.sums[n].shape[0]):
+                self.add(number, self.diagonals.targets[n][k], self.diagonals.sums[n][k])
 
     @T.inline
-    def store_dS(self, dS, seqlen_q):
-        """Store a tile dS' [keys, queries] as the gradient of program.learns_dS, whose matrices are transposed."""
-        self.store(0, dS, self.first_key, self.first_query, seqlen_q)
+    def learn_dS(self, dS, seqlen_q, seqlen_k):
+        """Store a tile dS' [keys, queries] as the gradient of program.learns_dS, whose matrices are transposed, or add its diagonals."""
+        if len(self.program.stored) > 0:
+            self.store(0, dS, self.first_key, self.first_query, seqlen_q)
+        else:
+            self.diagonals.add_tile(0, dS, seqlen_k - self.first_key)
+            self.add_diagonals()
 
     @T.inline
     def store(self, n, tile, row, column, columns):

@@ -410,7 +410,9 @@ class Traced:
             number = self.program.diagonal_gradients[n]
             for k in T.unroll(self.diagonals.sums[n].shape[0]):
                 distance = self.diagonals.distance(self.first_query, self.first_key, self.diagonals.summed(k))
-                self.diagonals.targets[n][k] = self.at_distance(f"target{number}", INT, self.head[0], distance)
+                self.diagonals.targets[n][k] = self.at_distance(
+                    f"target{number}", INT, self.head[0], distance
+                )
             if self.program.shares_targets(number):
                 self.diagonals.merge(n)
             for k in T.unroll(self.diagonals.sums[n].shape[0]):

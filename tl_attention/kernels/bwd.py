@@ -328,7 +328,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                         dS,
                     )
 
-            scores.fetch_next_transposed(mask.key, blocks, step)
+            scores.fetch_next(mask, blocks, step)
             # dK += dS' Q, before or after dS' is shared
             if early_dK:
                 T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)

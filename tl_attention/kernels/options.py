@@ -356,10 +356,12 @@ class Scores:
                 self.traced.prefetch(blocks.next_head, blocks.next_query, key, step + 1 < blocks.steps)
 
     @T.inline
-    def fetch_next_transposed(self, key, blocks, step):
+    def fetch_next(self, mask, blocks, step):
         """Compute the values of the diagonals of the next step, which advance() stores; no registers are free before dS' is complete."""
         if self.has_diagonals:
-            self.traced.fetch_diagonals(blocks.next_head, blocks.next_query, key, step + 1 < blocks.steps)
+            self.traced.fetch_diagonals(
+                blocks.next_head, blocks.next_query, mask.key, step + 1 < blocks.steps
+            )
 
     @T.inline
     def clear(self, acc_s, blocks, query, step):

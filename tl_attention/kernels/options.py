@@ -309,7 +309,8 @@ class Scores:
         if self.has_diagonals:
             self.traced.keep_diagonals()
         self.traced.fetch()
-        self.prefetch(query, blocks, step + 1)
+        if self.has_diagonals or self.traced.is_staged:
+            self.prefetch(query, blocks, step + 1)
 
     @T.inline
     def prefetch(self, query, blocks, step):

@@ -45,6 +45,9 @@ BYTES = {
     "bool": 1,
 }
 MAX_DIAGONALS = 2  # values per diagonal that a kernel keeps in shared memory
+# Most operations that each score computes faster than it reads their result from shared memory. ALiBi has 3: forward of d128 1.83 ms,
+# read 1.99; a relative bias, which is a load, 2.49 and 1.90 (batch 2, 16 heads, 8192, H200, 2026-11-23)
+MAX_REPEATED = 4
 MAX_STAGED = 4  # most bytes per score for tiles of captured tensors in shared memory
 
 
@@ -246,9 +249,18 @@ class Program:
         position = self._positions[i]
         return position == FUNCTION or (position is not None and not sum(position))
 
+    def _varies(self, i: int) -> bool:
+        """True for a value that is not the same for all scores of a head."""
+        return self._positions[i] != (0, 0)
+
+    def _is_dear(self, i: int) -> bool:
+        """True for a value that takes loads, or more than MAX_REPEATED operations, per score."""
+        operations = [self.values[j].op for j in self.needed([i]) if self._varies(j) and self.values[j].args]
+        return "load" in operations or len(operations) > MAX_REPEATED
+
     @functools.cached_property
     def diagonals(self) -> tuple[int, ...]:
-        """Floats that are the same along a diagonal of a tile, with which a value that is not is computed."""
+        """Floats that are the same along a diagonal of a tile, with which a value that is not is computed, unless they are cheap."""
         if not self.values:
             return ()
         outputs = [self.score, self.slope, *(x.factor for x in self.gradients)]
@@ -256,22 +268,18 @@ class Program:
         used = {arg for i in others for arg in self.values[i].args} | {x for x in outputs if x is not None}
 
         def is_one(i: int, value: Value) -> bool:
-            varies = self._positions[i] not in (None, (0, 0)) and self.is_diagonal(i)
-            return varies and value.dtype == FLOAT and value.op != "cast" and i in used
+            is_float = value.dtype == FLOAT and value.op != "cast"
+            return is_float and i in used and self._varies(i) and self.is_diagonal(i) and self._is_dear(i)
 
         return tuple(i for i, x in enumerate(self.values) if is_one(i, x))[:MAX_DIAGONALS]
 
     @functools.cached_property
     def diagonal_gradients(self) -> tuple[int, ...]:
         """Gradients that all scores of a diagonal add to one element."""
-
-        def varies(i: int) -> bool:
-            return self._positions[i] != (0, 0)
-
         return tuple(
             n
             for n, x in enumerate(self.gradients)
-            if all(map(self.is_diagonal, x.index)) and any(map(varies, x.index))
+            if all(map(self.is_diagonal, x.index)) and any(map(self._varies, x.index))
         )
 
     def shares_targets(self, number: int) -> bool:

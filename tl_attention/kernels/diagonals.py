@@ -218,7 +218,7 @@ class Diagonals:
 
     @T.inline
     def merge(self, n):
-        """Make one sum of those of a warp if all have the same target."""
+        """Add up the sums of a warp that have the same target."""
         T.evaluate(
             T.call_extern(
                 "handle",

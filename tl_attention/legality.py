@@ -84,7 +84,8 @@ def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
         smem += TABLE_BOX_BYTES if problem.has("varlen") else TILE_BOX_BYTES
     if config.hold_max:
         smem += HOLD_MAX_BYTES
-    staged = 4 * config.warpgroups * sum(problem.staged_bytes(config.block_N))
+    per_warp = sum(problem.staged_bytes(config.block_N)) + problem.diagonal_bytes(config.block_N)
+    staged = 4 * config.warpgroups * per_warp
     return smem + _bias_bytes(problem, config.block_N) + staged
 
 
@@ -118,7 +119,7 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         elements += owned * (problem.head_dim + problem.head_dim_v * bwd_pass.has_dv_tile(problem))
         box = ORDERED_BOX_BYTES if bwd_pass.is_ordered else TILE_BOX_BYTES
         row_values += KEY_TABLE_BOX_BYTES if problem.has("varlen") else box
-    staged = sum(problem.staged_bytes(step, bwd_pass.grads != "dq"))
+    staged = sum(problem.staged_bytes(step, bwd_pass.grads != "dq")) + problem.diagonal_bytes(step)
     if "dq" in bwd_pass.makes and problem.learns:
         staged += sum(problem.program.stored_bytes(16, step))
     return (

@@ -233,6 +233,15 @@ class AttnProblem:
         """True if tiles of captured tensors are prefetched to shared memory."""
         return self.fetches and self.head_dim == TILE_WIDTHS[0][0] and self.program.is_staged
 
+    @property
+    def has_diagonals(self) -> bool:
+        """True where values of a program are computed once per diagonal of a tile."""
+        return self.program is not None and bool(self.program.diagonals)
+
+    def diagonal_bytes(self, columns: int) -> int:
+        """Shared memory of a warp for these values of 16 rows of `columns` scores."""
+        return sum(self.program.diagonal_bytes(columns)) if self.has_diagonals else 0
+
     def staged_bytes(self, columns: int, rows_are_keys: bool = False) -> list[int]:
         """Bytes of shared memory of a warp for the tiles that it prefetches for 16 rows of `columns` scores."""
         if not self.stages:

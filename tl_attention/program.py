@@ -44,7 +44,17 @@ BYTES = {
     "uint8": 1,
     "bool": 1,
 }
+MAX_DIAGONALS = 2  # values per diagonal that a kernel keeps in shared memory
+# Most operations that each score computes faster than it reads their result from shared memory. ALiBi has 3: forward of d128 1.83 ms,
+# read 1.99; a relative bias, which is a load, 2.49 and 1.90 (batch 2, 16 heads, 8192, H200, 2026-11-23)
+MAX_REPEATED = 4
 MAX_STAGED = 4  # most bytes per score for tiles of captured tensors in shared memory
+
+
+# See Program._positions: leaves, and signs of the operands of sums
+POSITIONS = {"query": (1, 0), "key": (0, 1)}
+LINES = {"add": (1, 1), "sub": (1, -1), "neg": (-1,), "cast": (1,)}
+FUNCTION = (0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,11 @@ class Captured:
 
     dtype: str
     ndim: int
+
+
+def diagonal_slots(cols: int) -> int:
+    """Diagonals of 16 rows and so many columns, rounded up to a multiple of the lanes of a warp."""
+    return -(-(cols + 15) // 32) * 32
 
 
 def stored_dtype(captured: Captured) -> str:
@@ -179,6 +194,10 @@ class Program:
         dtypes = [self.tensors[self.values[i].data].dtype for i in self.dense_loads]
         return [queries * (keys * BYTES[dtype] + 16) for dtype in dtypes]
 
+    def diagonal_bytes(self, cols: int) -> list[int]:
+        """Shared memory of a warp for the values of the diagonals of 16 rows; see kernels/diagonals.py."""
+        return [4 * (2 * diagonal_slots(cols) + 16) for _ in self.diagonals]
+
     def stored_bytes(self, queries: int, keys: int) -> list[int]:
         """Shared memory of a warp for a tile of each gradient of `stored`."""
         dtypes = [stored_dtype(self.tensors[self.gradients[i].tensor]) for i in self.stored]
@@ -205,6 +224,70 @@ class Program:
         return frozenset(self.values[i].data for i in self.dense_loads)
 
     @functools.cached_property
+    def _positions(self) -> tuple[tuple[int, int] | None, ...]:
+        """(a, b) per value that is a * q_idx + b * kv_idx and what batch entry and head determine; for another function of q_idx - kv_idx
+        FUNCTION; None for others. Sums of integers alone are such lines.
+        """
+        found: list[tuple[int, int] | None] = []
+        for value in self.values:
+            args = [found[i] for i in value.args]
+            signs = LINES.get(value.op) if value.dtype in (INT, LONG) else None
+            if value.op in POSITIONS:
+                found.append(POSITIONS[value.op])
+            elif None in args or value.op == "score":
+                found.append(None)
+            elif signs and FUNCTION not in args:
+                found.append(tuple(sum(s * x[i] for s, x in zip(signs, args, strict=True)) for i in (0, 1)))
+            elif any(x != FUNCTION and sum(x) for x in args):
+                found.append(None)
+            else:
+                found.append(FUNCTION if any(x != (0, 0) for x in args) else (0, 0))
+        return tuple(found)
+
+    def is_diagonal(self, i: int) -> bool:
+        """True for a value that q_idx - kv_idx, the batch entry and the head determine: one per diagonal of a tile."""
+        position = self._positions[i]
+        return position == FUNCTION or (position is not None and not sum(position))
+
+    def _varies(self, i: int) -> bool:
+        """True for a value that is not the same for all scores of a head."""
+        return self._positions[i] != (0, 0)
+
+    def _is_dear(self, i: int) -> bool:
+        """True for a value that takes loads, or more than MAX_REPEATED operations, per score."""
+        operations = [self.values[j].op for j in self.needed([i]) if self._varies(j) and self.values[j].args]
+        return "load" in operations or len(operations) > MAX_REPEATED
+
+    @functools.cached_property
+    def diagonals(self) -> tuple[int, ...]:
+        """Floats that are the same along a diagonal of a tile, with which a value that is not is computed, unless they are cheap."""
+        if not self.values:
+            return ()
+        outputs = [self.score, self.slope, *(x.factor for x in self.gradients)]
+        others = {i for i, x in enumerate(self.values) if not self.is_diagonal(i)}
+        used = {arg for i in others for arg in self.values[i].args} | {x for x in outputs if x is not None}
+
+        def is_one(i: int, value: Value) -> bool:
+            is_float = value.dtype == FLOAT and value.op != "cast"
+            return is_float and i in used and self._varies(i) and self.is_diagonal(i) and self._is_dear(i)
+
+        return tuple(i for i, x in enumerate(self.values) if is_one(i, x))[:MAX_DIAGONALS]
+
+    @functools.cached_property
+    def diagonal_gradients(self) -> tuple[int, ...]:
+        """Gradients that all scores of a diagonal add to one element."""
+        return tuple(
+            n
+            for n, x in enumerate(self.gradients)
+            if all(map(self.is_diagonal, x.index)) and any(map(self._varies, x.index))
+        )
+
+    def shares_targets(self, number: int) -> bool:
+        """True if diagonals may add to the same element: no index of gradient number `number` is a line in q_idx - kv_idx."""
+        lines = ({*map(abs, self._positions[i])} == {1} for i in self.gradients[number].index)
+        return not any(lines)
+
+    @functools.cached_property
     def stored(self) -> tuple[int, ...]:
         """Gradients with an element per score of a head: the only one of its tensor, indexed by b, h, constants, then q_idx, kv_idx."""
 
@@ -218,12 +301,17 @@ class Program:
 
     @functools.cached_property
     def learns_dS(self) -> bool:
-        """True if the only gradient is that of a stored bf16 bias added to the score: it equals the dS that a backward multiplies."""
-        if self.slope is not None or len(self.gradients) != 1 or self.stored != (0,):
+        """True if the only gradient is that of a bias added to the score: it is the dS that a backward multiplies, or sums of it.
+
+        A stored bias must be bf16, as dS is; sums may be of any dtype.
+        """
+        if self.slope is not None or len(self.gradients) != 1:
             return False
         (gradient,) = self.gradients
-        is_one = self.values[gradient.factor] == Value("constant", FLOAT, data=1.0)
-        return is_one and stored_dtype(self.tensors[gradient.tensor]) == "bfloat16"
+        if self.values[gradient.factor] != Value("constant", FLOAT, data=1.0):
+            return False
+        is_stored = self.stored == (0,) and stored_dtype(self.tensors[gradient.tensor]) == "bfloat16"
+        return is_stored or self.diagonal_gradients == (0,)
 
     @property
     def learns_from_scores(self) -> bool:

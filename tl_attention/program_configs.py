@@ -13,8 +13,8 @@ def program_lines(
     """(name, what it serves, fields) of the lines of [programs] for a problem, in the order they are tried; see configs.OptionLine.
 
     A forward has one line per width, and optional ones for block masks: fwd_bits, and fwd_listed where the tiles of fwd do not divide
-    program.LISTED_ROWS. A backward with bits tries the lines of bwd_bits first. A line of a backward serves problems whose features are
-    all in `serves`.
+    program.LISTED_ROWS, and fwd_scores for a score_mod alone. A backward with bits tries the lines of bwd_bits first. A line of a backward
+    serves problems whose features are all in `serves`.
     """
     width, section = grid["programs"][problem.width], "fwd" if direction == "fwd" else "bwd"
     if direction == "fwd":
@@ -22,6 +22,7 @@ def program_lines(
         wanted = (
             ("fwd_bits", problem.has_bits and not problem.changes_scores),
             ("fwd_listed", problem.is_listed),
+            ("fwd_scores", problem.changes_scores and not (problem.fetches or problem.is_listed)),
         )
         section = next((name for name, applies in wanted if applies and name in width), section)
     name, lines = f"[programs.{problem.width}] {section}", width[section]

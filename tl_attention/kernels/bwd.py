@@ -328,6 +328,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                         dS,
                     )
 
+            scores.fetch_next(mask, blocks, step)
             # dK += dS' Q, before or after dS' is shared
             if early_dK:
                 T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)
@@ -335,7 +336,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.dS.wait_empty(step)
                 shared.dS.write(dS_place, step, dS)
                 shared.dS.announce(step)
-                scores.store_dS(dS, blocks)
+                scores.learn_dS(dS, blocks)
             if x_parts > 1:
                 started = dv_jobs if makes_dv and not dS_in_P else ()
                 jobs = (*started, *(fp32.jobs(dk_chunks, dS_parts, shared.Q, step) if makes_dk else ()))

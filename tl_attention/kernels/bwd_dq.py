@@ -34,6 +34,7 @@ from tl_attention.kernels.products import (
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Tile, TileCounts, TileOrder
 from tl_attention.kernels.softmax import LOG2E, indices, probabilities, softmax_backward
+from tl_attention.kernels.staged import alloc_staged
 from tl_attention.kernels.tiles import (
     DenseGradTiles,
     PackedGradTiles,
@@ -41,7 +42,7 @@ from tl_attention.kernels.tiles import (
     result_argument,
     rows_argument,
 )
-from tl_attention.kernels.traced import alloc_staged, traced_arguments
+from tl_attention.kernels.traced import traced_arguments
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -153,7 +154,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         T.copy(tiles.delta(tile, tile.head, query, 64), delta)
         scores.start(tile.batch, tile.head, scale_log2)
         dropout.start()
-        if problem.stages:
+        if problem.stages or problem.has_diagonals:
             scores.prefetch(query, blocks, 0)
         shared.Q.wait(w)
         shared.K.wait(0)

@@ -9,8 +9,8 @@ from tl_attention.kernels.bwd_order import AddingOrder, AnyOrder
 from tl_attention.kernels.bwd_tiles import KeyTileBox
 from tl_attention.kernels.options import alloc_bias_columns
 from tl_attention.kernels.pipeline import TileRing, alloc_each, alloc_exchange, alloc_parts, alloc_swizzled
+from tl_attention.kernels.staged import alloc_staged
 from tl_attention.kernels.tiles import SharedTiles
-from tl_attention.kernels.traced import alloc_staged
 from tl_attention.problem import AttnProblem
 
 

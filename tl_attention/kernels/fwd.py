@@ -37,8 +37,9 @@ from tl_attention.kernels.results import results_of
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder, TileStream
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
+from tl_attention.kernels.staged import alloc_staged
 from tl_attention.kernels.tiles import SharedTiles, rows_argument
-from tl_attention.kernels.traced import alloc_staged, traced_arguments
+from tl_attention.kernels.traced import traced_arguments
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -232,7 +233,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         scores.start(tile.batch, tile.head, scale_log2)
         dropout.start()
 
-        if problem.stages:
+        if problem.stages or problem.has_diagonals:
             scores.prefetch(query, blocks, 0)
         shared.Q.wait(q_step)
         if scores.raw:

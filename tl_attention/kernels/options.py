@@ -15,7 +15,8 @@ from tl_attention.kernels.pipeline import SharedTile, sync_consumers
 from tl_attention.kernels.program_code import program_code
 from tl_attention.kernels.roles import Roles
 from tl_attention.kernels.softmax import LOG2E
-from tl_attention.kernels.traced import StagedTiles, Traced, TracedArguments
+from tl_attention.kernels.staged import StagedTiles
+from tl_attention.kernels.traced import Traced, TracedArguments
 from tl_attention.problem import AttnProblem
 
 # tanh with an error of 2e-7; that of --use_fast_math has 2^-11. Below 0.55 a polynomial, fitted at Chebyshev nodes
@@ -181,6 +182,7 @@ class Scores:
         self.traced, self.changed, program = None, problem.changes_scores, problem.program
         self.learns_dS = problem.learns_dS
         self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
+        self.has_diagonals = problem.has_diagonals
         # exponent() is -inf for hidden elements; with listed blocks they are set to 0 later, only in blocks that hide some
         self.hides_at_once = self.changed and program.hides and not program.listed
         if program is not None:
@@ -246,7 +248,7 @@ class Scores:
             blocks.find(step)
         if self.has_bits and steps.masked:
             self.traced.fetch_bits(blocks.place_at(step), query, blocks.key_at(step))
-        if self.fetches:
+        if self.fetches or self.has_diagonals:
             self.fetch(query, blocks, step)
 
     @T.inline
@@ -304,20 +306,28 @@ class Scores:
     def fetch(self, query, blocks, step):
         """Set the position of the tile at a step, and fetch what a program needs, except bits."""
         self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
+        if self.has_diagonals:
+            self.traced.keep_diagonals()
         self.traced.fetch()
-        if self.traced.is_staged:
+        if self.has_diagonals or self.traced.is_staged:
             self.prefetch(query, blocks, step + 1)
 
     @T.inline
     def prefetch(self, query, blocks, step):
         """Prefetch what a program needs at a step of key blocks; past the last step the result is not used."""
-        self.traced.prefetch(self.traced.head[0], query, blocks.first_key(step), step < blocks.steps)
+        if self.has_diagonals:
+            self.traced.fetch_diagonals(self.traced.head[0], query, blocks.first_key(step), True)
+        if self.traced.is_staged:
+            self.traced.prefetch(self.traced.head[0], query, blocks.first_key(step), step < blocks.steps)
 
     @T.inline
     def start_transposed(self, mask, blocks):
         """Fetch what a program needs at the first step of query blocks, for the keys of a KeyRowsMask."""
         if self.has_bits:
             self.traced.fetch_bits(blocks.place, mask.key, blocks.query)
+        if self.has_diagonals:
+            self.traced.fetch_diagonals(blocks.head, blocks.query, mask.key, True)
+            self.traced.keep_diagonals()
         if self.fetches:
             if self.traced.is_staged:
                 self.traced.prefetch(blocks.head, blocks.query, mask.key, True)
@@ -325,15 +335,17 @@ class Scores:
     @T.inline
     def advance(self, mask, blocks):
         """Go to the next step of query blocks, and fetch its bits early."""
+        if self.has_diagonals:
+            self.traced.keep_diagonals()
         blocks.advance()
         if self.has_bits:
             self.traced.fetch_bits(blocks.place, mask.key, blocks.query)
 
     @T.inline
-    def store_dS(self, dS, blocks):
-        """Store a tile dS' [keys, queries] if it is the gradient of a captured tensor; after locate_transposed()."""
+    def learn_dS(self, dS, blocks):
+        """Pass a tile dS' [keys, queries] on if it is the gradient of a captured tensor; after locate_transposed()."""
         if self.learns_dS:
-            self.traced.store_dS(dS, blocks.mask.seqlen_q)
+            self.traced.learn_dS(dS, blocks.mask.seqlen_q, blocks.mask.seqlen_k)
 
     @T.inline
     def locate_transposed(self, key, blocks, step):
@@ -343,6 +355,14 @@ class Scores:
             self.traced.fetch()
             if self.traced.is_staged:
                 self.traced.prefetch(blocks.next_head, blocks.next_query, key, step + 1 < blocks.steps)
+
+    @T.inline
+    def fetch_next(self, mask, blocks, step):
+        """Compute the values of the diagonals of the next step, which advance() stores; no registers are free before dS' is complete."""
+        if self.has_diagonals:
+            self.traced.fetch_diagonals(
+                blocks.next_head, blocks.next_query, mask.key, step + 1 < blocks.steps
+            )
 
     @T.inline
     def clear(self, acc_s, blocks, query, step):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from tl_attention.kernels.dense_code import DENSE
+from tl_attention.kernels.diagonals import DIAGONALS
 from tl_attention.program import BOOL, FLOAT, INT, LONG, MASK, SHOW_ALL, SHOW_TO_LAST, Program, Value
 
 TYPES = {FLOAT: "float", INT: "int", LONG: "long long", BOOL: "bool"}
@@ -114,14 +115,16 @@ def program_code(program: Program) -> str:
         dims = range(max(captured.ndim, 1))
         parameters += [f"const void* tensor{i}", *(f"int size{i}_{dim}, int stride{i}_{dim}" for dim in dims)]
     parameters += [f"{TYPES[dtype]} number{i}" for i, dtype in enumerate(program.numbers)]
-    of_tensors = parameters.copy()
-    parameters += [f"{fetched_type(program, i)} fetched{i}" for i in program.dense_loads]
+    of_tensors = parameters.copy()  # of functions that no fetched value is given to
+    parameters += [
+        f"{fetched_type(program, i)} fetched{i}" for i in (*program.dense_loads, *program.diagonals)
+    ]
 
     def function(
         name: str, dtype: str, roots: list[int], result: str, first: str = "", of: list[str] | None = None
     ) -> str:
         lines = [
-            f"  const {TYPES[program.values[i].dtype]} v{i} = {_expression(program, i)};"
+            f"  const {TYPES[program.values[i].dtype]} v{i} = {_expression(program, i, fetches=of is None)};"
             for i in sorted(program.needed(roots))
         ]
         head = f"static __device__ __forceinline__ {TYPES[dtype]} tl_attention_{name}({first}{', '.join(of or parameters)}) {{"
@@ -134,6 +137,8 @@ def program_code(program: Program) -> str:
         functions.append(
             function(f"base{i}", INT, list(value.args[:-2]), " + ".join(terms) or "0", of=of_tensors)
         )
+    for i in program.diagonals:
+        functions.append(function(f"diagonal{i}", FLOAT, [i], f"v{i}", of=of_tensors))
     if program.score is not None:
         functions.append(function("new_score", FLOAT, [program.score], f"v{program.score}"))
     if program.hides and not program.bits:
@@ -160,14 +165,18 @@ def program_code(program: Program) -> str:
             offset = (
                 f"({offset}) * size{gradient.tensor}_{dim} + {_index(program, gradient.tensor, dim, index)}"
             )
-        functions.append(function(f"target{i}", INT, list(gradient.index), offset))
+        of = of_tensors if i in program.diagonal_gradients else None
+        functions.append(function(f"target{i}", INT, list(gradient.index), offset, of=of))
     dense = DENSE if program.dense_loads or program.stored else ""
-    return HELPERS + (BITS if program.bits else "") + dense + "\n".join(functions) + "\n"
+    diagonals = DIAGONALS if program.diagonals or program.diagonal_gradients else ""
+    return HELPERS + (BITS if program.bits else "") + dense + diagonals + "\n".join(functions) + "\n"
 
 
-def _expression(program: Program, i: int) -> str:
-    """Right-hand side of the declaration of a value."""
+def _expression(program: Program, i: int, fetches: bool) -> str:
+    """Right-hand side of the declaration of a value. fetches: fetched values are arguments."""
     value = program.values[i]
+    if fetches and (i in program.dense_loads or i in program.diagonals):
+        return f"fetched{i}"
     args = [f"v{arg}" for arg in value.args]
     if value.op in ("score", "batch", "head", "query", "key"):
         return value.op
@@ -176,7 +185,7 @@ def _expression(program: Program, i: int) -> str:
     if value.op == "number":
         return f"number{value.data}"
     if value.op == "load":
-        return f"fetched{i}" if i in program.dense_loads else _load(program, value)
+        return _load(program, value)
     if value.op == "cast":
         position = _position(program, value.args[0]) if value.dtype == FLOAT else None
         return position or f"({TYPES[value.dtype]}){args[0]}"

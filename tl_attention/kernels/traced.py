@@ -9,8 +9,10 @@ import tilelang.language as T
 from tilelang import tvm
 from tilelang.language.eager.builder import Builder
 
+from tl_attention.kernels.diagonals import Diagonals
 from tl_attention.kernels.program_code import STORED, fetched_type
 from tl_attention.kernels.softmax import LOG2E
+from tl_attention.kernels.staged import StagedTiles
 from tl_attention.problem import AttnProblem
 from tl_attention.program import BOOL, BYTES, FLOAT, INT, LONG, MASK, Captured, stored_dtype
 
@@ -88,48 +90,6 @@ def traced_arguments(problem: AttnProblem) -> TracedArguments | None:
 
 
 @T.meta_class
-class StagedTiles:
-    """Shared memory of the warps of a CTA for tiles of captured tensors, and of their gradients where queries are rows: uint8 [bytes]."""
-
-    def __init__(
-        self,
-        problem: AttnProblem,
-        warps: int,
-        cols: int,
-        rows_are_keys: bool = False,
-        stores: bool = True,
-        name: str = "staged",
-    ):
-        self.tiles = [
-            SharedBytes(warps * size, name=f"captured_{n}").bytes
-            for n, size in enumerate(problem.staged_bytes(cols, rows_are_keys))
-        ]
-        sizes = problem.program.stored_bytes(16, cols) if problem.learns and stores else []
-        self.gradients = [
-            SharedBytes(warps * size, name=f"gradient_{n}").bytes for n, size in enumerate(sizes)
-        ]
-
-
-@T.meta_class
-class SharedBytes:
-    """Buffer with a name of its own, as in pipeline.SharedTile."""
-
-    def __init__(self, size: int, name: str):
-        self.bytes = T.alloc_shared([size], "uint8")
-
-
-def alloc_staged(
-    problem: AttnProblem, warps: int, cols: int, rows_are_keys: bool = False, stores: bool = True
-) -> StagedTiles | None:
-    """StagedTiles; None without a program. stores: the kernel stores gradients of captured tensors."""
-    return (
-        StagedTiles(problem, warps, cols, rows_are_keys, stores, name="staged")
-        if problem.program is not None
-        else None
-    )
-
-
-@T.meta_class
 class Traced:
     """Program of a tile of 64 rows: new scores, their slopes, and gradients of captured tensors.
 
@@ -162,6 +122,9 @@ class Traced:
             T.alloc_local([cols // 2 * BYTES[self.captured(i).dtype] // 4], "uint32")
             for i in program.dense_loads
         ]
+        self.diagonals = None
+        if program.diagonals or program.diagonal_gradients:
+            self.diagonals = Diagonals(program, cols, rows_are_keys, name="diagonals")
         self.bits = T.alloc_local([-(-cols // 64)], "uint32") if program.bits else None  # of the tile
         self.first_query = self.first_key = 0
         self.how = MASK
@@ -207,8 +170,40 @@ class Traced:
             self.head[0],
             *positions,
             *self.arguments.flat,
-            *(self.fetched(n, i, j) for n in range(len(self.tiles))),
+            *self.all_fetched(function, i, j),
         )
+
+    def all_fetched(self, function: str, i: Any, j: Any) -> tuple[Any, ...]:
+        """Fetched values of an element, which program_code declares after all other arguments of a function."""
+        if function in [f"target{number}" for number in self.program.diagonal_gradients]:
+            return ()
+        dense = (self.fetched(n, i, j) for n in range(len(self.tiles)))
+        return *dense, *(self.diagonals.value(x, i, j) for x in self.staged.diagonals)
+
+    def at_distance(self, function: str, dtype: str, head: Any, distance: Any) -> Any:
+        """A function of program_code at a diagonal, which the difference of query and key says."""
+        leaves = 0.0, self.batch[0], head, distance, 0, T.cast(distance, FLOAT), 0.0
+        return T.call_extern(dtype, f"tl_attention_{function}", *leaves, *self.arguments.flat)
+
+    @T.inline
+    def fetch_diagonals(self, head, query, key, is_needed):
+        """Compute the values of the diagonals of a tile with this head, first query and first key.
+
+        A tile that is not needed may have a head past the last one.
+        """
+        head = T.if_then_else(is_needed, head, self.head[0])
+        for n in tuple(range(len(self.program.diagonals))):
+            for k in T.unroll(self.diagonals.slots // 32):
+                distance = self.diagonals.distance(query, key, self.diagonals.of_lane(k))
+                self.diagonals.values[n][k] = self.at_distance(
+                    f"diagonal{self.program.diagonals[n]}", FLOAT, head, distance
+                )
+
+    @T.inline
+    def keep_diagonals(self):
+        """Store these values where the scores of the tile read them."""
+        for n in tuple(range(len(self.program.diagonals))):
+            self.diagonals.keep(n, self.staged.diagonals[n])
 
     def captured(self, load: int) -> Captured:
         return self.program.tensors[self.program.values[load].data]
@@ -382,6 +377,8 @@ class Traced:
             tiles: fragments [64, block_N] of fp32, one per gradient of program.stored.
         """
         rows, cols = acc_dp.shape
+        if self.diagonals is not None:
+            self.diagonals.clear()
         for i, j in T.Parallel(rows, cols):  # one loop, so that nvcc computes common parts once
             for number in self.summed:
                 self.sums[number][0] += self.passed_on(
@@ -389,19 +386,46 @@ class Traced:
                 )
             for number in self.scattered:
                 self.add(
-                    number, i, j, self.passed_on(number, scores, P, acc_dp, i, j, lse_log2, delta, seqlen_k)
+                    number,
+                    self.call(f"target{number}", INT, 0.0, i, j),
+                    self.passed_on(number, scores, P, acc_dp, i, j, lse_log2, delta, seqlen_k),
                 )
+            for n in tuple(range(len(self.program.diagonal_gradients))):
+                number = self.program.diagonal_gradients[n]
+                x = self.passed_on(number, scores, P, acc_dp, i, j, lse_log2, delta, seqlen_k)
+                self.diagonals.add(n, i, j, x)
             for n in tuple(range(len(self.program.stored))):
                 tiles[n][i, j] = self.passed_on(
                     self.program.stored[n], scores, P, acc_dp, i, j, lse_log2, delta, seqlen_k
                 )
         for n in tuple(range(len(self.program.stored))):
             self.store(n, tiles[n], self.first_query, self.first_key, seqlen_k)
+        self.add_diagonals()
 
     @T.inline
-    def store_dS(self, dS, seqlen_q):
-        """Store a tile dS' [keys, queries] as the gradient of program.learns_dS, whose matrices are transposed."""
-        self.store(0, dS, self.first_key, self.first_query, seqlen_q)
+    def add_diagonals(self):
+        """Add the sums of the diagonals of a tile to gradients of captured tensors."""
+        for n in tuple(range(len(self.program.diagonal_gradients))):
+            self.diagonals.sum(n)
+            number = self.program.diagonal_gradients[n]
+            for k in T.unroll(self.diagonals.sums[n].shape[0]):
+                distance = self.diagonals.distance(self.first_query, self.first_key, self.diagonals.summed(k))
+                self.diagonals.targets[n][k] = self.at_distance(
+                    f"target{number}", INT, self.head[0], distance
+                )
+            if self.program.shares_targets(number):
+                self.diagonals.merge(n)
+            for k in T.unroll(self.diagonals.sums[n].shape[0]):
+                self.add(number, self.diagonals.targets[n][k], self.diagonals.sums[n][k])
+
+    @T.inline
+    def learn_dS(self, dS, seqlen_q, seqlen_k):
+        """Store a tile dS' [keys, queries] as the gradient of program.learns_dS, whose matrices are transposed, or add its diagonals."""
+        if len(self.program.stored) > 0:
+            self.store(0, dS, self.first_key, self.first_query, seqlen_q)
+        else:
+            self.diagonals.add_tile(0, dS, seqlen_k - self.first_key)
+            self.add_diagonals()
 
     @T.inline
     def store(self, n, tile, row, column, columns):
@@ -425,15 +449,15 @@ class Traced:
         )
 
     @T.inline
-    def add(self, number, i, j, x):
-        """Add x to the element that gradient number `number` belongs to."""
+    def add(self, number, target, x):
+        """Add x to element `target` of the tensor that gradient number `number` belongs to."""
         sums = self.arguments.gradients[self.program.gradients[number].tensor]
         T.evaluate(
             T.call_extern(
                 "handle",
                 "tl_attention_add_exactly" if self.program.exact else "tl_attention_add",
                 sums.access_ptr("rw"),
-                self.call(f"target{number}", INT, 0.0, i, j),
+                target,
                 x,
             )
         )
@@ -446,7 +470,8 @@ class Traced:
     @property
     def scattered(self) -> tuple[int, ...]:
         """Gradients that each element adds to."""
-        return tuple(i for i, x in enumerate(self.sums) if x is None and i not in self.program.stored)
+        others = *self.program.stored, *self.program.diagonal_gradients
+        return tuple(i for i, x in enumerate(self.sums) if x is None and i not in others)
 
     @T.inline
     def finish_gradients(self):
@@ -455,4 +480,4 @@ class Traced:
         for number in self.summed:
             self.sums[number][0] = T.warp_reduce_sum(self.sums[number][0])
             if T.get_thread_binding() % 32 == 0:
-                self.add(number, 0, 0, self.sums[number][0])
+                self.add(number, self.call(f"target{number}", INT, 0.0, 0, 0), self.sums[number][0])

@@ -1,0 +1,241 @@
+"""Diagonals of a tile: values of a program that q_idx - kv_idx determines, and gradients that all scores of a diagonal add to one element.
+
+A warp has 16 rows of a tile, so `cols` columns cross cols + 15 diagonals. Slot u is that of the elements whose column minus row is
+u - 15. A value is computed once per slot, by one lane, and read from shared memory. In the layout of wgmma lane 4 g + c has rows g and
+g + 8, columns 8 n + 2 c and 8 n + 2 c + 1 of each n: two rows and all n share 2 (cols / 8 + 1) slots.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.program import FLOAT, INT, Program, diagonal_slots
+
+DIAGONALS = """
+// threadIdx.x, from which nvcc keeps nothing in registers through the loop over tiles
+static __device__ __forceinline__ int tl_attention_thread() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+// q_idx - kv_idx of a slot of this warp, in a tile of 64 rows whose first query and key these are
+template <bool rows_are_keys>
+static __device__ __forceinline__ int tl_attention_distance(int query, int key, int slot) {
+  int row = tl_attention_thread() / 32 % 4 * 16;
+  return rows_are_keys ? query - key - row + (slot - 15) : query - key + row - (slot - 15);
+}
+static __device__ __forceinline__ int tl_attention_slot_of_lane(int i) { return tl_attention_thread() % 32 + 32 * i; }
+// Values of the slots of lanes to shared memory of this warp, twice: once from the first, once from the second on, so that a pair of
+// slots is aligned in one of both. 16 floats between them put them in different banks
+template <int slots>
+static __device__ __forceinline__ void tl_attention_keep_diagonals(void* shared, const void* values) {
+  float* first = (float*)shared + (threadIdx.x + threadIdx.y * blockDim.x) / 32 * (2 * slots + 16) + threadIdx.x % 32;
+  float* second = first + slots + 15;
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < slots / 32; ++i) first[32 * i] = second[32 * i] = ((const float*)values)[i];
+  __syncwarp();
+}
+// Value of the diagonal of an element: `place` is 2 (n - b + 1) plus the parity of its column, where it has row g + 8 b
+template <int slots>
+static __device__ __forceinline__ float tl_attention_diagonal(const void* shared, int place) {
+  int first = 7 + threadIdx.x % 4 * 2 - threadIdx.x % 32 / 4;
+  const float* of_warp = (const float*)shared + (threadIdx.x + threadIdx.y * blockDim.x) / 32 * (2 * slots + 16);
+  unsigned long long pair = *(const unsigned long long*)(of_warp + (first & 1 ? slots + 15 + first : first) + place / 2 * 8);
+  return __uint_as_float(place % 2 ? pair >> 32 : pair);
+}
+// Sums of this thread by place, of its bf16 elements of a tile of 64 rows; rows from `rows` on count as 0
+template <int cols>
+static __device__ __forceinline__ void tl_attention_add_tile(void* x, const void* tile, int rows) {
+  const unsigned* pairs = (const unsigned*)tile;  // of columns 2 c and 2 c + 1, in two rows of each 8 columns
+  int thread = tl_attention_thread(), row = thread / 32 % 4 * 16 + thread % 32 / 4;
+  bool is_row = row < rows, is_next = row + 8 < rows;
+  unsigned even = is_row ? 0x10000 : 0, odd = is_row ? 0xffff0000 : 0;
+  unsigned next_even = is_next ? 0x10000 : 0, next_odd = is_next ? 0xffff0000 : 0;
+#pragma unroll
+  for (int n = 0; n <= cols / 8; ++n) {
+    unsigned next = n < cols / 8 ? pairs[2 * n + 1] : 0, same = n > 0 ? pairs[2 * n - 2] : 0;
+    float low = __uint_as_float(next * next_even), high = __uint_as_float(next & next_odd);
+    ((float*)x)[2 * n] = n == 0 ? low : low + __uint_as_float(same * even);
+    ((float*)x)[2 * n + 1] = n == 0 ? high : high + __uint_as_float(same & odd);
+  }
+}
+static __device__ __forceinline__ void tl_attention_add_to_place(void* x, int place, float number) { ((float*)x)[place] += number; }
+// Sums along the diagonals of a warp's 16 rows. x: sums of this thread by place. sums: those of slots tl_attention_summed_slot(i)
+template <int cols>
+static __device__ __forceinline__ void tl_attention_sum_diagonals(void* sums, const void* x) {
+  constexpr int blocks = cols / 8 + 2, pairs = (blocks + 1) / 2, quads = (pairs + 1) / 2;  // of 8 slots
+  int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  const float* of_thread = (const float*)x;
+  float by_block[2 * pairs], by_pair[2 * quads];
+  // The slots of a lane are 7 + 2 c + e - g modulo 8: even columns (e = 0), and odd ones of the row after
+#pragma unroll
+  for (int n = 0; n < 2 * pairs; ++n) {
+    float even[2], odd[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      bool is_there = n - k >= 0 && n - k < blocks - 1;
+      even[k] = is_there ? of_thread[2 * (n - k)] : 0.f;
+      odd[k] = is_there ? of_thread[2 * (n - k) + 1] : 0.f;
+    }
+    float other = __shfl_sync(0xffffffff, 2 * c >= g ? odd[1] : odd[0], lane + 4 & 31);
+    by_block[n] = (2 * c > g ? even[1] : even[0]) + other;
+  }
+  // Rows 4 further and c + 2 have the same slots: one of both lanes takes the even blocks, the other the odd ones
+#pragma unroll
+  for (int n = 0; n < 2 * quads; ++n) {
+    float low = n < pairs ? by_block[n < pairs ? 2 * n : 0] : 0.f, high = n < pairs ? by_block[n < pairs ? 2 * n + 1 : 0] : 0.f;
+    by_pair[n] = n < pairs ? (c & 2 ? high : low) + __shfl_xor_sync(0xffffffff, c & 2 ? low : high, 18) : 0.f;
+  }
+  int partner = (lane + (c & 1 ? -8 : 8) & 28) + (c ^ 1);
+#pragma unroll
+  for (int n = 0; n < quads; ++n) {
+    float low = by_pair[2 * n], high = by_pair[2 * n + 1];
+    ((float*)sums)[n] = (c & 1 ? high : low) + __shfl_sync(0xffffffff, c & 1 ? low : high, partner);
+  }
+}
+// One sum in place of those of a warp that go to one element, and 0 in place of the others: all, if they do, else for a few elements
+template <int count>
+static __device__ __forceinline__ void tl_attention_merge_sums(void* sums, const void* targets) {
+  float* x = (float*)sums;
+  const int* target = (const int*)targets;
+  int first = __shfl_sync(0xffffffff, target[0], 0);
+  bool is_first = true;
+  float total = 0.f;
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    is_first &= target[i] == first;
+    total += x[i];
+  }
+  bool are_one = __all_sync(0xffffffff, is_first);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffff, total, step);
+#pragma unroll
+  for (int i = 0; i < count; ++i) x[i] = are_one ? (i == 0 && threadIdx.x % 32 == 0 ? total : 0.f) : x[i];
+  if (are_one) return;
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    bool is_open = x[i] != 0.f;
+#pragma unroll 1
+    for (int round = 0; round < 4; ++round) {
+      int leader = __ffs(__ballot_sync(0xffffffff, is_open)) - 1 & 31;
+      bool is_same = is_open && target[i] == __shfl_sync(0xffffffff, target[i], leader);
+      float part = is_same ? x[i] : 0.f;
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) part += __shfl_xor_sync(0xffffffff, part, step);
+      if (is_same) x[i] = threadIdx.x % 32 == leader ? part : 0.f;
+      is_open = is_open && !is_same;
+    }
+  }
+}
+static __device__ __forceinline__ int tl_attention_summed_slot(int i) {
+  int lane = tl_attention_thread() % 32, c = lane % 4;
+  return (4 * i + 2 * (c & 1) + c / 2) * 8 + (7 + 2 * c - lane / 4 & 7);
+}
+"""
+
+
+def sums_per_lane(cols: int) -> int:
+    """Length of the result of tl_attention_sum_diagonals."""
+    return -(-(cols // 8 + 2) // 4)
+
+
+@T.meta_class
+class Diagonals:
+    """Values and sums of the diagonals of a tile of 64 rows."""
+
+    def __init__(self, program: Program, cols: int, rows_are_keys: bool, name: str = "diagonals"):
+        self.cols, self.rows_are_keys, self.slots = cols, rows_are_keys, diagonal_slots(cols)
+        # Values of the slots of this lane in the next tile
+        self.values = [T.alloc_local([self.slots // 32], FLOAT) for _ in program.diagonals]
+        # Sums of this thread, and of the slots that it adds to memory
+        self.by_place = [T.alloc_local([cols // 4 + 2], FLOAT) for _ in program.diagonal_gradients]
+        self.sums = [T.alloc_local([sums_per_lane(cols)], FLOAT) for _ in program.diagonal_gradients]
+        self.targets = [T.alloc_local([sums_per_lane(cols)], INT) for _ in program.diagonal_gradients]
+
+    def place(self, i: Any, j: Any) -> Any:
+        """Place of an element among the slots of its thread."""
+        return (j // 8 - i // 8 % 2 + 1) * 2 + j % 2
+
+    def of_lane(self, i: Any) -> Any:
+        """Slot of value number i of this lane."""
+        return T.call_extern(INT, "tl_attention_slot_of_lane", i)
+
+    def summed(self, i: Any) -> Any:
+        """Slot of sum number i of this lane."""
+        return T.call_extern(INT, "tl_attention_summed_slot", i)
+
+    def distance(self, query: Any, key: Any, slot: Any) -> Any:
+        """q_idx - kv_idx of a slot, in the tile whose first query and key these are."""
+        name = f"tl_attention_distance<{str(self.rows_are_keys).lower()}>"
+        return T.call_extern(INT, name, query, key, slot)
+
+    @T.inline
+    def keep(self, n, shared):
+        """Store the values of this lane in shared memory of its warp."""
+        T.evaluate(
+            T.call_extern(
+                "handle",
+                f"tl_attention_keep_diagonals<{self.slots}>",
+                shared.access_ptr("rw"),
+                self.values[n].data,
+            )
+        )
+
+    def value(self, shared: Any, i: Any, j: Any) -> Any:
+        """Value of an element, from shared memory."""
+        return T.call_extern(
+            FLOAT, f"tl_attention_diagonal<{self.slots}>", shared.access_ptr("r"), self.place(i, j)
+        )
+
+    @T.inline
+    def clear(self):
+        """Set the sums of this thread to 0."""
+        for n in tuple(range(len(self.by_place))):
+            for k in T.unroll(self.by_place[n].shape[0]):
+                self.by_place[n][k] = 0.0
+
+    @T.inline
+    def add(self, n, i, j, x):
+        """Add x to the sum of the diagonal of an element, in this thread."""
+        place = self.place(i, j)
+        T.evaluate(T.call_extern("handle", "tl_attention_add_to_place", self.by_place[n].data, place, x))
+
+    @T.inline
+    def add_tile(self, n, tile, rows):
+        """Set the sums of this thread to those of a bf16 tile, without its rows from `rows` on."""
+        T.evaluate(
+            T.call_extern(
+                "handle",
+                f"tl_attention_add_tile<{self.cols}>",
+                self.by_place[n].data,
+                tile.data,
+                rows,
+            )
+        )
+
+    @T.inline
+    def merge(self, n):
+        """Add up the sums of a warp that have the same target."""
+        T.evaluate(
+            T.call_extern(
+                "handle",
+                f"tl_attention_merge_sums<{sums_per_lane(self.cols)}>",
+                self.sums[n].data,
+                self.targets[n].data,
+            )
+        )
+
+    @T.inline
+    def sum(self, n):
+        """Sum over the lanes of a warp."""
+        T.evaluate(
+            T.call_extern(
+                "handle",
+                f"tl_attention_sum_diagonals<{self.cols}>",
+                self.sums[n].data,
+                self.by_place[n].data,
+            )
+        )

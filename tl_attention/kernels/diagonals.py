@@ -96,7 +96,7 @@ static __device__ __forceinline__ void tl_attention_sum_diagonals(void* sums, co
     ((float*)sums)[n] = (c & 1 ? high : low) + __shfl_sync(0xffffffff, c & 1 ? low : high, partner);
   }
 }
-// One sum in place of those of a warp that go to one element, and 0 in place of the others: all, if they do, else for a few elements
+// Where all sums of a warp go to one element, their total in place of one of them, and 0 in place of the others. Without a branch
 template <int count>
 static __device__ __forceinline__ void tl_attention_merge_sums(void* sums, const void* targets) {
   float* x = (float*)sums;
@@ -114,21 +114,6 @@ static __device__ __forceinline__ void tl_attention_merge_sums(void* sums, const
   for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(0xffffffff, total, step);
 #pragma unroll
   for (int i = 0; i < count; ++i) x[i] = are_one ? (i == 0 && threadIdx.x % 32 == 0 ? total : 0.f) : x[i];
-  if (are_one) return;
-#pragma unroll
-  for (int i = 0; i < count; ++i) {
-    bool is_open = x[i] != 0.f;
-#pragma unroll 1
-    for (int round = 0; round < 4; ++round) {
-      int leader = __ffs(__ballot_sync(0xffffffff, is_open)) - 1 & 31;
-      bool is_same = is_open && target[i] == __shfl_sync(0xffffffff, target[i], leader);
-      float part = is_same ? x[i] : 0.f;
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) part += __shfl_xor_sync(0xffffffff, part, step);
-      if (is_same) x[i] = threadIdx.x % 32 == leader ? part : 0.f;
-      is_open = is_open && !is_same;
-    }
-  }
 }
 static __device__ __forceinline__ int tl_attention_summed_slot(int i) {
   int lane = tl_attention_thread() % 32, c = lane % 4;
@@ -218,7 +203,7 @@ class Diagonals:
 
     @T.inline
     def merge(self, n):
-        """Add up the sums of a warp that have the same target."""
+        """Make one sum of those of a warp if all have the same target."""
         T.evaluate(
             T.call_extern(
                 "handle",

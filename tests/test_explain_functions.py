@@ -6,12 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tl_attention import cli
 from tl_attention.explain import model, work
+from tl_attention.explain.functions import Asked
 from tl_attention.gpus import H200
 from tl_attention.testing import counts, functions
 from tl_attention.testing.shapes import Shape
+from tl_attention.tracing.trace import trace
 
 
 @pytest.fixture(autouse=True)
@@ -95,10 +98,19 @@ def test_bytes_of_a_dense_bias():
 
 def test_work_of_a_learned_bias_per_distance():
     forward, backward = (function("relative", 4096, x) for x in ("fwd", "bwd"))
-    assert (forward.asked.gathers, forward.asked.scatters) == (1, 1)
-    assert work.SCATTERING not in forward.kernels[0].clocks and work.GATHERING in forward.kernels[0].clocks
-    assert sum(work.SCATTERING in kernel.clocks for kernel in backward.kernels) == 1
-    assert model.estimate(backward).bound == work.SCATTERING
+    assert (forward.asked.gathers, forward.asked.scatters) == (0, 0)
+    unit = "fp32 instructions"
+    plain = call("2,4,2,4096,4096,64,full", "fwd")
+    assert forward.kernels[0].clocks[unit] > plain.kernels[0].clocks[unit]
+    assert all(work.GATHERING not in x.clocks and work.SCATTERING not in x.clocks for x in backward.kernels)
+    assert [kernel.config.adds_dq for kernel in backward.kernels] == [True]
+
+
+def test_work_of_a_learned_bias_per_sum_of_positions():
+    bias = torch.zeros(4, 64, requires_grad=True)
+    program = trace(lambda s, b, h, q, k: s + bias[h, q + k], None, True).program
+    asked = Asked(Shape.parse("2,4,2,32,32,64,full"), program)
+    assert (asked.gathers, asked.scatters, asked.sum_instructions) == (1, 1, 0)
 
 
 @pytest.mark.parametrize(

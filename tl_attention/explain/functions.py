@@ -16,8 +16,10 @@ from tl_attention.testing.functions import BLOCK, Function
 from tl_attention.testing.shapes import Shape, ShapeOptions
 
 # Elements of captured tensors that an SM gathers per clock, each with an index of its own, and those that it adds to gradients in memory.
-# Both from one row each of fwd_flex and bwd_flex, relative (H200, 2026-11-22): no other row gathers
+# Both from one row each of fwd_flex and bwd_flex, relative (H200, 2026-11-22), when each of its scores did so: no row does now
 GATHERED_PER_CLOCK, SCATTERED_PER_CLOCK = 8.0, 0.65
+# Per score whose value or gradient is that of its diagonal: its load from shared memory, and the sums, counted in the kernels' SASS
+DIAGONAL_INSTRUCTIONS, DIAGONAL_SUM_INSTRUCTIONS = 0.5, 5
 DENSE_INSTRUCTIONS = 2  # per score of a bias by query and key: its load from shared memory and its conversion
 MAX_LENGTH = 1 << 17  # queries or keys of a mask, whose blocks are listed one by one
 MAX_BLOCKS = 1 << 26  # of all heads, where each has blocks of its own
@@ -79,26 +81,41 @@ class Asked:
     @property
     def gathers(self) -> int:
         """Loads per score with indices of their own."""
-        dense = {*self.program.dense_loads}
-        loads = (i for i, x in enumerate(self.program.values) if x.op == "load" and i not in dense)
+        others = {*self.program.dense_loads, *self._of_diagonals}
+        loads = (i for i, x in enumerate(self.program.values) if x.op == "load" and i not in others)
         return sum(self.program.depends_on(i, LEAVES) for i in loads)
+
+    @functools.cached_property
+    def _of_diagonals(self) -> frozenset[int]:
+        """Values that are computed once per diagonal."""
+        program = self.program
+        return frozenset(i for i in program.needed(program.diagonals) if program.is_diagonal(i))
 
     @property
     def scatters(self) -> int:
-        """Additions to gradients per score."""
-        stored = len(self.program.stored)
-        return len(self.program.gradients) - stored
+        """Additions to gradients in memory per score."""
+        once = len(self.program.stored) + len(self.program.diagonal_gradients)
+        return len(self.program.gradients) - once
 
     @property
-    def instructions(self) -> int:
+    def instructions(self) -> float:
         """Arithmetic per score in units of fp32 instructions, beside loads; that of integers runs at half rate."""
         per_score = (
             x
             for i, x in enumerate(self.program.values)
-            if x.args and x.op != "load" and self.program.depends_on(i, LEAVES)
+            if x.args
+            and x.op != "load"
+            and i not in self._of_diagonals
+            and self.program.depends_on(i, LEAVES)
         )
-        dense = DENSE_INSTRUCTIONS * len(self.program.dense_loads)
-        return dense + sum(1 if x.dtype == FLOAT else 2 for x in per_score)
+        fetched = DENSE_INSTRUCTIONS * len(self.program.dense_loads)
+        fetched += DIAGONAL_INSTRUCTIONS * len(self.program.diagonals)
+        return fetched + sum(1 if x.dtype == FLOAT else 2 for x in per_score)
+
+    @property
+    def sum_instructions(self) -> int:
+        """Arithmetic per score of the sums of gradients along diagonals."""
+        return DIAGONAL_SUM_INSTRUCTIONS * len(self.program.diagonal_gradients)
 
 
 def check(shape: Shape) -> None:

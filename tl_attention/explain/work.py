@@ -406,6 +406,8 @@ def _pass_work(
     instructions += (
         SLOPE_INSTRUCTIONS * (problem.has("softcap") and one.grads != "dv") + MASK_INSTRUCTIONS * cut
     )
+    if gradients and problem.learns:
+        instructions += asked.sum_instructions
     smem = len(problem.products) * BYTES * _pass_smem(problem, one)
     clocks = _clocks(problem, gpu, M * N, flops, instructions, smem, asked)
     clocks |= _captured_clocks(asked, M * N, gpu, gradients)

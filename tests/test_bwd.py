@@ -320,7 +320,8 @@ def test_bwd_allocates_rows_and_sums_only(shape, layouts, deterministic):
 @pytest.mark.parametrize(
     "shape", ["4,16,16,1111,1111,128,full", "4,16,16,1111,1111,128,causal", "2,16,16,2222,2222,64,full",
               "2,16,16,2222,2222,64,causal", "2,16,16,1111,1111,192,128,causal", "2,28,4,1111,1111,128,causal",
-              "1,16,1,4096,4096,128,causal", "2,8,8,700,700,256,causal",
+              "1,16,1,4096,4096,128,causal", "2,28,4,2222,1111,128,full", "2,12,12,1300,2222,96,causal",
+              "2,24,8,2222,2222,96,full", "2,8,8,700,700,256,causal",
               "8,8,8,2048,2048,256,causal", "4,10,10,4096,4096,192,causal"],
 )  # fmt: skip
 def test_bwd_deterministic_is_bitwise_equal(shape):

@@ -10,7 +10,8 @@ import pytest
 
 from tl_attention import gpus
 from tl_attention.explain import model, work
-from tl_attention.launch.bwd_passes import key_parts
+from tl_attention.kernel_configs import BwdPass
+from tl_attention.launch.bwd_passes import BwdSizes, key_parts, pass_parts
 from tl_attention.launch.common import head_group
 from tl_attention.launch.splits import COMBINE_STEPS, CTA_STEPS, PART_STEPS, key_splits
 from tl_attention.problem import DECODE, MAX_SPLITS
@@ -90,6 +91,39 @@ def test_key_parts_share_the_heads_only_where_tiles_are_few(sms, heads_per_kv, t
             assert 1 <= parts <= heads_per_kv and (parts - 1) * per_part < heads_per_kv <= parts * per_part
             assert parts == 1 or tiles < 16 * sms
             assert parts == heads_per_kv or queries < 1024 or 2 * tiles * parts >= sms
+
+
+@pytest.mark.parametrize(
+    ("heads", "heads_kv", "keys", "causal", "parts"),
+    [
+        (2, 2, 8192, True, 2),  # 0.67 of the time in one part (H200, d128)
+        (4, 4, 3000, True, 2),  # 0.78
+        (1, 1, 20000, True, 3),  # 0.74
+        (1, 1, 20000, False, 4),  # 0.71
+        (8, 1, 1500, True, 16),  # 0.92 of that by heads
+        (2, 2, 8192, False, 1),  # 128 tiles: one wave
+        (8, 8, 1024, False, 1),  # 1.04 in two
+        (8, 8, 4096, True, 1),  # 1.33 in two
+        (64, 64, 4096, True, 1),
+    ],
+)
+def test_split_passes_share_the_queries_only_where_that_is_faster(heads, heads_kv, keys, causal, parts):
+    split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="early-dK", reuse_registers=True)
+    tiles, per_kv = heads_kv * -(-keys // 128), heads // heads_kv
+    assert pass_parts(split, tiles, per_kv, keys, causal, 132) == (parts, per_kv)
+
+
+def test_packed_sequences_of_unequal_lengths_have_larger_head_groups():
+    def group(sequences: int, mean: int, longest: int) -> int:
+        tiles, rows = (sequences * mean // 128,) * 2, sequences * mean
+        sizes = BwdSizes(1, 16, 16, rows, rows, 256, 2, 132, 0, mean, tiles, longest)
+        read = rows * (2 * 256 + 4 * 128)
+        return head_group(16, 1, read, sizes.long_tiles(128) or tiles[1], 132)
+
+    # 16,384 and 65,536 tokens, 16 heads: the fastest groups of an H200 are 4 and 1
+    assert group(16, 1024, 0) == group(16, 1024, 1024) == 2
+    assert group(16, 1024, 3672) == 4
+    assert group(32, 2048, 8004) == 1
 
 
 def test_head_groups_are_full_and_fill_the_sms():

@@ -307,7 +307,7 @@ class SharedTiles:
     adding: Any = None  # bwd_order.AddingOrder or AnyOrder
     overflows: Any = None  # scheduler.Overflows
     bias_columns: Any = None  # options.alloc_bias_columns
-    staged: Any = None  # traced.StagedTiles
+    staged: Any = None  # staged.StagedTiles
 
 
 @dataclass(frozen=True)

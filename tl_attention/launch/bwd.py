@@ -171,7 +171,7 @@ class BwdPlan:
         )
         lengths, device = (seqlen_q, seqlen_k), self.device
         queries = queries_of_tile(seqlen_q, self.batch if self.packed else 1, options)
-        longest = queries_of_tile(options.max_seqlen_q, 1, options) if self.packed else 0
+        longest = queries_of_tile(options.max_seqlen_q_rounded, 1, options) if self.packed else 0
         sizes = BwdSizes(
             batch, heads, heads_kv, *lengths, width, element_bytes, sms, device, queries, counts, longest
         )
@@ -355,7 +355,7 @@ def backward(
     tensors, layout = (dout, q, k, v, out, lse), (causal, heads_first, deterministic)
     key = _bwd_key(*tensors, *layout)
     if options is not None:
-        key = (*key, *options.key)
+        key = (*key, *options.key, options.max_seqlen_q_rounded)
     if traced is not None:
         traced = backward_call(traced, deterministic)
         key = (*key, traced.program)

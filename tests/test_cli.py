@@ -248,7 +248,7 @@ def test_config_without_a_length_has_every_bucket(no_user_tables, capsys):
     lines = run_config(capsys, "d64", "dropout", "--pass", "fwd", "bwd")
     heads = [line.partition(" on ")[0] for line in lines if not line.startswith(" ")]
     assert heads == [
-        "fwd bf16 d64 full dropout 1k, 4k, long, short",
+        "fwd bf16 d64 full dropout 1k, 4k, long, short, 256",
         "fwd bf16 d64 full dropout split",
         "bwd bf16 d64 full dropout 1k, 4k, long",
     ]
@@ -268,7 +268,7 @@ def test_config_finds_the_split_bucket_by_the_sizes(batch, gpu, bucket, no_user_
     ("words", "buckets"),
     [
         (("d128", "seqlen_k=64"), ["short"]),
-        (("d128", "seqlen_k=64", "seqlen_q=65"), ["1k", "split"]),
+        (("d128", "seqlen_k=64", "seqlen_q=65"), ["256", "split"]),
         (("d128", "seqlen_k=5000", "--pass", "bwd"), ["long"]),
         (("d128", "seqlen_k=5000", "--pass", "bwd_det"), ["long", "shared"]),
         (("d128", "seqlen_k=5000", "heads=8", "heads_kv=8", "--pass", "bwd_det"), ["long"]),

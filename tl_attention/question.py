@@ -22,7 +22,6 @@ from tl_attention.problem import (
     OPTIONS,
     SHARED_BUCKET,
     SHORT_BUCKET,
-    SHORT_ROWS,
     SPLIT_BUCKET,
     AttnProblem,
     buckets,
@@ -182,8 +181,8 @@ def _buckets(question: Question, direction: str, sms: int) -> Sequence[str]:
     seqlen_q = sizes.get("seqlen_q", sizes["seqlen_k"])
     if {"batch", "heads"} <= sizes.keys():
         return [launch.splits.fwd_bucket(sizes["batch"], sizes["heads"], seqlen_q, sizes["seqlen_k"], sms)]
-    short = max(seqlen_q, sizes["seqlen_k"]) <= SHORT_ROWS
-    return [SHORT_BUCKET] if short else [by_length, SPLIT_BUCKET]
+    whole = launch.splits.fwd_bucket(sms, 1, seqlen_q, sizes["seqlen_k"], sms)  # a CTA per SM: no split
+    return [whole] if whole == SHORT_BUCKET else [whole, SPLIT_BUCKET]
 
 
 def _answer_decode(question: Question) -> Iterator[str]:

@@ -88,6 +88,7 @@ def attention_forward(
     deterministic: bool = False,
     position_bias: torch.Tensor | None = None,
     cache: Any = None,
+    output_attentions: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer, for the AttentionInterface of transformers.
@@ -109,16 +110,16 @@ def attention_forward(
             are refused beside a BlockMask, a 4-D mask or position_bias. Both or neither. Their values are checked only with
             TL_ATTENTION_CHECK_LENGTHS=1: see checks/lengths.py.
         max_length_q, max_length_k: upper bounds of the lengths in cu_seq_lens_q and cu_seq_lens_k; None: batch * seqlen.
-        kwargs: other arguments that models pass; ignored.
+        kwargs: other arguments that models pass to every attention, such as position_ids; ignored.
     Returns:
         (out [batch, seqlen_q, heads, head_dim_v], None). Rows of padding are 0.
     Raises:
-        NotImplementedError: a paged cache, a mask of another form, or dropout or packed sequences beside a BlockMask, a 4-D mask or
-            position_bias.
+        NotImplementedError: a paged cache, output_attentions=True, a mask of another form, or dropout or packed sequences beside a
+            BlockMask, a 4-D mask or position_bias.
         TypeError, ValueError, NotImplementedError: see flash_attn_func.
     """
     check_inputs(query, key, value, s_aux)
-    check_no_others(cache)
+    check_no_others(cache, output_attentions)
     check_mask(attention_mask, query.shape[0])
     expect_scale("scaling", scaling)
     check_window_keys("sliding_window", sliding_window)

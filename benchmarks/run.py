@@ -83,7 +83,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--set", dest="set_name", choices=SHAPES, default="main", help="named group of shapes (default main)")
     every = list(dict.fromkeys([*providers.PROVIDERS, *fp32.PROVIDERS, *flex.PROVIDERS]))
-    add("--providers", nargs="+", choices=every, default=every, help="default: all that have the pass")
+    add(
+        "--providers",
+        nargs="+",
+        choices=every,
+        default=every,
+        metavar="NAME",
+        help=f"of {', '.join(every)}; default: all that have the pass",
+    )
     add("--dtype", choices=DTYPES, help="of the inputs (default bf16); not with --set fp32 or flex")
     add("--rounds", type=int, help="samples per provider (default 15; 5 with --quick or --pass decode)")
     add("--pass", dest="direction", choices=SHAPES["main"], default="fwd", help="default: fwd")

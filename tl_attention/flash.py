@@ -21,8 +21,8 @@ Args:
         weights are divided by 1 - dropout_p. softmax_lse is computed before dropout.
     rng_state: int64 [2], on the device of q: seed and offset of the dropout mask. The mask depends on it, on the entry of the batch, the
         head, and the positions in the sequence. None: drawn from torch's generator. Unused without dropout.
-    deterministic: bitwise equal gradients from run to run; the backward takes up to a third longer at d64 and a fifth at d128. The
-        forward always is. torch.use_deterministic_algorithms(True) sets it, too.
+    deterministic: bitwise equal gradients from run to run; docs/numerics.md says how much longer the backward takes. The forward
+        always is. torch.use_deterministic_algorithms(True) sets it, too.
     return_attn_probs: also return the log-sum-exp.
     precision: relative error of a product of fp32 tensors, in forward and backward: "highest", 2 ** -23; "high", 2 ** -15; "medium",
         that of bf16. None: torch.get_float32_matmul_precision(). Only with fp32 tensors; docs/numerics.md has measured errors.

@@ -1,11 +1,12 @@
-"""Checks of values in lengths and index tensors, for debugging: check_lengths=True, or TL_ATTENTION_CHECK_LENGTHS=1 for every call.
+"""Checks of values in lengths and index tensors: of CPU tensors always, on a GPU for debugging, by check_lengths=True or for every call
+by TL_ATTENTION_CHECK_LENGTHS=1.
 
 All other checks read metadata only. These check that cu_seqlens start at 0, never decrease and stay within the tensors, that seqused
 fit their sequences, that max_seqlen is an upper bound, that lengths, pages, caches and positions exist, and that no sequence of a
 cache has rows that another one writes. Unchecked, wrong values give wrong results, and wrong cu_seqlens and seqused may read and
 write other memory.
 
-A check waits for the GPU. It is a torch op, so that it also runs in compiled code. In CUDA graph capture, where no value can be read, it
+A check on a GPU waits for it. It is a torch op, so that it also runs in compiled code. In CUDA graph capture, where no value can be read, it
 warns and checks nothing. Each error is an IndexError that names the entry and its value.
 """
 

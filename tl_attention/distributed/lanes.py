@@ -5,30 +5,46 @@ A kernel ends when its last tiles do, and until then SMs without a tile are idle
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
-Results = tuple[torch.Tensor | None, ...]
-_beside: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
+Result = TypeVar("Result")
 
 
-def stream_beside(stream: torch.cuda.Stream) -> torch.cuda.Stream:
-    """The second stream of a stream, always the same one."""
-    found = _beside.get(stream)
-    return found or _beside.setdefault(stream, torch.cuda.Stream(stream.device))
+class Beside(threading.local):
+    """Streams beside those of this thread.
+
+    Memory that was allocated on a stream beside is allocated again only there, after side_by_side() has made it wait for what this thread
+    had launched before. So results need no record_stream(), which would keep their memory until the GPU has caught up with the host.
+    """
+
+    def __init__(self):
+        self._streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
+
+    def of(self, stream: torch.cuda.Stream) -> torch.cuda.Stream:
+        found = self._streams.get(stream)
+        if found is None:
+            found = self._streams[stream] = torch.cuda.Stream(stream.device)
+        return found
 
 
-def side_by_side(launches: Sequence[Callable[[], Results]], device: torch.device) -> list[Results]:
+_beside = Beside()
+
+
+def side_by_side(launches: Sequence[Callable[[], Result]], device: torch.device) -> list[Result]:
     """Results of launches, in their order.
 
     On a GPU every second one is launched on a stream beside the current one, which waits for all. Kernels get SMs in the order of
-    `launches`, so the one with the longest tiles comes first. No launch may need the results of another.
+    `launches`, so the one with the longest tiles comes first. No launch may need the results of another, and results are for the current
+    stream alone.
     """
     if device.type != "cuda" or len(launches) < 2:
         return [launch() for launch in launches]
     current, found = torch.cuda.current_stream(device), []
-    beside = stream_beside(current)
+    beside = _beside.of(current)
     beside.wait_stream(current)
     try:
         for number, launch in enumerate(launches):
@@ -36,8 +52,4 @@ def side_by_side(launches: Sequence[Callable[[], Results]], device: torch.device
                 found.append(launch())
     finally:
         current.wait_stream(beside)
-    for results in found[1::2]:
-        for x in results:
-            if x is not None:
-                x.record_stream(current)
     return found

@@ -70,7 +70,7 @@ QUICK |= dict.fromkeys(SHAPES["main"].keys() - QUICK.keys(), ("paper-*-4k", "art
 WARM = ("few-h*", "small-*")  # shapes whose launches share one copy of the inputs, as in the tables of peers
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="benchmarks/run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -105,6 +105,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="without a Hopper GPU: compile every shipped kernel, which takes a core an hour; default: a few",
     )
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments of a run, completed and checked; shapes and peers are read. An argument that is wrong ends the process with status 2."""
+    parser = make_parser()
     args = parser.parse_args(argv)
     decodes = args.direction == DECODE
     own = performance.OWN_SETS.get(args.set_name)

@@ -67,6 +67,7 @@ SHAPES: dict[str, dict[str, tuple[str, ...]]] = {  # set -> pass -> names of sha
 }
 QUICK = {DECODE: ("decode-*-h64-b*-8k",)}
 QUICK |= dict.fromkeys(SHAPES["main"].keys() - QUICK.keys(), ("paper-*-4k", "article"))
+PROVIDERS = tuple(dict.fromkeys([*providers.PROVIDERS, *fp32.PROVIDERS, *flex.PROVIDERS]))  # of all sets
 WARM = ("few-h*", "small-*")  # shapes whose launches share one copy of the inputs, as in the tables of peers
 
 
@@ -82,14 +83,12 @@ def make_parser() -> argparse.ArgumentParser:
         "B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]; default: those of --set",
     )
     add("--set", dest="set_name", choices=SHAPES, default="main", help="named group of shapes (default main)")
-    every = list(dict.fromkeys([*providers.PROVIDERS, *fp32.PROVIDERS, *flex.PROVIDERS]))
     add(
         "--providers",
         nargs="+",
-        choices=every,
-        default=every,
+        choices=PROVIDERS,
         metavar="NAME",
-        help=f"of {', '.join(every)}; default: all that have the pass",
+        help=f"of {', '.join(PROVIDERS)}; default: all that have the pass",
     )
     add("--dtype", choices=DTYPES, help="of the inputs (default bf16); not with --set fp32 or flex")
     add("--rounds", type=int, help="samples per provider (default 15; 5 with --quick or --pass decode)")
@@ -115,7 +114,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     decodes = args.direction == DECODE
     own = performance.OWN_SETS.get(args.set_name)
     offered = own.PROVIDERS if own else providers.names(DECODE if decodes else "fwd")
-    args.providers = [name for name in args.providers if name in offered]
+    lacking = [name for name in args.providers or () if name not in offered]
+    args.providers = [name for name in args.providers or PROVIDERS if name in offered]
     if args.dtype and own:
         parser.error(f"--dtype: expected none with --set {args.set_name}, got {args.dtype}")
     args.dtype = args.dtype or "bf16"
@@ -123,6 +123,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--providers: expected one that has --pass {args.direction} --set {args.set_name}: {', '.join(offered)}"
         )
+    if lacking:
+        what = f"--pass {args.direction} --set {args.set_name}"
+        print(f"--providers: without {', '.join(lacking)}, which do not have {what}", file=sys.stderr)
     if args.out.exists() and not args.out.is_dir():
         parser.error(f"--out: expected a folder, got the file {args.out}")
     if args.host and (

@@ -333,7 +333,9 @@ def check_lengths(
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         in_tensor = isinstance(length, torch.Tensor) and not length.ndim and holds_ints(length)
         if not in_tensor and not is_int(length):
-            raise TypeError(f"{name}: expected an int or a 0-d integer tensor, got {describe(length)}")
+            raise TypeError(
+                f"{name}: expected an int or a 0-d integer tensor, got {describe(length)}; pass the length of the longest sequence"
+            )
         if not in_tensor and length < 0:
             raise ValueError(f"{name}: expected the length of the longest sequence, at least 0, got {length}")
 

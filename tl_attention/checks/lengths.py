@@ -6,8 +6,8 @@ fit their sequences, that max_seqlen is an upper bound, that lengths, pages, cac
 cache has rows that another one writes. Unchecked, wrong values give wrong results, and wrong cu_seqlens and seqused may read and
 write other memory.
 
-A check on a GPU waits for it. It is a torch op, so that it also runs in compiled code. In CUDA graph capture, where no value can be read, it
-warns and checks nothing. Each error is an IndexError that names the entry and its value.
+A check on a GPU waits for it. It is a torch op, so that it also runs in compiled code. In CUDA graph capture, where no value can be
+read, it warns and checks nothing. Each error is an IndexError that names the entry and its value.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def attention_forward(
 
     Args:
         module: the layer; its is_causal and its config decide where is_causal is None.
-        query: [batch, heads, seqlen_q, head_dim], bfloat16 or float16; fp32 is cast to the autocast dtype inside autocast.
+        query: [batch, heads, seqlen_q, head_dim], bfloat16, float16 or float32; inside autocast fp32 is cast to its dtype.
         key, value: [batch, heads_kv, seqlen_k, head_dim or head_dim_v].
         attention_mask: the result of attention_mask(): None, the rows of query and key that belong to each sequence, or a BlockMask;
             or a mask [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k], bool or to be added to the scores. A BlockMask or a 4-D

@@ -1,5 +1,7 @@
 """F.scaled_dot_product_attention with attn_mask: replacements of the aten ops that take a mask, by kernels with a dense bias.
 
+One of them is also the op of fp32 tensors, see torch_fp32.py.
+
 PyTorch turns a bool mask into one of 0 and -inf, in the dtype of query, and expands masks over batch and heads. Calls that the kernels
 do not support go on to PyTorch's own kernel.
 """
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tl_attention import launch
+from tl_attention import launch, torch_fp32
 from tl_attention.checks.flex import MAX_BATCH, MAX_ELEMENTS, MAX_LENGTH
 from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.program import Call
@@ -89,9 +91,13 @@ def efficient_forward(
 ) -> tuple[torch.Tensor, ...]:
     """aten::_scaled_dot_product_efficient_attention: output, log-sum-exp [batch, heads, rows padded to 32], seed, offset."""
     arguments = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal
-    if not serves(query, key, value, attn_bias, dropout_p, is_causal):
+    call = query, key, value, attn_bias, dropout_p, is_causal
+    if torch_fp32.serves(*call):
+        out, lse = torch_fp32.forward(query, key, value, is_causal, scale)
+    elif serves(*call):
+        out, lse = _forward(query, key, value, attn_bias, scale)
+    else:
         return original(keys, *arguments, scale=scale)
-    out, lse = _forward(query, key, value, attn_bias, scale)
     rows = query.shape[2]
     padding = -rows % LSE_ROWS
     lse = torch.nn.functional.pad(lse, (0, padding), value=torch.inf) if compute_log_sumexp else lse[..., :0]
@@ -118,9 +124,13 @@ def efficient_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """aten::_scaled_dot_product_efficient_attention_backward: gradients of query, key, value, and of the mask if it is asked for."""
     tensors = grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset
-    if not serves(query, key, value, attn_bias, dropout_p, is_causal):
+    call = query, key, value, attn_bias, dropout_p, is_causal
+    is_fp32 = torch_fp32.serves(*call)
+    if not is_fp32 and not serves(*call):
         return original(keys, *tensors, dropout_p, grad_input_mask, is_causal, scale=scale)
     lse = logsumexp[..., : query.shape[2]].contiguous()
+    if is_fp32:
+        return *torch_fp32.backward(grad_out, query, key, value, out, lse, is_causal, scale), None
     return _backward(grad_out, query, key, value, attn_bias, out, lse, scale, grad_input_mask[3])
 
 

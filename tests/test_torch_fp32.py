@@ -1,0 +1,114 @@
+"""F.scaled_dot_product_attention with fp32 tensors: the aten op called directly on CPU tensors, and through PyTorch on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tl_attention import torch_backend, torch_fp32, torch_masks
+
+pytestmark = pytest.mark.filterwarnings("ignore:tl_attention", "ignore:.*Overriding a previously")
+
+
+@pytest.fixture(autouse=True)
+def default_precision():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def inputs(device="cpu", rows=40, keys=50, dim=16, dim_v=16):
+    sizes = (rows, dim), (keys, dim), (keys, dim_v)
+    return [torch.randn(2, 3, *size, device=device, requires_grad=True) for size in sizes]
+
+
+def refused(*_, **__):
+    raise AssertionError("PyTorch's kernel was called")
+
+
+def assert_close(found, expected):
+    assert found.shape == expected.shape and found.dtype == torch.float32
+    assert (found.double() - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+@pytest.mark.parametrize(("causal", "keys", "dim_v"), [(False, 50, 8), (True, 40, 16)])
+def test_torch_fp32_ops_match_the_formula(causal, keys, dim_v, precision):
+    torch.set_float32_matmul_precision(precision)
+    q, k, v = inputs(keys=keys, dim_v=dim_v)
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal, scale=0.2)
+    dout = torch.randn(exact.shape)
+    expected = torch.autograd.grad(exact, [q, k, v], dout.double())
+    with torch.no_grad():
+        found = torch_masks.efficient_forward(refused, None, q, k, v, None, True, 0.0, causal, scale=0.2)
+        out, lse, *_ = found
+        assert lse.shape == (2, 3, 64) and lse[..., 40:].eq(torch.inf).all()
+        saved = *found, 0.0, [True] * 4, causal
+        *grads, none = torch_masks.efficient_backward(refused, None, dout, q, k, v, None, *saved, scale=0.2)
+    scores = 0.2 * q.double() @ k.double().mT
+    if causal:
+        scores = scores.masked_fill(torch.ones(40, keys).triu(1).bool(), -torch.inf)
+    assert_close(lse[..., :40], scores.logsumexp(-1))
+    assert out.transpose(1, 2).is_contiguous() and none is None
+    for actual, want in zip((out, *grads), (exact, *expected), strict=True):
+        assert_close(actual, want)
+
+
+X = torch.zeros(1, 2, 3, 8)
+OTHERS = {
+    "mask": {"attn_bias": torch.zeros(1, 2, 3, 3)},
+    "dropout": {"dropout_p": 0.1},
+    "top-left": {"causal": True, "key": torch.zeros(1, 2, 4, 8), "value": torch.zeros(1, 2, 4, 8)},
+    "bf16": {name: X.bfloat16() for name in ("query", "key", "value")},
+    "two dtypes": {"value": X.bfloat16()},
+    "wide": {name: torch.zeros(1, 2, 3, 264) for name in ("query", "key", "value")},
+    "gradients without kernels": {name: torch.zeros(1, 2, 3, 200) for name in ("query", "key", "value")},
+    "wide value": {"value": torch.zeros(1, 2, 3, 16)},
+    "grouped": {"query": torch.zeros(1, 4, 3, 8)},
+    "3-d": {name: X[0] for name in ("query", "key", "value")},
+    "empty": {"key": torch.zeros(1, 2, 0, 8), "value": torch.zeros(1, 2, 0, 8)},
+    "columns apart": {"value": torch.zeros(1, 2, 8, 3).mT},
+}
+
+
+@pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
+def test_torch_fp32_leaves_other_calls_to_pytorch(changes):
+    call = {"query": X, "key": X, "value": X, "attn_bias": None, "dropout_p": 0.0, "causal": False}
+    assert torch_fp32.serves(**call)
+    assert not torch_fp32.serves(**call | changes)
+
+
+def test_torch_fp32_leaves_settings_that_differ_to_pytorch(monkeypatch):
+    def fail():
+        raise RuntimeError("mixed settings")
+
+    assert torch_fp32.serves(X, X, X, None, 0.0, False)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", fail)
+    assert not torch_fp32.serves(X, X, X, None, 0.0, False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_torch_fp32_serves_sdpa(causal, compiled, monkeypatch):
+    served, real = [], torch_fp32.forward
+    monkeypatch.setattr(torch_fp32, "forward", lambda *args: served.append(args) or real(*args))
+    q, k, v = inputs("cuda", 300, 300 if causal else 333, 64, 64)
+    dout = torch.randn_like(q)
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
+    expected = torch.autograd.grad(exact, [q, k, v], dout.double())
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    handle = torch_backend.register()
+    try:
+        out = (torch.compile(attend, fullgraph=True) if compiled else attend)(q, k, v)
+        grads = torch.autograd.grad(out, [q, k, v], dout)
+    finally:
+        handle.remove()
+    assert len(served) == 1
+    for found, want in zip((out, *grads), (exact, *expected), strict=True):
+        assert_close(found, want)

@@ -1,0 +1,77 @@
+"""F.scaled_dot_product_attention with fp32 tensors and no mask, which PyTorch gives to its memory-efficient op: that op by fp32 kernels.
+
+The precision is that of torch.get_float32_matmul_precision(). Calls that the kernels do not support go on to PyTorch's own kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tl_attention.checks.flex import MAX_BATCH, MAX_LENGTH
+from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
+from tl_attention.ops import attention, bwd_op
+from tl_attention.options import Options
+from tl_attention.problem import MAX_HEAD_DIM
+from tl_attention.target import is_hopper
+
+
+def serves(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: torch.Tensor | None,
+    dropout_p: float,
+    causal: bool,
+) -> bool:
+    """True for calls that the kernels serve: fp32, no mask, equal numbers of heads, no dropout, on Hopper, at a precision whose gradients
+    have kernels. Causal with equal lengths only, as PyTorch aligns others top-left.
+    """
+    tensors = query, key, value
+    if attn_bias is not None or dropout_p or any(x.dtype != torch.float32 for x in tensors):
+        return False
+    if any(x.ndim != 4 or not x.numel() or x.stride(3) != 1 for x in tensors):
+        return False
+    if max(query.shape[2], key.shape[2]) > MAX_LENGTH or (causal and query.shape[2] != key.shape[2]):
+        return False
+    if query.shape[0] > MAX_BATCH or not query.shape[:2] == key.shape[:2] == value.shape[:2]:
+        return False
+    if not value.shape[3] <= query.shape[3] <= MAX_HEAD_DIM:
+        return False
+    try:
+        parts = check_precision(query, None)
+    except ValueError:  # PyTorch's settings of its backends differ
+        return False
+    return has_gradient_kernels(query, value, parts) and (not query.is_cuda or is_hopper(query.device))
+
+
+def forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [batch, heads, seqlen_q, head_dim_v], a view of [batch, seqlen_q, heads, head_dim_v]; natural lse [batch, heads, seqlen_q]."""
+    qkv = (x.transpose(1, 2) for x in (query, key, value))
+    with torch.no_grad():
+        out, lse = attention(*qkv, scale, causal, lse_base2=False, heads_first=False)
+    return out.transpose(1, 2), lse
+
+
+def backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, ...]:
+    """dq, dk, dv, as views of [batch, seqlen, heads, head_dim]."""
+    tensors = [x.transpose(1, 2) for x in (grad_out, query, key, value, out)]
+    tensors[0] = tensors[0].contiguous()
+    parts = check_precision(query, None)
+    if runs_in_bf16(query, parts):
+        tensors, parts = [x.bfloat16() for x in tensors], 0
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    options = Options(parts=parts).arguments()
+    grads = bwd_op(*tensors, lse, None, scale, causal, False, False, deterministic, *options)
+    return tuple(grad.float().transpose(1, 2) for grad in grads[:3])

@@ -275,7 +275,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         for steps, update_max, count in step_ranges(blocks, recomputes):
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR per step at d128
             for i in T.serial(count):
-                is_right = 0 if steps.masked else blocks.is_right(steps.first + i)
+                is_right = blocks.is_right(steps.first + i) if two_sides and not steps.masked else 0
                 shared.K.wait(first_step + steps.first + i)
                 turns.wait(w)
                 scores.begin(acc_s, shared.bias_columns, is_right)

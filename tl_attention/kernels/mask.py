@@ -295,10 +295,6 @@ class KeyBlocks:
         """Column of the step's score tile that the diagonal of `query` crosses; it may lie outside the tile."""
         return self.mask.diagonal(query) - self.first_key(step)
 
-    def is_right(self, step: Any) -> Any:
-        """1 for a step whose keys all lie right of the diagonals; 0 where that makes no difference."""
-        return 0
-
 
 @T.meta_class
 class NearFirstKeyBlocks(KeyBlocks):
@@ -354,6 +350,7 @@ class NearFirstKeyBlocks(KeyBlocks):
         return T.if_then_else(is_near, self.last_near + 1 - step, T.if_then_else(step == 0, from_last, other))
 
     def is_right(self, step: Any) -> Any:
+        """1 for a step whose keys lie right of the diagonals, 0 for one left of them; not for the first steps."""
         return T.cast(self.block(step) > self.last_near, "int32")
 
 

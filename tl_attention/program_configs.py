@@ -13,8 +13,8 @@ def program_lines(
     """(name, what it serves, fields) of the lines of [programs] for a problem, in the order they are tried; see configs.OptionLine.
 
     A forward has one line per width, and optional ones for block masks: fwd_bits, and fwd_listed where the tiles of fwd do not divide
-    program.LISTED_ROWS, fwd_held for scores that stay close, and fwd_scores for a score_mod alone. A backward with bits tries the lines of bwd_bits first. A line of a backward
-    serves problems whose features are all in `serves`.
+    program.LISTED_ROWS, fwd_held for scores that stay close, and fwd_scores for a score_mod alone. A backward with bits tries the lines of
+    bwd_bits first. A line of a backward serves problems whose features are all in `serves`.
     """
     width, section = grid["programs"][problem.width], "fwd" if direction == "fwd" else "bwd"
     if direction == "fwd":

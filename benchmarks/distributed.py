@@ -61,7 +61,12 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="folder for distributed.json")
     asked = parser.parse_args()
-    ranks = asked.ranks or (torch.cuda.device_count() if asked.device == "cuda" else 2)
+    gpus = torch.cuda.device_count()
+    ranks = asked.ranks or (gpus if asked.device == "cuda" else 2)
+    if asked.device == "cuda" and not 0 < ranks <= gpus:
+        parser.error(
+            f"--ranks: expected a GPU per rank, of which there are {gpus}; --device cpu tries it by gloo"
+        )
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, (ranks, f"{folder}/store", asked), nprocs=ranks)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tl_attention import launch
+from tl_attention.target import is_hopper
 from tl_attention.testing import counts, timer
 from tl_attention.testing.inputs import make_inputs
 from tl_attention.testing.numeric import check_jvp
@@ -68,15 +69,22 @@ def calls(shape: Shape, primals: tuple, tangents: tuple) -> dict[str, Callable[[
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a line per shape; 1 if a result is wrong."""
+    """Print a line per shape; 1 if a result is wrong, 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("shapes", nargs="*", default=SHAPES, metavar="SHAPE")
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args(argv)
+    try:
+        shapes = chosen_shapes(arguments.shapes)
+    except ValueError as error:
+        parser.error(str(error))
+    if not is_hopper(0):
+        print("benchmarks/forward_mode.py needs an NVIDIA Hopper GPU")
+        return 2
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16; ms and TFLOPS")
     print(f"{'shape':34} {'jvp':>16} {'forward':>16} {'PyTorch':>16}")
     wrong = 0
-    for shape in chosen_shapes(arguments.shapes).values():
+    for shape in shapes.values():
         primals = make_inputs(shape, torch.bfloat16)
         tangents = make_inputs(shape, torch.bfloat16, seed=1)
         if not is_right(shape, primals, tangents):

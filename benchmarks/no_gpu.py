@@ -33,7 +33,7 @@ CPU_SHAPES = (
     "1,1,1,9,5,192,128,causal",  # rows without a key
 )
 # The kernels that are compiled unless all are: (pass, head dim, causal), with the config of 4k keys on an H200
-TELLING = (("fwd", 128, True), ("fwd", 64, False), ("bwd", 128, True), (DECODE, 128, False))
+EXAMPLES = (("fwd", 128, True), ("fwd", 64, False), ("bwd", 128, True), (DECODE, 128, False))
 EXPECTED = {  # pass -> shapes whose stored speeds are shown
     "fwd": ("paper-d64-causal-8k", "paper-d128-causal-8k", "paper-d128-full-8k", "paper-d256-full-8k"),
     "bwd": ("paper-d64-causal-8k", "paper-d128-causal-8k", "paper-d128-full-8k"),
@@ -75,10 +75,10 @@ def show_expected(console: Console) -> None:
     console.print(f"All of it, and how it was measured: {page}\n", highlight=False)
 
 
-def telling_kernels() -> list[Kernel]:
-    """The main kernels of TELLING."""
+def example_kernels() -> list[Kernel]:
+    """The main kernels of EXAMPLES."""
     found: list[Kernel] = []
-    for direction, head_dim, causal in TELLING:
+    for direction, head_dim, causal in EXAMPLES:
         if direction == DECODE:
             problem = decode_problem(DEFAULT_DTYPE, head_dim, head_dim, ())
             kernels = configs.decode_config(problem, 1).kernels(problem)
@@ -95,7 +95,7 @@ def report_kernels(console: Console, all_kernels: bool) -> None:
         console.print(f"No kernel is compiled: {toolkit.NO_NVCC}\n", markup=False)
         return
     shipped = list(dict.fromkeys([*configs.shipped_kernels(), *configs.decode_kernels()]))
-    pairs = shipped if all_kernels else telling_kernels()
+    pairs = shipped if all_kernels else example_kernels()
     if not all_kernels:
         console.print(f"{len(pairs)} of {len(shipped)} kernels; --all-kernels compiles the others, too")
 

@@ -67,10 +67,11 @@ SHAPES: dict[str, dict[str, tuple[str, ...]]] = {  # set -> pass -> names of sha
 }
 QUICK = {DECODE: ("decode-*-h64-b*-8k",)}
 QUICK |= dict.fromkeys(SHAPES["main"].keys() - QUICK.keys(), ("paper-*-4k", "article"))
+PROVIDERS = tuple(dict.fromkeys([*providers.PROVIDERS, *fp32.PROVIDERS, *flex.PROVIDERS]))  # of all sets
 WARM = ("few-h*", "small-*")  # shapes whose launches share one copy of the inputs, as in the tables of peers
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="benchmarks/run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -82,8 +83,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]; default: those of --set",
     )
     add("--set", dest="set_name", choices=SHAPES, default="main", help="named group of shapes (default main)")
-    every = list(dict.fromkeys([*providers.PROVIDERS, *fp32.PROVIDERS, *flex.PROVIDERS]))
-    add("--providers", nargs="+", choices=every, default=every, help="default: all that have the pass")
+    add(
+        "--providers",
+        nargs="+",
+        choices=PROVIDERS,
+        metavar="NAME",
+        help=f"of {', '.join(PROVIDERS)}; default: all that have the pass",
+    )
     add("--dtype", choices=DTYPES, help="of the inputs (default bf16); not with --set fp32 or flex")
     add("--rounds", type=int, help="samples per provider (default 15; 5 with --quick or --pass decode)")
     add("--pass", dest="direction", choices=SHAPES["main"], default="fwd", help="default: fwd")
@@ -98,11 +104,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="without a Hopper GPU: compile every shipped kernel, which takes a core an hour; default: a few",
     )
+    return parser
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments of a run, completed and checked; shapes and peers are read. An argument that is wrong ends the process with status 2."""
+    parser = make_parser()
     args = parser.parse_args(argv)
     decodes = args.direction == DECODE
     own = performance.OWN_SETS.get(args.set_name)
     offered = own.PROVIDERS if own else providers.names(DECODE if decodes else "fwd")
-    args.providers = [name for name in args.providers if name in offered]
+    lacking = [name for name in args.providers or () if name not in offered]
+    args.providers = [name for name in args.providers or PROVIDERS if name in offered]
     if args.dtype and own:
         parser.error(f"--dtype: expected none with --set {args.set_name}, got {args.dtype}")
     args.dtype = args.dtype or "bf16"
@@ -110,6 +123,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(
             f"--providers: expected one that has --pass {args.direction} --set {args.set_name}: {', '.join(offered)}"
         )
+    if lacking:
+        what = f"--pass {args.direction} --set {args.set_name}"
+        print(f"--providers: without {', '.join(lacking)}, which do not have {what}", file=sys.stderr)
     if args.out.exists() and not args.out.is_dir():
         parser.error(f"--out: expected a folder, got the file {args.out}")
     if args.host and (

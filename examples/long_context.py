@@ -1,7 +1,8 @@
 """A small causal language model trained on one long sequence that all GPUs hold together.
 
     torchrun --nproc_per_node=8 examples/long_context.py --seqlen 262144
-    python examples/long_context.py --seqlen 8192                            # one GPU, or the CPU by the slow reference
+    python examples/long_context.py --seqlen 8192                            # one GPU
+    python examples/long_context.py --seqlen 512 --layers 2 --heads 4        # the CPU, by the slow reference
     torchrun --nproc_per_node=2 examples/long_context.py --seqlen 65536 --documents 20
 
 Each rank has all weights and its share of the tokens. Tokens, labels and positions are cut once per step; attention is the only layer

@@ -396,7 +396,7 @@ def test_bench_without_gpu_compiles_all_kernels_if_asked(monkeypatch: pytest.Mon
     monkeypatch.setattr("tl_attention.compilation.toolkit.find_nvcc", lambda: (Path("nvcc"), "PATH"))
     assert run.main(["--all-kernels"]) == 0
     assert {*configs.shipped_kernels(), *configs.decode_kernels()} == {*asked}
-    assert {*no_gpu.telling_kernels()} < {*asked}
+    assert {*no_gpu.example_kernels()} < {*asked}
 
 
 def test_bench_builds_the_kernels_of_all_rows_ahead() -> None:

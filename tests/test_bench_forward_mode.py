@@ -47,6 +47,7 @@ def test_a_speed_is_printed_beside_a_right_result_alone(wrong, monkeypatch, caps
 
     monkeypatch.setattr(launch, "forward_jvp", kernel)
     monkeypatch.setattr(timer, "time_interleaved", time)
+    monkeypatch.setattr(forward_mode, "is_hopper", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
     monkeypatch.setattr(forward_mode, "make_inputs", functools.partial(make_inputs, device="cpu"))
     assert forward_mode.main(["1,2,2,512,512,64,full"]) == wrong

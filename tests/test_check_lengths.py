@@ -195,6 +195,18 @@ WRONG_CACHES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", [x for x in WRONG if x != "max-tensor"])
+def test_wrong_lengths_on_the_cpu_are_named_without_the_option(name):
+    changes, text = WRONG[name]
+    with pytest.raises(IndexError, match=text):
+        flash_attn_varlen_func(**packed(**changes))
+
+
+def test_wrong_lengths_of_packed_tensors_are_named_as_passed():
+    with pytest.raises(IndexError, match=r"cu_seqlens\[1\]: expected 0 to 9, .*rows of qkv, got 10"):
+        flash_attn_varlen_qkvpacked_func(torch.randn(9, 3, 2, 64), ints(0, 10), 10)
+
+
 @devices
 @pytest.mark.parametrize("name", ["check_lengths", "check_block_table"])
 @pytest.mark.parametrize(("changes", "text"), WRONG_CACHES.values(), ids=WRONG_CACHES)

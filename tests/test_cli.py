@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tl_attention import arguments, cli, configs, doctor, launch, question
-from tl_attention.compilation import cubin, manifest, toolkit
+from tl_attention.compilation import cubin, manifest, pack, toolkit
 from tl_attention.kernel_configs import (
     AppendConfig,
     BwdDelta,
@@ -94,6 +94,15 @@ def test_doctor_strict_fails_for_what_is_needed(monkeypatch, capsys):
     assert cli.main(["doctor", "--strict"]) == 1
     out = capsys.readouterr().out
     assert "MISSING nvcc" in out and "ZeroDivisionError" in out
+
+
+def test_doctor_asks_for_a_compiler_unless_the_pack_has_every_kernel(monkeypatch):
+    monkeypatch.setattr(pack, "installed", lambda: object())
+    for coverage, compiles in (((0, 9), True), ((8, 9), True), ((9, 9), False)):
+        monkeypatch.setattr(doctor, "_pack_coverage", lambda coverage=coverage: coverage)
+        assert doctor._compiles() == compiles
+    monkeypatch.setattr(pack, "installed", lambda: None)
+    assert doctor._compiles()
 
 
 def test_tune_without_gpu_says_so(monkeypatch, capsys):
@@ -209,7 +218,7 @@ def run_config(capsys, *words: str) -> list[str]:
 
 
 def test_config_of_options_names_the_line_and_why(no_user_tables, capsys):
-    lines = run_config(capsys, "bf16", "d128", "causal", "window=127", "sink", "seqlen_k=4096")
+    lines = run_config(capsys, "bf16", "d128", "causal", "window=127", "sink", "4k")
     problem = AttnProblem("bfloat16", 128, 128, False, ("window", "sink"))
     config = configs.option_config(problem, "4k")
     assert lines[0] == f"fwd {problem} 4k on {DEFAULT_GPU}: {config}"
@@ -226,7 +235,7 @@ def test_config_of_a_tuned_row(no_user_tables, capsys):
 
 def test_config_of_a_default_names_the_rows_it_missed(no_user_tables, capsys, monkeypatch):
     monkeypatch.setattr(configs, "near_tables", lambda gpu_name: {})
-    lines = run_config(capsys, "d72", "full", "seqlen_k=512", "--gpu", "GH200", "--pass", "bwd_det")
+    lines = run_config(capsys, "d72", "full", "1k", "--gpu", "GH200", "--pass", "bwd_det")
     assert lines[0].startswith(
         "bwd_det bf16 d96 full 1k on NVIDIA GH200 480GB: dk+dv 64x128x2x2, dq 128x128x2x2"
     )
@@ -239,7 +248,7 @@ def test_config_without_a_length_has_every_bucket(no_user_tables, capsys):
     lines = run_config(capsys, "d64", "dropout", "--pass", "fwd", "bwd")
     heads = [line.partition(" on ")[0] for line in lines if not line.startswith(" ")]
     assert heads == [
-        "fwd bf16 d64 full dropout 1k, 4k, long, short",
+        "fwd bf16 d64 full dropout 1k, 4k, long, short, 256",
         "fwd bf16 d64 full dropout split",
         "bwd bf16 d64 full dropout 1k, 4k, long",
     ]
@@ -253,6 +262,23 @@ def test_config_finds_the_split_bucket_by_the_sizes(batch, gpu, bucket, no_user_
     sizes = (f"batch={batch}", "heads=8", "seqlen_q=128", "seqlen_k=16384")
     lines = run_config(capsys, "d128", "full", *sizes, "--gpu", gpu)
     assert lines[0].startswith(f"fwd bf16 d128 full {bucket} on ")
+
+
+@pytest.mark.parametrize(
+    ("words", "buckets"),
+    [
+        (("d128", "seqlen_k=64"), ["short"]),
+        (("d128", "seqlen_k=64", "seqlen_q=65"), ["256", "split"]),
+        (("d128", "seqlen_k=5000", "--pass", "bwd"), ["long"]),
+        (("d128", "seqlen_k=5000", "--pass", "bwd_det"), ["long", "shared"]),
+        (("d128", "seqlen_k=5000", "heads=8", "heads_kv=8", "--pass", "bwd_det"), ["long"]),
+        (("d128", "seqlen_k=5000", "heads=8", "heads_kv=2", "--pass", "bwd_det"), ["shared"]),
+    ],
+)
+def test_config_has_every_bucket_that_the_sizes_leave(words, buckets, no_user_tables, capsys):
+    lines = run_config(capsys, "bf16", "causal", *words)
+    heads = [line.partition(" on ")[0] for line in lines if not line.startswith(" ")]
+    assert [bucket for head in heads for bucket in head.partition("causal ")[2].split(", ")] == buckets
 
 
 def test_config_of_decode(capsys):

@@ -174,6 +174,8 @@ def kernels_for_gpus(gpu: str) -> list[tuple[AttnProblem, KernelConfig]]:
             for bucket in buckets if direction == "fwd" else set(buckets) - {SPLIT_BUCKET}:
                 config, _ = configs.pick_config(problem.served_as, bucket, gpu, direction)
                 found += config.kernels(problem)
+                if direction != "fwd":  # of the ring
+                    found += config.kernels(replace(problem, options=(*asked, "partial")))
                 if direction == "fwd" and bucket != SPLIT_BUCKET and "sink" not in names:  # of the ring
                     added = replace(problem, options=(*asked, "added"))
                     found += replace(config, hold_max=False).kernels(added)

@@ -20,9 +20,17 @@ BLOCKS = [
     for page in PAGES
     for number, code in enumerate(BLOCK.findall(page.read_text()), 1)
 ]
-# A first call in README.md runs on a CPU, by the reference, as on a GPU: only sizes and device differ
-QUICK_START = [code for code in BLOCK.findall((ROOT / "README.md").read_text()) if "torch.randn" in code]
-TINY = {"cuda": "cpu", "4096": "64", "1500": "20", "2596": "44", "100,": "40,"}
+# Calls of these pages run on a CPU, by the reference, as on a GPU: only sizes and device differ
+CALLS = [
+    pytest.param(code, id=f"{name}-{number}")
+    for name in ("README.md", "docs/options.md", "docs/kvcache.md", "docs/flex.md")
+    for number, code in enumerate(BLOCK.findall((ROOT / name).read_text()), 1)
+    if "import torch\n" in code
+]
+TINY = {
+    "cuda": "cpu", "4096": "64", "1500": "20", "2596": "44", "100,": "40,", "8192": "128", "4000": "40", "5000": "50",
+    "512, 513": "20, 21", "        512,": "        20,", "513, 32": "21, 32", "3000": "90", "3200": "96", "1000, 1700": "10, 20",
+}  # fmt: skip
 
 
 def test_docs_readme_is_short():
@@ -44,12 +52,14 @@ def test_docs_python_compiles(code):
 
 
 @pytest.mark.filterwarnings("ignore:.*CPU")
-def test_docs_quick_start_runs_on_cpu():
-    assert QUICK_START
-    for code in QUICK_START:
-        for word, tiny in TINY.items():
-            code = code.replace(word, tiny)
-        exec(compile(code, "README.md", "exec"), {"__name__": "quick_start"})
+@pytest.mark.parametrize("code", CALLS)
+def test_docs_calls_run_on_cpu(code, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a block writes a picture
+    if "save_picture" in code:
+        pytest.importorskip("matplotlib")
+    for word, tiny in TINY.items():
+        code = code.replace(word, tiny)
+    exec(compile(code, "<docs>", "exec"), {"__name__": "docs"})
 
 
 def load_tutorial():

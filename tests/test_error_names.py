@@ -67,7 +67,7 @@ NAMES = {
         lambda: varlen_qkv(ROWS_QKV, cu(0, 10, dtype=torch.int64), 10), TypeError,
         r"^cu_seqlens: expected torch\.int32, got torch\.int64; cast it with cu_seqlens\.to\(torch\.int32\)$",
     ),
-    "varlen-qkv-list": (lambda: varlen_qkv(ROWS_QKV, [0, 10], 10), TypeError, r"^cu_seqlens: expected a torch\.Tensor, got list$"),
+    "varlen-qkv-list": (lambda: varlen_qkv(ROWS_QKV, [0, 10], 10), TypeError, r"^cu_seqlens: expected a torch\.Tensor, got list"),
     "varlen-qkv-device": (lambda: varlen_qkv(ROWS_QKV, cu(0, 10).to("meta"), 10), ValueError, r"^cu_seqlens: expected the device of qkv"),
     "varlen-qkv-max": (lambda: varlen_qkv(ROWS_QKV, cu(0, 10), -1), ValueError, r"^max_seqlen: expected the length of the longest"),
     "varlen-qkv-dtype": (lambda: varlen_qkv(ROWS_QKV.double(), cu(0, 10), 10), TypeError, r"^qkv: expected bfloat16, float16"),

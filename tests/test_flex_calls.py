@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 from tl_attention import create_block_mask, flash_attn_func, flex, flex_attention
 from tl_attention.tracing.captures import Captures
@@ -37,6 +38,41 @@ def assert_close(actual, wanted):
 
 def refuse(*arguments):
     raise AssertionError("prepared again")
+
+
+def test_outputs_beside_out_are_those_of_pytorch(qkv):
+    ours, theirs = (
+        function(*qkv, return_aux=AuxRequest(lse=True)) for function in (flex_attention, torch_flex_attention)
+    )
+    assert type(ours[1]) is type(theirs[1]) and ours[1].max_scores is None
+    assert_close(ours[0], theirs[0].float())
+    assert_close(ours[1].lse, theirs[1].lse)
+    assert flex_attention(*qkv, return_aux=AuxRequest())[1].lse is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "text"),
+    [
+        (
+            {"return_aux": True},
+            TypeError,
+            r"^return_aux: expected .*AuxRequest or None, got True; pass AuxRequest",
+        ),
+        (
+            {"return_aux": AuxRequest(lse=True), "return_lse": True},
+            ValueError,
+            r"^return_aux: .*beside return_lse",
+        ),
+        (
+            {"return_aux": AuxRequest(max_scores=True)},
+            NotImplementedError,
+            r"^return_aux: expected max_scores=False",
+        ),
+    ],
+)
+def test_wrong_requests_of_outputs_are_named(qkv, asked, error, text):
+    with pytest.raises(error, match=text):
+        flex_attention(*qkv, **asked)
 
 
 def test_calls_are_prepared_once(qkv, monkeypatch):

@@ -223,6 +223,7 @@ INPUTS = {
     "key-dtype": ({"key": torch.zeros(1, 2, 3, 16).half()}, TypeError, r"^key, value: expected the dtype of query, .*got torch\.float16"),
     "decode-dtype": ({"query": torch.zeros(1, 2, 1, 16).half()}, TypeError, r"^key: expected the dtype of query, torch\.float16, got"),
     "packed-dtype": (PACKED | {"value": torch.zeros(1, 2, 3, 16).half()}, TypeError, r"^key, value: expected the dtype of query"),
+    "output-attentions": ({"output_attentions": True}, NotImplementedError, r"^output_attentions: expected False.*got True; use.*eager"),
     "dropout": ({"dropout": 2.0}, ValueError, r"^dropout: expected a number from 0 to 255/256"),
 }  # fmt: skip
 

@@ -323,7 +323,7 @@ ERRORS = {
     ),
     "table-dtype": ({"block_table": zeros(2, 5, dtype=torch.int64)}, TypeError, r"block_table: expected torch\.int32, got torch\.int64"),
     "table-batch": ({"block_table": zeros(3, 5, dtype=torch.int32)}, ValueError, r"block_table: expected shape \(2, 5\), got \(3, 5\)"),
-    "table-list": ({"block_table": [[0]]}, ValueError, r"block_table: expected a torch\.Tensor \[batch, pages per sequence\], got \[\[0"),
+    "table-list": ({"block_table": [[0]]}, TypeError, r"block_table: expected a torch\.Tensor, got list; pass torch\.as_tensor"),
     "cu-0-d": ({"cu_seqlens_q": torch.tensor(5).int()}, ValueError, r"cu_seqlens_q: expected shape \[batch \+ 1\], got \(\)"),
     "no-lengths": ({"seqused_k": None}, ValueError, r"cu_seqlens_k, seqused_k: expected one of them.*pass seqused_k"),
     "seqused-shape": ({"seqused_k": zeros(3, dtype=torch.int32)}, ValueError, r"seqused_k: expected shape \(2,\), got \(3,\)"),
@@ -333,7 +333,7 @@ ERRORS = {
     "splits": ({"num_splits": -1}, ValueError, r"num_splits: expected at least 0"),
     "check": ({"check_lengths": 1}, TypeError, r"check_lengths: expected a bool, got 1"),
     "out-shape": ({"out": zeros(4, 4, 64)}, ValueError, r"out: expected shape \(5, 4, 64\), got \(4, 4, 64\)"),
-    "out-dtype": ({"out": zeros(5, 4, 64, dtype=FP16)}, TypeError, r"out: expected torch\.bfloat16, got torch\.float16"),
+    "out-dtype": ({"out": zeros(5, 4, 64, dtype=FP16)}, TypeError, r"out: expected the dtype of q, torch\.bfloat16, got torch\.float16"),
     "out-strides": ({"out": zeros(4, 5, 64).transpose(0, 1)}, ValueError, r"out: expected a contiguous tensor"),
     "out-address": ({"out": zeros(5 * 4 * 64 + 1)[1:].view(5, 4, 64)}, ValueError, r"out: expected an address that is a multiple of 16"),
     "page-number": (

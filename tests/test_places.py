@@ -131,3 +131,52 @@ def test_places_are_positions_of_queries_and_keys(name):
     expected, lse = launch.forward(some[0], *others, *asked, False, options=replace(options, place=first))
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse_found, lse, atol=1e-4, rtol=1e-4)
+
+
+PARTIAL = {  # (query heads, key heads, head_dim, options, deterministic): each kind of pass, and key heads shared by several CTAs
+    "d64": (4, 4, 64, {}, False),
+    "d64 deterministic": (4, 4, 64, {}, True),
+    "d96 packed": (4, 4, 96, {"packed": True}, False),
+    "d128 shared": (8, 1, 128, {}, False),
+    "d128 shared deterministic": (8, 1, 128, {}, True),
+    "d128 window": (8, 4, 128, {"window": (70, 0)}, False),
+    "d128 softcap packed deterministic": (8, 2, 128, {"softcap": 20.0, "packed": True}, True),
+    "d256": (4, 2, 256, {}, False),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", PARTIAL)
+def test_partial_gradients_are_those_of_a_launch_before_they_are_rounded(case):
+    heads, heads_kv, head_dim, options, deterministic = PARTIAL[case]
+    options, rows, keys = dict(options), 333, 450
+    packed, generator = options.pop("packed", False), torch.Generator("cuda").manual_seed(0)
+    if packed:
+        rows = keys
+        ends = torch.tensor([0, 100, 101, rows], dtype=torch.int32, device="cuda")
+        options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": rows, "max_seqlen_k": rows}
+    shapes = (heads, rows), (heads_kv, keys), (heads_kv, keys), (heads, rows)
+    q, k, v, dout = (
+        torch.randn(*(() if packed else (2,)), n, h, head_dim, device="cuda", generator=generator).bfloat16()
+        for h, n in shapes
+    )
+    options = Options(**options) if options else None
+    asked = head_dim**-0.5, "window" not in case, False
+    out, lse = launch.forward(q, k, v, *asked, options=options)
+    inputs = dout, q, k, v, out, lse
+    for _ in range(2):  # the second time by the plan of the first
+        rounded = launch.backward(*inputs, *asked, deterministic=deterministic, options=options)
+        exact = launch.backward(*inputs, *asked, deterministic=deterministic, options=options, partial=True)
+        for name, x, whole in zip(("dq", "dk", "dv"), rounded, exact, strict=True):
+            assert whole.dtype == torch.float32 and whole.shape == x.shape
+            assert not torch.equal(whole, x.float()), name
+            if deterministic or name != "dq":
+                assert torch.equal(whole.bfloat16(), x), name
+            else:
+                torch.testing.assert_close(whole, x.float(), atol=1e-2, rtol=1e-2)
+        placed, dq = place(exact[0], 0 if packed else 1)
+        found = launch.backward(
+            *inputs, *asked, deterministic=deterministic, options=options, dq=dq, partial=True
+        )
+        assert found[0] is dq
+        check_placed(placed, dq, exact[0], 0 if packed else 1, deterministic)

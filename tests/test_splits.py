@@ -51,9 +51,13 @@ def test_key_splits_are_few_with_two_blocks_each_and_save_time():
 def test_fwd_bucket_follows_from_the_shape():
     assert fwd_bucket(1, 8, 128, 16384, SMS) == "split"
     assert fwd_bucket(1, 8, 1, 16384, SMS) == "split"
-    assert fwd_bucket(1, 8, 128, 512, SMS) == "1k"
+    assert fwd_bucket(1, 8, 129, 512, SMS) == "1k"
     assert fwd_bucket(8, 16, 59, 64, SMS) == "short"
-    assert fwd_bucket(8, 16, 65, 64, SMS) == "1k"
+    for seqlen_q in (65, 128, 193, 256):
+        assert fwd_bucket(8, 16, seqlen_q, 64, SMS) == fwd_bucket(8, 16, seqlen_q, 1024, SMS) == "256"
+        assert fwd_bucket(8, 16, seqlen_q, 1025, SMS) == "4k"
+    for seqlen_q in (64, 129, 192, 257):
+        assert fwd_bucket(8, 16, seqlen_q, 65, SMS) == "1k"
     assert fwd_bucket(4, 16, 4096, 4096, SMS) == "4k"
     assert fwd_bucket(1, 128, 128, 16384, SMS) == "long"
     assert fwd_bucket(1, 128, 128, 16384, 2 * SMS) == "split"

@@ -75,11 +75,14 @@ def _check_tvm_ffi() -> tuple[bool, str]:
 
 
 def _compiles() -> bool:
-    """True if kernels must be compiled here: no pack is installed, or it is damaged or of other sources."""
+    """True if some kernels must be compiled here: no pack is installed, or it is damaged, of other sources or lacks kernels."""
     from tl_attention.compilation import pack
 
     try:
-        return not (pack.installed() and _pack_coverage()[0])
+        if not pack.installed():
+            return True
+        covered, kernels = _pack_coverage()
+        return covered < kernels
     except RuntimeError:  # the check of the pack says what is damaged
         return True
 

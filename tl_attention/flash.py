@@ -21,8 +21,8 @@ Args:
         weights are divided by 1 - dropout_p. softmax_lse is computed before dropout.
     rng_state: int64 [2], on the device of q: seed and offset of the dropout mask. The mask depends on it, on the entry of the batch, the
         head, and the positions in the sequence. None: drawn from torch's generator. Unused without dropout.
-    deterministic: bitwise equal gradients from run to run; the backward takes up to a third longer at d64 and a fifth at d128. The
-        forward always is. torch.use_deterministic_algorithms(True) sets it, too.
+    deterministic: bitwise equal gradients from run to run; docs/numerics.md says how much longer the backward takes. The forward
+        always is. torch.use_deterministic_algorithms(True) sets it, too.
     return_attn_probs: also return the log-sum-exp.
     precision: relative error of a product of fp32 tensors, in forward and backward: "highest", 2 ** -23; "high", 2 ** -15; "medium",
         that of bf16. None: torch.get_float32_matmul_precision(). Only with fp32 tensors; docs/numerics.md has measured errors.
@@ -264,7 +264,7 @@ def flash_attn_varlen_func(
         k: [total_k, heads_kv, head_dim].
         v: [total_k, heads_kv, head_dim_v].
         cu_seqlens_q, cu_seqlens_k: [batch + 1], int32, on the device of q: sequence i has rows cu_seqlens[i] to cu_seqlens[i + 1],
-            exclusive. They must start at 0, never decrease and stay within the tensors. Only check_lengths checks this: with other
+            exclusive. They must start at 0, never decrease and stay within the tensors. On a GPU only check_lengths checks this: with other
             values the kernels may read and write other memory. A sequence may be empty. cu_seqlens_k may be None with block_table.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths, used by the schedule only. A 0-d tensor is accepted but not read:
             the total number of rows replaces it.
@@ -275,7 +275,7 @@ def flash_attn_varlen_func(
             Gradients, dropout and vmap are refused.
         seqused_q, seqused_k: [batch], int32: only the first seqused[i] rows of sequence i are used, also by the masks. Rows beyond are
             not read; their out and gradients are 0, their softmax_lse is -inf. Each is between 0 and the length of its sequence;
-            only check_lengths checks this.
+            on a GPU only check_lengths checks this.
         out: [total_q, heads, head_dim_v] in the dtype of q, contiguous, 16-byte aligned, sharing no memory with q, k and v. It is
             written and returned; gradients and vmap are refused. None: a new tensor.
 

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention.flex_attention import AuxOutput
 
 from tl_attention import launch
 from tl_attention.checks.common import MAX_SCALE, check_deterministic, check_fwd, expect_bool
 from tl_attention.checks.flex import (
     FLASH_NAMES,
     FLEX_NAMES,
+    check_aux,
     check_bias,
     check_block_mask,
     check_captured,
@@ -60,10 +62,11 @@ def flex_attention(
     return_lse: bool = False,
     kernel_options: None = None,
     *,
+    return_aux: Any = None,
     mask_mod: Callable | None = None,
     attn_bias: torch.Tensor | None = None,
     deterministic: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, Any]:
     """Attention with scores and mask as Python functions: softmax(score_mod(scale * q k^T)) v over the keys that mask_mod shows.
 
     A function is traced once, as by torch.compile, into scalar operations that the kernels evaluate for each score; docs/flex.md lists
@@ -82,6 +85,7 @@ def flex_attention(
         enable_gqa: allow fewer heads of key and value than of query; heads must be a multiple of heads_kv.
         return_lse: also return the log-sum-exp.
         kernel_options: must be None: these are options of PyTorch's kernels.
+        return_aux: PyTorch's AuxRequest: also return an AuxOutput. Its max_scores are refused. Instead of return_lse.
         mask_mod: mask_mod(b, h, q_idx, kv_idx) -> True where the query sees the key; instead of block_mask.
         attn_bias: [1 or batch, 1 or heads, seqlen_q, seqlen_k], broadcast where 1. A float tensor is added to the score, after score_mod,
             and may require a gradient; a bool tensor hides the keys where it is False.
@@ -89,7 +93,8 @@ def flex_attention(
             captured tensors are then exact sums, whose workspace takes 128 bytes per element.
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the dtype of query; with return_lse (out, lse), where lse is
-        [batch, heads, seqlen_q], fp32, natural log. A query that sees no key has out 0 and lse -inf. Both are differentiable, once.
+        [batch, heads, seqlen_q], fp32, natural log; with return_aux (out, AuxOutput), which holds this lse or None. A query that sees no
+        key has out 0 and lse -inf. Both are differentiable, once.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, or which operation of a function, what was expected and what was passed.
     Source: Dong et al. 2024 (FlexAttention).
@@ -102,8 +107,12 @@ def flex_attention(
         raise NotImplementedError(
             f"kernel_options: expected None, got {kernel_options!r}, which are options of PyTorch's kernels; leave them out"
         )
+    if return_aux is not None:
+        check_aux(return_aux, return_lse)
     functions = score_mod, mask_mod, block_mask, attn_bias
     out, lse = attend(query, key, value, functions, scale, enable_gqa, deterministic)
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
 
 

@@ -76,12 +76,12 @@ class KeptMask:
 
 
 def _pointers(tensors: list[torch.Tensor | None]) -> list[int | None]:
-    """Addresses: a tensor whose .data is replaced has the version of before."""
+    """Addresses, which show a replaced .data: the version of the tensor does not."""
     return [None if x is None else x.data_ptr() for x in tensors]
 
 
 def _place(x: torch.Tensor) -> tuple:
-    """Address and layout in memory: a tensor whose .data is replaced has the version of before."""
+    """Address and layout in memory, which show a replaced .data: the version of the tensor does not."""
     return x.data_ptr(), x.shape, x.stride()
 
 

@@ -88,6 +88,7 @@ def attention_forward(
     deterministic: bool = False,
     position_bias: torch.Tensor | None = None,
     cache: Any = None,
+    output_attentions: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer, for the AttentionInterface of transformers.
@@ -109,16 +110,16 @@ def attention_forward(
             are refused beside a BlockMask, a 4-D mask or position_bias. Both or neither. Their values are checked only with
             TL_ATTENTION_CHECK_LENGTHS=1: see checks/lengths.py.
         max_length_q, max_length_k: upper bounds of the lengths in cu_seq_lens_q and cu_seq_lens_k; None: batch * seqlen.
-        kwargs: other arguments that models pass; ignored.
+        kwargs: other arguments that models pass to every attention, such as position_ids; ignored.
     Returns:
         (out [batch, seqlen_q, heads, head_dim_v], None). Rows of padding are 0.
     Raises:
-        NotImplementedError: a paged cache, a mask of another form, or dropout or packed sequences beside a BlockMask, a 4-D mask or
-            position_bias.
+        NotImplementedError: a paged cache, output_attentions=True, a mask of another form, or dropout or packed sequences beside a
+            BlockMask, a 4-D mask or position_bias.
         TypeError, ValueError, NotImplementedError: see flash_attn_func.
     """
     check_inputs(query, key, value, s_aux)
-    check_no_others(cache)
+    check_no_others(cache, output_attentions)
     check_mask(attention_mask, query.shape[0])
     expect_scale("scaling", scaling)
     check_window_keys("sliding_window", sliding_window)
@@ -142,23 +143,15 @@ def attention_forward(
         masks = attention_mask, position_bias
         return flex_forward(query, key, value, *masks, scaling, window, softcap, s_aux, deterministic), None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    batch, seqlen_q, seqlen_k = *q.shape[:2], k.shape[1]
+    batch, seqlen_q = q.shape[:2]
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux))
-    has_cache_rows = attention_mask is None or attention_mask.shape[0] > VARLEN_ROWS
-    few_queries = seqlen_q <= MAX_DECODE_QUERIES and seqlen_q < seqlen_k
-    # flash_attn_func copies other head dims, and takes fp32
-    fits_cache = not (q.shape[3] % 8 or v.shape[3] % 8 or q.dtype == torch.float32)
-    if has_cache_rows and few_queries and fits_cache and not (packed or needs_grad or dropout):
-        seqlens = leftpad = None
-        if attention_mask is not None:
-            seqlens, *leftpads = attention_mask.flatten(1)[VARLEN_ROWS:, :batch].unbind()
-            leftpad = leftpads[0] if leftpads else None
+    if _is_decode_step(q, k, v, attention_mask) and not (packed or needs_grad or dropout):
         if seqlen_q == 1:
             q = query.reshape(q.shape)  # same memory, dense strides: the kernel's load needs no copy
-        if torch.compiler.is_compiling():
-            return _decode_op(q, k, v, seqlens, leftpad, scaling, causal, left, right, softcap, s_aux), None
+        attend = _decode_op if torch.compiler.is_compiling() else _decode
+        lengths = _cache_lengths(attention_mask, batch)
         try:
-            return _decode(q, k, v, seqlens, leftpad, scaling, causal, left, right, softcap, s_aux), None
+            return attend(q, k, v, *lengths, scaling, causal, left, right, softcap, s_aux), None
         except ARGUMENT_ERRORS as error:
             raise _ERROR_NAMES.of(error) from None
 
@@ -171,26 +164,58 @@ def attention_forward(
         "deterministic": deterministic,
         "learnable_sink": s_aux,
     }
-    if packed:
-        max_q = batch * seqlen_q if max_length_q is None else max_length_q
-        max_k = batch * seqlen_k if max_length_k is None else max_length_k
-        lengths = cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32), max_q, max_k
-        if checks_lengths.ALWAYS:
-            rows = (x.flatten(0, 1) for x in (q, k))
-            lengths = checks_lengths.checked_lengths(*rows, (*lengths, None, None), _NAMES)[:4]
-    elif attention_mask is not None:
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = attention_mask.flatten(1)[:VARLEN_ROWS].unbind()
-        lengths = cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k
-        options |= {"seqused_q": seqused_q[:-1], "seqused_k": seqused_k[:-1]}
-    else:
-        lengths = None
     try:
-        if lengths is None:
+        if not packed and attention_mask is None:
             return flash_attn_func(q, k, v, **options), None
-        out = flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), *lengths, **options)
+        rows = [x.flatten(0, 1) for x in (q, k, v)]
+        if packed:
+            bounds = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+            out = flash_attn_varlen_func(*rows, *_packed_lengths(*rows[:2], *bounds), **options)
+        else:
+            lengths, used = attention_mask.flatten(1)[:VARLEN_ROWS].split(2)
+            options |= {"seqused_q": used[0, :-1], "seqused_k": used[1, :-1]}
+            out = flash_attn_varlen_func(*rows, *lengths, seqlen_q, k.shape[1], **options)
     except ARGUMENT_ERRORS as error:
         raise _ERROR_NAMES.of(error) from None
     return out.unflatten(0, (batch, seqlen_q)), None
+
+
+def _is_decode_step(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: torch.Tensor | None
+) -> bool:
+    """True for few queries against keys that flash_attn_with_kvcache reads as they are; [batch, seqlen, heads, head_dim]."""
+    has_cache_rows = attention_mask is None or attention_mask.shape[0] > VARLEN_ROWS
+    few_queries = q.shape[1] <= MAX_DECODE_QUERIES and q.shape[1] < k.shape[1]
+    # flash_attn_func copies other head dims, and takes fp32
+    return (
+        has_cache_rows and few_queries and not (q.shape[3] % 8 or v.shape[3] % 8 or q.dtype == torch.float32)
+    )
+
+
+def _cache_lengths(
+    attention_mask: torch.Tensor | None, batch: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """cache_seqlens and cache_leftpad [batch] of flash_attn_with_kvcache, from the rows of the mask behind the first ones."""
+    if attention_mask is None:
+        return None, None
+    seqlens, *leftpad = attention_mask.flatten(1)[VARLEN_ROWS:, :batch].unbind()
+    return seqlens, leftpad[0] if leftpad else None
+
+
+def _packed_lengths(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int | torch.Tensor | None,
+    max_k: int | torch.Tensor | None,
+) -> tuple:
+    """cu_seqlens and max_seqlen of flash_attn_varlen_func for the caller's packed sequences; q, k: [total, heads, head_dim]."""
+    longest = (q.shape[0] if max_q is None else max_q), (k.shape[0] if max_k is None else max_k)
+    lengths = cu_q.to(torch.int32), cu_k.to(torch.int32), *longest
+    if checks_lengths.ALWAYS:
+        lengths = checks_lengths.checked_lengths(q, k, (*lengths, None, None), _NAMES)[:4]
+    return lengths
 
 
 def _layer_is_causal(module: torch.nn.Module) -> bool:

@@ -131,7 +131,7 @@ def mha_bwd_interface(
         do: [batch, heads, seqlen_q, head_dim_v], the gradient with respect to out, in its dtype; any strides.
         q, k, v, sm_scale, is_causal: as in the forward.
         out, lse: results of the forward, lse in base 2.
-        deterministic: bitwise equal from run to run; takes up to a third longer at d64 and a fifth at d128.
+        deterministic: bitwise equal from run to run; docs/numerics.md says how much longer it takes.
             torch.use_deterministic_algorithms(True) sets it, too. Otherwise the order of the sums of dq may vary.
         return_kernel: return kernel(do, q, k, v, out, lse) -> (dq, dk, dv), compiled for tensors like these and without
             checks, for timing.

@@ -269,7 +269,7 @@ class BwdConfig:
         return [
             *((problem, bwd_pass) for bwd_pass in self.passes),
             (problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()),
-            *((problem.helper_problem(width), BwdSum()) for width in widths),
+            *((problem.sum_problem(width), BwdSum()) for width in widths),
             *parts_kernels(problem),
             *table_kernels(problem),
         ]

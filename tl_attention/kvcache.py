@@ -152,16 +152,12 @@ def flash_attn_with_kvcache(
         check_splits(num_splits, batch_invariant)
         check_options(q, q.shape[0], window_size, softcap, 0.0, alibi_slopes, sink, None)
         if workspace is not None:
-            needed = 0
-            if q.is_cuda:
-                sizes = *q.shape[:3], *v_cache.shape[2:], cache_capacity(k_cache, block_table)
-                needed = _workspace_bytes(sizes, num_splits, batch_invariant, q.device.index)
+            sizes = *q.shape[:3], *v_cache.shape[2:], cache_capacity(k_cache, block_table)
+            device = q.device.index
+            needed = _workspace_bytes(sizes, num_splits, batch_invariant, device) if q.is_cuda else 0
             check_workspace(q, workspace, needed)
         check_device_or_warn(q, traced)
-        if key is not None:
-            if len(_call_handles) >= MAX_CALL_HANDLES:
-                _call_handles.clear()
-            handle = _call_handles[key] = CallHandle()
+        handle = None if key is None else _keep_handle(key)
 
     capacity = cache_capacity(k_cache, block_table)
     new = 0 if k is None else k.shape[1]
@@ -183,21 +179,19 @@ def flash_attn_with_kvcache(
             alibi_slopes=None if alibi_slopes is None else alibi_slopes.contiguous(),
             sink=None if sink is None else sink.contiguous(),
         )
-    scale = scale_of(q, softmax_scale)
+    queries_move = causal or options.window != (UNLIMITED, UNLIMITED)
     cache = Cache(k_cache, v_cache, cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table)
     if check_lengths is not False or check_block_table is not False or checks_lengths.ALWAYS:
         expect_bool("check_lengths", check_lengths)
         expect_bool("check_block_table", check_block_table)
         if check_lengths or check_block_table or checks_lengths.ALWAYS:
             rows = 0 if rotary_cos is None else rotary_cos.shape[0]
-            queries_move = causal or options.window != (UNLIMITED, UNLIMITED)
             q = check_cache_op(q, cache.k, cache.v, *_fields(cache), rows, queries_move)
 
     if k is not None:
         append = _append_by_op if traced else _append
-        queries_move = causal or options.window != (UNLIMITED, UNLIMITED)
         q = append(q, k, v, cache, rotary_cos, rotary_sin, rotary_interleaved, queries_move)
-    arguments = scale, causal, options, num_splits, batch_invariant, workspace
+    arguments = scale_of(q, softmax_scale), causal, options, num_splits, batch_invariant, workspace
     out, lse = _decode_by_op(q, cache, *arguments) if traced else _decode(q, cache, *arguments, handle)
     return (out, lse) if return_softmax_lse else out
 
@@ -259,6 +253,14 @@ def _look_up(tensors: Sequence[torch.Tensor | None], values: tuple) -> tuple[Cal
     # An argument that is no tensor, a list, a nested tensor
     except (AttributeError, TypeError, RuntimeError):
         return None, None
+
+
+def _keep_handle(key: tuple) -> CallHandle:
+    """New handle for calls with this metadata, whose checks have passed."""
+    if len(_call_handles) >= MAX_CALL_HANDLES:
+        _call_handles.clear()
+    handle = _call_handles[key] = CallHandle()
+    return handle
 
 
 def _append(

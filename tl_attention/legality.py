@@ -312,7 +312,7 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         return f"order: expected one of {', '.join(map(repr, orders))} {where}, got {bwd_pass.order!r}"
     schedules = ("grid",)
     if bwd_pass.adds_dq and bwd_pass.order and problem.program is None:
-        schedules = ("grid", "dynamic-late") if problem.options else BWD_SCHEDULES
+        schedules = ("grid", "dynamic-late") if problem.served_as.options else BWD_SCHEDULES
     if bwd_pass.schedule not in schedules:
         where = "here" if len(schedules) > 1 else "with a program, without an order, or where no dq is summed"
         return f"schedule: expected {' or '.join(schedules)} {where}, got {bwd_pass.schedule!r}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tl_attention.checks.common import check_states
+from tl_attention.checks.merge import check_states
 
 
 def merge_states(

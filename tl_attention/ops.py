@@ -22,6 +22,7 @@ from tl_attention.checks.common import (
     check_fwd,
 )
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
+from tl_attention.checks.lengths import check_cpu_lengths
 from tl_attention.checks.transforms import warn_about_cpu
 from tl_attention.ops_jvp import push_forward, refuse_to_push_gradients, register_jvp
 from tl_attention.options import (
@@ -62,6 +63,8 @@ def fwd_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: object
     if q.device.type != "cpu":
         check_device(q)
         return launch_forward(q, k, v, call, options)
+    if options is not None and options.varlen:
+        check_cpu_lengths(q, k, options)
     qkv = _transpose_if(call.heads_first, q, k, v)
     out, lse = _reference(attention_reference, varlen_reference, qkv, call, options)
     (out,) = _transpose_if(call.heads_first, out.to(q.dtype))

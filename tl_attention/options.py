@@ -116,6 +116,12 @@ class Options:
         return 1 << sum(self.bounds).bit_length()
 
     @functools.cached_property
+    def max_seqlen_q_rounded(self) -> int:
+        """max_seqlen_q rounded up to its three leading bits, so that similar lengths share launch plans."""
+        step = 1 << max(self.max_seqlen_q.bit_length() - 3, 0)
+        return -(-self.max_seqlen_q // step) * step
+
+    @functools.cached_property
     def key(self) -> tuple:
         """Part of a launch plan's key, without the splits of packed sequences."""
         names = *self.names, self.parts, self.window_keys

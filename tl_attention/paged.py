@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from tl_attention.checks import lengths as checks_lengths
 from tl_attention.checks.common import check_deterministic, check_device, check_fwd, expect_bool, expect_scale
 from tl_attention.checks.kvcache import cache_capacity
-from tl_attention.checks.lengths import NAMES, check_paged_keys, checked_lengths
+from tl_attention.checks.lengths import NAMES, check_paged_keys, check_side, checked_lengths
 from tl_attention.checks.paged import (
     check_forward_only,
     check_no_fp32,
@@ -105,8 +104,15 @@ def _attend(
     if block_table is None:
         result, lse = fwd_op(q, k, v, *call, *options.arguments())
     else:
+        check_side(NAMES[0], options.cu_seqlens_q, options.seqused_q, options.max_seqlen_q, q.shape[0])
         lengths = check_paged_keys(
-            NAMES[1], options.cu_seqlens_k, options.seqused_k, math.inf, block_table, k.shape[1], k.shape[0]
+            NAMES[1],
+            options.cu_seqlens_k,
+            options.seqused_k,
+            options.max_seqlen_k,
+            block_table,
+            k.shape[1],
+            k.shape[0],
         )
         result, lse = paged_varlen_reference(
             q,

@@ -77,6 +77,8 @@ BUCKETS = ("1k", "4k", "long")
 SPLIT_BUCKET = "split"
 # Another: at most SHORT_ROWS queries and keys, which leave most of a tile of 128 or 192 queries empty
 SHORT_BUCKET, SHORT_ROWS = "short", 64
+# Another: numbers of queries that leave a third of the rows of tiles of 192 empty, and few of tiles of 128; with at most 1024 keys
+ROWS_BUCKET, ROWS_OF_BUCKET = "256", (*range(65, 129), *range(193, 257))
 # One more bucket of the deterministic backward: query heads that share key heads. Additions to dq in a fixed order wait long there
 SHARED_BUCKET = "shared"
 # Bucket -> buckets whose rows serve it where it has none, in this order
@@ -86,6 +88,7 @@ STAND_INS = {
     "long": ("4k", "1k"),
     SPLIT_BUCKET: (),
     SHORT_BUCKET: BUCKETS,
+    ROWS_BUCKET: BUCKETS,
     SHARED_BUCKET: ("4k", "long", "1k"),
 }
 MAX_SPLITS = 128  # CTAs per tile
@@ -104,7 +107,8 @@ OPTIONS = ("window", "softcap", "alibi", "sink", "dropout", "varlen")
 # Variants for calls on parts of a sequence, listed after the options. The configs of the problem without them serve
 #   placed   positions of the first query and key in their sequences are runtime values; always with window, never with varlen
 #   added    the forward merges its result into that of other keys, which is in memory in fp32
-PART_OPTIONS = ("placed", "added")
+#   partial  the backward stores its gradients, to which those of other calls are added, in fp32; not with fp32 inputs
+PART_OPTIONS = ("placed", "added", "partial")
 DECODE_OPTIONS = ("window", "softcap", "alibi", "sink")
 
 # bwd_det: a backward whose gradients are equal bit by bit from run to run
@@ -148,6 +152,11 @@ class AttnProblem:
         dtype = next(iter(FP32_DTYPES)) if self.is_fp32 else self.dtype
         return AttnProblem(dtype, width, width, False, ("varlen",) if self.has("varlen") else ())
 
+    def sum_problem(self, width: int) -> AttnProblem:
+        """Key of the kernel that sums gradients: helper_problem(); that of fp32 where these are stored in fp32."""
+        helper = self.helper_problem(width)
+        return replace(helper, dtype=next(iter(FP32_DTYPES))) if self.has("partial") else helper
+
     def has(self, option: str) -> bool:
         return option in self.options
 
@@ -179,7 +188,7 @@ class AttnProblem:
     def dtype_of(self, operand: str) -> str:
         """Dtype of one of OPERANDS: that of the inputs; for fp32 bf16 if the tensor cores multiply it."""
         assert operand in OPERANDS, f"{operand=}"
-        if operand == "o" and self.has("added"):
+        if (operand == "o" and self.has("added")) or (operand == "dq" and self.has("partial")):
             return "float32"
         if not self.is_fp32:
             return self.dtype
@@ -348,7 +357,7 @@ def decode_width(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 def buckets(direction: str) -> tuple[str, ...]:
     """The buckets of a problem in one of DIRECTIONS: one tuned row each."""
-    more = {"fwd": (SPLIT_BUCKET, SHORT_BUCKET), "bwd_det": (SHARED_BUCKET,)}
+    more = {"fwd": (SPLIT_BUCKET, SHORT_BUCKET, ROWS_BUCKET), "bwd_det": (SHARED_BUCKET,)}
     return *BUCKETS, *more.get(direction, ())
 
 

@@ -20,6 +20,9 @@ from tl_attention.problem import (
     DIRECTIONS,
     DTYPES,
     OPTIONS,
+    SHARED_BUCKET,
+    SHORT_BUCKET,
+    SPLIT_BUCKET,
     AttnProblem,
     buckets,
     bwd_bucket,
@@ -158,7 +161,7 @@ def check_head_dims(head_dim: int, head_dim_v: int, direction: str, dtype: str =
 
 
 def _buckets(question: Question, direction: str, sms: int) -> Sequence[str]:
-    """The buckets a question is about: the one it names, the one of its sizes, or all."""
+    """The buckets a question is about: the one it names, those that its sizes leave possible, or all."""
     known, sizes = buckets(direction), question.sizes
     if question.bucket:
         if question.bucket not in known:
@@ -168,15 +171,18 @@ def _buckets(question: Question, direction: str, sms: int) -> Sequence[str]:
         return [question.bucket]
     if "seqlen_k" not in sizes:
         return known
+    by_length = length_bucket(sizes["seqlen_k"])
     if direction != "fwd":
-        heads = sizes.get("heads", 1)
-        return [bwd_bucket(direction == "bwd_det", heads, sizes.get("heads_kv", heads), sizes["seqlen_k"])]
-    if not {"batch", "heads"} <= sizes.keys():
-        return [length_bucket(sizes["seqlen_k"])]
+        if {"heads", "heads_kv"} <= sizes.keys():
+            return [bwd_bucket(direction == "bwd_det", sizes["heads"], sizes["heads_kv"], sizes["seqlen_k"])]
+        return [by_length, SHARED_BUCKET] if direction == "bwd_det" else [by_length]
     from tl_attention import launch
 
     seqlen_q = sizes.get("seqlen_q", sizes["seqlen_k"])
-    return [launch.splits.fwd_bucket(sizes["batch"], sizes["heads"], seqlen_q, sizes["seqlen_k"], sms)]
+    if {"batch", "heads"} <= sizes.keys():
+        return [launch.splits.fwd_bucket(sizes["batch"], sizes["heads"], seqlen_q, sizes["seqlen_k"], sms)]
+    whole = launch.splits.fwd_bucket(sms, 1, seqlen_q, sizes["seqlen_k"], sms)  # a CTA per SM: no split
+    return [whole] if whole == SHORT_BUCKET else [whole, SPLIT_BUCKET]
 
 
 def _answer_decode(question: Question) -> Iterator[str]:

@@ -255,7 +255,7 @@ def _backward(
 
 
 def _expanded(total: torch.Tensor, attn_bias: torch.Tensor) -> torch.Tensor:
-    """Gradient in the shape of the expanded mask. PyTorch sums it over expanded dimensions, so the first element there has all of it."""
+    """Gradient in the shape of the expanded mask: `total` in the first element of each expanded dimension, else 0; PyTorch sums these."""
     last = attn_bias.shape[-1]
     grad = attn_bias.new_zeros(*attn_bias.shape[:-1], last + -last % 16)[..., :last]
     part = grad

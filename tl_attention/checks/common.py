@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -24,6 +25,10 @@ NUMBER_TYPES = (int, float, torch.SymInt, torch.SymFloat)
 # limits all results are finite in fp32; otherwise a query whose first keys are masked would get NaN
 MAX_SCALE = 2.0**60
 MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-60, 2.0**60
+BY_KEYWORD = (
+    "; the parameters after v are in FlashAttention-2's order, dropout_p first: pass the others by keyword"
+)
+NO_HINTS: Mapping[int, str] = MappingProxyType({})
 
 
 def describe(x: object) -> str:
@@ -37,7 +42,9 @@ def describe(x: object) -> str:
 
 def expect_tensor(name: str, x: torch.Tensor) -> None:
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+        has_values = isinstance(x, (list, tuple, *NUMBER_TYPES)) or hasattr(x, "__array__")
+        hint = f"; pass torch.as_tensor({name})" if has_values else ""
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}{hint}")
 
 
 def expect_dense(name: str, x: torch.Tensor) -> None:
@@ -49,9 +56,18 @@ def expect_dense(name: str, x: torch.Tensor) -> None:
 
 
 def expect_operand(
-    name: str, x: torch.Tensor, layout: str, ndim: int, dtypes: Sequence[torch.dtype] = DTYPES
+    name: str,
+    x: torch.Tensor,
+    layout: str,
+    ndim: int,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    hints: Mapping[int, str] = NO_HINTS,
 ) -> None:
-    """Expect a tensor of these dtypes and this rank whose last dimension is contiguous."""
+    """Expect a tensor of these dtypes and this rank whose last dimension is contiguous.
+
+    Args:
+        hints: other rank -> what a caller with a tensor of this rank should do.
+    """
     expect_tensor(name, x)
     expect_dense(name, x)
     if x.dtype not in dtypes:
@@ -59,7 +75,8 @@ def expect_operand(
         wanted = f"{', '.join(most)} or {last}" if most else f"the dtype of q, {dtypes[0]}"
         raise TypeError(f"{name}: expected {wanted}, got {x.dtype}; cast it with {name}.to({dtypes[0]})")
     if x.ndim != ndim:
-        raise ValueError(f"{name}: expected {ndim} dimensions [{layout}], got shape {tuple(x.shape)}")
+        hint = f"; {hints[x.ndim]}" if x.ndim in hints else ""
+        raise ValueError(f"{name}: expected {ndim} dimensions [{layout}], got shape {tuple(x.shape)}{hint}")
     expect_contiguous_last(name, x)
 
 
@@ -127,7 +144,9 @@ def expect_scale(name: str, scale: float | None) -> None:
         return
     is_number = is_scalar(scale)
     if not is_number or scale != scale or scale in (math.inf, -math.inf):
-        cast = "" if is_number or isinstance(scale, bool) else f"; pass float({name})"
+        cast = "" if is_number else f"; pass float({name})"
+        if isinstance(scale, bool):
+            cast = "; pass a causal flag by keyword"
         raise ValueError(
             f"{name}: expected a finite number, or None for head_dim ** -0.5, got {describe(scale)}{cast}"
         )
@@ -185,13 +204,16 @@ def check_fwd(
     """
     if varlen:
         layout, ndim, seqlen_axis, heads_axis = "total, heads, head_dim", 3, 0, 1
+        hints = {4: "call flash_attn_func for sequences of one length, or pass block_table for keys in pages"}
     elif heads_first:
         layout, ndim, seqlen_axis, heads_axis = "batch, heads, seqlen, head_dim", 4, 2, 1
+        hints = {3: "pass q[None], k[None] and v[None] for a batch of one"}
     else:
         layout, ndim, seqlen_axis, heads_axis = "batch, seqlen, heads, head_dim", 4, 1, 2
-    expect_operand("q", q, layout, ndim, dtypes)
-    expect_operand("k", k, layout, ndim, dtypes)
-    expect_operand("v", v, layout, ndim, dtypes)
+        hints = {3: "call flash_attn_varlen_func for packed sequences, or pass q[None], k[None] and v[None]"}
+    expect_operand("q", q, layout, ndim, dtypes, hints)
+    expect_operand("k", k, layout, ndim, dtypes, hints)
+    expect_operand("v", v, layout, ndim, dtypes, hints)
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"k, v: expected the dtype of q, {q.dtype}, got {k.dtype} and {v.dtype}; cast them to one dtype"
@@ -311,7 +333,9 @@ def check_lengths(
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         in_tensor = isinstance(length, torch.Tensor) and not length.ndim and holds_ints(length)
         if not in_tensor and not is_int(length):
-            raise TypeError(f"{name}: expected an int or a 0-d integer tensor, got {describe(length)}")
+            raise TypeError(
+                f"{name}: expected an int or a 0-d integer tensor, got {describe(length)}; pass the length of the longest sequence"
+            )
         if not in_tensor and length < 0:
             raise ValueError(f"{name}: expected the length of the longest sequence, at least 0, got {length}")
 
@@ -333,10 +357,10 @@ def check_options(
         raise ValueError(
             f"softcap: expected 0 for no cap, or a number from 2 ** -60 to 2 ** 60, got {describe(softcap)}"
         )
-    if not isinstance(dropout_p, NUMBER_TYPES) or not 0 <= dropout_p < 255.5 / 256:
+    if not is_scalar(dropout_p) or not 0 <= dropout_p < 255.5 / 256:
         raise ValueError(
             "dropout_p: expected a number from 0 to 255/256 (it is rounded to a multiple of 1/256),"
-            f" got {describe(dropout_p)}"
+            f" got {describe(dropout_p)}{'' if is_scalar(dropout_p) else BY_KEYWORD}"
         )
     if rng_state is not None:
         expect_like("rng_state", rng_state, q, ((2,),), (torch.int64,))
@@ -357,7 +381,9 @@ def check_window(window_size: Sequence[int | None]) -> None:
             " the GPU"
         )
     if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
-        raise TypeError(f"window_size: expected a pair (left, right), got {describe(window_size)}")
+        raise TypeError(
+            f"window_size: expected a pair (left, right), got {describe(window_size)}; pass (-1, -1) for no window"
+        )
     for bound in window_size:
         if bound is not None and not is_int(bound):
             raise TypeError(
@@ -385,58 +411,6 @@ def check_packed(name: str, x: torch.Tensor, layout: str, parts: int) -> None:
     expect_dense(name, x)
     if x.ndim != len(layout.split(", ")) or x.shape[-3] != parts:
         raise ValueError(f"{name}: expected shape [{layout}], got {tuple(x.shape)}")
-
-
-def check_states(
-    outs: torch.Tensor | Sequence[torch.Tensor],
-    lses: torch.Tensor | Sequence[torch.Tensor],
-    lse_base2: bool,
-) -> None:
-    """Check the arguments of merge_states."""
-    expect_bool("lse_base2", lse_base2)
-    for name, states in (("outs", outs), ("lses", lses)):
-        if not isinstance(states, (torch.Tensor, list, tuple)):
-            raise TypeError(
-                f"{name}: expected a list of tensors or one stacked tensor, got {type(states).__name__}"
-            )
-        if not isinstance(states, torch.Tensor):
-            for i, x in enumerate(states):
-                expect_tensor(f"{name}[{i}]", x)
-                expect_dense(f"{name}[{i}]", x)
-            continue
-        expect_dense(name, states)
-        if not states.ndim:
-            raise ValueError(f"{name}: expected a stack of partial results, got {describe(states)}")
-    if not len(outs) or len(outs) != len(lses):
-        raise ValueError(
-            f"outs, lses: expected non-empty lists of equal length, got {len(outs)} and {len(lses)}"
-        )
-    shape = tuple(outs[0].shape)
-    if len(shape) not in (3, 4):
-        raise ValueError(
-            f"outs[0]: expected [batch, seqlen, heads, head_dim] or [total, heads, head_dim], got shape {shape}"
-        )
-    lse_shape = (*shape[:-3], shape[-2], shape[-3])
-    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        if tuple(out.shape) != shape:
-            raise ValueError(f"outs[{i}]: expected the shape of outs[0], {shape}, got {tuple(out.shape)}")
-        if tuple(lse.shape) != lse_shape:
-            raise ValueError(
-                f"lses[{i}]: expected shape {lse_shape} for outs of shape {shape}, got {tuple(lse.shape)}"
-            )
-        if out.dtype != outs[0].dtype:
-            raise TypeError(
-                f"outs[{i}]: expected the dtype of outs[0], {outs[0].dtype}, got {out.dtype}; cast them to one dtype"
-            )
-        if not out.dtype.is_floating_point or lse.dtype not in (torch.float32, torch.float64):
-            raise TypeError(
-                f"outs[{i}], lses[{i}]: expected a floating-point out and an fp32 or fp64 lse, got {out.dtype} and {lse.dtype}"
-            )
-        if not out.device == lse.device == outs[0].device:
-            raise ValueError(
-                f"outs[{i}], lses[{i}]: expected the device of outs[0], {outs[0].device}, got {out.device} and {lse.device}; move them"
-                " to one device"
-            )
 
 
 @functools.cache

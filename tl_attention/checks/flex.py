@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.attention.flex_attention import AuxRequest
 
 from tl_attention.checks.common import describe, expect_tensor
 from tl_attention.program import BLOCK_BITS, HOW_BITS, LISTED_ROWS, Call
@@ -41,6 +42,21 @@ class Names(NamedTuple):
 
 FLEX_NAMES, FLASH_NAMES = Names("flex_attention", "query", "key"), Names("flash_attn_func", "q", "k")
 LEAF_NAMES = {"batch": "b", "head": "h", "query": "q_idx", "key": "kv_idx"}
+
+
+def check_aux(return_aux: Any, return_lse: bool) -> None:
+    """Check the request for outputs beside out."""
+    if not isinstance(return_aux, AuxRequest):
+        raise TypeError(
+            "return_aux: expected torch.nn.attention.flex_attention.AuxRequest or None, got"
+            f" {describe(return_aux)}; pass AuxRequest(lse=True)"
+        )
+    if return_lse:
+        raise ValueError("return_aux: expected None beside return_lse, got both; leave out return_lse")
+    if return_aux.max_scores:
+        raise NotImplementedError(
+            "return_aux: expected max_scores=False, as the kernels do not store the row max, got True; pass AuxRequest(lse=True)"
+        )
 
 
 def check_function(name: str, function: Callable | None) -> None:

@@ -91,8 +91,13 @@ def check_window_keys(name: str, keys: Any) -> None:
         )
 
 
-def check_no_others(cache: Any) -> None:
+def check_no_others(cache: Any, output_attentions: Any) -> None:
     """Refuse arguments that change the result and are not supported."""
+    if output_attentions:
+        raise NotImplementedError(
+            f"output_attentions: expected False, as probabilities are never stored, got {describe(output_attentions)}; use"
+            ' attn_implementation="eager"'
+        )
     if cache is not None:
         raise NotImplementedError(
             f"cache: expected None, got {type(cache).__name__}, which tl_attention does not support; {USE_ANOTHER}"

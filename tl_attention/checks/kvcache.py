@@ -20,6 +20,7 @@ from tl_attention.checks.common import (
     expect_heads_divide,
     expect_like,
     expect_operand,
+    expect_tensor,
     is_int,
 )
 from tl_attention.options import Cache
@@ -134,9 +135,10 @@ def check_pages(
     page_size = pages.shape[1]
     if page_size % PAGE_STEP or not page_size:
         raise ValueError(f"{name}: expected a page_size that is a multiple of {PAGE_STEP}, got {page_size}")
-    if not isinstance(block_table, torch.Tensor) or block_table.ndim != 2:
+    expect_tensor("block_table", block_table)
+    if block_table.ndim != 2:
         raise ValueError(
-            f"block_table: expected a torch.Tensor [batch, pages per sequence], got {describe(block_table)}"
+            f"block_table: expected 2 dimensions [batch, pages per sequence], got shape {tuple(block_table.shape)}"
         )
     expect_like("block_table", block_table, q, ((batch, block_table.shape[1]),), (torch.int32,))
     expect_contiguous_last("block_table", block_table)
@@ -161,14 +163,19 @@ def check_new_keys(
     if isinstance(cache_seqlens, torch.Tensor):
         _expect_entries("cache_seqlens", cache_seqlens, q)
     elif cache_seqlens is not None and not is_int(cache_seqlens):
-        raise TypeError(f"cache_seqlens: expected an int, a tensor or None, got {describe(cache_seqlens)}")
+        raise TypeError(
+            f"cache_seqlens: expected an int, an int32 tensor [batch] or None, got {describe(cache_seqlens)}; pass"
+            " torch.tensor(lengths, dtype=torch.int32, device=q.device)"
+        )
     latent = (k_cache.shape[3], v_cache.shape[3]) == LATENT
     if latent and v is not None:
         raise ValueError(
             f"v: expected None, as v_cache is part of k_cache, where k is written, got {describe(v)}; leave it out"
         )
     if not latent and (k is None) != (v is None):
-        raise ValueError(f"k, v: expected both or neither, got {describe(k)} and {describe(v)}")
+        raise ValueError(
+            f"k, v: expected both or neither, got {describe(k)} and {describe(v)}; pass the new keys with their values"
+        )
     if k is None:
         return
     if cache_seqlens is None:
@@ -260,7 +267,7 @@ def check_rotary(
         return
     if cos is None or sin is None:
         raise ValueError(
-            f"rotary_cos, rotary_sin: expected both or neither, got {describe(cos)} and {describe(sin)}"
+            f"rotary_cos, rotary_sin: expected both or neither, got {describe(cos)} and {describe(sin)}; pass the other one, too"
         )
     if k is None:
         raise ValueError(

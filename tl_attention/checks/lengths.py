@@ -1,12 +1,13 @@
-"""Checks of values in lengths and index tensors, for debugging: check_lengths=True, or TL_ATTENTION_CHECK_LENGTHS=1 for every call.
+"""Checks of values in lengths and index tensors: of CPU tensors always, on a GPU for debugging, by check_lengths=True or for every call
+by TL_ATTENTION_CHECK_LENGTHS=1.
 
 All other checks read metadata only. These check that cu_seqlens start at 0, never decrease and stay within the tensors, that seqused
 fit their sequences, that max_seqlen is an upper bound, that lengths, pages, caches and positions exist, and that no sequence of a
 cache has rows that another one writes. Unchecked, wrong values give wrong results, and wrong cu_seqlens and seqused may read and
 write other memory.
 
-A check waits for the GPU. It is a torch op, so that it also runs in compiled code. In CUDA graph capture, where no value can be read, it
-warns and checks nothing. Each error is an IndexError that names the entry and its value.
+A check on a GPU waits for it. It is a torch op, so that it also runs in compiled code. In CUDA graph capture, where no value can be
+read, it warns and checks nothing. Each error is an IndexError that names the entry and its value.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from tl_attention.checks.common import check_lengths, expect_tensor
 from tl_attention.checks.kvcache import cache_capacity
-from tl_attention.options import Cache
+from tl_attention.options import Cache, Options
 
 ALWAYS = os.environ.get("TL_ATTENTION_CHECK_LENGTHS") == "1"
 
@@ -75,6 +76,12 @@ def checked_lengths(
     return (cu_q, *lengths[1:])
 
 
+def check_cpu_lengths(q: torch.Tensor, k: torch.Tensor, options: Options) -> None:
+    """Check the lengths of packed sequences on the CPU, where reading them waits for nothing. q, k: [total, heads, head_dim]."""
+    check_side(NAMES[0], options.cu_seqlens_q, options.seqused_q, options.max_seqlen_q, q.shape[0])
+    check_side(NAMES[1], options.cu_seqlens_k, options.seqused_k, options.max_seqlen_k, k.shape[0])
+
+
 def skips_check(x: torch.Tensor) -> bool:
     """True, with a warning, where values cannot be read."""
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
@@ -116,9 +123,9 @@ def check_lengths_op(
     if not skips_check(cu_q):
         sides = Names(*names[:4]), Names(*names[4:])
         longest = (most if x is None else x.item() for most, x in ((max_q, longest_q), (max_k, longest_k)))
-        _check_side(sides[0], cu_q, used_q, next(longest), total_q)
+        check_side(sides[0], cu_q, used_q, next(longest), total_q)
         if block_table is None:
-            _check_side(sides[1], cu_k, used_k, next(longest), total_k)
+            check_side(sides[1], cu_k, used_k, next(longest), total_k)
         else:
             check_paged_keys(sides[1], cu_k, used_k, next(longest), block_table, page_size, total_k)
     return cu_q.clone()
@@ -129,7 +136,7 @@ def _(cu_q: torch.Tensor, *others: object) -> torch.Tensor:
     return torch.empty_like(cu_q)
 
 
-def _check_side(
+def check_side(
     names: Names, cu_seqlens: torch.Tensor, seqused: torch.Tensor | None, longest: int, total: int
 ) -> None:
     """Check the lengths of queries or of keys; `total` is the number of rows."""

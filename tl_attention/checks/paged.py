@@ -25,7 +25,7 @@ def check_forward_only(
         if getattr(x, "requires_grad", False):
             raise NotImplementedError(
                 f"{operand}: expected a tensor that needs no gradient, as a call with {name} has no backward, got requires_grad=True; use"
-                f" torch.no_grad(), or leave out {name}"
+                f" torch.no_grad(), or pass {name}=None"
             )
 
 
@@ -33,7 +33,7 @@ def check_no_fp32(name: str, q: torch.Tensor) -> None:
     """Refuse fp32, which flash_attn_varlen_func takes without the argument `name`."""
     if isinstance(q, torch.Tensor) and q.dtype == torch.float32:
         raise TypeError(
-            f"q: expected bfloat16 or float16 with {name}, got {q.dtype}; cast q, k and v with .to(torch.bfloat16), or leave out {name}"
+            f"q: expected bfloat16 or float16 with {name}, got {q.dtype}; cast q, k and v with .to(torch.bfloat16), or pass {name}=None"
         )
 
 
@@ -89,6 +89,11 @@ def check_paged(
 
 def check_out(q: torch.Tensor, head_dim_v: int, out: torch.Tensor) -> None:
     """Check the tensor to write to, but not its address: see check_paged_addresses."""
+    expect_tensor("out", out)
+    if out.dtype != q.dtype:
+        raise TypeError(
+            f"out: expected the dtype of q, {q.dtype}, got {out.dtype}; allocate it with dtype=q.dtype, as a cast is a copy"
+        )
     expect_like("out", out, q, ((*q.shape[:2], head_dim_v),), (q.dtype,))
     if not out.is_contiguous():
         raise ValueError(

@@ -103,7 +103,8 @@ def warn_about_cpu() -> None:
         return
     _warned_about_cpu = True
     caller = 1
-    while sys._getframe(caller).f_globals["__name__"].startswith("tl_attention."):
+    # torch._dynamo wraps flex_attention
+    while sys._getframe(caller).f_globals["__name__"].startswith(("tl_attention.", "torch._dynamo.")):
         caller += 1
     warnings.warn(
         "tl_attention: CPU tensors run the plain PyTorch reference, which is slow", stacklevel=caller + 1

@@ -380,5 +380,5 @@ def sample(kernels: dict[str, KernelKey], seed: int, count: int) -> list[str]:
 
 
 def _cost(problem: AttnProblem, config: KernelConfig) -> tuple[int, ...]:
-    """Order of kernels by the time their compilation takes: options, then columns, then threads."""
+    """Sort key that grows with the time of a compilation: options, then columns, then threads."""
     return len(problem.options), problem.head_dim + problem.head_dim_v, config.threads

@@ -335,7 +335,7 @@ def build(
 
 
 def _likeness(kernel: KernelKey) -> tuple:
-    """Order in which similar kernels, and those of one call, are neighbors."""
+    """Sort key by which similar kernels, and those of one call, are neighbors."""
     problem, config = kernel
     widths = problem.head_dim, problem.head_dim_v
     return template(config), widths, problem.options, problem.dtype, problem.causal, str(config)

@@ -206,14 +206,30 @@ class Attend:
 
         Without a sink dsink is None.
         """
+        return self._backward(dout, q, k, v, out, lse, dlse, given, dq, partial=False)
+
+    def _backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        given: Given,
+        dq: torch.Tensor | None,
+        partial: bool,
+    ) -> Gradients:
+        """backward(), or with `partial` partial_backward() of kernels."""
         if not any(self._padding):
-            return self._differentiate((dout, q, k, v, out, lse), dlse, given, dq)
+            return self._differentiate((dout, q, k, v, out, lse), dlse, given, dq, partial)
         tensors = [self._padded(x, i) for x, i in ((dout, 0), (q, 0), (k, 1), (v, 1), (out, 0))]
         first, first_key = self._padding
         # With lse = +inf the probabilities of a query are exp(score - inf) = 0
         lse = torch.nn.functional.pad(lse, (first, 0), value=math.inf)
         dlse = None if dlse is None else torch.nn.functional.pad(dlse, (first, 0))
-        found, dk, dv, dsink = self._differentiate((*tensors, lse), dlse, given)
+        found, dk, dv, dsink = self._differentiate((*tensors, lse), dlse, given, None, partial)
         found = found[:, first:]
         return found if dq is None else dq.copy_(found), dk[:, first_key:], dv[:, first_key:], dsink
 
@@ -222,9 +238,10 @@ class Attend:
         tensors: tuple[torch.Tensor, ...],
         dlse: torch.Tensor | None,
         given: Given,
-        dq: torch.Tensor | None = None,
+        dq: torch.Tensor | None,
+        partial: bool,
     ) -> Gradients:
-        """backward() with padding in the tensors."""
+        """_backward() with padding in the tensors."""
         options, result, q = self._with(given), dq, tensors[1]
         if self._packed:
             tensors = tuple(x[0] for x in tensors)
@@ -234,7 +251,7 @@ class Attend:
             deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
             asked = scale, self._causal, False, False, deterministic, dlse
             named = options if options.names else None
-            dq, dk, dv, *dsink = launch.backward(*tensors, *asked, options=named, dq=dq)
+            dq, dk, dv, *dsink = launch.backward(*tensors, *asked, options=named, dq=dq, partial=partial)
         else:
             asked = scale, self._causal, False, False, deterministic
             found, dk, dv, *dsink = bwd_op(*tensors, dlse, *asked, *options.arguments())
@@ -255,7 +272,7 @@ class Attend:
         given: Given = NOTHING_GIVEN,
         dq: torch.Tensor | None = None,
     ) -> Gradients:
-        """(dq, dk, dv) of a call whose queries also see keys of other calls; dq is new or written to `dq`.
+        """(dq, dk, dv), in fp32, of a call whose queries also see keys of other calls; dq is new or written to `dq`.
 
         out, lse, dout and dlse are those of all keys. Kernels compute P = exp(score - lse) and delta = rowsum(dout * out) - dlse from
         them, which is right for any part of the keys. The reference recomputes out and lse from the keys at hand. It gets the
@@ -264,7 +281,8 @@ class Attend:
             dout_part = w dout    dlse_part = w (rowsum(dout * (out_part - out)) + dlse)
         """
         if q.device.type != "cpu":
-            return self.backward(dout, q, k, v, out, lse, dlse, given, dq)[:3]
+            return self._backward(dout, q, k, v, out, lse, dlse, given, dq, partial=True)[:3]
+        dout, q, k, v = (x.float() for x in (dout, q, k, v))
         part, lse_part = self.forward(q, k, v, given)
         weight = torch.exp(lse_part - lse)
         slope = (dout.float() * (part.float() - out.float())).sum(-1).mT  # [batch, heads, rows]

@@ -1,7 +1,8 @@
 """Method "gather": each rank gets the keys that its queries see, by one exchange, and calls attention on them.
 
 The queries of a range of tokens see one contiguous range of keys, so a range takes one call, and nothing is merged: the forward rounds as
-one GPU does. In the backward one exchange returns the gradients of keys to their owners, which add them up in a fixed order.
+one GPU does. The calls run side by side, so that tiles of one fill the SMs that another leaves. In the backward one exchange returns the
+gradients of keys to their owners, which add them up in a fixed order.
 
 Exchange and kernels do not overlap: attention kernels fill all SMs until they end, so NCCL's kernel would wait for them, and the other
 ranks for it.
@@ -17,6 +18,7 @@ import torch
 
 from tl_attention.distributed.calls import Attend, Given, Gradients, Task
 from tl_attention.distributed.group import Exchange, Part, Rows, by_rows
+from tl_attention.distributed.lanes import side_by_side
 from tl_attention.distributed.layout import Layout, Range, Segment, joined
 from tl_attention.distributed.pieces import NOTHING, Call, Mask, Needs, calls_of
 
@@ -152,7 +154,9 @@ class Gather:
         layout, mask, ranks, scores, self._returns_lse = task
         plan = gather_plan(layout, ranks.rank, mask, scores.needs)
         self._plan = plan
-        self._attends = [Attend(call, scores, q) for call in plan.calls]
+        # The last rows first. Under a causal mask they see the most keys: their tiles take longest, and gradients of other calls are added
+        # to those of their keys
+        self._attends = [Attend(call, scores, q) for call in reversed(plan.calls)]
         self._lse = len(q), q.shape[2], q.shape[1]
         self._rows = [Rows.of(x) for x in (k, v)]
         widths = [rows.width for rows in self._rows]
@@ -202,14 +206,16 @@ class Gather:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: Given, out: torch.Tensor
     ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         """Write out; return (lse, tensors for the backward)."""
-        (keys, values), lses = self._gathered([k, v]), []
-        for attend in self._attends:
+        keys, values = self._gathered([k, v])
+
+        def attended(attend: Attend) -> tuple[torch.Tensor, ...]:
             rows, of_keys = attend.rows, attend.key_rows
-            _, lse = attend.forward(q[:, rows], keys[:, of_keys], values[:, of_keys], given, out[:, rows])
-            lses.append(lse)
-        lse = None
+            return attend.forward(q[:, rows], keys[:, of_keys], values[:, of_keys], given, out[:, rows])
+
+        results = side_by_side([functools.partial(attended, attend) for attend in self._attends], q.device)
+        lses, lse = [lse for _, lse in results], None
         if self._returns_lse:
-            lse = torch.cat(lses, 2) if lses else q.new_empty(self._lse, dtype=torch.float32)
+            lse = torch.cat(lses[::-1], 2) if lses else q.new_empty(self._lse, dtype=torch.float32)
         return lse, [q, *([keys, values] if self._is_kept else [k, v]), *lses]
 
     def backward(
@@ -225,10 +231,10 @@ class Gather:
         dout = torch.zeros_like(out) if dout is None else dout
         keys, values = kept if self._is_kept else self._gathered(kept)
         dq, sums, dsink = q.new_empty(q.shape), None, None
-        # Under a causal mask the last range of queries sees the most keys: other gradients are added to its gradients
-        for attend, lse in zip(reversed(self._attends), reversed(saved[3:]), strict=True):
+
+        def differentiated(attend: Attend, lse: torch.Tensor) -> Gradients:
             rows, of_keys = attend.rows, attend.key_rows
-            _, *grads, dsink_part = attend.backward(
+            return attend.backward(
                 dout[:, rows],
                 q[:, rows],
                 keys[:, of_keys],
@@ -239,7 +245,13 @@ class Gather:
                 given,
                 dq[:, rows],
             )
-            sums = self._added(attend, sums, grads)
+
+        calls = [
+            functools.partial(differentiated, *call) for call in zip(self._attends, saved[3:], strict=True)
+        ]
+        for attend, grads in zip(self._attends, side_by_side(calls, q.device), strict=True):
+            _, dk, dv, dsink_part = grads
+            sums = self._added(attend, sums, [dk, dv])
             if given.sink is not None:
                 dsink = dsink_part.float() if dsink is None else dsink + dsink_part
         if given.sink is not None:

@@ -1,8 +1,8 @@
 """Method "ring": at step t a rank attends to the shard of the t-th rank before it, while the next shard is on its way.
 
 A rank holds two shards of keys at a time, whatever the number of ranks. Each call merges its result with those before it, in fp32 in the
-kernel. In the backward the gradients of a shard's keys return to its owner while the next shard is attended, the last ones during calls
-on own keys. The owner adds them up in fp32, in a fixed order. Keys that no query of a rank sees are not sent to it.
+kernel. In the backward the gradients of a shard's keys return to its owner in fp32 while the next shard is attended, the last ones during
+calls on own keys. The owner adds them up in a fixed order and rounds the sums once. Keys that no query of a rank sees are not sent to it.
 """
 
 from __future__ import annotations
@@ -73,25 +73,21 @@ def _part(peer: int, start: int, stop: int) -> list[Part]:
     return [Part(peer, start, stop)] if start < stop else []
 
 
-SEVERAL = 2
-
-
 class Turn(NamedTuple):
-    """Range of queries of a call, and how many earlier calls share it: 0, 1, or SEVERAL for more.
+    """Range of queries of a call.
 
     Args:
         rows: their rows in the shard. own_rows: their rows in the call's result.
-        last: no later call has them.
+        is_first: no earlier call has them.
     """
 
     rows: slice
     own_rows: slice
-    before: int
-    last: bool
+    is_first: bool
 
 
 class Placed(NamedTuple):
-    """A call, and for each range of its queries how many calls of other steps share it."""
+    """A call, and the ranges of its queries that earlier calls have or have not."""
 
     attend: Attend
     turns: tuple[Turn, ...]
@@ -99,29 +95,26 @@ class Placed(NamedTuple):
     @property
     def is_first(self) -> bool:
         """True if no earlier call has any of its queries."""
-        return not any(turn.before for turn in self.turns)
+        return all(turn.is_first for turn in self.turns)
 
 
 def _placed(groups: list[list[Attend]]) -> list[list[Placed]]:
     """Groups of calls in the order of their launches."""
     calls = [attend.rows for group in groups for attend in group]
     bounds = sorted({bound for rows in calls for bound in (rows.start, rows.stop)})
-    parts = [part for part in pairwise(bounds)]
-    total = {part: sum(rows.start <= part[0] < rows.stop for rows in calls) for part in parts}
-    before = dict.fromkeys(parts, 0)
+    seen: set[int] = set()  # starts of the ranges between bounds that earlier calls have
 
     def placed(attend: Attend) -> Placed:
         turns: list[Turn] = []
         first = attend.rows.start
-        for part in parts:
-            start, stop = part
+        for start, stop in pairwise(bounds):
             if not first <= start < attend.rows.stop:
                 continue
-            shared = min(before[part], SEVERAL), before[part] + 1 == total[part]
-            before[part] += 1
-            if turns and turns[-1][2:] == shared:  # the rows before it, too
+            is_first = start not in seen
+            seen.add(start)
+            if turns and turns[-1].is_first == is_first:  # the rows before it, too
                 start = turns.pop().rows.start
-            turns.append(Turn(slice(start, stop), slice(start - first, stop - first), *shared))
+            turns.append(Turn(slice(start, stop), slice(start - first, stop - first), is_first))
         return Placed(attend, tuple(turns))
 
     return [[placed(attend) for attend in group] for group in groups]
@@ -207,28 +200,24 @@ class Ring:
         """(dq, dk, dv, dsink) of the shard."""
         q, k, v, lse = saved
         of_queries = torch.zeros_like(out) if dout is None else dout, q, out, lse, dlse
-        dq = q.new_empty(q.shape)
-        turns = [turn for group in self._backward for placed in group for turn in placed.turns]
-        has_sums = any(turn.before and not turn.last for turn in turns)  # of more than two results
-        sums = torch.empty_like(dq, dtype=torch.float32) if has_sums else None
+        dq = torch.empty_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
         shards = _Shards(self, k, v)
         first, *others, last = self._backward
         own = shards.of(0)
         without_sink = given._replace(sink=None)
-        totals = self._differentiate(first, own, of_queries, without_sink, dq, sums, None)
+        totals = self._differentiate(first, own, of_queries, without_sink, dq, None)
         leaving: list[tuple[Arriving, Step]] = []
         for number, group in enumerate(others, 1):
-            keys = shards.of(number)
-            grads = self._differentiate(group, keys, of_queries, without_sink, dq, sums, None)
-            flat = [by_rows(grad.to(k.dtype)) for grad in grads]
+            grads = self._differentiate(group, shards.of(number), of_queries, without_sink, dq, None)
+            flat = [by_rows(grad) for grad in grads]
             leaving.append((self._back[number - 1].start(*flat), self._steps[number]))
             if len(leaving) > 1:
                 self._arrive(totals, *leaving.pop(0))
-        totals = self._differentiate(last, own, of_queries, without_sink, dq, sums, totals)
+        totals = self._differentiate(last, own, of_queries, without_sink, dq, totals)
         for one in leaving:
             self._arrive(totals, *one)
         dsink = None if given.sink is None else _sink_gradient(given.sink, of_queries[0], out, lse, dlse)
-        return dq, *(total.to(k.dtype) for total in totals), dsink
+        return dq.to(q.dtype), *(total.to(k.dtype) for total in totals), dsink
 
     def _differentiate(
         self,
@@ -237,10 +226,9 @@ class Ring:
         of_queries: tuple[torch.Tensor | None, ...],
         given: Given,
         dq: torch.Tensor,
-        sums: torch.Tensor | None,
         totals: list[torch.Tensor] | None,
     ) -> list[torch.Tensor]:
-        """Gradients of keys and values after those of `totals`, in fp32 or those of one call alone; that of queries goes to dq or sums."""
+        """Gradients of keys and values in fp32, added to `totals` if there are some; that of queries goes to dq."""
         dout, q, out, lse, dlse = of_queries
         for placed in group:
             rows, of_keys = placed.attend.rows, placed.attend.key_rows
@@ -255,37 +243,23 @@ class Ring:
                 dq[:, rows] if placed.is_first else None,
             )
             for turn in () if placed.is_first else placed.turns:
-                _add(turn, dq, sums, part[:, turn.own_rows])
+                total, own = dq[:, turn.rows], part[:, turn.own_rows]
+                _ = total.copy_(own) if turn.is_first else total.add_(own)
             if totals is None and grads[0].shape == tensors[0].shape:
                 totals = grads
                 continue
             if totals is None:
                 totals = [torch.zeros_like(x, dtype=torch.float32) for x in tensors]
-            totals = [x.float() for x in totals]
             for total, grad in zip(totals, grads, strict=True):
                 total[:, of_keys] += grad
-        return [torch.zeros_like(x) for x in tensors] if totals is None else totals
+        return [torch.zeros_like(x, dtype=torch.float32) for x in tensors] if totals is None else totals
 
     def _arrive(self, totals: list[torch.Tensor], exchange: Arriving, step: Step) -> None:
         """Add the gradients that another rank sent at a step."""
         first, last = step.target_rows
-        for number, (rows, parts) in enumerate(zip(self.rows, exchange.wait(), strict=True)):
+        for total, rows, parts in zip(totals, self.rows, exchange.wait(), strict=True):
             for part in parts:
-                totals[number] = totals[number].float()
-                totals[number][:, first:last] += rows.view(part, last - first)
-
-
-def _add(turn: Turn, total: torch.Tensor, sums: torch.Tensor | None, part: torch.Tensor) -> None:
-    """Add a gradient of queries to total or sums [batch, rows, heads, columns]."""
-    total, sums = total[:, turn.rows], None if sums is None else sums[:, turn.rows]
-    if not turn.before:
-        total.copy_(part)
-    elif turn.last and turn.before < SEVERAL:
-        total += part
-    else:
-        if turn.before < SEVERAL:
-            sums.copy_(total)
-        torch.add(sums, part, out=total if turn.last else sums)
+                total[:, first:last] += rows.view(part, last - first)
 
 
 def _sink_gradient(

@@ -58,8 +58,8 @@ LINKS = {
     "ib": Link("InfiniBand NDR: 400 Gb/s per GPU, of which 45 GB/s are assumed to be reached", 4.5e10, 40e-6),
 }
 # Bytes of memory per element: of an fp32 result that the kernel merges its own with, of its conversion to bf16 in the end; of an fp32 sum
-# and a bf16 gradient that is added to it
-MERGE_BYTES, CONVERT_BYTES, ADD_BYTES = 8, 6, 10
+# and an fp32 gradient that is added to it. Bytes that travel per element of a gradient
+MERGE_BYTES, CONVERT_BYTES, ADD_BYTES, GRADIENT_BYTES = 8, 6, 12, 4
 
 
 @dataclass(frozen=True)
@@ -150,14 +150,16 @@ def _ring(shape: Shape, ranks: int, link: Link, dtype: str, gpu: Gpu) -> Scaled:
     columns = shape.batch * shape.heads_q
     merged = steps * queries * MERGE_BYTES + own * CONVERT_BYTES
     merge = merged * columns * shape.head_dim_v / bandwidth
-    add = (
-        steps * (queries * columns * shape.head_dim * ADD_BYTES + own * _bytes_per_row(sizes) * 5) / bandwidth
-    )
-    moved = rows / max(steps, 1) * _bytes_per_row(sizes) / link.bytes_s + link.latency
+    elements = _bytes_per_row(sizes) / sizes.element_size  # of keys and values
+    gradients = columns * shape.head_dim, elements  # elements per query and per key
+    add = steps * (queries * gradients[0] + own * gradients[1]) * ADD_BYTES
+    add = (add + own * sum(gradients) * CONVERT_BYTES) / bandwidth
+    there = rows / max(steps, 1) * _bytes_per_row(sizes) / link.bytes_s + link.latency
+    back = rows / max(steps, 1) * elements * GRADIENT_BYTES / link.bytes_s + link.latency
     each = (forward + merge) / (steps + 1), (backward + add) / (steps + 1)
-    exposed = steps * (max(moved - each[0], 0) + max(2 * moved - each[1], 0)) + moved
+    exposed = steps * (max(there - each[0], 0) + max(there + back - each[1], 0)) + back
     compute = forward + backward + merge + add
-    received = 3 * rows * _bytes_per_row(sizes)
+    received = rows * (2 * _bytes_per_row(sizes) + elements * GRADIENT_BYTES)
     return Scaled("ring", compute + exposed, compute, exposed, received, 2 * own * _bytes_per_row(sizes))
 
 

@@ -24,7 +24,7 @@ from tl_attention.kernel_configs import (
     page_rows,
 )
 from tl_attention.launch import splits
-from tl_attention.launch.bwd_passes import key_parts
+from tl_attention.launch.bwd_passes import pass_parts
 from tl_attention.launch.common import GROUP_KEYS, head_group
 from tl_attention.problem import (
     DECODE,
@@ -340,8 +340,8 @@ def _bias_helpers(shape: Shape, asked: Asked | None) -> list[Helper]:
 
 def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, asked: Asked | None) -> Work:
     lengths = sequences(shape)
-    longest = max(k for _, k in lengths)
-    bucket = bwd_bucket(direction == "bwd_det", shape.heads_q, shape.heads_kv, longest)
+    seqlen_k = max(k for _, k in lengths)
+    bucket = bwd_bucket(direction == "bwd_det", shape.heads_q, shape.heads_kv, seqlen_k)
     choice = configs.choose_config(problem, bucket, gpu.name, direction)
     rows_q = shape.heads_q * sum(q for q, _ in lengths)
     rows_k = shape.heads_kv * sum(k for _, k in lengths)
@@ -357,10 +357,11 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
         if one.adds_dq:
             helpers.append(Helper("zeros for the fp32 sums of dq", 4 * qk * rows_q))
         if one.adds_dq and not problem.is_fp32:
-            helpers.append(
-                Helper("dq from fp32 to the input dtype", (4 + BYTES) * qk * rows_q, BYTES * qk * rows_q)
-            )
+            numbers = qk * rows_q
+            helpers.append(Helper("dq from fp32 to its dtype", (4 + stored) * numbers, stored * numbers))
         for grad, width in (("dk", qk), ("dv", v)):
+            if one.is_split and parts > 1 and problem.causal:
+                helpers.append(Helper(f"zeros for the fp32 parts of {grad}", 4 * parts * width * rows_k))
             if (parts > 1 or (problem.is_fp32 and problem.has("varlen"))) and grad in one.makes:
                 moved, known = (2 * 4 * parts + stored) * width * rows_k, stored * width * rows_k
                 helpers.append(Helper(f"sum of {parts} fp32 parts of {grad}", moved, known))
@@ -394,12 +395,14 @@ def _pass_work(
             batch, blocks = 1, sum(map(len, by_sequence))
         tiles = batch * shape.heads_kv * blocks
         heads_per_kv = shape.heads_q // shape.heads_kv
-        parts, per_part = key_parts(tiles, heads_per_kv, *_tile_queries(shape, problem), gpu.sms)
+        parts, per_part = pass_parts(one, tiles, heads_per_kv, *_tile_queries(shape, problem), gpu.sms)
+        if one.is_split:
+            per_part = heads_per_kv / parts  # each part has some queries of all heads
         shares = *[per_part] * (parts - 1), heads_per_kv - per_part * (parts - 1)
         heads *= parts
-        stream = longest_q * per_part * (problem.element_bytes * row + 4 * qk * one.adds_dq)
+        stream = int(longest_q * per_part * (problem.element_bytes * row + 4 * qk * one.adds_dq))
     blocks = max(map(len, by_sequence))
-    group = head_group(heads * shape.batch, sharing, max(stream // per_part, 1), blocks, gpu.sms)
+    group = head_group(heads * shape.batch, sharing, max(int(stream / per_part), 1), blocks, gpu.sms)
     last = one.grads == "dq"
     tiles = launch_order(by_sequence, heads, group, shape.is_varlen, ordered, last, shares)
     of_qk, of_v = PRODUCTS[one.grads]
@@ -433,7 +436,7 @@ def _pass_work(
 
 
 def _tile_queries(shape: Shape, problem: AttnProblem) -> tuple[int, bool]:
-    """Queries of a head that see a key tile, and whether tiles have fewer and fewer, as launch.bwd passes them to key_parts."""
+    """Queries of a head that see a key tile, and whether tiles have fewer and fewer, as launch.bwd passes them to pass_parts."""
     lengths, window = sequences(shape), sum(bounds(shape))
     queries = -(-sum(q for q, _ in lengths) // len(lengths)) if shape.is_varlen else shape.seqlen_q
     if problem.has("window"):

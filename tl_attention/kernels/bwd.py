@@ -69,7 +69,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dQ_sum: fp32 FragmentBlocks of the matrices [batch, heads], width head_dim. The kernel adds to it.
             In fp32 dQ itself, if the pass computes it; 0 before the kernel.
         dK_parts, dV_parts: fp32 FragmentBlocks of the matrices [parts, batch, heads_kv], widths head_dim and head_dim_v.
-            Written instead of dK and dV if parts > 1, and for packed sequences in fp32.
+            Written instead of dK and dV if parts > 1, for packed sequences in fp32, and with the option `partial`.
         softmax_scale: fp32.
         heads_per_kv, .., ctas: int32, see KeyTileCounts.
         Tickets: int32 [2], zeros before and after the kernel. Not with the schedule grid.

@@ -117,7 +117,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     def store(w, query, tile, tiles, shared, softmax_scale, dq_chunks):
         """Scale dQ, and store it through the shared tile of Q; fp32 from registers."""
         scale(dq_chunks, softmax_scale)
-        if problem.is_fp32:
+        if problem.dtype_of("dq") == "float32":
             for n in indices(dq_chunks):
                 tiles.store_dq(dq_chunks[n], tile, query, n * dq_cols)
         else:

@@ -44,7 +44,9 @@ def store_gradients(
     dk_chunks,
     dv_chunks,
 ):
-    """Scale dK and dV, and store them through shared tiles, in fp32 from registers; as parts if several CTAs share the query heads.
+    """Scale dK and dV, and store them through shared tiles, in fp32 from registers.
+
+    They are stored as parts if several CTAs share the query heads, and for `partial`, whose sum is in fp32.
 
     dk_chunks, dv_chunks: fp32 tiles [64, columns] side by side.
     """
@@ -62,7 +64,7 @@ def store_gradients(
                 store_columns(tiles.dV, tile, key, dv_chunks)
         else:
             store_parts(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks)
-    elif problem.is_fp32 or counts.parts > 1:
+    elif problem.is_fp32 or problem.has("partial") or counts.parts > 1:
         store_parts(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks)
     else:
         if config.has_dv_tile(problem):  # gradients of the previous tile have been stored

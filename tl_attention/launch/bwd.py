@@ -51,8 +51,8 @@ def _find_kernels(key: tuple, direction: str, config: BwdConfig | None) -> BwdKe
         problem,
         compiled[problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()],
         tuple((bwd_pass, compiled[problem, bwd_pass]) for bwd_pass in config.passes),
-        compiled[problem.helper_problem(problem.head_dim), BwdSum()],
-        compiled[problem.helper_problem(problem.head_dim_v), BwdSum()],
+        compiled[problem.sum_problem(problem.head_dim), BwdSum()],
+        compiled[problem.sum_problem(problem.head_dim_v), BwdSum()],
         next((compiled[kernel] for kernel in table_kernels(problem)), None),
         next((compiled[kernel] for kernel in parts_kernels(problem)), None),
     )
@@ -67,6 +67,7 @@ def _kernel_key(
     options: Options | None,
     traced: Call | None,
     deterministic: bool,
+    partial: bool = False,
 ) -> tuple:
     """Key of the kernels of a backward, as find_config takes it."""
     packed = options is not None and options.varlen
@@ -75,6 +76,8 @@ def _kernel_key(
     bucket = bwd_bucket(deterministic, q.shape[head], k.shape[head], longest)
     # The log-sum-exp already contains the sink: no kernel is compiled for it
     names = () if options is None else tuple(name for name in options.names if name != "sink")
+    if partial:
+        names = *names, "partial"
     program = None if traced is None else traced.program
     dtype = dtype_name(q.dtype, options)
     return dtype, q.shape[-1], v.shape[-1], causal, names, program, bucket, q.device.index
@@ -110,6 +113,7 @@ class BwdPlan:
             sequences [total, heads, head_dim]. On the current device, none of them empty.
         config: used instead of the tuned row or default.
         options, traced: those of the first call; later calls may have other values.
+        partial: dq, dk and dv are fp32, of inputs that are not; not with traced.
     """
 
     def __init__(
@@ -128,10 +132,11 @@ class BwdPlan:
         config: BwdConfig | None = None,
         options: Options | None = None,
         traced: Call | None = None,
+        partial: bool = False,
     ):
         self.packed = options is not None and options.varlen
         self.device = q.device.index
-        self.grads = [dense(x.shape, x.dtype) for x in (q, k, v)]
+        self.grads = [dense(x.shape, torch.float32 if partial else x.dtype) for x in (q, k, v)]
         tensors = q, k, v, dout, out, dq, dk, dv
         if self.packed:
             q, k, v, *_ = tensors = [x[None] for x in tensors]
@@ -141,7 +146,7 @@ class BwdPlan:
         self.batch = options.cu_seqlens_q.shape[0] - 1 if self.packed else batch
         self.heads, self.seqlen_q, self.seqlen_k = heads, seqlen_q, seqlen_k
 
-        key = _kernel_key(q, k, v, causal, heads_first, options, traced, deterministic)
+        key = _kernel_key(q, k, v, causal, heads_first, options, traced, deterministic, partial)
         _, _, _, _, names, *_ = key
         self.has_options = bool(names)
         direction = "bwd_det" if deterministic else "bwd"
@@ -159,6 +164,12 @@ class BwdPlan:
             self.split = PartsLaunch(kernels.parts, kernels.problem, heads_first, *inputs)
             self.part_views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
             self.dq_view = ArgumentViews(heads_first, dq)
+        self.partial_views = None
+        if partial:  # a pass by queries stores dq from registers, the others sum it
+            *tensors, dq, dk, dv = tensors
+            sums_dq = any(bwd_pass.adds_dq for bwd_pass, _ in kernels.passes)
+            dq_views = ArgumentViews(heads_first, dq, packed=self.packed and sums_dq)
+            self.partial_views = dq_views, ArgumentViews(heads_first, dk, dv, packed=self.packed)
         self.views = ArgumentViews(heads_first, *tensors, packed=self.packed)
         counts = None
         if self.packed:
@@ -171,7 +182,7 @@ class BwdPlan:
         )
         lengths, device = (seqlen_q, seqlen_k), self.device
         queries = queries_of_tile(seqlen_q, self.batch if self.packed else 1, options)
-        longest = queries_of_tile(options.max_seqlen_q, 1, options) if self.packed else 0
+        longest = queries_of_tile(options.max_seqlen_q_rounded, 1, options) if self.packed else 0
         sizes = BwdSizes(
             batch, heads, heads_kv, *lengths, width, element_bytes, sms, device, queries, counts, longest
         )
@@ -230,7 +241,13 @@ class BwdPlan:
         if self.packed and self.split is not None:
             tensors = [x[None] for x in tensors]
         inputs, parts = tensors[:4], None
-        q, k, v, dout, out, *grads = self.views.of(*tensors)
+        if self.partial_views is None:
+            q, k, v, dout, out, *grads = self.views.of(*tensors)
+        else:
+            q, k, v, dout, out = self.views.of(*tensors[:5])
+            dq_views, key_views = self.partial_views
+            rows = dq[None] if self.packed and not dq_views.packed else dq
+            grads = [*dq_views.of(rows), *key_views.of(dk, dv)]
         if self.split is not None:
             parts = self.split(*inputs)  # alive until the last launch
             if self.adds_dq:
@@ -241,7 +258,7 @@ class BwdPlan:
         lse, lse_to_log2 = lse.contiguous(), 1.0 if lse_base2 else LOG2E
         arguments, tables, blocks = (), None, None
         if self.has_options:
-            arguments = option_arguments(options, self.batch, self.heads, self.device)
+            arguments = option_arguments(options or Options(), self.batch, self.heads, self.device)
         if traced is not None:
             sizes = self.batch, self.heads, self.seqlen_q, self.seqlen_k
             captured = Gradients(traced, *sizes, transposed=self.adds_dq)
@@ -338,6 +355,7 @@ def backward(
     options: Options | None = None,
     traced: Call | None = None,
     dq: torch.Tensor | None = None,
+    partial: bool = False,
 ) -> tuple[torch.Tensor, ...]:
     """Launch the backward on tensors that have passed checks/, on a Hopper GPU.
 
@@ -348,26 +366,39 @@ def backward(
         deterministic: bitwise equal gradients from run to run.
         config: used instead of the tuned row or default.
         dq: tensor to write to, in the layout of q, with strides and an address that TMA takes; None: a new contiguous one.
+        partial: dq, dk and dv are fp32, to be added to those of other calls; not with traced.
     Returns:
-        dq, dk, dv: shaped as q, k, v, in their dtype, dk and dv contiguous; with a sink also dsink: [heads], in its dtype; then a
+        dq, dk, dv: shaped as q, k, v, in their dtype or fp32, dk and dv contiguous; with a sink also dsink: [heads], in its dtype; then a
             gradient per tensor of traced.program.learned, in its shape, fp32 or as traced.Gradients stores it.
     """
     tensors, layout = (dout, q, k, v, out, lse), (causal, heads_first, deterministic)
     key = _bwd_key(*tensors, *layout)
     if options is not None:
-        key = (*key, *options.key)
+        key = (*key, *options.key, options.max_seqlen_q_rounded)
     if traced is not None:
         traced = backward_call(traced, deterministic)
         key = (*key, traced.program)
     if dq is not None:
         key = (*key, dq.stride())
+    partial = partial and q.dtype != torch.float32
+    if partial:
+        key = (*key, "partial")
     plan = plan_cache.plans.get(key) if config is None else None
     if plan is not None:
         return plan(*tensors, softmax_scale, lse_base2, dlse, options, traced, dq)
     if has_odd_columns(q, v):
         padded = *pad_columns(dout, q, k, v, out), lse
         grads = backward(
-            *padded, softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options, traced
+            *padded,
+            softmax_scale,
+            causal,
+            lse_base2,
+            *layout[1:],
+            dlse,
+            config,
+            options,
+            traced,
+            partial=partial,
         )
         cut = [cut_columns(grad, x.shape[-1]) for grad, x in zip(grads[:3], (q, k, v), strict=True)]
         if dq is not None:
@@ -376,10 +407,20 @@ def backward(
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             return backward(
-                *tensors, softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options, traced, dq
+                *tensors,
+                softmax_scale,
+                causal,
+                lse_base2,
+                *layout[1:],
+                dlse,
+                config,
+                options,
+                traced,
+                dq,
+                partial,
             )
     grads = tuple(
-        empty(*dense(x.shape, x.dtype)) if grad is None else grad
+        empty(*dense(x.shape, torch.float32 if partial else x.dtype)) if grad is None else grad
         for x, grad in ((q, dq), (k, None), (v, None))
     )
     if not q.numel() or not k.numel() or has_no_sequences(options):
@@ -390,13 +431,15 @@ def backward(
         )
         return *_backward_of_empty(q, lse, lse_base2, grads, dlse, options), *zeros
     if q.shape[0] <= MAX_BATCH or (options is not None and options.varlen):
-        plan = BwdPlan(*tensors[:5], *grads, *layout, config, options, traced)
+        plan = BwdPlan(*tensors[:5], *grads, *layout, config, options, traced, partial)
         if config is None:
             plan_cache.keep(key, plan)
         return plan.launch(*tensors, *grads, softmax_scale, lse_base2, dlse, options, traced)
     if options is not None:
         check_dropout_batch(options.dropout_p, q.shape[0], MAX_BATCH)
-    return _backward_in_chunks((*tensors, *grads), softmax_scale, lse_base2, layout, dlse, config, options)
+    return _backward_in_chunks(
+        (*tensors, *grads), softmax_scale, lse_base2, layout, dlse, config, options, partial
+    )
 
 
 def _backward_of_empty(
@@ -425,6 +468,7 @@ def _backward_in_chunks(
     dlse: torch.Tensor | None,
     config: BwdConfig | None,
     options: Options | None,
+    partial: bool,
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of a batch above MAX_BATCH, a chunk of it per launch.
 
@@ -438,7 +482,7 @@ def _backward_in_chunks(
         chunk = [x[first : first + MAX_BATCH] for x in tensors]
         chunk_dlse = None if dlse is None else dlse[first : first + MAX_BATCH]
         chunk_options = None if options is None else options.for_batch(first, MAX_BATCH)
-        plan = BwdPlan(*chunk[:5], *chunk[6:], *layout, config, chunk_options)
+        plan = BwdPlan(*chunk[:5], *chunk[6:], *layout, config, chunk_options, partial=partial)
         result = plan.launch(*chunk, softmax_scale, lse_base2, chunk_dlse, chunk_options)
         if sink is not None:
             dsink += result[3]

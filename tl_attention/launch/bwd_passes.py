@@ -155,7 +155,7 @@ class KeyBuffers:
         self.may_be_empty = config.is_split and self.parts > 1 and (problem.causal or steps < self.parts)
         self.adds_to_dq = config.adds_dq and problem.is_fp32  # no sums beside it
         self.adds_dq = config.adds_dq and not self.adds_to_dq
-        in_parts = self.parts > 1 or (problem.is_fp32 and problem.has("varlen"))
+        in_parts = self.parts > 1 or (problem.is_fp32 and problem.has("varlen")) or problem.has("partial")
         self.dk_in_parts, self.dv_in_parts = (in_parts and grad in config.makes for grad in ("dk", "dv"))
         self.row_blocks_q, self.row_blocks_k = sizes.rounded_q // 16, self.keys // 16
         rows_q = sizes.batch * sizes.heads * self.row_blocks_q
@@ -183,9 +183,9 @@ def bwd_workspace_bytes(
     """Bytes that a backward of plain tensors allocates beside its gradients, on a GPU with `sms` SMs, all passes together.
 
     It holds lse and delta of each query; the sums of dq, if a pass adds to them; the parts of dk and dv, where several CTAs
-    share the query heads of a key head, and in fp32 with packed sequences; with these also tables of their tiles. A gradient through the
-    lse and that of a sink need some bytes per query more, while they are computed. The bf16 parts of fp32 tensors are beside it: see
-    parts_workspace_bytes.
+    share the query heads of a key head, for `partial`, and in fp32 with packed sequences; with these also tables of their
+    tiles. A gradient through the lse and that of a sink need some bytes per query more, while they are computed. The bf16 parts of
+    fp32 tensors are beside it: see parts_workspace_bytes.
 
     Args:
         batch, seqlen_q, seqlen_k: with packed sequences their number, and the rows of all of them.
@@ -259,7 +259,8 @@ class KeyPass:
 
     def __init__(self, config: BwdPass, kernel: Kernel, kernels: BwdKernels, sizes: BwdSizes):
         batch, heads_kv, problem = sizes.batch, sizes.heads_kv, kernels.problem
-        self.buffers = buffers = KeyBuffers(config, problem, sizes)
+        self.buffers, self.partial = KeyBuffers(config, problem, sizes), problem.has("partial")
+        buffers = self.buffers
         parts = buffers.parts
         row_bytes = sizes.element_bytes * sizes.width
         if config.adds_dq:
@@ -305,7 +306,9 @@ class KeyPass:
         if blocks is not None:
             options += blocks.by_keys(*self.block, self.counts[0])
         tickets = (stream_tickets(self.device, True),) if self.dynamic else ()
-        sums = dq if buffers.adds_to_dq else dq_sum, dk, dv, dk_parts, dv_parts
+        # In fp32 the gradients of keys are sums of parts, and the kernel writes to none of the arguments in their place
+        stored = inputs[1:3] if self.partial else (dk, dv)
+        sums = dq if buffers.adds_to_dq else dq_sum, *stored, dk_parts, dv_parts
         self.kernel(*inputs, *sums, softmax_scale, *self.counts, *tickets, *turns, *options)
         if buffers.adds_dq:
             self.sum_qk(dq_sum, dq, softmax_scale, 1, buffers.row_blocks_q, *table_q)

@@ -90,6 +90,41 @@ def key_rows(k: torch.Tensor, options: Options, block_table: torch.Tensor | None
     return max(min(num_pages * page_size, batch * longest), 1)
 
 
+class FwdSizes(NamedTuple):
+    """Sizes of a forward. Packed sequences are one batch entry with all their rows, keys in pages with the bound of key_rows()."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """Shape of the log-sum-exp."""
+        return self.batch, self.heads, self.seqlen_q
+
+
+def _splits_and_bucket(sizes: FwdSizes, options: Options | None, sms: int, added: bool) -> tuple[int, str]:
+    """(num_splits, bucket of the config) of a forward; num_splits 0: not asked for, key_splits decides.
+
+    Args:
+        added: out and lse hold the result of other keys; such a forward has no splits.
+    """
+    packed = options is not None and options.varlen
+    num_splits = 0 if options is None else options.num_splits
+    if packed:
+        num_splits = splits.packed_splits(options, sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sms)
+    longest_k = options.max_seqlen_k if packed else sizes.seqlen_k
+    if added or num_splits == 1:
+        return num_splits, length_bucket(longest_k)
+    if num_splits:
+        return num_splits, SPLIT_BUCKET
+    return 0, splits.fwd_bucket(sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, sms)
+
+
 class FwdPlan:
     """Launch plan of a forward: everything that follows from tensor metadata and from which options are on. Serves one thread.
 
@@ -129,75 +164,88 @@ class FwdPlan:
         if self.packed:
             q, out = q[None], out[None]
         seq, head = (2, 1) if heads_first else (1, 2)
-        batch, seqlen_q, heads, head_dim = q.shape[0], q.shape[seq], q.shape[head], q.shape[3]
-        heads_kv, head_dim_v = k.shape[head], v.shape[3]
         if self.pages is None:
             seqlen_k = k.shape[seq]
-        self.lse = dense((heads, seqlen_q) if self.packed else (batch, heads, seqlen_q))
-        self.batch = options.cu_seqlens_q.shape[0] - 1 if self.packed else batch
-        self.heads = heads
+        sizes = FwdSizes(
+            q.shape[0], q.shape[head], k.shape[head], q.shape[seq], seqlen_k, q.shape[3], v.shape[3]
+        )
+        self.lse = dense(sizes.rows[1:] if self.packed else sizes.rows)
+        self.batch = options.cu_seqlens_q.shape[0] - 1 if self.packed else sizes.batch
+        self.heads = sizes.heads
 
-        sms = sm_count(self.device)
-        bucket = splits.fwd_bucket(batch, heads, seqlen_q, seqlen_k, sms)
-        num_splits = 0 if options is None else options.num_splits
-        if self.packed:
-            num_splits = splits.packed_splits(options, seqlen_q, seqlen_k, heads, sms)
-        if num_splits:
-            longest_k = options.max_seqlen_k if self.packed else seqlen_k
-            bucket = SPLIT_BUCKET if num_splits > 1 else length_bucket(longest_k)
+        num_splits, bucket = _splits_and_bucket(sizes, options, sm_count(self.device), added)
         names = () if options is None else options.names
         if added:
             names = *names, "added"
-            bucket = length_bucket(options.max_seqlen_k if self.packed else seqlen_k)
         self.has_options = bool(names)
         program = None if traced is None else forward_program(traced.program)
         dtype = dtype_name(q.dtype, options)
-        key = (dtype, head_dim, head_dim_v, causal, names, program, bucket, self.device)
+        key = (dtype, sizes.head_dim, sizes.head_dim_v, causal, names, program, bucket, self.device)
         copy_rows = 0 if self.pages is None else page_rows(self.pages.page_size)
         found = _kernels.get((key, copy_rows)) if config is None else _find_kernels(key, config, copy_rows)
         if found is None:
             found = _kernels[key, copy_rows] = _find_kernels(key, None, copy_rows)
-        self.kernel, config, max_ctas, self.combine, problem, tile_table, parts_kernel = found
+        self.kernel, self.combine, config = found.kernel, found.combine, found.config
         self.dynamic, self.block = config.schedule == "dynamic", (config.block_M, config.block_N)
         self.hold_max = config.hold_max
+        self._make_views(q, k, v, out, heads_first, found)
+        if self.packed:
+            self.tiles = PackedTiles(
+                found.tile_table, self.batch, sizes.seqlen_q, seqlen_k, causal, self.device
+            )
+            self.step_rows = config.block_N
+        self._count_tiles(sizes, options, found, num_splits)
+
+    def _make_views(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        heads_first: bool,
+        found: FwdKernels,
+    ) -> None:
+        """Prepare the views of tensors as kernels take them; packed sequences are [1, total, heads, head_dim]."""
         self.split = None
-        if added:
+        if self.added:
             self.heads_first = heads_first
             self.views = ArgumentViews(heads_first, q, k, v, packed=self.packed)
-        elif parts_kernel is None:
+        elif found.parts is None:
             tensors = (q, k, v, out) if self.pages is None else (q, out)
             self.views = ArgumentViews(heads_first, *tensors, packed=self.packed)
         else:  # out is fp32 and leaves from registers, so without the view of packed sequences
-            self.split = PartsLaunch(parts_kernel, problem, heads_first, q, k, v)
+            self.split = PartsLaunch(found.parts, found.problem, heads_first, q, k, v)
             self.views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
             self.out_view = ArgumentViews(heads_first, out)
 
+    def _count_tiles(
+        self, sizes: FwdSizes, options: Options | None, found: FwdKernels, num_splits: int
+    ) -> None:
+        """Set the sizes in a launch's arguments, and the shapes of the partial results of splits.
+
+        Args:
+            num_splits: CTAs that share the keys of a tile; 0: chosen by key_splits, where there are splits.
+        """
+        batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = sizes
+        config, problem, sms = found.config, found.problem, sm_count(self.device)
         rows, keys = seqlen_q, max(seqlen_k, GROUP_KEYS)
         if self.packed:
-            self.tiles = PackedTiles(tile_table, self.batch, seqlen_q, seqlen_k, causal, self.device)
-            self.step_rows = config.block_N
             rows = self.tiles.counts[0] * TABLE_ROWS  # padded: each sequence starts a new tile
         elif options is not None:
             keys = min(keys, options.window_keys + config.block_M)
         kv_bytes = problem.element_bytes * keys * (head_dim + head_dim_v)  # read by the tiles of one head
+        group_sms = 0 if self.combine or seqlen_k < GROUP_KEYS else sms
         m_blocks, group_heads, ctas = tile_counts(
-            batch,
-            heads,
-            heads // heads_kv,
-            kv_bytes,
-            rows,
-            config.block_M,
-            0 if self.combine or seqlen_k < GROUP_KEYS else sms,
-            max_ctas,
+            batch, heads, heads // heads_kv, kv_bytes, rows, config.block_M, group_sms, found.max_ctas
         )
         if self.combine:
             num_splits = min(num_splits, MAX_SPLITS)
             if not num_splits:
                 num_splits = splits.key_splits(ctas, -(-seqlen_k // config.block_N), sms)
             ctas *= num_splits
-            rows = (num_splits, batch, heads, seqlen_q)
+            shape = num_splits, *sizes.rows
             # Partial outputs and log-sum-exps, fp32
-            self.partial = dense((*rows, problem.head_dim_v)), dense(rows)
+            self.partial = dense((*shape, problem.head_dim_v)), dense(shape)
         self.arguments = heads // heads_kv, m_blocks, group_heads, ctas
 
     def __call__(
@@ -369,22 +417,8 @@ def forward(
         return result if out is None else out.copy_(result), lse
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
-            return forward(
-                q,
-                k,
-                v,
-                softmax_scale,
-                causal,
-                lse_base2,
-                heads_first,
-                config,
-                options,
-                block_table,
-                out,
-                traced,
-                deterministic,
-                lse,
-            )
+            layout = softmax_scale, causal, lse_base2, heads_first, config
+            return forward(q, k, v, *layout, options, block_table, out, traced, deterministic, lse)
     *outer, n1, n2, _ = q.shape
     if out is None:
         out = empty(*dense((*q.shape[:-1], v.shape[-1]), q.dtype))

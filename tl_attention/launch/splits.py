@@ -6,7 +6,10 @@ import functools
 
 from tl_attention.options import Options
 from tl_attention.problem import (
+    BUCKET_ENDS,
     MAX_SPLITS,
+    ROWS_BUCKET,
+    ROWS_OF_BUCKET,
     SHORT_BUCKET,
     SHORT_ROWS,
     SPLIT_BUCKET,
@@ -49,7 +52,11 @@ def fwd_bucket(batch: int, heads: int, seqlen_q: int, seqlen_k: int, sms: int) -
     if max(seqlen_q, seqlen_k) <= SHORT_ROWS:
         return SHORT_BUCKET
     splits = key_splits(batch * heads * -(-seqlen_q // TILE), -(-seqlen_k // TILE), sms)
-    return SPLIT_BUCKET if splits > 1 else length_bucket(seqlen_k)
+    if splits > 1:
+        return SPLIT_BUCKET
+    return (
+        ROWS_BUCKET if seqlen_k <= BUCKET_ENDS[0] and seqlen_q in ROWS_OF_BUCKET else length_bucket(seqlen_k)
+    )
 
 
 def packed_splits(options: Options, total_q: int, total_k: int, heads: int, sms: int) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import functools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -210,15 +211,25 @@ def chosen_shapes(
     chosen = {}
     if named is None:
         named = configs.named_shapes()
-        where = f"configs/shapes.toml, which has {', '.join(named)}"
+        where = f"configs/shapes.toml, which has {', '.join(_groups(named))}"
     for text in " ".join(texts).replace(";", " ").split():
         if "," in text:
             chosen[text] = Shape.parse(text)
             continue
         if not (names := fnmatch.filter(named, text)):
-            raise ValueError(f"shape {text!r}: not in {where}")
+            close = difflib.get_close_matches(text, named, n=3)
+            hint = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise ValueError(f"shape {text!r}: not in {where}{hint}")
         chosen |= {name: Shape.parse(named[name]) for name in names}
     return chosen
+
+
+def _groups(names: Iterable[str]) -> list[str]:
+    """One pattern per first word that several names share, beside the names of their own."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.partition("-")[0], []).append(name)
+    return [f"{word}-*" if len(group) > 1 else group[0] for word, group in groups.items()]
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Tables by distance of captured tensors that functions of q_idx - kv_idx index: the same scores and gradients, indices kept."""
+"""Tables by distance of captured tensors that functions of q_idx - kv_idx index: the same scores and gradients, places kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tl_attention.reference.flex import flex_reference
 from tl_attention.tracing import by_distance
 from tl_attention.tracing.trace import trace
 
-BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 50, 37
+SIZES = BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 50, 37
 
 
 def bucket(distance: torch.Tensor) -> torch.Tensor:
@@ -41,15 +41,17 @@ def cases(device: str = "cpu") -> dict[str, tuple]:
     }
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", cases())
-def test_tables_give_the_scores_and_gradients_of_the_function(name):
+def test_tables_give_the_scores_and_gradients_of_the_function(name, deterministic):
     score_mod, learned, sizes = cases()[name]
     call = trace(score_mod, lambda b, h, q, k: q + 20 >= k, True)
     found = by_distance.by_distance(call.program)
+    assert by_distance.by_distance(call.program.forward) is None  # forwards alone take no table
     if sizes is None:
         assert found is None
         return
-    tabulated = found.call(call, BATCH, HEADS, SEQLEN_Q, SEQLEN_K)
+    tabulated = found.call(call, SIZES, deterministic)
     assert tabulated.tensors[-1].shape == (*sizes, SEQLEN_Q + SEQLEN_K - 1)
     (gradient,) = (n for n, x in enumerate(tabulated.program.gradients) if x.tensor == len(call.tensors))
     assert gradient in tabulated.program.diagonal_gradients and not tabulated.program.shares_targets(gradient)
@@ -63,22 +65,22 @@ def test_tables_give_the_scores_and_gradients_of_the_function(name):
         torch.testing.assert_close(x, y)
 
 
-def test_tables_see_new_values_and_keep_indices():
-    """Captured values are read at each call; an index that numbers alone determine is made once, also in inference mode."""
+def test_tables_see_new_values_and_keep_places():
+    """Captured values are read at each call; places that numbers alone determine are made once, also in inference mode."""
     by_distance._kept.clear()
     score_mod, learned, _ = cases()["buckets"]
     call = trace(score_mod, None, True)
     found = by_distance.by_distance(call.program)
     with torch.inference_mode():
-        before = found.call(call, BATCH, HEADS, SEQLEN_Q, SEQLEN_K).tensors[-1]
+        before = found.call(call, SIZES, False).tensors[-1]
     with torch.no_grad():
         learned += 1
-    table = found.call(call, BATCH, HEADS, SEQLEN_Q, SEQLEN_K).tensors[-1]
+    table = found.call(call, SIZES, False).tensors[-1]
     torch.testing.assert_close(table, before + 1)
     table.sum().backward()
     assert learned.grad.sum() == table.numel()
     assert len(by_distance._kept) == 1
-    found.call(call, BATCH, HEADS, SEQLEN_Q + 1, SEQLEN_K)
+    found.call(call, (*SIZES[:2], SEQLEN_Q + 1, SEQLEN_K), False)
     assert len(by_distance._kept) == 2
 
 

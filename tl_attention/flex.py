@@ -157,7 +157,7 @@ def attend(
     if prepared.by_distance is not None and q.is_cuda:
         sizes = q.shape[0], heads, rows, k.shape[1 if rows_first else 2]
         if math.prod(sizes) >= MIN_SCORES:
-            call = prepared.by_distance.call(call, *sizes)
+            call = prepared.by_distance.call(call, sizes, deterministic)
     if functions[2] is not None:
         call = listed(call, kept_mask(functions[2]) if mask is None else mask, q, heads)
     scale = scale_of(q, scale)

@@ -364,13 +364,16 @@ def test_register_level_is_lower_for_the_packed_one_pass_backward_of_d128(dtype,
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_alibi_without_a_mask_holds_no_row_max(causal):
+@pytest.mark.parametrize("options", [("alibi",), ("softcap", "alibi"), ("alibi", "dropout")], ids=" ".join)
+def test_alibi_without_a_mask_holds_a_row_max_of_near_blocks_alone(causal, options):
     """The row max grows with every block of keys up to the query's: a held one overflows, and the tile runs twice."""
     for width in configs.tile_widths("fwd"):
-        problem = AttnProblem("bfloat16", *width, causal, ("alibi",))
+        problem = AttnProblem("bfloat16", *width, causal, options)
         lines = configs.option_lines(problem.tile_class, "fwd")
         line = next(line for line in lines if line.miss(problem, "fwd") is None)
-        expected = causal and line.fields.get("hold_max", False)
+        near_first = options == ("alibi",) and not causal
+        assert problem.bias_has_two_sides == near_first
+        expected = (causal or near_first) and line.fields.get("hold_max", False)
         assert configs.option_config(problem, "4k").hold_max == expected
 
 

@@ -84,6 +84,22 @@ def test_diagonals_of_a_program(name):
         assert torch.equal(x[..., 1:, 1:], x[..., :-1, :-1])
 
 
+def test_scores_stay_close_unless_positions_are_numbers():
+    """A held row max suits scores that positions change by captured values alone."""
+    made = cases(Captured("cpu"))
+    programs = {name: trace(made[name][0], None, True).program.forward for name in made}
+    grows = {name for name in NAMES if programs[name].grows_with_positions}
+    assert grows == {"slopes", "two", "three", "floats"}
+    for name, program in programs.items():
+        problem = AttnProblem("bfloat16", 128, 128, False, (), program)
+        config, _ = configs.pick_config(problem, "long", "NVIDIA H200", "fwd")
+        held = problem.scores_stay_close, config.hold_max, config.schedule == "persistent"
+        assert held == (name not in grows,) * 3
+        masked = AttnProblem("bfloat16", 128, 128, False, (), trace(made[name][0], causal, False).program)
+        assert not masked.scores_stay_close
+        assert not configs.pick_config(masked, "long", "NVIDIA H200", "fwd")[0].hold_max
+
+
 def test_diagonals_pass_dS_on():
     """One pass makes all gradients if those of captured tensors are dS, summed over diagonals."""
     made = cases(Captured("cpu"))

@@ -26,8 +26,8 @@ DOORS = {
     "paged": "torch checks/common checks/kvcache checks/lengths checks/paged checks/transforms options ops reference/kvcache "
     "user_options",
     "tracing/builtin_options": "torch checks/common options program tracing/program_values",
-    "flex": "torch flex_lists tracing/builtin_options tracing/captures checks/common checks/flex checks/transforms launch ops program "
-    "reference/flex user_options | tracing/trace",
+    "flex": "torch flex_lists tracing/builtin_options tracing/by_distance tracing/captures checks/common checks/flex checks/transforms "
+    "launch ops program reference/flex user_options | tracing/trace",
     "flex_lists": "torch block_masks tracing/captures tracing/intervals launch/block_lists program",
     "tracing/dense_bias": "torch",
     "block_masks": "torch tracing/builtin_options tracing/captures checks/flex checks/masks checks/transforms tracing/intervals program "
@@ -35,6 +35,7 @@ DOORS = {
     "mask_picture": "torch block_masks checks/common checks/masks launch/block_lists | matplotlib",
     "tracing/intervals": "torch program tracing/program_values tracing/trace_ops",
     "tracing/program_values": "torch program tracing/trace_ops",
+    "tracing/by_distance": "torch program tracing/program_values",
     "checks/flex": "torch checks/common program",
     "checks/masks": "torch checks/common checks/flex tracing/intervals",
     "tracing/trace": "torch tracing/captures tracing/dense_bias program tracing/trace_ops",

@@ -176,7 +176,9 @@ def _fwd_config(problem: AttnProblem, fields: dict[str, Any]) -> FwdConfig:
 
 
 def derived_schedule(problem: AttnProblem) -> str:
-    """persistent where all tiles take equally long (full, no options), else dynamic."""
+    """persistent where all tiles take equally long (full, no options or a linear bias, no mask_mod), else dynamic."""
+    if problem.scores_stay_close or (problem.bias_has_two_sides and not problem.has("varlen")):
+        return "persistent"
     return "dynamic" if problem.causal or problem.options or problem.program else "persistent"
 
 

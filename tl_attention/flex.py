@@ -6,6 +6,7 @@ All that follows from the functions of a call and the metadata of its tensors is
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -41,6 +42,7 @@ from tl_attention.ops import (
 from tl_attention.program import Call, Program
 from tl_attention.reference.flex import flex_reference
 from tl_attention.tracing.builtin_options import BuiltinOptions, Recognized, recognized
+from tl_attention.tracing.by_distance import MIN_SCORES, ByDistance, by_distance
 from tl_attention.tracing.captures import Captures
 from tl_attention.user_options import UserOptions, attention_with_options
 
@@ -148,10 +150,14 @@ def attend(
         call = Call(prepared.program, tuple([tensors[i] for i in prepared.slots]), prepared.numbers)
     if prepared.expands:
         k, v = expand_batch(q, k, v)
-    heads = q.shape[2 if rows_first else 1]
+    rows, heads = (q.shape[i] for i in ((1, 2) if rows_first else (2, 1)))
     if prepared.recognized is not None:
         options = prepared.recognized.of(call, q.shape[0], heads, q.device)
         return _with_options(q, k, v, scale, options, rows_first, deterministic)
+    if prepared.by_distance is not None and q.is_cuda:
+        sizes = q.shape[0], heads, rows, k.shape[1 if rows_first else 2]
+        if math.prod(sizes) >= MIN_SCORES:
+            call = prepared.by_distance.call(call, sizes, deterministic)
     if functions[2] is not None:
         call = listed(call, kept_mask(functions[2]) if mask is None else mask, q, heads)
     scale = scale_of(q, scale)
@@ -193,6 +199,7 @@ class _Prepared(NamedTuple):
         slots: captured tensors of the program among those that the functions see; None: a call has to find them anew.
         recognized: options that compute the program.
         expands: keys and values have one batch entry for all.
+        by_distance: the program for launches of many scores, where that is another.
     """
 
     program: Program
@@ -200,6 +207,7 @@ class _Prepared(NamedTuple):
     numbers: tuple[float | int, ...]
     recognized: Recognized | None
     expands: bool
+    by_distance: ByDistance | None
 
 
 MAX_PREPARED = 2048  # signatures of calls
@@ -295,7 +303,8 @@ def _prepare(
             _report(str(call.program), str(options.of(call, batch, heads, query.device)))
     is_kept = slots is not None and None not in slots
     expands = expanded[0] is not k
-    return call, _Prepared(call.program, slots if is_kept else None, call.numbers, options, expands)
+    kept_slots, tables = slots if is_kept else None, by_distance(call.program)
+    return call, _Prepared(call.program, kept_slots, call.numbers, options, expands, tables)
 
 
 def _transposed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

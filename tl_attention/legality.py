@@ -86,7 +86,9 @@ def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
         smem += HOLD_MAX_BYTES
     per_warp = sum(problem.staged_bytes(config.block_N)) + problem.diagonal_bytes(config.block_N)
     staged = 4 * config.warpgroups * per_warp
-    return smem + _bias_bytes(problem, config.block_N) + staged
+    two_sides = problem.bias_has_two_sides and not config.split and config.page_rows == 0
+    bias = 2 * BIAS_BYTES * config.block_N if two_sides else _bias_bytes(problem, config.block_N)
+    return smem + bias + staged
 
 
 def _jvp_smem_bytes(problem: AttnProblem, config: JvpConfig) -> int:

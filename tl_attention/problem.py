@@ -203,13 +203,19 @@ class AttnProblem:
         return self.has("alibi") and self.causal and not self.has("softcap") and not self.is_fp32
 
     @property
+    def bias_has_two_sides(self) -> bool:
+        """True where the ALiBi bias is linear in the key on each side of the diagonal, and a forward computes it so: without a mask."""
+        others = {*self.options} - {"alibi", "sink", "varlen"}
+        return self.has("alibi") and not self.causal and not others and not self.is_fp32
+
+    @property
     def profits_from_held_max(self) -> bool:
         """True if P has the range for FwdConfig.hold_max, and the first key blocks predict the row max.
 
         Tiles start at the last keys. With ALiBi and no mask scores grow from there to the query's own key, so a held row max overflows in
-        most tiles, which then run twice.
+        most tiles, which then run twice, unless the blocks near the diagonal come first: mask.NearFirstKeyBlocks.
         """
-        grows = self.has("alibi") and not self.causal and not self.has("window")
+        grows = self.has("alibi") and not (self.causal or self.has("window") or self.bias_has_two_sides)
         return self.dtype_of("p") == "bfloat16" and not grows
 
     @property
@@ -260,6 +266,12 @@ class AttnProblem:
             if rows_are_keys
             else self.program.staged_bytes(16, columns)
         )
+
+    @property
+    def scores_stay_close(self) -> bool:
+        """True for a score_mod without a mask whose scores do not grow with the position of a key, but by captured values."""
+        program = self.program
+        return self.changes_scores and not (program.hides or self.fetches or program.grows_with_positions)
 
     @property
     def is_uneven(self) -> bool:

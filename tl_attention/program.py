@@ -320,6 +320,15 @@ class Program:
             self.slope is not None or any(self.depends_on(x.factor, ("score",)) for x in self.gradients)
         )
 
+    @functools.cached_property
+    def grows_with_positions(self) -> bool:
+        """True if the new score is computed from q_idx or kv_idx as a number, not only as an index or in a comparison."""
+        found: list[bool] = []
+        for x in self.values:
+            is_number = x.op != "load" and x.dtype != BOOL
+            found.append(is_number and (x.op in POSITIONS or any(found[i] for i in x.args)))
+        return self.score is not None and found[self.score]
+
     @property
     def features(self) -> frozenset[str]:
         """Properties that a config of the backward depends on: slope, gradients, scores."""

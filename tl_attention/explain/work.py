@@ -250,6 +250,7 @@ def _fwd_clocks(
     # Each warpgroup reads the blocks of K and V, and its rows of Q; TMA writes K and V
     read = config.warpgroups * N * row + M * problem.head_dim
     moved = len(problem.products) * read + problem.parts * N * row
+    instructions -= problem.bias_has_two_sides * (ALIBI_INSTRUCTIONS - LINEAR_ALIBI_INSTRUCTIONS)
     clocks = _clocks(problem, gpu, M * N, 2 * row, instructions, BYTES * moved, asked)
     clocks["shared memory"] += _staged_clocks(asked, M * N, gradients=False)
     return clocks | _captured_clocks(asked, M * N, gpu, gradients=False)

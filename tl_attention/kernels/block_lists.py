@@ -13,7 +13,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from tl_attention.kernels.mask import KeyBlocks, Mask, QueryBlocks, StepRange
+from tl_attention.kernels.mask import KeyBlocks, Mask, NearFirstKeyBlocks, QueryBlocks, StepRange
 from tl_attention.kernels.options import OptionArguments
 from tl_attention.problem import AttnProblem
 from tl_attention.program import BLOCK_BITS, HOW_BITS, PAST_ALL, SHOW_ALL
@@ -28,8 +28,11 @@ def key_blocks(
     block_N: int,
     split: bool = False,
     overlap: bool = False,
+    near_first: bool = False,
 ) -> KeyBlocks | ListedKeyBlocks:
     """Key blocks of the tiles of a kernel whose tiles are blocks of queries."""
+    if near_first:
+        return NearFirstKeyBlocks(mask, block_M, block_N, name="blocks")
     if problem.is_listed:
         traced = options.traced
         return ListedKeyBlocks(

@@ -164,7 +164,7 @@ class Diagonals:
             T.call_extern(
                 "handle",
                 f"tl_attention_keep_diagonals<{self.slots}>",
-                shared.access_ptr("rw"),
+                shared.access_ptr("r"),  # see staged.SharedBytes
                 self.values[n].data,
             )
         )

@@ -68,7 +68,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     block_M, block_N, q_stages = config.block_M, config.block_N, config.q_stages
     hold_max, split, varlen = config.hold_max, config.split, problem.has("varlen")
     warpgroups, consumer_warps = tuple(range(config.warpgroups)), 4 * config.warpgroups
-    q_kt = {"transpose_B": True, "clear_accum": not problem.bias_is_linear}
+    two_sides = problem.bias_has_two_sides and not split and config.page_rows == 0
+    near_first = two_sides or (hold_max and problem.scores_stay_close)
+    q_kt = {"transpose_B": True, "clear_accum": not (problem.bias_is_linear or two_sides)}
     persistent, registers = config.schedule != "grid", pipeline.registers(problem, config.warpgroups)
     if persistent:
         registers = PERSISTENT_REGISTERS.get(config.warpgroups)
@@ -174,7 +176,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     def produce(first_tile, order, ctas, tickets, tiles, shared, options):
         tile = Tile(order)
         mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
-        blocks = key_blocks(problem, options, mask, tile, block_M, block_N, split, overlap=hold_max)
+        blocks = key_blocks(problem, options, mask, tile, block_M, block_N, split, hold_max, near_first)
         if persistent:
             stream = TileStream(
                 config.schedule, first_tile, order, ctas, tickets, shared.tile_box, shared.overflows
@@ -222,7 +224,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         # P V of one key block; without parts O itself
         acc_pv = alloc_fragments([[64, o_cols]], "float32") if parts > 1 else (acc_o,)
         lse = T.alloc_fragment([64], "float32")
-        scores = Scores(problem, options, softmax_scale, block_N, staged=shared.staged)
+        scores = Scores(problem, options, softmax_scale, block_N, staged=shared.staged, two_sides=two_sides)
         dropout = Dropout(problem, options, block_N)
         raw_scale = scores.not_too_small(T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE))
         scale_log2 = raw_scale if scores.raw else scores.scale_log2
@@ -273,9 +275,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         for steps, update_max, count in step_ranges(blocks, recomputes):
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR per step at d128
             for i in T.serial(count):
+                is_right = blocks.is_right(steps.first + i) if two_sides and not steps.masked else 0
                 shared.K.wait(first_step + steps.first + i)
                 turns.wait(w)
-                scores.begin(acc_s, shared.bias_columns)
+                scores.begin(acc_s, shared.bias_columns, is_right)
                 multiply(
                     products,
                     lambda left: shared.Q.part(q_step, left),
@@ -298,7 +301,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 T.wait_wgmma(len(products))  # S is complete
                 shared.K.release(first_step + steps.first + i)
                 scores.transform(acc_s, query, blocks, steps.first + i, steps)
-                softmax.update(acc_s, scores.shift(blocks.diagonal(query, steps.first + i)), update_max)
+                shift = scores.shift(blocks.diagonal(query, steps.first + i), is_right)
+                softmax.update(acc_s, shift, update_max)
                 if parts > 1:
                     add_product(
                         products,
@@ -377,7 +381,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     def consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options):
         tile = Tile(order)
         mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
-        blocks = key_blocks(problem, options, mask, tile, block_M, block_N, split, overlap=hold_max)
+        blocks = key_blocks(problem, options, mask, tile, block_M, block_N, split, hold_max, near_first)
         turns.start(w)
         fill_bias_columns(w, shared.bias_columns, WARPGROUP * config.warpgroups)
         if persistent:
@@ -458,7 +462,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 if O_in_Q or O_from_registers
                 else alloc_swizzled([config.warpgroups, 64, head_dim_v], problem.dtype_of("o")),
                 tile_box=TileBox(varlen) if persistent else None,
-                bias_columns=alloc_bias_columns(problem, block_N),
+                bias_columns=alloc_bias_columns(problem, block_N, two_sides),
                 overflows=Overflows(consumer_warps) if hold_max else None,
                 staged=alloc_staged(problem, consumer_warps, block_N),
             )

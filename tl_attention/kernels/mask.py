@@ -145,6 +145,7 @@ class StepRange:
 
 
 LAST_BLOCK = StepRange(True, True, 0, 1, is_last_block=True)
+NEAR = 64  # more than the key blocks that the diagonals of a tile cross
 
 
 @T.meta_class
@@ -293,6 +294,64 @@ class KeyBlocks:
     def diagonal(self, query: Any, step: Any) -> Any:
         """Column of the step's score tile that the diagonal of `query` crosses; it may lie outside the tile."""
         return self.mask.diagonal(query) - self.first_key(step)
+
+
+@T.meta_class
+class NearFirstKeyBlocks(KeyBlocks):
+    """Key blocks without a mask: the last block, then those that the diagonals of the queries cross, then the others from the last one on.
+
+    Scores that fall with the distance of a key so meet their row max first. There are steps with check_right after step 0 if there are
+    two blocks or more; they hide nothing.
+    """
+
+    def __init__(self, mask: Mask, block_M: int, block_N: int, name: str = "blocks"):
+        self.mask, self.block_M, self.block_N = mask, block_M, block_N
+        self.num_steps = T.alloc_var("int32", init=0)
+        # NEAR * the last block that the diagonals cross + the number of these blocks; one variable, as producers have few registers
+        self.crossed = T.alloc_var("int32", init=0)
+
+    @T.inline
+    def start(self, first_query):
+        """Count the steps of the queries from first_query on."""
+        self.num_steps[0] = T.shfl_sync(T.max(T.ceildiv(self.mask.seqlen_k, self.block_N), 1), 0)
+        first = T.max(self.mask.diagonal(first_query), 0) // self.block_N
+        crossed = T.max(self.mask.diagonal(first_query + self.block_M - 1), 0) // self.block_N
+        last = T.min(crossed, self.num_steps[0] - 2)
+        count = T.if_then_else(self.num_steps[0] > 1, last - T.min(first, last) + 1, 0)
+        self.crossed[0] = T.shfl_sync(last * NEAR + count, 0)
+
+    @property
+    def last_near(self) -> Any:
+        return self.crossed[0] >> NEAR.bit_length() - 1
+
+    @property
+    def near(self) -> Any:
+        """Number of blocks that the diagonals cross, less the last block."""
+        return self.crossed[0] & NEAR - 1
+
+    @property
+    def counts(self) -> tuple:
+        return self.num_steps, self.crossed
+
+    @property
+    def ranges(self) -> tuple[StepRange, ...]:
+        others = self.num_steps[0] - self.near - 1
+        return StepRange(True, False, 1, self.near), StepRange(False, False, self.near + 1, others)
+
+    @T.inline
+    def hide(self, acc_s, query, step, steps):
+        if steps.is_last_block:
+            self.mask.apply(acc_s, query, self.first_key(step))
+
+    def block(self, step: Any) -> Any:
+        from_last = self.num_steps[0] - 1 - step
+        other = from_last + T.if_then_else(from_last + self.near <= self.last_near, 0, self.near)
+        is_near = (step > 0) & (step <= self.near)
+        return T.if_then_else(is_near, self.last_near + 1 - step, T.if_then_else(step == 0, from_last, other))
+
+    def is_right(self, step: Any) -> Any:
+        """1 for a step whose keys lie right of the diagonals, 0 for one left of them; not for the first steps."""
+        return T.cast(self.block(step) > self.last_near, "int32")
 
 
 @T.meta_class

@@ -11,7 +11,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernels.dropout import PHILOX
-from tl_attention.kernels.pipeline import SharedTile, sync_consumers
+from tl_attention.kernels.pipeline import SharedTile, alloc_swizzled, sync_consumers
 from tl_attention.kernels.program_code import program_code
 from tl_attention.kernels.roles import Roles
 from tl_attention.kernels.softmax import LOG2E
@@ -136,13 +136,30 @@ class LinearBias:
             clear_accum=True,
         )
 
-    def shift(self, diagonal: Any) -> Any:
-        """Constant to add to all elements of a tile. diagonal: column that the diagonal of the tile's first query crosses."""
-        return -self.slope[0] * T.cast(diagonal, "float32")
+    @T.inline
+    def fold(self, acc_s, diagonal):
+        """Change the sign of the bias of elements right of the diagonal. diagonal: as of shift()."""
+        rows, cols = acc_s.shape
+        for i, j in T.Parallel(rows, cols):
+            distance = T.cast(diagonal + i - j % 8, "float32") - T.cast(j // 8 * 8, "float32")
+            acc_s[i, j] += 2 * self.slope[0] * T.min(distance, 0.0)
+
+    def shift(self, diagonal: Any, is_right: Any = 0) -> Any:
+        """Constant to add to all elements of a tile. diagonal: column that the diagonal of the tile's first query crosses.
+
+        is_right: 1 for a tile right of all diagonals, whose right factor is negative.
+        """
+        bias = -self.slope[0] * T.cast(diagonal, "float32")
+        return bias if isinstance(is_right, int) else T.if_then_else(is_right != 0, -bias, bias)
 
 
-def alloc_bias_columns(problem: AttnProblem, cols: int) -> Any:
-    """Shared memory [cols, 16] for the right factor of LinearBias; None where the problem has no linear bias."""
+def alloc_bias_columns(problem: AttnProblem, cols: int, two_sides: bool = False) -> Any:
+    """Shared memory [cols, 16] for the right factor of LinearBias; None where the problem has no linear bias.
+
+    two_sides: [2, cols, 16], the factor and its negative.
+    """
+    if two_sides:
+        return alloc_swizzled([2, cols, 16], "bfloat16")
     return SharedTile([cols, 16], "bfloat16", name="bias").tile if problem.bias_is_linear else None
 
 
@@ -151,8 +168,16 @@ def fill_bias_columns(w, columns, consumers):
     """Fill the right factor of LinearBias. All consumer warpgroups call this before they multiply; the first one writes."""
     if columns is not None:
         if w == 0:
-            for i, j in T.Parallel(columns.shape[0], 16):
-                columns[i, j] = T.if_then_else(j < 4, 1.0, T.if_then_else(j < 8, T.cast(i, "float32"), 0.0))
+            if len(columns.shape) == 2:
+                for i, j in T.Parallel(columns.shape[0], 16):
+                    columns[i, j] = T.if_then_else(
+                        j < 4, 1.0, T.if_then_else(j < 8, T.cast(i, "float32"), 0.0)
+                    )
+            else:
+                for side in (0, 1):
+                    for i, j in T.Parallel(columns.shape[1], 16):
+                        factor = T.if_then_else(j < 4, 1.0, T.if_then_else(j < 8, T.cast(i, "float32"), 0.0))
+                        columns[side, i, j] = factor if side == 0 else -factor
             T.fence_proxy_async()
         sync_consumers(consumers)
 
@@ -172,11 +197,14 @@ class Scores:
         cols: int | None = None,
         rows_are_keys: bool = False,
         staged: StagedTiles | None = None,
+        two_sides: bool = False,
         name: str = "scores",
     ):
+        self.two_sides = two_sides  # of the diagonal have a linear bias
         self.capped, self.causal, self.is_fp32 = problem.has("softcap"), problem.causal, problem.is_fp32
         self.options, self.softmax_scale, self.rows_are_keys = options, softmax_scale, rows_are_keys
-        self.linear = LinearBias(rows_are_keys, name="linear_bias") if problem.bias_is_linear else None
+        is_linear = two_sides or problem.bias_is_linear
+        self.linear = LinearBias(rows_are_keys, name="linear_bias") if is_linear else None
         self.biased = problem.has("alibi") and self.linear is None
         self.alibi_slope = T.alloc_var("float32", init=0.0) if self.biased else None
         self.traced, self.changed, program = None, problem.changes_scores, problem.program
@@ -218,20 +246,22 @@ class Scores:
             self.traced.start(batch, head)
 
     @T.inline
-    def begin(self, acc_s, columns):
-        """Set acc_s to the linear bias, which Q Kᵀ is then added to."""
+    def begin(self, acc_s, columns, is_right=0):
+        """Set acc_s to the linear bias, which Q Kᵀ is then added to. is_right: of KeyBlocks."""
         if self.linear is not None:
-            self.linear.multiply(columns, acc_s)
+            self.linear.multiply(columns[is_right, :, :] if self.two_sides else columns, acc_s)
 
-    def shift(self, diagonal: Any) -> Any:
+    def shift(self, diagonal: Any, is_right: Any = 0) -> Any:
         """Constant to add to all scores of a tile after begin(); None without a linear bias."""
-        return None if self.linear is None else self.linear.shift(diagonal)
+        return None if self.linear is None else self.linear.shift(diagonal, is_right)
 
     @T.inline
     def transform(self, acc_s, query, blocks, step, steps):
         """Apply softcap, ALiBi, program and mask to the scores [64, block_N] of the queries from `query` on, at a step of KeyBlocks."""
         self.cap(acc_s)
         self.bias(acc_s, blocks.diagonal(query, step))
+        if self.two_sides and steps.masked:
+            self.linear.fold(acc_s, blocks.diagonal(query, step))
         if self.traced is not None:
             self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
             self.traced.apply(acc_s)

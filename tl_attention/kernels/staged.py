@@ -38,7 +38,11 @@ class StagedTiles:
 
 @T.meta_class
 class SharedBytes:
-    """Buffer with a name of its own, as in pipeline.SharedTile."""
+    """Buffer with a name of its own, as in pipeline.SharedTile.
+
+    Functions that write it get access_ptr("r"): neither wgmma nor TMA reads it, and for a write TileLang 0.1.15 would put a
+    fence.proxy.async, which waits for all memory operations, in front of the next wgmma.
+    """
 
     def __init__(self, size: int, name: str):
         self.bytes = T.alloc_shared([size], "uint8")

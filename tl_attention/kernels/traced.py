@@ -228,7 +228,7 @@ class Traced:
                         "handle",
                         f"tl_attention_fetch_shared<{self.tile_types(n)}>",
                         self.tiles[n].data,
-                        self.staged.tiles[n].access_ptr("rw"),
+                        self.staged.tiles[n].access_ptr("r"),
                         self.staged_bytes[n],
                     )
                 )
@@ -251,7 +251,7 @@ class Traced:
                 T.call_extern(
                     "handle",
                     f"tl_attention_prefetch<{self.tile_types(n)}>",
-                    self.staged.tiles[n].access_ptr("rw"),
+                    self.staged.tiles[n].access_ptr("r"),
                     self.staged_bytes[n],
                     *self.place(n, head, query, key),
                     is_needed,
@@ -437,7 +437,7 @@ class Traced:
                 f"tl_attention_store_tile<{STORED[out.dtype]}, {STORED[tile.dtype]}, {tile.shape[1]}>",
                 out.access_ptr("rw"),
                 tile.data,
-                self.staged.gradients[n].access_ptr("rw"),
+                self.staged.gradients[n].access_ptr("r"),
                 self.program.stored_bytes(16, self.cols)[n],
                 self.batch[0],
                 self.head[0],

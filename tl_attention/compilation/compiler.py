@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tl_attention.compilation import toolkit
+from tl_attention.compilation import headers, toolkit
 from tl_attention.kernel_configs import (
     REGISTER_LEVEL,
     AppendConfig,
@@ -170,7 +170,12 @@ def assemble(
         *([f"-Xptxas=--register-usage-level={level}"] if level is not None else []),
         *flags,
     ]
-    run = subprocess.run([*command, path.name], capture_output=True, text=True, cwd=folder)
+    narrowed = ["-Iheaders"] if headers.write_narrowed(source, folder / "headers") else []
+    for first in (narrowed, []):
+        arguments = [command[0], *first, *command[1:], path.name]
+        run = subprocess.run(arguments, capture_output=True, text=True, cwd=folder)
+        if not (run.returncode and first):  # else once more with all headers
+            break
     if run.returncode:
         raise Rejected(f"nvcc rejects the kernel:\n{run.stdout}{run.stderr}")
     return run.stdout + run.stderr, path.with_suffix(".cubin")

@@ -144,8 +144,10 @@ def assemble(
 ) -> tuple[str, Path]:
     """Compile the CUDA source of a kernel for sm_90a, without line information, which would make the cubin five times as large.
 
+    nvcc reads the short headers of headers.py; a source that it rejects with these is compiled once more with all headers.
+
     Args:
-        folder: where kernel.cubin is written.
+        folder: where kernel.cubin and the headers are written.
         options: those of the compiler passes.
         flags: further ones of nvcc.
     Returns:

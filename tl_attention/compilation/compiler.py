@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tl_attention.compilation import toolkit
+from tl_attention.compilation import headers, toolkit
 from tl_attention.kernel_configs import (
     REGISTER_LEVEL,
     AppendConfig,
@@ -144,8 +144,10 @@ def assemble(
 ) -> tuple[str, Path]:
     """Compile the CUDA source of a kernel for sm_90a, without line information, which would make the cubin five times as large.
 
+    nvcc reads the short headers of headers.py; a source that it rejects with these is compiled once more with all headers.
+
     Args:
-        folder: where kernel.cubin is written.
+        folder: where kernel.cubin and the headers are written.
         options: those of the compiler passes.
         flags: further ones of nvcc.
     Returns:
@@ -170,7 +172,12 @@ def assemble(
         *([f"-Xptxas=--register-usage-level={level}"] if level is not None else []),
         *flags,
     ]
-    run = subprocess.run([*command, path.name], capture_output=True, text=True, cwd=folder)
+    narrowed = ["-Iheaders"] if headers.write_narrowed(source, folder / "headers") else []
+    for first in (narrowed, []):
+        arguments = [command[0], *first, *command[1:], path.name]
+        run = subprocess.run(arguments, capture_output=True, text=True, cwd=folder)
+        if not (run.returncode and first):  # else once more with all headers
+            break
     if run.returncode:
         raise Rejected(f"nvcc rejects the kernel:\n{run.stdout}{run.stderr}")
     return run.stdout + run.stderr, path.with_suffix(".cubin")

@@ -150,9 +150,9 @@ class KeyBuffers:
         self.keys, tiles = n_blocks * config.block_N, sizes.batch * sizes.heads_kv * n_blocks
         by_queries = sizes.heads_per_kv, sizes.queries, problem.causal, sizes.sms
         self.parts, self.heads_per_part = pass_parts(config, tiles, *by_queries)
-        # A part of a split pass without queries writes nothing
-        steps = sizes.heads_per_kv * -(-sizes.queries // config.block_M)
-        self.may_be_empty = config.is_split and self.parts > 1 and (problem.causal or steps < self.parts)
+        # A part of a split pass without queries writes nothing. Each key tile has a step per head at least
+        steps = sizes.heads_per_kv * (1 if problem.causal else -(-sizes.queries // config.block_M))
+        self.may_be_empty = config.is_split and steps < self.parts
         self.adds_to_dq = config.adds_dq and problem.is_fp32  # no sums beside it
         self.adds_dq = config.adds_dq and not self.adds_to_dq
         in_parts = self.parts > 1 or (problem.is_fp32 and problem.has("varlen")) or problem.has("partial")

@@ -105,6 +105,10 @@ def test_key_parts_share_the_heads_only_where_tiles_are_few(sms, heads_per_kv, t
         (8, 8, 1024, False, 1),  # 1.04 in two
         (8, 8, 4096, True, 1),  # 1.33 in two
         (64, 64, 4096, True, 1),
+        (128, 16, 8192, True, 2),  # 0.94
+        (512, 64, 2048, True, 2),  # 0.89
+        (64, 16, 8192, True, 1),  # 1.03 in two
+        (32, 8, 32768, True, 1),
     ],
 )
 def test_split_passes_share_the_queries_only_where_that_is_faster(heads, heads_kv, keys, causal, parts):

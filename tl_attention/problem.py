@@ -63,7 +63,7 @@ MAX_HEAD_DIM = TILE_WIDTHS[-1][0]
 FP32_TILE_WIDTHS = ((64, 64), (128, 128), (256, 256))
 FP32_BWD_WIDTHS = {3: FP32_TILE_WIDTHS[:2], 2: FP32_TILE_WIDTHS}  # by number of parts
 # Widths of the backward, which compiles more kernels per problem
-BWD_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+BWD_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
 # Widths of decode. The last is multi-head latent attention with absorbed weights: V is the first columns of K.
 DECODE_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512))
 # Widths of forward mode, whose consumers hold two outputs in registers

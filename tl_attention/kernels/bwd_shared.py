@@ -6,7 +6,7 @@ from typing import Any
 
 from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels.bwd_order import AddingOrder, AnyOrder
-from tl_attention.kernels.bwd_tiles import KeyTileBox
+from tl_attention.kernels.bwd_tiles import KeyTileBox, key_chunk
 from tl_attention.kernels.options import alloc_bias_columns
 from tl_attention.kernels.pipeline import TileRing, alloc_each, alloc_exchange, alloc_parts, alloc_swizzled
 from tl_attention.kernels.staged import alloc_staged
@@ -24,7 +24,9 @@ def alloc_key_rings(problem: AttnProblem, config: BwdPass) -> tuple[TileRing, Ti
     dtype_of, parts, warpgroups = problem.dtype_of, problem.parts, config.warpgroups
     k_shape, v_shape = ([warpgroups, 64, parts * width] for width in (problem.head_dim, problem.head_dim_v))
     readers = 4 * warpgroups if config.is_dynamic else 4  # warps that read K: for dq all of them
-    K = TileRing(k_shape, dtype_of("k"), readers, "K", parts=parts)
+    sums_dq = config.adds_dq and not problem.is_fp32
+    chunk = key_chunk(config.block_M, problem.head_dim, warpgroups) if sums_dq else 64
+    K = TileRing(k_shape, dtype_of("k"), readers, "K", parts=parts, chunk=chunk)
     return K, TileRing(v_shape, dtype_of("v"), 4, name="V", parts=parts) if "dk" in config.makes else None
 
 

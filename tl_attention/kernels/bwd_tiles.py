@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import tilelang.language as T
@@ -17,18 +17,22 @@ Piece = tuple[slice, slice]  # rows (queries) and columns of a dQ tile
 def dq_pieces(block_M: int, head_dim: int, warpgroups: int) -> list[list[Piece]]:
     """Pieces of a dQ tile [block_M, head_dim] that each warpgroup computes.
 
-    A warpgroup gets 64 rows if there are 64 for each, else a share of the columns of all rows. No piece crosses a chunk of
-    the swizzled layout of K, whose columns its GEMM reads.
+    A warpgroup gets 64 rows if there are 64 for each, else a share of the columns of all rows: one piece, see key_chunk.
     """
     if block_M == 64 * warpgroups:
         return [[(slice(64 * w, 64 * w + 64), slice(0, head_dim))] for w in range(warpgroups)]
-    share, pieces = head_dim // warpgroups, []
-    chunk = 64 if head_dim % 64 == 0 else 32
-    for w in range(warpgroups):
-        ends = [c for c in range(0, head_dim, chunk) if w * share < c < (w + 1) * share]
-        cuts = [w * share, *ends, (w + 1) * share]
-        pieces.append([(slice(0, block_M), slice(start, stop)) for start, stop in pairwise(cuts)])
-    return pieces
+    share = head_dim // warpgroups
+    return [[(slice(0, block_M), slice(w * share, (w + 1) * share))] for w in range(warpgroups)]
+
+
+def key_chunk(block_M: int, head_dim: int, warpgroups: int) -> int:
+    """Columns per chunk of the swizzled layout of K, so that one GEMM computes a warpgroup's share of dQ.
+
+    A GEMM reads a part of one chunk, or whole ones: two warpgroups with 48 columns each take chunks of 16. In chunks of 32, TileLang's
+    choice, they had four GEMMs, of 32 and 16 columns, which wait for dS from shared memory.
+    """
+    width = piece_shape(dq_pieces(block_M, head_dim, warpgroups)[0][0])[1]
+    return 64 if 64 % width == 0 else math.gcd(width, 64)
 
 
 def piece_shape(piece: Piece) -> list[int]:

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import tilelang.language as T
-from tilelang.layout import make_swizzled_layout
+from tilelang.layout import (
+    make_half_bank_swizzled_layout,
+    make_quarter_bank_swizzled_layout,
+    make_swizzled_layout,
+)
 
 from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.problem import AttnProblem
@@ -32,10 +36,18 @@ def registers(problem: AttnProblem, warpgroups: int, full: bool = False) -> tupl
     return (VARLEN_REGISTERS if wide else REGISTERS).get(warpgroups)
 
 
-def alloc_swizzled(shape: list[int], dtype: str):
-    """Shared memory in the swizzled layout that TMA writes and wgmma reads."""
+def alloc_swizzled(shape: list[int], dtype: str, chunk: int = 64):
+    """Shared memory in the swizzled layout that TMA writes and wgmma reads.
+
+    chunk: columns of 16 bits per chunk, 64, 32 or 16. Chunks of 64 are narrower where the columns are no multiple of it.
+    """
     tiles = T.alloc_shared(shape, dtype)
-    T.annotate_layout({tiles: make_swizzled_layout(tiles)})
+    layouts = {
+        64: make_swizzled_layout,
+        32: make_half_bank_swizzled_layout,
+        16: make_quarter_bank_swizzled_layout,
+    }
+    T.annotate_layout({tiles: layouts[chunk](tiles)})
     return tiles
 
 
@@ -53,6 +65,7 @@ class TileRing:
         shape: [slots, rows, cols].
         row_values: number of fp32 vectors [rows] that are loaded with each tile.
         parts: tiles [rows, cols / parts] side by side, see products.py.
+        chunk: as in alloc_swizzled.
     """
 
     def __init__(
@@ -63,9 +76,10 @@ class TileRing:
         name: str,
         row_values: int = 0,
         parts: int = 1,
+        chunk: int = 64,
     ):
         self.slots, self.parts = shape[0], parts
-        self.tiles = alloc_swizzled(shape, dtype)  # [slots, rows, cols]
+        self.tiles = alloc_swizzled(shape, dtype, chunk)  # [slots, rows, cols]
         self.row_values = (
             T.alloc_shared([self.slots, row_values, shape[1]], "float32") if row_values else None
         )

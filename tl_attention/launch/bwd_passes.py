@@ -33,6 +33,9 @@ QUERY_SHARES, SUM_QUERIES = 16, 224
 # Costs in queries of one head against a key tile: the fixed cost of a tile; partial results of one, written and read. The share of the
 # longest tile by which SMs end apart, under a causal mask. All fitted to GQA (H200, see tuning.md, "Query heads of a key head")
 TILE_QUERIES, PART_QUERIES, TAIL = 192, 256, 0.35
+# Under a causal mask CTAs take different times per head, so those of a key head soon read more heads at once than the L2 holds. The
+# share of time that this adds where CTAs have many more than NEAR_HEADS heads (d128, H200, see tuning.md)
+DRIFT, NEAR_HEADS = 0.2, 4
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,13 @@ class BwdKernels:
 
 @functools.lru_cache(maxsize=4096)
 def key_parts(
-    tiles: int, heads_per_kv: int, queries: int, triangular: bool, sms: int, sum_queries: int = 0
+    tiles: int,
+    heads_per_kv: int,
+    queries: int,
+    triangular: bool,
+    sms: int,
+    sum_queries: int = 0,
+    drifting: float = 0,
 ) -> tuple[int, int]:
     """(parts, heads_per_part): CTAs that share the query heads of a key head, and query heads of each.
 
@@ -61,13 +70,16 @@ def key_parts(
         queries: largest number of queries of one head that see keys of a tile.
         triangular: under a causal mask: tiles are seen by none to all of these queries, and the longest tiles come first.
         sum_queries: cost of the launches that several parts need, in queries of one head.
+        drifting: query heads per unit of heads_per_kv, which is a share of the queries in split passes; 0: without the cost of DRIFT.
     """
 
     def time(heads_per_part: int) -> float:
         parts = -(-heads_per_kv // heads_per_part)
         longest = heads_per_part * queries + TILE_QUERIES
         if triangular:
-            mean = tiles / sms * (heads_per_kv * queries / 2 + parts * TILE_QUERIES)
+            walked = max(heads_per_part * drifting, NEAR_HEADS)
+            drift = 1 + DRIFT * (1 - NEAR_HEADS / walked)
+            mean = tiles / sms * (drift * heads_per_kv * queries / 2 + parts * TILE_QUERIES)
             time = max(longest, mean + TAIL * longest)
         else:
             time = -(-tiles * parts // sms) * longest
@@ -84,9 +96,9 @@ def pass_parts(
 ) -> tuple[int, int]:
     """key_parts() of a pass. With the schedule `split`, CTAs share the queries in place of the heads, by QUERY_SHARES of them."""
     if not bwd_pass.is_split:
-        return key_parts(tiles, heads_per_kv, queries, triangular, sms)
-    share = -(-heads_per_kv * queries // QUERY_SHARES)
-    parts, _ = key_parts(tiles, QUERY_SHARES, share, triangular, sms, SUM_QUERIES)
+        return key_parts(tiles, heads_per_kv, queries, triangular, sms, drifting=int(bwd_pass.adds_dq))
+    share, drifting = -(-heads_per_kv * queries // QUERY_SHARES), heads_per_kv / QUERY_SHARES
+    parts, _ = key_parts(tiles, QUERY_SHARES, share, triangular, sms, SUM_QUERIES, drifting)
     return parts, heads_per_kv
 
 
@@ -150,9 +162,9 @@ class KeyBuffers:
         self.keys, tiles = n_blocks * config.block_N, sizes.batch * sizes.heads_kv * n_blocks
         by_queries = sizes.heads_per_kv, sizes.queries, problem.causal, sizes.sms
         self.parts, self.heads_per_part = pass_parts(config, tiles, *by_queries)
-        # A part of a split pass without queries writes nothing
-        steps = sizes.heads_per_kv * -(-sizes.queries // config.block_M)
-        self.may_be_empty = config.is_split and self.parts > 1 and (problem.causal or steps < self.parts)
+        # A part of a split pass without queries writes nothing. Each key tile has a step per head at least
+        steps = sizes.heads_per_kv * (1 if problem.causal else -(-sizes.queries // config.block_M))
+        self.may_be_empty = config.is_split and steps < self.parts
         self.adds_to_dq = config.adds_dq and problem.is_fp32  # no sums beside it
         self.adds_dq = config.adds_dq and not self.adds_to_dq
         in_parts = self.parts > 1 or (problem.is_fp32 and problem.has("varlen")) or problem.has("partial")

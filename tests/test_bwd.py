@@ -419,7 +419,7 @@ def test_bwd_of_a_batch_too_large_for_a_grid_is_launched_in_chunks(with_dlse, mo
 
     class Plan:
         def __init__(
-            self, dout, q, k, v, out, dq, dk, dv, causal, heads_first, deterministic, config, options
+            self, dout, q, k, v, out, dq, dk, dv, causal, heads_first, deterministic, config, options, partial
         ):
             batches.append(len(q))
             assert all(len(x) == len(q) for x in (dout, out, dq, dk, dv))

@@ -187,7 +187,7 @@ def test_model_is_as_good_as_the_docs_say(gpu, found):
         f"{high:.2f}",
     )
     assert expected in DOCUMENTED, errors.table(gpu)
-    assert found.close >= (0.75 if found.path.stem.endswith("_flex") else 0.85), errors.table(gpu)
+    assert found.close >= 0.85, errors.table(gpu)
 
 
 def test_documented_errors_are_of_files_that_exist():

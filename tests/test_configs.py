@@ -378,6 +378,16 @@ def test_alibi_without_a_mask_holds_a_row_max_of_near_blocks_alone(causal, optio
 
 
 @pytest.mark.parametrize("causal", [True, False])
+def test_alibi_without_a_mask_in_pages_holds_no_row_max(causal):
+    """Kernels for pages begin at the last key."""
+    problem = replace(D128, causal=causal, options=("alibi", "varlen"))
+    config = configs.option_config(problem, "4k")
+    assert config.hold_max and config.paged(problem, 0) == config
+    for form in config.paged_forms(problem):
+        assert form.page_rows and form.hold_max == causal and legality.is_legal(problem, form) is None
+
+
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("options", [(), ("alibi",), ("alibi", "sink"), ("softcap", "alibi")], ids=" ".join)
 def test_bias_is_linear_with_alibi_under_a_causal_mask(causal, options):
     problem = replace(D128, causal=causal, options=options)

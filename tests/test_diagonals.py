@@ -100,6 +100,21 @@ def test_scores_stay_close_unless_positions_are_numbers():
         assert not configs.pick_config(masked, "long", "NVIDIA H200", "fwd")[0].hold_max
 
 
+@pytest.mark.parametrize("hidden", [-math.inf, -1e30, -5e4])
+def test_scores_that_a_score_mod_hides_do_not_stay_close(hidden):
+    """A row that sees only hidden keys at first would hold their scores as its row max."""
+    lengths = torch.tensor([7, 9])
+    for score_mod in (
+        lambda s, b, h, q, k: torch.where(k < lengths[b], s, hidden),
+        lambda s, b, h, q, k: torch.where(q >= k, s * 0.5, hidden) + 1,
+    ):
+        program = trace(score_mod, None, False).program
+        assert program.chooses_scores and not program.grows_with_positions
+        problem = AttnProblem("bfloat16", 128, 128, False, (), program)
+        assert not problem.scores_stay_close
+        assert not configs.pick_config(problem, "long", "NVIDIA H200", "fwd")[0].hold_max
+
+
 def test_diagonals_pass_dS_on():
     """One pass makes all gradients if those of captured tensors are dS, summed over diagonals."""
     made = cases(Captured("cpu"))

@@ -478,7 +478,7 @@ def test_paged_configs_are_legal_at_every_width():
         ("1k", SPLIT_BUCKET),
     ):
         problem = AttnProblem("bfloat16", *width, False, options)
-        config = dataclasses.replace(configs.option_config(problem, bucket), page_rows=page_rows)
+        config = configs.option_config(problem, bucket).paged(problem, page_rows)
         assert legality.is_legal(problem, config) is None
     for options, page_rows in ((("varlen",), 48), ((), 16), (("dropout", "varlen"), 16)):
         problem = AttnProblem("bfloat16", 64, 64, False, options)

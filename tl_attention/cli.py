@@ -391,7 +391,7 @@ def _is_served(problem: AttnProblem, direction: str, paged: bool) -> bool:
     if problem.is_fp32 and paged:
         return False
     config = configs.option_config(problem, "4k", direction)
-    forms = config.paged_forms() if paged else [config]
+    forms = config.paged_forms(problem) if paged else [config]
     return all(legality.is_legal(problem, form, direction) is None for form in forms)
 
 

@@ -276,7 +276,7 @@ def _kernels_with(options: tuple[str, ...], section: str) -> Iterator[tuple[Attn
         problem = AttnProblem(dtype, *width, causal, options)
         for bucket in buckets(direction):
             config = option_config(problem, bucket, direction)
-            for form in config.paged_forms() if section == "paged" else [config]:
+            for form in config.paged_forms(problem) if section == "paged" else [config]:
                 if is_legal(problem, form, direction) is None:
                     yield from form.kernels(problem)
 

@@ -70,8 +70,9 @@ def flex_attention(
     """Attention with scores and mask as Python functions: softmax(score_mod(scale * q k^T)) v over the keys that mask_mod shows.
 
     A function is traced once, as by torch.compile, into scalar operations that the kernels evaluate for each score; docs/flex.md lists
-    them. Tensors and numbers that it captures are arguments of a launch: new values and lengths build no kernel. Captured
-    floating-point tensors that require a gradient get one. Causal masks, windows, softcap and ALiBi are recognized and run as options.
+    them. Tensors and numbers that it captures are arguments of a launch: new values and lengths build no kernel, but for learned tensors
+    of which many scores share elements ("Tables by distance" in docs/flex.md). Captured floating-point tensors that require a gradient
+    get one. Causal masks, windows, softcap and ALiBi are recognized and run as options.
 
     Args:
         query: [batch, heads, seqlen_q, head_dim], bfloat16 or float16; head_dim at most 256.

@@ -76,9 +76,17 @@ class FwdConfig:
             return self
         return replace(self, hold_max=False, ping_pong=self.ping_pong and self.warpgroups > 2)
 
-    def paged_forms(self) -> list[FwdConfig]:
+    def paged(self, problem: AttnProblem, page_rows: int) -> FwdConfig:
+        """The config for keys in pages; 0: for keys in one tensor.
+
+        Kernels for pages begin at the last key, also where others begin near the diagonal, so a held row max of ALiBi would overflow.
+        """
+        held = self.without_hold_max() if page_rows and problem.bias_has_two_sides else self
+        return replace(held, page_rows=page_rows)
+
+    def paged_forms(self, problem: AttnProblem) -> list[FwdConfig]:
         """The config for keys in pages of every size."""
-        return [replace(self, page_rows=rows) for rows in PAGE_ROWS if rows]
+        return [self.paged(problem, rows) for rows in PAGE_ROWS if rows]
 
     def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
         """Every kernel this config compiles for a problem."""

@@ -269,9 +269,11 @@ class AttnProblem:
 
     @property
     def scores_stay_close(self) -> bool:
-        """True for a score_mod without a mask whose scores do not grow with the position of a key, but by captured values."""
+        """True for a score_mod that hides no keys, and whose scores do not grow with the position of a key, but by captured values."""
         program = self.program
-        return self.changes_scores and not (program.hides or self.fetches or program.grows_with_positions)
+        if not self.changes_scores or program.hides or self.fetches:
+            return False
+        return not (program.grows_with_positions or program.chooses_scores)
 
     @property
     def is_uneven(self) -> bool:

@@ -8,7 +8,7 @@ do not depend on their values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -323,10 +323,19 @@ class Program:
     @functools.cached_property
     def grows_with_positions(self) -> bool:
         """True if the new score is computed from q_idx or kv_idx as a number, not only as an index or in a comparison."""
+        return self._is_computed_by(POSITIONS)
+
+    @functools.cached_property
+    def chooses_scores(self) -> bool:
+        """True if the new score is a choice of where(), as it is where a score_mod hides keys by -inf or a large negative number."""
+        return self._is_computed_by(("where",))
+
+    def _is_computed_by(self, ops: Collection[str]) -> bool:
+        """True if the new score comes from a number that one of these operations makes, not only from an index or a condition."""
         found: list[bool] = []
         for x in self.values:
             is_number = x.op != "load" and x.dtype != BOOL
-            found.append(is_number and (x.op in POSITIONS or any(found[i] for i in x.args)))
+            found.append(is_number and (x.op in ops or any(found[i] for i in x.args)))
         return self.score is not None and found[self.score]
 
     @property

@@ -176,6 +176,8 @@ def _buckets(question: Question, direction: str, sms: int) -> Sequence[str]:
         if {"heads", "heads_kv"} <= sizes.keys():
             return [bwd_bucket(direction == "bwd_det", sizes["heads"], sizes["heads_kv"], sizes["seqlen_k"])]
         return [by_length, SHARED_BUCKET] if direction == "bwd_det" else [by_length]
+    if "varlen" in question.options:  # buckets by queries serve no packed sequences
+        return [by_length, SPLIT_BUCKET]
     from tl_attention import launch
 
     seqlen_q = sizes.get("seqlen_q", sizes["seqlen_k"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from tl_attention.checks.common import MAX_SCALE
 from tl_attention.checks.flex import MAX_BATCH, MAX_LENGTH
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
 from tl_attention.ops import attention, bwd_op
@@ -22,11 +23,14 @@ def serves(
     attn_bias: torch.Tensor | None,
     dropout_p: float,
     causal: bool,
+    scale: float | None = None,
 ) -> bool:
     """True for calls that the kernels serve: fp32, no mask, equal numbers of heads, no dropout, on Hopper, at a precision whose gradients
     have kernels. Causal with equal lengths only, as PyTorch aligns others top-left.
     """
     tensors = query, key, value
+    if scale is not None and not abs(scale) <= MAX_SCALE:
+        return False
     if attn_bias is not None or dropout_p or any(x.dtype != torch.float32 for x in tensors):
         return False
     if any(x.ndim != 4 or not x.numel() or x.stride(3) != 1 for x in tensors):

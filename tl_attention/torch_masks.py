@@ -92,7 +92,7 @@ def efficient_forward(
     """aten::_scaled_dot_product_efficient_attention: output, log-sum-exp [batch, heads, rows padded to 32], seed, offset."""
     arguments = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal
     call = query, key, value, attn_bias, dropout_p, is_causal
-    if torch_fp32.serves(*call):
+    if torch_fp32.serves(*call, scale):
         out, lse = torch_fp32.forward(query, key, value, is_causal, scale)
     elif serves(*call):
         out, lse = _forward(query, key, value, attn_bias, scale)
@@ -125,7 +125,7 @@ def efficient_backward(
     """aten::_scaled_dot_product_efficient_attention_backward: gradients of query, key, value, and of the mask if it is asked for."""
     tensors = grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset
     call = query, key, value, attn_bias, dropout_p, is_causal
-    is_fp32 = torch_fp32.serves(*call)
+    is_fp32 = torch_fp32.serves(*call, scale)
     if not is_fp32 and not serves(*call):
         return original(keys, *tensors, dropout_p, grad_input_mask, is_causal, scale=scale)
     lse = logsumexp[..., : query.shape[2]].contiguous()

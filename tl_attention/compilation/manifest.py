@@ -149,7 +149,7 @@ def _paged_option_kernels() -> Iterator[KernelKey]:
         options = tuple(name for name in problem.options if name != "dropout")
         problem = replace(problem, options=options)
         if problem.has("varlen"):
-            yield problem, configs.option_config(problem, BUCKETS[0]).paged_forms()[0]
+            yield problem, configs.option_config(problem, BUCKETS[0]).paged_forms(problem)[0]
 
 
 def block_mask_kernels(names: Iterable[str] = tuple(HALF_DTYPES)) -> Iterator[KernelKey]:

@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 
-Result = TypeVar("Result")
+Results = tuple[torch.Tensor | None, ...]
 
 
 class Beside(threading.local):
-    """Streams beside those of this thread.
-
-    Memory that was allocated on a stream beside is allocated again only there, after side_by_side() has made it wait for what this thread
-    had launched before. So results need no record_stream(), which would keep their memory until the GPU has caught up with the host.
-    """
+    """Streams beside those of this thread."""
 
     def __init__(self):
         self._streams: dict[torch.cuda.Stream, torch.cuda.Stream] = {}
@@ -34,7 +29,7 @@ class Beside(threading.local):
 _beside = Beside()
 
 
-def side_by_side(launches: Sequence[Callable[[], Result]], device: torch.device) -> list[Result]:
+def side_by_side(launches: Sequence[Callable[[], Results]], device: torch.device) -> list[Results]:
     """Results of launches, in their order.
 
     On a GPU every second one is launched on a stream beside the current one, which waits for all. Kernels get SMs in the order of
@@ -52,4 +47,9 @@ def side_by_side(launches: Sequence[Callable[[], Result]], device: torch.device)
                 found.append(launch())
     finally:
         current.wait_stream(beside)
+    # PyTorch hands out a few streams in turns: another part of the program may allocate on this one
+    for results in found[1::2]:
+        for x in results:
+            if x is not None:
+                x.record_stream(current)
     return found

@@ -250,7 +250,8 @@ def _fwd_clocks(
     # Each warpgroup reads the blocks of K and V, and its rows of Q; TMA writes K and V
     read = config.warpgroups * N * row + M * problem.head_dim
     moved = len(problem.products) * read + problem.parts * N * row
-    instructions -= problem.bias_has_two_sides * (ALIBI_INSTRUCTIONS - LINEAR_ALIBI_INSTRUCTIONS)
+    if problem.bias_has_two_sides and not config.split:
+        instructions += LINEAR_ALIBI_INSTRUCTIONS - ALIBI_INSTRUCTIONS
     clocks = _clocks(problem, gpu, M * N, 2 * row, instructions, BYTES * moved, asked)
     clocks["shared memory"] += _staged_clocks(asked, M * N, gradients=False)
     return clocks | _captured_clocks(asked, M * N, gpu, gradients=False)
@@ -356,10 +357,9 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
         if one.adds_dq:
             helpers.append(Helper("zeros for the fp32 sums of dq", 4 * qk * rows_q))
         if one.adds_dq and not problem.is_fp32:
-            numbers = qk * rows_q
-            helpers.append(Helper("dq from fp32 to its dtype", (4 + stored) * numbers, stored * numbers))
+            helpers.append(Helper("dq from fp32", (4 + stored) * qk * rows_q, stored * qk * rows_q))
         for grad, width in (("dk", qk), ("dv", v)):
-            if one.is_split and parts > 1 and problem.causal:
+            if one.is_split and problem.causal and shape.heads_q // shape.heads_kv < parts:
                 helpers.append(Helper(f"zeros for the fp32 parts of {grad}", 4 * parts * width * rows_k))
             if (parts > 1 or (problem.is_fp32 and problem.has("varlen"))) and grad in one.makes:
                 moved, known = (2 * 4 * parts + stored) * width * rows_k, stored * width * rows_k

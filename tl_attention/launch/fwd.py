@@ -56,7 +56,7 @@ class FwdKernels(NamedTuple):
 
 def _find_kernels(key: tuple, config: FwdConfig | None, copy_rows: int = 0) -> FwdKernels:
     problem, config = find_config(key, "fwd", config)
-    config = replace(config, page_rows=copy_rows)
+    config = config.paged(problem, copy_rows)
     if problem.has("added"):  # a tile that overflows would be added twice
         config = replace(config, hold_max=False)
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])

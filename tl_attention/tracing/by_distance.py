@@ -19,8 +19,8 @@ from tl_attention.tracing.program_values import program_values, within
 # tables 6.36; d64 6.74 and 4.69, with PyTorch's deterministic sum. Forward: 1.81 and 1.85, 1.29 and 1.24 (H200, 2026-11-23)
 MIN_SCORES = 2**28
 # Operations of an index that takes no longer than the distance itself
-PLAIN = frozenset(("query", "key", "batch", "head", "constant", "number", "add", "sub", "neg"))
-MAX_KEPT = 64
+PLAIN = frozenset(("query", "key", "batch", "head", "constant", "number", "add", "sub", "neg", "cast"))
+KEPT_BYTES = 64 << 20  # of places, in all
 _kept: dict[tuple, torch.Tensor] = {}  # places of tables
 
 
@@ -77,10 +77,12 @@ class ByDistance:
         key = self.original, load, call.numbers, sizes, tensor.shape, device, stream
         places = _kept.get(key)
         if places is None:
-            if len(_kept) >= MAX_KEPT:
-                _kept.clear()
             with torch.inference_mode(False):  # or a later backward could not save it
-                places = _kept[key] = _made_places(self.original, load, call, sizes)
+                places = _made_places(self.original, load, call, sizes)
+            if sum(x.nbytes for x in _kept.values()) + places.nbytes > KEPT_BYTES:
+                _kept.clear()
+            if places.nbytes <= KEPT_BYTES:
+                _kept[key] = places
         return places
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from tl_attention import configs
 from tl_attention.kernel_configs import JVP_CONFIGS, append_kernel, page_rows
@@ -55,7 +54,7 @@ def kernels_of(shape: Shape, dtype: str, direction: str, all_lengths: bool = Fal
         for bucket in (buckets(direction) if all_lengths else _buckets(shape, direction))
     ]
     if shape.options.page:
-        chosen = [replace(config, page_rows=page_rows(shape.options.page)) for config in chosen]
+        chosen = [config.paged(problem, page_rows(shape.options.page)) for config in chosen]
     return list(dict.fromkeys(kernel for config in chosen for kernel in config.kernels(problem)))
 
 

@@ -54,7 +54,7 @@ DOORS = {
     "ops_jvp": "torch checks/common checks/transforms options launch reference/jvp transforms",
     "transforms": "torch options",
     "torch_backend": "torch checks/common checks/fp32 options flash ops torch_masks",
-    "torch_fp32": "torch checks/flex checks/fp32 ops options problem target",
+    "torch_fp32": "torch checks/common checks/flex checks/fp32 ops options problem target",
     "torch_masks": "torch torch_fp32 checks/flex tracing/dense_bias launch problem program reference/flex target | tracing/trace",
     "checks/lengths": "torch checks/common checks/kvcache options",
     "kvcache": "torch checks/common checks/transforms checks/kvcache checks/lengths options problem kernel_configs target ops launch "

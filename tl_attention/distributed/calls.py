@@ -206,24 +206,20 @@ class Attend:
 
         Without a sink dsink is None.
         """
-        return self._backward(dout, q, k, v, out, lse, dlse, given, dq, partial=False)
+        return self._backward((dout, q, k, v, out, lse), dlse, given, dq, partial=False)
 
     def _backward(
         self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        tensors: tuple[torch.Tensor, ...],
         dlse: torch.Tensor | None,
         given: Given,
         dq: torch.Tensor | None,
         partial: bool,
     ) -> Gradients:
-        """backward(), or with `partial` partial_backward() of kernels."""
+        """backward() of dout, q, k, v, out and lse, or with `partial` partial_backward() of kernels."""
         if not any(self._padding):
-            return self._differentiate((dout, q, k, v, out, lse), dlse, given, dq, partial)
+            return self._differentiate(tensors, dlse, given, dq, partial)
+        dout, q, k, v, out, lse = tensors
         tensors = [self._padded(x, i) for x, i in ((dout, 0), (q, 0), (k, 1), (v, 1), (out, 0))]
         first, first_key = self._padding
         # With lse = +inf the probabilities of a query are exp(score - inf) = 0
@@ -281,7 +277,7 @@ class Attend:
             dout_part = w dout    dlse_part = w (rowsum(dout * (out_part - out)) + dlse)
         """
         if q.device.type != "cpu":
-            return self._backward(dout, q, k, v, out, lse, dlse, given, dq, partial=True)[:3]
+            return self._backward((dout, q, k, v, out, lse), dlse, given, dq, partial=True)[:3]
         dout, q, k, v = (x.float() for x in (dout, q, k, v))
         part, lse_part = self.forward(q, k, v, given)
         weight = torch.exp(lse_part - lse)

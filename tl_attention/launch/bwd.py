@@ -386,39 +386,17 @@ def backward(
     plan = plan_cache.plans.get(key) if config is None else None
     if plan is not None:
         return plan(*tensors, softmax_scale, lse_base2, dlse, options, traced, dq)
+    asked = softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options, traced
     if has_odd_columns(q, v):
         padded = *pad_columns(dout, q, k, v, out), lse
-        grads = backward(
-            *padded,
-            softmax_scale,
-            causal,
-            lse_base2,
-            *layout[1:],
-            dlse,
-            config,
-            options,
-            traced,
-            partial=partial,
-        )
+        grads = backward(*padded, *asked, partial=partial)
         cut = [cut_columns(grad, x.shape[-1]) for grad, x in zip(grads[:3], (q, k, v), strict=True)]
         if dq is not None:
             cut[0] = dq.copy_(cut[0])
         return *cut, *grads[3:]
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
-            return backward(
-                *tensors,
-                softmax_scale,
-                causal,
-                lse_base2,
-                *layout[1:],
-                dlse,
-                config,
-                options,
-                traced,
-                dq,
-                partial,
-            )
+            return backward(*tensors, *asked, dq, partial)
     grads = tuple(
         empty(*dense(x.shape, torch.float32 if partial else x.dtype)) if grad is None else grad
         for x, grad in ((q, dq), (k, None), (v, None))

@@ -318,7 +318,7 @@ class KeyPass:
         if blocks is not None:
             options += blocks.by_keys(*self.block, self.counts[0])
         tickets = (stream_tickets(self.device, True),) if self.dynamic else ()
-        # In fp32 the gradients of keys are sums of parts, and the kernel writes to none of the arguments in their place
+        # With `partial` dk and dv are sums of parts: the kernel writes to neither of the arguments in their place
         stored = inputs[1:3] if self.partial else (dk, dv)
         sums = dq if buffers.adds_to_dq else dq_sum, *stored, dk_parts, dv_parts
         self.kernel(*inputs, *sums, softmax_scale, *self.counts, *tickets, *turns, *options)

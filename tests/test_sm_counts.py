@@ -99,10 +99,7 @@ def test_key_parts_share_the_heads_only_where_tiles_are_few(sms, heads_per_kv, t
         (2, 2, 8192, True, 2),  # 0.67 of the time in one part (H200, d128)
         (4, 4, 3000, True, 2),  # 0.78
         (1, 1, 20000, True, 3),  # 0.74
-        (1, 1, 20000, False, 4),  # 0.71
         (8, 1, 1500, True, 16),  # 0.92 of that by heads
-        (2, 2, 8192, False, 1),  # 128 tiles: one wave
-        (8, 8, 1024, False, 1),  # 1.04 in two
         (8, 8, 4096, True, 1),  # 1.33 in two
         (64, 64, 4096, True, 1),
         (128, 16, 8192, True, 2),  # 0.94
@@ -114,7 +111,28 @@ def test_key_parts_share_the_heads_only_where_tiles_are_few(sms, heads_per_kv, t
 def test_split_passes_share_the_queries_only_where_that_is_faster(heads, heads_kv, keys, causal, parts):
     split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="early-dK", reuse_registers=True)
     tiles, per_kv = heads_kv * -(-keys // 128), heads // heads_kv
-    assert pass_parts(split, tiles, per_kv, keys, causal, 132) == (parts, per_kv)
+    whole = tiles if parts == 1 else 0
+    assert pass_parts(split, tiles, per_kv, keys, causal, 132) == (parts, per_kv, whole)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "queries", "parts", "whole"),
+    [
+        (2048, 16384, 5, 1980),  # 0.98 in 7 of the time of whole tiles (H200, d128)
+        (2048, 4096, 3, 1980),  # 0.99
+        (2048, 2048, 1, 2048),
+        (157, 20000, 5, 132),  # 0.63
+        (280, 6001, 8, 264),  # 0.77 (d64)
+        (264, 4200, 1, 264),
+        (128, 8192, 1, 128),
+        (64, 1024, 1, 64),  # 1.04 in two
+    ],
+)
+def test_split_passes_share_the_last_tiles_of_equal_length(tiles, queries, parts, whole):
+    split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="early-dK", reuse_registers=True)
+    assert pass_parts(split, tiles, 1, queries, False, 132) == (parts, 1, whole)
+    drawn = whole + (tiles - whole) * parts
+    assert parts == 1 or -(-drawn // 132) * 132 - drawn < 132
 
 
 def test_packed_sequences_of_unequal_lengths_have_larger_head_groups():

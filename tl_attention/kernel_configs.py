@@ -140,7 +140,7 @@ DQ_ORDERS = ("", "late-sums", "early-dK", "separate-dS")
 #   dynamic       one CTA per SM, drawing the next tile when one begins; without options
 #   dynamic-late  one CTA per SM, drawing the next tile when all loads of one are issued
 #   ordered       as dynamic-late; tiles add to dq in the order in which they are drawn, so always in the same. Without options
-#   split         as dynamic-late; several CTAs divide the queries of a key tile, for few heads. Without options
+#   split         as dynamic-late; several CTAs share a key tile by its queries: the last tiles, causal all of few heads. Without options
 BWD_SCHEDULES = ("grid", "dynamic", "dynamic-late", "ordered", "split")
 
 
@@ -271,6 +271,10 @@ class BwdConfig:
     def deterministic(self) -> bool:
         return not any(bwd_pass.adds_dq and not bwd_pass.is_ordered for bwd_pass in self.passes)
 
+    @property
+    def is_split(self) -> bool:
+        return any(bwd_pass.is_split for bwd_pass in self.passes)
+
     def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
         """Every kernel this config compiles for a problem: the passes and their helpers."""
         widths = sorted({problem.head_dim, problem.head_dim_v})
@@ -278,6 +282,7 @@ class BwdConfig:
             *((problem, bwd_pass) for bwd_pass in self.passes),
             (problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()),
             *((problem.sum_problem(width), BwdSum()) for width in widths),
+            *((problem.sum_problem(width), BwdSum(shared=True)) for width in widths if self.is_split),
             *parts_kernels(problem),
             *table_kernels(problem),
         ]
@@ -308,9 +313,10 @@ class BwdSum:
 
     rows: int = 16  # rows of the gradient per CTA
     threads: int = 128
+    shared: bool = False  # of the key tiles alone that several CTAs share, after a split pass
 
     def __str__(self) -> str:
-        return f"sum {self.rows}"
+        return f"sum {self.rows}" + " shared" * self.shared
 
 
 @dataclass(frozen=True)

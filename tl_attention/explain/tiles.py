@@ -75,6 +75,16 @@ def launch_order(
     )
 
 
+def share_last(tiles: Runs, whole: int, parts: int) -> Runs:
+    """Tiles of which those from number `whole` on are divided among `parts` CTAs each."""
+    found = []
+    for steps, count in tiles:
+        alone = min(count, whole)
+        found += [(steps, alone), (steps / parts, (count - alone) * parts)]
+        whole -= alone
+    return tuple(run for run in found if run[1])
+
+
 def runs(tiles: Iterable[tuple[float, int]]) -> Runs:
     """Runs with equal neighbours joined."""
     return tuple(

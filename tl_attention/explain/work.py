@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tl_attention import configs
 from tl_attention.explain import functions
 from tl_attention.explain.functions import Asked
-from tl_attention.explain.tiles import Runs, cut_share, key_tiles, launch_order, query_tiles, runs
+from tl_attention.explain.tiles import Runs, cut_share, key_tiles, launch_order, query_tiles, runs, share_last
 from tl_attention.gpus import EXP_PER_CLOCK, SMEM_BYTES_PER_CLOCK, Gpu
 from tl_attention.kernel_configs import (
     BwdPass,
@@ -344,7 +344,6 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
     bucket = bwd_bucket(direction == "bwd_det", shape.heads_q, shape.heads_kv, seqlen_k)
     choice = configs.choose_config(problem, bucket, gpu.name, direction)
     rows_q = shape.heads_q * sum(q for q, _ in lengths)
-    rows_k = shape.heads_kv * sum(k for _, k in lengths)
     qk, v = problem.head_dim, problem.head_dim_v
     helpers = [Helper("tile table", 0)] if shape.is_varlen else []
     helpers += _parts_helpers(shape, problem, 2)
@@ -352,7 +351,7 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
     helpers.append(Helper("delta: rowsum of dout x out", 2 * stored * v * rows_q, stored * v * rows_q))
     kernels = []
     for one in choice.config.passes:
-        kernel, parts = _pass_work(shape, problem, one, gpu, asked, gradients=not kernels)
+        kernel, parts, rows_in_parts = _pass_work(shape, problem, one, gpu, asked, gradients=not kernels)
         kernels.append(kernel)
         if one.adds_dq:
             helpers.append(Helper("zeros for the fp32 sums of dq", 4 * qk * rows_q))
@@ -360,9 +359,11 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
             helpers.append(Helper("dq from fp32", (4 + stored) * qk * rows_q, stored * qk * rows_q))
         for grad, width in (("dk", qk), ("dv", v)):
             if one.is_split and problem.causal and shape.heads_q // shape.heads_kv < parts:
-                helpers.append(Helper(f"zeros for the fp32 parts of {grad}", 4 * parts * width * rows_k))
+                helpers.append(
+                    Helper(f"zeros for the fp32 parts of {grad}", 4 * parts * width * rows_in_parts)
+                )
             if (parts > 1 or (problem.is_fp32 and problem.has("varlen"))) and grad in one.makes:
-                moved, known = (2 * 4 * parts + stored) * width * rows_k, stored * width * rows_k
+                moved, known = (n * width * rows_in_parts for n in (2 * 4 * parts + stored, stored))
                 helpers.append(Helper(f"sum of {parts} fp32 parts of {grad}", moved, known))
     return Work(
         shape, direction, gpu, problem, choice.config, choice.source, choice.misses, _least_bytes(shape, direction, problem, asked),
@@ -373,8 +374,8 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
 
 def _pass_work(
     shape: Shape, problem: AttnProblem, one: BwdPass, gpu: Gpu, asked: Asked | None, gradients: bool
-) -> tuple[Kernel, int]:
-    """The kernel of a pass, and the number of CTAs that share the query heads of a key head.
+) -> tuple[Kernel, int, int]:
+    """The kernel of a pass, the number of CTAs that share key tiles, and the keys of all heads in such tiles.
 
     Args:
         gradients: it makes those of captured tensors.
@@ -382,7 +383,8 @@ def _pass_work(
     M, N, qk, v = one.block_M, one.block_N, problem.head_dim, problem.head_dim_v
     row = qk + v
     longest_q, longest_k = (max(lengths) for lengths in zip(*sequences(shape), strict=True))
-    owned, step, parts, per_part, shares = N, M, 1, 1, (1,)
+    owned, step, parts, per_part, shares, whole = N, M, 1, 1, (1,), 0
+    rows_in_parts = shape.heads_kv * sum(k for _, k in sequences(shape))
     by_sequence, heads, alike, cut = _steps_of(shape, asked, M, N, by_keys=one.grads != "dq")
     ordered = (problem.is_uneven or bool(problem.options)) and alike
     if one.grads == "dq":
@@ -394,16 +396,19 @@ def _pass_work(
             batch, blocks = 1, sum(map(len, by_sequence))
         tiles = batch * shape.heads_kv * blocks
         heads_per_kv = shape.heads_q // shape.heads_kv
-        parts, per_part = pass_parts(one, tiles, heads_per_kv, *_tile_queries(shape, problem), gpu.sms)
+        parts, per_part, whole = pass_parts(one, tiles, heads_per_kv, *_tile_queries(shape, problem), gpu.sms)
+        order_parts = 1 if whole else parts
         if one.is_split:
-            per_part = heads_per_kv / parts  # each part has some queries of all heads
-        shares = *[per_part] * (parts - 1), heads_per_kv - per_part * (parts - 1)
-        heads *= parts
+            per_part = heads_per_kv / order_parts  # each part has some queries of all heads
+        shares = *[per_part] * (order_parts - 1), heads_per_kv - per_part * (order_parts - 1)
+        heads *= order_parts
+        rows_in_parts = round(rows_in_parts * (1 - whole / tiles))
         stream = int(longest_q * per_part * (problem.element_bytes * row + 4 * qk * one.adds_dq))
     blocks = max(map(len, by_sequence))
     group = head_group(heads * shape.batch, sharing, max(int(stream / per_part), 1), blocks, gpu.sms)
     last = one.grads == "dq"
     tiles = launch_order(by_sequence, heads, group, shape.is_varlen, ordered, last, shares)
+    tiles = share_last(tiles, whole, parts if whole else 1)
     of_qk, of_v = PRODUCTS[one.grads]
     flops = 2 * (of_qk * qk + of_v * v)
     instructions = DV_INSTRUCTIONS if one.grads == "dv" else BWD_INSTRUCTIONS
@@ -420,18 +425,13 @@ def _pass_work(
         adders = one.warpgroups if problem.is_fp32 else 1  # of a number of dq
         clocks["adding dq in L2"] = 4 * M * qk * adders / ADD_BYTES_PER_CLOCK
     stored = sum(v if grad == "dv" else qk for grad in one.makes if not (grad == "dq" and one.adds_dq))
+    groups = shape.batch * (shape.heads_kv * parts if one.grads != "dq" else shape.heads_kv)
+    tile_bytes = problem.element_bytes * owned * row + problem.output_bytes * owned * stored
+    step_bytes = problem.element_bytes * step * row
     kernel = Kernel(
-        f"pass {one.grads}",
-        one,
-        clocks,
-        tiles,
-        M * N * flops,
-        problem.element_bytes * step * row,
-        problem.element_bytes * owned * row + problem.output_bytes * owned * stored,
-        stream,
-        shape.batch * (shape.heads_kv * parts if one.grads != "dq" else shape.heads_kv),
+        f"pass {one.grads}", one, clocks, tiles, M * N * flops, step_bytes, tile_bytes, stream, groups
     )
-    return kernel, parts
+    return kernel, parts, rows_in_parts
 
 
 def _tile_queries(shape: Shape, problem: AttnProblem) -> tuple[int, bool]:

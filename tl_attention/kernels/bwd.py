@@ -38,17 +38,17 @@ from tl_attention.kernels.pipeline import (
     wait_for_stores,
 )
 from tl_attention.kernels.roles import WARPGROUP, Roles
-from tl_attention.kernels.scheduler import TileOrder
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, indices, probabilities, softmax_backward
 from tl_attention.kernels.tiles import (
     DenseGradTiles,
     FragmentBlocks,
     PackedGradTiles,
+    SplitGradTiles,
     result_argument,
     rows_argument,
 )
 from tl_attention.kernels.traced import traced_arguments
-from tl_attention.problem import TABLE_ROWS, AttnProblem
+from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = {
     **pipeline.PASS_CONFIGS,
@@ -70,10 +70,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             In fp32 dQ itself, if the pass computes it; 0 before the kernel.
         dK_parts, dV_parts: fp32 FragmentBlocks of the matrices [parts, batch, heads_kv], widths head_dim and head_dim_v.
             Written instead of dK and dV if parts > 1, for packed sequences in fp32, and with the option `partial`.
+            With the schedule split as tiles.SplitGradTiles has them.
         softmax_scale: fp32.
         heads_per_kv, .., ctas: int32, see KeyTileCounts.
         Tickets: int32 [2], zeros before and after the kernel. Not with the schedule grid.
         Turns: int32, one per row block of dQ_sum, 0 before. With the schedule ordered alone.
+        whole: int32, see KeyTileCounts. With the schedule split alone.
         left, .., Table: see options.OptionArguments. Only where the problem has options.
 
     Gradients that the pass does not compute are not written.
@@ -448,6 +450,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         ctas: T.int32,
         Tickets: tickets_view,
         Turns: turns_view,
+        whole: T.int32 if config.is_split else False,
         left: extra.left,
         right: extra.right,
         softcap: extra.softcap,
@@ -459,20 +462,18 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     ):
         traced = traced_arguments(problem)
         options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
-        counts = bwd_tiles.KeyTileCounts(heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas)
+        per_launch = heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas
+        counts = bwd_tiles.KeyTileCounts(*per_launch, whole)
         with T.Kernel(ctas, threads=roles.block, prelude=cuda) as number:
             K_shared, V_shared = alloc_key_rings(problem, config)
             # TileLang 0.1.15 names the tile of V after this variable
             dV_shared = alloc_dv(problem, config, K_shared, V_shared)
             shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared)
-            # In terms of TileOrder the blocks are of keys, and a key head has `parts` heads
-            order_heads = heads_kv * parts
-            all_heads, table = (order_heads, Table) if varlen else (order_heads * batch, None)
-            per_entry, uneven = TABLE_ROWS // block_N, problem.is_uneven or ordered
-            order = TileOrder(
-                uneven, order_heads, all_heads, parts, n_blocks, group_heads, None, table, per_entry
-            )
+            order = bwd_tiles.key_order(problem, config, counts, heads_kv, batch, Table)
             Tiles = PackedGradTiles if varlen else DenseGradTiles
+            if config.is_split:
+                Tiles = functools.partial(SplitGradTiles, counts=counts, block_N=block_N)
+            part_blocks = block_N // 16 if config.is_split else n_blocks * (block_N // 16)
             inputs = Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, x_parts
             tiles = Tiles(
                 *inputs,
@@ -480,8 +481,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 dQ_sum=(OrderedBlocks if ordered else FragmentBlocks)(dQ_sum, rounded_q // 16),
                 dK=dK,
                 dV=dV,
-                dK_parts=FragmentBlocks(dK_parts, n_blocks * (block_N // 16)),
-                dV_parts=FragmentBlocks(dV_parts, n_blocks * (block_N // 16)),
+                dK_parts=FragmentBlocks(dK_parts, part_blocks),
+                dV_parts=FragmentBlocks(dV_parts, part_blocks),
             )
             producer = KeyTileProducer(
                 problem, config, order, counts, (seqlen_q, seqlen_k), tiles, shared, options, Tickets

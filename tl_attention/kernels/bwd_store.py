@@ -29,6 +29,11 @@ def send(config: BwdPass, tile: Any, place: Any) -> Any:
     return T.tma_copy(tile, place) if config.is_dynamic else T.copy(tile, place)
 
 
+def is_shared(config: BwdPass, counts: Any, tile: Any, tiles: Any) -> Any:
+    """True if the CTA has a part of the tile's gradients."""
+    return tiles.shared_number(tile) >= 0 if config.is_split else counts.parts > 1
+
+
 @T.macro
 def store_gradients(
     problem: AttnProblem,
@@ -46,7 +51,7 @@ def store_gradients(
 ):
     """Scale dK and dV, and store them through shared tiles, in fp32 from registers.
 
-    They are stored as parts if several CTAs share the query heads, and for `partial`, whose sum is in fp32.
+    They are stored as parts if several CTAs share the query heads or the tile, and for `partial`, whose sum is in fp32.
 
     dk_chunks, dv_chunks: fp32 tiles [64, columns] side by side.
     """
@@ -64,7 +69,7 @@ def store_gradients(
                 store_columns(tiles.dV, tile, key, dv_chunks)
         else:
             store_parts(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks)
-    elif problem.is_fp32 or problem.has("partial") or counts.parts > 1:
+    elif problem.is_fp32 or problem.has("partial") or is_shared(config, counts, tile, tiles):
         store_parts(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks)
     else:
         if config.has_dv_tile(problem):  # gradients of the previous tile have been stored

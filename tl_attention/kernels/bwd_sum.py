@@ -24,6 +24,10 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
         Gradient: as tiles.packed has it.
         of_keys: int32, 1 for the gradient of K or V, 0 for that of Q.
         Table: int32 [entries, 8], the tile table of blocks of TABLE_ROWS keys or queries.
+
+    With config.shared the matrices are as tiles.SplitGradTiles has them:
+        n_blocks: int32, key tiles per head.
+        whole: int32, number of the first shared tile.
     """
     dtype, width, rows = problem.dtype_of("dq"), problem.head_dim, config.rows
     varlen = problem.has("varlen")
@@ -38,6 +42,7 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
     blocks_per_tile = TABLE_ROWS // rows
     # Packed: a grid of two dimensions. With a third one of size 1 TileLang 0.1.15 adds a barrier to d192 and d256
     grid = (entries * blocks_per_tile, heads) if varlen else (T.ceildiv(seqlen, rows), heads, batch)
+    shared_type = T.int32 if config.shared else False
 
     @T.macro
     def add_parts(blocks, part_row_block, parts, scale, Gradient_shared):
@@ -63,12 +68,30 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
         row_blocks: T.int32,
         of_keys: of_keys_type,
         Table: table_view,
+        n_blocks: shared_type,
+        whole: shared_type,
     ):
-        with T.Kernel(*grid, threads=config.threads) as (block, head, *rest):
+        shared_grid = row_blocks * 16 // rows, total_row_blocks // (parts * row_blocks)
+        ctas = shared_grid if config.shared else grid
+        with T.Kernel(*ctas, threads=config.threads) as (block, head, *rest):
             Gradient_shared = T.alloc_shared([rows, width], dtype)
             blocks = FragmentBlocks(Parts, row_blocks)
             # Stores by TMA, which writes nothing past the last row
-            if varlen:
+            if config.shared:
+                tile = head
+                number = T.alloc_var("int32", init=whole + tile)
+                of_head = T.alloc_var("int32", init=T.truncdiv(whole + tile, n_blocks))
+                first = (n_blocks - 1 - T.truncmod(number, n_blocks)) * (row_blocks * 16) + block * rows
+                add_parts(
+                    blocks,
+                    lambda p: blocks.row_block(tile * parts + p, block * rows),
+                    parts,
+                    scale,
+                    Gradient_shared,
+                )
+                b, h = T.truncdiv(of_head, heads), T.truncmod(of_head, heads)
+                T.copy(Gradient_shared, Gradient[b, first : first + rows, h, 0:width])
+            elif varlen:
                 tile = Tile(TileOrder(False, heads, heads, 1, entries, 1, table=Table))
                 tile.read_table(block // blocks_per_tile)
                 if tile.exists:

@@ -8,8 +8,10 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels.mask import Mask
 from tl_attention.kernels.scheduler import Tile, TileBox, TileOrder, indices
+from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 Piece = tuple[slice, slice]  # rows (queries) and columns of a dQ tile
 
@@ -67,10 +69,59 @@ class KeyTileCounts:
 
     heads_per_kv: Any  # query heads per key head
     heads_per_part: Any  # query heads per CTA
-    parts: Any  # CTAs that share the query heads of a key head, or with the schedule split all its queries
+    parts: Any  # CTAs that share the query heads of a key head, or with the schedule split the queries of a shared tile
     n_blocks: Any  # key blocks per sequence; for packed sequences of all together
     group_heads: Any  # heads per group of scheduler.TileOrder
     ctas: Any
+    whole: Any = None  # with the schedule split: the number of the first shared tile
+
+
+@dataclass(frozen=True)
+class SplitOrder(TileOrder):
+    """TileOrder in which the tiles from number `whole` on are shared: each is drawn `parts` times."""
+
+    whole: Any = None
+    parts: Any = None
+
+    @property
+    def num_tiles(self) -> Any:
+        return self.whole + (self.m_blocks * self.all_heads - self.whole) * self.parts
+
+    def tile(self, number: Any) -> Any:
+        """Number of the tile that is drawn as `number`."""
+        shared = self.whole + T.truncdiv(number - self.whole, self.parts)
+        return T.if_then_else(number < self.whole, number, shared)
+
+    def part(self, number: Any) -> Any:
+        return T.if_then_else(number < self.whole, 0, T.truncmod(number - self.whole, self.parts))
+
+    def parts_of(self, number: Any) -> Any:
+        return T.if_then_else(number < self.whole, 1, self.parts)
+
+
+def key_order(
+    problem: AttnProblem, config: BwdPass, counts: KeyTileCounts, heads_kv: Any, batch: Any, table: Any
+) -> TileOrder:
+    """Order of the key tiles of a launch. In terms of TileOrder a key head has `parts` heads, or one in a split pass.
+
+    table: of packed sequences; not read for others.
+    """
+    parts = 1 if config.is_split else counts.parts
+    heads = heads_kv * parts
+    all_heads, table = (heads, table) if problem.has("varlen") else (heads * batch, None)
+    longest_first, per_entry = problem.is_uneven or config.is_ordered, TABLE_ROWS // config.block_N
+    numbers = (
+        longest_first,
+        heads,
+        all_heads,
+        parts,
+        counts.n_blocks,
+        counts.group_heads,
+        None,
+        table,
+        per_entry,
+    )
+    return SplitOrder(*numbers, counts.whole, counts.parts) if config.is_split else TileOrder(*numbers)
 
 
 @T.meta_class
@@ -105,7 +156,7 @@ class KeyTile:
         Under a causal mask the first keys have the most queries, so they come first. Tile puts its last block first: reverse it.
         """
         order = self.tile.order
-        self.tile.locate(number)
+        self.tile.locate(order.tile(number) if self.split else number)
         if self.ordered:
             self.rank[0] = order.m_blocks - 1 - self.tile.m_block
             self.first[0] = self.rank[0] * self.block_N
@@ -121,12 +172,13 @@ class KeyTile:
             self.first[0] = self.tile.m_block * self.block_N
         else:
             self.first[0] = (order.m_blocks - 1 - self.tile.m_block) * self.block_N
-        self.part_idx[0] = self.tile.head - self.tile.kv_head * order.heads_per_kv
+        first_part = self.tile.kv_head * order.heads_per_kv
+        self.part_idx[0] = order.part(number) if self.split else self.tile.head - first_part
         first_head = self.tile.kv_head * counts.heads_per_kv + self.part_idx[0] * counts.heads_per_part
         heads = T.min(counts.heads_per_part, counts.heads_per_kv - self.part_idx[0] * counts.heads_per_part)
         if self.split:
             blocks.start(self.first[0], self.tile.kv_head * counts.heads_per_kv, counts.heads_per_kv)
-            blocks.keep_share(self.part_idx[0], counts.parts)
+            blocks.keep_share(self.part_idx[0], order.parts_of(number))
             self.steps[0] = blocks.steps
         elif blocks.listed:
             blocks.start_list(

@@ -380,6 +380,31 @@ class DenseGradTiles:
 
 
 @dataclass(frozen=True)
+class SplitGradTiles(DenseGradTiles):
+    """Tiles of a backward pass in which several CTAs share some key tiles.
+
+    dK_parts and dV_parts: matrices [shared tiles, parts] of the keys of a tile. Shared tiles are in the order of the heads of all batch
+    entries, those of a head from its last keys to its first.
+
+    Args:
+        counts: bwd_tiles.KeyTileCounts.
+        block_N: keys per tile.
+    """
+
+    counts: Any = None
+    block_N: int = 0
+
+    def shared_number(self, tile: Any) -> Any:
+        """Number of a tile among the shared ones; negative if it is not shared."""
+        head, blocks = tile.batch * self.K.shape[2] + tile.kv_head, self.counts.n_blocks
+        return (head + 1) * blocks - 1 - tile.first_key // self.block_N - self.counts.whole
+
+    def dk_row_block(self, parts: FragmentBlocks, tile: Any, start: Any) -> Any:
+        matrix = self.shared_number(tile) * self.counts.parts + tile.part
+        return parts.row_block(matrix, start - tile.first_key)
+
+
+@dataclass(frozen=True)
 class PackedGradTiles(DenseGradTiles):
     """Tiles of a backward pass over packed sequences: Q, K, V, dO, dQ, dK, dV in the view of packed().
 

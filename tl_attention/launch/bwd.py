@@ -53,6 +53,8 @@ def _find_kernels(key: tuple, direction: str, config: BwdConfig | None) -> BwdKe
         tuple((bwd_pass, compiled[problem, bwd_pass]) for bwd_pass in config.passes),
         compiled[problem.sum_problem(problem.head_dim), BwdSum()],
         compiled[problem.sum_problem(problem.head_dim_v), BwdSum()],
+        compiled.get((problem.sum_problem(problem.head_dim), BwdSum(shared=True))),
+        compiled.get((problem.sum_problem(problem.head_dim_v), BwdSum(shared=True))),
         next((compiled[kernel] for kernel in table_kernels(problem)), None),
         next((compiled[kernel] for kernel in parts_kernels(problem)), None),
     )

@@ -27,7 +27,7 @@ from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 MAX_BATCH = 2**16 - 1  # per launch: the small kernels have the batch in the last dimension of their grids
 QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multiple of it
-# Shares of a key tile's queries, which a split pass divides among CTAs. Cost in queries of the launches that zero and add up the results
+# Most CTAs that share a key tile of a split pass. Cost in queries of the launches that zero and add up the results
 # of several CTAs: 8 us (8 heads of 1024 x 1024, d128, H200, 2026-11-23)
 QUERY_SHARES, SUM_QUERIES = 16, 224
 # Costs in queries of one head against a key tile: the fixed cost of a tile; partial results of one, written and read. The share of the
@@ -47,6 +47,8 @@ class BwdKernels:
     passes: tuple[tuple[BwdPass, Kernel], ...]
     sum_qk: Kernel
     sum_v: Kernel
+    sum_shared_qk: Kernel | None  # of the tiles that several CTAs share, where a pass is split
+    sum_shared_v: Kernel | None
     tile_table: Kernel | None  # runs first for packed sequences
     parts: Kernel | None  # runs first in fp32: splits q, k, v and dout
 
@@ -93,13 +95,40 @@ def key_parts(
 
 def pass_parts(
     bwd_pass: BwdPass, tiles: int, heads_per_kv: int, queries: int, triangular: bool, sms: int
-) -> tuple[int, int]:
-    """key_parts() of a pass. With the schedule `split`, CTAs share the queries in place of the heads, by QUERY_SHARES of them."""
+) -> tuple[int, int, int]:
+    """(parts, heads_per_part, whole) of a pass: key_parts(), and the number of tiles that one CTA computes alone.
+
+    With the schedule `split`, CTAs share the queries in place of the heads, at most QUERY_SHARES each tile: under a causal mask all tiles,
+    else the last ones.
+    """
     if not bwd_pass.is_split:
-        return key_parts(tiles, heads_per_kv, queries, triangular, sms, drifting=int(bwd_pass.adds_dq))
+        return *key_parts(tiles, heads_per_kv, queries, triangular, sms, drifting=int(bwd_pass.adds_dq)), 0
+    if not triangular:
+        return shared_last_tiles(tiles, heads_per_kv, queries, sms)
     share, drifting = -(-heads_per_kv * queries // QUERY_SHARES), heads_per_kv / QUERY_SHARES
     parts, _ = key_parts(tiles, QUERY_SHARES, share, triangular, sms, SUM_QUERIES, drifting)
-    return parts, heads_per_kv
+    return parts, heads_per_kv, 0 if parts > 1 else tiles
+
+
+@functools.lru_cache(maxsize=4096)
+def shared_last_tiles(tiles: int, heads_per_kv: int, queries: int, sms: int) -> tuple[int, int, int]:
+    """pass_parts() of tiles with equally many queries. CTAs share those that are left when every SM has computed equally many.
+
+    4096 tiles on 132 SMs are 31 per SM and four more, for which 128 SMs would wait a 32nd of the time. Of the possible numbers of parts the
+    smallest whose time is within TIME_SLACK of the shortest.
+    """
+    whole = tiles // sms * sms
+    per_tile = heads_per_kv * queries
+
+    def time(parts: int) -> float:
+        rounds = -(-(tiles - whole) * parts // sms)
+        return rounds * (per_tile / parts + TILE_QUERIES) + (parts > 1) * (
+            SUM_QUERIES + rounds * PART_QUERIES
+        )
+
+    times = [time(parts) for parts in range(1, QUERY_SHARES + 1)]
+    parts = next(parts for parts, needed in enumerate(times, 1) if needed <= TIME_SLACK * min(times))
+    return parts, heads_per_kv, whole if parts > 1 else tiles
 
 
 @dataclass(frozen=True)
@@ -161,7 +190,7 @@ class KeyBuffers:
         n_blocks = sizes.key_blocks(config.block_N)
         self.keys, tiles = n_blocks * config.block_N, sizes.batch * sizes.heads_kv * n_blocks
         by_queries = sizes.heads_per_kv, sizes.queries, problem.causal, sizes.sms
-        self.parts, self.heads_per_part = pass_parts(config, tiles, *by_queries)
+        self.parts, self.heads_per_part, self.whole = pass_parts(config, tiles, *by_queries)
         # A part of a split pass without queries writes nothing. Each key tile has a step per head at least
         steps = sizes.heads_per_kv * (1 if problem.causal else -(-sizes.queries // config.block_M))
         self.may_be_empty = config.is_split and steps < self.parts
@@ -171,7 +200,7 @@ class KeyBuffers:
         self.dk_in_parts, self.dv_in_parts = (in_parts and grad in config.makes for grad in ("dk", "dv"))
         self.row_blocks_q, self.row_blocks_k = sizes.rounded_q // 16, self.keys // 16
         rows_q = sizes.batch * sizes.heads * self.row_blocks_q
-        rows_k = self.parts * sizes.batch * sizes.heads_kv * self.row_blocks_k
+        rows_k = self.parts * (tiles - self.whole) * (config.block_N // 16)
         self.sum_rows = rows_q if self.adds_dq else 0
         # An int32 per row block, whose turn it is, behind the sums of an ordered pass: one memset zeroes both
         turn_rows = -(-rows_q // (16 * problem.head_dim)) if config.is_ordered else 0
@@ -285,9 +314,16 @@ class KeyPass:
         counts = tile_counts(
             batch, heads_kv * parts, 1, q_bytes, buffers.keys, config.block_N, sizes.sms, max_ctas, long_tiles
         )
-        self.kernel, self.counts = kernel, (sizes.heads_per_kv, buffers.heads_per_part, parts, *counts)
         self.block = config.block_N, config.block_M
-        self.sum_qk, self.sum_v = kernels.sum_qk, kernels.sum_v
+        self.sum_qk, self.sum_dk, self.sum_dv = kernels.sum_qk, kernels.sum_qk, kernels.sum_v
+        self.sum_counts, self.whole = (parts, buffers.row_blocks_k), ()
+        if config.is_split:
+            n_blocks, group_heads, ctas = counts
+            counts = n_blocks, -(-group_heads // parts), ctas  # whole heads
+            self.sum_dk, self.sum_dv = kernels.sum_shared_qk, kernels.sum_shared_v
+            self.sum_counts = parts, config.block_N // 16, n_blocks, buffers.whole
+            self.whole = (buffers.whole,)
+        self.kernel, self.counts = kernel, (sizes.heads_per_kv, buffers.heads_per_part, parts, *counts)
 
     def launch(
         self,
@@ -321,10 +357,10 @@ class KeyPass:
         # With `partial` dk and dv are sums of parts: the kernel writes to neither of the arguments in their place
         stored = inputs[1:3] if self.partial else (dk, dv)
         sums = dq if buffers.adds_to_dq else dq_sum, *stored, dk_parts, dv_parts
-        self.kernel(*inputs, *sums, softmax_scale, *self.counts, *tickets, *turns, *options)
+        self.kernel(*inputs, *sums, softmax_scale, *self.counts, *tickets, *turns, *self.whole, *options)
         if buffers.adds_dq:
             self.sum_qk(dq_sum, dq, softmax_scale, 1, buffers.row_blocks_q, *table_q)
         if buffers.dk_in_parts:
-            self.sum_qk(dk_parts, dk, 1.0, buffers.parts, buffers.row_blocks_k, *table_k)
+            self.sum_dk(dk_parts, dk, 1.0, *self.sum_counts, *table_k)
         if buffers.dv_in_parts:
-            self.sum_v(dv_parts, dv, 1.0, buffers.parts, buffers.row_blocks_k, *table_k)
+            self.sum_dv(dv_parts, dv, 1.0, *self.sum_counts, *table_k)

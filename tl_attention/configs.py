@@ -363,7 +363,7 @@ def choose_config(problem: AttnProblem, bucket: str, gpu_name: str, direction: s
 
 
 def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Choice:
-    misses, programs = [], problem.program and program_lines(_grid(), problem, direction)
+    misses, programs = [], problem.program and program_lines(_grid(), problem, direction, bucket)
     for line in (
         [OptionLine(*x) for x in programs] if programs else option_lines(problem.tile_class, direction)
     ):

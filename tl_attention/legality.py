@@ -249,7 +249,9 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return f"block_M: expected a divisor of {TABLE_ROWS} with varlen, got {config.block_M}"
     if config.hold_max and problem.is_listed and not problem.program.bits:
         return "hold_max: expected False with a block mask without bits, whose first blocks may hide all keys of a query, got True"
-    if fault := _listed_fault(problem, config.block_M, config.block_N):
+    # With bits a tile of 192 queries may lie in two blocks: they say what each query sees
+    block_M = LISTED_ROWS if problem.has_bits else config.block_M
+    if fault := _listed_fault(problem, block_M, config.block_N):
         return fault
     if config.page_rows not in PAGE_ROWS:
         return f"page_rows: expected one of {', '.join(map(str, PAGE_ROWS))}, got {config.page_rows}"

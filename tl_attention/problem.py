@@ -79,6 +79,8 @@ SPLIT_BUCKET = "split"
 SHORT_BUCKET, SHORT_ROWS = "short", 64
 # Another: numbers of queries that leave a third of the rows of tiles of 192 empty, and few of tiles of 128; with at most 1024 keys
 ROWS_BUCKET, ROWS_OF_BUCKET = "256", (*range(65, 129), *range(193, 257))
+# Another, without tuned rows: block masks with bits whose blocks tiles of program.JOINED_ROWS queries join at little cost
+JOINED_BUCKET = "joined"
 # One more bucket of the deterministic backward: query heads that share key heads. Additions to dq in a fixed order wait long there
 SHARED_BUCKET = "shared"
 # Bucket -> buckets whose rows serve it where it has none, in this order

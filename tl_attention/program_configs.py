@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from tl_attention.problem import AttnProblem
+from tl_attention.problem import JOINED_BUCKET, AttnProblem
 
 
 def program_lines(
-    grid: dict[str, Any], problem: AttnProblem, direction: str
+    grid: dict[str, Any], problem: AttnProblem, direction: str, bucket: str
 ) -> list[tuple[str, tuple[str, ...], dict[str, Any]]]:
     """(name, what it serves, fields) of the lines of [programs] for a problem, in the order they are tried; see configs.OptionLine.
 
-    A forward has one line per width, and optional ones for block masks: fwd_bits, and fwd_listed where the tiles of fwd do not divide
-    program.LISTED_ROWS, fwd_held for scores that stay close, and fwd_scores for a score_mod alone. A backward with bits tries the lines of
-    bwd_bits first. A line of a backward serves problems whose features are all in `serves`.
+    A forward has one line per width, and optional ones for block masks: fwd_joined in JOINED_BUCKET, fwd_bits, and fwd_listed where the
+    tiles of fwd do not divide program.LISTED_ROWS, fwd_held for scores that stay close, and fwd_scores for a score_mod alone. A backward
+    with bits tries the lines of bwd_bits first. A line of a backward serves problems whose features are all in `serves`.
     """
     width, section = grid["programs"][problem.width], "fwd" if direction == "fwd" else "bwd"
     if direction == "fwd":
         # hold_max needs scores of similar magnitude: those of a score_mod may grow from block to block, or all be -inf in the first ones
         wanted = (
+            ("fwd_joined", bucket == JOINED_BUCKET and not problem.changes_scores),
             ("fwd_bits", problem.has_bits and not problem.changes_scores),
             ("fwd_listed", problem.is_listed),
             ("fwd_held", problem.scores_stay_close),

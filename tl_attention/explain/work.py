@@ -200,7 +200,7 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
     bucket = length_bucket(longest)
     if not shape.is_varlen:
         bucket = splits.fwd_bucket(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k, gpu.sms)
-    choice = configs.choose_config(problem, bucket, gpu.name, direction)
+    choice = configs.choose_config(problem, functions.fwd_bucket(asked, bucket), gpu.name, direction)
     config: FwdConfig = choice.config
     by_sequence, heads, alike, cut = _steps_of(shape, asked, config.block_M, config.block_N, by_keys=False)
     number = 1

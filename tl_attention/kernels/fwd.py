@@ -434,7 +434,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         page_stride_k: paged.stride_k,
         page_stride_v: paged.stride_v,
     ):
-        traced = traced_arguments(problem)
+        traced = traced_arguments(problem, block_M)
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles)) as first_tile:
             shared = SharedTiles(
                 Q=TileRing(

@@ -277,7 +277,7 @@ class Scores:
         if blocks.listed and (steps.masked or self.traced.needs_key):
             blocks.find(step)
         if self.has_bits and steps.masked:
-            self.traced.fetch_bits(blocks.place_at(step), query, blocks.key_at(step))
+            self.traced.fetch_bits(blocks.place_at(step, query), query, blocks.key_at(step))
         if self.fetches or self.has_diagonals:
             self.fetch(query, blocks, step)
 
@@ -329,7 +329,7 @@ class Scores:
         """Set the position of the tile [queries, keys] at a step of key blocks for a program, and fetch what it needs."""
         if self.traced is not None:
             if self.has_bits:
-                self.traced.fetch_bits(blocks.place_at(step), query, blocks.key_at(step))
+                self.traced.fetch_bits(blocks.place_at(step, query), query, blocks.key_at(step))
             self.fetch(query, blocks, step)
 
     @T.inline

@@ -14,7 +14,18 @@ from tl_attention.kernels.program_code import STORED, fetched_type
 from tl_attention.kernels.softmax import LOG2E
 from tl_attention.kernels.staged import StagedTiles
 from tl_attention.problem import AttnProblem
-from tl_attention.program import BOOL, BYTES, FLOAT, INT, LONG, MASK, Captured, stored_dtype
+from tl_attention.program import (
+    BOOL,
+    BYTES,
+    FLOAT,
+    GROUP_ROWS,
+    INT,
+    LISTED_ROWS,
+    LONG,
+    MASK,
+    Captured,
+    stored_dtype,
+)
 
 tirx = tvm.tirx
 
@@ -29,7 +40,7 @@ class TracedArguments:
     # With a block mask: see block_lists.py
     spans: Any = None  # int32 [batch, heads, tiles, 3]
     entries: Any = None  # int32 [entries]
-    places: Any = None  # int32 [entries], with Program.bits
+    places: Any = None  # int32 [entries] or [entries, groups], with Program.bits
     bits: Any = None  # int32 [words], with Program.bits: see launch/mask_bits.py
 
     @property
@@ -43,11 +54,14 @@ class TracedArguments:
         return *found, *self.numbers
 
 
-def traced_arguments(problem: AttnProblem) -> TracedArguments | None:
+def traced_arguments(problem: AttnProblem, block_M: int = LISTED_ROWS) -> TracedArguments | None:
     """Declare the arguments of a problem's program, at the start of the body of a prim_func; None without a program.
 
     Order: captured tensors, numbers, gradients, spans, entries, places and bits. A 0-d tensor has one dimension of size 1; bool tensors
     are uint8.
+
+    Args:
+        block_M: queries per tile of lists by queries.
     """
     program = problem.program
     if program is None:
@@ -84,7 +98,8 @@ def traced_arguments(problem: AttnProblem) -> TracedArguments | None:
     entries = builder.arg("Entries", T.Tensor([tirx.Var("num_entries", INT)], INT))
     if not program.bits:
         return TracedArguments(tensors, numbers, gradients, spans, entries)
-    places = builder.arg("Places", T.Tensor([entries.shape[0]], INT))
+    groups = () if LISTED_ROWS % block_M == 0 else (block_M // GROUP_ROWS,)
+    places = builder.arg("Places", T.Tensor([entries.shape[0], *groups], INT))
     bits = builder.arg("Bits", T.Tensor([tirx.Var("num_words", INT)], INT))
     return TracedArguments(tensors, numbers, gradients, spans, entries, places, bits)
 

@@ -196,7 +196,8 @@ small = torch.rand(7)
     ("arguments", "error", "words"),
     [
         ({}, ValueError, "key, value: expected the heads of query, 4, got 2; pass enable_gqa=True"),
-        ({"query": q8.float()}, TypeError, "query: expected bfloat16"),
+        ({"query": q8.double()}, TypeError, "query: expected bfloat16, float16 or float32"),
+        ({"query": q8.float()}, TypeError, "key, value: expected the dtype of query, torch.float32"),
         ({"key": kv8[:, :, :, :8]}, ValueError, "key: expected the head_dim of query"),
         ({"key": 3}, TypeError, "key: expected a torch.Tensor"),
         ({"scale": math.inf}, ValueError, "scale: expected a finite number"),

@@ -26,8 +26,8 @@ DOORS = {
     "paged": "torch checks/common checks/kvcache checks/lengths checks/paged checks/transforms options ops reference/kvcache "
     "user_options",
     "tracing/builtin_options": "torch checks/common options program tracing/program_values",
-    "flex": "torch flex_lists tracing/builtin_options tracing/by_distance tracing/captures checks/common checks/flex checks/transforms "
-    "launch ops program reference/flex user_options | tracing/trace",
+    "flex": "torch flex_lists tracing/builtin_options tracing/by_distance tracing/captures checks/common checks/flex checks/fp32 "
+    "checks/transforms launch ops options program reference/flex user_options | tracing/trace",
     "flex_lists": "torch block_masks tracing/captures tracing/intervals launch/block_lists program",
     "tracing/dense_bias": "torch",
     "block_masks": "torch tracing/builtin_options tracing/captures checks/flex checks/masks checks/transforms tracing/intervals program "
@@ -36,7 +36,7 @@ DOORS = {
     "tracing/intervals": "torch program tracing/program_values tracing/trace_ops",
     "tracing/program_values": "torch program tracing/trace_ops",
     "tracing/by_distance": "torch program tracing/program_values",
-    "checks/flex": "torch checks/common program",
+    "checks/flex": "torch checks/common checks/fp32 problem program",
     "checks/masks": "torch checks/common checks/flex tracing/intervals",
     "tracing/trace": "torch tracing/captures tracing/dense_bias program tracing/trace_ops",
     "tracing/trace_ops": "torch program",
@@ -55,7 +55,8 @@ DOORS = {
     "transforms": "torch options",
     "torch_backend": "torch checks/common checks/fp32 options flash ops torch_masks",
     "torch_fp32": "torch checks/common checks/flex checks/fp32 ops options problem target",
-    "torch_masks": "torch torch_fp32 checks/flex tracing/dense_bias launch problem program reference/flex target | tracing/trace",
+    "torch_masks": "torch torch_fp32 checks/common checks/flex checks/fp32 tracing/dense_bias launch options problem program "
+    "reference/flex target | tracing/trace",
     "checks/lengths": "torch checks/common checks/kvcache options",
     "kvcache": "torch checks/common checks/transforms checks/kvcache checks/lengths options problem kernel_configs target ops launch "
     "reference/kvcache",

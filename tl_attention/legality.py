@@ -175,18 +175,23 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | JvpConfig | 
     sums = fp32(sum(widths[grad] for grad in config.makes if not (grad == "dq" and config.adds_dq)))
     # The second accumulator of a block uses the registers of dP
     sums += fp32(sum_columns(problem, config) or 0)
-    if config.grads == "dq" and problem.is_fp32:  # the parts of dS take the registers of dP
-        return sums + fp32(step) + max(fp32(step), narrow(step))
+    learned = _learned_tiles(problem, config) * fp32(step)
+    if config.grads == "dq" and problem.is_fp32:
+        # The parts of dS take the registers of dP and of the learned tiles
+        return sums + fp32(step) + max(fp32(step) + learned, narrow(step))
     if config.reuse_registers:
         # If scores have a slope (softcap, score_mod), dS and dV use different P
         tiles = (2 if has_p and problem.is_sloped else 1) + (config.order == "separate-dS")
         return sums + fp32(step) + tiles * narrow(step)
     scores = fp32(step) * (2 if has_ds else 1)
-    if config.grads == "dq" and problem.learns and problem.program.learns_from_scores:
-        scores += fp32(step)  # kept for the gradients of captured tensors
-    if config.grads == "dq" and problem.learns:
-        scores += fp32(step) * len(problem.program.stored)
-    return sums + scores + narrow(step) * (int(has_p) + int(has_ds))
+    return sums + scores + learned + narrow(step) * (int(has_p) + int(has_ds))
+
+
+def _learned_tiles(problem: AttnProblem, config: BwdPass) -> int:
+    """Fragments of scores that the gradients of captured tensors need: kept scores, and gradients that are stored."""
+    if config.grads != "dq" or not problem.learns:
+        return 0
+    return int(problem.program.learns_from_scores) + len(problem.program.stored)
 
 
 def _owned_and_step(bwd_pass: BwdPass) -> tuple[int, int]:
@@ -292,8 +297,8 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
             return f"{step}: expected 32 or 64 where dq is summed in fp32, got {step_rows}"
     if problem.is_fp32 and "dv" in bwd_pass.makes:
         # P' of dV is not that of dS'
-        if problem.has("softcap") and "dk" in bwd_pass.makes:
-            return "grads: expected dk and dv in passes of their own in fp32 with a softcap, got dk+dv"
+        if problem.is_sloped and "dk" in bwd_pass.makes:
+            return "grads: expected dk and dv in passes of their own in fp32 where scores have a slope, got dk+dv"
         if problem.has("dropout") and bwd_pass.reuse_registers:
             return "reuse_registers: expected False for dv in fp32 with dropout, got True"
     if owns_queries and bwd_pass.reuse_registers:

@@ -233,7 +233,7 @@ class AttnProblem:
     @property
     def learns_dS(self) -> bool:
         """True if the gradient of a captured tensor is dS as kernels round it, so that a pass by keys can store it."""
-        return self.learns and self.program.learns_dS and self.dtype_of("ds") == "bfloat16"
+        return self.learns and self.program.learns_dS and self.dtype == "bfloat16"
 
     @property
     def changes_scores(self) -> bool:

@@ -16,7 +16,7 @@ def program_lines(
     tiles of fwd do not divide program.LISTED_ROWS, fwd_held for scores that stay close, and fwd_scores for a score_mod alone. A backward
     with bits tries the lines of bwd_bits first. A line of a backward serves problems whose features are all in `serves`.
     """
-    width, section = grid["programs"][problem.width], "fwd" if direction == "fwd" else "bwd"
+    width, section = grid["programs"][problem.tile_class], "fwd" if direction == "fwd" else "bwd"
     if direction == "fwd":
         # hold_max needs scores of similar magnitude: those of a score_mod may grow from block to block, or all be -inf in the first ones
         wanted = (
@@ -27,7 +27,7 @@ def program_lines(
             ("fwd_scores", problem.changes_scores and not (problem.fetches or problem.is_listed)),
         )
         section = next((name for name, applies in wanted if applies and name in width), section)
-    name, lines = f"[programs.{problem.width}] {section}", width[section]
+    name, lines = f"[programs.{problem.tile_class}] {section}", width[section]
     served = (str(problem.program),)
     if direction == "fwd":
         return [(name, served, lines)]

@@ -9,6 +9,8 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
 from tl_attention.checks.common import describe, expect_tensor
+from tl_attention.checks.fp32 import has_gradient_kernels
+from tl_attention.problem import FP32_BWD_WIDTHS
 from tl_attention.program import BLOCK_BITS, HOW_BITS, LISTED_ROWS, Call
 
 MAX_ELEMENTS = 2**31 - 1  # from the first to the last element of a captured tensor: kernels index in 32 bits
@@ -28,7 +30,6 @@ OPTIONS_OFF = (
     ("rng_state", None),
     ("num_splits", 0),
     ("seqlens", None),
-    ("precision", None),
 )
 
 
@@ -78,7 +79,7 @@ def check_not_transformed(function: str) -> None:
 
 
 def check_no_options(options: tuple) -> None:
-    """Refuse options of flash_attn_func beside functions: causal, then the fields of UserOptions."""
+    """Refuse options of flash_attn_func beside functions: causal, then the fields of UserOptions but the precision."""
     for (name, off), value in zip(OPTIONS_OFF, options, strict=True):
         if name == "window_size":
             is_off = isinstance(value, tuple | list) and all(x is None or x == -1 for x in value)
@@ -95,6 +96,15 @@ def check_order(function: str, *grads: torch.Tensor | None) -> None:
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in grads):
         raise NotImplementedError(
             f"{function}: the gradient of a gradient is not supported; call backward without create_graph=True"
+        )
+
+
+def check_gradient_kernels(q: torch.Tensor, v: torch.Tensor, parts: int, names: Names) -> None:
+    """Refuse gradients of fp32 head dims that have no kernels."""
+    if not has_gradient_kernels(q, v, parts, traced=True):
+        raise NotImplementedError(
+            f"{names.q}: expected a head_dim of at most {min(x[-1][0] for x in FP32_BWD_WIDTHS.values())} where float32 with functions,"
+            f" masks or biases needs gradients, got {q.shape[-1]}; pass precision='medium', or call it under torch.no_grad()"
         )
 
 

@@ -95,7 +95,7 @@ def prelude(problem: AttnProblem, roles: Roles) -> str | None:
     philox = PHILOX if problem.has("dropout") else ""
     tanh = TANH if problem.has("softcap") and problem.is_fp32 else ""
     zero = ZERO if problem.parts > 1 else ""
-    program = "" if problem.program is None else program_code(problem.program)
+    program = "" if problem.program is None else program_code(problem.program, accurate=problem.is_fp32)
     return (roles.prelude or "") + philox + tanh + zero + program or None
 
 

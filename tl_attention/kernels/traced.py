@@ -366,7 +366,9 @@ class Traced:
         weight = self.weight(scores, P, i, j, lse_log2, seqlen_k)
         score = scores[i, j] if self.program.learns_from_scores else 0.0
         factor = self.call(f"factor{number}", FLOAT, score, i, j)
-        return T.call_extern(FLOAT, "tl_attention_gradient", weight, acc_dp[i, j], delta[i], factor)
+        return T.call_extern(
+            FLOAT, "tl_attention_gradient", weight, acc_dp[i, j], delta[i], lse_log2[i], factor
+        )
 
     @T.inline
     def add_gradients(self, scores, P, acc_dp, lse_log2, delta, seqlen_k, tiles):

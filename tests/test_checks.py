@@ -126,6 +126,8 @@ OPTION_ERRORS = {
     "dropout-nearly-1": ({"dropout_p": 0.999}, ValueError, r"dropout_p: expected a number from 0 to 255/256"),
     "dropout-nan": ({"dropout_p": math.nan}, ValueError, r"dropout_p: expected a number"),
     "dropout-text": ({"dropout_p": "0.1"}, ValueError, r"dropout_p: expected a number.*got '0\.1'"),
+    "dropout-true": ({"dropout_p": True}, ValueError, r"dropout_p: expected a number.*got True; the parameters after v"),
+    "dropout-tensor": ({"dropout_p": torch.tensor(0.1)}, ValueError, r"dropout_p: expected a number.*; pass float\(dropout_p\)"),
     "rng-shape": ({"dropout_p": 0.1, "rng_state": torch.zeros(3).long()}, ValueError, r"rng_state: expected shape \(2,\), got \(3,\)"),
     "rng-dtype": ({"dropout_p": 0.1, "rng_state": torch.zeros(2)}, TypeError, r"rng_state: expected torch\.int64, got torch\.float32"),
     "slopes-are-no-tensor": ({"alibi_slopes": [1.0] * 4}, TypeError, r"alibi_slopes: expected a torch\.Tensor, got list"),

@@ -72,7 +72,7 @@ def options():
     sink = torch.randn(HEADS, requires_grad=True)
     used = {"seqused_k": torch.tensor([3, 5], dtype=torch.int32)}
     return {
-        "window": ((), {"window_size": (5, 2)}),
+        "window": ((), {"window_size": (5, 2), "dropout_p": False}),
         "list": ((), {"window_size": [5, None]}),
         "softcap": ((), {"softcap": 20, "causal": True}),
         "alibi": ((), {"alibi_slopes": torch.rand(HEADS)}),

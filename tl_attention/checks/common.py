@@ -177,6 +177,11 @@ def is_scalar(x: object) -> bool:
     return isinstance(x, NUMBER_TYPES) and not isinstance(x, bool)
 
 
+def _is_number_of_array(x: object) -> bool:
+    """True for a tensor or an array that holds one number, and for a number of NumPy."""
+    return hasattr(x, "__array__") and x.shape in ((), (1,))
+
+
 def check_fwd(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -357,10 +362,11 @@ def check_options(
         raise ValueError(
             f"softcap: expected 0 for no cap, or a number from 2 ** -60 to 2 ** 60, got {describe(softcap)}"
         )
-    if not is_scalar(dropout_p) or not 0 <= dropout_p < 255.5 / 256:
+    if dropout_p is not False and not (is_scalar(dropout_p) and 0 <= dropout_p < 255.5 / 256):
+        hint = "; pass float(dropout_p)" if _is_number_of_array(dropout_p) else BY_KEYWORD
         raise ValueError(
             "dropout_p: expected a number from 0 to 255/256 (it is rounded to a multiple of 1/256),"
-            f" got {describe(dropout_p)}{'' if is_scalar(dropout_p) else BY_KEYWORD}"
+            f" got {describe(dropout_p)}{'' if is_scalar(dropout_p) else hint}"
         )
     if rng_state is not None:
         expect_like("rng_state", rng_state, q, ((2,),), (torch.int64,))

@@ -131,7 +131,7 @@ def find_config(key: tuple, direction: str, config: Config | None) -> tuple[Attn
         gpu = torch.cuda.get_device_name(device)
         config, source = configs.pick_config(problem.served_as, bucket, gpu, direction)
     else:
-        check_config(problem, config, legality.is_legal(problem, config, direction))
+        check_config(problem, config, legality.fault(problem, config, direction))
     if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
         words = tuning_key(problem, bucket)
         print(f"tl_attention: {direction} {words} -> {config} ({source})", file=sys.stderr)

@@ -588,3 +588,19 @@ def test_flex_captured_tensors_of_another_device_are_refused():
     q = torch.randn(1, 4, 8, 64, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="captured tensor 0.*expected the device of query, cuda:0"):
         flex_attention(q, q, q, lambda s, b, h, q, k: s + small[h])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("of", ["query", "dout"])
+def test_flex_nan_reaches_gradients_of_captured_tensors(of):
+    """NaN in a row of one head: in its gradients, and in none of another head."""
+    score_mod, mask_mod, (temperature, relative, slopes) = cases(Captured("cuda"))["together"]
+    q, k, v = inputs("cuda", torch.bfloat16, 577, 600, 128)
+    dout = torch.randn_like(q)
+    (q if of == "query" else dout).data[0, 1, 20] = math.nan
+    out = flex_attention(q, k, v, score_mod, mask_mod=mask_mod, enable_gqa=True)
+    found = torch.autograd.grad(out, [temperature, relative, slopes], dout)
+    assert found[0].isnan()
+    for x in found[1:]:
+        assert x.view(HEADS, -1).isnan().any(1).tolist() == [False, True, False, False]

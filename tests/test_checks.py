@@ -115,7 +115,7 @@ def cu(*ends, dtype=torch.int32):
 
 
 OPTION_ERRORS = {
-    "window-is-no-pair": ({"window_size": 128}, TypeError, r"window_size: expected a pair \(left, right\), got 128"),
+    "window-is-no-pair": ({"window_size": 128}, TypeError, r"window_size: expected a pair \(left, right\), got 128; pass \(128, 0\)"),
     "window-float": ({"window_size": (1.5, 0)}, TypeError, r"window_size: expected ints, with -1 or None for no limit, got 1\.5"),
     "window-bool": ({"window_size": (True, 0)}, TypeError, r"window_size: expected ints, with -1 or None for no limit, got True"),
     "window-negative": ({"window_size": (-2, 0)}, ValueError, r"window_size: expected bounds of at least 0.*got \(-2, 0\)"),
@@ -135,7 +135,7 @@ OPTION_ERRORS = {
     "slopes-dtype": ({"alibi_slopes": torch.ones(4).bfloat16()}, TypeError, r"alibi_slopes: expected torch\.float32, got.*cast it"),
     "slopes-device": ({"alibi_slopes": torch.ones(4, device="meta")}, ValueError, r"alibi_slopes: expected the device of q, cpu, got"),
     "slopes-grad": ({"alibi_slopes": torch.ones(4).requires_grad_()}, NotImplementedError, r"alibi_slopes: expected a tensor.*detach\(\)"),
-    "sink-shape": ({"learnable_sink": torch.ones(1, 4)}, ValueError, r"learnable_sink: expected shape \(4,\), got \(1, 4\)"),
+    "sink-shape": ({"learnable_sink": torch.ones(1, 4)}, ValueError, r"learnable_sink: expected shape \(4,\), got \(1, 4\); pass a number"),
     "sink-dtype": ({"learnable_sink": torch.ones(4).int()}, TypeError, r"learnable_sink: expected torch\.float32 or torch\.bfloat16"),
     "causal-is-no-bool": ({"causal": 1, "softcap": 1.0}, TypeError, r"causal: expected a bool, got 1"),
     "deterministic-is-no-bool": ({"deterministic": 1, "softcap": 1.0}, TypeError, r"deterministic: expected a bool, got 1"),

@@ -64,6 +64,7 @@ def cases(c: Captured, cap: float = 20.0) -> dict[str, tuple]:
         "slopes": (lambda s, b, h, q, k: s + c.slopes[h] * (k - q) * 0.1, None, (c.slopes,)),
         "relative": (lambda s, b, h, q, k: s + c.relative[h, q - k + MAX], causal, (c.relative,)),
         "half": (lambda s, b, h, q, k: s + c.half[h, q - k + MAX], None, (c.half,)),
+        "undefined": (lambda s, b, h, q, k: s + c.slopes[h] * torch.sqrt(576.5 - q), None, (c.slopes,)),  # past 577 queries
         "temperature": (lambda s, b, h, q, k: s * c.temperature, causal, (c.temperature,)),
         "of_query": (lambda s, b, h, q, k: s * c.of_query[b, q].sigmoid(), None, (c.of_query,)),
         "dense": (lambda s, b, h, q, k: s + c.dense[0, h, q, k], None, (c.dense,)),
@@ -392,11 +393,27 @@ def test_flex_every_width_has_a_legal_config(name, direction):
             assert getattr(config, "split", False) == (bucket == "split")
 
 
+def test_flex_bounds_scores_that_may_be_undefined_past_the_last_query():
+    table = torch.rand(HEADS, 2 * MAX)
+    for score_mod, is_partial in (
+        (lambda s, b, h, q, k: s * torch.sqrt(600.5 - q), True),
+        (lambda s, b, h, q, k: s / (600.0 - q), True),
+        (lambda s, b, h, q, k: s + torch.where(q < 600, torch.log(600 - q), 0.0), True),
+        (lambda s, b, h, q, k: 1 / s, True),
+        (lambda s, b, h, q, k: s * torch.sqrt(k + 1.0), False),  # keys past the last are hidden
+        (lambda s, b, h, q, k: s + table[h, (40 * torch.log(600.5 - q)).long()], False),  # within the table
+        (lambda s, b, h, q, k: (s / 3) ** 2 + (q - k) ** 2, False),
+    ):
+        assert trace(score_mod, None, False).program.is_partial == is_partial
+    assert {name for name, program in PROGRAMS.items() if program.is_partial} == {"singular", "undefined"}
+
+
 LOWERED = [
     ("relative", FwdConfig(128, 128, schedule="dynamic")),
     ("relative", BwdPass("dq+dk+dv", 64, 128, reuse_registers=True)),
     ("together", BwdPass("dk+dv", 64, 128, reuse_registers=True)),
     ("slopes", BwdPass("dq", 128, 64)),
+    ("undefined", BwdPass("dk+dv", 64, 128, reuse_registers=True)),
 ]
 
 
@@ -488,6 +505,7 @@ def built():
     functions = [
         *((*made["together"][:2], torch.bfloat16, 128), (*made["documents"][:2], torch.bfloat16, 128)),
         (*made["softcap"][:2], torch.float16, 64),
+        (*made["undefined"][:2], torch.bfloat16, 64),
         *((several(seeds, c), causal, torch.bfloat16, 64) for seeds in SEEDS),
     ]
     kernels = []
@@ -515,6 +533,7 @@ def built():
         ("softcap", 64, torch.float16, 577, 580),
         ("causal", 128, torch.bfloat16, 600, 600),  # a kernel with causal=True
         ("softcap", 40, torch.float16, 600, 1),
+        ("undefined", 64, torch.bfloat16, 577, 600),
     ],
 )
 def test_flex_matches_the_formula(name, head_dim, dtype, seqlen_q, seqlen_k):

@@ -17,6 +17,7 @@ from tl_attention.problem import AttnProblem
 from tl_attention.program import BOOL, BYTES, FLOAT, INT, LONG, MASK, Captured, stored_dtype
 
 tirx = tvm.tirx
+MAX_SCORE = 1e30
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,11 @@ class Traced:
 
     def score(self, raw_score: Any, i: Any, j: Any) -> Any:
         """New score, whether the query sees the key or not."""
-        return self.call("new_score", FLOAT, raw_score * self.softmax_scale, i, j)
+        score = self.call("new_score", FLOAT, raw_score * self.softmax_scale, i, j)
+        if self.rows_are_keys and self.program.is_partial:
+            # Past the last query lse is inf, and the probability 0 of any score but NaN and inf. A NaN elsewhere is in lse, too
+            return T.call_extern(FLOAT, "fminf", score, MAX_SCORE)
+        return score
 
     @T.inline
     def fetch_bits(self, place, row, column):

@@ -159,7 +159,7 @@ def test_configs_serve_biases(width):
             used = program.forward if direction == "fwd" else program
             problem = AttnProblem.of("bfloat16", *width, False, direction, (), used)
             config, _ = configs.pick_config(problem, "long", "NVIDIA H200", direction)
-            assert legality.is_legal(problem, config, direction) is None
+            assert legality.fault(problem, config, direction) is None
             if direction == "fwd" and width == (64, 64):
                 assert (
                     problem.stages and legality.smem_bytes(problem, config) > 128 * 128 * bias.element_size()

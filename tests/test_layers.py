@@ -255,6 +255,12 @@ def test_layers_import_does_not_import_the_compiler_of_torch():
     assert done.stdout.strip() == "False", f"{done.stdout}{done.stderr}: a second of import for all"
 
 
+def test_layers_public_modules_are_imported_at_their_first_use():
+    code = "import sys, tl_attention as t; print('tl_attention.distributed' in sys.modules, t.distributed.shard.__name__, hasattr(t, 'x'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.stdout.strip() == "False shard False", f"{done.stdout}{done.stderr}"
+
+
 def test_layers_every_room_but_kernels_needs_torch_alone():
     files = [path for path in FILES if path.parts[0] != "kernels" and path.stem != "__init__"]
     import_without_extras(*(".".join(("tl_attention", *path.with_suffix("").parts)) for path in files))

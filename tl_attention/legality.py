@@ -1,6 +1,6 @@
 """Can a config run a problem? Models of shared memory and registers, and the rules of the kernels.
 
-The tuner, the tests of stored rows and an explicit `config=` all ask is_legal.
+The tuner, the tests of stored rows and an explicit `config=` all ask fault().
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _listed_fault(problem: AttnProblem, block_M: int, block_N: int) -> str | Non
     return None
 
 
-def is_legal(problem: AttnProblem, config: Config | JvpConfig, direction: str | None = None) -> str | None:
+def fault(problem: AttnProblem, config: Config | JvpConfig, direction: str | None = None) -> str | None:
     """The reason why a config cannot run a problem, or only with spills; None if it can.
 
     direction: one of DIRECTIONS that the config must serve; None for any that it fits.
@@ -219,8 +219,8 @@ def is_legal(problem: AttnProblem, config: Config | JvpConfig, direction: str | 
     if isinstance(config, JvpConfig):
         return _jvp_fault(problem, config)
     for bwd_pass in config.passes:
-        if fault := _pass_fault(problem, bwd_pass):
-            return f"{bwd_pass}: {fault}"
+        if reason := _pass_fault(problem, bwd_pass):
+            return f"{bwd_pass}: {reason}"
     made = sorted(grad for bwd_pass in config.passes for grad in bwd_pass.makes)
     if made != ["dk", "dq", "dv"]:
         return f"passes: expected dk, dq and dv once each, got {', '.join(made) or 'nothing'}"

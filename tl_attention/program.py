@@ -52,7 +52,10 @@ MAX_DIAGONALS = 2  # values per diagonal that a kernel keeps in shared memory
 MAX_REPEATED = 4
 MAX_STAGED = 4  # most bytes per score for tiles of captured tensors in shared memory
 
-
+# Operations that are NaN or inf for some finite operands: which operand decides
+PARTIAL = {"log": 0, "log2": 0, "log1p": 0, "sqrt": 0, "rsqrt": 0, "pow": 0} | dict.fromkeys(
+    ("div", "floor_divide", "remainder", "fmod"), 1
+)
 # See Program._positions: leaves, and signs of the operands of sums
 POSITIONS = {"query": (1, 0), "key": (0, 1)}
 LINES = {"add": (1, 1), "sub": (1, -1), "neg": (-1,), "cast": (1,)}
@@ -380,6 +383,27 @@ class Program:
     def depends_on(self, value: int, leaves: Iterable[str]) -> bool:
         """True if a value is computed from one of these leaves."""
         return not {*leaves}.isdisjoint(self.values[i].op for i in self.needed([value]))
+
+    @functools.cached_property
+    def is_partial(self) -> bool:
+        """True if the score may be NaN or inf at a query past the last one, though it is finite at all others."""
+        open_values = [] if self.score is None else [self.score]
+        while open_values:
+            value = self.values[open_values.pop()]
+            if value.dtype != FLOAT or value.op == "load":
+                continue
+            deciding = None if self._is_whole_power(value) else PARTIAL.get(value.op)
+            if deciding is not None and self.depends_on(value.args[deciding], ("score", "query")):
+                return True
+            open_values += value.args
+        return False
+
+    def _is_whole_power(self, value: Value) -> bool:
+        """True for x ** n with a constant n of 0, 1, 2, .."""
+        if value.op != "pow":
+            return False
+        exponent = self.values[value.args[1]]
+        return exponent.op == "constant" and exponent.data in range(2**24)
 
     def __str__(self) -> str:
         """The words score_mod, mask_mod, blocks, bits, as far as they apply."""

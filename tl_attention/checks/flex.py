@@ -62,7 +62,17 @@ def check_aux(return_aux: Any, return_lse: bool) -> None:
 
 def check_function(name: str, function: Callable | None) -> None:
     if function is not None and not callable(function):
-        raise TypeError(f"{name}: expected a function of 0-d tensors or None, got {describe(function)}")
+        hint = ""
+        if isinstance(function, torch.Tensor):
+            hint = "; pass a tensor as attn_bias"
+        elif is_block_mask(function):
+            hint = "; pass it as block_mask"
+        raise TypeError(f"{name}: expected a function of 0-d tensors or None, got {describe(function)}{hint}")
+
+
+def is_block_mask(x: Any) -> bool:
+    """True for a BlockMask of PyTorch, or an object with the same fields."""
+    return all(hasattr(x, name) for name in (*LISTS, "mask_mod", "seq_lengths", "BLOCK_SIZE"))
 
 
 def check_not_transformed(function: str) -> None:
@@ -143,10 +153,10 @@ def check_block_mask(
         raise ValueError(
             "mask_mod: expected None beside block_mask, which has a mask_mod of its own, got a function"
         )
-    if not all(hasattr(block_mask, name) for name in (*LISTS, "mask_mod", "seq_lengths", "BLOCK_SIZE")):
+    if not is_block_mask(block_mask):
         raise TypeError(
             f"block_mask: expected a BlockMask of torch.nn.attention.flex_attention, got {type(block_mask).__name__}; pass a function as"
-            " mask_mod"
+            " mask_mod, a tensor as attn_bias"
         )
     lengths = q.shape[2], k.shape[2]
     if tuple(block_mask.seq_lengths) != lengths:
@@ -210,7 +220,7 @@ def check_bias(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, names: Name
     if not fits:
         raise ValueError(
             f"attn_bias: expected shape (1 or {wanted[0]}, 1 or {wanted[1]}, {wanted[2]}, {wanted[3]}) of batch, heads, seqlen_q, seqlen_k,"
-            f" got {tuple(bias.shape)}; expand() it"
+            f" got {tuple(bias.shape)}; view or expand it to that"
         )
     if bias.device != q.device:
         raise ValueError(

@@ -24,7 +24,7 @@ from tl_attention.kernel_configs import (
     page_rows,
 )
 from tl_attention.launch import splits
-from tl_attention.launch.bwd_passes import pass_parts
+from tl_attention.launch.bwd_passes import causal_tiles, pass_parts
 from tl_attention.launch.common import GROUP_KEYS, head_group
 from tl_attention.problem import (
     DECODE,
@@ -359,9 +359,8 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
             helpers.append(Helper("dq from fp32", (4 + stored) * qk * rows_q, stored * qk * rows_q))
         for grad, width in (("dk", qk), ("dv", v)):
             if one.is_split and problem.causal and shape.heads_q // shape.heads_kv < parts:
-                helpers.append(
-                    Helper(f"zeros for the fp32 parts of {grad}", 4 * parts * width * rows_in_parts)
-                )
+                zeros = 4 * parts * width * rows_in_parts
+                helpers.append(Helper(f"zeros for the fp32 parts of {grad}", zeros))
             if (parts > 1 or (problem.is_fp32 and problem.has("varlen"))) and grad in one.makes:
                 moved, known = (n * width * rows_in_parts for n in (2 * 4 * parts + stored, stored))
                 helpers.append(Helper(f"sum of {parts} fp32 parts of {grad}", moved, known))
@@ -434,13 +433,14 @@ def _pass_work(
     return kernel, parts, rows_in_parts
 
 
-def _tile_queries(shape: Shape, problem: AttnProblem) -> tuple[int, bool]:
-    """Queries of a head that see a key tile, and whether tiles have fewer and fewer, as launch.bwd passes them to pass_parts."""
+def _tile_queries(shape: Shape, problem: AttnProblem) -> tuple[int, float]:
+    """Queries of a head that see a key tile, and the share of tiles on the diagonal, as launch.bwd passes them to pass_parts."""
     lengths, window = sequences(shape), sum(bounds(shape))
-    queries = -(-sum(q for q, _ in lengths) // len(lengths)) if shape.is_varlen else shape.seqlen_q
+    rows_q, rows_k = map(sum, zip(*lengths, strict=True))
+    queries = -(-rows_q // len(lengths))
     if problem.has("window"):
         queries = min(queries, (1 << int(window).bit_length()) + TABLE_ROWS)
-    return queries, problem.causal
+    return causal_tiles(queries, rows_q, rows_k) if problem.causal else (queries, 0)
 
 
 def _pass_smem(problem: AttnProblem, one: BwdPass) -> int:

@@ -65,13 +65,17 @@ static __device__ __forceinline__ float tl_attention_within_pi(float x) {
 }
 // 0 where the probability is, whatever the slope of a hidden score
 static __device__ __forceinline__ float tl_attention_sloped(float P, float slope) { return P > 0.f ? P * slope : 0.f; }
-static __device__ __forceinline__ float tl_attention_gradient(float P, float dP, float delta, float factor) {
-  return P > 0.f ? P * (dP - delta) * factor : 0.f;
+"""
+# Functions of a program with gradients of captured tensors
+GRADIENTS = """
+// 0 where the probability is 0, whatever the factor of a hidden score, and past the last query, whose lse_log2 is inf
+static __device__ __forceinline__ float tl_attention_gradient(float P, float dP, float delta, float lse_log2, float factor) {
+  return P != 0.f & lse_log2 != __int_as_float(0x7f800000) ? P * (dP - delta) * factor : 0.f;
 }
 static __device__ __forceinline__ float tl_attention_before(bool is_before, float x) { return is_before ? x : 0.f; }
 static __device__ __forceinline__ void tl_attention_add(void* sums, int offset, float x) {
-  // A predicate, not a branch, for which ptxas serializes all wgmma (C7514)
-  asm volatile("{ .reg .pred p; setp.ne.f32 p, %1, 0f00000000; @p red.global.add.f32 [%0], %1; }" ::"l"((float*)sums + offset), "f"(x)
+  // A predicate, not a branch, for which ptxas serializes all wgmma (C7514). A NaN is not equal to 0: it is added
+  asm volatile("{ .reg .pred p; setp.neu.f32 p, %1, 0f00000000; @p red.global.add.f32 [%0], %1; }" ::"l"((float*)sums + offset), "f"(x)
                : "memory");
 }
 // Adds x to the exact sum of an element: 15 integers for 8 exponents each, from 2^-64 on, and a count of what is too large for them
@@ -172,7 +176,8 @@ def program_code(program: Program, accurate: bool = False) -> str:
         functions.append(function(f"target{i}", INT, list(gradient.index), offset, of=of))
     dense = DENSE if program.dense_loads or program.stored else ""
     diagonals = DIAGONALS if program.diagonals or program.diagonal_gradients else ""
-    helpers = HELPERS + (ACCURATE if accurate else "") + (BITS if program.bits else "")
+    gradients = GRADIENTS if program.gradients else ""
+    helpers = HELPERS + gradients + (ACCURATE if accurate else "") + (BITS if program.bits else "")
     return helpers + dense + diagonals + "\n".join(functions) + "\n"
 
 

@@ -28,6 +28,7 @@ from tl_attention.program import (
 )
 
 tirx = tvm.tirx
+MAX_SCORE = 1e30
 
 
 @dataclass(frozen=True)
@@ -288,7 +289,11 @@ class Traced:
 
     def score(self, raw_score: Any, i: Any, j: Any) -> Any:
         """New score, whether the query sees the key or not."""
-        return self.call("new_score", FLOAT, raw_score * self.softmax_scale, i, j)
+        score = self.call("new_score", FLOAT, raw_score * self.softmax_scale, i, j)
+        if self.rows_are_keys and self.program.is_partial:
+            # Past the last query lse is inf, and the probability 0 of any score but NaN and inf. A NaN elsewhere is in lse, too
+            return T.call_extern(FLOAT, "fminf", score, MAX_SCORE)
+        return score
 
     @T.inline
     def fetch_bits(self, place, row, column):
@@ -381,7 +386,9 @@ class Traced:
         weight = self.weight(scores, P, i, j, lse_log2, seqlen_k)
         score = scores[i, j] if self.program.learns_from_scores else 0.0
         factor = self.call(f"factor{number}", FLOAT, score, i, j)
-        return T.call_extern(FLOAT, "tl_attention_gradient", weight, acc_dp[i, j], delta[i], factor)
+        return T.call_extern(
+            FLOAT, "tl_attention_gradient", weight, acc_dp[i, j], delta[i], lse_log2[i], factor
+        )
 
     @T.inline
     def add_gradients(self, scores, P, acc_dp, lse_log2, delta, seqlen_k, tiles):

@@ -20,6 +20,7 @@ from tl_attention.launch.bwd_passes import (
     queries_of_tile,
 )
 from tl_attention.launch.common import (
+    LN2,
     LOG2E,
     PackedTiles,
     PlanCache,
@@ -297,8 +298,10 @@ def _natural_dlse(dlse: torch.Tensor, lse: torch.Tensor, lse_base2: bool) -> tor
 
 def _sink_gradient(sink: torch.Tensor, lse_log2: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """Gradient of the sink, [heads]: minus the sum of P_sink * delta over all queries. Padding has lse_log2 = +inf, delta = 0."""
-    weights = torch.exp2(sink.float()[:, None] * LOG2E - lse_log2)
-    return -(weights * delta).sum((0, 2)).to(sink.dtype)
+    log_weights = torch.sub(sink[:, None], lse_log2, alpha=LN2)
+    # delta * -exp(log_weights) in one kernel: the derivative of an ELU below 0, and no weight is above 1
+    products = torch.ops.aten.elu_backward(delta, 1, -1, 1, False, log_weights)
+    return products.sum((0, 2)).to(sink.dtype)
 
 
 def _bwd_key(

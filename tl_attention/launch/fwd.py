@@ -374,12 +374,12 @@ def fwd_plan(
 
 def kept_call(key: tuple) -> Any:
     """Facts that keep_call() has kept under this key in this thread, or None."""
-    return plan_cache.plans.get(key)
+    return plan_cache.calls.get(key)
 
 
 def keep_call(key: tuple, call: Any) -> None:
     """Keep facts of calls with this key, such as a plan. They may hold no tensor."""
-    plan_cache.keep(key, call)
+    plan_cache.keep_call(key, call)
 
 
 def forward(

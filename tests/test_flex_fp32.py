@@ -147,7 +147,7 @@ def test_flex_fp32_configs_are_legal(dtype, direction):
             problem = AttnProblem(dtype, *width, False, (), program)
             for bucket in (*BUCKETS, *((SPLIT_BUCKET,) if direction == "fwd" else ())):
                 config, _ = configs.pick_config(problem, bucket, "NVIDIA H200", direction)
-                fault = legality.is_legal(problem, config, direction)
+                fault = legality.fault(problem, config, direction)
                 assert fault is None, f"{name}: {problem}, {config}: {fault}"
 
 
@@ -158,7 +158,7 @@ def test_flex_fp32_gradients_of_a_bias_are_not_rounded():
     assert problem.learns_dS and not any(replace(problem, dtype=dtype).learns_dS for dtype in FP32_DTYPES)
     sloped = AttnProblem("float32-high", 64, 64, False, (), made["softcap"])
     passes = BwdPass("dk+dv", 64, 128), BwdPass("dq", 128, 64)
-    assert "scores have a slope, got dk+dv" in legality.is_legal(sloped, BwdConfig(passes))
+    assert "scores have a slope, got dk+dv" in legality.fault(sloped, BwdConfig(passes))
 
 
 @pytest.mark.parametrize("dtype", [None, *FP32_DTYPES])

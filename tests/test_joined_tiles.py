@@ -96,7 +96,7 @@ def test_bits_of_other_values_keep_the_tiles(monkeypatch):
 def test_configs_of_joined_tiles(width):
     problem = AttnProblem("bfloat16", *width, False, program=Program((), listed=True, bits=True))
     config, usual = (configs.pick_config(problem, x, "NVIDIA H200")[0] for x in (JOINED_BUCKET, "long"))
-    assert legality.is_legal(problem, config) is None
+    assert legality.fault(problem, config) is None
     assert config == usual or config.block_M == JOINED_ROWS
     if width == (64, 64):
         assert config.block_M == JOINED_ROWS
@@ -106,7 +106,7 @@ def test_joined_tiles_need_bits():
     config = FwdConfig(192, 128, ping_pong=True, schedule="dynamic")
     for program, is_fault in ((Program((), listed=True, bits=True), False), (Program((), listed=True), True)):
         problem = AttnProblem("bfloat16", 64, 64, False, program=program)
-        assert bool(legality.is_legal(problem, config)) == is_fault
+        assert bool(legality.fault(problem, config)) == is_fault
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tl_attention.kernels.block_lists import query_blocks
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
 from tl_attention.kernels.bwd_order import TAKE_TURNS, OrderedBlocks, OrderKeeper
 from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles, stages_P
-from tl_attention.kernels.bwd_store import store_gradients
+from tl_attention.kernels.bwd_store import BiasGradient, store_gradients
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.options import (
     ZERO,
@@ -58,7 +58,7 @@ PASS_CONFIGS = {
 
 
 def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
-    """Build the kernel of a pass that computes dq+dk+dv, dk+dv, dk or dv.
+    """Build the kernel of a pass that computes dq+dk+dv, dk+dv, dk or dv. It does not write the other gradients.
 
     Kernel arguments (dtype: the problem's; packed sequences: layouts of tiles.PackedGradTiles):
         Q, dQ: [batch, seqlen_q, heads, columns <= head_dim], any strides but the last, which is 1.
@@ -75,8 +75,6 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         Tickets: int32 [2], zeros before and after the kernel. Not with the schedule grid.
         Turns: int32, one per row block of dQ_sum, 0 before. With the schedule ordered alone.
         left, .., Table: see options.OptionArguments. Only where the problem has options.
-
-    Gradients that the pass does not compute are not written.
     """
     dtype_of, head_dim, head_dim_v = problem.dtype_of, problem.head_dim, problem.head_dim_v
     block_M, block_N, reuse = config.block_M, config.block_N, config.reuse_registers
@@ -99,11 +97,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     sloped, varlen = problem.is_sloped, problem.has("varlen")
     both_P = sloped and makes_dk and makes_dv
     # Load the log-sum-exps before waiting for S': shared memory is busy with GEMMs and slow to answer. Full d64 at 4k
-    # 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21). dk+dv and ALiBi spill with it, and dv of d256 was slower
+    # 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21). dk+dv, ALiBi and dense biases by 128 spill with it, dv of d256 was slower
     prefetch_lse = (makes_dq or not makes_dv) and not problem.has("alibi")
-    # Mask S' instead of P': the exponential is then in one basic block with the code after it. Full d64 455 -> 474 TFLOPS,
-    # d256 dv 833 -> 781 us (H200, 2026-11-21); dk+dv of 192/128 spills. With a softcap dk+dv must mask first, as the
-    # exponential also makes the P' of dV, and dk alone spills
+    prefetch_lse = prefetch_lse and not (problem.fetches and block_M > 64)
+    # Mask S' instead of P': the exponential is then in one basic block with the code after it. Full d64 455 -> 474 TFLOPS, d256 dv 833 ->
+    # 781 us (H200, 2026-11-21). dk+dv of 192/128 spills. With a softcap dk+dv must mask first, for the P' of dV, and dk alone spills
     mask_before_exp = problem.program is None and (makes_dq or (makes_dk and makes_dv) == sloped)
     # dV needs a P' of its own if dS' is made in registers of P' from another P': dV's has dropout, dS's the softcap's slope
     stage_P = stages_P(problem, config)
@@ -152,13 +150,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         fp32.multiply(products, shared.K.parts_of(w), shared.Q.parts_of(step), acc_s, **k_qt)
 
     @T.macro
-    def exponentiate(step, acc_s, P_for_dv, lse_log2, blocks, mask, scores, scale_log2, softmax_scale):
+    def exponentiate(acc_s, P_for_dv, lse_log2, blocks, mask, scores, scale_log2, softmax_scale):
         """Replace S' in acc_s by the masked P' = exp2(S' * scale_log2 - lse_log2(query)).
 
         If scores have a slope, acc_s gets P' * slope for dS', and P_for_dv gets P'.
         """
         diagonal = mask.diagonal(blocks.query)
-        scores.locate_transposed(mask.key, blocks, step)
         scores.prepare(acc_s, diagonal)
         if mask_before_exp:
             mask.hide(acc_s, blocks.query, softmax_scale if scores.raw else 1.0)
@@ -208,6 +205,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         last_dq = alloc_fragments([x.shape for x in acc_dq], "float32") if dynamic else acc_dq
         lse_log2 = T.alloc_fragment([block_M], "float32")
         dq_row_block = T.alloc_var("int32", init=-1 if dynamic else 0)  # where in dQ_sum it goes
+        dbias = BiasGradient(makes_dq and problem.stores_dS, scores.traced, shared.dS, w, key, name="dbias")
         delta = T.alloc_fragment([block_M], "float32") if early_dK else None
         dS_place = T.alloc_var("int32", init=shared.dS.address(w)) if two_slots else w  # of this thread's dS'
 
@@ -240,14 +238,15 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if makes_dq:
                 if after_first(step, dq_row_block):
                     shared.dS.wait(step - 1)
+                    dbias.store(step - 1)
                 # step + 1 has the slot of step - 1
                 bwd_tiles.multiply_pieces(pieces[w], warpgroups, step + 1, shared, acc_dq)
             if makes_dk and not reuse:
                 compute_dp(w, step, shared, acc_dp)
 
             # P' = exp2(S' - lse)
+            scores.locate_transposed(mask.key, blocks, step + 1 < first + blocks.steps)
             exponentiate(
-                step,
                 acc_s,
                 P_for_dv,
                 lambda j: lse_log2[j] if prefetch_lse else shared.Q.row_value(step, 0, j),
@@ -302,6 +301,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if makes_dq:
                 T.wait_wgmma(2)  # dQ of the step before
                 if after_first(step, dq_row_block):
+                    dbias.wait()
                     shared.dS.release(step - 1)
                     if not late_sums:
                         shared.adding.wait(step - 1)
@@ -328,7 +328,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                         dS,
                     )
 
-            scores.fetch_next(mask, blocks, step)
+            scores.fetch_next(mask, blocks, step + 1 < first + blocks.steps)
             # dK += dS' Q, before or after dS' is shared
             if early_dK:
                 T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)
@@ -336,7 +336,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.dS.wait_empty(step)
                 shared.dS.write(dS_place, step, dS)
                 shared.dS.announce(step)
-                scores.learn_dS(dS, blocks)
+                scores.add_dS(dS, blocks)
             if x_parts > 1:
                 started = dv_jobs if makes_dv and not dS_in_P else ()
                 jobs = (*started, *(fp32.jobs(dk_chunks, dS_parts, shared.Q, step) if makes_dk else ()))
@@ -367,6 +367,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     shared.adding.announce(step - 1)
             if makes_dq:
                 dq_row_block = tiles.dq_row_block(tile, blocks.head, blocks.query)
+            dbias.locate(blocks)
             scores.advance(mask, blocks)
 
         T.wait_wgmma(0)
@@ -379,7 +380,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             # Before the GEMM: after it nvcc 13.0.88 spills 150 bytes at d128
             shared.adding.wait(first + blocks.steps - 1)
             bwd_tiles.multiply_pieces(pieces[w], warpgroups, first + blocks.steps - 1, shared, last_dq)
+            dbias.store(first + blocks.steps - 1)
             T.wait_wgmma(0)
+            dbias.wait()
             shared.dS.release(first + blocks.steps - 1)
             if dynamic:
                 for other in warpgroups:

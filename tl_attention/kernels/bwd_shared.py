@@ -75,5 +75,5 @@ def alloc_shared_tiles(
         tile_box=KeyTileBox(*box) if dynamic else None,
         adding=AddingOrder(consumer_warps) if config.is_ordered else AnyOrder(),
         bias_columns=alloc_bias_columns(problem, block_M),
-        staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True, stores=config.adds_dq),
+        staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True, stores=False),
     )

@@ -208,7 +208,7 @@ class Scores:
         self.biased = problem.has("alibi") and self.linear is None
         self.alibi_slope = T.alloc_var("float32", init=0.0) if self.biased else None
         self.traced, self.changed, program = None, problem.changes_scores, problem.program
-        self.learns_dS = problem.learns_dS
+        self.adds_dS = problem.learns_dS and not problem.stores_dS
         self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
         self.has_diagonals = problem.has_diagonals
         # exponent() is -inf for hidden elements; with listed blocks they are set to 0 later, only in blocks that hide some
@@ -372,27 +372,28 @@ class Scores:
             self.traced.fetch_bits(blocks.place, mask.key, blocks.query)
 
     @T.inline
-    def learn_dS(self, dS, blocks):
-        """Pass a tile dS' [keys, queries] on if it is the gradient of a captured tensor; after locate_transposed()."""
-        if self.learns_dS:
-            self.traced.learn_dS(dS, blocks.mask.seqlen_q, blocks.mask.seqlen_k)
+    def add_dS(self, dS, blocks):
+        """Add a tile dS' [keys, queries] to the gradient of a captured tensor that it is a part of; after locate_transposed()."""
+        if self.adds_dS:
+            self.traced.add_dS(dS, blocks.mask.seqlen_k)
 
     @T.inline
-    def locate_transposed(self, key, blocks, step):
-        """Set the position of the tile [keys, queries] at a step of query blocks for a program, and fetch what it needs."""
+    def locate_transposed(self, key, blocks, has_next):
+        """Set the position of the tile [keys, queries] at a step of query blocks for a program, and fetch what it needs.
+
+        has_next: False at the last step of a key tile.
+        """
         if self.traced is not None:
             self.traced.locate(blocks.query, key, blocks.how)
             self.traced.fetch()
             if self.traced.is_staged:
-                self.traced.prefetch(blocks.next_head, blocks.next_query, key, step + 1 < blocks.steps)
+                self.traced.prefetch(blocks.next_head, blocks.next_query, key, has_next)
 
     @T.inline
-    def fetch_next(self, mask, blocks, step):
+    def fetch_next(self, mask, blocks, has_next):
         """Compute the values of the diagonals of the next step, which advance() stores; no registers are free before dS' is complete."""
         if self.has_diagonals:
-            self.traced.fetch_diagonals(
-                blocks.next_head, blocks.next_query, mask.key, step + 1 < blocks.steps
-            )
+            self.traced.fetch_diagonals(blocks.next_head, blocks.next_query, mask.key, has_next)
 
     @T.inline
     def clear(self, acc_s, blocks, query, step):

@@ -49,6 +49,7 @@ class BwdKernels:
     sum_v: Kernel
     tile_table: Kernel | None  # runs first for packed sequences
     parts: Kernel | None  # runs first in fp32: splits q, k, v and dout
+    reduce: dict[int, Kernel]  # runs last, by the number of a stored gradient: sums it
 
 
 @functools.lru_cache(maxsize=4096)

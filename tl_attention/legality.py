@@ -312,14 +312,18 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         where = "where dq is summed" if shares_dq else elsewhere
         return f"order: expected one of {', '.join(map(repr, orders))} {where}, got {bwd_pass.order!r}"
     schedules = ("grid",)
-    if bwd_pass.adds_dq and bwd_pass.order and not problem.is_listed:
+    if bwd_pass.adds_dq and bwd_pass.order and (problem.program is None or problem.learns_bias):
         schedules = BWD_SCHEDULES
         if problem.program is not None:
             schedules = "grid", "dynamic", "dynamic-late"
         elif problem.served_as.options:
             schedules = "grid", "dynamic-late"
     if bwd_pass.schedule not in schedules:
-        where = "here" if len(schedules) > 1 else "with a program, without an order, or where no dq is summed"
+        where = (
+            "here"
+            if len(schedules) > 1
+            else "with another program than a bias, without an order, or where no dq is summed"
+        )
         return f"schedule: expected {' or '.join(schedules)} {where}, got {bwd_pass.schedule!r}"
     if problem.has("varlen") and TABLE_ROWS % rows:
         return f"{owned}: expected a divisor of {TABLE_ROWS} with varlen, got {rows}"

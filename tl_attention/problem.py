@@ -148,8 +148,7 @@ class AttnProblem:
     ) -> AttnProblem:
         """The problem that serves tensors of these head dims in one of DIRECTIONS, or JVP."""
         found = cls(dtype, *tile_width(head_dim, head_dim_v, direction, dtype), causal, options, program)
-        is_narrow = direction == "bwd" and max(head_dim, head_dim_v) <= BIAS_WIDTH and found.stores_dS
-        if is_narrow and not found.is_listed:
+        if direction == "bwd" and max(head_dim, head_dim_v) <= BIAS_WIDTH and found.learns_bias:
             return replace(found, head_dim=BIAS_WIDTH, head_dim_v=BIAS_WIDTH)
         return found
 
@@ -245,6 +244,11 @@ class AttnProblem:
         return self.learns_dS and bool(self.program.stored)
 
     @property
+    def learns_bias(self) -> bool:
+        """True for a dense bias alone whose gradient is dS."""
+        return self.stores_dS and self.program.is_bias
+
+    @property
     def changes_scores(self) -> bool:
         """True if a score_mod changes scores."""
         return self.program is not None and self.program.score is not None
@@ -273,7 +277,7 @@ class AttnProblem:
         if not self.stages:
             return []
         return (
-            self.program.staged_bytes(columns, 16)
+            self.program.staged_bytes(columns, 16, True)
             if rows_are_keys
             else self.program.staged_bytes(16, columns)
         )

@@ -14,8 +14,8 @@ def program_lines(
 
     A forward has one line per width, and optional ones for block masks: fwd_bits, and fwd_listed where the tiles of fwd do not divide
     program.LISTED_ROWS, fwd_held for scores that stay close, and fwd_scores for a score_mod alone. A backward with bits tries the lines of
-    bwd_bits first, and one that stores dS as the gradient of a dense bias, without a block mask, those of bwd_bias. A line of a backward
-    serves problems whose features are all in `serves`.
+    bwd_bits first, one with a dense bias alone, whose gradient is dS, those of bwd_bias. A line of a backward serves problems whose
+    features are all in `serves`.
     """
     width, section = grid["programs"][problem.width], "fwd" if direction == "fwd" else "bwd"
     if direction == "fwd":
@@ -31,7 +31,7 @@ def program_lines(
     served = (str(problem.program),)
     if direction == "fwd":
         return [(name, served, lines)]
-    wanted = (("bwd_bits", problem.has_bits), ("bwd_bias", problem.stores_dS and not problem.is_listed))
+    wanted = (("bwd_bits", problem.has_bits), ("bwd_bias", problem.learns_bias))
     first = [line for special, applies in wanted if applies for line in width.get(special, ())]
     return [
         (f"line {number} of {name}", served, {key: value for key, value in line.items() if key != "serves"})

@@ -62,16 +62,14 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     Kernel arguments (dtype: the problem's; packed sequences: layouts of tiles.PackedGradTiles):
         Q, dQ: [batch, seqlen_q, heads, columns <= head_dim], any strides but the last, which is 1.
-        K, dK: [batch, seqlen_k, heads_kv, columns <= head_dim].
-        V, dV: [batch, seqlen_k, heads_kv, columns <= head_dim_v].
+        K, dK, V, dV: [batch, seqlen_k, heads_kv, columns <= head_dim or head_dim_v].
         dO: [batch, seqlen_q, heads, columns <= head_dim_v].
         Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up], from bwd_delta.py.
         dQ_sum: fp32 FragmentBlocks of the matrices [batch, heads], width head_dim. The kernel adds to it.
             In fp32 dQ itself, if the pass computes it; 0 before the kernel.
         dK_parts, dV_parts: fp32 FragmentBlocks of the matrices [parts, batch, heads_kv], widths head_dim and head_dim_v.
             Written instead of dK and dV if parts > 1, for packed sequences in fp32, and with the option `partial`.
-        softmax_scale: fp32.
-        heads_per_kv, .., ctas: int32, see KeyTileCounts.
+        softmax_scale: fp32. heads_per_kv, .., ctas: int32, see KeyTileCounts.
         Tickets: int32 [2], zeros before and after the kernel. Not with the schedule grid.
         Turns: int32, one per row block of dQ_sum, 0 before. With the schedule ordered alone.
         left, .., Table: see options.OptionArguments. Only where the problem has options.
@@ -150,12 +148,13 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         fp32.multiply(products, shared.K.parts_of(w), shared.Q.parts_of(step), acc_s, **k_qt)
 
     @T.macro
-    def exponentiate(acc_s, P_for_dv, lse_log2, blocks, mask, scores, scale_log2, softmax_scale):
+    def exponentiate(step, acc_s, P_for_dv, lse_log2, blocks, mask, scores, scale_log2, softmax_scale):
         """Replace S' in acc_s by the masked P' = exp2(S' * scale_log2 - lse_log2(query)).
 
         If scores have a slope, acc_s gets P' * slope for dS', and P_for_dv gets P'.
         """
         diagonal = mask.diagonal(blocks.query)
+        scores.locate_transposed(mask.key, blocks, step)
         scores.prepare(acc_s, diagonal)
         if mask_before_exp:
             mask.hide(acc_s, blocks.query, softmax_scale if scores.raw else 1.0)
@@ -205,6 +204,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         last_dq = alloc_fragments([x.shape for x in acc_dq], "float32") if dynamic else acc_dq
         lse_log2 = T.alloc_fragment([block_M], "float32")
         dq_row_block = T.alloc_var("int32", init=-1 if dynamic else 0)  # where in dQ_sum it goes
+        before = 0 if problem.program is None else first  # steps of other tiles
         dbias = BiasGradient(makes_dq and problem.stores_dS, scores.traced, shared.dS, w, key, name="dbias")
         delta = T.alloc_fragment([block_M], "float32") if early_dK else None
         dS_place = T.alloc_var("int32", init=shared.dS.address(w)) if two_slots else w  # of this thread's dS'
@@ -245,8 +245,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 compute_dp(w, step, shared, acc_dp)
 
             # P' = exp2(S' - lse)
-            scores.locate_transposed(mask.key, blocks, step + 1 < first + blocks.steps)
             exponentiate(
+                step - before,
                 acc_s,
                 P_for_dv,
                 lambda j: lse_log2[j] if prefetch_lse else shared.Q.row_value(step, 0, j),
@@ -328,7 +328,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                         dS,
                     )
 
-            scores.fetch_next(mask, blocks, step + 1 < first + blocks.steps)
+            scores.fetch_next(mask, blocks, step - before)
             # dK += dS' Q, before or after dS' is shared
             if early_dK:
                 T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)

@@ -113,8 +113,7 @@ class BiasGradient:
             self.head[0] = blocks.head
             self.query[0] = blocks.query
 
-    @T.inline
-    def store(self, step):
+    def store(self, step: Any) -> None:
         """Start to store the tile of the step that was located last, after all warps have written it."""
         if self.on:
             self.traced.store_dS(self.tiles.tile(step, self.w), self.head[0], self.query[0], self.key)

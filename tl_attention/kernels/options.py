@@ -378,22 +378,21 @@ class Scores:
             self.traced.add_dS(dS, blocks.mask.seqlen_k)
 
     @T.inline
-    def locate_transposed(self, key, blocks, has_next):
-        """Set the position of the tile [keys, queries] at a step of query blocks for a program, and fetch what it needs.
-
-        has_next: False at the last step of a key tile.
-        """
+    def locate_transposed(self, key, blocks, step):
+        """Set the position of the tile [keys, queries] at a step of query blocks for a program, and fetch what it needs."""
         if self.traced is not None:
             self.traced.locate(blocks.query, key, blocks.how)
             self.traced.fetch()
             if self.traced.is_staged:
-                self.traced.prefetch(blocks.next_head, blocks.next_query, key, has_next)
+                self.traced.prefetch(blocks.next_head, blocks.next_query, key, step + 1 < blocks.steps)
 
     @T.inline
-    def fetch_next(self, mask, blocks, has_next):
+    def fetch_next(self, mask, blocks, step):
         """Compute the values of the diagonals of the next step, which advance() stores; no registers are free before dS' is complete."""
         if self.has_diagonals:
-            self.traced.fetch_diagonals(blocks.next_head, blocks.next_query, mask.key, has_next)
+            self.traced.fetch_diagonals(
+                blocks.next_head, blocks.next_query, mask.key, step + 1 < blocks.steps
+            )
 
     @T.inline
     def clear(self, acc_s, blocks, query, step):

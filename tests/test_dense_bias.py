@@ -314,7 +314,7 @@ def built():
         for shape, dtype in (((8, HEADS), torch.bfloat16), ((1, 1), torch.float32), ((1, HEADS), torch.bfloat16))
     ]  # fmt: skip
     calls.append(trace(lambda s, b, h, q, k: s * factors[h], None, True))
-    for call, head_dim in [(call, 64) for call in calls] + [(call, 32) for call in (calls[0], calls[2])]:
+    for call, head_dim in [(call, 64) for call in calls] + [(calls[0], 32), (calls[2], 32), (calls[0], 128)]:
         for direction in ("fwd", "bwd", "bwd_det"):
             program = {"fwd": call.program.forward, "bwd": call.program}.get(direction, call.program.as_exact)
             problem = AttnProblem.of("bfloat16", head_dim, head_dim, False, direction, (), program)
@@ -338,6 +338,7 @@ def built():
         ((1, 1), torch.float32, 400, 401, 64),
         ((1, HEADS), torch.bfloat16, 1021, 1100, 64),
         ((8, HEADS), torch.bfloat16, 301, 205, 32),
+        ((8, HEADS), torch.bfloat16, 300, 205, 128),
         ((1, HEADS), torch.bfloat16, 129, 999, 24),
     ],
     ids=str,

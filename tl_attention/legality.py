@@ -123,7 +123,7 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         box = ORDERED_BOX_BYTES if bwd_pass.is_ordered else TILE_BOX_BYTES
         row_values += KEY_TABLE_BOX_BYTES if problem.has("varlen") else box
     staged = sum(problem.staged_bytes(step, bwd_pass.grads != "dq")) + problem.diagonal_bytes(step)
-    if bwd_pass.grads == "dq" and problem.learns:
+    if "dq" in bwd_pass.makes and problem.learns and not (bwd_pass.adds_dq and problem.sends_dS):
         staged += sum(problem.program.stored_bytes(16, step))
     return (
         problem.element_bytes * elements

@@ -244,6 +244,11 @@ class AttnProblem:
         return self.learns_dS and bool(self.program.stored)
 
     @property
+    def sends_dS(self) -> bool:
+        """True if it stores dS by TMA. Wider heads have no registers for the position: d128 spills 32 bytes (nvcc 13.0.88)."""
+        return self.stores_dS and self.head_dim <= TILE_WIDTHS[0][0]
+
+    @property
     def learns_bias(self) -> bool:
         """True for a dense bias alone whose gradient is dS."""
         return self.stores_dS and self.program.is_bias

@@ -205,7 +205,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         lse_log2 = T.alloc_fragment([block_M], "float32")
         dq_row_block = T.alloc_var("int32", init=-1 if dynamic else 0)  # where in dQ_sum it goes
         before = 0 if problem.program is None else first  # steps of other tiles
-        dbias = BiasGradient(makes_dq and problem.stores_dS, scores.traced, shared.dS, w, key, name="dbias")
+        dbias = BiasGradient(makes_dq and problem.sends_dS, scores.traced, shared.dS, w, key, name="dbias")
         delta = T.alloc_fragment([block_M], "float32") if early_dK else None
         dS_place = T.alloc_var("int32", init=shared.dS.address(w)) if two_slots else w  # of this thread's dS'
 
@@ -336,7 +336,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.dS.wait_empty(step)
                 shared.dS.write(dS_place, step, dS)
                 shared.dS.announce(step)
-                scores.add_dS(dS, blocks)
+                scores.learn_dS(dS, blocks)
             if x_parts > 1:
                 started = dv_jobs if makes_dv and not dS_in_P else ()
                 jobs = (*started, *(fp32.jobs(dk_chunks, dS_parts, shared.Q, step) if makes_dk else ()))

@@ -96,7 +96,7 @@ class BiasGradient:
     """Stores dS' as the gradient of a dense bias, a step late: by TMA, from the shared tile that all warpgroups wait for to compute dQ.
 
     Args:
-        on: dS' is stored; else all methods do nothing.
+        on: dS' is stored so; else all methods do nothing.
         tiles: Exchange or ExchangeRing of dS'.
         w, key: the warpgroup and its first key.
     """
@@ -116,7 +116,7 @@ class BiasGradient:
     def store(self, step: Any) -> None:
         """Start to store the tile of the step that was located last, after all warps have written it."""
         if self.on:
-            self.traced.store_dS(self.tiles.tile(step, self.w), self.head[0], self.query[0], self.key)
+            self.traced.send_dS(self.tiles.tile(step, self.w), self.head[0], self.query[0], self.key)
 
     @T.inline
     def wait(self):

@@ -208,7 +208,7 @@ class Scores:
         self.biased = problem.has("alibi") and self.linear is None
         self.alibi_slope = T.alloc_var("float32", init=0.0) if self.biased else None
         self.traced, self.changed, program = None, problem.changes_scores, problem.program
-        self.adds_dS = problem.learns_dS and not problem.stores_dS
+        self.learns_dS = problem.learns_dS and not problem.sends_dS
         self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
         self.has_diagonals = problem.has_diagonals
         # exponent() is -inf for hidden elements; with listed blocks they are set to 0 later, only in blocks that hide some
@@ -372,10 +372,10 @@ class Scores:
             self.traced.fetch_bits(blocks.place, mask.key, blocks.query)
 
     @T.inline
-    def add_dS(self, dS, blocks):
-        """Add a tile dS' [keys, queries] to the gradient of a captured tensor that it is a part of; after locate_transposed()."""
-        if self.adds_dS:
-            self.traced.add_dS(dS, blocks.mask.seqlen_k)
+    def learn_dS(self, dS, blocks):
+        """Pass a tile dS' [keys, queries] on if it is the gradient of a captured tensor; after locate_transposed()."""
+        if self.learns_dS:
+            self.traced.learn_dS(dS, blocks.mask.seqlen_q, blocks.mask.seqlen_k)
 
     @T.inline
     def locate_transposed(self, key, blocks, step):

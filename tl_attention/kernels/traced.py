@@ -419,14 +419,17 @@ class Traced:
                 self.add(number, self.diagonals.targets[n][k], self.diagonals.sums[n][k])
 
     @T.inline
-    def add_dS(self, dS, seqlen_k):
-        """Add the diagonals of a tile dS' [keys, queries] to the gradient of program.learns_dS."""
-        self.diagonals.add_tile(0, dS, seqlen_k - self.first_key)
-        self.add_diagonals()
+    def learn_dS(self, dS, seqlen_q, seqlen_k):
+        """Store a tile dS' [keys, queries] as the gradient of program.learns_dS, whose matrices are transposed, or add its diagonals."""
+        if len(self.program.stored) > 0:
+            self.store(0, dS, self.first_key, self.first_query, seqlen_q)
+        else:
+            self.diagonals.add_tile(0, dS, seqlen_k - self.first_key)
+            self.add_diagonals()
 
     @T.inline
-    def store_dS(self, tile, head, query, key):
-        """Store a shared tile dS' [64 keys, queries] by TMA as the gradient of program.learns_dS, whose matrices are transposed."""
+    def send_dS(self, tile, head, query, key):
+        """Store a shared tile dS' [64 keys, queries] by TMA, as learn_dS() does from registers."""
         out = self.arguments.gradients[self.program.gradients[0].tensor]
         T.tma_copy(tile, out[self.batch[0], head, key : key + 64, query : query + self.cols])
 

@@ -245,8 +245,10 @@ class AttnProblem:
 
     @property
     def sends_dS(self) -> bool:
-        """True if it stores dS by TMA. Wider heads have no registers for the position: d128 spills 32 bytes (nvcc 13.0.88)."""
-        return self.stores_dS and self.head_dim <= TILE_WIDTHS[0][0]
+        """True if it stores dS by TMA. Others have no registers for the position: d128 spills 32 bytes, d64 with a block mask 8 (nvcc
+        13.0.88).
+        """
+        return self.stores_dS and not self.is_listed and self.head_dim <= TILE_WIDTHS[0][0]
 
     @property
     def learns_bias(self) -> bool:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tl_attention.problem import DEFAULT_DTYPE, HALF_DTYPES, JVP_TILE_WIDTHS, AttnProblem
+from tl_attention.problem import DEFAULT_DTYPE, FP32_DTYPES, HALF_DTYPES, JVP_TILE_WIDTHS, AttnProblem
+from tl_attention.program import stored_dtype
 
 # Schedules: which CTA computes which tile.
 #   grid        one CTA per tile, longest tiles first
@@ -285,6 +286,7 @@ class BwdConfig:
             *((problem.sum_problem(width), BwdSum(shared=True)) for width in widths if self.is_split),
             *parts_kernels(problem),
             *table_kernels(problem),
+            *dict.fromkeys(reduce_kernels(problem).values()),
         ]
 
     def __str__(self) -> str:
@@ -317,6 +319,30 @@ class BwdSum:
 
     def __str__(self) -> str:
         return f"sum {self.rows}" + " shared" * self.shared
+
+
+@dataclass(frozen=True)
+class BwdReduce:
+    """The kernel after the passes: sums stored gradients of captured tensors over batch entries or heads."""
+
+    threads: int = 256  # 16 bytes of the result each
+
+    def __str__(self) -> str:
+        return f"reduce {self.threads}"
+
+
+def reduce_kernels(problem: AttnProblem) -> dict[int, tuple[AttnProblem, KernelConfig]]:
+    """Number of a stored gradient of the problem's program that is summed -> the kernel that sums it."""
+    program = problem.program
+    if program is None:
+        return {}
+    summed = [number for number in program.stored if program.outer_dims(number)[1]]
+    dtypes = {number: stored_dtype(program.tensors[program.gradients[number].tensor]) for number in summed}
+    fp32 = next(iter(FP32_DTYPES))
+    return {
+        number: (AttnProblem(fp32 if dtype == "float32" else dtype, 64, 64, False), BwdReduce())
+        for number, dtype in dtypes.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -430,6 +456,7 @@ KernelConfig = (
     | BwdPass
     | BwdDelta
     | BwdSum
+    | BwdReduce
     | TileTable
     | DecodeConfig
     | DecodeCombine

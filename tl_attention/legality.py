@@ -15,6 +15,7 @@ from tl_attention.kernel_configs import (
     AppendConfig,
     BwdDelta,
     BwdPass,
+    BwdReduce,
     BwdSum,
     Config,
     DecodeCombine,
@@ -63,7 +64,7 @@ def smem_bytes(problem: AttnProblem, config: KernelConfig) -> int:
     if isinstance(config, DecodeCombine):
         # Per row: a weight per split in flight, their scale, its query and head
         return FP32_BYTES * config.rows * (config.at_once + 3)
-    if isinstance(config, AppendConfig):
+    if isinstance(config, AppendConfig | BwdReduce):
         return 0
     if isinstance(config, PartsConfig):
         # The tile of X is free when the parts are written, so they share memory
@@ -122,7 +123,7 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         box = ORDERED_BOX_BYTES if bwd_pass.is_ordered else TILE_BOX_BYTES
         row_values += KEY_TABLE_BOX_BYTES if problem.has("varlen") else box
     staged = sum(problem.staged_bytes(step, bwd_pass.grads != "dq")) + problem.diagonal_bytes(step)
-    if "dq" in bwd_pass.makes and problem.learns:
+    if "dq" in bwd_pass.makes and problem.learns and not (bwd_pass.adds_dq and problem.sends_dS):
         staged += sum(problem.program.stored_bytes(16, step))
     return (
         problem.element_bytes * elements
@@ -318,10 +319,18 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         where = "where dq is summed" if shares_dq else elsewhere
         return f"order: expected one of {', '.join(map(repr, orders))} {where}, got {bwd_pass.order!r}"
     schedules = ("grid",)
-    if bwd_pass.adds_dq and bwd_pass.order and problem.program is None:
-        schedules = ("grid", "dynamic-late") if problem.served_as.options else BWD_SCHEDULES
+    if bwd_pass.adds_dq and bwd_pass.order and (problem.program is None or problem.learns_bias):
+        schedules = BWD_SCHEDULES
+        if problem.program is not None:
+            schedules = "grid", "dynamic", "dynamic-late"
+        elif problem.served_as.options:
+            schedules = "grid", "dynamic-late"
     if bwd_pass.schedule not in schedules:
-        where = "here" if len(schedules) > 1 else "with a program, without an order, or where no dq is summed"
+        where = (
+            "here"
+            if len(schedules) > 1
+            else "with another program than a bias, without an order, or where no dq is summed"
+        )
         return f"schedule: expected {' or '.join(schedules)} {where}, got {bwd_pass.schedule!r}"
     if problem.has("varlen") and TABLE_ROWS % rows:
         return f"{owned}: expected a divisor of {TABLE_ROWS} with varlen, got {rows}"

@@ -194,10 +194,11 @@ class Program:
         """Tensors that get a gradient, in order."""
         return tuple(sorted({gradient.tensor for gradient in self.gradients}))
 
-    def staged_bytes(self, queries: int, keys: int) -> list[int]:
+    def staged_bytes(self, queries: int, keys: int, rows_are_keys: bool = False) -> list[int]:
         """Shared memory of a warp for a tile of each of dense_loads; see kernels/dense_code.py."""
         dtypes = [self.tensors[self.values[i].data].dtype for i in self.dense_loads]
-        return [queries * (keys * BYTES[dtype] + 16) for dtype in dtypes]
+        padding = [0 if rows_are_keys and BYTES[dtype] == 2 else 16 for dtype in dtypes]
+        return [queries * (keys * BYTES[dtype] + more) for dtype, more in zip(dtypes, padding, strict=True)]
 
     def diagonal_bytes(self, cols: int) -> list[int]:
         """Shared memory of a warp for the values of the diagonals of 16 rows; see kernels/diagonals.py."""
@@ -303,6 +304,21 @@ class Program:
             return is_only and places and max(map(outer.count, ("batch", "head"))) <= 1
 
         return tuple(i for i, x in enumerate(self.gradients) if self.is_dense(x.index) and is_stored(x))
+
+    @functools.cached_property
+    def is_bias(self) -> bool:
+        """True if the program adds a dense captured tensor to the score, and does nothing else."""
+        if self.score is None or self.hides or len(self.dense_loads) != 1:
+            return False
+        total = self.values[self.score]
+        return total.op == "add" and {self.values[i].op for i in total.args} == {"score", "load"}
+
+    def outer_dims(self, number: int) -> tuple[list[int], list[int]]:
+        """Dimensions of gradient number of `stored`, 0 and 1 of [batch, heads, ..], that its tensor has, in its order; and those summed."""
+        dims = {"batch": 0, "head": 1}
+        outer = [self.values[i].op for i in self.gradients[number].index[:-2]]
+        kept = [dims[op] for op in outer if op in dims]
+        return kept, [dim for dim in (0, 1) if dim not in kept]
 
     @functools.cached_property
     def learns_dS(self) -> bool:

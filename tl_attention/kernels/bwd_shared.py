@@ -62,6 +62,7 @@ def alloc_shared_tiles(
     q_shape = [config.num_stages, block_M, parts * problem.head_dim]
     do_shape = [config.num_stages_do, block_M, parts * problem.head_dim_v]
     dk_shape = [64, problem.head_dim]
+    stores_tiles = config.adds_dq and not problem.sends_dS
     box = consumer_warps, problem.has("varlen"), config.draws_late, config.is_ordered
     return SharedTiles(
         Q=TileRing(q_shape, dtype_of("q"), consumer_warps, "Q", row_values, parts=parts),
@@ -75,5 +76,5 @@ def alloc_shared_tiles(
         tile_box=KeyTileBox(*box) if dynamic else None,
         adding=AddingOrder(consumer_warps) if config.is_ordered else AnyOrder(),
         bias_columns=alloc_bias_columns(problem, block_M),
-        staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True, stores=config.adds_dq),
+        staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True, stores=stores_tiles),
     )

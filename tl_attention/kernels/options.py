@@ -208,7 +208,7 @@ class Scores:
         self.biased = problem.has("alibi") and self.linear is None
         self.alibi_slope = T.alloc_var("float32", init=0.0) if self.biased else None
         self.traced, self.changed, program = None, problem.changes_scores, problem.program
-        self.learns_dS = problem.learns_dS
+        self.learns_dS = problem.learns_dS and not problem.sends_dS
         self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
         self.has_diagonals = problem.has_diagonals
         # exponent() is -inf for hidden elements; with listed blocks they are set to 0 later, only in blocks that hide some

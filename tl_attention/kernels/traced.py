@@ -450,6 +450,12 @@ class Traced:
             self.add_diagonals()
 
     @T.inline
+    def send_dS(self, tile, head, query, key):
+        """Store a shared tile dS' [64 keys, queries] by TMA, as learn_dS() does from registers."""
+        out = self.arguments.gradients[self.program.gradients[0].tensor]
+        T.tma_copy(tile, out[self.batch[0], head, key : key + 64, query : query + self.cols])
+
+    @T.inline
     def store(self, n, tile, row, column, columns):
         """Store the n-th of the gradients of program.stored for a tile from `row` and `column` on, as far as there are columns."""
         out = self.arguments.gradients[self.program.gradients[self.program.stored[n]].tensor]

@@ -8,7 +8,15 @@ import torch
 
 from tl_attention.checks.common import check_dropout_batch
 from tl_attention.checks.fp32 import has_gradient_kernels
-from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdSum, delta_width, parts_kernels, table_kernels
+from tl_attention.kernel_configs import (
+    BwdConfig,
+    BwdDelta,
+    BwdSum,
+    delta_width,
+    parts_kernels,
+    reduce_kernels,
+    table_kernels,
+)
 from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns
 from tl_attention.launch.bwd_passes import (
     MAX_BATCH,
@@ -58,6 +66,7 @@ def _find_kernels(key: tuple, direction: str, config: BwdConfig | None) -> BwdKe
         compiled.get((problem.sum_problem(problem.head_dim_v), BwdSum(shared=True))),
         next((compiled[kernel] for kernel in table_kernels(problem)), None),
         next((compiled[kernel] for kernel in parts_kernels(problem)), None),
+        {number: compiled[kernel] for number, kernel in reduce_kernels(problem).items()},
     )
 
 
@@ -159,7 +168,7 @@ class BwdPlan:
                 kernels = _kernels[direction, key] = _find_kernels(key, direction, None)
         else:
             kernels = _find_kernels(key, direction, config)
-        self.delta = kernels.delta
+        self.delta, self.reduce = kernels.delta, kernels.reduce
         self.split = None
         if kernels.parts is not None:
             # dq is fp32 and leaves from registers, so without the view of packed sequences
@@ -287,7 +296,7 @@ class BwdPlan:
                 (q, k, v, dout, lse_log2, delta), *grads, softmax_scale, arguments, tables, blocks
             )
         if traced is not None:
-            return *result, *captured.results()
+            return *result, *captured.results(self.reduce)
         return result if sink is None else (*result, _sink_gradient(sink, lse_log2, delta))
 
 

@@ -51,6 +51,7 @@ class BwdKernels:
     sum_shared_v: Kernel | None
     tile_table: Kernel | None  # runs first for packed sequences
     parts: Kernel | None  # runs first in fp32: splits q, k, v and dout
+    reduce: dict[int, Kernel]  # runs last, by the number of a stored gradient: sums it
 
 
 @functools.lru_cache(maxsize=4096)

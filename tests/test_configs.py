@@ -12,7 +12,6 @@ import pytest
 from tl_attention import configs, legality
 from tl_attention.kernel_configs import (
     BWD_SCHEDULES,
-    REGISTER_LEVEL,
     SCHEDULES,
     BwdConfig,
     BwdDelta,
@@ -23,7 +22,6 @@ from tl_attention.kernel_configs import (
     FwdConfig,
     PartsConfig,
     parts_kernels,
-    register_level,
 )
 from tl_attention.problem import (
     BUCKETS,
@@ -39,6 +37,7 @@ from tl_attention.problem import (
     buckets,
     tuning_key,
 )
+from tl_attention.register_levels import REGISTER_LEVEL, register_level
 from tl_attention.target import gpu_slug
 
 D128 = AttnProblem("bfloat16", 128, 128, True)

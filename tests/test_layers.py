@@ -90,7 +90,8 @@ DOORS = {
     "compilation/pack": "problem kernel_configs compilation/compiler | tvm_ffi",
     "compilation/packing": "compilation/compiler compilation/building compilation/manifest compilation/pack "
     "compilation/store compilation/toolkit | tilelang tvm_ffi",
-    "compilation/compiler": "problem kernel_configs target compilation/headers compilation/toolkit | kernels tilelang tvm_ffi",
+    "compilation/compiler": "problem kernel_configs register_levels target compilation/headers "
+    "compilation/toolkit | kernels tilelang tvm_ffi",
     "compilation/headers": " | tilelang",
     "compilation/toolkit": " | tilelang",
     "kernels": "tilelang problem program kernel_configs target kernels",
@@ -101,6 +102,7 @@ DOORS = {
     "program": "",
     "program_configs": "problem",
     "kernel_configs": "problem program",
+    "register_levels": "problem kernel_configs",
     "legality": "problem program kernel_configs target",
     "reference": "torch reference",
     "checks": "",

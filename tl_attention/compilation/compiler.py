@@ -20,7 +20,6 @@ from typing import Any
 
 from tl_attention.compilation import headers, toolkit
 from tl_attention.kernel_configs import (
-    REGISTER_LEVEL,
     AppendConfig,
     BwdDelta,
     BwdPass,
@@ -34,9 +33,9 @@ from tl_attention.kernel_configs import (
     KernelConfig,
     PartsConfig,
     TileTable,
-    register_level,
 )
 from tl_attention.problem import AttnProblem
+from tl_attention.register_levels import REGISTER_LEVEL, register_level
 from tl_attention.target import TARGET
 
 KernelKey = tuple[AttnProblem, KernelConfig]  # identifies a kernel

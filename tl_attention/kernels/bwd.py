@@ -47,7 +47,7 @@ from tl_attention.kernels.tiles import (
     result_argument,
     rows_argument,
 )
-from tl_attention.kernels.traced import traced_arguments
+from tl_attention.kernels.traced_arguments import traced_arguments
 from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = {
@@ -72,8 +72,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             With the schedule split as tiles.SplitGradTiles has them.
         softmax_scale: fp32. heads_per_kv, .., ctas: int32, see KeyTileCounts.
         Tickets: int32 [2], zeros before and after the kernel. Not with the schedule grid.
-        Turns: int32, one per row block of dQ_sum, 0 before. With the schedule ordered alone.
-        whole: int32, see KeyTileCounts. With the schedule split alone.
+        Turns: int32, one per row block of dQ_sum, 0 before. With the schedule ordered alone. whole: of KeyTileCounts, with split alone.
         left, .., Table: see options.OptionArguments. Only where the problem has options.
     """
     dtype_of, head_dim, head_dim_v = problem.dtype_of, problem.head_dim, problem.head_dim_v

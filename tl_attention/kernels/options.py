@@ -16,7 +16,8 @@ from tl_attention.kernels.program_code import program_code
 from tl_attention.kernels.roles import Roles
 from tl_attention.kernels.softmax import LOG2E
 from tl_attention.kernels.staged import StagedTiles
-from tl_attention.kernels.traced import Traced, TracedArguments
+from tl_attention.kernels.traced import Traced
+from tl_attention.kernels.traced_arguments import TracedArguments
 from tl_attention.problem import AttnProblem
 
 # tanh with an error of 2e-7; that of --use_fast_math has 2^-11. Below 0.55 a polynomial, fitted at Chebyshev nodes

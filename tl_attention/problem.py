@@ -247,8 +247,8 @@ class AttnProblem:
 
     @property
     def sends_dS(self) -> bool:
-        """True if it stores dS by TMA. Others have no registers for the position: d128 spills 32 bytes, d64 with a block mask 8 (nvcc
-        13.0.88).
+        """True if it stores dS by TMA. Wider heads have no registers for the position: d128 spills 32 bytes (nvcc 13.0.88). Nor has a pass
+        with a block mask.
         """
         return self.stores_dS and not self.is_listed and self.head_dim <= TILE_WIDTHS[0][0]
 

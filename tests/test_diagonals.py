@@ -115,6 +115,27 @@ def test_scores_that_a_score_mod_hides_do_not_stay_close(hidden):
         assert not configs.pick_config(problem, "long", "NVIDIA H200", "fwd")[0].hold_max
 
 
+def test_scores_that_add_a_diagonal():
+    """Such a forward subtracts the held row max once per diagonal."""
+    made = cases(Captured("cpu"))
+    added = {name for name in NAMES if trace(made[name][0], None, True).program.forward.adds_diagonal}
+    assert added == {"relative", "reversed", "buckets"}
+    values = torch.randn(2 * MAX)
+    for score_mod in (
+        lambda s, b, h, q, k: values[q - k + MAX] + s,
+        lambda s, b, h, q, k: s + (values[q - k + MAX] * 0.5 - 1),
+        lambda s, b, h, q, k: s + (torch.exp(-(q - k).abs() * 0.01) + h * 0.25),
+    ):
+        assert trace(score_mod, None, False).program.adds_diagonal
+    for score_mod in (
+        lambda s, b, h, q, k: s * 2 + values[q - k + MAX],
+        lambda s, b, h, q, k: s - values[q - k + MAX],
+        lambda s, b, h, q, k: s + values[q - k + MAX] * s,
+        lambda s, b, h, q, k: values[q - k + MAX] + values[q - k + MAX],
+    ):
+        assert not trace(score_mod, None, False).program.adds_diagonal
+
+
 def test_diagonals_pass_dS_on():
     """One pass makes all gradients if those of captured tensors are dS, summed over diagonals."""
     made = cases(Captured("cpu"))
@@ -135,7 +156,7 @@ def test_diagonals_pass_dS_on():
     ("head_dim", "config"),
     [
         (128, BwdPass("dq", 128, 64)),
-        (64, BwdPass("dq+dk+dv", 64, 128, reuse_registers=True)),
+        (64, BwdPass("dq+dk+dv", 128, 128, num_stages=3, reuse_registers=True, order="separate-dS")),
     ],
     ids=str,
 )
@@ -253,3 +274,46 @@ def test_diagonals_match_the_formula(name, mask_mod, head_dim, deterministic, se
         error, *allowed = ((x - reference).square().mean().sqrt().item() for x in others)
         bound = 2 * max(allowed)
         assert error <= bound, f"{what}: expected an error of at most {bound}, got {error}"
+
+
+def rows_that_differ(q, bias):
+    """Scores of every 16th query 60 times as large as others, whose exponentials are 0 relative to its row max."""
+    with torch.no_grad():
+        q[:, :, 3::16] *= 60
+
+
+def scores_that_grow(q, bias):
+    """Far keys with larger scores than all that a row max is held of."""
+    with torch.no_grad():
+        bias[:, : MAX - 150] += 90
+
+
+def hidden_distances(q, bias):
+    """Every other distance, and all keys of the last queries."""
+    with torch.no_grad():
+        bias[:, ::2] = -math.inf
+        bias[:, MAX - 300 :] = -math.inf
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("change", [rows_that_differ, scores_that_grow, hidden_distances])
+@pytest.mark.parametrize("scale", [0.1, -0.1, 0.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_relative_bias_where_a_held_row_max_does_not_serve(head_dim, scale, change):
+    lengths = (HEADS, 577), (HEADS, 777), (HEADS, 777)
+    q, k, v = (
+        torch.randn(16, heads, n, head_dim, device="cuda", dtype=torch.bfloat16) for heads, n in lengths
+    )
+    bias = torch.randn(HEADS, 2 * MAX, device="cuda")
+    change(q, bias)
+
+    def score_mod(s, b, h, i, j):
+        return s + bias[h, i - j + MAX]
+
+    out, lse = flex_attention(q, k, v, score_mod, scale=scale, return_lse=True)
+    exact, exact_lse = oracle(q.double() * (scale * head_dim**0.5), k, v, score_mod, None, torch.float64)
+    assert torch.equal(lse.isfinite(), exact_lse.isfinite())
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-4, atol=1e-3)
+    error = (out.double() - exact).square().mean().sqrt()
+    assert error <= 6e-3 * exact.square().mean().sqrt()

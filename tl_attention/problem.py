@@ -277,6 +277,11 @@ class AttnProblem:
         """True where values of a program are computed once per diagonal of a tile."""
         return self.program is not None and bool(self.program.diagonals)
 
+    @property
+    def adds_diagonal(self) -> bool:
+        """True for a score_mod that only adds a value per diagonal to the score, as a relative bias does."""
+        return self.changes_scores and self.program.adds_diagonal
+
     def diagonal_bytes(self, columns: int) -> int:
         """Shared memory of a warp for these values of 16 rows of `columns` scores."""
         return sum(self.program.diagonal_bytes(columns)) if self.has_diagonals else 0

@@ -280,6 +280,15 @@ class Program:
         return tuple(i for i, x in enumerate(self.values) if is_one(i, x))[:MAX_DIAGONALS]
 
     @functools.cached_property
+    def adds_diagonal(self) -> bool:
+        """True if the new score is the score plus the value of a diagonal."""
+        if self.score is None or len(self.diagonals) != 1:
+            return False
+        value = self.values[self.score]
+        terms = {i if i in self.diagonals else self.values[i].op for i in value.args}
+        return value.op == "add" and terms == {"score", *self.diagonals}
+
+    @functools.cached_property
     def diagonal_gradients(self) -> tuple[int, ...]:
         """Gradients that all scores of a diagonal add to one element."""
         return tuple(

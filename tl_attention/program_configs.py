@@ -13,18 +13,20 @@ def program_lines(
     """(name, what it serves, fields) of the lines of [programs] for a problem, in the order they are tried; see configs.OptionLine.
 
     A forward has one line per width, and optional ones for block masks: fwd_joined in JOINED_BUCKET, fwd_bits, and fwd_listed where the
-    tiles of fwd do not divide program.LISTED_ROWS, fwd_held for scores that stay close, and fwd_scores for a score_mod alone. A backward
-    with bits tries the lines of bwd_bits first, one with a dense bias alone, whose gradient is dS, those of bwd_bias. A line of a backward
-    serves problems whose features are all in `serves`.
+    tiles of fwd do not divide program.LISTED_ROWS, fwd_held for scores that stay close, fwd_adds for bf16 ones that only add a value per
+    diagonal, and fwd_scores for a score_mod alone. A backward with bits tries the lines of bwd_bits first, one with a dense bias alone,
+    whose gradient is dS, those of bwd_bias. A line of a backward serves problems whose features are all in `serves`.
     """
     width, section = grid["programs"][problem.tile_class], "fwd" if direction == "fwd" else "bwd"
     if direction == "fwd":
+        held = problem.scores_stay_close
         # hold_max needs scores of similar magnitude: those of a score_mod may grow from block to block, or all be -inf in the first ones
         wanted = (
             ("fwd_joined", bucket == JOINED_BUCKET and not problem.changes_scores),
             ("fwd_bits", problem.has_bits and not problem.changes_scores),
             ("fwd_listed", problem.is_listed),
-            ("fwd_held", problem.scores_stay_close),
+            ("fwd_adds", held and problem.adds_diagonal and problem.profits_from_held_max),
+            ("fwd_held", held),
             ("fwd_scores", problem.changes_scores and not (problem.fetches or problem.is_listed)),
         )
         section = next((name for name, applies in wanted if applies and name in width), section)
@@ -42,6 +44,10 @@ def program_lines(
 
 
 def features(problem: AttnProblem) -> frozenset[str]:
-    """Properties of a program that the config of a backward depends on: Program.features, with "dS" instead of gradients that are dS."""
+    """Properties of a program that the config of a backward depends on: Program.features, with "dS" instead of gradients that are dS, and
+    "sums" instead of those that are sums of it.
+    """
     found = problem.program.features
-    return found - {"gradients"} | {"dS"} if problem.learns_dS else found
+    if not problem.learns_dS:
+        return found
+    return found - {"gradients"} | {"dS" if problem.program.stored else "sums"}

@@ -80,6 +80,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     dS_in_P = reuse and config.order != "separate-dS"  # dS' takes the registers of P'
     early_dK, late_sums = config.order == "early-dK", config.order == "late-sums"
     two_slots = config.order != ""  # of dS' in shared memory
+    adds_late = block_M == 128  # of diagonals, beside the next S'; in shorter steps this took longer
     makes_dq, makes_dk, makes_dv = (grad in config.makes for grad in ("dq", "dk", "dv"))
     # fp32: each warpgroup adds dQ' = K' dS' of its keys to dQ itself, in the step that makes dS'
     makes_dq, makes_dqt = makes_dq and not problem.is_fp32, makes_dq and problem.is_fp32
@@ -337,7 +338,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.dS.wait_empty(step)
                 shared.dS.write(dS_place, step, dS)
                 shared.dS.announce(step)
-                scores.learn_dS(dS, blocks)
+                scores.learn_dS(dS, blocks, not adds_late)
             if x_parts > 1:
                 started = dv_jobs if makes_dv and not dS_in_P else ()
                 jobs = (*started, *(fp32.jobs(dk_chunks, dS_parts, shared.Q, step) if makes_dk else ()))
@@ -355,6 +356,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.Q.wait(step + 1)
             next_head = T.min(blocks.next_head, heads - 1)
             compute_scores(w, step + 1, next_head, scores, scale_log2, tile, shared, acc_s)
+            if adds_late:
+                scores.add_learned(blocks)
             if x_parts > 1:
                 fp32.finish_jobs(products, jobs, sums, len(products))
             if makes_dk and makes_dv and not dS_in_P:

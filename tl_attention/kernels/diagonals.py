@@ -62,6 +62,10 @@ static __device__ __forceinline__ void tl_attention_add_tile(void* x, const void
     ((float*)x)[2 * n + 1] = n == 0 ? high : high + __uint_as_float(same & odd);
   }
 }
+// Without the predicate of tl_attention_add, for sums that are rarely 0
+static __device__ __forceinline__ void tl_attention_add_sum(void* sums, int offset, float x) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"((float*)sums + offset), "f"(x) : "memory");
+}
 static __device__ __forceinline__ void tl_attention_add_to_place(void* x, int place, float number) { ((float*)x)[place] += number; }
 // Sums along the diagonals of a warp's 16 rows. x: sums of this thread by place. sums: those of slots tl_attention_summed_slot(i)
 template <int cols>

@@ -70,6 +70,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     warpgroups, consumer_warps = tuple(range(config.warpgroups)), 4 * config.warpgroups
     two_sides = problem.bias_has_two_sides and not split and config.page_rows == 0
     near_first = two_sides or (hold_max and problem.scores_stay_close)
+    # The row max that a warp holds is subtracted once per diagonal instead of once per score
+    adds_exponents = hold_max and problem.adds_diagonal
     q_kt = {"transpose_B": True, "clear_accum": not (problem.bias_is_linear or two_sides)}
     persistent, registers = config.schedule != "grid", pipeline.registers(problem, config.warpgroups)
     if persistent:
@@ -224,11 +226,19 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         # P V of one key block; without parts O itself
         acc_pv = alloc_fragments([[64, o_cols]], "float32") if parts > 1 else (acc_o,)
         lse = T.alloc_fragment([64], "float32")
-        scores = Scores(problem, options, softmax_scale, block_N, staged=shared.staged, two_sides=two_sides)
+        scores = Scores(
+            problem,
+            options,
+            softmax_scale,
+            block_N,
+            staged=shared.staged,
+            two_sides=two_sides,
+            adds_exponents=adds_exponents,
+        )
         dropout = Dropout(problem, options, block_N)
         raw_scale = scores.not_too_small(T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE))
         scale_log2 = raw_scale if scores.raw else scores.scale_log2
-        softmax = OnlineSoftmax(block_N, scale_log2)
+        softmax = OnlineSoftmax(block_N, scale_log2, joins=recomputes == 0 if adds_exponents else None)
         query = tile.m_block * block_M + 64 * w
         q_step = turn * config.warpgroups + w
         softmax.reset()
@@ -297,7 +307,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 turns.pass_on(w)
                 dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(steps.first + i))
                 if problem.program is not None:
-                    scores.look_up(query, blocks, steps.first + i, steps)
+                    held = softmax.warp_max[0] if adds_exponents and not update_max else 0.0
+                    scores.look_up(query, blocks, steps.first + i, steps, held)
                 T.wait_wgmma(len(products))  # S is complete
                 shared.K.release(first_step + steps.first + i)
                 scores.transform(acc_s, query, blocks, steps.first + i, steps)

@@ -199,8 +199,10 @@ class Scores:
         rows_are_keys: bool = False,
         staged: StagedTiles | None = None,
         two_sides: bool = False,
+        adds_exponents: bool = False,
         name: str = "scores",
     ):
+        self.adds_exponents = adds_exponents  # new scores are in base 2, relative to the row max of look_up()
         self.two_sides = two_sides  # of the diagonal have a linear bias
         self.capped, self.causal, self.is_fp32 = problem.has("softcap"), problem.causal, problem.is_fp32
         self.options, self.softmax_scale, self.rows_are_keys = options, softmax_scale, rows_are_keys
@@ -210,6 +212,7 @@ class Scores:
         self.alibi_slope = T.alloc_var("float32", init=0.0) if self.biased else None
         self.traced, self.changed, program = None, problem.changes_scores, problem.program
         self.learns_dS = problem.learns_dS and not problem.sends_dS
+        self.sums_dS = problem.learns_dS and not program.stored
         self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
         self.has_diagonals = problem.has_diagonals
         # exponent() is -inf for hidden elements; with listed blocks they are set to 0 later, only in blocks that hide some
@@ -226,6 +229,8 @@ class Scores:
     @property
     def scale_log2(self) -> Any:
         """Factor of scores that are not raw in exponents of base 2."""
+        if self.adds_exponents:
+            return T.float32(1)
         constant = self.biased or self.changed
         return T.float32(LOG2E) if constant else self.options.softcap * LOG2E
 
@@ -265,7 +270,10 @@ class Scores:
             self.linear.fold(acc_s, blocks.diagonal(query, step))
         if self.traced is not None:
             self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
-            self.traced.apply(acc_s)
+            if self.adds_exponents:
+                self.traced.apply_exponents(acc_s)
+            else:
+                self.traced.apply(acc_s)
             if steps.masked or not blocks.listed:
                 may_hide = not steps.is_last_block or blocks.may_hide(step)
                 self.traced.hide_step(acc_s, -T.infinity("float32"), blocks, may_hide)
@@ -273,14 +281,17 @@ class Scores:
             blocks.hide(acc_s, query, step, steps)
 
     @T.inline
-    def look_up(self, query, blocks, step, steps):
-        """Read what a program needs in a step of the forward. Called well before transform(), as memory latency is long."""
+    def look_up(self, query, blocks, step, steps, row_max=0.0):
+        """Read what a program needs in a step of the forward. Called well before transform(), as memory latency is long.
+
+        row_max: in base 2, which scores become relative to; with adds_exponents.
+        """
         if blocks.listed and (steps.masked or self.traced.needs_key):
             blocks.find(step)
         if self.has_bits and steps.masked:
             self.traced.fetch_bits(blocks.place_at(step, query), query, blocks.key_at(step))
         if self.fetches or self.has_diagonals:
-            self.fetch(query, blocks, step)
+            self.fetch(query, blocks, step, row_max)
 
     @T.inline
     def cap(self, acc_s):
@@ -334,10 +345,12 @@ class Scores:
             self.fetch(query, blocks, step)
 
     @T.inline
-    def fetch(self, query, blocks, step):
-        """Set the position of the tile at a step, and fetch what a program needs, except bits."""
+    def fetch(self, query, blocks, step, row_max=0.0):
+        """Set the position of the tile at a step, and fetch what a program needs, except bits. row_max: of look_up()."""
         self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
-        if self.has_diagonals:
+        if self.adds_exponents:
+            self.traced.keep_exponents(row_max)
+        elif self.has_diagonals:
             self.traced.keep_diagonals()
         self.traced.fetch()
         if self.has_diagonals or self.traced.is_staged:
@@ -373,10 +386,21 @@ class Scores:
             self.traced.fetch_bits(blocks.place, mask.key, blocks.query)
 
     @T.inline
-    def learn_dS(self, dS, blocks):
-        """Pass a tile dS' [keys, queries] on if it is the gradient of a captured tensor; after locate_transposed()."""
+    def learn_dS(self, dS, blocks, adds):
+        """Pass a tile dS' [keys, queries] on if it is the gradient of a captured tensor; after locate_transposed().
+
+        adds: False if add_learned() follows, when GEMMs have been issued.
+        """
         if self.learns_dS:
             self.traced.learn_dS(dS, blocks.mask.seqlen_q, blocks.mask.seqlen_k)
+            if adds and self.sums_dS:
+                self.traced.add_diagonals()
+
+    @T.inline
+    def add_learned(self, blocks):
+        """Add the sums of learn_dS() to the gradient; before advance()."""
+        if self.sums_dS:
+            self.traced.add_diagonals(blocks.head)
 
     @T.inline
     def locate_transposed(self, key, blocks, step):

@@ -15,6 +15,8 @@ SMALLEST_SCALE = 2.0**-126
 LAZY_GROWTH = 8.0
 # Largest row sum with a held row max. bf16 has the range for it; larger sums would leave too little range for O
 LARGEST_HELD_SUM = 2.0**64
+# Smallest row sum with the row max of a warp: exponentials down to 2^-30 of it are normal numbers
+SMALLEST_HELD_SUM = 2.0**-96
 
 
 def indices(values: tuple) -> tuple[int, ...]:
@@ -41,10 +43,15 @@ class OnlineSoftmax:
 
     The row max is a maximum of raw scores; scale_log2 > 0 multiplies them in the exponent. Until finish() each thread of a quad sums its
     own columns of a row, so no step needs a shuffle for row sums. P stays below 2 ** growth.
+
+    joins: where true, the 16 rows of a warp have one row max, warp_max; None: they never have.
     """
 
-    def __init__(self, block_N: int, scale_log2, growth: float = LAZY_GROWTH, name: str = "softmax"):
-        self.block_N, self.scale_log2, self.growth = block_N, scale_log2, growth
+    def __init__(
+        self, block_N: int, scale_log2, growth: float = LAZY_GROWTH, joins=None, name: str = "softmax"
+    ):
+        self.block_N, self.scale_log2, self.growth, self.joins = block_N, scale_log2, growth, joins
+        self.warp_max = T.alloc_var("float32", init=LOWEST) if joins is not None else None
         self.row_max = T.alloc_fragment([64], "float32")
         self.row_max_prev = T.alloc_fragment([64], "float32")
         self.row_scale = T.alloc_fragment([64], "float32")  # factor for the row's output so far
@@ -62,12 +69,18 @@ class OnlineSoftmax:
     def update(self, acc_s, shift=None, follow=True):
         """Replace scores by exp2((score + shift - row_max) * scale_log2), and add them to the row sums.
 
-        follow: update row_max first; else row_max is held, and each row must have seen a score before.
+        follow: update row_max first; else row_max is held, and each row must have seen a score before. Where rows join, scores are then
+        exponents already.
         """
         if follow:
             self.follow(acc_s, shift)
         for i, j in T.Parallel(64, self.block_N):
-            acc_s[i, j] = T.exp2(acc_s[i, j] * self.scale_log2 - self.score_max(i, shift) * self.scale_log2)
+            if follow or self.joins is None:
+                acc_s[i, j] = T.exp2(
+                    acc_s[i, j] * self.scale_log2 - self.score_max(i, shift) * self.scale_log2
+                )
+            else:
+                acc_s[i, j] = T.exp2(acc_s[i, j])
         T.reduce_sum(T.view(acc_s, [64, self.block_N // 8, 8]), self.block_sum, dim=1)
         for i, j in T.Parallel(64, 8):
             if follow:
@@ -89,12 +102,27 @@ class OnlineSoftmax:
             T.reduce_max(acc_s, self.row_max, dim=1)
             for i in T.Parallel(64, loop_layout=rows_layout()):
                 self.row_max[i] = T.max(self.row_max[i] + shift, self.row_max_prev[i])
+        if self.joins is not None:
+            self.join()
         for i in T.Parallel(64, loop_layout=rows_layout()):
             grown = (self.row_max[i] - self.row_max_prev[i]) * self.scale_log2
             self.row_max[i] = T.if_then_else(grown > self.growth, self.row_max[i], self.row_max_prev[i])
         for i in T.Parallel(64, loop_layout=rows_layout()):
             # Subtract first: exact for LOWEST, where an FMA would leave a rounding error
             self.row_scale[i] = T.exp2((self.row_max_prev[i] - self.row_max[i]) * self.scale_log2)
+        if self.joins is not None:
+            for i in T.Parallel(64, loop_layout=rows_layout()):
+                self.warp_max[0] = self.row_max[i]
+
+    @T.inline
+    def join(self):
+        """Replace the row max of each row by the largest of its warp."""
+        self.warp_max[0] = LOWEST
+        for i in T.Parallel(64, loop_layout=rows_layout()):
+            self.warp_max[0] = T.max(self.warp_max[0], self.row_max[i])
+        self.warp_max[0] = T.warp_reduce_max(self.warp_max[0])
+        for i in T.Parallel(64, loop_layout=rows_layout()):
+            self.row_max[i] = T.if_then_else(self.joins, self.warp_max[0], self.row_max[i])
 
     def score_max(self, i, shift):
         """row_max relative to scores that lack `shift`."""
@@ -120,14 +148,19 @@ class OnlineSoftmax:
 
     @T.inline
     def check_sums(self):
-        """Compare the row sums with LARGEST_HELD_SUM, for overflowed()."""
+        """Compare the row sums with LARGEST_HELD_SUM, where rows join also with SMALLEST_HELD_SUM, for overflowed()."""
         self.flag[0] = 0
         for i, j in T.Parallel(64, 8):
             if self.partial_sum[i, j] > LARGEST_HELD_SUM:
                 self.flag[0] = 1
+        if self.joins is not None:
+            T.reduce_sum(self.partial_sum, self.row_sum, dim=1)
+            for i in T.Parallel(64, loop_layout=rows_layout()):
+                if self.row_sum[i] < SMALLEST_HELD_SUM:
+                    self.flag[0] = 1
 
     def overflowed(self):
-        """True if the held row max is too small for the sum of any row of this warp."""
+        """True if the held row max is too small, or too large, for the sum of any row of this warp."""
         return T.any_sync(self.flag[0] != 0)
 
     @T.inline

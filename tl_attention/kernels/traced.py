@@ -142,6 +142,21 @@ class Traced:
         for n in tuple(range(len(self.program.diagonals))):
             self.diagonals.keep(n, self.staged.diagonals[n])
 
+    @T.inline
+    def keep_exponents(self, row_max):
+        """Store the values in base 2 and relative to row_max, for apply_exponents()."""
+        for k in T.unroll(self.diagonals.slots // 32):
+            self.diagonals.values[0][k] = self.diagonals.values[0][k] * LOG2E - row_max
+        self.keep_diagonals()
+
+    @T.inline
+    def apply_exponents(self, acc_s):
+        """Replace raw scores by new ones in base 2, relative to the row max of keep_exponents()."""
+        rows, cols = acc_s.shape
+        for i, j in T.Parallel(rows, cols):
+            value = self.diagonals.value(self.staged.diagonals[0], i, j)
+            acc_s[i, j] = acc_s[i, j] * (self.softmax_scale * LOG2E) + value
+
     def captured(self, load: int) -> Captured:
         return self.program.tensors[self.program.values[load].data]
 
@@ -346,29 +361,30 @@ class Traced:
         self.add_diagonals()
 
     @T.inline
-    def add_diagonals(self):
-        """Add the sums of the diagonals of a tile to gradients of captured tensors."""
+    def add_diagonals(self, head=None):
+        """Add the sums of the diagonals of a tile to gradients of captured tensors. head: of the tile; None: that of start()."""
         for n in tuple(range(len(self.program.diagonal_gradients))):
             self.diagonals.sum(n)
             number = self.program.diagonal_gradients[n]
             for k in T.unroll(self.diagonals.sums[n].shape[0]):
                 distance = self.diagonals.distance(self.first_query, self.first_key, self.diagonals.summed(k))
                 self.diagonals.targets[n][k] = self.at_distance(
-                    f"target{number}", INT, self.head[0], distance
+                    f"target{number}", INT, self.head[0] if head is None else head, distance
                 )
+            function = "tl_attention_add" if head is None else "tl_attention_add_sum"
             if self.program.shares_targets(number):
                 self.diagonals.merge(n)
+                function = "tl_attention_add"  # most sums are 0
             for k in T.unroll(self.diagonals.sums[n].shape[0]):
-                self.add(number, self.diagonals.targets[n][k], self.diagonals.sums[n][k])
+                self.add(number, self.diagonals.targets[n][k], self.diagonals.sums[n][k], function)
 
     @T.inline
     def learn_dS(self, dS, seqlen_q, seqlen_k):
-        """Store a tile dS' [keys, queries] as the gradient of program.learns_dS, whose matrices are transposed, or add its diagonals."""
+        """Store a tile dS' [keys, queries] as the gradient of program.learns_dS, whose matrices are transposed, or sum it per thread."""
         if len(self.program.stored) > 0:
             self.store(0, dS, self.first_key, self.first_query, seqlen_q)
         else:
             self.diagonals.add_tile(0, dS, seqlen_k - self.first_key)
-            self.add_diagonals()
 
     @T.inline
     def send_dS(self, tile, head, query, key):
@@ -398,13 +414,13 @@ class Traced:
         )
 
     @T.inline
-    def add(self, number, target, x):
+    def add(self, number, target, x, function="tl_attention_add"):
         """Add x to element `target` of the tensor that gradient number `number` belongs to."""
         sums = self.arguments.gradients[self.program.gradients[number].tensor]
         T.evaluate(
             T.call_extern(
                 "handle",
-                "tl_attention_add_exactly" if self.program.exact else "tl_attention_add",
+                "tl_attention_add_exactly" if self.program.exact else function,
                 sums.access_ptr("rw"),
                 target,
                 x,

@@ -104,7 +104,7 @@ def train(arguments: argparse.Namespace, device: torch.device) -> list[float]:
     for step in range(arguments.steps):
         begin = time.perf_counter()
         cu_seqlens = document_ends(arguments.seqlen, arguments.documents, step)
-        # "balanced" gives ranks equal work, whatever the documents are
+        # Ranks get equal numbers of tokens and equal work, whatever the documents are
         layout = distributed.make_layout(cu_seqlens=cu_seqlens, causal=True)
         placed = {"cu_seqlens": cu_seqlens, "layout": layout}
         whole = text(arguments.seqlen + 1, step)

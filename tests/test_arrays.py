@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 
 import pytest
 import torch
@@ -71,6 +72,22 @@ def test_views_of_packed_sequences_need_no_batch(monkeypatch):
         assert tuple(second.shape[:5]) == tuple(first.shape[:5]) == (FAR + 1, 13, FAR, 3, 64)
         assert second.data == whole.data_ptr() and first.data % 16 == 0
         assert (first.data == whole.data_ptr()) == (tensors[0].data_ptr() == whole.data_ptr())
+
+
+def test_copies_of_packed_sequences_are_released_after_the_launch(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 3)
+    copies, clone = [], torch.Tensor.clone
+    monkeypatch.setattr(
+        torch.Tensor, "clone", lambda x, **given: copies.append(clone(x, **given)) or copies[-1]
+    )
+    expanded = torch.randn(12, 1, 64).bfloat16().expand(12, 3, 64)
+    views = ArgumentViews(False, expanded[None], packed=True)
+    pointers = views.of(expanded)
+    kept = weakref.ref(copies.pop())
+    array = DLTensor.from_address(pointers[0].value)
+    assert array.data == kept().data_ptr() and array.shape[:5] == [FAR + 1, 13, FAR, 3, 64]
+    del pointers
+    assert kept() is None
 
 
 def test_views_without_transposing_are_the_tensors():

@@ -480,8 +480,8 @@ def test_configs_of_block_masks_divide_their_blocks(width, whole):
         problem = AttnProblem.of("bfloat16", *width, False, direction, (), program)
         for bucket in ("long", "split") if direction == "fwd" else ("long",):
             config, _ = configs.pick_config(problem, bucket, "NVIDIA H200", direction)
-            assert legality.is_legal(problem, config, direction) is None
-    fault = legality.is_legal(problem, configs.pick_config(problem.plain, "long", "NVIDIA H200", "bwd")[0])
+            assert legality.fault(problem, config, direction) is None
+    fault = legality.fault(problem, configs.pick_config(problem.plain, "long", "NVIDIA H200", "bwd")[0])
     assert fault is None or any(word in fault for word in ("block", "registers", "schedule"))
 
 

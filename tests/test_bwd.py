@@ -540,3 +540,18 @@ def test_bwd_of_empty_tensors_is_zero(sizes, causal):
     grads = launch.backward(make_dout(shape, BF16), q, k, v, out, lse, 0.1, causal, False)
     assert [(x.shape, x.dtype) for x in grads] == [(x.shape, x.dtype) for x in (q, k, v)]
     assert not any(x.any() for x in grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, FP16], ids=str)
+def test_gradient_of_a_sink_is_that_of_its_formula(dtype):
+    """Minus the sum of exp(sink - lse) * delta; padding has an lse of inf and a delta of 0."""
+    sink, others = (30 * torch.randn(8)).to(dtype), 30 * torch.randn(3, 8, 1000).double()
+    lse, delta = torch.logaddexp(sink.double()[:, None], others), torch.randn(3, 8, 1000).double()
+    expected = -((sink.double()[:, None] - lse).exp() * delta).sum((0, 2))
+    pad = torch.nn.functional.pad
+    padded = pad(lse / math.log(2), (0, 24), value=math.inf).float(), pad(delta, (0, 24)).float()
+    found = launch.bwd._sink_gradient(sink, *padded)
+    assert found.dtype == dtype
+    torch.testing.assert_close(
+        found, expected.to(dtype), rtol=1e-4 if dtype == torch.float32 else 0.01, atol=1e-3
+    )

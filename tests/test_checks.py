@@ -115,7 +115,7 @@ def cu(*ends, dtype=torch.int32):
 
 
 OPTION_ERRORS = {
-    "window-is-no-pair": ({"window_size": 128}, TypeError, r"window_size: expected a pair \(left, right\), got 128"),
+    "window-is-no-pair": ({"window_size": 128}, TypeError, r"window_size: expected a pair \(left, right\), got 128; pass \(128, 0\)"),
     "window-float": ({"window_size": (1.5, 0)}, TypeError, r"window_size: expected ints, with -1 or None for no limit, got 1\.5"),
     "window-bool": ({"window_size": (True, 0)}, TypeError, r"window_size: expected ints, with -1 or None for no limit, got True"),
     "window-negative": ({"window_size": (-2, 0)}, ValueError, r"window_size: expected bounds of at least 0.*got \(-2, 0\)"),
@@ -126,6 +126,8 @@ OPTION_ERRORS = {
     "dropout-nearly-1": ({"dropout_p": 0.999}, ValueError, r"dropout_p: expected a number from 0 to 255/256"),
     "dropout-nan": ({"dropout_p": math.nan}, ValueError, r"dropout_p: expected a number"),
     "dropout-text": ({"dropout_p": "0.1"}, ValueError, r"dropout_p: expected a number.*got '0\.1'"),
+    "dropout-true": ({"dropout_p": True}, ValueError, r"dropout_p: expected a number.*got True; the parameters after v"),
+    "dropout-tensor": ({"dropout_p": torch.tensor(0.1)}, ValueError, r"dropout_p: expected a number.*; pass float\(dropout_p\)"),
     "rng-shape": ({"dropout_p": 0.1, "rng_state": torch.zeros(3).long()}, ValueError, r"rng_state: expected shape \(2,\), got \(3,\)"),
     "rng-dtype": ({"dropout_p": 0.1, "rng_state": torch.zeros(2)}, TypeError, r"rng_state: expected torch\.int64, got torch\.float32"),
     "slopes-are-no-tensor": ({"alibi_slopes": [1.0] * 4}, TypeError, r"alibi_slopes: expected a torch\.Tensor, got list"),
@@ -133,7 +135,7 @@ OPTION_ERRORS = {
     "slopes-dtype": ({"alibi_slopes": torch.ones(4).bfloat16()}, TypeError, r"alibi_slopes: expected torch\.float32, got.*cast it"),
     "slopes-device": ({"alibi_slopes": torch.ones(4, device="meta")}, ValueError, r"alibi_slopes: expected the device of q, cpu, got"),
     "slopes-grad": ({"alibi_slopes": torch.ones(4).requires_grad_()}, NotImplementedError, r"alibi_slopes: expected a tensor.*detach\(\)"),
-    "sink-shape": ({"learnable_sink": torch.ones(1, 4)}, ValueError, r"learnable_sink: expected shape \(4,\), got \(1, 4\)"),
+    "sink-shape": ({"learnable_sink": torch.ones(1, 4)}, ValueError, r"learnable_sink: expected shape \(4,\), got \(1, 4\); pass a number"),
     "sink-dtype": ({"learnable_sink": torch.ones(4).int()}, TypeError, r"learnable_sink: expected torch\.float32 or torch\.bfloat16"),
     "causal-is-no-bool": ({"causal": 1, "softcap": 1.0}, TypeError, r"causal: expected a bool, got 1"),
     "deterministic-is-no-bool": ({"deterministic": 1, "softcap": 1.0}, TypeError, r"deterministic: expected a bool, got 1"),

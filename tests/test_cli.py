@@ -295,7 +295,7 @@ def test_config_of_decode(capsys):
 
 
 def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
-    monkeypatch.setattr(question, "is_legal", lambda *_: "shared memory: expected less")
+    monkeypatch.setattr(question.legality, "fault", lambda *_: "shared memory: expected less")
     lines = run_config(capsys, "d128", "causal", "4k")
     assert lines[-1] == "  cannot run: shared memory: expected less"
 

@@ -12,7 +12,6 @@ import pytest
 from tl_attention import configs, legality
 from tl_attention.kernel_configs import (
     BWD_SCHEDULES,
-    REGISTER_LEVEL,
     SCHEDULES,
     BwdConfig,
     BwdDelta,
@@ -23,7 +22,6 @@ from tl_attention.kernel_configs import (
     FwdConfig,
     PartsConfig,
     parts_kernels,
-    register_level,
 )
 from tl_attention.problem import (
     BUCKETS,
@@ -40,6 +38,7 @@ from tl_attention.problem import (
     buckets,
     tuning_key,
 )
+from tl_attention.register_levels import REGISTER_LEVEL, register_level
 from tl_attention.target import gpu_slug
 
 D128 = AttnProblem("bfloat16", 128, 128, True)
@@ -57,20 +56,20 @@ CLASSES = [(problem, direction) for direction in DIRECTIONS for problem in confi
 @pytest.mark.parametrize(("problem", "direction"), CLASSES, ids=str)
 def test_grid_default_and_candidates_are_legal(problem, direction):
     default = configs.default_config(problem, direction)
-    assert legality.is_legal(problem, default, direction) is None
+    assert legality.fault(problem, default, direction) is None
     for bucket in buckets(direction):
         found = configs.candidates(problem, bucket, direction)
         assert found[0] == configs.default_config(problem, direction, bucket)
         assert (bucket not in ROW_BUCKETS) < len(found) == len(set(found)) <= 26
-        assert [c for c in found if legality.is_legal(problem, c, direction)] == []
+        assert [c for c in found if legality.fault(problem, c, direction)] == []
 
 
 @pytest.mark.parametrize(("problem", "direction"), [c for c in CLASSES if c[1] != "bwd_det"], ids=str)
-def test_every_config_of_a_search_line_is_legal(problem, direction):
+def test_every_config_of_a_search_line_can_run(problem, direction):
     for line in configs._class_table(problem, direction)["search"]:
         assert set(line.get("buckets", BUCKETS)) <= {*BUCKETS, *ROW_BUCKETS}
         for config in configs._line_configs(problem, line, direction):
-            assert legality.is_legal(problem, config, direction) is None
+            assert legality.fault(problem, config, direction) is None
 
 
 def test_every_section_of_the_grid_serves_a_problem():
@@ -158,8 +157,8 @@ def test_schedule_and_q_stages_are_derived_where_left_out(problem, block_N, sche
     ],
     ids=lambda x: x if isinstance(x, str) else None,
 )
-def test_is_legal_says_why_not(problem, config, reason):
-    assert reason in legality.is_legal(problem, config)
+def test_fault_says_why_not(problem, config, reason):
+    assert reason in legality.fault(problem, config)
 
 
 def passes(*texts: str) -> BwdConfig:
@@ -236,7 +235,7 @@ def passes(*texts: str) -> BwdConfig:
         (
             D64,
             passes("dq+dk+dv 64x128 reuse dynamic"),
-            "schedule: expected grid with a program, without an order, or where no dq is summed, got 'dynamic'",
+            "schedule: expected grid with another program than a bias, without an order, or where no dq is summed, got 'dynamic'",
         ),
         (
             replace(D64, options=("window",)),
@@ -246,7 +245,7 @@ def passes(*texts: str) -> BwdConfig:
         (
             D64,
             passes("dk+dv 64x128 dynamic", "dq 128x64"),
-            "schedule: expected grid with a program, without an order, or where no dq is summed, got 'dynamic'",
+            "schedule: expected grid with another program than a bias, without an order, or where no dq is summed, got 'dynamic'",
         ),
         (
             D128,
@@ -293,15 +292,15 @@ def passes(*texts: str) -> BwdConfig:
     ],
     ids=lambda x: x if isinstance(x, str) else None,
 )
-def test_is_legal_says_why_not_backward(problem, config, reason):
-    assert reason in legality.is_legal(problem, config, "bwd")
+def test_fault_says_why_not_backward(problem, config, reason):
+    assert reason in legality.fault(problem, config, "bwd")
 
 
-def test_is_legal_refuses_summed_dq_for_the_deterministic_backward():
+def test_fault_refuses_summed_dq_for_the_deterministic_backward():
     fast, fixed = passes("dq+dk+dv 64x128 reuse"), passes("dk+dv 64x128", "dq 128x64")
-    assert legality.is_legal(D128, fast) is legality.is_legal(D128, fast, "bwd") is None
-    assert "sums dq in no fixed order" in legality.is_legal(D128, fast, "bwd_det")
-    assert legality.is_legal(D128, fixed, "bwd") is legality.is_legal(D128, fixed, "bwd_det") is None
+    assert legality.fault(D128, fast) is legality.fault(D128, fast, "bwd") is None
+    assert "sums dq in no fixed order" in legality.fault(D128, fast, "bwd_det")
+    assert legality.fault(D128, fixed, "bwd") is legality.fault(D128, fixed, "bwd_det") is None
 
 
 @pytest.mark.parametrize(
@@ -385,7 +384,7 @@ def test_alibi_without_a_mask_in_pages_holds_no_row_max(causal):
     config = configs.option_config(problem, "4k")
     assert config.hold_max and config.paged(problem, 0) == config
     for form in config.paged_forms(problem):
-        assert form.page_rows and form.hold_max == causal and legality.is_legal(problem, form) is None
+        assert form.page_rows and form.hold_max == causal and legality.fault(problem, form) is None
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 from tl_attention import configs, flash_attn_func, flex_attention, legality
 from tl_attention.compilation import building
+from tl_attention.kernel_configs import BwdConfig, reduce_kernels
 from tl_attention.launch.traced import FIRST_UNIT, SLOT_EXPONENTS, SLOTS, Gradients, aligned
 from tl_attention.problem import BWD_TILE_WIDTHS, AttnProblem
 from tl_attention.tracing.dense_bias import with_bias
@@ -147,7 +149,7 @@ def test_stored_gradients_are_reduced(score_mod, reduce, transposed):
     expected = torch.zeros_like(table)
     with torch.no_grad():
         reduce(x, expected)
-    torch.testing.assert_close(gradients.results()[0], expected)
+    torch.testing.assert_close(gradients.results({})[0], expected)
 
 
 @pytest.mark.parametrize("width", BWD_TILE_WIDTHS, ids=str)
@@ -159,7 +161,7 @@ def test_configs_serve_biases(width):
             used = program.forward if direction == "fwd" else program
             problem = AttnProblem.of("bfloat16", *width, False, direction, (), used)
             config, _ = configs.pick_config(problem, "long", "NVIDIA H200", direction)
-            assert legality.is_legal(problem, config, direction) is None
+            assert legality.fault(problem, config, direction) is None
             if direction == "fwd" and width == (64, 64):
                 assert (
                     problem.stages and legality.smem_bytes(problem, config) > 128 * 128 * bias.element_size()
@@ -183,6 +185,69 @@ def test_bias_gradients_that_are_dS():
         assert any(bwd_pass.adds_dq for bwd_pass in config.passes) is is_dS
     program = trace(lambda s, b, h, q, k: s + 2 * bias[0, h, q, k], None, True).program
     assert not program.learns_dS
+
+
+def test_biases_that_run_in_narrow_tiles():
+    """A dense bias alone whose gradient is dS has a tile width of its own, and schedules; more functions beside it have neither."""
+    bias = torch.zeros(1, HEADS, 8, 8, dtype=torch.bfloat16, requires_grad=True)
+    found = {}
+    for name, functions in {
+        "alone": (None, None),
+        "beside a score_mod": (lambda s, b, h, q, k: s + (q - k) * 0.1, None),
+        "masked": (None, causal),
+    }.items():
+        program = trace(*with_bias(*functions, bias), True).program
+        problem = AttnProblem.of("bfloat16", 24, 32, False, "bwd", (), program)
+        config, _ = configs.pick_config(problem, "1k", "NVIDIA H200", "bwd")
+        assert legality.is_legal(problem, config, "bwd") is None
+        found[name] = problem.width, config.passes[0].schedule
+        (bwd_pass,) = config.passes
+        other = BwdConfig((replace(bwd_pass, order="separate-dS", schedule="dynamic-late"),))
+        assert (legality.is_legal(problem, other) is None) is problem.learns_bias
+    assert found == {
+        "alone": ("d32", "dynamic-late"),
+        "beside a score_mod": ("d64", "grid"),
+        "masked": ("d64", "grid"),
+    }
+    program = trace(*with_bias(None, None, bias), True).program
+    assert AttnProblem.of("bfloat16", 32, 32, False, "bwd_det", (), program).width == "d64"
+    assert AttnProblem.of("bfloat16", 40, 32, False, "bwd", (), program).width == "d64"
+    assert AttnProblem.of("bfloat16", 32, 32, False, "bwd", (), program.as_listed).width == "d64"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "kernel"),
+    [("whole", torch.bfloat16, None), ("of heads", torch.bfloat16, "bfloat16"), ("one", torch.float16, "float32-highest")],
+)  # fmt: skip
+def test_kernels_that_sum_gradients(shape, dtype, kernel):
+    bias = torch.zeros(*SHAPES[shape], 8, 8, dtype=dtype, requires_grad=True)
+    problem = AttnProblem.of(
+        "bfloat16", 64, 64, False, "bwd", (), trace(*with_bias(None, None, bias), True).program
+    )
+    found = [(number, key.dtype) for number, (key, _) in reduce_kernels(problem).items()]
+    assert found == ([] if kernel is None else [(0, kernel)])
+    config, _ = configs.pick_config(problem, "1k", "NVIDIA H200", "bwd")
+    assert {*reduce_kernels(problem).values()} <= {*config.kernels(problem)}
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
+@pytest.mark.parametrize(
+    "name, outer, addends", [("of heads", 1, 2), ("of the batch", 2, HEADS), ("one", 1, 2 * HEADS)]
+)
+def test_sums_of_gradients_are_passed_to_a_kernel(name, outer, addends, transposed):
+    bias = torch.zeros(*SHAPES[name], 8, 9, dtype=torch.bfloat16, requires_grad=True)
+    gradients = Gradients(trace(*with_bias(None, None, bias), True), 2, HEADS, 8, 9, transposed)
+    (stored,) = gradients.arguments
+    stored.normal_()
+    shapes = []
+
+    def kernel(x: torch.Tensor, total: torch.Tensor) -> None:
+        shapes.append((*x.shape[:2], x.shape[3]))
+        total.copy_(x.float().sum(1))
+
+    (found,) = gradients.results({0: kernel})
+    assert shapes == [(outer, addends, 8)]
+    torch.testing.assert_close(found, gradients.results({})[0])
 
 
 def test_gradients_that_scores_share_are_not_stored():
@@ -227,7 +292,7 @@ def test_exact_sums_are_exact():
             for x in random.Random(order).sample(row, len(row)):
                 slot, digits = exact_slot(x)
                 sums[head * SLOTS + slot] += digits
-        return gradients.results()[0]
+        return gradients.results({})[0]
 
     found = total(1)
     assert torch.equal(found[:3], total(2)[:3]) and found[3].isnan()
@@ -246,13 +311,13 @@ def built():
     factors = torch.ones(HEADS, device="cuda", requires_grad=True)
     calls = [
         trace(*with_bias(None, None, torch.zeros(*shape, 8, 8, dtype=dtype, device="cuda", requires_grad=True)), True)
-        for shape, dtype in (((8, HEADS), torch.bfloat16), ((1, 1), torch.float32))
+        for shape, dtype in (((8, HEADS), torch.bfloat16), ((1, 1), torch.float32), ((1, HEADS), torch.bfloat16))
     ]  # fmt: skip
     calls.append(trace(lambda s, b, h, q, k: s * factors[h], None, True))
-    for call in calls:
+    for call, head_dim in [(call, 64) for call in calls] + [(calls[0], 32), (calls[2], 32), (calls[0], 128)]:
         for direction in ("fwd", "bwd", "bwd_det"):
             program = {"fwd": call.program.forward, "bwd": call.program}.get(direction, call.program.as_exact)
-            problem = AttnProblem.of("bfloat16", 64, 64, False, direction, (), program)
+            problem = AttnProblem.of("bfloat16", head_dim, head_dim, False, direction, (), program)
             kernels += configs.pick_config(problem, "1k", torch.cuda.get_device_name(), direction)[0].kernels(
                 problem
             )
@@ -266,24 +331,28 @@ def built():
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "dtype", "seqlen_q", "seqlen_k"),
+    ("shape", "dtype", "seqlen_q", "seqlen_k", "head_dim"),
     [
-        ((8, HEADS), torch.bfloat16, 500, 384),
-        ((8, HEADS), torch.bfloat16, 129, 77),
-        ((1, 1), torch.float32, 400, 401),
+        ((8, HEADS), torch.bfloat16, 500, 384, 64),
+        ((8, HEADS), torch.bfloat16, 129, 77, 64),
+        ((1, 1), torch.float32, 400, 401, 64),
+        ((1, HEADS), torch.bfloat16, 1021, 1100, 64),
+        ((8, HEADS), torch.bfloat16, 301, 205, 32),
+        ((8, HEADS), torch.bfloat16, 300, 205, 128),
+        ((1, HEADS), torch.bfloat16, 129, 999, 24),
     ],
     ids=str,
 )
-def test_bias_matches_the_formula(shape, dtype, seqlen_q, seqlen_k, deterministic):
+def test_bias_matches_the_formula(shape, dtype, seqlen_q, seqlen_k, head_dim, deterministic):
     on = {"device": "cuda", "requires_grad": True}
     q, k, v = (
-        torch.randn(8, HEADS, n, 64, dtype=torch.bfloat16, **on) for n in (seqlen_q, seqlen_k, seqlen_k)
+        torch.randn(8, HEADS, n, head_dim, dtype=torch.bfloat16, **on) for n in (seqlen_q, seqlen_k, seqlen_k)
     )
     bias = torch.randn(*shape, seqlen_q, seqlen_k, dtype=dtype, **on)
     dout = torch.randn_like(q)
 
     def formula(dtype: torch.dtype) -> torch.Tensor:
-        scores = (q.to(dtype) @ k.to(dtype).mT) / 8
+        scores = (q.to(dtype) @ k.to(dtype).mT) * head_dim**-0.5
         scores = scores.to(torch.promote_types(dtype, torch.float32)) + bias.to(
             torch.promote_types(dtype, torch.float32)
         )

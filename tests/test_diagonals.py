@@ -202,6 +202,23 @@ def built():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("of", ["query", "dout"])
+def test_diagonals_pass_nan_on(of, deterministic):
+    """NaN in a row of one head: in the gradient of its biases, and in none of another head."""
+    score_mod, *_, (bias,) = cases(Captured("cuda"))["relative"]
+    q, k, v, dout = (
+        torch.randn(8, HEADS, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in (577, 777, 777, 577)
+    )
+    (q if of == "query" else dout).data[0, 1, 20] = math.nan
+    out = flex_attention(q, k, v, score_mod, deterministic=deterministic)
+    (found,) = torch.autograd.grad(out, bias, dout)
+    assert found.isnan().any(1).tolist() == [head == 1 for head in range(HEADS)]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
 @pytest.mark.parametrize(("name", "mask_mod", "head_dim", "deterministic", "seqlen_q", "seqlen_k"), ON_GPU)
 def test_diagonals_match_the_formula(name, mask_mod, head_dim, deterministic, seqlen_q, seqlen_k):
     """Errors of at most twice those of the formula with products in bf16, or of fp64 with the kernel's outputs, as roots of mean squares.

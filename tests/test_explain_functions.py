@@ -43,8 +43,11 @@ def test_function_of_a_mask_has_the_tiles_of_the_mask(name, direction):
     )
     for kernel in found.kernels:
         M, N = kernel.config.block_M, kernel.config.block_N
-        seen = shown.reshape(2048 // M, M, 2048 // N, N).any((1, 3)).sum()
-        assert kernel.steps == 2 * 4 * seen
+        rows = min(M, 128)
+        seen = shown.reshape(2048 // rows, rows, 2048 // N, N).any((1, 3))
+        if M == 192:  # tiles compute what one of the two blocks that they lie in shows
+            seen = np.array([seen[3 * i // 2 : (3 * i + 2) // 2 + 1].any(0) for i in range(11)])
+        assert kernel.steps == 2 * 4 * seen.sum()
     partial, full = (x.sum() for x in (found.asked.partial, found.asked.full))
     blocks = shown.reshape(16, 128, 16, 128)
     assert (full, partial + full) == (blocks.all((1, 3)).sum(), blocks.any((1, 3)).sum())

@@ -369,7 +369,13 @@ def test_num_splits_does_not_change_the_result_of_packed_sequences(device):
 
 @pytest.mark.parametrize(
     "off",
-    [{"window_size": [-1, None]}, {"softcap": 0}, {"dropout_p": 0}, {"window_size": (None, 0)}],
+    [
+        {"window_size": [-1, None]},
+        {"softcap": 0},
+        {"dropout_p": 0},
+        {"dropout_p": False},
+        {"window_size": (None, 0)},
+    ],
     ids=str,
 )
 def test_a_call_with_options_off_is_a_plain_one(off, monkeypatch):

@@ -64,6 +64,7 @@ def cases(c: Captured, cap: float = 20.0) -> dict[str, tuple]:
         "slopes": (lambda s, b, h, q, k: s + c.slopes[h] * (k - q) * 0.1, None, (c.slopes,)),
         "relative": (lambda s, b, h, q, k: s + c.relative[h, q - k + MAX], causal, (c.relative,)),
         "half": (lambda s, b, h, q, k: s + c.half[h, q - k + MAX], None, (c.half,)),
+        "undefined": (lambda s, b, h, q, k: s + c.slopes[h] * torch.sqrt(576.5 - q), None, (c.slopes,)),  # past 577 queries
         "temperature": (lambda s, b, h, q, k: s * c.temperature, causal, (c.temperature,)),
         "of_query": (lambda s, b, h, q, k: s * c.of_query[b, q].sigmoid(), None, (c.of_query,)),
         "dense": (lambda s, b, h, q, k: s + c.dense[0, h, q, k], None, (c.dense,)),
@@ -196,12 +197,15 @@ small = torch.rand(7)
     ("arguments", "error", "words"),
     [
         ({}, ValueError, "key, value: expected the heads of query, 4, got 2; pass enable_gqa=True"),
-        ({"query": q8.float()}, TypeError, "query: expected bfloat16"),
+        ({"query": q8.double()}, TypeError, "query: expected bfloat16, float16 or float32"),
+        ({"query": q8.float()}, TypeError, "key, value: expected the dtype of query, torch.float32"),
         ({"key": kv8[:, :, :, :8]}, ValueError, "key: expected the head_dim of query"),
         ({"key": 3}, TypeError, "key: expected a torch.Tensor"),
         ({"scale": math.inf}, ValueError, "scale: expected a finite number"),
         ({"score_mod": 3}, TypeError, "score_mod: expected a function of 0-d tensors or None, got 3"),
-        ({"mask_mod": q8}, TypeError, "mask_mod: expected a function"),
+        ({"mask_mod": q8}, TypeError, "mask_mod: expected a function.*; pass a tensor as attn_bias"),
+        ({"score_mod": create_block_mask(causal, None, None, 8, 8, device="cpu")}, TypeError, "got an object of type BlockMask; pass it"),
+        ({"score_mod": causal}, TypeError, "score_mod .*; pass a mask as mask_mod"),
         ({"block_mask": causal}, TypeError, "block_mask: expected a BlockMask .* got function; pass a function as mask_mod"),
         ({"return_lse": 1}, TypeError, "return_lse: expected a bool"),
         ({"enable_gqa": None}, TypeError, "enable_gqa: expected a bool"),
@@ -388,8 +392,23 @@ def test_flex_every_width_has_a_legal_config(name, direction):
         for bucket in ("1k", "split") if direction == "fwd" else ("1k",):
             problem = AttnProblem("bfloat16", *width, False, (), program)
             config, source = configs.pick_config(problem, bucket, "NVIDIA H200", direction)
-            assert legality.is_legal(problem, config, direction) is None, source
+            assert legality.fault(problem, config, direction) is None, source
             assert getattr(config, "split", False) == (bucket == "split")
+
+
+def test_flex_bounds_scores_that_may_be_undefined_past_the_last_query():
+    table = torch.rand(HEADS, 2 * MAX)
+    for score_mod, is_partial in (
+        (lambda s, b, h, q, k: s * torch.sqrt(600.5 - q), True),
+        (lambda s, b, h, q, k: s / (600.0 - q), True),
+        (lambda s, b, h, q, k: s + torch.where(q < 600, torch.log(600 - q), 0.0), True),
+        (lambda s, b, h, q, k: 1 / s, True),
+        (lambda s, b, h, q, k: s * torch.sqrt(k + 1.0), False),  # keys past the last are hidden
+        (lambda s, b, h, q, k: s + table[h, (40 * torch.log(600.5 - q)).long()], False),  # within the table
+        (lambda s, b, h, q, k: (s / 3) ** 2 + (q - k) ** 2, False),
+    ):
+        assert trace(score_mod, None, False).program.is_partial == is_partial
+    assert {name for name, program in PROGRAMS.items() if program.is_partial} == {"singular", "undefined"}
 
 
 LOWERED = [
@@ -397,6 +416,7 @@ LOWERED = [
     ("relative", BwdPass("dq+dk+dv", 64, 128, reuse_registers=True)),
     ("together", BwdPass("dk+dv", 64, 128, reuse_registers=True)),
     ("slopes", BwdPass("dq", 128, 64)),
+    ("undefined", BwdPass("dk+dv", 64, 128, reuse_registers=True)),
 ]
 
 
@@ -488,6 +508,7 @@ def built():
     functions = [
         *((*made["together"][:2], torch.bfloat16, 128), (*made["documents"][:2], torch.bfloat16, 128)),
         (*made["softcap"][:2], torch.float16, 64),
+        (*made["undefined"][:2], torch.bfloat16, 64),
         *((several(seeds, c), causal, torch.bfloat16, 64) for seeds in SEEDS),
     ]
     kernels = []
@@ -515,6 +536,7 @@ def built():
         ("softcap", 64, torch.float16, 577, 580),
         ("causal", 128, torch.bfloat16, 600, 600),  # a kernel with causal=True
         ("softcap", 40, torch.float16, 600, 1),
+        ("undefined", 64, torch.bfloat16, 577, 600),
     ],
 )
 def test_flex_matches_the_formula(name, head_dim, dtype, seqlen_q, seqlen_k):
@@ -588,3 +610,19 @@ def test_flex_captured_tensors_of_another_device_are_refused():
     q = torch.randn(1, 4, 8, 64, device="cuda", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="captured tensor 0.*expected the device of query, cuda:0"):
         flex_attention(q, q, q, lambda s, b, h, q, k: s + small[h])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("of", ["query", "dout"])
+def test_flex_nan_reaches_gradients_of_captured_tensors(of):
+    """NaN in a row of one head: in its gradients, and in none of another head."""
+    score_mod, mask_mod, (temperature, relative, slopes) = cases(Captured("cuda"))["together"]
+    q, k, v = inputs("cuda", torch.bfloat16, 577, 600, 128)
+    dout = torch.randn_like(q)
+    (q if of == "query" else dout).data[0, 1, 20] = math.nan
+    out = flex_attention(q, k, v, score_mod, mask_mod=mask_mod, enable_gqa=True)
+    found = torch.autograd.grad(out, [temperature, relative, slopes], dout)
+    assert found[0].isnan()
+    for x in found[1:]:
+        assert x.view(HEADS, -1).isnan().any(1).tolist() == [False, True, False, False]

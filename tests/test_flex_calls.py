@@ -340,11 +340,13 @@ def test_calls_keep_nothing_alive(qkv):
 def test_calls_launch_with_what_they_got(monkeypatch, rows_first):
     seen = []
 
-    def forward(q, k, v, *layout, traced, deterministic):
+    def forward(q, k, v, *layout, options, traced, deterministic):
+        assert options is None
         seen.append((q, traced, layout, deterministic))
         return torch.zeros_like(q), torch.zeros(2, HEADS, 8)
 
-    def backward(dout, q, k, v, out, lse, *layout, traced):
+    def backward(dout, q, k, v, out, lse, *layout, options, traced):
+        assert options is None
         seen.append((q, traced, layout, dout))
         sums = (torch.full(traced.tensors[i].shape, i + 4.0) for i in traced.program.learned)
         return *(torch.full_like(x, n) for n, x in enumerate((q, k, v), 1)), *sums

@@ -229,10 +229,10 @@ def test_fp32_configs_serve_every_set_of_options(dtype):
             problem = AttnProblem(dtype, *width, False, options)
             for bucket in ("4k", "split"):
                 config, _ = configs.pick_config(problem, bucket, "NVIDIA H200")
-                assert legality.is_legal(problem, config, "fwd") is None
+                assert legality.fault(problem, config, "fwd") is None
             if width in tile_widths("bwd", dtype):
                 config, _ = configs.pick_config(problem, "4k", "NVIDIA H200", "bwd_det")
-                assert legality.is_legal(problem, config, "bwd_det") is None
+                assert legality.fault(problem, config, "bwd_det") is None
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_fp32_configs_serve_every_set_of_options(dtype):
 )
 def test_fp32_passes_that_do_not_fit_are_refused(one, options, text):
     problem = AttnProblem("float32-highest", 128, 128, False, options)
-    assert text in legality.is_legal(problem, BwdConfig.of([{"block_N": 128, **one}]))
+    assert text in legality.fault(problem, BwdConfig.of([{"block_N": 128, **one}]))
 
 
 @pytest.mark.parametrize(("dtype", "block_N"), [("float32-highest", 64), ("float32-high", 128)])
@@ -266,8 +266,8 @@ def test_fp32_gradients_in_one_pass_add_dq_to_the_result(dtype, block_N):
     """No sums of dq beside it, and so not deterministic."""
     problem = AttnProblem(dtype, 128, 128, False)
     config = BwdConfig((BwdPass("dq+dk+dv", 32, block_N),))
-    assert legality.is_legal(problem, config, "bwd") is None
-    assert "sums dq in no fixed order" in legality.is_legal(problem, config, "bwd_det")
+    assert legality.fault(problem, config, "bwd") is None
+    assert "sums dq in no fixed order" in legality.fault(problem, config, "bwd_det")
     two = BwdConfig((BwdPass("dk+dv", 32, block_N), BwdPass("dq", 64, 32)))
     sizes = 1, 4, 4, 300, 300, problem
     assert bwd_workspace_bytes(*sizes, config, 132) == bwd_workspace_bytes(*sizes, two, 132)

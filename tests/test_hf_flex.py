@@ -197,6 +197,19 @@ def test_hf_flex_t5_matches_eager(padded, device):
 
 
 @on_cpu
+def test_hf_flex_t5_in_fp32_matches_eager(device):
+    ours, _, eager = models("t5", device)
+    asked = {"input_ids": tokens(3, 24, device), "decoder_input_ids": tokens(3, 17, device, 4)}
+    (logits, grads), (expected, expected_grads) = (
+        logits_and_gradients(x, **asked) for x in (ours.float(), eager)
+    )
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * largest(expected).item())
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        assert rms(grad - expected_grads[name]) <= 1e-4 * rms(expected_grads[name]) + 1e-7, name
+
+
+@on_cpu
 def test_hf_flex_t5_generates_what_eager_does(device):
     ids = tokens(2, 9, device)
     options = {

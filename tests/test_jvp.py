@@ -23,7 +23,7 @@ from tl_attention import (
 )
 from tl_attention.compilation import building
 from tl_attention.kernel_configs import JvpConfig, jvp_kernels
-from tl_attention.legality import is_legal
+from tl_attention.legality import fault
 from tl_attention.problem import AttnProblem
 from tl_attention.reference.jvp import attention_jvp_reference
 from tl_attention.testing.numeric import check_jvp
@@ -342,7 +342,7 @@ def test_inputs_without_a_tangent_pass_in_forward_mode(device):
 
 @pytest.mark.parametrize(("problem", "config"), jvp_kernels(), ids=str)
 def test_jvp_configs_are_legal(problem, config):
-    assert is_legal(problem, config) is None
+    assert fault(problem, config) is None
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_jvp_configs_are_legal(problem, config):
 def test_jvp_configs_that_are_not_legal(problem, config, text):
     options = ("sink",) if problem == "options" else ()
     width = 64 if options else int(problem)
-    assert re.search(text, is_legal(AttnProblem("bfloat16", width, width, False, options), config))
+    assert re.search(text, fault(AttnProblem("bfloat16", width, width, False, options), config))
 
 
 # On a GPU

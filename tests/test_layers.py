@@ -26,8 +26,8 @@ DOORS = {
     "paged": "torch checks/common checks/kvcache checks/lengths checks/paged checks/transforms options ops reference/kvcache "
     "user_options",
     "tracing/builtin_options": "torch checks/common options program tracing/program_values",
-    "flex": "torch flex_lists tracing/builtin_options tracing/by_distance tracing/captures checks/common checks/flex checks/transforms "
-    "launch ops program reference/flex user_options | tracing/trace",
+    "flex": "torch flex_lists tracing/builtin_options tracing/by_distance tracing/captures checks/common checks/flex checks/fp32 "
+    "checks/transforms launch ops options program reference/flex user_options | tracing/trace",
     "flex_lists": "torch block_masks tracing/captures tracing/intervals launch/block_lists program",
     "tracing/dense_bias": "torch",
     "block_masks": "torch tracing/builtin_options tracing/captures checks/flex checks/masks checks/transforms tracing/intervals program "
@@ -36,7 +36,7 @@ DOORS = {
     "tracing/intervals": "torch program tracing/program_values tracing/trace_ops",
     "tracing/program_values": "torch program tracing/trace_ops",
     "tracing/by_distance": "torch program tracing/program_values",
-    "checks/flex": "torch checks/common program",
+    "checks/flex": "torch checks/common checks/fp32 problem program",
     "checks/masks": "torch checks/common checks/flex tracing/intervals",
     "tracing/trace": "torch tracing/captures tracing/dense_bias program tracing/trace_ops",
     "tracing/trace_ops": "torch program",
@@ -55,7 +55,8 @@ DOORS = {
     "transforms": "torch options",
     "torch_backend": "torch checks/common checks/fp32 options flash ops torch_masks",
     "torch_fp32": "torch checks/common checks/flex checks/fp32 ops options problem target",
-    "torch_masks": "torch torch_fp32 checks/flex tracing/dense_bias launch problem program reference/flex target | tracing/trace",
+    "torch_masks": "torch torch_fp32 checks/common checks/flex checks/fp32 tracing/dense_bias launch options problem program "
+    "reference/flex target | tracing/trace",
     "checks/lengths": "torch checks/common checks/kvcache options",
     "kvcache": "torch checks/common checks/transforms checks/kvcache checks/lengths options problem kernel_configs target ops launch "
     "reference/kvcache",
@@ -67,7 +68,7 @@ DOORS = {
     "launch/arrays": "torch checks/common problem",
     "launch/tickets": "torch",
     "launch/splits": "options problem",
-    "launch/traced": "torch program",
+    "launch/traced": "torch program compilation/store",
     "launch/block_lists": "torch program launch/mask_bits",
     "launch/mask_bits": "torch program tracing/program_values",
     "launch/parts": "torch problem compilation/store launch/arrays launch/common",
@@ -89,7 +90,8 @@ DOORS = {
     "compilation/pack": "problem kernel_configs compilation/compiler | tvm_ffi",
     "compilation/packing": "compilation/compiler compilation/building compilation/manifest compilation/pack "
     "compilation/store compilation/toolkit | tilelang tvm_ffi",
-    "compilation/compiler": "problem kernel_configs target compilation/headers compilation/toolkit | kernels tilelang tvm_ffi",
+    "compilation/compiler": "problem kernel_configs register_levels target compilation/headers "
+    "compilation/toolkit | kernels tilelang tvm_ffi",
     "compilation/headers": " | tilelang",
     "compilation/toolkit": " | tilelang",
     "kernels": "tilelang problem program kernel_configs target kernels",
@@ -99,7 +101,8 @@ DOORS = {
     "problem": "program",
     "program": "",
     "program_configs": "problem",
-    "kernel_configs": "problem",
+    "kernel_configs": "problem program",
+    "register_levels": "problem kernel_configs",
     "legality": "problem program kernel_configs target",
     "reference": "torch reference",
     "checks": "",
@@ -117,8 +120,8 @@ DOORS = {
     "arguments": "",
     "question": "torch problem kernel_configs legality target configs gpus | launch",
     "explain": "arguments torch distributed "
-    "gpus problem program kernel_configs legality target configs launch/splits launch/bwd_passes launch/common testing question explain "
-    "| block_masks launch/block_lists tracing/builtin_options tracing/dense_bias tracing/trace matplotlib",
+    "gpus problem program kernel_configs legality target configs launch/splits launch/block_lists launch/bwd_passes launch/common testing "
+    "question explain | block_masks tracing/builtin_options tracing/dense_bias tracing/trace matplotlib",
     "doctor": "torch problem target configs | compilation/manifest compilation/pack compilation/toolkit testing",
     "cli": "arguments torch problem kernel_configs legality target configs question doctor compilation/packing"
     "| explain launch compilation/building compilation/store compilation/compiler compilation/cubin compilation/toolkit "
@@ -252,6 +255,12 @@ def test_layers_import_does_not_import_the_compiler_of_torch():
     code = "import sys, tl_attention; print('torch._dynamo' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert done.stdout.strip() == "False", f"{done.stdout}{done.stderr}: a second of import for all"
+
+
+def test_layers_public_modules_are_imported_at_their_first_use():
+    code = "import sys, tl_attention as t; print('tl_attention.distributed' in sys.modules, t.distributed.shard.__name__, hasattr(t, 'x'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.stdout.strip() == "False shard False", f"{done.stdout}{done.stderr}"
 
 
 def test_layers_every_room_but_kernels_needs_torch_alone():

@@ -276,7 +276,7 @@ def test_options_match_reference_in_every_schedule(names, config, monkeypatch):
     case = Case(
         64, 64, "window" not in named, named, heads=6, lengths_q=lengths, lengths_k=lengths[::-1], batch=9
     )
-    assert legality.is_legal(AttnProblem("bfloat16", 64, 64, case.causal, named), config) is None
+    assert legality.fault(AttnProblem("bfloat16", 64, 64, case.causal, named), config) is None
     check(case, config=config)
     check(case, config=config)  # a second launch with the same tickets
 
@@ -463,4 +463,4 @@ def test_each_problem_with_options_has_a_legal_config(direction):
                 problem = AttnProblem("bfloat16", *width, "window" not in options, options)
                 for bucket in ("1k", "split") if direction == "fwd" else ("1k",):
                     config = configs.option_config(problem, bucket, direction)
-                    assert legality.is_legal(problem, config, direction) is None, (problem, config)
+                    assert legality.fault(problem, config, direction) is None, (problem, config)

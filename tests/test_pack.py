@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import cli, configs, doctor
+from tl_attention import cli, configs, doctor, legality
 from tl_attention.compilation import building, compiler, manifest, pack, packing, store, toolkit
 from tl_attention.kernel_configs import BwdSum, DecodeCombine, FwdCombine
 from tl_attention.problem import DEFAULT_DTYPE, DIRECTIONS, DTYPES, HALF_DTYPES, AttnProblem, tile_widths
@@ -474,7 +474,7 @@ def test_pack_has_shipped_kernels_and_each_option():
     for direction, problem in pack_problems():
         for bucket in configs.buckets(direction):
             config = configs.option_config(problem, bucket, direction)
-            if configs.is_legal(problem, config, direction) is None:
+            if legality.fault(problem, config, direction) is None:
                 assert kernels >= set(config.kernels(problem)), f"{direction} {problem} {bucket}"
     assert {problem.dtype for problem, _ in kernels} == set(DTYPES)
 
@@ -493,7 +493,7 @@ def test_pack_has_the_kernels_of_a_block_mask(direction):
         problem = AttnProblem.of(dtype, *width, False, direction, program=program)
         for bucket in configs.buckets(direction):
             config, _ = configs.pick_config(problem, bucket, "NVIDIA H100 80GB HBM3", direction)
-            assert configs.is_legal(problem, config, direction) is None
+            assert legality.fault(problem, config, direction) is None
             needed = set(config.kernels(problem))
             assert kernels >= needed, f"{problem} {bucket}"
             assert dtype != DEFAULT_DTYPE or shipped >= needed, f"{problem} {bucket}"

@@ -479,7 +479,7 @@ def test_paged_configs_are_legal_at_every_width():
     ):
         problem = AttnProblem("bfloat16", *width, False, options)
         config = configs.option_config(problem, bucket).paged(problem, page_rows)
-        assert legality.is_legal(problem, config) is None
+        assert legality.fault(problem, config) is None
     for options, page_rows in ((("varlen",), 48), ((), 16), (("dropout", "varlen"), 16)):
         problem = AttnProblem("bfloat16", 64, 64, False, options)
-        assert "page_rows: expected" in legality.is_legal(problem, FwdConfig(128, 64, page_rows=page_rows))
+        assert "page_rows: expected" in legality.fault(problem, FwdConfig(128, 64, page_rows=page_rows))

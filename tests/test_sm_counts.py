@@ -11,7 +11,14 @@ import pytest
 from tl_attention import gpus
 from tl_attention.explain import model, work
 from tl_attention.kernel_configs import BwdPass
-from tl_attention.launch.bwd_passes import BwdSizes, key_parts, pass_parts
+from tl_attention.launch.bwd_passes import (
+    PART_QUERIES,
+    TILE_QUERIES,
+    BwdSizes,
+    causal_tiles,
+    key_parts,
+    pass_parts,
+)
 from tl_attention.launch.common import head_group
 from tl_attention.launch.splits import COMBINE_STEPS, CTA_STEPS, PART_STEPS, key_splits
 from tl_attention.problem import DECODE, MAX_SPLITS
@@ -91,6 +98,48 @@ def test_key_parts_share_the_heads_only_where_tiles_are_few(sms, heads_per_kv, t
             assert 1 <= parts <= heads_per_kv and (parts - 1) * per_part < heads_per_kv <= parts * per_part
             assert parts == 1 or tiles < 16 * sms
             assert parts == heads_per_kv or queries < 1024 or 2 * tiles * parts >= sms
+
+
+@pytest.mark.parametrize("seqlen_k", [300, 700, 1023, 9000, 65536])
+def test_work_under_a_causal_mask_follows_from_both_lengths(seqlen_k):
+    sizes = BwdSizes(1, 8, 8, 700, seqlen_k, 256, 2, 132, 0, 700)
+    queries, on_diagonal = causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k)
+    seen = [min(700, seqlen_k - key) for key in range(seqlen_k)]
+    assert queries == max(seen)
+    assert queries * (1 - on_diagonal / 2) == pytest.approx(sum(seen) / seqlen_k, abs=1)
+    assert (on_diagonal == 1) == (seqlen_k <= 700)
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"),
+    [
+        (128, 2048),
+        (512, 2048),
+        (1024, 2048),
+        (2048, 3000),
+        (700, 9000),
+        (4096, 9000),
+        (2048, 16384),
+        (4096, 65536),
+    ],
+)
+@pytest.mark.parametrize(("heads_kv", "heads_per_kv"), [(8, 8), (8, 4), (32, 8), (4, 7), (1, 8), (2, 16)])
+def test_key_parts_suit_more_keys_than_queries(seqlen_q, seqlen_k, heads_kv, heads_per_kv):
+    """Against a simulation of the tiles, the longest first."""
+    counts = [min(seqlen_q, seqlen_k - first) for first in range(0, seqlen_k, 128)]  # queries per key block
+    tiles = heads_kv * len(counts)
+
+    def simulated(per_part: int) -> float:
+        heads = [min(per_part, heads_per_kv - first) for first in range(0, heads_per_kv, per_part)]
+        runs = [(n * count, heads_kv) for count in counts for n in heads]
+        sums = len(heads) * PART_QUERIES * tiles / 132 if len(heads) > 1 else 0
+        return model.makespan(runs, 132, lambda queries: queries + TILE_QUERIES) + sums
+
+    sizes = BwdSizes(1, heads_kv * heads_per_kv, heads_kv, seqlen_q, seqlen_k, 256, 2, 132, 0, seqlen_q)
+    _, chosen = key_parts(
+        tiles, heads_per_kv, *causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k), 132
+    )
+    assert simulated(chosen) <= 1.2 * min(simulated(n) for n in range(1, heads_per_kv + 1))
 
 
 @pytest.mark.parametrize(

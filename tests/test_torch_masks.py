@@ -15,9 +15,17 @@ BATCH, HEADS, ROWS, KEYS, DIM = 2, 3, 40, 50, 16
 SHAPES = [(BATCH, HEADS, ROWS, KEYS), (1, HEADS, ROWS, KEYS), (BATCH, 1, 1, KEYS), (1, 1, ROWS, KEYS)]
 
 
-def inputs(device="cpu", rows=ROWS, keys=KEYS, dim=DIM):
+@pytest.fixture(autouse=True)
+def default_precision():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def inputs(device="cpu", rows=ROWS, keys=KEYS, dim=DIM, dtype=torch.bfloat16):
     return [
-        torch.randn(BATCH, HEADS, n, dim, device=device, dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(BATCH, HEADS, n, dim, device=device, dtype=dtype, requires_grad=True)
         for n in (rows, keys, keys)
     ]
 
@@ -26,16 +34,18 @@ def refused(*_, **__):
     raise AssertionError("PyTorch's kernel was called")
 
 
-def assert_close(found, expected):
-    """Assert equality within 2 % of the largest magnitude."""
+def assert_close(found, expected, tolerance=0.02):
+    """Assert equality within 2 % of the largest magnitude, or 1e-5 for fp32."""
     assert found.shape == expected.shape
-    assert (found.double() - expected.double()).abs().max() <= 0.02 * expected.abs().max()
+    tolerance = 1e-5 if found.dtype == torch.float32 else tolerance
+    assert (found.double() - expected.double()).abs().max() <= tolerance * expected.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_torch_masks_match_the_formula(shape):
-    q, k, v = inputs()
-    mask = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+def test_torch_masks_match_the_formula(shape, dtype):
+    q, k, v = inputs(dtype=dtype)
+    mask = torch.randn(shape, dtype=dtype, requires_grad=True)
     expanded = mask.expand(BATCH, HEADS, ROWS, KEYS)
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask.double(), scale=0.2)
     dout = torch.randn_like(q)
@@ -67,7 +77,8 @@ OTHERS = {
     "no mask": {"attn_bias": None},
     "dropout": {"dropout_p": 0.1},
     "causal": {"is_causal": True},
-    "fp32": {name: torch.zeros(1, 2, 3, 8) for name in ("query", "key", "value")},
+    "fp32 without kernels": {name: torch.zeros(1, 2, 3, 136) for name in ("query", "key", "value")},
+    "fp64": {name: torch.zeros(1, 2, 3, 8).double() for name in ("query", "key", "value")},
     "wide": {name: torch.zeros(1, 2, 3, 264).bfloat16() for name in ("query", "key", "value")},
     "odd": {name: torch.zeros(1, 2, 3, 12).bfloat16() for name in ("query", "key", "value")},
     "wide value": {"value": torch.zeros(1, 2, 3, 16).bfloat16()},
@@ -148,10 +159,18 @@ def calls(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["bool", "float", "learned"])
-def test_torch_masks_serve_sdpa(kind, handle, calls):
-    q, k, v = inputs("cuda", 300, 333, 64)
-    mask = torch.randn(1, HEADS, 300, 333, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("bool", torch.bfloat16),
+        ("float", torch.bfloat16),
+        ("learned", torch.bfloat16),
+        ("learned", torch.float32),
+    ],
+)
+def test_torch_masks_serve_sdpa(kind, dtype, handle, calls):
+    q, k, v = inputs("cuda", 300, 333, 64, dtype)
+    mask = torch.randn(1, HEADS, 300, 333, device="cuda", dtype=dtype)
     mask = mask > 0 if kind == "bool" else mask.requires_grad_(kind == "learned")
     learned = [q, k, v, *([mask] if kind == "learned" else [])]
     dout = torch.randn_like(q)
@@ -188,13 +207,13 @@ def test_torch_masks_serve_compiled_sdpa(handle, calls):
 
 @pytest.mark.gpu
 def test_torch_masks_other_calls_are_those_of_pytorch(handle, calls):
-    """fp32, dropout, and a second register()."""
+    """Dropout, and a second register()."""
     q, k, v = inputs("cuda", 64, 64, 64)
     mask = torch.rand(64, 64, device="cuda") > 0.5
     again = torch_backend.register()
     handle.remove()
     F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.2)
-    out = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=mask)
     again.remove()
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     assert not calls
     assert_close(out, F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=mask))

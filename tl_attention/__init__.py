@@ -1,5 +1,8 @@
 """FlashAttention for NVIDIA Hopper, written in TileLang."""
 
+import importlib
+from types import ModuleType
+
 from tl_attention.block_masks import create_block_mask
 from tl_attention.flash import (
     flash_attn_func,
@@ -38,3 +41,10 @@ __all__ = [
     "ref_mha_bwd_interface",
     "ref_mha_fwd_interface",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import a public module at its first use: `import tl_attention` alone needs only torch and takes little time."""
+    if name in ("distributed", "hf", "torch_backend"):
+        return importlib.import_module(f"tl_attention.{name}")
+    raise AttributeError(f"module 'tl_attention' has no attribute {name!r}")

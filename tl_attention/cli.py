@@ -373,7 +373,7 @@ def support(arguments: argparse.Namespace) -> int:
 
 
 def support_table() -> str:
-    """In Markdown, the tile widths at which options and pages have kernels: what legality.is_legal says of their configs."""
+    """In Markdown, the tile widths at which options and pages have kernels: what legality.fault says of their configs."""
     names = {"fwd": "forward", "bwd": "backward", "bwd_det": "deterministic backward"}
     lines = [f"| option | {' | '.join(names.values())} |", "|---" * (1 + len(names)) + "|"]
     for options in (*((option,) for option in OPTIONS), OPTIONS):
@@ -392,7 +392,7 @@ def _is_served(problem: AttnProblem, direction: str, paged: bool) -> bool:
         return False
     config = configs.option_config(problem, "4k", direction)
     forms = config.paged_forms(problem) if paged else [config]
-    return all(legality.is_legal(problem, form, direction) is None for form in forms)
+    return all(legality.fault(problem, form, direction) is None for form in forms)
 
 
 def _support(options: tuple[str, ...], direction: str, paged: bool = False) -> str:

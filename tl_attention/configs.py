@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tl_attention import gpus
+from tl_attention import gpus, legality
 from tl_attention.kernel_configs import (
     PAGE_ROWS,
     BwdConfig,
@@ -26,7 +26,6 @@ from tl_attention.kernel_configs import (
     append_kernel,
     jvp_kernels,
 )
-from tl_attention.legality import is_legal
 from tl_attention.problem import (
     BUCKETS,
     DECODE,
@@ -170,7 +169,7 @@ def _fwd_config(problem: AttnProblem, fields: dict[str, Any]) -> FwdConfig:
     config = FwdConfig(**{"schedule": derived_schedule(problem)} | fields)
     if not problem.profits_from_held_max:
         config = config.without_hold_max()
-    if "q_stages" not in fields and is_legal(problem, replace(config, q_stages=2)) is None:
+    if "q_stages" not in fields and legality.fault(problem, replace(config, q_stages=2)) is None:
         config = replace(config, q_stages=2)
     return config
 
@@ -277,7 +276,7 @@ def _kernels_with(options: tuple[str, ...], section: str) -> Iterator[tuple[Attn
         for bucket in buckets(direction):
             config = option_config(problem, bucket, direction)
             for form in config.paged_forms(problem) if section == "paged" else [config]:
-                if is_legal(problem, form, direction) is None:
+                if legality.fault(problem, form, direction) is None:
                     yield from form.kernels(problem)
 
 
@@ -290,7 +289,7 @@ def candidates(problem: AttnProblem, bucket: str, direction: str = "fwd") -> lis
             found += map(split_config, configs)
         elif bucket in line.get("buckets", (*BUCKETS, SHARED_BUCKET)):
             found += configs
-    return [config for config in dict.fromkeys(found) if is_legal(problem, config, direction) is None]
+    return [config for config in dict.fromkeys(found) if legality.fault(problem, config, direction) is None]
 
 
 def _line_configs(problem: AttnProblem, line: dict[str, Any], direction: str) -> list[Config]:
@@ -363,7 +362,7 @@ def choose_config(problem: AttnProblem, bucket: str, gpu_name: str, direction: s
 
 
 def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Choice:
-    misses, programs = [], problem.program and program_lines(_grid(), problem, direction)
+    misses, programs = [], problem.program and program_lines(_grid(), problem, direction, bucket)
     for line in (
         [OptionLine(*x) for x in programs] if programs else option_lines(problem.tile_class, direction)
     ):
@@ -384,7 +383,8 @@ def choose_from_tables(
     """The config of the first tuned table that has a row, else the default.
 
     A missing row is replaced by the row of the other dtype, in bwd_det by the row of bwd if that is deterministic, and last by
-    the row of the nearest length; by none if the class has a default for the bucket. A row of another version of the config counts as missing.
+    the row of the nearest length; by none if the class has a default for the bucket. A row of another version of the config counts as
+    missing.
     """
     misses = []
     stand_ins = () if bucket in _class_table(problem, direction) else STAND_INS[bucket]
@@ -424,7 +424,7 @@ def config_of_row(
     """
     try:
         config = _config(problem, row["config"], direction)
-        reason = is_legal(problem, config, direction)
+        reason = legality.fault(problem, config, direction)
         if bucket and direction == "fwd" and config.split != (bucket == SPLIT_BUCKET):
             reason = f"split is {config.split} in the bucket {bucket}"
     except (KeyError, TypeError) as error:

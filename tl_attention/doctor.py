@@ -190,6 +190,6 @@ CHECKS = (  # (needed, or a function that says so; name; check)
         "fa3",
         _check_package("flash_attn_interface", "build hopper/ of github.com/Dao-AILab/flash-attention"),
     ),
-    (False, "fa4", _check_package("flash_attn.cute", "pip install flash-attn-4")),
+    (False, "fa4", _check_package("flash_attn.cute", "pip install --pre flash-attn-4")),
     (False, "flashinfer", _check_package("flashinfer", "pip install flashinfer-python")),
 )

@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxOutput
 
 from tl_attention import launch
-from tl_attention.checks.common import MAX_SCALE, check_deterministic, check_fwd, expect_bool
+from tl_attention.checks.common import FWD_DTYPES, MAX_SCALE, check_deterministic, check_fwd, expect_bool
 from tl_attention.checks.flex import (
     FLASH_NAMES,
     FLEX_NAMES,
@@ -25,6 +25,7 @@ from tl_attention.checks.flex import (
     check_block_mask,
     check_captured,
     check_function,
+    check_gradient_kernels,
     check_group,
     check_no_options,
     check_not_transformed,
@@ -32,6 +33,7 @@ from tl_attention.checks.flex import (
     check_sizes,
     expand_batch,
 )
+from tl_attention.checks.fp32 import check_precision, runs_in_bf16
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.flex_lists import KeptMask, kept_mask, listed
 from tl_attention.ops import (
@@ -39,6 +41,7 @@ from tl_attention.ops import (
     check_device_or_warn,
     scale_of,
 )
+from tl_attention.options import Options
 from tl_attention.program import Call, Program
 from tl_attention.reference.flex import flex_reference
 from tl_attention.tracing.builtin_options import BuiltinOptions, Recognized, recognized
@@ -66,6 +69,7 @@ def flex_attention(
     mask_mod: Callable | None = None,
     attn_bias: torch.Tensor | None = None,
     deterministic: bool = False,
+    precision: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, Any]:
     """Attention with scores and mask as Python functions: softmax(score_mod(scale * q k^T)) v over the keys that mask_mod shows.
 
@@ -75,7 +79,7 @@ def flex_attention(
     get one. Causal masks, windows, softcap and ALiBi are recognized and run as options.
 
     Args:
-        query: [batch, heads, seqlen_q, head_dim], bfloat16 or float16; head_dim at most 256.
+        query: [batch, heads, seqlen_q, head_dim], bfloat16, float16 or float32; head_dim at most 256.
         key: [batch or 1, heads_kv, seqlen_k, head_dim]. value: [batch or 1, heads_kv, seqlen_k, head_dim_v], head_dim_v <= head_dim.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) -> new score, on 0-d tensors: the scaled score in fp32, and int32 indices of
             batch entry, query head, query and key. Indices count from 0: the diagonal is top-left if lengths differ. A score below
@@ -92,6 +96,8 @@ def flex_attention(
             and may require a gradient; a bool tensor hides the keys where it is False.
         deterministic: bitwise equal gradients from run to run; torch.use_deterministic_algorithms(True) sets it, too. Gradients of
             captured tensors are then exact sums, whose workspace takes 128 bytes per element.
+        precision: of products of fp32 tensors, "highest", "high" or "medium"; None: torch.get_float32_matmul_precision(). Only with fp32
+            tensors; see flash.py. Gradients of head dims above 128 need "high" or "medium".
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the dtype of query; with return_lse (out, lse), where lse is
         [batch, heads, seqlen_q], fp32, natural log; with return_aux (out, AuxOutput), which holds this lse or None. A query that sees no
@@ -111,7 +117,7 @@ def flex_attention(
     if return_aux is not None:
         check_aux(return_aux, return_lse)
     functions = score_mod, mask_mod, block_mask, attn_bias
-    out, lse = attend(query, key, value, functions, scale, enable_gqa, deterministic)
+    out, lse = attend(query, key, value, functions, scale, enable_gqa, deterministic, precision)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
@@ -125,6 +131,7 @@ def attend(
     scale: float | None,
     enable_gqa: bool,
     deterministic: bool,
+    precision: str | None = None,
     rows_first: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of flex_attention, whose arguments these are, or of flash_attn_func.
@@ -154,7 +161,14 @@ def attend(
     rows, heads = (q.shape[i] for i in ((1, 2) if rows_first else (2, 1)))
     if prepared.recognized is not None:
         options = prepared.recognized.of(call, q.shape[0], heads, q.device)
-        return _with_options(q, k, v, scale, options, rows_first, deterministic)
+        return _with_options(q, k, v, scale, options, rows_first, deterministic, precision)
+    parts = 0
+    if precision is not None or q.dtype == torch.float32:
+        parts = check_precision(q, precision)
+        if runs_in_bf16(q, parts):
+            half = (x.bfloat16() for x in (q, k, v))
+            results = attend(*half, functions, scale, enable_gqa, deterministic, None, rows_first)
+            return tuple(x.float() for x in results)
     if prepared.by_distance is not None and q.is_cuda:
         sizes = q.shape[0], heads, rows, k.shape[1 if rows_first else 2]
         if math.prod(sizes) >= MIN_SCORES:
@@ -169,10 +183,17 @@ def attend(
         return (out.transpose(1, 2) if rows_first else out), lse
     inputs = q, k, v, *call.tensors
     if differentiate and any([x.requires_grad for x in inputs]):
-        return _differentiable(call, scale, deterministic, rows_first, *inputs)
-    return launch.forward(
-        q, k, v, scale, False, False, not rows_first, traced=call, deterministic=deterministic
-    )
+        if parts:
+            check_gradient_kernels(q, v, parts, FLASH_NAMES if rows_first else FLEX_NAMES)
+        return _differentiable(call, scale, deterministic, rows_first, parts, *inputs)
+    others = {"options": _options(parts), "traced": call, "deterministic": deterministic}
+    return launch.forward(q, k, v, scale, False, False, not rows_first, **others)
+
+
+@functools.cache
+def _options(parts: int) -> Options | None:
+    """Options of a launch with so many bf16 parts per element; None for 0."""
+    return Options(parts=parts) if parts else None
 
 
 def attend_by_functions(
@@ -184,11 +205,12 @@ def attend_by_functions(
     deterministic: bool,
     options: tuple,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of flash_attn_func with functions; options: causal, then the fields of UserOptions, all of which must be off."""
+    """(out, lse) of flash_attn_func with functions; options: causal, then the fields of UserOptions, off but for the precision."""
     check_deterministic(deterministic)
     check_not_transformed(FLASH_NAMES.function)
+    *options, precision = options
     check_no_options(options)
-    return attend(q, k, v, functions, softmax_scale, True, deterministic, rows_first=True)
+    return attend(q, k, v, functions, softmax_scale, True, deterministic, precision, rows_first=True)
 
 
 class _Prepared(NamedTuple):
@@ -270,13 +292,13 @@ def _prepare(
     score_mod, mask_mod, block_mask, attn_bias = functions
     names, expanded = FLASH_NAMES, (k, v)
     if rows_first:
-        check_fwd(q, k, v, scale, False, heads_first=False)
+        check_fwd(q, k, v, scale, False, heads_first=False, dtypes=FWD_DTYPES)
         query, key = _transposed(q, k)
     else:
         names = FLEX_NAMES
         try:
             expanded = expand_batch(q, k, v)
-            check_fwd(q, *expanded, scale, False, heads_first=True)
+            check_fwd(q, *expanded, scale, False, heads_first=True, dtypes=FWD_DTYPES)
         except ARGUMENT_ERRORS as error:
             raise _RENAMED.of(error) from None
         query, (key, _) = q, expanded
@@ -320,12 +342,14 @@ def _with_options(
     options: BuiltinOptions,
     rows_first: bool,
     deterministic: bool,
+    precision: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of functions that are options, by the kernels of the options."""
     if options.is_plain:
-        return attention(q, k, v, scale, options.causal, False, not rows_first, deterministic)
+        return attention(q, k, v, scale, options.causal, False, not rows_first, deterministic, precision)
     q, k, v = (q, k, v) if rows_first else _transposed(q, k, v)
-    asked = UserOptions(options.window, options.softcap, 0.0, options.alibi_slopes, None, None, 0, None)
+    numbers = options.window, options.softcap, 0.0, options.alibi_slopes, None, None, 0, None
+    asked = UserOptions(*numbers, precision)
     out, lse = attention_with_options(q, k, v, scale, options.causal, deterministic, asked)
     return (out if rows_first else out.transpose(1, 2)), lse
 
@@ -352,13 +376,19 @@ class _Flex(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, scale: float, deterministic: bool, rows_first: bool, *inputs: torch.Tensor
+        ctx: Any,
+        call: Call,
+        scale: float,
+        deterministic: bool,
+        rows_first: bool,
+        parts: int,
+        *inputs: torch.Tensor,
     ) -> tuple:
-        """inputs: q, k, v, captured tensors."""
+        """inputs: q, k, v, captured tensors. parts: as in Options."""
         q, k, v, *_ = inputs
-        options = {"traced": call, "deterministic": deterministic}
-        out, lse = launch.forward(q, k, v, scale, False, False, not rows_first, **options)
-        ctx.asked = call.program, call.numbers, call.blocks, scale, deterministic, rows_first
+        others = {"options": _options(parts), "traced": call, "deterministic": deterministic}
+        out, lse = launch.forward(q, k, v, scale, False, False, not rows_first, **others)
+        ctx.asked = call.program, call.numbers, call.blocks, scale, deterministic, rows_first, parts
         ctx.save_for_backward(out, lse, *inputs)
         ctx.set_materialize_grads(False)  # no zeros for an unused lse
         return out, lse
@@ -366,19 +396,20 @@ class _Flex(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
         out, lse, q, k, v, *tensors = ctx.saved_tensors
-        program, numbers, blocks, scale, deterministic, rows_first = ctx.asked
+        program, numbers, blocks, scale, deterministic, rows_first, parts = ctx.asked
         grads: list[torch.Tensor | None] = [None] * len(tensors)
         if dout is None and dlse is None:
-            return None, None, None, None, None, None, None, *grads
+            return *[None] * 8, *grads
         check_order((FLASH_NAMES if rows_first else FLEX_NAMES).function, dout, dlse)
         dout = torch.zeros_like(out) if dout is None else dout.contiguous()
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         call = Call(program, tuple(tensors), numbers, blocks)
         layout = scale, False, False, not rows_first, deterministic, dlse
-        dq, dk, dv, *sums = launch.backward(dout, q, k, v, out, lse, *layout, traced=call)
+        others = {"options": _options(parts), "traced": call}
+        dq, dk, dv, *sums = launch.backward(dout, q, k, v, out, lse, *layout, **others)
         for i, total in zip(program.learned, sums, strict=True):
             grads[i] = total.to(tensors[i].dtype)
-        return None, None, None, None, dq, dk, dv, *grads
+        return *[None] * 5, dq, dk, dv, *grads
 
 
 # Skips Function.apply, which looks for transforms of torch.func: check_not_transformed() refuses them

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tl_attention.problem import DEFAULT_DTYPE, HALF_DTYPES, JVP_TILE_WIDTHS, AttnProblem
+from tl_attention.problem import DEFAULT_DTYPE, FP32_DTYPES, HALF_DTYPES, JVP_TILE_WIDTHS, AttnProblem
+from tl_attention.program import stored_dtype
 
 # Schedules: which CTA computes which tile.
 #   grid        one CTA per tile, longest tiles first
@@ -295,6 +296,7 @@ class BwdConfig:
             *((problem.sum_problem(width), BwdSum(shared=True)) for width in widths if self.is_split),
             *parts_kernels(problem),
             *table_kernels(problem),
+            *dict.fromkeys(reduce_kernels(problem).values()),
         ]
 
     def __str__(self) -> str:
@@ -327,6 +329,30 @@ class BwdSum:
 
     def __str__(self) -> str:
         return f"sum {self.rows}" + " shared" * self.shared
+
+
+@dataclass(frozen=True)
+class BwdReduce:
+    """The kernel after the passes: sums stored gradients of captured tensors over batch entries or heads."""
+
+    threads: int = 256  # 16 bytes of the result each
+
+    def __str__(self) -> str:
+        return f"reduce {self.threads}"
+
+
+def reduce_kernels(problem: AttnProblem) -> dict[int, tuple[AttnProblem, KernelConfig]]:
+    """Number of a stored gradient of the problem's program that is summed -> the kernel that sums it."""
+    program = problem.program
+    if program is None:
+        return {}
+    summed = [number for number in program.stored if program.outer_dims(number)[1]]
+    dtypes = {number: stored_dtype(program.tensors[program.gradients[number].tensor]) for number in summed}
+    fp32 = next(iter(FP32_DTYPES))
+    return {
+        number: (AttnProblem(fp32 if dtype == "float32" else dtype, 64, 64, False), BwdReduce())
+        for number, dtype in dtypes.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -440,6 +466,7 @@ KernelConfig = (
     | BwdPass
     | BwdDelta
     | BwdSum
+    | BwdReduce
     | TileTable
     | DecodeConfig
     | DecodeCombine
@@ -454,35 +481,3 @@ def sum_columns(problem: AttnProblem, bwd_pass: BwdPass) -> int | None:
     if bwd_pass.adds_dq:
         return bwd_pass.block_M  # dQ' uses them in turn with dK and dV
     return 64 if problem.head_dim == 64 else 32
-
-
-REGISTER_LEVEL = (
-    5  # ptxas register usage level, 0 to 10 (higher: more registers for speed); 5 is its own default
-)
-
-
-def register_level(problem: AttnProblem, config: KernelConfig) -> int:
-    """The ptxas register usage level of a kernel."""
-    # Forward of d256 in three parts: at 5 it spills 108 bytes, at 0 none (nvcc 13.0.88)
-    if isinstance(config, FwdConfig) and problem.parts == 3 and problem.width == "d256":
-        return 0
-    # dq+dk+dv in two parts: at 5 it spills 4 to 176 bytes, at 0 none (nvcc 13.0.88)
-    if isinstance(config, BwdPass) and config.adds_dq and problem.parts == 2:
-        return 0
-    # dk+dv of d128 in two parts: at 5 it spills 20 to 44 bytes with packed sequences or ALiBi, at 0 none (nvcc 13.0.88)
-    if isinstance(config, BwdPass) and config.grads == "dk+dv" and problem.parts == 2:
-        return 0 if problem.width == "d128" and problem.options else REGISTER_LEVEL
-    # Packed backward of d128 in one pass: at 5 it spills 4-64 bytes with options, at 0 none. B4 16 heads 4k causal: 1.41 ms,
-    # and 1.66 ms in two passes (H200, 2026-11-22)
-    if isinstance(config, BwdPass) and config.adds_dq and problem.width == "d128" and problem.has("varlen"):
-        return 0
-    # Packed dq of d256 with all options: at 5 it spills 16 bytes, at 0 none, with as many instructions per step (nvcc 13.0.88)
-    if isinstance(config, BwdPass) and config.grads == "dq" and problem.width == "d256":
-        every = {"softcap", "alibi", "dropout", "varlen"} <= {*problem.options}
-        return 0 if every else REGISTER_LEVEL
-    # Decode of d128 with two warpgroups and all options: at 5 it spills 12 bytes, at 6 none, with as many instructions per step
-    # (nvcc 13.0.88)
-    if isinstance(config, DecodeConfig) and config.warpgroups == 2 and not config.page_rows:
-        every = {"softcap", "alibi", "sink"} <= {*problem.options}
-        return 6 if every and problem.width == "d128" else REGISTER_LEVEL
-    return REGISTER_LEVEL

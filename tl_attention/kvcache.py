@@ -108,7 +108,7 @@ def flash_attn_with_kvcache(
         check_lengths: for debugging: check the values of cache_seqlens, cache_batch_idx, cache_leftpad and block_table, that no
             sequence has rows that another one writes, and that rotary_cos has all positions. Waits for the GPU.
             TL_ATTENTION_CHECK_LENGTHS=1 asks for it in every call. Without it these values are not checked on a GPU: a key or page
-            out of range is neither read nor written, but a negative length reads memory before rotary_cos and rotary_sin.
+            out of range is neither read nor written, and a position outside rotary_cos is not rotated.
         check_block_table: the same as check_lengths.
     Returns:
         out [batch, seqlen_q, heads, head_dim_v] in the dtype of q; with return_softmax_lse (out, softmax_lse [batch, heads,

@@ -1,6 +1,6 @@
 """Can a config run a problem? Models of shared memory and registers, and the rules of the kernels.
 
-The tuner, the tests of stored rows and an explicit `config=` all ask is_legal.
+The tuner, the tests of stored rows and an explicit `config=` all ask fault().
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from tl_attention.kernel_configs import (
     AppendConfig,
     BwdDelta,
     BwdPass,
+    BwdReduce,
     BwdSum,
     Config,
     DecodeCombine,
@@ -63,7 +64,7 @@ def smem_bytes(problem: AttnProblem, config: KernelConfig) -> int:
     if isinstance(config, DecodeCombine):
         # Per row: a weight per split in flight, their scale, its query and head
         return FP32_BYTES * config.rows * (config.at_once + 3)
-    if isinstance(config, AppendConfig):
+    if isinstance(config, AppendConfig | BwdReduce):
         return 0
     if isinstance(config, PartsConfig):
         # The tile of X is free when the parts are written, so they share memory
@@ -124,7 +125,7 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         box = ORDERED_BOX_BYTES if bwd_pass.is_ordered else TILE_BOX_BYTES
         row_values += KEY_TABLE_BOX_BYTES if problem.has("varlen") else box
     staged = sum(problem.staged_bytes(step, bwd_pass.grads != "dq")) + problem.diagonal_bytes(step)
-    if "dq" in bwd_pass.makes and problem.learns:
+    if "dq" in bwd_pass.makes and problem.learns and not (bwd_pass.adds_dq and problem.sends_dS):
         staged += sum(problem.program.stored_bytes(16, step))
     return (
         problem.element_bytes * elements
@@ -177,18 +178,23 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | JvpConfig | 
     sums = fp32(sum(widths[grad] for grad in config.makes if not (grad == "dq" and config.makes_all)))
     # The second accumulator of a block uses the registers of dP
     sums += fp32(sum_columns(problem, config) or 0)
-    if config.grads == "dq" and problem.is_fp32:  # the parts of dS take the registers of dP
-        return sums + fp32(step) + max(fp32(step), narrow(step))
+    learned = _learned_tiles(problem, config) * fp32(step)
+    if config.grads == "dq" and problem.is_fp32:
+        # The parts of dS take the registers of dP and of the learned tiles
+        return sums + fp32(step) + max(fp32(step) + learned, narrow(step))
     if config.reuse_registers:
         # If scores have a slope (softcap, score_mod), dS and dV use different P
         tiles = (2 if has_p and problem.is_sloped else 1) + (config.order == "separate-dS")
         return sums + fp32(step) + tiles * narrow(step)
     scores = fp32(step) * (2 if has_ds else 1)
-    if config.grads == "dq" and problem.learns and problem.program.learns_from_scores:
-        scores += fp32(step)  # kept for the gradients of captured tensors
-    if config.grads == "dq" and problem.learns:
-        scores += fp32(step) * len(problem.program.stored)
-    return sums + scores + narrow(step) * (int(has_p) + int(has_ds))
+    return sums + scores + learned + narrow(step) * (int(has_p) + int(has_ds))
+
+
+def _learned_tiles(problem: AttnProblem, config: BwdPass) -> int:
+    """Fragments of scores that the gradients of captured tensors need: kept scores, and gradients that are stored."""
+    if config.grads != "dq" or not problem.learns:
+        return 0
+    return int(problem.program.learns_from_scores) + len(problem.program.stored)
 
 
 def _owned_and_step(bwd_pass: BwdPass) -> tuple[int, int]:
@@ -206,7 +212,7 @@ def _listed_fault(problem: AttnProblem, block_M: int, block_N: int) -> str | Non
     return None
 
 
-def is_legal(problem: AttnProblem, config: Config | JvpConfig, direction: str | None = None) -> str | None:
+def fault(problem: AttnProblem, config: Config | JvpConfig, direction: str | None = None) -> str | None:
     """The reason why a config cannot run a problem, or only with spills; None if it can.
 
     direction: one of DIRECTIONS that the config must serve; None for any that it fits.
@@ -216,8 +222,8 @@ def is_legal(problem: AttnProblem, config: Config | JvpConfig, direction: str | 
     if isinstance(config, JvpConfig):
         return _jvp_fault(problem, config)
     for bwd_pass in config.passes:
-        if fault := _pass_fault(problem, bwd_pass):
-            return f"{bwd_pass}: {fault}"
+        if reason := _pass_fault(problem, bwd_pass):
+            return f"{bwd_pass}: {reason}"
     made = sorted(grad for bwd_pass in config.passes for grad in bwd_pass.makes)
     if made != ["dk", "dq", "dv"]:
         return f"passes: expected dk, dq and dv once each, got {', '.join(made) or 'nothing'}"
@@ -251,7 +257,9 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return f"block_M: expected a divisor of {TABLE_ROWS} with varlen, got {config.block_M}"
     if config.hold_max and problem.is_listed and not problem.program.bits:
         return "hold_max: expected False with a block mask without bits, whose first blocks may hide all keys of a query, got True"
-    if fault := _listed_fault(problem, config.block_M, config.block_N):
+    # With bits a tile of 192 queries may lie in two blocks: they say what each query sees
+    block_M = LISTED_ROWS if problem.has_bits else config.block_M
+    if fault := _listed_fault(problem, block_M, config.block_N):
         return fault
     if config.page_rows not in PAGE_ROWS:
         return f"page_rows: expected one of {', '.join(map(str, PAGE_ROWS))}, got {config.page_rows}"
@@ -292,8 +300,8 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
             return f"{step}: expected 32 or 64 where dq is summed in fp32, got {step_rows}"
     if problem.is_fp32 and "dv" in bwd_pass.makes:
         # P' of dV is not that of dS'
-        if problem.has("softcap") and "dk" in bwd_pass.makes:
-            return "grads: expected dk and dv in passes of their own in fp32 with a softcap, got dk+dv"
+        if problem.is_sloped and "dk" in bwd_pass.makes:
+            return "grads: expected dk and dv in passes of their own in fp32 where scores have a slope, got dk+dv"
         if problem.has("dropout") and bwd_pass.reuse_registers:
             return "reuse_registers: expected False for dv in fp32 with dropout, got True"
     if owns_queries and bwd_pass.reuse_registers:
@@ -313,15 +321,23 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         where = "where dq is summed" if shares_dq else elsewhere
         return f"order: expected one of {', '.join(map(repr, orders))} {where}, got {bwd_pass.order!r}"
     schedules = ("grid",)
-    if bwd_pass.makes_all and bwd_pass.order and problem.program is None:
-        schedules = ("grid", "dynamic-late") if problem.served_as.options else BWD_SCHEDULES
+    if bwd_pass.makes_all and bwd_pass.order and (problem.program is None or problem.learns_bias):
+        schedules = BWD_SCHEDULES
+        if problem.program is not None:
+            schedules = "grid", "dynamic", "dynamic-late"
+        elif problem.served_as.options:
+            schedules = "grid", "dynamic-late"
     if bwd_pass.schedule not in schedules:
-        where = "here" if len(schedules) > 1 else "with a program, without an order, or where no dq is summed"
-        return f"schedule: expected {' or '.join(schedules)} {where}, got {bwd_pass.schedule!r}"
-    if bwd_pass.one_tile and (problem.options or bwd_pass.schedule not in ("dynamic-late", "split")):
-        return (
-            "one_tile: expected False with options, or a schedule other than dynamic-late or split, got True"
+        where = (
+            "here"
+            if len(schedules) > 1
+            else "with another program than a bias, without an order, or where no dq is summed"
         )
+        return f"schedule: expected {' or '.join(schedules)} {where}, got {bwd_pass.schedule!r}"
+    if bwd_pass.one_tile and (problem.options or problem.program is not None):
+        return "one_tile: expected False with options or a program, got True"
+    if bwd_pass.one_tile and bwd_pass.schedule not in ("dynamic-late", "split"):
+        return f"one_tile: expected False with the schedule {bwd_pass.schedule}, got True"
     if problem.has("varlen") and TABLE_ROWS % rows:
         return f"{owned}: expected a divisor of {TABLE_ROWS} with varlen, got {rows}"
     if problem.has("varlen") and not owns_queries and TABLE_ROWS % step_rows:

@@ -64,6 +64,8 @@ FP32_TILE_WIDTHS = ((64, 64), (128, 128), (256, 256))
 FP32_BWD_WIDTHS = {3: FP32_TILE_WIDTHS[:2], 2: FP32_TILE_WIDTHS}  # by number of parts
 # Widths of the backward, which compiles more kernels per problem
 BWD_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
+# One more tile width of the backward, for dense biases: heads of short rows, whose results and sums of dq are much of their time
+BIAS_WIDTH = 32
 # Widths of decode. The last is multi-head latent attention with absorbed weights: V is the first columns of K.
 DECODE_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512))
 # Widths of forward mode, whose consumers hold two outputs in registers
@@ -79,6 +81,8 @@ SPLIT_BUCKET = "split"
 SHORT_BUCKET, SHORT_ROWS = "short", 64
 # Another: numbers of queries that leave a third of the rows of tiles of 192 empty, and few of tiles of 128; with at most 1024 keys
 ROWS_BUCKET, ROWS_OF_BUCKET = "256", (*range(65, 129), *range(193, 257))
+# Another, without tuned rows: block masks with bits whose blocks tiles of program.JOINED_ROWS queries join at little cost
+JOINED_BUCKET = "joined"
 # One more bucket of the deterministic backward: query heads that share key heads. Additions to dq in a fixed order wait long there
 SHARED_BUCKET = "shared"
 # One of the backward: all keys of a head are in one tile, which so has a whole dq
@@ -148,7 +152,10 @@ class AttnProblem:
         program: Program | None = None,
     ) -> AttnProblem:
         """The problem that serves tensors of these head dims in one of DIRECTIONS, or JVP."""
-        return cls(dtype, *tile_width(head_dim, head_dim_v, direction, dtype), causal, options, program)
+        found = cls(dtype, *tile_width(head_dim, head_dim_v, direction, dtype), causal, options, program)
+        if direction == "bwd" and max(head_dim, head_dim_v) <= BIAS_WIDTH and found.learns_bias:
+            return replace(found, head_dim=BIAS_WIDTH, head_dim_v=BIAS_WIDTH)
+        return found
 
     def helper_problem(self, width: int) -> AttnProblem:
         """Key of helper kernels (delta, sum, combine), which depend only on dtype, one width and varlen; for fp32 not on the precision."""
@@ -234,7 +241,24 @@ class AttnProblem:
     @property
     def learns_dS(self) -> bool:
         """True if the gradient of a captured tensor is dS as kernels round it, so that a pass by keys can store it."""
-        return self.learns and self.program.learns_dS and self.dtype_of("ds") == "bfloat16"
+        return self.learns and self.program.learns_dS and self.dtype == "bfloat16"
+
+    @property
+    def stores_dS(self) -> bool:
+        """True if a pass by keys stores dS as the gradient of a captured tensor; else it adds its diagonals, if the problem learns_dS."""
+        return self.learns_dS and bool(self.program.stored)
+
+    @property
+    def sends_dS(self) -> bool:
+        """True if it stores dS by TMA. Others have no registers for the position: d128 spills 32 bytes, d64 with a block mask 8 (nvcc
+        13.0.88).
+        """
+        return self.stores_dS and not self.is_listed and self.head_dim <= TILE_WIDTHS[0][0]
+
+    @property
+    def learns_bias(self) -> bool:
+        """True for a dense bias alone whose gradient is dS."""
+        return self.stores_dS and self.program.is_bias
 
     @property
     def changes_scores(self) -> bool:
@@ -249,7 +273,7 @@ class AttnProblem:
     @property
     def stages(self) -> bool:
         """True if tiles of captured tensors are prefetched to shared memory."""
-        return self.fetches and self.head_dim == TILE_WIDTHS[0][0] and self.program.is_staged
+        return self.fetches and self.head_dim <= TILE_WIDTHS[0][0] and self.program.is_staged
 
     @property
     def has_diagonals(self) -> bool:
@@ -265,7 +289,7 @@ class AttnProblem:
         if not self.stages:
             return []
         return (
-            self.program.staged_bytes(columns, 16)
+            self.program.staged_bytes(columns, 16, True)
             if rows_are_keys
             else self.program.staged_bytes(16, columns)
         )

@@ -14,6 +14,8 @@ from typing import Any
 
 FLOAT, INT, LONG, BOOL = "float32", "int32", "int64", "bool"
 LISTED_ROWS = 128  # block sizes of a block mask are multiples of this; the tiles of its kernels divide it
+JOINED_ROWS = 192  # queries per tile of a forward with bits where that takes few more scores
+GROUP_ROWS = 64  # queries per warpgroup of a forward, whose tile may lie in two of these blocks
 # How the keys of a listed block are seen: by mask_mod, all, none, or all up to the last key, which lies inside the block.
 # Bits of a list's entry for this, and for the block's number
 MASK, SHOW_ALL, HIDE_ALL, SHOW_TO_LAST = 0, 1, 2, 3
@@ -50,7 +52,10 @@ MAX_DIAGONALS = 2  # values per diagonal that a kernel keeps in shared memory
 MAX_REPEATED = 4
 MAX_STAGED = 4  # most bytes per score for tiles of captured tensors in shared memory
 
-
+# Operations that are NaN or inf for some finite operands: which operand decides
+PARTIAL = {"log": 0, "log2": 0, "log1p": 0, "sqrt": 0, "rsqrt": 0, "pow": 0} | dict.fromkeys(
+    ("div", "floor_divide", "remainder", "fmod"), 1
+)
 # See Program._positions: leaves, and signs of the operands of sums
 POSITIONS = {"query": (1, 0), "key": (0, 1)}
 LINES = {"add": (1, 1), "sub": (1, -1), "neg": (-1,), "cast": (1,)}
@@ -189,10 +194,11 @@ class Program:
         """Tensors that get a gradient, in order."""
         return tuple(sorted({gradient.tensor for gradient in self.gradients}))
 
-    def staged_bytes(self, queries: int, keys: int) -> list[int]:
+    def staged_bytes(self, queries: int, keys: int, rows_are_keys: bool = False) -> list[int]:
         """Shared memory of a warp for a tile of each of dense_loads; see kernels/dense_code.py."""
         dtypes = [self.tensors[self.values[i].data].dtype for i in self.dense_loads]
-        return [queries * (keys * BYTES[dtype] + 16) for dtype in dtypes]
+        padding = [0 if rows_are_keys and BYTES[dtype] == 2 else 16 for dtype in dtypes]
+        return [queries * (keys * BYTES[dtype] + more) for dtype, more in zip(dtypes, padding, strict=True)]
 
     def diagonal_bytes(self, cols: int) -> list[int]:
         """Shared memory of a warp for the values of the diagonals of 16 rows; see kernels/diagonals.py."""
@@ -300,6 +306,21 @@ class Program:
         return tuple(i for i, x in enumerate(self.gradients) if self.is_dense(x.index) and is_stored(x))
 
     @functools.cached_property
+    def is_bias(self) -> bool:
+        """True if the program adds a dense captured tensor to the score, and does nothing else."""
+        if self.score is None or self.hides or len(self.dense_loads) != 1:
+            return False
+        total = self.values[self.score]
+        return total.op == "add" and {self.values[i].op for i in total.args} == {"score", "load"}
+
+    def outer_dims(self, number: int) -> tuple[list[int], list[int]]:
+        """Dimensions of gradient number of `stored`, 0 and 1 of [batch, heads, ..], that its tensor has, in its order; and those summed."""
+        dims = {"batch": 0, "head": 1}
+        outer = [self.values[i].op for i in self.gradients[number].index[:-2]]
+        kept = [dims[op] for op in outer if op in dims]
+        return kept, [dim for dim in (0, 1) if dim not in kept]
+
+    @functools.cached_property
     def learns_dS(self) -> bool:
         """True if the only gradient is that of a bias added to the score: it is the dS that a backward multiplies, or sums of it.
 
@@ -378,6 +399,27 @@ class Program:
     def depends_on(self, value: int, leaves: Iterable[str]) -> bool:
         """True if a value is computed from one of these leaves."""
         return not {*leaves}.isdisjoint(self.values[i].op for i in self.needed([value]))
+
+    @functools.cached_property
+    def is_partial(self) -> bool:
+        """True if the score may be NaN or inf at a query past the last one, though it is finite at all others."""
+        open_values = [] if self.score is None else [self.score]
+        while open_values:
+            value = self.values[open_values.pop()]
+            if value.dtype != FLOAT or value.op == "load":
+                continue
+            deciding = None if self._is_whole_power(value) else PARTIAL.get(value.op)
+            if deciding is not None and self.depends_on(value.args[deciding], ("score", "query")):
+                return True
+            open_values += value.args
+        return False
+
+    def _is_whole_power(self, value: Value) -> bool:
+        """True for x ** n with a constant n of 0, 1, 2, .."""
+        if value.op != "pow":
+            return False
+        exponent = self.values[value.args[1]]
+        return exponent.op == "constant" and exponent.data in range(2**24)
 
     def __str__(self) -> str:
         """The words score_mod, mask_mod, blocks, bits, as far as they apply."""

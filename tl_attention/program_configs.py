@@ -4,35 +4,39 @@ from __future__ import annotations
 
 from typing import Any
 
-from tl_attention.problem import AttnProblem
+from tl_attention.problem import JOINED_BUCKET, AttnProblem
 
 
 def program_lines(
-    grid: dict[str, Any], problem: AttnProblem, direction: str
+    grid: dict[str, Any], problem: AttnProblem, direction: str, bucket: str
 ) -> list[tuple[str, tuple[str, ...], dict[str, Any]]]:
     """(name, what it serves, fields) of the lines of [programs] for a problem, in the order they are tried; see configs.OptionLine.
 
-    A forward has one line per width, and optional ones for block masks: fwd_bits, and fwd_listed where the tiles of fwd do not divide
-    program.LISTED_ROWS, fwd_held for scores that stay close, and fwd_scores for a score_mod alone. A backward with bits tries the lines of
-    bwd_bits first. A line of a backward serves problems whose features are all in `serves`.
+    A forward has one line per width, and optional ones for block masks: fwd_joined in JOINED_BUCKET, fwd_bits, and fwd_listed where the
+    tiles of fwd do not divide program.LISTED_ROWS, fwd_held for scores that stay close, and fwd_scores for a score_mod alone. A backward
+    with bits tries the lines of bwd_bits first, one with a dense bias alone, whose gradient is dS, those of bwd_bias. A line of a backward
+    serves problems whose features are all in `serves`.
     """
-    width, section = grid["programs"][problem.width], "fwd" if direction == "fwd" else "bwd"
+    width, section = grid["programs"][problem.tile_class], "fwd" if direction == "fwd" else "bwd"
     if direction == "fwd":
         # hold_max needs scores of similar magnitude: those of a score_mod may grow from block to block, or all be -inf in the first ones
         wanted = (
+            ("fwd_joined", bucket == JOINED_BUCKET and not problem.changes_scores),
             ("fwd_bits", problem.has_bits and not problem.changes_scores),
             ("fwd_listed", problem.is_listed),
             ("fwd_held", problem.scores_stay_close),
             ("fwd_scores", problem.changes_scores and not (problem.fetches or problem.is_listed)),
         )
         section = next((name for name, applies in wanted if applies and name in width), section)
-    name, lines = f"[programs.{problem.width}] {section}", width[section]
+    name, lines = f"[programs.{problem.tile_class}] {section}", width.get(section, ())
     served = (str(problem.program),)
     if direction == "fwd":
         return [(name, served, lines)]
+    wanted = (("bwd_bits", problem.has_bits), ("bwd_bias", problem.learns_bias))
+    first = [line for special, applies in wanted if applies for line in width.get(special, ())]
     return [
         (f"line {number} of {name}", served, {key: value for key, value in line.items() if key != "serves"})
-        for number, line in enumerate([*(width.get("bwd_bits", ()) if problem.has_bits else ()), *lines], 1)
+        for number, line in enumerate([*first, *lines], 1)
         if features(problem) <= {*line.get("serves", ())}
     ]
 

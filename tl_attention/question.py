@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tl_attention import configs, gpus
+from tl_attention import configs, gpus, legality
 from tl_attention.gpus import Gpu
 from tl_attention.kernel_configs import DecodeConfig, page_rows
-from tl_attention.legality import is_legal
 from tl_attention.problem import (
     DECODE,
     DECODE_OPTIONS,
@@ -133,7 +132,7 @@ def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[str]:
         choice = configs.choose_config(problem, bucket, gpu.name, direction)
         lines = [f"{choice.config!r}", f"from {choice.source}"]
         lines += [f"tried before: {miss}" for miss in choice.misses]
-        if reason := is_legal(problem, choice.config, direction):
+        if reason := legality.fault(problem, choice.config, direction):
             lines.append(f"cannot run: {reason}")
         answers.setdefault("\n  ".join([str(choice.config), *lines]), []).append(bucket)
     for text, served in answers.items():

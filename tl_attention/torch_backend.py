@@ -27,8 +27,8 @@ def register() -> Handle:
 
     Flash attention then has priority over cuDNN, which PyTorch prefers on Hopper. PyTorch still decides which calls go to flash attention.
     Calls with unequal head dims or head dims above 256, and with is_causal and unequal lengths (which it aligns top-left) go to another
-    backend. Calls with fp32 go to the memory-efficient backend, whose op is replaced for them, too, but not with attn_mask or dropout:
-    see torch_fp32.py. Calls with attn_mask (bool or float, of any shape that broadcasts, also with a gradient) go to cuDNN or the
+    backend. Calls with fp32 go to the memory-efficient backend, whose op is replaced for them, too, but not with dropout: see
+    torch_fp32.py. Calls with attn_mask (bool or float, of any shape that broadcasts, also with a gradient) go to cuDNN or the
     memory-efficient backend, whose ops are replaced, too: see torch_masks.py. A call that reaches tl_attention but is not supported
     raises NotImplementedError. Gradients are bitwise reproducible under torch.use_deterministic_algorithms(True).
 

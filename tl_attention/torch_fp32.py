@@ -41,11 +41,16 @@ def serves(
         return False
     if not value.shape[3] <= query.shape[3] <= MAX_HEAD_DIM:
         return False
+    return has_kernels(query, value) and (not query.is_cuda or is_hopper(query.device))
+
+
+def has_kernels(query: torch.Tensor, value: torch.Tensor, masked: bool = False) -> bool:
+    """True for head dims and a dtype whose gradients have kernels, for fp32 at the default precision. masked: with attn_mask."""
     try:
         parts = check_precision(query, None)
     except ValueError:  # PyTorch's settings of its backends differ
         return False
-    return has_gradient_kernels(query, value, parts) and (not query.is_cuda or is_hopper(query.device))
+    return has_gradient_kernels(query, value, parts, masked)
 
 
 def forward(

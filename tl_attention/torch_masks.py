@@ -15,7 +15,10 @@ from typing import Any
 import torch
 
 from tl_attention import launch, torch_fp32
+from tl_attention.checks.common import FWD_DTYPES
 from tl_attention.checks.flex import MAX_BATCH, MAX_ELEMENTS, MAX_LENGTH
+from tl_attention.checks.fp32 import check_precision, runs_in_bf16
+from tl_attention.options import Options
 from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.program import Call
 from tl_attention.reference.flex import flex_reference
@@ -58,8 +61,8 @@ def serves(
     dropout_p: float,
     causal: bool,
 ) -> bool:
-    """True for calls that the kernels serve: a mask, bf16 or fp16, equal numbers of heads, no dropout, on Hopper."""
-    if attn_bias is None or dropout_p or causal or query.dtype not in (torch.bfloat16, torch.float16):
+    """True for calls that the kernels serve: a mask, equal numbers of heads, no dropout, on Hopper; fp32 as in torch_fp32.serves()."""
+    if attn_bias is None or dropout_p or causal or query.dtype not in FWD_DTYPES:
         return False
     tensors = query, key, value, attn_bias
     if any(x.ndim != 4 or not x.numel() for x in tensors) or any(x.stride(3) != 1 for x in tensors[:3]):
@@ -70,6 +73,8 @@ def serves(
         return False
     head_dim, head_dim_v = query.shape[3], value.shape[3]
     if head_dim > MAX_HEAD_DIM or head_dim_v > head_dim or head_dim % 8 or head_dim_v % 8:
+        return False
+    if not torch_fp32.has_kernels(query, value, masked=True):
         return False
     extent = sum((n - 1) * stride for n, stride in zip(attn_bias.shape, attn_bias.stride(), strict=True))
     is_float = attn_bias.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -227,11 +232,19 @@ def _forward(
     call = _call(_narrow(attn_bias.detach()), False)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if query.is_cuda:
-        qkv = (x.transpose(1, 2) for x in (query, key, value))
-        out, lse = launch.forward(*qkv, scale, False, False, traced=call)
-        return out.transpose(1, 2), lse
+        options, *qkv = _for_kernels(query, key, value)
+        out, lse = launch.forward(*qkv, scale, False, False, options=options, traced=call)
+        return out.to(query.dtype).transpose(1, 2), lse
     out, lse = flex_reference(query, key, value, scale, call)
     return out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse
+
+
+def _for_kernels(*tensors: torch.Tensor) -> tuple[Any, ...]:
+    """Options of a launch, None for none, and tensors [batch, seqlen, heads, columns]: in bf16 for fp32 of one part."""
+    parts = check_precision(tensors[0], None)
+    if runs_in_bf16(tensors[0], parts):
+        tensors, parts = tuple(x.bfloat16() for x in tensors), 0
+    return Options(parts=parts) if parts else None, *(x.transpose(1, 2) for x in tensors)
 
 
 def _backward(
@@ -250,10 +263,11 @@ def _backward(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     if query.is_cuda:
-        tensors = [x.transpose(1, 2) for x in (grad_out, query, key, value, out)]
+        options, *tensors = _for_kernels(grad_out, query, key, value, out)
         tensors[0] = tensors[0].contiguous()
-        grads = launch.backward(*tensors, lse, scale, False, False, False, deterministic, traced=call)
-        grads, sums = [x.transpose(1, 2) for x in grads[:3]], grads[3:]
+        modes = False, False, False, deterministic
+        grads = launch.backward(*tensors, lse, scale, *modes, options=options, traced=call)
+        grads, sums = [x.to(query.dtype).transpose(1, 2) for x in grads[:3]], grads[3:]
     else:
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (query, key, value)]

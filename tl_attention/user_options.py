@@ -33,7 +33,7 @@ from tl_attention.ops import (
 from tl_attention.options import Call, Options, canonical_window
 
 # Exact types of the numbers in a signature: all have a hash and hold no tensor
-_NUMBER_TYPES = frozenset((int, float, type(None)))
+_NUMBER_TYPES = frozenset((int, float, bool, type(None)))
 
 
 class UserOptions(NamedTuple):

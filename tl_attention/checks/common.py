@@ -28,16 +28,18 @@ MIN_SOFTCAP, MAX_SOFTCAP = 2.0**-60, 2.0**60
 BY_KEYWORD = (
     "; the parameters after v are in FlashAttention-2's order, dropout_p first: pass the others by keyword"
 )
+ONE_PER_SEQUENCE = "pass an entry per sequence"
 NO_HINTS: Mapping[int, str] = MappingProxyType({})
 
 
 def describe(x: object) -> str:
-    """The "got ..." of an error: shape, dtype and device of a tensor, the repr of anything else."""
+    """The "got ..." of an error: shape, dtype and device of a tensor, the repr of anything else, or the type if that is long."""
     if isinstance(x, torch.Tensor):
         return f"{tuple(x.shape)} {x.dtype} on {x.device}"
     if isinstance(x, int) and x.bit_length() > 128:  # Python prints no int of more than 4300 digits
         return f"an int of {x.bit_length()} bits"
-    return repr(x)
+    text = repr(x)
+    return text if len(text) <= 120 and "\n" not in text else f"an object of type {type(x).__name__}"
 
 
 def expect_tensor(name: str, x: torch.Tensor) -> None:
@@ -104,11 +106,15 @@ def expect_like(
     q: torch.Tensor,
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype],
+    hint: str = "",
 ) -> None:
-    """Expect a tensor of one of these shapes and dtypes on the device of q."""
+    """Expect a tensor of one of these shapes and dtypes on the device of q. hint: what to do about another shape."""
     expect_tensor(name, x)
     if tuple(x.shape) not in shapes:
-        raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {tuple(x.shape)}")
+        hint = f"; {hint}" if hint else ""
+        raise ValueError(
+            f"{name}: expected shape {' or '.join(map(str, shapes))}, got {tuple(x.shape)}{hint}"
+        )
     if x.dtype not in dtypes:
         raise TypeError(
             f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}; cast it with {name}.to({dtypes[0]})"
@@ -175,6 +181,11 @@ def holds_ints(x: torch.Tensor) -> bool:
 def is_scalar(x: object) -> bool:
     """True for a number of Python or a symbolic number, but not for a bool."""
     return isinstance(x, NUMBER_TYPES) and not isinstance(x, bool)
+
+
+def _is_number_of_array(x: object) -> bool:
+    """True for a tensor or an array that holds one number, and for a number of NumPy."""
+    return hasattr(x, "__array__") and x.shape in ((), (1,))
 
 
 def check_fwd(
@@ -321,14 +332,14 @@ def check_lengths(
         if x.ndim != 1 or not x.shape[0]:
             raise ValueError(f"{name}: expected shape [batch + 1], got {tuple(x.shape)}")
     batch = cu_seqlens_q.shape[0] - 1
-    for name, x, entries in (
-        ("cu_seqlens_q", cu_seqlens_q, batch + 1),
-        ("cu_seqlens_k", cu_seqlens_k, batch + 1),
-        ("seqused_q", seqused_q, batch),
-        ("seqused_k", seqused_k, batch),
+    for name, x, entries, hint in (
+        ("cu_seqlens_q", cu_seqlens_q, batch + 1, ""),
+        ("cu_seqlens_k", cu_seqlens_k, batch + 1, "pass as many entries as in cu_seqlens_q"),
+        ("seqused_q", seqused_q, batch, ONE_PER_SEQUENCE),
+        ("seqused_k", seqused_k, batch, ONE_PER_SEQUENCE),
     ):
         if x is not None:
-            expect_like(name, x, q, ((entries,),), (torch.int32,))
+            expect_like(name, x, q, ((entries,),), (torch.int32,), hint)
             expect_contiguous(name, x)
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         in_tensor = isinstance(length, torch.Tensor) and not length.ndim and holds_ints(length)
@@ -357,21 +368,24 @@ def check_options(
         raise ValueError(
             f"softcap: expected 0 for no cap, or a number from 2 ** -60 to 2 ** 60, got {describe(softcap)}"
         )
-    if not is_scalar(dropout_p) or not 0 <= dropout_p < 255.5 / 256:
+    if dropout_p is not False and not (is_scalar(dropout_p) and 0 <= dropout_p < 255.5 / 256):
+        hint = "; pass float(dropout_p)" if _is_number_of_array(dropout_p) else BY_KEYWORD
         raise ValueError(
             "dropout_p: expected a number from 0 to 255/256 (it is rounded to a multiple of 1/256),"
-            f" got {describe(dropout_p)}{'' if is_scalar(dropout_p) else BY_KEYWORD}"
+            f" got {describe(dropout_p)}{'' if is_scalar(dropout_p) else hint}"
         )
     if rng_state is not None:
-        expect_like("rng_state", rng_state, q, ((2,),), (torch.int64,))
+        expect_like("rng_state", rng_state, q, ((2,),), (torch.int64,), "pass a seed and an offset")
     if alibi_slopes is not None:
-        expect_like("alibi_slopes", alibi_slopes, q, ((heads,), (batch, heads)), (torch.float32,))
+        shapes = (heads,), (batch, heads)
+        expect_like("alibi_slopes", alibi_slopes, q, shapes, (torch.float32,), "pass a slope per head of q")
         if alibi_slopes.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
                 "alibi_slopes: expected a tensor that needs no gradient, got requires_grad=True; pass alibi_slopes.detach()"
             )
     if learnable_sink is not None:
-        expect_like("learnable_sink", learnable_sink, q, ((heads,),), (torch.float32, *DTYPES))
+        dtypes = torch.float32, *DTYPES
+        expect_like("learnable_sink", learnable_sink, q, ((heads,),), dtypes, "pass a number per head of q")
 
 
 def check_window(window_size: Sequence[int | None]) -> None:
@@ -382,7 +396,7 @@ def check_window(window_size: Sequence[int | None]) -> None:
         )
     if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
         raise TypeError(
-            f"window_size: expected a pair (left, right), got {describe(window_size)}; pass (-1, -1) for no window"
+            f"window_size: expected a pair (left, right), got {describe(window_size)}; pass {window_hint(window_size)}"
         )
     for bound in window_size:
         if bound is not None and not is_int(bound):
@@ -394,6 +408,13 @@ def check_window(window_size: Sequence[int | None]) -> None:
                 f"window_size: expected bounds of at least 0, with -1 or None for no limit, got {window_size}; pass None for no limit, as"
                 " a negative bound does not shift a window here (FlashAttention-4)"
             )
+
+
+def window_hint(window_size: object) -> str:
+    """Replacement that an error suggests for this window."""
+    if is_int(window_size) and window_size >= 0:
+        return f"({window_size}, 0) for {window_size} keys before the diagonal and that on it"
+    return "(-1, -1) for no window"
 
 
 def check_num_splits(num_splits: int) -> None:

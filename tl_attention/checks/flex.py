@@ -9,6 +9,8 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
 from tl_attention.checks.common import describe, expect_tensor
+from tl_attention.checks.fp32 import has_gradient_kernels
+from tl_attention.problem import FP32_BWD_WIDTHS
 from tl_attention.program import BLOCK_BITS, HOW_BITS, LISTED_ROWS, Call
 
 MAX_ELEMENTS = 2**31 - 1  # from the first to the last element of a captured tensor: kernels index in 32 bits
@@ -28,7 +30,6 @@ OPTIONS_OFF = (
     ("rng_state", None),
     ("num_splits", 0),
     ("seqlens", None),
-    ("precision", None),
 )
 
 
@@ -61,7 +62,17 @@ def check_aux(return_aux: Any, return_lse: bool) -> None:
 
 def check_function(name: str, function: Callable | None) -> None:
     if function is not None and not callable(function):
-        raise TypeError(f"{name}: expected a function of 0-d tensors or None, got {describe(function)}")
+        hint = ""
+        if isinstance(function, torch.Tensor):
+            hint = "; pass a tensor as attn_bias"
+        elif is_block_mask(function):
+            hint = "; pass it as block_mask"
+        raise TypeError(f"{name}: expected a function of 0-d tensors or None, got {describe(function)}{hint}")
+
+
+def is_block_mask(x: Any) -> bool:
+    """True for a BlockMask of PyTorch, or an object with the same fields."""
+    return all(hasattr(x, name) for name in (*LISTS, "mask_mod", "seq_lengths", "BLOCK_SIZE"))
 
 
 def check_not_transformed(function: str) -> None:
@@ -78,7 +89,7 @@ def check_not_transformed(function: str) -> None:
 
 
 def check_no_options(options: tuple) -> None:
-    """Refuse options of flash_attn_func beside functions: causal, then the fields of UserOptions."""
+    """Refuse options of flash_attn_func beside functions: causal, then the fields of UserOptions but the precision."""
     for (name, off), value in zip(OPTIONS_OFF, options, strict=True):
         if name == "window_size":
             is_off = isinstance(value, tuple | list) and all(x is None or x == -1 for x in value)
@@ -95,6 +106,15 @@ def check_order(function: str, *grads: torch.Tensor | None) -> None:
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in grads):
         raise NotImplementedError(
             f"{function}: the gradient of a gradient is not supported; call backward without create_graph=True"
+        )
+
+
+def check_gradient_kernels(q: torch.Tensor, v: torch.Tensor, parts: int, names: Names) -> None:
+    """Refuse gradients of fp32 head dims that have no kernels."""
+    if not has_gradient_kernels(q, v, parts, traced=True):
+        raise NotImplementedError(
+            f"{names.q}: expected a head_dim of at most {min(x[-1][0] for x in FP32_BWD_WIDTHS.values())} where float32 with functions,"
+            f" masks or biases needs gradients, got {q.shape[-1]}; pass precision='medium', or call it under torch.no_grad()"
         )
 
 
@@ -133,10 +153,10 @@ def check_block_mask(
         raise ValueError(
             "mask_mod: expected None beside block_mask, which has a mask_mod of its own, got a function"
         )
-    if not all(hasattr(block_mask, name) for name in (*LISTS, "mask_mod", "seq_lengths", "BLOCK_SIZE")):
+    if not is_block_mask(block_mask):
         raise TypeError(
             f"block_mask: expected a BlockMask of torch.nn.attention.flex_attention, got {type(block_mask).__name__}; pass a function as"
-            " mask_mod"
+            " mask_mod, a tensor as attn_bias"
         )
     lengths = q.shape[2], k.shape[2]
     if tuple(block_mask.seq_lengths) != lengths:
@@ -200,7 +220,7 @@ def check_bias(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, names: Name
     if not fits:
         raise ValueError(
             f"attn_bias: expected shape (1 or {wanted[0]}, 1 or {wanted[1]}, {wanted[2]}, {wanted[3]}) of batch, heads, seqlen_q, seqlen_k,"
-            f" got {tuple(bias.shape)}; expand() it"
+            f" got {tuple(bias.shape)}; view or expand it to that"
         )
     if bias.device != q.device:
         raise ValueError(

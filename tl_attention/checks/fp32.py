@@ -54,7 +54,12 @@ def runs_in_bf16(q: torch.Tensor, parts: int) -> bool:
     return parts == 1 and q.device.type != "cpu"
 
 
-def has_gradient_kernels(q: torch.Tensor, v: torch.Tensor, parts: int) -> bool:
-    """True if kernels compute the gradients of a call on a GPU, False if PyTorch's formula does. parts: 0 for dtypes other than fp32."""
-    widths = FP32_BWD_WIDTHS.get(parts)
+def has_gradient_kernels(q: torch.Tensor, v: torch.Tensor, parts: int, traced: bool = False) -> bool:
+    """True if kernels compute the gradients of a call on a GPU, False if PyTorch's formula does, or none with functions.
+
+    Args:
+        parts: 0 for dtypes other than fp32.
+        traced: the call has functions, masks or biases.
+    """
+    widths = FP32_BWD_WIDTHS.get(max(FP32_BWD_WIDTHS) if traced and parts > 1 else parts)
     return widths is None or max(q.shape[-1], v.shape[-1]) <= widths[-1][0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from tl_attention.checks.common import (
+    ONE_PER_SEQUENCE,
     check_cache_strides,
     check_num_splits,
     describe,
@@ -146,7 +147,7 @@ def check_pages(
 
 def _expect_entries(name: str, x: torch.Tensor, q: torch.Tensor) -> None:
     """Expect an int32 tensor with one entry per sequence."""
-    expect_like(name, x, q, ((q.shape[0],),), (torch.int32,))
+    expect_like(name, x, q, ((q.shape[0],),), (torch.int32,), ONE_PER_SEQUENCE)
     expect_contiguous(name, x)
 
 

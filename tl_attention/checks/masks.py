@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 
-from tl_attention.checks.common import describe, expect_tensor, is_int
+from tl_attention.checks.common import describe, expect_tensor, is_int, window_hint
 from tl_attention.checks.flex import MAX_LENGTH
 from tl_attention.tracing.intervals import Blocks
 
 
 def check_mask_function(mask_mod: Any) -> None:
     if not callable(mask_mod):
+        is_tensor = isinstance(mask_mod, torch.Tensor)
+        hint = "; index it in a function, as mask[q_idx, kv_idx]" if is_tensor else ""
         raise TypeError(
-            f"mask_mod: expected a function of 0-d tensors (b, h, q_idx, kv_idx), got {describe(mask_mod)}"
+            f"mask_mod: expected a function of 0-d tensors (b, h, q_idx, kv_idx), got {describe(mask_mod)}{hint}"
         )
 
 
@@ -53,7 +55,8 @@ def check_window_pair(window_size: Any) -> tuple[int, int]:
     is_pair = isinstance(window_size, tuple | list) and len(window_size) == 2
     if not is_pair or not all(is_int(x) and x >= -1 for x in window_size):
         raise ValueError(
-            f"window_size: expected (left, right), ints of at least 0, or -1 for no bound, got {window_size!r}"
+            f"window_size: expected (left, right), ints of at least 0, or -1 for no bound, got {describe(window_size)}; pass"
+            f" {window_hint(window_size)}"
         )
     return window_size[0], window_size[1]
 
@@ -62,7 +65,9 @@ def check_lengths_tensor(name: str, x: Any, *ndims: int) -> torch.Tensor:
     """A tensor of positions, lengths or documents."""
     expect_tensor(name, x)
     if x.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name}: expected torch.int32 or torch.int64, got {x.dtype}")
+        raise TypeError(
+            f"{name}: expected torch.int32 or torch.int64, got {x.dtype}; cast it with {name}.int()"
+        )
     if x.ndim not in ndims or not x.numel():
         dims = " or ".join(map(str, ndims))
         raise ValueError(

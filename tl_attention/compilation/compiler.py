@@ -20,10 +20,10 @@ from typing import Any
 
 from tl_attention.compilation import headers, toolkit
 from tl_attention.kernel_configs import (
-    REGISTER_LEVEL,
     AppendConfig,
     BwdDelta,
     BwdPass,
+    BwdReduce,
     BwdSum,
     DecodeCombine,
     DecodeConfig,
@@ -33,9 +33,9 @@ from tl_attention.kernel_configs import (
     KernelConfig,
     PartsConfig,
     TileTable,
-    register_level,
 )
 from tl_attention.problem import AttnProblem
+from tl_attention.register_levels import REGISTER_LEVEL, register_level
 from tl_attention.target import TARGET
 
 KernelKey = tuple[AttnProblem, KernelConfig]  # identifies a kernel
@@ -50,6 +50,7 @@ TEMPLATES = {
     BwdPass: ("bwd", "flash_bwd"),
     "dq": ("bwd_dq", "flash_bwd_dq"),
     BwdSum: ("bwd_sum", "flash_bwd_sum"),
+    BwdReduce: ("bwd_reduce", "flash_bwd_reduce"),
     TileTable: ("tile_table", "flash_tile_table"),
     DecodeConfig: ("decode", "flash_decode"),
     DecodeCombine: ("decode_combine", "flash_decode_combine"),

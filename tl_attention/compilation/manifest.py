@@ -42,6 +42,7 @@ from tl_attention.problem import (
     DEFAULT_DTYPE,
     DIRECTIONS,
     HALF_DTYPES,
+    JOINED_BUCKET,
     JVP,
     AttnProblem,
     buckets,
@@ -158,7 +159,7 @@ def block_mask_kernels(names: Iterable[str] = tuple(HALF_DTYPES)) -> Iterator[Ke
     for direction in DIRECTIONS:
         for dtype, width in itertools.product(names, tile_widths(direction)):
             problem = AttnProblem(dtype, *width, False, program=mask)
-            for bucket in buckets(direction):
+            for bucket in (*buckets(direction), *([JOINED_BUCKET] if direction == "fwd" else [])):
                 yield from configs.option_config(problem, bucket, direction).kernels(problem)
 
 

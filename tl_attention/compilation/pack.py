@@ -42,7 +42,10 @@ def sources(template: str) -> tuple[Path, ...]:
         sorted(
             [
                 *kernels,
-                *(folder / f"{name}.py" for name in ("problem", "program", "kernel_configs", "target")),
+                *(
+                    folder / f"{name}.py"
+                    for name in ("problem", "program", "kernel_configs", "register_levels", "target")
+                ),
             ]
         )
     )

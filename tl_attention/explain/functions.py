@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tl_attention.launch.block_lists import FULL, HIDDEN, PARTIAL, block_states, joins_well, states_of_tiles
+from tl_attention.problem import BUCKETS, JOINED_BUCKET
 from tl_attention.program import BYTES, FLOAT, Program, stored_dtype
 from tl_attention.testing import functions
 from tl_attention.testing.functions import BLOCK, Function
@@ -49,27 +51,34 @@ class Asked:
 
     def tiles(self, block_M: int, block_N: int, by_keys: bool) -> list[list[int]]:
         """Steps of the tiles of each head that differs: key blocks per query tile, or query blocks per key tile."""
-        seen = self._cut(self.partial | self.full, block_M, block_N)
+        seen = self._states(block_M, block_N) != HIDDEN
         return seen.sum(-2 if by_keys else -1).tolist()
 
     def cut_share(self, block_M: int, block_N: int) -> float:
         """Share of the steps whose mask is read as bits."""
-        partial, seen = (
-            self._cut(x, block_M, block_N).sum().item() for x in (self.partial, self.partial | self.full)
-        )
-        return partial / max(seen, 1)
+        states = self._states(block_M, block_N)
+        return (states == PARTIAL).sum().item() / max((states != HIDDEN).sum().item(), 1)
+
+    @property
+    def joins(self) -> bool:
+        """True for a mask that tiles of JOINED_BUCKET serve."""
+        return self.full is not None and joins_well(self._states(BLOCK, BLOCK), self.shape.seqlen_q)
 
     @property
     def bits_bytes(self) -> int:
         """A bit per element of the partial blocks, for one direction."""
         return 0 if self.partial is None else int(self.partial.sum()) * BLOCK * BLOCK // 8
 
-    def _cut(self, blocks: torch.Tensor, block_M: int, block_N: int) -> torch.Tensor:
-        """Blocks of other sizes, which divide BLOCK."""
-        sizes = self.shape.seqlen_q, self.shape.seqlen_k
-        for dim, (block, length) in enumerate(zip((block_M, block_N), sizes, strict=True), -2):
-            blocks = blocks.repeat_interleave(BLOCK // block, dim=dim).narrow(dim, 0, -(-length // block))
-        return blocks
+    def _states(self, block_M: int, block_N: int) -> torch.Tensor:
+        """States of pairs of tiles of block_M queries and block_N keys, which divide BLOCK; only block_M need not."""
+        states = torch.where(self.full, FULL, self.partial * PARTIAL).to(torch.int8)
+        queries = self.shape.seqlen_q
+        if BLOCK % block_M:
+            states, block_M = states_of_tiles(states, queries, block_M), BLOCK
+            queries = states.shape[-2] * BLOCK
+        for dim, (block, length) in enumerate(((block_M, queries), (block_N, self.shape.seqlen_k)), -2):
+            states = states.repeat_interleave(BLOCK // block, dim=dim).narrow(dim, 0, -(-length // block))
+        return states
 
     def dense_bytes_moved(self, gradients: bool) -> int:
         """Bytes per score of tiles of captured tensors; with those of their gradients."""
@@ -118,6 +127,11 @@ class Asked:
         return DIAGONAL_SUM_INSTRUCTIONS * len(self.program.diagonal_gradients)
 
 
+def fwd_bucket(asked: Asked | None, bucket: str) -> str:
+    """Bucket of the config of a forward, whose shape has this bucket."""
+    return JOINED_BUCKET if asked and bucket in BUCKETS and asked.joins else bucket
+
+
 def check(shape: Shape) -> None:
     """Raise ValueError for a function that is unknown, that a shape cannot have, or whose blocks are too many to list."""
     functions.check(shape)
@@ -137,7 +151,6 @@ def check(shape: Shape) -> None:
 def of_shape(shape: Shape) -> Asked | None:
     """Demands of the function of a shape on the kernels; None without a function. Needs no GPU and none of the memory of a bias."""
     from tl_attention.block_masks import create_block_mask
-    from tl_attention.launch.block_lists import FULL, PARTIAL, block_states
     from tl_attention.tracing.builtin_options import builtin_options
     from tl_attention.tracing.dense_bias import with_bias
     from tl_attention.tracing.trace import trace

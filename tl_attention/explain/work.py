@@ -24,7 +24,7 @@ from tl_attention.kernel_configs import (
     page_rows,
 )
 from tl_attention.launch import splits
-from tl_attention.launch.bwd_passes import pass_parts
+from tl_attention.launch.bwd_passes import causal_tiles, pass_parts
 from tl_attention.launch.common import GROUP_KEYS, head_group
 from tl_attention.problem import (
     DECODE,
@@ -200,7 +200,7 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
     bucket = length_bucket(longest)
     if not shape.is_varlen:
         bucket = splits.fwd_bucket(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k, gpu.sms)
-    choice = configs.choose_config(problem, bucket, gpu.name, direction)
+    choice = configs.choose_config(problem, functions.fwd_bucket(asked, bucket), gpu.name, direction)
     config: FwdConfig = choice.config
     by_sequence, heads, alike, cut = _steps_of(shape, asked, config.block_M, config.block_N, by_keys=False)
     number = 1
@@ -359,8 +359,8 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
             helpers.append(Helper("dq from fp32", (4 + stored) * qk * rows_q, stored * qk * rows_q))
         for grad, width in (("dk", qk), ("dv", v)):
             if one.is_split and problem.causal and shape.heads_q // shape.heads_kv < parts:
-                moved = 4 * parts * width * rows_in_parts
-                helpers.append(Helper(f"zeros for the fp32 parts of {grad}", moved))
+                zeros = 4 * parts * width * rows_in_parts
+                helpers.append(Helper(f"zeros for the fp32 parts of {grad}", zeros))
             if (parts > 1 or (problem.is_fp32 and problem.has("varlen"))) and grad in one.makes:
                 moved, known = (n * width * rows_in_parts for n in (2 * 4 * parts + stored, stored))
                 helpers.append(Helper(f"sum of {parts} fp32 parts of {grad}", moved, known))
@@ -425,22 +425,22 @@ def _pass_work(
     stored = sum(v if grad == "dv" else qk for grad in one.makes if not (grad == "dq" and one.makes_all))
     groups = shape.batch * (shape.heads_kv * parts if one.grads != "dq" else shape.heads_kv)
     tile_bytes = problem.element_bytes * owned * row + problem.output_bytes * owned * stored
-    step_bytes = problem.element_bytes * step * (row + qk * one.one_tile)
-    bytes_of = step_bytes, tile_bytes, stream, groups
-    kernel = Kernel(f"pass {one.grads}", one, clocks, tiles, M * N * flops, *bytes_of)
+    moved = problem.element_bytes * step * (row + qk * one.one_tile), tile_bytes, stream
+    kernel = Kernel(f"pass {one.grads}", one, clocks, tiles, M * N * flops, *moved, groups)
     return kernel, parts, rows_in_parts
 
 
-def _tile_queries(shape: Shape, problem: AttnProblem, one: BwdPass) -> tuple[int, bool]:
-    """Queries of a head that see a key tile, and whether tiles have fewer and fewer, as launch.bwd passes them to pass_parts."""
+def _tile_queries(shape: Shape, problem: AttnProblem, one: BwdPass) -> tuple[int, float]:
+    """Queries of a head that see a key tile, and the share of tiles on the diagonal, as launch.bwd passes them to pass_parts."""
     if one.one_tile:
-        unseen = max(shape.seqlen_q - shape.seqlen_k, 0) if problem.causal else 0
-        return shape.seqlen_q - unseen // one.block_M * one.block_M, False
+        unseen = problem.causal * max(shape.seqlen_q - shape.seqlen_k, 0) // one.block_M
+        return shape.seqlen_q - unseen * one.block_M, 0
     lengths, window = sequences(shape), sum(bounds(shape))
-    queries = -(-sum(q for q, _ in lengths) // len(lengths)) if shape.is_varlen else shape.seqlen_q
+    rows_q, rows_k = map(sum, zip(*lengths, strict=True))
+    queries = -(-rows_q // len(lengths))
     if problem.has("window"):
         queries = min(queries, (1 << int(window).bit_length()) + TABLE_ROWS)
-    return queries, problem.causal
+    return causal_tiles(queries, rows_q, rows_k) if problem.causal else (queries, 0)
 
 
 def _pass_smem(problem: AttnProblem, one: BwdPass) -> int:

@@ -21,7 +21,7 @@ from tl_attention.kernels.block_lists import query_blocks
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
 from tl_attention.kernels.bwd_order import OrderedBlocks
 from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles, stages_P
-from tl_attention.kernels.bwd_store import store_gradients
+from tl_attention.kernels.bwd_store import BiasGradient, store_gradients
 from tl_attention.kernels.bwd_warps import cuda_code, further_warps
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.options import OptionArguments, Scores, fill_bias_columns, option_arguments
@@ -36,7 +36,7 @@ from tl_attention.kernels.tiles import (
     result_argument,
     rows_argument,
 )
-from tl_attention.kernels.traced import traced_arguments
+from tl_attention.kernels.traced_arguments import traced_arguments
 from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = {
@@ -47,12 +47,11 @@ PASS_CONFIGS = {
 
 
 def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
-    """Build the kernel of a pass that computes dq+dk+dv, dk+dv, dk or dv.
+    """Build the kernel of a pass that computes dq+dk+dv, dk+dv, dk or dv. It does not write the other gradients.
 
     Kernel arguments (dtype: the problem's; packed sequences: layouts of tiles.PackedGradTiles):
         Q, dQ: [batch, seqlen_q, heads, columns <= head_dim], any strides but the last, which is 1.
-        K, dK: [batch, seqlen_k, heads_kv, columns <= head_dim].
-        V, dV: [batch, seqlen_k, heads_kv, columns <= head_dim_v].
+        K, dK, V, dV: [batch, seqlen_k, heads_kv, columns <= head_dim or head_dim_v].
         dO: [batch, seqlen_q, heads, columns <= head_dim_v].
         Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up], from bwd_delta.py.
         dQ_sum: fp32 FragmentBlocks of the matrices [batch, heads], width head_dim. The kernel adds to it.
@@ -60,14 +59,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dK_parts, dV_parts: fp32 FragmentBlocks of the matrices [parts, batch, heads_kv], widths head_dim and head_dim_v.
             Written instead of dK and dV if parts > 1, for packed sequences in fp32, and with the option `partial`.
             With the schedule split as tiles.SplitGradTiles has them.
-        softmax_scale: fp32.
-        heads_per_kv, .., ctas: int32, see KeyTileCounts.
+        softmax_scale: fp32. heads_per_kv, .., ctas: int32, see KeyTileCounts.
         Tickets: int32 [2], zeros before and after the kernel. Not with the schedule grid.
-        Turns: int32, one per row block of dQ_sum, 0 before. With the schedule ordered alone.
-        whole: int32, see KeyTileCounts. With the schedule split alone.
+        Turns: int32, one per row block of dQ_sum, 0 before. With the schedule ordered alone. whole: of KeyTileCounts, with split alone.
         left, .., Table: see options.OptionArguments. Only where the problem has options.
-
-    Gradients that the pass does not compute are not written.
     """
     dtype_of, head_dim, head_dim_v = problem.dtype_of, problem.head_dim, problem.head_dim_v
     block_M, block_N, reuse = config.block_M, config.block_N, config.reuse_registers
@@ -91,11 +86,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     sloped, varlen = problem.is_sloped, problem.has("varlen")
     both_P = sloped and makes_dk and makes_dv
     # Load the log-sum-exps before waiting for S': shared memory is busy with GEMMs and slow to answer. Full d64 at 4k
-    # 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21). dk+dv and ALiBi spill with it, and dv of d256 was slower
+    # 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21). dk+dv, ALiBi and dense biases by 128 spill with it, dv of d256 was slower
     prefetch_lse = (makes_dq or not makes_dv) and not problem.has("alibi")
-    # Mask S' instead of P': the exponential is then in one basic block with the code after it. Full d64 455 -> 474 TFLOPS,
-    # d256 dv 833 -> 781 us (H200, 2026-11-21); dk+dv of 192/128 spills. With a softcap dk+dv must mask first, as the
-    # exponential also makes the P' of dV, and dk alone spills
+    prefetch_lse = prefetch_lse and not (problem.fetches and block_M > 64)
+    # Mask S' instead of P': the exponential is then in one basic block with the code after it. Full d64 455 -> 474 TFLOPS, d256 dv 833 ->
+    # 781 us (H200, 2026-11-21). dk+dv of 192/128 spills. With a softcap dk+dv must mask first, for the P' of dV, and dk alone spills
     mask_before_exp = problem.program is None and (makes_dq or (makes_dk and makes_dv) == sloped)
     # dV needs a P' of its own if dS' is made in registers of P' from another P': dV's has dropout, dS's the softcap's slope
     stage_P = stages_P(problem, config)
@@ -204,6 +199,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         last_dq = alloc_fragments([x.shape for x in acc_dq], "float32") if dynamic else acc_dq
         lse_log2 = T.alloc_fragment([block_M], "float32")
         dq_row_block = T.alloc_var("int32", init=-1 if dynamic else 0)  # where in dQ_sum it goes
+        before = 0 if problem.program is None else first  # steps of other tiles
+        dbias = BiasGradient(makes_dq and problem.sends_dS, scores.traced, shared.dS, w, key, name="dbias")
         delta = T.alloc_fragment([block_M], "float32") if early_dK else None
         dS_place = T.alloc_var("int32", init=shared.dS.address(w)) if two_slots else w  # of this thread's dS'
 
@@ -236,6 +233,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if makes_dq:
                 if after_first(step, dq_row_block):
                     shared.dS.wait(step - 1)
+                    dbias.store(step - 1)
                 # step + 1 has the slot of step - 1
                 bwd_tiles.multiply_pieces(pieces[w], warpgroups, step + 1, shared, acc_dq)
             if makes_dk and not reuse:
@@ -243,7 +241,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
             # P' = exp2(S' - lse)
             exponentiate(
-                step,
+                step - before,
                 acc_s,
                 P_for_dv,
                 lambda j: lse_log2[j] if prefetch_lse else shared.Q.row_value(step, 0, j),
@@ -298,6 +296,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if makes_dq:
                 T.wait_wgmma(2)  # dQ of the step before
                 if after_first(step, dq_row_block):
+                    dbias.wait()
                     shared.dS.release(step - 1)
                     if not late_sums:
                         shared.adding.wait(step - 1)
@@ -324,7 +323,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                         dS,
                     )
 
-            scores.fetch_next(mask, blocks, step)
+            scores.fetch_next(mask, blocks, step - before)
             # dK += dS' Q, before or after dS' is shared
             if early_dK:
                 T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)
@@ -363,6 +362,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     shared.adding.announce(step - 1)
             if makes_dq:
                 dq_row_block = 0 if one_tile else tiles.dq_row_block(tile, blocks.head, blocks.query)
+            dbias.locate(blocks)
             scores.advance(mask, blocks)
 
         T.wait_wgmma(0)
@@ -375,7 +375,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             # Before the GEMM: after it nvcc 13.0.88 spills 150 bytes at d128
             shared.adding.wait(first + blocks.steps - 1)
             bwd_tiles.multiply_pieces(pieces[w], warpgroups, first + blocks.steps - 1, shared, last_dq)
+            dbias.store(first + blocks.steps - 1)
             T.wait_wgmma(0)
+            dbias.wait()
             shared.dS.release(first + blocks.steps - 1)
             if dynamic:
                 for other in warpgroups:

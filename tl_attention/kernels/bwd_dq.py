@@ -42,7 +42,7 @@ from tl_attention.kernels.tiles import (
     result_argument,
     rows_argument,
 )
-from tl_attention.kernels.traced import traced_arguments
+from tl_attention.kernels.traced_arguments import traced_arguments
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS

@@ -72,6 +72,7 @@ def alloc_shared_tiles(
     q_shape = [config.num_stages, block_M, parts * problem.head_dim]
     do_shape = [config.num_stages_do, block_M, parts * problem.head_dim_v]
     dk_shape = [64, problem.head_dim]
+    stores_tiles = config.adds_dq and not problem.sends_dS
     walkers = 2 * config.is_ordered + config.one_tile
     box = consumer_warps + walkers, problem.has("varlen"), config.draws_late, config.is_ordered
     return SharedTiles(
@@ -86,5 +87,5 @@ def alloc_shared_tiles(
         tile_box=KeyTileBox(*box) if dynamic else None,
         adding=alloc_adding(problem, config),
         bias_columns=alloc_bias_columns(problem, block_M),
-        staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True, stores=config.adds_dq),
+        staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True, stores=stores_tiles),
     )

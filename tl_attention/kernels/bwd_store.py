@@ -1,4 +1,4 @@
-"""End of the backward by keys: storing dK and dV of 64 keys."""
+"""Stores of the backward by keys: dK and dV of 64 keys at its end, and dS' where it is the gradient of a dense bias."""
 
 from __future__ import annotations
 
@@ -94,3 +94,37 @@ def store_parts(makes_dk, makes_dv, tile, key, tiles, dk_chunks, dv_chunks):
         tiles.dK_parts.store(dk_chunks, tiles.dk_row_block(tiles.dK_parts, tile, key))
     if makes_dv:
         tiles.dV_parts.store(dv_chunks, tiles.dk_row_block(tiles.dV_parts, tile, key))
+
+
+@T.meta_class
+class BiasGradient:
+    """Stores dS' as the gradient of a dense bias, a step late: by TMA, from the shared tile that all warpgroups wait for to compute dQ.
+
+    Args:
+        on: dS' is stored so; else all methods do nothing.
+        tiles: Exchange or ExchangeRing of dS'.
+        w, key: the warpgroup and its first key.
+    """
+
+    def __init__(self, on: bool, traced: Any, tiles: Any, w: int, key: Any, name: str = "bias_gradient"):
+        self.on, self.traced, self.tiles, self.w, self.key = on, traced, tiles, w, key
+        # Position of the tile that was written last
+        self.head, self.query = (T.alloc_var("int32", init=0) if on else None for _ in range(2))
+
+    @T.inline
+    def locate(self, blocks):
+        """Note the position of the current step, before it advances."""
+        if self.on:
+            self.head[0] = blocks.head
+            self.query[0] = blocks.query
+
+    def store(self, step: Any) -> None:
+        """Start to store the tile of the step that was located last, after all warps have written it."""
+        if self.on:
+            self.traced.send_dS(self.tiles.tile(step, self.w), self.head[0], self.query[0], self.key)
+
+    @T.inline
+    def wait(self):
+        """Wait until the tile may be overwritten."""
+        if self.on:
+            wait_for_stores()

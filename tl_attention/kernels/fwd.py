@@ -39,7 +39,7 @@ from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts,
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
 from tl_attention.kernels.staged import alloc_staged
 from tl_attention.kernels.tiles import SharedTiles, rows_argument
-from tl_attention.kernels.traced import traced_arguments
+from tl_attention.kernels.traced_arguments import traced_arguments
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -434,7 +434,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         page_stride_k: paged.stride_k,
         page_stride_v: paged.stride_v,
     ):
-        traced = traced_arguments(problem)
+        traced = traced_arguments(problem, block_M)
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles)) as first_tile:
             shared = SharedTiles(
                 Q=TileRing(

@@ -16,7 +16,8 @@ from tl_attention.kernels.program_code import program_code
 from tl_attention.kernels.roles import Roles
 from tl_attention.kernels.softmax import LOG2E
 from tl_attention.kernels.staged import StagedTiles
-from tl_attention.kernels.traced import Traced, TracedArguments
+from tl_attention.kernels.traced import Traced
+from tl_attention.kernels.traced_arguments import TracedArguments
 from tl_attention.problem import AttnProblem
 
 # tanh with an error of 2e-7; that of --use_fast_math has 2^-11. Below 0.55 a polynomial, fitted at Chebyshev nodes
@@ -95,7 +96,7 @@ def prelude(problem: AttnProblem, roles: Roles) -> str | None:
     philox = PHILOX if problem.has("dropout") else ""
     tanh = TANH if problem.has("softcap") and problem.is_fp32 else ""
     zero = ZERO if problem.parts > 1 else ""
-    program = "" if problem.program is None else program_code(problem.program)
+    program = "" if problem.program is None else program_code(problem.program, accurate=problem.is_fp32)
     return (roles.prelude or "") + philox + tanh + zero + program or None
 
 
@@ -208,7 +209,7 @@ class Scores:
         self.biased = problem.has("alibi") and self.linear is None
         self.alibi_slope = T.alloc_var("float32", init=0.0) if self.biased else None
         self.traced, self.changed, program = None, problem.changes_scores, problem.program
-        self.learns_dS = problem.learns_dS
+        self.learns_dS = problem.learns_dS and not problem.sends_dS
         self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
         self.has_diagonals = problem.has_diagonals
         # exponent() is -inf for hidden elements; with listed blocks they are set to 0 later, only in blocks that hide some
@@ -277,7 +278,7 @@ class Scores:
         if blocks.listed and (steps.masked or self.traced.needs_key):
             blocks.find(step)
         if self.has_bits and steps.masked:
-            self.traced.fetch_bits(blocks.place_at(step), query, blocks.key_at(step))
+            self.traced.fetch_bits(blocks.place_at(step, query), query, blocks.key_at(step))
         if self.fetches or self.has_diagonals:
             self.fetch(query, blocks, step)
 
@@ -329,7 +330,7 @@ class Scores:
         """Set the position of the tile [queries, keys] at a step of key blocks for a program, and fetch what it needs."""
         if self.traced is not None:
             if self.has_bits:
-                self.traced.fetch_bits(blocks.place_at(step), query, blocks.key_at(step))
+                self.traced.fetch_bits(blocks.place_at(step, query), query, blocks.key_at(step))
             self.fetch(query, blocks, step)
 
     @T.inline

@@ -167,6 +167,10 @@ class Exchange:
         """Columns of the tile that warpgroup w wrote in a step."""
         return self.tiles[w][:, cols]
 
+    def tile(self, step: Any, w: int) -> Any:
+        """The whole tile."""
+        return self.tiles[w][:, :]
+
     def wait(self, step):
         return T.mbarrier_wait_parity(self.full[0], step % 2)
 
@@ -237,6 +241,10 @@ class ExchangeRing:
     def columns(self, step: Any, w: int, cols: slice) -> Any:
         """Columns of the tile that warpgroup w wrote in a step."""
         return self.tiles[step % 2 * self.warpgroups + w, :, cols]
+
+    def tile(self, step: Any, w: int) -> Any:
+        """The whole tile."""
+        return self.tiles[step % 2 * self.warpgroups + w, :, :]
 
     def wait(self, step):
         return T.mbarrier_wait_parity(self.full[step % 2], step // 2 % 2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+from tl_attention.kernels.accurate_code import ACCURATE, ACCURATE_EXPRESSIONS
 from tl_attention.kernels.dense_code import DENSE
 from tl_attention.kernels.diagonals import DIAGONALS
 from tl_attention.program import BOOL, FLOAT, INT, LONG, MASK, SHOW_ALL, SHOW_TO_LAST, Program, Value
@@ -64,13 +65,17 @@ static __device__ __forceinline__ float tl_attention_within_pi(float x) {
 }
 // 0 where the probability is, whatever the slope of a hidden score
 static __device__ __forceinline__ float tl_attention_sloped(float P, float slope) { return P > 0.f ? P * slope : 0.f; }
-static __device__ __forceinline__ float tl_attention_gradient(float P, float dP, float delta, float factor) {
-  return P > 0.f ? P * (dP - delta) * factor : 0.f;
+"""
+# Functions of a program with gradients of captured tensors
+GRADIENTS = """
+// 0 where the probability is 0, whatever the factor of a hidden score, and past the last query, whose lse_log2 is inf
+static __device__ __forceinline__ float tl_attention_gradient(float P, float dP, float delta, float lse_log2, float factor) {
+  return P != 0.f & lse_log2 != __int_as_float(0x7f800000) ? P * (dP - delta) * factor : 0.f;
 }
 static __device__ __forceinline__ float tl_attention_before(bool is_before, float x) { return is_before ? x : 0.f; }
 static __device__ __forceinline__ void tl_attention_add(void* sums, int offset, float x) {
-  // A predicate, not a branch, for which ptxas serializes all wgmma (C7514)
-  asm volatile("{ .reg .pred p; setp.ne.f32 p, %1, 0f00000000; @p red.global.add.f32 [%0], %1; }" ::"l"((float*)sums + offset), "f"(x)
+  // A predicate, not a branch, for which ptxas serializes all wgmma (C7514). A NaN is not equal to 0: it is added
+  asm volatile("{ .reg .pred p; setp.neu.f32 p, %1, 0f00000000; @p red.global.add.f32 [%0], %1; }" ::"l"((float*)sums + offset), "f"(x)
                : "memory");
 }
 // Adds x to the exact sum of an element: 15 integers for 8 exponents each, from 2^-64 on, and a count of what is too large for them
@@ -106,9 +111,11 @@ static __device__ __forceinline__ bool tl_attention_bit(const void* bits, int pl
 """
 
 
-def program_code(program: Program) -> str:
+def program_code(program: Program, accurate: bool = False) -> str:
     """Functions of a program: tl_attention_new_score; _seen, whose first argument is how keys are seen, program.MASK or another; _slope;
     and per gradient _factor0, _target0, .. the offset that it is added at.
+
+    accurate: with the functions of accurate_code.py.
     """
     parameters = [LEAVES]
     for i, captured in enumerate(program.tensors):
@@ -124,7 +131,7 @@ def program_code(program: Program) -> str:
         name: str, dtype: str, roots: list[int], result: str, first: str = "", of: list[str] | None = None
     ) -> str:
         lines = [
-            f"  const {TYPES[program.values[i].dtype]} v{i} = {_expression(program, i, fetches=of is None)};"
+            f"  const {TYPES[program.values[i].dtype]} v{i} = {_expression(program, i, of is None, accurate)};"
             for i in sorted(program.needed(roots))
         ]
         head = f"static __device__ __forceinline__ {TYPES[dtype]} tl_attention_{name}({first}{', '.join(of or parameters)}) {{"
@@ -169,10 +176,12 @@ def program_code(program: Program) -> str:
         functions.append(function(f"target{i}", INT, list(gradient.index), offset, of=of))
     dense = DENSE if program.dense_loads or program.stored else ""
     diagonals = DIAGONALS if program.diagonals or program.diagonal_gradients else ""
-    return HELPERS + (BITS if program.bits else "") + dense + diagonals + "\n".join(functions) + "\n"
+    gradients = GRADIENTS if program.gradients else ""
+    helpers = HELPERS + gradients + (ACCURATE if accurate else "") + (BITS if program.bits else "")
+    return helpers + dense + diagonals + "\n".join(functions) + "\n"
 
 
-def _expression(program: Program, i: int, fetches: bool) -> str:
+def _expression(program: Program, i: int, fetches: bool, accurate: bool) -> str:
     """Right-hand side of the declaration of a value. fetches: fetched values are arguments."""
     value = program.values[i]
     if fetches and (i in program.dense_loads or i in program.diagonals):
@@ -199,8 +208,10 @@ def _expression(program: Program, i: int, fetches: bool) -> str:
         return f"tl_attention_{value.op}({', '.join(args)})"
     if value.op == "not" and value.dtype == BOOL:
         return f"!{args[0]}"
-    of_floats = FLOAT_EXPRESSIONS.get(value.op) if value.dtype == FLOAT else None
-    expression = of_floats or EXPRESSIONS[value.op]
+    tables = [EXPRESSIONS]
+    if value.dtype == FLOAT:
+        tables = [*([ACCURATE_EXPRESSIONS] if accurate else []), FLOAT_EXPRESSIONS, EXPRESSIONS]
+    expression = next(table[value.op] for table in tables if value.op in table)
     return expression.format(*args)
 
 

@@ -2,91 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 from tilelang import tvm
-from tilelang.language.eager.builder import Builder
 
 from tl_attention.kernels.diagonals import Diagonals
 from tl_attention.kernels.program_code import STORED, fetched_type
 from tl_attention.kernels.softmax import LOG2E
 from tl_attention.kernels.staged import StagedTiles
+from tl_attention.kernels.traced_arguments import TracedArguments
 from tl_attention.problem import AttnProblem
-from tl_attention.program import BOOL, BYTES, FLOAT, INT, LONG, MASK, Captured, stored_dtype
+from tl_attention.program import (
+    BOOL,
+    BYTES,
+    FLOAT,
+    INT,
+    MASK,
+    Captured,
+)
 
 tirx = tvm.tirx
-
-
-@dataclass(frozen=True)
-class TracedArguments:
-    """Arguments of a kernel with a program, after all others."""
-
-    tensors: tuple[Any, ...]  # captured tensors
-    numbers: tuple[Any, ...]  # captured numbers
-    gradients: dict[int, Any]  # of program.learned, contiguous, by tensor: see launch/traced.py
-    # With a block mask: see block_lists.py
-    spans: Any = None  # int32 [batch, heads, tiles, 3]
-    entries: Any = None  # int32 [entries]
-    places: Any = None  # int32 [entries], with Program.bits
-    bits: Any = None  # int32 [words], with Program.bits: see launch/mask_bits.py
-
-    @property
-    def flat(self) -> tuple[Any, ...]:
-        """Arguments of the functions of program_code: address, and size and stride per dimension, of each tensor; numbers."""
-        found = []
-        for tensor in self.tensors:
-            found.append(tensor.data)
-            for size, stride in zip(tensor.shape, tensor.strides, strict=True):
-                found += [size, stride]
-        return *found, *self.numbers
-
-
-def traced_arguments(problem: AttnProblem) -> TracedArguments | None:
-    """Declare the arguments of a problem's program, at the start of the body of a prim_func; None without a program.
-
-    Order: captured tensors, numbers, gradients, spans, entries, places and bits. A 0-d tensor has one dimension of size 1; bool tensors
-    are uint8.
-    """
-    program = problem.program
-    if program is None:
-        return None
-    builder = Builder.current()
-
-    def tensor(name: str, captured: Captured) -> Any:
-        dims = range(max(captured.ndim, 1))
-        sizes = [tirx.Var(f"{name}_size{dim}", INT) for dim in dims]
-        strides = [tirx.Var(f"{name}_stride{dim}", INT) for dim in dims]
-        dtype = "uint8" if captured.dtype == BOOL else captured.dtype
-        return builder.arg(name, T.StridedTensor(sizes, strides, dtype))
-
-    stored = {program.gradients[number].tensor for number in program.stored}
-
-    def gradient(i: int) -> Any:
-        name = f"dCaptured{i}_size"
-        if i in stored:
-            sizes = [tirx.Var(f"{name}{dim}", INT) for dim in range(4)]
-            return T.Tensor(sizes, stored_dtype(program.tensors[i]))
-        return T.Tensor([tirx.Var(name, INT)], LONG if program.exact else FLOAT)
-
-    tensors = tuple(tensor(f"Captured{i}", captured) for i, captured in enumerate(program.tensors))
-    numbers = tuple(
-        builder.arg(f"number{i}", tirx.Var(f"number{i}", dtype)) for i, dtype in enumerate(program.numbers)
-    )
-    gradients = {i: builder.arg(f"dCaptured{i}", gradient(i)) for i in program.learned}
-    if not program.listed:
-        return TracedArguments(tensors, numbers, gradients)
-    sizes, strides = (
-        [tirx.Var(f"spans_{word}{dim}", INT) for dim in range(3)] for word in ("size", "stride")
-    )
-    spans = builder.arg("Spans", T.StridedTensor([*sizes, 3], [*strides, 1], INT))
-    entries = builder.arg("Entries", T.Tensor([tirx.Var("num_entries", INT)], INT))
-    if not program.bits:
-        return TracedArguments(tensors, numbers, gradients, spans, entries)
-    places = builder.arg("Places", T.Tensor([entries.shape[0]], INT))
-    bits = builder.arg("Bits", T.Tensor([tirx.Var("num_words", INT)], INT))
-    return TracedArguments(tensors, numbers, gradients, spans, entries, places, bits)
+MAX_SCORE = 1e30
 
 
 @T.meta_class
@@ -273,7 +210,11 @@ class Traced:
 
     def score(self, raw_score: Any, i: Any, j: Any) -> Any:
         """New score, whether the query sees the key or not."""
-        return self.call("new_score", FLOAT, raw_score * self.softmax_scale, i, j)
+        score = self.call("new_score", FLOAT, raw_score * self.softmax_scale, i, j)
+        if self.rows_are_keys and self.program.is_partial:
+            # Past the last query lse is inf, and the probability 0 of any score but NaN and inf. A NaN elsewhere is in lse, too
+            return T.call_extern(FLOAT, "fminf", score, MAX_SCORE)
+        return score
 
     @T.inline
     def fetch_bits(self, place, row, column):
@@ -366,7 +307,9 @@ class Traced:
         weight = self.weight(scores, P, i, j, lse_log2, seqlen_k)
         score = scores[i, j] if self.program.learns_from_scores else 0.0
         factor = self.call(f"factor{number}", FLOAT, score, i, j)
-        return T.call_extern(FLOAT, "tl_attention_gradient", weight, acc_dp[i, j], delta[i], factor)
+        return T.call_extern(
+            FLOAT, "tl_attention_gradient", weight, acc_dp[i, j], delta[i], lse_log2[i], factor
+        )
 
     @T.inline
     def add_gradients(self, scores, P, acc_dp, lse_log2, delta, seqlen_k, tiles):
@@ -426,6 +369,12 @@ class Traced:
         else:
             self.diagonals.add_tile(0, dS, seqlen_k - self.first_key)
             self.add_diagonals()
+
+    @T.inline
+    def send_dS(self, tile, head, query, key):
+        """Store a shared tile dS' [64 keys, queries] by TMA, as learn_dS() does from registers."""
+        out = self.arguments.gradients[self.program.gradients[0].tensor]
+        T.tma_copy(tile, out[self.batch[0], head, key : key + 64, query : query + self.cols])
 
     @T.inline
     def store(self, n, tile, row, column, columns):

@@ -147,6 +147,9 @@ class ArgumentViews:
             tensors = [x if x.ndim == 4 else x[None] for x in tensors]
         tensors = [tma_ready(x) for x in tensors]
         if self.packed:
-            self.copies = tensors, ArgumentViews(False, *tensors, packed=True)  # alive until the launch
-            return self.copies[1].of(*tensors)
+            copies = ArgumentViews(False, *tensors, packed=True)
+            pointers = copies.of(*tensors)
+            for pointer in pointers:
+                pointer.kept = tensors, copies.words  # as long as a launch has the pointer
+            return pointers
         return [x.transpose(1, 2) for x in tensors] if self.heads_first else tensors

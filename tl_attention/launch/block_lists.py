@@ -10,8 +10,10 @@ import torch
 from tl_attention.launch.mask_bits import MaskBits, is_captured, mask_bits
 from tl_attention.program import (
     BLOCK_BITS,
+    GROUP_ROWS,
     HIDE_ALL,
     HOW_BITS,
+    JOINED_ROWS,
     LISTED_ROWS,
     MASK,
     PAST_ALL,
@@ -22,6 +24,7 @@ from tl_attention.program import (
 
 HIDDEN, PARTIAL, FULL = 0, 1, 2
 MAX_ENTRIES = 2**31 - 1 - PAST_ALL  # positions in a list are int32
+MAX_JOINED = 1.1  # scores of tiles of JOINED_ROWS queries per score of tiles of LISTED_ROWS, where the larger tiles serve
 HIDDEN_RANK = 3  # past the ranks of listed blocks, which are at most FULL
 
 
@@ -35,6 +38,7 @@ class BlockLists:
         lengths: seqlen_q, seqlen_k.
         shape: batch, heads of the call.
         bits: mask bits of the PARTIAL blocks; the other listed blocks are FULL. block_size is then program.LISTED_ROWS.
+        joined: tiles of JOINED_ROWS queries serve these lists. Only with bits.
         made: lists by queries and by keys, without the bits.
     """
 
@@ -43,6 +47,7 @@ class BlockLists:
     lengths: tuple[int, int]
     shape: tuple[int, int]
     bits: MaskBits | None = None
+    joined: bool = False
     made: dict[tuple, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     def with_bits(self, call: Call) -> BlockLists | None:
@@ -57,7 +62,8 @@ class BlockLists:
             return None
         states = torch.where(partial, PARTIAL, full * FULL).to(torch.int8)
         states = states.expand(*bits.places.shape[:2], -1, -1)
-        return BlockLists(states, (LISTED_ROWS, LISTED_ROWS), self.lengths, self.shape, bits)
+        joined = joins_well(states, self.lengths[0])
+        return BlockLists(states, (LISTED_ROWS, LISTED_ROWS), self.lengths, self.shape, bits, joined)
 
     def with_bits_again(self, call: Call) -> BlockLists:
         """Lists that have bits, for a call of the same mask that captures other values: only the bits are made again.
@@ -79,7 +85,7 @@ class BlockLists:
         key = "queries", rows, step, whole_first
         lists = self.made.get(key)
         if lists is None:
-            states = self._cut(self.states, rows, step)
+            states, places = self._tiles(rows, step)
             blocks = torch.arange(states.shape[-1], dtype=torch.int32, device=states.device)
             rank = torch.where(states == HIDDEN, HIDDEN_RANK, states)
             how = self._how(states, step, -1)
@@ -91,10 +97,11 @@ class BlockLists:
                 rank, masked = rank.masked_fill(first, PARTIAL - 1), masked | first
             entries = blocks << HOW_BITS | how
             past_all = states.shape[-1] << HOW_BITS | HIDE_ALL
-            values = [(entries, past_all)]
-            if self.bits is not None:
-                values.append((self._cut(self.bits.places, rows, step), self.bits.last))
-            lists = self._keep(key, _lists(rank, masked, values, (*self.shape, -1, -1)))
+            values = [(entries, past_all), *((x, self.bits.last) for x in places)]
+            spans, entries, *places = _lists(rank, masked, values, (*self.shape, -1, -1))
+            if len(places) > 1:
+                places = [torch.stack(places, -1)]
+            lists = self._keep(key, (spans, entries, *places))
         return lists if self.bits is None else (*lists, self.bits.by_queries)
 
     def by_keys(self, rows: int, step: int, heads_per_kv: int) -> tuple[torch.Tensor, ...]:
@@ -125,6 +132,18 @@ class BlockLists:
             lists = self._keep(key, _lists(rank, states == PARTIAL, values, shape))
         return lists if self.bits is None else (*lists, self.bits.by_keys)
 
+    def _tiles(self, rows: int, step: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(states, places) of pairs of a tile of `rows` queries and a block of `step` keys. Without bits there are no places.
+
+        Tiles that lie in two blocks have a place per GROUP_ROWS queries. Where their blocks differ they are partial. Only with bits.
+        """
+        if LISTED_ROWS % rows == 0:
+            places = [] if self.bits is None else [self._cut(self.bits.places, rows, step)]
+            return self._cut(self.states, rows, step), places
+        states, places = (self._cut(x, LISTED_ROWS, step) for x in (self.states, self.bits.places))
+        places = of_groups(places.masked_fill(states == HIDDEN, self.bits.last), self.lengths[0], rows)
+        return states_of_tiles(states, self.lengths[0], rows), [*places.unbind(-2)]
+
     def _keep(self, key: tuple, lists: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Keep lists, except those of a CUDA graph capture."""
         if not is_captured(self.states):
@@ -147,6 +166,34 @@ class BlockLists:
             last = how.select(key_dim, -1)
             last += (last == SHOW_ALL) * (SHOW_TO_LAST - SHOW_ALL)
         return how
+
+
+def of_groups(of_blocks: torch.Tensor, queries: int, rows: int) -> torch.Tensor:
+    """Values [.., query blocks, key blocks] for each GROUP_ROWS queries of tiles of `rows`: [.., tiles, groups, key blocks]."""
+    tiles, groups = -(-queries // rows), rows // GROUP_ROWS
+    group = torch.arange(tiles * groups, device=of_blocks.device).view(tiles, groups)
+    block = (group // (LISTED_ROWS // GROUP_ROWS)).clamp(
+        max=of_blocks.shape[-2] - 1
+    )  # past the last query: any
+    return of_blocks[..., block, :]
+
+
+def states_of_tiles(states: torch.Tensor, queries: int, rows: int) -> torch.Tensor:
+    """States of pairs of a tile of `rows` queries and a block of keys: PARTIAL where the blocks that the tile lies in differ."""
+    states = of_groups(states, queries, rows)
+    least, most = states.amin(-2), states.amax(-2)
+    return torch.where(least == most, least, PARTIAL)
+
+
+def joins_well(states: torch.Tensor, queries: int) -> bool:
+    """True if tiles of JOINED_ROWS queries compute few more scores than those of LISTED_ROWS. The host waits.
+
+    Args:
+        states: of blocks of LISTED_ROWS queries.
+    """
+    of_tiles = (LISTED_ROWS, states), (JOINED_ROWS, states_of_tiles(states, queries, JOINED_ROWS))
+    listed, joined = torch.stack([(x != HIDDEN).sum() * rows for rows, x in of_tiles]).tolist()
+    return joined <= MAX_JOINED * listed
 
 
 def _lists(

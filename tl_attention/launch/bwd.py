@@ -8,7 +8,15 @@ import torch
 
 from tl_attention.checks.common import check_dropout_batch, check_one_tile
 from tl_attention.checks.fp32 import has_gradient_kernels
-from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdSum, delta_width, parts_kernels, table_kernels
+from tl_attention.kernel_configs import (
+    BwdConfig,
+    BwdDelta,
+    BwdSum,
+    delta_width,
+    parts_kernels,
+    reduce_kernels,
+    table_kernels,
+)
 from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns
 from tl_attention.launch.bwd_passes import (
     MAX_BATCH,
@@ -20,6 +28,7 @@ from tl_attention.launch.bwd_passes import (
     queries_of_tile,
 )
 from tl_attention.launch.common import (
+    LN2,
     LOG2E,
     PackedTiles,
     PlanCache,
@@ -57,6 +66,7 @@ def _find_kernels(key: tuple, direction: str, config: BwdConfig | None) -> BwdKe
         compiled.get((problem.sum_problem(problem.head_dim_v), BwdSum(shared=True))),
         next((compiled[kernel] for kernel in table_kernels(problem)), None),
         next((compiled[kernel] for kernel in parts_kernels(problem)), None),
+        {number: compiled[kernel] for number, kernel in reduce_kernels(problem).items()},
     )
 
 
@@ -96,7 +106,7 @@ def build_backward_ahead(
     traced: Call | None,
 ) -> None:
     """Start to build missing kernels of a forward call's backward, without waiting."""
-    if options is not None and not has_gradient_kernels(q, v, options.parts):
+    if options is not None and not has_gradient_kernels(q, v, options.parts, traced is not None):
         return
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     key = _kernel_key(
@@ -158,7 +168,7 @@ class BwdPlan:
                 kernels = _kernels[direction, key] = _find_kernels(key, direction, None)
         else:
             kernels = _find_kernels(key, direction, config)
-        self.delta = kernels.delta
+        self.delta, self.reduce = kernels.delta, kernels.reduce
         self.split = None
         if kernels.parts is not None:
             # dq is fp32 and leaves from registers, so without the view of packed sequences
@@ -293,7 +303,7 @@ class BwdPlan:
                 (q, k, v, dout, lse_log2, delta), *grads, softmax_scale, arguments, tables, blocks
             )
         if traced is not None:
-            return *result, *captured.results()
+            return *result, *captured.results(self.reduce)
         return result if sink is None else (*result, _sink_gradient(sink, lse_log2, delta))
 
 
@@ -304,8 +314,10 @@ def _natural_dlse(dlse: torch.Tensor, lse: torch.Tensor, lse_base2: bool) -> tor
 
 def _sink_gradient(sink: torch.Tensor, lse_log2: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """Gradient of the sink, [heads]: minus the sum of P_sink * delta over all queries. Padding has lse_log2 = +inf, delta = 0."""
-    weights = torch.exp2(sink.float()[:, None] * LOG2E - lse_log2)
-    return -(weights * delta).sum((0, 2)).to(sink.dtype)
+    log_weights = torch.sub(sink[:, None], lse_log2, alpha=LN2)
+    # delta * -exp(log_weights) in one kernel: the derivative of an ELU below 0, and no weight is above 1
+    products = torch.ops.aten.elu_backward(delta, 1, -1, 1, False, log_weights)
+    return products.sum((0, 2)).to(sink.dtype)
 
 
 def _bwd_key(

@@ -51,6 +51,7 @@ class BwdKernels:
     sum_shared_v: Kernel | None
     tile_table: Kernel | None  # runs first for packed sequences
     parts: Kernel | None  # runs first in fp32: splits q, k, v and dout
+    reduce: dict[int, Kernel]  # runs last, by the number of a stored gradient: sums it
 
 
 @functools.lru_cache(maxsize=4096)
@@ -58,33 +59,38 @@ def key_parts(
     tiles: int,
     heads_per_kv: int,
     queries: int,
-    triangular: bool,
+    on_diagonal: float,
     sms: int,
     sum_queries: int = 0,
     drifting: float = 0,
 ) -> tuple[int, int]:
     """(parts, heads_per_part): CTAs that share the query heads of a key head, and query heads of each.
 
-    Of the possible numbers the smallest whose time is within TIME_SLACK of the shortest.
+    Of the possible numbers the smallest whose time is within TIME_SLACK of the shortest. The work is exact but for the rounding of key
+    blocks. The time is an estimate: the longest tiles run first, in waves of one per SM; behind them shorter ones fill the SMs.
 
     Args:
         tiles: key blocks of all key heads.
         queries: largest number of queries of one head that see keys of a tile.
-        triangular: under a causal mask: tiles are seen by none to all of these queries, and the longest tiles come first.
+        on_diagonal: share of the tiles that are seen by none to all of these queries, half of them on average, as under a causal mask; the
+            others are seen by all. 0 without a mask, 1 under a causal mask with as many keys as queries: see causal_tiles().
         sum_queries: cost of the launches that several parts need, in queries of one head.
         drifting: query heads per unit of heads_per_kv, which is a share of the queries in split passes; 0: without the cost of DRIFT.
     """
 
+    def waves(count: int) -> float:
+        """Least time of `count` tiles in units of the longest. Of n * sms + 1 tiles, one SM has n + 1, all as long as the shortest."""
+        full = count * (1 - on_diagonal)
+        n = -(-full // sms)
+        return max(n, (n + 1) * (count - n * sms) / (count - full)) if count > n * sms else n
+
     def time(heads_per_part: int) -> float:
         parts = -(-heads_per_kv // heads_per_part)
         longest = heads_per_part * queries + TILE_QUERIES
-        if triangular:
-            walked = max(heads_per_part * drifting, NEAR_HEADS)
-            drift = 1 + DRIFT * (1 - NEAR_HEADS / walked)
-            mean = tiles / sms * (drift * heads_per_kv * queries / 2 + parts * TILE_QUERIES)
-            time = max(longest, mean + TAIL * longest)
-        else:
-            time = -(-tiles * parts // sms) * longest
+        walked = max(heads_per_part * drifting, NEAR_HEADS)
+        drift = 1 + on_diagonal * DRIFT * (1 - NEAR_HEADS / walked)
+        mean = tiles / sms * (drift * heads_per_kv * queries * (1 - on_diagonal / 2) + parts * TILE_QUERIES)
+        time = max(waves(tiles * parts) * longest, mean + on_diagonal * TAIL * longest)
         return time + (parts > 1) * (sum_queries + parts * PART_QUERIES * tiles / sms)
 
     times = {heads_per_part: time(heads_per_part) for heads_per_part in range(heads_per_kv, 0, -1)}
@@ -93,8 +99,21 @@ def key_parts(
     return -(-heads_per_kv // heads_per_part), heads_per_part
 
 
+def causal_tiles(queries: int, seqlen_q: int, seqlen_k: int) -> tuple[int, float]:
+    """(queries, on_diagonal) of key_parts() under a causal mask. Exact for equal lengths of sequences; others count by their means.
+
+    With more keys than queries, the keys up to the first diagonal are seen by all queries. With fewer, the first queries see no key.
+
+    Args:
+        queries: of a head, those in reach of a window.
+        seqlen_q, seqlen_k: with packed sequences the rows of all of them.
+    """
+    longest = min(queries, -(-queries * seqlen_k // max(seqlen_q, 1)))
+    return longest, min(seqlen_q / max(seqlen_k, 1), 1)
+
+
 def pass_parts(
-    bwd_pass: BwdPass, tiles: int, heads_per_kv: int, queries: int, triangular: bool, sms: int
+    bwd_pass: BwdPass, tiles: int, heads_per_kv: int, queries: int, on_diagonal: float, sms: int
 ) -> tuple[int, int, int]:
     """(parts, heads_per_part, whole) of a pass: key_parts(), and the number of tiles that one CTA computes alone.
 
@@ -102,11 +121,11 @@ def pass_parts(
     else the last ones.
     """
     if not bwd_pass.is_split:
-        return *key_parts(tiles, heads_per_kv, queries, triangular, sms, drifting=int(bwd_pass.adds_dq)), 0
-    if not triangular:
+        return *key_parts(tiles, heads_per_kv, queries, on_diagonal, sms, drifting=int(bwd_pass.adds_dq)), 0
+    if not on_diagonal:
         return shared_last_tiles(tiles, heads_per_kv, queries, sms)
     share, drifting = -(-heads_per_kv * queries // QUERY_SHARES), heads_per_kv / QUERY_SHARES
-    parts, _ = key_parts(tiles, QUERY_SHARES, share, triangular, sms, SUM_QUERIES, drifting)
+    parts, _ = key_parts(tiles, QUERY_SHARES, share, on_diagonal, sms, SUM_QUERIES, drifting)
     return parts, heads_per_kv, 0 if parts > 1 else tiles
 
 
@@ -194,10 +213,12 @@ class KeyBuffers:
     def __init__(self, config: BwdPass, problem: AttnProblem, sizes: BwdSizes):
         n_blocks = sizes.key_blocks(config.block_N)
         self.keys, tiles = n_blocks * config.block_N, sizes.batch * sizes.heads_kv * n_blocks
-        queries, triangular = sizes.queries, problem.causal
-        if config.one_tile:  # all tiles have the same queries
-            queries, triangular = sizes.seqlen_q - sizes.unseen_queries(config, problem.causal), False
-        by_queries = sizes.heads_per_kv, queries, triangular, sizes.sms
+        queries, on_diagonal = sizes.queries, 0
+        if config.one_tile:
+            queries = sizes.seqlen_q - sizes.unseen_queries(config, problem.causal)
+        elif problem.causal:
+            queries, on_diagonal = causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k)
+        by_queries = sizes.heads_per_kv, queries, on_diagonal, sizes.sms
         self.parts, self.heads_per_part, self.whole = pass_parts(config, tiles, *by_queries)
         # A part of a split pass without queries writes nothing. Each key tile has a step per head at least
         steps = sizes.heads_per_kv * (1 if problem.causal else -(-sizes.queries // config.block_M))

@@ -34,7 +34,7 @@ GROUP_TILES = 1.5  # least tiles per SM in one head group
 # apart that its keys have left the L2 (docs/tuning.md, "Head groups of short sequences")
 GROUP_KEYS = 2048
 TABLE_NUMBERS = 8  # int32 per row of a tile table
-MAX_PLANS = 2048  # per thread and direction: the number of different lengths has no bound
+MAX_PLANS = 2048  # per thread and direction, and as many known calls: the number of lengths has no bound
 
 Argument = torch.Tensor | ctypes.c_void_p  # kernel argument, see arrays.ArgumentViews
 
@@ -44,15 +44,27 @@ empty = torch._C._dynamo.guards._empty_strided_cuda
 
 
 class PlanCache(threading.local):
-    """Per-thread cache of launch plans, keyed by tensor metadata (shape, stride, dtype, device), never by values."""
+    """Per-thread cache of launch plans, keyed by tensor metadata (shape, stride, dtype, device), never by values.
+
+    Attributes:
+        calls: facts of calls with options, under the signatures of user_options.py; cleared on its own.
+    """
 
     def __init__(self):
         self.plans: dict[Any, Any] = {}
+        self.calls: dict[Any, Any] = {}
 
     def keep(self, key: object, plan: Any) -> None:
-        if len(self.plans) >= MAX_PLANS:
-            self.plans.clear()
-        self.plans[key] = plan
+        _keep(self.plans, key, plan)
+
+    def keep_call(self, key: object, call: Any) -> None:
+        _keep(self.calls, key, call)
+
+
+def _keep(cache: dict[Any, Any], key: object, value: Any) -> None:
+    if len(cache) >= MAX_PLANS:
+        cache.clear()
+    cache[key] = value
 
 
 def qkv_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, heads_first: bool) -> tuple:
@@ -131,7 +143,7 @@ def find_config(key: tuple, direction: str, config: Config | None) -> tuple[Attn
         gpu = torch.cuda.get_device_name(device)
         config, source = configs.pick_config(problem.served_as, bucket, gpu, direction)
     else:
-        check_config(problem, config, legality.is_legal(problem, config, direction))
+        check_config(problem, config, legality.fault(problem, config, direction))
     if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
         words = tuning_key(problem, bucket)
         print(f"tl_attention: {direction} {words} -> {config} ({source})", file=sys.stderr)

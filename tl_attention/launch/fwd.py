@@ -33,7 +33,15 @@ from tl_attention.launch.parts import PartsLaunch
 from tl_attention.launch.tickets import stream_tickets
 from tl_attention.launch.traced import forward_program, traced_arguments
 from tl_attention.options import Options
-from tl_attention.problem import MAX_SPLITS, SPLIT_BUCKET, TABLE_ROWS, AttnProblem, length_bucket
+from tl_attention.problem import (
+    BUCKETS,
+    JOINED_BUCKET,
+    MAX_SPLITS,
+    SPLIT_BUCKET,
+    TABLE_ROWS,
+    AttnProblem,
+    length_bucket,
+)
 from tl_attention.program import Call
 from tl_attention.target import sm_count
 
@@ -107,11 +115,19 @@ class FwdSizes(NamedTuple):
         return self.batch, self.heads, self.seqlen_q
 
 
-def _splits_and_bucket(sizes: FwdSizes, options: Options | None, sms: int, added: bool) -> tuple[int, str]:
+def _joins(traced: Call | None) -> bool:
+    """True for a block mask that tiles of JOINED_BUCKET serve."""
+    return traced is not None and traced.blocks is not None and traced.blocks.joined
+
+
+def _splits_and_bucket(
+    sizes: FwdSizes, options: Options | None, sms: int, added: bool, joins: bool
+) -> tuple[int, str]:
     """(num_splits, bucket of the config) of a forward; num_splits 0: not asked for, key_splits decides.
 
     Args:
         added: out and lse hold the result of other keys; such a forward has no splits.
+        joins: tiles of JOINED_BUCKET serve, unless there are splits or very few queries.
     """
     packed = options is not None and options.varlen
     num_splits = 0 if options is None else options.num_splits
@@ -122,7 +138,8 @@ def _splits_and_bucket(sizes: FwdSizes, options: Options | None, sms: int, added
         return num_splits, length_bucket(longest_k)
     if num_splits:
         return num_splits, SPLIT_BUCKET
-    return 0, splits.fwd_bucket(sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, sms)
+    bucket = splits.fwd_bucket(sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, sms)
+    return 0, JOINED_BUCKET if joins and bucket in BUCKETS else bucket
 
 
 class FwdPlan:
@@ -173,7 +190,8 @@ class FwdPlan:
         self.batch = options.cu_seqlens_q.shape[0] - 1 if self.packed else sizes.batch
         self.heads = sizes.heads
 
-        num_splits, bucket = _splits_and_bucket(sizes, options, sm_count(self.device), added)
+        sms, joins = sm_count(self.device), _joins(traced)
+        num_splits, bucket = _splits_and_bucket(sizes, options, sms, added, joins)
         names = () if options is None else options.names
         if added:
             names = *names, "added"
@@ -356,12 +374,12 @@ def fwd_plan(
 
 def kept_call(key: tuple) -> Any:
     """Facts that keep_call() has kept under this key in this thread, or None."""
-    return plan_cache.plans.get(key)
+    return plan_cache.calls.get(key)
 
 
 def keep_call(key: tuple, call: Any) -> None:
     """Keep facts of calls with this key, such as a plan. They may hold no tensor."""
-    plan_cache.keep(key, call)
+    plan_cache.keep_call(key, call)
 
 
 def forward(
@@ -399,7 +417,7 @@ def forward(
     """
     key = _key(q, k, v, causal, heads_first, options, block_table)
     if traced is not None:
-        key = (*key, forward_program(traced.program))
+        key = (*key, forward_program(traced.program), _joins(traced))
     if out is not None:
         key = (*key, out.stride())
     if lse is not None:

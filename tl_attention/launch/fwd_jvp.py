@@ -23,7 +23,7 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 def _find_kernel(problem: AttnProblem, config: JvpConfig | None) -> tuple[Kernel, JvpConfig]:
     """Compiled kernel of a problem, and its config."""
     if config is not None:
-        check_config(problem, config, legality.is_legal(problem, config))
+        check_config(problem, config, legality.fault(problem, config))
         return compile_needed([(problem, config)])[0], config
     config = JVP_CONFIGS[problem.width]
     if problem not in _kernels:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
+from tl_attention.compilation.store import Kernel
 from tl_attention.program import Call, Program, stored_dtype
 
 # Exact sums: 15 integers per element, number i in units of 2 ** (8 i - 87) for addends from 2 ** (8 i - 64) on, and a count of larger ones
@@ -50,13 +52,7 @@ def _learned(program: Program) -> tuple[tuple[int, int | None], ...]:
     return tuple((i, stored.get(i)) for i in program.learned)
 
 
-@functools.lru_cache(maxsize=1024)
-def _kept_dims(program: Program, number: int) -> tuple[list[int], list[int]]:
-    """Dimensions of a stored gradient, 0 and 1 of [batch, heads, ..], that its tensor has, in its order, and those that are summed."""
-    dims = {"batch": 0, "head": 1}
-    outer = [program.values[i].op for i in program.gradients[number].index[:-2]]
-    kept = [dims[op] for op in outer if op in dims]
-    return kept, [dim for dim in (0, 1) if dim not in kept]
+_outer_dims = functools.lru_cache(maxsize=1024)(Program.outer_dims)
 
 
 class Gradients:
@@ -85,17 +81,25 @@ class Gradients:
             else:
                 self.arguments.append(torch.zeros(x.numel(), dtype=torch.float32, **on))
 
-    def results(self) -> tuple[torch.Tensor, ...]:
-        """Gradients shaped as their tensors, in fp32, or as stored where none are summed; after the kernels."""
+    def results(self, reduce: Mapping[int, Kernel]) -> tuple[torch.Tensor, ...]:
+        """Gradients shaped as their tensors, in fp32, or as stored where none are summed; after the kernels.
+
+        reduce: of kernel_configs.reduce_kernels(); PyTorch sums those that have no kernel.
+        """
         learned = _learned(self.call.program)
         return tuple(
-            [self._result(i, number, x) for (i, number), x in zip(learned, self.arguments, strict=True)]
+            [
+                self._result(i, number, x, reduce)
+                for (i, number), x in zip(learned, self.arguments, strict=True)
+            ]
         )
 
-    def _result(self, i: int, number: int | None, x: torch.Tensor) -> torch.Tensor:
+    def _result(
+        self, i: int, number: int | None, x: torch.Tensor, reduce: Mapping[int, Kernel]
+    ) -> torch.Tensor:
         shape = self.call.tensors[i].shape
         if number is not None:
-            return self._reduced(number, x if x.shape[-1] == self.columns else x[..., : self.columns], shape)
+            return self._placed(number, self._summed(number, x, reduce.get(number)), shape)
         if x.dtype != torch.int64:
             return x.view(shape)
         sums, end = x.view(-1, SLOTS), FIRST_UNIT + (SLOTS - 1) * SLOT_EXPONENTS
@@ -103,21 +107,33 @@ class Gradients:
         total = units.mul(sums[:, :-1]).sum(-1).float()
         return total.masked_fill_(sums[:, -1] != 0, torch.nan).view(shape)
 
-    def _reduced(self, number: int, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """Sum of a stored gradient over the dimensions that its tensor is broadcast over, placed in a tensor of its shape.
-
-        Args:
-            x: [batch, heads, seqlen_q, seqlen_k], or transposed.
+    def _summed(self, number: int, x: torch.Tensor, kernel: Kernel | None) -> torch.Tensor:
+        """Sum of a stored gradient over the dimensions that its tensor is broadcast over: [kept ones, seqlen_q, seqlen_k], in fp32 rounded
+        once to the dtype of x.
         """
+        _, dropped = _outer_dims(self.call.program, number)
+        batch, heads, *matrix = x.shape
+        if dropped and kernel is None:
+            x = x.sum(dropped)
+        elif dropped:
+            addends = math.prod(x.shape[dim] for dim in dropped)
+            outer, elements = batch * heads // addends if dropped == [1] else 1, 16 // x.element_size()
+            kept = [size for dim, size in enumerate((batch, heads)) if dim not in dropped]
+            if addends > 1:
+                vectors = x.numel() // (outer * addends * elements)
+                total = torch.empty((*kept, *matrix), dtype=x.dtype, device=x.device)
+                kernel(x.view(outer, addends, vectors, elements), total.view(outer, vectors, elements))
+                x = total
+            x = x.view(*kept, *matrix)
+        if x.shape[-1] != self.columns:
+            x = x[..., : self.columns]
+        return x.mT if self.transposed else x
+
+    def _placed(self, number: int, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """A summed gradient in a tensor of its shape. x: [batch, heads, seqlen_q, seqlen_k], less the dimensions that are summed."""
         program, numbers = self.call.program, self.call.numbers
         gradient = program.gradients[number]
-        kept, dropped = _kept_dims(program, number)
-        if dropped:
-            # bf16 is added in fp32 and rounded once
-            dtype = self.call.tensors[gradient.tensor].dtype
-            x = x.sum(dropped, dtype=dtype if dtype == x.dtype else torch.float32)
-        if self.transposed:  # after the sum, which is slow where rows are not contiguous
-            x = x.mT
+        kept, _ = _outer_dims(program, number)
         if kept == [1, 0]:
             x = x.transpose(0, 1)
         if x.shape == shape:

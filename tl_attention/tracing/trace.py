@@ -239,6 +239,8 @@ def _refusal(function: _Function, error: Exception) -> Exception:
             " torch.where in place of if, and & and | in place of and and or"
         )
     expected = "score, b, h, q_idx, kv_idx" if function.name == "score_mod" else "b, h, q_idx, kv_idx"
+    if not line and function.name == "score_mod" and "positional argument" in text:
+        text += "; pass a mask as mask_mod"
     return (
         type(error)(
             f"{where}: expected a function of 0-d tensors ({expected}), got {type(error).__name__}{at}: {text}"

@@ -1,0 +1,247 @@
+"""flex_attention with fp32 tensors: precisions, errors and tiles on any machine; on a Hopper GPU errors against fp64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_flex import HEADS, Captured, cases, causal, inputs, oracle, results
+from torch.nn.attention.flex_attention import create_block_mask
+
+from tl_attention import configs, flash_attn_func, flex, flex_attention, legality
+from tl_attention.checks.flex import FLEX_NAMES, check_gradient_kernels
+from tl_attention.compilation import building, cubin
+from tl_attention.kernel_configs import BwdConfig, BwdPass
+from tl_attention.kernels.options import prelude
+from tl_attention.problem import BUCKETS, DIRECTIONS, FP32_DTYPES, SPLIT_BUCKET, AttnProblem, tile_widths
+from tl_attention.tracing.trace import trace
+
+pytestmark = pytest.mark.filterwarnings("ignore:tl_attention", "ignore:.*torch.compile")
+# Largest rms error over rms value; that of calls without functions is 7e-7 and 8e-6, see docs/numerics.md
+ERRORS = {"highest": 2e-6, "high": 2e-5}
+DTYPES = {precision: dtype for dtype, precision in zip(FP32_DTYPES, ERRORS, strict=True)}
+NAMES = ("documents", "softcap", "slopes", "relative", "half", "temperature", "of_query", "dense", "together")
+
+
+@pytest.fixture(autouse=True)
+def default_precision():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def programs(backward: bool):
+    """(name, program) of functions, and of the same under a block mask with bits."""
+    made = cases(Captured("cpu"))
+    for name in NAMES:
+        program = trace(*made[name][:2], True).program
+        for word, form in (("", program), (" bits", program.with_bits[0])):
+            yield name + word, form if backward else form.forward
+    yield "bits", trace(None, causal, True).program.with_bits[0]
+
+
+def check(precision, q, k, v, score_mod, mask_mod, learned, block_mask=None, deterministic=False) -> None:
+    """Compare out, lse and all gradients with fp64; where they are deterministic, also with themselves."""
+    dout, dlse = torch.randn_like(q), torch.randn(q.shape[:3], device=q.device)
+    scale = q.shape[-1] ** -0.5
+    arguments = q, k, v, learned, dout, dlse
+
+    def ours():
+        masks = {"block_mask": block_mask} if block_mask is not None else {"mask_mod": mask_mod}
+        options = {"enable_gqa": True, "return_lse": True, "precision": precision}
+        return flex_attention(q, k, v, score_mod, **masks, **options, deterministic=deterministic)
+
+    found = results(ours, *arguments)
+    if deterministic:
+        assert all(torch.equal(x, found[name]) for name, x in results(ours, *arguments).items())
+    exact = results(lambda: oracle(q, k, v, score_mod, mask_mod, torch.float64, scale), *arguments)
+    assert torch.equal(found.pop("hidden"), exact["hidden"])
+    assert found["out"].dtype == found["lse"].dtype == torch.float32
+    for name, x in found.items():
+        error, size = ((y.double().square().mean() ** 0.5).item() for y in (x - exact[name], exact[name]))
+        # A gradient of a captured tensor that sums over many scores nearly cancels
+        bound = ERRORS[precision] * (5 if name.startswith("captured") else 1)
+        bound = max(bound, 2**-8 if x.dtype == torch.bfloat16 else 0)
+        assert error <= bound * size, (
+            f"{name}: expected a relative error of at most {bound}, got {error / size}"
+        )
+
+
+@pytest.mark.parametrize("precision", ERRORS)
+@pytest.mark.parametrize("name", NAMES)
+def test_flex_fp32_on_cpu(name, precision):
+    check(precision, *inputs("cpu", torch.float32, 70, 90, 16), *cases(Captured("cpu"))[name])
+
+
+def test_flex_fp32_medium_on_cpu_is_exact():
+    q, k, v = inputs("cpu", torch.float32, 20, 30, 16)
+    made = [flex_attention(q, k, v, enable_gqa=True, mask_mod=causal, precision=x) for x in ("medium", None)]
+    assert torch.equal(*made)
+
+
+def test_flex_fp32_in_flash_attn_func():
+    q, k, v = (x.transpose(1, 2) for x in inputs("cpu", torch.float32, 20, 20, 16))
+    mod = cases(Captured("cpu"))["softcap"][0]
+    out = flash_attn_func(q, k, v, score_mod=mod, precision="high")
+    expected = flex_attention(*(x.transpose(1, 2) for x in (q, k, v)), mod, enable_gqa=True)
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+    with pytest.raises(ValueError, match="causal: expected False beside score_mod"):
+        flash_attn_func(q, k, v, causal=True, score_mod=mod, precision="high")
+
+
+@pytest.mark.parametrize(
+    "mask_mod", [causal, lambda b, h, q, k: (k < 3) | (q >= k)], ids=["option", "function"]
+)
+def test_flex_fp32_precision_is_checked(mask_mod):
+    q, k, v = inputs("cpu", torch.float32, 8, 8, 16)
+    with pytest.raises(ValueError, match="precision: expected one of 'highest', 'high', 'medium'"):
+        flex_attention(q, k, v, enable_gqa=True, mask_mod=mask_mod, precision="low")
+    half = (x.bfloat16() for x in (q, k, v))
+    with pytest.raises(ValueError, match="precision: expected None with tensors of torch.bfloat16"):
+        flex_attention(*half, enable_gqa=True, mask_mod=mask_mod, precision="high")
+
+
+@pytest.mark.parametrize(("precision", "parts"), [("highest", 3), ("high", 2)])
+def test_flex_fp32_parts_reach_the_launch(precision, parts, monkeypatch):
+    """The forward and the backward have the precision of the forward."""
+    seen = []
+    q, k, v = (x.detach().requires_grad_() for x in inputs("cpu", torch.float32, 8, 8, 16))
+
+    def forward(q, k, v, *_, options, **__):
+        seen.append(options.parts)
+        return torch.zeros_like(q), torch.zeros(q.shape[:3])
+
+    def backward(dout, q, k, v, *_, options, traced, **__):
+        seen.append(options.parts)
+        return *(torch.zeros_like(x) for x in (q, k, v)), *traced.tensors
+
+    monkeypatch.setattr(flex.launch, "forward", forward)
+    monkeypatch.setattr(flex.launch, "backward", backward)
+    score_mod, _, learned = cases(Captured("cpu"))["temperature"]
+    call = trace(score_mod, None, True)
+    out, _ = flex._differentiable(call, 1.0, False, False, parts, q, k, v, *call.tensors)
+    torch.set_float32_matmul_precision("medium")
+    out.sum().backward()
+    assert seen == [parts, parts] and learned[0].grad is not None
+
+
+def test_flex_fp32_gradients_of_wide_heads_are_refused():
+    for parts in (3, 2):
+        check_gradient_kernels(torch.empty(1, 1, 1, 128), torch.empty(1, 1, 1, 128), parts, FLEX_NAMES)
+        with pytest.raises(
+            NotImplementedError, match="query: expected a head_dim of at most 128 where float32"
+        ):
+            check_gradient_kernels(torch.empty(1, 1, 1, 136), torch.empty(1, 1, 1, 64), parts, FLEX_NAMES)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("dtype", FP32_DTYPES)
+def test_flex_fp32_configs_are_legal(dtype, direction):
+    for width in tile_widths(direction, dtype):
+        if direction != "fwd" and max(width) > 128:
+            continue
+        for name, program in programs(direction != "fwd"):
+            problem = AttnProblem(dtype, *width, False, (), program)
+            for bucket in (*BUCKETS, *((SPLIT_BUCKET,) if direction == "fwd" else ())):
+                config, _ = configs.pick_config(problem, bucket, "NVIDIA H200", direction)
+                fault = legality.fault(problem, config, direction)
+                assert fault is None, f"{name}: {problem}, {config}: {fault}"
+
+
+def test_flex_fp32_gradients_of_a_bias_are_not_rounded():
+    """dS of a pass by keys is in parts, so it is no gradient; probabilities times a slope have a pass of their own."""
+    made = dict(programs(True))
+    problem = AttnProblem("bfloat16", 64, 64, False, (), made["relative"])
+    assert problem.learns_dS and not any(replace(problem, dtype=dtype).learns_dS for dtype in FP32_DTYPES)
+    sloped = AttnProblem("float32-high", 64, 64, False, (), made["softcap"])
+    passes = BwdPass("dk+dv", 64, 128), BwdPass("dq", 128, 64)
+    assert "scores have a slope, got dk+dv" in legality.fault(sloped, BwdConfig(passes))
+
+
+@pytest.mark.parametrize("dtype", [None, *FP32_DTYPES])
+def test_flex_fp32_functions_are_accurate(dtype):
+    """fp32 kernels call libdevice where fast math errs by 2^-11."""
+    problem = AttnProblem(dtype or "bfloat16", 64, 64, False, (), dict(programs(False))["softcap"])
+    code = prelude(problem, SimpleNamespace(prelude=None))
+    assert ("= __nv_tanhf(v" in code) == (dtype is not None)
+    assert ("= tanhf(v" in code) == (dtype is None)
+
+
+@pytest.mark.parametrize(
+    ("name", "direction", "precision"), [("relative bits", "fwd", "highest"), ("dense", "bwd", "high")]
+)
+def test_flex_fp32_kernels_do_not_spill(name, direction, precision):
+    program = dict(programs(direction != "fwd"))[name]
+    problem = AttnProblem(DTYPES[precision], 128, 128, False, (), program)
+    config, _ = configs.pick_config(problem, "4k", "NVIDIA H200", direction)
+    kernel = config if direction == "fwd" else config.passes[-1]
+    report = cubin.report(problem, kernel)
+    assert report.spill_bytes == 0 and not report.warnings
+
+
+# name, head_dim, precision, under a block mask, deterministic
+GPU_CASES = [
+    *(("dense", 64, precision, False, False) for precision in ERRORS),
+    *(("relative", 64, precision, True, False) for precision in ERRORS),
+    *(("documents", 128, precision, True, False) for precision in ERRORS),
+    *(("sloped", 64, precision, True, False) for precision in ERRORS),
+    ("relative", 64, "highest", True, True),
+    ("relative", 128, "highest", True, False),
+    ("dense", 128, "high", False, False),
+]
+
+
+def gpu_case(name, c):
+    """score_mod, mask_mod, captured tensors with gradients, as those of cases()."""
+    if name != "sloped":
+        return cases(c)[name]
+    return (
+        lambda s, b, h, q, k: 20 * torch.tanh((s * c.temperature + c.slopes[h] * (k - q) * 0.1) / 20),
+        cases(c)["documents"][1],
+        (c.temperature, c.slopes),
+    )
+
+
+def gpu_kernels(c, gpu):
+    """Kernels of GPU_CASES; those of "dense" are also those of fp32 in test_torch_masks.py."""
+    kernels = []
+    for name, head_dim, precision, listed, deterministic in GPU_CASES:
+        program = trace(*gpu_case(name, c)[:2], True).program
+        program = program.with_bits[0] if listed else program
+        backward = ("bwd_det", program.as_exact) if deterministic else ("bwd", program)
+        for direction, form in (("fwd", program.forward), backward):
+            problem = AttnProblem(DTYPES[precision], head_dim, head_dim, False, (), form)
+            config, _ = configs.pick_config(problem, "1k", gpu, direction)
+            kernels += config.kernels(problem)
+    return list(dict.fromkeys(kernels))
+
+
+@pytest.fixture(scope="module")
+def built():
+    """The kernels of the GPU tests, built at the same time."""
+    kernels = gpu_kernels(Captured("cuda"), torch.cuda.get_device_name())
+    failed = {kernel: error for kernel, error in building.build_all(kernels).items() if error}
+    assert not failed, failed
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(("name", "head_dim", "precision", "listed", "deterministic"), GPU_CASES)
+def test_flex_fp32_matches_fp64(name, head_dim, precision, listed, deterministic):
+    score_mod, mask_mod, learned = gpu_case(name, Captured("cuda"))
+    q, k, v = inputs("cuda", torch.float32, 577, 600, head_dim)
+    block_mask = create_block_mask(mask_mod, len(q), HEADS, 577, 600) if listed else None
+    check(precision, q, k, v, score_mod, mask_mod, learned, block_mask, deterministic)
+
+
+@pytest.mark.gpu
+def test_flex_fp32_medium_runs_in_bf16():
+    q, k, v = inputs("cuda", torch.float32, 577, 600, 64)
+    mask = create_block_mask(cases(Captured("cuda"))["documents"][1], len(q), None, 577, 600)
+    options = {"block_mask": mask, "enable_gqa": True, "return_lse": True}
+    out, lse = flex_attention(q, k, v, **options, precision="medium")
+    half, half_lse = flex_attention(*(x.bfloat16() for x in (q, k, v)), **options)
+    assert out.dtype == torch.float32 and torch.equal(out, half.float()) and torch.equal(lse, half_lse)

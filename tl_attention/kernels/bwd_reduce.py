@@ -1,0 +1,49 @@
+"""Kernel after a backward: sums a gradient that the passes stored per batch entry and head, where its tensor has fewer of them."""
+
+import tilelang.language as T
+
+from tl_attention.kernel_configs import BwdReduce
+from tl_attention.problem import AttnProblem
+
+PASS_CONFIGS = {"tl.enable_fast_math": True, "tl.disable_safe_memory_legalize": True}
+AT_ONCE = 4  # addends in flight per thread
+
+
+def flash_bwd_reduce(problem: AttnProblem, config: BwdReduce) -> T.PrimFunc:
+    """Build the kernel that computes Total = sum of Stored over its second dimension, in fp32 and in a fixed order.
+
+    Kernel arguments:
+        Stored: [outer, addends, vectors, elements], of 16 bytes per vector.
+        Total: [outer, vectors, elements].
+    """
+    dtype, threads = problem.dtype_of("o"), config.threads
+    elements = 16 // problem.output_bytes
+    outer, addends, vectors = T.dynamic("outer, addends, vectors")
+    at_once = tuple(range(AT_ONCE))
+
+    @T.prim_func
+    def flash_bwd_reduce_kernel(
+        Stored: T.Tensor([outer, addends, vectors, elements], dtype),
+        Total: T.Tensor([outer, vectors, elements], dtype),
+    ):
+        with T.Kernel(T.ceildiv(vectors, threads), outer, threads=threads) as (block, row):
+            thread = T.get_thread_binding()
+            total = T.alloc_local([elements], "float32")
+            parts = T.alloc_local([AT_ONCE, elements], dtype)
+            place = T.alloc_var("int32", init=T.min(block * threads + thread, vectors - 1))
+            T.clear(total)
+            for i in T.serial(T.ceildiv(addends, AT_ONCE)):
+                for u in (
+                    at_once
+                ):  # the last addend again in place of those past it, so that no load depends on a condition
+                    for e in T.vectorized(elements):
+                        parts[u, e] = Stored[row, T.min(AT_ONCE * i + u, addends - 1), place, e]
+                for u in at_once:
+                    if AT_ONCE * i + u < addends:
+                        for e in T.serial(elements):
+                            total[e] += T.cast(parts[u, e], "float32")
+            if block * threads + thread < vectors:
+                for e in T.vectorized(elements):
+                    Total[row, place, e] = total[e]
+
+    return flash_bwd_reduce_kernel

@@ -185,7 +185,7 @@ def default_config(problem: AttnProblem, direction: str = "fwd", bucket: str | N
     """The config of a problem without a tuned row. In the split bucket: `split` of its class, else `default` made a split config."""
     table = _class_table(problem, direction)
     if bucket != SPLIT_BUCKET:
-        return _config(problem, table["default"], direction)
+        return _config(problem, table.get(bucket, table["default"]), direction)
     return split_config(_fwd_config(problem, table.get("split", table["default"])))
 
 
@@ -383,12 +383,12 @@ def choose_from_tables(
     """The config of the first tuned table that has a row, else the default.
 
     A missing row is replaced by the row of the other dtype, in bwd_det by the row of bwd if that is deterministic, and last by
-    the row of the nearest length. A row of another version of the config counts as missing.
+    the row of the nearest length; by none if the class has a default for the bucket. A row of another version of the config counts as
+    missing.
     """
     misses = []
-    for near, path, section in itertools.product(
-        (bucket, *STAND_INS[bucket]), tuple(paths), SECTIONS[direction]
-    ):
+    stand_ins = () if bucket in _class_table(problem, direction) else STAND_INS[bucket]
+    for near, path, section in itertools.product((bucket, *stand_ins), tuple(paths), SECTIONS[direction]):
         rows = read_tuned(path)[section]
         own, *others = (
             tuning_key(replace(problem, dtype=dtype), near) for dtype in _own_first(problem.dtype)

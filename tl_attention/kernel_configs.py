@@ -200,6 +200,8 @@ class BwdPass:
     reuse_registers: bool = False  # dP reuses the registers of S, and dS those of P; not for "dq"
     order: str = ""  # one of DQ_ORDERS where dq is summed
     schedule: str = "grid"  # one of BWD_SCHEDULES
+    # All keys of a head are in one tile of block_N keys: dq of a step is whole, and is stored. With the schedule dynamic-late or split
+    one_tile: bool = False
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -208,6 +210,11 @@ class BwdPass:
     @property
     def adds_dq(self) -> bool:
         """True if the pass adds to fp32 sums of dq; in no fixed order unless it is_ordered."""
+        return self.makes_all and not self.one_tile
+
+    @property
+    def makes_all(self) -> bool:
+        """True if the pass makes dq beside dk and dv."""
         return "dq" in self.makes and self.grads != "dq"
 
     @property
@@ -227,6 +234,8 @@ class BwdPass:
             text += f" {self.order}"
         if self.schedule != "grid":
             text += f" {self.schedule}"
+        if self.one_tile:
+            text += " one-tile"
         return text
 
     @property
@@ -252,8 +261,9 @@ class BwdPass:
     def has_dv_tile(self, problem: AttnProblem) -> bool:
         """True if dV is stored through shared memory of its own, so that the next V can be loaded meanwhile; else through that of V."""
         # At 1k keys, against dV through V: d128 5.7 % faster full and 2.2 % causal, d64 2.0 % slower full and 0.5 % causal (H200)
-        # 128 columns fit beside two stages of Q only, and not beside the P' of dropout
-        fits = problem.head_dim_v < 128 or (self.num_stages == 2 and not problem.has("dropout"))
+        # 128 columns fit beside two stages of Q only, and not beside the P' of dropout or a tile of dQ
+        alone = self.num_stages == 2 and not problem.has("dropout") and not self.one_tile
+        fits = problem.head_dim_v < 128 or alone
         return self.is_dynamic and problem.head_dim_v > 64 and fits
 
 

@@ -107,15 +107,17 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
     if bwd_pass.grads != "dv" or problem.head_dim != problem.head_dim_v:
         rows_v += owned
     elements = rows_qk * problem.head_dim + rows_v * problem.head_dim_v
-    if bwd_pass.adds_dq:
+    if bwd_pass.makes_all:
         elements += (2 if bwd_pass.order else 1) * owned * step  # dS
+    if bwd_pass.one_tile:
+        elements += step * problem.head_dim  # dQ
     if bwd_pass.reuse_registers and "dv" in bwd_pass.makes and problem.has("dropout"):
         elements += owned * step  # P
     row_values = 0
     if bwd_pass.grads != "dq":  # each row of Q brings its log-sum-exp and, but in "dv", its delta
         per_row = 1 if bwd_pass.grads == "dv" else 2
         # A tile whose rows are no multiple of 64 elements has a swizzle of 64 bytes, which needs half the alignment. dS has 128
-        whole_swizzle = problem.head_dim % 64 == 0 or bwd_pass.adds_dq
+        whole_swizzle = problem.head_dim % 64 == 0 or bwd_pass.makes_all
         alignment = TILE_ALIGNMENT if whole_swizzle else TILE_ALIGNMENT // 2
         row_values = _round_up(FP32_BYTES * step * bwd_pass.num_stages * per_row, alignment)
     if bwd_pass.is_dynamic:  # dK, and maybe dV, leave while the next keys come
@@ -173,7 +175,7 @@ def accumulator_registers(problem: AttnProblem, config: FwdConfig | JvpConfig | 
     _, step = _owned_and_step(config)
     has_p, has_ds = "dv" in config.makes, config.grads != "dv"
     widths = {"dq": problem.head_dim, "dk": problem.head_dim, "dv": problem.head_dim_v}
-    sums = fp32(sum(widths[grad] for grad in config.makes if not (grad == "dq" and config.adds_dq)))
+    sums = fp32(sum(widths[grad] for grad in config.makes if not (grad == "dq" and config.makes_all)))
     # The second accumulator of a block uses the registers of dP
     sums += fp32(sum_columns(problem, config) or 0)
     learned = _learned_tiles(problem, config) * fp32(step)
@@ -304,7 +306,7 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
             return "reuse_registers: expected False for dv in fp32 with dropout, got True"
     if owns_queries and bwd_pass.reuse_registers:
         return "reuse_registers: expected False in the pass of dq alone, got True"
-    shares_dq = bwd_pass.adds_dq and not problem.is_fp32
+    shares_dq = bwd_pass.makes_all and not problem.is_fp32
     if shares_dq and rows != 128:
         return f"{owned}: expected 128 where dq is summed (two warpgroups share it), got {rows}"
     if bwd_pass.adds_dq and problem.learns and not problem.learns_dS:
@@ -319,7 +321,7 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         where = "where dq is summed" if shares_dq else elsewhere
         return f"order: expected one of {', '.join(map(repr, orders))} {where}, got {bwd_pass.order!r}"
     schedules = ("grid",)
-    if bwd_pass.adds_dq and bwd_pass.order and (problem.program is None or problem.learns_bias):
+    if bwd_pass.makes_all and bwd_pass.order and (problem.program is None or problem.learns_bias):
         schedules = BWD_SCHEDULES
         if problem.program is not None:
             schedules = "grid", "dynamic", "dynamic-late"
@@ -332,6 +334,10 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
             else "with another program than a bias, without an order, or where no dq is summed"
         )
         return f"schedule: expected {' or '.join(schedules)} {where}, got {bwd_pass.schedule!r}"
+    if bwd_pass.one_tile and (problem.options or problem.program is not None):
+        return "one_tile: expected False with options or a program, got True"
+    if bwd_pass.one_tile and bwd_pass.schedule not in ("dynamic-late", "split"):
+        return f"one_tile: expected False with the schedule {bwd_pass.schedule}, got True"
     if problem.has("varlen") and TABLE_ROWS % rows:
         return f"{owned}: expected a divisor of {TABLE_ROWS} with varlen, got {rows}"
     if problem.has("varlen") and not owns_queries and TABLE_ROWS % step_rows:

@@ -85,6 +85,8 @@ ROWS_BUCKET, ROWS_OF_BUCKET = "256", (*range(65, 129), *range(193, 257))
 JOINED_BUCKET = "joined"
 # One more bucket of the deterministic backward: query heads that share key heads. Additions to dq in a fixed order wait long there
 SHARED_BUCKET = "shared"
+# One of the backward: all keys of a head are in one tile, which so has a whole dq
+TILE_BUCKET, TILE_KEYS = "tile", 128
 # Bucket -> buckets whose rows serve it where it has none, in this order
 STAND_INS = {
     "1k": ("4k", "long"),
@@ -94,6 +96,7 @@ STAND_INS = {
     SHORT_BUCKET: BUCKETS,
     ROWS_BUCKET: BUCKETS,
     SHARED_BUCKET: ("4k", "long", "1k"),
+    TILE_BUCKET: BUCKETS,
 }
 MAX_SPLITS = 128  # CTAs per tile
 
@@ -388,8 +391,12 @@ def decode_width(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 
 def buckets(direction: str) -> tuple[str, ...]:
     """The buckets of a problem in one of DIRECTIONS: one tuned row each."""
-    more = {"fwd": (SPLIT_BUCKET, SHORT_BUCKET, ROWS_BUCKET), "bwd_det": (SHARED_BUCKET,)}
-    return *BUCKETS, *more.get(direction, ())
+    more = {
+        "fwd": (SPLIT_BUCKET, SHORT_BUCKET, ROWS_BUCKET),
+        "bwd": (TILE_BUCKET,),
+        "bwd_det": (TILE_BUCKET, SHARED_BUCKET),
+    }
+    return *BUCKETS, *more[direction]
 
 
 def length_bucket(seqlen_k: int) -> str:
@@ -397,8 +404,10 @@ def length_bucket(seqlen_k: int) -> str:
     return BUCKETS[sum(seqlen_k > end for end in BUCKET_ENDS)]
 
 
-def bwd_bucket(deterministic: bool, heads_q: int, heads_kv: int, seqlen_k: int) -> str:
-    """Bucket of a backward in the tuned table."""
+def bwd_bucket(deterministic: bool, heads_q: int, heads_kv: int, seqlen_k: int, partial: bool = False) -> str:
+    """Bucket of a backward in the tuned table. partial: as the option, whose dq is fp32."""
+    if seqlen_k <= TILE_KEYS and not partial:
+        return TILE_BUCKET
     return SHARED_BUCKET if deterministic and heads_q > heads_kv else length_bucket(seqlen_k)
 
 

@@ -22,6 +22,8 @@ from tl_attention.problem import (
     SHARED_BUCKET,
     SHORT_BUCKET,
     SPLIT_BUCKET,
+    TILE_BUCKET,
+    TILE_KEYS,
     AttnProblem,
     buckets,
     bwd_bucket,
@@ -174,6 +176,8 @@ def _buckets(question: Question, direction: str, sms: int) -> Sequence[str]:
     if direction != "fwd":
         if {"heads", "heads_kv"} <= sizes.keys():
             return [bwd_bucket(direction == "bwd_det", sizes["heads"], sizes["heads_kv"], sizes["seqlen_k"])]
+        if sizes["seqlen_k"] <= TILE_KEYS:
+            return [TILE_BUCKET]
         return [by_length, SHARED_BUCKET] if direction == "bwd_det" else [by_length]
     if "varlen" in question.options:  # buckets by queries serve no packed sequences
         return [by_length, SPLIT_BUCKET]

@@ -460,6 +460,14 @@ def check_config(problem: object, config: object, reason: str | None) -> None:
         raise ValueError(f"config: expected one that can run {problem}, got {config}: {reason}")
 
 
+def check_one_tile(keys: int, seqlen_k: int) -> None:
+    """Refuse more keys than the tile of a config that wants all of them in one."""
+    if seqlen_k > keys:
+        raise ValueError(
+            f"config: expected at most {keys} keys with one_tile, got {seqlen_k}; use a config without it"
+        )
+
+
 def check_dropout_batch(dropout_p: float, batch: int, max_batch: int) -> None:
     """Refuse a backward with dropout whose batch needs more than one launch."""
     if dropout_p and batch > max_batch:

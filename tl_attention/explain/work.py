@@ -75,7 +75,7 @@ class Kernel:
     clocks: dict[str, float]  # unit of an SM -> its busy clocks per step
     tiles: Runs
     flops_per_step: int
-    step_bytes: int  # loaded per step
+    step_bytes: int  # loaded and stored per step
     tile_bytes: int  # loaded before the first step of a tile and stored after the last
     stream_bytes: int  # what the steps of one head read, each byte once
     streams: int  # heads, of all sequences, with bytes of their own
@@ -395,7 +395,8 @@ def _pass_work(
             batch, blocks = 1, sum(map(len, by_sequence))
         tiles = batch * shape.heads_kv * blocks
         heads_per_kv = shape.heads_q // shape.heads_kv
-        parts, per_part, whole = pass_parts(one, tiles, heads_per_kv, *_tile_queries(shape, problem), gpu.sms)
+        queries = _tile_queries(shape, problem, one)
+        parts, per_part, whole = pass_parts(one, tiles, heads_per_kv, *queries, gpu.sms)
         order_parts = 1 if whole else parts
         if one.is_split:
             per_part = heads_per_kv / order_parts  # each part has some queries of all heads
@@ -405,15 +406,13 @@ def _pass_work(
         stream = int(longest_q * per_part * (problem.element_bytes * row + 4 * qk * one.adds_dq))
     blocks = max(map(len, by_sequence))
     group = head_group(heads * shape.batch, sharing, max(int(stream / per_part), 1), blocks, gpu.sms)
-    last = one.grads == "dq"
-    tiles = launch_order(by_sequence, heads, group, shape.is_varlen, ordered, last, shares)
+    tiles = launch_order(by_sequence, heads, group, shape.is_varlen, ordered, one.grads == "dq", shares)
     tiles = share_last(tiles, whole, parts if whole else 1)
     of_qk, of_v = PRODUCTS[one.grads]
     flops = 2 * (of_qk * qk + of_v * v)
     instructions = DV_INSTRUCTIONS if one.grads == "dv" else BWD_INSTRUCTIONS
-    instructions += (
-        SLOPE_INSTRUCTIONS * (problem.has("softcap") and one.grads != "dv") + MASK_INSTRUCTIONS * cut
-    )
+    slope = SLOPE_INSTRUCTIONS * (problem.has("softcap") and one.grads != "dv")
+    instructions += slope + MASK_INSTRUCTIONS * cut
     if gradients and problem.learns:
         instructions += asked.sum_instructions
     smem = len(problem.products) * BYTES * _pass_smem(problem, one)
@@ -423,18 +422,19 @@ def _pass_work(
     if one.adds_dq:
         adders = one.warpgroups if problem.is_fp32 else 1  # of a number of dq
         clocks["adding dq in L2"] = 4 * M * qk * adders / ADD_BYTES_PER_CLOCK
-    stored = sum(v if grad == "dv" else qk for grad in one.makes if not (grad == "dq" and one.adds_dq))
+    stored = sum(v if grad == "dv" else qk for grad in one.makes if not (grad == "dq" and one.makes_all))
     groups = shape.batch * (shape.heads_kv * parts if one.grads != "dq" else shape.heads_kv)
     tile_bytes = problem.element_bytes * owned * row + problem.output_bytes * owned * stored
-    step_bytes = problem.element_bytes * step * row
-    kernel = Kernel(
-        f"pass {one.grads}", one, clocks, tiles, M * N * flops, step_bytes, tile_bytes, stream, groups
-    )
+    moved = problem.element_bytes * step * (row + qk * one.one_tile), tile_bytes, stream
+    kernel = Kernel(f"pass {one.grads}", one, clocks, tiles, M * N * flops, *moved, groups)
     return kernel, parts, rows_in_parts
 
 
-def _tile_queries(shape: Shape, problem: AttnProblem) -> tuple[int, float]:
+def _tile_queries(shape: Shape, problem: AttnProblem, one: BwdPass) -> tuple[int, float]:
     """Queries of a head that see a key tile, and the share of tiles on the diagonal, as launch.bwd passes them to pass_parts."""
+    if one.one_tile:
+        unseen = problem.causal * max(shape.seqlen_q - shape.seqlen_k, 0) // one.block_M
+        return shape.seqlen_q - unseen * one.block_M, 0
     lengths, window = sequences(shape), sum(bounds(shape))
     rows_q, rows_k = map(sum, zip(*lengths, strict=True))
     queries = -(-rows_q // len(lengths))
@@ -455,9 +455,9 @@ def _pass_smem(problem: AttnProblem, one: BwdPass) -> int:
         elements += groups * M * v
     if one.adds_dq and problem.is_fp32:  # dS' is written; each warpgroup has dQ' = K' dS' of its keys
         elements += M * N + groups * (64 + M) * qk
-    elif one.adds_dq:  # dS' is written; dQ = dS K, whose rows or columns the warpgroups divide
+    elif one.makes_all:  # dS' is written; dQ = dS K, whose rows or columns the warpgroups divide
         elements += M * N + (groups * M * N + N * qk if M == 64 else M * N + groups * N * qk)
-    return elements
+    return elements + one.one_tile * 2 * M * qk  # dQ is written and read
 
 
 def _decode_work(shape: Shape, dtype: str, gpu: Gpu) -> Work:

@@ -5,6 +5,7 @@ and dS' are then in registers as operands of dV += P' dO and dK += dS' Q. Each c
 The producer warp fills rings of Q and dO tiles by TMA. dQ is added from registers to sums in global memory.
 
 bwd_delta.py computes Lse_log2 and Delta first; bwd_sum.py converts dQ_sum to dQ at the end. In fp32 dQ' = K' dS' is added to dQ itself.
+Where one tile has all keys of a head, dQ of a step is whole and is stored (bwd_one_tile.py).
 A pass computes only one or two of the three gradients if registers do not hold dK and dV together, or if dQ must not depend on the order
 of additions. Each pass computes S'.
 """
@@ -18,25 +19,13 @@ from tl_attention.kernels import bwd_tiles, pipeline
 from tl_attention.kernels import products as fp32
 from tl_attention.kernels.block_lists import query_blocks
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
-from tl_attention.kernels.bwd_order import TAKE_TURNS, OrderedBlocks, OrderKeeper
+from tl_attention.kernels.bwd_order import OrderedBlocks
 from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles, stages_P
 from tl_attention.kernels.bwd_store import BiasGradient, store_gradients
+from tl_attention.kernels.bwd_warps import cuda_code, further_warps
 from tl_attention.kernels.dropout import Dropout
-from tl_attention.kernels.options import (
-    ZERO,
-    OptionArguments,
-    Scores,
-    fill_bias_columns,
-    option_arguments,
-    prelude,
-)
-from tl_attention.kernels.pipeline import (
-    STORE_FRAGMENT,
-    alloc_fragments,
-    share,
-    sync_consumers,
-    wait_for_stores,
-)
+from tl_attention.kernels.options import OptionArguments, Scores, fill_bias_columns, option_arguments
+from tl_attention.kernels.pipeline import alloc_fragments, share, sync_consumers, wait_for_stores
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, indices, probabilities, softmax_backward
 from tl_attention.kernels.tiles import (
@@ -66,7 +55,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dO: [batch, seqlen_q, heads, columns <= head_dim_v].
         Lse_log2, Delta: fp32 [batch, heads, seqlen_q rounded up], from bwd_delta.py.
         dQ_sum: fp32 FragmentBlocks of the matrices [batch, heads], width head_dim. The kernel adds to it.
-            In fp32 dQ itself, if the pass computes it; 0 before the kernel.
+            In fp32 dQ itself, if the pass computes it; 0 before the kernel. With one_tile dQ, which the kernel stores.
         dK_parts, dV_parts: fp32 FragmentBlocks of the matrices [parts, batch, heads_kv], widths head_dim and head_dim_v.
             Written instead of dK and dV if parts > 1, for packed sequences in fp32, and with the option `partial`.
             With the schedule split as tiles.SplitGradTiles has them.
@@ -91,6 +80,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     row_wise = T.GemmWarpPolicy.FullRow
     x_parts, products = problem.parts, problem.products
     dynamic, ordered, dv_tile = config.is_dynamic, config.is_ordered, config.has_dv_tile(problem)
+    one_tile = config.one_tile
     v_dot = {"transpose_B": True, "clear_accum": True}  # dP' = V dO'
     k_qt = {**v_dot, "clear_accum": not problem.bias_is_linear}  # S' = K Q'
     pieces = bwd_tiles.dq_pieces(block_M, head_dim, config.warpgroups)
@@ -107,12 +97,6 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     stage_P = stages_P(problem, config)
     separate_P = stage_P or (reuse and makes_dv and sloped)
 
-    cuda = prelude(problem, roles)  # code beside the kernel's own
-    cuda = (cuda or "") + STORE_FRAGMENT if two_slots else cuda
-    cuda = (cuda or "") + fp32.ADD_TRANSPOSED if makes_dqt else cuda
-    cuda = (cuda or "") + TAKE_TURNS if ordered else cuda
-    cuda = (cuda or "") + ZERO if dynamic and varlen else cuda
-
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
     batch_rows = T.dynamic("batch_rows") if varlen else batch
@@ -124,6 +108,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     do_view = rows_argument(problem, "do", batch, seqlen_q, heads, columns_v)
     lse_view, delta_view = (T.Tensor([batch_rows, heads, rounded_q], "float32") for _ in range(2))
     dq_sum_view = FragmentBlocks.argument(dq_blocks, head_dim)
+    if one_tile:
+        dq_sum_view = rows_argument(problem, "dq", batch, seqlen_q, heads, columns_qk)
     if makes_dqt:
         dq_sum_view = result_argument(problem, "dq", batch, seqlen_q, heads, columns_qk)
     # fp32: Q, K, V and dO have the columns of all their parts
@@ -174,6 +160,14 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         """Issue dP' = V dO'."""
         shared.dO.wait(step)
         fp32.multiply(products, shared.V.parts_of(w), shared.dO.parts_of(step), acc_dp, **v_dot)
+
+    @T.macro
+    def pass_dq_on(w, tiles, shared, dq_row_block, acc_dq, softmax_scale):
+        """Add the pieces of dQ of a warpgroup to the sums, or leave them to the warp that stores dQ."""
+        if one_tile:
+            shared.adding.write(w, acc_dq[0], softmax_scale)
+        else:
+            bwd_tiles.add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
 
     @T.macro
     def differentiate(w, number, turn, first, counts, tile, blocks, tiles, shared, softmax_scale, options):
@@ -307,7 +301,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     shared.dS.release(step - 1)
                     if not late_sums:
                         shared.adding.wait(step - 1)
-                        bwd_tiles.add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
+                        pass_dq_on(w, tiles, shared, dq_row_block, acc_dq, softmax_scale)
                         shared.adding.announce(step - 1)
 
             # dS' = P' * (dP' - Delta)
@@ -367,10 +361,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if late_sums:
                 if after_first(step, dq_row_block):
                     shared.adding.wait(step - 1)
-                    bwd_tiles.add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
+                    pass_dq_on(w, tiles, shared, dq_row_block, acc_dq, softmax_scale)
                     shared.adding.announce(step - 1)
             if makes_dq:
-                dq_row_block = tiles.dq_row_block(tile, blocks.head, blocks.query)
+                dq_row_block = 0 if one_tile else tiles.dq_row_block(tile, blocks.head, blocks.query)
             dbias.locate(blocks)
             scores.advance(mask, blocks)
 
@@ -391,7 +385,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if dynamic:
                 for other in warpgroups:
                     shared.K.release(key_step(config, turn, other))
-            bwd_tiles.add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, last_dq)
+            pass_dq_on(w, tiles, shared, dq_row_block, last_dq, softmax_scale)
             shared.adding.announce(first + blocks.steps - 1)
             if not dynamic:
                 sync_consumers(consumers)  # all warpgroups have read K
@@ -469,21 +463,22 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
         per_launch = heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas
         counts = bwd_tiles.KeyTileCounts(*per_launch, whole)
-        with T.Kernel(ctas, threads=roles.block, prelude=cuda) as number:
+        with T.Kernel(ctas, threads=roles.block, prelude=cuda_code(problem, config, roles)) as number:
             K_shared, V_shared = alloc_key_rings(problem, config)
             # TileLang 0.1.15 names the tile of V after this variable
             dV_shared = alloc_dv(problem, config, K_shared, V_shared)
             shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared)
             order = bwd_tiles.key_order(problem, config, counts, heads_kv, batch, Table)
             Tiles = PackedGradTiles if varlen else DenseGradTiles
+            Sums = OrderedBlocks if ordered else FragmentBlocks
             if config.is_split:
                 Tiles = functools.partial(SplitGradTiles, counts=counts, block_N=block_N)
             part_blocks = block_N // 16 if config.is_split else n_blocks * (block_N // 16)
             inputs = Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, x_parts
             tiles = Tiles(
                 *inputs,
-                dQ=dQ_sum if makes_dqt else None,
-                dQ_sum=(OrderedBlocks if ordered else FragmentBlocks)(dQ_sum, rounded_q // 16),
+                dQ=dQ_sum if makes_dqt or one_tile else None,
+                dQ_sum=None if one_tile else Sums(dQ_sum, rounded_q // 16),
                 dK=dK,
                 dV=dV,
                 dK_parts=FragmentBlocks(dK_parts, part_blocks),
@@ -492,12 +487,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             producer = KeyTileProducer(
                 problem, config, order, counts, (seqlen_q, seqlen_k), tiles, shared, options, Tickets
             )
-            keeper = OrderKeeper(producer, Turns)
             roles.run(
                 lambda: producer.produce(number),
                 lambda w: consume(w, number, order, counts, tiles, shared, softmax_scale, options),
                 (lambda: producer.schedule(number)) if dynamic else None,
-                (lambda: keeper.admit(), lambda: keeper.pass_on()) if ordered else None,
+                further_warps(producer, Turns),
             )
 
     return flash_bwd_kernel

@@ -132,6 +132,26 @@ class KeyTileProducer:
             if tile.exists:
                 self.load(0, 0, tile, blocks)
 
+    @T.inline
+    def walk(self, visit):
+        """Call visit(step, tile, blocks) for each step of each tile that schedule() describes, in a warp that is none of the consumers'."""
+        box = self.shared.tile_box
+        tile = self.tile()
+        blocks = self.blocks(tile)
+        turn = T.alloc_var("int32", init=0)
+        first_step = T.alloc_var("int32", init=0)
+        box.wait(0)
+        while not box.at_end(turn):
+            box.read_tile(turn, tile)
+            box.read_blocks(turn, blocks)
+            box.release(turn)
+            for step in self.steps(first_step, first_step + blocks.steps):
+                visit(step, tile, blocks)
+                blocks.advance()
+            first_step += blocks.steps
+            turn += 1
+            box.wait(turn)
+
     def has_next(self, stream: TileStream) -> Any:
         """True if there is a tile with the stream's number."""
         if not self.problem.has("varlen"):

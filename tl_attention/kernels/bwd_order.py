@@ -105,26 +105,6 @@ class OrderKeeper:
     producer: KeyTileProducer
     turns: Any
 
-    @T.inline
-    def walk(self, visit):
-        """Call visit(step, tile, blocks) for each step of each tile of the CTA."""
-        producer, box = self.producer, self.producer.shared.tile_box
-        tile = producer.tile()
-        blocks = producer.blocks(tile)
-        turn = T.alloc_var("int32", init=0)
-        first_step = T.alloc_var("int32", init=0)
-        box.wait(0)
-        while not box.at_end(turn):
-            box.read_tile(turn, tile)
-            box.read_blocks(turn, blocks)
-            box.release(turn)
-            for step in producer.steps(first_step, first_step + blocks.steps):
-                visit(step, tile, blocks)
-                blocks.advance()
-            first_step += blocks.steps
-            turn += 1
-            box.wait(turn)
-
     def place(self, tile: Any, blocks: Any) -> Any:
         """Address of the turn of a step."""
         return T.address_of(self.turns[self.producer.tiles.dq_row_block(tile, blocks.head, blocks.query)])
@@ -152,8 +132,8 @@ class OrderKeeper:
 
     def admit(self) -> None:
         """Let the consumers add in each step when the turn has come."""
-        self.walk(self.admit_step)
+        self.producer.walk(self.admit_step)
 
     def pass_on(self) -> None:
         """Pass the turn of each step to the tile that is drawn next."""
-        self.walk(self.pass_step_on)
+        self.producer.walk(self.pass_step_on)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tl_attention.kernel_configs import BwdPass
+from tl_attention.kernels.bwd_one_tile import DqTiles
 from tl_attention.kernels.bwd_order import AddingOrder, AnyOrder
-from tl_attention.kernels.bwd_tiles import KeyTileBox, key_chunk
+from tl_attention.kernels.bwd_tiles import KeyTileBox, dq_pieces, key_chunk
 from tl_attention.kernels.options import alloc_bias_columns
 from tl_attention.kernels.pipeline import TileRing, alloc_each, alloc_exchange, alloc_parts, alloc_swizzled
 from tl_attention.kernels.staged import alloc_staged
@@ -24,8 +25,8 @@ def alloc_key_rings(problem: AttnProblem, config: BwdPass) -> tuple[TileRing, Ti
     dtype_of, parts, warpgroups = problem.dtype_of, problem.parts, config.warpgroups
     k_shape, v_shape = ([warpgroups, 64, parts * width] for width in (problem.head_dim, problem.head_dim_v))
     readers = 4 * warpgroups if config.is_dynamic else 4  # warps that read K: for dq all of them
-    sums_dq = config.adds_dq and not problem.is_fp32
-    chunk = key_chunk(config.block_M, problem.head_dim, warpgroups) if sums_dq else 64
+    shares_dq = config.makes_all and not problem.is_fp32
+    chunk = key_chunk(config.block_M, problem.head_dim, warpgroups) if shares_dq else 64
     K = TileRing(k_shape, dtype_of("k"), readers, "K", parts=parts, chunk=chunk)
     return K, TileRing(v_shape, dtype_of("v"), 4, name="V", parts=parts) if "dk" in config.makes else None
 
@@ -52,6 +53,15 @@ def alloc_ds(problem: AttnProblem, config: BwdPass) -> Any:
     return alloc_exchange(config.order != "", config.warpgroups, config.block_M, problem.dtype_of("ds"), "dS")
 
 
+def alloc_adding(problem: AttnProblem, config: BwdPass) -> AddingOrder | AnyOrder | DqTiles:
+    """What the consumers wait for before dQ of a step leaves."""
+    consumer_warps = 4 * config.warpgroups
+    if config.one_tile:
+        pieces = dq_pieces(config.block_M, problem.head_dim, config.warpgroups)
+        return DqTiles(pieces, problem.dtype_of("dq"), consumer_warps)
+    return AddingOrder(consumer_warps) if config.is_ordered else AnyOrder()
+
+
 def alloc_shared_tiles(
     problem: AttnProblem, config: BwdPass, K: TileRing, V: TileRing | None, dV: Any
 ) -> SharedTiles:
@@ -63,7 +73,8 @@ def alloc_shared_tiles(
     do_shape = [config.num_stages_do, block_M, parts * problem.head_dim_v]
     dk_shape = [64, problem.head_dim]
     stores_tiles = config.adds_dq and not problem.sends_dS
-    box = consumer_warps, problem.has("varlen"), config.draws_late, config.is_ordered
+    walkers = 2 * config.is_ordered + config.one_tile
+    box = consumer_warps + walkers, problem.has("varlen"), config.draws_late, config.is_ordered
     return SharedTiles(
         Q=TileRing(q_shape, dtype_of("q"), consumer_warps, "Q", row_values, parts=parts),
         dO=TileRing(do_shape, dtype_of("do"), consumer_warps, "dO", parts=parts),
@@ -74,7 +85,7 @@ def alloc_shared_tiles(
         dS=alloc_ds(problem, config),
         dK=alloc_each(warpgroups, dk_shape, dtype_of("dk"), "dK") if dynamic else None,
         tile_box=KeyTileBox(*box) if dynamic else None,
-        adding=AddingOrder(consumer_warps) if config.is_ordered else AnyOrder(),
+        adding=alloc_adding(problem, config),
         bias_columns=alloc_bias_columns(problem, block_M),
         staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True, stores=stores_tiles),
     )

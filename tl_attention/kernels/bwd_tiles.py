@@ -268,14 +268,15 @@ class KeyTileBox(TileBox):
     """TileBox of key tiles, in which a separate warp describes each tile to the producer and the consumers.
 
     A first key of -1 ends the work.
+
+    Args:
+        readers: warps that read it beside the producer.
     """
 
-    def __init__(
-        self, consumer_warps: int, has_table: bool, late: bool, ordered: bool, name: str = "key_tile_box"
-    ):
+    def __init__(self, readers: int, has_table: bool, late: bool, ordered: bool, name: str = "key_tile_box"):
         super().__init__(has_table or ordered, padded=has_table, name=name)
-        # Warps that have read the slot, two more with `ordered`; with `late` the producer instead signals the end of its loads
-        self.empty = T.alloc_barrier([consumer_warps + 2 * ordered if late else consumer_warps + 1] * 2)
+        # Warps that have read the slot; with `late` the producer is none of them, as it signals the end of its loads
+        self.empty = T.alloc_barrier([readers if late else readers + 1] * 2)
         self.loaded = T.alloc_barrier([1, 1]) if late else None  # all loads of the tile are issued
 
     @T.inline

@@ -214,6 +214,17 @@ TL_DEVICE void tl_attention_store_fragment(int address, void const *fragment) {
 """
 
 
+def fragment_address(first: Any) -> Any:
+    """Address of this thread's elements in the tile that begins with element `first`."""
+    return T.call_extern("int32", "tl_attention_fragment_address", T.address_of(first))
+
+
+def store_fragment(fragment: Any, address: Any) -> Any:
+    """Write a wgmma fragment [64, columns] to the tile of fragment_address()."""
+    name = f"tl_attention_store_fragment<{fragment.shape[1]}>"
+    return T.call_extern("handle", name, address, fragment.data)
+
+
 @T.meta_class
 class ExchangeRing:
     """Exchange of tiles [64, cols], 16 bits per element, with two slots. Needs STORE_FRAGMENT.
@@ -243,12 +254,12 @@ class ExchangeRing:
 
     def address(self, w: int) -> Any:
         """Address in shared memory of this thread's elements in the first slot of warpgroup w."""
-        return T.call_extern("int32", "tl_attention_fragment_address", T.address_of(self.tiles[w, 0, 0]))
+        return fragment_address(self.tiles[w, 0, 0])
 
     @T.inline
     def write(self, address, step, fragment):
         slot = address + step % 2 * (self.warpgroups * 64 * self.cols * 2)
-        T.evaluate(T.call_extern("handle", f"tl_attention_store_fragment<{self.cols}>", slot, fragment.data))
+        T.evaluate(store_fragment(fragment, slot))
 
     @T.inline
     def announce(self, step):

@@ -58,11 +58,11 @@ class Roles:
         return () if self.one_body else tuple(range(self.warpgroups))
 
     @T.inline
-    def run(self, produce, consume, assist=None, more=None):
+    def run(self, produce, consume, assist=None, more=()):
         """Run produce() in the producer warp, and consume(w) in consumer warpgroup w.
 
         assist: function that the warp after the producer's runs.
-        more: two functions that the two warps after it run; not with one_body.
+        more: up to two functions that the warps after it run; not with one_body.
         """
         if self.one_body:
             if T.get_thread_binding(1) == self.warpgroups:
@@ -88,7 +88,7 @@ class Roles:
                 if assist is None:
                     if thread < WARPGROUP * self.warpgroups + 32:
                         produce()
-                elif more is None:
+                elif len(more) == 0:
                     if thread < WARPGROUP * self.warpgroups + 32:
                         produce()
                     elif thread < WARPGROUP * self.warpgroups + 64:
@@ -100,7 +100,7 @@ class Roles:
                         assist()
                     elif thread < WARPGROUP * self.warpgroups + 96:
                         more[0]()
-                    else:
+                    elif len(more) > 1:
                         more[1]()
             for w in self.copies:
                 with T.ws(w):

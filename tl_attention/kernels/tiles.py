@@ -304,7 +304,7 @@ class SharedTiles:
     dK: Any = None
     dV: Any = None
     tile_box: Any = None  # scheduler.TileBox or bwd_tiles.KeyTileBox
-    adding: Any = None  # bwd_order.AddingOrder or AnyOrder
+    adding: Any = None  # bwd_order.AddingOrder or AnyOrder, bwd_one_tile.DqTiles
     overflows: Any = None  # scheduler.Overflows
     bias_columns: Any = None  # options.alloc_bias_columns
     staged: Any = None  # staged.StagedTiles
@@ -347,6 +347,9 @@ class DenseGradTiles:
 
     def dq(self, tile: Any, head: Any, start: Any, rows: int) -> Any:
         return self.dQ[tile.batch, start : start + rows, head, 0 : self.head_dim]
+
+    def dq_piece(self, tile: Any, head: Any, start: Any, rows: slice, cols: slice) -> Any:
+        return self.dQ[tile.batch, start + rows.start : start + rows.stop, head, cols]
 
     @T.inline
     def store_dq(self, acc_dq, tile, start, first_col=0):

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tl_attention.checks.common import check_dropout_batch
+from tl_attention.checks.common import check_dropout_batch, check_one_tile
 from tl_attention.checks.fp32 import has_gradient_kernels
 from tl_attention.kernel_configs import (
     BwdConfig,
@@ -85,7 +85,7 @@ def _kernel_key(
     packed = options is not None and options.varlen
     head, seq = (-3, -2) if heads_first else (-2, -3)
     longest = options.max_seqlen_k if packed else k.shape[seq]
-    bucket = bwd_bucket(deterministic, q.shape[head], k.shape[head], longest)
+    bucket = bwd_bucket(deterministic, q.shape[head], k.shape[head], longest, partial)
     # The log-sum-exp already contains the sink: no kernel is compiled for it
     names = () if options is None else tuple(name for name in options.names if name != "sink")
     if partial:
@@ -204,6 +204,11 @@ class BwdPlan:
             for bwd_pass, kernel in kernels.passes
         ]
         self.adds_dq = any(bwd_pass.adds_dq for bwd_pass, _ in kernels.passes)
+        self.query_axis, self.unseen = -2 if heads_first else -3, 0
+        for bwd_pass, _ in kernels.passes:
+            if bwd_pass.one_tile:
+                check_one_tile(bwd_pass.block_N, seqlen_k)
+                self.unseen = sizes.unseen_queries(bwd_pass, causal)
 
     def __call__(
         self,
@@ -265,6 +270,8 @@ class BwdPlan:
             if self.adds_dq:
                 tensors[5].zero_()
             (grads[0],) = self.dq_view.of(tensors[5])
+        if self.unseen:  # queries before those that the key tile goes through
+            tensors[5].narrow(self.query_axis, 0, self.unseen).zero_()
         # A kernel with an fp32 tensor argument runs on the current stream of its device
         lse_log2, delta = empty(*self.rows), empty(*self.rows)
         lse, lse_to_log2 = lse.contiguous(), 1.0 if lse_base2 else LOG2E

@@ -171,6 +171,11 @@ class BwdSizes:
     def heads_per_kv(self) -> int:
         return self.heads // self.heads_kv
 
+    def unseen_queries(self, config: BwdPass, causal: bool) -> int:
+        """Queries of a head before the first step of a pass with one_tile; they see no key."""
+        unseen = max(self.seqlen_q - self.seqlen_k, 0) if causal else 0
+        return unseen // config.block_M * config.block_M
+
     @property
     def rounded_q(self) -> int:
         if self.tiles:
@@ -209,15 +214,17 @@ class KeyBuffers:
         n_blocks = sizes.key_blocks(config.block_N)
         self.keys, tiles = n_blocks * config.block_N, sizes.batch * sizes.heads_kv * n_blocks
         queries, on_diagonal = sizes.queries, 0
-        if problem.causal:
+        if config.one_tile:
+            queries = sizes.seqlen_q - sizes.unseen_queries(config, problem.causal)
+        elif problem.causal:
             queries, on_diagonal = causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k)
         by_queries = sizes.heads_per_kv, queries, on_diagonal, sizes.sms
         self.parts, self.heads_per_part, self.whole = pass_parts(config, tiles, *by_queries)
         # A part of a split pass without queries writes nothing. Each key tile has a step per head at least
         steps = sizes.heads_per_kv * (1 if problem.causal else -(-sizes.queries // config.block_M))
         self.may_be_empty = config.is_split and steps < self.parts
-        self.adds_to_dq = config.adds_dq and problem.is_fp32  # no sums beside it
-        self.adds_dq = config.adds_dq and not self.adds_to_dq
+        self.writes_dq = config.one_tile or (config.adds_dq and problem.is_fp32)  # no sums beside it
+        self.adds_dq = config.adds_dq and not self.writes_dq
         in_parts = self.parts > 1 or (problem.is_fp32 and problem.has("varlen")) or problem.has("partial")
         self.dk_in_parts, self.dv_in_parts = (in_parts and grad in config.makes for grad in ("dk", "dv"))
         self.row_blocks_q, self.row_blocks_k = sizes.rounded_q // 16, self.keys // 16
@@ -378,7 +385,7 @@ class KeyPass:
         tickets = (stream_tickets(self.device, True),) if self.dynamic else ()
         # With `partial` dk and dv are sums of parts: the kernel writes to neither of the arguments in their place
         stored = inputs[1:3] if self.partial else (dk, dv)
-        sums = dq if buffers.adds_to_dq else dq_sum, *stored, dk_parts, dv_parts
+        sums = dq if buffers.writes_dq else dq_sum, *stored, dk_parts, dv_parts
         self.kernel(*inputs, *sums, softmax_scale, *self.counts, *tickets, *turns, *self.whole, *options)
         if buffers.adds_dq:
             self.sum_qk(dq_sum, dq, softmax_scale, 1, buffers.row_blocks_q, *table_q)

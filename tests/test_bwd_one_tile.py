@@ -13,7 +13,7 @@ from tl_attention import configs, launch
 from tl_attention.checks.common import check_one_tile
 from tl_attention.kernel_configs import BwdConfig
 from tl_attention.launch.bwd_passes import BwdSizes, KeyBuffers
-from tl_attention.legality import is_legal
+from tl_attention.legality import fault
 from tl_attention.problem import TILE_BUCKET, TILE_KEYS, AttnProblem, buckets, bwd_bucket
 from tl_attention.target import DEFAULT_GPU
 from tl_attention.testing.inputs import LAYOUTS, make_dout, make_inputs
@@ -56,11 +56,11 @@ def test_other_widths_take_the_rows_of_other_lengths():
 def test_one_tile_needs_its_schedules(changes):
     config = tile_config(D64)
     (one,) = config.passes
-    assert is_legal(D64, config) is None
-    assert "one_tile: expected False" in is_legal(D64, replace(config, passes=(replace(one, **changes),)))
+    assert fault(D64, config) is None
+    assert "one_tile: expected False" in fault(D64, replace(config, passes=(replace(one, **changes),)))
     late = replace(config, passes=(replace(one, schedule="dynamic-late"),))
-    assert is_legal(D64, late) is None
-    assert "one_tile: expected False" in is_legal(replace(D64, options=("window",)), late)
+    assert fault(D64, late) is None
+    assert "one_tile: expected False" in fault(replace(D64, options=("window",)), late)
 
 
 def test_longer_keys_are_refused():

@@ -199,11 +199,11 @@ def test_biases_that_run_in_narrow_tiles():
         program = trace(*with_bias(*functions, bias), True).program
         problem = AttnProblem.of("bfloat16", 24, 32, False, "bwd", (), program)
         config, _ = configs.pick_config(problem, "1k", "NVIDIA H200", "bwd")
-        assert legality.is_legal(problem, config, "bwd") is None
+        assert legality.fault(problem, config, "bwd") is None
         found[name] = problem.width, config.passes[0].schedule
         (bwd_pass,) = config.passes
         other = BwdConfig((replace(bwd_pass, order="separate-dS", schedule="dynamic-late"),))
-        assert (legality.is_legal(problem, other) is None) is problem.learns_bias
+        assert (legality.fault(problem, other) is None) is problem.learns_bias
     assert found == {
         "alone": ("d32", "dynamic-late"),
         "beside a score_mod": ("d64", "grid"),

@@ -398,7 +398,7 @@ def test_flex_every_width_has_a_legal_config(name, direction):
 
 def test_flex_bounds_scores_that_may_be_undefined_past_the_last_query():
     table = torch.rand(HEADS, 2 * MAX)
-    for score_mod, is_partial in (
+    for score_mod, may_be_undefined in (
         (lambda s, b, h, q, k: s * torch.sqrt(600.5 - q), True),
         (lambda s, b, h, q, k: s / (600.0 - q), True),
         (lambda s, b, h, q, k: s + torch.where(q < 600, torch.log(600 - q), 0.0), True),
@@ -407,8 +407,11 @@ def test_flex_bounds_scores_that_may_be_undefined_past_the_last_query():
         (lambda s, b, h, q, k: s + table[h, (40 * torch.log(600.5 - q)).long()], False),  # within the table
         (lambda s, b, h, q, k: (s / 3) ** 2 + (q - k) ** 2, False),
     ):
-        assert trace(score_mod, None, False).program.is_partial == is_partial
-    assert {name for name, program in PROGRAMS.items() if program.is_partial} == {"singular", "undefined"}
+        assert trace(score_mod, None, False).program.may_be_undefined == may_be_undefined
+    assert {name for name, program in PROGRAMS.items() if program.may_be_undefined} == {
+        "singular",
+        "undefined",
+    }
 
 
 LOWERED = [

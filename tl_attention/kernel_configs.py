@@ -141,7 +141,8 @@ DQ_ORDERS = ("", "late-sums", "early-dK", "separate-dS")
 #   dynamic       one CTA per SM, drawing the next tile when one begins; without options
 #   dynamic-late  one CTA per SM, drawing the next tile when all loads of one are issued
 #   ordered       as dynamic-late; tiles add to dq in the order in which they are drawn, so always in the same. Without options
-#   split         as dynamic-late; several CTAs share a key tile by its queries: the last tiles, causal all of few heads. Without options
+#   split         as dynamic-late; several CTAs may share a key tile by its queries: the last tiles, under a causal mask all or none;
+#                 without options
 BWD_SCHEDULES = ("grid", "dynamic", "dynamic-late", "ordered", "split")
 
 

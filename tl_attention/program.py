@@ -52,10 +52,17 @@ MAX_DIAGONALS = 2  # values per diagonal that a kernel keeps in shared memory
 MAX_REPEATED = 4
 MAX_STAGED = 4  # most bytes per score for tiles of captured tensors in shared memory
 
-# Operations that are NaN or inf for some finite operands: which operand decides
-PARTIAL = {"log": 0, "log2": 0, "log1p": 0, "sqrt": 0, "rsqrt": 0, "pow": 0} | dict.fromkeys(
-    ("div", "floor_divide", "remainder", "fmod"), 1
-)
+# Operations without a finite result for some finite operands -> the operand that decides
+DECIDING_OPERAND = {
+    "log": 0,
+    "log2": 0,
+    "log1p": 0,
+    "sqrt": 0,
+    "rsqrt": 0,
+    "pow": 0,
+    "exp": 0,
+    "expm1": 0,
+} | dict.fromkeys(("div", "floor_divide", "remainder", "fmod"), 1)
 # See Program._positions: leaves, and signs of the operands of sums
 POSITIONS = {"query": (1, 0), "key": (0, 1)}
 LINES = {"add": (1, 1), "sub": (1, -1), "neg": (-1,), "cast": (1,)}
@@ -410,14 +417,17 @@ class Program:
         return not {*leaves}.isdisjoint(self.values[i].op for i in self.needed([value]))
 
     @functools.cached_property
-    def is_partial(self) -> bool:
-        """True if the score may be NaN or inf at a query past the last one, though it is finite at all others."""
+    def may_be_undefined(self) -> bool:
+        """True if the score may be NaN or inf at a query past the last one, though it is finite at all others.
+
+        Not seen are exponentials, sums and products that overflow there alone.
+        """
         open_values = [] if self.score is None else [self.score]
         while open_values:
             value = self.values[open_values.pop()]
             if value.dtype != FLOAT or value.op == "load":
                 continue
-            deciding = None if self._is_whole_power(value) else PARTIAL.get(value.op)
+            deciding = None if self._is_whole_power(value) else DECIDING_OPERAND.get(value.op)
             if deciding is not None and self.depends_on(value.args[deciding], ("score", "query")):
                 return True
             open_values += value.args

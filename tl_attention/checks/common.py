@@ -413,7 +413,7 @@ def check_window(window_size: Sequence[int | None]) -> None:
 def window_hint(window_size: object) -> str:
     """Replacement that an error suggests for this window."""
     if is_int(window_size) and window_size >= 0:
-        return f"({window_size}, 0) for {window_size} keys before the diagonal and that on it"
+        return f"({window_size}, 0) for {window_size} keys before the diagonal and the one on it"
     return "(-1, -1) for no window"
 
 

@@ -55,7 +55,7 @@ def runs_in_bf16(q: torch.Tensor, parts: int) -> bool:
 
 
 def has_gradient_kernels(q: torch.Tensor, v: torch.Tensor, parts: int, traced: bool = False) -> bool:
-    """True if kernels compute the gradients of a call on a GPU, False if PyTorch's formula does, or none with functions.
+    """True if kernels compute the gradients of a call on a GPU, False if PyTorch's formula does, or, with functions, none.
 
     Args:
         parts: 0 for dtypes other than fp32.

@@ -61,7 +61,7 @@ SCHEDULES = {
     "dynamic": "one CTA per SM draws its next tile from a counter, the longest first: tiles differ in length",
     "dynamic-late": "as dynamic; the next tile is drawn at the end of one, as tiles are long",
     "ordered": "as dynamic-late; tiles add to dq in the order in which they are drawn",
-    "split": "as dynamic-late; several CTAs share key tiles by queries: the last tiles, or all causal ones of few heads",
+    "split": "as dynamic-late; several CTAs may share a key tile by its queries: the last tiles, under a causal mask all or none",
 }
 
 

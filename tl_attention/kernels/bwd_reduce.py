@@ -33,9 +33,8 @@ def flash_bwd_reduce(problem: AttnProblem, config: BwdReduce) -> T.PrimFunc:
             place = T.alloc_var("int32", init=T.min(block * threads + thread, vectors - 1))
             T.clear(total)
             for i in T.serial(T.ceildiv(addends, AT_ONCE)):
-                for u in (
-                    at_once
-                ):  # the last addend again in place of those past it, so that no load depends on a condition
+                # Past the last addend the last one again, so that no load depends on a condition
+                for u in at_once:
                     for e in T.vectorized(elements):
                         parts[u, e] = Stored[row, T.min(AT_ONCE * i + u, addends - 1), place, e]
                 for u in at_once:

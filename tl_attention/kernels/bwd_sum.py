@@ -71,20 +71,20 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
         n_blocks: shared_type,
         whole: shared_type,
     ):
-        shared_grid = row_blocks * 16 // rows, total_row_blocks // (parts * row_blocks)
+        shared_grid = total_row_blocks // (parts * row_blocks), row_blocks * 16 // rows
         ctas = shared_grid if config.shared else grid
         with T.Kernel(*ctas, threads=config.threads) as (block, head, *rest):
             Gradient_shared = T.alloc_shared([rows, width], dtype)
             blocks = FragmentBlocks(Parts, row_blocks)
             # Stores by TMA, which writes nothing past the last row
             if config.shared:
-                tile = head
+                tile, of_tile = block, head
                 number = T.alloc_var("int32", init=whole + tile)
                 of_head = T.alloc_var("int32", init=T.truncdiv(whole + tile, n_blocks))
-                first = (n_blocks - 1 - T.truncmod(number, n_blocks)) * (row_blocks * 16) + block * rows
+                first = (n_blocks - 1 - T.truncmod(number, n_blocks)) * (row_blocks * 16) + of_tile * rows
                 add_parts(
                     blocks,
-                    lambda p: blocks.row_block(tile * parts + p, block * rows),
+                    lambda p: blocks.row_block(tile * parts + p, of_tile * rows),
                     parts,
                     scale,
                     Gradient_shared,

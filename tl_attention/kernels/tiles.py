@@ -387,7 +387,8 @@ class SplitGradTiles(DenseGradTiles):
     """Tiles of a backward pass in which several CTAs share some key tiles.
 
     dK_parts and dV_parts: matrices [shared tiles, parts] of the keys of a tile. Shared tiles are in the order of the heads of all batch
-    entries, those of a head from its last keys to its first.
+    entries, those of a head from its last keys to its first. So are the numbers of a SplitOrder without head groups. With them, under a
+    causal mask, all tiles are shared or none: launch.bwd_passes.pass_parts.
 
     Args:
         counts: bwd_tiles.KeyTileCounts.

@@ -226,7 +226,7 @@ class Traced:
     def score(self, raw_score: Any, i: Any, j: Any) -> Any:
         """New score, whether the query sees the key or not."""
         score = self.call("new_score", FLOAT, raw_score * self.softmax_scale, i, j)
-        if self.rows_are_keys and self.program.is_partial:
+        if self.rows_are_keys and self.program.may_be_undefined:
             # Past the last query lse is inf, and the probability 0 of any score but NaN and inf. A NaN elsewhere is in lse, too
             return T.call_extern(FLOAT, "fminf", score, MAX_SCORE)
         return score

@@ -172,9 +172,8 @@ def of_groups(of_blocks: torch.Tensor, queries: int, rows: int) -> torch.Tensor:
     """Values [.., query blocks, key blocks] for each GROUP_ROWS queries of tiles of `rows`: [.., tiles, groups, key blocks]."""
     tiles, groups = -(-queries // rows), rows // GROUP_ROWS
     group = torch.arange(tiles * groups, device=of_blocks.device).view(tiles, groups)
-    block = (group // (LISTED_ROWS // GROUP_ROWS)).clamp(
-        max=of_blocks.shape[-2] - 1
-    )  # past the last query: any
+    # Groups past the last query read the last block; their results are not stored
+    block = (group // (LISTED_ROWS // GROUP_ROWS)).clamp(max=of_blocks.shape[-2] - 1)
     return of_blocks[..., block, :]
 
 

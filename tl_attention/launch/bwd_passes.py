@@ -79,7 +79,11 @@ def key_parts(
     """
 
     def waves(count: int) -> float:
-        """Least time of `count` tiles in units of the longest. Of n * sms + 1 tiles, one SM has n + 1, all as long as the shortest."""
+        """Lower bound of the time of `count` tiles, in units of the longest.
+
+        Full tiles take n rounds. Of the n * sms + 1 longest tiles some SM computes n + 1, each at least as long as the shortest of these;
+        tiles on the diagonal have lengths that fall evenly from 1 to 0.
+        """
         full = count * (1 - on_diagonal)
         n = -(-full // sms)
         return max(n, (n + 1) * (count - n * sms) / (count - full)) if count > n * sms else n
@@ -87,8 +91,8 @@ def key_parts(
     def time(heads_per_part: int) -> float:
         parts = -(-heads_per_kv // heads_per_part)
         longest = heads_per_part * queries + TILE_QUERIES
-        walked = max(heads_per_part * drifting, NEAR_HEADS)
-        drift = 1 + on_diagonal * DRIFT * (1 - NEAR_HEADS / walked)
+        heads_at_once = max(heads_per_part * drifting, NEAR_HEADS)
+        drift = 1 + on_diagonal * DRIFT * (1 - NEAR_HEADS / heads_at_once)
         mean = tiles / sms * (drift * heads_per_kv * queries * (1 - on_diagonal / 2) + parts * TILE_QUERIES)
         time = max(waves(tiles * parts) * longest, mean + on_diagonal * TAIL * longest)
         return time + (parts > 1) * (sum_queries + parts * PART_QUERIES * tiles / sms)
@@ -105,7 +109,7 @@ def causal_tiles(queries: int, seqlen_q: int, seqlen_k: int) -> tuple[int, float
     With more keys than queries, the keys up to the first diagonal are seen by all queries. With fewer, the first queries see no key.
 
     Args:
-        queries: of a head, those in reach of a window.
+        queries: of a head; with packed sequences the mean.
         seqlen_q, seqlen_k: with packed sequences the rows of all of them.
     """
     longest = min(queries, -(-queries * seqlen_k // max(seqlen_q, 1)))
@@ -115,10 +119,10 @@ def causal_tiles(queries: int, seqlen_q: int, seqlen_k: int) -> tuple[int, float
 def pass_parts(
     bwd_pass: BwdPass, tiles: int, heads_per_kv: int, queries: int, on_diagonal: float, sms: int
 ) -> tuple[int, int, int]:
-    """(parts, heads_per_part, whole) of a pass: key_parts(), and the number of tiles that one CTA computes alone.
+    """(parts, heads_per_part, whole) of a pass: key_parts(); whole: with the schedule split the tiles with one CTA each, else 0.
 
-    With the schedule `split`, CTAs share the queries in place of the heads, at most QUERY_SHARES each tile: under a causal mask all tiles,
-    else the last ones.
+    With the schedule `split`, at most QUERY_SHARES CTAs share a tile, by its queries in place of its heads: under a causal mask all tiles
+    or none, else the last ones.
     """
     if not bwd_pass.is_split:
         return *key_parts(tiles, heads_per_kv, queries, on_diagonal, sms, drifting=int(bwd_pass.adds_dq)), 0
@@ -220,6 +224,11 @@ class KeyBuffers:
             queries, on_diagonal = causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k)
         by_queries = sizes.heads_per_kv, queries, on_diagonal, sizes.sms
         self.parts, self.heads_per_part, self.whole = pass_parts(config, tiles, *by_queries)
+        if (
+            config.is_split and problem.has("partial") and self.whole
+        ):  # every tile leaves in fp32, at least as one part
+            self.parts, self.whole = 1, 0
+        assert not problem.causal or self.whole in (0, tiles), "see tiles.SplitGradTiles"
         # A part of a split pass without queries writes nothing. Each key tile has a step per head at least
         steps = sizes.heads_per_kv * (1 if problem.causal else -(-sizes.queries // config.block_M))
         self.may_be_empty = config.is_split and steps < self.parts

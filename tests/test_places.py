@@ -180,3 +180,15 @@ def test_partial_gradients_are_those_of_a_launch_before_they_are_rounded(case):
         )
         assert found[0] is dq
         check_placed(placed, dq, exact[0], 0 if packed else 1, deterministic)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "rows", "causal"), [(32, 4096, True), (34, 2049, False)])
+def test_partial_gradients_of_shared_tiles(heads, rows, causal):
+    """As many tiles as a split pass leaves whole, or shares in part."""
+    q, k, v, dout = (torch.randn(1, rows, heads, 128, device="cuda").bfloat16() for _ in range(4))
+    out, lse = launch.forward(q, k, v, 128**-0.5, causal, False)
+    inputs = dout, q, k, v, out, lse, 128**-0.5, causal, False
+    rounded, exact = (launch.backward(*inputs, partial=partial) for partial in (False, True))
+    for x, whole in zip(rounded, exact, strict=True):
+        torch.testing.assert_close(whole.bfloat16(), x, rtol=2**-6, atol=2**-6)

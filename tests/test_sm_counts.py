@@ -15,13 +15,14 @@ from tl_attention.launch.bwd_passes import (
     PART_QUERIES,
     TILE_QUERIES,
     BwdSizes,
+    KeyBuffers,
     causal_tiles,
     key_parts,
     pass_parts,
 )
 from tl_attention.launch.common import head_group
 from tl_attention.launch.splits import COMBINE_STEPS, CTA_STEPS, PART_STEPS, key_splits
-from tl_attention.problem import DECODE, MAX_SPLITS
+from tl_attention.problem import DECODE, MAX_SPLITS, AttnProblem
 from tl_attention.testing.shapes import Shape
 
 PAGE = Path(__file__).parents[1] / "docs" / "tuning.md"
@@ -182,6 +183,17 @@ def test_split_passes_share_the_last_tiles_of_equal_length(tiles, queries, parts
     assert pass_parts(split, tiles, 1, queries, False, 132) == (parts, 1, whole)
     drawn = whole + (tiles - whole) * parts
     assert parts == 1 or -(-drawn // 132) * 132 - drawn < 132
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "causal"), [(32, 4096, True), (2, 8192, True), (34, 2049, False), (32, 4224, False)]
+)
+def test_partial_gradients_of_a_split_pass_have_room_for_all_tiles(heads, keys, causal):
+    split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="early-dK", reuse_registers=True)
+    problem = AttnProblem("bfloat16", 128, 128, causal, ("partial",))
+    buffers = KeyBuffers(split, problem, BwdSizes(1, heads, heads, keys, keys, 256, 2, 132, 0, keys))
+    (rows, *_), *_ = buffers.empty[1]
+    assert buffers.whole == 0 and rows == buffers.parts * heads * -(-keys // 128) * 8
 
 
 def test_packed_sequences_of_unequal_lengths_have_larger_head_groups():

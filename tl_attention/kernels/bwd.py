@@ -468,12 +468,13 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             # TileLang 0.1.15 names the tile of V after this variable
             dV_shared = alloc_dv(problem, config, K_shared, V_shared)
             shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared)
-            order = bwd_tiles.key_order(problem, config, counts, heads_kv, batch, Table)
+            order_heads = heads_kv * bwd_tiles.order_parts(config, counts)
+            all_heads, table = (order_heads, Table) if varlen else (order_heads * batch, None)
+            order = bwd_tiles.key_order(problem, config, counts, order_heads, all_heads, table)
             Tiles = PackedGradTiles if varlen else DenseGradTiles
             Sums = OrderedBlocks if ordered else FragmentBlocks
             if config.is_split:
                 Tiles = functools.partial(SplitGradTiles, counts=counts, block_N=block_N)
-            part_blocks = block_N // 16 if config.is_split else n_blocks * (block_N // 16)
             inputs = Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, x_parts
             tiles = Tiles(
                 *inputs,
@@ -481,8 +482,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 dQ_sum=None if one_tile else Sums(dQ_sum, rounded_q // 16),
                 dK=dK,
                 dV=dV,
-                dK_parts=FragmentBlocks(dK_parts, part_blocks),
-                dV_parts=FragmentBlocks(dV_parts, part_blocks),
+                dK_parts=FragmentBlocks(dK_parts, bwd_tiles.part_blocks(config, counts)),
+                dV_parts=FragmentBlocks(dV_parts, bwd_tiles.part_blocks(config, counts)),
             )
             producer = KeyTileProducer(
                 problem, config, order, counts, (seqlen_q, seqlen_k), tiles, shared, options, Tickets

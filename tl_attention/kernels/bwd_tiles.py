@@ -99,29 +99,33 @@ class SplitOrder(TileOrder):
         return T.if_then_else(number < self.whole, 1, self.parts)
 
 
-def key_order(
-    problem: AttnProblem, config: BwdPass, counts: KeyTileCounts, heads_kv: Any, batch: Any, table: Any
-) -> TileOrder:
-    """Order of the key tiles of a launch. In terms of TileOrder a key head has `parts` heads, or one in a split pass.
+def order_parts(config: BwdPass, counts: KeyTileCounts) -> Any:
+    """Heads of a key head in terms of TileOrder: the parts of its tiles, one in a split pass."""
+    return 1 if config.is_split else counts.parts
 
-    table: of packed sequences; not read for others.
-    """
-    parts = 1 if config.is_split else counts.parts
-    heads = heads_kv * parts
-    all_heads, table = (heads, table) if problem.has("varlen") else (heads * batch, None)
-    longest_first, per_entry = problem.is_uneven or config.is_ordered, TABLE_ROWS // config.block_N
-    numbers = (
-        longest_first,
-        heads,
-        all_heads,
-        parts,
-        counts.n_blocks,
-        counts.group_heads,
-        None,
-        table,
-        per_entry,
+
+def key_order(
+    problem: AttnProblem, config: BwdPass, counts: KeyTileCounts, heads: Any, all_heads: Any, table: Any
+) -> TileOrder:
+    """Order of the key tiles of a launch. In terms of TileOrder the blocks are of keys, and a key head has order_parts() heads."""
+    order = {
+        "longest_first": problem.is_uneven or config.is_ordered,
+        "heads": heads,
+        "all_heads": all_heads,
+        "heads_per_kv": order_parts(config, counts),
+        "m_blocks": counts.n_blocks,
+        "group_heads": counts.group_heads,
+        "table": table,
+        "tiles_per_entry": TABLE_ROWS // config.block_N,
+    }
+    return (
+        SplitOrder(**order, whole=counts.whole, parts=counts.parts) if config.is_split else TileOrder(**order)
     )
-    return SplitOrder(*numbers, counts.whole, counts.parts) if config.is_split else TileOrder(*numbers)
+
+
+def part_blocks(config: BwdPass, counts: KeyTileCounts) -> Any:
+    """Row blocks of a part of dK and dV: of a tile in a split pass, else of all keys."""
+    return config.block_N // 16 if config.is_split else counts.n_blocks * (config.block_N // 16)
 
 
 @T.meta_class
@@ -172,8 +176,7 @@ class KeyTile:
             self.first[0] = self.tile.m_block * self.block_N
         else:
             self.first[0] = (order.m_blocks - 1 - self.tile.m_block) * self.block_N
-        first_part = self.tile.kv_head * order.heads_per_kv
-        self.part_idx[0] = order.part(number) if self.split else self.tile.head - first_part
+        self.part_idx[0] = self.part_of(number)
         first_head = self.tile.kv_head * counts.heads_per_kv + self.part_idx[0] * counts.heads_per_part
         heads = T.min(counts.heads_per_part, counts.heads_per_kv - self.part_idx[0] * counts.heads_per_part)
         if self.split:
@@ -186,6 +189,10 @@ class KeyTile:
             )
         else:
             blocks.start(self.first[0], first_head, heads)
+
+    def part_of(self, number: Any) -> Any:
+        order = self.tile.order
+        return order.part(number) if self.split else self.tile.head - self.tile.kv_head * order.heads_per_kv
 
     @property
     def position(self) -> tuple:

@@ -74,6 +74,14 @@ KNOWN_FAULTS = {
     "fp16 d128 full, dq+dk+dv 64x128x2x2 reuse early-dK dynamic": ("spill_bytes: expected 0, got 4",),
     "fp16 d128 full, dq+dk+dv 64x128x2x2 reuse early-dK split": ("spill_bytes: expected 0, got 4",),
     "fp16 d128 full, dq+dk+dv 64x128x2x2 reuse early-dK ordered": ("spill_bytes: expected 0, got 12",),
+    # In bf16 none (nvcc 13.0.88)
+    "fp16 d64 causal, dq+dk+dv 128x128x2x2 reuse separate-dS split one-tile": (
+        "spill_bytes: expected 0, got 12",
+    ),
+    "fp16 d128 causal, dq+dk+dv 64x128x2x2 reuse early-dK split one-tile": (
+        "spill_bytes: expected 0, got 16",
+    ),
+    "fp16 d128 full, dq+dk+dv 64x128x2x2 reuse early-dK split one-tile": ("spill_bytes: expected 0, got 8",),
     # In fp16 and without a mask none. It takes 0.93 to 0.96 of the time of grid, which spills nothing (nvcc 13.0.88, H200, 2026-11-23)
     "bf16 d64 causal varlen, dq+dk+dv 128x128x2x2 reuse separate-dS dynamic-late": (
         "spill_bytes: expected 0, got 12",

@@ -288,7 +288,7 @@ def test_bwd_allocates_rows_and_sums_only(shape, layouts, deterministic):
         dq             batch * heads_q * seqlen_q * head_dim, if one pass computes it with dk and dv; in a fixed order also a
                        number per 16 queries, rounded up
         dk and dv      parts * batch * heads_kv * seqlen_k * (head_dim + head_dim_v), if several CTAs (parts) share the
-                       query heads of a key head
+                       query heads of a key head; of the last tiles alone, if they share those
 
     A tensor that TMA can address is never copied.
     """
@@ -318,7 +318,9 @@ def test_bwd_allocates_rows_and_sums_only(shape, layouts, deterministic):
             turns = math.ceil(rows / 16 / (16 * problem.head_dim)) * 16 * problem.head_dim
             stated += 4 * (rows * problem.head_dim + turns * one.is_ordered)
     keys = shape.batch * shape.heads_q * (shape.seqlen_k + 192)  # rounded up to a tile
-    parts = 4 * keys * (problem.head_dim + problem.head_dim_v) * (shape.heads_q > shape.heads_kv)
+    if shape.heads_q == shape.heads_kv:
+        keys = 128 * 16 * sm_count(0) * any(one.is_split for one in config.passes)  # at most a tile per SM, in 16 parts
+    parts = 4 * keys * (problem.head_dim + problem.head_dim_v)
     assert stated <= workspace <= stated + parts
 
 

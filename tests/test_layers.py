@@ -36,7 +36,7 @@ DOORS = {
     "tracing/intervals": "torch program tracing/program_values tracing/trace_ops",
     "tracing/program_values": "torch program tracing/trace_ops",
     "tracing/by_distance": "torch program tracing/program_values",
-    "checks/flex": "torch checks/common checks/fp32 problem program",
+    "checks/flex": "torch checks/common checks/fp32 program",
     "checks/masks": "torch checks/common checks/flex tracing/intervals",
     "tracing/trace": "torch tracing/captures tracing/dense_bias program tracing/trace_ops",
     "tracing/trace_ops": "torch program",

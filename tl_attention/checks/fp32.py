@@ -7,6 +7,9 @@ import torch
 from tl_attention.checks.common import describe
 from tl_attention.problem import FP32_BWD_WIDTHS, PRECISIONS
 
+# Widest head dims with gradients of functions in fp32: the widths with bwd in [programs."fp32-.."] of configs/grid.toml
+PROGRAM_WIDTH = 128
+
 
 def check_precision(q: torch.Tensor, precision: str | None) -> int:
     """Check the precision of a call, and return the parts of an fp32 element: a value of PRECISIONS, 0 for another dtype."""
@@ -61,5 +64,6 @@ def has_gradient_kernels(q: torch.Tensor, v: torch.Tensor, parts: int, traced: b
         parts: 0 for dtypes other than fp32.
         traced: the call has functions, masks or biases.
     """
-    widths = FP32_BWD_WIDTHS.get(max(FP32_BWD_WIDTHS) if traced and parts > 1 else parts)
-    return widths is None or max(q.shape[-1], v.shape[-1]) <= widths[-1][0]
+    if parts < 2:
+        return True
+    return max(q.shape[-1], v.shape[-1]) <= (PROGRAM_WIDTH if traced else FP32_BWD_WIDTHS[parts][-1][0])

@@ -54,7 +54,7 @@ def alloc_ds(problem: AttnProblem, config: BwdPass) -> Any:
 
 
 def alloc_adding(problem: AttnProblem, config: BwdPass) -> AddingOrder | AnyOrder | DqTiles:
-    """What the consumers wait for before dQ of a step leaves."""
+    """Barriers that the consumers wait for before dQ of a step leaves."""
     consumer_warps = 4 * config.warpgroups
     if config.one_tile:
         pieces = dq_pieces(config.block_M, problem.head_dim, config.warpgroups)

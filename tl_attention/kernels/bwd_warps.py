@@ -1,4 +1,4 @@
-"""What a pass by keys has beside its loops by its config: further warps, and CUDA in front of the kernel."""
+"""Further warps of a pass by keys, and CUDA in front of its kernel, by its config."""
 
 from __future__ import annotations
 

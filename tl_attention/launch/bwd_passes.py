@@ -262,7 +262,7 @@ def bwd_workspace_bytes(
     """Bytes that a backward of plain tensors allocates beside its gradients, on a GPU with `sms` SMs, all passes together.
 
     It holds lse and delta of each query; the sums of dq, if a pass adds to them; the parts of dk and dv, where several CTAs
-    share the query heads of a key head, for `partial`, and in fp32 with packed sequences; with these also tables of their
+    share the query heads of a key head or a key tile, for `partial`, and in fp32 with packed sequences; with these also tables of their
     tiles. A gradient through the lse and that of a sink need some bytes per query more, while they are computed. The bf16 parts of
     fp32 tensors are beside it: see parts_workspace_bytes.
 

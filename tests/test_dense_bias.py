@@ -87,7 +87,7 @@ def test_bias_of_no_keys():
         (torch.zeros(8, 8), ValueError, r"expected shape \(1 or 2, 1 or 4, 8, 8\).*got \(8, 8\)"),
         (torch.zeros(2, 2, 8, 8), ValueError, r"got \(2, 2, 8, 8\)"),
         (torch.zeros(1, 1, 8, 8, device="meta"), ValueError, "expected the device of query, cpu, got meta"),
-        (torch.zeros(1, 1, 1, 8), ValueError, r"got \(1, 1, 1, 8\); expand\(\) it"),
+        (torch.zeros(1, 1, 1, 8), ValueError, r"got \(1, 1, 1, 8\); view or expand it to that"),
     ],
 )  # fmt: skip
 def test_bias_refuses(bias, error, words):

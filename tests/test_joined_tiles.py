@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
-
-from tests.test_block_masks import (
+from test_block_masks import (
     HEADS,
     SHAPES,
     block_lists,
@@ -17,6 +15,8 @@ from tests.test_block_masks import (
     noop,
     random_lists,
 )
+from torch.nn.attention.flex_attention import create_block_mask
+
 from tl_attention import configs, flex_attention, legality
 from tl_attention.flex_lists import kept_mask, listed
 from tl_attention.kernel_configs import FwdConfig

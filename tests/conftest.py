@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,15 @@ settings.load_profile("tl_attention")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-kernels", action="store_true", help="compile every shipped kernel, not a sample")
+
+
+@pytest.fixture
+def highest_precision() -> Iterator[None]:
+    """Set the default precision of fp32 products to "highest" for a test."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 @pytest.fixture(autouse=True)

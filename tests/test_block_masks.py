@@ -192,6 +192,15 @@ def test_lists_hold_the_blocks(name, rows, step, of_keys):
             assert all((entry & 3 != SHOW_ALL) == (i < masked) for i, entry in enumerate(listed))
 
 
+def masks_with_bits(name):
+    """(shown elements, lists with bits) of random lists with several mask_mods."""
+    shape, lengths, size = SHAPES[name]
+    for mask_mod in (None, noop, lambda b, h, q, k: (q + b * 5) % 4 != k % 4):
+        mask = random_lists(*shape, lengths, size, "cpu")
+        mask.mask_mod = mask_mod or mask.mask_mod
+        yield dense(mask, 2, HEADS), block_lists(mask, 2, HEADS).with_bits(trace(None, mask.mask_mod, False))
+
+
 @pytest.mark.parametrize(
     ("of_keys", "whole_first"),
     [(False, False), (False, True), (True, False)],
@@ -201,12 +210,8 @@ def test_lists_hold_the_blocks(name, rows, step, of_keys):
 @pytest.mark.parametrize("name", SHAPES)
 def test_lists_with_bits_show_the_mask(name, rows, step, of_keys, whole_first):
     """A walk over the lists, as that of the kernels."""
-    shape, lengths, size = SHAPES[name]
-    for mask_mod in (None, noop, lambda b, h, q, k: (q + b * 5) % 4 != k % 4):
-        mask = random_lists(*shape, lengths, size, "cpu")
-        mask.mask_mod = mask_mod or mask.mask_mod
-        wanted = dense(mask, 2, HEADS)
-        lists = block_lists(mask, 2, HEADS).with_bits(trace(None, mask.mask_mod, False))
+    _, lengths, _ = SHAPES[name]
+    for wanted, lists in masks_with_bits(name):
         group = HEADS // HEADS_KV if of_keys else 1
         found = lists.by_keys(rows, step, group) if of_keys else lists.by_queries(rows, step, whole_first)
         spans, entries, places, bits = found

@@ -18,19 +18,14 @@ from tl_attention.kernels.options import prelude
 from tl_attention.problem import BUCKETS, DIRECTIONS, FP32_DTYPES, SPLIT_BUCKET, AttnProblem, tile_widths
 from tl_attention.tracing.trace import trace
 
-pytestmark = pytest.mark.filterwarnings("ignore:tl_attention", "ignore:.*torch.compile")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:tl_attention", "ignore:.*torch.compile"),
+    pytest.mark.usefixtures("highest_precision"),
+]
 # Largest rms error over rms value; that of calls without functions is 7e-7 and 8e-6, see docs/numerics.md
 ERRORS = {"highest": 2e-6, "high": 2e-5}
 DTYPES = {precision: dtype for dtype, precision in zip(FP32_DTYPES, ERRORS, strict=True)}
 NAMES = ("documents", "softcap", "slopes", "relative", "half", "temperature", "of_query", "dense", "together")
-
-
-@pytest.fixture(autouse=True)
-def default_precision():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def programs(backward: bool):

@@ -10,8 +10,8 @@ from test_block_masks import (
     block_lists,
     causal,
     compare,
-    dense,
     inputs,
+    masks_with_bits,
     noop,
     random_lists,
 )
@@ -35,12 +35,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors", "ign
 @pytest.mark.parametrize("name", SHAPES)
 def test_lists_of_joined_tiles_show_the_mask(name, step, whole_first):
     """A walk over the lists, as that of the kernels: each 64 queries of a tile have bits of their own block."""
-    shape, lengths, size = SHAPES[name]
-    for mask_mod in (None, noop, lambda b, h, q, k: (q + b * 5) % 4 != k % 4):
-        mask = random_lists(*shape, lengths, size, "cpu")
-        mask.mask_mod = mask_mod or mask.mask_mod
-        wanted = dense(mask, 2, HEADS)
-        lists = block_lists(mask, 2, HEADS).with_bits(trace(None, mask.mask_mod, False))
+    _, lengths, _ = SHAPES[name]
+    for wanted, lists in masks_with_bits(name):
         spans, entries, places, bits = lists.by_queries(JOINED_ROWS, step, whole_first)
         assert spans.shape == (2, HEADS, -(-lengths[0] // JOINED_ROWS), 3)
         assert places.shape == (len(entries), JOINED_ROWS // GROUP_ROWS)

@@ -8,15 +8,10 @@ from torch.nn import functional as F
 
 from tl_attention import torch_backend, torch_fp32, torch_masks
 
-pytestmark = pytest.mark.filterwarnings("ignore:tl_attention", "ignore:.*Overriding a previously")
-
-
-@pytest.fixture(autouse=True)
-def default_precision():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:tl_attention", "ignore:.*Overriding a previously"),
+    pytest.mark.usefixtures("highest_precision"),
+]
 
 
 def inputs(device="cpu", rows=40, keys=50, dim=16, dim_v=16):

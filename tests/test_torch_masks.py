@@ -10,17 +10,12 @@ from torch.nn import functional as F
 
 from tl_attention import torch_backend, torch_masks
 
-pytestmark = pytest.mark.filterwarnings("ignore:tl_attention", "ignore:.*Overriding a previously")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:tl_attention", "ignore:.*Overriding a previously"),
+    pytest.mark.usefixtures("highest_precision"),
+]
 BATCH, HEADS, ROWS, KEYS, DIM = 2, 3, 40, 50, 16
 SHAPES = [(BATCH, HEADS, ROWS, KEYS), (1, HEADS, ROWS, KEYS), (BATCH, 1, 1, KEYS), (1, 1, ROWS, KEYS)]
-
-
-@pytest.fixture(autouse=True)
-def default_precision():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def inputs(device="cpu", rows=ROWS, keys=KEYS, dim=DIM, dtype=torch.bfloat16):

@@ -70,7 +70,7 @@ class Asked:
         return 0 if self.partial is None else int(self.partial.sum()) * BLOCK * BLOCK // 8
 
     def _states(self, block_M: int, block_N: int) -> torch.Tensor:
-        """States of pairs of tiles of block_M queries and block_N keys, block_N divides BLOCK; block_M divides it or is JOINED_ROWS."""
+        """States of pairs of tiles of block_M queries and block_N keys. block_N divides BLOCK, block_M divides it or is JOINED_ROWS."""
         states = torch.where(self.full, FULL, self.partial * PARTIAL).to(torch.int8)
         queries = self.shape.seqlen_q
         if BLOCK % block_M:

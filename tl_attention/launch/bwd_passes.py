@@ -224,9 +224,8 @@ class KeyBuffers:
             queries, on_diagonal = causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k)
         by_queries = sizes.heads_per_kv, queries, on_diagonal, sizes.sms
         self.parts, self.heads_per_part, self.whole = pass_parts(config, tiles, *by_queries)
-        if (
-            config.is_split and problem.has("partial") and self.whole
-        ):  # every tile leaves in fp32, at least as one part
+        # Every tile leaves in fp32, at least as one part
+        if config.is_split and problem.has("partial") and self.whole:
             self.parts, self.whole = 1, 0
         assert not problem.causal or self.whole in (0, tiles), "see tiles.SplitGradTiles"
         # A part of a split pass without queries writes nothing. Each key tile has a step per head at least

@@ -297,7 +297,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if early_dK:
                 shared.Q.read_row_values(step, 1, delta)
             if makes_dq:
-                T.wait_wgmma(2)  # dQ of the step before
+                T.wait_wgmma(2 if makes_dv else 1)  # dQ of the step before
                 if after_first(step, dq_row_block):
                     dbias.wait()
                     shared.dS.release(step - 1)

@@ -63,7 +63,7 @@ FP32_BYTES = 4
 MIN_KEYS_PER_CTA = 256  # of kernels/decode_work.py
 MERGED_AT_ONCE = DecodeCombine().at_once
 # Products per score in a pass: (of width head_dim, of width head_dim_v)
-PRODUCTS = {"dq+dk+dv": (3, 2), "dk+dv": (2, 2), "dk": (2, 1), "dv": (1, 1), "dq": (2, 1)}
+PRODUCTS = {"dq+dk+dv": (3, 2), "dq+dk": (3, 1), "dk+dv": (2, 2), "dk": (2, 1), "dv": (1, 1), "dq": (2, 1)}
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     def pass_dq_on(w, tiles, shared, dq_row_block, acc_dq, softmax_scale):
         """Add the pieces of dQ of a warpgroup to the sums, or leave them to the warp that stores dQ."""
         if one_tile:
-            shared.adding.write(w, acc_dq[0], softmax_scale)
+            if len(pieces[w]) > 0:
+                shared.adding.write(w, acc_dq[0], softmax_scale)
         else:
             bwd_tiles.add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
 

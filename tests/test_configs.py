@@ -191,7 +191,7 @@ def passes(*texts: str) -> BwdConfig:
         (
             D128,
             passes("dv+dk 64x128", "dq 128x64"),
-            "grads: expected one of dq+dk+dv, dk+dv, dk, dv, dq, got 'dv+dk'",
+            "grads: expected one of dq+dk+dv, dq+dk, dk+dv, dk, dv, dq, got 'dv+dk'",
         ),
         (
             D128,

@@ -78,8 +78,8 @@ DOORS = {
     "launch/parts "
     "launch/splits launch/tickets launch/traced",
     "launch/fwd_jvp": "torch checks/common problem kernel_configs legality target compilation/store launch/arrays launch/common",
-    "launch/bwd_passes": "torch options problem kernel_configs compilation/store launch/block_lists launch/common launch/seen launch/splits "
-    "launch/tickets",
+    "launch/bwd_passes": "torch options problem kernel_configs compilation/store launch/block_lists launch/common launch/seen "
+    "launch/splits launch/tickets",
     "launch/bwd": "torch checks/common checks/fp32 options problem kernel_configs target compilation/store program launch/arrays "
     "launch/bwd_passes "
     "launch/common launch/parts launch/seen launch/traced",

@@ -119,10 +119,12 @@ def causal_tiles(queries: int, seqlen_q: int, seqlen_k: int) -> tuple[int, float
 def bytes_at_once(bwd_pass: BwdPass, queries: int, sms: int, row_bytes: int) -> int:
     """Bytes of query rows that the CTAs of all SMs read at once, per head of a CTA; at most NEAR_BYTES, as one head cannot be divided.
 
-    A CTA begins at the diagonal of its keys, so the CTAs of a head are spread over as many queries as they have keys. Where these are more
-    than a head has, they are of several key heads. Where they are fewer, the next key tiles start behind: the whole head counts.
+    A CTA begins at the diagonal of its keys, so the CTAs of a head are spread over as many queries as they have keys, or are of several key
+    heads. Where a head has more, the next key tiles start behind, and the whole head counts. That takes longer in d256, but not in passes
+    that add to dq (see tuning.md).
     """
-    return min(row_bytes * max(queries, sms * bwd_pass.block_N), NEAR_BYTES)
+    spread = sms * bwd_pass.block_N
+    return min(row_bytes * (spread if bwd_pass.adds_dq else max(queries, spread)), NEAR_BYTES)
 
 
 def pass_parts(

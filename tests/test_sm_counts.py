@@ -170,10 +170,15 @@ def test_split_passes_share_the_queries_only_where_that_is_faster(heads, heads_k
     ("grads", "row_bytes", "batch", "heads", "heads_kv", "keys", "parts"),
     [
         ("dk", 1024, 1, 32, 2, 32768, 8),  # d256: 0.96 of the time in three
+        ("dk", 1024, 1, 32, 2, 16384, 4),  # 0.99 of that in eight
         ("dk", 1024, 2, 32, 2, 8192, 4),  # 0.97 of that in three, 0.98 of that in eight
-        ("dk", 1024, 8, 32, 2, 2048, 4),  # as fast as in two
-        ("dk", 1024, 1, 32, 2, 131072, 16),  # a head per CTA
+        ("dk", 1024, 2, 64, 8, 8192, 1),  # 0.98 of that in two
+        ("dk", 1024, 8, 32, 2, 2048, 2),  # as fast as in four
+        ("dk", 1024, 1, 32, 2, 131072, 8),  # two heads per CTA
         ("dk", 1024, 1, 2, 2, 131072, 1),
+        ("dk+dv", 640, 2, 64, 8, 8192, 1),  # d192-128: 0.99 of that in two
+        ("dk+dv", 640, 1, 64, 8, 32768, 2),  # 0.99 of that in one
+        ("dk+dv", 512, 1, 64, 8, 32768, 2),  # d128, deterministic: 0.99 of that in one
         ("dq+dk+dv", 512, 2, 64, 8, 8192, 1),  # d64: 0.99 of the time in two
         ("dq+dk+dv", 512, 1, 64, 8, 32768, 1),  # as fast as in two or four
     ],

@@ -310,7 +310,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             # dS' = P' * (dP' - Delta)
             if makes_dk:
                 if reuse:
-                    T.wait_wgmma(0 if dS_in_P else 1)  # dP'; and dV, whose P' gives its registers to dS'
+                    T.wait_wgmma(
+                        0 if dS_in_P or not makes_dv else 1
+                    )  # dP'; and dV, whose P' gives its registers to dS'
                 if dS_in_P or not makes_dv:
                     shared.dO.release(step)
                 dropout.drop(acc_dp)

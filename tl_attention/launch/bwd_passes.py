@@ -117,14 +117,18 @@ def causal_tiles(queries: int, seqlen_q: int, seqlen_k: int) -> tuple[int, float
 
 
 def bytes_at_once(bwd_pass: BwdPass, queries: int, sms: int, row_bytes: int) -> int:
-    """Bytes of query rows that the CTAs of all SMs read at once, per head of a CTA; at most NEAR_BYTES, as one head cannot be divided.
+    """Bytes of query rows that the CTAs of all SMs read at once, per head of a CTA.
+
+    At most half of NEAR_BYTES, so that parts have two heads: with one the fp32 parts of dk and dv would take more memory than q and dout.
 
     A CTA begins at the diagonal of its keys, so the CTAs of a head are spread over as many queries as they have keys, or are of several key
-    heads. Where a head has more, the next key tiles start behind, and the whole head counts. That takes longer in d256, but not in passes
-    that add to dq (see tuning.md).
+    heads. Where a head has more, the next key tiles start behind, and CTAs may be anywhere in it. A pass that does not add to dq loses time
+    in such heads alone (see tuning.md).
     """
     spread = sms * bwd_pass.block_N
-    return min(row_bytes * (spread if bwd_pass.adds_dq else max(queries, spread)), NEAR_BYTES)
+    if not bwd_pass.adds_dq:
+        spread = queries if queries > spread else 0
+    return min(row_bytes * spread, NEAR_BYTES // 2)
 
 
 def pass_parts(

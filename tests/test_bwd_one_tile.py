@@ -12,9 +12,18 @@ from test_bwd import both_modes, run
 from tl_attention import configs, launch
 from tl_attention.checks.common import check_one_tile
 from tl_attention.kernel_configs import BwdConfig
+from tl_attention.kernels.bwd_tiles import dq_pieces
 from tl_attention.launch.bwd_passes import BwdSizes, KeyBuffers
 from tl_attention.legality import fault
-from tl_attention.problem import TILE_BUCKET, TILE_KEYS, AttnProblem, buckets, bwd_bucket
+from tl_attention.problem import (
+    TILE_BUCKET,
+    TILE_KEYS,
+    WIDE_TILE_BUCKET,
+    WIDE_TILE_KEYS,
+    AttnProblem,
+    buckets,
+    bwd_bucket,
+)
 from tl_attention.target import DEFAULT_GPU
 from tl_attention.testing.inputs import LAYOUTS, make_dout, make_inputs
 from tl_attention.testing.shapes import Shape
@@ -23,15 +32,18 @@ D64 = AttnProblem("bfloat16", 64, 64, False)
 WIDTHS = 64, 96, 128
 
 
-def tile_config(problem: AttnProblem, direction: str = "bwd") -> BwdConfig:
-    return configs.pick_config(problem, TILE_BUCKET, DEFAULT_GPU, direction)[0]
+def tile_config(problem: AttnProblem, direction: str = "bwd", bucket: str = TILE_BUCKET) -> BwdConfig:
+    return configs.pick_config(problem, bucket, DEFAULT_GPU, direction)[0]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_bucket_holds_the_keys_of_a_tile(deterministic):
     assert bwd_bucket(deterministic, 8, 2, TILE_KEYS) == TILE_BUCKET
-    assert bwd_bucket(deterministic, 8, 8, TILE_KEYS + 1) == "1k"
+    assert bwd_bucket(deterministic, 8, 8, TILE_KEYS + 1) == WIDE_TILE_BUCKET
+    assert bwd_bucket(deterministic, 8, 8, WIDE_TILE_KEYS) == WIDE_TILE_BUCKET
+    assert bwd_bucket(deterministic, 8, 8, WIDE_TILE_KEYS + 1) == "1k"
     assert bwd_bucket(deterministic, 8, 8, TILE_KEYS, partial=True) == "1k"  # fp32 gradients
+    assert bwd_bucket(deterministic, 8, 8, WIDE_TILE_KEYS, partial=True) == "1k"
 
 
 @pytest.mark.parametrize("direction", ["bwd", "bwd_det"])
@@ -41,7 +53,9 @@ def test_configs_of_the_bucket_alone_have_one_tile(direction):
         config = tile_config(problem, direction)
         assert config.deterministic or direction == "bwd"
         assert any(one.one_tile for one in config.passes) == has_kernel
-        for bucket in set(buckets(direction)) - {TILE_BUCKET}:
+        wide = tile_config(problem, direction, WIDE_TILE_BUCKET)
+        assert any(one.one_tile for one in wide.passes) == (problem.width == "d64" and not problem.is_fp32)
+        for bucket in set(buckets(direction)) - {TILE_BUCKET, WIDE_TILE_BUCKET}:
             found = [config for config in configs.candidates(problem, bucket, direction)]
             found.append(configs.pick_config(problem, bucket, DEFAULT_GPU, direction)[0])
             assert not any(one.one_tile for config in found for one in config.passes)
@@ -50,6 +64,14 @@ def test_configs_of_the_bucket_alone_have_one_tile(direction):
 def test_other_widths_take_the_rows_of_other_lengths():
     problem = AttnProblem("bfloat16", 256, 256, False)
     assert tile_config(problem) == configs.pick_config(problem, "1k", DEFAULT_GPU, "bwd")[0]
+
+
+def test_third_warpgroup_computes_nothing_of_dq():
+    pieces = dq_pieces(64, 64, 3)
+    assert pieces[:2] == dq_pieces(64, 64, 2) and pieces[2] == []
+    (one,) = tile_config(D64, bucket=WIDE_TILE_BUCKET).passes
+    for changes in ({"one_tile": False}, {"block_M": 128}):
+        assert "block_N: expected 128" in fault(D64, BwdConfig((replace(one, **changes),)))
 
 
 @pytest.mark.parametrize("changes", [{"schedule": "grid"}, {"schedule": "ordered"}, {"schedule": "dynamic"}])
@@ -65,6 +87,7 @@ def test_one_tile_needs_its_schedules(changes):
 
 def test_longer_keys_are_refused():
     check_one_tile(128, 128)
+    check_one_tile(192, 192)
     with pytest.raises(ValueError, match="expected at most 128 keys with one_tile, got 129"):
         check_one_tile(128, 129)
 
@@ -102,6 +125,11 @@ def test_no_sums_of_dq_and_parts_by_visited_queries():
         "2,3,3,333,1,96,80,full",
         "1,4,2,129,100,40,40,full",
         "20,10,10,4096,77,128,120,full",
+        "200,8,8,150,150,64,64,causal",
+        "16,12,12,190,190,64,64,full",
+        "8,16,4,1000,144,64,64,full",
+        "2,6,2,500,129,64,48,causal",
+        "1,4,4,77,192,40,40,causal",
     ],
 )
 def test_gradients_match_the_reference(shape, deterministic):
@@ -111,13 +139,16 @@ def test_gradients_match_the_reference(shape, deterministic):
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_match_in_each_layout_and_dtype(layout, dtype):
-    shape = Shape.parse("3,12,4,400,100,64,64,causal")
+@pytest.mark.parametrize("seqlen_k", [100, 160])
+def test_gradients_match_in_each_layout_and_dtype(layout, dtype, seqlen_k):
+    shape = Shape.parse(f"3,12,4,400,{seqlen_k},64,64,causal")
     run(shape, dtype, layout, scale=0.3, lse_base2=True, with_dlse=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", ["8,16,4,500,120,128,128,causal", "4,16,16,3000,77,64,64,full"])
+@pytest.mark.parametrize(
+    "shape", ["8,16,4,500,120,128,128,causal", "4,16,16,3000,77,64,64,full", "8,16,16,150,150,64,64,causal"]
+)
 def test_gradients_are_equal_bit_by_bit(shape):
     shape = Shape.parse(shape)
     q, k, v = make_inputs(shape, torch.bfloat16)

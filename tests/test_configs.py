@@ -34,6 +34,7 @@ from tl_attention.problem import (
     SHORT_BUCKET,
     SPLIT_BUCKET,
     TILE_BUCKET,
+    WIDE_TILE_BUCKET,
     AttnProblem,
     buckets,
     tuning_key,
@@ -49,7 +50,7 @@ TABLES = sorted((configs.data_dir() / "tuned").glob("*.json"))
 
 D192_128 = AttnProblem("bfloat16", 192, 128, False)
 D256 = AttnProblem("bfloat16", 256, 256, True)
-ROW_BUCKETS = SHORT_BUCKET, ROWS_BUCKET, TILE_BUCKET  # some classes have no line for them
+ROW_BUCKETS = SHORT_BUCKET, ROWS_BUCKET, TILE_BUCKET, WIDE_TILE_BUCKET  # some classes have no line for them
 CLASSES = [(problem, direction) for direction in DIRECTIONS for problem in configs.problems(direction)]
 
 
@@ -191,7 +192,7 @@ def passes(*texts: str) -> BwdConfig:
         (
             D128,
             passes("dv+dk 64x128", "dq 128x64"),
-            "grads: expected one of dq+dk+dv, dk+dv, dk, dv, dq, got 'dv+dk'",
+            "grads: expected one of dq+dk+dv, dq+dk, dk+dv, dk, dv, dq, got 'dv+dk'",
         ),
         (
             D128,
@@ -699,8 +700,8 @@ def test_split_bucket_has_split_configs_and_no_other_bucket_has_any():
         split = configs.option_config(packed, SPLIT_BUCKET)
         assert split.split and not configs.option_config(packed, "1k").split
         assert split.kernels(packed)[:2] == [(packed, split), combine]
-    assert buckets("bwd") == (*BUCKETS, TILE_BUCKET)
-    assert buckets("bwd_det") == (*BUCKETS, TILE_BUCKET, SHARED_BUCKET)
+    assert buckets("bwd") == (*BUCKETS, TILE_BUCKET, WIDE_TILE_BUCKET)
+    assert buckets("bwd_det") == (*BUCKETS, TILE_BUCKET, WIDE_TILE_BUCKET, SHARED_BUCKET)
 
 
 def test_every_forward_problem_has_a_backward_problem():

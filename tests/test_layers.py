@@ -65,6 +65,7 @@ DOORS = {
     "hf_flex": "torch block_masks checks/common checks/hf checks/transforms tracing/dense_bias flex",
     "checks/hf": "torch checks/common",
     "launch": "launch/fwd launch/fwd_jvp launch/bwd launch/bwd_passes launch/decode launch/parts launch/splits",
+    "launch/seen": "torch",
     "launch/arrays": "torch checks/common problem",
     "launch/tickets": "torch",
     "launch/splits": "options problem",
@@ -77,11 +78,11 @@ DOORS = {
     "launch/parts "
     "launch/splits launch/tickets launch/traced",
     "launch/fwd_jvp": "torch checks/common problem kernel_configs legality target compilation/store launch/arrays launch/common",
-    "launch/bwd_passes": "torch options problem kernel_configs compilation/store launch/block_lists launch/common launch/splits "
-    "launch/tickets",
+    "launch/bwd_passes": "torch options problem kernel_configs compilation/store launch/block_lists launch/common launch/seen "
+    "launch/splits launch/tickets",
     "launch/bwd": "torch checks/common checks/fp32 options problem kernel_configs target compilation/store program launch/arrays "
     "launch/bwd_passes "
-    "launch/common launch/parts launch/traced",
+    "launch/common launch/parts launch/seen launch/traced",
     "launch/decode": "torch checks/common options problem kernel_configs target configs compilation/store launch/arrays launch/common",
     "compilation/building": "problem kernel_configs compilation/compiler compilation/pack compilation/sandbox compilation/store",
     "compilation/sandbox": "compilation/torchless",

@@ -155,14 +155,38 @@ def test_key_parts_suit_more_keys_than_queries(seqlen_q, seqlen_k, heads_kv, hea
         (128, 16, 8192, True, 2),  # 0.94
         (512, 64, 2048, True, 2),  # 0.89
         (64, 16, 8192, True, 1),  # 1.03 in two
-        (32, 8, 32768, True, 1),
+        (64, 8, 32768, True, 2),  # as fast as in four
+        (32, 8, 32768, True, 1),  # 1.01 in two
     ],
 )
 def test_split_passes_share_the_queries_only_where_that_is_faster(heads, heads_kv, keys, causal, parts):
     split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="early-dK", reuse_registers=True)
     tiles, per_kv = heads_kv * -(-keys // 128), heads // heads_kv
     whole = tiles if parts == 1 else 0
-    assert pass_parts(split, tiles, per_kv, keys, causal, 132) == (parts, per_kv, whole)
+    assert pass_parts(split, tiles, per_kv, keys, causal, 132, row_bytes=1024) == (parts, per_kv, whole)
+
+
+@pytest.mark.parametrize(
+    ("grads", "row_bytes", "batch", "heads", "heads_kv", "keys", "parts"),
+    [
+        ("dk", 1024, 1, 32, 2, 32768, 8),  # d256: 0.96 of the time in three
+        ("dk", 1024, 1, 32, 2, 16384, 4),  # 0.99 of that in eight
+        ("dk", 1024, 2, 32, 2, 8192, 4),  # 0.97 of that in three, 0.98 of that in eight
+        ("dk", 1024, 2, 64, 8, 8192, 1),  # 0.98 of that in two
+        ("dk", 1024, 8, 32, 2, 2048, 2),  # as fast as in four
+        ("dk", 1024, 1, 32, 2, 131072, 8),  # two heads per CTA
+        ("dk", 1024, 1, 2, 2, 131072, 1),
+        ("dk+dv", 640, 2, 64, 8, 8192, 1),  # d192-128: 0.99 of that in two
+        ("dk+dv", 640, 1, 64, 8, 32768, 2),  # 0.99 of that in one
+        ("dk+dv", 512, 1, 64, 8, 32768, 2),  # d128, deterministic: 0.99 of that in one
+        ("dq+dk+dv", 512, 2, 64, 8, 8192, 1),  # d64: 0.99 of the time in two
+        ("dq+dk+dv", 512, 1, 64, 8, 32768, 1),  # as fast as in two or four
+    ],
+)
+def test_cta_reads_as_many_heads_as_the_l2_holds(grads, row_bytes, batch, heads, heads_kv, keys, parts):
+    one = BwdPass(grads, 64, 128, schedule="split" if grads == "dq+dk+dv" else "grid")
+    tiles = batch * heads_kv * -(-keys // 128)
+    assert pass_parts(one, tiles, heads // heads_kv, keys, 1, 132, row_bytes)[0] == parts
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ SCHEDULES = ("grid", "persistent", "dynamic")
 
 # Gradients that one backward pass computes. "dq" alone: a CTA owns queries and loops over keys. The others: a CTA owns keys and
 # loops over queries; if dq is among them it adds its share of dq to fp32 sums, in no fixed order.
-GRADS = ("dq+dk+dv", "dk+dv", "dk", "dv", "dq")
+GRADS = ("dq+dk+dv", "dq+dk", "dk+dv", "dk", "dv", "dq")
 
 # Default depth of the K and V rings of a forward: 3 was searched wherever it fits and never won (bf16, H200, 2026-11-21)
 KV_STAGES = 2

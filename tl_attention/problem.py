@@ -87,6 +87,8 @@ JOINED_BUCKET = "joined"
 SHARED_BUCKET = "shared"
 # One of the backward: all keys of a head are in one tile, which so has a whole dq
 TILE_BUCKET, TILE_KEYS = "tile", 128
+# The same with a larger tile, which d64 has
+WIDE_TILE_BUCKET, WIDE_TILE_KEYS = "tile192", 192
 # Bucket -> buckets whose rows serve it where it has none, in this order
 STAND_INS = {
     "1k": ("4k", "long"),
@@ -97,6 +99,7 @@ STAND_INS = {
     ROWS_BUCKET: BUCKETS,
     SHARED_BUCKET: ("4k", "long", "1k"),
     TILE_BUCKET: BUCKETS,
+    WIDE_TILE_BUCKET: BUCKETS,
 }
 MAX_SPLITS = 128  # CTAs per tile
 
@@ -393,8 +396,8 @@ def buckets(direction: str) -> tuple[str, ...]:
     """The buckets of a problem in one of DIRECTIONS: one tuned row each."""
     more = {
         "fwd": (SPLIT_BUCKET, SHORT_BUCKET, ROWS_BUCKET),
-        "bwd": (TILE_BUCKET,),
-        "bwd_det": (TILE_BUCKET, SHARED_BUCKET),
+        "bwd": (TILE_BUCKET, WIDE_TILE_BUCKET),
+        "bwd_det": (TILE_BUCKET, WIDE_TILE_BUCKET, SHARED_BUCKET),
     }
     return *BUCKETS, *more[direction]
 
@@ -408,7 +411,9 @@ def bwd_bucket(deterministic: bool, heads_q: int, heads_kv: int, seqlen_k: int, 
     """Bucket of a backward in the tuned table. partial: as the option, whose dq is fp32."""
     if seqlen_k <= TILE_KEYS and not partial:
         return TILE_BUCKET
-    return SHARED_BUCKET if deterministic and heads_q > heads_kv else length_bucket(seqlen_k)
+    if deterministic and heads_q > heads_kv:
+        return SHARED_BUCKET
+    return WIDE_TILE_BUCKET if seqlen_k <= WIDE_TILE_KEYS and not partial else length_bucket(seqlen_k)
 
 
 def tuning_key(problem: AttnProblem, bucket: str) -> str:

@@ -23,7 +23,6 @@ from tl_attention.problem import (
     SHORT_BUCKET,
     SPLIT_BUCKET,
     TILE_BUCKET,
-    TILE_KEYS,
     AttnProblem,
     buckets,
     bwd_bucket,
@@ -176,9 +175,8 @@ def _buckets(question: Question, direction: str, sms: int) -> Sequence[str]:
     if direction != "fwd":
         if {"heads", "heads_kv"} <= sizes.keys():
             return [bwd_bucket(direction == "bwd_det", sizes["heads"], sizes["heads_kv"], sizes["seqlen_k"])]
-        if sizes["seqlen_k"] <= TILE_KEYS:
-            return [TILE_BUCKET]
-        return [by_length, SHARED_BUCKET] if direction == "bwd_det" else [by_length]
+        alone = bwd_bucket(False, 1, 1, sizes["seqlen_k"])
+        return [alone, SHARED_BUCKET] if direction == "bwd_det" and alone != TILE_BUCKET else [alone]
     if "varlen" in question.options:  # buckets by queries serve no packed sequences
         return [by_length, SPLIT_BUCKET]
     from tl_attention import launch

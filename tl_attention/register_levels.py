@@ -20,6 +20,9 @@ def register_level(problem: AttnProblem, config: KernelConfig) -> int:
     # dk+dv of d128 in two parts: at 5 it spills 20 to 44 bytes with packed sequences or ALiBi, at 0 none (nvcc 13.0.88)
     if isinstance(config, BwdPass) and config.grads == "dk+dv" and problem.parts == 2:
         return 0 if problem.width == "d128" and problem.options else REGISTER_LEVEL
+    # One tile of 192 keys in fp16: at 5 it spills 8 bytes, at 0 none (nvcc 13.0.88)
+    if isinstance(config, BwdPass) and config.one_tile and config.warpgroups == 3:
+        return 0 if problem.dtype == "float16" else REGISTER_LEVEL
     # Packed backward of d128 in one pass: at 5 it spills 4-64 bytes with options, at 0 none. B4 16 heads 4k causal: 1.41 ms,
     # and 1.66 ms in two passes (H200, 2026-11-22)
     if isinstance(config, BwdPass) and config.adds_dq and problem.width == "d128" and problem.has("varlen"):

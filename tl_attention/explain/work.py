@@ -24,7 +24,7 @@ from tl_attention.kernel_configs import (
     page_rows,
 )
 from tl_attention.launch import splits
-from tl_attention.launch.bwd_passes import causal_tiles, pass_parts
+from tl_attention.launch.bwd_passes import causal_tiles, pass_parts, row_bytes_of
 from tl_attention.launch.common import GROUP_KEYS, head_group
 from tl_attention.problem import (
     DECODE,
@@ -63,7 +63,7 @@ FP32_BYTES = 4
 MIN_KEYS_PER_CTA = 256  # of kernels/decode_work.py
 MERGED_AT_ONCE = DecodeCombine().at_once
 # Products per score in a pass: (of width head_dim, of width head_dim_v)
-PRODUCTS = {"dq+dk+dv": (3, 2), "dk+dv": (2, 2), "dk": (2, 1), "dv": (1, 1), "dq": (2, 1)}
+PRODUCTS = {"dq+dk+dv": (3, 2), "dq+dk": (3, 1), "dk+dv": (2, 2), "dk": (2, 1), "dv": (1, 1), "dq": (2, 1)}
 
 
 @dataclass(frozen=True)
@@ -396,14 +396,15 @@ def _pass_work(
         tiles = batch * shape.heads_kv * blocks
         heads_per_kv = shape.heads_q // shape.heads_kv
         queries = _tile_queries(shape, problem, one)
-        parts, per_part, whole = pass_parts(one, tiles, heads_per_kv, *queries, gpu.sms)
+        row_bytes = row_bytes_of(one, problem, row, problem.element_bytes)
+        parts, per_part, whole = pass_parts(one, tiles, heads_per_kv, *queries, gpu.sms, row_bytes)
         order_parts = 1 if whole else parts
         if one.is_split:
             per_part = heads_per_kv / order_parts  # each part has some queries of all heads
         shares = *[per_part] * (order_parts - 1), heads_per_kv - per_part * (order_parts - 1)
         heads *= order_parts
         rows_in_parts = round(rows_in_parts * (1 - whole / tiles))
-        stream = int(longest_q * per_part * (problem.element_bytes * row + 4 * qk * one.adds_dq))
+        stream = int(longest_q * per_part * row_bytes)
     blocks = max(map(len, by_sequence))
     group = head_group(heads * shape.batch, sharing, max(int(stream / per_part), 1), blocks, gpu.sms)
     tiles = launch_order(by_sequence, heads, group, shape.is_varlen, ordered, one.grads == "dq", shares)

@@ -18,15 +18,15 @@ from tl_attention.kernels.products import scale
 
 @T.meta_class
 class DqTiles:
-    """Shared tiles of dQ of a step: a piece per warpgroup.
+    """Shared tiles of dQ of a step: a piece per warpgroup that computes some.
 
     Args:
         pieces: bwd_tiles.dq_pieces().
     """
 
     def __init__(self, pieces: list[list[Piece]], dtype: str, consumer_warps: int, name: str = "dq_tiles"):
-        self.pieces, self.dtype = [piece for (piece,) in pieces], dtype
-        self.tiles = alloc_each(len(pieces), piece_shape(self.pieces[0]), dtype, name="dQ")
+        self.pieces, self.dtype = [piece for of_one in pieces for piece in of_one], dtype
+        self.tiles = alloc_each(len(self.pieces), piece_shape(self.pieces[0]), dtype, name="dQ")
         self.full = T.alloc_barrier([consumer_warps])  # every warp has written its share
         self.empty = T.alloc_barrier([1])  # TMA has read the tiles
 

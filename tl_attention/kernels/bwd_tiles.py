@@ -19,12 +19,13 @@ Piece = tuple[slice, slice]  # rows (queries) and columns of a dQ tile
 def dq_pieces(block_M: int, head_dim: int, warpgroups: int) -> list[list[Piece]]:
     """Pieces of a dQ tile [block_M, head_dim] that each warpgroup computes.
 
-    A warpgroup gets 64 rows if there are 64 for each, else a share of the columns of all rows: one piece, see key_chunk.
+    A warpgroup gets 64 rows if there are 64 for each, else a share of the columns of all rows: one piece, see key_chunk. A third warpgroup
+    gets none.
     """
     if block_M == 64 * warpgroups:
         return [[(slice(64 * w, 64 * w + 64), slice(0, head_dim))] for w in range(warpgroups)]
-    share = head_dim // warpgroups
-    return [[(slice(0, block_M), slice(w * share, (w + 1) * share))] for w in range(warpgroups)]
+    share = head_dim // 2
+    return [[(slice(0, block_M), slice(w * share, (w + 1) * share))][: w < 2] for w in range(warpgroups)]
 
 
 def key_chunk(block_M: int, head_dim: int, warpgroups: int) -> int:

@@ -43,6 +43,7 @@ from tl_attention.launch.common import (
     qkv_key,
 )
 from tl_attention.launch.parts import PartsLaunch
+from tl_attention.launch.seen import seen_queries
 from tl_attention.launch.traced import Gradients, backward_call, traced_arguments
 from tl_attention.options import Options
 from tl_attention.problem import TABLE_ROWS, bwd_bucket
@@ -149,6 +150,10 @@ class BwdPlan:
         self.packed = options is not None and options.varlen
         self.device = q.device.index
         self.grads = [dense(x.shape, torch.float32 if partial else x.dtype) for x in (q, k, v)]
+        plain_causal = causal and options is None and traced is None
+        self.seen = seen_queries(q, k, heads_first) if plain_causal else None
+        if self.seen:
+            q, dout, out, dq = self.seen.rows(q, dout, out, dq)
         tensors = q, k, v, dout, out, dq, dk, dv
         if self.packed:
             q, k, v, *_ = tensors = [x[None] for x in tensors]
@@ -253,6 +258,10 @@ class BwdPlan:
     ) -> tuple[torch.Tensor, ...]:
         """Write dq, dk, dv and return them; with a sink also dsink; then gradients of traced.program.learned."""
         result = dq, dk, dv
+        if self.seen:
+            self.seen.zero_others(dq)
+            q, dout, out, dq = self.seen.rows(q, dout, out, dq)
+            lse, dlse = self.seen.numbers(lse, dlse)
         sink = None if options is None else options.sink
         tensors = q, k, v, dout, out, dq, dk, dv
         if self.packed and self.split is not None:

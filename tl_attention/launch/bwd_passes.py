@@ -20,6 +20,7 @@ from tl_attention.launch.common import (
     table_tiles,
     tile_counts,
 )
+from tl_attention.launch.seen import unseen_queries
 from tl_attention.launch.splits import TIME_SLACK
 from tl_attention.launch.tickets import stream_tickets
 from tl_attention.options import UNLIMITED, Options, canonical_window
@@ -34,8 +35,8 @@ QUERY_SHARES, SUM_QUERIES = 16, 224
 # longest tile by which SMs end apart, under a causal mask. All fitted to GQA (H200, see tuning.md, "Query heads of a key head")
 TILE_QUERIES, PART_QUERIES, TAIL = 192, 256, 0.35
 # Under a causal mask CTAs take different times per head, so those of a key head soon read more heads at once than the L2 holds. The
-# share of time that this adds where CTAs have many more than NEAR_HEADS heads (d128, H200, see tuning.md)
-DRIFT, NEAR_HEADS = 0.2, 4
+# share of time that this adds where the query rows that are read at once have many more than NEAR_BYTES (H200, see tuning.md)
+DRIFT, NEAR_BYTES = 0.2, 66 << 20
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def key_parts(
     on_diagonal: float,
     sms: int,
     sum_queries: int = 0,
-    drifting: float = 0,
+    head_bytes: int = 0,
 ) -> tuple[int, int]:
     """(parts, heads_per_part): CTAs that share the query heads of a key head, and query heads of each.
 
@@ -75,7 +76,7 @@ def key_parts(
         on_diagonal: share of the tiles that are seen by none to all of these queries, half of them on average, as under a causal mask; the
             others are seen by all. 0 without a mask, 1 under a causal mask with as many keys as queries: see causal_tiles().
         sum_queries: cost of the launches that several parts need, in queries of one head.
-        drifting: query heads per unit of heads_per_kv, which is a share of the queries in split passes; 0: without the cost of DRIFT.
+        head_bytes: query rows of one head that CTAs read at once, see bytes_at_once().
     """
 
     def waves(count: int) -> float:
@@ -91,8 +92,7 @@ def key_parts(
     def time(heads_per_part: int) -> float:
         parts = -(-heads_per_kv // heads_per_part)
         longest = heads_per_part * queries + TILE_QUERIES
-        heads_at_once = max(heads_per_part * drifting, NEAR_HEADS)
-        drift = 1 + on_diagonal * DRIFT * (1 - NEAR_HEADS / heads_at_once)
+        drift = 1 + on_diagonal * DRIFT * (1 - NEAR_BYTES / max(heads_per_part * head_bytes, NEAR_BYTES))
         mean = tiles / sms * (drift * heads_per_kv * queries * (1 - on_diagonal / 2) + parts * TILE_QUERIES)
         time = max(waves(tiles * parts) * longest, mean + on_diagonal * TAIL * longest)
         return time + (parts > 1) * (sum_queries + parts * PART_QUERIES * tiles / sms)
@@ -116,21 +116,51 @@ def causal_tiles(queries: int, seqlen_q: int, seqlen_k: int) -> tuple[int, float
     return longest, min(seqlen_q / max(seqlen_k, 1), 1)
 
 
+def bytes_at_once(bwd_pass: BwdPass, queries: int, sms: int, row_bytes: int) -> int:
+    """Bytes of query rows that the CTAs of all SMs read at once, per head of a CTA.
+
+    At most half of NEAR_BYTES, so that parts have two heads: with one the fp32 parts of dk and dv would take more memory than q and dout.
+
+    A CTA begins at the diagonal of its keys, so the CTAs of a head are spread over as many queries as they have keys, or are of several key
+    heads. Where a head has more, the next key tiles start behind, and CTAs may be anywhere in it. A pass that does not add to dq loses time
+    in such heads alone (see tuning.md).
+    """
+    spread = sms * bwd_pass.block_N
+    if not bwd_pass.adds_dq:
+        spread = queries if queries > spread else 0
+    return min(row_bytes * spread, NEAR_BYTES // 2)
+
+
 def pass_parts(
-    bwd_pass: BwdPass, tiles: int, heads_per_kv: int, queries: int, on_diagonal: float, sms: int
+    bwd_pass: BwdPass,
+    tiles: int,
+    heads_per_kv: int,
+    queries: int,
+    on_diagonal: float,
+    sms: int,
+    row_bytes: int = 0,
 ) -> tuple[int, int, int]:
     """(parts, heads_per_part, whole) of a pass: key_parts(); whole: with the schedule split the tiles with one CTA each, else 0.
 
     With the schedule `split`, at most QUERY_SHARES CTAs share a tile, by its queries in place of its heads: under a causal mask all tiles
     or none, else the last ones.
+
+    Args:
+        row_bytes: that a step reads and adds to per query, see row_bytes_of(); 0: CTAs are assumed to read the same rows.
     """
+    head_bytes = bytes_at_once(bwd_pass, queries, sms, row_bytes)
     if not bwd_pass.is_split:
-        return *key_parts(tiles, heads_per_kv, queries, on_diagonal, sms, drifting=int(bwd_pass.adds_dq)), 0
+        return *key_parts(tiles, heads_per_kv, queries, on_diagonal, sms, head_bytes=head_bytes), 0
     if not on_diagonal:
         return shared_last_tiles(tiles, heads_per_kv, queries, sms)
-    share, drifting = -(-heads_per_kv * queries // QUERY_SHARES), heads_per_kv / QUERY_SHARES
-    parts, _ = key_parts(tiles, QUERY_SHARES, share, on_diagonal, sms, SUM_QUERIES, drifting)
+    share, share_bytes = (-(-heads_per_kv * n // QUERY_SHARES) for n in (queries, head_bytes))
+    parts, _ = key_parts(tiles, QUERY_SHARES, share, on_diagonal, sms, SUM_QUERIES, share_bytes)
     return parts, heads_per_kv, 0 if parts > 1 else tiles
+
+
+def row_bytes_of(bwd_pass: BwdPass, problem: AttnProblem, width: int, element_bytes: int) -> int:
+    """Bytes per query of a step: rows of Q and dO, width elements in all, and of the sums of dq."""
+    return element_bytes * width + 4 * problem.head_dim * bwd_pass.adds_dq
 
 
 @functools.lru_cache(maxsize=4096)
@@ -222,7 +252,8 @@ class KeyBuffers:
             queries = sizes.seqlen_q - sizes.unseen_queries(config, problem.causal)
         elif problem.causal:
             queries, on_diagonal = causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k)
-        by_queries = sizes.heads_per_kv, queries, on_diagonal, sizes.sms
+        self.row_bytes = row_bytes_of(config, problem, sizes.width, sizes.element_bytes)
+        by_queries = sizes.heads_per_kv, queries, on_diagonal, sizes.sms, self.row_bytes
         self.parts, self.heads_per_part, self.whole = pass_parts(config, tiles, *by_queries)
         # Every tile leaves in fp32, at least as one part
         if config.is_split and problem.has("partial") and self.whole:
@@ -278,6 +309,8 @@ def bwd_workspace_bytes(
         wanted = "that of the call, as the problem has a" if has_window else "(-1, -1), as the problem has no"
         raise ValueError(f"window_size: expected {wanted} window, got {window_size}")
     packed = problem.has("varlen")
+    if problem.causal and not problem.is_fp32 and not problem.served_as.options and problem.program is None:
+        seqlen_q -= unseen_queries(min(batch, MAX_BATCH), heads, seqlen_q, seqlen_k)
     batch = batch if packed else min(batch, MAX_BATCH)  # larger ones are launched in chunks
     if not (batch and heads and seqlen_q and seqlen_k):
         return 0
@@ -340,11 +373,8 @@ class KeyPass:
         self.buffers, self.partial = KeyBuffers(config, problem, sizes), problem.has("partial")
         buffers = self.buffers
         parts = buffers.parts
-        row_bytes = sizes.element_bytes * sizes.width
-        if config.adds_dq:
-            row_bytes += 4 * problem.head_dim
         # Bytes of one query head: the CTAs of a key head go through its query heads side by side
-        q_bytes = sizes.seqlen_q * row_bytes
+        q_bytes = sizes.seqlen_q * buffers.row_bytes
         self.dynamic, self.ordered, self.device = config.is_dynamic, config.is_ordered, sizes.device
         max_ctas = sizes.sms if self.dynamic else MAX_GRID
         long_tiles = sizes.long_tiles(config.block_N)

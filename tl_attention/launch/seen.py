@@ -1,0 +1,43 @@
+"""First queries of a causal backward that see no key. Their dq is 0, and where they are many no kernel reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# Least number of such queries of all heads for which they are left out. At d128 that saves about what two more launches take, which set dq
+# to 0 and copy the log-sum-exps
+LEAST_QUERIES = 2**14
+
+
+@dataclass(frozen=True)
+class SeenQueries:
+    """The queries of a head that see a key, the last of its queries."""
+
+    axis: int  # of queries in q, dout, out and dq
+    first: int
+    count: int
+
+    def rows(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(x.narrow(self.axis, self.first, self.count) for x in tensors)
+
+    def numbers(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Those of lse or dlse, [batch, heads, seqlen_q]."""
+        return tuple(x if x is None else x.narrow(-1, self.first, self.count) for x in tensors)
+
+    def zero_others(self, dq: torch.Tensor) -> None:
+        dq.narrow(self.axis, 0, self.first).zero_()
+
+
+def unseen_queries(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> int:
+    """Queries of a causal head that are left out."""
+    unseen = max(seqlen_q - seqlen_k, 0)
+    return unseen if batch * heads * unseen >= LEAST_QUERIES else 0
+
+
+def seen_queries(q: torch.Tensor, k: torch.Tensor, heads_first: bool) -> SeenQueries | None:
+    """The queries that a causal backward reads; None: all."""
+    head, seq = (-3, -2) if heads_first else (-2, -3)
+    first = unseen_queries(q.shape[0], q.shape[head], q.shape[seq], k.shape[seq])
+    return SeenQueries(seq, first, q.shape[seq] - first) if first else None

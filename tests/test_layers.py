@@ -91,9 +91,10 @@ DOORS = {
     "compilation/pack": "problem kernel_configs compilation/compiler | tvm_ffi",
     "compilation/packing": "compilation/compiler compilation/building compilation/manifest compilation/pack "
     "compilation/store compilation/toolkit | tilelang tvm_ffi",
-    "compilation/compiler": "problem kernel_configs register_levels target compilation/headers "
+    "compilation/compiler": "problem kernel_configs register_levels target compilation/headers compilation/layouts "
     "compilation/toolkit | kernels tilelang tvm_ffi",
     "compilation/headers": " | tilelang",
+    "compilation/layouts": " | tilelang tvm",
     "compilation/toolkit": " | tilelang",
     "kernels": "tilelang problem program kernel_configs target kernels",
     "configs": "problem program_configs kernel_configs legality target gpus | tomli",

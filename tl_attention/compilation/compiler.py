@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tl_attention.compilation import headers, toolkit
+from tl_attention.compilation import headers, layouts, toolkit
 from tl_attention.kernel_configs import (
     AppendConfig,
     BwdDelta,
@@ -123,7 +123,8 @@ def lower(problem: AttnProblem, config: KernelConfig) -> tuple[str, int]:
 
     program = trace(problem, config)
     target = tvm.target.Target(TARGET)
-    with tvm.transform.PassContext(opt_level=3, config=pass_configs(problem, config)), target:
+    context = tvm.transform.PassContext(opt_level=3, config=pass_configs(problem, config))
+    with layouts.inferred_once(), context, target:
         artifact = tilelang.lower(program, target=target)
     return artifact.kernel_source, _dynamic_smem(artifact)
 
@@ -204,7 +205,7 @@ def build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
 
         program, target = trace(problem, config), tvm.target.Target(TARGET)
         context = tvm.transform.PassContext(opt_level=3, config=options)
-        with _device_compiler(compile_device), context, target:
+        with _device_compiler(compile_device), layouts.inferred_once(), context, target:
             artifact = tilelang.lower(
                 program, target=target, enable_host_codegen=True, enable_device_compile=True
             )

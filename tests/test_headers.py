@@ -1,6 +1,8 @@
-"""Headers of wgmma with the instructions that a source calls: nvcc makes the same code of it, and other sources get all headers."""
+"""Headers with what a source calls: nvcc makes the same code of it, and other sources get all headers."""
 
 from __future__ import annotations
+
+import subprocess
 
 import pytest
 
@@ -13,6 +15,9 @@ extern "C" __global__ void product(uint64_t a, uint64_t b, uint32_t* out) {{
   tl::wgmma_ss<tl::DataType::kBFloat16, tl::DataType::kBFloat16, tl::DataType::kFloat32, 64, {n}, 16, false, false, 1, 1>(a, b, sums, true);
   for (int i = 0; i < {n} / 2; ++i) out[i * 128 + threadIdx.x] = sums[i];
 }}
+"""
+ATOMIC = """#include <tl_templates/cuda/atomic.h>
+extern "C" __global__ void draw(int* tickets) { tickets[1] = AtomicAddRet(tickets, 1); }
 """
 
 
@@ -43,15 +48,22 @@ def test_a_source_without_wgmma_gets_no_headers(tmp_path):
 
 
 @pytest.mark.skipif(not toolkit.find_nvcc(), reason=toolkit.NO_NVCC)
-def test_code_is_that_of_all_headers(tmp_path, monkeypatch):
-    cubins = []
-    source = KERNEL.format(define="", n=24)
+@pytest.mark.parametrize("atomic", [False, True])
+def test_code_is_that_of_all_headers(atomic, tmp_path, monkeypatch):
+    cubins, runs, run = [], [], subprocess.run
+    monkeypatch.setattr(
+        subprocess, "run", lambda *args, **kwargs: (runs.append(args), run(*args, **kwargs))[1]
+    )
+    source = KERNEL.format(define="", n=24) + ATOMIC * atomic
     for name in ("narrowed", "whole"):
         (tmp_path / name).mkdir()
         cubins.append(compiler.assemble(source, tmp_path / name, {})[1].read_bytes())
         monkeypatch.setattr(headers, "write_narrowed", lambda *_: False)
     assert (tmp_path / "narrowed/headers").exists() and not (tmp_path / "whole/headers").exists()
     assert cubins[0] == cubins[1]
+    assert len(runs) == 2  # nvcc rejected nothing
+    empty = (tmp_path / "narrowed/headers/tl_templates/cuda/atomic.h").exists()
+    assert empty != atomic
 
 
 @pytest.mark.skipif(not toolkit.find_nvcc(), reason=toolkit.NO_NVCC)

@@ -1,6 +1,7 @@
-"""Headers of tensor instructions for nvcc, with those alone that a kernel's CUDA source calls.
+"""Headers for nvcc with less text, as reading headers is half of its time.
 
-CUTLASS declares a struct per shape, dtypes and operands of wgmma: nearly half of the preprocessed text of a kernel.
+CUTLASS declares a struct per shape, dtypes and operands of wgmma: those of the N that a kernel calls are enough. Waiting for an
+atomic includes clocks. Other headers serve host code, or functions that a kernel does not call.
 """
 
 from __future__ import annotations
@@ -13,10 +14,28 @@ STRUCTS = ("cute/arch/mma_sm90_gmma.hpp", "cute/arch/mma_sm90_gmma_ext.hpp")  # 
 STRUCT = r"^(?:template <\n(?:  .*\n)*>\n)?struct MMA_64x(\d+)x\w+\n\{\n(?:(?!\};).*\n)*\};\n"
 CALLS = "tl_templates/cuda/instruction/wgmma.h"  # of TileLang: functions that call them, in lists of N
 LISTED = r"^  OP\((\d+)\)"  # an N of such a list
+# Headers that the templates of TileLang and CUTLASS include for host code alone
+HOST = ("iostream", "iomanip", "mutex", "vector", "algorithm", "functional")
+# Headers of TileLang -> calls of their functions
+CALLED = {
+    "tl_templates/cuda/atomic.h": "Atomic",
+    "tl_templates/cuda/scan.h": "Cum|Scan|scan",
+    "tl_templates/cuda/debug.h": "debug_print|device_assert",
+}
+# Threads in CUDA's standard library, which includes clocks. Waiting for an atomic needs them, and no kernel calls it
+THREADS = "cuda/std/__thread/threading_support.h"
+THREADS_TEXT = """#include <cuda/std/detail/__config>
+#define _LIBCUDACXX_POLLING_COUNT 16
+_LIBCUDACXX_BEGIN_NAMESPACE_STD
+_CCCL_HOST_DEVICE void __cccl_thread_yield();
+_CCCL_HOST_DEVICE void __cccl_thread_yield_processor();
+template <class _Fn> _CCCL_HOST_DEVICE bool __cccl_thread_poll_with_backoff(_Fn&&);
+_LIBCUDACXX_END_NAMESPACE_STD
+"""
 
 
 def write_narrowed(source: str, folder: Path) -> bool:
-    """Write the headers of wgmma with the N that a source calls. It compiles to the code that all headers give, or is rejected.
+    """Write headers with what a source calls. It compiles to the code that all headers give, or is rejected.
 
     Args:
         folder: nvcc is to search it for headers first. The files have the paths of TileLang 0.1.15 and its CUTLASS.
@@ -40,6 +59,8 @@ def write_narrowed(source: str, folder: Path) -> bool:
     texts = {CALLS: re.sub(LISTED, kept, calls, flags=re.MULTILINE)}
     for name in STRUCTS:
         texts[name] = re.sub(STRUCT, kept, Path(CUTLASS_INCLUDE_DIR, name).read_text(), flags=re.MULTILINE)
+    texts |= dict.fromkeys(HOST, "") | {THREADS: THREADS_TEXT}
+    texts |= {name: "" for name, call in CALLED.items() if not re.search(call, source)}
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)

@@ -321,8 +321,9 @@ def _error(kernel: KernelKey, *reasons: Exception) -> RuntimeError:
 
 
 def prepare_to_build() -> None:
-    """Prepare a subprocess that builds: it sees no GPU, and TileLang's log is silenced."""
+    """Prepare a subprocess that builds: it sees no GPU, TileLang's log is silenced, and NumPy starts no threads."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     logging.disable(logging.WARNING)
     gc.set_threshold(100_000)  # saves 0.4 s per kernel
 

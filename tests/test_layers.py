@@ -21,17 +21,17 @@ STDLIB = sys.stdlib_module_names | {"tomllib"}
 # A room is a file, or a folder with those of its files that have no line of their own.
 DOORS = {
     "__init__": "block_masks interface flash flex kvcache merge",
-    "interface": "torch checks/common checks/fp32 ops options launch reference",
-    "flash": "torch checks/common checks/lengths checks/transforms flex ops paged user_options",
+    "interface": "torch checks/common checks/fp32 checks/keywords ops options problem launch reference",
+    "flash": "torch checks/common checks/keywords checks/lengths checks/transforms flex ops paged user_options",
     "paged": "torch checks/common checks/kvcache checks/lengths checks/paged checks/transforms options ops reference/kvcache "
     "user_options",
     "tracing/builtin_options": "torch checks/common options program tracing/program_values",
     "flex": "torch flex_lists tracing/builtin_options tracing/by_distance tracing/captures checks/common checks/flex checks/fp32 "
-    "checks/transforms launch ops options program reference/flex user_options | tracing/trace",
+    "checks/keywords checks/transforms launch ops options program reference/flex user_options | tracing/trace",
     "flex_lists": "torch block_masks tracing/captures tracing/intervals launch/block_lists program",
     "tracing/dense_bias": "torch",
-    "block_masks": "torch tracing/builtin_options tracing/captures checks/flex checks/masks checks/transforms tracing/intervals program "
-    "tracing/program_values | tracing/trace",
+    "block_masks": "torch tracing/builtin_options tracing/captures checks/common checks/flex checks/masks checks/transforms "
+    "tracing/intervals program tracing/program_values | tracing/trace",
     "mask_picture": "torch block_masks checks/common checks/masks launch/block_lists | matplotlib",
     "tracing/intervals": "torch program tracing/program_values tracing/trace_ops",
     "tracing/program_values": "torch program tracing/trace_ops",
@@ -45,6 +45,7 @@ DOORS = {
     "checks/merge": "torch checks/common",
     "checks/common": "torch problem target",
     "checks/fp32": "torch checks/common problem",
+    "checks/keywords": "",
     "checks/kvcache": "torch checks/common options problem kernel_configs",
     "checks/paged": "torch checks/common checks/kvcache problem",
     "checks/transforms": "torch problem",
@@ -58,9 +59,9 @@ DOORS = {
     "torch_masks": "torch torch_fp32 checks/common checks/flex checks/fp32 tracing/dense_bias launch options problem program "
     "reference/flex target | tracing/trace",
     "checks/lengths": "torch checks/common checks/kvcache options",
-    "kvcache": "torch checks/common checks/transforms checks/kvcache checks/lengths options problem kernel_configs target ops launch "
-    "reference/kvcache",
-    "distributed": "torch checks/common options ops launch flash distributed",
+    "kvcache": "torch checks/common checks/keywords checks/transforms checks/kvcache checks/lengths options problem kernel_configs target "
+    "ops launch reference/kvcache",
+    "distributed": "torch checks/common checks/keywords options ops launch flash distributed",
     "hf": "torch checks/common checks/hf checks/lengths checks/transforms flash hf_flex kvcache | transformers",
     "hf_flex": "torch block_masks checks/common checks/hf checks/transforms tracing/dense_bias flex",
     "checks/hf": "torch checks/common",

@@ -10,13 +10,20 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.nn.attention.flex_attention import AuxOutput
 
 from tl_attention import launch
-from tl_attention.checks.common import FWD_DTYPES, MAX_SCALE, check_deterministic, check_fwd, expect_bool
+from tl_attention.checks.common import (
+    FWD_DTYPES,
+    MAX_SCALE,
+    check_deterministic,
+    check_fwd,
+    describe,
+    expect_bool,
+)
 from tl_attention.checks.flex import (
     FLASH_NAMES,
     FLEX_NAMES,
@@ -34,6 +41,7 @@ from tl_attention.checks.flex import (
     expand_batch,
 )
 from tl_attention.checks.fp32 import check_precision, runs_in_bf16
+from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.flex_lists import KeptMask, kept_mask, listed
 from tl_attention.ops import (
@@ -70,6 +78,7 @@ def flex_attention(
     attn_bias: torch.Tensor | None = None,
     deterministic: bool = False,
     precision: str | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, Any]:
     """Attention with scores and mask as Python functions: softmax(score_mod(scale * q k^T)) v over the keys that mask_mod shows.
 
@@ -106,13 +115,15 @@ def flex_attention(
         TypeError, ValueError, NotImplementedError: which argument, or which operation of a function, what was expected and what was passed.
     Source: Dong et al. 2024 (FlexAttention).
     """
+    if unknown:
+        raise unknown_keyword(flex_attention, unknown)
     expect_bool("return_lse", return_lse)
     expect_bool("enable_gqa", enable_gqa)
     check_deterministic(deterministic)
     check_not_transformed(FLEX_NAMES.function)
-    if kernel_options:
+    if not (kernel_options is None or (isinstance(kernel_options, dict) and not kernel_options)):
         raise NotImplementedError(
-            f"kernel_options: expected None, got {kernel_options!r}, which are options of PyTorch's kernels; leave them out"
+            f"kernel_options: expected None, got {describe(kernel_options)}, which are options of PyTorch's kernels; leave them out"
         )
     if return_aux is not None:
         check_aux(return_aux, return_lse)

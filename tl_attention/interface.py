@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,8 +20,10 @@ from tl_attention.checks.common import (
     expect_tensor,
 )
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels
+from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.ops import attention, attention_backward, scale_of
 from tl_attention.options import Options
+from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.reference import attention_backward_reference, attention_reference
 
 
@@ -34,6 +36,7 @@ def mha_fwd_interface(
     return_kernel: bool = False,
     *,
     precision: str | None = None,
+    **unknown: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor] | Callable:
     """Exact attention in one pass: out = softmax(sm_scale * q k^T + mask) v, and the log-sum-exp per row in BASE 2.
 
@@ -58,6 +61,8 @@ def mha_fwd_interface(
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
     """
+    if unknown:
+        raise unknown_keyword(mha_fwd_interface, unknown)
     if return_kernel is not False:
         expect_bool("return_kernel", return_kernel)
         check_fwd(q, k, v, sm_scale, is_causal, heads_first=True, dtypes=FWD_DTYPES)
@@ -124,6 +129,7 @@ def mha_bwd_interface(
     return_kernel: bool = False,
     *,
     precision: str | None = None,
+    **unknown: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | Callable:
     """Gradients of mha_fwd_interface with respect to q, k and v, in O(N) memory.
 
@@ -143,6 +149,8 @@ def mha_bwd_interface(
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     Source: Dao 2023 (FlashAttention-2), alg. 2; Shah et al. 2024 (FlashAttention-3).
     """
+    if unknown:
+        raise unknown_keyword(mha_bwd_interface, unknown)
     expect_bool("return_kernel", return_kernel)
     grads = attention_backward(do, q, k, v, out, lse, sm_scale, is_causal, deterministic, precision)
     if not return_kernel:
@@ -197,6 +205,10 @@ def fp32_workspace_bytes(
         expect_tensor(name, x)
         if x.dtype != torch.float32:
             raise TypeError(f"{name}: expected float32, got {x.dtype}; other dtypes need no parts")
+        if not x.ndim or not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name}: expected shape [.., head_dim], head_dim 1 to {MAX_HEAD_DIM}, got {tuple(x.shape)}"
+            )
     expect_bool("backward", backward)
     parts = check_precision(q, precision)
     if backward and not has_gradient_kernels(q, v, parts):

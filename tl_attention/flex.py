@@ -44,12 +44,8 @@ from tl_attention.checks.fp32 import check_precision, runs_in_bf16
 from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.flex_lists import KeptMask, kept_mask, listed
-from tl_attention.ops import (
-    attention,
-    check_device_or_warn,
-    scale_of,
-)
-from tl_attention.options import Options
+from tl_attention.ops import attention, check_device_or_warn, in_bf16, scale_of
+from tl_attention.options import options_of_parts
 from tl_attention.program import Call, Program
 from tl_attention.reference.flex import flex_reference
 from tl_attention.tracing.builtin_options import BuiltinOptions, Recognized, recognized
@@ -177,9 +173,8 @@ def attend(
     if precision is not None or q.dtype == torch.float32:
         parts = check_precision(q, precision)
         if runs_in_bf16(q, parts):
-            half = (x.bfloat16() for x in (q, k, v))
-            results = attend(*half, functions, scale, enable_gqa, deterministic, None, rows_first)
-            return tuple(x.float() for x in results)
+            given = functions, scale, enable_gqa, deterministic, None, rows_first
+            return in_bf16(lambda *half: attend(*half, *given), q, k, v)
     if prepared.by_distance is not None and q.is_cuda:
         sizes = q.shape[0], heads, rows, k.shape[1 if rows_first else 2]
         if math.prod(sizes) >= MIN_SCORES:
@@ -197,14 +192,8 @@ def attend(
         if parts:
             check_gradient_kernels(q, v, parts, FLASH_NAMES if rows_first else FLEX_NAMES)
         return _differentiable(call, scale, deterministic, rows_first, parts, *inputs)
-    others = {"options": _options(parts), "traced": call, "deterministic": deterministic}
+    others = {"options": options_of_parts(parts), "traced": call, "deterministic": deterministic}
     return launch.forward(q, k, v, scale, False, False, not rows_first, **others)
-
-
-@functools.cache
-def _options(parts: int) -> Options | None:
-    """Options of a launch with so many bf16 parts per element; None for 0."""
-    return Options(parts=parts) if parts else None
 
 
 def attend_by_functions(
@@ -397,7 +386,7 @@ class _Flex(torch.autograd.Function):
     ) -> tuple:
         """inputs: q, k, v, captured tensors. parts: as in Options."""
         q, k, v, *_ = inputs
-        others = {"options": _options(parts), "traced": call, "deterministic": deterministic}
+        others = {"options": options_of_parts(parts), "traced": call, "deterministic": deterministic}
         out, lse = launch.forward(q, k, v, scale, False, False, not rows_first, **others)
         ctx.asked = call.program, call.numbers, call.blocks, scale, deterministic, rows_first, parts
         ctx.save_for_backward(out, lse, *inputs)
@@ -416,7 +405,7 @@ class _Flex(torch.autograd.Function):
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         call = Call(program, tuple(tensors), numbers, blocks)
         layout = scale, False, False, not rows_first, deterministic, dlse
-        others = {"options": _options(parts), "traced": call}
+        others = {"options": options_of_parts(parts), "traced": call}
         dq, dk, dv, *sums = launch.backward(dout, q, k, v, out, lse, *layout, **others)
         for i, total in zip(program.learned, sums, strict=True):
             grads[i] = total.to(tensors[i].dtype)

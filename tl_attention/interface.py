@@ -21,7 +21,7 @@ from tl_attention.checks.common import (
 )
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels
 from tl_attention.checks.keywords import unknown_keyword
-from tl_attention.ops import attention, attention_backward, scale_of
+from tl_attention.ops import attention, attention_backward, in_bf16, scale_of
 from tl_attention.options import Options
 from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.reference import attention_backward_reference, attention_reference
@@ -90,16 +90,12 @@ def _kernel_like(
 
 def _forward_in_bf16(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """launch.forward of fp32 tensors rounded to bf16."""
-    *tensors, scale, causal, base2, heads_first = arguments
-    out, lse = launch.forward(*(x.bfloat16() for x in tensors), scale, causal, base2, heads_first, **options)
-    return out.float(), lse
+    return in_bf16(lambda *half: launch.forward(*half, *arguments[3:], **options), *arguments[:3])
 
 
 def _backward_in_bf16(*arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
     """launch.backward of fp32 tensors rounded to bf16."""
-    tensors, (lse, *others) = arguments[:5], arguments[5:]
-    grads = launch.backward(*(x.bfloat16() for x in tensors), lse, *others, **options)
-    return tuple(grad.float() for grad in grads)
+    return in_bf16(lambda *half: launch.backward(*half, *arguments[5:], **options), *arguments[:5])
 
 
 def ref_mha_fwd_interface(

@@ -97,6 +97,7 @@ DOORS = {
     "compilation/headers": " | tilelang",
     "compilation/toolkit": " | tilelang",
     "kernels": "tilelang problem program kernel_configs target kernels",
+    "catalog": "problem kernel_configs legality configs",
     "configs": "problem program_configs kernel_configs legality target gpus | tomli",
     "gpus": "torch",
     "target": "torch problem",
@@ -114,10 +115,10 @@ DOORS = {
     "reference/jvp": "torch reference",
     "reference/flex": "torch program tracing/program_values",
     "testing": "torch problem target configs reference reference/jvp testing",
-    "tuning": "torch options problem kernel_configs target configs launch compilation/building compilation/cubin compilation/sandbox "
-    "tuning reference testing | rich",
+    "tuning": "torch options problem kernel_configs target catalog configs launch compilation/building compilation/cubin "
+    "compilation/sandbox tuning reference testing | rich",
     "compilation/cubin": "problem kernel_configs legality target compilation/compiler compilation/store compilation/toolkit | tilelang",
-    "compilation/manifest": "compilation/building compilation/sandbox configs compilation/cubin compilation/compiler "
+    "compilation/manifest": "compilation/building compilation/sandbox catalog configs compilation/cubin compilation/compiler "
     "compilation/toolkit problem program kernel_configs legality target",
     "arguments": "",
     "question": "torch problem kernel_configs legality target configs gpus | launch",
@@ -125,7 +126,7 @@ DOORS = {
     "gpus problem program kernel_configs legality target configs launch/splits launch/block_lists launch/bwd_passes launch/common testing "
     "question explain | block_masks tracing/builtin_options tracing/dense_bias tracing/trace matplotlib",
     "doctor": "torch problem target configs | compilation/manifest compilation/pack compilation/toolkit testing",
-    "cli": "arguments torch problem kernel_configs legality target configs question doctor compilation/packing"
+    "cli": "arguments catalog torch problem kernel_configs legality target configs question doctor compilation/packing"
     "| explain launch compilation/building compilation/store compilation/compiler compilation/cubin compilation/toolkit "
     "compilation/manifest tuning interface flash reference testing tilelang tvm_ffi rich "
     "benchmarks",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tl_attention import configs, doctor, legality, question
+from tl_attention import catalog, configs, doctor, legality, question
 from tl_attention.arguments import at_least, seconds
 from tl_attention.compilation import packing
 from tl_attention.kernel_configs import KernelConfig
@@ -266,14 +266,14 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     from tl_attention.tuning.results import REPORT_COLUMNS, report_cells
 
     if arguments.options:
-        kernels = configs.option_kernels([name for name in arguments.directions if name in DIRECTIONS])
+        kernels = catalog.option_kernels([name for name in arguments.directions if name in DIRECTIONS])
     elif arguments.shapes:
         dtypes = arguments.dtype or (DEFAULT_DTYPE,)
         kernels = _serving(parse_shapes(arguments.shapes).values(), dtypes, arguments.directions)
     else:
         dtypes = arguments.dtype or DTYPES
         kernels = [
-            kernel for kernel in configs.shipped_kernels(arguments.directions) if kernel[0].dtype in dtypes
+            kernel for kernel in catalog.shipped_kernels(arguments.directions) if kernel[0].dtype in dtypes
         ]
     kernels = [
         kernel for kernel in dict.fromkeys(kernels) if _has_words("{} {}".format(*kernel), arguments.words)

@@ -41,6 +41,11 @@ def test_cli_help(command, capsys):
     assert "usage: tl-attention" in capsys.readouterr().out
 
 
+def test_cli_without_a_command_prints_the_commands(capsys):
+    assert cli.main([]) == 2
+    assert "explain" in capsys.readouterr().out
+
+
 def test_support_table_in_the_docs_is_current(capsys):
     assert cli.main(["support"]) == 0
     page = (Path(__file__).parents[1] / "docs" / "options.md").read_text()
@@ -304,6 +309,7 @@ def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
     ("words", "text"),
     [
         (["d128", "causl"], r"a mask \(full, causal\), options \(window, softcap.*got 'causl'"),
+        (["d128", "window=wide"], "window=127 is allowed.*got 'window=wide'"),
         (["d128", "seqlen_k=long"], "seqlen_k=N.*got 'seqlen_k=long'"),
         (["d128", "batch=0"], "got 'batch=0'"),
         (["d128", "fp16", "bf16"], "dtype: expected one word, got fp16 and bf16"),

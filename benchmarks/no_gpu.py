@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rows import unit
 
-from tl_attention import configs
+from tl_attention import catalog, configs
 from tl_attention.compilation import cubin, toolkit
 from tl_attention.kernel_configs import FwdConfig, KernelConfig
 from tl_attention.problem import DECODE, DEFAULT_DTYPE, AttnProblem, decode_problem
@@ -94,7 +94,7 @@ def report_kernels(console: Console, all_kernels: bool) -> None:
     if not (nvcc := toolkit.find_nvcc()):
         console.print(f"No kernel is compiled: {toolkit.NO_NVCC}\n", markup=False)
         return
-    shipped = list(dict.fromkeys([*configs.shipped_kernels(), *configs.decode_kernels()]))
+    shipped = list(dict.fromkeys([*catalog.shipped_kernels(), *catalog.decode_kernels()]))
     pairs = shipped if all_kernels else example_kernels()
     if not all_kernels:
         console.print(f"{len(pairs)} of {len(shipped)} kernels; --all-kernels compiles the others, too")

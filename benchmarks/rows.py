@@ -145,7 +145,7 @@ def add(path: Path, new: Path) -> None:
     """
     (rows, header), (new_rows, new_header) = read(path), read(new)
     groups = by_problem(rows)
-    own_run = f" (in a run of its own, commit {new_header['commit']})"
+    own_run = " (in a run of its own, commit "
     for problem, added in by_problem(new_rows).items():
         if problem not in groups:
             groups[problem] = added
@@ -157,7 +157,10 @@ def add(path: Path, new: Path) -> None:
                 groups[problem][OURS].setdefault("ratios", {})[name] = ratio
     for name, facts in new_header["providers"].items():
         if name not in header["providers"]:
-            header["providers"][name] = facts | {"library": facts["library"] + own_run}
+            library = facts["library"]
+            if own_run not in library:  # the other file may have it from a third one
+                library += f"{own_run}{new_header['commit']})"
+            header["providers"][name] = facts | {"library": library}
     write(path, [row for group in groups.values() for row in group.values()], header)
     new.unlink()
 

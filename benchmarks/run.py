@@ -79,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--shapes",
         nargs="+",
+        metavar="SHAPE",
         help="names or patterns of configs/shapes.toml (--pass decode: of benchmarks/decode.py), or "
         "B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]; default: those of --set",
     )
@@ -91,12 +92,23 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"of {', '.join(PROVIDERS)}; default: all that have the pass",
     )
     add("--dtype", choices=DTYPES, help="of the inputs (default bf16); not with --set fp32 or flex")
-    add("--rounds", type=int, help="samples per provider (default 15; 5 with --quick or --pass decode)")
+    add(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="samples per provider (default 15; 5 with --quick or --pass decode)",
+    )
     add("--pass", dest="direction", choices=SHAPES["main"], default="fwd", help="default: fwd")
     add("--deterministic", action="store_true", help="gradients that are bit-equal from call to call")
-    add("--out", type=Path, default=Path("bench_out"), help="folder of the results (default bench_out)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("bench_out"),
+        metavar="FOLDER",
+        help="folder of the results (default bench_out)",
+    )
     add("--add", action="store_true", help="keep the stored rows; add problems and libraries to them")
-    add("--peers", nargs="+", type=Path, default=(), help=peers.HELP)
+    add("--peers", nargs="+", type=Path, default=(), metavar="FILE", help=peers.HELP)
     add("--host", action="store_true", help="time the host instead: eager calls, first calls; to host.json")
     add("--quick", action="store_true", help="the 4k rows, fewer rounds")
     add(

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tl_attention import configs
+from tl_attention import catalog, configs
 from tl_attention.compilation import cubin, sandbox
 from tl_attention.compilation.sandbox import Failure, Sandbox, Sandboxes, time_left
 from tl_attention.kernel_configs import BwdConfig, BwdDelta, BwdPass, BwdSum, Config, FwdConfig, KernelConfig
@@ -448,9 +448,9 @@ def test_tune_keeps_other_rows_and_drops_unknown_ones(run_tune, tmp_path):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_default_shapes_reach_every_class_and_bucket(direction):
     groups = steps.group_shapes(None, ["bfloat16"], [direction])
-    problems = [problem for problem in configs.problems(direction) if problem.dtype == "bfloat16"]
+    problems = [problem for problem in catalog.problems(direction) if problem.dtype == "bfloat16"]
     assert len(groups) == len(buckets(direction)) * len(problems)
-    assert {row.problem for row in groups} <= set(configs.problems(direction))
+    assert {row.problem for row in groups} <= set(catalog.problems(direction))
     for row, members in groups.items():
         assert len(members) > (
             1 if direction == "bwd_det" else 2

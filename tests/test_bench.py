@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import configs
+from tl_attention import catalog
 from tl_attention.compilation import building, store, toolkit
 from tl_attention.kernel_configs import BwdPass
 from tl_attention.testing import counts, environment, timer
@@ -395,7 +395,7 @@ def test_bench_without_gpu_compiles_all_kernels_if_asked(monkeypatch: pytest.Mon
     monkeypatch.setattr(autotune, "compile_all", lambda pairs: asked.extend(pairs) or ())
     monkeypatch.setattr("tl_attention.compilation.toolkit.find_nvcc", lambda: (Path("nvcc"), "PATH"))
     assert run.main(["--all-kernels"]) == 0
-    assert {*configs.shipped_kernels(), *configs.decode_kernels()} == {*asked}
+    assert {*catalog.shipped_kernels(), *catalog.decode_kernels()} == {*asked}
     assert {*no_gpu.example_kernels()} < {*asked}
 
 

@@ -128,6 +128,9 @@ def test_bench_rows_of_another_run_are_added(tmp_path: Path) -> None:
     assert row_files.peer_ratios(rows[0]) == {"fa2": 2.0, "cudnn": 0.9, "flex": 3.0}
     assert header["providers"]["flex"]["library"] == "1.0 (in a run of its own, commit c)"
     assert not new.exists()
+    third = store(tmp_path / "c", ROWS[:2])
+    row_files.add(third, path)
+    assert row_files.read(third)[1]["providers"]["flex"]["library"] == "1.0 (in a run of its own, commit c)"
 
 
 def test_bench_geomeans() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_bwd import both_modes, run
 
-from tl_attention import configs, launch
+from tl_attention import catalog, configs, launch
 from tl_attention.checks.common import check_one_tile
 from tl_attention.kernel_configs import BwdConfig
 from tl_attention.kernels.bwd_tiles import dq_pieces
@@ -48,7 +48,7 @@ def test_bucket_holds_the_keys_of_a_tile(deterministic):
 
 @pytest.mark.parametrize("direction", ["bwd", "bwd_det"])
 def test_configs_of_the_bucket_alone_have_one_tile(direction):
-    for problem in configs.problems(direction):
+    for problem in catalog.problems(direction):
         has_kernel = not problem.is_fp32 and problem.width in {f"d{width}" for width in WIDTHS}
         config = tile_config(problem, direction)
         assert config.deterministic or direction == "bwd"

@@ -14,6 +14,7 @@ from tl_attention import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
+    flex_attention,
     launch,
     mha_bwd_interface,
     mha_fwd_interface,
@@ -302,6 +303,14 @@ def test_cpu_tensors_warn_once(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mha_fwd_interface(*qkv())
+
+
+@pytest.mark.parametrize("call", [mha_fwd_interface, flash_attn_func, flex_attention])
+def test_cpu_tensors_warn_at_the_line_of_the_caller(call, monkeypatch):
+    monkeypatch.setattr(tl_attention.checks.transforms, "_warned_about_cpu", False)
+    with pytest.warns(UserWarning, match="CPU tensors run the plain PyTorch reference") as caught:
+        call(*[torch.zeros(1, 2, 2, 8)] * 3)
+    assert caught[0].filename == __file__
 
 
 EMPTY = {

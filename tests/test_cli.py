@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import arguments, cli, configs, doctor, launch, question
+from tl_attention import arguments, catalog, cli, configs, doctor, launch, question
 from tl_attention.compilation import cubin, manifest, pack, toolkit
 from tl_attention.kernel_configs import (
     AppendConfig,
@@ -39,6 +39,11 @@ def test_cli_help(command, capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main([*command, "--help"])
     assert "usage: tl-attention" in capsys.readouterr().out
+
+
+def test_cli_without_a_command_prints_the_commands(capsys):
+    assert cli.main([]) == 2
+    assert "explain" in capsys.readouterr().out
 
 
 def test_support_table_in_the_docs_is_current(capsys):
@@ -304,6 +309,7 @@ def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
     ("words", "text"),
     [
         (["d128", "causl"], r"a mask \(full, causal\), options \(window, softcap.*got 'causl'"),
+        (["d128", "window=wide"], "window=127 is allowed.*got 'window=wide'"),
         (["d128", "seqlen_k=long"], "seqlen_k=N.*got 'seqlen_k=long'"),
         (["d128", "batch=0"], "got 'batch=0'"),
         (["d128", "fp16", "bf16"], "dtype: expected one word, got fp16 and bf16"),
@@ -376,7 +382,7 @@ def test_compile_of_option_lines(compiled):
     assert cli.main(["compile", "d192-128", "--options", "--pass", "fwd"]) == 0
     expected = [
         kernel
-        for kernel in configs.option_kernels(["fwd"])
+        for kernel in catalog.option_kernels(["fwd"])
         if (kernel[0].head_dim, kernel[0].head_dim_v) == (192, 128)
     ]
     assert compiled == expected and any(problem.has("dropout") for problem, _ in compiled)
@@ -397,18 +403,18 @@ def test_compile_of_option_lines(compiled):
 def test_compile_of_shipped_kernels_with_all_words(words, kinds, compiled):
     assert cli.main(["compile", *words]) == 0
     assert {type(config) for _, config in compiled} == kinds
-    assert set(compiled) <= set(configs.shipped_kernels((*DIRECTIONS, "decode", "jvp")))
+    assert set(compiled) <= set(catalog.shipped_kernels((*DIRECTIONS, "decode", "jvp")))
 
 
 def test_compile_skips_decode_by_default(compiled):
     assert cli.main(["compile"]) == 0
-    assert compiled == configs.shipped_kernels()
+    assert compiled == catalog.shipped_kernels()
 
 
 def test_compile_of_decode_shapes(compiled):
     shapes = ["--shapes", "8,64,8,1,8192,128,full", "1,8,8,4,100,112,causal"]
     assert cli.main(["compile", "--pass", "decode", *shapes]) == 0
-    assert compiled == configs.decode_kernels(["bfloat16"], [(128, 128)])
+    assert compiled == catalog.decode_kernels(["bfloat16"], [(128, 128)])
     assert len(compiled) == 2 * 3 + 2
 
 
@@ -433,7 +439,7 @@ def test_compile_of_decode_shapes_with_options(compiled):
 @pytest.fixture
 def one_kernel(monkeypatch, tmp_path):
     """A manifest file, and two shipped kernels: one with the hash of the file, one that is new."""
-    kernel = configs.shipped_kernels(["bwd"])[0]
+    kernel = catalog.shipped_kernels(["bwd"])[0]
     monkeypatch.setattr(manifest, "shipped", lambda: {"a": kernel, "b": kernel})
     monkeypatch.setattr(manifest, "trace_all", lambda kernels, jobs: dict.fromkeys(kernels, "1234"))
     monkeypatch.setattr(manifest, "entry", lambda *kernel: {"text": "1234", "registers": 2})
@@ -505,7 +511,7 @@ def test_compile_of_decode_covers_every_call(width, queries, page_size, monkeypa
         table = torch.zeros(1, k.shape[0], dtype=torch.int32)
     cache = Cache(k, v, k.shape[1], block_table=table)
     launch.decode.DecodePlan(q, cache, Options(), 0, False)
-    assert set(asked) <= set(configs.decode_kernels(["float16"], [width]))
+    assert set(asked) <= set(catalog.decode_kernels(["float16"], [width]))
 
 
 @pytest.mark.parametrize("other", [["--shapes", "article"], ["--dtype", "float16"]], ids=" ".join)
@@ -536,7 +542,7 @@ def test_compile_one_config(capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("TL_ATTENTION_CACHE_DIR", raising=False)
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
-    problem, config = next(kernel for kernel in configs.shipped_kernels() if isinstance(kernel[1], BwdSum))
+    problem, config = next(kernel for kernel in catalog.shipped_kernels() if isinstance(kernel[1], BwdSum))
     assert cli.main(["compile", *f"{problem} {config}".split(), "--jobs", "1"]) == 0
     out = capsys.readouterr().out
     assert str(problem) in out and "ok" in out

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tl_attention import configs, legality
+from tl_attention import catalog, configs, legality
 from tl_attention.kernel_configs import (
     BWD_SCHEDULES,
     SCHEDULES,
@@ -51,7 +51,7 @@ TABLES = sorted((configs.data_dir() / "tuned").glob("*.json"))
 D192_128 = AttnProblem("bfloat16", 192, 128, False)
 D256 = AttnProblem("bfloat16", 256, 256, True)
 ROW_BUCKETS = SHORT_BUCKET, ROWS_BUCKET, TILE_BUCKET, WIDE_TILE_BUCKET  # some classes have no line for them
-CLASSES = [(problem, direction) for direction in DIRECTIONS for problem in configs.problems(direction)]
+CLASSES = [(problem, direction) for direction in DIRECTIONS for problem in catalog.problems(direction)]
 
 
 @pytest.mark.parametrize(("problem", "direction"), CLASSES, ids=str)
@@ -398,7 +398,7 @@ def test_bias_is_linear_with_alibi_under_a_causal_mask(causal, options):
 LINES = [
     (width, direction)
     for direction in ("fwd", "bwd")
-    for width in dict.fromkeys(problem.width for problem in configs.problems(direction))
+    for width in dict.fromkeys(problem.width for problem in catalog.problems(direction))
 ]
 
 
@@ -434,7 +434,7 @@ def test_tuned_table_is_sorted_legal_and_one_row_per_line(path):
     assert text == configs.format_tuned(table)
     assert path.stem == gpu_slug(table["gpu"])
     for direction in DIRECTIONS:
-        problems = configs.problems(direction)
+        problems = catalog.problems(direction)
         by_key = {tuning_key(p, bucket): (p, bucket) for p in problems for bucket in buckets(direction)}
         for key, row in table.get(direction, {}).items():
             problem, bucket = by_key[key]
@@ -664,31 +664,31 @@ def test_cache_dir(set_to, expected, monkeypatch):
 
 
 def test_shipped_configs_ignore_the_users_table(tuned_row):
-    before = configs.shipped_configs()
+    before = catalog.shipped_configs()
     tuned_row({"config": asdict(FwdConfig(128, 32))})
-    assert configs.shipped_configs() == before
+    assert catalog.shipped_configs() == before
 
 
 def test_shipped_configs_hold_every_default_once():
-    shipped = configs.shipped_configs()
+    shipped = catalog.shipped_configs()
     assert len(shipped) == len(set(shipped))
     defaults = {(*one, configs.default_config(*one, bucket)) for one in CLASSES for bucket in buckets(one[1])}
     assert defaults <= set(shipped)
-    assert {direction for _, direction, _ in configs.shipped_configs(["bwd"])} == {"bwd"}
+    assert {direction for _, direction, _ in catalog.shipped_configs(["bwd"])} == {"bwd"}
 
 
 def test_shipped_kernels_are_those_of_the_shipped_configs_once():
-    shipped = configs.shipped_kernels()
+    shipped = catalog.shipped_kernels()
     assert len(shipped) == len(set(shipped))
-    for problem, _, config in configs.shipped_configs():
+    for problem, _, config in catalog.shipped_configs():
         assert set(config.kernels(problem)) <= set(shipped)
     of_forward = {FwdConfig, FwdCombine, PartsConfig}
     assert {type(config) for _, config in shipped} == {*of_forward, BwdPass, BwdDelta, BwdSum}
-    assert {type(config) for _, config in configs.shipped_kernels(["fwd"])} == of_forward
+    assert {type(config) for _, config in catalog.shipped_kernels(["fwd"])} == of_forward
 
 
 def test_split_bucket_has_split_configs_and_no_other_bucket_has_any():
-    for problem in configs.problems():
+    for problem in catalog.problems():
         for bucket in buckets("fwd"):
             found = configs.candidates(problem, bucket)
             assert {config.split for config in found} == {bucket == SPLIT_BUCKET}
@@ -705,13 +705,13 @@ def test_split_bucket_has_split_configs_and_no_other_bucket_has_any():
 
 
 def test_every_forward_problem_has_a_backward_problem():
-    half = [problem for problem in configs.problems("bwd") if not problem.is_fp32]
+    half = [problem for problem in catalog.problems("bwd") if not problem.is_fp32]
     assert {(p.head_dim, p.head_dim_v) for p in half} == set(BWD_TILE_WIDTHS)
-    for problem in configs.problems("fwd"):
+    for problem in catalog.problems("fwd"):
         if problem.is_fp32 and problem.width == "d256":
             continue  # refused by checks/fp32.py
         words = (problem.dtype, problem.head_dim, problem.head_dim_v, problem.causal)
-        assert AttnProblem.of(*words, "bwd") in configs.problems("bwd_det")
+        assert AttnProblem.of(*words, "bwd") in catalog.problems("bwd_det")
 
 
 def test_format_tuned_is_one_sorted_row_per_line():

@@ -10,6 +10,7 @@ from torch.func import jvp
 from torch.nn.attention.flex_attention import BlockMask
 
 from tl_attention import (
+    distributed,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -18,6 +19,8 @@ from tl_attention import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
     flex_attention,
+    fp32_workspace_bytes,
+    hf,
     launch,
     merge_states,
     mha_bwd_interface,
@@ -226,6 +229,8 @@ NESTED = {
     "mha-bwd": (attend_backward, "q"),
     "reference": (lambda x: ref_mha_fwd_interface(x, x, x), "q"),
     "kvcache": (lambda x: flash_attn_with_kvcache(Q.to(x.device), x, x), "k_cache"),
+    "distributed": (lambda x: distributed.attention(x, x, x), "q"),
+    "bias": (lambda x: flash_attn_func(*[Q.to(x.device)] * 3, attn_bias=x), "attn_bias"),
     "merge": (lambda x: merge_states([x], [x]), r"outs\[0\]"),
 }
 
@@ -249,11 +254,80 @@ def test_nested_tensors_have_no_plan():
     assert launch.bwd_plan(x, x, x, x, x, x, False, False, False) is None
 
 
-def test_sparse_tensors_are_refused_by_name():
+HEADS_FIRST, LSE = Q.transpose(1, 2), zeros(2, 4, 5, dtype=torch.float32)
+SPARSE = {
+    "q": (lambda x: flash_attn_func(x(Q), Q, Q), "q"),
+    "slopes": (lambda x: flash_attn_func(Q, Q, Q, alibi_slopes=x(torch.ones(4))), "alibi_slopes"),
+    "sink": (lambda x: flash_attn_with_kvcache(Q, Q, Q, learnable_sink=x(torch.ones(4))), "learnable_sink"),
+    "bias": (lambda x: flash_attn_func(Q, Q, Q, attn_bias=x(zeros(1, 1, 5, 5))), "attn_bias"),
+    "rotary": (lambda x: flash_attn_with_kvcache(Q, Q, Q, Q[:, :1], Q[:, :1], *[x(zeros(5, 4))] * 2, 2), "rotary_cos"),
+    "do": (lambda x: mha_bwd_interface(x(HEADS_FIRST), *[HEADS_FIRST] * 4, LSE), "do"),
+    "lse": (lambda x: mha_bwd_interface(*[HEADS_FIRST] * 5, x(LSE)), "lse"),
+    "reference": (lambda x: ref_mha_fwd_interface(Q, x(Q), Q), "k"),
+    "hf": (lambda x: hf.attention_forward(None, Q, Q, Q, None, position_bias=x(zeros(1, 1, 4, 4))), "position_bias"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "name"), SPARSE.values(), ids=SPARSE)
+def test_sparse_tensors_are_refused_by_name(call, name):
     with pytest.raises(
-        NotImplementedError, match=r"^q: expected a dense tensor, got torch\.sparse_coo; call q\.to_dense\(\)"
+        NotImplementedError,
+        match=rf"^{name}: expected a dense tensor, got torch\.sparse_coo; call {name}\.to_dense\(\)",
     ):
-        flash_attn_func(Q.to_sparse(), Q, Q)
+        call(torch.Tensor.to_sparse)
+
+
+VALUES = {
+    "precision": (lambda: flash_attn_func(Q, Q, Q, precision=["high"]), ValueError, r"^precision: expected one of 'highest', 'high'"),
+    "state": (lambda: flash_attn_func(Q, Q, Q, rng_state=3), TypeError, r"^rng_state: expected a torch\.Tensor, got int"),
+    "kernels": (
+        lambda: flex_attention(Q, Q, Q, kernel_options=torch.ones(2)), NotImplementedError, r"^kernel_options: expected None, got \(2,\)",
+    ),
+    "workspace-scalar": (lambda: fp32_workspace_bytes(*[torch.ones(())] * 3), ValueError, r"^q: expected shape \[\.\., head_dim\], head"),
+    "workspace-wide": (lambda: fp32_workspace_bytes(*[torch.ones(2, 257)] * 3), ValueError, r"^q: .*head_dim 1 to 256, got \(2, 257\)"),
+    "bias-of-layer": (
+        lambda: hf.attention_forward(None, Q, Q, Q, None, position_bias=[1.0]), TypeError, r"^position_bias: expected a torch\.Tensor, got",
+    ),
+    "softcap-of-layer": (lambda: hf.attention_forward(None, Q, Q, Q, None, softcap={}), ValueError, r"^softcap: expected 0 for no cap"),
+    "documents-of-list": (
+        lambda: distributed.attention([1.0], ROWS, ROWS, cu_seqlens=[0, 10]), TypeError, r"^q: expected a torch\.Tensor, got list",
+    ),
+    "tokens": (lambda: distributed.attention(Q, Q, Q, seqlen=-1), ValueError, r"^seqlen: expected the tokens of the whole sequence, at"),
+    "layout": (lambda: distributed.shard(Q, layout=torch.ones(2)), ValueError, r"^layout: expected 'zigzag' or 'contiguous' or"),
+    "method": (lambda: distributed.attention(Q, Q, Q, method=["ring"]), ValueError, r"^method: expected one of 'auto'.*got \['ring'\]"),
+    "shard-scalar": (lambda: distributed.shard(torch.ones(())), ValueError, r"^x: expected at least one dimension, got \(\)"),
+    "documents-none": (lambda: distributed.shard_cu_seqlens(None), TypeError, r"^cu_seqlens: expected a tensor or a list of ints, got"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "text"), VALUES.values(), ids=VALUES)
+def test_values_of_a_wrong_kind_are_refused_by_name(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+KEYWORDS = {
+    "is_causal": (lambda **x: flash_attn_func(Q, Q, Q, **x), r"; did you mean causal\?"),
+    "casual": (lambda **x: flash_attn_with_kvcache(Q, Q, Q, **x), r"; did you mean causal\?"),
+    "causal": (lambda **x: mha_fwd_interface(Q, Q, Q, **x), r"; did you mean is_causal\?"),
+    "return_lse": (lambda **x: kv(Q, KV, **x), r"; did you mean return_attn_probs\?"),
+    "page_table": (lambda **x: flash_attn_varlen_func(Q, Q, Q, Q, Q, 1, 1, **x), r"; did you mean block_table\?"),
+    "sm_scale": (lambda **x: flex_attention(Q, Q, Q, **x), r"; did you mean scale\?"),
+    "qv": (lambda **x: qkv(QKV, **x), r"; see docs/kvcache\.md"),
+    "mask_mod": (lambda **x: varlen_qkv(ROWS_QKV, Q, 1, **x), r"; flash_attn_func and flex_attention take masks"),
+    "pack_gqa": (lambda **x: varlen_kv(ROWS, ROWS_KV, Q, Q, 1, 1, **x), r"; leave it out, it has no counterpart here"),
+    "cu_seqlens_q": (lambda **x: distributed.attention(Q, Q, Q, **x), r"; did you mean cu_seqlens\?"),
+    "alibi_slopes": (lambda **x: mha_bwd_interface(Q, Q, Q, Q, Q, Q, **x), r"; flash_attn_func takes it"),
+    "xyz": (lambda **x: flash_attn_func(Q, Q, Q, **x), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "hint"), [(name, *case) for name, case in KEYWORDS.items()], ids=KEYWORDS
+)
+def test_unknown_keywords_have_a_hint(name, call, hint):
+    with pytest.raises(TypeError, match=rf"\(\) got an unexpected keyword argument '{name}'{hint}"):
+        call(**{name: None})
 
 
 COMPILED = {

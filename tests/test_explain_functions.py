@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tl_attention import cli
-from tl_attention.explain import model, work
+from tl_attention.explain import clocks, model, work
 from tl_attention.explain.functions import Asked
 from tl_attention.gpus import H200
 from tl_attention.testing import counts, functions
@@ -105,7 +105,9 @@ def test_work_of_a_learned_bias_per_distance():
     unit = "fp32 instructions"
     plain = call("2,4,2,4096,4096,64,full", "fwd")
     assert forward.kernels[0].clocks[unit] > plain.kernels[0].clocks[unit]
-    assert all(work.GATHERING not in x.clocks and work.SCATTERING not in x.clocks for x in backward.kernels)
+    assert all(
+        clocks.GATHERING not in x.clocks and clocks.SCATTERING not in x.clocks for x in backward.kernels
+    )
     assert [kernel.config.adds_dq for kernel in backward.kernels] == [True]
 
 

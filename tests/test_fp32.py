@@ -447,3 +447,41 @@ def test_fp32_packed_sequences_match_fp64(head_dim):
     )
     ref, _ = varlen_reference(*(x.double() for x in (q, k, v)), cu_q, cu_k, causal=True, dtype=FP64)
     check("highest", "out", out, ref, varlen_reference(q, k, v, cu_q, cu_k, causal=True)[0])
+
+
+ROWS_FIRST, HEADS_FIRST = (1, 5, 2, 16), (1, 2, 5, 16)
+ONE_PART = {
+    "plain": (lambda q, k, v, **x: flash_attn_func(q, k, v, causal=True, **x), ROWS_FIRST),
+    "options": (lambda q, k, v, **x: flash_attn_func(q, k, v, window_size=(2, 1), **x), ROWS_FIRST),
+    "functions": (lambda q, k, v, **x: flash_attn_func(q, k, v, mask_mod=below_a_line, **x), ROWS_FIRST),
+    "research": (lambda q, k, v, **x: mha_fwd_interface(q, k, v, **x)[0], HEADS_FIRST),
+}
+
+
+def below_a_line(b, h, q, k):
+    return 2 * q >= k
+
+
+@pytest.mark.filterwarnings("ignore:tl_attention")
+@pytest.mark.parametrize(("call", "shape"), ONE_PART.values(), ids=ONE_PART)
+def test_calls_of_one_part_run_in_bf16_and_return_fp32(call, shape, monkeypatch):
+    for module in ("ops", "flex", "user_options"):
+        monkeypatch.setattr(f"tl_attention.{module}.runs_in_bf16", lambda q, parts: parts == 1)
+    qkv = [x.requires_grad_() for x in draw(shape, shape, shape)]
+    half = [x.detach().bfloat16().requires_grad_() for x in qkv]
+    out, wanted = call(*qkv, precision="medium"), call(*half)
+    assert out.dtype == torch.float32 and torch.equal(out, wanted.float())
+    grads = [torch.autograd.grad(x.float().square().sum(), y) for x, y in ((out, qkv), (wanted, half))]
+    assert all(x.dtype == torch.float32 and torch.equal(x, y.float()) for x, y in zip(*grads, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:tl_attention")
+def test_backward_of_one_part_runs_in_bf16_and_returns_fp32(monkeypatch):
+    monkeypatch.setattr("tl_attention.ops.runs_in_bf16", lambda q, parts: parts == 1)
+    dout, q, k, v = draw(*[HEADS_FIRST] * 4)
+    out, lse = mha_fwd_interface(q, k, v, precision="medium")
+    found = mha_bwd_interface(dout, q, k, v, out, lse, precision="medium")
+    wanted = mha_bwd_interface(*[x.bfloat16() for x in (dout, q, k, v, out)], lse)
+    assert all(
+        x.dtype == torch.float32 and torch.equal(x, y.float()) for x, y in zip(found, wanted, strict=True)
+    )

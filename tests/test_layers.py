@@ -21,17 +21,17 @@ STDLIB = sys.stdlib_module_names | {"tomllib"}
 # A room is a file, or a folder with those of its files that have no line of their own.
 DOORS = {
     "__init__": "block_masks interface flash flex kvcache merge",
-    "interface": "torch checks/common checks/fp32 ops options launch reference",
-    "flash": "torch checks/common checks/lengths checks/transforms flex ops paged user_options",
+    "interface": "torch checks/common checks/fp32 checks/keywords ops options problem launch reference",
+    "flash": "torch checks/common checks/keywords checks/lengths checks/transforms flex ops paged user_options",
     "paged": "torch checks/common checks/kvcache checks/lengths checks/paged checks/transforms options ops reference/kvcache "
     "user_options",
     "tracing/builtin_options": "torch checks/common options program tracing/program_values",
     "flex": "torch flex_lists tracing/builtin_options tracing/by_distance tracing/captures checks/common checks/flex checks/fp32 "
-    "checks/transforms launch ops options program reference/flex user_options | tracing/trace",
+    "checks/keywords checks/transforms launch ops options program reference/flex user_options | tracing/trace",
     "flex_lists": "torch block_masks tracing/captures tracing/intervals launch/block_lists program",
     "tracing/dense_bias": "torch",
-    "block_masks": "torch tracing/builtin_options tracing/captures checks/flex checks/masks checks/transforms tracing/intervals program "
-    "tracing/program_values | tracing/trace",
+    "block_masks": "torch tracing/builtin_options tracing/captures checks/common checks/flex checks/masks checks/transforms "
+    "tracing/intervals program tracing/program_values | tracing/trace",
     "mask_picture": "torch block_masks checks/common checks/masks launch/block_lists | matplotlib",
     "tracing/intervals": "torch program tracing/program_values tracing/trace_ops",
     "tracing/program_values": "torch program tracing/trace_ops",
@@ -45,6 +45,7 @@ DOORS = {
     "checks/merge": "torch checks/common",
     "checks/common": "torch problem target",
     "checks/fp32": "torch checks/common problem",
+    "checks/keywords": "",
     "checks/kvcache": "torch checks/common options problem kernel_configs",
     "checks/paged": "torch checks/common checks/kvcache problem",
     "checks/transforms": "torch problem",
@@ -55,12 +56,12 @@ DOORS = {
     "transforms": "torch options",
     "torch_backend": "torch checks/common checks/fp32 options flash ops torch_masks",
     "torch_fp32": "torch checks/common checks/flex checks/fp32 ops options problem target",
-    "torch_masks": "torch torch_fp32 checks/common checks/flex checks/fp32 tracing/dense_bias launch options problem program "
+    "torch_masks": "torch torch_fp32 checks/common checks/flex tracing/dense_bias launch options problem program "
     "reference/flex target | tracing/trace",
     "checks/lengths": "torch checks/common checks/kvcache options",
-    "kvcache": "torch checks/common checks/transforms checks/kvcache checks/lengths options problem kernel_configs target ops launch "
-    "reference/kvcache",
-    "distributed": "torch checks/common options ops launch flash distributed",
+    "kvcache": "torch checks/common checks/keywords checks/transforms checks/kvcache checks/lengths options problem kernel_configs target "
+    "ops launch reference/kvcache",
+    "distributed": "torch checks/common checks/keywords options ops launch flash distributed",
     "hf": "torch checks/common checks/hf checks/lengths checks/transforms flash hf_flex kvcache | transformers",
     "hf_flex": "torch block_masks checks/common checks/hf checks/transforms tracing/dense_bias flex",
     "checks/hf": "torch checks/common",
@@ -97,6 +98,7 @@ DOORS = {
     "compilation/layouts": " | tilelang tvm",
     "compilation/toolkit": " | tilelang",
     "kernels": "tilelang problem program kernel_configs target kernels",
+    "catalog": "problem kernel_configs legality configs",
     "configs": "problem program_configs kernel_configs legality target gpus | tomli",
     "gpus": "torch",
     "target": "torch problem",
@@ -114,10 +116,10 @@ DOORS = {
     "reference/jvp": "torch reference",
     "reference/flex": "torch program tracing/program_values",
     "testing": "torch problem target configs reference reference/jvp testing",
-    "tuning": "torch options problem kernel_configs target configs launch compilation/building compilation/cubin compilation/sandbox "
-    "tuning reference testing | rich",
+    "tuning": "torch options problem kernel_configs target catalog configs launch compilation/building compilation/cubin "
+    "compilation/sandbox tuning reference testing | rich",
     "compilation/cubin": "problem kernel_configs legality target compilation/compiler compilation/store compilation/toolkit | tilelang",
-    "compilation/manifest": "compilation/building compilation/sandbox configs compilation/cubin compilation/compiler "
+    "compilation/manifest": "compilation/building compilation/sandbox catalog configs compilation/cubin compilation/compiler "
     "compilation/toolkit problem program kernel_configs legality target",
     "arguments": "",
     "question": "torch problem kernel_configs legality target configs gpus | launch",
@@ -125,7 +127,7 @@ DOORS = {
     "gpus problem program kernel_configs legality target configs launch/splits launch/block_lists launch/bwd_passes launch/common testing "
     "question explain | block_masks tracing/builtin_options tracing/dense_bias tracing/trace matplotlib",
     "doctor": "torch problem target configs | compilation/manifest compilation/pack compilation/toolkit testing",
-    "cli": "arguments torch problem kernel_configs legality target configs question doctor compilation/packing"
+    "cli": "arguments catalog torch problem kernel_configs legality target configs question doctor compilation/packing"
     "| explain launch compilation/building compilation/store compilation/compiler compilation/cubin compilation/toolkit "
     "compilation/manifest tuning interface flash reference testing tilelang tvm_ffi rich "
     "benchmarks",

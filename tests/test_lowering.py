@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tl_attention import configs
+from tl_attention import catalog, configs
 from tl_attention.compilation import building, compiler, cubin, manifest, store, toolkit
 from tl_attention.kernel_configs import BwdPass, BwdSum, FwdConfig, append_kernel
 from tl_attention.problem import AttnProblem
@@ -129,7 +129,7 @@ def test_trace_of_calls_on_parts_of_a_sequence(options, direction):
 def test_lowering_instructions_are_counted_without_cuobjdump(config, monkeypatch):
     if not toolkit.find_nvcc():
         pytest.skip(toolkit.NO_NVCC)
-    problem = configs.problems()[0]
+    problem = catalog.problems()[0]
     source, smem = compiler.lower(problem, config)
     with_sass = cubin.report_source(source, smem, config.threads)
     monkeypatch.setattr(toolkit, "find_cuobjdump", lambda: None)
@@ -213,7 +213,7 @@ def test_report_compiled_is_made_anew_where_none_fits(kept, tmp_path, monkeypatc
     (tmp_path / "kernel.cu").write_text(compiler.SMEM_LINE.format(1000))
     if kept is not None:
         (tmp_path / "kernel.json").write_text(kept if isinstance(kept, str) else json.dumps(kept))
-    problem = configs.problems()[0]
+    problem = catalog.problems()[0]
     assert cubin.report_compiled(problem, FwdConfig(64, 32)) == REPORT
     monkeypatch.setattr(cubin, "report_source", lambda *args: pytest.fail("made anew though kept"))
     assert cubin.report_compiled(problem, FwdConfig(64, 32)) == REPORT
@@ -226,7 +226,7 @@ def test_report_compiled_has_the_shared_memory_of_the_kernel(stored, tmp_path, m
     monkeypatch.setattr(compiler, "lower", lambda problem, config: ("", 20_000))
     line = compiler.SMEM_LINE.format(30_000) if stored else ""
     (tmp_path / "kernel.cu").write_text(f"code\n{line}\n")
-    found = cubin.report_compiled(configs.problems()[0], FwdConfig(64, 32))
+    found = cubin.report_compiled(catalog.problems()[0], FwdConfig(64, 32))
     assert found.smem_bytes == (30_000 if stored else 20_000)
 
 

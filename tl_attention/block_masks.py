@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tl_attention.checks.common import expect_bool
 from tl_attention.checks.flex import LISTS, check_captured_sizes
 from tl_attention.checks.masks import (
     check_blocks,
@@ -76,12 +77,14 @@ def create_block_mask(
     Source: Dong et al. 2024 (FlexAttention) for the format.
     """
     check_mask_function(mask_mod)
+    expect_bool("separate_full_blocks", separate_full_blocks)
+    expect_bool("compute_dq_write_order", compute_dq_write_order)
     if compute_dq_write_order:
         raise NotImplementedError(
             "compute_dq_write_order: expected False, got True; the order serves PyTorch's FLASH backend: call PyTorch's create_block_mask"
         )
     blocks = check_blocks(B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
-    return _block_mask(mask_mod, blocks, bool(separate_full_blocks), exact=True)
+    return _block_mask(mask_mod, blocks, separate_full_blocks, exact=True)
 
 
 def lists_follow_mask(block_mask: Any) -> bool:

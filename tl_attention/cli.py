@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tl_attention import configs, doctor, legality, question
+from tl_attention import catalog, configs, doctor, legality, question
 from tl_attention.arguments import at_least, seconds
 from tl_attention.compilation import packing
 from tl_attention.kernel_configs import KernelConfig
@@ -40,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["bench"]:
         return bench(argv[1:])
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    if not argv:
+        parser.print_help()
+        return 2
+    arguments = parser.parse_args(argv)
     try:
         return arguments.run(arguments)
     except SystemExit as fault:
@@ -108,15 +112,31 @@ def _shape_arguments() -> argparse.ArgumentParser:
         metavar="SHAPE",
         help="names or patterns of configs/shapes.toml, or B,Hq,Hkv,Sq,Sk,D[,Dv],mask[,option..]",
     )
-    shapes.add_argument("--dtype", nargs="+", choices=DTYPES, help="default: bfloat16, whose rows serve both")
-    shapes.add_argument("--jobs", type=at_least(1), help="kernels compiled at a time; default: one per CPU")
+    shapes.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=DTYPES,
+        metavar="DTYPE",
+        help=f"of {', '.join(DTYPES)}; default: bfloat16, whose rows serve float16, too; of compile without --shapes all",
+    )
+    shapes.add_argument(
+        "--jobs", type=at_least(1), metavar="N", help="kernels compiled at a time; default: one per CPU"
+    )
     return shapes
 
 
 def _add_pass(
     command: argparse.ArgumentParser, choices: Sequence[str], default: Sequence[str], words: str
 ) -> None:
-    command.add_argument("--pass", nargs="+", choices=choices, default=default, dest="directions", help=words)
+    command.add_argument(
+        "--pass",
+        nargs="+",
+        choices=choices,
+        default=default,
+        dest="directions",
+        metavar="PASS",
+        help=f"of {', '.join(choices)}; {words}",
+    )
 
 
 def _add_tune(command: argparse.ArgumentParser) -> None:
@@ -128,11 +148,16 @@ def _add_tune(command: argparse.ArgumentParser) -> None:
         "--budget", type=seconds, default=1800.0, metavar="TIME", help="90s, 10m or 1h; default: 30m"
     )
     command.add_argument(
-        "--log", type=Path, default=Path("bench_out/tune.jsonl"), help="default: %(default)s"
+        "--log",
+        type=Path,
+        default=Path("bench_out/tune.jsonl"),
+        metavar="FILE",
+        help="every attempt; default: %(default)s",
     )
     command.add_argument(
         "--table",
         type=Path,
+        metavar="FILE",
         help="the table to improve; default: the one of this GPU in the checkout, or else the user's",
     )
     command.set_defaults(run=tune)
@@ -152,7 +177,10 @@ def _add_compile(command: argparse.ArgumentParser) -> None:
         help="for each [options] line of configs/grid.toml, the kernels of the bf16 problem with all options it serves",
     )
     command.add_argument(
-        "words", nargs="*", help="only kernels whose problem and config have all of these: bf16 d128 dq"
+        "words",
+        nargs="*",
+        metavar="WORD",
+        help="only kernels whose problem and config have all of these: bf16 d128 dq",
     )
     command.set_defaults(run=compile_kernels)
 
@@ -163,7 +191,7 @@ def _add_config(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--gpu",
         metavar="NAME",
-        help="a Hopper GPU, such as H100 or its name in torch; default: this GPU, else NVIDIA H200",
+        help=question.GPU_HELP,
     )
     command.set_defaults(run=show_config)
 
@@ -177,7 +205,10 @@ def _add_explain(command: argparse.ArgumentParser) -> None:
 def _add_manifest(command: argparse.ArgumentParser) -> None:
     command.add_argument("--check", action="store_true", help="compile and write nothing; needs no nvcc")
     command.add_argument(
-        "--jobs", type=at_least(1), help="kernels traced or compiled at a time; default: one per CPU"
+        "--jobs",
+        type=at_least(1),
+        metavar="N",
+        help="kernels traced or compiled at a time; default: one per CPU",
     )
     command.set_defaults(run=update_manifest)
 
@@ -266,14 +297,14 @@ def compile_kernels(arguments: argparse.Namespace) -> int:
     from tl_attention.tuning.results import REPORT_COLUMNS, report_cells
 
     if arguments.options:
-        kernels = configs.option_kernels([name for name in arguments.directions if name in DIRECTIONS])
+        kernels = catalog.option_kernels([name for name in arguments.directions if name in DIRECTIONS])
     elif arguments.shapes:
         dtypes = arguments.dtype or (DEFAULT_DTYPE,)
         kernels = _serving(parse_shapes(arguments.shapes).values(), dtypes, arguments.directions)
     else:
         dtypes = arguments.dtype or DTYPES
         kernels = [
-            kernel for kernel in configs.shipped_kernels(arguments.directions) if kernel[0].dtype in dtypes
+            kernel for kernel in catalog.shipped_kernels(arguments.directions) if kernel[0].dtype in dtypes
         ]
     kernels = [
         kernel for kernel in dict.fromkeys(kernels) if _has_words("{} {}".format(*kernel), arguments.words)

@@ -45,12 +45,13 @@ Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3)
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from tl_attention.checks import lengths as checks_lengths
 from tl_attention.checks.common import check_packed, expect_bool
+from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.lengths import NAMES, Lengths, Names, checked_lengths
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.flex import attend_by_functions
@@ -83,13 +84,14 @@ def _attend(
 ) -> Output:
     if return_attn_probs is not False:
         expect_bool("return_attn_probs", return_attn_probs)
-    window_size, softcap, dropout_p, alibi_slopes, sink, _, num_splits, lengths, precision = asked
+    window_size, softcap, dropout_p, alibi_slopes, sink, rng_state, num_splits, lengths, precision = asked
     plain = (
         lengths is precision is None
         and type(num_splits) is int
         and not num_splits
         and alibi_slopes is None
         and sink is None
+        and rng_state is None
         and type(window_size) is tuple
         and type(softcap) is type(dropout_p) is float
         and (dropout_p, window_size, softcap) == (0, (-1, -1), 0)
@@ -136,6 +138,7 @@ def flash_attn_func(
     mask_mod: Callable | None = None,
     block_mask: Any = None,
     attn_bias: torch.Tensor | None = None,
+    **unknown: NoReturn,
 ) -> Output:
     """Exact attention in one pass: softmax(softmax_scale * q k^T + mask) v.
 
@@ -149,6 +152,8 @@ def flash_attn_func(
 
     Options, result and errors: see the docstring of tl_attention.flash.
     """
+    if unknown:
+        raise unknown_keyword(flash_attn_func, unknown)
     asked = (
         window_size,
         softcap,
@@ -182,6 +187,7 @@ def flash_attn_qkvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: str | None = None,
+    **unknown: NoReturn,
 ) -> Output:
     """flash_attn_func of q, k and v packed in one tensor, which gets one gradient.
 
@@ -190,6 +196,8 @@ def flash_attn_qkvpacked_func(
 
     Options, result and errors: see the docstring of tl_attention.flash.
     """
+    if unknown:
+        raise unknown_keyword(flash_attn_qkvpacked_func, unknown)
     check_packed("qkv", qkv, "batch, seqlen, 3, heads, head_dim", 3)
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None, precision
     try:
@@ -213,6 +221,7 @@ def flash_attn_kvpacked_func(
     learnable_sink: torch.Tensor | None = None,
     rng_state: torch.Tensor | None = None,
     precision: str | None = None,
+    **unknown: NoReturn,
 ) -> Output:
     """flash_attn_func of k and v packed in one tensor, which gets one gradient.
 
@@ -222,6 +231,8 @@ def flash_attn_kvpacked_func(
 
     Options, result and errors: see the docstring of tl_attention.flash.
     """
+    if unknown:
+        raise unknown_keyword(flash_attn_kvpacked_func, unknown)
     check_packed("kv", kv, "batch, seqlen_k, 2, heads_kv, head_dim", 2)
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, 0, None, precision
     try:
@@ -256,6 +267,7 @@ def flash_attn_varlen_func(
     num_splits: int = 0,
     check_lengths: bool = False,
     out: torch.Tensor | None = None,
+    **unknown: NoReturn,
 ) -> Output:
     """flash_attn_func per sequence of a batch of packed sequences.
 
@@ -282,6 +294,8 @@ def flash_attn_varlen_func(
     Rows past the last sequence are undefined in out, softmax_lse and gradients.
     Options, result and errors: see the docstring of tl_attention.flash.
     """
+    if unknown:
+        raise unknown_keyword(flash_attn_varlen_func, unknown)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
     asked = window_size, softcap, dropout_p, alibi_slopes, learnable_sink, rng_state, num_splits
     if block_table is not None or out is not None:
@@ -311,6 +325,7 @@ def flash_attn_varlen_qkvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: str | None = None,
     check_lengths: bool = False,
+    **unknown: NoReturn,
 ) -> Output:
     """flash_attn_varlen_func of q, k and v packed in one tensor, which gets one gradient; q and k share cu_seqlens.
 
@@ -320,6 +335,8 @@ def flash_attn_varlen_qkvpacked_func(
 
     Options, result and errors: see the docstring of tl_attention.flash.
     """
+    if unknown:
+        raise unknown_keyword(flash_attn_varlen_qkvpacked_func, unknown)
     check_packed("qkv", qkv, "total, 3, heads, head_dim", 3)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, None, None
     lengths = _lengths(qkv, qkv, lengths, check_lengths, (_QKV, _QKV))
@@ -350,6 +367,7 @@ def flash_attn_varlen_kvpacked_func(
     rng_state: torch.Tensor | None = None,
     precision: str | None = None,
     check_lengths: bool = False,
+    **unknown: NoReturn,
 ) -> Output:
     """flash_attn_varlen_func of k and v packed in one tensor, which gets one gradient.
 
@@ -360,6 +378,8 @@ def flash_attn_varlen_kvpacked_func(
 
     Options, result and errors: see the docstring of tl_attention.flash.
     """
+    if unknown:
+        raise unknown_keyword(flash_attn_varlen_kvpacked_func, unknown)
     check_packed("kv", kv, "total_k, 2, heads_kv, head_dim", 2)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None, None
     lengths = _lengths(q, kv, lengths, check_lengths, (NAMES[0], _KV))

@@ -10,13 +10,20 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.nn.attention.flex_attention import AuxOutput
 
 from tl_attention import launch
-from tl_attention.checks.common import FWD_DTYPES, MAX_SCALE, check_deterministic, check_fwd, expect_bool
+from tl_attention.checks.common import (
+    FWD_DTYPES,
+    MAX_SCALE,
+    check_deterministic,
+    check_fwd,
+    describe,
+    expect_bool,
+)
 from tl_attention.checks.flex import (
     FLASH_NAMES,
     FLEX_NAMES,
@@ -34,14 +41,11 @@ from tl_attention.checks.flex import (
     expand_batch,
 )
 from tl_attention.checks.fp32 import check_precision, runs_in_bf16
+from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.flex_lists import KeptMask, kept_mask, listed
-from tl_attention.ops import (
-    attention,
-    check_device_or_warn,
-    scale_of,
-)
-from tl_attention.options import Options
+from tl_attention.ops import attention, check_device_or_warn, in_bf16, scale_of
+from tl_attention.options import options_of_parts
 from tl_attention.program import Call, Program
 from tl_attention.reference.flex import flex_reference
 from tl_attention.tracing.builtin_options import BuiltinOptions, Recognized, recognized
@@ -70,6 +74,7 @@ def flex_attention(
     attn_bias: torch.Tensor | None = None,
     deterministic: bool = False,
     precision: str | None = None,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, Any]:
     """Attention with scores and mask as Python functions: softmax(score_mod(scale * q k^T)) v over the keys that mask_mod shows.
 
@@ -106,13 +111,15 @@ def flex_attention(
         TypeError, ValueError, NotImplementedError: which argument, or which operation of a function, what was expected and what was passed.
     Source: Dong et al. 2024 (FlexAttention).
     """
+    if unknown:
+        raise unknown_keyword(flex_attention, unknown)
     expect_bool("return_lse", return_lse)
     expect_bool("enable_gqa", enable_gqa)
     check_deterministic(deterministic)
     check_not_transformed(FLEX_NAMES.function)
-    if kernel_options:
+    if not (kernel_options is None or (isinstance(kernel_options, dict) and not kernel_options)):
         raise NotImplementedError(
-            f"kernel_options: expected None, got {kernel_options!r}, which are options of PyTorch's kernels; leave them out"
+            f"kernel_options: expected None, got {describe(kernel_options)}, which are options of PyTorch's kernels; leave them out"
         )
     if return_aux is not None:
         check_aux(return_aux, return_lse)
@@ -166,9 +173,8 @@ def attend(
     if precision is not None or q.dtype == torch.float32:
         parts = check_precision(q, precision)
         if runs_in_bf16(q, parts):
-            half = (x.bfloat16() for x in (q, k, v))
-            results = attend(*half, functions, scale, enable_gqa, deterministic, None, rows_first)
-            return tuple(x.float() for x in results)
+            given = functions, scale, enable_gqa, deterministic, None, rows_first
+            return in_bf16(lambda *half: attend(*half, *given), q, k, v)
     if prepared.by_distance is not None and q.is_cuda:
         sizes = q.shape[0], heads, rows, k.shape[1 if rows_first else 2]
         if math.prod(sizes) >= MIN_SCORES:
@@ -186,14 +192,8 @@ def attend(
         if parts:
             check_gradient_kernels(q, v, parts, FLASH_NAMES if rows_first else FLEX_NAMES)
         return _differentiable(call, scale, deterministic, rows_first, parts, *inputs)
-    others = {"options": _options(parts), "traced": call, "deterministic": deterministic}
+    others = {"options": options_of_parts(parts), "traced": call, "deterministic": deterministic}
     return launch.forward(q, k, v, scale, False, False, not rows_first, **others)
-
-
-@functools.cache
-def _options(parts: int) -> Options | None:
-    """Options of a launch with so many bf16 parts per element; None for 0."""
-    return Options(parts=parts) if parts else None
 
 
 def attend_by_functions(
@@ -386,7 +386,7 @@ class _Flex(torch.autograd.Function):
     ) -> tuple:
         """inputs: q, k, v, captured tensors. parts: as in Options."""
         q, k, v, *_ = inputs
-        others = {"options": _options(parts), "traced": call, "deterministic": deterministic}
+        others = {"options": options_of_parts(parts), "traced": call, "deterministic": deterministic}
         out, lse = launch.forward(q, k, v, scale, False, False, not rows_first, **others)
         ctx.asked = call.program, call.numbers, call.blocks, scale, deterministic, rows_first, parts
         ctx.save_for_backward(out, lse, *inputs)
@@ -405,7 +405,7 @@ class _Flex(torch.autograd.Function):
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         call = Call(program, tuple(tensors), numbers, blocks)
         layout = scale, False, False, not rows_first, deterministic, dlse
-        others = {"options": _options(parts), "traced": call}
+        others = {"options": options_of_parts(parts), "traced": call}
         dq, dk, dv, *sums = launch.backward(dout, q, k, v, out, lse, *layout, **others)
         for i, total in zip(program.learned, sums, strict=True):
             grads[i] = total.to(tensors[i].dtype)

@@ -134,7 +134,7 @@ def attention_forward(
     if sliding_window is not None:
         left = sliding_window - 1
         right = 0 if causal else left
-    softcap = softcap or 0.0
+    softcap = 0.0 if softcap is None else softcap
 
     packed = cu_seq_lens_q is not None
     if needs_flex(attention_mask, position_bias):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tl_attention.block_masks import create_block_mask
-from tl_attention.checks.common import describe
+from tl_attention.checks.common import describe, expect_tensor
 from tl_attention.checks.hf import USE_ANOTHER, VARLEN_ROWS, is_block_mask
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.flex import flex_attention
@@ -112,6 +112,7 @@ def flex_forward(
 
 def _element(name: str, x: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Callable:
     """dense_bias.element() of a mask or bias [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k], checked."""
+    expect_tensor(name, x)
     sizes = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
     fits = x.ndim == 4 and all(n in (1, size) for n, size in zip(x.shape[:3], sizes[:3], strict=True))
     if not fits or (x.shape[3] < sizes[3] and x.shape[3] != 1):

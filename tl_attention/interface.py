@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,8 +20,10 @@ from tl_attention.checks.common import (
     expect_tensor,
 )
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels
-from tl_attention.ops import attention, attention_backward, scale_of
+from tl_attention.checks.keywords import unknown_keyword
+from tl_attention.ops import attention, attention_backward, in_bf16, scale_of
 from tl_attention.options import Options
+from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.reference import attention_backward_reference, attention_reference
 
 
@@ -34,6 +36,7 @@ def mha_fwd_interface(
     return_kernel: bool = False,
     *,
     precision: str | None = None,
+    **unknown: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor] | Callable:
     """Exact attention in one pass: out = softmax(sm_scale * q k^T + mask) v, and the log-sum-exp per row in BASE 2.
 
@@ -58,6 +61,8 @@ def mha_fwd_interface(
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     Source: Dao 2023 (FlashAttention-2), alg. 1; Shah et al. 2024 (FlashAttention-3).
     """
+    if unknown:
+        raise unknown_keyword(mha_fwd_interface, unknown)
     if return_kernel is not False:
         expect_bool("return_kernel", return_kernel)
         check_fwd(q, k, v, sm_scale, is_causal, heads_first=True, dtypes=FWD_DTYPES)
@@ -85,16 +90,12 @@ def _kernel_like(
 
 def _forward_in_bf16(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """launch.forward of fp32 tensors rounded to bf16."""
-    *tensors, scale, causal, base2, heads_first = arguments
-    out, lse = launch.forward(*(x.bfloat16() for x in tensors), scale, causal, base2, heads_first, **options)
-    return out.float(), lse
+    return in_bf16(lambda *half: launch.forward(*half, *arguments[3:], **options), *arguments[:3])
 
 
 def _backward_in_bf16(*arguments: Any, **options: Any) -> tuple[torch.Tensor, ...]:
     """launch.backward of fp32 tensors rounded to bf16."""
-    tensors, (lse, *others) = arguments[:5], arguments[5:]
-    grads = launch.backward(*(x.bfloat16() for x in tensors), lse, *others, **options)
-    return tuple(grad.float() for grad in grads)
+    return in_bf16(lambda *half: launch.backward(*half, *arguments[5:], **options), *arguments[:5])
 
 
 def ref_mha_fwd_interface(
@@ -124,6 +125,7 @@ def mha_bwd_interface(
     return_kernel: bool = False,
     *,
     precision: str | None = None,
+    **unknown: NoReturn,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | Callable:
     """Gradients of mha_fwd_interface with respect to q, k and v, in O(N) memory.
 
@@ -143,6 +145,8 @@ def mha_bwd_interface(
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     Source: Dao 2023 (FlashAttention-2), alg. 2; Shah et al. 2024 (FlashAttention-3).
     """
+    if unknown:
+        raise unknown_keyword(mha_bwd_interface, unknown)
     expect_bool("return_kernel", return_kernel)
     grads = attention_backward(do, q, k, v, out, lse, sm_scale, is_causal, deterministic, precision)
     if not return_kernel:
@@ -197,6 +201,10 @@ def fp32_workspace_bytes(
         expect_tensor(name, x)
         if x.dtype != torch.float32:
             raise TypeError(f"{name}: expected float32, got {x.dtype}; other dtypes need no parts")
+        if not x.ndim or not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name}: expected shape [.., head_dim], head_dim 1 to {MAX_HEAD_DIM}, got {tuple(x.shape)}"
+            )
     expect_bool("backward", backward)
     parts = check_precision(q, precision)
     if backward and not has_gradient_kernels(q, v, parts):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
 from tl_attention import launch
 from tl_attention.checks import lengths as checks_lengths
 from tl_attention.checks.common import check_device, check_options, check_window, expect_bool, expect_scale
+from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.kvcache import (
     cache_capacity,
     check_addresses,
@@ -70,6 +72,7 @@ def flash_attn_with_kvcache(
     workspace: torch.Tensor | None = None,
     check_lengths: bool = False,
     check_block_table: bool = False,
+    **unknown: NoReturn,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Append new keys and values to a cache, then compute attention of each sequence's queries to its keys in the cache.
 
@@ -117,6 +120,8 @@ def flash_attn_with_kvcache(
         TypeError, ValueError, NotImplementedError: the message names the argument, what was expected and what was passed.
         IndexError: a value of an index tensor is wrong; only with check_lengths and on the CPU.
     """
+    if unknown:
+        raise unknown_keyword(flash_attn_with_kvcache, unknown)
     if torch.is_grad_enabled():
         check_no_gradient(q, k_cache, v_cache, k, v, learnable_sink)
     if return_softmax_lse is not False:

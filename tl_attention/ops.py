@@ -33,6 +33,7 @@ from tl_attention.options import (
     TENSORS,
     Call,
     Options,
+    options_of_parts,
     parse_arguments,
     rows_in_use,
 )
@@ -341,6 +342,11 @@ def scale_of(q: torch.Tensor, softmax_scale: float | None) -> float:
     return 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
 
 
+def in_bf16(run: Callable[..., tuple], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Results of run() on fp32 tensors rounded to bf16, as fp32: a call whose products have one bf16 part."""
+    return tuple(x.float() for x in run(*[x.bfloat16() for x in tensors]))
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -362,9 +368,8 @@ def attention(
         check_deterministic(deterministic)
         parts = check_precision(q, precision)
         if runs_in_bf16(q, parts):
-            half = (x.bfloat16() for x in (q, k, v))
-            results = attention(*half, softmax_scale, causal, lse_base2, heads_first, deterministic)
-            return tuple(x.float() for x in results)
+            given = softmax_scale, causal, lse_base2, heads_first, deterministic
+            return in_bf16(lambda *half: attention(*half, *given), q, k, v)
         if parts:  # its plans have the precision in their keys
             call = Call(scale_of(q, softmax_scale), causal, lse_base2, heads_first, deterministic)
             return attend(q, k, v, call, Options(parts=parts))
@@ -455,16 +460,15 @@ def attention_backward(
         check_bwd(*tensors, deterministic)
         parts = check_precision(q, precision)
         if runs_in_bf16(q, parts):
-            half = (x.bfloat16() for x in (dout, q, k, v, out))
-            grads = attention_backward(*half, lse, softmax_scale, causal, deterministic)
-            return tuple(grad.float() for grad in grads)
+            given = lse, softmax_scale, causal, deterministic
+            return in_bf16(lambda *half: attention_backward(*half, *given), dout, q, k, v, out)
         check_device_or_warn(q, traced)
 
     scale = scale_of(q, softmax_scale)
     if plan is not None:
         return plan(*tensors, scale, True)
     call = Call(scale, causal, True, True, deterministic)
-    options = Options(parts=parts) if parts else None
+    options = options_of_parts(parts)
     if traced or not q.is_cuda:
         return bwd_op(*tensors, None, *call, *(options.arguments() if parts else ()))[:3]
     return _launch_backward(*tensors, None, call, options)

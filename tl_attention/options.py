@@ -261,6 +261,12 @@ def parse_options(*arguments: object) -> Options | None:
     return None if options.is_off else options
 
 
+@functools.cache
+def options_of_parts(parts: int) -> Options | None:
+    """Options of a launch that has no other ones: bf16 parts per fp32 element; None for 0."""
+    return Options(parts=parts) if parts else None
+
+
 def canonical_window(causal: bool, window_size: Sequence[int | None]) -> tuple[bool, tuple[int, int]]:
     """(causal, window) with at most one of them set, so that each mask has one spelling."""
     left, right = (UNLIMITED if x is None or x == UNLIMITED else min(x, MAX_WINDOW) for x in window_size)

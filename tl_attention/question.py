@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from tl_attention.target import DEFAULT_GPU, gpu_name, is_hopper
 
 SIZES = ("seqlen_q", "seqlen_k", "batch", "heads", "heads_kv", "page_size")
 MASKS = ("full", "causal")
+GPU_HELP = f"a Hopper GPU, such as H100 or its name in torch; default: this GPU, else {DEFAULT_GPU}"
 NAMED_BUCKETS = tuple(dict.fromkeys(bucket for direction in DIRECTIONS for bucket in buckets(direction)))
 
 
@@ -80,7 +82,7 @@ def parse(words: Sequence[str]) -> Question:
         elif word in NAMED_BUCKETS:
             once("bucket", word)
             question.bucket = word
-        elif name in OPTIONS:
+        elif name in OPTIONS and (word == name or _is_number(value)):
             question.options.append(name)
         elif name in SIZES and value.isdecimal() and int(value) > 0:
             once(name, word)
@@ -94,6 +96,13 @@ def parse(words: Sequence[str]) -> Question:
             f"bucket: expected a bucket or seqlen_k, which chooses it, got {question.bucket} and {given['seqlen_k']}"
         )
     return question
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def accepted_words() -> str:

@@ -53,6 +53,14 @@ def has_kernels(query: torch.Tensor, value: torch.Tensor, masked: bool = False) 
     return has_gradient_kernels(query, value, parts, masked)
 
 
+def operands(*tensors: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+    """(parts, tensors) of a launch, [batch, seqlen, heads, columns], at the default precision: bf16 and 0 for fp32 of one part."""
+    parts = check_precision(tensors[0], None)
+    if runs_in_bf16(tensors[0], parts):
+        tensors, parts = [x.bfloat16() for x in tensors], 0
+    return parts, [x.transpose(1, 2) for x in tensors]
+
+
 def forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,11 +82,8 @@ def backward(
     scale: float | None,
 ) -> tuple[torch.Tensor, ...]:
     """dq, dk, dv, as views of [batch, seqlen, heads, head_dim]."""
-    tensors = [x.transpose(1, 2) for x in (grad_out, query, key, value, out)]
+    parts, tensors = operands(grad_out, query, key, value, out)
     tensors[0] = tensors[0].contiguous()
-    parts = check_precision(query, None)
-    if runs_in_bf16(query, parts):
-        tensors, parts = [x.bfloat16() for x in tensors], 0
     scale = query.shape[3] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     options = Options(parts=parts).arguments()

@@ -17,8 +17,7 @@ import torch
 from tl_attention import launch, torch_fp32
 from tl_attention.checks.common import FWD_DTYPES
 from tl_attention.checks.flex import MAX_BATCH, MAX_ELEMENTS, MAX_LENGTH
-from tl_attention.checks.fp32 import check_precision, runs_in_bf16
-from tl_attention.options import Options
+from tl_attention.options import options_of_parts
 from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.program import Call
 from tl_attention.reference.flex import flex_reference
@@ -232,19 +231,11 @@ def _forward(
     call = _call(_narrow(attn_bias.detach()), False)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if query.is_cuda:
-        options, *qkv = _for_kernels(query, key, value)
-        out, lse = launch.forward(*qkv, scale, False, False, options=options, traced=call)
+        parts, qkv = torch_fp32.operands(query, key, value)
+        out, lse = launch.forward(*qkv, scale, False, False, options=options_of_parts(parts), traced=call)
         return out.to(query.dtype).transpose(1, 2), lse
     out, lse = flex_reference(query, key, value, scale, call)
     return out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse
-
-
-def _for_kernels(*tensors: torch.Tensor) -> tuple[Any, ...]:
-    """Options of a launch, None for none, and tensors [batch, seqlen, heads, columns]: in bf16 for fp32 of one part."""
-    parts = check_precision(tensors[0], None)
-    if runs_in_bf16(tensors[0], parts):
-        tensors, parts = tuple(x.bfloat16() for x in tensors), 0
-    return Options(parts=parts) if parts else None, *(x.transpose(1, 2) for x in tensors)
 
 
 def _backward(
@@ -263,10 +254,10 @@ def _backward(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     if query.is_cuda:
-        options, *tensors = _for_kernels(grad_out, query, key, value, out)
+        parts, tensors = torch_fp32.operands(grad_out, query, key, value, out)
         tensors[0] = tensors[0].contiguous()
         modes = False, False, False, deterministic
-        grads = launch.backward(*tensors, lse, scale, *modes, options=options, traced=call)
+        grads = launch.backward(*tensors, lse, scale, *modes, options=options_of_parts(parts), traced=call)
         grads, sums = [x.to(query.dtype).transpose(1, 2) for x in grads[:3]], grads[3:]
     else:
         with torch.enable_grad():

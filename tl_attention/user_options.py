@@ -26,6 +26,7 @@ from tl_attention.ops import (
     attend,
     attention,
     has_plain_values,
+    in_bf16,
     is_traced,
     run_eagerly,
     scale_of,
@@ -223,8 +224,8 @@ def attention_with_options(
             launch.keep_call(key, _KnownCall(causal, None, None))
         return results
     if runs_in_bf16(q, options.parts):
-        half = *(x.bfloat16() for x in (q, k, v)), softmax_scale, causal, deterministic
-        return tuple(x.float() for x in attention_with_options(*half, asked._replace(precision=None)))
+        given = softmax_scale, causal, deterministic, asked._replace(precision=None)
+        return in_bf16(lambda *half: attention_with_options(*half, *given), q, k, v)
     call = Call(scale_of(q, softmax_scale), causal, False, False, deterministic)
     results = attend(q, k, v, call, options)
     plan = None if key is None else launch.fwd_plan(q, k, v, causal, False, options)

@@ -35,6 +35,8 @@ NO_HINTS: Mapping[int, str] = MappingProxyType({})
 def describe(x: object) -> str:
     """The "got ..." of an error: shape, dtype and device of a tensor, the repr of anything else, or the type if that is long."""
     if isinstance(x, torch.Tensor):
+        if x.is_nested:  # it may have no shape
+            return f"a nested tensor of {x.dtype} on {x.device}"
         return f"{tuple(x.shape)} {x.dtype} on {x.device}"
     if isinstance(x, int) and x.bit_length() > 128:  # Python prints no int of more than 4300 digits
         return f"an int of {x.bit_length()} bits"
@@ -43,18 +45,18 @@ def describe(x: object) -> str:
 
 
 def expect_tensor(name: str, x: torch.Tensor) -> None:
+    """Expect a dense tensor."""
     if not isinstance(x, torch.Tensor):
         has_values = isinstance(x, (list, tuple, *NUMBER_TYPES)) or hasattr(x, "__array__")
         hint = f"; pass torch.as_tensor({name})" if has_values else ""
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}{hint}")
-
-
-def expect_dense(name: str, x: torch.Tensor) -> None:
     if x.is_nested:
         raise NotImplementedError(
             f"{name}: expected one length per dimension, got a nested tensor; pass its values() and offsets() to flash_attn_varlen_func,"
             " or call torch_backend.register() and scaled_dot_product_attention"
         )
+    if x.layout != torch.strided:
+        raise NotImplementedError(f"{name}: expected a dense tensor, got {x.layout}; call {name}.to_dense()")
 
 
 def expect_operand(
@@ -71,7 +73,6 @@ def expect_operand(
         hints: other rank -> what a caller with a tensor of this rank should do.
     """
     expect_tensor(name, x)
-    expect_dense(name, x)
     if x.dtype not in dtypes:
         *most, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         wanted = f"{', '.join(most)} or {last}" if most else f"the dtype of q, {dtypes[0]}"
@@ -84,10 +85,6 @@ def expect_operand(
 
 def expect_contiguous_last(name: str, x: torch.Tensor) -> None:
     if x.stride(-1) != 1 and x.shape[-1] > 1:
-        if x.layout != torch.strided:
-            raise NotImplementedError(
-                f"{name}: expected a dense tensor, got {x.layout}; call {name}.to_dense()"
-            )
         raise ValueError(
             f"{name}: expected a contiguous last dimension, got strides {x.stride()}; call {name}.contiguous()"
         )
@@ -280,7 +277,6 @@ def check_reference(
     """Check the arguments of the reference: any floating-point dtype, any strides, any head dims, [batch, heads, seqlen, head_dim]."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         expect_tensor(name, x)
-        expect_dense(name, x)
         if x.dtype not in FLOATS:
             raise TypeError(
                 f"{name}: expected a floating-point dtype, got {x.dtype}; cast it with {name}.float()"
@@ -429,7 +425,6 @@ def check_num_splits(num_splits: int) -> None:
 def check_packed(name: str, x: torch.Tensor, layout: str, parts: int) -> None:
     """Check a tensor that packs `parts` tensors in its third-last dimension."""
     expect_tensor(name, x)
-    expect_dense(name, x)
     if x.ndim != len(layout.split(", ")) or x.shape[-3] != parts:
         raise ValueError(f"{name}: expected shape [{layout}], got {tuple(x.shape)}")
 

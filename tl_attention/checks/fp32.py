@@ -14,7 +14,7 @@ PROGRAM_WIDTH = 128
 def check_precision(q: torch.Tensor, precision: str | None) -> int:
     """Check the precision of a call, and return the parts of an fp32 element: a value of PRECISIONS, 0 for another dtype."""
     words = ", ".join(map(repr, PRECISIONS))
-    if precision is not None and precision not in PRECISIONS:
+    if precision is not None and not (isinstance(precision, str) and precision in PRECISIONS):
         raise ValueError(
             f"precision: expected one of {words}, or None for torch.get_float32_matmul_precision(), got {describe(precision)}"
         )

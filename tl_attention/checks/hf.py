@@ -18,8 +18,8 @@ MAX_ROWS = 6
 def check_inputs(query: Any, key: Any, value: Any, sink: Any) -> None:
     """Check the forms of the tensors of hf.attention_forward; flash_attn_func checks the rest."""
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, torch.Tensor) or x.ndim != 4:
-            expect_tensor(name, x)
+        expect_tensor(name, x)
+        if x.ndim != 4:
             raise ValueError(
                 f"{name}: expected 4 dimensions [batch, heads, seqlen, head_dim], got shape {tuple(x.shape)}"
             )

@@ -37,17 +37,18 @@ def check_blocks(
     check_count("Q_LEN", seqlen_q, 0)
     check_count("KV_LEN", seqlen_k, 0)
     sizes = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
-    if len(sizes) != 2 or not all(is_int(size) and size >= 1 for size in sizes):
+    if len(sizes) != 2 or not all(is_int(size) and 1 <= size < 2**31 for size in sizes):
         raise ValueError(
-            f"BLOCK_SIZE: expected an int of at least 1, or a pair of them for queries and keys, got {block_size!r}; 128 suits the kernels"
+            "BLOCK_SIZE: expected an int from 1 to 2 ** 31 - 1, or a pair of them for queries and keys, got"
+            f" {describe(block_size)}; 128 suits the kernels"
         )
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
     try:
         device = torch.empty(0, device=device).device  # with its index
-    except (RuntimeError, TypeError, AssertionError) as error:
+    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
         text = str(error).split("\n")[0]
-        raise ValueError(f"device: expected a device of torch, got {device!r}: {text}") from None
+        raise ValueError(f"device: expected a device of torch, got {describe(device)}: {text}") from None
     return Blocks(batch or 1, heads or 1, seqlen_q, seqlen_k, *map(int, sizes), device)
 
 

@@ -93,6 +93,7 @@ def refuse_vmap(function: str) -> None:
     )
 
 
+INNER_MODULES = "tl_attention.", "torch._compile", "torch._dynamo."
 _warned_about_cpu = False
 
 
@@ -103,8 +104,8 @@ def warn_about_cpu() -> None:
         return
     _warned_about_cpu = True
     caller = 1
-    # torch._dynamo wraps flex_attention
-    while sys._getframe(caller).f_globals["__name__"].startswith(("tl_attention.", "torch._dynamo.")):
+    # torch._compile and torch._dynamo wrap flex_attention
+    while sys._getframe(caller).f_globals["__name__"].startswith(INNER_MODULES):
         caller += 1
     warnings.warn(
         "tl_attention: CPU tensors run the plain PyTorch reference, which is slow", stacklevel=caller + 1

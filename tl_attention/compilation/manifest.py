@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tl_attention import configs
+from tl_attention import catalog, configs
 from tl_attention.compilation import building, compiler, cubin, toolkit
 from tl_attention.compilation.compiler import KernelKey
 from tl_attention.compilation.sandbox import Failure, Sandboxes
@@ -140,10 +140,10 @@ def shipped() -> dict[str, KernelKey]:
     of them, of the forward with its derivative, and of block masks whose mask is bits (bfloat16).
     """
     found = [
-        *configs.shipped_kernels([*DIRECTIONS, DECODE, JVP]),
-        *configs.option_kernels(DIRECTIONS[:2]),
+        *catalog.shipped_kernels([*DIRECTIONS, DECODE, JVP]),
+        *catalog.option_kernels(DIRECTIONS[:2]),
         *_paged_option_kernels(),
-        *configs.decode_kernels(options=[name for name in DECODE_OPTIONS if name != "window"]),
+        *catalog.decode_kernels(options=[name for name in DECODE_OPTIONS if name != "window"]),
         *block_mask_kernels(names=(DEFAULT_DTYPE,)),
     ]
     return _by_name(found)
@@ -154,7 +154,7 @@ def _paged_option_kernels() -> Iterator[KernelKey]:
 
     Their pages are the smallest, which take the most copies and registers.
     """
-    for problem, _ in configs.option_problems(names=(DEFAULT_DTYPE,)):
+    for problem, _ in catalog.option_problems(names=(DEFAULT_DTYPE,)):
         options = tuple(name for name in problem.options if name != "dropout")
         problem = replace(problem, options=options)
         if problem.has("varlen"):
@@ -173,7 +173,7 @@ def block_mask_kernels(names: Iterable[str] = tuple(HALF_DTYPES)) -> Iterator[Ke
 
 def pack_kernels() -> dict[str, KernelKey]:
     """Every kernel of a whole pack, by name: the shipped ones, those of the option sets in [pack] of the grid, and of block masks."""
-    return _by_name([*shipped().values(), *configs.pack_option_kernels(), *block_mask_kernels()])
+    return _by_name([*shipped().values(), *catalog.pack_option_kernels(), *block_mask_kernels()])
 
 
 def _by_name(kernels: Iterable[KernelKey]) -> dict[str, KernelKey]:

@@ -5,12 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from tl_attention.checks.common import check_deterministic, check_fwd, check_options, expect_bool
+from tl_attention.checks.common import (
+    check_deterministic,
+    check_fwd,
+    check_options,
+    describe,
+    expect_bool,
+    expect_tensor,
+    is_int,
+)
+from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.distributed import roll
 from tl_attention.distributed.calls import Given, Scores, Task
 from tl_attention.distributed.choice import METHODS, Sizes, choose, supported
@@ -51,6 +60,7 @@ def attention(
     seqlen: int | None = None,
     layout: str | Layout = "zigzag",
     method: str = "auto",
+    **unknown: NoReturn,
 ) -> Output:
     """Attention of a sequence that the ranks of a group hold together. Results and gradients are those of one GPU.
 
@@ -76,6 +86,8 @@ def attention(
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed; on all ranks.
     """
+    if unknown:
+        raise unknown_keyword(attention, unknown)
     ranks = ranks_of(group)
     asked = Asked(
         dropout_p,
@@ -286,13 +298,20 @@ def _placement(q: torch.Tensor, ranks: Ranks, asked: Asked) -> tuple[Layout, tup
 def _check_placement(q: torch.Tensor, ranks: Ranks, asked: Asked) -> None:
     """Check layout, seqlen and cu_seqlens, for a q with the right number of dimensions."""
     seqlen, documents = asked.seqlen, documents_of(asked.cu_seqlens)
-    if asked.method not in METHODS:
-        raise ValueError(f"method: expected one of {', '.join(map(repr, METHODS))}, got {asked.method!r}")
-    if seqlen is not None and (isinstance(seqlen, bool) or not isinstance(seqlen, int)):
-        raise TypeError(f"seqlen: expected an int or None, got {seqlen!r}")
+    if not isinstance(asked.method, str) or asked.method not in METHODS:
+        raise ValueError(
+            f"method: expected one of {', '.join(map(repr, METHODS))}, got {describe(asked.method)}"
+        )
+    if seqlen is not None and not is_int(seqlen):
+        raise TypeError(f"seqlen: expected an int or None, got {describe(seqlen)}")
+    if seqlen is not None and seqlen < 0:
+        raise ValueError(
+            f"seqlen: expected the tokens of the whole sequence, at least 0, got {describe(seqlen)}"
+        )
     if documents is not None and seqlen not in (None, documents[-1]):
         raise ValueError(f"seqlen: expected None or the end of cu_seqlens, {documents[-1]}, got {seqlen}")
-    if not isinstance(q, torch.Tensor) or q.ndim != (4 if documents is None else 3):
+    expect_tensor("q", q)
+    if q.ndim != (4 if documents is None else 3):
         return  # check_fwd says it
     found, _ = _placement(q, ranks, asked)
     rows, expected = q.shape[-3], found.rows(ranks.rank)

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from tl_attention.checks.common import check_window, describe, expect_bool, expect_tensor, holds_ints
+from tl_attention.checks.common import check_window, describe, expect_bool, expect_tensor, holds_ints, is_int
 from tl_attention.distributed.group import Exchange, Group, Part, ranks_of
 from tl_attention.distributed.layout import (
     NAMES,
@@ -33,6 +33,7 @@ def documents_of(cu_seqlens: Lengths) -> tuple[int, ...] | None:
     if cu_seqlens is None:
         return None
     if isinstance(cu_seqlens, torch.Tensor):
+        expect_tensor("cu_seqlens", cu_seqlens)
         if cu_seqlens.device.type != "cpu":
             raise ValueError(
                 f"cu_seqlens: expected a tensor on the CPU, as its values decide what ranks exchange, got {describe(cu_seqlens)}; keep a"
@@ -65,9 +66,9 @@ def layout_of(layout: str | Layout, total: int, world: int) -> Layout:
                 " this sequence with make_layout"
             )
         return layout
-    if layout not in NAMES:
+    if not isinstance(layout, str) or layout not in NAMES:
         raise ValueError(
-            f"layout: expected {' or '.join(map(repr, NAMES))} or the result of make_layout, got {layout!r}"
+            f"layout: expected {' or '.join(map(repr, NAMES))} or the result of make_layout, got {describe(layout)}"
         )
     return named_layout(layout, total, world)
 
@@ -80,9 +81,9 @@ def _layout_for(
     if documents is None:
         if seqlen is None and isinstance(layout, Layout):
             seqlen = layout.total
-        if isinstance(seqlen, bool) or not isinstance(seqlen, int) or seqlen < 0:
+        if not is_int(seqlen) or seqlen < 0:
             raise ValueError(
-                f"seqlen: expected the tokens of the whole sequence, or cu_seqlens, got {seqlen!r}"
+                f"seqlen: expected the tokens of the whole sequence, or cu_seqlens, got {describe(seqlen)}"
             )
         documents = (0, seqlen)
     elif seqlen not in (None, documents[-1]):
@@ -111,7 +112,7 @@ def make_layout(
     """
     expect_bool("causal", causal)
     check_window(window_size)
-    if layout != "balanced":
+    if not (isinstance(layout, str) and layout == "balanced"):
         return _layout_for(group, seqlen, cu_seqlens, layout)[0]
     _, documents, _ = _layout_for(group, seqlen, cu_seqlens, "contiguous")
     is_causal, window = canonical_window(causal, window_size)
@@ -119,8 +120,10 @@ def make_layout(
 
 
 def _check_dim(x: torch.Tensor, dim: int) -> None:
-    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"dim: expected a dimension of x, {-x.ndim} to {x.ndim - 1}, got {dim!r}")
+    if not x.ndim:
+        raise ValueError(f"x: expected at least one dimension, got {describe(x)}")
+    if not is_int(dim) or not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim: expected a dimension of x, {-x.ndim} to {x.ndim - 1}, got {describe(dim)}")
 
 
 def shard(
@@ -215,5 +218,7 @@ def shard_cu_seqlens(
     Args:
         cu_seqlens, group, layout: see attention().
     """
+    if cu_seqlens is None:
+        raise TypeError("cu_seqlens: expected a tensor or a list of ints, got None")
     found, documents, rank = _layout_for(group, None, cu_seqlens, layout)
     return torch.tensor(shard_documents(found, rank, documents), dtype=torch.int32, device=device)

@@ -34,14 +34,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "tl_attention/testing/functions.py, or listed-0.25: a quarter of the blocks at random",
     )
     command.add_argument(
-        "--pass", nargs="+", choices=(*DIRECTIONS, DECODE), dest="directions",
-        help="bwd_det: the deterministic backward; default: fwd",
+        "--pass", nargs="+", choices=(*DIRECTIONS, DECODE), dest="directions", metavar="PASS",
+        help="of fwd, bwd, bwd_det (the deterministic backward), decode; default: fwd",
     )  # fmt: skip
     command.add_argument("--dtype", choices=DTYPES, default=DEFAULT_DTYPE, help="default: %(default)s")
     command.add_argument(
         "--gpu",
         metavar="NAME",
-        help="a Hopper GPU, such as H100 or its name in torch; default: this GPU, else NVIDIA H200",
+        help=question.GPU_HELP,
     )
     command.add_argument(
         "--plot", type=Path, metavar="FILE", help="write a roofline picture: .png, .svg or .pdf"

@@ -17,8 +17,9 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tl_attention.explain.clocks import GATHERING, HBM, HBM_SHARE
 from tl_attention.explain.tiles import Runs, expand
-from tl_attention.explain.work import GATHERING, HBM, HBM_SHARE, Kernel, Work
+from tl_attention.explain.work import Kernel, Work
 from tl_attention.problem import DECODE
 
 # Share of the other units' time in a step that the longest does not hide. Forward: the softmax of a warpgroup is computed under the

@@ -7,18 +7,11 @@ from collections.abc import Iterator, Sequence
 
 from tl_attention import legality
 from tl_attention.explain import measured, model
+from tl_attention.explain.clocks import ADD_BYTES_PER_CLOCK, FP32_PER_CLOCK, GATHERING, SCATTERING
 from tl_attention.explain.functions import GATHERED_PER_CLOCK, SCATTERED_PER_CLOCK
 from tl_attention.explain.measured import Measurement
 from tl_attention.explain.model import Estimate
-from tl_attention.explain.work import (
-    ADD_BYTES_PER_CLOCK,
-    FP32_PER_CLOCK,
-    GATHERING,
-    MIN_KEYS_PER_CTA,
-    SCATTERING,
-    Kernel,
-    Work,
-)
+from tl_attention.explain.work import MIN_KEYS_PER_CTA, Kernel, Work
 from tl_attention.gpus import COMPARED, EXP_PER_CLOCK, GPUS, H100, H200, SMEM_BYTES_PER_CLOCK
 from tl_attention.kernel_configs import BwdPass, DecodeConfig, FwdConfig
 from tl_attention.problem import DECODE

@@ -1,4 +1,4 @@
-"""Kernels of a call as the model sees them: tiles in launch order, steps per tile, and the busy clocks of each unit per step.
+"""Kernels of a call as the model sees them: tiles in launch order, steps per tile, bytes, and the clocks of clocks.py per step.
 
 A step is one block of keys (of queries in a backward by keys). Sizes are those of the tiles, padding included.
 """
@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tl_attention import configs
-from tl_attention.explain import functions
+from tl_attention.explain import clocks, functions
+from tl_attention.explain.clocks import BYTES
 from tl_attention.explain.functions import Asked
 from tl_attention.explain.tiles import Runs, cut_share, key_tiles, launch_order, query_tiles, runs, share_last
-from tl_attention.gpus import EXP_PER_CLOCK, SMEM_BYTES_PER_CLOCK, Gpu
+from tl_attention.gpus import Gpu
 from tl_attention.kernel_configs import (
     BwdPass,
     Config,
@@ -39,26 +40,7 @@ from tl_attention.testing import counts
 from tl_attention.testing.counts import bounds
 from tl_attention.testing.shapes import Shape, sequences
 
-FP32_PER_CLOCK = 128  # results per SM
-# fp32 bytes that an SM adds to sums in L2 per clock: the 30 GB/s that flash-attention's pull request 2889 states, at boost clock
-ADD_BYTES_PER_CLOCK = 16
-# Instructions per score beside the exponential. Forward: scale and subtract, max, add to the row sum, half a conversion to bf16;
-# without hold_max also the maximum across lanes and scaling O. Backward: scale and subtract, P * (dP - delta), conversions
-FWD_INSTRUCTIONS, HELD_MAX_INSTRUCTIONS, BWD_INSTRUCTIONS, DV_INSTRUCTIONS = 4.5, 3.5, 5, 3
-PART_INSTRUCTIONS = 3  # per part of a probability after the first: its rounding, and what it leaves
-SOFTCAP_INSTRUCTIONS = 3  # and a second use of the exponential unit, for tanh
-SLOPE_INSTRUCTIONS = 2  # of a backward: 1 - tanh squared, times dS
-# Per score: the distance of query and key as a float, at half rate, its absolute value times the slope; or one product with a slope
-ALIBI_INSTRUCTIONS, LINEAR_ALIBI_INSTRUCTIONS = 6, 1
-# Per score and edge of the mask, in steps that an edge cuts: a comparison, which runs at half rate, and a choice
-MASK_INSTRUCTIONS = 3
-DROPOUT_INSTRUCTIONS = (
-    10  # an estimate: a call of the generator makes 16 random bytes, then each score is kept or cleared
-)
-HBM, GATHERING, SCATTERING = "HBM", "gathering tensors", "adding to gradients"
-HBM_SHARE = 0.9  # of the stated bandwidth: a copy reaches 4.30 of 4.8 TB/s on an H200
 LATE = "dynamic-late"  # the schedule that loads K and V of the next tile, and stores dK and dV, beside the steps of others
-BYTES = 2  # per element that tensor cores multiply
 FP32_BYTES = 4
 MIN_KEYS_PER_CTA = 256  # of kernels/decode_work.py
 MERGED_AT_ONCE = DecodeCombine().at_once
@@ -220,7 +202,7 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
     kernel = Kernel(
         "forward",
         config,
-        _fwd_clocks(problem, config, gpu, cut, asked),
+        clocks.of_forward(problem, config, gpu, cut, asked),
         tiles,
         2 * config.block_M * config.block_N * row,
         problem.element_bytes * config.block_N * row,
@@ -241,22 +223,6 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
     )  # fmt: skip
 
 
-def _fwd_clocks(
-    problem: AttnProblem, config: FwdConfig, gpu: Gpu, cut: float, asked: Asked | None
-) -> dict[str, float]:
-    M, N, row = config.block_M, config.block_N, problem.head_dim + problem.head_dim_v
-    instructions = HELD_MAX_INSTRUCTIONS if config.hold_max else FWD_INSTRUCTIONS + problem.head_dim_v / N
-    instructions += MASK_INSTRUCTIONS * cut
-    # Each warpgroup reads the blocks of K and V, and its rows of Q; TMA writes K and V
-    read = config.warpgroups * N * row + M * problem.head_dim
-    moved = len(problem.products) * read + problem.parts * N * row
-    if problem.bias_has_two_sides and not config.split:
-        instructions += LINEAR_ALIBI_INSTRUCTIONS - ALIBI_INSTRUCTIONS
-    clocks = _clocks(problem, gpu, M * N, 2 * row, instructions, BYTES * moved, asked)
-    clocks["shared memory"] += _staged_clocks(asked, M * N, gradients=False)
-    return clocks | _captured_clocks(asked, M * N, gpu, gradients=False)
-
-
 def _parts_helpers(shape: Shape, problem: AttnProblem, of_q: int) -> list[Helper]:
     """The kernels that split fp32 tensors into bf16 parts. of_q: tensors with the rows of q: 2 in a backward, with dout."""
     if not problem.is_fp32:
@@ -267,54 +233,6 @@ def _parts_helpers(shape: Shape, problem: AttnProblem, of_q: int) -> list[Helper
     read, written = FP32_BYTES * shape.head_dim, problem.element_bytes * problem.head_dim
     rows = of_q * rows_q + 2 * rows_k
     return [Helper("bf16 parts of fp32 tensors", (read + written) * rows, read * rows)]
-
-
-def _clocks(
-    problem: AttnProblem,
-    gpu: Gpu,
-    scores: int,
-    flops: int,
-    instructions: float,
-    smem_bytes: int,
-    asked: Asked | None = None,
-) -> dict[str, float]:
-    """Busy clocks of each unit of an SM for `scores` scores; flops and instructions are per score."""
-    capped = problem.has("softcap")
-    if problem.has("alibi"):
-        instructions += LINEAR_ALIBI_INSTRUCTIONS if problem.bias_is_linear else ALIBI_INSTRUCTIONS
-    if asked and asked.program:
-        instructions += asked.instructions
-    instructions += PART_INSTRUCTIONS * (problem.parts - 1)
-    instructions += SOFTCAP_INSTRUCTIONS * capped + DROPOUT_INSTRUCTIONS * problem.has("dropout")
-    return {
-        "tensor cores": len(problem.products) * scores * flops / gpu.flops_per_clock,
-        "exponential unit": scores * (1 + capped) / EXP_PER_CLOCK,
-        "fp32 instructions": scores * instructions / FP32_PER_CLOCK,
-        "shared memory": smem_bytes / SMEM_BYTES_PER_CLOCK,
-    }
-
-
-def _captured_clocks(asked: Asked | None, scores: int, gpu: Gpu, gradients: bool) -> dict[str, float]:
-    """Busy clocks for the captured tensors of a program."""
-    if not asked or not asked.program:
-        return {}
-    clocks = {
-        HBM: scores
-        * asked.dense_bytes_moved(gradients)
-        * gpu.sms
-        * gpu.boost_ghz
-        / (1e3 * gpu.tb_s * HBM_SHARE),
-        GATHERING: scores * asked.gathers / functions.GATHERED_PER_CLOCK,
-        SCATTERING: gradients * scores * asked.scatters / functions.SCATTERED_PER_CLOCK,
-    }
-    return {name: busy for name, busy in clocks.items() if busy}
-
-
-def _staged_clocks(asked: Asked | None, scores: int, gradients: bool) -> float:
-    """Busy clocks of the shared memory that dense tiles go through: written and read."""
-    if not asked or not asked.program:
-        return 0.0
-    return 2 * scores * asked.dense_bytes_moved(gradients) / SMEM_BYTES_PER_CLOCK
 
 
 def _again_bytes(shape: Shape, asked: Asked | None, passes: int, gpu: Gpu) -> int:
@@ -411,23 +329,12 @@ def _pass_work(
     tiles = share_last(tiles, whole, parts if whole else 1)
     of_qk, of_v = PRODUCTS[one.grads]
     flops = 2 * (of_qk * qk + of_v * v)
-    instructions = DV_INSTRUCTIONS if one.grads == "dv" else BWD_INSTRUCTIONS
-    slope = SLOPE_INSTRUCTIONS * (problem.has("softcap") and one.grads != "dv")
-    instructions += slope + MASK_INSTRUCTIONS * cut
-    if gradients and problem.learns:
-        instructions += asked.sum_instructions
-    smem = len(problem.products) * BYTES * _pass_smem(problem, one)
-    clocks = _clocks(problem, gpu, M * N, flops, instructions, smem, asked)
-    clocks |= _captured_clocks(asked, M * N, gpu, gradients)
-    clocks["shared memory"] += _staged_clocks(asked, M * N, gradients)
-    if one.adds_dq:
-        adders = one.warpgroups if problem.is_fp32 else 1  # of a number of dq
-        clocks["adding dq in L2"] = 4 * M * qk * adders / ADD_BYTES_PER_CLOCK
+    busy = clocks.of_pass(problem, one, gpu, flops, cut, asked, gradients)
     stored = sum(v if grad == "dv" else qk for grad in one.makes if not (grad == "dq" and one.makes_all))
     groups = shape.batch * (shape.heads_kv * parts if one.grads != "dq" else shape.heads_kv)
     tile_bytes = problem.element_bytes * owned * row + problem.output_bytes * owned * stored
     moved = problem.element_bytes * step * (row + qk * one.one_tile), tile_bytes, stream
-    kernel = Kernel(f"pass {one.grads}", one, clocks, tiles, M * N * flops, *moved, groups)
+    kernel = Kernel(f"pass {one.grads}", one, busy, tiles, M * N * flops, *moved, groups)
     return kernel, parts, rows_in_parts
 
 
@@ -442,23 +349,6 @@ def _tile_queries(shape: Shape, problem: AttnProblem, one: BwdPass) -> tuple[int
     if problem.has("window"):
         queries = min(queries, (1 << int(window).bit_length()) + TABLE_ROWS)
     return causal_tiles(queries, rows_q, rows_k) if problem.causal else (queries, 0)
-
-
-def _pass_smem(problem: AttnProblem, one: BwdPass) -> int:
-    """Elements of shared memory that a step of a backward pass reads and writes."""
-    M, N, qk, v, groups = one.block_M, one.block_N, problem.head_dim, problem.head_dim_v, one.warpgroups
-    if one.grads == "dq":  # S = Q K', dP = dO V', dQ += dS K with dS in registers; TMA writes K and V
-        return groups * (64 * (qk + v) + N * (qk + v) + N * qk) + N * (qk + v)
-    elements = M * (qk + v) + groups * (64 + M) * qk  # TMA writes Q and dO; S' = K Q'
-    if "dk" in one.makes:  # dP' = V dO', dK += dS' Q with dS' in registers
-        elements += groups * ((64 + M) * v + M * qk)
-    if "dv" in one.makes:  # dV += P' dO with P' in registers
-        elements += groups * M * v
-    if one.adds_dq and problem.is_fp32:  # dS' is written; each warpgroup has dQ' = K' dS' of its keys
-        elements += M * N + groups * (64 + M) * qk
-    elif one.makes_all:  # dS' is written; dQ = dS K, whose rows or columns the warpgroups divide
-        elements += M * N + (groups * M * N + N * qk if M == 64 else M * N + groups * N * qk)
-    return elements + one.one_tile * 2 * M * qk  # dQ is written and read
 
 
 def _decode_work(shape: Shape, dtype: str, gpu: Gpu) -> Work:
@@ -478,7 +368,7 @@ def _decode_work(shape: Shape, dtype: str, gpu: Gpu) -> Work:
     kernel = Kernel(
         "decode",
         config,
-        _clocks(problem, gpu, M * N, 2 * (qk + v), FWD_INSTRUCTIONS, BYTES * read),
+        clocks.of_scores(problem, gpu, M * N, 2 * (qk + v), clocks.FWD_INSTRUCTIONS, BYTES * read),
         runs([(per_cta + 1, longer), (per_cta, ctas - longer)]),
         2 * M * N * (qk + v),
         BYTES * N * row,

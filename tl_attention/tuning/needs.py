@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tl_attention import configs
+from tl_attention import catalog, configs
 from tl_attention.kernel_configs import JVP_CONFIGS, append_kernel, page_rows
 from tl_attention.problem import (
     DECODE,
@@ -71,7 +71,7 @@ def _buckets(shape: Shape, direction: str) -> Sequence[str]:
 def _decode_kernels(shape: Shape, dtype: str, all_lengths: bool) -> list[Kernel]:
     width = decode_width(shape.head_dim, shape.head_dim_v)
     if all_lengths:
-        return configs.decode_kernels([dtype], [width], shape.option_names)
+        return catalog.decode_kernels([dtype], [width], shape.option_names)
     problem = decode_problem(dtype, shape.head_dim, shape.head_dim_v, shape.option_names)
     rows = shape.seqlen_q * shape.heads_q // shape.heads_kv
     pages = page_rows(shape.options.page) if shape.options.page else 0

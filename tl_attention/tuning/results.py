@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tl_attention import configs
+from tl_attention import catalog, configs
 from tl_attention.compilation import cubin
 from tl_attention.compilation.sandbox import Failure, OutOfTime
 from tl_attention.kernel_configs import Config, KernelConfig
@@ -89,7 +89,7 @@ def save_winner(path: Path, gpu_name: str, row: Row, winner: Attempt, shapes: Se
     table = configs.read_tuned(path)
     sections = {}
     for direction in DIRECTIONS:
-        classes = itertools.product(configs.problems(direction), buckets(direction))
+        classes = itertools.product(catalog.problems(direction), buckets(direction))
         keys = {tuning_key(problem, bucket) for problem, bucket in classes}
         sections[direction] = {key: kept for key, kept in table[direction].items() if key in keys}
     sections[row.direction][row.key] = measured

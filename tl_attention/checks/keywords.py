@@ -1,0 +1,74 @@
+"""Errors for keywords that a public function does not have, with what to pass instead.
+
+A public function ends with `**unknown: NoReturn`: no keyword has that type, so type checkers refuse each, as they do without it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+
+_CAUSAL = "causal", "is_causal"
+_SCALES = "softmax_scale", "sm_scale", "scale"
+_LSES = "return_attn_probs", "return_softmax_lse", "return_lse"
+# Names in PyTorch, FlashAttention, FlashInfer and transformers -> our names of the same, of which a function has one or none
+NAMES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_CAUSAL, _CAUSAL),
+    **dict.fromkeys((*_SCALES, "scaling"), _SCALES),
+    **dict.fromkeys(_LSES, _LSES),
+    **dict.fromkeys(("window", "sliding_window", "window_left", "window_size_left"), ("window_size",)),
+    **dict.fromkeys(("soft_cap", "logit_cap", "logits_soft_cap"), ("softcap",)),
+    **dict.fromkeys(("sink", "sinks", "s_aux"), ("learnable_sink",)),
+    **dict.fromkeys(("dropout", "attention_dropout"), ("dropout_p",)),
+    **dict.fromkeys(("attn_mask", "attention_mask", "mask", "bias"), ("attn_bias",)),
+    **dict.fromkeys(("page_table", "block_tables"), ("block_table",)),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "cu_seq_lens_q"), ("cu_seqlens", "cu_seqlens_q")),
+    **dict.fromkeys(("cu_seqlens_k", "cu_seq_lens_k"), ("cu_seqlens", "cu_seqlens_k")),
+    **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_length_q"), ("max_seqlen", "max_seqlen_q")),
+    **dict.fromkeys(("max_seqlen_k", "max_length_k"), ("max_seqlen", "max_seqlen_k")),
+    "seqused_k": ("cache_seqlens",),
+    "block_sparse_tensors": ("block_mask",),
+}
+# Keyword -> what to do where the function has no name for it
+ADVICE: dict[str, str] = {
+    **dict.fromkeys(
+        ("pack_gqa", "sm_margin", "scheduler_metadata", "aux_tensors", "kernel_options"),
+        "leave it out, it has no counterpart here",
+    ),
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "leave it out, fp8 is not supported"),
+    "enable_gqa": "leave it out, k and v may have fewer heads than q",
+    "precision": "leave it out, a cache is bf16 or fp16",
+    "attention_chunk": "pass a mask_mod to flash_attn_func: q_idx // size == kv_idx // size",
+    "qv": "see docs/kvcache.md for latent attention",
+    **dict.fromkeys(
+        ("page_table", "block_table", "block_tables"),
+        "flash_attn_varlen_func and flash_attn_with_kvcache take pages, as block_table",
+    ),
+    **dict.fromkeys(
+        ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen", "max_seqlen_q", "max_seqlen_k"),
+        "flash_attn_varlen_func takes packed sequences",
+    ),
+    **dict.fromkeys(
+        ("score_mod", "mask_mod", "block_mask", "attn_bias", "attn_mask", "attention_mask"),
+        "flash_attn_func and flex_attention take masks and biases, for sequences of one length",
+    ),
+    **dict.fromkeys(
+        ("window_size", "softcap", "alibi_slopes", "learnable_sink", "dropout_p", "num_splits"),
+        "flash_attn_func takes it",
+    ),
+    **dict.fromkeys(_CAUSAL, "flash_attn_func takes causal"),
+}
+
+
+def unknown_keyword(function: Callable, unknown: Mapping[str, object]) -> TypeError:
+    """Python's error for the first unknown keyword, with a hint."""
+    name = next(iter(unknown))
+    known = [x for x in inspect.signature(function).parameters if x != "unknown"]
+    like = [x for x in NAMES.get(name, ()) if x in known]
+    if not like and name not in ADVICE:
+        like = difflib.get_close_matches(name, known, 1, 0.75)
+    hint = f"did you mean {like[0]}?" if like else ADVICE.get(name, "")
+    return TypeError(
+        f"{function.__name__}() got an unexpected keyword argument {name!r}{hint and f'; {hint}'}"
+    )

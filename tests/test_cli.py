@@ -250,7 +250,7 @@ def test_config_without_a_length_has_every_bucket(no_user_tables, capsys):
     assert heads == [
         "fwd bf16 d64 full dropout 1k, 4k, long, short, 256",
         "fwd bf16 d64 full dropout split",
-        "bwd bf16 d64 full dropout 1k, 4k, long, tile",
+        "bwd bf16 d64 full dropout 1k, 4k, long, tile, tile192",
     ]
 
 
@@ -271,6 +271,8 @@ def test_config_finds_the_split_bucket_by_the_sizes(batch, gpu, bucket, no_user_
         (("d128", "seqlen_k=64", "seqlen_q=65"), ["256", "split"]),
         (("d128", "seqlen_k=5000", "--pass", "bwd"), ["long"]),
         (("d128", "seqlen_k=128", "--pass", "bwd_det"), ["tile"]),
+        (("d64", "seqlen_k=150", "--pass", "bwd"), ["tile192"]),
+        (("d64", "seqlen_k=150", "--pass", "bwd_det"), ["tile192", "shared"]),
         (("d128", "seqlen_k=5000", "--pass", "bwd_det"), ["long", "shared"]),
         (("d128", "seqlen_k=5000", "heads=8", "heads_kv=8", "--pass", "bwd_det"), ["long"]),
         (("d128", "seqlen_k=5000", "heads=8", "heads_kv=2", "--pass", "bwd_det"), ["shared"]),

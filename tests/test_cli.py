@@ -255,7 +255,7 @@ def test_config_without_a_length_has_every_bucket(no_user_tables, capsys):
     assert heads == [
         "fwd bf16 d64 full dropout 1k, 4k, long, short, 256",
         "fwd bf16 d64 full dropout split",
-        "bwd bf16 d64 full dropout 1k, 4k, long, tile",
+        "bwd bf16 d64 full dropout 1k, 4k, long, tile, tile192",
     ]
 
 
@@ -276,6 +276,8 @@ def test_config_finds_the_split_bucket_by_the_sizes(batch, gpu, bucket, no_user_
         (("d128", "seqlen_k=64", "seqlen_q=65"), ["256", "split"]),
         (("d128", "seqlen_k=5000", "--pass", "bwd"), ["long"]),
         (("d128", "seqlen_k=128", "--pass", "bwd_det"), ["tile"]),
+        (("d64", "seqlen_k=150", "--pass", "bwd"), ["tile192"]),
+        (("d64", "seqlen_k=150", "--pass", "bwd_det"), ["tile192", "shared"]),
         (("d128", "seqlen_k=5000", "--pass", "bwd_det"), ["long", "shared"]),
         (("d128", "seqlen_k=5000", "heads=8", "heads_kv=8", "--pass", "bwd_det"), ["long"]),
         (("d128", "seqlen_k=5000", "heads=8", "heads_kv=2", "--pass", "bwd_det"), ["shared"]),
@@ -322,7 +324,7 @@ def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
         ),
         (["bf16", "causal"], "head dims: expected a word such as d128"),
         (["d320"], "head dims: expected at most one of d64, .*d256 for fwd, got d320"),
-        (["d128", "split", "--pass", "bwd"], "bucket: expected one of 1k, 4k, long, tile for bwd, got split"),
+        (["d128", "split", "--pass", "bwd"], "bucket: expected one of 1k, 4k, long, tile, tile192 for bwd, got split"),
         (["d128", "dropout", "--pass", "decode"], "expected some of window, softcap, alibi, sink for decode"),
         (["d128", "4k", "--pass", "decode"], "bucket: expected none for decode"),
         (["d128", "--gpu", "A100"], "gpu: expected a Hopper GPU, one of .*H20, .*got 'A100'"),

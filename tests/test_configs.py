@@ -239,6 +239,11 @@ def passes(*texts: str) -> BwdConfig:
             "schedule: expected grid with another program than a bias, without an order, or where no dq is summed, got 'dynamic'",
         ),
         (
+            replace(D128, options=("window",)),
+            passes("dq+dk 64x128 reuse late-sums", "dv 64x128"),
+            "grads: expected dq in a pass of its own, or with dk and dv, in fp32, with options or with a program, got dq+dk",
+        ),
+        (
             replace(D64, options=("window",)),
             passes("dq+dk+dv 64x128 reuse late-sums dynamic"),
             "schedule: expected grid or dynamic-late here, got 'dynamic'",
@@ -320,6 +325,7 @@ def test_fault_refuses_summed_dq_for_the_deterministic_backward():
         (D128, "dq 128x64", 131072, 144),
         (D192_128, "dk+dv 64x128 reuse", 164864, 208),
         (D192_128, "dv 64x128", 164864, 112),
+        (replace(D192_128, head_dim_v=192), "dq+dk 64x128 reuse late-sums", 230400, 144),
         (D192_128, "dk 64x128", 164864, 176),
         (D256, "dk 64x128x2x1", 230400, 208),
         (D256, "dv 64x128", 197632, 176),

@@ -298,9 +298,8 @@ def _pass_work(
         gradients: it makes those of captured tensors.
     """
     M, N, qk, v = one.block_M, one.block_N, problem.head_dim, problem.head_dim_v
-    row = qk + v
     longest_q, longest_k = (max(lengths) for lengths in zip(*sequences(shape), strict=True))
-    owned, step, parts, per_part, shares, whole = N, M, 1, 1, (1,), 0
+    row, owned, step, parts, per_part, shares, whole = qk + v, N, M, 1, 1, (1,), 0
     rows_in_parts = shape.heads_kv * sum(k for _, k in sequences(shape))
     by_sequence, heads, alike, cut = _steps_of(shape, asked, M, N, by_keys=one.grads != "dq")
     ordered = (problem.is_uneven or bool(problem.options)) and alike

@@ -167,8 +167,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     def pass_dq_on(w, tiles, shared, dq_row_block, acc_dq, softmax_scale):
         """Add the pieces of dQ of a warpgroup to the sums, or leave them to the warp that stores dQ."""
         if one_tile:
-            if len(pieces[w]) > 0:
-                shared.adding.write(w, acc_dq[0], softmax_scale)
+            shared.adding.write(w, acc_dq, softmax_scale)
         else:
             bwd_tiles.add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
 
@@ -309,10 +308,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
             # dS' = P' * (dP' - Delta)
             if makes_dk:
-                if reuse:
-                    T.wait_wgmma(
-                        0 if dS_in_P or not makes_dv else 1
-                    )  # dP'; and dV, whose P' gives its registers to dS'
+                if reuse:  # dP'; and dV, whose P' gives its registers to dS'
+                    T.wait_wgmma(1 if makes_dv and not dS_in_P else 0)
                 if dS_in_P or not makes_dv:
                     shared.dO.release(step)
                 dropout.drop(acc_dp)

@@ -35,13 +35,15 @@ class DqTiles:
 
     @T.inline
     def write(self, w, acc_dq, softmax_scale):
-        scale((acc_dq,), softmax_scale)
-        if acc_dq.shape[1] == 64:
-            rounded = T.alloc_fragment(acc_dq.shape, self.dtype)
-            T.copy(acc_dq, rounded)
-            T.evaluate(store_fragment(rounded, fragment_address(self.tiles[w][0, 0])))
-        else:
-            T.copy(acc_dq, self.tiles[w])
+        """Write the piece of a warpgroup, if it has one."""
+        for n in tuple(range(len(acc_dq))):
+            scale((acc_dq[n],), softmax_scale)
+            if acc_dq[n].shape[1] == 64:
+                rounded = T.alloc_fragment(acc_dq[n].shape, self.dtype)
+                T.copy(acc_dq[n], rounded)
+                T.evaluate(store_fragment(rounded, fragment_address(self.tiles[w][0, 0])))
+            else:
+                T.copy(acc_dq[n], self.tiles[w])
 
     @T.inline
     def announce(self, step):

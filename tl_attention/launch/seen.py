@@ -23,7 +23,7 @@ class SeenQueries:
         return tuple(x.narrow(self.axis, self.first, self.count) for x in tensors)
 
     def numbers(self, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Those of lse or dlse, [batch, heads, seqlen_q]."""
+        """Views of their columns in lse or dlse, [batch, heads, seqlen_q]."""
         return tuple(x if x is None else x.narrow(-1, self.first, self.count) for x in tensors)
 
     def zero_others(self, dq: torch.Tensor) -> None:

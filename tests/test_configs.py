@@ -206,7 +206,7 @@ def passes(*texts: str) -> BwdConfig:
         ),
         (D128, passes("dk+dv 56x128", "dq 128x64"), "block_M: expected 32, 64, 96 or 128, got 56"),
         (D64, passes("dk+dv 16x128", "dq 128x64"), "block_M: expected 32, 64, 96 or 128, got 16"),
-        (D64, passes("dk+dv 64x128", "dq 128x120"), "block_N: expected a multiple of 16 in 32..256, got 120"),
+        (D64, passes("dk+dv 64x128", "dq 128x120"), "block_N: expected a multiple of 16 in 16..256, got 120"),
         (
             D64,
             passes("dq+dk+dv 96x128"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,11 +12,14 @@ from test_flex import HEADS, Captured, cases, causal, inputs, oracle, results
 from torch.nn.attention.flex_attention import create_block_mask
 
 from tl_attention import configs, flash_attn_func, flex, flex_attention, legality
-from tl_attention.checks.flex import FLEX_NAMES, check_gradient_kernels
 from tl_attention.compilation import building, cubin
+from tl_attention.flex_lists import kept_mask, listed
 from tl_attention.kernel_configs import BwdConfig, BwdPass
 from tl_attention.kernels.options import prelude
+from tl_attention.kernels.program_code import program_code
 from tl_attention.problem import BUCKETS, DIRECTIONS, FP32_DTYPES, SPLIT_BUCKET, AttnProblem, tile_widths
+from tl_attention.reference import flex as reference
+from tl_attention.reference.flex import flex_reference
 from tl_attention.tracing.trace import trace
 
 pytestmark = [
@@ -123,23 +127,61 @@ def test_flex_fp32_parts_reach_the_launch(precision, parts, monkeypatch):
     assert seen == [parts, parts] and learned[0].grad is not None
 
 
-def test_flex_fp32_gradients_of_wide_heads_are_refused():
-    for parts in (3, 2):
-        check_gradient_kernels(torch.empty(1, 1, 1, 128), torch.empty(1, 1, 1, 128), parts, FLEX_NAMES)
-        with pytest.raises(
-            NotImplementedError, match="query: expected a head_dim of at most 128 where float32"
-        ):
-            check_gradient_kernels(torch.empty(1, 1, 1, 136), torch.empty(1, 1, 1, 64), parts, FLEX_NAMES)
+def formula(q, k, v, call, arguments):
+    """Gradients by autograd of flex_reference, all at once; captured tensors are fp32. arguments: dout, dlse."""
+    tensors = [
+        x.detach().float().requires_grad_() if i in call.program.learned else x
+        for i, x in enumerate(call.tensors)
+    ]
+    call = replace(call, tensors=tuple(tensors))
+    out, lse = flex_reference(q, k, v, 0.2, call)
+    learned = [call.tensors[i] for i in call.program.learned]
+    hidden = lse == -math.inf
+    given = arguments[0], arguments[1].masked_fill(hidden, 0)
+    return torch.autograd.grad([out, lse.masked_fill(hidden, 0)], [q, k, v, *learned], given)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "nothing"])
+def test_flex_fp32_formula_in_chunks(name, monkeypatch):
+    """Its results do not depend on the chunks of queries, also under a block mask and where a query sees no key."""
+    monkeypatch.setattr(reference, "MAX_SCORES", 50 * 2 * HEADS * 290)
+    q, k, v = inputs("cpu", torch.float32, 270, 290, 16)
+    score_mod, mask_mod, _ = cases(Captured("cpu"))[name]
+    call = trace(score_mod, mask_mod, True)
+    if mask_mod is not None:
+        call = listed(
+            call, kept_mask(create_block_mask(mask_mod, 2, HEADS, 270, 290, device="cpu")), q, HEADS
+        )
+    given = torch.randn_like(q), torch.randn(q.shape[:3])
+    expected = formula(q, k, v, call, given)
+    found = reference.flex_backward_reference(*given, q, k, v, 0.2, call)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5 * y.abs().max().item())
+
+
+def test_flex_fp32_gradients_of_wide_heads_without_kernels_are_a_formula(monkeypatch):
+    q, k, v = (x.detach().requires_grad_() for x in inputs("cpu", torch.float32, 20, 30, 136))
+    score_mod, mask_mod, learned = cases(Captured("cpu"))["relative"]
+    call = trace(score_mod, mask_mod, True)
+
+    def forward(q, k, v, *_, **__):
+        return tuple(x.detach() for x in flex_reference(q, k, v, 0.2, call))
+
+    monkeypatch.setattr(flex.launch, "forward", forward)
+    monkeypatch.setattr(flex.launch, "backward", lambda *_, **__: pytest.fail("expected no launch"))
+    given = torch.randn_like(q), torch.randn(q.shape[:3])
+    results = flex._differentiable(call, 0.2, False, False, 3, q, k, v, *call.tensors)
+    found = torch.autograd.grad(results, [q, k, v, *learned], given)
+    for x, y in zip(found, formula(q, k, v, call, given), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("dtype", FP32_DTYPES)
 def test_flex_fp32_configs_are_legal(dtype, direction):
     for width in tile_widths(direction, dtype):
-        if direction != "fwd" and max(width) > 128:
-            continue
         for name, program in programs(direction != "fwd"):
-            problem = AttnProblem(dtype, *width, False, (), program)
+            problem = AttnProblem.of(dtype, *width, False, direction, (), program)
             for bucket in (*BUCKETS, *((SPLIT_BUCKET,) if direction == "fwd" else ())):
                 config, _ = configs.pick_config(problem, bucket, "NVIDIA H200", direction)
                 fault = legality.fault(problem, config, direction)
@@ -147,13 +189,33 @@ def test_flex_fp32_configs_are_legal(dtype, direction):
 
 
 def test_flex_fp32_gradients_of_a_bias_are_not_rounded():
-    """dS of a pass by keys is in parts, so it is no gradient; probabilities times a slope have a pass of their own."""
+    """A pass by keys stores dS, or sums it, before it is split; probabilities times a slope have a pass of their own."""
     made = dict(programs(True))
-    problem = AttnProblem("bfloat16", 64, 64, False, (), made["relative"])
-    assert problem.learns_dS and not any(replace(problem, dtype=dtype).learns_dS for dtype in FP32_DTYPES)
+    one, two = ["dq+dk+dv"], ["dk+dv", "dq"]
+    for name, passes in (("relative", one), ("relative bits", one), ("dense", two)):
+        problem = AttnProblem("float32-highest", 64, 64, False, (), made[name])
+        assert problem.learns_dS and not problem.sends_dS and not problem.learns_bias
+        assert replace(problem, dtype="bfloat16").learns_dS is (name != "dense")
+        config, _ = configs.pick_config(problem, "4k", "NVIDIA H200", "bwd")
+        assert [x.grads for x in config.passes] == passes
+    assert "tl_attention_add_fp32_tile" in program_code(made["relative"], accurate=True)
+    assert "tl_attention_add_fp32_tile" not in program_code(made["relative"])
     sloped = AttnProblem("float32-high", 64, 64, False, (), made["softcap"])
     passes = BwdPass("dk+dv", 64, 128), BwdPass("dq", 128, 64)
     assert "scores have a slope, got dk+dv" in legality.fault(sloped, BwdConfig(passes))
+
+
+def test_flex_fp32_values_of_wide_heads_are_computed_by_score():
+    """Shared memory has no room for values per diagonal; the sums of their gradients need none."""
+    program = dict(programs(True))["relative"]
+    wide = AttnProblem.of("float32-high", 256, 256, False, "bwd", (), program)
+    assert program.diagonals and not wide.has_diagonals and wide.program.diagonal_gradients == (0,)
+    for dtype, width, direction in (
+        ("float32-high", 128, "bwd"),
+        ("float32-high", 256, "fwd"),
+        ("bfloat16", 256, "bwd"),
+    ):
+        assert AttnProblem.of(dtype, width, width, False, direction, (), program).program is program
 
 
 @pytest.mark.parametrize("dtype", [None, *FP32_DTYPES])
@@ -166,11 +228,17 @@ def test_flex_fp32_functions_are_accurate(dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "direction", "precision"), [("relative bits", "fwd", "highest"), ("dense", "bwd", "high")]
+    ("name", "direction", "precision", "width"),
+    [
+        ("relative bits", "fwd", "highest", 128),
+        ("dense", "bwd", "high", 128),
+        ("relative bits", "bwd", "highest", 64),
+        ("dense", "bwd", "high", 256),
+    ],
 )
-def test_flex_fp32_kernels_do_not_spill(name, direction, precision):
+def test_flex_fp32_kernels_do_not_spill(name, direction, precision, width):
     program = dict(programs(direction != "fwd"))[name]
-    problem = AttnProblem(DTYPES[precision], 128, 128, False, (), program)
+    problem = AttnProblem.of(DTYPES[precision], width, width, False, direction, (), program)
     config, _ = configs.pick_config(problem, "4k", "NVIDIA H200", direction)
     kernel = config if direction == "fwd" else config.passes[-1]
     report = cubin.report(problem, kernel)
@@ -186,6 +254,12 @@ GPU_CASES = [
     ("relative", 64, "highest", True, True),
     ("relative", 128, "highest", True, False),
     ("dense", 128, "high", False, False),
+    ("dense", 128, "highest", False, False),
+    ("documents", 256, "high", True, False),
+    ("relative", 256, "high", True, False),
+    ("sloped", 256, "high", True, False),
+    ("dense", 256, "high", False, False),
+    ("relative", 256, "highest", True, False),
 ]
 
 
@@ -201,14 +275,16 @@ def gpu_case(name, c):
 
 
 def gpu_kernels(c, gpu):
-    """Kernels of GPU_CASES; those of "dense" are also those of fp32 in test_torch_masks.py."""
+    """Kernels of GPU_CASES; those of "dense" are also those of fp32 in test_torch_masks.py. Highest d256 has those of the forward alone."""
     kernels = []
-    for name, head_dim, precision, listed, deterministic in GPU_CASES:
+    for name, head_dim, precision, by_blocks, deterministic in GPU_CASES:
         program = trace(*gpu_case(name, c)[:2], True).program
-        program = program.with_bits[0] if listed else program
+        by_formula = (head_dim, precision) == (256, "highest")
+        if by_blocks:
+            program = program.as_listed if by_formula else program.with_bits[0]
         backward = ("bwd_det", program.as_exact) if deterministic else ("bwd", program)
-        for direction, form in (("fwd", program.forward), backward):
-            problem = AttnProblem(DTYPES[precision], head_dim, head_dim, False, (), form)
+        for direction, form in (("fwd", program.forward), backward)[: 1 if by_formula else 2]:
+            problem = AttnProblem.of(DTYPES[precision], head_dim, head_dim, False, direction, (), form)
             config, _ = configs.pick_config(problem, "1k", gpu, direction)
             kernels += config.kernels(problem)
     return list(dict.fromkeys(kernels))

@@ -36,7 +36,7 @@ DOORS = {
     "tracing/intervals": "torch program tracing/program_values tracing/trace_ops",
     "tracing/program_values": "torch program tracing/trace_ops",
     "tracing/by_distance": "torch program tracing/program_values",
-    "checks/flex": "torch checks/common checks/fp32 program",
+    "checks/flex": "torch checks/common program",
     "checks/masks": "torch checks/common checks/flex tracing/intervals",
     "tracing/trace": "torch tracing/captures tracing/dense_bias program tracing/trace_ops",
     "tracing/trace_ops": "torch program",
@@ -114,7 +114,7 @@ DOORS = {
     "tracing": "",
     "reference/kvcache": "torch reference",
     "reference/jvp": "torch reference",
-    "reference/flex": "torch program tracing/program_values",
+    "reference/flex": "torch program reference tracing/program_values",
     "testing": "torch problem target configs reference reference/jvp testing",
     "tuning": "torch options problem kernel_configs target catalog configs launch compilation/building compilation/cubin "
     "compilation/sandbox tuning reference testing | rich",

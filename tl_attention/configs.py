@@ -201,9 +201,11 @@ class OptionLine:
             others.remove("sink")  # backward kernels do not depend on a sink
         if others:
             return f"{self.name} does not serve {' '.join(others)}"
-        if direction == "bwd_det" and not self.config(problem, direction).deterministic:
+        config = self.config(problem, direction)
+        if direction == "bwd_det" and not config.deterministic:
             return f"{self.name} sums dq in no fixed order"
-        return None
+        fault = problem.program and legality.fault(problem, config, direction)
+        return f"{self.name} does not serve, {fault}" if fault else None
 
     def config(self, problem: AttnProblem, direction: str) -> Config:
         return _config(problem, self.fields, direction)
@@ -311,9 +313,7 @@ def choose_config(problem: AttnProblem, bucket: str, gpu_name: str, direction: s
 
 def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Choice:
     misses, programs = [], problem.program and program_lines(_grid(), problem, direction, bucket)
-    for line in (
-        [OptionLine(*x) for x in programs] if programs else option_lines(problem.tile_class, direction)
-    ):
+    for line in [OptionLine(*x) for x in programs or ()] or option_lines(problem.tile_class, direction):
         if miss := line.miss(problem, direction):
             misses.append(miss)
             continue

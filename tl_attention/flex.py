@@ -32,7 +32,6 @@ from tl_attention.checks.flex import (
     check_block_mask,
     check_captured,
     check_function,
-    check_gradient_kernels,
     check_group,
     check_no_options,
     check_not_transformed,
@@ -40,14 +39,14 @@ from tl_attention.checks.flex import (
     check_sizes,
     expand_batch,
 )
-from tl_attention.checks.fp32 import check_precision, runs_in_bf16
+from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
 from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.flex_lists import KeptMask, kept_mask, listed
 from tl_attention.ops import attention, check_device_or_warn, in_bf16, scale_of
 from tl_attention.options import options_of_parts
 from tl_attention.program import Call, Program
-from tl_attention.reference.flex import flex_reference
+from tl_attention.reference.flex import flex_backward_reference, flex_reference
 from tl_attention.tracing.builtin_options import BuiltinOptions, Recognized, recognized
 from tl_attention.tracing.by_distance import MIN_SCORES, ByDistance, by_distance
 from tl_attention.tracing.captures import Captures
@@ -180,7 +179,9 @@ def attend(
         if math.prod(sizes) >= MIN_SCORES:
             call = prepared.by_distance.call(call, sizes, deterministic)
     if functions[2] is not None:
-        call = listed(call, kept_mask(functions[2]) if mask is None else mask, q, heads)
+        # PyTorch's formula calls the mask
+        by_bits = not differentiate or has_gradient_kernels(q, v, parts)
+        call = listed(call, kept_mask(functions[2]) if mask is None else mask, q, heads, by_bits)
     scale = scale_of(q, scale)
     if not q.is_cuda:
         qkv = _transposed(q, k, v) if rows_first else (q, k, v)
@@ -189,8 +190,6 @@ def attend(
         return (out.transpose(1, 2) if rows_first else out), lse
     inputs = q, k, v, *call.tensors
     if differentiate and any([x.requires_grad for x in inputs]):
-        if parts:
-            check_gradient_kernels(q, v, parts, FLASH_NAMES if rows_first else FLEX_NAMES)
         return _differentiable(call, scale, deterministic, rows_first, parts, *inputs)
     others = {"options": options_of_parts(parts), "traced": call, "deterministic": deterministic}
     return launch.forward(q, k, v, scale, False, False, not rows_first, **others)
@@ -405,8 +404,13 @@ class _Flex(torch.autograd.Function):
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         call = Call(program, tuple(tensors), numbers, blocks)
         layout = scale, False, False, not rows_first, deterministic, dlse
-        others = {"options": options_of_parts(parts), "traced": call}
-        dq, dk, dv, *sums = launch.backward(dout, q, k, v, out, lse, *layout, **others)
+        if has_gradient_kernels(q, v, parts):
+            others = {"options": options_of_parts(parts), "traced": call}
+            dq, dk, dv, *sums = launch.backward(dout, q, k, v, out, lse, *layout, **others)
+        else:
+            inputs = _transposed(dout, q, k, v) if rows_first else (dout, q, k, v)
+            dq, dk, dv, *sums = flex_backward_reference(inputs[0], dlse, *inputs[1:], scale, call)
+            dq, dk, dv = _transposed(dq, dk, dv) if rows_first else (dq, dk, dv)
         for i, total in zip(program.learned, sums, strict=True):
             grads[i] = total.to(tensors[i].dtype)
         return *[None] * 5, dq, dk, dv, *grads

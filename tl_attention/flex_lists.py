@@ -93,14 +93,15 @@ def kept_mask(block_mask: Any) -> KeptMask:
     return kept
 
 
-def listed(call: Call, kept: KeptMask, query: torch.Tensor, heads: int) -> Call:
+def listed(call: Call, kept: KeptMask, query: torch.Tensor, heads: int, by_bits: bool = True) -> Call:
     """The call with the lists of its block mask; on a GPU with bits for its mask, unless these are too many.
 
     Args:
         query: [batch, ..]. heads: of query.
+        by_bits: False keeps the mask a function.
     """
     lists = kept.lists(query.shape[0], heads)
-    with_bits = lists_with_bits(call, lists) if query.is_cuda else None
+    with_bits = lists_with_bits(call, lists) if query.is_cuda and by_bits else None
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         kept.keep_for_graph(lists, with_bits)
     if with_bits is not None:

@@ -288,13 +288,13 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
     rows, step_rows = _owned_and_step(bwd_pass)
     if rows not in (64, 128, 192):
         return f"{owned}: expected 64, 128 or 192 (64 rows per consumer warpgroup), got {rows}"
-    if owns_queries and (step_rows % 16 or not 32 <= step_rows <= 256):
-        return f"{step}: expected a multiple of 16 in 32..256, got {step_rows}"
+    if owns_queries and (step_rows % 16 or not 16 <= step_rows <= 256):
+        return f"{step}: expected a multiple of 16 in 16..256, got {step_rows}"
     if not owns_queries and step_rows not in (32, 64, 96, 128):
         # The log-sum-exps of a step start at a multiple of 128 bytes
         return f"{step}: expected 32, 64, 96 or 128, got {step_rows}"
     if problem.is_fp32 and bwd_pass.adds_dq:
-        if problem.options or problem.program is not None:
+        if problem.options:
             return "grads: expected dq in a pass of its own in fp32 with options, got dq+dk+dv"
         if step_rows not in (32, 64):
             return f"{step}: expected 32 or 64 where dq is summed in fp32, got {step_rows}"

@@ -66,6 +66,8 @@ FP32_BWD_WIDTHS = {3: FP32_TILE_WIDTHS[:2], 2: FP32_TILE_WIDTHS}  # by number of
 BWD_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256))
 # One more tile width of the backward, for dense biases: heads of short rows, whose results and sums of dq are much of their time
 BIAS_WIDTH = 32
+# fp32 backwards of wider heads have no shared memory for values of functions, see program.Program.by_score
+BY_SCORE_WIDTH = 128
 # Widths of decode. The last is multi-head latent attention with absorbed weights: V is the first columns of K.
 DECODE_TILE_WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256), (576, 512))
 # Widths of forward mode, whose consumers hold two outputs in registers
@@ -158,6 +160,8 @@ class AttnProblem:
         found = cls(dtype, *tile_width(head_dim, head_dim_v, direction, dtype), causal, options, program)
         if direction == "bwd" and max(head_dim, head_dim_v) <= BIAS_WIDTH and found.learns_bias:
             return replace(found, head_dim=BIAS_WIDTH, head_dim_v=BIAS_WIDTH)
+        if program is not None and found.is_fp32 and direction != "fwd" and found.head_dim > BY_SCORE_WIDTH:
+            return replace(found, program=replace(program, by_score=True))
         return found
 
     def helper_problem(self, width: int) -> AttnProblem:
@@ -243,8 +247,10 @@ class AttnProblem:
 
     @property
     def learns_dS(self) -> bool:
-        """True if the gradient of a captured tensor is dS as kernels round it, so that a pass by keys can store it."""
-        return self.learns and self.program.learns_dS and self.dtype == "bfloat16"
+        """True if the gradient of a captured tensor is dS as a pass by keys has it, in bf16 or in fp32, so that it can store it."""
+        if not self.learns or not self.is_fp32:
+            return self.learns and self.program.learns_bf16_dS and self.dtype == "bfloat16"
+        return self.program.learns_dS
 
     @property
     def stores_dS(self) -> bool:
@@ -254,14 +260,15 @@ class AttnProblem:
     @property
     def sends_dS(self) -> bool:
         """True if it stores dS by TMA. Wider heads have no registers for the position: d128 spills 32 bytes (nvcc 13.0.88). Nor has a pass
-        with a block mask.
+        with a block mask. In fp32 shared memory has parts of dS.
         """
-        return self.stores_dS and not self.is_listed and self.head_dim <= TILE_WIDTHS[0][0]
+        is_whole = self.stores_dS and not self.is_fp32
+        return is_whole and not self.is_listed and self.head_dim <= TILE_WIDTHS[0][0]
 
     @property
     def learns_bias(self) -> bool:
-        """True for a dense bias alone whose gradient is dS."""
-        return self.stores_dS and self.program.is_bias
+        """True for a dense bias alone whose gradient is dS in bf16."""
+        return self.stores_dS and not self.is_fp32 and self.program.is_bias
 
     @property
     def changes_scores(self) -> bool:

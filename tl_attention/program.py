@@ -126,6 +126,7 @@ class Program:
         listed: a block mask lists the blocks to compute, and says how their keys are seen.
         bits: the mask of partial blocks is given as a bit per element; see launch/mask_bits.py. Only with `listed`.
         exact: gradients of captured tensors are exact sums, which do not depend on the order of the additions.
+        by_score: values that are the same along a diagonal are computed for each score, which takes no shared memory.
     """
 
     values: tuple[Value, ...]
@@ -138,6 +139,7 @@ class Program:
     listed: bool = False
     exact: bool = False
     bits: bool = False
+    by_score: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -274,7 +276,7 @@ class Program:
     @functools.cached_property
     def diagonals(self) -> tuple[int, ...]:
         """Floats that are the same along a diagonal of a tile, with which a value that is not is computed, unless they are cheap."""
-        if not self.values:
+        if not self.values or self.by_score:
             return ()
         outputs = [self.score, self.slope, *(x.factor for x in self.gradients)]
         others = {i for i, x in enumerate(self.values) if not self.is_diagonal(i)}
@@ -338,17 +340,19 @@ class Program:
 
     @functools.cached_property
     def learns_dS(self) -> bool:
-        """True if the only gradient is that of a bias added to the score: it is the dS that a backward multiplies, or sums of it.
-
-        A stored bias must be bf16, as dS is; sums may be of any dtype.
-        """
+        """True if the only gradient is that of a bias added to the score: it is dS, which is stored, or sums of it."""
         if self.slope is not None or len(self.gradients) != 1:
             return False
         (gradient,) = self.gradients
         if self.values[gradient.factor] != Value("constant", FLOAT, data=1.0):
             return False
-        is_stored = self.stored == (0,) and stored_dtype(self.tensors[gradient.tensor]) == "bfloat16"
-        return is_stored or self.diagonal_gradients == (0,)
+        return self.stored == (0,) or self.diagonal_gradients == (0,)
+
+    @functools.cached_property
+    def learns_bf16_dS(self) -> bool:
+        """learns_dS for a dS in bf16: a stored gradient must be bf16; sums may be of any dtype."""
+        stored = [stored_dtype(self.tensors[self.gradients[number].tensor]) for number in self.stored]
+        return self.learns_dS and {*stored} <= {"bfloat16"}
 
     @property
     def learns_from_scores(self) -> bool:

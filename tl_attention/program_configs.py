@@ -10,14 +10,16 @@ from tl_attention.problem import JOINED_BUCKET, AttnProblem
 def program_lines(
     grid: dict[str, Any], problem: AttnProblem, direction: str, bucket: str
 ) -> list[tuple[str, tuple[str, ...], dict[str, Any]]]:
-    """(name, what it serves, fields) of the lines of [programs] for a problem, in the order they are tried; see configs.OptionLine.
+    """(name, what it serves, fields) of the lines of [programs] for a problem, in the order they are tried; see configs.OptionLine. The
+    first that is legal serves it.
 
     A forward has one line per width, and optional ones for block masks: fwd_joined in JOINED_BUCKET, fwd_bits, and fwd_listed where the
     tiles of fwd do not divide program.LISTED_ROWS, fwd_held for scores that stay close, fwd_adds for bf16 ones that only add a value per
     diagonal, and fwd_scores for a score_mod alone. A backward with bits tries the lines of bwd_bits first, one with a dense bias alone,
     whose gradient is dS, those of bwd_bias. A line of a backward serves problems whose features are all in `serves`.
     """
-    width, section = grid["programs"][problem.tile_class], "fwd" if direction == "fwd" else "bwd"
+    width, served = grid["programs"][problem.tile_class], (str(problem.program),)
+    table = f"[programs.{problem.tile_class}]"
     if direction == "fwd":
         held = problem.scores_stay_close
         # hold_max needs scores of similar magnitude: those of a score_mod may grow from block to block, or all be -inf in the first ones
@@ -29,16 +31,17 @@ def program_lines(
             ("fwd_held", held),
             ("fwd_scores", problem.changes_scores and not (problem.fetches or problem.is_listed)),
         )
-        section = next((name for name, applies in wanted if applies and name in width), section)
-    name, lines = f"[programs.{problem.tile_class}] {section}", width.get(section, ())
-    served = (str(problem.program),)
-    if direction == "fwd":
-        return [(name, served, lines)]
+        names = [name for name, applies in wanted if applies and name in width]
+        return [(f"{table} {name}", served, width[name]) for name in (*names, "fwd")]
     wanted = (("bwd_bits", problem.has_bits), ("bwd_bias", problem.learns_bias))
     first = [line for special, applies in wanted if applies for line in width.get(special, ())]
     return [
-        (f"line {number} of {name}", served, {key: value for key, value in line.items() if key != "serves"})
-        for number, line in enumerate([*first, *lines], 1)
+        (
+            f"line {number} of {table} bwd",
+            served,
+            {key: value for key, value in line.items() if key != "serves"},
+        )
+        for number, line in enumerate([*first, *width.get("bwd", ())], 1)
         if features(problem) <= {*line.get("serves", ())}
     ]
 

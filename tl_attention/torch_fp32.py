@@ -44,13 +44,13 @@ def serves(
     return has_kernels(query, value) and (not query.is_cuda or is_hopper(query.device))
 
 
-def has_kernels(query: torch.Tensor, value: torch.Tensor, masked: bool = False) -> bool:
-    """True for head dims and a dtype whose gradients have kernels, for fp32 at the default precision. masked: with attn_mask."""
+def has_kernels(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """True for head dims and a dtype whose gradients have kernels, for fp32 at the default precision."""
     try:
         parts = check_precision(query, None)
     except ValueError:  # PyTorch's settings of its backends differ
         return False
-    return has_gradient_kernels(query, value, parts, masked)
+    return has_gradient_kernels(query, value, parts)
 
 
 def operands(*tensors: torch.Tensor) -> tuple[int, list[torch.Tensor]]:

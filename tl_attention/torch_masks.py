@@ -73,7 +73,7 @@ def serves(
     head_dim, head_dim_v = query.shape[3], value.shape[3]
     if head_dim > MAX_HEAD_DIM or head_dim_v > head_dim or head_dim % 8 or head_dim_v % 8:
         return False
-    if not torch_fp32.has_kernels(query, value, masked=True):
+    if not torch_fp32.has_kernels(query, value):
         return False
     extent = sum((n - 1) * stride for n, stride in zip(attn_bias.shape, attn_bias.stride(), strict=True))
     is_float = attn_bias.dtype in (torch.float32, torch.bfloat16, torch.float16)

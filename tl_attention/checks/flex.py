@@ -9,7 +9,6 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
 from tl_attention.checks.common import describe, expect_tensor
-from tl_attention.checks.fp32 import PROGRAM_WIDTH, has_gradient_kernels
 from tl_attention.program import BLOCK_BITS, HOW_BITS, LISTED_ROWS, Call
 
 MAX_ELEMENTS = 2**31 - 1  # from the first to the last element of a captured tensor: kernels index in 32 bits
@@ -105,15 +104,6 @@ def check_order(function: str, *grads: torch.Tensor | None) -> None:
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in grads):
         raise NotImplementedError(
             f"{function}: the gradient of a gradient is not supported; call backward without create_graph=True"
-        )
-
-
-def check_gradient_kernels(q: torch.Tensor, v: torch.Tensor, parts: int, names: Names) -> None:
-    """Refuse gradients of fp32 head dims that have no kernels."""
-    if not has_gradient_kernels(q, v, parts, traced=True):
-        raise NotImplementedError(
-            f"{names.q}: expected a head_dim of at most {PROGRAM_WIDTH} where float32 with functions,"
-            f" masks or biases needs gradients, got {q.shape[-1]}; pass precision='medium', or call it under torch.no_grad()"
         )
 
 

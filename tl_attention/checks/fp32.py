@@ -7,9 +7,6 @@ import torch
 from tl_attention.checks.common import describe
 from tl_attention.problem import FP32_BWD_WIDTHS, PRECISIONS
 
-# Widest head dims with gradients of functions in fp32: the widths with bwd in [programs."fp32-.."] of configs/grid.toml
-PROGRAM_WIDTH = 128
-
 
 def check_precision(q: torch.Tensor, precision: str | None) -> int:
     """Check the precision of a call, and return the parts of an fp32 element: a value of PRECISIONS, 0 for another dtype."""
@@ -57,13 +54,6 @@ def runs_in_bf16(q: torch.Tensor, parts: int) -> bool:
     return parts == 1 and q.device.type != "cpu"
 
 
-def has_gradient_kernels(q: torch.Tensor, v: torch.Tensor, parts: int, traced: bool = False) -> bool:
-    """True if kernels compute the gradients of a call on a GPU, False if PyTorch's formula does, or, with functions, none.
-
-    Args:
-        parts: 0 for dtypes other than fp32.
-        traced: the call has functions, masks or biases.
-    """
-    if parts < 2:
-        return True
-    return max(q.shape[-1], v.shape[-1]) <= (PROGRAM_WIDTH if traced else FP32_BWD_WIDTHS[parts][-1][0])
+def has_gradient_kernels(q: torch.Tensor, v: torch.Tensor, parts: int) -> bool:
+    """True if kernels compute the gradients of a call on a GPU, False if PyTorch's formula does. parts: 0 for dtypes other than fp32."""
+    return parts < 2 or max(q.shape[-1], v.shape[-1]) <= FP32_BWD_WIDTHS[parts][-1][0]

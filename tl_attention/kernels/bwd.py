@@ -69,9 +69,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     dS_in_P = reuse and config.order != "separate-dS"  # dS' takes the registers of P'
     early_dK, late_sums = config.order == "early-dK", config.order == "late-sums"
     two_slots = config.order != ""  # of dS' in shared memory
-    adds_late = (
-        block_M == 128
-    )  # of diagonals, beside the next S'; in steps of 64 queries 6.26 ms, else 5.81 (d128, H200, 2026-11-23)
+    # Sums of diagonals, beside the next S'. In steps of 64 queries 6.26 ms, else 5.81 (d128, H200, 2026-11-23)
+    adds_late = block_M == 128
     makes_dq, makes_dk, makes_dv = (grad in config.makes for grad in ("dq", "dk", "dv"))
     # fp32: each warpgroup adds dQ' = K' dS' of its keys to dQ itself, in the step that makes dS'
     makes_dq, makes_dqt = makes_dq and not problem.is_fp32, makes_dq and problem.is_fp32
@@ -315,8 +314,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 dropout.drop(acc_dp)
                 dropout.scale_kept(acc_dp)
                 if x_parts > 1:
-                    P_whole = P_parts if reuse else (acc_s,)
-                    fp32.replace_dp(P_whole, acc_dp, lambda j: shared.Q.row_value(step, 1, j))
+                    fp32.replace_dp(
+                        P_parts if reuse else (acc_s,), acc_dp, lambda j: shared.Q.row_value(step, 1, j)
+                    )
+                    if makes_dqt:
+                        scores.learn_dS(acc_dp, blocks, True)
                     fp32.split_parts(acc_dp, dS_parts)
                 else:
                     softmax_backward(

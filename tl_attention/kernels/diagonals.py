@@ -124,6 +124,23 @@ static __device__ __forceinline__ int tl_attention_summed_slot(int i) {
   return (4 * i + 2 * (c & 1) + c / 2) * 8 + (7 + 2 * c - lane / 4 & 7);
 }
 """
+# tl_attention_add_tile for a tile of fp32
+FP32_TILE = """
+template <int cols>
+static __device__ __forceinline__ void tl_attention_add_fp32_tile(void* x, const void* tile, int rows) {
+  const float* numbers = (const float*)tile;  // of columns 2 c and 2 c + 1, in two rows of each 8 columns
+  int thread = tl_attention_thread(), row = thread / 32 % 4 * 16 + thread % 32 / 4;
+  bool is_row = row < rows, is_next = row + 8 < rows;
+#pragma unroll
+  for (int n = 0; n <= cols / 8; ++n) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      float next = n < cols / 8 && is_next ? numbers[n < cols / 8 ? 4 * n + 2 + odd : 0] : 0.f;
+      ((float*)x)[2 * n + odd] = n > 0 && is_row ? next + numbers[n > 0 ? 4 * n - 4 + odd : 0] : next;
+    }
+  }
+}
+"""
 
 
 def sums_per_lane(cols: int) -> int:
@@ -194,11 +211,11 @@ class Diagonals:
 
     @T.inline
     def add_tile(self, n, tile, rows):
-        """Set the sums of this thread to those of a bf16 tile, without its rows from `rows` on."""
+        """Set the sums of this thread to those of a tile of bf16 or fp32, without its rows from `rows` on."""
         T.evaluate(
             T.call_extern(
                 "handle",
-                f"tl_attention_add_tile<{self.cols}>",
+                f"tl_attention_add_{'fp32_' if tile.dtype == FLOAT else ''}tile<{self.cols}>",
                 self.by_place[n].data,
                 tile.data,
                 rows,

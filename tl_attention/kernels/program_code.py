@@ -10,7 +10,7 @@ import math
 
 from tl_attention.kernels.accurate_code import ACCURATE, ACCURATE_EXPRESSIONS
 from tl_attention.kernels.dense_code import DENSE
-from tl_attention.kernels.diagonals import DIAGONALS
+from tl_attention.kernels.diagonals import DIAGONALS, FP32_TILE
 from tl_attention.program import BOOL, FLOAT, INT, LONG, MASK, SHOW_ALL, SHOW_TO_LAST, Program, Value
 
 TYPES = {FLOAT: "float", INT: "int", LONG: "long long", BOOL: "bool"}
@@ -176,6 +176,7 @@ def program_code(program: Program, accurate: bool = False) -> str:
         functions.append(function(f"target{i}", INT, list(gradient.index), offset, of=of))
     dense = DENSE if program.dense_loads or program.stored else ""
     diagonals = DIAGONALS if program.diagonals or program.diagonal_gradients else ""
+    diagonals += FP32_TILE if accurate and program.diagonal_gradients else ""
     gradients = GRADIENTS if program.gradients else ""
     helpers = HELPERS + gradients + (ACCURATE if accurate else "") + (BITS if program.bits else "")
     return helpers + dense + diagonals + "\n".join(functions) + "\n"

@@ -107,7 +107,7 @@ def build_backward_ahead(
     traced: Call | None,
 ) -> None:
     """Start to build missing kernels of a forward call's backward, without waiting."""
-    if options is not None and not has_gradient_kernels(q, v, options.parts, traced is not None):
+    if options is not None and not has_gradient_kernels(q, v, options.parts):
         return
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     key = _kernel_key(

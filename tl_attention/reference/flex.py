@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
 from tl_attention.program import Call
+from tl_attention.reference.attention import MAX_SCORES, true_fp32
 from tl_attention.tracing.program_values import program_values
 
 PARTIAL, FULL = 1, 2  # states of blocks, see launch/block_lists.py
@@ -19,12 +21,14 @@ def flex_reference(
     softmax_scale: float,
     call: Call,
     dtype: torch.dtype = torch.float32,
+    first_query: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention with a program; all scores are in memory at once.
 
     Args:
         q: [batch, heads, seqlen_q, head_dim]; k, v: [batch, heads_kv, seqlen_k, ..].
         dtype: of the computation, fp32 or fp64.
+        first_query: q_idx of the first row of q.
     Returns:
         out: [batch, heads, seqlen_q, head_dim_v] in `dtype`. lse: [batch, heads, seqlen_q], natural. A query that sees no key has out
         0 and lse -inf.
@@ -33,20 +37,63 @@ def flex_reference(
     q, k, v = (x.to(dtype) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = q @ k.mT * softmax_scale
-    scores = new_scores(scores, call)
+    scores = new_scores(scores, call, first_query)
     lse = scores.logsumexp(-1)
     sees_none = lse == -math.inf
     weights = (scores - lse.masked_fill(sees_none, 0)[..., None]).exp()
     return weights @ v, lse
 
 
-def new_scores(scores: torch.Tensor, call: Call) -> torch.Tensor:
-    """Scores [batch, heads, seqlen_q, seqlen_k] after score_mod, -inf where mask_mod hides the key."""
+def flex_backward_reference(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float,
+    call: Call,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of sum(dout * out) + sum(dlse * lse) by autograd, on any device, in chunks of about MAX_SCORES scores.
+
+    Args:
+        dout: [batch, heads, seqlen_q, head_dim_v]. dlse: [batch, heads, seqlen_q]; None is 0.
+        q, k, v, softmax_scale, call: as for flex_reference.
+    Returns:
+        dq, dk, dv, then those of the tensors of program.learned, in fp32.
+    """
+    learned, (*_, seqlen_q, _), seqlen_k = call.program.learned, q.shape, k.shape[2]
+    tensors = [x.detach() for x in call.tensors]
+    for i in learned:  # in fp32, as autograd sums in the dtype of a tensor
+        tensors[i] = tensors[i].to(torch.float32, copy=True).requires_grad_()
+    call = replace(call, tensors=tuple(tensors))
+    dq = torch.empty_like(q, dtype=torch.float32)
+    shared = [*(x.detach().requires_grad_() for x in (k, v)), *(tensors[i] for i in learned)]
+    sums = [torch.zeros_like(x) for x in shared]
+    step = max(1, MAX_SCORES // max(1, q.shape[0] * q.shape[1] * seqlen_k))
+    with true_fp32(q.device), torch.enable_grad():
+        for first in range(0, seqlen_q, step):
+            rows = slice(first, min(first + step, seqlen_q))
+            q_rows = q[:, :, rows].detach().requires_grad_()
+            out, lse = flex_reference(q_rows, *shared[:2], softmax_scale, call, first_query=first)
+            lse = lse.masked_fill(lse == -math.inf, 0)
+            dlse_rows = torch.zeros_like(lse) if dlse is None else dlse[:, :, rows].to(lse.dtype)
+            outputs, given = [out, lse], [dout[:, :, rows].to(out.dtype), dlse_rows]
+            partial_dq, *partial = torch.autograd.grad(outputs, [q_rows, *shared], given, allow_unused=True)
+            dq[:, :, rows] = partial_dq
+            for total, x in zip(sums, partial, strict=True):
+                if x is not None:
+                    total += x
+    return dq, *sums
+
+
+def new_scores(scores: torch.Tensor, call: Call, first_query: int = 0) -> torch.Tensor:
+    """Scores [batch, heads, seqlen_q, seqlen_k] after score_mod, -inf where mask_mod hides the key. first_query: as in flex_reference."""
     program, device = call.program, scores.device
     positions = [
         torch.arange(n, dtype=torch.int32, device=device).view([-1 if i == dim else 1 for i in range(4)])
         for dim, n in enumerate(scores.shape)
     ]
+    positions[2] = positions[2] + first_query
     leaves = dict(zip(("batch", "head", "query", "key"), positions, strict=True), score=scores)
     roots = [root for root in (program.score, program.mask) if root is not None]
     found = dict(zip(roots, program_values(call, roots, leaves, scores.dtype), strict=True))
@@ -57,7 +104,7 @@ def new_scores(scores: torch.Tensor, call: Call) -> torch.Tensor:
     seen = torch.ones((), dtype=torch.bool, device=device) if program.mask is None else found[program.mask]
     if call.blocks is not None:
         states = call.blocks.states
-        for dim, size, length in zip((-2, -1), call.blocks.block_size, scores.shape[-2:], strict=True):
-            states = states.repeat_interleave(size, dim=dim).narrow(dim, 0, length)
+        for dim, size, at in zip((-2, -1), call.blocks.block_size, positions[2:], strict=True):
+            states = states.index_select(dim, at.flatten() // size)
         seen = (states == FULL) | (states == PARTIAL) & seen
     return scores.masked_fill(~seen, -math.inf)

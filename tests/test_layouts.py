@@ -101,6 +101,7 @@ def test_annotated_layouts_that_are_not_inferred_are_kept(monkeypatch):
 
 
 def test_views_of_one_memory_are_different():
+    import tilelang  # noqa: F401  # it brings tvm
     from tvm import tirx
 
     data = tirx.decl_buffer((8, 8), "float32", "data", scope="local.fragment")

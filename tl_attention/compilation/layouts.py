@@ -66,9 +66,8 @@ class _Once:
     """Statements that a function repeats, and its annotated layouts."""
 
     def __init__(self) -> None:
-        self.kept: dict[
-            int, list[tuple[int, Any, list]]
-        ] = {}  # structural hash -> statements: number, itself, its buffers
+        # Structural hash -> statements: number, the statement, its buffers
+        self.kept: dict[int, list[tuple[int, Any, list[Any]]]] = {}
         self.count = 0
         self.removed: list[tuple[Any, int]] = []  # statements, and the number of the one that each repeats
         self.annotated: dict[Any, Any] = {}  # data of a buffer in shared memory -> layout

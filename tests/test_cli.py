@@ -324,7 +324,10 @@ def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
         ),
         (["bf16", "causal"], "head dims: expected a word such as d128"),
         (["d320"], "head dims: expected at most one of d64, .*d256 for fwd, got d320"),
-        (["d128", "split", "--pass", "bwd"], "bucket: expected one of 1k, 4k, long, tile, tile192 for bwd, got split"),
+        (
+            ["d128", "split", "--pass", "bwd"],
+            "bucket: expected one of 1k, 4k, long, tile, tile192 for bwd, got split",
+        ),
         (["d128", "dropout", "--pass", "decode"], "expected some of window, softcap, alibi, sink for decode"),
         (["d128", "4k", "--pass", "decode"], "bucket: expected none for decode"),
         (["d128", "--gpu", "A100"], "gpu: expected a Hopper GPU, one of .*H20, .*got 'A100'"),

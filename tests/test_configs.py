@@ -37,6 +37,7 @@ from tl_attention.problem import (
     WIDE_TILE_BUCKET,
     AttnProblem,
     buckets,
+    tile_widths,
     tuning_key,
 )
 from tl_attention.register_levels import REGISTER_LEVEL, register_level
@@ -368,7 +369,7 @@ def test_register_level_is_lower_for_the_packed_one_pass_backward_of_d128(dtype,
 @pytest.mark.parametrize("options", [("alibi",), ("softcap", "alibi"), ("alibi", "dropout")], ids=" ".join)
 def test_alibi_without_a_mask_holds_a_row_max_of_near_blocks_alone(causal, options):
     """The row max grows with every block of keys up to the query's: a held one overflows, and the tile runs twice."""
-    for width in configs.tile_widths("fwd"):
+    for width in tile_widths("fwd"):
         problem = AttnProblem("bfloat16", *width, causal, options)
         lines = configs.option_lines(problem.tile_class, "fwd")
         line = next(line for line in lines if line.miss(problem, "fwd") is None)

@@ -177,6 +177,7 @@ def test_seconds(text, expected):
         (["tune", "--budget", "nan"], "argument --budget: expected .*, got 'nan'"),
         (["tune", "--jobs", "0"], "argument --jobs: expected a whole number, at least 1, got '0'"),
         (["compile", "--jobs", "-3"], "argument --jobs: expected a whole number, at least 1, got '-3'"),
+        (["pack", "--jobs", "0"], "argument --jobs: expected a whole number, at least 1, got '0'"),
         (["manifest", "--jobs", "many", "--check"], "argument --jobs: expected .*, got 'many'"),
         (["tune", "--shapes", "articel"], "--shapes: shape 'articel': not in configs/shapes.toml"),
         (["config", "d128", "sideways"], "tl-attention config: expected a dtype .*; got 'sideways'"),

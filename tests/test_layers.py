@@ -90,7 +90,7 @@ DOORS = {
     "compilation/torchless": "",
     "compilation/store": "problem kernel_configs configs compilation/compiler compilation/pack compilation/toolkit | tvm_ffi",
     "compilation/pack": "problem kernel_configs compilation/compiler | tvm_ffi",
-    "compilation/packing": "compilation/compiler compilation/building compilation/manifest compilation/pack "
+    "compilation/packing": "arguments compilation/compiler compilation/building compilation/manifest compilation/pack "
     "compilation/store compilation/toolkit | tilelang tvm_ffi",
     "compilation/compiler": "problem kernel_configs register_levels target compilation/headers compilation/layouts "
     "compilation/toolkit | kernels tilelang tvm_ffi",

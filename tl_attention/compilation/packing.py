@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tl_attention.arguments import at_least
 from tl_attention.compilation import building, manifest, pack, store, toolkit
 from tl_attention.compilation.compiler import KernelKey, template
 
@@ -383,9 +384,6 @@ def _record_hash(content: bytes) -> str:
     return f"sha256={digest.decode()}"
 
 
-# ---- The command
-
-
 HELP = {
     "help": "build a wheel of compiled kernels, with which neither TileLang nor nvcc is needed",
     "description": f"Build the kernels of {pack.DISTRIBUTION} for sm_90a and write its wheel; needs no GPU. Kernels are kept in the cache"
@@ -399,9 +397,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "words", nargs="*", metavar="WORD", help="only kernels with all of these words: bf16 d128 causal"
     )
     command.add_argument(
-        "--out", type=Path, default=Path("dist"), help="folder of the wheel; default: %(default)s"
+        "--out",
+        type=Path,
+        default=Path("dist"),
+        metavar="FOLDER",
+        help="folder of the wheel; default: %(default)s",
     )
-    command.add_argument("--jobs", type=int, help="kernels built at a time; default: one per CPU")
+    command.add_argument(
+        "--jobs", type=at_least(1), metavar="N", help="kernels built at a time; default: one per CPU"
+    )
     command.add_argument("--list", action="store_true", help="print the kernels and build nothing")
     command.set_defaults(run=run)
 
@@ -418,9 +422,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         print("\n".join(manifest.kernel_name(*kernel) for kernel in chosen))
         return 0
-    if arguments.jobs is not None and arguments.jobs < 1:
-        print(f"tl-attention pack: --jobs: expected at least 1, got {arguments.jobs}")
-        return 2
     try:
         toolkit.require_tilelang("tl-attention pack")
         if not toolkit.find_nvcc():

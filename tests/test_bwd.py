@@ -14,9 +14,9 @@ from test_fwd import COPIED, TAKEN_AS_IT_IS, problems, requested_bytes
 from test_fwd import CURATED as FORWARD_CASES
 
 from tl_attention import flash_attn_func, launch
+from tl_attention.catalog import problems as problems_of
 from tl_attention.compilation import building
 from tl_attention.configs import candidates, pick_config
-from tl_attention.configs import problems as problems_of
 from tl_attention.launch.common import PlanCache
 from tl_attention.problem import AttnProblem, bwd_bucket
 from tl_attention.target import sm_count

@@ -117,9 +117,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     cols_dk, cols_dv = T.dynamic("columns_dk, columns_dv") if problem.is_fp32 else (columns_qk, columns_v)
     dk_view = rows_argument(problem, "dk", batch, seqlen_k, heads_kv, cols_dk)
     dv_view = rows_argument(problem, "dv", batch, seqlen_k, heads_kv, cols_dv)
-    dk_parts_view, dv_parts_view = map(
-        FragmentBlocks.argument, (dk_blocks, dv_blocks), (head_dim, head_dim_v)
-    )
+    dk_parts_view = FragmentBlocks.argument(dk_blocks, head_dim)
+    dv_parts_view = FragmentBlocks.argument(dv_blocks, head_dim_v)
     extra = option_arguments(problem)
     tickets_view = T.Tensor([2], "int32") if dynamic else False  # False makes no argument
     turns_view = T.Tensor([dq_blocks], "int32") if ordered else False
@@ -314,9 +313,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 dropout.drop(acc_dp)
                 dropout.scale_kept(acc_dp)
                 if x_parts > 1:
-                    fp32.replace_dp(
-                        P_parts if reuse else (acc_s,), acc_dp, lambda j: shared.Q.row_value(step, 1, j)
-                    )
+                    P_whole = P_parts if reuse else (acc_s,)
+                    fp32.replace_dp(P_whole, acc_dp, lambda j: shared.Q.row_value(step, 1, j))
                     if makes_dqt:
                         scores.learn_dS(acc_dp, blocks, True)
                     fp32.split_parts(acc_dp, dS_parts)

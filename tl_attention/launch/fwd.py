@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from tl_attention import configs
 from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import FwdCombine, FwdConfig, PartsConfig, TileTable, page_rows
 from tl_attention.launch import splits
@@ -42,8 +44,8 @@ from tl_attention.problem import (
     AttnProblem,
     length_bucket,
 )
-from tl_attention.program import Call
-from tl_attention.target import sm_count
+from tl_attention.program import JOINED_ROWS, Call, Program
+from tl_attention.target import DEFAULT_GPU, sm_count
 
 _kernels: dict[tuple, FwdKernels] = {}
 plan_cache = PlanCache()
@@ -115,9 +117,17 @@ class FwdSizes(NamedTuple):
         return self.batch, self.heads, self.seqlen_q
 
 
-def _joins(traced: Call | None) -> bool:
-    """True for a block mask that tiles of JOINED_BUCKET serve."""
-    return traced is not None and traced.blocks is not None and traced.blocks.joined
+@functools.lru_cache(maxsize=1024)
+def _has_joined_tiles(dtype: str, head_dim: int, head_dim_v: int) -> bool:
+    mask = Program((), listed=True, bits=True)
+    problem = AttnProblem.of(dtype, head_dim, head_dim_v, False, program=mask)
+    return configs.pick_config(problem, JOINED_BUCKET, DEFAULT_GPU)[0].block_M == JOINED_ROWS
+
+
+def _joins(traced: Call | None, dtype: str, head_dim: int, head_dim_v: int) -> bool:
+    """True for a block mask that tiles of JOINED_BUCKET serve. It is asked only where the width has such tiles, as the host then waits."""
+    blocks = None if traced is None else traced.blocks
+    return blocks is not None and _has_joined_tiles(dtype, head_dim, head_dim_v) and blocks.joined
 
 
 def _splits_and_bucket(
@@ -190,14 +200,14 @@ class FwdPlan:
         self.batch = options.cu_seqlens_q.shape[0] - 1 if self.packed else sizes.batch
         self.heads = sizes.heads
 
-        sms, joins = sm_count(self.device), _joins(traced)
+        dtype = dtype_name(q.dtype, options)
+        sms, joins = sm_count(self.device), _joins(traced, dtype, sizes.head_dim, sizes.head_dim_v)
         num_splits, bucket = _splits_and_bucket(sizes, options, sms, added, joins)
         names = () if options is None else options.names
         if added:
             names = *names, "added"
         self.has_options = bool(names)
         program = None if traced is None else forward_program(traced.program)
-        dtype = dtype_name(q.dtype, options)
         key = (dtype, sizes.head_dim, sizes.head_dim_v, causal, names, program, bucket, self.device)
         copy_rows = 0 if self.pages is None else page_rows(self.pages.page_size)
         found = _kernels.get((key, copy_rows)) if config is None else _find_kernels(key, config, copy_rows)
@@ -417,7 +427,8 @@ def forward(
     """
     key = _key(q, k, v, causal, heads_first, options, block_table)
     if traced is not None:
-        key = (*key, forward_program(traced.program), _joins(traced))
+        widths = q.shape[-1], v.shape[-1]
+        key = (*key, forward_program(traced.program), _joins(traced, dtype_name(q.dtype, options), *widths))
     if out is not None:
         key = (*key, out.stride())
     if lse is not None:

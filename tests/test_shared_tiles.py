@@ -14,7 +14,9 @@ from tl_attention.launch import fwd, tickets
 from tl_attention.launch.splits import MERGE_STEPS, shared_tiles
 from tl_attention.problem import AttnProblem
 
+# Those of rows of d128 and d256
 SHARED = FwdConfig(128, 128, ping_pong=True, schedule="shared", q_stages=2, hold_max=True)
+WIDE = FwdConfig(128, 64, schedule="shared", hold_max=True)
 
 
 def pieces(cta: int, tiles: int, steps: int, whole: int, sharers: int) -> list[tuple[int, int, int, int]]:
@@ -109,20 +111,23 @@ def formula(q, k, v, scale):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(128, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16)]
+)
 @pytest.mark.parametrize(
     "sizes",
     [(1, 7, 7, 2432, 3001), (1, 12, 4, 2000, 2777), (2, 5, 5, 1400, 5003), (1, 33, 33, 385, 8011)],
     ids=str,
 )
-def test_shared_tiles_match_the_formula(sizes, dtype):
+def test_shared_tiles_match_the_formula(sizes, width, dtype):
     """One row of scores is so large that its tile runs twice with a held row max."""
     batch, heads, heads_kv, n, m = sizes
-    q = torch.randn(batch, n, heads, 128, device="cuda", dtype=dtype)
-    k, v = (torch.randn(batch, m, heads_kv, 128, device="cuda", dtype=dtype) for _ in range(2))
+    q = torch.randn(batch, n, heads, width, device="cuda", dtype=dtype)
+    k, v = (torch.randn(batch, m, heads_kv, width, device="cuda", dtype=dtype) for _ in range(2))
     q[0, n - 1, heads - 1] *= 30
-    config = SHARED if dtype == torch.bfloat16 else SHARED.without_hold_max()
-    scale = 1 / math.sqrt(128)
+    config = SHARED if width == 128 else WIDE
+    config = config if dtype == torch.bfloat16 else config.without_hold_max()
+    scale = 1 / math.sqrt(width)
     out, lse = fwd.forward(q, k, v, scale, False, False, config=config)
     expected, expected_lse = formula(q, k, v, scale)
     error = (out.double() - expected).pow(2).mean((1, 3)).sqrt() / expected.pow(2).mean((1, 3)).sqrt()

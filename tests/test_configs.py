@@ -134,7 +134,7 @@ def test_schedule_and_q_stages_are_derived_where_left_out(problem, block_N, sche
         (
             D128,
             FwdConfig(128, 128, schedule="best"),
-            "schedule: expected one of grid, persistent, dynamic, got 'best'",
+            "schedule: expected one of grid, persistent, dynamic, shared, got 'best'",
         ),
         (
             D128,

@@ -75,7 +75,7 @@ DOORS = {
     "launch/mask_bits": "torch program tracing/program_values",
     "launch/parts": "torch problem compilation/store launch/arrays launch/common",
     "launch/common": "torch checks/common options problem kernel_configs legality target configs compilation/building compilation/store",
-    "launch/fwd": "torch options problem kernel_configs target compilation/store program launch/arrays launch/bwd launch/common "
+    "launch/fwd": "torch configs options problem kernel_configs target compilation/store program launch/arrays launch/bwd launch/common "
     "launch/parts "
     "launch/splits launch/tickets launch/traced",
     "launch/fwd_jvp": "torch checks/common problem kernel_configs legality target compilation/store launch/arrays launch/common",

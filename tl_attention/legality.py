@@ -239,6 +239,12 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return f"block_N: expected a multiple of 16 in 16..256, got {config.block_N}"
     if config.schedule not in SCHEDULES:
         return f"schedule: expected one of {', '.join(SCHEDULES)}, got {config.schedule!r}"
+    if config.schedule == "shared" and (
+        problem.causal or problem.options or problem.program is not None or problem.is_fp32
+    ):
+        return (
+            "schedule: expected another than shared with a mask, options or a program and in fp32, got shared"
+        )
     if config.q_stages not in (1, 2):
         return f"q_stages: expected 1 or 2, got {config.q_stages}"
     if config.q_stages > 1 and config.schedule == "grid":

@@ -210,7 +210,7 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
         + problem.output_bytes * config.block_M * problem.head_dim_v,
         head_bytes,
         shape.heads_kv * shape.batch,
-        static=config.schedule == "persistent",
+        static=config.schedule in ("persistent", "shared"),
     )
     helpers = [Helper("tile table", 0)] if shape.is_varlen else []
     helpers += _parts_helpers(shape, problem, 1)

@@ -15,6 +15,7 @@ import tilelang.language as T
 
 from tl_attention.kernels.mask import KeyBlocks, Mask, NearFirstKeyBlocks, QueryBlocks, StepRange
 from tl_attention.kernels.options import OptionArguments
+from tl_attention.kernels.shared_tiles import SharedKeyBlocks
 from tl_attention.problem import AttnProblem
 from tl_attention.program import BLOCK_BITS, GROUP_ROWS, HOW_BITS, PAST_ALL, SHOW_ALL
 
@@ -29,8 +30,11 @@ def key_blocks(
     split: bool = False,
     overlap: bool = False,
     near_first: bool = False,
+    shares: bool = False,
 ) -> KeyBlocks | ListedKeyBlocks:
     """Key blocks of the tiles of a kernel whose tiles are blocks of queries."""
+    if shares:
+        return SharedKeyBlocks(mask, block_M, block_N, name="blocks")
     if near_first:
         return NearFirstKeyBlocks(mask, block_M, block_N, name="blocks")
     if problem.is_listed:

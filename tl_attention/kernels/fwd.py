@@ -13,7 +13,7 @@ from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.block_lists import key_blocks
 from tl_attention.kernels.dropout import Dropout
-from tl_attention.kernels.mask import LAST_BLOCK, KeyBlocks, Mask
+from tl_attention.kernels.mask import LAST_BLOCK, KeyBlocks, Mask, step_ranges
 from tl_attention.kernels.options import (
     OptionArguments,
     Scores,
@@ -24,27 +24,19 @@ from tl_attention.kernels.options import (
     sink_score,
 )
 from tl_attention.kernels.pages import CachePages, page_arguments, paged_loads
-from tl_attention.kernels.pipeline import (
-    TileRing,
-    Turns,
-    alloc_fragments,
-    alloc_swizzled,
-    sync_warpgroup,
-    wait_for_stores,
-)
+from tl_attention.kernels.pipeline import TileRing, Turns, alloc_fragments, sync_warpgroup, wait_for_stores
 from tl_attention.kernels.products import CHUNK, add_product, alloc_further_parts, multiply, split_parts
-from tl_attention.kernels.results import results_of
+from tl_attention.kernels.results import results_of, store_output
 from tl_attention.kernels.roles import WARPGROUP, Roles
-from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder, TileStream
+from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder
+from tl_attention.kernels.shared_tiles import PIECES, SharedPieces, stream_of
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
 from tl_attention.kernels.staged import alloc_staged
-from tl_attention.kernels.tiles import SharedTiles, rows_argument
+from tl_attention.kernels.tiles import FragmentBlocks, SharedTiles, rows_argument
 from tl_attention.kernels.traced_arguments import traced_arguments
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
-# Registers per thread of (the producer, the consumers), as in pipeline.REGISTERS; a producer that also locates tiles needs more
-PERSISTENT_REGISTERS = {2: (40, 232), 3: (32, 160)}
 
 
 def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
@@ -55,13 +47,14 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             TMA takes no empty tensor. varlen: see tiles.PackedTiles.
             fp32: Q, K, V are bf16 parts, [batch, seqlen, heads, parts * width], from parts.py; O is fp32.
         Lse: fp32 [batch, heads, seqlen_q], lse_unit * log2(sum of exponentials). A row without keys has O = 0, Lse = -inf.
-        Tickets: int32 [2], zeros before and after the kernel.
+        Tickets: int32 [2], zeros before and after the kernel. With the schedule shared [ctas or more], see shared_tiles.py.
         heads_per_kv, m_blocks, group_heads, ctas: see scheduler.TileCounts.
         With options: the fields of OptionArguments follow.
     config.split: `splits` CTAs share a tile; each attends to its share of the key blocks and writes partial O and Lse, which
         fwd_combine.py merges: O [splits, batch, heads, seqlen_q, head_dim_v], Lse [splits, batch, heads, seqlen_q], fp32 and base 2;
         varlen: see tiles.PackedPartTiles. An empty share has O = 0, Lse = -inf.
     option `added`: O (fp32) and Lse hold the result of other keys, and the kernel merges its own into it: see results.add_stored.
+    schedule shared: Pieces, whole and sharers follow last, see shared_tiles.SharedPieces.
     config.page_rows: keys are in pages whose size is a multiple of it: see tiles.PagedKeys. The fields of pages.CachePages follow.
     """
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
@@ -74,8 +67,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     adds_exponents = hold_max and problem.adds_diagonal
     q_kt = {"transpose_B": True, "clear_accum": not (problem.bias_is_linear or two_sides)}
     persistent, registers = config.schedule != "grid", pipeline.registers(problem, config.warpgroups)
+    shares = config.schedule == "shared"
     if persistent:
-        registers = PERSISTENT_REGISTERS.get(config.warpgroups)
+        registers = pipeline.PERSISTENT_REGISTERS.get(config.warpgroups)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
     O_from_registers = split or problem.dtype_of("o") == "float32"
     # O is stored through the shared memory of its queries
@@ -92,23 +86,17 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     v_view = rows_argument(problem, "v", batch, seqlen_k, heads_kv, columns_v)
     results = results_of(problem, config, batch, heads, seqlen_q, columns_v)
     splits, o_view, lse_view = results.splits, results.O, results.Lse
-    tickets_view = T.Tensor([2], "int32")
+    tickets_view = T.Tensor([T.dynamic("sms") if shares else 2], "int32")
+    pieces_view = FragmentBlocks.argument(T.dynamic("piece_blocks"), head_dim_v + 8) if shares else False
     extra = option_arguments(problem)
     paged = page_arguments(config.page_rows > 0)
 
-    def step_ranges(blocks: KeyBlocks, recomputes: Any) -> tuple:
-        """(steps, True if they update the row max, number of steps) of each range after step 0.
+    def blocks_of(options: OptionArguments, mask: Mask, tile: Tile) -> Any:
+        return key_blocks(problem, options, mask, tile, block_M, block_N, split, hold_max, near_first, shares)
 
-        With hold_max the row max is held once each row has seen a key, except when a tile is recomputed.
-        """
-        ranges = []
-        for steps in blocks.ranges:
-            if steps.check_right or not hold_max:
-                ranges.append((steps, True, steps.count))
-            else:  # two loops: a branch around the update of the row max costs more than half of the gain
-                ranges.append((steps, False, T.if_then_else(recomputes == 0, steps.count, 0)))
-                ranges.append((steps, True, T.if_then_else(recomputes == 0, 0, steps.count)))
-        return tuple(ranges)
+    def finishes(blocks: Any) -> Any:
+        """True for a tile whose result this CTA stores."""
+        return blocks.partners[0] >= 0 if shares else True
 
     def steps_from(first: int, steps: Any) -> Any:
         """Loop over the steps from `first` on. Unrolled by 4, as nvcc would, a producer that recomputes tiles has too few registers."""
@@ -122,6 +110,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         blocks.start(first_query)
         if split:
             blocks.keep_share(tile.split, splits)
+        if shares:
+            stream.keep_piece(blocks)
         tiles.load_k(shared.K, first_step, tile, blocks, 0)
         for w in warpgroups:
             shared.Q.fill(turn * config.warpgroups + w, tiles.q(tile, first_query + 64 * w, 64))
@@ -178,11 +168,11 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     def produce(first_tile, order, ctas, tickets, tiles, shared, options):
         tile = Tile(order)
         mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
-        blocks = key_blocks(problem, options, mask, tile, block_M, block_N, split, hold_max, near_first)
+        blocks = blocks_of(options, mask, tile)
         if persistent:
-            stream = TileStream(
-                config.schedule, first_tile, order, ctas, tickets, shared.tile_box, shared.overflows
-            )
+            stream = stream_of(config, shared, first_tile, order, ctas, tickets, seqlen_k)
+            if shares:
+                stream.draw_rank()
             turn = T.alloc_var("int32", init=0)
             first_step = T.alloc_var("int32", init=0)  # of the tile: ring steps continue from tile to tile
             while stream.has_next:
@@ -282,7 +272,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         # S = Q Kᵀ and softmax of each earlier block, beside O += P V of the block after it
         for n in indices(O_chunks):
             T.clear(O_chunks[n])
-        for steps, update_max, count in step_ranges(blocks, recomputes):
+        for steps, update_max, count in step_ranges(blocks, hold_max, recomputes):
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR per step at d128
             for i in T.serial(count):
                 is_right = blocks.is_right(steps.first + i) if two_sides and not steps.masked else 0
@@ -333,6 +323,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         # Read again instead of held in registers, and before the box may be refilled
         if persistent:
             shared.tile_box.read_tile(turn, tile)
+        if shares:
+            blocks.read_partners(turn, shared.tile_box)
         if not O_in_Q:
             shared.Q.release(q_step)
         last = blocks.steps - 1
@@ -361,38 +353,40 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 if softmax.overflowed():
                     shared.overflows.report(turn)
             shared.overflows.finish(turn)
-        softmax.finish(O_chunks, lse, lse_unit, sink_score(problem, options, tile, split))
+        softmax.finish(O_chunks, lse, 1.0 if shares else lse_unit, sink_score(problem, options, tile, split))
         for n in indices(O_chunks):
             dropout.scale_kept(O_chunks[n])
 
         if hold_max:
             if recomputes != 0:  # or the first output of the tile might be written after this one
                 wait_for_stores(read=False)
+        if shares:
+            if blocks.partners[0] < 0:
+                shared.pieces.store(blocks.rank[0], w, acc_o, lse)
+                if O_in_Q and q_stages == 1:
+                    shared.Q.release(q_step)
+            shared.pieces.merge(blocks.rank[0], w, blocks.partners[0], acc_o, lse, lse_unit)
         query = tile.m_block * block_M + 64 * w
-        if O_from_registers:
-            tiles.store_result(O_chunks, lse, tile, query)
-        elif O_in_Q:
-            T.copy(acc_o, shared.Q[q_step])
-            T.fence_proxy_async()
-            sync_warpgroup(w)
-            T.tma_copy(shared.Q[q_step], tiles.o(tile, query, 64))
-            if q_stages == 1:
-                wait_for_stores()
-                shared.Q.release(q_step)
-        else:
-            wait_for_stores()  # of the previous tile
-            sync_warpgroup(w)
-            T.copy(acc_o, shared.O[w, :, :])
-            T.fence_proxy_async()
-            sync_warpgroup(w)
-            T.tma_copy(shared.O[w, :, :], tiles.o(tile, query, 64))
-        tiles.store_lse(lse, tile, query)
+        if finishes(blocks):
+            if O_from_registers:
+                tiles.store_result(O_chunks, lse, tile, query)
+            elif O_in_Q:
+                T.copy(acc_o, shared.Q[q_step])
+                T.fence_proxy_async()
+                sync_warpgroup(w)
+                T.tma_copy(shared.Q[q_step], tiles.o(tile, query, 64))
+                if q_stages == 1:
+                    wait_for_stores()
+                    shared.Q.release(q_step)
+            else:
+                store_output(w, tile, query, tiles, shared.O, acc_o)
+            tiles.store_lse(lse, tile, query)
 
     @T.macro
     def consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options):
         tile = Tile(order)
         mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
-        blocks = key_blocks(problem, options, mask, tile, block_M, block_N, split, hold_max, near_first)
+        blocks = blocks_of(options, mask, tile)
         turns.start(w)
         fill_bias_columns(w, shared.bias_columns, WARPGROUP * config.warpgroups)
         if persistent:
@@ -444,9 +438,14 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         num_pages: paged.num_pages,
         page_stride_k: paged.stride_k,
         page_stride_v: paged.stride_v,
+        Pieces: pieces_view,
+        whole: T.int32 if shares else False,
+        sharers: T.int32 if shares else False,
     ):
         traced = traced_arguments(problem, block_M)
-        with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles)) as first_tile:
+        with T.Kernel(
+            ctas, threads=roles.block, prelude=prelude(problem, roles, PIECES if shares else "")
+        ) as first_tile:
             shared = SharedTiles(
                 Q=TileRing(
                     [q_stages * config.warpgroups, 64, parts * head_dim],
@@ -471,11 +470,12 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 ),
                 O=None
                 if O_in_Q or O_from_registers
-                else alloc_swizzled([config.warpgroups, 64, head_dim_v], problem.dtype_of("o")),
+                else pipeline.alloc_swizzled([config.warpgroups, 64, head_dim_v], problem.dtype_of("o")),
                 tile_box=TileBox(varlen) if persistent else None,
                 bias_columns=alloc_bias_columns(problem, block_N, two_sides),
                 overflows=Overflows(consumer_warps) if hold_max else None,
                 staged=alloc_staged(problem, consumer_warps, block_N),
+                pieces=SharedPieces(Pieces, Tickets, whole, sharers, config.warpgroups) if shares else None,
             )
             options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
             counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)

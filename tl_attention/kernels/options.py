@@ -91,13 +91,13 @@ def sink_score(problem: AttnProblem, options: OptionArguments | None, tile: Any,
     return T.if_then_else(tile.split == 0, sink, -T.infinity("float32")) if split else sink
 
 
-def prelude(problem: AttnProblem, roles: Roles) -> str | None:
-    """CUDA that a kernel needs beside its own; None for nothing."""
+def prelude(problem: AttnProblem, roles: Roles, more: str = "") -> str | None:
+    """CUDA that a kernel needs beside its own, with `more` at its end; None for nothing."""
     philox = PHILOX if problem.has("dropout") else ""
     tanh = TANH if problem.has("softcap") and problem.is_fp32 else ""
     zero = ZERO if problem.parts > 1 else ""
     program = "" if problem.program is None else program_code(problem.program, accurate=problem.is_fp32)
-    return (roles.prelude or "") + philox + tanh + zero + program or None
+    return (roles.prelude or "") + philox + tanh + zero + program + more or None
 
 
 @T.meta_class

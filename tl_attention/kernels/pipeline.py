@@ -22,6 +22,8 @@ REGISTERS = {2: (24, 240), 3: (32, 160)}
 # at d64, where consumers have registers to spare. The sum must not exceed what the threads have at launch, 168 each with two consumer
 # warpgroups, or the increase waits forever
 VARLEN_REGISTERS = {2: (40, 232), 3: (32, 160)}
+# Registers per thread of (the producer, the consumers), of the forward; a producer that also locates tiles needs more
+PERSISTENT_REGISTERS = {2: (40, 232), 3: (32, 160)}
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
     "tl.disable_thread_storage_sync": True,  # roles synchronize at barriers of their own

@@ -8,6 +8,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernel_configs import FwdConfig
+from tl_attention.kernels.pipeline import sync_warpgroup, wait_for_stores
 from tl_attention.kernels.softmax import LOWEST, rows_layout
 from tl_attention.kernels.tiles import (
     DensePartTiles,
@@ -88,6 +89,17 @@ def add_stored(acc, lse, O, batch, head, lse_at, first_row, rows_left):
     for i, j in T.Parallel(rows, cols):
         if (stored[i] > 0) & (j < O.shape[3]):
             acc[i, j] += stored[i] * O[batch, T.min(row + i, last), head, j]
+
+
+@T.macro
+def store_output(w, tile, first_row, tiles, shared_tiles, acc_o):
+    """Store O of 64 rows of a tile through shared memory [warpgroups, 64, columns]."""
+    wait_for_stores()  # of the previous tile
+    sync_warpgroup(w)
+    T.copy(acc_o, shared_tiles[w, :, :])
+    T.fence_proxy_async()
+    sync_warpgroup(w)
+    T.tma_copy(shared_tiles[w, :, :], tiles.o(tile, first_row, 64))
 
 
 @dataclass(frozen=True)

@@ -343,8 +343,13 @@ class TileStream:
         self.turns_ago = T.alloc_var("int32", init=0) if overflows is not None else None
 
     @property
+    def stop(self) -> Any:
+        """A number past those of all tiles."""
+        return self.order.num_tiles
+
+    @property
     def has_next(self) -> Any:
-        is_new = self.number[0] < self.order.num_tiles
+        is_new = self.number[0] < self.stop
         return is_new if self.overflows is None else is_new | (self.turns_ago[0] > 0)
 
     @property
@@ -417,7 +422,7 @@ class TileStream:
         """
         if self.overflows is not None:
             flags, done = self.overflows.flags, self.overflows.done
-            at_end = self.number[0] >= self.order.num_tiles
+            at_end = self.number[0] >= self.stop
             self.turns_ago[0] = 0
             for back in (2, 1):
                 if (self.turns_ago[0] == 0) & (turn >= back) & (at_end | (back == 2)):

@@ -308,6 +308,7 @@ class SharedTiles:
     overflows: Any = None  # scheduler.Overflows
     bias_columns: Any = None  # options.alloc_bias_columns
     staged: Any = None  # staged.StagedTiles
+    pieces: Any = None  # shared_tiles.SharedPieces, in global memory
 
 
 @dataclass(frozen=True)

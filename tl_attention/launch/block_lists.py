@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ MAX_ENTRIES = 2**31 - 1 - PAST_ALL  # positions in a list are int32
 # Scores of tiles of JOINED_ROWS queries per score of tiles of LISTED_ROWS, up to which the larger tiles serve. At 1.12 they take 0.98 of
 # the time, at 1.15 as long (window and documents of 8k, d64, H200, 2026-11-23)
 MAX_JOINED = 1.1
+JOINED = "joined"
 HIDDEN_RANK = 3  # past the ranks of listed blocks, which are at most FULL
 
 
@@ -40,8 +42,7 @@ class BlockLists:
         lengths: seqlen_q, seqlen_k.
         shape: batch, heads of the call.
         bits: mask bits of the PARTIAL blocks; the other listed blocks are FULL. block_size is then program.LISTED_ROWS.
-        joined: tiles of JOINED_ROWS queries serve these lists. Only with bits.
-        made: lists by queries and by keys, without the bits.
+        made: lists by queries and by keys, without the bits; under JOINED whether the lists are `joined`.
     """
 
     states: torch.Tensor
@@ -49,8 +50,22 @@ class BlockLists:
     lengths: tuple[int, int]
     shape: tuple[int, int]
     bits: MaskBits | None = None
-    joined: bool = False
-    made: dict[tuple, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    made: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def joined(self) -> bool:
+        """True if tiles of JOINED_ROWS queries serve these lists, which must have bits.
+
+        The host waits when it is first asked. In a CUDA graph capture, where it cannot, the answer is no.
+        """
+        if self.bits is None:
+            return False
+        joined = self.made.get(JOINED)
+        if joined is None:
+            if is_captured(self.states):
+                return False
+            joined = self.made[JOINED] = joins_well(self.states, self.lengths[0])
+        return joined
 
     def with_bits(self, call: Call) -> BlockLists | None:
         """The same lists with bits for the mask of a call; None if they would take too much memory. The host waits for their number."""
@@ -64,8 +79,7 @@ class BlockLists:
             return None
         states = torch.where(partial, PARTIAL, full * FULL).to(torch.int8)
         states = states.expand(*bits.places.shape[:2], -1, -1)
-        joined = joins_well(states, self.lengths[0])
-        return BlockLists(states, (LISTED_ROWS, LISTED_ROWS), self.lengths, self.shape, bits, joined)
+        return BlockLists(states, (LISTED_ROWS, LISTED_ROWS), self.lengths, self.shape, bits)
 
     def with_bits_again(self, call: Call) -> BlockLists:
         """Lists that have bits, for a call of the same mask that captures other values: only the bits are made again.

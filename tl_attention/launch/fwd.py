@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from tl_attention import configs
 from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import FwdCombine, FwdConfig, PartsConfig, TileTable, page_rows
 from tl_attention.launch import splits
@@ -24,13 +26,14 @@ from tl_attention.launch.common import (
     dtype_name,
     empty,
     find_config,
+    fragment_blocks,
     has_no_sequences,
     option_arguments,
     qkv_key,
     tile_counts,
 )
 from tl_attention.launch.parts import PartsLaunch
-from tl_attention.launch.tickets import stream_tickets
+from tl_attention.launch.tickets import TICKETS, stream_tickets
 from tl_attention.launch.traced import forward_program, traced_arguments
 from tl_attention.options import Options
 from tl_attention.problem import (
@@ -42,8 +45,8 @@ from tl_attention.problem import (
     AttnProblem,
     length_bucket,
 )
-from tl_attention.program import Call
-from tl_attention.target import sm_count
+from tl_attention.program import JOINED_ROWS, Call, Program
+from tl_attention.target import DEFAULT_GPU, sm_count
 
 _kernels: dict[tuple, FwdKernels] = {}
 plan_cache = PlanCache()
@@ -66,7 +69,8 @@ def _find_kernels(key: tuple, config: FwdConfig | None, copy_rows: int = 0) -> F
     problem, config = find_config(key, "fwd", config)
     config = config.paged(problem, copy_rows)
     if problem.has("added"):  # a tile that overflows would be added twice
-        config = replace(config, hold_max=False)
+        schedule = "persistent" if config.schedule == "shared" else config.schedule
+        config = replace(config, hold_max=False, schedule=schedule)
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
     compiled = {type(part): kernel for (_, part), kernel in compile_config(problem, config).items()}
     combine, tile_table, parts = (compiled.get(kind) for kind in (FwdCombine, TileTable, PartsConfig))
@@ -115,9 +119,17 @@ class FwdSizes(NamedTuple):
         return self.batch, self.heads, self.seqlen_q
 
 
-def _joins(traced: Call | None) -> bool:
-    """True for a block mask that tiles of JOINED_BUCKET serve."""
-    return traced is not None and traced.blocks is not None and traced.blocks.joined
+@functools.lru_cache(maxsize=1024)
+def _has_joined_tiles(dtype: str, head_dim: int, head_dim_v: int) -> bool:
+    mask = Program((), listed=True, bits=True)
+    problem = AttnProblem.of(dtype, head_dim, head_dim_v, False, program=mask)
+    return configs.pick_config(problem, JOINED_BUCKET, DEFAULT_GPU)[0].block_M == JOINED_ROWS
+
+
+def _joins(traced: Call | None, dtype: str, head_dim: int, head_dim_v: int) -> bool:
+    """True for a block mask that tiles of JOINED_BUCKET serve. It is asked only where the width has such tiles, as the host then waits."""
+    blocks = None if traced is None else traced.blocks
+    return blocks is not None and _has_joined_tiles(dtype, head_dim, head_dim_v) and blocks.joined
 
 
 def _splits_and_bucket(
@@ -190,14 +202,14 @@ class FwdPlan:
         self.batch = options.cu_seqlens_q.shape[0] - 1 if self.packed else sizes.batch
         self.heads = sizes.heads
 
-        sms, joins = sm_count(self.device), _joins(traced)
-        num_splits, bucket = _splits_and_bucket(sizes, options, sms, added, joins)
+        dtype = dtype_name(q.dtype, options)
+        self.sms, joins = sm_count(self.device), _joins(traced, dtype, sizes.head_dim, sizes.head_dim_v)
+        num_splits, bucket = _splits_and_bucket(sizes, options, self.sms, added, joins)
         names = () if options is None else options.names
         if added:
             names = *names, "added"
         self.has_options = bool(names)
         program = None if traced is None else forward_program(traced.program)
-        dtype = dtype_name(q.dtype, options)
         key = (dtype, sizes.head_dim, sizes.head_dim_v, causal, names, program, bucket, self.device)
         copy_rows = 0 if self.pages is None else page_rows(self.pages.page_size)
         found = _kernels.get((key, copy_rows)) if config is None else _find_kernels(key, config, copy_rows)
@@ -205,6 +217,7 @@ class FwdPlan:
             found = _kernels[key, copy_rows] = _find_kernels(key, None, copy_rows)
         self.kernel, self.combine, config = found.kernel, found.combine, found.config
         self.dynamic, self.block = config.schedule == "dynamic", (config.block_M, config.block_N)
+        self.shares = config.schedule == "shared"
         self.hold_max = config.hold_max
         self._make_views(q, k, v, out, heads_first, found)
         if self.packed:
@@ -245,7 +258,7 @@ class FwdPlan:
             num_splits: CTAs that share the keys of a tile; 0: chosen by key_splits, where there are splits.
         """
         batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v = sizes
-        config, problem, sms = found.config, found.problem, sm_count(self.device)
+        config, problem, sms = found.config, found.problem, self.sms
         rows, keys = seqlen_q, max(seqlen_k, GROUP_KEYS)
         if self.packed:
             rows = self.tiles.counts[0] * TABLE_ROWS  # padded: each sequence starts a new tile
@@ -265,6 +278,13 @@ class FwdPlan:
             # Partial outputs and log-sum-exps, fp32
             self.partial = dense((*shape, problem.head_dim_v)), dense(shape)
         self.arguments = heads // heads_kv, m_blocks, group_heads, ctas
+        if self.shares:
+            whole, sharers = splits.shared_tiles(
+                m_blocks * heads * batch, -(-seqlen_k // config.block_N), self.sms
+            )
+            self.pieces = fragment_blocks(max(sharers, 1) * config.block_M // 16, problem.head_dim_v + 8)
+            ctas = ctas if whole else sharers
+            self.arguments = *self.arguments[:-1], ctas, whole, sharers
 
     def __call__(
         self,
@@ -314,7 +334,8 @@ class FwdPlan:
             else:
                 parts = self.split(q, k, v)  # alive until the launch
                 qkv, (out_view,) = self.views.of(*parts), self.out_view.of(out)
-        tickets = stream_tickets(self.device, self.dynamic)
+        flags = (TICKETS + self.sms,) if self.shares else ()
+        tickets = stream_tickets(self.device, self.dynamic or self.shares, *flags)
         unit = 1.0 if lse_base2 else LN2
         arguments = self.arguments
         if self.has_options:
@@ -327,6 +348,9 @@ class FwdPlan:
             arguments += traced_arguments(traced)
             if traced.blocks is not None:
                 arguments += traced.blocks.by_queries(*self.block, whole_first=self.hold_max)
+        if self.shares:
+            *counts, whole, sharers = arguments
+            arguments = *counts, empty(*self.pieces), whole, sharers
         if self.combine is None:
             self.kernel(*qkv, out_view, lse, tickets, softmax_scale, unit, *arguments)
             return
@@ -417,7 +441,8 @@ def forward(
     """
     key = _key(q, k, v, causal, heads_first, options, block_table)
     if traced is not None:
-        key = (*key, forward_program(traced.program), _joins(traced))
+        widths = q.shape[-1], v.shape[-1]
+        key = (*key, forward_program(traced.program), _joins(traced, dtype_name(q.dtype, options), *widths))
     if out is not None:
         key = (*key, out.stride())
     if lse is not None:

@@ -22,9 +22,38 @@ from tl_attention.problem import (
 # Causal d128 on an H200, 2026-11-21: 8 heads of 1024 x 1024 take 16.3 us whole, 19.0 in 2 splits; 4 of 2048 x 2048 26.7 and 24.0;
 # 8 of 128 x 1024 15.3, and 11.5 in 4; 8 of 128 x 16k 175, and 21.8 in 16.
 CTA_STEPS, COMBINE_STEPS, PART_STEPS = 3, 5, 1 / 8
+# Of the schedule shared: cost of reading and merging a piece; least steps of a piece; steps by which it must be faster than whole tiles
+MERGE_STEPS, MIN_PIECE, LEAST_GAIN = 1, 4, 2
+MAX_STEPS = 2**31  # the kernel numbers steps by int32, times the number of sharers
 TIME_SLACK = 1.04  # fewer splits are taken if their time is at most this times the shortest
 MAX_TILES_PER_SM = 0.8  # with more tiles per SM a split gains little
 TILE = 128  # queries and keys per tile, assumed before the config is known
+
+
+@functools.lru_cache(maxsize=4096)
+def shared_tiles(tiles: int, steps: int, sms: int) -> tuple[int, int]:
+    """(whole, sharers) of the schedule shared: tiles that one CTA computes, the first ones, and the number of CTAs that share the others.
+
+    512 tiles on 132 SMs are three per SM and 116 more, for which 16 SMs would wait. The model, in steps as key_splits(): CTAs begin to
+    share at the same time; a tile is cut into equal pieces, or all shared tiles together, where some CTAs have pieces of two.
+
+    Args:
+        steps: key blocks per tile.
+    """
+    left = tiles % sms
+
+    def time(sharers: int) -> float:
+        pieces, uneven = -(-sharers // left), sharers % left > 0
+        merged = pieces - 1 + uneven
+        return -(-left * steps // sharers) + (1 + uneven) * CTA_STEPS + merged * MERGE_STEPS
+
+    choices = (
+        [n for n in (*range(2 * left, sms + 1, left), sms) if left * steps >= n * MIN_PIECE] if left else []
+    )
+    sharers = min(choices, key=time, default=0)
+    if not sharers or time(sharers) > steps + CTA_STEPS - LEAST_GAIN or left * steps * (sms + 1) >= MAX_STEPS:
+        return tiles, 0
+    return tiles - left, sharers
 
 
 @functools.lru_cache(maxsize=4096)

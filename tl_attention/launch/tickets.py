@@ -1,4 +1,4 @@
-"""Tile counters of kernels with the dynamic schedule, whose CTAs draw the number of their next tile."""
+"""Tile counters of kernels with the dynamic schedule, whose CTAs draw the number of their next tile; flags of the schedule shared."""
 
 from __future__ import annotations
 
@@ -7,35 +7,38 @@ import threading
 
 import torch
 
-# Counters per device. When streams and captured launches have used them up, each launch gets a new counter, set to 0 by a memset
-TICKET_ROWS = 1 << 15
-_counters: dict[int, TicketCounters] = {}
+# Counters per device, and rows of flags. When streams and captured launches have used them up, each launch gets a new row, set to 0 by a
+# memset
+TICKET_ROWS, FLAG_ROWS = 1 << 15, 1 << 12
+TICKETS = 2  # int32 per row of counters
+_counters: dict[tuple[int, int], TicketCounters] = {}
 _lock = threading.Lock()
 
 
 class TicketCounters:
-    """Tile counters of a device: rows of one int32 [n, 2], zero while no kernel uses them.
+    """Tile counters of a device: rows of one int32 [n, numbers], zero while no kernel uses them.
 
     Kernels on one stream share a row, because they run one after the other. A captured launch gets a row of its own, because graphs
     may be replayed concurrently.
     """
 
-    def __init__(self, device: int):
+    def __init__(self, device: int, numbers: int = TICKETS):
+        self.length = TICKET_ROWS if numbers == TICKETS else FLAG_ROWS
         # Allocates in another thread: the current one may be filling the memory pool of a graph, which must not own the counters
-        thread = threading.Thread(target=self._allocate, args=(device,))
+        thread = threading.Thread(target=self._allocate, args=(device, numbers))
         thread.start()
         thread.join()
         self.unused = self.rows[0]  # for kernels with another schedule
         self.next_row = itertools.count(1)
         self.by_stream: dict[int, torch.Tensor] = {}
 
-    def _allocate(self, device: int) -> None:
-        self.rows = torch.zeros(TICKET_ROWS, 2, dtype=torch.int32, device=f"cuda:{device}")
+    def _allocate(self, device: int, numbers: int) -> None:
+        self.rows = torch.zeros(self.length, numbers, dtype=torch.int32, device=f"cuda:{device}")
         torch.cuda.current_stream(device).synchronize()
 
     def row(self) -> torch.Tensor:
         number = next(self.next_row)
-        return self.rows[number] if number < TICKET_ROWS else torch.zeros_like(self.rows[0])
+        return self.rows[number] if number < self.length else torch.zeros_like(self.rows[0])
 
     def of_current_stream(self, device: int) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing():
@@ -47,17 +50,19 @@ class TicketCounters:
         return tickets
 
 
-def stream_tickets(device: int, dynamic: bool) -> torch.Tensor:
+def stream_tickets(device: int, dynamic: bool, numbers: int = TICKETS) -> torch.Tensor:
     """Tile counter for a launch on the current stream of a device.
 
     Args:
         dynamic: the kernel has the dynamic schedule; else it does not read its counter.
+        numbers: int32 in the counter; with the schedule shared one per SM more.
     """
-    counters = _counters.get(device)
+    counters = _counters.get((device, numbers))
     if counters is None:
         # The first launch on a device, captured: a counter in the graph with a memset before each replay
         if torch.cuda.is_current_stream_capturing():
-            return torch.zeros(2, dtype=torch.int32, device=f"cuda:{device}")
+            return torch.zeros(numbers, dtype=torch.int32, device=f"cuda:{device}")
         with _lock:
-            counters = _counters.get(device) or _counters.setdefault(device, TicketCounters(device))
+            counters = _counters.get((device, numbers)) or TicketCounters(device, numbers)
+            _counters[device, numbers] = counters
     return counters.of_current_stream(device) if dynamic else counters.unused

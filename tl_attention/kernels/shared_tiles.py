@@ -1,0 +1,275 @@
+"""The schedule shared of a forward: CTAs share the tiles that are left when every SM has computed equally many, by their keys.
+
+The steps of these tiles, one tile after another, are cut into pieces of equal length, one per CTA: part of a tile, or the last steps of
+a tile and the first ones of the next. The CTA with the last steps of a tile finishes it. The others write their O and log-sum-exp to
+memory, and it merges them, always in the same order. It waits only for CTAs that have begun before it, and a CTA writes before it
+waits, so however few CTAs run, the first of them goes on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.kernel_configs import FwdConfig
+from tl_attention.kernels.mask import KeyBlocks, Mask
+from tl_attention.kernels.scheduler import Overflows, TileBox, TileOrder, TileStream
+from tl_attention.kernels.softmax import LOWEST, rows_layout
+from tl_attention.kernels.tiles import SharedTiles
+
+DONE = 2**30  # past the number of any piece
+FLAGS_FROM = 2  # int32 before those of CTAs in SharedPieces.written
+SHARED = 4  # flag of a piece beside the turns of Overflows: its row max is not held, as another CTA has the rest of the tile
+
+# A warp writes its rows of a piece, O and log-sum-exps, for the same warp of another CTA, and sets its bit in `written`, which is 0 before
+# the kernel. That warp waits for the bit, and clears it
+PIECES = """
+#include <tl_templates/cuda/common.h>
+TL_DEVICE int tl_attention_warp_bit() { return 1 << (threadIdx.y * 4 + threadIdx.x / 32); }
+template <int cols>
+TL_DEVICE void tl_attention_store_piece(void *pieces, int *written, void const *fragment, void const *lse) {
+  float4 const *numbers = reinterpret_cast<float4 const *>(fragment);
+  float const *of_rows = reinterpret_cast<float const *>(lse);
+  float4 *place = reinterpret_cast<float4 *>(pieces) + threadIdx.x / 32 * (cols / 8 + 1) * 32 + threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < cols / 8; ++i)
+    __stcg(place + i * 32, numbers[i]);
+  __stcg(place + cols / 8 * 32, make_float4(of_rows[0], of_rows[1], 0.0f, 0.0f));
+  __syncwarp();
+  if (threadIdx.x % 32 == 0)
+    asm volatile("fence.acq_rel.gpu;\\n red.relaxed.gpu.global.or.b32 [%0], %1;" :: "l"(written), "r"(tl_attention_warp_bit()) : "memory");
+}
+template <int cols>
+TL_DEVICE void tl_attention_merge_piece(void const *pieces, int *written, void *fragment, void *lse) {
+  int bit = tl_attention_warp_bit(), now;
+  do {  // all lanes: where one waits alone nvcc takes the warp for diverged, and uses no uniform registers in the loop over keys
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(written) : "memory");
+  } while (__all_sync(0xffffffff, !(now & bit)));
+  if (threadIdx.x % 32 == 0)
+    asm volatile("red.relaxed.gpu.global.and.b32 [%0], %1;" :: "l"(written), "r"(~bit) : "memory");
+  __syncwarp();
+  float4 *numbers = reinterpret_cast<float4 *>(fragment);
+  float *of_rows = reinterpret_cast<float *>(lse);
+  float4 const *place = reinterpret_cast<float4 const *>(pieces) + threadIdx.x / 32 * (cols / 8 + 1) * 32 + threadIdx.x % 32;
+  float4 other = __ldcg(place + cols / 8 * 32);
+  float of_piece[2] = {other.x, other.y}, weight[2], weight_piece[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float peak = fmaxf(fmaxf(of_rows[r], of_piece[r]), LOWEST);
+    float mine = exp2f(of_rows[r] - peak), others = exp2f(of_piece[r] - peak), sum = mine + others;
+    of_rows[r] = peak + log2f(sum);
+    weight[r] = sum > 0.0f ? mine / sum : 0.0f;
+    weight_piece[r] = sum > 0.0f ? others / sum : 0.0f;
+  }
+#pragma unroll
+  for (int i = 0; i < cols / 8; ++i) {
+    float4 x = __ldcg(place + i * 32);
+    numbers[i].x = numbers[i].x * weight[0] + x.x * weight_piece[0];
+    numbers[i].y = numbers[i].y * weight[0] + x.y * weight_piece[0];
+    numbers[i].z = numbers[i].z * weight[1] + x.z * weight_piece[1];
+    numbers[i].w = numbers[i].w * weight[1] + x.w * weight_piece[1];
+  }
+}
+""".replace("LOWEST", f"{LOWEST:.1e}f")
+
+
+@dataclass(frozen=True)
+class SharedPieces:
+    """Pieces of shared tiles in global memory, and which CTAs have them.
+
+    Args:
+        tensor: fp32 [16-row blocks, columns / 8 + 1, 32, 4], block_M / 16 row blocks per CTA: O as in FragmentBlocks, then log-sum-exps.
+        written: int32: CTAs that have begun, CTAs that are done, then one per CTA: a bit per consumer warp that has written its rows. All 0
+            before the kernel and after.
+        whole: tiles that are not shared, the first ones.
+        sharers: CTAs that have pieces, those with the lowest numbers.
+    """
+
+    tensor: Any
+    written: Any
+    whole: Any
+    sharers: Any
+    warpgroups: int
+
+    def place(self, rank: Any, w: Any) -> Any:
+        """Address of the rows of a warpgroup of a CTA."""
+        return T.address_of(self.tensor[(rank * self.warpgroups + w) * 4, 0, 0, 0])
+
+    def exchange(self, how: str, rank: Any, w: Any, acc_o: Any, lse: Any) -> Any:
+        """Call of a function of PIECES for the piece of a CTA."""
+        name = f"tl_attention_{how}_piece<{acc_o.shape[1]}>"
+        written = T.address_of(self.written[FLAGS_FROM + rank])
+        return T.call_extern("handle", name, self.place(rank, w), written, acc_o.data, lse.data)
+
+    @T.inline
+    def store(self, rank, w, acc_o, lse):
+        """Write the piece of a warpgroup. lse: base 2."""
+        T.evaluate(self.exchange("store", rank, w, acc_o, lse))
+
+    @T.inline
+    def merge(self, rank, w, partners, acc_o, lse, lse_unit):
+        """Merge the pieces of `partners` CTAs below `rank` into acc_o and lse, which is in base 2 before."""
+        for i in T.serial(partners):
+            T.evaluate(self.exchange("merge", rank - 1 - i, w, acc_o, lse))
+        for i in T.Parallel(64, loop_layout=rows_layout()):
+            lse[i] *= lse_unit
+
+
+@T.meta_class
+class SharedKeyBlocks(KeyBlocks):
+    """Key blocks without a mask, of which a piece of a shared tile keeps some.
+
+    Attributes:
+        partners: number of other CTAs whose pieces this CTA merges into its own; -1 where another merges this one.
+        rank: that of the CTA.
+    """
+
+    def __init__(self, mask: Mask, block_M: int, block_N: int, name: str = "blocks"):
+        super().__init__(mask, block_M, block_N, name=name)
+        self.last_block = T.alloc_var("int32", init=0)
+        self.partners, self.rank = (T.alloc_var("int32", init=0) for _ in range(2))
+
+    @T.inline
+    def keep(self, first, stop, partners, rank):
+        """Keep the steps [first, stop)."""
+        self.last_block[0] = T.shfl_sync(self.num_steps[0] - 1 - first, 0)
+        self.num_steps[0] = T.shfl_sync(stop - first, 0)
+        self.partners[0] = partners
+        self.rank[0] = rank
+
+    @property
+    def counts(self) -> tuple:
+        return self.num_steps, self.last_block, self.partners, self.rank
+
+    @T.inline
+    def read_partners(self, turn, tile_box):
+        """Read `partners` and `rank` again, in place of holding them in registers."""
+        self.partners[0] = T.shfl_sync(tile_box.tiles[turn % 2, 6], 0)
+        self.rank[0] = T.shfl_sync(tile_box.tiles[turn % 2, 7], 0)
+
+
+@T.meta_class
+class SharingStream(TileStream):
+    """TileStream of a CTA: every ctas-th of the first `whole` tiles, from the one of its rank on, then its pieces of the others.
+
+    A tile that is not finished here comes first, as another CTA waits for it. Numbers from `whole` on count pieces: `ctas` first ones, then
+    `ctas` second ones.
+
+    Args:
+        steps: steps per tile.
+    """
+
+    def __init__(
+        self,
+        order: TileOrder,
+        ctas: Any,
+        tile_box: TileBox,
+        overflows: Overflows | None,
+        pieces: SharedPieces,
+        steps: Any,
+        name: str = "stream",
+    ):
+        super().__init__("persistent", 0, order, ctas, pieces.written, tile_box, overflows)
+        self.whole, self.sharers, self.steps = pieces.whole, pieces.sharers, steps
+        self.rank = T.alloc_var("int32", init=0)
+        self.shared_steps = (order.num_tiles - pieces.whole) * steps  # of all shared tiles
+        # Of the CTA's pieces: steps of all shared tiles; the tile of one piece
+        self.begin, self.end, self.piece_tile = (T.alloc_var("int32", init=0) for _ in range(3))
+
+    @T.inline
+    def draw_rank(self):
+        """Draw the CTA's number, so that running CTAs have the lowest ones."""
+        if T.get_thread_binding() % 32 == 0:
+            self.rank[0] = T.atomic_add(self.tickets[0], 1, return_prev=True)
+        self.rank[0] = T.shfl_sync(self.rank[0], 0)
+        self.number[0] = self.rank[0]
+
+    @property
+    def stop(self) -> Any:
+        return DONE
+
+    @property
+    def is_piece(self) -> Any:
+        shared = self.number[0] >= self.whole
+        return shared if self.overflows is None else shared & (self.turns_ago[0] == 0)
+
+    @property
+    def recomputes(self) -> Any:
+        if self.overflows is None:
+            return 0
+        return T.if_then_else(self.is_piece, SHARED, self.turns_ago[0])
+
+    def is_new(self, turn: Any) -> Any:
+        return True if self.overflows is None else self.overflows.recomputes(turn) % SHARED == 0
+
+    @T.inline
+    def locate(self, turn, tile):
+        if self.is_piece:
+            self.begin[0] = T.truncdiv(self.rank[0] * self.shared_steps, self.sharers)
+            self.end[0] = T.truncdiv((self.rank[0] + 1) * self.shared_steps, self.sharers)
+            # The first piece ends where the CTA's steps end, the second one begins where they begin
+            is_first = self.number[0] - self.whole < self.ctas
+            step = T.if_then_else(is_first, self.end[0] - 1, self.begin[0])
+            self.piece_tile[0] = T.truncdiv(step, self.steps)
+            tile.locate(self.whole + self.piece_tile[0])
+        else:
+            self.locate_whole(turn, tile)
+
+    @T.inline
+    def locate_whole(self, turn, tile):
+        if self.overflows is None:
+            tile.locate(self.number[0])
+        else:
+            if self.turns_ago[0] > 0:
+                self.tile_box.read_tile(turn - self.turns_ago[0], tile)
+                tile.find_kv_head()
+            else:
+                tile.locate(self.number[0])
+
+    @T.inline
+    def keep_piece(self, blocks):
+        """Restrict the blocks of the tile that locate() has found to those of the piece."""
+        if self.is_piece:
+            begin = self.piece_tile[0] * self.steps  # of the tile
+            first = T.max(self.begin[0] - begin, 0)
+            stop = T.min(self.end[0] - begin, self.steps)
+            # The lowest CTA whose piece has a step of the tile
+            lowest = T.truncdiv((begin + 1) * self.sharers - 1, self.shared_steps)
+            partners = T.if_then_else(stop < self.steps, -1, self.rank[0] - lowest)
+            blocks.keep(first, stop, partners, self.rank[0])
+        else:
+            blocks.keep(0, blocks.steps, 0, self.rank[0])
+
+    @T.inline
+    def next_number(self):
+        self.number[0] += self.ctas
+        if self.number[0] >= self.whole:
+            if self.rank[0] >= self.sharers:
+                self.number[0] = DONE
+            if self.number[0] - self.whole >= self.ctas:
+                # The second piece, if the CTA's steps lie in two tiles
+                if (self.number[0] - self.whole >= 2 * self.ctas) | (
+                    self.begin[0] >= self.piece_tile[0] * self.steps
+                ):
+                    self.number[0] = DONE
+
+    @T.inline
+    def close(self):
+        """Set the counters back to 0 for the next kernel on this stream; the last CTA at the end does."""
+        if T.get_thread_binding() % 32 == 0:
+            if T.atomic_add(self.tickets[1], 1, return_prev=True) == self.ctas - 1:
+                self.tickets[0] = 0
+                self.tickets[1] = 0
+
+
+def stream_of(
+    config: FwdConfig, shared: SharedTiles, first: Any, order: TileOrder, ctas: Any, tickets: Any, keys: Any
+) -> TileStream:
+    """The stream of a CTA's tiles. keys: per sequence."""
+    box, overflows = shared.tile_box, shared.overflows
+    if shared.pieces is not None:
+        steps = T.ceildiv(keys, config.block_N)
+        return SharingStream(order, ctas, box, overflows, shared.pieces, steps, name="stream")
+    return TileStream(config.schedule, first, order, ctas, tickets, box, overflows, name="stream")

@@ -24,7 +24,12 @@ from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_sha
 from tl_attention.kernels.bwd_store import BiasGradient, store_gradients
 from tl_attention.kernels.bwd_warps import cuda_code, further_warps
 from tl_attention.kernels.dropout import Dropout
-from tl_attention.kernels.options import OptionArguments, Scores, fill_bias_columns, option_arguments
+from tl_attention.kernels.options import (
+    OptionArguments,
+    Scores,
+    fill_bias_columns,
+    option_arguments,
+)
 from tl_attention.kernels.pipeline import alloc_fragments, share, sync_consumers, wait_for_stores
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, indices, probabilities, softmax_backward
@@ -94,7 +99,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     prefetch_lse = prefetch_lse and not (problem.fetches and block_M > 64)
     # Mask S' instead of P': the exponential is then in one basic block with the code after it. Full d64 455 -> 474 TFLOPS, d256 dv 833 ->
     # 781 us (H200, 2026-11-21). dk+dv of 192/128 spills. With a softcap dk+dv must mask first, for the P' of dV, and dk alone spills
+    # Raw scores of -inf stay hidden if a program changes none
+    hides_raw = makes_dq and problem.is_mask_of_bits
     mask_before_exp = problem.program is None and (makes_dq or (makes_dk and makes_dv) == sloped)
+    mask_before_exp = mask_before_exp or hides_raw
     # dV needs a P' of its own if dS' is made in registers of P' from another P': dV's has dropout, dS's the softcap's slope
     stage_P = stages_P(problem, config)
     separate_P = stage_P or (reuse and makes_dv and sloped)
@@ -147,7 +155,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         scores.locate_transposed(mask.key, blocks, step)
         scores.prepare(acc_s, diagonal)
         if mask_before_exp:
-            mask.hide(acc_s, blocks.query, softmax_scale if scores.raw else 1.0)
+            scores.hide_transposed(acc_s, mask, blocks, softmax_scale)
         probabilities(
             acc_s,
             lambda score, i, j: scores.exponent(score, i, j, diagonal, scale_log2, lse_log2(j)),

@@ -438,6 +438,17 @@ class Scores:
             mask.clear(acc_s, blocks.query)
 
     @T.inline
+    def hide_transposed(self, acc_s, mask, blocks, softmax_scale):
+        """Set scores [keys, queries] of hidden elements to the infinity that becomes -inf in exponent(); after locate_transposed()."""
+        scale = softmax_scale if self.raw else 1.0
+        if not blocks.listed:
+            mask.hide(acc_s, blocks.query, scale)
+        else:
+            if blocks.may_hide:
+                hidden = T.if_then_else(scale < 0, T.infinity("float32"), -T.infinity("float32"))
+                self.traced.hide(acc_s, hidden, blocks.stop_key)
+
+    @T.inline
     def prepare(self, acc_s, diagonal):
         """Apply what exponent() expects to be applied before; in the backward."""
         self.cap(acc_s)

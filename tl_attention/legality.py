@@ -355,6 +355,8 @@ def _bwd_schedules(problem: AttnProblem) -> tuple[str, ...]:
         return "grid", "dynamic", "dynamic-late"
     if problem.is_mask_of_bits:
         return "grid", "dynamic-late"  # CTAs do not divide a list
+    if problem.learns_diagonal:
+        return "grid", "dynamic-late", "split"
     return ("grid",)
 
 

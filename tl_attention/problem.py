@@ -286,6 +286,11 @@ class AttnProblem:
         return self.changes_scores and self.program.adds_diagonal
 
     @property
+    def learns_diagonal(self) -> bool:
+        """True for a score_mod alone that only adds such a value, of a captured tensor whose gradient sums dS."""
+        return self.adds_diagonal and self.learns_dS and not self.program.hides
+
+    @property
     def is_mask_of_bits(self) -> bool:
         """True for a block mask as bits, without a score_mod."""
         return self.has_bits and not self.changes_scores

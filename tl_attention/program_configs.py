@@ -16,7 +16,8 @@ def program_lines(
     tiles of fwd do not divide program.LISTED_ROWS, fwd_held for scores that stay close, fwd_adds for bf16 ones that only add a value per
     diagonal, and fwd_scores for a score_mod alone. A backward tries other lines before those of bwd: with bits those of bwd_bits, before
     these without a score_mod those of bwd_mask, in fp16 of bwd_mask_fp16; with a dense bias alone, whose gradient is dS, those of
-    bwd_bias. A line of a backward serves problems whose features are all in `serves`.
+    bwd_bias; with a learned value per diagonal alone those of bwd_adds. A line of a backward serves problems whose features are all in
+    `serves`.
     """
     width, section = grid["programs"][problem.tile_class], "fwd" if direction == "fwd" else "bwd"
     if direction == "fwd":
@@ -40,6 +41,7 @@ def program_lines(
         ("bwd_mask", problem.is_mask_of_bits),
         ("bwd_bits", problem.has_bits),
         ("bwd_bias", problem.learns_bias),
+        ("bwd_adds", problem.learns_diagonal),
     )
     first = [line for special, applies in wanted if applies for line in width.get(special, ())]
     return [

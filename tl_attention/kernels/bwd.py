@@ -99,8 +99,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     prefetch_lse = prefetch_lse and not (problem.fetches and block_M > 64)
     # Mask S' instead of P': the exponential is then in one basic block with the code after it. Full d64 455 -> 474 TFLOPS, d256 dv 833 ->
     # 781 us (H200, 2026-11-21). dk+dv of 192/128 spills. With a softcap dk+dv must mask first, for the P' of dV, and dk alone spills
-    # Raw scores of -inf stay hidden if a program changes none
-    hides_raw = makes_dq and problem.is_mask_of_bits
+    # Raw scores of -inf stay hidden if a program changes none, or adds a value per diagonal
+    hides_raw = makes_dq and (problem.is_mask_of_bits or problem.learns_diagonal)
     mask_before_exp = problem.program is None and (makes_dq or (makes_dk and makes_dv) == sloped)
     mask_before_exp = mask_before_exp or hides_raw
     # dV needs a P' of its own if dS' is made in registers of P' from another P': dV's has dropout, dS's the softcap's slope
@@ -183,7 +183,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     def differentiate(w, number, turn, first, counts, tile, blocks, tiles, shared, softmax_scale, options):
         """Compute dK and dV of 64 keys, and their share of dQ of all query blocks that see the key tile."""
         key = tile.first_key + 64 * w
-        scores = Scores(problem, options, softmax_scale, block_M, True, shared.staged)
+        applied_scale = (
+            T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale)
+            if hides_raw and problem.changes_scores
+            else softmax_scale
+        )
+        scores = Scores(problem, options, applied_scale, block_M, True, shared.staged, hides_raw=hides_raw)
         dropout = Dropout(problem, options, block_M, rows_are_keys=True)
         mask = bwd_tiles.KeyRowsMask(blocks.mask, key, relative=makes_dq and varlen)
         raw_scale = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)

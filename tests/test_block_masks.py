@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from tl_attention import configs, flex_attention, flex_lists, legality
 from tl_attention.compilation import building
 from tl_attention.flex_lists import MaskState, kept_mask, listed, lists_with_bits
+from tl_attention.kernel_configs import BwdConfig
 from tl_attention.launch import mask_bits
 from tl_attention.launch.block_lists import FULL, HIDDEN, PARTIAL, BlockLists, block_states
 from tl_attention.launch.mask_bits import packed, unpacked
@@ -490,6 +492,30 @@ def test_configs_of_block_masks_divide_their_blocks(width, whole):
     assert fault is None or any(word in fault for word in ("block", "registers", "schedule"))
 
 
+@pytest.mark.parametrize("width", ["d64", "d128"])
+def test_schedules_of_backwards_of_block_masks(width):
+    """Those of a mask alone compute several tiles per CTA, in an order; no CTAs divide a list."""
+    head_dim = int(width[1:])
+
+    def problem(program):
+        return AttnProblem.of("bfloat16", head_dim, head_dim, False, "bwd", (), program)
+
+    program = trace(None, causal, False).program
+    mask = problem(program.with_bits[0])
+    config, _ = configs.pick_config(mask, "long", "NVIDIA H200", "bwd")
+    (bwd_pass,) = config.passes
+    assert bwd_pass.schedule == "dynamic-late"
+    assert bwd_pass.order
+    split = BwdConfig((replace(bwd_pass, schedule="split"),))
+    assert "schedule: expected grid or dynamic-late here" in legality.fault(mask, split)
+    slopes = torch.rand(HEADS)
+    scored = trace(lambda s, b, h, q, k: s + slopes[h] * (k - q), causal, False).program.with_bits[0]
+    for each in (scored, program.as_listed):
+        assert "schedule: expected grid" in legality.fault(problem(each), config)
+        other, _ = configs.pick_config(problem(each), "long", "NVIDIA H200", "bwd")
+        assert {x.schedule for x in other.passes} == {"grid"}
+
+
 # Kernels
 
 
@@ -501,10 +527,11 @@ def built():
     factor = torch.ones(HEADS, device="cuda", requires_grad=True)
     for score_mod, mask_mod, head_dim in (
         (None, mask.mask_mod, 128),
+        (None, mask.mask_mod, 64),
         (lambda s, b, h, q, k: s * factor[h], mask.mask_mod, 64),
     ):
         program = trace(score_mod, mask_mod, True).program
-        without_bits = [program.as_listed] if score_mod is None else []
+        without_bits = [program.as_listed] if score_mod is None and head_dim == 128 else []
         for each, direction in itertools.product([program.with_bits[0], *without_bits], ("fwd", "bwd")):
             its_program = each.forward if direction == "fwd" else each
             problem = AttnProblem.of("bfloat16", head_dim, head_dim, False, direction, (), its_program)
@@ -517,11 +544,12 @@ def built():
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", SHAPES)
-def test_block_mask_matches_the_formula(name):
+def test_block_mask_matches_the_formula(name, head_dim):
     shape, lengths, size = SHAPES[name]
     compare(
-        *inputs("cuda", lengths, 128, batch=shape[0] * 8),
+        *inputs("cuda", lengths, head_dim, batch=shape[0] * 8),
         random_lists(shape[0] * 8 if shape[0] > 1 else 1, shape[1], lengths, size, "cuda"),
     )
 
@@ -533,6 +561,16 @@ def test_block_mask_without_bits_matches_the_formula(monkeypatch):
     compare(
         *inputs("cuda", (257, 384), 128, batch=16), random_lists(16, HEADS, (257, 384), (128, 128), "cuda")
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_backward_of_more_lists_than_sms(head_dim):
+    """CTAs that compute several key tiles, some without queries."""
+    lengths = 900, 1100
+    mask = random_lists(12, HEADS, lengths, (128, 128), "cuda", 0.3)
+    compare(*inputs("cuda", lengths, head_dim, batch=12), mask)
 
 
 @pytest.mark.gpu

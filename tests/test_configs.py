@@ -237,7 +237,7 @@ def passes(*texts: str) -> BwdConfig:
         (
             D64,
             passes("dq+dk+dv 64x128 reuse dynamic"),
-            "schedule: expected grid with another program than a bias, without an order, or where no dq is summed, got 'dynamic'",
+            "schedule: expected grid with another program than a bias or a mask, without an order, or where no dq is summed, got 'dynamic'",
         ),
         (
             replace(D128, options=("window",)),
@@ -252,7 +252,7 @@ def passes(*texts: str) -> BwdConfig:
         (
             D64,
             passes("dk+dv 64x128 dynamic", "dq 128x64"),
-            "schedule: expected grid with another program than a bias, without an order, or where no dq is summed, got 'dynamic'",
+            "schedule: expected grid with another program than a bias or a mask, without an order, or where no dq is summed, got 'dynamic'",
         ),
         (
             D128,

@@ -156,7 +156,19 @@ def test_diagonals_pass_dS_on():
     ("head_dim", "config"),
     [
         (128, BwdPass("dq", 128, 64)),
-        (64, BwdPass("dq+dk+dv", 128, 128, num_stages=3, reuse_registers=True, order="separate-dS")),
+        (
+            64,
+            BwdPass(
+                "dq+dk+dv",
+                128,
+                128,
+                num_stages=3,
+                reuse_registers=True,
+                order="separate-dS",
+                schedule="split",
+            ),
+        ),
+        (128, BwdPass("dq+dk+dv", 64, 128, reuse_registers=True, order="early-dK", schedule="split")),
     ],
     ids=str,
 )
@@ -274,6 +286,25 @@ def test_diagonals_match_the_formula(name, mask_mod, head_dim, deterministic, se
         error, *allowed = ((x - reference).square().mean().sqrt().item() for x in others)
         bound = 2 * max(allowed)
         assert error <= bound, f"{what}: expected an error of at most {bound}, got {error}"
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_keys_past_the_end_change_nothing(head_dim):
+    """A tile has keys past the last one, at distances of no pair, whose biases may be anything."""
+    score_mod, *_, (bias,) = cases(Captured("cuda"))["relative"]
+    seqlen_q, seqlen_k = 768, 777
+    unused = torch.ones(2 * MAX, dtype=torch.bool, device="cuda")
+    unused[MAX - seqlen_k + 1 : MAX + seqlen_q] = False
+    with torch.no_grad():
+        bias[:, unused] = math.nan
+    q, k, v, dout = (
+        torch.randn(8, HEADS, n, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in (seqlen_q, seqlen_k, seqlen_k, seqlen_q)
+    )
+    grads = torch.autograd.grad(flex_attention(q, k, v, score_mod), (q, k, v, bias), dout)
+    assert all(x.isfinite().all() for x in grads)
 
 
 def rows_that_differ(q, bias):

@@ -263,8 +263,9 @@ class BwdPass:
     def has_dv_tile(self, problem: AttnProblem) -> bool:
         """True if dV is stored through shared memory of its own, so that the next V can be loaded meanwhile; else through that of V."""
         # At 1k keys, against dV through V: d128 5.7 % faster full and 2.2 % causal, d64 2.0 % slower full and 0.5 % causal (H200)
-        # 128 columns fit beside two stages of Q only, and not beside the P' of dropout or a tile of dQ
-        alone = self.num_stages == 2 and not problem.has("dropout") and not self.one_tile
+        # 128 columns fit beside two stages of Q only, and not beside the P' of dropout, a tile of dQ or values per diagonal
+        others = problem.has("dropout") or problem.has_diagonals or self.one_tile
+        alone = self.num_stages == 2 and not others
         fits = problem.head_dim_v < 128 or alone
         return self.is_dynamic and problem.head_dim_v > 64 and fits
 

@@ -122,7 +122,7 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         row_values = _round_up(FP32_BYTES * step * bwd_pass.num_stages * per_row, alignment)
     if bwd_pass.is_dynamic:  # dK, and maybe dV, leave while the next keys come
         elements += owned * (problem.head_dim + problem.head_dim_v * bwd_pass.has_dv_tile(problem))
-        box = ORDERED_BOX_BYTES if bwd_pass.is_ordered else TILE_BOX_BYTES
+        box = ORDERED_BOX_BYTES if bwd_pass.is_ordered or problem.is_listed else TILE_BOX_BYTES
         row_values += KEY_TABLE_BOX_BYTES if problem.has("varlen") else box
     staged = sum(problem.staged_bytes(step, bwd_pass.grads != "dq")) + problem.diagonal_bytes(step)
     if "dq" in bwd_pass.makes and problem.learns and not (bwd_pass.adds_dq and problem.sends_dS):
@@ -332,17 +332,13 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         where = "where dq is summed" if shares_dq else elsewhere
         return f"order: expected one of {', '.join(map(repr, orders))} {where}, got {bwd_pass.order!r}"
     schedules = ("grid",)
-    if bwd_pass.makes_all and bwd_pass.order and (problem.program is None or problem.learns_bias):
-        schedules = BWD_SCHEDULES
-        if problem.program is not None:
-            schedules = "grid", "dynamic", "dynamic-late"
-        elif problem.served_as.options:
-            schedules = "grid", "dynamic-late"
+    if bwd_pass.makes_all and bwd_pass.order:
+        schedules = _bwd_schedules(problem)
     if bwd_pass.schedule not in schedules:
         where = (
             "here"
             if len(schedules) > 1
-            else "with another program than a bias, without an order, or where no dq is summed"
+            else "with another program than a bias or a mask, without an order, or where no dq is summed"
         )
         return f"schedule: expected {' or '.join(schedules)} {where}, got {bwd_pass.schedule!r}"
     if bwd_pass.one_tile and (problem.options or problem.program is not None):
@@ -360,6 +356,19 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         if getattr(bwd_pass, name) < least:
             return f"{name}: expected at least {least}, got {getattr(bwd_pass, name)}"
     return _capacity_fault(problem, bwd_pass)
+
+
+def _bwd_schedules(problem: AttnProblem) -> tuple[str, ...]:
+    """Schedules of a pass by keys that makes all gradients in an order."""
+    if problem.program is None:
+        return ("grid", "dynamic-late") if problem.served_as.options else BWD_SCHEDULES
+    if problem.learns_bias:
+        return "grid", "dynamic", "dynamic-late"
+    if problem.is_mask_of_bits:
+        return "grid", "dynamic-late"  # CTAs do not divide a list
+    if problem.learns_diagonal:
+        return "grid", "dynamic-late", "split"
+    return ("grid",)
 
 
 def _capacity_fault(problem: AttnProblem, config: FwdConfig | JvpConfig | BwdPass) -> str | None:

@@ -295,6 +295,16 @@ class AttnProblem:
         """True for a score_mod that only adds a value per diagonal to the score, as a relative bias does."""
         return self.changes_scores and self.program.adds_diagonal
 
+    @property
+    def learns_diagonal(self) -> bool:
+        """True for a score_mod alone that only adds such a value, of a captured tensor whose gradient sums dS."""
+        return self.adds_diagonal and self.learns_dS and not self.program.hides
+
+    @property
+    def is_mask_of_bits(self) -> bool:
+        """True for a block mask as bits, without a score_mod."""
+        return self.has_bits and not self.changes_scores
+
     def diagonal_bytes(self, columns: int) -> int:
         """Shared memory of a warp for these values of 16 rows of `columns` scores."""
         return sum(self.program.diagonal_bytes(columns)) if self.has_diagonals else 0

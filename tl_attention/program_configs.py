@@ -15,8 +15,10 @@ def program_lines(
 
     A forward has one line per width, and optional ones for block masks: fwd_joined in JOINED_BUCKET, fwd_bits, and fwd_listed where the
     tiles of fwd do not divide program.LISTED_ROWS, fwd_held for scores that stay close, fwd_adds for bf16 ones that only add a value per
-    diagonal, and fwd_scores for a score_mod alone. A backward with bits tries the lines of bwd_bits first, one with a dense bias alone,
-    whose gradient is dS, those of bwd_bias. A line of a backward serves problems whose features are all in `serves`.
+    diagonal, and fwd_scores for a score_mod alone. A backward tries other lines before those of bwd: with bits those of bwd_bits, before
+    these without a score_mod those of bwd_mask, in fp16 of bwd_mask_fp16; with a dense bias alone, whose gradient is dS, those of
+    bwd_bias; with a learned value per diagonal alone those of bwd_adds. A line of a backward serves problems whose features are all in
+    `serves`.
     """
     width, served = grid["programs"][problem.tile_class], (str(problem.program),)
     table = f"[programs.{problem.tile_class}]"
@@ -33,7 +35,13 @@ def program_lines(
         )
         names = [name for name, applies in wanted if applies and name in width]
         return [(f"{table} {name}", served, width[name]) for name in (*names, "fwd")]
-    wanted = (("bwd_bits", problem.has_bits), ("bwd_bias", problem.learns_bias))
+    wanted = (
+        ("bwd_mask_fp16", problem.is_mask_of_bits and problem.dtype == "float16"),
+        ("bwd_mask", problem.is_mask_of_bits),
+        ("bwd_bits", problem.has_bits),
+        ("bwd_bias", problem.learns_bias),
+        ("bwd_adds", problem.learns_diagonal),
+    )
     first = [line for special, applies in wanted if applies for line in width.get(special, ())]
     return [
         (

@@ -53,14 +53,27 @@ def query_blocks(
     seqlen_k: Any,
     block_M: int,
     block_N: int,
-    loads: bool = False,
+    ahead: bool = True,
+    with_places: bool = True,
 ) -> QueryBlocks | ListedQueryBlocks:
-    """Query blocks of the tiles of a kernel whose tiles are blocks of keys. loads: for the warp that loads tiles."""
+    """Query blocks of the tiles of a kernel whose tiles are blocks of keys.
+
+    Args:
+        ahead: read lists a step ahead, to hide memory latency. For the consumers: the other warps run ahead anyway, and have no registers.
+        with_places: read the places of bits, too.
+    """
     mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
     if problem.is_listed:
         traced = options.traced
         return ListedQueryBlocks(
-            mask, traced.spans, traced.entries, traced.places, block_M, block_N, loads, name="blocks"
+            mask,
+            traced.spans,
+            traced.entries,
+            traced.places if with_places else None,
+            block_M,
+            block_N,
+            ahead,
+            name="blocks",
         )
     return QueryBlocks(mask, block_M, block_N, tile.split, name="blocks")
 
@@ -185,22 +198,19 @@ class ListedQueryBlocks:
         places: Any,
         block_M: int,
         block_N: int,
-        loads: bool,
+        ahead: bool,
         name: str = "blocks",
     ):
-        self.mask, self.spans, self.entries = mask, spans, entries
-        self.places = None if loads else places
+        self.mask, self.spans, self.entries, self.places = mask, spans, entries, places
         self.block_M, self.block_N = block_M, block_N
         self.num_steps = T.alloc_var("int32", init=0)
         self.next_entry = T.alloc_var("int32", init=0)  # index of the next step's entry
         self.first_head = T.alloc_var("int32", init=0)  # of the key head
-        # Entry and place of the current and the next step. Consumers read these a step ahead to hide memory latency; the warp that loads
-        # runs ahead anyway, and has no registers for them
+        # Entry and place of the current and the next step
         self.current = T.alloc_var("int32", init=0)
-        self.ahead = None if loads else T.alloc_var("int32", init=0)
-        self.place_now, self.place_ahead = (
-            None if self.places is None else T.alloc_var("int32", init=0) for _ in range(2)
-        )
+        self.ahead = T.alloc_var("int32", init=0) if ahead else None
+        self.place_now = None if places is None else T.alloc_var("int32", init=0)
+        self.place_ahead = T.alloc_var("int32", init=0) if ahead and places is not None else None
 
     @T.inline
     def start_list(self, batch, kv_head, heads_per_kv, first_key, part, parts):
@@ -218,6 +228,17 @@ class ListedQueryBlocks:
         self.first_head[0] = kv_head * heads_per_kv
         self.read_ahead()
         self.advance()
+
+    @property
+    def counts(self) -> tuple:
+        """Variables that start_list() sets and the steps need."""
+        place = () if self.place_now is None else (self.place_now,)
+        return self.num_steps, self.next_entry, self.first_head, self.current, *place
+
+    @T.inline
+    def restart(self):
+        """Go to the first step; the counts are those that start_list() set in another warp."""
+        self.read_ahead()
 
     @property
     def steps(self) -> Any:
@@ -263,17 +284,21 @@ class ListedQueryBlocks:
     def place(self) -> Any:
         return self.place_now[0]
 
+    @property
+    def next_place(self) -> Any:
+        return self.places[self.next_entry[0]] if self.place_ahead is None else self.place_ahead[0]
+
     @T.inline
     def read_ahead(self):
         if self.ahead is not None:
             self.ahead[0] = self.entries[self.next_entry[0]]
-        if self.places is not None:
+        if self.place_ahead is not None:
             self.place_ahead[0] = self.places[self.next_entry[0]]
 
     @T.inline
     def advance(self):
         self.current[0] = T.shfl_sync(self.next_step, 0)
         if self.places is not None:
-            self.place_now[0] = T.shfl_sync(self.place_ahead[0], 0)
+            self.place_now[0] = T.shfl_sync(self.next_place, 0)
         self.next_entry[0] += 1
         self.read_ahead()

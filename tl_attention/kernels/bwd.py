@@ -20,6 +20,7 @@ from tl_attention.kernels import products as fp32
 from tl_attention.kernels.block_lists import query_blocks
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
 from tl_attention.kernels.bwd_order import OrderedBlocks
+from tl_attention.kernels.bwd_scores import hides_raw, masks_before_exp, prefetches_lse, scale_of_scores
 from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles, stages_P
 from tl_attention.kernels.bwd_store import BiasGradient, store_gradients
 from tl_attention.kernels.bwd_warps import cuda_code, further_warps
@@ -87,13 +88,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     pieces = bwd_tiles.dq_pieces(block_M, head_dim, config.warpgroups)
     sloped, varlen = problem.is_sloped, problem.has("varlen")
     both_P = sloped and makes_dk and makes_dv
-    # Load the log-sum-exps before waiting for S': shared memory is busy with GEMMs and slow to answer. Full d64 at 4k
-    # 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21). dk+dv, ALiBi and dense biases by 128 spill with it, dv of d256 was slower
-    prefetch_lse = (makes_dq or not makes_dv) and not problem.has("alibi")
-    prefetch_lse = prefetch_lse and not (problem.fetches and block_M > 64)
-    # Mask S' instead of P': the exponential is then in one basic block with the code after it. Full d64 455 -> 474 TFLOPS, d256 dv 833 ->
-    # 781 us (H200, 2026-11-21). dk+dv of 192/128 spills. With a softcap dk+dv must mask first, for the P' of dV, and dk alone spills
-    mask_before_exp = problem.program is None and (makes_dq or (makes_dk and makes_dv) == sloped)
+    prefetch_lse, mask_before_exp = prefetches_lse(problem, config), masks_before_exp(problem, config)
+    hides = hides_raw(problem, config)
     # dV needs a P' of its own if dS' is made in registers of P' from another P': dV's has dropout, dS's the softcap's slope
     stage_P = stages_P(problem, config)
     separate_P = stage_P or (reuse and makes_dv and sloped)
@@ -145,7 +141,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         scores.locate_transposed(mask.key, blocks, step)
         scores.prepare(acc_s, diagonal)
         if mask_before_exp:
-            mask.hide(acc_s, blocks.query, softmax_scale if scores.raw else 1.0)
+            scores.hide_transposed(acc_s, mask, blocks, softmax_scale)
         probabilities(
             acc_s,
             lambda score, i, j: scores.exponent(score, i, j, diagonal, scale_log2, lse_log2(j)),
@@ -173,7 +169,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     def differentiate(w, number, turn, first, counts, tile, blocks, tiles, shared, softmax_scale, options):
         """Compute dK and dV of 64 keys, and their share of dQ of all query blocks that see the key tile."""
         key = tile.first_key + 64 * w
-        scores = Scores(problem, options, softmax_scale, block_M, True, shared.staged)
+        applied_scale = scale_of_scores(problem, config, softmax_scale)
+        scores = Scores(problem, options, applied_scale, block_M, True, shared.staged, hides_raw=hides)
         dropout = Dropout(problem, options, block_M, rows_are_keys=True)
         mask = bwd_tiles.KeyRowsMask(blocks.mask, key, relative=makes_dq and varlen)
         raw_scale = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)

@@ -60,10 +60,11 @@ class KeyTileProducer:
     def tile(self) -> KeyTile:
         return KeyTile(self.order, self.config.block_N, self.config.is_ordered, self.config.is_split)
 
-    def blocks(self, tile: KeyTile) -> QueryBlocks:
+    def blocks(self, tile: KeyTile, with_places: bool = False) -> QueryBlocks:
         config = self.config
         sizes = *self.lengths, config.block_M, config.block_N
-        return query_blocks(self.problem, self.options, tile, *sizes, loads=True)
+        roles = {"ahead": False, "with_places": with_places}
+        return query_blocks(self.problem, self.options, tile, *sizes, **roles)
 
     def steps(self, first: Any, end: Any) -> Any:
         """Loop over steps. nvcc would unroll it by 4, for which a producer of several tiles has too few registers."""
@@ -164,7 +165,7 @@ class KeyTileProducer:
     def schedule(self, number):
         """Describe one tile after another to the other roles, each before they have finished the previous one."""
         tile = self.tile()
-        blocks = self.blocks(tile)
+        blocks = self.blocks(tile, with_places=True)
         box = self.shared.tile_box
         ordered = self.config.is_ordered
         stream = TileStream(

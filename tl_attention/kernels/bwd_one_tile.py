@@ -12,12 +12,12 @@ import tilelang.language as T
 
 from tl_attention.kernels.bwd_load import KeyTileProducer
 from tl_attention.kernels.bwd_tiles import Piece, piece_shape
-from tl_attention.kernels.pipeline import alloc_each, fragment_address, store_fragment
+from tl_attention.kernels.pipeline import WrittenTiles, alloc_each, fragment_address, store_fragment
 from tl_attention.kernels.products import scale
 
 
 @T.meta_class
-class DqTiles:
+class DqTiles(WrittenTiles):
     """Shared tiles of dQ of a step: a piece per warpgroup that computes some.
 
     Args:
@@ -44,13 +44,6 @@ class DqTiles:
                 T.evaluate(store_fragment(rounded, fragment_address(self.tiles[w][0, 0])))
             else:
                 T.copy(acc_dq[n], self.tiles[w])
-
-    @T.inline
-    def announce(self, step):
-        T.fence_proxy_async()
-        T.sync_warp()
-        if T.get_thread_binding() % 32 == 0:
-            T.mbarrier_arrive(self.full[0])
 
     @T.inline
     def send(self, step, tiles, tile, blocks):

@@ -279,10 +279,19 @@ class KeyTileBox(TileBox):
 
     Args:
         readers: warps that read it beside the producer.
+        listed: blocks may have five counts.
     """
 
-    def __init__(self, readers: int, has_table: bool, late: bool, ordered: bool, name: str = "key_tile_box"):
-        super().__init__(has_table or ordered, padded=has_table, name=name)
+    def __init__(
+        self,
+        readers: int,
+        has_table: bool,
+        late: bool,
+        ordered: bool,
+        listed: bool = False,
+        name: str = "key_tile_box",
+    ):
+        super().__init__(has_table or ordered or listed, padded=has_table, name=name)
         # Warps that have read the slot; with `late` the producer is none of them, as it signals the end of its loads
         self.empty = T.alloc_barrier([readers if late else readers + 1] * 2)
         self.loaded = T.alloc_barrier([1, 1]) if late else None  # all loads of the tile are issued

@@ -12,6 +12,7 @@ from tl_attention.kernels.bwd_one_tile import send_dq
 from tl_attention.kernels.bwd_order import TAKE_TURNS, OrderKeeper
 from tl_attention.kernels.options import ZERO, prelude
 from tl_attention.kernels.pipeline import STORE_FRAGMENT
+from tl_attention.kernels.program_code import PREFETCH_BITS
 from tl_attention.kernels.roles import Roles
 from tl_attention.problem import AttnProblem
 
@@ -19,6 +20,8 @@ from tl_attention.problem import AttnProblem
 def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None:
     """CUDA in front of the kernel; None: none."""
     code = prelude(problem, roles) or ""
+    if problem.has_bits and config.makes_all:
+        code += PREFETCH_BITS
     if config.order:
         code += STORE_FRAGMENT
     if config.adds_dq and problem.is_fp32:

@@ -46,34 +46,48 @@ static __device__ __forceinline__ float tl_attention_diagonal(const void* shared
   unsigned long long pair = *(const unsigned long long*)(of_warp + (first & 1 ? slots + 15 + first : first) + place / 2 * 8);
   return __uint_as_float(place % 2 ? pair >> 32 : pair);
 }
-// Sums of this thread by place, of its bf16 elements of a tile of 64 rows; rows from `rows` on count as 0
+// Sums of this thread by place, in pairs, of its bf16 elements of a tile of 64 rows
 template <int cols>
-static __device__ __forceinline__ void tl_attention_add_tile(void* x, const void* tile, int rows) {
-  const unsigned* pairs = (const unsigned*)tile;  // of columns 2 c and 2 c + 1, in two rows of each 8 columns
-  int thread = tl_attention_thread(), row = thread / 32 % 4 * 16 + thread % 32 / 4;
-  bool is_row = row < rows, is_next = row + 8 < rows;
-  unsigned even = is_row ? 0x10000 : 0, odd = is_row ? 0xffff0000 : 0;
-  unsigned next_even = is_next ? 0x10000 : 0, next_odd = is_next ? 0xffff0000 : 0;
+static __device__ __forceinline__ void tl_attention_add_tile(void* x, const void* tile) {
+  const __nv_bfloat162* pairs = (const __nv_bfloat162*)tile;  // of columns 2 c and 2 c + 1, in two rows of each 8 columns
+  __nv_bfloat162* sums = (__nv_bfloat162*)x;
+  sums[0] = pairs[1];
+  sums[cols / 8] = pairs[cols / 4 - 2];
 #pragma unroll
-  for (int n = 0; n <= cols / 8; ++n) {
-    unsigned next = n < cols / 8 ? pairs[2 * n + 1] : 0, same = n > 0 ? pairs[2 * n - 2] : 0;
-    float low = __uint_as_float(next * next_even), high = __uint_as_float(next & next_odd);
-    ((float*)x)[2 * n] = n == 0 ? low : low + __uint_as_float(same * even);
-    ((float*)x)[2 * n + 1] = n == 0 ? high : high + __uint_as_float(same & odd);
-  }
+  for (int n = 1; n < cols / 8; ++n) sums[n] = __hadd2(pairs[2 * n - 2], pairs[2 * n + 1]);
 }
 // Without the predicate of tl_attention_add, for sums that are rarely 0
 static __device__ __forceinline__ void tl_attention_add_sum(void* sums, int offset, float x) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"((float*)sums + offset), "f"(x) : "memory");
 }
 static __device__ __forceinline__ void tl_attention_add_to_place(void* x, int place, float number) { ((float*)x)[place] += number; }
-// Sums along the diagonals of a warp's 16 rows. x: sums of this thread by place. sums: those of slots tl_attention_summed_slot(i)
+// Sums along the diagonals of a warp's 16 rows, of slots tl_attention_summed_slot(i). by_block: sums of a lane and of the lane of the next
+// row, for the slots of even columns
+template <int cols>
+static __device__ __forceinline__ void tl_attention_sum_blocks(void* sums, const float* by_block) {
+  constexpr int pairs = (cols / 8 + 3) / 2, quads = (pairs + 1) / 2;
+  int lane = threadIdx.x % 32, c = lane % 4;
+  float by_pair[2 * quads];
+  // Rows 4 further and c + 2 have the same slots: one of both lanes takes the even blocks, the other the odd ones
+#pragma unroll
+  for (int n = 0; n < 2 * quads; ++n) {
+    float low = n < pairs ? by_block[n < pairs ? 2 * n : 0] : 0.f, high = n < pairs ? by_block[n < pairs ? 2 * n + 1 : 0] : 0.f;
+    by_pair[n] = n < pairs ? (c & 2 ? high : low) + __shfl_xor_sync(0xffffffff, c & 2 ? low : high, 18) : 0.f;
+  }
+  int partner = (lane + (c & 1 ? -8 : 8) & 28) + (c ^ 1);
+#pragma unroll
+  for (int n = 0; n < quads; ++n) {
+    float low = by_pair[2 * n], high = by_pair[2 * n + 1];
+    ((float*)sums)[n] = (c & 1 ? high : low) + __shfl_sync(0xffffffff, c & 1 ? low : high, partner);
+  }
+}
+// x: sums of this thread by place
 template <int cols>
 static __device__ __forceinline__ void tl_attention_sum_diagonals(void* sums, const void* x) {
-  constexpr int blocks = cols / 8 + 2, pairs = (blocks + 1) / 2, quads = (pairs + 1) / 2;  // of 8 slots
+  constexpr int blocks = cols / 8 + 2, pairs = (blocks + 1) / 2;  // of 8 slots
   int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
   const float* of_thread = (const float*)x;
-  float by_block[2 * pairs], by_pair[2 * quads];
+  float by_block[2 * pairs];
   // The slots of a lane are 7 + 2 c + e - g modulo 8: even columns (e = 0), and odd ones of the row after
 #pragma unroll
   for (int n = 0; n < 2 * pairs; ++n) {
@@ -87,18 +101,26 @@ static __device__ __forceinline__ void tl_attention_sum_diagonals(void* sums, co
     float other = __shfl_sync(0xffffffff, 2 * c >= g ? odd[1] : odd[0], lane + 4 & 31);
     by_block[n] = (2 * c > g ? even[1] : even[0]) + other;
   }
-  // Rows 4 further and c + 2 have the same slots: one of both lanes takes the even blocks, the other the odd ones
+  tl_attention_sum_blocks<cols>(sums, by_block);
+}
+// x: those of tl_attention_add_tile. One instruction selects the block of an even and of an odd column
+template <int cols>
+static __device__ __forceinline__ void tl_attention_sum_pairs(void* sums, const void* x) {
+  constexpr int blocks = cols / 8 + 2, pairs = (blocks + 1) / 2;
+  int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+  unsigned select = (2 * c >= g ? 0x7600 : 0x3200) | (2 * c > g ? 0x54 : 0x10);
+  const unsigned* of_thread = (const unsigned*)x;
+  float by_block[2 * pairs];
 #pragma unroll
-  for (int n = 0; n < 2 * quads; ++n) {
-    float low = n < pairs ? by_block[n < pairs ? 2 * n : 0] : 0.f, high = n < pairs ? by_block[n < pairs ? 2 * n + 1 : 0] : 0.f;
-    by_pair[n] = n < pairs ? (c & 2 ? high : low) + __shfl_xor_sync(0xffffffff, c & 2 ? low : high, 18) : 0.f;
+  for (int n = 0; n < 2 * pairs; n += 2) {
+    unsigned before = n > 0 ? of_thread[n - 1] : 0, low = n < blocks - 1 ? of_thread[n] : 0;
+    unsigned high = n + 1 < blocks - 1 ? of_thread[n + 1] : 0;
+    unsigned first = __byte_perm(low, before, select), second = __byte_perm(high, low, select);
+    unsigned other = __shfl_sync(0xffffffff, __byte_perm(first, second, 0x7632), lane + 4 & 31);
+    by_block[n] = __uint_as_float(first << 16) + __uint_as_float(other << 16);
+    by_block[n + 1] = __uint_as_float(second << 16) + __uint_as_float(other & 0xffff0000);
   }
-  int partner = (lane + (c & 1 ? -8 : 8) & 28) + (c ^ 1);
-#pragma unroll
-  for (int n = 0; n < quads; ++n) {
-    float low = by_pair[2 * n], high = by_pair[2 * n + 1];
-    ((float*)sums)[n] = (c & 1 ? high : low) + __shfl_sync(0xffffffff, c & 1 ? low : high, partner);
-  }
+  tl_attention_sum_blocks<cols>(sums, by_block);
 }
 // Where all sums of a warp go to one element, their total in place of one of them, and 0 in place of the others. Without a branch
 template <int count>
@@ -150,14 +172,22 @@ def sums_per_lane(cols: int) -> int:
 
 @T.meta_class
 class Diagonals:
-    """Values and sums of the diagonals of a tile of 64 rows."""
+    """Values and sums of the diagonals of a tile of 64 rows.
 
-    def __init__(self, program: Program, cols: int, rows_are_keys: bool, name: str = "diagonals"):
+    Args:
+        paired: sums per thread are pairs of bf16, see add_tile(); else fp32.
+    """
+
+    def __init__(
+        self, program: Program, cols: int, rows_are_keys: bool, paired: bool, name: str = "diagonals"
+    ):
+        self.paired = paired
         self.cols, self.rows_are_keys, self.slots = cols, rows_are_keys, diagonal_slots(cols)
         # Values of the slots of this lane in the next tile
         self.values = [T.alloc_local([self.slots // 32], FLOAT) for _ in program.diagonals]
         # Sums of this thread, and of the slots that it adds to memory
-        self.by_place = [T.alloc_local([cols // 4 + 2], FLOAT) for _ in program.diagonal_gradients]
+        shape, dtype = ([cols // 8 + 1], "uint32") if paired else ([cols // 4 + 2], FLOAT)
+        self.by_place = [T.alloc_local(shape, dtype) for _ in program.diagonal_gradients]
         self.sums = [T.alloc_local([sums_per_lane(cols)], FLOAT) for _ in program.diagonal_gradients]
         self.targets = [T.alloc_local([sums_per_lane(cols)], INT) for _ in program.diagonal_gradients]
 
@@ -211,16 +241,23 @@ class Diagonals:
 
     @T.inline
     def add_tile(self, n, tile, rows):
-        """Set the sums of this thread to those of a tile of bf16 or fp32, without its rows from `rows` on."""
-        T.evaluate(
-            T.call_extern(
-                "handle",
-                f"tl_attention_add_{'fp32_' if tile.dtype == FLOAT else ''}tile<{self.cols}>",
-                self.by_place[n].data,
-                tile.data,
-                rows,
+        """Set the sums of this thread to those of a tile: of bf16, or of fp32 without its rows from `rows` on."""
+        if self.paired:
+            T.evaluate(
+                T.call_extern(
+                    "handle", f"tl_attention_add_tile<{self.cols}>", self.by_place[n].data, tile.data
+                )
             )
-        )
+        else:
+            T.evaluate(
+                T.call_extern(
+                    "handle",
+                    f"tl_attention_add_fp32_tile<{self.cols}>",
+                    self.by_place[n].data,
+                    tile.data,
+                    rows,
+                )
+            )
 
     @T.inline
     def merge(self, n):
@@ -240,7 +277,7 @@ class Diagonals:
         T.evaluate(
             T.call_extern(
                 "handle",
-                f"tl_attention_sum_diagonals<{self.cols}>",
+                f"tl_attention_sum_{'pairs' if self.paired else 'diagonals'}<{self.cols}>",
                 self.sums[n].data,
                 self.by_place[n].data,
             )

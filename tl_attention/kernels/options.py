@@ -200,8 +200,11 @@ class Scores:
         staged: StagedTiles | None = None,
         two_sides: bool = False,
         adds_exponents: bool = False,
+        hides_raw: bool = False,
         name: str = "scores",
     ):
+        # hide_transposed() hides the elements of a program, before exponent(). If that changes scores, softmax_scale is not 0
+        self.hides_raw = hides_raw
         self.adds_exponents = adds_exponents  # new scores are in base 2, relative to the row max of look_up()
         self.two_sides = two_sides  # of the diagonal have a linear bias
         self.capped, self.causal, self.is_fp32 = problem.has("softcap"), problem.causal, problem.is_fp32
@@ -368,10 +371,10 @@ class Scores:
     def start_transposed(self, mask, blocks):
         """Fetch what a program needs at the first step of query blocks, for the keys of a KeyRowsMask."""
         if self.has_bits:
-            self.traced.fetch_bits(blocks.place, mask.key, blocks.query)
+            self.traced.fetch_bits(blocks.place, mask.key, blocks.query, self.hides_raw)
         if self.has_diagonals:
             self.traced.fetch_diagonals(blocks.head, blocks.query, mask.key, True)
-            self.traced.keep_diagonals()
+            self.traced.keep_diagonals(self.hides_raw)
         if self.fetches:
             if self.traced.is_staged:
                 self.traced.prefetch(blocks.head, blocks.query, mask.key, True)
@@ -380,10 +383,10 @@ class Scores:
     def advance(self, mask, blocks):
         """Go to the next step of query blocks, and fetch its bits early."""
         if self.has_diagonals:
-            self.traced.keep_diagonals()
+            self.traced.keep_diagonals(self.hides_raw)
         blocks.advance()
         if self.has_bits:
-            self.traced.fetch_bits(blocks.place, mask.key, blocks.query)
+            self.traced.fetch_bits(blocks.place, mask.key, blocks.query, self.hides_raw)
 
     @T.inline
     def learn_dS(self, dS, blocks, adds):
@@ -436,6 +439,17 @@ class Scores:
                 self.traced.hide_step(P_for_dv, 0.0, blocks, blocks.may_hide)
         if not blocks.listed:
             mask.clear(acc_s, blocks.query)
+
+    @T.inline
+    def hide_transposed(self, acc_s, mask, blocks, softmax_scale):
+        """Set scores [keys, queries] of hidden elements to the infinity that becomes -inf in exponent(); after locate_transposed()."""
+        scale = softmax_scale if self.raw or self.changed else 1.0
+        if not blocks.listed:
+            mask.hide(acc_s, blocks.query, scale)
+        else:
+            if blocks.may_hide:
+                hidden = T.if_then_else(scale < 0, T.infinity("float32"), -T.infinity("float32"))
+                self.traced.hide(acc_s, hidden, blocks.stop_key)
 
     @T.inline
     def prepare(self, acc_s, diagonal):

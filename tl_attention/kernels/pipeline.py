@@ -157,7 +157,23 @@ def alloc_parts(warpgroups: int, parts: int, shape: list[int], dtype: str, name:
 
 
 @T.meta_class
-class Exchange:
+class WrittenTiles:
+    """Shared tiles that warps write and wgmma or TMA reads, once per step. `full`: the barriers of their slots."""
+
+    def slot(self, step: Any) -> Any:
+        return 0
+
+    @T.inline
+    def announce(self, step):
+        """Arrive, a warp at a time, when it has written its share."""
+        T.fence_proxy_async()
+        T.sync_warp()
+        if T.get_thread_binding() % 32 == 0:
+            T.mbarrier_arrive(self.full[self.slot(step)])
+
+
+@T.meta_class
+class Exchange(WrittenTiles):
     """One shared tile per warpgroup, which the warpgroup writes and all read, once per step."""
 
     def __init__(self, warpgroups: int, shape: list[int], dtype: str, name: str):
@@ -182,13 +198,6 @@ class Exchange:
     @T.inline
     def write(self, w, step, fragment):
         T.copy(fragment, self.tiles[w])
-
-    @T.inline
-    def announce(self, step):
-        T.fence_proxy_async()
-        T.sync_warp()
-        if T.get_thread_binding() % 32 == 0:
-            T.mbarrier_arrive(self.full[0])
 
     @T.inline
     def release(self, step):
@@ -228,7 +237,7 @@ def store_fragment(fragment: Any, address: Any) -> Any:
 
 
 @T.meta_class
-class ExchangeRing:
+class ExchangeRing(WrittenTiles):
     """Exchange of tiles [64, cols], 16 bits per element, with two slots. Needs STORE_FRAGMENT.
 
     A warpgroup may write the tile of a step while others still read that of the step before.
@@ -239,6 +248,9 @@ class ExchangeRing:
         self.tiles = SharedTile([2 * warpgroups, 64, cols], dtype, name=f"{name}_tiles").tile
         self.full = T.alloc_barrier([4 * warpgroups] * 2)  # every warp has written its share
         self.empty = T.alloc_barrier([4 * warpgroups] * 2)  # every warp is done with all tiles
+
+    def slot(self, step: Any) -> Any:
+        return step % 2
 
     def columns(self, step: Any, w: int, cols: slice) -> Any:
         """Columns of the tile that warpgroup w wrote in a step."""
@@ -262,13 +274,6 @@ class ExchangeRing:
     def write(self, address, step, fragment):
         slot = address + step % 2 * (self.warpgroups * 64 * self.cols * 2)
         T.evaluate(store_fragment(fragment, slot))
-
-    @T.inline
-    def announce(self, step):
-        T.fence_proxy_async()
-        T.sync_warp()
-        if T.get_thread_binding() % 32 == 0:
-            T.mbarrier_arrive(self.full[step % 2])
 
     @T.inline
     def release(self, step):

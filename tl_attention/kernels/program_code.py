@@ -109,6 +109,17 @@ static __device__ __forceinline__ bool tl_attention_bit(const void* bits, int pl
   return ((const unsigned*)bits)[place / 32] >> place % 32 & 1;
 }
 """
+PREFETCH_BITS = """
+// The same for 64 or 128 columns, any words for a negative place: nothing waits for them before they are used
+template <int columns>
+static __device__ __forceinline__ void tl_attention_prefetch_bits(void* to, const void* bits, int place, int row, int column) {
+  const unsigned* from = (const unsigned*)bits + (max(place, 0) * 2 + row / 64 % 2) * 256 + threadIdx.x % 128 * 2;
+  if (columns == 128)
+    *(uint2*)to = __ldg((const uint2*)from);
+  else
+    *(unsigned*)to = __ldg(from + column / 64 % 2);
+}
+"""
 
 
 def program_code(program: Program, accurate: bool = False) -> str:

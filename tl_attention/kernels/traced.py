@@ -61,7 +61,9 @@ class Traced:
         ]
         self.diagonals = None
         if program.diagonals or program.diagonal_gradients:
-            self.diagonals = Diagonals(program, cols, rows_are_keys, name="diagonals")
+            self.diagonals = Diagonals(
+                program, cols, rows_are_keys, rows_are_keys and not problem.is_fp32, name="diagonals"
+            )
         self.bits = T.alloc_local([-(-cols // 64)], "uint32") if program.bits else None  # of the tile
         self.first_query = self.first_key = 0
         self.how = MASK
@@ -137,8 +139,15 @@ class Traced:
                 )
 
     @T.inline
-    def keep_diagonals(self):
-        """Store these values where the scores of the tile read them."""
+    def keep_diagonals(self, added_to_hidden=False):
+        """Store these values where the scores of the tile read them.
+
+        added_to_hidden: their sum with -inf has to be -inf, although those of keys past the end may be NaN.
+        """
+        if added_to_hidden:
+            for k in T.unroll(self.diagonals.slots // 32):
+                value = self.diagonals.values[0][k]
+                self.diagonals.values[0][k] = T.call_extern(FLOAT, "fminf", value, MAX_SCORE)
         for n in tuple(range(len(self.program.diagonals))):
             self.diagonals.keep(n, self.staged.diagonals[n])
 
@@ -232,12 +241,15 @@ class Traced:
         return score
 
     @T.inline
-    def fetch_bits(self, place, row, column):
-        """Fetch the bits of the tile whose first row and column these are; all 1 where a step has no place."""
+    def fetch_bits(self, place, row, column, ahead=False):
+        """Fetch the bits of the tile whose first row and column these are; all 1 where a step has no place.
+
+        ahead: nothing waits for the bits before they are used, which is only where a step has a place.
+        """
         T.evaluate(
             T.call_extern(
                 "handle",
-                f"tl_attention_fetch_bits<{self.cols}>",
+                f"tl_attention_{'prefetch' if ahead else 'fetch'}_bits<{self.cols}>",
                 self.bits.data,
                 self.arguments.bits.data,
                 place,

@@ -1,0 +1,51 @@
+"""Choices of a backward by keys about its scores: when they are masked, and when the log-sum-exps are loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.kernel_configs import BwdPass
+from tl_attention.kernels.softmax import SMALLEST_SCALE
+from tl_attention.problem import AttnProblem
+
+
+def shares_dq(problem: AttnProblem, config: BwdPass) -> bool:
+    """True if the warpgroups of a pass compute dQ together; in fp32 each computes that of its keys."""
+    return "dq" in config.makes and not problem.is_fp32
+
+
+def prefetches_lse(problem: AttnProblem, config: BwdPass) -> bool:
+    """True if log-sum-exps are loaded before S' is waited for: shared memory is busy with GEMMs and slow to answer.
+
+    Full d64 at 4k 435 -> 479 TFLOPS, d128 509 -> 525 (H200, 2026-11-21). dk+dv, ALiBi and dense biases by 128 spill with it, dv of d256
+    was slower.
+    """
+    if problem.has("alibi") or (problem.fetches and config.block_M > 64):
+        return False
+    return shares_dq(problem, config) or "dv" not in config.makes
+
+
+def hides_raw(problem: AttnProblem, config: BwdPass) -> bool:
+    """True if raw scores of a program are masked: those of -inf stay so if it changes none, or adds a value per diagonal."""
+    return shares_dq(problem, config) and (problem.is_mask_of_bits or problem.learns_diagonal)
+
+
+def masks_before_exp(problem: AttnProblem, config: BwdPass) -> bool:
+    """True if S' is masked instead of P'. The exponential is then in one basic block with the code after it.
+
+    Full d64 455 -> 474 TFLOPS, d256 dv 833 -> 781 us (H200, 2026-11-21). dk+dv of 192/128 spills. With a softcap dk+dv must mask first, for
+    the P' of dV, and dk alone spills.
+    """
+    if problem.program is not None:
+        return hides_raw(problem, config)
+    makes_both = "dk" in config.makes and "dv" in config.makes
+    return shares_dq(problem, config) or makes_both == problem.is_sloped
+
+
+def scale_of_scores(problem: AttnProblem, config: BwdPass, softmax_scale: Any) -> Any:
+    """The scale that a program's scores are multiplied by; not 0 where masked raw scores have to stay -inf."""
+    if hides_raw(problem, config) and problem.changes_scores:
+        return T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale)
+    return softmax_scale

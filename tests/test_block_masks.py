@@ -494,7 +494,7 @@ def test_configs_of_block_masks_divide_their_blocks(width, whole):
 
 @pytest.mark.parametrize("width", ["d64", "d128"])
 def test_schedules_of_backwards_of_block_masks(width):
-    """Those of a mask alone compute several tiles per CTA, in an order; no CTAs divide a list."""
+    """Backwards of a mask alone compute several tiles per CTA, in an order; no CTAs divide a list."""
     head_dim = int(width[1:])
 
     def problem(program):

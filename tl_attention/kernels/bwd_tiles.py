@@ -24,7 +24,7 @@ def dq_pieces(block_M: int, head_dim: int, warpgroups: int) -> list[list[Piece]]
     """
     if block_M == 64 * warpgroups:
         return [[(slice(64 * w, 64 * w + 64), slice(0, head_dim))] for w in range(warpgroups)]
-    share = head_dim // 2
+    share = head_dim // min(warpgroups, 2)
     return [[(slice(0, block_M), slice(w * share, (w + 1) * share))][: w < 2] for w in range(warpgroups)]
 
 

@@ -157,7 +157,6 @@ def test_diagonals_pass_dS_on():
     [
         (128, BwdPass("dq", 128, 64)),
         (64, BwdPass("dq+dk+dv", 128, 128, reuse_registers=True, order="separate-dS", schedule="split")),
-        (128, BwdPass("dq+dk+dv", 64, 128, reuse_registers=True)),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tl_attention import configs, launch, legality
 from tl_attention.compilation import building
-from tl_attention.kernel_configs import SCHEDULES, FwdConfig
+from tl_attention.kernel_configs import FwdConfig
 from tl_attention.options import Options
 from tl_attention.problem import DIRECTIONS, OPTIONS, AttnProblem, tile_widths
 from tl_attention.reference import attention_backward_reference, dropout_keep, varlen_backward_reference
@@ -59,7 +59,7 @@ CLASSES = [
 ]
 SCHEDULED = [
     FwdConfig(128, 64, schedule=schedule, q_stages=q_stages)
-    for schedule, q_stages in [*zip(SCHEDULES, itertools.repeat(1)), ("dynamic", 2)]
+    for schedule, q_stages in [("grid", 1), ("persistent", 1), ("dynamic", 1), ("dynamic", 2)]
 ] + [FwdConfig(128, 64, schedule="dynamic", q_stages=2, hold_max=True)]
 LENGTHS_Q, LENGTHS_K = [300, 0, 1, 517, 129, 64], [400, 50, 0, 517, 77, 1000]
 USED_Q, USED_K = [290, 0, 1, 400, 128, 0], [333, 50, 0, 517, 0, 1000]

@@ -28,8 +28,12 @@ def prefetches_lse(problem: AttnProblem, config: BwdPass) -> bool:
 
 
 def hides_raw(problem: AttnProblem, config: BwdPass) -> bool:
-    """True if raw scores of a program are masked: those of -inf stay so if it changes none, or adds a value per diagonal."""
-    return shares_dq(problem, config) and (problem.is_mask_of_bits or problem.learns_diagonal)
+    """True if raw scores of a program are masked: those of -inf stay so if it changes none, or adds a value per diagonal.
+
+    Not for such values in steps of 64 queries, where it spills (d128, nvcc 13.0.88).
+    """
+    adds = problem.learns_diagonal and config.block_M == 128
+    return shares_dq(problem, config) and (problem.is_mask_of_bits or adds)
 
 
 def masks_before_exp(problem: AttnProblem, config: BwdPass) -> bool:

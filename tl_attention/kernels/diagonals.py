@@ -56,6 +56,22 @@ static __device__ __forceinline__ void tl_attention_add_tile(void* x, const void
 #pragma unroll
   for (int n = 1; n < cols / 8; ++n) sums[n] = __hadd2(pairs[2 * n - 2], pairs[2 * n + 1]);
 }
+// Sums of this thread by place, of its bf16 elements of a tile of 64 rows; rows from `rows` on count as 0
+template <int cols>
+static __device__ __forceinline__ void tl_attention_add_rows(void* x, const void* tile, int rows) {
+  const unsigned* pairs = (const unsigned*)tile;  // of columns 2 c and 2 c + 1, in two rows of each 8 columns
+  int thread = tl_attention_thread(), row = thread / 32 % 4 * 16 + thread % 32 / 4;
+  bool is_row = row < rows, is_next = row + 8 < rows;
+  unsigned even = is_row ? 0x10000 : 0, odd = is_row ? 0xffff0000 : 0;
+  unsigned next_even = is_next ? 0x10000 : 0, next_odd = is_next ? 0xffff0000 : 0;
+#pragma unroll
+  for (int n = 0; n <= cols / 8; ++n) {
+    unsigned next = n < cols / 8 ? pairs[2 * n + 1] : 0, same = n > 0 ? pairs[2 * n - 2] : 0;
+    float low = __uint_as_float(next * next_even), high = __uint_as_float(next & next_odd);
+    ((float*)x)[2 * n] = n == 0 ? low : low + __uint_as_float(same * even);
+    ((float*)x)[2 * n + 1] = n == 0 ? high : high + __uint_as_float(same & odd);
+  }
+}
 // Without the predicate of tl_attention_add, for sums that are rarely 0
 static __device__ __forceinline__ void tl_attention_add_sum(void* sums, int offset, float x) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"((float*)sums + offset), "f"(x) : "memory");
@@ -241,7 +257,7 @@ class Diagonals:
 
     @T.inline
     def add_tile(self, n, tile, rows):
-        """Set the sums of this thread to those of a tile: of bf16, or of fp32 without its rows from `rows` on."""
+        """Set the sums of this thread to those of a tile of bf16 or fp32; where they are not pairs, without its rows from `rows` on."""
         if self.paired:
             T.evaluate(
                 T.call_extern(
@@ -252,7 +268,7 @@ class Diagonals:
             T.evaluate(
                 T.call_extern(
                     "handle",
-                    f"tl_attention_add_fp32_tile<{self.cols}>",
+                    f"tl_attention_add_{'fp32_tile' if tile.dtype == FLOAT else 'rows'}<{self.cols}>",
                     self.by_place[n].data,
                     tile.data,
                     rows,

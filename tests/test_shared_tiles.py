@@ -14,7 +14,7 @@ from tl_attention.launch import fwd, tickets
 from tl_attention.launch.splits import MERGE_STEPS, shared_tiles
 from tl_attention.problem import AttnProblem
 
-# Those of rows of d128 and d256
+# Configs of the tuned rows of d128 and d256
 SHARED = FwdConfig(128, 128, ping_pong=True, schedule="shared", q_stages=2, hold_max=True)
 WIDE = FwdConfig(128, 64, schedule="shared", hold_max=True)
 
@@ -43,7 +43,7 @@ def test_pieces_hold_each_step_once_and_meet_at_their_partners():
         assert sorted(held) == [(tile, step) for tile in range(whole, tiles) for step in range(steps)]
         written = {cta: piece for cta, x in enumerate(of_ctas) for piece in x if piece[3] < 0}
         for cta, of_cta in enumerate(of_ctas):
-            # What others wait for comes first, and is one piece
+            # The piece that other CTAs wait for comes first, and is the only such one
             assert [piece[3] < 0 for piece in of_cta] in ([True], [False], [True, False], [False, False])
             for tile, first, _, partners in of_cta:
                 for other in range(cta - 1, cta - 1 - partners, -1):

@@ -362,6 +362,11 @@ class TileStream:
 
     @T.inline
     def locate(self, turn, tile):
+        self.locate_whole(turn, tile)
+
+    @T.inline
+    def locate_whole(self, turn, tile):
+        """Locate a tile that the CTA computes alone."""
         if self.overflows is None:
             tile.locate(self.number[0])
         else:

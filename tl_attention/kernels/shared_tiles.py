@@ -175,7 +175,7 @@ class SharingStream(TileStream):
         self.whole, self.sharers, self.steps = pieces.whole, pieces.sharers, steps
         self.rank = T.alloc_var("int32", init=0)
         self.shared_steps = (order.num_tiles - pieces.whole) * steps  # of all shared tiles
-        # Of the CTA's pieces: steps of all shared tiles; the tile of one piece
+        # The CTA's pieces are the steps [begin, end) of all shared tiles; piece_tile is the tile of the current piece
         self.begin, self.end, self.piece_tile = (T.alloc_var("int32", init=0) for _ in range(3))
 
     @T.inline
@@ -216,17 +216,6 @@ class SharingStream(TileStream):
             tile.locate(self.whole + self.piece_tile[0])
         else:
             self.locate_whole(turn, tile)
-
-    @T.inline
-    def locate_whole(self, turn, tile):
-        if self.overflows is None:
-            tile.locate(self.number[0])
-        else:
-            if self.turns_ago[0] > 0:
-                self.tile_box.read_tile(turn - self.turns_ago[0], tile)
-                tile.find_kv_head()
-            else:
-                tile.locate(self.number[0])
 
     @T.inline
     def keep_piece(self, blocks):

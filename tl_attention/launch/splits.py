@@ -22,7 +22,7 @@ from tl_attention.problem import (
 # Causal d128 on an H200, 2026-11-21: 8 heads of 1024 x 1024 take 16.3 us whole, 19.0 in 2 splits; 4 of 2048 x 2048 26.7 and 24.0;
 # 8 of 128 x 1024 15.3, and 11.5 in 4; 8 of 128 x 16k 175, and 21.8 in 16.
 CTA_STEPS, COMBINE_STEPS, PART_STEPS = 3, 5, 1 / 8
-# Of the schedule shared: cost of reading and merging a piece; least steps of a piece; steps by which it must be faster than whole tiles
+# The schedule shared: steps that it costs to read and merge a piece; least steps of a piece; least steps that it must save over whole tiles
 MERGE_STEPS, MIN_PIECE, LEAST_GAIN = 1, 4, 2
 MAX_STEPS = 2**31  # the kernel numbers steps by int32, times the number of sharers
 TIME_SLACK = 1.04  # fewer splits are taken if their time is at most this times the shortest

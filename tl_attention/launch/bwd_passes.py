@@ -32,10 +32,10 @@ QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multipl
 # of several CTAs: 8 us (8 heads of 1024 x 1024, d128, H200, 2026-11-23)
 QUERY_SHARES, SUM_QUERIES = 16, 224
 # Costs in queries of one head against a key tile: the fixed cost of a tile; partial results of one, written and read. The share of the
-# longest tile by which SMs end apart, under a causal mask. All fitted to GQA (H200, see tuning.md, "Query heads of a key head")
+# longest tile by which SMs end apart, under a causal mask. All fitted to GQA (H200, docs/measurements.md, "Query heads of a key head")
 TILE_QUERIES, PART_QUERIES, TAIL = 192, 256, 0.35
 # Under a causal mask CTAs take different times per head, so those of a key head soon read more heads at once than the L2 holds. The
-# share of time that this adds where the query rows that are read at once have many more than NEAR_BYTES (H200, see tuning.md)
+# share of time that this adds where the query rows that are read at once have many more than NEAR_BYTES (H200, docs/measurements.md)
 DRIFT, NEAR_BYTES = 0.2, 66 << 20
 
 
@@ -123,7 +123,7 @@ def bytes_at_once(bwd_pass: BwdPass, queries: int, sms: int, row_bytes: int) -> 
 
     A CTA begins at the diagonal of its keys, so the CTAs of a head are spread over as many queries as they have keys, or are of several key
     heads. Where a head has more, the next key tiles start behind, and CTAs may be anywhere in it. A pass that does not add to dq loses time
-    in such heads alone (see tuning.md).
+    in such heads alone (docs/measurements.md).
     """
     spread = sms * bwd_pass.block_N
     if not bwd_pass.adds_dq:

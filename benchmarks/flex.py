@@ -295,7 +295,7 @@ def section(rows: list[Row]) -> str:
     names = [TITLES[name] for name in others]
     header = ["problem", OURS, "ms", *names, *(f"over {name}" for name in names)]
     parts = [
-        f"TFLOPS. {tables.convention(rows[0]['pass'])} {CONVENTION}",
+        f"TFLOPS. {tables.definition(rows[0]['pass'])} {CONVENTION}",
         f"Our speed over that of each, geometric mean (range): {', '.join(means)}." if means else "",
         tables.markdown_table(header, lines),
         tables.bullets(tables.notes(rows)),

@@ -219,7 +219,7 @@ def section(rows: list[Row]) -> str:
         for group in groups
     ]
     parts = [
-        f"fp32, TFLOPS. {tables.convention(rows[0]['pass'])} {CONVENTION}",
+        f"fp32, TFLOPS. {tables.definition(rows[0]['pass'])} {CONVENTION}",
         "Our speed over that of each, geometric mean (range):",
         tables.markdown_table(["", *(titles[peer] for peer in peers)], means),
         tables.markdown_table(["problem", *titles.values(), *over], lines),

@@ -36,6 +36,13 @@ WIDTHS = {
     "bwd": "3 head_dim + 2 head_dim_v",
     "fwd_bwd": "4 head_dim + 3 head_dim_v",
 }
+METHOD = (
+    "Pairs are visible pairs: causal counts those that the mask leaves, s(s+1)/2 per head where both lengths are s.",
+    "A time is the median of CUDA-graph replays, with the libraries interleaved; a ratio is the median of the ratios within rounds.",
+    "The time of a backward is that of everything it launches.",
+    "Each library gets contiguous tensors in its own layout. A launch finds none of its inputs in L2, unless the row says L2 warm.",
+    "A speed is shown only where the output of the last timed call is correct.",
+)
 DECODE_CONVENTION = (
     "Speeds are in GB/s: keys and values of all sequences, q and out, 2 bytes per element and each counted once, over the median "
     "time of a launch in CUDA-graph replays. `% copy` is the share of the rate of a copy in the same run (bytes read and written). "
@@ -64,18 +71,16 @@ DECODE_DETAILS: Columns = {
 }
 
 
-def convention(direction: str) -> str:
-    """The definition of a speed in a pass."""
+def definition(direction: str) -> str:
+    """The definition of a speed in a pass; but for decoding METHOD has the rest."""
     if direction == DECODE:
         return DECODE_CONVENTION
-    backward = " The time of a backward is that of everything it launches." if "bwd" in direction else ""
-    return (
-        f"TFLOPS count visible pairs: 2 x pairs x ({WIDTHS[direction.removesuffix('_det')]}) x batch x query heads. Causal "
-        "counts the pairs that the mask leaves, s(s+1)/2 per head where both lengths are s. A time is the median of CUDA-graph "
-        "replays, with the libraries interleaved; a ratio is the median of the ratios within rounds."
-        f"{backward} Each library gets contiguous tensors in its own layout. A launch finds none of its inputs in L2, "
-        "unless the row says L2 warm. A speed is shown only where the output of the last timed call is correct."
-    )
+    return f"FLOPs: 2 x pairs x ({WIDTHS[direction.removesuffix('_det')]}) x batch x query heads."
+
+
+def convention(direction: str) -> str:
+    """The definition of a speed in a pass, and how it is measured."""
+    return " ".join([definition(direction), *(() if direction == DECODE else METHOD)])
 
 
 def details_of(rows: Sequence[Row]) -> Columns:

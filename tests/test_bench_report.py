@@ -150,7 +150,7 @@ def test_bench_page_shows_losses_wrong_rows_and_reasons(tmp_path: Path) -> None:
     assert "cudnn wrong: out[0] is 1 instead of 2 (B4 H16 S4096 d128 full)" in text
     assert "fa2 eager: graph capture failed" in text
     assert "fa4 skipped: not installed" in text
-    assert "visible pairs" in text
+    assert "FLOPs: 2 x pairs x (head_dim + head_dim_v) x batch" in text
     assert "- Forward: `run.py`; fa2: 1.0; cudnn: 1.0" in text
     assert "### Tests on this GPU\n\nall passed" in text
 
@@ -206,7 +206,9 @@ def test_bench_report_writes_a_page_and_a_plot(tmp_path: Path, capsys: pytest.Ca
     store(tmp_path, ROWS)
     assert report.main([str(tmp_path)]) == 0
     page, plot = tmp_path / "performance.md", tmp_path / "fwd.svg"
-    assert "![TFLOPS of the forward against sequence length](fwd.svg)" in page.read_text()
+    text = page.read_text()
+    assert "![TFLOPS of the forward against sequence length](fwd.svg)" in text
+    assert text.count("- Pairs are visible pairs") == 1
     assert str(page) in capsys.readouterr().out
     before = plot.read_bytes(), page.read_bytes()
     assert report.main([str(tmp_path)]) == 0

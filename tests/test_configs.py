@@ -122,12 +122,12 @@ def test_schedule_and_q_stages_are_derived_where_left_out(problem, block_N, sche
         (
             D128,
             FwdConfig(96, 128),
-            "block_M: expected 64, 128 or 192 (64 queries per consumer warpgroup), got 96",
+            "block_M: expected 64, 128 or 192 (64 rows per consumer warpgroup), got 96",
         ),
         (
             D128,
             FwdConfig(256, 64),
-            "block_M: expected 64, 128 or 192 (64 queries per consumer warpgroup), got 256",
+            "block_M: expected 64, 128 or 192 (64 rows per consumer warpgroup), got 256",
         ),
         (D128, FwdConfig(128, 120), "block_N: expected a multiple of 16 in 16..256, got 120"),
         (D64, FwdConfig(64, 272), "block_N: expected a multiple of 16 in 16..256, got 272"),

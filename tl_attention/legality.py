@@ -232,11 +232,39 @@ def fault(problem: AttnProblem, config: Config | JvpConfig, direction: str | Non
     return None
 
 
+def _rows_fault(name: str, rows: int) -> str | None:
+    """The reason why a CTA cannot own tiles of so many rows; None if it can."""
+    if rows in (64, 128, 192):
+        return None
+    return f"{name}: expected 64, 128 or 192 (64 rows per consumer warpgroup), got {rows}"
+
+
+def _keys_fault(block_N: int) -> str | None:
+    """The reason why a step of a CTA that owns queries cannot have so many keys; None if it can."""
+    if block_N % 16 == 0 and 16 <= block_N <= 256:
+        return None
+    return f"block_N: expected a multiple of 16 in 16..256, got {block_N}"
+
+
+def _table_fault(problem: AttnProblem, name: str, rows: int) -> str | None:
+    """The reason why blocks of so many rows do not divide the tiles of packed sequences; None if they do."""
+    if problem.has("varlen") and TABLE_ROWS % rows:
+        return f"{name}: expected a divisor of {TABLE_ROWS} with varlen, got {rows}"
+    return None
+
+
+def _query_tile_fault(config: FwdConfig | JvpConfig) -> str | None:
+    """The reason why the tiles of a forward cannot be computed, or not in ping-pong; None if they can."""
+    if fault := _rows_fault("block_M", config.block_M) or _keys_fault(config.block_N):
+        return fault
+    if config.ping_pong and config.warpgroups < 2:
+        return f"ping_pong: expected block_M of at least 128 (2 warpgroups), got {config.block_M}"
+    return None
+
+
 def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
-    if config.block_M not in (64, 128, 192):
-        return f"block_M: expected 64, 128 or 192 (64 queries per consumer warpgroup), got {config.block_M}"
-    if config.block_N % 16 or not 16 <= config.block_N <= 256:
-        return f"block_N: expected a multiple of 16 in 16..256, got {config.block_N}"
+    if fault := _query_tile_fault(config):
+        return fault
     if config.schedule not in SCHEDULES:
         return f"schedule: expected one of {', '.join(SCHEDULES)}, got {config.schedule!r}"
     if config.schedule == "shared" and (
@@ -257,10 +285,8 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return "hold_max: expected the schedule persistent or dynamic, whose CTAs can repeat a tile, got grid"
     if config.kv_stages not in (1, 2, 3):
         return f"kv_stages: expected 1, 2 or 3, got {config.kv_stages}"
-    if config.ping_pong and config.warpgroups < 2:
-        return f"ping_pong: expected block_M of at least 128 (2 warpgroups), got {config.block_M}"
-    if problem.has("varlen") and TABLE_ROWS % config.block_M:
-        return f"block_M: expected a divisor of {TABLE_ROWS} with varlen, got {config.block_M}"
+    if fault := _table_fault(problem, "block_M", config.block_M):
+        return fault
     if config.hold_max and problem.is_listed and not problem.program.bits:
         return "hold_max: expected False with a block mask without bits, whose first blocks may hide all keys of a query, got True"
     # With bits a tile of 192 queries may lie in two blocks: they say what each query sees
@@ -277,12 +303,8 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
 def _jvp_fault(problem: AttnProblem, config: JvpConfig) -> str | None:
     if problem.options or problem.head_dim != problem.head_dim_v:
         return f"problem: expected one width and no options, got {problem}"
-    if config.block_M not in (64, 128, 192):
-        return f"block_M: expected 64, 128 or 192 (64 queries per consumer warpgroup), got {config.block_M}"
-    if config.block_N % 16 or not 16 <= config.block_N <= 256:
-        return f"block_N: expected a multiple of 16 in 16..256, got {config.block_N}"
-    if config.ping_pong and config.warpgroups < 2:
-        return f"ping_pong: expected block_M of at least 128 (2 warpgroups), got {config.block_M}"
+    if fault := _query_tile_fault(config):
+        return fault
     return _capacity_fault(problem, config)
 
 
@@ -292,10 +314,10 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
     owns_queries = bwd_pass.grads == "dq"
     owned, step = ("block_M", "block_N") if owns_queries else ("block_N", "block_M")
     rows, step_rows = _owned_and_step(bwd_pass)
-    if rows not in (64, 128, 192):
-        return f"{owned}: expected 64, 128 or 192 (64 rows per consumer warpgroup), got {rows}"
-    if owns_queries and (step_rows % 16 or not 16 <= step_rows <= 256):
-        return f"{step}: expected a multiple of 16 in 16..256, got {step_rows}"
+    if fault := _rows_fault(owned, rows):
+        return fault
+    if owns_queries and (fault := _keys_fault(step_rows)):
+        return fault
     if not owns_queries and step_rows not in (32, 64, 96, 128):
         # The log-sum-exps of a step start at a multiple of 128 bytes
         return f"{step}: expected 32, 64, 96 or 128, got {step_rows}"
@@ -345,11 +367,11 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         return "one_tile: expected False with options or a program, got True"
     if bwd_pass.one_tile and bwd_pass.schedule not in ("dynamic-late", "split"):
         return f"one_tile: expected False with the schedule {bwd_pass.schedule}, got True"
-    if problem.has("varlen") and TABLE_ROWS % rows:
-        return f"{owned}: expected a divisor of {TABLE_ROWS} with varlen, got {rows}"
-    if problem.has("varlen") and not owns_queries and TABLE_ROWS % step_rows:
-        # The log-sum-exps after the padded queries belong to the next sequence
-        return f"{step}: expected a divisor of {TABLE_ROWS} with varlen, got {step_rows}"
+    if fault := _table_fault(problem, owned, rows):
+        return fault
+    # The log-sum-exps after the padded queries belong to the next sequence
+    if not owns_queries and (fault := _table_fault(problem, step, step_rows)):
+        return fault
     if fault := _listed_fault(problem, bwd_pass.block_M, bwd_pass.block_N):
         return fault
     for name, least in (("num_stages", 2), ("num_stages_do", 1)):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.func import jvp
 from torch.nn.attention.flex_attention import BlockMask
 
 from tl_attention import (
+    create_block_mask,
     distributed,
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -277,6 +279,7 @@ def test_sparse_tensors_are_refused_by_name(call, name):
         call(torch.Tensor.to_sparse)
 
 
+NUMBERS = np.zeros(4)
 VALUES = {
     "precision": (lambda: flash_attn_func(Q, Q, Q, precision=["high"]), ValueError, r"^precision: expected one of 'highest', 'high'"),
     "state": (lambda: flash_attn_func(Q, Q, Q, rng_state=3), TypeError, r"^rng_state: expected a torch\.Tensor, got int"),
@@ -297,6 +300,48 @@ VALUES = {
     "method": (lambda: distributed.attention(Q, Q, Q, method=["ring"]), ValueError, r"^method: expected one of 'auto'.*got \['ring'\]"),
     "shard-scalar": (lambda: distributed.shard(torch.ones(())), ValueError, r"^x: expected at least one dimension, got \(\)"),
     "documents-none": (lambda: distributed.shard_cu_seqlens(None), TypeError, r"^cu_seqlens: expected a tensor or a list of ints, got"),
+    "causal-of-layer": (
+        lambda: hf.attention_forward(None, Q, Q, Q, None, is_causal="no"), TypeError,
+        r"^is_causal: expected a bool, or None to ask the layer, got 'no'; pass True or False$",
+    ),
+    "causal-tensor-of-layer": (
+        lambda: hf.attention_forward(None, Q, Q, Q, None, is_causal=torch.tensor(True)), TypeError, r"; pass bool\(is_causal\)$",
+    ),
+    "dropout-of-layer": (
+        lambda: hf.attention_forward(None, Q, Q, Q, None, dropout=None), ValueError, r"^dropout: .*, got None; pass 0\.0 for none$",
+    ),
+    "causal-none": (lambda: flash_attn_func(Q, Q, Q, causal=None), TypeError, r"^causal: .*, got None; pass True or False$"),
+    "causal-numpy": (lambda: flash_attn_func(Q, Q, Q, causal=np.True_), TypeError, r"^causal: .*; pass bool\(causal\)$"),
+    "softcap-numpy": (lambda: flash_attn_func(Q, Q, Q, softcap=np.float32(9)), ValueError, r"^softcap: .*; pass float\(softcap\)$"),
+    "splits-numpy": (lambda: flash_attn_func(Q, Q, Q, num_splits=np.int64(2)), TypeError, r"^num_splits: .*; pass int\(num_splits\)$"),
+    "longest-numpy": (
+        lambda: flash_attn_varlen_func(ROWS, ROWS, ROWS, cu(0, 10), cu(0, 10), np.int64(9), 9), TypeError,
+        r"^max_seqlen_q: .*; pass int\(max_seqlen_q\)$",
+    ),
+    "bounds-none": (
+        lambda: flash_attn_varlen_func(ROWS, ROWS, ROWS, cu(0, 10), None, 10, 10), TypeError,
+        r"^cu_seqlens_k: expected a torch\.Tensor, got NoneType; pass the first row of each sequence",
+    ),
+    "state-generator": (
+        lambda: flash_attn_func(Q, Q, Q, rng_state=torch.Generator()), TypeError, r"^rng_state: .*Generator; pass a seed and an offset$",
+    ),
+    "packed-by-two": (lambda: qkv(KV), ValueError, r"^qkv: .*; pass torch\.stack\(\(q, k, v\), -3\)$"),
+    "pages-of-packed-keys": (
+        lambda: flash_attn_varlen_func(ROWS, ROWS, ROWS, cu(0, 10), None, 10, 10, block_table=cu(0)[None]), ValueError,
+        r"^k: expected 4 dimensions .*; leave block_table out, as these keys are packed$",
+    ),
+    "scale-by-position": (
+        lambda: flash_attn_with_kvcache(Q, Q, Q, 0.1), TypeError, r"^k: .*, got 0\.1; the parameters after v_cache are in",
+    ),
+    "cache-length-numpy": (
+        lambda: flash_attn_with_kvcache(Q, Q, Q, cache_seqlens=np.int64(3)), TypeError, r"^cache_seqlens: .*; pass int\(cache_seqlens\)$",
+    ),
+    "cache-length-negative": (lambda: flash_attn_with_kvcache(Q, Q, Q, cache_seqlens=-1), ValueError, r"^cache_seqlens: .*, got -1$"),
+    "captured-numpy": (
+        lambda: flex_attention(Q, Q, Q, lambda s, b, h, q, k: s + NUMBERS[k]), TypeError,
+        r"^score_mod .*an array of NumPy at .*; capture torch\.as_tensor\(array\)$",
+    ),
+    "size-numpy": (lambda: create_block_mask(never, 1, 1, np.int64(5), 5), TypeError, r"^Q_LEN: .*; pass int\(Q_LEN\)$"),
 }  # fmt: skip
 
 

@@ -397,7 +397,7 @@ ERRORS = {
     "k-shape": (NEW | {"k": zeros(2, 3, 4, 64)}, ValueError, r"k: expected shape \(2, 3, 2, 64\), got \(2, 3, 4, 64\)"),
     "v-rows": (NEW | {"v": zeros(2, 4, 2, 64)}, ValueError, r"v: expected shape \(2, 3, 2, 64\), got \(2, 4, 2, 64\)"),
     "v-dtype": (NEW | {"v": zeros(2, 3, 2, 64).half()}, TypeError, r"v: expected torch\.bfloat16, got torch\.float16"),
-    "k-is-no-tensor": (NEW | {"k": 3}, ValueError, r"k: expected a torch\.Tensor \[batch, new, heads_kv, head_dim\], got 3"),
+    "k-is-no-tensor": (NEW | {"k": 3}, TypeError, r"k: expected a torch\.Tensor \[batch, new, heads_kv, head_dim\] or None, got 3"),
     "cos-alone": (NEW | {"rotary_cos": zeros(32, 16)}, ValueError, r"rotary_cos, rotary_sin: expected both or neither"),
     "rotary-without-new": (ROTARY, ValueError, r"rotary_cos, rotary_sin: expected None without new k.*rotate q before"),
     "cos-few": (NEW | ROTARY | {"rotary_cos": zeros(31, 16)}, ValueError, r"rotary_cos: expected .*at least 32 positions.*got \(31, 16\)"),

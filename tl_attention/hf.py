@@ -97,7 +97,7 @@ def attention_forward(
     static or dynamic cache, which is not copied.
 
     Args:
-        module: the layer; its is_causal and its config decide where is_causal is None.
+        module: the layer.
         query: [batch, heads, seqlen_q, head_dim], bfloat16, float16 or float32; inside autocast fp32 is cast to its dtype.
         key, value: [batch, heads_kv, seqlen_k, head_dim or head_dim_v].
         attention_mask: the result of attention_mask(): None, the rows of query and key that belong to each sequence, or a BlockMask;
@@ -105,6 +105,7 @@ def attention_forward(
             mask is the whole mask: causality and sliding_window are not applied to it.
         position_bias: float [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k], added to the scores; it may need a gradient.
         sliding_window: number of keys that a query sees, its own included; in a bidirectional layer, on either side. None: no window.
+        is_causal: None: as the attributes is_causal of the layer and of its config say, causal where they are missing.
         s_aux: [heads], the scores of the sink.
         cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], bounds of packed sequences in batch * seqlen; they override attention_mask, and
             are refused beside a BlockMask, a 4-D mask or position_bias. Both or neither. Their values are checked only with
@@ -118,7 +119,7 @@ def attention_forward(
             BlockMask, a 4-D mask or position_bias.
         TypeError, ValueError, NotImplementedError: see flash_attn_func.
     """
-    check_inputs(query, key, value, s_aux)
+    check_inputs(query, key, value, s_aux, dropout, is_causal)
     check_no_others(cache, output_attentions)
     check_mask(attention_mask, query.shape[0])
     expect_scale("scaling", scaling)
@@ -127,9 +128,7 @@ def attention_forward(
     if query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if is_causal is None:
-        is_causal = _layer_is_causal(module)
-    causal = bool(is_causal)
+    causal = _layer_is_causal(module) if is_causal is None else is_causal
     left = right = -1
     if sliding_window is not None:
         left = sliding_window - 1
@@ -221,7 +220,7 @@ def _packed_lengths(
 def _layer_is_causal(module: torch.nn.Module) -> bool:
     """True unless the layer, or a config that makes a causal model bidirectional, says otherwise."""
     config = getattr(module, "config", None)
-    return getattr(module, "is_causal", True) and getattr(config, "is_causal", True)
+    return bool(getattr(module, "is_causal", True) and getattr(config, "is_causal", True))
 
 
 def _decode(

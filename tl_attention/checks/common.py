@@ -44,12 +44,12 @@ def describe(x: object) -> str:
     return text if len(text) <= 120 and "\n" not in text else f"an object of type {type(x).__name__}"
 
 
-def expect_tensor(name: str, x: torch.Tensor) -> None:
-    """Expect a dense tensor."""
+def expect_tensor(name: str, x: torch.Tensor, hint: str = "") -> None:
+    """Expect a dense tensor. hint: what to do about an object that has no values, such as None."""
     if not isinstance(x, torch.Tensor):
         has_values = isinstance(x, (list, tuple, *NUMBER_TYPES)) or hasattr(x, "__array__")
-        hint = f"; pass torch.as_tensor({name})" if has_values else ""
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}{hint}")
+        hint = f"pass torch.as_tensor({name})" if has_values else hint
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}{hint and f'; {hint}'}")
     if x.is_nested:
         raise NotImplementedError(
             f"{name}: expected one length per dimension, got a nested tensor; pass its values() and offsets() to flash_attn_varlen_func,"
@@ -105,13 +105,11 @@ def expect_like(
     dtypes: Sequence[torch.dtype],
     hint: str = "",
 ) -> None:
-    """Expect a tensor of one of these shapes and dtypes on the device of q. hint: what to do about another shape."""
-    expect_tensor(name, x)
+    """Expect a tensor of one of these shapes and dtypes on the device of q. hint: what to pass instead of another shape."""
+    expect_tensor(name, x, hint)
     if tuple(x.shape) not in shapes:
-        hint = f"; {hint}" if hint else ""
-        raise ValueError(
-            f"{name}: expected shape {' or '.join(map(str, shapes))}, got {tuple(x.shape)}{hint}"
-        )
+        wanted = " or ".join(map(str, shapes))
+        raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}{hint and f'; {hint}'}")
     if x.dtype not in dtypes:
         raise TypeError(
             f"{name}: expected {' or '.join(map(str, dtypes))}, got {x.dtype}; cast it with {name}.to({dtypes[0]})"
@@ -162,7 +160,8 @@ def expect_scale(name: str, scale: float | None) -> None:
 
 def expect_bool(name: str, x: bool) -> None:
     if not isinstance(x, bool):
-        raise TypeError(f"{name}: expected a bool, got {describe(x)}")
+        hint = f"bool({name})" if is_scalar(x) or _is_number_of_array(x) else "True or False"
+        raise TypeError(f"{name}: expected a bool, got {describe(x)}; pass {hint}")
 
 
 def is_int(x: object) -> bool:
@@ -183,6 +182,11 @@ def is_scalar(x: object) -> bool:
 def _is_number_of_array(x: object) -> bool:
     """True for a tensor or an array that holds one number, and for a number of NumPy."""
     return hasattr(x, "__array__") and x.shape in ((), (1,))
+
+
+def cast_hint(name: str, x: object, kind: str, otherwise: str = "") -> str:
+    """End of an error about `x`: to cast a number of NumPy or of a tensor to the Python type `kind`, or else `otherwise`."""
+    return f"; pass {kind}({name})" if _is_number_of_array(x) else otherwise
 
 
 def check_fwd(
@@ -324,7 +328,7 @@ def check_lengths(
 ) -> None:
     """Check the lengths of packed sequences, q, k and v [total, heads, head_dim], by metadata: no value of a tensor is read."""
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        expect_tensor(name, x)
+        expect_tensor(name, x, "pass the first row of each sequence, then the number of rows")
         if x.ndim != 1 or not x.shape[0]:
             raise ValueError(f"{name}: expected shape [batch + 1], got {tuple(x.shape)}")
     batch = cu_seqlens_q.shape[0] - 1
@@ -340,9 +344,8 @@ def check_lengths(
     for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         in_tensor = isinstance(length, torch.Tensor) and not length.ndim and holds_ints(length)
         if not in_tensor and not is_int(length):
-            raise TypeError(
-                f"{name}: expected an int or a 0-d integer tensor, got {describe(length)}; pass the length of the longest sequence"
-            )
+            hint = cast_hint(name, length, "int", "; pass the length of the longest sequence")
+            raise TypeError(f"{name}: expected an int or a 0-d integer tensor, got {describe(length)}{hint}")
         if not in_tensor and length < 0:
             raise ValueError(f"{name}: expected the length of the longest sequence, at least 0, got {length}")
 
@@ -362,14 +365,10 @@ def check_options(
     check_window(window_size)
     if not is_scalar(softcap) or not (softcap == 0 or MIN_SOFTCAP <= softcap <= MAX_SOFTCAP):
         raise ValueError(
-            f"softcap: expected 0 for no cap, or a number from 2 ** -60 to 2 ** 60, got {describe(softcap)}"
+            "softcap: expected 0 for no cap, or a number from 2 ** -60 to 2 ** 60, got"
+            f" {describe(softcap)}{cast_hint('softcap', softcap, 'float')}"
         )
-    if dropout_p is not False and not (is_scalar(dropout_p) and 0 <= dropout_p < 255.5 / 256):
-        hint = "; pass float(dropout_p)" if _is_number_of_array(dropout_p) else BY_KEYWORD
-        raise ValueError(
-            "dropout_p: expected a number from 0 to 255/256 (it is rounded to a multiple of 1/256),"
-            f" got {describe(dropout_p)}{'' if is_scalar(dropout_p) else hint}"
-        )
+    expect_dropout("dropout_p", dropout_p, BY_KEYWORD)
     if rng_state is not None:
         expect_like("rng_state", rng_state, q, ((2,),), (torch.int64,), "pass a seed and an offset")
     if alibi_slopes is not None:
@@ -382,6 +381,16 @@ def check_options(
     if learnable_sink is not None:
         dtypes = torch.float32, *DTYPES
         expect_like("learnable_sink", learnable_sink, q, ((heads,),), dtypes, "pass a number per head of q")
+
+
+def expect_dropout(name: str, p: float, hint: str) -> None:
+    """Expect a probability that rounds to less than 1, or False. hint: what to do about anything but a number."""
+    if p is False or (is_scalar(p) and 0 <= p < 255.5 / 256):
+        return
+    hint = "" if is_scalar(p) else cast_hint(name, p, "float", hint)
+    raise ValueError(
+        f"{name}: expected a number from 0 to 255/256 (it is rounded to a multiple of 1/256), got {describe(p)}{hint}"
+    )
 
 
 def check_window(window_size: Sequence[int | None]) -> None:
@@ -415,8 +424,9 @@ def window_hint(window_size: object) -> str:
 
 def check_num_splits(num_splits: int) -> None:
     if not is_int(num_splits):
+        hint = cast_hint("num_splits", num_splits, "int")
         raise TypeError(
-            f"num_splits: expected an int, with 0 for an automatic choice, got {describe(num_splits)}"
+            f"num_splits: expected an int, with 0 for an automatic choice, got {describe(num_splits)}{hint}"
         )
     if num_splits < 0:
         raise ValueError(f"num_splits: expected at least 0, with 0 for an automatic choice, got {num_splits}")
@@ -426,7 +436,10 @@ def check_packed(name: str, x: torch.Tensor, layout: str, parts: int) -> None:
     """Check a tensor that packs `parts` tensors in its third-last dimension."""
     expect_tensor(name, x)
     if x.ndim != len(layout.split(", ")) or x.shape[-3] != parts:
-        raise ValueError(f"{name}: expected shape [{layout}], got {tuple(x.shape)}")
+        packed = ("q, k, v", "k, v")[parts == 2]
+        raise ValueError(
+            f"{name}: expected shape [{layout}], got {tuple(x.shape)}; pass torch.stack(({packed}), -3)"
+        )
 
 
 @functools.cache
@@ -442,8 +455,9 @@ def _gpu_fault(device: torch.device) -> str | None:
 def check_device(q: torch.Tensor) -> None:
     """Raise NotImplementedError unless q is on a Hopper GPU."""
     if q.device.type != "cuda":
+        hint = "compute shapes under FakeTensorMode" if q.is_meta else "move it with q.cuda()"
         raise NotImplementedError(
-            f"q: expected a tensor on a Hopper GPU, or on the CPU for the slow reference, got {q.device}; move it with q.cuda()"
+            f"q: expected a tensor on a Hopper GPU, or on the CPU for the slow reference, got {q.device}; {hint}"
         )
     if fault := _gpu_fault(q.device):
         raise NotImplementedError(fault)

@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 
-from tl_attention.checks.common import DTYPES, describe, expect_like, expect_tensor, holds_ints, is_int
+from tl_attention.checks.common import (
+    DTYPES,
+    cast_hint,
+    describe,
+    expect_dropout,
+    expect_like,
+    expect_tensor,
+    holds_ints,
+    is_int,
+)
 
 USE_ANOTHER = 'use attn_implementation="sdpa" or "eager"'
 # Dimensions of the result of hf.attention_mask: one more than a mask [batch, heads, queries, keys] has, so the two cannot be confused
@@ -15,8 +24,8 @@ VARLEN_ROWS = 4  # the first rows, for flash_attn_varlen_func; up to 2 more are 
 MAX_ROWS = 6
 
 
-def check_inputs(query: Any, key: Any, value: Any, sink: Any) -> None:
-    """Check the forms of the tensors of hf.attention_forward; flash_attn_func checks the rest."""
+def check_inputs(query: Any, key: Any, value: Any, sink: Any, dropout: Any, is_causal: Any) -> None:
+    """Check the forms of the arguments of hf.attention_forward; flash_attn_func checks the rest."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         expect_tensor(name, x)
         if x.ndim != 4:
@@ -24,7 +33,14 @@ def check_inputs(query: Any, key: Any, value: Any, sink: Any) -> None:
                 f"{name}: expected 4 dimensions [batch, heads, seqlen, head_dim], got shape {tuple(x.shape)}"
             )
     if sink is not None:
-        expect_like("s_aux", sink, query, ((query.shape[1],),), (torch.float32, *DTYPES))
+        hint = "pass a number per head of query"
+        expect_like("s_aux", sink, query, ((query.shape[1],),), (torch.float32, *DTYPES), hint)
+    expect_dropout("dropout", dropout, "; pass 0.0 for none")
+    if is_causal is not None and not isinstance(is_causal, bool):
+        raise TypeError(
+            f"is_causal: expected a bool, or None to ask the layer, got {describe(is_causal)}"
+            f"{cast_hint('is_causal', is_causal, 'bool', '; pass True or False')}"
+        )
 
 
 def is_our_mask(mask: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from tl_attention.checks.common import (
     ONE_PER_SEQUENCE,
+    cast_hint,
     check_cache_strides,
     check_num_splits,
     describe,
@@ -135,7 +136,9 @@ def check_pages(
     """Check the page size of `pages`, an argument of this name, and the table of pages."""
     page_size = pages.shape[1]
     if page_size % PAGE_STEP or not page_size:
-        raise ValueError(f"{name}: expected a page_size that is a multiple of {PAGE_STEP}, got {page_size}")
+        raise ValueError(
+            f"{name}: expected a page_size that is a multiple of {PAGE_STEP}, got {page_size}; allocate pages of {PAGE_STEP} * n rows"
+        )
     expect_tensor("block_table", block_table)
     if block_table.ndim != 2:
         raise ValueError(
@@ -164,15 +167,22 @@ def check_new_keys(
     if isinstance(cache_seqlens, torch.Tensor):
         _expect_entries("cache_seqlens", cache_seqlens, q)
     elif cache_seqlens is not None and not is_int(cache_seqlens):
+        as_tensor = "; pass torch.tensor(lengths, dtype=torch.int32, device=q.device)"
         raise TypeError(
-            f"cache_seqlens: expected an int, an int32 tensor [batch] or None, got {describe(cache_seqlens)}; pass"
-            " torch.tensor(lengths, dtype=torch.int32, device=q.device)"
+            "cache_seqlens: expected an int, an int32 tensor [batch] or None, got"
+            f" {describe(cache_seqlens)}{cast_hint('cache_seqlens', cache_seqlens, 'int', as_tensor)}"
         )
     latent = (k_cache.shape[3], v_cache.shape[3]) == LATENT
     if latent and v is not None:
         raise ValueError(
             f"v: expected None, as v_cache is part of k_cache, where k is written, got {describe(v)}; leave it out"
         )
+    for name, x in (("k", k), ("v", v)):
+        if x is not None and not isinstance(x, torch.Tensor):
+            raise TypeError(
+                f"{name}: expected a torch.Tensor [batch, new, heads_kv, head_dim] or None, got {describe(x)}; the parameters after v_cache"
+                " are in FlashAttention-2's order, k first: pass the others by keyword"
+            )
     if not latent and (k is None) != (v is None):
         raise ValueError(
             f"k, v: expected both or neither, got {describe(k)} and {describe(v)}; pass the new keys with their values"
@@ -188,9 +198,9 @@ def check_new_keys(
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if x is None:
             continue
-        if not isinstance(x, torch.Tensor) or x.ndim != 4:
+        if x.ndim != 4:
             raise ValueError(
-                f"{name}: expected a torch.Tensor [batch, new, heads_kv, head_dim], got {describe(x)}"
+                f"{name}: expected 4 dimensions [batch, new, heads_kv, head_dim], got shape {tuple(x.shape)}"
             )
         expect_like(name, x, q, ((q.shape[0], k.shape[1], heads_kv, cache.shape[3]),), (q.dtype,))
         expect_contiguous_last(name, x)
@@ -250,7 +260,7 @@ def check_seqlen(cache_seqlens: int, capacity: int, new: int) -> None:
     if not 0 <= cache_seqlens <= capacity - new:
         raise ValueError(
             f"cache_seqlens: expected 0 to {capacity - new}, as a sequence has room for {capacity} keys and {new} are new, got"
-            f" {cache_seqlens}; allocate a larger cache"
+            f" {cache_seqlens}{'; allocate a larger cache' if cache_seqlens > 0 else ''}"
         )
 
 

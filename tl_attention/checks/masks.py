@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tl_attention.checks.common import describe, expect_tensor, is_int, window_hint
+from tl_attention.checks.common import cast_hint, describe, expect_tensor, is_int, window_hint
 from tl_attention.checks.flex import MAX_LENGTH
 from tl_attention.tracing.intervals import Blocks
 
@@ -22,7 +22,7 @@ def check_mask_function(mask_mod: Any) -> None:
 
 def check_count(name: str, x: Any, least: int, most: int = MAX_LENGTH) -> None:
     if not is_int(x):
-        raise TypeError(f"{name}: expected an int, got {describe(x)}")
+        raise TypeError(f"{name}: expected an int, got {describe(x)}{cast_hint(name, x, 'int')}")
     if not least <= x <= most:
         raise ValueError(f"{name}: expected {least} to {most}, got {x}")
 

@@ -50,7 +50,8 @@ def check_paged(
     """Check q [total_q, heads, head_dim], k and v in pages, and the table of pages. Other functions check the other arguments."""
     expect_operand("q", q, "total_q, heads, head_dim", 3)
     for name, x, width in (("k", k, "head_dim"), ("v", v, "head_dim_v")):
-        expect_operand(name, x, f"pages, page_size, heads_kv, {width}", 4, dtypes=(q.dtype,))
+        hints = {3: "leave block_table out, as these keys are packed"}
+        expect_operand(name, x, f"pages, page_size, heads_kv, {width}", 4, (q.dtype,), hints)
         expect_device(name, x, q)
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(

@@ -238,6 +238,10 @@ def _refusal(function: _Function, error: Exception) -> Exception:
             f"{where}: expected no control flow that depends on the score or an index, got if, and, or, while or .item(){at}; use"
             " torch.where in place of if, and & and | in place of and and or"
         )
+    if ".numpy()" in text:
+        return TypeError(
+            f"{where}: expected captured tensors of torch, got an array of NumPy{at}; capture torch.as_tensor(array)"
+        )
     expected = "score, b, h, q_idx, kv_idx" if function.name == "score_mod" else "b, h, q_idx, kv_idx"
     if not line and function.name == "score_mod" and "positional argument" in text:
         text += "; pass a mask as mask_mod"

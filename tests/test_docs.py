@@ -46,6 +46,19 @@ def test_docs_links_resolve(page):
     assert not missing, f"{page.name} links to {missing}"
 
 
+def anchors(page):
+    """Anchors of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_docs_links_name_headings(page):
+    links = [link.split("#") for link in LINK.findall(page.read_text()) if "#" in link and "://" not in link]
+    missing = [link for link in links if link[1] not in anchors(page.parent / link[0] if link[0] else page)]
+    assert not missing, f"{page.name} links to {missing}"
+
+
 @pytest.mark.parametrize("code", BLOCKS)
 def test_docs_python_compiles(code):
     compile(code, "<docs>", "exec")

@@ -79,7 +79,7 @@ def tuned_path(gpu_name: str) -> Path:
 def shipped_tables() -> dict[str, Path]:
     """GPU (by its name in torch) -> its shipped table."""
     paths = sorted((data_dir() / "tuned").glob("*.json"))
-    return {json.loads(path.read_text())["gpu"]: path for path in paths}
+    return {read_tuned(path)["gpu"]: path for path in paths}
 
 
 def near_tables(gpu_name: str) -> dict[str, Path]:
@@ -94,9 +94,18 @@ def near_tables(gpu_name: str) -> dict[str, Path]:
 
 
 def read_tuned(path: Path) -> dict[str, Any]:
-    """A tuned table: provenance, and for each of DIRECTIONS its rows by tuning key. No rows if the file is missing."""
-    table = json.loads(path.read_text()) if path.exists() else {}
-    return {direction: {} for direction in DIRECTIONS} | table
+    """A tuned table, not to be changed: provenance, and for each of DIRECTIONS its rows by tuning key. No rows if the file is missing."""
+    try:
+        file = path.stat()
+    except FileNotFoundError:
+        return {direction: {} for direction in DIRECTIONS}
+    return _parsed(path, file.st_mtime_ns, file.st_size)
+
+
+@functools.lru_cache(maxsize=8)
+def _parsed(path: Path, changed: int, size: int) -> dict[str, Any]:
+    """The table in a file of this age and size: every lookup of a row reads it, and parsing takes milliseconds."""
+    return {direction: {} for direction in DIRECTIONS} | json.loads(path.read_text())
 
 
 def format_tuned(table: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 
 import pytest
@@ -201,8 +202,6 @@ def of_sequences(rows_q, rows_k, used_q, used_k):
 def test_varlen(name, lengths, device):
     rows_q, rows_k, *used = lengths
     arguments = options(device, len(rows_q))[name]
-    if not rows_q and "alibi-of" in name:
-        pytest.skip("no batch has no slopes")
     inputs = leaves(
         device,
         (sum(rows_q), HEADS, HEAD_DIM),
@@ -497,8 +496,14 @@ def test_opcheck(name, varlen, device):
     torch.library.opcheck(torch.ops.tl_attention.bwd.default, (*tensors, *arguments))
 
 
-@pytest.mark.parametrize("name", options("cpu"))
-@pytest.mark.parametrize("form", ["dense", "qkv", "varlen", "varlen-kv"])
+# Forms differ in their lengths and in how they unpack tensors, whatever the options
+COMPILED = [
+    *(("dense", name) for name in options("cpu")),
+    *itertools.product(("qkv", "varlen", "varlen-kv"), ("plain", "sink", "everything")),
+]
+
+
+@pytest.mark.parametrize(("form", "name"), COMPILED, ids=map("-".join, COMPILED))
 def test_compile_has_no_break(name, form, device):
     torch._dynamo.reset()
     arguments = options(device)[name]

@@ -19,9 +19,9 @@ CAUSAL = AttnProblem("bfloat16", 64, 64, True)
 # Each repeats loops, has several views of one fragment, or a mask that differs from loop to loop
 KERNELS = {
     "forward": (CAUSAL, FwdConfig(128, 64, ping_pong=True, schedule="dynamic", hold_max=True)),
-    "forward, dropout": (AttnProblem("bfloat16", 64, 64, True, ("dropout",)), FwdConfig(128, 64)),
+    "forward, dropout": (AttnProblem("bfloat16", 64, 64, True, ("dropout",)), FwdConfig(64, 32)),
     "backward": (CAUSAL, BwdPass("dq+dk+dv", 64, 64)),
-    "decode": (AttnProblem("bfloat16", 64, 64, False), DecodeConfig(64)),
+    "decode": (AttnProblem("bfloat16", 64, 64, False), DecodeConfig()),
 }
 
 

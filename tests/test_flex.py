@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 
 import tl_attention
 from tl_attention import configs, flex_attention, legality
-from tl_attention.block_masks import lists_follow_mask
 from tl_attention.compilation import building, compiler, toolkit
+from tl_attention.flex_lists import kept_mask
 from tl_attention.kernel_configs import BwdPass, FwdConfig
 from tl_attention.problem import DIRECTIONS, AttnProblem, tile_widths
 from tl_attention.tracing.builtin_options import BuiltinOptions, builtin_options
@@ -344,13 +344,10 @@ def test_flex_knows_lists_that_were_made_from_the_mask():
     """A BlockMask of another origin may hide more than its mask_mod does."""
     made = tl_attention.create_block_mask(causal, None, None, 8, 8, device="cpu")
     theirs = create_block_mask(causal, None, None, 8, 8, device="cpu")
-    assert lists_follow_mask(made) and not lists_follow_mask(theirs)
-    mask_mod, made.mask_mod = made.mask_mod, lambda b, h, q, k: q >= 0
-    assert not lists_follow_mask(made)
-    made.mask_mod = mask_mod
-    assert lists_follow_mask(made)
+    assert kept_mask(made).follow(causal) and not kept_mask(theirs).follow(causal)
+    assert not kept_mask(made).follow(lambda b, h, q, k: q >= 0)
     made.kv_num_blocks.zero_()
-    assert not lists_follow_mask(made)
+    assert not kept_mask(made).follow(causal)
     assert tl_attention.create_block_mask(causal, None, None, 8, 8, device="cpu").kv_num_blocks.item() == 1
 
 

@@ -87,12 +87,6 @@ def create_block_mask(
     return _block_mask(mask_mod, blocks, separate_full_blocks, exact=True)
 
 
-def lists_follow_mask(block_mask: Any) -> bool:
-    """True if the lists of a BlockMask were made here from its mask_mod, so that mask_mod alone says what it hides."""
-    mask_mod = mask_of_lists(block_mask)
-    return mask_mod is not None and mask_mod is block_mask.mask_mod
-
-
 def mask_of_lists(block_mask: Any) -> Callable | None:
     """The mask_mod that the lists of a BlockMask were made from here; None if they were not, or have changed since."""
     mask_mod, lists = _made.get(block_mask, (None, None))

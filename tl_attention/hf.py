@@ -129,10 +129,7 @@ def attention_forward(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     causal = _layer_is_causal(module) if is_causal is None else is_causal
-    left = right = -1
-    if sliding_window is not None:
-        left = sliding_window - 1
-        right = 0 if causal else left
+    left, right = _window(sliding_window, causal)
     softcap = 0.0 if softcap is None else softcap
 
     packed = cu_seq_lens_q is not None
@@ -142,18 +139,7 @@ def attention_forward(
         masks = attention_mask, position_bias
         return flex_forward(query, key, value, *masks, scaling, window, softcap, s_aux, deterministic), None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    batch, seqlen_q = q.shape[:2]
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux))
-    if _is_decode_step(q, k, v, attention_mask) and not (packed or needs_grad or dropout):
-        if seqlen_q == 1:
-            q = query.reshape(q.shape)  # same memory, dense strides: the kernel's load needs no copy
-        attend = _decode_op if torch.compiler.is_compiling() else _decode
-        lengths = _cache_lengths(attention_mask, batch)
-        try:
-            return attend(q, k, v, *lengths, scaling, causal, left, right, softcap, s_aux), None
-        except ARGUMENT_ERRORS as error:
-            raise _ERROR_NAMES.of(error) from None
-
     options = {
         "dropout_p": dropout,
         "softmax_scale": scaling,
@@ -164,19 +150,34 @@ def attention_forward(
         "learnable_sink": s_aux,
     }
     try:
-        if not packed and attention_mask is None:
-            return flash_attn_func(q, k, v, **options), None
-        rows = [x.flatten(0, 1) for x in (q, k, v)]
-        if packed:
-            bounds = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-            out = flash_attn_varlen_func(*rows, *_packed_lengths(*rows[:2], *bounds), **options)
+        if _is_decode_step(q, k, v, attention_mask) and not (packed or needs_grad or dropout):
+            if q.shape[1] == 1:
+                q = query.reshape(q.shape)  # same memory, dense strides: the kernel's load needs no copy
+            attend = _decode_op if torch.compiler.is_compiling() else _decode
+            lengths = _cache_lengths(attention_mask, q.shape[0])
+            out = attend(q, k, v, *lengths, scaling, causal, left, right, softcap, s_aux)
+        elif packed or attention_mask is not None:
+            rows = [x.flatten(0, 1) for x in (q, k, v)]
+            if packed:
+                bounds = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+                lengths = _packed_lengths(*rows[:2], *bounds)
+            else:
+                bounds, used = attention_mask.flatten(1)[:VARLEN_ROWS].split(2)
+                lengths = *bounds, q.shape[1], k.shape[1]
+                options |= {"seqused_q": used[0, :-1], "seqused_k": used[1, :-1]}
+            out = flash_attn_varlen_func(*rows, *lengths, **options).unflatten(0, q.shape[:2])
         else:
-            lengths, used = attention_mask.flatten(1)[:VARLEN_ROWS].split(2)
-            options |= {"seqused_q": used[0, :-1], "seqused_k": used[1, :-1]}
-            out = flash_attn_varlen_func(*rows, *lengths, seqlen_q, k.shape[1], **options)
+            out = flash_attn_func(q, k, v, **options)
     except ARGUMENT_ERRORS as error:
         raise _ERROR_NAMES.of(error) from None
-    return out.unflatten(0, (batch, seqlen_q)), None
+    return out, None
+
+
+def _window(keys: int | None, causal: bool) -> tuple[int, int]:
+    """window_size of flash_attn_func for a window of so many keys, the query's own included."""
+    if keys is None:
+        return -1, -1
+    return keys - 1, 0 if causal else keys - 1
 
 
 def _is_decode_step(

@@ -67,7 +67,7 @@ def create_block_mask(
         device: device of the lists and of captured tensors; None: the GPU, if there is one.
         BLOCK_SIZE: queries and keys per block: an int or a pair.
         _compile: accepted without effect; nothing is compiled.
-        separate_full_blocks: list full blocks apart, so that kernels skip mask_mod in them; False: list them as partial.
+        separate_full_blocks: list full blocks in lists of their own, so that kernels skip mask_mod in them; False: list them as partial.
         compute_dq_write_order, dq_kv_order: for PyTorch's FLASH backend; compute_dq_write_order has to be False.
     Returns:
         torch.nn.attention.flex_attention.BlockMask, with lists int32 in both directions. A block that ends past Q_LEN or KV_LEN is never

@@ -172,18 +172,7 @@ def flash_attn_with_kvcache(
         check_seqlen(cache_seqlens, capacity, new)
     if k is not None and v is None:
         v = k[..., : v_cache.shape[3]]
-    window, options = (UNLIMITED, UNLIMITED), _NO_OPTIONS
-    if window_size != window:
-        if bool in map(type, window_size):  # equal to the int of an earlier call
-            check_window(window_size)
-        causal, window = canonical_window(causal, window_size)
-    if alibi_slopes is not None or sink is not None or softcap or window != options.window:
-        options = Options(
-            window,
-            float(softcap),
-            alibi_slopes=None if alibi_slopes is None else alibi_slopes.contiguous(),
-            sink=None if sink is None else sink.contiguous(),
-        )
+    causal, options = _canonical(causal, window_size, softcap, alibi_slopes, sink)
     queries_move = causal or options.window != (UNLIMITED, UNLIMITED)
     cache = Cache(k_cache, v_cache, cache_seqlens, new, cache_batch_idx, cache_leftpad, block_table)
     if check_lengths is not False or check_block_table is not False or checks_lengths.ALWAYS:
@@ -266,6 +255,25 @@ def _keep_handle(key: tuple) -> CallHandle:
         _call_handles.clear()
     handle = _call_handles[key] = CallHandle()
     return handle
+
+
+def _canonical(
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    sink: torch.Tensor | None,
+) -> tuple[bool, Options]:
+    """(causal, options) of arguments that the checks of this or of an earlier call have passed."""
+    window = UNLIMITED, UNLIMITED
+    if window_size != window:
+        if bool in map(type, window_size):  # equal to the int of an earlier call
+            check_window(window_size)
+        causal, window = canonical_window(causal, window_size)
+    if alibi_slopes is None and sink is None and not softcap and window == _NO_OPTIONS.window:
+        return causal, _NO_OPTIONS
+    slopes, sink = (None if x is None else x.contiguous() for x in (alibi_slopes, sink))
+    return causal, Options(window, float(softcap), alibi_slopes=slopes, sink=sink)
 
 
 def _append(

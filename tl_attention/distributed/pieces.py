@@ -57,7 +57,7 @@ class Needs(NamedTuple):
     distances: bool = False
     positions: bool = False
 
-    def apart(self, piece: Piece) -> bool:
+    def needs_own_call(self, piece: Piece) -> bool:
         """True if a piece needs a call of its own."""
         return (self.distances and not piece.is_aligned) or (self.positions and piece.place != (0, 0))
 
@@ -181,7 +181,7 @@ def _call(group: list[Piece], window: Range, needs: Needs) -> Call:
     lengths_q = tuple(piece.q[1] - piece.q[0] for piece in group)
     lengths_k = tuple(piece.k[1] - piece.k[0] for piece in group)
     documents = tuple(piece.document for piece in group)
-    if needs.apart(group[0]):
+    if needs.needs_own_call(group[0]):
         return Call(q, k, window, lengths_q, lengths_k, documents, group[0].place)
     if needs.positions:
         count = documents[-1] + 1
@@ -199,7 +199,7 @@ def spread(count: int, numbers: Iterable[int], lengths: Iterable[int]) -> tuple[
 
 
 def _continues(piece: Piece, last: Piece, needs: Needs) -> bool:
-    if needs.apart(piece) or needs.apart(last):
+    if needs.needs_own_call(piece) or needs.needs_own_call(last):
         return False
     return (last.q[1], last.k[1], last.window) == (piece.q[0], piece.k[0], piece.window)
 

@@ -457,7 +457,7 @@ def attention_backward(
         plan = launch.bwd_plan(*tensors, causal, True, fixed_order)
     if plan is None:
         check_fwd(q, k, v, softmax_scale, causal, heads_first=True, dtypes=FWD_DTYPES)
-        check_bwd(*tensors, deterministic)
+        check_bwd(dout, q, v, out, lse, deterministic)
         parts = check_precision(q, precision)
         if runs_in_bf16(q, parts):
             given = lse, softmax_scale, causal, deterministic

@@ -298,7 +298,6 @@ def check_reference(
 def check_bwd(
     do: torch.Tensor,
     q: torch.Tensor,
-    k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,

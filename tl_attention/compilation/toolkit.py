@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -52,6 +53,14 @@ def find_nvcc() -> tuple[Path, str] | None:
     if shutil.which("nvcc"):
         return nvcc, "PATH"
     return nvcc, "pip package nvidia-cuda-nvcc" if "site-packages" in nvcc.parts else "usual folder"
+
+
+def read_ahead() -> None:
+    """Ask the system to read the programs that nvcc runs. They are 150 MB, which a first build would wait for. Returns at once."""
+    nvcc, _ = find_nvcc() or (None, "")
+    for program in ("bin/nvcc", "nvvm/bin/cicc", "bin/ptxas") if nvcc else ():
+        with contextlib.suppress(OSError), (nvcc.resolve().parents[1] / program).open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def find_cuobjdump() -> Path | None:

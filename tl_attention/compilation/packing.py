@@ -34,11 +34,11 @@ from tl_attention.compilation import building, manifest, pack, store, toolkit
 from tl_attention.compilation.compiler import KernelKey, template
 
 MAX_BYTES = 40_000_000  # of a wheel
-GROUP = 8  # kernels: 7.7 KB each, unpacked in 10 ms; 4: 9.7 KB and 5 ms; 16: 6.6 KB and 20 ms (96 kernels of 6 places of a pack)
-SAMPLE = 16  # groups built before the others, from all over a pack: they tell the size of all
+GROUP = 16  # kernels: 9.0 KB each, unpacked in 10 ms; 8: 10.4 KB and 6 ms; 4: 12.3 KB (96 kernels of 6 places of a pack, 2026-11-23)
+SAMPLE = 12  # groups built before the others, from all over a pack: they tell the size of all
 MARGIN = 1.15  # times MAX_BYTES: a size above it is no error of the sample
 TOO_LARGE = f"expected a wheel of at most {MAX_BYTES / 1e6:.0f} MB; shorten [pack] of configs/grid.toml"
-SAY_EVERY = 25  # groups, which take a core some 10 s to compress
+SAY_EVERY = 12  # groups, which take a core some 10 s to compress
 LAUNCHER_SOURCE = Path(__file__).parents[1] / "native" / "launcher.cc"
 
 # The symbol by which TVM's host code finds functions, and the one of native/launcher.cc, of the same length

@@ -215,7 +215,9 @@ def test_backward_leaves_out_the_queries_that_launches_leave_out():
     assert left_out.kernels == whole.kernels
     assert left_out.shape.seqlen_q == 4000 and left_out.least_bytes > 1.5 * whole.least_bytes
     counted, few = (call(f"1,4,4,{queries},1500,128,causal", "bwd") for queries in (4000, 1500))
-    assert counted.launches == few.launches and counted.helpers[0].bytes == few.helpers[0].bytes * 4000 // 1500
+    assert (
+        counted.launches == few.launches and counted.helpers[0].bytes == few.helpers[0].bytes * 4000 // 1500
+    )
 
 
 def test_model_orders_what_it_should():

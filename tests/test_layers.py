@@ -85,7 +85,8 @@ DOORS = {
     "launch/bwd_passes "
     "launch/common launch/parts launch/seen launch/traced",
     "launch/decode": "torch checks/common options problem kernel_configs target configs compilation/store launch/arrays launch/common",
-    "compilation/building": "problem kernel_configs compilation/compiler compilation/pack compilation/sandbox compilation/store",
+    "compilation/building": "problem kernel_configs compilation/compiler compilation/pack compilation/sandbox compilation/store "
+    "compilation/toolkit",
     "compilation/sandbox": "compilation/torchless",
     "compilation/torchless": "",
     "compilation/store": "problem kernel_configs configs compilation/compiler compilation/pack compilation/toolkit | tvm_ffi",

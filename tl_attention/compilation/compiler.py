@@ -193,7 +193,7 @@ def build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
 
     if toolkit.find_nvcc() is None:
         raise FileNotFoundError(toolkit.NO_NVCC)
-    toolkit.read_ahead()
+    toolkit.read_ahead(toolkit.compiler_programs())
     options = pass_configs(problem, config)
     for left in path.parent.glob(f"{path.stem}-*/"):  # by a process that was killed
         if time.time() - left.stat().st_mtime > STALE:

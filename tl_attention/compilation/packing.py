@@ -34,7 +34,7 @@ from tl_attention.compilation import building, manifest, pack, store, toolkit
 from tl_attention.compilation.compiler import KernelKey, template
 
 MAX_BYTES = 40_000_000  # of a wheel
-GROUP = 12  # kernels: 10.1 KB each, a forward's loaded in 24 ms; 8: 11.1 KB, 23 ms; 16: 10.0 KB, 38 ms (101 kernels of 6 places, 2026-11-23)
+GROUP = 12  # kernels: 10.1 KB each, a forward's loaded in 24 ms; 8: 11.1 KB, 23 ms; 16: 10.0 KB, 38 ms (101 kernels of six places)
 SAMPLE = 12  # groups built before the others, from all over a pack: they tell the size of all
 MARGIN = 1.15  # times MAX_BYTES: a size above it is no error of the sample
 TOO_LARGE = f"expected a wheel of at most {MAX_BYTES / 1e6:.0f} MB; shorten [pack] of configs/grid.toml"

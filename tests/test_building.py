@@ -20,7 +20,7 @@ import torch
 from fake_compiler import BAD, CRASHES, GOOD, PROBLEM, fake_build, slow_build
 
 from tl_attention import configs, launch
-from tl_attention.compilation import building, compiler, store, torchless
+from tl_attention.compilation import building, compiler, store, toolkit, torchless
 from tl_attention.compilation.sandbox import Sandbox
 from tl_attention.kernel_configs import BwdDelta, BwdSum, FwdCombine, FwdConfig, KernelConfig
 from tl_attention.problem import AttnProblem, buckets, decode_problem
@@ -80,6 +80,29 @@ def test_builder_that_cannot_import_the_compiler_says_so(monkeypatch):
     monkeypatch.setattr(compiler, "build", module.build)
     (error,) = building.build_all([(PROBLEM, GOOD)]).values()
     assert "ModuleNotFoundError: No module named 'module_of_this_process'" in str(error)
+
+
+def test_files_are_read_ahead_though_one_is_missing(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(100))
+    paths, passed = [tmp_path / "missing", tmp_path, tmp_path / "file"], []
+
+    def listed():
+        for path in paths:
+            yield path
+            passed.append(path)
+
+    before = set(threading.enumerate())
+    toolkit.read_ahead(listed())
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert passed == paths
+
+
+def test_programs_that_compile_are_found():
+    found = list(toolkit.compiler_programs())
+    assert any(path.name == "cc1plus" and path.exists() for path in found)
+    libraries = list(toolkit.tilelang_libraries())
+    assert libraries and all(path.exists() for path in libraries)
 
 
 def test_builder_makes_the_text_of_a_kernel_without_torch():

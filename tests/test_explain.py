@@ -209,6 +209,17 @@ def test_bytes_of_fp32_count_the_lse_once():
     assert executed == found["fwd"].flops, "a product of parts counts as one"
 
 
+def test_backward_leaves_out_the_queries_that_launches_leave_out():
+    left_out, whole = (call(f"2,8,8,{queries},1500,128,causal", "bwd") for queries in (4000, 1500))
+    assert set(whole.helpers) < set(left_out.helpers) and left_out.launches == whole.launches + 2
+    assert left_out.kernels == whole.kernels
+    assert left_out.shape.seqlen_q == 4000 and left_out.least_bytes > 1.5 * whole.least_bytes
+    counted, few = (call(f"1,4,4,{queries},1500,128,causal", "bwd") for queries in (4000, 1500))
+    assert (
+        counted.launches == few.launches and counted.helpers[0].bytes == few.helpers[0].bytes * 4000 // 1500
+    )
+
+
 def test_model_orders_what_it_should():
     times = {
         text: model.estimate(call(text)).seconds

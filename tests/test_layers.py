@@ -85,7 +85,8 @@ DOORS = {
     "launch/bwd_passes "
     "launch/common launch/parts launch/seen launch/traced",
     "launch/decode": "torch checks/common options problem kernel_configs target configs compilation/store launch/arrays launch/common",
-    "compilation/building": "problem kernel_configs compilation/compiler compilation/pack compilation/sandbox compilation/store",
+    "compilation/building": "problem kernel_configs compilation/compiler compilation/pack compilation/sandbox compilation/store "
+    "compilation/toolkit",
     "compilation/sandbox": "compilation/torchless",
     "compilation/torchless": "",
     "compilation/store": "problem kernel_configs configs compilation/compiler compilation/pack compilation/toolkit | tvm_ffi",
@@ -124,8 +125,8 @@ DOORS = {
     "arguments": "",
     "question": "torch problem kernel_configs legality target configs gpus | launch",
     "explain": "arguments torch distributed "
-    "gpus problem program kernel_configs legality target configs launch/splits launch/block_lists launch/bwd_passes launch/common testing "
-    "question explain | block_masks tracing/builtin_options tracing/dense_bias tracing/trace matplotlib",
+    "gpus problem program kernel_configs legality target configs launch/splits launch/block_lists launch/bwd_passes launch/common "
+    "launch/seen testing question explain | block_masks tracing/builtin_options tracing/dense_bias tracing/trace matplotlib",
     "doctor": "torch problem target configs | compilation/manifest compilation/pack compilation/toolkit testing",
     "cli": "arguments catalog torch problem kernel_configs legality target configs question doctor compilation/packing"
     "| explain launch compilation/building compilation/store compilation/compiler compilation/cubin compilation/toolkit "

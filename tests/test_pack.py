@@ -21,7 +21,7 @@ import torch
 
 from tl_attention import cli, configs, doctor, legality
 from tl_attention.compilation import building, compiler, manifest, pack, packing, store, toolkit
-from tl_attention.kernel_configs import BwdSum, DecodeCombine, FwdCombine
+from tl_attention.kernel_configs import BwdPass, BwdSum, DecodeCombine, DecodeConfig, FwdCombine, FwdConfig
 from tl_attention.problem import (
     DEFAULT_DTYPE,
     DIRECTIONS,
@@ -383,6 +383,23 @@ def test_wheel_is_reproducible_and_for_old_systems(wheel, cache, tmp_path, monke
         assert archive.testzip() is None
         index = json.loads(archive.read(f"{pack.PACKAGE}/{pack.INDEX}"))
     assert sorted(index["kernels"]) == sorted(pack.key(*kernel) for kernel in kernels)
+
+
+def test_pack_that_would_be_too_large_ends_after_a_sample(tmp_path, monkeypatch):
+    kernels, built, said = list(manifest.pack_kernels().values()), [], []
+    monkeypatch.setattr(packing, "_build_all", lambda kernels, *_: built.extend(kernels))
+    monkeypatch.setattr(packing, "local_bytes", lambda cubin: 0)
+    monkeypatch.setattr(
+        packing, "_read_record", lambda path: packing.Record("", "", "", False, os.urandom(20_000), b"")
+    )
+    with pytest.raises(packing.PackError, match="expected a wheel of at most 40 MB; shorten"):
+        packing.build(kernels, tmp_path, say=said.append)
+    assert said == [
+        f"{len(built)} kernels from all over the pack are built: all {len(kernels)} take about {len(kernels) // 50 + 1} MB"
+    ]
+    assert packing.SAMPLE * packing.GROUP <= len(built) < len(kernels) / 10
+    templates = {compiler.template(config) for _, config in built}
+    assert templates >= {compiler.TEMPLATES[name] for name in (FwdConfig, BwdPass, "dq", DecodeConfig)}
 
 
 def test_cubin_of_a_pack_keeps_all_but_debug_sections(wheel, cache, monkeypatch):

@@ -193,6 +193,7 @@ def build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
 
     if toolkit.find_nvcc() is None:
         raise FileNotFoundError(toolkit.NO_NVCC)
+    toolkit.read_ahead(toolkit.compiler_programs())
     options = pass_configs(problem, config)
     for left in path.parent.glob(f"{path.stem}-*/"):  # by a process that was killed
         if time.time() - left.stat().st_mtime > STALE:
@@ -211,7 +212,8 @@ def build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
             )
         smem_line = SMEM_LINE.format(_dynamic_smem(artifact))
         path.with_suffix(".cu").write_text(f"{artifact.kernel_source}\n{smem_line}\n")
-        tvm.runtime.Executable(artifact.rt_mod).export_library(str(folder / path.name))
+        # The host code is C: as C++ it would take twice the time
+        tvm.runtime.Executable(artifact.rt_mod).export_library(str(folder / path.name), options=["-x", "c"])
         os.replace(folder / path.name, path)
 
 

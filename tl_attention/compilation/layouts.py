@@ -18,6 +18,8 @@ LAYOUTS = "layout_map"  # TileLang's annotation of a block
 KEPT = "tl_attention.kept"  # annotation of a loop: its number
 REMOVED = "tl_attention.removed"  # call in the place of a statement: its number
 TILE_OPERATIONS = "tl.tileop."
+# Those whose layouts follow from buffers and sizes, wherever in a buffer a tile is
+ANYWHERE = ("tl.tileop.tma_copy", "tl.tileop.wgmma_gemm")
 
 
 @contextlib.contextmanager
@@ -80,17 +82,18 @@ class _Once:
             if isinstance(statement, tirx.For):
                 if statement.kind != tirx.ForKind.PARALLEL:
                     return None
-            elif not _is_tile_operation(statement):
+            elif not _operation(statement).startswith(TILE_OPERATIONS):
                 return None
-            same = self.kept.setdefault(ir.structural_hash(statement), [])
-            buffers = _buffers(statement)
+            form = _without_places(statement) if _operation(statement) in ANYWHERE else statement
+            same = self.kept.setdefault(ir.structural_hash(form), [])
+            buffers = _buffers(form)
             if buffers is None:
                 return None
             for number, first, its_buffers in same:
-                if _are_same(buffers, its_buffers) and ir.structural_equal(first, statement):
+                if _are_same(buffers, its_buffers) and ir.structural_equal(first, form):
                     self.removed.append((statement, number))
                     return tirx.Evaluate(tirx.call_extern("int32", REMOVED, len(self.removed) - 1))
-            same.append((self.count, statement, buffers))
+            same.append((self.count, form, buffers))
             self.count += 1
             if isinstance(statement, tirx.For):
                 return _loop(statement.loop_var, statement, {**statement.annotations, KEPT: self.count - 1})
@@ -188,9 +191,22 @@ def _are_same(some: list[Any], others: list[Any]) -> bool:
     )
 
 
-def _is_tile_operation(statement: Any) -> bool:
-    operation = getattr(statement.value, "op", None)
-    return getattr(operation, "name", "").startswith(TILE_OPERATIONS)
+def _operation(statement: Any) -> str:
+    """Name of the operation that a statement calls; empty if it is another statement."""
+    operation = getattr(getattr(statement, "value", None), "op", None)
+    return getattr(operation, "name", "")
+
+
+def _without_places(statement: Any) -> Any:
+    """Statement that reads and writes the same buffers outside registers at 0."""
+    from tvm import tirx
+
+    def first(load: Any) -> Any:
+        if load.buffer.scope() == "local.fragment":
+            return None
+        return tirx.BufferLoad(load.buffer, [0] * len(load.indices))
+
+    return tirx.stmt_functor.ir_transform(statement, None, first, ["tirx.BufferLoad"])
 
 
 def _block(block: Any, annotations: dict[str, Any]) -> Any:

@@ -34,8 +34,11 @@ from tl_attention.compilation import building, manifest, pack, store, toolkit
 from tl_attention.compilation.compiler import KernelKey, template
 
 MAX_BYTES = 40_000_000  # of a wheel
-GROUP = 8  # kernels: 11.6 KB each, unpacked in 10 ms; 4: 13.6 KB and 5 ms; 6: 12.2 KB and 7 ms (120 kernels of 5 places of a pack)
-SAY_EVERY = 25  # groups, which take a core some 10 s to compress
+GROUP = 12  # kernels: 10.1 KB each, a forward's loaded in 24 ms; 8: 11.1 KB, 23 ms; 16: 10.0 KB, 38 ms (101 kernels of six places)
+SAMPLE = 12  # groups built before the others, from all over a pack: they tell the size of all
+MARGIN = 1.15  # times MAX_BYTES: a size above it is no error of the sample
+TOO_LARGE = f"expected a wheel of at most {MAX_BYTES / 1e6:.0f} MB; shorten [pack] of configs/grid.toml"
+SAY_EVERY = 12  # groups, which take a core some 10 s to compress
 LAUNCHER_SOURCE = Path(__file__).parents[1] / "native" / "launcher.cc"
 
 # The symbol by which TVM's host code finds functions, and the one of native/launcher.cc, of the same length
@@ -281,11 +284,8 @@ def build(
     Args:
         say: called with lines of progress, and at the end with that of spill_line.
     Raises:
-        PackError: kernels could not be built, or there is no C++ compiler.
+        PackError: kernels could not be built, there is no C++ compiler, or the wheel would be too large.
     """
-    errors = building.build_all(kernels, jobs, say)
-    if failed := [str(error) for error in errors.values() if error]:
-        raise PackError("\n".join([*failed, f"{len(failed)} of {len(kernels)} kernels could not be built"]))
     alike = sorted(kernels, key=_likeness)
     groups = [alike[i : i + GROUP] for i in range(0, len(alike), GROUP)]
     spills: dict[KernelKey, int] = {}
@@ -299,6 +299,17 @@ def build(
         contents = [record.content() for record in records]
         return list(map(len, contents)), lzma.compress(b"".join(contents), preset=9 | lzma.PRESET_EXTREME)
 
+    sample = groups[:: max(1, len(groups) // SAMPLE)]
+    if len(sample) < len(groups):
+        first = list(itertools.chain(*sample))
+        _build_all(first, jobs, say)
+        size = sum(len(packed(group)[1]) for group in sample) / len(first) * len(kernels)
+        say(
+            f"{len(first)} kernels from all over the pack are built: all {len(kernels)} take about {size / 1e6:.0f} MB"
+        )
+        if size > MARGIN * MAX_BYTES:
+            raise PackError(TOO_LARGE)
+    _build_all(kernels, jobs, say)
     say(f"compressing {len(kernels)} kernels")
     with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count()) as threads:
         contents = []
@@ -335,11 +346,18 @@ def build(
     return wheel
 
 
+def _build_all(kernels: Sequence[KernelKey], jobs: int | None, say: Callable[[str], None]) -> None:
+    """Build the kernels that the cache lacks. Raises PackError if some cannot be built."""
+    errors = building.build_all(kernels, jobs, say)
+    if failed := [str(error) for error in errors.values() if error]:
+        raise PackError("\n".join([*failed, f"{len(failed)} of {len(kernels)} kernels could not be built"]))
+
+
 def _likeness(kernel: KernelKey) -> tuple:
-    """Sort key by which similar kernels, and those of one call, are neighbors."""
+    """Sort key by which similar kernels are neighbors: causal and full, bf16 and fp16 of one config differ least."""
     problem, config = kernel
     widths = problem.head_dim, problem.head_dim_v
-    return template(config), widths, problem.options, problem.dtype, problem.causal, str(config)
+    return template(config), widths, problem.options, str(config), problem.causal, problem.dtype
 
 
 def package_version() -> str:
@@ -446,9 +464,7 @@ def run(arguments: argparse.Namespace) -> int:
     size = wheel.stat().st_size
     print(f"{wheel}: {len(chosen)} kernels, {size / 1e6:.1f} MB, {time.monotonic() - begin:.0f} s")
     if size > MAX_BYTES:
-        print(
-            f"tl-attention pack: expected a wheel of at most {MAX_BYTES / 1e6:.0f} MB; shorten [pack] of configs/grid.toml"
-        )
+        print(f"tl-attention pack: {TOO_LARGE}")
         return 1
     return 0
 

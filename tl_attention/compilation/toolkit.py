@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 TILELANG = ("0.1.15",)  # versions that compile the kernels as they were tested: see docs/install.md
 INSTALL = "pip install 'tl-attention[jit]'"
 NO_TILELANG = f"TileLang, which compiles kernels, is not installed: {INSTALL}"
+READ_BYTES = 1 << 20  # at a time
 NO_NVCC = f"no TileLang {TILELANG[-1]} with nvcc in CUDA_HOME, on PATH or as a pip package: {INSTALL}"
 
 
@@ -52,6 +56,39 @@ def find_nvcc() -> tuple[Path, str] | None:
     if shutil.which("nvcc"):
         return nvcc, "PATH"
     return nvcc, "pip package nvidia-cuda-nvcc" if "site-packages" in nvcc.parts else "usual folder"
+
+
+def tilelang_libraries() -> Iterator[Path]:
+    """Large files that an import of TileLang maps."""
+    for package, names in (("tilelang", ("tvm_compiler", "tilelang", "tvm_runtime")), ("z3", ("z3",))):
+        found = importlib.util.find_spec(package)
+        for folder in found.submodule_search_locations if found else ():
+            yield from (Path(folder, "lib", f"lib{name}.so") for name in names)
+
+
+def compiler_programs() -> Iterator[Path]:
+    """Programs that nvcc and the C++ compiler run. Imports tilelang."""
+    from tilelang.contrib import cc
+
+    if found := find_nvcc():
+        yield from (
+            found[0].resolve().parents[1] / name for name in ("bin/nvcc", "nvvm/bin/cicc", "bin/ptxas")
+        )
+    for name in ("cc1plus", "cc1") if (compiler := cc.get_cplus_compiler()) else ():
+        run = subprocess.run([compiler, f"-print-prog-name={name}"], capture_output=True, text=True)
+        yield Path(run.stdout.strip())
+
+
+def read_ahead(paths: Iterable[Path]) -> None:
+    """Have a thread read files that this process or its children will map: page by page they would wait for the disk."""
+
+    def read() -> None:
+        for path in paths:
+            with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+                while file.read(READ_BYTES):
+                    pass
+
+    threading.Thread(target=read, daemon=True).start()
 
 
 def find_cuobjdump() -> Path | None:

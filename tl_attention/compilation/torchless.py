@@ -1,6 +1,8 @@
-"""A stand-in for torch in interpreters that only compile. TileLang imports torch for types in its signatures and for names of dtypes.
+"""Stand-ins for torch and parts of TVM in interpreters that only compile.
 
-Importing torch takes longer than importing TileLang, and compiling a kernel needs nothing of it: neither tensors nor devices.
+TileLang imports torch for types in its signatures and for names of dtypes. Importing torch takes longer than importing TileLang, and
+compiling a kernel needs nothing of it: neither tensors nor devices. Nor does it need TVM's graphs and search for schedules, which are a
+quarter of an import of TileLang.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ PROGRAM = f"""
 import types
 package = sys.modules[{PACKAGE.name!r}] = types.ModuleType({PACKAGE.name!r})
 package.__path__ = [{str(PACKAGE)!r}]
-from {__name__} import replace_torch
-replace_torch()
+from {__name__} import replace_unneeded
+replace_unneeded()
 """
+PARTS_OF_TVM = ("tvm.relax", "tvm.s_tir.meta_schedule", "tvm.s_tir.dlight")
 DTYPES = "bool short int long half float double int8 int16 int32 int64 uint8 float16 float32 float64 bfloat16"
 
 
@@ -26,16 +29,22 @@ class DType:
 
 
 class Unavailable:
-    """A class of torch that signatures name. None of it is ever made."""
+    """A class that signatures name. None of it is ever made."""
 
 
-def replace_torch() -> None:
-    """Make `import torch` in this interpreter give the stand-in, unless torch itself is there already.
+def replace_unneeded() -> None:
+    """Make imports in this interpreter give the stand-ins, unless torch or TVM is there already.
 
-    It has what TileLang 0.1.15 asks for. The rest is missing, so a use of it raises an ImportError or AttributeError.
+    They have what TileLang 0.1.15 asks for. The rest is missing, so a use of it raises an ImportError or AttributeError.
     """
-    if "torch" in sys.modules:
-        return
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = _torch()
+    if "tvm" not in sys.modules:
+        sys.modules.update((name, ModuleType(name)) for name in PARTS_OF_TVM)
+        sys.modules["tvm.relax"].TensorType = Unavailable
+
+
+def _torch() -> ModuleType:
     torch = ModuleType("torch", __doc__)
     torch.dtype, torch.Tensor, torch.device = DType, Unavailable, Unavailable
     for name in DTYPES.split():
@@ -44,4 +53,4 @@ def replace_torch() -> None:
     torch.cuda = absent
     torch.backends = SimpleNamespace(mps=absent)
     torch.version = SimpleNamespace(hip=None, cuda=None)
-    sys.modules["torch"] = torch
+    return torch

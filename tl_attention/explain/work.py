@@ -27,6 +27,7 @@ from tl_attention.kernel_configs import (
 from tl_attention.launch import splits
 from tl_attention.launch.bwd_passes import causal_tiles, pass_parts, row_bytes_of
 from tl_attention.launch.common import GROUP_KEYS, head_group
+from tl_attention.launch.seen import unseen_queries
 from tl_attention.problem import (
     DECODE,
     SPLIT_BUCKET,
@@ -261,9 +262,15 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
     seqlen_k = max(k for _, k in lengths)
     bucket = bwd_bucket(direction == "bwd_det", shape.heads_q, shape.heads_kv, seqlen_k)
     choice = configs.choose_config(problem, bucket, gpu.name, direction)
-    rows_q = shape.heads_q * sum(q for q, _ in lengths)
     qk, v = problem.head_dim, problem.head_dim_v
+    called, unseen = shape, _unseen_queries(shape, problem)
+    shape = replace(shape, seqlen_q=shape.seqlen_q - unseen)
+    rows_q = shape.heads_q * sum(q for q, _ in sequences(shape))
     helpers = [Helper("tile table", 0)] if shape.is_varlen else []
+    if unseen:
+        zeros = problem.output_bytes * qk * unseen * shape.batch * shape.heads_q
+        helpers += [Helper("zeros for dq of queries without a key", zeros, zeros)]
+        helpers += [Helper("log-sum-exps of the others", 2 * FP32_BYTES * rows_q)]
     helpers += _parts_helpers(shape, problem, 2)
     stored = problem.output_bytes
     helpers.append(Helper("delta: rowsum of dout x out", 2 * stored * v * rows_q, stored * v * rows_q))
@@ -283,10 +290,17 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
                 moved, known = (n * width * rows_in_parts for n in (2 * 4 * parts + stored, stored))
                 helpers.append(Helper(f"sum of {parts} fp32 parts of {grad}", moved, known))
     return Work(
-        shape, direction, gpu, problem, choice.config, choice.source, choice.misses, _least_bytes(shape, direction, problem, asked),
+        called, direction, gpu, problem, choice.config, choice.source, choice.misses, _least_bytes(called, direction, problem, asked),
         tuple(kernels), (*helpers, *_bias_helpers(shape, asked)), asked=asked,
         again_bytes=_again_bytes(shape, asked, len(kernels), gpu),
     )  # fmt: skip
+
+
+def _unseen_queries(shape: Shape, problem: AttnProblem) -> int:
+    """First queries of a head that see no key and that a launch leaves out."""
+    if not problem.causal or problem.is_fp32 or problem.served_as.options or problem.program:
+        return 0
+    return unseen_queries(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k)
 
 
 def _pass_work(

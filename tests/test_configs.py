@@ -222,12 +222,27 @@ def passes(*texts: str) -> BwdConfig:
         (
             D64,
             passes("dq+dk+dv 64x128 reuse late"),
-            "order: expected one of '', 'late-sums', 'early-dK', 'separate-dS' where dq is summed, got 'late'",
+            "order: expected one of '', 'late-sums', 'early-dK', 'separate-dS', 'apart' where dq is summed, got 'late'",
         ),
         (
             D64,
             passes("dk+dv 64x128 reuse late-sums", "dq 128x64"),
             "order: expected one of '' where no dq is summed, got 'late-sums'",
+        ),
+        (
+            D128,
+            passes("dq+dk+dv 64x128 reuse apart"),
+            "order: expected another than 'apart' with the schedule grid, got 'apart'",
+        ),
+        (
+            D64,
+            passes("dq+dk+dv 64x128 reuse apart split"),
+            "order: expected another than 'apart' but for d128 in steps of 64 queries, got 'apart' for d64",
+        ),
+        (
+            replace(D128, options=("window",)),
+            passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
+            "order: expected another than 'apart' with options, a program or one tile of keys, got 'apart'",
         ),
         (
             D64,
@@ -319,6 +334,7 @@ def test_fault_refuses_summed_dq_for_the_deterministic_backward():
         (D64, "dq+dk+dv 128x128x3x2 reuse separate-dS", 183296, 192),
         (D64, "dq+dk+dv 128x128 reuse separate-dS dynamic", 182336, 192),
         (D128, "dq+dk+dv 64x128 reuse late-sums dynamic", 230464, 176),
+        (D128, "dq+dk+dv 64x128 reuse apart split", 214080, 176),
         (D128, "dq+dk+dv 64x128x3x2 reuse early-dK dynamic", 215104, 176),
         (D96, "dk+dv 64x128x3x3", 124416, 192),
         (D96, "dq+dk+dv 64x128x3x2 reuse early-dK dynamic-late", 194624, 144),

@@ -133,8 +133,9 @@ class FwdCombine:
 #   late-sums    dq of the previous step is added at the end of the step
 #   early-dK     dK is issued before dS is shared, and delta is read ahead
 #   separate-dS  dS has registers of its own: the product of dV reads P beside it
+#   apart        as early-dK, but a third warpgroup computes and adds dq; see kernels/bwd_apart.py
 # Except for "", dS has two slots in shared memory: a warpgroup writes one while others read that of the previous step.
-DQ_ORDERS = ("", "late-sums", "early-dK", "separate-dS")
+DQ_ORDERS = ("", "late-sums", "early-dK", "separate-dS", "apart")
 
 
 # Schedules of a pass by keys; all but grid need an order that is not ""
@@ -226,7 +227,12 @@ class BwdPass:
 
     @property
     def threads(self) -> int:
-        return 128 * (self.warpgroups + 1)
+        return 128 * (self.warpgroups + 1 + self.dq_apart)
+
+    @property
+    def dq_apart(self) -> bool:
+        """True if a warpgroup beside those that own keys computes dq."""
+        return self.order == "apart"
 
     def __str__(self) -> str:
         text = f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}"
@@ -263,8 +269,8 @@ class BwdPass:
     def has_dv_tile(self, problem: AttnProblem) -> bool:
         """True if dV is stored through shared memory of its own, so that the next V can be loaded meanwhile; else through that of V."""
         # At 1k keys, against dV through V: d128 5.7 % faster full and 2.2 % causal, d64 2.0 % slower full and 0.5 % causal (H200)
-        # 128 columns fit beside two stages of Q only, and not beside the P' of dropout, a tile of dQ or values per diagonal
-        others = problem.has("dropout") or problem.has_diagonals or self.one_tile
+        # 128 columns fit beside two stages of Q only, and not beside the P' of dropout, tiles of dQ or values per diagonal
+        others = problem.has("dropout") or problem.has_diagonals or self.one_tile or self.dq_apart
         alone = self.num_stages == 2 and not others
         fits = problem.head_dim_v < 128 or alone
         return self.is_dynamic and problem.head_dim_v > 64 and fits

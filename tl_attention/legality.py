@@ -40,6 +40,7 @@ HOLD_MAX_BYTES = 16  # flags of tiles that need a second run, two int32 per tile
 SEGMENT_BOX_BYTES = 80  # kernels.decode_work.SegmentBox
 BIAS_BYTES = 32  # per column: 16 bf16 numbers, kernels.options.alloc_bias_columns
 FP32_BYTES = 4
+DQ_COLUMNS = 64  # of dq at a time in the order "apart", see kernels/bwd_apart.py
 CHUNK = 64  # columns of the accumulator of one block in fp32, see kernels/products.py
 TILE_ALIGNMENT = 1024  # bytes; every tile starts at a multiple
 # Accumulator registers per thread, by number of consumer warpgroups. The rest of a thread's 240 (one or two warpgroups) or 160 (three)
@@ -111,6 +112,8 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         elements += (2 if bwd_pass.order else 1) * owned * step  # dS
     if bwd_pass.one_tile:
         elements += step * problem.head_dim  # dQ
+    if bwd_pass.dq_apart:
+        elements += DQ_COLUMNS * step * FP32_BYTES // problem.element_bytes  # dQ on its way to the sums
     if bwd_pass.reuse_registers and "dv" in bwd_pass.makes and problem.has("dropout"):
         elements += owned * step  # P
     row_values = 0
@@ -363,6 +366,12 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
             else "with another program than a bias or a mask, without an order, or where no dq is summed"
         )
         return f"schedule: expected {' or '.join(schedules)} {where}, got {bwd_pass.schedule!r}"
+    if bwd_pass.dq_apart and (problem.served_as.options or problem.program is not None or bwd_pass.one_tile):
+        return "order: expected another than 'apart' with options, a program or one tile of keys, got 'apart'"
+    if bwd_pass.dq_apart and bwd_pass.schedule not in ("dynamic", "dynamic-late", "split"):
+        return f"order: expected another than 'apart' with the schedule {bwd_pass.schedule}, got 'apart'"
+    if bwd_pass.dq_apart and (problem.width != "d128" or bwd_pass.block_M != 64):
+        return f"order: expected another than 'apart' but for d128 in steps of 64 queries, got 'apart' for {problem.width}"
     if bwd_pass.one_tile and (problem.options or problem.program is not None):
         return "one_tile: expected False with options or a program, got True"
     if bwd_pass.one_tile and bwd_pass.schedule not in ("dynamic-late", "split"):

@@ -268,7 +268,8 @@ def _instructions(problem: AttnProblem, config: KernelConfig) -> dict[str, bool]
         split = isinstance(config, FwdConfig) and config.split
         from_registers = split or (problem.is_fp32 and isinstance(config, FwdConfig | BwdPass))
         expected["tma_stores"] = not isinstance(config, BwdDelta) and not from_registers
-        expected["vector_sums"] = isinstance(config, BwdPass) and config.adds_dq and not problem.is_fp32
+        adds_dq = isinstance(config, BwdPass) and config.adds_dq and not config.dq_apart  # there TMA adds
+        expected["vector_sums"] = adds_dq and not problem.is_fp32
     return expected
 
 

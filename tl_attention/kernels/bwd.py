@@ -23,11 +23,11 @@ from tl_attention.kernels.bwd_order import OrderedBlocks
 from tl_attention.kernels.bwd_scores import hides_raw, masks_before_exp, prefetches_lse, scale_of_scores
 from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles, stages_P
 from tl_attention.kernels.bwd_store import BiasGradient, store_gradients
-from tl_attention.kernels.bwd_warps import cuda_code, further_warps
+from tl_attention.kernels.bwd_warps import cuda_code, dq_warpgroup, further_warps, pass_roles
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.options import OptionArguments, Scores, fill_bias_columns, option_arguments
 from tl_attention.kernels.pipeline import alloc_fragments, share, sync_consumers, wait_for_stores
-from tl_attention.kernels.roles import WARPGROUP, Roles
+from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, indices, probabilities, softmax_backward
 from tl_attention.kernels.tiles import (
     DenseGradTiles,
@@ -68,17 +68,17 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     dtype_of, head_dim, head_dim_v = problem.dtype_of, problem.head_dim, problem.head_dim_v
     block_M, block_N, reuse = config.block_M, config.block_N, config.reuse_registers
     dS_in_P = reuse and config.order != "separate-dS"  # dS' takes the registers of P'
-    early_dK, late_sums = config.order == "early-dK", config.order == "late-sums"
-    two_slots = config.order != ""  # of dS' in shared memory
+    early_dK, late_sums = config.order in ("early-dK", "apart"), config.order == "late-sums"
+    two_slots, apart = config.order != "", config.dq_apart  # two slots of dS' in shared memory
     # Sums of diagonals, beside the next S'. In steps of 64 queries 6.26 ms, else 5.81 (d128, H200, 2026-11-23)
     adds_late = block_M == 128
     makes_dq, makes_dk, makes_dv = (grad in config.makes for grad in ("dq", "dk", "dv"))
     # fp32: each warpgroup adds dQ' = K' dS' of its keys to dQ itself, in the step that makes dS'
     makes_dq, makes_dqt = makes_dq and not problem.is_fp32, makes_dq and problem.is_fp32
+    sums_dq = makes_dq and not apart  # the consumers compute dQ
     warpgroups = tuple(range(config.warpgroups))
     consumers = WARPGROUP * config.warpgroups
-    registers = pipeline.registers(problem, config.warpgroups, full=makes_dq)
-    roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
+    roles = pass_roles(problem, config)
     row_wise = T.GemmWarpPolicy.FullRow
     x_parts, products = problem.parts, problem.products
     dynamic, ordered, dv_tile = config.is_dynamic, config.is_ordered, config.has_dv_tile(problem)
@@ -172,7 +172,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         applied_scale = scale_of_scores(problem, config, softmax_scale)
         scores = Scores(problem, options, applied_scale, block_M, True, shared.staged, hides_raw=hides)
         dropout = Dropout(problem, options, block_M, rows_are_keys=True)
-        mask = bwd_tiles.KeyRowsMask(blocks.mask, key, relative=makes_dq and varlen)
+        mask = bwd_tiles.KeyRowsMask(blocks.mask, key, relative=makes_dq and (varlen or apart))
         raw_scale = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)
         scale_log2 = scores.not_too_small(raw_scale) if scores.raw else scores.scale_log2
         if not makes_dq:  # from one lane, so in a uniform register; with dq there are none to spare
@@ -192,7 +192,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dv_chunks = (acc_dv, *alloc_fragments([[64, dv_cols]] * (head_dim_v // dv_cols - 1), "float32"))
         sums = alloc_fragments([[64, dk_cols]] * (2 if x_parts > 1 else 0), "float32")
         # dQ of the step before
-        acc_dq = alloc_fragments([bwd_tiles.piece_shape(piece) for piece in pieces[w]], "float32")
+        acc_dq = alloc_fragments([bwd_tiles.piece_shape(x) for x in pieces[w] if not apart], "float32")
         # dQ of the last step. In acc_dq, nvcc 13.0.88 serializes all wgmma of d64 that computes several tiles
         last_dq = alloc_fragments([x.shape for x in acc_dq], "float32") if dynamic else acc_dq
         lse_log2 = T.alloc_fragment([block_M], "float32")
@@ -204,7 +204,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
         if dynamic:  # or nvcc keeps them from tile to tile: d128 causal spilled 16 bytes (nvcc 13.0.88)
             fp32.clear((*acc_dq, acc_s))
-        for other in warpgroups if makes_dq else (w,):
+        for other in warpgroups if sums_dq else (w,):
             shared.K.wait(key_step(config, turn, other))
         shared.Q.wait(first)
         compute_scores(w, first, blocks.head, scores, scale_log2, tile, shared, acc_s)
@@ -228,7 +228,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 last_read.release(step - 1)
 
             # Beside the exponential: dQ = dS K of the step before (of no use in step 0), or dP' = V dO'
-            if makes_dq:
+            if sums_dq:
                 if after_first(step, dq_row_block):
                     shared.dS.wait(step - 1)
                     dbias.store(step - 1)
@@ -291,7 +291,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
             if early_dK:
                 shared.Q.read_row_values(step, 1, delta)
-            if makes_dq:
+            if sums_dq:
                 T.wait_wgmma(2 if makes_dv else 1)  # dQ of the step before
                 if after_first(step, dq_row_block):
                     dbias.wait()
@@ -363,7 +363,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     pass_dq_on(w, tiles, shared, dq_row_block, acc_dq, softmax_scale)
                     shared.adding.announce(step - 1)
             if makes_dq:
-                dq_row_block = 0 if one_tile else tiles.dq_row_block(tile, blocks.head, blocks.query)
+                dq_row_block = 0 if one_tile or apart else tiles.dq_row_block(tile, blocks.head, blocks.query)
             dbias.locate(blocks)
             scores.advance(mask, blocks)
 
@@ -372,7 +372,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             last_read.release(first + blocks.steps - 1)
             if dv_tile:
                 shared.V.release(key_step(config, turn, w))
-        if makes_dq:
+        if apart:
+            shared.K.release(key_step(config, turn, w))
+        if sums_dq:
             shared.dS.wait(first + blocks.steps - 1)
             # Before the GEMM: after it nvcc 13.0.88 spills 150 bytes at d128
             shared.adding.wait(first + blocks.steps - 1)
@@ -492,6 +494,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 lambda w: consume(w, number, order, counts, tiles, shared, softmax_scale, options),
                 (lambda: producer.schedule(number)) if dynamic else None,
                 further_warps(producer, Turns),
+                dq_warpgroup(producer),
             )
 
     return flash_bwd_kernel

@@ -134,8 +134,11 @@ class KeyTileProducer:
                 self.load(0, 0, tile, blocks)
 
     @T.inline
-    def walk(self, visit):
-        """Call visit(step, tile, blocks) for each step of each tile that schedule() describes, in a warp that is none of the consumers'."""
+    def walk(self, visit, begin=None, end=None):
+        """Call visit(step, tile, blocks) for each step of each tile that schedule() describes, in a warp that is none of the consumers'.
+
+        begin, end: called with the turn before and after the steps of a tile.
+        """
         box = self.shared.tile_box
         tile = self.tile()
         blocks = self.blocks(tile)
@@ -146,9 +149,13 @@ class KeyTileProducer:
             box.read_tile(turn, tile)
             box.read_blocks(turn, blocks)
             box.release(turn)
+            if begin is not None:
+                begin(turn)
             for step in self.steps(first_step, first_step + blocks.steps):
                 visit(step, tile, blocks)
                 blocks.advance()
+            if end is not None:
+                end(turn)
             first_step += blocks.steps
             turn += 1
             box.wait(turn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tl_attention.kernel_configs import BwdPass
+from tl_attention.kernels.bwd_apart import DqSums
 from tl_attention.kernels.bwd_one_tile import DqTiles
 from tl_attention.kernels.bwd_order import AddingOrder, AnyOrder
 from tl_attention.kernels.bwd_tiles import KeyTileBox, dq_pieces, key_chunk
@@ -25,6 +26,8 @@ def alloc_key_rings(problem: AttnProblem, config: BwdPass) -> tuple[TileRing, Ti
     dtype_of, parts, warpgroups = problem.dtype_of, problem.parts, config.warpgroups
     k_shape, v_shape = ([warpgroups, 64, parts * width] for width in (problem.head_dim, problem.head_dim_v))
     readers = 4 * warpgroups if config.is_dynamic else 4  # warps that read K: for dq all of them
+    if config.dq_apart:
+        readers = 8  # those of the warpgroup that owns the keys, and those of dq
     shares_dq = config.makes_all and not problem.is_fp32
     chunk = key_chunk(config.block_M, problem.head_dim, warpgroups) if shares_dq else 64
     K = TileRing(k_shape, dtype_of("k"), readers, "K", parts=parts, chunk=chunk)
@@ -50,11 +53,15 @@ def alloc_ds(problem: AttnProblem, config: BwdPass) -> Any:
         return alloc_parts(
             config.warpgroups, problem.parts, [64, config.block_M], problem.dtype_of("ds"), "dS"
         )
-    return alloc_exchange(config.order != "", config.warpgroups, config.block_M, problem.dtype_of("ds"), "dS")
+    readers = 4 if config.dq_apart else None
+    shape = config.warpgroups, config.block_M, problem.dtype_of("ds")
+    return alloc_exchange(config.order != "", *shape, "dS", readers)
 
 
-def alloc_adding(problem: AttnProblem, config: BwdPass) -> AddingOrder | AnyOrder | DqTiles:
-    """Barriers that the consumers wait for before dQ of a step leaves."""
+def alloc_adding(problem: AttnProblem, config: BwdPass) -> AddingOrder | AnyOrder | DqTiles | DqSums:
+    """Barriers or tiles through which dQ of a step leaves."""
+    if config.dq_apart:
+        return DqSums(name="dq_sums")
     consumer_warps = 4 * config.warpgroups
     if config.one_tile:
         pieces = dq_pieces(config.block_M, problem.head_dim, config.warpgroups)
@@ -73,7 +80,7 @@ def alloc_shared_tiles(
     do_shape = [config.num_stages_do, block_M, parts * problem.head_dim_v]
     dk_shape = [64, problem.head_dim]
     stores_tiles = config.adds_dq and not problem.sends_dS
-    walkers = 2 * config.is_ordered + config.one_tile
+    walkers = 2 * config.is_ordered + config.one_tile + 4 * config.dq_apart
     has_table, late, ordered = problem.has("varlen"), config.draws_late, config.is_ordered
     box = consumer_warps + walkers, has_table, late, ordered, problem.is_listed
     return SharedTiles(

@@ -24,6 +24,8 @@ REGISTERS = {2: (24, 240), 3: (32, 160)}
 VARLEN_REGISTERS = {2: (40, 232), 3: (32, 160)}
 # Registers per thread of (the producer, the consumers), of the forward; a producer that also locates tiles needs more
 PERSISTENT_REGISTERS = {2: (40, 232), 3: (32, 160)}
+# Registers per thread of (the producer, the consumers, the warpgroup that computes dQ), with the order "apart" of a backward
+APART_REGISTERS = (24, 208, 72)
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
     "tl.disable_thread_storage_sync": True,  # roles synchronize at barriers of their own
@@ -241,13 +243,16 @@ class ExchangeRing(WrittenTiles):
     """Exchange of tiles [64, cols], 16 bits per element, with two slots. Needs STORE_FRAGMENT.
 
     A warpgroup may write the tile of a step while others still read that of the step before.
+
+    Args:
+        readers: warps that read the tiles; None: those that write them.
     """
 
-    def __init__(self, warpgroups: int, cols: int, dtype: str, name: str):
+    def __init__(self, warpgroups: int, cols: int, dtype: str, name: str, readers: int | None = None):
         self.warpgroups, self.cols = warpgroups, cols
         self.tiles = SharedTile([2 * warpgroups, 64, cols], dtype, name=f"{name}_tiles").tile
         self.full = T.alloc_barrier([4 * warpgroups] * 2)  # every warp has written its share
-        self.empty = T.alloc_barrier([4 * warpgroups] * 2)  # every warp is done with all tiles
+        self.empty = T.alloc_barrier([readers or 4 * warpgroups] * 2)  # every reader is done with all tiles
 
     def slot(self, step: Any) -> Any:
         return step % 2
@@ -282,11 +287,11 @@ class ExchangeRing(WrittenTiles):
 
 
 def alloc_exchange(
-    two_slots: bool, warpgroups: int, cols: int, dtype: str, name: str
+    two_slots: bool, warpgroups: int, cols: int, dtype: str, name: str, readers: int | None = None
 ) -> Exchange | ExchangeRing:
     """Shared memory of tiles [64, cols] that a warpgroup writes and all read."""
     if two_slots:
-        return ExchangeRing(warpgroups, cols, dtype, name)
+        return ExchangeRing(warpgroups, cols, dtype, name, readers)
     return Exchange(warpgroups, [64, cols], dtype, name)
 
 

@@ -33,14 +33,16 @@ class Roles:
     Args:
         warpgroups: consumer warpgroups.
         threads: threads per CTA, including the producer's.
-        registers: registers per thread of (the producer, the consumers); None: as at launch.
+        registers: registers per thread of (the producer, the consumers), then of the warpgroup apart, if there is one; None: as at launch.
         one_body: consumers share one body of code; else each warpgroup has a copy.
+        apart: there is a warpgroup between the consumers and the producer's warps; not with one_body.
     """
 
     warpgroups: int
     threads: int
-    registers: tuple[int, int] | None
+    registers: tuple[int, ...] | None
     one_body: bool
+    apart: bool = False
 
     @property
     def block(self) -> Any:
@@ -57,12 +59,18 @@ class Roles:
         """Warpgroups to make a copy of the consumers' code for."""
         return () if self.one_body else tuple(range(self.warpgroups))
 
+    @property
+    def producer_thread(self) -> int:
+        """First thread of the producer's warps."""
+        return WARPGROUP * (self.warpgroups + self.apart)
+
     @T.inline
-    def run(self, produce, consume, assist=None, more=()):
+    def run(self, produce, consume, assist=None, more=(), apart=None):
         """Run produce() in the producer warp, and consume(w) in consumer warpgroup w.
 
         assist: function that the warp after the producer's runs.
         more: up to two functions that the warps after it run; not with one_body.
+        apart: function that the warpgroup apart runs.
         """
         if self.one_body:
             if T.get_thread_binding(1) == self.warpgroups:
@@ -82,26 +90,30 @@ class Roles:
                 consume(w)
         else:
             thread = T.get_thread_binding()
-            if thread >= WARPGROUP * self.warpgroups:
+            if thread >= self.producer_thread:
                 if self.registers is not None:
                     T.dec_max_nreg(self.registers[0])
                 if assist is None:
-                    if thread < WARPGROUP * self.warpgroups + 32:
+                    if thread < self.producer_thread + 32:
                         produce()
                 elif len(more) == 0:
-                    if thread < WARPGROUP * self.warpgroups + 32:
+                    if thread < self.producer_thread + 32:
                         produce()
-                    elif thread < WARPGROUP * self.warpgroups + 64:
+                    elif thread < self.producer_thread + 64:
                         assist()
                 else:
-                    if thread < WARPGROUP * self.warpgroups + 32:
+                    if thread < self.producer_thread + 32:
                         produce()
-                    elif thread < WARPGROUP * self.warpgroups + 64:
+                    elif thread < self.producer_thread + 64:
                         assist()
-                    elif thread < WARPGROUP * self.warpgroups + 96:
+                    elif thread < self.producer_thread + 96:
                         more[0]()
                     elif len(more) > 1:
                         more[1]()
+            if self.apart:
+                with T.ws(self.warpgroups):
+                    T.dec_max_nreg(self.registers[2])
+                    apart()
             for w in self.copies:
                 with T.ws(w):
                     if self.registers is not None:

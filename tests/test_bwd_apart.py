@@ -1,0 +1,61 @@
+"""Backward in the order "apart": its threads and registers, and on a GPU its gradients, whose dq a third warpgroup computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_bwd import run
+
+from tl_attention.kernel_configs import BwdConfig, BwdPass
+from tl_attention.kernels.pipeline import APART_REGISTERS
+from tl_attention.kernels.roles import WARPGROUP
+from tl_attention.legality import fault
+from tl_attention.problem import AttnProblem
+from tl_attention.target import REGISTERS
+from tl_attention.testing.shapes import Shape
+
+
+def apart(schedule: str) -> BwdConfig:
+    return BwdConfig((BwdPass("dq+dk+dv", 64, 128, 2, 2, True, "apart", schedule),))
+
+
+@pytest.mark.parametrize("schedule", ["dynamic", "dynamic-late", "split"])
+def test_a_third_warpgroup_fits(schedule):
+    config = apart(schedule)
+    assert config.passes[0].threads == 4 * WARPGROUP
+    producer, consumers, third = APART_REGISTERS
+    assert WARPGROUP * (producer + 2 * consumers + third) <= REGISTERS
+    assert fault(AttnProblem("bfloat16", 128, 128, True), config) is None
+
+
+def test_it_is_not_deterministic():
+    config = apart("ordered")
+    assert "got 'apart'" in fault(AttnProblem("bfloat16", 128, 128, True), config)
+    assert not apart("split").deterministic
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["dynamic", "dynamic-late", "split"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "2,3,3,1000,1000,128,128,causal",
+        "2,3,3,1000,1000,128,128,full",
+        "1,6,2,900,1031,128,128,causal",
+        "1,6,2,1031,900,128,120,full",
+        "3,4,4,77,333,104,128,causal",  # fewer steps than parts
+        "1,1,1,1,1,128,128,full",
+        "2,8,2,2048,2048,128,128,causal",  # CTAs compute several tiles
+        "12,12,12,1024,1024,128,128,full",
+    ],
+)
+def test_gradients_match_the_reference(shape, schedule):
+    run(Shape.parse(shape), config=apart(schedule))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_match_in_each_layout_and_dtype(layout, dtype):
+    shape = Shape.parse("3,12,4,400,700,128,128,causal")
+    run(shape, dtype, layout, scale=0.3, lse_base2=True, with_dlse=True, config=apart("split"))

@@ -1,0 +1,106 @@
+"""dQ by a warpgroup of its own, which owns no keys: the order "apart" of a backward by keys.
+
+The consumers only share dS' of each step. The product of dQ, its registers and its additions are not theirs. A warp adds 16 rows of 64
+columns at a time: it writes them to shared memory, from where TMA adds them to the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tilelang.language as T
+
+from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
+
+ROWS, COLUMNS = 64, 64  # of dQ at a time: 32 registers
+
+# tile: 4 KB of shared memory per warp, in the order of FragmentBlocks, where the blocks of 16 rows are contiguous
+ADD_BY_TMA = """
+#include <tl_templates/cuda/copy_sm90.h>
+template <int cols, int width_blocks>
+TL_DEVICE void tl_attention_add_by_tma(float const *first_block, float *tile, void const *fragment) {
+  float4 const *numbers = reinterpret_cast<float4 const *>(fragment);
+  int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  float4 *share = reinterpret_cast<float4 *>(tile) + warp * (cols / 8 * 32);
+  tl::tma_store_wait<0, true>();
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < cols / 8; ++i) share[i * 32 + lane] = numbers[i];
+  tl::fence_proxy_async();
+  __syncwarp();
+  if (lane == 0) {
+    float *place = const_cast<float *>(first_block) + warp * (width_blocks * 128);
+    tl::tma_store_add(reinterpret_cast<float *>(share), place, cols * 64);
+    tl::tma_store_arrive();
+  }
+}
+"""
+
+
+@T.meta_class
+class DqSums:
+    """Shared memory in which dQ waits to be added. Needs ADD_BY_TMA."""
+
+    def __init__(self, name: str = "dq_sums"):
+        self.tile = T.alloc_shared([ROWS * COLUMNS], "float32")
+
+    @T.inline
+    def add(self, acc_dq, sums, row_block, first_col):
+        """Start to add a fragment [64, columns], when the additions before have read the shared memory."""
+        name = f"tl_attention_add_by_tma<{acc_dq.shape[1]}, {sums.tensor.shape[1]}>"
+        T.evaluate(
+            T.call_extern(
+                "handle",
+                name,
+                T.address_of(sums.tensor[row_block, first_col // 8, 0, 0]),
+                T.address_of(self.tile[0]),
+                acc_dq.data,
+            )
+        )
+
+    # As AnyOrder: the consumers add nothing
+    def wait(self, step: Any) -> None:
+        return None
+
+    def announce(self, step: Any) -> None:
+        return None
+
+
+@T.macro
+def add_step(producer, acc_dq, step, tile, blocks):
+    """Compute dQ = dS K of a step, and add it to the sums."""
+    tiles, shared = producer.tiles, producer.shared
+    row_block = tiles.dq_row_block(tile, blocks.head, blocks.query)
+    shared.dS.wait(step)
+    for first_col in tuple(range(0, producer.problem.head_dim, COLUMNS)):
+        for w in tuple(range(producer.config.warpgroups)):
+            T.wgmma_gemm(
+                shared.dS.columns(step, w, slice(0, ROWS)),
+                shared.K.tiles[w, :, first_col : first_col + COLUMNS],
+                acc_dq,
+                transpose_A=True,
+                policy=T.GemmWarpPolicy.FullRow,
+                clear_accum=w == 0,
+            )
+        T.wait_wgmma(0)
+        if first_col + COLUMNS == producer.problem.head_dim:
+            shared.dS.release(step)
+        shared.adding.add(acc_dq, tiles.dQ_sum, row_block, first_col)
+
+
+def add_dq(producer: KeyTileProducer) -> None:
+    """Add dQ of each step of a CTA."""
+    config, ring = producer.config, producer.shared.K
+    acc_dq = T.alloc_fragment([ROWS, COLUMNS], "float32")
+
+    def for_all_keys(call: Callable[[Any], Any], turn: Any) -> None:
+        for w in range(config.warpgroups):
+            call(key_step(config, turn, w))
+
+    producer.walk(
+        lambda *place: add_step(producer, acc_dq, *place),
+        begin=lambda turn: for_all_keys(ring.wait, turn),
+        end=lambda turn: for_all_keys(ring.release, turn),
+    )
+    T.tma_store_wait(0, False)

@@ -30,8 +30,8 @@ CTA_STEPS, COMBINE_STEPS, PART_STEPS = 3, 5, 1 / 8
 MERGE_STEPS, MIN_PIECE, LEAST_GAIN = 1, 4, 2
 # Steps that it costs to begin, for a second piece of a CTA, and for each tile that a CTA has alone; where they share all tiles
 # under a causal mask, for each tile. Time of a step with a running row max over that of one with a held one, as whole tiles have it.
-# Fitted to 137 shapes on an H200 (2026-11-23, docs/measurements.md, "Few tiles per SM")
-BEGIN_STEPS, SECOND_STEPS, WHOLE_STEPS, TILE_COST, RUNNING_MAX = 1.5, 1, 0.5, 2, 1.2
+# Fitted to 580 shapes on an H200 (2026-11-23, docs/measurements.md, "Forward: few tiles per SM")
+BEGIN_STEPS, SECOND_STEPS, WHOLE_STEPS, TILE_COST, RUNNING_MAX = 1.5, 1, 0.5, 2, 1.1
 MAX_WAVES = 6  # the most whole tiles per SM beside shared ones: with more the last wave is little, and none were measured
 MAX_STEPS = 2**31  # the kernel numbers steps by int32, times the number of sharers
 TIME_SLACK = 1.04  # fewer splits are taken if their time is at most this times the shortest
@@ -135,7 +135,7 @@ def key_splits(tiles: int, steps: int, sms: int) -> int:
     return next(splits for splits, t in enumerate(times, 1) if t <= limit)
 
 
-def splits_time(tiles: int, steps: int, sms: int, splits: int, step: float = 1) -> float:
+def splits_time(tiles: int, steps: float, sms: int, splits: int, step: float = 1) -> float:
     """Time of tiles whose steps `splits` CTAs share, see key_splits(). step: time of a step."""
     combine = COMBINE_STEPS + splits * PART_STEPS if splits > 1 else 0
     waves = -(-tiles * splits // sms)
@@ -172,8 +172,14 @@ def saves_time(shares: Sharing, heads: int, seqlen_q: int, seqlen_k: int, sms: i
         return False
     shared = pieces_time(tiles - whole, steps, sharers, RUNNING_MAX, SECOND_STEPS)
     if splits > 1:
-        return shared < splits_time(tiles, steps, sms, splits, RUNNING_MAX)
+        return shared + LEAST_GAIN < _splits_time_of(shares, heads, seqlen_q, steps, sms, splits)
     return shared + BEGIN_STEPS + whole // sms * WHOLE_STEPS <= steps + CTA_STEPS
+
+
+def _splits_time_of(shares: Sharing, heads: int, seqlen_q: int, steps: float, sms: int, splits: int) -> float:
+    """splits_time() in steps of a shared tile with a held row max. Tiles of TILE queries may have fewer empty rows."""
+    blocks, rows = -(-seqlen_q // TILE), -(-seqlen_q // shares.block_M) * shares.block_M
+    return splits_time(heads * blocks, steps, sms, splits, RUNNING_MAX * blocks * TILE / rows)
 
 
 def _saves_time_under_causal_mask(
@@ -190,7 +196,7 @@ def _saves_time_under_causal_mask(
     merged = -(-steps[0] // share)
     shared = step * RUNNING_MAX * share + CTA_STEPS + (1 + merged) * MERGE_STEPS
     if splits > 1:
-        return shared < splits_time(tiles, steps[0] * step, sms, splits, RUNNING_MAX)
+        return shared < _splits_time_of(shares, heads, seqlen_q, steps[0] * step, sms, splits)
     waves = (steps[i // heads] * (i // sms + 1) for i in range(0, tiles, sms))
     return shared < step * max(heads * sum(steps) / sms, *waves) + CTA_STEPS
 

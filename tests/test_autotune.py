@@ -31,7 +31,7 @@ from tl_attention.tuning.steps import Row, Steps
 # Subprocesses import this file; with its imports preloaded they start at once
 sandbox.PRELOAD = (*sandbox.PRELOAD, "pytest", "rich.console")
 
-SHAPE = Shape(1, 8, 8, 2048, 2048, 256, 256, True)
+SHAPE = Shape(4, 8, 8, 2048, 2048, 256, 256, True)
 PROBLEM = AttnProblem("bfloat16", 256, 256, True)
 GOOD = cubin.Report(168, 0, 1000, 100, 1, (), 8, 4, 1, 0, (400,), "SASS")
 

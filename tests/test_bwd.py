@@ -208,7 +208,8 @@ def test_bwd_compiles_once_per_length_class(causal, deterministic, monkeypatch):
             deterministic=deterministic,
             seed=i,
         )
-        fwd_bucket = launch.fwd_bucket(shape.batch, shape.heads_q, seqlen_q, seqlen_k, sms)
+        shares = launch.splits.sharing(AttnProblem("bfloat16", 128, 128, causal), gpu)
+        fwd_bucket = launch.fwd_bucket(shape.batch, shape.heads_q, seqlen_q, seqlen_k, sms, shares)
         direction = "bwd_det" if deterministic else "bwd"
         of_gradients = bwd_bucket(deterministic, shape.heads_q, shape.heads_kv, seqlen_k)
         for name, bucket in (("fwd", fwd_bucket), (direction, of_gradients)):

@@ -262,9 +262,9 @@ def test_config_without_a_length_has_every_bucket(no_user_tables, capsys):
 
 @pytest.mark.parametrize(
     ("batch", "gpu", "bucket"),
-    [(1, "h200", "split"), (64, "h200", "long"), (10, "h200", "split"), (10, "h20", "long")],
+    [(1, "h200", "split"), (64, "h200", "long"), (10, "h200", "few"), (9, "h20", "long"), (10, "h20", "few")],
 )
-def test_config_finds_the_split_bucket_by_the_sizes(batch, gpu, bucket, no_user_tables, capsys):
+def test_config_finds_buckets_of_few_tiles_by_the_sizes(batch, gpu, bucket, no_user_tables, capsys):
     sizes = (f"batch={batch}", "heads=8", "seqlen_q=128", "seqlen_k=16384")
     lines = run_config(capsys, "d128", "full", *sizes, "--gpu", gpu)
     assert lines[0].startswith(f"fwd bf16 d128 full {bucket} on ")
@@ -274,7 +274,8 @@ def test_config_finds_the_split_bucket_by_the_sizes(batch, gpu, bucket, no_user_
     ("words", "buckets"),
     [
         (("d128", "seqlen_k=64"), ["short"]),
-        (("d128", "seqlen_k=64", "seqlen_q=65"), ["256", "split"]),
+        (("d128", "seqlen_k=64", "seqlen_q=65"), ["256", "split", "few"]),
+        (("d128", "softcap", "seqlen_k=9000"), ["softcap long", "softcap split"]),
         (("d128", "seqlen_k=5000", "--pass", "bwd"), ["long"]),
         (("d128", "seqlen_k=128", "--pass", "bwd_det"), ["tile"]),
         (("d64", "seqlen_k=150", "--pass", "bwd"), ["tile192"]),

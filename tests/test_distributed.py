@@ -17,7 +17,7 @@ from distributed_ranks import Processes
 from tl_attention import configs
 from tl_attention.compilation import building
 from tl_attention.kernel_configs import KernelConfig
-from tl_attention.problem import BUCKETS, SPLIT_BUCKET, AttnProblem
+from tl_attention.problem import BUCKETS, FEW_BUCKET, SPLIT_BUCKET, AttnProblem
 
 pytestmark = [pytest.mark.filterwarnings("ignore:.*CPU"), pytest.mark.xdist_group("distributed")]
 RANDOM = 200
@@ -163,6 +163,7 @@ def kernels_for_gpus(gpu: str) -> list[tuple[AttnProblem, KernelConfig]]:
     found, short = [], ("1k", SPLIT_BUCKET)
     for causal, names, buckets, directions in (
         *((causal, varlen, (*BUCKETS[:2], SPLIT_BUCKET), ("fwd", "bwd")) for causal in (True, False) for varlen in ((), ("varlen",))),
+        *((causal, (), (FEW_BUCKET,), ("fwd",)) for causal in (True, False)),
         *((causal, (), ("1k",), ("bwd_det",)) for causal in (True, False)),
         (False, ("window",), (*BUCKETS[:2], SPLIT_BUCKET), ("fwd", "bwd")),
         *((True, names, short, ("fwd", "bwd")) for names in (("softcap", "sink"), ("alibi",), ("dropout",), ("dropout", "varlen"))),
@@ -176,7 +177,9 @@ def kernels_for_gpus(gpu: str) -> list[tuple[AttnProblem, KernelConfig]]:
                 found += config.kernels(problem)
                 if direction != "fwd":  # of the ring
                     found += config.kernels(replace(problem, options=(*asked, "partial")))
-                if direction == "fwd" and bucket != SPLIT_BUCKET and "sink" not in names:  # of the ring
+                if (
+                    direction == "fwd" and bucket not in (SPLIT_BUCKET, FEW_BUCKET) and "sink" not in names
+                ):  # of the ring
                     added = replace(problem, options=(*asked, "added"))
                     found += replace(config, hold_max=False).kernels(added)
     return list(dict.fromkeys(found))

@@ -116,12 +116,10 @@ CURATED = {
     "scale-1e-30": ("2,4,4,300,333,128,causal", {"scale": 1e-30}),
 }
 
-# (schedule, causal): shared takes no mask
 MASKED_SCHEDULES = [
     pytest.param(schedule, causal, id=f"{schedule}-{'causal' if causal else 'full'}")
     for schedule in SCHEDULES
     for causal in (False, True)
-    if not (causal and schedule == "shared")
 ]
 
 
@@ -137,7 +135,8 @@ def test_fwd_matches_reference(shape, options):
 def test_fwd_every_schedule_matches_reference(schedule, causal, dims):
     """Every schedule, independent of the tuned table, with fewer tiles than SMs, as many, and many more."""
     problem = AttnProblem("bfloat16", *dims, causal)
-    config = replace(default_config(problem), schedule=schedule, q_stages=1, hold_max=schedule != "grid")
+    holds = schedule != "grid" and not (causal and schedule == "shared")
+    config = replace(default_config(problem), schedule=schedule, q_stages=1, hold_max=holds)
     for batch, heads, seqlen in ((1, 1, 100), (1, 132, 100), (4, 12, 1500)):
         run(Shape(batch, heads, heads, seqlen, seqlen + 30, *dims, causal), config=config)
 
@@ -280,7 +279,8 @@ def test_fwd_compiles_once_per_length_class(causal, monkeypatch):
             1 + i % 3, 4, 1 + i % 2, seqlen_q, seqlen_k, 128 - 8 * (i % 3), 128 - 8 * (i % 3), causal
         )
         run(shape, layout=LAYOUTS[i % 3], scale=0.1 + i / 1000, lse_base2=bool(i % 2), seed=i)
-        bucket = launch.fwd_bucket(shape.batch, shape.heads_q, seqlen_q, seqlen_k, sms)
+        shares = launch.splits.sharing(problem, gpu)
+        bucket = launch.fwd_bucket(shape.batch, shape.heads_q, seqlen_q, seqlen_k, sms, shares)
         kernels |= {*pick_config(problem, bucket, gpu)[0].kernels(problem)}
         assert building.compile_count() == len(kernels)
 

@@ -69,7 +69,7 @@ DOORS = {
     "launch/seen": "torch",
     "launch/arrays": "torch checks/common problem",
     "launch/tickets": "torch",
-    "launch/splits": "options problem",
+    "launch/splits": "configs options problem",
     "launch/traced": "torch program compilation/store",
     "launch/block_lists": "torch program launch/mask_bits",
     "launch/mask_bits": "torch program tracing/program_values",

@@ -9,7 +9,7 @@ import torch
 
 from tl_attention import launch
 from tl_attention.kernel_configs import FwdConfig
-from tl_attention.launch.splits import fwd_bucket, key_splits, packed_splits
+from tl_attention.launch.splits import Sharing, fwd_bucket, key_splits, packed_splits, sharing
 from tl_attention.options import Options
 from tl_attention.problem import MAX_SPLITS, AttnProblem
 
@@ -61,6 +61,52 @@ def test_fwd_bucket_follows_from_the_shape():
     assert fwd_bucket(4, 16, 4096, 4096, SMS) == "4k"
     assert fwd_bucket(1, 128, 128, 16384, SMS) == "long"
     assert fwd_bucket(1, 128, 128, 16384, 2 * SMS) == "split"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bucket"),
+    [
+        # batch, heads, seqlen_q, seqlen_k; without a mask, and with a causal one
+        (
+            (1, 12, 2048, 2048),
+            ("few", "4k"),
+        ),  # 60 tiles are left; 1.45 waves of causal tiles, the longest first
+        ((1, 5, 4096, 4096), ("few", "few")),
+        ((1, 4, 4096, 4096), ("4k", "few")),  # 128 tiles
+        ((1, 8, 2048, 2048), ("4k", "few")),
+        ((1, 16, 2048, 2048), ("4k", "4k")),
+        ((1, 24, 1500, 1500), ("few", "4k")),
+        ((1, 40, 1024, 1024), ("few", "1k")),
+        ((1, 33, 3000, 3000), ("4k", "4k")),  # six tiles per SM
+        ((1, 16, 700, 700), ("1k", "1k")),  # too short
+        ((1, 20, 1024, 8192), ("few", "few")),  # a chunk of a prompt
+        ((1, 1, 8192, 8192), ("few", "few")),
+        ((1, 8, 128, 16384), ("split", "split")),  # 16 pieces per tile take a CTA long to merge
+        ((64, 16, 4096, 4096), ("4k", "4k")),
+        ((8, 16, 59, 64), ("short", "short")),
+    ],
+)
+def test_few_tiles_are_shared_where_it_saves_time(sizes, bucket):
+    assert tuple(fwd_bucket(*sizes, SMS, Sharing(128, 128, causal)) for causal in (False, True)) == bucket
+    assert fwd_bucket(*sizes, SMS) != "few"
+
+
+def test_few_tiles_of_other_sm_counts_are_shared():
+    """128 tiles of nearly equal length are a wave of 132 SMs, and more than one of 114."""
+    for shares in (Sharing(128, 128, False), Sharing(128, 128, True)):
+        assert fwd_bucket(1, 8, 2048, 32768, 132, shares) == "long"
+        assert fwd_bucket(1, 8, 2048, 32768, 114, shares) == "few"
+
+
+def test_tiles_are_shared_without_options():
+    plain = AttnProblem("bfloat16", 64, 64, False)
+    assert sharing(plain, "NVIDIA H200") == Sharing(192, 128, False)
+    assert sharing(AttnProblem("float16", 128, 128, True), "NVIDIA H200") == Sharing(128, 128, True)
+    for problem in (
+        AttnProblem("float32-high", 64, 64, False),
+        AttnProblem("bfloat16", 64, 64, False, ("window",)),
+    ):
+        assert sharing(problem, "NVIDIA H200") is None
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from tl_attention.kernel_configs import (
 from tl_attention.problem import (
     BUCKETS,
     DIRECTIONS,
+    FEW_BUCKET,
     HALF_DTYPES,
     OPTIONS,
     SHARED_BUCKET,
@@ -178,11 +179,17 @@ def derived_schedule(problem: AttnProblem) -> str:
 
 
 def default_config(problem: AttnProblem, direction: str = "fwd", bucket: str | None = None) -> Config:
-    """The config of a problem without a tuned row. In the split bucket: `split` of its class, else `default` made a split config."""
+    """The config of a problem without a tuned row: that of its class for the bucket, else `default`; see bucket_config."""
     table = _class_table(problem, direction)
-    if bucket != SPLIT_BUCKET:
-        return _config(problem, table.get(bucket, table["default"]), direction)
-    return split_config(_fwd_config(problem, table.get("split", table["default"])))
+    config = _config(problem, table.get(bucket, table["default"]), direction)
+    return bucket_config(problem, config, bucket) if direction == "fwd" else config
+
+
+def bucket_config(problem: AttnProblem, config: FwdConfig, bucket: str | None) -> FwdConfig:
+    """A forward config made one for a bucket: SPLIT_BUCKET, or FEW_BUCKET if CTAs can share tiles; for others itself."""
+    if bucket == SPLIT_BUCKET:
+        return split_config(config)
+    return shared_config(problem, config) if bucket == FEW_BUCKET and problem.can_share else config
 
 
 def option_sets() -> dict[str, list[list[str]]]:
@@ -193,6 +200,17 @@ def option_sets() -> dict[str, list[list[str]]]:
 def split_config(config: FwdConfig) -> FwdConfig:
     """The same tile, with its keys split among several CTAs."""
     return replace(config.without_hold_max(), schedule="grid", q_stages=1, split=True)
+
+
+def shared_config(problem: AttnProblem, config: FwdConfig) -> FwdConfig:
+    """The same tile, with tiles shared among CTAs by their keys."""
+    return replace(config.without_hold_max() if problem.causal else config, schedule="shared")
+
+
+def sharing_config(problem: AttnProblem, gpu_name: str) -> FwdConfig | None:
+    """The config for few tiles per SM on a GPU (by its name in torch); None if CTAs do not share tiles there."""
+    config = pick_config(problem, FEW_BUCKET, gpu_name)[0] if problem.can_share else None
+    return config if config and config.schedule == "shared" else None
 
 
 @dataclass(frozen=True)
@@ -240,12 +258,12 @@ def option_config(problem: AttnProblem, bucket: str, direction: str = "fwd") -> 
 
 
 def candidates(problem: AttnProblem, bucket: str, direction: str = "fwd") -> list[Config]:
-    """Legal configs of the grid for a bucket, the default first. The split bucket has the tiles of all lengths as split configs."""
+    """Legal configs of the grid for a bucket, the default first. Those of SPLIT_BUCKET and FEW_BUCKET have the tiles of all lengths."""
     found = [default_config(problem, direction, bucket)]
     for line in _class_table(problem, direction)["search"]:
         configs = _line_configs(problem, line, direction)
-        if bucket == SPLIT_BUCKET and "buckets" not in line:
-            found += map(split_config, configs)
+        if bucket in (SPLIT_BUCKET, FEW_BUCKET) and "buckets" not in line:
+            found += [bucket_config(problem, config, bucket) for config in configs]
         elif bucket in line.get("buckets", (*BUCKETS, SHARED_BUCKET)):
             found += configs
     return [config for config in dict.fromkeys(found) if legality.fault(problem, config, direction) is None]
@@ -327,8 +345,8 @@ def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Ch
             misses.append(miss)
             continue
         config = line.config(problem, direction)
-        if direction == "fwd" and bucket == SPLIT_BUCKET:
-            config = split_config(config)
+        if direction == "fwd":
+            config = bucket_config(problem, config, bucket)
         source = f"{line.name} of {data_dir() / 'grid.toml'}, for {' '.join(line.serves)}"
         return Choice(config, source, tuple(misses))
     raise AssertionError(f"no [options.{problem.tile_class}] line serves {problem}")

@@ -16,7 +16,8 @@ from tl_attention.program import stored_dtype
 #   grid        one CTA per tile, longest tiles first
 #   persistent  one CTA per SM, computing every ctas-th tile
 #   dynamic     one CTA per SM, drawing the next tile from a counter
-#   shared      as persistent; CTAs share the last tiles by their keys. Without a mask, options and programs, and not in fp32
+#   shared      as persistent; CTAs share the last tiles by their keys, under a causal mask all tiles. Without options and programs,
+#               not in fp32, and under a causal mask without hold_max
 SCHEDULES = ("grid", "persistent", "dynamic", "shared")
 
 # Gradients that one backward pass computes. "dq" alone: a CTA owns queries and loops over keys. The others: a CTA owns keys and

@@ -270,12 +270,10 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return fault
     if config.schedule not in SCHEDULES:
         return f"schedule: expected one of {', '.join(SCHEDULES)}, got {config.schedule!r}"
-    if config.schedule == "shared" and (
-        problem.causal or problem.options or problem.program is not None or problem.is_fp32
-    ):
-        return (
-            "schedule: expected another than shared with a mask, options or a program and in fp32, got shared"
-        )
+    if config.schedule == "shared" and not problem.can_share:
+        return "schedule: expected another than shared with options or a program and in fp32, got shared"
+    if config.schedule == "shared" and config.hold_max and problem.causal:
+        return "hold_max: expected False where CTAs share all tiles of a causal mask, got True"
     if config.q_stages not in (1, 2):
         return f"q_stages: expected 1 or 2, got {config.q_stages}"
     if config.q_stages > 1 and config.schedule == "grid":

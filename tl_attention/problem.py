@@ -83,6 +83,8 @@ SPLIT_BUCKET = "split"
 SHORT_BUCKET, SHORT_ROWS = "short", 64
 # Another: numbers of queries that leave a third of the rows of tiles of 192 empty, and few of tiles of 128; with at most 1024 keys
 ROWS_BUCKET, ROWS_OF_BUCKET = "256", (*range(65, 129), *range(193, 257))
+# Another: problems with few tiles per SM, where it saves time if CTAs share tiles by their keys, see launch.splits.fwd_bucket
+FEW_BUCKET = "few"
 # Another, without tuned rows: block masks with bits whose blocks tiles of program.JOINED_ROWS queries join at little cost
 JOINED_BUCKET = "joined"
 # One more bucket of the deterministic backward: query heads that share key heads. Additions to dq in a fixed order wait long there
@@ -99,6 +101,7 @@ STAND_INS = {
     SPLIT_BUCKET: (),
     SHORT_BUCKET: BUCKETS,
     ROWS_BUCKET: BUCKETS,
+    FEW_BUCKET: (),
     SHARED_BUCKET: ("4k", "long", "1k"),
     TILE_BUCKET: BUCKETS,
     WIDE_TILE_BUCKET: BUCKETS,
@@ -224,6 +227,11 @@ class AttnProblem:
         """True where the ALiBi bias is linear in the key on each side of the diagonal, and a forward computes it so: without a mask."""
         others = {*self.options} - {"alibi", "sink", "varlen"}
         return self.has("alibi") and not self.causal and not others and not self.is_fp32
+
+    @property
+    def can_share(self) -> bool:
+        """True for a forward whose CTAs can share tiles by their keys without a kernel after it: the schedule shared."""
+        return not self.options and self.program is None and not self.is_fp32
 
     @property
     def profits_from_held_max(self) -> bool:
@@ -412,7 +420,7 @@ def decode_width(head_dim: int, head_dim_v: int) -> tuple[int, int]:
 def buckets(direction: str) -> tuple[str, ...]:
     """The buckets of a problem in one of DIRECTIONS: one tuned row each."""
     more = {
-        "fwd": (SPLIT_BUCKET, SHORT_BUCKET, ROWS_BUCKET),
+        "fwd": (SPLIT_BUCKET, SHORT_BUCKET, ROWS_BUCKET, FEW_BUCKET),
         "bwd": (TILE_BUCKET, WIDE_TILE_BUCKET),
         "bwd_det": (TILE_BUCKET, WIDE_TILE_BUCKET, SHARED_BUCKET),
     }

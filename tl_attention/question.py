@@ -19,6 +19,7 @@ from tl_attention.problem import (
     DEFAULT_DTYPE,
     DIRECTIONS,
     DTYPES,
+    FEW_BUCKET,
     OPTIONS,
     SHARED_BUCKET,
     SHORT_BUCKET,
@@ -136,7 +137,7 @@ def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[str]:
         return
     problem = _problem(question, direction)
     answers: dict[str, list[str]] = {}
-    for bucket in _buckets(question, direction, gpu.sms):
+    for bucket in _buckets(question, problem, direction, gpu):
         choice = configs.choose_config(problem, bucket, gpu.name, direction)
         lines = [f"{choice.config!r}", f"from {choice.source}"]
         lines += [f"tried before: {miss}" for miss in choice.misses]
@@ -169,7 +170,7 @@ def check_head_dims(head_dim: int, head_dim_v: int, direction: str, dtype: str =
         raise ValueError(f"head dims: expected at most one of {known} for {direction}, got {got}")
 
 
-def _buckets(question: Question, direction: str, sms: int) -> Sequence[str]:
+def _buckets(question: Question, problem: AttnProblem, direction: str, gpu: Gpu) -> Sequence[str]:
     """The buckets a question is about: the one it names, those that its sizes leave possible, or all."""
     known, sizes = buckets(direction), question.sizes
     if question.bucket:
@@ -179,7 +180,7 @@ def _buckets(question: Question, direction: str, sms: int) -> Sequence[str]:
             )
         return [question.bucket]
     if "seqlen_k" not in sizes:
-        return known
+        return [bucket for bucket in known if bucket != FEW_BUCKET or problem.can_share]
     by_length = length_bucket(sizes["seqlen_k"])
     if direction != "fwd":
         if {"heads", "heads_kv"} <= sizes.keys():
@@ -190,11 +191,16 @@ def _buckets(question: Question, direction: str, sms: int) -> Sequence[str]:
         return [by_length, SPLIT_BUCKET]
     from tl_attention import launch
 
-    seqlen_q = sizes.get("seqlen_q", sizes["seqlen_k"])
+    seqlen_q, shares = sizes.get("seqlen_q", sizes["seqlen_k"]), launch.splits.sharing(problem, gpu.name)
     if {"batch", "heads"} <= sizes.keys():
-        return [launch.splits.fwd_bucket(sizes["batch"], sizes["heads"], seqlen_q, sizes["seqlen_k"], sms)]
-    whole = launch.splits.fwd_bucket(sms, 1, seqlen_q, sizes["seqlen_k"], sms)  # a CTA per SM: no split
-    return [whole] if whole == SHORT_BUCKET else [whole, SPLIT_BUCKET]
+        counts = sizes["batch"], sizes["heads"]
+        return [launch.splits.fwd_bucket(*counts, seqlen_q, sizes["seqlen_k"], gpu.sms, shares)]
+    whole = launch.splits.fwd_bucket(
+        gpu.sms, 1, seqlen_q, sizes["seqlen_k"], gpu.sms
+    )  # a CTA per SM: no split
+    if whole == SHORT_BUCKET:
+        return [whole]
+    return [whole, SPLIT_BUCKET, FEW_BUCKET] if shares else [whole, SPLIT_BUCKET]
 
 
 def _answer_decode(question: Question) -> Iterator[str]:

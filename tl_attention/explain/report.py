@@ -51,7 +51,7 @@ BOUND_ADVICE = {
 SCHEDULES = {
     "grid": "one CTA per tile, longest tiles first",
     "persistent": "one CTA per SM takes every n-th tile: without a mask all tiles are equally long",
-    "shared": "as persistent; CTAs share the keys of the last tiles",
+    "shared": "as persistent; CTAs share the keys of the last tiles, under a causal mask those of all tiles",
     "dynamic": "one CTA per SM draws its next tile from a counter, the longest first: tiles differ in length",
     "dynamic-late": "as dynamic; the next tile is drawn at the end of one, as tiles are long",
     "ordered": "as dynamic-late; tiles add to dq in the order in which they are drawn",

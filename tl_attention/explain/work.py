@@ -182,7 +182,8 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
     longest = max(k for _, k in lengths)
     bucket = length_bucket(longest)
     if not shape.is_varlen:
-        bucket = splits.fwd_bucket(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k, gpu.sms)
+        sizes = shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k
+        bucket = splits.fwd_bucket(*sizes, gpu.sms, splits.sharing(problem, gpu.name))
     choice = configs.choose_config(problem, functions.fwd_bucket(asked, bucket), gpu.name, direction)
     config: FwdConfig = choice.config
     by_sequence, heads, alike, cut = _steps_of(shape, asked, config.block_M, config.block_N, by_keys=False)
@@ -200,6 +201,8 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
     tiles = launch_order(by_sequence, heads, group, shape.is_varlen, ordered, last=True)
     if number > 1:
         tiles = runs((-(-steps // number), count * number) for steps, count in tiles)
+    elif config.schedule == "shared":
+        tiles = _shared_tiles(shape, config, tiles, gpu)
     kernel = Kernel(
         "forward",
         config,
@@ -222,6 +225,20 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
         shape, direction, gpu, problem, config, choice.source, choice.misses, _least_bytes(shape, direction, problem, asked),
         (kernel,), tuple(helpers), number, asked=asked, again_bytes=_again_bytes(shape, asked, 0, gpu),
     )  # fmt: skip
+
+
+def _shared_tiles(shape: Shape, config: FwdConfig, tiles: Runs, gpu: Gpu) -> Runs:
+    """Tiles of the schedule shared: those that a CTA has alone, and the share of each CTA in the others."""
+    steps, count = (sum(n * longest for longest, n in tiles), sum(n for _, n in tiles))
+    if shape.causal:
+        heads, blocks = shape.batch * shape.heads_q, (config.block_M, config.block_N)
+        _, sharers, _ = splits.causal_shares(heads, shape.seqlen_q, shape.seqlen_k, *blocks, gpu.sms)
+        return ((steps / sharers, sharers),)
+    ((longest, _),) = tiles
+    whole, sharers = splits.shared_tiles(count, longest, gpu.sms)
+    return runs(
+        [(longest, whole), ((count - whole) * longest / max(sharers, 1), sharers)][: 1 + bool(sharers)]
+    )
 
 
 def _parts_helpers(shape: Shape, problem: AttnProblem, of_q: int) -> list[Helper]:

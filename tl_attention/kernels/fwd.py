@@ -54,7 +54,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         fwd_combine.py merges: O [splits, batch, heads, seqlen_q, head_dim_v], Lse [splits, batch, heads, seqlen_q], fp32 and base 2;
         varlen: see tiles.PackedPartTiles. An empty share has O = 0, Lse = -inf.
     option `added`: O (fp32) and Lse hold the result of other keys, and the kernel merges its own into it: see results.add_stored.
-    schedule shared: Pieces, whole and sharers follow last, see shared_tiles.SharedPieces.
+    schedule shared: Pieces, whole, sharers and under a causal mask tile_cost follow last, see shared_tiles.SharedPieces.
     config.page_rows: keys are in pages whose size is a multiple of it: see tiles.PagedKeys. The fields of pages.CachePages follow.
     """
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
@@ -170,9 +170,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
         blocks = blocks_of(options, mask, tile)
         if persistent:
-            stream = stream_of(config, shared, first_tile, order, ctas, tickets, seqlen_k)
+            stream = stream_of(config, shared, first_tile, order, ctas, tickets, seqlen_k, blocks)
             if shares:
-                stream.draw_rank()
+                stream.start()
             turn = T.alloc_var("int32", init=0)
             first_step = T.alloc_var("int32", init=0)  # of the tile: ring steps continue from tile to tile
             while stream.has_next:
@@ -441,6 +441,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         Pieces: pieces_view,
         whole: T.int32 if shares else False,
         sharers: T.int32 if shares else False,
+        tile_cost: T.int32 if shares and problem.causal else False,
     ):
         traced = traced_arguments(problem, block_M)
         with T.Kernel(
@@ -471,16 +472,16 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 O=None
                 if O_in_Q or O_from_registers
                 else pipeline.alloc_swizzled([config.warpgroups, 64, head_dim_v], problem.dtype_of("o")),
-                tile_box=TileBox(varlen) if persistent else None,
+                tile_box=TileBox(varlen, padded=shares and problem.causal) if persistent else None,
                 bias_columns=alloc_bias_columns(problem, block_N, two_sides),
                 overflows=Overflows(consumer_warps) if hold_max else None,
                 staged=alloc_staged(problem, consumer_warps, block_N),
-                pieces=SharedPieces(Pieces, Tickets, whole, sharers, config.warpgroups) if shares else None,
+                pieces=SharedPieces(config, Pieces, Tickets, whole, sharers, tile_cost) if shares else None,
             )
             options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
             counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
             # Sliding windows are usually causal, so their tiles are scheduled like causal ones
-            longest_first = problem.is_uneven or problem.has("window")
+            longest_first = (problem.is_uneven or problem.has("window")) and not shares
             all_heads, table = (heads, Table) if varlen else (heads * batch, None)
             order = TileOrder.of_queries(
                 counts, longest_first, heads, all_heads, splits, table, TABLE_ROWS // block_M

@@ -4,6 +4,9 @@ The steps of these tiles, one tile after another, are cut into pieces of equal l
 a tile and the first ones of the next. The CTA with the last steps of a tile finishes it. The others write their O and log-sum-exp to
 memory, and it merges them, always in the same order. It waits only for CTAs that have begun before it, and a CTA writes before it
 waits, so however few CTAs run, the first of them goes on.
+
+Under a causal mask all tiles are shared. They have different numbers of steps, so a CTA may have several short ones between the two
+that it shares with its neighbours.
 """
 
 from __future__ import annotations
@@ -83,19 +86,21 @@ class SharedPieces:
         tensor: fp32 [16-row blocks, columns / 8 + 1, 32, 4], block_M / 16 row blocks per CTA: O as in FragmentBlocks, then log-sum-exps.
         written: int32: CTAs that have begun, CTAs that are done, then one per CTA: a bit per consumer warp that has written its rows. All 0
             before the kernel and after.
-        whole: tiles that are not shared, the first ones.
+        whole: tiles that are not shared, the first ones. Under a causal mask the cost of a head, see CausalSharingStream.
         sharers: CTAs that have pieces, those with the lowest numbers.
+        tile_cost: under a causal mask, the cost of a tile beside its steps, in steps.
     """
 
+    config: FwdConfig
     tensor: Any
     written: Any
     whole: Any
     sharers: Any
-    warpgroups: int
+    tile_cost: Any
 
     def place(self, rank: Any, w: Any) -> Any:
         """Address of the rows of a warpgroup of a CTA."""
-        return T.address_of(self.tensor[(rank * self.warpgroups + w) * 4, 0, 0, 0])
+        return T.address_of(self.tensor[(rank * self.config.warpgroups + w) * 4, 0, 0, 0])
 
     def exchange(self, how: str, rank: Any, w: Any, acc_o: Any, lse: Any) -> Any:
         """Call of a function of PIECES for the piece of a CTA."""
@@ -119,7 +124,7 @@ class SharedPieces:
 
 @T.meta_class
 class SharedKeyBlocks(KeyBlocks):
-    """Key blocks without a mask, of which a piece of a shared tile keeps some.
+    """Key blocks without a mask or under a causal one, of which a piece of a shared tile keeps some.
 
     Attributes:
         partners: number of other CTAs whose pieces this CTA merges into its own; -1 where another merges this one.
@@ -131,17 +136,26 @@ class SharedKeyBlocks(KeyBlocks):
         self.last_block = T.alloc_var("int32", init=0)
         self.partners, self.rank = (T.alloc_var("int32", init=0) for _ in range(2))
 
+    def steps_from(self, first_query: Any) -> Any:
+        """Steps of the queries from first_query on, as start() counts them."""
+        seen = T.min(self.mask.last_key(first_query + self.block_M - 1) + 1, self.mask.seqlen_k)
+        return T.max(T.ceildiv(seen, self.block_N), 1)
+
     @T.inline
     def keep(self, first, stop, partners, rank):
         """Keep the steps [first, stop)."""
         self.last_block[0] = T.shfl_sync(self.num_steps[0] - 1 - first, 0)
         self.num_steps[0] = T.shfl_sync(stop - first, 0)
+        if self.mask.causal:
+            right = T.max(self.num_right[0] - first, 1)
+            self.num_right[0] = T.shfl_sync(T.min(right, self.num_steps[0]), 0)
         self.partners[0] = partners
         self.rank[0] = rank
 
     @property
     def counts(self) -> tuple:
-        return self.num_steps, self.last_block, self.partners, self.rank
+        right = (self.num_right,) if self.mask.causal else ()
+        return self.num_steps, self.last_block, self.partners, self.rank, *right
 
     @T.inline
     def read_partners(self, turn, tile_box):
@@ -177,6 +191,11 @@ class SharingStream(TileStream):
         self.shared_steps = (order.num_tiles - pieces.whole) * steps  # of all shared tiles
         # The CTA's pieces are the steps [begin, end) of all shared tiles; piece_tile is the tile of the current piece
         self.begin, self.end, self.piece_tile = (T.alloc_var("int32", init=0) for _ in range(3))
+
+    @T.inline
+    def start(self):
+        """Go to the CTA's first tile."""
+        self.draw_rank()
 
     @T.inline
     def draw_rank(self):
@@ -253,11 +272,89 @@ class SharingStream(TileStream):
                 self.tickets[1] = 0
 
 
+@T.meta_class
+class CausalSharingStream(SharingStream):
+    """SharingStream under a causal mask, for tiles with different numbers of steps. It goes from the CTA's last tile to its first.
+
+    A tile costs `tile_cost` and its steps. The tiles of a head follow one another in the order of their queries, then those of the next
+    head; each CTA has an equal share of the cost. `steps` of SharingStream is the cost of a head.
+
+    Args:
+        blocks: counts the steps of a tile.
+    """
+
+    def __init__(
+        self,
+        order: TileOrder,
+        ctas: Any,
+        tile_box: TileBox,
+        pieces: SharedPieces,
+        blocks: SharedKeyBlocks,
+        name: str = "stream",
+    ):
+        super().__init__(order, ctas, tile_box, None, pieces, pieces.whole, name=name)
+        self.blocks, self.tile_cost = blocks, pieces.tile_cost
+        self.shared_steps = order.all_heads * self.steps
+        self.before = T.alloc_var("int32", init=0)  # the cost of all tiles before the current one
+
+    def cost(self, block: Any) -> Any:
+        return self.tile_cost + self.blocks.steps_from(block * self.blocks.block_M)
+
+    @T.inline
+    def start(self):
+        self.draw_rank()
+        self.begin[0] = T.truncdiv(self.rank[0] * self.shared_steps, self.sharers)
+        self.end[0] = T.truncdiv((self.rank[0] + 1) * self.shared_steps, self.sharers)
+        head = T.truncdiv(self.end[0] - 1, self.steps)
+        self.before[0] = head * self.steps
+        self.number[0] = 0
+        while self.before[0] + self.cost(self.number[0]) < self.end[0]:
+            self.before[0] += self.cost(self.number[0])
+            self.number[0] += 1
+        self.number[0] += head * self.order.m_blocks
+        if self.end[0] - self.before[0] <= self.tile_cost:  # the next CTA has all steps of this tile
+            self.go_back()
+
+    @T.inline
+    def go_back(self):
+        self.number[0] -= 1
+        self.before[0] -= self.cost(T.truncmod(self.number[0], self.order.m_blocks))
+
+    @T.inline
+    def locate(self, turn, tile):
+        tile.locate(self.number[0])
+
+    @T.inline
+    def keep_piece(self, blocks):
+        first = T.max(self.begin[0] - self.before[0] - self.tile_cost, 0)
+        stop = T.min(self.end[0] - self.before[0] - self.tile_cost, blocks.steps)
+        # The lowest CTA whose piece has a step of the tile
+        lowest = T.truncdiv((self.before[0] + self.tile_cost + 1) * self.sharers - 1, self.shared_steps)
+        partners = T.if_then_else(stop < blocks.steps, -1, self.rank[0] - lowest)
+        blocks.keep(first, stop, partners, self.rank[0])
+
+    @T.inline
+    def next_number(self):
+        if self.before[0] > self.begin[0]:
+            self.go_back()
+        else:
+            self.number[0] = DONE
+
+
 def stream_of(
-    config: FwdConfig, shared: SharedTiles, first: Any, order: TileOrder, ctas: Any, tickets: Any, keys: Any
+    config: FwdConfig,
+    shared: SharedTiles,
+    first: Any,
+    order: TileOrder,
+    ctas: Any,
+    tickets: Any,
+    keys: Any,
+    blocks: KeyBlocks,
 ) -> TileStream:
     """The stream of a CTA's tiles. keys: per sequence."""
     box, overflows = shared.tile_box, shared.overflows
+    if shared.pieces is not None and blocks.mask.causal:
+        return CausalSharingStream(order, ctas, box, shared.pieces, blocks, name="stream")
     if shared.pieces is not None:
         steps = T.ceildiv(keys, config.block_N)
         return SharingStream(order, ctas, box, overflows, shared.pieces, steps, name="stream")

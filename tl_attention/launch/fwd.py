@@ -133,13 +133,19 @@ def _joins(traced: Call | None, dtype: str, head_dim: int, head_dim_v: int) -> b
 
 
 def _splits_and_bucket(
-    sizes: FwdSizes, options: Options | None, sms: int, added: bool, joins: bool
+    sizes: FwdSizes,
+    options: Options | None,
+    sms: int,
+    added: bool,
+    joins: bool,
+    shares: splits.Sharing | None = None,
 ) -> tuple[int, str]:
     """(num_splits, bucket of the config) of a forward; num_splits 0: not asked for, key_splits decides.
 
     Args:
         added: out and lse hold the result of other keys; such a forward has no splits.
         joins: tiles of JOINED_BUCKET serve, unless there are splits or very few queries.
+        shares: tiles that CTAs may share.
     """
     packed = options is not None and options.varlen
     num_splits = 0 if options is None else options.num_splits
@@ -150,7 +156,7 @@ def _splits_and_bucket(
         return num_splits, length_bucket(longest_k)
     if num_splits:
         return num_splits, SPLIT_BUCKET
-    bucket = splits.fwd_bucket(sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, sms)
+    bucket = splits.fwd_bucket(sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, sms, shares)
     return 0, JOINED_BUCKET if joins and bucket in BUCKETS else bucket
 
 
@@ -204,11 +210,15 @@ class FwdPlan:
 
         dtype = dtype_name(q.dtype, options)
         self.sms, joins = sm_count(self.device), _joins(traced, dtype, sizes.head_dim, sizes.head_dim_v)
-        num_splits, bucket = _splits_and_bucket(sizes, options, self.sms, added, joins)
         names = () if options is None else options.names
         if added:
             names = *names, "added"
         self.has_options = bool(names)
+        shares = None
+        if not names and traced is None:
+            plain = AttnProblem.of(dtype, sizes.head_dim, sizes.head_dim_v, causal)
+            shares = splits.sharing(plain, torch.cuda.get_device_name(self.device))
+        num_splits, bucket = _splits_and_bucket(sizes, options, self.sms, added, joins, shares)
         program = None if traced is None else forward_program(traced.program)
         key = (dtype, sizes.head_dim, sizes.head_dim_v, causal, names, program, bucket, self.device)
         copy_rows = 0 if self.pages is None else page_rows(self.pages.page_size)
@@ -279,12 +289,13 @@ class FwdPlan:
             self.partial = dense((*shape, problem.head_dim_v)), dense(shape)
         self.arguments = heads // heads_kv, m_blocks, group_heads, ctas
         if self.shares:
-            whole, sharers = splits.shared_tiles(
-                m_blocks * heads * batch, -(-seqlen_k // config.block_N), self.sms
+            shares = splits.Sharing(*self.block, problem.causal)
+            ctas, self.share_arguments = splits.share_arguments(
+                shares, heads * batch, seqlen_q, seqlen_k, sms
             )
+            sharers = self.share_arguments[1]
             self.pieces = fragment_blocks(max(sharers, 1) * config.block_M // 16, problem.head_dim_v + 8)
-            ctas = ctas if whole else sharers
-            self.arguments = *self.arguments[:-1], ctas, whole, sharers
+            self.arguments = *self.arguments[:-1], ctas
 
     def __call__(
         self,
@@ -349,8 +360,7 @@ class FwdPlan:
             if traced.blocks is not None:
                 arguments += traced.blocks.by_queries(*self.block, whole_first=self.hold_max)
         if self.shares:
-            *counts, whole, sharers = arguments
-            arguments = *counts, empty(*self.pieces), whole, sharers
+            arguments = *arguments, empty(*self.pieces), *self.share_arguments
         if self.combine is None:
             self.kernel(*qkv, out_view, lse, tickets, softmax_scale, unit, *arguments)
             return

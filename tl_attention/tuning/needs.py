@@ -11,6 +11,7 @@ from tl_attention.problem import (
     DECODE_TILE_WIDTHS,
     JVP,
     SPLIT_BUCKET,
+    AttnProblem,
     buckets,
     bwd_bucket,
     decode_problem,
@@ -51,17 +52,17 @@ def kernels_of(shape: Shape, dtype: str, direction: str, all_lengths: bool = Fal
         return [(problem, JVP_CONFIGS[problem.width])]
     chosen = [
         configs.pick_config(problem, bucket, gpu, direction)[0]
-        for bucket in (buckets(direction) if all_lengths else _buckets(shape, direction))
+        for bucket in (buckets(direction) if all_lengths else _buckets(shape, problem, direction))
     ]
     if shape.options.page:
         chosen = [config.paged(problem, page_rows(shape.options.page)) for config in chosen]
     return list(dict.fromkeys(kernel for config in chosen for kernel in config.kernels(problem)))
 
 
-def _buckets(shape: Shape, direction: str) -> Sequence[str]:
+def _buckets(shape: Shape, problem: AttnProblem, direction: str) -> Sequence[str]:
     """Buckets that a call may need; for packed sequences two, as their split depends on the totals."""
     if not shape.is_varlen:
-        return [shape_bucket(shape, direction)]
+        return [shape_bucket(shape, problem, direction)]
     longest = max(seqlen_k for _, seqlen_k in sequences(shape))
     if direction == "fwd":
         return [length_bucket(longest), SPLIT_BUCKET]

@@ -25,7 +25,7 @@ from tl_attention.problem import (
     tuning_key,
 )
 from tl_attention.reference import attention_backward_reference, attention_reference
-from tl_attention.target import H200_SMS, sm_count
+from tl_attention.target import H200_SMS, gpu_name, sm_count
 from tl_attention.testing import counts, timer
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.numeric import check_bwd, check_fwd
@@ -73,19 +73,21 @@ def group_shapes(
     groups: dict[Row, list[Shape]] = {}
     for direction, dtype in itertools.product(directions, dtypes):
         for shape in shapes or default_shapes(direction, dtype):
-            row = Row(direction, shape.problem(dtype, direction), shape_bucket(shape, direction))
+            problem = shape.problem(dtype, direction)
+            row = Row(direction, problem, shape_bucket(shape, problem, direction))
             groups.setdefault(row, []).append(shape)
     return groups
 
 
-def shape_bucket(shape: Shape, direction: str) -> str:
-    """The bucket of a shape on this GPU, or on an H200 where there is none."""
+def shape_bucket(shape: Shape, problem: AttnProblem, direction: str) -> str:
+    """The bucket of a shape and its problem on this GPU, or on an H200 where there is none."""
     from tl_attention import launch
 
     if direction != "fwd":
         return bwd_bucket(direction == "bwd_det", shape.heads_q, shape.heads_kv, shape.seqlen_k)
     sms = sm_count(torch.cuda.current_device()) if torch.cuda.is_available() else H200_SMS
-    return launch.fwd_bucket(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k, sms)
+    shares = launch.splits.sharing(problem, gpu_name())
+    return launch.fwd_bucket(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k, sms, shares)
 
 
 def check_shapes(shapes: Sequence[Shape]) -> list[Shape]:

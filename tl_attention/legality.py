@@ -83,7 +83,9 @@ def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
         rows_v += config.block_M
     smem = problem.element_bytes * (rows_qk * problem.head_dim + rows_v * problem.head_dim_v)
     if config.schedule != "grid":
-        shares_causal = config.schedule == "shared" and problem.causal  # its tiles have 10 numbers, padded to 12
+        shares_causal = (
+            config.schedule == "shared" and problem.causal
+        )  # its tiles have 10 numbers, padded to 12
         smem += TABLE_BOX_BYTES if problem.has("varlen") or shares_causal else TILE_BOX_BYTES
     if config.hold_max:
         smem += HOLD_MAX_BYTES

@@ -443,7 +443,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         sharers: T.int32 if shares else False,
         tile_cost: T.int32 if shares and problem.causal else False,
     ):
-        traced = traced_arguments(problem, block_M)
+        traced = traced_arguments(problem, block_M, hold_max)
         with T.Kernel(
             ctas, threads=roles.block, prelude=prelude(problem, roles, PIECES if shares else "")
         ) as first_tile:

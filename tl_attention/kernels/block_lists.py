@@ -110,6 +110,7 @@ class ListedKeyBlocks:
         self.num_masked = T.alloc_var("int32", init=0)  # first steps, which may hide keys
         self.first_entry = T.alloc_var("int32", init=0)
         self.num_whole = T.alloc_var("int32", init=0) if held else None  # steps of full blocks after these
+        self.place_ahead = T.alloc_var("int32", init=0) if held else None  # see read_ahead()
         # find() sets both for the step it is given: the first key, and how the keys are seen
         self.found_key = T.alloc_var("int32", init=0)
         self.found_how = T.alloc_var("int32", init=0)
@@ -178,6 +179,27 @@ class ListedKeyBlocks:
         if len(self.places.shape) == 1:
             return T.shfl_sync(self.places[entry], 0)
         return T.shfl_sync(self.places[entry, query // GROUP_ROWS % (self.block_M // GROUP_ROWS)], 0)
+
+    @T.inline
+    def read_ahead(self, step, query):
+        """Read place_at() of a step, without a wait, where lists are held; for its look_up()."""
+        if self.place_ahead is not None:
+            entry = self.first_entry[0] + step
+            if len(self.places.shape) == 1:
+                self.place_ahead[0] = self.places[entry]
+            else:
+                group = query // GROUP_ROWS % (self.block_M // GROUP_ROWS)
+                self.place_ahead[0] = self.places[entry, group]
+
+    def is_ahead(self, steps: StepRange) -> bool:
+        """True if places of a range are read ahead: not those of steps that few tiles have."""
+        return self.place_ahead is not None and (steps.is_last_block or not steps.check_right)
+
+    def next_partial(self, step: Any, steps: StepRange) -> Any:
+        """Step whose place is read ahead at a step; there is an entry after the last one."""
+        if steps.is_last_block:
+            return T.max(self.num_masked[0], 1) + self.num_whole[0]
+        return step + 1
 
     def key_at(self, step: Any) -> Any:
         return self.found_key[0]

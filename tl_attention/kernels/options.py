@@ -218,7 +218,9 @@ class Scores:
         self.learns_dS = problem.learns_dS and not problem.sends_dS
         self.sums_dS = problem.learns_dS and not program.stored
         self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
-        self.has_whole_bits = self.has_bits and cols == LISTED_ROWS  # a step has all columns of a block with bits
+        self.has_whole_bits = (
+            self.has_bits and cols == LISTED_ROWS
+        )  # a step has all columns of a block with bits
         self.has_diagonals = problem.has_diagonals
         # exponent() is -inf for hidden elements; with listed blocks they are set to 0 later, only in blocks that hide some
         self.hides_at_once = self.changed and program.hides and not program.listed

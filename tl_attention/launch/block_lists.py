@@ -263,7 +263,9 @@ def _lists(
     for of_blocks, of_none in values:
         of_blocks = of_blocks.expand(rank.shape).gather(-1, order).flatten()
         sorted_values.append(torch.cat([of_blocks, of_blocks.new_full((PAST_ALL,), of_none)]))
-    masked, seen, *whole = (x.sum(-1, dtype=torch.int32) for x in (counts[0], rank != HIDDEN_RANK, *counts[1:]))
+    masked, seen, *whole = (
+        x.sum(-1, dtype=torch.int32) for x in (counts[0], rank != HIDDEN_RANK, *counts[1:])
+    )
     first = torch.arange(seen.numel(), dtype=torch.int32, device=seen.device).view(seen.shape) * slots
     empty = seen == 0
     masked, seen = (x.masked_fill(empty, 1) for x in (masked, seen))

@@ -133,7 +133,9 @@ def _covers(blocks: torch.Tensor, columns: int) -> torch.Tensor:
     """MaskBits.covers of some blocks."""
     words = blocks.view(-1, 2, 32, 4, 2, 1, 1)  # block, half of the rows, row, pair, half of the columns
     two = torch.arange(2, dtype=torch.int32, device=blocks.device)
-    seen = (words >> two[:, None] * 2 + two * 16 & ROW_BITS != 0).any(3)  # .., upper or lower row, quarter of the columns
+    seen = (words >> two[:, None] * 2 + two * 16 & ROW_BITS != 0).any(
+        3
+    )  # .., upper or lower row, quarter of the columns
     seen = seen.transpose(3, 4).flatten(4).unflatten(4, (LISTED_ROWS // columns, columns // 32)).any(-1)
     return seen.all(3).all(2)
 

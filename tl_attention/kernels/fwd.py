@@ -235,8 +235,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         scores.start(tile.batch, tile.head, scale_log2)
         dropout.start()
 
-        if problem.program is not None:
-            scores.look_ahead(query, blocks)
+        if problem.stages or problem.has_diagonals:
+            scores.prefetch(query, blocks, 0)
         shared.Q.wait(q_step)
         if scores.raw:
             if softmax_scale < 0:  # -Q and |scale|: the row max is a maximum of raw scores
@@ -443,7 +443,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         sharers: T.int32 if shares else False,
         tile_cost: T.int32 if shares and problem.causal else False,
     ):
-        traced = traced_arguments(problem, block_M, hold_max)
+        traced = traced_arguments(problem, block_M)
         with T.Kernel(
             ctas, threads=roles.block, prelude=prelude(problem, roles, PIECES if shares else "")
         ) as first_tile:

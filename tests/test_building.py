@@ -347,7 +347,7 @@ def test_builders_end_with_the_program(how, tmp_path):
     written = store.kernel_path(PROBLEM, GOOD).with_suffix(".pid")
     wait_for(lambda: written.exists() and written.read_text())
     program.send_signal(how)
-    program.communicate(timeout=20)
+    program.communicate(timeout=60)
     builder = int(written.read_text())
     wait_for(lambda: not is_running(builder), 20)
     assert not is_running(builder)

@@ -18,7 +18,7 @@ LAYOUTS = "layout_map"  # TileLang's annotation of a block
 KEPT = "tl_attention.kept"  # annotation of a loop: its number
 REMOVED = "tl_attention.removed"  # call in the place of a statement: its number
 TILE_OPERATIONS = "tl.tileop."
-# Those whose layouts follow from buffers and sizes, wherever in a buffer a tile is
+# Operations whose layouts follow from buffers and sizes, wherever in a buffer a tile is
 ANYWHERE = ("tl.tileop.tma_copy", "tl.tileop.wgmma_gemm")
 
 

@@ -59,7 +59,7 @@ class DqSums:
             )
         )
 
-    # As AnyOrder: the consumers add nothing
+    # The consumers add nothing, so they neither wait nor announce
     def wait(self, step: Any) -> None:
         return None
 

@@ -18,6 +18,7 @@ from tl_attention.kernel_configs import (
     BwdPass,
     BwdSum,
     Config,
+    FirstPartsConfig,
     FwdCombine,
     FwdConfig,
     PartsConfig,
@@ -705,7 +706,7 @@ def test_shipped_kernels_are_those_of_the_shipped_configs_once():
     assert len(shipped) == len(set(shipped))
     for problem, _, config in catalog.shipped_configs():
         assert set(config.kernels(problem)) <= set(shipped)
-    of_forward = {FwdConfig, FwdCombine, PartsConfig}
+    of_forward = {FwdConfig, FwdCombine, PartsConfig, FirstPartsConfig}
     assert {type(config) for _, config in shipped} == {*of_forward, BwdPass, BwdDelta, BwdSum}
     assert {type(config) for _, config in catalog.shipped_kernels(["fwd"])} == of_forward
 

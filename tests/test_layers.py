@@ -73,13 +73,13 @@ DOORS = {
     "launch/traced": "torch program compilation/store",
     "launch/block_lists": "torch program launch/mask_bits",
     "launch/mask_bits": "torch program tracing/program_values",
-    "launch/parts": "torch problem compilation/store launch/arrays launch/common",
+    "launch/parts": "torch problem part_configs compilation/store launch/arrays launch/common",
     "launch/common": "torch checks/common options problem kernel_configs legality target configs compilation/building compilation/store",
     "launch/fwd": "torch configs options problem kernel_configs target compilation/store program launch/arrays launch/bwd launch/common "
     "launch/parts "
     "launch/splits launch/tickets launch/traced",
     "launch/fwd_jvp": "torch checks/common problem kernel_configs legality target compilation/store launch/arrays launch/common",
-    "launch/bwd_passes": "torch options problem kernel_configs compilation/store launch/block_lists launch/common launch/seen "
+    "launch/bwd_passes": "torch options problem kernel_configs compilation/store launch/block_lists launch/common launch/parts launch/seen "
     "launch/splits launch/tickets",
     "launch/bwd": "torch checks/common checks/fp32 options problem kernel_configs target compilation/store program launch/arrays "
     "launch/bwd_passes "
@@ -98,17 +98,18 @@ DOORS = {
     "compilation/headers": " | tilelang",
     "compilation/layouts": " | tilelang tvm",
     "compilation/toolkit": " | tilelang",
-    "kernels": "tilelang problem program kernel_configs target kernels",
+    "kernels": "tilelang problem program kernel_configs part_configs target kernels",
     "catalog": "problem kernel_configs legality configs",
-    "configs": "problem program_configs kernel_configs legality target gpus | tomli",
+    "configs": "problem program_configs kernel_configs part_configs legality target gpus | tomli",
     "gpus": "torch",
     "target": "torch problem",
     "problem": "program",
     "program": "",
     "program_configs": "problem",
-    "kernel_configs": "problem program",
+    "part_configs": "problem",
+    "kernel_configs": "problem program part_configs",
     "register_levels": "problem kernel_configs",
-    "legality": "problem program kernel_configs target",
+    "legality": "problem program kernel_configs part_configs target",
     "reference": "torch reference",
     "checks": "",
     "compilation": "",

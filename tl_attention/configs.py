@@ -22,6 +22,7 @@ from tl_attention.kernel_configs import (
     DecodeConfig,
     FwdConfig,
 )
+from tl_attention.part_configs import PART_STAGES
 from tl_attention.problem import (
     BUCKETS,
     DIRECTIONS,
@@ -158,17 +159,35 @@ def _class_table(problem: AttnProblem, direction: str) -> dict[str, Any]:
 
 def _config(problem: AttnProblem, fields: dict[str, Any], direction: str) -> Config:
     """The config of a line or row. Fields it leaves out are derived from the problem."""
-    return _fwd_config(problem, fields) if direction == "fwd" else BwdConfig.of(fields["passes"])
+    if direction == "fwd":
+        return _fwd_config(problem, fields)
+    config = BwdConfig.of(fields["passes"])
+    given = any("part_stages" in one for one in fields["passes"])
+    return config if given else _making_parts(problem, config, direction)
+
+
+def with_part_stages(config: Config, stages: int) -> Config:
+    """The same config with other part_stages; those of a backward are of its first pass."""
+    if isinstance(config, FwdConfig):
+        return replace(config, part_stages=stages)
+    first, *others = config.passes
+    return BwdConfig((replace(first, part_stages=stages), *others))
+
+
+def _making_parts(problem: AttnProblem, config: Config, direction: str) -> Config:
+    """The config with the most part_stages that are legal for the problem."""
+    found = (with_part_stages(config, stages) for stages in PART_STAGES)
+    return next((one for one in found if legality.fault(problem, one, direction) is None), config)
 
 
 def _fwd_config(problem: AttnProblem, fields: dict[str, Any]) -> FwdConfig:
-    """A forward config. Derived where left out: schedule; q_stages, 2 if a CTA has a next tile and a second Q tile fits."""
+    """A forward config. Derived where left out: schedule; q_stages, 2 if a CTA has a next tile and a second Q tile fits; part_stages."""
     config = FwdConfig(**{"schedule": derived_schedule(problem)} | fields)
     if not problem.profits_from_held_max:
         config = config.without_hold_max()
     if "q_stages" not in fields and legality.fault(problem, replace(config, q_stages=2)) is None:
         config = replace(config, q_stages=2)
-    return config
+    return config if "part_stages" in fields else _making_parts(problem, config, "fwd")
 
 
 def derived_schedule(problem: AttnProblem) -> str:
@@ -199,7 +218,7 @@ def option_sets() -> dict[str, list[list[str]]]:
 
 def split_config(config: FwdConfig) -> FwdConfig:
     """The same tile, with its keys split among several CTAs."""
-    return replace(config.without_hold_max(), schedule="grid", q_stages=1, split=True)
+    return replace(config.without_hold_max(), schedule="grid", q_stages=1, split=True, part_stages=0)
 
 
 def shared_config(problem: AttnProblem, config: FwdConfig) -> FwdConfig:
@@ -273,7 +292,8 @@ def _line_configs(problem: AttnProblem, line: dict[str, Any], direction: str) ->
     """Every config that a search line describes."""
     if direction == "fwd":
         return [_fwd_config(problem, fields) for fields in _products(line)]
-    return [BwdConfig.of(passes) for passes in itertools.product(*map(_products, line["passes"]))]
+    found = (BwdConfig.of(passes) for passes in itertools.product(*map(_products, line["passes"])))
+    return [_making_parts(problem, config, direction) for config in found]
 
 
 def _products(line: dict[str, Any]) -> list[dict[str, Any]]:

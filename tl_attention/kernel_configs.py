@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from tl_attention.part_configs import FirstPartsConfig, PartsConfig, parts_kernels
 from tl_attention.problem import DEFAULT_DTYPE, FP32_DTYPES, HALF_DTYPES, JVP_TILE_WIDTHS, AttnProblem
 from tl_attention.program import stored_dtype
 
@@ -50,6 +51,8 @@ class FwdConfig:
     hold_max: bool = False
     page_rows: int = 0  # one of PAGE_ROWS
     kv_stages: int = KV_STAGES  # depth of the K ring and of the V ring
+    # fp32: stages in which idle warps split the inputs beside attention; 0: a kernel splits them before. Without options and programs
+    part_stages: int = 0
 
     @property
     def warpgroups(self) -> int:
@@ -66,12 +69,17 @@ class FwdConfig:
             words.append(f"q{self.q_stages}")
         if self.kv_stages != KV_STAGES:
             words.append(f"kv{self.kv_stages}")
-        words += [
-            name.replace("_", "-") for name in ("ping_pong", "split", "hold_max") if getattr(self, name)
-        ]
+        flags = (name for name in ("ping_pong", "split", "hold_max") if getattr(self, name))
+        words += [name.replace("_", "-") for name in flags]
+        if self.part_stages:
+            words.append(f"parts{self.part_stages}")
         if self.page_rows:
             words.append(f"pages {self.page_rows}")
         return " ".join(words)
+
+    @property
+    def makes_parts(self) -> bool:
+        return self.part_stages > 0
 
     def without_hold_max(self) -> FwdConfig:
         """The config for fp16 and split kernels, which cannot hold the row max; without it ping_pong pays only with three warpgroups."""
@@ -97,25 +105,7 @@ class FwdConfig:
         if self.split:
             # It sees the rows of packed sequences as one batch entry
             found.append((problem.plain.helper_problem(problem.head_dim_v), FwdCombine()))
-        return found + parts_kernels(problem) + table_kernels(problem)
-
-
-@dataclass(frozen=True)
-class PartsConfig:
-    """The kernel before attention in fp32: splits Q, K, V or dO into bf16 parts."""
-
-    rows: int = 32  # rows of one head per CTA
-    threads: int = 128
-
-    def __str__(self) -> str:
-        return f"parts {self.rows}"
-
-
-def parts_kernels(problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
-    """The kernel that splits the tensors of an fp32 problem; none for other dtypes."""
-    if not problem.is_fp32:
-        return []
-    return [(AttnProblem(problem.dtype, problem.head_dim, problem.head_dim, False), PartsConfig())]
+        return found + parts_kernels(problem, self.makes_parts) + table_kernels(problem)
 
 
 @dataclass(frozen=True)
@@ -206,6 +196,11 @@ class BwdPass:
     schedule: str = "grid"  # one of BWD_SCHEDULES
     # All keys of a head are in one tile of block_N keys: dq of a step is whole, and is stored. With the schedule dynamic-late or split
     one_tile: bool = False
+    part_stages: int = 0  # as in FwdConfig; of the first pass, by keys and with the schedule grid
+
+    @property
+    def makes_parts(self) -> bool:
+        return self.part_stages > 0
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -245,6 +240,8 @@ class BwdPass:
             text += f" {self.schedule}"
         if self.one_tile:
             text += " one-tile"
+        if self.part_stages:
+            text += f" parts{self.part_stages}"
         return text
 
     @property
@@ -296,6 +293,10 @@ class BwdConfig:
     def is_split(self) -> bool:
         return any(bwd_pass.is_split for bwd_pass in self.passes)
 
+    @property
+    def makes_parts(self) -> bool:
+        return self.passes[0].makes_parts
+
     def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
         """Every kernel this config compiles for a problem: the passes and their helpers."""
         widths = sorted({problem.head_dim, problem.head_dim_v})
@@ -304,7 +305,7 @@ class BwdConfig:
             (problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()),
             *((problem.sum_problem(width), BwdSum()) for width in widths),
             *((problem.sum_problem(width), BwdSum(shared=True)) for width in widths if self.is_split),
-            *parts_kernels(problem),
+            *parts_kernels(problem, self.makes_parts, backward=True),
             *table_kernels(problem),
             *dict.fromkeys(reduce_kernels(problem).values()),
         ]
@@ -471,6 +472,7 @@ Config = FwdConfig | BwdConfig
 KernelConfig = (
     FwdConfig
     | PartsConfig
+    | FirstPartsConfig
     | FwdCombine
     | JvpConfig
     | BwdPass

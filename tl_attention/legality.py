@@ -20,6 +20,7 @@ from tl_attention.kernel_configs import (
     Config,
     DecodeCombine,
     DecodeConfig,
+    FirstPartsConfig,
     FwdCombine,
     FwdConfig,
     JvpConfig,
@@ -27,6 +28,7 @@ from tl_attention.kernel_configs import (
     PartsConfig,
     sum_columns,
 )
+from tl_attention.part_configs import PART_STAGES, staging_bytes
 from tl_attention.problem import MAX_SPLITS, TABLE_ROWS, AttnProblem
 from tl_attention.program import LISTED_ROWS
 from tl_attention.target import SMEM_LIMIT
@@ -41,6 +43,7 @@ SEGMENT_BOX_BYTES = 80  # kernels.decode_work.SegmentBox
 BIAS_BYTES = 32  # per column: 16 bf16 numbers, kernels.options.alloc_bias_columns
 FP32_BYTES = 4
 DQ_COLUMNS = 64  # of dq at a time in the order "apart", see kernels/bwd_apart.py
+MAKER_COLUMNS = 128  # most columns of a row that a warp splits in kernels/input_parts.py, four per lane
 CHUNK = 64  # columns of the accumulator of one block in fp32, see kernels/products.py
 TILE_ALIGNMENT = 1024  # bytes; every tile starts at a multiple
 # Accumulator registers per thread, by number of consumer warpgroups. The rest of a thread's 240 (one or two warpgroups) or 160 (three)
@@ -67,6 +70,8 @@ def smem_bytes(problem: AttnProblem, config: KernelConfig) -> int:
         return FP32_BYTES * config.rows * (config.at_once + 3)
     if isinstance(config, AppendConfig | BwdReduce):
         return 0
+    if isinstance(config, FirstPartsConfig):
+        return staging_bytes(config.stages, config.warps)
     if isinstance(config, PartsConfig):
         # The tile of X is free when the parts are written, so they share memory
         return max(FP32_BYTES, problem.element_bytes) * config.rows * problem.head_dim
@@ -89,6 +94,7 @@ def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
         smem += TABLE_BOX_BYTES if problem.has("varlen") or shares_causal else TILE_BOX_BYTES
     if config.hold_max:
         smem += HOLD_MAX_BYTES
+    smem += staging_bytes(config.part_stages)
     per_warp = sum(problem.staged_bytes(config.block_N)) + problem.diagonal_bytes(config.block_N)
     staged = 4 * config.warpgroups * per_warp
     two_sides = problem.bias_has_two_sides and not config.split and config.page_rows == 0
@@ -137,6 +143,7 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         problem.element_bytes * elements
         + _bias_bytes(problem, step)
         + row_values
+        + staging_bytes(bwd_pass.part_stages)
         + 4 * bwd_pass.warpgroups * staged
     )
 
@@ -230,6 +237,9 @@ def fault(problem: AttnProblem, config: Config | JvpConfig, direction: str | Non
     for bwd_pass in config.passes:
         if reason := _pass_fault(problem, bwd_pass):
             return f"{bwd_pass}: {reason}"
+    for bwd_pass in config.passes[1:]:
+        if bwd_pass.makes_parts:
+            return f"part_stages: expected 0 after the first pass, got {bwd_pass.part_stages}"
     made = sorted(grad for bwd_pass in config.passes for grad in bwd_pass.makes)
     if made != ["dk", "dq", "dv"]:
         return f"passes: expected dk, dq and dv once each, got {', '.join(made) or 'nothing'}"
@@ -297,11 +307,33 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
     block_M = LISTED_ROWS if problem.has_bits else config.block_M
     if fault := _listed_fault(problem, block_M, config.block_N):
         return fault
+    if fault := _parts_fault(problem, config, "with splits" if config.split else None):
+        return fault
     if config.page_rows not in PAGE_ROWS:
         return f"page_rows: expected one of {', '.join(map(str, PAGE_ROWS))}, got {config.page_rows}"
     if config.page_rows and (not problem.has("varlen") or problem.has("dropout")):
         return f"page_rows: expected 0 without varlen or with dropout, got {config.page_rows}"
     return _capacity_fault(problem, config)
+
+
+def _parts_fault(problem: AttnProblem, config: FwdConfig | BwdPass, other: str | None) -> str | None:
+    """Reason why a kernel makes no parts. other: one that its config gives."""
+    if not config.makes_parts:
+        return None
+    reason = other
+    if not problem.is_fp32:
+        reason = f"for {problem.dtype}, whose inputs have no parts"
+    elif problem.head_dim > MAKER_COLUMNS:
+        reason = f"for head dims above {MAKER_COLUMNS}, whose rows a warp does not split in one round"
+    elif problem.options or problem.program is not None:
+        reason = "with options or a program"
+    if reason is not None:
+        return f"part_stages: expected 0 {reason}, got {config.part_stages}"
+    if config.part_stages not in PART_STAGES:
+        return (
+            f"part_stages: expected 0 or one of {', '.join(map(str, PART_STAGES))}, got {config.part_stages}"
+        )
+    return None
 
 
 def _jvp_fault(problem: AttnProblem, config: JvpConfig) -> str | None:
@@ -373,6 +405,8 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         return f"order: expected another than 'apart' with the schedule {bwd_pass.schedule}, got 'apart'"
     if bwd_pass.dq_apart and (problem.width != "d128" or bwd_pass.block_M != 64):
         return f"order: expected another than 'apart' but for d128 in steps of 64 queries, got 'apart' for {problem.width}"
+    if fault := _parts_fault(problem, bwd_pass, "in the pass of dq alone" if owns_queries else None):
+        return fault
     if bwd_pass.one_tile and (problem.options or problem.program is not None):
         return "one_tile: expected False with options or a program, got True"
     if bwd_pass.one_tile and bwd_pass.schedule not in ("dynamic-late", "split"):

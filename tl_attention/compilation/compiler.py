@@ -27,6 +27,7 @@ from tl_attention.kernel_configs import (
     BwdSum,
     DecodeCombine,
     DecodeConfig,
+    FirstPartsConfig,
     FwdCombine,
     FwdConfig,
     JvpConfig,
@@ -44,6 +45,7 @@ KernelKey = tuple[AttnProblem, KernelConfig]  # identifies a kernel
 TEMPLATES = {
     FwdConfig: ("fwd", "flash_fwd"),
     PartsConfig: ("parts", "flash_parts"),
+    FirstPartsConfig: ("first_parts", "flash_first_parts"),
     FwdCombine: ("fwd_combine", "flash_fwd_combine"),
     JvpConfig: ("fwd_jvp", "flash_fwd_jvp"),
     BwdDelta: ("bwd_delta", "flash_bwd_delta"),

@@ -100,8 +100,13 @@ KNOWN_FAULTS = {
     # Gradients of three parts with an accumulator per block; without a mask none (nvcc 13.0.88)
     "fp32-highest d64 causal, dk+dv 64x128x2x2 reuse": ("spill_bytes: expected 0, got 16",),
     # Faster than the default, which does not spill: full 8 to 13 %, causal 2 to 5 % (H200, 2026-11-22)
-    "fp32-highest d64 full, 128x96 persistent ping-pong hold-max": ("spill_bytes: expected 0, got 4",),
-    "fp32-highest d64 causal, 128x96 dynamic ping-pong hold-max": ("spill_bytes: expected 0, got 16",),
+    "fp32-highest d64 full, 128x96 persistent ping-pong hold-max parts8": ("spill_bytes: expected 0, got 8",),
+    "fp32-highest d64 causal, 128x96 dynamic ping-pong hold-max parts8": ("spill_bytes: expected 0, got 8",),
+    # With the warps that make parts; 0.91 and 0.93 of the time of a backward with the pass, which do not spill (H200, 2026-11-23)
+    "fp32-highest d64 causal, dq+dk+dv 32x128x2x2 parts8": ("spill_bytes: expected 0, got 4",),
+    "fp32-high d128 causal, dk+dv 32x128x2x2 parts8": ("spill_bytes: expected 0, got 8",),
+    # 0.86 of the time of 128x80 with the pass, which does not spill (1k, H200, 2026-11-23)
+    "fp32-high d128 full, 128x64 persistent ping-pong hold-max parts8": ("spill_bytes: expected 0, got 16",),
     # All options at once in fp32; d128 at register usage level 0 8 bytes, in the schedule grid 172, d256 at level 0 196 (nvcc 13.0.88)
     "fp32-high d128 full window softcap alibi sink dropout varlen, 128x64 dynamic": (
         "spill_bytes: expected 0, got 100",

@@ -44,7 +44,14 @@ def sources(template: str) -> tuple[Path, ...]:
                 *kernels,
                 *(
                     folder / f"{name}.py"
-                    for name in ("problem", "program", "kernel_configs", "register_levels", "target")
+                    for name in (
+                        "problem",
+                        "program",
+                        "kernel_configs",
+                        "part_configs",
+                        "register_levels",
+                        "target",
+                    )
                 ),
             ]
         )

@@ -20,20 +20,22 @@ from tl_attention.kernels import products as fp32
 from tl_attention.kernels.block_lists import query_blocks
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
 from tl_attention.kernels.bwd_order import OrderedBlocks
-from tl_attention.kernels.bwd_scores import hides_raw, masks_before_exp, prefetches_lse, scale_of_scores
+from tl_attention.kernels.bwd_scores import exponentiate, hides_raw, prefetches_lse, scale_of_scores
 from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles, stages_P
 from tl_attention.kernels.bwd_store import BiasGradient, store_gradients
 from tl_attention.kernels.bwd_warps import cuda_code, dq_warpgroup, further_warps, pass_roles
 from tl_attention.kernels.dropout import Dropout
+from tl_attention.kernels.input_parts import InputArguments, InputParts
 from tl_attention.kernels.options import OptionArguments, Scores, fill_bias_columns, option_arguments
 from tl_attention.kernels.pipeline import alloc_fragments, share, sync_consumers, wait_for_stores
 from tl_attention.kernels.roles import WARPGROUP
-from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, indices, probabilities, softmax_backward
+from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, indices, softmax_backward
 from tl_attention.kernels.tiles import (
     DenseGradTiles,
     FragmentBlocks,
     PackedGradTiles,
     SplitGradTiles,
+    input_arguments,
     result_argument,
     rows_argument,
 )
@@ -79,17 +81,14 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     warpgroups = tuple(range(config.warpgroups))
     consumers = WARPGROUP * config.warpgroups
     roles = pass_roles(problem, config)
-    row_wise = T.GemmWarpPolicy.FullRow
-    x_parts, products = problem.parts, problem.products
+    row_wise, x_parts, products = T.GemmWarpPolicy.FullRow, problem.parts, problem.products
     dynamic, ordered, dv_tile = config.is_dynamic, config.is_ordered, config.has_dv_tile(problem)
     one_tile = config.one_tile
     v_dot = {"transpose_B": True, "clear_accum": True}  # dP' = V dO'
     k_qt = {**v_dot, "clear_accum": not problem.bias_is_linear}  # S' = K Q'
     pieces = bwd_tiles.dq_pieces(block_M, head_dim, config.warpgroups)
     sloped, varlen = problem.is_sloped, problem.has("varlen")
-    both_P = sloped and makes_dk and makes_dv
-    prefetch_lse, mask_before_exp = prefetches_lse(problem, config), masks_before_exp(problem, config)
-    hides = hides_raw(problem, config)
+    prefetch_lse, hides = prefetches_lse(problem, config), hides_raw(problem, config)
     # dV needs a P' of its own if dS' is made in registers of P' from another P': dV's has dropout, dS's the softcap's slope
     stage_P = stages_P(problem, config)
     separate_P = stage_P or (reuse and makes_dv and sloped)
@@ -99,10 +98,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     batch_rows = T.dynamic("batch_rows") if varlen else batch
     rounded_q, dq_blocks, dk_blocks, dv_blocks = T.dynamic("rounded_q, dq_blocks, dk_blocks, dv_blocks")
 
-    q_view = rows_argument(problem, "q", batch, seqlen_q, heads, columns_qk)
-    k_view = rows_argument(problem, "k", batch, seqlen_k, heads_kv, columns_qk)
-    v_view = rows_argument(problem, "v", batch, seqlen_k, heads_kv, columns_v)
-    do_view = rows_argument(problem, "do", batch, seqlen_q, heads, columns_v)
+    lengths, columns = (seqlen_q, heads, seqlen_k, heads_kv), (columns_qk, columns_v)
+    q_view, k_view, v_view, do_view = input_arguments(problem, batch, *lengths, *columns)
     lse_view, delta_view = (T.Tensor([batch_rows, heads, rounded_q], "float32") for _ in range(2))
     dq_sum_view = FragmentBlocks.argument(dq_blocks, head_dim)
     if one_tile:
@@ -116,6 +113,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     dk_parts_view = FragmentBlocks.argument(dk_blocks, head_dim)
     dv_parts_view = FragmentBlocks.argument(dv_blocks, head_dim_v)
     extra = option_arguments(problem)
+    fp32_inputs = InputArguments.of(batch, *lengths, config.makes_parts, backward=True)
     tickets_view = T.Tensor([2], "int32") if dynamic else False  # False makes no argument
     turns_view = T.Tensor([dq_blocks], "int32") if ordered else False
     # Columns per fragment
@@ -130,26 +128,6 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         scores.start(tile.batch, head, scale_log2)
         scores.begin(acc_s, shared.bias_columns)
         fp32.multiply(products, shared.K.parts_of(w), shared.Q.parts_of(step), acc_s, **k_qt)
-
-    @T.macro
-    def exponentiate(step, acc_s, P_for_dv, lse_log2, blocks, mask, scores, scale_log2, softmax_scale):
-        """Replace S' in acc_s by the masked P' = exp2(S' * scale_log2 - lse_log2(query)).
-
-        If scores have a slope, acc_s gets P' * slope for dS', and P_for_dv gets P'.
-        """
-        diagonal = mask.diagonal(blocks.query)
-        scores.locate_transposed(mask.key, blocks, step)
-        scores.prepare(acc_s, diagonal)
-        if mask_before_exp:
-            scores.hide_transposed(acc_s, mask, blocks, softmax_scale)
-        probabilities(
-            acc_s,
-            lambda score, i, j: scores.exponent(score, i, j, diagonal, scale_log2, lse_log2(j)),
-            P=P_for_dv if both_P else None,
-            sloped=scores.sloped if sloped and makes_dk else None,
-        )
-        if not mask_before_exp:
-            scores.clear_transposed(acc_s, P_for_dv if both_P else None, mask, blocks)
 
     @T.macro
     def compute_dp(w, step, shared, acc_dp):
@@ -239,6 +217,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
             # P' = exp2(S' - lse)
             exponentiate(
+                problem,
+                config,
                 step - before,
                 acc_s,
                 P_for_dv,
@@ -459,16 +439,25 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         Rng: extra.Rng,
         drop_below: extra.drop_below,
         Table: extra.Table,
+        Q_input: fp32_inputs.Q,
+        K_input: fp32_inputs.K,
+        V_input: fp32_inputs.V,
+        dO_input: fp32_inputs.dO,
+        Progress: fp32_inputs.Progress,
+        tiles_ahead: fp32_inputs.tiles_ahead,
     ):
         traced = traced_arguments(problem)
         options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
-        per_launch = heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas
-        counts = bwd_tiles.KeyTileCounts(*per_launch, whole)
+        counts = bwd_tiles.KeyTileCounts(
+            heads_per_kv, heads_per_part, parts, n_blocks, group_heads, ctas, whole
+        )
         with T.Kernel(ctas, threads=roles.block, prelude=cuda_code(problem, config, roles)) as number:
             K_shared, V_shared = alloc_key_rings(problem, config)
             # TileLang 0.1.15 names the tile of V after this variable
             dV_shared = alloc_dv(problem, config, K_shared, V_shared)
-            shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared)
+            pairs = (K_input, K), (V_input, V), (Q_input, Q), (dO_input, dO)
+            inputs = InputParts(problem, pairs, Progress, config.part_stages, tiles_ahead=tiles_ahead)
+            shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared, inputs)
             order_heads = heads_kv * bwd_tiles.order_parts(config, counts)
             all_heads, table = (order_heads, Table) if varlen else (order_heads * batch, None)
             order = bwd_tiles.key_order(problem, config, counts, order_heads, all_heads, table)
@@ -476,9 +465,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             Sums = OrderedBlocks if ordered else FragmentBlocks
             if config.is_split:
                 Tiles = functools.partial(SplitGradTiles, counts=counts, block_N=block_N)
-            inputs = Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, x_parts
             tiles = Tiles(
-                *inputs,
+                *(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, x_parts),
                 dQ=dQ_sum if makes_dqt or one_tile else None,
                 dQ_sum=None if one_tile else Sums(dQ_sum, rounded_q // 16),
                 dK=dK,
@@ -492,9 +480,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             roles.run(
                 lambda: producer.produce(number),
                 lambda w: consume(w, number, order, counts, tiles, shared, softmax_scale, options),
-                (lambda: producer.schedule(number)) if dynamic else None,
-                further_warps(producer, Turns),
-                dq_warpgroup(producer),
+                *further_warps(producer, number, Turns),
+                apart=dq_warpgroup(producer),
             )
 
     return flash_bwd_kernel

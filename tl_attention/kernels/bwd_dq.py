@@ -20,7 +20,7 @@ from tl_attention.kernels.options import (
     option_arguments,
     prelude,
 )
-from tl_attention.kernels.pipeline import TileRing, alloc_fragments, sync_warpgroup
+from tl_attention.kernels.pipeline import alloc_fragments, input_ring, sync_warpgroup
 from tl_attention.kernels.products import (
     alloc_further_parts,
     clear,
@@ -39,8 +39,8 @@ from tl_attention.kernels.tiles import (
     DenseGradTiles,
     PackedGradTiles,
     SharedTiles,
+    input_arguments,
     result_argument,
-    rows_argument,
 )
 from tl_attention.kernels.traced_arguments import traced_arguments
 from tl_attention.problem import TABLE_ROWS, AttnProblem
@@ -70,10 +70,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     varlen = problem.has("varlen")
     batch_rows = T.dynamic("batch_rows") if varlen else batch
 
-    q_view = rows_argument(problem, "q", batch, seqlen_q, heads, columns_qk)
-    k_view = rows_argument(problem, "k", batch, seqlen_k, heads_kv, columns_qk)
-    v_view = rows_argument(problem, "v", batch, seqlen_k, heads_kv, columns_v)
-    do_view = rows_argument(problem, "do", batch, seqlen_q, heads, columns_v)
+    lengths, columns = (seqlen_q, heads, seqlen_k, heads_kv), (columns_qk, columns_v)
+    q_view, k_view, v_view, do_view = input_arguments(problem, batch, *lengths, *columns)
     lse_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
     # Not the same object: one object for both arguments would alias them
     delta_view = T.Tensor([batch_rows, heads, rounded_q], "float32")
@@ -267,26 +265,10 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             shared = SharedTiles(
                 bias_columns=alloc_bias_columns(problem, block_N),
                 staged=alloc_staged(problem, consumers // 32, block_N),
-                Q=TileRing(
-                    [config.warpgroups, 64, parts * head_dim], dtype_of("q"), 4, name="Q", parts=parts
-                ),
-                dO=TileRing(
-                    [config.warpgroups, 64, parts * head_dim_v], dtype_of("do"), 4, name="dO", parts=parts
-                ),
-                K=TileRing(
-                    [config.num_stages, block_N, parts * head_dim],
-                    dtype_of("k"),
-                    consumers // 32,
-                    name="K",
-                    parts=parts,
-                ),
-                V=TileRing(
-                    [config.num_stages_do, block_N, parts * head_dim_v],
-                    dtype_of("v"),
-                    consumers // 32,
-                    name="V",
-                    parts=parts,
-                ),
+                Q=input_ring(problem, "Q", [config.warpgroups, 64], head_dim, 4),
+                dO=input_ring(problem, "dO", [config.warpgroups, 64], head_dim_v, 4),
+                K=input_ring(problem, "K", [config.num_stages, block_N], head_dim, consumers // 32),
+                V=input_ring(problem, "V", [config.num_stages_do, block_N], head_dim_v, consumers // 32),
             )
             all_heads, table = (heads, Table) if varlen else (heads * batch, None)
             order = TileOrder.of_queries(

@@ -90,6 +90,10 @@ class KeyTileProducer:
     def load(self, turn, first_step, tile, blocks):
         """Load Q, dO, Lse_log2 and Delta of each query block; K and V once, unless the schedule is dynamic-late."""
         tiles, shared, block_M = self.tiles, self.shared, self.config.block_M
+        if self.config.makes_parts:
+            for i in T.serial(self.counts.heads_per_kv):
+                head = tile.kv_head * self.counts.heads_per_kv + i
+                shared.inputs.wait(tile.batch, head, tile.kv_head)
         if not self.dynamic:
             self.load_k(turn, tile)
         for step in self.steps(first_step, first_step + blocks.steps):

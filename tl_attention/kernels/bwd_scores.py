@@ -1,4 +1,4 @@
-"""Choices of a backward by keys about its scores: when they are masked, and when the log-sum-exps are loaded."""
+"""Scores of a backward by keys: when they are masked, when the log-sum-exps are loaded, and their exponentials."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
-from tl_attention.kernels.softmax import SMALLEST_SCALE
+from tl_attention.kernels.softmax import SMALLEST_SCALE, probabilities
 from tl_attention.problem import AttnProblem
 
 
@@ -53,3 +53,31 @@ def scale_of_scores(problem: AttnProblem, config: BwdPass, softmax_scale: Any) -
     if hides_raw(problem, config) and problem.changes_scores:
         return T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale)
     return softmax_scale
+
+
+def has_two_P(problem: AttnProblem, config: BwdPass) -> bool:
+    """True if dV and dS' need different P': with a slope of scores in a pass that makes dk and dv."""
+    return problem.is_sloped and "dk" in config.makes and "dv" in config.makes
+
+
+@T.macro
+def exponentiate(
+    problem, config, step, acc_s, P_for_dv, lse_log2, blocks, mask, scores, scale_log2, softmax_scale
+):
+    """Replace S' in acc_s by the masked P' = exp2(S' * scale_log2 - lse_log2(query)).
+
+    If scores have a slope, acc_s gets P' * slope for dS', and P_for_dv gets P'.
+    """
+    diagonal = mask.diagonal(blocks.query)
+    scores.locate_transposed(mask.key, blocks, step)
+    scores.prepare(acc_s, diagonal)
+    if masks_before_exp(problem, config):
+        scores.hide_transposed(acc_s, mask, blocks, softmax_scale)
+    probabilities(
+        acc_s,
+        lambda score, i, j: scores.exponent(score, i, j, diagonal, scale_log2, lse_log2(j)),
+        P=P_for_dv if has_two_P(problem, config) else None,
+        sloped=scores.sloped if problem.is_sloped and "dk" in config.makes else None,
+    )
+    if not masks_before_exp(problem, config):
+        scores.clear_transposed(acc_s, P_for_dv if has_two_P(problem, config) else None, mask, blocks)

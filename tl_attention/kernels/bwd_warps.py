@@ -12,17 +12,19 @@ from tl_attention.kernels.bwd_apart import ADD_BY_TMA, add_dq
 from tl_attention.kernels.bwd_load import KeyTileProducer
 from tl_attention.kernels.bwd_one_tile import send_dq
 from tl_attention.kernels.bwd_order import TAKE_TURNS, OrderKeeper
+from tl_attention.kernels.input_parts import MAKE_PARTS
 from tl_attention.kernels.options import ZERO, prelude
 from tl_attention.kernels.pipeline import APART_REGISTERS, STORE_FRAGMENT
 from tl_attention.kernels.program_code import PREFETCH_BITS
 from tl_attention.kernels.roles import Roles
+from tl_attention.part_configs import MAKERS
 from tl_attention.problem import AttnProblem
 
 
 def pass_roles(problem: AttnProblem, config: BwdPass) -> Roles:
     """Roles of a pass by keys."""
     makes_dq = "dq" in config.makes and not problem.is_fp32
-    registers = pipeline.registers(problem, config.warpgroups, full=makes_dq)
+    registers = pipeline.registers(problem, config.warpgroups, config.makes_parts, full=makes_dq)
     return Roles(
         config.warpgroups,
         config.threads,
@@ -47,17 +49,22 @@ def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None
         code += ADD_BY_TMA
     if config.is_dynamic and problem.has("varlen"):
         code += ZERO
+    if config.makes_parts:
+        code += MAKE_PARTS
     return code or None
 
 
-def further_warps(producer: KeyTileProducer, turns: Any) -> tuple[Callable[[], None], ...]:
-    """Functions of the warps behind the one that draws tiles, at most two. turns: of OrderKeeper."""
+def further_warps(producer: KeyTileProducer, number: Any, turns: Any) -> tuple[Any, tuple, int]:
+    """`assist`, `more` and `assist_warps` of Roles.run(). turns: of OrderKeeper."""
+    if producer.config.makes_parts:
+        return lambda: producer.shared.inputs.make_share(number, producer.counts.ctas), (), MAKERS
+    more: tuple[Callable[[], None], ...] = ()
     if producer.config.is_ordered:
         keeper = OrderKeeper(producer, turns)
-        return lambda: keeper.admit(), lambda: keeper.pass_on()
-    if producer.config.one_tile:
-        return (lambda: send_dq(producer),)
-    return ()
+        more = lambda: keeper.admit(), lambda: keeper.pass_on()
+    elif producer.config.one_tile:
+        more = (lambda: send_dq(producer),)
+    return (lambda: producer.schedule(number)) if producer.dynamic else None, more, 1
 
 
 def dq_warpgroup(producer: KeyTileProducer) -> Callable[[], None] | None:

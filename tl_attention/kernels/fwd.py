@@ -13,6 +13,7 @@ from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.block_lists import key_blocks
 from tl_attention.kernels.dropout import Dropout
+from tl_attention.kernels.input_parts import MAKE_PARTS, InputArguments, InputParts
 from tl_attention.kernels.mask import LAST_BLOCK, KeyBlocks, Mask, step_ranges
 from tl_attention.kernels.options import (
     OptionArguments,
@@ -24,16 +25,17 @@ from tl_attention.kernels.options import (
     sink_score,
 )
 from tl_attention.kernels.pages import CachePages, page_arguments, paged_loads
-from tl_attention.kernels.pipeline import TileRing, Turns, alloc_fragments, sync_warpgroup, wait_for_stores
-from tl_attention.kernels.products import CHUNK, add_product, alloc_further_parts, multiply, split_parts
+from tl_attention.kernels.pipeline import Turns, alloc_fragments, input_ring, sync_warpgroup, wait_for_stores
+from tl_attention.kernels.products import CHUNK, add_product, alloc_further_parts, multiply, round_kept
 from tl_attention.kernels.results import results_of, store_output
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder
 from tl_attention.kernels.shared_tiles import PIECES, SharedPieces, stream_of
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
 from tl_attention.kernels.staged import alloc_staged
-from tl_attention.kernels.tiles import FragmentBlocks, SharedTiles, rows_argument
+from tl_attention.kernels.tiles import FragmentBlocks, SharedTiles, input_arguments
 from tl_attention.kernels.traced_arguments import traced_arguments
+from tl_attention.part_configs import MAKERS
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
@@ -54,6 +56,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         fwd_combine.py merges: O [splits, batch, heads, seqlen_q, head_dim_v], Lse [splits, batch, heads, seqlen_q], fp32 and base 2;
         varlen: see tiles.PackedPartTiles. An empty share has O = 0, Lse = -inf.
     option `added`: O (fp32) and Lse hold the result of other keys, and the kernel merges its own into it: see results.add_stored.
+    config.makes_parts: the fields of input_parts.InputArguments follow last. Q, K and V hold the parts of the first heads before.
     schedule shared: Pieces, whole, sharers and under a causal mask tile_cost follow last, see shared_tiles.SharedPieces.
     config.page_rows: keys are in pages whose size is a multiple of it: see tiles.PagedKeys. The fields of pages.CachePages follow.
     """
@@ -66,7 +69,11 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     # The row max that a warp holds is subtracted once per diagonal instead of once per score
     adds_exponents = hold_max and problem.adds_diagonal
     q_kt = {"transpose_B": True, "clear_accum": not (problem.bias_is_linear or two_sides)}
-    persistent, registers = config.schedule != "grid", pipeline.registers(problem, config.warpgroups)
+    parts, products, makes_parts = problem.parts, problem.products, config.makes_parts
+    persistent, registers = (
+        config.schedule != "grid",
+        pipeline.registers(problem, config.warpgroups, makes_parts),
+    )
     shares = config.schedule == "shared"
     if persistent:
         registers = pipeline.PERSISTENT_REGISTERS.get(config.warpgroups)
@@ -75,20 +82,19 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     # O is stored through the shared memory of its queries
     O_in_Q = head_dim == head_dim_v and not O_from_registers
     two_producers = config.page_rows > 0  # one warp cannot issue all instructions of the loads in time
-    parts, products = problem.parts, problem.products
     o_cols = CHUNK if parts > 1 else head_dim_v  # columns per tile of O in registers
     turns = Turns(config.warpgroups, config.ping_pong)
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
-    q_view = rows_argument(problem, "q", batch, seqlen_q, heads, columns_qk)
-    k_view = rows_argument(problem, "k", batch, seqlen_k, heads_kv, columns_qk)
-    v_view = rows_argument(problem, "v", batch, seqlen_k, heads_kv, columns_v)
+    lengths, columns = (seqlen_q, heads, seqlen_k, heads_kv), (columns_qk, columns_v)
+    q_view, k_view, v_view, _ = input_arguments(problem, batch, *lengths, *columns)
     results = results_of(problem, config, batch, heads, seqlen_q, columns_v)
     splits, o_view, lse_view = results.splits, results.O, results.Lse
     tickets_view = T.Tensor([T.dynamic("sms") if shares else 2], "int32")
     pieces_view = FragmentBlocks.argument(T.dynamic("piece_blocks"), head_dim_v + 8) if shares else False
     extra = option_arguments(problem)
+    inputs = InputArguments.of(batch, *lengths, makes_parts)
     paged = page_arguments(config.page_rows > 0)
 
     def blocks_of(options: OptionArguments, mask: Mask, tile: Tile) -> Any:
@@ -112,6 +118,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             blocks.keep_share(tile.split, splits)
         if shares:
             stream.keep_piece(blocks)
+        if makes_parts:
+            shared.inputs.wait(tile.batch, tile.head, tile.kv_head)
         tiles.load_k(shared.K, first_step, tile, blocks, 0)
         for w in warpgroups:
             shared.Q.fill(turn * config.warpgroups + w, tiles.q(tile, first_query + 64 * w, 64))
@@ -164,6 +172,14 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                     blocks.keep_share(tile.split, splits)
                 load_values(0, tile, blocks, tiles, shared)
 
+    def assist(first_tile, ctas, order, tiles, shared, options):
+        """Function that the warps beside the producer run; None: they have no work."""
+        if two_producers:
+            return lambda: produce_values(first_tile, order, tiles, shared, options)
+        if makes_parts:
+            return lambda: shared.inputs.make_share(first_tile, ctas)
+        return None
+
     @T.macro
     def produce(first_tile, order, ctas, tickets, tiles, shared, options):
         tile = Tile(order)
@@ -193,16 +209,6 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             tile.locate(first_tile)
             if tile.exists:
                 load(tile, 0, 0, blocks, tiles, shared, None)
-
-    @T.macro
-    def split_p(acc_s, P_parts, dropout):
-        """Round probabilities to the parts of P, those that dropout keeps."""
-        if parts > 1:
-            dropout.drop(acc_s)
-            split_parts(acc_s, P_parts)
-        else:
-            T.copy(acc_s, P_parts[0])
-            dropout.drop(P_parts[0])
 
     @T.macro
     def attend(
@@ -267,7 +273,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 shared.Q.release(q_step - config.warpgroups)
         scores.transform(acc_s, query, blocks, 0, LAST_BLOCK)
         softmax.update(acc_s, scores.shift(blocks.diagonal(query, 0)))
-        split_p(acc_s, P_parts, dropout)
+        round_kept(acc_s, P_parts, dropout)
 
         # S = Q Kᵀ and softmax of each earlier block, beside O += P V of the block after it
         for n in indices(O_chunks):
@@ -315,7 +321,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 else:
                     T.wait_wgmma(0)  # O is complete, and P free
                 shared.V.release(first_step + steps.first + i - 1)
-                split_p(acc_s, P_parts, dropout)
+                round_kept(acc_s, P_parts, dropout)
                 if update_max:
                     softmax.rescale(O_chunks)
 
@@ -442,33 +448,20 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         whole: T.int32 if shares else False,
         sharers: T.int32 if shares else False,
         tile_cost: T.int32 if shares and problem.causal else False,
+        Q_input: inputs.Q,
+        K_input: inputs.K,
+        V_input: inputs.V,
+        Progress: inputs.Progress,
+        tiles_ahead: inputs.tiles_ahead,
     ):
         traced = traced_arguments(problem, block_M)
-        with T.Kernel(
-            ctas, threads=roles.block, prelude=prelude(problem, roles, PIECES if shares else "")
-        ) as first_tile:
+        more_code = PIECES if shares else MAKE_PARTS if makes_parts else ""
+        with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles, more_code)) as first_tile:
+            pairs = (K_input, K), (V_input, V), (Q_input, Q)
             shared = SharedTiles(
-                Q=TileRing(
-                    [q_stages * config.warpgroups, 64, parts * head_dim],
-                    problem.dtype_of("q"),
-                    4,
-                    name="Q",
-                    parts=parts,
-                ),
-                K=TileRing(
-                    [config.kv_stages, block_N, parts * head_dim],
-                    problem.dtype_of("k"),
-                    consumer_warps,
-                    name="K",
-                    parts=parts,
-                ),
-                V=TileRing(
-                    [config.kv_stages, block_N, parts * head_dim_v],
-                    problem.dtype_of("v"),
-                    consumer_warps,
-                    name="V",
-                    parts=parts,
-                ),
+                Q=input_ring(problem, "Q", [q_stages * config.warpgroups, 64], head_dim, 4),
+                K=input_ring(problem, "K", [config.kv_stages, block_N], head_dim, consumer_warps),
+                V=input_ring(problem, "V", [config.kv_stages, block_N], head_dim_v, consumer_warps),
                 O=None
                 if O_in_Q or O_from_registers
                 else pipeline.alloc_swizzled([config.warpgroups, 64, head_dim_v], problem.dtype_of("o")),
@@ -477,6 +470,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 overflows=Overflows(consumer_warps) if hold_max else None,
                 staged=alloc_staged(problem, consumer_warps, block_N),
                 pieces=SharedPieces(config, Pieces, Tickets, whole, sharers, tile_cost) if shares else None,
+                inputs=InputParts(problem, pairs, Progress, config.part_stages, tiles_ahead=tiles_ahead)
+                if makes_parts
+                else None,
             )
             options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
             counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
@@ -492,9 +488,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             roles.run(
                 lambda: produce(first_tile, order, ctas, Tickets, tiles, shared, options),
                 lambda w: consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options),
-                (lambda: produce_values(first_tile, order, tiles, shared, options))
-                if two_producers
-                else None,
+                assist(first_tile, ctas, order, tiles, shared, options),
+                assist_warps=MAKERS if makes_parts else 1,
             )
 
     return flash_fwd_kernel

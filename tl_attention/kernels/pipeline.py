@@ -34,10 +34,17 @@ PASS_CONFIGS = {
 ARRIVE = {"emit_arrive": 1}  # the TMA copy also arrives at its barrier
 
 
-def registers(problem: AttnProblem, warpgroups: int, full: bool = False) -> tuple[int, int] | None:
-    """Registers per thread of (the producer, the consumers); None: as at launch. full: take REGISTERS with varlen, too."""
+def registers(
+    problem: AttnProblem, warpgroups: int, makes_parts: bool = False, full: bool = False
+) -> tuple[int, int] | None:
+    """Registers per thread of (the producer, the consumers); None: as at launch.
+
+    Args:
+        makes_parts: warps beside the producer make parts, see input_parts.py.
+        full: take REGISTERS with varlen, too.
+    """
     wide = not full if problem.has("varlen") else problem.has_bits and problem.head_dim == 64
-    return (VARLEN_REGISTERS if wide else REGISTERS).get(warpgroups)
+    return (VARLEN_REGISTERS if wide or makes_parts else REGISTERS).get(warpgroups)
 
 
 def alloc_swizzled(shape: list[int], dtype: str, chunk: int = 64):
@@ -138,6 +145,14 @@ class TileRing:
         for i, row_source in enumerate(row_sources):
             T.tma_copy(row_source, self.row_values[slot, i, :], barrier=self.full[slot])
         T.tma_copy(source, self[step], barrier=self.full[slot], annotations=ARRIVE)
+
+
+def input_ring(
+    problem: AttnProblem, name: str, shape: list[int], width: int, consumer_warps: int
+) -> TileRing:
+    """TileRing of Q, K, V or dO, [slots, rows] of shape, all parts of its `width` columns side by side."""
+    columns, dtype = problem.parts * width, problem.dtype_of(name.lower())
+    return TileRing([*shape, columns], dtype, consumer_warps, name=name, parts=problem.parts)
 
 
 @T.meta_class

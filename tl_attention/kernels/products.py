@@ -42,6 +42,17 @@ def split_kept(acc, tiles):
             tile[i, j] = acc[i, j] - whole(tiles[:number], i, j)
 
 
+@T.macro
+def round_kept(acc, tiles, dropout):
+    """Round probabilities, those that dropout keeps, to the parts of a tile."""
+    if len(tiles) > 1:
+        dropout.drop(acc)
+        split_parts(acc, tiles)
+    else:
+        T.copy(acc, tiles[0])
+        dropout.drop(tiles[0])
+
+
 def whole(tiles: tuple, i: Any, j: Any) -> Any:
     """Sum of the parts of an element, exact in fp32."""
     return functools.reduce(operator.add, (T.cast(tile[i, j], "float32") for tile in tiles))

@@ -65,10 +65,10 @@ class Roles:
         return WARPGROUP * (self.warpgroups + self.apart)
 
     @T.inline
-    def run(self, produce, consume, assist=None, more=(), apart=None):
+    def run(self, produce, consume, assist=None, more=(), assist_warps=1, apart=None):
         """Run produce() in the producer warp, and consume(w) in consumer warpgroup w.
 
-        assist: function that the warp after the producer's runs.
+        assist: function that the warp after the producer's runs, or that `assist_warps` warps run.
         more: up to two functions that the warps after it run; not with one_body.
         apart: function that the warpgroup apart runs.
         """
@@ -81,7 +81,7 @@ class Roles:
                 if assist is not None:
                     # Not one condition: TileLang 0.1.15 would elect a thread of another warp to start copies
                     if T.get_thread_binding() >= 32:
-                        if T.get_thread_binding() < 64:
+                        if T.get_thread_binding() < 32 + 32 * assist_warps:
                             assist()
             else:
                 if self.registers is not None:
@@ -99,7 +99,7 @@ class Roles:
                 elif len(more) == 0:
                     if thread < self.producer_thread + 32:
                         produce()
-                    elif thread < self.producer_thread + 64:
+                    elif thread < self.producer_thread + 32 + 32 * assist_warps:
                         assist()
                 else:
                     if thread < self.producer_thread + 32:

@@ -174,6 +174,26 @@ def rows_argument(
     return strided(name, [batch, seqlen, heads, columns], dtype)
 
 
+def input_arguments(
+    problem: AttnProblem,
+    batch: Any,
+    seqlen_q: Any,
+    heads: Any,
+    seqlen_k: Any,
+    heads_kv: Any,
+    columns_qk: Any,
+    columns_v: Any,
+) -> tuple:
+    """Tensor arguments Q, K, V and dO, as rows_argument."""
+    of_queries, of_keys = (batch, seqlen_q, heads), (batch, seqlen_k, heads_kv)
+    return (
+        rows_argument(problem, "q", *of_queries, columns_qk),
+        rows_argument(problem, "k", *of_keys, columns_qk),
+        rows_argument(problem, "v", *of_keys, columns_v),
+        rows_argument(problem, "do", *of_queries, columns_v),
+    )
+
+
 def result_argument(
     problem: AttnProblem, name: str, batch: Any, seqlen: Any, heads: Any, columns: Any
 ) -> Any:
@@ -309,6 +329,7 @@ class SharedTiles:
     bias_columns: Any = None  # options.alloc_bias_columns
     staged: Any = None  # staged.StagedTiles
     pieces: Any = None  # shared_tiles.SharedPieces, in global memory
+    inputs: Any = None  # input_parts.InputParts, in global memory
 
 
 @dataclass(frozen=True)

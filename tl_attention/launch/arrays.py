@@ -153,3 +153,19 @@ class ArgumentViews:
                 pointer.kept = tensors, copies.words  # as long as a launch has the pointer
             return pointers
         return [x.transpose(1, 2) for x in tensors] if self.heads_first else tensors
+
+
+class PageViews:
+    """Views of k and v [pages, page_size, heads_kv, columns] as a kernel reads them.
+
+    Attributes:
+        rows: k and v as [1, rows, heads_kv, columns], all pages one after the other.
+        views: makes their arguments of a launch.
+        arguments: page_size, num_pages, and the rows from one page to the next in k and in v.
+    """
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor):
+        num_pages, self.page_size = k.shape[:2]
+        strides, self.rows = zip(page_rows_of(k, "k"), page_rows_of(v, "v"), strict=True)
+        self.views = ArgumentViews(False, *self.rows, packed=True)
+        self.arguments = self.page_size, num_pages, *strides

@@ -42,7 +42,7 @@ from tl_attention.launch.common import (
     option_arguments,
     qkv_key,
 )
-from tl_attention.launch.parts import PartsLaunch
+from tl_attention.launch.parts import parts_launch
 from tl_attention.launch.seen import seen_queries
 from tl_attention.launch.traced import Gradients, backward_call, traced_arguments
 from tl_attention.options import Options
@@ -66,7 +66,9 @@ def _find_kernels(key: tuple, direction: str, config: BwdConfig | None) -> BwdKe
         compiled.get((problem.sum_problem(problem.head_dim), BwdSum(shared=True))),
         compiled.get((problem.sum_problem(problem.head_dim_v), BwdSum(shared=True))),
         next((compiled[kernel] for kernel in table_kernels(problem)), None),
-        next((compiled[kernel] for kernel in parts_kernels(problem)), None),
+        next(
+            (compiled[kernel] for kernel in parts_kernels(problem, config.makes_parts, backward=True)), None
+        ),
         {number: compiled[kernel] for number, kernel in reduce_kernels(problem).items()},
     )
 
@@ -175,12 +177,6 @@ class BwdPlan:
             kernels = _find_kernels(key, direction, config)
         self.delta, self.reduce = kernels.delta, kernels.reduce
         self.split = None
-        if kernels.parts is not None:
-            # dq is fp32 and leaves from registers, so without the view of packed sequences
-            *inputs, out, dq, dk, dv = tensors
-            self.split = PartsLaunch(kernels.parts, kernels.problem, heads_first, *inputs)
-            self.part_views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
-            self.dq_view = ArgumentViews(heads_first, dq)
         self.partial_views = None
         if partial:  # a pass by queries stores dq from registers, the others sum it
             *tensors, dq, dk, dv = tensors
@@ -208,6 +204,13 @@ class BwdPlan:
             (QueryPass if bwd_pass.grads == "dq" else KeyPass)(bwd_pass, kernel, kernels, sizes)
             for bwd_pass, kernel in kernels.passes
         ]
+        if kernels.parts is not None:
+            # dq is fp32 and leaves from registers, so without the view of packed sequences
+            *inputs, out, dq, dk, dv = tensors
+            split = kernels.parts, kernels.problem, heads_first, self.passes[0].attention_tiles
+            self.split = parts_launch(*split, *inputs)
+            self.part_views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
+            self.dq_view = ArgumentViews(heads_first, dq)
         self.adds_dq = any(bwd_pass.adds_dq for bwd_pass, _ in kernels.passes)
         self.query_axis, self.unseen = -2 if heads_first else -3, 0
         for bwd_pass, _ in kernels.passes:
@@ -266,7 +269,7 @@ class BwdPlan:
         tensors = q, k, v, dout, out, dq, dk, dv
         if self.packed and self.split is not None:
             tensors = [x[None] for x in tensors]
-        inputs, parts = tensors[:4], None
+        inputs, parts, share = tensors[:4], None, ()
         if self.partial_views is None:
             q, k, v, dout, out, *grads = self.views.of(*tensors)
         else:
@@ -275,7 +278,7 @@ class BwdPlan:
             rows = dq[None] if self.packed and not dq_views.packed else dq
             grads = [*dq_views.of(rows), *key_views.of(dk, dv)]
         if self.split is not None:
-            parts = self.split(*inputs)  # alive until the last launch
+            parts, share = self.split(*inputs)  # alive until the last launch
             if self.adds_dq:
                 tensors[5].zero_()
             (grads[0],) = self.dq_view.of(tensors[5])
@@ -307,10 +310,9 @@ class BwdPlan:
                 delta[:, :, : self.seqlen_q] -= _natural_dlse(dlse, lse, lse_base2)
         if parts is not None:
             q, k, v, dout = self.part_views.of(*parts)
-        for bwd_pass in self.passes:
-            bwd_pass.launch(
-                (q, k, v, dout, lse_log2, delta), *grads, softmax_scale, arguments, tables, blocks
-            )
+        call = (q, k, v, dout, lse_log2, delta), *grads, softmax_scale
+        for number, bwd_pass in enumerate(self.passes):  # the first makes all parts
+            bwd_pass.launch(*call, arguments if number else arguments + share, tables, blocks)
         if traced is not None:
             return *result, *captured.results(self.reduce)
         return result if sink is None else (*result, _sink_gradient(sink, lse_log2, delta))

@@ -20,6 +20,7 @@ from tl_attention.launch.common import (
     table_tiles,
     tile_counts,
 )
+from tl_attention.launch.parts import AttentionTiles
 from tl_attention.launch.seen import unseen_queries
 from tl_attention.launch.splits import TIME_SLACK
 from tl_attention.launch.tickets import stream_tickets
@@ -347,6 +348,8 @@ class QueryPass:
         self.kernel, self.counts = kernel, (heads_per_kv, *counts)
         self.block = config.block_M, config.block_N
 
+    attention_tiles = None  # it makes no parts
+
     def launch(
         self,
         inputs: tuple[Argument, ...],
@@ -391,6 +394,9 @@ class KeyPass:
             self.sum_counts = parts, config.block_N // 16, n_blocks, buffers.whole
             self.whole = (buffers.whole,)
         self.kernel, self.counts = kernel, (sizes.heads_per_kv, buffers.heads_per_part, parts, *counts)
+        n_blocks, group_heads, ctas = counts
+        tiles = AttentionTiles(ctas, n_blocks * group_heads, ctas, sizes.sms)
+        self.attention_tiles = tiles if config.makes_parts else None
 
     def launch(
         self,

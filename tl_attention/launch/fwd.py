@@ -11,9 +11,16 @@ import torch
 
 from tl_attention import configs
 from tl_attention.compilation.store import Kernel
-from tl_attention.kernel_configs import FwdCombine, FwdConfig, PartsConfig, TileTable, page_rows
+from tl_attention.kernel_configs import (
+    FirstPartsConfig,
+    FwdCombine,
+    FwdConfig,
+    PartsConfig,
+    TileTable,
+    page_rows,
+)
 from tl_attention.launch import splits
-from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns, page_rows_of
+from tl_attention.launch.arrays import ArgumentViews, PageViews, cut_columns, has_odd_columns, pad_columns
 from tl_attention.launch.bwd import build_backward_ahead
 from tl_attention.launch.common import (
     GROUP_KEYS,
@@ -32,7 +39,7 @@ from tl_attention.launch.common import (
     qkv_key,
     tile_counts,
 )
-from tl_attention.launch.parts import PartsLaunch
+from tl_attention.launch.parts import AttentionTiles, parts_launch
 from tl_attention.launch.tickets import TICKETS, stream_tickets
 from tl_attention.launch.traced import forward_program, traced_arguments
 from tl_attention.options import Options
@@ -62,7 +69,7 @@ class FwdKernels(NamedTuple):
     combine: Kernel | None  # merges the partial outputs of splits
     problem: AttnProblem
     tile_table: Kernel | None  # runs first for packed sequences
-    parts: Kernel | None  # runs first in fp32: splits q, k and v
+    parts: Kernel | None  # runs first in fp32: splits q, k and v, or the first heads of them
 
 
 def _find_kernels(key: tuple, config: FwdConfig | None, copy_rows: int = 0) -> FwdKernels:
@@ -73,24 +80,9 @@ def _find_kernels(key: tuple, config: FwdConfig | None, copy_rows: int = 0) -> F
         config = replace(config, hold_max=False, schedule=schedule)
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
     compiled = {type(part): kernel for (_, part), kernel in compile_config(problem, config).items()}
-    combine, tile_table, parts = (compiled.get(kind) for kind in (FwdCombine, TileTable, PartsConfig))
+    combine, tile_table = compiled.get(FwdCombine), compiled.get(TileTable)
+    parts = compiled.get(FirstPartsConfig if config.makes_parts else PartsConfig)
     return FwdKernels(compiled[FwdConfig], config, max_ctas, combine, problem, tile_table, parts)
-
-
-class PageViews:
-    """Views of k and v [pages, page_size, heads_kv, columns] as a kernel reads them.
-
-    Attributes:
-        rows: k and v as [1, rows, heads_kv, columns], all pages one after the other.
-        views: makes their arguments of a launch.
-        arguments: page_size, num_pages, and the rows from one page to the next in k and in v.
-    """
-
-    def __init__(self, k: torch.Tensor, v: torch.Tensor):
-        num_pages, self.page_size = k.shape[:2]
-        strides, self.rows = zip(page_rows_of(k, "k"), page_rows_of(v, "v"), strict=True)
-        self.views = ArgumentViews(False, *self.rows, packed=True)
-        self.arguments = self.page_size, num_pages, *strides
 
 
 def key_rows(k: torch.Tensor, options: Options, block_table: torch.Tensor | None) -> int:
@@ -229,13 +221,13 @@ class FwdPlan:
         self.dynamic, self.block = config.schedule == "dynamic", (config.block_M, config.block_N)
         self.shares = config.schedule == "shared"
         self.hold_max = config.hold_max
-        self._make_views(q, k, v, out, heads_first, found)
         if self.packed:
             self.tiles = PackedTiles(
                 found.tile_table, self.batch, sizes.seqlen_q, seqlen_k, causal, self.device
             )
             self.step_rows = config.block_N
         self._count_tiles(sizes, options, found, num_splits)
+        self._make_views(q, k, v, out, heads_first, found)
 
     def _make_views(
         self,
@@ -255,7 +247,10 @@ class FwdPlan:
             tensors = (q, k, v, out) if self.pages is None else (q, out)
             self.views = ArgumentViews(heads_first, *tensors, packed=self.packed)
         else:  # out is fp32 and leaves from registers, so without the view of packed sequences
-            self.split = PartsLaunch(found.parts, found.problem, heads_first, q, k, v)
+            _, m_blocks, group_heads, ctas = self.arguments
+            tiles = m_blocks * self.batch * self.heads, m_blocks * group_heads, ctas, self.sms
+            attention = AttentionTiles(*tiles) if found.config.makes_parts else None
+            self.split = parts_launch(found.parts, found.problem, heads_first, attention, q, k, v)
             self.views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
             self.out_view = ArgumentViews(heads_first, out)
 
@@ -332,6 +327,7 @@ class FwdPlan:
         traced: Call | None = None,
     ) -> None:
         # A kernel with a tensor argument (lse, parts, tickets) runs on the current stream of its device
+        share = ()  # arguments of a kernel that makes parts
         if self.pages is not None:
             q_view, out_view = self.views.of(q, out)
             qkv = q_view, *self.pages.views.of(k, v)
@@ -343,7 +339,7 @@ class FwdPlan:
             elif self.split is None:
                 *qkv, out_view = self.views.of(q, k, v, out)
             else:
-                parts = self.split(q, k, v)  # alive until the launch
+                parts, share = self.split(q, k, v)  # alive until the launch
                 qkv, (out_view,) = self.views.of(*parts), self.out_view.of(out)
         flags = (TICKETS + self.sms,) if self.shares else ()
         tickets = stream_tickets(self.device, self.dynamic or self.shares, *flags)
@@ -361,6 +357,7 @@ class FwdPlan:
                 arguments += traced.blocks.by_queries(*self.block, whole_first=self.hold_max)
         if self.shares:
             arguments = *arguments, empty(*self.pieces), *self.share_arguments
+        arguments += share
         if self.combine is None:
             self.kernel(*qkv, out_view, lse, tickets, softmax_scale, unit, *arguments)
             return

@@ -204,32 +204,30 @@ def masks_with_bits(name):
 
 
 @pytest.mark.parametrize(
-    ("of_keys", "whole_first"),
+    ("of_keys", "held"),
     [(False, False), (False, True), (True, False)],
-    ids=["by queries", "whole first", "by keys"],
+    ids=["by queries", "held", "by keys"],
 )
 @pytest.mark.parametrize(("rows", "step"), [(128, 128), (128, 64), (64, 32)])
 @pytest.mark.parametrize("name", SHAPES)
-def test_lists_with_bits_show_the_mask(name, rows, step, of_keys, whole_first):
+def test_lists_with_bits_show_the_mask(name, rows, step, of_keys, held):
     """A walk over the lists, as that of the kernels."""
     _, lengths, _ = SHAPES[name]
     for wanted, lists in masks_with_bits(name):
         group = HEADS // HEADS_KV if of_keys else 1
-        found = lists.by_keys(rows, step, group) if of_keys else lists.by_queries(rows, step, whole_first)
+        found = lists.by_keys(rows, step, group) if of_keys else lists.by_queries(rows, step, held)
         spans, entries, places, bits = found
         tiles = unpacked(bits.view(-1, 2, 128, 2))
         shown = torch.zeros_like(wanted)
         for b, h, tile in torch.cartesian_prod(*map(torch.arange, spans.shape[:3])).tolist():
-            masked, steps, first = spans[b, h, tile].tolist()
-            whole = places[first : first + steps] < 0
-            assert not whole_first or whole[0] == whole.any()
+            masked, steps, first, *unmasked = spans[b, h, tile].tolist()
+            (unmasked,) = unmasked or [steps - masked]
             for i in range(steps):
                 entry, place = entries[first + i].item(), places[first + i].item()
                 head, block = entry >> HOW_BITS + BLOCK_BITS, entry >> HOW_BITS & (1 << BLOCK_BITS) - 1
                 assert (place < 0) == (entry & 3 == SHOW_ALL)
-                assert of_keys or (whole_first and i == 0) or (place >= 0) == (i < masked), (
-                    "a whole block first, then those that hide keys"
-                )
+                hides = i < masked or i >= masked + unmasked
+                assert of_keys or (held and i == 0) or (place >= 0) == hides
                 row, column = tile * rows, block * step
                 part = torch.ones(rows, step, dtype=torch.bool)
                 if place >= 0:

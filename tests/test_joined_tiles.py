@@ -30,22 +30,23 @@ from tl_attention.tracing.trace import trace
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors", "ignore:.*torch.compile")
 
 
-@pytest.mark.parametrize("whole_first", [False, True])
+@pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("step", [128, 64])
 @pytest.mark.parametrize("name", SHAPES)
-def test_lists_of_joined_tiles_show_the_mask(name, step, whole_first):
+def test_lists_of_joined_tiles_show_the_mask(name, step, held):
     """A walk over the lists, as that of the kernels: each 64 queries of a tile have bits of their own block."""
     _, lengths, _ = SHAPES[name]
     for wanted, lists in masks_with_bits(name):
-        spans, entries, places, bits = lists.by_queries(JOINED_ROWS, step, whole_first)
-        assert spans.shape == (2, HEADS, -(-lengths[0] // JOINED_ROWS), 3)
+        spans, entries, places, bits = lists.by_queries(JOINED_ROWS, step, held)
+        assert spans.shape == (2, HEADS, -(-lengths[0] // JOINED_ROWS), 4 if held else 3)
         assert places.shape == (len(entries), JOINED_ROWS // GROUP_ROWS)
         tiles = unpacked(bits.view(-1, 2, 128, 2))
         shown = torch.zeros_like(wanted)
         for b, h, tile in torch.cartesian_prod(*map(torch.arange, spans.shape[:3])).tolist():
-            masked, steps, first = spans[b, h, tile].tolist()
+            masked, steps, first, *unmasked = spans[b, h, tile].tolist()
+            (unmasked,) = unmasked or [steps - masked]
             whole = (places[first : first + steps] < 0).all(-1)
-            assert whole[masked:].all() and (not whole_first or whole[0] == whole.any())
+            assert whole[masked : masked + unmasked].all() and not whole[masked + unmasked :].any()
             for i in range(first, first + steps):
                 column = (entries[i].item() >> HOW_BITS & (1 << BLOCK_BITS) - 1) * step
                 for group in range(JOINED_ROWS // GROUP_ROWS):

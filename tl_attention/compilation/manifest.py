@@ -97,6 +97,10 @@ KNOWN_FAULTS = {
         )
         for options in ("", "alibi ", "softcap ")
     },
+    # One register of a list whose row max is held; at d64 and d128-64 none (nvcc 13.0.88)
+    "bf16 d96-64 full blocks bits, 192x128 dynamic q2 ping-pong hold-max": (
+        "spill_bytes: expected 0, got 4",
+    ),
     # Gradients of three parts with an accumulator per block; without a mask none (nvcc 13.0.88)
     "fp32-highest d64 causal, dk+dv 64x128x2x2 reuse": ("spill_bytes: expected 0, got 16",),
     # Faster than the default, which does not spill: full 8 to 13 %, causal 2 to 5 % (H200, 2026-11-22)

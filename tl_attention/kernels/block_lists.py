@@ -1,7 +1,8 @@
 """Listed blocks: the blocks of keys, or of queries, that a block mask lists for a tile, one step each.
 
 launch/block_lists.py makes the lists. A span [3] describes the list of a tile: number of first steps that may hide keys, number of steps
-(at least one), and index of its first entry. An entry holds, from the lowest bit: how the keys of the block are seen, program.MASK or
+(at least one), and index of its first entry. For a held row max it has a fourth number, of the steps after these that hide no key; then
+come others that may. An entry holds, from the lowest bit: how the keys of the block are seen, program.MASK or
 another; the block's number; in lists by keys, the query head among those of its key head. The last three entries hide their block: a step
 reads two entries ahead, and an empty list needs one entry. With Program.bits `places` has one number per entry, where the bits of the
 block are: see launch/mask_bits.py; lists by tiles of program.JOINED_ROWS queries have one per entry and GROUP_ROWS queries of the tile.
@@ -28,11 +29,11 @@ def key_blocks(
     block_M: int,
     block_N: int,
     split: bool = False,
-    overlap: bool = False,
+    held: bool = False,
     near_first: bool = False,
     shares: bool = False,
 ) -> KeyBlocks | ListedKeyBlocks:
-    """Key blocks of the tiles of a kernel whose tiles are blocks of queries."""
+    """Key blocks of the tiles of a kernel whose tiles are blocks of queries. held: for a held row max."""
     if shares:
         return SharedKeyBlocks(mask, block_M, block_N, name="blocks")
     if near_first:
@@ -40,9 +41,9 @@ def key_blocks(
     if problem.is_listed:
         traced = options.traced
         return ListedKeyBlocks(
-            mask, traced.spans, traced.entries, traced.places, tile, block_M, block_N, name="blocks"
+            mask, traced.spans, traced.entries, traced.places, tile, block_M, block_N, held, name="blocks"
         )
-    return KeyBlocks(mask, block_M, block_N, split, overlap, name="blocks")
+    return KeyBlocks(mask, block_M, block_N, split, held, name="blocks")
 
 
 def query_blocks(
@@ -84,7 +85,10 @@ def block_of(entry: Any) -> Any:
 
 @T.meta_class
 class ListedKeyBlocks:
-    """Key blocks that are listed for the queries of a tile; those that may hide keys come first. See mask.KeyBlocks."""
+    """Key blocks that are listed for the queries of a tile; those that may hide keys come first. See mask.KeyBlocks.
+
+    held: the order is that of a held row max, see launch/block_lists.py.
+    """
 
     listed = True
 
@@ -97,6 +101,7 @@ class ListedKeyBlocks:
         tile: Any,
         block_M: int,
         block_N: int,
+        held: bool = False,
         name: str = "blocks",
     ):
         self.mask, self.spans, self.entries, self.places, self.tile = mask, spans, entries, places, tile
@@ -104,6 +109,8 @@ class ListedKeyBlocks:
         self.num_steps = T.alloc_var("int32", init=0)
         self.num_masked = T.alloc_var("int32", init=0)  # first steps, which may hide keys
         self.first_entry = T.alloc_var("int32", init=0)
+        self.num_whole = T.alloc_var("int32", init=0) if held else None  # steps of full blocks after these
+        self.place_ahead = T.alloc_var("int32", init=0) if held else None  # see read_ahead()
         # find() sets both for the step it is given: the first key, and how the keys are seen
         self.found_key = T.alloc_var("int32", init=0)
         self.found_how = T.alloc_var("int32", init=0)
@@ -116,6 +123,8 @@ class ListedKeyBlocks:
         self.num_masked[0] = T.shfl_sync(self.spans[self.tile.batch, self.tile.head, row, 0], 0)
         self.num_steps[0] = T.shfl_sync(self.spans[self.tile.batch, self.tile.head, row, 1], 0)
         self.first_entry[0] = T.shfl_sync(self.spans[self.tile.batch, self.tile.head, row, 2], 0)
+        if self.num_whole is not None:
+            self.num_whole[0] = T.shfl_sync(self.spans[self.tile.batch, self.tile.head, row, 3], 0)
 
     @T.inline
     def keep_share(self, share, shares):
@@ -135,12 +144,20 @@ class ListedKeyBlocks:
     @property
     def counts(self) -> tuple:
         """Variables that start() and keep_share() set and the steps need."""
-        return self.num_steps, self.num_masked, self.first_entry
+        whole = () if self.num_whole is None else (self.num_whole,)
+        return self.num_steps, self.num_masked, self.first_entry, *whole
 
     @property
     def ranges(self) -> tuple[StepRange, ...]:
-        """Steps after step 0, those that may hide keys first."""
+        """Steps after step 0, those that may hide keys first; with a held row max also last."""
         masked = T.max(self.num_masked[0], 1)
+        if self.num_whole is not None:
+            whole = self.num_whole[0]
+            return (
+                StepRange(True, False, 1, masked - 1),
+                StepRange(False, False, masked, whole),
+                StepRange(False, True, masked + whole, self.num_steps[0] - masked - whole),
+            )
         return (
             StepRange(True, False, 1, masked - 1),
             StepRange(False, False, masked, self.num_steps[0] - masked),
@@ -162,6 +179,27 @@ class ListedKeyBlocks:
         if len(self.places.shape) == 1:
             return T.shfl_sync(self.places[entry], 0)
         return T.shfl_sync(self.places[entry, query // GROUP_ROWS % (self.block_M // GROUP_ROWS)], 0)
+
+    @T.inline
+    def read_ahead(self, step, query):
+        """Read place_at() of a step, without a wait, where lists are held; for its look_up()."""
+        if self.place_ahead is not None:
+            entry = self.first_entry[0] + step
+            if len(self.places.shape) == 1:
+                self.place_ahead[0] = self.places[entry]
+            else:
+                group = query // GROUP_ROWS % (self.block_M // GROUP_ROWS)
+                self.place_ahead[0] = self.places[entry, group]
+
+    def is_ahead(self, steps: StepRange) -> bool:
+        """True if places of a range are read ahead: not those of steps that few tiles have."""
+        return self.place_ahead is not None and (steps.is_last_block or not steps.check_right)
+
+    def next_partial(self, step: Any, steps: StepRange) -> Any:
+        """Step whose place is read ahead at a step; there is an entry after the last one."""
+        if steps.is_last_block:
+            return T.max(self.num_masked[0], 1) + self.num_whole[0]
+        return step + 1
 
     def key_at(self, step: Any) -> Any:
         return self.found_key[0]

@@ -6,11 +6,13 @@ from tl_attention.kernel_configs import BwdReduce
 from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = {"tl.enable_fast_math": True, "tl.disable_safe_memory_legalize": True}
-AT_ONCE = 4  # addends in flight per thread
+AT_ONCE = 8  # addends in flight per thread
 
 
 def flash_bwd_reduce(problem: AttnProblem, config: BwdReduce) -> T.PrimFunc:
     """Build the kernel that computes Total = sum of Stored over its second dimension, in fp32 and in a fixed order.
+
+    The last addends come first: the pass has just stored them, so the L2 still holds them.
 
     Kernel arguments:
         Stored: [outer, addends, vectors, elements], of 16 bytes per vector.
@@ -33,10 +35,10 @@ def flash_bwd_reduce(problem: AttnProblem, config: BwdReduce) -> T.PrimFunc:
             place = T.alloc_var("int32", init=T.min(block * threads + thread, vectors - 1))
             T.clear(total)
             for i in T.serial(T.ceildiv(addends, AT_ONCE)):
-                # Past the last addend the last one again, so that no load depends on a condition
+                # Past the first addend the first one again, so that no load depends on a condition
                 for u in at_once:
                     for e in T.vectorized(elements):
-                        parts[u, e] = Stored[row, T.min(AT_ONCE * i + u, addends - 1), place, e]
+                        parts[u, e] = Stored[row, T.max(addends - 1 - AT_ONCE * i - u, 0), place, e]
                 for u in at_once:
                     if AT_ONCE * i + u < addends:
                         for e in T.serial(elements):

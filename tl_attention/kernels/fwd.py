@@ -241,8 +241,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         scores.start(tile.batch, tile.head, scale_log2)
         dropout.start()
 
-        if problem.stages or problem.has_diagonals:
-            scores.prefetch(query, blocks, 0)
+        if problem.program is not None:
+            scores.look_ahead(query, blocks)
         shared.Q.wait(q_step)
         if scores.raw:
             if softmax_scale < 0:  # -Q and |scale|: the row max is a maximum of raw scores
@@ -454,7 +454,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         Progress: inputs.Progress,
         tiles_ahead: inputs.tiles_ahead,
     ):
-        traced = traced_arguments(problem, block_M)
+        traced = traced_arguments(problem, block_M, hold_max)
         more_code = PIECES if shares else MAKE_PARTS if makes_parts else ""
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles, more_code)) as first_tile:
             pairs = (K_input, K), (V_input, V), (Q_input, Q)

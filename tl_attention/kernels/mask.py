@@ -459,6 +459,11 @@ def step_ranges(blocks: KeyBlocks, hold_max: bool, recomputes: Any) -> tuple:
 
     With hold_max the row max is held once each row has seen a key, except when a tile is recomputed.
     """
+    if hold_max and blocks.listed:
+        # A tile that is recomputed has all steps in the first range: full blocks have bits of ones
+        again, (first, *others) = recomputes != 0, blocks.ranges
+        held = tuple((steps, False, T.if_then_else(again, 0, steps.count)) for steps in others)
+        return (first, True, T.if_then_else(again, blocks.steps - 1, first.count)), *held
     ranges = []
     for steps in blocks.ranges:
         if steps.check_right or not hold_max:

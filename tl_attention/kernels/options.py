@@ -19,6 +19,7 @@ from tl_attention.kernels.staged import StagedTiles
 from tl_attention.kernels.traced import Traced
 from tl_attention.kernels.traced_arguments import TracedArguments
 from tl_attention.problem import AttnProblem
+from tl_attention.program import LISTED_ROWS
 
 # tanh with an error of 2e-7; that of --use_fast_math has 2^-11. Below 0.55 a polynomial, fitted at Chebyshev nodes
 TANH = """
@@ -217,6 +218,9 @@ class Scores:
         self.learns_dS = problem.learns_dS and not problem.sends_dS
         self.sums_dS = problem.learns_dS and not program.stored
         self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
+        self.has_whole_bits = (
+            self.has_bits and cols == LISTED_ROWS
+        )  # a step has all columns of a block with bits
         self.has_diagonals = problem.has_diagonals
         # exponent() is -inf for hidden elements; with listed blocks they are set to 0 later, only in blocks that hide some
         self.hides_at_once = self.changed and program.hides and not program.listed
@@ -284,15 +288,27 @@ class Scores:
             blocks.hide(acc_s, query, step, steps)
 
     @T.inline
+    def look_ahead(self, query, blocks):
+        """Begin to read what a program needs in step 0 of the forward."""
+        if blocks.listed:
+            blocks.read_ahead(0, query)
+        if self.has_diagonals or self.traced.is_staged:
+            self.prefetch(query, blocks, 0)
+
+    @T.inline
     def look_up(self, query, blocks, step, steps, row_max=0.0):
         """Read what a program needs in a step of the forward. Called well before transform(), as memory latency is long.
 
         row_max: in base 2, which scores become relative to; with adds_exponents.
         """
-        if blocks.listed and (steps.masked or self.traced.needs_key):
+        if blocks.listed and (self.traced.needs_key or (steps.masked and not self.has_whole_bits)):
             blocks.find(step)
         if self.has_bits and steps.masked:
-            self.traced.fetch_bits(blocks.place_at(step, query), query, blocks.key_at(step))
+            if blocks.is_ahead(steps):
+                self.traced.fetch_bits(blocks.place_ahead[0], query, blocks.key_at(step))
+                blocks.read_ahead(blocks.next_partial(step, steps), query)
+            else:
+                self.traced.fetch_bits(blocks.place_at(step, query), query, blocks.key_at(step))
         if self.fetches or self.has_diagonals:
             self.fetch(query, blocks, step, row_max)
 

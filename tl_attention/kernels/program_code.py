@@ -40,7 +40,8 @@ static __device__ __forceinline__ int tl_attention_index(long long i, int size) 
   return (int)min(max(i < 0 ? i + size : i, 0ll), size - 1ll);
 }
 static __device__ __forceinline__ int tl_attention_index(int i, int size) {
-  return min(max(i < 0 ? i + size : i, 0), size - 1);
+  // i + size where i is negative, as it is the smaller unsigned number then
+  return max(min((int)min((unsigned)i + (unsigned)size, (unsigned)i), size - 1), 0);
 }
 template <typename T>
 static __device__ __forceinline__ T tl_attention_floor_divide(T x, T y) {

@@ -23,7 +23,7 @@ class TracedArguments:
     numbers: tuple[Any, ...]  # captured numbers
     gradients: dict[int, Any]  # of program.learned, contiguous, by tensor: see launch/traced.py
     # With a block mask: see block_lists.py
-    spans: Any = None  # int32 [batch, heads, tiles, 3]
+    spans: Any = None  # int32 [batch, heads, tiles, 3], with a held row max 4
     entries: Any = None  # int32 [entries]
     places: Any = None  # int32 [entries] or [entries, groups], with Program.bits
     bits: Any = None  # int32 [words], with Program.bits: see launch/mask_bits.py
@@ -39,14 +39,16 @@ class TracedArguments:
         return *found, *self.numbers
 
 
-def traced_arguments(problem: AttnProblem, block_M: int = LISTED_ROWS) -> TracedArguments | None:
+def traced_arguments(
+    problem: AttnProblem, block_M: int = LISTED_ROWS, held: bool = False
+) -> TracedArguments | None:
     """Declare the arguments of a problem's program, at the start of the body of a prim_func; None without a program.
 
     Order: captured tensors, numbers, gradients, spans, entries, places and bits. A 0-d tensor has one dimension of size 1; bool tensors
     are uint8.
 
     Args:
-        block_M: queries per tile of lists by queries.
+        block_M: queries per tile of lists by queries. held: lists of a held row max.
     """
     program = problem.program
     if program is None:
@@ -79,7 +81,7 @@ def traced_arguments(problem: AttnProblem, block_M: int = LISTED_ROWS) -> Traced
     sizes, strides = (
         [tirx.Var(f"spans_{word}{dim}", INT) for dim in range(3)] for word in ("size", "stride")
     )
-    spans = builder.arg("Spans", T.StridedTensor([*sizes, 3], [*strides, 1], INT))
+    spans = builder.arg("Spans", T.StridedTensor([*sizes, 4 if held else 3], [*strides, 1], INT))
     entries = builder.arg("Entries", T.Tensor([tirx.Var("num_entries", INT)], INT))
     if not program.bits:
         return TracedArguments(tensors, numbers, gradients, spans, entries)

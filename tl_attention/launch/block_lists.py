@@ -88,17 +88,18 @@ class BlockLists:
         """
         return replace(self, bits=self.bits.evaluated_again(call))
 
-    def by_queries(self, rows: int, step: int, whole_first: bool = False) -> tuple[torch.Tensor, ...]:
+    def by_queries(self, rows: int, step: int, held: bool = False) -> tuple[torch.Tensor, ...]:
         """(spans, entries) per tile of `rows` queries, in steps of `step` keys: int32 [batch, heads, tiles, 3] and flat.
 
         With bits (spans, entries, places, bits). kernels/block_lists.py says what they hold. Blocks that may hide keys come first: partial
         ones, and one past the last key.
 
         Args:
-            whole_first: a full block, if there is one, comes before them and counts as one of them. Each query has then seen a key
-                before the steps without a mask, which a held row max needs. Only with bits.
+            held: lists of a held row max, which begin with a block in which each query sees a key: a partial one, else a full one. It alone
+                counts as one that may hide keys; full blocks follow, then partial ones. Where there is none, all blocks are partial and
+                count. Spans then are [batch, heads, tiles, 4], the last number is that of the full blocks. Only with bits.
         """
-        key = "queries", rows, step, whole_first
+        key = "queries", rows, step, held
         lists = self.made.get(key)
         if lists is None:
             states, places = self._tiles(rows, step)
@@ -106,15 +107,14 @@ class BlockLists:
             rank = torch.where(states == HIDDEN, HIDDEN_RANK, states)
             how = self._how(states, step, -1)
             rank -= (how == SHOW_TO_LAST).to(torch.int8)  # FULL becomes PARTIAL
-            masked = rank == PARTIAL
-            if whole_first:
-                full = rank == FULL
-                first = full & (full.cumsum(-1) == 1)
-                rank, masked = rank.masked_fill(first, PARTIAL - 1), masked | first
+            counts = [rank == PARTIAL]
+            if held:
+                rank = held_ranks(rank, self._covers(rows, step))
+                counts = [rank == 0, rank == 1]
             entries = blocks << HOW_BITS | how
             past_all = states.shape[-1] << HOW_BITS | HIDE_ALL
             values = [(entries, past_all), *((x, self.bits.last) for x in places)]
-            spans, entries, *places = _lists(rank, masked, values, (*self.shape, -1, -1))
+            spans, entries, *places = _lists(rank, counts, values, (*self.shape, -1, -1))
             if len(places) > 1:
                 places = [torch.stack(places, -1)]
             lists = self._keep(key, (spans, entries, *places))
@@ -145,7 +145,7 @@ class BlockLists:
             values = [(entries.flatten(-2), HIDE_ALL), *((x.flatten(-2), self.bits.last) for x in places)]
             rank = torch.where(states == HIDDEN, HIDDEN_RANK, 0).to(torch.int8)
             shape = self.shape[0], heads_kv, -1, -1
-            lists = self._keep(key, _lists(rank, states == PARTIAL, values, shape))
+            lists = self._keep(key, _lists(rank, [states == PARTIAL], values, shape))
         return lists if self.bits is None else (*lists, self.bits.by_keys)
 
     def _tiles(self, rows: int, step: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -159,6 +159,19 @@ class BlockLists:
         states, places = (self._cut(x, LISTED_ROWS, step) for x in (self.states, self.bits.places))
         places = of_groups(places.masked_fill(states == HIDDEN, self.bits.last), self.lengths[0], rows)
         return states_of_tiles(states, self.lengths[0], rows), [*places.unbind(-2)]
+
+    def _covers(self, rows: int, step: int) -> torch.Tensor:
+        """True for pairs of a tile and a block of keys where each query sees a key of the block. Only with bits.
+
+        Bits that are made again may differ: a query that then sees no key has its tile computed a second time.
+        """
+        states, places = (self._cut(x, GROUP_ROWS, step) for x in (self.states, self.bits.places))
+        half, part = (torch.arange(n, device=states.device) for n in states.shape[-2:])
+        covers = self.bits.covers(step)[places, half[:, None] % 2, part % (LISTED_ROWS // step)]
+        groups = rows // GROUP_ROWS
+        tiles = -(-len(half) // groups)
+        group = torch.arange(tiles * groups, device=states.device).clamp(max=len(half) - 1)
+        return (covers | (states == FULL))[..., group, :].unflatten(-2, (tiles, groups)).all(-2)
 
     def _keep(self, key: tuple, lists: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Keep lists, except those of a CUDA graph capture."""
@@ -200,6 +213,22 @@ def states_of_tiles(states: torch.Tensor, queries: int, rows: int) -> torch.Tens
     return torch.where(least == most, least, PARTIAL)
 
 
+def held_ranks(rank: torch.Tensor, covers: torch.Tensor) -> torch.Tensor:
+    """Ranks of blocks for by_queries() with `held`, 0 for the first ones, 1 for full ones, 2 for partial ones, from PARTIAL and FULL.
+
+    Args:
+        covers: each query of the tile sees a key of the block.
+    """
+    partial, full = rank == PARTIAL, rank == FULL
+    # The last partial block that covers the tile, which is nearest to the diagonal, else the first full one
+    last = (partial & covers).flip(-1)
+    last = (last & (last.cumsum(-1) == 1)).flip(-1)
+    first = full & (full.cumsum(-1) == 1) & ~last.any(-1, keepdim=True)
+    leads = last | first
+    leads |= partial & ~leads.any(-1, keepdim=True)
+    return torch.where(leads, 0, torch.where(full, 1, torch.where(partial, 2, HIDDEN_RANK)))
+
+
 def joins_well(states: torch.Tensor, queries: int) -> bool:
     """True if tiles of JOINED_ROWS queries compute few more scores than those of LISTED_ROWS. The host waits.
 
@@ -213,13 +242,14 @@ def joins_well(states: torch.Tensor, queries: int) -> bool:
 
 def _lists(
     rank: torch.Tensor,
-    masked: torch.Tensor,
+    counts: Sequence[torch.Tensor],
     values: Sequence[tuple[torch.Tensor, int]],
     shape: tuple[int, ...],
 ) -> tuple[torch.Tensor, ...]:
     """(spans, entries[, places]) of rows of blocks: sorted by rank, without hidden ones.
 
     Args:
+        counts: blocks whose number is in the spans: those that may hide keys, and with a held row max the full ones after them.
         values: (one value per block, the value for a row without blocks), of the entries and, with bits, of the places.
         shape: that of spans; sizes of 1 in the first two dimensions are expanded to it.
     """
@@ -233,12 +263,14 @@ def _lists(
     for of_blocks, of_none in values:
         of_blocks = of_blocks.expand(rank.shape).gather(-1, order).flatten()
         sorted_values.append(torch.cat([of_blocks, of_blocks.new_full((PAST_ALL,), of_none)]))
-    masked, seen = (x.sum(-1, dtype=torch.int32) for x in (masked, rank != HIDDEN_RANK))
+    masked, seen, *whole = (
+        x.sum(-1, dtype=torch.int32) for x in (counts[0], rank != HIDDEN_RANK, *counts[1:])
+    )
     first = torch.arange(seen.numel(), dtype=torch.int32, device=seen.device).view(seen.shape) * slots
     empty = seen == 0
     masked, seen = (x.masked_fill(empty, 1) for x in (masked, seen))
     first = first.masked_fill(empty, len(sorted_values[0]) - PAST_ALL)
-    return torch.stack([masked, seen, first], -1).expand(*shape), *sorted_values
+    return torch.stack([masked, seen, first, *whole], -1).expand(*shape), *sorted_values
 
 
 def block_states(

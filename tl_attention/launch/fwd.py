@@ -354,7 +354,7 @@ class FwdPlan:
         if traced is not None:
             arguments += traced_arguments(traced)
             if traced.blocks is not None:
-                arguments += traced.blocks.by_queries(*self.block, whole_first=self.hold_max)
+                arguments += traced.blocks.by_queries(*self.block, held=self.hold_max)
         if self.shares:
             arguments = *arguments, empty(*self.pieces), *self.share_arguments
         arguments += share

@@ -17,6 +17,7 @@ CHUNK = 2**24  # elements of a mask that are evaluated at once
 SIZES = 2, 4, 2, 8, 2, 8, 4, 2
 ORDER = 0, 1, 3, 6, 4, 5, 2, 7
 BACK = tuple(ORDER.index(dim) for dim in range(len(ORDER)))
+ROW_BITS = 0x3333  # bits of a word: the upper one of a thread's two rows, the first 32 columns
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,11 @@ class MaskBits:
     @property
     def by_queries(self) -> torch.Tensor:
         return self.blocks.view(-1)
+
+    def covers(self, columns: int) -> torch.Tensor:
+        """bool [number + 1, 2, 128 / columns]: each row of a half of a block's rows sees one of these columns."""
+        parts = self.blocks.split(CHUNK // LISTED_ROWS**2)
+        return torch.cat([_covers(part, columns) for part in parts])
 
     @property
     def by_keys(self) -> torch.Tensor:
@@ -121,6 +127,17 @@ def _shown(call: Call, found: torch.Tensor, whole: torch.Tensor, lengths: Sequen
     leaves = {"batch": batch, "head": head, "query": query, "key": key}
     (mask,) = program_values(call, [call.program.mask], leaves)
     return (mask | whole[:, None, None]) & there
+
+
+def _covers(blocks: torch.Tensor, columns: int) -> torch.Tensor:
+    """MaskBits.covers of some blocks."""
+    words = blocks.view(-1, 2, 32, 4, 2, 1, 1)  # block, half of the rows, row, pair, half of the columns
+    two = torch.arange(2, dtype=torch.int32, device=blocks.device)
+    seen = (words >> two[:, None] * 2 + two * 16 & ROW_BITS != 0).any(
+        3
+    )  # .., upper or lower row, quarter of the columns
+    seen = seen.transpose(3, 4).flatten(4).unflatten(4, (LISTED_ROWS // columns, columns // 32)).any(-1)
+    return seen.all(3).all(2)
 
 
 def packed(shown: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,11 @@ class FirstPartsConfig:
     warps: int = 4  # per CTA, each with an item
     stages: int = 8  # tiles that a warp loads ahead
 
+    @property
+    def threads(self) -> int:
+        """Threads per CTA."""
+        return 32 * self.warps
+
     def __str__(self) -> str:
         return "first parts" + " backward" * self.backward
 

@@ -40,7 +40,7 @@ def flash_first_parts(problem: AttnProblem, config: FirstPartsConfig) -> T.PrimF
         key_heads: T.int32,
         ctas: T.int32,
     ):
-        with T.Kernel(ctas, threads=32 * config.warps, prelude=MAKE_PARTS):
+        with T.Kernel(ctas, threads=config.threads, prelude=MAKE_PARTS):
             pairs = ((K_input, K), (V_input, V), (Q_input, Q), (dO_input, dO))
             inputs = pairs if backward else pairs[:3]
             InputParts(problem, inputs, Progress, config.stages, config.warps).make_first(key_heads)

@@ -21,7 +21,7 @@ from tl_attention.kernel_configs import (
 )
 from tl_attention.launch import splits
 from tl_attention.launch.arrays import ArgumentViews, PageViews, cut_columns, has_odd_columns, pad_columns
-from tl_attention.launch.bwd import build_backward_ahead
+from tl_attention.launch.bwd_kernels import build_backward_ahead
 from tl_attention.launch.common import (
     GROUP_KEYS,
     LN2,

@@ -6,6 +6,7 @@ import os
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -26,12 +27,14 @@ from rows import OURS, Row, by_problem, compared, cost, describe, peer_ratios, u
 from tables import TITLES, bullets, markdown_table
 
 from tl_attention.problem import DECODE
+from tl_attention.target import DEFAULT_GPU, gpu_slug
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
 PAGE = ROOT / "docs/performance.md"
 README = ROOT / "README.md"
-NOTES = "notes.toml"  # by hand: [PASS] or [PASS_SET] has name of a shape = reason; tests = text
+NOTES = "notes.toml"  # by hand: [PASS] or [PASS_SET] has name of a shape = reason; a name of PROSE = text
+PROSE = {"commits": "Commits of the rows", "first_calls": "First calls", "tests": "Tests on this GPU"}
 DETERMINISTIC = "deterministic"  # our deterministic run, as a column of the backward's table
 HEADINGS = {
     "main": "{}",
@@ -81,9 +84,25 @@ def write(folder: Path) -> list[Path]:
 
 
 def whole_page() -> str:
-    """docs/performance.md."""
-    folders = sorted(path for path in RESULTS.iterdir() if row_files.stored_files(path))
-    return "\n\n".join([INTRODUCTION, METHOD, *(section(folder, PAGE).rstrip() for folder in folders)]) + "\n"
+    """docs/performance.md: the GPU of the defaults first."""
+    folders = [path for path in RESULTS.iterdir() if row_files.stored_files(path)]
+    folders.sort(key=lambda path: (path.name != gpu_slug(DEFAULT_GPU), path.name))
+    sections = [section(folder, PAGE).rstrip() for folder in folders]
+    return "\n\n".join([INTRODUCTION, contents(sections), METHOD, *sections]) + "\n"
+
+
+def contents(sections: Iterable[str]) -> str:
+    """A list of links to the headings of each section, in a line per section."""
+    seen: Counter[str] = Counter()
+    lines = []
+    for text in sections:
+        links = []
+        for title in re.findall(r"^##+ (.*)$", text, re.MULTILINE):
+            anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+            links.append(f"[{title}](#{anchor}{f'-{seen[anchor]}' * (seen[anchor] > 0)})")
+            seen[anchor] += 1
+        lines.append(f"**{links[0]}**: {', '.join(links[1:])}")
+    return bullets(lines)
 
 
 def draw(folder: Path) -> list[Path]:
@@ -124,8 +143,7 @@ def section(folder: Path, page: Path) -> str:
     if (folder / ranks.STORED).exists():
         parts.append(f"### Several GPUs\n\n{ranks.stored_page(folder)}")
     parts.append(provenance(runs))
-    if notes.get("tests"):
-        parts.append(f"### Tests on this GPU\n\n{notes['tests'].strip()}")
+    parts += [f"### {title}\n\n{notes[name].strip()}" for name, title in PROSE.items() if notes.get(name)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

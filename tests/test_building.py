@@ -399,7 +399,7 @@ def test_forward_begins_to_build_the_backward_of_tensors_that_require_a_gradient
 
 
 def test_backward_needs_all_its_kernels_at_once(asked):
-    launch.bwd._find_kernels(("bfloat16", 128, 128, True, ("varlen",), None, "4k", 0), "bwd", None)
+    launch.bwd_kernels._find_kernels(("bfloat16", 128, 128, True, ("varlen",), None, "4k", 0), "bwd", None)
     (kernels,) = asked
     kinds = [type(config) for _, config in kernels]
     assert len(kernels) >= 4 and BwdDelta in kinds and BwdSum in kinds

@@ -189,8 +189,9 @@ def test_bwd_matches_reference_on_random_problems(shape, **options):
 def test_bwd_compiles_once_per_length_class(causal, deterministic, monkeypatch):
     """Many lengths, batches, heads, scales and layouts in shuffled order. Each is right and has the kernels of its class alone."""
     monkeypatch.setattr(building, "_compiled", {})
-    for module in (launch.fwd, launch.bwd):
+    for module in (launch.fwd, launch.bwd_kernels):
         monkeypatch.setattr(module, "_kernels", {})
+    for module in (launch.fwd, launch.bwd):
         monkeypatch.setattr(module, "plan_cache", PlanCache())
     gpu, sms, kernels = torch.cuda.get_device_name(), sm_count(torch.cuda.current_device()), set()
     lengths = [*range(1, 400, 11), *range(1000, 3200, 150), 9000, 9001, 12345]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tl_attention import configs, launch
-from tl_attention.launch import bwd, bwd_passes, common, parts
+from tl_attention.launch import bwd, bwd_kernels, bwd_passes, common, parts
 from tl_attention.options import MAX_WINDOW, Options, canonical_window
 from tl_attention.problem import AttnProblem, bwd_bucket
 from tl_attention.target import DEFAULT_GPU
@@ -35,9 +35,9 @@ def allocated(monkeypatch):
     for module in (bwd, bwd_passes, common):
         monkeypatch.setattr(module, "empty", empty)
     monkeypatch.setattr(parts, "empty", empty_part)
-    monkeypatch.setattr(bwd, "compile_config", compiled)
+    monkeypatch.setattr(bwd_kernels, "compile_config", compiled)
     monkeypatch.setattr(bwd, "sm_count", lambda device: SMS)
-    monkeypatch.setattr(bwd, "_kernels", {})
+    monkeypatch.setattr(bwd_kernels, "_kernels", {})
     monkeypatch.setattr(bwd_passes, "stream_tickets", lambda *_: None)
     monkeypatch.setattr(
         common, "unused_arguments", lambda device: common.UnusedArguments(*[torch.zeros(1)] * 5)

@@ -14,6 +14,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 MAX_README_LINES = 150
+LONG_PAGES = [page for page in PAGES if len(page.read_text().splitlines()) > 250]
 
 BLOCKS = [
     pytest.param(code, id=f"{page.name}-{number}")
@@ -49,7 +50,9 @@ def test_docs_links_resolve(page):
 def anchors(page):
     """Anchors of the headings of a page, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    found = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    numbers = [found[:i].count(anchor) for i, anchor in enumerate(found)]
+    return {f"{anchor}-{n}" if n else anchor for anchor, n in zip(found, numbers, strict=True)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -57,6 +60,17 @@ def test_docs_links_name_headings(page):
     links = [link.split("#") for link in LINK.findall(page.read_text()) if "#" in link and "://" not in link]
     missing = [link for link in links if link[1] not in anchors(page.parent / link[0] if link[0] else page)]
     assert not missing, f"{page.name} links to {missing}"
+
+
+@pytest.mark.parametrize("page", LONG_PAGES, ids=lambda page: page.name)
+def test_docs_long_pages_begin_with_their_contents(page):
+    text = page.read_text()
+    top = text[: text.index("\n## ")]
+    titles = [
+        title.partition(" (2")[0] for title in re.findall(r"^## (.*)$", text, re.MULTILINE)
+    ]  # without its date
+    missing = [title for title in titles if f"[{title}](#" not in top]
+    assert not missing, f"{page.name}: expected the headings {missing} in the contents at the top"
 
 
 @pytest.mark.parametrize("code", BLOCKS)

@@ -27,7 +27,7 @@ from tl_attention import (
     mha_bwd_interface,
 )
 from tl_attention.compilation import building
-from tl_attention.launch import bwd
+from tl_attention.launch import bwd_kernels
 from tl_attention.options import Options
 from tl_attention.problem import FP32_DTYPES, PRECISIONS, AttnProblem, tile_widths
 from tl_attention.reference import (
@@ -65,9 +65,9 @@ def test_fp32_workspace_of_wide_gradients_is_that_of_their_kernels():
 def test_fp32_forward_builds_no_backward_that_has_no_kernels(head_dim, monkeypatch):
     """The gradients of wide heads at highest are those of a formula, so that no tile serves them."""
     asked = []
-    monkeypatch.setattr(bwd, "build_ahead", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(bwd_kernels, "build_ahead", lambda *arguments: asked.append(arguments))
     q, k, v = draw_qkv(1, 2, 1, 10, 20, head_dim)
-    bwd.build_backward_ahead(q, k, v, False, False, False, Options(parts=PRECISIONS["highest"]), None)
+    bwd_kernels.build_backward_ahead(q, k, v, False, False, False, Options(parts=PRECISIONS["highest"]), None)
     assert len(asked) == (head_dim == 128)
 
 

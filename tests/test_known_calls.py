@@ -27,7 +27,7 @@ def kernels(monkeypatch):
     launched: list[tuple] = []
     zeros = torch.zeros(2, dtype=torch.int32)
     unused = UnusedArguments(*[torch.zeros(1, 1)] * 5)
-    for module in (launch.fwd, launch.bwd, launch.bwd_passes, launch.common):
+    for module in (launch.fwd, launch.bwd, launch.bwd_kernels, launch.bwd_passes, launch.common):
         for name, fake in (
             ("empty", EMPTY),
             ("sm_count", lambda device: 132),

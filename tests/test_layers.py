@@ -75,13 +75,13 @@ DOORS = {
     "launch/mask_bits": "torch program tracing/program_values",
     "launch/parts": "torch problem part_configs compilation/store launch/arrays launch/common",
     "launch/common": "torch checks/common options problem kernel_configs legality target configs compilation/building compilation/store",
-    "launch/fwd": "torch configs options problem kernel_configs target compilation/store program launch/arrays launch/bwd launch/common "
-    "launch/parts "
-    "launch/splits launch/tickets launch/traced",
+    "launch/fwd": "torch configs options problem kernel_configs target compilation/store program launch/arrays "
+    "launch/bwd_kernels launch/common launch/parts launch/splits launch/tickets launch/traced",
     "launch/fwd_jvp": "torch checks/common problem kernel_configs legality target compilation/store launch/arrays launch/common",
-    "launch/bwd_passes": "torch options problem kernel_configs compilation/store launch/block_lists launch/common launch/parts launch/seen "
-    "launch/splits launch/tickets",
-    "launch/bwd": "torch checks/common checks/fp32 options problem kernel_configs target compilation/store program launch/arrays "
+    "launch/bwd_kernels": "torch checks/fp32 options problem kernel_configs compilation/store program launch/common launch/traced",
+    "launch/bwd_passes": "torch options problem kernel_configs compilation/store launch/block_lists "
+    "launch/bwd_kernels launch/common launch/parts launch/seen launch/splits launch/tickets",
+    "launch/bwd": "torch checks/common options problem kernel_configs target program launch/arrays launch/bwd_kernels "
     "launch/bwd_passes "
     "launch/common launch/parts launch/seen launch/traced",
     "launch/decode": "torch checks/common options problem kernel_configs target configs compilation/store launch/arrays launch/common",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,15 @@ import torch
 from tl_attention import configs, legality
 from tl_attention.kernel_configs import FwdConfig
 from tl_attention.launch import common, fwd, tickets
-from tl_attention.launch.splits import MERGE_STEPS, causal_shares, causal_steps, shared_tiles
-from tl_attention.problem import FEW_BUCKET, AttnProblem
+from tl_attention.launch.splits import (
+    MERGE_STEPS,
+    Sharing,
+    causal_shares,
+    causal_steps,
+    share_arguments,
+    shared_tiles,
+)
+from tl_attention.problem import BUCKETS, FEW_BUCKET, AttnProblem
 
 # (width, causal) -> config of its shapes with few tiles per SM
 CONFIGS = {
@@ -190,6 +198,19 @@ def test_few_tiles_have_one_plan_and_memory_for_pieces(causal, monkeypatch):
         assert tuple(shares) == expected
         assert pieces.shape == (shares[1] * 128 // 16, (128 + 8) // 8, 32, 4)
         assert pieces.dtype == torch.float32
+
+
+def test_no_tile_is_shared_where_one_split_is_asked_for():
+    full = AttnProblem("bfloat16", 128, 128, False)
+    shares = Sharing(128, 128, causal=False)
+    ctas, (whole, sharers) = share_arguments(shares, 16, 16384, 16384, 132)
+    assert (ctas, whole) == (132, 1980) and sharers
+    assert share_arguments(shares, 16, 16384, 16384, 132, num_splits=1) == (132, (2048, 0))
+    assert configs.pick_config(full, "long", "NVIDIA H200")[0].schedule == "shared"
+    # Under a causal mask, where CTAs share all tiles, num_splits=1 finds no row with this schedule
+    for gpu in configs.shipped_tables():
+        for problem, bucket in ((replace(full, causal=True), name) for name in BUCKETS):
+            assert configs.pick_config(problem, bucket, gpu)[0].schedule != "shared"
 
 
 def formula(q, k, v, scale, causal=False):

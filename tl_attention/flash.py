@@ -27,7 +27,7 @@ Args:
     precision: relative error of a product of fp32 tensors, in forward and backward: "highest", 2 ** -23; "high", 2 ** -15; "medium",
         that of bf16. None: torch.get_float32_matmul_precision(). Only with fp32 tensors; docs/numerics.md has measured errors.
         Gradients at "highest" of head dims above 128 have no kernels: PyTorch's formula computes them, slower.
-    num_splits: number of CTAs that share the keys of a forward tile; 0: chosen for the problem. Only in flash_attn_func and
+    num_splits: number of CTAs that share the keys of a forward tile; 1: none do; 0: chosen for the problem. Only in flash_attn_func and
         flash_attn_varlen_func.
     check_lengths: for debugging: check the values of cu_seqlens, seqused and max_seqlen, which waits for the GPU. Only in functions of
         packed sequences. TL_ATTENTION_CHECK_LENGTHS=1 sets it in every call. See checks/lengths.py.

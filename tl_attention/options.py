@@ -45,7 +45,7 @@ class Options:
         dropout_p: probability of dropping an attention weight; kept weights are divided by 1 - dropout_p. Rounded to a multiple of
             1/256, at least 1/256 if > 0. lse is computed before dropout.
         max_seqlen_q, max_seqlen_k: upper bounds of the lengths in cu_seqlens, used by the schedule only.
-        num_splits: number of CTAs that share the keys of a forward tile; 0: chosen for the problem.
+        num_splits: number of CTAs that share the keys of a forward tile; 1: none do; 0: chosen for the problem.
         parts: bf16 parts per element of fp32 tensors, see problem.PRECISIONS; 0 for tensors of another dtype.
         rng_state: int64 [2]: seed and offset from which reference.dropout_keep makes the mask. Dropout needs it.
         alibi_slopes: fp32 [heads] or [batch, heads], contiguous: score - slope * |diagonal - key|.

@@ -137,6 +137,10 @@ def _pass_smem(problem: AttnProblem, one: BwdPass) -> int:
         elements += groups * M * v
     if one.adds_dq and problem.is_fp32:  # dS' is written; each warpgroup has dQ' = K' dS' of its keys
         elements += M * N + groups * (64 + M) * qk
+    elif (
+        one.dq_apart
+    ):  # dS' is written; a warpgroup has dQ = dS K, and writes it in fp32, from where TMA adds it
+        elements += 2 * M * N + N * qk + 2 * (4 // BYTES) * M * qk
     elif one.makes_all:  # dS' is written; dQ = dS K, whose rows or columns the warpgroups divide
         elements += M * N + (groups * M * N + N * qk if M == 64 else M * N + groups * N * qk)
     return elements + one.one_tile * 2 * M * qk  # dQ is written and read

@@ -23,7 +23,7 @@ from tl_attention.explain.work import Kernel, Work
 from tl_attention.problem import DECODE
 
 # Share of the other units' time in a step that the longest does not hide. Forward: the softmax of a warpgroup is computed under the
-# products of another. Backward: dP, dS and dQ of a step wait for each other
+# products of another. Backward: dP, dS and dQ of a step wait for each other, unless a warpgroup of its own computes dQ
 UNHIDDEN, UNHIDDEN_BWD = 0.2, 0.5
 TILE_CLOCKS = 500  # latency of the first loads of a tile, its first scores and its last stores
 LAUNCH_US = 3.0  # per kernel in a CUDA graph
@@ -104,8 +104,8 @@ def kernel_time(kernel: Kernel, work: Work, clock: float, bandwidth: float) -> K
     units = {name: clocks * kernel.steps / sms / clock for name, clocks in kernel.clocks.items()}
     at_once = sms * kernel.ctas_per_sm
     waves = kernel.count / at_once
-    is_forward = work.direction in ("fwd", DECODE)
-    step = step_clocks(kernel.clocks, UNHIDDEN if is_forward else UNHIDDEN_BWD)
+    overlaps = work.direction in ("fwd", DECODE) or kernel.config.dq_apart
+    step = step_clocks(kernel.clocks, UNHIDDEN if overlaps else UNHIDDEN_BWD)
     if work.direction == DECODE:
         longest = max(steps for steps, _ in kernel.tiles)
         shared = min(kernel.ctas_per_sm, -(-kernel.count // sms))

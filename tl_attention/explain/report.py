@@ -330,9 +330,13 @@ def _config(work: Work, estimate: Estimate) -> Iterator[str]:
     yield f"from {work.source}"
     yield from (f"tried before: {miss}" for miss in work.misses)
     for kernel, time in zip(work.kernels, estimate.kernels, strict=True):
-        yield f"{kernel.name}: {_tile_words(work, kernel)}"
+        yield f"{kernel.name}: {_tile_words(kernel)}"
         yield f"  {_resources(work, kernel)}"
         yield f"  {_wave_words(kernel, time)}"
+        if isinstance(kernel.config, BwdPass):
+            yield f"  schedule {kernel.config.schedule}: {SCHEDULES[kernel.config.schedule]}"
+            if kernel.config.dq_apart:
+                yield f"  order {kernel.config.order}: a warpgroup of its own computes dq, and TMA adds it, beside the other warpgroups"
     if work.direction == "fwd":
         yield f"schedule {work.config.schedule}: {SCHEDULES[work.config.schedule]}"
         if work.splits > 1:
@@ -350,7 +354,7 @@ def _config(work: Work, estimate: Estimate) -> Iterator[str]:
         yield f"further kernels: {'; '.join(helper.name for helper in work.helpers)}"
 
 
-def _tile_words(work: Work, kernel: Kernel) -> str:
+def _tile_words(kernel: Kernel) -> str:
     config = kernel.config
     if isinstance(config, FwdConfig):
         return (

@@ -57,7 +57,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         varlen: see tiles.PackedPartTiles. An empty share has O = 0, Lse = -inf.
     option `added`: O (fp32) and Lse hold the result of other keys, and the kernel merges its own into it: see results.add_stored.
     config.makes_parts: the fields of input_parts.InputArguments follow last. Q, K and V hold the parts of the first heads before.
-    schedule shared: Pieces, whole, sharers and under a causal mask tile_cost follow last, see shared_tiles.SharedPieces.
+    schedule shared: Pieces, whole, sharers and under a causal mask tile_cost follow last, see shared_tiles.SharedPieces.of.
     config.page_rows: keys are in pages whose size is a multiple of it: see tiles.PagedKeys. The fields of pages.CachePages follow.
     """
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
@@ -469,7 +469,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 bias_columns=alloc_bias_columns(problem, block_N, two_sides),
                 overflows=Overflows(consumer_warps) if hold_max else None,
                 staged=alloc_staged(problem, consumer_warps, block_N),
-                pieces=SharedPieces(config, Pieces, Tickets, whole, sharers, tile_cost) if shares else None,
+                pieces=SharedPieces.of(config, Pieces, Tickets, whole, sharers, tile_cost)
+                if shares
+                else None,
                 inputs=InputParts(problem, pairs, Progress, config.part_stages, tiles_ahead=tiles_ahead)
                 if makes_parts
                 else None,

@@ -86,9 +86,9 @@ class SharedPieces:
         tensor: fp32 [16-row blocks, columns / 8 + 1, 32, 4], block_M / 16 row blocks per CTA: O as in FragmentBlocks, then log-sum-exps.
         written: int32: CTAs that have begun, CTAs that are done, then one per CTA: a bit per consumer warp that has written its rows. All 0
             before the kernel and after.
-        whole: tiles that are not shared, the first ones. Under a causal mask the cost of a head, see CausalSharingStream.
+        whole: tiles that are not shared, the first ones; none under a causal mask.
         sharers: CTAs that have pieces, those with the lowest numbers.
-        tile_cost: under a causal mask, the cost of a tile beside its steps, in steps.
+        head_cost, tile_cost: under a causal mask, the cost of the tiles of a head, and of a tile beside its steps, in steps.
     """
 
     config: FwdConfig
@@ -96,7 +96,16 @@ class SharedPieces:
     written: Any
     whole: Any
     sharers: Any
+    head_cost: Any
     tile_cost: Any
+
+    @classmethod
+    def of(
+        cls, config: FwdConfig, tensor: Any, written: Any, whole_or_cost: Any, sharers: Any, tile_cost: Any
+    ) -> SharedPieces:
+        """Build from the launch arguments of kernels/fwd.py. whole_or_cost: head_cost where there is a tile_cost, else `whole`."""
+        whole, head_cost = (whole_or_cost, None) if tile_cost is False else (0, whole_or_cost)
+        return cls(config, tensor, written, whole, sharers, head_cost, tile_cost)
 
     def place(self, rank: Any, w: Any) -> Any:
         """Address of the rows of a warpgroup of a CTA."""
@@ -292,7 +301,7 @@ class CausalSharingStream(SharingStream):
         blocks: SharedKeyBlocks,
         name: str = "stream",
     ):
-        super().__init__(order, ctas, tile_box, None, pieces, pieces.whole, name=name)
+        super().__init__(order, ctas, tile_box, None, pieces, pieces.head_cost, name=name)
         self.blocks, self.tile_cost = blocks, pieces.tile_cost
         self.shared_steps = order.all_heads * self.steps
         self.before = T.alloc_var("int32", init=0)  # the cost of all tiles before the current one

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from tl_attention.checks.common import check_dropout_batch, check_one_tile
-from tl_attention.checks.fp32 import has_gradient_kernels
-from tl_attention.kernel_configs import (
-    BwdConfig,
-    BwdDelta,
-    BwdSum,
-    delta_width,
-    parts_kernels,
-    reduce_kernels,
-    table_kernels,
-)
+from tl_attention.kernel_configs import BwdConfig
 from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns
+from tl_attention.launch.bwd_kernels import BwdKernels, cached_kernels, kernel_key
 from tl_attention.launch.bwd_passes import (
     MAX_BATCH,
-    BwdKernels,
     BwdSizes,
     KeyPass,
     QueryPass,
@@ -32,12 +24,8 @@ from tl_attention.launch.common import (
     LOG2E,
     PackedTiles,
     PlanCache,
-    build_ahead,
-    compile_config,
     dense,
-    dtype_name,
     empty,
-    find_config,
     has_no_sequences,
     option_arguments,
     qkv_key,
@@ -46,78 +34,11 @@ from tl_attention.launch.parts import parts_launch
 from tl_attention.launch.seen import seen_queries
 from tl_attention.launch.traced import Gradients, backward_call, traced_arguments
 from tl_attention.options import Options
-from tl_attention.problem import TABLE_ROWS, bwd_bucket
+from tl_attention.problem import TABLE_ROWS
 from tl_attention.program import Call
 from tl_attention.target import sm_count
 
-_kernels: dict[tuple, BwdKernels] = {}
 plan_cache = PlanCache()
-
-
-def _find_kernels(key: tuple, direction: str, config: BwdConfig | None) -> BwdKernels:
-    problem, config = find_config(key, direction, config)
-    compiled = compile_config(problem, config)
-    return BwdKernels(
-        problem,
-        compiled[problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()],
-        tuple((bwd_pass, compiled[problem, bwd_pass]) for bwd_pass in config.passes),
-        compiled[problem.sum_problem(problem.head_dim), BwdSum()],
-        compiled[problem.sum_problem(problem.head_dim_v), BwdSum()],
-        compiled.get((problem.sum_problem(problem.head_dim), BwdSum(shared=True))),
-        compiled.get((problem.sum_problem(problem.head_dim_v), BwdSum(shared=True))),
-        next((compiled[kernel] for kernel in table_kernels(problem)), None),
-        next(
-            (compiled[kernel] for kernel in parts_kernels(problem, config.makes_parts, backward=True)), None
-        ),
-        {number: compiled[kernel] for number, kernel in reduce_kernels(problem).items()},
-    )
-
-
-def _kernel_key(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    heads_first: bool,
-    options: Options | None,
-    traced: Call | None,
-    deterministic: bool,
-    partial: bool = False,
-) -> tuple:
-    """Key of the kernels of a backward, as find_config takes it."""
-    packed = options is not None and options.varlen
-    head, seq = (-3, -2) if heads_first else (-2, -3)
-    longest = options.max_seqlen_k if packed else k.shape[seq]
-    bucket = bwd_bucket(deterministic, q.shape[head], k.shape[head], longest, partial)
-    # The log-sum-exp already contains the sink: no kernel is compiled for it
-    names = () if options is None else tuple(name for name in options.names if name != "sink")
-    if partial:
-        names = *names, "partial"
-    program = None if traced is None else traced.program
-    dtype = dtype_name(q.dtype, options)
-    return dtype, q.shape[-1], v.shape[-1], causal, names, program, bucket, q.device.index
-
-
-def build_backward_ahead(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    heads_first: bool,
-    deterministic: bool,
-    options: Options | None,
-    traced: Call | None,
-) -> None:
-    """Start to build missing kernels of a forward call's backward, without waiting."""
-    if options is not None and not has_gradient_kernels(q, v, options.parts):
-        return
-    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
-    key = _kernel_key(
-        q, k, v, causal, heads_first, options, backward_call(traced, deterministic), deterministic
-    )
-    direction = "bwd_det" if deterministic else "bwd"
-    if (direction, key) not in _kernels:
-        build_ahead(key, direction, "for the backward pass")
 
 
 class BwdPlan:
@@ -165,58 +86,50 @@ class BwdPlan:
         self.batch = options.cu_seqlens_q.shape[0] - 1 if self.packed else batch
         self.heads, self.seqlen_q, self.seqlen_k = heads, seqlen_q, seqlen_k
 
-        key = _kernel_key(q, k, v, causal, heads_first, options, traced, deterministic, partial)
+        key = kernel_key(q, k, v, causal, heads_first, options, traced, deterministic, partial)
         _, _, _, _, names, *_ = key
         self.has_options = bool(names)
-        direction = "bwd_det" if deterministic else "bwd"
-        if config is None:
-            kernels = _kernels.get((direction, key))
-            if kernels is None:
-                kernels = _kernels[direction, key] = _find_kernels(key, direction, None)
-        else:
-            kernels = _find_kernels(key, direction, config)
+        kernels = cached_kernels(key, deterministic, config)
         self.delta, self.reduce = kernels.delta, kernels.reduce
-        self.split = None
-        self.partial_views = None
-        if partial:  # a pass by queries stores dq from registers, the others sum it
-            *tensors, dq, dk, dv = tensors
-            sums_dq = any(bwd_pass.adds_dq for bwd_pass, _ in kernels.passes)
-            dq_views = ArgumentViews(heads_first, dq, packed=self.packed and sums_dq)
-            self.partial_views = dq_views, ArgumentViews(heads_first, dk, dv, packed=self.packed)
-        self.views = ArgumentViews(heads_first, *tensors, packed=self.packed)
+        self.adds_dq = any(bwd_pass.adds_dq for bwd_pass, _ in kernels.passes)
         counts = None
         if self.packed:
             self.tiles = PackedTiles(kernels.tile_table, self.batch, seqlen_q, seqlen_k, causal, self.device)
             counts = self.tiles.counts
-        width, sms, element_bytes = (
-            head_dim + head_dim_v,
-            sm_count(self.device),
-            kernels.problem.element_bytes,
-        )
-        lengths, device = (seqlen_q, seqlen_k), self.device
         queries = queries_of_tile(seqlen_q, self.batch if self.packed else 1, options)
         longest = queries_of_tile(options.max_seqlen_q_rounded, 1, options) if self.packed else 0
-        sizes = BwdSizes(
-            batch, heads, heads_kv, *lengths, width, element_bytes, sms, device, queries, counts, longest
-        )
+        gpu = kernels.problem.element_bytes, sm_count(self.device), self.device
+        lengths, width = (seqlen_q, seqlen_k), head_dim + head_dim_v
+        sizes = BwdSizes(batch, heads, heads_kv, *lengths, width, *gpu, queries, counts, longest)
         self.rows = dense((batch, heads, sizes.rounded_q))
         self.passes = [
             (QueryPass if bwd_pass.grads == "dq" else KeyPass)(bwd_pass, kernel, kernels, sizes)
             for bwd_pass, kernel in kernels.passes
         ]
-        if kernels.parts is not None:
-            # dq is fp32 and leaves from registers, so without the view of packed sequences
-            *inputs, out, dq, dk, dv = tensors
-            split = kernels.parts, kernels.problem, heads_first, self.passes[0].attention_tiles
-            self.split = parts_launch(*split, *inputs)
-            self.part_views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
-            self.dq_view = ArgumentViews(heads_first, dq)
-        self.adds_dq = any(bwd_pass.adds_dq for bwd_pass, _ in kernels.passes)
+        self._make_views(kernels, tensors, heads_first, partial)
         self.query_axis, self.unseen = -2 if heads_first else -3, 0
         for bwd_pass, _ in kernels.passes:
             if bwd_pass.one_tile:
                 check_one_tile(bwd_pass.block_N, seqlen_k)
                 self.unseen = sizes.unseen_queries(bwd_pass, causal)
+
+    def _make_views(
+        self, kernels: BwdKernels, tensors: Sequence[torch.Tensor], heads_first: bool, partial: bool
+    ) -> None:
+        """Decide how kernels see q, k, v, dout, out, dq, dk, dv, and the parts of fp32 inputs."""
+        self.split = self.partial_views = None
+        *inputs, out, dq, dk, dv = tensors
+        if kernels.parts is not None:
+            # dq is fp32 and leaves from registers, so without the view of packed sequences
+            split = kernels.parts, kernels.problem, heads_first, self.passes[0].attention_tiles
+            self.split = parts_launch(*split, *inputs)
+            self.part_views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
+            self.dq_view = ArgumentViews(heads_first, dq)
+        if partial:  # a pass by queries stores dq from registers, the others sum it
+            tensors = *inputs, out
+            dq_views = ArgumentViews(heads_first, dq, packed=self.packed and self.adds_dq)
+            self.partial_views = dq_views, ArgumentViews(heads_first, dk, dv, packed=self.packed)
+        self.views = ArgumentViews(heads_first, *tensors, packed=self.packed)
 
     def __call__(
         self,
@@ -269,24 +182,15 @@ class BwdPlan:
         tensors = q, k, v, dout, out, dq, dk, dv
         if self.packed and self.split is not None:
             tensors = [x[None] for x in tensors]
-        inputs, parts, share = tensors[:4], None, ()
-        if self.partial_views is None:
-            q, k, v, dout, out, *grads = self.views.of(*tensors)
-        else:
-            q, k, v, dout, out = self.views.of(*tensors[:5])
-            dq_views, key_views = self.partial_views
-            rows = dq[None] if self.packed and not dq_views.packed else dq
-            grads = [*dq_views.of(rows), *key_views.of(dk, dv)]
+        q, k, v, dout, out, *grads = self._views_of(tensors)
+        parts, share = None, ()
         if self.split is not None:
-            parts, share = self.split(*inputs)  # alive until the last launch
+            parts, share = self.split(*tensors[:4])  # alive until the last launch
             if self.adds_dq:
                 tensors[5].zero_()
             (grads[0],) = self.dq_view.of(tensors[5])
         if self.unseen:  # queries before those that the key tile goes through
             tensors[5].narrow(self.query_axis, 0, self.unseen).zero_()
-        # A kernel with an fp32 tensor argument runs on the current stream of its device
-        lse_log2, delta = empty(*self.rows), empty(*self.rows)
-        lse, lse_to_log2 = lse.contiguous(), 1.0 if lse_base2 else LOG2E
         arguments, tables, blocks = (), None, None
         if self.has_options:
             arguments = option_arguments(options or Options(), self.batch, self.heads, self.device)
@@ -297,17 +201,7 @@ class BwdPlan:
             blocks = traced.blocks
         if self.packed:
             tables = Tables(*(self.tiles.table(options, of_keys, TABLE_ROWS) for of_keys in (False, True)))
-            dlse, dlse_scale = (
-                (lse, 0.0) if dlse is None else (dlse.contiguous(), LOG2E if lse_base2 else 1.0)
-            )
-            if sink is not None:  # for the padding after each sequence
-                lse_log2.fill_(math.inf)
-                delta.zero_()
-            self.delta(out, dout, lse, dlse, lse_log2, delta, lse_to_log2, dlse_scale, tables.queries)
-        else:
-            self.delta(out, dout, lse, lse_log2, delta, lse_to_log2)
-            if dlse is not None:
-                delta[:, :, : self.seqlen_q] -= _natural_dlse(dlse, lse, lse_base2)
+        lse_log2, delta = self._row_numbers(out, dout, lse, dlse, lse_base2, tables, sink is not None)
         if parts is not None:
             q, k, v, dout = self.part_views.of(*parts)
         call = (q, k, v, dout, lse_log2, delta), *grads, softmax_scale
@@ -316,6 +210,47 @@ class BwdPlan:
         if traced is not None:
             return *result, *captured.results(self.reduce)
         return result if sink is None else (*result, _sink_gradient(sink, lse_log2, delta))
+
+    def _views_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Views of q, k, v, dout, out, dq, dk, dv, as the kernels take them."""
+        if self.partial_views is None:
+            return self.views.of(*tensors)
+        *tensors, dq, dk, dv = tensors
+        dq_views, key_views = self.partial_views
+        rows = dq[None] if self.packed and not dq_views.packed else dq
+        return [*self.views.of(*tensors), *dq_views.of(rows), *key_views.of(dk, dv)]
+
+    def _row_numbers(
+        self,
+        out: torch.Tensor,
+        dout: torch.Tensor,
+        lse: torch.Tensor,
+        dlse: torch.Tensor | None,
+        lse_base2: bool,
+        tables: Tables | None,
+        pads: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the base-2 log-sum-exp and delta, dout · out - dlse, of each query: [batch, heads, rounded_q], fp32.
+
+        Args:
+            out, dout: views of the plan; lse, dlse as launch takes them.
+            tables: of packed sequences, else None.
+            pads: the padding after each packed sequence gets lse +inf and delta 0, of which the gradient of a sink reads.
+        """
+        # A kernel with an fp32 tensor argument runs on the current stream of its device
+        lse_log2, delta = empty(*self.rows), empty(*self.rows)
+        lse, lse_to_log2 = lse.contiguous(), 1.0 if lse_base2 else LOG2E
+        if not self.packed:
+            self.delta(out, dout, lse, lse_log2, delta, lse_to_log2)
+            if dlse is not None:
+                delta[:, :, : self.seqlen_q] -= _natural_dlse(dlse, lse, lse_base2)
+            return lse_log2, delta
+        dlse, dlse_scale = (lse, 0.0) if dlse is None else (dlse.contiguous(), LOG2E if lse_base2 else 1.0)
+        if pads:
+            lse_log2.fill_(math.inf)
+            delta.zero_()
+        self.delta(out, dout, lse, dlse, lse_log2, delta, lse_to_log2, dlse_scale, tables.queries)
+        return lse_log2, delta
 
 
 def _natural_dlse(dlse: torch.Tensor, lse: torch.Tensor, lse_base2: bool) -> torch.Tensor:
@@ -331,7 +266,7 @@ def _sink_gradient(sink: torch.Tensor, lse_log2: torch.Tensor, delta: torch.Tens
     return products.sum((0, 2)).to(sink.dtype)
 
 
-def _bwd_key(
+def _plan_key(
     dout: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -365,7 +300,7 @@ def bwd_plan(
 ) -> BwdPlan | None:
     """Cached plan for tensors with this metadata, without options, or None."""
     try:
-        return plan_cache.plans.get(_bwd_key(dout, q, k, v, out, lse, causal, heads_first, deterministic))
+        return plan_cache.plans.get(_plan_key(dout, q, k, v, out, lse, causal, heads_first, deterministic))
     except RuntimeError:  # a nested tensor, which has no shape; the checks refuse it
         return None
 
@@ -404,28 +339,20 @@ def backward(
             gradient per tensor of traced.program.learned, in its shape, fp32 or as traced.Gradients stores it.
     """
     tensors, layout = (dout, q, k, v, out, lse), (causal, heads_first, deterministic)
-    key = _bwd_key(*tensors, *layout)
-    if options is not None:
-        key = (*key, *options.key, options.max_seqlen_q_rounded)
     if traced is not None:
         traced = backward_call(traced, deterministic)
-        key = (*key, traced.program)
-    if dq is not None:
-        key = (*key, dq.stride())
     partial = partial and q.dtype != torch.float32
-    if partial:
-        key = (*key, "partial")
+    key = _plan_key(*tensors, *layout)
+    if options is not None:
+        key = (*key, *options.key, options.max_seqlen_q_rounded)
+    if traced is not None or dq is not None or partial:
+        key = (*key, traced and traced.program, None if dq is None else dq.stride(), partial)
     plan = plan_cache.plans.get(key) if config is None else None
     if plan is not None:
         return plan(*tensors, softmax_scale, lse_base2, dlse, options, traced, dq)
     asked = softmax_scale, causal, lse_base2, *layout[1:], dlse, config, options, traced
     if has_odd_columns(q, v):
-        padded = *pad_columns(dout, q, k, v, out), lse
-        grads = backward(*padded, *asked, partial=partial)
-        cut = [cut_columns(grad, x.shape[-1]) for grad, x in zip(grads[:3], (q, k, v), strict=True)]
-        if dq is not None:
-            cut[0] = dq.copy_(cut[0])
-        return *cut, *grads[3:]
+        return _backward_of_padded(tensors, asked, dq, partial)
     if torch.cuda.current_device() != q.device.index:
         with torch.cuda.device(q.device):
             return backward(*tensors, *asked, dq, partial)
@@ -434,12 +361,7 @@ def backward(
         for x, grad in ((q, dq), (k, None), (v, None))
     )
     if not q.numel() or not k.numel() or has_no_sequences(options):
-        zeros = (
-            ()
-            if traced is None
-            else (torch.zeros_like(traced.tensors[i], dtype=torch.float32) for i in traced.program.learned)
-        )
-        return *_backward_of_empty(q, lse, lse_base2, grads, dlse, options), *zeros
+        return _backward_of_empty(q, lse, lse_base2, grads, dlse, options, traced)
     if q.shape[0] <= MAX_BATCH or (options is not None and options.varlen):
         plan = BwdPlan(*tensors[:5], *grads, *layout, config, options, traced, partial)
         if config is None:
@@ -452,6 +374,23 @@ def backward(
     )
 
 
+def _backward_of_padded(
+    tensors: tuple[torch.Tensor, ...], asked: tuple, dq: torch.Tensor | None, partial: bool
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of inputs whose head dims TMA cannot address, from copies with more columns.
+
+    Args:
+        tensors: dout, q, k, v, out, lse.
+        asked: the arguments of backward between them and dq.
+    """
+    *inputs, lse = tensors
+    grads = backward(*pad_columns(*inputs), lse, *asked, partial=partial)
+    cut = [cut_columns(grad, x.shape[-1]) for grad, x in zip(grads[:3], inputs[1:4], strict=True)]
+    if dq is not None:
+        cut[0] = dq.copy_(cut[0])
+    return *cut, *grads[3:]
+
+
 def _backward_of_empty(
     q: torch.Tensor,
     lse: torch.Tensor,
@@ -459,9 +398,13 @@ def _backward_of_empty(
     grads: tuple[torch.Tensor, ...],
     dlse: torch.Tensor | None,
     options: Options | None,
+    traced: Call | None,
 ) -> tuple[torch.Tensor, ...]:
     """Gradients where there are no queries, no keys or no sequences."""
     zeros = tuple(x.zero_() for x in grads)
+    if traced is not None:
+        learned = [traced.tensors[number] for number in traced.program.learned]
+        return *zeros, *(torch.zeros_like(x, dtype=torch.float32) for x in learned)
     if options is None or options.sink is None:
         return zeros
     if dlse is None or not q.numel():

@@ -11,6 +11,7 @@ import torch
 from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import BwdConfig, BwdPass
 from tl_attention.launch.block_lists import BlockLists
+from tl_attention.launch.bwd_kernels import BwdKernels
 from tl_attention.launch.common import (
     MAX_GRID,
     TABLE_NUMBERS,
@@ -38,22 +39,6 @@ TILE_QUERIES, PART_QUERIES, TAIL = 192, 256, 0.35
 # Under a causal mask CTAs take different times per head, so those of a key head soon read more heads at once than the L2 holds. The
 # share of time that this adds where the query rows that are read at once have many more than NEAR_BYTES (H200, docs/measurements.md)
 DRIFT, NEAR_BYTES = 0.2, 66 << 20
-
-
-@dataclass(frozen=True)
-class BwdKernels:
-    """The compiled kernels of a backward."""
-
-    problem: AttnProblem
-    delta: Kernel
-    passes: tuple[tuple[BwdPass, Kernel], ...]
-    sum_qk: Kernel
-    sum_v: Kernel
-    sum_shared_qk: Kernel | None  # of the tiles that several CTAs share, where a pass is split
-    sum_shared_v: Kernel | None
-    tile_table: Kernel | None  # runs first for packed sequences
-    parts: Kernel | None  # runs first in fp32: splits q, k, v and dout
-    reduce: dict[int, Kernel]  # runs last, by the number of a stored gradient: sums it
 
 
 @functools.lru_cache(maxsize=4096)

@@ -21,7 +21,7 @@ from tl_attention.kernel_configs import (
 )
 from tl_attention.launch import splits
 from tl_attention.launch.arrays import ArgumentViews, PageViews, cut_columns, has_odd_columns, pad_columns
-from tl_attention.launch.bwd import build_backward_ahead
+from tl_attention.launch.bwd_kernels import build_backward_ahead
 from tl_attention.launch.common import (
     GROUP_KEYS,
     LN2,
@@ -286,7 +286,7 @@ class FwdPlan:
         if self.shares:
             shares = splits.Sharing(*self.block, problem.causal)
             ctas, self.share_arguments = splits.share_arguments(
-                shares, heads * batch, seqlen_q, seqlen_k, sms
+                shares, heads * batch, seqlen_q, seqlen_k, sms, num_splits
             )
             sharers = self.share_arguments[1]
             self.pieces = fragment_blocks(max(sharers, 1) * config.block_M // 16, problem.head_dim_v + 8)

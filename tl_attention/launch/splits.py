@@ -97,12 +97,16 @@ def causal_shares(
 
 
 def share_arguments(
-    shares: Sharing, heads: int, seqlen_q: int, seqlen_k: int, sms: int
+    shares: Sharing, heads: int, seqlen_q: int, seqlen_k: int, sms: int, num_splits: int = 0
 ) -> tuple[int, tuple[int, ...]]:
-    """(ctas, last launch arguments) of the schedule shared: whole, sharers and under a causal mask tile_cost, see kernels.shared_tiles.
+    """(ctas, last launch arguments) of the schedule shared.
+
+    The arguments are the number of tiles that one CTA computes and the number of sharers; under a causal mask, where all tiles are
+    shared, the cost of a head, the number of sharers and tile_cost. See kernels.shared_tiles.SharedPieces.
 
     Args:
         heads: those of all batch entries.
+        num_splits: with 1 no tile is shared; under a causal mask no row of the tables has this schedule then.
     """
     if shares.causal:
         cost, sharers, tile_cost = causal_shares(
@@ -110,7 +114,9 @@ def share_arguments(
         )
         return sharers, (cost, sharers, tile_cost)
     tiles = heads * -(-seqlen_q // shares.block_M)
-    whole, sharers = shared_tiles(tiles, -(-seqlen_k // shares.block_N), sms)
+    whole, sharers = (
+        (tiles, 0) if num_splits == 1 else shared_tiles(tiles, -(-seqlen_k // shares.block_N), sms)
+    )
     return min(tiles, sms) if whole else sharers, (whole, sharers)
 
 

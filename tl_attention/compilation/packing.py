@@ -32,6 +32,7 @@ from pathlib import Path
 from tl_attention.arguments import at_least
 from tl_attention.compilation import building, manifest, pack, store, toolkit
 from tl_attention.compilation.compiler import KernelKey, template
+from tl_attention.version import __version__
 
 MAX_BYTES = 40_000_000  # of a wheel
 GROUP = 12  # kernels: 10.1 KB each, a forward's loaded in 24 ms; 8: 11.1 KB, 23 ms; 16: 10.0 KB, 38 ms (101 kernels of six places)
@@ -323,7 +324,7 @@ def build(
         for number, (group, (sizes, _)) in enumerate(zip(groups, contents, strict=True))
         for kernel, size, offset in zip(group, sizes, itertools.accumulate(sizes, initial=0), strict=False)
     }
-    version = f"{package_version()}+{pack.sources_version()}"
+    version = f"{__version__}+{pack.sources_version()}"
     with tempfile.TemporaryDirectory() as folder:
         build_launcher(launcher := Path(folder, pack.LAUNCHER))
         library = launcher.read_bytes()
@@ -358,14 +359,6 @@ def _likeness(kernel: KernelKey) -> tuple:
     problem, config = kernel
     widths = problem.head_dim, problem.head_dim_v
     return template(config), widths, problem.options, str(config), problem.causal, problem.dtype
-
-
-def package_version() -> str:
-    """Version of this package: that of the installation, else of the checkout on the path."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("tl-attention")
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    return re.search(r'^version = "(.+)"', project, re.MULTILINE)[1]
 
 
 def _write_wheel(out: Path, version: str, platforms: str, files: dict[str, bytes]) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import arguments, catalog, cli, configs, doctor, launch, question
+from tl_attention import __version__, arguments, catalog, cli, configs, doctor, launch, question
 from tl_attention.compilation import cubin, manifest, pack, toolkit
 from tl_attention.kernel_configs import (
     AppendConfig,
@@ -44,6 +44,28 @@ def test_cli_help(command, capsys):
 def test_cli_without_a_command_prints_the_commands(capsys):
     assert cli.main([]) == 2
     assert "explain" in capsys.readouterr().out
+
+
+def test_cli_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"tl-attention {__version__}\n"
+
+
+def test_short_names_of_dtypes_are_accepted():
+    assert list(map(arguments.dtype_name, ("fp16", "float16", "fp32-high", "fp8"))) == [
+        "float16", "float16", "float32-high", "fp8",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [("causl", "; did you mean causal?"), ("d192/128", "; did you mean d192-128?"), ("xyz", "")],
+)
+def test_config_suggests_a_word(word, hint, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["config", "d128", word])
+    assert capsys.readouterr().err.endswith(f"; got {word!r}{hint}\n")
 
 
 def test_support_table_in_the_docs_is_current(capsys):

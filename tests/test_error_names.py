@@ -352,6 +352,8 @@ def test_values_of_a_wrong_kind_are_refused_by_name(call, error, text):
 
 
 KEYWORDS = {
+    "key_padding_mask": (lambda **x: flash_attn_func(Q, Q, Q, **x), r"; pack the sequences for flash_attn_varlen_func, or pass"),
+    "return_softmax": (lambda **x: flash_attn_func(Q, Q, Q, **x), r"; did you mean return_attn_probs\?"),
     "is_causal": (lambda **x: flash_attn_func(Q, Q, Q, **x), r"; did you mean causal\?"),
     "casual": (lambda **x: flash_attn_with_kvcache(Q, Q, Q, **x), r"; did you mean causal\?"),
     "causal": (lambda **x: mha_fwd_interface(Q, Q, Q, **x), r"; did you mean is_causal\?"),

@@ -20,7 +20,7 @@ STDLIB = sys.stdlib_module_names | {"tomllib"}
 # Room: what it may import | what else inside a function or for type hints.
 # A room is a file, or a folder with those of its files that have no line of their own.
 DOORS = {
-    "__init__": "block_masks interface flash flex kvcache merge",
+    "__init__": "block_masks interface flash flex kvcache merge version",
     "interface": "torch checks/common checks/fp32 checks/keywords ops options problem launch reference",
     "flash": "torch checks/common checks/keywords checks/lengths checks/transforms flex ops paged user_options",
     "paged": "torch checks/common checks/kvcache checks/lengths checks/paged checks/transforms options ops reference/kvcache "
@@ -91,7 +91,7 @@ DOORS = {
     "compilation/torchless": "",
     "compilation/store": "problem kernel_configs configs compilation/compiler compilation/pack compilation/toolkit | tvm_ffi",
     "compilation/pack": "problem kernel_configs compilation/compiler | tvm_ffi",
-    "compilation/packing": "arguments compilation/compiler compilation/building compilation/manifest compilation/pack "
+    "compilation/packing": "version arguments compilation/compiler compilation/building compilation/manifest compilation/pack "
     "compilation/store compilation/toolkit | tilelang tvm_ffi",
     "compilation/compiler": "problem kernel_configs register_levels target compilation/headers compilation/layouts "
     "compilation/toolkit | kernels tilelang tvm_ffi",
@@ -123,13 +123,14 @@ DOORS = {
     "compilation/cubin": "problem kernel_configs legality target compilation/compiler compilation/store compilation/toolkit | tilelang",
     "compilation/manifest": "compilation/building compilation/sandbox catalog configs compilation/cubin compilation/compiler "
     "compilation/toolkit problem program kernel_configs legality target",
-    "arguments": "",
+    "version": "",
+    "arguments": "problem",
     "question": "torch problem kernel_configs legality target configs gpus | launch",
     "explain": "arguments torch distributed "
     "gpus problem program kernel_configs legality target configs launch/splits launch/block_lists launch/bwd_passes launch/common "
     "launch/seen testing question explain | block_masks tracing/builtin_options tracing/dense_bias tracing/trace matplotlib",
     "doctor": "torch problem target configs | compilation/manifest compilation/pack compilation/toolkit testing",
-    "cli": "arguments catalog torch problem kernel_configs legality target configs question doctor compilation/packing"
+    "cli": "version arguments catalog torch problem kernel_configs legality target configs question doctor compilation/packing"
     "| explain launch compilation/building compilation/store compilation/compiler compilation/cubin compilation/toolkit "
     "compilation/manifest tuning interface flash reference testing tilelang tvm_ffi rich "
     "benchmarks",

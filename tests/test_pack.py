@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_attention import cli, configs, doctor, legality
+from tl_attention import __version__, cli, configs, doctor, legality
 from tl_attention.compilation import building, compiler, manifest, pack, packing, store, toolkit
 from tl_attention.kernel_configs import BwdPass, BwdSum, DecodeCombine, DecodeConfig, FwdCombine, FwdConfig
 from tl_attention.problem import (
@@ -35,7 +35,7 @@ from tl_attention.tracing.trace import trace
 
 pytestmark = pytest.mark.xdist_group("pack")  # one process builds the pack
 ROOT = Path(__file__).parents[1]
-VERSION = packing.package_version()
+VERSION = __version__
 WORDS = (
     "bf16",
     "d64",

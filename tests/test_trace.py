@@ -222,7 +222,10 @@ def control_flow(score, b, h, q_idx, kv_idx):
 @pytest.mark.parametrize(
     ("function", "error", "words"),
     [
-        (control_flow, NotImplementedError, r"expected no control flow that .*\.item\(\) at .*test_trace.py:\d+; use torch.where"),
+        (
+            control_flow, NotImplementedError,
+            r"expected no control flow that .*\.item\(\) or a list indexed by it at .*test_trace.py:\d+; use torch.where.*a tensor in",
+        ),
         (lambda s, b, h, q, k: s * s.item(), NotImplementedError, "expected no control flow"),
         (lambda s, b, h, q, k: torch.sort(s)[0], NotImplementedError, r"got aten.sort.default at .*test_trace.py:\d+; supported are abs"),
         (lambda s, b, h, q, k: s + table.sum(), NotImplementedError, "got aten.sum.default"),

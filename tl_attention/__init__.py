@@ -22,8 +22,10 @@ from tl_attention.interface import (
 )
 from tl_attention.kvcache import flash_attn_with_kvcache, kvcache_workspace_bytes
 from tl_attention.merge import merge_states
+from tl_attention.version import __version__
 
 __all__ = [
+    "__version__",
     "create_block_mask",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

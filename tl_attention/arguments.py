@@ -6,6 +6,8 @@ import math
 from argparse import ArgumentTypeError
 from collections.abc import Callable
 
+from tl_attention.problem import DTYPES
+
 
 def at_least(least: int) -> Callable[[str], int]:
     """The type of a whole number from `least` on."""
@@ -20,6 +22,11 @@ def at_least(least: int) -> Callable[[str], int]:
         return number
 
     return parse
+
+
+def dtype_name(text: str) -> str:
+    """Name of a dtype from its name or short name: float16 from fp16. Other words are left as they are."""
+    return next((dtype.name for dtype in DTYPES.values() if text == dtype.short), text)
 
 
 def seconds(text: str) -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tl_attention import catalog, configs, doctor, legality, question
-from tl_attention.arguments import at_least, seconds
+from tl_attention.arguments import at_least, dtype_name, seconds
 from tl_attention.compilation import packing
 from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import (
@@ -30,6 +30,7 @@ from tl_attention.problem import (
     tile_widths,
 )
 from tl_attention.target import is_hopper
+from tl_attention.version import __version__
 
 if TYPE_CHECKING:
     from tl_attention.testing.shapes import Shape
@@ -49,7 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments)
     except SystemExit as fault:
         if isinstance(fault.code, str):
-            print(fault.code, file=sys.stderr)
+            named = (
+                fault.code
+                if fault.code.startswith("tl-attention")
+                else f"tl-attention {argv[0]}: {fault.code}"
+            )
+            print(named, file=sys.stderr)
             fault.code = 2
         raise
 
@@ -58,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "tl-attention", description="FlashAttention for NVIDIA Hopper, in TileLang."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("bench", help="time it against other libraries; arguments of benchmarks/run.py")
     shapes = _shape_arguments()
@@ -115,9 +122,11 @@ def _shape_arguments() -> argparse.ArgumentParser:
     shapes.add_argument(
         "--dtype",
         nargs="+",
+        type=dtype_name,
         choices=DTYPES,
         metavar="DTYPE",
-        help=f"of {', '.join(DTYPES)}; default: bfloat16, whose rows serve float16, too; of compile without --shapes all",
+        help=f"of {', '.join(DTYPES)}, or short bf16, fp16, ..; default: bfloat16, whose rows serve float16, too; of compile without"
+        " --shapes all",
     )
     shapes.add_argument(
         "--jobs", type=at_least(1), metavar="N", help="kernels compiled at a time; default: one per CPU"

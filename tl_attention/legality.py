@@ -1,4 +1,4 @@
-"""Can a config run a problem? Models of shared memory and registers, and the rules of the kernels.
+"""Legality of a config for a problem: models of shared memory and registers, and the rules of the kernels.
 
 The tuner, the tests of stored rows and an explicit `config=` all ask fault().
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -89,7 +90,10 @@ def parse(words: Sequence[str]) -> Question:
             once(name, word)
             question.sizes[name] = int(value)
         else:
-            raise ValueError(f"expected {accepted_words()}; got {word!r}")
+            known = [*names, *MASKS, *NAMED_BUCKETS, *OPTIONS, *(f"{size}=N" for size in SIZES), "d192-128"]
+            like = difflib.get_close_matches(word, known, 1, 0.65)
+            hint = f"; did you mean {like[0]}?" if like else ""
+            raise ValueError(f"expected {accepted_words()}; got {word!r}{hint}")
     if question.head_dims is None:
         raise ValueError("head dims: expected a word such as d128 or d192-128, got none")
     if question.bucket and "seqlen_k" in question.sizes:

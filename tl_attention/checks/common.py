@@ -1,4 +1,4 @@
-"""Argument checks of the public functions. An error names the argument, what was expected, what was passed and what to do.
+"""Argument checks that several public functions share: operands, scale, lengths, options.
 
 Checks read metadata only (shapes, strides, dtypes, devices), so none waits for the GPU. kvcache.py holds the checks of
 flash_attn_with_kvcache.

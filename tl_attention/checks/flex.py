@@ -195,6 +195,13 @@ def _check_list(name: str, x: torch.Tensor | None, rows: int, q: torch.Tensor, n
         )
 
 
+def _bias_hint(bias: torch.Tensor) -> str:
+    """Advice for a bias of another shape than [1 or batch, 1 or heads, seqlen_q, seqlen_k]."""
+    if bias.ndim in (2, 3):
+        return f"pass attn_bias[{', '.join(['None'] * (4 - bias.ndim))}], if its last dimensions are these"
+    return "view or expand it to that"
+
+
 def check_bias(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, names: Names) -> None:
     """Check attn_bias for q and k [batch, heads, seqlen, head_dim]."""
     expect_tensor("attn_bias", bias)
@@ -209,7 +216,7 @@ def check_bias(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, names: Name
     if not fits:
         raise ValueError(
             f"attn_bias: expected shape (1 or {wanted[0]}, 1 or {wanted[1]}, {wanted[2]}, {wanted[3]}) of batch, heads, seqlen_q, seqlen_k,"
-            f" got {tuple(bias.shape)}; view or expand it to that"
+            f" got {tuple(bias.shape)}; {_bias_hint(bias)}"
         )
     if bias.device != q.device:
         raise ValueError(

@@ -16,7 +16,7 @@ _LSES = "return_attn_probs", "return_softmax_lse", "return_lse"
 NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_CAUSAL, _CAUSAL),
     **dict.fromkeys((*_SCALES, "scaling"), _SCALES),
-    **dict.fromkeys(_LSES, _LSES),
+    **dict.fromkeys((*_LSES, "return_softmax"), _LSES),
     **dict.fromkeys(("window", "sliding_window", "window_left", "window_size_left"), ("window_size",)),
     **dict.fromkeys(("soft_cap", "logit_cap", "logits_soft_cap"), ("softcap",)),
     **dict.fromkeys(("sink", "sinks", "s_aux"), ("learnable_sink",)),
@@ -37,6 +37,10 @@ ADVICE: dict[str, str] = {
         "leave it out, it has no counterpart here",
     ),
     **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "leave it out, fp8 is not supported"),
+    **dict.fromkeys(
+        ("key_padding_mask", "padding_mask"),
+        "pack the sequences for flash_attn_varlen_func, or pass the mask to flash_attn_func as attn_bias",
+    ),
     "enable_gqa": "leave it out, k and v may have fewer heads than q",
     "precision": "leave it out, a cache is bf16 or fp16",
     "attention_chunk": "pass a mask_mod to flash_attn_func: q_idx // size == kv_idx // size",

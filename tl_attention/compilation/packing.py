@@ -28,10 +28,12 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tl_attention.arguments import at_least
 from tl_attention.compilation import building, manifest, pack, store, toolkit
 from tl_attention.compilation.compiler import KernelKey, template
+from tl_attention.version import __version__
 
 MAX_BYTES = 40_000_000  # of a wheel
 GROUP = 12  # kernels: 10.1 KB each, a forward's loaded in 24 ms; 8: 11.1 KB, 23 ms; 16: 10.0 KB, 38 ms (101 kernels of six places)
@@ -288,42 +290,24 @@ def build(
     """
     alike = sorted(kernels, key=_likeness)
     groups = [alike[i : i + GROUP] for i in range(0, len(alike), GROUP)]
-    spills: dict[KernelKey, int] = {}
-
-    def packed(group: list[KernelKey]) -> tuple[list[int], bytes]:
-        """Sizes of the records of a group, and the compressed group."""
-        records = [_read_record(store.kernel_path(*kernel)) for kernel in group]
-        spills.update(
-            (kernel, local_bytes(record.cubin)) for kernel, record in zip(group, records, strict=True)
-        )
-        contents = [record.content() for record in records]
-        return list(map(len, contents)), lzma.compress(b"".join(contents), preset=9 | lzma.PRESET_EXTREME)
-
-    sample = groups[:: max(1, len(groups) // SAMPLE)]
-    if len(sample) < len(groups):
-        first = list(itertools.chain(*sample))
-        _build_all(first, jobs, say)
-        size = sum(len(packed(group)[1]) for group in sample) / len(first) * len(kernels)
-        say(
-            f"{len(first)} kernels from all over the pack are built: all {len(kernels)} take about {size / 1e6:.0f} MB"
-        )
-        if size > MARGIN * MAX_BYTES:
-            raise PackError(TOO_LARGE)
+    _check_size(groups, len(kernels), jobs, say)
     _build_all(kernels, jobs, say)
     say(f"compressing {len(kernels)} kernels")
     with concurrent.futures.ThreadPoolExecutor(jobs or os.cpu_count()) as threads:
-        contents = []
-        for content in threads.map(packed, groups):
-            contents.append(content)
-            if len(contents) % SAY_EVERY == 0:
-                say(f"{min(len(contents) * GROUP, len(kernels))}/{len(kernels)} kernels compressed")
-    ends = list(itertools.accumulate((len(content) for _, content in contents), initial=0))
+        packed = []
+        for one in threads.map(_packed_group, groups):
+            packed.append(one)
+            if len(packed) % SAY_EVERY == 0:
+                say(f"{min(len(packed) * GROUP, len(kernels))}/{len(kernels)} kernels compressed")
+    ends = list(itertools.accumulate((len(one.content) for one in packed), initial=0))
     places = {
         pack.key(*kernel): (number, offset, size)
-        for number, (group, (sizes, _)) in enumerate(zip(groups, contents, strict=True))
-        for kernel, size, offset in zip(group, sizes, itertools.accumulate(sizes, initial=0), strict=False)
+        for number, (group, one) in enumerate(zip(groups, packed, strict=True))
+        for kernel, size, offset in zip(
+            group, one.sizes, itertools.accumulate(one.sizes, initial=0), strict=False
+        )
     }
-    version = f"{package_version()}+{pack.sources_version()}"
+    version = f"{__version__}+{pack.sources_version()}"
     with tempfile.TemporaryDirectory() as folder:
         build_launcher(launcher := Path(folder, pack.LAUNCHER))
         library = launcher.read_bytes()
@@ -331,19 +315,51 @@ def build(
         "format": pack.FORMAT,
         "version": version,
         "compilers": compiler_versions(),
-        "groups": [(offset, len(content)) for offset, (_, content) in zip(ends, contents, strict=False)],
+        "groups": [(offset, len(one.content)) for offset, one in zip(ends, packed, strict=False)],
         "kernels": places,
     }
     files = {
         "__init__.py": b'"""Compiled kernels of tl_attention, which tl_attention.compilation.pack reads."""\n',
         pack.INDEX: json.dumps(index, separators=(",", ":")).encode(),
         pack.LAUNCHER: library,
-        pack.DATA: b"".join(content for _, content in contents),
+        pack.DATA: b"".join(one.content for one in packed),
     }
     wheel = _write_wheel(out, version, platform_tag(library), files)
-    if line := spill_line({kernel: spills[kernel] for kernel in alike}):
+    spills = itertools.chain.from_iterable(one.spills for one in packed)
+    if line := spill_line(dict(zip(alike, spills, strict=True))):
         say(line)
     return wheel
+
+
+class _PackedGroup(NamedTuple):
+    """A group of kernels as a pack has it."""
+
+    sizes: list[int]  # bytes of the records, before compression
+    content: bytes  # the compressed records
+    spills: list[int]  # bytes of local memory per kernel
+
+
+def _packed_group(group: Sequence[KernelKey]) -> _PackedGroup:
+    """Read and compress the records of built kernels."""
+    records = [_read_record(store.kernel_path(*kernel)) for kernel in group]
+    contents = [record.content() for record in records]
+    content = lzma.compress(b"".join(contents), preset=9 | lzma.PRESET_EXTREME)
+    return _PackedGroup(list(map(len, contents)), content, [local_bytes(record.cubin) for record in records])
+
+
+def _check_size(
+    groups: Sequence[Sequence[KernelKey]], count: int, jobs: int | None, say: Callable[[str], None]
+) -> None:
+    """Build some groups from all over the pack. Raises PackError if, as they tell, the wheel would be too large."""
+    sample = groups[:: max(1, len(groups) // SAMPLE)]
+    if len(sample) == len(groups):
+        return
+    first = list(itertools.chain(*sample))
+    _build_all(first, jobs, say)
+    size = sum(len(_packed_group(group).content) for group in sample) / len(first) * count
+    say(f"{len(first)} kernels from all over the pack are built: all {count} take about {size / 1e6:.0f} MB")
+    if size > MARGIN * MAX_BYTES:
+        raise PackError(TOO_LARGE)
 
 
 def _build_all(kernels: Sequence[KernelKey], jobs: int | None, say: Callable[[str], None]) -> None:
@@ -358,14 +374,6 @@ def _likeness(kernel: KernelKey) -> tuple:
     problem, config = kernel
     widths = problem.head_dim, problem.head_dim_v
     return template(config), widths, problem.options, str(config), problem.causal, problem.dtype
-
-
-def package_version() -> str:
-    """Version of this package: that of the installation, else of the checkout on the path."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("tl-attention")
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    return re.search(r'^version = "(.+)"', project, re.MULTILINE)[1]
 
 
 def _write_wheel(out: Path, version: str, platforms: str, files: dict[str, bytes]) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tl_attention import question
-from tl_attention.arguments import at_least
+from tl_attention.arguments import at_least, dtype_name
 from tl_attention.explain import functions
 from tl_attention.problem import DECODE, DECODE_OPTIONS, DEFAULT_DTYPE, DIRECTIONS, DTYPES, FP32_DTYPES
 from tl_attention.testing import counts
@@ -37,7 +37,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--pass", nargs="+", choices=(*DIRECTIONS, DECODE), dest="directions", metavar="PASS",
         help="of fwd, bwd, bwd_det (the deterministic backward), decode; default: fwd",
     )  # fmt: skip
-    command.add_argument("--dtype", choices=DTYPES, default=DEFAULT_DTYPE, help="default: %(default)s")
+    command.add_argument(
+        "--dtype",
+        type=dtype_name,
+        choices=DTYPES,
+        default=DEFAULT_DTYPE,
+        help="or short bf16, fp16, ..; default: %(default)s",
+    )
     command.add_argument(
         "--gpu",
         metavar="NAME",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tl_attention.explain import measured, model
 from tl_attention.explain.report import TITLES
@@ -29,41 +30,11 @@ def draw(works: Sequence[Work], dtype: str, path: Path) -> None:
     left, right = min([0.5, *reach]) / 2, max([4000.0, *reach]) * 2
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axis = figure.subplots()
-    others = [other for other in COMPARED if other != gpu]
-    for other, dashes in zip(others, ("--", "-.", ":", (0, (5, 5))), strict=False):
-        _roof(
-            axis,
-            other,
-            left,
-            right,
-            color="0.55",
-            ls=dashes,
-            lw=1.2,
-            label=f"{other.name}, ridge {other.ridge:.0f}",
-        )
-    _roof(axis, gpu, left, right, color="black", lw=2.5, label=f"{gpu.name}, ridge {gpu.ridge:.0f} FLOP/B")
+    _draw_roofs(axis, gpu, left, right)
     if len(works) == 1:
-        flops = works[0].flops
-        for unit, seconds in model.estimate(works[0]).units.items():
-            if unit in UNIT_ROOFS and seconds * 0.95e12 * gpu.tflops > flops:
-                roof = flops / seconds / 1e12
-                axis.plot(
-                    [gpu.ridge, right],
-                    [roof, roof],
-                    color=UNIT_ROOFS[unit],
-                    lw=1,
-                    label=f"{unit} alone: {roof:.0f} TFLOPS",
-                )
+        _draw_units(axis, works[0], right)
     for number, (work, work_points) in enumerate(zip(works, points, strict=True)):
-        for kind, (x, y) in work_points.items():
-            marker, label = ("*", "measured") if kind == "measured" else ("o", "predicted")
-            style = {
-                "color": f"C{number}",
-                "ms": 14 if marker == "*" else 8,
-                "mfc": "none" if marker == "o" else None,
-            }
-            title = f"{TITLES[work.direction]} {work.shape}, {label}: {y:.4g} TFLOPS"
-            axis.plot([x], [y], marker, label=title, zorder=3, **style)
+        _draw_points(axis, work, work_points, f"C{number}")
     lowest = min([gpu.tb_s * left, *(y for work_points in points for _, y in work_points.values())])
     axis.set(
         xscale="log",
@@ -79,8 +50,35 @@ def draw(works: Sequence[Work], dtype: str, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _roof(axis: object, gpu: Gpu, left: float, right: float, **style: object) -> None:
-    axis.plot([left, gpu.ridge, right], [gpu.tb_s * left, gpu.tflops, gpu.tflops], **style)
+def _draw_roofs(axis: Any, gpu: Gpu, left: float, right: float) -> None:
+    """Draw the roof of the GPU, and in gray those of the GPUs that it is compared with."""
+    styles = [{"color": "0.55", "ls": dashes, "lw": 1.2} for dashes in ("--", "-.", ":", (0, (5, 5)))]
+    others = [other for other in COMPARED if other != gpu]
+    roofs = [*zip(others, styles, strict=False), (gpu, {"color": "black", "lw": 2.5})]
+    for one, style in roofs:
+        unit = " FLOP/B" if one is gpu else ""
+        label = f"{one.name}, ridge {one.ridge:.0f}{unit}"
+        axis.plot([left, one.ridge, right], [one.tb_s * left, one.tflops, one.tflops], label=label, **style)
+
+
+def _draw_units(axis: Any, work: Work, right: float) -> None:
+    """Draw the speed that a unit of an SM would allow alone, where it is below that of the tensor cores."""
+    for unit, seconds in model.estimate(work).units.items():
+        if unit in UNIT_ROOFS and seconds * 0.95e12 * work.gpu.tflops > work.flops:
+            roof = work.flops / seconds / 1e12
+            label = f"{unit} alone: {roof:.0f} TFLOPS"
+            axis.plot([work.gpu.ridge, right], [roof, roof], color=UNIT_ROOFS[unit], lw=1, label=label)
+
+
+def _draw_points(axis: Any, work: Work, points: Mapping[str, tuple[float, float]], color: str) -> None:
+    """Draw the predicted point of a work as a ring, the measured one as a star."""
+    for kind, (x, y) in points.items():
+        star = kind == "measured"
+        label = (
+            f"{TITLES[work.direction]} {work.shape}, {'measured' if star else 'predicted'}: {y:.4g} TFLOPS"
+        )
+        style = {"ms": 14, "mfc": None} if star else {"ms": 8, "mfc": "none"}
+        axis.plot([x], [y], "*" if star else "o", label=label, color=color, zorder=3, **style)
 
 
 def _points(work: Work, dtype: str) -> dict[str, tuple[float, float]]:

@@ -1,0 +1,1 @@
+"""The TileLang kernels and their parts. docs/architecture.md says in which order to read them."""

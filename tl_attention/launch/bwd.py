@@ -1,4 +1,4 @@
-"""Launch of the backward."""
+"""Launch of the backward: plans by tensor metadata, and calls of the passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launch of the forward."""
+"""Launch of the forward: plans by tensor metadata, and calls of the kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Number of splits of a forward: CTAs that share the keys of one tile of queries."""
+"""CTAs that share the keys of a tile of a forward: the number of splits, the tiles of the schedule shared, and models of their time."""
 
 from __future__ import annotations
 

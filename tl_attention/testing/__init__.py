@@ -1,0 +1,1 @@
+"""Helpers of tests, benchmarks and the tuner: problems as text, inputs, the error rule, formulas and the timer."""

@@ -235,8 +235,8 @@ def _refusal(function: _Function, error: Exception) -> Exception:
         for words in ("data-dependent", "Could not guard", "value out of a tracing tensor", "item()")
     ):
         return NotImplementedError(
-            f"{where}: expected no control flow that depends on the score or an index, got if, and, or, while or .item(){at}; use"
-            " torch.where in place of if, and & and | in place of and and or"
+            f"{where}: expected no control flow that depends on the score or an index, got if, and, or, while, .item() or a list"
+            f" indexed by it{at}; use torch.where in place of if, & and | in place of and and or, a tensor in place of a list"
         )
     if ".numpy()" in text:
         return TypeError(

@@ -14,18 +14,22 @@ from tl_attention.problem import AttnProblem
 from tl_attention.target import REGISTERS
 from tl_attention.testing.shapes import Shape
 
-
-def apart(schedule: str) -> BwdConfig:
-    return BwdConfig((BwdPass("dq+dk+dv", 64, 128, 2, 2, True, "apart", schedule),))
+SCHEDULES = ["dynamic", "dynamic-late", "split"]
 
 
-@pytest.mark.parametrize("schedule", ["dynamic", "dynamic-late", "split"])
-def test_a_third_warpgroup_fits(schedule):
-    config = apart(schedule)
+def apart(schedule: str, width: int = 128) -> BwdConfig:
+    block_M = {64: 128, 128: 64}[width]
+    return BwdConfig((BwdPass("dq+dk+dv", block_M, 128, 2, 2, True, "apart", schedule),))
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_third_warpgroup_fits(schedule, width):
+    config = apart(schedule, width)
     assert config.passes[0].threads == 4 * WARPGROUP
     producer, consumers, third = APART_REGISTERS
     assert WARPGROUP * (producer + 2 * consumers + third) <= REGISTERS
-    assert fault(AttnProblem("bfloat16", 128, 128, True), config) is None
+    assert fault(AttnProblem("bfloat16", width, width, True), config) is None
 
 
 def test_it_is_not_deterministic():
@@ -35,7 +39,7 @@ def test_it_is_not_deterministic():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("schedule", ["dynamic", "dynamic-late", "split"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     "shape",
     [
@@ -47,15 +51,25 @@ def test_it_is_not_deterministic():
         "1,1,1,1,1,128,128,full",
         "2,8,2,2048,2048,128,128,causal",  # CTAs compute several tiles
         "12,12,12,1024,1024,128,128,full",
+        "2,3,3,1000,1000,64,64,causal",
+        "2,3,3,1000,1000,64,64,full",
+        "1,6,2,900,1031,64,64,causal",
+        "1,6,2,1031,900,64,56,full",
+        "3,4,4,77,333,48,64,causal",
+        "1,1,1,1,1,64,64,full",
+        "2,16,4,2048,2048,64,64,causal",
+        "12,24,24,1024,1024,64,64,full",
     ],
 )
 def test_gradients_match_the_reference(shape, schedule):
-    run(Shape.parse(shape), config=apart(schedule))
+    parsed = Shape.parse(shape)
+    run(parsed, config=apart(schedule, 64 if parsed.head_dim <= 64 else 128))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_match_in_each_layout_and_dtype(layout, dtype):
-    shape = Shape.parse("3,12,4,400,700,128,128,causal")
-    run(shape, dtype, layout, scale=0.3, lse_base2=True, with_dlse=True, config=apart("split"))
+def test_gradients_match_in_each_layout_and_dtype(layout, dtype, width):
+    shape = Shape.parse(f"3,12,4,400,700,{width},{width},causal")
+    run(shape, dtype, layout, scale=0.3, lse_base2=True, with_dlse=True, config=apart("split", width))

@@ -42,7 +42,7 @@ HOLD_MAX_BYTES = 16  # flags of tiles that need a second run, two int32 per tile
 SEGMENT_BOX_BYTES = 80  # kernels.decode_work.SegmentBox
 BIAS_BYTES = 32  # per column: 16 bf16 numbers, kernels.options.alloc_bias_columns
 FP32_BYTES = 4
-DQ_COLUMNS = 64  # of dq at a time in the order "apart", see kernels/bwd_apart.py
+DQ_PIECE = 64 * 64  # elements of dq at a time in the order "apart", see kernels/bwd_apart.py
 MAKER_COLUMNS = 128  # most columns of a row that a warp splits in kernels/input_parts.py, four per lane
 CHUNK = 64  # columns of the accumulator of one block in fp32, see kernels/products.py
 TILE_ALIGNMENT = 1024  # bytes; every tile starts at a multiple
@@ -122,7 +122,7 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
     if bwd_pass.one_tile:
         elements += step * problem.head_dim  # dQ
     if bwd_pass.dq_apart:
-        elements += DQ_COLUMNS * step * FP32_BYTES // problem.element_bytes  # dQ on its way to the sums
+        elements += DQ_PIECE * FP32_BYTES // problem.element_bytes  # dQ on its way to the sums
     if bwd_pass.reuse_registers and "dv" in bwd_pass.makes and problem.has("dropout"):
         elements += owned * step  # P
     row_values = 0
@@ -403,8 +403,11 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         return "order: expected another than 'apart' with options, a program or one tile of keys, got 'apart'"
     if bwd_pass.dq_apart and bwd_pass.schedule not in ("dynamic", "dynamic-late", "split"):
         return f"order: expected another than 'apart' with the schedule {bwd_pass.schedule}, got 'apart'"
-    if bwd_pass.dq_apart and (problem.width != "d128" or bwd_pass.block_M != 64):
-        return f"order: expected another than 'apart' but for d128 in steps of 64 queries, got 'apart' for {problem.width}"
+    if bwd_pass.dq_apart and (problem.width, bwd_pass.block_M) not in (("d64", 128), ("d128", 64)):
+        got = f"{problem.width} in steps of {bwd_pass.block_M}"
+        return (
+            f"order: expected 'apart' for d64 in steps of 128 queries or d128 in steps of 64 alone, got {got}"
+        )
     if fault := _parts_fault(problem, bwd_pass, "in the pass of dq alone" if owns_queries else None):
         return fault
     if bwd_pass.one_tile and (problem.options or problem.program is not None):

@@ -6,6 +6,7 @@ columns at a time: it writes them to shared memory, from where TMA adds them to 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -67,16 +68,22 @@ class DqSums:
         return None
 
 
+def pieces(producer: KeyTileProducer) -> tuple[tuple[int, int], ...]:
+    """(first row, first column) of each piece of dQ of a step."""
+    rows, columns = range(0, producer.config.block_M, ROWS), range(0, producer.problem.head_dim, COLUMNS)
+    return tuple(itertools.product(rows, columns))
+
+
 @T.macro
 def add_step(producer, acc_dq, step, tile, blocks):
     """Compute dQ = dS K of a step, and add it to the sums."""
-    tiles, shared = producer.tiles, producer.shared
+    tiles, shared, config = producer.tiles, producer.shared, producer.config
     row_block = tiles.dq_row_block(tile, blocks.head, blocks.query)
     shared.dS.wait(step)
-    for first_col in tuple(range(0, producer.problem.head_dim, COLUMNS)):
-        for w in tuple(range(producer.config.warpgroups)):
+    for first_row, first_col in pieces(producer):
+        for w in tuple(range(config.warpgroups)):
             T.wgmma_gemm(
-                shared.dS.columns(step, w, slice(0, ROWS)),
+                shared.dS.columns(step, w, slice(first_row, first_row + ROWS)),
                 shared.K.tiles[w, :, first_col : first_col + COLUMNS],
                 acc_dq,
                 transpose_A=True,
@@ -84,9 +91,9 @@ def add_step(producer, acc_dq, step, tile, blocks):
                 clear_accum=w == 0,
             )
         T.wait_wgmma(0)
-        if first_col + COLUMNS == producer.problem.head_dim:
+        if (first_row, first_col) == pieces(producer)[-1]:
             shared.dS.release(step)
-        shared.adding.add(acc_dq, tiles.dQ_sum, row_block, first_col)
+        shared.adding.add(acc_dq, tiles.dQ_sum, row_block + first_row // 16, first_col)
 
 
 def add_dq(producer: KeyTileProducer) -> None:

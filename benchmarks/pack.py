@@ -183,6 +183,7 @@ def child(command: str, *arguments: str, **variables: str) -> str:
 def check(folder: Path, installed: bool) -> int:
     """Compare the bits of both kinds of kernels. Returns 1 if some differ or a problem has no result."""
     paths = os.environ.get("PYTHONPATH", "")
+    folder.mkdir(parents=True, exist_ok=True)
     build()
     theirs = json.loads(child("compute", "jit", *([] if installed else [str(folder)]), TL_ATTENTION_PACK="0"))
     say("computed with kernels compiled here")

@@ -310,7 +310,8 @@ def test_notice_names_a_capture(monkeypatch):
 
 # A program without a guard around its main part, which an interpreter started by multiprocessing would run again
 PROGRAM = """
-import os, sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 sys.path[:0] = {paths!r}
 import fake_compiler
 from tl_attention.compilation import building, compiler

@@ -221,9 +221,9 @@ except RuntimeError as error:
     print(error)
 """
     )
-    last = output_of(code, site).splitlines()[-1]
-    assert "flash_fwd_combine_kernel_kernel, grid 264 x 1 x 1, CTA 128 x 1 x 1, 2560 bytes" in last
-    assert "launch failed with CUDA_ERROR_FAKE (700)" in last
+    (error,) = [line for line in output_of(code, site).splitlines() if "launch failed" in line]
+    assert "flash_fwd_combine_kernel_kernel, grid 264 x 1 x 1, CTA 128 x 1 x 1, 2560 bytes" in error
+    assert "launch failed with CUDA_ERROR_FAKE (700)" in error
 
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a driver")

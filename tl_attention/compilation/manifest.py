@@ -72,7 +72,6 @@ KNOWN_FAULTS = {
     "bf16 d128 full window dropout, dq+dk+dv 64x128x2x2 reuse": ("spill_bytes: expected 0, got 4",),
     # One store and one load in the second consumer warpgroup, at register usage levels 0, 1, 3, 5, 8 and 10; in bf16 none (nvcc 13.0.88)
     "fp16 d128 full, dq+dk+dv 64x128x2x2 reuse early-dK dynamic": ("spill_bytes: expected 0, got 4",),
-    "fp16 d128 full, dq+dk+dv 64x128x2x2 reuse early-dK split": ("spill_bytes: expected 0, got 4",),
     "fp16 d128 full, dq+dk+dv 64x128x2x2 reuse early-dK ordered": ("spill_bytes: expected 0, got 12",),
     # In bf16 none (nvcc 13.0.88)
     "fp16 d64 causal, dq+dk+dv 128x128x2x2 reuse separate-dS split one-tile": (

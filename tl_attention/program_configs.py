@@ -15,10 +15,10 @@ def program_lines(
 
     A forward has one line per width, and optional ones for block masks: fwd_joined in JOINED_BUCKET, fwd_bits, and fwd_listed where the
     tiles of fwd do not divide program.LISTED_ROWS, fwd_held for scores that stay close, fwd_adds for bf16 ones that only add a value per
-    diagonal, and fwd_scores for a score_mod alone. A backward tries other lines before those of bwd: with bits those of bwd_bits, before
-    these without a score_mod those of bwd_mask, in fp16 of bwd_mask_fp16; with a dense bias alone, whose gradient is dS, those of
-    bwd_bias; with a learned value per diagonal alone those of bwd_adds. A line of a backward serves problems whose features are all in
-    `serves`.
+    diagonal, fwd_shares for such values without a held row max, and fwd_scores for a score_mod alone. A backward tries other lines before
+    those of bwd: with bits those of bwd_bits, before these without a score_mod those of bwd_mask, in fp16 of bwd_mask_fp16; with a dense
+    bias alone, whose gradient is dS, those of bwd_bias; with a learned value per diagonal alone those of bwd_adds. A line of a backward
+    serves problems whose features are all in `serves`.
     """
     width, served = grid["programs"][problem.tile_class], (str(problem.program),)
     table = f"[programs.{problem.tile_class}]"
@@ -31,6 +31,7 @@ def program_lines(
             ("fwd_listed", problem.is_listed),
             ("fwd_adds", held and problem.adds_diagonal and problem.profits_from_held_max),
             ("fwd_held", held),
+            ("fwd_shares", problem.shares_diagonals),
             ("fwd_scores", problem.changes_scores and not (problem.fetches or problem.is_listed)),
         )
         names = [name for name, applies in wanted if applies and name in width]

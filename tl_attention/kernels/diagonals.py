@@ -186,6 +186,11 @@ def sums_per_lane(cols: int) -> int:
     return -(-(cols // 8 + 2) // 4)
 
 
+def place(i: Any, j: Any) -> Any:
+    """Place of an element among the slots of its thread."""
+    return (j // 8 - i // 8 % 2 + 1) * 2 + j % 2
+
+
 @T.meta_class
 class Diagonals:
     """Values and sums of the diagonals of a tile of 64 rows.
@@ -206,10 +211,6 @@ class Diagonals:
         self.by_place = [T.alloc_local(shape, dtype) for _ in program.diagonal_gradients]
         self.sums = [T.alloc_local([sums_per_lane(cols)], FLOAT) for _ in program.diagonal_gradients]
         self.targets = [T.alloc_local([sums_per_lane(cols)], INT) for _ in program.diagonal_gradients]
-
-    def place(self, i: Any, j: Any) -> Any:
-        """Place of an element among the slots of its thread."""
-        return (j // 8 - i // 8 % 2 + 1) * 2 + j % 2
 
     def of_lane(self, i: Any) -> Any:
         """Slot of value number i of this lane."""
@@ -239,7 +240,7 @@ class Diagonals:
     def value(self, shared: Any, i: Any, j: Any) -> Any:
         """Value of an element, from shared memory."""
         return T.call_extern(
-            FLOAT, f"tl_attention_diagonal<{self.slots}>", shared.access_ptr("r"), self.place(i, j)
+            FLOAT, f"tl_attention_diagonal<{self.slots}>", shared.access_ptr("r"), place(i, j)
         )
 
     @T.inline
@@ -252,8 +253,9 @@ class Diagonals:
     @T.inline
     def add(self, n, i, j, x):
         """Add x to the sum of the diagonal of an element, in this thread."""
-        place = self.place(i, j)
-        T.evaluate(T.call_extern("handle", "tl_attention_add_to_place", self.by_place[n].data, place, x))
+        T.evaluate(
+            T.call_extern("handle", "tl_attention_add_to_place", self.by_place[n].data, place(i, j), x)
+        )
 
     @T.inline
     def add_tile(self, n, tile, rows):

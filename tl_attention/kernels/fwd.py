@@ -5,6 +5,7 @@ tiles by TMA. Each consumer warpgroup owns 64 queries and keeps two products in 
 the block before.
 """
 
+import functools
 from typing import Any
 
 import tilelang.language as T
@@ -12,9 +13,11 @@ import tilelang.language as T
 from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.block_lists import key_blocks
+from tl_attention.kernels.diagonal_tables import READ_TABLE, TABLE_WARPS, DiagonalTables
 from tl_attention.kernels.dropout import Dropout
+from tl_attention.kernels.fwd_assist import Followed, produce_tables, produce_values, steps_from
 from tl_attention.kernels.input_parts import MAKE_PARTS, InputArguments, InputParts
-from tl_attention.kernels.mask import LAST_BLOCK, KeyBlocks, Mask, step_ranges
+from tl_attention.kernels.mask import LAST_BLOCK, Mask, step_ranges
 from tl_attention.kernels.options import (
     OptionArguments,
     Scores,
@@ -66,8 +69,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     warpgroups, consumer_warps = tuple(range(config.warpgroups)), 4 * config.warpgroups
     two_sides = problem.bias_has_two_sides and not split and config.page_rows == 0
     near_first = two_sides or (hold_max and problem.scores_stay_close)
+    has_tables = config.has_tables(problem)
     # The row max that a warp holds is subtracted once per diagonal instead of once per score
-    adds_exponents = hold_max and problem.adds_diagonal
+    adds_exponents = hold_max and has_tables
     q_kt = {"transpose_B": True, "clear_accum": not (problem.bias_is_linear or two_sides)}
     parts, products, makes_parts = problem.parts, problem.products, config.makes_parts
     persistent, registers = (
@@ -104,12 +108,6 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         """True for a tile whose result this CTA stores."""
         return blocks.partners[0] >= 0 if shares else True
 
-    def steps_from(first: int, steps: Any) -> Any:
-        """Loop over the steps from `first` on. Unrolled by 4, as nvcc would, a producer that recomputes tiles has too few registers."""
-        if hold_max:
-            return T.unroll(first, steps, annotations={"pragma_unroll_factor": 1})
-        return T.serial(first, steps)
-
     @T.macro
     def load(tile, turn, first_step, blocks, tiles, shared, stream):
         first_query = tile.m_block * block_M
@@ -130,12 +128,12 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         if two_producers:
             if persistent:
                 stream.draw_near_end(turn, 0, blocks.steps)
-            for step in steps_from(1, blocks.steps):
+            for step in steps_from(config, 1, blocks.steps):
                 if persistent:
                     stream.draw_near_end(turn, step, blocks.steps)
                 tiles.load_k(shared.K, first_step + step, tile, blocks, step)
         else:
-            for step in steps_from(1, blocks.steps):
+            for step in steps_from(config, 1, blocks.steps):
                 tiles.load_k(shared.K, first_step + step, tile, blocks, step)
                 tiles.load_v(shared.V, first_step + step - 1, tile, blocks, step - 1)
             if persistent:
@@ -143,39 +141,14 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             last = blocks.steps - 1
             tiles.load_v(shared.V, first_step + last, tile, blocks, last)
 
-    @T.macro
-    def load_values(first_step, tile, blocks, tiles, shared):
-        for step in steps_from(0, blocks.steps):
-            tiles.load_v(shared.V, first_step + step, tile, blocks, step)
-
-    @T.macro
-    def produce_values(first_tile, order, tiles, shared, options):
-        """Load V of the tiles that produce() posts, or of the CTA's only tile."""
-        tile = Tile(order)
-        mask = Mask.of(problem, options, tile, seqlen_q, seqlen_k)
-        blocks = KeyBlocks(mask, block_M, block_N, split, overlap=hold_max)
-        if persistent:
-            turn = T.alloc_var("int32", init=0)
-            shared.tile_box.wait(0)
-            while not shared.tile_box.at_end(turn):
-                shared.tile_box.read_tile(turn, tile)
-                tile.find_kv_head()
-                shared.tile_box.read_blocks(turn, blocks)
-                load_values(shared.tile_box.first_step(turn), tile, blocks, tiles, shared)
-                turn += 1
-                shared.tile_box.wait(turn)
-        else:
-            tile.locate(first_tile)
-            if tile.exists:
-                blocks.start(tile.m_block * block_M)
-                if split:
-                    blocks.keep_share(tile.split, splits)
-                load_values(0, tile, blocks, tiles, shared)
-
     def assist(first_tile, ctas, order, tiles, shared, options):
         """Function that the warps beside the producer run; None: they have no work."""
+        lengths = seqlen_q, seqlen_k
+        followed = Followed(problem, config, lengths, splits, first_tile, order, tiles, shared, options)
         if two_producers:
-            return lambda: produce_values(first_tile, order, tiles, shared, options)
+            return lambda: produce_values(followed)
+        if has_tables:
+            return lambda: produce_tables(followed, functools.partial(blocks_of, options), adds_exponents)
         if makes_parts:
             return lambda: shared.inputs.make_share(first_tile, ctas)
         return None
@@ -228,6 +201,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             softmax_scale,
             block_N,
             staged=shared.staged,
+            tables=shared.tables,
+            first_step=first_step,
             two_sides=two_sides,
             adds_exponents=adds_exponents,
         )
@@ -303,11 +278,11 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 turns.pass_on(w)
                 dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(steps.first + i))
                 if problem.program is not None:
-                    held = softmax.warp_max[0] if adds_exponents and not update_max else 0.0
-                    scores.look_up(query, blocks, steps.first + i, steps, held)
+                    scores.look_up(query, blocks, steps.first + i, steps)
                 T.wait_wgmma(len(products))  # S is complete
                 shared.K.release(first_step + steps.first + i)
-                scores.transform(acc_s, query, blocks, steps.first + i, steps)
+                held = softmax.warp_max[0] if adds_exponents and not update_max else 0.0
+                scores.transform(acc_s, query, blocks, steps.first + i, steps, held)
                 shift = scores.shift(blocks.diagonal(query, steps.first + i), is_right)
                 softmax.update(acc_s, shift, update_max)
                 if parts > 1:
@@ -455,7 +430,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         tiles_ahead: inputs.tiles_ahead,
     ):
         traced = traced_arguments(problem, block_M, hold_max)
-        more_code = PIECES if shares else MAKE_PARTS if makes_parts else ""
+        more_code = PIECES if shares else MAKE_PARTS if makes_parts else READ_TABLE if has_tables else ""
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles, more_code)) as first_tile:
             pairs = (K_input, K), (V_input, V), (Q_input, Q)
             shared = SharedTiles(
@@ -468,7 +443,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 tile_box=TileBox(varlen, padded=shares and problem.causal) if persistent else None,
                 bias_columns=alloc_bias_columns(problem, block_N, two_sides),
                 overflows=Overflows(consumer_warps) if hold_max else None,
-                staged=alloc_staged(problem, consumer_warps, block_N),
+                staged=alloc_staged(problem, consumer_warps, block_N, diagonals=not has_tables),
+                tables=DiagonalTables(block_M, block_N, consumer_warps) if has_tables else None,
                 pieces=SharedPieces.of(config, Pieces, Tickets, whole, sharers, tile_cost)
                 if shares
                 else None,
@@ -491,7 +467,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 lambda: produce(first_tile, order, ctas, Tickets, tiles, shared, options),
                 lambda w: consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options),
                 assist(first_tile, ctas, order, tiles, shared, options),
-                assist_warps=MAKERS if makes_parts else 1,
+                assist_warps=MAKERS if makes_parts else TABLE_WARPS if has_tables else 1,
             )
 
     return flash_fwd_kernel

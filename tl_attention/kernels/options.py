@@ -10,6 +10,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.kernels.diagonal_tables import DiagonalTables
 from tl_attention.kernels.dropout import PHILOX
 from tl_attention.kernels.pipeline import SharedTile, alloc_swizzled, sync_consumers
 from tl_attention.kernels.program_code import program_code
@@ -189,6 +190,7 @@ class Scores:
     """Transformation of raw scores Q Kᵀ into scores for the softmax, and their factor in exponents of base 2.
 
     softcap: s -> c tanh(s scale / c). alibi: s -> s - slope * |query + seqlen_k - seqlen_q - key|.
+    tables: of the values per diagonal; first_step: step of the CTA at which its table of step 0 is.
     """
 
     def __init__(
@@ -199,6 +201,8 @@ class Scores:
         cols: int | None = None,
         rows_are_keys: bool = False,
         staged: StagedTiles | None = None,
+        tables: DiagonalTables | None = None,
+        first_step: Any = 0,
         two_sides: bool = False,
         adds_exponents: bool = False,
         hides_raw: bool = False,
@@ -206,10 +210,12 @@ class Scores:
     ):
         # hide_transposed() hides the elements of a program, before exponent(). If that changes scores, softmax_scale is not 0
         self.hides_raw = hides_raw
-        self.adds_exponents = adds_exponents  # new scores are in base 2, relative to the row max of look_up()
+        # New scores are in base 2, relative to the row max of transform()
+        self.adds_exponents = adds_exponents
         self.two_sides = two_sides  # of the diagonal have a linear bias
         self.capped, self.causal, self.is_fp32 = problem.has("softcap"), problem.causal, problem.is_fp32
         self.options, self.softmax_scale, self.rows_are_keys = options, softmax_scale, rows_are_keys
+        self.first_step = first_step
         is_linear = two_sides or problem.bias_is_linear
         self.linear = LinearBias(rows_are_keys, name="linear_bias") if is_linear else None
         self.biased = problem.has("alibi") and self.linear is None
@@ -218,14 +224,13 @@ class Scores:
         self.learns_dS = problem.learns_dS and not problem.sends_dS
         self.sums_dS = problem.learns_dS and not program.stored
         self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
-        self.has_whole_bits = (
-            self.has_bits and cols == LISTED_ROWS
-        )  # a step has all columns of a block with bits
-        self.has_diagonals = problem.has_diagonals
+        # A step has all columns of a block with bits
+        self.has_whole_bits = self.has_bits and cols == LISTED_ROWS
+        self.has_diagonals = problem.has_diagonals and tables is None
         # exponent() is -inf for hidden elements; with listed blocks they are set to 0 later, only in blocks that hide some
         self.hides_at_once = self.changed and program.hides and not program.listed
         if program is not None:
-            sizes = cols, rows_are_keys, staged
+            sizes = cols, rows_are_keys, staged, tables
             self.traced = Traced(problem, options.traced, softmax_scale, *sizes, name="traced")
 
     @property
@@ -269,21 +274,28 @@ class Scores:
         return None if self.linear is None else self.linear.shift(diagonal, is_right)
 
     @T.inline
-    def transform(self, acc_s, query, blocks, step, steps):
-        """Apply softcap, ALiBi, program and mask to the scores [64, block_N] of the queries from `query` on, at a step of KeyBlocks."""
+    def transform(self, acc_s, query, blocks, step, steps, row_max=0.0):
+        """Apply softcap, ALiBi, program and mask to the scores [64, block_N] of the queries from `query` on, at a step of KeyBlocks.
+
+        row_max: in base 2, which scores become relative to; with adds_exponents.
+        """
         self.cap(acc_s)
         self.bias(acc_s, blocks.diagonal(query, step))
         if self.two_sides and steps.masked:
             self.linear.fold(acc_s, blocks.diagonal(query, step))
         if self.traced is not None:
             self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
+            if self.traced.tables is not None:
+                self.traced.open_table(self.first_step + step)
             if self.adds_exponents:
-                self.traced.apply_exponents(acc_s)
+                self.traced.apply_exponents(acc_s, row_max)
             else:
                 self.traced.apply(acc_s)
             if steps.masked or not blocks.listed:
                 may_hide = not steps.is_last_block or blocks.may_hide(step)
                 self.traced.hide_step(acc_s, -T.infinity("float32"), blocks, may_hide)
+            if self.traced.tables is not None:
+                self.traced.tables.release(self.first_step + step)
         if not blocks.listed:
             blocks.hide(acc_s, query, step, steps)
 
@@ -296,11 +308,8 @@ class Scores:
             self.prefetch(query, blocks, 0)
 
     @T.inline
-    def look_up(self, query, blocks, step, steps, row_max=0.0):
-        """Read what a program needs in a step of the forward. Called well before transform(), as memory latency is long.
-
-        row_max: in base 2, which scores become relative to; with adds_exponents.
-        """
+    def look_up(self, query, blocks, step, steps):
+        """Read what a program needs in a step of the forward. Called well before transform(), as memory latency is long."""
         if blocks.listed and (self.traced.needs_key or (steps.masked and not self.has_whole_bits)):
             blocks.find(step)
         if self.has_bits and steps.masked:
@@ -310,7 +319,7 @@ class Scores:
             else:
                 self.traced.fetch_bits(blocks.place_at(step, query), query, blocks.key_at(step))
         if self.fetches or self.has_diagonals:
-            self.fetch(query, blocks, step, row_max)
+            self.fetch(query, blocks, step)
 
     @T.inline
     def cap(self, acc_s):
@@ -364,12 +373,10 @@ class Scores:
             self.fetch(query, blocks, step)
 
     @T.inline
-    def fetch(self, query, blocks, step, row_max=0.0):
-        """Set the position of the tile at a step, and fetch what a program needs, except bits. row_max: of look_up()."""
+    def fetch(self, query, blocks, step):
+        """Set the position of the tile at a step, and fetch what a program needs, except bits."""
         self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
-        if self.adds_exponents:
-            self.traced.keep_exponents(row_max)
-        elif self.has_diagonals:
+        if self.has_diagonals:
             self.traced.keep_diagonals()
         self.traced.fetch()
         if self.has_diagonals or self.traced.is_staged:

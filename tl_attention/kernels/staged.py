@@ -20,6 +20,7 @@ class StagedTiles:
         cols: int,
         rows_are_keys: bool = False,
         stores: bool = True,
+        diagonals: bool = True,
         name: str = "staged",
     ):
         self.tiles = [
@@ -28,7 +29,7 @@ class StagedTiles:
         ]
         self.diagonals = [
             SharedBytes(warps * size, name=f"diagonal_{n}").bytes
-            for n, size in enumerate(problem.program.diagonal_bytes(cols))
+            for n, size in enumerate(problem.program.diagonal_bytes(cols) if diagonals else ())
         ]
         sizes = problem.program.stored_bytes(16, cols) if problem.learns and stores else []
         self.gradients = [
@@ -49,11 +50,21 @@ class SharedBytes:
 
 
 def alloc_staged(
-    problem: AttnProblem, warps: int, cols: int, rows_are_keys: bool = False, stores: bool = True
+    problem: AttnProblem,
+    warps: int,
+    cols: int,
+    rows_are_keys: bool = False,
+    stores: bool = True,
+    diagonals: bool = True,
 ) -> StagedTiles | None:
-    """StagedTiles; None without a program. stores: the kernel stores gradients of captured tensors."""
+    """StagedTiles; None without a program.
+
+    Args:
+        stores: the kernel stores gradients of captured tensors.
+        diagonals: each warp has the values of its own diagonals.
+    """
     return (
-        StagedTiles(problem, warps, cols, rows_are_keys, stores, name="staged")
+        StagedTiles(problem, warps, cols, rows_are_keys, stores, diagonals, name="staged")
         if problem.program is not None
         else None
     )

@@ -328,6 +328,7 @@ class SharedTiles:
     overflows: Any = None  # scheduler.Overflows
     bias_columns: Any = None  # options.alloc_bias_columns
     staged: Any = None  # staged.StagedTiles
+    tables: Any = None  # diagonal_tables.DiagonalTables
     pieces: Any = None  # shared_tiles.SharedPieces, in global memory
     inputs: Any = None  # input_parts.InputParts, in global memory
 

@@ -7,6 +7,7 @@ from typing import Any
 import tilelang.language as T
 from tilelang import tvm
 
+from tl_attention.kernels.diagonal_tables import DiagonalTables
 from tl_attention.kernels.diagonals import Diagonals
 from tl_attention.kernels.program_code import STORED, fetched_type
 from tl_attention.kernels.softmax import LOG2E
@@ -31,6 +32,8 @@ class Traced:
     """Program of a tile of 64 rows: new scores, their slopes, and gradients of captured tensors.
 
     start() says which batch entry and head the scores belong to, locate() which queries and keys.
+
+    tables: where a forward has the values of the diagonals; None: in `staged`, which each warp fills itself.
     """
 
     def __init__(
@@ -41,9 +44,10 @@ class Traced:
         cols: int,
         rows_are_keys: bool = False,
         staged: StagedTiles | None = None,
+        tables: DiagonalTables | None = None,
         name: str = "traced",
     ):
-        program, self.cols, self.staged = problem.program, cols, staged
+        program, self.cols, self.staged, self.tables = problem.program, cols, staged, tables
         self.is_staged, self.staged_bytes = problem.stages, problem.staged_bytes(cols, rows_are_keys)
         self.program, self.arguments, self.softmax_scale = program, arguments, softmax_scale
         self.rows_are_keys = rows_are_keys
@@ -60,12 +64,13 @@ class Traced:
             for i in program.dense_loads
         ]
         self.diagonals = None
-        if program.diagonals or program.diagonal_gradients:
+        if tables is None and (program.diagonals or program.diagonal_gradients):
             # In steps of 64 queries pairs spill, and were 7 % slower in an order without spills (d128, H200, 2026-11-23)
             paired = rows_are_keys and cols == 128 and not problem.is_fp32
             self.diagonals = Diagonals(program, cols, rows_are_keys, paired, name="diagonals")
         self.bits = T.alloc_local([-(-cols // 64)], "uint32") if program.bits else None  # of the tile
         self.first_query = self.first_key = 0
+        self.table = 0
         self.how = MASK
 
     @property
@@ -117,6 +122,8 @@ class Traced:
         if function in [f"target{number}" for number in self.program.diagonal_gradients]:
             return ()
         dense = (self.fetched(n, i, j) for n in range(len(self.tiles)))
+        if self.tables is not None:
+            return *dense, self.tables.value(self.table, i, j)
         return *dense, *(self.diagonals.value(x, i, j) for x in self.staged.diagonals)
 
     def at_distance(self, function: str, dtype: str, head: Any, distance: Any) -> Any:
@@ -151,19 +158,25 @@ class Traced:
         for n in tuple(range(len(self.program.diagonals))):
             self.diagonals.keep(n, self.staged.diagonals[n])
 
-    @T.inline
-    def keep_exponents(self, row_max):
-        """Store the values in base 2 and relative to row_max, for apply_exponents()."""
-        for k in T.unroll(self.diagonals.slots // 32):
-            self.diagonals.values[0][k] = self.diagonals.values[0][k] * LOG2E - row_max
-        self.keep_diagonals()
+    def of_diagonal(self, distance: Any) -> Any:
+        """Value of the program's only diagonal."""
+        return self.at_distance(f"diagonal{self.program.diagonals[0]}", FLOAT, self.head[0], distance)
+
+    def choose_table(self, step: Any) -> None:
+        self.table = step
 
     @T.inline
-    def apply_exponents(self, acc_s):
-        """Replace raw scores by new ones in base 2, relative to the row max of keep_exponents()."""
+    def open_table(self, step):
+        """Wait for the table of a step, from which the values of the diagonals are read until it is released."""
+        self.tables.wait(step)
+        self.choose_table(step)
+
+    @T.inline
+    def apply_exponents(self, acc_s, row_max):
+        """Replace raw scores by new ones in base 2, relative to row_max. The table is in base 2, too."""
         rows, cols = acc_s.shape
         for i, j in T.Parallel(rows, cols):
-            value = self.diagonals.value(self.staged.diagonals[0], i, j)
+            value = self.tables.value(self.table, i, j) - row_max
             acc_s[i, j] = acc_s[i, j] * (self.softmax_scale * LOG2E) + value
 
     def captured(self, load: int) -> Captured:

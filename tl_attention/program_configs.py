@@ -24,14 +24,15 @@ def program_lines(
     table = f"[programs.{problem.tile_class}]"
     if direction == "fwd":
         held = problem.scores_stay_close
+        adds = held and problem.adds_diagonal and problem.profits_from_held_max
         # hold_max needs scores of similar magnitude: those of a score_mod may grow from block to block, or all be -inf in the first ones
         wanted = (
             ("fwd_joined", bucket == JOINED_BUCKET and not problem.changes_scores),
             ("fwd_bits", problem.has_bits and not problem.changes_scores),
             ("fwd_listed", problem.is_listed),
-            ("fwd_adds", held and problem.adds_diagonal and problem.profits_from_held_max),
+            ("fwd_adds", adds),
+            ("fwd_shares", problem.shares_diagonals and not adds),
             ("fwd_held", held),
-            ("fwd_shares", problem.shares_diagonals),
             ("fwd_scores", problem.changes_scores and not (problem.fetches or problem.is_listed)),
         )
         names = [name for name, applies in wanted if applies and name in width]

@@ -17,9 +17,10 @@ from tl_attention.testing.shapes import Shape
 SCHEDULES = ["dynamic", "dynamic-late", "split"]
 
 
-def apart(schedule: str, width: int = 128) -> BwdConfig:
+def apart(schedule: str, width: int = 128, rounds_dq: bool = False) -> BwdConfig:
     block_M = {64: 128, 128: 64}[width]
-    return BwdConfig((BwdPass("dq+dk+dv", block_M, 128, 2, 2, True, "apart", schedule),))
+    one = BwdPass("dq+dk+dv", block_M, 128, 2, 2, True, "apart", schedule, rounds_dq=rounds_dq)
+    return BwdConfig((one,))
 
 
 @pytest.mark.parametrize("width", [64, 128])

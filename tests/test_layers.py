@@ -79,7 +79,7 @@ DOORS = {
     "launch/bwd_kernels launch/common launch/parts launch/splits launch/tickets launch/traced",
     "launch/fwd_jvp": "torch checks/common problem kernel_configs legality target compilation/store launch/arrays launch/common",
     "launch/bwd_kernels": "torch checks/fp32 options problem kernel_configs compilation/store program launch/common launch/traced",
-    "launch/bwd_passes": "torch options problem kernel_configs compilation/store launch/block_lists "
+    "launch/bwd_passes": "torch options problem kernel_configs round_configs compilation/store launch/block_lists "
     "launch/bwd_kernels launch/common launch/parts launch/seen launch/splits launch/tickets",
     "launch/bwd": "torch checks/common options problem kernel_configs target program launch/arrays launch/bwd_kernels "
     "launch/bwd_passes "
@@ -98,7 +98,7 @@ DOORS = {
     "compilation/headers": " | tilelang",
     "compilation/layouts": " | tilelang tvm",
     "compilation/toolkit": " | tilelang",
-    "kernels": "tilelang problem program kernel_configs part_configs target kernels",
+    "kernels": "tilelang problem program kernel_configs part_configs round_configs target kernels",
     "catalog": "problem kernel_configs legality configs",
     "configs": "problem program_configs kernel_configs part_configs legality target gpus | tomli",
     "gpus": "torch",
@@ -107,9 +107,10 @@ DOORS = {
     "program": "",
     "program_configs": "problem",
     "part_configs": "problem",
+    "round_configs": "",
     "kernel_configs": "problem program part_configs",
     "register_levels": "problem kernel_configs",
-    "legality": "problem program kernel_configs part_configs target",
+    "legality": "problem program kernel_configs part_configs round_configs target",
     "reference": "torch reference",
     "checks": "",
     "compilation": "",
@@ -127,8 +128,8 @@ DOORS = {
     "arguments": "problem",
     "question": "torch problem kernel_configs legality target configs gpus | launch",
     "explain": "arguments torch distributed "
-    "gpus problem program kernel_configs legality target configs launch/splits launch/block_lists launch/bwd_passes launch/common "
-    "launch/seen testing question explain | block_masks tracing/builtin_options tracing/dense_bias tracing/trace matplotlib",
+    "gpus problem program kernel_configs round_configs legality target configs launch/splits launch/block_lists launch/bwd_passes "
+    "launch/common launch/seen testing question explain | block_masks tracing/builtin_options tracing/dense_bias tracing/trace matplotlib",
     "doctor": "torch problem target configs | compilation/manifest compilation/pack compilation/toolkit testing",
     "cli": "version arguments catalog torch problem kernel_configs legality target configs question doctor compilation/packing"
     "| explain launch compilation/building compilation/store compilation/compiler compilation/cubin compilation/toolkit "

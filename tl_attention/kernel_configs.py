@@ -201,10 +201,17 @@ class BwdPass:
     # All keys of a head are in one tile of block_N keys: dq of a step is whole, and is stored. With the schedule dynamic-late or split
     one_tile: bool = False
     part_stages: int = 0  # as in FwdConfig; of the first pass, by keys and with the schedule grid
+    rounds_dq: bool = (
+        False  # idle warps round dq beside the pass, see kernels/bwd_round.py; with the order apart
+    )
 
     @property
     def makes_parts(self) -> bool:
         return self.part_stages > 0
+
+    def rounds(self, problem: AttnProblem) -> bool:
+        """True if no kernel after the pass rounds dq; `partial` returns the sums."""
+        return self.rounds_dq and not problem.has("partial")
 
     @property
     def makes(self) -> tuple[str, ...]:
@@ -235,18 +242,11 @@ class BwdPass:
         return self.order == "apart"
 
     def __str__(self) -> str:
-        text = f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}"
-        if self.reuse_registers:
-            text += " reuse"
-        if self.order:
-            text += f" {self.order}"
-        if self.schedule != "grid":
-            text += f" {self.schedule}"
-        if self.one_tile:
-            text += " one-tile"
-        if self.part_stages:
-            text += f" parts{self.part_stages}"
-        return text
+        words = [f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}"]
+        words += ["reuse"] * self.reuse_registers + [self.order] * bool(self.order)
+        words += [self.schedule] * self.is_dynamic + ["one-tile"] * self.one_tile
+        words += [f"parts{self.part_stages}"] * self.makes_parts + ["rounds-dq"] * self.rounds_dq
+        return " ".join(words)
 
     @property
     def is_dynamic(self) -> bool:

@@ -31,6 +31,7 @@ from tl_attention.kernel_configs import (
 from tl_attention.part_configs import PART_STAGES, staging_bytes
 from tl_attention.problem import MAX_SPLITS, TABLE_ROWS, AttnProblem
 from tl_attention.program import LISTED_ROWS, table_bytes
+from tl_attention.round_configs import ROUNDING_BYTES
 from tl_attention.target import SMEM_LIMIT
 
 BARRIER_BYTES = 1024  # static shared memory reserved for barriers
@@ -148,6 +149,7 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         + _bias_bytes(problem, step)
         + row_values
         + staging_bytes(bwd_pass.part_stages)
+        + ROUNDING_BYTES * bwd_pass.rounds(problem)
         + 4 * bwd_pass.warpgroups * staged
     )
 
@@ -412,6 +414,9 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         return (
             f"order: expected 'apart' for d64 in steps of 128 queries or d128 in steps of 64 alone, got {got}"
         )
+    if bwd_pass.rounds_dq and not (bwd_pass.dq_apart and bwd_pass.is_split):
+        got = f"the order {bwd_pass.order!r} and the schedule {bwd_pass.schedule}"
+        return f"rounds_dq: expected False with {got}, got True"
     if fault := _parts_fault(problem, bwd_pass, "in the pass of dq alone" if owns_queries else None):
         return fault
     if bwd_pass.one_tile and (problem.options or problem.program is not None):

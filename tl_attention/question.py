@@ -22,10 +22,8 @@ from tl_attention.problem import (
     DTYPES,
     FEW_BUCKET,
     OPTIONS,
-    SHARED_BUCKET,
     SHORT_BUCKET,
     SPLIT_BUCKET,
-    TILE_BUCKET,
     AttnProblem,
     buckets,
     bwd_bucket,
@@ -189,8 +187,9 @@ def _buckets(question: Question, problem: AttnProblem, direction: str, gpu: Gpu)
     if direction != "fwd":
         if {"heads", "heads_kv"} <= sizes.keys():
             return [bwd_bucket(direction == "bwd_det", sizes["heads"], sizes["heads_kv"], sizes["seqlen_k"])]
-        alone = bwd_bucket(False, 1, 1, sizes["seqlen_k"])
-        return [alone, SHARED_BUCKET] if direction == "bwd_det" and alone != TILE_BUCKET else [alone]
+        deterministic = direction == "bwd_det"
+        with_heads = (bwd_bucket(deterministic, heads, 1, sizes["seqlen_k"]) for heads in (1, 2))
+        return list(dict.fromkeys(with_heads))
     if "varlen" in question.options:  # buckets by queries serve no packed sequences
         return [by_length, SPLIT_BUCKET]
     from tl_attention import launch

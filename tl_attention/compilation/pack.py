@@ -49,6 +49,7 @@ def sources(template: str) -> tuple[Path, ...]:
                         "program",
                         "kernel_configs",
                         "part_configs",
+                        "round_configs",
                         "register_levels",
                         "target",
                     )

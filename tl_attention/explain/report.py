@@ -337,6 +337,8 @@ def _config(work: Work, estimate: Estimate) -> Iterator[str]:
             yield f"  schedule {kernel.config.schedule}: {SCHEDULES[kernel.config.schedule]}"
             if kernel.config.dq_apart:
                 yield f"  order {kernel.config.order}: a warpgroup of its own computes dq, and TMA adds it, beside the other warpgroups"
+            if kernel.config.rounds(work.problem):
+                yield "  rounds-dq: idle warps round dq of a head once its tiles have added it, so its fp32 sums stay in the L2"
     if work.direction == "fwd":
         yield f"schedule {work.config.schedule}: {SCHEDULES[work.config.schedule]}"
         if work.splits > 1:

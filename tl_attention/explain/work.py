@@ -37,6 +37,7 @@ from tl_attention.problem import (
     decode_problem,
     length_bucket,
 )
+from tl_attention.round_configs import slots_of
 from tl_attention.testing import counts
 from tl_attention.testing.counts import bounds
 from tl_attention.testing.shapes import Shape, sequences
@@ -296,8 +297,9 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
         kernel, parts, rows_in_parts = _pass_work(shape, problem, one, gpu, asked, gradients=not kernels)
         kernels.append(kernel)
         if one.adds_dq:
-            helpers.append(Helper("zeros for the fp32 sums of dq", 4 * qk * rows_q))
-        if one.adds_dq and not problem.is_fp32:
+            summed = _summed_rows(shape, one, problem, gpu) if one.rounds(problem) else rows_q
+            helpers.append(Helper("zeros for the fp32 sums of dq", 4 * qk * summed))
+        if one.adds_dq and not problem.is_fp32 and not one.rounds(problem):
             helpers.append(Helper("dq from fp32", (4 + stored) * qk * rows_q, stored * qk * rows_q))
         for grad, width in (("dk", qk), ("dv", v)):
             if one.is_split and problem.causal and shape.heads_q // shape.heads_kv < parts:
@@ -311,6 +313,18 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
         tuple(kernels), (*helpers, *_bias_helpers(shape, asked)), asked=asked,
         again_bytes=_again_bytes(shape, asked, len(kernels), gpu),
     )  # fmt: skip
+
+
+def _slots_of(shape: Shape, one: BwdPass, problem: AttnProblem, gpu: Gpu) -> tuple[int, int]:
+    """slots_of() a pass that rounds dq."""
+    units, tiles = shape.batch * shape.heads_kv, -(-shape.seqlen_k // one.block_N)
+    return slots_of(units, tiles, gpu.sms, problem.head_dim)
+
+
+def _summed_rows(shape: Shape, one: BwdPass, problem: AttnProblem, gpu: Gpu) -> int:
+    """Rows of the sums of dq that exist at a time, where a pass rounds them."""
+    _, slots = _slots_of(shape, one, problem, gpu)
+    return slots * shape.heads_q // shape.heads_kv * shape.seqlen_q
 
 
 def _unseen_queries(shape: Shape, problem: AttnProblem) -> int:
@@ -355,6 +369,8 @@ def _pass_work(
         stream = int(longest_q * per_part * row_bytes)
     blocks = max(map(len, by_sequence))
     group = head_group(heads * shape.batch, sharing, max(int(stream / per_part), 1), blocks, gpu.sms)
+    if one.rounds(problem):
+        group = _slots_of(shape, one, problem, gpu)[0] * order_parts
     tiles = launch_order(by_sequence, heads, group, shape.is_varlen, ordered, one.grads == "dq", shares)
     tiles = share_last(tiles, whole, parts if whole else 1)
     of_qk, of_v = PRODUCTS[one.grads]

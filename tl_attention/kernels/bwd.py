@@ -20,6 +20,7 @@ from tl_attention.kernels import products as fp32
 from tl_attention.kernels.block_lists import query_blocks
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
 from tl_attention.kernels.bwd_order import OrderedBlocks
+from tl_attention.kernels.bwd_round import DqRounding, RecycledBlocks
 from tl_attention.kernels.bwd_scores import exponentiate, hides_raw, prefetches_lse, scale_of_scores
 from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles, stages_P
 from tl_attention.kernels.bwd_store import BiasGradient, store_gradients
@@ -64,6 +65,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             With the schedule split as tiles.SplitGradTiles has them.
         softmax_scale: fp32. heads_per_kv, .., ctas: int32, see KeyTileCounts.
         Tickets: int32 [2], zeros before and after the kernel. Not with the schedule grid.
+        dQ, Progress_dq, sum_slots: see bwd_round.DqRounding. Where the pass rounds dQ alone; dQ_sum is RecycledBlocks then.
         Turns: int32, one per row block of dQ_sum, 0 before. With the schedule ordered alone. whole: of KeyTileCounts, with split alone.
         left, .., Table: see options.OptionArguments. Only where the problem has options.
     """
@@ -83,7 +85,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     roles = pass_roles(problem, config)
     row_wise, x_parts, products = T.GemmWarpPolicy.FullRow, problem.parts, problem.products
     dynamic, ordered, dv_tile = config.is_dynamic, config.is_ordered, config.has_dv_tile(problem)
-    one_tile = config.one_tile
+    one_tile, rounds = config.one_tile, config.rounds(problem)
     v_dot = {"transpose_B": True, "clear_accum": True}  # dP' = V dO'
     k_qt = {**v_dot, "clear_accum": not problem.bias_is_linear}  # S' = K Q'
     pieces = bwd_tiles.dq_pieces(block_M, head_dim, config.warpgroups)
@@ -116,6 +118,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     fp32_inputs = InputArguments.of(batch, *lengths, config.makes_parts, backward=True)
     tickets_view = T.Tensor([2], "int32") if dynamic else False  # False makes no argument
     turns_view = T.Tensor([dq_blocks], "int32") if ordered else False
+    dq_view = rows_argument(problem, "dq", batch, seqlen_q, heads, columns_qk) if rounds else False
+    progress_view = T.Tensor([T.dynamic("progress_dq")], "int32") if rounds else False
+    Sums = OrderedBlocks if ordered else FragmentBlocks
     # Columns per fragment
     dk_cols, dv_cols = (sum_columns(problem, config) or width for width in (head_dim, head_dim_v))
 
@@ -431,6 +436,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         Tickets: tickets_view,
         Turns: turns_view,
         whole: T.int32 if config.is_split else False,
+        dQ: dq_view,
+        Progress_dq: progress_view,
+        sum_slots: T.int32 if rounds else False,
         left: extra.left,
         right: extra.right,
         softcap: extra.softcap,
@@ -457,18 +465,22 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             dV_shared = alloc_dv(problem, config, K_shared, V_shared)
             pairs = (K_input, K), (V_input, V), (Q_input, Q), (dO_input, dO)
             inputs = InputParts(problem, pairs, Progress, config.part_stages, tiles_ahead=tiles_ahead)
-            shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared, inputs)
+            rounding, dq_sums = None, Sums(dQ_sum, rounded_q // 16)
+            if rounds:
+                dq_sums = RecycledBlocks(dQ_sum, rounded_q // 16, sum_slots * heads_per_kv)
+                sums = dq_sums, rounded_q, Progress_dq, sum_slots
+                rounding = DqRounding(problem, config, dQ, *sums, counts, heads_kv)
+            shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared, inputs, rounding)
             order_heads = heads_kv * bwd_tiles.order_parts(config, counts)
             all_heads, table = (order_heads, Table) if varlen else (order_heads * batch, None)
             order = bwd_tiles.key_order(problem, config, counts, order_heads, all_heads, table)
             Tiles = PackedGradTiles if varlen else DenseGradTiles
-            Sums = OrderedBlocks if ordered else FragmentBlocks
             if config.is_split:
                 Tiles = functools.partial(SplitGradTiles, counts=counts, block_N=block_N)
             tiles = Tiles(
                 *(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, x_parts),
                 dQ=dQ_sum if makes_dqt or one_tile else None,
-                dQ_sum=None if one_tile else Sums(dQ_sum, rounded_q // 16),
+                dQ_sum=None if one_tile else dq_sums,
                 dK=dK,
                 dV=dV,
                 dK_parts=FragmentBlocks(dK_parts, bwd_tiles.part_blocks(config, counts)),
@@ -480,8 +492,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             roles.run(
                 lambda: producer.produce(number),
                 lambda w: consume(w, number, order, counts, tiles, shared, softmax_scale, options),
-                *further_warps(producer, number, Turns),
                 apart=dq_warpgroup(producer),
+                **further_warps(producer, number, Turns, softmax_scale),
             )
 
     return flash_bwd_kernel

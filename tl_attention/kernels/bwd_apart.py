@@ -13,13 +13,15 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
+from tl_attention.kernels.bwd_round import RecycledBlocks
 
 ROWS, COLUMNS = 64, 64  # of dQ at a time: 32 registers
 
-# tile: 4 KB of shared memory per warp, in the order of FragmentBlocks, where the blocks of 16 rows are contiguous
+# tile: 4 KB of shared memory per warp, in the order of FragmentBlocks, where the blocks of 16 rows are contiguous; by_rows: in that of
+# RecycledBlocks
 ADD_BY_TMA = """
 #include <tl_templates/cuda/copy_sm90.h>
-template <int cols, int width_blocks>
+template <int cols, int width_blocks, bool by_rows = false>
 TL_DEVICE void tl_attention_add_by_tma(float const *first_block, float *tile, void const *fragment) {
   float4 const *numbers = reinterpret_cast<float4 const *>(fragment);
   int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -27,12 +29,24 @@ TL_DEVICE void tl_attention_add_by_tma(float const *first_block, float *tile, vo
   tl::tma_store_wait<0, true>();
   __syncwarp();
 #pragma unroll
-  for (int i = 0; i < cols / 8; ++i) share[i * 32 + lane] = numbers[i];
+  for (int i = 0; i < cols / 8; ++i) {
+    if constexpr (by_rows) {
+      float2 *block = reinterpret_cast<float2 *>(share + i * 32);
+      block[lane] = make_float2(numbers[i].x, numbers[i].y);
+      block[32 + lane] = make_float2(numbers[i].z, numbers[i].w);
+    } else {
+      share[i * 32 + lane] = numbers[i];
+    }
+  }
   tl::fence_proxy_async();
   __syncwarp();
   if (lane == 0) {
     float *place = const_cast<float *>(first_block) + warp * (width_blocks * 128);
-    tl::tma_store_add(reinterpret_cast<float *>(share), place, cols * 64);
+    if constexpr (by_rows)  // rounded soon, from the L2
+      asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, %3;"
+                   :: "l"(place), "r"(smem_ptr_to_uint(share)), "r"(cols * 64), "l"(tl::CacheHintSm90::EVICT_LAST) : "memory");
+    else
+      tl::tma_store_add(reinterpret_cast<float *>(share), place, cols * 64);
     tl::tma_store_arrive();
   }
 }
@@ -49,7 +63,8 @@ class DqSums:
     @T.inline
     def add(self, acc_dq, sums, row_block, first_col):
         """Start to add a fragment [64, columns], when the additions before have read the shared memory."""
-        name = f"tl_attention_add_by_tma<{acc_dq.shape[1]}, {sums.tensor.shape[1]}>"
+        order = ", true" if isinstance(sums, RecycledBlocks) else ""
+        name = f"tl_attention_add_by_tma<{acc_dq.shape[1]}, {sums.tensor.shape[1]}{order}>"
         T.evaluate(
             T.call_extern(
                 "handle",
@@ -96,18 +111,37 @@ def add_step(producer, acc_dq, step, tile, blocks):
         shared.adding.add(acc_dq, tiles.dQ_sum, row_block + first_row // 16, first_col)
 
 
+@T.macro
+def report(producer, tile):
+    """Report to the warps that round dQ that this warp has added its rows of a tile."""
+    T.tma_store_wait(0, False)
+    if T.get_thread_binding() % 32 == 0:
+        rounding = producer.shared.rounding
+        rounding.count_added(tile, rounding.weight(tile, producer.tiles))
+
+
 def add_dq(producer: KeyTileProducer) -> None:
     """Add dQ of each step of a CTA."""
-    config, ring = producer.config, producer.shared.K
+    config, ring, rounding = producer.config, producer.shared.K, producer.shared.rounding
     acc_dq = T.alloc_fragment([ROWS, COLUMNS], "float32")
 
     def for_all_keys(call: Callable[[Any], Any], turn: Any) -> None:
         for w in range(config.warpgroups):
             call(key_step(config, turn, w))
 
+    def begin_tile(turn: Any, tile: Any) -> None:
+        for_all_keys(ring.wait, turn)
+        if rounding is not None:
+            rounding.await_slot(tile)
+
+    def end_tile(turn: Any, tile: Any) -> None:
+        for_all_keys(ring.release, turn)
+        if rounding is not None:
+            report(producer, tile)
+
     producer.walk(
         lambda *place: add_step(producer, acc_dq, *place),
-        begin=lambda turn: for_all_keys(ring.wait, turn),
-        end=lambda turn: for_all_keys(ring.release, turn),
+        begin=begin_tile,
+        end=end_tile,
     )
     T.tma_store_wait(0, False)

@@ -9,6 +9,7 @@ import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels.block_lists import query_blocks
+from tl_attention.kernels.bwd_round import DQ_WARPS, key_policy
 from tl_attention.kernels.bwd_tiles import KeyTile, KeyTileCounts
 from tl_attention.kernels.mask import QueryBlocks
 from tl_attention.kernels.options import OptionArguments
@@ -54,6 +55,10 @@ class KeyTileProducer:
         return self.config.draws_late
 
     @property
+    def policy(self) -> str | None:
+        return key_policy(self.problem, self.config)
+
+    @property
     def makes_dk(self) -> bool:
         return "dk" in self.config.makes
 
@@ -76,14 +81,18 @@ class KeyTileProducer:
     def load_k(self, turn, tile):
         for w in tuple(range(self.config.warpgroups)):
             self.shared.K.fill(
-                key_step(self.config, turn, w), self.tiles.k(tile, tile.first_key + 64 * w, 64)
+                key_step(self.config, turn, w),
+                self.tiles.k(tile, tile.first_key + 64 * w, 64),
+                policy=self.policy,
             )
 
     @T.inline
     def load_v(self, turn, tile):
         for w in tuple(range(self.config.warpgroups)):
             self.shared.V.fill(
-                key_step(self.config, turn, w), self.tiles.v(tile, tile.first_key + 64 * w, 64)
+                key_step(self.config, turn, w),
+                self.tiles.v(tile, tile.first_key + 64 * w, 64),
+                policy=self.policy,
             )
 
     @T.inline
@@ -141,7 +150,7 @@ class KeyTileProducer:
     def walk(self, visit, begin=None, end=None):
         """Call visit(step, tile, blocks) for each step of each tile that schedule() describes, in a warp that is none of the consumers'.
 
-        begin, end: called with the turn before and after the steps of a tile.
+        begin, end: called with the turn and the tile, before and after the steps of a tile.
         """
         box = self.shared.tile_box
         tile = self.tile()
@@ -154,12 +163,12 @@ class KeyTileProducer:
             box.read_blocks(turn, blocks)
             box.release(turn)
             if begin is not None:
-                begin(turn)
+                begin(turn, tile)
             for step in self.steps(first_step, first_step + blocks.steps):
                 visit(step, tile, blocks)
                 blocks.advance()
             if end is not None:
-                end(turn)
+                end(turn, tile)
             first_step += blocks.steps
             turn += 1
             box.wait(turn)
@@ -178,12 +187,14 @@ class KeyTileProducer:
         tile = self.tile()
         blocks = self.blocks(tile, with_places=True)
         box = self.shared.tile_box
-        ordered = self.config.is_ordered
+        rounding = self.shared.rounding
+        # Where tiles wait for others, a CTA draws its first tile, too, so that it waits only for CTAs that run
+        all_drawn = self.config.is_ordered or rounding is not None
         stream = TileStream(
-            "dynamic", number, self.order, self.counts.ctas, self.tickets, None, None, ordered
+            "dynamic", number, self.order, self.counts.ctas, self.tickets, None, None, all_drawn
         )
         turn = T.alloc_var("int32", init=0)
-        if ordered:
+        if all_drawn:
             stream.draw_ticket()
             stream.next_number()
         while self.has_next(stream):
@@ -199,6 +210,9 @@ class KeyTileProducer:
                 stream.draw_ticket()
                 stream.next_number()
             elif self.config.is_split:
+                if rounding is not None:  # a part without queries
+                    if T.get_thread_binding() % 32 == 0:
+                        rounding.count_added(tile, DQ_WARPS)
                 stream.draw_ticket()
                 stream.next_number()
             else:

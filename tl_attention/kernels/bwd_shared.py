@@ -70,7 +70,13 @@ def alloc_adding(problem: AttnProblem, config: BwdPass) -> AddingOrder | AnyOrde
 
 
 def alloc_shared_tiles(
-    problem: AttnProblem, config: BwdPass, K: TileRing, V: TileRing | None, dV: Any, inputs: Any
+    problem: AttnProblem,
+    config: BwdPass,
+    K: TileRing,
+    V: TileRing | None,
+    dV: Any,
+    inputs: Any,
+    rounding: Any,
 ) -> SharedTiles:
     """Allocate the remaining SharedTiles of a CTA."""
     dtype_of, parts, warpgroups, block_M = problem.dtype_of, problem.parts, config.warpgroups, config.block_M
@@ -97,4 +103,5 @@ def alloc_shared_tiles(
         bias_columns=alloc_bias_columns(problem, block_M),
         staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True, stores=stores_tiles),
         inputs=inputs,
+        rounding=rounding,
     )

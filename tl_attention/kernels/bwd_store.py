@@ -7,6 +7,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
+from tl_attention.kernels.bwd_round import key_policy
 from tl_attention.kernels.pipeline import sync_warpgroup, wait_for_stores
 from tl_attention.kernels.products import scale
 from tl_attention.kernels.softmax import indices
@@ -24,9 +25,11 @@ def dv_tile(problem: AttnProblem, config: BwdPass, w: int, shared: Any) -> Any:
     return shared.dV[w] if config.has_dv_tile(problem) else shared.dV[w, :, :]
 
 
-def send(config: BwdPass, tile: Any, place: Any) -> Any:
+def send(problem: AttnProblem, config: BwdPass, tile: Any, place: Any) -> Any:
     """Store a shared tile by TMA; with the schedule grid also wait until TMA has read it."""
-    return T.tma_copy(tile, place) if config.is_dynamic else T.copy(tile, place)
+    if not config.is_dynamic:
+        return T.copy(tile, place)
+    return T.tma_copy(tile, place, eviction_policy=key_policy(problem, config))
 
 
 def is_shared(config: BwdPass, counts: Any, tile: Any, tiles: Any) -> Any:
@@ -82,9 +85,9 @@ def store_gradients(
         T.fence_proxy_async()
         sync_warpgroup(w)
         if makes_dk:
-            send(config, dk_tile(config, w, shared), tiles.dk(tile, key, 64))
+            send(problem, config, dk_tile(config, w, shared), tiles.dk(tile, key, 64))
         if makes_dv:
-            send(config, dv_tile(problem, config, w, shared), tiles.dv(tile, key, 64))
+            send(problem, config, dv_tile(problem, config, w, shared), tiles.dv(tile, key, 64))
 
 
 @T.macro

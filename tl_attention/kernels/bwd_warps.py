@@ -12,23 +12,27 @@ from tl_attention.kernels.bwd_apart import ADD_BY_TMA, add_dq
 from tl_attention.kernels.bwd_load import KeyTileProducer
 from tl_attention.kernels.bwd_one_tile import send_dq
 from tl_attention.kernels.bwd_order import TAKE_TURNS, OrderKeeper
+from tl_attention.kernels.bwd_round import rounding_code
 from tl_attention.kernels.input_parts import MAKE_PARTS
 from tl_attention.kernels.options import ZERO, prelude
-from tl_attention.kernels.pipeline import APART_REGISTERS, STORE_FRAGMENT
+from tl_attention.kernels.pipeline import APART_REGISTERS, ROUNDING_REGISTERS, STORE_FRAGMENT
 from tl_attention.kernels.program_code import PREFETCH_BITS
 from tl_attention.kernels.roles import Roles
 from tl_attention.part_configs import MAKERS
 from tl_attention.problem import AttnProblem
+from tl_attention.round_configs import ROUNDING_WARPS
 
 
 def pass_roles(problem: AttnProblem, config: BwdPass) -> Roles:
     """Roles of a pass by keys."""
     makes_dq = "dq" in config.makes and not problem.is_fp32
     registers = pipeline.registers(problem, config.warpgroups, config.makes_parts, full=makes_dq)
+    if config.dq_apart:
+        registers = ROUNDING_REGISTERS if config.rounds(problem) else APART_REGISTERS
     return Roles(
         config.warpgroups,
         config.threads,
-        APART_REGISTERS if config.dq_apart else registers,
+        registers,
         one_body=False,
         apart=config.dq_apart,
     )
@@ -47,6 +51,8 @@ def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None
         code += TAKE_TURNS
     if config.dq_apart:
         code += ADD_BY_TMA
+    if config.rounds(problem):
+        code += rounding_code(problem)
     if config.is_dynamic and problem.has("varlen"):
         code += ZERO
     if config.makes_parts:
@@ -54,17 +60,24 @@ def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None
     return code or None
 
 
-def further_warps(producer: KeyTileProducer, number: Any, turns: Any) -> tuple[Any, tuple, int]:
-    """`assist`, `more` and `assist_warps` of Roles.run(). turns: of OrderKeeper."""
+def further_warps(producer: KeyTileProducer, number: Any, turns: Any, softmax_scale: Any) -> dict[str, Any]:
+    """Arguments of Roles.run() for the warps beside the producer. turns: of OrderKeeper."""
     if producer.config.makes_parts:
-        return lambda: producer.shared.inputs.make_share(number, producer.counts.ctas), (), MAKERS
+        ctas = producer.counts.ctas
+        return {"assist": lambda: producer.shared.inputs.make_share(number, ctas), "assist_warps": MAKERS}
     more: tuple[Callable[[], None], ...] = ()
     if producer.config.is_ordered:
         keeper = OrderKeeper(producer, turns)
         more = lambda: keeper.admit(), lambda: keeper.pass_on()
     elif producer.config.one_tile:
         more = (lambda: send_dq(producer),)
-    return (lambda: producer.schedule(number)) if producer.dynamic else None, more, 1
+    elif producer.shared.rounding is not None:
+        more = (lambda: producer.shared.rounding.round(softmax_scale),)
+    return {
+        "assist": (lambda: producer.schedule(number)) if producer.dynamic else None,
+        "more": more,
+        "more_warps": ROUNDING_WARPS if producer.shared.rounding is not None else 1,
+    }
 
 
 def dq_warpgroup(producer: KeyTileProducer) -> Callable[[], None] | None:

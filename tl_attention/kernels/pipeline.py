@@ -26,6 +26,7 @@ VARLEN_REGISTERS = {2: (40, 232), 3: (32, 160)}
 PERSISTENT_REGISTERS = {2: (40, 232), 3: (32, 160)}
 # Registers per thread of (the producer, the consumers, the warpgroup that computes dQ), with the order "apart" of a backward
 APART_REGISTERS = (24, 208, 72)
+ROUNDING_REGISTERS = (32, 208, 64)  # the same where warps beside the producer round dQ
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
     "tl.disable_thread_storage_sync": True,  # roles synchronize at barriers of their own
@@ -139,12 +140,13 @@ class TileRing:
         return T.mbarrier_wait_parity(self.empty[step % self.slots], step // self.slots % 2 ^ 1)
 
     @T.inline
-    def fill(self, step, source, row_sources=()):
+    def fill(self, step, source, row_sources=(), policy=None):
+        """Load a tile when its slot is free. policy: which data the L2 evicts, of T.tma_copy."""
         slot = step % self.slots
         self.wait_empty(step)
         for i, row_source in enumerate(row_sources):
             T.tma_copy(row_source, self.row_values[slot, i, :], barrier=self.full[slot])
-        T.tma_copy(source, self[step], barrier=self.full[slot], annotations=ARRIVE)
+        T.tma_copy(source, self[step], barrier=self.full[slot], annotations=ARRIVE, eviction_policy=policy)
 
 
 def input_ring(

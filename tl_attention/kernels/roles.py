@@ -65,11 +65,11 @@ class Roles:
         return WARPGROUP * (self.warpgroups + self.apart)
 
     @T.inline
-    def run(self, produce, consume, assist=None, more=(), assist_warps=1, apart=None):
+    def run(self, produce, consume, assist=None, more=(), assist_warps=1, apart=None, more_warps=1):
         """Run produce() in the producer warp, and consume(w) in consumer warpgroup w.
 
         assist: function that the warp after the producer's runs, or that `assist_warps` warps run.
-        more: up to two functions that the warps after it run; not with one_body.
+        more: up to two functions that the warps after it run, or one that `more_warps` warps run; not with one_body.
         apart: function that the warpgroup apart runs.
         """
         if self.one_body:
@@ -106,7 +106,7 @@ class Roles:
                         produce()
                     elif thread < self.producer_thread + 64:
                         assist()
-                    elif thread < self.producer_thread + 96:
+                    elif thread < self.producer_thread + 64 + 32 * more_warps:
                         more[0]()
                     elif len(more) > 1:
                         more[1]()

@@ -331,6 +331,7 @@ class SharedTiles:
     tables: Any = None  # diagonal_tables.DiagonalTables
     pieces: Any = None  # shared_tiles.SharedPieces, in global memory
     inputs: Any = None  # input_parts.InputParts, in global memory
+    rounding: Any = None  # bwd_round.DqRounding, in global memory
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from tl_attention.launch.splits import TIME_SLACK
 from tl_attention.launch.tickets import stream_tickets
 from tl_attention.options import UNLIMITED, Options, canonical_window
 from tl_attention.problem import TABLE_ROWS, AttnProblem
+from tl_attention.round_configs import slots_of
 
 MAX_BATCH = 2**16 - 1  # per launch: the small kernels have the batch in the last dimension of their grids
 QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multiple of it
@@ -254,14 +255,33 @@ class KeyBuffers:
         self.dk_in_parts, self.dv_in_parts = (in_parts and grad in config.makes for grad in ("dk", "dv"))
         self.row_blocks_q, self.row_blocks_k = sizes.rounded_q // 16, self.keys // 16
         rows_q = sizes.batch * sizes.heads * self.row_blocks_q
+        self.rounds = config.rounds(problem)
+        self._count_tiles(config, problem, sizes)
+        if self.rounds:
+            rows_q = self.slots * sizes.heads_per_kv * self.row_blocks_q
         rows_k = self.parts * (tiles - self.whole) * (config.block_N // 16)
         self.sum_rows = rows_q if self.adds_dq else 0
-        # An int32 per row block, whose turn it is, behind the sums of an ordered pass: one memset zeroes both
-        turn_rows = -(-rows_q // (16 * problem.head_dim)) if config.is_ordered else 0
-        dq_sum = fragment_blocks(self.sum_rows + turn_rows, problem.head_dim)
+        # Behind the sums, for one memset of both: turns of an ordered pass, one per row block; counters of a pass that rounds dq
+        self.counters = rows_q if config.is_ordered else self.rounds * (1 + 2 * sizes.batch * sizes.heads_kv)
+        counter_rows = -(-self.counters // (16 * problem.head_dim))
+        dq_sum = fragment_blocks(self.sum_rows + counter_rows, problem.head_dim)
         dk_parts = fragment_blocks(rows_k if self.dk_in_parts else 0, problem.head_dim)
         dv_parts = fragment_blocks(rows_k if self.dv_in_parts else 0, problem.head_dim_v)
         self.empty = dq_sum, dk_parts, dv_parts
+
+    def _count_tiles(self, config: BwdPass, problem: AttnProblem, sizes: BwdSizes) -> None:
+        """Set counts, (n_blocks, group_heads, ctas) of the launch, and where the pass rounds dq `slots`, see kernels/bwd_round.py."""
+        # Bytes of one query head: the CTAs of a key head go through its query heads side by side
+        q_bytes = sizes.seqlen_q * self.row_bytes
+        heads, max_ctas = sizes.heads_kv * self.parts, sizes.sms if config.is_dynamic else MAX_GRID
+        tiles = self.keys, config.block_N, sizes.sms, max_ctas, sizes.long_tiles(config.block_N)
+        n_blocks, group_heads, ctas = tile_counts(sizes.batch, heads, 1, q_bytes, *tiles)
+        if config.is_split:
+            group_heads = -(-group_heads // self.parts)  # whole heads
+        if self.rounds:
+            units = sizes.batch * sizes.heads_kv
+            group_heads, self.slots = slots_of(units, n_blocks, sizes.sms, problem.head_dim)
+        self.counts = n_blocks, group_heads, ctas
 
 
 def bwd_workspace_bytes(
@@ -357,29 +377,20 @@ class KeyPass:
     """Launch of a pass whose CTAs own keys, and of the kernels that sum its partial results."""
 
     def __init__(self, config: BwdPass, kernel: Kernel, kernels: BwdKernels, sizes: BwdSizes):
-        batch, heads_kv, problem = sizes.batch, sizes.heads_kv, kernels.problem
+        problem = kernels.problem
         self.buffers, self.partial = KeyBuffers(config, problem, sizes), problem.has("partial")
         buffers = self.buffers
         parts = buffers.parts
-        # Bytes of one query head: the CTAs of a key head go through its query heads side by side
-        q_bytes = sizes.seqlen_q * buffers.row_bytes
         self.dynamic, self.ordered, self.device = config.is_dynamic, config.is_ordered, sizes.device
-        max_ctas = sizes.sms if self.dynamic else MAX_GRID
-        long_tiles = sizes.long_tiles(config.block_N)
-        counts = tile_counts(
-            batch, heads_kv * parts, 1, q_bytes, buffers.keys, config.block_N, sizes.sms, max_ctas, long_tiles
-        )
+        counts = n_blocks, group_heads, ctas = buffers.counts
         self.block = config.block_N, config.block_M
         self.sum_qk, self.sum_dk, self.sum_dv = kernels.sum_qk, kernels.sum_qk, kernels.sum_v
         self.sum_counts, self.whole = (parts, buffers.row_blocks_k), ()
         if config.is_split:
-            n_blocks, group_heads, ctas = counts
-            counts = n_blocks, -(-group_heads // parts), ctas  # whole heads
             self.sum_dk, self.sum_dv = kernels.sum_shared_qk, kernels.sum_shared_v
             self.sum_counts = parts, config.block_N // 16, n_blocks, buffers.whole
             self.whole = (buffers.whole,)
         self.kernel, self.counts = kernel, (sizes.heads_per_kv, buffers.heads_per_part, parts, *counts)
-        n_blocks, group_heads, ctas = counts
         tiles = AttentionTiles(ctas, n_blocks * group_heads, ctas, sizes.sms)
         self.attention_tiles = tiles if config.makes_parts else None
 
@@ -401,10 +412,14 @@ class KeyPass:
         if buffers.may_be_empty:
             dk_parts.zero_()
             dv_parts.zero_()
-        turns = ()
-        if self.ordered:
-            turns = (dq_sum[buffers.sum_rows :].view(torch.int32).flatten()[: buffers.sum_rows],)
+        turns = rounding = ()
+        if buffers.counters:
+            counters = dq_sum[buffers.sum_rows :].view(torch.int32).flatten()[: buffers.counters]
             dq_sum = dq_sum[: buffers.sum_rows]
+            if self.ordered:
+                turns = (counters,)
+            else:
+                rounding = dq, counters, buffers.slots
         table_q = table_k = ()
         if tables is not None:
             table_q, table_k = (False, tables.queries), (True, tables.keys)
@@ -415,8 +430,10 @@ class KeyPass:
         # With `partial` dk and dv are sums of parts: the kernel writes to neither of the arguments in their place
         stored = inputs[1:3] if self.partial else (dk, dv)
         sums = dq if buffers.writes_dq else dq_sum, *stored, dk_parts, dv_parts
-        self.kernel(*inputs, *sums, softmax_scale, *self.counts, *tickets, *turns, *self.whole, *options)
-        if buffers.adds_dq:
+        self.kernel(
+            *inputs, *sums, softmax_scale, *self.counts, *tickets, *turns, *self.whole, *rounding, *options
+        )
+        if buffers.adds_dq and not buffers.rounds:
             self.sum_qk(dq_sum, dq, softmax_scale, 1, buffers.row_blocks_q, *table_q)
         if buffers.dk_in_parts:
             self.sum_dk(dk_parts, dk, 1.0, *self.sum_counts, *table_k)

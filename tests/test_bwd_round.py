@@ -1,0 +1,159 @@
+"""Rounding of dq beside the backward: what it needs, and on a GPU gradients whose sums take the memory of earlier ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from test_bwd import check_launch, run
+from test_bwd_apart import apart
+
+from tl_attention import launch
+from tl_attention.kernel_configs import BwdConfig
+from tl_attention.kernels.pipeline import ROUNDING_REGISTERS
+from tl_attention.kernels.roles import WARPGROUP
+from tl_attention.launch import bwd_workspace_bytes
+from tl_attention.legality import fault
+from tl_attention.problem import AttnProblem
+from tl_attention.round_configs import WAVES, slots_of
+from tl_attention.target import REGISTERS
+from tl_attention.testing.inputs import make_dout, make_inputs
+from tl_attention.testing.shapes import Shape
+
+BF16 = "bfloat16"
+
+
+def rounding(width: int) -> BwdConfig:
+    return apart("split", width, rounds_dq=True)
+
+
+def config_of(shape: Shape) -> BwdConfig:
+    return rounding(64 if shape.head_dim <= 64 else 128)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_warps_that_round_fit(width):
+    producer, consumers, third = ROUNDING_REGISTERS
+    assert WARPGROUP * (producer + 2 * consumers + third) <= REGISTERS
+    for causal in (False, True):
+        assert fault(AttnProblem(BF16, width, width, causal), rounding(width)) is None
+
+
+def test_it_needs_a_warpgroup_for_dq_and_tiles_drawn_late():
+    problem = AttnProblem(BF16, 128, 128, True)
+    for config in (apart("dynamic", rounds_dq=True), apart("dynamic-late", rounds_dq=True)):
+        assert "rounds_dq: expected False" in fault(problem, config)
+
+
+def test_partial_gradients_are_not_rounded():
+    (one,) = rounding(128).passes
+    assert one.rounds(AttnProblem(BF16, 128, 128, True))
+    assert not one.rounds(AttnProblem(BF16, 128, 128, True, ("partial",)))
+
+
+@pytest.mark.parametrize("width", WAVES)
+@pytest.mark.parametrize("tiles", [1, 4, 8, 33, 200])
+@pytest.mark.parametrize("units", [1, 7, 500])
+def test_a_group_fits_the_slots(units, tiles, width):
+    """Tiles of a group may be drawn in any order: with fewer slots one could wait for another that no CTA has drawn."""
+    group, slots = slots_of(units, tiles, 132, width)
+    assert min(group, units) <= slots <= units
+    assert group * tiles >= 132
+
+
+def test_workspace_does_not_grow_with_the_batch():
+    problem = AttnProblem(BF16, 128, 128, True)
+
+    def workspace(batch: int, config: BwdConfig) -> int:
+        return bwd_workspace_bytes(batch, 16, 16, 512, 512, problem, config, 132)
+
+    rows = 2 * 4 * 512 * 16  # lse and delta of a batch entry
+    assert workspace(64, rounding(128)) - workspace(32, rounding(128)) < 32 * (rows + 16 * 2 * 4) + 8192
+    assert workspace(64, apart("split")) - workspace(32, apart("split")) > 32 * 512 * 16 * 128 * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "2,3,3,1000,1000,128,128,causal",  # several CTAs per tile
+        "2,3,3,1000,1000,128,128,full",
+        "1,6,2,900,1031,128,128,causal",
+        "1,6,2,1031,900,128,120,full",
+        "3,4,4,77,333,104,128,causal",  # parts without queries
+        "1,1,1,1,1,128,128,full",
+        "33,16,16,511,511,128,128,causal",  # sums take the memory of earlier ones
+        "16,16,16,1030,1030,128,128,full",
+        "40,16,4,300,300,128,128,causal",
+        "4,16,16,2000,700,128,128,causal",  # queries without keys
+        "33,16,16,130,130,120,120,causal",
+        "2,3,3,1000,1000,64,64,causal",
+        "1,6,2,1031,900,64,56,full",
+        "3,4,4,77,333,48,64,causal",
+        "1,1,1,1,1,64,64,full",
+        "40,32,32,300,300,64,64,full",
+        "65,16,16,511,511,64,64,causal",
+        "40,32,8,300,300,64,64,causal",
+        "2,8,8,300,4100,64,64,causal",
+    ],
+)
+def test_gradients_match_the_reference(shape):
+    parsed = Shape.parse(shape)
+    run(parsed, config=config_of(parsed))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_match_in_each_layout_and_dtype(layout, dtype, width):
+    shape = Shape.parse(f"30,16,16,270,290,{width},{width},causal")
+    run(shape, dtype, layout, scale=0.3, lse_base2=True, with_dlse=layout != "packed", config=rounding(width))
+
+
+@pytest.mark.gpu
+def test_not_a_number_stays_in_its_head():
+    """Sums of a head with NaN leave zeros behind for the next head."""
+    shape = Shape.parse("33,16,16,256,256,128,128,causal")
+    q, k, v = make_inputs(shape, torch.bfloat16)
+    q[0, :, 3] = math.nan
+    out, lse = launch.forward(q, k, v, 0.1, True, False)
+    arguments = make_dout(shape, torch.bfloat16), q, k, v, out, lse, 0.1, True, False
+    dq = launch.backward(*arguments, config=rounding(128))[0]
+    assert dq[0, :, 3].isnan().all()
+    dq[0, :, 3] = 0
+    assert dq.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_two_streams_at_once():
+    """Each kernel has SMs for some of its CTAs only, and both go on."""
+    shape = Shape.parse("64,16,16,512,512,128,128,causal")
+    q, k, v = make_inputs(shape, torch.bfloat16)
+    dout = make_dout(shape, torch.bfloat16)
+    out, lse = launch.forward(q, k, v, 0.1, True, False)
+    arguments = dout, q, k, v, out, lse, 0.1, True, False
+    expected = launch.backward(*arguments, config=apart("split"))
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    results = []
+    torch.cuda.synchronize()
+    for _ in range(4):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                results.append(launch.backward(*arguments, config=rounding(128)))
+    torch.cuda.synchronize()
+    for result in results:
+        for grad, wanted in zip(result, expected, strict=True):
+            torch.testing.assert_close(grad, wanted, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+def test_strided_gradients_of_one_tensor():
+    """dq is a slice of a tensor of packed gradients in other tests; here its rows are far apart."""
+    shape = Shape.parse("5,8,8,400,400,128,128,full")
+    q, k, v = (x.contiguous() for x in make_inputs(shape, torch.bfloat16, "bhsd"))
+    verdict = check_launch(
+        make_dout(shape, torch.bfloat16, "bhsd"), q, k, v, None, False, config=rounding(128)
+    )
+    assert verdict.ok, verdict.text

@@ -376,6 +376,10 @@ def _pass_work(
     of_qk, of_v = PRODUCTS[one.grads]
     flops = 2 * (of_qk * qk + of_v * v)
     busy = clocks.of_pass(problem, one, gpu, flops, cut, asked, gradients)
+    if one.rounds(
+        problem
+    ):  # each sum is also read, and set to 0, beside the additions of the steps that see its query
+        busy["adding dq in L2"] *= 1 + 2 * shape.seqlen_q / (M * sum(by_sequence[0]))
     stored = sum(v if grad == "dv" else qk for grad in one.makes if not (grad == "dq" and one.makes_all))
     groups = shape.batch * (shape.heads_kv * parts if one.grads != "dq" else shape.heads_kv)
     tile_bytes = problem.element_bytes * owned * row + problem.output_bytes * owned * stored

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from test_bwd import check_launch, run
+from test_bwd import run
 from test_bwd_apart import apart
 
 from tl_attention import launch
-from tl_attention.kernel_configs import BwdConfig
+from tl_attention.kernel_configs import BwdConfig, BwdPass
 from tl_attention.kernels.pipeline import ROUNDING_REGISTERS
 from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.launch import bwd_workspace_bytes
@@ -40,9 +40,10 @@ def test_warps_that_round_fit(width):
         assert fault(AttnProblem(BF16, width, width, causal), rounding(width)) is None
 
 
-def test_it_needs_a_warpgroup_for_dq_and_tiles_drawn_late():
+def test_rounding_needs_the_order_apart_and_the_schedule_split():
     problem = AttnProblem(BF16, 128, 128, True)
-    for config in (apart("dynamic", rounds_dq=True), apart("dynamic-late", rounds_dq=True)):
+    early = BwdConfig((BwdPass("dq+dk+dv", 64, 128, 2, 2, True, "early-dK", "split", rounds_dq=True),))
+    for config in (apart("dynamic", rounds_dq=True), apart("dynamic-late", rounds_dq=True), early):
         assert "rounds_dq: expected False" in fault(problem, config)
 
 
@@ -127,8 +128,8 @@ def test_not_a_number_stays_in_its_head():
 
 
 @pytest.mark.gpu
-def test_two_streams_at_once():
-    """Each kernel has SMs for some of its CTAs only, and both go on."""
+def test_streams_at_once():
+    """Each kernel has SMs for some of its CTAs only, and all go on."""
     shape = Shape.parse("64,16,16,512,512,128,128,causal")
     q, k, v = make_inputs(shape, torch.bfloat16)
     dout = make_dout(shape, torch.bfloat16)
@@ -149,11 +150,14 @@ def test_two_streams_at_once():
 
 
 @pytest.mark.gpu
-def test_strided_gradients_of_one_tensor():
-    """dq is a slice of a tensor of packed gradients in other tests; here its rows are far apart."""
+def test_dq_in_a_slice_of_a_tensor():
     shape = Shape.parse("5,8,8,400,400,128,128,full")
-    q, k, v = (x.contiguous() for x in make_inputs(shape, torch.bfloat16, "bhsd"))
-    verdict = check_launch(
-        make_dout(shape, torch.bfloat16, "bhsd"), q, k, v, None, False, config=rounding(128)
-    )
-    assert verdict.ok, verdict.text
+    q, k, v = make_inputs(shape, torch.bfloat16)
+    dout = make_dout(shape, torch.bfloat16)
+    out, lse = launch.forward(q, k, v, 0.1, False, False)
+    arguments = dout, q, k, v, out, lse, 0.1, False, False
+    expected = launch.backward(*arguments, config=apart("split"))[0]
+    packed = torch.full((5, 400, 3, 8, 128), math.nan, dtype=torch.bfloat16, device="cuda")
+    launch.backward(*arguments, dq=packed[:, :, 1], config=rounding(128))
+    torch.testing.assert_close(packed[:, :, 1], expected, rtol=0.02, atol=0.02)
+    assert packed[:, :, 0].isnan().all() and packed[:, :, 2].isnan().all()

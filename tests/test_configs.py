@@ -730,6 +730,14 @@ def test_split_bucket_has_split_configs_and_no_other_bucket_has_any():
     assert buckets("bwd_det") == (*BUCKETS, TILE_BUCKET, WIDE_TILE_BUCKET, SHARED_BUCKET)
 
 
+def test_deterministic_rows_of_an_h100_are_its_own_for_causal_d128():
+    """The plain rows of the class sum dq in no fixed order, so they do not serve it."""
+    problem, gpu = AttnProblem("bfloat16", 128, 128, True), "NVIDIA H100 80GB HBM3"
+    for bucket in (*BUCKETS, SHARED_BUCKET):
+        config, source = configs.pick_config(problem, bucket, gpu, "bwd_det")
+        assert [one.grads for one in config.passes] == ["dk+dv", "dq"], source
+
+
 def test_every_forward_problem_has_a_backward_problem():
     half = [problem for problem in catalog.problems("bwd") if not problem.is_fp32]
     assert {(p.head_dim, p.head_dim_v) for p in half} == set(BWD_TILE_WIDTHS)

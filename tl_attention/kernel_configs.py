@@ -202,7 +202,7 @@ class BwdPass:
     one_tile: bool = False
     part_stages: int = 0  # as in FwdConfig; of the first pass, by keys and with the schedule grid
     rounds_dq: bool = (
-        False  # idle warps round dq beside the pass, see kernels/bwd_round.py; with the order apart
+        False  # warps of the pass round dq, see kernels/bwd_round.py; order apart, schedule split
     )
 
     @property
@@ -210,7 +210,7 @@ class BwdPass:
         return self.part_stages > 0
 
     def rounds(self, problem: AttnProblem) -> bool:
-        """True if no kernel after the pass rounds dq; `partial` returns the sums."""
+        """True if warps of the pass round dq. With `partial` dq is fp32, and a kernel after the pass stores it."""
         return self.rounds_dq and not problem.has("partial")
 
     @property

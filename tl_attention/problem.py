@@ -89,7 +89,7 @@ FEW_BUCKET = "few"
 JOINED_BUCKET = "joined"
 # One more bucket of the deterministic backward: query heads that share key heads. Additions to dq in a fixed order wait long there
 SHARED_BUCKET = "shared"
-# Those of the other backwards for query heads that share key heads: length bucket -> bucket
+# Buckets of the other backwards for query heads that share key heads, by length bucket
 SHARED_BUCKETS = {"1k": "1k-shared", "4k": "4k-shared"}
 # One of the backward: all keys of a head are in one tile, which so has a whole dq
 TILE_BUCKET, TILE_KEYS = "tile", 128

@@ -10,9 +10,9 @@ ROUND_STAGES = 4  # stages of sums that such a warp loads ahead
 ROUND_STAGE_BYTES = 2048  # of fp32 sums: 16 rows of 32 columns
 ROUNDING_BYTES = ROUNDING_WARPS * ROUND_STAGES * ROUND_STAGE_BYTES  # shared memory per CTA
 
-# Head dim -> sums that exist at a time, in waves of key tiles: 17 MB at d128, 13 MB at d64 without GQA. With more they leave the L2,
-# with fewer the tiles of later heads wait. Speed over the kernels before at 1.5, 2, 3 waves (H100, 2026-11-25): d128 512 causal 1.05,
-# 1.08, 1.03, full 1.11, 1.13, 1.05; d64 causal 512 1.08, 1.21, 1.21, 1k 0.96, 1.11, 1.13
+# Head dim -> sums that exist at a time, in waves of key tiles: some 17 MB at d128 and 13 at d64, with as many queries as keys and no shared
+# key heads. With more they leave the L2, with fewer the tiles of later heads wait. Speed over the kernels before at 1.5, 2, 3 waves (H100,
+# 2026-11-25): d128 512 causal 1.05, 1.08, 1.03, full 1.11, 1.13, 1.05; d64 causal 512 1.08, 1.21, 1.21, 1k 0.96, 1.11, 1.13
 WAVES = {64: 3, 128: 2}
 
 

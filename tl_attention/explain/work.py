@@ -316,7 +316,7 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
 
 
 def _slots_of(shape: Shape, one: BwdPass, problem: AttnProblem, gpu: Gpu) -> tuple[int, int]:
-    """slots_of() a pass that rounds dq."""
+    """slots_of() of a pass that rounds dq."""
     units, tiles = shape.batch * shape.heads_kv, -(-shape.seqlen_k // one.block_N)
     return slots_of(units, tiles, gpu.sms, problem.head_dim)
 
@@ -376,9 +376,8 @@ def _pass_work(
     of_qk, of_v = PRODUCTS[one.grads]
     flops = 2 * (of_qk * qk + of_v * v)
     busy = clocks.of_pass(problem, one, gpu, flops, cut, asked, gradients)
-    if one.rounds(
-        problem
-    ):  # each sum is also read, and set to 0, beside the additions of the steps that see its query
+    # Each sum is also read, and set to 0, beside the additions of the steps that see its query
+    if one.rounds(problem):
         busy["adding dq in L2"] *= 1 + 2 * shape.seqlen_q / (M * sum(by_sequence[0]))
     stored = sum(v if grad == "dv" else qk for grad in one.makes if not (grad == "dq" and one.makes_all))
     groups = shape.batch * (shape.heads_kv * parts if one.grads != "dq" else shape.heads_kv)

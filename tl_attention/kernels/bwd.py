@@ -4,7 +4,8 @@ Dao 2023 (FlashAttention-2, algorithm 2), in the schedule of Shah et al. 2024 (F
 and dS' are then in registers as operands of dV += P' dO and dK += dS' Q. Each consumer warpgroup owns 64 keys.
 The producer warp fills rings of Q and dO tiles by TMA. dQ is added from registers to sums in global memory.
 
-bwd_delta.py computes Lse_log2 and Delta first; bwd_sum.py converts dQ_sum to dQ at the end. In fp32 dQ' = K' dS' is added to dQ itself.
+bwd_delta.py computes Lse_log2 and Delta first; bwd_sum.py converts dQ_sum to dQ at the end, or warps of the pass do (bwd_round.py). In fp32
+dQ' = K' dS' is added to dQ itself.
 Where one tile has all keys of a head, dQ of a step is whole and is stored (bwd_one_tile.py).
 A pass computes only one or two of the three gradients if registers do not hold dK and dV together, or if dQ must not depend on the order
 of additions. Each pass computes S'.
@@ -65,7 +66,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             With the schedule split as tiles.SplitGradTiles has them.
         softmax_scale: fp32. heads_per_kv, .., ctas: int32, see KeyTileCounts.
         Tickets: int32 [2], zeros before and after the kernel. Not with the schedule grid.
-        dQ, Progress_dq, sum_slots: see bwd_round.DqRounding. Where the pass rounds dQ alone; dQ_sum is RecycledBlocks then.
+        dQ, Progress_dq, sum_slots: see bwd_round.DqRounding. Only where the pass rounds dQ; dQ_sum then has RecycledBlocks.
         Turns: int32, one per row block of dQ_sum, 0 before. With the schedule ordered alone. whole: of KeyTileCounts, with split alone.
         left, .., Table: see options.OptionArguments. Only where the problem has options.
     """

@@ -113,7 +113,7 @@ def add_step(producer, acc_dq, step, tile, blocks):
 
 @T.macro
 def report(producer, tile):
-    """Report to the warps that round dQ that this warp has added its rows of a tile."""
+    """Count this warp's rows of a tile as added, for the warps that round dQ."""
     T.tma_store_wait(0, False)
     if T.get_thread_binding() % 32 == 0:
         rounding = producer.shared.rounding

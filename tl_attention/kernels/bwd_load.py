@@ -188,7 +188,7 @@ class KeyTileProducer:
         blocks = self.blocks(tile, with_places=True)
         box = self.shared.tile_box
         rounding = self.shared.rounding
-        # Where tiles wait for others, a CTA draws its first tile, too, so that it waits only for CTAs that run
+        # A CTA draws its first tile, too, where tiles wait for others, so it waits only for CTAs that run
         all_drawn = self.config.is_ordered or rounding is not None
         stream = TileStream(
             "dynamic", number, self.order, self.counts.ctas, self.tickets, None, None, all_drawn

@@ -1,7 +1,7 @@
 """Rounding of dQ beside the backward by keys: idle warps convert the fp32 sums of a head once all its key tiles have added to them.
 
-The sums of a head take the memory of those of an earlier head. So few of them exist at a time, and these stay in the L2. Neither zeros for
-the sums of all heads nor a kernel after the pass go through HBM.
+The sums of a head take the memory of those of an earlier head. Few exist at a time, so they stay in the L2, if not many query heads share a
+key head: neither zeros for all heads nor the reads of a kernel after the pass go through HBM.
 
 A unit is a key head of a batch entry with its query heads, whose sums have the memory of those of unit - `slots`. Counters in global memory
 take units through three stages:
@@ -11,7 +11,8 @@ take units through three stages:
    units.
 3. When all rows of a unit are rounded, a tile of a later unit may add. The warps that add wait for that.
 
-All tiles are drawn, so a tile or a block of rows waits only for tiles of CTAs that run, and however few CTAs run, they go on.
+A tile waits only for units of earlier groups, as a group fits the slots. Their tiles have all been drawn, by CTAs that run. So however few
+CTAs run, they go on.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from tl_attention.round_configs import (
 
 DQ_WARPS = 4  # warps that add dQ in the order "apart"
 
-# progress: row blocks drawn; then per unit the parts of tiles added; then per unit the row blocks rounded. Sums are in the order of
-# RecycledBlocks
+# progress: blocks of ROUNDED_ROWS rows drawn; then per unit DQ_WARPS times the parts of tiles added; then per unit the blocks rounded. Sums
+# are in the order of RecycledBlocks
 ROUND_DQ = """
 #include <tl_templates/cuda/copy_sm90.h>
 TL_DEVICE void tl_attention_await_count(int const *counter, int wanted) {
@@ -76,7 +77,7 @@ TL_DEVICE uint4 tl_attention_round_eight(uint32_t place, float scale) {
   return make_uint4(tl_attention_pair(left.x * scale, left.y * scale), tl_attention_pair(left.z * scale, left.w * scale),
                     tl_attention_pair(right.x * scale, right.y * scale), tl_attention_pair(right.z * scale, right.w * scale));
 }
-// rows: of dQ. memory: of the warp, stages * STAGE_BYTES. A step is 16 rows of 32 columns, of which a lane has 8 of one row twice
+// rows: of dQ. memory: of the warp, stages * STAGE_BYTES. A step is 16 rows of 32 columns. A lane rounds 8 columns of one row, twice
 template <int width, int stages>
 TL_DEVICE void tl_attention_round_rows(float *sums, char *rows, int64_t per_row, int rows_left, int columns, float scale, uint32_t memory) {
   int lane, steps = (min(rows_left, ROUNDED_ROWS) + 15) / 16 * (width / 32);
@@ -156,8 +157,8 @@ TL_DEVICE void tl_attention_round_dq(int *progress, float *sums, tl_attention_gr
 def rounding_code(problem: AttnProblem) -> str:
     """CUDA in front of a kernel with a DqRounding."""
     code = ROUND_DQ.replace("PAIR", {"bfloat16": "bf16x2", "float16": "f16x2"}[problem.dtype])
-    sizes = {"ROUNDED_ROWS": ROUNDED_ROWS, "STAGE_BYTES": ROUND_STAGE_BYTES, "WARPS": ROUNDING_WARPS}
-    sizes = {"DQ_WARPS": DQ_WARPS, **sizes}
+    sizes = {"DQ_WARPS": DQ_WARPS, "ROUNDED_ROWS": ROUNDED_ROWS}
+    sizes |= {"STAGE_BYTES": ROUND_STAGE_BYTES, "WARPS": ROUNDING_WARPS}
     for name, number in sizes.items():
         code = code.replace(name, str(number))
     return code
@@ -171,6 +172,8 @@ def key_policy(problem: AttnProblem, config: BwdPass) -> str | None:
 @dataclass(frozen=True)
 class RecycledBlocks(FragmentBlocks):
     """Sums of which `matrices` exist at a time, in blocks of 16 x 8 as FragmentBlocks, but each in row-major order.
+
+    add() and store() do not fit them.
 
     Args:
         matrices: matrices in the tensor.
@@ -214,11 +217,11 @@ class DqRounding:
         return self.dQ.shape[0] * self.heads_kv
 
     def weight(self, tile: Any, tiles: Any) -> Any:
-        """Count of a tile: 1 of a part, and that of all its parts of a tile with a CTA of its own."""
+        """Count that a warp adds for a tile: 1 for a part, `parts` for a tile that no other CTA shares."""
         return T.if_then_else(tiles.shared_number(tile) >= 0, 1, self.counts.parts)
 
     def count_added(self, tile: Any, number: Any) -> Any:
-        """Report that a warp has added its share of dQ of a tile; called by one lane."""
+        """Add `number` to the count of a tile's unit; called by one lane."""
         counter = T.address_of(self.progress[1 + self.unit(tile)])
         return T.evaluate(T.call_extern("handle", "tl_attention_count", counter, number))
 
@@ -229,7 +232,7 @@ class DqRounding:
 
     @T.inline
     def await_slot(self, tile):
-        """Wait until the sums of a tile are free; called by a warp."""
+        """Wait until the memory of a tile's sums is free; called by a warp."""
         if self.unit(tile) >= self.slots:
             self._await_rounded(self.unit(tile) - self.slots)
 

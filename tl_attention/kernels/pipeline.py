@@ -141,7 +141,7 @@ class TileRing:
 
     @T.inline
     def fill(self, step, source, row_sources=(), policy=None):
-        """Load a tile when its slot is free. policy: which data the L2 evicts, of T.tma_copy."""
+        """Load a tile when its slot is free. policy: L2 eviction policy, see T.tma_copy; None: the default."""
         slot = step % self.slots
         self.wait_empty(step)
         for i, row_source in enumerate(row_sources):

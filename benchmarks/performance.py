@@ -143,6 +143,7 @@ def section(folder: Path, page: Path) -> str:
     if (folder / ranks.STORED).exists():
         parts.append(f"### Several GPUs\n\n{ranks.stored_page(folder)}")
     parts.append(provenance(runs))
+    notes["commits"] = "\n\n".join(filter(None, (commits(runs), notes.get("commits", "").strip())))
     parts += [f"### {title}\n\n{notes[name].strip()}" for name, title in PROSE.items() if notes.get(name)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -391,6 +392,21 @@ def provenance(runs: Mapping[tuple[str, str], Run]) -> str:
         used = {row["title"]: f"{row['title']}: {row['library']}" for row in _libraries(runs[key][0])}
         lines.append(f"{heading(*key)}: `{facts.get('command', '?')}`; {'; '.join([*own, *used.values()])}")
     return "\n\n".join(["### Environment", bullets(f"{k}: {v}" for k, v in common.items()), bullets(lines)])
+
+
+def commits(runs: Mapping[tuple[str, str], Run]) -> str:
+    """A line per run and commit for rows of another commit than that of their run; empty if there are none."""
+    lines = []
+    for key, (rows, header) in runs.items():
+        others: dict[str, list[str]] = {}
+        for group in by_problem(rows).values():
+            row = next(iter(group.values()))
+            if row["commit"] != header["commit"]:
+                others.setdefault(row["commit"], []).append(describe(row))
+        lines += [
+            f"{heading(*key)} at {commit}: {', '.join(problems)}" for commit, problems in others.items()
+        ]
+    return bullets(lines)
 
 
 def _libraries(rows: list[Row]) -> list[Row]:

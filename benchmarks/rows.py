@@ -104,9 +104,14 @@ def write_header(file: TextIO, header: Row) -> None:
     file.flush()
 
 
-def write_problem(file: TextIO, rows: Sequence[Row]) -> None:
-    """The line of a problem, flushed, so that an interrupted run keeps it."""
+def write_problem(file: TextIO, rows: Sequence[Row], commit: str | None = None) -> None:
+    """The line of a problem, flushed, so that an interrupted run keeps it.
+
+    commit: that of the header; a line of another one says so. None: they are the same.
+    """
     line: Row = {key: rows[0][key] for key in ("shape", "problem", "l2") if rows[0][key] != USUAL.get(key)}
+    if commit is not None and rows[0]["commit"] != commit:
+        line["commit"] = rows[0]["commit"]
     line["rows"] = {row["provider"]: _stored(row) for row in rows}
     file.write(json.dumps(line) + "\n")
     file.flush()
@@ -134,7 +139,7 @@ def write(path: Path, rows: Sequence[Row], header: Row) -> None:
     with path.open("w") as file:
         write_header(file, header)
         for group in by_problem(rows).values():
-            write_problem(file, list(group.values()))
+            write_problem(file, list(group.values()), header["commit"])
 
 
 def add(path: Path, new: Path) -> None:
@@ -165,6 +170,15 @@ def add(path: Path, new: Path) -> None:
     new.unlink()
 
 
+def replace(path: Path, new: Path) -> None:
+    """Move the rows of another run into a file, in place of those of the same problems. They keep their commit."""
+    (rows, header), (new_rows, new_header) = read(path), read(new)
+    groups = by_problem(rows) | by_problem(new_rows)
+    header["providers"] = new_header["providers"] | header["providers"]
+    write(path, [row for group in groups.values() for row in group.values()], header)
+    new.unlink()
+
+
 def read(path: Path) -> tuple[list[Row], Row]:
     """The rows of a file, and its header."""
     header, *lines = map(json.loads, path.read_text().splitlines())
@@ -174,7 +188,8 @@ def read(path: Path) -> tuple[list[Row], Row]:
 def _read_problem(line: Row, header: Row) -> Iterator[Row]:
     shape, direction = Shape.parse(line["problem"]), header["pass"]
     shared = {"shape": line["shape"], "l2": line.get("l2", USUAL["l2"])}
-    shared |= {key: header[key] for key in ("pass", "dtype", "gpu", "commit")} | sizes_of(shape)
+    shared |= {key: header[key] for key in ("pass", "dtype", "gpu")} | sizes_of(shape)
+    shared["commit"] = line.get("commit", header["commit"])
     for name, stored in line["rows"].items():
         row: Row = {"provider": name} | header["providers"][name] | shared | dict.fromkeys(MEASURED)
         row |= {"status": "ok", "timer": "graph", "reason": None} | stored

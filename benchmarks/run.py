@@ -108,6 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="folder of the results (default bench_out)",
     )
     add("--add", action="store_true", help="keep the stored rows; add problems and libraries to them")
+    add("--replace", action="store_true", help="keep the stored rows but those of the problems of this run")
     add("--peers", nargs="+", type=Path, default=(), metavar="FILE", help=peers.HELP)
     add("--host", action="store_true", help="time the host instead: eager calls, first calls; to host.json")
     add("--quick", action="store_true", help="the 4k rows, fewer rounds")
@@ -148,6 +149,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     if args.rounds is None:
         args.rounds = 5 if args.quick or decodes else 15
+    if args.add and args.replace:
+        parser.error("--replace: expected no --add beside it, which keeps the stored rows of a problem")
     if args.rounds < 1:
         parser.error(f"--rounds: expected at least 1, got {args.rounds}")
     try:
@@ -235,7 +238,8 @@ def benchmark(args: argparse.Namespace, console: Console, facts: dict[str, str])
 
     measure, rows = measurer(args), []
     stored = args.out / row_files.file_name(args.direction, args.set_name)
-    path = stored.with_suffix(".added") if args.add and stored.exists() else stored
+    keeps = (args.add or args.replace) and stored.exists()
+    path = stored.with_suffix(".added") if keeps else stored
     try:
         with tables.progress_bar(console) as progress, path.open("w") as jsonl:
             row_files.write_header(jsonl, common | {"environment": facts, "providers": provider_facts(args)})
@@ -260,8 +264,8 @@ def benchmark(args: argparse.Namespace, console: Console, facts: dict[str, str])
         return 130
     finally:
         if rows:
-            if path != stored:
-                row_files.add(stored, path)
+            if keeps:
+                (row_files.add if args.add else row_files.replace)(stored, path)
             finish(args, stored, console, rows)
     return int(any(row["status"] != "ok" for row in rows if row["provider"] == OURS))
 

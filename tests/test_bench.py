@@ -220,6 +220,18 @@ def test_bench_run_adds_to_stored_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("gpu_stub")
+def test_bench_run_replaces_stored_rows(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    run_rows(tmp_path, "tl_attention", asked=(SHAPE, LONGER))
+    argv = ["--shapes", SHAPE, "--providers", "tl_attention", "naive", "--out", str(tmp_path), "--replace"]
+    assert run.main(argv) == 0
+    rows, _ = row_files.read(tmp_path / "fwd.jsonl")
+    assert [row["provider"] for row in rows] == ["tl_attention", "naive", "tl_attention"]
+    with pytest.raises(SystemExit):
+        run.main([*argv, "--add"])
+    assert "--replace: expected no --add" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("gpu_stub")
 def test_bench_run_leaves_out_a_provider_that_fails_in_timing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,23 @@ def test_bench_rows_of_another_run_are_added(tmp_path: Path) -> None:
     assert row_files.read(third)[1]["providers"]["flex"]["library"] == "1.0 (in a run of its own, commit c)"
 
 
+def test_bench_rows_of_another_run_take_the_place_of_older_ones(tmp_path: Path) -> None:
+    path = store(tmp_path / "a", ROWS)
+    again = [ours(SHORT, 0.5, fa4=2.0) | {"commit": "d"}, fake_row("fa4", SHORT, 1.0) | {"commit": "d"}]
+    new = store(tmp_path / "b", again)
+    row_files.replace(path, new)
+    rows, header = row_files.read(path)
+    groups = row_files.by_problem(rows)
+    assert [list(group) for group in groups.values()] == [
+        ["tl_attention", "fa4"],
+        ["tl_attention", "fa2", "cudnn", "fa4"],
+    ]
+    assert [next(iter(group.values()))["commit"] for group in groups.values()] == ["d", "c"]
+    assert (header["commit"], "fa4" in header["providers"]) == ("c", True)
+    assert not new.exists()
+    assert "- Forward at d: B16 H16 S1024 d128 full" in page_of(tmp_path / "a")
+
+
 def test_bench_geomeans() -> None:
     means = {"fa2": (pytest.approx(1.5), 2, 2), "cudnn": (pytest.approx(0.9), 0, 1)}
     assert tables.geomeans(ROWS) == means

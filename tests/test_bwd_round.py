@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_bwd import run
 from test_bwd_apart import apart
 
@@ -14,6 +17,7 @@ from tl_attention.kernel_configs import BwdConfig, BwdPass
 from tl_attention.kernels.pipeline import ROUNDING_REGISTERS
 from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.launch import bwd_workspace_bytes
+from tl_attention.launch.bwd_passes import BwdSizes, KeyBuffers
 from tl_attention.legality import fault
 from tl_attention.problem import AttnProblem
 from tl_attention.round_configs import WAVES, slots_of
@@ -61,6 +65,63 @@ def test_a_group_fits_the_slots(units, tiles, width):
     group, slots = slots_of(units, tiles, 132, width)
     assert min(group, units) <= slots <= units
     assert group * tiles >= 132
+
+
+def draws_of(buffers: KeyBuffers, units: int, causal: bool) -> list[tuple[int, int]]:
+    """(unit, count) of each tile in the order in which CTAs draw them: bwd_tiles.SplitOrder and scheduler.Tile in Python."""
+    n_blocks, group, _ = buffers.counts
+    tiles = units * n_blocks
+    numbers = [(n, buffers.parts) for n in range(buffers.whole)]
+    numbers += [(n, 1) for n in range(buffers.whole, tiles) for _ in range(buffers.parts)]
+
+    def unit(number: int) -> int:
+        if not causal:
+            return number // n_blocks
+        first = number // (group * n_blocks) * group
+        return first + (number - first * n_blocks) % min(group, units - first)
+
+    return [(unit(n), count) for n, count in numbers]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    batch=st.integers(1, 40),
+    heads_kv=st.integers(1, 20),
+    heads_per_kv=st.sampled_from([1, 1, 2, 7]),
+    seqlen_q=st.integers(1, 5000),
+    seqlen_k=st.integers(129, 5000),
+    width=st.sampled_from(sorted(WAVES)),
+    causal=st.booleans(),
+    sms=st.sampled_from([132, 114, 78, 16]),
+    running=st.integers(1, 132),
+    seed=st.integers(0, 2**32),
+)
+def test_nothing_waits_forever_and_no_memory_has_two_heads(
+    batch, heads_kv, heads_per_kv, seqlen_q, seqlen_k, width, causal, sms, running, seed
+):
+    """CTAs, of which only some run, and warps that round go on in a random order, until each waits or all is done."""
+    problem, (one,) = AttnProblem(BF16, width, width, causal), rounding(width).passes
+    sizes = BwdSizes(
+        batch, heads_kv * heads_per_kv, heads_kv, seqlen_q, seqlen_k, 2 * width, 2, sms, 0, seqlen_q
+    )
+    buffers, units, rng = KeyBuffers(one, problem, sizes), batch * heads_kv, random.Random(seed)
+    wanted, slots = buffers.counts[0] * buffers.parts, buffers.slots
+    draws = iter(draws_of(buffers, units, causal))
+    tiles = {cta: next(draws, None) for cta in range(running)}
+    added, rounded = [0] * units, 0
+    while rounded < units:
+        free = [cta for cta, tile in tiles.items() if tile and tile[0] < slots + rounded]
+        ready = added[rounded] == wanted
+        assert free or ready, "every CTA waits"
+        if ready and (not free or rng.random() < 0.5):
+            rounded += 1
+        else:
+            cta = rng.choice(free)
+            unit, count = tiles[cta]
+            assert rounded <= unit and all(not added[other] for other in range(unit + slots, units, slots))
+            added[unit] += count
+            tiles[cta] = next(draws, None)
+    assert not any(tiles.values()) and next(draws, None) is None
 
 
 def test_workspace_does_not_grow_with_the_batch():

@@ -37,7 +37,7 @@ def results_dir() -> Path | None:
 
 
 def read(path: Path) -> Iterator[Measurement]:
-    """Our measurements in a file: its first line has what all share, each other line is a problem."""
+    """Our measurements in a file: its first line has what all share, each other line is a problem, maybe of another commit."""
     header, *lines = map(json.loads, path.read_text().splitlines())
     dtypes = FP32_ROWS if header["dtype"] == "fp32" else {OURS: header["dtype"]}
     for line in lines:
@@ -48,7 +48,7 @@ def read(path: Path) -> Iterator[Measurement]:
                     line["shape"],
                     ms,
                     path,
-                    header["commit"],
+                    line.get("commit", header["commit"]),
                     header["pass"],
                     dtype,
                     line.get("l2") == "warm",

@@ -93,10 +93,11 @@ DOORS = {
     "compilation/pack": "problem kernel_configs compilation/compiler | tvm_ffi",
     "compilation/packing": "version arguments compilation/compiler compilation/building compilation/manifest compilation/pack "
     "compilation/store compilation/toolkit | tilelang tvm_ffi",
-    "compilation/compiler": "problem kernel_configs register_levels target compilation/headers compilation/layouts "
+    "compilation/compiler": "problem kernel_configs register_levels target compilation/headers compilation/layouts compilation/texts "
     "compilation/toolkit | kernels tilelang tvm_ffi",
     "compilation/headers": " | tilelang",
     "compilation/layouts": " | tilelang tvm",
+    "compilation/texts": "target compilation/toolkit",
     "compilation/toolkit": " | tilelang",
     "kernels": "tilelang problem program kernel_configs part_configs round_configs target kernels",
     "catalog": "problem kernel_configs legality configs",

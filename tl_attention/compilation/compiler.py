@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tl_attention.compilation import headers, layouts, toolkit
+from tl_attention.compilation import headers, layouts, texts, toolkit
 from tl_attention.kernel_configs import (
     AppendConfig,
     BwdDelta,
@@ -188,7 +188,10 @@ def assemble(
 
 
 def build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
-    """Compile a kernel with nvcc for sm_90a into the library `path`, beside it its CUDA source, see stored_source. Needs no GPU."""
+    """Compile a kernel with nvcc for sm_90a into the library `path`, beside it its CUDA source, see stored_source. Needs no GPU.
+
+    A library of the same text in the folder of `path` serves in its place.
+    """
     toolkit.require_tilelang(f"{problem}, {config} is not compiled")
     import tilelang
     from tilelang import tvm
@@ -196,7 +199,10 @@ def build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
     if toolkit.find_nvcc() is None:
         raise FileNotFoundError(toolkit.NO_NVCC)
     toolkit.read_ahead(toolkit.compiler_programs())
-    options = pass_configs(problem, config)
+    options, program = pass_configs(problem, config), trace(problem, config)
+    key = texts.key(program.script(show_meta=True), options)
+    if texts.reuse(key, path):
+        return
     for left in path.parent.glob(f"{path.stem}-*/"):  # by a process that was killed
         if time.time() - left.stat().st_mtime > STALE:
             shutil.rmtree(left, ignore_errors=True)
@@ -206,7 +212,7 @@ def build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
         def compile_device(source: str, *_: object) -> bytearray:
             return bytearray(assemble(source, folder, options, ["-w"])[1].read_bytes())
 
-        program, target = trace(problem, config), tvm.target.Target(TARGET)
+        target = tvm.target.Target(TARGET)
         context = tvm.transform.PassContext(opt_level=3, config=options)
         with _device_compiler(compile_device), layouts.inferred_once(), context, target:
             artifact = tilelang.lower(
@@ -217,6 +223,7 @@ def build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
         # The host code is C: as C++ it would take twice the time
         tvm.runtime.Executable(artifact.rt_mod).export_library(str(folder / path.name), options=["-x", "c"])
         os.replace(folder / path.name, path)
+        texts.keep(key, path)
 
 
 @contextlib.contextmanager

@@ -135,6 +135,12 @@ def test_workspace_does_not_grow_with_the_batch():
     assert workspace(64, apart("split")) - workspace(32, apart("split")) > 32 * 512 * 16 * 128 * 4
 
 
+def after_forward(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
+    """The positional arguments of launch.backward, with out and lse of a forward of scale 0.1."""
+    out, lse = launch.forward(q, k, v, 0.1, shape.causal, False)
+    return make_dout(shape, q.dtype), q, k, v, out, lse, 0.1, shape.causal, False
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "shape",
@@ -180,8 +186,7 @@ def test_not_a_number_stays_in_its_head():
     shape = Shape.parse("33,16,16,256,256,128,128,causal")
     q, k, v = make_inputs(shape, torch.bfloat16)
     q[0, :, 3] = math.nan
-    out, lse = launch.forward(q, k, v, 0.1, True, False)
-    arguments = make_dout(shape, torch.bfloat16), q, k, v, out, lse, 0.1, True, False
+    arguments = after_forward(shape, q, k, v)
     dq = launch.backward(*arguments, config=rounding(128))[0]
     assert dq[0, :, 3].isnan().all()
     dq[0, :, 3] = 0
@@ -192,10 +197,7 @@ def test_not_a_number_stays_in_its_head():
 def test_streams_at_once():
     """Each kernel has SMs for some of its CTAs only, and all go on."""
     shape = Shape.parse("64,16,16,512,512,128,128,causal")
-    q, k, v = make_inputs(shape, torch.bfloat16)
-    dout = make_dout(shape, torch.bfloat16)
-    out, lse = launch.forward(q, k, v, 0.1, True, False)
-    arguments = dout, q, k, v, out, lse, 0.1, True, False
+    arguments = after_forward(shape, *make_inputs(shape, torch.bfloat16))
     expected = launch.backward(*arguments, config=apart("split"))
     streams = [torch.cuda.Stream() for _ in range(3)]
     results = []
@@ -213,10 +215,7 @@ def test_streams_at_once():
 @pytest.mark.gpu
 def test_dq_in_a_slice_of_a_tensor():
     shape = Shape.parse("5,8,8,400,400,128,128,full")
-    q, k, v = make_inputs(shape, torch.bfloat16)
-    dout = make_dout(shape, torch.bfloat16)
-    out, lse = launch.forward(q, k, v, 0.1, False, False)
-    arguments = dout, q, k, v, out, lse, 0.1, False, False
+    arguments = after_forward(shape, *make_inputs(shape, torch.bfloat16))
     expected = launch.backward(*arguments, config=apart("split"))[0]
     packed = torch.full((5, 400, 3, 8, 128), math.nan, dtype=torch.bfloat16, device="cuda")
     launch.backward(*arguments, dq=packed[:, :, 1], config=rounding(128))

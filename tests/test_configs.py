@@ -32,7 +32,7 @@ from tl_attention.problem import (
     OPTIONS,
     ROWS_BUCKET,
     SHARED_BUCKET,
-    SHARED_BUCKETS,
+    SHARED_BUCKET_OF,
     SHORT_BUCKET,
     SPLIT_BUCKET,
     TILE_BUCKET,
@@ -726,7 +726,7 @@ def test_split_bucket_has_split_configs_and_no_other_bucket_has_any():
         split = configs.option_config(packed, SPLIT_BUCKET)
         assert split.split and not configs.option_config(packed, "1k").split
         assert split.kernels(packed)[:2] == [(packed, split), combine]
-    assert buckets("bwd") == (*BUCKETS, TILE_BUCKET, WIDE_TILE_BUCKET, *SHARED_BUCKETS.values())
+    assert buckets("bwd") == (*BUCKETS, TILE_BUCKET, WIDE_TILE_BUCKET, *SHARED_BUCKET_OF.values())
     assert buckets("bwd_det") == (*BUCKETS, TILE_BUCKET, WIDE_TILE_BUCKET, SHARED_BUCKET)
 
 

@@ -130,7 +130,7 @@ def add_dq(producer: KeyTileProducer) -> None:
             call(key_step(config, turn, w))
 
     def begin_tile(turn: Any, tile: Any) -> None:
-        for_all_keys(ring.wait, turn)
+        for_all_keys(lambda step: T.evaluate(ring.wait(step)), turn)
         if rounding is not None:
             rounding.await_slot(tile)
 
@@ -144,4 +144,4 @@ def add_dq(producer: KeyTileProducer) -> None:
         begin=begin_tile,
         end=end_tile,
     )
-    T.tma_store_wait(0, False)
+    T.evaluate(T.tma_store_wait(0, False))  # TMA reads dq_sums, which end with the CTA

@@ -20,7 +20,7 @@ from tl_attention.launch import bwd_workspace_bytes
 from tl_attention.launch.bwd_passes import BwdSizes, KeyBuffers
 from tl_attention.legality import fault
 from tl_attention.problem import AttnProblem
-from tl_attention.round_configs import WAVES, slots_of
+from tl_attention.round_configs import slots_of
 from tl_attention.target import REGISTERS
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.shapes import Shape
@@ -57,14 +57,14 @@ def test_partial_gradients_are_not_rounded():
     assert not one.rounds(AttnProblem(BF16, 128, 128, True, ("partial",)))
 
 
-@pytest.mark.parametrize("width", WAVES)
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("tiles", [1, 4, 8, 33, 200])
 @pytest.mark.parametrize("units", [1, 7, 500])
-def test_a_group_fits_the_slots(units, tiles, width):
+def test_a_group_fits_the_slots(units, tiles, causal):
     """Tiles of a group may be drawn in any order: with fewer slots one could wait for another that no CTA has drawn."""
-    group, slots = slots_of(units, tiles, 132, width)
+    group, slots = slots_of(units, tiles, 132, causal)
     assert min(group, units) <= slots <= units
-    assert group * tiles >= 132
+    assert group * tiles >= 132 / 2
 
 
 def draws_of(buffers: KeyBuffers, units: int, causal: bool) -> list[tuple[int, int]]:
@@ -90,7 +90,7 @@ def draws_of(buffers: KeyBuffers, units: int, causal: bool) -> list[tuple[int, i
     heads_per_kv=st.sampled_from([1, 1, 2, 7]),
     seqlen_q=st.integers(1, 5000),
     seqlen_k=st.integers(129, 5000),
-    width=st.sampled_from(sorted(WAVES)),
+    width=st.sampled_from([64, 128]),
     causal=st.booleans(),
     sms=st.sampled_from([132, 114, 78, 16]),
     running=st.integers(1, 132),

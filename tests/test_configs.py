@@ -32,8 +32,8 @@ from tl_attention.problem import (
     OPTIONS,
     ROWS_BUCKET,
     SHARED_BUCKET,
-    SHARED_BUCKET_OF,
     SHORT_BUCKET,
+    SHORT_SHARED_BUCKET,
     SPLIT_BUCKET,
     TILE_BUCKET,
     WIDE_TILE_BUCKET,
@@ -244,7 +244,7 @@ def passes(*texts: str) -> BwdConfig:
         (
             replace(D128, options=("window",)),
             passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
-            "order: expected another than 'apart' with options, a program or one tile of keys, got 'apart'",
+            "order: expected another than 'apart' with options other than varlen, a program or one tile of keys, got 'apart'",
         ),
         (
             D64,
@@ -726,7 +726,7 @@ def test_split_bucket_has_split_configs_and_no_other_bucket_has_any():
         split = configs.option_config(packed, SPLIT_BUCKET)
         assert split.split and not configs.option_config(packed, "1k").split
         assert split.kernels(packed)[:2] == [(packed, split), combine]
-    assert buckets("bwd") == (*BUCKETS, TILE_BUCKET, WIDE_TILE_BUCKET, *SHARED_BUCKET_OF.values())
+    assert buckets("bwd") == (*BUCKETS, TILE_BUCKET, WIDE_TILE_BUCKET, SHORT_SHARED_BUCKET)
     assert buckets("bwd_det") == (*BUCKETS, TILE_BUCKET, WIDE_TILE_BUCKET, SHARED_BUCKET)
 
 

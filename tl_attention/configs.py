@@ -30,7 +30,7 @@ from tl_attention.problem import (
     HALF_DTYPES,
     OPTIONS,
     SHARED_BUCKET,
-    SHARED_BUCKET_OF,
+    SHORT_SHARED_BUCKET,
     SPLIT_BUCKET,
     STAND_INS,
     AttnProblem,
@@ -280,7 +280,7 @@ def option_config(problem: AttnProblem, bucket: str, direction: str = "fwd") -> 
 def candidates(problem: AttnProblem, bucket: str, direction: str = "fwd") -> list[Config]:
     """Legal configs of the grid for a bucket, the default first. Those of SPLIT_BUCKET and FEW_BUCKET have the tiles of all lengths."""
     found = [default_config(problem, direction, bucket)]
-    bucket = {shared: length for length, shared in SHARED_BUCKET_OF.items()}.get(bucket, bucket)
+    bucket = BUCKETS[0] if bucket == SHORT_SHARED_BUCKET else bucket
     for line in _class_table(problem, direction)["search"]:
         configs = _line_configs(problem, line, direction)
         if bucket in (SPLIT_BUCKET, FEW_BUCKET) and "buckets" not in line:

@@ -25,7 +25,7 @@ from tl_attention.kernel_configs import (
     page_rows,
 )
 from tl_attention.launch import splits
-from tl_attention.launch.bwd_passes import causal_tiles, pass_parts, row_bytes_of
+from tl_attention.launch.bwd_passes import causal_tiles, key_head_group, pass_parts, row_bytes_of
 from tl_attention.launch.common import GROUP_KEYS, head_group
 from tl_attention.launch.seen import unseen_queries
 from tl_attention.problem import (
@@ -318,7 +318,7 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
 def _slots_of(shape: Shape, one: BwdPass, problem: AttnProblem, gpu: Gpu) -> tuple[int, int]:
     """slots_of() of a pass that rounds dq."""
     units, tiles = shape.batch * shape.heads_kv, -(-shape.seqlen_k // one.block_N)
-    return slots_of(units, tiles, gpu.sms, problem.head_dim)
+    return slots_of(units, tiles, gpu.sms, problem.causal)
 
 
 def _summed_rows(shape: Shape, one: BwdPass, problem: AttnProblem, gpu: Gpu) -> int:
@@ -348,15 +348,16 @@ def _pass_work(
     rows_in_parts = shape.heads_kv * sum(k for _, k in sequences(shape))
     by_sequence, heads, alike, cut = _steps_of(shape, asked, M, N, by_keys=one.grads != "dq")
     ordered = (problem.is_uneven or bool(problem.options)) and alike
+    heads_per_kv, most_tiles = shape.heads_q // shape.heads_kv, max(map(len, by_sequence))
     if one.grads == "dq":
-        owned, step, sharing = M, N, shape.heads_q // shape.heads_kv
+        owned, step = M, N
         stream = problem.element_bytes * longest_k * row
+        group = head_group(heads * shape.batch, heads_per_kv, max(stream, 1), most_tiles, gpu.sms)
     else:
-        sharing, batch, blocks = 1, shape.batch, len(by_sequence[0])
+        batch, blocks = shape.batch, len(by_sequence[0])
         if shape.is_varlen:
             batch, blocks = 1, sum(map(len, by_sequence))
         tiles = batch * shape.heads_kv * blocks
-        heads_per_kv = shape.heads_q // shape.heads_kv
         queries = _tile_queries(shape, problem, one)
         row_bytes = row_bytes_of(one, problem, row, problem.element_bytes)
         parts, per_part, whole = pass_parts(one, tiles, heads_per_kv, *queries, gpu.sms, row_bytes)
@@ -367,8 +368,8 @@ def _pass_work(
         heads *= order_parts
         rows_in_parts = round(rows_in_parts * (1 - whole / tiles))
         stream = int(longest_q * per_part * row_bytes)
-    blocks = max(map(len, by_sequence))
-    group = head_group(heads * shape.batch, sharing, max(int(stream / per_part), 1), blocks, gpu.sms)
+        sizes = longest_q * row_bytes, most_tiles, most_tiles if shape.is_varlen else None
+        group = key_head_group(one, heads * shape.batch, heads_per_kv, *sizes, gpu.sms)
     if one.rounds(problem):
         group = _slots_of(shape, one, problem, gpu)[0] * order_parts
     tiles = launch_order(by_sequence, heads, group, shape.is_varlen, ordered, one.grads == "dq", shares)

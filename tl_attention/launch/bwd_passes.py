@@ -13,11 +13,14 @@ from tl_attention.kernel_configs import BwdConfig, BwdPass
 from tl_attention.launch.block_lists import BlockLists
 from tl_attention.launch.bwd_kernels import BwdKernels
 from tl_attention.launch.common import (
+    GROUP_TILES,
+    L2_SHARE,
     MAX_GRID,
     TABLE_NUMBERS,
     Argument,
     empty,
     fragment_blocks,
+    head_group,
     table_tiles,
     tile_counts,
 )
@@ -40,6 +43,8 @@ TILE_QUERIES, PART_QUERIES, TAIL = 192, 256, 0.35
 # Under a causal mask CTAs take different times per head, so those of a key head soon read more heads at once than the L2 holds. The
 # share of time that this adds where the query rows that are read at once have many more than NEAR_BYTES (H200, docs/measurements.md)
 DRIFT, NEAR_BYTES = 0.2, 66 << 20
+# Head groups of CTAs that compute several key tiles, where a head has at most SHORT_BLOCKS of them: bytes of query rows, and tiles per SM
+SHORT_BLOCKS, SHORT_SHARE, SHORT_TILES_PER_SM = 8, 12 << 20, 0.75
 
 
 @functools.lru_cache(maxsize=4096)
@@ -218,6 +223,33 @@ class BwdSizes:
         return max(1, int(self.key_blocks(block_N) * math.sqrt(self.queries / self.longest)))
 
 
+def key_head_group(
+    bwd_pass: BwdPass,
+    heads: int,
+    heads_per_kv: int,
+    q_bytes: int,
+    blocks: int,
+    long_tiles: int | None,
+    sms: int,
+) -> int:
+    """head_group() of a pass by keys.
+
+    Args:
+        heads: key heads of all batch entries, each times the parts of its tiles.
+        q_bytes: of the rows of one query head that a step reads and adds to.
+        blocks: key tiles per head.
+        long_tiles: of packed sequences, see BwdSizes.long_tiles(); None: of tensors with a batch.
+    """
+    key_bytes = q_bytes * heads_per_kv
+    if not bwd_pass.is_dynamic or (long_tiles is None and blocks > SHORT_BLOCKS):
+        # Bytes of one query head: the CTAs of a key head go through its query heads side by side
+        return head_group(heads, 1, q_bytes, blocks, sms)
+    if long_tiles is None:
+        return head_group(heads, 1, key_bytes, blocks, sms, SHORT_SHARE, SHORT_TILES_PER_SM)
+    per_sm = 1 if key_bytes > L2_SHARE else GROUP_TILES
+    return head_group(heads, 1, key_bytes, long_tiles, sms, tiles_per_sm=per_sm)
+
+
 def queries_of_tile(seqlen_q: int, sequences: int, options: Options | None) -> int:
     """BwdSizes.queries. sequences: packed ones, which have seqlen_q rows in all; else 1."""
     queries = -(-seqlen_q // sequences)
@@ -271,16 +303,20 @@ class KeyBuffers:
 
     def _count_tiles(self, config: BwdPass, problem: AttnProblem, sizes: BwdSizes) -> None:
         """Set counts, (n_blocks, group_heads, ctas) of the launch, and where the pass rounds dq `slots`, see kernels/bwd_round.py."""
-        # Bytes of one query head: the CTAs of a key head go through its query heads side by side
-        q_bytes = sizes.seqlen_q * self.row_bytes
-        heads, max_ctas = sizes.heads_kv * self.parts, sizes.sms if config.is_dynamic else MAX_GRID
-        tiles = self.keys, config.block_N, sizes.sms, max_ctas, sizes.long_tiles(config.block_N)
-        n_blocks, group_heads, ctas = tile_counts(sizes.batch, heads, 1, q_bytes, *tiles)
+        n_blocks = sizes.key_blocks(config.block_N)
+        heads = sizes.batch * sizes.heads_kv * self.parts
+        ctas = min(n_blocks * heads, sizes.sms if config.is_dynamic else MAX_GRID)
+        q_bytes, long_tiles = sizes.seqlen_q * self.row_bytes, sizes.long_tiles(config.block_N)
+        if sizes.tiles and long_tiles is None:
+            long_tiles = n_blocks
+        group_heads = key_head_group(
+            config, heads, sizes.heads_per_kv, q_bytes, n_blocks, long_tiles, sizes.sms
+        )
         if config.is_split:
             group_heads = -(-group_heads // self.parts)  # whole heads
         if self.rounds:
             units = sizes.batch * sizes.heads_kv
-            group_heads, self.slots = slots_of(units, n_blocks, sizes.sms, problem.head_dim)
+            group_heads, self.slots = slots_of(units, n_blocks, sizes.sms, problem.causal)
         self.counts = n_blocks, group_heads, ctas
 
 

@@ -111,11 +111,19 @@ def tile_counts(
     return blocks, group_heads, min(blocks * heads * batch, max_ctas)
 
 
-def head_group(heads: int, heads_sharing: int, shared_bytes: int, blocks: int, sms: int) -> int:
+def head_group(
+    heads: int,
+    heads_sharing: int,
+    shared_bytes: int,
+    blocks: int,
+    sms: int,
+    share: int = L2_SHARE,
+    tiles_per_sm: float = GROUP_TILES,
+) -> int:
     """Heads per group of scheduler.TileOrder, where the longest tiles of a group come first.
 
-    The least group fills the L2 with shared data, and has GROUP_TILES tiles per SM: in a smaller one long tiles would start when other
-    SMs are out of work. From there up to twice the size, the number that leaves the last group fullest is taken.
+    The least group fills `share` bytes of the L2 with shared data, and has tiles_per_sm tiles per SM: in a smaller one long tiles would
+    start when other SMs are out of work. From there up to twice the size, the number that leaves the last group fullest is taken.
 
     Args:
         heads: query heads of all batch entries.
@@ -123,8 +131,8 @@ def head_group(heads: int, heads_sharing: int, shared_bytes: int, blocks: int, s
         blocks: tiles per head.
     """
     parties = heads // heads_sharing
-    filling = math.ceil(GROUP_TILES * sms / (blocks * heads_sharing))
-    least = min(max(L2_SHARE // shared_bytes, filling, 1), parties)
+    filling = math.ceil(tiles_per_sm * sms / (blocks * heads_sharing))
+    least = min(max(share // shared_bytes, filling, 1), parties)
     sizes = range(least, min(2 * least, parties) + 1)
     return heads_sharing * min(sizes, key=lambda size: -parties % size)
 

@@ -6,15 +6,18 @@ import pytest
 import torch
 from test_bwd import run
 
+from tl_attention import launch
 from tl_attention.kernel_configs import BwdConfig, BwdPass
-from tl_attention.kernels.pipeline import APART_REGISTERS
+from tl_attention.kernels.bwd_warps import pass_roles
+from tl_attention.kernels.pipeline import APART_REGISTERS, FOUR_WARPS_REGISTERS
 from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.legality import fault
 from tl_attention.problem import AttnProblem
 from tl_attention.target import REGISTERS
+from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.shapes import Shape
 
-SCHEDULES = ["dynamic", "dynamic-late", "split"]
+SCHEDULES = ["dynamic", "dynamic-late", "split", "ordered"]
 
 
 def apart(schedule: str, width: int = 128, rounds_dq: bool = False) -> BwdConfig:
@@ -33,10 +36,14 @@ def test_a_third_warpgroup_fits(schedule, width):
     assert fault(AttnProblem("bfloat16", width, width, True), config) is None
 
 
-def test_it_is_not_deterministic():
-    config = apart("ordered")
-    assert "got 'apart'" in fault(AttnProblem("bfloat16", 128, 128, True), config)
+def test_additions_in_turns_are_deterministic():
+    assert apart("ordered").deterministic
     assert not apart("split").deterministic
+
+
+def test_warps_that_keep_the_order_have_registers():
+    roles = pass_roles(AttnProblem("bfloat16", 128, 128, True), apart("ordered").passes[0])
+    assert roles.registers == FOUR_WARPS_REGISTERS
 
 
 @pytest.mark.gpu
@@ -74,3 +81,22 @@ def test_gradients_match_the_reference(shape, schedule):
 def test_gradients_match_in_each_layout_and_dtype(layout, dtype, width):
     shape = Shape.parse(f"3,12,4,400,700,{width},{width},causal")
     run(shape, dtype, layout, scale=0.3, lse_base2=True, with_dlse=True, config=apart("split", width))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("width", [64, 128])
+def test_gradients_in_turns_have_the_same_bits(width, causal):
+    shape = Shape(2, 12, 4, 1500, 1700, width, width, causal)
+    q, k, v = make_inputs(shape, torch.bfloat16)
+    dout = make_dout(shape, torch.bfloat16)
+    out, lse = launch.forward(q, k, v, 0.1, causal, False)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return launch.backward(
+            dout, q, k, v, out, lse, 0.1, causal, False, deterministic=True, config=apart("ordered", width)
+        )
+
+    first = gradients()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(), first, strict=True))

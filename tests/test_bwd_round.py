@@ -14,7 +14,7 @@ from test_bwd_apart import apart
 
 from tl_attention import launch
 from tl_attention.kernel_configs import BwdConfig, BwdPass
-from tl_attention.kernels.pipeline import ROUNDING_REGISTERS
+from tl_attention.kernels.pipeline import FOUR_WARPS_REGISTERS
 from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.launch import bwd_workspace_bytes
 from tl_attention.launch.bwd_passes import BwdSizes, KeyBuffers
@@ -38,7 +38,7 @@ def config_of(shape: Shape) -> BwdConfig:
 
 @pytest.mark.parametrize("width", [64, 128])
 def test_warps_that_round_fit(width):
-    producer, consumers, third = ROUNDING_REGISTERS
+    producer, consumers, third = FOUR_WARPS_REGISTERS
     assert WARPGROUP * (producer + 2 * consumers + third) <= REGISTERS
     for causal in (False, True):
         assert fault(AttnProblem(BF16, width, width, causal), rounding(width)) is None

@@ -73,6 +73,10 @@ KNOWN_FAULTS = {
     # One store and one load in the second consumer warpgroup, at register usage levels 0, 1, 3, 5, 8 and 10; in bf16 none (nvcc 13.0.88)
     "fp16 d128 full, dq+dk+dv 64x128x2x2 reuse early-dK dynamic": ("spill_bytes: expected 0, got 4",),
     "fp16 d128 full, dq+dk+dv 64x128x2x2 reuse early-dK ordered": ("spill_bytes: expected 0, got 12",),
+    # One register of each consumer warpgroup, stored and loaded once per tile. At register usage levels 0 and 3 none, with 4 % more
+    # instructions per step (nvcc 13.0.88)
+    "bf16 d128 causal, dq+dk+dv 64x128x2x2 reuse apart ordered": ("spill_bytes: expected 0, got 8",),
+    "fp16 d128 causal, dq+dk+dv 64x128x2x2 reuse apart ordered": ("spill_bytes: expected 0, got 8",),
     # In bf16 none (nvcc 13.0.88)
     "fp16 d64 causal, dq+dk+dv 128x128x2x2 reuse separate-dS split one-tile": (
         "spill_bytes: expected 0, got 12",

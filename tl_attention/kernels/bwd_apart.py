@@ -2,6 +2,9 @@
 
 The consumers only share dS' of each step. The product of dQ, its registers and its additions are not theirs. A warp adds 16 rows of 64
 columns at a time: it writes them to shared memory, from where TMA adds them to the sums.
+
+With the schedule ordered it adds in the turns of bwd_order.py. An addition by TMA takes about as long as a step, so those of a step are
+announced in the next one.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
+from tl_attention.kernels.bwd_order import AddingOrder
 from tl_attention.kernels.bwd_round import RecycledBlocks
 
 ROWS, COLUMNS = 64, 64  # of dQ at a time: 32 registers
@@ -51,6 +55,10 @@ TL_DEVICE void tl_attention_add_by_tma(float const *first_block, float *tile, vo
   }
 }
 """
+# Between the news that additions by TMA are complete and additions by TMA that must come after them
+FENCE_ADDITIONS = """
+TL_DEVICE void tl_attention_fence_additions() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+"""
 
 
 @T.meta_class
@@ -75,12 +83,34 @@ class DqSums:
             )
         )
 
-    # The consumers add nothing, so they neither wait nor announce
-    def wait(self, step: Any) -> None:
-        return None
 
-    def announce(self, step: Any) -> None:
-        return None
+@T.meta_class
+class TakenTurns:
+    """Turns in which the warps of dQ add. Needs FENCE_ADDITIONS.
+
+    Args:
+        adding: AddingOrder of these warps.
+    """
+
+    def __init__(self, adding: AddingOrder, name: str = "turns"):
+        self.adding = adding
+        self.step = T.alloc_var("int32", init=-1)  # whose additions are under way; -1: none are
+
+    @T.inline
+    def end(self):
+        """Announce the additions that are under way, when they are complete."""
+        T.tma_store_wait(0, False)
+        self.adding.announce(self.step[0])
+        self.step[0] = -1
+
+    @T.inline
+    def begin(self, step):
+        """End the turn of the step before, and wait for that of a step."""
+        if self.step[0] >= 0:
+            self.end()
+        self.adding.wait(step)
+        T.evaluate(T.call_extern("handle", "tl_attention_fence_additions"))
+        self.step[0] = step
 
 
 def pieces(producer: KeyTileProducer) -> tuple[tuple[int, int], ...]:
@@ -90,8 +120,8 @@ def pieces(producer: KeyTileProducer) -> tuple[tuple[int, int], ...]:
 
 
 @T.macro
-def add_step(producer, acc_dq, step, tile, blocks):
-    """Compute dQ = dS K of a step, and add it to the sums."""
+def add_step(producer, acc_dq, turns, step, tile, blocks):
+    """Compute dQ = dS K of a step, and add it to the sums. turns: TakenTurns; None: in any order."""
     tiles, shared, config = producer.tiles, producer.shared, producer.config
     row_block = tiles.dq_row_block(tile, blocks.head, blocks.query)
     shared.dS.wait(step)
@@ -108,7 +138,9 @@ def add_step(producer, acc_dq, step, tile, blocks):
         T.wait_wgmma(0)
         if (first_row, first_col) == pieces(producer)[-1]:
             shared.dS.release(step)
-        shared.adding.add(acc_dq, tiles.dQ_sum, row_block + first_row // 16, first_col)
+        if turns is not None and (first_row, first_col) == (0, 0):
+            turns.begin(step)
+        shared.dq_sums.add(acc_dq, tiles.dQ_sum, row_block + first_row // 16, first_col)
 
 
 @T.macro
@@ -124,6 +156,7 @@ def add_dq(producer: KeyTileProducer) -> None:
     """Add dQ of each step of a CTA."""
     config, ring, rounding = producer.config, producer.shared.K, producer.shared.rounding
     acc_dq = T.alloc_fragment([ROWS, COLUMNS], "float32")
+    turns = TakenTurns(producer.shared.adding) if config.is_ordered else None
 
     def for_all_keys(call: Callable[[Any], Any], turn: Any) -> None:
         for w in range(config.warpgroups):
@@ -135,12 +168,14 @@ def add_dq(producer: KeyTileProducer) -> None:
             rounding.await_slot(tile)
 
     def end_tile(turn: Any, tile: Any) -> None:
+        if turns is not None:
+            turns.end()
         for_all_keys(ring.release, turn)
         if rounding is not None:
             report(producer, tile)
 
     producer.walk(
-        lambda *place: add_step(producer, acc_dq, *place),
+        lambda *place: add_step(producer, acc_dq, turns, *place),
         begin=begin_tile,
         end=end_tile,
     )

@@ -58,15 +58,13 @@ def alloc_ds(problem: AttnProblem, config: BwdPass) -> Any:
     return alloc_exchange(config.order != "", *shape, "dS", readers)
 
 
-def alloc_adding(problem: AttnProblem, config: BwdPass) -> AddingOrder | AnyOrder | DqTiles | DqSums:
+def alloc_adding(problem: AttnProblem, config: BwdPass) -> AddingOrder | AnyOrder | DqTiles:
     """Barriers or tiles through which dQ of a step leaves."""
-    if config.dq_apart:
-        return DqSums(name="dq_sums")
-    consumer_warps = 4 * config.warpgroups
+    warps = 4 if config.dq_apart else 4 * config.warpgroups
     if config.one_tile:
         pieces = dq_pieces(config.block_M, problem.head_dim, config.warpgroups)
-        return DqTiles(pieces, problem.dtype_of("dq"), consumer_warps)
-    return AddingOrder(consumer_warps) if config.is_ordered else AnyOrder()
+        return DqTiles(pieces, problem.dtype_of("dq"), warps)
+    return AddingOrder(warps) if config.is_ordered else AnyOrder()
 
 
 def alloc_shared_tiles(
@@ -100,6 +98,7 @@ def alloc_shared_tiles(
         dK=alloc_each(warpgroups, dk_shape, dtype_of("dk"), "dK") if dynamic else None,
         tile_box=KeyTileBox(*box) if dynamic else None,
         adding=alloc_adding(problem, config),
+        dq_sums=DqSums(name="dq_sums") if config.dq_apart else None,
         bias_columns=alloc_bias_columns(problem, block_M),
         staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True, stores=stores_tiles),
         inputs=inputs,

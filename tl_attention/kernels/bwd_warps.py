@@ -8,14 +8,14 @@ from typing import Any
 from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels import pipeline
 from tl_attention.kernels import products as fp32
-from tl_attention.kernels.bwd_apart import ADD_BY_TMA, add_dq
+from tl_attention.kernels.bwd_apart import ADD_BY_TMA, FENCE_ADDITIONS, add_dq
 from tl_attention.kernels.bwd_load import KeyTileProducer
 from tl_attention.kernels.bwd_one_tile import send_dq
 from tl_attention.kernels.bwd_order import TAKE_TURNS, OrderKeeper
 from tl_attention.kernels.bwd_round import rounding_code
 from tl_attention.kernels.input_parts import MAKE_PARTS
 from tl_attention.kernels.options import ZERO, prelude
-from tl_attention.kernels.pipeline import APART_REGISTERS, ROUNDING_REGISTERS, STORE_FRAGMENT
+from tl_attention.kernels.pipeline import APART_REGISTERS, FOUR_WARPS_REGISTERS, STORE_FRAGMENT
 from tl_attention.kernels.program_code import PREFETCH_BITS
 from tl_attention.kernels.roles import Roles
 from tl_attention.part_configs import MAKERS
@@ -28,7 +28,7 @@ def pass_roles(problem: AttnProblem, config: BwdPass) -> Roles:
     makes_dq = "dq" in config.makes and not problem.is_fp32
     registers = pipeline.registers(problem, config.warpgroups, config.makes_parts, full=makes_dq)
     if config.dq_apart:
-        registers = ROUNDING_REGISTERS if config.rounds(problem) else APART_REGISTERS
+        registers = FOUR_WARPS_REGISTERS if config.is_ordered or config.rounds(problem) else APART_REGISTERS
     return Roles(
         config.warpgroups,
         config.threads,
@@ -50,7 +50,7 @@ def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None
     if config.is_ordered:
         code += TAKE_TURNS
     if config.dq_apart:
-        code += ADD_BY_TMA
+        code += ADD_BY_TMA + FENCE_ADDITIONS * config.is_ordered
     if config.rounds(problem):
         code += rounding_code(problem)
     if config.is_dynamic and problem.has("varlen"):

@@ -26,7 +26,11 @@ VARLEN_REGISTERS = {2: (40, 232), 3: (32, 160)}
 PERSISTENT_REGISTERS = {2: (40, 232), 3: (32, 160)}
 # Registers per thread of (the producer, the consumers, the warpgroup that computes dQ), with the order "apart" of a backward
 APART_REGISTERS = (24, 208, 72)
-ROUNDING_REGISTERS = (32, 208, 64)  # the same where warps beside the producer round dQ
+FOUR_WARPS_REGISTERS = (
+    32,
+    208,
+    64,
+)  # the same where all warps beside the producer have work: they round dQ, or keep its order
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
     "tl.disable_thread_storage_sync": True,  # roles synchronize at barriers of their own

@@ -325,6 +325,7 @@ class SharedTiles:
     dV: Any = None
     tile_box: Any = None  # scheduler.TileBox or bwd_tiles.KeyTileBox
     adding: Any = None  # bwd_order.AddingOrder or AnyOrder, bwd_one_tile.DqTiles
+    dq_sums: Any = None  # bwd_apart.DqSums
     overflows: Any = None  # scheduler.Overflows
     bias_columns: Any = None  # options.alloc_bias_columns
     staged: Any = None  # staged.StagedTiles

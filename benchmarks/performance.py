@@ -23,7 +23,7 @@ import ranks
 import rows as row_files
 import tables
 from plots import plot
-from rows import OURS, Row, by_problem, compared, cost, describe, peer_ratios, unit
+from rows import OURS, PLAIN, Row, by_problem, compared, cost, describe, peer_ratios, unit
 from tables import TITLES, bullets, markdown_table
 
 from tl_attention.problem import DECODE
@@ -220,7 +220,7 @@ def run_section(run: Run, set_name: str, why: Mapping[str, str], deterministic: 
         f"{_dtypes(rows)}, {unit(rows[0])}. {tables.definition(direction)}"
         + (f" {peers.JUDGED}" if has_scores else ""),
         tables.OPTIONS_CONVENTION if set_name == "options" else "",
-        means_text(rows) + _slowdown(by_problem([*rows, *column]).values()),
+        means_text(rows) + _slowdown(rows, deterministic),
         decode_groups(rows) if direction == DECODE else "",
         losing_rows(rows, why),
         _folded(f"All {len(by_problem(rows))} problems", tables.markdown([*rows, *column])),
@@ -284,18 +284,22 @@ def _deterministic_column(rows: Iterable[Row], deterministic: Iterable[Row]) -> 
     known = by_problem(rows)
     ours = (row for row in deterministic if row["provider"] == OURS)
     renamed = {"provider": DETERMINISTIC, "title": DETERMINISTIC}
-    column = (row | renamed | {"pass": row["pass"].removesuffix("_det")} for row in ours)
+    column = (_without_det(row) | renamed for row in ours)
     return [row for row in column if row_files.problem_key(row) in known]
 
 
-def _slowdown(groups: Iterable[dict[str, Row]]) -> str:
-    """The cost of the deterministic column, in words."""
-    pairs = [(group.get(OURS), group.get(DETERMINISTIC)) for group in groups]
-    times = [
-        theirs["ms"] / ours["ms"]
-        for ours, theirs in pairs
-        if ours and theirs and ours["status"] == theirs["status"] == "ok"
-    ]
+def _without_det(row: Row) -> Row:
+    """A row of a deterministic run with the pass of the other runs."""
+    return row | {"pass": row["pass"].removesuffix("_det")}
+
+
+def _slowdown(rows: Sequence[Row], deterministic: Sequence[Row]) -> str:
+    """The cost of deterministic gradients, in words: over `plain` rows of their run, where it has them, else over ours in `rows`."""
+    others, times = by_problem(rows), []
+    for problem, group in by_problem(map(_without_det, deterministic)).items():
+        ours, base = group.get(OURS), problem in others and (group.get(PLAIN) or others[problem].get(OURS))
+        if ours and base and ours["status"] == base["status"] == "ok":
+            times.append(ours["ms"] / base["ms"])
     if not times:
         return ""
     return f" Deterministic gradients take {statistics.geometric_mean(times):.2f}x the time, at most {max(times):.2f}x."

@@ -209,6 +209,11 @@ def test_bench_page_puts_deterministic_gradients_beside_the_backward(tmp_path: P
     assert "| problem | tl_attention | fa2 | cudnn | deterministic |" in text
     assert "| B16 H16 S1024 d128 full | 344 | 172 | **382** | 286 |" in text
     assert "### Backward, deterministic" not in text
+    same_run = ours(SHORT, 1.0, "bwd_det") | {"provider": "plain"}
+    store(tmp_path, [*slower, same_run])
+    assert "Deterministic gradients take 1.20x the time, at most 1.20x." in page_of(tmp_path)
+    store(tmp_path, [*slower, same_run | {"ms": 0.6}])
+    assert "Deterministic gradients take 1.55x the time, at most 2.00x." in page_of(tmp_path)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

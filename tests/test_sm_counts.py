@@ -242,6 +242,30 @@ def test_head_groups_are_full_and_fill_the_sms():
     assert head_group(64, 8, 64 << 20, 8, 0) == 8
 
 
+def group_of_keys(pass_: BwdPass, keys: int, heads: int, heads_kv: int, batch: int = 1, **packed) -> int:
+    sizes = BwdSizes(batch, heads, heads_kv, keys, keys, 256, 2, 132, 0, keys, **packed)
+    return KeyBuffers(pass_, AttnProblem("bfloat16", 128, 128, True), sizes).counts[1]
+
+
+def test_head_groups_of_a_backward_leave_their_queries_in_the_l2():
+    """A query row of d128 takes 1 KB in a pass that adds to dq."""
+    dynamic = BwdPass("dq+dk+dv", 64, 128, schedule="dynamic", order="early-dK", reuse_registers=True)
+    grid = replace(dynamic, schedule="grid")
+    assert 25 <= group_of_keys(dynamic, 512, 16, 16, batch=32) <= 48, "12 to 24 MB"
+    assert 13 <= group_of_keys(dynamic, 1000, 64, 16, batch=16) <= 25, (
+        "0.75 tiles per SM, though 52 MB with four query heads each"
+    )
+    assert group_of_keys(grid, 512, 16, 16, batch=32) >= 64, "CTAs of one tile each fill 32 MB"
+    assert group_of_keys(dynamic, 1025, 16, 16, batch=16) >= 32, "as do heads of more than 8 tiles"
+
+
+def test_head_groups_of_packed_sequences_count_all_query_heads():
+    packed = {"tiles": (128, 128), "longest": 16384}
+    dynamic = BwdPass("dq+dk+dv", 64, 128, schedule="dynamic-late", order="early-dK", reuse_registers=True)
+    assert group_of_keys(dynamic, 16384, 32, 8, **packed) == 2, "a tile per SM"
+    assert group_of_keys(dynamic, 16384, 8, 8, **packed) == 2, "16 MB per head"
+
+
 @pytest.mark.parametrize("gpu", SIMULATED.values(), ids=lambda gpu: f"{gpu.sms} SMs")
 @pytest.mark.parametrize(
     "shape",

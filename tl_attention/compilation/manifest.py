@@ -70,9 +70,6 @@ REPORT_FIELDS = (
 KNOWN_FAULTS = {
     # Without the spill, at register usage level 3, its steps have 3 % more instructions (nvcc 13.0.88)
     "bf16 d128 full window dropout, dq+dk+dv 64x128x2x2 reuse": ("spill_bytes: expected 0, got 4",),
-    # One store and one load in the second consumer warpgroup, at register usage levels 0, 1, 3, 5, 8 and 10; in bf16 none (nvcc 13.0.88)
-    "fp16 d128 full, dq+dk+dv 64x128x2x2 reuse early-dK dynamic": ("spill_bytes: expected 0, got 4",),
-    "fp16 d128 full, dq+dk+dv 64x128x2x2 reuse early-dK ordered": ("spill_bytes: expected 0, got 12",),
     # One register of each consumer warpgroup, stored and loaded once per tile. At register usage levels 0 and 3 none, with 4 % more
     # instructions per step (nvcc 13.0.88)
     "bf16 d128 causal, dq+dk+dv 64x128x2x2 reuse apart ordered": ("spill_bytes: expected 0, got 8",),
@@ -85,10 +82,6 @@ KNOWN_FAULTS = {
         "spill_bytes: expected 0, got 16",
     ),
     "fp16 d128 full, dq+dk+dv 64x128x2x2 reuse early-dK split one-tile": ("spill_bytes: expected 0, got 8",),
-    # In fp16 and without a mask none. It takes 0.93 to 0.96 of the time of grid, which spills nothing (nvcc 13.0.88, H200, 2026-11-23)
-    "bf16 d64 causal varlen, dq+dk+dv 128x128x2x2 reuse separate-dS dynamic-late": (
-        "spill_bytes: expected 0, got 12",
-    ),
     "bf16 d192-128 full window varlen, dk+dv 64x128x2x1 reuse": (
         "spill_bytes: expected 0, got 24",
         "warnings: expected none, got ['C7512']",

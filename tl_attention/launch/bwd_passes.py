@@ -13,7 +13,6 @@ from tl_attention.kernel_configs import BwdConfig, BwdPass
 from tl_attention.launch.block_lists import BlockLists
 from tl_attention.launch.bwd_kernels import BwdKernels
 from tl_attention.launch.common import (
-    GROUP_TILES,
     L2_SHARE,
     MAX_GRID,
     TABLE_NUMBERS,
@@ -43,8 +42,9 @@ TILE_QUERIES, PART_QUERIES, TAIL = 192, 256, 0.35
 # Under a causal mask CTAs take different times per head, so those of a key head soon read more heads at once than the L2 holds. The
 # share of time that this adds where the query rows that are read at once have many more than NEAR_BYTES (H200, docs/measurements.md)
 DRIFT, NEAR_BYTES = 0.2, 66 << 20
-# Head groups of CTAs that compute several key tiles, where a head has at most SHORT_BLOCKS of them: bytes of query rows, and tiles per SM
-SHORT_BLOCKS, SHORT_SHARE, SHORT_TILES_PER_SM = 8, 12 << 20, 0.75
+# Head groups of passes whose CTAs compute several key tiles (docs/measurements.md, "Head groups of short heads"). Of heads with at most
+# SHORT_BLOCKS tiles: bytes of query rows, and tiles per SM. Of packed sequences whose rows of a key head exceed L2_SHARE: tiles per SM
+SHORT_BLOCKS, SHORT_SHARE, SHORT_TILES, PACKED_TILES = 8, 12 << 20, 0.75, 1
 
 
 @functools.lru_cache(maxsize=4096)
@@ -212,7 +212,7 @@ class BwdSizes:
         return self.tiles[1] * (TABLE_ROWS // block_N) if self.tiles else -(-self.seqlen_k // block_N)
 
     def long_tiles(self, block_N: int) -> int | None:
-        """Key tiles per head that count in tile_counts(): fewer than all where packed sequences have unequal lengths.
+        """Key tiles per head that count in key_head_group(): fewer than all where packed sequences have unequal lengths.
 
         The root of the mean length over the longest is between no correction and one that counts only work. Backward of packed
         sequences, d128 causal, H200, 2026-11-23, µs in head groups of 1, 2, 4, 8, 16: mean 1024 of 3672 -, 817, 779, 832, 912; mean 2048
@@ -232,7 +232,7 @@ def key_head_group(
     long_tiles: int | None,
     sms: int,
 ) -> int:
-    """head_group() of a pass by keys.
+    """head_group() of a pass by keys, in key heads.
 
     Args:
         heads: key heads of all batch entries, each times the parts of its tiles.
@@ -241,13 +241,12 @@ def key_head_group(
         long_tiles: of packed sequences, see BwdSizes.long_tiles(); None: of tensors with a batch.
     """
     key_bytes = q_bytes * heads_per_kv
-    if not bwd_pass.is_dynamic or (long_tiles is None and blocks > SHORT_BLOCKS):
-        # Bytes of one query head: the CTAs of a key head go through its query heads side by side
-        return head_group(heads, 1, q_bytes, blocks, sms)
-    if long_tiles is None:
-        return head_group(heads, 1, key_bytes, blocks, sms, SHORT_SHARE, SHORT_TILES_PER_SM)
-    per_sm = 1 if key_bytes > L2_SHARE else GROUP_TILES
-    return head_group(heads, 1, key_bytes, long_tiles, sms, tiles_per_sm=per_sm)
+    if bwd_pass.is_dynamic and long_tiles is None and blocks <= SHORT_BLOCKS:
+        return head_group(heads, 1, key_bytes, blocks, sms, SHORT_SHARE, SHORT_TILES)
+    if bwd_pass.is_dynamic and long_tiles is not None and key_bytes > L2_SHARE:
+        return head_group(heads, 1, key_bytes, long_tiles, sms, tiles_per_sm=PACKED_TILES)
+    # Bytes of one query head: the CTAs of a key head go through its query heads side by side
+    return head_group(heads, 1, q_bytes, long_tiles or blocks, sms)
 
 
 def queries_of_tile(seqlen_q: int, sequences: int, options: Options | None) -> int:

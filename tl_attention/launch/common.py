@@ -96,7 +96,6 @@ def tile_counts(
     block: int,
     sms: int,
     max_ctas: int = MAX_GRID,
-    long_tiles: int | None = None,
 ) -> tuple[int, int, int]:
     """(blocks, group_heads, ctas): the launch arguments of kernels/scheduler.py.
 
@@ -104,10 +103,9 @@ def tile_counts(
         heads_sharing: number of heads that read the same data, of shared_bytes bytes.
         rows: queries or keys per head, divided into blocks of `block`.
         sms: SM count; 0: head groups are sized for the L2 alone.
-        long_tiles: tiles per head that count for the head groups; None: all.
     """
     blocks = -(-rows // block)
-    group_heads = head_group(heads * batch, heads_sharing, shared_bytes, long_tiles or blocks, sms)
+    group_heads = head_group(heads * batch, heads_sharing, shared_bytes, blocks, sms)
     return blocks, group_heads, min(blocks * heads * batch, max_ctas)
 
 
@@ -117,7 +115,7 @@ def head_group(
     shared_bytes: int,
     blocks: int,
     sms: int,
-    share: int = L2_SHARE,
+    share: int | None = None,
     tiles_per_sm: float = GROUP_TILES,
 ) -> int:
     """Heads per group of scheduler.TileOrder, where the longest tiles of a group come first.
@@ -129,10 +127,11 @@ def head_group(
         heads: query heads of all batch entries.
         heads_sharing, shared_bytes, sms: as in tile_counts.
         blocks: tiles per head.
+        share: None: L2_SHARE.
     """
     parties = heads // heads_sharing
     filling = math.ceil(tiles_per_sm * sms / (blocks * heads_sharing))
-    least = min(max(share // shared_bytes, filling, 1), parties)
+    least = min(max((share or L2_SHARE) // shared_bytes, filling, 1), parties)
     sizes = range(least, min(2 * least, parties) + 1)
     return heads_sharing * min(sizes, key=lambda size: -parties % size)
 

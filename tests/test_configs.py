@@ -244,7 +244,7 @@ def passes(*texts: str) -> BwdConfig:
         (
             replace(D128, options=("window",)),
             passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
-            "order: expected another than 'apart' with options other than varlen, a program or one tile of keys, got 'apart'",
+            "order: expected another than 'apart' with options other than sink and varlen, a program or one tile of keys, got 'apart'",
         ),
         (
             D64,

@@ -405,9 +405,9 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
             else "with another program than a bias or a mask, without an order, or where no dq is summed"
         )
         return f"schedule: expected {' or '.join(schedules)} {where}, got {bwd_pass.schedule!r}"
-    others = {*problem.served_as.options} - {"varlen"}
+    others = {*problem.served_as.options} - {"sink", "varlen"}
     if bwd_pass.dq_apart and (others or problem.program is not None or bwd_pass.one_tile):
-        return "order: expected another than 'apart' with options other than varlen, a program or one tile of keys, got 'apart'"
+        return "order: expected another than 'apart' with options other than sink and varlen, a program or one tile of keys, got 'apart'"
     if bwd_pass.dq_apart and bwd_pass.schedule not in ("dynamic", "dynamic-late", "split", "ordered"):
         return f"order: expected another than 'apart' with the schedule {bwd_pass.schedule}, got 'apart'"
     if bwd_pass.dq_apart and (problem.width, bwd_pass.block_M) not in (("d64", 128), ("d128", 64)):

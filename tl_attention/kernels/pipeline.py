@@ -26,11 +26,8 @@ VARLEN_REGISTERS = {2: (40, 232), 3: (32, 160)}
 PERSISTENT_REGISTERS = {2: (40, 232), 3: (32, 160)}
 # Registers per thread of (the producer, the consumers, the warpgroup that computes dQ), with the order "apart" of a backward
 APART_REGISTERS = (24, 208, 72)
-FOUR_WARPS_REGISTERS = (
-    32,
-    208,
-    64,
-)  # the same where all warps beside the producer have work: they round dQ, or keep its order
+# The same where all warps beside the producer have work: they round dQ, or keep its order
+FOUR_WARPS_REGISTERS = (32, 208, 64)
 PASS_CONFIGS = {
     "tl.enable_fast_math": True,
     "tl.disable_thread_storage_sync": True,  # roles synchronize at barriers of their own

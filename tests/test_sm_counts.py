@@ -225,7 +225,7 @@ def test_packed_sequences_of_unequal_lengths_have_larger_head_groups():
         tiles, rows = (sequences * mean // 128,) * 2, sequences * mean
         sizes = BwdSizes(1, 16, 16, rows, rows, 256, 2, 132, 0, mean, tiles, longest)
         read = rows * (2 * 256 + 4 * 128)
-        return head_group(16, 1, read, sizes.long_tiles(128) or tiles[1], 132)
+        return head_group(16, 1, read, sizes.long_tiles(128), 132)
 
     # 16,384 and 65,536 tokens, 16 heads: the fastest groups of an H200 are 4 and 1
     assert group(16, 1024, 0) == group(16, 1024, 1024) == 2

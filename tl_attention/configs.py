@@ -280,7 +280,7 @@ def option_config(problem: AttnProblem, bucket: str, direction: str = "fwd") -> 
 def candidates(problem: AttnProblem, bucket: str, direction: str = "fwd") -> list[Config]:
     """Legal configs of the grid for a bucket, the default first. Those of SPLIT_BUCKET and FEW_BUCKET have the tiles of all lengths."""
     found = [default_config(problem, direction, bucket)]
-    bucket = BUCKETS[0] if bucket == SHORT_SHARED_BUCKET else bucket
+    bucket = "1k" if bucket == SHORT_SHARED_BUCKET else bucket
     for line in _class_table(problem, direction)["search"]:
         configs = _line_configs(problem, line, direction)
         if bucket in (SPLIT_BUCKET, FEW_BUCKET) and "buckets" not in line:

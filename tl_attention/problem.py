@@ -89,7 +89,7 @@ FEW_BUCKET = "few"
 JOINED_BUCKET = "joined"
 # One more bucket of the deterministic backward: query heads that share key heads. Additions to dq in a fixed order wait long there
 SHARED_BUCKET = "shared"
-# One of the other backwards: the same, with keys of the bucket 1k
+# One of the other backwards: query heads that share key heads, with the keys of the bucket 1k
 SHORT_SHARED_BUCKET = "1k-shared"
 # One of the backward: all keys of a head are in one tile, which so has a whole dq
 TILE_BUCKET, TILE_KEYS = "tile", 128
@@ -449,7 +449,7 @@ def bwd_bucket(deterministic: bool, heads_q: int, heads_kv: int, seqlen_k: int, 
     if seqlen_k <= WIDE_TILE_KEYS and not partial:
         return WIDE_TILE_BUCKET
     bucket = length_bucket(seqlen_k)
-    return SHORT_SHARED_BUCKET if bucket == BUCKETS[0] and heads_q > heads_kv else bucket
+    return SHORT_SHARED_BUCKET if bucket == "1k" and heads_q > heads_kv else bucket
 
 
 def tuning_key(problem: AttnProblem, bucket: str) -> str:

@@ -212,14 +212,16 @@ class BwdSizes:
         return self.tiles[1] * (TABLE_ROWS // block_N) if self.tiles else -(-self.seqlen_k // block_N)
 
     def long_tiles(self, block_N: int) -> int | None:
-        """Key tiles per head that count in key_head_group(): fewer than all where packed sequences have unequal lengths.
+        """Key tiles per head of packed sequences that count in key_head_group(), fewer than all if lengths are unequal; else None.
 
         The root of the mean length over the longest is between no correction and one that counts only work. Backward of packed
         sequences, d128 causal, H200, 2026-11-23, µs in head groups of 1, 2, 4, 8, 16: mean 1024 of 3672 -, 817, 779, 832, 912; mean 2048
         of 8004 4868, 4973, 5268, -, 6280.
         """
-        if not self.longest:
+        if self.tiles is None:
             return None
+        if not self.longest:
+            return self.key_blocks(block_N)
         return max(1, int(self.key_blocks(block_N) * math.sqrt(self.queries / self.longest)))
 
 
@@ -238,7 +240,7 @@ def key_head_group(
         heads: key heads of all batch entries, each times the parts of its tiles.
         q_bytes: of the rows of one query head that a step reads and adds to.
         blocks: key tiles per head.
-        long_tiles: of packed sequences, see BwdSizes.long_tiles(); None: of tensors with a batch.
+        long_tiles: see BwdSizes.long_tiles().
     """
     key_bytes = q_bytes * heads_per_kv
     if bwd_pass.is_dynamic and long_tiles is None and blocks <= SHORT_BLOCKS:
@@ -305,12 +307,9 @@ class KeyBuffers:
         n_blocks = sizes.key_blocks(config.block_N)
         heads = sizes.batch * sizes.heads_kv * self.parts
         ctas = min(n_blocks * heads, sizes.sms if config.is_dynamic else MAX_GRID)
-        q_bytes, long_tiles = sizes.seqlen_q * self.row_bytes, sizes.long_tiles(config.block_N)
-        if sizes.tiles and long_tiles is None:
-            long_tiles = n_blocks
-        group_heads = key_head_group(
-            config, heads, sizes.heads_per_kv, q_bytes, n_blocks, long_tiles, sizes.sms
-        )
+        tiles = n_blocks, sizes.long_tiles(config.block_N), sizes.sms
+        q_bytes = sizes.seqlen_q * self.row_bytes
+        group_heads = key_head_group(config, heads, sizes.heads_per_kv, q_bytes, *tiles)
         if config.is_split:
             group_heads = -(-group_heads // self.parts)  # whole heads
         if self.rounds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import importlib.metadata
+import itertools
 import math
 import subprocess
 import sys
@@ -116,13 +117,17 @@ def test_bench_inputs_rotate_beyond_twice_the_l2_cache() -> None:
     assert timer.rotation(1) == timer.MAX_COPIES
 
 
-def test_bench_rounds_rotate_and_slow_calls_sit_some_out() -> None:
-    orders = timer.round_order({"a": 10, "b": 10, "slow": 100, "naive": 5000}, rounds=15, cap_ms=500)
+def test_bench_rounds_have_orders_of_their_own_and_slow_calls_sit_some_out() -> None:
+    costs = {"a": 10, "b": 10, "slow": 100, "naive": 5000}
+    orders = timer.round_order(costs, rounds=15, cap_ms=500)
+    assert orders == timer.round_order(costs, rounds=15, cap_ms=500)
     assert len(orders) == 15
     assert set(orders[0]) == {"a", "b", "slow", "naive"}
     counts = {name: sum(name in order for order in orders) for name in orders[0]}
     assert counts == {"a": 15, "b": 15, "slow": 5, "naive": timer.MIN_SAMPLES}
     assert {order[0] for order in orders} >= {"a", "b"}
+    behind = {(a, b) for order in orders for a, b in itertools.pairwise(order)}
+    assert behind >= set(itertools.permutations(("a", "b", "slow"), 2))
 
 
 def test_bench_speedup_is_the_median_of_the_rounds_ratios() -> None:

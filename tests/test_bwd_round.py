@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 
@@ -19,10 +20,12 @@ from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.launch import bwd_workspace_bytes
 from tl_attention.launch.bwd_passes import BwdSizes, KeyBuffers
 from tl_attention.legality import fault
+from tl_attention.options import Options
 from tl_attention.problem import AttnProblem
 from tl_attention.round_configs import slots_of
 from tl_attention.target import REGISTERS
 from tl_attention.testing.inputs import make_dout, make_inputs
+from tl_attention.testing.numeric import check_bwd
 from tl_attention.testing.shapes import Shape
 
 BF16 = "bfloat16"
@@ -91,18 +94,21 @@ def draws_of(buffers: KeyBuffers, units: int, causal: bool) -> list[tuple[int, i
     seqlen_q=st.integers(1, 5000),
     seqlen_k=st.integers(129, 5000),
     width=st.sampled_from([64, 128]),
-    causal=st.booleans(),
+    mask=st.sampled_from(["full", "causal", "window"]),
+    window_keys=st.integers(1, 3000),
     sms=st.sampled_from([132, 114, 78, 16]),
     running=st.integers(1, 132),
     seed=st.integers(0, 2**32),
 )
 def test_nothing_waits_forever_and_no_memory_has_two_heads(
-    batch, heads_kv, heads_per_kv, seqlen_q, seqlen_k, width, causal, sms, running, seed
+    batch, heads_kv, heads_per_kv, seqlen_q, seqlen_k, width, mask, window_keys, sms, running, seed
 ):
     """CTAs, of which only some run, and warps that round go on in a random order, until each waits or all is done."""
-    problem, (one,) = AttnProblem(BF16, width, width, causal), rounding(width).passes
+    causal, options = mask == "causal", ("window",) if mask == "window" else ()
+    problem, (one,) = AttnProblem(BF16, width, width, causal, options), rounding(width).passes
+    queries = min(seqlen_q, window_keys + 128) if options else seqlen_q
     sizes = BwdSizes(
-        batch, heads_kv * heads_per_kv, heads_kv, seqlen_q, seqlen_k, 2 * width, 2, sms, 0, seqlen_q
+        batch, heads_kv * heads_per_kv, heads_kv, seqlen_q, seqlen_k, 2 * width, 2, sms, 0, queries
     )
     buffers, units, rng = KeyBuffers(one, problem, sizes), batch * heads_kv, random.Random(seed)
     wanted, slots = buffers.counts[0] * buffers.parts, buffers.slots
@@ -178,6 +184,31 @@ def test_gradients_match_the_reference(shape):
 def test_gradients_match_in_each_layout_and_dtype(layout, dtype, width):
     shape = Shape.parse(f"30,16,16,270,290,{width},{width},causal")
     run(shape, dtype, layout, scale=0.3, lse_base2=True, with_dlse=layout != "packed", config=rounding(width))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [rounding, functools.partial(apart, "split")], ids=["rounds", "sums"])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(
+    ("sizes", "window"),
+    [
+        ("9,16,16,700,900", (100, 30)),
+        ("40,16,16,300,300", (1, 0)),
+        ("2,16,4,1500,1500", (50, 50)),
+        ("1,2,1,140,6000", (3000, 0)),  # CTAs share tiles, and some have no query
+        ("3,8,2,900,333", (200, 0)),
+    ],
+)
+def test_windows_match_the_reference(sizes, window, width, config):
+    shape, options = Shape.parse(f"{sizes},{width},{width},full"), Options(window=window)
+    q, k, v = make_inputs(shape, torch.bfloat16)
+    dout, launched = make_dout(shape, torch.bfloat16), {"options": options}
+    out, lse = launch.forward(q, k, v, 0.1, False, False, **launched)
+    grads = launch.backward(
+        dout, q, k, v, out, lse, 0.1, False, False, config=config(width=width), **launched
+    )
+    verdict = check_bwd(grads, dout, q, k, v, softmax_scale=0.1, causal=False, window=window)
+    assert verdict.ok, verdict.text
 
 
 @pytest.mark.gpu

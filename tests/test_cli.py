@@ -278,7 +278,7 @@ def test_config_without_a_length_has_every_bucket(no_user_tables, capsys):
     assert heads == [
         "fwd bf16 d64 full dropout 1k, 4k, long, short, 256",
         "fwd bf16 d64 full dropout split",
-        "bwd bf16 d64 full dropout 1k, 4k, long, tile, tile192, 1k-shared",
+        "bwd bf16 d64 full dropout 1k, 4k, long, tile, tile192, 1k-shared, 4k-shared, long-shared",
     ]
 
 
@@ -298,9 +298,9 @@ def test_config_finds_buckets_of_few_tiles_by_the_sizes(batch, gpu, bucket, no_u
         (("d128", "seqlen_k=64"), ["short"]),
         (("d128", "seqlen_k=64", "seqlen_q=65"), ["256", "split", "few"]),
         (("d128", "softcap", "seqlen_k=9000"), ["softcap long", "softcap split"]),
-        (("d128", "seqlen_k=5000", "--pass", "bwd"), ["long"]),
+        (("d128", "seqlen_k=5000", "--pass", "bwd"), ["long", "long-shared"]),
         (("d128", "seqlen_k=700", "--pass", "bwd"), ["1k", "1k-shared"]),
-        (("d128", "seqlen_k=1700", "heads=8", "heads_kv=2", "--pass", "bwd"), ["4k"]),
+        (("d128", "seqlen_k=1700", "heads=8", "heads_kv=2", "--pass", "bwd"), ["4k-shared"]),
         (("d128", "seqlen_k=700", "heads=8", "heads_kv=2", "--pass", "bwd"), ["1k-shared"]),
         (("d128", "seqlen_k=128", "--pass", "bwd_det"), ["tile"]),
         (("d64", "seqlen_k=150", "--pass", "bwd"), ["tile192"]),
@@ -353,7 +353,7 @@ def test_config_says_what_cannot_run(no_user_tables, capsys, monkeypatch):
         (["d320"], "head dims: expected at most one of d64, .*d256 for fwd, got d320"),
         (
             ["d128", "split", "--pass", "bwd"],
-            "bucket: expected one of 1k, 4k, long, tile, tile192, 1k-shared for bwd, got split",
+            "bucket: expected one of 1k, 4k, long, tile, tile192, 1k-shared, 4k-shared, long-shared for bwd, got split",
         ),
         (["d128", "dropout", "--pass", "decode"], "expected some of window, softcap, alibi, sink for decode"),
         (["d128", "4k", "--pass", "decode"], "bucket: expected none for decode"),

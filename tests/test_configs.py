@@ -32,8 +32,8 @@ from tl_attention.problem import (
     OPTIONS,
     ROWS_BUCKET,
     SHARED_BUCKET,
+    SHARED_BUCKETS,
     SHORT_BUCKET,
-    SHORT_SHARED_BUCKET,
     SPLIT_BUCKET,
     TILE_BUCKET,
     WIDE_TILE_BUCKET,
@@ -242,9 +242,10 @@ def passes(*texts: str) -> BwdConfig:
             "order: expected 'apart' for d64 in steps of 128 queries or d128 in steps of 64 alone, got d64 in steps of 64",
         ),
         (
-            replace(D128, options=("window",)),
+            replace(D128, options=("softcap",)),
             passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
-            "order: expected another than 'apart' with options other than sink and varlen, a program or one tile of keys, got 'apart'",
+            "order: expected another than 'apart' with a program, one tile of keys or more options than sink, varlen and window, "
+            "got 'apart'",
         ),
         (
             D64,
@@ -264,7 +265,12 @@ def passes(*texts: str) -> BwdConfig:
         (
             replace(D64, options=("window",)),
             passes("dq+dk+dv 64x128 reuse late-sums dynamic"),
-            "schedule: expected grid or dynamic-late here, got 'dynamic'",
+            "schedule: expected grid or dynamic-late or split here, got 'dynamic'",
+        ),
+        (
+            replace(D64, options=("window", "softcap")),
+            passes("dq+dk+dv 64x128 reuse late-sums split"),
+            "schedule: expected grid or dynamic-late here, got 'split'",
         ),
         (
             D64,
@@ -397,7 +403,7 @@ def test_alibi_without_a_mask_holds_a_row_max_of_near_blocks_alone(causal, optio
     for width in tile_widths("fwd"):
         problem = AttnProblem("bfloat16", *width, causal, options)
         lines = configs.option_lines(problem.tile_class, "fwd")
-        line = next(line for line in lines if line.miss(problem, "fwd") is None)
+        line = next(line for line in lines if line.miss(problem, "fwd", "4k") is None)
         near_first = options == ("alibi",) and not causal
         assert problem.bias_has_two_sides == near_first
         expected = (causal or near_first) and line.fields.get("hold_max", False)
@@ -435,10 +441,12 @@ def test_every_option_line_serves_something_and_the_last_serves_all(width, direc
     served = {}
     for options in itertools.chain(*(itertools.combinations(known, n) for n in range(1, len(known) + 1))):
         problem = AttnProblem("bfloat16", 64, 64, False, options)
-        for wanted in (direction, "bwd_det") if direction == "bwd" else (direction,):
-            line = next(line for line in lines if line.miss(problem, wanted) is None)
-            assert set(options) <= set(line.serves)
-            served[line.name] = line
+        directions = (direction, "bwd_det") if direction == "bwd" else (direction,)
+        for wanted in directions:
+            for bucket in buckets(wanted):
+                line = next(line for line in lines if line.miss(problem, wanted, bucket) is None)
+                assert set(options) <= set(line.serves)
+                served[line.name] = line
     assert list(lines[-1].serves) == known
     assert {line.name for line in lines} == set(served)
 
@@ -726,7 +734,7 @@ def test_split_bucket_has_split_configs_and_no_other_bucket_has_any():
         split = configs.option_config(packed, SPLIT_BUCKET)
         assert split.split and not configs.option_config(packed, "1k").split
         assert split.kernels(packed)[:2] == [(packed, split), combine]
-    assert buckets("bwd") == (*BUCKETS, TILE_BUCKET, WIDE_TILE_BUCKET, SHORT_SHARED_BUCKET)
+    assert buckets("bwd") == (*BUCKETS, TILE_BUCKET, WIDE_TILE_BUCKET, *SHARED_BUCKETS.values())
     assert buckets("bwd_det") == (*BUCKETS, TILE_BUCKET, WIDE_TILE_BUCKET, SHARED_BUCKET)
 
 

@@ -441,18 +441,17 @@ def test_tile_table_is_sorted_by_length():
         )[-1]
     )
     total = sum(lengths)
-    table = (
-        launch.common.PackedTiles(kernel, len(lengths), total, total, True, 0)
-        .table(options, False, 128)
-        .tolist()
-    )
-    tiles = {(b, block) for b, n in enumerate(lengths) for block in range(max(-(-n // 128), 1))}
-    rows = [row for row in table if row[1] >= 0]
-    assert {(b, block) for b, block, *_ in rows} == tiles and len(rows) == len(tiles)
-    steps = [0 if not lengths[b] else block + 1 for b, block, *_ in rows]
-    assert steps == sorted(steps, reverse=True)
+    tiles = launch.common.PackedTiles(kernel, len(lengths), total, total, True, 0)
     ends = cu_seqlens.tolist()
-    assert all(row[2:6] == [ends[row[0] + 1], lengths[row[0]]] * 2 for row in rows)
+    queries, (queries_too, keys) = tiles.table(options, 128), tiles.tables(options, 128)
+    for of_keys, table in ((False, queries), (False, queries_too), (True, keys)):
+        rows = [row for row in table.tolist() if row[1] >= 0]
+        blocks = [-(-n // 128) if of_keys else max(-(-n // 128), 1) for n in lengths]
+        expected = {(b, block) for b, count in enumerate(blocks) for block in range(count)}
+        assert {(b, block) for b, block, *_ in rows} == expected and len(rows) == len(expected)
+        steps = [blocks[b] - block if of_keys else (block + 1) * (lengths[b] > 0) for b, block, *_ in rows]
+        assert steps == sorted(steps, reverse=True)
+        assert all(row[2:6] == [ends[row[0] + 1], lengths[row[0]]] * 2 for row in rows)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

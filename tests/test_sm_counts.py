@@ -209,6 +209,12 @@ def test_split_passes_share_the_last_tiles_of_equal_length(tiles, queries, parts
     assert parts == 1 or -(-drawn // 132) * 132 - drawn < 132
 
 
+@pytest.mark.parametrize(("tiles", "parts", "whole"), [(280, 1, 280), (132, 1, 132), (40, 3, 0)])
+def test_windows_share_tiles_only_where_there_are_fewer_than_sms(tiles, parts, whole):
+    split = BwdPass("dq+dk+dv", 64, 128, schedule="split", order="apart", reuse_registers=True)
+    assert pass_parts(split, tiles, 1, 6001, False, 132, shares_last=False) == (parts, 1, whole)
+
+
 @pytest.mark.parametrize(
     ("heads", "keys", "causal"), [(32, 4096, True), (2, 8192, True), (34, 2049, False), (32, 4224, False)]
 )

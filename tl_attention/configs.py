@@ -30,7 +30,7 @@ from tl_attention.problem import (
     HALF_DTYPES,
     OPTIONS,
     SHARED_BUCKET,
-    SHORT_SHARED_BUCKET,
+    SHARED_BUCKETS,
     SPLIT_BUCKET,
     STAND_INS,
     AttnProblem,
@@ -235,19 +235,22 @@ def sharing_config(problem: AttnProblem, gpu_name: str) -> FwdConfig | None:
 
 @dataclass(frozen=True)
 class OptionLine:
-    """A line of [options] in the grid. It serves problems whose options are all in `serves`."""
+    """A line of [options] in the grid. It serves problems whose options are all in `serves`, in some buckets or all (None)."""
 
     name: str  # line 2 of [options.d64] fwd
     serves: tuple[str, ...]
     fields: dict[str, Any]
+    buckets: tuple[str, ...] | None = None
 
-    def miss(self, problem: AttnProblem, direction: str) -> str | None:
+    def miss(self, problem: AttnProblem, direction: str, bucket: str) -> str | None:
         """The reason why the line does not serve a problem; None if it does."""
         others = [option for option in problem.options if option not in self.serves]
         if direction != "fwd" and "sink" in others:
             others.remove("sink")  # backward kernels do not depend on a sink
         if others:
             return f"{self.name} does not serve {' '.join(others)}"
+        if self.buckets is not None and bucket not in self.buckets:
+            return f"{self.name} does not serve the bucket {bucket}"
         config = self.config(problem, direction)
         if direction == "bwd_det" and not config.deterministic:
             return f"{self.name} sums dq in no fixed order"
@@ -266,7 +269,8 @@ def option_lines(tile_class: str, direction: str) -> list[OptionLine]:
         OptionLine(
             f"line {number} of [options.{tile_class}] {section}",
             tuple(option for option in known if option in line.get("serves", known)),
-            {name: value for name, value in line.items() if name != "serves"},
+            {name: value for name, value in line.items() if name not in ("serves", "buckets")},
+            line.get("buckets"),
         )
         for number, line in enumerate(_grid()["options"][tile_class][section], 1)
     ]
@@ -280,7 +284,7 @@ def option_config(problem: AttnProblem, bucket: str, direction: str = "fwd") -> 
 def candidates(problem: AttnProblem, bucket: str, direction: str = "fwd") -> list[Config]:
     """Legal configs of the grid for a bucket, the default first. Those of SPLIT_BUCKET and FEW_BUCKET have the tiles of all lengths."""
     found = [default_config(problem, direction, bucket)]
-    bucket = "1k" if bucket == SHORT_SHARED_BUCKET else bucket
+    bucket = next((length for length, shared in SHARED_BUCKETS.items() if shared == bucket), bucket)
     for line in _class_table(problem, direction)["search"]:
         configs = _line_configs(problem, line, direction)
         if bucket in (SPLIT_BUCKET, FEW_BUCKET) and "buckets" not in line:
@@ -363,7 +367,7 @@ def choose_config(problem: AttnProblem, bucket: str, gpu_name: str, direction: s
 def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Choice:
     misses, programs = [], problem.program and program_lines(_grid(), problem, direction, bucket)
     for line in [OptionLine(*x) for x in programs or ()] or option_lines(problem.tile_class, direction):
-        if miss := line.miss(problem, direction):
+        if miss := line.miss(problem, direction, bucket):
             misses.append(miss)
             continue
         config = line.config(problem, direction)

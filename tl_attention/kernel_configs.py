@@ -267,6 +267,10 @@ class BwdPass:
         """True if additions to dq have a fixed order."""
         return self.schedule == "ordered"
 
+    def has_five_counts(self, problem: AttnProblem) -> bool:
+        """True if the query blocks of a key tile have five counts, see kernels.mask.QueryBlocks; else they have fewer."""
+        return problem.is_listed or (self.is_split and problem.has("window"))
+
     def has_dv_tile(self, problem: AttnProblem) -> bool:
         """True if dV is stored through shared memory of its own, so that the next V can be loaded meanwhile; else through that of V."""
         # At 1k keys, against dV through V: d128 5.7 % faster full and 2.2 % causal, d64 2.0 % slower full and 0.5 % causal (H200)

@@ -38,7 +38,7 @@ BARRIER_BYTES = 1024  # static shared memory reserved for barriers
 TILE_BOX_BYTES = 64  # kernels.scheduler.TileBox
 TABLE_BOX_BYTES = 96  # TileBox with a tile table (varlen)
 KEY_TABLE_BOX_BYTES = 128  # kernels.bwd_tiles.KeyTileBox with a tile table
-ORDERED_BOX_BYTES = 96  # the same with the schedule ordered
+LARGE_BOX_BYTES = 96  # the same with the schedule ordered, or with five counts of query blocks
 HOLD_MAX_BYTES = 16  # flags of tiles that need a second run, two int32 per tile in flight
 SEGMENT_BOX_BYTES = 80  # kernels.decode_work.SegmentBox
 BIAS_BYTES = 32  # per column: 16 bf16 numbers, kernels.options.alloc_bias_columns
@@ -139,7 +139,8 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         row_values = _round_up(FP32_BYTES * step * bwd_pass.num_stages * per_row, alignment)
     if bwd_pass.is_dynamic:  # dK, and maybe dV, leave while the next keys come
         elements += owned * (problem.head_dim + problem.head_dim_v * bwd_pass.has_dv_tile(problem))
-        box = ORDERED_BOX_BYTES if bwd_pass.is_ordered or problem.is_listed else TILE_BOX_BYTES
+        is_large = bwd_pass.is_ordered or bwd_pass.has_five_counts(problem)
+        box = LARGE_BOX_BYTES if is_large else TILE_BOX_BYTES
         row_values += KEY_TABLE_BOX_BYTES if problem.has("varlen") else box
     staged = sum(problem.staged_bytes(step, bwd_pass.grads != "dq")) + problem.diagonal_bytes(step)
     if "dq" in bwd_pass.makes and problem.learns and not (bwd_pass.adds_dq and problem.sends_dS):
@@ -405,9 +406,10 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
             else "with another program than a bias or a mask, without an order, or where no dq is summed"
         )
         return f"schedule: expected {' or '.join(schedules)} {where}, got {bwd_pass.schedule!r}"
-    others = {*problem.served_as.options} - {"sink", "varlen"}
+    others = {*problem.served_as.options} - {"sink", "varlen", "window"}
     if bwd_pass.dq_apart and (others or problem.program is not None or bwd_pass.one_tile):
-        return "order: expected another than 'apart' with options other than sink and varlen, a program or one tile of keys, got 'apart'"
+        where = "a program, one tile of keys or more options than sink, varlen and window"
+        return f"order: expected another than 'apart' with {where}, got 'apart'"
     if bwd_pass.dq_apart and bwd_pass.schedule not in ("dynamic", "dynamic-late", "split", "ordered"):
         return f"order: expected another than 'apart' with the schedule {bwd_pass.schedule}, got 'apart'"
     if bwd_pass.dq_apart and (problem.width, bwd_pass.block_M) not in (("d64", 128), ("d128", 64)):
@@ -440,7 +442,10 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
 def _bwd_schedules(problem: AttnProblem) -> tuple[str, ...]:
     """Schedules of a pass by keys that makes all gradients in an order."""
     if problem.program is None:
-        return ("grid", "dynamic-late") if problem.served_as.options else BWD_SCHEDULES
+        options = {*problem.served_as.options} - {"sink"}
+        if options == {"window"}:
+            return "grid", "dynamic-late", "split"
+        return ("grid", "dynamic-late") if options else BWD_SCHEDULES
     if problem.learns_bias:
         return "grid", "dynamic", "dynamic-late"
     if problem.is_mask_of_bits:

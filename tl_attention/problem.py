@@ -89,8 +89,8 @@ FEW_BUCKET = "few"
 JOINED_BUCKET = "joined"
 # One more bucket of the deterministic backward: query heads that share key heads. Additions to dq in a fixed order wait long there
 SHARED_BUCKET = "shared"
-# One of the other backwards: query heads that share key heads, with the keys of the bucket 1k
-SHORT_SHARED_BUCKET = "1k-shared"
+# Those of the other backwards, by length: query heads that share key heads
+SHARED_BUCKETS = {length: f"{length}-shared" for length in BUCKETS}
 # One of the backward: all keys of a head are in one tile, which so has a whole dq
 TILE_BUCKET, TILE_KEYS = "tile", 128
 # The same with a larger tile, which d64 has
@@ -105,7 +105,9 @@ STAND_INS = {
     ROWS_BUCKET: BUCKETS,
     FEW_BUCKET: (),
     SHARED_BUCKET: ("4k", "long", "1k"),
-    SHORT_SHARED_BUCKET: BUCKETS,
+    SHARED_BUCKETS["1k"]: BUCKETS,
+    SHARED_BUCKETS["4k"]: ("4k", "long", "1k"),
+    SHARED_BUCKETS["long"]: ("long", "4k", "1k"),
     TILE_BUCKET: BUCKETS,
     WIDE_TILE_BUCKET: BUCKETS,
 }
@@ -429,7 +431,7 @@ def buckets(direction: str) -> tuple[str, ...]:
     """The buckets of a problem in one of DIRECTIONS: one tuned row each."""
     more = {
         "fwd": (SPLIT_BUCKET, SHORT_BUCKET, ROWS_BUCKET, FEW_BUCKET),
-        "bwd": (TILE_BUCKET, WIDE_TILE_BUCKET, SHORT_SHARED_BUCKET),
+        "bwd": (TILE_BUCKET, WIDE_TILE_BUCKET, *SHARED_BUCKETS.values()),
         "bwd_det": (TILE_BUCKET, WIDE_TILE_BUCKET, SHARED_BUCKET),
     }
     return *BUCKETS, *more[direction]
@@ -449,7 +451,7 @@ def bwd_bucket(deterministic: bool, heads_q: int, heads_kv: int, seqlen_k: int, 
     if seqlen_k <= WIDE_TILE_KEYS and not partial:
         return WIDE_TILE_BUCKET
     bucket = length_bucket(seqlen_k)
-    return SHORT_SHARED_BUCKET if bucket == "1k" and heads_q > heads_kv else bucket
+    return SHARED_BUCKETS[bucket] if heads_q > heads_kv else bucket
 
 
 def tuning_key(problem: AttnProblem, bucket: str) -> str:

@@ -302,7 +302,11 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
         if one.adds_dq and not problem.is_fp32 and not one.rounds(problem):
             helpers.append(Helper("dq from fp32", (4 + stored) * qk * rows_q, stored * qk * rows_q))
         for grad, width in (("dk", qk), ("dv", v)):
-            if one.is_split and problem.causal and shape.heads_q // shape.heads_kv < parts:
+            if (
+                one.is_split
+                and (problem.causal or problem.has("window"))
+                and shape.heads_q // shape.heads_kv < parts
+            ):
                 zeros = 4 * parts * width * rows_in_parts
                 helpers.append(Helper(f"zeros for the fp32 parts of {grad}", zeros))
             if (parts > 1 or (problem.is_fp32 and problem.has("varlen"))) and grad in one.makes:
@@ -360,7 +364,10 @@ def _pass_work(
         tiles = batch * shape.heads_kv * blocks
         queries = _tile_queries(shape, problem, one)
         row_bytes = row_bytes_of(one, problem, row, problem.element_bytes)
-        parts, per_part, whole = pass_parts(one, tiles, heads_per_kv, *queries, gpu.sms, row_bytes)
+        shares_last = not problem.has("window")
+        parts, per_part, whole = pass_parts(
+            one, tiles, heads_per_kv, *queries, gpu.sms, row_bytes, shares_last
+        )
         order_parts = 1 if whole else parts
         if one.is_split:
             per_part = heads_per_kv / order_parts  # each part has some queries of all heads

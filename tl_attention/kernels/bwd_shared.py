@@ -86,7 +86,7 @@ def alloc_shared_tiles(
     stores_tiles = config.adds_dq and not problem.sends_dS
     walkers = 2 * config.is_ordered + config.one_tile + 4 * config.dq_apart
     has_table, late, ordered = problem.has("varlen"), config.draws_late, config.is_ordered
-    box = consumer_warps + walkers, has_table, late, ordered, problem.is_listed
+    box = consumer_warps + walkers, has_table, late, ordered, config.has_five_counts(problem)
     return SharedTiles(
         Q=TileRing(q_shape, dtype_of("q"), consumer_warps, "Q", row_values, parts=parts),
         dO=TileRing(do_shape, dtype_of("do"), consumer_warps, "dO", parts=parts),

@@ -279,7 +279,7 @@ class KeyTileBox(TileBox):
 
     Args:
         readers: warps that read it beside the producer.
-        listed: blocks may have five counts.
+        five_counts: of blocks, in place of up to four.
     """
 
     def __init__(
@@ -288,10 +288,10 @@ class KeyTileBox(TileBox):
         has_table: bool,
         late: bool,
         ordered: bool,
-        listed: bool = False,
+        five_counts: bool = False,
         name: str = "key_tile_box",
     ):
-        super().__init__(has_table or ordered or listed, padded=has_table, name=name)
+        super().__init__(has_table or ordered or five_counts, padded=has_table, name=name)
         # Warps that have read the slot; with `late` the producer is none of them, as it signals the end of its loads
         self.empty = T.alloc_barrier([readers if late else readers + 1] * 2)
         self.loaded = T.alloc_barrier([1, 1]) if late else None  # all loads of the tile are issued

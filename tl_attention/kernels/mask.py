@@ -362,7 +362,7 @@ class QueryBlocks:
     P is 0.
 
     Args:
-        split: the steps may be a share of the blocks, which may be empty; not with a window.
+        split: the steps may be a share of the blocks, which may be empty.
     """
 
     listed = False

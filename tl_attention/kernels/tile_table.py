@@ -1,6 +1,6 @@
-"""Kernel that runs before every kernel for packed sequences: a table of the tiles of all sequences, the longest first.
+"""Kernel that runs before every kernel for packed sequences: tables of the tiles of all sequences, the longest first.
 
-So the last tiles of the attention kernel are short. One CTA counts blocks, sorts tiles by their number of steps (a
+So the last tiles of the attention kernel are short. One CTA per table counts blocks, sorts tiles by their number of steps (a
 counting sort; the order of equals is arbitrary), and writes them.
 """
 
@@ -10,26 +10,55 @@ from tl_attention.kernel_configs import TileTable
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}
+# Sum of the numbers of all threads before this one. sums: 33 numbers of shared memory, of which the last becomes the sum of all threads.
+# T.cumsum leaves the work to one warp: with three of them a table took 8 us, not 5 (H200, 2026-11-26)
+SUM_BEFORE = """
+#include <tl_templates/cuda/common.h>
+TL_DEVICE int tl_attention_sum_lanes(int sum) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    int before = __shfl_up_sync(0xffffffff, sum, distance);
+    if (threadIdx.x % 32 >= distance) sum += before;
+  }
+  return sum;
+}
+TL_DEVICE int tl_attention_sum_before(int number, int *sums) {
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, sum = tl_attention_sum_lanes(number);
+  if (lane == 31) sums[warp] = sum;
+  __syncthreads();
+  int of_warps = tl_attention_sum_lanes(lane < blockDim.x / 32 ? sums[lane] : 0);
+  int before = __shfl_sync(0xffffffff, of_warps, (warp + 31) % 32);
+  if (threadIdx.x == 31) sums[32] = of_warps;
+  __syncthreads();
+  return (warp > 0 ? before : 0) + sum - number;
+}
+"""
 
 
 def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
-    """Build the kernel that fills a tile table. It is the same for all problems.
+    """Build the kernel that fills tile tables. It is the same for all problems.
 
-    A tile is TABLE_ROWS queries, or keys if of_keys. Its kernel loops over blocks of step_rows rows of the other side.
+    A tile of the first table is TABLE_ROWS queries, and its kernel loops over blocks of step_rows keys. In the second table keys and
+    queries change places.
 
     Kernel arguments, all int32:
         Cu_q, Cu_k: [batch + 1], first row of each sequence in the packed tensors.
         Used_q, Used_k: [batch], lengths of the sequences; read if use_q, use_k.
-        Blocks: [2, batch + 1], workspace: blocks of queries and of keys before each sequence.
-        Table: [entries, 8], see scheduler.Tile.read_table. Entries that are not needed get block -1.
-        use_q, use_k, of_keys: 0 or 1.
+        Blocks: [tables, 2, batch + 1], workspace: blocks of queries and of keys before each sequence. There are one or two tables.
+        Table_q, Table_k: [entries, 8], see scheduler.Tile.read_table. Entries that are not needed get block -1. Of one table Table_k is
+            not written.
+        use_q, use_k: 0 or 1.
         step_rows: rows per step.
-        left, right: rows before and after the diagonal that a row sees, or from which it is seen.
+        left, right: keys before and after the diagonal that a query sees.
 
     A sequence without queries has one query tile, so that its padded rows are written.
     """
     threads = config.threads
-    batch, used_q, used_k, entries = T.dynamic("batch, used_q, used_k, entries")
+    batch, used_q, used_k = T.dynamic("batch, used_q, used_k")
+    tables, entries_q, entries_k = T.dynamic("tables, entries_q, entries_k")
+
+    def sum_before(number, sums):
+        return T.call_extern("int32", "tl_attention_sum_before", number, T.address_of(sums[0]))
 
     @T.prim_func
     def flash_tile_table_kernel(
@@ -37,23 +66,25 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
         Cu_k: T.Tensor([batch + 1], "int32"),
         Used_q: T.Tensor([used_q], "int32"),
         Used_k: T.Tensor([used_k], "int32"),
-        Blocks: T.Tensor([2, batch + 1], "int32"),
-        Table: T.Tensor([entries, 8], "int32"),
+        Blocks: T.Tensor([tables, 2, batch + 1], "int32"),
+        Table_q: T.Tensor([entries_q, 8], "int32"),
+        Table_k: T.Tensor([entries_k, 8], "int32"),
         use_q: T.int32,
         use_k: T.int32,
-        of_keys: T.int32,
         step_rows: T.int32,
         left: T.int32,
         right: T.int32,
     ):
-        with T.Kernel(1, threads=threads) as _:
-            count_q = T.alloc_shared([threads], "int32")
-            count_k = T.alloc_shared([threads], "int32")
-            tiles_from = T.alloc_shared([threads], "int32")  # tiles with n steps, then with n or more
+        with T.Kernel(tables, threads=threads, prelude=SUM_BEFORE) as of_keys:
+            tiles_of = T.alloc_shared([threads], "int32")  # tiles with n steps
             next_entry = T.alloc_shared([threads], "int32")  # entry of the next tile with n steps
+            sums = T.alloc_shared([33], "int32")
             thread = T.get_thread_binding()
             blocks_q = T.alloc_var("int32", init=0)
             blocks_k = T.alloc_var("int32", init=0)
+            count_q = T.alloc_var("int32", init=0)
+            count_k = T.alloc_var("int32", init=0)
+            before = T.alloc_var("int32", init=0)
             b = T.alloc_var("int32", init=0)
             low = T.alloc_var("int32", init=0)
             high = T.alloc_var("int32", init=0)
@@ -61,15 +92,16 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
             steps = T.alloc_var("int32", init=0)
             len_q = T.alloc_var("int32", init=0)
             len_k = T.alloc_var("int32", init=0)
+            entries = T.if_then_else(of_keys != 0, entries_k, entries_q)
 
             # Count the blocks before each sequence
             if thread == 0:
-                Blocks[0, 0] = 0
-                Blocks[1, 0] = 0
+                Blocks[of_keys, 0, 0] = 0
+                Blocks[of_keys, 1, 0] = 0
             for chunk in T.serial(T.ceildiv(batch, threads)):
                 b = chunk * threads + thread
-                count_q[thread] = 0
-                count_k[thread] = 0
+                count_q = 0
+                count_k = 0
                 if b < batch:
                     len_q = Cu_q[b + 1] - Cu_q[b]
                     len_k = Cu_k[b + 1] - Cu_k[b]
@@ -77,19 +109,19 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
                         len_q = Used_q[b]
                     if use_k != 0:
                         len_k = Used_k[b]
-                    count_q[thread] = T.max((len_q + TABLE_ROWS - 1) // TABLE_ROWS, 1)
-                    count_k[thread] = (len_k + TABLE_ROWS - 1) // TABLE_ROWS
-                T.sync_threads()
-                T.cumsum(count_q)
-                T.cumsum(count_k)
-                T.sync_threads()
+                    count_q = T.max((len_q + TABLE_ROWS - 1) // TABLE_ROWS, 1)
+                    count_k = (len_k + TABLE_ROWS - 1) // TABLE_ROWS
+                before = sum_before(count_q, sums)
                 if b < batch:
-                    Blocks[0, b + 1] = blocks_q + count_q[thread]
-                    Blocks[1, b + 1] = blocks_k + count_k[thread]
-                blocks_q += count_q[threads - 1]
-                blocks_k += count_k[threads - 1]
+                    Blocks[of_keys, 0, b + 1] = blocks_q + before + count_q
+                blocks_q += sums[32]
                 T.sync_threads()
-            tiles_from[thread] = 0
+                before = sum_before(count_k, sums)
+                if b < batch:
+                    Blocks[of_keys, 1, b + 1] = blocks_k + before + count_k
+                blocks_k += sums[32]
+                T.sync_threads()
+            tiles_of[thread] = 0
             T.sync_threads()
 
             for sweep in T.serial(2):  # 0: count the tiles with n steps, 1: write them
@@ -101,12 +133,12 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
                         high = batch - 1
                         while low < high:
                             b = (low + high + 1) // 2
-                            if Blocks[of_keys, b] <= number:
+                            if Blocks[of_keys, of_keys, b] <= number:
                                 low = b
                             else:
                                 high = b - 1
                         b = low
-                        block = number - Blocks[of_keys, b]
+                        block = number - Blocks[of_keys, of_keys, b]
                         len_q = Cu_q[b + 1] - Cu_q[b]
                         len_k = Cu_k[b + 1] - Cu_k[b]
                         if use_q != 0:
@@ -115,34 +147,45 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
                             len_k = Used_k[b]
                         rows = T.if_then_else(of_keys != 0, len_k, len_q)
                         others = T.if_then_else(of_keys != 0, len_q, len_k)
-                        first = T.max(block * TABLE_ROWS + others - rows - left, 0)
+                        behind = T.if_then_else(of_keys != 0, right, left)
+                        ahead = T.if_then_else(of_keys != 0, left, right)
+                        first = T.max(block * TABLE_ROWS + others - rows - behind, 0)
                         last = T.min(
-                            T.min(block * TABLE_ROWS + TABLE_ROWS, rows) - 1 + others - rows + right,
+                            T.min(block * TABLE_ROWS + TABLE_ROWS, rows) - 1 + others - rows + ahead,
                             others - 1,
                         )
                         steps = T.max(T.max(last, -step_rows) // step_rows - first // step_rows + 1, 0)
                         steps = T.min(steps, threads - 1)
                         if sweep == 0:
-                            T.atomic_add(tiles_from[steps], 1)
+                            T.atomic_add(tiles_of[steps], 1)
                         else:
                             low = T.atomic_add(next_entry[steps], 1, return_prev=True)
-                            Table[low, 0] = b
-                            Table[low, 1] = block
-                            Table[low, 2] = Cu_q[b] + len_q
-                            Table[low, 3] = len_q
-                            Table[low, 4] = Cu_k[b] + len_k
-                            Table[low, 5] = len_k
-                            Table[low, 6] = Blocks[0, b] * TABLE_ROWS
-                            Table[low, 7] = Blocks[1, b] * TABLE_ROWS
+                            if of_keys != 0:
+                                write_entry(Table_k, low, b, block, Cu_q, len_q, Cu_k, len_k, Blocks, of_keys)
+                            else:
+                                write_entry(Table_q, low, b, block, Cu_q, len_q, Cu_k, len_k, Blocks, of_keys)
                     elif (sweep == 0) & (number < entries):
-                        Table[number, 1] = -1
+                        if of_keys != 0:
+                            Table_k[number, 1] = -1
+                        else:
+                            Table_q[number, 1] = -1
                 T.sync_threads()
                 if sweep == 0:
-                    next_entry[thread] = tiles_from[thread]
-                    T.sync_threads()
-                    T.cumsum(tiles_from, reverse=True)
-                    T.sync_threads()
-                    next_entry[thread] = tiles_from[thread] - next_entry[thread]
+                    before = sum_before(tiles_of[thread], sums)
+                    next_entry[thread] = sums[32] - before - tiles_of[thread]  # tiles with more steps
                     T.sync_threads()
 
     return flash_tile_table_kernel
+
+
+@T.macro
+def write_entry(table, entry, b, block, Cu_q, len_q, Cu_k, len_k, Blocks, of_keys):
+    """Write an entry of a table: block `block` of sequence b."""
+    table[entry, 0] = b
+    table[entry, 1] = block
+    table[entry, 2] = Cu_q[b] + len_q
+    table[entry, 3] = len_q
+    table[entry, 4] = Cu_k[b] + len_k
+    table[entry, 5] = len_k
+    table[entry, 6] = Blocks[of_keys, 0, b] * TABLE_ROWS
+    table[entry, 7] = Blocks[of_keys, 1, b] * TABLE_ROWS

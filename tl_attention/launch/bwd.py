@@ -200,7 +200,7 @@ class BwdPlan:
             arguments += (*traced_arguments(traced), *captured.arguments)
             blocks = traced.blocks
         if self.packed:
-            tables = Tables(*(self.tiles.table(options, of_keys, TABLE_ROWS) for of_keys in (False, True)))
+            tables = Tables(*self.tiles.tables(options, TABLE_ROWS))
         lse_log2, delta = self._row_numbers(out, dout, lse, dlse, lse_base2, tables, sink is not None)
         if parts is not None:
             q, k, v, dout = self.part_views.of(*parts)

@@ -131,6 +131,7 @@ def pass_parts(
     on_diagonal: float,
     sms: int,
     row_bytes: int = 0,
+    shares_last: bool = True,
 ) -> tuple[int, int, int]:
     """(parts, heads_per_part, whole) of a pass: key_parts(); whole: with the schedule split the tiles with one CTA each, else 0.
 
@@ -139,10 +140,14 @@ def pass_parts(
 
     Args:
         row_bytes: that a step reads and adds to per query, see row_bytes_of(); 0: CTAs are assumed to read the same rows.
+        shares_last: tiles may be shared where there is at least one per SM. Not with a window: the launches that zero and add up the parts
+            take longer than they save (docs/measurements.md, "Windows").
     """
     head_bytes = bytes_at_once(bwd_pass, queries, sms, row_bytes)
     if not bwd_pass.is_split:
         return *key_parts(tiles, heads_per_kv, queries, on_diagonal, sms, head_bytes=head_bytes), 0
+    if not shares_last and tiles >= sms:
+        return 1, heads_per_kv, tiles
     if not on_diagonal:
         return shared_last_tiles(tiles, heads_per_kv, queries, sms)
     share, share_bytes = (-(-heads_per_kv * n // QUERY_SHARES) for n in (queries, head_bytes))
@@ -274,13 +279,15 @@ class KeyBuffers:
             queries, on_diagonal = causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k)
         self.row_bytes = row_bytes_of(config, problem, sizes.width, sizes.element_bytes)
         by_queries = sizes.heads_per_kv, queries, on_diagonal, sizes.sms, self.row_bytes
-        self.parts, self.heads_per_part, self.whole = pass_parts(config, tiles, *by_queries)
+        shares_last = not problem.has("window")
+        self.parts, self.heads_per_part, self.whole = pass_parts(config, tiles, *by_queries, shares_last)
         # Every tile leaves in fp32, at least as one part
         if config.is_split and problem.has("partial") and self.whole:
             self.parts, self.whole = 1, 0
         assert not problem.causal or self.whole in (0, tiles), "see tiles.SplitGradTiles"
         # A part of a split pass without queries writes nothing. Each key tile has a step per head at least
-        steps = sizes.heads_per_kv * (1 if problem.causal else -(-sizes.queries // config.block_M))
+        uneven = problem.causal or problem.has("window")
+        steps = sizes.heads_per_kv * (1 if uneven else -(-sizes.queries // config.block_M))
         self.may_be_empty = config.is_split and steps < self.parts
         self.writes_dq = config.one_tile or (config.adds_dq and problem.is_fp32)  # no sums beside it
         self.adds_dq = config.adds_dq and not self.writes_dq

@@ -246,19 +246,27 @@ class PackedTiles:
     def __init__(self, kernel: Kernel, batch: int, total_q: int, total_k: int, causal: bool, device: int):
         self.kernel, self.causal, self.device = kernel, causal, device
         self.counts = table_tiles(total_q, batch), table_tiles(total_k, batch)
-        self.blocks = dense((2, batch + 1), torch.int32)
+        self.blocks, self.blocks_of_both = (dense((n, 2, batch + 1), torch.int32) for n in (1, 2))
         self.table_q, self.table_k = (dense((n, TABLE_NUMBERS), torch.int32) for n in self.counts)
 
-    def table(self, options: Options, of_keys: bool, step_rows: int) -> torch.Tensor:
-        """Tile table, int32 [tiles, 8].
+    def table(self, options: Options, step_rows: int) -> torch.Tensor:
+        """Tile table of queries, int32 [tiles, 8].
 
         Args:
-            of_keys: tiles are blocks of keys, else blocks of queries.
             step_rows: rows per step of the kernel that reads the table.
         """
-        blocks, table = empty(*self.blocks), empty(*(self.table_k if of_keys else self.table_q))
+        table = empty(*self.table_q)
+        self._fill(options, step_rows, self.blocks, table, unused_arguments(self.device).table)
+        return table
+
+    def tables(self, options: Options, step_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tile tables of queries and of keys, as table()."""
+        tables = empty(*self.table_q), empty(*self.table_k)
+        self._fill(options, step_rows, self.blocks_of_both, *tables)
+        return tables
+
+    def _fill(self, options: Options, step_rows: int, blocks: tuple, *tables: torch.Tensor) -> None:
         left, right = (MAX_WINDOW, 0) if self.causal else options.bounds
-        behind, ahead = (right, left) if of_keys else (left, right)
         used_q, used_k = options.seqused_q, options.seqused_k
         unused = unused_arguments(self.device).lengths
         self.kernel(
@@ -266,16 +274,14 @@ class PackedTiles:
             options.cu_seqlens_k,
             unused if used_q is None else used_q,
             unused if used_k is None else used_k,
-            blocks,
-            table,
+            empty(*blocks),
+            *tables,
             used_q is not None,
             used_k is not None,
-            of_keys,
             step_rows,
-            behind,
-            ahead,
+            left,
+            right,
         )
-        return table
 
 
 def option_arguments(

@@ -347,7 +347,7 @@ class FwdPlan:
         arguments = self.arguments
         if self.has_options:
             options = options or NO_OPTIONS
-            table = self.tiles.table(options, False, self.step_rows) if self.packed else None
+            table = self.tiles.table(options, self.step_rows) if self.packed else None
             arguments += option_arguments(options, self.batch, self.heads, self.device, table)
         if self.pages is not None:
             arguments += (block_table, *self.pages.arguments)

@@ -61,12 +61,13 @@ def test_partial_gradients_are_not_rounded():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("tiles", [1, 4, 8, 33, 200])
+@pytest.mark.parametrize("tiles", [1, 4, 8, 33, 200, 2000])
 @pytest.mark.parametrize("units", [1, 7, 500])
 def test_a_group_fits_the_slots(units, tiles, causal):
     """Tiles of a group may be drawn in any order: with fewer slots one could wait for another that no CTA has drawn."""
     group, slots = slots_of(units, tiles, 132, causal)
     assert min(group, units) <= slots <= units
+    assert slots >= min(2, units)
     assert group * tiles >= 132 / 2
 
 

@@ -201,8 +201,7 @@ class BwdPass:
     # All keys of a head are in one tile of block_N keys: dq of a step is whole, and is stored. With the schedule dynamic-late or split
     one_tile: bool = False
     part_stages: int = 0  # as in FwdConfig; of the first pass, by keys and with the schedule grid
-    # Warps of the pass round dq, see kernels/bwd_round.py. With the order apart and the schedule split
-    rounds_dq: bool = False
+    rounds_dq: bool = False  # warps of the pass round dq, see kernels/bwd_round.py. With the order apart and the schedule split
 
     @property
     def makes_parts(self) -> bool:
@@ -276,8 +275,7 @@ class BwdPass:
         # At 1k keys, against dV through V: d128 5.7 % faster full and 2.2 % causal, d64 2.0 % slower full and 0.5 % causal (H200)
         # 128 columns fit beside two stages of Q only, and not beside the P' of dropout, tiles of dQ or values per diagonal
         others = problem.has("dropout") or problem.has_diagonals or self.one_tile or self.dq_apart
-        alone = self.num_stages == 2 and not others
-        fits = problem.head_dim_v < 128 or alone
+        fits = problem.head_dim_v < 128 or (self.num_stages == 2 and not others)
         return self.is_dynamic and problem.head_dim_v > 64 and fits
 
 

@@ -19,12 +19,13 @@ MANY_WAVES = 6  # with more in all, groups of half a wave are faster, see docs/m
 def slots_of(units: int, tiles: int, sms: int, causal: bool) -> tuple[int, int]:
     """(group, slots): key heads whose tiles are drawn together, and key heads whose sums exist at a time.
 
-    Tiles of a group may be drawn in any order, so it must fit the slots.
+    Tiles of a group may be drawn in any order, so it must fit the slots. There are two at least: tiles add to one while the other is
+    rounded.
 
     Args:
         units: key heads of all batch entries.
         tiles: key tiles per key head.
     """
-    slots = math.ceil((CAUSAL_WAVES if causal else FULL_WAVES) * sms / tiles)
+    slots = max(2, math.ceil((CAUSAL_WAVES if causal else FULL_WAVES) * sms / tiles))
     in_group = sms / 2 if units * tiles > MANY_WAVES * sms else sms
     return math.ceil(in_group / tiles), min(slots, units)

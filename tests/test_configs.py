@@ -248,6 +248,12 @@ def passes(*texts: str) -> BwdConfig:
             "got 'apart'",
         ),
         (
+            replace(D128, options=("window", "placed")),
+            passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
+            "order: expected another than 'apart' with a program, one tile of keys or more options than sink, varlen and window, "
+            "got 'apart'",
+        ),
+        (
             D64,
             passes("dq+dk+dv 64x128 reuse late-sums persistent"),
             "schedule: expected grid or dynamic or dynamic-late or ordered or split here, got 'persistent'",
@@ -437,12 +443,14 @@ LINES = [
 @pytest.mark.parametrize(("width", "direction"), LINES)
 def test_every_option_line_serves_something_and_the_last_serves_all(width, direction):
     lines = configs.option_lines(width, direction)
+    head_dim, head_dim_v = map(int, (f"{width[1:]}-{width[1:]}").split("-")[:2])
     known = [option for option in OPTIONS if direction == "fwd" or option != "sink"]
     served = {}
     for options in itertools.chain(*(itertools.combinations(known, n) for n in range(1, len(known) + 1))):
-        problem = AttnProblem("bfloat16", 64, 64, False, options)
         directions = (direction, "bwd_det") if direction == "bwd" else (direction,)
-        for wanted in directions:
+        places = ((), ("placed",)) if "window" in options else ((),)
+        for wanted, place in itertools.product(directions, places):
+            problem = AttnProblem("bfloat16", head_dim, head_dim_v, False, (*options, *place))
             for bucket in buckets(wanted):
                 line = next(line for line in lines if line.miss(problem, wanted, bucket) is None)
                 assert set(options) <= set(line.serves)
@@ -455,8 +463,8 @@ def test_option_line_says_why_it_does_not_serve():
     problem = replace(D64, options=("window", "dropout"))
     choice = configs.choose_config(problem, "4k", "NVIDIA H200", "bwd_det")
     assert choice.misses[0] == "line 1 of [options.d64] bwd does not serve dropout"
-    assert "line 6 of [options.d64] bwd sums dq in no fixed order" in choice.misses
-    assert choice.source.startswith("line 9 of [options.d64] bwd of ") and choice.config.deterministic
+    assert "line 7 of [options.d64] bwd sums dq in no fixed order" in choice.misses
+    assert choice.source.startswith("line 10 of [options.d64] bwd of ") and choice.config.deterministic
     with_sink = replace(D64, options=("window", "sink", "dropout"))
     assert configs.choose_config(with_sink, "4k", "NVIDIA H200", "bwd_det") == choice
 

@@ -29,6 +29,7 @@ from tl_attention.problem import (
     FEW_BUCKET,
     HALF_DTYPES,
     OPTIONS,
+    PART_OPTIONS,
     SHARED_BUCKET,
     SHARED_BUCKETS,
     SPLIT_BUCKET,
@@ -244,7 +245,7 @@ class OptionLine:
 
     def miss(self, problem: AttnProblem, direction: str, bucket: str) -> str | None:
         """The reason why the line does not serve a problem; None if it does."""
-        others = [option for option in problem.options if option not in self.serves]
+        others = [option for option in problem.options if option not in (*self.serves, *PART_OPTIONS)]
         if direction != "fwd" and "sink" in others:
             others.remove("sink")  # backward kernels do not depend on a sink
         if others:
@@ -254,7 +255,8 @@ class OptionLine:
         config = self.config(problem, direction)
         if direction == "bwd_det" and not config.deterministic:
             return f"{self.name} sums dq in no fixed order"
-        fault = problem.program and legality.fault(problem, config, direction)
+        is_checked = problem.program or problem.has("placed")
+        fault = legality.fault(problem, config, direction) if is_checked else None
         return f"{self.name} does not serve, {fault}" if fault else None
 
     def config(self, problem: AttnProblem, direction: str) -> Config:
@@ -270,7 +272,7 @@ def option_lines(tile_class: str, direction: str) -> list[OptionLine]:
             f"line {number} of [options.{tile_class}] {section}",
             tuple(option for option in known if option in line.get("serves", known)),
             {name: value for name, value in line.items() if name not in ("serves", "buckets")},
-            line.get("buckets"),
+            tuple(line["buckets"]) if "buckets" in line else None,
         )
         for number, line in enumerate(_grid()["options"][tile_class][section], 1)
     ]

@@ -362,12 +362,12 @@ class AttnProblem:
 
     @property
     def served_as(self) -> AttnProblem:
-        """The problem without PART_OPTIONS whose configs serve this one.
+        """The problem whose configs serve this one: of PART_OPTIONS it has `placed` alone, which some configs do not take.
 
         `placed` takes registers that the config for dropout does not have to spare: such a problem gets the config for dropout and softcap.
         """
         names = (*self.options, "softcap") if self.has("placed") and self.has("dropout") else self.options
-        return replace(self, options=tuple(name for name in OPTIONS if name in names))
+        return replace(self, options=tuple(name for name in (*OPTIONS, "placed") if name in names))
 
     @property
     def plain(self) -> AttnProblem:

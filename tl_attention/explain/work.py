@@ -302,11 +302,8 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
         if one.adds_dq and not problem.is_fp32 and not one.rounds(problem):
             helpers.append(Helper("dq from fp32", (4 + stored) * qk * rows_q, stored * qk * rows_q))
         for grad, width in (("dk", qk), ("dv", v)):
-            if (
-                one.is_split
-                and (problem.causal or problem.has("window"))
-                and shape.heads_q // shape.heads_kv < parts
-            ):
+            uneven = problem.causal or problem.has("window")
+            if one.is_split and uneven and shape.heads_q // shape.heads_kv < parts:
                 zeros = 4 * parts * width * rows_in_parts
                 helpers.append(Helper(f"zeros for the fp32 parts of {grad}", zeros))
             if (parts > 1 or (problem.is_fp32 and problem.has("varlen"))) and grad in one.makes:

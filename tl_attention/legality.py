@@ -38,7 +38,9 @@ BARRIER_BYTES = 1024  # static shared memory reserved for barriers
 TILE_BOX_BYTES = 64  # kernels.scheduler.TileBox
 TABLE_BOX_BYTES = 96  # TileBox with a tile table (varlen)
 KEY_TABLE_BOX_BYTES = 128  # kernels.bwd_tiles.KeyTileBox with a tile table
-LARGE_BOX_BYTES = 96  # the same with the schedule ordered, or with five counts of query blocks
+LARGE_BOX_BYTES = (
+    96  # KeyTileBox with the schedule ordered, or with five counts of query blocks; no tile table
+)
 HOLD_MAX_BYTES = 16  # flags of tiles that need a second run, two int32 per tile in flight
 SEGMENT_BOX_BYTES = 80  # kernels.decode_work.SegmentBox
 BIAS_BYTES = 32  # per column: 16 bf16 numbers, kernels.options.alloc_bias_columns

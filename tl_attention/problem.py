@@ -89,7 +89,7 @@ FEW_BUCKET = "few"
 JOINED_BUCKET = "joined"
 # One more bucket of the deterministic backward: query heads that share key heads. Additions to dq in a fixed order wait long there
 SHARED_BUCKET = "shared"
-# Those of the other backwards, by length: query heads that share key heads
+# Further buckets of the other backwards, one per length bucket: query heads that share key heads
 SHARED_BUCKETS = {length: f"{length}-shared" for length in BUCKETS}
 # One of the backward: all keys of a head are in one tile, which so has a whole dq
 TILE_BUCKET, TILE_KEYS = "tile", 128

@@ -55,7 +55,7 @@ TL_DEVICE void tl_attention_add_by_tma(float const *first_block, float *tile, vo
   }
 }
 """
-# A barrier has told that additions by TMA are complete. Those of this thread come after them
+# Additions by TMA of other CTAs are complete, by a barrier. This fence puts the additions of this thread after them
 FENCE_ADDITIONS = """
 TL_DEVICE void tl_attention_fence_additions() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 """

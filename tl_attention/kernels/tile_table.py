@@ -46,8 +46,8 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
         Used_q, Used_k: [batch], lengths of the sequences; read if use_q, use_k.
         Blocks: [tables, 2, batch + 1], workspace of each table: blocks of queries and of keys before each sequence. There are one or two
             tables.
-        Table_q, Table_k: [entries, 8], see scheduler.Tile.read_table. Entries that are not needed get block -1. Of one table Table_k is
-            not written.
+        Table_q, Table_k: [entries, 8], see scheduler.Tile.read_table. Entries that are not needed get block -1. Table_k is not
+            written where there is one table.
         use_q, use_k: 0 or 1.
         step_rows: rows per step.
         left, right: keys before and after the diagonal that a query sees.

@@ -42,8 +42,9 @@ TILE_QUERIES, PART_QUERIES, TAIL = 192, 256, 0.35
 # Under a causal mask CTAs take different times per head, so those of a key head soon read more heads at once than the L2 holds. The
 # share of time that this adds where the query rows that are read at once have many more than NEAR_BYTES (H200, docs/measurements.md)
 DRIFT, NEAR_BYTES = 0.2, 66 << 20
-# Head groups of passes whose CTAs compute several key tiles (docs/measurements.md, "Head groups of short heads"). Of heads with at most
-# SHORT_BLOCKS tiles: bytes of query rows, and tiles per SM. Of packed sequences whose rows of a key head exceed L2_SHARE: tiles per SM
+# Head groups of passes whose CTAs compute several key tiles (docs/measurements.md, "Head groups of short heads"). Groups of heads with at
+# most SHORT_BLOCKS tiles have SHORT_SHARE bytes of query rows, and SHORT_TILES tiles per SM. Groups of packed sequences whose rows of a key
+# head exceed L2_SHARE have PACKED_TILES tiles per SM
 SHORT_BLOCKS, SHORT_SHARE, SHORT_TILES, PACKED_TILES = 8, 12 << 20, 0.75, 1
 
 

@@ -419,7 +419,8 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         return (
             f"order: expected 'apart' for d64 in steps of 128 queries or d128 in steps of 64 alone, got {got}"
         )
-    if bwd_pass.rounds_dq and not (bwd_pass.dq_apart and bwd_pass.is_split):
+    schedule = "dynamic-late" if problem.has("varlen") else "split"
+    if bwd_pass.rounds_dq and not (bwd_pass.dq_apart and bwd_pass.schedule == schedule):
         got = f"the order {bwd_pass.order!r} and the schedule {bwd_pass.schedule}"
         return f"rounds_dq: expected False with {got}, got True"
     if fault := _parts_fault(problem, bwd_pass, "in the pass of dq alone" if owns_queries else None):

@@ -118,8 +118,12 @@ class Options:
     @functools.cached_property
     def max_seqlen_q_rounded(self) -> int:
         """max_seqlen_q rounded up to its three leading bits, so that similar lengths share launch plans."""
-        step = 1 << max(self.max_seqlen_q.bit_length() - 3, 0)
-        return -(-self.max_seqlen_q // step) * step
+        return rounded_length(self.max_seqlen_q)
+
+    @functools.cached_property
+    def longest_rounded(self) -> int:
+        """The larger one of max_seqlen_q and max_seqlen_k, rounded up likewise."""
+        return rounded_length(max(self.max_seqlen_q, self.max_seqlen_k))
 
     @functools.cached_property
     def key(self) -> tuple:
@@ -275,6 +279,12 @@ def canonical_window(causal: bool, window_size: Sequence[int | None]) -> tuple[b
     if left == UNLIMITED and right == 0:
         return True, (UNLIMITED, UNLIMITED)
     return False, (left, right)
+
+
+def rounded_length(length: int) -> int:
+    """A length rounded up to its three leading bits."""
+    step = 1 << max(length.bit_length() - 3, 0)
+    return -(-length // step) * step
 
 
 def rows_in_use(cu_seqlens: torch.Tensor, seqused: torch.Tensor | None, total: int) -> torch.Tensor:

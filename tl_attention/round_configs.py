@@ -15,6 +15,10 @@ ROUNDING_BYTES = ROUNDING_WARPS * ROUND_STAGES * ROUND_STAGE_BYTES  # shared mem
 CAUSAL_WAVES, FULL_WAVES = 3, 2
 MANY_WAVES = 6  # with more in all, groups of half a wave are faster, see docs/measurements.md
 
+# Packed sequences, tiles per SM: heads that go side by side; what is left behind the last sequences at most, whose heads do; and slots for
+# sums at least
+SIDE_WAVES, LAST_WAVES, RING_WAVES = 1, 2, 3
+
 
 def slots_of(units: int, tiles: int, sms: int, causal: bool) -> tuple[int, int]:
     """(group, slots): key heads whose tiles are drawn together, and key heads whose sums exist at a time.
@@ -29,3 +33,15 @@ def slots_of(units: int, tiles: int, sms: int, causal: bool) -> tuple[int, int]:
     slots = max(2, math.ceil((CAUSAL_WAVES if causal else FULL_WAVES) * sms / tiles))
     in_group = sms / 2 if units * tiles > MANY_WAVES * sms else sms
     return math.ceil(in_group / tiles), min(slots, units)
+
+
+def ring_tiles(tiles: int, longest: int, sms: int) -> int:
+    """Tiles of packed sequences whose sums exist at a time, see kernels/bwd_round_packed.py.
+
+    A head of the longest sequence fits, and so do heads side by side. Tiles of other heads may run beside them.
+
+    Args:
+        tiles: of all heads of all sequences.
+        longest: tiles per head of the longest sequence.
+    """
+    return min(tiles, max(RING_WAVES * sms, longest + SIDE_WAVES * sms))

@@ -37,7 +37,7 @@ from tl_attention.problem import (
     decode_problem,
     length_bucket,
 )
-from tl_attention.round_configs import slots_of
+from tl_attention.round_configs import ring_tiles, slots_of
 from tl_attention.testing import counts
 from tl_attention.testing.counts import bounds
 from tl_attention.testing.shapes import Shape, sequences
@@ -324,8 +324,12 @@ def _slots_of(shape: Shape, one: BwdPass, problem: AttnProblem, gpu: Gpu) -> tup
 
 def _summed_rows(shape: Shape, one: BwdPass, problem: AttnProblem, gpu: Gpu) -> int:
     """Rows of the sums of dq that exist at a time, where a pass rounds them."""
+    heads_per_kv = shape.heads_q // shape.heads_kv
+    if problem.has("varlen"):
+        tiles = [-(-max(lengths) // TABLE_ROWS) for lengths in sequences(shape)]
+        return ring_tiles(sum(tiles) * shape.heads_kv, max(tiles), gpu.sms) * heads_per_kv * TABLE_ROWS
     _, slots = _slots_of(shape, one, problem, gpu)
-    return slots * shape.heads_q // shape.heads_kv * shape.seqlen_q
+    return slots * heads_per_kv * shape.seqlen_q
 
 
 def _unseen_queries(shape: Shape, problem: AttnProblem) -> int:
@@ -374,7 +378,7 @@ def _pass_work(
         stream = int(longest_q * per_part * row_bytes)
         sizes = longest_q * row_bytes, most_tiles, most_tiles if shape.is_varlen else None
         group = key_head_group(one, heads * shape.batch, heads_per_kv, *sizes, gpu.sms)
-    if one.rounds(problem):
+    if one.rounds(problem) and not shape.is_varlen:
         group = _slots_of(shape, one, problem, gpu)[0] * order_parts
     tiles = launch_order(by_sequence, heads, group, shape.is_varlen, ordered, one.grads == "dq", shares)
     tiles = share_last(tiles, whole, parts if whole else 1)
@@ -383,7 +387,8 @@ def _pass_work(
     busy = clocks.of_pass(problem, one, gpu, flops, cut, asked, gradients)
     # Each sum is also read, and set to 0, beside the additions of the steps that see its query
     if one.rounds(problem):
-        busy["adding dq in L2"] *= 1 + 2 * shape.seqlen_q / (M * sum(by_sequence[0]))
+        rows = sum(rows_q for rows_q, _ in sequences(shape))
+        busy["adding dq in L2"] *= 1 + 2 * rows / (M * sum(map(sum, by_sequence)))
     stored = sum(v if grad == "dv" else qk for grad in one.makes if not (grad == "dq" and one.makes_all))
     groups = shape.batch * (shape.heads_kv * parts if one.grads != "dq" else shape.heads_kv)
     tile_bytes = problem.element_bytes * owned * row + problem.output_bytes * owned * stored

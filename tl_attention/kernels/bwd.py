@@ -21,7 +21,7 @@ from tl_attention.kernels import products as fp32
 from tl_attention.kernels.block_lists import query_blocks
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
 from tl_attention.kernels.bwd_order import OrderedBlocks
-from tl_attention.kernels.bwd_round import DqRounding, RecycledBlocks
+from tl_attention.kernels.bwd_round_packed import rounding_of
 from tl_attention.kernels.bwd_scores import exponentiate, hides_raw, prefetches_lse, scale_of_scores
 from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles, stages_P
 from tl_attention.kernels.bwd_store import BiasGradient, store_gradients
@@ -66,7 +66,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             With the schedule split as tiles.SplitGradTiles has them.
         softmax_scale: fp32. heads_per_kv, .., ctas: int32, see KeyTileCounts.
         Tickets: int32 [2], zeros before and after the kernel. Not with the schedule grid.
-        dQ, Progress_dq, sum_slots: see bwd_round.DqRounding. Only where the pass rounds dQ; dQ_sum then has RecycledBlocks.
+        dQ, Progress_dq, sum_slots: see bwd_round_packed.rounding_of. Only where the pass rounds dQ.
         Turns: int32, one per row block of dQ_sum, 0 before. With the schedule ordered alone. whole: of KeyTileCounts, with split alone.
         left, .., Table: see options.OptionArguments. Only where the problem has options.
     """
@@ -468,13 +468,13 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             inputs = InputParts(problem, pairs, Progress, config.part_stages, tiles_ahead=tiles_ahead)
             rounding, dq_sums = None, Sums(dQ_sum, rounded_q // 16)
             if rounds:
-                dq_sums = RecycledBlocks(dQ_sum, rounded_q // 16, sum_slots * heads_per_kv)
-                sums = dq_sums, rounded_q, Progress_dq, sum_slots
-                rounding = DqRounding(problem, config, dQ, *sums, counts, heads_kv)
+                sums = dQ_sum, Progress_dq, counts, heads_kv, sum_slots, rounded_q
+                rounding = rounding_of(problem, config, dQ, *sums, Table if varlen else None)
+                dq_sums = rounding.sums
             shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared, inputs, rounding)
             order_heads = heads_kv * bwd_tiles.order_parts(config, counts)
             all_heads, table = (order_heads, Table) if varlen else (order_heads * batch, None)
-            order = bwd_tiles.key_order(problem, config, counts, order_heads, all_heads, table)
+            order = bwd_tiles.key_order(problem, config, counts, heads_kv, order_heads, all_heads, table)
             Tiles = PackedGradTiles if varlen else DenseGradTiles
             if config.is_split:
                 Tiles = functools.partial(SplitGradTiles, counts=counts, block_N=block_N)

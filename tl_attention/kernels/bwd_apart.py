@@ -17,12 +17,12 @@ import tilelang.language as T
 
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
 from tl_attention.kernels.bwd_order import AddingOrder
-from tl_attention.kernels.bwd_round import RecycledBlocks
+from tl_attention.kernels.bwd_round import RowMajorBlocks
 
 ROWS, COLUMNS = 64, 64  # of dQ at a time: 32 registers
 
 # tile: 4 KB of shared memory per warp, in the order of FragmentBlocks, where the blocks of 16 rows are contiguous; by_rows: in that of
-# RecycledBlocks
+# RowMajorBlocks
 ADD_BY_TMA = """
 #include <tl_templates/cuda/copy_sm90.h>
 template <int cols, int width_blocks, bool by_rows = false>
@@ -71,7 +71,7 @@ class DqSums:
     @T.inline
     def add(self, acc_dq, sums, row_block, first_col):
         """Start to add a fragment [64, columns], when the additions before have read the shared memory."""
-        order = ", true" if isinstance(sums, RecycledBlocks) else ""
+        order = ", true" if isinstance(sums, RowMajorBlocks) else ""
         name = f"tl_attention_add_by_tma<{acc_dq.shape[1]}, {sums.tensor.shape[1]}{order}>"
         T.evaluate(
             T.call_extern(

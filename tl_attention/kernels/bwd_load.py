@@ -215,6 +215,12 @@ class KeyTileProducer:
                         rounding.count_added(tile, DQ_WARPS)
                 stream.draw_ticket()
                 stream.next_number()
+            elif tile.by_sequence:
+                if tile.tile.exists:  # without keys
+                    stream.draw_ticket()
+                    stream.next_number()
+                else:
+                    stream.skip_to(self.order.num_tiles)
             else:
                 stream.skip_to(tile.group_end(stream.number[0]))
         box.close(turn)

@@ -24,7 +24,7 @@ import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels.tiles import FragmentBlocks
-from tl_attention.problem import AttnProblem
+from tl_attention.problem import TABLE_ROWS, AttnProblem
 from tl_attention.round_configs import (
     ROUND_STAGE_BYTES,
     ROUND_STAGES,
@@ -35,9 +35,8 @@ from tl_attention.round_configs import (
 
 DQ_WARPS = 4  # warps that add dQ in the order "apart"
 
-# progress: blocks of ROUNDED_ROWS rows drawn; then per unit DQ_WARPS times the parts of tiles added; then per unit the blocks rounded. Sums
-# are in the order of RecycledBlocks
-ROUND_DQ = """
+# Rounding of rows of sums in the order of RowMajorBlocks
+ROUND_ROWS = """
 #include <tl_templates/cuda/copy_sm90.h>
 TL_DEVICE void tl_attention_await_count(int const *counter, int wanted) {
   int count;
@@ -124,6 +123,9 @@ TL_DEVICE int tl_attention_draw_rows(int *progress) {
     asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(number) : "l"(progress) : "memory");
   return number;
 }
+"""
+# progress: blocks of ROUNDED_ROWS rows drawn; then per unit DQ_WARPS times the parts of tiles added; then per unit the blocks rounded
+ROUND_DQ = """\
 // heads_per_unit: query heads per key head. slots: see DqRounding. sum_rows: of the sums of a head. tiles, parts: key tiles of a unit, and
 // parts that a tile counts as
 template <int width, int stages>
@@ -154,11 +156,11 @@ TL_DEVICE void tl_attention_round_dq(int *progress, float *sums, tl_attention_gr
 """
 
 
-def rounding_code(problem: AttnProblem) -> str:
-    """CUDA in front of a kernel with a DqRounding."""
-    code = ROUND_DQ.replace("PAIR", {"bfloat16": "bf16x2", "float16": "f16x2"}[problem.dtype])
+def rounding_code(problem: AttnProblem, loop: str) -> str:
+    """CUDA in front of a kernel with a Rounding. loop: of its warps."""
+    code = (ROUND_ROWS + loop).replace("PAIR", {"bfloat16": "bf16x2", "float16": "f16x2"}[problem.dtype])
     sizes = {"DQ_WARPS": DQ_WARPS, "ROUNDED_ROWS": ROUNDED_ROWS}
-    sizes |= {"STAGE_BYTES": ROUND_STAGE_BYTES, "WARPS": ROUNDING_WARPS}
+    sizes |= {"STAGE_BYTES": ROUND_STAGE_BYTES, "WARPS": ROUNDING_WARPS, "TABLE_ROWS": TABLE_ROWS}
     for name, number in sizes.items():
         code = code.replace(name, str(number))
     return code
@@ -169,11 +171,13 @@ def key_policy(problem: AttnProblem, config: BwdPass) -> str | None:
     return "evict_first" if config.rounds(problem) else None
 
 
-@dataclass(frozen=True)
-class RecycledBlocks(FragmentBlocks):
-    """Sums of which `matrices` exist at a time, in blocks of 16 x 8 as FragmentBlocks, but each in row-major order.
+class RowMajorBlocks(FragmentBlocks):
+    """Sums in blocks of 16 x 8 as FragmentBlocks, but each in row-major order. add() and store() do not fit them."""
 
-    add() and store() do not fit them.
+
+@dataclass(frozen=True)
+class RecycledBlocks(RowMajorBlocks):
+    """Sums of which `matrices` exist at a time.
 
     Args:
         matrices: matrices in the tensor.
@@ -186,15 +190,13 @@ class RecycledBlocks(FragmentBlocks):
 
 
 @dataclass(frozen=True)
-class DqRounding:
+class Rounding:
     """Sums of dQ that are rounded beside the pass that adds to them.
 
     Args:
-        dQ: gradient [batch, seqlen_q, heads, columns <= head_dim].
-        sums: RecycledBlocks of the query heads of `slots` units.
-        sum_rows: rows of the sums of a head.
-        progress: int32 [1 + 2 * units], 0 before the kernel, see ROUND_DQ.
-        slots: units whose sums exist at a time.
+        dQ: gradient [batch, seqlen_q, heads, columns <= head_dim]; of packed sequences as tiles.packed has it.
+        sums: RowMajorBlocks.
+        progress: int32, 0 before the kernel; what it counts is for a subclass to say.
         counts: bwd_tiles.KeyTileCounts.
     """
 
@@ -202,11 +204,51 @@ class DqRounding:
     config: BwdPass
     dQ: Any
     sums: Any
-    sum_rows: Any
     progress: Any
-    slots: Any
     counts: Any
     heads_kv: Any
+
+    def counter(self, tile: Any) -> Any:
+        """Index in `progress` of the count of additions that a tile is part of."""
+        raise NotImplementedError
+
+    def weight(self, tile: Any, tiles: Any) -> Any:
+        """Count that a warp adds for a tile."""
+        raise NotImplementedError
+
+    def await_slot(self, tile: Any) -> Any:
+        """Wait until the memory of a tile's sums is free; called by a warp."""
+        raise NotImplementedError
+
+    def _call(self, memory: Any, softmax_scale: Any) -> Any:
+        """Call of the loop of the warps that round. memory: shared memory of the CTA."""
+        raise NotImplementedError
+
+    def count_added(self, tile: Any, number: Any) -> Any:
+        """Add `number` to the count of additions of a tile; called by one lane."""
+        counter = T.address_of(self.progress[self.counter(tile)])
+        return T.evaluate(T.call_extern("handle", "tl_attention_count", counter, number))
+
+    @T.inline
+    def round(self, softmax_scale):
+        """Round the rows that this warp draws, until there are none left."""
+        memory = T.alloc_shared([ROUNDING_BYTES // 4], "float32")
+        self._call(memory, softmax_scale)
+
+
+@dataclass(frozen=True)
+class DqRounding(Rounding):
+    """Rounding of dense tensors by units.
+
+    Args:
+        sums: RecycledBlocks of the query heads of `slots` units.
+        sum_rows: rows of the sums of a head.
+        progress: [1 + 2 * units], see ROUND_DQ.
+        slots: units whose sums exist at a time.
+    """
+
+    sum_rows: Any
+    slots: Any
 
     def unit(self, tile: Any) -> Any:
         """Number of the unit of a tile."""
@@ -216,14 +258,12 @@ class DqRounding:
     def units(self) -> Any:
         return self.dQ.shape[0] * self.heads_kv
 
-    def weight(self, tile: Any, tiles: Any) -> Any:
-        """Count that a warp adds for a tile: 1 for a part, `parts` for a tile that no other CTA shares."""
-        return T.if_then_else(tiles.shared_number(tile) >= 0, 1, self.counts.parts)
+    def counter(self, tile: Any) -> Any:
+        return 1 + self.unit(tile)
 
-    def count_added(self, tile: Any, number: Any) -> Any:
-        """Add `number` to the count of a tile's unit; called by one lane."""
-        counter = T.address_of(self.progress[1 + self.unit(tile)])
-        return T.evaluate(T.call_extern("handle", "tl_attention_count", counter, number))
+    def weight(self, tile: Any, tiles: Any) -> Any:
+        """1 for a part, `parts` for a tile that no other CTA shares."""
+        return T.if_then_else(tiles.shared_number(tile) >= 0, 1, self.counts.parts)
 
     def _await_rounded(self, unit: Any) -> Any:
         counter = T.address_of(self.progress[1 + self.units + unit])
@@ -232,11 +272,10 @@ class DqRounding:
 
     @T.inline
     def await_slot(self, tile):
-        """Wait until the memory of a tile's sums is free; called by a warp."""
         if self.unit(tile) >= self.slots:
             self._await_rounded(self.unit(tile) - self.slots)
 
-    def _round(self, memory: Any, softmax_scale: Any) -> Any:
+    def _call(self, memory: Any, softmax_scale: Any) -> Any:
         batch, *sizes = self.dQ.shape
         first = T.address_of(self.dQ[0, 0, 0, 0])
         gradient = T.call_extern("handle", "tl_attention_gradient_of", first, *self.dQ.strides[:3], *sizes)
@@ -255,9 +294,3 @@ class DqRounding:
         )
         name = f"tl_attention_round_dq<{self.problem.head_dim}, {ROUND_STAGES}>"
         return T.evaluate(T.call_extern("handle", name, *arguments))
-
-    @T.inline
-    def round(self, softmax_scale):
-        """Round the rows that this warp draws, until there are none left."""
-        memory = T.alloc_shared([ROUNDING_BYTES // 4], "float32")
-        self._round(memory, softmax_scale)

@@ -11,7 +11,9 @@ import tilelang.language as T
 from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels.mask import Mask
 from tl_attention.kernels.scheduler import Tile, TileBox, TileOrder, indices
+from tl_attention.kernels.sequence_order import SequenceOrder, SequenceTile
 from tl_attention.problem import TABLE_ROWS, AttnProblem
+from tl_attention.round_configs import LAST_WAVES, SIDE_WAVES
 
 Piece = tuple[slice, slice]  # rows (queries) and columns of a dQ tile
 
@@ -106,7 +108,13 @@ def order_parts(config: BwdPass, counts: KeyTileCounts) -> Any:
 
 
 def key_order(
-    problem: AttnProblem, config: BwdPass, counts: KeyTileCounts, heads: Any, all_heads: Any, table: Any
+    problem: AttnProblem,
+    config: BwdPass,
+    counts: KeyTileCounts,
+    key_heads: Any,
+    heads: Any,
+    all_heads: Any,
+    table: Any,
 ) -> TileOrder:
     """Order of the key tiles of a launch. In terms of TileOrder the blocks are of keys, and a key head has order_parts() heads."""
     order = {
@@ -119,6 +127,10 @@ def key_order(
         "table": table,
         "tiles_per_entry": TABLE_ROWS // config.block_N,
     }
+    if config.rounds(problem) and problem.has("varlen"):
+        last = T.ceildiv(LAST_WAVES * counts.ctas, heads)
+        side = {"side_tiles": SIDE_WAVES * counts.ctas, "last_entries": last}
+        return SequenceOrder(**order, key_heads=key_heads, **side)
     return (
         SplitOrder(**order, whole=counts.whole, parts=counts.parts) if config.is_split else TileOrder(**order)
     )
@@ -145,7 +157,9 @@ class KeyTile:
         split: bool = False,
         name: str = "key_tile",
     ):
-        self.tile, self.block_N, self.ordered, self.split = Tile(order), block_N, ordered, split
+        self.by_sequence = isinstance(order, SequenceOrder)
+        self.tile = SequenceTile(order) if self.by_sequence else Tile(order)
+        self.block_N, self.ordered, self.split = block_N, ordered, split
         self.steps = T.alloc_var("int32", init=0) if split else None
         self.first = T.alloc_var("int32", init=0)
         self.part_idx = T.alloc_var("int32", init=0)
@@ -153,6 +167,7 @@ class KeyTile:
         self.rank, self.shared_from = (T.alloc_var("int32", init=0) if ordered else None for _ in range(2))
         self.end_q, self.len_q, self.padded_q = self.tile.end_q, self.tile.len_q, self.tile.padded_q
         self.end_k, self.len_k, self.padded_k = self.tile.end_k, self.tile.len_k, self.tile.padded_k
+        self.tiles_before = self.tile.tiles_before if self.by_sequence else None
 
     @T.inline
     def start(self, number, counts, blocks):
@@ -205,11 +220,13 @@ class KeyTile:
         if self.ordered:
             return self.rank, self.shared_from
         padded = () if self.padded_q is None else (self.padded_q, self.padded_k)
-        return *self.tile.sequence, *padded
+        return *self.tile.sequence, *padded, *((self.tiles_before,) if self.by_sequence else ())
 
     @property
     def exists(self) -> Any:
-        """False where the table has no entry, or a share of a split tile no queries."""
+        """False where the table has no entry, by sequence also where the tile has no keys, or a share of a split tile no queries."""
+        if self.by_sequence:
+            return self.tile.exists & self.tile.has_keys
         return self.steps[0] > 0 if self.split else self.tile.exists
 
     def group_end(self, number: Any) -> Any:

@@ -1,12 +1,13 @@
 """Kernel that runs before every kernel for packed sequences: tables of the tiles of all sequences, the longest first.
 
 So the last tiles of the attention kernel are short. One CTA per table counts blocks, sorts tiles by their number of steps (a
-counting sort; the order of equals is arbitrary), and writes them.
+counting sort; the order of equals is arbitrary), and writes them. For a sequence_order.SequenceOrder it sorts sequences by their tiles.
 """
 
 import tilelang.language as T
 
 from tl_attention.kernel_configs import TileTable
+from tl_attention.kernels.sequence_order import sequence_tiles
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}
@@ -51,6 +52,7 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
         use_q, use_k: 0 or 1.
         step_rows: rows per step.
         left, right: keys before and after the diagonal that a query sees.
+        by_sequence: 0 or 1. 1: Table_k is that of a sequence_order.SequenceOrder; `Blocks` then has its tiles in place of blocks of keys.
 
     A sequence without queries has one query tile, so that its padded rows are written.
     """
@@ -75,6 +77,7 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
         step_rows: T.int32,
         left: T.int32,
         right: T.int32,
+        by_sequence: T.int32,
     ):
         with T.Kernel(tables, threads=threads, prelude=SUM_BEFORE) as of_keys:
             tiles_of = T.alloc_shared([threads], "int32")  # tiles with n steps
@@ -112,6 +115,8 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
                         len_k = Used_k[b]
                     count_q = T.max((len_q + TABLE_ROWS - 1) // TABLE_ROWS, 1)
                     count_k = (len_k + TABLE_ROWS - 1) // TABLE_ROWS
+                    if (of_keys != 0) & (by_sequence != 0):
+                        count_k = sequence_tiles(len_q, len_k)
                 before = sum_before(count_q, sums)
                 if b < batch:
                     Blocks[of_keys, 0, b + 1] = blocks_q + before + count_q
@@ -125,56 +130,91 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
             tiles_of[thread] = 0
             T.sync_threads()
 
-            for sweep in T.serial(2):  # 0: count the tiles with n steps, 1: write them
+            if (of_keys != 0) & (by_sequence != 0):
+                for sweep in T.serial(2):  # 0: count the tiles of sequences with n tiles, 1: write them
+                    for chunk in T.serial(T.ceildiv(batch, threads)):
+                        b = chunk * threads + thread
+                        if b < batch:
+                            count_k = Blocks[of_keys, 1, b + 1] - Blocks[of_keys, 1, b]
+                            steps = T.min(count_k, threads - 1)
+                            if sweep == 0:
+                                T.atomic_add(tiles_of[steps], count_k)
+                            else:
+                                len_q = Cu_q[b + 1] - Cu_q[b]
+                                len_k = Cu_k[b + 1] - Cu_k[b]
+                                if use_q != 0:
+                                    len_q = Used_q[b]
+                                if use_k != 0:
+                                    len_k = Used_k[b]
+                                low = T.atomic_add(next_entry[steps], count_k, return_prev=True)
+                                for i in T.serial(count_k):
+                                    write_entry(
+                                        Table_k, low + i, b, i, Cu_q, len_q, Cu_k, len_k, Blocks, of_keys
+                                    )
+                    T.sync_threads()
+                    if sweep == 0:
+                        before = sum_before(tiles_of[thread], sums)
+                        next_entry[thread] = sums[32] - before - tiles_of[thread]  # tiles of longer sequences
+                        T.sync_threads()
                 for chunk in T.serial(T.ceildiv(entries, threads)):
                     number = chunk * threads + thread
-                    if number < T.min(T.if_then_else(of_keys != 0, blocks_k, blocks_q), entries):
-                        # Find the sequence of tile `number`: the last with at most so many blocks before it
-                        low = 0
-                        high = batch - 1
-                        while low < high:
-                            b = (low + high + 1) // 2
-                            if Blocks[of_keys, of_keys, b] <= number:
-                                low = b
+                    if (number >= blocks_k) & (number < entries):
+                        Table_k[number, 1] = -1
+            else:
+                for sweep in T.serial(2):  # 0: count the tiles with n steps, 1: write them
+                    for chunk in T.serial(T.ceildiv(entries, threads)):
+                        number = chunk * threads + thread
+                        if number < T.min(T.if_then_else(of_keys != 0, blocks_k, blocks_q), entries):
+                            # Find the sequence of tile `number`: the last with at most so many blocks before it
+                            low = 0
+                            high = batch - 1
+                            while low < high:
+                                b = (low + high + 1) // 2
+                                if Blocks[of_keys, of_keys, b] <= number:
+                                    low = b
+                                else:
+                                    high = b - 1
+                            b = low
+                            block = number - Blocks[of_keys, of_keys, b]
+                            len_q = Cu_q[b + 1] - Cu_q[b]
+                            len_k = Cu_k[b + 1] - Cu_k[b]
+                            if use_q != 0:
+                                len_q = Used_q[b]
+                            if use_k != 0:
+                                len_k = Used_k[b]
+                            rows = T.if_then_else(of_keys != 0, len_k, len_q)
+                            others = T.if_then_else(of_keys != 0, len_q, len_k)
+                            behind = T.if_then_else(of_keys != 0, right, left)
+                            ahead = T.if_then_else(of_keys != 0, left, right)
+                            first = T.max(block * TABLE_ROWS + others - rows - behind, 0)
+                            last = T.min(
+                                T.min(block * TABLE_ROWS + TABLE_ROWS, rows) - 1 + others - rows + ahead,
+                                others - 1,
+                            )
+                            steps = T.max(T.max(last, -step_rows) // step_rows - first // step_rows + 1, 0)
+                            steps = T.min(steps, threads - 1)
+                            if sweep == 0:
+                                T.atomic_add(tiles_of[steps], 1)
                             else:
-                                high = b - 1
-                        b = low
-                        block = number - Blocks[of_keys, of_keys, b]
-                        len_q = Cu_q[b + 1] - Cu_q[b]
-                        len_k = Cu_k[b + 1] - Cu_k[b]
-                        if use_q != 0:
-                            len_q = Used_q[b]
-                        if use_k != 0:
-                            len_k = Used_k[b]
-                        rows = T.if_then_else(of_keys != 0, len_k, len_q)
-                        others = T.if_then_else(of_keys != 0, len_q, len_k)
-                        behind = T.if_then_else(of_keys != 0, right, left)
-                        ahead = T.if_then_else(of_keys != 0, left, right)
-                        first = T.max(block * TABLE_ROWS + others - rows - behind, 0)
-                        last = T.min(
-                            T.min(block * TABLE_ROWS + TABLE_ROWS, rows) - 1 + others - rows + ahead,
-                            others - 1,
-                        )
-                        steps = T.max(T.max(last, -step_rows) // step_rows - first // step_rows + 1, 0)
-                        steps = T.min(steps, threads - 1)
-                        if sweep == 0:
-                            T.atomic_add(tiles_of[steps], 1)
-                        else:
-                            low = T.atomic_add(next_entry[steps], 1, return_prev=True)
+                                low = T.atomic_add(next_entry[steps], 1, return_prev=True)
+                                if of_keys != 0:
+                                    write_entry(
+                                        Table_k, low, b, block, Cu_q, len_q, Cu_k, len_k, Blocks, of_keys
+                                    )
+                                else:
+                                    write_entry(
+                                        Table_q, low, b, block, Cu_q, len_q, Cu_k, len_k, Blocks, of_keys
+                                    )
+                        elif (sweep == 0) & (number < entries):
                             if of_keys != 0:
-                                write_entry(Table_k, low, b, block, Cu_q, len_q, Cu_k, len_k, Blocks, of_keys)
+                                Table_k[number, 1] = -1
                             else:
-                                write_entry(Table_q, low, b, block, Cu_q, len_q, Cu_k, len_k, Blocks, of_keys)
-                    elif (sweep == 0) & (number < entries):
-                        if of_keys != 0:
-                            Table_k[number, 1] = -1
-                        else:
-                            Table_q[number, 1] = -1
-                T.sync_threads()
-                if sweep == 0:
-                    before = sum_before(tiles_of[thread], sums)
-                    next_entry[thread] = sums[32] - before - tiles_of[thread]  # tiles with more steps
+                                Table_q[number, 1] = -1
                     T.sync_threads()
+                    if sweep == 0:
+                        before = sum_before(tiles_of[thread], sums)
+                        next_entry[thread] = sums[32] - before - tiles_of[thread]  # tiles with more steps
+                        T.sync_threads()
 
     return flash_tile_table_kernel
 

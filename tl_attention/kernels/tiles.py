@@ -40,6 +40,10 @@ class FragmentBlocks:
     def row_block(self, matrix: Any, row: Any) -> Any:
         return matrix * self.row_blocks + row // 16
 
+    def packed_row_block(self, tile: Any, head: Any, query: Any) -> Any:
+        """Row block of a query of a tile's sequence, in the matrix of a query head."""
+        return self.row_block(head, tile.padded_q[0] + query)
+
     @staticmethod
     def in_block(row: Any, col: Any) -> tuple:
         """(lane, index among its 4 numbers) of an element of a block."""
@@ -479,7 +483,7 @@ class PackedGradTiles(DenseGradTiles):
         return packed_rows(self.dV, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, self.head_dim_v)
 
     def dq_row_block(self, tile: Any, head: Any, start: Any) -> Any:
-        return self.dQ_sum.row_block(head, tile.padded_q[0] + start)
+        return self.dQ_sum.packed_row_block(tile, head, start)
 
     def dk_row_block(self, parts: FragmentBlocks, tile: Any, start: Any) -> Any:
         return parts.row_block(tile.part * self.K.shape[3] + tile.kv_head, tile.padded_k[0] + start)

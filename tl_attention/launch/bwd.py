@@ -10,7 +10,7 @@ import torch
 from tl_attention.checks.common import check_dropout_batch, check_one_tile
 from tl_attention.kernel_configs import BwdConfig
 from tl_attention.launch.arrays import ArgumentViews, cut_columns, has_odd_columns, pad_columns
-from tl_attention.launch.bwd_kernels import BwdKernels, cached_kernels, kernel_key
+from tl_attention.launch.bwd_kernels import BwdKernels, cached_kernels, goes_by_sequence, kernel_key
 from tl_attention.launch.bwd_passes import (
     MAX_BATCH,
     BwdSizes,
@@ -94,13 +94,19 @@ class BwdPlan:
         self.adds_dq = any(bwd_pass.adds_dq for bwd_pass, _ in kernels.passes)
         counts = None
         if self.packed:
-            self.tiles = PackedTiles(kernels.tile_table, self.batch, seqlen_q, seqlen_k, causal, self.device)
+            by_sequence = goes_by_sequence(kernels.problem, [bwd_pass for bwd_pass, _ in kernels.passes])
+            where = causal, self.device, by_sequence
+            self.tiles = PackedTiles(kernels.tile_table, self.batch, seqlen_q, seqlen_k, *where)
             counts = self.tiles.counts
         queries = queries_of_tile(seqlen_q, self.batch if self.packed else 1, options)
-        longest = queries_of_tile(options.max_seqlen_q_rounded, 1, options) if self.packed else 0
+        longest = (
+            (queries_of_tile(options.max_seqlen_q_rounded, 1, options), options.longest_rounded)
+            if self.packed
+            else ()
+        )
         gpu = kernels.problem.element_bytes, sm_count(self.device), self.device
         lengths, width = (seqlen_q, seqlen_k), head_dim + head_dim_v
-        sizes = BwdSizes(batch, heads, heads_kv, *lengths, width, *gpu, queries, counts, longest)
+        sizes = BwdSizes(batch, heads, heads_kv, *lengths, width, *gpu, queries, counts, *longest)
         self.rows = dense((batch, heads, sizes.rounded_q))
         self.passes = [
             (QueryPass if bwd_pass.grads == "dq" else KeyPass)(bwd_pass, kernel, kernels, sizes)
@@ -344,7 +350,7 @@ def backward(
     partial = partial and q.dtype != torch.float32
     key = _plan_key(*tensors, *layout)
     if options is not None:
-        key = (*key, *options.key, options.max_seqlen_q_rounded)
+        key = (*key, *options.key, options.max_seqlen_q_rounded, options.longest_rounded)
     if traced is not None or dq is not None or partial:
         key = (*key, traced and traced.program, None if dq is None else dq.stride(), partial)
     plan = plan_cache.plans.get(key) if config is None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -96,6 +97,11 @@ def cached_kernels(key: tuple, deterministic: bool, config: BwdConfig | None) ->
     if kernels is None:
         kernels = _kernels[direction, key] = _find_kernels(key, direction, None)
     return kernels
+
+
+def goes_by_sequence(problem: AttnProblem, passes: Iterable[BwdPass]) -> bool:
+    """True for packed sequences whose dq a pass rounds. Its key tiles are in a sequence_order.SequenceOrder."""
+    return problem.has("varlen") and any(bwd_pass.rounds(problem) for bwd_pass in passes)
 
 
 def build_backward_ahead(

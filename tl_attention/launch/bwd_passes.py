@@ -11,7 +11,7 @@ import torch
 from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import BwdConfig, BwdPass
 from tl_attention.launch.block_lists import BlockLists
-from tl_attention.launch.bwd_kernels import BwdKernels
+from tl_attention.launch.bwd_kernels import BwdKernels, goes_by_sequence
 from tl_attention.launch.common import (
     L2_SHARE,
     MAX_GRID,
@@ -20,16 +20,16 @@ from tl_attention.launch.common import (
     empty,
     fragment_blocks,
     head_group,
-    table_tiles,
+    table_counts,
     tile_counts,
 )
 from tl_attention.launch.parts import AttentionTiles
 from tl_attention.launch.seen import unseen_queries
 from tl_attention.launch.splits import TIME_SLACK
 from tl_attention.launch.tickets import stream_tickets
-from tl_attention.options import UNLIMITED, Options, canonical_window
+from tl_attention.options import UNLIMITED, Options, canonical_window, rounded_length
 from tl_attention.problem import TABLE_ROWS, AttnProblem
-from tl_attention.round_configs import slots_of
+from tl_attention.round_configs import ring_tiles, slots_of
 
 MAX_BATCH = 2**16 - 1  # per launch: the small kernels have the batch in the last dimension of their grids
 QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multiple of it
@@ -198,6 +198,7 @@ class BwdSizes:
     queries: int  # largest number of one head that see keys of a tile; for packed sequences the mean
     tiles: tuple[int, int] | None = None  # (query tiles, key tiles) of packed sequences
     longest: int = 0  # queries of the longest of packed sequences
+    longest_rows: int = 0  # of queries or keys of the longest, whatever a window hides
 
     @property
     def heads_per_kv(self) -> int:
@@ -281,7 +282,9 @@ class KeyBuffers:
         self.row_bytes = row_bytes_of(config, problem, sizes.width, sizes.element_bytes)
         by_queries = sizes.heads_per_kv, queries, on_diagonal, sizes.sms, self.row_bytes
         shares_last = not problem.has("window")
-        self.parts, self.heads_per_part, self.whole = pass_parts(config, tiles, *by_queries, shares_last)
+        self.rounds, self.by_sequence = config.rounds(problem), goes_by_sequence(problem, [config])
+        key_tiles = tiles - self.by_sequence * sizes.heads_kv * (sizes.seqlen_q // TABLE_ROWS)
+        self.parts, self.heads_per_part, self.whole = pass_parts(config, key_tiles, *by_queries, shares_last)
         # Every tile leaves in fp32, at least as one part
         if config.is_split and problem.has("partial") and self.whole:
             self.parts, self.whole = 1, 0
@@ -296,14 +299,15 @@ class KeyBuffers:
         self.dk_in_parts, self.dv_in_parts = (in_parts and grad in config.makes for grad in ("dk", "dv"))
         self.row_blocks_q, self.row_blocks_k = sizes.rounded_q // 16, self.keys // 16
         rows_q = sizes.batch * sizes.heads * self.row_blocks_q
-        self.rounds = config.rounds(problem)
         self._count_tiles(config, problem, sizes)
         if self.rounds:
-            rows_q = self.slots * sizes.heads_per_kv * self.row_blocks_q
+            row_blocks = TABLE_ROWS // 16 if self.by_sequence else self.row_blocks_q
+            rows_q = self.slots * sizes.heads_per_kv * row_blocks
         rows_k = self.parts * (tiles - self.whole) * (config.block_N // 16)
         self.sum_rows = rows_q if self.adds_dq else 0
         # Behind the sums, for one memset of both: turns of an ordered pass, one per row block; counters of a pass that rounds dq
-        self.counters = rows_q if config.is_ordered else self.rounds * (1 + 2 * sizes.batch * sizes.heads_kv)
+        units = tiles if self.by_sequence else sizes.batch * sizes.heads_kv
+        self.counters = rows_q if config.is_ordered else self.rounds * (1 + 2 * units)
         counter_rows = -(-self.counters // (16 * problem.head_dim))
         dq_sum = fragment_blocks(self.sum_rows + counter_rows, problem.head_dim)
         dk_parts = fragment_blocks(rows_k if self.dk_in_parts else 0, problem.head_dim)
@@ -311,7 +315,10 @@ class KeyBuffers:
         self.empty = dq_sum, dk_parts, dv_parts
 
     def _count_tiles(self, config: BwdPass, problem: AttnProblem, sizes: BwdSizes) -> None:
-        """Set counts, (n_blocks, group_heads, ctas) of the launch, and where the pass rounds dq `slots`, see kernels/bwd_round.py."""
+        """Set counts, (n_blocks, group_heads, ctas) of the launch, and where the pass rounds dq `slots`.
+
+        These are units of kernels/bwd_round.py, or by sequence tiles of the ring of kernels/bwd_round_packed.py.
+        """
         n_blocks = sizes.key_blocks(config.block_N)
         heads = sizes.batch * sizes.heads_kv * self.parts
         ctas = min(n_blocks * heads, sizes.sms if config.is_dynamic else MAX_GRID)
@@ -320,7 +327,10 @@ class KeyBuffers:
         group_heads = key_head_group(config, heads, sizes.heads_per_kv, q_bytes, *tiles)
         if config.is_split:
             group_heads = -(-group_heads // self.parts)  # whole heads
-        if self.rounds:
+        if self.by_sequence:
+            longest = -(-(sizes.longest_rows or max(sizes.seqlen_q, sizes.seqlen_k)) // TABLE_ROWS)
+            self.slots = ring_tiles(n_blocks * sizes.heads_kv, longest, sizes.sms)
+        elif self.rounds:
             units = sizes.batch * sizes.heads_kv
             group_heads, self.slots = slots_of(units, n_blocks, sizes.sms, problem.causal)
         self.counts = n_blocks, group_heads, ctas
@@ -336,6 +346,7 @@ def bwd_workspace_bytes(
     config: BwdConfig,
     sms: int,
     window_size: tuple[int | None, int | None] = (UNLIMITED, UNLIMITED),
+    longest: int = 0,
 ) -> int:
     """Bytes that a backward of plain tensors allocates beside its gradients, on a GPU with `sms` SMs, all passes together.
 
@@ -348,6 +359,8 @@ def bwd_workspace_bytes(
         batch, seqlen_q, seqlen_k: with packed sequences their number, and the rows of all of them.
         window_size: that of the call, where `problem` has a window, with 0 on the right where the call is causal, too. CTAs that own keys
             are counted by the queries in reach.
+        longest: with packed sequences the larger one of max_seqlen_q and max_seqlen_k of the call; 0: one sequence may have all rows. A
+            pass that rounds dq has sums of one head of it at least.
     Raises:
         ValueError: a window_size without a window in `problem`, or none for it.
     """
@@ -362,11 +375,12 @@ def bwd_workspace_bytes(
     batch = batch if packed else min(batch, MAX_BATCH)  # larger ones are launched in chunks
     if not (batch and heads and seqlen_q and seqlen_k):
         return 0
-    tiles = tuple(table_tiles(rows, batch) for rows in (seqlen_q, seqlen_k)) if packed else None
+    by_sequence = goes_by_sequence(problem, config.passes)
+    tiles = table_counts(seqlen_q, seqlen_k, batch, by_sequence) if packed else None
     queries = queries_of_tile(seqlen_q, batch if packed else 1, Options(window=window))
     counts = 1 if packed else batch, heads, heads_kv, seqlen_q, seqlen_k
     row = problem.head_dim + problem.head_dim_v, problem.element_bytes
-    sizes = BwdSizes(*counts, *row, sms, 0, queries, tiles)
+    sizes = BwdSizes(*counts, *row, sms, 0, queries, tiles, longest_rows=rounded_length(longest))
     numbers = 2 * sizes.batch * heads * sizes.rounded_q
     for bwd_pass in config.passes:
         if bwd_pass.grads != "dq":

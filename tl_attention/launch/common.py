@@ -234,6 +234,12 @@ def table_tiles(rows: int, sequences: int) -> int:
     return rows // TABLE_ROWS + sequences
 
 
+def table_counts(total_q: int, total_k: int, sequences: int, by_sequence: bool) -> tuple[int, int]:
+    """Entries of the tile tables of queries and of keys; by_sequence: of a sequence_order.SequenceOrder, with tiles for queries too."""
+    rows_k = total_q + total_k if by_sequence else total_k
+    return table_tiles(total_q, sequences), table_tiles(rows_k, sequences)
+
+
 class PackedTiles:
     """Makes the tile tables of packed sequences.
 
@@ -241,11 +247,21 @@ class PackedTiles:
         kernel: compiled from kernels/tile_table.py.
         batch: number of sequences.
         total_q, total_k: rows of all sequences.
+        by_sequence: the table of keys is that of a sequence_order.SequenceOrder.
     """
 
-    def __init__(self, kernel: Kernel, batch: int, total_q: int, total_k: int, causal: bool, device: int):
-        self.kernel, self.causal, self.device = kernel, causal, device
-        self.counts = table_tiles(total_q, batch), table_tiles(total_k, batch)
+    def __init__(
+        self,
+        kernel: Kernel,
+        batch: int,
+        total_q: int,
+        total_k: int,
+        causal: bool,
+        device: int,
+        by_sequence: bool = False,
+    ):
+        self.kernel, self.causal, self.device, self.by_sequence = kernel, causal, device, by_sequence
+        self.counts = table_counts(total_q, total_k, batch, by_sequence)
         self.blocks, self.blocks_of_both = (dense((n, 2, batch + 1), torch.int32) for n in (1, 2))
         self.table_q, self.table_k = (dense((n, TABLE_NUMBERS), torch.int32) for n in self.counts)
 
@@ -281,6 +297,7 @@ class PackedTiles:
             step_rows,
             left,
             right,
+            self.by_sequence,
         )
 
 

@@ -1,0 +1,109 @@
+"""Rounding of dq beside the backward of packed sequences: numbers of its tiles, and on a GPU gradients."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_bwd_apart import apart
+
+from tl_attention import launch
+from tl_attention.legality import fault
+from tl_attention.options import Options
+from tl_attention.problem import TABLE_ROWS, AttnProblem
+from tl_attention.round_configs import SIDE_WAVES, ring_tiles
+from tl_attention.testing.inputs import make_dout, make_inputs
+from tl_attention.testing.numeric import check_bwd
+from tl_attention.testing.shapes import Shape
+
+LENGTHS = (300, 0, 77, 513, 129, 1, 1260), (260, 140, 77, 700, 0, 129, 1260)
+
+
+def test_packed_sequences_round_with_the_schedule_dynamic_late():
+    problem = AttnProblem("bfloat16", 128, 128, True, ("varlen",))
+    assert fault(problem, apart("dynamic-late", rounds_dq=True)) is None
+    for schedule in ("grid", "split"):
+        assert fault(problem, apart(schedule, rounds_dq=True)) is not None
+
+
+@given(st.integers(1, 10**5), st.integers(1, 1000))
+def test_a_head_of_the_longest_sequence_fits_the_ring(tiles, longest):
+    ring = ring_tiles(tiles, longest, 132)
+    assert min(longest, tiles) <= ring <= tiles
+    assert ring >= min(tiles, SIDE_WAVES * 132)
+
+
+def located(table, counts, key_heads, parts, side_tiles, last_entries):
+    """(sequence, key head, part, block, tiles before its head) per number, as sequence_order.SequenceTile.locate() finds them."""
+    heads = key_heads * parts
+    for number in range(heads * sum(counts)):
+        b, block = table[number // heads]
+        first_entry, tiles = number // heads - block, counts[b]
+        is_last = table[min(first_entry + tiles + last_entries, len(table)) - 1][1] < 0
+        side_head = max(heads - (max(side_tiles // tiles, 1) if is_last else 1), 0)
+        in_sequence = number - first_entry * heads
+        head, block = divmod(in_sequence, tiles)
+        if in_sequence >= side_head * tiles:
+            block, beside = divmod(in_sequence - side_head * tiles, heads - side_head)
+            head = side_head + beside
+        key_head, part = divmod(head, parts)
+        yield b, key_head, part, block, first_entry * key_heads + key_head * tiles
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700)), min_size=1, max_size=20),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.integers(0, 40),
+)
+def test_each_tile_has_one_number_and_waits_for_drawn_ones(lengths, heads, parts, side_tiles, last_entries):
+    counts = [-(-max(*both, 1) // TABLE_ROWS) for both in lengths]
+    table = [(b, block) for b, count in enumerate(counts) for block in range(count)]
+    slots = heads * len(table)
+    table += [(0, -1)] * 10
+    found = list(located(table, counts, heads, parts, side_tiles, last_entries))
+    assert sorted(before + block for *_, block, before in found) == [n // parts for n in range(slots * parts)]
+    assert len({tile[:4] for tile in found}) == slots * parts
+
+    head_of = {before + block: (b, head) for b, head, _, block, before in found}
+    last_draw = {(b, head): number for number, (b, head, *_) in enumerate(found)}
+    ring = max(counts) + side_tiles
+    for number, (b, *_, before) in enumerate(found):
+        freed = before - ring + counts[b]  # slots before it are rounded when the tile adds
+        assert all(last_draw[head_of[slot]] < number for slot in range(max(before - ring, 0), freed))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("heads", [(16, 16), (40, 40), (8, 2)])
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("times", [1, 7])
+def test_packed_sequences_match_the_reference(times, used, heads, width, causal):
+    lengths_q, lengths_k = (lengths * times for lengths in LENGTHS)
+    cu_q, cu_k = (
+        torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+        for lengths in (lengths_q, lengths_k)
+    )
+    seqused = {}
+    if used:
+        seqused["seqused_q"] = torch.tensor([n // 2 for n in lengths_q], dtype=torch.int32, device="cuda")
+    longest = {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
+    options = Options(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **longest, **seqused)
+    shape = Shape.parse(f"1,{heads[0]},{heads[1]},{sum(lengths_q)},{sum(lengths_k)},{width},{width},full")
+    q, k, v = (x[0] for x in make_inputs(shape, torch.bfloat16))
+    dout = make_dout(shape, torch.bfloat16)[0]
+    out, lse = launch.forward(q, k, v, 0.1, causal, False, options=options)
+    config = apart("dynamic-late", width, rounds_dq=True)
+    grads = launch.backward(dout, q, k, v, out, lse, 0.1, causal, False, config=config, options=options)
+    if used:  # rows that are not written
+        first = torch.repeat_interleave(cu_q[:-1], torch.tensor(lengths_q, device="cuda"))
+        half = torch.repeat_interleave(seqused["seqused_q"], torch.tensor(lengths_q, device="cuda"))
+        grads[0][torch.arange(len(q), device="cuda") - first >= half] = 0
+    given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **seqused}
+    verdict = check_bwd(grads, dout, q, k, v, softmax_scale=0.1, causal=causal, **given)
+    assert verdict.ok, verdict.text

@@ -77,6 +77,36 @@ def test_each_tile_has_one_number_and_waits_for_drawn_ones(lengths, heads, parts
         assert all(last_draw[head_of[slot]] < number for slot in range(max(before - ring, 0), freed))
 
 
+class Packed:
+    """Sequences of LENGTHS, `times` times over, with their options."""
+
+    def __init__(self, times: int, **seqused: torch.Tensor):
+        self.lengths_q, self.lengths_k = (lengths * times for lengths in LENGTHS)
+        self.cu_q, self.cu_k = (
+            torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+            for lengths in (self.lengths_q, self.lengths_k)
+        )
+        longest = {"max_seqlen_q": max(self.lengths_q), "max_seqlen_k": max(self.lengths_k)}
+        self.options = Options(cu_seqlens_q=self.cu_q, cu_seqlens_k=self.cu_k, **longest, **seqused)
+
+    def inputs(self, heads: tuple[int, int], width: int) -> list[torch.Tensor]:
+        """q, k, v and dout."""
+        rows = f"{sum(self.lengths_q)},{sum(self.lengths_k)}"
+        shape = Shape.parse(f"1,{heads[0]},{heads[1]},{rows},{width},{width},full")
+        return [x[0] for x in (*make_inputs(shape, torch.bfloat16), make_dout(shape, torch.bfloat16))]
+
+    def gradients(self, q, k, v, dout, causal: bool) -> tuple[torch.Tensor, ...]:
+        out, lse = launch.forward(q, k, v, 0.1, causal, False, options=self.options)
+        config = apart("dynamic-late", q.shape[-1], rounds_dq=True)
+        return launch.backward(
+            dout, q, k, v, out, lse, 0.1, causal, False, config=config, options=self.options
+        )
+
+    def per_query(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The number of the sequence of each query."""
+        return torch.repeat_interleave(numbers, torch.tensor(self.lengths_q, device="cuda"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("width", [64, 128])
@@ -84,26 +114,31 @@ def test_each_tile_has_one_number_and_waits_for_drawn_ones(lengths, heads, parts
 @pytest.mark.parametrize("used", [False, True])
 @pytest.mark.parametrize("times", [1, 7])
 def test_packed_sequences_match_the_reference(times, used, heads, width, causal):
-    lengths_q, lengths_k = (lengths * times for lengths in LENGTHS)
-    cu_q, cu_k = (
-        torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
-        for lengths in (lengths_q, lengths_k)
-    )
     seqused = {}
     if used:
-        seqused["seqused_q"] = torch.tensor([n // 2 for n in lengths_q], dtype=torch.int32, device="cuda")
-    longest = {"max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k)}
-    options = Options(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **longest, **seqused)
-    shape = Shape.parse(f"1,{heads[0]},{heads[1]},{sum(lengths_q)},{sum(lengths_k)},{width},{width},full")
-    q, k, v = (x[0] for x in make_inputs(shape, torch.bfloat16))
-    dout = make_dout(shape, torch.bfloat16)[0]
-    out, lse = launch.forward(q, k, v, 0.1, causal, False, options=options)
-    config = apart("dynamic-late", width, rounds_dq=True)
-    grads = launch.backward(dout, q, k, v, out, lse, 0.1, causal, False, config=config, options=options)
+        halves = [n // 2 for n in LENGTHS[0] * times]
+        seqused["seqused_q"] = torch.tensor(halves, dtype=torch.int32, device="cuda")
+    packed = Packed(times, **seqused)
+    q, k, v, dout = packed.inputs(heads, width)
+    grads = packed.gradients(q, k, v, dout, causal)
     if used:  # rows that are not written
-        first = torch.repeat_interleave(cu_q[:-1], torch.tensor(lengths_q, device="cuda"))
-        half = torch.repeat_interleave(seqused["seqused_q"], torch.tensor(lengths_q, device="cuda"))
-        grads[0][torch.arange(len(q), device="cuda") - first >= half] = 0
-    given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, **seqused}
+        row = torch.arange(len(q), device="cuda") - packed.per_query(packed.cu_q[:-1])
+        grads[0][row >= packed.per_query(seqused["seqused_q"])] = 0
+    given = {"cu_seqlens_q": packed.cu_q, "cu_seqlens_k": packed.cu_k, **seqused}
     verdict = check_bwd(grads, dout, q, k, v, softmax_scale=0.1, causal=causal, **given)
     assert verdict.ok, verdict.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+def test_not_a_number_stays_in_its_sequence(width):
+    """Steps add NaN to rows behind the last query, too, where a sequence in the same slot later has queries."""
+    packed = Packed(7)
+    q, k, v, dout = packed.inputs((40, 40), width)
+    for begin, end in list(itertools.pairwise(packed.cu_k.tolist()))[:: len(LENGTHS[0])]:
+        k[begin:end] = torch.nan
+    dq = packed.gradients(q, k, v, dout, False)[0]
+    number = packed.per_query(torch.arange(len(packed.lengths_q), device="cuda"))
+    spoiled = number % len(LENGTHS[0]) == 0
+    assert dq[spoiled].isnan().all()
+    assert dq[~spoiled].isfinite().all()

@@ -79,7 +79,7 @@ TL_DEVICE uint4 tl_attention_round_eight(uint32_t place, float scale) {
 // rows: of dQ. memory: of the warp, stages * STAGE_BYTES. A step is 16 rows of 32 columns. A lane rounds 8 columns of one row, twice
 template <int width, int stages>
 TL_DEVICE void tl_attention_round_rows(float *sums, char *rows, int64_t per_row, int rows_left, int columns, float scale, uint32_t memory) {
-  int lane, steps = (min(rows_left, ROUNDED_ROWS) + 15) / 16 * (width / 32);
+  int lane, steps = BLOCKS_OF_ROWS * (width / 32);
   asm volatile("mov.u32 %0, %laneid;" : "=r"(lane));
   sums += 4 * lane;
   rows_left -= lane % 16;
@@ -124,6 +124,7 @@ TL_DEVICE int tl_attention_draw_rows(int *progress) {
   return number;
 }
 """
+BLOCKS_WITH_ROWS = "(min(rows_left, ROUNDED_ROWS) + 15) / 16"
 # progress: blocks of ROUNDED_ROWS rows drawn; then per unit DQ_WARPS times the parts of tiles added; then per unit the blocks rounded
 ROUND_DQ = """\
 // heads_per_unit: query heads per key head. slots: see DqRounding. sum_rows: of the sums of a head. tiles, parts: key tiles of a unit, and
@@ -156,9 +157,16 @@ TL_DEVICE void tl_attention_round_dq(int *progress, float *sums, tl_attention_gr
 """
 
 
-def rounding_code(problem: AttnProblem, loop: str) -> str:
-    """CUDA in front of a kernel with a Rounding. loop: of its warps."""
-    code = (ROUND_ROWS + loop).replace("PAIR", {"bfloat16": "bf16x2", "float16": "f16x2"}[problem.dtype])
+def rounding_code(problem: AttnProblem, blocks_of_rows: str, loop: str) -> str:
+    """CUDA in front of a kernel with a Rounding.
+
+    Args:
+        blocks_of_rows: blocks of 16 rows that are rounded and become zeros, where `rows_left` have a gradient.
+        loop: of the warps.
+    """
+    code = (ROUND_ROWS.replace("BLOCKS_OF_ROWS", blocks_of_rows) + loop).replace(
+        "PAIR", {"bfloat16": "bf16x2", "float16": "f16x2"}[problem.dtype]
+    )
     sizes = {"DQ_WARPS": DQ_WARPS, "ROUNDED_ROWS": ROUNDED_ROWS}
     sizes |= {"STAGE_BYTES": ROUND_STAGE_BYTES, "WARPS": ROUNDING_WARPS, "TABLE_ROWS": TABLE_ROWS}
     for name, number in sizes.items():

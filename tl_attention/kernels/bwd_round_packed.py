@@ -27,6 +27,8 @@ from tl_attention.round_configs import ROUND_STAGES, ROUNDED_ROWS
 
 BLOCKS_PER_TILE = TABLE_ROWS // ROUNDED_ROWS  # that warps draw, per query head
 
+# Steps add to whole blocks, also behind the last query: 0, or NaN where a key is. The next sequence in the slot may have queries there
+ALL_BLOCKS = "ROUNDED_ROWS / 16"
 # progress: blocks of ROUNDED_ROWS rows drawn; then per tile, at the first tile of a head of a sequence for all of them, DQ_WARPS times the
 # parts of tiles added; then per tile the blocks rounded. table: of a SequenceOrder
 ROUND_PACKED_DQ = """\
@@ -62,7 +64,8 @@ TL_DEVICE void tl_attention_round_packed_dq(int *progress, float *sums, tl_atten
     uint32_t warp;
     asm volatile("mov.u32 %0, %tid.x;" : "=r"(warp));
     uint32_t place = smem_ptr_to_uint(memory) + warp / 32 % WARPS * (stages * STAGE_BYTES);
-    tl_attention_round_rows<width, stages>(sums + row * width, x, dq.per_row, len_q - first, dq.columns, scale, place);
+    if (block * TABLE_ROWS < len_q)
+      tl_attention_round_rows<width, stages>(sums + row * width, x, dq.per_row, len_q - first, dq.columns, scale, place);
     asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA adds to the zeros
     __syncwarp();
     if (threadIdx.x % 32 == 0) tl_attention_count(rounded + n, 1);

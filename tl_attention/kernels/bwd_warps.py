@@ -12,8 +12,8 @@ from tl_attention.kernels.bwd_apart import ADD_BY_TMA, FENCE_ADDITIONS, add_dq
 from tl_attention.kernels.bwd_load import KeyTileProducer
 from tl_attention.kernels.bwd_one_tile import send_dq
 from tl_attention.kernels.bwd_order import TAKE_TURNS, OrderKeeper
-from tl_attention.kernels.bwd_round import ROUND_DQ, rounding_code
-from tl_attention.kernels.bwd_round_packed import ROUND_PACKED_DQ
+from tl_attention.kernels.bwd_round import BLOCKS_WITH_ROWS, ROUND_DQ, rounding_code
+from tl_attention.kernels.bwd_round_packed import ALL_BLOCKS, ROUND_PACKED_DQ
 from tl_attention.kernels.input_parts import MAKE_PARTS
 from tl_attention.kernels.options import ZERO, prelude
 from tl_attention.kernels.pipeline import APART_REGISTERS, FOUR_WARPS_REGISTERS, STORE_FRAGMENT
@@ -53,7 +53,9 @@ def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None
     if config.dq_apart:
         code += ADD_BY_TMA + FENCE_ADDITIONS * config.is_ordered
     if config.rounds(problem):
-        code += rounding_code(problem, ROUND_PACKED_DQ if problem.has("varlen") else ROUND_DQ)
+        packed = problem.has("varlen")
+        loop = (ALL_BLOCKS, ROUND_PACKED_DQ) if packed else (BLOCKS_WITH_ROWS, ROUND_DQ)
+        code += rounding_code(problem, *loop)
     if config.is_dynamic and problem.has("varlen"):
         code += ZERO
     if config.makes_parts:

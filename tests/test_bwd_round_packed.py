@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from test_bwd_apart import apart
 
 from tl_attention import launch
+from tl_attention.launch import bwd_workspace_bytes
+from tl_attention.launch.common import TABLE_NUMBERS, table_counts
 from tl_attention.legality import fault
 from tl_attention.options import Options
 from tl_attention.problem import TABLE_ROWS, AttnProblem
-from tl_attention.round_configs import SIDE_WAVES, ring_tiles
+from tl_attention.round_configs import LAST_WAVES, RING_WAVES, SIDE_WAVES, ring_tiles
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.numeric import check_bwd
 from tl_attention.testing.shapes import Shape
@@ -57,24 +59,44 @@ def located(table, counts, key_heads, parts, side_tiles, last_entries):
     st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700)), min_size=1, max_size=20),
     st.integers(1, 9),
     st.integers(1, 3),
-    st.integers(1, 40),
-    st.integers(0, 40),
+    st.integers(1, 20),
 )
-def test_each_tile_has_one_number_and_waits_for_drawn_ones(lengths, heads, parts, side_tiles, last_entries):
+def test_each_tile_has_one_number_and_waits_for_drawn_ones(lengths, heads, parts, sms):
     counts = [-(-max(*both, 1) // TABLE_ROWS) for both in lengths]
+    _, entries = table_counts(*map(sum, zip(*lengths, strict=True)), len(lengths), True)
     table = [(b, block) for b, count in enumerate(counts) for block in range(count)]
     slots = heads * len(table)
-    table += [(0, -1)] * 10
-    found = list(located(table, counts, heads, parts, side_tiles, last_entries))
+    table += [(0, -1)] * (entries - len(table))
+    assert len(table) == entries
+    ctas = min(sms, entries * heads * parts)
+    ends = SIDE_WAVES * ctas, -(-LAST_WAVES * ctas // (heads * parts))
+    found = list(located(table, counts, heads, parts, *ends))
     assert sorted(before + block for *_, block, before in found) == [n // parts for n in range(slots * parts)]
     assert len({tile[:4] for tile in found}) == slots * parts
 
     head_of = {before + block: (b, head) for b, head, _, block, before in found}
     last_draw = {(b, head): number for number, (b, head, *_) in enumerate(found)}
-    ring = max(counts) + side_tiles
+    ring = ring_tiles(entries * heads, max(counts), sms)
     for number, (b, *_, before) in enumerate(found):
         freed = before - ring + counts[b]  # slots before it are rounded when the tile adds
         assert all(last_draw[head_of[slot]] < number for slot in range(max(before - ring, 0), freed))
+
+
+def test_sums_do_not_grow_with_the_tokens():
+    problem = AttnProblem("bfloat16", 128, 128, True, ("varlen",))
+    config = apart("dynamic-late", rounds_dq=True)
+
+    def sums(tokens: int, longest: int) -> int:
+        """Bytes beside the log-sum-exps and deltas, the tables, and the counts of tiles."""
+        sizes = 32, 16, 16, tokens, tokens
+        tiles_q, tiles_k = table_counts(tokens, tokens, 32, True)
+        others = 2 * 16 * TABLE_ROWS * tiles_q + TABLE_NUMBERS * (tiles_q + tiles_k) + 4 * 33 + 32 * tiles_k
+        return bwd_workspace_bytes(*sizes, problem, config, 132, longest=longest) - 4 * others
+
+    slot = TABLE_ROWS * 128 * 4
+    for tokens in (32768, 65536, 10**6):
+        assert 0 <= sums(tokens, 8004) - RING_WAVES * 132 * slot < slot
+    assert 0 <= sums(10**6, 65536) - (512 + SIDE_WAVES * 132) * slot < slot
 
 
 class Packed:

@@ -131,6 +131,10 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
             T.sync_threads()
 
             if (of_keys != 0) & (by_sequence != 0):
+                for chunk in T.serial(T.ceildiv(entries, threads)):
+                    number = chunk * threads + thread
+                    if number < entries:
+                        Table_k[number, 1] = -1
                 for sweep in T.serial(2):  # 0: count the tiles of sequences with n tiles, 1: write them
                     for chunk in T.serial(T.ceildiv(batch, threads)):
                         b = chunk * threads + thread
@@ -147,19 +151,18 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
                                 if use_k != 0:
                                     len_k = Used_k[b]
                                 low = T.atomic_add(next_entry[steps], count_k, return_prev=True)
-                                for i in T.serial(count_k):
-                                    write_entry(
-                                        Table_k, low + i, b, i, Cu_q, len_q, Cu_k, len_k, Blocks, of_keys
-                                    )
+                                if (
+                                    low + count_k <= entries
+                                ):  # whole, or other tiles would wait for those left out
+                                    for i in T.serial(count_k):
+                                        write_entry(
+                                            Table_k, low + i, b, i, Cu_q, len_q, Cu_k, len_k, Blocks, of_keys
+                                        )
                     T.sync_threads()
                     if sweep == 0:
                         before = sum_before(tiles_of[thread], sums)
                         next_entry[thread] = sums[32] - before - tiles_of[thread]  # tiles of longer sequences
                         T.sync_threads()
-                for chunk in T.serial(T.ceildiv(entries, threads)):
-                    number = chunk * threads + thread
-                    if (number >= blocks_k) & (number < entries):
-                        Table_k[number, 1] = -1
             else:
                 for sweep in T.serial(2):  # 0: count the tiles with n steps, 1: write them
                     for chunk in T.serial(T.ceildiv(entries, threads)):

@@ -102,14 +102,15 @@ def test_sums_do_not_grow_with_the_tokens():
 class Packed:
     """Sequences of LENGTHS, `times` times over, with their options."""
 
-    def __init__(self, times: int, **seqused: torch.Tensor):
+    def __init__(self, times: int, window: tuple[int, int] = (-1, -1), **seqused: torch.Tensor):
         self.lengths_q, self.lengths_k = (lengths * times for lengths in LENGTHS)
         self.cu_q, self.cu_k = (
             torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
             for lengths in (self.lengths_q, self.lengths_k)
         )
         longest = {"max_seqlen_q": max(self.lengths_q), "max_seqlen_k": max(self.lengths_k)}
-        self.options = Options(cu_seqlens_q=self.cu_q, cu_seqlens_k=self.cu_k, **longest, **seqused)
+        cu_seqlens = {"cu_seqlens_q": self.cu_q, "cu_seqlens_k": self.cu_k}
+        self.options = Options(window=window, **cu_seqlens, **longest, **seqused)
 
     def inputs(self, heads: tuple[int, int], width: int) -> list[torch.Tensor]:
         """q, k, v and dout."""
@@ -148,6 +149,19 @@ def test_packed_sequences_match_the_reference(times, used, heads, width, causal)
         grads[0][row >= packed.per_query(seqused["seqused_q"])] = 0
     given = {"cu_seqlens_q": packed.cu_q, "cu_seqlens_k": packed.cu_k, **seqused}
     verdict = check_bwd(grads, dout, q, k, v, softmax_scale=0.1, causal=causal, **given)
+    assert verdict.ok, verdict.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("heads", [(16, 16), (8, 2)])
+@pytest.mark.parametrize("window", [(100, 30), (0, 0), (513, 0), (-1, 20)])
+def test_windows_of_packed_sequences_match_the_reference(window, heads, width):
+    packed = Packed(2, window)
+    q, k, v, dout = packed.inputs(heads, width)
+    grads = packed.gradients(q, k, v, dout, False)
+    given = {"cu_seqlens_q": packed.cu_q, "cu_seqlens_k": packed.cu_k, "window": window}
+    verdict = check_bwd(grads, dout, q, k, v, softmax_scale=0.1, causal=False, **given)
     assert verdict.ok, verdict.text
 
 

@@ -92,21 +92,20 @@ class BwdPlan:
         kernels = cached_kernels(key, deterministic, config)
         self.delta, self.reduce = kernels.delta, kernels.reduce
         self.adds_dq = any(bwd_pass.adds_dq for bwd_pass, _ in kernels.passes)
-        counts = None
+        of_sequences = {}
         if self.packed:
             by_sequence = goes_by_sequence(kernels.problem, [bwd_pass for bwd_pass, _ in kernels.passes])
             where = causal, self.device, by_sequence
             self.tiles = PackedTiles(kernels.tile_table, self.batch, seqlen_q, seqlen_k, *where)
-            counts = self.tiles.counts
+            of_sequences = {
+                "tiles": self.tiles.counts,
+                "longest": queries_of_tile(options.max_seqlen_q_rounded, 1, options),
+                "longest_rows": options.longest_rounded,
+            }
         queries = queries_of_tile(seqlen_q, self.batch if self.packed else 1, options)
-        longest = (
-            (queries_of_tile(options.max_seqlen_q_rounded, 1, options), options.longest_rounded)
-            if self.packed
-            else ()
-        )
         gpu = kernels.problem.element_bytes, sm_count(self.device), self.device
         lengths, width = (seqlen_q, seqlen_k), head_dim + head_dim_v
-        sizes = BwdSizes(batch, heads, heads_kv, *lengths, width, *gpu, queries, counts, *longest)
+        sizes = BwdSizes(batch, heads, heads_kv, *lengths, width, *gpu, queries, **of_sequences)
         self.rows = dense((batch, heads, sizes.rounded_q))
         self.passes = [
             (QueryPass if bwd_pass.grads == "dq" else KeyPass)(bwd_pass, kernel, kernels, sizes)

@@ -201,7 +201,7 @@ class BwdPass:
     # All keys of a head are in one tile of block_N keys: dq of a step is whole, and is stored. With the schedule dynamic-late or split
     one_tile: bool = False
     part_stages: int = 0  # as in FwdConfig; of the first pass, by keys and with the schedule grid
-    rounds_dq: bool = False  # warps of the pass round dq, see kernels/bwd_round.py. With the order apart and the schedule split
+    rounds_dq: bool = False  # warps of the pass round dq, see kernels/bwd_round.py. Only in the order apart, see legality.py
 
     @property
     def makes_parts(self) -> bool:

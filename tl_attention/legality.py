@@ -39,7 +39,7 @@ TILE_BOX_BYTES = 64  # kernels.scheduler.TileBox
 TABLE_BOX_BYTES = 96  # TileBox with a tile table (varlen)
 KEY_TABLE_BOX_BYTES = 128  # kernels.bwd_tiles.KeyTileBox with a tile table
 LARGE_BOX_BYTES = (
-    96  # KeyTileBox with the schedule ordered, or with five counts of query blocks; no tile table
+    96  # KeyTileBox without a table: with the schedule ordered, or with five counts of query blocks
 )
 HOLD_MAX_BYTES = 16  # flags of tiles that need a second run, two int32 per tile in flight
 SEGMENT_BOX_BYTES = 80  # kernels.decode_work.SegmentBox

@@ -15,9 +15,10 @@ ROUNDING_BYTES = ROUNDING_WARPS * ROUND_STAGES * ROUND_STAGE_BYTES  # shared mem
 CAUSAL_WAVES, FULL_WAVES = 3, 2
 MANY_WAVES = 6  # with more in all, groups of half a wave are faster, see docs/measurements.md
 
-# Packed sequences, tiles per SM: heads that go side by side; what is left behind the last sequences at most, whose heads do; and slots for
-# sums at least
-SIDE_WAVES, LAST_WAVES, RING_WAVES = 1, 2, 3
+# Packed sequences, in waves of a key tile per SM. docs/measurements.md has other values
+SIDE_WAVES = 1  # heads of a sequence whose tiles go side by side
+LAST_WAVES = 2  # a sequence with fewer tiles behind it is one of the last, whose heads go side by side
+RING_WAVES = 3  # sums that exist at a time, at least
 
 
 def slots_of(units: int, tiles: int, sms: int, causal: bool) -> tuple[int, int]:

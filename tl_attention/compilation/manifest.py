@@ -74,7 +74,7 @@ KNOWN_FAULTS = {
     # instructions per step (nvcc 13.0.88)
     "bf16 d128 causal, dq+dk+dv 64x128x2x2 reuse apart ordered": ("spill_bytes: expected 0, got 8",),
     "fp16 d128 causal, dq+dk+dv 64x128x2x2 reuse apart ordered": ("spill_bytes: expected 0, got 8",),
-    # Of the warps that round dq, stored once, and loaded once per 32 rows (nvcc 13.0.88)
+    # Registers of the warps that round dq: they are stored once and loaded once per 32 rows (nvcc 13.0.88)
     "bf16 d64 causal varlen, dq+dk+dv 128x128x2x2 reuse apart dynamic-late rounds-dq": (
         "spill_bytes: expected 0, got 20",
     ),

@@ -56,8 +56,8 @@ def launch_order(
     Args:
         by_sequence: steps of the tiles of one head, by sequence.
         heads: heads per sequence.
-        packed: the tiles of all sequences, longest first. In a sequence_order.SequenceOrder they end about as evenly.
         group: heads whose tiles are mixed, longest first.
+        packed: the tiles of all sequences run longest first. A sequence_order.SequenceOrder ends about as evenly.
         last: the last tile of a head is the longest.
         shares: factors of these steps, one per head in turn; as many as divide `heads`.
     """

@@ -124,6 +124,7 @@ TL_DEVICE int tl_attention_draw_rows(int *progress) {
   return number;
 }
 """
+# Blocks of 16 rows that have a gradient, of those that a warp draws
 BLOCKS_WITH_ROWS = "(min(rows_left, ROUNDED_ROWS) + 15) / 16"
 # progress: blocks of ROUNDED_ROWS rows drawn; then per unit DQ_WARPS times the parts of tiles added; then per unit the blocks rounded
 ROUND_DQ = """\
@@ -164,9 +165,8 @@ def rounding_code(problem: AttnProblem, blocks_of_rows: str, loop: str) -> str:
         blocks_of_rows: blocks of 16 rows that are rounded and become zeros, where `rows_left` have a gradient.
         loop: of the warps.
     """
-    code = (ROUND_ROWS.replace("BLOCKS_OF_ROWS", blocks_of_rows) + loop).replace(
-        "PAIR", {"bfloat16": "bf16x2", "float16": "f16x2"}[problem.dtype]
-    )
+    code = ROUND_ROWS.replace("BLOCKS_OF_ROWS", blocks_of_rows) + loop
+    code = code.replace("PAIR", {"bfloat16": "bf16x2", "float16": "f16x2"}[problem.dtype])
     sizes = {"DQ_WARPS": DQ_WARPS, "ROUNDED_ROWS": ROUNDED_ROWS}
     sizes |= {"STAGE_BYTES": ROUND_STAGE_BYTES, "WARPS": ROUNDING_WARPS, "TABLE_ROWS": TABLE_ROWS}
     for name, number in sizes.items():
@@ -206,7 +206,12 @@ class Rounding:
         sums: RowMajorBlocks.
         progress: int32, 0 before the kernel; what it counts is for a subclass to say.
         counts: bwd_tiles.KeyTileCounts.
+
+    Attributes:
+        loop: CUDA function that the warps that round run.
     """
+
+    loop = ""
 
     problem: AttnProblem
     config: BwdPass
@@ -228,14 +233,30 @@ class Rounding:
         """Wait until the memory of a tile's sums is free; called by a warp."""
         raise NotImplementedError
 
-    def _call(self, memory: Any, softmax_scale: Any) -> Any:
-        """Call of the loop of the warps that round. memory: shared memory of the CTA."""
+    def gradient(self) -> tuple:
+        """Arguments of tl_attention_gradient_of()."""
+        raise NotImplementedError
+
+    def loop_arguments(self) -> tuple:
+        """Arguments of the loop between the gradient and the scale."""
         raise NotImplementedError
 
     def count_added(self, tile: Any, number: Any) -> Any:
         """Add `number` to the count of additions of a tile; called by one lane."""
         counter = T.address_of(self.progress[self.counter(tile)])
         return T.evaluate(T.call_extern("handle", "tl_attention_count", counter, number))
+
+    def _call(self, memory: Any, softmax_scale: Any) -> Any:
+        arguments = (
+            T.address_of(self.progress[0]),
+            T.address_of(self.sums.tensor[0, 0, 0, 0]),
+            T.call_extern("handle", "tl_attention_gradient_of", *self.gradient()),
+            *self.loop_arguments(),
+            softmax_scale,
+            T.address_of(memory[0]),
+        )
+        name = f"{self.loop}<{self.problem.head_dim}, {ROUND_STAGES}>"
+        return T.evaluate(T.call_extern("handle", name, *arguments))
 
     @T.inline
     def round(self, softmax_scale):
@@ -254,6 +275,8 @@ class DqRounding(Rounding):
         progress: [1 + 2 * units], see ROUND_DQ.
         slots: units whose sums exist at a time.
     """
+
+    loop = "tl_attention_round_dq"
 
     sum_rows: Any
     slots: Any
@@ -283,22 +306,10 @@ class DqRounding(Rounding):
         if self.unit(tile) >= self.slots:
             self._await_rounded(self.unit(tile) - self.slots)
 
-    def _call(self, memory: Any, softmax_scale: Any) -> Any:
-        batch, *sizes = self.dQ.shape
-        first = T.address_of(self.dQ[0, 0, 0, 0])
-        gradient = T.call_extern("handle", "tl_attention_gradient_of", first, *self.dQ.strides[:3], *sizes)
-        arguments = (
-            T.address_of(self.progress[0]),
-            T.address_of(self.sums.tensor[0, 0, 0, 0]),
-            gradient,
-            batch,
-            self.counts.heads_per_kv,
-            self.slots,
-            self.sum_rows,
-            self.counts.n_blocks,
-            self.counts.parts,
-            softmax_scale,
-            T.address_of(memory[0]),
-        )
-        name = f"tl_attention_round_dq<{self.problem.head_dim}, {ROUND_STAGES}>"
-        return T.evaluate(T.call_extern("handle", name, *arguments))
+    def gradient(self) -> tuple:
+        return T.address_of(self.dQ[0, 0, 0, 0]), *self.dQ.strides[:3], *self.dQ.shape[1:]
+
+    def loop_arguments(self) -> tuple:
+        counts = self.counts
+        sums = counts.heads_per_kv, self.slots, self.sum_rows
+        return self.dQ.shape[0], *sums, counts.n_blocks, counts.parts

@@ -23,7 +23,7 @@ from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels.bwd_round import DqRounding, RecycledBlocks, Rounding, RowMajorBlocks
 from tl_attention.kernels.sequence_order import sequence_tiles
 from tl_attention.problem import FAR, TABLE_ROWS, AttnProblem
-from tl_attention.round_configs import ROUND_STAGES, ROUNDED_ROWS
+from tl_attention.round_configs import ROUNDED_ROWS
 
 BLOCKS_PER_TILE = TABLE_ROWS // ROUNDED_ROWS  # that warps draw, per query head
 
@@ -97,6 +97,8 @@ class PackedRounding(Rounding):
         table: tile table of keys.
     """
 
+    loop = "tl_attention_round_packed_dq"
+
     table: Any
 
     def counter(self, tile: Any) -> Any:
@@ -115,25 +117,13 @@ class PackedRounding(Rounding):
             T.call_extern("handle", "tl_attention_await_tiles", rounded, first - ring, end, wanted)
         )
 
-    def _call(self, memory: Any, softmax_scale: Any) -> Any:
-        heads, columns = self.dQ.shape[-2:]
-        first, strides = T.address_of(self.dQ[FAR, 0, FAR, 0, 0]), (0, *self.dQ.strides[2:4])
-        gradient = T.call_extern("handle", "tl_attention_gradient_of", first, *strides, 0, heads, columns)
-        arguments = (
-            T.address_of(self.progress[0]),
-            T.address_of(self.sums.tensor[0, 0, 0, 0]),
-            gradient,
-            T.address_of(self.table[0, 0]),
-            self.table.shape[0],
-            self.heads_kv,
-            self.counts.heads_per_kv,
-            self.counts.parts,
-            self.sums.ring,
-            softmax_scale,
-            T.address_of(memory[0]),
-        )
-        name = f"tl_attention_round_packed_dq<{self.problem.head_dim}, {ROUND_STAGES}>"
-        return T.evaluate(T.call_extern("handle", name, *arguments))
+    def gradient(self) -> tuple:
+        first, (rows, heads) = T.address_of(self.dQ[FAR, 0, FAR, 0, 0]), self.dQ.strides[2:4]
+        return first, 0, rows, heads, 0, *self.dQ.shape[-2:]  # the table has the rows
+
+    def loop_arguments(self) -> tuple:
+        table = T.address_of(self.table[0, 0]), self.table.shape[0]
+        return *table, self.heads_kv, self.counts.heads_per_kv, self.counts.parts, self.sums.ring
 
 
 def rounding_of(

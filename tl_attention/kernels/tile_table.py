@@ -4,6 +4,8 @@ So the last tiles of the attention kernel are short. One CTA per table counts bl
 counting sort; the order of equals is arbitrary), and writes them. For a sequence_order.SequenceOrder it sorts sequences by their tiles.
 """
 
+from typing import Any
+
 import tilelang.language as T
 
 from tl_attention.kernel_configs import TileTable
@@ -107,12 +109,8 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
                 count_q = 0
                 count_k = 0
                 if b < batch:
-                    len_q = Cu_q[b + 1] - Cu_q[b]
-                    len_k = Cu_k[b + 1] - Cu_k[b]
-                    if use_q != 0:
-                        len_q = Used_q[b]
-                    if use_k != 0:
-                        len_k = Used_k[b]
+                    len_q = length(Cu_q, use_q, Used_q, b)
+                    len_k = length(Cu_k, use_k, Used_k, b)
                     count_q = T.max((len_q + TABLE_ROWS - 1) // TABLE_ROWS, 1)
                     count_k = (len_k + TABLE_ROWS - 1) // TABLE_ROWS
                     if (of_keys != 0) & (by_sequence != 0):
@@ -144,12 +142,8 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
                             if sweep == 0:
                                 T.atomic_add(tiles_of[steps], count_k)
                             else:
-                                len_q = Cu_q[b + 1] - Cu_q[b]
-                                len_k = Cu_k[b + 1] - Cu_k[b]
-                                if use_q != 0:
-                                    len_q = Used_q[b]
-                                if use_k != 0:
-                                    len_k = Used_k[b]
+                                len_q = length(Cu_q, use_q, Used_q, b)
+                                len_k = length(Cu_k, use_k, Used_k, b)
                                 low = T.atomic_add(next_entry[steps], count_k, return_prev=True)
                                 if (
                                     low + count_k <= entries
@@ -179,12 +173,8 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
                                     high = b - 1
                             b = low
                             block = number - Blocks[of_keys, of_keys, b]
-                            len_q = Cu_q[b + 1] - Cu_q[b]
-                            len_k = Cu_k[b + 1] - Cu_k[b]
-                            if use_q != 0:
-                                len_q = Used_q[b]
-                            if use_k != 0:
-                                len_k = Used_k[b]
+                            len_q = length(Cu_q, use_q, Used_q, b)
+                            len_k = length(Cu_k, use_k, Used_k, b)
                             rows = T.if_then_else(of_keys != 0, len_k, len_q)
                             others = T.if_then_else(of_keys != 0, len_q, len_k)
                             behind = T.if_then_else(of_keys != 0, right, left)
@@ -220,6 +210,11 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
                         T.sync_threads()
 
     return flash_tile_table_kernel
+
+
+def length(cu_seqlens: Any, use: Any, used: Any, b: Any) -> Any:
+    """Length of sequence b."""
+    return T.if_then_else(use != 0, used[b], cu_seqlens[b + 1] - cu_seqlens[b])
 
 
 @T.macro

@@ -463,8 +463,8 @@ def test_option_line_says_why_it_does_not_serve():
     problem = replace(D64, options=("window", "dropout"))
     choice = configs.choose_config(problem, "4k", "NVIDIA H200", "bwd_det")
     assert choice.misses[0] == "line 1 of [options.d64] bwd does not serve dropout"
-    assert "line 8 of [options.d64] bwd sums dq in no fixed order" in choice.misses
-    assert choice.source.startswith("line 11 of [options.d64] bwd of ") and choice.config.deterministic
+    assert "line 10 of [options.d64] bwd sums dq in no fixed order" in choice.misses
+    assert choice.source.startswith("line 13 of [options.d64] bwd of ") and choice.config.deterministic
     with_sink = replace(D64, options=("window", "sink", "dropout"))
     assert configs.choose_config(with_sink, "4k", "NVIDIA H200", "bwd_det") == choice
 

@@ -108,6 +108,9 @@ def test_search_line_is_a_product_of_lists():
         (replace(D128, causal=False), 176, "persistent", 1),  # a second Q tile does not fit
         (replace(D128, causal=False, options=("sink",)), 128, "dynamic", 2),
         (replace(D128, dtype="float16"), 128, "dynamic", 2),
+        (AttnProblem("bfloat16", 256, 256, True), 64, "dynamic", 1.5),
+        (AttnProblem("bfloat16", 192, 192, True), 96, "dynamic", 1),  # 1.5 fits, and spills
+        (AttnProblem("bfloat16", 256, 128, True), 64, "dynamic", 1),  # a tile of its own for O
     ],
 )
 def test_schedule_and_q_stages_are_derived_where_left_out(problem, block_N, schedule, q_stages):
@@ -144,6 +147,12 @@ def test_schedule_and_q_stages_are_derived_where_left_out(problem, block_N, sche
             "ping_pong: expected block_M of at least 128 (2 warpgroups), got 64",
         ),
         (D128, FwdConfig(128, 128, q_stages=2), "no next tile"),
+        (D128, FwdConfig(192, 64, schedule="dynamic", q_stages=1.5), "block_M 128"),
+        (
+            AttnProblem("bfloat16", 192, 128, True),
+            FwdConfig(128, 64, schedule="dynamic", q_stages=1.5),
+            "tile of Q",
+        ),
         (D128, FwdConfig(128, 128, schedule="dynamic", split=True), "split: expected the schedule grid"),
         (D128, FwdConfig(128, 128, hold_max=True), "hold_max: expected the schedule persistent or dynamic"),
         (

@@ -485,7 +485,7 @@ def growth(q, k, scale, causal):
     ],
 )
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_fwd_recomputes_tiles_that_outgrow_a_held_row_max(head_dim, causal, grow):
     """In the middle of the tiles of a CTA, and where a CTA has one tile."""
     problem = AttnProblem("bfloat16", head_dim, head_dim, causal)

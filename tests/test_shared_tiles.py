@@ -25,7 +25,7 @@ from tl_attention.problem import BUCKETS, FEW_BUCKET, AttnProblem
 # (width, causal) -> config of its shapes with few tiles per SM
 CONFIGS = {
     (128, False): FwdConfig(128, 128, ping_pong=True, schedule="shared", q_stages=2, hold_max=True),
-    (256, False): FwdConfig(128, 64, schedule="shared", hold_max=True),
+    (256, False): FwdConfig(128, 64, schedule="shared", q_stages=1.5, hold_max=True),
     (64, True): FwdConfig(192, 128, ping_pong=True, schedule="shared", q_stages=2),
     (128, True): FwdConfig(128, 128, schedule="shared", q_stages=2),
 }

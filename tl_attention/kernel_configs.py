@@ -44,7 +44,7 @@ class FwdConfig:
     block_N: int  # keys per step
     ping_pong: bool = False  # warpgroups alternate at the tensor cores
     schedule: str = "grid"  # one of SCHEDULES
-    q_stages: int = 1  # depth of the Q ring; 2 prefetches the queries of the next tile
+    q_stages: float = 1  # depth of the Q ring; 2 prefetches the queries of the next tile, 1.5 those of the first of two warpgroups
     split: bool = False  # several CTAs per tile, each with a part of its keys; FwdCombine merges them
     # Hold each row max after the masked steps. A tile whose row sums overflow is computed a second time with an updated max.
     # Not in fp16: its range ends at 2^16
@@ -97,7 +97,7 @@ class FwdConfig:
         Kernels for pages begin at the last key, also where others begin near the diagonal, so a held row max of ALiBi would overflow.
         """
         held = self.without_hold_max() if page_rows and problem.bias_has_two_sides else self
-        return replace(held, page_rows=page_rows)
+        return replace(held, page_rows=page_rows, q_stages=int(self.q_stages) if page_rows else self.q_stages)
 
     def paged_forms(self, problem: AttnProblem) -> list[FwdConfig]:
         """The config for keys in pages of every size."""

@@ -84,7 +84,7 @@ def smem_bytes(problem: AttnProblem, config: KernelConfig) -> int:
 
 
 def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
-    rows_qk = config.q_stages * config.block_M + config.kv_stages * config.block_N
+    rows_qk = int(config.q_stages * config.block_M) + config.kv_stages * config.block_N
     rows_v = config.kv_stages * config.block_N
     # O needs a tile of its own unless it is as wide as Q, whose tile it reuses, or leaves from registers
     if problem.head_dim != problem.head_dim_v and not config.split and not problem.is_fp32:
@@ -296,10 +296,15 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return "schedule: expected another than shared with options or a program and in fp32, got shared"
     if config.schedule == "shared" and config.hold_max and problem.causal:
         return "hold_max: expected False where CTAs share all tiles of a causal mask, got True"
-    if config.q_stages not in (1, 2):
-        return f"q_stages: expected 1 or 2, got {config.q_stages}"
+    if config.q_stages not in (1, 1.5, 2):
+        return f"q_stages: expected 1, 1.5 or 2, got {config.q_stages}"
     if config.q_stages > 1 and config.schedule == "grid":
-        return "q_stages: expected 1 with the schedule grid, whose CTAs have no next tile, got 2"
+        return f"q_stages: expected 1 with the schedule grid, whose CTAs have no next tile, got {config.q_stages}"
+    if config.q_stages == 1.5:
+        if config.warpgroups != 2 or config.page_rows:
+            return "q_stages: expected 1 or 2 but with block_M 128 and keys without pages, got 1.5"
+        if problem.head_dim != problem.head_dim_v or problem.is_fp32:
+            return "q_stages: expected 1 or 2 where O is not stored through the tile of Q, got 1.5"
     if config.split and config.schedule != "grid":
         return f"split: expected the schedule grid, got {config.schedule}"
     if config.hold_max and problem.dtype_of("p") != "bfloat16":

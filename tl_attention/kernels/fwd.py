@@ -11,13 +11,12 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernel_configs import FwdConfig
-from tl_attention.kernels import pipeline
+from tl_attention.kernels import fwd_assist, pipeline
 from tl_attention.kernels.block_lists import key_blocks
 from tl_attention.kernels.diagonal_tables import READ_TABLE, TABLE_WARPS, DiagonalTables
 from tl_attention.kernels.dropout import Dropout
-from tl_attention.kernels.fwd_assist import Followed, produce_tables, produce_values, steps_from
 from tl_attention.kernels.input_parts import MAKE_PARTS, InputArguments, InputParts
-from tl_attention.kernels.mask import LAST_BLOCK, Mask, step_ranges
+from tl_attention.kernels.mask import LAST_BLOCK, Mask, hides_steps, step_ranges
 from tl_attention.kernels.options import (
     OptionArguments,
     Scores,
@@ -88,6 +87,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     two_producers = config.page_rows > 0  # one warp cannot issue all instructions of the loads in time
     o_cols = CHUNK if parts > 1 else head_dim_v  # columns per tile of O in registers
     turns = Turns(config.warpgroups, config.ping_pong)
+    skips = hides_steps(problem, block_M, block_N, config.kv_stages) and not (split or shares)
+    # The queries of warpgroup 1 take the slot of those that warpgroup 0 had in the last tile, so they come when it has begun this one
+    takes_turns = q_stages == 1.5
+    early = warpgroups[:1] if takes_turns else warpgroups
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -101,6 +104,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     inputs = InputArguments.of(batch, *lengths, makes_parts)
     paged = page_arguments(config.page_rows > 0)
 
+    def first_row(w: Any) -> Any:
+        """First query of a warpgroup in its tile. Those that skip steps come last in the order of ping_pong, and wait for no queries."""
+        return 64 * (config.warpgroups - 1 - w) if skips else 64 * w
+
     def blocks_of(options: OptionArguments, mask: Mask, tile: Tile) -> Any:
         return key_blocks(problem, options, mask, tile, block_M, block_N, split, hold_max, near_first, shares)
 
@@ -109,9 +116,13 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         return blocks.partners[0] >= 0 if shares else True
 
     @T.macro
+    def load_q(w, tile, turn, tiles, shared):
+        first_query = tile.m_block * block_M + first_row(w)
+        shared.Q.fill(turn * config.warpgroups + w, tiles.q(tile, first_query, 64))
+
+    @T.macro
     def load(tile, turn, first_step, blocks, tiles, shared, stream):
-        first_query = tile.m_block * block_M
-        blocks.start(first_query)
+        blocks.start(tile.m_block * block_M)
         if split:
             blocks.keep_share(tile.split, splits)
         if shares:
@@ -119,8 +130,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         if makes_parts:
             shared.inputs.wait(tile.batch, tile.head, tile.kv_head)
         tiles.load_k(shared.K, first_step, tile, blocks, 0)
-        for w in warpgroups:
-            shared.Q.fill(turn * config.warpgroups + w, tiles.q(tile, first_query + 64 * w, 64))
+        for w in early:
+            load_q(w, tile, turn, tiles, shared)
         if hold_max:
             shared.overflows.begin(turn, stream.recomputes)
         if persistent:
@@ -128,14 +139,18 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         if two_producers:
             if persistent:
                 stream.draw_near_end(turn, 0, blocks.steps)
-            for step in steps_from(config, 1, blocks.steps):
+            for step in fwd_assist.steps_from(config, 1, blocks.steps):
                 if persistent:
                     stream.draw_near_end(turn, step, blocks.steps)
                 tiles.load_k(shared.K, first_step + step, tile, blocks, step)
         else:
-            for step in steps_from(config, 1, blocks.steps):
+            for step in fwd_assist.steps_from(config, 1, blocks.steps):
                 tiles.load_k(shared.K, first_step + step, tile, blocks, step)
                 tiles.load_v(shared.V, first_step + step - 1, tile, blocks, step - 1)
+                if takes_turns and step == 1:
+                    load_q(1, tile, turn, tiles, shared)
+            if takes_turns and blocks.steps == 1:
+                load_q(1, tile, turn, tiles, shared)
             if persistent:
                 stream.draw(turn)
             last = blocks.steps - 1
@@ -144,11 +159,15 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     def assist(first_tile, ctas, order, tiles, shared, options):
         """Function that the warps beside the producer run; None: they have no work."""
         lengths = seqlen_q, seqlen_k
-        followed = Followed(problem, config, lengths, splits, first_tile, order, tiles, shared, options)
+        followed = fwd_assist.Followed(
+            problem, config, lengths, splits, first_tile, order, tiles, shared, options
+        )
         if two_producers:
-            return lambda: produce_values(followed)
+            return lambda: fwd_assist.produce_values(followed)
         if has_tables:
-            return lambda: produce_tables(followed, functools.partial(blocks_of, options), adds_exponents)
+            return lambda: fwd_assist.produce_tables(
+                followed, functools.partial(blocks_of, options), adds_exponents
+            )
         if makes_parts:
             return lambda: shared.inputs.make_share(first_tile, ctas)
         return None
@@ -174,7 +193,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 else:
                     stream.skip_to(tile.group_end)
                 stream.find_overflow(turn)
-            for w in warpgroups:
+            for w in early:
                 shared.Q.wait_empty(turn * config.warpgroups + w)
             shared.tile_box.close(turn)
             stream.close()
@@ -210,7 +229,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         raw_scale = scores.not_too_small(T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE))
         scale_log2 = raw_scale if scores.raw else scores.scale_log2
         softmax = OnlineSoftmax(block_N, scale_log2, joins=recomputes == 0 if adds_exponents else None)
-        query = tile.m_block * block_M + 64 * w
+        query = tile.m_block * block_M + first_row(w)
         q_step = turn * config.warpgroups + w
         softmax.reset()
         scores.start(tile.batch, tile.head, scale_log2)
@@ -218,6 +237,11 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
         if problem.program is not None:
             scores.look_ahead(query, blocks)
+        if skips:
+            skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(query + 63), 0))
+            fwd_assist.skip_keys(w, shared.K, turns, first_step, skipped)
+            blocks.skip(skipped)
+            first_step = T.shfl_sync(first_step + skipped, 0)
         shared.Q.wait(q_step)
         if scores.raw:
             if softmax_scale < 0:  # -Q and |scale|: the row max is a maximum of raw scores
@@ -249,6 +273,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         scores.transform(acc_s, query, blocks, 0, LAST_BLOCK)
         softmax.update(acc_s, scores.shift(blocks.diagonal(query, 0)))
         round_kept(acc_s, P_parts, dropout)
+
+        if skips:
+            fwd_assist.skip_values(shared.V, first_step - skipped, skipped)
 
         # S = Q Kᵀ and softmax of each earlier block, beside O += P V of the block after it
         for n in indices(O_chunks):
@@ -347,7 +374,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 if O_in_Q and q_stages == 1:
                     shared.Q.release(q_step)
             shared.pieces.merge(blocks.rank[0], w, blocks.partners[0], acc_o, lse, lse_unit)
-        query = tile.m_block * block_M + 64 * w
+        query = tile.m_block * block_M + first_row(w)
         if finishes(blocks):
             if O_from_registers:
                 tiles.store_result(O_chunks, lse, tile, query)
@@ -434,7 +461,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles, more_code)) as first_tile:
             pairs = (K_input, K), (V_input, V), (Q_input, Q)
             shared = SharedTiles(
-                Q=input_ring(problem, "Q", [q_stages * config.warpgroups, 64], head_dim, 4),
+                Q=input_ring(problem, "Q", [int(q_stages * config.warpgroups), 64], head_dim, 4),
                 K=input_ring(problem, "K", [config.kv_stages, block_N], head_dim, consumer_warps),
                 V=input_ring(problem, "V", [config.kv_stages, block_N], head_dim_v, consumer_warps),
                 O=None

@@ -106,9 +106,26 @@ KNOWN_FAULTS = {
     ),
     # Gradients of three parts with an accumulator per block; without a mask none (nvcc 13.0.88)
     "fp32-highest d64 causal, dk+dv 64x128x2x2 reuse": ("spill_bytes: expected 0, got 16",),
-    # Faster than the default, which does not spill: full 8 to 13 %, causal 2 to 5 % (H200, 2026-11-22)
+    # Faster than the default, which does not spill: full 8 to 13 %, causal 2 to 5 % (H200, 2026-11-22). With 12 bytes more for skipped
+    # steps the causal one takes 0.99 of the time (H200, 2026-11-26)
     "fp32-highest d64 full, 128x96 persistent ping-pong hold-max parts8": ("spill_bytes: expected 0, got 8",),
-    "fp32-highest d64 causal, 128x96 dynamic ping-pong hold-max parts8": ("spill_bytes: expected 0, got 8",),
+    "fp32-highest d64 causal, 128x96 dynamic ping-pong hold-max parts8": ("spill_bytes: expected 0, got 20",),
+    # Skipped steps: 0.97 and 0.98 of the time without them and without spills (512 and 1k, H200, 2026-11-26)
+    "bf16 d192 causal, 128x80 dynamic q2 ping-pong": ("spill_bytes: expected 0, got 24",),
+    "fp16 d192 causal, 128x80 dynamic q2 ping-pong": ("spill_bytes: expected 0, got 24",),
+    # 0.79 to 0.95 of the time of the order "", which does not spill, with as many key heads as query heads (H200, 2026-11-26)
+    "bf16 d128 full window varlen, dq+dk+dv 64x128x2x2 reuse apart dynamic-late": (
+        "spill_bytes: expected 0, got 20",
+    ),
+    "bf16 d128 full window varlen, dq+dk+dv 64x128x2x2 reuse apart dynamic-late rounds-dq": (
+        "spill_bytes: expected 0, got 16",
+    ),
+    "bf16 d64 full window varlen, dq+dk+dv 128x128x2x2 reuse apart dynamic-late": (
+        "spill_bytes: expected 0, got 20",
+    ),
+    "bf16 d64 full window varlen, dq+dk+dv 128x128x2x2 reuse apart dynamic-late rounds-dq": (
+        "spill_bytes: expected 0, got 24",
+    ),
     # With the warps that make parts; 0.91 and 0.93 of the time of a backward with the pass, which do not spill (H200, 2026-11-23)
     "fp32-highest d64 causal, dq+dk+dv 32x128x2x2 parts8": ("spill_bytes: expected 0, got 4",),
     "fp32-high d128 causal, dk+dv 32x128x2x2 parts8": ("spill_bytes: expected 0, got 8",),

@@ -88,9 +88,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     o_cols = CHUNK if parts > 1 else head_dim_v  # columns per tile of O in registers
     turns = Turns(config.warpgroups, config.ping_pong)
     skips = hides_steps(problem, block_M, block_N, config.kv_stages) and not (split or shares)
-    # The queries of warpgroup 1 take the slot of those that warpgroup 0 had in the last tile, so they come when it has begun this one
-    takes_turns = q_stages == 1.5
-    early = warpgroups[:1] if takes_turns else warpgroups
+    # With three Q slots the queries of warpgroup 1 take that of warpgroup 0 in the last tile, so they come when it has begun this one
+    three_slots = q_stages == 1.5
+    early = warpgroups[:1] if three_slots else warpgroups
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -116,13 +116,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         return blocks.partners[0] >= 0 if shares else True
 
     @T.macro
-    def load_q(w, tile, turn, tiles, shared):
-        first_query = tile.m_block * block_M + first_row(w)
-        shared.Q.fill(turn * config.warpgroups + w, tiles.q(tile, first_query, 64))
-
-    @T.macro
     def load(tile, turn, first_step, blocks, tiles, shared, stream):
-        blocks.start(tile.m_block * block_M)
+        first_query = tile.m_block * block_M
+        blocks.start(first_query)
         if split:
             blocks.keep_share(tile.split, splits)
         if shares:
@@ -131,7 +127,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             shared.inputs.wait(tile.batch, tile.head, tile.kv_head)
         tiles.load_k(shared.K, first_step, tile, blocks, 0)
         for w in early:
-            load_q(w, tile, turn, tiles, shared)
+            shared.Q.fill(turn * config.warpgroups + w, tiles.q(tile, first_query + first_row(w), 64))
         if hold_max:
             shared.overflows.begin(turn, stream.recomputes)
         if persistent:
@@ -147,10 +143,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             for step in fwd_assist.steps_from(config, 1, blocks.steps):
                 tiles.load_k(shared.K, first_step + step, tile, blocks, step)
                 tiles.load_v(shared.V, first_step + step - 1, tile, blocks, step - 1)
-                if takes_turns and step == 1:
-                    load_q(1, tile, turn, tiles, shared)
-            if takes_turns and blocks.steps == 1:
-                load_q(1, tile, turn, tiles, shared)
+                if three_slots and step == 1:
+                    shared.Q.fill(2 * turn + 1, tiles.q(tile, first_query + first_row(1), 64))
+            if three_slots and blocks.steps == 1:
+                shared.Q.fill(2 * turn + 1, tiles.q(tile, first_query + first_row(1), 64))
             if persistent:
                 stream.draw(turn)
             last = blocks.steps - 1

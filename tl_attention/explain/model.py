@@ -25,6 +25,7 @@ from tl_attention.problem import DECODE
 # Share of the other units' time in a step that the longest does not hide. Forward: the softmax of a warpgroup is computed under the
 # products of another. Backward: dP, dS and dQ of a step wait for each other, unless a warpgroup of its own computes dQ
 UNHIDDEN, UNHIDDEN_BWD = 0.2, 0.5
+BESIDE = 0.6  # share of the time of bytes that idle warps move beside the products
 TILE_CLOCKS = 500  # latency of the first loads of a tile, its first scores and its last stores
 LAUNCH_US = 3.0  # per kernel in a CUDA graph
 MERGE_US = 0.3  # per round of loads of partial outputs
@@ -67,7 +68,7 @@ def estimate(work: Work) -> Estimate:
     sm_bytes = sum(k.steps * k.step_bytes + k.count * k.tile_bytes for k in work.kernels)
     moved = hbm_bytes(work)
     parts = [kernel_time(kernel, work, clock, bandwidth) for kernel in work.kernels]
-    helped = sum(helper.bytes for helper in work.helpers) / bandwidth
+    helped = sum(helper.bytes * (BESIDE if helper.beside else 1) for helper in work.helpers) / bandwidth
     latency = 1e-6 * (LAUNCH_US * work.launches + MERGE_US * work.merge_rounds)
     if work.direction == DECODE:
         latency += 1e-6 * DECODE_US

@@ -87,6 +87,7 @@ class Helper:
     name: str
     bytes: int
     known: int = 0  # of them, those that the least traffic of the call has
+    beside: bool = False  # idle warps of the main kernels move them
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
         static=config.schedule in ("persistent", "shared"),
     )
     helpers = [Helper("tile table", 0)] if shape.is_varlen else []
-    helpers += _parts_helpers(shape, problem, 1)
+    helpers += _parts_helpers(shape, problem, 1, config.makes_parts)
     if number > 1:
         rows = shape.heads_q * sum(q for q, _ in lengths)
         helpers.append(Helper(f"combine {number} splits", 2 * 4 * number * rows * (problem.head_dim_v + 1)))
@@ -242,7 +243,7 @@ def _shared_tiles(shape: Shape, config: FwdConfig, tiles: Runs, gpu: Gpu) -> Run
     )
 
 
-def _parts_helpers(shape: Shape, problem: AttnProblem, of_q: int) -> list[Helper]:
+def _parts_helpers(shape: Shape, problem: AttnProblem, of_q: int, beside: bool) -> list[Helper]:
     """The kernels that split fp32 tensors into bf16 parts. of_q: tensors with the rows of q: 2 in a backward, with dout."""
     if not problem.is_fp32:
         return []
@@ -251,7 +252,7 @@ def _parts_helpers(shape: Shape, problem: AttnProblem, of_q: int) -> list[Helper
     rows_k = shape.heads_kv * sum(k for _, k in lengths)
     read, written = FP32_BYTES * shape.head_dim, problem.element_bytes * problem.head_dim
     rows = of_q * rows_q + 2 * rows_k
-    return [Helper("bf16 parts of fp32 tensors", (read + written) * rows, read * rows)]
+    return [Helper("bf16 parts of fp32 tensors", (read + written) * rows, read * rows, beside)]
 
 
 def _again_bytes(shape: Shape, asked: Asked | None, passes: int, gpu: Gpu) -> int:
@@ -289,7 +290,7 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
         zeros = problem.output_bytes * qk * unseen * shape.batch * shape.heads_q
         helpers += [Helper("zeros for dq of queries without a key", zeros, zeros)]
         helpers += [Helper("log-sum-exps of the others", 2 * FP32_BYTES * rows_q)]
-    helpers += _parts_helpers(shape, problem, 2)
+    helpers += _parts_helpers(shape, problem, 2, choice.config.passes[0].makes_parts)
     stored = problem.output_bytes
     helpers.append(Helper("delta: rowsum of dout x out", 2 * stored * v * rows_q, stored * v * rows_q))
     kernels = []

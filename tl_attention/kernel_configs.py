@@ -92,7 +92,7 @@ class FwdConfig:
         return replace(self, hold_max=False, ping_pong=self.ping_pong and self.warpgroups > 2)
 
     def paged(self, problem: AttnProblem, page_rows: int) -> FwdConfig:
-        """The config for keys in pages; 0: for keys in one tensor.
+        """The config for keys in pages, without a third Q slot; 0: for keys in one tensor.
 
         Kernels for pages begin at the last key, also where others begin near the diagonal, so a held row max of ALiBi would overflow.
         """

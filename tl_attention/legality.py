@@ -302,9 +302,9 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return f"q_stages: expected 1 with the schedule grid, whose CTAs have no next tile, got {config.q_stages}"
     if config.q_stages == 1.5:
         if config.warpgroups != 2 or config.page_rows:
-            return "q_stages: expected 1 or 2 but with block_M 128 and keys without pages, got 1.5"
+            return "q_stages: expected 1 or 2 unless block_M is 128 and keys are not in pages, got 1.5"
         if problem.head_dim != problem.head_dim_v or problem.is_fp32:
-            return "q_stages: expected 1 or 2 where O is not stored through the tile of Q, got 1.5"
+            return "q_stages: expected 1 or 2 where O is not stored through the tile of Q (fp32, head_dim_v < head_dim), got 1.5"
     if config.split and config.schedule != "grid":
         return f"split: expected the schedule grid, got {config.schedule}"
     if config.hold_max and problem.dtype_of("p") != "bfloat16":

@@ -25,7 +25,7 @@ from tl_attention.problem import DECODE
 # Share of the other units' time in a step that the longest does not hide. Forward: the softmax of a warpgroup is computed under the
 # products of another. Backward: dP, dS and dQ of a step wait for each other, unless a warpgroup of its own computes dQ
 UNHIDDEN, UNHIDDEN_BWD = 0.2, 0.5
-BESIDE = 0.6  # share of the time of bytes that idle warps move beside the products
+BESIDE = 0.6  # share of the time that bytes moved by idle warps of the main kernels would take alone
 TILE_CLOCKS = 500  # latency of the first loads of a tile, its first scores and its last stores
 LAUNCH_US = 3.0  # per kernel in a CUDA graph
 MERGE_US = 0.3  # per round of loads of partial outputs

@@ -244,7 +244,12 @@ def _shared_tiles(shape: Shape, config: FwdConfig, tiles: Runs, gpu: Gpu) -> Run
 
 
 def _parts_helpers(shape: Shape, problem: AttnProblem, of_q: int, beside: bool) -> list[Helper]:
-    """The kernels that split fp32 tensors into bf16 parts. of_q: tensors with the rows of q: 2 in a backward, with dout."""
+    """The kernels that split fp32 tensors into bf16 parts.
+
+    Args:
+        of_q: tensors with the rows of q: 2 in a backward, with dout.
+        beside: idle warps of the main kernels split most of them.
+    """
     if not problem.is_fp32:
         return []
     lengths = sequences(shape)
@@ -290,7 +295,7 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
         zeros = problem.output_bytes * qk * unseen * shape.batch * shape.heads_q
         helpers += [Helper("zeros for dq of queries without a key", zeros, zeros)]
         helpers += [Helper("log-sum-exps of the others", 2 * FP32_BYTES * rows_q)]
-    helpers += _parts_helpers(shape, problem, 2, choice.config.passes[0].makes_parts)
+    helpers += _parts_helpers(shape, problem, 2, choice.config.makes_parts)
     stored = problem.output_bytes
     helpers.append(Helper("delta: rowsum of dout x out", 2 * stored * v * rows_q, stored * v * rows_q))
     kernels = []

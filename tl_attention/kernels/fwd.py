@@ -88,9 +88,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     o_cols = CHUNK if parts > 1 else head_dim_v  # columns per tile of O in registers
     turns = Turns(config.warpgroups, config.ping_pong)
     skips = hides_steps(problem, block_M, block_N, config.kv_stages) and not (split or shares)
-    # With three Q slots the queries of warpgroup 1 take that of warpgroup 0 in the last tile, so they come when it has begun this one
+    # Three Q slots for two warpgroups: Q of warpgroup 1 is loaded to the slot that warpgroup 0 had in the previous tile, once that has
+    # begun this tile
     three_slots = q_stages == 1.5
-    early = warpgroups[:1] if three_slots else warpgroups
+    prefetched = warpgroups[:1] if three_slots else warpgroups  # whose Q is loaded before the tile is posted
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -105,7 +106,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     paged = page_arguments(config.page_rows > 0)
 
     def first_row(w: Any) -> Any:
-        """First query of a warpgroup in its tile. Those that skip steps come last in the order of ping_pong, and wait for no queries."""
+        """First query of a warpgroup in its tile. Where steps are skipped, warpgroup 0 has the last queries, and so all steps."""
         return 64 * (config.warpgroups - 1 - w) if skips else 64 * w
 
     def blocks_of(options: OptionArguments, mask: Mask, tile: Tile) -> Any:
@@ -126,7 +127,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         if makes_parts:
             shared.inputs.wait(tile.batch, tile.head, tile.kv_head)
         tiles.load_k(shared.K, first_step, tile, blocks, 0)
-        for w in early:
+        for w in prefetched:
             shared.Q.fill(turn * config.warpgroups + w, tiles.q(tile, first_query + first_row(w), 64))
         if hold_max:
             shared.overflows.begin(turn, stream.recomputes)
@@ -189,7 +190,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 else:
                     stream.skip_to(tile.group_end)
                 stream.find_overflow(turn)
-            for w in early:
+            for w in prefetched:
                 shared.Q.wait_empty(turn * config.warpgroups + w)
             shared.tile_box.close(turn)
             stream.close()

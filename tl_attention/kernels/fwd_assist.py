@@ -52,7 +52,7 @@ def skip_keys(w, K, turns, first_step, steps):
 
 @T.macro
 def skip_values(V, first_step, steps):
-    """Release V of skipped steps. After the first S of the warpgroup: V of a block arrives after K of the next."""
+    """Release V of skipped steps. Called after the first S of the warpgroup, as V of a block is loaded after K of the next one."""
     for i in T.serial(steps):
         V.wait(first_step + i)
         V.release(first_step + i)

@@ -148,12 +148,12 @@ class StepRange:
 def hides_steps(problem: AttnProblem, block_M: int, block_N: int, kv_stages: int) -> bool:
     """True if a causal mask may hide whole key blocks of a tile from its first 64 queries, and their warpgroup can skip them.
 
-    It releases V of skipped steps when it has begun. So K of the step with which it begins must not be loaded after a V that needs their
-    room.
+    The warpgroup releases V of the skipped steps after its first S. So K of its first step must be loaded before a V that needs their
+    slots, and it skips at most kv_stages + 1 steps.
     """
     plain = problem.causal and not problem.has("window") and problem.program is None
-    most = -(-(block_M - 64) // block_N)
-    return plain and math.gcd(block_M, block_N) <= block_M - 64 and most <= kv_stages + 1
+    most_skipped = -(-(block_M - 64) // block_N)
+    return plain and math.gcd(block_M, block_N) <= block_M - 64 and most_skipped <= kv_stages + 1
 
 
 LAST_BLOCK = StepRange(True, True, 0, 1, is_last_block=True)
@@ -242,13 +242,13 @@ class KeyBlocks:
             self.num_left[0] = T.shfl_sync(T.min(self.num_left[0], self.num_steps[0] - self.num_right[0]), 0)
 
     def hidden_steps(self, last_query: Any) -> Any:
-        """Number of first steps that only queries behind last_query need, not all steps. Under a causal mask, without a window."""
+        """Number of leading steps whose keys are hidden from last_query and all before it; never all steps. Causal, without a window."""
         hidden = self.block(0) - T.max(self.mask.diagonal(last_query), 0) // self.block_N
         return T.max(T.min(hidden, self.num_steps[0] - 1), 0)
 
     @T.inline
     def skip(self, steps):
-        """Leave out first steps, so that the next one becomes step 0."""
+        """Leave out leading steps: the next one becomes step 0."""
         self.num_steps[0] = T.shfl_sync(self.num_steps[0] - steps, 0)
         self.num_right[0] = T.shfl_sync(T.max(self.num_right[0] - steps, 1), 0)
 

@@ -43,7 +43,7 @@ LARGE_BOX_BYTES = (
 )
 HOLD_MAX_BYTES = 16  # flags of tiles that need a second run, two int32 per tile in flight
 SEGMENT_BOX_BYTES = 80  # kernels.decode_work.SegmentBox
-BIAS_BYTES = 32  # per column: 16 bf16 numbers, kernels.options.alloc_bias_columns
+BIAS_BYTES = 32  # per column: 16 bf16 numbers, kernels.linear_bias.alloc_bias_columns
 FP32_BYTES = 4
 DQ_PIECE = 64 * 64  # elements of dq at a time in the order "apart", see kernels/bwd_apart.py
 MAKER_COLUMNS = 128  # most columns of a row that a warp splits in kernels/input_parts.py, four per lane

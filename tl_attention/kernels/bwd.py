@@ -28,7 +28,8 @@ from tl_attention.kernels.bwd_store import BiasGradient, store_gradients
 from tl_attention.kernels.bwd_warps import cuda_code, dq_warpgroup, further_warps, pass_roles
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.input_parts import InputArguments, InputParts
-from tl_attention.kernels.options import OptionArguments, Scores, fill_bias_columns, option_arguments
+from tl_attention.kernels.linear_bias import fill_bias_columns
+from tl_attention.kernels.options import OptionArguments, Scores, option_arguments
 from tl_attention.kernels.pipeline import alloc_fragments, share, sync_consumers, wait_for_stores
 from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, indices, softmax_backward

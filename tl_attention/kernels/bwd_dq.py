@@ -11,15 +11,9 @@ from tl_attention.kernel_configs import BwdPass, sum_columns
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.block_lists import key_blocks
 from tl_attention.kernels.dropout import Dropout
+from tl_attention.kernels.linear_bias import alloc_bias_columns, fill_bias_columns
 from tl_attention.kernels.mask import Mask
-from tl_attention.kernels.options import (
-    OptionArguments,
-    Scores,
-    alloc_bias_columns,
-    fill_bias_columns,
-    option_arguments,
-    prelude,
-)
+from tl_attention.kernels.options import OptionArguments, Scores, option_arguments, prelude
 from tl_attention.kernels.pipeline import alloc_fragments, input_ring, sync_warpgroup
 from tl_attention.kernels.products import (
     alloc_further_parts,

@@ -9,7 +9,7 @@ from tl_attention.kernels.bwd_apart import DqSums
 from tl_attention.kernels.bwd_one_tile import DqTiles
 from tl_attention.kernels.bwd_order import AddingOrder, AnyOrder
 from tl_attention.kernels.bwd_tiles import KeyTileBox, dq_pieces, key_chunk
-from tl_attention.kernels.options import alloc_bias_columns
+from tl_attention.kernels.linear_bias import alloc_bias_columns
 from tl_attention.kernels.pipeline import TileRing, alloc_each, alloc_exchange, alloc_parts, alloc_swizzled
 from tl_attention.kernels.staged import alloc_staged
 from tl_attention.kernels.tiles import SharedTiles

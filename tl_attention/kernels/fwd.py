@@ -16,16 +16,9 @@ from tl_attention.kernels.block_lists import key_blocks
 from tl_attention.kernels.diagonal_tables import READ_TABLE, TABLE_WARPS, DiagonalTables
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.input_parts import MAKE_PARTS, InputArguments, InputParts
+from tl_attention.kernels.linear_bias import alloc_bias_columns, fill_bias_columns
 from tl_attention.kernels.mask import LAST_BLOCK, Mask, hides_steps, step_ranges
-from tl_attention.kernels.options import (
-    OptionArguments,
-    Scores,
-    alloc_bias_columns,
-    fill_bias_columns,
-    option_arguments,
-    prelude,
-    sink_score,
-)
+from tl_attention.kernels.options import OptionArguments, Scores, option_arguments, prelude, sink_score
 from tl_attention.kernels.pages import CachePages, page_arguments, paged_loads
 from tl_attention.kernels.pipeline import Turns, alloc_fragments, input_ring, sync_warpgroup, wait_for_stores
 from tl_attention.kernels.products import CHUNK, add_product, alloc_further_parts, multiply, round_kept

@@ -331,7 +331,7 @@ class SharedTiles:
     adding: Any = None  # bwd_order.AddingOrder or AnyOrder, bwd_one_tile.DqTiles
     dq_sums: Any = None  # bwd_apart.DqSums
     overflows: Any = None  # scheduler.Overflows
-    bias_columns: Any = None  # options.alloc_bias_columns
+    bias_columns: Any = None  # linear_bias.alloc_bias_columns
     staged: Any = None  # staged.StagedTiles
     tables: Any = None  # diagonal_tables.DiagonalTables
     pieces: Any = None  # shared_tiles.SharedPieces, in global memory

@@ -253,14 +253,14 @@ def passes(*texts: str) -> BwdConfig:
         (
             replace(D128, options=("softcap",)),
             passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
-            "order: expected another than 'apart' with a program, one tile of keys or more options than sink, varlen and window, "
-            "got 'apart'",
+            "order: expected another than 'apart' with one tile of keys, more options than sink, varlen, window and alibi, or another "
+            "program than a mask or a bias, got 'apart'",
         ),
         (
             replace(D128, options=("window", "placed")),
             passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
-            "order: expected another than 'apart' with a program, one tile of keys or more options than sink, varlen and window, "
-            "got 'apart'",
+            "order: expected another than 'apart' with one tile of keys, more options than sink, varlen, window and alibi, or another "
+            "program than a mask or a bias, got 'apart'",
         ),
         (
             D64,
@@ -458,8 +458,8 @@ def test_every_option_line_serves_something_and_the_last_serves_all(width, direc
     for options in itertools.chain(*(itertools.combinations(known, n) for n in range(1, len(known) + 1))):
         directions = (direction, "bwd_det") if direction == "bwd" else (direction,)
         places = ((), ("placed",)) if "window" in options else ((),)
-        for wanted, place in itertools.product(directions, places):
-            problem = AttnProblem("bfloat16", head_dim, head_dim_v, False, (*options, *place))
+        for wanted, place, dtype in itertools.product(directions, places, HALF_DTYPES):
+            problem = AttnProblem(dtype, head_dim, head_dim_v, False, (*options, *place))
             for bucket in buckets(wanted):
                 line = next(line for line in lines if line.miss(problem, wanted, bucket) is None)
                 assert set(options) <= set(line.serves)
@@ -469,11 +469,16 @@ def test_every_option_line_serves_something_and_the_last_serves_all(width, direc
 
 
 def test_option_line_says_why_it_does_not_serve():
+    half = replace(D64, dtype="float16", options=("alibi",))
+    assert (
+        "line 8 of [options.d64] bwd does not serve float16"
+        in configs.choose_config(half, "4k", "NVIDIA H200", "bwd").misses
+    )
     problem = replace(D64, options=("window", "dropout"))
     choice = configs.choose_config(problem, "4k", "NVIDIA H200", "bwd_det")
     assert choice.misses[0] == "line 1 of [options.d64] bwd does not serve dropout"
-    assert "line 10 of [options.d64] bwd sums dq in no fixed order" in choice.misses
-    assert choice.source.startswith("line 13 of [options.d64] bwd of ") and choice.config.deterministic
+    assert "line 13 of [options.d64] bwd sums dq in no fixed order" in choice.misses
+    assert choice.source.startswith("line 16 of [options.d64] bwd of ") and choice.config.deterministic
     with_sink = replace(D64, options=("window", "sink", "dropout"))
     assert configs.choose_config(with_sink, "4k", "NVIDIA H200", "bwd_det") == choice
 

@@ -36,9 +36,12 @@ CLASSES = [
     (128, 128, True, "varlen"),
     (128, 128, False, "window sink varlen"),
     (128, 128, False, ALL),
+    (128, 128, False, "window alibi"),
     (64, 64, False, "window"),
     (64, 64, True, "softcap"),
     (64, 64, True, "alibi"),
+    (64, 64, False, "alibi"),
+    (64, 64, False, "window alibi"),
     (64, 64, True, "alibi varlen"),
     (64, 64, True, "sink"),
     (64, 64, True, "dropout"),
@@ -251,10 +254,12 @@ def test_options_match_reference(head_dim, head_dim_v, causal, names, determinis
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("scale", [-0.1, 0.0, 1e-30, 3.0])
-def test_slope_of_a_linear_bias_is_independent_of_the_scale(scale):
-    """The kernel adds the bias to raw scores, and so divides slopes by the scale."""
-    check(Case(128, 128, True, ("alibi",), scale=scale, seqlen_k=1500), False)
+def test_slope_of_a_linear_bias_is_independent_of_the_scale(scale, head_dim, causal):
+    """Kernels that add the bias to raw scores divide slopes by the scale."""
+    check(Case(head_dim, head_dim, causal, ("alibi",), scale=scale, seqlen_k=1500), False)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -239,12 +239,13 @@ def sharing_config(problem: AttnProblem, gpu_name: str) -> FwdConfig | None:
 
 @dataclass(frozen=True)
 class OptionLine:
-    """A line of [options] in the grid. It serves problems whose options are all in `serves`, in some buckets or all (None)."""
+    """A line of [options] in the grid. It serves problems whose options are all in `serves`, of some dtypes and buckets or all (None)."""
 
     name: str  # line 2 of [options.d64] fwd
     serves: tuple[str, ...]
     fields: dict[str, Any]
     buckets: tuple[str, ...] | None = None
+    dtypes: Sequence[str] | None = None
 
     def miss(self, problem: AttnProblem, direction: str, bucket: str) -> str | None:
         """The reason why the line does not serve a problem; None if it does."""
@@ -255,6 +256,8 @@ class OptionLine:
             return f"{self.name} does not serve {' '.join(others)}"
         if self.buckets is not None and bucket not in self.buckets:
             return f"{self.name} does not serve the bucket {bucket}"
+        if self.dtypes is not None and problem.dtype not in self.dtypes:
+            return f"{self.name} does not serve {problem.dtype}"
         config = self.config(problem, direction)
         if direction == "bwd_det" and not config.deterministic:
             return f"{self.name} sums dq in no fixed order"
@@ -274,8 +277,9 @@ def option_lines(tile_class: str, direction: str) -> list[OptionLine]:
         OptionLine(
             f"line {number} of [options.{tile_class}] {section}",
             tuple(option for option in known if option in line.get("serves", known)),
-            {name: value for name, value in line.items() if name not in ("serves", "buckets")},
+            {name: value for name, value in line.items() if name not in ("serves", "buckets", "dtypes")},
             tuple(line["buckets"]) if "buckets" in line else None,
+            line.get("dtypes"),
         )
         for number, line in enumerate(_grid()["options"][tile_class][section], 1)
     ]
@@ -371,7 +375,7 @@ def choose_config(problem: AttnProblem, bucket: str, gpu_name: str, direction: s
 
 def _choose_option_line(problem: AttnProblem, bucket: str, direction: str) -> Choice:
     misses, programs = [], problem.program and program_lines(_grid(), problem, direction, bucket)
-    for line in [OptionLine(*x) for x in programs or ()] or option_lines(problem.tile_class, direction):
+    for line in [OptionLine(**x) for x in programs or ()] or option_lines(problem.tile_class, direction):
         if miss := line.miss(problem, direction, bucket):
             misses.append(miss)
             continue

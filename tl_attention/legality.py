@@ -149,7 +149,7 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         staged += sum(problem.program.stored_bytes(16, step))
     return (
         problem.element_bytes * elements
-        + _bias_bytes(problem, step)
+        + _bias_bytes(problem, step) * (not bwd_pass.dq_apart)
         + row_values
         + staging_bytes(bwd_pass.part_stages)
         + ROUNDING_BYTES * bwd_pass.rounds(problem)
@@ -413,9 +413,10 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
             else "with another program than a bias or a mask, without an order, or where no dq is summed"
         )
         return f"schedule: expected {' or '.join(schedules)} {where}, got {bwd_pass.schedule!r}"
-    others = {*problem.served_as.options} - {"sink", "varlen", "window"}
-    if bwd_pass.dq_apart and (others or problem.program is not None or bwd_pass.one_tile):
-        where = "a program, one tile of keys or more options than sink, varlen and window"
+    others = {*problem.served_as.options} - {"sink", "varlen", "window", "alibi"}
+    other_program = problem.program is not None and not (problem.is_mask_of_bits or problem.learns_diagonal)
+    if bwd_pass.dq_apart and (others or other_program or bwd_pass.one_tile):
+        where = "one tile of keys, more options than sink, varlen, window and alibi, or another program than a mask or a bias"
         return f"order: expected another than 'apart' with {where}, got 'apart'"
     if bwd_pass.dq_apart and bwd_pass.schedule not in ("dynamic", "dynamic-late", "split", "ordered"):
         return f"order: expected another than 'apart' with the schedule {bwd_pass.schedule}, got 'apart'"
@@ -451,7 +452,7 @@ def _bwd_schedules(problem: AttnProblem) -> tuple[str, ...]:
     """Schedules of a pass by keys that makes all gradients in an order."""
     if problem.program is None:
         options = {*problem.served_as.options} - {"sink"}
-        if options == {"window"}:
+        if options in ({"window"}, {"alibi"}):
             return "grid", "dynamic-late", "split"
         return ("grid", "dynamic-late") if options else BWD_SCHEDULES
     if problem.learns_bias:

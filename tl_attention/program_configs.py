@@ -9,16 +9,16 @@ from tl_attention.problem import JOINED_BUCKET, AttnProblem
 
 def program_lines(
     grid: dict[str, Any], problem: AttnProblem, direction: str, bucket: str
-) -> list[tuple[str, tuple[str, ...], dict[str, Any]]]:
-    """(name, what it serves, fields) of the lines of [programs] for a problem, in the order they are tried; see configs.OptionLine. The
-    first that is legal serves it.
+) -> list[dict[str, Any]]:
+    """Arguments of configs.OptionLine for the lines of [programs] that a problem has, in the order they are tried. The first that is legal
+    serves it.
 
     A forward has one line per width, and optional ones for block masks: fwd_joined in JOINED_BUCKET, fwd_bits, and fwd_listed where the
     tiles of fwd do not divide program.LISTED_ROWS, fwd_held for scores that stay close, fwd_adds for bf16 ones that only add a value per
     diagonal, fwd_shares for such values without a held row max, and fwd_scores for a score_mod alone. A backward tries other lines before
-    those of bwd: with bits those of bwd_bits, before these without a score_mod those of bwd_mask, in fp16 of bwd_mask_fp16; with a dense
-    bias alone, whose gradient is dS, those of bwd_bias; with a learned value per diagonal alone those of bwd_adds. A line of a backward
-    serves problems whose features are all in `serves`.
+    those of bwd: with bits those of bwd_bits, before these without a score_mod those of bwd_mask; with a dense bias alone, whose gradient
+    is dS, those of bwd_bias; with a learned value per diagonal alone those of bwd_adds. A line of a backward serves problems whose features
+    are all in `serves`.
     """
     width, served = grid["programs"][problem.tile_class], (str(problem.program),)
     table = f"[programs.{problem.tile_class}]"
@@ -36,9 +36,10 @@ def program_lines(
             ("fwd_scores", problem.changes_scores and not (problem.fetches or problem.is_listed)),
         )
         names = [name for name, applies in wanted if applies and name in width]
-        return [(f"{table} {name}", served, width[name]) for name in (*names, "fwd")]
+        return [
+            {"name": f"{table} {name}", "serves": served, "fields": width[name]} for name in (*names, "fwd")
+        ]
     wanted = (
-        ("bwd_mask_fp16", problem.is_mask_of_bits and problem.dtype == "float16"),
         ("bwd_mask", problem.is_mask_of_bits),
         ("bwd_bits", problem.has_bits),
         ("bwd_bias", problem.learns_bias),
@@ -46,11 +47,12 @@ def program_lines(
     )
     first = [line for special, applies in wanted if applies for line in width.get(special, ())]
     return [
-        (
-            f"line {number} of {table} bwd",
-            served,
-            {key: value for key, value in line.items() if key != "serves"},
-        )
+        {
+            "name": f"line {number} of {table} bwd",
+            "serves": served,
+            "fields": {key: value for key, value in line.items() if key not in ("serves", "dtypes")},
+            "dtypes": line.get("dtypes"),
+        }
         for number, line in enumerate([*first, *width.get("bwd", ())], 1)
         if features(problem) <= {*line.get("serves", ())}
     ]

@@ -16,20 +16,19 @@ import functools
 import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass, sum_columns
-from tl_attention.kernels import bwd_tiles, pipeline
+from tl_attention.kernels import bwd_scores, bwd_tiles, pipeline
 from tl_attention.kernels import products as fp32
 from tl_attention.kernels.block_lists import query_blocks
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
 from tl_attention.kernels.bwd_order import OrderedBlocks
 from tl_attention.kernels.bwd_round_packed import rounding_of
-from tl_attention.kernels.bwd_scores import exponentiate, hides_raw, prefetches_lse, scale_of_scores
 from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles, stages_P
 from tl_attention.kernels.bwd_store import BiasGradient, store_gradients
 from tl_attention.kernels.bwd_warps import cuda_code, dq_warpgroup, further_warps, pass_roles
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.input_parts import InputArguments, InputParts
 from tl_attention.kernels.linear_bias import fill_bias_columns
-from tl_attention.kernels.options import OptionArguments, Scores, option_arguments
+from tl_attention.kernels.options import OptionArguments, option_arguments
 from tl_attention.kernels.pipeline import alloc_fragments, share, sync_consumers, wait_for_stores
 from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, indices, softmax_backward
@@ -89,10 +88,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     dynamic, ordered, dv_tile = config.is_dynamic, config.is_ordered, config.has_dv_tile(problem)
     one_tile, rounds = config.one_tile, config.rounds(problem)
     v_dot = {"transpose_B": True, "clear_accum": True}  # dP' = V dO'
-    k_qt = {**v_dot, "clear_accum": not problem.bias_is_linear}  # S' = K Q'
+    linear_bias = bwd_scores.has_linear_bias(problem, config)
+    k_qt = {**v_dot, "clear_accum": not linear_bias}  # S' = K Q'
     pieces = bwd_tiles.dq_pieces(block_M, head_dim, config.warpgroups)
     sloped, varlen = problem.is_sloped, problem.has("varlen")
-    prefetch_lse, hides = prefetches_lse(problem, config), hides_raw(problem, config)
+    prefetch_lse = bwd_scores.prefetches_lse(problem, config)
     # dV needs a P' of its own if dS' is made in registers of P' from another P': dV's has dropout, dS's the softcap's slope
     stage_P = stages_P(problem, config)
     separate_P = stage_P or (reuse and makes_dv and sloped)
@@ -154,8 +154,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     def differentiate(w, number, turn, first, counts, tile, blocks, tiles, shared, softmax_scale, options):
         """Compute dK and dV of 64 keys, and their share of dQ of all query blocks that see the key tile."""
         key = tile.first_key + 64 * w
-        applied_scale = scale_of_scores(problem, config, softmax_scale)
-        scores = Scores(problem, options, applied_scale, block_M, True, shared.staged, hides_raw=hides)
+        scores = bwd_scores.scores_of(problem, config, options, softmax_scale, shared.staged)
         dropout = Dropout(problem, options, block_M, rows_are_keys=True)
         mask = bwd_tiles.KeyRowsMask(blocks.mask, key, relative=makes_dq and (varlen or apart))
         raw_scale = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)
@@ -223,7 +222,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 compute_dp(w, step, shared, acc_dp)
 
             # P' = exp2(S' - lse)
-            exponentiate(
+            bwd_scores.exponentiate(
                 problem,
                 config,
                 step - before,
@@ -342,7 +341,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 fp32.finish_jobs(products, jobs, sums, len(products))
             if makes_dk and makes_dv and not dS_in_P:
                 if x_parts == 1:
-                    T.wait_wgmma(3 if problem.bias_is_linear else 2)  # dV
+                    T.wait_wgmma(3 if linear_bias else 2)  # dV
                 shared.dO.release(step)
             if late_sums:
                 if after_first(step, dq_row_block):

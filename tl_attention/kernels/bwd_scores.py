@@ -7,6 +7,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
+from tl_attention.kernels.options import OptionArguments, Scores
 from tl_attention.kernels.softmax import SMALLEST_SCALE, probabilities
 from tl_attention.problem import AttnProblem
 
@@ -48,11 +49,32 @@ def masks_before_exp(problem: AttnProblem, config: BwdPass) -> bool:
     return shares_dq(problem, config) or makes_both == problem.is_sloped
 
 
+def has_linear_bias(problem: AttnProblem, config: BwdPass) -> bool:
+    """True if a causal ALiBi bias is a matrix product. Not in the order apart, where ptxas serializes all wgmma for it (C7512, d128)."""
+    return problem.bias_is_linear and not config.dq_apart
+
+
 def scale_of_scores(problem: AttnProblem, config: BwdPass, softmax_scale: Any) -> Any:
     """The scale that a program's scores are multiplied by; not 0 where masked raw scores have to stay -inf."""
     if hides_raw(problem, config) and problem.changes_scores:
         return T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale)
     return softmax_scale
+
+
+def scores_of(
+    problem: AttnProblem, config: BwdPass, options: OptionArguments, softmax_scale: Any, staged: Any
+) -> Scores:
+    """Scores [keys, queries] of a pass. staged: see alloc_staged."""
+    return Scores(
+        problem,
+        options,
+        scale_of_scores(problem, config, softmax_scale),
+        config.block_M,
+        rows_are_keys=True,
+        staged=staged,
+        hides_raw=hides_raw(problem, config),
+        by_element=not has_linear_bias(problem, config),
+    )
 
 
 def has_two_P(problem: AttnProblem, config: BwdPass) -> bool:

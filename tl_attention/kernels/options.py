@@ -108,6 +108,7 @@ class Scores:
 
     softcap: s -> c tanh(s scale / c). alibi: s -> s - slope * |query + seqlen_k - seqlen_q - key|.
     tables: of the values per diagonal; first_step: step of the CTA at which its table of step 0 is.
+    by_element: a causal ALiBi bias is subtracted from each score, too, not added by a product.
     """
 
     def __init__(
@@ -123,17 +124,17 @@ class Scores:
         two_sides: bool = False,
         adds_exponents: bool = False,
         hides_raw: bool = False,
+        by_element: bool = False,
         name: str = "scores",
     ):
         # hide_transposed() hides the elements of a program, before exponent(). If that changes scores, softmax_scale is not 0
         self.hides_raw = hides_raw
         # New scores are in base 2, relative to the row max of transform()
         self.adds_exponents = adds_exponents
-        self.two_sides = two_sides  # of the diagonal have a linear bias
+        self.rows_are_keys, self.two_sides = rows_are_keys, two_sides  # of the diagonal have a linear bias
         self.capped, self.causal, self.is_fp32 = problem.has("softcap"), problem.causal, problem.is_fp32
-        self.options, self.softmax_scale, self.rows_are_keys = options, softmax_scale, rows_are_keys
-        self.first_step = first_step
-        is_linear = two_sides or problem.bias_is_linear
+        self.options, self.softmax_scale, self.first_step = options, softmax_scale, first_step
+        is_linear = two_sides or (problem.bias_is_linear and not by_element)
         self.linear = LinearBias(rows_are_keys, name="linear_bias") if is_linear else None
         self.biased = problem.has("alibi") and self.linear is None
         self.alibi_slope = T.alloc_var("float32", init=0.0) if self.biased else None

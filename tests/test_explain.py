@@ -283,7 +283,7 @@ def test_explain_prints_the_numbers_of_a_forward(capsys):
     assert report.short(counts.fwd_bytes(shape), "B") in out
     assert "H100 80GB HBM3 295" in out and "A10 208" in out
     assert re.search(
-        r"predicted / measured 1\.0\d \(nvidia_h200/fwd.jsonl, row paper-d128-causal-8k, commit", out
+        r"predicted / measured (0\.9|1\.0)\d \(nvidia_h200/fwd.jsonl, row paper-d128-causal-8k, commit", out
     )
     choice = configs.choose_config(shape.problem("bfloat16"), "long", H200.name)
     assert f"from {choice.source}" in out and f"  {choice.config}\n" in out

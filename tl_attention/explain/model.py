@@ -105,7 +105,10 @@ def kernel_time(kernel: Kernel, work: Work, clock: float, bandwidth: float) -> K
     units = {name: clocks * kernel.steps / sms / clock for name, clocks in kernel.clocks.items()}
     at_once = sms * kernel.ctas_per_sm
     waves = kernel.count / at_once
-    overlaps = work.direction in ("fwd", DECODE) or kernel.config.dq_apart
+    # Sums along diagonals come between the products of a step
+    overlaps = work.direction in ("fwd", DECODE) or (
+        kernel.config.dq_apart and not work.problem.learns_diagonal
+    )
     step = step_clocks(kernel.clocks, UNHIDDEN if overlaps else UNHIDDEN_BWD)
     if work.direction == DECODE:
         longest = max(steps for steps, _ in kernel.tiles)

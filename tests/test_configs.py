@@ -253,14 +253,14 @@ def passes(*texts: str) -> BwdConfig:
         (
             replace(D128, options=("softcap",)),
             passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
-            "order: expected another than 'apart' with one tile of keys, more options than sink, varlen, window and alibi, or another "
-            "program than a mask or a bias, got 'apart'",
+            "order: expected another than 'apart' with one_tile, another option than sink, varlen, window or alibi, or another program "
+            "than a block mask or a learned bias, got 'apart'",
         ),
         (
             replace(D128, options=("window", "placed")),
             passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
-            "order: expected another than 'apart' with one tile of keys, more options than sink, varlen, window and alibi, or another "
-            "program than a mask or a bias, got 'apart'",
+            "order: expected another than 'apart' with one_tile, another option than sink, varlen, window or alibi, or another program "
+            "than a block mask or a learned bias, got 'apart'",
         ),
         (
             D64,

@@ -239,12 +239,12 @@ def sharing_config(problem: AttnProblem, gpu_name: str) -> FwdConfig | None:
 
 @dataclass(frozen=True)
 class OptionLine:
-    """A line of [options] in the grid. It serves problems whose options are all in `serves`, of some dtypes and buckets or all (None)."""
+    """A line of [options] in the grid. It serves problems of its buckets and dtypes, None for all, whose options are all in `serves`."""
 
     name: str  # line 2 of [options.d64] fwd
     serves: tuple[str, ...]
     fields: dict[str, Any]
-    buckets: tuple[str, ...] | None = None
+    buckets: Sequence[str] | None = None
     dtypes: Sequence[str] | None = None
 
     def miss(self, problem: AttnProblem, direction: str, bucket: str) -> str | None:
@@ -278,7 +278,7 @@ def option_lines(tile_class: str, direction: str) -> list[OptionLine]:
             f"line {number} of [options.{tile_class}] {section}",
             tuple(option for option in known if option in line.get("serves", known)),
             {name: value for name, value in line.items() if name not in ("serves", "buckets", "dtypes")},
-            tuple(line["buckets"]) if "buckets" in line else None,
+            line.get("buckets"),
             line.get("dtypes"),
         )
         for number, line in enumerate(_grid()["options"][tile_class][section], 1)

@@ -132,14 +132,12 @@ class FwdCombine:
 # Except for "", dS has two slots in shared memory: a warpgroup writes one while others read that of the previous step.
 DQ_ORDERS = ("", "late-sums", "early-dK", "separate-dS", "apart")
 
-
 # Schedules of a pass by keys; all but grid need an order that is not ""
 #   grid          one CTA per tile, longest tiles first
 #   dynamic       one CTA per SM, drawing the next tile when one begins; without options
 #   dynamic-late  one CTA per SM, drawing the next tile when all loads of one are issued
 #   ordered       as dynamic-late; tiles add to dq in the order in which they are drawn, so always in the same. Without options
-#   split         as dynamic-late; several CTAs may share a key tile by its queries: the last tiles, under a causal mask all or none;
-#                 without options
+#   split         as dynamic-late; CTAs may share the last key tiles by their queries (causal: all). No option but a window or ALiBi
 BWD_SCHEDULES = ("grid", "dynamic", "dynamic-late", "ordered", "split")
 
 
@@ -168,8 +166,7 @@ class JvpConfig:
 JVP_CONFIGS = {
     # 616 and 660, 32 heads; with ping_pong 608 and 580; block_N 96: 615 and 655, 80: 578 and 550
     "d64": JvpConfig(128, 112),
-    # The widest that fits; checked, but not timed
-    "d96": JvpConfig(128, 80),
+    "d96": JvpConfig(128, 80),  # the widest that fits; checked, but not timed
     # 703 and 695, 16 heads; without ping_pong 674 and 651; block_N 48 without it: 638 and 591
     "d128": JvpConfig(128, 64, ping_pong=True),
 }
@@ -177,13 +174,12 @@ JVP_CONFIGS = {
 
 def jvp_kernels() -> list[tuple[AttnProblem, JvpConfig]]:
     """Every kernel of forward mode."""
-    problems = (
-        AttnProblem(dtype, *width, causal)
+    return [
+        (problem, JVP_CONFIGS[problem.width])
         for dtype in HALF_DTYPES
         for width in JVP_TILE_WIDTHS
-        for causal in (False, True)
-    )
-    return [(problem, JVP_CONFIGS[problem.width]) for problem in problems]
+        for problem in (AttnProblem(dtype, *width, causal) for causal in (False, True))
+    ]
 
 
 @dataclass(frozen=True)
@@ -265,6 +261,10 @@ class BwdPass:
     def is_ordered(self) -> bool:
         """True if additions to dq have a fixed order."""
         return self.schedule == "ordered"
+
+    def has_linear_bias(self, problem: AttnProblem) -> bool:
+        """True if a causal ALiBi bias is a matrix product. Not in the order apart, where ptxas serializes all wgmma (C7512, d128)."""
+        return problem.bias_is_linear and not self.dq_apart
 
     def has_five_counts(self, problem: AttnProblem) -> bool:
         """True if the query blocks of a key tile have five counts, see kernels.mask.QueryBlocks; else they have fewer."""

@@ -149,7 +149,7 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         staged += sum(problem.program.stored_bytes(16, step))
     return (
         problem.element_bytes * elements
-        + _bias_bytes(problem, step) * (not bwd_pass.dq_apart)
+        + BIAS_BYTES * step * bwd_pass.has_linear_bias(problem)
         + row_values
         + staging_bytes(bwd_pass.part_stages)
         + ROUNDING_BYTES * bwd_pass.rounds(problem)
@@ -416,7 +416,7 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
     others = {*problem.served_as.options} - {"sink", "varlen", "window", "alibi"}
     other_program = problem.program is not None and not (problem.is_mask_of_bits or problem.learns_diagonal)
     if bwd_pass.dq_apart and (others or other_program or bwd_pass.one_tile):
-        where = "one tile of keys, more options than sink, varlen, window and alibi, or another program than a mask or a bias"
+        where = "one_tile, another option than sink, varlen, window or alibi, or another program than a block mask or a learned bias"
         return f"order: expected another than 'apart' with {where}, got 'apart'"
     if bwd_pass.dq_apart and bwd_pass.schedule not in ("dynamic", "dynamic-late", "split", "ordered"):
         return f"order: expected another than 'apart' with the schedule {bwd_pass.schedule}, got 'apart'"

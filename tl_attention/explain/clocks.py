@@ -67,7 +67,7 @@ def of_pass(
     instructions += slope + MASK_INSTRUCTIONS * cut
     if gradients and problem.learns:
         instructions += asked.sum_instructions
-    if problem.bias_is_linear and one.dq_apart:
+    if problem.bias_is_linear and not one.has_linear_bias(problem):
         instructions += ALIBI_INSTRUCTIONS - LINEAR_ALIBI_INSTRUCTIONS
     smem = len(problem.products) * BYTES * _pass_smem(problem, one)
     clocks = of_scores(problem, gpu, scores, flops, instructions, smem, asked)

@@ -88,7 +88,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     dynamic, ordered, dv_tile = config.is_dynamic, config.is_ordered, config.has_dv_tile(problem)
     one_tile, rounds = config.one_tile, config.rounds(problem)
     v_dot = {"transpose_B": True, "clear_accum": True}  # dP' = V dO'
-    linear_bias = bwd_scores.has_linear_bias(problem, config)
+    linear_bias = config.has_linear_bias(problem)
     k_qt = {**v_dot, "clear_accum": not linear_bias}  # S' = K Q'
     pieces = bwd_tiles.dq_pieces(block_M, head_dim, config.warpgroups)
     sloped, varlen = problem.is_sloped, problem.has("varlen")

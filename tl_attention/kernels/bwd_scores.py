@@ -49,11 +49,6 @@ def masks_before_exp(problem: AttnProblem, config: BwdPass) -> bool:
     return shares_dq(problem, config) or makes_both == problem.is_sloped
 
 
-def has_linear_bias(problem: AttnProblem, config: BwdPass) -> bool:
-    """True if a causal ALiBi bias is a matrix product. Not in the order apart, where ptxas serializes all wgmma for it (C7512, d128)."""
-    return problem.bias_is_linear and not config.dq_apart
-
-
 def scale_of_scores(problem: AttnProblem, config: BwdPass, softmax_scale: Any) -> Any:
     """The scale that a program's scores are multiplied by; not 0 where masked raw scores have to stay -inf."""
     if hides_raw(problem, config) and problem.changes_scores:
@@ -73,7 +68,7 @@ def scores_of(
         rows_are_keys=True,
         staged=staged,
         hides_raw=hides_raw(problem, config),
-        by_element=not has_linear_bias(problem, config),
+        by_element=not config.has_linear_bias(problem),
     )
 
 

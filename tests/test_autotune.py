@@ -26,6 +26,7 @@ from tl_attention.testing.inputs import make_inputs
 from tl_attention.testing.shapes import Shape
 from tl_attention.testing.timer import Timing
 from tl_attention.tuning import autotune, progress, steps
+from tl_attention.tuning.results import Attempt
 from tl_attention.tuning.steps import Row, Steps
 
 # Subprocesses import this file; with its imports preloaded they start at once
@@ -210,12 +211,8 @@ def test_tune_survives_bad_candidates(run_tune):
     assert table["gpu"] == "Test GPU" and table["arch"] == "sm_90a" and table["commit"]
     assert {line["fate"] for line in log} >= {"winner", "faulty", "failed", "wrong"}
     assert log[0]["direction"] == "fwd" and log[0]["key"] == "bf16 d256 causal 4k"
-    assert log[0]["reports"][f"{PROBLEM} {log_config(log[0])}"]["registers"] == 168
+    assert log[0]["reports"][f"{PROBLEM} {FwdConfig(**log[0]['config'])}"]["registers"] == 168
     assert "432 bytes of spills" in printed and "fwd bf16 d256 causal 4k" in printed
-
-
-def log_config(line: dict) -> FwdConfig:
-    return FwdConfig(**line["config"])
 
 
 def test_tune_score_is_the_geometric_mean(run_tune):
@@ -288,6 +285,20 @@ def test_tune_needs_two_timed_candidates_for_a_winner(run_tune, monkeypatch, rea
     monkeypatch.setattr(autotune, "COMPILE_FLOOR", 2)
     attempts, table, *_ = run_tune(budget_s=4, compile=functools.partial(hang_unless, reached))
     assert not table["fwd"] and "winner" not in {attempt.fate for attempt in attempts.values()}
+
+
+def test_tune_repeats_a_row_that_ran_out_of_time(run_tune, monkeypatch):
+    """The first row compiles what others share, and may have no winner at the end of its share of a short budget."""
+    later, reached = dataclasses.replace(SHAPE, seqlen_q=16384, seqlen_k=16384), []
+
+    def run(search: autotune.Search, row: Row, *_: object) -> list[Attempt]:
+        reached.append(row.bucket)
+        fate = "not reached" if len(reached) == 1 else "winner"
+        return [Attempt(CANDIDATES[0], fate, tflops=(1.0,), final_tflops=(1.0,))]
+
+    monkeypatch.setattr(autotune.Search, "run", run)
+    run_tune(shapes=(SHAPE, later))
+    assert reached == ["4k", "long", "4k"]
 
 
 def test_tune_tries_the_incumbent(run_tune, tmp_path):

@@ -22,12 +22,14 @@ from tl_attention.kernel_configs import (
     BwdSum,
     DecodeCombine,
     DecodeConfig,
+    FwdConfig,
     JvpConfig,
 )
 from tl_attention.options import Cache, Options
 from tl_attention.problem import DECODE_TILE_WIDTHS, DIRECTIONS, SPLIT_BUCKET, AttnProblem
 from tl_attention.target import DEFAULT_GPU
 from tl_attention.tuning import autotune
+from tl_attention.tuning.results import Attempt
 
 
 @pytest.mark.parametrize(
@@ -157,17 +159,20 @@ def test_tune_reports_an_unwritable_table_before_it_starts(monkeypatch, capsys, 
 def test_tune_forwards_its_arguments(words, shapes, directions, monkeypatch, capsys, tmp_path):
     calls = []
     monkeypatch.setattr(cli, "is_hopper", lambda device: True)
+    config = FwdConfig(128, 64)
+    found = {"first": [Attempt(config, "winner")], "second": [Attempt(config)]}
     monkeypatch.setattr(
-        autotune, "tune", lambda shapes, budget_s, **options: calls.append((shapes, options)) or {"row": []}
+        autotune, "tune", lambda shapes, budget_s, **options: calls.append((shapes, options)) or found
     )
     assert (
         cli.main(["tune", "--table", str(tmp_path / "table.json"), "--log", str(tmp_path / "log"), *words])
         == 0
     )
-    ((found, options),) = calls
-    assert (found and len(found)) == shapes
+    ((given, options),) = calls
+    assert (given and len(given)) == shapes
     assert list(options["directions"]) == list(directions)
-    assert "1 rows tuned" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "no winner, left as they were: second" in printed and "1 rows tuned" in printed
 
 
 def test_bench_outside_a_checkout_says_so(monkeypatch, capsys, tmp_path):

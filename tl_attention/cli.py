@@ -281,7 +281,10 @@ def tune(arguments: argparse.Namespace) -> int:
         log=arguments.log,
         jobs=arguments.jobs,
     )
-    print(f"{len(results)} rows tuned, in {table}; all attempts: {arguments.log}")
+    without = [row for row, attempts in results.items() if attempts[0].fate != "winner"]
+    if without:
+        print(f"no winner, left as they were: {', '.join(without)}")
+    print(f"{len(results) - len(without)} rows tuned, in {table}; all attempts: {arguments.log}")
     return 0 if results else 1
 
 

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,8 +78,9 @@ def tune(
 
     Args:
         shapes: a row's score is the geometric mean over its shapes; default: the tuning set of each direction.
-        budget_s: seconds, shared evenly among rows. Rows that are not reached are named and left unchanged. A hang at the end
-            is ended a few times sandbox.GRACE later.
+        budget_s: seconds, shared evenly among rows. A row whose share ends before it has a winner is tried once more after the
+            others, when its kernels are compiled. Rows that are not reached are named and left unchanged. A hang at the end is
+            ended a few times sandbox.GRACE later.
         only: tune the rows whose direction and key contain all these words.
         gpu_name: name in torch; default: the current device.
         path: the table to improve, whose rows are the incumbents; default: configs.tuned_path, with the configs that calls get
@@ -114,14 +116,20 @@ def tune(
         contextlib.suppress(KeyboardInterrupt),
     ):
         search = Search(steps, builders, runner, progress, tables)
-        for done, (row, members) in enumerate(groups.items()):
+        queue, repeated = deque(groups), set()
+        while queue:
             left = deadline - time.monotonic()
-            if left <= 0 or (done and left < GRACE):
+            if left <= 0 or (results and left < GRACE):
                 break
-            until = time.monotonic() + min(max(left / (len(groups) - done), MIN_SHARE), left)
+            until = time.monotonic() + min(max(left / len(queue), MIN_SHARE), left)
+            row = queue.popleft()
+            members = groups[row]
             attempts = results[str(row)] = search.run(row, members, until)
             if attempts[0].fate == "winner":
                 save_winner(path, gpu_name, row, attempts[0], members)
+            elif row not in repeated and any(attempt.out_of_time for attempt in attempts):
+                repeated.add(row)
+                queue.append(row)
             if log:
                 append_log(log, gpu_name, row, attempts, members)
             console.print(attempt_table(row, attempts))
@@ -153,14 +161,11 @@ class Search:
         begin_by = max(begin + 3 * quarter, time.monotonic() + quarter)
         correct = self._check(row, built, shapes, begin_by, deadline)
         timed = self._time(row, correct, shapes, ROUNDS, deadline)
-        if not attempts[0].tflops and (attempts[0].fate == "not reached" or attempts[0].cut_off):
+        if not attempts[0].tflops and attempts[0].out_of_time:
             for attempt in timed:
                 attempt.lose("not reached", f"no winner: the incumbent {incumbent} was not timed")
             timed = []
-        if len(timed) == 1 and any(
-            attempt is not timed[0] and (attempt.fate == "not reached" or attempt.cut_off)
-            for attempt in attempts
-        ):
+        if len(timed) == 1 and any(attempt.out_of_time for attempt in attempts if attempt is not timed[0]):
             timed.pop().lose("not reached", "no winner: the only candidate timed, as others were not reached")
         ranked, finalists = sorted(timed, key=Attempt.score.fget, reverse=True), []
         while ranked and not finalists:

@@ -50,6 +50,10 @@ class Attempt:
         """Geometric mean of final_tflops; 0 if not timed."""
         return statistics.geometric_mean(self.final_tflops) if self.final_tflops else 0.0
 
+    @property
+    def out_of_time(self) -> bool:
+        return self.fate == "not reached" or self.cut_off
+
     def add_reports(self, results: dict[Kernel, cubin.Report | Failure]) -> None:
         """Record the compiled kernels, and lose if one failed or must not ship."""
         self.cut_off = any(isinstance(result, OutOfTime) for result in results.values())

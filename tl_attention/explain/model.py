@@ -4,11 +4,12 @@ A step has up to four kinds of work: products, whose time is that of the tensor 
 softmax, exponentials and other instructions of the same warps; additions in L2; and traffic of captured tensors. It takes the time of
 the longest, and a share of the time of the others, which no schedule hides whole. A tile takes its steps, a fixed latency, and the
 transfer of what it loads first and stores last at its SM's share of the memory bandwidth, unless the schedule moves that under the
-steps of its neighbours. Tiles are given to CTAs as the kernel does it, so a last, partly filled wave costs what it costs. Clocks are
-those at which NVIDIA states the tensor throughput: a GPU at its power limit runs slower, which the model ignores.
+steps of its neighbours; in a forward a part of it. Tiles are given to CTAs as the kernel does it, so a last, partly filled wave costs
+what it costs. Clocks are those at which NVIDIA states the tensor throughput: a GPU at its power limit runs slower, which the model
+ignores.
 
-The constants here are fitted, the same for every row, to benchmarks/results/nvidia_h200 (2026-11-22), and rounded; what they are not
-is a count or a fact of gpus.py. docs/explain.md has the errors; `tl-attention explain --check` prints them.
+The constants here are fitted, the same for every row, to benchmarks/results, and rounded; what they are not is a count or a fact of
+gpus.py. docs/explain.md has the errors; `tl-attention explain --check` prints them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from tl_attention.problem import DECODE
 # Share of the other units' time in a step that the longest does not hide. Forward: the softmax of a warpgroup is computed under the
 # products of another. Backward: dP, dS and dQ of a step wait for each other, unless a warpgroup of its own computes dQ
 UNHIDDEN, UNHIDDEN_BWD = 0.2, 0.5
+# Share of what a tile of a forward loads first and stores last that its SM waits for: queries of the next tile come early, and stores
+# need no wait. A backward waits for all
+EXPOSED_FWD = 0.6
 BESIDE = 0.6  # share of the time that bytes moved by idle warps of the main kernels would take alone
 TILE_CLOCKS = 500  # latency of the first loads of a tile, its first scores and its last stores
 LAUNCH_US = 3.0  # per kernel in a CUDA graph
@@ -116,7 +120,8 @@ def kernel_time(kernel: Kernel, work: Work, clock: float, bandwidth: float) -> K
         alone = sum(clocks for name, clocks in kernel.clocks.items() if name != "shared memory")
         seconds = longest * max(shared * step, alone) / clock
         return KernelTime(seconds, units, waves, min(kernel.count / at_once, 1.0))
-    fixed = TILE_CLOCKS + kernel.is_exposed * kernel.tile_bytes * clock * sms / bandwidth
+    exposed = kernel.is_exposed * (EXPOSED_FWD if work.direction == "fwd" else 1.0)
+    fixed = TILE_CLOCKS + exposed * kernel.tile_bytes * clock * sms / bandwidth
     spent = sum(count * (fixed + steps * step) for steps, count in kernel.tiles)
     clocks = makespan(kernel.tiles, sms, lambda steps: fixed + steps * step, kernel.static)
     return KernelTime(clocks / clock, units, waves, spent / (sms * clocks))

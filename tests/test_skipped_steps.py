@@ -21,7 +21,7 @@ def causal_steps(first_query, block_M, block_N, seqlen_q, seqlen_k):
 
 
 @given(
-    st.sampled_from([(128, 64), (128, 80), (128, 96), (128, 112), (192, 128), (192, 80)]),
+    st.sampled_from([(128, 64), (128, 80), (128, 96), (128, 112), (128, 160), (192, 128), (192, 80)]),
     st.integers(1, 900),
     st.integers(1, 900),
 )
@@ -44,6 +44,7 @@ def test_skipped_steps_hold_no_key_that_a_warpgroup_sees(blocks, seqlen_q, seqle
     [
         (128, 64, True),
         (128, 112, True),
+        (128, 160, True),
         (192, 128, True),
         (192, 32, False),
         (128, 128, False),
@@ -63,6 +64,7 @@ CONFIGS = [
     FwdConfig(128, 64, schedule="dynamic", q_stages=2, hold_max=True, ping_pong=True),
     FwdConfig(128, 64, schedule="dynamic", q_stages=1.5, hold_max=True, ping_pong=True),
     FwdConfig(128, 80, schedule="dynamic", q_stages=2, ping_pong=True),
+    FwdConfig(128, 160, schedule="dynamic", q_stages=2, hold_max=True, ping_pong=True),
     FwdConfig(192, 128, schedule="dynamic", q_stages=2, hold_max=True, ping_pong=True),
 ]
 

@@ -394,9 +394,12 @@ def test_pack_that_would_be_too_large_ends_after_a_sample(tmp_path, monkeypatch)
     )
     with pytest.raises(packing.PackError, match="expected a wheel of at most 40 MB; shorten"):
         packing.build(kernels, tmp_path, say=said.append)
-    assert said == [
-        f"{len(built)} kernels from all over the pack are built: all {len(kernels)} take about {len(kernels) // 50 + 1} MB"
-    ]
+    (line,) = said
+    start = f"{len(built)} kernels from all over the pack are built: all {len(kernels)} take about "
+    assert (
+        line.startswith(start)
+        and abs(int(line.removeprefix(start).removesuffix(" MB")) - len(kernels) / 50) <= 1
+    )
     assert packing.SAMPLE * packing.GROUP <= len(built) < len(kernels) / 10
     templates = {compiler.template(config) for _, config in built}
     assert templates >= {compiler.TEMPLATES[name] for name in (FwdConfig, BwdPass, "dq", DecodeConfig)}

@@ -458,7 +458,7 @@ def _bwd_schedules(problem: AttnProblem) -> tuple[str, ...]:
     if problem.learns_bias:
         return "grid", "dynamic", "dynamic-late"
     if problem.is_mask_of_bits:
-        return "grid", "dynamic-late"  # CTAs do not divide a list
+        return "grid", "dynamic-late", "split"
     if problem.learns_diagonal:
         return "grid", "dynamic-late", "split"
     return ("grid",)

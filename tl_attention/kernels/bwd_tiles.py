@@ -195,16 +195,16 @@ class KeyTile:
         self.part_idx[0] = self.part_of(number)
         first_head = self.tile.kv_head * counts.heads_per_kv + self.part_idx[0] * counts.heads_per_part
         heads = T.min(counts.heads_per_part, counts.heads_per_kv - self.part_idx[0] * counts.heads_per_part)
-        if self.split:
+        if blocks.listed:
+            parts = order.parts_of(number) if self.split else counts.parts
+            blocks.start_list(self.batch, self.kv_head, counts.heads_per_kv, self.first[0], self.part, parts)
+        elif self.split:
             blocks.start(self.first[0], self.tile.kv_head * counts.heads_per_kv, counts.heads_per_kv)
             blocks.keep_share(self.part_idx[0], order.parts_of(number))
-            self.steps[0] = blocks.steps
-        elif blocks.listed:
-            blocks.start_list(
-                self.batch, self.kv_head, counts.heads_per_kv, self.first[0], self.part, counts.parts
-            )
         else:
             blocks.start(self.first[0], first_head, heads)
+        if self.split:
+            self.steps[0] = blocks.steps
 
     def part_of(self, number: Any) -> Any:
         order = self.tile.order

@@ -141,7 +141,7 @@ def pass_parts(
 
     Args:
         row_bytes: that a step reads and adds to per query, see row_bytes_of(); 0: CTAs are assumed to read the same rows.
-        shares_last: tiles may be shared where there is at least one per SM. Not with a window: the launches that zero and add up the parts
+        shares_last: tiles may be shared where there is at least one per SM. Not with listed blocks or a window: the launches that zero and add up the parts
             take longer than they save (docs/measurements.md, "Windows").
     """
     head_bytes = bytes_at_once(bwd_pass, queries, sms, row_bytes)
@@ -281,7 +281,7 @@ class KeyBuffers:
             queries, on_diagonal = causal_tiles(sizes.queries, sizes.seqlen_q, sizes.seqlen_k)
         self.row_bytes = row_bytes_of(config, problem, sizes.width, sizes.element_bytes)
         by_queries = sizes.heads_per_kv, queries, on_diagonal, sizes.sms, self.row_bytes
-        shares_last = not problem.has("window")
+        shares_last = not (problem.has("window") or problem.is_listed)
         self.rounds, self.by_sequence = config.rounds(problem), goes_by_sequence(problem, [config])
         key_tiles = tiles - self.by_sequence * sizes.heads_kv * (sizes.seqlen_q // TABLE_ROWS)
         self.parts, self.heads_per_part, self.whole = pass_parts(config, key_tiles, *by_queries, shares_last)
@@ -290,7 +290,7 @@ class KeyBuffers:
             self.parts, self.whole = 1, 0
         assert not problem.causal or self.whole in (0, tiles), "see tiles.SplitGradTiles"
         # A part of a split pass without queries writes nothing. Each key tile has a step per head at least
-        uneven = problem.causal or problem.has("window")
+        uneven = problem.causal or problem.has("window") or problem.is_listed
         steps = sizes.heads_per_kv * (1 if uneven else -(-sizes.queries // config.block_M))
         self.may_be_empty = config.is_split and steps < self.parts
         self.writes_dq = config.one_tile or (config.adds_dq and problem.is_fp32)  # no sums beside it

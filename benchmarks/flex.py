@@ -149,7 +149,7 @@ def kernels_of(shape: Shape, direction: str) -> list:
     """Kernels of our rows that are not those of an option."""
     from tl_attention import configs
     from tl_attention.problem import JOINED_BUCKET, AttnProblem, length_bucket
-    from tl_attention.tracing.builtin_options import builtin_options
+    from tl_attention.tracing.builtin_options import builtin_options, program_with_bits
     from tl_attention.tracing.dense_bias import with_bias
     from tl_attention.tracing.trace import trace
 
@@ -158,7 +158,9 @@ def kernels_of(shape: Shape, direction: str) -> list:
     call = trace(*(functions if asked.bias is None else with_bias(*functions, asked.bias)), True)
     if asked.block_mask is None and builtin_options(call, shape.seqlen_q, shape.seqlen_k) is not None:
         return []
-    program = call.program if asked.block_mask is None else call.program.with_bits[0]
+    program = call.program
+    if asked.block_mask is not None:
+        program, *_ = program_with_bits(call, max(shape.seqlen_q, shape.seqlen_k))
     found = []
     for name in ("fwd", "bwd") if "bwd" in direction else ("fwd",):
         its_program = program.forward if name == "fwd" else program

@@ -21,6 +21,7 @@ from tl_attention.launch.block_lists import FULL, HIDDEN, PARTIAL, BlockLists, b
 from tl_attention.launch.mask_bits import packed, unpacked
 from tl_attention.problem import TILE_WIDTHS, AttnProblem
 from tl_attention.program import BLOCK_BITS, HIDE_ALL, HOW_BITS, MASK, SHOW_ALL, SHOW_TO_LAST
+from tl_attention.tracing.builtin_options import program_with_bits
 from tl_attention.tracing.trace import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors", "ignore:.*torch.compile")
@@ -492,7 +493,7 @@ def test_configs_of_block_masks_divide_their_blocks(width, whole):
 
 @pytest.mark.parametrize("width", ["d64", "d128"])
 def test_schedules_of_backwards_of_block_masks(width):
-    """Backwards of a mask alone compute several tiles per CTA, in an order; no CTAs divide a list."""
+    """Backwards of a mask alone compute several tiles per CTA, in an order."""
     head_dim = int(width[1:])
 
     def problem(program):
@@ -504,14 +505,42 @@ def test_schedules_of_backwards_of_block_masks(width):
     (bwd_pass,) = config.passes
     assert bwd_pass.schedule == "dynamic-late"
     assert bwd_pass.order
-    split = BwdConfig((replace(bwd_pass, schedule="split"),))
-    assert "schedule: expected grid or dynamic-late here" in legality.fault(mask, split)
+    dynamic = BwdConfig((replace(bwd_pass, schedule="dynamic"),))
+    assert "schedule: expected grid or dynamic-late or split here" in legality.fault(mask, dynamic)
     slopes = torch.rand(HEADS)
     scored = trace(lambda s, b, h, q, k: s + slopes[h] * (k - q), causal, False).program.with_bits[0]
     for each in (scored, program.as_listed):
         assert "schedule: expected grid" in legality.fault(problem(each), config)
         other, _ = configs.pick_config(problem(each), "long", "NVIDIA H200", "bwd")
         assert {x.schedule for x in other.passes} == {"grid"}
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "is_band"),
+    [
+        (lambda b, h, q, k: (q >= k) & (q - k < 300), True),
+        (lambda b, h, q, k: (q - k).abs() <= 64, True),
+        (causal, False),
+        (lambda b, h, q, k: (q >= k) | (k < 10), False),
+        (lambda b, h, q, k: (q >= k) & (q % 2 == k % 2), False),
+    ],
+)
+def test_masks_of_a_range_of_distances_are_bands(mask_mod, is_band):
+    """Only the config of their backward differs: no other kernel is compiled a second time for them."""
+    call = trace(None, mask_mod, True)
+    program, *_ = program_with_bits(call, 4096)
+    mask = call.program.with_bits[0]
+    assert program.band == is_band
+    assert program.forward == mask.forward and program.as_exact == mask.as_exact
+    assert not program_with_bits(trace(lambda s, b, h, q, k: s * 2, mask_mod, True), 4096)[0].band
+    for width in TILE_WIDTHS:
+        problem = AttnProblem.of("bfloat16", *width, False, "bwd", (), program)
+        config, _ = configs.pick_config(problem, "long", "NVIDIA H200", "bwd")
+        rounds = is_band and problem.tile_class in ("d64", "d128")
+        assert any(bwd_pass.rounds_dq for bwd_pass in config.passes) == rounds
+        assert legality.fault(problem, config, "bwd") is None
+        plain = AttnProblem.of("bfloat16", *width, False, "bwd", (), mask)
+        assert config.kernels(problem) == config.kernels(plain)
 
 
 # Kernels
@@ -569,6 +598,17 @@ def test_backward_of_more_lists_than_sms(head_dim):
     lengths = 900, 1100
     mask = random_lists(12, HEADS, lengths, (128, 128), "cuda", 0.3)
     compare(*inputs("cuda", lengths, head_dim, batch=12), mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("lengths", [(900, 1100), (4300, 4300)])
+def test_backward_of_a_window(head_dim, lengths):
+    """A mask that shows a range of distances; warps of the pass round dq."""
+    window = create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k < 300), None, None, *lengths, device="cuda"
+    )
+    compare(*inputs("cuda", lengths, head_dim, batch=3), window)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ import torch
 from tl_attention.block_masks import ListsState, mask_of_lists
 from tl_attention.launch.block_lists import BlockLists, block_states
 from tl_attention.program import Call, Program
+from tl_attention.tracing.builtin_options import program_with_bits
 from tl_attention.tracing.captures import versions
 from tl_attention.tracing.intervals import stream_of
 
@@ -105,7 +106,7 @@ def listed(call: Call, kept: KeptMask, query: torch.Tensor, heads: int, by_bits:
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         kept.keep_for_graph(lists, with_bits)
     if with_bits is not None:
-        program, tensors, numbers = call.program.with_bits
+        program, tensors, numbers = program_with_bits(call, max(lists.lengths))
         of_program = tuple([call.tensors[i] for i in tensors]), tuple([call.numbers[i] for i in numbers])
         return Call(program, *of_program, with_bits)
     return replace(call, program=call.program.as_listed, blocks=lists)

@@ -304,7 +304,7 @@ class BwdConfig:
 
     def kernels(self, problem: AttnProblem) -> list[tuple[AttnProblem, KernelConfig]]:
         """Every kernel this config compiles for a problem: the passes and their helpers."""
-        widths = sorted({problem.head_dim, problem.head_dim_v})
+        problem, widths = problem.compiled_as, sorted({problem.head_dim, problem.head_dim_v})
         return [
             *((problem, bwd_pass) for bwd_pass in self.passes),
             (problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()),

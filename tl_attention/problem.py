@@ -323,6 +323,16 @@ class AttnProblem:
         """True for a block mask as bits, without a score_mod."""
         return self.has_bits and not self.changes_scores
 
+    @property
+    def is_band(self) -> bool:
+        """True for a mask of bits that shows a range of distances."""
+        return self.is_mask_of_bits and self.program.band
+
+    @property
+    def compiled_as(self) -> AttnProblem:
+        """The problem that kernels are compiled for. Whether a mask is a band decides on their config alone."""
+        return replace(self, program=replace(self.program, band=False)) if self.is_band else self
+
     def diagonal_bytes(self, columns: int) -> int:
         """Shared memory of a warp for these values of 16 rows of `columns` scores."""
         return sum(self.program.diagonal_bytes(columns)) if self.has_diagonals else 0

@@ -136,6 +136,7 @@ class Program:
         gradients: of captured tensors.
         listed: a block mask lists the blocks to compute, and says how their keys are seen.
         bits: the mask of partial blocks is given as a bit per element; see launch/mask_bits.py. Only with `listed`.
+        band: the mask shows a range of distances, as a window does. Of a backward by bits alone, whose config depends on it.
         exact: gradients of captured tensors are exact sums, which do not depend on the order of the additions.
         by_score: values that are the same along a diagonal are computed for each score, which takes no shared memory.
     """
@@ -150,6 +151,7 @@ class Program:
     listed: bool = False
     exact: bool = False
     bits: bool = False
+    band: bool = False
     by_score: bool = False
 
     def __hash__(self) -> int:
@@ -196,13 +198,14 @@ class Program:
 
     @functools.cached_property
     def as_exact(self) -> Program:
-        """The program with exact sums, where sums are needed."""
-        return self if len(self.stored) == len(self.gradients) else replace(self, exact=True)
+        """The program of deterministic gradients: with exact sums, where sums are needed."""
+        found = replace(self, band=False) if self.band else self
+        return found if len(self.stored) == len(self.gradients) else replace(found, exact=True)
 
     @functools.cached_property
     def forward(self) -> Program:
         """The program without its derivatives."""
-        return replace(self, slope=None, gradients=(), exact=False).pruned()
+        return replace(self, slope=None, gradients=(), exact=False, band=False).pruned()
 
     @property
     def hides(self) -> bool:
@@ -456,11 +459,11 @@ class Program:
         return exponent.op == "constant" and exponent.data in range(2**24)
 
     def __str__(self) -> str:
-        """The words score_mod, mask_mod, blocks, bits, as far as they apply."""
+        """The words score_mod, mask_mod, blocks, bits, band, as far as they apply."""
         words = [
             word for word, value in (("score_mod", self.score), ("mask_mod", self.mask)) if value is not None
         ]
-        properties = ("blocks", self.listed), ("bits", self.bits)
+        properties = ("blocks", self.listed), ("bits", self.bits), ("band", self.band)
         return " ".join([*words, *(word for word, it_has in properties if it_has)])
 
     def text(self) -> str:

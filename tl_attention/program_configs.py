@@ -16,7 +16,8 @@ def program_lines(
     A forward has one line per width, and optional ones for block masks: fwd_joined in JOINED_BUCKET, fwd_bits, and fwd_listed where the
     tiles of fwd do not divide program.LISTED_ROWS, fwd_held for scores that stay close, fwd_adds for bf16 ones that only add a value per
     diagonal, fwd_shares for such values without a held row max, and fwd_scores for a score_mod alone. A backward tries other lines before
-    those of bwd: with bits those of bwd_bits, before these without a score_mod those of bwd_mask; with a dense bias alone, whose gradient
+    those of bwd: with bits those of bwd_bits, before these without a score_mod those of bwd_mask, and of bwd_band for a mask that shows a
+    range of distances; with a dense bias alone, whose gradient
     is dS, those of bwd_bias; with a learned value per diagonal alone those of bwd_adds. A line of a backward serves problems whose features
     are all in `serves`.
     """
@@ -40,6 +41,7 @@ def program_lines(
             {"name": f"{table} {name}", "serves": served, "fields": width[name]} for name in (*names, "fwd")
         ]
     wanted = (
+        ("bwd_band", problem.is_band),
         ("bwd_mask", problem.is_mask_of_bits),
         ("bwd_bits", problem.has_bits),
         ("bwd_bias", problem.learns_bias),
@@ -50,7 +52,10 @@ def program_lines(
         {
             "name": f"line {number} of {table} bwd",
             "serves": served,
-            "fields": {key: value for key, value in line.items() if key not in ("serves", "dtypes")},
+            "fields": {
+                key: value for key, value in line.items() if key not in ("serves", "buckets", "dtypes")
+            },
+            "buckets": line.get("buckets"),
             "dtypes": line.get("dtypes"),
         }
         for number, line in enumerate([*first, *width.get("bwd", ())], 1)

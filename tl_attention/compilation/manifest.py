@@ -192,8 +192,8 @@ def _paged_option_kernels() -> Iterator[KernelKey]:
 
 def block_mask_kernels(names: Iterable[str] = tuple(HALF_DTYPES)) -> Iterator[KernelKey]:
     """Kernels of a block mask with bits and without a score_mod, which serve every mask_mod, in some dtypes."""
-    mask = Program((), listed=True, bits=True)
-    for direction in DIRECTIONS:
+    for direction, band in (("fwd", False), ("bwd", False), ("bwd", True), ("bwd_det", False)):
+        mask = Program((), listed=True, bits=True, band=band)
         for dtype, width in itertools.product(names, tile_widths(direction)):
             problem = AttnProblem(dtype, *width, False, program=mask)
             for bucket in (*buckets(direction), *([JOINED_BUCKET] if direction == "fwd" else [])):

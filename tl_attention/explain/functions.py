@@ -151,7 +151,7 @@ def check(shape: Shape) -> None:
 def of_shape(shape: Shape) -> Asked | None:
     """Demands of the function of a shape on the kernels; None without a function. Needs no GPU and none of the memory of a bias."""
     from tl_attention.block_masks import create_block_mask
-    from tl_attention.tracing.builtin_options import builtin_options
+    from tl_attention.tracing.builtin_options import builtin_options, program_with_bits
     from tl_attention.tracing.dense_bias import with_bias
     from tl_attention.tracing.trace import trace
 
@@ -182,5 +182,5 @@ def of_shape(shape: Shape) -> Asked | None:
         mask = create_block_mask(mask_mod, None, None, shape.seqlen_q, shape.seqlen_k, device="cpu")
         lists = mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices
         states = block_states(*lists, -(-shape.seqlen_k // BLOCK))
-    program = call.program.with_bits[0]
+    program, *_ = program_with_bits(call, max(shape.seqlen_q, shape.seqlen_k))
     return Asked(plain, program, found.seen[0], states[0] == PARTIAL, states[0] == FULL)

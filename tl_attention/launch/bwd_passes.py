@@ -141,8 +141,8 @@ def pass_parts(
 
     Args:
         row_bytes: that a step reads and adds to per query, see row_bytes_of(); 0: CTAs are assumed to read the same rows.
-        shares_last: tiles may be shared where there is at least one per SM. Not with listed blocks or a window: the launches that zero and add up the parts
-            take longer than they save (docs/measurements.md, "Windows").
+        shares_last: tiles may be shared where there is at least one per SM. Not with a window or listed blocks: the launches that zero and
+            add up the parts take longer than they save (docs/measurements.md, "Windows").
     """
     head_bytes = bytes_at_once(bwd_pass, queries, sms, row_bytes)
     if not bwd_pass.is_split:

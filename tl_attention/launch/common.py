@@ -137,7 +137,7 @@ def head_group(
 
 
 def find_config(key: tuple, direction: str, config: Config | None) -> tuple[AttnProblem, Config]:
-    """Problem of a kernel key, and the config that serves it.
+    """Problem that the kernels of a key are compiled for, and the config that serves it.
 
     Args:
         key: name of the dtype, head_dim, head_dim_v, causal, option names, program, length bucket, device index.
@@ -154,7 +154,7 @@ def find_config(key: tuple, direction: str, config: Config | None) -> tuple[Attn
     if os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
         words = tuning_key(problem, bucket)
         print(f"tl_attention: {direction} {words} -> {config} ({source})", file=sys.stderr)
-    return problem, config
+    return problem.compiled_as, config
 
 
 def build_ahead(key: tuple, direction: str, purpose: str) -> None:

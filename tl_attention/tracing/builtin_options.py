@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from tl_attention.checks.common import MAX_SOFTCAP, MIN_SOFTCAP
 from tl_attention.options import UNLIMITED
-from tl_attention.program import BOOL, FLOAT, INT, LONG, Call
+from tl_attention.program import BOOL, FLOAT, INT, LONG, Call, Program
 from tl_attention.tracing.program_values import program_values
 
 EXACT_CASTS = {(INT, LONG), (INT, FLOAT), (LONG, FLOAT)}  # exact for positions, which are below 2**24
@@ -157,6 +159,25 @@ def seen_distances(call: Call, length: int) -> tuple[int | None, int | None] | N
         length: the larger of seqlen_q and seqlen_k.
     """
     return None if call.program.mask is None else _Reader(call, length).distances(call.program.mask)
+
+
+def program_with_bits(call: Call, length: int) -> tuple[Program, tuple[int, ...], tuple[int, ...]]:
+    """Program.with_bits of a call, as a band where it is one.
+
+    Args:
+        length: as in seen_distances.
+    """
+    return _with_bits(call.program, call.numbers, length)
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_bits(
+    program: Program, numbers: tuple[float | int, ...], length: int
+) -> tuple[Program, tuple[int, ...], tuple[int, ...]]:
+    found, tensors, kept_numbers = program.with_bits
+    seen = seen_distances(Call(program, (), numbers), length) if program.score is None else None
+    is_band = seen is not None and None not in seen
+    return replace(found, band=True) if is_band else found, tensors, kept_numbers
 
 
 def _window(distances: _Distances, offset: int) -> BuiltinOptions | None:

@@ -162,22 +162,26 @@ def seen_distances(call: Call, length: int) -> tuple[int | None, int | None] | N
 
 
 def program_with_bits(call: Call, length: int) -> tuple[Program, tuple[int, ...], tuple[int, ...]]:
-    """Program.with_bits of a call, as a band where it is one.
+    """Program.with_bits of a call; without a score_mod as a band if its mask shows a range of distances.
 
     Args:
         length: as in seen_distances.
     """
-    return _with_bits(call.program, call.numbers, length)
+    program, tensors, numbers = call.program.with_bits
+    if call.program.score is None and _shows_band(call.program, call.numbers, length):
+        program = _as_band(program)
+    return program, tensors, numbers
 
 
 @functools.lru_cache(maxsize=1024)
-def _with_bits(
-    program: Program, numbers: tuple[float | int, ...], length: int
-) -> tuple[Program, tuple[int, ...], tuple[int, ...]]:
-    found, tensors, kept_numbers = program.with_bits
-    seen = seen_distances(Call(program, (), numbers), length) if program.score is None else None
-    is_band = seen is not None and None not in seen
-    return replace(found, band=True) if is_band else found, tensors, kept_numbers
+def _shows_band(program: Program, numbers: tuple[float | int, ...], length: int) -> bool:
+    distances = seen_distances(Call(program, (), numbers), length)
+    return distances is not None and None not in distances
+
+
+@functools.lru_cache(maxsize=1024)
+def _as_band(program: Program) -> Program:
+    return replace(program, band=True)
 
 
 def _window(distances: _Distances, offset: int) -> BuiltinOptions | None:

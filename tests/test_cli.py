@@ -409,6 +409,7 @@ def test_compile_of_shapes_covers_all_lengths(compiled):
     without_sink = replace(problem, options=("window",))
     expected = [
         *configs.option_config(problem, "1k").kernels(problem),
+        *configs.option_config(problem, "4k").kernels(problem),
         *configs.option_config(problem, SPLIT_BUCKET).kernels(problem),
         *configs.option_config(without_sink, "1k", "bwd").kernels(without_sink),
     ]

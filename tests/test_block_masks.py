@@ -515,6 +515,9 @@ def test_schedules_of_backwards_of_block_masks(width):
         assert {x.schedule for x in other.passes} == {"grid"}
 
 
+DOCUMENT = torch.zeros(4096, dtype=torch.int32)
+
+
 @pytest.mark.parametrize(
     ("mask_mod", "is_band"),
     [
@@ -523,6 +526,7 @@ def test_schedules_of_backwards_of_block_masks(width):
         (causal, False),
         (lambda b, h, q, k: (q >= k) | (k < 10), False),
         (lambda b, h, q, k: (q >= k) & (q % 2 == k % 2), False),
+        (lambda b, h, q, k: (DOCUMENT[q] == DOCUMENT[k]) & (q >= k) & (q - k < 300), False),
     ],
 )
 def test_masks_of_a_range_of_distances_are_bands(mask_mod, is_band):
@@ -604,7 +608,7 @@ def test_backward_of_more_lists_than_sms(head_dim):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("lengths", [(900, 1100), (4300, 4300)])
 def test_backward_of_a_window(head_dim, lengths):
-    """A mask that shows a range of distances; warps of the pass round dq."""
+    """Warps of the pass round dq, at d64 that of more than 4096 keys alone."""
     window = create_block_mask(
         lambda b, h, q, k: (q >= k) & (q - k < 300), None, None, *lengths, device="cuda"
     )

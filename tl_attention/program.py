@@ -136,7 +136,7 @@ class Program:
         gradients: of captured tensors.
         listed: a block mask lists the blocks to compute, and says how their keys are seen.
         bits: the mask of partial blocks is given as a bit per element; see launch/mask_bits.py. Only with `listed`.
-        band: the mask shows a range of distances, as a window does. Of a backward by bits alone, whose config depends on it.
+        band: the mask shows a range of distances, as a window does. Set for a backward with bits and no score, whose config depends on it.
         exact: gradients of captured tensors are exact sums, which do not depend on the order of the additions.
         by_score: values that are the same along a diagonal are computed for each score, which takes no shared memory.
     """

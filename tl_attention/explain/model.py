@@ -8,7 +8,7 @@ steps of its neighbours; in a forward a part of it. Tiles are given to CTAs as t
 what it costs. Clocks are those at which NVIDIA states the tensor throughput: a GPU at its power limit runs slower, which the model
 ignores.
 
-The constants here are fitted, the same for every row, to benchmarks/results, and rounded; what they are not is a count or a fact of
+The constants here are fitted to benchmarks/results, the same for every row, and rounded. All other numbers are counts or facts of
 gpus.py. docs/explain.md has the errors; `tl-attention explain --check` prints them.
 """
 
@@ -26,8 +26,8 @@ from tl_attention.problem import DECODE
 # Share of the other units' time in a step that the longest does not hide. Forward: the softmax of a warpgroup is computed under the
 # products of another. Backward: dP, dS and dQ of a step wait for each other, unless a warpgroup of its own computes dQ
 UNHIDDEN, UNHIDDEN_BWD = 0.2, 0.5
-# Share of what a tile of a forward loads first and stores last that its SM waits for: queries of the next tile come early, and stores
-# need no wait. A backward waits for all
+# A tile of a forward waits for this share of what it loads first and stores last: queries of the next tile are loaded early, and nothing
+# waits for its stores. A backward waits for all
 EXPOSED_FWD = 0.6
 BESIDE = 0.6  # share of the time that bytes moved by idle warps of the main kernels would take alone
 TILE_CLOCKS = 500  # latency of the first loads of a tile, its first scores and its last stores

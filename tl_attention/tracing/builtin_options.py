@@ -162,7 +162,7 @@ def seen_distances(call: Call, length: int) -> tuple[int | None, int | None] | N
 
 
 def program_with_bits(call: Call, length: int) -> tuple[Program, tuple[int, ...], tuple[int, ...]]:
-    """Program.with_bits of a call; without a score_mod as a band if its mask shows a range of distances.
+    """Program.with_bits of a call. Without a score_mod it is a band if the mask shows a range of distances.
 
     Args:
         length: as in seen_distances.

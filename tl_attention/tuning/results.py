@@ -52,6 +52,7 @@ class Attempt:
 
     @property
     def out_of_time(self) -> bool:
+        """True if it was not tried, or a compilation of it did not end in time."""
         return self.fate == "not reached" or self.cut_off
 
     def add_reports(self, results: dict[Kernel, cubin.Report | Failure]) -> None:

@@ -26,6 +26,7 @@ from tl_attention.kernels.products import (
     split_parts,
 )
 from tl_attention.kernels.roles import WARPGROUP, Roles
+from tl_attention.kernels.row_stores import STORE_ROWS
 from tl_attention.kernels.scheduler import Tile, TileCounts, TileOrder
 from tl_attention.kernels.softmax import LOG2E, indices, probabilities, softmax_backward
 from tl_attention.kernels.staged import alloc_staged
@@ -255,7 +256,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         traced = traced_arguments(problem)
         options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
         counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
-        with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles)) as number:
+        code = prelude(problem, roles, STORE_ROWS if problem.dtype_of("dq") == "float32" else "")
+        with T.Kernel(ctas, threads=roles.block, prelude=code) as number:
             shared = SharedTiles(
                 bias_columns=alloc_bias_columns(problem, block_N),
                 staged=alloc_staged(problem, consumers // 32, block_N),

@@ -10,8 +10,8 @@ from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels.bwd_round import key_policy
 from tl_attention.kernels.pipeline import sync_warpgroup, wait_for_stores
 from tl_attention.kernels.products import scale
+from tl_attention.kernels.row_stores import store_columns
 from tl_attention.kernels.softmax import indices
-from tl_attention.kernels.tiles import store_columns
 from tl_attention.problem import AttnProblem
 
 

@@ -19,6 +19,7 @@ from tl_attention.kernels.options import ZERO, prelude
 from tl_attention.kernels.pipeline import APART_REGISTERS, FOUR_WARPS_REGISTERS, STORE_FRAGMENT
 from tl_attention.kernels.program_code import PREFETCH_BITS
 from tl_attention.kernels.roles import Roles
+from tl_attention.kernels.row_stores import STORE_ROWS
 from tl_attention.part_configs import MAKERS
 from tl_attention.problem import AttnProblem
 from tl_attention.round_configs import ROUNDING_WARPS
@@ -46,6 +47,8 @@ def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None
         code += PREFETCH_BITS
     if config.order:
         code += STORE_FRAGMENT
+    if problem.is_fp32 and not problem.has("varlen"):
+        code += STORE_ROWS
     if config.adds_dq and problem.is_fp32:
         code += fp32.ADD_TRANSPOSED
     if config.is_ordered:

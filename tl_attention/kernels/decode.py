@@ -380,7 +380,8 @@ def flash_decode(problem: AttnProblem, config: DecodeConfig) -> T.PrimFunc:
                 attend_overlapped(me, shared, arguments)
             else:
                 attend(me, shared, arguments)
-            softmax.finish((acc_o,), lse, 1.0)
+            softmax.finish(lse, 1.0)
+            softmax.scale_rows((acc_o,))
 
             if segment.field("parts") == 1:
                 if problem.has("sink"):

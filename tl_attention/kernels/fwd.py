@@ -22,7 +22,7 @@ from tl_attention.kernels.options import OptionArguments, Scores, option_argumen
 from tl_attention.kernels.pages import CachePages, page_arguments, paged_loads
 from tl_attention.kernels.pipeline import Turns, alloc_fragments, input_ring, sync_warpgroup, wait_for_stores
 from tl_attention.kernels.products import CHUNK, add_product, alloc_further_parts, multiply, round_kept
-from tl_attention.kernels.results import results_of, store_output
+from tl_attention.kernels.results import results_of, store_code, store_output
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder
 from tl_attention.kernels.shared_tiles import PIECES, SharedPieces, stream_of
@@ -66,19 +66,19 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     adds_exponents = hold_max and has_tables
     q_kt = {"transpose_B": True, "clear_accum": not (problem.bias_is_linear or two_sides)}
     parts, products, makes_parts = problem.parts, problem.products, config.makes_parts
-    persistent, registers = (
-        config.schedule != "grid",
-        pipeline.registers(problem, config.warpgroups, makes_parts),
-    )
+    persistent = config.schedule != "grid"
+    registers = pipeline.PERSISTENT_REGISTERS.get(config.warpgroups)
+    if not persistent:
+        registers = pipeline.registers(problem, config.warpgroups, makes_parts)
     shares = config.schedule == "shared"
-    if persistent:
-        registers = pipeline.PERSISTENT_REGISTERS.get(config.warpgroups)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
     O_from_registers = split or problem.dtype_of("o") == "float32"
-    # O is stored through the shared memory of its queries
-    O_in_Q = head_dim == head_dim_v and not O_from_registers
+    O_in_Q = head_dim == head_dim_v and not O_from_registers  # O is stored through the tile of its queries
+    # With more slots the box of this tile, which is read again at its end, might be refilled
+    releases_early = not O_in_Q and q_stages == 1 and persistent
     two_producers = config.page_rows > 0  # one warp cannot issue all instructions of the loads in time
     o_cols = CHUNK if parts > 1 else head_dim_v  # columns per tile of O in registers
+    lse_is_final = not shares and not problem.has("added")  # nothing is merged into it
     turns = Turns(config.warpgroups, config.ping_pong)
     skips = hides_steps(problem, block_M, block_N, config.kv_stages) and not (split or shares)
     # Three Q slots for two warpgroups: Q of warpgroup 1 is loaded to the slot that warpgroup 0 had in the previous tile, once that has
@@ -254,12 +254,17 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(0))
         if problem.program is not None:
             scores.look_up(query, blocks, 0, LAST_BLOCK)
-        T.wait_wgmma(0)
-        shared.K.release(first_step)
         if O_in_Q and q_stages > 1:  # O of the previous tile has been stored from its slot by now
             if turn > 0:
                 wait_for_stores()
                 shared.Q.release(q_step - config.warpgroups)
+        for n in indices(O_chunks):
+            T.clear(O_chunks[n])
+        T.wait_wgmma(0)
+        shared.K.release(first_step)
+        if releases_early:
+            if blocks.steps == 1:
+                shared.Q.release(q_step)
         scores.transform(acc_s, query, blocks, 0, LAST_BLOCK)
         softmax.update(acc_s, scores.shift(blocks.diagonal(query, 0)))
         round_kept(acc_s, P_parts, dropout)
@@ -268,8 +273,6 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             fwd_assist.skip_values(shared.V, first_step - skipped, skipped)
 
         # S = Q Kᵀ and softmax of each earlier block, beside O += P V of the block after it
-        for n in indices(O_chunks):
-            T.clear(O_chunks[n])
         for steps, update_max, count in step_ranges(blocks, hold_max, recomputes):
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR per step at d128
             for i in T.serial(count):
@@ -298,6 +301,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                     scores.look_up(query, blocks, steps.first + i, steps)
                 T.wait_wgmma(len(products))  # S is complete
                 shared.K.release(first_step + steps.first + i)
+                if releases_early:
+                    if steps.first + i == blocks.steps - 1:
+                        shared.Q.release(q_step)
                 held = softmax.warp_max[0] if adds_exponents and not update_max else 0.0
                 scores.transform(acc_s, query, blocks, steps.first + i, steps, held)
                 shift = scores.shift(blocks.diagonal(query, steps.first + i), is_right)
@@ -317,14 +323,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 if update_max:
                     softmax.rescale(O_chunks)
 
-        # O += P V of the first key block, O /= row sums
-        # Read again instead of held in registers, and before the box may be refilled
-        if persistent:
-            shared.tile_box.read_tile(turn, tile)
-        if shares:
-            blocks.read_partners(turn, shared.tile_box)
-        if not O_in_Q:
-            shared.Q.release(q_step)
+        # O += P V of the first key block beside the row sums, O /= row sums
         last = blocks.steps - 1
         shared.V.wait(first_step + last)
         multiply(
@@ -334,6 +333,23 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             acc_pv[0],
             clear_accum=parts > 1,
         )
+        # Read again instead of held in registers, and before the box may be refilled
+        if persistent:
+            shared.tile_box.read_tile(turn, tile)
+        if shares:
+            blocks.read_partners(turn, shared.tile_box)
+        if not O_in_Q and not releases_early:
+            shared.Q.release(q_step)
+        if hold_max:
+            if recomputes == 0:  # only once: no row max helps if scores are not finite
+                softmax.check_sums()
+                if softmax.overflowed():
+                    shared.overflows.report(turn)
+            shared.overflows.finish(turn)
+        softmax.finish(lse, 1.0 if shares else lse_unit, sink_score(problem, options, tile, split))
+        query = tile.m_block * block_M + first_row(w)
+        if lse_is_final:
+            tiles.store_lse(lse, tile, query)
         if parts > 1:
             add_product(
                 products,
@@ -345,13 +361,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         else:
             T.wait_wgmma(0)
         shared.V.release(first_step + last)
-        if hold_max:
-            if recomputes == 0:  # only once: no row max helps if scores are not finite
-                softmax.check_sums()
-                if softmax.overflowed():
-                    shared.overflows.report(turn)
-            shared.overflows.finish(turn)
-        softmax.finish(O_chunks, lse, 1.0 if shares else lse_unit, sink_score(problem, options, tile, split))
+        softmax.scale_rows(O_chunks)
         for n in indices(O_chunks):
             dropout.scale_kept(O_chunks[n])
 
@@ -364,21 +374,20 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 if O_in_Q and q_stages == 1:
                     shared.Q.release(q_step)
             shared.pieces.merge(blocks.rank[0], w, blocks.partners[0], acc_o, lse, lse_unit)
-        query = tile.m_block * block_M + first_row(w)
         if finishes(blocks):
             if O_from_registers:
                 tiles.store_result(O_chunks, lse, tile, query)
             elif O_in_Q:
-                T.copy(acc_o, shared.Q[q_step])
-                T.fence_proxy_async()
-                sync_warpgroup(w)
-                T.tma_copy(shared.Q[q_step], tiles.o(tile, query, 64))
+                store_output(w, tile, query, tiles, shared.Q.tiles, q_step % shared.Q.slots, acc_o)
                 if q_stages == 1:
                     wait_for_stores()
                     shared.Q.release(q_step)
             else:
-                store_output(w, tile, query, tiles, shared.O, acc_o)
-            tiles.store_lse(lse, tile, query)
+                wait_for_stores()  # of the previous tile
+                sync_warpgroup(w)
+                store_output(w, tile, query, tiles, shared.O, w, acc_o)
+            if not lse_is_final:
+                tiles.store_lse(lse, tile, query)
 
     @T.macro
     def consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options):
@@ -448,6 +457,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     ):
         traced = traced_arguments(problem, block_M, hold_max)
         more_code = PIECES if shares else MAKE_PARTS if makes_parts else READ_TABLE if has_tables else ""
+        more_code += store_code(head_dim_v, O_from_registers)
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles, more_code)) as first_tile:
             pairs = (K_input, K), (V_input, V), (Q_input, Q)
             shared = SharedTiles(

@@ -18,11 +18,24 @@ from tl_attention.kernels.mask import KeyBlocks, Mask
 from tl_attention.kernels.pipeline import TileRing, Turns, sync_warpgroup, wait_for_stores
 from tl_attention.kernels.roles import Roles
 from tl_attention.kernels.scheduler import Tile, TileCounts, TileOrder
-from tl_attention.kernels.softmax import LAZY_GROWTH, LOG2E, SMALLEST_SCALE, OnlineSoftmax, TangentSums
+from tl_attention.kernels.softmax import (
+    LAZY_GROWTH,
+    LOG2E,
+    SMALLEST_SCALE,
+    OnlineSoftmax,
+    TangentSums,
+    rows_layout,
+)
 from tl_attention.kernels.tiles import DenseTiles, SharedTiles, strided
 from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
+
+
+@T.macro
+def store_vector(vector, tiles, tile, query):
+    """Store numbers of 64 rows in Lse."""
+    T.copy(vector, tiles.Lse[tile.batch, tile.head, query : query + 64], loop_layout=rows_layout())
 
 
 def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
@@ -149,10 +162,11 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
 
         tile.locate(number)  # again, instead of held in registers
         query = tile.m_block * block_M + 64 * w
-        softmax.finish((acc_o,), lse, lse_unit)
+        softmax.finish(lse, lse_unit)
+        softmax.scale_rows((acc_o,))
         sums.finish(acc_to, acc_o, lse_unit)
-        tiles.store_lse(lse, tile, query)
-        t_tiles.store_lse(sums.mean, tile, query)
+        store_vector(lse, tiles, tile, query)
+        store_vector(sums.mean, t_tiles, tile, query)
         store(w, acc_o, shared.Q[w], tiles, tile, query)
         store(w, acc_to, t_shared.Q[w], t_tiles, tile, query)
         wait_for_stores()

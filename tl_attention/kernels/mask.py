@@ -297,6 +297,9 @@ class KeyBlocks:
                 self.mask.apply(acc_s, query, self.first_key(step))
             else:
                 self.mask.apply(acc_s, query, self.first_key(step), check_right=True, check_left=False)
+        elif steps.is_last_block and not self.mask.causal:
+            if self.mask.hides_some(query, 64, self.first_key(step), self.block_N):
+                self.mask.apply(acc_s, query, self.first_key(step))
         elif steps.masked:
             self.mask.apply(acc_s, query, self.first_key(step), steps.check_right, steps.check_left)
 

@@ -8,7 +8,8 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernel_configs import FwdConfig
-from tl_attention.kernels.pipeline import sync_warpgroup, wait_for_stores
+from tl_attention.kernels.pipeline import STORE_FRAGMENT, fragment_address, store_fragment, sync_warpgroup
+from tl_attention.kernels.row_stores import STORE_ROWS, STORE_VECTOR
 from tl_attention.kernels.softmax import LOWEST, rows_layout
 from tl_attention.kernels.tiles import (
     DensePartTiles,
@@ -91,15 +92,30 @@ def add_stored(acc, lse, O, batch, head, lse_at, first_row, rows_left):
             acc[i, j] += stored[i] * O[batch, T.min(row + i, last), head, j]
 
 
+def store_code(columns: int, from_registers: bool) -> str:
+    """CUDA that the stores of a forward need. columns: those of O; from_registers: whether O does not pass through shared memory."""
+    if from_registers:
+        return STORE_VECTOR + STORE_ROWS
+    return STORE_VECTOR + (STORE_FRAGMENT if _fits_stmatrix(columns) else "")
+
+
+def _fits_stmatrix(columns: int) -> bool:
+    """True if shared tiles [64, columns] have the layout of store_fragment()."""
+    return columns % 64 == 0
+
+
 @T.macro
-def store_output(w, tile, first_row, tiles, shared_tiles, acc_o):
-    """Store O of 64 rows of a tile through shared memory [warpgroups, 64, columns]."""
-    wait_for_stores()  # of the previous tile
-    sync_warpgroup(w)
-    T.copy(acc_o, shared_tiles[w, :, :])
+def store_output(w, tile, first_row, tiles, shared_tiles, number, acc_o):
+    """Store O of 64 rows of a tile through one of shared tiles [.., 64, columns]."""
+    if _fits_stmatrix(acc_o.shape[1]):
+        rounded = T.alloc_fragment(acc_o.shape, tiles.O.dtype)
+        T.copy(acc_o, rounded)
+        T.evaluate(store_fragment(rounded, fragment_address(shared_tiles[number, 0, 0])))
+    else:
+        T.copy(acc_o, shared_tiles[number, :, :])
     T.fence_proxy_async()
     sync_warpgroup(w)
-    T.tma_copy(shared_tiles[w, :, :], tiles.o(tile, first_row, 64))
+    T.tma_copy(shared_tiles[number, :, :], tiles.o(tile, first_row, 64))
 
 
 @dataclass(frozen=True)

@@ -164,8 +164,8 @@ class OnlineSoftmax:
         return T.any_sync(self.flag[0] != 0)
 
     @T.inline
-    def finish(self, accs, lse, lse_unit, sink=None):
-        """Divide O, tiles side by side, by the row sums, and set lse = log2(sum of exp2) * lse_unit; a row without keys gets 0 and -inf.
+    def finish(self, lse, lse_unit, sink=None):
+        """Set row_scale to the factors that divide O by the row sums, and lse = log2(sum of exp2) * lse_unit; without keys 0 and -inf.
 
         sink: score in natural units, added to the row sum; None: no sink.
         """
@@ -189,7 +189,6 @@ class OnlineSoftmax:
                 lse[i] = (T.log2(self.row_sum[i]) + self.row_max[i] * self.scale_log2) * lse_unit
             for i in T.Parallel(64, loop_layout=rows_layout()):
                 self.row_scale[i] = T.if_then_else(self.row_sum[i] != 0, 1 / self.row_sum[i], 0)
-        self.scale_rows(accs)
 
 
 @T.meta_class

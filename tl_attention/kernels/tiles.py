@@ -9,7 +9,8 @@ import tilelang.language as T
 
 from tl_attention.kernels.pages import PagedLoads
 from tl_attention.kernels.products import CHUNK, add_transposed
-from tl_attention.kernels.softmax import indices, rows_layout
+from tl_attention.kernels.row_stores import store_rows, store_to_tensor, store_vector
+from tl_attention.kernels.softmax import indices
 from tl_attention.problem import FAR, AttnProblem
 
 
@@ -71,27 +72,6 @@ class FragmentBlocks:
                 self.tensor[place] = accs[n][i, j]
 
 
-@T.macro
-def store_rows(tensor, batch, first_row, rows_left, head, acc, first_col=0):
-    """Store an accumulator in tensor [batch, seqlen, heads, columns], except rows from rows_left on and columns that the tensor lacks."""
-    rows, cols = acc.shape
-    # Variables: as expressions they kept the layout inference of TileLang 0.1.15 busy for half a minute
-    row = T.alloc_var("int32", init=first_row)
-    left = T.alloc_var("int32", init=rows_left)
-    for i, j in T.Parallel(rows, cols):
-        if i < left and first_col + j < tensor.shape[3]:
-            tensor[batch, row + i, head, first_col + j] = acc[i, j]
-
-
-@T.macro
-def store_columns(tensor, tile, first_row, accs):
-    """store_rows of tiles side by side, of a key head."""
-    for n in indices(accs):
-        first_col = n * accs[n].shape[1]
-        rows_left = tensor.shape[1] - first_row
-        store_rows(tensor, tile.batch, first_row, rows_left, tile.kv_head, accs[n], first_col)
-
-
 @dataclass(frozen=True)
 class DenseTiles:
     """Tiles of dense tensors: Q, K, V, O [batch, seqlen, heads, columns], Lse [batch, heads, seqlen_q] fp32.
@@ -129,12 +109,12 @@ class DenseTiles:
         """load_k for values."""
         ring.fill(ring_step, self.v(tile, blocks.first_key(step), blocks.block_N))
 
-    def lse(self, tile: Any, start: Any, rows: int) -> Any:
-        return self.Lse[tile.batch, tile.head, start : start + rows]
+    def lse_place(self, tile: Any, row: Any) -> tuple:
+        return tile.batch, tile.head, row
 
     @T.inline
     def store_lse(self, lse, tile, start):
-        T.copy(lse, self.lse(tile, start, lse.shape[0]), loop_layout=rows_layout())
+        store_vector(lse, self.Lse, self.lse_place(tile, start), self.Lse.shape[-1] - start)
 
     @T.inline
     def store_result(self, accs, lse, tile, start):
@@ -145,7 +125,7 @@ class DenseTiles:
     @T.inline
     def store_o(self, acc_o, tile, start, first_col=0):
         """Store columns of an fp32 O from registers."""
-        store_rows(self.O, tile.batch, start, self.O.shape[1] - start, tile.head, acc_o, first_col)
+        store_to_tensor(self.O, tile.batch, start, self.O.shape[1] - start, tile.head, acc_o, first_col)
 
 
 def packed(name: str, heads: Any, columns: Any, dtype: str) -> Any:
@@ -233,39 +213,34 @@ class PackedTiles(DenseTiles):
     def o(self, tile: Any, start: Any, rows: int) -> Any:
         return packed_rows(self.O, tile.end_q[0], tile.len_q[0], start, rows, tile.head, self.head_dim_v)
 
-    def lse_index(self, tile: Any, row: Any) -> tuple:
+    def lse_place(self, tile: Any, row: Any) -> tuple:
         return tile.head, row
 
     @T.inline
     def store_o(self, acc_o, tile, start, first_col=0):
         """Store columns of O [1, total_q, heads, columns] from registers, where it is fp32."""
         row = tile.end_q[0] - tile.len_q[0] + start
-        store_rows(self.O, 0, row, tile.len_q[0] - start, tile.head, acc_o, first_col)
+        store_to_tensor(self.O, 0, row, tile.len_q[0] - start, tile.head, acc_o, first_col)
 
     @T.inline
     def store_lse(self, lse, tile, start):
         # Variables: as expressions they kept the layout inference of TileLang 0.1.15 busy for half a minute
         row = T.alloc_var("int32", init=tile.end_q[0] - tile.len_q[0] + start)
         rows_left = T.alloc_var("int32", init=tile.len_q[0] - start)
-        for i in T.Parallel(lse.shape[0]):
-            if i < rows_left:
-                self.Lse[self.lse_index(tile, row + i)] = lse[i]
+        store_vector(lse, self.Lse, self.lse_place(tile, row), rows_left)
 
 
 @dataclass(frozen=True)
 class DensePartTiles(DenseTiles):
     """DenseTiles of a split: O [splits, batch, heads, seqlen_q, head_dim_v] and Lse [splits, batch, heads, seqlen_q], fp32."""
 
-    def o(self, tile: Any, start: Any, rows: int, first_col: int = 0, cols: int | None = None) -> Any:
-        end_col = first_col + (cols or self.head_dim_v)
-        return self.O[tile.split, tile.batch, tile.head, start : start + rows, first_col:end_col]
-
-    def lse(self, tile: Any, start: Any, rows: int) -> Any:
-        return self.Lse[tile.split, tile.batch, tile.head, start : start + rows]
+    def lse_place(self, tile: Any, row: Any) -> tuple:
+        return tile.split, tile.batch, tile.head, row
 
     @T.inline
     def store_o(self, acc_o, tile, start, first_col=0):
-        T.copy(acc_o, self.o(tile, start, acc_o.shape[0], first_col, acc_o.shape[1]))
+        place = tile.split, tile.batch, tile.head, start, first_col
+        store_rows(acc_o, self.O, place, self.O.shape[4], self.O.shape[3] - start)
 
 
 @dataclass(frozen=True)
@@ -275,16 +250,14 @@ class PackedPartTiles(PackedTiles):
     Rows outside all sequences, and unused rows of a sequence, are not written.
     """
 
-    def lse_index(self, tile: Any, row: Any) -> tuple:
+    def lse_place(self, tile: Any, row: Any) -> tuple:
         return tile.split, 0, tile.head, row
 
     @T.inline
     def store_o(self, acc_o, tile, start, first_col=0):
         row = T.alloc_var("int32", init=tile.end_q[0] - tile.len_q[0] + start)
         rows_left = T.alloc_var("int32", init=tile.len_q[0] - start)
-        for i, j in T.Parallel(*acc_o.shape):
-            if i < rows_left:
-                self.O[tile.split, 0, tile.head, row + i, first_col + j] = acc_o[i, j]
+        store_rows(acc_o, self.O, (tile.split, 0, tile.head, row, first_col), self.O.shape[4], rows_left)
 
 
 @dataclass(frozen=True)
@@ -383,7 +356,7 @@ class DenseGradTiles:
     @T.inline
     def store_dq(self, acc_dq, tile, start, first_col=0):
         """Store columns of an fp32 dQ from registers."""
-        store_rows(self.dQ, tile.batch, start, self.dQ.shape[1] - start, tile.head, acc_dq, first_col)
+        store_to_tensor(self.dQ, tile.batch, start, self.dQ.shape[1] - start, tile.head, acc_dq, first_col)
 
     @T.inline
     def add_dq(self, acc_dq, tile, head, start, first_col, factor):
@@ -466,7 +439,7 @@ class PackedGradTiles(DenseGradTiles):
     def store_dq(self, acc_dq, tile, start, first_col=0):
         """Store columns of dQ [1, total_q, heads, columns] from registers, where it is fp32."""
         row = tile.end_q[0] - tile.len_q[0] + start
-        store_rows(self.dQ, 0, row, tile.len_q[0] - start, tile.head, acc_dq, first_col)
+        store_to_tensor(self.dQ, 0, row, tile.len_q[0] - start, tile.head, acc_dq, first_col)
 
     def k(self, tile: Any, start: Any, rows: int) -> Any:
         cols = self.parts * self.head_dim

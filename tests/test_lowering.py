@@ -85,7 +85,7 @@ OF_OPTIONS = (
     "drop_below",
     "Table",
     "tanh",
-    "tl_attention_",
+    "tl_attention_(?!store|fragment)",
 )
 
 

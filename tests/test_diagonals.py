@@ -188,7 +188,7 @@ def test_tables_of_a_forward_fit(head_dim, mask_mod, tmp_path):
         pytest.skip(toolkit.NO_NVCC)
     flags = compiler.pass_configs(problem, config), ["-Xptxas=-v", "-w"]
     output, _ = compiler.assemble(source, tmp_path, *flags)
-    # Some of them in the loop, since row sums and lse are computed beside the last O += P V (nvcc 13.0.88); not timed
+    # Some of them in the loop (nvcc 13.0.88); not timed
     spilled = 32 if (head_dim, mask_mod) == (64, causal) else 0
     assert f" {spilled} bytes spill stores" in output and "C75" not in output, output[-400:]
 

@@ -33,8 +33,8 @@ PASS_CONFIGS = pipeline.PASS_CONFIGS
 
 
 @T.macro
-def store_vector(vector, tiles, tile, query):
-    """Store numbers of 64 rows in Lse."""
+def store_per_row(vector, tiles, tile, query):
+    """Store one number per row, of 64 rows from `query` on, in Lse."""
     T.copy(vector, tiles.Lse[tile.batch, tile.head, query : query + 64], loop_layout=rows_layout())
 
 
@@ -165,8 +165,8 @@ def flash_fwd_jvp(problem: AttnProblem, config: JvpConfig) -> T.PrimFunc:
         softmax.finish(lse, lse_unit)
         softmax.scale_rows((acc_o,))
         sums.finish(acc_to, acc_o, lse_unit)
-        store_vector(lse, tiles, tile, query)
-        store_vector(sums.mean, t_tiles, tile, query)
+        store_per_row(lse, tiles, tile, query)
+        store_per_row(sums.mean, t_tiles, tile, query)
         store(w, acc_o, shared.Q[w], tiles, tile, query)
         store(w, acc_to, t_shared.Q[w], t_tiles, tile, query)
         wait_for_stores()

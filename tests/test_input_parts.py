@@ -65,6 +65,28 @@ def test_part_stages_are_of_the_first_pass_by_keys():
     assert fault == "part_stages: expected 0 after the first pass, got 3"
 
 
+def test_a_backward_that_makes_parts_may_have_a_cta_per_sm():
+    """One that draws tiles, and makes all gradients: the others were not faster so."""
+    high, one_pass = (
+        AttnProblem("float32-high", 64, 64, True),
+        BwdPass("dq+dk+dv", 64, 128, reuse_registers=True),
+    )
+    for stages in (0, 8):
+        config = BwdConfig((replace(one_pass, schedule="dynamic", part_stages=stages),))
+        assert legality.fault(high, config) is None
+    fault = legality.fault(high, BwdConfig((replace(one_pass, schedule="dynamic-late"),)))
+    assert fault.endswith("schedule: expected grid or dynamic here, got 'dynamic-late'")
+    two = BwdPass("dk+dv", 64, 128, schedule="dynamic"), BwdPass("dq", 128, 128)
+    assert "schedule: expected grid" in legality.fault(high, BwdConfig(two))
+    with_options = replace(high, options=("window",))
+    assert legality.fault(with_options, BwdConfig((replace(one_pass, schedule="dynamic"),))) is not None
+    rows = [
+        configs.pick_config(replace(high, causal=causal), bucket, GPU, "bwd")[0].passes[0].schedule
+        for causal, bucket in ((True, "1k"), (True, "4k"), (False, "1k"), (False, "long"))
+    ]
+    assert rows == ["dynamic", "dynamic", "dynamic", "grid"]
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("on_every_sm", [False, True])
 @pytest.mark.parametrize(
@@ -131,8 +153,8 @@ def test_parts_made_beside_attention_are_those_of_the_pass(dtype, width, causal,
         launch.forward(q, k, v, *arguments, config=one, options=options) for one in (config, before(config))
     )
     assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
-    for direction in ("bwd", "bwd_det"):
-        config, _ = configs.pick_config(problem, "4k", GPU, direction)
+    for direction, bucket in (("bwd", "1k"), ("bwd", "long"), ("bwd_det", "4k")):
+        config, _ = configs.pick_config(problem, bucket, GPU, direction)
         (dq, *found), (wanted_dq, *wanted) = (
             launch.backward(dout, q, k, v, out, lse, *arguments, config=one, options=options)
             for one in (config, before(config))

@@ -132,7 +132,7 @@ class FwdCombine:
 # Except for "", dS has two slots in shared memory: a warpgroup writes one while others read that of the previous step.
 DQ_ORDERS = ("", "late-sums", "early-dK", "separate-dS", "apart")
 
-# Schedules of a pass by keys; all but grid need an order that is not ""
+# Schedules of a pass by keys; all but grid need an order that is not "", or in fp32 a pass that makes all gradients
 #   grid          one CTA per tile, longest tiles first
 #   dynamic       one CTA per SM, drawing the next tile when one begins; without options
 #   dynamic-late  one CTA per SM, drawing the next tile when all loads of one are issued
@@ -196,7 +196,7 @@ class BwdPass:
     schedule: str = "grid"  # one of BWD_SCHEDULES
     # All keys of a head are in one tile of block_N keys: dq of a step is whole, and is stored. With the schedule dynamic-late or split
     one_tile: bool = False
-    part_stages: int = 0  # as in FwdConfig; of the first pass, by keys and with the schedule grid
+    part_stages: int = 0  # as in FwdConfig; of the first pass, by keys
     rounds_dq: bool = False  # warps of the pass round dq, see kernels/bwd_round.py. Only in the order apart, see legality.py
 
     @property
@@ -276,7 +276,7 @@ class BwdPass:
         # 128 columns fit beside two stages of Q only, and not beside the P' of dropout, tiles of dQ or values per diagonal
         others = problem.has("dropout") or problem.has_diagonals or self.one_tile or self.dq_apart
         fits = problem.head_dim_v < 128 or (self.num_stages == 2 and not others)
-        return self.is_dynamic and problem.head_dim_v > 64 and fits
+        return self.is_dynamic and problem.head_dim_v > 64 and fits and not problem.is_fp32
 
 
 @dataclass(frozen=True)

@@ -139,8 +139,9 @@ def _pass_smem_bytes(problem: AttnProblem, bwd_pass: BwdPass) -> int:
         whole_swizzle = problem.head_dim % 64 == 0 or bwd_pass.makes_all
         alignment = TILE_ALIGNMENT if whole_swizzle else TILE_ALIGNMENT // 2
         row_values = _round_up(FP32_BYTES * step * bwd_pass.num_stages * per_row, alignment)
-    if bwd_pass.is_dynamic:  # dK, and maybe dV, leave while the next keys come
-        elements += owned * (problem.head_dim + problem.head_dim_v * bwd_pass.has_dv_tile(problem))
+    if bwd_pass.is_dynamic:
+        if not problem.is_fp32:  # dK, and maybe dV, leave while the next keys come
+            elements += owned * (problem.head_dim + problem.head_dim_v * bwd_pass.has_dv_tile(problem))
         is_large = bwd_pass.is_ordered or bwd_pass.has_five_counts(problem)
         box = LARGE_BOX_BYTES if is_large else TILE_BOX_BYTES
         row_values += KEY_TABLE_BOX_BYTES if problem.has("varlen") else box
@@ -406,6 +407,8 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
     schedules = ("grid",)
     if bwd_pass.makes_all and bwd_pass.order:
         schedules = _bwd_schedules(problem)
+    elif problem.is_fp32 and bwd_pass.adds_dq and problem.program is None:
+        schedules = "grid", "dynamic"
     if bwd_pass.schedule not in schedules:
         where = (
             "here"

@@ -37,8 +37,8 @@ from tl_attention.kernels.tiles import (
     FragmentBlocks,
     PackedGradTiles,
     SplitGradTiles,
+    dq_sum_argument,
     input_arguments,
-    result_argument,
     rows_argument,
 )
 from tl_attention.kernels.traced_arguments import traced_arguments
@@ -85,7 +85,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     consumers = WARPGROUP * config.warpgroups
     roles = pass_roles(problem, config)
     row_wise, x_parts, products = T.GemmWarpPolicy.FullRow, problem.parts, problem.products
-    dynamic, ordered, dv_tile = config.is_dynamic, config.is_ordered, config.has_dv_tile(problem)
+    dynamic, ordered = config.is_dynamic, config.is_ordered
+    frees_V = config.has_dv_tile(problem) or problem.is_fp32  # dV leaves by another way than the tile of V
     one_tile, rounds = config.one_tile, config.rounds(problem)
     v_dot = {"transpose_B": True, "clear_accum": True}  # dP' = V dO'
     linear_bias = config.has_linear_bias(problem)
@@ -105,11 +106,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     lengths, columns = (seqlen_q, heads, seqlen_k, heads_kv), (columns_qk, columns_v)
     q_view, k_view, v_view, do_view = input_arguments(problem, batch, *lengths, *columns)
     lse_view, delta_view = (T.Tensor([batch_rows, heads, rounded_q], "float32") for _ in range(2))
-    dq_sum_view = FragmentBlocks.argument(dq_blocks, head_dim)
-    if one_tile:
-        dq_sum_view = rows_argument(problem, "dq", batch, seqlen_q, heads, columns_qk)
-    if makes_dqt:
-        dq_sum_view = result_argument(problem, "dq", batch, seqlen_q, heads, columns_qk)
+    dq_sum_view = dq_sum_argument(problem, config, batch, seqlen_q, heads, columns_qk, dq_blocks)
     # fp32: Q, K, V and dO have the columns of all their parts
     cols_dk, cols_dv = T.dynamic("columns_dk, columns_dv") if problem.is_fp32 else (columns_qk, columns_v)
     dk_view = rows_argument(problem, "dk", batch, seqlen_k, heads_kv, cols_dk)
@@ -126,8 +123,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     # Columns per fragment
     dk_cols, dv_cols = (sum_columns(problem, config) or width for width in (head_dim, head_dim_v))
 
-    def after_first(step, dq_row_block):  # step of a tile
-        return dq_row_block >= 0 if dynamic else step > 0
+    def after_first(step, first, dq_row_block):  # step of a tile
+        return dq_row_block >= 0 if dynamic and makes_dq else step > first
+
+    def is_first(step, first, dq_row_block):
+        return dq_row_block < 0 if makes_dq else step == first
 
     @T.macro
     def compute_scores(w, step, head, scores, scale_log2, tile, shared, acc_s):
@@ -187,7 +187,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         dS_place = T.alloc_var("int32", init=shared.dS.address(w)) if two_slots else w  # of this thread's dS'
 
         if dynamic:  # or nvcc keeps them from tile to tile: d128 causal spilled 16 bytes (nvcc 13.0.88)
-            fp32.clear((*acc_dq, acc_s))
+            fp32.clear((*(acc_dq if sums_dq else ()), acc_s))
         for other in warpgroups if sums_dq else (w,):
             shared.K.wait(key_step(config, turn, other))
         shared.Q.wait(first)
@@ -195,8 +195,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         scores.start_transposed(mask, blocks)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         if makes_dk:
-            if not dynamic:
-                shared.V.wait(w)
+            if not (dynamic and reuse):
+                shared.V.wait(key_step(config, turn, w))
             fp32.clear(dk_chunks)
         if makes_dv:
             fp32.clear(dv_chunks)
@@ -208,12 +208,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             dropout.draw(tile.batch * heads + blocks.head, blocks.query, key)
             # ptxas serializes all wgmma if S' is read while a GEMM is in flight that was issued in the step before
             T.wait_wgmma(0)  # S', and the last GEMM of the step before
-            if after_first(step, dq_row_block):
+            if after_first(step, first, dq_row_block):
                 last_read.release(step - 1)
 
             # Beside the exponential: dQ = dS K of the step before (of no use in step 0), or dP' = V dO'
             if sums_dq:
-                if after_first(step, dq_row_block):
+                if after_first(step, first, dq_row_block):
                     shared.dS.wait(step - 1)
                     dbias.store(step - 1)
                 # step + 1 has the slot of step - 1
@@ -249,8 +249,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     share(w, (P_for_dv,), (shared.P[w],))
 
             # dP' = V dO', in the registers that S' had
-            if dynamic:
-                if dq_row_block < 0:
+            if dynamic and reuse:
+                if is_first(step, first, dq_row_block):
                     shared.V.wait(key_step(config, turn, w))
             if makes_dk and reuse:
                 compute_dp(w, step, shared, acc_dp)
@@ -279,7 +279,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.Q.read_row_values(step, 1, delta)
             if sums_dq:
                 T.wait_wgmma(2 if makes_dv else 1)  # dQ of the step before
-                if after_first(step, dq_row_block):
+                if after_first(step, first, dq_row_block):
                     dbias.wait()
                     shared.dS.release(step - 1)
                     if not late_sums:
@@ -344,7 +344,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     T.wait_wgmma(3 if linear_bias else 2)  # dV
                 shared.dO.release(step)
             if late_sums:
-                if after_first(step, dq_row_block):
+                if after_first(step, first, dq_row_block):
                     shared.adding.wait(step - 1)
                     pass_dq_on(w, tiles, shared, dq_row_block, acc_dq, softmax_scale)
                     shared.adding.announce(step - 1)
@@ -356,9 +356,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         T.wait_wgmma(0)
         if dynamic:
             last_read.release(first + blocks.steps - 1)
-            if dv_tile:
+            if frees_V:
                 shared.V.release(key_step(config, turn, w))
-        if apart:
+        if apart or (dynamic and problem.is_fp32):
             shared.K.release(key_step(config, turn, w))
         if sums_dq:
             shared.dS.wait(first + blocks.steps - 1)
@@ -386,7 +386,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         store_gradients(
             problem, config, w, key, counts, tile, tiles, shared, softmax_scale, dropout, dk_chunks, dv_chunks
         )
-        if dynamic and not dv_tile:
+        if dynamic and not frees_V:
             wait_for_stores()  # costs nothing: the next keys have not arrived either
             shared.V.release(key_step(config, turn, w))
 

@@ -25,10 +25,11 @@ def alloc_key_rings(problem: AttnProblem, config: BwdPass) -> tuple[TileRing, Ti
     """Rings of K and V, a step per 64 keys. A pass that makes dv alone has no V."""
     dtype_of, parts, warpgroups = problem.dtype_of, problem.parts, config.warpgroups
     k_shape, v_shape = ([warpgroups, 64, parts * width] for width in (problem.head_dim, problem.head_dim_v))
-    readers = 4 * warpgroups if config.is_dynamic else 4  # warps that read K: for dq all of them
+    shares_dq = config.makes_all and not problem.is_fp32
+    # Warps that read K: for dq all of them
+    readers = 4 * warpgroups if config.is_dynamic and shares_dq else 4
     if config.dq_apart:
         readers = 8  # those of the warpgroup that owns the keys, and those of dq
-    shares_dq = config.makes_all and not problem.is_fp32
     chunk = key_chunk(config.block_M, problem.head_dim, warpgroups) if shares_dq else 64
     K = TileRing(k_shape, dtype_of("k"), readers, "K", parts=parts, chunk=chunk)
     return K, TileRing(v_shape, dtype_of("v"), 4, name="V", parts=parts) if "dk" in config.makes else None
@@ -82,7 +83,7 @@ def alloc_shared_tiles(
     row_values = 2 if "dk" in config.makes else 1  # Lse_log2 and, for dS', Delta
     q_shape = [config.num_stages, block_M, parts * problem.head_dim]
     do_shape = [config.num_stages_do, block_M, parts * problem.head_dim_v]
-    dk_shape = [64, problem.head_dim]
+    dk_shape, has_dk = [64, problem.head_dim], dynamic and not problem.is_fp32  # fp32 leaves from registers
     stores_tiles = config.adds_dq and not problem.sends_dS
     walkers = 2 * config.is_ordered + config.one_tile + 4 * config.dq_apart
     has_table, late, ordered = problem.has("varlen"), config.draws_late, config.is_ordered
@@ -95,7 +96,7 @@ def alloc_shared_tiles(
         P=alloc_each(warpgroups, [64, block_M], dtype_of("p"), "P") if stages_P(problem, config) else None,
         dV=dV,
         dS=alloc_ds(problem, config),
-        dK=alloc_each(warpgroups, dk_shape, dtype_of("dk"), "dK") if dynamic else None,
+        dK=alloc_each(warpgroups, dk_shape, dtype_of("dk"), "dK") if has_dk else None,
         tile_box=KeyTileBox(*box) if dynamic else None,
         adding=alloc_adding(problem, config),
         dq_sums=DqSums(name="dq_sums") if config.dq_apart else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,10 @@ def further_warps(producer: KeyTileProducer, number: Any, turns: Any, softmax_sc
     """Arguments of Roles.run() for the warps beside the producer. turns: of OrderKeeper."""
     if producer.config.makes_parts:
         ctas = producer.counts.ctas
-        return {"assist": lambda: producer.shared.inputs.make_share(number, ctas), "assist_warps": MAKERS}
+        make = functools.partial(producer.shared.inputs.make_share, number, ctas)
+        if not producer.dynamic:
+            return {"assist": make, "assist_warps": MAKERS}
+        return {"assist": lambda: producer.schedule(number), "more": (make,), "more_warps": MAKERS - 1}
     more: tuple[Callable[[], None], ...] = ()
     if producer.config.is_ordered:
         keeper = OrderKeeper(producer, turns)

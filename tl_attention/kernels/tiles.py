@@ -7,6 +7,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels.pages import PagedLoads
 from tl_attention.kernels.products import CHUNK, add_transposed
 from tl_attention.kernels.row_stores import store_rows, store_to_tensor, store_vector
@@ -186,6 +187,17 @@ def result_argument(
         # Stored from registers, which needs no view for TMA. Q and V have the columns of all their parts
         return strided(name, [batch, seqlen, heads, T.dynamic(f"columns_{name}")], "float32")
     return rows_argument(problem, name, batch, seqlen, heads, columns)
+
+
+def dq_sum_argument(
+    problem: AttnProblem, config: BwdPass, batch: Any, seqlen: Any, heads: Any, columns: Any, blocks: Any
+) -> Any:
+    """Tensor argument that a pass by keys adds dQ to: FragmentBlocks; dQ itself in fp32 and where one tile has all keys of a head."""
+    if config.makes_all and problem.is_fp32:
+        return result_argument(problem, "dq", batch, seqlen, heads, columns)
+    if config.one_tile:
+        return rows_argument(problem, "dq", batch, seqlen, heads, columns)
+    return FragmentBlocks.argument(blocks, problem.head_dim)
 
 
 def packed_rows(tensor: Any, end: Any, length: Any, start: Any, rows: int, head: Any, cols: int) -> Any:

@@ -321,7 +321,8 @@ class KeyBuffers:
         """
         n_blocks = sizes.key_blocks(config.block_N)
         heads = sizes.batch * sizes.heads_kv * self.parts
-        ctas = min(n_blocks * heads, sizes.sms if config.is_dynamic else MAX_GRID)
+        self.tiles = n_blocks * heads
+        ctas = min(self.tiles, sizes.sms if config.is_dynamic else MAX_GRID)
         tiles = n_blocks, sizes.long_tiles(config.block_N), sizes.sms
         q_bytes = sizes.seqlen_q * self.row_bytes
         group_heads = key_head_group(config, heads, sizes.heads_per_kv, q_bytes, *tiles)
@@ -447,7 +448,7 @@ class KeyPass:
             self.sum_counts = parts, config.block_N // 16, n_blocks, buffers.whole
             self.whole = (buffers.whole,)
         self.kernel, self.counts = kernel, (sizes.heads_per_kv, buffers.heads_per_part, parts, *counts)
-        tiles = AttentionTiles(ctas, n_blocks * group_heads, ctas, sizes.sms)
+        tiles = AttentionTiles(buffers.tiles, n_blocks * group_heads, ctas, sizes.sms)
         self.attention_tiles = tiles if config.makes_parts else None
 
     def launch(

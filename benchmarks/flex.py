@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 import turns
 from libraries.flex import RECOMPILE_LIMIT
-from library import Attend, Inputs, Provider, Ready, Result, Unsupported, prepare
+from library import Attend, Inputs, Provider, Ready, Result, Unsupported, import_function, prepare
 from rich.console import Console
 from rows import OPTION, OURS, Row
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -90,7 +90,7 @@ def option(shape: Shape, needs: options.Tensors) -> Attend:
     return attend
 
 
-def torch_flex(shape: Shape, needs: options.Tensors) -> Attend:
+def torch_flex(shape: Shape, needs: options.Tensors, **kernel_options: str) -> Attend:
     from torch.nn.attention.flex_attention import flex_attention as attend
 
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
@@ -104,7 +104,20 @@ def torch_flex(shape: Shape, needs: options.Tensors) -> Attend:
             return score + bias[0 if one else b, h, q, k]
 
     compiled = torch.compile(attend, dynamic=False, fullgraph=True)
-    return lambda *qkv: (compiled(*qkv, score_mod=score_mod, block_mask=asked.block_mask), None)
+    arguments = {
+        "score_mod": score_mod,
+        "block_mask": asked.block_mask,
+        "kernel_options": kernel_options or None,
+    }
+    return lambda *qkv: (compiled(*qkv, **arguments), None)
+
+
+def flex_by_fa4(shape: Shape, needs: options.Tensors) -> Attend:
+    """PyTorch's flex_attention by the kernels of FlashAttention-4, on request alone in torch 2.13."""
+    import_function("flash_attn.cute", "flash_attn_func")
+    if function_of(shape, needs.cu_seqlens[0].device).learned:
+        raise Unsupported("no captured tensors that need a gradient")
+    return torch_flex(shape, needs, BACKEND="FLASH")
 
 
 def efficient(shape: Shape, needs: options.Tensors) -> Attend:
@@ -128,9 +141,15 @@ PROVIDERS: dict[str, Provider] = {
     OURS: Provider({"options": ours}, lambda _: f"TileLang {version('tilelang')}", layout="bhsd"),
     OPTION: Provider({"options": option}, lambda _: f"TileLang {version('tilelang')}"),
     "flex": Provider({"options": torch_flex}, _torch("compiled flex_attention"), layout="bhsd"),
+    "flex-fa4": Provider({"options": flex_by_fa4}, _torch("flex_attention by flash-attn-4"), layout="bhsd"),
     "efficient": Provider({"options": efficient}, _torch("SDPA, EFFICIENT_ATTENTION"), layout="bhsd"),
 }
-TITLES = {OPTION: "our option", "flex": "torch flex", "efficient": "memory-efficient"}
+TITLES = {
+    OPTION: "our option",
+    "flex": "torch flex",
+    "flex-fa4": "torch flex by fa4",
+    "efficient": "memory-efficient",
+}
 
 
 def prepare_run(console: Console, shapes: Iterable[Shape], direction: str, names: Sequence[str]) -> None:

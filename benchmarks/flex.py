@@ -169,6 +169,7 @@ def kernels_of(shape: Shape, direction: str) -> list:
     from tl_attention import configs
     from tl_attention.problem import JOINED_BUCKET, AttnProblem, length_bucket
     from tl_attention.tracing.builtin_options import builtin_options, program_with_bits
+    from tl_attention.tracing.by_distance import by_distance
     from tl_attention.tracing.dense_bias import with_bias
     from tl_attention.tracing.trace import trace
 
@@ -177,7 +178,8 @@ def kernels_of(shape: Shape, direction: str) -> list:
     call = trace(*(functions if asked.bias is None else with_bias(*functions, asked.bias)), True)
     if asked.block_mask is None and builtin_options(call, shape.seqlen_q, shape.seqlen_k) is not None:
         return []
-    program = call.program
+    tables = by_distance(call.program) if "bwd" in direction else None  # a forward alone takes no table
+    program = call.program if tables is None else tables.program
     if asked.block_mask is not None:
         program, *_ = program_with_bits(call, max(shape.seqlen_q, shape.seqlen_k))
     found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from tl_attention.testing.shapes import Shape
 DOCUMENTS = 8  # per sequence
 PREFIX, WINDOW, CAP = 1024, 1024, 20.0
 BLOCK = 128  # queries and keys of a block of random masks
+BUCKETS, FAR = 16, 128  # of T5, per direction; distance from which the last one begins
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,20 @@ def relative(shape: Shape, device: torch.device) -> Function:
     return Function(lambda score, _b, h, q, k: score + bias[h, q - k + n], learned=(bias,), option={})
 
 
+def buckets(shape: Shape, device: torch.device) -> Function:
+    """A learned bias per head and bucket of distances, as T5 has it: 16 buckets per direction, the last from 128 keys on."""
+    bias = torch.randn(shape.heads_q, 2 * BUCKETS, device=device).requires_grad_()
+
+    def score_mod(score: Any, _b: Any, h: Any, q: Any, k: Any) -> Any:
+        ahead, near = k - q, BUCKETS // 2
+        distance = ahead.abs()
+        far = torch.log(distance.clamp(min=1) / near) * (near / math.log(FAR / near))
+        bucket = torch.where(distance < near, distance, (near + far.int()).clamp(max=BUCKETS - 1))
+        return score + bias[h, bucket + BUCKETS * (ahead > 0)]
+
+    return Function(score_mod, learned=(bias,), option={})
+
+
 def dense_bias(per_batch: bool) -> Callable[[Shape, torch.device], Function]:
     """A learned bias [batch or 1, heads, seqlen_q, seqlen_k] in bf16."""
 
@@ -128,7 +144,7 @@ def dense_bias(per_batch: bool) -> Callable[[Shape, torch.device], Function]:
 
 MASKS = {"causal": causal, "documents": documents, "prefix-lm": prefix_lm, "window": window}
 BLOCK_MASKS = {"half": random_blocks(0.5), "tenth": random_blocks(0.9)}
-SCORES = {"softcap": softcap, "alibi": alibi, "relative": relative}
+SCORES = {"softcap": softcap, "alibi": alibi, "relative": relative, "buckets": buckets}
 BIASES = {"bias-of-heads": dense_bias(False), "bias-of-batch": dense_bias(True)}
 FUNCTIONS: dict[str, Callable[[Shape, torch.device], Function]] = MASKS | BLOCK_MASKS | SCORES | BIASES
 LISTED = "listed-"  # begins the names of random blocks by the share of them that is seen: listed-0.25

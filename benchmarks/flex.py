@@ -113,7 +113,7 @@ def torch_flex(shape: Shape, needs: options.Tensors, **kernel_options: str) -> A
 
 
 def flex_by_fa4(shape: Shape, needs: options.Tensors) -> Attend:
-    """PyTorch's flex_attention by the kernels of FlashAttention-4, on request alone in torch 2.13."""
+    """PyTorch's flex_attention by the kernels of FlashAttention-4, which torch 2.13 takes on request alone."""
     import_function("flash_attn.cute", "flash_attn_func")
     if function_of(shape, needs.cu_seqlens[0].device).learned:
         raise Unsupported("no captured tensors that need a gradient")
@@ -293,8 +293,8 @@ def shown(shape: Shape, asked: Asked, place: tuple, as_option: bool) -> torch.Te
 CONVENTION = (
     "Functions of docs/flex.md, bf16. `our option` is the option of tl_attention that computes the same: causal, a window, packed "
     "sequences; causal for prefix-lm, by TFLOPS of its own pairs; without a function for score_mods. TFLOPS count the pairs that a mask "
-    "shows. Gradients of relative and of the biases are included. Ratios are of median times, that to `our option` of TFLOPS; behind our "
-    "speed stands its rms error over the rms value of an fp32 result, in one head."
+    "shows. Gradients of relative, buckets and the biases are included. Ratios are of median times, that to `our option` of TFLOPS; behind "
+    "our speed stands its rms error over the rms value of an fp32 result, in one head."
 )
 
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tl_attention.testing import timer
-from tl_attention.testing.shapes import Shape
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
 pytest.importorskip("matplotlib", reason="the benchmark needs matplotlib")
@@ -143,7 +142,3 @@ def test_bad_arguments_end_with_a_message(
     with pytest.raises(SystemExit):
         trees.main(words)
     assert text in capsys.readouterr().err
-
-
-def test_shapes_are_told_as_text() -> None:
-    assert str(Shape.parse(SHAPE)) == "1,2,2,64,64,32,32,causal"

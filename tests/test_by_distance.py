@@ -7,6 +7,8 @@ import torch
 
 from tl_attention import flex, flex_attention
 from tl_attention.reference.flex import flex_reference
+from tl_attention.testing import functions
+from tl_attention.testing.shapes import Shape
 from tl_attention.tracing import by_distance
 from tl_attention.tracing.trace import trace
 
@@ -39,6 +41,34 @@ def cases(device: str = "cpu") -> dict[str, tuple]:
         "distance": (lambda s, b, h, q, k: s + buckets[h, q - k + 3], buckets, None),
         "query": (lambda s, b, h, q, k: s + buckets[h, q // 2], buckets, None),
     }
+
+
+def test_buckets_of_the_benchmark_are_those_of_t5():
+    shape = Shape.parse("1,2,2,300,300,64,64,full,function=buckets")
+    function = functions.of_shape(shape, torch.device("cpu"))
+    (bias,) = function.learned
+    assert by_distance.by_distance(trace(function.score_mod, None, True).program) is not None
+    first = {
+        0: 0,
+        7: 7,
+        8: 8,
+        11: 8,
+        12: 9,
+        16: 10,
+        23: 11,
+        32: 12,
+        46: 13,
+        64: 14,
+        90: 14,
+        91: 15,
+        128: 15,
+        299: 15,
+    }
+    for distance, number in first.items():
+        for query, key in ((299, 299 - distance), (299 - distance, 299)):
+            wanted = bias[1, number + 16 * (key > query)]
+            found = function.score_mod(torch.zeros(()), 0, 1, torch.tensor(query), torch.tensor(key))
+            assert torch.equal(found, wanted), (query, key)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -132,7 +132,7 @@ class FwdCombine:
 # Except for "", dS has two slots in shared memory: a warpgroup writes one while others read that of the previous step.
 DQ_ORDERS = ("", "late-sums", "early-dK", "separate-dS", "apart")
 
-# Schedules of a pass by keys; all but grid need an order that is not "", or in fp32 a pass that makes all gradients
+# Schedules of a pass by keys; all but grid need an order that is not "". In fp32 grid, and dynamic in a pass that makes all gradients
 #   grid          one CTA per tile, longest tiles first
 #   dynamic       one CTA per SM, drawing the next tile when one begins; without options
 #   dynamic-late  one CTA per SM, drawing the next tile when all loads of one are issued

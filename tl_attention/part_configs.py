@@ -20,7 +20,8 @@ class PartsConfig:
 
 
 PART_STAGES = (8, 3)  # numbers of tiles that a warp loads ahead, the best first
-MAKERS = 3  # warps per CTA that make parts beside attention
+# Warps per CTA that make parts beside attention; one less in a backward where one of them draws tiles
+MAKERS = 3
 STAGE_BYTES = 1024  # of fp32 rows, a tile that such a warp loads ahead
 
 

@@ -315,7 +315,7 @@ class KeyBuffers:
         self.empty = dq_sum, dk_parts, dv_parts
 
     def _count_tiles(self, config: BwdPass, problem: AttnProblem, sizes: BwdSizes) -> None:
-        """Set counts, (n_blocks, group_heads, ctas) of the launch, and where the pass rounds dq `slots`.
+        """Set tiles, their number, counts, (n_blocks, group_heads, ctas) of the launch, and where the pass rounds dq `slots`.
 
         These are units of kernels/bwd_round.py, or by sequence tiles of the ring of kernels/bwd_round_packed.py.
         """

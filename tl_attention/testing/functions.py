@@ -16,7 +16,7 @@ from tl_attention.testing.shapes import Shape
 DOCUMENTS = 8  # per sequence
 PREFIX, WINDOW, CAP = 1024, 1024, 20.0
 BLOCK = 128  # queries and keys of a block of random masks
-BUCKETS, FAR = 16, 128  # of T5, per direction; distance from which the last one begins
+BUCKETS, FAR = 16, 128  # of T5: per direction; distance at which its logarithm reaches one more
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,10 @@ def relative(shape: Shape, device: torch.device) -> Function:
 
 
 def buckets(shape: Shape, device: torch.device) -> Function:
-    """A learned bias per head and bucket of distances, as T5 has it: 16 buckets per direction, the last from 128 keys on."""
+    """A learned bias per head and bucket of distances: per direction 8 of one distance each, then 8 wider ones, the last from 91 on.
+
+    Source: Raffel et al. 2020 (T5), with its 32 buckets and max_distance 128.
+    """
     bias = torch.randn(shape.heads_q, 2 * BUCKETS, device=device).requires_grad_()
 
     def score_mod(score: Any, _b: Any, h: Any, q: Any, k: Any) -> Any:

@@ -349,9 +349,30 @@ def hidden_distances(q, bias):
         bias[:, MAX - 300 :] = -math.inf
 
 
+def large_scores(q, bias):
+    """Maxima too far from 0 for a row max of 0."""
+    with torch.no_grad():
+        bias += 60
+
+
+def small_scores(q, bias):
+    with torch.no_grad():
+        bias -= 60
+
+
+def one_far_head(q, bias):
+    """Maxima near 0 in all heads but one, and at first: keys beyond have scores larger by 30."""
+    with torch.no_grad():
+        bias[0] -= 40
+        bias[1, : MAX - 150] += 30
+
+
+CHANGES = [rows_that_differ, scores_that_grow, hidden_distances, large_scores, small_scores, one_far_head]
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("change", [rows_that_differ, scores_that_grow, hidden_distances])
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("scale", [0.1, -0.1, 0.0])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_relative_bias_where_a_held_row_max_does_not_serve(head_dim, scale, change):

@@ -1,4 +1,4 @@
-"""Error of a softcap on a Hopper GPU: that of tanh.approx, which docs/numerics.md states."""
+"""Softcaps: the polynomial of steps that hold the row max, and on a Hopper GPU the errors that docs/numerics.md states."""
 
 from __future__ import annotations
 
@@ -8,12 +8,106 @@ import pytest
 import torch
 
 from tl_attention import flash_attn_func, flash_attn_with_kvcache
+from tl_attention.kernel_configs import FwdConfig
+from tl_attention.kernels.softcap import COEFFICIENTS, LARGEST, PolynomialCap
+from tl_attention.problem import AttnProblem
 
-pytestmark = pytest.mark.gpu
 TANH_RTOL = 2.0**-11  # of tanh.approx, by the PTX manual
 ROUNDING = 2.0**-20  # of fp32, in a product and a log-sum-exp
 
 
+def polynomial(x):
+    c0, c1, c2 = COEFFICIENTS
+    return x * (c0 + c1 * x**2 + c2 * x**4)
+
+
+def test_polynomial_is_close_to_tanh_and_increases_beyond_its_range():
+    x = torch.linspace(1e-3, LARGEST, 10_001, dtype=torch.float64)
+    assert (polynomial(x) / x.tanh() - 1).abs().max() < 2.2e-4
+    beyond = torch.cat([x, torch.logspace(math.log10(LARGEST), 9, 10_001, dtype=torch.float64)])
+    assert (polynomial(beyond).diff() >= 0).all()
+
+
+def test_polynomial_serves_steps_that_hold_the_row_max():
+    config = FwdConfig(128, 128, hold_max=True, schedule="dynamic")
+    assert PolynomialCap.serves(
+        AttnProblem("bfloat16", 128, 128, True, ("window", "softcap", "varlen")), config
+    )
+    assert not PolynomialCap.serves(AttnProblem("bfloat16", 128, 128, True, ("softcap", "alibi")), config)
+    assert not PolynomialCap.serves(AttnProblem("float32-high", 128, 128, True, ("softcap",)), config)
+    assert not PolynomialCap.serves(
+        AttnProblem("bfloat16", 128, 128, True, ("softcap",)), FwdConfig(128, 128)
+    )
+
+
+INPUTS = [
+    "normal", "twice", "eight times", "30 times", "some rows", "late steps", "step 0", "one key", "negative", "late negative",
+    "negative scale",
+]  # fmt: skip
+
+
+def score_inputs(name, length, width):
+    """q, k, v whose scores are within the polynomial's range at cap 50, beyond it, or beyond it in few rows or steps."""
+    q, k, v = (torch.randn(1, length, 2, width, device="cuda").bfloat16() for _ in range(3))
+    if name in ("twice", "eight times", "30 times"):
+        q *= {"twice": 2, "eight times": 8, "30 times": 30}[name]
+    elif name == "some rows":
+        q[:, ::7] *= 12
+    elif name == "late steps":  # those of the first keys, so step 0 predicts that all are in range
+        k[:, : length // 2] *= 10
+    elif name == "step 0":
+        k[:, -100:] *= 10
+    elif name == "one key":
+        k[:, length // 3] *= 20
+    elif name in ("negative", "late negative"):
+        q, k = q.abs(), -k.abs()
+        if name == "late negative":
+            k[:, -128:] *= -1
+    elif name == "negative scale":
+        k *= -1
+    return q, k, v
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128, 192])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", INPUTS)
+def test_softcap_is_right_in_and_out_of_the_range_of_the_polynomial(name, causal, width):
+    torch.manual_seed(0)
+    length = 1100
+    q, k, v = score_inputs(name, length, width)
+    scale = width**-0.5 * (-1 if name == "negative scale" else 1)
+    for cap in (5.0, 30.0, 50.0, 1000.0):
+        out, lse, _ = flash_attn_func(
+            q, k, v, causal=causal, softcap=cap, softmax_scale=scale, num_splits=1, return_attn_probs=True
+        )
+        scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale
+        scores = cap * (scores / cap).tanh()
+        if causal:
+            hidden = torch.ones(length, length, device="cuda").triu(1).bool()
+            scores = scores.masked_fill(hidden, -math.inf)
+        wanted = scores.softmax(-1) @ v.double().transpose(1, 2)
+        error = (out.double().transpose(1, 2) - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt()
+        assert error < 6e-3
+        largest = scores.masked_fill(scores == -math.inf, 0).abs().amax(-1)
+        log_sum = scores.logsumexp(-1)
+        assert ((lse - log_sum).abs() <= TANH_RTOL * largest + 2e-4 + ROUNDING * log_sum.abs()).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_softcap_keeps_nan_and_inf_in_their_rows(bad):
+    q, k, v = (torch.randn(1, 900, 2, 128, device="cuda").bfloat16() for _ in range(3))
+    clean = flash_attn_func(q, k, v, softcap=50.0, num_splits=1)
+    q[0, 300, 0, 0] = bad  # scores of both signs are cap and -cap, or all are NaN
+    out = flash_attn_func(q, k, v, softcap=50.0, num_splits=1)
+    rows = torch.ones(900, device="cuda").bool()
+    rows[300] = False
+    assert (out[0, rows] - clean[0, rows]).abs().max() < 2e-2
+    assert out[0, 300, 0].isnan().all() if math.isnan(bad) else out[0, 300, 0].isfinite().all()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("cap", [1.0, 30.0, 1000.0])
 @pytest.mark.parametrize("cached", [False, True])
 def test_softcap_scores_have_the_error_of_the_instruction(cap, cached):
@@ -33,6 +127,7 @@ def test_softcap_scores_have_the_error_of_the_instruction(cap, cached):
         assert error.max() <= TANH_RTOL + ROUNDING
 
 
+@pytest.mark.gpu
 def test_softcap_log_sum_exp_has_the_error_of_the_largest_score():
     q, k, v = (torch.randn(1, 700, 4, 128, device="cuda").bfloat16() for _ in range(3))
     for cap in (5.0, 50.0, 1000.0):

@@ -11,13 +11,13 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernel_configs import FwdConfig
-from tl_attention.kernels import fwd_assist, pipeline
+from tl_attention.kernels import fwd_assist, fwd_steps, pipeline
 from tl_attention.kernels.block_lists import key_blocks
 from tl_attention.kernels.diagonal_tables import READ_TABLE, TABLE_WARPS, DiagonalTables
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.input_parts import MAKE_PARTS, InputArguments, InputParts
 from tl_attention.kernels.linear_bias import alloc_bias_columns, fill_bias_columns
-from tl_attention.kernels.mask import LAST_BLOCK, Mask, hides_steps, step_ranges
+from tl_attention.kernels.mask import LAST_BLOCK, Mask, hides_steps
 from tl_attention.kernels.options import OptionArguments, Scores, option_arguments, prelude, sink_score
 from tl_attention.kernels.pages import CachePages, page_arguments, paged_loads
 from tl_attention.kernels.pipeline import Turns, alloc_fragments, input_ring, sync_warpgroup, wait_for_stores
@@ -26,6 +26,7 @@ from tl_attention.kernels.results import results_of, store_code, store_output
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder
 from tl_attention.kernels.shared_tiles import PIECES, SharedPieces, stream_of
+from tl_attention.kernels.softcap import PolynomialCap
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
 from tl_attention.kernels.staged import alloc_staged
 from tl_attention.kernels.tiles import FragmentBlocks, SharedTiles, input_arguments
@@ -64,6 +65,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     has_tables = config.has_tables(problem)
     # The row max that a warp holds is subtracted once per diagonal instead of once per score
     adds_exponents = hold_max and has_tables
+    may_hold_zero = PolynomialCap.serves(problem, config) or (adds_exponents and not problem.program.listed)
     q_kt = {"transpose_B": True, "clear_accum": not (problem.bias_is_linear or two_sides)}
     parts, products, makes_parts = problem.parts, problem.products, config.makes_parts
     persistent = config.schedule != "grid"
@@ -81,8 +83,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     lse_is_final = not shares and not problem.has("added")  # nothing is merged into it
     turns = Turns(config.warpgroups, config.ping_pong)
     skips = hides_steps(problem, block_M, block_N, config.kv_stages) and not (split or shares)
-    # Three Q slots for two warpgroups: Q of warpgroup 1 is loaded to the slot that warpgroup 0 had in the previous tile, once that has
-    # begun this tile
+    # Three Q slots: Q of warpgroup 1 is loaded to the slot of warpgroup 0 in the previous tile, once that has begun this tile
     three_slots = q_stages == 1.5
     prefetched = warpgroups[:1] if three_slots else warpgroups  # whose Q is loaded before the tile is posted
 
@@ -218,7 +219,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         dropout = Dropout(problem, options, block_N)
         raw_scale = scores.not_too_small(T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE))
         scale_log2 = raw_scale if scores.raw else scores.scale_log2
-        softmax = OnlineSoftmax(block_N, scale_log2, joins=recomputes == 0 if adds_exponents else None)
+        joins = recomputes == 0 if adds_exponents else None
+        softmax = OnlineSoftmax(block_N, scale_log2, joins=joins, may_hold_zero=may_hold_zero)
+        polynomial = PolynomialCap.of(problem, config, softmax_scale, options, blocks.steps * block_N)
         query = tile.m_block * block_M + first_row(w)
         q_step = turn * config.warpgroups + w
         softmax.reset()
@@ -229,15 +232,12 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             scores.look_ahead(query, blocks)
         if skips:
             skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(query + 63), 0))
-            fwd_assist.skip_keys(w, shared.K, turns, first_step, skipped)
+            fwd_steps.skip_keys(w, shared.K, turns, first_step, skipped)
             blocks.skip(skipped)
             first_step = T.shfl_sync(first_step + skipped, 0)
         shared.Q.wait(q_step)
         if scores.raw:
-            if softmax_scale < 0:  # -Q and |scale|: the row max is a maximum of raw scores
-                shared.Q.negate(q_step)
-                T.fence_proxy_async()
-                sync_warpgroup(w)
+            fwd_steps.make_scale_positive(w, shared.Q, q_step, softmax_scale)
 
         # S = Q Kᵀ and softmax of the last key block
         shared.K.wait(first_step)
@@ -267,13 +267,15 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 shared.Q.release(q_step)
         scores.transform(acc_s, query, blocks, 0, LAST_BLOCK)
         softmax.update(acc_s, scores.shift(blocks.diagonal(query, 0)))
+        if may_hold_zero:
+            fwd_steps.hold_zero(w, softmax, polynomial, acc_s, blocks.steps, recomputes)
         round_kept(acc_s, P_parts, dropout)
 
         if skips:
-            fwd_assist.skip_values(shared.V, first_step - skipped, skipped)
+            fwd_steps.skip_values(shared.V, first_step - skipped, skipped)
 
         # S = Q Kᵀ and softmax of each earlier block, beside O += P V of the block after it
-        for steps, update_max, count in step_ranges(blocks, hold_max, recomputes):
+        for steps, update_max, at_zero, count in fwd_steps.step_ranges(blocks, hold_max, recomputes, softmax):
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR per step at d128
             for i in T.serial(count):
                 is_right = blocks.is_right(steps.first + i) if two_sides and not steps.masked else 0
@@ -304,10 +306,11 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 if releases_early:
                     if steps.first + i == blocks.steps - 1:
                         shared.Q.release(q_step)
-                held = softmax.warp_max[0] if adds_exponents and not update_max else 0.0
-                scores.transform(acc_s, query, blocks, steps.first + i, steps, held)
+                held = softmax.warp_max[0] if adds_exponents and not (update_max or at_zero) else 0.0
+                cap = polynomial if at_zero else None
+                scores.transform(acc_s, query, blocks, steps.first + i, steps, held, cap)
                 shift = scores.shift(blocks.diagonal(query, steps.first + i), is_right)
-                softmax.update(acc_s, shift, update_max)
+                softmax.update(acc_s, shift, update_max, at_zero)
                 if parts > 1:
                     add_product(
                         products,
@@ -341,11 +344,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         if not O_in_Q and not releases_early:
             shared.Q.release(q_step)
         if hold_max:
-            if recomputes == 0:  # only once: no row max helps if scores are not finite
-                softmax.check_sums()
-                if softmax.overflowed():
-                    shared.overflows.report(turn)
-            shared.overflows.finish(turn)
+            fwd_steps.check_sums(softmax, polynomial, shared.overflows, turn, recomputes)
         softmax.finish(lse, 1.0 if shares else lse_unit, sink_score(problem, options, tile, split))
         query = tile.m_block * block_M + first_row(w)
         if lse_is_final:
@@ -457,6 +456,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     ):
         traced = traced_arguments(problem, block_M, hold_max)
         more_code = PIECES if shares else MAKE_PARTS if makes_parts else READ_TABLE if has_tables else ""
+        more_code += pipeline.ANY_OF_WARPGROUP if may_hold_zero else ""
         more_code += store_code(head_dim_v, O_from_registers)
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles, more_code)) as first_tile:
             pairs = (K_input, K), (V_input, V), (Q_input, Q)

@@ -41,24 +41,6 @@ def steps_from(config: FwdConfig, first: int, steps: Any) -> Any:
 
 
 @T.macro
-def skip_keys(w, K, turns, first_step, steps):
-    """Release K of steps that a warpgroup skips, and pass its turns on."""
-    for i in T.serial(steps):
-        K.wait(first_step + i)
-        turns.wait(w)
-        turns.pass_on(w)
-        K.release(first_step + i)
-
-
-@T.macro
-def skip_values(V, first_step, steps):
-    """Release V of skipped steps. Called after the first S of the warpgroup, as V of a block is loaded after K of the next one."""
-    for i in T.serial(steps):
-        V.wait(first_step + i)
-        V.release(first_step + i)
-
-
-@T.macro
 def follow_tiles(followed, tile, blocks, work):
     """Call work(first step) for the tiles that the producer posts, or for the CTA's only tile."""
     config, shared = followed.config, followed.shared

@@ -478,23 +478,3 @@ class QueryBlocks:
         if self.current_query[0] >= self.stop:
             self.current_query[0] = self.first_query[0]
             self.current_head[0] += 1
-
-
-def step_ranges(blocks: KeyBlocks, hold_max: bool, recomputes: Any) -> tuple:
-    """(steps, True if they update the row max, number of steps) of each range after step 0.
-
-    With hold_max the row max is held once each row has seen a key, except when a tile is recomputed.
-    """
-    if hold_max and blocks.listed:
-        # A tile that is recomputed has all steps in the first range: full blocks have bits of ones
-        again, (first, *others) = recomputes != 0, blocks.ranges
-        held = tuple((steps, False, T.if_then_else(again, 0, steps.count)) for steps in others)
-        return (first, True, T.if_then_else(again, blocks.steps - 1, first.count)), *held
-    ranges = []
-    for steps in blocks.ranges:
-        if steps.check_right or not hold_max:
-            ranges.append((steps, True, steps.count))
-        else:  # two loops: a branch around the update of the row max costs more than half of the gain
-            ranges.append((steps, False, T.if_then_else(recomputes == 0, steps.count, 0)))
-            ranges.append((steps, True, T.if_then_else(recomputes == 0, 0, steps.count)))
-    return tuple(ranges)

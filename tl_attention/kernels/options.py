@@ -192,12 +192,16 @@ class Scores:
         return None if self.linear is None else self.linear.shift(diagonal, is_right)
 
     @T.inline
-    def transform(self, acc_s, query, blocks, step, steps, row_max=0.0):
+    def transform(self, acc_s, query, blocks, step, steps, row_max=0.0, polynomial=None):
         """Apply softcap, ALiBi, program and mask to the scores [64, block_N] of the queries from `query` on, at a step of KeyBlocks.
 
         row_max: in base 2, which scores become relative to; with adds_exponents.
+        polynomial: PolynomialCap that replaces the softcap; scores are in base 2 then.
         """
-        self.cap(acc_s)
+        if polynomial is None:
+            self.cap(acc_s)
+        else:
+            polynomial.apply(acc_s)
         self.bias(acc_s, blocks.diagonal(query, step))
         if self.two_sides and steps.masked:
             self.linear.fold(acc_s, blocks.diagonal(query, step))

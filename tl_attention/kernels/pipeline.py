@@ -16,6 +16,15 @@ from tl_attention.problem import AttnProblem
 
 # First free named barrier: TileLang 0.1.15 uses 0 to 2, and its ThreadSync pass takes 3, 4, ..
 FIRST_BARRIER = 8
+ANY_OF_WARPGROUP = """
+static __device__ __forceinline__ int tl_attention_any_of_warpgroup(int barrier, int flag) {
+  int any;
+  asm volatile(
+      "{.reg .pred p, q; setp.ne.s32 p, %2, 0; bar.red.or.pred q, %1, 128, p; selp.s32 %0, 1, 0, q;}"
+      : "=r"(any) : "r"(barrier), "r"(flag) : "memory");
+  return any;
+}
+"""
 # Registers per thread of (the producer, the consumers), by the number of consumer warpgroups
 REGISTERS = {2: (24, 240), 3: (32, 160)}
 # A producer that looks up sequences needs more: with 24 it spilled, except in the one-pass backward. So does one that reads block lists
@@ -340,6 +349,11 @@ class Turns:
 
 def sync_warpgroup(w: int):
     return T.sync_threads(FIRST_BARRIER + 4 + w, WARPGROUP)
+
+
+def any_of_warpgroup(w: int, flag: Any) -> Any:
+    """1 if flag, an int, is not 0 in any thread of a warpgroup, else 0; all of its threads wait for each other. Needs ANY_OF_WARPGROUP."""
+    return T.call_extern("int32", "tl_attention_any_of_warpgroup", FIRST_BARRIER + 4 + w, flag)
 
 
 def sync_consumers(threads: int):

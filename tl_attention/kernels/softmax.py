@@ -6,6 +6,8 @@ import math
 
 import tilelang.language as T
 
+from tl_attention.kernels.pipeline import any_of_warpgroup
+
 LOG2E = math.log2(math.e)
 # Initial row max. It is below all scores, its product with a large scale is finite, and LOWEST - LOWEST is 0, where -inf would give NaN
 LOWEST = -1e20
@@ -15,6 +17,8 @@ SMALLEST_SCALE = 2.0**-126
 LAZY_GROWTH = 8.0
 # Largest row sum with a held row max. bf16 has the range for it; larger sums would leave too little range for O
 LARGEST_HELD_SUM = 2.0**64
+# Largest magnitude of a maximum, as a power of 2, in place of which 0 may be held
+NEAR_ZERO = 30.0
 # Smallest row sum with the row max of a warp: exponentials down to 2^-30 of it are normal numbers
 SMALLEST_HELD_SUM = 2.0**-96
 
@@ -45,12 +49,20 @@ class OnlineSoftmax:
     own columns of a row, so no step needs a shuffle for row sums. P stays below 2 ** growth.
 
     joins: where true, the 16 rows of a warp have one row max, warp_max; None: they never have.
+    may_hold_zero: hold_zero() may be called; then at_zero is 1 while the row max is 0 in the rows of a warpgroup, whatever its scores.
     """
 
     def __init__(
-        self, block_N: int, scale_log2, growth: float = LAZY_GROWTH, joins=None, name: str = "softmax"
+        self,
+        block_N: int,
+        scale_log2,
+        growth: float = LAZY_GROWTH,
+        joins=None,
+        may_hold_zero: bool = False,
+        name: str = "softmax",
     ):
         self.block_N, self.scale_log2, self.growth, self.joins = block_N, scale_log2, growth, joins
+        self.at_zero = T.alloc_var("int32", init=0) if may_hold_zero else None
         self.warp_max = T.alloc_var("float32", init=LOWEST) if joins is not None else None
         self.row_max = T.alloc_fragment([64], "float32")
         self.row_max_prev = T.alloc_fragment([64], "float32")
@@ -66,16 +78,16 @@ class OnlineSoftmax:
         T.clear(self.partial_sum)
 
     @T.inline
-    def update(self, acc_s, shift=None, follow=True):
+    def update(self, acc_s, shift=None, follow=True, at_zero=False):
         """Replace scores by exp2((score + shift - row_max) * scale_log2), and add them to the row sums.
 
         follow: update row_max first; else row_max is held, and each row must have seen a score before. Where rows join, scores are then
-        exponents already.
+        exponents already, as with at_zero, which says that the row max is 0.
         """
         if follow:
             self.follow(acc_s, shift)
         for i, j in T.Parallel(64, self.block_N):
-            if follow or self.joins is None:
+            if follow or not (at_zero or self.joins is not None):
                 acc_s[i, j] = T.exp2(
                     acc_s[i, j] * self.scale_log2 - self.score_max(i, shift) * self.scale_log2
                 )
@@ -106,7 +118,11 @@ class OnlineSoftmax:
             self.join()
         for i in T.Parallel(64, loop_layout=rows_layout()):
             grown = (self.row_max[i] - self.row_max_prev[i]) * self.scale_log2
-            self.row_max[i] = T.if_then_else(grown > self.growth, self.row_max[i], self.row_max_prev[i])
+            if self.at_zero is None:
+                self.row_max[i] = T.if_then_else(grown > self.growth, self.row_max[i], self.row_max_prev[i])
+            else:
+                grown_much = (grown > self.growth) & (self.at_zero[0] == 0)
+                self.row_max[i] = T.if_then_else(grown_much, self.row_max[i], self.row_max_prev[i])
         for i in T.Parallel(64, loop_layout=rows_layout()):
             # Subtract first: exact for LOWEST, where an FMA would leave a rounding error
             self.row_scale[i] = T.exp2((self.row_max_prev[i] - self.row_max[i]) * self.scale_log2)
@@ -123,6 +139,29 @@ class OnlineSoftmax:
         self.warp_max[0] = T.warp_reduce_max(self.warp_max[0])
         for i in T.Parallel(64, loop_layout=rows_layout()):
             self.row_max[i] = T.if_then_else(self.joins, self.warp_max[0], self.row_max[i])
+
+    @T.inline
+    def hold_zero(self, w, acc_s, may):
+        """Hold a row max of 0 in place of maxima near it, which saves its subtraction; for a whole warpgroup, after the first update().
+
+        acc_s and the row sums become relative to 0. Not unless `may`, nor if flag is 1 in a thread.
+        """
+        for i in T.Parallel(64, loop_layout=rows_layout()):
+            if T.abs(self.row_max[i] * self.scale_log2) > NEAR_ZERO:
+                self.flag[0] = 1
+        self.at_zero[0] = 0
+        # Without the shuffle the compiler keeps the descriptors of all steps out of uniform registers, 32 R2UR per step at d128
+        if T.shfl_sync(any_of_warpgroup(w, self.flag[0]), 0) == 0:
+            if may:
+                self.at_zero[0] = 1
+                for i in T.Parallel(64, loop_layout=rows_layout()):
+                    self.row_scale[i] = T.exp2(self.row_max[i] * self.scale_log2)
+                    self.row_max[i] = 0.0
+                if self.joins is not None:
+                    self.warp_max[0] = 0.0
+                self.scale_rows((acc_s,))
+                for i, j in T.Parallel(64, 8):
+                    self.partial_sum[i, j] *= self.row_scale[i]
 
     def score_max(self, i, shift):
         """row_max relative to scores that lack `shift`."""

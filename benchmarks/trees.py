@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from tl_attention.target import is_hopper
 from tl_attention.testing.shapes import Shape, chosen_shapes
@@ -100,7 +100,7 @@ def table(rows: Sequence[tuple[str, str, dict[str, Any]]], trees: Sequence[Tree]
     """Table of results of race(). rows: (pass, problem, result)."""
     found = Table(
         "pass",
-        "problem",
+        Column("problem", overflow="fold"),
         *(f"{tree.folder.name}, ms" for tree in trees),
         "before / after",
         "quartiles",

@@ -113,7 +113,7 @@ def torch_flex(shape: Shape, needs: options.Tensors, **kernel_options: str) -> A
 
 
 def flex_by_fa4(shape: Shape, needs: options.Tensors) -> Attend:
-    """PyTorch's flex_attention by the kernels of FlashAttention-4, which torch 2.13 takes on request alone."""
+    """PyTorch's flex_attention by the kernels of FlashAttention-4, which torch takes on request alone."""
     import_function("flash_attn.cute", "flash_attn_func")
     if function_of(shape, needs.cu_seqlens[0].device).learned:
         raise Unsupported("no captured tensors that need a gradient")

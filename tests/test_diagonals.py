@@ -361,7 +361,7 @@ def small_scores(q, bias):
 
 
 def one_far_head(q, bias):
-    """Maxima near 0 in all heads but one, and at first: keys beyond have scores larger by 30."""
+    """Scores of -40 in one head; in another, far keys with scores larger by 30 than all that a row max is held of."""
     with torch.no_grad():
         bias[0] -= 40
         bias[1, : MAX - 150] += 30

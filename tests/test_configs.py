@@ -254,13 +254,13 @@ def passes(*texts: str) -> BwdConfig:
             replace(D128, options=("softcap",)),
             passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
             "order: expected another than 'apart' with one_tile, another option than sink, varlen, window or alibi, or another program "
-            "than a block mask or a learned bias, got 'apart'",
+            "than a block mask or a bias per distance, got 'apart'",
         ),
         (
             replace(D128, options=("window", "placed")),
             passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
             "order: expected another than 'apart' with one_tile, another option than sink, varlen, window or alibi, or another program "
-            "than a block mask or a learned bias, got 'apart'",
+            "than a block mask or a bias per distance, got 'apart'",
         ),
         (
             D64,

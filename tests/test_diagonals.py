@@ -41,6 +41,7 @@ class Captured:
         self.buckets = torch.randn(HEADS, 32, **on)
         self.temperature = torch.rand(HEADS, **on)
         self.slopes = torch.rand(HEADS, device=device)
+        self.table = torch.randn(HEADS, 2 * MAX, device=device)
 
 
 def cases(c: Captured) -> dict[str, tuple]:
@@ -49,6 +50,7 @@ def cases(c: Captured) -> dict[str, tuple]:
         "relative": (lambda s, b, h, q, k: s + c.relative[h, q - k + MAX], 1, (0,), (c.relative,)),
         "reversed": (lambda s, b, h, q, k: s + c.half[h, MAX - (q - k)], 1, (0,), (c.half,)),
         "buckets": (lambda s, b, h, q, k: s + c.buckets[h, bucket(q - k)], 1, (0,), (c.buckets,)),
+        "fixed": (lambda s, b, h, q, k: s + c.table[h, q - k + MAX], 1, (), ()),
         "slopes": (lambda s, b, h, q, k: s + c.slopes[h] * (k - q), 0, (), ()),  # cheaper per score
         "capped": (lambda s, b, h, q, k: 20 * torch.tanh((s + c.relative[h, q - k + MAX]) / 20), 1, (0,), (c.relative,)),
         "two": (lambda s, b, h, q, k: s * torch.exp2(-(q - k).abs() * 0.01) + c.relative[h, q - k + MAX], 2, (0,), (c.relative,)),
@@ -120,7 +122,7 @@ def test_scores_that_add_a_diagonal():
     """Such a forward subtracts the held row max once per diagonal."""
     made = cases(Captured("cpu"))
     added = {name for name in NAMES if trace(made[name][0], None, True).program.forward.adds_diagonal}
-    assert added == {"relative", "reversed", "buckets"}
+    assert added == {"relative", "reversed", "buckets", "fixed"}
     values = torch.randn(2 * MAX)
     for score_mod in (
         lambda s, b, h, q, k: values[q - k + MAX] + s,
@@ -144,6 +146,10 @@ def test_diagonals_pass_dS_on():
     assert {name for name in NAMES if programs[name].learns_dS} == {"relative", "reversed", "buckets"}
     shared = {name: programs[name].shares_targets(0) for name in ("relative", "reversed", "buckets")}
     assert shared == {"relative": False, "reversed": False, "buckets": True}
+    for name in ("relative", "fixed"):
+        problem = AttnProblem("bfloat16", 64, 64, False, (), programs[name])
+        config, _ = configs.pick_config(problem, "long", "NVIDIA H200", "bwd")
+        assert problem.is_diagonal_bias and config.passes[0].order == "apart"
     for direction, passes in (("bwd", 1), ("bwd_det", 2)):
         program = programs["relative"] if passes == 1 else programs["relative"].as_exact
         problem = AttnProblem("bfloat16", 128, 128, False, (), program)
@@ -199,7 +205,12 @@ def test_values_per_diagonal_are_shared_unless_listed_or_in_fp32():
         name: AttnProblem("bfloat16", 64, 64, False, (), trace(made[name][0], None, False).program)
         for name in NAMES
     }
-    assert {name for name in NAMES if shared[name].shares_diagonals} == {"relative", "reversed", "buckets"}
+    assert {name for name in NAMES if shared[name].shares_diagonals} == {
+        "relative",
+        "reversed",
+        "buckets",
+        "fixed",
+    }
     relative = shared["relative"]
     assert not replace(relative, dtype="float32-high").shares_diagonals
     assert not replace(relative, program=replace(relative.program, listed=True)).shares_diagonals
@@ -231,6 +242,9 @@ ON_GPU = [
     ("buckets", None, 64, False, 577, 777),
     ("buckets", None, 128, False, 900, 333),
     ("buckets", None, 64, True, 577, 777),
+    ("fixed", None, 64, False, 577, 777),
+    ("fixed", causal, 64, False, 601, 601),
+    ("fixed", None, 128, False, 777, 577),
     ("slopes", None, 64, False, 577, 777),
     ("capped", None, 128, False, 577, 777),
     ("two", None, 64, False, 777, 577),
@@ -313,10 +327,13 @@ def test_diagonals_match_the_formula(name, mask_mod, head_dim, deterministic, se
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("is_learned", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_keys_past_the_end_change_nothing(head_dim):
+def test_keys_past_the_end_change_nothing(head_dim, is_learned):
     """A tile has keys past the last one, at distances of no pair, whose biases may be anything."""
-    score_mod, *_, (bias,) = cases(Captured("cuda"))["relative"]
+    captured = Captured("cuda")
+    bias = captured.relative if is_learned else captured.table
+    score_mod, *_, learned = cases(captured)["relative" if is_learned else "fixed"]
     seqlen_q, seqlen_k = 768, 777
     unused = torch.ones(2 * MAX, dtype=torch.bool, device="cuda")
     unused[MAX - seqlen_k + 1 : MAX + seqlen_q] = False
@@ -326,7 +343,7 @@ def test_keys_past_the_end_change_nothing(head_dim):
         torch.randn(8, HEADS, n, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for n in (seqlen_q, seqlen_k, seqlen_k, seqlen_q)
     )
-    grads = torch.autograd.grad(flex_attention(q, k, v, score_mod), (q, k, v, bias), dout)
+    grads = torch.autograd.grad(flex_attention(q, k, v, score_mod), (q, k, v, *learned), dout)
     assert all(x.isfinite().all() for x in grads)
 
 

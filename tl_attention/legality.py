@@ -417,9 +417,9 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         )
         return f"schedule: expected {' or '.join(schedules)} {where}, got {bwd_pass.schedule!r}"
     others = {*problem.served_as.options} - {"sink", "varlen", "window", "alibi"}
-    other_program = problem.program is not None and not (problem.is_mask_of_bits or problem.learns_diagonal)
+    other_program = problem.program is not None and not (problem.is_mask_of_bits or problem.is_diagonal_bias)
     if bwd_pass.dq_apart and (others or other_program or bwd_pass.one_tile):
-        where = "one_tile, another option than sink, varlen, window or alibi, or another program than a block mask or a learned bias"
+        where = "one_tile, another option than sink, varlen, window or alibi, or another program than a block mask or a bias per distance"
         return f"order: expected another than 'apart' with {where}, got 'apart'"
     if bwd_pass.dq_apart and bwd_pass.schedule not in ("dynamic", "dynamic-late", "split", "ordered"):
         return f"order: expected another than 'apart' with the schedule {bwd_pass.schedule}, got 'apart'"
@@ -462,7 +462,7 @@ def _bwd_schedules(problem: AttnProblem) -> tuple[str, ...]:
         return "grid", "dynamic", "dynamic-late"
     if problem.is_mask_of_bits:
         return "grid", "dynamic-late", "split"
-    if problem.learns_diagonal:
+    if problem.is_diagonal_bias:
         return "grid", "dynamic-late", "split"
     return ("grid",)
 

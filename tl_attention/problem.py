@@ -314,9 +314,9 @@ class AttnProblem:
         return self.adds_diagonal and not self.is_listed and not self.is_fp32
 
     @property
-    def learns_diagonal(self) -> bool:
-        """True for a score_mod alone that only adds such a value, of a captured tensor whose gradient sums dS."""
-        return self.adds_diagonal and self.learns_dS and not self.program.hides
+    def is_diagonal_bias(self) -> bool:
+        """True for a score_mod alone that only adds such a value, whose gradient, if it is learned, sums dS."""
+        return self.adds_diagonal and (self.learns_dS or not self.learns) and not self.program.hides
 
     @property
     def is_mask_of_bits(self) -> bool:

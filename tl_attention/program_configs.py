@@ -44,7 +44,7 @@ def program_lines(
         ("bwd_mask", problem.is_mask_of_bits),
         ("bwd_bits", problem.has_bits),
         ("bwd_bias", problem.learns_bias),
-        ("bwd_adds", problem.learns_diagonal),
+        ("bwd_adds", problem.is_diagonal_bias),
     )
     first = [line for special, applies in wanted if applies for line in width.get(special, ())]
     return [

@@ -111,7 +111,7 @@ def kernel_time(kernel: Kernel, work: Work, clock: float, bandwidth: float) -> K
     waves = kernel.count / at_once
     # Sums along diagonals come between the products of a step
     overlaps = work.direction in ("fwd", DECODE) or (
-        kernel.config.dq_apart and not work.problem.learns_diagonal
+        kernel.config.dq_apart and not work.problem.is_diagonal_bias
     )
     step = step_clocks(kernel.clocks, UNHIDDEN if overlaps else UNHIDDEN_BWD)
     if work.direction == DECODE:

@@ -33,7 +33,7 @@ def hides_raw(problem: AttnProblem, config: BwdPass) -> bool:
 
     Not for such values in steps of 64 queries, where it spills (d128, nvcc 13.0.88).
     """
-    adds = problem.learns_diagonal and config.block_M == 128
+    adds = problem.is_diagonal_bias and config.block_M == 128
     return shares_dq(problem, config) and (problem.is_mask_of_bits or adds)
 
 

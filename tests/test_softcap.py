@@ -69,7 +69,7 @@ def score_inputs(name, length, width):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [64, 96, 128])
+@pytest.mark.parametrize("width", [64, 96, 128, 192])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", INPUTS)
 def test_softcap_is_right_in_and_out_of_the_range_of_the_polynomial(name, causal, width):

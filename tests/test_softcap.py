@@ -69,27 +69,35 @@ def score_inputs(name, length, width):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [64, 96, 128, 192])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "widths", [(64, 64), (96, 96), (96, 64), (128, 128), (192, 192), (192, 128), (256, 128)], ids=str
+)
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
 @pytest.mark.parametrize("name", INPUTS)
-def test_softcap_is_right_in_and_out_of_the_range_of_the_polynomial(name, causal, width):
+def test_softcap_is_right_in_and_out_of_the_range_of_the_polynomial(name, mask, widths):
     torch.manual_seed(0)
-    length = 1100
+    # Windows of d64 hold the row max from 2k keys on
+    length = 2900 if mask == "window" else 1100
+    width, width_v = widths
     q, k, v = score_inputs(name, length, width)
+    v = v[..., :width_v]
     scale = width**-0.5 * (-1 if name == "negative scale" else 1)
+    visible = torch.ones(length, length, device="cuda").bool()
+    options = {"causal": mask == "causal"}
+    if mask == "causal":
+        visible = visible.tril()
+    elif mask == "window":
+        options["window_size"] = left, right = 777, 30
+        visible = visible.triu(-left).tril(right)
     for cap in (5.0, 30.0, 50.0, 1000.0):
-        out, lse, _ = flash_attn_func(
-            q, k, v, causal=causal, softcap=cap, softmax_scale=scale, num_splits=1, return_attn_probs=True
-        )
+        named = {"softcap": cap, "softmax_scale": scale, "num_splits": 1, "return_attn_probs": True}
+        out, lse, _ = flash_attn_func(q, k, v, **options, **named)
         scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * scale
-        scores = cap * (scores / cap).tanh()
-        if causal:
-            hidden = torch.ones(length, length, device="cuda").triu(1).bool()
-            scores = scores.masked_fill(hidden, -math.inf)
+        scores = (cap * (scores / cap).tanh()).masked_fill(~visible, -math.inf)
         wanted = scores.softmax(-1) @ v.double().transpose(1, 2)
         error = (out.double().transpose(1, 2) - wanted).pow(2).mean().sqrt() / wanted.pow(2).mean().sqrt()
         assert error < 6e-3
-        largest = scores.masked_fill(scores == -math.inf, 0).abs().amax(-1)
+        largest = scores.masked_fill(~visible, 0).abs().amax(-1)
         log_sum = scores.logsumexp(-1)
         assert ((lse - log_sum).abs() <= TANH_RTOL * largest + 2e-4 + ROUNDING * log_sum.abs()).all()
 

@@ -197,6 +197,7 @@ class BwdPass:
     # All keys of a head are in one tile of block_N keys: dq of a step is whole, and is stored. With the schedule dynamic-late or split
     one_tile: bool = False
     part_stages: int = 0  # as in FwdConfig; of the first pass, by keys
+    one_sum: bool = False  # fp32: one accumulator has the sum of all blocks, see kernels/products.py; for few rows, see docs/numerics.md
     rounds_dq: bool = False  # warps of the pass round dq, see kernels/bwd_round.py. Only in the order apart, see legality.py
 
     @property
@@ -240,6 +241,7 @@ class BwdPass:
         words += ["reuse"] * self.reuse_registers + [self.order] * bool(self.order)
         words += [self.schedule] * self.is_dynamic + ["one-tile"] * self.one_tile
         words += [f"parts{self.part_stages}"] * self.makes_parts + ["rounds-dq"] * self.rounds_dq
+        words += ["one-sum"] * self.one_sum
         return " ".join(words)
 
     @property
@@ -493,7 +495,7 @@ KernelConfig = (
 
 def sum_columns(problem: AttnProblem, bwd_pass: BwdPass) -> int | None:
     """Columns of each of the two accumulators of one block in an fp32 backward, see kernels/products.py; None for other dtypes."""
-    if not problem.is_fp32:
+    if not problem.is_fp32 or bwd_pass.one_sum:
         return None
     if bwd_pass.adds_dq:
         return bwd_pass.block_M  # dQ' uses them in turn with dK and dV

@@ -452,15 +452,22 @@ def length_bucket(seqlen_k: int) -> str:
     return BUCKETS[sum(seqlen_k > end for end in BUCKET_ENDS)]
 
 
-def bwd_bucket(deterministic: bool, heads_q: int, heads_kv: int, seqlen_k: int, partial: bool = False) -> str:
-    """Bucket of a backward in the tuned table. partial: as the option, whose dq is fp32."""
+def bwd_bucket(
+    deterministic: bool, heads_q: int, heads_kv: int, seqlen_k: int, partial: bool = False, seqlen_q: int = 0
+) -> str:
+    """Bucket of a backward in the tuned table.
+
+    Args:
+        partial: as the option, whose dq is fp32.
+        seqlen_q: of an fp32 problem, else 0. Configs of short sequences have one_sum, whose errors grow with the queries, too.
+    """
     if seqlen_k <= TILE_KEYS and not partial:
         return TILE_BUCKET
     if deterministic and heads_q > heads_kv:
         return SHARED_BUCKET
     if seqlen_k <= WIDE_TILE_KEYS and not partial:
         return WIDE_TILE_BUCKET
-    bucket = length_bucket(seqlen_k)
+    bucket = length_bucket(max(seqlen_q, seqlen_k))
     return SHARED_BUCKETS[bucket] if heads_q > heads_kv else bucket
 
 

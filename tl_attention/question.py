@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -185,10 +186,13 @@ def _buckets(question: Question, problem: AttnProblem, direction: str, gpu: Gpu)
         return [bucket for bucket in known if bucket != FEW_BUCKET or problem.can_share]
     by_length = length_bucket(sizes["seqlen_k"])
     if direction != "fwd":
+        queries = sizes.get("seqlen_q", 0) if problem.is_fp32 else 0
+        of_heads = functools.partial(
+            bwd_bucket, direction == "bwd_det", seqlen_k=sizes["seqlen_k"], seqlen_q=queries
+        )
         if {"heads", "heads_kv"} <= sizes.keys():
-            return [bwd_bucket(direction == "bwd_det", sizes["heads"], sizes["heads_kv"], sizes["seqlen_k"])]
-        deterministic = direction == "bwd_det"
-        with_heads = (bwd_bucket(deterministic, heads, 1, sizes["seqlen_k"]) for heads in (1, 2))
+            return [of_heads(sizes["heads"], sizes["heads_kv"])]
+        with_heads = (of_heads(heads, 1) for heads in (1, 2))
         return list(dict.fromkeys(with_heads))
     if "varlen" in question.options:  # buckets by queries serve no packed sequences
         return [by_length, SPLIT_BUCKET]

@@ -130,7 +130,6 @@ KNOWN_FAULTS = {
     ),
     # With the warps that make parts; 0.91 and 0.93 of the time of a backward with the pass, which do not spill (H200, 2026-11-23)
     "fp32-highest d64 causal, dq+dk+dv 32x128x2x2 parts8": ("spill_bytes: expected 0, got 4",),
-    "fp32-high d128 causal, dk+dv 32x128x2x2 parts8": ("spill_bytes: expected 0, got 4",),
     # 0.86 of the time of 128x80 with the pass, which does not spill (1k, H200, 2026-11-23)
     "fp32-high d128 full, 128x64 persistent ping-pong hold-max parts8": ("spill_bytes: expected 0, got 20",),
     # All options at once in fp32; d128 at register usage level 0 8 bytes, in the schedule grid 172, d256 at level 0 196 (nvcc 13.0.88)

@@ -284,7 +284,8 @@ def _bias_helpers(shape: Shape, asked: Asked | None) -> list[Helper]:
 def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, asked: Asked | None) -> Work:
     lengths = sequences(shape)
     seqlen_k = max(k for _, k in lengths)
-    bucket = bwd_bucket(direction == "bwd_det", shape.heads_q, shape.heads_kv, seqlen_k)
+    queries = max(q for q, _ in lengths) if problem.is_fp32 else 0
+    bucket = bwd_bucket(direction == "bwd_det", shape.heads_q, shape.heads_kv, seqlen_k, seqlen_q=queries)
     choice = configs.choose_config(problem, bucket, gpu.name, direction)
     qk, v = problem.head_dim, problem.head_dim_v
     called, unseen = shape, _unseen_queries(shape, problem)

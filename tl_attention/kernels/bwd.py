@@ -88,10 +88,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     dynamic, ordered = config.is_dynamic, config.is_ordered
     frees_V = config.has_dv_tile(problem) or problem.is_fp32  # dV leaves by another way than the tile of V
     one_tile, rounds = config.one_tile, config.rounds(problem)
+    by_block = x_parts > 1 and not config.one_sum  # products are summed by block, see products.py
     v_dot = {"transpose_B": True, "clear_accum": True}  # dP' = V dO'
     linear_bias = config.has_linear_bias(problem)
     k_qt = {**v_dot, "clear_accum": not linear_bias}  # S' = K Q'
     pieces = bwd_tiles.dq_pieces(block_M, head_dim, config.warpgroups)
+    pass_dq_on = functools.partial(bwd_tiles.pass_dq_on, one_tile, pieces)
     sloped, varlen = problem.is_sloped, problem.has("varlen")
     prefetch_lse = bwd_scores.prefetches_lse(problem, config)
     # dV needs a P' of its own if dS' is made in registers of P' from another P': dV's has dropout, dS's the softcap's slope
@@ -143,14 +145,6 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         fp32.multiply(products, shared.V.parts_of(w), shared.dO.parts_of(step), acc_dp, **v_dot)
 
     @T.macro
-    def pass_dq_on(w, tiles, shared, dq_row_block, acc_dq, softmax_scale):
-        """Add the pieces of dQ of a warpgroup to the sums, or leave them to the warp that stores dQ."""
-        if one_tile:
-            shared.adding.write(w, acc_dq, softmax_scale)
-        else:
-            bwd_tiles.add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
-
-    @T.macro
     def differentiate(w, number, turn, first, counts, tile, blocks, tiles, shared, softmax_scale, options):
         """Compute dK and dV of 64 keys, and their share of dQ of all query blocks that see the key tile."""
         key = tile.first_key + 64 * w
@@ -174,7 +168,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         acc_dv = T.alloc_fragment([64, dv_cols], "float32")
         dk_chunks = (acc_dk, *alloc_fragments([[64, dk_cols]] * (head_dim // dk_cols - 1), "float32"))
         dv_chunks = (acc_dv, *alloc_fragments([[64, dv_cols]] * (head_dim_v // dv_cols - 1), "float32"))
-        sums = alloc_fragments([[64, dk_cols]] * (2 if x_parts > 1 else 0), "float32")
+        sums = alloc_fragments([[64, dk_cols]] * (2 if by_block else 0), "float32")
         # dQ of the step before
         acc_dq = alloc_fragments([bwd_tiles.piece_shape(x) for x in pieces[w] if not apart], "float32")
         # dQ of the last step. In acc_dq, nvcc 13.0.88 serializes all wgmma of d64 that computes several tiles
@@ -190,8 +184,14 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             fp32.clear((*(acc_dq if sums_dq else ()), acc_s))
         for other in warpgroups if sums_dq else (w,):
             shared.K.wait(key_step(config, turn, other))
-        shared.Q.wait(first)
-        compute_scores(w, first, blocks.head, scores, scale_log2, tile, shared, acc_s)
+        begin = first
+        if bwd_tiles.skips_steps(problem, config):
+            skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(key), 0))
+            bwd_tiles.skip_steps(shared.Q, shared.dO, first, skipped)
+            blocks.skip(skipped)
+            begin = T.shfl_sync(first + skipped, 0)
+        shared.Q.wait(begin)
+        compute_scores(w, begin, blocks.head, scores, scale_log2, tile, shared, acc_s)
         scores.start_transposed(mask, blocks)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         if makes_dk:
@@ -201,14 +201,14 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         if makes_dv:
             fp32.clear(dv_chunks)
 
-        for step in T.serial(first, first + blocks.steps):
+        for step in T.serial(begin, first + blocks.steps):
             if prefetch_lse:
                 shared.Q.read_row_values(step, 0, lse_log2)
             dropout.start()
             dropout.draw(tile.batch * heads + blocks.head, blocks.query, key)
             # ptxas serializes all wgmma if S' is read while a GEMM is in flight that was issued in the step before
             T.wait_wgmma(0)  # S', and the last GEMM of the step before
-            if after_first(step, first, dq_row_block):
+            if after_first(step, begin, dq_row_block):
                 last_read.release(step - 1)
 
             # Beside the exponential: dQ = dS K of the step before (of no use in step 0), or dP' = V dO'
@@ -250,7 +250,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
             # dP' = V dO', in the registers that S' had
             if dynamic and reuse:
-                if is_first(step, first, dq_row_block):
+                if is_first(step, begin, dq_row_block):
                     shared.V.wait(key_step(config, turn, w))
             if makes_dk and reuse:
                 compute_dp(w, step, shared, acc_dp)
@@ -261,7 +261,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if makes_dv:
                 if not makes_dk:
                     shared.dO.wait(step)
-                if x_parts > 1:
+                if by_block:
                     dv_jobs = fp32.jobs(dv_chunks, P_parts, shared.dO, step)
                     fp32.start_jobs(products, dv_jobs, sums)
                     if dS_in_P:
@@ -269,7 +269,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                         fp32.finish_jobs(products, dv_jobs, sums, 0)
                 else:
                     P_operands = (shared.P[w],) if stage_P else P_parts
-                    T.wgmma_gemm(P_operands[0], shared.dO[step], acc_dv, policy=row_wise)
+                    fp32.multiply(products, P_operands.__getitem__, shared.dO.parts_of(step), acc_dv)
             if not makes_dk:
                 # Only after the GEMM of P', when every lane has read its log-sum-exps: an arrival overtakes reads in flight. Released
                 # before, causal dv of d192 and d256 sometimes read those of a later step (H200, 2026-11-21)
@@ -318,7 +318,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.dS.write(dS_place, step, dS)
                 shared.dS.announce(step)
                 scores.learn_dS(dS, blocks, not adds_late)
-            if x_parts > 1:
+            if by_block:
                 started = dv_jobs if makes_dv and not dS_in_P else ()
                 jobs = (*started, *(fp32.jobs(dk_chunks, dS_parts, shared.Q, step) if makes_dk else ()))
                 if makes_dqt:
@@ -328,7 +328,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     jobs += fp32.transposed_jobs(head_dim, shared.K, w, shared.dS[w], add_dq)
                 fp32.continue_jobs(products, jobs, sums, min(len(started), 2))
             elif makes_dk and not early_dK:
-                T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)
+                fp32.multiply(products, dS_parts.__getitem__, shared.Q.parts_of(step), acc_dk)
 
             # S' = K Q' of the next step, of no use after the last
             if step + 1 < first + blocks.steps:
@@ -337,11 +337,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             compute_scores(w, step + 1, next_head, scores, scale_log2, tile, shared, acc_s)
             if adds_late:
                 scores.add_learned(blocks)
-            if x_parts > 1:
+            if by_block:
                 fp32.finish_jobs(products, jobs, sums, len(products))
             if makes_dk and makes_dv and not dS_in_P:
-                if x_parts == 1:
-                    T.wait_wgmma(3 if linear_bias else 2)  # dV
+                if not by_block:
+                    T.wait_wgmma(3 if linear_bias else 2 * len(products))  # dV
                 shared.dO.release(step)
             if late_sums:
                 if after_first(step, first, dq_row_block):

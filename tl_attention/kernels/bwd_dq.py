@@ -10,9 +10,10 @@ import tilelang.language as T
 from tl_attention.kernel_configs import BwdPass, sum_columns
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.block_lists import key_blocks
+from tl_attention.kernels.bwd_tiles import skip_steps
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.linear_bias import alloc_bias_columns, fill_bias_columns
-from tl_attention.kernels.mask import Mask
+from tl_attention.kernels.mask import Mask, hides_steps
 from tl_attention.kernels.options import OptionArguments, Scores, option_arguments, prelude
 from tl_attention.kernels.pipeline import alloc_fragments, input_ring, sync_warpgroup
 from tl_attention.kernels.products import (
@@ -56,6 +57,10 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     registers = pipeline.registers(problem, config.warpgroups)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
     parts, products = problem.parts, problem.products
+    by_block = parts > 1 and not config.one_sum  # products are summed by block, see products.py
+    skips = (
+        problem.is_fp32 and not problem.options and hides_steps(problem, block_M, block_N, config.num_stages)
+    )
     dq_cols = sum_columns(problem, config) or head_dim  # columns per tile of dQ in registers
     do_vt = {"transpose_B": True, "clear_accum": True}  # dP = dO V^T
     q_kt = {**do_vt, "clear_accum": not problem.bias_is_linear}  # S = Q K^T
@@ -131,7 +136,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         acc_dq = T.alloc_fragment([64, dq_cols], "float32")
         dq_chunks = (acc_dq, *alloc_fragments([[64, dq_cols]] * (head_dim // dq_cols - 1), "float32"))
         # Products of one step, see products.Job
-        sums = alloc_fragments([[64, dq_cols]] * (2 if parts > 1 else 0), "float32")
+        sums = alloc_fragments([[64, dq_cols]] * (2 if by_block else 0), "float32")
         lse_log2 = T.alloc_fragment([64], "float32")
         delta = T.alloc_fragment([64], "float32")
         kept_scores, gradient_tiles = None, ()
@@ -150,18 +155,23 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         if problem.stages or problem.has_diagonals:
             scores.prefetch(query, blocks, 0)
         shared.Q.wait(w)
-        shared.K.wait(0)
-        compute_scores(w, 0, scores, shared, acc_s)
+        begin = 0
+        if skips:
+            skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(query + 63), 0))
+            skip_steps(shared.K, shared.V, 0, skipped)
+            begin = T.shfl_sync(skipped, 0)
+        shared.K.wait(begin)
+        compute_scores(w, begin, scores, shared, acc_s)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         shared.dO.wait(w)
         clear(dq_chunks)
 
-        for step in T.serial(blocks.steps):
+        for step in T.serial(begin, blocks.steps):
             dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(step))
             if blocks.listed:
                 blocks.find(step)
             T.wait_wgmma(0)  # S, and dQ of the previous step
-            if step > 0:
+            if step > begin:
                 shared.K.release(step - 1)
 
             if problem.learns:
@@ -193,7 +203,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 softmax_backward(acc_s, acc_dp, lambda i, j: delta[i], dS)
 
             # dQ += dS K
-            if parts > 1:
+            if by_block:
                 dq_jobs = jobs(dq_chunks, dS_parts, shared.K, step)
                 continue_jobs(products, dq_jobs, sums, 0)
             else:
@@ -203,7 +213,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if step + 1 < blocks.steps:
                 shared.K.wait(step + 1)
             compute_scores(w, step + 1, scores, shared, acc_s)
-            if parts > 1:
+            if by_block:
                 finish_jobs(products, dq_jobs, sums, len(products))
 
         T.wait_wgmma(0)

@@ -9,7 +9,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
-from tl_attention.kernels.mask import Mask
+from tl_attention.kernels.mask import Mask, is_plain_causal
 from tl_attention.kernels.scheduler import Tile, TileBox, TileOrder, indices
 from tl_attention.kernels.sequence_order import SequenceOrder, SequenceTile
 from tl_attention.problem import TABLE_ROWS, AttnProblem
@@ -44,6 +44,28 @@ def piece_shape(piece: Piece) -> list[int]:
     return [part.stop - part.start for part in piece]
 
 
+def skips_steps(problem: AttnProblem, config: BwdPass) -> bool:
+    """True if a causal mask may hide the first queries of a key tile from all but its first 64 keys, and their warpgroups can skip them."""
+    return (
+        problem.is_fp32
+        and not problem.options
+        and is_plain_causal(problem)
+        and config.block_M <= config.block_N - 64
+    )
+
+
+@T.macro
+def skip_steps(first, second, step, steps):
+    """Release the tiles of two rings in steps that a warpgroup skips."""
+    for i in T.serial(steps):
+        first.wait(step + i)
+        second.wait(step + i)
+        T.sync_warp()  # or nvcc takes the warp for diverged, and descriptors in later loops out of uniform registers
+        first.release(step + i)
+        second.release(step + i)
+        T.sync_warp()
+
+
 @T.macro
 def multiply_pieces(pieces, warpgroups, step, shared, acc_dq):
     """Issue dQ = dS K of a step, the sum over the keys of all warpgroups, for some pieces of dQ."""
@@ -64,6 +86,15 @@ def add_pieces(pieces, dQ_sum, row_block, acc_dq):
     """Add pieces of dQ to the sums in global memory from row_block on."""
     for i, (rows, cols) in enumerate(pieces):
         dQ_sum.add(acc_dq[i], row_block + rows.start // 16, cols.start)
+
+
+@T.macro
+def pass_dq_on(one_tile, pieces, w, tiles, shared, dq_row_block, acc_dq, softmax_scale):
+    """Add the pieces of dQ of a warpgroup to the sums, or leave them to the warp that stores dQ."""
+    if one_tile:
+        shared.adding.write(w, acc_dq, softmax_scale)
+    else:
+        add_pieces(pieces[w], tiles.dQ_sum, dq_row_block, acc_dq)
 
 
 @dataclass(frozen=True)

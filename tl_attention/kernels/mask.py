@@ -145,15 +145,23 @@ class StepRange:
         return self.check_right or self.check_left
 
 
+def is_plain_causal(problem: AttnProblem) -> bool:
+    """True if a causal mask alone hides scores."""
+    return problem.causal and not problem.has("window") and problem.program is None
+
+
 def hides_steps(problem: AttnProblem, block_M: int, block_N: int, kv_stages: int) -> bool:
     """True if a causal mask may hide whole key blocks of a tile from its first 64 queries, and their warpgroup can skip them.
 
     The warpgroup releases V of the skipped steps after its first S. So K of its first step must be loaded before a V that needs their
     slots, and it skips at most kv_stages + 1 steps.
     """
-    plain = problem.causal and not problem.has("window") and problem.program is None
     most_skipped = -(-(block_M - 64) // block_N)
-    return plain and math.gcd(block_M, block_N) <= block_M - 64 and most_skipped <= kv_stages + 1
+    return (
+        is_plain_causal(problem)
+        and math.gcd(block_M, block_N) <= block_M - 64
+        and most_skipped <= kv_stages + 1
+    )
 
 
 LAST_BLOCK = StepRange(True, True, 0, 1, is_last_block=True)
@@ -424,6 +432,17 @@ class QueryBlocks:
         self.num_steps[0] = T.shfl_sync(steps, 0)
         self.current_query[0] = self.first_query[0]
         self.current_head[0] = first_head
+
+    def hidden_steps(self, first_key: Any) -> Any:
+        """Number of leading steps whose queries see no key from first_key on; of one head, and never all. Causal, without a window."""
+        seen_from = T.max(first_key + self.mask.seqlen_q - self.mask.seqlen_k, 0)
+        last = T.ceildiv(self.stop - self.first_query[0], self.block_M) - 1
+        return T.max(T.min((seen_from - self.first_query[0]) // self.block_M, last), 0)
+
+    @T.inline
+    def skip(self, steps):
+        """Leave out leading steps of the first head."""
+        self.current_query[0] += steps * self.block_M
 
     @T.inline
     def keep_share(self, share, shares):

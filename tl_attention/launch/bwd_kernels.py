@@ -59,7 +59,8 @@ def kernel_key(
     packed = options is not None and options.varlen
     head, seq = (-3, -2) if heads_first else (-2, -3)
     longest = options.max_seqlen_k if packed else k.shape[seq]
-    bucket = bwd_bucket(deterministic, q.shape[head], k.shape[head], longest, partial)
+    queries = q.shape[seq] if q.dtype == torch.float32 and not packed else 0
+    bucket = bwd_bucket(deterministic, q.shape[head], k.shape[head], longest, partial, queries)
     # The log-sum-exp already contains the sink: no kernel is compiled for it
     names = () if options is None else tuple(name for name in options.names if name != "sink")
     if partial:

@@ -84,7 +84,9 @@ def shape_bucket(shape: Shape, problem: AttnProblem, direction: str) -> str:
     from tl_attention import launch
 
     if direction != "fwd":
-        return bwd_bucket(direction == "bwd_det", shape.heads_q, shape.heads_kv, shape.seqlen_k)
+        queries = shape.seqlen_q if problem.is_fp32 else 0
+        heads = shape.heads_q, shape.heads_kv
+        return bwd_bucket(direction == "bwd_det", *heads, shape.seqlen_k, seqlen_q=queries)
     sms = sm_count(torch.cuda.current_device()) if torch.cuda.is_available() else H200_SMS
     shares = launch.splits.sharing(problem, gpu_name())
     return launch.fwd_bucket(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k, sms, shares)

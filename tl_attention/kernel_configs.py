@@ -240,9 +240,8 @@ class BwdPass:
         words = [f"{self.grads} {self.block_M}x{self.block_N}x{self.num_stages}x{self.num_stages_do}"]
         words += ["reuse"] * self.reuse_registers + [self.order] * bool(self.order)
         words += [self.schedule] * self.is_dynamic + ["one-tile"] * self.one_tile
-        words += [f"parts{self.part_stages}"] * self.makes_parts + ["rounds-dq"] * self.rounds_dq
-        words += ["one-sum"] * self.one_sum
-        return " ".join(words)
+        words += [f"parts{self.part_stages}"] * self.makes_parts
+        return " ".join(words + ["rounds-dq"] * self.rounds_dq + ["one-sum"] * self.one_sum)
 
     @property
     def is_dynamic(self) -> bool:
@@ -497,6 +496,5 @@ def sum_columns(problem: AttnProblem, bwd_pass: BwdPass) -> int | None:
     """Columns of each of the two accumulators of one block in an fp32 backward, see kernels/products.py; None for other dtypes."""
     if not problem.is_fp32 or bwd_pass.one_sum:
         return None
-    if bwd_pass.adds_dq:
-        return bwd_pass.block_M  # dQ' uses them in turn with dK and dV
-    return 64 if problem.head_dim == 64 else 32
+    columns = 64 if problem.head_dim == 64 else 32
+    return bwd_pass.block_M if bwd_pass.adds_dq else columns  # dQ' uses them in turn with dK and dV

@@ -206,6 +206,8 @@ def default_config(problem: AttnProblem, direction: str = "fwd", bucket: str | N
     """The config of a problem without a tuned row: that of its class for the bucket, else `default`; see bucket_config."""
     table = _class_table(problem, direction)
     config = _config(problem, table.get(bucket, table["default"]), direction)
+    if direction == "bwd_det" and not config.deterministic:
+        return _config(problem, table["default"], direction)
     return bucket_config(problem, config, bucket) if direction == "fwd" else config
 
 

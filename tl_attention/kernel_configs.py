@@ -494,7 +494,7 @@ KernelConfig = (
 
 def sum_columns(problem: AttnProblem, bwd_pass: BwdPass) -> int | None:
     """Columns of each of the two accumulators of one block in an fp32 backward, see kernels/products.py; None for other dtypes."""
-    if not problem.is_fp32 or bwd_pass.one_sum:
+    if not problem.is_fp32 or (bwd_pass.one_sum and not bwd_pass.adds_dq):
         return None
     columns = 64 if problem.head_dim == 64 else 32
     return bwd_pass.block_M if bwd_pass.adds_dq else columns  # dQ' uses them in turn with dK and dV

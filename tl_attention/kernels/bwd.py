@@ -122,14 +122,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     dq_view = rows_argument(problem, "dq", batch, seqlen_q, heads, columns_qk) if rounds else False
     progress_view = T.Tensor([T.dynamic("progress_dq")], "int32") if rounds else False
     Sums = OrderedBlocks if ordered else FragmentBlocks
+    sum_cols = sum_columns(problem, config)
     # Columns per fragment
-    dk_cols, dv_cols = (sum_columns(problem, config) or width for width in (head_dim, head_dim_v))
+    dk_cols, dv_cols = (sum_cols if by_block else width for width in (head_dim, head_dim_v))
 
     def after_first(step, first, dq_row_block):  # step of a tile
         return dq_row_block >= 0 if dynamic and makes_dq else step > first
-
-    def is_first(step, first, dq_row_block):
-        return dq_row_block < 0 if makes_dq else step == first
 
     @T.macro
     def compute_scores(w, step, head, scores, scale_log2, tile, shared, acc_s):
@@ -168,7 +166,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         acc_dv = T.alloc_fragment([64, dv_cols], "float32")
         dk_chunks = (acc_dk, *alloc_fragments([[64, dk_cols]] * (head_dim // dk_cols - 1), "float32"))
         dv_chunks = (acc_dv, *alloc_fragments([[64, dv_cols]] * (head_dim_v // dv_cols - 1), "float32"))
-        sums = alloc_fragments([[64, dk_cols]] * (2 if by_block else 0), "float32")
+        sums = alloc_fragments([[64, sum_cols]] * (2 if by_block else head_dim // 64 * makes_dqt), "float32")
         # dQ of the step before
         acc_dq = alloc_fragments([bwd_tiles.piece_shape(x) for x in pieces[w] if not apart], "float32")
         # dQ of the last step. In acc_dq, nvcc 13.0.88 serializes all wgmma of d64 that computes several tiles
@@ -185,11 +183,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         for other in warpgroups if sums_dq else (w,):
             shared.K.wait(key_step(config, turn, other))
         begin = first
-        if bwd_tiles.skips_steps(problem, config):
+        if w > 0 and bwd_tiles.skips_steps(problem, config):
             skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(key), 0))
-            bwd_tiles.skip_steps(shared.Q, shared.dO, first, skipped)
+            bwd_tiles.skip_steps(shared.Q, shared.dO, first, skipped, block_M)
             blocks.skip(skipped)
-            begin = T.shfl_sync(first + skipped, 0)
+            begin = first + skipped
         shared.Q.wait(begin)
         compute_scores(w, begin, blocks.head, scores, scale_log2, tile, shared, acc_s)
         scores.start_transposed(mask, blocks)
@@ -250,7 +248,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
             # dP' = V dO', in the registers that S' had
             if dynamic and reuse:
-                if is_first(step, begin, dq_row_block):
+                if dq_row_block < 0 if makes_dq else step == begin:
                     shared.V.wait(key_step(config, turn, w))
             if makes_dk and reuse:
                 compute_dp(w, step, shared, acc_dp)
@@ -290,16 +288,20 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             # dS' = P' * (dP' - Delta)
             if makes_dk:
                 if reuse:  # dP'; and dV, whose P' gives its registers to dS'
-                    T.wait_wgmma(1 if makes_dv and not dS_in_P else 0)
-                if dS_in_P or not makes_dv:
+                    T.wait_wgmma(len(products) if makes_dv and (config.one_sum or not dS_in_P) else 0)
+                if (dS_in_P and not config.one_sum) or not makes_dv:
                     shared.dO.release(step)
                 dropout.drop(acc_dp)
                 dropout.scale_kept(acc_dp)
                 if x_parts > 1:
-                    P_whole = P_parts if reuse else (acc_s,)
-                    fp32.replace_dp(P_whole, acc_dp, lambda j: shared.Q.row_value(step, 1, j))
+                    fp32.replace_dp(
+                        P_parts if reuse else (acc_s,), acc_dp, lambda j: shared.Q.row_value(step, 1, j)
+                    )
                     if makes_dqt:
                         scores.learn_dS(acc_dp, blocks, True)
+                    if dS_in_P and makes_dv and config.one_sum:
+                        T.wait_wgmma(0)  # dV
+                        shared.dO.release(step)
                     fp32.split_parts(acc_dp, dS_parts)
                 else:
                     softmax_backward(
@@ -318,26 +320,28 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.dS.write(dS_place, step, dS)
                 shared.dS.announce(step)
                 scores.learn_dS(dS, blocks, not adds_late)
-            if by_block:
-                started = dv_jobs if makes_dv and not dS_in_P else ()
-                jobs = (*started, *(fp32.jobs(dk_chunks, dS_parts, shared.Q, step) if makes_dk else ()))
+            if makes_dk and not early_dK and not by_block:
+                fp32.multiply(products, dS_parts.__getitem__, shared.Q.parts_of(step), acc_dk)
+            if x_parts > 1:
+                started = dv_jobs if by_block and makes_dv and not dS_in_P else ()
+                has_dk_jobs = by_block and makes_dk
+                jobs = (*started, *(fp32.jobs(dk_chunks, dS_parts, shared.Q, step) if has_dk_jobs else ()))
                 if makes_dqt:
                     share(w, dS_parts, shared.dS[w])
                     place = {"tile": tile, "head": blocks.head, "start": blocks.query}
                     add_dq = functools.partial(tiles.add_dq, **place, factor=softmax_scale)
                     jobs += fp32.transposed_jobs(head_dim, shared.K, w, shared.dS[w], add_dq)
                 fp32.continue_jobs(products, jobs, sums, min(len(started), 2))
-            elif makes_dk and not early_dK:
-                fp32.multiply(products, dS_parts.__getitem__, shared.Q.parts_of(step), acc_dk)
 
             # S' = K Q' of the next step, of no use after the last
             if step + 1 < first + blocks.steps:
                 shared.Q.wait(step + 1)
-            next_head = T.min(blocks.next_head, heads - 1)
-            compute_scores(w, step + 1, next_head, scores, scale_log2, tile, shared, acc_s)
+            compute_scores(
+                w, step + 1, T.min(blocks.next_head, heads - 1), scores, scale_log2, tile, shared, acc_s
+            )
             if adds_late:
                 scores.add_learned(blocks)
-            if by_block:
+            if x_parts > 1:
                 fp32.finish_jobs(products, jobs, sums, len(products))
             if makes_dk and makes_dv and not dS_in_P:
                 if not by_block:

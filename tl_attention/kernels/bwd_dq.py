@@ -58,9 +58,8 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
     parts, products = problem.parts, problem.products
     by_block = parts > 1 and not config.one_sum  # products are summed by block, see products.py
-    skips = (
-        problem.is_fp32 and not problem.options and hides_steps(problem, block_M, block_N, config.num_stages)
-    )
+    skips = problem.is_fp32 and not problem.options and block_M == 128
+    skips = skips and hides_steps(problem, block_M, block_N, config.num_stages)
     dq_cols = sum_columns(problem, config) or head_dim  # columns per tile of dQ in registers
     do_vt = {"transpose_B": True, "clear_accum": True}  # dP = dO V^T
     q_kt = {**do_vt, "clear_accum": not problem.bias_is_linear}  # S = Q K^T
@@ -156,10 +155,10 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             scores.prefetch(query, blocks, 0)
         shared.Q.wait(w)
         begin = 0
-        if skips:
+        if skips and w < config.warpgroups - 1:
             skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(query + 63), 0))
-            skip_steps(shared.K, shared.V, 0, skipped)
-            begin = T.shfl_sync(skipped, 0)
+            skip_steps(shared.K, shared.V, 0, skipped, block_N)
+            begin = skipped
         shared.K.wait(begin)
         compute_scores(w, begin, scores, shared, acc_s)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all

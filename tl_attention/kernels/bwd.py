@@ -5,8 +5,7 @@ and dS' are then in registers as operands of dV += P' dO and dK += dS' Q. Each c
 The producer warp fills rings of Q and dO tiles by TMA. dQ is added from registers to sums in global memory.
 
 bwd_delta.py computes Lse_log2 and Delta first; bwd_sum.py converts dQ_sum to dQ at the end, or warps of the pass do (bwd_round.py). In fp32
-dQ' = K' dS' is added to dQ itself.
-Where one tile has all keys of a head, dQ of a step is whole and is stored (bwd_one_tile.py).
+dQ' = K' dS' is added to dQ itself. Where one tile has all keys of a head, dQ of a step is whole and is stored (bwd_one_tile.py).
 A pass computes only one or two of the three gradients if registers do not hold dK and dV together, or if dQ must not depend on the order
 of additions. Each pass computes S'.
 """
@@ -81,8 +80,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     # fp32: each warpgroup adds dQ' = K' dS' of its keys to dQ itself, in the step that makes dS'
     makes_dq, makes_dqt = makes_dq and not problem.is_fp32, makes_dq and problem.is_fp32
     sums_dq = makes_dq and not apart  # the consumers compute dQ
-    warpgroups = tuple(range(config.warpgroups))
-    consumers = WARPGROUP * config.warpgroups
+    warpgroups, consumers = tuple(range(config.warpgroups)), WARPGROUP * config.warpgroups
     roles = pass_roles(problem, config)
     row_wise, x_parts, products = T.GemmWarpPolicy.FullRow, problem.parts, problem.products
     dynamic, ordered = config.is_dynamic, config.is_ordered
@@ -294,9 +292,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 dropout.drop(acc_dp)
                 dropout.scale_kept(acc_dp)
                 if x_parts > 1:
-                    fp32.replace_dp(
-                        P_parts if reuse else (acc_s,), acc_dp, lambda j: shared.Q.row_value(step, 1, j)
-                    )
+                    P_whole = P_parts if reuse else (acc_s,)
+                    fp32.replace_dp(P_whole, acc_dp, lambda j: shared.Q.row_value(step, 1, j))
                     if makes_dqt:
                         scores.learn_dS(acc_dp, blocks, True)
                     if dS_in_P and makes_dv and config.one_sum:
@@ -336,9 +333,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             # S' = K Q' of the next step, of no use after the last
             if step + 1 < first + blocks.steps:
                 shared.Q.wait(step + 1)
-            compute_scores(
-                w, step + 1, T.min(blocks.next_head, heads - 1), scores, scale_log2, tile, shared, acc_s
-            )
+            next_head = T.min(blocks.next_head, heads - 1)
+            compute_scores(w, step + 1, next_head, scores, scale_log2, tile, shared, acc_s)
             if adds_late:
                 scores.add_learned(blocks)
             if x_parts > 1:

@@ -253,11 +253,6 @@ def test_fp32_configs_serve_every_set_of_options(dtype):
             (),
             "in fp32, got 'early-dK'",
         ),
-        (
-            {"grads": "dq+dk+dv", "block_M": 32, "one_sum": True},
-            (),
-            "one_sum: expected False but in fp32, where no dq is summed",
-        ),
         ({"grads": "dk+dv", "block_M": 64}, (), "shared memory: expected at most"),
     ],
 )

@@ -98,16 +98,19 @@ def test_fp32_tuner_compares_with_fp64(direction, monkeypatch):
     assert {shape.head_dim for shape in steps.default_shapes("bwd", "float32-highest")} == {64, 128}
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("direction", ["bwd", "bwd_det"])
-def test_fp32_gradients_of_few_rows_alone_have_one_sum(direction):
+def test_fp32_gradients_of_few_rows_alone_have_one_sum(direction, head_dim):
     def has_one_sum(seqlen_q, seqlen_k, heads_kv=4):
         bucket = bwd_bucket(direction == "bwd_det", 4, heads_kv, seqlen_k, seqlen_q=seqlen_q)
         config, _ = configs.pick_config(problem, bucket, configs.DEFAULT_GPU, direction)
+        assert config.deterministic or direction == "bwd"
         return any(one.one_sum for one in config.passes)
 
-    problem = AttnProblem("float32-high", 128, 128, True)
-    assert has_one_sum(1024, 1024)
-    assert not any(itertools.starmap(has_one_sum, [(1025, 900), (900, 1025), (900, 900, 2)]))
+    problem = AttnProblem("float32-high", head_dim, head_dim, True)
+    # d64 makes all gradients in one pass, which is not deterministic
+    assert has_one_sum(1024, 1024) == (direction == "bwd" or head_dim == 128)
+    assert not any(itertools.starmap(has_one_sum, [(1025, 900), (900, 1025), (900, 900, 2), (1025, 100)]))
 
 
 # The rest needs a GPU
@@ -307,13 +310,14 @@ def test_fp32_errors_do_not_grow_with_length(seqlen, head_dim):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     "lengths", [(1024, 1024), (999, 777), (130, 1001), (5000, 900), (4000, 4000)], ids=str
 )
-def test_fp32_errors_at_high_are_those_of_the_parts(lengths, causal):
-    """rms errors of gradients of d128 are at most 1.1e-5: 7.9e-6 of the parts, the rest of one_sum, which many rows have not."""
-    tensors = draw_qkv(1, 2, 2, *lengths, 128, device="cuda")
+def test_fp32_errors_at_high_are_those_of_the_parts(lengths, head_dim, causal):
+    """rms errors of gradients are at most 1.1e-5: 8e-6 of the parts, the rest of one_sum, which many rows have not."""
+    tensors = draw_qkv(1, 2, 2, *lengths, head_dim, device="cuda")
     (dout,) = draw(tensors[0].shape, device="cuda")
     ref = attention_backward_reference(*(x.double() for x in (dout, *tensors)), causal=causal, dtype=FP64)
     leaves = [x.clone().requires_grad_() for x in tensors]

@@ -246,7 +246,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
             # dP' = V dO', in the registers that S' had
             if dynamic and reuse:
-                if dq_row_block < 0 if makes_dq else step == begin:
+                if (dq_row_block < 0) if makes_dq else (step == begin):
                     shared.V.wait(key_step(config, turn, w))
             if makes_dk and reuse:
                 compute_dp(w, step, shared, acc_dp)

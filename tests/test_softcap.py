@@ -76,7 +76,7 @@ def score_inputs(name, length, width):
 @pytest.mark.parametrize("name", INPUTS)
 def test_softcap_is_right_in_and_out_of_the_range_of_the_polynomial(name, mask, widths):
     torch.manual_seed(0)
-    # Windows of d64 hold the row max from 2k keys on
+    # Windows of d64 hold the row max where there are more than 1024 keys
     length = 2900 if mask == "window" else 1100
     width, width_v = widths
     q, k, v = score_inputs(name, length, width)

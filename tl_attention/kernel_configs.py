@@ -197,7 +197,7 @@ class BwdPass:
     # All keys of a head are in one tile of block_N keys: dq of a step is whole, and is stored. With the schedule dynamic-late or split
     one_tile: bool = False
     part_stages: int = 0  # as in FwdConfig; of the first pass, by keys
-    one_sum: bool = False  # fp32: one accumulator has the sum of all blocks, see kernels/products.py; for few rows, see docs/numerics.md
+    one_sum: bool = False  # fp32: one accumulator sums all blocks, not one per block; for few rows, see kernels/products.py
     rounds_dq: bool = False  # warps of the pass round dq, see kernels/bwd_round.py. Only in the order apart, see legality.py
 
     @property
@@ -493,7 +493,7 @@ KernelConfig = (
 
 
 def sum_columns(problem: AttnProblem, bwd_pass: BwdPass) -> int | None:
-    """Columns of each of the two accumulators of one block in an fp32 backward, see kernels/products.py; None for other dtypes."""
+    """Columns of each of the two accumulators of one block in an fp32 backward, see kernels/products.py; None if it has none."""
     if not problem.is_fp32 or (bwd_pass.one_sum and not bwd_pass.adds_dq):
         return None
     columns = 64 if problem.head_dim == 64 else 32

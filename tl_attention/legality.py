@@ -384,7 +384,7 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         if problem.has("dropout") and bwd_pass.reuse_registers:
             return "reuse_registers: expected False for dv in fp32 with dropout, got True"
     if bwd_pass.one_sum and not problem.is_fp32:
-        return "one_sum: expected False but in fp32, got True"
+        return "one_sum: expected False outside fp32, got True"
     if owns_queries and bwd_pass.reuse_registers:
         return "reuse_registers: expected False in the pass of dq alone, got True"
     shares_dq = bwd_pass.makes_all and not problem.is_fp32

@@ -104,7 +104,7 @@ KNOWN_FAULTS = {
     "bf16 d96-64 full blocks bits, 192x128 dynamic q2 ping-pong hold-max": (
         "spill_bytes: expected 0, got 4",
     ),
-    # Gradients of three parts with an accumulator per block; without a mask none (nvcc 13.0.88)
+    # Gradients of three parts with an accumulator per block, and skipped steps; without a mask none (nvcc 13.0.88)
     "fp32-highest d64 causal, dk+dv 64x128x2x2 reuse": ("spill_bytes: expected 0, got 16",),
     # Faster than the default: full 8 to 13 %, causal 2 to 5 % (H200, 2026-11-22). With 12 bytes more for skipped
     # steps the causal one takes 0.99 of the time (H200, 2026-11-26)

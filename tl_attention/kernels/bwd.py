@@ -86,6 +86,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     dynamic, ordered = config.is_dynamic, config.is_ordered
     frees_V = config.has_dv_tile(problem) or problem.is_fp32  # dV leaves by another way than the tile of V
     one_tile, rounds = config.one_tile, config.rounds(problem)
+    dV_beside_dS = makes_dv and (config.one_sum or not dS_in_P)
     by_block = x_parts > 1 and not config.one_sum  # products are summed by block, see products.py
     v_dot = {"transpose_B": True, "clear_accum": True}  # dP' = V dO'
     linear_bias = config.has_linear_bias(problem)
@@ -121,8 +122,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     progress_view = T.Tensor([T.dynamic("progress_dq")], "int32") if rounds else False
     Sums = OrderedBlocks if ordered else FragmentBlocks
     sum_cols = sum_columns(problem, config)
-    # Columns per fragment
-    dk_cols, dv_cols = (sum_cols if by_block else width for width in (head_dim, head_dim_v))
+    dk_cols, dv_cols = (sum_cols if by_block else width for width in (head_dim, head_dim_v))  # per fragment
 
     def after_first(step, first, dq_row_block):  # step of a tile
         return dq_row_block >= 0 if dynamic and makes_dq else step > first
@@ -164,7 +164,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         acc_dv = T.alloc_fragment([64, dv_cols], "float32")
         dk_chunks = (acc_dk, *alloc_fragments([[64, dk_cols]] * (head_dim // dk_cols - 1), "float32"))
         dv_chunks = (acc_dv, *alloc_fragments([[64, dv_cols]] * (head_dim_v // dv_cols - 1), "float32"))
-        sums = alloc_fragments([[64, sum_cols]] * (2 if by_block else head_dim // 64 * makes_dqt), "float32")
+        sums = alloc_fragments([[64, sum_cols]] * (2 if sum_cols else 0), "float32")
         # dQ of the step before
         acc_dq = alloc_fragments([bwd_tiles.piece_shape(x) for x in pieces[w] if not apart], "float32")
         # dQ of the last step. In acc_dq, nvcc 13.0.88 serializes all wgmma of d64 that computes several tiles
@@ -286,8 +286,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             # dS' = P' * (dP' - Delta)
             if makes_dk:
                 if reuse:  # dP'; and dV, whose P' gives its registers to dS'
-                    T.wait_wgmma(len(products) if makes_dv and (config.one_sum or not dS_in_P) else 0)
-                if (dS_in_P and not config.one_sum) or not makes_dv:
+                    T.wait_wgmma(len(products) if dV_beside_dS else 0)
+                if not dV_beside_dS:
                     shared.dO.release(step)
                 dropout.drop(acc_dp)
                 dropout.scale_kept(acc_dp)
@@ -296,7 +296,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     fp32.replace_dp(P_whole, acc_dp, lambda j: shared.Q.row_value(step, 1, j))
                     if makes_dqt:
                         scores.learn_dS(acc_dp, blocks, True)
-                    if dS_in_P and makes_dv and config.one_sum:
+                    if dV_beside_dS and dS_in_P:
                         T.wait_wgmma(0)  # dV
                         shared.dO.release(step)
                     fp32.split_parts(acc_dp, dS_parts)
@@ -320,9 +320,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if makes_dk and not early_dK and not by_block:
                 fp32.multiply(products, dS_parts.__getitem__, shared.Q.parts_of(step), acc_dk)
             if x_parts > 1:
-                started = dv_jobs if by_block and makes_dv and not dS_in_P else ()
-                has_dk_jobs = by_block and makes_dk
-                jobs = (*started, *(fp32.jobs(dk_chunks, dS_parts, shared.Q, step) if has_dk_jobs else ()))
+                started = dv_jobs if by_block and dV_beside_dS else ()
+                dk_jobs = fp32.jobs(dk_chunks, dS_parts, shared.Q, step) if by_block and makes_dk else ()
+                jobs = (*started, *dk_jobs)
                 if makes_dqt:
                     share(w, dS_parts, shared.dS[w])
                     place = {"tile": tile, "head": blocks.head, "start": blocks.query}

@@ -10,10 +10,10 @@ import tilelang.language as T
 from tl_attention.kernel_configs import BwdPass, sum_columns
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.block_lists import key_blocks
-from tl_attention.kernels.bwd_tiles import skip_steps
+from tl_attention.kernels.bwd_tiles import skip_steps, skips_steps
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.linear_bias import alloc_bias_columns, fill_bias_columns
-from tl_attention.kernels.mask import Mask, hides_steps
+from tl_attention.kernels.mask import Mask
 from tl_attention.kernels.options import OptionArguments, Scores, option_arguments, prelude
 from tl_attention.kernels.pipeline import alloc_fragments, input_ring, sync_warpgroup
 from tl_attention.kernels.products import (
@@ -58,8 +58,6 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
     parts, products = problem.parts, problem.products
     by_block = parts > 1 and not config.one_sum  # products are summed by block, see products.py
-    skips = problem.is_fp32 and not problem.options and block_M == 128
-    skips = skips and hides_steps(problem, block_M, block_N, config.num_stages)
     dq_cols = sum_columns(problem, config) or head_dim  # columns per tile of dQ in registers
     do_vt = {"transpose_B": True, "clear_accum": True}  # dP = dO V^T
     q_kt = {**do_vt, "clear_accum": not problem.bias_is_linear}  # S = Q K^T
@@ -155,7 +153,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             scores.prefetch(query, blocks, 0)
         shared.Q.wait(w)
         begin = 0
-        if skips and w < config.warpgroups - 1:
+        if w == 0 and skips_steps(problem, config):
             skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(query + 63), 0))
             skip_steps(shared.K, shared.V, 0, skipped, block_N)
             begin = skipped

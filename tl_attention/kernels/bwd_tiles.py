@@ -45,17 +45,25 @@ def piece_shape(piece: Piece) -> list[int]:
 
 
 def skips_steps(problem: AttnProblem, config: BwdPass) -> bool:
-    """True if a causal mask hides the first queries of a key tile from its last 64 keys, and their warpgroup skips these steps."""
-    halves = config.block_N == 128 and config.block_M <= 64
-    return problem.is_fp32 and not problem.options and is_plain_causal(problem) and halves
+    """True if a causal mask may hide leading steps of a tile from one of its two warpgroups, which then skips them.
+
+    These are the first queries for the last 64 keys, and in a pass that makes dq alone the last keys for the first 64 queries.
+    """
+    rows, step = config.block_N, config.block_M
+    if config.grads == "dq":
+        rows, step = step, rows
+    return problem.is_fp32 and not problem.options and is_plain_causal(problem) and step < rows == 128
 
 
 @T.macro
 def skip_steps(first, second, step, steps, block):
-    """Release the tiles of two rings in steps that a warpgroup skips: of `block` rows, as many as 64 rows hold.
+    """Wait for the tiles of two rings in the steps that a warpgroup skips, and release them.
 
-    Waits are the same whether steps are skipped or not. Where waits depend on it nvcc takes the warp for diverged, and descriptors in later
+    Waits are the same whether steps are skipped or not. Where they depend on it nvcc takes the warp for diverged, and descriptors in later
     loops out of uniform registers: 102 R2UR per step of d64.
+
+    Args:
+        steps: of the `block` rows each; they have at most 64 rows together, rounded up to whole steps.
     """
     for i in tuple(range(-(-64 // block))):
         first.wait(step + T.min(i, steps))

@@ -278,7 +278,7 @@ def test_fp32_workspace_bytes():
     rows_q, rows_k = 2 * 100 * 4, 2 * 300 * 2
     for precision, parts in (("highest", 3), ("high", 2)):
         of_element = 2 * parts * 128
-        assert fp32_workspace_bytes(q, k, v, precision) == (rows_q + 2 * rows_k) * of_element
+        assert fp32_workspace_bytes(q, k, v, precision) == 2 * rows_k * of_element
         assert fp32_workspace_bytes(q, k, v, precision, backward=True) == 2 * (rows_q + rows_k) * of_element
     medium = q.numel() + k.numel() + v.numel() + rows_q * 40
     assert fp32_workspace_bytes(q, k, v, "medium") == 2 * medium

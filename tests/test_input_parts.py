@@ -12,7 +12,7 @@ from tl_attention.kernel_configs import BwdConfig, BwdPass, FirstPartsConfig, Fw
 from tl_attention.launch.common import tile_counts
 from tl_attention.launch.parts import AttentionTiles, FirstPartsLaunch
 from tl_attention.options import Options
-from tl_attention.part_configs import ITEM_ELEMENTS, part_items
+from tl_attention.part_configs import ITEM_ELEMENTS, part_items, splits_keys, stores_key_parts
 from tl_attention.problem import FP32_DTYPES, AttnProblem
 
 GPU = "NVIDIA H200"
@@ -87,6 +87,30 @@ def test_a_backward_that_makes_parts_may_have_a_cta_per_sm():
     assert rows == ["dynamic", "dynamic", "dynamic", "grid"]
 
 
+def test_first_heads_of_a_backward_are_all_those_of_a_key_head():
+    """A key tile reads the queries of all of its heads."""
+    problem, (batch, heads, heads_kv) = AttnProblem("float32-high", 128, 128, True), (3, 24, 4)
+    q = torch.empty(batch, 1000, heads, 128, device="meta")
+    tiles = 8 * batch * heads_kv
+    for sms in (1, 20, SMS):
+        split = FirstPartsLaunch(None, problem, False, AttentionTiles(tiles, 8, tiles, sms, 6), q, q)
+        assert split.heads % 6 == 0
+        assert split.heads // 6 * 8 >= min(sms, tiles)
+
+
+def test_the_first_pass_makes_dk():
+    """It splits K and V, and stores their parts for the others."""
+    problem = AttnProblem("float32-high", 128, 128, False)
+    dk, dv, dq = BwdPass("dk", 32, 128), BwdPass("dv", 64, 128), BwdPass("dq", 128, 64, num_stages_do=1)
+    assert legality.fault(problem, BwdConfig((dk, dv, dq))) is None
+    for passes, got in (((dv, dk, dq), "dv"), ((dq, dk, dv), "dq")):
+        assert legality.fault(problem, BwdConfig(passes)).endswith(f"for the others, got {got}")
+    makes = [one.makes for one in (dk, dv, dq, BwdPass("dq+dk+dv", 32, 128))]
+    assert [splits_keys(problem, names) for names in makes] == [True, False, False, True]
+    assert [stores_key_parts(problem, names) for names in makes] == [True, False, False, False]
+    assert not splits_keys(AttnProblem("bfloat16", 128, 128, False), ("dk", "dv"))
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("on_every_sm", [False, True])
 @pytest.mark.parametrize(
@@ -100,15 +124,13 @@ def test_parts_of_a_tile_are_made_by_ctas_that_run(batch, heads, heads_kv, seqle
     limit = SMS if on_every_sm else 2**31
     m_blocks, group_heads, ctas = tile_counts(batch, heads, group, kv_bytes, seqlen, 128, SMS, limit)
     tiles = m_blocks * batch * heads
-    shapes = [(batch, seqlen, n, 128) for n in (heads, heads_kv, heads_kv)]
-    tensors = [torch.empty(shape, device="meta") for shape in shapes]
+    k = torch.empty(batch, seqlen, heads_kv, 128, device="meta")
     split = FirstPartsLaunch(
-        None, problem, False, AttentionTiles(tiles, m_blocks * group_heads, ctas, SMS), *tensors
+        None, problem, False, AttentionTiles(tiles, m_blocks * group_heads, ctas, SMS), k, k
     )
-    per_key_head = part_items(128, group, seqlen, seqlen, False)
-    items = per_key_head * batch * heads_kv
+    items = part_items(128, batch * heads_kv, seqlen)
     of_group = m_blocks * group_heads if causal else m_blocks * group
-    assert split.key_heads * per_key_head * tiles >= min(SMS, tiles) * items
+    assert part_items(128, split.heads, seqlen) * tiles >= min(SMS, tiles) * items
     for tile in range(tiles):
         last_tile = min((tile // of_group + 1) * of_group, tiles)  # of the heads that the tile needs at most
         cta = tile if ctas == tiles else tile % ctas
@@ -118,8 +140,8 @@ def test_parts_of_a_tile_are_made_by_ctas_that_run(batch, heads, heads_kv, seqle
 
 def test_items_cover_all_rows():
     rows = ITEM_ELEMENTS // 64
-    assert part_items(64, 3, 2 * rows + 1, rows, False) == 2 * 1 + 3 * 3
-    assert part_items(64, 3, 2 * rows + 1, rows, True) == 2 * 1 + 3 * 6
+    assert part_items(64, 5, 2 * rows + 1) == 5 * 2 * 3
+    assert part_items(64, 5, rows) == 5 * 2
 
 
 # The rest needs a GPU

@@ -183,17 +183,18 @@ def ref_mha_bwd_interface(
 def fp32_workspace_bytes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, precision: str | None = None, *, backward: bool = False
 ) -> int:
-    """Workspace of a call with fp32 tensors, in bytes: the bf16 parts of q, k and v that it allocates on a GPU while it runs.
+    """Workspace of a call with fp32 tensors, in bytes: the bf16 parts of k and v that it allocates on a GPU while it runs.
 
-    Each element takes 6 bytes at "highest" and 4 at "high", with rows padded to 64, 128 or 256 columns. At "medium" it takes 2, and
-    out has a bf16 copy as well; in a backward so do its gradient and the results. This function allocates nothing.
+    Each element takes 6 bytes at "highest" and 4 at "high", with rows padded to 64, 128 or 256 columns. At "medium" q, k, v and out have
+    bf16 copies of 2 bytes per element; in a backward so do the gradient of out and the results. This function allocates nothing.
 
     Args:
         q: [.., head_dim], fp32, in any layout.
         k, v: likewise, [.., head_dim] and [.., head_dim_v].
         precision: as in the call.
-        backward: the workspace of the backward, which has parts of the gradient of out, too; docs/numerics.md has the rest of its
-            workspace. At "highest" 0 for head dims above 128, whose gradients need no parts.
+        backward: the workspace of the backward, which has parts of q and of the gradient of out, too; one that computes all gradients in
+            one pass has no parts of k and v, and takes less. docs/numerics.md has the rest of its workspace. At "highest" 0 for head
+            dims above 128, whose gradients need no parts.
     Raises:
         TypeError, ValueError, NotImplementedError: which argument, what was expected and what was passed.
     """

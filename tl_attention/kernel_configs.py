@@ -311,7 +311,7 @@ class BwdConfig:
             (problem.helper_problem(delta_width(problem.head_dim_v)), BwdDelta()),
             *((problem.sum_problem(width), BwdSum()) for width in widths),
             *((problem.sum_problem(width), BwdSum(shared=True)) for width in widths if self.is_split),
-            *parts_kernels(problem, self.makes_parts, backward=True),
+            *parts_kernels(problem, self.makes_parts),
             *table_kernels(problem),
             *dict.fromkeys(reduce_kernels(problem).values()),
         ]

@@ -253,6 +253,8 @@ def fault(problem: AttnProblem, config: Config | JvpConfig, direction: str | Non
     made = sorted(grad for bwd_pass in config.passes for grad in bwd_pass.makes)
     if made != ["dk", "dq", "dv"]:
         return f"passes: expected dk, dq and dv once each, got {', '.join(made) or 'nothing'}"
+    if problem.is_fp32 and "dk" not in config.passes[0].makes:
+        return f"passes: expected dk in the first one in fp32, which splits K and V for the others, got {config.passes[0].grads}"
     if direction == "bwd_det" and not config.deterministic:
         return f"{config}: sums dq in no fixed order; expected the schedule ordered, or a pass that makes dq alone"
     return None

@@ -10,7 +10,7 @@ from tl_attention.problem import AttnProblem
 
 @dataclass(frozen=True)
 class PartsConfig:
-    """The kernel before attention in fp32: splits Q, K, V or dO into bf16 parts."""
+    """The kernel before attention in fp32: splits K and V, in a backward Q and dO, into bf16 parts."""
 
     rows: int = 32  # rows of one head per CTA
     threads: int = 128
@@ -30,21 +30,29 @@ def staging_bytes(stages: int, warps: int = MAKERS) -> int:
     return warps * stages * STAGE_BYTES
 
 
+def splits_keys(problem: AttnProblem, makes: tuple[str, ...]) -> bool:
+    """True if a pass of a backward makes the parts of K and V, which are fp32, in shared memory: the first one, which makes dk."""
+    return problem.is_fp32 and "dk" in makes
+
+
+def stores_key_parts(problem: AttnProblem, makes: tuple[str, ...]) -> bool:
+    """True if the pass also stores these parts, for the passes after it."""
+    return splits_keys(problem, makes) and "dq" not in makes
+
+
 ITEM_ELEMENTS = 8192  # rows times columns of an item of kernels/input_parts.py
 
 
-def part_items(width: int, heads_per_kv: Any, seqlen_q: Any, seqlen_k: Any, backward: bool) -> Any:
-    """Items of kernels/input_parts.py per key head: those of K and V, and of its query heads those of Q, and in a backward dO."""
+def part_items(width: int, heads: Any, seqlen: Any) -> Any:
+    """Items of kernels/input_parts.py, of two tensors."""
     rows = ITEM_ELEMENTS // width
-    of_keys, of_queries = ((seqlen + rows - 1) // rows for seqlen in (seqlen_k, seqlen_q))
-    return 2 * of_keys + heads_per_kv * (1 + backward) * of_queries
+    return heads * 2 * ((seqlen + rows - 1) // rows)
 
 
 @dataclass(frozen=True)
 class FirstPartsConfig:
     """The kernel before attention in fp32 whose idle warps split its inputs: splits those of the first heads."""
 
-    backward: bool = False  # dO is an input
     warps: int = 4  # per CTA, each with an item
     stages: int = 8  # tiles that a warp loads ahead
 
@@ -54,18 +62,18 @@ class FirstPartsConfig:
         return 32 * self.warps
 
     def __str__(self) -> str:
-        return "first parts" + " backward" * self.backward
+        return "first parts"
 
 
 def parts_kernels(
-    problem: AttnProblem, beside: bool = False, backward: bool = False
+    problem: AttnProblem, beside: bool = False
 ) -> list[tuple[AttnProblem, PartsConfig | FirstPartsConfig]]:
-    """The kernel that splits the inputs of an fp32 problem, or those of the first heads; none for other dtypes.
+    """The kernel that splits inputs of an fp32 problem, or those of the first heads; none for other dtypes.
 
     Args:
         beside: the other heads are split beside attention.
     """
     if not problem.is_fp32:
         return []
-    config = FirstPartsConfig(backward) if beside else PartsConfig()
+    config = FirstPartsConfig() if beside else PartsConfig()
     return [(AttnProblem(problem.dtype, problem.head_dim, problem.head_dim, False), config)]

@@ -28,6 +28,7 @@ from tl_attention.launch import splits
 from tl_attention.launch.bwd_passes import causal_tiles, key_head_group, pass_parts, row_bytes_of
 from tl_attention.launch.common import GROUP_KEYS, head_group
 from tl_attention.launch.seen import unseen_queries
+from tl_attention.part_configs import stores_key_parts
 from tl_attention.problem import (
     DECODE,
     SPLIT_BUCKET,
@@ -212,14 +213,13 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
         tiles,
         2 * config.block_M * config.block_N * row,
         problem.element_bytes * config.block_N * row,
-        problem.element_bytes * config.block_M * problem.head_dim
-        + problem.output_bytes * config.block_M * problem.head_dim_v,
+        problem.output_bytes * config.block_M * (problem.head_dim + problem.head_dim_v),
         head_bytes,
         shape.heads_kv * shape.batch,
         static=config.schedule in ("persistent", "shared"),
     )
     helpers = [Helper("tile table", 0)] if shape.is_varlen else []
-    helpers += _parts_helpers(shape, problem, 1, config.makes_parts)
+    helpers += _parts_helpers(problem, shape.head_dim, 2 * _rows_k(shape), config.makes_parts)
     if number > 1:
         rows = shape.heads_q * sum(q for q, _ in lengths)
         helpers.append(Helper(f"combine {number} splits", 2 * 4 * number * rows * (problem.head_dim_v + 1)))
@@ -243,21 +243,28 @@ def _shared_tiles(shape: Shape, config: FwdConfig, tiles: Runs, gpu: Gpu) -> Run
     )
 
 
-def _parts_helpers(shape: Shape, problem: AttnProblem, of_q: int, beside: bool) -> list[Helper]:
+def _rows_k(shape: Shape) -> int:
+    return shape.heads_kv * sum(k for _, k in sequences(shape))
+
+
+def _parts_helpers(
+    problem: AttnProblem, columns: int, rows: int, beside: bool, stored_rows: int = 0
+) -> list[Helper]:
     """The kernels that split fp32 tensors into bf16 parts.
 
     Args:
-        of_q: tensors with the rows of q: 2 in a backward, with dout.
+        columns: of the tensors.
+        rows: that they split.
         beside: idle warps of the main kernels split most of them.
+        stored_rows: whose parts a main kernel stores.
     """
     if not problem.is_fp32:
         return []
-    lengths = sequences(shape)
-    rows_q = shape.heads_q * sum(q for q, _ in lengths)
-    rows_k = shape.heads_kv * sum(k for _, k in lengths)
-    read, written = FP32_BYTES * shape.head_dim, problem.element_bytes * problem.head_dim
-    rows = of_q * rows_q + 2 * rows_k
-    return [Helper("bf16 parts of fp32 tensors", (read + written) * rows, read * rows, beside)]
+    read, written = FP32_BYTES * columns, problem.element_bytes * problem.head_dim
+    helpers = [Helper("bf16 parts of fp32 tensors", (read + written) * rows, read * rows, beside)]
+    if stored_rows:
+        helpers.append(Helper("bf16 parts of k and v for further passes", written * stored_rows, 0, True))
+    return helpers
 
 
 def _again_bytes(shape: Shape, asked: Asked | None, passes: int, gpu: Gpu) -> int:
@@ -296,7 +303,9 @@ def _bwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
         zeros = problem.output_bytes * qk * unseen * shape.batch * shape.heads_q
         helpers += [Helper("zeros for dq of queries without a key", zeros, zeros)]
         helpers += [Helper("log-sum-exps of the others", 2 * FP32_BYTES * rows_q)]
-    helpers += _parts_helpers(shape, problem, 2, choice.config.makes_parts)
+    passes = choice.config.passes
+    stored_rows = 2 * _rows_k(shape) * any(stores_key_parts(problem, one.makes) for one in passes)
+    helpers += _parts_helpers(problem, shape.head_dim, 2 * rows_q, choice.config.makes_parts, stored_rows)
     stored = problem.output_bytes
     helpers.append(Helper("delta: rowsum of dout x out", 2 * stored * v * rows_q, stored * v * rows_q))
     kernels = []

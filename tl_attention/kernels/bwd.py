@@ -18,6 +18,7 @@ from tl_attention.kernel_configs import BwdPass, sum_columns
 from tl_attention.kernels import bwd_scores, bwd_tiles, pipeline
 from tl_attention.kernels import products as fp32
 from tl_attention.kernels.block_lists import query_blocks
+from tl_attention.kernels.bwd_arguments import KeyPassArguments
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
 from tl_attention.kernels.bwd_order import OrderedBlocks
 from tl_attention.kernels.bwd_round_packed import rounding_of
@@ -31,16 +32,15 @@ from tl_attention.kernels.options import OptionArguments, option_arguments
 from tl_attention.kernels.pipeline import alloc_fragments, share, sync_consumers, wait_for_stores
 from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, indices, softmax_backward
+from tl_attention.kernels.split_tile import split_tile
 from tl_attention.kernels.tiles import (
     DenseGradTiles,
     FragmentBlocks,
     PackedGradTiles,
     SplitGradTiles,
-    dq_sum_argument,
-    input_arguments,
-    rows_argument,
 )
 from tl_attention.kernels.traced_arguments import traced_arguments
+from tl_attention.part_configs import splits_keys, stores_key_parts
 from tl_attention.problem import AttnProblem
 
 PASS_CONFIGS = {
@@ -67,6 +67,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         Tickets: int32 [2], zeros before and after the kernel. Not with the schedule grid.
         dQ, Progress_dq, sum_slots: see bwd_round_packed.rounding_of. Only where the pass rounds dQ.
         Turns: int32, one per row block of dQ_sum, 0 before. With the schedule ordered alone. whole: of KeyTileCounts, with split alone.
+        K_parts, V_parts: fp32: bf16 parts of K and V, [batch, seqlen_k, heads_kv, parts * width], which the first of several passes writes.
+            The others have them in the place of K and V. The first one views K and V as bf16 numbers, two per fp32 number.
         left, .., Table: see options.OptionArguments. Only where the problem has options.
     """
     dtype_of, head_dim, head_dim_v = problem.dtype_of, problem.head_dim, problem.head_dim_v
@@ -99,27 +101,11 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     stage_P = stages_P(problem, config)
     separate_P = stage_P or (reuse and makes_dv and sloped)
 
-    batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
-    columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
-    batch_rows = T.dynamic("batch_rows") if varlen else batch
-    rounded_q, dq_blocks, dk_blocks, dv_blocks = T.dynamic("rounded_q, dq_blocks, dk_blocks, dv_blocks")
-
-    lengths, columns = (seqlen_q, heads, seqlen_k, heads_kv), (columns_qk, columns_v)
-    q_view, k_view, v_view, do_view = input_arguments(problem, batch, *lengths, *columns)
-    lse_view, delta_view = (T.Tensor([batch_rows, heads, rounded_q], "float32") for _ in range(2))
-    dq_sum_view = dq_sum_argument(problem, config, batch, seqlen_q, heads, columns_qk, dq_blocks)
-    # fp32: Q, K, V and dO have the columns of all their parts
-    cols_dk, cols_dv = T.dynamic("columns_dk, columns_dv") if problem.is_fp32 else (columns_qk, columns_v)
-    dk_view = rows_argument(problem, "dk", batch, seqlen_k, heads_kv, cols_dk)
-    dv_view = rows_argument(problem, "dv", batch, seqlen_k, heads_kv, cols_dv)
-    dk_parts_view = FragmentBlocks.argument(dk_blocks, head_dim)
-    dv_parts_view = FragmentBlocks.argument(dv_blocks, head_dim_v)
+    args = KeyPassArguments.of(problem, config)
+    batch, heads, heads_kv, seqlen_q, seqlen_k = args.sizes
     extra = option_arguments(problem)
-    fp32_inputs = InputArguments.of(batch, *lengths, config.makes_parts, backward=True)
-    tickets_view = T.Tensor([2], "int32") if dynamic else False  # False makes no argument
-    turns_view = T.Tensor([dq_blocks], "int32") if ordered else False
-    dq_view = rows_argument(problem, "dq", batch, seqlen_q, heads, columns_qk) if rounds else False
-    progress_view = T.Tensor([T.dynamic("progress_dq")], "int32") if rounds else False
+    fp32_inputs = InputArguments.of(batch, seqlen_q, heads, config.makes_parts)
+    splits, stores_parts = splits_keys(problem, config.makes), stores_key_parts(problem, config.makes)
     Sums = OrderedBlocks if ordered else FragmentBlocks
     sum_cols = sum_columns(problem, config)
     dk_cols, dv_cols = (sum_cols if by_block else width for width in (head_dim, head_dim_v))  # per fragment
@@ -180,6 +166,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             fp32.clear((*(acc_dq if sums_dq else ()), acc_s))
         for other in warpgroups if sums_dq else (w,):
             shared.K.wait(key_step(config, turn, other))
+        if splits:
+            split_tile(problem, w, shared.K, key_step(config, turn, w), tiles.k_parts(tile, key, 64))
         begin = first
         if w > 0 and bwd_tiles.skips_steps(problem, config):
             skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(key), 0))
@@ -191,8 +179,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         scores.start_transposed(mask, blocks)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         if makes_dk:
-            if not (dynamic and reuse):
+            if splits or not (dynamic and reuse):
                 shared.V.wait(key_step(config, turn, w))
+            if splits:
+                split_tile(problem, w, shared.V, key_step(config, turn, w), tiles.v_parts(tile, key, 64))
             fp32.clear(dk_chunks)
         if makes_dv:
             fp32.clear(dv_chunks)
@@ -245,7 +235,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     share(w, (P_for_dv,), (shared.P[w],))
 
             # dP' = V dO', in the registers that S' had
-            if dynamic and reuse:
+            if dynamic and reuse and not splits:
                 if (dq_row_block < 0) if makes_dq else (step == begin):
                     shared.V.wait(key_step(config, turn, w))
             if makes_dk and reuse:
@@ -354,6 +344,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             scores.advance(mask, blocks)
 
         T.wait_wgmma(0)
+        if stores_parts:
+            wait_for_stores()
         if dynamic:
             last_read.release(first + blocks.steps - 1)
             if frees_V:
@@ -416,17 +408,17 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
     @T.prim_func
     def flash_bwd_kernel(
-        Q: q_view,
-        K: k_view,
-        V: v_view,
-        dO: do_view,
-        Lse_log2: lse_view,
-        Delta: delta_view,
-        dQ_sum: dq_sum_view,
-        dK: dk_view,
-        dV: dv_view,
-        dK_parts: dk_parts_view,
-        dV_parts: dv_parts_view,
+        Q: args.Q,
+        K: args.K,
+        V: args.V,
+        dO: args.dO,
+        Lse_log2: args.Lse_log2,
+        Delta: args.Delta,
+        dQ_sum: args.dQ_sum,
+        dK: args.dK,
+        dV: args.dV,
+        dK_parts: args.dK_parts,
+        dV_parts: args.dV_parts,
         softmax_scale: T.float32,
         heads_per_kv: T.int32,
         heads_per_part: T.int32,
@@ -434,12 +426,14 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         n_blocks: T.int32,
         group_heads: T.int32,
         ctas: T.int32,
-        Tickets: tickets_view,
-        Turns: turns_view,
+        Tickets: args.Tickets,
+        Turns: args.Turns,
         whole: T.int32 if config.is_split else False,
-        dQ: dq_view,
-        Progress_dq: progress_view,
+        dQ: args.dQ,
+        Progress_dq: args.Progress_dq,
         sum_slots: T.int32 if rounds else False,
+        K_parts: args.K_parts,
+        V_parts: args.V_parts,
         left: extra.left,
         right: extra.right,
         softcap: extra.softcap,
@@ -448,10 +442,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         Rng: extra.Rng,
         drop_below: extra.drop_below,
         Table: extra.Table,
-        Q_input: fp32_inputs.Q,
-        K_input: fp32_inputs.K,
-        V_input: fp32_inputs.V,
-        dO_input: fp32_inputs.dO,
+        Q_input: fp32_inputs.first,
+        dO_input: fp32_inputs.second,
         Progress: fp32_inputs.Progress,
         tiles_ahead: fp32_inputs.tiles_ahead,
     ):
@@ -464,11 +456,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             K_shared, V_shared = alloc_key_rings(problem, config)
             # TileLang 0.1.15 names the tile of V after this variable
             dV_shared = alloc_dv(problem, config, K_shared, V_shared)
-            pairs = (K_input, K), (V_input, V), (Q_input, Q), (dO_input, dO)
-            inputs = InputParts(problem, pairs, Progress, config.part_stages, tiles_ahead=tiles_ahead)
-            rounding, dq_sums = None, Sums(dQ_sum, rounded_q // 16)
+            inputs = InputParts(
+                problem, (Q_input, Q), (dO_input, dO), Progress, config.part_stages, tiles_ahead
+            )
+            rounding, dq_sums = None, Sums(dQ_sum, args.rounded_q // 16)
             if rounds:
-                sums = dQ_sum, Progress_dq, counts, heads_kv, sum_slots, rounded_q
+                sums = dQ_sum, Progress_dq, counts, heads_kv, sum_slots, args.rounded_q
                 rounding = rounding_of(problem, config, dQ, *sums, Table if varlen else None)
                 dq_sums = rounding.sums
             shared = alloc_shared_tiles(problem, config, K_shared, V_shared, dV_shared, inputs, rounding)
@@ -479,7 +472,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if config.is_split:
                 Tiles = functools.partial(SplitGradTiles, counts=counts, block_N=block_N)
             tiles = Tiles(
-                *(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, x_parts),
+                *(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, x_parts, splits),
+                *((K_parts, V_parts) if stores_parts else ()),
                 dQ=dQ_sum if makes_dqt or one_tile else None,
                 dQ_sum=None if one_tile else dq_sums,
                 dK=dK,

@@ -101,8 +101,7 @@ class KeyTileProducer:
         tiles, shared, block_M = self.tiles, self.shared, self.config.block_M
         if self.config.makes_parts:
             for i in T.serial(self.counts.heads_per_kv):
-                head = tile.kv_head * self.counts.heads_per_kv + i
-                shared.inputs.wait(tile.batch, head, tile.kv_head)
+                shared.inputs.wait(tile.batch, tile.kv_head * self.counts.heads_per_kv + i)
         if not self.dynamic:
             self.load_k(turn, tile)
         for step in self.steps(first_step, first_step + blocks.steps):

@@ -10,9 +10,17 @@ from tl_attention.kernels.bwd_one_tile import DqTiles
 from tl_attention.kernels.bwd_order import AddingOrder, AnyOrder
 from tl_attention.kernels.bwd_tiles import KeyTileBox, dq_pieces, key_chunk
 from tl_attention.kernels.linear_bias import alloc_bias_columns
-from tl_attention.kernels.pipeline import TileRing, alloc_each, alloc_exchange, alloc_parts, alloc_swizzled
+from tl_attention.kernels.pipeline import (
+    HALVES,
+    TileRing,
+    alloc_each,
+    alloc_exchange,
+    alloc_parts,
+    alloc_swizzled,
+)
 from tl_attention.kernels.staged import alloc_staged
 from tl_attention.kernels.tiles import SharedTiles
+from tl_attention.part_configs import splits_keys
 from tl_attention.problem import AttnProblem
 
 
@@ -31,8 +39,12 @@ def alloc_key_rings(problem: AttnProblem, config: BwdPass) -> tuple[TileRing, Ti
     if config.dq_apart:
         readers = 8  # those of the warpgroup that owns the keys, and those of dq
     chunk = key_chunk(config.block_M, problem.head_dim, warpgroups) if shares_dq else 64
-    K = TileRing(k_shape, dtype_of("k"), readers, "K", parts=parts, chunk=chunk)
-    return K, TileRing(v_shape, dtype_of("v"), 4, name="V", parts=parts) if "dk" in config.makes else None
+    splits = splits_keys(problem, config.makes)
+    loaded = [HALVES * width if splits else None for width in (problem.head_dim, problem.head_dim_v)]
+    K = TileRing(k_shape, dtype_of("k"), readers, "K", parts=parts, chunk=chunk, loaded=loaded[0])
+    if "dk" not in config.makes:
+        return K, None
+    return K, TileRing(v_shape, dtype_of("v"), 4, name="V", parts=parts, loaded=loaded[1])
 
 
 def alloc_dv(problem: AttnProblem, config: BwdPass, K: TileRing, V: TileRing | None) -> Any:

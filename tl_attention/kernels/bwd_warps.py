@@ -21,7 +21,8 @@ from tl_attention.kernels.pipeline import APART_REGISTERS, FOUR_WARPS_REGISTERS,
 from tl_attention.kernels.program_code import PREFETCH_BITS
 from tl_attention.kernels.roles import Roles
 from tl_attention.kernels.row_stores import STORE_ROWS
-from tl_attention.part_configs import MAKERS
+from tl_attention.kernels.split_tile import SPLIT_TILE
+from tl_attention.part_configs import MAKERS, splits_keys
 from tl_attention.problem import AttnProblem
 from tl_attention.round_configs import ROUNDING_WARPS
 
@@ -64,6 +65,8 @@ def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None
         code += ZERO
     if config.makes_parts:
         code += MAKE_PARTS
+    if splits_keys(problem, config.makes):
+        code += SPLIT_TILE
     return code or None
 
 

@@ -28,6 +28,7 @@ from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts,
 from tl_attention.kernels.shared_tiles import PIECES, SharedPieces, stream_of
 from tl_attention.kernels.softcap import PolynomialCap
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
+from tl_attention.kernels.split_tile import SPLIT_TILE, split_tile
 from tl_attention.kernels.staged import alloc_staged
 from tl_attention.kernels.tiles import FragmentBlocks, SharedTiles, input_arguments
 from tl_attention.kernels.traced_arguments import traced_arguments
@@ -43,7 +44,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     Args of the kernel:
         Q, K, V, O: views [batch, seqlen, heads, columns] with at most as many columns as the problem's tile widths, and not empty, as
             TMA takes no empty tensor. varlen: see tiles.PackedTiles.
-            fp32: Q, K, V are bf16 parts, [batch, seqlen, heads, parts * width], from parts.py; O is fp32.
+            fp32: K, V are bf16 parts, [batch, seqlen, heads, parts * width], from parts.py; Q as in split_tile.py; O is fp32.
         Lse: fp32 [batch, heads, seqlen_q], lse_unit * log2(sum of exponentials). A row without keys has O = 0, Lse = -inf.
         Tickets: int32 [2], zeros before and after the kernel. With the schedule shared [ctas or more], see shared_tiles.py.
         heads_per_kv, m_blocks, group_heads, ctas: see scheduler.TileCounts.
@@ -52,7 +53,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         fwd_combine.py merges: O [splits, batch, heads, seqlen_q, head_dim_v], Lse [splits, batch, heads, seqlen_q], fp32 and base 2;
         varlen: see tiles.PackedPartTiles. An empty share has O = 0, Lse = -inf.
     option `added`: O (fp32) and Lse hold the result of other keys, and the kernel merges its own into it: see results.add_stored.
-    config.makes_parts: the fields of input_parts.InputArguments follow last. Q, K and V hold the parts of the first heads before.
+    config.makes_parts: the fields of input_parts.InputArguments follow last. K and V hold the parts of the first heads before.
     schedule shared: Pieces, whole, sharers and under a causal mask tile_cost follow last, see shared_tiles.SharedPieces.of.
     config.page_rows: keys are in pages whose size is a multiple of it: see tiles.PagedKeys. The fields of pages.CachePages follow.
     """
@@ -68,11 +69,10 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     may_hold_zero = PolynomialCap.serves(problem, config) or (adds_exponents and not problem.program.listed)
     q_kt = {"transpose_B": True, "clear_accum": not (problem.bias_is_linear or two_sides)}
     parts, products, makes_parts = problem.parts, problem.products, config.makes_parts
-    persistent = config.schedule != "grid"
+    persistent, shares = config.schedule != "grid", config.schedule == "shared"
     registers = pipeline.PERSISTENT_REGISTERS.get(config.warpgroups)
     if not persistent:
         registers = pipeline.registers(problem, config.warpgroups, makes_parts)
-    shares = config.schedule == "shared"
     roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
     O_from_registers = split or problem.dtype_of("o") == "float32"
     O_in_Q = head_dim == head_dim_v and not O_from_registers  # O is stored through the tile of its queries
@@ -90,13 +90,13 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
     lengths, columns = (seqlen_q, heads, seqlen_k, heads_kv), (columns_qk, columns_v)
-    q_view, k_view, v_view, _ = input_arguments(problem, batch, *lengths, *columns)
+    q_view, k_view, v_view, _ = input_arguments(problem, batch, *lengths, *columns, split="q")
     results = results_of(problem, config, batch, heads, seqlen_q, columns_v)
     splits, o_view, lse_view = results.splits, results.O, results.Lse
     tickets_view = T.Tensor([T.dynamic("sms") if shares else 2], "int32")
     pieces_view = FragmentBlocks.argument(T.dynamic("piece_blocks"), head_dim_v + 8) if shares else False
     extra = option_arguments(problem)
-    inputs = InputArguments.of(batch, *lengths, makes_parts)
+    inputs = InputArguments.of(batch, seqlen_k, heads_kv, makes_parts)
     paged = page_arguments(config.page_rows > 0)
 
     def first_row(w: Any) -> Any:
@@ -119,7 +119,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         if shares:
             stream.keep_piece(blocks)
         if makes_parts:
-            shared.inputs.wait(tile.batch, tile.head, tile.kv_head)
+            shared.inputs.wait(tile.batch, tile.kv_head)
         tiles.load_k(shared.K, first_step, tile, blocks, 0)
         for w in prefetched:
             shared.Q.fill(turn * config.warpgroups + w, tiles.q(tile, first_query + first_row(w), 64))
@@ -236,6 +236,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             blocks.skip(skipped)
             first_step = T.shfl_sync(first_step + skipped, 0)
         shared.Q.wait(q_step)
+        if parts > 1:
+            split_tile(problem, w, shared.Q, q_step)
         if scores.raw:
             fwd_steps.make_scale_positive(w, shared.Q, q_step, softmax_scale)
 
@@ -448,20 +450,20 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         whole: T.int32 if shares else False,
         sharers: T.int32 if shares else False,
         tile_cost: T.int32 if shares and problem.causal else False,
-        Q_input: inputs.Q,
-        K_input: inputs.K,
-        V_input: inputs.V,
+        K_input: inputs.first,
+        V_input: inputs.second,
         Progress: inputs.Progress,
         tiles_ahead: inputs.tiles_ahead,
     ):
         traced = traced_arguments(problem, block_M, hold_max)
         more_code = PIECES if shares else MAKE_PARTS if makes_parts else READ_TABLE if has_tables else ""
         more_code += pipeline.ANY_OF_WARPGROUP if may_hold_zero else ""
-        more_code += store_code(head_dim_v, O_from_registers)
+        more_code += store_code(head_dim_v, O_from_registers) + (SPLIT_TILE if parts > 1 else "")
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles, more_code)) as first_tile:
-            pairs = (K_input, K), (V_input, V), (Q_input, Q)
+            pairs, stages = ((K_input, K), (V_input, V)), config.part_stages
+            makers = InputParts(problem, *pairs, Progress, stages, tiles_ahead) if makes_parts else None
             shared = SharedTiles(
-                Q=input_ring(problem, "Q", [int(q_stages * config.warpgroups), 64], head_dim, 4),
+                Q=input_ring(problem, "Q", [int(q_stages * config.warpgroups), 64], head_dim, 4, split=True),
                 K=input_ring(problem, "K", [config.kv_stages, block_N], head_dim, consumer_warps),
                 V=input_ring(problem, "V", [config.kv_stages, block_N], head_dim_v, consumer_warps),
                 O=None
@@ -475,9 +477,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 pieces=SharedPieces.of(config, Pieces, Tickets, whole, sharers, tile_cost)
                 if shares
                 else None,
-                inputs=InputParts(problem, pairs, Progress, config.part_stages, tiles_ahead=tiles_ahead)
-                if makes_parts
-                else None,
+                inputs=makers,
             )
             options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
             counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)

@@ -42,6 +42,7 @@ PASS_CONFIGS = {
     "tl.disable_thread_storage_sync": True,  # roles synchronize at barriers of their own
     "tl.disable_shared_memory_reuse": True,  # TileLang 0.1.15 assumes that the roles run one after the other
 }
+HALVES = 2  # columns of 16 bits per fp32 number, as which TMA brings it where split_tile.py makes its parts
 ARRIVE = {"emit_arrive": 1}  # the TMA copy also arrives at its barrier
 
 
@@ -88,6 +89,7 @@ class TileRing:
         row_values: number of fp32 vectors [rows] that are loaded with each tile.
         parts: tiles [rows, cols / parts] side by side, see products.py.
         chunk: as in alloc_swizzled.
+        loaded: columns that TMA fills, where a warpgroup makes all from them; None: all. See split_tile.py.
     """
 
     def __init__(
@@ -99,8 +101,9 @@ class TileRing:
         row_values: int = 0,
         parts: int = 1,
         chunk: int = 64,
+        loaded: int | None = None,
     ):
-        self.slots, self.parts = shape[0], parts
+        self.slots, self.parts, self.loaded = shape[0], parts, loaded
         self.tiles = alloc_swizzled(shape, dtype, chunk)  # [slots, rows, cols]
         self.row_values = (
             T.alloc_shared([self.slots, row_values, shape[1]], "float32") if row_values else None
@@ -149,6 +152,10 @@ class TileRing:
     def wait_empty(self, step: Any) -> Any:
         return T.mbarrier_wait_parity(self.empty[step % self.slots], step // self.slots % 2 ^ 1)
 
+    def target(self, step: Any) -> Any:
+        """What TMA fills of a tile."""
+        return self[step] if self.loaded is None else self.tiles[step % self.slots, :, 0 : self.loaded]
+
     @T.inline
     def fill(self, step, source, row_sources=(), policy=None):
         """Load a tile when its slot is free. policy: L2 eviction policy, see T.tma_copy; None: the default."""
@@ -156,15 +163,21 @@ class TileRing:
         self.wait_empty(step)
         for i, row_source in enumerate(row_sources):
             T.tma_copy(row_source, self.row_values[slot, i, :], barrier=self.full[slot])
-        T.tma_copy(source, self[step], barrier=self.full[slot], annotations=ARRIVE, eviction_policy=policy)
+        T.tma_copy(
+            source, self.target(step), barrier=self.full[slot], annotations=ARRIVE, eviction_policy=policy
+        )
 
 
 def input_ring(
-    problem: AttnProblem, name: str, shape: list[int], width: int, consumer_warps: int
+    problem: AttnProblem, name: str, shape: list[int], width: int, consumer_warps: int, split: bool = False
 ) -> TileRing:
-    """TileRing of Q, K, V or dO, [slots, rows] of shape, all parts of its `width` columns side by side."""
+    """TileRing of Q, K, V or dO, [slots, rows] of shape, all parts of its `width` columns side by side.
+
+    split: in fp32 split_tile.py makes the parts.
+    """
     columns, dtype = problem.parts * width, problem.dtype_of(name.lower())
-    return TileRing([*shape, columns], dtype, consumer_warps, name=name, parts=problem.parts)
+    loaded = HALVES * width if split and problem.is_fp32 else None
+    return TileRing([*shape, columns], dtype, consumer_warps, name=name, parts=problem.parts, loaded=loaded)
 
 
 @T.meta_class

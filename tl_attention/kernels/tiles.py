@@ -9,6 +9,7 @@ import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels.pages import PagedLoads
+from tl_attention.kernels.pipeline import HALVES
 from tl_attention.kernels.products import CHUNK, add_transposed
 from tl_attention.kernels.row_stores import store_rows, store_to_tensor, store_vector
 from tl_attention.kernels.softmax import indices
@@ -88,10 +89,15 @@ class DenseTiles:
     Lse: Any
     head_dim: int
     head_dim_v: int
-    parts: int = 1  # parts of Q, K and V, side by side in a tile: see products.py
+    parts: int = 1  # parts of K and V, side by side in a tile: see products.py
+
+    @property
+    def q_columns(self) -> int:
+        """Columns of a tile of Q; in fp32 those of split_tile.py."""
+        return self.head_dim * (HALVES if self.parts > 1 else 1)
 
     def q(self, tile: Any, start: Any, rows: int) -> Any:
-        return self.Q[tile.batch, start : start + rows, tile.head, 0 : self.parts * self.head_dim]
+        return self.Q[tile.batch, start : start + rows, tile.head, 0 : self.q_columns]
 
     def k(self, tile: Any, start: Any, rows: int) -> Any:
         return self.K[tile.batch, start : start + rows, tile.kv_head, 0 : self.parts * self.head_dim]
@@ -168,15 +174,18 @@ def input_arguments(
     heads_kv: Any,
     columns_qk: Any,
     columns_v: Any,
+    split: str = "",
 ) -> tuple:
-    """Tensor arguments Q, K, V and dO, as rows_argument."""
+    """Tensor arguments Q, K, V and dO, as rows_argument.
+
+    split: names of those that have no parts in fp32 but pairs of columns per number, see split_tile.py.
+    """
     of_queries, of_keys = (batch, seqlen_q, heads), (batch, seqlen_k, heads_kv)
-    return (
-        rows_argument(problem, "q", *of_queries, columns_qk),
-        rows_argument(problem, "k", *of_keys, columns_qk),
-        rows_argument(problem, "v", *of_keys, columns_v),
-        rows_argument(problem, "do", *of_queries, columns_v),
-    )
+    rows = {"q": of_queries, "k": of_keys, "v": of_keys, "do": of_queries}
+    columns = {"q": columns_qk, "k": columns_qk, "v": columns_v, "do": columns_v}
+    if problem.is_fp32:
+        columns |= {name: T.dynamic(f"columns_{name}") for name in split.split()}
+    return tuple(rows_argument(problem, name, *rows[name], columns[name]) for name in rows)
 
 
 def result_argument(
@@ -211,8 +220,7 @@ class PackedTiles(DenseTiles):
     """Tiles of packed sequences: Q, K, V, O in the view of packed(), Lse [heads, total_q] fp32."""
 
     def q(self, tile: Any, start: Any, rows: int) -> Any:
-        cols = self.parts * self.head_dim
-        return packed_rows(self.Q, tile.end_q[0], tile.len_q[0], start, rows, tile.head, cols)
+        return packed_rows(self.Q, tile.end_q[0], tile.len_q[0], start, rows, tile.head, self.q_columns)
 
     def k(self, tile: Any, start: Any, rows: int) -> Any:
         cols = self.parts * self.head_dim
@@ -340,6 +348,9 @@ class DenseGradTiles:
     head_dim: int
     head_dim_v: int
     parts: int = 1  # of Q, K, V and dO, as in DenseTiles
+    splits_keys: bool = False  # K and V are fp32, see split_tile.py
+    K_parts: Any = None  # where the pass stores their parts
+    V_parts: Any = None
     dQ: Any = None
     dQ_sum: Any = None
     dK: Any = None
@@ -375,17 +386,32 @@ class DenseGradTiles:
         """Add factor * columns of dQ' [columns, queries] to an fp32 dQ."""
         add_transposed(self.dQ, tile.batch, start, head, first_col, factor, acc_dq)
 
+    def key_rows(self, tensor: Any, tile: Any, start: Any, rows: int, cols: int) -> Any:
+        """Rows of a tensor of keys."""
+        return tensor[tile.batch, start : start + rows, tile.kv_head, 0:cols]
+
     def k(self, tile: Any, start: Any, rows: int) -> Any:
-        return self.K[tile.batch, start : start + rows, tile.kv_head, 0 : self.parts * self.head_dim]
+        columns = (HALVES if self.splits_keys else self.parts) * self.head_dim
+        return self.key_rows(self.K, tile, start, rows, columns)
 
     def v(self, tile: Any, start: Any, rows: int) -> Any:
-        return self.V[tile.batch, start : start + rows, tile.kv_head, 0 : self.parts * self.head_dim_v]
+        columns = (HALVES if self.splits_keys else self.parts) * self.head_dim_v
+        return self.key_rows(self.V, tile, start, rows, columns)
+
+    def k_parts(self, tile: Any, start: Any, rows: int) -> Any:
+        return self._key_parts(self.K_parts, tile, start, rows, self.head_dim)
+
+    def v_parts(self, tile: Any, start: Any, rows: int) -> Any:
+        return self._key_parts(self.V_parts, tile, start, rows, self.head_dim_v)
+
+    def _key_parts(self, tensor: Any, tile: Any, start: Any, rows: int, width: int) -> Any:
+        return None if tensor is None else self.key_rows(tensor, tile, start, rows, self.parts * width)
 
     def dk(self, tile: Any, start: Any, rows: int) -> Any:
-        return self.dK[tile.batch, start : start + rows, tile.kv_head, 0 : self.head_dim]
+        return self.key_rows(self.dK, tile, start, rows, self.head_dim)
 
     def dv(self, tile: Any, start: Any, rows: int) -> Any:
-        return self.dV[tile.batch, start : start + rows, tile.kv_head, 0 : self.head_dim_v]
+        return self.key_rows(self.dV, tile, start, rows, self.head_dim_v)
 
     def dq_row_block(self, tile: Any, head: Any, start: Any) -> Any:
         return self.dQ_sum.row_block(tile.batch * self.Q.shape[2] + head, start)
@@ -453,19 +479,8 @@ class PackedGradTiles(DenseGradTiles):
         row = tile.end_q[0] - tile.len_q[0] + start
         store_to_tensor(self.dQ, 0, row, tile.len_q[0] - start, tile.head, acc_dq, first_col)
 
-    def k(self, tile: Any, start: Any, rows: int) -> Any:
-        cols = self.parts * self.head_dim
-        return packed_rows(self.K, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, cols)
-
-    def v(self, tile: Any, start: Any, rows: int) -> Any:
-        cols = self.parts * self.head_dim_v
-        return packed_rows(self.V, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, cols)
-
-    def dk(self, tile: Any, start: Any, rows: int) -> Any:
-        return packed_rows(self.dK, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, self.head_dim)
-
-    def dv(self, tile: Any, start: Any, rows: int) -> Any:
-        return packed_rows(self.dV, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, self.head_dim_v)
+    def key_rows(self, tensor: Any, tile: Any, start: Any, rows: int, cols: int) -> Any:
+        return packed_rows(tensor, tile.end_k[0], tile.len_k[0], start, rows, tile.kv_head, cols)
 
     def dq_row_block(self, tile: Any, head: Any, start: Any) -> Any:
         return self.dQ_sum.packed_row_block(tile, head, start)

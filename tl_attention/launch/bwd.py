@@ -30,7 +30,7 @@ from tl_attention.launch.common import (
     option_arguments,
     qkv_key,
 )
-from tl_attention.launch.parts import parts_launch
+from tl_attention.launch.parts import BwdPartsLaunch, parts_launch
 from tl_attention.launch.seen import seen_queries
 from tl_attention.launch.traced import Gradients, backward_call, traced_arguments
 from tl_attention.options import Options
@@ -126,9 +126,10 @@ class BwdPlan:
         *inputs, out, dq, dk, dv = tensors
         if kernels.parts is not None:
             # dq is fp32 and leaves from registers, so without the view of packed sequences
-            split = kernels.parts, kernels.problem, heads_first, self.passes[0].attention_tiles
-            self.split = parts_launch(*split, *inputs)
-            self.part_views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
+            q, k, v, dout = inputs
+            where, first = (kernels.problem, heads_first), self.passes[0]
+            split = parts_launch(kernels.parts, *where, first.attention_tiles, q, dout)
+            self.split = BwdPartsLaunch(split, *where, self.packed, first.stores_key_parts, k, v)
             self.dq_view = ArgumentViews(heads_first, dq)
         if partial:  # a pass by queries stores dq from registers, the others sum it
             tensors = *inputs, out
@@ -188,9 +189,9 @@ class BwdPlan:
         if self.packed and self.split is not None:
             tensors = [x[None] for x in tensors]
         q, k, v, dout, out, *grads = self._views_of(tensors)
-        parts, share = None, ()
+        split = None
         if self.split is not None:
-            parts, share = self.split(*tensors[:4])  # alive until the last launch
+            split = self.split(*tensors[:4])  # alive until the last launch
             if self.adds_dq:
                 tensors[5].zero_()
             (grads[0],) = self.dq_view.of(tensors[5])
@@ -207,11 +208,15 @@ class BwdPlan:
         if self.packed:
             tables = Tables(*self.tiles.tables(options, TABLE_ROWS))
         lse_log2, delta = self._row_numbers(out, dout, lse, dlse, lse_base2, tables, sink is not None)
-        if parts is not None:
-            q, k, v, dout = self.part_views.of(*parts)
-        call = (q, k, v, dout, lse_log2, delta), *grads, softmax_scale
-        for number, bwd_pass in enumerate(self.passes):  # the first makes all parts
-            bwd_pass.launch(*call, arguments if number else arguments + share, tables, blocks)
+        rows, inputs, call = (lse_log2, delta), (q, k, v, dout), (*grads, softmax_scale)
+        first, *others = self.passes
+        if split is None:
+            first.launch((*inputs, *rows), *call, arguments, tables, blocks)
+        else:
+            inputs, shared = split.others, arguments + split.share
+            first.launch((*split.first, *rows), *call, shared, tables, blocks, split.key_parts)
+        for bwd_pass in others:
+            bwd_pass.launch((*inputs, *rows), *call, arguments, tables, blocks)
         if traced is not None:
             return *result, *captured.results(self.reduce)
         return result if sink is None else (*result, _sink_gradient(sink, lse_log2, delta))

@@ -40,7 +40,7 @@ class BwdKernels:
     sum_shared_qk: Kernel | None  # of the tiles that several CTAs share, where a pass is split
     sum_shared_v: Kernel | None
     tile_table: Kernel | None  # runs first for packed sequences
-    parts: Kernel | None  # runs first in fp32: splits q, k, v and dout
+    parts: Kernel | None  # runs first in fp32: splits q and dout, or the first heads of them
     reduce: dict[int, Kernel]  # runs last, by the number of a stored gradient: sums it
 
 
@@ -82,9 +82,7 @@ def _find_kernels(key: tuple, direction: str, config: BwdConfig | None) -> BwdKe
         compiled.get((problem.sum_problem(problem.head_dim), BwdSum(shared=True))),
         compiled.get((problem.sum_problem(problem.head_dim_v), BwdSum(shared=True))),
         next((compiled[kernel] for kernel in table_kernels(problem)), None),
-        next(
-            (compiled[kernel] for kernel in parts_kernels(problem, config.makes_parts, backward=True)), None
-        ),
+        next((compiled[kernel] for kernel in parts_kernels(problem, config.makes_parts)), None),
         {number: compiled[kernel] for number, kernel in reduce_kernels(problem).items()},
     )
 

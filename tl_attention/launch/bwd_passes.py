@@ -28,6 +28,7 @@ from tl_attention.launch.seen import unseen_queries
 from tl_attention.launch.splits import TIME_SLACK
 from tl_attention.launch.tickets import stream_tickets
 from tl_attention.options import UNLIMITED, Options, canonical_window, rounded_length
+from tl_attention.part_configs import stores_key_parts
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 from tl_attention.round_configs import ring_tiles, slots_of
 
@@ -410,7 +411,7 @@ class QueryPass:
         self.kernel, self.counts = kernel, (heads_per_kv, *counts)
         self.block = config.block_M, config.block_N
 
-    attention_tiles = None  # it makes no parts
+    attention_tiles, stores_key_parts = None, False  # see KeyPass
 
     def launch(
         self,
@@ -448,8 +449,9 @@ class KeyPass:
             self.sum_counts = parts, config.block_N // 16, n_blocks, buffers.whole
             self.whole = (buffers.whole,)
         self.kernel, self.counts = kernel, (sizes.heads_per_kv, buffers.heads_per_part, parts, *counts)
-        tiles = AttentionTiles(buffers.tiles, n_blocks * group_heads, ctas, sizes.sms)
+        tiles = AttentionTiles(buffers.tiles, n_blocks * group_heads, ctas, sizes.sms, sizes.heads_per_kv)
         self.attention_tiles = tiles if config.makes_parts else None
+        self.stores_key_parts = stores_key_parts(problem, config.makes)
 
     def launch(
         self,
@@ -461,6 +463,7 @@ class KeyPass:
         options: tuple = (),
         tables: Tables | None = None,
         blocks: BlockLists | None = None,
+        key_parts: tuple = (),
     ) -> None:
         buffers = self.buffers
         dq_sum, dk_parts, dv_parts = [empty(*x) for x in buffers.empty]
@@ -487,9 +490,8 @@ class KeyPass:
         # With `partial` dk and dv are sums of parts: the kernel writes to neither of the arguments in their place
         stored = inputs[1:3] if self.partial else (dk, dv)
         sums = dq if buffers.writes_dq else dq_sum, *stored, dk_parts, dv_parts
-        self.kernel(
-            *inputs, *sums, softmax_scale, *self.counts, *tickets, *turns, *self.whole, *rounding, *options
-        )
+        extra = *tickets, *turns, *self.whole, *rounding, *key_parts, *options
+        self.kernel(*inputs, *sums, softmax_scale, *self.counts, *extra)
         if buffers.adds_dq and not buffers.rounds:
             self.sum_qk(dq_sum, dq, softmax_scale, 1, buffers.row_blocks_q, *table_q)
         if buffers.dk_in_parts:

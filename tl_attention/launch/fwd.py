@@ -39,7 +39,7 @@ from tl_attention.launch.common import (
     qkv_key,
     tile_counts,
 )
-from tl_attention.launch.parts import AttentionTiles, parts_launch
+from tl_attention.launch.parts import AttentionTiles, halves, parts_launch
 from tl_attention.launch.tickets import TICKETS, stream_tickets
 from tl_attention.launch.traced import forward_program, traced_arguments
 from tl_attention.options import Options
@@ -69,7 +69,7 @@ class FwdKernels(NamedTuple):
     combine: Kernel | None  # merges the partial outputs of splits
     problem: AttnProblem
     tile_table: Kernel | None  # runs first for packed sequences
-    parts: Kernel | None  # runs first in fp32: splits q, k and v, or the first heads of them
+    parts: Kernel | None  # runs first in fp32: splits k and v, or the first heads of them
 
 
 def _find_kernels(key: tuple, config: FwdConfig | None, copy_rows: int = 0) -> FwdKernels:
@@ -250,8 +250,9 @@ class FwdPlan:
             _, m_blocks, group_heads, ctas = self.arguments
             tiles = m_blocks * self.batch * self.heads, m_blocks * group_heads, ctas, self.sms
             attention = AttentionTiles(*tiles) if found.config.makes_parts else None
-            self.split = parts_launch(found.parts, found.problem, heads_first, attention, q, k, v)
-            self.views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
+            self.split = parts_launch(found.parts, found.problem, heads_first, attention, k, v)
+            self.views = ArgumentViews(heads_first, halves(q), packed=self.packed)
+            self.part_views = ArgumentViews(False, *self.split.empty(), packed=self.packed)
             self.out_view = ArgumentViews(heads_first, out)
 
     def _count_tiles(
@@ -339,8 +340,9 @@ class FwdPlan:
             elif self.split is None:
                 *qkv, out_view = self.views.of(q, k, v, out)
             else:
-                parts, share = self.split(q, k, v)  # alive until the launch
-                qkv, (out_view,) = self.views.of(*parts), self.out_view.of(out)
+                q, (parts, share) = halves(q), self.split(k, v)  # alive until the launch
+                qkv = *self.views.of(q), *self.part_views.of(*parts)
+                (out_view,) = self.out_view.of(out)
         flags = (TICKETS + self.sms,) if self.shares else ()
         tickets = stream_tickets(self.device, self.dynamic or self.shares, *flags)
         unit = 1.0 if lse_base2 else LN2

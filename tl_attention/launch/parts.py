@@ -20,13 +20,25 @@ BF16_BYTES = 2
 def parts_workspace_bytes(
     parts: int, q: Sequence[int], k: Sequence[int], v: Sequence[int], backward: bool = False
 ) -> int:
-    """Bytes of the parts of q, k and v of these shapes [.., columns], and in a backward of dout; with one part of all bf16 tensors."""
-    shapes = [q, k, v, *([(*q[:-1], v[-1])] * (backward or parts == 1))]
+    """Bytes of the parts of k and v of these shapes [.., columns], in a backward also of q and dout; with one part of all bf16 tensors."""
+    dout = *q[:-1], v[-1]
     if parts == 1:  # out and dout have one shape; dq, dk and dv those of q, k and v
-        shapes += [*shapes] * backward
-        return BF16_BYTES * sum(map(math.prod, shapes))
+        return BF16_BYTES * sum(map(math.prod, (q, k, v, dout))) * (1 + backward)
+    shapes = [k, v, *(q, dout) * backward]
     width, _ = tile_width(q[-1], v[-1], "bwd" if backward else "fwd", FP32_NAMES[parts])
     return BF16_BYTES * parts * width * sum(math.prod(shape[:-1]) for shape in shapes)
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    """View of an fp32 tensor as bf16 numbers, two per number: see kernels/split_tile.py."""
+    return x.view(torch.bfloat16)
+
+
+def parts_size(problem: AttnProblem, heads_first: bool, x: torch.Tensor) -> tuple:
+    """Arguments of empty() for the parts of a tensor, [batch, seqlen, heads, parts * width]."""
+    batch, n1, n2, _ = x.shape
+    rows = (n2, n1) if heads_first else (n1, n2)
+    return dense((batch, *rows, problem.parts * problem.head_dim), torch.bfloat16)
 
 
 class PartsLaunch:
@@ -35,17 +47,13 @@ class PartsLaunch:
     Args:
         kernel: compiled from kernels/parts.py for `problem`.
         heads_first: tensors are [batch, heads, seqlen, columns], else [batch, seqlen, heads, columns].
-        tensors: q, k, v, and in a backward dout.
+        tensors: k and v of a forward, q and dout of a backward.
     """
 
     def __init__(self, kernel: Kernel, problem: AttnProblem, heads_first: bool, *tensors: torch.Tensor):
         self.kernel = kernel
         self.views = ArgumentViews(heads_first, *tensors)
-        self.sizes = []
-        for x in tensors:
-            batch, n1, n2, _ = x.shape
-            rows = (n2, n1) if heads_first else (n1, n2)
-            self.sizes.append(dense((batch, *rows, problem.parts * problem.head_dim), torch.bfloat16))
+        self.sizes = [parts_size(problem, heads_first, x) for x in tensors]
 
     def empty(self) -> list[torch.Tensor]:
         """Tensors for the parts, [batch, seqlen, heads, parts * width]."""
@@ -69,12 +77,14 @@ class AttentionTiles(NamedTuple):
     Attributes:
         group: tiles of a group of heads, see kernels.scheduler.TileOrder.
         ctas: CTAs of the kernel, one per tile or one per SM.
+        heads: heads of the split tensors that a tile reads.
     """
 
     tiles: int
     group: int
     ctas: int
     sms: int
+    heads: int = 1
 
 
 class FirstPartsLaunch(PartsLaunch):
@@ -89,20 +99,19 @@ class FirstPartsLaunch(PartsLaunch):
         *tensors: torch.Tensor,
     ):
         super().__init__(kernel, problem, heads_first, *tensors)
-        (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _), *others = (shape for shape, *_ in self.sizes)
-        per_key_head = part_items(problem.head_dim, heads // heads_kv, seqlen_q, seqlen_k, len(others) > 1)
-        tiles, group, ctas, sms = attention
-        key_heads, first_tiles = batch * heads_kv, max(int(FIRST_TILES * sms), group)
-        self.key_heads = min(-(-first_tiles * key_heads // tiles), key_heads)
-        self.ctas = -(-self.key_heads * per_key_head // FirstPartsConfig().warps)
+        (batch, seqlen, heads, _), *_ = self.sizes[0]
+        tiles, group, ctas, sms, heads_per_tile = attention
+        units, first_tiles = batch * heads // heads_per_tile, max(int(FIRST_TILES * sms), group)
+        self.heads = min(-(-first_tiles * units // tiles), units) * heads_per_tile
+        self.ctas = -(-part_items(problem.head_dim, self.heads, seqlen) // FirstPartsConfig().warps)
         # A CTA with one tile makes parts until there are enough for the CTAs that run beside it and after it
         self.tiles_ahead = ctas if ctas < tiles else group + sms
-        self.progress = dense((1 + batch * (heads + heads_kv),), torch.int32)
+        self.progress = dense((1 + batch * heads,), torch.int32)
 
     def __call__(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], tuple]:
         parts, progress = self.empty(), empty(*self.progress)
         inputs = self.views.of(*tensors)
-        self.kernel(*inputs, *parts, progress, self.key_heads, self.ctas)
+        self.kernel(*inputs, *parts, progress, self.heads, self.ctas)
         return parts, (*inputs, progress, self.tiles_ahead)
 
 
@@ -117,3 +126,58 @@ def parts_launch(
     if attention is None:
         return PartsLaunch(kernel, problem, heads_first, *tensors)
     return FirstPartsLaunch(kernel, problem, heads_first, attention, *tensors)
+
+
+class InputsOfPasses(NamedTuple):
+    """fp32 inputs of the passes of a backward; `kept` must live until the last launch.
+
+    Attributes:
+        first: q, k, v, dout of the first pass, which splits k and v itself.
+        others: of the passes after it.
+        key_parts: arguments of the first pass, which stores the parts of k and v there for the others.
+        share: last arguments of the first pass.
+    """
+
+    first: tuple
+    others: tuple
+    key_parts: tuple
+    share: tuple
+    kept: tuple
+
+
+class BwdPartsLaunch:
+    """Splits the inputs of a backward, or has its kernels split them. Serves one thread.
+
+    Args:
+        split: launch for q and dout.
+        stores: whether the first of several passes stores the parts of k and v.
+        k, v: see PartsLaunch.
+    """
+
+    def __init__(
+        self,
+        split: PartsLaunch,
+        problem: AttnProblem,
+        heads_first: bool,
+        packed: bool,
+        stores: bool,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ):
+        self.split, self.views = split, ArgumentViews(heads_first, halves(k), halves(v), packed=packed)
+        self.part_views = ArgumentViews(False, *split.empty(), packed=packed)
+        self.sizes = [parts_size(problem, heads_first, x) for x in (k, v)] if stores else []
+        self.key_part_views = ArgumentViews(False, *self._empty(), packed=packed) if stores else None
+
+    def _empty(self) -> list[torch.Tensor]:
+        return [empty(*size) for size in self.sizes]
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
+    ) -> InputsOfPasses:
+        """Inputs for tensors with the metadata of __init__."""
+        parts, share = self.split(q, dout)
+        keys, key_parts = (halves(k), halves(v)), self._empty()
+        (q, dout), (k, v) = self.part_views.of(*parts), self.views.of(*keys)
+        stored = tuple(self.key_part_views.of(*key_parts)) if key_parts else ()
+        return InputsOfPasses((q, k, v, dout), (q, *stored, dout), stored, share, (parts, keys, key_parts))

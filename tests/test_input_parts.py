@@ -99,7 +99,7 @@ def test_first_heads_of_a_backward_are_all_those_of_a_key_head():
 
 
 def test_the_first_pass_makes_dk():
-    """It splits K and V, and stores their parts for the others."""
+    """The split of K and V is there, and a store of their parts for the others."""
     problem = AttnProblem("float32-high", 128, 128, False)
     dk, dv, dq = BwdPass("dk", 32, 128), BwdPass("dv", 64, 128), BwdPass("dq", 128, 64, num_stages_do=1)
     assert legality.fault(problem, BwdConfig((dk, dv, dq))) is None

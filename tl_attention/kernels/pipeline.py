@@ -153,7 +153,7 @@ class TileRing:
         return T.mbarrier_wait_parity(self.empty[step % self.slots], step // self.slots % 2 ^ 1)
 
     def target(self, step: Any) -> Any:
-        """What TMA fills of a tile."""
+        """Columns of a tile that TMA fills."""
         return self[step] if self.loaded is None else self.tiles[step % self.slots, :, 0 : self.loaded]
 
     @T.inline

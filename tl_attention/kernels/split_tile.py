@@ -60,6 +60,7 @@ def split_tile(problem: AttnProblem, w, ring: TileRing, step, target=None):
     target: rows of a tensor of parts, which TMA also stores the tile to: see wait_for_stores().
     """
     width = ring.tiles.shape[2] // problem.parts
+    # The slot by its number: TileLang 0.1.15 takes no address of element 32768, where the second slot of d256 begins
     T.evaluate(
         T.call_extern(
             "handle",

@@ -79,7 +79,7 @@ DOORS = {
     "launch/bwd_kernels launch/common launch/parts launch/splits launch/tickets launch/traced",
     "launch/fwd_jvp": "torch checks/common problem kernel_configs legality target compilation/store launch/arrays launch/common",
     "launch/bwd_kernels": "torch checks/fp32 options problem kernel_configs compilation/store program launch/common launch/traced",
-    "launch/bwd_passes": "torch options problem kernel_configs round_configs compilation/store launch/block_lists "
+    "launch/bwd_passes": "torch options problem kernel_configs part_configs round_configs compilation/store launch/block_lists "
     "launch/bwd_kernels launch/common launch/parts launch/seen launch/splits launch/tickets",
     "launch/bwd": "torch checks/common options problem kernel_configs target program launch/arrays launch/bwd_kernels "
     "launch/bwd_passes "
@@ -124,12 +124,12 @@ DOORS = {
     "compilation/sandbox tuning reference testing | rich",
     "compilation/cubin": "problem kernel_configs legality target compilation/compiler compilation/store compilation/toolkit | tilelang",
     "compilation/manifest": "compilation/building compilation/sandbox catalog configs compilation/cubin compilation/compiler "
-    "compilation/toolkit problem program kernel_configs legality target",
+    "compilation/toolkit problem program kernel_configs part_configs legality target",
     "version": "",
     "arguments": "problem",
     "question": "torch problem kernel_configs legality target configs gpus | launch",
     "explain": "arguments torch distributed "
-    "gpus problem program kernel_configs round_configs legality target configs launch/splits launch/block_lists launch/bwd_passes "
+    "gpus problem program kernel_configs part_configs round_configs legality target configs launch/splits launch/block_lists launch/bwd_passes "
     "launch/common launch/seen testing question explain | block_masks tracing/builtin_options tracing/dense_bias tracing/trace matplotlib",
     "doctor": "torch problem target configs | compilation/manifest compilation/pack compilation/toolkit testing",
     "cli": "version arguments catalog torch problem kernel_configs legality target configs question doctor compilation/packing"

@@ -129,8 +129,9 @@ DOORS = {
     "arguments": "problem",
     "question": "torch problem kernel_configs legality target configs gpus | launch",
     "explain": "arguments torch distributed "
-    "gpus problem program kernel_configs part_configs round_configs legality target configs launch/splits launch/block_lists launch/bwd_passes "
-    "launch/common launch/seen testing question explain | block_masks tracing/builtin_options tracing/dense_bias tracing/trace matplotlib",
+    "gpus problem program kernel_configs part_configs round_configs legality target configs launch/splits launch/block_lists "
+    "launch/bwd_passes launch/common launch/seen testing question explain "
+    "| block_masks tracing/builtin_options tracing/dense_bias tracing/trace matplotlib",
     "doctor": "torch problem target configs | compilation/manifest compilation/pack compilation/toolkit testing",
     "cli": "version arguments catalog torch problem kernel_configs legality target configs question doctor compilation/packing"
     "| explain launch compilation/building compilation/store compilation/compiler compilation/cubin compilation/toolkit "

@@ -3,8 +3,7 @@
 These are the inputs that many CTAs read: K and V of a forward, Q and dO of a backward. split_tile.py splits the others.
 The rows of the inputs are cut into items, ordered by heads as the tiles are. first_parts.py makes the first items. The idle warps of the
 attention kernel draw the others one by one, and count those of each head that are done. A producer waits for the heads of its tile.
-A warp that makes parts never waits, so whatever CTAs run, all items are made. The parts of a head are read soon after they are
-written, from the L2.
+A warp that makes parts never waits, so whatever CTAs run, all items are made.
 """
 
 from __future__ import annotations

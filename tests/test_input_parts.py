@@ -99,7 +99,7 @@ def test_first_heads_of_a_backward_are_all_those_of_a_key_head():
 
 
 def test_the_first_pass_makes_dk():
-    """The split of K and V is there, and a store of their parts for the others."""
+    """Later passes read the parts of K and V that it stores."""
     problem = AttnProblem("float32-high", 128, 128, False)
     dk, dv, dq = BwdPass("dk", 32, 128), BwdPass("dv", 64, 128), BwdPass("dq", 128, 64, num_stages_do=1)
     assert legality.fault(problem, BwdConfig((dk, dv, dq))) is None

@@ -31,12 +31,12 @@ def staging_bytes(stages: int, warps: int = MAKERS) -> int:
 
 
 def splits_keys(problem: AttnProblem, makes: tuple[str, ...]) -> bool:
-    """True if a pass of a backward makes the parts of K and V, which are fp32, in shared memory: the first one, which makes dk."""
+    """True if a pass of a backward splits K and V in shared memory: in fp32 the first pass, which makes dk."""
     return problem.is_fp32 and "dk" in makes
 
 
 def stores_key_parts(problem: AttnProblem, makes: tuple[str, ...]) -> bool:
-    """True if the pass also stores these parts, for the passes after it."""
+    """True if such a pass stores the parts of K and V for the passes after it."""
     return splits_keys(problem, makes) and "dq" not in makes
 
 

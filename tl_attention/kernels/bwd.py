@@ -67,8 +67,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         Tickets: int32 [2], zeros before and after the kernel. Not with the schedule grid.
         dQ, Progress_dq, sum_slots: see bwd_round_packed.rounding_of. Only where the pass rounds dQ.
         Turns: int32, one per row block of dQ_sum, 0 before. With the schedule ordered alone. whole: of KeyTileCounts, with split alone.
-        K_parts, V_parts: fp32: bf16 parts of K and V, [batch, seqlen_k, heads_kv, parts * width], which the first of several passes writes.
-            The others have them in the place of K and V. The first one views K and V as bf16 numbers, two per fp32 number.
+        K_parts, V_parts: bf16 parts of fp32 K and V, [batch, seqlen_k, heads_kv, parts * width]. The first of several passes writes them,
+            and the others have them in the place of K and V. K and V of the first one are as in split_tile.py.
         left, .., Table: see options.OptionArguments. Only where the problem has options.
     """
     dtype_of, head_dim, head_dim_v = problem.dtype_of, problem.head_dim, problem.head_dim_v
@@ -236,7 +236,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
             # dP' = V dO', in the registers that S' had
             if dynamic and reuse and not splits:
-                if (dq_row_block < 0) if makes_dq else (step == begin):
+                if dq_row_block < 0:
                     shared.V.wait(key_step(config, turn, w))
             if makes_dk and reuse:
                 compute_dp(w, step, shared, acc_dp)

@@ -57,10 +57,10 @@ class KeyPassArguments:
                 "K_parts": rows_argument(problem, "k", *of_keys, columns_qk),
                 "V_parts": rows_argument(problem, "v", *of_keys, columns_v),
             }
-        # fp32: Q and dO, and K and V of a pass that does not split them, have the columns of all their parts
+        # fp32: the inputs have columns of parts, or two per number
         cols_dk, cols_dv = T.dynamic("columns_dk, columns_dv") if problem.is_fp32 else columns
         rounds = config.rounds(problem)
-        split = "k v" if splits_keys(problem, config.makes) else ""
+        split = ("k", "v") if splits_keys(problem, config.makes) else ()
         return cls(
             sizes,
             rounded_q,

@@ -11,12 +11,12 @@ from tl_attention.kernels.bwd_order import AddingOrder, AnyOrder
 from tl_attention.kernels.bwd_tiles import KeyTileBox, dq_pieces, key_chunk
 from tl_attention.kernels.linear_bias import alloc_bias_columns
 from tl_attention.kernels.pipeline import (
-    HALVES,
     TileRing,
     alloc_each,
     alloc_exchange,
     alloc_parts,
     alloc_swizzled,
+    input_ring,
 )
 from tl_attention.kernels.staged import alloc_staged
 from tl_attention.kernels.tiles import SharedTiles
@@ -31,20 +31,17 @@ def stages_P(problem: AttnProblem, config: BwdPass) -> bool:
 
 def alloc_key_rings(problem: AttnProblem, config: BwdPass) -> tuple[TileRing, TileRing | None]:
     """Rings of K and V, a step per 64 keys. A pass that makes dv alone has no V."""
-    dtype_of, parts, warpgroups = problem.dtype_of, problem.parts, config.warpgroups
-    k_shape, v_shape = ([warpgroups, 64, parts * width] for width in (problem.head_dim, problem.head_dim_v))
+    warpgroups, split = config.warpgroups, splits_keys(problem, config.makes)
     shares_dq = config.makes_all and not problem.is_fp32
     # Warps that read K: for dq all of them
     readers = 4 * warpgroups if config.is_dynamic and shares_dq else 4
     if config.dq_apart:
         readers = 8  # those of the warpgroup that owns the keys, and those of dq
     chunk = key_chunk(config.block_M, problem.head_dim, warpgroups) if shares_dq else 64
-    splits = splits_keys(problem, config.makes)
-    loaded = [HALVES * width if splits else None for width in (problem.head_dim, problem.head_dim_v)]
-    K = TileRing(k_shape, dtype_of("k"), readers, "K", parts=parts, chunk=chunk, loaded=loaded[0])
+    K = input_ring(problem, "K", [warpgroups, 64], problem.head_dim, readers, split, chunk)
     if "dk" not in config.makes:
         return K, None
-    return K, TileRing(v_shape, dtype_of("v"), 4, name="V", parts=parts, loaded=loaded[1])
+    return K, input_ring(problem, "V", [warpgroups, 64], problem.head_dim_v, 4, split)
 
 
 def alloc_dv(problem: AttnProblem, config: BwdPass, K: TileRing, V: TileRing | None) -> Any:

@@ -90,7 +90,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
     lengths, columns = (seqlen_q, heads, seqlen_k, heads_kv), (columns_qk, columns_v)
-    q_view, k_view, v_view, _ = input_arguments(problem, batch, *lengths, *columns, split="q")
+    q_view, k_view, v_view, _ = input_arguments(problem, batch, *lengths, *columns, split=("q",))
     results = results_of(problem, config, batch, heads, seqlen_q, columns_v)
     splits, o_view, lse_view = results.splits, results.O, results.Lse
     tickets_view = T.Tensor([T.dynamic("sms") if shares else 2], "int32")

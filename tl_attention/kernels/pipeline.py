@@ -42,7 +42,7 @@ PASS_CONFIGS = {
     "tl.disable_thread_storage_sync": True,  # roles synchronize at barriers of their own
     "tl.disable_shared_memory_reuse": True,  # TileLang 0.1.15 assumes that the roles run one after the other
 }
-HALVES = 2  # columns of 16 bits per fp32 number, as which TMA brings it where split_tile.py makes its parts
+HALVES = 2  # columns of 16 bits per fp32 number, as split_tile.py gets it
 ARRIVE = {"emit_arrive": 1}  # the TMA copy also arrives at its barrier
 
 
@@ -89,7 +89,7 @@ class TileRing:
         row_values: number of fp32 vectors [rows] that are loaded with each tile.
         parts: tiles [rows, cols / parts] side by side, see products.py.
         chunk: as in alloc_swizzled.
-        loaded: columns that TMA fills, where a warpgroup makes all from them; None: all. See split_tile.py.
+        loaded: columns that TMA fills; None: all. split_tile.py makes the tile of fewer.
     """
 
     def __init__(
@@ -169,15 +169,24 @@ class TileRing:
 
 
 def input_ring(
-    problem: AttnProblem, name: str, shape: list[int], width: int, consumer_warps: int, split: bool = False
+    problem: AttnProblem,
+    name: str,
+    shape: list[int],
+    width: int,
+    consumer_warps: int,
+    split: bool = False,
+    chunk: int = 64,
 ) -> TileRing:
     """TileRing of Q, K, V or dO, [slots, rows] of shape, all parts of its `width` columns side by side.
 
-    split: in fp32 split_tile.py makes the parts.
+    Args:
+        split: in fp32 split_tile.py makes the parts.
+        chunk: as in alloc_swizzled.
     """
     columns, dtype = problem.parts * width, problem.dtype_of(name.lower())
     loaded = HALVES * width if split and problem.is_fp32 else None
-    return TileRing([*shape, columns], dtype, consumer_warps, name=name, parts=problem.parts, loaded=loaded)
+    numbers = {"parts": problem.parts, "chunk": chunk, "loaded": loaded}
+    return TileRing([*shape, columns], dtype, consumer_warps, name=name, **numbers)
 
 
 @T.meta_class

@@ -93,7 +93,7 @@ class DenseTiles:
 
     @property
     def q_columns(self) -> int:
-        """Columns of a tile of Q; in fp32 those of split_tile.py."""
+        """Columns of a tile of Q; in fp32 two per number, see split_tile.py."""
         return self.head_dim * (HALVES if self.parts > 1 else 1)
 
     def q(self, tile: Any, start: Any, rows: int) -> Any:
@@ -174,17 +174,17 @@ def input_arguments(
     heads_kv: Any,
     columns_qk: Any,
     columns_v: Any,
-    split: str = "",
+    split: tuple[str, ...] = (),
 ) -> tuple:
     """Tensor arguments Q, K, V and dO, as rows_argument.
 
-    split: names of those that have no parts in fp32 but pairs of columns per number, see split_tile.py.
+    split: names of those that split_tile.py splits in fp32. They have two columns per number, not one per part.
     """
     of_queries, of_keys = (batch, seqlen_q, heads), (batch, seqlen_k, heads_kv)
     rows = {"q": of_queries, "k": of_keys, "v": of_keys, "do": of_queries}
     columns = {"q": columns_qk, "k": columns_qk, "v": columns_v, "do": columns_v}
     if problem.is_fp32:
-        columns |= {name: T.dynamic(f"columns_{name}") for name in split.split()}
+        columns |= {name: T.dynamic(f"columns_{name}") for name in split}
     return tuple(rows_argument(problem, name, *rows[name], columns[name]) for name in rows)
 
 

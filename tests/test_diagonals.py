@@ -164,6 +164,8 @@ def test_diagonals_pass_dS_on():
     [
         (128, BwdPass("dq", 128, 64)),
         (64, BwdPass("dq+dk+dv", 128, 128, reuse_registers=True, order="separate-dS", schedule="split")),
+        (64, BwdPass("dq+dk+dv", 128, 128, reuse_registers=True, order="apart", schedule="split")),
+        (128, BwdPass("dq+dk+dv", 64, 128, reuse_registers=True, order="apart", schedule="split")),
     ],
     ids=str,
 )
@@ -234,6 +236,7 @@ def oracle(q, k, v, score_mod, mask_mod, dtype: torch.dtype) -> tuple[torch.Tens
 # name, mask_mod, head_dim, deterministic, seqlen_q, seqlen_k
 ON_GPU = [
     ("relative", None, 64, False, 577, 777),
+    ("relative", None, 64, False, 890, 130),
     ("relative", None, 128, False, 777, 577),
     ("relative", None, 256, False, 333, 450),
     ("relative", None, 128, True, 577, 777),

@@ -314,6 +314,10 @@ class ExchangeRing(WrittenTiles):
         """The whole tile."""
         return self.tiles[step % 2 * self.warpgroups + w, :, :]
 
+    def slot_bytes(self, step: Any) -> Any:
+        """Bytes from the first slot to that of a step."""
+        return step % 2 * (self.warpgroups * 64 * self.cols * 2)
+
     def wait(self, step):
         return T.mbarrier_wait_parity(self.full[step % 2], step // 2 % 2)
 
@@ -326,7 +330,7 @@ class ExchangeRing(WrittenTiles):
 
     @T.inline
     def write(self, address, step, fragment):
-        slot = address + step % 2 * (self.warpgroups * 64 * self.cols * 2)
+        slot = address + self.slot_bytes(step)
         T.evaluate(store_fragment(fragment, slot))
 
     @T.inline

@@ -27,6 +27,14 @@ tirx = tvm.tirx
 MAX_SCORE = 1e30
 
 
+def at_distance(
+    function: str, dtype: str, batch: Any, head: Any, distance: Any, arguments: TracedArguments
+) -> Any:
+    """A function of program_code at a diagonal, which the difference of query and key says."""
+    leaves = 0.0, batch, head, distance, 0, T.cast(distance, FLOAT), 0.0
+    return T.call_extern(dtype, f"tl_attention_{function}", *leaves, *arguments.flat)
+
+
 @T.meta_class
 class Traced:
     """Program of a tile of 64 rows: new scores, their slopes, and gradients of captured tensors.
@@ -34,6 +42,7 @@ class Traced:
     start() says which batch entry and head the scores belong to, locate() which queries and keys.
 
     tables: where a forward has the values of the diagonals; None: in `staged`, which each warp fills itself.
+    sums_pairs: sums of dS along diagonals begin with pairs of bf16, but for fp32.
     """
 
     def __init__(
@@ -45,6 +54,7 @@ class Traced:
         rows_are_keys: bool = False,
         staged: StagedTiles | None = None,
         tables: DiagonalTables | None = None,
+        sums_pairs: bool = False,
         name: str = "traced",
     ):
         program, self.cols, self.staged, self.tables = problem.program, cols, staged, tables
@@ -65,8 +75,7 @@ class Traced:
         ]
         self.diagonals = None
         if tables is None and (program.diagonals or program.diagonal_gradients):
-            # In steps of 64 queries pairs spill, and were 7 % slower in an order without spills (d128, H200, 2026-11-23)
-            paired = rows_are_keys and cols == 128 and not problem.is_fp32
+            paired = sums_pairs and not problem.is_fp32
             self.diagonals = Diagonals(program, cols, rows_are_keys, paired, name="diagonals")
         self.bits = T.alloc_local([-(-cols // 64)], "uint32") if program.bits else None  # of the tile
         self.first_query = self.first_key = 0
@@ -128,8 +137,7 @@ class Traced:
 
     def at_distance(self, function: str, dtype: str, head: Any, distance: Any) -> Any:
         """A function of program_code at a diagonal, which the difference of query and key says."""
-        leaves = 0.0, self.batch[0], head, distance, 0, T.cast(distance, FLOAT), 0.0
-        return T.call_extern(dtype, f"tl_attention_{function}", *leaves, *self.arguments.flat)
+        return at_distance(function, dtype, self.batch[0], head, distance, self.arguments)
 
     @T.inline
     def fetch_diagonals(self, head, query, key, is_needed):

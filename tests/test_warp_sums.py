@@ -1,0 +1,132 @@
+"""Sums along diagonals in the CUDA of the kernels, compiled for the CPU: lanes are threads, tests/native/warp.h has what a warp does."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tilelang")
+
+from tl_attention.kernels.block_sums import ADD_BLOCKS, STEP, SUMS_PER_LANE
+from tl_attention.kernels.diagonals import DIAGONALS, sums_per_lane
+
+NATIVE = Path(__file__).parent / "native"
+STEPS = 3
+
+# Sums of tiles [64 keys, cols] of bf16, as the consumers have them: a line per sum of a lane, slot and number
+CONSUMERS = """
+int main(int, char** files) {
+  static uint16_t tile[64 * COLS];
+  if (std::fread(tile, sizeof tile, 1, std::fopen(files[1], "rb")) != 1) return 1;
+  static float found[128][SUMS];
+  static int slots[128][SUMS];
+  run(4, [&] {
+    int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16 + lane / 4;
+    uint32_t pairs[COLS / 4];
+    uint32_t by_place[COLS / 8 + 1];
+    float sums[SUMS];
+    for (int n = 0; n < COLS / 8; ++n)
+      for (int row = 0; row < 2; ++row) std::memcpy(&pairs[2 * n + row], tile + (first + 8 * row) * COLS + 8 * n + lane % 4 * 2, 4);
+    tl_attention_add_tile<COLS>(by_place, pairs);
+    tl_attention_sum_pairs<COLS>(sums, by_place);
+    for (int i = 0; i < SUMS; ++i) found[threadIdx.x][i] = sums[i], slots[threadIdx.x][i] = tl_attention_summed_slot(i);
+  });
+  for (int thread = 0; thread < 128; ++thread)
+    for (int i = 0; i < SUMS; ++i) std::printf("%d %.9g\\n", slots[thread][i] - 15 - thread / 32 * 16, found[thread][i]);
+}
+"""
+# Sums of steps of 128 queries, as the warpgroup of dQ has them: a line per sum of a lane, distance and number
+WARPGROUP_OF_DQ = """
+int main(int, char** files) {
+  static uint16_t tiles[STEPS][128][128];
+  if (std::fread(tiles, sizeof tiles, 1, std::fopen(files[1], "rb")) != 1) return 1;
+  static float x[128][16], found[STEPS + 1][128][SUMS];
+  static int distances[STEPS + 1][128][SUMS];
+  for (int step = 0; step <= STEPS; ++step) {
+    if (step < STEPS)  // in the layout of 128-byte swizzle, 64 queries and 64 keys side by side
+      for (int key = 0; key < 128; ++key)
+        for (int query = 0; query < 128; ++query) {
+          int place = key / 64 * 16384 + query / 64 * 8192 + key % 64 * 128 + ((query % 64 / 8 ^ key % 8) * 16) + query % 8 * 2;
+          std::memcpy(shared_memory + 1024 + place, &tiles[step][key][query], 2);
+        }
+    run(4, [&] {
+      if (step < STEPS) tl_attention_add_blocks(x[threadIdx.x], 1024);
+      tl_attention_take_sums(found[step][threadIdx.x], x[threadIdx.x]);
+      for (int i = 0; i < SUMS; ++i) distances[step][threadIdx.x][i] = tl_attention_block_distance(step * 128, i);
+    });
+  }
+  for (int step = 0; step <= STEPS; ++step)
+    for (int thread = 0; thread < 128; ++thread)
+      for (int i = 0; i < SUMS; ++i) std::printf("%d %.9g\\n", distances[step][thread][i], found[step][thread][i]);
+}
+"""
+
+
+def for_cpu(code: str) -> str:
+    """The code with calls in place of inline PTX, but for additions to global memory, which are left out."""
+
+    def call(match: re.Match) -> str:
+        text = match[0]
+        name = re.search(r'"(?:\{ \.reg[^;]*; )?(\w+)', text)[1]
+        operands, end = [], 0
+        while found := re.compile(r'"[=+]?[rfl]"\(').search(text, end):
+            depth, end = 1, found.end()
+            while depth:
+                depth += {"(": 1, ")": -1}.get(text[end], 0)
+                end += 1
+            operands.append(text[found.end() : end - 1])
+        known = {"ldmatrix": "ldmatrix", "mma": "mma"}
+        if name == "mov":
+            return f"{operands[0]} = threadIdx.x;"
+        return f"{known[name]}({', '.join(operands)});" if name in known else ";"
+
+    return re.sub(r"asm volatile\(.*?\);(?=\s*\n|\s*[}])", call, code, flags=re.DOTALL)
+
+
+def sums(tmp_path: Path, main: str, sizes: dict[str, int], tiles: np.ndarray) -> dict[int, float]:
+    """Sums by what the lines of `main` say; tiles: bf16 numbers as fp32."""
+    if not shutil.which("g++"):
+        pytest.skip("needs g++")
+    constants = "".join(f"#define {name} {value}\n" for name, value in sizes.items())
+    source, program, numbers = (tmp_path / name for name in ("sums.cc", "sums", "tiles"))
+    source.write_text(f'#include "{NATIVE / "warp.h"}"\n{constants}{for_cpu(DIAGONALS + ADD_BLOCKS)}{main}')
+    subprocess.run(["g++", "-std=c++20", "-O1", "-w", "-pthread", source, "-o", program], check=True)
+    (tiles.view(np.uint32) >> 16).astype(np.uint16).tofile(numbers)
+    lines = subprocess.run([program, numbers], check=True, capture_output=True, text=True).stdout.split("\n")
+    found: dict[int, float] = {}
+    for distance, x in (line.split() for line in lines if line):
+        found[int(distance)] = found.get(int(distance), 0.0) + float(x)
+    return found
+
+
+def check(found: dict[int, float], tiles: np.ndarray, rtol: float) -> None:
+    """tiles: [steps, keys, queries]; distances are query minus key, with steps behind each other."""
+    steps, keys, queries = tiles.shape
+    whole = np.concatenate(list(tiles.astype(np.float64)), axis=1)
+    for distance in range(1 - keys, steps * queries):
+        diagonal = np.diagonal(whole, distance)
+        assert abs(found.pop(distance) - diagonal.sum()) <= rtol * np.abs(diagonal).sum(), distance
+    assert not any(found.values())
+
+
+def bf16(*shape: int) -> np.ndarray:
+    x = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+    return (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@pytest.mark.parametrize("cols", [64, 128])
+def test_consumers_sum_the_diagonals_of_a_tile(cols, tmp_path):
+    tile = bf16(1, 64, cols)
+    found = sums(tmp_path, CONSUMERS, {"COLS": cols, "SUMS": sums_per_lane(cols)}, tile)
+    check(found, tile, 2**-8)  # pairs are added in bf16
+
+
+def test_warpgroup_of_dq_sums_the_diagonals_of_steps(tmp_path):
+    tiles = bf16(STEPS, STEP, STEP)
+    found = sums(tmp_path, WARPGROUP_OF_DQ, {"STEPS": STEPS, "SUMS": SUMS_PER_LANE}, tiles)
+    check(found, tiles, 1e-6)

@@ -1,8 +1,9 @@
 """Sums of dS along diagonals by the warpgroup that computes dQ, on the tensor cores.
 
 A step has a tile dS' [128 keys, 128 queries] in shared memory: 16 x 16 blocks of 8 x 8. The block diagonal d has the blocks whose query
-block minus key block is d. mma.sync adds them up, as a unit matrix times a block is the block. Shuffles then sum the 8 x 8 numbers that are
-left along their diagonals.
+block minus key block is d. mma.sync adds them up, as a unit matrix times a block is the block. That leaves 8 x 8 numbers per block
+diagonal, which shuffles sum along their diagonals. The product of a 0 and a NaN is NaN: a NaN or inf of dS reaches all numbers of its key
+that the same instructions add.
 
 Warp w has the block diagonals d = x and d = x - 16 of x = 4 w to 4 w + 3, so of each x 16 blocks. Where the queries of a step follow those
 of the step before, its d = x - 16 has the distances that d = x had there. So a step completes 128 distances, and passes the sums of
@@ -87,6 +88,7 @@ class BlockSums:
     ):
         (self.gradient,) = problem.program.diagonal_gradients
         self.arguments, self.dS = arguments, dS
+        self.addition = f"tl_attention_add{'_exactly' * problem.program.exact}"
         self.shares_targets = problem.program.shares_targets(self.gradient)
         self.out = arguments.gradients[problem.program.gradients[self.gradient].tensor]
         self.x = T.alloc_local([16], FLOAT)
@@ -130,7 +132,7 @@ class BlockSums:
             T.evaluate(T.call_extern("handle", merge, self.sums.data, self.targets.data))
         for i in T.unroll(SUMS_PER_LANE):
             out = self.out.access_ptr("rw")
-            T.evaluate(T.call_extern("handle", "tl_attention_add", out, self.targets[i], self.sums[i]))
+            T.evaluate(T.call_extern("handle", self.addition, out, self.targets[i], self.sums[i]))
 
     @T.inline
     def end(self):

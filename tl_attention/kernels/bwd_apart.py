@@ -68,8 +68,8 @@ class DqSums:
     """Shared memory in which dQ waits to be added. Needs ADD_BY_TMA."""
 
     def __init__(self, unfenced: bool = False, name: str = "dq_sums"):
-        # A warp puts a fence between its writes and TMA. TileLang 0.1.15 puts another in front of the next wgmma, but for a buffer that is
-        # read. Without it relative biases take 1 % less at d64, 1 % more at d128; attention without options as long (H200, 2026-11-27)
+        # ADD_BY_TMA has the fence that its writes need. For writes to an address TileLang 0.1.15 puts another in front of the next wgmma.
+        # Without that one relative biases take 1 % less at d64, 1 % more at d128, attention without options as long (H200, 2026-11-27)
         self.unfenced = unfenced
         self.tile = T.alloc_shared([ROWS * COLUMNS], "float32")
 
@@ -146,9 +146,8 @@ def add_step(producer, acc_dq, turns, diagonals, step, tile, blocks):
                 clear_accum=w == 0,
             )
         if diagonals is not None and (first_row, first_col) == (0, 0):
-            diagonals.store(
-                diagonals.difference[0]
-            )  # beside the product, as the fence of the next addition waits for it
+            # Beside the product: the fence of the next addition waits until these numbers are in memory
+            diagonals.store(diagonals.difference[0])
         T.wait_wgmma(0)
         if (first_row, first_col) == pieces(producer)[-1]:
             shared.dS.release(step)
@@ -173,8 +172,7 @@ def add_dq(producer: KeyTileProducer) -> None:
     turns = TakenTurns(producer.shared.adding) if config.is_ordered else None
     problem, diagonals = producer.problem, None
     if sums_apart(problem, config):
-        traced, dS = producer.options.traced, producer.shared.dS
-        diagonals = BlockSums(problem, traced, dS, name="diagonals")
+        diagonals = BlockSums(problem, producer.options.traced, producer.shared.dS, name="diagonals")
 
     def for_all_keys(call: Callable[[Any], Any], turn: Any) -> None:
         for w in range(config.warpgroups):

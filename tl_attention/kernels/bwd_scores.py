@@ -57,7 +57,7 @@ def sums_apart(problem: AttnProblem, config: BwdPass) -> bool:
     5.57 -> 5.77 (H200, 2026-11-27).
     """
     sums = problem.is_diagonal_bias and problem.learns_dS and not problem.stores_dS
-    return sums and config.dq_apart and config.block_M == STEP
+    return sums and config.dq_apart and config.block_M == config.block_N == STEP
 
 
 def scale_of_scores(problem: AttnProblem, config: BwdPass, softmax_scale: Any) -> Any:

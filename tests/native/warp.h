@@ -1,4 +1,4 @@
-// CUDA's warps on a CPU, for tests/test_warp_sums.py: a thread per lane, warps one after the other.
+// CUDA's warps on a CPU, for tests/test_warps.py: a thread per lane, warps one after the other.
 
 #include <barrier>
 #include <cmath>

@@ -1,4 +1,4 @@
-"""Sums along diagonals in the CUDA of the kernels, compiled for the CPU: lanes are threads, tests/native/warp.h has what a warp does."""
+"""Values and sums along diagonals in the CUDA of the kernels, compiled for the CPU, where a lane is a thread (native/warp.h)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import pytest
 pytest.importorskip("tilelang")
 
 from tl_attention.kernels.block_sums import ADD_BLOCKS, STEP, SUMS_PER_LANE
+from tl_attention.kernels.diagonal_tables import READ_TABLE
 from tl_attention.kernels.diagonals import DIAGONALS, sums_per_lane
+from tl_attention.program import diagonal_slots, table_slots
 
 NATIVE = Path(__file__).parent / "native"
 STEPS = 3
@@ -65,6 +67,32 @@ int main(int, char** files) {
       for (int i = 0; i < SUMS; ++i) std::printf("%d %.9g\\n", distances[step][thread][i], found[step][thread][i]);
 }
 """
+# Values of the elements of 64 rows where that of slot u is u: a line per element with row, column and slot. First those that each warp
+# keeps, whose slots begin at its last row, then those of a table for ROWS rows
+VALUES = """
+int main() {
+  static float values[2][64][COLS];
+  for (int slot = 0; slot < TABLE_SLOTS; ++slot) tl_attention_set_table<TABLE_SLOTS, 4>(shared_memory + 65536, 5, slot, slot);
+  run(4, [&] {
+    float of_lane[SLOTS / 32];
+    for (int i = 0; i < SLOTS / 32; ++i) of_lane[i] = tl_attention_slot_of_lane(i);
+    tl_attention_keep_diagonals<SLOTS>(shared_memory, of_lane);
+    int lane = threadIdx.x % 32;
+    for (int n = 0; n < COLS / 8; ++n)
+      for (int b = 0; b < 2; ++b)
+        for (int odd = 0; odd < 2; ++odd) {
+          int place = 2 * (n - b + 1) + odd, row = threadIdx.x / 32 * 16 + 8 * b + lane / 4, column = 8 * n + lane % 4 * 2 + odd;
+          values[0][row][column] = tl_attention_diagonal<SLOTS>(shared_memory, place);
+          values[1][row][column] = tl_attention_table_value<TABLE_SLOTS, 4, ROWS>(shared_memory + 65536, 5, place);
+        }
+  });
+  for (auto& of_rows : values)
+    for (auto& row : of_rows) {
+      for (float x : row) std::printf("%g ", x);
+      std::printf("\\n");
+    }
+}
+"""
 
 
 def for_cpu(code: str) -> str:
@@ -80,27 +108,32 @@ def for_cpu(code: str) -> str:
                 depth += {"(": 1, ")": -1}.get(text[end], 0)
                 end += 1
             operands.append(text[found.end() : end - 1])
-        known = {"ldmatrix": "ldmatrix", "mma": "mma"}
         if name == "mov":
             return f"{operands[0]} = threadIdx.x;"
-        return f"{known[name]}({', '.join(operands)});" if name in known else ";"
+        return f"{name}({', '.join(operands)});" if name in ("ldmatrix", "mma") else ";"
 
     return re.sub(r"asm volatile\(.*?\);(?=\s*\n|\s*[}])", call, code, flags=re.DOTALL)
 
 
-def sums(tmp_path: Path, main: str, sizes: dict[str, int], tiles: np.ndarray) -> dict[int, float]:
-    """Sums by what the lines of `main` say; tiles: bf16 numbers as fp32."""
+def output(tmp_path: Path, main: str, sizes: dict[str, int], *arguments: Path) -> np.ndarray:
+    """Numbers that `main` prints, one row per line."""
     if not shutil.which("g++"):
         pytest.skip("needs g++")
     constants = "".join(f"#define {name} {value}\n" for name, value in sizes.items())
-    source, program, numbers = (tmp_path / name for name in ("sums.cc", "sums", "tiles"))
-    source.write_text(f'#include "{NATIVE / "warp.h"}"\n{constants}{for_cpu(DIAGONALS + ADD_BLOCKS)}{main}')
+    source, program = tmp_path / "main.cc", tmp_path / "main"
+    code = for_cpu(DIAGONALS + ADD_BLOCKS + READ_TABLE)
+    source.write_text(f'#include "{NATIVE / "warp.h"}"\n{constants}{code}{main}')
     subprocess.run(["g++", "-std=c++20", "-O1", "-w", "-pthread", source, "-o", program], check=True)
-    (tiles.view(np.uint32) >> 16).astype(np.uint16).tofile(numbers)
-    lines = subprocess.run([program, numbers], check=True, capture_output=True, text=True).stdout.split("\n")
+    text = subprocess.run([program, *arguments], check=True, capture_output=True, text=True).stdout
+    return np.array([[float(x) for x in line.split()] for line in text.splitlines()])
+
+
+def sums(tmp_path: Path, main: str, sizes: dict[str, int], tiles: np.ndarray) -> dict[int, float]:
+    """Sums by what the lines of `main` say; tiles: bf16 numbers as fp32."""
+    (tiles.view(np.uint32) >> 16).astype(np.uint16).tofile(tmp_path / "tiles")
     found: dict[int, float] = {}
-    for distance, x in (line.split() for line in lines if line):
-        found[int(distance)] = found.get(int(distance), 0.0) + float(x)
+    for distance, x in output(tmp_path, main, sizes, tmp_path / "tiles"):
+        found[int(distance)] = found.get(int(distance), 0.0) + x
     return found
 
 
@@ -117,6 +150,15 @@ def check(found: dict[int, float], tiles: np.ndarray, rtol: float) -> None:
 def bf16(*shape: int) -> np.ndarray:
     x = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
     return (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@pytest.mark.parametrize("cols", [64, 128])
+def test_values_are_those_of_the_diagonals_of_their_elements(cols, tmp_path):
+    rows, table_rows = np.arange(64)[:, None], 192
+    sizes = {"COLS": cols, "SLOTS": diagonal_slots(cols), "ROWS": table_rows, "TABLE_SLOTS": table_slots(table_rows, cols)}  # fmt: skip
+    of_warps, of_table = output(tmp_path, VALUES, sizes).reshape(2, 64, cols)
+    assert (of_warps == np.arange(cols) - rows % 16 + 15).all()
+    assert (of_table == np.arange(cols) - rows + table_rows - 1).all()
 
 
 @pytest.mark.parametrize("cols", [64, 128])

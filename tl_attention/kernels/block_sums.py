@@ -5,9 +5,9 @@ block minus key block is d. mma.sync adds them up, as a unit matrix times a bloc
 diagonal, which shuffles sum along their diagonals. The product of a 0 and a NaN is NaN: a NaN or inf of dS reaches all numbers of its key
 that the same instructions add.
 
-Warp w has the block diagonals d = x and d = x - 16 of x = 4 w to 4 w + 3, so of each x 16 blocks. Where the queries of a step follow those
-of the step before, its d = x - 16 has the distances that d = x had there. So a step completes 128 distances, and passes the sums of
-d = x on to the next step.
+Warp w has the block diagonals d = x and d = x - 16 for x = 4 w to 4 w + 3, which are 16 blocks per x. Where the queries of a step follow
+those of the step before, its d = x - 16 has the distances that d = x had there. So a step completes 128 distances, and passes the
+sums of d = x on to the next step.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ TL_DEVICE void tl_attention_take_sums(void *sums, void *x) {
 }
 // q_idx - kv_idx of sum i of this lane. difference: that of the first query and the first key of the tile
 TL_DEVICE int tl_attention_block_distance(int difference, int i) {
-  return difference + tl_attention_thread() / 32 % 4 * 32 - 97 - tl_attention_summed_slot(i);
+  int last_x = tl_attention_thread() / 32 % 4 * 4 + 3;
+  return difference + 8 * (last_x - 16) + 7 - tl_attention_summed_slot(i);  // slot 0: the last query, the first key of a block
 }
 """
 

@@ -3,7 +3,9 @@
 The consumers only share dS' of each step. The product of dQ, its registers and its additions are not theirs. A warp adds 16 rows of 64
 columns at a time: it writes them to shared memory, from where TMA adds them to the sums.
 
-With the schedule ordered it adds in the turns of bwd_order.py. An addition by TMA takes about as long as a step, so those of a step are
+The warpgroup also sums dS along diagonals, for the gradient of a bias per distance at d64 (block_sums.py).
+
+With the schedule ordered a warp adds in the turns of bwd_order.py. An addition by TMA takes about as long as a step, so those of a step are
 announced in the next one.
 """
 

@@ -33,12 +33,7 @@ from tl_attention.kernels.pipeline import alloc_fragments, share, sync_consumers
 from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, indices, softmax_backward
 from tl_attention.kernels.split_tile import split_tile
-from tl_attention.kernels.tiles import (
-    DenseGradTiles,
-    FragmentBlocks,
-    PackedGradTiles,
-    SplitGradTiles,
-)
+from tl_attention.kernels.tiles import DenseGradTiles, FragmentBlocks, PackedGradTiles, SplitGradTiles
 from tl_attention.kernels.traced_arguments import traced_arguments
 from tl_attention.part_configs import splits_keys, stores_key_parts
 from tl_attention.problem import AttnProblem
@@ -90,6 +85,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     one_tile, rounds = config.one_tile, config.rounds(problem)
     dV_beside_dS = makes_dv and (config.one_sum or not dS_in_P)
     by_block = x_parts > 1 and not config.one_sum  # products are summed by block, see products.py
+    scores_first = bwd_tiles.scores_come_first(problem, config)
     v_dot = {"transpose_B": True, "clear_accum": True}  # dP' = V dO'
     linear_bias = config.has_linear_bias(problem)
     k_qt = {**v_dot, "clear_accum": not linear_bias}  # S' = K Q'
@@ -174,8 +170,9 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             bwd_tiles.skip_steps(shared.Q, shared.dO, first, skipped, block_M)
             blocks.skip(skipped)
             begin = first + skipped
-        shared.Q.wait(begin)
-        compute_scores(w, begin, blocks.head, scores, scale_log2, tile, shared, acc_s)
+        if not scores_first:
+            shared.Q.wait(begin)
+            compute_scores(w, begin, blocks.head, scores, scale_log2, tile, shared, acc_s)
         scores.start_transposed(mask, blocks)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         if makes_dk:
@@ -192,10 +189,15 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 shared.Q.read_row_values(step, 0, lse_log2)
             dropout.start()
             dropout.draw(tile.batch * heads + blocks.head, blocks.query, key)
+            if scores_first:
+                shared.Q.wait(step)
+                compute_scores(w, step, blocks.head, scores, scale_log2, tile, shared, acc_s)
             # ptxas serializes all wgmma if S' is read while a GEMM is in flight that was issued in the step before
             T.wait_wgmma(0)  # S', and the last GEMM of the step before
             if after_first(step, begin, dq_row_block):
                 last_read.release(step - 1)
+                if scores_first:
+                    shared.dO.release(step - 1)
 
             # Beside the exponential: dQ = dS K of the step before (of no use in step 0), or dP' = V dO'
             if sums_dq:
@@ -321,15 +323,16 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 fp32.continue_jobs(products, jobs, sums, min(len(started), 2))
 
             # S' = K Q' of the next step, of no use after the last
-            if step + 1 < first + blocks.steps:
-                shared.Q.wait(step + 1)
-            next_head = T.min(blocks.next_head, heads - 1)
-            compute_scores(w, step + 1, next_head, scores, scale_log2, tile, shared, acc_s)
+            if not scores_first:
+                if step + 1 < first + blocks.steps:
+                    shared.Q.wait(step + 1)
+                next_head = T.min(blocks.next_head, heads - 1)
+                compute_scores(w, step + 1, next_head, scores, scale_log2, tile, shared, acc_s)
             if adds_late:
                 scores.add_learned(blocks)
             if x_parts > 1:
                 fp32.finish_jobs(products, jobs, sums, len(products))
-            if makes_dk and makes_dv and not dS_in_P:
+            if makes_dk and makes_dv and not dS_in_P and not scores_first:
                 if not by_block:
                     T.wait_wgmma(3 if linear_bias else 2 * len(products))  # dV
                 shared.dO.release(step)
@@ -348,6 +351,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             wait_for_stores()
         if dynamic:
             last_read.release(first + blocks.steps - 1)
+            if scores_first:
+                shared.dO.release(first + blocks.steps - 1)
             if frees_V:
                 shared.V.release(key_step(config, turn, w))
         if apart or (dynamic and problem.is_fp32):

@@ -10,7 +10,7 @@ import tilelang.language as T
 from tl_attention.kernel_configs import BwdPass, sum_columns
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.block_lists import key_blocks
-from tl_attention.kernels.bwd_tiles import skip_steps, skips_steps
+from tl_attention.kernels.bwd_tiles import scores_come_first, skip_steps, skips_steps
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.linear_bias import alloc_bias_columns, fill_bias_columns
 from tl_attention.kernels.mask import Mask
@@ -58,6 +58,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     roles = Roles(config.warpgroups, config.threads, registers, one_body=False)
     parts, products = problem.parts, problem.products
     by_block = parts > 1 and not config.one_sum  # products are summed by block, see products.py
+    scores_first = scores_come_first(problem, config)
     dq_cols = sum_columns(problem, config) or head_dim  # columns per tile of dQ in registers
     do_vt = {"transpose_B": True, "clear_accum": True}  # dP = dO V^T
     q_kt = {**do_vt, "clear_accum": not problem.bias_is_linear}  # S = Q K^T
@@ -157,9 +158,10 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(query + 63), 0))
             skip_steps(shared.K, shared.V, 0, skipped, block_N)
             begin = skipped
-        shared.K.wait(begin)
-        compute_scores(w, begin, scores, shared, acc_s)
-        T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
+        if not scores_first:
+            shared.K.wait(begin)
+            compute_scores(w, begin, scores, shared, acc_s)
+            T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
         shared.dO.wait(w)
         clear(dq_chunks)
 
@@ -167,6 +169,9 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(step))
             if blocks.listed:
                 blocks.find(step)
+            if scores_first:
+                shared.K.wait(step)
+                compute_scores(w, step, scores, shared, acc_s)
             T.wait_wgmma(0)  # S, and dQ of the previous step
             if step > begin:
                 shared.K.release(step - 1)
@@ -207,9 +212,10 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 multiply(products, lambda i: dS_parts[i], lambda j: shared.K.part(step, j), acc_dq)
 
             # S = Q K^T of the next step, of no use after the last
-            if step + 1 < blocks.steps:
-                shared.K.wait(step + 1)
-            compute_scores(w, step + 1, scores, shared, acc_s)
+            if not scores_first:
+                if step + 1 < blocks.steps:
+                    shared.K.wait(step + 1)
+                compute_scores(w, step + 1, scores, shared, acc_s)
             if by_block:
                 finish_jobs(products, dq_jobs, sums, len(products))
 

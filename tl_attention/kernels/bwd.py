@@ -192,12 +192,13 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if scores_first:
                 shared.Q.wait(step)
                 compute_scores(w, step, blocks.head, scores, scale_log2, tile, shared, acc_s)
+                T.wait_wgmma(2 * len(products))  # dV of the step before; dK and S' go on
+                if step > begin:
+                    shared.dO.release(step - 1)
             # ptxas serializes all wgmma if S' is read while a GEMM is in flight that was issued in the step before
             T.wait_wgmma(0)  # S', and the last GEMM of the step before
             if after_first(step, begin, dq_row_block):
                 last_read.release(step - 1)
-                if scores_first:
-                    shared.dO.release(step - 1)
 
             # Beside the exponential: dQ = dS K of the step before (of no use in step 0), or dP' = V dO'
             if sums_dq:

@@ -6,8 +6,7 @@ The producer warp fills rings of Q and dO tiles by TMA. dQ is added from registe
 
 bwd_delta.py computes Lse_log2 and Delta first; bwd_sum.py converts dQ_sum to dQ at the end, or warps of the pass do (bwd_round.py). In fp32
 dQ' = K' dS' is added to dQ itself. Where one tile has all keys of a head, dQ of a step is whole and is stored (bwd_one_tile.py).
-A pass computes only one or two of the three gradients if registers do not hold dK and dV together, or if dQ must not depend on the order
-of additions. Each pass computes S'.
+A pass computes one or two of the gradients if registers do not hold dK and dV together, or if dQ must be reproducible. Each computes S'.
 """
 
 import functools
@@ -185,16 +184,17 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             fp32.clear(dv_chunks)
 
         for step in T.serial(begin, first + blocks.steps):
+            if scores_first:
+                shared.Q.wait(step)
+                compute_scores(w, step, blocks.head, scores, scale_log2, tile, shared, acc_s)
+                if not dS_in_P:
+                    T.wait_wgmma(2 * len(products))  # dV of the step before; dK and S' go on
+                    if step > begin:
+                        shared.dO.release(step - 1)
             if prefetch_lse:
                 shared.Q.read_row_values(step, 0, lse_log2)
             dropout.start()
             dropout.draw(tile.batch * heads + blocks.head, blocks.query, key)
-            if scores_first:
-                shared.Q.wait(step)
-                compute_scores(w, step, blocks.head, scores, scale_log2, tile, shared, acc_s)
-                T.wait_wgmma(2 * len(products))  # dV of the step before; dK and S' go on
-                if step > begin:
-                    shared.dO.release(step - 1)
             # ptxas serializes all wgmma if S' is read while a GEMM is in flight that was issued in the step before
             T.wait_wgmma(0)  # S', and the last GEMM of the step before
             if after_first(step, begin, dq_row_block):
@@ -352,7 +352,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             wait_for_stores()
         if dynamic:
             last_read.release(first + blocks.steps - 1)
-            if scores_first:
+            if scores_first and not dS_in_P:
                 shared.dO.release(first + blocks.steps - 1)
             if frees_V:
                 shared.V.release(key_step(config, turn, w))

@@ -58,11 +58,13 @@ def skips_steps(problem: AttnProblem, config: BwdPass) -> bool:
 def scores_come_first(problem: AttnProblem, config: BwdPass) -> bool:
     """True if a step issues its own S first. Else the step before issues it, and the last step issues an S of no use.
 
-    Only in two passes with one_sum. 16 x 16 x 1024 of d128 causal in fp32, high, takes 1.378 ms in place of 1.417, without a mask 2.219 in
-    place of 2.248 (H200, 2026-11-27).
+    In two passes with one_sum: 16 x 16 x 1024 of d128 causal in fp32, high, takes 1.350 ms in place of 1.384. In causal passes of d64 that
+    round dq: 16 x 32 x 1024 of bf16 takes 0.501 ms in place of 0.516. d128 in bf16 gains nothing (H200, 2026-11-27).
     """
-    two_passes = config.grads == "dq" or (config.grads == "dk+dv" and not config.reuse_registers)
-    return problem.is_fp32 and config.one_sum and two_passes
+    if problem.is_fp32:
+        two_passes = config.grads == "dq" or (config.grads == "dk+dv" and not config.reuse_registers)
+        return config.one_sum and two_passes
+    return config.rounds_dq and problem.head_dim == 64 and not problem.options and is_plain_causal(problem)
 
 
 @T.macro

@@ -184,7 +184,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             fp32.clear(dv_chunks)
 
         for step in T.serial(begin, first + blocks.steps):
-            if scores_first:
+            if scores_first:  # S' = K Q'
                 shared.Q.wait(step)
                 compute_scores(w, step, blocks.head, scores, scale_log2, tile, shared, acc_s)
                 if not dS_in_P:

@@ -169,7 +169,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(step))
             if blocks.listed:
                 blocks.find(step)
-            if scores_first:
+            if scores_first:  # S = Q K^T
                 shared.K.wait(step)
                 compute_scores(w, step, scores, shared, acc_s)
             T.wait_wgmma(0)  # S, and dQ of the previous step

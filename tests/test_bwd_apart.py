@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_bwd import run
@@ -12,6 +14,7 @@ from tl_attention.kernels.bwd_warps import pass_roles
 from tl_attention.kernels.pipeline import APART_REGISTERS, FOUR_WARPS_REGISTERS
 from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.legality import fault
+from tl_attention.options import Options
 from tl_attention.problem import AttnProblem
 from tl_attention.target import REGISTERS
 from tl_attention.testing.inputs import make_dout, make_inputs
@@ -34,6 +37,22 @@ def test_a_third_warpgroup_fits(schedule, width):
     producer, consumers, third = APART_REGISTERS
     assert WARPGROUP * (producer + 2 * consumers + third) <= REGISTERS
     assert fault(AttnProblem("bfloat16", width, width, True), config) is None
+
+
+CAPPED = AttnProblem("bfloat16", 64, 64, True, ("softcap",))
+
+
+def capped(schedule: str, rounds_dq: bool = False) -> BwdConfig:
+    one = BwdPass("dq+dk+dv", 64, 128, 4, 4, True, "apart", schedule, rounds_dq=rounds_dq)
+    return BwdConfig((one,))
+
+
+def test_softcaps_of_d64_have_steps_of_64_queries():
+    for config in (capped("dynamic-late"), capped("split"), capped("split", rounds_dq=True)):
+        assert fault(CAPPED, config) is None
+        assert "d64 in steps of 128 queries" in fault(AttnProblem("bfloat16", 64, 64, True), config)
+    assert "got d64 in steps of 128" in fault(CAPPED, apart("split", 64))
+    assert "another option" in fault(replace(CAPPED, head_dim=128, head_dim_v=128), capped("dynamic-late"))
 
 
 def test_additions_in_turns_are_deterministic():
@@ -100,3 +119,26 @@ def test_gradients_in_turns_have_the_same_bits(width, causal):
     first = gradients()
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(gradients(), first, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("schedule", ["dynamic-late", "split", "rounds-dq"])
+@pytest.mark.parametrize("sizes", [(2, 12, 4, 1000, 1031), (30, 4, 4, 600, 600), (1, 1, 1, 1, 77)], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_gradients_of_softcaps_match_those_of_another_order(causal, sizes, schedule):
+    """Scores reach three times the cap."""
+    shape = Shape(*sizes, 64, 64, causal)
+    q, k, v = make_inputs(shape, torch.bfloat16)
+    dout = make_dout(shape, torch.bfloat16)
+    options = Options(softcap=1.5)
+    out, lse = launch.forward(q, k, v, 0.125, causal, False, options=options)
+    config = capped("split", rounds_dq=True) if schedule == "rounds-dq" else capped(schedule)
+    other = BwdConfig((BwdPass("dq+dk+dv", 128, 128, 3, 2, True),))
+    found, wanted = (
+        launch.backward(dout, q, k, v, out, lse, 0.125, causal, False, options=options, config=x)
+        for x in (config, other)
+    )
+    for name, grad, same in zip(("dq", "dk", "dv"), found, wanted, strict=True):
+        torch.testing.assert_close(
+            grad, same, rtol=2**-7, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -424,18 +424,19 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
             else "with another program than a bias or a mask, without an order, or where no dq is summed"
         )
         return f"schedule: expected {' or '.join(schedules)} {where}, got {bwd_pass.schedule!r}"
+    has_softcap = problem.has("softcap") and problem.width == "d64"
     others = {*problem.served_as.options} - {"sink", "varlen", "window", "alibi"}
+    others -= {"softcap"} if has_softcap else set()
     other_program = problem.program is not None and not (problem.is_mask_of_bits or problem.is_diagonal_bias)
     if bwd_pass.dq_apart and (others or other_program or bwd_pass.one_tile):
         where = "one_tile, another option than sink, varlen, window or alibi, or another program than a block mask or a bias per distance"
         return f"order: expected another than 'apart' with {where}, got 'apart'"
     if bwd_pass.dq_apart and bwd_pass.schedule not in ("dynamic", "dynamic-late", "split", "ordered"):
         return f"order: expected another than 'apart' with the schedule {bwd_pass.schedule}, got 'apart'"
-    if bwd_pass.dq_apart and (problem.width, bwd_pass.block_M) not in (("d64", 128), ("d128", 64)):
-        got = f"{problem.width} in steps of {bwd_pass.block_M}"
-        return (
-            f"order: expected 'apart' for d64 in steps of 128 queries or d128 in steps of 64 alone, got {got}"
-        )
+    apart_step = {"d64": 64 if has_softcap else 128, "d128": 64}.get(problem.width)
+    if bwd_pass.dq_apart and bwd_pass.block_M != apart_step:
+        wanted = "d64 in steps of 128 queries, of 64 with a softcap, or d128 in steps of 64 alone"
+        return f"order: expected 'apart' for {wanted}, got {problem.width} in steps of {bwd_pass.block_M}"
     schedule = "dynamic-late" if problem.has("varlen") else "split"
     if bwd_pass.rounds_dq and not (bwd_pass.dq_apart and bwd_pass.schedule == schedule):
         got = f"the order {bwd_pass.order!r} and the schedule {bwd_pass.schedule}"
@@ -463,7 +464,7 @@ def _bwd_schedules(problem: AttnProblem) -> tuple[str, ...]:
     """Schedules of a pass by keys that makes all gradients in an order."""
     if problem.program is None:
         options = {*problem.served_as.options} - {"sink"}
-        if options in ({"window"}, {"alibi"}):
+        if options in ({"window"}, {"alibi"}, {"softcap"}):
             return "grid", "dynamic-late", "split"
         return ("grid", "dynamic-late") if options else BWD_SCHEDULES
     if problem.learns_bias:

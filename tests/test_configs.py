@@ -254,14 +254,14 @@ def passes(*texts: str) -> BwdConfig:
         (
             replace(D128, options=("softcap",)),
             passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
-            "order: expected another than 'apart' with one_tile, another option than sink, varlen, window or alibi, or another program "
-            "than a block mask or a bias per distance, got 'apart'",
+            "order: expected another than 'apart' with one_tile, another option than sink, varlen, window, alibi or, at d64, softcap, "
+            "or another program than a block mask or a bias per distance, got 'apart'",
         ),
         (
             replace(D128, options=("window", "placed")),
             passes("dq+dk+dv 64x128 reuse apart dynamic-late"),
-            "order: expected another than 'apart' with one_tile, another option than sink, varlen, window or alibi, or another program "
-            "than a block mask or a bias per distance, got 'apart'",
+            "order: expected another than 'apart' with one_tile, another option than sink, varlen, window, alibi or, at d64, softcap, "
+            "or another program than a block mask or a bias per distance, got 'apart'",
         ),
         (
             D64,

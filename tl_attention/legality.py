@@ -424,16 +424,18 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
             else "with another program than a bias or a mask, without an order, or where no dq is summed"
         )
         return f"schedule: expected {' or '.join(schedules)} {where}, got {bwd_pass.schedule!r}"
-    has_softcap = problem.has("softcap") and problem.width == "d64"
-    others = {*problem.served_as.options} - {"sink", "varlen", "window", "alibi"}
-    others -= {"softcap"} if has_softcap else set()
+    taken = {"sink", "varlen", "window", "alibi"} | ({"softcap"} if problem.width == "d64" else set())
+    others = {*problem.served_as.options} - taken
     other_program = problem.program is not None and not (problem.is_mask_of_bits or problem.is_diagonal_bias)
     if bwd_pass.dq_apart and (others or other_program or bwd_pass.one_tile):
-        where = "one_tile, another option than sink, varlen, window or alibi, or another program than a block mask or a bias per distance"
+        where = (
+            "one_tile, another option than sink, varlen, window, alibi or, at d64, softcap, or another program than a block mask or a "
+            "bias per distance"
+        )
         return f"order: expected another than 'apart' with {where}, got 'apart'"
     if bwd_pass.dq_apart and bwd_pass.schedule not in ("dynamic", "dynamic-late", "split", "ordered"):
         return f"order: expected another than 'apart' with the schedule {bwd_pass.schedule}, got 'apart'"
-    apart_step = {"d64": 64 if has_softcap else 128, "d128": 64}.get(problem.width)
+    apart_step = {"d64": 64 if problem.has("softcap") else 128, "d128": 64}.get(problem.width)
     if bwd_pass.dq_apart and bwd_pass.block_M != apart_step:
         wanted = "d64 in steps of 128 queries, of 64 with a softcap, or d128 in steps of 64 alone"
         return f"order: expected 'apart' for {wanted}, got {problem.width} in steps of {bwd_pass.block_M}"

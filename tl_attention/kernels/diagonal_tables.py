@@ -41,7 +41,7 @@ class DiagonalTables:
     def __init__(self, block_M: int, block_N: int, consumer_warps: int, name: str = "tables"):
         self.block_M, self.slots = block_M, table_slots(block_M, block_N)
         self.ring = SharedBytes(4 * TABLES * (2 * self.slots + 16), name="tables").bytes
-        # Those that a lane beside the producer computes
+        # Values of a table that one lane computes
         self.values = T.alloc_local([-(-self.slots // (32 * TABLE_WARPS))], FLOAT)
         self.full = T.alloc_barrier([TABLE_WARPS] * TABLES)  # the table has been computed
         self.empty = T.alloc_barrier([consumer_warps] * TABLES)  # every consumer warp is done with it

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import and_masks, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 import tl_attention
@@ -341,14 +341,52 @@ def test_flex_says_what_it_recognizes(monkeypatch, capsys):
 
 
 def test_flex_knows_lists_that_were_made_from_the_mask():
-    """A BlockMask of another origin may hide more than its mask_mod does."""
     made = tl_attention.create_block_mask(causal, None, None, 8, 8, device="cpu")
-    theirs = create_block_mask(causal, None, None, 8, 8, device="cpu")
-    assert kept_mask(made).follow(causal) and not kept_mask(theirs).follow(causal)
+    assert kept_mask(made).follow(causal)
     assert not kept_mask(made).follow(lambda b, h, q, k: q >= 0)
     made.kv_num_blocks.zero_()
     assert not kept_mask(made).follow(causal)
     assert tl_attention.create_block_mask(causal, None, None, 8, 8, device="cpu").kv_num_blocks.item() == 1
+
+
+def near(b, h, q, k):
+    return (q - k >= 0) & (q - k < 300)
+
+
+@pytest.mark.parametrize("mask_mod", [causal, near])
+@pytest.mark.parametrize("lengths", [(512, 512), (300, 700), (700, 300)], ids=str)
+@pytest.mark.parametrize("separate", [True, False])
+def test_flex_compares_lists_of_another_origin_with_the_mask(mask_mod, lengths, separate):
+    theirs = create_block_mask(mask_mod, 2, None, *lengths, device="cpu", separate_full_blocks=separate)
+    assert kept_mask(theirs).follow(mask_mod)
+    assert not kept_mask(theirs).follow(lambda b, h, q, k: q >= k - 200)  # shows blocks that are not listed
+    assert kept_mask(theirs).follow(lambda b, h, q, k: (q >= k) & (q - k < 10)) == (
+        not separate
+    )  # full blocks
+    theirs.kv_num_blocks[0, 0, 0] -= 1
+    assert not kept_mask(theirs).follow(mask_mod)
+
+
+def test_flex_keeps_the_lists_of_other_masks():
+    document = torch.arange(512) // 100
+    for mask_mod in (
+        lambda b, h, q, k: document[q] == document[k],
+        lambda b, h, q, k: (q >= k) | (k < 70),
+    ):
+        theirs = create_block_mask(mask_mod, None, None, 512, 512, device="cpu")
+        assert not kept_mask(theirs).follow(mask_mod)
+    causal_blocks = create_block_mask(causal, None, None, 512, 512, device="cpu")
+    all_shown = BlockMask.from_kv_blocks(causal_blocks.kv_num_blocks, causal_blocks.kv_indices)
+    assert not kept_mask(all_shown).follow(all_shown.mask_mod)
+
+
+def test_flex_runs_a_mask_of_torch_as_an_option(monkeypatch, capsys):
+    monkeypatch.setenv("TL_ATTENTION_PRINT_CONFIGS", "1")
+    q, k, v = (torch.randn(1, 2, 300, 8) for _ in range(3))
+    block_mask = create_block_mask(causal, None, None, 300, 300, device="cpu")
+    found = flex_attention(q, k, v, block_mask=block_mask, precision="highest")
+    assert "-> causal=True (recognized)" in capsys.readouterr().err
+    torch.testing.assert_close(found, flex_attention(q, k, v, mask_mod=causal, precision="highest"))
 
 
 @pytest.mark.parametrize(

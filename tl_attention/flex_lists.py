@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from tl_attention.block_masks import ListsState, mask_of_lists
-from tl_attention.launch.block_lists import BlockLists, block_states
+from tl_attention.checks.transforms import ARGUMENT_ERRORS
+from tl_attention.launch.block_lists import FULL, HIDDEN, BlockLists, block_states
 from tl_attention.program import Call, Program
-from tl_attention.tracing.builtin_options import program_with_bits
-from tl_attention.tracing.captures import versions
-from tl_attention.tracing.intervals import stream_of
+from tl_attention.tracing.builtin_options import program_with_bits, seen_distances
+from tl_attention.tracing.captures import Captures, versions
+from tl_attention.tracing.intervals import Blocks, distance_bounds, stream_of
 
 MAX_LISTS = 8  # of one mask, for other batches and heads
+MAX_COMPARED = 64  # functions that the lists of one mask were compared with
 _kept: weakref.WeakKeyDictionary[Any, KeptMask] = weakref.WeakKeyDictionary()
 
 
@@ -38,6 +40,7 @@ class KeptMask:
         tensors = [x if x is None else (type(x), x.shape, x.dtype, x.device) for x in self._state.tensors]
         self.facts = self._size, self._lengths, *tensors
         self._made: dict[tuple[int, int], tuple[int, BlockLists]] = {}
+        self._compared: dict[tuple, bool] = {}  # key of a mask_mod -> True if the lists are those of it
 
     def is_of(self, block_mask: Any) -> bool:
         """True if the lists are those of the block mask, without a change since."""
@@ -49,8 +52,41 @@ class KeptMask:
         )
 
     def follow(self, mask_mod: Callable) -> bool:
-        """True if the lists were made here from a mask_mod, so that it alone says what is hidden."""
-        return self._mask_of_lists is not None and mask_mod is self._mask_of_lists
+        """True if the lists are those of a mask_mod, so that it alone says what is hidden.
+
+        Lists that were not made here are compared with a mask of q_idx - kv_idx at their first call, and the host waits for the result. In
+        a CUDA graph capture, where it cannot, the answer is no.
+        """
+        if self._mask_of_lists is not None:
+            return mask_mod is self._mask_of_lists
+        captures = Captures.of(mask_mod)
+        if captures is None or captures.tensors:
+            return False
+        found = self._compared.get(captures.key)
+        if found is None:
+            if stream_of(self._state.tensors[0].device) is None:
+                return False
+            found = self._show(mask_mod)
+            if len(self._compared) >= MAX_COMPARED:
+                self._compared.clear()
+            self._compared[captures.key] = found
+        return found
+
+    def _show(self, mask_mod: Callable) -> bool:
+        """True if the lists show what a mask of q_idx - kv_idx alone shows; False for another mask."""
+        # Here, as the tools of torch that it needs take time to import
+        from tl_attention.tracing.trace import trace
+
+        size, lengths, device = self._size, self._lengths, self._state.tensors[0].device
+        try:
+            distances = seen_distances(trace(None, mask_mod, False), max(lengths))
+        except ARGUMENT_ERRORS:  # the checks of the call refuse the function
+            return False
+        if distances is None:
+            return False
+        full, empty = distance_bounds(*distances, Blocks(1, 1, *lengths, *size, device))
+        states = block_states(*self._state.tensors, -(-lengths[1] // size[1]))
+        return bool((((states != HIDDEN) | empty) & ((states != FULL) | full)).all())
 
     def lists(self, batch: int, heads: int) -> BlockLists:
         """Lists of the kernels, made at the first call on a stream."""

@@ -26,7 +26,7 @@ from tl_attention.kernel_configs import (
     JvpConfig,
 )
 from tl_attention.options import Cache, Options
-from tl_attention.problem import DECODE_TILE_WIDTHS, DIRECTIONS, SPLIT_BUCKET, AttnProblem
+from tl_attention.problem import DECODE_TILE_WIDTHS, DIRECTIONS, SPLIT_BUCKET, WIDE_BUCKET, AttnProblem
 from tl_attention.target import DEFAULT_GPU
 from tl_attention.tuning import autotune
 from tl_attention.tuning.results import Attempt
@@ -411,6 +411,7 @@ def test_compile_of_shapes_covers_all_lengths(compiled):
         *configs.option_config(problem, "1k").kernels(problem),
         *configs.option_config(problem, "4k").kernels(problem),
         *configs.option_config(problem, SPLIT_BUCKET).kernels(problem),
+        *configs.option_config(problem, WIDE_BUCKET).kernels(problem),
         *configs.option_config(without_sink, "1k", "bwd").kernels(without_sink),
     ]
     assert compiled == expected

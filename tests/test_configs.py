@@ -39,6 +39,7 @@ from tl_attention.problem import (
     WIDE_TILE_BUCKET,
     AttnProblem,
     buckets,
+    option_buckets,
     tile_widths,
     tuning_key,
 )
@@ -461,7 +462,7 @@ def test_every_option_line_serves_something_and_the_last_serves_all(width, direc
         places = ((), ("placed",)) if "window" in options else ((),)
         for wanted, place, dtype in itertools.product(directions, places, HALF_DTYPES):
             problem = AttnProblem(dtype, head_dim, head_dim_v, False, (*options, *place))
-            for bucket in buckets(wanted):
+            for bucket in option_buckets(wanted, options):
                 line = next(line for line in lines if line.miss(problem, wanted, bucket) is None)
                 assert set(options) <= set(line.serves)
                 served[line.name] = line

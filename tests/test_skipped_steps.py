@@ -1,4 +1,4 @@
-"""Steps of a causal forward that no query of a warpgroup needs: their number, and on a GPU results without them."""
+"""Steps of a forward under a mask that no query of a warpgroup needs: their number, and on a GPU results without them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from test_fwd import run
+from test_options import Case, check
 
+from tl_attention import configs
 from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels.mask import hides_steps
-from tl_attention.problem import AttnProblem
+from tl_attention.launch import fwd
+from tl_attention.options import Options
+from tl_attention.problem import SPLIT_BUCKET, WIDE_BUCKET, AttnProblem
 from tl_attention.testing.shapes import Shape
 
 
@@ -54,7 +58,70 @@ def test_skipped_steps_hold_no_key_that_a_warpgroup_sees(blocks, seqlen_q, seqle
 def test_tiles_that_skip_steps(block_M, block_N, hides):
     assert hides_steps(AttnProblem("bfloat16", 64, 64, True), block_M, block_N, 2) == hides
     assert not hides_steps(AttnProblem("bfloat16", 64, 64, False), block_M, block_N, 2)
-    assert not hides_steps(AttnProblem("bfloat16", 64, 64, False, ("window",)), block_M, block_N, 2)
+    window = AttnProblem("bfloat16", 64, 64, False, ("window",))
+    assert hides_steps(window, block_M, block_N, 2) == (block_M == 192 and block_N > 32)
+
+
+@given(st.tuples(st.integers(-50, 900), st.integers(-50, 900)), st.integers(1, 900), st.integers(1, 900))
+def test_steps_that_a_warpgroup_skips_under_a_window_hold_no_key_that_it_sees(window, seqlen_q, seqlen_k):
+    """mask.KeyBlocks in Python, for tiles of 192 queries and 128 keys."""
+    left, right = window
+    block_M, block_N, offset = 192, 128, seqlen_k - seqlen_q
+
+    def last_key(query):
+        return min(query + offset + right, seqlen_k - 1)
+
+    for first_query in range(0, seqlen_q, block_M):
+        first_block = max(first_query + offset - left, 0) // block_N
+        steps = max(-(-max(last_key(first_query + block_M - 1) + 1, 0) // block_N) - first_block, 1)
+        last_block = first_block + steps - 1
+        for query in range(first_query, first_query + block_M, 64):
+            hidden = max(min(last_block - max(last_key(query + 63), 0) // block_N, steps - 1), 0)
+            left_over = steps - hidden
+            last = max(min(max(query + offset - left, 0) // block_N - first_block, left_over - 1), 0)
+            begin, end = (first_block + last) * block_N, (last_block - hidden + 1) * block_N
+            assert end > begin
+            for row in range(query, min(query + 64, seqlen_q)):
+                seen = max(row + offset - left, 0), last_key(row)
+                assert seen[0] > seen[1] or (begin <= seen[0] and seen[1] < end)
+
+
+def test_wide_windows_have_tiles_of_three_warpgroups():
+    for options in (("window",), ("window", "sink"), ("window", "softcap")):
+        problem = AttnProblem("bfloat16", 64, 64, False, options)
+        assert configs.pick_config(problem, WIDE_BUCKET, "NVIDIA H200")[0].block_M == 192
+        assert configs.pick_config(problem, "long", "NVIDIA H200")[0].block_M == 128
+    others = (
+        ("float16", 64, ("window",)),
+        ("bfloat16", 64, ("window", "alibi")),
+        ("bfloat16", 128, ("window",)),
+    )
+    for dtype, width, options in others:
+        problem = AttnProblem(dtype, width, width, False, options)
+        wide, long = (
+            configs.pick_config(problem, bucket, "NVIDIA H200")[0] for bucket in (WIDE_BUCKET, "long")
+        )
+        assert wide == long
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "window", "bucket"),
+    [
+        (8, 4500, (511, 0), "long"),
+        (8, 4500, (512, 0), WIDE_BUCKET),
+        (8, 4500, (256, 256), WIDE_BUCKET),
+        (8, 4500, (-1, 100), WIDE_BUCKET),
+        (8, 2000, (512, 0), WIDE_BUCKET),
+        (32, 1024, (512, 0), "1k"),
+        (1, 4500, (2000, 0), SPLIT_BUCKET),
+    ],
+)
+def test_buckets_of_windows(batch, length, window, bucket):
+    sizes = fwd.FwdSizes(batch, 1 if bucket == SPLIT_BUCKET else 16, 1, length, length, 64, 64)
+    for num_splits in (0, 1):
+        options = Options(window=window, num_splits=num_splits)
+        found = fwd._splits_and_bucket(sizes, options, 132, False, False)[1]
+        assert found == bucket or (num_splits == 1 and bucket == SPLIT_BUCKET and found == WIDE_BUCKET)
 
 
 CONFIGS = [
@@ -76,3 +143,18 @@ CONFIGS = [
 )
 def test_causal_forwards_match_the_reference(config, lengths):
     run(Shape.parse(f"3,40,40,{lengths},64,causal"), torch.bfloat16, config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "window", [(100, 30), (0, 0), (700, 0), (63, 64), (600, 1500), (0, 300), (3000, 3000)], ids=str
+)
+@pytest.mark.parametrize("lengths", [(1000, 1000), (129, 700), (700, 129), (1, 1000), (2300, 2500)], ids=str)
+@pytest.mark.parametrize("names", ["window", "window sink", "window softcap"])
+def test_windows_match_the_reference(names, lengths, window):
+    """More tiles than SMs, which CTAs compute one after another."""
+    seqlen_q, seqlen_k = lengths
+    options = {"heads": 16, "heads_kv": 4, "batch": 3, "window": window}
+    case = Case(64, 64, False, tuple(names.split()), seqlen_q=seqlen_q, seqlen_k=seqlen_k, **options)
+    config = FwdConfig(192, 128, schedule="dynamic", q_stages=2, hold_max=True, ping_pong=True)
+    check(case, config=config)

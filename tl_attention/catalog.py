@@ -20,6 +20,7 @@ from tl_attention.problem import (
     buckets,
     decode_problem,
     dtypes,
+    option_buckets,
     tile_widths,
 )
 
@@ -119,7 +120,7 @@ def _kernels_with(options: tuple[str, ...], section: str) -> Iterator[tuple[Attn
     widths = ((name, width) for name in names for width in tile_widths(direction, name))
     for (dtype, width), causal in itertools.product(widths, masks):
         problem = AttnProblem(dtype, *width, causal, options)
-        for bucket in buckets(direction):
+        for bucket in option_buckets(direction, options):
             config = configs.option_config(problem, bucket, direction)
             for form in config.paged_forms(problem) if section == "paged" else [config]:
                 if legality.fault(problem, form, direction) is None:

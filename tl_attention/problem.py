@@ -87,6 +87,8 @@ ROWS_BUCKET, ROWS_OF_BUCKET = "256", (*range(65, 129), *range(193, 257))
 FEW_BUCKET = "few"
 # Another, without tuned rows: block masks with bits whose blocks tiles of program.JOINED_ROWS queries join at little cost
 JOINED_BUCKET = "joined"
+# Another, without tuned rows: windows of more than WIDE_WINDOW keys, in more keys than the bucket 1k has
+WIDE_BUCKET, WIDE_WINDOW = "wide", 512
 # One more bucket of the deterministic backward: query heads that share key heads. Additions to dq in a fixed order wait long there
 SHARED_BUCKET = "shared"
 # Further buckets of the other backwards, one per length bucket: query heads that share key heads
@@ -445,6 +447,21 @@ def buckets(direction: str) -> tuple[str, ...]:
         "bwd_det": (TILE_BUCKET, WIDE_TILE_BUCKET, SHARED_BUCKET),
     }
     return *BUCKETS, *more[direction]
+
+
+def option_buckets(direction: str, options: Iterable[str]) -> tuple[str, ...]:
+    """The buckets of a problem with options: of a forward with a window also WIDE_BUCKET."""
+    return *buckets(direction), *([WIDE_BUCKET] if direction == "fwd" and "window" in options else [])
+
+
+def window_bucket(bucket: str, options: Iterable[str], window_keys: int) -> str:
+    """Bucket of a forward whose lengths have `bucket`: WIDE_BUCKET for a window of more than WIDE_WINDOW keys.
+
+    Args:
+        window_keys: keys in the window.
+    """
+    is_wide = "window" in options and "placed" not in options and window_keys > WIDE_WINDOW
+    return WIDE_BUCKET if is_wide and bucket in BUCKETS[1:] else bucket
 
 
 def length_bucket(seqlen_k: int) -> str:

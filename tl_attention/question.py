@@ -15,6 +15,7 @@ from tl_attention import configs, gpus, legality
 from tl_attention.gpus import Gpu
 from tl_attention.kernel_configs import DecodeConfig, page_rows
 from tl_attention.problem import (
+    BUCKETS,
     DECODE,
     DECODE_OPTIONS,
     DECODE_TILE_WIDTHS,
@@ -25,12 +26,13 @@ from tl_attention.problem import (
     OPTIONS,
     SHORT_BUCKET,
     SPLIT_BUCKET,
+    WIDE_BUCKET,
     AttnProblem,
-    buckets,
     bwd_bucket,
     decode_problem,
     dtypes,
     length_bucket,
+    option_buckets,
     tile_widths,
 )
 from tl_attention.target import DEFAULT_GPU, gpu_name, is_hopper
@@ -38,7 +40,9 @@ from tl_attention.target import DEFAULT_GPU, gpu_name, is_hopper
 SIZES = ("seqlen_q", "seqlen_k", "batch", "heads", "heads_kv", "page_size")
 MASKS = ("full", "causal")
 GPU_HELP = f"a Hopper GPU, such as H100 or its name in torch; default: this GPU, else {DEFAULT_GPU}"
-NAMED_BUCKETS = tuple(dict.fromkeys(bucket for direction in DIRECTIONS for bucket in buckets(direction)))
+NAMED_BUCKETS = tuple(
+    dict.fromkeys(bucket for direction in DIRECTIONS for bucket in option_buckets(direction, OPTIONS))
+)
 
 
 @dataclass
@@ -175,7 +179,7 @@ def check_head_dims(head_dim: int, head_dim_v: int, direction: str, dtype: str =
 
 def _buckets(question: Question, problem: AttnProblem, direction: str, gpu: Gpu) -> Sequence[str]:
     """The buckets a question is about: the one it names, those that its sizes leave possible, or all."""
-    known, sizes = buckets(direction), question.sizes
+    known, sizes = option_buckets(direction, problem.options), question.sizes
     if question.bucket:
         if question.bucket not in known:
             raise ValueError(
@@ -198,16 +202,21 @@ def _buckets(question: Question, problem: AttnProblem, direction: str, gpu: Gpu)
         return [by_length, SPLIT_BUCKET]
     from tl_attention import launch
 
+    of_window = (
+        [WIDE_BUCKET] if "window" in problem.options and by_length in BUCKETS[1:] else []
+    )  # of one of unknown size
+
     seqlen_q, shares = sizes.get("seqlen_q", sizes["seqlen_k"]), launch.splits.sharing(problem, gpu.name)
     if {"batch", "heads"} <= sizes.keys():
         counts = sizes["batch"], sizes["heads"]
-        return [launch.splits.fwd_bucket(*counts, seqlen_q, sizes["seqlen_k"], gpu.sms, shares)]
+        whole = launch.splits.fwd_bucket(*counts, seqlen_q, sizes["seqlen_k"], gpu.sms, shares)
+        return [whole, *(of_window if whole == by_length else [])]
     whole = launch.splits.fwd_bucket(
         gpu.sms, 1, seqlen_q, sizes["seqlen_k"], gpu.sms
     )  # a CTA per SM: no split
     if whole == SHORT_BUCKET:
         return [whole]
-    return [whole, SPLIT_BUCKET, FEW_BUCKET] if shares else [whole, SPLIT_BUCKET]
+    return [whole, *of_window, SPLIT_BUCKET, *([FEW_BUCKET] if shares else [])]
 
 
 def _answer_decode(question: Question) -> Iterator[str]:

@@ -37,6 +37,7 @@ from tl_attention.problem import (
     bwd_bucket,
     decode_problem,
     length_bucket,
+    window_bucket,
 )
 from tl_attention.round_configs import ring_tiles, slots_of
 from tl_attention.testing import counts
@@ -187,6 +188,7 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
     if not shape.is_varlen:
         sizes = shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k
         bucket = splits.fwd_bucket(*sizes, gpu.sms, splits.sharing(problem, gpu.name))
+        bucket = window_bucket(bucket, problem.options, shape.window_keys)
     choice = configs.choose_config(problem, functions.fwd_bucket(asked, bucket), gpu.name, direction)
     config: FwdConfig = choice.config
     by_sequence, heads, alike, cut = _steps_of(shape, asked, config.block_M, config.block_N, by_keys=False)

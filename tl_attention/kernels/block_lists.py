@@ -14,8 +14,9 @@ from typing import Any
 
 import tilelang.language as T
 
-from tl_attention.kernels.mask import KeyBlocks, Mask, NearFirstKeyBlocks, QueryBlocks, StepRange
+from tl_attention.kernels.mask import KeyBlocks, Mask, NearFirstKeyBlocks, StepRange
 from tl_attention.kernels.options import OptionArguments
+from tl_attention.kernels.query_blocks import QueryBlocks
 from tl_attention.kernels.shared_tiles import SharedKeyBlocks
 from tl_attention.problem import AttnProblem
 from tl_attention.program import BLOCK_BITS, GROUP_ROWS, HOW_BITS, PAST_ALL, SHOW_ALL
@@ -221,7 +222,7 @@ class ListedKeyBlocks:
 
 @T.meta_class
 class ListedQueryBlocks:
-    """Query blocks, of all query heads of a key head, that are listed for the keys of a tile. See mask.QueryBlocks.
+    """Query blocks, of all query heads of a key head, that are listed for the keys of a tile. See query_blocks.QueryBlocks.
 
     A part of a tile without blocks has one step, in which all keys are hidden.
     """

@@ -11,8 +11,8 @@ from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels.block_lists import query_blocks
 from tl_attention.kernels.bwd_round import DQ_WARPS, key_policy
 from tl_attention.kernels.bwd_tiles import KeyTile, KeyTileCounts
-from tl_attention.kernels.mask import QueryBlocks
 from tl_attention.kernels.options import OptionArguments
+from tl_attention.kernels.query_blocks import QueryBlocks
 from tl_attention.kernels.scheduler import TileOrder, TileStream
 from tl_attention.kernels.tiles import DenseGradTiles, SharedTiles
 from tl_attention.problem import AttnProblem

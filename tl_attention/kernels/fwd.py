@@ -206,16 +206,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         acc_pv = alloc_fragments([[64, o_cols]], "float32") if parts > 1 else (acc_o,)
         lse = T.alloc_fragment([64], "float32")
         scores = Scores(
-            problem,
-            options,
-            softmax_scale,
-            block_N,
-            staged=shared.staged,
-            tables=shared.tables,
-            first_step=first_step,
-            two_sides=two_sides,
-            adds_exponents=adds_exponents,
-        )
+            problem, options, softmax_scale, block_N, staged=shared.staged, tables=shared.tables,
+            first_step=first_step, two_sides=two_sides, adds_exponents=adds_exponents,
+        )  # fmt: skip
         dropout = Dropout(problem, options, block_N)
         raw_scale = scores.not_too_small(T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE))
         scale_log2 = raw_scale if scores.raw else scores.scale_log2
@@ -235,6 +228,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             fwd_steps.skip_keys(w, shared.K, turns, first_step, skipped)
             blocks.skip(skipped)
             first_step = T.shfl_sync(first_step + skipped, 0)
+            if problem.has("window"):
+                hidden_last = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_last_steps(query), 0))
+                blocks.stop_before(hidden_last)
         shared.Q.wait(q_step)
         if parts > 1:
             split_tile(problem, w, shared.Q, q_step)
@@ -362,6 +358,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         else:
             T.wait_wgmma(0)
         shared.V.release(first_step + last)
+        if skips and problem.has("window"):
+            fwd_steps.skip_last(w, shared.K, shared.V, turns, first_step + blocks.steps, hidden_last)
         softmax.scale_rows(O_chunks)
         for n in indices(O_chunks):
             dropout.scale_kept(O_chunks[n])

@@ -75,6 +75,18 @@ def skip_values(V, first_step, steps):
 
 
 @T.macro
+def skip_last(w, K, V, turns, first_step, steps):
+    """Release K and V of the last steps, which a warpgroup skips, and pass its turns on."""
+    for i in T.serial(steps):
+        K.wait(first_step + i)
+        turns.wait(w)
+        turns.pass_on(w)
+        K.release(first_step + i)
+        V.wait(first_step + i)
+        V.release(first_step + i)
+
+
+@T.macro
 def check_sums(
     softmax: OnlineSoftmax, polynomial: PolynomialCap | None, overflows: Overflows, turn, recomputes
 ):

@@ -169,6 +169,11 @@ class Shape:
         return left, 0 if self.causal and left >= 0 else left
 
     @property
+    def window_keys(self) -> int:
+        """Keys in the window; 0 without one."""
+        return 0 if self.options.window is None else sum(self.window_size) + 1
+
+    @property
     def is_varlen(self) -> bool:
         return self.options.varlen or self.options.uneven
 

@@ -12,11 +12,11 @@ from tl_attention.problem import (
     JVP,
     SPLIT_BUCKET,
     AttnProblem,
-    buckets,
     bwd_bucket,
     decode_problem,
     decode_width,
     length_bucket,
+    option_buckets,
     tile_widths,
 )
 from tl_attention.target import gpu_name
@@ -52,7 +52,9 @@ def kernels_of(shape: Shape, dtype: str, direction: str, all_lengths: bool = Fal
         return [(problem, JVP_CONFIGS[problem.width])]
     chosen = [
         configs.pick_config(problem, bucket, gpu, direction)[0]
-        for bucket in (buckets(direction) if all_lengths else _buckets(shape, problem, direction))
+        for bucket in (
+            option_buckets(direction, problem.options) if all_lengths else _buckets(shape, problem, direction)
+        )
     ]
     if shape.options.page:
         chosen = [config.paged(problem, page_rows(shape.options.page)) for config in chosen]

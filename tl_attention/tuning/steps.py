@@ -23,6 +23,7 @@ from tl_attention.problem import (
     bwd_bucket,
     tile_widths,
     tuning_key,
+    window_bucket,
 )
 from tl_attention.reference import attention_backward_reference, attention_reference
 from tl_attention.target import H200_SMS, gpu_name, sm_count
@@ -89,7 +90,8 @@ def shape_bucket(shape: Shape, problem: AttnProblem, direction: str) -> str:
         return bwd_bucket(direction == "bwd_det", *heads, shape.seqlen_k, seqlen_q=queries)
     sms = sm_count(torch.cuda.current_device()) if torch.cuda.is_available() else H200_SMS
     shares = launch.splits.sharing(problem, gpu_name())
-    return launch.fwd_bucket(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k, sms, shares)
+    bucket = launch.fwd_bucket(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k, sms, shares)
+    return window_bucket(bucket, problem.options, shape.window_keys)
 
 
 def check_shapes(shapes: Sequence[Shape]) -> list[Shape]:

@@ -38,6 +38,11 @@ def test_skipped_steps_hold_no_key_that_a_warpgroup_sees(blocks, seqlen_q, seqle
             hidden = steps - 1 - max(last_seen, 0) // block_N  # mask.KeyBlocks.hidden_steps()
             skipped = max(min(hidden, steps - 1), 0)
             assert skipped < steps
+            kept = steps - skipped
+            masked = min(
+                max(kept - max(last_seen - 62, 0) // block_N, 1), kept
+            )  # keep_queries(), without overlap
+            assert kept == masked or (kept - masked) * block_N - 1 <= last_seen - 63
             if skipped:
                 assert (steps - skipped) * block_N > last_seen
                 assert steps - skipped == 1 or (steps - skipped - 1) * block_N <= last_seen
@@ -79,11 +84,19 @@ def test_steps_that_a_warpgroup_skips_under_a_window_hold_no_key_that_it_sees(wi
             hidden = max(min(last_block - max(last_key(query + 63), 0) // block_N, steps - 1), 0)
             left_over = steps - hidden
             last = max(min(max(query + offset - left, 0) // block_N - first_block, left_over - 1), 0)
-            begin, end = (first_block + last) * block_N, (last_block - hidden + 1) * block_N
-            assert end > begin
+            first, step_0 = first_block + last, last_block - hidden  # blocks
+            kept = step_0 + 1 - first
+            assert kept > 0
+            masked_right = min(max(step_0 + 1 - max(last_key(query), 0) // block_N, 1), kept)
+            masked_left = -(-max(query + 63 + offset - left, 0) // block_N) - first
+            masked_left = max(min(masked_left, kept - masked_right), 0)
             for row in range(query, min(query + 64, seqlen_q)):
                 seen = max(row + offset - left, 0), last_key(row)
-                assert seen[0] > seen[1] or (begin <= seen[0] and seen[1] < end)
+                if seen[0] > seen[1]:
+                    continue
+                assert first * block_N <= seen[0] and seen[1] < (step_0 + 1) * block_N
+                assert kept == masked_right or (step_0 + 1 - masked_right) * block_N - 1 <= seen[1]
+                assert kept == masked_right + masked_left or (first + masked_left) * block_N >= seen[0]
 
 
 def test_wide_windows_have_tiles_of_three_warpgroups():

@@ -76,7 +76,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
     O_from_registers = split or problem.dtype_of("o") == "float32"
     O_in_Q = head_dim == head_dim_v and not O_from_registers  # O is stored through the tile of its queries
-    # With more slots the box of this tile, which is read again at its end, might be refilled
+    # With more slots the box of this tile, read again at its end, might be refilled
     releases_early = not O_in_Q and q_stages == 1 and persistent
     two_producers = config.page_rows > 0  # one warp cannot issue all instructions of the loads in time
     o_cols = CHUNK if parts > 1 else head_dim_v  # columns per tile of O in registers
@@ -231,6 +231,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             if problem.has("window"):
                 hidden_last = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_last_steps(query), 0))
                 blocks.stop_before(hidden_last)
+            if problem.has("window") or (head_dim == 64 and config.warpgroups == 3):
+                blocks.keep_queries(query)
         shared.Q.wait(q_step)
         if parts > 1:
             split_tile(problem, w, shared.Q, q_step)

@@ -260,9 +260,8 @@ class KeyBlocks:
         """Leave out leading steps: the next one becomes step 0."""
         self.num_steps[0] = T.shfl_sync(self.num_steps[0] - steps, 0)
         self.num_right[0] = T.shfl_sync(T.max(self.num_right[0] - steps, 1), 0)
-        if self.mask.window is not None:
+        if self.mask.window is not None:  # keep_queries() follows
             self.last_block[0] = T.shfl_sync(self.last_block[0] - steps, 0)
-            self.num_left[0] = T.shfl_sync(T.min(self.num_left[0], self.num_steps[0] - self.num_right[0]), 0)
 
     def hidden_last_steps(self, first_query: Any) -> Any:
         """Number of last steps whose keys are hidden from first_query and all after it; never all steps. With a window."""
@@ -272,11 +271,23 @@ class KeyBlocks:
 
     @T.inline
     def stop_before(self, steps):
-        """Leave out last steps. With a window."""
+        """Leave out last steps. With a window; keep_queries() follows."""
         self.num_steps[0] = T.shfl_sync(self.num_steps[0] - steps, 0)
-        self.num_right[0] = T.shfl_sync(T.min(self.num_right[0], self.num_steps[0]), 0)
-        left = T.max(self.num_left[0] - steps, 0)
-        self.num_left[0] = T.shfl_sync(T.min(left, self.num_steps[0] - self.num_right[0]), 0)
+
+    @T.inline
+    def keep_queries(self, first_query):
+        """Count the steps that mask scores for the 64 queries from first_query on, after steps were left out for these.
+
+        With a window they must be counted. Else it saves time where products do not bound a kernel: causal d64 in tiles of 192 queries 1 %,
+        with a softcap 2 % (H200, 2026-11-27).
+        """
+        seen_by_all = T.max(self.mask.last_key(first_query) + (0 if self.overlap else 1), 0)
+        right = T.max(self.block(0) + 1 - seen_by_all // self.block_N, 1)
+        self.num_right[0] = T.shfl_sync(T.min(right, self.num_steps[0]), 0)
+        if self.mask.window is not None:
+            all_see_from = T.max(self.mask.first_key(first_query + 63), 0)
+            left = T.ceildiv(all_see_from, self.block_N) - (self.block(0) + 1 - self.num_steps[0])
+            self.num_left[0] = T.shfl_sync(T.max(T.min(left, self.num_steps[0] - self.num_right[0]), 0), 0)
 
     @property
     def steps(self) -> Any:

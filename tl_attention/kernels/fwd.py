@@ -27,7 +27,7 @@ from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder
 from tl_attention.kernels.shared_tiles import PIECES, SharedPieces, stream_of
 from tl_attention.kernels.softcap import PolynomialCap
-from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
+from tl_attention.kernels.softmax import LAZY_GROWTH, LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
 from tl_attention.kernels.split_tile import SPLIT_TILE, split_tile
 from tl_attention.kernels.staged import alloc_staged
 from tl_attention.kernels.tiles import FragmentBlocks, SharedTiles, input_arguments
@@ -213,14 +213,14 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         raw_scale = scores.not_too_small(T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE))
         scale_log2 = raw_scale if scores.raw else scores.scale_log2
         joins = recomputes == 0 if adds_exponents else None
-        softmax = OnlineSoftmax(block_N, scale_log2, joins=joins, may_hold_zero=may_hold_zero)
+        sums_directly = head_dim == 64 and parts == 1
+        softmax = OnlineSoftmax(block_N, scale_log2, LAZY_GROWTH, joins, may_hold_zero, sums_directly)
         polynomial = PolynomialCap.of(problem, config, softmax_scale, options, blocks.steps * block_N)
         query = tile.m_block * block_M + first_row(w)
         q_step = turn * config.warpgroups + w
         softmax.reset()
         scores.start(tile.batch, tile.head, scale_log2)
         dropout.start()
-
         if problem.program is not None:
             scores.look_ahead(query, blocks)
         if skips:

@@ -50,6 +50,7 @@ class OnlineSoftmax:
 
     joins: where true, the 16 rows of a warp have one row max, warp_max; None: they never have.
     may_hold_zero: hold_zero() may be called; then at_zero is 1 while the row max is 0 in the rows of a warpgroup, whatever its scores.
+    sums_directly: steps that hold the row max add to the sums of all steps, not to a sum of their own first.
     """
 
     def __init__(
@@ -59,9 +60,11 @@ class OnlineSoftmax:
         growth: float = LAZY_GROWTH,
         joins=None,
         may_hold_zero: bool = False,
+        sums_directly: bool = False,
         name: str = "softmax",
     ):
         self.block_N, self.scale_log2, self.growth, self.joins = block_N, scale_log2, growth, joins
+        self.sums_directly = sums_directly
         self.at_zero = T.alloc_var("int32", init=0) if may_hold_zero else None
         self.warp_max = T.alloc_var("float32", init=LOWEST) if joins is not None else None
         self.row_max = T.alloc_fragment([64], "float32")
@@ -93,12 +96,18 @@ class OnlineSoftmax:
                 )
             else:
                 acc_s[i, j] = T.exp2(acc_s[i, j])
-        T.reduce_sum(T.view(acc_s, [64, self.block_N // 8, 8]), self.block_sum, dim=1)
-        for i, j in T.Parallel(64, 8):
-            if follow:
-                self.partial_sum[i, j] = self.partial_sum[i, j] * self.row_scale[i] + self.block_sum[i, j]
-            else:
-                self.partial_sum[i, j] += self.block_sum[i, j]
+        if self.sums_directly and not follow:
+            # Other steps give partial_sum its layout, by reduce_sum. From these loops alone TileLang 0.1.15 makes one with all columns
+            for n in tuple(range(self.block_N // 8)):
+                for i, j in T.Parallel(64, 8):
+                    self.partial_sum[i, j] += acc_s[i, 8 * n + j]
+        else:
+            T.reduce_sum(T.view(acc_s, [64, self.block_N // 8, 8]), self.block_sum, dim=1)
+            for i, j in T.Parallel(64, 8):
+                if follow:
+                    self.partial_sum[i, j] = self.partial_sum[i, j] * self.row_scale[i] + self.block_sum[i, j]
+                else:
+                    self.partial_sum[i, j] += self.block_sum[i, j]
 
     @T.inline
     def follow(self, acc_s, shift):

@@ -376,6 +376,8 @@ def test_flex_keeps_the_lists_of_other_masks():
         theirs = create_block_mask(mask_mod, None, None, 512, 512, device="cpu")
         assert not kept_mask(theirs).follow(mask_mod)
     causal_blocks = create_block_mask(causal, None, None, 512, 512, device="cpu")
+    causal_blocks.seq_lengths = (512, 256)
+    assert not kept_mask(causal_blocks).follow(causal)  # its lists name blocks past the last key
     all_shown = BlockMask.from_kv_blocks(causal_blocks.kv_num_blocks, causal_blocks.kv_indices)
     assert not kept_mask(all_shown).follow(all_shown.mask_mod)
 

@@ -82,10 +82,13 @@ class KeptMask:
             distances = seen_distances(trace(None, mask_mod, False), max(lengths))
         except ARGUMENT_ERRORS:  # the checks of the call refuse the function
             return False
-        if distances is None:
+        blocks = Blocks(1, 1, *lengths, *size, device)
+        indices = [x for x in self._state.tensors[1::2] if x is not None]
+        # Lists of more blocks than the lengths have, which the checks of the call refuse, may name blocks that do not exist
+        if distances is None or any([x.shape[-1] > blocks.columns for x in indices]):
             return False
-        full, empty = distance_bounds(*distances, Blocks(1, 1, *lengths, *size, device))
-        states = block_states(*self._state.tensors, -(-lengths[1] // size[1]))
+        full, empty = distance_bounds(*distances, blocks)
+        states = block_states(*self._state.tensors, blocks.columns)
         return bool((((states != HIDDEN) | empty) & ((states != FULL) | full)).all())
 
     def lists(self, batch: int, heads: int) -> BlockLists:

@@ -242,3 +242,12 @@ def test_report_compiled_has_the_shared_memory_of_the_kernel(stored, tmp_path, m
 )
 def test_ctas_per_sm(registers, smem, threads, ctas):
     assert cubin.ctas_per_sm(registers, smem, threads) == ctas
+
+
+@pytest.mark.parametrize("hold_max", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_lowering_leaves_four_row_sums_per_thread(causal, hold_max):
+    """The sums of two columns of two rows; a layout with more would add up numbers that nobody sets."""
+    config = FwdConfig(192, 128, schedule="dynamic", q_stages=2, ping_pong=True, hold_max=hold_max)
+    source, _ = compiler.lower(AttnProblem("bfloat16", 64, 64, causal), config)
+    assert set(re.findall(r"float softmax_partial_sum\w*\[(\d+)\]", source)) == {"4"}

@@ -66,13 +66,13 @@ class KeptMask:
         if found is None:
             if stream_of(self._state.tensors[0].device) is None:
                 return False
-            found = self._show(mask_mod)
+            found = self._agree_with(mask_mod)
             if len(self._compared) >= MAX_COMPARED:
                 self._compared.clear()
             self._compared[captures.key] = found
         return found
 
-    def _show(self, mask_mod: Callable) -> bool:
+    def _agree_with(self, mask_mod: Callable) -> bool:
         """True if the lists show what a mask of q_idx - kv_idx alone shows; False for another mask."""
         # Here, as the tools of torch that it needs take time to import
         from tl_attention.tracing.trace import trace

@@ -457,8 +457,10 @@ def option_buckets(direction: str, options: Iterable[str]) -> tuple[str, ...]:
 def window_bucket(bucket: str, options: Iterable[str], window_keys: int) -> str:
     """Bucket of a forward whose lengths have `bucket`: WIDE_BUCKET for a window of more than WIDE_WINDOW keys.
 
+    Parts of longer sequences (`placed`) keep their bucket: they were not measured.
+
     Args:
-        window_keys: keys in the window.
+        window_keys: number of keys in the window, which may be rounded up to a power of 2, as WIDE_WINDOW is one.
     """
     is_wide = "window" in options and "placed" not in options and window_keys > WIDE_WINDOW
     return WIDE_BUCKET if is_wide and bucket in BUCKETS[1:] else bucket

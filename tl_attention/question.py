@@ -202,10 +202,9 @@ def _buckets(question: Question, problem: AttnProblem, direction: str, gpu: Gpu)
         return [by_length, SPLIT_BUCKET]
     from tl_attention import launch
 
-    of_window = (
-        [WIDE_BUCKET] if "window" in problem.options and by_length in BUCKETS[1:] else []
-    )  # of one of unknown size
-
+    # The question does not say how many keys a window has
+    may_be_wide = "window" in problem.options and by_length in BUCKETS[1:]
+    of_window = [WIDE_BUCKET] if may_be_wide else []
     seqlen_q, shares = sizes.get("seqlen_q", sizes["seqlen_k"]), launch.splits.sharing(problem, gpu.name)
     if {"batch", "heads"} <= sizes.keys():
         counts = sizes["batch"], sizes["heads"]

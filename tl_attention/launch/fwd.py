@@ -144,18 +144,17 @@ def _splits_and_bucket(
     num_splits = 0 if options is None else options.num_splits
     if packed:
         num_splits = splits.packed_splits(options, sizes.seqlen_q, sizes.seqlen_k, sizes.heads, sms)
-    if added or packed:
-        longest_k = options.max_seqlen_k if packed else sizes.seqlen_k
-        return num_splits, length_bucket(longest_k) if added or num_splits == 1 else SPLIT_BUCKET
-    if num_splits == 1:
-        bucket = length_bucket(sizes.seqlen_k)
-        return 1, window_bucket(bucket, options.names, options.window_keys)
-    if num_splits:
-        return num_splits, SPLIT_BUCKET
-    bucket = splits.fwd_bucket(sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, sms, shares)
-    if joins and bucket in BUCKETS:
-        return 0, JOINED_BUCKET
-    return 0, bucket if options is None else window_bucket(bucket, options.names, options.window_keys)
+    if added or num_splits == 1:
+        bucket = length_bucket(options.max_seqlen_k if packed else sizes.seqlen_k)
+    elif num_splits:
+        bucket = SPLIT_BUCKET
+    else:
+        bucket = splits.fwd_bucket(sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, sms, shares)
+        if joins and bucket in BUCKETS:
+            bucket = JOINED_BUCKET
+    if options is not None and not (added or packed):
+        bucket = window_bucket(bucket, options.names, options.window_keys)
+    return num_splits, bucket
 
 
 class FwdPlan:

@@ -17,6 +17,7 @@ from tl_attention.explain import errors, measured, model, report, scale, tiles, 
 from tl_attention.explain.command import check
 from tl_attention.gpus import H100, H200
 from tl_attention.problem import DECODE, DIRECTIONS
+from tl_attention.query_tiles import first_queries
 from tl_attention.testing import counts
 from tl_attention.testing.shapes import Shape, chosen_shapes, sequences
 
@@ -51,10 +52,17 @@ def test_tiles_hold_every_visible_pair_and_no_more_blocks(text, M, N):
     shape = Shape.parse(text)
     left, right = counts.bounds(shape)
     by_queries, by_keys = tiles.query_tiles(shape, M, N), tiles.key_tiles(shape, M, N)
+    from_end = tiles.query_tiles(shape, M, N, from_end=True)
     for (q, k), queries, keys in zip(sequences(shape), by_queries, by_keys, strict=True):
         visible = {(i // M, j // N) for i in range(q) for j in range(k) if -left <= j - i - (k - q) <= right}
         assert queries == [sum(i == m for i, _ in visible) for m in range(-(-q // M))]
         assert keys == [sum(j == n for _, j in visible) for n in range(-(-k // N))]
+    for (q, k), queries in zip(sequences(shape), from_end, strict=True):
+        for first, blocks in zip(first_queries(M, q, from_end=True), queries, strict=True):
+            rows = range(first, min(first + M, q))
+            assert blocks == len(
+                {j // N for i in rows for j in range(k) if -left <= j - i - (k - q) <= right}
+            )
 
 
 @pytest.mark.parametrize(("M", "N"), [(128, 128), (192, 112)])

@@ -100,7 +100,7 @@ DOORS = {
     "compilation/layouts": " | tilelang tvm",
     "compilation/texts": "target compilation/toolkit",
     "compilation/toolkit": " | tilelang",
-    "kernels": "tilelang problem program kernel_configs part_configs round_configs target kernels",
+    "kernels": "tilelang problem program kernel_configs part_configs query_tiles round_configs target kernels",
     "catalog": "problem kernel_configs legality configs",
     "configs": "problem program_configs kernel_configs part_configs legality target gpus | tomli",
     "gpus": "torch",
@@ -111,6 +111,7 @@ DOORS = {
     "part_configs": "problem",
     "round_configs": "",
     "kernel_configs": "problem program part_configs",
+    "query_tiles": "problem kernel_configs",
     "register_levels": "problem kernel_configs",
     "legality": "problem program kernel_configs part_configs round_configs target",
     "reference": "torch reference",
@@ -131,7 +132,7 @@ DOORS = {
     "question": "torch problem kernel_configs legality target configs gpus | launch",
     "explain": "arguments torch distributed "
     "gpus problem program kernel_configs part_configs round_configs legality target configs launch/splits launch/block_lists "
-    "launch/bwd_passes launch/common launch/seen testing question explain "
+    "launch/bwd_passes launch/common launch/seen query_tiles testing question explain "
     "| block_masks tracing/builtin_options tracing/dense_bias tracing/trace matplotlib",
     "doctor": "torch problem target configs | compilation/manifest compilation/pack compilation/toolkit testing",
     "cli": "version arguments catalog torch problem kernel_configs legality target configs question doctor compilation/packing"

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
+from tl_attention.query_tiles import first_queries
 from tl_attention.testing.counts import bounds
 from tl_attention.testing.shapes import Shape, sequences
 
@@ -14,13 +15,13 @@ from tl_attention.testing.shapes import Shape, sequences
 Runs = tuple[tuple[float, int], ...]
 
 
-def query_tiles(shape: Shape, block_M: int, block_N: int) -> list[list[int]]:
-    """Blocks of keys that each block of queries of a head sees, by sequence."""
+def query_tiles(shape: Shape, block_M: int, block_N: int, from_end: bool = False) -> list[list[int]]:
+    """Blocks of keys that each block of queries of a head sees, by sequence. from_end: see query_tiles.end_at_last_query."""
     left, right = bounds(shape)
     return [
         [
             _blocks(max(0, first + k - q - left), min(k, min(first + block_M, q) + k - q + right), block_N)
-            for first in range(0, q, block_M)
+            for first in first_queries(block_M, q, from_end)
         ]
         for q, k in sequences(shape)
     ]
@@ -94,12 +95,12 @@ def runs(tiles: Iterable[tuple[float, int]]) -> Runs:
 
 
 @functools.lru_cache(maxsize=64)
-def cut_share(shape: Shape, block_M: int, block_N: int) -> float:
+def cut_share(shape: Shape, block_M: int, block_N: int, from_end: bool = False) -> float:
     """Share of the steps of tiles of block_M queries x block_N keys in which the mask, or the end of the keys, hides something."""
     left, right = bounds(shape)
     seen = whole = 0
     for (q, k), count in Counter(sequences(shape)).items():
-        for first in range(0, q, block_M):
+        for first in first_queries(block_M, q, from_end):
             last, offset = min(first + block_M, q), k - q
             seen += count * _blocks(max(0, first + offset - left), min(k, last + offset + right), block_N)
             begin, end = max(0, last - 1 + offset - left), min(k, first + offset + right + 1)

@@ -39,6 +39,7 @@ from tl_attention.problem import (
     length_bucket,
     window_bucket,
 )
+from tl_attention.query_tiles import end_at_last_query
 from tl_attention.round_configs import ring_tiles, slots_of
 from tl_attention.testing import counts
 from tl_attention.testing.counts import bounds
@@ -165,11 +166,14 @@ class _Steps(NamedTuple):
     cut: float
 
 
-def _steps_of(shape: Shape, asked: Asked | None, block_M: int, block_N: int, by_keys: bool) -> _Steps:
+def _steps_of(
+    shape: Shape, asked: Asked | None, block_M: int, block_N: int, by_keys: bool, from_end: bool = False
+) -> _Steps:
     heads = shape.heads_kv if by_keys else shape.heads_q
     if asked is None or asked.full is None:
-        by_sequence = (key_tiles if by_keys else query_tiles)(shape, block_M, block_N)
-        cut = cut_share(shape, block_M, block_N) * max(sum(x < float("inf") for x in bounds(shape)), 1)
+        blocks = block_M, block_N
+        by_sequence = key_tiles(shape, *blocks) if by_keys else query_tiles(shape, *blocks, from_end)
+        cut = cut_share(shape, *blocks, from_end) * max(sum(x < float("inf") for x in bounds(shape)), 1)
         return _Steps(by_sequence, heads, True, cut)
     of_heads, cut = asked.tiles(block_M, block_N, by_keys), asked.cut_share(block_M, block_N)
     if len(of_heads) == 1:
@@ -191,7 +195,8 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
         bucket = window_bucket(bucket, problem.options, shape.window_keys)
     choice = configs.choose_config(problem, functions.fwd_bucket(asked, bucket), gpu.name, direction)
     config: FwdConfig = choice.config
-    by_sequence, heads, alike, cut = _steps_of(shape, asked, config.block_M, config.block_N, by_keys=False)
+    blocks, from_end = (config.block_M, config.block_N), end_at_last_query(problem, config)
+    by_sequence, heads, alike, cut = _steps_of(shape, asked, *blocks, by_keys=False, from_end=from_end)
     number = 1
     if bucket == SPLIT_BUCKET:
         tiles = heads * sum(map(len, by_sequence))

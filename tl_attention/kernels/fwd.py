@@ -112,7 +112,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
     @T.macro
     def load(tile, turn, first_step, blocks, tiles, shared, stream):
-        first_query = tile.m_block * block_M
+        first_query = tiles.first_query(tile, block_M)
         blocks.start(first_query)
         if split:
             blocks.keep_share(tile.split, splits)
@@ -216,7 +216,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         sums_directly = head_dim == 64 and parts == 1
         softmax = OnlineSoftmax(block_N, scale_log2, LAZY_GROWTH, joins, may_hold_zero, sums_directly)
         polynomial = PolynomialCap.of(problem, config, softmax_scale, options, blocks.steps * block_N)
-        query = tile.m_block * block_M + first_row(w)
+        query = tiles.first_query(tile, block_M) + first_row(w)
         q_step = turn * config.warpgroups + w
         softmax.reset()
         scores.start(tile.batch, tile.head, scale_log2)
@@ -346,7 +346,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         if hold_max:
             fwd_steps.check_sums(softmax, polynomial, shared.overflows, turn, recomputes)
         softmax.finish(lse, 1.0 if shares else lse_unit, sink_score(problem, options, tile, split))
-        query = tile.m_block * block_M + first_row(w)
+        query = tiles.first_query(tile, block_M) + first_row(w)
         if lse_is_final:
             tiles.store_lse(lse, tile, query)
         if parts > 1:
@@ -413,7 +413,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         else:
             tile.locate(first_tile)
             if tile.exists:
-                blocks.start(tile.m_block * block_M)
+                blocks.start(tiles.first_query(tile, block_M))
                 if split:
                     blocks.keep_share(tile.split, splits)
                 attend(w, tile, 0, 0, blocks, tiles, shared, None, softmax_scale, lse_unit, options)

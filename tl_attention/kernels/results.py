@@ -9,7 +9,7 @@ import tilelang.language as T
 
 from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels.pipeline import STORE_FRAGMENT, fragment_address, store_fragment, sync_warpgroup
-from tl_attention.kernels.row_stores import STORE_ROWS, STORE_VECTOR
+from tl_attention.kernels.row_stores import STORE_ROWS, STORE_VECTOR, store_vector
 from tl_attention.kernels.softmax import LOWEST, rows_layout
 from tl_attention.kernels.tiles import (
     DensePartTiles,
@@ -22,6 +22,7 @@ from tl_attention.kernels.tiles import (
     strided,
 )
 from tl_attention.problem import AttnProblem
+from tl_attention.query_tiles import end_at_last_query, first_query
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ def results_of(
         return Results(
             AddedPackedTiles if varlen else AddedTiles, None, o_view, strided("lse", lse_shape, "float32")
         )
-    Tiles = PagedTiles if paged else PackedTiles if varlen else DenseTiles
+    dense = TilesFromEnd if end_at_last_query(problem, config) else DenseTiles
+    Tiles = PagedTiles if paged else PackedTiles if varlen else dense
     return Results(Tiles, None, o_view, T.Tensor(lse_shape, "float32"))
 
 
@@ -115,7 +117,27 @@ def store_output(w, tile, first_row, tiles, shared_tiles, number, acc_o):
         T.copy(acc_o, shared_tiles[number, :, :])
     T.fence_proxy_async()
     sync_warpgroup(w)
-    T.tma_copy(shared_tiles[number, :, :], tiles.o(tile, first_row, 64))
+    if tiles.has_rows(first_row):
+        T.tma_copy(shared_tiles[number, :, :], tiles.o(tile, first_row, 64))
+
+
+@dataclass(frozen=True)
+class TilesFromEnd(DenseTiles):
+    """DenseTiles of a forward whose tiles end at the last query: see query_tiles.py.
+
+    TMA reads zeros for negative queries, but may not write there.
+    """
+
+    def first_query(self, tile: Any, block_M: int) -> Any:
+        return first_query(tile.m_block, tile.order.m_blocks, block_M, self.Q.shape[1], from_end=True)
+
+    def has_rows(self, start: Any) -> Any:
+        return start >= 0
+
+    @T.inline
+    def store_lse(self, lse, tile, start):
+        rows = T.if_then_else(self.has_rows(start), self.Lse.shape[-1] - start, 0)
+        store_vector(lse, self.Lse, self.lse_place(tile, start), rows)
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,14 @@ class DenseTiles:
         """Columns of a tile of Q; in fp32 two per number, see split_tile.py."""
         return self.head_dim * (HALVES if self.parts > 1 else 1)
 
+    def first_query(self, tile: Any, block_M: int) -> Any:
+        """First query of a tile of the forward."""
+        return tile.m_block * block_M
+
+    def has_rows(self, start: Any) -> Any:
+        """True if a warpgroup of the forward whose first query is `start` has queries to store."""
+        return True
+
     def q(self, tile: Any, start: Any, rows: int) -> Any:
         return self.Q[tile.batch, start : start + rows, tile.head, 0 : self.q_columns]
 

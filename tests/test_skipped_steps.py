@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -11,7 +13,7 @@ from test_options import Case, check
 
 from tl_attention import configs
 from tl_attention.kernel_configs import FwdConfig
-from tl_attention.kernels.mask import hides_steps
+from tl_attention.kernels.mask import hides_last_steps, hides_steps
 from tl_attention.launch import fwd
 from tl_attention.options import Options
 from tl_attention.problem import SPLIT_BUCKET, WIDE_BUCKET, AttnProblem
@@ -61,10 +63,34 @@ def test_skipped_steps_hold_no_key_that_a_warpgroup_sees(blocks, seqlen_q, seqle
     ],
 )
 def test_tiles_that_skip_steps(block_M, block_N, hides):
-    assert hides_steps(AttnProblem("bfloat16", 64, 64, True), block_M, block_N, 2) == hides
-    assert not hides_steps(AttnProblem("bfloat16", 64, 64, False), block_M, block_N, 2)
+    config = FwdConfig(block_M, block_N)
+    assert hides_steps(AttnProblem("bfloat16", 64, 64, True), config) == hides
+    assert not hides_steps(AttnProblem("bfloat16", 64, 64, False), config)
     window = AttnProblem("bfloat16", 64, 64, False, ("window",))
-    assert hides_steps(window, block_M, block_N, 2) == (block_M == 192 and block_N > 32)
+    assert hides_steps(window, config) == (block_M == 192 and block_N > 32)
+
+
+@pytest.mark.parametrize(
+    ("causal", "options", "config", "hides"),
+    [
+        (True, (), FwdConfig(128, 128), True),
+        (True, ("varlen",), FwdConfig(128, 96), True),
+        (False, ("varlen",), FwdConfig(128, 128), True),
+        (True, ("varlen",), FwdConfig(128, 96, page_rows=16), False),
+        (True, ("softcap",), FwdConfig(128, 128), False),
+        (False, ("window",), FwdConfig(192, 128), True),
+        (False, ("window",), FwdConfig(128, 128), False),
+        (True, (), FwdConfig(192, 128), False),
+        (False, (), FwdConfig(128, 128), False),
+        (True, (), FwdConfig(64, 64), False),
+        (False, ("alibi",), FwdConfig(128, 128), False),
+        (True, (), FwdConfig(128, 128, schedule="shared"), False),
+        (True, (), FwdConfig(128, 128, split=True), False),
+    ],
+    ids=str,
+)
+def test_tiles_that_skip_their_last_steps(causal, options, config, hides):
+    assert hides_last_steps(AttnProblem("bfloat16", 64, 64, causal, options), config) == hides
 
 
 @given(st.tuples(st.integers(-50, 900), st.integers(-50, 900)), st.integers(1, 900), st.integers(1, 900))
@@ -148,6 +174,13 @@ CONFIGS = [
     FwdConfig(192, 128, schedule="dynamic", q_stages=2, hold_max=True, ping_pong=True),
 ]
 
+WHOLE = [
+    FwdConfig(128, 128, schedule="persistent", q_stages=2, hold_max=True, ping_pong=True),
+    FwdConfig(128, 128),
+    FwdConfig(192, 128, schedule="persistent", q_stages=2, hold_max=True, ping_pong=True),
+    FwdConfig(192, 128, schedule="persistent", q_stages=2, ping_pong=True),
+]
+
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -156,6 +189,18 @@ CONFIGS = [
 )
 def test_causal_forwards_match_the_reference(config, lengths):
     run(Shape.parse(f"3,40,40,{lengths},64,causal"), torch.bfloat16, config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("config", WHOLE, ids=str)
+@pytest.mark.parametrize(
+    "lengths", ["1000,1000", "129,700", "700,129", "1,1000", "64,64", "4097,4097", "321,385"]
+)
+def test_forwards_whose_last_tile_has_few_queries(lengths, config, causal):
+    if config.schedule == "persistent" and causal:
+        config = replace(config, schedule="dynamic")
+    run(Shape.parse(f"3,40,40,{lengths},64,{'causal' if causal else 'full'}"), torch.bfloat16, config=config)
 
 
 @pytest.mark.gpu

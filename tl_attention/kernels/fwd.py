@@ -17,7 +17,7 @@ from tl_attention.kernels.diagonal_tables import READ_TABLE, TABLE_WARPS, Diagon
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.input_parts import MAKE_PARTS, InputArguments, InputParts
 from tl_attention.kernels.linear_bias import alloc_bias_columns, fill_bias_columns
-from tl_attention.kernels.mask import LAST_BLOCK, Mask, hides_steps
+from tl_attention.kernels.mask import LAST_BLOCK, Mask, hides_last_steps, hides_steps
 from tl_attention.kernels.options import OptionArguments, Scores, option_arguments, prelude, sink_score
 from tl_attention.kernels.pages import CachePages, page_arguments, paged_loads
 from tl_attention.kernels.pipeline import Turns, alloc_fragments, input_ring, sync_warpgroup, wait_for_stores
@@ -82,7 +82,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     o_cols = CHUNK if parts > 1 else head_dim_v  # columns per tile of O in registers
     lse_is_final = not shares and not problem.has("added")  # nothing is merged into it
     turns = Turns(config.warpgroups, config.ping_pong)
-    skips = hides_steps(problem, block_M, block_N, config.kv_stages) and not (split or shares)
+    skips, skips_last = hides_steps(problem, config), hides_last_steps(problem, config)
     # Three Q slots: Q of warpgroup 1 is loaded to the slot of warpgroup 0 in the previous tile, once that has begun this tile
     three_slots = q_stages == 1.5
     prefetched = warpgroups[:1] if three_slots else warpgroups  # whose Q is loaded before the tile is posted
@@ -228,11 +228,11 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             fwd_steps.skip_keys(w, shared.K, turns, first_step, skipped)
             blocks.skip(skipped)
             first_step = T.shfl_sync(first_step + skipped, 0)
-            if problem.has("window"):
-                hidden_last = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_last_steps(query), 0))
-                blocks.stop_before(hidden_last)
-            if problem.has("window") or (head_dim == 64 and config.warpgroups == 3):
-                blocks.keep_queries(query)
+        if skips_last:
+            hidden_last = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_last_steps(query), 0))
+            blocks.stop_before(hidden_last)
+        if skips and (problem.has("window") or (head_dim == 64 and config.warpgroups == 3)):
+            blocks.keep_queries(query)
         shared.Q.wait(q_step)
         if parts > 1:
             split_tile(problem, w, shared.Q, q_step)
@@ -360,7 +360,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         else:
             T.wait_wgmma(0)
         shared.V.release(first_step + last)
-        if skips and problem.has("window"):
+        if skips_last:
             fwd_steps.skip_last(w, shared.K, shared.V, turns, first_step + blocks.steps, hidden_last)
         softmax.scale_rows(O_chunks)
         for n in indices(O_chunks):

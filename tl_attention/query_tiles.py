@@ -27,7 +27,7 @@ def end_at_last_query(problem: AttnProblem, config: FwdConfig) -> bool:
 def first_query(tile: Any, tiles: Any, block_M: int, seqlen_q: Any, from_end: bool) -> Any:
     """First query of tile number `tile` of `tiles`: integers, or expressions of a kernel.
 
-    from_end: see end_at_last_query(). Tile 0 then begins at a multiple of -ROWS.
+    from_end: see end_at_last_query(). Tile 0 then begins at 0 or at a negative multiple of ROWS.
     """
     if from_end:
         return (seqlen_q + ROWS - 1) // ROWS * ROWS - (tiles - tile) * block_M

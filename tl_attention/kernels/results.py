@@ -117,7 +117,7 @@ def store_output(w, tile, first_row, tiles, shared_tiles, number, acc_o):
         T.copy(acc_o, shared_tiles[number, :, :])
     T.fence_proxy_async()
     sync_warpgroup(w)
-    if tiles.has_rows(first_row):
+    if tiles.may_store(first_row):
         T.tma_copy(shared_tiles[number, :, :], tiles.o(tile, first_row, 64))
 
 
@@ -125,18 +125,18 @@ def store_output(w, tile, first_row, tiles, shared_tiles, number, acc_o):
 class TilesFromEnd(DenseTiles):
     """DenseTiles of a forward whose tiles end at the last query: see query_tiles.py.
 
-    TMA reads zeros for negative queries, but may not write there.
+    Some warpgroups of tile 0 have negative queries. TMA reads zeros there, but a store that begins there is an illegal instruction.
     """
 
     def first_query(self, tile: Any, block_M: int) -> Any:
         return first_query(tile.m_block, tile.order.m_blocks, block_M, self.Q.shape[1], from_end=True)
 
-    def has_rows(self, start: Any) -> Any:
+    def may_store(self, start: Any) -> Any:
         return start >= 0
 
     @T.inline
     def store_lse(self, lse, tile, start):
-        rows = T.if_then_else(self.has_rows(start), self.Lse.shape[-1] - start, 0)
+        rows = T.if_then_else(self.may_store(start), self.Lse.shape[-1] - start, 0)
         store_vector(lse, self.Lse, self.lse_place(tile, start), rows)
 
 

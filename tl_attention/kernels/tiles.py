@@ -100,8 +100,8 @@ class DenseTiles:
         """First query of a tile of the forward."""
         return tile.m_block * block_M
 
-    def has_rows(self, start: Any) -> Any:
-        """True if a warpgroup of the forward whose first query is `start` has queries to store."""
+    def may_store(self, start: Any) -> Any:
+        """True if TMA may store O of the queries of a warpgroup from `start` on; it leaves out those past the last one."""
         return True
 
     def q(self, tile: Any, start: Any, rows: int) -> Any:

@@ -13,10 +13,10 @@ from test_options import Case, check
 
 from tl_attention import configs
 from tl_attention.kernel_configs import FwdConfig
-from tl_attention.kernels.mask import hides_last_steps, hides_steps
 from tl_attention.launch import fwd
 from tl_attention.options import Options
 from tl_attention.problem import SPLIT_BUCKET, WIDE_BUCKET, AttnProblem
+from tl_attention.query_tiles import hides_last_steps, hides_steps
 from tl_attention.testing.shapes import Shape
 
 

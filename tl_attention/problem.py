@@ -358,6 +358,11 @@ class AttnProblem:
         return not (program.grows_with_positions or program.chooses_scores)
 
     @property
+    def is_plain_causal(self) -> bool:
+        """True if a causal mask alone hides scores."""
+        return self.causal and not self.has("window") and self.program is None
+
+    @property
     def is_uneven(self) -> bool:
         """True if tiles have different numbers of steps because of a causal or a block mask."""
         return self.causal or self.is_listed

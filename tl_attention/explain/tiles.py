@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from tl_attention.query_tiles import first_queries
+from tl_attention.kernel_configs import FwdConfig
+from tl_attention.problem import AttnProblem
+from tl_attention.query_tiles import ROWS, end_at_last_query, first_queries, hides_last_steps, hides_steps
 from tl_attention.testing.counts import bounds
 from tl_attention.testing.shapes import Shape, sequences
 
@@ -24,6 +26,33 @@ def query_tiles(shape: Shape, block_M: int, block_N: int, from_end: bool = False
             for first in first_queries(block_M, q, from_end)
         ]
         for q, k in sequences(shape)
+    ]
+
+
+def forward_tiles(shape: Shape, problem: AttnProblem, config: FwdConfig) -> list[list[float]]:
+    """Steps of each tile of a head of a forward, by sequence: the mean over its warpgroups, which may skip steps."""
+    M, N, from_end = config.block_M, config.block_N, end_at_last_query(problem, config)
+    whole = query_tiles(shape, M, N, from_end)
+    skips, skips_last = hides_steps(problem, config), hides_last_steps(problem, config)
+    if not skips and not skips_last:
+        return whole
+    left, right = bounds(shape)
+
+    def steps(first: int, row: int, q: int, k: int, of_tile: int) -> int:
+        """Steps of the warpgroup whose queries begin at `row`, in the tile whose queries begin at `first`."""
+        if skips_last and row >= q:
+            return 1
+        if not skips:
+            return of_tile
+        begin = row if skips_last else first
+        return max(_blocks(max(0, begin + k - q - left), min(k, row + ROWS + k - q + right), N), 1)
+
+    return [
+        [
+            sum(steps(first, row, q, k, of_tile) for row in range(first, first + M, ROWS)) / config.warpgroups
+            for first, of_tile in zip(first_queries(M, q, from_end), of_tiles, strict=True)
+        ]
+        for (q, k), of_tiles in zip(sequences(shape), whole, strict=True)
     ]
 
 

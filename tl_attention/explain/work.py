@@ -13,7 +13,16 @@ from tl_attention import configs
 from tl_attention.explain import clocks, functions
 from tl_attention.explain.clocks import BYTES
 from tl_attention.explain.functions import Asked
-from tl_attention.explain.tiles import Runs, cut_share, key_tiles, launch_order, query_tiles, runs, share_last
+from tl_attention.explain.tiles import (
+    Runs,
+    cut_share,
+    forward_tiles,
+    key_tiles,
+    launch_order,
+    query_tiles,
+    runs,
+    share_last,
+)
 from tl_attention.gpus import Gpu
 from tl_attention.kernel_configs import (
     BwdPass,
@@ -166,15 +175,23 @@ class _Steps(NamedTuple):
     cut: float
 
 
-def _steps_of(
-    shape: Shape, asked: Asked | None, block_M: int, block_N: int, by_keys: bool, from_end: bool = False
-) -> _Steps:
+def _forward_steps(shape: Shape, asked: Asked | None, problem: AttnProblem, config: FwdConfig) -> _Steps:
+    if asked is not None and asked.full is not None:
+        return _steps_of(shape, asked, config.block_M, config.block_N, by_keys=False)
+    cut = _cut_of(shape, config.block_M, config.block_N, end_at_last_query(problem, config))
+    return _Steps(forward_tiles(shape, problem, config), shape.heads_q, True, cut)
+
+
+def _cut_of(shape: Shape, block_M: int, block_N: int, from_end: bool = False) -> float:
+    """Share of the steps that a mask cuts, once per bound of the mask."""
+    return cut_share(shape, block_M, block_N, from_end) * max(sum(x < float("inf") for x in bounds(shape)), 1)
+
+
+def _steps_of(shape: Shape, asked: Asked | None, block_M: int, block_N: int, by_keys: bool) -> _Steps:
     heads = shape.heads_kv if by_keys else shape.heads_q
     if asked is None or asked.full is None:
-        blocks = block_M, block_N
-        by_sequence = key_tiles(shape, *blocks) if by_keys else query_tiles(shape, *blocks, from_end)
-        cut = cut_share(shape, *blocks, from_end) * max(sum(x < float("inf") for x in bounds(shape)), 1)
-        return _Steps(by_sequence, heads, True, cut)
+        by_sequence = (key_tiles if by_keys else query_tiles)(shape, block_M, block_N)
+        return _Steps(by_sequence, heads, True, _cut_of(shape, block_M, block_N))
     of_heads, cut = asked.tiles(block_M, block_N, by_keys), asked.cut_share(block_M, block_N)
     if len(of_heads) == 1:
         return _Steps(of_heads * shape.batch, heads, True, cut)
@@ -195,8 +212,7 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
         bucket = window_bucket(bucket, problem.options, shape.window_keys)
     choice = configs.choose_config(problem, functions.fwd_bucket(asked, bucket), gpu.name, direction)
     config: FwdConfig = choice.config
-    blocks, from_end = (config.block_M, config.block_N), end_at_last_query(problem, config)
-    by_sequence, heads, alike, cut = _steps_of(shape, asked, *blocks, by_keys=False, from_end=from_end)
+    by_sequence, heads, alike, cut = _forward_steps(shape, asked, problem, config)
     number = 1
     if bucket == SPLIT_BUCKET:
         tiles = heads * sum(map(len, by_sequence))

@@ -9,7 +9,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
-from tl_attention.kernels.mask import Mask, is_plain_causal
+from tl_attention.kernels.mask import Mask
 from tl_attention.kernels.scheduler import Tile, TileBox, TileOrder, indices
 from tl_attention.kernels.sequence_order import SequenceOrder, SequenceTile
 from tl_attention.problem import TABLE_ROWS, AttnProblem
@@ -52,7 +52,7 @@ def skips_steps(problem: AttnProblem, config: BwdPass) -> bool:
     rows, step = config.block_N, config.block_M
     if config.grads == "dq":
         rows, step = step, rows
-    return problem.is_fp32 and not problem.options and is_plain_causal(problem) and step < rows == 128
+    return problem.is_fp32 and not problem.options and problem.is_plain_causal and step < rows == 128
 
 
 def scores_come_first(problem: AttnProblem, config: BwdPass) -> bool:
@@ -64,7 +64,7 @@ def scores_come_first(problem: AttnProblem, config: BwdPass) -> bool:
     if problem.is_fp32:
         two_passes = config.grads == "dq" or (config.grads == "dk+dv" and not config.reuse_registers)
         return config.one_sum and two_passes
-    return config.rounds_dq and problem.head_dim == 64 and not problem.options and is_plain_causal(problem)
+    return config.rounds_dq and problem.head_dim == 64 and not problem.options and problem.is_plain_causal
 
 
 @T.macro

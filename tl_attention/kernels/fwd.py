@@ -17,7 +17,7 @@ from tl_attention.kernels.diagonal_tables import READ_TABLE, TABLE_WARPS, Diagon
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.input_parts import MAKE_PARTS, InputArguments, InputParts
 from tl_attention.kernels.linear_bias import alloc_bias_columns, fill_bias_columns
-from tl_attention.kernels.mask import LAST_BLOCK, Mask, hides_last_steps, hides_steps
+from tl_attention.kernels.mask import LAST_BLOCK, Mask
 from tl_attention.kernels.options import OptionArguments, Scores, option_arguments, prelude, sink_score
 from tl_attention.kernels.pages import CachePages, page_arguments, paged_loads
 from tl_attention.kernels.pipeline import Turns, alloc_fragments, input_ring, sync_warpgroup, wait_for_stores
@@ -34,6 +34,7 @@ from tl_attention.kernels.tiles import FragmentBlocks, SharedTiles, input_argume
 from tl_attention.kernels.traced_arguments import traced_arguments
 from tl_attention.part_configs import MAKERS
 from tl_attention.problem import TABLE_ROWS, AttnProblem
+from tl_attention.query_tiles import hides_last_steps, hides_steps
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
 
@@ -70,9 +71,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     q_kt = {"transpose_B": True, "clear_accum": not (problem.bias_is_linear or two_sides)}
     parts, products, makes_parts = problem.parts, problem.products, config.makes_parts
     persistent, shares = config.schedule != "grid", config.schedule == "shared"
-    registers = pipeline.PERSISTENT_REGISTERS.get(config.warpgroups)
-    if not persistent:
-        registers = pipeline.registers(problem, config.warpgroups, makes_parts)
+    registers = pipeline.forward_registers(problem, config)
     roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
     O_from_registers = split or problem.dtype_of("o") == "float32"
     O_in_Q = head_dim == head_dim_v and not O_from_registers  # O is stored through the tile of its queries

@@ -7,17 +7,14 @@ from diagonal - left to diagonal + right.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import tilelang.language as T
 
-from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels.options import OptionArguments
 from tl_attention.problem import AttnProblem
 from tl_attention.program import MASK
-from tl_attention.query_tiles import end_at_last_query
 
 
 @dataclass(frozen=True)
@@ -145,42 +142,6 @@ class StepRange:
     @property
     def masked(self) -> bool:
         return self.check_right or self.check_left
-
-
-def is_plain_causal(problem: AttnProblem) -> bool:
-    """True if a causal mask alone hides scores."""
-    return problem.causal and not problem.has("window") and problem.program is None
-
-
-def hides_steps(problem: AttnProblem, config: FwdConfig) -> bool:
-    """True if a mask may hide whole key blocks of a tile from 64 of its queries, and their warpgroup can skip them.
-
-    A causal mask hides the last key blocks from the first queries, a window also the first ones from the last queries. The warpgroup
-    releases V of the steps that it skips first after its first S. So K of its first step must be loaded before a V that needs their slots,
-    and it skips at most kv_stages + 1 steps.
-    """
-    further = config.block_M - 64  # queries of the other warpgroups
-    most_skipped = -(-further // config.block_N)
-    if most_skipped > config.kv_stages + 1 or config.split or config.schedule == "shared":
-        return False
-    if problem.has("window"):  # d64 and d128 gain nothing with tiles of 128 queries (H200, 2026-11-27)
-        return config.block_M > 128 and problem.program is None and not problem.has("alibi")
-    return is_plain_causal(problem) and math.gcd(config.block_M, config.block_N) <= further
-
-
-def hides_last_steps(problem: AttnProblem, config: FwdConfig) -> bool:
-    """True if a warpgroup may need none of the last steps of its tile, and can skip them.
-
-    Under a window it does not see their keys. Else it has no queries, in the last tile of a sequence: d128 causal 9 x 32 x 777 takes 0.95
-    of the time, 40 packed sequences of 500 0.97. A dense problem without a mask takes 1.01 where all warpgroups have queries; options and
-    keys in pages were not measured (H200, 2026-11-27).
-    """
-    if problem.has("window"):
-        return hides_steps(problem, config)
-    is_plain = set(problem.options) <= {"varlen"} and problem.program is None and not problem.is_fp32
-    is_whole = not config.split and config.schedule != "shared" and config.page_rows == 0
-    may_be_short = (problem.causal or problem.has("varlen")) and not end_at_last_query(problem, config)
-    return is_plain and is_whole and may_be_short and config.warpgroups > 1
 
 
 LAST_BLOCK = StepRange(True, True, 0, 1, is_last_block=True)

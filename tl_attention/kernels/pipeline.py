@@ -11,6 +11,7 @@ from tilelang.layout import (
     make_swizzled_layout,
 )
 
+from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.problem import AttnProblem
 
@@ -57,6 +58,13 @@ def registers(
     """
     wide = not full if problem.has("varlen") else problem.has_bits and problem.head_dim == 64
     return (VARLEN_REGISTERS if wide or makes_parts else REGISTERS).get(warpgroups)
+
+
+def forward_registers(problem: AttnProblem, config: FwdConfig) -> tuple[int, int] | None:
+    """registers() of a forward."""
+    if config.schedule != "grid":
+        return PERSISTENT_REGISTERS.get(config.warpgroups)
+    return registers(problem, config.warpgroups, config.makes_parts)
 
 
 def alloc_swizzled(shape: list[int], dtype: str, chunk: int = 64):

@@ -16,7 +16,7 @@ from tl_attention.kernel_configs import FwdConfig
 from tl_attention.launch import fwd
 from tl_attention.options import Options
 from tl_attention.problem import SPLIT_BUCKET, WIDE_BUCKET, AttnProblem
-from tl_attention.query_tiles import hides_last_steps, hides_steps
+from tl_attention.query_tiles import first_queries, hides_last_steps, hides_steps
 from tl_attention.testing.shapes import Shape
 
 
@@ -30,10 +30,11 @@ def causal_steps(first_query, block_M, block_N, seqlen_q, seqlen_k):
     st.sampled_from([(128, 64), (128, 80), (128, 96), (128, 112), (128, 160), (192, 128), (192, 80)]),
     st.integers(1, 900),
     st.integers(1, 900),
+    st.booleans(),
 )
-def test_skipped_steps_hold_no_key_that_a_warpgroup_sees(blocks, seqlen_q, seqlen_k):
+def test_skipped_steps_hold_no_key_that_a_warpgroup_sees(blocks, seqlen_q, seqlen_k, from_end):
     block_M, block_N = blocks
-    for first_query in range(0, seqlen_q, block_M):
+    for first_query in first_queries(block_M, seqlen_q, from_end):
         steps = causal_steps(first_query, *blocks, seqlen_q, seqlen_k)
         for query in range(first_query, first_query + block_M, 64):
             last_seen = query + 63 + seqlen_k - seqlen_q
@@ -93,8 +94,15 @@ def test_tiles_that_skip_their_last_steps(causal, options, config, hides):
     assert hides_last_steps(AttnProblem("bfloat16", 64, 64, causal, options), config) == hides
 
 
-@given(st.tuples(st.integers(-50, 900), st.integers(-50, 900)), st.integers(1, 900), st.integers(1, 900))
-def test_steps_that_a_warpgroup_skips_under_a_window_hold_no_key_that_it_sees(window, seqlen_q, seqlen_k):
+@given(
+    st.tuples(st.integers(-50, 900), st.integers(-50, 900)),
+    st.integers(1, 900),
+    st.integers(1, 900),
+    st.booleans(),
+)
+def test_steps_that_a_warpgroup_skips_under_a_window_hold_no_key_that_it_sees(
+    window, seqlen_q, seqlen_k, from_end
+):
     """mask.KeyBlocks in Python, for tiles of 192 queries and 128 keys."""
     left, right = window
     block_M, block_N, offset = 192, 128, seqlen_k - seqlen_q
@@ -102,7 +110,7 @@ def test_steps_that_a_warpgroup_skips_under_a_window_hold_no_key_that_it_sees(wi
     def last_key(query):
         return min(query + offset + right, seqlen_k - 1)
 
-    for first_query in range(0, seqlen_q, block_M):
+    for first_query in first_queries(block_M, seqlen_q, from_end):
         first_block = max(first_query + offset - left, 0) // block_N
         steps = max(-(-max(last_key(first_query + block_M - 1) + 1, 0) // block_N) - first_block, 1)
         last_block = first_block + steps - 1

@@ -51,7 +51,7 @@ def hides_steps(problem: AttnProblem, config: FwdConfig) -> bool:
     releases V of the steps that it skips first after its first S. So K of its first step must be loaded before a V that needs their slots,
     and it skips at most kv_stages + 1 steps.
     """
-    further = config.block_M - 64  # queries of the other warpgroups
+    further = config.block_M - ROWS  # queries of the other warpgroups
     most_skipped = -(-further // config.block_N)
     if most_skipped > config.kv_stages + 1 or config.split or config.schedule == "shared":
         return False

@@ -38,18 +38,17 @@ def forward_tiles(shape: Shape, problem: AttnProblem, config: FwdConfig) -> list
         return whole
     left, right = bounds(shape)
 
-    def steps(first: int, row: int, q: int, k: int, of_tile: int) -> int:
-        """Steps of the warpgroup whose queries begin at `row`, in the tile whose queries begin at `first`."""
+    def steps(row: int, q: int, k: int, of_tile: int) -> int:
+        """Steps of the warpgroup whose queries begin at `row`."""
         if skips_last and row >= q:
             return 1
         if not skips:
             return of_tile
-        begin = row if skips_last else first
-        return max(_blocks(max(0, begin + k - q - left), min(k, row + ROWS + k - q + right), N), 1)
+        return max(_blocks(max(0, row + k - q - left), min(k, row + ROWS + k - q + right), N), 1)
 
     return [
         [
-            sum(steps(first, row, q, k, of_tile) for row in range(first, first + M, ROWS)) / config.warpgroups
+            sum(steps(row, q, k, of_tile) for row in range(first, first + M, ROWS)) / config.warpgroups
             for first, of_tile in zip(first_queries(M, q, from_end), of_tiles, strict=True)
         ]
         for (q, k), of_tiles in zip(sequences(shape), whole, strict=True)

@@ -46,13 +46,13 @@ class FwdConfig:
     schedule: str = "grid"  # one of SCHEDULES
     q_stages: float = 1  # depth of the Q ring; 2 prefetches the queries of the next tile, 1.5 those of the first of two warpgroups
     split: bool = False  # several CTAs per tile, each with a part of its keys; FwdCombine merges them
-    # Hold each row max after the masked steps. A tile whose row sums overflow is computed a second time with an updated max.
-    # Not in fp16: its range ends at 2^16
+    # Hold each row max after the masked steps; not in fp16. A tile whose row sums overflow is computed again with an updated max
     hold_max: bool = False
     page_rows: int = 0  # one of PAGE_ROWS
     kv_stages: int = KV_STAGES  # depth of the K ring and of the V ring
     # fp32: stages in which idle warps split the inputs beside attention; 0: a kernel splits them before. Without options and programs
     part_stages: int = 0
+    cubic_cap: bool = False  # scores that are small beside a softcap are capped by a cubic; costs short tiles more than it saves
 
     @property
     def warpgroups(self) -> int:
@@ -69,8 +69,8 @@ class FwdConfig:
             words.append(f"q{self.q_stages}")
         if self.kv_stages != KV_STAGES:
             words.append(f"kv{self.kv_stages}")
-        flags = (name for name in ("ping_pong", "split", "hold_max") if getattr(self, name))
-        words += [name.replace("_", "-") for name in flags]
+        flags = "ping_pong", "split", "hold_max", "cubic_cap"
+        words += [name.replace("_", "-") for name in flags if getattr(self, name)]
         if self.part_stages:
             words.append(f"parts{self.part_stages}")
         if self.page_rows:
@@ -89,15 +89,18 @@ class FwdConfig:
         """The config for fp16 and split kernels, which cannot hold the row max; without it ping_pong pays only with three warpgroups."""
         if not self.hold_max:
             return self
-        return replace(self, hold_max=False, ping_pong=self.ping_pong and self.warpgroups > 2)
+        ping_pong = self.ping_pong and self.warpgroups > 2
+        return replace(self, hold_max=False, cubic_cap=False, ping_pong=ping_pong)
 
     def paged(self, problem: AttnProblem, page_rows: int) -> FwdConfig:
         """The config for keys in pages, without a third Q slot; 0: for keys in one tensor.
 
         Kernels for pages begin at the last key, also where others begin near the diagonal, so a held row max of ALiBi would overflow.
         """
-        held = self.without_hold_max() if page_rows and problem.bias_has_two_sides else self
-        return replace(held, page_rows=page_rows, q_stages=int(self.q_stages) if page_rows else self.q_stages)
+        if not page_rows:
+            return self
+        held = self.without_hold_max() if problem.bias_has_two_sides else self
+        return replace(held, page_rows=page_rows, q_stages=int(self.q_stages), cubic_cap=False)
 
     def paged_forms(self, problem: AttnProblem) -> list[FwdConfig]:
         """The config for keys in pages of every size."""
@@ -433,11 +436,8 @@ class DecodeConfig:
 
     def __str__(self) -> str:
         text = f"decode {self.warpgroups}x{self.block_N}x{self.num_stages}x{self.ctas_per_sm}"
-        if self.page_rows:
-            text += f" pages {self.page_rows}"
-        if self.v_in_k:
-            text += " v-in-k"
-        return text
+        pages = f" pages {self.page_rows}" if self.page_rows else ""
+        return f"{text}{pages}{' v-in-k' if self.v_in_k else ''}"
 
 
 def page_rows(page_size: int) -> int:

@@ -341,13 +341,13 @@ class AttnProblem:
 
     def staged_bytes(self, columns: int, rows_are_keys: bool = False) -> list[int]:
         """Bytes of shared memory of a warp for the tiles that it prefetches for 16 rows of `columns` scores."""
-        if not self.stages:
-            return []
-        return (
-            self.program.staged_bytes(columns, 16, True)
-            if rows_are_keys
-            else self.program.staged_bytes(16, columns)
-        )
+        rows, cols = (columns, 16) if rows_are_keys else (16, columns)
+        return self.program.staged_bytes(rows, cols, rows_are_keys) if self.stages else []
+
+    @property
+    def is_only_capped(self) -> bool:
+        """True if a softcap changes scores, and nothing else does; not in fp32, whose tanh has to be accurate."""
+        return self.has("softcap") and not (self.has("alibi") or self.program is not None or self.is_fp32)
 
     @property
     def scores_stay_close(self) -> bool:

@@ -26,7 +26,7 @@ from tl_attention.kernels.results import results_of, store_code, store_output
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder
 from tl_attention.kernels.shared_tiles import PIECES, SharedPieces, stream_of
-from tl_attention.kernels.softcap import PolynomialCap
+from tl_attention.kernels.softcap import SCALE_TILE, CubicCap, PolynomialCap
 from tl_attention.kernels.softmax import LAZY_GROWTH, LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
 from tl_attention.kernels.split_tile import SPLIT_TILE, split_tile
 from tl_attention.kernels.staged import alloc_staged
@@ -204,8 +204,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         # P V of one key block; without parts O itself
         acc_pv = alloc_fragments([[64, o_cols]], "float32") if parts > 1 else (acc_o,)
         lse = T.alloc_fragment([64], "float32")
+        cubic = CubicCap.of(config, softmax_scale, options, blocks.steps)
         scores = Scores(
-            problem, options, softmax_scale, block_N, staged=shared.staged, tables=shared.tables,
+            problem, options, CubicCap.scale_of(cubic, softmax_scale), block_N, staged=shared.staged, tables=shared.tables,
             first_step=first_step, two_sides=two_sides, adds_exponents=adds_exponents,
         )  # fmt: skip
         dropout = Dropout(problem, options, block_N)
@@ -214,7 +215,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         joins = recomputes == 0 if adds_exponents else None
         sums_directly = head_dim == 64 and parts == 1
         softmax = OnlineSoftmax(block_N, scale_log2, LAZY_GROWTH, joins, may_hold_zero, sums_directly)
-        polynomial = PolynomialCap.of(problem, config, softmax_scale, options, blocks.steps * block_N)
+        polynomial = PolynomialCap.of(problem, config, softmax_scale, options, blocks.steps * block_N, cubic)
         query = tiles.first_query(tile, block_M) + first_row(w)
         q_step = turn * config.warpgroups + w
         softmax.reset()
@@ -235,8 +236,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         shared.Q.wait(q_step)
         if parts > 1:
             split_tile(problem, w, shared.Q, q_step)
-        if scores.raw:
-            fwd_steps.make_scale_positive(w, shared.Q, q_step, softmax_scale)
+        fwd_steps.prepare_queries(w, shared.Q, q_step, softmax_scale, scores.raw, cubic)
 
         # S = Q Kᵀ and softmax of the last key block
         shared.K.wait(first_step)
@@ -274,7 +274,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             fwd_steps.skip_values(shared.V, first_step - skipped, skipped)
 
         # S = Q Kᵀ and softmax of each earlier block, beside O += P V of the block after it
-        for steps, update_max, at_zero, count in fwd_steps.step_ranges(blocks, hold_max, recomputes, softmax):
+        for steps, update_max, at_zero, cap, count in fwd_steps.step_ranges(
+            blocks, hold_max, recomputes, softmax, polynomial
+        ):
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR per step at d128
             for i in T.serial(count):
                 is_right = blocks.is_right(steps.first + i) if two_sides and not steps.masked else 0
@@ -306,7 +308,6 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                     if steps.first + i == blocks.steps - 1:
                         shared.Q.release(q_step)
                 held = softmax.warp_max[0] if adds_exponents and not (update_max or at_zero) else 0.0
-                cap = polynomial if at_zero else None
                 scores.transform(acc_s, query, blocks, steps.first + i, steps, held, cap)
                 shift = scores.shift(blocks.diagonal(query, steps.first + i), is_right)
                 softmax.update(acc_s, shift, update_max, at_zero)
@@ -456,7 +457,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     ):
         traced = traced_arguments(problem, block_M, hold_max)
         more_code = PIECES if shares else MAKE_PARTS if makes_parts else READ_TABLE if has_tables else ""
-        more_code += pipeline.ANY_OF_WARPGROUP if may_hold_zero else ""
+        more_code += (pipeline.ANY_OF_WARPGROUP if may_hold_zero else "") + SCALE_TILE * config.cubic_cap
         more_code += store_code(head_dim_v, O_from_registers) + (SPLIT_TILE if parts > 1 else "")
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles, more_code)) as first_tile:
             pairs, stages = ((K_input, K), (V_input, V)), config.part_stages

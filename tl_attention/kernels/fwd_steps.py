@@ -9,42 +9,58 @@ import tilelang.language as T
 from tl_attention.kernels.mask import KeyBlocks
 from tl_attention.kernels.pipeline import sync_warpgroup
 from tl_attention.kernels.scheduler import Overflows
-from tl_attention.kernels.softcap import PolynomialCap
+from tl_attention.kernels.softcap import CubicCap, PolynomialCap
 from tl_attention.kernels.softmax import OnlineSoftmax
 
 
-def step_ranges(blocks: KeyBlocks, hold_max: bool, recomputes: Any, softmax: OnlineSoftmax) -> tuple:
-    """(steps, True if they update the row max, True if it is 0, number of steps) of each range after step 0.
+def step_ranges(
+    blocks: KeyBlocks,
+    hold_max: bool,
+    recomputes: Any,
+    softmax: OnlineSoftmax,
+    polynomial: PolynomialCap | None,
+) -> tuple:
+    """(steps, True if they update the row max, True if it is 0, polynomial that replaces a softcap, number of steps) of each range.
 
-    With hold_max the row max is held once each row has seen a key, except when a tile is recomputed.
+    Ranges are those after step 0. With hold_max the row max is held once each row has seen a key, except when a tile is recomputed.
     """
     if hold_max and blocks.listed:
         # A tile that is recomputed has all steps in the first range: full blocks have bits of ones
         again, (first, *others) = recomputes != 0, blocks.ranges
-        held = tuple((steps, False, False, T.if_then_else(again, 0, steps.count)) for steps in others)
-        return (first, True, False, T.if_then_else(again, blocks.steps - 1, first.count)), *held
+        held = tuple((steps, False, False, None, T.if_then_else(again, 0, steps.count)) for steps in others)
+        return (first, True, False, None, T.if_then_else(again, blocks.steps - 1, first.count)), *held
     ranges = []
     for steps in blocks.ranges:
         if steps.check_right or not hold_max:
-            ranges.append((steps, True, False, steps.count))
+            ranges.append((steps, True, False, None, steps.count))
             continue
         # Loops of their own: a branch around the update of the row max costs more than half of the gain
         holds = recomputes == 0
         if softmax.at_zero is not None:
-            ranges.append((steps, False, True, T.if_then_else(softmax.at_zero[0] != 0, steps.count, 0)))
+            forms = (
+                polynomial.forms(softmax) if polynomial is not None else ((None, softmax.at_zero[0] != 0),)
+            )
+            for cap, serves in forms:
+                ranges.append((steps, False, True, cap, T.if_then_else(serves, steps.count, 0)))
             holds = holds & (softmax.at_zero[0] == 0)
-        ranges.append((steps, False, False, T.if_then_else(holds, steps.count, 0)))
-        ranges.append((steps, True, False, T.if_then_else(recomputes == 0, 0, steps.count)))
+        ranges.append((steps, False, False, None, T.if_then_else(holds, steps.count, 0)))
+        ranges.append((steps, True, False, None, T.if_then_else(recomputes == 0, 0, steps.count)))
     return tuple(ranges)
 
 
 @T.macro
-def make_scale_positive(w, Q, q_step, softmax_scale):
-    """Negate the warpgroup's Q if the scale is negative, which is replaced by its magnitude: the row max is a maximum of raw scores."""
-    if softmax_scale < 0:
-        Q.negate(q_step)
-        T.fence_proxy_async()
-        sync_warpgroup(w)
+def prepare_queries(w, Q, q_step, softmax_scale, makes_positive: bool, cubic: CubicCap | None):
+    """Divide the warpgroup's Q for a cubic softcap, or make softmax_scale positive.
+
+    Q is negated if the scale is negative, which is replaced by its magnitude: the row max is a maximum of raw scores.
+    """
+    if cubic is not None:
+        cubic.divide_queries(w, Q, q_step)
+    if makes_positive:
+        if softmax_scale < 0:
+            Q.negate(q_step)
+            T.fence_proxy_async()
+            sync_warpgroup(w)
 
 
 @T.macro
@@ -54,6 +70,8 @@ def hold_zero(w, softmax: OnlineSoftmax, polynomial: PolynomialCap | None, acc_s
     if polynomial is not None:
         polynomial.flag_if_out_of_range(softmax, steps)
     softmax.hold_zero(w, acc_s, recomputes == 0)
+    if polynomial is not None and polynomial.cubic is not None:
+        polynomial.cubic.choose(w, softmax)
 
 
 @T.macro

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tl_attention import configs, flash_attn_func, flash_attn_with_kvcache, legality
+from tl_attention.compilation import compiler
 from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels.softcap import (
     COEFFICIENTS,
@@ -72,6 +74,17 @@ def test_cubic_needs_a_softcap_alone_and_a_held_row_max():
     assert legality.fault(problem, config.paged(problem, 16)) is None
     assert not config.paged(problem, 16).cubic_cap and config.paged(problem, 0) == config
     assert not config.without_hold_max().cubic_cap
+
+
+def test_cubic_adds_no_fence_beside_that_of_the_scaled_tile():
+    problem = AttnProblem("bfloat16", 64, 64, False, ("softcap",))
+    config = FwdConfig(192, 128, schedule="dynamic", q_stages=2, ping_pong=True, hold_max=True)
+    plain, cubic = (
+        compiler.lower(problem, replace(config, cubic_cap=cubic_cap))[0] for cubic_cap in (False, True)
+    )
+    assert "__saturatef" in cubic and "__saturatef" not in plain
+    assert "tl_attention_scale_tile<4>((" in cubic
+    assert cubic.count("tl::fence_proxy_async()") <= plain.count("tl::fence_proxy_async()")
 
 
 def test_polynomial_serves_steps_that_hold_the_row_max():

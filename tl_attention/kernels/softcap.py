@@ -30,7 +30,7 @@ LARGEST_CUBIC = 0.34
 NEGLIGIBLE = -9
 # Factor of the maximum of step 0 that scores of later steps may have: a tile that is computed twice takes 1.6 times as long
 HEADROOM = 1.75
-# Least partial sums of a row as step 0 predicts them, beside the row sum, as a power of 2: there are 8, and the prediction errs
+# Share of a row sum, as a power of 2, that step 0 predicts for each of its 8 partial sums: an eighth, and half a power for its error
 PARTIAL_SHARE = -2.5
 # Smallest cap tanh(LARGEST), in base 2, for which it is worth a try: caps from 19.7 on
 LEAST_HIGHEST = 18.0
@@ -249,7 +249,7 @@ class PolynomialCap:
 
     @property
     def margin(self) -> Any:
-        """Log of a row sum of which scores that are 1 in base 2 are negligible."""
+        """Logarithm, in base 2, of a row sum beside which all scores of the row below 0 are negligible."""
         return self.lowest[0] + self.highest[0]
 
     def log2_sum(self, softmax: OnlineSoftmax, i: Any) -> Any:

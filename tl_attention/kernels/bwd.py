@@ -21,7 +21,8 @@ from tl_attention.kernels.bwd_arguments import KeyPassArguments
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
 from tl_attention.kernels.bwd_order import OrderedBlocks
 from tl_attention.kernels.bwd_round_packed import rounding_of
-from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles, stages_P
+from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles
+from tl_attention.kernels.bwd_staged import publish_P, stages_P, wait_to_write_dS
 from tl_attention.kernels.bwd_store import BiasGradient, store_gradients
 from tl_attention.kernels.bwd_warps import cuda_code, dq_warpgroup, further_warps, pass_roles
 from tl_attention.kernels.dropout import Dropout
@@ -77,16 +78,14 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     makes_dq, makes_dqt = makes_dq and not problem.is_fp32, makes_dq and problem.is_fp32
     sums_dq = makes_dq and not apart  # the consumers compute dQ
     warpgroups, consumers = tuple(range(config.warpgroups)), WARPGROUP * config.warpgroups
-    roles = pass_roles(problem, config)
+    roles, rounds = pass_roles(problem, config), config.rounds(problem)
     row_wise, x_parts, products = T.GemmWarpPolicy.FullRow, problem.parts, problem.products
-    dynamic, ordered = config.is_dynamic, config.is_ordered
+    dynamic, ordered, one_tile = config.is_dynamic, config.is_ordered, config.one_tile
     frees_V = config.has_dv_tile(problem) or problem.is_fp32  # dV leaves by another way than the tile of V
-    one_tile, rounds = config.one_tile, config.rounds(problem)
     dV_beside_dS = makes_dv and (config.one_sum or not dS_in_P)
     by_block = x_parts > 1 and not config.one_sum  # products are summed by block, see products.py
-    scores_first = bwd_tiles.scores_come_first(problem, config)
+    scores_first, linear_bias = bwd_tiles.scores_come_first(problem, config), config.has_linear_bias(problem)
     v_dot = {"transpose_B": True, "clear_accum": True}  # dP' = V dO'
-    linear_bias = config.has_linear_bias(problem)
     k_qt = {**v_dot, "clear_accum": not linear_bias}  # S' = K Q'
     pieces = bwd_tiles.dq_pieces(block_M, head_dim, config.warpgroups)
     pass_dq_on = functools.partial(bwd_tiles.pass_dq_on, one_tile, pieces)
@@ -235,7 +234,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 for n in indices(P_parts):
                     dropout.drop(P_parts[n])
                 if stage_P:
-                    share(w, (P_for_dv,), (shared.P[w],))
+                    shared.P.write(w, step, dS_place, P_for_dv)
 
             # dP' = V dO', in the registers that S' had
             if dynamic and reuse and not splits:
@@ -248,6 +247,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
             # dV += P' dO
             if makes_dv:
+                publish_P(w, shared)
                 if not makes_dk:
                     shared.dO.wait(step)
                 if by_block:
@@ -257,7 +257,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                         fp32.continue_jobs(products, dv_jobs, sums, 2)
                         fp32.finish_jobs(products, dv_jobs, sums, 0)
                 else:
-                    P_operands = (shared.P[w],) if stage_P else P_parts
+                    P_operands = (shared.P.tile(w, step),) if stage_P else P_parts
                     fp32.multiply(products, P_operands.__getitem__, shared.dO.parts_of(step), acc_dv)
             if not makes_dk:
                 # Only after the GEMM of P', when every lane has read its log-sum-exps: an arrival overtakes reads in flight. Released
@@ -306,7 +306,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if early_dK:
                 T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)
             if makes_dq:
-                shared.dS.wait_empty(step)
+                wait_to_write_dS(w, step, shared)
                 shared.dS.write(dS_place, step, dS)
                 shared.dS.announce(step)
                 scores.learn_dS(dS, blocks, not adds_late)

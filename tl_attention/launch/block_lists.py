@@ -43,6 +43,7 @@ class BlockLists:
         shape: batch, heads of the call.
         bits: mask bits of the PARTIAL blocks; the other listed blocks are FULL. block_size is then program.LISTED_ROWS.
         made: lists by queries and by keys, without the bits; under JOINED whether the lists are `joined`.
+        remade: the bits are not the first ones of these blocks.
     """
 
     states: torch.Tensor
@@ -51,6 +52,7 @@ class BlockLists:
     shape: tuple[int, int]
     bits: MaskBits | None = None
     made: dict[Any, Any] = field(default_factory=dict)
+    remade: bool = False
 
     @property
     def joined(self) -> bool:
@@ -86,7 +88,7 @@ class BlockLists:
 
         The host does not wait.
         """
-        return replace(self, bits=self.bits.evaluated_again(call))
+        return replace(self, bits=self.bits.evaluated_again(call), remade=True)
 
     def by_queries(self, rows: int, step: int, held: bool = False) -> tuple[torch.Tensor, ...]:
         """(spans, entries) per tile of `rows` queries, in steps of `step` keys: int32 [batch, heads, tiles, 3] and flat.
@@ -121,14 +123,25 @@ class BlockLists:
         return lists if self.bits is None else (*lists, self.bits.by_queries)
 
     def by_keys(self, rows: int, step: int, heads_per_kv: int) -> tuple[torch.Tensor, ...]:
-        """(spans, entries) per tile of `rows` keys, in steps of `step` queries of all heads of a key head: as by_queries()."""
-        key = "keys", rows, step, heads_per_kv
+        """(spans, entries) per tile of `rows` keys, in steps of `step` queries of all heads of a key head: as by_queries().
+
+        Where a step has half of a block or less, its bits say whether that is hidden or full. Bits that are made again may differ: their
+        lists do not depend on them.
+        """
+        by_bits = self.bits is not None and step <= GROUP_ROWS and not self.remade
+        key = "keys", rows, step, heads_per_kv, by_bits
         lists = self.made.get(key)
         if lists is None:
-            states = self._cut(self.states, step, rows).mT  # [.., key tiles, query blocks]
-            of_blocks = [states.to(torch.int32), self._how(states, rows, -2)]
+            states, places = self._cut(self.states, step, rows), ()
             if self.bits is not None:
-                of_blocks.append(self._cut(self.bits.places, step, rows).mT)
+                places = (self._cut(self.bits.places, step, rows),)
+            if by_bits:
+                half = torch.arange(states.shape[-2], device=states.device) * step // GROUP_ROWS % 2
+                some, whole = (x[places[0], half[:, None]] for x in self.bits.seen_of_halves())
+                states = torch.where(states == PARTIAL, torch.where(whole, FULL, some * PARTIAL), states)
+                places = (places[0].masked_fill(states == FULL, -1),)
+            states = states.mT  # [.., key tiles, query blocks]
+            of_blocks = [states.to(torch.int32), self._how(states, rows, -2), *(x.mT for x in places)]
             stacked = torch.stack(of_blocks)
             heads_kv = self.shape[1] // heads_per_kv
             if states.shape[1] == 1:

@@ -59,6 +59,11 @@ class MaskBits:
         parts = self.blocks.split(CHUNK // LISTED_ROWS**2)
         return torch.cat([_covers(part, columns) for part in parts])
 
+    def seen_of_halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two bool [number + 1, 2]: some element of a half of a block's rows is seen, and all are."""
+        words = self.blocks.flatten(2)
+        return (words != 0).any(-1), (words == -1).all(-1)
+
     @property
     def by_keys(self) -> torch.Tensor:
         """The blocks with keys as rows."""

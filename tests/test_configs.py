@@ -480,7 +480,7 @@ def test_option_line_says_why_it_does_not_serve():
     choice = configs.choose_config(problem, "4k", "NVIDIA H200", "bwd_det")
     assert choice.misses[0] == "line 1 of [options.d64] bwd does not serve dropout"
     assert "line 16 of [options.d64] bwd sums dq in no fixed order" in choice.misses
-    assert choice.source.startswith("line 18 of [options.d64] bwd of ") and choice.config.deterministic
+    assert choice.source.startswith("line 19 of [options.d64] bwd of ") and choice.config.deterministic
     with_sink = replace(D64, options=("window", "sink", "dropout"))
     assert configs.choose_config(with_sink, "4k", "NVIDIA H200", "bwd_det") == choice
 

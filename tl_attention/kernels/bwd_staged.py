@@ -22,7 +22,7 @@ def has_tiles_of_P(problem: AttnProblem, config: BwdPass) -> bool:
 
 
 def lends_slots(problem: AttnProblem, config: BwdPass) -> bool:
-    """True if P' is in the slots of dS': with a softcap, in steps of 128 queries of the order apart. In registers it spills 524 bytes."""
+    """True if P' is in the slots of dS': with a softcap, in steps of 128 queries of the order apart. P' in registers spills 524 bytes."""
     return config.dq_apart and config.block_M == 128 and problem.has("softcap")
 
 
@@ -53,7 +53,7 @@ class SlotsOfDS:
     """Slots of dS', which hold P' of a step until dV is complete.
 
     Args:
-        dS: ExchangeRing of dS'.
+        dS: ExchangeRing of dS'. place: as in its write().
     """
 
     def __init__(self, dS: ExchangeRing):

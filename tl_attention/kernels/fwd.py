@@ -10,6 +10,7 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention import query_tiles
 from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels import fwd_assist, fwd_steps, pipeline
 from tl_attention.kernels.block_lists import key_blocks
@@ -34,7 +35,6 @@ from tl_attention.kernels.tiles import FragmentBlocks, SharedTiles, input_argume
 from tl_attention.kernels.traced_arguments import traced_arguments
 from tl_attention.part_configs import MAKERS
 from tl_attention.problem import TABLE_ROWS, AttnProblem
-from tl_attention.query_tiles import hides_last_steps, hides_steps
 
 PASS_CONFIGS = pipeline.PASS_CONFIGS
 
@@ -81,7 +81,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     o_cols = CHUNK if parts > 1 else head_dim_v  # columns per tile of O in registers
     lse_is_final = not shares and not problem.has("added")  # nothing is merged into it
     turns = Turns(config.warpgroups, config.ping_pong)
-    skips, skips_last = hides_steps(problem, config), hides_last_steps(problem, config)
+    first_row = functools.partial(query_tiles.first_row, problem, config)
+    skips = query_tiles.hides_steps(problem, config)
+    skips_last = query_tiles.hides_last_steps(problem, config)
     # Three Q slots: Q of warpgroup 1 is loaded to the slot of warpgroup 0 in the previous tile, once that has begun this tile
     three_slots = q_stages == 1.5
     prefetched = warpgroups[:1] if three_slots else warpgroups  # whose Q is loaded before the tile is posted
@@ -98,12 +100,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     inputs = InputArguments.of(batch, seqlen_k, heads_kv, makes_parts)
     paged = page_arguments(config.page_rows > 0)
 
-    def first_row(w: Any) -> Any:
-        """First query of a warpgroup in its tile. Where steps are skipped, warpgroup 0 has the last queries, and so all steps."""
-        return 64 * (config.warpgroups - 1 - w) if skips else 64 * w
-
     def blocks_of(options: OptionArguments, mask: Mask, tile: Tile) -> Any:
-        return key_blocks(problem, options, mask, tile, block_M, block_N, split, hold_max, near_first, shares)
+        how = split, hold_max, near_first, shares, query_tiles.skips_halves(problem, config)
+        return key_blocks(problem, options, mask, tile, block_M, block_N, *how)
 
     def finishes(blocks: Any) -> Any:
         """True for a tile whose result this CTA stores."""
@@ -265,7 +264,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             if blocks.steps == 1:
                 shared.Q.release(q_step)
         scores.transform(acc_s, query, blocks, 0, LAST_BLOCK)
-        softmax.update(acc_s, scores.shift(blocks.diagonal(query, 0)))
+        softmax.update(acc_s, scores.shift(blocks.diagonal(query, 0)), halves=blocks.halves(LAST_BLOCK))
         if may_hold_zero:
             fwd_steps.hold_zero(w, softmax, polynomial, acc_s, blocks.steps, recomputes)
         round_kept(acc_s, P_parts, dropout)
@@ -310,7 +309,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 held = softmax.warp_max[0] if adds_exponents and not (update_max or at_zero) else 0.0
                 scores.transform(acc_s, query, blocks, steps.first + i, steps, held, cap)
                 shift = scores.shift(blocks.diagonal(query, steps.first + i), is_right)
-                softmax.update(acc_s, shift, update_max, at_zero)
+                softmax.update(acc_s, shift, update_max, at_zero, blocks.halves(steps))
                 if parts > 1:
                     add_product(
                         products,

@@ -41,6 +41,15 @@ def rows_layout():
     )
 
 
+def quads_layout():
+    """Layout of a loop over 64 rows and 8 columns, as wgmma distributes these: two columns of a row to each thread of a quad."""
+    return T.Fragment(
+        [64, 8],
+        forward_thread_fn=lambda i, j: i // 16 * 32 + i % 8 * 4 + j // 2,
+        forward_index_fn=lambda i, j: i % 16 // 8 * 2 + j % 2,
+    )
+
+
 @T.meta_class
 class OnlineSoftmax:
     """Row max and row sum of score tiles [64, block_N], one tile after another.
@@ -82,16 +91,27 @@ class OnlineSoftmax:
         T.clear(self.partial_sum)
 
     @T.inline
-    def update(self, acc_s, shift=None, follow=True, at_zero=False):
+    def update(self, acc_s, shift=None, follow=True, at_zero=False, halves=None):
         """Replace scores by exp2((score + shift - row_max) * scale_log2), and add them to the row sums.
 
         follow: update row_max first; else row_max is held, and each row must have seen a score before. Where rows join, scores are then
         exponents already, as with at_zero, which says that the row max is 0.
+        halves: whether some row sees a key of the first and of the second half of the columns, see KeyBlocks.halves(); an unseen half is
+            only set to 0. None: all columns count. Not with a shift.
         """
         if follow:
-            self.follow(acc_s, shift)
+            self.follow(acc_s, shift, halves)
+        is_exponent = not follow and (at_zero or self.joins is not None)
+        if halves is not None:
+            self.add_halves(acc_s, halves, follow, is_exponent)
+        else:
+            self.add_all(acc_s, shift, follow, is_exponent)
+
+    @T.inline
+    def add_all(self, acc_s, shift, follow, is_exponent):
+        """Replace scores by exponentials, and add them to the row sums."""
         for i, j in T.Parallel(64, self.block_N):
-            if follow or not (at_zero or self.joins is not None):
+            if not is_exponent:
                 acc_s[i, j] = T.exp2(
                     acc_s[i, j] * self.scale_log2 - self.score_max(i, shift) * self.scale_log2
                 )
@@ -111,14 +131,53 @@ class OnlineSoftmax:
                     self.partial_sum[i, j] += self.block_sum[i, j]
 
     @T.inline
-    def follow(self, acc_s, shift):
+    def add_halves(self, acc_s, halves, follow, is_exponent):
+        """add_all() of the halves that some row sees."""
+        columns = self.block_N // 2
+        if follow:
+            for i, j in T.Parallel(64, 8, loop_layout=quads_layout()):
+                self.partial_sum[i, j] *= self.row_scale[i]
+        for half in (0, 1):
+            if halves[half]:
+                for i, j in T.Parallel(64, columns):
+                    if not is_exponent:
+                        acc_s[i, half * columns + j] = T.exp2(
+                            acc_s[i, half * columns + j] * self.scale_log2 - self.row_max[i] * self.scale_log2
+                        )
+                    else:
+                        acc_s[i, half * columns + j] = T.exp2(acc_s[i, half * columns + j])
+                for n in tuple(range(columns // 8)):
+                    for i, j in T.Parallel(64, 8, loop_layout=quads_layout()):
+                        self.partial_sum[i, j] += acc_s[i, half * columns + 8 * n + j]
+            else:
+                for i, j in T.Parallel(64, columns):
+                    acc_s[i, half * columns + j] = 0.0
+
+    @T.inline
+    def max_of_halves(self, acc_s, halves):
+        """Update row_max by the scores of the halves that some row sees."""
+        largest = T.alloc_fragment([64, 8], "float32")
+        columns = self.block_N // 2
+        for i, j in T.Parallel(64, 8, loop_layout=quads_layout()):
+            largest[i, j] = LOWEST
+        for half in (0, 1):
+            if halves[half]:
+                for n in tuple(range(columns // 8)):
+                    for i, j in T.Parallel(64, 8, loop_layout=quads_layout()):
+                        largest[i, j] = T.max(largest[i, j], acc_s[i, half * columns + 8 * n + j])
+        T.reduce_max(largest, self.row_max, dim=1, clear=False)
+
+    @T.inline
+    def follow(self, acc_s, shift, halves=None):
         """Update row_max, and set row_scale, the factor for what was summed before.
 
         row_max changes only if the maximum has grown by more than `growth`: any row_max gives the same quotient, and most
         steps then need no rescale.
         """
         T.copy(self.row_max, self.row_max_prev, loop_layout=rows_layout())
-        if shift is None:
+        if halves is not None:
+            self.max_of_halves(acc_s, halves)
+        elif shift is None:
             T.reduce_max(acc_s, self.row_max, dim=1, clear=False)
         else:
             T.reduce_max(acc_s, self.row_max, dim=1)

@@ -88,7 +88,7 @@ FEW_BUCKET = "few"
 # Another, without tuned rows: block masks with bits whose blocks tiles of program.JOINED_ROWS queries join at little cost
 JOINED_BUCKET = "joined"
 # Another, without tuned rows: windows of more than WIDE_WINDOW keys, in more keys than the bucket 1k has
-WIDE_BUCKET, WIDE_WINDOW = "wide", 256
+WIDE_BUCKET, WIDE_WINDOW = "wide", 128
 # One more bucket of the deterministic backward: query heads that share key heads. Additions to dq in a fixed order wait long there
 SHARED_BUCKET = "shared"
 # Further buckets of the other backwards, one per length bucket: query heads that share key heads

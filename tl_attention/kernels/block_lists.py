@@ -166,7 +166,7 @@ class ListedKeyBlocks:
         )
 
     def halves(self, steps: StepRange) -> None:
-        """None: no half of a block is skipped."""
+        """Return None: no half of a listed block is skipped."""
 
     def first_key(self, step: Any) -> Any:
         return block_of(self.entries[self.first_entry[0] + step]) * self.block_N

@@ -61,7 +61,7 @@ def sums_apart(problem: AttnProblem, config: BwdPass) -> bool:
 
 
 def fuses_slope(problem: AttnProblem, config: BwdPass) -> bool:
-    """True if the slope of a softcap is one instruction. In other orders that spills 4 bytes, and their time is the same."""
+    """True if the slope of a softcap is one instruction. In other orders it spills 4 to 8 bytes and gains nothing."""
     return config.dq_apart and problem.has("softcap")
 
 

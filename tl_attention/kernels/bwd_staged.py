@@ -1,4 +1,4 @@
-"""P' of a backward by keys in shared memory, from where dV += P' dO reads it, if dS' takes the registers of another P'."""
+"""P' of a backward by keys in shared memory. dV += P' dO reads it from there where dS' takes the registers of another P'."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SlotsOfDS:
     """Slots of dS', which hold P' of a step until dV is complete.
 
     Args:
-        dS: ExchangeRing of dS'. place: as in its write().
+        dS: ExchangeRing of dS'. The `place` of write() is that of its write().
     """
 
     def __init__(self, dS: ExchangeRing):
@@ -70,7 +70,9 @@ class SlotsOfDS:
 
 @T.macro
 def publish_P(w, shared):
-    """Make P' of a warpgroup in slots of dS' visible to wgmma. Beside dP', as it takes some 270 clocks (H200, 2026-11-28)."""
+    """Make P' of a warpgroup in slots of dS' visible to wgmma. Called while dP' is computed, as it takes some 270 clocks (H200,
+    2026-11-28).
+    """
     if isinstance(shared.P, SlotsOfDS):
         T.fence_proxy_async()
         sync_warpgroup(w)

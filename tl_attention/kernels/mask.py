@@ -205,8 +205,9 @@ class KeyBlocks:
         self.first_block, self.num_left = (
             T.alloc_var("int32", init=0) if mask.window is not None else None for _ in range(2)
         )
-        # Of step 0: 1 for a half of which some query sees a key. Last steps of which the first half is hidden, 0 or 1
+        # Halves of the block of step 0, each 1 if some query sees a key of it
         self.seen_halves = tuple(T.alloc_var("int32", init=1) for _ in range(2)) if by_halves else None
+        # Number of last steps whose first half is hidden, 0 or 1
         self.num_half = T.alloc_var("int32", init=0) if by_halves else None
         # Steps of all blocks that a share begins and ends with
         self.share_from, self.share_to = (T.alloc_var("int32", init=0) if split else None for _ in range(2))
@@ -287,7 +288,7 @@ class KeyBlocks:
         """Count the steps that mask scores for the 64 queries from first_query on, after steps were left out for these.
 
         With a window they must be counted. Else it saves time where products do not bound a kernel: causal d64 in tiles of 192 queries 1 %,
-        with a softcap 2 % (H200, 2026-11-27).
+        with a softcap 2 % (H200, 2026-11-27). By halves it counts the steps of num_half, too.
         """
         seen_by_all = T.max(self.mask.last_key(first_query) + (0 if self.overlap else 1), 0)
         right = T.max(self.block(0) + 1 - seen_by_all // self.block_N, 1)
@@ -303,7 +304,7 @@ class KeyBlocks:
 
     @T.inline
     def find_seen_halves(self, first_query):
-        """Set seen_halves for the 64 queries from first_query on."""
+        """Set seen_halves for the 64 queries from first_query on, at step 0."""
         for half in (0, 1):
             first_key = self.first_key(0) + half * (self.block_N // 2)
             before = first_key + self.block_N // 2 <= self.mask.first_key(first_query)

@@ -109,14 +109,9 @@ class OnlineSoftmax:
 
     @T.inline
     def add_all(self, acc_s, shift, follow, is_exponent):
-        """Replace scores by exponentials, and add them to the row sums."""
+        """Replace scores by exponentials, and add these to the row sums. is_exponent: see exponent()."""
         for i, j in T.Parallel(64, self.block_N):
-            if not is_exponent:
-                acc_s[i, j] = T.exp2(
-                    acc_s[i, j] * self.scale_log2 - self.score_max(i, shift) * self.scale_log2
-                )
-            else:
-                acc_s[i, j] = T.exp2(acc_s[i, j])
+            acc_s[i, j] = T.exp2(self.exponent(acc_s[i, j], i, shift, is_exponent))
         if self.sums_directly and not follow:
             # Other steps give partial_sum its layout, by reduce_sum. From these loops alone TileLang 0.1.15 makes one with all columns
             for n in tuple(range(self.block_N // 8)):
@@ -132,7 +127,7 @@ class OnlineSoftmax:
 
     @T.inline
     def add_halves(self, acc_s, halves, follow, is_exponent):
-        """add_all() of the halves that some row sees."""
+        """add_all() of the halves of which some row sees a key."""
         columns = self.block_N // 2
         if follow:
             for i, j in T.Parallel(64, 8, loop_layout=quads_layout()):
@@ -140,12 +135,9 @@ class OnlineSoftmax:
         for half in (0, 1):
             if halves[half]:
                 for i, j in T.Parallel(64, columns):
-                    if not is_exponent:
-                        acc_s[i, half * columns + j] = T.exp2(
-                            acc_s[i, half * columns + j] * self.scale_log2 - self.row_max[i] * self.scale_log2
-                        )
-                    else:
-                        acc_s[i, half * columns + j] = T.exp2(acc_s[i, half * columns + j])
+                    acc_s[i, half * columns + j] = T.exp2(
+                        self.exponent(acc_s[i, half * columns + j], i, None, is_exponent)
+                    )
                 for n in tuple(range(columns // 8)):
                     for i, j in T.Parallel(64, 8, loop_layout=quads_layout()):
                         self.partial_sum[i, j] += acc_s[i, half * columns + 8 * n + j]
@@ -155,7 +147,7 @@ class OnlineSoftmax:
 
     @T.inline
     def max_of_halves(self, acc_s, halves):
-        """Update row_max by the scores of the halves that some row sees."""
+        """Update row_max by the scores of the halves of which some row sees a key."""
         largest = T.alloc_fragment([64, 8], "float32")
         columns = self.block_N // 2
         for i, j in T.Parallel(64, 8, loop_layout=quads_layout()):
@@ -231,6 +223,12 @@ class OnlineSoftmax:
                 self.scale_rows((acc_s,))
                 for i, j in T.Parallel(64, 8):
                     self.partial_sum[i, j] *= self.row_scale[i]
+
+    def exponent(self, score, i, shift, is_exponent):
+        """Exponent of 2 of a score of row i. is_exponent: the score is one already."""
+        if is_exponent:
+            return score
+        return score * self.scale_log2 - self.score_max(i, shift) * self.scale_log2
 
     def score_max(self, i, shift):
         """row_max relative to scores that lack `shift`."""

@@ -125,8 +125,8 @@ class BlockLists:
     def by_keys(self, rows: int, step: int, heads_per_kv: int) -> tuple[torch.Tensor, ...]:
         """(spans, entries) per tile of `rows` keys, in steps of `step` queries of all heads of a key head: as by_queries().
 
-        Where a step has half of a block or less, its bits say whether that is hidden or full. Bits that are made again may differ: their
-        lists do not depend on them.
+        Where a step has half of a block or less, the bits say whether its part is hidden or full. Lists for bits that were made again do
+        not depend on the bits: the next ones may differ.
         """
         by_bits = self.bits is not None and step <= GROUP_ROWS and not self.remade
         key = "keys", rows, step, heads_per_kv, by_bits

@@ -1,7 +1,8 @@
 """Manifest of the shipped kernels, configs/kernels.json: the hash of each kernel's text and what the compiler made of it.
 
 The hash covers the kernel as TileLang traces it (TIR) and the options of its compiler passes. TileLang and nvcc are pinned,
-so an equal hash means an equal kernel: a change that should not touch a kernel shows an unchanged hash.
+so an equal hash means an equal kernel: a change that should not touch a kernel shows an unchanged hash. Names of variables and
+values that are bound to one are not in it, the order of operations and all synchronization are: see canonical_text().
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import keyword
 import os
 import re
 import subprocess
@@ -66,6 +68,9 @@ REPORT_FIELDS = (
     "loops",
     "warnings",
 )
+
+# Words of TVM's script that are no names of a kernel
+SCRIPT_WORDS = {*keyword.kwlist, "I", "T", "main", "metadata", "Module", "range"}
 
 # Kernel name -> known faults of a kernel that ships nevertheless; each makes it slow, not wrong
 KNOWN_FAULTS = {
@@ -225,10 +230,36 @@ def _by_name(kernels: Iterable[KernelKey]) -> dict[str, KernelKey]:
 
 
 def text_hash(problem: AttnProblem, config: KernelConfig) -> str:
-    """Hash of a kernel's traced text and pass options; the same in every process. Needs tilelang, no nvcc."""
+    """Hash of a kernel's canonical text and pass options; the same in every process. Needs tilelang, no nvcc."""
     program, pass_configs = compiler.trace(problem, config), compiler.pass_configs(problem, config)
-    text = f"{program.script(show_meta=True)}\n{sorted(pass_configs.items())}"
+    text = f"{canonical_text(program)}\n{sorted(pass_configs.items())}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def canonical_text(program: Any) -> str:
+    """Text of a traced kernel, blind to what a refactoring changes: bound values are inlined, expressions simplified, and names numbered.
+
+    Names of kernel arguments and of shared memory stay, as the launch and the layouts know them.
+    """
+    from tilelang import transform
+    from tvm import IRModule
+
+    inlined = transform.LetInline()(IRModule({"main": program}))
+    (function,) = transform.Simplify()(inlined).functions.values()
+    text = function.script(show_meta=True)
+    arguments = re.search(r"def \w+\(([^\n]*)\):", text)
+    kept = SCRIPT_WORDS | set(re.findall(r'(\w+) = T\.handle\("[^"]+", "shared[^"]*"\)', text))
+    kept |= set(re.findall(r"(\w+): ", arguments[1])) if arguments else set()
+    numbered: dict[str, str] = {}
+
+    def canonical(name: re.Match) -> str:
+        return name[0] if name[0] in kept else numbered.setdefault(name[0], f"v{len(numbered)}")
+
+    strings_apart = re.split(r'("(?:[^"\\]|\\.)*")', text)
+    return "".join(
+        part if part.startswith('"') else re.sub(r"(?<![\w.])[A-Za-z_]\w*", canonical, part)
+        for part in strings_apart
+    )
 
 
 def compiler_versions() -> dict[str, str]:

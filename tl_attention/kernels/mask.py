@@ -171,7 +171,9 @@ NEAR = 64  # more than the key blocks that the diagonals of a tile cross
 class KeyBlocks:
     """Key blocks that the queries [first_query, first_query + block_M) need; steps go from the last block to the first.
 
-    There is at least one step: for queries that see no key a fully masked block, so that producer and consumers stay in step.
+    There is at least one step: for queries that see no key a fully masked block, so that producer and consumers stay in step. A loop
+    over `ranges` has exactly the steps from 1 to steps - 1, so each method keeps 1 <= num_right, 0 <= num_left and
+    num_right + num_left <= num_steps.
 
     Args:
         split: several CTAs share the blocks, see keep_share().
@@ -264,10 +266,10 @@ class KeyBlocks:
 
     @T.inline
     def skip(self, steps):
-        """Leave out leading steps: the next one becomes step 0."""
+        """Leave out leading steps: the next one becomes step 0. With a window keep_queries() follows."""
         self.num_steps[0] = T.shfl_sync(self.num_steps[0] - steps, 0)
         self.num_right[0] = T.shfl_sync(T.max(self.num_right[0] - steps, 1), 0)
-        if self.mask.window is not None:  # keep_queries() follows
+        if self.mask.window is not None:
             self.last_block[0] = T.shfl_sync(self.last_block[0] - steps, 0)
 
     def hidden_last_steps(self, first_query: Any) -> Any:
@@ -280,8 +282,10 @@ class KeyBlocks:
 
     @T.inline
     def stop_before(self, steps):
-        """Leave out last steps. With a window keep_queries() follows."""
+        """Leave out last steps. With a window keep_queries() follows, which counts num_right and num_left again."""
         self.num_steps[0] = T.shfl_sync(self.num_steps[0] - steps, 0)
+        if self.mask.causal:
+            self.num_right[0] = T.shfl_sync(T.min(self.num_right[0], self.num_steps[0]), 0)
 
     @T.inline
     def keep_queries(self, first_query):

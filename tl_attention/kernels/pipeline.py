@@ -91,6 +91,8 @@ class TileRing:
     """Ring of shared tiles [rows, cols] that TMA fills and consumer warps release, each side at its own pace.
 
     Step i uses slot i % slots for the (i // slots)-th time; the parity of that count is the phase to wait for at the slot's barrier.
+    A wait for a parity also passes before the phase of two times ago has ended. So whoever waits for a phase has to know that the phase
+    before it has ended: it waited for that, too, or for what follows from it.
 
     Args:
         shape: [slots, rows, cols].

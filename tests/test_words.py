@@ -1,4 +1,4 @@
-"""The words rule of CONTRIBUTING.md, as far as a program can check it, and the length of files."""
+"""The words rule of CONTRIBUTING.md, as far as a program can check it."""
 
 from __future__ import annotations
 

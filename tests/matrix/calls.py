@@ -276,7 +276,12 @@ class AttentionTrial(Trial):
         return launch.backward(dout, q, k, v, out, self.lse, *given)[:3]
 
     def repeats(self, outputs: Outputs) -> Sequence[torch.Tensor]:
-        return outputs if not self.backward or self.config.deterministic else outputs[1:]
+        if self.backward:
+            return outputs if self.config.deterministic else outputs[1:]
+        if self.packed and self.config.split:  # rows that are not used may hold anything
+            out, lse = outputs
+            return out[self.used_q], lse[:, self.used_q]
+        return outputs
 
     def faults(self, outputs: Outputs) -> list[str]:
         if self.backward:

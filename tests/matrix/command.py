@@ -63,7 +63,7 @@ def chosen(arguments: argparse.Namespace) -> list[CallClass]:
     classes = [one for one in classes if one.matches(arguments.words)]
     if arguments.ids:
         classes = [one for one in classes if one.id in arguments.ids]
-    classes = _kinds_in_turn(classes, arguments.few)
+    classes = kinds_in_turn(classes, arguments.few)
     part, parts = (int(n) for n in arguments.parts.split("/"))
     return classes[part - 1 :: parts]
 
@@ -81,7 +81,7 @@ def kind_of(one: CallClass) -> tuple:
     return one.part, problem.causal, *options, *schedules, *flags, getattr(config, "rounds_dq", False)
 
 
-def _kinds_in_turn(classes: Sequence[CallClass], most: int) -> list[CallClass]:
+def kinds_in_turn(classes: Sequence[CallClass], most: int = 0) -> list[CallClass]:
     """The first class of each kind, then the second ones, and so on; at most `most` of a kind, unless it is 0."""
     seen: Counter[tuple] = Counter()
     ranked = []

@@ -237,7 +237,10 @@ def _packed_draws(call_class: CallClass, rng: random.Random, seed: int, count: i
         if rng.random() < 0.15:  # more tiles than SMs
             tiles = sum(-(-q // block_m) for q, _ in lengths)
             heads_kv, group = min(max(MANY_TILES // tiles, 1) + 1, 24), rng.choice((1, 2))
-        while heads_kv * group * sum(q * k for q, k in lengths) > MAX_SCORES and heads_kv > 1:
+        scores = sum(q * k for q, k in lengths)
+        if problem.has("dropout"):  # whose mask is padded
+            scores = len(lengths) * max(q for q, _ in lengths) * max(k for _, k in lengths)
+        while heads_kv * group * scores > MAX_SCORES and heads_kv > 1:
             heads_kv //= 2
         used = None
         if rng.random() < 0.3:

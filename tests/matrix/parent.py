@@ -98,7 +98,7 @@ class Worker:
             env=environment,
             start_new_session=True,
         )
-        self.ready, self.current, self.at, self.ended = False, None, "", 0
+        self.ready, self.lost, self.current, self.at, self.ended = False, False, None, "", 0
         self.moved = time.monotonic()
         threading.Thread(target=self._read, args=(lines,), daemon=True).start()
 
@@ -240,8 +240,13 @@ class _Run:
                 self._take(*self.lines.get(timeout=TICK))
                 while True:
                     self._take(*self.lines.get_nowait())
-            for worker in [worker for worker in self.workers if worker.is_stuck(settings)]:
+            stuck = [worker for worker in self.workers if worker.is_stuck(settings)]
+            for worker in stuck:
                 self._lose(worker, f"stopped the GPU: no sign for {time.monotonic() - worker.moved:.0f} s")
+            if stuck:  # the driver may be busy with the killed ones
+                now = time.monotonic()
+                for worker in self.workers:
+                    worker.moved = max(worker.moved, now - settings.hang_limit / 2)
         for worker in self.workers:
             worker.end()
 
@@ -250,7 +255,7 @@ class _Run:
 
     def _give_classes(self) -> None:
         for worker in self.workers:
-            if worker.ready and worker.current is None:
+            if worker.ready and not worker.lost and worker.current is None:
                 found = next((one for one in self.waiting if self._is_built(one)), None)
                 if found is None:
                     return
@@ -286,6 +291,7 @@ class _Run:
             result = Result(state, event["draws"], failures, event["launches"], event["seconds"])
             one, worker.current = worker.current, None
             worker.ended += 1
+            worker.lost = event.get("lost", False)  # it ends now
             self._end(one, result)
 
     def _lose(self, worker: Worker, why: str) -> None:

@@ -40,12 +40,11 @@ def run_class(
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
             faults = [f"{type(error).__name__}: {error} ({last.filename.rpartition('/')[2]}:{last.lineno})"]
-            if is_fatal(error):
+            if is_lost():
                 failures.append((draw.index, str(draw), "; ".join(faults)[:MAX_TEXT]))
-                say(
-                    "end", failures=failures, draws=len(chosen), launches={}, seconds=time.monotonic() - begin
-                )
-                os._exit(1)  # the context of this process is lost
+                seconds = time.monotonic() - begin
+                say("end", failures=failures, draws=len(chosen), launches={}, seconds=seconds, lost=True)
+                os._exit(1)
         launches.update(counts.keys())
         if faults:
             failures.append((draw.index, str(draw), "; ".join(faults)[:MAX_TEXT]))
@@ -72,10 +71,13 @@ def faults_of_draw(trial: Trial, arena: Arena) -> list[str]:
     return faults
 
 
-def is_fatal(error: Exception) -> bool:
-    """True for an error after which CUDA does not work in this process."""
-    words = str(error)
-    return "CUDA error" in words or "CUDA_ERROR" in words or "cudaError" in words
+def is_lost() -> bool:
+    """True if CUDA does not work in this process any more, as after an access to memory that is not there."""
+    try:
+        torch.cuda.synchronize()
+        return torch.zeros(1, device="cuda").item() != 0
+    except Exception:
+        return True
 
 
 def main() -> None:

@@ -1,0 +1,238 @@
+"""Calls that reach a given kernel: launches of drawn lengths with a config that is forced on them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from tl_attention import catalog, configs, launch, legality
+from tl_attention.kernel_configs import PAGE_ROWS, append_kernel, jvp_kernels
+from tl_attention.options import Options
+from tl_attention.problem import (
+    BUCKETS,
+    DECODE,
+    DECODE_OPTIONS,
+    DECODE_TILE_WIDTHS,
+    DEFAULT_DTYPE,
+    DIRECTIONS,
+    DTYPES,
+    FP32_DTYPES,
+    HALF_DTYPES,
+    JOINED_BUCKET,
+    JVP,
+    AttnProblem,
+    buckets,
+    decode_problem,
+    option_buckets,
+    tile_widths,
+)
+from tl_attention.program import Program
+
+PAGED = "paged"  # a forward with keys in pages
+FORWARD, BACKWARD, DETERMINISTIC = DIRECTIONS
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of call with a forced config.
+
+    Args:
+        direction: one of DIRECTIONS, PAGED, DECODE or JVP.
+        config: of the call. That of a decode follows from its number of rows.
+    """
+
+    direction: str
+    problem: AttnProblem
+    config: Any
+
+    @property
+    def name(self) -> str:
+        return f"{self.direction} {self.problem}, {self.config}"
+
+    @property
+    def kernels(self) -> list[tuple]:
+        """(problem, config) of the kernels that its calls launch."""
+        if self.direction == JVP:
+            return [(self.problem, self.config)]
+        found = list(self.config.kernels(self.problem))
+        return [*found, append_kernel(self.problem.dtype)] if self.direction == DECODE else found
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Sizes of a call.
+
+    Args:
+        lengths: (queries, keys) of each sequence; several ones in a packed batch only.
+        heads, heads_kv: of queries and of keys.
+        batch: of a dense call.
+        window: (left, right), with the option.
+        page: rows of a page, where keys are in pages.
+        sms: SMs of the GPU. A launch of a few CTAs takes less time to check, and they have more tiles each.
+        seed: of contents that decide, such as block lists.
+    """
+
+    lengths: tuple[tuple[int, int], ...]
+    heads: int = 2
+    heads_kv: int = 1
+    batch: int = 1
+    window: tuple[int, int] = (100, 0)
+    page: int = 64
+    sms: int = 3
+    seed: int = 0
+
+    def __str__(self) -> str:
+        lengths = ",".join(f"{a}x{b}" for a, b in self.lengths)
+        return (
+            f"{lengths} heads {self.heads}/{self.heads_kv} batch {self.batch} sms {self.sms} seed {self.seed}"
+        )
+
+
+def kinds(whole_pack: bool = True) -> list[Kind]:
+    """Kinds of call that together launch every kernel of the manifest, or of the whole pack."""
+    found = [
+        Kind(direction, problem, config) for problem, direction, config in catalog.shipped_configs(DIRECTIONS)
+    ]
+    for direction in DIRECTIONS[:2]:
+        found += [Kind(direction, *pair) for pair in catalog.option_problems(direction)]
+    for problem, _ in catalog.option_problems(names=(DEFAULT_DTYPE,)):
+        problem = replace(problem, options=tuple(name for name in problem.options if name != "dropout"))
+        if problem.has("varlen"):
+            found.append(
+                Kind(PAGED, problem, configs.option_config(problem, BUCKETS[0]).paged_forms(problem)[0])
+            )
+    found += _decodes(())
+    found += _decodes(tuple(name for name in DECODE_OPTIONS if name != "window"))
+    found += [Kind(JVP, *pair) for pair in jvp_kernels()]
+    found += _block_masks([DEFAULT_DTYPE])
+    if whole_pack:
+        for section, lists in configs.option_sets().items():
+            found += itertools.chain(*(_of_set(tuple(one), section) for one in lists))
+        found += _block_masks(HALF_DTYPES)
+    return list(dict.fromkeys(found))
+
+
+def _decodes(options: tuple[str, ...]) -> Iterator[Kind]:
+    for dtype, width in itertools.product(HALF_DTYPES, DECODE_TILE_WIDTHS):
+        problem = decode_problem(dtype, *width, options)
+        for pages, rows in itertools.product(PAGE_ROWS, configs.DECODE_ROWS):
+            yield Kind(DECODE, problem, configs.decode_config(problem, rows, pages))
+
+
+def _block_masks(names: Any) -> Iterator[Kind]:
+    for direction, band in ((FORWARD, False), (BACKWARD, False), (BACKWARD, True), (DETERMINISTIC, False)):
+        mask = Program((), listed=True, bits=True, band=band)
+        for dtype, width in itertools.product(names, tile_widths(direction)):
+            problem = AttnProblem(dtype, *width, False, program=mask)
+            for bucket in (*buckets(direction), *([JOINED_BUCKET] if direction == FORWARD else [])):
+                yield Kind(direction, problem, configs.option_config(problem, bucket, direction))
+
+
+def _of_set(options: tuple[str, ...], section: str) -> Iterator[Kind]:
+    """Kinds of an option set in a section of [pack] of the grid, as catalog.pack_option_kernels() has them."""
+    if section == DECODE:
+        yield from _decodes(options)
+        return
+    masks = (False,) if "window" in options else (False, True)
+    direction = FORWARD if section == PAGED else section.removeprefix("fp32_")
+    names = FP32_DTYPES if section.startswith("fp32_") else HALF_DTYPES
+    widths = ((name, width) for name in names for width in tile_widths(direction, name))
+    for (dtype, width), causal in itertools.product(widths, masks):
+        problem = AttnProblem(dtype, *width, causal, options)
+        for bucket in option_buckets(direction, options):
+            config = configs.option_config(problem, bucket, direction)
+            for form in config.paged_forms(problem) if section == PAGED else [config]:
+                if legality.fault(problem, form, direction) is None:
+                    yield Kind(PAGED if section == PAGED else direction, problem, form)
+
+
+def torch_dtype(problem: AttnProblem) -> torch.dtype:
+    return torch.float32 if problem.is_fp32 else getattr(torch, problem.dtype)
+
+
+def call_of(kind: Kind, draw: Draw) -> Callable[[], Any]:
+    """The call of a draw, to be run within launches.recording()."""
+    if kind.direction == DECODE:
+        return _decode(kind, draw)
+    if kind.direction == JVP:
+        return _jvp(kind, draw)
+    return _attention(kind, draw)
+
+
+def _ints(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _options(problem: AttnProblem, draw: Draw, paged: bool) -> Options | None:
+    fields: dict[str, Any] = {}
+    if problem.has("varlen"):
+        starts = [_ints([0, *itertools.accumulate(pair[i] for pair in draw.lengths)]) for i in (0, 1)]
+        longest = [max(pair[i] for pair in draw.lengths) for i in (0, 1)]
+        fields |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+        fields |= {"max_seqlen_q": longest[0], "max_seqlen_k": longest[1]}
+        if paged:
+            fields |= {"seqused_k": _ints([k for _, k in draw.lengths]), "cu_seqlens_k": starts[0]}
+    if problem.has("window"):
+        fields["window"] = draw.window
+    if problem.has("softcap"):
+        fields["softcap"] = 20.0
+    if problem.has("alibi"):
+        fields["alibi_slopes"] = torch.ones(draw.heads)
+    if problem.has("sink"):
+        fields["sink"] = torch.zeros(draw.heads)
+    if problem.has("dropout"):
+        fields |= {"dropout_p": 0.25, "rng_state": torch.tensor([3, 5])}
+    parts = DTYPES[problem.dtype].parts
+    return Options(**fields, parts=parts) if fields or parts else None
+
+
+def _attention(kind: Kind, draw: Draw) -> Callable[[], Any]:
+    """A forward or a backward: dense, packed, with keys in pages, or with a block mask."""
+    problem, paged = kind.problem, kind.direction == PAGED
+    dtype, heads_first = torch_dtype(problem), problem.program is not None
+    rows = [sum(pair[i] for pair in draw.lengths) for i in (0, 1)]
+    outer = () if problem.has("varlen") else (draw.batch,)
+
+    def tensor(rows: int, heads: int, width: int) -> torch.Tensor:
+        sizes = (heads, rows, width) if heads_first else (rows, heads, width)
+        return torch.zeros(*outer, *sizes, dtype=dtype)
+
+    widths = problem.head_dim, problem.head_dim_v
+    q, k, v = tensor(rows[0], draw.heads, widths[0]), *(tensor(rows[1], draw.heads_kv, n) for n in widths)
+    options, table = _options(problem, draw, paged), None
+    if paged:
+        of_each = [-(-n // draw.page) for _, n in draw.lengths]
+        table = _ints(
+            [
+                [(7 * b + 3 * i) % (sum(of_each) + 1) for i in range(max(*of_each, 1))]
+                for b in range(len(of_each))
+            ]
+        )
+        k, v = (torch.zeros(sum(of_each) + 1, draw.page, draw.heads_kv, n, dtype=dtype) for n in widths)
+    layout = 0.1, problem.causal, False, heads_first
+    if kind.direction in (FORWARD, PAGED):
+        return lambda: launch.forward(q, k, v, *layout, kind.config, options, table)
+    out = tensor(rows[0], draw.heads, widths[1])
+    lse = torch.zeros(*outer, draw.heads, rows[0])
+    deterministic = kind.direction == DETERMINISTIC
+    return lambda: launch.backward(out, q, k, v, out, lse, *layout, deterministic, None, kind.config, options)
+
+
+def _jvp(kind: Kind, draw: Draw) -> Callable[[], Any]:
+    problem = kind.problem
+    ((rows, keys),) = draw.lengths
+    sizes = (
+        (rows, draw.heads, problem.head_dim),
+        (keys, draw.heads_kv, problem.head_dim),
+        (keys, draw.heads_kv, problem.head_dim_v),
+    )
+    tensors = [torch.zeros(draw.batch, *size, dtype=torch_dtype(problem)) for size in sizes]
+    return lambda: launch.forward_jvp(*tensors, *tensors, 0.1, problem.causal, False, False, kind.config)
+
+
+def _decode(kind: Kind, draw: Draw) -> Callable[[], Any]:
+    raise NotImplementedError("decode")

@@ -1,0 +1,195 @@
+"""Launches of tl_attention without a GPU: calls on CPU tensors find their plans as on an H200, and their kernels compute nothing.
+
+`recorded(call)` returns a Launch per kernel. Tile tables of packed sequences are filled as kernels/tile_table.py fills them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SMS = 132
+GPU = "NVIDIA H200"
+HEADER_WORDS = 6  # of a DLTensor
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """A tensor of which only the sizes matter."""
+
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel and the arguments of one launch: numbers, int32 tensors, and Shaped for all other tensors."""
+
+    problem: Any
+    config: Any
+    arguments: tuple
+
+
+def _sizes(pointer: ctypes.c_void_p) -> Shaped:
+    words = (ctypes.c_int64 * HEADER_WORDS).from_address(pointer.value)
+    dims = words[2] & 0xFFFFFFFF
+    return Shaped(tuple((ctypes.c_int64 * dims).from_address(words[3])))
+
+
+def _kept(x: Any) -> Any:
+    if isinstance(x, ctypes.c_void_p):
+        return _sizes(x)
+    if isinstance(x, torch.Tensor):
+        return Shaped(tuple(x.shape)) if x.dtype.is_floating_point else x.clone()
+    return x
+
+
+def fill_tables(cu_q: Any, cu_k: Any, used_q: Any, used_k: Any, blocks: Any, *rest: Any) -> None:
+    """Do the work of kernels/tile_table.py: tiles of TABLE_ROWS queries, those with the most steps first."""
+    from tl_attention.problem import TABLE_ROWS
+
+    *tables, use_q, use_k, step_rows, left, right, by_sequence = rest
+    batch = len(cu_q) - 1
+    of = [(cu_q, used_q, use_q), (cu_k, used_k, use_k)]
+    lens = [[int(used[b]) if use else int(cu[b + 1] - cu[b]) for b in range(batch)] for cu, used, use in of]
+    counts = [[-(-n // TABLE_ROWS) for n in x] for x in lens]
+    counts[0] = [max(n, 1) for n in counts[0]]
+    first = [[sum(c[:b]) for b in range(batch)] for c in counts]
+    for side, table in enumerate(tables):
+        if (
+            not isinstance(table, torch.Tensor)
+            or (table.shape[0] <= 1
+            and side == 1)
+            or (side == 1
+            and by_sequence)
+        ):
+            continue
+        entries = []
+        for b in range(batch):
+            for block in range(counts[side][b]):
+                rows, others = lens[side][b], lens[1 - side][b]
+                behind, ahead = (left, right) if side == 0 else (right, left)
+                start = max(block * TABLE_ROWS + others - rows - behind, 0)
+                last = min(min(block * TABLE_ROWS + TABLE_ROWS, rows) - 1 + others - rows + ahead, others - 1)
+                steps = max(max(last, -step_rows) // step_rows - start // step_rows + 1, 0)
+                entries.append((-steps, b, block))
+        table[:, 1] = -1
+        for i, (_, b, block) in enumerate(sorted(entries)[: table.shape[0]]):
+            row = b, block, int(cu_q[b]) + lens[0][b], lens[0][b], int(cu_k[b]) + lens[1][b], lens[1][b]
+            table[i] = torch.tensor(
+                (*row, first[0][b] * TABLE_ROWS, first[1][b] * TABLE_ROWS), dtype=torch.int32
+            )
+
+
+def _zeros(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if all(shape) else 0
+    return torch.zeros(extent, dtype=dtype).as_strided(tuple(shape), tuple(strides))
+
+
+@functools.cache
+def _modules() -> tuple:
+    """Modules whose names are replaced."""
+    found = [
+        importlib.import_module(name)
+        for name in ("tl_attention.ops", "tl_attention.kvcache", "tl_attention.target")
+    ]
+    for package in ("tl_attention.launch", "tl_attention.checks"):
+        for one in pkgutil.iter_modules(importlib.import_module(package).__path__):
+            found.append(importlib.import_module(f"{package}.{one.name}"))
+    for name in ("flash", "interface", "paged", "flex"):
+        found.append(importlib.import_module(f"tl_attention.{name}"))
+    return tuple(found)
+
+
+def _forget_plans() -> None:
+    for module in _modules():
+        for name in ("plans", "calls"):
+            if hasattr(cache := getattr(module, "plan_cache", None), name):
+                getattr(cache, name).clear()
+        for value in vars(module).values():
+            if hasattr(value, "cache_clear") and getattr(value, "__module__", "") == module.__name__:
+                value.cache_clear()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Within it calls on CPU tensors append their launches to a list. Restores all that it replaces.
+
+    Raises RuntimeError if the package no longer has a name that is replaced.
+    """
+    from tl_attention.compilation import building
+    from tl_attention.launch import common
+
+    launches: list[Launch] = []
+
+    def recorder(problem: Any, config: Any) -> Callable:
+        def note(*arguments: Any) -> None:
+            before = tuple(map(_kept, arguments))
+            if type(config).__name__ == "TileTable":
+                fill_tables(*arguments)
+            launches.append(Launch(problem, config, before))
+
+        return note
+
+    of = torch.int32
+    placeholders = (
+        torch.zeros(1, 1),
+        torch.zeros(1),
+        torch.zeros(1, dtype=torch.int64),
+        torch.zeros(1, dtype=of),
+    )
+    unused = common.UnusedArguments(*placeholders, torch.zeros(1, 8, dtype=of))
+    names = {
+        "empty": _zeros,
+        "sm_count": lambda device: SMS,
+        "stream_tickets": lambda device, dynamic, numbers=2: torch.zeros(numbers, dtype=torch.int32),
+        "unused_arguments": lambda device: unused,
+        "compile_kernels": lambda kernels, *_: [recorder(*kernel) for kernel in kernels],
+        "check_device_or_warn": lambda *_, **__: None,
+        "check_device": lambda *_, **__: None,
+        "is_hopper": lambda device: True,
+        "_no_angles": lambda dtype, device: torch.zeros(1, 1, dtype=dtype),
+    }
+    replaced = [
+        (module, name, value)
+        for module in _modules()
+        for name, value in names.items()
+        if hasattr(module, name)
+    ]
+    if missing := names.keys() - {name for _, name, _ in replaced}:
+        raise RuntimeError(f"tl_attention has no {missing} any more")
+    replaced += [
+        (building, "build_ahead", lambda kernels, purpose: None),
+        (torch.cuda, "current_device", lambda: None),
+        (torch.cuda, "get_device_name", lambda *_: GPU),
+        (torch.cuda, "is_current_stream_capturing", lambda: False),
+        (torch.Tensor, "is_cuda", True),
+        (torch.Tensor, "get_device", lambda x: 0),
+    ]
+    own = [(module, name, vars(module).get(name, None)) for module, name, _ in replaced]
+    _forget_plans()
+    try:
+        for module, name, value in replaced:
+            setattr(module, name, value)
+        yield launches
+    finally:
+        for module, name, value in own:
+            if value is None:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
+        _forget_plans()
+
+
+def recorded(call: Callable[[], Any]) -> list[Launch]:
+    """Launches of a call."""
+    with recording() as launches:
+        call()
+    return launches

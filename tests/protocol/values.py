@@ -1,0 +1,80 @@
+"""Values of a warp: integers are real, contents of float tensors are UNKNOWN, and a policy answers what depends on them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+
+class Unknown:
+    """Result of anything computed from data that the model does not have."""
+
+    def _same(self, *_: Any) -> Unknown:
+        return self
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __abs__ = _same
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _same
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __and__ = __rand__ = __or__ = __ror__ = _same
+    __xor__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = __invert__ = _same
+    __hash__ = None
+
+    def __bool__(self) -> bool:
+        raise TypeError("a condition on unknown data has to ask the policy")
+
+    def __repr__(self) -> str:
+        return "?"
+
+
+UNKNOWN = Unknown()
+
+
+def known(*values: Any) -> bool:
+    return not any(isinstance(value, Unknown) for value in values)
+
+
+def truncdiv(a: Any, b: Any) -> Any:
+    if not known(a, b):
+        return UNKNOWN
+    if isinstance(a, float) or isinstance(b, float):
+        return a / b if b else math.copysign(math.inf, a)
+    quotient = abs(a) // abs(b)
+    return quotient if (a < 0) == (b < 0) else -quotient
+
+
+def truncmod(a: Any, b: Any) -> Any:
+    return a - truncdiv(a, b) * b if known(a, b) else UNKNOWN
+
+
+def least(a: Any, b: Any) -> Any:
+    return min(a, b) if known(a, b) else UNKNOWN
+
+
+def largest(a: Any, b: Any) -> Any:
+    return max(a, b) if known(a, b) else UNKNOWN
+
+
+def both(a: Any, b: Any) -> Any:
+    if (known(a) and not a) or (known(b) and not b):
+        return False
+    return True if known(a, b) else UNKNOWN
+
+
+def either(a: Any, b: Any) -> Any:
+    if (known(a) and a) or (known(b) and b):
+        return True
+    return False if known(a, b) else UNKNOWN
+
+
+def opposite(a: Any) -> Any:
+    return not a if known(a) else UNKNOWN
+
+
+def cast(a: Any, kind: str) -> Any:
+    if not known(a):
+        return UNKNOWN
+    return bool(a) if kind == "bool" else int(a) if "int" in kind else float(a)
+
+
+BINARY = {"bitwise_and": operator.and_, "bitwise_or": operator.or_, "bitwise_xor": operator.xor,
+          "shift_left": operator.lshift, "shift_right": operator.rshift}  # fmt: skip

@@ -103,9 +103,11 @@ def flash_append(problem: AttnProblem, config: AppendConfig) -> T.PrimFunc:
         page_size: T.int32,
         num_pages: T.int32,
     ):
-        with T.Kernel(
-            T.max(T.if_then_else(rotary_dim > 0, seqlen_q, 0), appended), batch, threads=threads
-        ) as (i, b):
+        rows = T.max(T.if_then_else(rotary_dim > 0, seqlen_q, 0), appended)
+        # In one dimension, as the others of a grid end at 65,535
+        with T.Kernel(rows * batch, threads=threads) as number:
+            i = T.alloc_var("int32", init=T.truncmod(number, rows))
+            b = T.alloc_var("int32", init=T.truncdiv(number, rows))
             thread = T.get_thread_binding()
             first = T.alloc_var("int32", init=0)
             cache = T.alloc_var("int32", init=0)

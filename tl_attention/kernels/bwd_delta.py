@@ -46,7 +46,7 @@ def flash_bwd_delta(problem: AttnProblem, config: BwdDelta) -> T.PrimFunc:
     dlse_factor_type = T.float32 if varlen else False
     table_view = T.Tensor([entries, 8], "int32") if varlen else False
     blocks_per_tile = TABLE_ROWS // rows
-    grid = (entries * blocks_per_tile, heads) if varlen else (T.ceildiv(rounded_q, rows), heads, batch)
+    row_blocks = entries * blocks_per_tile if varlen else T.ceildiv(rounded_q, rows)
 
     def log2_or_inf(lse, lse_to_log2):
         return T.if_then_else(lse == -T.infinity("float32"), T.infinity("float32"), lse * lse_to_log2)
@@ -77,7 +77,10 @@ def flash_bwd_delta(problem: AttnProblem, config: BwdDelta) -> T.PrimFunc:
         dlse_factor: dlse_factor_type,
         Table: table_view,
     ):
-        with T.Kernel(*grid, threads=config.threads) as (block, head, *rest):
+        # In one dimension, as the others of a grid end at 65,535
+        with T.Kernel(row_blocks * heads * batch_rows, threads=config.threads) as number:
+            block = T.alloc_var("int32", init=T.truncmod(number, row_blocks))
+            head = T.alloc_var("int32", init=T.truncmod(T.truncdiv(number, row_blocks), heads))
             O_shared = T.alloc_shared([rows, width], dtype)
             dO_shared = T.alloc_shared([rows, width], dtype)
             loaded = T.alloc_barrier([1])
@@ -107,7 +110,8 @@ def flash_bwd_delta(problem: AttnProblem, config: BwdDelta) -> T.PrimFunc:
                         Lse_log2[0, head, tile.padded_q[0] + first + i] = log2_or_inf(lse, lse_to_log2)
                         Delta[0, head, tile.padded_q[0] + first + i] = delta[i] - dlse * dlse_factor
             else:
-                b, first = rest[0], block * rows
+                b = T.alloc_var("int32", init=T.truncdiv(number, row_blocks * heads))
+                first = T.alloc_var("int32", init=block * rows)
                 load_rows(
                     O[b, first : first + rows, head, 0:width],
                     dO[b, first : first + rows, head, 0:width],

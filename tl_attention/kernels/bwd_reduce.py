@@ -28,7 +28,10 @@ def flash_bwd_reduce(problem: AttnProblem, config: BwdReduce) -> T.PrimFunc:
         Stored: T.Tensor([outer, addends, vectors, elements], dtype),
         Total: T.Tensor([outer, vectors, elements], dtype),
     ):
-        with T.Kernel(T.ceildiv(vectors, threads), outer, threads=threads) as (block, row):
+        # In one dimension, as the others of a grid end at 65,535
+        with T.Kernel(T.ceildiv(vectors, threads) * outer, threads=threads) as number:
+            block = T.alloc_var("int32", init=T.truncmod(number, T.ceildiv(vectors, threads)))
+            row = T.alloc_var("int32", init=T.truncdiv(number, T.ceildiv(vectors, threads)))
             thread = T.get_thread_binding()
             total = T.alloc_local([elements], "float32")
             parts = T.alloc_local([AT_ONCE, elements], dtype)

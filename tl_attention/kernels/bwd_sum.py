@@ -40,8 +40,7 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
     of_keys_type = T.int32 if varlen else False  # False makes no argument
     table_view = T.Tensor([entries, 8], "int32") if varlen else False
     blocks_per_tile = TABLE_ROWS // rows
-    # Packed: a grid of two dimensions. With a third one of size 1 TileLang 0.1.15 adds a barrier to d192 and d256
-    grid = (entries * blocks_per_tile, heads) if varlen else (T.ceildiv(seqlen, rows), heads, batch)
+    blocks_per_head = entries * blocks_per_tile if varlen else T.ceildiv(seqlen, rows)
     shared_type = T.int32 if config.shared else False
 
     @T.macro
@@ -71,20 +70,23 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
         n_blocks: shared_type,
         whole: shared_type,
     ):
-        shared_grid = total_row_blocks // (parts * row_blocks), row_blocks * 16 // rows
-        ctas = shared_grid if config.shared else grid
-        with T.Kernel(*ctas, threads=config.threads) as (block, head, *rest):
+        tiles, blocks_of_tile = total_row_blocks // (parts * row_blocks), row_blocks * 16 // rows
+        # In one dimension, as the others of a grid end at 65,535
+        ctas = tiles * blocks_of_tile if config.shared else blocks_per_head * heads * (1 if varlen else batch)
+        with T.Kernel(ctas, threads=config.threads) as number:
+            per_row = tiles if config.shared else blocks_per_head
+            block = T.alloc_var("int32", init=T.truncmod(number, per_row))
+            row = T.alloc_var("int32", init=T.truncdiv(number, per_row))
             Gradient_shared = T.alloc_shared([rows, width], dtype)
             blocks = FragmentBlocks(Parts, row_blocks)
             # Stores by TMA, which writes nothing past the last row
             if config.shared:
-                tile, of_tile = block, head
-                number = T.alloc_var("int32", init=whole + tile)
-                of_head = T.alloc_var("int32", init=T.truncdiv(whole + tile, n_blocks))
-                first = (n_blocks - 1 - T.truncmod(number, n_blocks)) * (row_blocks * 16) + of_tile * rows
+                tile = T.alloc_var("int32", init=whole + block)
+                of_head = T.alloc_var("int32", init=T.truncdiv(whole + block, n_blocks))
+                first = (n_blocks - 1 - T.truncmod(tile, n_blocks)) * (row_blocks * 16) + row * rows
                 add_parts(
                     blocks,
-                    lambda p: blocks.row_block(tile * parts + p, of_tile * rows),
+                    lambda p: blocks.row_block(block * parts + p, row * rows),
                     parts,
                     scale,
                     Gradient_shared,
@@ -103,17 +105,19 @@ def flash_bwd_sum(problem: AttnProblem, config: BwdSum) -> T.PrimFunc:
                     if first < length:
                         add_parts(
                             blocks,
-                            lambda p: blocks.row_block(head, padded + first) + p * (heads * row_blocks),
+                            lambda p: blocks.row_block(row, padded + first) + p * (heads * row_blocks),
                             parts,
                             scale,
                             Gradient_shared,
                         )
-                        T.copy(Gradient_shared, packed_rows(Gradient, end, length, first, rows, head, width))
+                        T.copy(Gradient_shared, packed_rows(Gradient, end, length, first, rows, row, width))
             else:
-                b, first = rest[0], block * rows
+                head = T.alloc_var("int32", init=T.truncmod(row, heads))
+                b = T.alloc_var("int32", init=T.truncdiv(row, heads))
+                first = T.alloc_var("int32", init=block * rows)
                 add_parts(
                     blocks,
-                    lambda p: blocks.row_block((p * batch + b) * heads + head, first),
+                    lambda p: blocks.row_block(p * (batch * heads) + row, first),
                     parts,
                     scale,
                     Gradient_shared,

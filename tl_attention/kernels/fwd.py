@@ -232,7 +232,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             blocks.stop_before(hidden_last)
         if skips and (problem.has("window") or (head_dim == 64 and config.warpgroups == 3)):
             blocks.keep_queries(query)
-        if three_slots:  # the other warpgroup has left the slot: two phases behind, the next wait would pass at once
+        if three_slots:
+            # The other warpgroup has left the slot: two phases behind, the next wait would pass at once
             shared.Q.wait_empty(q_step)
         shared.Q.wait(q_step)
         if parts > 1:

@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--draws", type=int, default=DRAWS, help="the first so many draws")
     found.add_argument("--seed", type=int, default=0)
     found.add_argument(
-        "--jobs", type=int, default=0, help="workers per GPU; default: a third of the CPUs, at most 8"
+        "--jobs", type=int, default=0, help="workers per GPU; default: half of the CPUs, at most 8"
     )
     found.add_argument("--build-jobs", type=int, default=0, help="processes that build; default: one per CPU")
     found.add_argument("--gpus", default="", help="0,1: GPUs among which workers are spread")
@@ -109,7 +109,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 
 def default_jobs() -> int:
-    return max(1, min(8, len(os.sched_getaffinity(0)) // 3))
+    return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
 def table(results: Results, classes: Sequence[CallClass], seed: int = 0) -> str:

@@ -89,12 +89,17 @@ def draws(call_class: CallClass, seed: int = 0, count: int = DRAWS) -> list[Draw
     return make(call_class, rng, seed, count)
 
 
-def tiles_of(call_class: CallClass, rng: random.Random) -> tuple[int, int]:
-    """(queries, keys) per tile or step of a class; of a backward those of one of its passes."""
+def tiles_of(call_class: CallClass, rng: random.Random, count: int) -> list[tuple[int, int, int, int]]:
+    """(block_M, queries modulo it, block_N, keys modulo it) per draw. Passes of a backward with other tiles come in turn."""
     config = call_class.config
-    if isinstance(config, BwdConfig):
-        config = rng.choice(config.passes)
-    return config.block_M, config.block_N
+    configs_of = config.passes if isinstance(config, BwdConfig) else (config,)
+    blocks = list(dict.fromkeys((one.block_M, one.block_N) for one in configs_of))
+    found = []
+    for block_m, block_n in blocks:
+        share = -(-count // len(blocks))
+        pairs = zip(residues(block_m, rng, share), residues(block_n, rng, share), strict=True)
+        found.append([(block_m, q, block_n, k) for q, k in pairs])
+    return [found[i % len(blocks)][i // len(blocks)] for i in range(count)]
 
 
 def residues(block: int, rng: random.Random, count: int) -> list[int]:
@@ -179,15 +184,13 @@ def _attention_draws(call_class: CallClass, rng: random.Random, seed: int, count
     """Draws of dense calls."""
     problem, config = call_class.problem, call_class.config
     forward = call_class.kind == "fwd"
-    block_m, block_n = tiles_of(call_class, rng)
-    of_queries, of_keys = residues(block_m, rng, count), residues(block_n, rng, count)
     found = []
-    for i in range(count):
-        q = _length(of_queries[i], block_m, rng)
-        k = min(_keys(q, of_keys[i], block_n, rng), _most_keys(config))
+    for i, (block_m, of_queries, block_n, of_keys) in enumerate(tiles_of(call_class, rng, count)):
+        q = _length(of_queries, block_m, rng)
+        k = min(_keys(q, of_keys, block_n, rng), _most_keys(config))
         batch, (heads_kv, group) = rng.randint(1, 3), _heads(rng)
         if rng.random() < 0.2:  # more tiles than SMs
-            q, k = min(q, 2 * block_m + of_queries[i]), min(k, 400)
+            q, k = min(q, 2 * block_m + of_queries), min(k, 400)
             batch, group = 3, rng.choice((1, 2))
             heads_kv = max(MANY_TILES * rng.choice((1, 2)) // (-(-q // block_m) * batch * group), 1) + 1
             heads_kv = min(heads_kv, 48)
@@ -218,14 +221,12 @@ def _packed_draws(call_class: CallClass, rng: random.Random, seed: int, count: i
     """Draws of packed sequences: empty and one-token documents, more and fewer queries than keys, rows that are not used."""
     problem = call_class.problem
     forward = call_class.kind in ("fwd", PAGED)
-    block_m, block_n = tiles_of(call_class, rng)
-    of_queries, of_keys = residues(block_m, rng, count), residues(block_n, rng, count)
     found = []
-    for i in range(count):
+    for i, (block_m, of_queries, block_n, of_keys) in enumerate(tiles_of(call_class, rng, count)):
         documents = rng.choice((1, 1, 2, 3, 4, 5, 8, 12))
         most = MOST_ROWS if documents < 4 else 300
-        first = _length(of_queries[i], block_m, rng)
-        lengths = [(first, _keys(first, of_keys[i], block_n, rng))]
+        first = _length(of_queries, block_m, rng)
+        lengths = [(first, _keys(first, of_keys, block_n, rng))]
         for _ in range(documents - 1):
             kind = rng.random()
             q = _length(rng.randrange(block_m), block_m, rng, most)

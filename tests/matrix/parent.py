@@ -159,7 +159,8 @@ class Builder:
                 text=True,
                 start_new_session=True,
             )
-            threading.Thread(target=self._talk, args=(list(self.missing),), daemon=True).start()
+            self.thread = threading.Thread(target=self._talk, args=(list(self.missing),), daemon=True)
+            self.thread.start()
 
     def _talk(self, names: list[str]) -> None:
         """Say which kernels are needed, then take the errors."""
@@ -174,7 +175,7 @@ class Builder:
 
     @property
     def is_running(self) -> bool:
-        return self.process is not None and self.process.poll() is None
+        return self.process is not None and self.thread.is_alive()
 
     def stop(self) -> None:
         if self.is_running:

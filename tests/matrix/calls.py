@@ -81,7 +81,7 @@ class Trial:
         raise NotImplementedError
 
     def faults(self, outputs: Outputs) -> list[str]:
-        """What is wrong with outputs, in words."""
+        """Faults of outputs, in words."""
         raise NotImplementedError
 
     def repeats(self, outputs: Outputs) -> Sequence[torch.Tensor]:

@@ -32,7 +32,7 @@ FEW_LINES = 30  # of a worker's log, in the result of a class whose worker died
 
 @dataclass(frozen=True)
 class Settings:
-    """How to run classes.
+    """Ways to run classes.
 
     Args:
         draws: indices of draws; None: all.

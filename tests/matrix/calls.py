@@ -43,7 +43,7 @@ LSE_ERROR = {2: 1e-4, 3: 2e-6}
 # Of scores up to this magnitude; of larger ones errors grow with them
 SMALL_SCORES = 16.0
 # Error of dP - delta, where the exact difference is 0
-CANCELLATION = {2: 2.0**-13, 3: 2.0**-20}
+CANCELLATION = {2: 2.0**-15, 3: 2.0**-22}
 ROWS_OF_NONE = 5, 9  # of queries and of keys, behind the last packed sequence
 
 Outputs = tuple[torch.Tensor, ...]

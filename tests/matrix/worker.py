@@ -80,8 +80,8 @@ def is_lost() -> bool:
         return True
 
 
-def main() -> None:
-    """Run classes by their ids in lines of JSON, until stdin ends."""
+def main(device: str | None = None) -> None:
+    """Run classes by their ids in lines of JSON, until stdin ends. device: None: the current GPU."""
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to the log
 
@@ -92,13 +92,14 @@ def main() -> None:
     from .classes import pack_classes
 
     torch.set_num_threads(1)
-    device = f"cuda:{torch.cuda.current_device()}"
+    gpu = "no GPU" if device else torch.cuda.get_device_name()
+    device = device or f"cuda:{torch.cuda.current_device()}"
     arena, counts = Arena(device), Counter()
     replace_everywhere("empty", arena.empty)
     count_launches(counts)
     classes = {one.id: one for one in pack_classes()}
     torch.randn(64, 64, device=device).matmul(torch.randn(64, 64, device=device)).sum().item()
-    say("ready", gpu=torch.cuda.get_device_name())
+    say("ready", gpu=gpu)
     for line in sys.stdin:
         asked = json.loads(line)
         run_class(classes[asked["id"]], asked["seed"], asked["draws"], arena, counts, say)

@@ -155,6 +155,14 @@ def build(jobs: int) -> None:
     print(json.dumps(errors))
 
 
+def _merge(path: Path, runs: Sequence[dict], classes: Sequence[CallClass]) -> None:
+    passed, gone = report.merge(path, runs, classes)
+    others = len(report.changed(runs, classes))
+    print(
+        f"{path}: {passed} kernels passed, {gone} that failed were taken out, {others} have changed since they ran"
+    )
+
+
 def main(words: Sequence[str]) -> int:
     arguments = parser().parse_args(words)
     if arguments.worker:
@@ -167,8 +175,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     if arguments.merge:
         runs = [json.loads(path.read_text()) for path in arguments.merge]
-        numbers = report.merge(arguments.report or report.PATH, runs, pack_classes())
-        print("{} kernels passed, {} that failed were taken out of the report".format(*numbers))
+        _merge(arguments.report or report.PATH, runs, pack_classes())
         return 0
     classes = chosen(arguments)
     if arguments.list:
@@ -184,6 +191,5 @@ def main(words: Sequence[str]) -> int:
         arguments.out.write_text(json.dumps(found, indent=0))
     print(table(results, classes, arguments.seed), flush=True)
     if arguments.report:
-        numbers = report.merge(arguments.report, [found], classes)
-        print("{} kernels passed, {} that failed were taken out of the report".format(*numbers))
+        _merge(arguments.report, [found], classes)
     return int(any(result.state == FAILED for result in results.classes.values()))

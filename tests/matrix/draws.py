@@ -30,7 +30,7 @@ class Draw:
     Args:
         lengths: (queries, keys) per sequence; of a dense call one pair for the whole batch. Of a decode the keys end with the new ones.
         used: rows in use per sequence of packed ones, as lengths; None: all.
-        layout: one of testing.inputs.LAYOUTS; packed sequences have one.
+        layout: one of testing.inputs.LAYOUTS, of pages that of the pages; packed sequences have one.
         narrower: columns that the tensors have less than the tile.
         ramp: keys shrink from the first one to the last one, so that a held row max overflows.
         causal: of a decode, whose kernels take any mask; else that of the problem.
@@ -260,6 +260,7 @@ def _packed_draws(call_class: CallClass, rng: random.Random, seed: int, count: i
             with_dlse=call_class.kind.startswith("bwd") and rng.random() < 0.5,
             causal=problem.causal,
             page=_page_size(call_class, rng),
+            layout=rng.choice(("bshd", "bhsd")) if call_class.kind == PAGED else "bshd",
             **_options(call_class, rng),
         )
         found.append(one)

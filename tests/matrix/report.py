@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from tl_attention.compilation import manifest, store
-from tl_attention.compilation.compiler import KernelKey
 
 from .classes import CallClass
 from .parent import FAILED, PASSED, Results
@@ -56,27 +55,37 @@ def raw(results: Results, classes: Iterable[CallClass]) -> dict[str, Any]:
     }
 
 
+def changed(runs: Iterable[dict[str, Any]], classes: Iterable[CallClass]) -> set[str]:
+    """Kernels whose sources or compilers are others than in one of the runs, by the names of their files."""
+    kernels = {name: kernel for one in classes for name, kernel in one.kernels.items()}
+    return {
+        name
+        for run in runs
+        for name, file in run["files"].items()
+        if name not in kernels or file != store.kernel_path(*kernels[name]).name
+    }
+
+
 def passed(runs: Iterable[dict[str, Any]], classes: Iterable[CallClass]) -> Rows:
     """Rows, without texts, of kernels that passed: no class of theirs failed, and LEAST_DRAWS draws or more launched them.
 
-    A kernel that has changed since a run, by the name of its file, is left out.
+    A kernel that has changed since a run is left out.
     """
-    by_name = {one.name: one for one in classes}
+    runs, classes = list(runs), list(classes)
+    by_name, others = {one.name: one for one in classes}, changed(runs, classes)
     draws: Counter[str] = Counter()
     failed, rows = set(), {}
-    kernels: dict[str, KernelKey] = {}
     for run in runs:
         for name, result in run["classes"].items():
             one = by_name.get(name)
             if one is None:
                 continue
-            kernels |= one.kernels
             if result["state"] == FAILED:
                 failed |= one.kernels.keys()
             if result["state"] != PASSED:
                 continue
             for kernel, number in result["launches"].items():
-                if kernel in kernels and run["files"].get(kernel) == store.kernel_path(*kernels[kernel]).name:
+                if kernel in one.kernels and kernel not in others:
                     draws[kernel] += number
                     rows[kernel] = {"date": run["date"], "gpu": run["gpu"]}
     return {

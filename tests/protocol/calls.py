@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from tl_attention import catalog, configs, launch, legality
 from tl_attention.kernel_configs import PAGE_ROWS, append_kernel, jvp_kernels
-from tl_attention.options import Options
+from tl_attention.options import Cache, Options
 from tl_attention.problem import (
     BUCKETS,
     DECODE,
@@ -34,6 +35,7 @@ from tl_attention.program import Program
 
 PAGED = "paged"  # a forward with keys in pages
 FORWARD, BACKWARD, DETERMINISTIC = DIRECTIONS
+FEW_ROWS, _ = configs.DECODE_ROWS  # of a decode: with more it has the second config of a width
 
 
 @dataclass(frozen=True)
@@ -235,4 +237,37 @@ def _jvp(kind: Kind, draw: Draw) -> Callable[[], Any]:
 
 
 def _decode(kind: Kind, draw: Draw) -> Callable[[], Any]:
-    raise NotImplementedError("decode")
+    """A decode of as many rows as select the config. Seeds vary splits, leftpad, cache indices, rotation and appended keys."""
+    problem, config, batch = kind.problem, kind.config, len(draw.lengths)
+    dtype, page_rows = torch_dtype(problem), config.page_rows
+    heads, heads_kv, queries = draw.heads, draw.heads_kv, max(min(draw.lengths)[0], 1)
+    if config == configs.decode_config(problem, FEW_ROWS, page_rows):
+        queries = max(min(queries, FEW_ROWS * heads_kv // heads), 1)
+    elif queries * heads // heads_kv <= FEW_ROWS:
+        queries = FEW_ROWS * heads_kv // heads + 1 + queries
+    keys, longest = [k for _, k in draw.lengths], max(*(k for _, k in draw.lengths), 1)
+    q = torch.zeros(batch, queries, heads, problem.head_dim, dtype=dtype)
+    room, caches, table = longest + 7, batch + 2, None
+    if page_rows:
+        room, caches = max(draw.page, page_rows), batch * -(-(longest + 7) // max(draw.page, page_rows)) + 1
+        pages = -(-(longest + 7) // room)
+        table = _ints([[(5 * b + i) % caches for i in range(pages)] for b in range(batch)])
+    k, v = (torch.zeros(caches, room, heads_kv, n, dtype=dtype) for n in (problem.head_dim, problem.head_dim_v))
+    if problem.head_dim_v > problem.head_dim or getattr(config, "v_in_k", False):
+        v = k[..., : problem.head_dim_v]
+    chance = random.Random(draw.seed)
+    padded, indexed, new = (chance.random() < 0.3 for _ in range(3))
+    leftpad = _ints([min(3, n) for n in keys]) if padded and not page_rows else None
+    index = _ints([(2 * b) % caches for b in range(batch)]) if indexed and not page_rows else None
+    cache = Cache(k, v, _ints(keys), 3 * new, index, leftpad, table)
+    options = _options(problem, draw, False) or Options()
+    splits, invariant = chance.choice([(0, False), (0, False), (3, False), (1, False), (0, True)])
+
+    def call() -> None:
+        if new:
+            added = [torch.zeros(batch, 3, heads_kv, n, dtype=dtype) for n in (problem.head_dim, problem.head_dim_v)]
+            angles = (torch.zeros(longest + 10, 8, dtype=dtype),) * 2 if chance.random() < 0.5 else (None, None)
+            launch.append_to_cache(q, *added, cache, *angles, False, True)
+        launch.attend_cache(q, cache, 0.1, chance.random() < 0.5, options, splits, invariant)
+
+    return call

@@ -1,45 +1,35 @@
-"""Runs of launches in several orders."""
+"""Runs of a launch in several orders, and what they find."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from . import externs
 from .launches import Launch
-from .machine import WARP, Finding, Machine, Stuck, make_warps
+from .machine import Finding, Kernel, Machine, Numbers, Stuck
 from .translate import Translator, places
-from .values import BINARY, UNKNOWN, both, cast, either, largest, least, opposite, truncdiv, truncmod
+from .values import BINARY, UNKNOWN, Address, Place, Variable, both, cast, either, largest, least, opposite, truncdiv, truncmod
 
-HOWS = "copies first", "copies last", "producer first", "consumers first", "random", "random"
-OVERFLOWS = "never", "always", "random"
-
-
-class Variable(dict):
-    def __missing__(self, key: tuple) -> Any:
-        return UNKNOWN
-
-
-class Numbers:
-    """An integer tensor in global memory. An index outside of it is an error."""
-
-    def __init__(self, name: str, x: torch.Tensor):
-        self.name, self.x, self.numbers = name, x, {}
-
-    def __getitem__(self, where: tuple) -> int:
-        if where in self.numbers:
-            return self.numbers[where]
-        if not all(0 <= i < n for i, n in zip(where, self.x.shape, strict=True)):
-            raise IndexError(f"{self.name}{list(where)} of {list(self.x.shape)}")
-        return int(self.x[where])
-
-    def __setitem__(self, where: tuple, value: int) -> None:
-        self.numbers[where] = value
+# (who goes on, when copies land)
+ORDERS = (
+    ("producer first", "first"),
+    ("producer first", "last"),
+    ("consumers first", "last"),
+    ("one late", "last"),
+    ("one ahead", "random"),
+    ("random", "random"),
+    ("random", "last"),
+)
+POLICIES = "never", "always", "random"  # answers to conditions on floats, such as whether a row sum overflows
+RETURNING = re.compile("ticket|written", re.IGNORECASE)  # counters that are 0 before a launch and after
+VALUES = truncdiv, truncmod, least, largest, both, either, opposite, cast
 
 
 class Program:
@@ -51,18 +41,20 @@ class Program:
         self.problem, self.config = problem, config
         with places() as found:
             function = compiler.trace(problem, config)
+        self.synced = not compiler.pass_configs(problem, config).get("tl.disable_thread_storage_sync", False)
         self.translated = Translator(function, found)
         self.use(self.translated.source())
+        self.barriers = self.translated.barriers
 
     def use(self, text: str) -> None:
         """Replace the kernel's text."""
-        names = {f.__name__: f for f in (truncdiv, truncmod, least, largest, both, either, opposite, cast)}
-        scope = {"UNKNOWN": UNKNOWN, "BINARY": BINARY, "Variable": Variable, **names}
+        scope: dict[str, Any] = {"UNKNOWN": UNKNOWN, "BINARY": BINARY, "Variable": Variable, "Address": Address, "Place": Place}
+        scope |= {f.__name__: f for f in VALUES} | {"externs": externs}
         exec(compile(text, "kernel", "exec"), scope)
-        self.warp, self.text, self.lines = scope["warp"], text, text.splitlines()
+        self.run, self.text, self.lines = scope["kernel"], text, text.splitlines()
 
-    def bind(self, arguments: tuple) -> tuple[dict, dict]:
-        """(values of names, integer tensors) of a launch."""
+    def bind(self, arguments: tuple) -> Kernel:
+        """The kernel with the arguments of a launch."""
         t, given, tensors, shapes = self.translated, {}, {}, {}
         if len(arguments) != len(t.arguments):
             raise ValueError(f"{len(arguments)} arguments for {[name for _, name in t.arguments]}")
@@ -75,87 +67,103 @@ class Program:
                     tensors[name] = Numbers(name, value)
         for name, tensor, i in t.shapes:
             given.setdefault(name, shapes[tensor][i])  # placeholders of unused tensors have other sizes
-        return given, tensors
+        return Kernel(self.run, self.lines, self.barriers, t.threads, given, tensors, self.synced)
+
+    def grid(self, kernel: Kernel) -> list[dict]:
+        """Block indices of all CTAs of a launch."""
+        scope = {f.__name__: f for f in VALUES}
+        sizes = {tag: range(eval(text, scope, kernel.given)) for tag, text in self.translated.grid.items()}
+        return [dict(zip(sizes, place, strict=True)) for place in itertools.product(*sizes.values())]
+
+    @property
+    def asks(self) -> bool:
+        """True if runs depend on the policy."""
+        return "overflow" in self.text or bool(getattr(self.config, "hold_max", False))
 
 
 @dataclass
 class Run:
-    """A run of a CTA with findings."""
+    """A run with findings."""
 
-    cta: str
-    how: str
-    overflows: str
-    seed: int
+    name: str
     end: str | None
     findings: list[Finding]
 
     def __str__(self) -> str:
-        head = f"{self.cta}, {self.how}, overflows {self.overflows}, seed {self.seed}: {self.end or 'ends'}"
-        return "\n".join([head, *(f"  {finding}" for finding in self.findings[:6])])
+        return "\n".join([f"{self.name}: {self.end or 'ends'}", *(f"  {finding}" for finding in self.findings[:8])])
 
 
-def role_of(threads: int) -> Callable[[int], str]:
-    """Names of warps: the producer and the warps beside it are the last four, see kernels/roles.py."""
-    warps = threads // WARP
-
-    def role(number: int) -> str:
-        if number < warps - 4 or warps <= 4:
-            return f"warpgroup {number // 4}, warp {number % 4}"
-        return "producer" if number == warps - 4 else f"beside the producer, warp {number % 4}"
-
-    return role
-
-
-def run_cta(
-    program: Program, given: dict, tensors: dict, blocks: dict, how: str, overflows: str, seed: int
+def run(
+    kernel: Kernel, blocks: Sequence[dict], residents: int, who: str, copies: str, policy: str, seed: int, limit: int = 3_000_000
 ) -> Run | None:
+    """Run CTAs, `residents` of them at a time. None: without findings."""
     chance = random.Random(seed)
-    choose = {
+    choose: Callable[[int, int], bool] = {
         "never": lambda *_: False,
         "always": lambda *_: True,
         "random": lambda *_: chance.random() < 0.5,
-    }[overflows]
-    shape = program.translated.threads
-    machine = Machine(program.translated.barriers, math.prod(shape), how, seed)
-    machine.lines, machine.loaded = program.lines, program.translated.loaded
-    make_warps(machine, program.warp, shape, blocks, given, tensors, choose, role_of(math.prod(shape)))
+    }[policy]
+    for x in kernel.tensors.values():
+        x.numbers.clear()
+    machine = Machine(kernel, list(blocks), residents, who, copies, choose, seed, limit)
     end = None
     try:
         machine.run()
-        if machine.left():
-            end = "unfinished phases: " + ", ".join(machine.left())
+        if machine.left:
+            end = "unfinished phases: " + ", ".join(machine.left)
     except Stuck as stuck:
         end = str(stuck)
-    except (
-        TypeError,
-        KeyError,
-        IndexError,
-    ) as error:  # an index that depends on unknown data, or outside of a tensor
+    except (TypeError, KeyError, IndexError) as error:  # an index that depends on unknown data, or outside of a tensor
         end = f"{type(error).__name__}: {error}"
     findings = machine.findings + (machine.waiting() if end == "deadlock" else [])
-    return (
-        Run(f"CTA {list(blocks.values())}", how, overflows, seed, end, findings) if findings or end else None
+    if end is None:
+        findings += [
+            Finding("counter", "the launch", f"{name}{list(where)} is {value} at the end")
+            for name, numbers in kernel.tensors.items()
+            if RETURNING.search(name)
+            for where, value in numbers.numbers.items()
+            if value != int(numbers.x[where])
+        ]
+    if not findings and end is None:
+        return None
+    name = f"CTAs {[list(b.values()) for b in blocks[:4]]}, {residents} at a time, {who}, copies {copies}, policy {policy}, seed {seed}"
+    return Run(name, end, findings)
+
+
+def works_together(config: Any) -> bool:
+    """True if the CTAs of a launch have counters in common."""
+    return any(
+        getattr(config, name, default) not in (default, None)
+        for name, default in (("schedule", "grid"), ("makes_parts", False), ("rounds_dq", False))
     )
 
 
-def grid_of(program: Program, given: dict) -> list[dict]:
-    """Block indices of all CTAs of a launch."""
-    sizes = {
-        tag: range(eval(text, {"truncdiv": truncdiv}, given)) for tag, text in program.translated.grid.items()
-    }
-    return [dict(zip(sizes, place, strict=True)) for place in itertools.product(*sizes.values())]
+def check(
+    launch: Launch,
+    program: Program,
+    most: int = 6,
+    orders: Iterable[tuple[str, str]] = ORDERS,
+    stop: bool = True,
+    seed: int = 0,
+) -> list[Run]:
+    """Run a launch in several orders; those with findings.
 
-
-def check(launch: Launch, program: Program, most: int = 8, hows: tuple = HOWS) -> list[Run]:
-    """Run CTAs of a launch in several orders; those with findings."""
-    given, tensors = program.bind(launch.arguments)
-    bad, grid = [], grid_of(program, given)
-    for overflows in OVERFLOWS if getattr(program.config, "hold_max", False) else OVERFLOWS[:1]:
-        for number, how in enumerate(hows):
-            for x in tensors.values():
-                x.numbers.clear()
-            for blocks in grid if len(grid) <= most else random.Random(number).sample(grid, most):
-                if run := run_cta(program, given, tensors, blocks, how, overflows, number):
-                    bad.append(run)
-                    break
-    return bad
+    Args:
+        most: CTAs that run, where they have nothing in common.
+        stop: return the first only.
+    """
+    kernel = program.bind(launch.arguments)
+    grid, found = program.grid(kernel), []
+    together = works_together(program.config)
+    for policy in POLICIES if program.asks else POLICIES[:1]:
+        for number, (who, copies) in enumerate(orders):
+            at = seed * 100 + number
+            if together:
+                blocks, residents = grid, (len(grid), 1, 2)[number % 3]
+            else:
+                blocks, residents = (grid if len(grid) <= most else random.Random(at).sample(grid, most)), 1
+            if one := run(kernel, blocks, residents, who, copies, policy, at):
+                found.append(one)
+                if stop:
+                    return found
+    return found

@@ -119,8 +119,8 @@ def _forget_plans() -> None:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Within it calls on CPU tensors append their launches to a list. Restores all that it replaces.
+def recording(sms: int = SMS) -> Iterator[list[Launch]]:
+    """Within it calls on CPU tensors append their launches to a list, as on a GPU with `sms` SMs. Restores all that it replaces.
 
     Raises RuntimeError if the package no longer has a name that is replaced.
     """
@@ -148,7 +148,7 @@ def recording() -> Iterator[list[Launch]]:
     unused = common.UnusedArguments(*placeholders, torch.zeros(1, 8, dtype=of))
     names = {
         "empty": _zeros,
-        "sm_count": lambda device: SMS,
+        "sm_count": lambda device: sms,
         "stream_tickets": lambda device, dynamic, numbers=2: torch.zeros(numbers, dtype=torch.int32),
         "unused_arguments": lambda device: unused,
         "compile_kernels": lambda kernels, *_: [recorder(*kernel) for kernel in kernels],
@@ -188,8 +188,8 @@ def recording() -> Iterator[list[Launch]]:
         _forget_plans()
 
 
-def recorded(call: Callable[[], Any]) -> list[Launch]:
-    """Launches of a call."""
-    with recording() as launches:
+def recorded(call: Callable[[], Any], sms: int = SMS) -> list[Launch]:
+    """Launches of a call on a GPU with `sms` SMs."""
+    with recording(sms) as launches:
         call()
     return launches

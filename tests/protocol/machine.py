@@ -1,27 +1,36 @@
-"""One CTA: warps as generators, mbarriers, named barriers, copies in flight, and a scheduler that interleaves them."""
+"""CTAs of a launch: warps as generators, mbarriers, named barriers, copies in flight, and a scheduler that interleaves them.
+
+A warp yields requests that may wait or that others see: ('wait', barrier, slot, parity, phase). Machine.do_<kind> answers them. What only
+the warp itself and the clocks of races.py see are methods of Warp, which it calls.
+"""
 
 from __future__ import annotations
 
-import math
 import random
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .values import UNKNOWN, known
+from .races import NEVER, Access, Fault, Product, Registers, Share, Tile, TileState, join
+from .values import UNKNOWN, Place, Variable, known
 
 WARP = 32  # threads
-WARPS = 4  # of a warpgroup
+WARPS = 4  # per warpgroup
 
 
 @dataclass
 class Mbarrier:
-    """Shared-memory barrier: a phase completes when `count` arrivals and all expected bytes have come."""
+    """A phase completes when `count` arrivals and all expected bytes have come.
+
+    Args:
+        entry: of clocks, for the copies that arrive here.
+    """
 
     name: str
     count: int
+    entry: int
     pending: int = 0
     bytes: int = 0
     completed: int = 0  # phases
@@ -32,20 +41,16 @@ class Mbarrier:
     def __post_init__(self) -> None:
         self.pending = self.count
 
-    def settle(self) -> None:
-        if self.pending == 0 and self.bytes == 0:
-            self.completed += 1
-            self.clock = list(self.coming)
-            self.pending = self.count
-            self.arrived.clear()
-
-    def arrive(self, warp: int) -> bool:
-        """Arrive; False if this warp has arrived before in the same phase."""
-        self.arrived[warp] += 1
-        again = self.arrived[warp] > 1
-        self.pending -= 1
-        self.settle()
-        return not again
+    def settle(self) -> bool:
+        """Complete the phase if all has come; True then."""
+        if self.pending or self.bytes:
+            return False
+        self.completed += 1
+        self.clock = list(self.coming)
+        self.clock[self.entry] = self.completed
+        self.pending = self.count
+        self.arrived.clear()
+        return True
 
     def passes(self, parity: int) -> bool:
         return self.completed % 2 != parity
@@ -53,7 +58,9 @@ class Mbarrier:
 
 @dataclass
 class NamedBarrier:
-    threads: int = 0  # that a generation needs
+    """bar.sync and bar.arrive: a generation is complete when `threads` have come."""
+
+    threads: int = 0
     arrived: int = 0
     generation: int = 0
     any: bool = False
@@ -63,27 +70,9 @@ class NamedBarrier:
 
 
 @dataclass
-class Accesses:
-    """Last write of a word or tile, and the reads since: (warp, its time). A read that is not over has no time yet."""
-
-    write: tuple[int, int] | None = None
-    reads: dict[int, float] = field(default_factory=dict)
-
-
-@dataclass
-class Warp:
-    number: int
-    role: str
-    run: Any
-    request: tuple | None = None
-    products: list = field(default_factory=list)  # tiles that each product in flight reads
-    stores: list = field(default_factory=list)  # the same of stores by TMA
-    ticket: int = -1  # generation of the named barrier that it waits for
-    answer: Any = None
-
-
-@dataclass
 class Finding:
+    """A fault, and where in the kernel."""
+
     kind: str
     role: str
     text: str
@@ -98,227 +87,402 @@ class Finding:
 
 
 class Stuck(Exception):
-    pass
+    """A run that does not end."""
 
 
-def join(a: list, b: list) -> list:
-    """Clock that is not before either of two."""
-    return list(map(max, a, b)) if a and b else list(a or b)
+class Numbers:
+    """An integer tensor in global memory. An index outside of it is an error."""
+
+    def __init__(self, name: str, x: Any):
+        self.name, self.x, self.numbers = name, x, {}
+
+    def __getitem__(self, where: tuple) -> int:
+        if where in self.numbers:
+            return self.numbers[where]
+        self.check(where)
+        return int(self.x[where])
+
+    def __setitem__(self, where: tuple, value: int) -> None:
+        self.check(where)
+        self.numbers[where] = value
+
+    def check(self, where: tuple) -> None:
+        if not all(0 <= i < n for i, n in zip(where, self.x.shape, strict=True)):
+            raise IndexError(f"{self.name}{list(where)} of {list(self.x.shape)}")
 
 
-class Machine:
-    """State of a CTA and its scheduler.
+@dataclass(frozen=True)
+class Kernel:
+    """A translated kernel with the arguments of a launch.
 
     Args:
+        run: generator function (warp, thread, block, given).
+        lines: its text.
         barriers: name -> arrivals of each slot.
-        how: "random", "copies first", "copies last", "producer first", "consumers first": who goes first of those that can.
+        shape: threads of a CTA (x, y, z).
+        given: values of names.
+        tensors: integer tensors.
+        synced: the compiler puts barriers between plain accesses to shared memory.
     """
 
-    def __init__(
-        self, barriers: dict[str, list[int]], threads: int, how: str, seed: int, limit: int = 3_000_000
-    ):
+    run: Callable
+    lines: Sequence[str]
+    barriers: dict[str, list[int]]
+    shape: tuple[int, ...]
+    given: dict
+    tensors: dict[str, Numbers]
+    synced: bool
+
+    @property
+    def warps(self) -> int:
+        threads = 1
+        for n in self.shape:
+            threads *= n
+        return threads // WARP
+
+
+class Cta:
+    """Barriers and shared memory of a CTA."""
+
+    def __init__(self, machine: Machine, kernel: Kernel, block: dict):
+        self.machine, self.kernel, self.block = machine, kernel, block
+        slots = [(name, i, count) for name, counts in kernel.barriers.items() for i, count in enumerate(counts)]
         self.mbarriers = {
-            (n, i): Mbarrier(f"{n}[{i}]", c) for n, counts in barriers.items() for i, c in enumerate(counts)
+            (name, i): Mbarrier(f"{name}[{i}]", count, kernel.warps + number) for number, (name, i, count) in enumerate(slots)
         }
+        self.entries = kernel.warps + len(slots)
+        for barrier in self.mbarriers.values():
+            barrier.coming = [0] * self.entries
         self.named: dict[int, NamedBarrier] = {}
-        self.threads, self.how, self.random, self.limit = threads, how, random.Random(seed), limit
-        self.shared: dict[tuple, Any] = {}
-        self.flying: list[tuple[Mbarrier, int, tuple]] = []
-        self.loading: Counter = Counter()  # copies in flight to each tile
-        self.filled: set = set()  # tiles that a copy has filled
-        self.loaded: set[str] = set()  # buffers of such tiles
-        self.warps: list[Warp] = []
-        self.findings: list[Finding] = []
-        self.seen: set = set()
-        self.events = 0
-        # Vector clocks: clocks[w][x] is the time of warp x that warp w knows to be over
-        self.clocks = [[int(x == w) for x in range(threads // WARP)] for w in range(threads // WARP)]
-        self.accesses: defaultdict = defaultdict(Accesses)
+        self.words: dict[tuple, Any] = {}
+        self.tiles: dict[Tile, TileState] = {}
+        self.warps = [Warp(self, number) for number in range(kernel.warps)]
 
-    # What is ordered by barriers, in whichever order this run went
+    def tile(self, tile: Tile) -> TileState:
+        return self.tiles.setdefault(tile, TileState())
 
-    def knows(self, warp: int, other: int, time: float) -> bool:
-        return other == warp or self.clocks[warp][other] >= time
+    def left(self) -> list[str]:
+        """What its end leaves: phases begun, bytes that never came."""
+        return [
+            f"{b.name}: {b.count - b.pending} of {b.count} arrivals in phase {b.completed}"
+            for b in self.mbarriers.values()
+            if b.pending != b.count or b.bytes
+        ]
 
-    def reads(self, warp: Warp, what: tuple, over: bool = True) -> None:
-        """Note a read. over: it is complete, else finished() follows."""
-        at = self.accesses[what]
-        if at.write is not None and not self.knows(warp.number, *at.write):
-            self.note(
-                "not ordered",
-                warp,
-                f"reads {what[0]}{list(what[1:])}, which {self.roles[at.write[0]]} may still write",
-                what,
-            )
-        at.reads[warp.number] = self.clocks[warp.number][warp.number] if over else math.inf
 
-    def finished(self, warp: Warp, what: tuple) -> None:
-        self.accesses[what].reads[warp.number] = self.clocks[warp.number][warp.number]
+class Warp:
+    """A warp and what it calls."""
 
-    def writes(self, warp: Warp, what: tuple) -> None:
-        at = self.accesses[what]
-        others = [*at.reads.items(), *([] if at.write is None else [at.write])]
-        for other, time in others:
-            if not self.knows(warp.number, other, time):
-                self.note(
-                    "not ordered",
-                    warp,
-                    f"writes {what[0]}{list(what[1:])}, which {self.roles[other]} may still use",
-                    (what, other // WARPS),
-                )
-        at.write, at.reads = (warp.number, self.clocks[warp.number][warp.number]), {}
+    def __init__(self, cta: Cta, number: int):
+        self.cta, self.machine, self.number = cta, cta.machine, number
+        self.clock = [0] * cta.entries
+        self.clock[number] = 1
+        self.registers = Registers()
+        self.puts: list[list[Access]] = []  # stores by TMA that may still read
+        self.unfenced: list[Access] = []  # generic writes since the last proxy fence
+        self.request: tuple | None = None
+        self.answer: Any = None
+        self.ticket = -1  # generation of the named barrier that it waits for
+        self.blocked = -1  # version of the machine at which it had to wait
+        x, y, _ = (*cta.kernel.shape, 1, 1)[:3]
+        first = number * WARP
+        self.thread = first % x, first // x % y, first // (x * y)
+        self.last_group = cta.kernel.warps > WARPS and number >= (cta.kernel.warps - 1) // WARPS * WARPS
+        self.generator = cta.kernel.run(self, self.thread, cta.block, cta.kernel.given)
 
-    def send(self, warp: Warp) -> list:
-        """The warp's clock at an arrival; what it does next is later."""
-        clock = list(self.clocks[warp.number])
-        self.clocks[warp.number][warp.number] += 1
-        return clock
+    @property
+    def role(self) -> str:
+        """Name of its role: the producer and the warps beside it are the last four, see kernels/roles.py."""
+        of = f" of CTA {list(self.cta.block.values())}" if len(self.machine.ctas) > 1 else ""
+        if not self.last_group:
+            return f"warpgroup {self.number // WARPS}, warp {self.number % WARPS}{of}"
+        place = self.number % WARPS
+        return f"beside the producer, warp {place}{of}" if place else f"producer{of}"
 
-    # Where a warp is
+    @property
+    def starts_none(self) -> bool:
+        """True if another warp of its warpgroup starts copies and stores by TMA."""
+        return not self.last_group and self.number % WARPS != 0
 
-    def place(self, warp: Warp) -> tuple[int, str, dict]:
+    @property
+    def now(self) -> int:
+        return self.clock[self.number]
+
+    # What a warp calls
+
+    def truth(self, value: Any, site: int) -> bool:
+        """A condition; the policy answers for unknown data."""
+        return bool(value) if known(value) else self.machine.choose(self.number, site)
+
+    def elect(self, threads: int) -> bool:
+        return self.number == 0 if threads == 0 else self.number % (threads // WARP) == 0
+
+    def read(self, name: str, where: tuple) -> Any:
+        """Read a word of shared memory."""
+        if not known(*where):
+            return UNKNOWN
+        self.tile_read(name, where)
+        return self.cta.words.get((name, where), UNKNOWN)
+
+    def load(self, name: str, where: tuple) -> Any:
+        """Read an integer of global memory."""
+        return self.cta.kernel.tensors[name][where] if known(*where) else UNKNOWN
+
+    def put_number(self, name: str, where: tuple, value: Any) -> None:
+        """Write an integer to global memory."""
+        if known(*where, value) and name in self.cta.kernel.tensors:
+            self.cta.kernel.tensors[name][where] = value
+        self.machine.version += 1
+
+    def atomic(self, name: str, where: tuple, value: int, how: Callable[[int, int], int]) -> int:
+        """Change an integer in global memory; its value before."""
+        numbers = self.cta.kernel.tensors[name]
+        before = numbers[where]
+        numbers[where] = how(before, value)
+        self.machine.version += 1
+        return before
+
+    def atomic_add(self, name: str, where: tuple, value: int) -> int:
+        return self.atomic(name, where, value, int.__add__)
+
+    def atomic_max(self, name: str, where: tuple, value: int) -> int:
+        return self.atomic(name, where, value, max)
+
+    def at(self, place: Place) -> int:
+        return self.load(place.tensor, (place.index,))
+
+    def touch(self, reads: Iterable[str] = (), writes: Iterable[str] = (), clears: Iterable[str] = ()) -> None:
+        """Note uses of fragments; clears: those that are wholly written."""
+        for fault in self.registers.touch(reads, writes, clears):
+            self.note(fault)
+
+    def tile_read(self, name: str, slot: Any, share: Share = None) -> None:
+        """Read a tile by plain loads."""
+        if self.cta.kernel.synced:
+            return
+        access = Access(self.number, self.now, share, True, self.role)
+        for fault in self.cta.tile((name, slot)).read(access, self.clock, _name((name, slot))):
+            self.note(Fault(*fault))
+
+    def tile_write(self, name: str, slot: Any, division: str = "threads") -> None:
+        """Write this warp's share of a tile by plain stores."""
+        if self.cta.kernel.synced:
+            return
+        of = self.number % WARPS if division == "rows" else self.number
+        access = Access(self.number, self.now, (division, of), True, self.role)
+        self.unfenced.append(access)
+        self.disturb((name, slot), access)
+
+    def disturb(self, tile: Tile, access: Access) -> None:
+        """Note a write of a tile. A product that it disturbs taints its accumulator."""
+        for other, *fault in self.cta.tile(tile).write(access, self.clock, _name(tile)):
+            if other.product is not None and not other.product.used:
+                other.product.faults.append(Fault(*fault, self.place()))
+            else:
+                self.note(Fault(*fault))
+
+    def fence(self) -> None:
+        """fence.proxy.async: products and TMA see what this warp has written."""
+        for access in self.unfenced:
+            access.fenced = self.now
+        self.unfenced.clear()
+
+    def product(
+        self, tiles: list[tuple[Tile, bool]], operands: Sequence[str], accumulator: str, clear: bool, waits: bool
+    ) -> None:
+        """Start a product of fragments and tiles, of which the warp reads its 16 rows or all; waits: and wait for it."""
+        self.touch(reads=operands)
+        product = Product(accumulator, frozenset(operands))
+        for tile, by_rows in tiles:
+            share = ("rows", self.number % WARPS) if by_rows else None
+            access = Access(self.number, NEVER, share, False, self.role, product=product)
+            product.accesses.append(access)
+            for fault in self.cta.tile(tile).read(access, self.clock, _name(tile)):
+                product.faults.append(Fault(*fault, self.place()))
+        self.registers.start(product, self.truth(clear, 0))
+        if waits:
+            self.registers.wait(0, self.now)
+
+    def products(self, left: int) -> None:
+        """Wait until at most `left` products are in flight."""
+        self.registers.wait(left, self.now)
+
+    def put(self, name: str, slot: Any, waits: bool = False, share: Share = None) -> None:
+        """Start a store of a tile by TMA; in a consumer warpgroup by its first warp."""
+        if self.cta.kernel.synced or (share is None and self.starts_none):
+            return
+        access = Access(self.number, NEVER, share, False, f"a store of {self.role}")
+        for fault in self.cta.tile((name, slot)).read(access, self.clock, _name((name, slot))):
+            self.note(Fault(*fault))
+        self.puts.append([access])
+        if waits:
+            self.wait_puts(0)
+
+    def wait_puts(self, left: int) -> None:
+        """Wait until at most `left` stores by TMA still read shared memory."""
+        for accesses in self.puts[: max(len(self.puts) - left, 0)]:
+            for access in accesses:
+                access.time = self.now
+        del self.puts[: max(len(self.puts) - left, 0)]
+
+    # Where it is
+
+    def place(self) -> tuple[int, str, dict]:
         """(line of the translated kernel, its text, values of the loops around it and of the kernel's variables)."""
-        frame = warp.run.gi_frame
+        frame = self.generator.gi_frame
         if frame is None:
             return 0, "its end", {}
-        line, values = frame.f_lineno, {}
-        depth = len(self.lines[line - 1])
-        for above in reversed(self.lines[:line]):
+        line, values, lines = frame.f_lineno, {}, self.cta.kernel.lines
+        depth = len(lines[line - 1])
+        for above in reversed(lines[:line]):
             indent = len(above) - len(above.lstrip())
             if indent < depth:
                 depth = indent
                 if found := re.match(r"for (\w+) in", above.strip()):
                     values[found[1]] = frame.f_locals.get(found[1])
         for name, value in frame.f_locals.items():
-            if type(value).__name__ == "Variable" and len(value) == 1:
+            if isinstance(value, Variable) and len(value) == 1:
                 (value,) = value.values()
                 if isinstance(value, int) and value:
                     values[name] = value
-        return line, self.lines[line - 1].strip(), values
+        return line, lines[line - 1].strip(), values
 
-    def note(self, kind: str, warp: Warp, text: str, key: Any = None) -> None:
-        line, source, values = self.place(warp)
-        found = kind, line, key
-        if found not in self.seen:
+    def note(self, fault: Fault) -> None:
+        line, source, values = fault.where or self.place()
+        self.machine.add(Finding(fault.kind, self.role, fault.text, line, source, values), fault.key)
+
+    def send(self) -> list[int]:
+        """The clock at an arrival; what the warp does next is later."""
+        clock = list(self.clock)
+        self.clock[self.number] += 1
+        return clock
+
+    def learn(self, clock: list[int]) -> None:
+        self.clock = join(self.clock, clock)
+
+
+def _name(tile: Tile) -> str:
+    name, slot = tile
+    return f"{name}{list(slot) if isinstance(slot, tuple) else [slot]}"
+
+
+class Machine:
+    """CTAs of a launch that run together, and the order in which they go on.
+
+    Args:
+        blocks: block indices of the CTAs.
+        residents: CTAs that run at a time. A further one begins when one ends.
+        who: "producer first", "consumers first", "one ahead", "one late", "random": which warp goes on, of those that can.
+        copies: "first", "last", "random": when copies land.
+        choose: function (warp, site) that answers conditions on unknown data.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        blocks: list[dict],
+        residents: int,
+        who: str,
+        copies: str,
+        choose: Callable[[int, int], bool],
+        seed: int,
+        limit: int = 3_000_000,
+    ):
+        self.kernel, self.copies, self.choose, self.limit = kernel, copies, choose, limit
+        self.random = random.Random(seed)
+        self.flying: list[tuple[Mbarrier, int, list[int]]] = []
+        self.findings: list[Finding] = []
+        self.seen: set = set()
+        self.events = self.version = 0
+        self.coming, self.ctas, self.warps = list(blocks), [], []
+        self.left: list[str] = []
+        special = self.random.randrange(kernel.warps) if who in ("one ahead", "one late") else 0
+        self.order: Callable[[Warp], Any] | None = {
+            "producer first": lambda warp: -warp.number,
+            "consumers first": lambda warp: warp.number,
+            "one ahead": lambda warp: (warp.number != special, self.random.random()),
+            "one late": lambda warp: (warp.number == special, self.random.random()),
+            "random": None,
+        }[who]
+        for _ in range(residents):
+            self.begin_cta()
+
+    def add(self, finding: Finding, key: Any) -> None:
+        if (found := (finding.kind, finding.line, key)) not in self.seen:
             self.seen.add(found)
-            self.findings.append(Finding(kind, warp.role, text, line, source, values))
+            self.findings.append(finding)
 
-    # Requests
+    def begin_cta(self) -> None:
+        if self.coming:
+            cta = Cta(self, self.kernel, self.coming.pop(0))
+            self.ctas.append(cta)
+            self.warps += cta.warps
 
-    def step(self, warp: Warp) -> bool:
-        """Let a warp take one step. False if it waits."""
-        if warp.request is None:
-            try:
-                warp.request = warp.run.send(warp.answer)
-            except StopIteration:
-                self.warps.remove(warp)
-                return True
-            warp.answer = None
-        kind, *rest = warp.request
-        if not getattr(self, "do_" + kind)(warp, *rest):
-            return False
-        warp.request = None
-        return True
+    # Requests. They return False if the warp has to wait
 
     def do_go(self, warp: Warp) -> bool:
         return True
 
+    def do_until(self, warp: Warp, condition: Callable[[], bool], text: str) -> bool:
+        """Wait for a number in global memory."""
+        return condition()
+
     def do_store(self, warp: Warp, name: str, where: tuple, value: Any) -> bool:
-        if (
-            (name, where) not in self.shared or (known(value) and self.shared[name, where] != value)
-        ):  # else several warps may do so
-            self.writes(warp, (name, *where))
-        self.shared[name, where] = value
+        """Write a word of shared memory. Several warps may write the same value."""
+        if not known(*where):
+            raise TypeError(f"an index of {name} depends on unknown data")
+        words, writes = warp.cta.words, warp.cta.tile((name, where)).writes
+        again = writes and writes[-1].entry != warp.number and known(value) and words[name, where] == value
+        if not again and not self.kernel.synced:
+            warp.disturb((name, where), Access(warp.number, warp.now, None, True, warp.role))
+        words[name, where] = value
         return True
 
     def do_arrive(self, warp: Warp, name: str, slot: int) -> bool:
-        barrier = self.mbarriers[name, slot]
-        phase = barrier.completed
-        barrier.coming = join(barrier.coming, self.send(warp))
-        if not barrier.arrive(warp.number) and barrier.count > 1:
-            self.note("arrives twice", warp, f"twice in phase {phase} of {barrier.name}", barrier.name)
+        self.arrive(warp, warp.cta.mbarriers[name, slot], warp.send())
         return True
 
-    def do_load(self, warp: Warp, name: str, slot: int, size: int, arrives: bool, tile: tuple) -> bool:
-        barrier = self.mbarriers[name, slot]
-        for other in self.warps:
-            for what, reads in (("product", other.products), ("store", other.stores)):
-                if any(tile in read for read in reads):
-                    self.note(
-                        "overwrites",
-                        warp,
-                        f"a copy to {tile[0]}[{tile[1]}], which a {what} of {other.role} still reads",
-                        tile,
-                    )
-        self.writes(warp, tile)
+    def arrive(self, warp: Warp, barrier: Mbarrier, clock: list[int]) -> None:
+        barrier.coming = join(barrier.coming, clock)
+        barrier.arrived[warp.number] += 1
+        if barrier.arrived[warp.number] > 1 and barrier.count > 1:
+            warp.note(Fault("arrives twice", f"twice in phase {barrier.completed} of {barrier.name}", barrier.name))
+        barrier.pending -= 1
+        self.version += barrier.settle()
+
+    def do_load(self, warp: Warp, name: str, slot: int, size: int, arrives: bool, tile: Tile) -> bool:
+        """Start a copy by TMA; in a consumer warpgroup its first warp does. Copies of one phase go to different parts of a tile."""
+        if warp.starts_none:
+            return True
+        barrier = warp.cta.mbarriers[name, slot]
+        share = f"{barrier.name} {barrier.completed}", self.events
+        warp.disturb(tile, Access(barrier.entry, barrier.completed + 1, share, False, f"a copy of {warp.role}"))
         barrier.bytes += size
-        self.loading[tile] += 1
-        clock = self.send(warp)
-        self.flying.append((barrier, size, tile, clock))
+        clock = warp.send()
+        self.flying.append((barrier, size, clock))
         if arrives:
-            barrier.coming = join(barrier.coming, clock)
-            barrier.arrive(warp.number)
+            self.arrive(warp, barrier, clock)
         return True
-
-    def do_product(self, warp: Warp, tiles: list, waits: bool) -> bool:
-        for tile in tiles:
-            if tile[0] in self.loaded and (self.loading[tile] or tile not in self.filled):
-                self.note(
-                    "reads early", warp, f"a product reads {tile[0]}[{tile[1]}], which is not filled", tile
-                )
-            self.reads(warp, tile, over=waits)
-        if waits:
-            warp.products.clear()
-        else:
-            warp.products.append(tiles)
-        return True
-
-    def do_put(self, warp: Warp, tile: tuple) -> bool:
-        if warp.number % WARPS == 0:
-            warp.stores.append([tile])
-            self.accesses[tile].reads[warp.number] = math.inf
-        return True
-
-    def do_puts(self, warp: Warp, left: int) -> bool:
-        """Wait until at most `left` stores still read shared memory."""
-        self.end_reads(warp, warp.stores, left)
-        return True
-
-    def do_products(self, warp: Warp, left: int) -> bool:
-        """Wait until at most `left` products are in flight."""
-        self.end_reads(warp, warp.products, left)
-        return True
-
-    def end_reads(self, warp: Warp, reads: list, left: int) -> None:
-        for _ in range(len(reads) - left):
-            for tile in reads.pop(0):
-                self.finished(warp, tile)
 
     def do_wait(self, warp: Warp, name: str, slot: int, parity: int, phase: int | None) -> bool:
-        barrier = self.mbarriers[name, slot]
+        barrier = warp.cta.mbarriers[name, slot]
         if not barrier.passes(parity):
             return False
         if phase is not None and barrier.completed != phase + 1:
-            early = barrier.completed < phase + 1
-            kind = "passes early" if early else "passes late"
-            self.note(
-                kind,
-                warp,
-                f"{barrier.name} has completed {barrier.completed} phases, the wait means phase {phase}",
-                barrier.name,
-            )
-        self.clocks[warp.number] = join(self.clocks[warp.number], barrier.clock)
+            kind = "passes early" if barrier.completed < phase + 1 else "passes late"
+            text = f"{barrier.name} has completed {barrier.completed} phases, the wait means phase {phase}"
+            warp.note(Fault(kind, text, barrier.name))
+        warp.learn(barrier.clock)
         return True
 
-    def _arrive_named(self, warp: Warp, number: int, threads: int | None) -> NamedBarrier:
-        barrier = self.named.setdefault(number, NamedBarrier())
-        threads = self.threads if threads is None else threads
+    def _arrive_named(self, warp: Warp, number: int, threads: int | None) -> None:
+        barrier = warp.cta.named.setdefault(number, NamedBarrier())
+        threads = WARP * self.kernel.warps if threads is None else threads
         if barrier.arrived and barrier.threads != threads:
-            self.note(
-                "named barrier", warp, f"{number} for {threads} threads, others came for {barrier.threads}"
-            )
+            text = f"{number} for {threads} threads, others came for {barrier.threads}"
+            warp.note(Fault("named barrier", text, number))
         barrier.threads = threads
-        barrier.coming = join(barrier.coming, self.send(warp))
+        barrier.coming = join(barrier.coming, warp.send())
         barrier.arrived += WARP
         if barrier.arrived >= threads:
             barrier.arrived -= threads
@@ -326,26 +490,26 @@ class Machine:
             barrier.any = False
             barrier.clocks[barrier.generation] = list(barrier.coming)
             barrier.generation += 1
-        return barrier
+            self.version += 1
 
     def do_pass(self, warp: Warp, number: int, threads: int) -> bool:
         self._arrive_named(warp, number, threads)
         return True
 
     def do_sync(self, warp: Warp, number: int, threads: int | None) -> bool:
+        barrier = warp.cta.named.setdefault(number, NamedBarrier())
         if warp.ticket < 0:
-            barrier = self.named.setdefault(number, NamedBarrier())
             warp.ticket = barrier.generation
             self._arrive_named(warp, number, threads)
-        if self.named[number].generation <= warp.ticket:
+        if barrier.generation <= warp.ticket:
             return False
-        self.clocks[warp.number] = join(self.clocks[warp.number], self.named[number].clocks[warp.ticket])
+        warp.learn(barrier.clocks[warp.ticket])
         warp.ticket = -1
         return True
 
     def do_any(self, warp: Warp, number: int, threads: int, flag: Any) -> bool:
-        barrier = self.named.setdefault(number, NamedBarrier())
-        if warp.ticket < 0 and self.truth(flag != 0, 0):
+        barrier = warp.cta.named.setdefault(number, NamedBarrier())
+        if warp.ticket < 0 and warp.truth(flag != 0, 0):
             barrier.any = True
         ticket = barrier.generation if warp.ticket < 0 else warp.ticket
         if not self.do_sync(warp, number, threads):
@@ -355,57 +519,76 @@ class Machine:
 
     # The scheduler
 
-    def land(self, i: int) -> None:
-        barrier, size, tile, clock = self.flying.pop(i)
+    def step(self, warp: Warp) -> bool:
+        """Let a warp take one step. False if it waits."""
+        self.events += 1
+        if self.events > self.limit:
+            raise Stuck("too many events")
+        if warp.request is None:
+            try:
+                warp.request = warp.generator.send(warp.answer)
+            except StopIteration:
+                self.end_warp(warp)
+                return True
+            warp.answer = None
+        kind, *rest = warp.request
+        if not getattr(self, "do_" + kind)(warp, *rest):
+            warp.blocked = self.version
+            return False
+        warp.request = None
+        return True
+
+    def end_warp(self, warp: Warp) -> None:
+        self.warps.remove(warp)
+        if not any(other.cta is warp.cta for other in self.warps):
+            self.left += warp.cta.left()
+            self.begin_cta()
+            self.version += 1
+
+    def land(self) -> None:
+        """Let a copy land."""
+        barrier, size, clock = self.flying.pop(self.random.randrange(len(self.flying)))
         barrier.coming = join(barrier.coming, clock)
-        self.loading[tile] -= 1
-        self.filled.add(tile)
         barrier.bytes -= size
-        barrier.settle()
+        self.version += barrier.settle()
 
     def run(self) -> None:
         """Run all warps to their ends. Raises Stuck if none can go on."""
         while self.warps:
-            self.events += 1
-            if self.events > self.limit:
-                raise Stuck("too many events")
-            if self.flying and (
-                self.how == "copies first" or (self.how == "random" and self.random.random() < 0.2)
-            ):
-                self.land(self.random.randrange(len(self.flying)))
+            if self.flying and (self.copies == "first" or self.copies == "random" and self.random.random() < 0.2):
+                self.land()
                 continue
-            order = list(self.warps)
-            if self.how == "producer first":
-                order.sort(key=lambda warp: -warp.number)
-            elif self.how != "consumers first":
-                self.random.shuffle(order)
-            for warp in order:
-                if self.step(warp):
-                    if self.how != "random":  # a warp goes on until it waits
-                        while warp in self.warps and self.step(warp):
-                            self.events += 1
-                            if self.events > self.limit:
-                                raise Stuck("too many events")
-                    break
-            else:
+            ready = [warp for warp in self.warps if warp.blocked != self.version]
+            if not ready:
                 if not self.flying:
                     raise Stuck("deadlock")
-                self.land(self.random.randrange(len(self.flying)))
+                self.land()
+                continue
+            if self.order is None:
+                self.step(self.random.choice(ready))
+                continue
+            warp = min(ready, key=self.order)
+            while self.step(warp) and warp in self.warps:  # a warp goes on until it waits
+                pass
 
     def waiting(self) -> list[Finding]:
         """Where each warp waits; warps of a warpgroup that wait at one place are one finding."""
         found: dict[tuple, Finding] = {}
         for warp in self.warps:
-            line, source, values = self.place(warp)
-            kind, *rest = warp.request
+            line, source, values = warp.place()
+            kind, *rest = warp.request or ("go",)
             if kind == "wait":
                 name, slot, parity, phase = rest
-                b = self.mbarriers[name, slot]
+                b = warp.cta.mbarriers[name, slot]
                 text = f"waits at {b.name} for phase {phase} (parity {parity}), which has completed {b.completed} phases; in this one "
                 text += f"{b.count - b.pending} of {b.count} arrivals, {b.bytes} bytes still to come"
-            else:
-                b = self.named[rest[0]]
+            elif kind == "until":
+                text = f"waits until {rest[1]}"
+            elif kind in ("sync", "any"):
+                b = warp.cta.named[rest[0]]
                 text = f"waits at named barrier {rest[0]} with {b.arrived} of {b.threads} threads"
+            else:
+                text = "goes on"
             role, _, one = warp.role.partition(", warp ")
             key = role, line, text, tuple(values.items())
             if key in found:
@@ -413,75 +596,3 @@ class Machine:
             else:
                 found[key] = Finding("waits", warp.role, text, line, source, values)
         return list(found.values())
-
-    def left(self) -> list[str]:
-        """What the end leaves: phases begun, bytes that never came."""
-        said = [
-            f"{b.name}: {b.count - b.pending} of {b.count} arrivals in phase {b.completed}"
-            for b in self.mbarriers.values()
-            if b.pending != b.count or b.bytes
-        ]
-        return said
-
-
-def make_warps(
-    machine: Machine,
-    function: Callable,
-    shape: tuple[int, ...],
-    blocks: dict,
-    given: dict,
-    globals_: dict,
-    choose: Callable,
-    roles: Callable,
-) -> None:
-    """Fill a machine with the warps of a CTA of `shape` threads (x, y, z)."""
-    machine.given = given
-
-    def truth_of(number: int) -> Callable:
-        def truth(value: Any, site: int) -> bool:
-            return bool(value) if known(value) else choose(number, site)
-
-        return truth
-
-    machine.truth = truth_of(-1)
-
-    def load(name: str, where: tuple) -> Any:
-        return globals_[name][where] if known(*where) else UNKNOWN
-
-    def atomic_add(name: str, where: tuple, value: int) -> int:
-        before = globals_[name][where]
-        globals_[name][where] = before + value
-        return before
-
-    def atomic_max(name: str, where: tuple, value: int) -> None:
-        globals_[name][where] = max(globals_[name][where], value)
-
-    x, y, z = (*shape, 1, 1)[:3]
-    for number in range(x * y * z // WARP):
-        first = number * WARP
-        thread = first % x, first // x % y, first // (x * y)
-
-        def read(name: str, where: tuple, number: int = number) -> Any:
-            if not known(*where):
-                return UNKNOWN
-            machine.reads(machine.by_number[number], (name, *where))
-            return machine.shared.get((name, where), UNKNOWN)
-
-        def elect(threads: int, number: int = number) -> bool:
-            return number == 0 if threads == 0 else number % (threads // WARP) == 0
-
-        run = function(
-            thread,
-            blocks,
-            given,
-            truth_of(number),
-            elect,
-            read,
-            load,
-            atomic_add,
-            atomic_max,
-            globals_.__getitem__,
-        )
-        machine.warps.append(Warp(number, roles(number), run))
-    machine.by_number = {warp.number: warp for warp in machine.warps}
-    machine.roles = {warp.number: warp.role for warp in machine.warps}

@@ -27,7 +27,7 @@ def kind_of(name: str) -> Kind:
 def runs_of(kind: Kind, draw: Draw) -> list:
     return [
         run
-        for launch in recorded(call_of(kind, draw))
+        for launch in recorded(call_of(kind, draw), draw.sms)
         if (launch.problem, launch.config) == (kind.problem, kind.config)
         for run in check(launch, Program(launch.problem, launch.config))
     ]

@@ -1,14 +1,15 @@
-"""Values of a warp: integers are real, contents of float tensors are UNKNOWN, and a policy answers what depends on them."""
+"""Values of a warp: integers are real, contents of float tensors are UNKNOWN, and a policy answers conditions on them."""
 
 from __future__ import annotations
 
 import math
 import operator
+from dataclasses import dataclass, replace
 from typing import Any
 
 
 class Unknown:
-    """Result of anything computed from data that the model does not have."""
+    """Result of a computation on data that the model does not have."""
 
     def _same(self, *_: Any) -> Unknown:
         return self
@@ -27,6 +28,48 @@ class Unknown:
 
 
 UNKNOWN = Unknown()
+
+
+class Variable(dict):
+    """Variable of a warp, or a small array in its registers, by indices. What was never set is UNKNOWN."""
+
+    def __missing__(self, key: tuple) -> Any:
+        return UNKNOWN
+
+
+@dataclass(frozen=True)
+class Address:
+    """Address in shared memory.
+
+    Args:
+        offset: bytes from the start of the buffer.
+        slot_bytes: bytes per slot; 0: the buffer has one.
+    """
+
+    buffer: str
+    offset: int
+    slot_bytes: int
+
+    def __add__(self, offset: int) -> Address:
+        return replace(self, offset=self.offset + offset)
+
+    __radd__ = __add__
+
+    @property
+    def tile(self) -> tuple[str, int]:
+        """(buffer, slot)"""
+        return self.buffer, self.offset // self.slot_bytes if self.slot_bytes else 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Address of an int32 in global memory."""
+
+    tensor: str
+    index: int
+
+    def __add__(self, offset: int) -> Place:
+        return replace(self, index=self.index + offset)
 
 
 def known(*values: Any) -> bool:
@@ -55,13 +98,13 @@ def largest(a: Any, b: Any) -> Any:
 
 
 def both(a: Any, b: Any) -> Any:
-    if (known(a) and not a) or (known(b) and not b):
+    if known(a) and not a or known(b) and not b:
         return False
     return True if known(a, b) else UNKNOWN
 
 
 def either(a: Any, b: Any) -> Any:
-    if (known(a) and a) or (known(b) and b):
+    if known(a) and a or known(b) and b:
         return True
     return False if known(a, b) else UNKNOWN
 
@@ -76,5 +119,10 @@ def cast(a: Any, kind: str) -> Any:
     return bool(a) if kind == "bool" else int(a) if "int" in kind else float(a)
 
 
-BINARY = {"bitwise_and": operator.and_, "bitwise_or": operator.or_, "bitwise_xor": operator.xor,
-          "shift_left": operator.lshift, "shift_right": operator.rshift}  # fmt: skip
+BINARY = {
+    "bitwise_and": operator.and_,
+    "bitwise_or": operator.or_,
+    "bitwise_xor": operator.xor,
+    "shift_left": operator.lshift,
+    "shift_right": operator.rshift,
+}

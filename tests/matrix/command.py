@@ -190,6 +190,8 @@ def main(words: Sequence[str]) -> int:
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=0))
     print(table(results, classes, arguments.seed), flush=True)
+    kernels = {name for one in classes for name in one.kernels}
+    print(f"{len(report.passed([found], classes))} of {len(kernels)} kernels passed", flush=True)
     if arguments.report:
         _merge(arguments.report, [found], classes)
     return int(any(result.state == FAILED for result in results.classes.values()))

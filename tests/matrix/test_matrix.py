@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tl_attention import configs
 from tl_attention.compilation import manifest
@@ -18,7 +19,9 @@ from tl_attention.problem import DECODE
 from . import command, parent, report
 from .classes import pack_classes, shipped_classes
 from .draws import DRAWS, WARP_ROWS, draws, residues
+from .memory import Arena
 from .parent import FAILED, NOT_RUN, PASSED, Result, Results, Settings, run
+from .worker import faults_of_draw
 
 CLASSES = shipped_classes()
 PARTS = sorted({one.part for one in CLASSES})
@@ -107,6 +110,36 @@ def test_residues_end_in_each_group_of_rows(block):
     }
     edges = {n + more for n in range(64, block, 64) for more in (-1, 0, 1)}
     assert {0, 1, block - 1} | edges <= {*found}
+
+
+class FakeTrial:
+    """A call whose output is right, but for the memory that it writes and bits that it changes."""
+
+    def __init__(self, arena: Arena, beside: int = 0, changes: bool = False):
+        self.arena, self.beside, self.changes, self.runs = arena, beside, changes, 0
+
+    def run(self) -> tuple[torch.Tensor, ...]:
+        self.runs += 1
+        out = self.arena.empty((3, 5), (5, 1), torch.bfloat16)
+        assert out.isnan().all() and out.data_ptr() % 16 == 0
+        memory = out.as_strided((15 + abs(self.beside),), (1,), out.storage_offset() + min(self.beside, 0))
+        memory[:] = 1 + (self.changes and self.runs == 5) / 128
+        return (out,)
+
+    def repeats(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return outputs
+
+    def faults(self, outputs: tuple[torch.Tensor, ...]) -> list[str]:
+        return []
+
+
+def test_draw_finds_other_bits_and_writes_beside_an_output():
+    arena = Arena("cpu")
+    for _ in range(2):
+        assert faults_of_draw(FakeTrial(arena), arena) == []
+        for beside in (-1, 1):
+            assert "memory beside" in faults_of_draw(FakeTrial(arena, beside), arena)[0]
+        assert "bits change" in faults_of_draw(FakeTrial(arena, changes=True), arena)[0]
 
 
 WORKER = """

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from tl_attention import catalog, configs, launch, legality
+from tl_attention.flex_lists import kept_mask, listed
 from tl_attention.kernel_configs import PAGE_ROWS, append_kernel, jvp_kernels
 from tl_attention.options import Cache, Options
 from tl_attention.problem import (
@@ -32,9 +34,11 @@ from tl_attention.problem import (
     tile_widths,
 )
 from tl_attention.program import Program
+from tl_attention.tracing.trace import trace
 
 PAGED = "paged"  # a forward with keys in pages
 FORWARD, BACKWARD, DETERMINISTIC = DIRECTIONS
+MASK_BLOCK = 128  # queries and keys per block of a mask
 FEW_ROWS, _ = configs.DECODE_ROWS  # of a decode: with more it has the second config of a width
 
 
@@ -73,8 +77,7 @@ class Draw:
         heads, heads_kv: of queries and of keys.
         batch: of a dense call.
         window: (left, right), with the option.
-        page: rows of a page, where keys are in pages.
-        sms: SMs of the GPU. A launch of a few CTAs takes less time to check, and they have more tiles each.
+            sms: SMs of the GPU. A launch of a few CTAs takes less time to check, and they have more tiles each.
         seed: of contents that decide, such as block lists.
     """
 
@@ -83,7 +86,6 @@ class Draw:
     heads_kv: int = 1
     batch: int = 1
     window: tuple[int, int] = (100, 0)
-    page: int = 64
     sms: int = 3
     seed: int = 0
 
@@ -207,21 +209,50 @@ def _attention(kind: Kind, draw: Draw) -> Callable[[], Any]:
     q, k, v = tensor(rows[0], draw.heads, widths[0]), *(tensor(rows[1], draw.heads_kv, n) for n in widths)
     options, table = _options(problem, draw, paged), None
     if paged:
-        of_each = [-(-n // draw.page) for _, n in draw.lengths]
+        page = kind.config.page_rows
+        of_each = [-(-n // page) for _, n in draw.lengths]
         table = _ints(
             [
                 [(7 * b + 3 * i) % (sum(of_each) + 1) for i in range(max(*of_each, 1))]
                 for b in range(len(of_each))
             ]
         )
-        k, v = (torch.zeros(sum(of_each) + 1, draw.page, draw.heads_kv, n, dtype=dtype) for n in widths)
+        k, v = (torch.zeros(sum(of_each) + 1, page, draw.heads_kv, n, dtype=dtype) for n in widths)
     layout = 0.1, problem.causal, False, heads_first
+    mask = None if problem.program is None else _block_mask(problem, draw)
+
+    def traced() -> Any:
+        return mask and listed(trace(None, mask.mask_mod, False), kept_mask(mask), q, draw.heads)
+
     if kind.direction in (FORWARD, PAGED):
-        return lambda: launch.forward(q, k, v, *layout, kind.config, options, table)
+        return lambda: launch.forward(q, k, v, *layout, kind.config, options, table, traced=traced())
     out = tensor(rows[0], draw.heads, widths[1])
     lse = torch.zeros(*outer, draw.heads, rows[0])
     deterministic = kind.direction == DETERMINISTIC
-    return lambda: launch.backward(out, q, k, v, out, lse, *layout, deterministic, None, kind.config, options)
+    given = *layout, deterministic, None, kind.config, options
+    return lambda: launch.backward(out, q, k, v, out, lse, *given, traced=traced())
+
+
+def _block_mask(problem: AttnProblem, draw: Draw) -> BlockMask:
+    """A band, or random lists of partial and whole blocks."""
+    rows, keys = draw.lengths[0]
+    if problem.is_band:
+        left, right = draw.window
+        return create_block_mask(
+            lambda b, h, q, k: (q - k <= left) & (k - q <= right), None, None, rows, keys, device="cpu"
+        )
+    chance = torch.Generator().manual_seed(draw.seed)
+    blocks = -(-rows // MASK_BLOCK), -(-keys // MASK_BLOCK)
+    outer = (draw.batch, draw.heads) if draw.seed % 2 else (1, 1)
+    chosen, lists = torch.rand(*outer, *blocks, generator=chance), []
+    for wanted in (chosen < 0.35, chosen > 0.65):
+        lists += [wanted.sum(-1).int(), (~wanted).int().argsort(dim=-1, stable=True).int()]
+    return BlockMask.from_kv_blocks(
+        *lists,
+        BLOCK_SIZE=(MASK_BLOCK,) * 2,
+        mask_mod=lambda b, h, q, k: (q + k) % 3 != 0,
+        seq_lengths=(rows, keys),
+    )
 
 
 def _jvp(kind: Kind, draw: Draw) -> Callable[[], Any]:
@@ -249,10 +280,12 @@ def _decode(kind: Kind, draw: Draw) -> Callable[[], Any]:
     q = torch.zeros(batch, queries, heads, problem.head_dim, dtype=dtype)
     room, caches, table = longest + 7, batch + 2, None
     if page_rows:
-        room, caches = max(draw.page, page_rows), batch * -(-(longest + 7) // max(draw.page, page_rows)) + 1
-        pages = -(-(longest + 7) // room)
+        room, pages = page_rows, -(-(longest + 7) // page_rows)
+        caches = batch * pages + 1
         table = _ints([[(5 * b + i) % caches for i in range(pages)] for b in range(batch)])
-    k, v = (torch.zeros(caches, room, heads_kv, n, dtype=dtype) for n in (problem.head_dim, problem.head_dim_v))
+    k, v = (
+        torch.zeros(caches, room, heads_kv, n, dtype=dtype) for n in (problem.head_dim, problem.head_dim_v)
+    )
     if problem.head_dim_v > problem.head_dim or getattr(config, "v_in_k", False):
         v = k[..., : problem.head_dim_v]
     chance = random.Random(draw.seed)
@@ -265,8 +298,13 @@ def _decode(kind: Kind, draw: Draw) -> Callable[[], Any]:
 
     def call() -> None:
         if new:
-            added = [torch.zeros(batch, 3, heads_kv, n, dtype=dtype) for n in (problem.head_dim, problem.head_dim_v)]
-            angles = (torch.zeros(longest + 10, 8, dtype=dtype),) * 2 if chance.random() < 0.5 else (None, None)
+            added = [
+                torch.zeros(batch, 3, heads_kv, n, dtype=dtype)
+                for n in (problem.head_dim, problem.head_dim_v)
+            ]
+            angles = (
+                (torch.zeros(longest + 10, 8, dtype=dtype),) * 2 if chance.random() < 0.5 else (None, None)
+            )
             launch.append_to_cache(q, *added, cache, *angles, False, True)
         launch.attend_cache(q, cache, 0.1, chance.random() < 0.5, options, splits, invariant)
 

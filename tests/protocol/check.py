@@ -15,7 +15,21 @@ from . import externs
 from .launches import Launch
 from .machine import Finding, Kernel, Machine, Numbers, Stuck
 from .translate import Translator, places
-from .values import BINARY, UNKNOWN, Address, Place, Variable, both, cast, either, largest, least, opposite, truncdiv, truncmod
+from .values import (
+    BINARY,
+    UNKNOWN,
+    Address,
+    Place,
+    Variable,
+    both,
+    cast,
+    either,
+    largest,
+    least,
+    opposite,
+    truncdiv,
+    truncmod,
+)
 
 # (who goes on, when copies land)
 ORDERS = (
@@ -48,7 +62,13 @@ class Program:
 
     def use(self, text: str) -> None:
         """Replace the kernel's text."""
-        scope: dict[str, Any] = {"UNKNOWN": UNKNOWN, "BINARY": BINARY, "Variable": Variable, "Address": Address, "Place": Place}
+        scope: dict[str, Any] = {
+            "UNKNOWN": UNKNOWN,
+            "BINARY": BINARY,
+            "Variable": Variable,
+            "Address": Address,
+            "Place": Place,
+        }
         scope |= {f.__name__: f for f in VALUES} | {"externs": externs}
         exec(compile(text, "kernel", "exec"), scope)
         self.run, self.text, self.lines = scope["kernel"], text, text.splitlines()
@@ -90,11 +110,20 @@ class Run:
     findings: list[Finding]
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.name}: {self.end or 'ends'}", *(f"  {finding}" for finding in self.findings[:8])])
+        return "\n".join(
+            [f"{self.name}: {self.end or 'ends'}", *(f"  {finding}" for finding in self.findings[:8])]
+        )
 
 
 def run(
-    kernel: Kernel, blocks: Sequence[dict], residents: int, who: str, copies: str, policy: str, seed: int, limit: int = 3_000_000
+    kernel: Kernel,
+    blocks: Sequence[dict],
+    residents: int,
+    who: str,
+    copies: str,
+    policy: str,
+    seed: int,
+    limit: int = 3_000_000,
 ) -> Run | None:
     """Run CTAs, `residents` of them at a time. None: without findings."""
     chance = random.Random(seed)
@@ -113,7 +142,11 @@ def run(
             end = "unfinished phases: " + ", ".join(machine.left)
     except Stuck as stuck:
         end = str(stuck)
-    except (TypeError, KeyError, IndexError) as error:  # an index that depends on unknown data, or outside of a tensor
+    except (
+        TypeError,
+        KeyError,
+        IndexError,
+    ) as error:  # an index that depends on unknown data, or outside of a tensor
         end = f"{type(error).__name__}: {error}"
     findings = machine.findings + (machine.waiting() if end == "deadlock" else [])
     if end is None:
@@ -145,24 +178,27 @@ def check(
     orders: Iterable[tuple[str, str]] = ORDERS,
     stop: bool = True,
     seed: int = 0,
+    policy: int | None = None,
 ) -> list[Run]:
     """Run a launch in several orders; those with findings.
 
     Args:
         most: CTAs that run, where they have nothing in common.
         stop: return the first only.
+        policy: number of one of POLICIES; None: all of them.
     """
     kernel = program.bind(launch.arguments)
     grid, found = program.grid(kernel), []
     together = works_together(program.config)
-    for policy in POLICIES if program.asks else POLICIES[:1]:
+    policies = POLICIES if program.asks else POLICIES[:1]
+    for answers in policies if policy is None else [policies[policy % len(policies)]]:
         for number, (who, copies) in enumerate(orders):
             at = seed * 100 + number
             if together:
                 blocks, residents = grid, (len(grid), 1, 2)[number % 3]
             else:
                 blocks, residents = (grid if len(grid) <= most else random.Random(at).sample(grid, most)), 1
-            if one := run(kernel, blocks, residents, who, copies, policy, at):
+            if one := run(kernel, blocks, residents, who, copies, answers, at):
                 found.append(one)
                 if stop:
                     return found

@@ -65,10 +65,8 @@ def fill_tables(cu_q: Any, cu_k: Any, used_q: Any, used_k: Any, blocks: Any, *re
     for side, table in enumerate(tables):
         if (
             not isinstance(table, torch.Tensor)
-            or (table.shape[0] <= 1
-            and side == 1)
-            or (side == 1
-            and by_sequence)
+            or (table.shape[0] <= 1 and side == 1)
+            or (side == 1 and by_sequence)
         ):
             continue
         entries = []

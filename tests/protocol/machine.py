@@ -146,9 +146,12 @@ class Cta:
 
     def __init__(self, machine: Machine, kernel: Kernel, block: dict):
         self.machine, self.kernel, self.block = machine, kernel, block
-        slots = [(name, i, count) for name, counts in kernel.barriers.items() for i, count in enumerate(counts)]
+        slots = [
+            (name, i, count) for name, counts in kernel.barriers.items() for i, count in enumerate(counts)
+        ]
         self.mbarriers = {
-            (name, i): Mbarrier(f"{name}[{i}]", count, kernel.warps + number) for number, (name, i, count) in enumerate(slots)
+            (name, i): Mbarrier(f"{name}[{i}]", count, kernel.warps + number)
+            for number, (name, i, count) in enumerate(slots)
         }
         self.entries = kernel.warps + len(slots)
         for barrier in self.mbarriers.values():
@@ -251,7 +254,9 @@ class Warp:
     def at(self, place: Place) -> int:
         return self.load(place.tensor, (place.index,))
 
-    def touch(self, reads: Iterable[str] = (), writes: Iterable[str] = (), clears: Iterable[str] = ()) -> None:
+    def touch(
+        self, reads: Iterable[str] = (), writes: Iterable[str] = (), clears: Iterable[str] = ()
+    ) -> None:
         """Note uses of fragments; clears: those that are wholly written."""
         for fault in self.registers.touch(reads, writes, clears):
             self.note(fault)
@@ -288,7 +293,12 @@ class Warp:
         self.unfenced.clear()
 
     def product(
-        self, tiles: list[tuple[Tile, bool]], operands: Sequence[str], accumulator: str, clear: bool, waits: bool
+        self,
+        tiles: list[tuple[Tile, bool]],
+        operands: Sequence[str],
+        accumulator: str,
+        clear: bool,
+        waits: bool,
     ) -> None:
         """Start a product of fragments and tiles, of which the warp reads its 16 rows or all; waits: and wait for it."""
         self.touch(reads=operands)
@@ -446,7 +456,9 @@ class Machine:
         barrier.coming = join(barrier.coming, clock)
         barrier.arrived[warp.number] += 1
         if barrier.arrived[warp.number] > 1 and barrier.count > 1:
-            warp.note(Fault("arrives twice", f"twice in phase {barrier.completed} of {barrier.name}", barrier.name))
+            warp.note(
+                Fault("arrives twice", f"twice in phase {barrier.completed} of {barrier.name}", barrier.name)
+            )
         barrier.pending -= 1
         self.version += barrier.settle()
 
@@ -456,7 +468,9 @@ class Machine:
             return True
         barrier = warp.cta.mbarriers[name, slot]
         share = f"{barrier.name} {barrier.completed}", self.events
-        warp.disturb(tile, Access(barrier.entry, barrier.completed + 1, share, False, f"a copy of {warp.role}"))
+        warp.disturb(
+            tile, Access(barrier.entry, barrier.completed + 1, share, False, f"a copy of {warp.role}")
+        )
         barrier.bytes += size
         clock = warp.send()
         self.flying.append((barrier, size, clock))
@@ -555,7 +569,9 @@ class Machine:
     def run(self) -> None:
         """Run all warps to their ends. Raises Stuck if none can go on."""
         while self.warps:
-            if self.flying and (self.copies == "first" or self.copies == "random" and self.random.random() < 0.2):
+            if self.flying and (
+                self.copies == "first" or (self.copies == "random" and self.random.random() < 0.2)
+            ):
                 self.land()
                 continue
             ready = [warp for warp in self.warps if warp.blocked != self.version]

@@ -86,10 +86,20 @@ class TileState:
                 continue
             if write.time > clock[write.entry]:
                 yield "reads early", f"reads {name}, which {write.who} may still write", ("early", name)
-            elif write.generic and not access.generic and not (write.fenced is not None and write.fenced <= clock[write.entry]):
-                yield "no fence", f"reads {name}, which {write.who} wrote without a proxy fence before its arrival", name
+            elif (
+                write.generic
+                and not access.generic
+                and not (write.fenced is not None and write.fenced <= clock[write.entry])
+            ):
+                yield (
+                    "no fence",
+                    f"reads {name}, which {write.who} wrote without a proxy fence before its arrival",
+                    name,
+                )
         if access.product is None:
-            self.reads = [x for x in self.reads if x.entry != access.entry or x.share != access.share or x.product]
+            self.reads = [
+                x for x in self.reads if x.entry != access.entry or x.share != access.share or x.product
+            ]
         self.reads.append(access)
 
     def write(self, access: Access, clock: list[int], name: str) -> Iterable[tuple[Access, str, str, object]]:
@@ -98,7 +108,12 @@ class TileState:
             for other in others:
                 if overlap(other.share, access.share) and other.time > clock[other.entry]:
                     how = "a product of " if other.product is not None else ""
-                    yield other, "overwrites", f"writes {name}, which {how}{other.who} may still {verb}", (name, verb, other.who)
+                    yield (
+                        other,
+                        "overwrites",
+                        f"writes {name}, which {how}{other.who} may still {verb}",
+                        (name, verb, other.who),
+                    )
         self.reads = [x for x in self.reads if self._stays(x, access, clock)]
         self.writes = [x for x in self.writes if self._stays(x, access, clock)]
         self.writes.append(access)
@@ -115,7 +130,9 @@ class Registers:
     """Fragments of a warp and the products in flight, oldest first."""
 
     flying: list[Product] = field(default_factory=list)
-    contents: dict[str, list[Product]] = field(default_factory=dict)  # products that each fragment is the sum of
+    contents: dict[str, list[Product]] = field(
+        default_factory=dict
+    )  # products that each fragment is the sum of
 
     def start(self, product: Product, clear: bool) -> None:
         before = [] if clear else [x for x in self.contents.get(product.accumulator, ()) if not x.used]

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tilelang import tvm  # noqa: F401
+from tilelang import tvm
 from tvm import tirx
 
 from . import externs
@@ -38,15 +38,48 @@ UNKNOWN_VALUES = {
     "tirx.floor", "tirx.ceil", "tirx.pow", "tirx.sin", "tirx.cos", "tirx.sigmoid", "tirx.isnan", "tirx.round", "tirx.nearbyint",
     "tirx.popcount", "tirx.fma", "tl.fma2", "tl.rng_rand", "tl.ldg32", "tl.ldg64", "tl.ldg128", "tirx.erf",
 }  # fmt: skip
-ATTRIBUTES = "pragma_unroll_factor", "pragma_import_c", "warp_specialize", "tl.min_blocks_per_sm"  # T.ws also makes a condition
+ATTRIBUTES = (
+    "pragma_unroll_factor",
+    "pragma_import_c",
+    "warp_specialize",
+    "tl.min_blocks_per_sm",
+)  # T.ws also makes a condition
 INFIX = {"Add": "+", "Sub": "-", "Mul": "*", "FloorDiv": "//", "FloorMod": "%"}
 INFIX |= {"EQ": "==", "NE": "!=", "LT": "<", "LE": "<=", "GT": ">", "GE": ">="}
-FUNCTIONS = {"Div": "truncdiv", "Mod": "truncmod", "Min": "least", "Max": "largest", "And": "both", "Or": "either"}
+FUNCTIONS = {
+    "Div": "truncdiv",
+    "Mod": "truncmod",
+    "Min": "least",
+    "Max": "largest",
+    "And": "both",
+    "Or": "either",
+}
 FUNCTIONS_OF_ONE = {"Not": "opposite"}
 TRANSPOSE_A, ROWS, CLEAR_ACCUM = 3, 5, 9  # arguments of a product
 # Methods of Warp that a kernel calls by their names
-CALLED = "truth", "elect", "read", "load", "touch", "tile_read", "tile_write", "fence", "product", "products", "put", "wait_puts"
-TRACED = "mbarrier_wait_parity", "mbarrier_arrive", "tma_copy", "sync_threads", "named_barrier_arrive", "call_extern", "wgmma_gemm"
+CALLED = (
+    "truth",
+    "elect",
+    "read",
+    "load",
+    "touch",
+    "tile_read",
+    "tile_write",
+    "fence",
+    "product",
+    "products",
+    "put",
+    "wait_puts",
+)
+TRACED = (
+    "mbarrier_wait_parity",
+    "mbarrier_arrive",
+    "tma_copy",
+    "sync_threads",
+    "named_barrier_arrive",
+    "call_extern",
+    "wgmma_gemm",
+)
 TRACED = (*TRACED, "fence_proxy_async", "wait_wgmma", "tma_store_wait", "copy")
 RESERVED = {
     *keyword.kwlist, *CALLED, *FUNCTIONS.values(), *FUNCTIONS_OF_ONE.values(), "warp", "thread", "block", "given", "range", "float", "abs",
@@ -113,8 +146,12 @@ class Translator:
         self.shapes_of: dict[str, tuple] = {}  # of buffers in shared memory: (buffer, numbers of its shape)
         # Found by a first translation, used by the second
         self.operands: set[str] = set()  # fragments that products use
-        self.whole: set[str] = set()  # buffers in shared memory without slots: accesses go across their first dimension
-        self.scattered: set[str] = set()  # integers in shared memory that threads index: tiles of unknown data
+        self.whole: set[str] = (
+            set()
+        )  # buffers in shared memory without slots: accesses go across their first dimension
+        self.scattered: set[str] = (
+            set()
+        )  # integers in shared memory that threads index: tiles of unknown data
         self.externs: set[str] = set()
         self.start()
 
@@ -130,7 +167,9 @@ class Translator:
         self.strides: list[str] = []
         self.effects = 0  # lines so far that change more than a name
         self.by_thread: set[str] = set()  # variables whose values differ between the lanes of a warp
-        self.parallel: dict[str, int] = {}  # variables of the loops over elements around a statement, and their extents
+        self.parallel: dict[
+            str, int
+        ] = {}  # variables of the loops over elements around a statement, and their extents
         self.conditional = 0  # conditions around it in these loops
         self.uses = Uses()
 
@@ -252,7 +291,11 @@ class Translator:
         value = self.expr(s.value)
         if scope == "local.fragment":
             indices = [self.names.get(i.__hash__()) if isinstance(i, tirx.Var) else None for i in s.indices]
-            elements = math.prod(self.parallel.get(i, 0) for i in indices if i) if len(set(indices)) == len(indices) else 0
+            elements = (
+                math.prod(self.parallel.get(i, 0) for i in indices if i)
+                if len(set(indices)) == len(indices)
+                else 0
+            )
             self.write_fragment(name, not self.conditional and elements == math.prod(int(n) for n in b.shape))
         elif scope.startswith("shared") and not self.has_words(b):
             slot = self.slot(b, s.indices, [1] * len(s.indices))
@@ -283,7 +326,11 @@ class Translator:
         scope = b.scope()
         if scope in ("local.var", "local"):
             return True
-        return scope != "local.fragment" and ("int" in b.dtype or b.dtype == "bool") and self.buffer(b) not in self.scattered
+        return (
+            scope != "local.fragment"
+            and ("int" in b.dtype or b.dtype == "bool")
+            and self.buffer(b) not in self.scattered
+        )
 
     def stmt_IfThenElse(self, s: Any) -> None:
         condition = self.expr(s.condition)
@@ -382,7 +429,11 @@ class Translator:
         elif b.scope().startswith("shared"):
             if self.has_words(b):
                 self.scattered.add(name)
-            rows = ", 'rows'" if [int(n) for n in region.args[2:] if isinstance(n, tirx.IntImm)][-2:-1] == [64] else ""
+            rows = (
+                ", 'rows'"
+                if [int(n) for n in region.args[2:] if isinstance(n, tirx.IntImm)][-2:-1] == [64]
+                else ""
+            )
             if access & READS:
                 self.uses.tile_reads[f"{name!r}, {slot}"] = None
             if access & WRITES:
@@ -476,7 +527,13 @@ class Translator:
             return f"abs({self.expr(e.args[0])})"
         if short.startswith("warp_reduce_"):
             return self.expr(e.args[0])
-        if short in ("shfl_sync", "any_sync", "shfl_up_sync", "shfl_down_sync", "shfl_xor_sync"):  # lane 0 stands for its warp
+        if short in (
+            "shfl_sync",
+            "any_sync",
+            "shfl_up_sync",
+            "shfl_down_sync",
+            "shfl_xor_sync",
+        ):  # lane 0 stands for its warp
             return self.expr(e.args[1])
         if short == "tl_shuffle_elect":
             return f"elect({self.expr(e.args[0])})"
@@ -570,7 +627,11 @@ class Translator:
             return f"wait_puts({self.expr(e.args[0])})"
         if short == "wait_wgmma":
             return f"products({self.expr(e.args[0])})"
-        if short in ("atomic_add_ret_elem_op", "atomic_add_elem_op", "atomic_max_elem_op") and self.is_integer(e.args[0]):
+        if short in (
+            "atomic_add_ret_elem_op",
+            "atomic_add_elem_op",
+            "atomic_max_elem_op",
+        ) and self.is_integer(e.args[0]):
             return self._atomic(e, short.split("_")[1])
         if short.startswith("atomic_"):
             for x in e.args[1:]:
@@ -589,7 +650,11 @@ class Translator:
     def phase(self, parity: Any) -> str:
         """The phase that a wait means, counted from 0, where its parity is written as `phase % 2` or `phase % 2 ^ 1`; else None."""
         before = 0
-        if isinstance(parity, tirx.Call) and parity.op.name.endswith("bitwise_xor") and isinstance(parity.args[1], tirx.IntImm):
+        if (
+            isinstance(parity, tirx.Call)
+            and parity.op.name.endswith("bitwise_xor")
+            and isinstance(parity.args[1], tirx.IntImm)
+        ):
             parity, before = parity.args[0], int(parity.args[1])
         if isinstance(parity, tirx.FloorMod) and isinstance(parity.b, tirx.IntImm) and int(parity.b) == 2:
             return f"{self.expr(parity.a)} - {before}"
@@ -654,7 +719,9 @@ class Translator:
         self.stmt(f.body)
         head = ["def kernel(warp, thread, block, given):"]
         head += [f"    {name} = warp.{name}" for name in CALLED]
-        scalars = [name for kind, name in self.arguments if kind == "scalar"] + [name for name, *_ in self.shapes]
+        scalars = [name for kind, name in self.arguments if kind == "scalar"] + [
+            name for name, *_ in self.shapes
+        ]
         head += [f"    {name} = given[{name!r}]" for name in dict.fromkeys(scalars)]
         head += [f"    {name} = UNKNOWN" for name in self.strides if name not in scalars]
         head += [f"    {name} = Variable()" for name in self.allocated]

@@ -98,13 +98,13 @@ def largest(a: Any, b: Any) -> Any:
 
 
 def both(a: Any, b: Any) -> Any:
-    if known(a) and not a or known(b) and not b:
+    if (known(a) and not a) or (known(b) and not b):
         return False
     return True if known(a, b) else UNKNOWN
 
 
 def either(a: Any, b: Any) -> Any:
-    if known(a) and a or known(b) and b:
+    if (known(a) and a) or (known(b) and b):
         return True
     return False if known(a, b) else UNKNOWN
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import threading
@@ -11,7 +12,17 @@ import pytest
 import torch
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
-from tl_attention import flash_attn_func, flash_attn_varlen_func, flex_attention, launch, ops, user_options
+from tl_attention import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    flex_attention,
+    launch,
+    mha_bwd_interface,
+    mha_fwd_interface,
+    ops,
+    user_options,
+)
 from tl_attention.launch.common import PlanCache, UnusedArguments
 from tl_attention.options import Options
 
@@ -27,7 +38,8 @@ def kernels(monkeypatch):
     launched: list[tuple] = []
     zeros = torch.zeros(2, dtype=torch.int32)
     unused = UnusedArguments(*[torch.zeros(1, 1)] * 5)
-    for module in (launch.fwd, launch.bwd, launch.bwd_kernels, launch.bwd_passes, launch.common):
+    modules = launch.fwd, launch.bwd, launch.bwd_kernels, launch.bwd_passes, launch.common, launch.decode
+    for module in (*modules, launch.parts):
         for name, fake in (
             ("empty", EMPTY),
             ("sm_count", lambda device: 132),
@@ -277,3 +289,156 @@ def test_options_keep_their_key_without_tensors():
     other = starts.clone()
     again = bare.with_tensors(cu_seqlens_q=other)
     assert again.cu_seqlens_q is other and again.window == (3, 4) and bare.cu_seqlens_q is None
+
+
+def negated(x):
+    """A view of -x whose sign is in a bit of the tensor: its memory holds x, negated."""
+    view = torch._neg_view(x.detach().neg().requires_grad_(x.requires_grad))
+    assert view.is_neg() and torch.equal(view, x)
+    return view
+
+
+def in_memory(given):
+    """First element of each tensor and pointer in the arguments of a launch, as its memory has it."""
+    found = []
+    for x in given:
+        if isinstance(x, torch.Tensor):
+            assert not x.is_neg()
+            found += x.flatten()[:1].double().tolist()
+        elif isinstance(x, ctypes.c_void_p):
+            address = ctypes.cast(x, ctypes.POINTER(ctypes.c_uint64))[0]
+            number = ctypes.cast(address, ctypes.POINTER(ctypes.c_int16))[0]
+            found.append(torch.tensor(number, dtype=torch.int16).view(BF16).double().item())
+    return found
+
+
+@pytest.fixture
+def memory(kernels, monkeypatch):
+    """First elements of all tensors that launches get, in a set."""
+    found: set[float] = set()
+    for module in (launch.common, launch.bwd_kernels):
+        if hasattr(module, "compile_kernels"):
+            launches = lambda kernels, _: [lambda *given: found.update(in_memory(given))] * len(kernels)  # noqa: E731
+            monkeypatch.setattr(module, "compile_kernels", launches)
+    return found
+
+
+def firsts(*tensors):
+    return {x.flatten()[0].double().item() for x in tensors}
+
+
+@pytest.mark.parametrize("name", [*options(), "plain", "causal"])
+def test_launches_read_the_values_of_negated_views(name, memory):
+    """The bit is of a tensor, not of its metadata: calls of a new and of a known signature read values, not memory."""
+    lengths, asked = options().get(name, ((), {"causal": name == "causal"}))
+    qkv = leaves(*((16,) if lengths else (2, 16)), HEADS, 64)
+    names = asked.keys() & {"learnable_sink", "alibi_slopes"}
+    for lazily in (True, False, True):
+        some = [negated(x) for x in qkv] if lazily else qkv
+        given = asked | {name: negated(asked[name]) for name in names} if lazily else asked
+        wanted = [*some, *([given["learnable_sink"]] if "learnable_sink" in names else [])]
+        memory.clear()
+        out = attend(some, lengths, given)
+        assert firsts(*qkv, *(asked[name] for name in names)) <= memory
+        memory.clear()
+        dout = torch.full_like(out, 3.0)
+        torch.autograd.grad(out, wanted, negated(dout) if lazily else dout)
+        assert firsts(*qkv, dout) <= memory
+
+
+def test_a_launch_of_the_backward_reads_the_values_of_negated_views(memory):
+    q, k, v = (x.detach() for x in leaves(2, HEADS, 16, 64))
+    out, lse = mha_fwd_interface(q, k, v)
+    tensors = torch.full_like(out, 3.0), q, k, v, out.fill_(2.0), lse.fill_(5.0)
+    for some in (tensors, [negated(x) for x in tensors], tensors):
+        memory.clear()
+        mha_bwd_interface(*some)
+        assert firsts(*tensors) <= memory
+
+
+def test_a_gradient_of_lse_reaches_a_launch_with_its_sign(memory):
+    qkv, lengths = leaves(16, HEADS, 64), packed(9, 16)
+    _, lse, _ = flash_attn_varlen_func(*qkv, *lengths, return_attn_probs=True)
+    memory.clear()
+    torch.autograd.grad(lse, qkv, negated(torch.full_like(lse, 7.0)))
+    assert 7.0 in memory
+
+
+def test_fp32_launches_read_the_values_of_negated_views(memory):
+    qkv = [torch.randn(2, 16, HEADS, 64, requires_grad=True) for _ in range(3)]
+    dout = torch.full_like(qkv[0], 3.0)
+    for lazily in (True, False, True):
+        some = [negated(x) for x in qkv] if lazily else qkv
+        memory.clear()
+        out = flash_attn_func(*some, precision="highest")
+        halves = qkv[0].detach().view(BF16)  # pairs of numbers, as kernels read q
+        assert firsts(halves, *qkv[1:]) <= memory
+        memory.clear()
+        torch.autograd.grad(out, some, negated(dout) if lazily else dout)
+        assert firsts(qkv[0], dout) <= memory
+
+
+def test_flex_launches_read_the_values_of_negated_views(memory, monkeypatch):
+    monkeypatch.setattr("tl_attention.flex.check_device_or_warn", lambda *_, **__: None)
+    qkv, table, bias = leaves(2, HEADS, 16, 64), torch.full((HEADS,), 3.0), torch.randn(1, 1, 16, 16)
+    for some in ((*qkv, table, bias), [negated(x) for x in (*qkv, table, bias)]):
+        *inputs, captured, added = some
+        memory.clear()
+        out = flex_attention(*inputs, score_mod=lambda s, b, h, i, j, t=captured: s * t[h], attn_bias=added)
+        assert firsts(*qkv, table, bias) <= memory
+        memory.clear()
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+        assert firsts(*qkv, table, bias) <= memory
+
+
+def test_launches_of_a_cache_read_values_and_refuse_negated_caches(memory, monkeypatch):
+    monkeypatch.setattr("tl_attention.kvcache.check_device_or_warn", lambda *_, **__: None)
+    monkeypatch.setattr(launch.decode, "_append_kernel", launch.decode._append_kernel.__wrapped__)
+    q, k, v = (torch.randn(2, 1, HEADS, 64, dtype=BF16) for _ in range(3))
+    caches = [torch.zeros(2, 32, HEADS, 64, dtype=BF16) for _ in range(2)]
+    angles = [torch.full((32, 32), x, dtype=BF16) for x in (3.0, 5.0)]
+    slopes, sink = torch.full((HEADS,), 7.0), torch.full((HEADS,), 9.0)
+    tensors = q, k, v, *angles, slopes, sink
+    for some in (tensors, [negated(x) for x in tensors], tensors):
+        memory.clear()
+        queries, *new, some_slopes, some_sink = some
+        options = {"alibi_slopes": some_slopes, "learnable_sink": some_sink, "causal": True}
+        flash_attn_with_kvcache(queries, *caches, *new, 4, **options)
+        assert firsts(*tensors) <= memory
+        memory.clear()
+        flash_attn_with_kvcache(queries, *caches, cache_seqlens=4)
+        assert firsts(q) <= memory
+    for name, some in (("k", (negated(caches[0]), caches[1])), ("v", (caches[0], negated(caches[1])))):
+        text = f"^{name}_cache: expected a tensor whose memory holds its values, .* pass {name}_cache.resolve_neg"
+        with pytest.raises(ValueError, match=text):
+            flash_attn_with_kvcache(q, *some, cache_seqlens=4)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.filterwarnings("ignore:tl_attention")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", ["dense", "packed", "flex", "mha"])
+def test_negated_views_give_the_results_of_their_values(form, device):
+    qkv = [x.to(device) for x in leaves(2, 40, HEADS, 64)]
+    sink = torch.randn(HEADS, device=device)
+    if form == "packed":
+        qkv = [x.flatten(0, 1) for x in qkv]
+        starts = torch.tensor([0, 30, 80], dtype=torch.int32, device=device)
+        run = lambda q, k, v, s: flash_attn_varlen_func(q, k, v, starts, starts, 50, 50, learnable_sink=s)  # noqa: E731
+    elif form == "dense":
+        run = lambda q, k, v, s: flash_attn_func(q, k, v, learnable_sink=s)  # noqa: E731
+    elif form == "flex":
+        run = lambda q, k, v, s: flex_attention(q, k, v, score_mod=lambda x, b, h, i, j: x * s[h % 2])  # noqa: E731
+    else:
+        run = lambda q, k, v, s: mha_fwd_interface(q, k, v)[0]  # noqa: E731
+    results = []
+    for make in (lambda x: x, negated):
+        some = [make(x.detach().requires_grad_()) for x in (*qkv, sink)]
+        out = run(*some)
+        wanted = some[:3]
+        dout = make(torch.linspace(-1, 1, out.numel(), dtype=BF16, device=device).view(out.shape))
+        results.append((out, *torch.autograd.grad(out, wanted, dout)))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)

@@ -71,7 +71,7 @@ DOORS = {
     "launch/arrays": "torch checks/common problem",
     "launch/tickets": "torch",
     "launch/splits": "configs options problem",
-    "launch/traced": "torch program compilation/store",
+    "launch/traced": "torch options program compilation/store",
     "launch/block_lists": "torch program launch/mask_bits",
     "launch/mask_bits": "torch program tracing/program_values",
     "launch/parts": "torch problem part_configs compilation/store launch/arrays launch/common",

@@ -376,7 +376,7 @@ def attention(
         check_device_or_warn(q, traced)
 
     scale = scale_of(q, softmax_scale)
-    if traced or not q.is_cuda:
+    if plan is None and (traced or not q.is_cuda):
         return fwd_op(q, k, v, scale, causal, lse_base2, heads_first, deterministic)
     run = plan or _launch_like(Call(scale, causal, lse_base2, heads_first, deterministic))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

@@ -281,6 +281,15 @@ def canonical_window(causal: bool, window_size: Sequence[int | None]) -> tuple[b
     return False, (left, right)
 
 
+def as_stored(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy of it if its memory does not hold its values, for a launch that reads the memory.
+
+    The memory of a lazily negated view, such as the imaginary part of a conjugate, holds the opposite of its values, which only the ops
+    of torch know. Integers have no such views, and complex tensors are refused.
+    """
+    return x.resolve_neg() if x.is_neg() else x
+
+
 def rounded_length(length: int) -> int:
     """A length rounded up to its three leading bits."""
     step = 1 << max(length.bit_length() - 3, 0)

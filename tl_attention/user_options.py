@@ -31,7 +31,7 @@ from tl_attention.ops import (
     run_eagerly,
     scale_of,
 )
-from tl_attention.options import Call, Options, canonical_window
+from tl_attention.options import Call, Options, as_stored, canonical_window
 
 # Exact types of the numbers in a signature: all have a hash and hold no tensor
 _NUMBER_TYPES = frozenset((int, float, bool, type(None)))
@@ -78,8 +78,8 @@ def checked_options(q: torch.Tensor, keys: int, causal: bool, asked: UserOptions
         num_splits=asked.num_splits,
         parts=check_precision(q, asked.precision),
         rng_state=_state_of_dropout(q, dropout_p, rng_state),
-        alibi_slopes=None if alibi_slopes is None else alibi_slopes.contiguous(),
-        sink=None if sink is None else sink.contiguous(),
+        alibi_slopes=None if alibi_slopes is None else as_stored(alibi_slopes).contiguous(),
+        sink=None if sink is None else as_stored(sink).contiguous(),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
@@ -114,8 +114,8 @@ def _options_again(q: torch.Tensor, options: Options, asked: tuple) -> Options:
         cu_seqlens_q, cu_seqlens_k, _, _, _, seqused_k = lengths
     return options.with_tensors(
         rng_state=_state_of_dropout(q, dropout_p, rng_state),
-        alibi_slopes=None if slopes is None else slopes.contiguous(),
-        sink=None if sink is None else sink.contiguous(),
+        alibi_slopes=None if slopes is None else as_stored(slopes).contiguous(),
+        sink=None if sink is None else as_stored(sink).contiguous(),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seqused_k=seqused_k,

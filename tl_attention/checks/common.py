@@ -97,6 +97,15 @@ def expect_contiguous(name: str, x: torch.Tensor) -> None:
         )
 
 
+def expect_stored(name: str, x: torch.Tensor) -> None:
+    """Expect a tensor whose memory holds its values, for an argument that is never copied; see options.as_stored."""
+    if x.is_neg():
+        raise ValueError(
+            f"{name}: expected a tensor whose memory holds its values, as it is never copied, got a lazily negated view; pass"
+            f" {name}.resolve_neg()"
+        )
+
+
 def expect_like(
     name: str,
     x: torch.Tensor,

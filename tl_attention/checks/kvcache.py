@@ -22,6 +22,7 @@ from tl_attention.checks.common import (
     expect_heads_divide,
     expect_like,
     expect_operand,
+    expect_stored,
     expect_tensor,
     is_int,
 )
@@ -316,10 +317,12 @@ def check_workspace(q: torch.Tensor, workspace: torch.Tensor, needed: int) -> No
 
 
 def check_addresses(cache: Cache, workspace: torch.Tensor | None = None) -> None:
-    """Check 16-byte alignment, and that in latent attention v_cache is part of k_cache."""
+    """Check 16-byte alignment, that the memory of caches holds their values, and that in latent attention v_cache is part of k_cache."""
     k, v = cache.k.data_ptr(), cache.v.data_ptr()
     w = 0 if workspace is None else workspace.data_ptr()
-    if (k | v | w) & 15:
+    if (k | v | w | cache.k.is_neg() | cache.v.is_neg()) & 15:
+        expect_stored("k_cache", cache.k)
+        expect_stored("v_cache", cache.v)
         name, address = next(x for x in (("k_cache", k), ("v_cache", v), ("workspace", w)) if x[1] & 15)
         raise ValueError(
             f"{name}: expected an address that is a multiple of 16 bytes, as it is never copied, got {name}.data_ptr() % 16 ="

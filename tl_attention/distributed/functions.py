@@ -32,7 +32,7 @@ from tl_attention.distributed.shards import documents_of, layout_of
 from tl_attention.distributed.ulysses import Ulysses
 from tl_attention.flash import Output, flash_attn_func, flash_attn_varlen_func
 from tl_attention.ops import check_device_or_warn, scale_of
-from tl_attention.options import canonical_window
+from tl_attention.options import as_stored, canonical_window
 
 CLASSES = {"gather": Gather, "ring": Ring, "ulysses": Ulysses}
 Method = Gather | Ring | Ulysses
@@ -108,14 +108,15 @@ def attention(
     if ranks.world == 1:
         return _attend_alone(q, k, v, ranks, asked)
     call = _prepared(q, k, v, ranks, asked)
+    q, k, v = as_stored(q), as_stored(k), as_stored(v)
     if dropout_p:
         if rng_state is None:
             rng_state = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
             dist.broadcast(rng_state, dist.get_global_rank(ranks.group, 0), ranks.group)
     else:
         rng_state = None
-    slopes = None if alibi_slopes is None else alibi_slopes.detach().contiguous()
-    sink = None if learnable_sink is None else learnable_sink.contiguous()
+    slopes = None if alibi_slopes is None else as_stored(alibi_slopes.detach()).contiguous()
+    sink = None if learnable_sink is None else as_stored(learnable_sink).contiguous()
     if call.training:
         out, lse = _Attention.apply(call, q, k, v, sink, slopes, rng_state)
     else:
@@ -215,6 +216,7 @@ class Prepared(NamedTuple):
     ) -> tuple[torch.Tensor | None, ...]:
         """(dq, dk, dv, dsink)."""
         self.known.enter(backward=True)
+        dout, dlse = (None if x is None else as_stored(x) for x in (dout, dlse))
         if not self.packed:
             return self.method.backward(dout, dlse, out, saved, given)
         dout, dlse, out = (None if x is None else x[None] for x in (dout, dlse, out))

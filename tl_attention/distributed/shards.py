@@ -19,7 +19,7 @@ from tl_attention.distributed.layout import (
     shard_documents,
 )
 from tl_attention.distributed.pieces import CAUSAL
-from tl_attention.options import canonical_window
+from tl_attention.options import as_stored, canonical_window
 
 Lengths = torch.Tensor | Sequence[int] | None
 
@@ -174,7 +174,7 @@ def unshard(
             f"x: expected the {found.rows(ranks.rank)} tokens of rank {ranks.rank} in dimension {dim}, got {x.shape[dim]}; pass seqlen"
             " for shards of unequal length"
         )
-    own = x.movedim(dim, 0).contiguous()
+    own = as_stored(x).movedim(dim, 0).contiguous()
     others = [peer for peer in range(ranks.world) if peer != ranks.rank]
     if not others:
         return x

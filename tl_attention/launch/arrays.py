@@ -38,10 +38,11 @@ def tma_strides(shape: Sequence[int], strides: tuple[int, ...], element_bytes: i
 def tma_ready(x: torch.Tensor) -> torch.Tensor:
     """x, or a replacement that TMA can address: another view, or a contiguous copy.
 
-    TMA needs the strides of tma_strides, and an address that is a multiple of 16 bytes.
+    TMA needs the strides of tma_strides, an address that is a multiple of 16 bytes, and memory that holds the values: see
+    options.as_stored.
     """
     strides = tma_strides(x.shape, x.stride(), x.element_size())
-    if strides is None or x.data_ptr() % TMA_ALIGNMENT:
+    if strides is None or x.data_ptr() % TMA_ALIGNMENT or x.is_neg():
         return x.clone(memory_format=torch.contiguous_format)
     return x if strides == x.stride() else x.as_strided(x.shape, strides)
 
@@ -128,7 +129,7 @@ class ArgumentViews:
     def of(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor | ctypes.c_void_p]:
         """Kernel arguments for tensors with the metadata of __init__, valid until the next call. What TMA cannot address is copied.
 
-        Packed sequences may come without their first dimension.
+        Packed sequences may come without their first dimension. Memory must hold the values of the tensors; else call replaced().
         """
         bits = 0
         if self.ready and self.pointed:
@@ -143,6 +144,10 @@ class ArgumentViews:
                 bits |= x.data_ptr()
             if not bits & _UNALIGNED_BITS:
                 return tensors
+        return self.replaced(*tensors)
+
+    def replaced(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor | ctypes.c_void_p]:
+        """of() for tensors some of which are copied."""
         if self.packed:
             tensors = [x if x.ndim == 4 else x[None] for x in tensors]
         tensors = [tma_ready(x) for x in tensors]

@@ -33,7 +33,7 @@ from tl_attention.launch.common import (
 from tl_attention.launch.parts import BwdPartsLaunch, parts_launch
 from tl_attention.launch.seen import seen_queries
 from tl_attention.launch.traced import Gradients, backward_call, traced_arguments
-from tl_attention.options import Options
+from tl_attention.options import Options, as_stored
 from tl_attention.problem import TABLE_ROWS
 from tl_attention.program import Call
 from tl_attention.target import sm_count
@@ -223,12 +223,14 @@ class BwdPlan:
 
     def _views_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Views of q, k, v, dout, out, dq, dk, dv, as the kernels take them."""
+        q, k, v, dout, out, dq, dk, dv = tensors
+        lazy = dout.is_neg() or q.is_neg() or k.is_neg() or v.is_neg() or out.is_neg()
+        views_of = self.views.replaced if lazy else self.views.of
         if self.partial_views is None:
-            return self.views.of(*tensors)
-        *tensors, dq, dk, dv = tensors
+            return views_of(*tensors)
         dq_views, key_views = self.partial_views
         rows = dq[None] if self.packed and not dq_views.packed else dq
-        return [*self.views.of(*tensors), *dq_views.of(rows), *key_views.of(dk, dv)]
+        return [*views_of(q, k, v, dout, out), *dq_views.of(rows), *key_views.of(dk, dv)]
 
     def _row_numbers(
         self,
@@ -249,13 +251,14 @@ class BwdPlan:
         """
         # A kernel with an fp32 tensor argument runs on the current stream of its device
         lse_log2, delta = empty(*self.rows), empty(*self.rows)
-        lse, lse_to_log2 = lse.contiguous(), 1.0 if lse_base2 else LOG2E
+        lse, lse_to_log2 = as_stored(lse).contiguous(), 1.0 if lse_base2 else LOG2E
         if not self.packed:
             self.delta(out, dout, lse, lse_log2, delta, lse_to_log2)
             if dlse is not None:
                 delta[:, :, : self.seqlen_q] -= _natural_dlse(dlse, lse, lse_base2)
             return lse_log2, delta
-        dlse, dlse_scale = (lse, 0.0) if dlse is None else (dlse.contiguous(), LOG2E if lse_base2 else 1.0)
+        dlse_scale = 0.0 if dlse is None else LOG2E if lse_base2 else 1.0
+        dlse = lse if dlse is None else as_stored(dlse).contiguous()
         if pads:
             lse_log2.fill_(math.inf)
             delta.zero_()
@@ -289,9 +292,9 @@ def _plan_key(
 ) -> tuple:
     """Key of a plan without options. It holds all metadata that checks.common.check_bwd reads, so a known key has passed the checks."""
     return (
-        dout.shape, dout.stride(), dout.dtype, dout.device,
-        out.shape, out.stride(), out.dtype, out.device,
-        lse.shape, lse.dtype, lse.device,
+        dout.shape, dout.stride(), dout.dtype, dout.get_device(),
+        out.shape, out.stride(), out.dtype, out.get_device(),
+        lse.shape, lse.dtype, lse.get_device(),
         deterministic,
         *qkv_key(q, k, v, causal, heads_first),
     )  # fmt: skip
@@ -348,6 +351,8 @@ def backward(
         dq, dk, dv: shaped as q, k, v, in their dtype or fp32, dk and dv contiguous; with a sink also dsink: [heads], in its dtype; then a
             gradient per tensor of traced.program.learned, in its shape, fp32 or as traced.Gradients stores it.
     """
+    if q.dtype is torch.float32:  # kernels read views of another dtype, which lose the sign of a negated view
+        dout, q, k, v, out = (as_stored(x) for x in (dout, q, k, v, out))
     tensors, layout = (dout, q, k, v, out, lse), (causal, heads_first, deterministic)
     if traced is not None:
         traced = backward_call(traced, deterministic)

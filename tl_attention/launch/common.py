@@ -68,11 +68,14 @@ def _keep(cache: dict[Any, Any], key: object, value: Any) -> None:
 
 
 def qkv_key(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, heads_first: bool) -> tuple:
-    """Key of a plan without options. It holds all metadata that checks.common.check_fwd reads, so a known key has passed the checks."""
+    """Key of a plan without options. It holds all metadata that checks.common.check_fwd reads, so a known key has passed the checks.
+
+    A device is its index, -1 for the CPU: it is found and compared faster than a torch.device.
+    """
     return (
-        q.shape, q.stride(), q.dtype, q.device,
-        k.shape, k.stride(), k.dtype, k.device,
-        v.shape, v.stride(), v.dtype, v.device,
+        q.shape, q.stride(), q.dtype, q.get_device(),
+        k.shape, k.stride(), k.dtype, k.get_device(),
+        v.shape, v.stride(), v.dtype, v.get_device(),
         causal, heads_first,
     )  # fmt: skip
 

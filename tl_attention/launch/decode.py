@@ -20,7 +20,7 @@ from tl_attention.launch.common import (
     empty,
     unused_arguments,
 )
-from tl_attention.options import MAX_WINDOW, Cache, Options
+from tl_attention.options import MAX_WINDOW, Cache, Options, as_stored
 from tl_attention.problem import DECODE_TILE_WIDTHS, DEFAULT_DTYPE, AttnProblem, decode_problem
 from tl_attention.target import DTYPE_NAMES, sm_count
 
@@ -156,7 +156,7 @@ class DecodePlan:
                 return self(q, cache, softmax_scale, causal, options, workspace)
         if self.pad_q is not None:
             q = torch.nn.functional.pad(q, self.pad_q)
-        elif q.stride() != self.q_strides or q.data_ptr() & 15:
+        elif q.stride() != self.q_strides or q.data_ptr() & 15 or q.is_neg():
             q = q.clone(memory_format=torch.contiguous_format)
         out, lse = empty(*self.out), empty(*self.lse)
         slopes, sink, _, no_lengths, no_table = unused_arguments(self.device)
@@ -288,9 +288,10 @@ def append_to_cache(
     kernel = _append_kernel(DTYPE_NAMES[q.dtype])
     if not k_new.shape[1] or not q.shape[0]:
         return q
+    q, k_new, v_new = as_stored(q), as_stored(k_new), as_stored(v_new)
     rotated = empty(*dense(q.shape, q.dtype))
     *_, no_lengths, no_table = unused_arguments(device)
-    angles = (_no_angles(q.dtype, device),) * 2 if cos is None else (cos, sin)
+    angles = (_no_angles(q.dtype, device),) * 2 if cos is None else (as_stored(cos), as_stored(sin))
     tensor = isinstance(cache.seqlens, torch.Tensor)
     paged = cache.block_table is not None
     kernel(

@@ -42,7 +42,7 @@ from tl_attention.launch.common import (
 from tl_attention.launch.parts import AttentionTiles, halves, parts_launch
 from tl_attention.launch.tickets import TICKETS, stream_tickets
 from tl_attention.launch.traced import forward_program, traced_arguments
-from tl_attention.options import Options
+from tl_attention.options import Options, as_stored
 from tl_attention.problem import (
     BUCKETS,
     JOINED_BUCKET,
@@ -334,16 +334,18 @@ class FwdPlan:
     ) -> None:
         # A kernel with a tensor argument (lse, parts, tickets) runs on the current stream of its device
         share = ()  # arguments of a kernel that makes parts
+        lazy = q.is_neg() or k.is_neg() or v.is_neg()
+        views_of = self.views.replaced if lazy else self.views.of
         if self.pages is not None:
-            q_view, out_view = self.views.of(q, out)
+            q_view, out_view = views_of(q, out)
             qkv = q_view, *self.pages.views.of(k, v)
         else:
             if self.packed and (self.added or self.split is not None):
                 q, k, v, out = (x[None] for x in (q, k, v, out))
             if self.added:
-                qkv, out_view = self.views.of(q, k, v), out.transpose(1, 2) if self.heads_first else out
+                qkv, out_view = views_of(q, k, v), out.transpose(1, 2) if self.heads_first else out
             elif self.split is None:
-                *qkv, out_view = self.views.of(q, k, v, out)
+                *qkv, out_view = views_of(q, k, v, out)
             else:
                 q, (parts, share) = halves(q), self.split(k, v)  # alive until the launch
                 qkv = *self.views.of(q), *self.part_views.of(*parts)
@@ -453,6 +455,8 @@ def forward(
         out in the layout of q; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Unused rows of
         packed sequences are undefined.
     """
+    if q.dtype is torch.float32:  # kernels read views of another dtype, which lose the sign of a negated view
+        q, k, v = as_stored(q), as_stored(k), as_stored(v)
     key = _key(q, k, v, causal, heads_first, options, block_table)
     if traced is not None:
         widths = q.shape[-1], v.shape[-1]

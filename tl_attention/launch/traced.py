@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from tl_attention.compilation.store import Kernel
+from tl_attention.options import as_stored
 from tl_attention.program import Call, Program, stored_dtype
 
 # Exact sums: 15 integers per element, number i in units of 2 ** (8 i - 87) for addends from 2 ** (8 i - 64) on, and a count of larger ones
@@ -33,7 +34,8 @@ def traced_arguments(call: Call) -> tuple:
     """Captured tensors and numbers, in the order of kernels/traced.py."""
     dense = call.program.dense
     tensors = [
-        _argument(aligned(x.detach()) if i in dense else x.detach()) for i, x in enumerate(call.tensors)
+        _argument(aligned(x) if i in dense else x)
+        for i, x in enumerate(as_stored(tensor.detach()) for tensor in call.tensors)
     ]
     return *tensors, *call.numbers
 

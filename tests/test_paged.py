@@ -370,6 +370,56 @@ def test_out_is_not_an_input():
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("rows", [-3, 0, 3])
+def test_out_may_share_no_memory_with_an_input(name, rows):
+    """out that begins before an input, where it does, or inside it."""
+    memory = zeros(10, 4, 64)
+    tensors = {"q": zeros(4, 4, 64), "k": zeros(4, 4, 64), "v": zeros(4, 4, 64), name: memory[3:7]}
+    starts = torch.tensor([0, 4]).int()
+    arguments = {
+        **tensors,
+        "cu_seqlens_q": starts,
+        "cu_seqlens_k": starts,
+        "max_seqlen_q": 4,
+        "max_seqlen_k": 4,
+    }
+    text = f"^out: expected memory that q, k and v do not use, .* bytes that {name} spans, too, from byte {max(-rows, 0) * 512} of out on"
+    with pytest.raises(ValueError, match=text):
+        flash_attn_varlen_func(**arguments, out=memory[3 + rows : 7 + rows])
+
+
+def test_out_may_share_no_memory_with_pages():
+    pool = zeros(12 * 16 * 4 * 64)
+    pages = pool[: 8 * 16 * 2 * 64].view(8, 16, 2, 64)
+    for first, fails in ((1024, True), (pages.numel() - 64, True), (pages.numel(), False)):
+        out = pool[first:][: 5 * 4 * 64].view(5, 4, 64)
+        arguments = small(k=pages)
+        if not fails:
+            assert flash_attn_varlen_func(**arguments, out=out) is out
+            continue
+        with pytest.raises(
+            ValueError, match=r"^out: expected memory that q, k and v do not use, .* that k spans, too"
+        ):
+            flash_attn_varlen_func(**arguments, out=out)
+
+
+def test_out_lies_between_its_inputs_in_one_buffer():
+    """Neighbours in memory, and rows of one token between those of packed q, k and v, share nothing."""
+    starts = torch.tensor([0, 1]).int()
+    q, k, v, out = torch.randn(1, 4, 2, 64, dtype=BF16).unbind(1)
+    assert flash_attn_varlen_func(q, k, v, starts, starts, 1, 1, out=out) is out
+    torch.testing.assert_close(out, v)
+
+
+def test_pages_and_out_refuse_negated_views():
+    arguments = small()
+    for name, x in (("k", arguments["k"]), ("v", arguments["v"]), ("out", zeros(5, 4, 64))):
+        text = f"^{name}: expected a tensor whose memory holds its values, as it is never copied, got a lazily negated view"
+        with pytest.raises(ValueError, match=text):
+            flash_attn_varlen_func(**arguments | {name: torch._neg_view(x)})
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_paged_and_out_refuse_gradients_by_name(name):
     arguments = small()
     arguments[name] = arguments[name].requires_grad_()

@@ -11,6 +11,7 @@ from tl_attention.checks.common import (
     expect_heads_divide,
     expect_like,
     expect_operand,
+    expect_stored,
     expect_tensor,
 )
 from tl_attention.checks.kvcache import ALIGNMENT, check_page_strides, check_pages
@@ -109,16 +110,34 @@ def check_out(q: torch.Tensor, head_dim_v: int, out: torch.Tensor) -> None:
 def check_paged_addresses(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, paged: bool, out: torch.Tensor | None
 ) -> None:
-    """Check 16-byte alignment of tensors that are never copied, and that out does not start where q, k or v does."""
+    """Check 16-byte alignment and the memory of tensors that are never copied, and that out shares no memory with q, k and v."""
     never_copied = [("out", out), *((("k", k), ("v", v)) if paged else ())]
     for name, x in never_copied:
-        if x is not None and x.data_ptr() & 15:
+        if x is None:
+            continue
+        expect_stored(name, x)
+        if x.data_ptr() & 15:
             raise ValueError(
                 f"{name}: expected an address that is a multiple of 16 bytes, as it is never copied, got {name}.data_ptr() % 16 ="
                 f" {x.data_ptr() & 15}; slice it at multiples of 16 bytes"
             )
-    if out is not None and out.numel() and out.data_ptr() in (q.data_ptr(), k.data_ptr(), v.data_ptr()):
-        raise ValueError(
-            "out: expected memory that q, k and v do not use, as they are read while out is written, got that of one of them; pass"
-            " torch.empty_like(q)"
-        )
+    if out is None:
+        return
+    written = _bytes(out)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        read = _bytes(x)
+        if max(written.start, read.start) < min(written.stop, read.stop):
+            shared = min(written.stop, read.stop) - max(written.start, read.start)
+            raise ValueError(
+                f"out: expected memory that q, k and v do not use, as they are read while out is written, got {shared} bytes that {name}"
+                f" spans, too, from byte {max(read.start - written.start, 0)} of out on; pass a tensor of its own, such as"
+                " torch.empty_like(q)"
+            )
+
+
+def _bytes(x: torch.Tensor) -> range:
+    """Addresses from the first element of x to its last, those between its rows included."""
+    if not x.numel():
+        return range(0)
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return range(x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size())

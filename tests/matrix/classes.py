@@ -105,19 +105,20 @@ def shipped_classes() -> list[CallClass]:
 
 
 def pack_classes() -> list[CallClass]:
-    """Classes that launch every kernel of a whole pack."""
+    """Classes that launch every kernel of a whole pack, those of shipped_classes() among them."""
     sets = configs.option_sets().items()
     found = itertools.chain(*(_of_set(tuple(one), section) for section, lists in sets for one in lists))
-    return _once([*shipped_classes(), *found, *_block_masks(HALF_DTYPES)])
+    others = _once([*found, *_block_masks(HALF_DTYPES)])
+    return list({one.name: one for one in [*shipped_classes(), *others]}.values())
 
 
 def _once(classes: Iterable[CallClass]) -> list[CallClass]:
     """Each class once. A config that serves bwd and bwd_det is of bwd_det, whose calls promise more."""
-    found = {(one.kind, one.name): one for one in classes}
+    found = {one.name: one for one in classes}
     return [
         one
         for one in found.values()
-        if not (one.kind == "bwd" and ("bwd_det", replace(one, kind="bwd_det").name) in found)
+        if not (one.kind == "bwd" and replace(one, kind="bwd_det").name in found)
     ]
 
 

@@ -130,8 +130,10 @@ def _shown(call: Call, found: torch.Tensor, whole: torch.Tensor, lengths: Sequen
         return there.expand(-1, LISTED_ROWS, -1)
     query, key = query.clamp(max=lengths[0] - 1), key.clamp(max=lengths[1] - 1)
     leaves = {"batch": batch, "head": head, "query": query, "key": key}
-    (mask,) = program_values(call, [call.program.mask], leaves)
-    return (mask | whole[:, None, None]) & there
+    (mask,) = program_values(
+        call, [call.program.mask], leaves
+    )  # a dimension is 1 where the mask does not depend on it
+    return ((mask | whole[:, None, None]) & there).expand(-1, LISTED_ROWS, -1)
 
 
 def _covers(blocks: torch.Tensor, columns: int) -> torch.Tensor:

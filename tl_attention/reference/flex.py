@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from tl_attention.program import Call
+from tl_attention.program import Call, Program
 from tl_attention.reference.attention import MAX_SCORES, true_fp32
-from tl_attention.tracing.program_values import program_values
+from tl_attention.tracing.program_values import differentiable, program_values
 
+LEAST_SCORE = -1e20  # a lower one hides its key, as in the kernels
 PARTIAL, FULL = 1, 2  # states of blocks, see launch/block_lists.py
 
 
@@ -38,6 +39,7 @@ def flex_reference(
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = q @ k.mT * softmax_scale
     scores = new_scores(scores, call, first_query)
+    scores = scores.masked_fill(scores < LEAST_SCORE, -math.inf)  # and gradient 0, also in rows without a key
     lse = scores.logsumexp(-1)
     sees_none = lse == -math.inf
     weights = (scores - lse.masked_fill(sees_none, 0)[..., None]).exp()
@@ -86,6 +88,12 @@ def flex_backward_reference(
     return dq, *sums
 
 
+def _depends_on_score(program: Program) -> bool:
+    """True if the new score has a derivative with respect to the score."""
+    values = program.values
+    return any(values[i].op == "score" for i in differentiable(values, program.score))
+
+
 def new_scores(scores: torch.Tensor, call: Call, first_query: int = 0) -> torch.Tensor:
     """Scores [batch, heads, seqlen_q, seqlen_k] after score_mod, -inf where mask_mod hides the key. first_query: as in flex_reference."""
     program, device = call.program, scores.device
@@ -98,7 +106,12 @@ def new_scores(scores: torch.Tensor, call: Call, first_query: int = 0) -> torch.
     roots = [root for root in (program.score, program.mask) if root is not None]
     found = dict(zip(roots, program_values(call, roots, leaves, scores.dtype), strict=True))
     if program.score is not None:
-        scores = found[program.score].expand(scores.shape)
+        changed = found[program.score].expand(scores.shape)
+        if scores.requires_grad and not _depends_on_score(program):
+            changed = torch.where(
+                torch.ones((), dtype=torch.bool, device=device), changed, scores
+            )  # gradient 0
+        scores = changed
     if program.mask is None and call.blocks is None:
         return scores
     seen = torch.ones((), dtype=torch.bool, device=device) if program.mask is None else found[program.mask]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from tl_attention.program import FLOAT, LEAVES, Call
+from tl_attention.program import FLOAT, LEAVES, Call, Value
 from tl_attention.tracing.trace_ops import TORCH_DTYPES, evaluate
 
 
@@ -51,3 +51,15 @@ def within(index: torch.Tensor, size: int) -> torch.Tensor:
     """Indices into a dimension: negative ones count from the end, those out of range become the nearest."""
     index = index.long()
     return torch.where(index < 0, index + size, index).clamp(0, size - 1)
+
+
+def differentiable(values: Sequence[Value], root: int) -> set[int]:
+    """Values that the derivative of a value may depend on: those it is computed from by floats, without a detach between."""
+    found, left = set(), [root]
+    while left:
+        i = left.pop()
+        value = values[i]
+        if i not in found and value.dtype == FLOAT:
+            found.add(i)
+            left += () if value.op in ("load", "detach") else value.args
+    return found

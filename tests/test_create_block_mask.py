@@ -189,7 +189,7 @@ def test_block_mask_constructors_are_those_of_torch(device):
         batch = ours.kv_num_blocks.shape[0]
         theirs = torch_create_block_mask(ours.mask_mod, batch, 1, *ours.seq_lengths, device, ours.BLOCK_SIZE)
         assert_same(ours, theirs, name)
-        assert block_masks.mask_of_lists(ours) is ours.mask_mod
+        assert block_masks.origin_of_lists(ours).mask_mod is ours.mask_mod
 
 
 def test_block_mask_of_constructors_combines():

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 import tl_attention
-from tl_attention import configs, flex_attention, legality
+from tl_attention import block_masks, configs, flex_attention, legality
 from tl_attention.compilation import building, compiler, toolkit
 from tl_attention.flex_lists import kept_mask
 from tl_attention.kernel_configs import BwdPass, FwdConfig
@@ -347,6 +347,68 @@ def test_flex_knows_lists_that_were_made_from_the_mask():
     made.kv_num_blocks.zero_()
     assert not kept_mask(made).follow(causal)
     assert tl_attention.create_block_mask(causal, None, None, 8, 8, device="cpu").kv_num_blocks.item() == 1
+
+
+def test_flex_keeps_lists_when_a_captured_number_changes():
+    """Blocks that are not listed are hidden, also where the mask_mod is an option that would show them."""
+    width, added = [40], torch.tensor(0)
+    q, k, v = (torch.randn(1, 2, 512, 16) for _ in range(3))
+
+    def band(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx <= width[0] + added)
+
+    def windowed(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx <= limit)
+
+    def run(mask):
+        i = torch.arange(512)
+        listed = mask.to_dense().repeat_interleave(128, -1).repeat_interleave(128, -2).bool()
+        shown = listed & mask.mask_mod(0, 0, i[:, None], i)
+        expected = torch.softmax((q @ k.mT / 4).masked_fill(~shown, -math.inf), -1) @ v
+        torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), expected, rtol=1e-4, atol=1e-5)
+        return kept_mask(mask).follow(mask.mask_mod)
+
+    mask = tl_attention.create_block_mask(band, None, None, 512, 512, device="cpu")
+    assert run(mask)
+    width[0] = 300
+    assert not run(mask)
+    width[0] = 40
+    assert run(mask)
+    added.fill_(260)  # a 0-d CPU tensor is a number
+    assert not run(mask)
+    added.fill_(0)
+    limit = 30
+    other = tl_attention.create_block_mask(windowed, None, None, 512, 512, device="cpu")
+    assert run(other)
+    limit = 250
+    assert not run(other)
+    again = tl_attention.create_block_mask(windowed, None, None, 512, 512, device="cpu")
+    assert run(again) and not run(other), "one function, lists of two widths"
+    constructed = block_masks.sliding_window(512, 512, (20, 0), device="cpu")
+    assert run(constructed)
+    constructed.mask_mod.__closure__[0].cell_contents = 400
+    assert not run(constructed)
+
+
+class Width:
+    """A mask_mod whose attributes nobody can compare."""
+
+    def __init__(self, width: int):
+        self.width = width
+
+    def __call__(self, b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (q_idx - kv_idx <= self.width)
+
+
+def test_flex_keeps_lists_of_an_object_that_changes():
+    mask_mod, (q, k, v) = Width(40), (torch.randn(1, 2, 512, 16) for _ in range(3))
+    mask = tl_attention.create_block_mask(mask_mod, None, None, 512, 512, device="cpu")
+    mask_mod.width = 300
+    i = torch.arange(512)
+    listed = mask.to_dense().repeat_interleave(128, -1).repeat_interleave(128, -2).bool()
+    expected = (q @ k.mT / 4).masked_fill(~(listed & mask_mod(0, 0, i[:, None], i)), -math.inf)
+    found = flex_attention(q, k, v, block_mask=mask)
+    torch.testing.assert_close(found, expected.softmax(-1) @ v, rtol=1e-4, atol=1e-5)
 
 
 def near(b, h, q, k):

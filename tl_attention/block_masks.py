@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,7 +34,7 @@ PROBED = 8  # first and last queries and keys of a block that are evaluated befo
 MAX_CACHED = 64
 
 _cached: dict[tuple, tuple[tuple[torch.Tensor | None, ...], tuple]] = {}  # lists and their versions
-_made: weakref.WeakKeyDictionary[Any, tuple[Callable, ListsState]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[Any, tuple[Origin, ListsState]] = weakref.WeakKeyDictionary()
 
 
 @torch._disable_dynamo
@@ -87,10 +87,21 @@ def create_block_mask(
     return _block_mask(mask_mod, blocks, separate_full_blocks, exact=True)
 
 
-def mask_of_lists(block_mask: Any) -> Callable | None:
-    """The mask_mod that the lists of a BlockMask were made from here; None if they were not, or have changed since."""
-    mask_mod, lists = _made.get(block_mask, (None, None))
-    return mask_mod if lists is not None and lists.are_in(block_mask) else None
+class Origin(NamedTuple):
+    """Mask that the lists of a BlockMask were made from.
+
+    Args:
+        key: everything that mask_mod captured then, by Captures; None if that cannot be compared.
+    """
+
+    mask_mod: Callable
+    key: tuple | None
+
+
+def origin_of_lists(block_mask: Any) -> Origin | None:
+    """Origin of the lists of a BlockMask that were made here; None if they were not, or have changed since."""
+    origin, lists = _made.get(block_mask, (None, None))
+    return origin if lists is not None and lists.are_in(block_mask) else None
 
 
 class ListsState:
@@ -135,7 +146,7 @@ def _block_mask(mask_mod: Callable, blocks: Blocks, separate_full_blocks: bool, 
         BLOCK_SIZE=(blocks.block_q, blocks.block_k),
         mask_mod=mask_mod,
     )
-    _made[made] = mask_mod, ListsState(made)
+    _made[made] = Origin(mask_mod, None if captures is None else captures.key), ListsState(made)
     return made
 
 

@@ -257,7 +257,7 @@ def _key(
             if mask_mod is not None:
                 return None, None, None
             mask, mask_mod = kept_mask(block_mask), block_mask.mask_mod
-            lists = mask.follow(mask_mod), mask.facts
+            lists = mask.origin(mask_mod), mask.facts
         captures = Captures.of(score_mod, mask_mod, attn_bias)
         if captures is None:
             return None, None, mask
@@ -312,7 +312,7 @@ def _prepare(
         check_bias(attn_bias, query, key, names)
     check_device_or_warn(query, traced=False)
 
-    call = _tracer()(score_mod, mask_mod, differentiate, attn_bias)
+    call = _tracer()(score_mod, mask_mod, differentiate, attn_bias, block_mask is not None)
     check_captured(call, query, key, names)
     slots = None
     if captures is not None:

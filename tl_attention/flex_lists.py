@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tl_attention.block_masks import ListsState, mask_of_lists
+from tl_attention.block_masks import ListsState, origin_of_lists
 from tl_attention.checks.transforms import ARGUMENT_ERRORS
 from tl_attention.launch.block_lists import FULL, HIDDEN, BlockLists, block_states
 from tl_attention.program import Call, Program
@@ -20,7 +21,10 @@ from tl_attention.tracing.intervals import Blocks, distance_bounds, stream_of
 
 MAX_LISTS = 8  # of one mask, for other batches and heads
 MAX_COMPARED = 64  # functions that the lists of one mask were compared with
+MAX_TOKENS = 1024
 _kept: weakref.WeakKeyDictionary[Any, KeptMask] = weakref.WeakKeyDictionary()
+_tokens: dict[tuple, int] = {}
+_numbers = itertools.count(2)  # True and False are 1 and 0
 
 
 class KeptMask:
@@ -36,7 +40,8 @@ class KeptMask:
         self._state = ListsState(block_mask)
         self._pointers = _pointers(self._state.tensors)
         self._size, self._lengths = tuple(block_mask.BLOCK_SIZE), tuple(block_mask.seq_lengths)
-        self._mask_of_lists = mask_of_lists(block_mask)
+        self._origin = origin_of_lists(block_mask)
+        self._token = None if self._origin is None else _token(self._origin.key)
         tensors = [x if x is None else (type(x), x.shape, x.dtype, x.device) for x in self._state.tensors]
         self.facts = self._size, self._lengths, *tensors
         self._made: dict[tuple[int, int], tuple[int, BlockLists]] = {}
@@ -54,12 +59,15 @@ class KeptMask:
     def follow(self, mask_mod: Callable) -> bool:
         """True if the lists are those of a mask_mod, so that it alone says what is hidden.
 
-        Lists that were not made here are compared with a mask of q_idx - kv_idx at their first call, and the host waits for the result. In
-        a CUDA graph capture, where it cannot, the answer is no.
+        Lists that were made here are those of their mask_mod as long as what it captures is what it was then. Others are compared with
+        a mask of q_idx - kv_idx at their first call, and the host waits for the result. In a CUDA graph capture, where it cannot, the
+        answer is no.
         """
-        if self._mask_of_lists is not None:
-            return mask_mod is self._mask_of_lists
+        if self._origin is not None and mask_mod is not self._origin.mask_mod:
+            return False
         captures = Captures.of(mask_mod)
+        if self._origin is not None:
+            return captures is not None and captures.key == self._origin.key
         if captures is None or captures.tensors:
             return False
         found = self._compared.get(captures.key)
@@ -71,6 +79,12 @@ class KeptMask:
                 self._compared.clear()
             self._compared[captures.key] = found
         return found
+
+    def origin(self, mask_mod: Callable) -> int | bool | None:
+        """Part of the key of a call that, beside what its functions capture, decides follow()."""
+        if self._origin is None:
+            return self.follow(mask_mod)
+        return self._token if mask_mod is self._origin.mask_mod else None
 
     def _agree_with(self, mask_mod: Callable) -> bool:
         """True if the lists show what a mask of q_idx - kv_idx alone shows; False for another mask."""
@@ -113,6 +127,15 @@ class KeptMask:
         used = with_bits or lists
         if made is lists and not any(x is used for x in self.in_graphs):
             self.in_graphs.append(used)
+
+
+def _token(key: tuple | None) -> int | None:
+    """Number of a key of captures: a short form of it, which is never that of another one."""
+    if key is None:
+        return None
+    if len(_tokens) >= MAX_TOKENS:
+        _tokens.clear()
+    return _tokens.setdefault(key, next(_numbers))
 
 
 def _pointers(tensors: list[torch.Tensor | None]) -> list[int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -18,18 +19,26 @@ def element(x: torch.Tensor) -> Callable:
 
 
 def with_bias(
-    score_mod: Callable | None, mask_mod: Callable | None, attn_bias: torch.Tensor
+    score_mod: Callable | None, mask_mod: Callable | None, attn_bias: torch.Tensor, listed: bool = False
 ) -> tuple[Callable | None, Callable | None]:
     """(score_mod, mask_mod) extended by attn_bias: a float bias is added to the score, a bool one hides keys where it is False.
 
     Args:
         attn_bias: [1 or batch, 1 or heads, seqlen_q, seqlen_k], of a dtype that functions can capture. Dimensions of size 1 are broadcast.
+        listed: the mask_mod is that of a block mask, which kernels do not ask in full blocks. A bool bias then makes scores -inf.
     """
     one_batch, one_head = (size == 1 for size in attn_bias.shape[:2])
 
     def entry(b, h, q_idx, kv_idx):
         return attn_bias[0 if one_batch else b, 0 if one_head else h, q_idx, kv_idx]
 
+    if attn_bias.dtype == torch.bool and listed:
+
+        def hidden(score, b, h, q_idx, kv_idx):
+            new = score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
+            return torch.where(entry(b, h, q_idx, kv_idx), new, -math.inf)
+
+        return hidden, mask_mod
     if attn_bias.dtype == torch.bool:
         if mask_mod is None:
             return score_mod, entry

@@ -109,6 +109,7 @@ def trace(
     mask_mod: Callable | None,
     differentiate: bool,
     attn_bias: torch.Tensor | None = None,
+    listed: bool = False,
 ) -> Call:
     """Program of these functions, and the tensors and numbers that they capture.
 
@@ -118,17 +119,18 @@ def trace(
     Args:
         differentiate: also compute derivatives: of the score, and of captured float tensors that require a gradient.
         attn_bias: as in dense_bias.with_bias; without effect where it has no elements.
+        listed: the mask_mod is that of a block mask, as in dense_bias.with_bias.
     Raises:
         TypeError, ValueError, NotImplementedError: which function, which operation and line, and what is supported.
     """
     captures = Captures.of(score_mod, mask_mod, attn_bias)
     broadcast = None if attn_bias is None else tuple(size == 1 for size in attn_bias.shape[:2])
-    key = None if captures is None else (captures.key, differentiate, broadcast)
+    key = None if captures is None else (captures.key, differentiate, broadcast, listed)
     if key is not None and key in _traced:
         program, slots, numbers = _traced[key]
         return Call(program, tuple(captures.tensors[i] for i in slots), numbers)
     if attn_bias is not None and attn_bias.numel():
-        score_mod, mask_mod = with_bias(score_mod, mask_mod, attn_bias)
+        score_mod, mask_mod = with_bias(score_mod, mask_mod, attn_bias, listed)
     call = _trace(score_mod, mask_mod, differentiate)
     if captures is not None:
         slots = [captures.position(tensor) for tensor in call.tensors]

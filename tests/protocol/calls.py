@@ -79,6 +79,7 @@ class Draw:
         window: (left, right), with the option.
             sms: SMs of the GPU. A launch of a few CTAs takes less time to check, and they have more tiles each.
         seed: of contents that decide, such as block lists.
+        scale: of scores. Kernels negate queries if it is negative.
     """
 
     lengths: tuple[tuple[int, int], ...]
@@ -88,6 +89,7 @@ class Draw:
     window: tuple[int, int] = (100, 0)
     sms: int = 3
     seed: int = 0
+    scale: float = 0.1
 
     def __str__(self) -> str:
         lengths = ",".join(f"{a}x{b}" for a, b in self.lengths)
@@ -218,7 +220,7 @@ def _attention(kind: Kind, draw: Draw) -> Callable[[], Any]:
             ]
         )
         k, v = (torch.zeros(sum(of_each) + 1, page, draw.heads_kv, n, dtype=dtype) for n in widths)
-    layout = 0.1, problem.causal, False, heads_first
+    layout = draw.scale, problem.causal, False, heads_first
     mask = None if problem.program is None else _block_mask(problem, draw)
 
     def traced() -> Any:
@@ -264,7 +266,9 @@ def _jvp(kind: Kind, draw: Draw) -> Callable[[], Any]:
         (keys, draw.heads_kv, problem.head_dim_v),
     )
     tensors = [torch.zeros(draw.batch, *size, dtype=torch_dtype(problem)) for size in sizes]
-    return lambda: launch.forward_jvp(*tensors, *tensors, 0.1, problem.causal, False, False, kind.config)
+    return lambda: launch.forward_jvp(
+        *tensors, *tensors, draw.scale, problem.causal, False, False, kind.config
+    )
 
 
 def _decode(kind: Kind, draw: Draw) -> Callable[[], Any]:
@@ -306,6 +310,6 @@ def _decode(kind: Kind, draw: Draw) -> Callable[[], Any]:
                 (torch.zeros(longest + 10, 8, dtype=dtype),) * 2 if chance.random() < 0.5 else (None, None)
             )
             launch.append_to_cache(q, *added, cache, *angles, False, True)
-        launch.attend_cache(q, cache, 0.1, chance.random() < 0.5, options, splits, invariant)
+        launch.attend_cache(q, cache, draw.scale, chance.random() < 0.5, options, splits, invariant)
 
     return call

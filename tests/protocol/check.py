@@ -179,6 +179,7 @@ def check(
     stop: bool = True,
     seed: int = 0,
     policy: int | None = None,
+    limit: int = 3_000_000,
 ) -> list[Run]:
     """Run a launch in several orders; those with findings.
 
@@ -186,6 +187,7 @@ def check(
         most: CTAs that run, where they have nothing in common.
         stop: return the first only.
         policy: number of one of POLICIES; None: all of them.
+        limit: events of a run that does not end.
     """
     kernel = program.bind(launch.arguments)
     grid, found = program.grid(kernel), []
@@ -198,7 +200,7 @@ def check(
                 blocks, residents = grid, (len(grid), 1, 2)[number % 3]
             else:
                 blocks, residents = (grid if len(grid) <= most else random.Random(at).sample(grid, most)), 1
-            if one := run(kernel, blocks, residents, who, copies, answers, at):
+            if one := run(kernel, blocks, residents, who, copies, answers, at, limit):
                 found.append(one)
                 if stop:
                     return found

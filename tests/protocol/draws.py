@@ -1,4 +1,7 @@
-"""Draws of the sizes of calls: queries of every residue class modulo block_M in turn, fewer, equal and more keys, empty and short documents."""
+"""Draws of the sizes of calls.
+
+Queries are in every residue class modulo block_M in turn; keys are fewer, as many, or more; documents may be empty or have one token.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,8 @@ def draw_of(kind: Kind, number: int) -> Draw:
     heads, heads_kv = chance.choice(HEADS)
     window = (chance.choice((0, 17, 100, 300)), 0 if chance.random() < 0.5 else chance.choice((0, 5, 128)))
     batch = 1 if several or kind.direction == JVP else chance.choice((1, 1, 2))
-    return Draw(lengths, heads, heads_kv, batch, window, chance.choice(SMS), number)
+    scale = chance.choice((0.1, 0.1, -0.1))
+    return Draw(lengths, heads, heads_kv, batch, window, chance.choice(SMS), number, scale)
 
 
 def _passes(kind: Kind) -> tuple:

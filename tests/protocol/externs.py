@@ -34,6 +34,11 @@ PURE = {
 WRITES_FRAGMENTS = {"add_stored", "drop_float", "drop_half", "merge_piece"}
 
 
+REACHED: dict[
+    int, set[int]
+] = {}  # lines of an instrumented kernel that ran, and by which warps: see mutations.reached_lines()
+
+
 def base_name(name: str) -> str:
     """Name of a function without its prefix and its template arguments."""
     return re.sub(r"<.*>$", "", name.removeprefix("tl_attention_"), flags=re.DOTALL)

@@ -554,6 +554,9 @@ class Machine:
 
     def end_warp(self, warp: Warp) -> None:
         self.warps.remove(warp)
+        for kind, left in (("store by TMA", warp.puts), ("product", warp.registers.flying)):
+            if left:
+                warp.note(Fault("ends early", f"ends while a {kind} may still read shared memory", kind))
         if not any(other.cta is warp.cta for other in self.warps):
             self.left += warp.cta.left()
             self.begin_cta()

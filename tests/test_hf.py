@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import itertools
 import os
@@ -251,9 +252,10 @@ def test_hf_mask_holds_the_padding_of_a_cache(queries, cache_calls):
     real = torch.stack([at >= 2, at >= 0, at < 0, at >= 7])
     sizes = {"batch_size": 4, "q_length": queries, "kv_length": length, "q_offset": torch.tensor(offset)}
     mask = hf.attention_mask(**sizes, mask_function=causal_mask_function, attention_mask=real)
-    assert mask.flatten(1)[4:, :4].tolist() == [[8, 8, 0, 8], [2, 0, 0, 7]]
+    assert mask.rows[4:, :4].tolist() == [[8, 8, 0, 8], [2, 0, 0, 7]]
     q, k = torch.randn(4, 2, queries, 16).bfloat16(), torch.randn(4, 2, length, 16).bfloat16()
-    outs = [hf.attention_forward(torch.nn.Module(), q, k, k, x)[0] for x in (mask, mask[:4])]
+    masks = mask, dataclasses.replace(mask, rows=mask.rows[:4])
+    outs = [hf.attention_forward(torch.nn.Module(), q, k, k, x)[0] for x in masks]
     assert len(cache_calls) == 1
     torch.testing.assert_close(*outs)
     assert outs[0][2].eq(0).all()
@@ -407,18 +409,22 @@ def test_hf_chunks_are_packed_sequences():
     assert torch.equal(masked(mask, 10, 10), (at[:, None] // 4 == at // 4) & (at[:, None] >= at))
 
 
-def test_hf_mask_is_none_where_it_is_redundant():
+def test_hf_mask_has_no_rows_where_they_are_redundant():
     sizes = {"batch_size": 2, "q_length": 6, "kv_length": 6}
     windows = sliding_window_causal_mask_function(3), sliding_window_bidirectional_mask_function(3)
     ones = torch.ones(2, 6, dtype=torch.bool)
+
+    def made(function, **options):
+        mask = hf.attention_mask(**sizes, mask_function=function, **options)
+        assert mask.rows is None and mask.block_mask is None
+        return mask.causal, mask.left, mask.right
+
     for given in (None, ones):
-        assert hf.attention_mask(**sizes, mask_function=causal_mask_function, attention_mask=given) is None
-        assert (
-            hf.attention_mask(**sizes, mask_function=windows[0], local_size=3, attention_mask=given) is None
-        )
         full = {"attention_mask": given, "allow_is_bidirectional_skip": True}
-        assert hf.attention_mask(**sizes, mask_function=bidirectional_mask_function, **full) is None
-        assert hf.attention_mask(**sizes, mask_function=windows[1], local_size=3, **full) is None
+        assert made(causal_mask_function, attention_mask=given) == (True, -1, -1)
+        assert made(windows[0], local_size=3, attention_mask=given) == (True, 2, 0)
+        assert made(bidirectional_mask_function, **full) == (False, -1, -1)
+        assert made(windows[1], local_size=3, **full) == (False, 3, 3)
 
 
 def test_hf_masks_of_other_kinds_become_block_masks():
@@ -444,9 +450,11 @@ def test_hf_masks_of_other_kinds_become_block_masks():
         "window": causal & (at[:, None] - at < 2),
     }
     for name, mask in made.items():
-        assert torch.equal(create_mask(mask.mask_mod, 1, 1, 6, 6, "cpu")[0, 0], expected[name]), name
+        seen = create_mask(mask.block_mask.mask_mod, 1, 1, 6, 6, "cpu")[0, 0]
+        assert torch.equal(seen, expected[name]), name
     config.sliding_window = 2
-    assert create_bidirectional_sliding_window_mask(config, embeds, None) is None
+    mask = create_bidirectional_sliding_window_mask(config, embeds, None)
+    assert (mask.rows, mask.block_mask, mask.left, mask.right) == (None, None, 2, 2)
 
 
 def test_hf_paged_caches_are_errors():

@@ -148,7 +148,8 @@ def test_hf_flex_image_tokens_match_eager(device):
             kind: image_mask(model.config, device, kind[0] == "s")
             for kind in ("sliding_attention", "full_attention")
         }
-        assert all(is_block_mask(x) for x in masks.values()) == (len(results) == 0)
+        if not results:
+            assert all(is_block_mask(x.block_mask) for x in masks.values())
         results.append(logits_and_gradients(model, input_ids=tokens(3, 24, device), attention_mask=masks))
     logits, grads = zip(*results, strict=True)
     assert_close(*logits)
@@ -284,11 +285,11 @@ def test_hf_flex_refuses(options, error, text):
 def test_hf_flex_masks_of_options_stay_options():
     """No BlockMask where an option serves."""
     sizes = {"batch_size": 2, "q_length": 9, "kv_length": 9}
-    assert hf.attention_mask(**sizes, mask_function=causal_mask_function) is None
-    window = hf.attention_mask(**sizes, mask_function=sliding_window_causal_mask_function(4), local_size=4)
-    assert not is_block_mask(window)
+    window = sliding_window_causal_mask_function(4)
+    assert hf.attention_mask(**sizes, mask_function=causal_mask_function).block_mask is None
+    assert hf.attention_mask(**sizes, mask_function=window, local_size=4).block_mask is None
     other = hf.attention_mask(**sizes, mask_function=or_masks(causal_mask_function, lambda b, h, q, k: k < 3))
-    assert is_block_mask(other) and other.seq_lengths == (9, 9)
+    assert is_block_mask(other.block_mask) and other.block_mask.seq_lengths == (9, 9)
     assert hf.attention_mask(**sizes, attention_mask=other) is other
 
 

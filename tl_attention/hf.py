@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+import weakref
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import pad
 
 from tl_attention import kvcache
 from tl_attention.checks import lengths as checks_lengths
-from tl_attention.checks.common import expect_scale
+from tl_attention.checks.common import FWD_DTYPES, expect_scale
 from tl_attention.checks.hf import (
     VARLEN_ROWS,
+    check_documents,
     check_flex,
     check_inputs,
     check_mask,
+    check_mask_lengths,
     check_no_others,
+    check_others,
     check_packing,
-    check_padding,
     check_window_keys,
-    is_block_mask,
-    is_dense_mask,
-    is_our_mask,
 )
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.flash import flash_attn_func, flash_attn_varlen_func
-from tl_attention.hf_flex import block_mask_of, flex_forward, needs_flex
+from tl_attention.hf_flex import flex_forward, needs_flex
+from tl_attention.hf_mask import Mask
+from tl_attention.hf_mask_function import attention_mask, is_traced, packed_rows
+
+__all__ = ["attention_forward", "attention_mask", "register"]
 
 NAME = "tl_attention"
 MAX_DECODE_QUERIES = 64  # per sequence; more go to flash_attn_func
@@ -74,7 +76,7 @@ def attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Mask | torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -89,6 +91,7 @@ def attention_forward(
     position_bias: torch.Tensor | None = None,
     cache: Any = None,
     output_attentions: bool | None = None,
+    position_ids: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer, for the AttentionInterface of transformers.
@@ -98,45 +101,69 @@ def attention_forward(
 
     Args:
         module: the layer.
-        query: [batch, heads, seqlen_q, head_dim], bfloat16, float16 or float32; inside autocast fp32 is cast to its dtype.
-        key, value: [batch, heads_kv, seqlen_k, head_dim or head_dim_v].
-        attention_mask: the result of attention_mask(): None, the rows of query and key that belong to each sequence, or a BlockMask;
-            or a mask [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k], bool or to be added to the scores. A BlockMask or a 4-D
-            mask is the whole mask: causality and sliding_window are not applied to it.
+        query: [batch, heads, seqlen_q, head_dim], bfloat16, float16 or float32. A query in float32 is cast with key and value to the
+            dtype of autocast, of a quantized model or of the layer's first Linear, as in transformers' flash_attention_2; inside autocast
+            a key or value in float32 is cast, too.
+        key, value: [batch, heads_kv, seqlen_k, head_dim or head_dim_v]. Like query they are copied if their last dimension is not
+            contiguous.
+        attention_mask: the result of attention_mask(), which is the whole mask: is_causal, sliding_window and the attributes of the layer
+            change nothing beside it. Or a BlockMask or a mask [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k], bool or to be
+            added to the scores, to which the same applies. None: no mask but that of is_causal and sliding_window.
         position_bias: float [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k], added to the scores; it may need a gradient.
         sliding_window: number of keys that a query sees, its own included; in a bidirectional layer, on either side. None: no window.
         is_causal: None: as the attributes is_causal of the layer and of its config say, causal where they are missing.
         s_aux: [heads], the scores of the sink.
-        cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], bounds of packed sequences in batch * seqlen; they override attention_mask, and
-            are refused beside a BlockMask, a 4-D mask or position_bias. Both or neither. Their values are checked only with
-            TL_ATTENTION_CHECK_LENGTHS=1: see checks/lengths.py.
+        cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], bounds of packed sequences in batch * seqlen; they override padding and documents of
+            attention_mask, and are refused beside a BlockMask, a 4-D mask or position_bias. Both or neither. Their values are checked only
+            with TL_ATTENTION_CHECK_LENGTHS=1: see checks/lengths.py.
         max_length_q, max_length_k: upper bounds of the lengths in cu_seq_lens_q and cu_seq_lens_k; None: batch * seqlen.
-        kwargs: other arguments that models pass to every attention, such as position_ids; ignored.
+        position_ids: [1, seqlen_q]: with batch 1, a document begins at each smallest position, and no document sees another one, as in
+            flash_attention_2; not beside padding, cu_seq_lens_q, a BlockMask or 4-D mask of the caller. Positions are read once per tensor
+            (one sync); in torch.compile and CUDA graphs several documents fail on the device. Of another shape: ignored.
+        kwargs: other arguments that models pass to every attention, see checks.hf.HARMLESS; others than these have to be None.
     Returns:
-        (out [batch, seqlen_q, heads, head_dim_v], None). Rows of padding are 0.
+        (out [batch, seqlen_q, heads, head_dim_v], contiguous, None). Rows of padding are 0.
     Raises:
-        NotImplementedError: a paged cache, output_attentions=True, a mask of another form, or dropout or packed sequences beside a
-            BlockMask, a 4-D mask or position_bias.
+        NotImplementedError: a paged cache, output_attentions=True, a mask of another form, an unknown argument, documents in position_ids
+            beside keys from before, or dropout or packed sequences beside a BlockMask, a 4-D mask or position_bias.
         TypeError, ValueError, NotImplementedError: see flash_attn_func.
     """
     check_inputs(query, key, value, s_aux, dropout, is_causal)
     check_no_others(cache, output_attentions)
+    check_others(kwargs)
     check_mask(attention_mask, query.shape[0])
     expect_scale("scaling", scaling)
     check_window_keys("sliding_window", sliding_window)
     check_packing(query, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
-    if query.dtype == torch.float32 and torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    causal = _layer_is_causal(module) if is_causal is None else is_causal
-    left, right = _window(sliding_window, causal)
+    query, key, value = _cast(module, query, key, value)
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    packed = cu_seq_lens_q is not None
+    rows, first_query = None, None
+    if isinstance(attention_mask, Mask):
+        if not packed:
+            check_mask_lengths(attention_mask, query, key)
+            rows = attention_mask.rows
+        first_query = attention_mask.first_query
+        causal, left, right = attention_mask.causal, attention_mask.left, attention_mask.right
+    else:
+        causal = _layer_is_causal(module) if is_causal is None else is_causal
+        left, right = _window(sliding_window, causal)
     softcap = 0.0 if softcap is None else softcap
 
-    packed = cu_seq_lens_q is not None
+    documents = None
+    if isinstance(attention_mask, Mask) and attention_mask.starts is not None:
+        documents = attention_mask.starts.cumsum(1)
+    elif not packed and _may_hold_documents(attention_mask, position_ids, query, key, causal):
+        found = _documents(position_ids, attention_mask)
+        if found is not None:
+            check_documents(query, key, first_query or 0)
+            documents, rows = found.ids, found.rows
+            if attention_mask is None or attention_mask.block_mask is None:
+                key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if needs_flex(attention_mask, position_bias):
         check_flex(dropout, packed)
         window = causal, left, right
-        masks = attention_mask, position_bias
+        masks = attention_mask, position_bias, documents
         return flex_forward(query, key, value, *masks, scaling, window, softcap, s_aux, deterministic), None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, s_aux))
@@ -150,27 +177,108 @@ def attention_forward(
         "learnable_sink": s_aux,
     }
     try:
-        if _is_decode_step(q, k, v, attention_mask) and not (packed or needs_grad or dropout):
+        if _is_decode_step(q, k, v, rows) and not (packed or needs_grad or dropout):
             if q.shape[1] == 1:
                 q = query.reshape(q.shape)  # same memory, dense strides: the kernel's load needs no copy
             attend = _decode_op if torch.compiler.is_compiling() else _decode
-            lengths = _cache_lengths(attention_mask, q.shape[0])
+            lengths = _cache_lengths(rows, q.shape[0])
             out = attend(q, k, v, *lengths, scaling, causal, left, right, softcap, s_aux)
-        elif packed or attention_mask is not None:
-            rows = [x.flatten(0, 1) for x in (q, k, v)]
+        elif packed or rows is not None:
+            tokens = [x.flatten(0, 1) for x in (q, k, v)]
             if packed:
                 bounds = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
-                lengths = _packed_lengths(*rows[:2], *bounds)
+                lengths = _packed_lengths(*tokens[:2], *bounds)
             else:
-                bounds, used = attention_mask.flatten(1)[:VARLEN_ROWS].split(2)
+                bounds, used = rows[:VARLEN_ROWS].split(2)
                 lengths = *bounds, q.shape[1], k.shape[1]
                 options |= {"seqused_q": used[0, :-1], "seqused_k": used[1, :-1]}
-            out = flash_attn_varlen_func(*rows, *lengths, **options).unflatten(0, q.shape[:2])
+            out = flash_attn_varlen_func(*tokens, *lengths, **options).unflatten(0, q.shape[:2])
         else:
             out = flash_attn_func(q, k, v, **options)
     except ARGUMENT_ERRORS as error:
         raise _ERROR_NAMES.of(error) from None
-    return out, None
+    return out.contiguous(), None
+
+
+def _cast(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """query, key and value in one dtype, where float32 comes from a layer whose weights are 16-bit, as with PEFT."""
+    qkv = query, key, value
+    single = [x.dtype == torch.float32 for x in qkv]
+    if not any(single):
+        return qkv
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        return tuple(x.to(dtype) if is_single else x for x, is_single in zip(qkv, single, strict=True))
+    dtype = _weights_dtype(module) if single[0] else None
+    return qkv if dtype is None else tuple(x.to(dtype) for x in qkv)
+
+
+def _weights_dtype(module: torch.nn.Module) -> torch.dtype | None:
+    """Dtype of a quantized model, or of the layer's first Linear; None if that is none that attention has."""
+    config = getattr(module, "config", None)
+    if hasattr(config, "_is_quantized"):
+        dtype = config.dtype
+    elif isinstance(module, torch.nn.Module):
+        weights = (x.weight.dtype for x in module.modules() if isinstance(x, torch.nn.Linear))
+        dtype = next(weights, None)
+    else:
+        return None
+    return dtype if dtype in FWD_DTYPES else None
+
+
+class _Documents(NamedTuple):
+    """Documents of one row: ids [1, seqlen], the number of each token's document; rows of a Mask."""
+
+    ids: torch.Tensor
+    rows: torch.Tensor
+
+
+# Positions that were read last, their version and their documents: all layers of a model get the same tensor
+_last: tuple[weakref.ref, int, _Documents | None] | None = None
+
+
+def _may_hold_documents(
+    attention_mask: Any, position_ids: Any, query: torch.Tensor, key: torch.Tensor, causal: bool
+) -> bool:
+    """True if position_ids may tell documents apart that the mask does not: see attention_forward."""
+    batch, _, seqlen, _ = query.shape
+    if batch != 1 or seqlen == 1 or not isinstance(position_ids, torch.Tensor):
+        return False
+    if attention_mask is not None and not isinstance(attention_mask, Mask):
+        return False
+    if isinstance(attention_mask, Mask) and attention_mask.padded is True:
+        return False
+    # More keys than queries in a bidirectional layer: those of another sequence
+    fits = position_ids.shape in ((1, seqlen), (seqlen,))
+    return fits and (causal or key.shape[2] == seqlen)
+
+
+def _documents(position_ids: torch.Tensor, mask: Mask | None) -> _Documents | None:
+    """Documents that begin at each smallest position of position_ids [1, seqlen]; None: one. Waits for the GPU once per tensor."""
+    global _last
+    positions = position_ids.reshape(1, -1)
+    if is_traced():
+        one = (positions[:, 1:] > positions[:, :1]).all()
+        if mask is not None and isinstance(mask.padded, torch.Tensor):
+            one = one | mask.padded
+        torch._assert_async(
+            one,
+            "position_ids: expected one document per row in torch.compile and CUDA graphs, got positions that start over; pass"
+            " cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k",
+        )
+        return None
+    version = -1 if position_ids.is_inference() else position_ids._version
+    if _last is not None and version >= 0 and _last[0]() is position_ids and _last[1] == version:
+        return _last[2]
+    starts = positions == positions.min()
+    starts[:, 0] = True
+    found = None
+    if starts.sum() > 1:
+        found = _Documents(starts.cumsum(1), packed_rows(starts))
+    _last = weakref.ref(position_ids), version, found
+    return found
 
 
 def _window(keys: int | None, causal: bool) -> tuple[int, int]:
@@ -180,11 +288,9 @@ def _window(keys: int | None, causal: bool) -> tuple[int, int]:
     return keys - 1, 0 if causal else keys - 1
 
 
-def _is_decode_step(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: torch.Tensor | None
-) -> bool:
+def _is_decode_step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor | None) -> bool:
     """True for few queries against keys that flash_attn_with_kvcache reads as they are; [batch, seqlen, heads, head_dim]."""
-    has_cache_rows = attention_mask is None or attention_mask.shape[0] > VARLEN_ROWS
+    has_cache_rows = rows is None or rows.shape[0] > VARLEN_ROWS
     few_queries = q.shape[1] <= MAX_DECODE_QUERIES and q.shape[1] < k.shape[1]
     # flash_attn_func copies other head dims, and takes fp32
     return (
@@ -192,13 +298,11 @@ def _is_decode_step(
     )
 
 
-def _cache_lengths(
-    attention_mask: torch.Tensor | None, batch: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _cache_lengths(rows: torch.Tensor | None, batch: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """cache_seqlens and cache_leftpad [batch] of flash_attn_with_kvcache, from the rows of the mask behind the first ones."""
-    if attention_mask is None:
+    if rows is None:
         return None, None
-    seqlens, *leftpad = attention_mask.flatten(1)[VARLEN_ROWS:, :batch].unbind()
+    seqlens, *leftpad = rows[VARLEN_ROWS:, :batch].unbind()
     return seqlens, leftpad[0] if leftpad else None
 
 
@@ -258,202 +362,3 @@ _decode_op = torch.library.custom_op("tl_attention::hf_decode", _decode, mutates
 @_decode_op.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
     return q.new_empty(*q.shape[:3], v.shape[3])
-
-
-def attention_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., torch.Tensor] | None = None,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    allow_is_bidirectional_skip: bool | None = None,
-    device: torch.device | str = "cpu",
-    **kwargs: Any,
-) -> torch.Tensor | None:
-    """Mask of all layers of one kind, for the AttentionMaskInterface of transformers; never a [queries, keys] matrix.
-
-    Causal and full masks, with a sliding window, packed sequences or chunks, and with padding before and after each sequence, run the
-    kernels of the options. Outside torch.compile mask_function is checked (one sync): any other mask becomes a BlockMask, with which
-    flex_attention skips hidden blocks. In torch.compile it is not checked; a compiled model has to pass packed sequences as
-    cu_seq_lens_q and cu_seq_lens_k.
-
-    Args:
-        q_offset, kv_offset: positions of the first query and of the first key; q_offset is a tensor with a static cache.
-        mask_function: mask_function(batch, head, query, key) -> True where the query sees the key; arguments are positions.
-        attention_mask: [batch, at most kv_offset + kv_length], bool or ints, False for padding; or a result of this function, which is
-            returned as it is.
-        local_size: width of the window in keys: up to the query, its own included, or in a bidirectional mask on either side; or size of a
-            chunk.
-        use_vmap: mask_function contains functions of the caller, which may use the operations that docs/flex.md lists.
-        allow_is_bidirectional_skip: None for a causal mask.
-    Returns:
-        None if lengths, causality and window define the mask. A BlockMask if the options cannot express the mask. Else int32
-        [4 to 6, 1, 1, 1, sequences + 1]. Rows 0 to 3: cu_seqlens_q, cu_seqlens_k, seqused_q and seqused_k of flash_attn_varlen_func, in
-        batch * q_length and batch * kv_length rows. Row 4 begins with cache_seqlens [batch], row 5, if there is padding, with
-        cache_leftpad [batch]. Rows 4 and 5 exist if in each sequence all queries or none come after its last key, as
-        flash_attn_with_kvcache requires.
-    Raises:
-        NotImplementedError: mask_function has an operation that flex_attention does not support; the message names it.
-        TypeError, ValueError: attention_mask or local_size of another form; the message names what was expected and what came.
-    """
-    if is_our_mask(attention_mask) or is_block_mask(attention_mask) or is_dense_mask(attention_mask):
-        check_mask(attention_mask, batch_size)
-        return attention_mask  # generate() has called this function
-    check_padding(attention_mask, batch_size)
-    check_window_keys("local_size", local_size)
-    sizes = batch_size, q_length, kv_length, q_offset, kv_offset
-    if use_vmap:
-        return block_mask_of(*sizes, mask_function, attention_mask, device)
-    causal = allow_is_bidirectional_skip is None
-    # Columns are positions minus kv_offset: the first key has column 0
-    first_query = q_offset - kv_offset
-    end = first_query + q_length if causal else kv_length
-    tokens = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length].bool()
-    begin_k = torch.zeros(batch_size, dtype=torch.int64, device=device)
-    end_k = begin_k + end
-    if tokens is not None:
-        begin_k = tokens.int().argmax(1)
-        end_k = (begin_k + tokens.sum(1)).clamp(max=end)
-    padded = tokens is not None
-    shared = causal or local_size is not None  # queries are among the keys, and so have the same padding
-    cached = not (padded and shared) or q_length == 1
-    if not _is_traced():
-        sequence = _find_sequences(mask_function, *sizes, causal, local_size, device)
-        ends_early = (end_k < first_query + q_length) & (end_k > begin_k)
-        is_other, padded, packed, ends_early = _inspect(*sequence, tokens, ends_early, q_length == kv_length)
-        if is_other:
-            return block_mask_of(*sizes, mask_function, attention_mask, device)
-        if packed:
-            return _packed_mask(sequence[0])
-        cached = cached or not ends_early
-
-    if not padded and isinstance(end, int) and end == kv_length:
-        return None
-    begin_q = torch.zeros_like(begin_k)
-    end_q = begin_q + q_length
-    if shared:
-        begin_q = (begin_k - first_query).clamp(0, q_length)
-        end_q = (end_k - first_query).clamp(0, q_length)
-    cu_seqlens_q, seqused_q = _bounds(begin_q, end_q, q_length)
-    cu_seqlens_k, seqused_k = _bounds(begin_k, end_k, kv_length)
-    rows = [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k]
-    if cached:
-        cache_seqlens = torch.where(begin_q < end_q, end_k, begin_k)
-        rows.append(pad(cache_seqlens, (0, batch_size + 1)))
-        if padded:
-            rows.append(pad(begin_k, (0, batch_size + 1)))
-    return _mask_of_rows(rows)
-
-
-def _mask_of_rows(rows: list[torch.Tensor]) -> torch.Tensor:
-    """Stack rows in the form that checks.hf.is_our_mask recognizes."""
-    return torch.stack(rows)[:, None, None, None].to(torch.int32)
-
-
-def _inspect(
-    starts: torch.Tensor,
-    unsupported: torch.Tensor,
-    tokens: torch.Tensor | None,
-    ends_early: torch.Tensor,
-    equal_lengths: bool,
-) -> tuple[bool, bool, bool, bool]:
-    """(not expressible by options, has padding, has packed sequences, ends early somewhere): four bools, by one synchronization.
-
-    Args:
-        starts, unsupported: see _find_sequences.
-        tokens: bool [batch, keys], False for padding.
-    """
-    padding = starts.new_zeros(1, 1) if tokens is None else ~tokens
-    runs = (padding[:, :-1] & ~padding[:, 1:]).sum(1) + (~padding[:, 0]).int()  # of consecutive tokens
-    flags = torch.stack([unsupported, starts.any(), padding.any(), (runs > 1).any(), ends_early.any()])
-    unsupported, packed, padded, holes, ends_early = flags.tolist()
-    is_other = unsupported or holes or (packed and (padded or not equal_lengths))
-    return is_other, padded, packed, ends_early
-
-
-def _packed_mask(starts: torch.Tensor) -> torch.Tensor:
-    """Return rows 0 to 3 of a mask for packed sequences; `starts` is bool [batch, seqlen]."""
-    starts[:, 0] = True
-    begins = starts.flatten().nonzero().flatten()
-    bounds = pad(begins, (0, 1), value=starts.numel())
-    used = pad(bounds.diff(), (0, 1))
-    return _mask_of_rows([bounds, bounds, used, used])
-
-
-def _bounds(begin: torch.Tensor, end: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cu_seqlens and seqused [2 * batch + 1].
-
-    Each entry of the batch is two sequences: its left padding, of which no row is used, then the sequence itself.
-    """
-    first = torch.arange(begin.shape[0], device=begin.device) * length
-    bounds = torch.stack([first, first + begin], 1).flatten()
-    used = torch.stack([torch.zeros_like(begin), (end - begin).clamp(min=0)], 1).flatten()
-    return pad(bounds, (0, 1), value=begin.shape[0] * length), pad(used, (0, 1))
-
-
-def _find_sequences(
-    mask_function: Callable[..., torch.Tensor] | None,
-    batch: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor,
-    kv_offset: int,
-    causal: bool,
-    local_size: int | None,
-    device: torch.device | str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find packed sequences, and whether the mask is other than causal or full, with a window if local_size is set.
-
-    For each query, mask_function is evaluated at the keys where such masks change: next to the query, at the first key, and at the ends
-    of the window.
-
-    Returns:
-        starts: bool [batch, q_length], True at a query that does not see the key before it.
-        unsupported: bool [].
-    """
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
-
-    queries = torch.arange(q_length, device=device) + q_offset
-    begin, end = kv_offset, kv_offset + kv_length
-    starts = queries.new_zeros(batch, q_length, dtype=torch.bool)
-    unsupported = starts.new_zeros(())
-    if mask_function in (None, causal_mask_function if causal else bidirectional_mask_function):
-        return starts, unsupported
-    sequence, head = torch.arange(batch, device=queries.device)[:, None], queries.new_zeros(())
-
-    def sees(key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mask_function at one key per query, and whether the key exists."""
-        exists = (begin <= key) & (key < end)
-        return mask_function(sequence, head, queries[None], key.clamp(begin, end - 1)[None]), exists
-
-    seen, exists = sees(queries - 1)
-    starts |= exists & ~seen
-    start = torch.where(starts, queries, begin).cummax(1).values
-    distances = {1, -1}  # key - query
-    if local_size is not None and causal:
-        distances |= {1 - local_size, -local_size}
-    elif local_size is not None:
-        distances |= {local_size, local_size + 1, -local_size, -local_size - 1}
-    for key in (torch.full_like(queries, begin), *(queries + distance for distance in sorted(distances))):
-        seen, exists = sees(key)
-        back = queries - key
-        expected = key >= start
-        if causal:
-            expected &= back >= 0
-        if local_size is not None:
-            expected &= back < local_size if causal else back.abs() <= local_size
-        unsupported = unsupported | (exists & (seen != expected)).any()
-    if not causal:  # full attention within packed sequences is not supported
-        unsupported = unsupported | starts.any()
-    return starts, unsupported
-
-
-def _is_traced() -> bool:
-    """True where values of tensors cannot be read: in torch.compile and CUDA graph capture."""
-    return torch.compiler.is_compiling() or (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    )

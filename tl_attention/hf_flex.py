@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,10 @@ import torch
 
 from tl_attention.block_masks import create_block_mask
 from tl_attention.checks.common import describe, expect_tensor
-from tl_attention.checks.hf import USE_ANOTHER, VARLEN_ROWS, is_block_mask
+from tl_attention.checks.hf import VARLEN_ROWS, is_block_mask
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.flex import flex_attention
+from tl_attention.hf_mask import Mask
 from tl_attention.tracing.dense_bias import element
 
 _NAMES = Renaming({"block_mask": "attention_mask"})
@@ -27,12 +29,14 @@ def block_mask_of(
     mask_function: Callable,
     padding: torch.Tensor | None,
     device: torch.device | str,
-) -> Any:
+) -> tuple[Any, Callable[[torch.Tensor], Any]]:
     """BlockMask of padding and of a mask function of transformers, which is called with positions.
 
     Args:
         q_offset, kv_offset: positions of the first query and of the first key.
         padding: bool or ints [batch, at most kv_offset + kv_length], False or 0 for padding; None: none.
+    Returns:
+        (BlockMask, of_documents); of_documents(document of each token [1, q_length]) is the same mask within these documents.
     """
     # Copied: a static cache changes the tensor in place before mask_mod is called
     offset = q_offset.reshape(()).clone() if isinstance(q_offset, torch.Tensor) else q_offset
@@ -45,14 +49,23 @@ def block_mask_of(
         seen = mask_function(b, h, q_idx + offset, kv_idx + kv_offset)
         return seen if real is None else seen & real[b, kv_idx]
 
-    return create_block_mask(mask_mod, batch, None, q_length, kv_length, device)
+    @functools.lru_cache(1)  # one BlockMask for all layers
+    def of_documents(documents: torch.Tensor) -> Any:
+        document = torch.nn.functional.pad(documents[0], (0, kv_length - documents.shape[1]), value=-1)
+
+        def within(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+            return mask_mod(b, h, q_idx, kv_idx) & (document[q_idx] == document[kv_idx])
+
+        return create_block_mask(within, batch, None, q_length, kv_length, device)
+
+    return create_block_mask(mask_mod, batch, None, q_length, kv_length, device), of_documents
 
 
 def needs_flex(attention_mask: Any, position_bias: torch.Tensor | None) -> bool:
     """True for a mask or bias that options cannot express."""
-    if position_bias is not None or is_block_mask(attention_mask):
-        return True
-    return isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4
+    if isinstance(attention_mask, Mask):
+        return position_bias is not None or attention_mask.block_mask is not None
+    return position_bias is not None or attention_mask is not None
 
 
 def flex_forward(
@@ -61,26 +74,32 @@ def flex_forward(
     value: torch.Tensor,
     attention_mask: Any,
     position_bias: torch.Tensor | None,
+    documents: torch.Tensor | None,
     scaling: float | None,
     window: tuple[bool, int, int],
     softcap: float,
     sink: torch.Tensor | None,
     deterministic: bool,
 ) -> torch.Tensor:
-    """Attention of one layer with a BlockMask, a 4-D mask or a position bias: [batch, seqlen_q, heads, head_dim_v].
+    """Attention of one layer with a BlockMask, a 4-D mask or a position bias: [batch, seqlen_q, heads, head_dim_v], contiguous.
 
     Args:
-        attention_mask: BlockMask; bool or additive mask [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k]; rows of
-            hf.attention_mask; None.
+        attention_mask: Mask of hf.attention_mask; BlockMask; bool or additive mask [batch or 1, heads or 1, seqlen_q or 1, at least
+            seqlen_k]; None.
+        documents: document of each token [batch, seqlen_q], where queries and keys are the same tokens; None: one per row.
         position_bias: of the same shape as an additive mask.
-        window: (causal, left, right); applied if attention_mask is None or rows.
+        window: (causal, left, right); applied if attention_mask is None or a Mask without a BlockMask.
         softcap: cap of the scores, before masks and biases; 0: none.
         sink: [heads], scores of the sink; None: no sink.
     """
-    bias, mask_mod, block_mask = None, None, None
-    if is_block_mask(attention_mask):
+    bias, mask_mod, block_mask, rows = None, None, None, None
+    if isinstance(attention_mask, Mask):
+        block_mask, rows = attention_mask.block_mask, attention_mask.rows
+        if block_mask is not None and documents is not None:
+            block_mask = attention_mask.of_documents(documents)
+    elif is_block_mask(attention_mask):
         block_mask = attention_mask
-    elif attention_mask is not None and attention_mask.ndim == 4:
+    elif attention_mask is not None:
         seen = _element("attention_mask", attention_mask, query, key)
         if attention_mask.dtype == torch.bool:
 
@@ -88,8 +107,10 @@ def flex_forward(
                 return seen(b, h, q_idx, kv_idx)
         else:
             bias = seen
-    else:
-        mask_mod = _mask_of_options(attention_mask, query, key, window)
+    if block_mask is None and (attention_mask is None or isinstance(attention_mask, Mask)):
+        mask_mod = _mask_of_options(rows, query, key, window)
+        if documents is not None:
+            mask_mod = _within(documents, mask_mod)
     positions = None if position_bias is None else _element("position_bias", position_bias, query, key)
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -107,7 +128,17 @@ def flex_forward(
         raise _NAMES.of(error) from None
     if sink is not None:  # the sink is one extra key per query, without a value
         out = (out * torch.sigmoid(lse - sink.float()[:, None])[..., None]).to(out.dtype)
-    return out.transpose(1, 2)
+    return out.transpose(1, 2).contiguous()
+
+
+def _within(documents: torch.Tensor, mask_mod: Callable | None) -> Callable:
+    """mask_mod of keys in the query's document that another mask_mod shows, too."""
+
+    def within(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        same = documents[b, q_idx] == documents[b, kv_idx]
+        return same if mask_mod is None else same & mask_mod(b, h, q_idx, kv_idx)
+
+    return within
 
 
 def _element(name: str, x: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Callable:
@@ -145,12 +176,8 @@ def _mask_of_options(
     offset: Any = seqlen_k - seqlen_q
     begin_q = end_q = begin_k = end_k = None
     if rows is not None:
-        if rows.shape[-1] != 2 * batch + 1:
-            raise NotImplementedError(
-                f"attention_mask: expected no packed sequences beside position_bias, got {rows.shape[-1] - 1} sequences; {USE_ANOTHER}"
-            )
         # Each batch entry is two sequences, the first of them its padding
-        cu_seqlens_q, cu_seqlens_k, used_q, used_k = (x[1::2] for x in rows.flatten(1)[:VARLEN_ROWS])
+        cu_seqlens_q, cu_seqlens_k, used_q, used_k = (x[1::2] for x in rows[:VARLEN_ROWS])
         first = torch.arange(batch, dtype=torch.int32, device=rows.device)
         begin_q, begin_k = cu_seqlens_q - first * seqlen_q, cu_seqlens_k - first * seqlen_k
         end_q, end_k = begin_q + used_q, begin_k + used_k

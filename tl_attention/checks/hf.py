@@ -16,12 +16,18 @@ from tl_attention.checks.common import (
     holds_ints,
     is_int,
 )
+from tl_attention.hf_mask import USE_ANOTHER, Mask
 
-USE_ANOTHER = 'use attn_implementation="sdpa" or "eager"'
-# Dimensions of the result of hf.attention_mask: one more than a mask [batch, heads, queries, keys] has, so the two cannot be confused
-MASK_DIMS = 5
-VARLEN_ROWS = 4  # the first rows, for flash_attn_varlen_func; up to 2 more are for flash_attn_with_kvcache
-MAX_ROWS = 6
+VARLEN_ROWS = (
+    4  # the first rows of a Mask, for flash_attn_varlen_func; up to 2 more are for flash_attn_with_kvcache
+)
+# Arguments that models pass on to every attention, and on which no result depends
+HARMLESS = frozenset(
+    {
+        "cache_position", "input_ids", "labels", "layer_idx", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
+        "output_router_logits", "past_key_values", "position_embeddings", "return_dict", "seq_idx", "use_cache",
+    }
+)  # fmt: skip
 
 
 def check_inputs(query: Any, key: Any, value: Any, sink: Any, dropout: Any, is_causal: Any) -> None:
@@ -41,14 +47,6 @@ def check_inputs(query: Any, key: Any, value: Any, sink: Any, dropout: Any, is_c
             f"is_causal: expected a bool, or None to ask the layer, got {describe(is_causal)}"
             f"{cast_hint('is_causal', is_causal, 'bool', '; pass True or False')}"
         )
-
-
-def is_our_mask(mask: Any) -> bool:
-    """True if hf.attention_mask made this mask, judged by dtype and shape: int32 [4 to 6, 1, 1, 1, sequences + 1]."""
-    if not isinstance(mask, torch.Tensor) or mask.ndim != MASK_DIMS or mask.dtype != torch.int32:
-        return False
-    rows, *ones, bounds = mask.shape
-    return VARLEN_ROWS <= rows <= MAX_ROWS and ones == [1, 1, 1] and bounds > 1
 
 
 def is_block_mask(mask: Any) -> bool:
@@ -77,11 +75,48 @@ def _mask_error(mask: Any) -> NotImplementedError:
 
 def check_mask(mask: Any, batch: int) -> None:
     """Check the mask of hf.attention_forward, for `batch` sequences."""
-    if mask is None or is_block_mask(mask) or is_dense_mask(mask):
-        return
-    # A mask with rows for a cache has two sequences per entry of the batch; the first one is its padding
-    if not is_our_mask(mask) or (mask.shape[0] > VARLEN_ROWS and mask.shape[-1] != 2 * batch + 1):
+    if isinstance(mask, Mask):
+        if mask.sizes[0] != batch and (mask.rows is not None or mask.block_mask is not None):
+            raise ValueError(
+                f"attention_mask: expected one for {batch} sequences, got one for {mask.sizes[0]}; {_REMAKE}"
+            )
+    elif not (mask is None or is_block_mask(mask) or is_dense_mask(mask)):
         raise _mask_error(mask)
+
+
+def check_mask_lengths(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Check that a mask was made for the lengths of query and key [batch, heads, seqlen, head_dim]."""
+    q_length, kv_length = mask.sizes[1:]
+    plain = mask.rows is None and mask.block_mask is None and mask.left < 0 and mask.right < 0
+    if plain and not mask.causal:
+        return  # all keys are seen, whatever their number
+    if (q_length, kv_length) != (query.shape[2], key.shape[2]):
+        raise ValueError(
+            f"attention_mask: expected one for {query.shape[2]} queries and {key.shape[2]} keys, the lengths of query and key, got one for"
+            f" {q_length} and {kv_length}; {_REMAKE}"
+        )
+
+
+_REMAKE = f"make it with the sizes of this call, or {USE_ANOTHER}"
+
+
+def check_others(others: dict[str, Any]) -> None:
+    """Refuse arguments that hf.attention_forward does not know and that may change the result."""
+    for name, x in others.items():
+        if name not in HARMLESS and x is not None:
+            raise NotImplementedError(
+                f"{name}: expected None, as tl_attention does not know this argument and it may change the result, got {describe(x)};"
+                f" leave it out, or {USE_ANOTHER}"
+            )
+
+
+def check_documents(query: torch.Tensor, key: torch.Tensor, first_query: int | torch.Tensor) -> None:
+    """Refuse documents in position_ids beside keys from before, to which no document can be given; this may wait for the GPU."""
+    if query.shape[2] > key.shape[2] or first_query != 0:
+        raise NotImplementedError(
+            f"position_ids: expected positions that do not start over beside {key.shape[2]} keys for {query.shape[2]} queries, got several"
+            f" documents; run them without a filled cache, or {USE_ANOTHER}"
+        )
 
 
 def check_padding(mask: Any, batch: int) -> None:

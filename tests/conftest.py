@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from tl_attention.target import is_hopper
 
+pytest_plugins = ["gpu_limit", "pytester"]
 # Tensors here are small, and threads of several test processes would only compete.
 torch.set_num_threads(1)
 settings.register_profile("tl_attention", deadline=None)

@@ -28,6 +28,7 @@ def fake_build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
 
 
 def slow_build(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
+    path.with_suffix(".pid").write_text(str(os.getpid()))
     time.sleep(0.5)
     fake_build(problem, config, path)
 
@@ -64,6 +65,16 @@ def crash_without_torch(problem: AttnProblem, config: KernelConfig, path: Path) 
 def hang(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
     path.with_suffix(".pid").write_text(str(os.getpid()))
     subprocess.run(["sleep", "300"])
+
+
+def hang_once(problem: AttnProblem, config: KernelConfig, path: Path) -> None:
+    """Build that never ends in the first process that begins it, whose id it writes down."""
+    try:
+        with path.with_suffix(".pid").open("x") as first:
+            first.write(str(os.getpid()))
+    except FileExistsError:
+        return fake_build(problem, config, path)
+    time.sleep(300)
 
 
 def lower(problem: AttnProblem, config: KernelConfig) -> tuple[str, list[str]]:

@@ -88,10 +88,11 @@ DOORS = {
     "launch/bwd_passes "
     "launch/common launch/parts launch/seen launch/traced",
     "launch/decode": "torch checks/common options problem kernel_configs target configs compilation/store launch/arrays launch/common",
-    "compilation/building": "problem kernel_configs compilation/compiler compilation/pack compilation/sandbox compilation/store "
-    "compilation/toolkit",
+    "compilation/building": "problem kernel_configs compilation/compiler compilation/locks compilation/pack compilation/sandbox "
+    "compilation/store compilation/toolkit",
     "compilation/sandbox": "compilation/torchless",
     "compilation/torchless": "",
+    "compilation/locks": "",
     "compilation/store": "problem kernel_configs configs compilation/compiler compilation/pack compilation/toolkit | tvm_ffi",
     "compilation/pack": "problem kernel_configs compilation/compiler | tvm_ffi",
     "compilation/packing": "version arguments compilation/compiler compilation/building compilation/manifest compilation/pack "

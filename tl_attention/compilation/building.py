@@ -2,16 +2,16 @@
 
 A kernel is built once per machine: by a subprocess, into the store on disk. This process only loads it, without importing
 tilelang. The kernels of one call are built in parallel. If several processes need a kernel, one builds it and the others wait for that
-kernel alone.
+kernel alone; see locks.py for whom and how long. No wait is without an end: a builder that dies is noticed, one that hangs is ended.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -20,16 +20,17 @@ from dataclasses import dataclass, replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
 
-from tl_attention.compilation import compiler, pack, store, toolkit
+from tl_attention.compilation import compiler, locks, pack, store, toolkit
 from tl_attention.compilation.compiler import KernelKey
-from tl_attention.compilation.sandbox import Failure, Sandbox
+from tl_attention.compilation.locks import Lock
+from tl_attention.compilation.sandbox import Failure, OutOfTime, Sandbox
 from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import KernelConfig
 from tl_attention.problem import AttnProblem
 
 TICK = 0.1  # seconds between checks of kernels that another process builds
+BUILD_LIMIT = 1800  # seconds of a builder per kernel, which takes some 10 s of a core
 # Errors of a builder that the stand-in for torch cannot cause: those of nvcc and of files
 SAME_WITH_TORCH = {compiler.Rejected.__name__, OSError.__name__}
 CPUS_PER_BUILDER = 4  # for building ahead, so that builders which a call waits for have CPUs of their own
@@ -37,7 +38,17 @@ CPUS_PER_BUILDER = 4  # for building ahead, so that builders which a call waits 
 _compiled: dict[KernelKey, Kernel] = {}
 _ahead: dict[KernelKey, Sandbox] = {}  # running builders of build_ahead()
 _begun: set[KernelKey] = set()  # all that build_ahead() ever began: one that failed is not tried again
-_ahead_lock = threading.Lock()
+_ahead_lock = threading.RLock()  # a signal's handler may call, too
+
+
+def _forget_ahead() -> None:
+    """Leave the builders to the process that this one was forked from, of which another thread may have had the lock."""
+    global _ahead_lock
+    _ahead_lock = threading.RLock()
+    _ahead.clear()
+
+
+os.register_at_fork(after_in_child=_forget_ahead)
 
 
 def compile_count() -> int:
@@ -68,6 +79,8 @@ def compile_kernels(kernels: Sequence[KernelKey], where: Callable[[], str] = str
                 if isinstance(event, int):
                     notice.tick(event)
                     store.load_runtime()  # 0.1 s once per process, while the builders work
+                elif isinstance(event, str):
+                    notice.say(event)
                 elif event[1] is not None:
                     raise event[1]
         notice.end()
@@ -102,10 +115,11 @@ def _start_ahead(kernels: Sequence[KernelKey]) -> list[KernelKey]:
         if len(started) >= room or kernel in _compiled or kernel in _begun or store.find(*kernel):
             continue
         path = store.kernel_path(*kernel)
-        if lock := _try_lock(path):
-            with lock, contextlib.suppress(Failure):
-                builder = Sandbox(prepare_to_build, fresh=True, inherits=(lock.fileno(),), torchless=True)
+        if lock := locks.try_lock(path):
+            with contextlib.closing(lock), contextlib.suppress(Failure):
+                builder = Sandbox(prepare_to_build, fresh=True, inherits=(lock.file,), torchless=True)
                 builder.begin(_build_and_end, compiler.build, *kernel, path)
+                lock.name_holder(builder.process.pid, f"a builder that process {os.getpid()} began ahead")
                 _ahead[kernel] = builder
                 _begun.add(kernel)
                 started.append(kernel)
@@ -116,9 +130,17 @@ def _build_and_end(build: Callable, problem: AttnProblem, config: KernelConfig, 
     """Build a kernel, then end this process, which releases the inherited lock."""
     try:
         if not path.exists():
-            build(problem, config, path)
+            _build_within_limit(build, problem, config, path)
     finally:
         os._exit(0)
+
+
+def _build_within_limit(build: Callable, problem: AttnProblem, config: KernelConfig, path: Path) -> None:
+    """Build a kernel in a builder, which an alarm ends if nothing else does: a library may keep Python's threads from running."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(BUILD_LIMIT + 60)
+    build(problem, config, path)
+    signal.alarm(0)
 
 
 def is_quiet() -> bool:
@@ -156,6 +178,10 @@ class _Notice:
         if self.counts and seconds > self.shown:
             self.shown = seconds
             self._write(f"\rtl_attention: {seconds} s")
+
+    def say(self, line: str) -> None:
+        """Write a line about a kernel that is waited for."""
+        self._write(("\r" if self.shown else "") + f"tl_attention: {line}\n")
 
     def end(self) -> None:
         if self.started:
@@ -200,6 +226,9 @@ def build_all(
         for event in built:
             if isinstance(event, int):
                 continue
+            if isinstance(event, str):
+                say(event)
+                continue
             kernel, error = event
             results[kernel] = error
             fault = "" if error is None else f": {error}"
@@ -211,26 +240,30 @@ def build_all(
 def build_here(problem: AttnProblem, config: KernelConfig) -> None:
     """Build a kernel in this process, which imports tilelang, and put it into the store. For processes started to build."""
     path = store.kernel_path(problem, config)
+    waits = locks.Waits()
     while not path.exists():
-        if lock := _try_lock(path):
+        if lock := locks.try_lock(path):
             try:
                 if not path.exists():
                     compiler.build(problem, config, path)
             finally:
-                _unlock(lock)
+                lock.release()
         else:
+            if (line := waits.look(path, f"{problem}, {config}")) and not is_quiet():
+                sys.stderr.write(f"tl_attention: {line}\n")
             time.sleep(TICK)
 
 
 def _build(
     kernels: Sequence[KernelKey], jobs: int | None = None
-) -> Iterator[tuple[KernelKey, Exception | None] | int]:
-    """Build kernels. Yields (kernel, error or None) as each ends, and every TICK seconds how many of them other processes build.
+) -> Iterator[tuple[KernelKey, Exception | None] | int | str]:
+    """Build kernels. Yields (kernel, error or None) as each ends, every TICK seconds how many of them other processes build, and
+    lines about those that take long.
 
     The calling thread waits: another thread would delay the end of the program. A kernel that fails in a builder without torch is
     built once more by one with torch, unless the error would be the same. If both fail, the error has both reasons.
     """
-    waiting, running = list(kernels), dict[Connection, _Running]()
+    waiting, running, waits = list(kernels), dict[Connection, _Running](), locks.Waits()
     jobs = max(1, min(jobs or len(os.sched_getaffinity(0)), len(kernels)))
     idle = [Sandbox(prepare_to_build, fresh=True, torchless=True) for _ in range(jobs)]
     with contextlib.ExitStack() as at_end:
@@ -243,9 +276,9 @@ def _build(
                     break
                 path, lock, error = store.kernel_path(*kernel), None, None
                 try:
-                    lock = _try_lock(path)
+                    lock = locks.try_lock(path)
                     if lock and not path.exists():
-                        at_end.callback(_unlock, lock)
+                        at_end.callback(lock.release)
                         begun = _Running(kernel, idle[-1], lock)
                         running[begun.begin()] = begun
                         idle.pop()
@@ -254,19 +287,23 @@ def _build(
                 except (OSError, Failure) as failure:
                     error = _error(kernel, failure)
                 if path.exists() or error:  # perhaps built by another process since
-                    _unlock(lock)
+                    if lock:
+                        lock.release()
                     waiting.remove(kernel)
                     yield kernel, error
                 else:
                     elsewhere += 1
+                    if line := waits.look(path, f"{kernel[0]}, {kernel[1]}"):
+                        yield line
             if waiting or running:
                 yield elsewhere
             if waiting and not running:
                 time.sleep(TICK)
-            for pipe in connection.wait(running, TICK):
+            connection.wait(running, TICK)
+            for pipe in [pipe for pipe, one in running.items() if one.sandbox.has_ended()]:
                 done = running.pop(pipe)
                 failures = done.finish()
-                if failures and done.sandbox.torchless and not SAME_WITH_TORCH & {*failures[-1].raised}:
+                if failures and done.sandbox.torchless and not _same_with_torch(failures[-1]):
                     # Perhaps a library asks for what the stand-in for torch lacks: once more with torch itself
                     done.sandbox.torchless = False
                     again = replace(done, earlier=failures)
@@ -275,9 +312,14 @@ def _build(
                         continue
                     except Failure as failure:
                         failures = (*failures, failure)
-                _unlock(done.lock)
+                done.lock.release()
                 idle.append(done.sandbox)
                 yield done.kernel, _error(done.kernel, *failures) if failures else None
+
+
+def _same_with_torch(failure: Failure) -> bool:
+    """True for a failure of a builder without torch that one with torch would have, too."""
+    return isinstance(failure, OutOfTime) or bool(SAME_WITH_TORCH & {*failure.raised})
 
 
 @dataclass(frozen=True)
@@ -290,12 +332,13 @@ class _Running:
 
     kernel: KernelKey
     sandbox: Sandbox
-    lock: IO
+    lock: Lock
     earlier: tuple[Failure, ...] = ()
 
     def begin(self) -> Connection:
         """Begin to build it. Returns the pipe of the answer."""
-        self.sandbox.begin(compiler.build, *self.kernel, store.kernel_path(*self.kernel))
+        path = store.kernel_path(*self.kernel)
+        self.sandbox.begin(_build_within_limit, compiler.build, *self.kernel, path, limit_s=BUILD_LIMIT)
         return self.sandbox.pipe
 
     def finish(self) -> tuple[Failure, ...]:
@@ -327,21 +370,3 @@ def prepare_to_build() -> None:
     logging.disable(logging.WARNING)
     gc.set_threshold(100_000)  # saves 0.4 s per kernel
     toolkit.read_ahead(toolkit.tilelang_libraries())
-
-
-def _try_lock(path: Path) -> IO | None:
-    """Lock of a kernel to build, None if another process has it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_suffix(".lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        return None
-    return lock
-
-
-def _unlock(lock: IO | None) -> None:
-    if lock and not lock.closed:
-        fcntl.flock(lock, fcntl.LOCK_UN)  # closing alone would leave it to a child forked meanwhile
-        lock.close()

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
@@ -27,6 +28,18 @@ START_LIMIT = 60.0  # seconds for a subprocess to import and prepare, if its cal
 GRACE = 10.0  # seconds that every call has at least
 # Imported once by the server that subprocesses are forked from: none of it starts a thread or CUDA
 PRELOAD = ("tl_attention.tuning.autotune",)
+
+
+_pipes: weakref.WeakSet[Connection] = weakref.WeakSet()  # both ends, of all sandboxes
+
+
+def _close_pipes() -> None:
+    """Close the pipes in a forked process: while it has them, neither a builder nor its parent learns of the other's end."""
+    for pipe in list(_pipes):
+        pipe.close()
+
+
+os.register_at_fork(after_in_child=_close_pipes)
 
 
 def time_left(limit_s: float, end_by: float) -> float:
@@ -84,18 +97,28 @@ class Sandbox:
             self.pipe.send((function, args))
             return self._receive(limit_s)
 
-    def begin(self, function: Callable[..., Any], *args: Any) -> None:
+    def begin(self, function: Callable[..., Any], *args: Any, limit_s: float = math.inf) -> None:
         """Begin a call of a fresh sandbox: its answer makes `pipe` readable, then `finish` returns it. Needs no thread."""
+        self.limit_s, self.end_by = limit_s, time.monotonic() + limit_s
         with self._ended_by_failure():
             if self.process is None:
                 self._start()
                 function, args = _prepare_and_call, (self.prepare, function, args)
             self.pipe.send((function, args))
 
+    def has_ended(self) -> bool:
+        """True if finish() need not be waited for: the answer of a call started by begin() is there, or will not come in time.
+
+        An end of the subprocess alone may leave the pipe open: another process may have inherited it.
+        """
+        return self.pipe.poll() or not self.process.is_alive() or time.monotonic() > self.end_by
+
     def finish(self) -> Any:
         """Result of a call started by begin(). Raises Failure, also if there is no answer yet."""
         with self._ended_by_failure():
-            return self._receive(0)
+            if not self.process.is_alive() and not self.pipe.poll():
+                raise EOFError
+            return self._receive(0, self.limit_s)
 
     @contextlib.contextmanager
     def _ended_by_failure(self) -> Iterator[None]:
@@ -105,9 +128,12 @@ class Sandbox:
         except (EOFError, OSError) as error:
             if self.process is None:
                 raise Failure(f"cannot start {_executable()}: {error}") from None
-            self.process.join()
+            self.process.join(GRACE)
             code = self.process.exitcode
-            how = signal.Signals(-code).name if code < 0 else f"exit {code}"
+            if code is None:
+                how = f"without an answer, and goes on after it ({error})"
+            else:
+                how = signal.Signals(-code).name if code < 0 else f"exit {code}"
             self.close()
             raise Failure(f"died: {how}") from None
         except BaseException:
@@ -129,6 +155,7 @@ class Sandbox:
 
     def _start(self) -> None:
         self.pipe, theirs = multiprocessing.Pipe()
+        _pipes.update((self.pipe, theirs))
         if self.fresh:
             self.process = _Interpreter(theirs, self.inherits, self.torchless)
         else:
@@ -140,9 +167,10 @@ class Sandbox:
         if self.stopped:
             raise Failure("stopped")
 
-    def _receive(self, limit_s: float) -> Any:
+    def _receive(self, limit_s: float, all_s: float | None = None) -> Any:
+        """Answer of the call, in limit_s seconds. all_s: those that the call has had, if more."""
         if not self.pipe.poll(limit_s):
-            raise OutOfTime(f"no end within {limit_s:.3g} s")
+            raise OutOfTime(f"no end within {all_s or limit_s:.4g} s")
         value, error = self.pipe.recv()
         if error:
             raise Failure(*error)
@@ -186,8 +214,9 @@ class _Interpreter(subprocess.Popen):
     def is_alive(self) -> bool:
         return self.poll() is None
 
-    def join(self) -> None:
-        self.wait()
+    def join(self, limit_s: float | None = None) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(limit_s)
 
     def kill(self) -> None:
         """End the interpreter and the compilers it has started."""

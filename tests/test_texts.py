@@ -86,20 +86,3 @@ def test_key_has_text_options_and_compilers(monkeypatch):
     monkeypatch.setattr(toolkit, "find_nvcc", lambda: None)
     with pytest.raises(FileNotFoundError, match="nvcc"):
         texts.key("text", OPTIONS)
-
-
-def test_text_is_reused_where_a_process_of_the_same_id_was_killed(library, tmp_path, monkeypatch):
-    other, second = tmp_path / "sum-3.so", tmp_path / "sum-2.so"
-    other.write_text("other code")
-    os.link(other, tmp_path / f"sum-2.so.{os.getpid()}")  # it linked a library, and did not rename the link
-    link = os.link
-
-    def no_link(*paths: Path) -> None:
-        raise OSError(errno.EPERM, "no links here")
-
-    for makes_links in (link, no_link):
-        monkeypatch.setattr(os, "link", makes_links)
-        assert texts.reuse("text", second)
-        assert second.read_text() == "code" and other.read_text() == "other code"
-        second.unlink()
-        link(other, tmp_path / f"sum-2.so.{os.getpid()}")

@@ -65,8 +65,6 @@ def _link(found: Path, place: Path) -> None:
         found.stat()
         return
     begun = place.with_suffix(f"{place.suffix}.{os.getpid()}")
-    # A process with the same id may have been killed here: a copy would write into the file that it linked
-    begun.unlink(missing_ok=True)
     try:
         os.link(found, begun)
     except FileNotFoundError:

@@ -21,14 +21,16 @@ _forward_ad = torch.autograd.forward_ad
 _JVP = torch._C._functorch.TransformType.Jvp
 
 
-def define_op(name: str, schema: str, fake: Callable) -> Callable[[Callable], torch._ops.OpOverload]:
+def define_op(
+    name: str, schema: str, fake: Callable, tags: Sequence[torch.Tag] = ()
+) -> Callable[[Callable], torch._ops.OpOverload]:
     """Define an op that runs the decorated function on CPU and CUDA tensors; fake computes the metadata of its outputs."""
 
     def define(kernel: Callable) -> torch._ops.OpOverload:
         if name in _libraries:  # of a module that is loaded again
             _libraries[name]._destroy()
         library = _libraries[name] = torch.library.Library(NAMESPACE, "FRAGMENT")
-        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
         kernel = torch._disable_dynamo(kernel)
         for device in ("CPU", "CUDA"):
             library.impl(name, kernel, device)

@@ -31,6 +31,7 @@ from tl_attention.ops import (
     run_eagerly,
     scale_of,
 )
+from tl_attention.ops_dropout import draw, dropout_state_op
 from tl_attention.options import Call, Options, as_stored, canonical_window
 
 # Exact types of the numbers in a signature: all have a hash and hold no tensor
@@ -94,7 +95,7 @@ def _state_of_dropout(
     if not dropout_p:
         return None
     if rng_state is None:
-        return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+        return dropout_state_op(q) if is_traced() else draw(q)
     return rng_state
 
 

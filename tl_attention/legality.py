@@ -304,6 +304,8 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
     if config.q_stages > 1 and config.schedule == "grid":
         return f"q_stages: expected 1 with the schedule grid, whose CTAs have no next tile, got {config.q_stages}"
     if config.q_stages == 1.5:
+        if config.kv_stages == 1:
+            return "q_stages: expected 1 or 2 with kv_stages 1, as Q of warpgroup 1 is loaded after the second K, got 1.5"
         if config.warpgroups != 2 or config.page_rows:
             return "q_stages: expected 1 or 2 unless block_M is 128 and keys are not in pages, got 1.5"
         if problem.head_dim != problem.head_dim_v or problem.is_fp32:

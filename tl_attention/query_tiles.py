@@ -49,11 +49,12 @@ def hides_steps(problem: AttnProblem, config: FwdConfig) -> bool:
 
     A causal mask hides the last key blocks from the first queries, a window also the first ones from the last queries. The warpgroup
     releases V of the steps that it skips first after its first S. So K of its first step must be loaded before a V that needs their slots,
-    and it skips at most kv_stages + 1 steps.
+    and it skips at most kv_stages + 1 steps. With ping-pong one less: another warpgroup keeps its turn until V of the step before is there.
     """
     further = config.block_M - ROWS  # queries of the other warpgroups
     most_skipped = -(-further // config.block_N)
-    if most_skipped > config.kv_stages + 1 or config.split or config.schedule == "shared":
+    most_allowed = config.kv_stages if config.ping_pong else config.kv_stages + 1
+    if most_skipped > most_allowed or config.split or config.schedule == "shared":
         return False
     if problem.has("window"):  # d64 and d128 gain nothing with tiles of 128 queries (H200, 2026-11-27)
         return config.block_M > 128 and problem.program is None and not problem.has("alibi")

@@ -144,6 +144,7 @@ class KeyLoader:
                 )
             for source in self.sources:
                 self.copy_rows(source, copy, work)
+        T.sync_warp()  # the thread that starts the copies has announced their bytes
         if T.get_thread_binding() % 32 == 0:
             for source in self.sources:
                 T.mbarrier_arrive(source.ring.full[self.step[0] % source.ring.slots])

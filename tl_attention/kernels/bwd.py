@@ -323,7 +323,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                     jobs += fp32.transposed_jobs(head_dim, shared.K, w, shared.dS[w], add_dq)
                 fp32.continue_jobs(products, jobs, sums, min(len(started), 2))
 
-            # S' = K Q' of the next step, of no use after the last
+            # S' = K Q' of the next step. After the last one it may read a slot that is empty or being filled: nothing reads this S'
             if not scores_first:
                 if step + 1 < first + blocks.steps:
                     shared.Q.wait(step + 1)

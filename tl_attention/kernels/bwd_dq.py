@@ -211,7 +211,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             else:
                 multiply(products, lambda i: dS_parts[i], lambda j: shared.K.part(step, j), acc_dq)
 
-            # S = Q K^T of the next step, of no use after the last
+            # S = Q K^T of the next step. After the last one it may read a slot that is empty or being filled: nothing reads this S
             if not scores_first:
                 if step + 1 < blocks.steps:
                     shared.K.wait(step + 1)

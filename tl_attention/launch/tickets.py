@@ -19,7 +19,8 @@ class TicketCounters:
     """Tile counters of a device: rows of one int32 [n, numbers], zero while no kernel uses them.
 
     Kernels on one stream share a row, because they run one after the other. A captured launch gets a row of its own, because graphs
-    may be replayed concurrently.
+    may be replayed concurrently. Streams are told apart by their handles: the default streams of several threads (compiled with
+    per-thread default streams) have one, so their launches must not overlap, and a stream must have ended before it is destroyed.
     """
 
     def __init__(self, device: int, numbers: int = TICKETS):

@@ -37,7 +37,8 @@ from .memory import bits, is_untouched
 RAMP = (
     60.0  # times the last keys: the first ones, so that scores exceed a held row max by more than fp32 holds
 )
-# fp32 against fp64: largest error over the largest value, as tests/test_fp32.py has them. At highest three times that of PyTorch in fp32
+# fp32 against fp64: largest error over the largest value, as tests/test_fp32.py has them. At highest four times that of PyTorch in fp32,
+# as thousands of draws meet larger errors than one case
 RELATIVE_ERROR = {2: 1e-4, 3: 2.0**-21}
 LSE_ERROR = {2: 1e-4, 3: 2e-6}
 # Of scores up to this magnitude; of larger ones errors grow with them
@@ -355,7 +356,7 @@ class AttentionTrial(Trial):
             else:
                 allowed = RELATIVE_ERROR[parts] * times * largest
                 if parts == 3:
-                    allowed += 3 * numeric._peak(other.double() - wanted)
+                    allowed += 4 * numeric._peak(other.double() - wanted)
                 allowed += CANCELLATION[parts] * abs(self.scale) * largest_dp * factors.get(name, 0.0)
             ratio, text = numeric._compare(name, x.double(), wanted, allowed)
             found += [text] if ratio > 1 else []

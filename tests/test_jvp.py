@@ -167,6 +167,26 @@ def test_jvp_of_dual_tensors(device):
     assert_right((out, lse, tout, tlse), primals, tangents, causal=True)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("of_tangents", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("function", ["flash", "mha"])
+def test_tangents_of_another_dtype_are_rounded_to_that_of_their_tensor(dtype, of_tangents, function, device):
+    primals, tangents = inputs(device, dtype=dtype)
+    if function == "mha":
+        primals, tangents = ([x.transpose(1, 2) for x in some] for some in (primals, tangents))
+    run = attend if function == "flash" else mha_fwd_interface
+    wide = [x.to(of_tangents) * (1 + 2**-12) for x in tangents]  # rounds to the same number
+    results = []
+    for along_them in (tangents, wide, [tangents[0], wide[1], None]):
+        with fwad.dual_level():
+            pairs = zip(primals, along_them, strict=True)
+            duals = [x if tangent is None else fwad.make_dual(x, tangent) for x, tangent in pairs]
+            results.append([fwad.unpack_dual(x).tangent for x in run(*duals)])
+    (out, lse), (wide_out, wide_lse), (some_out, _) = results
+    assert torch.equal(wide_out, out) and torch.equal(wide_lse, lse)
+    assert wide_out.dtype == some_out.dtype == dtype and not torch.equal(some_out, out)
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 def test_jvp_with_a_scale(scale, device):
     primals, tangents = inputs(device, seqlen_q=70, seqlen_k=150)

@@ -64,7 +64,7 @@ def push_forward(inputs: Sequence, tangents: Sequence) -> tuple[tuple, tuple]:
 
     Args:
         inputs: arguments of the op: q, k, v, fields of Call and of Options.
-        tangents: one per input; None is 0.
+        tangents: one per input; None is 0. One of another dtype than its tensor, which torch allows, is rounded to that dtype.
     Raises:
         NotImplementedError: the call has options or head dims above 128, or a tensor other than q, k, v has a tangent.
     """
@@ -77,6 +77,7 @@ def push_forward(inputs: Sequence, tangents: Sequence) -> tuple[tuple, tuple]:
         )
     call, options = parse_arguments(arguments)
     check_jvp(q, v, () if options is None else options.on)
+    along = (None if x is None else x.to(q.dtype) for x in along)
     out, lse, *moved = fwd_jvp_op(q, k, v, *along, *call)
     return (out, lse), tuple(moved)
 

@@ -414,6 +414,25 @@ def test_launches_of_a_cache_read_values_and_refuse_negated_caches(memory, monke
             flash_attn_with_kvcache(q, *some, cache_seqlens=4)
 
 
+@pytest.mark.parametrize("name", ["alibi", "sink", "dropout", "varlen-everything"])
+def test_tensors_of_inference_mode_are_saved_for_the_backward(name, kernels):
+    lengths, asked = options()[name]
+    qkv = leaves(*((16,) if lengths else (2, 16)), HEADS, 64)
+
+    def inferred(x):
+        with torch.inference_mode():
+            return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+    lengths, asked = tuple(map(inferred, lengths)), {name: inferred(x) for name, x in asked.items()}
+    found = []
+    for _ in range(3):
+        out = attend(qkv, lengths, asked)
+        kernels.clear()
+        assert len(torch.autograd.grad(out, qkv, out)) == 3
+        found.append(facts(kernels))
+    assert found[0] == found[1] == found[2] and len(found[0]) > 1
+
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

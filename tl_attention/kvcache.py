@@ -26,7 +26,7 @@ from tl_attention.checks.kvcache import (
 from tl_attention.checks.lengths import check_entries, check_positions, skips_check
 from tl_attention.checks.transforms import check_no_forward_ad, refuse_vmap
 from tl_attention.ops import check_device_or_warn, is_traced, scale_of
-from tl_attention.options import UNLIMITED, Cache, Options, as_stored, canonical_window
+from tl_attention.options import UNLIMITED, Cache, Options, as_stored, canonical_window, writing
 from tl_attention.reference.kvcache import append_reference, kvcache_reference, rotary_reference
 from tl_attention.target import H200_SMS, sm_count
 
@@ -297,7 +297,8 @@ def _append(
         q = rotary_reference(q, first + (query if queries_move else 0 * query), cos, sin, interleaved)
         k = rotary_reference(k, first + new, cos, sin, interleaved)
     where = {"batch_idx": batch_idx, "block_table": cache.block_table}
-    append_reference(k, v, cache.k, cache.v, starts, **where)
+    with writing(cache.k, cache.v):
+        append_reference(k, v, cache.k, cache.v, starts, **where)
     return q
 
 

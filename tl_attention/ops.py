@@ -36,6 +36,7 @@ from tl_attention.options import (
     options_of_parts,
     parse_arguments,
     rows_in_use,
+    saveable,
 )
 from tl_attention.reference import (
     attention_backward_reference,
@@ -200,7 +201,7 @@ def _launch_backward(
 def _save(ctx: Any, inputs: Sequence, output: Outputs) -> None:
     q, k, v, *arguments = inputs
     ctx.arguments = arguments[: PLAIN + NUMBERS]
-    ctx.save_for_backward(q, k, v, *output, *arguments[PLAIN + NUMBERS :])
+    ctx.save_for_backward(q, k, v, *output, *map(saveable, arguments[PLAIN + NUMBERS :]))
     ctx.set_materialize_grads(False)  # no zeros for an unused lse
 
 
@@ -428,7 +429,13 @@ def run_eagerly(
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     ):
-        return _differentiable(q, k, v, sink, call, options, run)
+        try:
+            return _differentiable(q, k, v, sink, call, options, run)
+        except RuntimeError:  # of torch, if it cannot save a tensor of inference mode: asking each tensor would take time
+            saved = {name: saveable(x) for name, x in zip(TENSORS, options.tensors(), strict=True)}
+            if all(x is getattr(options, name) for name, x in saved.items()):
+                raise
+            return _differentiable(q, k, v, saved["sink"], call, options.with_tensors(**saved), run)
     return run(q, k, v, call[0], call[2], options)
 
 

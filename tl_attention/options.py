@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Sequence
@@ -290,6 +291,16 @@ def as_stored(x: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return x
     return x.resolve_neg() if x.is_neg() else x
+
+
+def saveable(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x, or a copy of a tensor made in inference mode, which autograd cannot save for a backward."""
+    return x.clone() if x is not None and x.is_inference() else x
+
+
+def writing(*tensors: torch.Tensor) -> contextlib.AbstractContextManager:
+    """A context in which ops of torch write to these tensors: to those made in inference mode they do so in inference mode alone."""
+    return torch.inference_mode() if any(x.is_inference() for x in tensors) else contextlib.nullcontext()
 
 
 def rounded_length(length: int) -> int:

@@ -28,7 +28,7 @@ from tl_attention.ops import (
     launch_forward,
     scale_of,
 )
-from tl_attention.options import ARGUMENTS, NUMBERS, Call, Options, parse_arguments
+from tl_attention.options import ARGUMENTS, NUMBERS, Call, Options, parse_arguments, writing
 from tl_attention.reference.kvcache import paged_varlen_reference
 from tl_attention.user_options import UserOptions, checked_options
 
@@ -127,7 +127,10 @@ def _attend(
             **options.reference_arguments(),
         )
         result = result.to(q.dtype)
-    return result if out is None else out.copy_(result), lse
+    if out is None:
+        return result, lse
+    with writing(out):
+        return out.copy_(result), lse
 
 
 @torch.library.custom_op(

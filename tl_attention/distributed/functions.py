@@ -32,7 +32,7 @@ from tl_attention.distributed.shards import documents_of, layout_of
 from tl_attention.distributed.ulysses import Ulysses
 from tl_attention.flash import Output, flash_attn_func, flash_attn_varlen_func
 from tl_attention.ops import check_device_or_warn, scale_of
-from tl_attention.options import as_stored, canonical_window
+from tl_attention.options import as_stored, canonical_window, saveable
 
 CLASSES = {"gather": Gather, "ring": Ring, "ulysses": Ulysses}
 Method = Gather | Ring | Ulysses
@@ -166,7 +166,8 @@ class _Attention(torch.autograd.Function):
         rng_state: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         out, lse, saved = call.forward(q, k, v, Given(slopes, sink, rng_state))
-        ctx.save_for_backward(slopes, sink, rng_state, out if call.method.needs_out else None, *saved)
+        options = saveable(slopes), saveable(sink), saveable(rng_state)
+        ctx.save_for_backward(*options, out if call.method.needs_out else None, *saved)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return out, lse

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -44,7 +46,7 @@ from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
 from tl_attention.flex_lists import KeptMask, kept_mask, listed
 from tl_attention.ops import attention, check_device_or_warn, in_bf16, scale_of
-from tl_attention.options import options_of_parts
+from tl_attention.options import options_of_parts, saveable
 from tl_attention.program import Call, Program
 from tl_attention.reference.flex import flex_backward_reference, flex_reference
 from tl_attention.tracing.builtin_options import BuiltinOptions, Recognized, recognized
@@ -190,7 +192,14 @@ def attend(
         return (out.transpose(1, 2) if rows_first else out), lse
     inputs = q, k, v, *call.tensors
     if differentiate and any([x.requires_grad for x in inputs]):
-        return _differentiable(call, scale, deterministic, rows_first, parts, *inputs)
+        try:
+            return _differentiable(call, scale, deterministic, rows_first, parts, *inputs)
+        except RuntimeError:  # of torch, if it cannot save a tensor of inference mode
+            captured = tuple(map(saveable, call.tensors))
+            if all(map(operator.is_, captured, call.tensors)):
+                raise
+            call = replace(call, tensors=captured)
+            return _differentiable(call, scale, deterministic, rows_first, parts, q, k, v, *captured)
     others = {"options": options_of_parts(parts), "traced": call, "deterministic": deterministic}
     return launch.forward(q, k, v, scale, False, False, not rows_first, **others)
 

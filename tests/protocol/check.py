@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from tl_attention.kernel_configs import DecodeConfig
+
 from . import externs
 from .launches import Launch
 from .machine import Finding, Kernel, Machine, Numbers, Stuck
@@ -91,8 +93,9 @@ class Program:
 
     def grid(self, kernel: Kernel) -> list[dict]:
         """Block indices of all CTAs of a launch."""
-        scope = {f.__name__: f for f in VALUES}
-        sizes = {tag: range(eval(text, scope, kernel.given)) for tag, text in self.translated.grid.items()}
+        scope = {f.__name__: f for f in VALUES} | {"truth": lambda value, site: bool(value), **kernel.given}
+        exec("\n".join(self.translated.before_grid), scope)
+        sizes = {tag: range(eval(text, scope)) for tag, text in self.translated.grid.items()}
         return [dict(zip(sizes, place, strict=True)) for place in itertools.product(*sizes.values())]
 
     @property
@@ -164,8 +167,8 @@ def run(
 
 
 def works_together(config: Any) -> bool:
-    """True if the CTAs of a launch have counters in common."""
-    return any(
+    """True if the CTAs of a launch have counters or a table of work in common."""
+    return isinstance(config, DecodeConfig) or any(
         getattr(config, name, default) not in (default, None)
         for name, default in (("schedule", "grid"), ("makes_parts", False), ("rounds_dq", False))
     )
@@ -180,6 +183,7 @@ def check(
     seed: int = 0,
     policy: int | None = None,
     limit: int = 3_000_000,
+    following: Sequence[Launch] = (),
 ) -> list[Run]:
     """Run a launch in several orders; those with findings.
 
@@ -188,6 +192,7 @@ def check(
         stop: return the first only.
         policy: number of one of POLICIES; None: all of them.
         limit: events of a run that does not end.
+        following: later launches, whose tensors get what this one writes.
     """
     kernel = program.bind(launch.arguments)
     grid, found = program.grid(kernel), []
@@ -204,4 +209,17 @@ def check(
                 found.append(one)
                 if stop:
                     return found
+    if len(blocks) == len(grid):
+        for later in following:
+            pass_on(launch, kernel, later)
     return found
+
+
+def pass_on(launch: Launch, kernel: Kernel, later: Launch) -> None:
+    """Write the integers that a launch has written to the arguments of a later one that has the same tensors."""
+    for place, x in zip(launch.places, launch.arguments, strict=True):
+        if not place or place not in later.places:
+            continue
+        (numbers,) = (numbers for numbers in kernel.tensors.values() if numbers.x is x)
+        for where, value in numbers.numbers.items():
+            later.arguments[later.places.index(place)][where] = value

@@ -73,10 +73,11 @@ def split_tile(warp: Warp, address: Address, slot: int) -> None:
 
 
 def scale_tile(warp: Warp, address: Address, slot: int, factor: Any) -> None:
-    """Each thread reads and writes elements of its own."""
+    """Each thread reads and writes elements of its own; a fence follows."""
     name, _ = address.tile
     warp.tile_read(name, slot, ("threads", warp.number))
     warp.tile_write(name, slot)
+    warp.fence()
 
 
 def add_by_tma(warp: Warp, place: Any, address: Address, fragment: Any) -> None:

@@ -30,11 +30,15 @@ class Shaped:
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel and the arguments of one launch: numbers, int32 tensors, and Shaped for all other tensors."""
+    """A kernel and the arguments of one launch: numbers, integer tensors, and Shaped for all other tensors.
+
+    places: addresses of the integer tensors, 0 for other arguments. Launches with an address in common share a tensor.
+    """
 
     problem: Any
     config: Any
     arguments: tuple
+    places: tuple[int, ...] = ()
 
 
 def _sizes(pointer: ctypes.c_void_p) -> Shaped:
@@ -43,11 +47,15 @@ def _sizes(pointer: ctypes.c_void_p) -> Shaped:
     return Shaped(tuple((ctypes.c_int64 * dims).from_address(words[3])))
 
 
+def _has_integers(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and not x.dtype.is_floating_point
+
+
 def _kept(x: Any) -> Any:
     if isinstance(x, ctypes.c_void_p):
         return _sizes(x)
     if isinstance(x, torch.Tensor):
-        return Shaped(tuple(x.shape)) if x.dtype.is_floating_point else x.clone()
+        return x.clone() if _has_integers(x) else Shaped(tuple(x.shape))
     return x
 
 
@@ -84,6 +92,16 @@ def fill_tables(cu_q: Any, cu_k: Any, used_q: Any, used_k: Any, blocks: Any, *re
             table[i] = torch.tensor(
                 (*row, first[0][b] * TABLE_ROWS, first[1][b] * TABLE_ROWS), dtype=torch.int32
             )
+
+
+def fill_progress(problem: Any, first: Any, *arguments: Any) -> None:
+    """Do what kernels/first_parts.py does to counters: the items of the first heads are drawn and done."""
+    from tl_attention.part_configs import ITEM_ELEMENTS
+
+    *_, progress, heads, _ = arguments
+    rows = _kept(first).shape[1]
+    per_head = 2 * -(-rows // (ITEM_ELEMENTS // problem.head_dim))
+    progress[0], progress[1 : 1 + heads] = heads * per_head, per_head
 
 
 def _zeros(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -123,6 +141,7 @@ def recording(sms: int = SMS) -> Iterator[list[Launch]]:
     Raises RuntimeError if the package no longer has a name that is replaced.
     """
     from tl_attention.compilation import building
+    from tl_attention.kernel_configs import FirstPartsConfig, TileTable
     from tl_attention.launch import common
 
     launches: list[Launch] = []
@@ -130,9 +149,12 @@ def recording(sms: int = SMS) -> Iterator[list[Launch]]:
     def recorder(problem: Any, config: Any) -> Callable:
         def note(*arguments: Any) -> None:
             before = tuple(map(_kept, arguments))
-            if type(config).__name__ == "TileTable":
+            if isinstance(config, TileTable):
                 fill_tables(*arguments)
-            launches.append(Launch(problem, config, before))
+            if isinstance(config, FirstPartsConfig):
+                fill_progress(problem, *arguments)
+            places = tuple(x.data_ptr() if _has_integers(x) else 0 for x in arguments)
+            launches.append(Launch(problem, config, before, places))
 
         return note
 

@@ -23,7 +23,7 @@ from .check import Program, check
 from .launches import Launch, recorded
 
 REQUEST = re.compile(
-    r"yield '(\w+)'|^(products|fence|wait_puts|put)\(|(?:yield from )?externs\.(\w+)\(|^warp\.(put_number)\("
+    r"yield '(\w+)'|^(products?|fence|wait_puts|put)\(|(?:yield from )?externs\.(\w+)\(|^warp\.(put_number)\("
 )
 REMOVED = {
     "wait", "arrive", "sync", "pass", "load", "store", "any", "products", "fence", "wait_puts", "put_number", "await_turn", "pass_turn",
@@ -112,16 +112,22 @@ def mutations(
         if code.startswith("for ") and any("yield" in x for x in _body(lines, i)):
             yield changed("a step too few", i, re.sub(r"\):$", " - 1):", code))
             yield changed("a step too many", i, re.sub(r"\):$", " + 1):", code))
-            yield changed(
-                "a step too few in one warpgroup", i, re.sub(r"\):$", " - (warp.number < 4)):", code)
-            )
-        if code.startswith("product([("):
-            for buffer in dict.fromkeys(re.findall(r"\(\('(\w+)', [^0]", code)):
+            by_warp = {n < 4 for n in reached.get(i, ())}
+            for w, warps in enumerate(("< 4", ">= 4") if len(by_warp) > 1 else ()):
                 yield changed(
-                    f"product of another slot of {buffer}",
+                    f"a step too few in warpgroup {w}",
                     i,
-                    re.sub(rf"(\('{buffer}', )(.*?)(\), (True|False)\))", _next_tile, code),
+                    re.sub(r"\):$", f" - (warp.number {warps})):", code),
                 )
+        for buffer, slot in (
+            re.findall(r"\(\('(\w+)', (\([^']*\))\), \w+\)", code) if kind == "product" else ()
+        ):
+            other = f"({slot} ^ {2 if '*' in slot else 1})"  # of a ring with a tile per warpgroup: that of the next step
+            yield changed(
+                f"product of another slot of {buffer}",
+                i,
+                code.replace(f"'{buffer}', {slot})", f"'{buffer}', {other})", 1),
+            )
     if not removals_only:
         for name, counts in barriers.items():
             for more in (1, -1):
@@ -149,16 +155,12 @@ def arguments(code: str) -> list[str]:
     return [*parts, code[start:].strip()]
 
 
-def _next_tile(found: re.Match) -> str:
-    return f"{found[1]}({found[2]}) ^ 1{found[3]}"
-
-
 def reached_lines(program: Program, launches: list[Launch]) -> dict[int, set[int]]:
     """Lines with a request that runs of the launches reach -> numbers of the warps that do."""
     lines, reached = list(program.lines), defaultdict(set)
     for i, line in enumerate(lines):
         code = line.strip()
-        if REQUEST.search(code) or code.startswith(("for ", "product(")):
+        if REQUEST.search(code) or code.startswith("for "):
             space = line[: len(line) - len(line.lstrip())]
             lines[i] = f"{space}externs.REACHED[{i}].add(warp.number)\n{line}"
     externs.REACHED = reached
@@ -210,14 +212,14 @@ def main() -> int:
     )
     parser.add_argument("--heads", type=int, nargs=2, default=[3, 3])
     parser.add_argument("--sms", type=int, default=2)
+    parser.add_argument("--scale", type=float, default=0.1)
     args = parser.parse_args()
     torch.set_num_threads(1)
     kind = next(kind for kind in kinds() if all(x in kind.name for x in args.words))
     launches: dict[tuple, list[Launch]] = {}
     for text in args.lengths:
         pairs = (one.split("x") for one in text.split(","))
-        scale = -0.1 if text.startswith("-") else 0.1
-        draw = Draw(tuple((abs(int(a)), int(b)) for a, b in pairs), *args.heads, sms=args.sms, scale=scale)
+        draw = Draw(tuple((int(a), int(b)) for a, b in pairs), *args.heads, sms=args.sms, scale=args.scale)
         for launch in recorded(call_of(kind, draw), draw.sms):
             if (launch.problem, launch.config) in kind.config.kernels(kind.problem)[:2]:
                 launches.setdefault((launch.problem, launch.config), []).append(launch)

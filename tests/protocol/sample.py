@@ -68,7 +68,7 @@ def check_kind(
             result.refused[str(error)[:120]] += 1
             continue
         chosen = [ORDERS[(number + i) % len(ORDERS)] for i in range(orders)]
-        for launch in launches:
+        for i, launch in enumerate(launches):
             name = manifest.kernel_name(launch.problem, launch.config)
             if reason := NOT_CHECKED.get(type(launch.config)):
                 result.skipped[name] = reason
@@ -79,7 +79,9 @@ def check_kind(
                 result.skipped[name] = str(error)[:200]
                 continue
             policy = None if orders == len(ORDERS) else number
-            if runs := check(launch, program, orders=chosen, seed=number, policy=policy):
+            if runs := check(
+                launch, program, orders=chosen, seed=number, policy=policy, following=launches[i + 1 :]
+            ):
                 result.faults.setdefault(name, []).append(f"draw {number}: {draw}\n{runs[0]}")
             else:
                 result.passed[name] += 1

@@ -1,44 +1,126 @@
-"""The check passes today's kernels and finds faults that they had."""
+"""Today's kernels pass the check, and it finds faults that kernels had."""
 
 from __future__ import annotations
+
+import datetime
+import re
+import time
+from pathlib import Path
 
 import pytest
 import tilelang.language as T
 
+from tl_attention import kernels
+from tl_attention.compilation import compiler, manifest
 from tl_attention.kernels.mask import KeyBlocks
 
+from . import externs
 from .calls import Draw, Kind, call_of, kinds
 from .check import Program, check
-from .launches import recorded
+from .launches import Launch, recorded
+from .sample import NOT_CHECKED, check_kind
 
 DENSE = "fwd bf16 d128 causal, 128x128 dynamic q2 ping-pong hold-max"
+PACKED = "fwd bf16 d192-128 causal varlen, 128x96 dynamic ping-pong hold-max"
+THREE_SLOTS = "fwd bf16 d256 causal varlen, 128x64 dynamic q1.5 hold-max"
+RAGGED = (300, 300), (44, 44), (700, 700)
+SAMPLE_SECONDS = 40.0
 
 
 @T.inline
-def stop_before_of_faulty_kernels(self, steps):
-    """Leave out last steps, but keep the number of masked ones."""
+def stop_before_with_all_masked_steps(self, steps):
+    """KeyBlocks.stop_before() as it was: it leaves out last steps, but keeps the number of masked ones."""
     self.num_steps[0] = T.shfl_sync(self.num_steps[0] - steps, 0)
 
 
-def kind_of(name: str) -> Kind:
-    return next(kind for kind in kinds(False) if kind.name == name)
+def launch_of(name: str, draw: Draw) -> Launch:
+    kind = next(kind for kind in kinds() if kind.name == name)
+    return next(x for x in recorded(call_of(kind, draw), draw.sms) if x.config == kind.config)
 
 
-def runs_of(kind: Kind, draw: Draw) -> list:
-    return [
-        run
-        for launch in recorded(call_of(kind, draw), draw.sms)
-        if (launch.problem, launch.config) == (kind.problem, kind.config)
-        for run in check(launch, Program(launch.problem, launch.config))
-    ]
+def ends(launch: Launch, program: Program) -> set[str | None]:
+    """How runs with findings end."""
+    return {run.end for run in check(launch, program, stop=False)}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "lengths"), [(DENSE, ((64, 800),)), (PACKED, RAGGED)], ids=["d128-64x800", "d192-128-packed"]
+)
+def test_masked_steps_beyond_a_warpgroups_steps_deadlock(name, lengths, monkeypatch):
+    launch = launch_of(name, Draw(lengths, heads=1))
+    assert not check(launch, Program(launch.problem, launch.config))
+    monkeypatch.setattr(KeyBlocks, "stop_before", stop_before_with_all_masked_steps)
+    assert "deadlock" in ends(launch, Program(launch.problem, launch.config))
 
 
 @pytest.mark.timeout(60)
-def test_forward_of_few_queries_and_many_keys_ends():
-    assert not runs_of(kind_of(DENSE), Draw(((64, 800),)))
+def test_slot_of_three_that_is_waited_for_a_phase_early_is_found():
+    launch = launch_of(THREE_SLOTS, Draw(((14, 14),), heads=3, heads_kv=3, sms=1))
+    program = Program(launch.problem, launch.config)
+    assert not check(launch, program)
+    waits = [x for x in program.lines if "'wait', 'Q_empty'" in x and "attend" in x]
+    assert waits
+    program.use(
+        "\n".join(
+            "yield ('go',)".rjust(len(x) - len(x.lstrip()) + 13) if x in waits else x for x in program.lines
+        )
+    )
+    kinds_of = {finding.kind for run in check(launch, program, stop=False) for finding in run.findings}
+    assert "passes early" in kinds_of
 
 
-@pytest.mark.timeout(60)
-def test_forward_that_keeps_its_masked_steps_deadlocks(monkeypatch):
-    monkeypatch.setattr(KeyBlocks, "stop_before", stop_before_of_faulty_kernels)
-    assert any(run.end == "deadlock" for run in runs_of(kind_of(DENSE), Draw(((64, 800),))))
+def cheapest_of_each_template() -> dict[str, Kind]:
+    """Template -> a kind that launches a kernel of it."""
+    found: dict[str, Kind] = {}
+    for kind in sorted(kinds(False), key=lambda kind: (len(kind.problem.options), kind.problem.head_dim)):
+        for kernel in kind.kernels:
+            found.setdefault(compiler.template(kernel[1])[0], kind)
+    return found
+
+
+@pytest.mark.timeout(150)
+def test_every_template_is_checked_but_those_of_the_list():
+    passed, skipped = set(), set()
+    templates = {name: manifest.kernel_name for name, _ in compiler.TEMPLATES.values()}
+    for kind in dict.fromkeys(cheapest_of_each_template().values()):
+        names = {manifest.kernel_name(*kernel): compiler.template(kernel[1])[0] for kernel in kind.kernels}
+        for first in range(0, 40, 5):
+            result = check_kind(kind, range(first, first + 5), orders=1)
+            assert not result.faults
+            passed |= {names[name] for name in result.passed if name in names}
+            skipped |= set(result.skipped)
+            if passed.issuperset(names.values()):
+                break
+    of_skipped = {compiler.TEMPLATES[config][0] for config in NOT_CHECKED}
+    assert passed == templates.keys() - of_skipped
+    assert all("tile table" in name for name in skipped)
+
+
+@pytest.mark.timeout(150)
+def test_rotating_sample_of_kernels_has_no_fault():
+    chosen = kinds()
+    today = datetime.date.today().toordinal()
+    begin, number, faults = time.process_time(), 0, {}
+    while time.process_time() - begin < SAMPLE_SECONDS:
+        kind = chosen[(today * 997 + number * 1613) % len(chosen)]
+        result = check_kind(kind, [today % 40, (today + 17) % 40], orders=2)
+        faults |= result.faults
+        assert not [reason for reason in result.skipped.values() if reason not in NOT_CHECKED.values()]
+        number += 1
+    assert not faults, "\n".join(f"{name}: {texts[0]}" for name, texts in faults.items())
+
+
+def test_models_name_functions_of_kernels():
+    folder = Path(kernels.__file__).parent
+    text = "".join(path.read_text() for path in folder.glob("*.py"))
+    for name in (*externs.PURE, *externs.MODELS):
+        stem = re.escape(name.rstrip("#"))
+        assert re.search(rf"\b(tl_attention_)?{stem}\w*\b|[\"']{stem}", text), name
+
+
+def test_function_without_a_model_is_refused(monkeypatch):
+    launch = launch_of(DENSE, Draw(((64, 64),)))
+    monkeypatch.delitem(externs.MODELS, "store_fragment")
+    with pytest.raises(NotImplementedError, match="store_fragment"):
+        Program(launch.problem, launch.config)

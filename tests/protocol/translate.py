@@ -146,9 +146,8 @@ class Translator:
         self.shapes_of: dict[str, tuple] = {}  # of buffers in shared memory: (buffer, numbers of its shape)
         # Found by a first translation, used by the second
         self.operands: set[str] = set()  # fragments that products use
-        self.whole: set[str] = (
-            set()
-        )  # buffers in shared memory without slots: accesses go across their first dimension
+        # Buffers in shared memory -> leading dimensions that no access goes across
+        self.slot_dims: dict[str, int] = {}
         self.scattered: set[str] = (
             set()
         )  # integers in shared memory that threads index: tiles of unknown data
@@ -161,6 +160,7 @@ class Translator:
         self.barriers: dict[str, list[int]] = {}
         self.allocated: list[str] = []
         self.grid: dict[str, str] = {}  # expression of the number of CTAs in each direction
+        self.before_grid: list[str] = []  # lines that set names in these expressions
         self.threads: tuple[int, ...] = ()
         self.arguments: list[tuple[str, str]] = []
         self.shapes: list[tuple[str, str, int]] = []
@@ -357,6 +357,8 @@ class Translator:
         var, first, extent = self.name(s.loop_var), self.expr(s.min), self.expr(s.extent)
         if int(s.kind) == THREAD_BINDING:
             tag = str(s.thread_binding.thread_tag)
+            if not self.grid:
+                self.before_grid = [line.strip() for line in self.lines]
             self.grid[tag] = extent
             self.emit(f"{var} = block[{tag!r}]")
             self.stmt(s.body)
@@ -396,11 +398,15 @@ class Translator:
     # Tiles
 
     def slot(self, b: Any, indices: Any, extents: list) -> str:
-        """Slot of an access: its first index, if all accesses of the buffer stay within one."""
-        name = self.buffer(b)
-        if len(indices) < 2 or not isinstance(extents[0], int) or extents[0] != 1 or self.varies(indices[0]):
-            self.whole.add(name)
-        return "0" if name in self.whole else self.expr(indices[0])
+        """Slot of an access: its first indices, as far as all accesses of the buffer stay within one of each."""
+        name, dims = self.buffer(b), 0
+        for i, extent in zip(indices[:-1], extents, strict=False):
+            if not isinstance(extent, int) or extent != 1 or self.varies(i):
+                break
+            dims += 1
+        dims = self.slot_dims[name] = min(self.slot_dims.get(name, dims), dims)
+        texts = [self.expr(i) for i in indices[:dims]]
+        return "0" if not texts else texts[0] if dims == 1 else f"({', '.join(texts)})"
 
     def region(self, region: Any) -> tuple[Any, str, bool]:
         """(buffer, slot, True if it is the whole fragment) of a region."""
@@ -582,7 +588,10 @@ class Translator:
     def _shared_address(self, name: str, offset: str) -> str:
         shape, dtype = self.shapes_of[name]
         size = tvm.DataType(dtype).bits // 8
-        per_slot = 0 if name in self.whole or len(shape) < 2 else math.prod(shape[1:]) * size
+        dims = self.slot_dims.setdefault(name, min(len(shape) - 1, 1))
+        if dims > 1:
+            raise NotImplementedError(f"address of {name}, which has {dims} dimensions of slots")
+        per_slot = math.prod(shape[1:]) * size if dims else 0
         return f"Address({name!r}, {offset} * {size}, {per_slot})"
 
     def _atomic(self, e: Any, how: str) -> str:

@@ -130,11 +130,10 @@ class Sandbox:
                 raise Failure(f"cannot start {_executable()}: {error}") from None
             self.process.join(GRACE)
             code = self.process.exitcode
-            if code is None:
-                how = f"without an answer, and goes on after it ({error})"
-            else:
-                how = signal.Signals(-code).name if code < 0 else f"exit {code}"
             self.close()
+            if code is None:
+                raise Failure(f"closed its pipe: {error}") from None
+            how = signal.Signals(-code).name if code < 0 else f"exit {code}"
             raise Failure(f"died: {how}") from None
         except BaseException:
             self.close()
@@ -149,7 +148,7 @@ class Sandbox:
     def close(self) -> None:
         if self.process:
             self.process.kill()
-            self.process.join()
+            self.process.join(GRACE)  # a disk that does not answer may keep it
             self.pipe.close()
             self.process = None
 

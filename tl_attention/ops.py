@@ -20,10 +20,12 @@ from tl_attention.checks.common import (
     check_deterministic,
     check_device,
     check_fwd,
+    is_dtensor,
 )
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
 from tl_attention.checks.lengths import check_cpu_lengths
 from tl_attention.checks.transforms import warn_about_cpu
+from tl_attention.dtensors import Shards, axes_of_rows
 from tl_attention.ops_jvp import push_forward, refuse_to_push_gradients, register_jvp
 from tl_attention.options import (
     ARGUMENTS,
@@ -365,6 +367,10 @@ def attention(
     if precision is None and not traced and has_plain_values(q, softmax_scale, causal, deterministic):
         plan = launch.fwd_plan(q, k, v, causal, heads_first)
     if plan is None:
+        if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
+            given = softmax_scale, causal, lse_base2, heads_first, deterministic, precision
+            shards = Shards(q, k, v, axes_of_rows(heads_first))
+            return shards.run(lambda *local: attention(*local, *given), q, k, v)
         check_fwd(q, k, v, softmax_scale, causal, heads_first, dtypes=FWD_DTYPES)
         check_deterministic(deterministic)
         parts = check_precision(q, precision)
@@ -431,7 +437,9 @@ def run_eagerly(
     ):
         try:
             return _differentiable(q, k, v, sink, call, options, run)
-        except RuntimeError:  # of torch, if it cannot save a tensor of inference mode: asking each tensor would take time
+        except (
+            RuntimeError
+        ):  # of torch, if it cannot save a tensor of inference mode: asking each tensor would take time
             saved = {name: saveable(x) for name, x in zip(TENSORS, options.tensors(), strict=True)}
             if all(x is getattr(options, name) for name, x in saved.items()):
                 raise

@@ -19,8 +19,11 @@ from tl_attention.checks.common import (
     check_lengths,
     check_num_splits,
     check_options,
+    describe,
+    is_dtensor,
 )
 from tl_attention.checks.fp32 import check_precision, runs_in_bf16
+from tl_attention.dtensors import Axes, Shards, axes_of_rows
 from tl_attention.ops import (
     Outputs,
     attend,
@@ -216,6 +219,8 @@ def attention_with_options(
 
     asked = UserOptions(*asked)
     varlen = asked.lengths is not None
+    if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
+        return _on_shards(q, k, v, (softmax_scale, causal, deterministic), asked)
     check_fwd(q, k, v, softmax_scale, causal, heads_first=False, varlen=varlen, dtypes=FWD_DTYPES)
     check_deterministic(deterministic)
     causal, options = checked_options(q, k.shape[0], causal, asked)
@@ -233,3 +238,28 @@ def attention_with_options(
     if plan is not None:
         launch.keep_call(key, _KnownCall(causal, options.without_tensors(), plan))
     return results
+
+
+def _on_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: tuple, asked: UserOptions) -> Outputs:
+    """attention_with_options() of DTensors, on this rank's batch entries and heads.
+
+    Args:
+        call: softmax_scale, causal, deterministic.
+    """
+    if asked.dropout_p:
+        raise NotImplementedError(
+            f"dropout_p: expected 0 with DTensors, as a mask depends on batch entry and head, got {describe(asked.dropout_p)}; call"
+            " .to_local() on q, k and v"
+        )
+    shards = Shards(q, k, v, axes_of_rows(False, packed=asked.lengths is not None))
+    slopes = asked.alibi_slopes
+    own = {
+        "learnable_sink": shards.option("learnable_sink", asked.learnable_sink, Axes(None, 0)),
+        "alibi_slopes": shards.option(
+            "alibi_slopes", slopes, Axes(0, 1) if getattr(slopes, "ndim", 1) == 2 else Axes(None, 0)
+        ),
+    }
+    if asked.lengths is not None:
+        own["lengths"] = tuple(x.to_local() if is_dtensor(x) else x for x in asked.lengths)
+    own = asked._replace(rng_state=None, **own)
+    return shards.run(lambda *local: attention_with_options(*local, *call, own), q, k, v)

@@ -59,6 +59,20 @@ def expect_tensor(name: str, x: torch.Tensor, hint: str = "") -> None:
         raise NotImplementedError(f"{name}: expected a dense tensor, got {x.layout}; call {name}.to_dense()")
 
 
+def is_dtensor(x: object) -> bool:
+    """True for a DTensor. (Its class takes long to import.)"""
+    return type(x).__name__ == "DTensor"
+
+
+def expect_local(name: str, x: torch.Tensor) -> None:
+    """Refuse a DTensor, for an argument whose shards are no calls of their own."""
+    if is_dtensor(x):
+        raise NotImplementedError(
+            f"{name}: expected a tensor of this rank, got a DTensor of placements {tuple(x.placements)}, which is not supported here; pass"
+            f" {name}.to_local()"
+        )
+
+
 def expect_operand(
     name: str,
     x: torch.Tensor,
@@ -73,6 +87,7 @@ def expect_operand(
         hints: other rank -> what a caller with a tensor of this rank should do.
     """
     expect_tensor(name, x)
+    expect_local(name, x)
     if x.dtype not in dtypes:
         *most, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
         wanted = f"{', '.join(most)} or {last}" if most else f"the dtype of q, {dtypes[0]}"
@@ -116,6 +131,7 @@ def expect_like(
 ) -> None:
     """Expect a tensor of one of these shapes and dtypes on the device of q. hint: what to pass instead of another shape."""
     expect_tensor(name, x, hint)
+    expect_local(name, x)
     if tuple(x.shape) not in shapes:
         wanted = " or ".join(map(str, shapes))
         raise ValueError(f"{name}: expected shape {wanted}, got {tuple(x.shape)}{hint and f'; {hint}'}")

@@ -1,0 +1,197 @@
+"""DTensors: batch and heads may be sharded; other placements are refused by name. The ranks are those of a fake group: nothing is sent."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tl_attention import (
+    distributed,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    flex_attention,
+    mha_bwd_interface,
+    mha_fwd_interface,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
+BF16 = torch.bfloat16
+RANKS = 2, 2  # of the mesh: along the batch, along the heads
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def mesh(request):
+    torch.manual_seed(4)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh(request.param, RANKS)
+    dist.destroy_process_group()
+
+
+def local(mesh, *shape):
+    return torch.randn(shape, device=mesh.device_type, dtype=BF16)
+
+
+def whole(mesh, x, *placements):
+    return DTensor.from_local(x, mesh, placements).requires_grad_()
+
+
+LAYOUTS = {  # name -> placements of q, k and v [batch, seqlen, heads, head_dim], those of lse
+    "batch": ((Shard(0), Replicate()), (Shard(0), Replicate())),
+    "heads": ((Replicate(), Shard(2)), (Replicate(), Shard(1))),
+    "both": ((Shard(0), Shard(2)), (Shard(0), Shard(1))),
+    "none": ((Replicate(), Replicate()), (Replicate(), Replicate())),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (5, 3), "softcap": 20.0}], ids=str)
+def test_shards_of_batch_and_heads_run_as_calls_of_their_own(name, options, mesh):
+    placements, of_lse = LAYOUTS[name]
+    parts = [local(mesh, 2, 20, heads, 64).requires_grad_() for heads in (4, 2, 2)]
+    tensors = [whole(mesh, x.detach(), *placements) for x in parts]
+    out, lse, _ = flash_attn_func(*tensors, **options, return_attn_probs=True)
+    want, want_lse, _ = flash_attn_func(*parts, **options, return_attn_probs=True)
+    assert (out.placements, lse.placements) == (placements, of_lse)
+    sizes = [2 if p.is_shard() else 1 for p in placements]
+    assert out.shape == (2 * sizes[0], 20, 4 * sizes[1], 64) and lse.shape == (2 * sizes[0], 4 * sizes[1], 20)
+    assert torch.equal(out.to_local(), want) and torch.equal(lse.to_local(), want_lse)
+    dout = local(mesh, *want.shape)
+    grads = torch.autograd.grad(out, tensors, whole(mesh, dout, *placements).detach())
+    for grad, expected in zip(grads, torch.autograd.grad(want, parts, dout), strict=True):
+        assert grad.placements == placements and torch.equal(grad.to_local(), expected)
+
+
+def test_shards_of_other_functions(mesh):
+    q, k, v = (local(mesh, 2, 4, 20, 64) for _ in range(3))
+    placements = Shard(0), Shard(1)
+    out, lse = mha_fwd_interface(*(whole(mesh, x, *placements) for x in (q, k, v)), is_causal=True)
+    want, want_lse = mha_fwd_interface(q, k, v, is_causal=True)
+    assert out.placements == lse.placements == placements
+    assert torch.equal(out.to_local(), want) and torch.equal(lse.to_local(), want_lse)
+
+    qkv = local(mesh, 2, 20, 3, 4, 64)
+    out = flash_attn_qkvpacked_func(whole(mesh, qkv, Shard(0), Shard(3)), causal=True)
+    assert torch.equal(out.to_local(), flash_attn_qkvpacked_func(qkv, causal=True))
+
+    starts = torch.tensor([0, 12, 20], dtype=torch.int32, device=q.device)
+    rows = [local(mesh, 20, 4, 64) for _ in range(3)]
+    lengths = starts, starts, 12, 12
+    given = [whole(mesh, x, Replicate(), Shard(1)) for x in rows]
+    out, lse, _ = flash_attn_varlen_func(*given, *lengths, return_attn_probs=True)
+    want, want_lse, _ = flash_attn_varlen_func(*rows, *lengths, return_attn_probs=True)
+    assert torch.equal(out.to_local(), want) and torch.equal(lse.to_local(), want_lse)
+    assert out.placements == (Replicate(), Shard(1)) and lse.placements == (Replicate(), Shard(0))
+
+
+def test_sinks_and_slopes_have_the_shards_of_the_heads(mesh):
+    parts = [local(mesh, 2, 20, 4, 64).requires_grad_() for _ in range(3)]
+    sink = torch.randn(4, device=parts[0].device, requires_grad=True)
+    slopes = torch.rand(2, 4, device=sink.device)
+    placements = Shard(0), Shard(2)
+    tensors = [whole(mesh, x.detach(), *placements) for x in parts]
+    of_heads = whole(mesh, sink.detach(), Replicate(), Shard(0))
+    of_both = whole(mesh, slopes, Shard(0), Shard(1)).detach()
+    out = flash_attn_func(*tensors, learnable_sink=of_heads, alibi_slopes=of_both)
+    want = flash_attn_func(*parts, learnable_sink=sink, alibi_slopes=slopes)
+    assert torch.equal(out.to_local(), want)
+    (grad,) = torch.autograd.grad(out.to_local().sum(), of_heads)
+    (expected,) = torch.autograd.grad(want.sum(), sink)
+    assert grad.placements == (Partial(), Shard(0)) and torch.equal(grad.to_local(), expected)
+    for name, x, given in (
+        ("learnable_sink", sink, "Tensor"),
+        ("alibi_slopes", of_heads.detach(), r"\(Replicate"),
+    ):
+        if name == "alibi_slopes":
+            x = whole(mesh, slopes, Shard(0), Replicate()).detach()
+            given = r"\(Shard\(dim=0\), Replicate"
+        with pytest.raises(
+            NotImplementedError, match=rf"^{name}: expected a DTensor of placements .* got {given}.*to_local"
+        ):
+            flash_attn_func(*tensors, **{name: x})
+
+
+def test_shards_compile_without_a_graph_break(mesh):
+    torch._dynamo.reset()
+    placements = Shard(0), Shard(2)
+    parts = [local(mesh, 2, 20, 4, 64) for _ in range(3)]
+    tensors = [whole(mesh, x, *placements) for x in parts]
+    compiled = torch.compile(
+        lambda q, k, v: flash_attn_func(q, k, v, causal=True), backend="aot_eager", fullgraph=True
+    )
+    out = compiled(*tensors)
+    assert out.placements == placements and torch.equal(out.to_local(), flash_attn_func(*parts, causal=True))
+
+
+REFUSED = {
+    "sequence": (
+        (Shard(1), Replicate()),
+        r"^q: expected placements Replicate\(\), or Shard of the batch or the heads, got .*to_local",
+    ),
+    "columns": ((Replicate(), Shard(3)), r"^q: expected placements .* got .*to_local\(\)"),
+    "partial": ((Partial(), Replicate()), r"^q: expected placements .* got .*to_local\(\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("options", [{}, {"softcap": 20.0}], ids=str)
+def test_placements_that_need_other_ranks_are_refused(name, options, mesh):
+    placements, text = REFUSED[name]
+    x = DTensor.from_local(local(mesh, 2, 20, 4, 64), mesh, placements)
+    with pytest.raises(NotImplementedError, match=text):
+        flash_attn_func(x, x, x, **options)
+
+
+def test_unlike_placements_are_refused(mesh):
+    x = local(mesh, 2, 20, 4, 64)
+    q, k = whole(mesh, x, Shard(0), Shard(2)), whole(mesh, x, Shard(0), Replicate())
+    with pytest.raises(
+        NotImplementedError, match=r"^k: expected the placements of q, .*redistribute.*to_local\(\)"
+    ):
+        flash_attn_func(q, k, k)
+    with pytest.raises(
+        TypeError, match=r"^v: expected a DTensor, as others of q, k and v are, got Tensor; .*to_local\(\)"
+    ):
+        flash_attn_func(q, q, x)
+    with pytest.raises(NotImplementedError, match=r"^dropout_p: expected 0 with DTensors.*to_local\(\)"):
+        flash_attn_func(q, q, q, 0.5)
+    odd = DTensor.from_local(
+        x, mesh, (Replicate(), Shard(2)), shape=(2, 20, 7, 64), stride=(7 * 1280, 448, 64, 1)
+    )
+    with pytest.raises(
+        NotImplementedError,
+        match=r"^q: expected a number of heads that the 2 ranks of its shards divide, got 7",
+    ):
+        flash_attn_func(odd, odd, odd)
+    rows, starts = whole(mesh, x[0], Shard(0), Replicate()), torch.tensor([0, 20], dtype=torch.int32)
+    with pytest.raises(
+        NotImplementedError, match=r"^q: expected placements Replicate\(\), or Shard of the heads, got"
+    ):
+        flash_attn_varlen_func(rows, rows, rows, starts, starts, 20, 20)
+
+
+@pytest.mark.parametrize("name", ["flex", "cache", "backward", "kernel", "pages", "distributed"])
+def test_other_functions_refuse_dtensors_by_name(name, mesh):
+    x = DTensor.from_local(local(mesh, 2, 4, 16, 64), mesh, (Shard(0), Replicate()))
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    calls = {
+        "flex": (lambda: flex_attention(x, x, x), "query"),
+        "cache": (lambda: flash_attn_with_kvcache(x, x, x), "q"),
+        "backward": (lambda: mha_bwd_interface(x, x, x, x, x, x), "q"),
+        "kernel": (lambda: mha_fwd_interface(x, x, x, return_kernel=True), "q"),
+        "pages": (
+            lambda: flash_attn_varlen_func(x[0], x, x, table[0], table[0], 1, 1, block_table=table),
+            "q",
+        ),
+        "distributed": (lambda: distributed.attention(x, x, x), "q"),
+    }
+    call, argument = calls[name]
+    text = rf"^{argument}: expected a tensor of this rank, got a DTensor of placements .*{re.escape(argument)}\.to_local\(\)"
+    with pytest.raises(NotImplementedError, match=text):
+        call()

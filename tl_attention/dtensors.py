@@ -1,0 +1,131 @@
+"""Calls with DTensors: attention of a rank's batch entries or heads is a call of its own, with its own shards.
+
+Placements may shard the batch and the heads, alike in q, k and v. Others would need keys of other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from tl_attention.checks.common import is_dtensor
+
+Results = tuple[torch.Tensor, torch.Tensor]  # out, lse
+
+
+class Axes(NamedTuple):
+    """Dimensions of the batch and of the heads in a tensor; None: it has none."""
+
+    batch: int | None
+    heads: int | None
+
+
+def axes_of_rows(heads_first: bool, packed: bool = False) -> Axes:
+    """Axes of q, k, v and out."""
+    if packed:
+        return Axes(None, 1)
+    return Axes(0, 1 if heads_first else 2)
+
+
+class Shards:
+    """Placements of a call with DTensors, which the constructor checks.
+
+    Args:
+        axes: those of q, k and v.
+
+    Raises:
+        NotImplementedError: a placement that is not local to a rank.
+        TypeError: some of q, k and v are no DTensors.
+    """
+
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: Axes):
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not is_dtensor(x):
+                raise TypeError(
+                    f"{name}: expected a DTensor, as others of q, k and v are, got {type(x).__name__}; pass DTensors, or call .to_local()"
+                    " on those"
+                )
+        self.mesh, self.placements, self.axes = q.device_mesh, tuple(q.placements), axes
+        whole = f"Replicate(), or Shard of the {'heads' if axes.batch is None else 'batch or the heads'}"
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            for placement in x.placements:
+                if not (placement.is_replicate() or self._is_local(placement)):
+                    raise NotImplementedError(
+                        f"{name}: expected placements {whole}, got {tuple(x.placements)}; call .to_local() on the tensors of a call that is"
+                        " local to a rank, or tl_attention.distributed.attention for a sharded sequence"
+                    )
+            if x.device_mesh != self.mesh or tuple(x.placements) != self.placements:
+                raise NotImplementedError(
+                    f"{name}: expected the placements of q, {self.placements} on {self.mesh}, got {tuple(x.placements)} on {x.device_mesh};"
+                    " call .redistribute(), or .to_local() on q, k and v"
+                )
+            self._check_heads(name, x)
+
+    def _is_local(self, placement: Any) -> bool:
+        return any(axis is not None and placement.is_shard(axis) for axis in self.axes)
+
+    def _check_heads(self, name: str, x: torch.Tensor) -> None:
+        """Check that all ranks have equally many heads, so that query heads stay beside their key heads."""
+        ranks = 1
+        for dim, placement in enumerate(self.placements):
+            ranks *= self.mesh.size(dim) if placement.is_shard(self.axes.heads) else 1
+        heads = x.shape[self.axes.heads]
+        if heads % ranks:
+            raise NotImplementedError(
+                f"{name}: expected a number of heads that the {ranks} ranks of its shards divide, got {heads}; call .redistribute(), or"
+                " .to_local() on q, k and v"
+            )
+
+    def placed(self, axes: Axes, of_sum: Any = None) -> list:
+        """Placements of a tensor with these axes. of_sum: that where the tensor has not the axis that q shards; None: Replicate."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        result: list = []
+        for placement in self.placements:
+            found = Replicate()
+            for axis, mine in zip(self.axes, axes, strict=True):
+                if axis is not None and placement.is_shard(axis):
+                    found = Shard(mine) if mine is not None else of_sum or Replicate()
+            result.append(found)
+        return result
+
+    def option(self, name: str, x: torch.Tensor | None, axes: Axes) -> torch.Tensor | None:
+        """This rank's part of a tensor of options. Its gradient is a sum over the ranks that have other batch entries."""
+        if x is None:
+            return None
+        wanted = self.placed(axes)
+        if not is_dtensor(x) or x.device_mesh != self.mesh or list(x.placements) != wanted:
+            found = tuple(x.placements) if is_dtensor(x) else f"{type(x).__name__}, no DTensor"
+            raise NotImplementedError(
+                f"{name}: expected a DTensor of placements {tuple(wanted)} beside those of q, {self.placements}, got {found}; call"
+                " torch.distributed.tensor.distribute_tensor, or .to_local() on q, k and v"
+            )
+        from torch.distributed.tensor import Partial
+
+        return x.to_local(grad_placements=self.placed(axes, Partial()))
+
+    def run(
+        self, attend: Callable[..., Results], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> Results:
+        """(out, lse) as DTensors, by attend() on this rank's parts of q, k and v."""
+        out, lse = attend(q.to_local(), k.to_local(), v.to_local())
+        *batch, n1, n2, _ = q.shape
+        heads_last = self.axes.heads == q.ndim - 2
+        rows = (*batch, n2, n1) if heads_last else (*batch, n1, n2)
+        of_lse = Axes(self.axes.batch, lse.ndim - 2)
+        return (
+            self._whole(out, (*q.shape[:-1], v.shape[-1]), self.placements),
+            self._whole(lse, rows, self.placed(of_lse)),
+        )
+
+    def _whole(self, x: torch.Tensor, shape: tuple[int, ...], placements: Any) -> torch.Tensor:
+        from torch.distributed.tensor import DTensor
+
+        strides, step = [], 1
+        for n in reversed(shape):
+            strides.append(step)
+            step *= max(n, 1)
+        sizes = {"shape": torch.Size(shape), "stride": tuple(reversed(strides))}
+        return DTensor.from_local(x, self.mesh, placements, run_check=False, **sizes)

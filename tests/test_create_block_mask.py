@@ -152,10 +152,20 @@ def test_block_mask_bounds_are_true(name):
         assert torch.equal((full | empty).expand_as(states), states != mask_picture.PARTIAL)
 
 
-def test_block_mask_number_out_of_range_reads_the_nearest():
-    table, far = torch.tensor([[False] * 300, [True] * 300]), 7
-    mask = create_block_mask(lambda b, h, q, k: table[far, k] & (q >= k), None, None, 300, 300, "cpu")
+def test_block_mask_computed_index_out_of_range_reads_the_nearest():
+    table = torch.tensor([[False] * 300, [True] * 300])
+    mask = create_block_mask(lambda b, h, q, k: table[b + 7, k] & (q >= k), None, None, 300, 300, "cpu")
     assert_same(mask, create_block_mask(causal, None, None, 300, 300, "cpu"))
+
+
+@pytest.mark.parametrize("far", [2, 7, -3, torch.tensor(2)])
+def test_block_mask_refuses_a_number_out_of_range(far):
+    table = torch.tensor([[False] * 300, [True] * 300])
+    with pytest.raises(
+        ValueError,
+        match=r"captured tensor 0, .*: expected an index within dimension 0, from -2 to 1, got -?\d",
+    ):
+        create_block_mask(lambda b, h, q, k: table[far, k] & (q >= k), None, None, 300, 300, "cpu")
 
 
 def lengths_on(device: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.masking_utils import causal_mask_function, create_causal_mask
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    create_causal_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
 
-from tl_attention import hf
+from tl_attention import block_masks, hf
 from tl_attention.checks import lengths as checks_lengths
+from tl_attention.checks.hf import HARMLESS
 from tl_attention.reference import attention_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention")
@@ -234,3 +243,214 @@ def test_hf_forward_names_wrong_inputs(changes, error, text):
     arguments = {"query": x, "key": x, "value": x, "attention_mask": None} | changes
     with pytest.raises(error, match=text):
         hf.attention_forward(torch.nn.Module(), **arguments)
+
+
+@pytest.mark.parametrize("mask", ["none", "dense", "bias", "blocks", "documents", "decode"])
+def test_hf_results_are_contiguous(mask):
+    q, k, v = torch.randn(3, 1, HEADS, LENGTH, 16)
+    options = {"attention_mask": None}
+    if mask == "dense":
+        options["attention_mask"] = torch.zeros(1, 1, LENGTH, LENGTH)
+    if mask == "bias":
+        options["position_bias"] = torch.zeros(1, 1, LENGTH, LENGTH)
+    if mask == "blocks":
+        options["attention_mask"] = block_masks.causal(LENGTH, LENGTH, device="cpu")
+    if mask == "documents":
+        options["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    if mask == "decode":
+        q = q[:, :, -1:]
+    out, _ = hf.attention_forward(torch.nn.Module(), q, k, v, **options)
+    assert out.is_contiguous() and out.shape == (1, q.shape[2], HEADS, 16)
+
+
+@pytest.mark.parametrize("seqlen_q", [LENGTH, 1])
+@pytest.mark.parametrize("dense", [False, True], ids=["options", "flex"])
+def test_hf_inputs_whose_last_dimension_is_not_contiguous_are_copied(seqlen_q, dense):
+    q, k, v = torch.randn(3, 1, HEADS, 16, LENGTH).bfloat16().mT
+    q = q[:, :, -seqlen_q:]
+    assert q.stride(-1) != 1
+    mask = torch.ones(1, 1, seqlen_q, LENGTH).tril(LENGTH - seqlen_q).bool() if dense else None
+    out, expected = (
+        hf.attention_forward(torch.nn.Module(), *qkv, mask)[0]
+        for qkv in ((q, k, v), (x.contiguous() for x in (q, k, v)))
+    )
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["sinks", "softcapp", "indices", "block_indices", "head_mask", "window_size"]
+)
+def test_hf_unknown_arguments_are_refused(name):
+    with pytest.raises(
+        NotImplementedError,
+        match=f"^{name}: expected None, as tl_attention does not know.*got 0.5; leave it out, or",
+    ):
+        attend(None, **{name: 0.5})
+
+
+def test_hf_arguments_without_effect_run():
+    """Models pass these on to every attention; an unknown argument that is None says nothing."""
+    expected = attend(None)[0].shape
+    assert attend(None, **dict.fromkeys(HARMLESS, 1), sinks=None)[0].shape == expected
+
+
+class Layer(torch.nn.Module):
+    """Layer whose first Linear has a dtype."""
+
+    def __init__(self, dtype, config=None):
+        super().__init__()
+        self.o_proj = torch.nn.Linear(4, 4, dtype=dtype)
+        self.config = config
+
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+QUANTIZED = type("Config", (), {"_is_quantized": True, "dtype": F16})()
+# dtypes of query, key, value; dtype of the layer; dtype of autocast; dtype of the result
+CASTS = {
+    "peft": ((F32, F32, BF16), Layer(BF16), None, BF16),
+    "peft-all": ((F32, F32, F32), Layer(F16), None, F16),
+    "peft-fp32-weights": ((F32, F32, BF16), Layer(F32), None, F32),
+    "fp32": ((F32, F32, F32), Layer(F32), None, F32),
+    "no-weights": ((F32, F32, F32), torch.nn.Module(), None, F32),
+    "quantized": ((F32, F32, F32), Layer(BF16, QUANTIZED), None, F16),
+    "autocast": ((F32, F32, F32), Layer(F32), BF16, BF16),
+    "autocast-qk": ((F32, F32, BF16), Layer(F32), BF16, BF16),
+    "autocast-v": ((BF16, BF16, F32), Layer(F32), BF16, BF16),
+}
+
+
+@pytest.mark.parametrize(("dtypes", "layer", "autocast", "expected"), CASTS.values(), ids=CASTS)
+@pytest.mark.parametrize("dense", [False, True], ids=["options", "flex"])
+def test_hf_casts_as_flash_attention_2_does(dtypes, layer, autocast, expected, dense):
+    qkv = [x.to(dtype) for x, dtype in zip(torch.randn(3, 1, HEADS, LENGTH, 16), dtypes, strict=True)]
+    mask = torch.ones(1, 1, LENGTH, LENGTH).tril().bool() if dense else None
+    with torch.autocast("cpu", autocast or BF16, enabled=autocast is not None):
+        out, _ = hf.attention_forward(layer, *qkv, mask, is_causal=True)
+        same, _ = hf.attention_forward(layer, *(x.to(expected) for x in qkv), mask, is_causal=True)
+    assert out.dtype == expected and torch.equal(out, same)
+
+
+@pytest.mark.parametrize("dtypes", [(BF16, BF16, F32), (BF16, F32, F32), (F16, BF16, F16)], ids=str)
+def test_hf_other_dtypes_side_by_side_are_refused(dtypes):
+    """The query is no float32, so no dtype to cast to is known, as in flash_attention_2."""
+    qkv = [x.to(dtype) for x, dtype in zip(torch.randn(3, 1, HEADS, LENGTH, 16), dtypes, strict=True)]
+    with pytest.raises(TypeError, match="key, value: expected the dtype of query"):
+        hf.attention_forward(Layer(BF16), *qkv, None, is_causal=True)
+
+
+def made(batch=1, queries=LENGTH, keys=LENGTH, **options):
+    return hf.attention_mask(batch, queries, keys, **{"mask_function": causal_mask_function} | options)
+
+
+BIDIRECTIONAL = {"mask_function": bidirectional_mask_function, "allow_is_bidirectional_skip": True}
+AT = torch.arange(LENGTH)
+FAR = AT[:, None] - AT
+SAYS = {
+    "causal": ({}, FAR >= 0),
+    "window": ({"mask_function": sliding_window_causal_mask_function(3), "local_size": 3}, (FAR >= 0) & (FAR < 3)),
+    "bidirectional": (BIDIRECTIONAL, FAR < LENGTH),
+    "bidirectional-window": (
+        BIDIRECTIONAL | {"mask_function": sliding_window_bidirectional_mask_function(3), "local_size": 3}, FAR.abs() <= 3,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "seen"), SAYS.values(), ids=SAYS)
+@pytest.mark.parametrize("layer", [None, False, True], ids=["no-attribute", "not-causal", "causal"])
+@pytest.mark.parametrize("sliding_window", [None, 2])
+@pytest.mark.parametrize("bias", [False, True], ids=["options", "position_bias"])
+def test_hf_forward_follows_the_mask_not_the_layer(options, seen, layer, sliding_window, bias):
+    module = torch.nn.Module()
+    if layer is not None:
+        module.is_causal = layer
+    q, k, v = torch.randn(3, 1, HEADS, LENGTH, 16)
+    more = {"position_bias": torch.zeros(1, 1, LENGTH, LENGTH)} if bias else {}
+    found, _ = hf.attention_forward(
+        module, q, k, v, made(**options), sliding_window=sliding_window, is_causal=layer, **more
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen[None, None])
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+
+
+MISMATCHES = {
+    "queries": (made(queries=5), r"expected one for 9 queries and 9 keys, the lengths of query and key, got one for 5 and 9"),
+    "keys": (made(keys=12), r"expected one for 9 queries and 9 keys, .*got one for 9 and 12"),
+    "window": (made(keys=7, **SAYS["bidirectional-window"][0]), r".*got one for 9 and 7; make it with the sizes of this call"),
+    "batch": (made(2, attention_mask=REAL[1:3]), r"expected one for 1 sequences, got one for 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("mask", "text"), MISMATCHES.values(), ids=MISMATCHES)
+def test_hf_forward_refuses_a_mask_of_other_lengths(mask, text):
+    q = torch.randn(1, HEADS, LENGTH, 16)
+    with pytest.raises(ValueError, match=f"^attention_mask: {text}"):
+        hf.attention_forward(torch.nn.Module(), q, q, q, mask)
+
+
+USES = {
+    "add": lambda x, mask: x + mask,
+    "radd": lambda x, mask: mask + x,
+    "slice": lambda x, mask: mask[:, :, :, :3],
+    "compare": lambda x, mask: mask == 0,
+    "invert": lambda x, mask: ~mask,
+    "function": lambda x, mask: torch.where(mask, x, 0),
+    "masked_fill": lambda x, mask: x.masked_fill(mask, 0),
+    "sdpa": lambda x, mask: torch.nn.functional.scaled_dot_product_attention(x, x, x, mask),
+    "method": lambda x, mask: mask.size(),
+    "attribute": lambda x, mask: mask.dtype,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+def test_hf_a_mask_that_a_model_computes_with_names_what_works(use, padded):
+    x = torch.randn(4, HEADS, LENGTH, LENGTH)
+    mask = made(4, attention_mask=REAL if padded else None)
+    with pytest.raises(
+        NotImplementedError, match='computes with the mask itself.*use attn_implementation="sdpa" or "eager"'
+    ):
+        use(x, mask)
+
+
+def test_hf_a_mask_moves_and_has_a_shape():
+    mask = made(4, attention_mask=REAL)
+    assert (mask.shape, mask.ndim, hasattr(mask, "dim"), {mask: 1}[mask]) == (
+        (4, 1, LENGTH, LENGTH),
+        4,
+        False,
+        1,
+    )
+    moved = mask.to("meta", non_blocking=True)
+    assert moved.rows.device.type == "meta" and moved.causal and mask.rows.device.type == "cpu"
+    assert copy.deepcopy(mask).sizes == mask.sizes
+
+
+def test_hf_a_causal_layer_without_a_mask_is_refused():
+    """The model asked for no mask: eager attention would see all keys, sdpa the past alone."""
+    q = torch.randn(1, HEADS, LENGTH, 16)
+    layer = torch.nn.Module()
+    layer.is_causal = True
+    with pytest.raises(
+        NotImplementedError,
+        match="^attention_mask: expected the result of tl_attention.hf.attention_mask.*is_causal=True",
+    ):
+        hf.attention_forward(layer, q, q, q, None)
+    hf.attention_forward(layer, q[:, :, :1], q, q, None)
+    hf.attention_forward(layer, q, q, q, None, is_causal=True)
+    hf.attention_forward(layer, q, q, q, made())
+    layer.is_causal = False
+    hf.attention_forward(layer, q, q, q, None)
+
+
+@pytest.mark.parametrize("padding", ["left", "right", "full"])
+@pytest.mark.parametrize("seqlen_q", [3, LENGTH])
+@pytest.mark.parametrize("bias", [False, True], ids=["options", "position_bias"])
+def test_hf_a_bidirectional_mask_of_one_query_stands_for_all(padding, seqlen_q, bias):
+    """BridgeTower and LightGlue make their masks so."""
+    real = {"left": REAL, "right": REAL.flip(1), "full": torch.ones_like(REAL)}[padding]
+    mask = made(BATCH, 1, attention_mask=real, **BIDIRECTIONAL)
+    q, (k, v) = torch.randn(BATCH, HEADS, seqlen_q, 16), torch.randn(2, BATCH, HEADS, LENGTH, 16)
+    more = {"position_bias": torch.zeros(1, 1, seqlen_q, LENGTH)} if bias else {}
+    out, _ = hf.attention_forward(torch.nn.Module(), q, k, v, mask, **more)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, real[:, None, None])
+    torch.testing.assert_close(out, expected.transpose(1, 2))

@@ -19,6 +19,9 @@ slopes = torch.rand(HEADS)
 learned = torch.rand(HEADS, requires_grad=True)
 table = torch.rand(HEADS, 2 * ROWS, requires_grad=True)
 documents = torch.arange(ROWS) // 3
+bytes_of = torch.tensor([0, 1, 100, 127, 128, 200, 254, 255], dtype=torch.uint8)
+signed = torch.tensor([-128, -100, -1, 0, 1, 63, 100, 127], dtype=torch.int8)
+shorts = torch.tensor([-32768, -300, -1, 0, 2, 255, 300, 32767], dtype=torch.int16)
 WINDOW = 3
 WRONG, EMPTY = torch.ones(3, dtype=torch.float64), torch.ones(0)
 
@@ -35,13 +38,19 @@ def positions(shape: torch.Size) -> list[torch.Tensor]:
     return [torch.arange(n).view([-1 if i == dim else 1 for i in range(4)]) for dim, n in enumerate(shape)]
 
 
+def trunc(x, y):
+    return torch.div(x, y, rounding_mode="trunc")
+
+
 # Every operation, at arguments where it is defined
 FUNCTIONS = {
     "add": lambda s, b, h, q, k: s + q - 2 * k + b * 0.25,
     "alpha": lambda s, b, h, q, k: torch.add(s, h, alpha=3) + torch.sub(1, s, alpha=1) + (5 - s),
     "div": lambda s, b, h, q, k: s / 7.0 + q / (k + 1) + 2.0 / (s.abs() + 1) + s.abs().reciprocal(),
     "floor_divide": lambda s, b, h, q, k: s + (q - k) // 3 + torch.div(k, 2, rounding_mode="floor"),
-    "trunc_divide": lambda s, b, h, q, k: s + torch.div(s, 2.0, rounding_mode="trunc"),
+    "trunc_divide": lambda s, b, h, q, k: s + torch.div(s, 2.0, rounding_mode="trunc") + trunc(q - k, 3) + trunc(k - q, -2),
+    "divide_scores": lambda s, b, h, q, k: s + s // 0.7 + torch.div(s, 0.3, rounding_mode="floor"),
+    "nan_to_num": lambda s, b, h, q, k: torch.nan_to_num(s, 0.0, 2.0, -2.0) + torch.nan_to_num(s.log()) + s.nan_to_num(nan=1.5),
     "remainder": lambda s, b, h, q, k: s % 3 + (q - k) % 5 + (k % 4) * 0.5 + torch.fmod(s, 2.0) + torch.fmod(q - k, 3),
     "pow": lambda s, b, h, q, k: s**3 + s**2 + s.abs() ** 0.5 + s.abs() ** 1.7 + s**-1 + s**0 + s.abs() ** (h * 0.5 + 1),
     "exponentials": lambda s, b, h, q, k: torch.exp(-s.abs()) + torch.exp2(s) + torch.expm1(s),
@@ -72,6 +81,11 @@ FUNCTIONS = {
     ),
     "filled": lambda s, b, h, q, k: s.masked_fill(q < k, -1e4) + torch.full_like(s, 2.0) + torch.zeros_like(s) + s.new_ones(()),
     "in_place": lambda s, b, h, q, k: s.clone().add_(1).mul_(slopes[h]),
+    "small": lambda s, b, h, q, k: s + bytes_of[q] * 2 + shorts[k] * shorts[q] - (bytes_of[q] - 200) + ~bytes_of[k],
+    "small_signed": lambda s, b, h, q, k: s + (-signed[k] + signed[q] * 3) + signed[q].abs() + (signed[k] ^ bytes_of[q]),
+    "small_bits": lambda s, b, h, q, k: s + (signed[q] << 3) + (bytes_of[k] << 1) + (bytes_of[q] >> 1),
+    "small_casts": lambda s, b, h, q, k: s + (q * 100).to(torch.uint8) + (k * 99 - 400).to(torch.int8) + (q * 9999).short(),
+    "small_quotients": lambda s, b, h, q, k: s + signed[q] // 3 + signed[k] % 7 + (signed[q] > bytes_of[k]) * 2,
     "casts": lambda s, b, h, q, k: s + s.to(torch.int32) + q.float() + (k > 2).to(s.dtype) + s.long() + h.type_as(s),
     "nan": lambda s, b, h, q, k: torch.where(torch.isnan(s) | torch.isinf(s), 0.0, s),
     "detached": lambda s, b, h, q, k: s * s.detach() + learned.detach()[h],
@@ -82,7 +96,11 @@ FUNCTIONS = {
 }  # fmt: skip
 # The same on tensors that are broadcast
 BROADCAST = FUNCTIONS | {
-    "partly": lambda s, b, h, q, k: s + table[h, q] + table[1, k] + table[h, 3] + table[-1, q]
+    # torch differentiates div with its rounding modes, not //
+    "divide_scores": lambda s, b, h, q, k: (
+        s + torch.div(s, 0.7, rounding_mode="floor") + torch.div(s, 0.3, rounding_mode="floor")
+    ),
+    "partly": lambda s, b, h, q, k: s + table[h, q] + table[1, k] + table[h, 3] + table[-1, q],
 }
 
 
@@ -213,6 +231,15 @@ def test_trace_sees_a_changed_object():
     assert trace(bias, None, False).numbers == (4.0,)
 
 
+half_slopes = torch.rand(HEADS, dtype=torch.bfloat16)
+
+
+def without_gradient(score, b, h, q_idx, kv_idx):
+    with torch.no_grad():
+        bias = learned[h] * 2
+    return score + bias
+
+
 def control_flow(score, b, h, q_idx, kv_idx):
     if q_idx > kv_idx:
         return score
@@ -239,7 +266,11 @@ def control_flow(score, b, h, q_idx, kv_idx):
         (lambda s, b, h: s, TypeError, r"expected a function of 0-d tensors \(score, b, h, q_idx, kv_idx\)"),
         (lambda s, b, h, q, k: s + WRONG[h], TypeError, "expected captured tensors of float32"),
         (lambda s, b, h, q, k: s + EMPTY[h], ValueError, "at least one element"),
-        (lambda s, b, h, q, k: s // 2.0, RuntimeError, "torch cannot differentiate it"),
+        (lambda s, b, h, q, k: s.half(), NotImplementedError, r"got aten._to_copy.default that rounds to torch.float16.*test_trace.py"),
+        (lambda s, b, h, q, k: s + q.bfloat16(), NotImplementedError, "rounds to torch.bfloat16.*; leave the rounding out"),
+        (lambda s, b, h, q, k: s * half_slopes[h].to(torch.float16), NotImplementedError, "rounds to torch.float16"),
+        (lambda s, b, h, q, k: half_slopes[h].clone().add_(s), NotImplementedError, "got aten.add_.Tensor that rounds"),
+        (without_gradient, NotImplementedError, r"expected no torch.no_grad or torch.enable_grad.*; call .detach\(\)"),
     ],
 )  # fmt: skip
 def test_trace_refuses(function, error, words):

@@ -185,11 +185,6 @@ def attend(
         by_bits = not differentiate or has_gradient_kernels(q, v, parts)
         call = listed(call, kept_mask(functions[2]) if mask is None else mask, q, heads, by_bits)
     scale = scale_of(q, scale)
-    if not q.is_cuda:
-        qkv = _transposed(q, k, v) if rows_first else (q, k, v)
-        out, lse = flex_reference(*qkv, scale, call)
-        out = out.to(q.dtype)
-        return (out.transpose(1, 2) if rows_first else out), lse
     inputs = q, k, v, *call.tensors
     if differentiate and any([x.requires_grad for x in inputs]):
         try:
@@ -200,8 +195,26 @@ def attend(
                 raise
             call = replace(call, tensors=captured)
             return _differentiable(call, scale, deterministic, rows_first, parts, q, k, v, *captured)
-    others = {"options": options_of_parts(parts), "traced": call, "deterministic": deterministic}
-    return launch.forward(q, k, v, scale, False, False, not rows_first, **others)
+    return _forward(call, scale, deterministic, rows_first, parts, q, k, v)
+
+
+def _forward(
+    call: Call,
+    scale: float,
+    deterministic: bool,
+    rows_first: bool,
+    parts: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) by the kernels, on the CPU by the reference. parts: as in Options."""
+    if q.is_cuda:
+        others = {"options": options_of_parts(parts), "traced": call, "deterministic": deterministic}
+        return launch.forward(q, k, v, scale, False, False, not rows_first, **others)
+    out, lse = flex_reference(*(_transposed(q, k, v) if rows_first else (q, k, v)), scale, call)
+    out = out.to(q.dtype)
+    return (out.transpose(1, 2) if rows_first else out), lse
 
 
 def attend_by_functions(
@@ -380,7 +393,7 @@ def _tracer() -> Callable[..., Call]:
 
 
 class _Flex(torch.autograd.Function):
-    """Differentiable launch on a GPU."""
+    """Differentiable launch on a GPU, or reference on the CPU."""
 
     @staticmethod
     def forward(
@@ -394,8 +407,7 @@ class _Flex(torch.autograd.Function):
     ) -> tuple:
         """inputs: q, k, v, captured tensors. parts: as in Options."""
         q, k, v, *_ = inputs
-        others = {"options": options_of_parts(parts), "traced": call, "deterministic": deterministic}
-        out, lse = launch.forward(q, k, v, scale, False, False, not rows_first, **others)
+        out, lse = _forward(call, scale, deterministic, rows_first, parts, q, k, v)
         ctx.asked = call.program, call.numbers, call.blocks, scale, deterministic, rows_first, parts
         ctx.save_for_backward(out, lse, *inputs)
         ctx.set_materialize_grads(False)  # no zeros for an unused lse
@@ -413,7 +425,7 @@ class _Flex(torch.autograd.Function):
         deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         call = Call(program, tuple(tensors), numbers, blocks)
         layout = scale, False, False, not rows_first, deterministic, dlse
-        if has_gradient_kernels(q, v, parts):
+        if q.is_cuda and has_gradient_kernels(q, v, parts):
             others = {"options": options_of_parts(parts), "traced": call}
             dq, dk, dv, *sums = launch.backward(dout, q, k, v, out, lse, *layout, **others)
         else:

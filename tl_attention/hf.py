@@ -13,6 +13,7 @@ from tl_attention.checks import lengths as checks_lengths
 from tl_attention.checks.common import FWD_DTYPES, expect_scale
 from tl_attention.checks.hf import (
     VARLEN_ROWS,
+    check_asked,
     check_documents,
     check_flex,
     check_inputs,
@@ -111,7 +112,8 @@ def attention_forward(
             added to the scores, to which the same applies. None: no mask but that of is_causal and sliding_window.
         position_bias: float [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k], added to the scores; it may need a gradient.
         sliding_window: number of keys that a query sees, its own included; in a bidirectional layer, on either side. None: no window.
-        is_causal: None: as the attributes is_causal of the layer and of its config say, causal where they are missing.
+        is_causal: None: as the attributes is_causal of the layer and of its config say, causal where they are missing. A layer of a
+            model that says causal in this way has to have a mask, cu_seq_lens_q, or a single query.
         s_aux: [heads], the scores of the sink.
         cu_seq_lens_q, cu_seq_lens_k: [sequences + 1], bounds of packed sequences in batch * seqlen; they override padding and documents of
             attention_mask, and are refused beside a BlockMask, a 4-D mask or position_bias. Both or neither. Their values are checked only
@@ -124,7 +126,8 @@ def attention_forward(
     Returns:
         (out [batch, seqlen_q, heads, head_dim_v], contiguous, None). Rows of padding are 0.
     Raises:
-        NotImplementedError: a paged cache, output_attentions=True, a mask of another form, an unknown argument, documents in position_ids
+        NotImplementedError: a paged cache, output_attentions=True, a mask of another form or none where the layer alone says that it is
+            causal, an unknown argument, documents in position_ids
             beside keys from before, or dropout or packed sequences beside a BlockMask, a 4-D mask or position_bias.
         TypeError, ValueError, NotImplementedError: see flash_attn_func.
     """
@@ -138,15 +141,19 @@ def attention_forward(
     query, key, value = _cast(module, query, key, value)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     packed = cu_seq_lens_q is not None
-    rows, first_query = None, None
+    rows, first_query = None, key.shape[2] - query.shape[2]
     if isinstance(attention_mask, Mask):
         if not packed:
             check_mask_lengths(attention_mask, query, key)
-            rows = attention_mask.rows
+            rows = attention_mask.rows_for(query.shape[2])
         first_query = attention_mask.first_query
         causal, left, right = attention_mask.causal, attention_mask.left, attention_mask.right
     else:
-        causal = _layer_is_causal(module) if is_causal is None else is_causal
+        causal = is_causal
+        if causal is None:
+            causal = _layer_is_causal(module)
+            if attention_mask is None and not packed and query.shape[2] > 1:
+                check_asked(module, causal)
         left, right = _window(sliding_window, causal)
     softcap = 0.0 if softcap is None else softcap
 
@@ -156,7 +163,7 @@ def attention_forward(
     elif not packed and _may_hold_documents(attention_mask, position_ids, query, key, causal):
         found = _documents(position_ids, attention_mask)
         if found is not None:
-            check_documents(query, key, first_query or 0)
+            check_documents(query, key, first_query)
             documents, rows = found.ids, found.rows
             if attention_mask is None or attention_mask.block_mask is None:
                 key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]

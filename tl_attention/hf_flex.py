@@ -94,9 +94,10 @@ def flex_forward(
     """
     bias, mask_mod, block_mask, rows = None, None, None, None
     if isinstance(attention_mask, Mask):
-        block_mask, rows = attention_mask.block_mask, attention_mask.rows
-        if block_mask is not None and documents is not None:
-            block_mask = attention_mask.of_documents(documents)
+        block_mask, rows = attention_mask.block_mask, attention_mask.rows_for(query.shape[2])
+        if documents is not None:
+            rows = None
+            block_mask = None if block_mask is None else attention_mask.of_documents(documents)
     elif is_block_mask(attention_mask):
         block_mask = attention_mask
     elif attention_mask is not None:

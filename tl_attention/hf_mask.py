@@ -53,6 +53,26 @@ class Mask:
         batch, q_length, kv_length = self.sizes
         return torch.Size((batch, 1, q_length, kv_length))
 
+    @property
+    def holds_for_each_query(self) -> bool:
+        """True if all queries see the same keys."""
+        return (
+            not self.causal
+            and self.left < 0
+            and self.right < 0
+            and self.block_mask is None
+            and self.starts is None
+        )
+
+    def rows_for(self, queries: int) -> torch.Tensor | None:
+        """Rows for so many queries, which differ from those of the mask if it was made for one query that stands for all."""
+        if self.rows is None or self.sizes[1] != 1 or queries == 1 or not self.holds_for_each_query:
+            return self.rows
+        times = self.rows.new_tensor(
+            [queries, 1, queries, *[1] * (len(self.rows) - 3)]
+        )  # cu_seqlens_q, seqused_q
+        return self.rows * times[:, None]
+
     def to(self, *args: Any, **options: Any) -> Mask:
         """Mask on another device, for models whose layers are on several."""
         tensors = {}

@@ -260,7 +260,19 @@ def check_captured_sizes(
                     f"captured tensor {value.data}, {describe(x)}: expected at least {wanted} entries in dimension {dim}, which"
                     f" {LEAF_NAMES[index.op]} indexes, got {x.shape[dim]}"
                 )
-            if index.op == "constant" and not -x.shape[dim] <= index.data < x.shape[dim]:
+            position = _known_index(call, arg)
+            if position is not None and not -x.shape[dim] <= position < x.shape[dim]:
                 raise ValueError(
-                    f"captured tensor {value.data}, {describe(x)}: expected an index within dimension {dim}, got {index.data}"
+                    f"captured tensor {value.data}, {describe(x)}: expected an index within dimension {dim}, from {-x.shape[dim]} to"
+                    f" {x.shape[dim] - 1}, got {position}"
                 )
+
+
+def _known_index(call: Call, i: int) -> int | None:
+    """Number that an index is, a constant or one that the function captured; None for others."""
+    value = call.program.values[i]
+    while value.op == "cast":
+        value = call.program.values[value.args[0]]
+    if value.op == "constant":
+        return int(value.data)
+    return int(call.numbers[value.data]) if value.op == "number" else None

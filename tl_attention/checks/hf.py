@@ -84,12 +84,24 @@ def check_mask(mask: Any, batch: int) -> None:
         raise _mask_error(mask)
 
 
+def check_asked(module: Any, causal: bool) -> None:
+    """Refuse a causal layer of a model without a mask: eager attention would see all keys, SDPA the past."""
+    if causal and (hasattr(module, "is_causal") or hasattr(module, "config")):
+        raise NotImplementedError(
+            f"attention_mask: expected the result of tl_attention.hf.attention_mask, as {type(module).__name__} says is_causal=True, got"
+            " None and no is_causal in the call, of a model that asked for no mask and may mean no mask at all; use"
+            ' attn_implementation="eager", or pass is_causal'
+        )
+
+
 def check_mask_lengths(mask: Mask, query: torch.Tensor, key: torch.Tensor) -> None:
     """Check that a mask was made for the lengths of query and key [batch, heads, seqlen, head_dim]."""
     q_length, kv_length = mask.sizes[1:]
     plain = mask.rows is None and mask.block_mask is None and mask.left < 0 and mask.right < 0
     if plain and not mask.causal:
         return  # all keys are seen, whatever their number
+    if mask.holds_for_each_query and q_length == 1:
+        q_length = query.shape[2]
     if (q_length, kv_length) != (query.shape[2], key.shape[2]):
         raise ValueError(
             f"attention_mask: expected one for {query.shape[2]} queries and {key.shape[2]} keys, the lengths of query and key, got one for"

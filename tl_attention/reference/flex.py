@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from tl_attention.program import Call, Program
+from tl_attention.program import Call
 from tl_attention.reference.attention import MAX_SCORES, true_fp32
-from tl_attention.tracing.program_values import differentiable, program_values
+from tl_attention.tracing.program_values import program_index, program_values
 
 LEAST_SCORE = -1e20  # a lower one hides its key, as in the kernels
 PARTIAL, FULL = 1, 2  # states of blocks, see launch/block_lists.py
@@ -69,13 +71,13 @@ def flex_backward_reference(
         tensors[i] = tensors[i].to(torch.float32, copy=True).requires_grad_()
     call = replace(call, tensors=tuple(tensors))
     dq = torch.empty_like(q, dtype=torch.float32)
-    shared = [*(x.detach().requires_grad_() for x in (k, v)), *(tensors[i] for i in learned)]
+    shared = [*(x.detach().float().requires_grad_() for x in (k, v)), *(tensors[i] for i in learned)]
     sums = [torch.zeros_like(x) for x in shared]
     step = max(1, MAX_SCORES // max(1, q.shape[0] * q.shape[1] * seqlen_k))
     with true_fp32(q.device), torch.enable_grad():
         for first in range(0, seqlen_q, step):
             rows = slice(first, min(first + step, seqlen_q))
-            q_rows = q[:, :, rows].detach().requires_grad_()
+            q_rows = q[:, :, rows].detach().float().requires_grad_()
             out, lse = flex_reference(q_rows, *shared[:2], softmax_scale, call, first_query=first)
             lse = lse.masked_fill(lse == -math.inf, 0)
             dlse_rows = torch.zeros_like(lse) if dlse is None else dlse[:, :, rows].to(lse.dtype)
@@ -88,10 +90,51 @@ def flex_backward_reference(
     return dq, *sums
 
 
-def _depends_on_score(program: Program) -> bool:
-    """True if the new score has a derivative with respect to the score."""
-    values = program.values
-    return any(values[i].op == "score" for i in differentiable(values, program.score))
+class _Changed(torch.autograd.Function):
+    """New scores of a program that has derivatives, which are those of the program, as in the kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: Call,
+        positions: Mapping[str, torch.Tensor],
+        scores: torch.Tensor,
+        *learned: torch.Tensor,
+    ) -> torch.Tensor:
+        """positions: values of the leaves but for the score. learned: tensors of program.learned."""
+        ctx.call, ctx.positions = call, positions
+        ctx.save_for_backward(scores, *learned)
+        (new,) = program_values(call, [call.program.score], {**positions, "score": scores}, scores.dtype)
+        return new.expand(scores.shape).clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        scores, *learned = ctx.saved_tensors
+        program, leaves = ctx.call.program, {**ctx.positions, "score": scores}
+
+        def values(roots: Sequence[int]) -> list[torch.Tensor]:
+            return program_values(ctx.call, roots, leaves, scores.dtype)
+
+        def times(factor: torch.Tensor) -> torch.Tensor:  # 0 for a hidden score, whatever the factor
+            return torch.where(grad == 0, 0, grad * factor)
+
+        dscores = grad if program.slope is None else times(*values([program.slope]))
+        sums = {
+            i: torch.zeros_like(x, dtype=grad.dtype) for i, x in zip(program.learned, learned, strict=True)
+        }
+        for gradient in program.gradients:
+            total = sums[gradient.tensor]
+            index = program_index(ctx.call, gradient.index, total.shape, values(gradient.index))
+            shape = torch.broadcast_shapes(*(x.shape for x in index))
+            added = times(*values([gradient.factor])).sum_to_size(shape)
+            total.index_put_(index, added, accumulate=True) if index else total.add_(added)
+        return (
+            None,
+            None,
+            dscores,
+            *(sums[i].to(x.dtype) for i, x in zip(program.learned, learned, strict=True)),
+        )
 
 
 def new_scores(scores: torch.Tensor, call: Call, first_query: int = 0) -> torch.Tensor:
@@ -102,19 +145,18 @@ def new_scores(scores: torch.Tensor, call: Call, first_query: int = 0) -> torch.
         for dim, n in enumerate(scores.shape)
     ]
     positions[2] = positions[2] + first_query
-    leaves = dict(zip(("batch", "head", "query", "key"), positions, strict=True), score=scores)
-    roots = [root for root in (program.score, program.mask) if root is not None]
-    found = dict(zip(roots, program_values(call, roots, leaves, scores.dtype), strict=True))
-    if program.score is not None:
-        changed = found[program.score].expand(scores.shape)
-        if scores.requires_grad and not _depends_on_score(program):
-            changed = torch.where(
-                torch.ones((), dtype=torch.bool, device=device), changed, scores
-            )  # gradient 0
-        scores = changed
+    leaves = dict(zip(("batch", "head", "query", "key"), positions, strict=True))
+    if program.score is not None and (program.slope is not None or program.gradients):
+        learned = [call.tensors[i] for i in program.learned]
+        scores = _Changed.apply(call, leaves, scores, *learned)
+    elif program.score is not None:  # a derivative of 1, or none is asked for
+        (changed,) = program_values(call, [program.score], {**leaves, "score": scores}, scores.dtype)
+        scores = changed.expand(scores.shape)
     if program.mask is None and call.blocks is None:
         return scores
-    seen = torch.ones((), dtype=torch.bool, device=device) if program.mask is None else found[program.mask]
+    seen = torch.ones((), dtype=torch.bool, device=device)
+    if program.mask is not None:
+        (seen,) = program_values(call, [program.mask], leaves)
     if call.blocks is not None:
         states = call.blocks.states
         for dim, size, at in zip((-2, -1), call.blocks.block_size, positions[2:], strict=True):

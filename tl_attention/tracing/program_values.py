@@ -36,15 +36,23 @@ def program_values(
             found[i] = torch.full((), number, dtype=value_dtype, device=device)
         elif value.op == "load":
             tensor = call.tensors[value.data]
-            index = tuple(
-                found[arg].long() if values[arg].op in LEAVES else within(found[arg], size)
-                for arg, size in zip(value.args, tensor.shape, strict=True)
-            )
+            index = program_index(call, value.args, tensor.shape, [found[arg] for arg in value.args])
             found[i] = (tensor[index] if index else tensor).to(value_dtype)
         else:
             x = evaluate(value, [found[arg] for arg in value.args], device)
             found[i] = x.to(dtype) if value.dtype == FLOAT else x
     return [found[root] for root in roots]
+
+
+def program_index(
+    call: Call, args: Sequence[int], shape: Sequence[int], found: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Index into a captured tensor of this shape: `found` are the values `args`, of which only leaves are known to be in range."""
+    values = call.program.values
+    return tuple(
+        x.long() if values[arg].op in LEAVES else within(x, size)
+        for arg, size, x in zip(args, shape, found, strict=True)
+    )
 
 
 def within(index: torch.Tensor, size: int) -> torch.Tensor:

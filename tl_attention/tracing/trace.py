@@ -33,6 +33,8 @@ from tl_attention.program import (
 )
 from tl_attention.tracing.captures import Captures
 from tl_attention.tracing.dense_bias import with_bias
+from tl_attention.tracing.derivatives import Reverse
+from tl_attention.tracing.program_values import differentiable
 from tl_attention.tracing.trace_ops import SUPPORTED, TORCH_DTYPES, Builder, Unsupported, convert, evaluate
 
 aten = torch.ops.aten
@@ -64,7 +66,15 @@ class _Function(NamedTuple):
 
 
 class _Recorder(TorchFunctionMode):
-    """Mode in which a function is recorded: indexing with 0-d tensors is kept as an operation, and each node records its source line."""
+    """Mode in which a function is recorded: indexing with 0-d tensors is kept as an operation, and each node records its source line.
+
+    Attributes:
+        sets_grad_mode: the function turned gradients on or off, which the recorded operations do not show.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.sets_grad_mode = False
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -80,6 +90,8 @@ class _Recorder(TorchFunctionMode):
                     raise NotImplementedError("a slice beside 0-d tensors")
                 positions = [torch.tensor(i) if isinstance(i, int) else i for i in positions]
                 func, args = aten.index.Tensor, (tensor, positions)
+        elif func is torch._C._set_grad_enabled:
+            self.sets_grad_mode = True
         frame = sys._getframe(1)
         while frame is not None and "/torch/" in frame.f_code.co_filename:
             frame = frame.f_back
@@ -100,8 +112,8 @@ def _above_autograd():
 
 @contextmanager
 def _recording():
-    with fx_traceback.preserve_node_meta(), _Recorder():
-        yield
+    with fx_traceback.preserve_node_meta(), _Recorder() as recorder:
+        yield recorder
 
 
 def trace(
@@ -157,7 +169,7 @@ def _trace(score_mod: Callable | None, mask_mod: Callable | None, differentiate:
     if score_mod is not None:
         function = _Function("score_mod", score_mod)
         leaf = builder.leaf("score")
-        score = _record(builder, function, [leaf, *indices])
+        score = _record(builder, function, [leaf, *indices], differentiate)
         if builder.dtype(score) == BOOL:
             raise TypeError(
                 f"score_mod{function.place}: expected a score, got a bool; return torch.where(condition, score, -float('inf')), or pass the"
@@ -178,7 +190,7 @@ def _trace(score_mod: Callable | None, mask_mod: Callable | None, differentiate:
             mask = None
     captured = tuple(Captured(str(x.dtype).removeprefix("torch."), x.ndim) for x in builder.tensors)
     program = Program(
-        tuple(builder.values), score, mask, slope, captured, tuple(builder.number_dtypes), gradients
+        builder.finished(), score, mask, slope, captured, tuple(builder.number_dtypes), gradients
     )
     return Call(program.pruned(), tuple(builder.tensors), tuple(builder.numbers))
 
@@ -187,14 +199,17 @@ def _fake_leaves(values: Sequence[Value]) -> list[torch.Tensor]:
     return [torch.zeros((), dtype=TORCH_DTYPES[value.dtype]) for value in values]
 
 
-def _record(builder: Builder, function: _Function, arguments: list[int]) -> int:
-    """Value that a user's function returns for these arguments."""
+def _record(builder: Builder, function: _Function, arguments: list[int], differentiate: bool = False) -> int:
+    """Value that a user's function returns for these arguments. differentiate: as in trace()."""
 
     def run(*inputs: torch.Tensor) -> Any:
-        with torch.no_grad(), _recording():
-            return function.call(*inputs)
+        with torch.no_grad(), _recording() as recorder:
+            result = function.call(*inputs)
+        modes.append(recorder.sets_grad_mode)
+        return result
 
     found: list[Any] = []
+    modes: list[bool] = []
 
     def checked(*inputs: torch.Tensor) -> Any:
         result = run(*inputs)
@@ -207,6 +222,11 @@ def _record(builder: Builder, function: _Function, arguments: list[int]) -> int:
         )
     except Exception as error:
         raise _refusal(function, error) from error
+    if differentiate and any(modes):
+        raise NotImplementedError(
+            f"{function.name}{function.place}: expected no torch.no_grad or torch.enable_grad inside, whose effect on gradients is not"
+            " traced, got one; call .detach() on what needs no gradient"
+        )
     (result,) = found
     if isinstance(result, bool | int | float):
         return builder.number(result, {bool: BOOL, int: INT, float: FLOAT}[type(result)])
@@ -268,33 +288,21 @@ def _differentiate(
     builder: Builder, function: _Function, score: int, leaf: int
 ) -> tuple[int | None, tuple[TensorGradient, ...]]:
     """Derivatives of a score with respect to the leaf and to each load of a tensor that requires a gradient."""
-    needed = sorted(Program(tuple(builder.values)).needed([score]))
-    inputs = [i for i in needed if builder.values[i].op in (*LEAVES, "number", "load")]
+    values = tuple(builder.values)
+    needed = sorted(Program(values).needed([score]))
+    inputs = [i for i in needed if values[i].op in (*LEAVES, "number", "load")]
     if leaf not in inputs:
         inputs.append(leaf)
-    learned = [
-        i
-        for i in inputs
-        if builder.values[i].op == "load"
-        and builder.dtype(i) == FLOAT
-        and i not in builder.detached
-        and builder.tensors[builder.values[i].data].requires_grad
-    ]
-    values = tuple(builder.values)
+    reached = differentiable(values, score)
+    learned = [i for i in inputs if i in reached and builder.learns(i)]
+    reverse = Reverse(values, builder.ties, reached, [leaf, *learned])
 
     def joint(*tensors: torch.Tensor) -> tuple:
         found = dict(zip(inputs, tensors, strict=True))
-        for i in (leaf, *learned):
-            found[i] = found[i].detach().requires_grad_()
         for i in needed:
             if i not in found:
                 found[i] = evaluate(values[i], [found[arg] for arg in values[i].args])
-        out = found[score]
-        wanted = [found[i] for i in (leaf, *learned)]
-        if not out.requires_grad:
-            return tuple(torch.zeros(()) for _ in wanted)
-        grads = torch.autograd.grad(out, wanted, torch.ones(()), allow_unused=True)
-        return tuple(torch.zeros(()) if grad is None else grad for grad in grads)
+        return tuple(reverse.derivatives(score, found))
 
     try:
         with torch.enable_grad(), _above_autograd():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -118,6 +118,27 @@ DTYPES = {
     torch.uint8: INT,
     torch.bool: BOOL,
 }
+HALVES = torch.float16, torch.bfloat16
+# Integers that a program computes in 32 bits: (bits, signed)
+SMALL_INTS = {torch.uint8: (8, False), torch.int8: (8, True), torch.int16: (16, True)}
+# Operations whose result fits wherever their operands do
+NEVER_WRAPS = frozenset(
+    (
+        *IDENTITIES,
+        *FILLS,
+        *CREATIONS,
+        "detach",
+        "index",
+        "select",
+        "where",
+        "masked_fill",
+        "maximum",
+        "minimum",
+        "and",
+        "or",
+        "xor",
+    )
+) | {"remainder", "fmod", "sign", "shift_right", "clamp", "clamp_min", "clamp_max", "relu"}
 TORCH_DTYPES = {FLOAT: torch.float32, INT: torch.int32, LONG: torch.int64, BOOL: torch.bool}
 
 
@@ -137,14 +158,19 @@ class CapturedTensor:
 
 @dataclass
 class Builder:
-    """Values of a program under construction; equal values are merged."""
+    """Values of a program under construction; equal values are merged.
+
+    A load whose gradient is not wanted has ~slot in the place of slot, so that no other load is merged with it.
+    """
 
     values: list[Value] = field(default_factory=list)
     positions: dict[Value, int] = field(default_factory=dict)
     numbers: list[float | int] = field(default_factory=list)
     number_dtypes: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
-    detached: set[int] = field(default_factory=set)  # loads whose gradient is not wanted
+    ties: dict[int, bool] = field(
+        default_factory=dict
+    )  # maximum or minimum -> its first operand has the derivative of a tie
 
     def dtype(self, value: int) -> str:
         return self.values[value].dtype
@@ -208,10 +234,18 @@ class Builder:
 
     def load(self, slot: int, index: tuple[int, ...], detached: bool = False) -> int:
         dtype = CAPTURED_DTYPES[str(self.tensors[slot].dtype).removeprefix("torch.")]
-        value = self._keep(Value("load", dtype, index, slot))
-        if detached:
-            self.detached.add(value)
-        return value
+        is_other = detached and dtype == FLOAT and self.tensors[slot].requires_grad
+        return self._keep(Value("load", dtype, index, ~slot if is_other else slot))
+
+    def learns(self, value: int) -> bool:
+        """True for a load whose tensor gets a gradient from it."""
+        found = self.values[value]
+        is_load = found.op == "load" and found.dtype == FLOAT and found.data >= 0
+        return is_load and self.tensors[found.data].requires_grad
+
+    def finished(self) -> tuple[Value, ...]:
+        """Values of the program: loads by slot alone."""
+        return tuple(replace(x, data=~x.data) if x.op == "load" and x.data < 0 else x for x in self.values)
 
     def _is(self, value: int, number: float) -> bool:
         found = self.values[value]
@@ -252,16 +286,20 @@ def convert(builder: Builder, graph: GraphModule, arguments: list[int]) -> list[
             try:
                 found[node] = _Operation(builder, found, node).value()
             except KeyError:
-                line = node.meta.get("stack_trace")
-                at = f" at {line.strip()}" if line else ""
                 dtype = getattr(node.meta.get("val"), "dtype", None)
                 result = "" if dtype is None or dtype in DTYPES else f" with a result of {dtype}"
-                raise Unsupported(f"{node.target}{result}{at}") from None
+                raise Unsupported(f"{node.target}{result}{_at(node)}") from None
         else:
             outputs = node.args[0]
             outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
             return [_scalar(builder, found[x]) for x in outputs]
     raise AssertionError("a graph without output")
+
+
+def _at(node: Node) -> str:
+    """File and line of a node, for errors, if they are known."""
+    line = node.meta.get("stack_trace")
+    return f" at {line.strip()}" if line else ""
 
 
 def _captured(builder: Builder, tensor: torch.Tensor) -> int | CapturedTensor:
@@ -303,7 +341,9 @@ class _Operation:
         result = node.meta.get("val")
         if isinstance(result, torch.Tensor) and result.dtype not in DTYPES:
             raise KeyError(f"{self.name} to {result.dtype}")
-        self.dtype = DTYPES[result.dtype] if isinstance(result, torch.Tensor) else None
+        self.torch_dtype = result.dtype if isinstance(result, torch.Tensor) else None
+        self.dtype = DTYPES.get(self.torch_dtype)
+        self.is_in_place = name.endswith("_") and not name.startswith("_")
         self.ndim = result.ndim if isinstance(result, torch.Tensor) else 0
 
     def operand(self, argument: Any, dtype: str) -> int:
@@ -325,6 +365,39 @@ class _Operation:
         return DTYPES[torch.result_type(*stand_ins)]
 
     def value(self) -> int | CapturedTensor:
+        self._refuse_rounding()
+        value = self._value()
+        bits, signed = SMALL_INTS.get(self.torch_dtype, (32, True))
+        if (
+            bits == 32
+            or RENAMED.get(self.name, self.name) in NEVER_WRAPS
+            or isinstance(value, CapturedTensor)
+        ):
+            return value
+        return self._wrapped(value, bits, signed)
+
+    def _refuse_rounding(self) -> None:
+        """Refuse what PyTorch rounds to 16 bits: kernels compute in fp32. Arithmetic of captured tensors alone is not rounded."""
+        if self.torch_dtype not in HALVES or not (self.name in CASTS or self.is_in_place):
+            return
+        nodes = [x for x in self.node.args if isinstance(x, Node)]
+        dtypes = {x.meta["val"].dtype for x in nodes if isinstance(x.meta.get("val"), torch.Tensor)}
+        if not dtypes <= {self.torch_dtype, torch.bool}:
+            raise Unsupported(
+                f"{self.node.target} that rounds to {self.torch_dtype}, where kernels compute in float32{_at(self.node)}; leave the"
+                " rounding out, or round before the call"
+            )
+
+    def _wrapped(self, value: int, bits: int, signed: bool) -> int:
+        """An integer of 32 bits as one of fewer: the values repeat."""
+        build, constant = self.builder.op, lambda number: self.builder.constant(number, INT)
+        value = build("and", INT, value, constant(2**bits - 1))
+        if not signed:
+            return value
+        half = constant(2 ** (bits - 1))
+        return build("sub", INT, build("xor", INT, value, half), half)
+
+    def _value(self) -> int | CapturedTensor:
         name, args, kwargs = self.name, self.node.args, self.node.kwargs
         first = self.found.get(args[0]) if args and isinstance(args[0], Node) else None
         if isinstance(first, CapturedTensor) and None in first.index:
@@ -367,8 +440,11 @@ class _Operation:
         if name in COMPARISONS:
             dtype = self.common_dtype(args)
             return build(name, BOOL, *(self.operand(x, dtype) for x in args))
-        if name in ("isnan", "isinf"):
+        if name in ("isnan", "isinf", "isposinf", "isneginf"):
             x = self.operand(args[0], FLOAT)
+            if name in ("isposinf", "isneginf"):
+                infinity = math.inf if name == "isposinf" else -math.inf
+                return build("eq", BOOL, x, self.builder.constant(infinity, FLOAT))
             if name == "isnan":
                 return build("ne", BOOL, x, x)
             return build("eq", BOOL, build("abs", FLOAT, x), self.builder.constant(math.inf, FLOAT))
@@ -427,6 +503,8 @@ class _Operation:
             number = self.node.args[number]
             if isinstance(number, Node):
                 return self.operand(number, self.dtype)
+        if self.torch_dtype in HALVES:
+            number = torch.tensor(number, dtype=self.torch_dtype).item()
         return self.builder.number(number, self.dtype)
 
     def _add(self, name: str, x: Any, y: Any, alpha: float | int = 1) -> int:
@@ -442,11 +520,14 @@ class _Operation:
     def _divide(self, x: Any, y: Any, rounding_mode: str | None = None) -> int:
         if rounding_mode == "floor":
             return self._with_constant("floor_divide", x, y)
+        if rounding_mode == "trunc" and self.dtype != FLOAT:
+            build, first = self.builder.op, self.operand(x, self.dtype)
+            rest = self._with_constant("fmod", x, y)
+            whole = build("sub", self.dtype, first, rest)
+            return build("floor_divide", self.dtype, whole, self.builder.values[rest].args[1])
         quotient = self.builder.op("div", FLOAT, self.operand(x, FLOAT), self.operand(y, FLOAT))
         if rounding_mode is None:
             return quotient
-        if self.dtype != FLOAT:
-            raise KeyError("div with rounding_mode trunc of ints")
         return self.builder.op("trunc", FLOAT, quotient)
 
     def _with_constant(self, name: str, x: Any, y: Any) -> int:
@@ -476,8 +557,8 @@ class _Operation:
         if name == "clamp_max":
             low, high = None, low
         low, high = kwargs.get("min", low), kwargs.get("max", high)
-        if low is not None:
-            value = build("maximum", dtype, value, self.operand(low, dtype))
-        if high is not None:
-            value = build("minimum", dtype, value, self.operand(high, dtype))
+        for bound, op in ((low, "maximum"), (high, "minimum")):
+            if bound is not None:
+                value = build(op, dtype, value, self.operand(bound, dtype))
+                self.builder.ties[value] = name != "relu"
         return value

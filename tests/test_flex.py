@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import random
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
+from torch.overrides import TorchFunctionMode
 
 import tl_attention
 from tl_attention import block_masks, configs, flex_attention, legality
@@ -79,6 +81,15 @@ def cases(c: Captured, cap: float = 20.0) -> dict[str, tuple]:
 NAMES = tuple(cases(Captured("cpu")))
 
 
+class Wide(TorchFunctionMode):
+    """Mode in which captured tensors are read as fp64, so that their gradients are sums in fp64."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__getitem__ and args[0].is_floating_point():
+            args = args[0].double(), *args[1:]
+        return func(*args, **(kwargs or {}))
+
+
 def oracle(
     q, k, v, score_mod, mask_mod, dtype: torch.dtype, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +102,8 @@ def oracle(
         for d, n in enumerate(scores.shape)
     ]
     if score_mod is not None:
-        scores = score_mod(scores, *at)
+        with Wide() if dtype == torch.float64 else contextlib.nullcontext():
+            scores = score_mod(scores, *at)
     if mask_mod is not None:
         scores = torch.where(mask_mod(*at), scores, -math.inf)
     return torch.softmax(scores, -1).nan_to_num(0).to(dtype) @ v, scores.logsumexp(-1)

@@ -117,6 +117,7 @@ def test_flex_fp32_parts_reach_the_launch(precision, parts, monkeypatch):
         seen.append(options.parts)
         return *(torch.zeros_like(x) for x in (q, k, v)), *traced.tensors
 
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(flex.launch, "forward", forward)
     monkeypatch.setattr(flex.launch, "backward", backward)
     score_mod, _, learned = cases(Captured("cpu"))["temperature"]

@@ -132,7 +132,7 @@ DOORS = {
     "compilation/sandbox tuning reference testing | rich",
     "compilation/cubin": "problem kernel_configs legality target compilation/compiler compilation/store compilation/toolkit | tilelang",
     "compilation/manifest": "compilation/building compilation/sandbox catalog configs compilation/cubin compilation/compiler "
-    "compilation/toolkit problem program kernel_configs part_configs legality target",
+    "compilation/toolkit problem program kernel_configs part_configs legality target | tilelang tvm",
     "version": "",
     "arguments": "problem",
     "question": "torch problem kernel_configs legality target configs gpus | launch",

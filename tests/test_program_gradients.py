@@ -124,7 +124,7 @@ def test_gradients_of_activations_are_those_of_torch(name):
 
 
 def test_gradients_of_a_branch_that_is_not_taken_are_zero():
-    """As PyTorch's own activations: 0 * inf of the other branch is not computed."""
+    """0 * inf of the other branch is not computed, as in PyTorch's own activations."""
     at = torch.tensor([-5.0, 0.0, 4.0, 100.0, 1e4])
     root = slopes_at(lambda s: torch.where(s > 0, s.sqrt(), 0.0 * s.detach()), at)
     torch.testing.assert_close(root, torch.tensor([0.0, 0.0, 0.25, 0.05, 0.005]))

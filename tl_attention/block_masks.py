@@ -7,6 +7,7 @@ all elements, a bounded number at a time. No tensor has an element per query and
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from tl_attention.tracing.program_values import program_values
 CHUNK = 2**24  # elements of a mask that are evaluated at once
 PROBED = 8  # first and last queries and keys of a block that are evaluated before the others
 MAX_CACHED = 64
+_lock = threading.Lock()  # for the oldest of _cached to be one that is there
 
 _cached: dict[tuple, tuple[tuple[torch.Tensor | None, ...], tuple]] = {}  # lists and their versions
 _made: weakref.WeakKeyDictionary[Any, tuple[Origin, ListsState]] = weakref.WeakKeyDictionary()
@@ -137,9 +139,10 @@ def _block_mask(mask_mod: Callable, blocks: Blocks, separate_full_blocks: bool, 
         with torch.no_grad():
             lists = _lists(*_states(call, blocks, exact), blocks, separate_full_blocks)
         if key is not None:
-            if len(_cached) >= MAX_CACHED:
-                _cached.pop(next(iter(_cached)))
-            _cached[key] = lists, versions(lists)
+            with _lock:
+                if len(_cached) >= MAX_CACHED:
+                    _cached.pop(next(iter(_cached)))
+                _cached[key] = lists, versions(lists)
     made = block_mask_class(
         (blocks.seqlen_q, blocks.seqlen_k),
         *lists,

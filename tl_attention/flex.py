@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import AuxOutput
 
 from tl_attention import launch
@@ -29,6 +30,7 @@ from tl_attention.checks.common import (
 from tl_attention.checks.flex import (
     FLASH_NAMES,
     FLEX_NAMES,
+    Names,
     check_aux,
     check_bias,
     check_block_mask,
@@ -148,6 +150,8 @@ def attend(
         functions: score_mod, mask_mod, block_mask, attn_bias.
         rows_first: q, k, v and out are [batch, seqlen, heads, head_dim]; else [batch, heads, seqlen, head_dim].
     """
+    if type(q) is not torch.Tensor and isinstance(q, FakeTensor):
+        return _shapes(q, k, v, functions, scale, enable_gqa, precision, rows_first)
     differentiate = torch.is_grad_enabled()
     modes = enable_gqa, rows_first, differentiate
     key, captures, mask = _key(q, k, v, functions, scale, modes)
@@ -311,6 +315,40 @@ def _prepare(
 ) -> tuple[Call, _Prepared]:
     """Check the arguments of a call, trace its functions and look for options that compute them."""
     score_mod, mask_mod, block_mask, attn_bias = functions
+    query, key, expands, names = _check(q, k, v, functions, scale, enable_gqa, rows_first)
+    check_device_or_warn(query, traced=False)
+    if block_mask is not None:
+        mask_mod = block_mask.mask_mod
+    call = _tracer()(score_mod, mask_mod, differentiate, attn_bias, block_mask is not None)
+    check_captured(call, query, key, names)
+    slots = None
+    if captures is not None:
+        slots = tuple(captures.position(tensor) for tensor in call.tensors)
+    options = None
+    if block_mask is None or kept_mask(block_mask).follow(mask_mod):
+        batch, heads, seqlen_q, _ = query.shape
+        options = recognized(call, seqlen_q, key.shape[2])
+        if options is not None and os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
+            _report(str(call.program), str(options.of(call, batch, heads, query.device)))
+    is_kept = slots is not None and None not in slots
+    kept_slots, tables = slots if is_kept else None, by_distance(call.program)
+    return call, _Prepared(call.program, kept_slots, call.numbers, options, expands, tables)
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    functions: Functions,
+    scale: float | None,
+    enable_gqa: bool,
+    rows_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor, bool, Names]:
+    """Check the arguments of a call, but for the functions themselves: (query, key, expands, names).
+
+    query and key are [batch, heads, seqlen, head_dim]; expands: as in _Prepared.
+    """
+    score_mod, mask_mod, block_mask, attn_bias = functions
     names, expanded = FLASH_NAMES, (k, v)
     if rows_first:
         check_fwd(q, k, v, scale, False, heads_first=False, dtypes=FWD_DTYPES)
@@ -329,26 +367,53 @@ def _prepare(
     check_function("mask_mod", mask_mod)
     if block_mask is not None:
         check_block_mask(block_mask, mask_mod, query, key, names)
-        mask_mod = block_mask.mask_mod
     if attn_bias is not None:
         check_bias(attn_bias, query, key, names)
-    check_device_or_warn(query, traced=False)
+    return query, key, expanded[0] is not k, names
 
-    call = _tracer()(score_mod, mask_mod, differentiate, attn_bias, block_mask is not None)
-    check_captured(call, query, key, names)
-    slots = None
-    if captures is not None:
-        slots = tuple(captures.position(tensor) for tensor in call.tensors)
-    options = None
-    if block_mask is None or kept_mask(block_mask).follow(mask_mod):
-        batch, heads, seqlen_q, _ = query.shape
-        options = recognized(call, seqlen_q, key.shape[2])
-        if options is not None and os.environ.get("TL_ATTENTION_PRINT_CONFIGS") == "1":
-            _report(str(call.program), str(options.of(call, batch, heads, query.device)))
-    is_kept = slots is not None and None not in slots
-    expands = expanded[0] is not k
-    kept_slots, tables = slots if is_kept else None, by_distance(call.program)
-    return call, _Prepared(call.program, kept_slots, call.numbers, options, expands, tables)
+
+def _shapes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    functions: Functions,
+    scale: float | None,
+    enable_gqa: bool,
+    precision: str | None,
+    rows_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of fake tensors, without values: the arguments are checked, no function is traced and nothing runs."""
+    query, *_ = _check(q, k, v, functions, scale, enable_gqa, rows_first)
+    check_device_or_warn(query, traced=True)
+    if precision is not None or q.dtype == torch.float32:
+        check_precision(q, precision)
+    score_mod, mask_mod, block_mask, attn_bias = functions
+    captures = Captures.of(score_mod, mask_mod if block_mask is None else block_mask.mask_mod, attn_bias)
+    inputs = [q, k, v, *(() if captures is None else captures.tensors)]
+    return _Shapes.apply(rows_first, *inputs)
+
+
+class _Shapes(torch.autograd.Function):
+    """Results and gradients of fake tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_first: bool, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """inputs: q, k, v, captured tensors."""
+        q, _, v, *_ = inputs
+        batch, heads, rows = (q.shape[i] for i in ((0, 2, 1) if rows_first else (0, 1, 2)))
+        out = q.new_empty((*q.shape[:3], v.shape[-1]))
+        if rows_first and not q.is_cuda:  # the reference has heads first
+            out = q.new_empty((batch, heads, rows, v.shape[-1])).transpose(1, 2)
+        ctx.inputs = [(x.shape, x.dtype) for x in inputs]
+        ctx.save_for_backward(q)
+        return out, q.new_empty((batch, heads, rows), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor, dlse: torch.Tensor) -> tuple:
+        check_order("flex_attention", dout, dlse)
+        (q,) = ctx.saved_tensors
+        asked = zip(ctx.inputs, ctx.needs_input_grad[1:], strict=True)
+        return None, *(q.new_empty(shape, dtype=dtype) if needs else None for (shape, dtype), needs in asked)
 
 
 def _transposed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

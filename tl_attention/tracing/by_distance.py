@@ -79,7 +79,7 @@ class ByDistance:
         if places is None:
             with torch.inference_mode(False):  # or a later backward could not save it
                 places = _made_places(self.original, load, call, sizes)
-            if sum(x.nbytes for x in _kept.values()) + places.nbytes > KEPT_BYTES:
+            if sum(x.nbytes for x in list(_kept.values())) + places.nbytes > KEPT_BYTES:
                 _kept.clear()
             if places.nbytes <= KEPT_BYTES:
                 _kept[key] = places

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 # Modules whose names do not change while a program runs
 STABLE_MODULES = ("torch", "math", "operator", "functools", "builtins", "numpy")
@@ -92,7 +93,7 @@ class Captures:
         if position is None:
             position = len(self.tensors)
             self.tensors.append(x)
-        if not x.ndim and not x.requires_grad and x.device.type == "cpu":
+        if not x.ndim and not x.requires_grad and x.device.type == "cpu" and _has_value(x):
             self.parts.append(("number", x.dtype, repr(x.item())))  # its value becomes a number of the call
         else:
             self.parts.append(("tensor", position, x.dtype, x.ndim, x.requires_grad, x.device, not x.numel()))
@@ -124,6 +125,12 @@ class Captures:
             if name in of_module:
                 self.parts.append(name)
                 self.add(of_module[name])
+
+
+def _has_value(x: torch.Tensor) -> bool:
+    """True for a tensor that can be read: no fake one, and not where all tensors are to be fake."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return mode is None and not isinstance(x, FakeTensor)
 
 
 @functools.lru_cache(maxsize=1024)

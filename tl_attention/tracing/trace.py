@@ -7,6 +7,7 @@ operations are run a second time under autograd and recorded. Operations outside
 from __future__ import annotations
 
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -92,12 +93,25 @@ class _Recorder(TorchFunctionMode):
                 func, args = aten.index.Tensor, (tensor, positions)
         elif func is torch._C._set_grad_enabled:
             self.sets_grad_mode = True
+        elif _is_in_place(func) and isinstance(args[0], torch.Tensor):
+            # Scores and indices are traced on the CPU; what is read of a tensor elsewhere is a number to them
+            device = args[0].device
+            args = tuple(
+                x.to(device) if isinstance(x, torch.Tensor) and x.device != device and not x.ndim else x
+                for x in args
+            )
         frame = sys._getframe(1)
         while frame is not None and "/torch/" in frame.f_code.co_filename:
             frame = frame.f_back
         if frame is not None:
             fx_traceback.set_stack_trace([f"{frame.f_code.co_filename}:{frame.f_lineno}"])
         return func(*args, **(kwargs or {}))
+
+
+def _is_in_place(func: Callable) -> bool:
+    """True for methods like add_ and __iadd__."""
+    name = getattr(func, "__name__", "")
+    return name.startswith("__i") if name.endswith("__") else name.endswith("_")
 
 
 @contextmanager
@@ -126,7 +140,7 @@ def trace(
     """Program of these functions, and the tensors and numbers that they capture.
 
     Repeated calls with the same functions are looked up if the functions capture only tensors, numbers and functions of these: see
-    captures.Captures. Else each call traces them, which takes some milliseconds.
+    captures.Captures. Else each call traces them, which takes some milliseconds. One thread traces at a time.
 
     Args:
         differentiate: also compute derivatives: of the score, and of captured float tensors that require a gradient.
@@ -135,28 +149,30 @@ def trace(
     Raises:
         TypeError, ValueError, NotImplementedError: which function, which operation and line, and what is supported.
     """
-    captures = Captures.of(score_mod, mask_mod, attn_bias)
-    broadcast = None if attn_bias is None else tuple(size == 1 for size in attn_bias.shape[:2])
-    key = None if captures is None else (captures.key, differentiate, broadcast, listed)
-    if key is not None and key in _traced:
-        program, slots, numbers = _traced[key]
-        return Call(program, tuple(captures.tensors[i] for i in slots), numbers)
-    if attn_bias is not None and attn_bias.numel():
-        score_mod, mask_mod = with_bias(score_mod, mask_mod, attn_bias, listed)
-    call = _trace(score_mod, mask_mod, differentiate)
-    if captures is not None:
-        slots = [captures.position(tensor) for tensor in call.tensors]
-        if None not in slots:
-            if len(_traced) >= MAX_TRACED:
-                _traced.clear()
-                _programs.clear()
-            # One object for equal programs: they are compared in the keys of plans
-            call = Call(_programs.setdefault(call.program, call.program), call.tensors, call.numbers)
-            _traced[key] = call.program, tuple(slots), call.numbers
-    return call
+    with _lock:
+        captures = Captures.of(score_mod, mask_mod, attn_bias)
+        broadcast = None if attn_bias is None else tuple(size == 1 for size in attn_bias.shape[:2])
+        key = None if captures is None else (captures.key, differentiate, broadcast, listed)
+        if key is not None and key in _traced:
+            program, slots, numbers = _traced[key]
+            return Call(program, tuple(captures.tensors[i] for i in slots), numbers)
+        if attn_bias is not None and attn_bias.numel():
+            score_mod, mask_mod = with_bias(score_mod, mask_mod, attn_bias, listed)
+        call = _trace(score_mod, mask_mod, differentiate)
+        if captures is not None:
+            slots = [captures.position(tensor) for tensor in call.tensors]
+            if None not in slots:
+                if len(_traced) >= MAX_TRACED:
+                    _traced.clear()
+                    _programs.clear()
+                # One object for equal programs: they are compared in the keys of plans
+                call = Call(_programs.setdefault(call.program, call.program), call.tensors, call.numbers)
+                _traced[key] = call.program, tuple(slots), call.numbers
+        return call
 
 
 MAX_TRACED = 1024
+_lock = threading.RLock()  # make_fx replaces functions of torch while it traces
 _traced: dict[tuple, tuple[Program, tuple[int, ...], tuple]] = {}
 _programs: dict[Program, Program] = {}
 

@@ -439,3 +439,17 @@ def test_cache_is_refused_under_transforms(device):
         )
     with pytest.raises(NotImplementedError, match="^q: expected a tensor that needs no gradient"):
         grad(lambda q: flash_attn_with_kvcache(q, cache[0], cache[0]).float().sum())(q[0])
+
+
+@pytest.mark.parametrize("name", ["learnable_sink", "alibi_slopes"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_takes_a_captured_option(strict, name):
+    """A tensor that the module reads from its surroundings becomes a constant of the program, which is used once."""
+    q, option = torch.randn(1, 8, 2, 64), torch.rand(2)
+
+    class Layer(torch.nn.Module):
+        def forward(self, q):
+            return flash_attn_func(q, q, q, **{name: option})
+
+    program = torch.export.export(Layer(), (q,), strict=strict)
+    torch.testing.assert_close(program.module()(q), Layer()(q))

@@ -395,9 +395,9 @@ def attention(
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, options: Options) -> Outputs:
     """(out, lse) from checked arguments."""
     arguments = options.arguments()
-    sink = None if options.sink is None else options.sink.detach()  # makes a plain tensor of a parameter
-    tensors = (sink if x is options.sink else x for x in arguments[NUMBERS:] if x is not None)
-    traced = is_traced() or not are_plain(q, k, v, *tensors)
+    others = (x for x in arguments[NUMBERS:] if x is not None and x is not options.sink)
+    of_sink = type(options.sink) in (torch.Tensor, torch.nn.Parameter, type(None))
+    traced = is_traced() or not (of_sink and are_plain(q, k, v, *others))
     check_device_or_warn(q, traced)
     if traced or not q.is_cuda:
         return fwd_op(q, k, v, *call, *arguments)

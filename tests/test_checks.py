@@ -67,7 +67,7 @@ ERRORS = {
     "scale-int-of-401-digits": (qkv, {"sm_scale": 10**400}, ValueError, r"sm_scale: expected at most 2 \*\* 60.*got an int of 1329 bits"),
     "scale-int-without-repr": (qkv, {"sm_scale": -(10**5000)}, ValueError, r"sm_scale: expected at most 2 \*\* 60.*an int of \d+ bits"),
     "scale-bool": (qkv, {"sm_scale": True}, ValueError, r"sm_scale: expected a finite number, or None.*got True"),
-    "scale-0-d": (qkv, {"sm_scale": torch.tensor(0.5)}, ValueError, r"sm_scale: .*got \(\) torch\.float32 on cpu; pass float\(sm_scale\)"),
+    "scale-0-d": (qkv, {"sm_scale": torch.tensor(0.5)}, ValueError, r"sm_scale: .*got \(\) torch\.float32 on cpu; multiply it into q"),
     "return-kernel-is-no-bool": (qkv, {"return_kernel": 1}, TypeError, r"return_kernel: expected a bool, got 1"),
 }  # fmt: skip
 
@@ -79,8 +79,9 @@ def test_forward_errors(inputs, options, error, text):
 
 
 @pytest.mark.parametrize(("inputs", "options", "error", "text"), ERRORS.values(), ids=ERRORS)
-def test_wrong_calls_have_their_own_plan_key(inputs, options, error, text):
-    """A repeated call skips the checks, so no wrong call may share the plan key of a right one."""
+def test_wrong_calls_have_their_own_plan_key(inputs, options, error, text, monkeypatch):
+    """A repeated call skips the checks, so no wrong call may share the plan key of a right one. Plans are of a GPU, here the CPU."""
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda x: -1 if x.is_meta else 0)
     tensors = inputs()
     if not options and all(isinstance(x, torch.Tensor) for x in tensors):
         assert launch.common.qkv_key(*tensors, False, True) != launch.common.qkv_key(*qkv(), False, True)

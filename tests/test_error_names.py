@@ -313,6 +313,25 @@ VALUES = {
     "causal-none": (lambda: flash_attn_func(Q, Q, Q, causal=None), TypeError, r"^causal: .*, got None; pass True or False$"),
     "causal-numpy": (lambda: flash_attn_func(Q, Q, Q, causal=np.True_), TypeError, r"^causal: .*; pass bool\(causal\)$"),
     "softcap-numpy": (lambda: flash_attn_func(Q, Q, Q, softcap=np.float32(9)), ValueError, r"^softcap: .*; pass float\(softcap\)$"),
+    "scale-tensor": (
+        lambda: flash_attn_func(Q, Q, Q, softmax_scale=torch.ones(1, requires_grad=True)), ValueError,
+        r"^softmax_scale: .*; multiply it into q, as float\(softmax_scale\) drops its gradient and waits for the GPU, and pass 1\.0$",
+    ),
+    "scale-numpy": (
+        lambda: flash_attn_func(Q, Q, Q, softmax_scale=np.array(1)), ValueError, r"^softmax_scale: .*; pass float\(softmax_scale\)$",
+    ),
+    "softcap-learned": (
+        lambda: flash_attn_func(Q, Q, Q, softcap=torch.ones((), requires_grad=True)), ValueError,
+        r"^softcap: .*; write a cap that is learned as a score_mod: cap \* torch\.tanh\(score / cap\)$",
+    ),
+    "causal-number-beside-a-mask": (
+        lambda: flash_attn_func(Q, Q, Q, causal=0, mask_mod=lambda b, h, i, j: i >= j), TypeError,
+        r"^causal: expected a bool, got 0; pass bool\(causal\)$",
+    ),
+    "tokens-of-one-rank": (
+        lambda: distributed.attention(ROWS, ROWS[:5], ROWS[:5], cu_seqlens=[0, 10]), ValueError,
+        r"^k, v: expected the tokens of q, 10, got 5; cross attention over ranks is not supported, call flash_attn_func",
+    ),
     "splits-numpy": (lambda: flash_attn_func(Q, Q, Q, num_splits=np.int64(2)), TypeError, r"^num_splits: .*; pass int\(num_splits\)$"),
     "longest-numpy": (
         lambda: flash_attn_varlen_func(ROWS, ROWS, ROWS, cu(0, 10), cu(0, 10), np.int64(9), 9), TypeError,

@@ -414,7 +414,7 @@ ERRORS = {
     "splits-and-invariant": ({"num_splits": 2, "batch_invariant": True}, ValueError, r"num_splits, batch_invariant: .*got 2 and"),
     "scale-inf-in-fp32": ({"softmax_scale": 1e39}, ValueError, r"softmax_scale: expected at most 2 \*\* 60.*got 1e\+39"),
     "scale-int-of-401-digits": ({"softmax_scale": 10**400}, ValueError, r"softmax_scale: expected at most 2 \*\* 60.*an int of 1329 bits"),
-    "scale-0-d": ({"softmax_scale": torch.tensor(1.0)}, ValueError, r"softmax_scale: .*got \(\) torch\.float32 .*pass float"),
+    "scale-0-d": ({"softmax_scale": torch.tensor(1.0)}, ValueError, r"softmax_scale: .*got \(\) torch\.float32 .*multiply it into q"),
     "window": ({"window_size": 128}, TypeError, r"window_size: expected a pair \(left, right\), got 128"),
     "window-tensor": ({"window_size": torch.tensor([3, 0])}, TypeError, r"window_size: .*got \(2,\) torch\.int64.*\.tolist\(\)"),
     "softcap": ({"softcap": -1.0}, ValueError, r"softcap: expected 0 for no cap"),
@@ -532,6 +532,11 @@ SIZE_ERRORS = {
     "device-negative": ({"device": -1}, ValueError, "device: expected a GPU, .*got -1"),
     "device-bool": ({"device": True}, ValueError, "device: expected a GPU, .*got True"),
     "device-fraction": ({"device": 0.0}, ValueError, r"device: expected a GPU, .*got 0\.0"),
+    "device-99": ({"device": "cuda:99"}, ValueError, "device: expected .*, got 99"),
+    "device-99-int": ({"device": 99}, ValueError, "device: expected .*, got 99"),
+    "device-99-device": ({"device": torch.device("cuda", 99)}, ValueError, "device: expected .*, got 99"),
+    "device-300": ({"device": "cuda:300"}, ValueError, "device: expected .*, got 300"),
+    "device-word": ({"device": "cuda:first"}, ValueError, "device: expected a GPU, .*got 'cuda:first'"),
     "device-text": ({"device": "gpu"}, ValueError, "device: expected a GPU, .*got 'gpu'"),
 }  # fmt: skip
 

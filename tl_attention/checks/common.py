@@ -173,6 +173,8 @@ def expect_scale(name: str, scale: float | None) -> None:
         cast = "" if is_number else f"; pass float({name})"
         if isinstance(scale, bool):
             cast = "; pass a causal flag by keyword"
+        elif isinstance(scale, torch.Tensor):
+            cast = f"; multiply it into q, as float({name}) drops its gradient and waits for the GPU, and pass 1.0"
         raise ValueError(
             f"{name}: expected a finite number, or None for head_dim ** -0.5, got {describe(scale)}{cast}"
         )
@@ -388,9 +390,11 @@ def check_options(
     heads = q.shape[-2]
     check_window(window_size)
     if not is_scalar(softcap) or not (softcap == 0 or MIN_SOFTCAP <= softcap <= MAX_SOFTCAP):
+        hint = cast_hint("softcap", softcap, "float")
+        if isinstance(softcap, torch.Tensor) and softcap.requires_grad:
+            hint = "; write a cap that is learned as a score_mod: cap * torch.tanh(score / cap)"
         raise ValueError(
-            "softcap: expected 0 for no cap, or a number from 2 ** -60 to 2 ** 60, got"
-            f" {describe(softcap)}{cast_hint('softcap', softcap, 'float')}"
+            f"softcap: expected 0 for no cap, or a number from 2 ** -60 to 2 ** 60, got {describe(softcap)}{hint}"
         )
     expect_dropout("dropout_p", dropout_p, BY_KEYWORD)
     if rng_state is not None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
-from tl_attention.checks.common import describe, expect_tensor
+from tl_attention.checks.common import describe, expect_bool, expect_tensor
 from tl_attention.program import BLOCK_BITS, HOW_BITS, LISTED_ROWS, Call
 
 MAX_ELEMENTS = 2**31 - 1  # from the first to the last element of a captured tensor: kernels index in 32 bits
@@ -89,6 +89,8 @@ def check_not_transformed(function: str) -> None:
 def check_no_options(options: tuple) -> None:
     """Refuse options of flash_attn_func beside functions: causal, then the fields of UserOptions but the precision."""
     for (name, off), value in zip(OPTIONS_OFF, options, strict=True):
+        if isinstance(off, bool):
+            expect_bool(name, value)
         if name == "window_size":
             is_off = isinstance(value, tuple | list) and all(x is None or x == -1 for x in value)
         else:

@@ -244,14 +244,23 @@ def check_sizes(sizes: dict[str, int], device: torch.device | int | str | None) 
 def expect_gpu(device: torch.device | int | str | None) -> None:
     """Expect a GPU of this machine, if it has one, or None."""
     index = device if is_int(device) and device >= 0 else None
-    if isinstance(device, (str, torch.device)) and str(device).partition(":")[0] == "cuda":
-        index = torch.device(device).index
+    kind, _, number = str(device).partition(":")
+    if (
+        isinstance(device, (str, torch.device))
+        and kind == "cuda"
+        and (number.isdecimal() or ":" not in str(device))
+    ):
+        index = int(number) if number else None
     elif device is not None and index is None:
         raise ValueError(
             f"device: expected a GPU, as 0, 'cuda' or torch.device('cuda', 0), or None for the current one, got {describe(device)};"
             " tensors on the CPU need no workspace"
         )
     count = torch.cuda.device_count()
+    if index and not count:
+        raise ValueError(
+            f"device: expected None or 0, an H200, on a machine without a GPU, got {index}; leave it out"
+        )
     if index is not None and count and index >= count:
         raise ValueError(f"device: expected a GPU from 0 to {count - 1}, got {index}")
 

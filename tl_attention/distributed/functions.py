@@ -325,6 +325,15 @@ def _check_placement(q: torch.Tensor, ranks: Ranks, asked: Asked) -> None:
         )
 
 
+def _check_rows(q: torch.Tensor, k: torch.Tensor) -> None:
+    """Check that q and k have the same tokens, for tensors of three or four dimensions."""
+    if k.shape[-3] != q.shape[-3]:
+        raise ValueError(
+            f"k, v: expected the tokens of q, {q.shape[-3]}, got {k.shape[-3]}; cross attention over ranks is not supported, call"
+            " flash_attn_func with keys of one rank"
+        )
+
+
 def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, asked: Asked) -> dict[str, Any]:
     """Check all arguments; return those that must be equal on all ranks."""
     documents = documents_of(asked.cu_seqlens)
@@ -332,10 +341,7 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, as
     slopes, sink = asked.alibi_slopes, asked.learnable_sink
     expect_bool("return_attn_probs", asked.return_attn_probs)
     check_fwd(q, k, v, asked.softmax_scale, asked.causal, heads_first=False, varlen=packed)
-    if k.shape[-3] != q.shape[-3]:
-        raise ValueError(
-            f"k, v: expected the tokens of q, {q.shape[-3]}, got {k.shape[-3]}; cross attention over several ranks is not supported"
-        )
+    _check_rows(q, k)
     check_device_or_warn(q, traced=False)
     check_deterministic(asked.deterministic)
     batch = len(documents) - 1 if packed else len(q)
@@ -395,6 +401,8 @@ def _values(cu_seqlens: object) -> object:
 def _attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, asked: Asked) -> Output:
     """The call of a group of one rank."""
     _check_placement(q, ranks, asked)
+    if isinstance(k, torch.Tensor) and k.ndim == q.ndim:
+        _check_rows(q, k)
     documents, options = documents_of(asked.cu_seqlens), asked.of_one_gpu
     if documents is None:
         return flash_attn_func(q, k, v, **options)

@@ -25,6 +25,7 @@ from .values import (
     Variable,
     both,
     cast,
+    compute,
     either,
     largest,
     least,
@@ -40,12 +41,13 @@ ORDERS = (
     ("consumers first", "last"),
     ("one late", "last"),
     ("one ahead", "random"),
+    ("helpers late", "random"),
     ("random", "random"),
     ("random", "last"),
 )
 POLICIES = "never", "always", "random"  # answers to conditions on floats, such as whether a row sum overflows
 RETURNING = re.compile("ticket|written", re.IGNORECASE)  # counters that are 0 before a launch and after
-VALUES = truncdiv, truncmod, least, largest, both, either, opposite, cast
+VALUES = truncdiv, truncmod, least, largest, both, either, opposite, cast, compute
 
 
 class Program:

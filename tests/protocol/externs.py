@@ -20,6 +20,7 @@ from tl_attention.problem import TABLE_ROWS
 from tl_attention.round_configs import ROUNDED_ROWS
 
 from .machine import WARP, WARPS, Warp
+from .races import Fault
 from .values import UNKNOWN, Address, Place
 
 # Functions of values, of registers, or of shared memory that is private to a warp. `#` stands for a number
@@ -80,9 +81,10 @@ def scale_tile(warp: Warp, address: Address, slot: int, factor: Any) -> None:
     warp.fence()
 
 
-def add_by_tma(warp: Warp, place: Any, address: Address, fragment: Any) -> None:
+def add_by_tma(warp: Warp, place: Place, address: Address, fragment: Any) -> None:
     """A warp waits for its additions, writes its rows, and starts to add them."""
     name, slot = address.tile
+    warp.sums.append((place.index + warp.number % WARPS, warp.machine.events))
     warp.wait_puts(0)
     warp.tile_write(name, slot, "rows")
     warp.fence()
@@ -134,7 +136,14 @@ def pass_turn(warp: Warp, turn: Place, rank: int) -> Iterator[tuple]:
 
 
 def count(warp: Warp, counter: Place, number: int) -> Iterator[tuple]:
+    """Add to a counter. Where it counts sums of dq, their memory must have been theirs when the warp added to it."""
     yield ("go",)
+    for block, time in warp.sums:
+        for rounded, at in warp.machine.rounded.get(block, ()):
+            if at > time and rounded != counter.index:
+                warp.note(_added_early(block, counter.index, rounded))
+        warp.machine.added.setdefault(block, set()).add(counter.index)
+    warp.sums.clear()
     warp.atomic_add(counter.tensor, (counter.index,), number)
 
 
@@ -145,6 +154,20 @@ def await_rounded(warp: Warp, counter: Place, wanted: int) -> Iterator[tuple]:
 def await_tiles(warp: Warp, rounded: Place, first: int, end: int, wanted: int) -> Iterator[tuple]:
     for i in range(max(first, 0), end):
         yield from await_rounded(warp, rounded + i, wanted)
+
+
+def _added_early(block: int, adds: int, rounded: int) -> Fault:
+    text = f"row block {block} of dq: counter {adds} counts additions to sums of counter {rounded}, which are not rounded"
+    return Fault("overwrites", text, "sums")
+
+
+def note_rounded(warp: Warp, row: int, counter: Place) -> None:
+    """Note that the sums of ROUNDED_ROWS rows are rounded, which only one unit may have added to."""
+    for block in range(row // 16, (row + ROUNDED_ROWS) // 16):
+        warp.machine.rounded.setdefault(block, []).append((counter.index, warp.machine.events))
+        others = warp.machine.added.pop(block, set()) - {counter.index}
+        for other in others:
+            warp.note(_added_early(block, other, counter.index))
 
 
 def round_dq(
@@ -166,8 +189,10 @@ def round_dq(
     number = warp.atomic_add(progress.tensor, (progress.index,), 1)
     while number < per_head * batch * heads:
         following = warp.atomic_add(progress.tensor, (progress.index,), 1)
-        unit = number // per_head // heads_per_unit
+        head, first = number // per_head, number % per_head * ROUNDED_ROWS
+        unit = head // heads_per_unit
         yield from await_rounded(warp, progress + (1 + unit), tiles * parts * DQ_WARPS)
+        note_rounded(warp, head % (slots * heads_per_unit) * sum_rows + first, progress + (1 + unit))
         yield from count(warp, progress + (1 + batch * heads // heads_per_unit + unit), 1)
         number = following
 
@@ -204,6 +229,8 @@ def round_packed_dq(
         rounded = progress + (1 + entries * key_heads)
         if entry[5] == 0:
             yield from await_tiles(warp, rounded, n - ring, n - ring + 1, per_tile)
+        row = (n % ring * per_tile + number - n * per_tile) * ROUNDED_ROWS
+        note_rounded(warp, row, progress + (1 + n - block))
         yield from count(warp, rounded + n, 1)
         number = following
 

@@ -182,6 +182,9 @@ class Warp:
         self.clock[number] = 1
         self.registers = Registers()
         self.puts: list[list[Access]] = []  # stores by TMA that may still read
+        self.sums: list[
+            tuple[int, int]
+        ] = []  # (row block of dq, event) of additions that it has not counted, see externs.py
         self.unfenced: list[Access] = []  # generic writes since the last proxy fence
         self.request: tuple | None = None
         self.answer: Any = None
@@ -382,7 +385,8 @@ class Machine:
     Args:
         blocks: block indices of the CTAs.
         residents: CTAs that run at a time. A further one begins when one ends.
-        who: "producer first", "consumers first", "one ahead", "one late", "random": which warp goes on, of those that can.
+        who: "producer first", "consumers first", "one ahead", "one late", "helpers late", "random": which warp goes on, of those that
+            can. Helpers are the warps beside the producer; copies land before they go on.
         copies: "first", "last", "random": when copies land.
         choose: function (warp, site) that answers conditions on unknown data.
     """
@@ -406,16 +410,24 @@ class Machine:
         self.events = self.version = 0
         self.coming, self.ctas, self.warps = list(blocks), [], []
         self.left: list[str] = []
+        # Of row blocks of the sums of dq, see externs.py: (counter, event) of roundings, and counters of additions that are not rounded
+        self.rounded: dict[int, list[tuple[int, int]]] = {}
+        self.added: dict[int, set[int]] = {}
         special = self.random.randrange(kernel.warps) if who in ("one ahead", "one late") else 0
         self.order: Callable[[Warp], Any] | None = {
             "producer first": lambda warp: -warp.number,
             "consumers first": lambda warp: warp.number,
             "one ahead": lambda warp: (warp.number != special, self.random.random()),
             "one late": lambda warp: (warp.number == special, self.random.random()),
+            "helpers late": lambda warp: (warp.number if self.is_helper(warp) else 0, self.random.random()),
             "random": None,
         }[who]
+        self.helpers_late = who == "helpers late"
         for _ in range(residents):
             self.begin_cta()
+
+    def is_helper(self, warp: Warp) -> bool:
+        return warp.last_group and warp.number % WARPS != 0
 
     def add(self, finding: Finding, key: Any) -> None:
         if (found := (finding.kind, finding.line, key)) not in self.seen:
@@ -587,6 +599,9 @@ class Machine:
                 self.step(self.random.choice(ready))
                 continue
             warp = min(ready, key=self.order)
+            if self.helpers_late and self.flying and self.is_helper(warp):
+                self.land()
+                continue
             while self.step(warp) and warp in self.warps:  # a warp goes on until it waits
                 pass
 

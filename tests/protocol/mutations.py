@@ -1,26 +1,19 @@
-"""Faults planted in a translated kernel, one at a time, and whether the check finds them.
-
-    python -m tests.protocol.mutations -k 'fwd bf16 d128 causal, 128x128 dynamic q2 ping-pong hold-max' --lengths 300x350
+"""Faults planted in a translated kernel, one at a time.
 
 Removals take out each wait, arrival, copy, fence, sync and product wait. The others change one: its parity, its slot, its count, its
-place, or the steps of a loop. A fault that no run finds is printed; it need not be a hole, as a wait may be implied by another one.
+place, or the steps of a loop.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from . import externs
-from .calls import Draw, call_of, kinds
 from .check import Program, check
-from .launches import Launch, recorded
+from .launches import Launch
 
 REQUEST = re.compile(
     r"yield '(\w+)'|^(products?|fence|wait_puts|put)\(|(?:yield from )?externs\.(\w+)\(|^warp\.(put_number)\("
@@ -29,7 +22,13 @@ REMOVED = {
     "wait", "arrive", "sync", "pass", "load", "store", "any", "products", "fence", "wait_puts", "put_number", "await_turn", "pass_turn",
     "count", "await_rounded", "await_tiles", "store_piece", "merge_piece", "wait_for_parts",
 }  # fmt: skip
-ORDERS = ("producer first", "first"), ("consumers first", "last"), ("one late", "last"), ("random", "random")
+ORDERS = (
+    ("producer first", "first"),
+    ("consumers first", "last"),
+    ("one late", "last"),
+    ("helpers late", "first"),
+    ("random", "random"),
+)
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,7 @@ class Mutation:
         return f"{self.kind}: {self.what}" + (f"  # {self.place}" if self.place else "")
 
 
-def mutations(
-    program: Program, reached: dict[int, set[int]], removals_only: bool = False
-) -> Iterator[Mutation]:
+def mutations(program: Program, reached: dict[int, set[int]]) -> Iterator[Mutation]:
     """All faults to be planted in a kernel. reached: see reached_lines()."""
     lines, barriers = program.lines, program.barriers
     slots = {name: len(counts) for name, counts in barriers.items()}
@@ -88,8 +85,6 @@ def mutations(
         kind = next((x for x in found.groups() if x), "") if found else ""
         if kind in REMOVED and " = " not in code.partition("(")[0]:
             yield changed(f"no {kind}", i, "yield ('go',)")
-        if removals_only:
-            continue
         if kind == "wait":
             *before, parity, phase = arguments(code)
             yield changed("other parity", i, ", ".join([*before, f"1 - ({parity})", phase]))
@@ -128,12 +123,11 @@ def mutations(
                 i,
                 code.replace(f"'{buffer}', {slot})", f"'{buffer}', {other})", 1),
             )
-    if not removals_only:
-        for name, counts in barriers.items():
-            for more in (1, -1):
-                if counts[0] + more > 0:
-                    other = {**barriers, name: [n + more for n in counts]}
-                    yield Mutation(f"count {more:+}", name, "", -1, tuple(lines), other)
+    for name, counts in barriers.items():
+        for more in (1, -1):
+            if counts[0] + more > 0:
+                other = {**barriers, name: [n + more for n in counts]}
+                yield Mutation(f"count {more:+}", name, "", -1, tuple(lines), other)
 
 
 def _body(lines: list[str], i: int) -> Iterator[str]:
@@ -184,61 +178,3 @@ def is_found(program: Program, mutation: Mutation, launches: list[Launch], limit
     finally:
         program.use("\n".join(lines))
         program.barriers = barriers
-
-
-def survivors(
-    program: Program, launches: list[Launch], limit: int = 300_000, removals_only: bool = False
-) -> tuple[Counter, list[str]]:
-    """(counts of (kind, "found", "not found" or "not reached"), names of faults that are not found or not reached)."""
-    if any(check(launch, program, orders=ORDERS) for launch in launches):
-        raise ValueError("the kernel as it is has findings")
-    reached, tally, left = reached_lines(program, launches), Counter(), []
-    for mutation in mutations(program, reached, removals_only):
-        if mutation.line >= 0 and mutation.line not in reached:
-            how = "not reached"
-        else:
-            how = "found" if is_found(program, mutation, launches, limit) else "not found"
-        tally[mutation.kind.partition(" of ")[0], how] += 1
-        if how != "found":
-            left.append(f"{how}: {mutation.name}")
-    return tally, left
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.protocol.mutations", description=__doc__)
-    parser.add_argument("-k", dest="words", action="append", required=True, help="text of the kind's name")
-    parser.add_argument(
-        "--lengths", nargs="+", default=["300x350"], help="problems: QUERIESxKEYS, joined by commas"
-    )
-    parser.add_argument("--heads", type=int, nargs=2, default=[3, 3])
-    parser.add_argument("--sms", type=int, default=2)
-    parser.add_argument("--scale", type=float, default=0.1)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    kind = next(kind for kind in kinds() if all(x in kind.name for x in args.words))
-    launches: dict[tuple, list[Launch]] = {}
-    for text in args.lengths:
-        pairs = (one.split("x") for one in text.split(","))
-        draw = Draw(tuple((int(a), int(b)) for a, b in pairs), *args.heads, sms=args.sms, scale=args.scale)
-        for launch in recorded(call_of(kind, draw), draw.sms):
-            if (launch.problem, launch.config) in kind.config.kernels(kind.problem)[:2]:
-                launches.setdefault((launch.problem, launch.config), []).append(launch)
-    for kernel, of_kernel in launches.items():
-        tally, left = survivors(Program(*kernel), of_kernel)
-        print(*kernel)
-        for text in left:
-            print("  " + text)
-        for (what, how), n in sorted(tally.items()):
-            print(f"{what:30} {how:12} {n}")
-        print(
-            "all:",
-            {
-                how: sum(n for (_, x), n in tally.items() if x == how)
-                for how in ("found", "not found", "not reached")
-            },
-        )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

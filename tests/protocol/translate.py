@@ -32,8 +32,8 @@ IGNORED = {
     "tl.fence_barrier_init", "tl.tileop.atomicadd", "tl.tileop.atomic_add", "tl.annotate_layout", "tl.tileop.reinterpret",
     "tl.pdl_trigger", "tl.pdl_sync",
 }  # fmt: skip
-# Operations whose result is computed from floats
-UNKNOWN_VALUES = {
+# Operations on floats. Their results are UNKNOWN, but for some of launch arguments, see values.compute()
+FUNCTIONS_OF_FLOATS = {
     "tirx.exp2", "tirx.log2", "tirx.exp", "tirx.log", "tirx.tanh", "tirx.sqrt", "tirx.rsqrt", "tl.infinity", "tirx.reinterpret",
     "tirx.floor", "tirx.ceil", "tirx.pow", "tirx.sin", "tirx.cos", "tirx.sigmoid", "tirx.isnan", "tirx.round", "tirx.nearbyint",
     "tirx.popcount", "tirx.fma", "tl.fma2", "tl.rng_rand", "tl.ldg32", "tl.ldg64", "tl.ldg128", "tirx.erf",
@@ -83,7 +83,7 @@ TRACED = (
 TRACED = (*TRACED, "fence_proxy_async", "wait_wgmma", "tma_store_wait", "copy")
 RESERVED = {
     *keyword.kwlist, *CALLED, *FUNCTIONS.values(), *FUNCTIONS_OF_ONE.values(), "warp", "thread", "block", "given", "range", "float", "abs",
-    "cast", "externs", "UNKNOWN", "BINARY", "Variable", "Address", "Place",
+    "cast", "compute", "externs", "UNKNOWN", "BINARY", "Variable", "Address", "Place",
 }  # fmt: skip
 
 
@@ -519,10 +519,13 @@ class Translator:
     def expr_Call(self, e: Any) -> str:
         op = e.op.name
         short = op.split(".")[-1]
-        if op in UNKNOWN_VALUES:
-            for x in e.args:
-                self.expr(x)
-            return "UNKNOWN"
+        if op in FUNCTIONS_OF_FLOATS:
+            texts = [self.expr(x) for x in e.args]
+            return (
+                "UNKNOWN"
+                if "UNKNOWN" in texts or not texts
+                else f"compute({short!r}, {str(e.dtype)!r}, {', '.join(texts)})"
+            )
         if short in ("bitwise_and", "bitwise_or", "bitwise_xor", "shift_left", "shift_right"):
             return f"BINARY[{short!r}]({self.expr(e.args[0])}, {self.expr(e.args[1])})"
         if short == "bitwise_not":
@@ -577,7 +580,7 @@ class Translator:
             for i, n in zip(indices, b.shape, strict=True):
                 offset = f"({offset} * {int(n)} + {self.expr(i)})"
             return self._shared_address(name, offset)
-        if scope == "global" and b.dtype == "int32":
+        if scope == "global":
             return f"Place({name!r}, {self.expr(indices[0])})"
         return "UNKNOWN"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import struct
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,6 +120,31 @@ def cast(a: Any, kind: str) -> Any:
     return bool(a) if kind == "bool" else int(a) if "int" in kind else float(a)
 
 
+def compute(name: str, kind: str, *args: Any) -> Any:
+    """A function of floats. UNKNOWN where it has no value, or is none of FLOAT_FUNCTIONS."""
+    if not known(*args) or name not in FLOAT_FUNCTIONS:
+        return UNKNOWN
+    try:
+        return FLOAT_FUNCTIONS[name](kind, *args)
+    except (ArithmeticError, ValueError, struct.error):
+        return UNKNOWN
+
+
+def reinterpret(kind: str, a: float | int) -> float | int:
+    """The bits of an fp32 number as an int32, or back."""
+    formats = ("<f", "<i") if "int" in kind else ("<i", "<f")
+    return struct.unpack(formats[1], struct.pack(formats[0], a))[0]
+
+
+FLOAT_FUNCTIONS = {
+    "exp2": lambda _, a: 2.0**a,
+    "log2": lambda _, a: math.log2(a),
+    "exp": lambda _, a: math.exp(a),
+    "log": lambda _, a: math.log(a),
+    "sqrt": lambda _, a: math.sqrt(a),
+    "tanh": lambda _, a: math.tanh(a),
+    "reinterpret": reinterpret,
+}
 BINARY = {
     "bitwise_and": operator.and_,
     "bitwise_or": operator.or_,

@@ -387,3 +387,39 @@ def test_calls_launch_with_what_they_got(monkeypatch, rows_first):
             attend(q, k, v, attn_bias=bias)
         assert [x is bias for x in seen[0][1].tensors] == [True]
         seen.clear()
+
+
+@pytest.mark.parametrize("kind", ["coo", "csr", "nested"])
+@pytest.mark.parametrize("name", ["score_mod", "mask_mod"])
+def test_captured_tensors_that_are_not_dense_are_refused_by_name(name, kind, qkv):
+    x = torch.eye(LENGTH)
+    x = {
+        "coo": x.to_sparse,
+        "csr": x.to_sparse_csr,
+        "nested": lambda: torch.nested.nested_tensor([x[0], x[1]]),
+    }[kind]()
+    functions = {"score_mod": lambda s, b, h, i, j: s + x[i, j], "mask_mod": lambda b, h, i, j: x[i, j] > 0}
+    dense = "to_padded_tensor" if kind == "nested" else "to_dense"
+    with pytest.raises(
+        NotImplementedError,
+        match=rf"^{name}: expected a function that captures dense tensors, got a .*{dense}\(",
+    ):
+        flex_attention(*qkv, **{name: functions[name]})
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["score_mod", "mask_mod", "attn_bias", "block_mask"])
+def test_second_derivatives_are_refused(name, device):
+    q = torch.randn(1, 1, 128, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    given = {
+        "score_mod": lambda s, b, h, i, j: s * s,
+        "mask_mod": lambda b, h, i, j: i >= j,
+        "attn_bias": torch.zeros(1, 1, 128, 128, device=device),
+        "block_mask": create_block_mask(
+            lambda b, h, i, j: (i + j) % 3 > 0, None, None, 128, 128, device=device
+        ),
+    }
+    out = flex_attention(q, q, q, **{name: given[name]}).float().square().sum()
+    with pytest.raises(NotImplementedError, match="the gradient of a gradient is not supported"):
+        (grad,) = torch.autograd.grad(out, q, create_graph=True)
+        torch.autograd.grad(grad.float().square().sum(), q)

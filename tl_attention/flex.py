@@ -35,6 +35,7 @@ from tl_attention.checks.flex import (
     check_bias,
     check_block_mask,
     check_captured,
+    check_dense_captures,
     check_function,
     check_group,
     check_no_options,
@@ -150,7 +151,7 @@ def attend(
         functions: score_mod, mask_mod, block_mask, attn_bias.
         rows_first: q, k, v and out are [batch, seqlen, heads, head_dim]; else [batch, heads, seqlen, head_dim].
     """
-    if type(q) is not torch.Tensor and isinstance(q, FakeTensor):
+    if type(q) is not torch.Tensor and isinstance(q, FakeTensor) and not _is_recorded():
         return _shapes(q, k, v, functions, scale, enable_gqa, precision, rows_first)
     differentiate = torch.is_grad_enabled()
     modes = enable_gqa, rows_first, differentiate
@@ -319,6 +320,9 @@ def _prepare(
     check_device_or_warn(query, traced=False)
     if block_mask is not None:
         mask_mod = block_mask.mask_mod
+    for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if seen := Captures.of(function):
+            check_dense_captures(name, seen.tensors)
     call = _tracer()(score_mod, mask_mod, differentiate, attn_bias, block_mask is not None)
     check_captured(call, query, key, names)
     slots = None
@@ -391,6 +395,11 @@ def _shapes(
     captures = Captures.of(score_mod, mask_mod if block_mask is None else block_mask.mask_mod, attn_bias)
     inputs = [q, k, v, *(() if captures is None else captures.tensors)]
     return _Shapes.apply(rows_first, *inputs)
+
+
+def _is_recorded() -> bool:
+    """True while make_fx or a like tracer records what runs: the operations, not only their shapes."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
 class _Shapes(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +66,17 @@ def check_function(name: str, function: Callable | None) -> None:
         elif is_block_mask(function):
             hint = "; pass it as block_mask"
         raise TypeError(f"{name}: expected a function of 0-d tensors or None, got {describe(function)}{hint}")
+
+
+def check_dense_captures(name: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse sparse and nested tensors that a function captures. name: score_mod or mask_mod."""
+    for x in tensors:
+        if x.is_nested or x.layout != torch.strided:
+            kind = "a nested tensor" if x.is_nested else f"a {x.layout} tensor of shape {tuple(x.shape)}"
+            dense = "to_padded_tensor(0)" if x.is_nested else "to_dense()"
+            raise NotImplementedError(
+                f"{name}: expected a function that captures dense tensors, got {kind}; capture its .{dense}"
+            )
 
 
 def is_block_mask(x: Any) -> bool:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tl_attention import configs, flash_attn_func, flex_attention, legality
+from tl_attention import configs, create_block_mask, flash_attn_func, flex_attention, legality
 from tl_attention.compilation import building
 from tl_attention.kernel_configs import BwdConfig, reduce_kernels
 from tl_attention.launch.traced import FIRST_UNIT, SLOT_EXPONENTS, SLOTS, Gradients, aligned
@@ -52,6 +52,20 @@ def test_bias_beside_functions_on_cpu():
     out = flex_attention(q, q, q, attn_bias=mask, mask_mod=causal)
     expected = F.scaled_dot_product_attention(q.float(), q.float(), q.float(), mask & (whole == bias))
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "bias", [torch.zeros(1, 1, 8, 8), torch.ones(1, 1, 8, 8, dtype=torch.bool)], ids=["float", "bool"]
+)
+def test_bias_hides_no_error_of_a_function(bias):
+    q = torch.randn(2, HEADS, 8, 16)
+    mask = create_block_mask(causal, None, None, 8, 8, device="cpu")
+    with pytest.raises(
+        TypeError, match=r"score_mod .*test_dense_bias.py:\d+\): expected a score, got a bool"
+    ):
+        flex_attention(q, q, q, lambda s, b, h, q, k: s > 0, mask, attn_bias=bias)
+    with pytest.raises(TypeError, match=r"mask_mod .*test_dense_bias.py:\d+\): expected a bool"):
+        flex_attention(q, q, q, mask_mod=lambda b, h, q, k: q - k, attn_bias=bias)
 
 
 def test_flash_attn_func_with_functions_on_cpu():

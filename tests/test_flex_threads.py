@@ -159,3 +159,22 @@ def test_flex_of_meta_tensors_says_what_gives_shapes():
     x = torch.empty(1, HEADS, 8, 16, device="meta")
     with pytest.raises(NotImplementedError, match="got meta; compute shapes under FakeTensorMode"):
         flex_attention(x, x, x, score_mod=lambda s, *_: s * 2)
+
+
+def test_block_masks_of_fake_tensors_are_not_kept():
+    """Lists and bounds that FakeTensorMode made have no values."""
+    with FakeTensorMode():
+        ids = torch.zeros(384, dtype=torch.int32)
+        assert isinstance(block_masks.causal(384, 384, device="cpu").kv_indices, FakeTensor)
+        with pytest.raises(
+            NotImplementedError, match="mask_mod: expected tensors with values.*outside FakeTensorMode"
+        ):
+            create_block_mask(lambda b, h, i, j: ids[i] == ids[j], None, None, 384, 384, device="cpu")
+    found = block_masks.causal(384, 384, device="cpu")
+    assert not isinstance(found.kv_indices, FakeTensor) and found.kv_num_blocks.eq(1).all()
+    assert (
+        create_block_mask(
+            lambda b, h, i, j: (i >= j) | (j < 3), None, None, 384, 384, device="cpu"
+        ).sparsity()
+        > 0
+    )

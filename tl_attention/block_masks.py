@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from tl_attention.checks.common import expect_bool
 from tl_attention.checks.flex import LISTS, check_captured_sizes
@@ -136,8 +137,13 @@ def _block_mask(mask_mod: Callable, blocks: Blocks, separate_full_blocks: bool, 
         call = trace(None, mask_mod, False)
         sizes = {leaf: blocks.size(leaf) for leaf in AXES}
         check_captured_sizes(call, sizes, blocks.device, "the device of the mask", "device")
-        with torch.no_grad():
-            lists = _lists(*_states(call, blocks, exact), blocks, separate_full_blocks)
+        try:
+            with torch.no_grad():
+                lists = _lists(*_states(call, blocks, exact), blocks, separate_full_blocks)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise NotImplementedError(
+                "mask_mod: expected tensors with values, from which the blocks follow, got fake ones; make the mask outside FakeTensorMode"
+            ) from None
         if key is not None:
             with _lock:
                 if len(_cached) >= MAX_CACHED:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,6 +18,11 @@ def element(x: torch.Tensor) -> Callable:
         return x[tuple(i if has_many else 0 for i, has_many in zip(index, indexed, strict=True))]
 
     return read
+
+
+def _is_bool(x: Any) -> bool:
+    """True for a mask, which the tracer refuses in the place of a score."""
+    return isinstance(x, torch.Tensor) and x.dtype == torch.bool
 
 
 def with_bias(
@@ -34,22 +41,30 @@ def with_bias(
 
     if attn_bias.dtype == torch.bool and listed:
 
+        @functools.wraps(score_mod or entry)
         def hidden(score, b, h, q_idx, kv_idx):
             new = score if score_mod is None else score_mod(score, b, h, q_idx, kv_idx)
+            if _is_bool(new):
+                return new
             return torch.where(entry(b, h, q_idx, kv_idx), new, -math.inf)
 
         return hidden, mask_mod
     if attn_bias.dtype == torch.bool:
         if mask_mod is None:
             return score_mod, entry
-        return (
-            score_mod,
-            lambda b, h, q_idx, kv_idx: mask_mod(b, h, q_idx, kv_idx) & entry(b, h, q_idx, kv_idx),
-        )
+
+        @functools.wraps(mask_mod)
+        def shown(b, h, q_idx, kv_idx):
+            found = mask_mod(b, h, q_idx, kv_idx)
+            return found & entry(b, h, q_idx, kv_idx) if isinstance(found, bool) or _is_bool(found) else found
+
+        return score_mod, shown
     if score_mod is None:
         return (lambda score, b, h, q_idx, kv_idx: score + entry(b, h, q_idx, kv_idx)), mask_mod
 
+    @functools.wraps(score_mod)
     def both(score, b, h, q_idx, kv_idx):
-        return score_mod(score, b, h, q_idx, kv_idx) + entry(b, h, q_idx, kv_idx)
+        new = score_mod(score, b, h, q_idx, kv_idx)
+        return new if _is_bool(new) else new + entry(b, h, q_idx, kv_idx)
 
     return both, mask_mod

@@ -91,7 +91,12 @@ def distance_bounds(least: int | None, most: int | None, blocks: Blocks) -> tupl
 
 
 def stream_of(device: torch.device) -> int | None:
-    """Current stream, the only one that may use what this call caches; None in a CUDA graph capture, where nothing may be cached."""
+    """Current stream, the only one that may use what this call caches.
+
+    None in a CUDA graph capture and under FakeTensorMode, where nothing may be cached.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return None
     if device.type != "cuda":
         return 0
     if torch.cuda.is_current_stream_capturing():

@@ -6,6 +6,7 @@ operations are run a second time under autograd and recorded. Operations outside
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import traceback
@@ -62,7 +63,7 @@ class _Function(NamedTuple):
     @property
     def place(self) -> str:
         """File and line of the function, if they are known."""
-        code = getattr(getattr(self.call, "func", self.call), "__code__", None)
+        code = getattr(inspect.unwrap(getattr(self.call, "func", self.call)), "__code__", None)
         return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
@@ -76,6 +77,7 @@ class _Recorder(TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self.sets_grad_mode = False
+        self._inference = torch.is_inference_mode_enabled()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -100,6 +102,7 @@ class _Recorder(TorchFunctionMode):
                 x.to(device) if isinstance(x, torch.Tensor) and x.device != device and not x.ndim else x
                 for x in args
             )
+        self.sets_grad_mode |= torch.is_inference_mode_enabled() != self._inference
         frame = sys._getframe(1)
         while frame is not None and "/torch/" in frame.f_code.co_filename:
             frame = frame.f_back
@@ -240,8 +243,8 @@ def _record(builder: Builder, function: _Function, arguments: list[int], differe
         raise _refusal(function, error) from error
     if differentiate and any(modes):
         raise NotImplementedError(
-            f"{function.name}{function.place}: expected no torch.no_grad or torch.enable_grad inside, whose effect on gradients is not"
-            " traced, got one; call .detach() on what needs no gradient"
+            f"{function.name}{function.place}: expected no torch.no_grad, torch.enable_grad or torch.inference_mode inside, whose effect on"
+            " gradients is not traced, got one; call .detach() on what needs no gradient"
         )
     (result,) = found
     if isinstance(result, bool | int | float):

@@ -351,8 +351,20 @@ class _Operation:
         if isinstance(argument, Node):
             return self.builder.cast(_scalar(self.builder, self.found[argument]), dtype)
         if isinstance(argument, bool | int | float):
+            self._refuse_overflow(argument)
             return self.builder.number(argument, dtype)
         raise KeyError(self.name)
+
+    def _refuse_overflow(self, number: float | int) -> None:
+        """Refuse a number that the integers of the result cannot hold, as PyTorch does; negative ones wrap if these are unsigned."""
+        dtype = self.torch_dtype
+        if type(number) is not int or dtype not in (torch.int32, *SMALL_INTS):
+            return
+        most = torch.iinfo(dtype).max
+        if not min(torch.iinfo(dtype).min, -most) <= number <= most:
+            raise Unsupported(
+                f"{self.node.target} of {dtype} and {number}, which {dtype} cannot hold{_at(self.node)}; convert with .long()"
+            )
 
     def dtype_of(self, argument: Any) -> torch.dtype | type:
         if isinstance(argument, Node):

@@ -48,20 +48,26 @@ class Kind:
 
     Args:
         direction: one of DIRECTIONS, PAGED, DECODE or JVP.
-        config: of the call. That of a decode follows from its number of rows.
+        config: of the call. That of a decode follows from its number of rows. None: as the tables choose.
+        function: name of one of SCORE_MODS, of a call with a score_mod; or one of PART_CALLS.
     """
 
     direction: str
     problem: AttnProblem
     config: Any
+    function: str = ""
 
     @property
     def name(self) -> str:
+        if self.function:
+            return f"{self.direction} {self.problem} {self.function}"
         return f"{self.direction} {self.problem}, {self.config}"
 
     @property
     def kernels(self) -> list[tuple]:
-        """(problem, config) of the kernels that its calls launch."""
+        """(problem, config) of the kernels that its calls launch; none with a score_mod, whose config the call chooses."""
+        if self.config is None:
+            return []
         if self.direction == JVP:
             return [(self.problem, self.config)]
         found = list(self.config.kernels(self.problem))
@@ -115,6 +121,7 @@ def kinds(whole_pack: bool = True) -> list[Kind]:
     found += _decodes(tuple(name for name in DECODE_OPTIONS if name != "window"))
     found += [Kind(JVP, *pair) for pair in jvp_kernels()]
     found += _block_masks([DEFAULT_DTYPE])
+    found += kinds_without_table()
     if whole_pack:
         for section, lists in configs.option_sets().items():
             found += itertools.chain(*(_of_set(tuple(one), section) for one in lists))
@@ -199,7 +206,7 @@ def _options(problem: AttnProblem, draw: Draw, paged: bool) -> Options | None:
 def _attention(kind: Kind, draw: Draw) -> Callable[[], Any]:
     """A forward or a backward: dense, packed, with keys in pages, or with a block mask."""
     problem, paged = kind.problem, kind.direction == PAGED
-    dtype, heads_first = torch_dtype(problem), problem.program is not None
+    dtype, heads_first = torch_dtype(problem), problem.program is not None or kind.function in SCORE_MODS
     rows = [sum(pair[i] for pair in draw.lengths) for i in (0, 1)]
     outer = () if problem.has("varlen") else (draw.batch,)
 
@@ -224,15 +231,62 @@ def _attention(kind: Kind, draw: Draw) -> Callable[[], Any]:
     mask = None if problem.program is None else _block_mask(problem, draw)
 
     def traced() -> Any:
+        if kind.function in SCORE_MODS:
+            return trace(SCORE_MODS[kind.function](draw), None, kind.direction != FORWARD)
         return mask and listed(trace(None, mask.mask_mod, False), kept_mask(mask), q, draw.heads)
 
+    if kind.function == "placed":
+        options = Options(window=draw.window, place=_ints([[17, 5, 3, 0, 0, 0, 0, 0]]))
+    if kind.function == "added":
+        others = tensor(rows[0], draw.heads, widths[1]).float(), torch.zeros(draw.batch, draw.heads, rows[0])
+        return lambda: launch.forward(q, k, v, *layout, out=others[0], lse=others[1])
     if kind.direction in (FORWARD, PAGED):
         return lambda: launch.forward(q, k, v, *layout, kind.config, options, table, traced=traced())
     out = tensor(rows[0], draw.heads, widths[1])
     lse = torch.zeros(*outer, draw.heads, rows[0])
     deterministic = kind.direction == DETERMINISTIC
     given = *layout, deterministic, None, kind.config, options
-    return lambda: launch.backward(out, q, k, v, out, lse, *given, traced=traced())
+    partial = kind.function == "partial"
+    return lambda: launch.backward(out, q, k, v, out, lse, *given, traced=traced(), partial=partial)
+
+
+def _relative_bias(draw: Draw) -> Callable:
+    """A learned number per head and distance, which warps beside the producer look up per diagonal."""
+    ((rows, keys),) = draw.lengths
+    table = torch.zeros(draw.heads, rows + keys, requires_grad=True)
+    return lambda score, b, h, q, k: score + table[h, q - k + keys]
+
+
+def _dense_bias(draw: Draw) -> Callable:
+    """A learned number per query and key, whose tiles are staged in shared memory."""
+    bias = torch.zeros(draw.heads, *draw.lengths[0], dtype=torch.bfloat16, requires_grad=True)
+    return lambda score, b, h, q, k: score + bias[h, q, k]
+
+
+SCORE_MODS: dict[str, Callable[[Draw], Callable]] = {
+    "score_mod relative bias": _relative_bias,
+    "score_mod dense bias": _dense_bias,
+    "score_mod cap": lambda draw: lambda score, b, h, q, k: 20.0 * torch.tanh(score / 20.0),
+}
+
+
+# Calls on parts of a sequence, as several GPUs make them: (directions, whether the mask is causal)
+PART_CALLS = {
+    "added": (DIRECTIONS[:1], True),
+    "partial": (DIRECTIONS[1:], True),
+    "placed": (DIRECTIONS, False),
+}
+
+
+def kinds_without_table() -> list[Kind]:
+    """Calls with a score_mod, which users write, and on parts of a sequence: no table has their kernels."""
+    functions = {name: (DIRECTIONS, False) for name in SCORE_MODS} | PART_CALLS
+    return [
+        Kind(direction, AttnProblem(DEFAULT_DTYPE, *width, causal), None, name)
+        for name, (directions, causal) in functions.items()
+        for direction in directions
+        for width in ((64, 64), (128, 128))
+    ]
 
 
 def _block_mask(problem: AttnProblem, draw: Draw) -> BlockMask:

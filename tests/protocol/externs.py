@@ -29,7 +29,7 @@ PURE = {
     "add", "add_exactly", "add_fp32_tile", "add_fragment", "add_rows", "add_stored", "add_tile", "add_to_place", "add_transposed",
     "base#", "before", "bit", "block_distance", "diagonal", "diagonal#", "distance", "draw", "drop_float", "drop_half", "factor#",
     "fence_additions", "fetch", "fetch_bits", "fetch_shared", "fetched", "gradient", "keep_diagonals", "merge_sums", "new_score",
-    "prefetch", "prefetch_bits", "random_state", "seen", "slope", "slope_from_row", "sloped", "slot_of_lane", "store_rows",
+    "prefetch", "prefetch_bits", "random_state", "seen", "slope", "sloped", "slot_of_lane", "store_rows",
     "store_tile", "store_vector", "sum_diagonals", "sum_pairs", "summed_slot", "take_sums", "tanh", "target#", "wait_for_prefetch",
 }  # fmt: skip
 WRITES_FRAGMENTS = {"add_stored", "drop_float", "drop_half", "merge_piece"}

@@ -165,7 +165,7 @@ class Cta:
         return self.tiles.setdefault(tile, TileState())
 
     def left(self) -> list[str]:
-        """What its end leaves: phases begun, bytes that never came."""
+        """Leftovers of its end: phases begun, bytes that never came."""
         return [
             f"{b.name}: {b.count - b.pending} of {b.count} arrivals in phase {b.completed}"
             for b in self.mbarriers.values()
@@ -606,7 +606,7 @@ class Machine:
                 pass
 
     def waiting(self) -> list[Finding]:
-        """Where each warp waits; warps of a warpgroup that wait at one place are one finding."""
+        """Place where each warp waits; warps of a warpgroup that wait at one place are one finding."""
         found: dict[tuple, Finding] = {}
         for warp in self.warps:
             line, source, values = warp.place()

@@ -31,7 +31,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with an access, and where the warp was."""
+    """A fault of an access, and where the warp was."""
 
     kind: str
     text: str

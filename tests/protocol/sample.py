@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
-from tl_attention.compilation import manifest
+from tl_attention.compilation import compiler, manifest
 from tl_attention.kernel_configs import TileTable
 
 from .calls import Kind, call_of
@@ -25,13 +25,14 @@ NOT_CHECKED = {
 
 @dataclass
 class Result:
-    """What the draws of a kind gave.
+    """Outcome of the draws of a kind.
 
     Args:
         passed: runs of launches per kernel that found nothing.
         faults: kernel -> texts of runs with findings.
         refused: draws that the call refuses for this config, by its words.
         skipped: kernels in NOT_CHECKED, or with an operation that is not modelled, and why.
+        templates: of kernels that passed.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Result:
     faults: dict[str, list[str]] = field(default_factory=dict)
     refused: Counter[str] = field(default_factory=Counter)
     skipped: dict[str, str] = field(default_factory=dict)
+    templates: set[str] = field(default_factory=set)
     seconds: float = 0.0
 
 
@@ -85,6 +87,7 @@ def check_kind(
                 result.faults.setdefault(name, []).append(f"draw {number}: {draw}\n{runs[0]}")
             else:
                 result.passed[name] += 1
+                result.templates.add(compiler.template(launch.config)[0])
     result.seconds = time.time() - begin
     return result
 

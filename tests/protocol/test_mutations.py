@@ -37,6 +37,7 @@ CASES = {
             Draw(((200, 350),), 3, 3, sms=2),
             Draw(((64, 700),), 2, 1, sms=1),
             Draw(((130, 90),), 2, 1, sms=1, scale=-0.1),
+            Draw(((300, 180),), 5, 5, sms=2),
         ),
         {
             r"wait: yield 'wait', 'Q_empty', .*fwd.py:\d+ produce": "`done` of the last two turns implies it",
@@ -44,6 +45,8 @@ CASES = {
             r"no store: yield 'store', 'flags', .*1,\), 0$": "a tile is recomputed once more than is needed",
             r"no store: yield 'store', 'flags', .*1,\), 1$": "a tile that overflows is not recomputed: wrong data",
             r"no wait: yield 'wait', '[KV]_full', .*skip_last": "it is released unread",
+            r"(no sync|sync of fewer): .*prepare_queries": "the wait for the turn syncs the warpgroup, too",
+            r"product of another slot of Q_tiles": "the queries of the other warpgroup, which the turns order: wrong data",
             r"no wait_puts: .*fwd.py:\d+ attend": "orders two stores to global memory, whose data is not modelled",
             r"a step too few in warpgroup 0: for \w+ in range\(0, 0 \+ steps_1\)": "only warpgroup 1 has steps to skip",
         },

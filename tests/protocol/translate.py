@@ -89,7 +89,7 @@ RESERVED = {
 
 @contextlib.contextmanager
 def places() -> Iterator[dict]:
-    """While kernels are traced, note which lines of kernels/ ask for each synchronization: hash of the call -> (text, call)."""
+    """Note which lines of kernels/ ask for each synchronization of kernels traced meanwhile: hash of the call -> (text, call)."""
     import tilelang.language as T
 
     found, own = {}, {name: getattr(T, name) for name in TRACED}

@@ -26,7 +26,7 @@ from tl_attention.checks.kvcache import (
 from tl_attention.checks.lengths import check_entries, check_positions, skips_check
 from tl_attention.checks.transforms import check_no_forward_ad, refuse_vmap
 from tl_attention.ops import check_device_or_warn, is_traced, scale_of
-from tl_attention.options import UNLIMITED, Cache, Options, as_stored, canonical_window, writing
+from tl_attention.options import UNLIMITED, Cache, Options, as_stored_eagerly, canonical_window, writing
 from tl_attention.reference.kvcache import append_reference, kvcache_reference, rotary_reference
 from tl_attention.target import H200_SMS, sm_count
 
@@ -272,7 +272,7 @@ def _canonical(
         causal, window = canonical_window(causal, window_size)
     if alibi_slopes is None and sink is None and not softcap and window == _NO_OPTIONS.window:
         return causal, _NO_OPTIONS
-    slopes, sink = (None if x is None else as_stored(x).contiguous() for x in (alibi_slopes, sink))
+    slopes, sink = (None if x is None else as_stored_eagerly(x).contiguous() for x in (alibi_slopes, sink))
     return causal, Options(window, float(softcap), alibi_slopes=slopes, sink=sink)
 
 

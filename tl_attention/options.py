@@ -286,11 +286,14 @@ def as_stored(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy of it if its memory does not hold its values, for a launch that reads the memory.
 
     The memory of a lazily negated view, such as the imaginary part of a conjugate, holds the opposite of its values, which only the ops
-    of torch know. Integers have no such views, and complex tensors are refused. Compiled code calls ops of torch, and cannot ask.
+    of torch know. Integers have no such views, and complex tensors are refused.
     """
-    if torch.compiler.is_compiling():
-        return x
     return x.resolve_neg() if x.is_neg() else x
+
+
+def as_stored_eagerly(x: torch.Tensor) -> torch.Tensor:
+    """as_stored(x) outside compiled code, which cannot ask, and whose ops know."""
+    return x if torch.compiler.is_compiling() else as_stored(x)
 
 
 def saveable(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -35,7 +35,7 @@ from tl_attention.ops import (
     scale_of,
 )
 from tl_attention.ops_dropout import draw, dropout_state_op
-from tl_attention.options import Call, Options, as_stored, canonical_window
+from tl_attention.options import Call, Options, as_stored, as_stored_eagerly, canonical_window
 
 # Exact types of the numbers in a signature: all have a hash and hold no tensor
 _NUMBER_TYPES = frozenset((int, float, bool, type(None)))
@@ -82,8 +82,8 @@ def checked_options(q: torch.Tensor, keys: int, causal: bool, asked: UserOptions
         num_splits=asked.num_splits,
         parts=check_precision(q, asked.precision),
         rng_state=_state_of_dropout(q, dropout_p, rng_state),
-        alibi_slopes=None if alibi_slopes is None else as_stored(alibi_slopes).contiguous(),
-        sink=None if sink is None else as_stored(sink).contiguous(),
+        alibi_slopes=None if alibi_slopes is None else as_stored_eagerly(alibi_slopes).contiguous(),
+        sink=None if sink is None else as_stored_eagerly(sink).contiguous(),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seqused_q=seqused_q,
@@ -131,7 +131,8 @@ def _signature(
 ) -> tuple | None:
     """Key of a call: all that its checks and its launch plan depend on. None: the call is checked each time.
 
-    It has metadata of tensors, and numbers with their types, as 1, 1.0 and True are equal. It holds no tensor.
+    It has metadata of tensors, and numbers with their types, as 1, 1.0 and True are equal. It holds no tensor. q is on a GPU; k and v
+    on another device have another index.
 
     Args:
         q, k, v: plain tensors. causal, deterministic: two bools.
@@ -169,9 +170,9 @@ def _signature(
                 return None
             facts += sink.shape, sink.stride(), sink.dtype, sink.device
         return (
-            q.shape, q.stride(), q.dtype, q.device,
-            k.shape, k.stride(), k.dtype, k.device,
-            v.shape, v.stride(), v.dtype, v.device,
+            q.shape, q.stride(), q.dtype, q.get_device(),
+            k.shape, k.stride(), k.dtype, k.get_device(),
+            v.shape, v.stride(), v.dtype, v.get_device(),
             causal, deterministic, types, numbers, *facts,
         )  # fmt: skip
     except RuntimeError:  # a nested or sparse tensor, which the checks refuse

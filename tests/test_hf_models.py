@@ -81,8 +81,11 @@ def test_hf_models_follow_a_window_that_only_the_mask_has():
 def test_hf_models_comparison_finds_a_lost_mask(monkeypatch):
     """The comparison fails where attention_forward ignores what the mask says."""
     lost = hf.attention_forward
-    monkeypatch.setattr(
-        hf, "attention_forward", lambda m, q, k, v, mask, **options: lost(m, q, k, v, None, is_causal=False)
-    )
-    found = hf_models.result("mistral", "MistralModel")
+    with monkeypatch.context() as patch:  # undone before the fixture registers hf again
+        patch.setattr(
+            hf,
+            "attention_forward",
+            lambda m, q, k, v, mask, **options: lost(m, q, k, v, None, is_causal=False),
+        )
+        found = hf_models.result("mistral", "MistralModel")
     assert hf_models.verdict(found) == "wrong"

@@ -356,9 +356,9 @@ class _Operation:
         raise KeyError(self.name)
 
     def _refuse_overflow(self, number: float | int) -> None:
-        """Refuse a number that the integers of the result cannot hold, as PyTorch does; negative ones wrap if these are unsigned."""
+        """Refuse a number that 8 or 16 bits of the result cannot hold, as PyTorch does; negative ones wrap if these are unsigned."""
         dtype = self.torch_dtype
-        if type(number) is not int or dtype not in (torch.int32, *SMALL_INTS):
+        if type(number) is not int or dtype not in SMALL_INTS:
             return
         most = torch.iinfo(dtype).max
         if not min(torch.iinfo(dtype).min, -most) <= number <= most:

@@ -40,7 +40,7 @@ def packed(q, k, v, starts):
 
 
 def distance(function, q, k, v):
-    """How far <dout, out> and <dv, v> are apart: 0 if the backward has the mask of the forward; with another one about 0.3."""
+    """Relative distance between <dout, out> and <dv, v>: 0 if the backward has the mask of the forward; with another one about 0.3."""
     out = function(q, k, v)
     dout = torch.randn_like(out).where(torch.rand_like(out) < 0.1, out.detach())
     (dv,) = torch.autograd.grad(out, v, dout)

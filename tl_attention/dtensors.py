@@ -92,7 +92,7 @@ class Shards:
         return result
 
     def option(self, name: str, x: torch.Tensor | None, axes: Axes) -> torch.Tensor | None:
-        """This rank's part of a tensor of options. Its gradient is a sum over the ranks that have other batch entries."""
+        """The part of a tensor of options on this rank. Its gradient is a sum over the ranks that have other batch entries."""
         if x is None:
             return None
         wanted = self.placed(axes)

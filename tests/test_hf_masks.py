@@ -99,7 +99,7 @@ def test_hf_mask_refuses_other_padding(mask, error, text):
         hf.attention_mask(**SIZES, mask_function=causal_mask_function, attention_mask=mask)
 
 
-@pytest.mark.parametrize("size", [0, -2, True, 2.5])
+@pytest.mark.parametrize("size", [-2, True, 2.5])
 def test_hf_mask_refuses_a_window_without_keys(size):
     with pytest.raises(ValueError, match=f"local_size: expected None or an int of at least 1, got {size}"):
         hf.attention_mask(**SIZES, mask_function=causal_mask_function, local_size=size)
@@ -454,3 +454,18 @@ def test_hf_a_bidirectional_mask_of_one_query_stands_for_all(padding, seqlen_q, 
     out, _ = hf.attention_forward(torch.nn.Module(), q, k, v, mask, **more)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, real[:, None, None])
     torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+def test_hf_a_window_of_zero_is_refused_where_a_layer_uses_it():
+    """Qwen2-MoE makes a mask for sliding layers even where its config turns them off, by a window of 0."""
+    q = torch.randn(1, HEADS, LENGTH, 16)
+    mask = made(mask_function=sliding_window_causal_mask_function(0), local_size=0)
+    with pytest.raises(
+        ValueError,
+        match="^attention_mask: expected one with a window of at least 1 key, got one with a window of 0",
+    ):
+        hf.attention_forward(torch.nn.Module(), q, q, q, mask)
+    expected, _ = hf.attention_forward(torch.nn.Module(), q, q, q, made())
+    assert torch.equal(
+        hf.attention_forward(torch.nn.Module(), q, q, q, made(), sliding_window=0)[0], expected
+    )

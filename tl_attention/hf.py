@@ -136,7 +136,8 @@ def attention_forward(
     check_others(kwargs)
     check_mask(attention_mask, query.shape[0])
     expect_scale("scaling", scaling)
-    check_window_keys("sliding_window", sliding_window)
+    if not isinstance(attention_mask, Mask):
+        check_window_keys("sliding_window", sliding_window)
     check_packing(query, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k)
     query, key, value = _cast(module, query, key, value)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))

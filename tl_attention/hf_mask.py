@@ -31,6 +31,7 @@ class Mask:
         starts: bool [batch, q_length], True at the first token of a document; None: one document per row, or unknown.
         block_mask: BlockMask of a mask that the fields above cannot say, which is the whole mask; None: they say it.
         padded: a key is padding; a bool tensor in torch.compile and CUDA graph capture.
+        no_keys: the window has no keys, as in configs that turn it off by 0; models make such a mask, and no layer uses it.
         of_documents: document of each token [1, q_length] -> BlockMask of block_mask's mask within these documents.
     """
 
@@ -43,6 +44,7 @@ class Mask:
     starts: torch.Tensor | None = None
     block_mask: Any = None
     padded: bool | torch.Tensor = False
+    no_keys: bool = False
     of_documents: Callable[[torch.Tensor], Any] | None = None
 
     ndim = 4

@@ -56,6 +56,8 @@ def attention_mask(
         check_mask(attention_mask, batch_size)
         return attention_mask  # generate() has called this function
     check_padding(attention_mask, batch_size)
+    if isinstance(local_size, int) and not isinstance(local_size, bool) and local_size == 0:
+        return Mask((batch_size, q_length, kv_length), True, no_keys=True)
     check_window_keys("local_size", local_size)
     sizes = batch_size, q_length, kv_length, q_offset, kv_offset
     causal = allow_is_bidirectional_skip is None

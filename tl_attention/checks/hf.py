@@ -76,6 +76,11 @@ def _mask_error(mask: Any) -> NotImplementedError:
 def check_mask(mask: Any, batch: int) -> None:
     """Check the mask of hf.attention_forward, for `batch` sequences."""
     if isinstance(mask, Mask):
+        if mask.no_keys:
+            raise ValueError(
+                "attention_mask: expected one with a window of at least 1 key, got one with a window of 0, in which no query sees a key;"
+                " set sliding_window of the config, or to None"
+            )
         if mask.sizes[0] != batch and (mask.rows is not None or mask.block_mask is not None):
             raise ValueError(
                 f"attention_mask: expected one for {batch} sequences, got one for {mask.sizes[0]}; {_REMAKE}"

@@ -130,9 +130,8 @@ class Registers:
     """Fragments of a warp and the products in flight, oldest first."""
 
     flying: list[Product] = field(default_factory=list)
-    contents: dict[str, list[Product]] = field(
-        default_factory=dict
-    )  # products that each fragment is the sum of
+    # Products that each fragment is the sum of
+    contents: dict[str, list[Product]] = field(default_factory=dict)
 
     def start(self, product: Product, clear: bool) -> None:
         before = [] if clear else [x for x in self.contents.get(product.accumulator, ()) if not x.used]

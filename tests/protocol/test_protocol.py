@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 import tilelang.language as T
+import torch
 
-from tl_attention import kernels
+from tl_attention import kernels, launch
 from tl_attention.compilation import compiler
 from tl_attention.kernels.mask import KeyBlocks
 
 from . import externs
 from .calls import Draw, call_of, kinds
 from .check import Program, check
-from .launches import Launch, recorded
+from .launches import Launch, recorded, recording
 from .sample import NOT_CHECKED, check_kind
 
 DENSE = "fwd bf16 d128 causal, 128x128 dynamic q2 ping-pong hold-max"
@@ -52,9 +53,9 @@ def launch_of(name: str, draw: Draw) -> Launch:
     return next(x for x in recorded(call_of(kind, draw), draw.sms) if x.config == kind.config)
 
 
-def ends(launch: Launch, program: Program) -> set[str | None]:
+def ends(found: Launch, program: Program) -> set[str | None]:
     """Ends of runs with findings."""
-    return {run.end for run in check(launch, program, stop=False)}
+    return {run.end for run in check(found, program, stop=False)}
 
 
 @pytest.mark.timeout(120)
@@ -62,17 +63,17 @@ def ends(launch: Launch, program: Program) -> set[str | None]:
     ("name", "lengths"), [(DENSE, ((64, 800),)), (PACKED, RAGGED)], ids=["d128-64x800", "d192-128-packed"]
 )
 def test_masked_steps_beyond_a_warpgroups_steps_deadlock(name, lengths, monkeypatch):
-    launch = launch_of(name, Draw(lengths, heads=1))
-    assert not check(launch, Program(launch.problem, launch.config))
+    found = launch_of(name, Draw(lengths, heads=1))
+    assert not check(found, Program(found.problem, found.config))
     monkeypatch.setattr(KeyBlocks, "stop_before", stop_before_with_all_masked_steps)
-    assert "deadlock" in ends(launch, Program(launch.problem, launch.config))
+    assert "deadlock" in ends(found, Program(found.problem, found.config))
 
 
 @pytest.mark.timeout(60)
 def test_slot_of_three_that_is_waited_for_a_phase_early_is_found():
-    launch = launch_of(THREE_SLOTS, Draw(((14, 14),), heads=3, heads_kv=3, sms=1))
-    program = Program(launch.problem, launch.config)
-    assert not check(launch, program)
+    found = launch_of(THREE_SLOTS, Draw(((14, 14),), heads=3, heads_kv=3, sms=1))
+    program = Program(found.problem, found.config)
+    assert not check(found, program)
     waits = [x for x in program.lines if "'wait', 'Q_empty'" in x and "attend" in x]
     assert waits
     program.use(
@@ -80,7 +81,7 @@ def test_slot_of_three_that_is_waited_for_a_phase_early_is_found():
             "yield ('go',)".rjust(len(x) - len(x.lstrip()) + 13) if x in waits else x for x in program.lines
         )
     )
-    kinds_of = {finding.kind for run in check(launch, program, stop=False) for finding in run.findings}
+    kinds_of = {finding.kind for run in check(found, program, stop=False) for finding in run.findings}
     assert "passes early" in kinds_of
 
 
@@ -129,8 +130,16 @@ def test_models_name_functions_of_kernels():
         assert re.search(rf"\b(tl_attention_)?{stem}\w*\b|[\"']{stem}", text), name
 
 
+def test_recording_restores_the_package():
+    before = launch.common.compile_kernels, torch.Tensor.is_cuda, torch.cuda.current_device
+    with recording() as launches:
+        assert torch.zeros(1).is_cuda and not launches
+    assert before == (launch.common.compile_kernels, torch.Tensor.is_cuda, torch.cuda.current_device)
+    assert not torch.zeros(1).is_cuda
+
+
 def test_function_without_a_model_is_refused(monkeypatch):
-    launch = launch_of(DENSE, Draw(((64, 64),)))
+    found = launch_of(DENSE, Draw(((64, 64),)))
     monkeypatch.delitem(externs.MODELS, "store_fragment")
     with pytest.raises(NotImplementedError, match="store_fragment"):
-        Program(launch.problem, launch.config)
+        Program(found.problem, found.config)

@@ -148,9 +148,8 @@ class Translator:
         self.operands: set[str] = set()  # fragments that products use
         # Buffers in shared memory -> leading dimensions that no access goes across
         self.slot_dims: dict[str, int] = {}
-        self.scattered: set[str] = (
-            set()
-        )  # integers in shared memory that threads index: tiles of unknown data
+        # Integers in shared memory that threads index: tiles of unknown data
+        self.scattered: set[str] = set()
         self.externs: set[str] = set()
         self.start()
 

@@ -337,6 +337,8 @@ SHORT = torch.zeros(7)
         (lambda: block_masks.documents([0, 1]), TypeError, "ids: expected a torch.Tensor"),
         (lambda: block_masks.documents(torch.zeros(1, 2, 3).int()), ValueError, "ids: expected 1 or 2 dimensions"),
         (lambda: block_masks.document_ids(torch.zeros(2, 2).int(), 4), ValueError, "cu_seqlens: expected 1 dimensions"),
+        (lambda: block_masks.documents(torch.zeros(4).int(), causal="yes"), TypeError, "causal: expected a bool"),
+        (lambda: block_masks.dilated(3, 3, 2, causal=1), TypeError, "causal: expected a bool"),
         (lambda: block_masks.dilated(3, 3, 0), ValueError, "dilation: expected 1 to"),
         (lambda: block_masks.block_diagonal(3, 3, 1.5), TypeError, "size: expected an int, got 1.5"),
         (lambda: mask_picture.picture(causal), TypeError, "block_mask: expected a BlockMask, got"),

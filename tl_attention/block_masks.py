@@ -364,6 +364,7 @@ def documents(
             have several runs of positions; blocks between its runs are then listed as partial.
     """
     check_lengths_tensor("ids", ids, 1, 2)
+    expect_bool("causal", causal)
     rows = ids if ids.ndim == 2 else None
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -385,6 +386,7 @@ def dilated(
 ) -> Any:
     """BlockMask of every `dilation`-th key, counted from the query's own; with `causal` only keys up to it."""
     check_count("dilation", dilation, 1)
+    expect_bool("causal", causal)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         every = (q_idx - kv_idx) % dilation == 0

@@ -406,6 +406,8 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 first_step += blocks.steps
                 turn += 1
                 shared.tile_box.wait(turn)
+            if config.has_dv_tile(problem):
+                wait_for_stores()  # shared memory must stay until TMA has read the last tile's dK and dV
         else:
             tile.start(number, counts, blocks)
             fill_bias_columns(w, shared.bias_columns, consumers)

@@ -73,9 +73,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
         def schedule(self) -> None:
             super().schedule()
-            for (
-                node
-            ) in self.nodes:  # a worker begins a test when it knows the next one, or that there is none
+            for node in self.nodes:
+                # A worker begins a test when it knows the next one, or that there is none
                 self._reschedule(node)
 
     return EachTestOnce(config, log)

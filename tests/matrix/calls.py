@@ -34,9 +34,8 @@ from .classes import PAGED, CallClass
 from .draws import Draw
 from .memory import bits, is_untouched
 
-RAMP = (
-    60.0  # times the last keys: the first ones, so that scores exceed a held row max by more than fp32 holds
-)
+# Times the last keys: the first ones, so that scores exceed a held row max by more than fp32 holds
+RAMP = 60.0
 # fp32 against fp64: largest error over the largest value, as tests/test_fp32.py has them. At highest four times that of PyTorch in fp32,
 # as thousands of draws meet larger errors than one case
 RELATIVE_ERROR = {2: 1e-4, 3: 2.0**-21}

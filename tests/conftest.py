@@ -21,7 +21,9 @@ settings.load_profile("tl_attention")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-kernels", action="store_true", help="compile every shipped kernel, not a sample")
-    parser.addoption("--all-models", action="store_true", help="try every model class of transformers, not a sample")
+    parser.addoption(
+        "--all-models", action="store_true", help="try every model class of transformers, not a sample"
+    )
 
 
 @pytest.fixture

@@ -289,7 +289,8 @@ def test_notice_counts_seconds_on_a_terminal(monkeypatch):
         building.compile_kernel(PROBLEM, GOOD)
     first, *ticks = sys.stderr.getvalue().split("\r")
     assert first.endswith("\n")
-    assert ticks[:2] == ["tl_attention: 1 s", "tl_attention: 2 s"]
+    seconds = [int(re.fullmatch(r"tl_attention: (\d+) s", tick)[1]) for tick in ticks[:-1]]
+    assert seconds and seconds == sorted(set(seconds))  # a busy machine may miss one
     assert re.fullmatch(r"tl_attention: 1 kernel built in \d s\n", ticks[-1])
 
 

@@ -90,6 +90,15 @@ def test_shards_of_other_functions(mesh):
     assert out.placements == (Replicate(), Shard(1)) and lse.placements == (Replicate(), Shard(0))
 
 
+def test_dtensors_take_whole_lengths_alone(mesh):
+    rows = [local(mesh, 20, 2, 32) for _ in range(3)]
+    placed = [DTensor.from_local(x, mesh, [Replicate(), Shard(1)]) for x in rows]
+    starts = torch.tensor([0, 8, 20], device=mesh.device_type, dtype=torch.int32)
+    part = DTensor.from_local(starts, mesh, [Shard(0), Replicate()])
+    with pytest.raises(NotImplementedError, match="expected replicated DTensors"):
+        flash_attn_varlen_func(*placed, part, part, 12, 12)
+
+
 def test_sinks_and_slopes_have_the_shards_of_the_heads(mesh):
     parts = [local(mesh, 2, 20, 4, 64).requires_grad_() for _ in range(3)]
     sink = torch.randn(4, device=parts[0].device, requires_grad=True)

@@ -469,3 +469,12 @@ def test_hf_a_window_of_zero_is_refused_where_a_layer_uses_it():
     assert torch.equal(
         hf.attention_forward(torch.nn.Module(), q, q, q, made(), sliding_window=0)[0], expected
     )
+
+
+def test_mask_keeps_its_numbers_on_another_dtype():
+    """Models cast masks to the dtype of their scores; documents beyond 256 have no number in bf16."""
+    mask = made(queries=600, keys=600)
+    mask.starts = torch.ones(1, 600, dtype=torch.bool)
+    assert mask.to(torch.bfloat16) is mask
+    moved = mask.to(device="cpu")
+    assert moved.starts.dtype == torch.bool and moved.sizes == mask.sizes

@@ -190,6 +190,15 @@ def test_processes_say_for_whom_they_wait_and_do_not_wait_for_ever(tmp_path, sta
     wait_for(lambda: not is_running(builder))
 
 
+def test_lock_is_taken_by_a_program_of_any_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["\udcff"])  # no UTF-8
+    lock = locks.try_lock(tmp_path / "kernel.so")
+    assert lock and locks.try_lock(tmp_path / "kernel.so") is None
+    assert "another thread" in locks.holder(tmp_path / "kernel.so")
+    lock.release()
+    assert locks.try_lock(tmp_path / "kernel.so")
+
+
 def test_wait_is_silent_with_quiet(tmp_path, stand_ins, monkeypatch):
     monkeypatch.setenv("TL_ATTENTION_QUIET", "1")
     monkeypatch.setattr(locks, "SAY_EVERY", 0.1)

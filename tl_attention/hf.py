@@ -264,7 +264,11 @@ def _may_hold_documents(
 
 
 def _documents(position_ids: torch.Tensor, mask: Mask | None) -> _Documents | None:
-    """Documents that begin at each smallest position of position_ids [1, seqlen]; None: one. Waits for the GPU once per tensor."""
+    """Documents that begin at each smallest position of position_ids [1, seqlen]; None: one.
+
+    Waits for the GPU once per tensor of positions. The mask of a forward keeps them, as a tensor of inference mode has no version by which
+    a change would show.
+    """
     global _last
     positions = position_ids.reshape(1, -1)
     if is_traced():
@@ -277,6 +281,9 @@ def _documents(position_ids: torch.Tensor, mask: Mask | None) -> _Documents | No
             " cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k",
         )
         return None
+    kept = None if mask is None else mask.__dict__.get("_documents")
+    if kept is not None and kept[0] is position_ids:
+        return kept[1]
     version = -1 if position_ids.is_inference() else position_ids._version
     if _last is not None and version >= 0 and _last[0]() is position_ids and _last[1] == version:
         return _last[2]
@@ -286,6 +293,8 @@ def _documents(position_ids: torch.Tensor, mask: Mask | None) -> _Documents | No
     if starts.sum() > 1:
         found = _Documents(starts.cumsum(1), packed_rows(starts))
     _last = weakref.ref(position_ids), version, found
+    if mask is not None and version < 0:
+        mask.__dict__["_documents"] = position_ids, found
     return found
 
 

@@ -76,13 +76,16 @@ class Mask:
         return self.rows * times[:, None]
 
     def to(self, *args: Any, **options: Any) -> Mask:
-        """Mask on another device, for models whose layers are on several."""
+        """Mask on another device, for models whose layers are on several. A dtype changes nothing: the mask has none of the scores'."""
+        device = torch._C._nn._parse_to(*args, **options)[0]
+        if device is None:
+            return self
         tensors = {}
         for name in ("first_query", "rows", "starts", "padded"):
             x = getattr(self, name)
-            tensors[name] = x.to(*args, **options) if isinstance(x, torch.Tensor) else x
+            tensors[name] = x.to(device) if isinstance(x, torch.Tensor) else x
         if self.block_mask is not None:
-            tensors["block_mask"] = self.block_mask.to(*args)
+            tensors["block_mask"] = self.block_mask.to(device)
         return dataclasses.replace(self, **tensors)
 
     def _refuse(self, *_: Any) -> NoReturn:

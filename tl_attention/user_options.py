@@ -261,6 +261,12 @@ def _on_shards(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: tuple, a
         ),
     }
     if asked.lengths is not None:
+        for x in asked.lengths:
+            if is_dtensor(x) and not all(placement.is_replicate() for placement in x.placements):
+                raise NotImplementedError(
+                    "cu_seqlens, seqused: expected replicated DTensors or tensors of this rank beside DTensors, got placements"
+                    f" {tuple(x.placements)}; pass .full_tensor()"
+                )
         own["lengths"] = tuple(x.to_local() if is_dtensor(x) else x for x in asked.lengths)
     own = asked._replace(rng_state=None, **own)
     return shards.run(lambda *local: attention_with_options(*local, *call, own), q, k, v)

@@ -24,8 +24,9 @@ VARLEN_ROWS = (
 # Arguments that models pass on to every attention, and on which no result depends
 HARMLESS = frozenset(
     {
-        "cache_position", "input_ids", "labels", "layer_idx", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
-        "output_router_logits", "past_key_values", "position_embeddings", "return_dict", "seq_idx", "use_cache",
+        "cache_position", "input_ids", "labels", "layer_idx", "logits_to_keep", "mm_token_type_ids", "num_items_in_batch",
+        "output_hidden_states", "output_router_logits", "past_key_values", "position_embeddings", "return_dict", "seq_idx",
+        "shift_labels", "skip_logits", "token_type_ids", "use_cache",
     }
 )  # fmt: skip
 

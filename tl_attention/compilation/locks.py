@@ -37,7 +37,7 @@ class Lock:
         """Write down who holds the lock, for those that wait. what: that process, in words."""
         with contextlib.suppress(OSError):  # a full disk: the lock does without
             os.ftruncate(self.file, 0)
-            os.pwrite(self.file, f"{process} {platform.node()} {what}".encode(), 0)
+            os.pwrite(self.file, f"{process} {platform.node()} {what}".encode(errors="replace"), 0)
 
     def close(self) -> None:
         """Leave the lock to a process that has inherited the file; without one it is released."""
@@ -72,7 +72,7 @@ def try_lock(path: Path) -> Lock | None:
             return lock
     except (BlockingIOError, FileNotFoundError):
         pass
-    except OSError:
+    except BaseException:
         lock.close()
         raise
     lock.close()
@@ -82,12 +82,12 @@ def try_lock(path: Path) -> Lock | None:
 def holder(path: Path) -> str:
     """The process that builds the kernel with this path, in words."""
     try:
-        process, host, what = path.with_suffix(".lock").read_text().split(" ", 2)
+        process, host, what = path.with_suffix(".lock").read_text(errors="replace").split(" ", 2)
     except (OSError, ValueError):
         return "another process"
     if host != platform.node():
         return f"process {process} ({what}) on {host}"
-    if int(process) == os.getpid():
+    if process == str(os.getpid()):
         return "another thread of this process"
     try:
         state = Path("/proc", process, "stat").read_text().rpartition(") ")[2][:1]
@@ -116,7 +116,7 @@ class Waits:
         """Line to say about a kernel whose lock another process has, mostly None. After WAIT_LIMIT the next try_lock() succeeds."""
         name, now = path.with_suffix(".lock"), time.monotonic()
         try:
-            found = name.stat().st_ino, name.read_text()
+            found = name.stat().st_ino, name.read_text(errors="replace")
         except OSError:  # just removed
             return None
         wait = self.waits.get(path)
@@ -127,7 +127,8 @@ class Waits:
         if seconds > WAIT_LIMIT:
             del self.waits[path]
             line = f"building {kernel} here, which was not built in {seconds:.0f} s by {holder(path)}"
-            name.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a folder that this process may not write to: it waits on
+                name.unlink()
             return line
         if now - wait.said > SAY_EVERY:
             wait.said = now

@@ -80,7 +80,8 @@ DOORS = {
     "launch/block_lists": "torch program launch/mask_bits",
     "launch/mask_bits": "torch program tracing/program_values",
     "launch/parts": "torch problem part_configs compilation/store launch/arrays launch/common",
-    "launch/common": "torch checks/common options problem kernel_configs legality target configs compilation/building compilation/store",
+    "launch/common": "torch launch/arrays checks/common options problem kernel_configs legality target configs "
+    "compilation/building compilation/store",
     "launch/fwd": "torch configs options problem kernel_configs target compilation/store program launch/arrays "
     "launch/bwd_kernels launch/common launch/parts launch/splits launch/tickets launch/traced",
     "launch/fwd_jvp": "torch checks/common problem kernel_configs legality target compilation/store launch/arrays launch/common",

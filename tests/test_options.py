@@ -452,9 +452,11 @@ def test_tile_table_is_sorted_by_length():
         )[-1]
     )
     total = sum(lengths)
-    tiles = launch.common.PackedTiles(kernel, len(lengths), total, total, True, 0)
+    out, lse = torch.empty(total, 8, device="cuda"), torch.empty(1, total, device="cuda")
+    tiles = launch.common.PackedTiles(kernel, len(lengths), total, total, True, 0, [(1, total, 32)] * 3, 8)
     ends = cu_seqlens.tolist()
-    queries, (queries_too, keys) = tiles.table(options, 128), tiles.tables(options, 128)
+    queries = tiles.table(options, 128, out, lse)
+    queries_too, keys = tiles.tables(options, 128, out, out, out)
     for of_keys, table in ((False, queries), (False, queries_too), (True, keys)):
         rows = [row for row in table.tolist() if row[1] >= 0]
         blocks = [-(-n // 128) if of_keys else max(-(-n // 128), 1) for n in lengths]

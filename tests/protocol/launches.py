@@ -63,7 +63,7 @@ def fill_tables(cu_q: Any, cu_k: Any, used_q: Any, used_k: Any, blocks: Any, *re
     """Do the work of kernels/tile_table.py: tiles of TABLE_ROWS queries, those with the most steps first."""
     from tl_attention.problem import TABLE_ROWS
 
-    *tables, use_q, use_k, step_rows, left, right, by_sequence = rest
+    *tables, _, _, _, _, use_q, use_k, step_rows, left, right, by_sequence, _ = rest
     batch = len(cu_q) - 1
     of = [(cu_q, used_q, use_q), (cu_k, used_k, use_k)]
     lens = [[int(used[b]) if use else int(cu[b + 1] - cu[b]) for b in range(batch)] for cu, used, use in of]

@@ -12,7 +12,7 @@ from tl_attention.checks.common import check_cache_strides
 from tl_attention.problem import FAR
 
 DLPACK_CUDA = 2  # device type
-DLPACK_CODES = {torch.float16: 2, torch.float32: 2, torch.bfloat16: 4}  # element types
+DLPACK_CODES = {torch.int32: 0, torch.float16: 2, torch.float32: 2, torch.bfloat16: 4}  # element types
 HEADER_WORDS = 6  # 8-byte words of a DLTensor (DLPack 1), before the sizes and strides it points at
 TMA_ALIGNMENT = 16  # bytes, for addresses and strides
 COLUMN_STEP = 8  # columns of 2 bytes, TMA_ALIGNMENT in all
@@ -83,6 +83,56 @@ def page_rows_of(x: torch.Tensor, name: str) -> tuple[int, torch.Tensor]:
     return step_rows, x.as_strided((1, rows, heads_kv, columns), (x.numel(), row, head, 1))
 
 
+class DLTensors:
+    """Hand-made DLTensors on a GPU, of one dtype and number of dimensions. Serves one thread, because it holds addresses of one launch.
+
+    Args:
+        layouts: (shape, strides) of each tensor.
+
+    Attributes:
+        words: all DLTensors, in 8-byte words.
+        starts: the word of each that holds its address, which a launch sets.
+        pointers: them as kernel arguments.
+    """
+
+    def __init__(
+        self, device: int, dtype: torch.dtype, layouts: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ):
+        dims, lanes = len(layouts[0][0]), 1
+        kind = dims | DLPACK_CODES[dtype] << 32 | 8 * dtype.itemsize << 40 | lanes << 48
+        size = HEADER_WORDS + 2 * dims
+        words = []
+        for shape, strides in layouts:
+            words += (0, DLPACK_CUDA | device << 32, kind, 0, 0, 0, *shape, *strides)
+        self.words = words = array("q", words)
+        self.starts = range(0, len(words), size)
+        address, _ = words.buffer_info()
+        for i in self.starts:
+            sizes = address + 8 * (i + HEADER_WORDS)
+            words[i + 3], words[i + 4] = sizes, sizes + 8 * dims
+        self.pointers = [ctypes.c_void_p(address + 8 * i) for i in self.starts]
+
+
+class RowWords:
+    """Contiguous tensors [.., rows, ..] as kernel arguments [groups, rows, words], in words of 4 bytes. Serves one thread.
+
+    Args:
+        tensors: (groups, rows, bytes of a row in a group) of each.
+    """
+
+    def __init__(self, device: int, *tensors: tuple[int, int, int]):
+        shapes = [(groups, rows, row_bytes // 4) for groups, rows, row_bytes in tensors]
+        layouts = [((g, rows, words), (rows * words, words, 1)) for g, rows, words in shapes]
+        self.made = DLTensors(device, torch.int32, layouts)
+
+    def of(self, *tensors: torch.Tensor) -> list[ctypes.c_void_p]:
+        """Kernel arguments, valid until the next call."""
+        words = self.made.words
+        for i, x in zip(self.made.starts, tensors):  # noqa: B905
+            words[i] = x.data_ptr()
+        return self.made.pointers
+
+
 class ArgumentViews:
     """Views of tensors of one dtype and fixed shapes and strides, as arguments of a kernel that accesses them by TMA.
 
@@ -102,29 +152,17 @@ class ArgumentViews:
 
     def _make_pointers(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Make a transposed or packed DLTensor per tensor. Its first word is the address, which each launch sets."""
-        first = tensors[0]
-        device = DLPACK_CUDA | first.get_device() << 32
-        dims = 5 if self.packed else 4
-        bits = 8 * first.element_size()
-        lanes = 1
-        kind = dims | DLPACK_CODES[first.dtype] << 32 | bits << 40 | lanes << 48
-        size = HEADER_WORDS + 2 * dims
-        words = []
+        first, layouts = tensors[0], []
         for x in tensors:
             (n0, n1, n2, n3), (s0, s1, s2, s3) = x.shape, x.stride()
             if self.packed:
                 # FAR planes step back FAR rows, modulo 2^64 bytes
                 plane = 2**64 // FAR // x.element_size() - s1
-                words += (0, device, kind, 0, 0, 0, FAR + 1, n1 + 1, FAR, n2, n3, plane, s1, s1, s2, s3)
+                layouts.append(((FAR + 1, n1 + 1, FAR, n2, n3), (plane, s1, s1, s2, s3)))
             else:
-                words += (0, device, kind, 0, 0, 0, n0, n2, n1, n3, s0, s2, s1, s3)
-        self.words = words = array("q", words)
-        self.starts = range(0, len(words), size)
-        address, _ = words.buffer_info()
-        for i in self.starts:
-            sizes = address + 8 * (i + HEADER_WORDS)
-            words[i + 3], words[i + 4] = sizes, sizes + 8 * dims
-        self.pointers = [ctypes.c_void_p(address + 8 * i) for i in self.starts]
+                layouts.append(((n0, n2, n1, n3), (s0, s2, s1, s3)))
+        made = DLTensors(first.get_device(), first.dtype, layouts)
+        self.words, self.starts, self.pointers = made.words, made.starts, made.pointers
 
     def of(self, *tensors: torch.Tensor) -> Sequence[torch.Tensor | ctypes.c_void_p]:
         """Kernel arguments for tensors with the metadata of __init__, valid until the next call. What TMA cannot address is copied.

@@ -95,8 +95,11 @@ class BwdPlan:
         of_sequences = {}
         if self.packed:
             by_sequence = goes_by_sequence(kernels.problem, [bwd_pass for bwd_pass, _ in kernels.passes])
-            where = causal, self.device, by_sequence
-            self.tiles = PackedTiles(kernels.tile_table, self.batch, seqlen_q, seqlen_k, *where)
+            results = [(1, shape[0], math.prod(shape[1:]) * dtype.itemsize) for shape, _, dtype in self.grads]
+            sizes = self.batch, seqlen_q, seqlen_k, causal, q.get_device()
+            # dq of a distributed call may be part of a larger tensor
+            clearing_ctas = sm_count(self.device) if dq.is_contiguous() else 0
+            self.tiles = PackedTiles(kernels.tile_table, *sizes, results, clearing_ctas, by_sequence)
             of_sequences = {
                 "tiles": self.tiles.counts,
                 "longest": queries_of_tile(options.max_seqlen_q_rounded, 1, options),
@@ -206,7 +209,7 @@ class BwdPlan:
             arguments += (*traced_arguments(traced), *captured.arguments)
             blocks = traced.blocks
         if self.packed:
-            tables = Tables(*self.tiles.tables(options, TABLE_ROWS))
+            tables = Tables(*self.tiles.tables(options, TABLE_ROWS, *result))
         lse_log2, delta = self._row_numbers(out, dout, lse, dlse, lse_base2, tables, sink is not None)
         rows, inputs, call = (lse_log2, delta), (q, k, v, dout), (*grads, softmax_scale)
         first, *others = self.passes

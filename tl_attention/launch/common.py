@@ -20,6 +20,7 @@ from tl_attention.compilation import building
 from tl_attention.compilation.building import compile_kernels
 from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import BwdConfig, Config, DecodeConfig, KernelConfig
+from tl_attention.launch.arrays import RowWords
 from tl_attention.options import MAX_WINDOW, Options
 from tl_attention.problem import FP32_DTYPES, TABLE_ROWS, AttnProblem, tuning_key
 from tl_attention.target import DTYPE_NAMES
@@ -244,12 +245,14 @@ def table_counts(total_q: int, total_k: int, sequences: int, by_sequence: bool) 
 
 
 class PackedTiles:
-    """Makes the tile tables of packed sequences.
+    """Makes the tile tables of packed sequences, and clears rows behind the last sequence. Serves one thread.
 
     Args:
         kernel: compiled from kernels/tile_table.py.
         batch: number of sequences.
-        total_q, total_k: rows of all sequences.
+        total_q, total_k: rows of the packed tensors.
+        results: (groups, rows, bytes of a row in a group) of out, or of dq, dk and dv, see arrays.RowWords.
+        clearing_ctas: CTAs that clear the rows behind the last sequence: 0 in results, -inf in the log-sum-exp. 0: they stay as they are.
         by_sequence: the table of keys is that of a sequence_order.SequenceOrder.
     """
 
@@ -261,30 +264,47 @@ class PackedTiles:
         total_k: int,
         causal: bool,
         device: int,
+        results: Sequence[tuple[int, int, int]],
+        clearing_ctas: int,
         by_sequence: bool = False,
     ):
         self.kernel, self.causal, self.device, self.by_sequence = kernel, causal, device, by_sequence
+        self.rows, self.clearing_ctas = RowWords(device, *results), clearing_ctas
         self.counts = table_counts(total_q, total_k, batch, by_sequence)
         self.blocks, self.blocks_of_both = (dense((n, 2, batch + 1), torch.int32) for n in (1, 2))
         self.table_q, self.table_k = (dense((n, TABLE_NUMBERS), torch.int32) for n in self.counts)
 
-    def table(self, options: Options, step_rows: int) -> torch.Tensor:
+    def table(self, options: Options, step_rows: int, out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """Tile table of queries, int32 [tiles, 8].
 
         Args:
             step_rows: rows per step of the kernel that reads the table.
+            lse: [.., total_q].
         """
-        table = empty(*self.table_q)
-        self._fill(options, step_rows, self.blocks, table, unused_arguments(self.device).table)
+        table, unused = empty(*self.table_q), unused_arguments(self.device)
+        lse = lse.view(-1, lse.shape[-1]) if self.clearing_ctas else unused.slopes
+        self._fill(options, step_rows, self.blocks, table, unused.table, self.rows.of(out) * 3, lse)
         return table
 
-    def tables(self, options: Options, step_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tile tables of queries and of keys, as table()."""
+    def tables(
+        self, options: Options, step_rows: int, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tile tables of queries and of keys, as table(). gradients: dq, dk, dv."""
         tables = empty(*self.table_q), empty(*self.table_k)
-        self._fill(options, step_rows, self.blocks_of_both, *tables)
+        rows, unused = self.rows.of(*gradients), unused_arguments(self.device).slopes
+        self._fill(options, step_rows, self.blocks_of_both, *tables, rows, unused)
         return tables
 
-    def _fill(self, options: Options, step_rows: int, blocks: tuple, *tables: torch.Tensor) -> None:
+    def _fill(
+        self,
+        options: Options,
+        step_rows: int,
+        blocks: tuple,
+        table_q: torch.Tensor,
+        table_k: torch.Tensor,
+        rows: Sequence[Argument],
+        lse: torch.Tensor,
+    ) -> None:
         left, right = (MAX_WINDOW, 0) if self.causal else options.bounds
         used_q, used_k = options.seqused_q, options.seqused_k
         unused = unused_arguments(self.device).lengths
@@ -294,13 +314,17 @@ class PackedTiles:
             unused if used_q is None else used_q,
             unused if used_k is None else used_k,
             empty(*blocks),
-            *tables,
+            table_q,
+            table_k,
+            *rows,
+            lse,
             used_q is not None,
             used_k is not None,
             step_rows,
             left,
             right,
             self.by_sequence,
+            self.clearing_ctas,
         )
 
 

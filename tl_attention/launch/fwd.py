@@ -37,6 +37,7 @@ from tl_attention.launch.common import (
     has_no_sequences,
     option_arguments,
     qkv_key,
+    table_tiles,
     tile_counts,
 )
 from tl_attention.launch.parts import AttentionTiles, halves, parts_launch
@@ -227,11 +228,18 @@ class FwdPlan:
         self.shares = config.schedule == "shared"
         self.hold_max = config.hold_max
         if self.packed:
-            self.tiles = PackedTiles(
-                found.tile_table, self.batch, sizes.seqlen_q, seqlen_k, causal, self.device
-            )
             self.step_rows = config.block_N
+            self.table_entries = table_tiles(sizes.seqlen_q, self.batch)
         self._count_tiles(sizes, options, found, num_splits)
+        if self.packed:
+            # out, or the partial results of all splits and heads
+            row_bytes = math.prod(out.shape[2:]) * out.element_size()
+            rows = (1, sizes.seqlen_q, row_bytes)
+            if self.combine:
+                (*groups, _, columns), *_ = self.partial[0]
+                rows = (math.prod(groups), sizes.seqlen_q, 4 * columns)
+            where = found.tile_table, self.batch, sizes.seqlen_q, seqlen_k, causal, q.get_device()
+            self.tiles = PackedTiles(*where, [rows], 0 if added else self.sms)
         self._make_views(q, k, v, out, heads_first, found)
 
     def _make_views(
@@ -272,7 +280,7 @@ class FwdPlan:
         config, problem, sms = found.config, found.problem, self.sms
         rows, keys = seqlen_q, max(seqlen_k, GROUP_KEYS)
         if self.packed:
-            rows = self.tiles.counts[0] * TABLE_ROWS  # padded: each sequence starts a new tile
+            rows = self.table_entries * TABLE_ROWS  # padded: each sequence starts a new tile
         elif options is not None:
             keys = min(keys, options.window_keys + config.block_M)
         kv_bytes = problem.element_bytes * keys * (head_dim + head_dim_v)  # read by the tiles of one head
@@ -350,13 +358,14 @@ class FwdPlan:
                 q, (parts, share) = halves(q), self.split(k, v)  # alive until the launch
                 qkv = *self.views.of(q), *self.part_views.of(*parts)
                 (out_view,) = self.out_view.of(out)
+        results = (out, lse) if self.combine is None else [empty(*x) for x in self.partial]
         flags = (TICKETS + self.sms,) if self.shares else ()
         tickets = stream_tickets(self.device, self.dynamic or self.shares, *flags)
         unit = 1.0 if lse_base2 else LN2
         arguments = self.arguments
         if self.has_options:
             options = options or NO_OPTIONS
-            table = self.tiles.table(options, self.step_rows) if self.packed else None
+            table = self.tiles.table(options, self.step_rows, *results) if self.packed else None
             arguments += option_arguments(options, self.batch, self.heads, self.device, table)
         if self.pages is not None:
             arguments += (block_table, *self.pages.arguments)
@@ -370,12 +379,11 @@ class FwdPlan:
         if self.combine is None:
             self.kernel(*qkv, out_view, lse, tickets, softmax_scale, unit, *arguments)
             return
-        partial = [empty(*x) for x in self.partial]
-        self.kernel(*qkv, *partial, tickets, softmax_scale, 1.0, *arguments)
+        self.kernel(*qkv, *results, tickets, softmax_scale, 1.0, *arguments)
         merged = out_view, lse
         if self.packed:
             merged = out if out.ndim == 4 else out[None], lse[None]
-        self.combine(*partial, *merged, unit)
+        self.combine(*results, *merged, unit)
 
 
 def _key(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import tilelang.language as T
 
@@ -17,6 +18,8 @@ SMALLEST_SCALE = 2.0**-126
 LAZY_GROWTH = 8.0
 # Largest row sum with a held row max. bf16 has the range for it; larger sums would leave too little range for O
 LARGEST_HELD_SUM = 2.0**64
+# Larger exponents of base 2 would be rounded to multiples of 1, those from 2^31 on to multiples of more than all exponents of fp32
+LARGEST_EXPONENT = 2.0**22
 # Largest magnitude of a maximum, as a power of 2, in place of which 0 may be held
 NEAR_ZERO = 30.0
 # Smallest row sum with the row max of a warp: exponentials down to 2^-30 of it are normal numbers
@@ -228,7 +231,15 @@ class OnlineSoftmax:
         """Exponent of 2 of a score of row i. is_exponent: the score is one already."""
         if is_exponent:
             return score
-        return score * self.scale_log2 - self.score_max(i, shift) * self.scale_log2
+        return score * self.scale_of(i) - self.scaled(self.score_max(i, shift), i)
+
+    def scale_of(self, i: Any) -> Any:
+        """Scale of the scores of row i, less than scale_log2 if it would make the row max larger than LARGEST_EXPONENT."""
+        return T.min(self.scale_log2, LARGEST_EXPONENT / T.abs(self.row_max[i]))
+
+    def scaled(self, row_max: Any, i: Any) -> Any:
+        """Row max of row i in base 2, rounded up, so that no exponent is above 0: a score and its scale are not rounded before an FMA."""
+        return T.ieee_mul(row_max, self.scale_of(i), "ru")
 
     def score_max(self, i, shift):
         """row_max relative to scores that lack `shift`."""

@@ -267,7 +267,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             if blocks.steps == 1:
                 shared.Q.release(q_step)
         scores.transform(acc_s, query, blocks, 0, LAST_BLOCK)
-        softmax.update(acc_s, scores.shift(blocks.diagonal(query, 0)), halves=blocks.halves(LAST_BLOCK))
+        shift = scores.shift(blocks.diagonal(query, 0))
+        softmax.update(acc_s, shift, halves=blocks.halves(LAST_BLOCK), subtracts_first=True)
         if may_hold_zero:
             fwd_steps.hold_zero(w, softmax, polynomial, acc_s, blocks.steps, recomputes)
         round_kept(acc_s, P_parts, dropout)
@@ -312,7 +313,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 held = softmax.warp_max[0] if adds_exponents and not (update_max or at_zero) else 0.0
                 scores.transform(acc_s, query, blocks, steps.first + i, steps, held, cap)
                 shift = scores.shift(blocks.diagonal(query, steps.first + i), is_right)
-                softmax.update(acc_s, shift, update_max, at_zero, blocks.halves(steps))
+                softmax.update(
+                    acc_s, shift, update_max, at_zero, blocks.halves(steps), subtracts_first=parts > 1
+                )
                 if parts > 1:
                     add_product(
                         products,

@@ -18,8 +18,6 @@ SMALLEST_SCALE = 2.0**-126
 LAZY_GROWTH = 8.0
 # Largest row sum with a held row max. bf16 has the range for it; larger sums would leave too little range for O
 LARGEST_HELD_SUM = 2.0**64
-# Larger exponents of base 2 would be rounded to multiples of 1, those from 2^31 on to multiples of more than all exponents of fp32
-LARGEST_EXPONENT = 2.0**22
 # Largest magnitude of a maximum, as a power of 2, in place of which 0 may be held
 NEAR_ZERO = 30.0
 # Smallest row sum with the row max of a warp: exponentials down to 2^-30 of it are normal numbers
@@ -94,27 +92,29 @@ class OnlineSoftmax:
         T.clear(self.partial_sum)
 
     @T.inline
-    def update(self, acc_s, shift=None, follow=True, at_zero=False, halves=None):
+    def update(self, acc_s, shift=None, follow=True, at_zero=False, halves=None, subtracts_first=False):
         """Replace scores by exp2((score + shift - row_max) * scale_log2), and add them to the row sums.
 
         follow: update row_max first; else row_max is held, and each row must have seen a score before. Where rows join, scores are then
         exponents already, as with at_zero, which says that the row max is 0.
         halves: whether some row sees a key of the first and of the second half of the columns, see KeyBlocks.halves(); an unseen half is
             only set to 0. None: all columns count. Not with a shift.
+        subtracts_first: subtract the row max, then scale: the exponent of the largest score is 0 at any magnitude. Else an FMA does both,
+            and from magnitudes of 2^24 on that exponent is below 0, from 2^31 on maybe below all that have an exponential in fp32.
         """
         if follow:
             self.follow(acc_s, shift, halves)
         is_exponent = not follow and (at_zero or self.joins is not None)
         if halves is not None:
-            self.add_halves(acc_s, halves, follow, is_exponent)
+            self.add_halves(acc_s, halves, follow, is_exponent, subtracts_first)
         else:
-            self.add_all(acc_s, shift, follow, is_exponent)
+            self.add_all(acc_s, shift, follow, is_exponent, subtracts_first)
 
     @T.inline
-    def add_all(self, acc_s, shift, follow, is_exponent):
-        """Replace scores by exponentials, and add these to the row sums. is_exponent: see exponent()."""
+    def add_all(self, acc_s, shift, follow, is_exponent, subtracts_first):
+        """Replace scores by exponentials, and add these to the row sums. is_exponent, subtracts_first: see exponent()."""
         for i, j in T.Parallel(64, self.block_N):
-            acc_s[i, j] = T.exp2(self.exponent(acc_s[i, j], i, shift, is_exponent))
+            acc_s[i, j] = T.exp2(self.exponent(acc_s[i, j], i, shift, is_exponent, subtracts_first))
         if self.sums_directly and not follow:
             # Other steps give partial_sum its layout, by reduce_sum. From these loops alone TileLang 0.1.15 makes one with all columns
             for n in tuple(range(self.block_N // 8)):
@@ -129,7 +129,7 @@ class OnlineSoftmax:
                     self.partial_sum[i, j] += self.block_sum[i, j]
 
     @T.inline
-    def add_halves(self, acc_s, halves, follow, is_exponent):
+    def add_halves(self, acc_s, halves, follow, is_exponent, subtracts_first):
         """add_all() of the halves of which some row sees a key."""
         columns = self.block_N // 2
         if follow:
@@ -139,7 +139,7 @@ class OnlineSoftmax:
             if halves[half]:
                 for i, j in T.Parallel(64, columns):
                     acc_s[i, half * columns + j] = T.exp2(
-                        self.exponent(acc_s[i, half * columns + j], i, None, is_exponent)
+                        self.exponent(acc_s[i, half * columns + j], i, None, is_exponent, subtracts_first)
                     )
                 for n in tuple(range(columns // 8)):
                     for i, j in T.Parallel(64, 8, loop_layout=quads_layout()):
@@ -227,19 +227,21 @@ class OnlineSoftmax:
                 for i, j in T.Parallel(64, 8):
                     self.partial_sum[i, j] *= self.row_scale[i]
 
-    def exponent(self, score, i, shift, is_exponent):
-        """Exponent of 2 of a score of row i. is_exponent: the score is one already."""
+    def exponent(self, score, i, shift, is_exponent, subtracts_first):
+        """Exponent of 2 of a score of row i.
+
+        is_exponent: the score is one already.
+        subtracts_first: see update().
+        """
         if is_exponent:
             return score
-        return score * self.scale_of(i) - self.scaled(self.score_max(i, shift), i)
+        if subtracts_first:
+            return (score - self.score_max(i, shift)) * self.scale_log2
+        return score * self.scale_log2 - self.scaled(self.score_max(i, shift))
 
-    def scale_of(self, i: Any) -> Any:
-        """Scale of the scores of row i, less than scale_log2 if it would make the row max larger than LARGEST_EXPONENT."""
-        return T.min(self.scale_log2, LARGEST_EXPONENT / T.abs(self.row_max[i]))
-
-    def scaled(self, row_max: Any, i: Any) -> Any:
-        """Row max of row i in base 2, rounded up, so that no exponent is above 0: a score and its scale are not rounded before an FMA."""
-        return T.ieee_mul(row_max, self.scale_of(i), "ru")
+    def scaled(self, row_max: Any) -> Any:
+        """Row max in base 2, rounded up: an FMA does not round a score times the scale, and no exponent is to be above 0."""
+        return T.ieee_mul(row_max, self.scale_log2, "ru")
 
     def score_max(self, i, shift):
         """row_max relative to scores that lack `shift`."""
@@ -291,8 +293,8 @@ class OnlineSoftmax:
             for i in T.Parallel(
                 64, loop_layout=rows_layout()
             ):  # relative to a maximum that includes the sink
-                self.row_max_prev[i] = T.max(self.row_max[i] * self.scale_log2, sink * LOG2E)
-                self.row_scale[i] = T.exp2(self.row_max[i] * self.scale_log2 - self.row_max_prev[i])
+                self.row_max_prev[i] = T.max(self.scaled(self.row_max[i]), sink * LOG2E)
+                self.row_scale[i] = T.exp2(self.scaled(self.row_max[i]) - self.row_max_prev[i])
                 self.row_sum[i] = self.row_sum[i] * self.row_scale[i] + T.exp2(
                     sink * LOG2E - self.row_max_prev[i]
                 )
@@ -303,7 +305,7 @@ class OnlineSoftmax:
                 )
         else:
             for i in T.Parallel(64, loop_layout=rows_layout()):
-                lse[i] = (T.log2(self.row_sum[i]) + self.row_max[i] * self.scale_log2) * lse_unit
+                lse[i] = (T.log2(self.row_sum[i]) + self.scaled(self.row_max[i])) * lse_unit
             for i in T.Parallel(64, loop_layout=rows_layout()):
                 self.row_scale[i] = T.if_then_else(self.row_sum[i] != 0, 1 / self.row_sum[i], 0)
 

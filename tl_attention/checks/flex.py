@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
-from tl_attention.checks.common import describe, expect_bool, expect_tensor
-from tl_attention.program import BLOCK_BITS, HOW_BITS, LISTED_ROWS, Call
+from tl_attention.checks.common import describe, expect_bool, expect_tensor, is_int
+from tl_attention.program import BLOCK_BITS, HOW_BITS, Call
 
 MAX_ELEMENTS = 2**31 - 1  # from the first to the last element of a captured tensor: kernels index in 32 bits
 MAX_LENGTH = 2**24  # positions are exact in fp32
@@ -166,10 +166,14 @@ def check_block_mask(
             f"block_mask: expected one made for lengths {lengths} of {names.q} and {names.k}, got one for"
             f" {tuple(block_mask.seq_lengths)}; make it for these lengths"
         )
-    size = tuple(block_mask.BLOCK_SIZE)
-    if any(rows < LISTED_ROWS or rows % LISTED_ROWS for rows in size):
-        raise NotImplementedError(
-            f"block_mask: expected a BLOCK_SIZE of multiples of {LISTED_ROWS}, got {size}; make it with BLOCK_SIZE={LISTED_ROWS}"
+    size = block_mask.BLOCK_SIZE
+    if (
+        not isinstance(size, tuple | list)
+        or len(size) != 2
+        or not all(is_int(rows) and rows > 0 for rows in size)
+    ):
+        raise ValueError(
+            f"block_mask: expected a BLOCK_SIZE of two ints of at least 1, got {size}; make it with create_block_mask or from_kv_blocks"
         )
     for name in LISTS:
         _check_list(name, getattr(block_mask, name), -(-lengths[0] // size[0]), q, names)

@@ -38,7 +38,7 @@ DOORS = {
     "tracing/intervals": "torch program tracing/program_values tracing/trace_ops",
     "tracing/program_values": "torch program tracing/trace_ops",
     "tracing/by_distance": "torch program tracing/program_values",
-    "checks/flex": "torch checks/common program",
+    "checks/flex": "torch checks/common problem program",
     "checks/masks": "torch checks/common checks/flex tracing/intervals",
     "tracing/trace": "torch tracing/captures tracing/dense_bias tracing/derivatives program tracing/program_values tracing/trace_ops",
     "tracing/derivatives": "torch program tracing/trace_ops",

@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
 from tl_attention.checks.common import describe, expect_bool, expect_tensor, is_int
+from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.program import BLOCK_BITS, HOW_BITS, Call
 
 MAX_ELEMENTS = 2**31 - 1  # from the first to the last element of a captured tensor: kernels index in 32 bits
@@ -127,6 +128,24 @@ def expand_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tor
     if q.ndim == k.ndim == v.ndim == 4 and k.shape[0] == v.shape[0] == 1 < q.shape[0]:
         k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
     return k, v
+
+
+def has_wide_values(q: Any, k: Any, v: Any) -> bool:
+    """True for values wider than queries and keys, which are alike; False for tensors that the other checks refuse."""
+    try:
+        if not v.shape[-1] > k.shape[-1]:
+            return False
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # no dense tensors
+        return False
+    are_tensors = all(isinstance(x, torch.Tensor) and x.ndim == 4 for x in (q, k, v))
+    return are_tensors and 0 < q.shape[-1] == k.shape[-1]
+
+
+def check_value_width(v: torch.Tensor) -> None:
+    if v.shape[-1] > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"value: expected a head_dim of at most {MAX_HEAD_DIM}, got {v.shape[-1]}, which is not supported; pass parts of its columns"
+        )
 
 
 def check_sizes(q: torch.Tensor, k: torch.Tensor, names: Names) -> None:

@@ -42,7 +42,11 @@ def none(b, h, q, k):
     return q < 0
 
 
-MASK_MODS = {"third": third, "of keys": of_keys, "none": none, "all": None}
+def causal(b, h, q, k):  # an option, but for blocks that are not listed
+    return q >= k
+
+
+MASK_MODS = {"third": third, "of keys": of_keys, "causal": causal, "none": none, "all": None}
 
 
 def drawn_states(shape: tuple[int, int], lengths: tuple[int, int], size: tuple[int, int], device: str):
@@ -184,15 +188,23 @@ def test_fine_blocks_of_128_rows(size, length):
             assert state == expected
 
 
-def test_fine_blocks_are_read_without_a_wait(monkeypatch):
-    """Numbers of blocks decide on no shape: values of the lists are not read before the bits are counted."""
-    lengths, size = (300, 420), (1, 64)
-    mask = mask_of_states(drawn_states((1, 1), lengths, size, "cpu"), lengths, size, third)
-    for name in ("item", "tolist", "nonzero", "__bool__", "__int__"):
-        monkeypatch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"called {name}"))
-    call = trace(None, third, False)
-    found = listed(call, kept_mask(mask), torch.empty(BATCH, HEADS, 1, 8), HEADS)
-    found.blocks.by_queries(128, 64), found.blocks.by_keys(128, 64, 2)
+@pytest.mark.parametrize("lengths", [(300, 420), (1, 8000)], ids=str)
+def test_fine_blocks_of_few_tiles_are_read_without_a_wait(lengths, monkeypatch):
+    """Lists and bits have sizes that follow from the lengths alone; more than MAX_UNCOUNTED blocks are counted."""
+    size = (1, 64)
+    states, call = drawn_states((1, 1), lengths, size, "cpu"), trace(None, third, False)
+    mask = mask_of_states(states, lengths, size, third)
+    with monkeypatch.context() as patch:
+        for name in ("item", "tolist", "nonzero", "__bool__", "__int__"):
+            patch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"called {name}"))
+        found = as_on_gpu(mask, call, patch)
+        found.blocks.by_queries(128, 64, held=True), found.blocks.by_keys(128, 64, 2)
+        assert lengths[0] > 1 or not found.blocks.joined
+    monkeypatch.setattr(mask_bits, "MAX_UNCOUNTED", 0)
+    counted = as_on_gpu(mask_of_states(states, lengths, size, third), call, monkeypatch)
+    assert counted.blocks.bits.last <= found.blocks.bits.last
+    for one in (found, counted):
+        assert torch.equal(shown_by_lists(one, lengths), dense(states, lengths, size, third))
 
 
 def test_fine_blocks_are_kept_until_something_changes(monkeypatch):
@@ -239,7 +251,7 @@ def test_fine_blocks_of_create_block_mask(make, size):
     def documents(b, h, q, k):
         return (ids[q] == ids[k]) & (q >= k - h)
 
-    for mask_mod in (documents, lambda b, h, q, k: q >= k):  # the second runs as an option
+    for mask_mod in (documents, causal):  # the second runs as an option
         mask = make(mask_mod, BATCH, HEADS, *lengths, device="cpu", BLOCK_SIZE=size)
         shown = mask_mod(*indices(lengths, "cpu")).expand(BATCH, HEADS, -1, -1)
         compare(mask, shown, inputs("cpu", lengths, 16, torch.float32), 1e-5)
@@ -254,10 +266,6 @@ def test_fine_blocks_of_a_constructor():
 @pytest.mark.parametrize("size", [(1, 64), (64, 64), (128, 128)], ids=str)
 def test_fine_blocks_of_a_sliced_mask(size):
     """Decoding: the mask of all queries, cut to the row of one."""
-
-    def causal(b, h, q, k):
-        return q >= k
-
     whole = torch_block_mask(causal, None, None, 512, 512, device="cpu", BLOCK_SIZE=size)
     position = torch.tensor([301])
     mask = whole[:, :, position // size[0]]
@@ -278,10 +286,6 @@ def test_fine_blocks_of_paged_attention():
     caches = [torch.zeros(1, HEADS_KV, (BATCH * length // page + 3) * page, 16) for _ in range(2)]
     rows = torch.arange(length).expand(BATCH, -1)
     table.assign(torch.arange(BATCH), rows, k, v, *caches)
-
-    def causal(b, h, q, k):
-        return q >= k
-
     mask = torch_block_mask(causal, BATCH, 1, length, length, device="cpu", BLOCK_SIZE=page)
     of_pages = table.convert_logical_block_mask(mask)
     assert (page, page) == of_pages.BLOCK_SIZE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -29,8 +30,17 @@ def odd(b, h, q, k):
     return (q * 3 + k + h) % 4 != 0
 
 
-def compare(widths, device: str, dtype: torch.dtype, tolerance: float, scale=None, mask_mod=None, bias=None):
-    """Compare out, lse and all gradients with fp64."""
+def compare(
+    widths: tuple[int, int],
+    device: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    scale: float | None = None,
+    mask_mod: Callable | None = None,
+    bias: torch.Tensor | None = None,
+    listed: bool = False,
+) -> None:
+    """Compare out, lse and all gradients with fp64. bias: learned, one per head. listed: the mask_mod is that of a BlockMask."""
     qkv = inputs(widths, device, dtype)
     wanted = [*qkv, *([] if bias is None else [bias])]
     exact = [x.detach().double().requires_grad_() for x in wanted]
@@ -47,8 +57,10 @@ def compare(widths, device: str, dtype: torch.dtype, tolerance: float, scale=Non
         ]
         scores = scores.masked_fill(~mask_mod(*at), -math.inf)
     right = [scores.softmax(-1) @ v, scores.logsumexp(-1)]
-    given = {"scale": scale, "mask_mod": mask_mod, "enable_gqa": True, "return_lse": True}
-    found = [*flex_attention(*qkv, score_mod, **given)]
+    masks = {"mask_mod": mask_mod}
+    if listed:
+        masks = {"block_mask": create_block_mask(mask_mod, BATCH, HEADS, ROWS, KEYS, device=device)}
+    found = [*flex_attention(*qkv, score_mod, **masks, scale=scale, enable_gqa=True, return_lse=True)]
     assert found[0].shape == (BATCH, HEADS, ROWS, widths[1]) and found[0].dtype == dtype
     grads = [torch.randn_like(x) for x in found]
     found += torch.autograd.grad(found, wanted, grads)
@@ -62,7 +74,7 @@ def compare(widths, device: str, dtype: torch.dtype, tolerance: float, scale=Non
 @pytest.mark.parametrize("mask_mod", [None, causal, odd], ids=["all", "option", "traced"])
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_wide_values_on_cpu(widths, mask_mod):
-    compare(widths, "cpu", torch.float32, 1e-5, mask_mod=mask_mod)
+    compare(widths, "cpu", torch.float32, 1e-5, mask_mod=mask_mod, listed=mask_mod is odd)
     compare(widths, "cpu", torch.float32, 1e-5, 0.3, mask_mod, torch.randn(HEADS, requires_grad=True))
 
 
@@ -113,8 +125,9 @@ def test_wide_values_of_flash_attn_func_are_refused():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mask_mod", [causal, odd], ids=["option", "traced"])
+@pytest.mark.parametrize("listed", [False, True], ids=["option", "listed"])
 @pytest.mark.parametrize("widths", [(16, 64), (64, 128), (60, 64)], ids=str)
-def test_wide_values(widths, mask_mod):
-    compare(widths, "cuda", torch.bfloat16, 2e-2, mask_mod=mask_mod)
-    compare(widths, "cuda", torch.float16, 2e-2, 0.3, mask_mod)
+def test_wide_values(widths, listed):
+    mask_mod = odd if listed else causal
+    compare(widths, "cuda", torch.bfloat16, 2e-2, mask_mod=mask_mod, listed=listed)
+    compare(widths, "cuda", torch.bfloat16, 2e-2, 0.3, mask_mod, listed=listed)

@@ -73,9 +73,9 @@ class BlockLists:
     def joined(self) -> bool:
         """True if tiles of JOINED_ROWS queries serve these lists, which must have bits.
 
-        The host waits when it is first asked. In a CUDA graph capture, where it cannot, the answer is no.
+        The host waits when it is first asked, unless one tile has all queries. In a CUDA graph capture, where it cannot, the answer is no.
         """
-        if self.bits is None:
+        if self.bits is None or self.lengths[0] <= LISTED_ROWS:
             return False
         joined = self.made.get(JOINED)
         if joined is None:
@@ -101,7 +101,7 @@ class BlockLists:
         return cls(of_rows, (LISTED_ROWS, LISTED_ROWS), lengths, shape, fine=FineBlocks(states, size))
 
     def with_bits(self, call: Call) -> BlockLists | None:
-        """The same lists with bits for the mask of a call; None if they would take too much memory. The host waits for their number."""
+        """The same lists with bits for the mask of a call; None if they would take too much memory. The host waits as in mask_bits()."""
         states = self._cut(self.states, LISTED_ROWS, LISTED_ROWS)
         full = states == FULL if call.program.mask is not None else states != HIDDEN
         partial = (states == PARTIAL) & ~full

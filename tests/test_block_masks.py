@@ -460,8 +460,7 @@ one = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torc
     ("mask", "error", "words"),
     [
         (create_block_mask(causal, None, None, 16, 16, device="cpu"), ValueError, r"expected one made for lengths \(8, 8\).*\(16, 16\)"),
-        (BlockMask.from_kv_blocks(*one, BLOCK_SIZE=64, seq_lengths=(8, 8)), NotImplementedError, r"multiples of 128, got \(64, 64\)"),
-        (BlockMask.from_kv_blocks(*one, BLOCK_SIZE=(128, 192), seq_lengths=(8, 8)), NotImplementedError, r"got \(128, 192\)"),
+        (BlockMask.from_kv_blocks(*one, BLOCK_SIZE=4, seq_lengths=(8, 8)), ValueError, r"kv_num_blocks.*, 2\], a row per block of queries"),
         (BlockMask.from_kv_blocks(*(x.repeat(3, *[1] * (x.ndim - 1)) for x in one), seq_lengths=(8, 8)), ValueError, "batch of 1 or 2"),
         (BlockMask.from_kv_blocks(*(torch.cat([x] * 2, 2) for x in one), seq_lengths=(8, 8)), ValueError, r"kv_num_blocks.*, 1\]"),
         (BlockMask.from_kv_blocks(*(x.to("meta") for x in one), seq_lengths=(8, 8)), ValueError, "the device of query, cpu, got meta"),

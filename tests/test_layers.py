@@ -28,16 +28,17 @@ DOORS = {
     "tracing/builtin_options": "torch checks/common options program tracing/program_values",
     "flex": "torch flex_lists tracing/builtin_options tracing/by_distance tracing/captures checks/common checks/flex checks/fp32 "
     "checks/keywords checks/transforms launch ops options program reference/flex user_options | tracing/trace",
-    "flex_lists": "torch block_masks checks/transforms tracing/builtin_options tracing/captures tracing/intervals launch/block_lists "
-    "program | tracing/trace",
+    "flex_lists": "torch block_masks checks/transforms tracing/builtin_options tracing/captures tracing/fine_blocks tracing/intervals "
+    "launch/block_lists program | tracing/trace",
     "tracing/dense_bias": "torch",
+    "tracing/fine_blocks": "torch program",
     "block_masks": "torch tracing/builtin_options tracing/captures checks/common checks/flex checks/masks checks/transforms "
     "tracing/intervals program tracing/program_values | tracing/trace",
     "mask_picture": "torch block_masks checks/common checks/masks launch/block_lists | matplotlib",
     "tracing/intervals": "torch program tracing/program_values tracing/trace_ops",
     "tracing/program_values": "torch program tracing/trace_ops",
     "tracing/by_distance": "torch program tracing/program_values",
-    "checks/flex": "torch checks/common program",
+    "checks/flex": "torch checks/common problem program",
     "checks/masks": "torch checks/common checks/flex tracing/intervals",
     "tracing/trace": "torch tracing/captures tracing/dense_bias tracing/derivatives program tracing/program_values tracing/trace_ops",
     "tracing/derivatives": "torch program tracing/trace_ops",

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import AuxOutput
+from torch.nn.functional import pad
 
 from tl_attention import launch
 from tl_attention.checks.common import (
@@ -42,7 +43,9 @@ from tl_attention.checks.flex import (
     check_not_transformed,
     check_order,
     check_sizes,
+    check_value_width,
     expand_batch,
+    has_wide_values,
 )
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
 from tl_attention.checks.keywords import unknown_keyword
@@ -89,12 +92,13 @@ def flex_attention(
 
     Args:
         query: [batch, heads, seqlen_q, head_dim], bfloat16, float16 or float32; head_dim at most 256.
-        key: [batch or 1, heads_kv, seqlen_k, head_dim]. value: [batch or 1, heads_kv, seqlen_k, head_dim_v], head_dim_v <= head_dim.
+        key: [batch or 1, heads_kv, seqlen_k, head_dim]. value: [batch or 1, heads_kv, seqlen_k, head_dim_v]; head_dim_v at most 256. If it
+            is larger than head_dim, query and key are copied, with zeros up to its width.
         score_mod: score_mod(score, b, h, q_idx, kv_idx) -> new score, on 0-d tensors: the scaled score in fp32, and int32 indices of
             batch entry, query head, query and key. Indices count from 0: the diagonal is top-left if lengths differ. A score below
             -1e20 hides its key.
-        block_mask: PyTorch's BlockMask, with a BLOCK_SIZE of multiples of 128. Blocks of keys that it does not list are hidden and
-            cost no time. In partial blocks its mask_mod decides on each key; in full blocks a query sees all keys.
+        block_mask: PyTorch's BlockMask. Blocks of keys that it does not list are hidden. In partial blocks its mask_mod decides on each
+            key; in full blocks a query sees all keys. Blocks of 128 queries and 128 keys without a listed one inside cost no time.
         scale: multiplies the scores; None: head_dim ** -0.5.
         enable_gqa: allow fewer heads of key and value than of query; heads must be a multiple of heads_kv.
         return_lse: also return the log-sum-exp.
@@ -128,6 +132,10 @@ def flex_attention(
     if return_aux is not None:
         check_aux(return_aux, return_lse)
     functions = score_mod, mask_mod, block_mask, attn_bias
+    if has_wide_values(query, key, value):
+        check_value_width(value)
+        scale = scale_of(query, None) if scale is None else scale
+        query, key = (pad(x, (0, value.shape[-1] - x.shape[-1])) for x in (query, key))
     out, lse = attend(query, key, value, functions, scale, enable_gqa, deterministic, precision)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None)

@@ -17,6 +17,7 @@ from tl_attention.launch.block_lists import FULL, HIDDEN, BlockLists, block_stat
 from tl_attention.program import Call, Program
 from tl_attention.tracing.builtin_options import program_with_bits, seen_distances
 from tl_attention.tracing.captures import Captures, versions
+from tl_attention.tracing.fine_blocks import with_fine_blocks
 from tl_attention.tracing.intervals import Blocks, distance_bounds, stream_of
 
 MAX_LISTS = 8  # of one mask, for other batches and heads
@@ -113,8 +114,9 @@ class KeptMask:
         if lists is not None and stream in (None, made_on):
             return lists
         size, lengths = self._size, self._lengths
-        states = block_states(*self._state.tensors, -(-lengths[1] // size[1]))
-        lists = BlockLists(states, size, lengths, (batch, heads))
+        with torch.inference_mode(False):  # bits need tensors whose changes are counted
+            states = block_states(*self._state.tensors, -(-lengths[1] // size[1]))
+            lists = BlockLists.of(states, size, lengths, (batch, heads))
         if stream is not None:
             if len(self._made) >= MAX_LISTS:
                 self._made.clear()
@@ -164,6 +166,8 @@ def listed(call: Call, kept: KeptMask, query: torch.Tensor, heads: int, by_bits:
         by_bits: False keeps the mask a function.
     """
     lists = kept.lists(query.shape[0], heads)
+    if lists.fine is not None:
+        call = with_fine_blocks(call, *lists.fine)
     with_bits = lists_with_bits(call, lists) if query.is_cuda and by_bits else None
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         kept.keep_for_graph(lists, with_bits)

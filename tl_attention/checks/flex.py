@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
-from tl_attention.checks.common import describe, expect_bool, expect_tensor
-from tl_attention.program import BLOCK_BITS, HOW_BITS, LISTED_ROWS, Call
+from tl_attention.checks.common import describe, expect_bool, expect_tensor, is_int
+from tl_attention.problem import MAX_HEAD_DIM
+from tl_attention.program import BLOCK_BITS, HOW_BITS, Call
 
 MAX_ELEMENTS = 2**31 - 1  # from the first to the last element of a captured tensor: kernels index in 32 bits
 MAX_LENGTH = 2**24  # positions are exact in fp32
@@ -129,6 +130,24 @@ def expand_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[tor
     return k, v
 
 
+def has_wide_values(q: Any, k: Any, v: Any) -> bool:
+    """True for values wider than queries and keys, which are alike; False for tensors that the other checks refuse."""
+    try:
+        if not v.shape[-1] > k.shape[-1]:
+            return False
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # no dense tensors
+        return False
+    are_tensors = all(isinstance(x, torch.Tensor) and x.ndim == 4 for x in (q, k, v))
+    return are_tensors and 0 < q.shape[-1] == k.shape[-1]
+
+
+def check_value_width(v: torch.Tensor) -> None:
+    if v.shape[-1] > MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"value: expected a head_dim of at most {MAX_HEAD_DIM}, got {v.shape[-1]}, which is not supported; pass parts of its columns"
+        )
+
+
 def check_sizes(q: torch.Tensor, k: torch.Tensor, names: Names) -> None:
     """Check that batch and lengths of q and k [batch, heads, seqlen, head_dim] are within limits."""
     if q.shape[0] > MAX_BATCH:
@@ -166,10 +185,14 @@ def check_block_mask(
             f"block_mask: expected one made for lengths {lengths} of {names.q} and {names.k}, got one for"
             f" {tuple(block_mask.seq_lengths)}; make it for these lengths"
         )
-    size = tuple(block_mask.BLOCK_SIZE)
-    if any(rows < LISTED_ROWS or rows % LISTED_ROWS for rows in size):
-        raise NotImplementedError(
-            f"block_mask: expected a BLOCK_SIZE of multiples of {LISTED_ROWS}, got {size}; make it with BLOCK_SIZE={LISTED_ROWS}"
+    size = block_mask.BLOCK_SIZE
+    if (
+        not isinstance(size, tuple | list)
+        or len(size) != 2
+        or not all(is_int(rows) and rows > 0 for rows in size)
+    ):
+        raise ValueError(
+            f"block_mask: expected a BLOCK_SIZE of two ints of at least 1, got {size}; make it with create_block_mask or from_kv_blocks"
         )
     for name in LISTS:
         _check_list(name, getattr(block_mask, name), -(-lengths[0] // size[0]), q, names)

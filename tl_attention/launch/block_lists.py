@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,11 +25,24 @@ from tl_attention.program import (
 
 HIDDEN, PARTIAL, FULL = 0, 1, 2
 MAX_ENTRIES = 2**31 - 1 - PAST_ALL  # positions in a list are int32
+MAX_STATES = 2**31 - 1  # of FineBlocks, which kernels index in 32 bits
 # Scores of tiles of JOINED_ROWS queries per score of tiles of LISTED_ROWS, up to which the larger tiles serve. At 1.12 they take 0.98 of
 # the time, at 1.15 as long (window and documents of 8k, d64, H200, 2026-11-23)
 MAX_JOINED = 1.1
 JOINED = "joined"
 HIDDEN_RANK = 3  # past the ranks of listed blocks, which are at most FULL
+
+
+class FineBlocks(NamedTuple):
+    """Blocks of a mask of which some end inside a block of program.LISTED_ROWS.
+
+    Args:
+        states: as in BlockLists.
+        size: queries and keys per block.
+    """
+
+    states: torch.Tensor
+    size: tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +57,7 @@ class BlockLists:
         bits: mask bits of the PARTIAL blocks; the other listed blocks are FULL. block_size is then program.LISTED_ROWS.
         made: lists by queries and by keys, without the bits; under JOINED whether the lists are `joined`.
         remade: the bits are not the first ones of these blocks.
+        fine: blocks of the mask, where those of the lists are made from them: the mask of a call without bits has to include their states.
     """
 
     states: torch.Tensor
@@ -53,14 +67,15 @@ class BlockLists:
     bits: MaskBits | None = None
     made: dict[Any, Any] = field(default_factory=dict)
     remade: bool = False
+    fine: FineBlocks | None = None
 
     @property
     def joined(self) -> bool:
         """True if tiles of JOINED_ROWS queries serve these lists, which must have bits.
 
-        The host waits when it is first asked. In a CUDA graph capture, where it cannot, the answer is no.
+        The host waits when it is first asked, unless one tile has all queries. In a CUDA graph capture, where it cannot, the answer is no.
         """
-        if self.bits is None:
+        if self.bits is None or self.lengths[0] <= LISTED_ROWS:
             return False
         joined = self.made.get(JOINED)
         if joined is None:
@@ -69,8 +84,24 @@ class BlockLists:
             joined = self.made[JOINED] = joins_well(self.states, self.lengths[0])
         return joined
 
+    @classmethod
+    def of(
+        cls, states: torch.Tensor, size: tuple[int, int], lengths: tuple[int, int], shape: tuple[int, int]
+    ) -> BlockLists:
+        """Lists of blocks of any size, in the states of BlockLists."""
+        if not any(n % LISTED_ROWS for n in size):
+            return cls(states, size, lengths, shape)
+        if states.numel() > MAX_STATES:
+            raise NotImplementedError(
+                f"block_mask: expected at most {MAX_STATES} blocks of {size} in all batch entries and heads that differ, got"
+                f" {states.numel()}; make it with larger blocks, or with B=None or H=None"
+            )
+        of_rows = states_of_rows(states, -1, size[1], lengths[1])
+        of_rows = states_of_rows(of_rows, -2, size[0], lengths[0])
+        return cls(of_rows, (LISTED_ROWS, LISTED_ROWS), lengths, shape, fine=FineBlocks(states, size))
+
     def with_bits(self, call: Call) -> BlockLists | None:
-        """The same lists with bits for the mask of a call; None if they would take too much memory. The host waits for their number."""
+        """The same lists with bits for the mask of a call; None if they would take too much memory. The host waits as in mask_bits()."""
         states = self._cut(self.states, LISTED_ROWS, LISTED_ROWS)
         full = states == FULL if call.program.mask is not None else states != HIDDEN
         partial = (states == PARTIAL) & ~full
@@ -221,8 +252,26 @@ def of_groups(of_blocks: torch.Tensor, queries: int, rows: int) -> torch.Tensor:
 
 def states_of_tiles(states: torch.Tensor, queries: int, rows: int) -> torch.Tensor:
     """States of pairs of a tile of `rows` queries and a block of keys: PARTIAL where the blocks that the tile lies in differ."""
-    states = of_groups(states, queries, rows)
-    least, most = states.amin(-2), states.amax(-2)
+    return _state_of_all(of_groups(states, queries, rows), -2)
+
+
+def states_of_rows(states: torch.Tensor, dim: int, size: int, length: int) -> torch.Tensor:
+    """States of blocks of LISTED_ROWS rows, from those of blocks of any size: PARTIAL where the blocks that one lies in differ.
+
+    Args:
+        dim: -2 for queries, -1 for keys. size: rows per block. length: number of rows.
+    """
+    tiles = -(-length // LISTED_ROWS)
+    most = LISTED_ROWS // size if LISTED_ROWS % size == 0 else (LISTED_ROWS - 1) // size + 2
+    first = torch.arange(tiles, device=states.device)[:, None] * LISTED_ROWS
+    last = (first + (LISTED_ROWS - 1)).clamp(max=length - 1) // size
+    blocks = (first // size + torch.arange(most, device=states.device)).minimum(last)
+    return _state_of_all(states.index_select(dim, blocks.flatten()).unflatten(dim, (tiles, most)), dim)
+
+
+def _state_of_all(states: torch.Tensor, dim: int) -> torch.Tensor:
+    """The state of all blocks along a dimension; PARTIAL where they differ."""
+    least, most = states.amin(dim), states.amax(dim)
     return torch.where(least == most, least, PARTIAL)
 
 

@@ -11,6 +11,9 @@ from tl_attention.program import LISTED_ROWS, Call
 from tl_attention.tracing.program_values import program_values
 
 MAX_BLOCKS = 2**14  # whose bits take 32 MB in each direction
+MAX_UNCOUNTED = (
+    2**8
+)  # blocks of a mask that all get bits, as their 2**22 elements take about the time of the launches that evaluate them
 CHUNK = 2**24  # elements of a mask that are evaluated at once
 # Dimensions of a block's rows (half, warp, upper or lower 8, row) and columns (half, group of 8, pair, column in the pair), in the order
 # of the bits: those of a wgmma thread follow one another, in the order of its registers
@@ -25,7 +28,7 @@ class MaskBits:
     """Bits of blocks of 128 queries and 128 keys.
 
     Args:
-        places: int32 [1 or batch, 1 or heads, query blocks, key blocks], index into `blocks` of a block; -1: the block is full.
+        places: int32 [1 or batch, 1 or heads, query blocks, key blocks], index into `blocks` of a block; -1: it needs no bits.
         blocks: int32 [number + 1, 2, 128, 2]: by halves of the rows, threads of a warpgroup, and halves of the columns, a bit per element
             that the thread has of a tile [64, 64]. Rows are queries. The last block hides all.
         found: int32 [number, 4], batch entry, head, row and column of the others.
@@ -84,7 +87,7 @@ def is_captured(x: torch.Tensor) -> bool:
 def mask_bits(
     call: Call, partial: torch.Tensor, full: torch.Tensor, lengths: Sequence[int], shape: Sequence[int]
 ) -> MaskBits | None:
-    """Bits of the mask of a call; None where they would take too much memory. The host waits for their number.
+    """Bits of the mask of a call; None where they would take too much memory. The host waits for their number, unless all blocks are few.
 
     Args:
         partial: bool [1 or batch, 1 or heads, query blocks, key blocks]: the blocks that need bits.
@@ -96,12 +99,17 @@ def mask_bits(
         leaves = zip(("batch", "head"), shape, partial.shape, strict=False)
         sizes = (size if program.depends_on(mask, (leaf,)) else given for leaf, size, given in leaves)
         partial = partial.expand(*sizes, -1, -1)
-    found = partial.nonzero()
-    if len(found) > MAX_BLOCKS:
-        return None
     device = partial.device
+    if partial.numel() <= min(MAX_UNCOUNTED, MAX_BLOCKS):
+        axes = [torch.arange(n, device=device) for n in partial.shape]
+        found = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).flatten(0, -2)
+    else:
+        found = partial.nonzero()
+        if len(found) > MAX_BLOCKS:
+            return None
+    numbers = torch.arange(len(found), dtype=torch.int32, device=device)
     places = torch.full(partial.shape, -1, dtype=torch.int32, device=device)
-    places[found.unbind(1)] = torch.arange(len(found), dtype=torch.int32, device=device)
+    places[found.unbind(1)] = torch.where(partial[found.unbind(1)], numbers, -1)
     whole = full.expand(partial.shape)[found.unbind(1)]
     found = found.to(torch.int32)
     return MaskBits(places, _evaluated(call, found, whole, lengths), found, whole, tuple(lengths))

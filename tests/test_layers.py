@@ -59,8 +59,8 @@ DOORS = {
     "ops_jvp": "torch checks/common checks/transforms options launch reference/jvp transforms",
     "transforms": "torch options",
     "torch_backend": "torch checks/common checks/fp32 options flash ops torch_masks",
-    "torch_fp32": "torch checks/common checks/flex checks/fp32 ops options problem target",
-    "torch_masks": "torch torch_fp32 checks/common checks/flex tracing/dense_bias launch options problem program "
+    "torch_unmasked": "torch checks/common checks/flex checks/fp32 ops options problem target",
+    "torch_masks": "torch torch_unmasked checks/common checks/flex tracing/dense_bias launch options problem program "
     "reference/flex target | tracing/trace",
     "checks/lengths": "torch checks/common checks/kvcache options",
     "kvcache": "torch checks/common checks/keywords checks/transforms checks/kvcache checks/lengths options problem kernel_configs target "

@@ -26,7 +26,7 @@ DOORS = {
     "paged": "torch checks/common checks/kvcache checks/lengths checks/paged checks/transforms options ops reference/kvcache "
     "user_options",
     "tracing/builtin_options": "torch checks/common options program tracing/program_values",
-    "flex": "torch flex_lists tracing/builtin_options tracing/by_distance tracing/captures checks/common checks/flex checks/fp32 "
+    "flex": "torch dtensors flex_lists tracing/builtin_options tracing/by_distance tracing/captures checks/common checks/flex checks/fp32 "
     "checks/keywords checks/transforms launch ops options program reference/flex user_options | tracing/trace",
     "flex_lists": "torch block_masks checks/transforms tracing/builtin_options tracing/captures tracing/intervals launch/block_lists "
     "program | tracing/trace",

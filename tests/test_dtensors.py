@@ -256,6 +256,63 @@ def test_functions_that_need_other_ranks_are_refused(mesh):
         flex_attention(x, one, one)
 
 
+def test_functions_of_local_tensors_capture_no_dtensors(mesh):
+    x = local(mesh, 2, 4, 20, 64)
+    bias = DTensor.from_local(torch.zeros(20, device=x.device), mesh, (Replicate(), Replicate()))
+
+    class Held:
+        tensor = bias
+
+    cases = {
+        "score_mod: expected a function that captures tensors of this rank": lambda s, b, h, i, j: (
+            s + bias[j]
+        ),
+        "score_mod .*: expected a function that captures dense tensors of this rank": (
+            lambda s, b, h, i, j: s + Held.tensor[j]
+        ),
+    }
+    for start, score_mod in cases.items():
+        with pytest.raises(NotImplementedError, match=rf"^{start}.*got a DTensor.*\.to_local\(\)"):
+            flex_attention(x, x, x, score_mod)
+    with pytest.raises(
+        NotImplementedError, match=r"^attn_bias: expected a tensor of this rank.*attn_bias\.to_local\(\)"
+    ):
+        dense = DTensor.from_local(
+            torch.zeros(1, 1, 20, 20, device=x.device), mesh, (Replicate(), Replicate())
+        )
+        flex_attention(x, x, x, attn_bias=dense)
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_backward_refuses_a_dtensor_by_name(index, mesh):
+    x = local(mesh, 2, 4, 16, 64)
+    tensors = [x, x, x, x, x, torch.zeros(2, 4, 16, device=x.device)]
+    tensors[index] = DTensor.from_local(tensors[index], mesh, (Shard(0), Replicate()))
+    name = ("do", "q", "k", "v", "out", "lse")[index]
+    with pytest.raises(
+        NotImplementedError, match=rf"^{name}: expected a tensor of this rank.*{name}\.to_local\(\)"
+    ):
+        mha_bwd_interface(*tensors)
+
+
+@pytest.mark.parametrize(
+    "name", ["k_cache", "v_cache", "k", "v", "cache_seqlens", "block_table", "learnable_sink"]
+)
+def test_caches_refuse_a_dtensor_by_name(name, mesh):
+    cache, new = local(mesh, 2, 16, 4, 64), local(mesh, 2, 1, 4, 64)
+    lengths = torch.tensor([3, 4], device=new.device, dtype=torch.int32)
+    given = {"k_cache": cache, "v_cache": cache, "k": new, "v": new, "cache_seqlens": lengths}
+    if name == "block_table":
+        given |= {"block_table": torch.zeros(2, 1, device=new.device, dtype=torch.int32)}
+    if name == "learnable_sink":
+        given |= {"learnable_sink": torch.zeros(4, device=new.device)}
+    given[name] = DTensor.from_local(given[name], mesh, (Replicate(), Replicate()))
+    with pytest.raises(
+        NotImplementedError, match=rf"^{name}: expected a tensor of this rank.*{name}\.to_local\(\)"
+    ):
+        flash_attn_with_kvcache(new, **given)
+
+
 @pytest.mark.parametrize("name", ["cache", "backward", "kernel", "pages", "distributed"])
 def test_other_functions_refuse_dtensors_by_name(name, mesh):
     x = DTensor.from_local(local(mesh, 2, 4, 16, 64), mesh, (Shard(0), Replicate()))

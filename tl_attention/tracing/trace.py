@@ -121,13 +121,11 @@ class _Recorder(TorchFunctionMode):
 
 def _check_index(tensor: torch.Tensor, index: tuple) -> None:
     """Refuse an index that is no integer, and a tensor without strides."""
+    wanted = "a function that captures dense tensors of this rank"
+    if hasattr(tensor, "to_local"):
+        raise _Stated(NotImplementedError, wanted, "a DTensor", "capture its .to_local()")
     if tensor.layout != torch.strided:
-        raise _Stated(
-            NotImplementedError,
-            "a function that captures dense tensors",
-            str(tensor.layout),
-            "capture its .to_dense()",
-        )
+        raise _Stated(NotImplementedError, wanted, str(tensor.layout), "capture its .to_dense()")
     for i in index:
         is_tensor = isinstance(i, torch.Tensor)
         if is_tensor and (i.is_floating_point() or i.is_complex() or (i.dtype == torch.bool and not i.ndim)):

@@ -38,7 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func, torch_backend
 from tl_attention.testing import environment
 
-METHODS = ("gather", "ring", "ulysses")
+METHODS = ("gather", "ring")
 ROUNDS = 5
 ROW_SECONDS = 0.1  # of calls without a wait between them
 HOST_CALLS = 5  # of a row for the host

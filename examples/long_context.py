@@ -145,7 +145,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", type=at_least(1), default=16)
     parser.add_argument("--heads-kv", type=at_least(1), default=4)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--method", choices=("auto", "gather", "ring", "ulysses"), default="auto")
+    parser.add_argument("--method", choices=("auto", "gather", "ring"), default="auto")
     found = parser.parse_args(words)
     if found.heads % found.heads_kv:
         parser.error(f"--heads: expected a multiple of --heads-kv, got {found.heads} and {found.heads_kv}")

@@ -60,11 +60,11 @@ MASKS = {
 CASES = [
     *(
         Case(f"{method}-{layout}-{mask}-{kind}", method, layout, documents=documents, options=options)
-        for method in ("gather", "ring", "ulysses")
+        for method in ("gather", "ring")
         for layout in ("zigzag", "contiguous")
         for mask, options in MASKS.items()
         for kind, documents in (("dense", None), ("documents", DOCUMENTS))
-        if mask in ("causal", "window") or (method != "ulysses" and layout == "zigzag")
+        if mask in ("causal", "window") or layout == "zigzag"
     ),
     *(
         Case(f"{method}-balanced-{mask}", method, "balanced", documents=(0, 3, 28, 33, 90, 97), options=MASKS[mask])
@@ -73,15 +73,12 @@ CASES = [
     ),
     *(
         Case(f"{method}-sink-softcap-{kind}", method, options={"softcap": 2.0, **MASKS["causal"]}, sink=True, documents=documents)
-        for method in ("gather", "ring", "ulysses")
+        for method in ("gather", "ring")
         for kind, documents in (("dense", None), ("documents", DOCUMENTS))
     ),
     Case("gather-alibi", options=MASKS["causal"], slopes=1),
     Case("gather-alibi-batch", options=MASKS["sliding"], slopes=2),
     Case("gather-alibi-documents", options=MASKS["causal"], slopes=2, documents=DOCUMENTS),
-    Case("ulysses-alibi-full", "ulysses", slopes=2),
-    Case("ulysses-dropout", "ulysses", options=MASKS["causal"], dropout=0.25),
-    Case("ulysses-dropout-alibi-documents", "ulysses", documents=DOCUMENTS, slopes=2, dropout=0.25),
     *(
         Case(f"{method}-{option}-{mask}-{kind}", method, total=101, options=MASKS[mask], documents=documents, **facts)
         for method in ("gather", "ring")
@@ -94,10 +91,8 @@ CASES = [
         )
         for kind, documents in (("dense", None), ("documents", (0, 30, 30, 33, 90, 97)))
     ),
-    Case("ulysses-copies-of-key-heads", "ulysses", heads=(4, 1), options=MASKS["causal"]),
     Case("gather-few-tokens", total=3, options=MASKS["causal"]),
     Case("ring-few-tokens", "ring", total=3, options=MASKS["causal"]),
-    Case("ulysses-few-tokens", "ulysses", total=3, options=MASKS["causal"]),
     Case("auto", "auto", options=MASKS["causal"]),
     Case("auto-documents", "auto", documents=DOCUMENTS, options=MASKS["window"]),
 ]  # fmt: skip
@@ -109,7 +104,7 @@ def random_case(seed: int, device: str) -> Case:
     On a GPU kernels are few: d128, options on short sequences under a causal mask only, documents under a causal mask.
     """
     draw, on_gpu = random.Random(seed), device != "cpu"
-    method = draw.choice(("gather", "gather", "ring", "ring", "ulysses", "auto"))
+    method = draw.choice(("gather", "gather", "ring", "ring", "auto"))
     option = draw.choice(("", "", "", "softcap and sink", "alibi", "dropout"))
     mask = draw.choice(("full", "causal", "causal", "window", "sliding"))
     if on_gpu and option:
@@ -233,10 +228,8 @@ def rng_state(x: dict[str, torch.Tensor | None]) -> torch.Tensor:
     return torch.tensor([7, 11], device=x["q"].device)
 
 
-def compare(case: Case, world: int, checks: bool, device: str = "cpu") -> str:
+def compare(case: Case, checks: bool, device: str = "cpu") -> str:
     """Text of what is wrong with the results of a case, which all ranks run and those that check compare."""
-    if case.method == "ulysses" and case.heads[0] % world:
-        return refusal(case)
     x = inputs(case, device)
     found = run_shards(case, x)
     return difference(case, x, found) if checks else ""
@@ -262,15 +255,6 @@ def difference(case: Case, x: dict[str, Any], found: list[torch.Tensor]) -> str:
     return "; ".join(one.text for one in (forward, backward) if not one.ok)
 
 
-def refusal(case: Case) -> str:
-    """Text of what is wrong with the error for heads that the ranks cannot share."""
-    x, dim = inputs(case), 1 if case.documents is None else 0
-    qkv = [distributed.shard(x[name], dim=dim) for name in "qkv"]
-    placed = {"seqlen": case.total} if case.documents is None else {"cu_seqlens": case.documents}
-    text = raised(distributed.attention, *qkv, **placed, method="ulysses")
-    return "" if "NotImplementedError: method: expected heads that" in text else text
-
-
 def raised(call: Any, *arguments: Any, **options: Any) -> str:
     """Type and text of the error of a call."""
     try:
@@ -283,9 +267,7 @@ def raised(call: Any, *arguments: Any, **options: Any) -> str:
 def run_cases(cases: list[Case], device: str = "cpu") -> dict[str, str]:
     """Texts of what is wrong, by case. The ranks take turns in checking."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    found = {
-        case.name: compare(case, world, number % world == rank, device) for number, case in enumerate(cases)
-    }
+    found = {case.name: compare(case, number % world == rank, device) for number, case in enumerate(cases)}
     return {name: text for name, text in found.items() if text}
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func
 from tl_attention.distributed import roll, shards
-from tl_attention.distributed.choice import Sizes, choose, gather_bytes, remote_rows, ulysses_bytes
+from tl_attention.distributed.choice import Sizes, choose, gather_bytes, remote_rows
 from tl_attention.distributed.gather import gather_plan
 from tl_attention.distributed.layout import (
     Layout,
@@ -165,20 +165,16 @@ def test_plans_positions_and_lengths_of_a_shard():
     assert shard_documents(layout, 1, documents) == [0, 4]
 
 
-def test_plans_choice_follows_bytes_and_names_a_method_that_does_not_serve():
+def test_plans_choice_follows_the_bytes_of_gathered_keys():
     layout, mask = named_layout("zigzag", 1 << 16, 2), Mask((0, 1 << 16), CAUSAL)
     gqa = Sizes(1, 32, 8, 128, 128, 2, training=True)
     assert choose(layout, mask, gqa).method == "gather"
     rows = remote_rows(layout, mask)
     assert rows == 1 << 15 and gather_bytes(rows, 1 << 16, 2, gqa) == 2 * rows * 8 * 256 * 2
     assert gather_bytes(rows, 1 << 16, 2, gqa._replace(heads_kv=32)) == 3 * rows * 32 * 256 * 2
-    assert ulysses_bytes(1 << 16, 2, gqa) == 2 * (1 << 15) * (16 * 256 + 4 * 256) * 2
-    eight = named_layout("zigzag", 1 << 16, 8)
-    assert choose(eight, mask, gqa._replace(heads_kv=32)).method == "ulysses"
     million = named_layout("zigzag", 1 << 22, 2)
-    assert choose(million, Mask((0, 1 << 22), CAUSAL), gqa).method == "ring"
-    three = choose(named_layout("zigzag", 99, 3), Mask((0, 99), CAUSAL), gqa)
-    assert three.method == "gather" and "heads that 3 ranks can share" in three.reason
+    ring = choose(million, Mask((0, 1 << 22), CAUSAL), gqa)
+    assert ring.method == "ring" and ring.reason == "gathered keys and values take 16384 MiB, ring from 8192"
 
 
 @pytest.mark.filterwarnings("ignore:.*CPU")
@@ -199,6 +195,7 @@ def test_plans_one_rank_makes_the_plain_call():
     ("arguments", "error", "words"),
     [
         ({"method": "rings"}, ValueError, "method: expected one of 'auto', .* got 'rings'"),
+        ({"method": "ulysses"}, ValueError, "method: expected one of 'auto', 'ring', 'gather', got 'ulysses'"),
         ({"layout": "zig"}, ValueError, "layout: expected 'zigzag' or 'contiguous' or the result"),
         ({"seqlen": 10}, ValueError, "q: expected the 10 tokens .* got 9"),
         ({"seqlen": 9.0}, TypeError, "seqlen: expected an int or None, got 9.0"),
@@ -216,6 +213,17 @@ def test_plans_errors_name_the_argument(arguments, error, words):
     q = torch.randn(1, 9, 4, 16, dtype=torch.bfloat16)
     with pytest.raises(error, match=words):
         distributed.attention(q, q, q, **{"group": None, **arguments})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_plans_one_rank_takes_the_tokens_of_q_alone(packed):
+    q, k = (torch.randn(1, rows, 4, 16, dtype=torch.bfloat16) for rows in (9, 6))
+    options = {"cu_seqlens": [0, 4, 9]} if packed else {}
+    q, k = (q[0], k[0]) if packed else (q, k)
+    with pytest.raises(ValueError, match="^k, v: expected the tokens of q, 9, got 6; cross attention"):
+        distributed.attention(q, k, k, **options)
+    with pytest.raises(ValueError, match="v"):
+        distributed.attention(q, q, k, **options)
 
 
 def test_plans_helpers_name_the_argument():

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_de
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tl_attention import (
+    create_block_mask,
     distributed,
     flash_attn_func,
     flash_attn_qkvpacked_func,
@@ -185,12 +186,138 @@ def test_unlike_placements_are_refused(mesh):
         flash_attn_varlen_func(rows, rows, rows, starts, starts, 20, 20)
 
 
-@pytest.mark.parametrize("name", ["flex", "cache", "backward", "kernel", "pages", "distributed"])
+FUNCTIONS = {
+    "mask_mod": {"mask_mod": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx % 3 != 1)},
+    "option": {"mask_mod": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx},
+    "score_mod": {"score_mod": lambda score, b, h, q_idx, kv_idx: score - 0.1 * (q_idx - kv_idx)},
+    "neither": {},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("functions", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_functions_run_on_shards(name, functions, mesh):
+    _, placements = LAYOUTS[name]  # [batch, heads, ..], as those of lse
+    parts = [local(mesh, 2, heads, 20, 64).requires_grad_() for heads in (4, 2, 2)]
+    tensors = [whole(mesh, x.detach(), *placements) for x in parts]
+    out, lse = flex_attention(*tensors, **functions, enable_gqa=True, return_lse=True)
+    want, want_lse = flex_attention(*parts, **functions, enable_gqa=True, return_lse=True)
+    assert out.placements == lse.placements == placements
+    assert torch.equal(out.to_local(), want) and torch.equal(lse.to_local(), want_lse)
+    dout = local(mesh, *want.shape)
+    grads = torch.autograd.grad(out, tensors, whole(mesh, dout, *placements).detach())
+    for grad, expected in zip(grads, torch.autograd.grad(want, parts, dout), strict=True):
+        assert grad.placements == placements and torch.equal(grad.to_local(), expected)
+
+
+def test_functions_of_flash_attn_func_run_on_shards(mesh):
+    parts = [local(mesh, 2, 20, 4, 64) for _ in range(3)]
+    tensors = [whole(mesh, x, Shard(0), Shard(2)) for x in parts]
+    for functions in FUNCTIONS.values():
+        found = flash_attn_func(*tensors, **functions)
+        assert torch.equal(found.to_local(), flash_attn_func(*parts, **functions))
+
+
+def reads(index):
+    return {"mask_mod": lambda *indices: (indices[index] >= 0) & (indices[2] >= indices[3])}
+
+
+def test_functions_of_an_index_that_is_not_sharded_run_on_shards(mesh):
+    part = local(mesh, 2, 4, 20, 64)
+    for placements, index in (((Shard(0), Replicate()), 1), ((Replicate(), Shard(1)), 0)):
+        x = whole(mesh, part, *placements)
+        out = flex_attention(x, x, x, **reads(index))
+        assert torch.equal(out.to_local(), flex_attention(part, part, part, **reads(index)))
+
+
+def test_functions_that_need_other_ranks_are_refused(mesh):
+    part = local(mesh, 2, 4, 20, 64)
+    placements = Shard(0), Shard(1)
+    x = DTensor.from_local(part, mesh, placements)
+    bias = torch.zeros(20, device=part.device)
+    block_mask = create_block_mask(reads(2)["mask_mod"], None, None, 20, 20, device=part.device)
+    cases = {
+        "score_mod": {"score_mod": lambda score, b, h, q_idx, kv_idx: score + bias[kv_idx]},
+        "mask_mod: expected a function that does not read the index of the batch": reads(0),
+        "mask_mod: expected a function that does not read the index of the head": reads(1),
+        "block_mask": {"block_mask": block_mask},
+        "attn_bias": {"attn_bias": torch.zeros(1, 1, 20, 20, device=part.device)},
+    }
+    for start, functions in cases.items():
+        with pytest.raises(NotImplementedError, match=rf"^{start}.*\.to_local\(\) on query, key, value"):
+            flex_attention(x, x, x, **functions)
+    with pytest.raises(NotImplementedError, match=r"^query: expected placements .*to_local\(\)"):
+        y = DTensor.from_local(part, mesh, (Shard(2), Replicate()))
+        flex_attention(y, y, y)
+    with pytest.raises(TypeError, match=r"^key: expected a DTensor, as others of query, key, value are"):
+        flex_attention(x, part, x)
+    one = DTensor.from_local(part[:1], mesh, placements, shape=(1, 8, 20, 64), stride=(1, 1280, 64, 1))
+    with pytest.raises(NotImplementedError, match=r"^key: expected the batch of query .*to_local\(\)"):
+        flex_attention(x, one, one)
+
+
+def test_functions_of_local_tensors_capture_no_dtensors(mesh):
+    x = local(mesh, 2, 4, 20, 64)
+    bias = DTensor.from_local(torch.zeros(20, device=x.device), mesh, (Replicate(), Replicate()))
+
+    class Held:
+        tensor = bias
+
+    cases = {
+        "score_mod: expected a function that captures tensors of this rank": lambda s, b, h, i, j: (
+            s + bias[j]
+        ),
+        "score_mod .*: expected a function that captures dense tensors of this rank": (
+            lambda s, b, h, i, j: s + Held.tensor[j]
+        ),
+    }
+    for start, score_mod in cases.items():
+        with pytest.raises(NotImplementedError, match=rf"^{start}.*got a DTensor.*\.to_local\(\)"):
+            flex_attention(x, x, x, score_mod)
+    with pytest.raises(
+        NotImplementedError, match=r"^attn_bias: expected a tensor of this rank.*attn_bias\.to_local\(\)"
+    ):
+        dense = DTensor.from_local(
+            torch.zeros(1, 1, 20, 20, device=x.device), mesh, (Replicate(), Replicate())
+        )
+        flex_attention(x, x, x, attn_bias=dense)
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_backward_refuses_a_dtensor_by_name(index, mesh):
+    x = local(mesh, 2, 4, 16, 64)
+    tensors = [x, x, x, x, x, torch.zeros(2, 4, 16, device=x.device)]
+    tensors[index] = DTensor.from_local(tensors[index], mesh, (Shard(0), Replicate()))
+    name = ("do", "q", "k", "v", "out", "lse")[index]
+    with pytest.raises(
+        NotImplementedError, match=rf"^{name}: expected a tensor of this rank.*{name}\.to_local\(\)"
+    ):
+        mha_bwd_interface(*tensors)
+
+
+@pytest.mark.parametrize(
+    "name", ["k_cache", "v_cache", "k", "v", "cache_seqlens", "block_table", "learnable_sink"]
+)
+def test_caches_refuse_a_dtensor_by_name(name, mesh):
+    cache, new = local(mesh, 2, 16, 4, 64), local(mesh, 2, 1, 4, 64)
+    lengths = torch.tensor([3, 4], device=new.device, dtype=torch.int32)
+    given = {"k_cache": cache, "v_cache": cache, "k": new, "v": new, "cache_seqlens": lengths}
+    if name == "block_table":
+        given |= {"block_table": torch.zeros(2, 1, device=new.device, dtype=torch.int32)}
+    if name == "learnable_sink":
+        given |= {"learnable_sink": torch.zeros(4, device=new.device)}
+    given[name] = DTensor.from_local(given[name], mesh, (Replicate(), Replicate()))
+    with pytest.raises(
+        NotImplementedError, match=rf"^{name}: expected a tensor of this rank.*{name}\.to_local\(\)"
+    ):
+        flash_attn_with_kvcache(new, **given)
+
+
+@pytest.mark.parametrize("name", ["cache", "backward", "kernel", "pages", "distributed"])
 def test_other_functions_refuse_dtensors_by_name(name, mesh):
     x = DTensor.from_local(local(mesh, 2, 4, 16, 64), mesh, (Shard(0), Replicate()))
     table = torch.zeros(1, 1, dtype=torch.int32)
     calls = {
-        "flex": (lambda: flex_attention(x, x, x), "query"),
         "cache": (lambda: flash_attn_with_kvcache(x, x, x), "q"),
         "backward": (lambda: mha_bwd_interface(x, x, x, x, x, x), "q"),
         "kernel": (lambda: mha_fwd_interface(x, x, x, return_kernel=True), "q"),

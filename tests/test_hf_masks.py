@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -275,6 +276,63 @@ def test_hf_inputs_whose_last_dimension_is_not_contiguous_are_copied(seqlen_q, d
         for qkv in ((q, k, v), (x.contiguous() for x in (q, k, v)))
     )
     assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+@pytest.mark.parametrize("of", [(1, 2), (3, 1), (1, 1)], ids=["batch", "heads", "both"])
+def test_hf_decode_takes_expanded_keys(of, seqlen_q):
+    q = torch.randn(3, 4, seqlen_q, 16).bfloat16()
+    k, v = (torch.randn(*of, 12, 16).bfloat16().expand(3, 2, 12, 16) for _ in range(2))
+    out, expected = (
+        hf.attention_forward(torch.nn.Module(), q, *kv, None, is_causal=True)[0]
+        for kv in ((k, v), (k.contiguous(), v.contiguous()))
+    )
+    assert torch.equal(out, expected)
+
+
+PADDING = {
+    "ends": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0]]),
+    "hole": torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0, 1]]),
+}
+
+
+@pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING)
+@pytest.mark.parametrize("local_size", [None, 3])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_hf_mask_without_a_function(causal, local_size, padding):
+    """Causal or full, with the window of local_size and the padding."""
+    q, k, v = torch.randn(3, 2, 2, 8, 16).bfloat16()
+    skip = None if causal else True
+    mask = hf.attention_mask(
+        2, 8, 8, attention_mask=padding, local_size=local_size, allow_is_bidirectional_skip=skip
+    )
+    out, _ = hf.attention_forward(torch.nn.Module(), q, k, v, mask)
+    rows = torch.arange(8)
+    distance = rows[:, None] - rows
+    seen = distance >= 0 if causal else distance.abs() >= 0
+    if local_size is not None:
+        seen = seen & (distance < local_size if causal else distance.abs() <= local_size)
+    seen = (seen & padding[:, None].bool())[:, None]
+    scores = (q.double() @ k.double().mT / 4).masked_fill(~seen, -torch.inf)
+    expected = torch.softmax(scores, -1).nan_to_num() @ v.double()
+    tokens = padding.bool()  # rows of padding have no meaning
+    assert torch.allclose(out.double()[tokens], expected.transpose(1, 2)[tokens], atol=0.02)
+
+
+@pytest.mark.parametrize("function", [3, torch.ones(8, 8).bool()], ids=["int", "tensor"])
+def test_hf_mask_refuses_what_is_no_function(function):
+    with pytest.raises(
+        TypeError, match="^mask_function: expected a function .*; pass a mask as attention_mask"
+    ):
+        hf.attention_mask(2, 8, 8, mask_function=function)
+
+
+@pytest.mark.parametrize("beside", [{}, {"position_bias": torch.zeros(1, 1, 3, 3)}], ids=["alone", "bias"])
+@pytest.mark.parametrize("softcap", [-1.0, math.nan, math.inf, 1e39, "3", True, torch.tensor(3.0)], ids=str)
+def test_hf_forward_refuses_other_softcaps(softcap, beside):
+    x = torch.zeros(1, 2, 3, 16).bfloat16()
+    with pytest.raises(ValueError, match="^softcap: expected 0 for no cap, or a number from"):
+        hf.attention_forward(torch.nn.Module(), x, x, x, None, is_causal=True, softcap=softcap, **beside)
 
 
 @pytest.mark.parametrize(

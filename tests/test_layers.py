@@ -26,7 +26,7 @@ DOORS = {
     "paged": "torch checks/common checks/kvcache checks/lengths checks/paged checks/transforms options ops reference/kvcache "
     "user_options",
     "tracing/builtin_options": "torch checks/common options program tracing/program_values",
-    "flex": "torch flex_lists tracing/builtin_options tracing/by_distance tracing/captures checks/common checks/flex checks/fp32 "
+    "flex": "torch dtensors flex_lists tracing/builtin_options tracing/by_distance tracing/captures checks/common checks/flex checks/fp32 "
     "checks/keywords checks/transforms launch ops options program reference/flex user_options | tracing/trace",
     "flex_lists": "torch block_masks checks/transforms tracing/builtin_options tracing/captures tracing/fine_blocks tracing/intervals "
     "launch/block_lists program | tracing/trace",
@@ -60,8 +60,8 @@ DOORS = {
     "ops_jvp": "torch checks/common checks/transforms options launch reference/jvp transforms",
     "transforms": "torch options",
     "torch_backend": "torch checks/common checks/fp32 options flash ops torch_masks",
-    "torch_fp32": "torch checks/common checks/flex checks/fp32 ops options problem target",
-    "torch_masks": "torch torch_fp32 checks/common checks/flex tracing/dense_bias launch options problem program "
+    "torch_unmasked": "torch checks/common checks/flex checks/fp32 ops options problem target",
+    "torch_masks": "torch torch_unmasked checks/common checks/flex tracing/dense_bias launch options problem program "
     "reference/flex target | tracing/trace",
     "checks/lengths": "torch checks/common checks/kvcache options",
     "kvcache": "torch checks/common checks/keywords checks/transforms checks/kvcache checks/lengths options problem kernel_configs target "

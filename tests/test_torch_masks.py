@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tl_attention import torch_backend, torch_masks
 
@@ -68,8 +69,78 @@ def test_torch_masks_without_log_sum_exp():
     assert torch_masks.efficient_forward(refused, None, q, k, v, mask, False)[1].shape == (BATCH, HEADS, 0)
 
 
+@pytest.mark.parametrize("shape", [(ROWS, KEYS), (BATCH, ROWS, KEYS)], ids=str)
+def test_torch_masks_of_cudnn_need_no_expansion(shape):
+    """cuDNN's op receives the mask of the caller: [seqlen_q, seqlen_k], or one per batch entry."""
+    q, k, v = inputs()
+    mask = torch.randn(shape)
+    four = mask.reshape(-1, 1, ROWS, KEYS)
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), four.double())
+    dout = torch.randn_like(q)
+    expected = torch.autograd.grad(exact, [q, k, v], dout.double())
+    with torch.no_grad():
+        found = torch_masks.cudnn_forward(refused, None, q, k, v, mask, True)
+        saved = found[0], found[1], found[6], found[7], mask, None, None, ROWS, KEYS, 0.0, False
+        grads = torch_masks.cudnn_backward(refused, None, dout, q, k, v, *saved)
+    for actual, want in zip((found[0], *grads), (exact, *expected), strict=True):
+        assert_close(actual, want)
+
+
+def test_torch_masks_serve_grouped_heads():
+    q = torch.randn(BATCH, 4, ROWS, DIM).bfloat16().requires_grad_()
+    k, v = (torch.randn(BATCH, 2, KEYS, DIM).bfloat16().requires_grad_() for _ in range(2))
+    mask = torch.randn(BATCH, 4, ROWS, KEYS)
+    double = [x.double() for x in (q, k, v, mask)]
+    exact = F.scaled_dot_product_attention(*double, enable_gqa=True)
+    dout = torch.randn_like(q)
+    expected = torch.autograd.grad(exact, [q, k, v], dout.double())
+    with torch.no_grad():
+        out, *rest = torch_masks.efficient_forward(refused, None, q, k, v, mask, True)
+        saved = out, *rest, 0.0, [True, True, True, False]
+        *grads, none = torch_masks.efficient_backward(refused, None, dout, q, k, v, mask, *saved)
+    assert none is None
+    for actual, want in zip((out, *grads), (exact, *expected), strict=True):
+        assert_close(actual, want)
+
+
+BACKENDS = {
+    "cudnn": (torch_masks.cudnn_forward, SDPBackend.CUDNN_ATTENTION),
+    "efficient": (torch_masks.efficient_forward, SDPBackend.EFFICIENT_ATTENTION),
+}
+
+
+@pytest.mark.parametrize("forward, backend", BACKENDS.values(), ids=BACKENDS)
+def test_torch_masks_leave_a_backend_that_the_caller_chose(forward, backend):
+    q, k, v = (x.detach() for x in inputs())
+    mask, theirs = torch.zeros(ROWS, KEYS).expand(BATCH, HEADS, ROWS, KEYS), lambda *_, **__: "theirs"
+    flash = SDPBackend.FLASH_ATTENTION
+    with sdpa_kernel(backend):
+        assert forward(theirs, None, q, k, v, mask, True) == "theirs"
+    with sdpa_kernel([backend, flash], set_priority=True):
+        assert forward(theirs, None, q, k, v, mask, True) == "theirs"
+    with sdpa_kernel([flash, backend], set_priority=True):
+        assert forward(refused, None, q, k, v, mask, True)[0].shape == q.shape
+    with sdpa_kernel(
+        [backend, flash]
+    ):  # no order: that of the process holds, which has flash attention first
+        assert forward(refused, None, q, k, v, mask, True)[0].shape == q.shape
+
+
+def test_torch_masks_backward_runs_where_the_forward_ran():
+    q, k, v = (x.detach() for x in inputs())
+    mask = torch.zeros(BATCH, HEADS, ROWS, KEYS)
+    out, lse, seed, offset = torch_masks.efficient_forward(refused, None, q, k, v, mask, True)
+    rest = 0.0, [True, True, True, False]
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        torch_masks.efficient_backward(refused, None, q, q, k, v, mask, out, lse, seed, offset, *rest)
+    for other in (torch.empty((), dtype=torch.int64).fill_(3), torch.zeros(2, dtype=torch.int64), None):
+        saved = out, lse, other, offset, *rest
+        found = torch_masks.efficient_backward(lambda *_, **__: "theirs", None, q, q, k, v, mask, *saved)
+        assert found == "theirs"
+
+
 OTHERS = {
-    "no mask": {"attn_bias": None},
+    "no mask, top-left": {"attn_bias": None, "is_causal": True, "query": torch.zeros(1, 2, 5, 8).bfloat16()},
     "dropout": {"dropout_p": 0.1},
     "causal": {"is_causal": True},
     "fp32 without kernels": {name: torch.zeros(1, 2, 3, 136) for name in ("query", "key", "value")},
@@ -77,7 +148,8 @@ OTHERS = {
     "wide": {name: torch.zeros(1, 2, 3, 264).bfloat16() for name in ("query", "key", "value")},
     "odd": {name: torch.zeros(1, 2, 3, 12).bfloat16() for name in ("query", "key", "value")},
     "wide value": {"value": torch.zeros(1, 2, 3, 16).bfloat16()},
-    "grouped": {"query": torch.zeros(1, 4, 3, 8).bfloat16()},
+    "heads without groups": {"query": torch.zeros(1, 3, 3, 8).bfloat16()},
+    "mask of another length": {"attn_bias": torch.zeros(1, 2, 2, 3)},
     "empty": {"key": torch.zeros(1, 2, 0, 8).bfloat16(), "value": torch.zeros(1, 2, 0, 8).bfloat16()},
 }
 

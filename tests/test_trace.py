@@ -231,6 +231,12 @@ def test_trace_sees_a_changed_object():
     assert trace(bias, None, False).numbers == (4.0,)
 
 
+class HELD:
+    """Tensor of an object, which is seen only when the function runs."""
+
+    sparse = torch.eye(16).to_sparse()
+
+
 half_slopes = torch.rand(HEADS, dtype=torch.bfloat16)
 
 
@@ -272,6 +278,11 @@ def control_flow(score, b, h, q_idx, kv_idx):
         (lambda s, b, h, q, k: half_slopes[h].clone().add_(s), NotImplementedError, "got aten.add_.Tensor that rounds"),
         (torch.inference_mode()(lambda s, b, h, q, k: s * 2), NotImplementedError, "expected no torch.no_grad"),
         (lambda s, b, h, q, k: s + (bytes_of[q] + 300), NotImplementedError, "of torch.uint8 and 300, .*; convert with .long()"),
+        (lambda s, b, h, q, k: s + table[h, q / 2], TypeError, r"expected integers as indices of a tensor, got torch.float32 at .*; round"),
+        (lambda s, b, h, q, k: s + table[h, s], TypeError, r"integers as indices .*got torch.float32 at .*test_trace.py:\d+; round"),
+        (lambda s, b, h, q, k: s + table[h, 1.5], TypeError, "expected integers as indices of a tensor, got 1.5 at"),
+        (lambda s, b, h, q, k: s + table[h, q >= k], TypeError, "integers as indices .*got torch.bool at .*torch.where"),
+        (lambda s, b, h, q, k: s + HELD.sparse[h, q], NotImplementedError, r"captures dense tensors .*got torch.sparse_coo.*\.to_dense"),
         (without_gradient, NotImplementedError, r"expected no torch.no_grad, torch.enable_grad or .*; call .detach\(\)"),
     ],
 )  # fmt: skip

@@ -63,6 +63,10 @@ class Shards:
                 )
             self._check_heads(name, x)
 
+    def shards(self, axis: int | None) -> bool:
+        """True if ranks have different parts of this dimension of q."""
+        return any(placement.is_shard(axis) for placement in self.placements)
+
     def _is_local(self, placement: Any) -> bool:
         return any(axis is not None and placement.is_shard(axis) for axis in self.axes)
 

@@ -27,6 +27,7 @@ from tl_attention.checks.common import (
     check_fwd,
     describe,
     expect_bool,
+    is_dtensor,
 )
 from tl_attention.checks.flex import (
     FLASH_NAMES,
@@ -50,10 +51,11 @@ from tl_attention.checks.flex import (
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
 from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.checks.transforms import ARGUMENT_ERRORS, Renaming
+from tl_attention.dtensors import Shards, axes_of_rows
 from tl_attention.flex_lists import KeptMask, kept_mask, listed
 from tl_attention.ops import attention, check_device_or_warn, in_bf16, scale_of
 from tl_attention.options import options_of_parts, saveable
-from tl_attention.program import Call, Program
+from tl_attention.program import LEAVES, Call, Program
 from tl_attention.reference.flex import flex_backward_reference, flex_reference
 from tl_attention.tracing.builtin_options import BuiltinOptions, Recognized, recognized
 from tl_attention.tracing.by_distance import MIN_SCORES, ByDistance, by_distance
@@ -159,8 +161,11 @@ def attend(
         functions: score_mod, mask_mod, block_mask, attn_bias.
         rows_first: q, k, v and out are [batch, seqlen, heads, head_dim]; else [batch, heads, seqlen, head_dim].
     """
-    if type(q) is not torch.Tensor and isinstance(q, FakeTensor) and not _is_recorded():
-        return _shapes(q, k, v, functions, scale, enable_gqa, precision, rows_first)
+    if not (type(q) is type(k) is type(v) is torch.Tensor):
+        if isinstance(q, FakeTensor) and not _is_recorded():
+            return _shapes(q, k, v, functions, scale, enable_gqa, precision, rows_first)
+        if is_dtensor(q) or is_dtensor(k) or is_dtensor(v):
+            return _on_shards(q, k, v, functions, (scale, enable_gqa, deterministic, precision, rows_first))
     differentiate = torch.is_grad_enabled()
     modes = enable_gqa, rows_first, differentiate
     key, captures, mask = _key(q, k, v, functions, scale, modes)
@@ -209,6 +214,72 @@ def attend(
             call = replace(call, tensors=captured)
             return _differentiable(call, scale, deterministic, rows_first, parts, q, k, v, *captured)
     return _forward(call, scale, deterministic, rows_first, parts, q, k, v)
+
+
+def _on_shards(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, functions: Functions, call: tuple
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """attend() of DTensors, on this rank's batch entries and heads.
+
+    Args:
+        call: scale, enable_gqa, deterministic, precision, rows_first.
+    """
+    *_, rows_first = call
+    try:
+        shards = Shards(q, k, v, axes_of_rows(heads_first=not rows_first))
+        _check_shards(shards, q, k, functions)
+    except ARGUMENT_ERRORS as error:
+        raise (error if rows_first else _RENAMED.of(error)) from None
+    return shards.run(lambda *local: attend(*local, functions, *call), q, k, v)
+
+
+def _check_shards(shards: Shards, q: torch.Tensor, k: torch.Tensor, functions: Functions) -> None:
+    """Refuse what a rank cannot compute from its own batch entries and heads."""
+    instead = "call .to_local() on q, k and v"
+    score_mod, mask_mod, block_mask, attn_bias = functions
+    for name, x in (("block_mask", block_mask), ("attn_bias", attn_bias)):
+        if x is not None:
+            raise NotImplementedError(
+                f"{name}: expected None with DTensors, got {describe(x)}; {instead}, and pass this rank's part"
+            )
+    axes = shards.axes
+    sharded = [axis for axis, dim in (("batch", axes.batch), ("head", axes.heads)) if shards.shards(dim)]
+    if k.shape[0] != q.shape[0] and "batch" in sharded:
+        raise NotImplementedError(
+            f"k: expected the batch of q with DTensors that shard it, {q.shape[0]}, got {k.shape[0]}; call .expand(), or {instead}"
+        )
+    for name, x in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        check_function(name, x)
+        reads, captures_tensors = _reads(x, name == "score_mod")
+        if captures_tensors:
+            raise NotImplementedError(
+                f"{name}: expected a function without captured tensors with DTensors, got one with; {instead}, and capture this rank's"
+                " part"
+            )
+        for axis in sharded:
+            if axis in reads:
+                raise NotImplementedError(
+                    f"{name}: expected a function that does not read the index of the {axis}, which DTensors shard here, got one that"
+                    f" does; {instead}"
+                )
+
+
+def _reads(function: Callable | None, is_score: bool) -> tuple[frozenset[str], bool]:
+    """(leaves that a function reads, True if it captures tensors)."""
+    captures = Captures.of(function)
+    if captures is not None and captures.tensors:
+        return frozenset(), True
+    key = None if captures is None else (is_score, captures.key)
+    found = None if key is None else _known_reads.get(key)
+    if found is None:
+        traced = (function, None) if is_score else (None, function)
+        call = _tracer()(*traced, False, None, False)
+        found = frozenset(value.op for value in call.program.values if value.op in LEAVES), bool(call.tensors)
+        if key is not None:
+            if len(_known_reads) >= MAX_PREPARED:
+                _known_reads.clear()
+            _known_reads[key] = found
+    return found
 
 
 def _forward(
@@ -268,6 +339,7 @@ class _Prepared(NamedTuple):
 
 
 MAX_PREPARED = 2048  # signatures of calls
+_known_reads: dict[tuple, tuple[frozenset[str], bool]] = {}
 _prepared: dict[tuple, _Prepared] = {}
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tl_attention import kvcache
 from tl_attention.checks import lengths as checks_lengths
-from tl_attention.checks.common import FWD_DTYPES, expect_scale
+from tl_attention.checks.common import FWD_DTYPES, expect_scale, expect_softcap
 from tl_attention.checks.hf import (
     VARLEN_ROWS,
     check_asked,
@@ -106,7 +106,7 @@ def attention_forward(
             dtype of autocast, of a quantized model or of the layer's first Linear, as in transformers' flash_attention_2; inside autocast
             a key or value in float32 is cast, too.
         key, value: [batch, heads_kv, seqlen_k, head_dim or head_dim_v]. Like query they are copied if their last dimension is not
-            contiguous.
+            contiguous, and if they are expanded in a decode step.
         attention_mask: the result of attention_mask(), which is the whole mask: is_causal, sliding_window and the attributes of the layer
             change nothing beside it. Or a BlockMask or a mask [batch or 1, heads or 1, seqlen_q or 1, at least seqlen_k], bool or to be
             added to the scores, to which the same applies. None: no mask but that of is_causal and sliding_window.
@@ -157,6 +157,7 @@ def attention_forward(
                 check_asked(module, causal)
         left, right = _window(sliding_window, causal)
     softcap = 0.0 if softcap is None else softcap
+    expect_softcap(softcap)
 
     documents = None
     if isinstance(attention_mask, Mask) and attention_mask.starts is not None:
@@ -186,6 +187,7 @@ def attention_forward(
     }
     try:
         if _is_decode_step(q, k, v, rows) and not (packed or needs_grad or dropout):
+            k, v = (x.contiguous() if 0 in x.stride() else x for x in (k, v))
             if q.shape[1] == 1:
                 q = query.reshape(q.shape)  # same memory, dense strides: the kernel's load needs no copy
             attend = _decode_op if torch.compiler.is_compiling() else _decode

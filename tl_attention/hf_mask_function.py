@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from tl_attention.checks.hf import check_mask, check_padding, check_window_keys, is_block_mask, is_dense_mask
+from tl_attention.checks.hf import (
+    check_mask,
+    check_mask_function,
+    check_padding,
+    check_window_keys,
+    is_block_mask,
+    is_dense_mask,
+)
 from tl_attention.hf_flex import block_mask_of
 from tl_attention.hf_mask import Mask
 
@@ -36,7 +43,8 @@ def attention_mask(
 
     Args:
         q_offset, kv_offset: positions of the first query and of the first key; q_offset is a tensor with a static cache.
-        mask_function: mask_function(batch, head, query, key) -> True where the query sees the key; arguments are positions.
+        mask_function: mask_function(batch, head, query, key) -> True where the query sees the key; arguments are positions. None: causal or
+            full, as allow_is_bidirectional_skip says, with the window of local_size.
         attention_mask: [batch, at most kv_offset + kv_length], bool or ints, False for padding; or a result of this function, a BlockMask
             or a 4-D mask, which is returned as it is.
         local_size: width of the window in keys: up to the query, its own included, or in a bidirectional mask on either side; or size of a
@@ -59,8 +67,10 @@ def attention_mask(
     if isinstance(local_size, int) and not isinstance(local_size, bool) and local_size == 0:
         return Mask((batch_size, q_length, kv_length), True, no_keys=True)
     check_window_keys("local_size", local_size)
+    check_mask_function(mask_function)
     sizes = batch_size, q_length, kv_length, q_offset, kv_offset
     causal = allow_is_bidirectional_skip is None
+    function = mask_function or _function_of(causal, local_size)
     # Columns are positions minus kv_offset: the first key has column 0
     first_query = q_offset - kv_offset
     mask = Mask((batch_size, q_length, kv_length), causal, first_query=first_query)
@@ -70,7 +80,7 @@ def attention_mask(
     tokens = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     if use_vmap:
         mask.padded = tokens is not None and (is_traced() or not tokens.all())
-        return _with_blocks(mask, *sizes, mask_function, attention_mask, device)
+        return _with_blocks(mask, *sizes, function, attention_mask, device)
     begin_k = torch.zeros(batch_size, dtype=torch.int64, device=device)
     end_k = begin_k + end
     if tokens is not None:
@@ -89,7 +99,7 @@ def attention_mask(
         is_other, padded, packed, ends_early = _inspect(sequence, tokens, ends_early, q_length == kv_length)
         mask.padded = padded
         if is_other:
-            return _with_blocks(mask, *sizes, mask_function, attention_mask, device)
+            return _with_blocks(mask, *sizes, function, attention_mask, device)
         if packed:
             mask.starts = sequence[0]
             mask.rows = packed_rows(mask.starts)
@@ -113,6 +123,18 @@ def attention_mask(
             rows.append(pad(begin_k, (0, batch_size + 1)))
     mask.rows = torch.stack(rows).to(torch.int32)
     return mask
+
+
+def _function_of(causal: bool, local_size: int | None) -> Callable:
+    """Mask function of a causal or full mask, with a window of local_size keys."""
+
+    def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        seen = key <= query if causal else query >= 0
+        if local_size is None:
+            return seen
+        return seen & (query - key < local_size if causal else abs(query - key) <= local_size)
+
+    return sees
 
 
 def _with_blocks(mask: Mask, *recipe: Any) -> Mask:

@@ -25,11 +25,9 @@ def register() -> Handle:
         F.scaled_dot_product_attention(q, k, v, is_causal=True)  # tl_attention
         handle.remove()  # PyTorch's own
 
-    Flash attention then has priority over cuDNN, which PyTorch prefers on Hopper. PyTorch still decides which calls go to flash attention.
-    Calls with unequal head dims or head dims above 256, and with is_causal and unequal lengths (which it aligns top-left) go to another
-    backend. Calls with fp32 go to the memory-efficient backend, whose op is replaced for them, too, but not with dropout: see
-    torch_fp32.py. Calls with attn_mask (bool or float, of any shape that broadcasts, also with a gradient) go to cuDNN or the
-    memory-efficient backend, whose ops are replaced, too: see torch_masks.py. A call that reaches tl_attention but is not supported
+    Flash attention then has priority over cuDNN, which PyTorch prefers on Hopper. Calls with attn_mask, with fp32 or with values of fewer
+    columns go to cuDNN's or the memory-efficient op, which are replaced, too: see torch_masks.py and torch_unmasked.py. A caller who
+    prefers another backend by sdpa_kernel gets it. docs/torch.md has the table of calls. One that reaches the flash op and is not supported
     raises NotImplementedError. Gradients are bitwise reproducible under torch.use_deterministic_algorithms(True).
 
     After the first register(), torch.nn.attention.activate_flash_attention_impl("tl_attention") does the same.

@@ -1,9 +1,10 @@
 """F.scaled_dot_product_attention with attn_mask: replacements of the aten ops that take a mask, by kernels with a dense bias.
 
-One of them is also the op of fp32 tensors, see torch_fp32.py.
+They are also the ops of some calls without a mask, see torch_unmasked.py.
 
-PyTorch turns a bool mask into one of 0 and -inf, in the dtype of query, and expands masks over batch and heads. Calls that the kernels
-do not support go on to PyTorch's own kernel.
+PyTorch turns a bool mask into one of 0 and -inf, in the dtype of query. Its memory-efficient op receives a mask expanded over batch and
+heads, that of cuDNN one of any shape that broadcasts. Calls that the kernels do not support, and those of a caller who prefers another
+backend to flash attention, go on to PyTorch's own kernel.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
-from tl_attention import launch, torch_fp32
+from tl_attention import launch, torch_unmasked
 from tl_attention.checks.common import FWD_DTYPES
-from tl_attention.checks.flex import MAX_BATCH, MAX_ELEMENTS, MAX_LENGTH
+from tl_attention.checks.flex import MAX_ELEMENTS, MAX_LENGTH
 from tl_attention.options import options_of_parts
-from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.program import Call
 from tl_attention.reference.flex import flex_reference
 from tl_attention.target import is_hopper
 from tl_attention.tracing.dense_bias import element
 
 EFFICIENT, CUDNN = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"
+FLASH = int(SDPBackend.FLASH_ATTENTION)
+OURS = 0x746C5F61  # seed of a forward of this package, by which its backward knows it
 LSE_ROWS = 32  # the memory-efficient backend pads the rows of its log-sum-exp to a multiple of this
 
 
@@ -52,6 +55,12 @@ def _original(name: str) -> Any:
     return torch.library.get_kernel(f"aten::{name}", "CUDA")
 
 
+def preferred(backend: SDPBackend) -> bool:
+    """True if flash attention, which this package stands for, is enabled and has priority over `backend`: sdpa_kernel changes both."""
+    order = torch._C._get_sdp_priority_order()
+    return torch.backends.cuda.flash_sdp_enabled() and order.index(FLASH) < order.index(int(backend))
+
+
 def serves(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -60,24 +69,34 @@ def serves(
     dropout_p: float,
     causal: bool,
 ) -> bool:
-    """True for calls that the kernels serve: a mask, equal numbers of heads, no dropout, on Hopper; fp32 as in torch_fp32.serves()."""
+    """True for calls that the kernels serve: a mask, no dropout, on Hopper; fp32 as in torch_unmasked.serves().
+
+    attn_bias: [batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1].
+    """
     if attn_bias is None or dropout_p or causal or query.dtype not in FWD_DTYPES:
         return False
     tensors = query, key, value, attn_bias
     if any(x.ndim != 4 or not x.numel() for x in tensors) or any(x.stride(3) != 1 for x in tensors[:3]):
         return False
-    if max(query.shape[2], key.shape[2]) > MAX_LENGTH:
+    full = *query.shape[:3], key.shape[2]
+    if any(size not in (1, whole) for size, whole in zip(attn_bias.shape, full, strict=True)):
         return False
-    if query.shape[0] > MAX_BATCH or not query.shape[:2] == key.shape[:2] == value.shape[:2]:
+    if max(query.shape[2], key.shape[2]) > MAX_LENGTH or query.shape[3] % 8 or value.shape[3] % 8:
         return False
-    head_dim, head_dim_v = query.shape[3], value.shape[3]
-    if head_dim > MAX_HEAD_DIM or head_dim_v > head_dim or head_dim % 8 or head_dim_v % 8:
+    if not torch_unmasked.has_groups(query, key, value) or not torch_unmasked.has_widths(query, value):
         return False
-    if not torch_fp32.has_kernels(query, value):
+    if not torch_unmasked.has_kernels(query, value):
         return False
     extent = sum((n - 1) * stride for n, stride in zip(attn_bias.shape, attn_bias.stride(), strict=True))
     is_float = attn_bias.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return is_float and extent < MAX_ELEMENTS and (not query.is_cuda or is_hopper(query.device))
+
+
+def _four_dims(attn_bias: torch.Tensor | None) -> torch.Tensor | None:
+    """A mask [seqlen_q, seqlen_k] or [batch, seqlen_q, seqlen_k] with dimensions of size 1 for batch and heads, as cuDNN reads it."""
+    if attn_bias is None or attn_bias.ndim not in (2, 3):
+        return attn_bias
+    return attn_bias[None, None] if attn_bias.ndim == 2 else attn_bias[:, None]
 
 
 def efficient_forward(
@@ -96,16 +115,14 @@ def efficient_forward(
     """aten::_scaled_dot_product_efficient_attention: output, log-sum-exp [batch, heads, rows padded to 32], seed, offset."""
     arguments = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal
     call = query, key, value, attn_bias, dropout_p, is_causal
-    if torch_fp32.serves(*call, scale):
-        out, lse = torch_fp32.forward(query, key, value, is_causal, scale)
-    elif serves(*call):
-        out, lse = _forward(query, key, value, attn_bias, scale)
-    else:
+    result = _served(SDPBackend.EFFICIENT_ATTENTION, *call, scale)
+    if result is None:
         return original(keys, *arguments, scale=scale)
+    out, lse = result
     rows = query.shape[2]
     padding = -rows % LSE_ROWS
     lse = torch.nn.functional.pad(lse, (0, padding), value=torch.inf) if compute_log_sumexp else lse[..., :0]
-    return out, lse, *_no_dropout()
+    return out, lse, *_seed_and_offset()
 
 
 def efficient_backward(
@@ -128,13 +145,11 @@ def efficient_backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """aten::_scaled_dot_product_efficient_attention_backward: gradients of query, key, value, and of the mask if it is asked for."""
     tensors = grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset
-    call = query, key, value, attn_bias, dropout_p, is_causal
-    is_fp32 = torch_fp32.serves(*call, scale)
-    if not is_fp32 and not serves(*call):
+    if not _is_ours(philox_seed):
         return original(keys, *tensors, dropout_p, grad_input_mask, is_causal, scale=scale)
     lse = logsumexp[..., : query.shape[2]].contiguous()
-    if is_fp32:
-        return *torch_fp32.backward(grad_out, query, key, value, out, lse, is_causal, scale), None
+    if attn_bias is None:
+        return *torch_unmasked.backward(grad_out, query, key, value, out, lse, is_causal, scale), None
     return _backward(grad_out, query, key, value, attn_bias, out, lse, scale, grad_input_mask[3])
 
 
@@ -154,12 +169,14 @@ def cudnn_forward(
 ) -> tuple[torch.Tensor | int | None, ...]:
     """aten::_scaled_dot_product_cudnn_attention: output in the layout of query, log-sum-exp [batch, heads, seqlen_q, 1], and others."""
     arguments = query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask
-    if return_debug_mask or not serves(query, key, value, attn_bias, dropout_p, is_causal):
+    call = query, key, value, _four_dims(attn_bias), dropout_p, is_causal
+    result = None if return_debug_mask else _served(SDPBackend.CUDNN_ATTENTION, *call, scale)
+    if result is None:
         return original(keys, *arguments, scale=scale)
-    out, lse = _forward(query, key, value, attn_bias, scale)
+    out, lse = result
     if query.stride(1) >= query.stride(2):
         out = out.contiguous()
-    return out, lse[..., None], None, None, query.shape[2], key.shape[2], *_no_dropout(), None
+    return out, lse[..., None], None, None, query.shape[2], key.shape[2], *_seed_and_offset(), None
 
 
 def cudnn_backward(
@@ -184,12 +201,16 @@ def cudnn_backward(
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """aten::_scaled_dot_product_cudnn_attention_backward: gradients of query, key and value."""
-    if not serves(query, key, value, attn_bias, dropout_p, is_causal):
+    if not _is_ours(philox_seed):
         tensors = grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias
         lengths = cum_seq_q, cum_seq_k, max_q, max_k
         return original(keys, *tensors, *lengths, dropout_p, is_causal, scale=scale)
     lse = logsumexp.squeeze(-1).contiguous()
-    grads = _backward(grad_out, query, key, value, attn_bias, out, lse, scale, False)[:3]
+    if attn_bias is None:
+        grads = torch_unmasked.backward(grad_out, query, key, value, out, lse, is_causal, scale)
+    else:
+        bias = _four_dims(attn_bias)
+        grads = _backward(grad_out, query, key, value, bias, out, lse, scale, False)[:3]
     return tuple(_like(grad, x) for grad, x in zip(grads, (query, key, value), strict=True))
 
 
@@ -199,9 +220,33 @@ def _like(x: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
     return x if x.stride() == strides else torch.empty_like(template).copy_(x)
 
 
-def _no_dropout() -> tuple[torch.Tensor, torch.Tensor]:
-    """Placeholders of seed and offset, which nothing reads."""
-    return torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.int64)
+def _seed_and_offset() -> tuple[torch.Tensor, torch.Tensor]:
+    """Seed and offset of a forward of this package, which has no dropout: on the CPU, as PyTorch's without dropout."""
+    return torch.tensor(OURS, dtype=torch.int64), torch.empty((), dtype=torch.int64)
+
+
+def _is_ours(seed: torch.Tensor | None) -> bool:
+    """True for a seed of _seed_and_offset(): the backward of a call runs where its forward ran."""
+    return seed is not None and seed.device.type == "cpu" and seed.numel() == 1 and seed.item() == OURS
+
+
+def _served(
+    backend: SDPBackend,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: torch.Tensor | None,
+    dropout_p: float,
+    causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(out, lse) by the kernels, None for a call that they do not serve or whose caller prefers `backend`."""
+    call = query, key, value, attn_bias, dropout_p, causal
+    if not preferred(backend):
+        return None
+    if torch_unmasked.serves(*call, scale):
+        return torch_unmasked.forward(query, key, value, causal, scale)
+    return _forward(query, key, value, attn_bias, scale) if serves(*call) else None
 
 
 def _call(bias: torch.Tensor, differentiate: bool) -> Call:
@@ -231,7 +276,7 @@ def _forward(
     call = _call(_narrow(attn_bias.detach()), False)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     if query.is_cuda:
-        parts, qkv = torch_fp32.operands(query, key, value)
+        parts, qkv = torch_unmasked.operands(query, key, value)
         out, lse = launch.forward(*qkv, scale, False, False, options=options_of_parts(parts), traced=call)
         return out.to(query.dtype).transpose(1, 2), lse
     out, lse = flex_reference(query, key, value, scale, call)
@@ -254,7 +299,7 @@ def _backward(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     deterministic = torch.are_deterministic_algorithms_enabled()
     if query.is_cuda:
-        parts, tensors = torch_fp32.operands(grad_out, query, key, value, out)
+        parts, tensors = torch_unmasked.operands(grad_out, query, key, value, out)
         tensors[0] = tensors[0].contiguous()
         modes = False, False, False, deterministic
         grads = launch.backward(*tensors, lse, scale, *modes, options=options_of_parts(parts), traced=call)

@@ -306,12 +306,19 @@ class AttentionTrial(Trial):
         return found + forward_faults(self.problem, out, lse, *arguments, **self.of_reference)
 
     def _with_unused(self, *outputs: tuple[torch.Tensor, float, torch.Tensor]) -> list:
-        """Outputs with a value in rows that are not used, and last the faults: such rows must not be written."""
+        """Outputs with a value in rows that are not used, and last the faults.
+
+        Rows behind the last sequence must have the value; the unused ones of a sequence must not be written.
+        """
         may_write = self.config.split if not self.backward else False
+        lengths = self.options.cu_seqlens_q, self.options.cu_seqlens_k
         results, found = [], []
         for x, value, used in outputs:
             rows = x.mT if x.ndim == 2 else x
-            if not may_write and not bool(is_untouched(rows[~used])):
+            end = int(lengths[used is self.used_k][-1])
+            if not bool((rows[end:] == value).all()):
+                found.append(f"rows behind the last sequence are not {value}")
+            if not may_write and not bool(is_untouched(rows[:end][~used[:end]])):
                 found.append("rows that are not used were written")
             rows = rows.clone()
             rows[~used] = value

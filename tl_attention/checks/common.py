@@ -376,6 +376,17 @@ def check_lengths(
             raise ValueError(f"{name}: expected the length of the longest sequence, at least 0, got {length}")
 
 
+def expect_softcap(softcap: float) -> None:
+    """Expect 0 for no cap, or a cap within the bounds of the kernels."""
+    if not is_scalar(softcap) or not (softcap == 0 or MIN_SOFTCAP <= softcap <= MAX_SOFTCAP):
+        hint = cast_hint("softcap", softcap, "float")
+        if isinstance(softcap, torch.Tensor) and softcap.requires_grad:
+            hint = "; write a cap that is learned as a score_mod: cap * torch.tanh(score / cap)"
+        raise ValueError(
+            f"softcap: expected 0 for no cap, or a number from 2 ** -60 to 2 ** 60, got {describe(softcap)}{hint}"
+        )
+
+
 def check_options(
     q: torch.Tensor,
     batch: int,
@@ -389,13 +400,7 @@ def check_options(
     """Check the options that change scores or probabilities; q is [.., heads, head_dim]."""
     heads = q.shape[-2]
     check_window(window_size)
-    if not is_scalar(softcap) or not (softcap == 0 or MIN_SOFTCAP <= softcap <= MAX_SOFTCAP):
-        hint = cast_hint("softcap", softcap, "float")
-        if isinstance(softcap, torch.Tensor) and softcap.requires_grad:
-            hint = "; write a cap that is learned as a score_mod: cap * torch.tanh(score / cap)"
-        raise ValueError(
-            f"softcap: expected 0 for no cap, or a number from 2 ** -60 to 2 ** 60, got {describe(softcap)}{hint}"
-        )
+    expect_softcap(softcap)
     expect_dropout("dropout_p", dropout_p, BY_KEYWORD)
     if rng_state is not None:
         expect_like("rng_state", rng_state, q, ((2,),), (torch.int64,), "pass a seed and an offset")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
-from tl_attention.checks.common import describe, expect_bool, expect_tensor, is_int
+from tl_attention.checks.common import describe, expect_bool, expect_local, expect_tensor, is_dtensor, is_int
 from tl_attention.problem import MAX_HEAD_DIM
 from tl_attention.program import BLOCK_BITS, HOW_BITS, Call
 
@@ -70,8 +70,13 @@ def check_function(name: str, function: Callable | None) -> None:
 
 
 def check_dense_captures(name: str, tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse sparse and nested tensors that a function captures. name: score_mod or mask_mod."""
+    """Refuse sparse and nested tensors and DTensors that a function captures. name: score_mod or mask_mod."""
     for x in tensors:
+        if is_dtensor(x):
+            raise NotImplementedError(
+                f"{name}: expected a function that captures tensors of this rank, got a DTensor of placements {tuple(x.placements)};"
+                " capture its .to_local()"
+            )
         if x.is_nested or x.layout != torch.strided:
             kind = "a nested tensor" if x.is_nested else f"a {x.layout} tensor of shape {tuple(x.shape)}"
             dense = "to_padded_tensor(0)" if x.is_nested else "to_dense()"
@@ -241,6 +246,7 @@ def _bias_hint(bias: torch.Tensor) -> str:
 def check_bias(bias: torch.Tensor, q: torch.Tensor, k: torch.Tensor, names: Names) -> None:
     """Check attn_bias for q and k [batch, heads, seqlen, head_dim]."""
     expect_tensor("attn_bias", bias)
+    expect_local("attn_bias", bias)
     if bias.dtype not in BIAS_DTYPES:
         raise TypeError(
             f"attn_bias: expected float32, bfloat16, float16 or bool, got {describe(bias)}; convert it"

@@ -152,6 +152,15 @@ def check_padding(mask: Any, batch: int) -> None:
         raise ValueError(f"attention_mask: expected {batch} rows, the batch size, got {describe(mask)}")
 
 
+def check_mask_function(function: Any) -> None:
+    """Check the mask function that hf.attention_mask gets from transformers."""
+    if function is not None and not callable(function):
+        raise TypeError(
+            f"mask_function: expected a function of batch entry, head, query and key, or None, got {describe(function)}; pass a mask as"
+            " attention_mask"
+        )
+
+
 def check_window_keys(name: str, keys: Any) -> None:
     """Check the number of keys in a window, the query's own included."""
     if keys is not None and (not is_int(keys) or keys < 1):

@@ -22,20 +22,19 @@ from tl_attention.checks.common import (
 from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.distributed import roll
 from tl_attention.distributed.calls import Given, Scores, Task
-from tl_attention.distributed.choice import METHODS, Sizes, choose, supported
+from tl_attention.distributed.choice import METHODS, Sizes, choose
 from tl_attention.distributed.gather import Gather
 from tl_attention.distributed.group import Group, Ranks, ranks_of
 from tl_attention.distributed.layout import Layout
 from tl_attention.distributed.pieces import CAUSAL, Mask, Needs, cumulative
 from tl_attention.distributed.ring import Ring
 from tl_attention.distributed.shards import documents_of, layout_of
-from tl_attention.distributed.ulysses import Ulysses
 from tl_attention.flash import Output, flash_attn_func, flash_attn_varlen_func
 from tl_attention.ops import check_device_or_warn, scale_of
 from tl_attention.options import as_stored, canonical_window, saveable
 
-CLASSES = {"gather": Gather, "ring": Ring, "ulysses": Ulysses}
-Method = Gather | Ring | Ulysses
+CLASSES = {"gather": Gather, "ring": Ring}
+Method = Gather | Ring
 MAX_PREPARED = 1024  # prepared calls per group, as there is no bound on the number of different documents
 
 
@@ -78,8 +77,8 @@ def attention(
             may be empty and may end at any token.
         seqlen: tokens of the whole sequence; None: world size times rows, for shards of equal length.
         layout: tokens of each rank: "zigzag", "contiguous", or the result of make_layout().
-        method: "gather", "ring", "ulysses", or "auto": the fastest by the model of choice.py. TL_ATTENTION_PRINT_CONFIGS=1 prints the
-            choice and the reason.
+        method: "gather"; "ring", for sequences whose gathered keys do not fit; "auto": one of them by the bytes of the keys, see choice.py.
+            TL_ATTENTION_PRINT_CONFIGS=1 prints the choice and the reason.
 
     Other parameters, result and errors: see flash.py; softmax_lse is [batch, heads, rows], or [heads, rows].
 
@@ -167,7 +166,7 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         out, lse, saved = call.forward(q, k, v, Given(slopes, sink, rng_state))
         options = saveable(slopes), saveable(sink), saveable(rng_state)
-        ctx.save_for_backward(*options, out if call.method.needs_out else None, *saved)
+        ctx.save_for_backward(*options, out, *saved)
         ctx.call = call
         ctx.set_materialize_grads(False)
         return out, lse
@@ -211,7 +210,7 @@ class Prepared(NamedTuple):
         self,
         dout: torch.Tensor | None,
         dlse: torch.Tensor | None,
-        out: torch.Tensor | None,
+        out: torch.Tensor,
         saved: list[torch.Tensor],
         given: Given,
     ) -> tuple[torch.Tensor | None, ...]:
@@ -351,8 +350,6 @@ def _checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranks: Ranks, as
     layout, bounds = _placement(q, ranks, asked)
     is_causal, window = canonical_window(asked.causal, asked.window_size)
     training = _trains(q, k, v, sink)
-    if refused := supported(asked.method, _sizes(q, k, v, training), ranks.world):
-        raise NotImplementedError(refused)
     return {
         "q": (*q.shape[:-3], *q.shape[-2:], str(q.dtype)),
         "k": tuple(k.shape[-2:]),

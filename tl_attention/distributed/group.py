@@ -137,15 +137,6 @@ class Exchange:
         return Arriving(self._lengths, self._places, work, arrived, sent)
 
 
-def exchange(ranks: Ranks, sent: torch.Tensor, sizes: list[int], received: list[int]) -> torch.Tensor:
-    """Exchange elements of a flat tensor: `sizes` are sent to each rank, `received` come from each."""
-    arrived = sent.new_empty(sum(received))
-    work = _start(ranks, arrived, sent, sizes, received, _IN_LINE)
-    if work is not None:
-        work.wait()
-    return arrived
-
-
 def _start(
     ranks: Ranks,
     arrived: torch.Tensor,

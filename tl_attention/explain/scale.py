@@ -5,7 +5,6 @@ kernels do not hide:
 
     gather    all of it: the rank whose two chunks touch needs all keys before its one call, and its key gradients leave after it
     ring      per step what exceeds the kernels of the step; results are merged in fp32, by memory bandwidth
-    ulysses   all of it: nothing can start before the heads are there
 
 The zigzag layout gives all ranks the same work under a causal mask.
 """
@@ -20,9 +19,7 @@ from tl_attention.distributed.choice import (
     RING_BYTES,
     Sizes,
     gather_bytes,
-    heads_divide,
     remote_rows,
-    ulysses_bytes,
 )
 from tl_attention.distributed.layout import named_layout
 from tl_attention.distributed.pieces import Mask
@@ -68,7 +65,7 @@ class Scaled:
 
     Args:
         seconds: in all; compute: of the kernels; exposed: of the communication that nothing hides.
-        received: bytes; buffer: bytes of keys, or of all tensors, that a rank holds for the others.
+        received: bytes; buffer: bytes of keys that a rank holds for the others.
     """
 
     method: str
@@ -100,8 +97,6 @@ def kernels(shape: Shape, dtype: str, gpu: Gpu) -> tuple[float, float]:
 def methods(shape: Shape, ranks: int, link: Link, dtype: str, gpu: Gpu) -> list[Scaled]:
     """The methods that serve a shape on so many ranks, the fastest first."""
     found = [_gather(shape, ranks, link, dtype, gpu), _ring(shape, ranks, link, dtype, gpu)]
-    if heads_divide(shape.heads_q, shape.heads_kv, ranks):
-        found.append(_ulysses(shape, ranks, link, dtype, gpu))
     return sorted(found, key=lambda one: one.seconds)
 
 
@@ -161,16 +156,6 @@ def _ring(shape: Shape, ranks: int, link: Link, dtype: str, gpu: Gpu) -> Scaled:
     compute = forward + backward + merge + add
     received = rows * (2 * _bytes_per_row(sizes) + elements * GRADIENT_BYTES)
     return Scaled("ring", compute + exposed, compute, exposed, received, 2 * own * _bytes_per_row(sizes))
-
-
-def _ulysses(shape: Shape, ranks: int, link: Link, dtype: str, gpu: Gpu) -> Scaled:
-    heads_kv = max(shape.heads_kv // ranks, 1)
-    part = replace(shape, heads_q=shape.heads_q // ranks, heads_kv=heads_kv)
-    sizes = sizes_of(shape, dtype)
-    compute = sum(kernels(part, dtype, gpu))
-    received = ulysses_bytes(shape.seqlen_q, ranks, sizes)
-    exposed = received / link.bytes_s + 4 * link.latency
-    return Scaled("ulysses", compute + exposed, compute, exposed, received, received // 2)
 
 
 def table(shape: Shape, ranks: list[int], link_name: str, dtype: str, gpu: Gpu) -> str:

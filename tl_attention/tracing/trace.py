@@ -67,6 +67,13 @@ class _Function(NamedTuple):
         return f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
 
 
+class _Stated(Exception):
+    """Refusal whose words are final but for the place: kind(f"{place}: expected {expected}, got {got}; {instead}")."""
+
+    def __init__(self, kind: type[Exception], expected: str, got: str, instead: str):
+        self.kind, self.expected, self.got, self.instead = kind, expected, got, instead
+
+
 class _Recorder(TorchFunctionMode):
     """Mode in which a function is recorded: indexing with 0-d tensors is kept as an operation, and each node records its source line.
 
@@ -85,6 +92,7 @@ class _Recorder(TorchFunctionMode):
         if func is torch.Tensor.__getitem__:
             tensor, index = args
             index = index if isinstance(index, tuple) else (index,)
+            _check_index(tensor, index)
             if any(isinstance(i, torch.Tensor) for i in index):
                 if any(i is None or i is Ellipsis for i in index):
                     raise NotImplementedError("indexing with None or ... beside 0-d tensors")
@@ -109,6 +117,29 @@ class _Recorder(TorchFunctionMode):
         if frame is not None:
             fx_traceback.set_stack_trace([f"{frame.f_code.co_filename}:{frame.f_lineno}"])
         return func(*args, **(kwargs or {}))
+
+
+def _check_index(tensor: torch.Tensor, index: tuple) -> None:
+    """Refuse an index that is no integer, and a tensor without strides."""
+    wanted = "a function that captures dense tensors of this rank"
+    if hasattr(tensor, "to_local"):
+        raise _Stated(NotImplementedError, wanted, "a DTensor", "capture its .to_local()")
+    if tensor.layout != torch.strided:
+        raise _Stated(NotImplementedError, wanted, str(tensor.layout), "capture its .to_dense()")
+    for i in index:
+        is_tensor = isinstance(i, torch.Tensor)
+        if is_tensor and (i.is_floating_point() or i.is_complex() or (i.dtype == torch.bool and not i.ndim)):
+            got = str(i.dtype)
+        elif isinstance(i, bool | float | complex | str):
+            got = repr(i)
+        else:
+            continue
+        raise _Stated(
+            TypeError,
+            "integers as indices of a tensor",
+            got,
+            "round a number by .int(), and choose by a condition with torch.where",
+        )
 
 
 def _is_in_place(func: Callable) -> bool:
@@ -266,6 +297,8 @@ def _refusal(function: _Function, error: Exception) -> Exception:
     where = f"{function.name}{function.place}"
     line = _line_of(error)
     at = f" at {line}" if line else ""
+    if isinstance(error, _Stated):
+        return error.kind(f"{where}: expected {error.expected}, got {error.got}{at}; {error.instead}")
     if isinstance(error, NotImplementedError):
         return NotImplementedError(
             f"{where}: expected indices that are 0-d tensors, ints or a full slice, got {error}{at}"

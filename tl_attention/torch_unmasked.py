@@ -1,13 +1,14 @@
-"""F.scaled_dot_product_attention with fp32 tensors and no mask, which PyTorch gives to its memory-efficient op: that op by fp32 kernels.
+"""F.scaled_dot_product_attention without a mask where PyTorch's flash op does not serve it: fp32 tensors, and values of fewer columns.
 
-The precision is that of torch.get_float32_matmul_precision(). Calls that the kernels do not support go on to PyTorch's own kernel.
+PyTorch gives these to its memory-efficient op or to cuDNN; torch_masks.py replaces both. The precision of fp32 is that of
+torch.get_float32_matmul_precision(). Calls that the kernels do not support go on to PyTorch's own kernel.
 """
 
 from __future__ import annotations
 
 import torch
 
-from tl_attention.checks.common import MAX_SCALE
+from tl_attention.checks.common import FWD_DTYPES, MAX_SCALE
 from tl_attention.checks.flex import MAX_BATCH, MAX_LENGTH
 from tl_attention.checks.fp32 import check_precision, has_gradient_kernels, runs_in_bf16
 from tl_attention.ops import attention, bwd_op
@@ -25,23 +26,36 @@ def serves(
     causal: bool,
     scale: float | None = None,
 ) -> bool:
-    """True for calls that the kernels serve: fp32, no mask, equal numbers of heads, no dropout, on Hopper, at a precision whose gradients
-    have kernels. Causal with equal lengths only, as PyTorch aligns others top-left.
+    """True for calls that the kernels serve: no mask, no dropout, on Hopper, at a precision whose gradients have kernels. Causal with equal
+    lengths only, as PyTorch aligns others top-left.
     """
     tensors = query, key, value
     if scale is not None and not abs(scale) <= MAX_SCALE:
         return False
-    if attn_bias is not None or dropout_p or any(x.dtype != torch.float32 for x in tensors):
+    if attn_bias is not None or dropout_p or query.dtype not in FWD_DTYPES:
+        return False
+    if not query.dtype == key.dtype == value.dtype:
         return False
     if any(x.ndim != 4 or not x.numel() or x.stride(3) != 1 for x in tensors):
         return False
     if max(query.shape[2], key.shape[2]) > MAX_LENGTH or (causal and query.shape[2] != key.shape[2]):
         return False
-    if query.shape[0] > MAX_BATCH or not query.shape[:2] == key.shape[:2] == value.shape[:2]:
-        return False
-    if not value.shape[3] <= query.shape[3] <= MAX_HEAD_DIM:
+    if not has_groups(query, key, value) or not has_widths(query, value):
         return False
     return has_kernels(query, value) and (not query.is_cuda or is_hopper(query.device))
+
+
+def has_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """True for one batch and one number of heads of key and value that divides that of query."""
+    (batch, heads), (batch_k, heads_kv) = query.shape[:2], key.shape[:2]
+    return batch == batch_k <= MAX_BATCH and key.shape[:2] == value.shape[:2] and heads % heads_kv == 0
+
+
+def has_widths(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """True for a head_dim that the kernels have, and one of value that is not above it: multiples of 8 but for fp32."""
+    head_dim, head_dim_v = query.shape[3], value.shape[3]
+    aligned = query.dtype == torch.float32 or not (head_dim % 8 or head_dim_v % 8)
+    return aligned and head_dim_v <= head_dim <= MAX_HEAD_DIM
 
 
 def has_kernels(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -88,4 +102,4 @@ def backward(
     deterministic = torch.are_deterministic_algorithms_enabled()
     options = Options(parts=parts).arguments()
     grads = bwd_op(*tensors, lse, None, scale, causal, False, False, deterministic, *options)
-    return tuple(grad.float().transpose(1, 2) for grad in grads[:3])
+    return tuple(grad.to(query.dtype).transpose(1, 2) for grad in grads[:3])

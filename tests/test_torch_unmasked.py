@@ -1,4 +1,4 @@
-"""F.scaled_dot_product_attention with fp32 tensors: the aten op called directly on CPU tensors, and through PyTorch on a GPU."""
+"""F.scaled_dot_product_attention without a mask, outside its flash op: aten ops called on CPU tensors, and through PyTorch on a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tl_attention import torch_backend, torch_fp32, torch_masks
+from tl_attention import torch_backend, torch_masks, torch_unmasked
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:tl_attention", "ignore:.*Overriding a previously"),
@@ -30,7 +30,7 @@ def assert_close(found, expected):
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 @pytest.mark.parametrize(("causal", "keys", "dim_v"), [(False, 50, 8), (True, 40, 16)])
-def test_torch_fp32_ops_match_the_formula(causal, keys, dim_v, precision):
+def test_torch_unmasked_ops_match_the_formula(causal, keys, dim_v, precision):
     torch.set_float32_matmul_precision(precision)
     q, k, v = inputs(keys=keys, dim_v=dim_v)
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal, scale=0.2)
@@ -51,17 +51,47 @@ def test_torch_fp32_ops_match_the_formula(causal, keys, dim_v, precision):
         assert_close(actual, want)
 
 
+@pytest.mark.parametrize("heads_last", [False, True], ids=["bhsd", "bshd"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_torch_unmasked_values_may_be_narrower(causal, heads_last):
+    """bf16 with unequal head dims, and grouped heads, which PyTorch gives to cuDNN or to the memory-efficient op."""
+    sizes = (4, 24), (2, 24), (2, 16)
+    if heads_last:
+        q, k, v = (torch.randn(2, 40, *size).bfloat16().transpose(1, 2).requires_grad_() for size in sizes)
+    else:
+        q, k, v = (torch.randn(2, heads, 40, dim).bfloat16().requires_grad_() for heads, dim in sizes)
+    double = [x.double() for x in (q, k, v)]
+    exact = F.scaled_dot_product_attention(*double, is_causal=causal, enable_gqa=True)
+    dout = torch.randn(exact.shape).bfloat16()
+    expected = torch.autograd.grad(exact, [q, k, v], dout.double())
+    call = q, k, v, None, True, 0.0, causal
+    with torch.no_grad():
+        found = torch_masks.cudnn_forward(refused, None, *call)
+        saved = found[0], found[1], found[6], found[7], None, None, None, 40, 40, 0.0, causal
+        grads = torch_masks.cudnn_backward(refused, None, dout, q, k, v, *saved)
+        assert found[0].transpose(1, 2).is_contiguous() == heads_last
+        others = torch_masks.efficient_forward(refused, None, *call)
+    assert torch.equal(others[0], found[0])
+    for actual, want, x in zip((found[0], *grads), (exact, *expected), (q, q, k, v), strict=True):
+        assert actual.dtype == torch.bfloat16 and actual.shape == want.shape
+        assert (actual.double() - want).abs().max() <= 0.02 * want.abs().max()
+        assert actual is found[0] or actual.stride() == torch.empty_like(x).stride()
+
+
 X = torch.zeros(1, 2, 3, 8)
 OTHERS = {
     "mask": {"attn_bias": torch.zeros(1, 2, 3, 3)},
     "dropout": {"dropout_p": 0.1},
     "top-left": {"causal": True, "key": torch.zeros(1, 2, 4, 8), "value": torch.zeros(1, 2, 4, 8)},
-    "bf16": {name: X.bfloat16() for name in ("query", "key", "value")},
+    "bf16 with odd head dims": {
+        name: torch.zeros(1, 2, 3, 12).bfloat16() for name in ("query", "key", "value")
+    },
+    "fp64": {name: X.double() for name in ("query", "key", "value")},
     "two dtypes": {"value": X.bfloat16()},
     "wide": {name: torch.zeros(1, 2, 3, 264) for name in ("query", "key", "value")},
     "gradients without kernels": {name: torch.zeros(1, 2, 3, 200) for name in ("query", "key", "value")},
     "wide value": {"value": torch.zeros(1, 2, 3, 16)},
-    "grouped": {"query": torch.zeros(1, 4, 3, 8)},
+    "heads without groups": {"query": torch.zeros(1, 3, 3, 8)},
     "3-d": {name: X[0] for name in ("query", "key", "value")},
     "empty": {"key": torch.zeros(1, 2, 0, 8), "value": torch.zeros(1, 2, 0, 8)},
     "columns apart": {"value": torch.zeros(1, 2, 8, 3).mT},
@@ -69,27 +99,27 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("changes", OTHERS.values(), ids=OTHERS)
-def test_torch_fp32_leaves_other_calls_to_pytorch(changes):
+def test_torch_unmasked_leaves_other_calls_to_pytorch(changes):
     call = {"query": X, "key": X, "value": X, "attn_bias": None, "dropout_p": 0.0, "causal": False}
-    assert torch_fp32.serves(**call)
-    assert not torch_fp32.serves(**call | changes)
+    assert torch_unmasked.serves(**call)
+    assert not torch_unmasked.serves(**call | changes)
 
 
-def test_torch_fp32_leaves_settings_that_differ_to_pytorch(monkeypatch):
+def test_torch_unmasked_leaves_settings_that_differ_to_pytorch(monkeypatch):
     def fail():
         raise RuntimeError("mixed settings")
 
-    assert torch_fp32.serves(X, X, X, None, 0.0, False)
+    assert torch_unmasked.serves(X, X, X, None, 0.0, False)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", fail)
-    assert not torch_fp32.serves(X, X, X, None, 0.0, False)
+    assert not torch_unmasked.serves(X, X, X, None, 0.0, False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_torch_fp32_serves_sdpa(causal, compiled, monkeypatch):
-    served, real = [], torch_fp32.forward
-    monkeypatch.setattr(torch_fp32, "forward", lambda *args: served.append(args) or real(*args))
+def test_torch_unmasked_serves_sdpa(causal, compiled, monkeypatch):
+    served, real = [], torch_unmasked.forward
+    monkeypatch.setattr(torch_unmasked, "forward", lambda *args: served.append(args) or real(*args))
     q, k, v = inputs("cuda", 300, 300 if causal else 333, 64, 64)
     dout = torch.randn_like(q)
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)

@@ -291,7 +291,7 @@ def flash_attn_varlen_func(
         out: [total_q, heads, head_dim_v] in the dtype of q, contiguous, 16-byte aligned, sharing no memory with q, k and v. It is
             written and returned; gradients and vmap are refused. None: a new tensor.
 
-    Rows past the last sequence are undefined in out, softmax_lse and gradients.
+    Rows past the last sequence are not read; their out and gradients are 0, their softmax_lse is -inf.
     Options, result and errors: see the docstring of tl_attention.flash.
     """
     if unknown:

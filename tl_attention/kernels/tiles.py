@@ -275,7 +275,7 @@ class DensePartTiles(DenseTiles):
 class PackedPartTiles(PackedTiles):
     """PackedTiles of a split: O [splits, 1, heads, total_q, head_dim_v] and Lse [splits, 1, heads, total_q], fp32.
 
-    Rows outside all sequences, and unused rows of a sequence, are not written.
+    Rows of no tile are not written: tile_table.py clears those behind the last sequence.
     """
 
     def lse_place(self, tile: Any, row: Any) -> tuple:

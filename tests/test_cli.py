@@ -256,11 +256,8 @@ def test_config_of_options_names_the_line_and_why(no_user_tables, capsys):
     config = configs.option_config(problem, "4k")
     assert lines[0] == f"fwd {problem} 4k on {DEFAULT_GPU}: {config}"
     assert lines[1].strip() == repr(config)
-    assert "line 3 of [options.d128] fwd of" in lines[2]
-    assert lines[3:] == [
-        "  tried before: line 1 of [options.d128] fwd does not serve window sink",
-        "  tried before: line 2 of [options.d128] fwd does not serve window sink",
-    ]
+    assert "line 2 of [options.d128] fwd of" in lines[2]
+    assert lines[3:] == ["  tried before: line 1 of [options.d128] fwd does not serve window sink"]
 
 
 def test_config_of_a_tuned_row(no_user_tables, capsys):

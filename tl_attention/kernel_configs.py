@@ -52,7 +52,6 @@ class FwdConfig:
     kv_stages: int = KV_STAGES  # depth of the K ring and of the V ring
     # fp32: stages in which idle warps split the inputs beside attention; 0: a kernel splits them before. Without options and programs
     part_stages: int = 0
-    cubic_cap: bool = False  # scores that are small beside a softcap are capped by a cubic; costs short tiles more than it saves
 
     @property
     def warpgroups(self) -> int:
@@ -69,7 +68,7 @@ class FwdConfig:
             words.append(f"q{self.q_stages}")
         if self.kv_stages != KV_STAGES:
             words.append(f"kv{self.kv_stages}")
-        flags = "ping_pong", "split", "hold_max", "cubic_cap"
+        flags = "ping_pong", "split", "hold_max"
         words += [name.replace("_", "-") for name in flags if getattr(self, name)]
         if self.part_stages:
             words.append(f"parts{self.part_stages}")
@@ -90,7 +89,7 @@ class FwdConfig:
         if not self.hold_max:
             return self
         ping_pong = self.ping_pong and self.warpgroups > 2
-        return replace(self, hold_max=False, cubic_cap=False, ping_pong=ping_pong)
+        return replace(self, hold_max=False, ping_pong=ping_pong)
 
     def paged(self, problem: AttnProblem, page_rows: int) -> FwdConfig:
         """The config for keys in pages, without a third Q slot; 0: for keys in one tensor.
@@ -100,7 +99,7 @@ class FwdConfig:
         if not page_rows:
             return self
         held = self.without_hold_max() if problem.bias_has_two_sides else self
-        return replace(held, page_rows=page_rows, q_stages=int(self.q_stages), cubic_cap=False)
+        return replace(held, page_rows=page_rows, q_stages=int(self.q_stages))
 
     def paged_forms(self, problem: AttnProblem) -> list[FwdConfig]:
         """The config for keys in pages of every size."""

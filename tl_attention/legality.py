@@ -316,8 +316,6 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return f"hold_max: expected bfloat16, got {problem.dtype}, whose range is too small"
     if config.hold_max and config.schedule == "grid":
         return "hold_max: expected the schedule persistent or dynamic, whose CTAs can repeat a tile, got grid"
-    if config.cubic_cap and not (config.hold_max and problem.is_only_capped and config.page_rows == 0):
-        return "cubic_cap: expected False without hold_max, without a softcap, with ALiBi or a program, and for keys in pages, got True"
     if config.kv_stages not in (1, 2, 3):
         return f"kv_stages: expected 1, 2 or 3, got {config.kv_stages}"
     if fault := _table_fault(problem, "block_M", config.block_M):

@@ -27,7 +27,7 @@ from tl_attention.kernels.results import results_of, store_code, store_output
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder
 from tl_attention.kernels.shared_tiles import PIECES, SharedPieces, stream_of
-from tl_attention.kernels.softcap import SCALE_TILE, CubicCap, PolynomialCap
+from tl_attention.kernels.softcap import PolynomialCap
 from tl_attention.kernels.softmax import LAZY_GROWTH, LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
 from tl_attention.kernels.split_tile import SPLIT_TILE, split_tile
 from tl_attention.kernels.staged import alloc_staged
@@ -203,9 +203,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         # P V of one key block; without parts O itself
         acc_pv = alloc_fragments([[64, o_cols]], "float32") if parts > 1 else (acc_o,)
         lse = T.alloc_fragment([64], "float32")
-        cubic = CubicCap.of(config, softmax_scale, options, blocks.steps)
         scores = Scores(
-            problem, options, CubicCap.scale_of(cubic, softmax_scale), block_N, staged=shared.staged, tables=shared.tables,
+            problem, options, softmax_scale, block_N, staged=shared.staged, tables=shared.tables,
             first_step=first_step, two_sides=two_sides, adds_exponents=adds_exponents,
         )  # fmt: skip
         dropout = Dropout(problem, options, block_N)
@@ -214,7 +213,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         joins = recomputes == 0 if adds_exponents else None
         sums_directly = head_dim == 64 and parts == 1
         softmax = OnlineSoftmax(block_N, scale_log2, LAZY_GROWTH, joins, may_hold_zero, sums_directly)
-        polynomial = PolynomialCap.of(problem, config, softmax_scale, options, blocks.steps * block_N, cubic)
+        polynomial = PolynomialCap.of(problem, config, softmax_scale, options, blocks.steps * block_N)
         query = tiles.first_query(tile, block_M) + first_row(w)
         q_step = turn * config.warpgroups + w
         softmax.reset()
@@ -238,7 +237,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         shared.Q.wait(q_step)
         if parts > 1:
             split_tile(problem, w, shared.Q, q_step)
-        fwd_steps.prepare_queries(w, shared.Q, q_step, softmax_scale, scores.raw, cubic)
+        fwd_steps.prepare_queries(w, shared.Q, q_step, softmax_scale, scores.raw)
 
         # S = Q Kᵀ and softmax of the last key block
         shared.K.wait(first_step)
@@ -462,7 +461,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     ):
         traced = traced_arguments(problem, block_M, hold_max)
         more_code = PIECES if shares else MAKE_PARTS if makes_parts else READ_TABLE if has_tables else ""
-        more_code += (pipeline.ANY_OF_WARPGROUP if may_hold_zero else "") + SCALE_TILE * config.cubic_cap
+        more_code += pipeline.ANY_OF_WARPGROUP if may_hold_zero else ""
         more_code += store_code(head_dim_v, O_from_registers) + (SPLIT_TILE if parts > 1 else "")
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles, more_code)) as first_tile:
             pairs, stages = ((K_input, K), (V_input, V)), config.part_stages

@@ -9,7 +9,7 @@ import tilelang.language as T
 from tl_attention.kernels.mask import KeyBlocks
 from tl_attention.kernels.pipeline import sync_warpgroup
 from tl_attention.kernels.scheduler import Overflows
-from tl_attention.kernels.softcap import CubicCap, PolynomialCap
+from tl_attention.kernels.softcap import PolynomialCap
 from tl_attention.kernels.softmax import OnlineSoftmax
 
 
@@ -37,11 +37,8 @@ def step_ranges(
         # Loops of their own: a branch around the update of the row max costs more than half of the gain
         holds = recomputes == 0
         if softmax.at_zero is not None:
-            forms = (
-                polynomial.forms(softmax) if polynomial is not None else ((None, softmax.at_zero[0] != 0),)
-            )
-            for cap, serves in forms:
-                ranges.append((steps, False, True, cap, T.if_then_else(serves, steps.count, 0)))
+            at_zero = T.if_then_else(softmax.at_zero[0] != 0, steps.count, 0)
+            ranges.append((steps, False, True, polynomial, at_zero))
             holds = holds & (softmax.at_zero[0] == 0)
         ranges.append((steps, False, False, None, T.if_then_else(holds, steps.count, 0)))
         ranges.append((steps, True, False, None, T.if_then_else(recomputes == 0, 0, steps.count)))
@@ -49,13 +46,8 @@ def step_ranges(
 
 
 @T.macro
-def prepare_queries(w, Q, q_step, softmax_scale, makes_positive: bool, cubic: CubicCap | None):
-    """Divide the warpgroup's Q for a cubic softcap, or make softmax_scale positive.
-
-    Q is negated if the scale is negative, which is replaced by its magnitude: the row max is a maximum of raw scores.
-    """
-    if cubic is not None:
-        cubic.divide_queries(w, Q, q_step)
+def prepare_queries(w, Q, q_step, softmax_scale, makes_positive: bool):
+    """Negate the warpgroup's Q if the scale is negative, which is replaced by its magnitude: the row max is a maximum of raw scores."""
     if makes_positive:
         if softmax_scale < 0:
             Q.negate(q_step)
@@ -70,8 +62,6 @@ def hold_zero(w, softmax: OnlineSoftmax, polynomial: PolynomialCap | None, acc_s
     if polynomial is not None:
         polynomial.flag_if_out_of_range(softmax, steps)
     softmax.hold_zero(w, acc_s, recomputes == 0)
-    if polynomial is not None and polynomial.cubic is not None:
-        polynomial.cubic.choose(w, softmax)
 
 
 @T.macro

@@ -209,7 +209,7 @@ class Scores:
         """Apply softcap, ALiBi, program and mask to the scores [64, block_N] of the queries from `query` on, at a step of KeyBlocks.
 
         row_max: in base 2, which scores become relative to; with adds_exponents.
-        polynomial: PolynomialCap or CubicCap that replaces the softcap; scores are in base 2 then.
+        polynomial: PolynomialCap that replaces the softcap; scores are in base 2 then.
         """
         if polynomial is None:
             self.cap(acc_s)

@@ -59,7 +59,7 @@ class OnlineSoftmax:
     own columns of a row, so no step needs a shuffle for row sums. P stays below 2 ** growth.
 
     joins: where true, the 16 rows of a warp have one row max, warp_max; None: they never have.
-    may_hold_zero: hold_zero() may be called; then at_zero is 1, or 2 with a CubicCap that serves, while the row max is 0 in the rows of a
+    may_hold_zero: hold_zero() may be called; then at_zero is 1 while the row max is 0 in the rows of a
         warpgroup, whatever its scores.
     sums_directly: steps that hold the row max add to the sums of all steps, not to a sum of their own first.
     """

@@ -79,7 +79,7 @@ def _find_kernels(key: tuple, config: FwdConfig | None, copy_rows: int = 0) -> F
     config = config.paged(problem, copy_rows)
     if problem.has("added"):  # a tile that overflows would be added twice
         schedule = "persistent" if config.schedule == "shared" else config.schedule
-        config = replace(config, hold_max=False, cubic_cap=False, schedule=schedule)
+        config = replace(config, hold_max=False, schedule=schedule)
     max_ctas = MAX_GRID if config.schedule == "grid" else sm_count(key[-1])
     compiled = {type(part): kernel for (_, part), kernel in compile_config(problem, config).items()}
     combine, tile_table = compiled.get(FwdCombine), compiled.get(TileTable)

@@ -16,7 +16,7 @@ from tl_attention.kernel_configs import FwdConfig
 from tl_attention.launch import fwd
 from tl_attention.options import Options
 from tl_attention.problem import SPLIT_BUCKET, WIDE_BUCKET, AttnProblem
-from tl_attention.query_tiles import first_queries, first_row, hides_last_steps, hides_steps, skips_halves
+from tl_attention.query_tiles import first_queries, first_row, hides_last_steps, hides_steps
 from tl_attention.testing.shapes import Shape
 
 
@@ -124,14 +124,6 @@ def test_steps_that_a_warpgroup_skips_under_a_window_hold_no_key_that_it_sees(
             masked_right = min(max(step_0 + 1 - max(last_key(query), 0) // block_N, 1), kept)
             masked_left = -(-max(query + 63 + offset - left, 0) // block_N) - first
             masked_left = max(min(masked_left, kept - masked_right), 0)
-            halves = [(64 * half, 64 * half + 64) for half in range(2 * first, 2 * step_0 + 2)]
-            unseen = [  # of step 0: find_seen_halves()
-                half
-                for half in halves[-2:]
-                if half[1] <= query + offset - left or half[0] > last_key(query + 63)
-            ]
-            if masked_left and halves[0][1] <= query + offset - left:  # of the last step: keep_queries()
-                unseen.append(halves[0])
             for row in range(query, min(query + 64, seqlen_q)):
                 seen = max(row + offset - left, 0), last_key(row)
                 if seen[0] > seen[1]:
@@ -139,23 +131,19 @@ def test_steps_that_a_warpgroup_skips_under_a_window_hold_no_key_that_it_sees(
                 assert first * block_N <= seen[0] and seen[1] < (step_0 + 1) * block_N
                 assert kept == masked_right or (step_0 + 1 - masked_right) * block_N - 1 <= seen[1]
                 assert kept == masked_right + masked_left or (first + masked_left) * block_N >= seen[0]
-                assert all(end <= seen[0] or start > seen[1] for start, end in unseen)
 
 
 @pytest.mark.parametrize(
-    ("causal", "options", "config", "skips", "rows"),
+    ("causal", "options", "config", "rows"),
     [
-        (False, ("window",), FwdConfig(192, 128), True, [0, 64, 128]),
-        (False, ("window", "softcap"), FwdConfig(192, 112), True, [0, 64, 128]),
-        (False, ("window",), FwdConfig(192, 72), False, [128, 64, 0]),
-        (False, ("window",), FwdConfig(128, 128), False, [0, 64]),
-        (True, (), FwdConfig(192, 128), False, [128, 64, 0]),
+        (False, ("window",), FwdConfig(192, 128), [128, 64, 0]),
+        (False, ("window",), FwdConfig(128, 128), [0, 64]),
+        (True, (), FwdConfig(192, 128), [128, 64, 0]),
     ],
     ids=str,
 )
-def test_warpgroups_that_skip_halves_of_blocks(causal, options, config, skips, rows):
+def test_warpgroup_0_has_the_last_queries_where_steps_are_skipped(causal, options, config, rows):
     problem = AttnProblem("bfloat16", 64, 64, causal, options)
-    assert skips_halves(problem, config) == skips
     assert [first_row(problem, config, warpgroup) for warpgroup in range(config.warpgroups)] == rows
 
 

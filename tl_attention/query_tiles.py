@@ -61,22 +61,12 @@ def hides_steps(problem: AttnProblem, config: FwdConfig) -> bool:
     return problem.is_plain_causal and math.gcd(config.block_M, config.block_N) <= further
 
 
-def skips_halves(problem: AttnProblem, config: FwdConfig) -> bool:
-    """True if a warpgroup skips the softmax of half a key block that a window hides from its queries.
-
-    64 queries with a window of 1024 keys see 8.5 blocks of 128 keys, so only half of their first or of their last one. d64 windows take
-    0.92 to 0.96 of the clocks, also with a softcap. In step 0 of causal problems it gains less than 1 % (H200, 2026-11-28).
-    """
-    return problem.has("window") and hides_steps(problem, config) and config.block_N % 16 == 0
-
-
 def first_row(problem: AttnProblem, config: FwdConfig, warpgroup: Any) -> Any:
     """First query of a warpgroup in its tile.
 
-    Where steps are skipped, warpgroup 0 has the last queries, and so the first steps. Where halves are skipped, too, it has the first
-    queries: d64 windows take 0.96 to 0.98 of the clocks in that order (H200, 2026-11-28).
+    Where steps are skipped, warpgroup 0 has the last queries, and so the first steps.
     """
-    if hides_steps(problem, config) and not skips_halves(problem, config):
+    if hides_steps(problem, config):
         return ROWS * (config.warpgroups - 1 - warpgroup)
     return ROWS * warpgroup
 

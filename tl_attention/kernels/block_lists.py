@@ -33,9 +33,8 @@ def key_blocks(
     held: bool = False,
     near_first: bool = False,
     shares: bool = False,
-    by_halves: bool = False,
 ) -> KeyBlocks | ListedKeyBlocks:
-    """Key blocks of the tiles of a kernel whose tiles are blocks of queries. held: for a held row max. by_halves: see KeyBlocks."""
+    """Key blocks of the tiles of a kernel whose tiles are blocks of queries. held: for a held row max."""
     if shares:
         return SharedKeyBlocks(mask, block_M, block_N, name="blocks")
     if near_first:
@@ -45,7 +44,7 @@ def key_blocks(
         return ListedKeyBlocks(
             mask, traced.spans, traced.entries, traced.places, tile, block_M, block_N, held, name="blocks"
         )
-    return KeyBlocks(mask, block_M, block_N, split, held, by_halves, name="blocks")
+    return KeyBlocks(mask, block_M, block_N, split, held, name="blocks")
 
 
 def query_blocks(
@@ -164,9 +163,6 @@ class ListedKeyBlocks:
             StepRange(True, False, 1, masked - 1),
             StepRange(False, False, masked, self.num_steps[0] - masked),
         )
-
-    def halves(self, steps: StepRange) -> None:
-        """Return None: no half of a listed block is skipped."""
 
     def first_key(self, step: Any) -> Any:
         return block_of(self.entries[self.first_entry[0] + step]) * self.block_N

@@ -101,7 +101,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     paged = page_arguments(config.page_rows > 0)
 
     def blocks_of(options: OptionArguments, mask: Mask, tile: Tile) -> Any:
-        how = split, hold_max, near_first, shares, query_tiles.skips_halves(problem, config)
+        how = split, hold_max, near_first, shares
         return key_blocks(problem, options, mask, tile, block_M, block_N, *how)
 
     def finishes(blocks: Any) -> Any:
@@ -266,8 +266,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             if blocks.steps == 1:
                 shared.Q.release(q_step)
         scores.transform(acc_s, query, blocks, 0, LAST_BLOCK)
-        shift = scores.shift(blocks.diagonal(query, 0))
-        softmax.update(acc_s, shift, halves=blocks.halves(LAST_BLOCK), subtracts_first=True)
+        softmax.update(acc_s, scores.shift(blocks.diagonal(query, 0)), subtracts_first=True)
         if may_hold_zero:
             fwd_steps.hold_zero(w, softmax, polynomial, acc_s, blocks.steps, recomputes)
         round_kept(acc_s, P_parts, dropout)
@@ -312,9 +311,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 held = softmax.warp_max[0] if adds_exponents and not (update_max or at_zero) else 0.0
                 scores.transform(acc_s, query, blocks, steps.first + i, steps, held, cap)
                 shift = scores.shift(blocks.diagonal(query, steps.first + i), is_right)
-                softmax.update(
-                    acc_s, shift, update_max, at_zero, blocks.halves(steps), subtracts_first=parts > 1
-                )
+                softmax.update(acc_s, shift, update_max, at_zero, subtracts_first=parts > 1)
                 if parts > 1:
                     add_product(
                         products,

@@ -13,7 +13,6 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernels.options import OptionArguments
-from tl_attention.kernels.softmax import rows_layout
 from tl_attention.problem import AttnProblem
 from tl_attention.program import MASK
 
@@ -98,22 +97,6 @@ class Mask:
             acc_s[i, j] = T.if_then_else(seen, acc_s[i, j], -T.infinity("float32"))
 
     @T.inline
-    def apply_bound(self, acc_s, start, columns, first_query, first_key, is_right):
-        """Set scores of keys beyond one bound to -inf, in the columns [start, start + columns) of acc_s.
-
-        is_right: the bound is the last key that a query sees; else the first one.
-        """
-        # In registers, as TVM would compare each key with both arguments of a minimum: d64 windows take 0.98 to 0.99 of the clocks
-        # (H200, 2026-11-28)
-        bound = T.alloc_fragment([64], "int32")
-        for i in T.Parallel(64, loop_layout=rows_layout()):
-            query = first_query + i
-            bound[i] = (self.last_key(query) if is_right else self.first_key(query)) - first_key
-        for i, j in T.Parallel(64, columns):
-            seen = start + j <= bound[i] if is_right else start + j >= bound[i]
-            acc_s[i, start + j] = T.if_then_else(seen, acc_s[i, start + j], -T.infinity("float32"))
-
-    @T.inline
     def clear(self, P, first_query, first_key):
         """Set probabilities [queries, keys] of unseen keys to 0."""
         queries, keys = P.shape
@@ -148,7 +131,6 @@ class StepRange:
         check_right, check_left: bounds of Mask.sees() that keys of these blocks may violate.
         first, count: the first step, the number of steps.
         is_last_block: the range is only step 0, the last key block.
-        hides_half: the queries see no key of the first half of these blocks.
     """
 
     check_right: bool
@@ -156,7 +138,6 @@ class StepRange:
     first: Any
     count: Any
     is_last_block: bool = False
-    hides_half: bool = False
 
     @property
     def masked(self) -> bool:
@@ -178,12 +159,9 @@ class KeyBlocks:
     Args:
         split: several CTAs share the blocks, see keep_share().
         overlap: ensures that each query that sees keys has seen one in step 0 or in a step with check_right. A held row max needs this.
-        by_halves: a warpgroup skips the mask and the softmax of half a block that is hidden from its queries, in step 0 and in the last
-            step; with a window. See find_seen_halves() and keep_queries().
     """
 
     listed = False
-    by_halves = False
     stop_key = None  # a program hides the keys from here on
 
     def __init__(
@@ -193,11 +171,9 @@ class KeyBlocks:
         block_N: int,
         split: bool = False,
         overlap: bool = False,
-        by_halves: bool = False,
         name: str = "blocks",
     ):
         self.mask, self.block_M, self.block_N, self.overlap = mask, block_M, block_N, overlap
-        self.by_halves = by_halves
         # Variables, as TileLang 0.1.15 would copy expressions into every use
         self.num_steps = T.alloc_var("int32", init=0)
         self.num_right = T.alloc_var(
@@ -207,10 +183,6 @@ class KeyBlocks:
         self.first_block, self.num_left = (
             T.alloc_var("int32", init=0) if mask.window is not None else None for _ in range(2)
         )
-        # Halves of the block of step 0, each 1 if some query sees a key of it
-        self.seen_halves = tuple(T.alloc_var("int32", init=1) for _ in range(2)) if by_halves else None
-        # Number of last steps whose first half is hidden, 0 or 1
-        self.num_half = T.alloc_var("int32", init=0) if by_halves else None
         # Steps of all blocks that a share begins and ends with
         self.share_from, self.share_to = (T.alloc_var("int32", init=0) if split else None for _ in range(2))
         # Block of step 0, where that is not num_steps - 1
@@ -292,7 +264,7 @@ class KeyBlocks:
         """Count the steps that mask scores for the 64 queries from first_query on, after steps were left out for these.
 
         With a window they must be counted. Else it saves time where products do not bound a kernel: causal d64 in tiles of 192 queries 1 %,
-        with a softcap 2 % (H200, 2026-11-27). By halves it counts the steps of num_half, too.
+        with a softcap 2 % (H200, 2026-11-27).
         """
         seen_by_all = T.max(self.mask.last_key(first_query) + (0 if self.overlap else 1), 0)
         right = T.max(self.block(0) + 1 - seen_by_all // self.block_N, 1)
@@ -301,27 +273,6 @@ class KeyBlocks:
             all_see_from = T.max(self.mask.first_key(first_query + 63), 0)
             left = T.ceildiv(all_see_from, self.block_N) - (self.block(0) + 1 - self.num_steps[0])
             self.num_left[0] = T.shfl_sync(T.max(T.min(left, self.num_steps[0] - self.num_right[0]), 0), 0)
-        if self.by_halves:
-            second_half = self.first_key(self.num_steps[0] - 1) + self.block_N // 2
-            hides_half = (self.num_left[0] > 0) & (second_half <= self.mask.first_key(first_query))
-            self.num_half[0] = T.shfl_sync(T.if_then_else(hides_half, 1, 0), 0)
-
-    @T.inline
-    def find_seen_halves(self, first_query):
-        """Set seen_halves for the 64 queries from first_query on, at step 0."""
-        for half in (0, 1):
-            first_key = self.first_key(0) + half * (self.block_N // 2)
-            before = first_key + self.block_N // 2 <= self.mask.first_key(first_query)
-            after = first_key > self.mask.last_key(first_query + 63)
-            self.seen_halves[half][0] = T.shfl_sync(T.if_then_else(before | after, 0, 1), 0)
-
-    def halves(self, steps: StepRange) -> tuple | None:
-        """For both halves of a block of `steps`: whether some query sees a key of it. None: the block is not masked by halves."""
-        if not self.by_halves or not steps.masked:
-            return None
-        if steps.is_last_block:
-            return tuple(seen[0] != 0 for seen in self.seen_halves)
-        return None if steps.check_right else (not steps.hides_half, True)
 
     @property
     def steps(self) -> Any:
@@ -339,12 +290,11 @@ class KeyBlocks:
         if self.mask.window is not None:
             right, left = self.num_right[0] - 1, self.num_left[0]
             unmasked = self.num_steps[0] - self.num_right[0] - left
-            ranges = StepRange(True, True, 1, right), StepRange(False, False, self.num_right[0], unmasked)
-            if not self.by_halves:
-                return *ranges, StepRange(False, True, self.num_steps[0] - left, left)
-            half = self.num_half[0]
-            last = StepRange(False, True, self.num_steps[0] - 1, half, hides_half=True)
-            return *ranges, StepRange(False, True, self.num_steps[0] - left, left - half), last
+            return (
+                StepRange(True, True, 1, right),
+                StepRange(False, False, self.num_right[0], unmasked),
+                StepRange(False, True, self.num_steps[0] - left, left),
+            )
         if self.mask.causal:
             right, unmasked = self.num_right[0] - 1, self.num_steps[0] - self.num_right[0]
             return StepRange(True, False, 1, right), StepRange(False, False, self.num_right[0], unmasked)
@@ -364,12 +314,7 @@ class KeyBlocks:
     @T.inline
     def hide(self, acc_s, query, step, steps):
         """Mask the scores [64, block_N] of the queries from `query` on at a step of the StepRange `steps`."""
-        if self.by_halves and steps.is_last_block:
-            self.find_seen_halves(query)
-        halves = self.halves(steps)
-        if halves is not None:
-            self.hide_in_halves(acc_s, query, self.first_key(step), steps, halves)
-        elif steps.is_last_block and self.mask.window is not None:
+        if steps.is_last_block and self.mask.window is not None:
             if self.first_key(step) < self.mask.first_key(query + 63):
                 self.mask.apply(acc_s, query, self.first_key(step))
             else:
@@ -379,18 +324,6 @@ class KeyBlocks:
                 self.mask.apply(acc_s, query, self.first_key(step))
         elif steps.masked:
             self.mask.apply(acc_s, query, self.first_key(step), steps.check_right, steps.check_left)
-
-    @T.inline
-    def hide_in_halves(self, acc_s, query, first_key, steps, halves):
-        """hide() of the halves that some query sees, where a bound crosses them."""
-        columns = self.block_N // 2
-        for half in (0, 1):
-            if halves[half]:
-                if steps.check_right:
-                    if first_key + (half + 1) * columns - 1 > self.mask.last_key(query):
-                        self.mask.apply_bound(acc_s, half * columns, columns, query, first_key, True)
-                if first_key + half * columns < self.mask.first_key(query + 63):
-                    self.mask.apply_bound(acc_s, half * columns, columns, query, first_key, False)
 
     @T.inline
     def hide_if_needed(self, acc_s, query, step):

@@ -42,15 +42,6 @@ def rows_layout():
     )
 
 
-def quads_layout():
-    """Layout of a loop over 64 rows and 8 columns, as wgmma distributes these: two columns of a row to each thread of a quad."""
-    return T.Fragment(
-        [64, 8],
-        forward_thread_fn=lambda i, j: i // 16 * 32 + i % 8 * 4 + j // 2,
-        forward_index_fn=lambda i, j: i % 16 // 8 * 2 + j % 2,
-    )
-
-
 @T.meta_class
 class OnlineSoftmax:
     """Row max and row sum of score tiles [64, block_N], one tile after another.
@@ -92,27 +83,17 @@ class OnlineSoftmax:
         T.clear(self.partial_sum)
 
     @T.inline
-    def update(self, acc_s, shift=None, follow=True, at_zero=False, halves=None, subtracts_first=False):
+    def update(self, acc_s, shift=None, follow=True, at_zero=False, subtracts_first=False):
         """Replace scores by exp2((score + shift - row_max) * scale_log2), and add them to the row sums.
 
         follow: update row_max first; else row_max is held, and each row must have seen a score before. Where rows join, scores are then
         exponents already, as with at_zero, which says that the row max is 0.
-        halves: whether some row sees a key of the first and of the second half of the columns, see KeyBlocks.halves(); an unseen half is
-            only set to 0. None: all columns count. Not with a shift.
         subtracts_first: subtract the row max, then scale: the exponent of the largest score is 0 at any magnitude. Else an FMA does both,
             and from magnitudes of 2^24 on that exponent is below 0, from 2^31 on maybe below all that have an exponential in fp32.
         """
         if follow:
-            self.follow(acc_s, shift, halves)
+            self.follow(acc_s, shift)
         is_exponent = not follow and (at_zero or self.joins is not None)
-        if halves is not None:
-            self.add_halves(acc_s, halves, follow, is_exponent, subtracts_first)
-        else:
-            self.add_all(acc_s, shift, follow, is_exponent, subtracts_first)
-
-    @T.inline
-    def add_all(self, acc_s, shift, follow, is_exponent, subtracts_first):
-        """Replace scores by exponentials, and add these to the row sums. is_exponent, subtracts_first: see exponent()."""
         for i, j in T.Parallel(64, self.block_N):
             acc_s[i, j] = T.exp2(self.exponent(acc_s[i, j], i, shift, is_exponent, subtracts_first))
         if self.sums_directly and not follow:
@@ -129,50 +110,14 @@ class OnlineSoftmax:
                     self.partial_sum[i, j] += self.block_sum[i, j]
 
     @T.inline
-    def add_halves(self, acc_s, halves, follow, is_exponent, subtracts_first):
-        """add_all() of the halves of which some row sees a key."""
-        columns = self.block_N // 2
-        if follow:
-            for i, j in T.Parallel(64, 8, loop_layout=quads_layout()):
-                self.partial_sum[i, j] *= self.row_scale[i]
-        for half in (0, 1):
-            if halves[half]:
-                for i, j in T.Parallel(64, columns):
-                    acc_s[i, half * columns + j] = T.exp2(
-                        self.exponent(acc_s[i, half * columns + j], i, None, is_exponent, subtracts_first)
-                    )
-                for n in tuple(range(columns // 8)):
-                    for i, j in T.Parallel(64, 8, loop_layout=quads_layout()):
-                        self.partial_sum[i, j] += acc_s[i, half * columns + 8 * n + j]
-            else:
-                for i, j in T.Parallel(64, columns):
-                    acc_s[i, half * columns + j] = 0.0
-
-    @T.inline
-    def max_of_halves(self, acc_s, halves):
-        """Update row_max by the scores of the halves of which some row sees a key."""
-        largest = T.alloc_fragment([64, 8], "float32")
-        columns = self.block_N // 2
-        for i, j in T.Parallel(64, 8, loop_layout=quads_layout()):
-            largest[i, j] = LOWEST
-        for half in (0, 1):
-            if halves[half]:
-                for n in tuple(range(columns // 8)):
-                    for i, j in T.Parallel(64, 8, loop_layout=quads_layout()):
-                        largest[i, j] = T.max(largest[i, j], acc_s[i, half * columns + 8 * n + j])
-        T.reduce_max(largest, self.row_max, dim=1, clear=False)
-
-    @T.inline
-    def follow(self, acc_s, shift, halves=None):
+    def follow(self, acc_s, shift):
         """Update row_max, and set row_scale, the factor for what was summed before.
 
         row_max changes only if the maximum has grown by more than `growth`: any row_max gives the same quotient, and most
         steps then need no rescale.
         """
         T.copy(self.row_max, self.row_max_prev, loop_layout=rows_layout())
-        if halves is not None:
-            self.max_of_halves(acc_s, halves)
-        elif shift is None:
+        if shift is None:
             T.reduce_max(acc_s, self.row_max, dim=1, clear=False)
         else:
             T.reduce_max(acc_s, self.row_max, dim=1)

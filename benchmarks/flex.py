@@ -167,7 +167,7 @@ def prepare_run(console: Console, shapes: Iterable[Shape], direction: str, names
 def kernels_of(shape: Shape, direction: str) -> list:
     """Kernels of our rows that are not those of an option."""
     from tl_attention import configs
-    from tl_attention.problem import JOINED_BUCKET, AttnProblem, length_bucket
+    from tl_attention.problem import AttnProblem, length_bucket
     from tl_attention.tracing.builtin_options import builtin_options, program_with_bits
     from tl_attention.tracing.by_distance import by_distance
     from tl_attention.tracing.dense_bias import with_bias
@@ -187,9 +187,7 @@ def kernels_of(shape: Shape, direction: str) -> list:
         its_program = program.forward if name == "fwd" else program
         problem = AttnProblem.of("bfloat16", shape.head_dim, shape.head_dim_v, False, name, (), its_program)
         gpu = torch.cuda.get_device_name()
-        # The launch chooses between both by the blocks of a mask
-        for bucket in [length_bucket(shape.seqlen_k)] + [JOINED_BUCKET] * (name == "fwd"):
-            found += configs.pick_config(problem, bucket, gpu, name)[0].kernels(problem)
+        found += configs.pick_config(problem, length_bucket(shape.seqlen_k), gpu, name)[0].kernels(problem)
     return found
 
 

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from tl_attention import flex_attention
 from tl_attention.launch.mask_bits import packed
-from tl_attention.program import BLOCK_BITS, HOW_BITS, JOINED_ROWS
+from tl_attention.program import BLOCK_BITS, HOW_BITS
 from tl_attention.tracing.trace import trace
 
 pytestmark = pytest.mark.filterwarnings("ignore:tl_attention. CPU tensors", "ignore:.*torch.compile")
@@ -32,7 +32,7 @@ def test_bits_say_which_rows_they_cover(columns):
     assert torch.equal(bits.covers(columns), wanted)
 
 
-@pytest.mark.parametrize("rows", [64, 128, JOINED_ROWS])
+@pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize("step", [128, 64])
 @pytest.mark.parametrize("name", SHAPES)
 def test_lists_begin_where_all_queries_see_a_key(name, rows, step):

@@ -181,7 +181,7 @@ def test_buckets_of_windows(batch, length, window, bucket):
     sizes = fwd.FwdSizes(batch, 1 if bucket == SPLIT_BUCKET else 16, 1, length, length, 64, 64)
     for num_splits in (0, 1):
         options = Options(window=window, num_splits=num_splits)
-        found = fwd._splits_and_bucket(sizes, options, 132, False, False)[1]
+        found = fwd._splits_and_bucket(sizes, options, 132, False)[1]
         assert found == bucket or (num_splits == 1 and bucket == SPLIT_BUCKET and found == WIDE_BUCKET)
 
 

@@ -322,9 +322,7 @@ def _fwd_fault(problem: AttnProblem, config: FwdConfig) -> str | None:
         return fault
     if config.hold_max and problem.is_listed and not problem.program.bits:
         return "hold_max: expected False with a block mask without bits, whose first blocks may hide all keys of a query, got True"
-    # With bits a tile of 192 queries may lie in two blocks: they say what each query sees
-    block_M = LISTED_ROWS if problem.has_bits else config.block_M
-    if fault := _listed_fault(problem, block_M, config.block_N):
+    if fault := _listed_fault(problem, config.block_M, config.block_N):
         return fault
     if fault := _parts_fault(problem, config, "with splits" if config.split else None):
         return fault

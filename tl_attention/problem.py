@@ -85,8 +85,6 @@ SHORT_BUCKET, SHORT_ROWS = "short", 64
 ROWS_BUCKET, ROWS_OF_BUCKET = "256", (*range(65, 129), *range(193, 257))
 # Another: problems with few tiles per SM, where it saves time if CTAs share tiles by their keys, see launch.splits.fwd_bucket
 FEW_BUCKET = "few"
-# Another, without tuned rows: block masks with bits whose blocks tiles of program.JOINED_ROWS queries join at little cost
-JOINED_BUCKET = "joined"
 # Another, without tuned rows: windows of more than WIDE_WINDOW keys, in more keys than the bucket 1k has
 WIDE_BUCKET, WIDE_WINDOW = "wide", 128
 # One more bucket of the deterministic backward: query heads that share key heads. Additions to dq in a fixed order wait long there

@@ -14,8 +14,7 @@ from typing import Any
 
 FLOAT, INT, LONG, BOOL = "float32", "int32", "int64", "bool"
 LISTED_ROWS = 128  # queries, and keys, per block of the lists of kernels, whose tiles divide it
-JOINED_ROWS = 192  # queries per tile of a forward with bits where that takes few more scores
-GROUP_ROWS = 64  # queries per warpgroup of a forward, whose tile may lie in two of these blocks
+GROUP_ROWS = 64  # queries per warpgroup of a forward
 # How the keys of a listed block are seen: by mask_mod, all, none, or all up to the last key, which lies inside the block.
 # Bits of a list's entry for this, and for the block's number
 MASK, SHOW_ALL, HIDE_ALL, SHOW_TO_LAST = 0, 1, 2, 3

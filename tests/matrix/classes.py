@@ -30,7 +30,6 @@ from tl_attention.problem import (
     DTYPES,
     FP32_DTYPES,
     HALF_DTYPES,
-    JOINED_BUCKET,
     JVP,
     AttnProblem,
     buckets,
@@ -144,7 +143,7 @@ def _block_masks(names: Iterable[str]) -> Iterator[CallClass]:
         mask = Program((), listed=True, bits=True, band=band)
         for dtype, width in itertools.product(names, tile_widths(direction)):
             problem = AttnProblem(dtype, *width, False, program=mask)
-            for bucket in (*buckets(direction), *([JOINED_BUCKET] if direction == "fwd" else [])):
+            for bucket in buckets(direction):
                 yield CallClass(direction, problem, configs.option_config(problem, bucket, direction))
 
 

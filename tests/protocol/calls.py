@@ -25,7 +25,6 @@ from tl_attention.problem import (
     DTYPES,
     FP32_DTYPES,
     HALF_DTYPES,
-    JOINED_BUCKET,
     JVP,
     AttnProblem,
     buckets,
@@ -141,7 +140,7 @@ def _block_masks(names: Any) -> Iterator[Kind]:
         mask = Program((), listed=True, bits=True, band=band)
         for dtype, width in itertools.product(names, tile_widths(direction)):
             problem = AttnProblem(dtype, *width, False, program=mask)
-            for bucket in (*buckets(direction), *([JOINED_BUCKET] if direction == FORWARD else [])):
+            for bucket in buckets(direction):
                 yield Kind(direction, problem, configs.option_config(problem, bucket, direction))
 
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tl_attention.launch.block_lists import FULL, HIDDEN, PARTIAL, block_states, joins_well, states_of_tiles
-from tl_attention.problem import BUCKETS, JOINED_BUCKET
+from tl_attention.launch.block_lists import FULL, HIDDEN, PARTIAL, block_states
 from tl_attention.program import BYTES, FLOAT, Program, stored_dtype
 from tl_attention.testing import functions
 from tl_attention.testing.functions import BLOCK, Function
@@ -60,23 +59,15 @@ class Asked:
         return (states == PARTIAL).sum().item() / max((states != HIDDEN).sum().item(), 1)
 
     @property
-    def joins(self) -> bool:
-        """True for a mask that tiles of JOINED_BUCKET serve."""
-        return self.full is not None and joins_well(self._states(BLOCK, BLOCK), self.shape.seqlen_q)
-
-    @property
     def bits_bytes(self) -> int:
         """A bit per element of the partial blocks, for one direction."""
         return 0 if self.partial is None else int(self.partial.sum()) * BLOCK * BLOCK // 8
 
     def _states(self, block_M: int, block_N: int) -> torch.Tensor:
-        """States of pairs of tiles of block_M queries and block_N keys. block_N divides BLOCK, block_M divides it or is JOINED_ROWS."""
+        """States of pairs of tiles of block_M queries and block_N keys. Both divide BLOCK."""
         states = torch.where(self.full, FULL, self.partial * PARTIAL).to(torch.int8)
-        queries = self.shape.seqlen_q
-        if BLOCK % block_M:
-            states, block_M = states_of_tiles(states, queries, block_M), BLOCK
-            queries = states.shape[-2] * BLOCK
-        for dim, (block, length) in enumerate(((block_M, queries), (block_N, self.shape.seqlen_k)), -2):
+        sizes = (block_M, self.shape.seqlen_q), (block_N, self.shape.seqlen_k)
+        for dim, (block, length) in enumerate(sizes, -2):
             states = states.repeat_interleave(BLOCK // block, dim=dim).narrow(dim, 0, -(-length // block))
         return states
 
@@ -125,11 +116,6 @@ class Asked:
     def sum_instructions(self) -> int:
         """Arithmetic per score of the sums of gradients along diagonals."""
         return DIAGONAL_SUM_INSTRUCTIONS * len(self.program.diagonal_gradients)
-
-
-def fwd_bucket(asked: Asked | None, bucket: str) -> str:
-    """Bucket of the config of a forward, whose shape has this bucket."""
-    return JOINED_BUCKET if asked and bucket in BUCKETS and asked.joins else bucket
 
 
 def check(shape: Shape) -> None:

@@ -210,7 +210,7 @@ def _fwd_work(shape: Shape, direction: str, problem: AttnProblem, gpu: Gpu, aske
         sizes = shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k
         bucket = splits.fwd_bucket(*sizes, gpu.sms, splits.sharing(problem, gpu.name))
         bucket = window_bucket(bucket, problem.options, shape.window_keys)
-    choice = configs.choose_config(problem, functions.fwd_bucket(asked, bucket), gpu.name, direction)
+    choice = configs.choose_config(problem, bucket, gpu.name, direction)
     config: FwdConfig = choice.config
     by_sequence, heads, alike, cut = _forward_steps(shape, asked, problem, config)
     number = 1

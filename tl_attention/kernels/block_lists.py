@@ -5,7 +5,7 @@ launch/block_lists.py makes the lists. A span [3] describes the list of a tile: 
 come others that may. An entry holds, from the lowest bit: how the keys of the block are seen, program.MASK or
 another; the block's number; in lists by keys, the query head among those of its key head. The last three entries hide their block: a step
 reads two entries ahead, and an empty list needs one entry. With Program.bits `places` has one number per entry, where the bits of the
-block are: see launch/mask_bits.py; lists by tiles of program.JOINED_ROWS queries have one per entry and GROUP_ROWS queries of the tile.
+block are: see launch/mask_bits.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tl_attention.kernels.options import OptionArguments
 from tl_attention.kernels.query_blocks import QueryBlocks
 from tl_attention.kernels.shared_tiles import SharedKeyBlocks
 from tl_attention.problem import AttnProblem
-from tl_attention.program import BLOCK_BITS, GROUP_ROWS, HOW_BITS, PAST_ALL, SHOW_ALL
+from tl_attention.program import BLOCK_BITS, HOW_BITS, PAST_ALL, SHOW_ALL
 
 
 def key_blocks(
@@ -174,23 +174,15 @@ class ListedKeyBlocks:
         self.found_key[0] = block_of(entry) * self.block_N
         self.found_how[0] = entry & (1 << HOW_BITS) - 1
 
-    def place_at(self, step: Any, query: Any) -> Any:
-        """Place of the bits of a step, for the 64 queries from `query` on."""
-        entry = self.first_entry[0] + step
-        if len(self.places.shape) == 1:
-            return T.shfl_sync(self.places[entry], 0)
-        return T.shfl_sync(self.places[entry, query // GROUP_ROWS % (self.block_M // GROUP_ROWS)], 0)
+    def place_at(self, step: Any) -> Any:
+        """Place of the bits of a step."""
+        return T.shfl_sync(self.places[self.first_entry[0] + step], 0)
 
     @T.inline
-    def read_ahead(self, step, query):
+    def read_ahead(self, step):
         """Read place_at() of a step, without a wait, where lists are held; for its look_up()."""
         if self.place_ahead is not None:
-            entry = self.first_entry[0] + step
-            if len(self.places.shape) == 1:
-                self.place_ahead[0] = self.places[entry]
-            else:
-                group = query // GROUP_ROWS % (self.block_M // GROUP_ROWS)
-                self.place_ahead[0] = self.places[entry, group]
+            self.place_ahead[0] = self.places[self.first_entry[0] + step]
 
     def is_ahead(self, steps: StepRange) -> bool:
         """True if places of a range are read ahead: not those of steps that few tiles have."""

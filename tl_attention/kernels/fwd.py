@@ -456,7 +456,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         Progress: inputs.Progress,
         tiles_ahead: inputs.tiles_ahead,
     ):
-        traced = traced_arguments(problem, block_M, hold_max)
+        traced = traced_arguments(problem, hold_max)
         more_code = PIECES if shares else MAKE_PARTS if makes_parts else READ_TABLE if has_tables else ""
         more_code += pipeline.ANY_OF_WARPGROUP if may_hold_zero else ""
         more_code += store_code(head_dim_v, O_from_registers) + (SPLIT_TILE if parts > 1 else "")

@@ -238,7 +238,7 @@ class Scores:
     def look_ahead(self, query, blocks):
         """Begin to read what a program needs in step 0 of the forward."""
         if blocks.listed:
-            blocks.read_ahead(0, query)
+            blocks.read_ahead(0)
         if self.has_diagonals or self.traced.is_staged:
             self.prefetch(query, blocks, 0)
 
@@ -250,9 +250,9 @@ class Scores:
         if self.has_bits and steps.masked:
             if blocks.is_ahead(steps):
                 self.traced.fetch_bits(blocks.place_ahead[0], query, blocks.key_at(step))
-                blocks.read_ahead(blocks.next_partial(step, steps), query)
+                blocks.read_ahead(blocks.next_partial(step, steps))
             else:
-                self.traced.fetch_bits(blocks.place_at(step, query), query, blocks.key_at(step))
+                self.traced.fetch_bits(blocks.place_at(step), query, blocks.key_at(step))
         if self.fetches or self.has_diagonals:
             self.fetch(query, blocks, step)
 
@@ -304,7 +304,7 @@ class Scores:
         """Set the position of the tile [queries, keys] at a step of key blocks for a program, and fetch what it needs."""
         if self.traced is not None:
             if self.has_bits:
-                self.traced.fetch_bits(blocks.place_at(step, query), query, blocks.key_at(step))
+                self.traced.fetch_bits(blocks.place_at(step), query, blocks.key_at(step))
             self.fetch(query, blocks, step)
 
     @T.inline

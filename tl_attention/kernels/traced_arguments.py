@@ -10,7 +10,7 @@ from tilelang import tvm
 from tilelang.language.eager.builder import Builder
 
 from tl_attention.problem import AttnProblem
-from tl_attention.program import BOOL, FLOAT, GROUP_ROWS, INT, LISTED_ROWS, LONG, Captured, stored_dtype
+from tl_attention.program import BOOL, FLOAT, INT, LONG, Captured, stored_dtype
 
 tirx = tvm.tirx
 
@@ -39,16 +39,14 @@ class TracedArguments:
         return *found, *self.numbers
 
 
-def traced_arguments(
-    problem: AttnProblem, block_M: int = LISTED_ROWS, held: bool = False
-) -> TracedArguments | None:
+def traced_arguments(problem: AttnProblem, held: bool = False) -> TracedArguments | None:
     """Declare the arguments of a problem's program, at the start of the body of a prim_func; None without a program.
 
     Order: captured tensors, numbers, gradients, spans, entries, places and bits. A 0-d tensor has one dimension of size 1; bool tensors
     are uint8.
 
     Args:
-        block_M: queries per tile of lists by queries. held: lists of a held row max.
+        held: lists by queries are those of a held row max.
     """
     program = problem.program
     if program is None:
@@ -85,7 +83,6 @@ def traced_arguments(
     entries = builder.arg("Entries", T.Tensor([tirx.Var("num_entries", INT)], INT))
     if not program.bits:
         return TracedArguments(tensors, numbers, gradients, spans, entries)
-    groups = () if LISTED_ROWS % block_M == 0 else (block_M // GROUP_ROWS,)
-    places = builder.arg("Places", T.Tensor([entries.shape[0], *groups], INT))
+    places = builder.arg("Places", T.Tensor([entries.shape[0]], INT))
     bits = builder.arg("Bits", T.Tensor([tirx.Var("num_words", INT)], INT))
     return TracedArguments(tensors, numbers, gradients, spans, entries, places, bits)

@@ -14,7 +14,6 @@ from tl_attention.program import (
     GROUP_ROWS,
     HIDE_ALL,
     HOW_BITS,
-    JOINED_ROWS,
     LISTED_ROWS,
     MASK,
     PAST_ALL,
@@ -26,10 +25,6 @@ from tl_attention.program import (
 HIDDEN, PARTIAL, FULL = 0, 1, 2
 MAX_ENTRIES = 2**31 - 1 - PAST_ALL  # positions in a list are int32
 MAX_STATES = 2**31 - 1  # of FineBlocks, which kernels index in 32 bits
-# Scores of tiles of JOINED_ROWS queries per score of tiles of LISTED_ROWS, up to which the larger tiles serve. At 1.12 they take 0.98 of
-# the time, at 1.15 as long (window and documents of 8k, d64, H200, 2026-11-23)
-MAX_JOINED = 1.1
-JOINED = "joined"
 HIDDEN_RANK = 3  # past the ranks of listed blocks, which are at most FULL
 
 
@@ -55,7 +50,7 @@ class BlockLists:
         lengths: seqlen_q, seqlen_k.
         shape: batch, heads of the call.
         bits: mask bits of the PARTIAL blocks; the other listed blocks are FULL. block_size is then program.LISTED_ROWS.
-        made: lists by queries and by keys, without the bits; under JOINED whether the lists are `joined`.
+        made: lists by queries and by keys, without the bits.
         remade: the bits are not the first ones of these blocks.
         fine: blocks of the mask, where those of the lists are made from them: the mask of a call without bits has to include their states.
     """
@@ -68,21 +63,6 @@ class BlockLists:
     made: dict[Any, Any] = field(default_factory=dict)
     remade: bool = False
     fine: FineBlocks | None = None
-
-    @property
-    def joined(self) -> bool:
-        """True if tiles of JOINED_ROWS queries serve these lists, which must have bits.
-
-        The host waits when it is first asked, unless one tile has all queries. In a CUDA graph capture, where it cannot, the answer is no.
-        """
-        if self.bits is None or self.lengths[0] <= LISTED_ROWS:
-            return False
-        joined = self.made.get(JOINED)
-        if joined is None:
-            if is_captured(self.states):
-                return False
-            joined = self.made[JOINED] = joins_well(self.states, self.lengths[0])
-        return joined
 
     @classmethod
     def of(
@@ -135,7 +115,8 @@ class BlockLists:
         key = "queries", rows, step, held
         lists = self.made.get(key)
         if lists is None:
-            states, places = self._tiles(rows, step)
+            states = self._cut(self.states, rows, step)
+            places = [] if self.bits is None else [self._cut(self.bits.places, rows, step)]
             blocks = torch.arange(states.shape[-1], dtype=torch.int32, device=states.device)
             rank = torch.where(states == HIDDEN, HIDDEN_RANK, states)
             how = self._how(states, step, -1)
@@ -147,10 +128,7 @@ class BlockLists:
             entries = blocks << HOW_BITS | how
             past_all = states.shape[-1] << HOW_BITS | HIDE_ALL
             values = [(entries, past_all), *((x, self.bits.last) for x in places)]
-            spans, entries, *places = _lists(rank, counts, values, (*self.shape, -1, -1))
-            if len(places) > 1:
-                places = [torch.stack(places, -1)]
-            lists = self._keep(key, (spans, entries, *places))
+            lists = self._keep(key, _lists(rank, counts, values, (*self.shape, -1, -1)))
         return lists if self.bits is None else (*lists, self.bits.by_queries)
 
     def by_keys(self, rows: int, step: int, heads_per_kv: int) -> tuple[torch.Tensor, ...]:
@@ -192,18 +170,6 @@ class BlockLists:
             lists = self._keep(key, _lists(rank, [states == PARTIAL], values, shape))
         return lists if self.bits is None else (*lists, self.bits.by_keys)
 
-    def _tiles(self, rows: int, step: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(states, places) of pairs of a tile of `rows` queries and a block of `step` keys. Without bits there are no places.
-
-        Tiles that lie in two blocks have a place per GROUP_ROWS queries. Where their blocks differ they are partial. Only with bits.
-        """
-        if LISTED_ROWS % rows == 0:
-            places = [] if self.bits is None else [self._cut(self.bits.places, rows, step)]
-            return self._cut(self.states, rows, step), places
-        states, places = (self._cut(x, LISTED_ROWS, step) for x in (self.states, self.bits.places))
-        places = of_groups(places.masked_fill(states == HIDDEN, self.bits.last), self.lengths[0], rows)
-        return states_of_tiles(states, self.lengths[0], rows), [*places.unbind(-2)]
-
     def _covers(self, rows: int, step: int) -> torch.Tensor:
         """True for pairs of a tile and a block of keys where each query sees a key of the block. Only with bits.
 
@@ -241,20 +207,6 @@ class BlockLists:
         return how
 
 
-def of_groups(of_blocks: torch.Tensor, queries: int, rows: int) -> torch.Tensor:
-    """Values [.., query blocks, key blocks] for each GROUP_ROWS queries of tiles of `rows`: [.., tiles, groups, key blocks]."""
-    tiles, groups = -(-queries // rows), rows // GROUP_ROWS
-    group = torch.arange(tiles * groups, device=of_blocks.device).view(tiles, groups)
-    # Groups past the last query read the last block; their results are not stored
-    block = (group // (LISTED_ROWS // GROUP_ROWS)).clamp(max=of_blocks.shape[-2] - 1)
-    return of_blocks[..., block, :]
-
-
-def states_of_tiles(states: torch.Tensor, queries: int, rows: int) -> torch.Tensor:
-    """States of pairs of a tile of `rows` queries and a block of keys: PARTIAL where the blocks that the tile lies in differ."""
-    return _state_of_all(of_groups(states, queries, rows), -2)
-
-
 def states_of_rows(states: torch.Tensor, dim: int, size: int, length: int) -> torch.Tensor:
     """States of blocks of LISTED_ROWS rows, from those of blocks of any size: PARTIAL where the blocks that one lies in differ.
 
@@ -266,12 +218,8 @@ def states_of_rows(states: torch.Tensor, dim: int, size: int, length: int) -> to
     first = torch.arange(tiles, device=states.device)[:, None] * LISTED_ROWS
     last = (first + (LISTED_ROWS - 1)).clamp(max=length - 1) // size
     blocks = (first // size + torch.arange(most, device=states.device)).minimum(last)
-    return _state_of_all(states.index_select(dim, blocks.flatten()).unflatten(dim, (tiles, most)), dim)
-
-
-def _state_of_all(states: torch.Tensor, dim: int) -> torch.Tensor:
-    """The state of all blocks along a dimension; PARTIAL where they differ."""
-    least, most = states.amin(dim), states.amax(dim)
+    of_tiles = states.index_select(dim, blocks.flatten()).unflatten(dim, (tiles, most))
+    least, most = of_tiles.amin(dim), of_tiles.amax(dim)
     return torch.where(least == most, least, PARTIAL)
 
 
@@ -289,17 +237,6 @@ def held_ranks(rank: torch.Tensor, covers: torch.Tensor) -> torch.Tensor:
     leads = last | first
     leads |= partial & ~leads.any(-1, keepdim=True)
     return torch.where(leads, 0, torch.where(full, 1, torch.where(partial, 2, HIDDEN_RANK)))
-
-
-def joins_well(states: torch.Tensor, queries: int) -> bool:
-    """True if tiles of JOINED_ROWS queries compute few more scores than those of LISTED_ROWS. The host waits.
-
-    Args:
-        states: of blocks of LISTED_ROWS queries.
-    """
-    of_tiles = (LISTED_ROWS, states), (JOINED_ROWS, states_of_tiles(states, queries, JOINED_ROWS))
-    listed, joined = torch.stack([(x != HIDDEN).sum() * rows for rows, x in of_tiles]).tolist()
-    return joined <= MAX_JOINED * listed
 
 
 def _lists(

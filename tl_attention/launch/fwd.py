@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
-from tl_attention import configs
 from tl_attention.compilation.store import Kernel
 from tl_attention.kernel_configs import (
     FirstPartsConfig,
@@ -45,8 +43,6 @@ from tl_attention.launch.tickets import TICKETS, stream_tickets
 from tl_attention.launch.traced import forward_program, traced_arguments
 from tl_attention.options import Options, as_stored
 from tl_attention.problem import (
-    BUCKETS,
-    JOINED_BUCKET,
     MAX_SPLITS,
     SPLIT_BUCKET,
     TABLE_ROWS,
@@ -54,8 +50,8 @@ from tl_attention.problem import (
     length_bucket,
     window_bucket,
 )
-from tl_attention.program import JOINED_ROWS, Call, Program
-from tl_attention.target import DEFAULT_GPU, sm_count
+from tl_attention.program import Call
+from tl_attention.target import sm_count
 
 _kernels: dict[tuple, FwdKernels] = {}
 plan_cache = PlanCache()
@@ -113,32 +109,17 @@ class FwdSizes(NamedTuple):
         return self.batch, self.heads, self.seqlen_q
 
 
-@functools.lru_cache(maxsize=1024)
-def _has_joined_tiles(dtype: str, head_dim: int, head_dim_v: int) -> bool:
-    mask = Program((), listed=True, bits=True)
-    problem = AttnProblem.of(dtype, head_dim, head_dim_v, False, program=mask)
-    return configs.pick_config(problem, JOINED_BUCKET, DEFAULT_GPU)[0].block_M == JOINED_ROWS
-
-
-def _joins(traced: Call | None, dtype: str, head_dim: int, head_dim_v: int) -> bool:
-    """True for a block mask that tiles of JOINED_BUCKET serve. It is asked only where the width has such tiles, as the host then waits."""
-    blocks = None if traced is None else traced.blocks
-    return blocks is not None and _has_joined_tiles(dtype, head_dim, head_dim_v) and blocks.joined
-
-
 def _splits_and_bucket(
     sizes: FwdSizes,
     options: Options | None,
     sms: int,
     added: bool,
-    joins: bool,
     shares: splits.Sharing | None = None,
 ) -> tuple[int, str]:
     """(num_splits, bucket of the config) of a forward; num_splits 0: not asked for, key_splits decides.
 
     Args:
         added: out and lse hold the result of other keys; such a forward has no splits.
-        joins: tiles of JOINED_BUCKET serve, unless there are splits or very few queries.
         shares: tiles that CTAs may share.
     """
     packed = options is not None and options.varlen
@@ -151,8 +132,6 @@ def _splits_and_bucket(
         bucket = SPLIT_BUCKET
     else:
         bucket = splits.fwd_bucket(sizes.batch, sizes.heads, sizes.seqlen_q, sizes.seqlen_k, sms, shares)
-        if joins and bucket in BUCKETS:
-            bucket = JOINED_BUCKET
     if options is not None and not (added or packed):
         bucket = window_bucket(bucket, options.names, options.window_keys)
     return num_splits, bucket
@@ -207,7 +186,7 @@ class FwdPlan:
         self.heads = sizes.heads
 
         dtype = dtype_name(q.dtype, options)
-        self.sms, joins = sm_count(self.device), _joins(traced, dtype, sizes.head_dim, sizes.head_dim_v)
+        self.sms = sm_count(self.device)
         names = () if options is None else options.names
         if added:
             names = *names, "added"
@@ -216,7 +195,7 @@ class FwdPlan:
         if not names and traced is None:
             plain = AttnProblem.of(dtype, sizes.head_dim, sizes.head_dim_v, causal)
             shares = splits.sharing(plain, torch.cuda.get_device_name(self.device))
-        num_splits, bucket = _splits_and_bucket(sizes, options, self.sms, added, joins, shares)
+        num_splits, bucket = _splits_and_bucket(sizes, options, self.sms, added, shares)
         program = None if traced is None else forward_program(traced.program)
         key = (dtype, sizes.head_dim, sizes.head_dim_v, causal, names, program, bucket, self.device)
         copy_rows = 0 if self.pages is None else page_rows(self.pages.page_size)
@@ -467,8 +446,7 @@ def forward(
         q, k, v = as_stored(q), as_stored(k), as_stored(v)
     key = _key(q, k, v, causal, heads_first, options, block_table)
     if traced is not None:
-        widths = q.shape[-1], v.shape[-1]
-        key = (*key, forward_program(traced.program), _joins(traced, dtype_name(q.dtype, options), *widths))
+        key = (*key, forward_program(traced.program))
     if out is not None:
         key = (*key, out.stride())
     if lse is not None:

@@ -14,9 +14,8 @@ import pytest
 pytest.importorskip("tilelang")
 
 from tl_attention.kernels.block_sums import ADD_BLOCKS, STEP, SUMS_PER_LANE
-from tl_attention.kernels.diagonal_tables import READ_TABLE
 from tl_attention.kernels.diagonals import DIAGONALS, sums_per_lane
-from tl_attention.program import diagonal_slots, table_slots
+from tl_attention.program import diagonal_slots
 
 NATIVE = Path(__file__).parent / "native"
 STEPS = 3
@@ -68,12 +67,10 @@ int main(int, char** files) {
       for (int i = 0; i < SUMS; ++i) std::printf("%d %.9g\\n", distances[step][thread][i], found[step][thread][i]);
 }
 """
-# Values of the elements of 64 rows where that of slot u is u: a line per element with row, column and slot. First those that each warp
-# keeps, whose slots begin at its last row, then those of a table for ROWS rows
+# Values of the elements of 64 rows where that of slot u is u: a line per row. Slots of a warp begin at its last row
 VALUES = """
 int main() {
-  static float values[2][64][COLS];
-  for (int slot = 0; slot < TABLE_SLOTS; ++slot) tl_attention_set_table<TABLE_SLOTS, 4>(shared_memory + 65536, 5, slot, slot);
+  static float values[64][COLS];
   run(4, [&] {
     float of_lane[SLOTS / 32];
     for (int i = 0; i < SLOTS / 32; ++i) of_lane[i] = tl_attention_slot_of_lane(i);
@@ -83,15 +80,13 @@ int main() {
       for (int b = 0; b < 2; ++b)
         for (int odd = 0; odd < 2; ++odd) {
           int place = 2 * (n - b + 1) + odd, row = threadIdx.x / 32 * 16 + 8 * b + lane / 4, column = 8 * n + lane % 4 * 2 + odd;
-          values[0][row][column] = tl_attention_diagonal<SLOTS>(shared_memory, place);
-          values[1][row][column] = tl_attention_table_value<TABLE_SLOTS, 4, ROWS>(shared_memory + 65536, 5, place);
+          values[row][column] = tl_attention_diagonal<SLOTS>(shared_memory, place);
         }
   });
-  for (auto& of_rows : values)
-    for (auto& row : of_rows) {
-      for (float x : row) std::printf("%g ", x);
-      std::printf("\\n");
-    }
+  for (auto& row : values) {
+    for (float x : row) std::printf("%g ", x);
+    std::printf("\\n");
+  }
 }
 """
 
@@ -122,7 +117,7 @@ def output(tmp_path: Path, main: str, sizes: dict[str, int], *arguments: Path) -
         pytest.skip("needs g++ 11 or later, which has std::barrier")
     constants = "".join(f"#define {name} {value}\n" for name, value in sizes.items())
     source, program = tmp_path / "main.cc", tmp_path / "main"
-    code = for_cpu(DIAGONALS + ADD_BLOCKS + READ_TABLE)
+    code = for_cpu(DIAGONALS + ADD_BLOCKS)
     source.write_text(f'#include "{NATIVE / "warp.h"}"\n{constants}{code}{main}')
     subprocess.run(["g++", "-std=c++20", "-O1", "-w", "-pthread", source, "-o", program], check=True)
     text = check_output([program, *arguments], text=True)
@@ -155,11 +150,9 @@ def bf16(*shape: int) -> np.ndarray:
 
 @pytest.mark.parametrize("cols", [64, 128])
 def test_values_are_those_of_the_diagonals_of_their_elements(cols, tmp_path):
-    rows, table_rows = np.arange(64)[:, None], 192
-    sizes = {"COLS": cols, "SLOTS": diagonal_slots(cols), "ROWS": table_rows, "TABLE_SLOTS": table_slots(table_rows, cols)}  # fmt: skip
-    of_warps, of_table = output(tmp_path, VALUES, sizes).reshape(2, 64, cols)
-    assert (of_warps == np.arange(cols) - rows % 16 + 15).all()
-    assert (of_table == np.arange(cols) - rows + table_rows - 1).all()
+    rows = np.arange(64)[:, None]
+    found = output(tmp_path, VALUES, {"COLS": cols, "SLOTS": diagonal_slots(cols)})
+    assert (found == np.arange(cols) - rows % 16 + 15).all()
 
 
 @pytest.mark.parametrize("cols", [64, 128])

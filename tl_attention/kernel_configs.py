@@ -80,10 +80,6 @@ class FwdConfig:
     def makes_parts(self) -> bool:
         return self.part_stages > 0
 
-    def has_tables(self, problem: AttnProblem) -> bool:
-        """True if warps beside the producer compute values per diagonal; those that load V from pages have no time for it."""
-        return problem.shares_diagonals and self.page_rows == 0
-
     def without_hold_max(self) -> FwdConfig:
         """The config for fp16 and split kernels, which cannot hold the row max; without it ping_pong pays only with three warpgroups."""
         if not self.hold_max:

@@ -30,7 +30,7 @@ from tl_attention.kernel_configs import (
 )
 from tl_attention.part_configs import PART_STAGES, staging_bytes
 from tl_attention.problem import MAX_SPLITS, TABLE_ROWS, AttnProblem
-from tl_attention.program import LISTED_ROWS, table_bytes
+from tl_attention.program import LISTED_ROWS
 from tl_attention.round_configs import ROUNDING_BYTES
 from tl_attention.target import SMEM_LIMIT
 
@@ -98,11 +98,7 @@ def _fwd_smem_bytes(problem: AttnProblem, config: FwdConfig) -> int:
     if config.hold_max:
         smem += HOLD_MAX_BYTES
     smem += staging_bytes(config.part_stages)
-    per_warp = sum(problem.staged_bytes(config.block_N))
-    if config.has_tables(problem):
-        smem += table_bytes(config.block_M, config.block_N)
-    else:
-        per_warp += problem.diagonal_bytes(config.block_N)
+    per_warp = sum(problem.staged_bytes(config.block_N)) + problem.diagonal_bytes(config.block_N)
     staged = 4 * config.warpgroups * per_warp
     two_sides = problem.bias_has_two_sides and not config.split and config.page_rows == 0
     bias = 2 * BIAS_BYTES * config.block_N if two_sides else _bias_bytes(problem, config.block_N)

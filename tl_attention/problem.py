@@ -309,11 +309,6 @@ class AttnProblem:
         return self.changes_scores and self.program.adds_diagonal
 
     @property
-    def shares_diagonals(self) -> bool:
-        """True where warps beside the producer of a forward compute this value for all consumers: kernels/diagonal_tables.py."""
-        return self.adds_diagonal and not self.is_listed and not self.is_fp32
-
-    @property
     def is_diagonal_bias(self) -> bool:
         """True for a score_mod alone that only adds such a value, whose gradient, if it is learned, sums dS."""
         return self.adds_diagonal and (self.learns_dS or not self.learns) and not self.program.hides

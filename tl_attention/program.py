@@ -46,7 +46,6 @@ BYTES = {
     "bool": 1,
 }
 MAX_DIAGONALS = 2  # values per diagonal that a kernel keeps in shared memory
-TABLES = 4  # steps of a forward whose values per diagonal are in shared memory at once
 # Most operations that each score computes faster than it reads their result from shared memory. ALiBi has 3: forward of d128 1.83 ms,
 # read 1.99; a relative bias, which is a load, 2.49 and 1.90 (batch 2, 16 heads, 8192, H200, 2026-11-23)
 MAX_REPEATED = 4
@@ -97,16 +96,6 @@ class Captured:
 def diagonal_slots(cols: int) -> int:
     """Diagonals of 16 rows and so many columns, rounded up to a multiple of the lanes of a warp."""
     return -(-(cols + 15) // 32) * 32
-
-
-def table_slots(block_M: int, block_N: int) -> int:
-    """Diagonals of a tile of block_M queries and block_N keys, rounded up to a multiple of the lanes of a warp."""
-    return -(-(block_M + block_N - 1) // 32) * 32
-
-
-def table_bytes(block_M: int, block_N: int) -> int:
-    """Shared memory of a CTA for the values of the diagonals of its tiles; see kernels/diagonal_tables.py."""
-    return 4 * TABLES * (2 * table_slots(block_M, block_N) + 16)
 
 
 def stored_dtype(captured: Captured) -> str:

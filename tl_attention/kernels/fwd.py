@@ -14,7 +14,6 @@ from tl_attention import query_tiles
 from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels import fwd_assist, fwd_steps, pipeline
 from tl_attention.kernels.block_lists import key_blocks
-from tl_attention.kernels.diagonal_tables import READ_TABLE, TABLE_WARPS, DiagonalTables
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.input_parts import MAKE_PARTS, InputArguments, InputParts
 from tl_attention.kernels.linear_bias import alloc_bias_columns, fill_bias_columns
@@ -64,10 +63,9 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     warpgroups, consumer_warps = tuple(range(config.warpgroups)), 4 * config.warpgroups
     two_sides = problem.bias_has_two_sides and not split and config.page_rows == 0
     near_first = two_sides or (hold_max and problem.scores_stay_close)
-    has_tables = config.has_tables(problem)
+    may_hold_zero = PolynomialCap.serves(problem, config)
     # The row max that a warp holds is subtracted once per diagonal instead of once per score
-    adds_exponents = hold_max and has_tables
-    may_hold_zero = PolynomialCap.serves(problem, config) or (adds_exponents and not problem.program.listed)
+    adds_exponents = hold_max and problem.adds_diagonal and not (problem.is_listed or problem.is_fp32)
     q_kt = {"transpose_B": True, "clear_accum": not (problem.bias_is_linear or two_sides)}
     parts, products, makes_parts = problem.parts, problem.products, config.makes_parts
     persistent, shares = config.schedule != "grid", config.schedule == "shared"
@@ -153,10 +151,6 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         )
         if two_producers:
             return lambda: fwd_assist.produce_values(followed)
-        if has_tables:
-            return lambda: fwd_assist.produce_tables(
-                followed, functools.partial(blocks_of, options), adds_exponents
-            )
         if makes_parts:
             return lambda: shared.inputs.make_share(first_tile, ctas)
         return None
@@ -204,14 +198,13 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         acc_pv = alloc_fragments([[64, o_cols]], "float32") if parts > 1 else (acc_o,)
         lse = T.alloc_fragment([64], "float32")
         scores = Scores(
-            problem, options, softmax_scale, block_N, staged=shared.staged, tables=shared.tables,
-            first_step=first_step, two_sides=two_sides, adds_exponents=adds_exponents,
+            problem, options, softmax_scale, block_N, staged=shared.staged, two_sides=two_sides, adds_exponents=adds_exponents,
         )  # fmt: skip
         dropout = Dropout(problem, options, block_N)
         raw_scale = scores.not_too_small(T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE))
         scale_log2 = raw_scale if scores.raw else scores.scale_log2
-        joins = recomputes == 0 if adds_exponents else None
         sums_directly = head_dim == 64 and parts == 1
+        joins = recomputes == 0 if adds_exponents else None
         softmax = OnlineSoftmax(block_N, scale_log2, LAZY_GROWTH, joins, may_hold_zero, sums_directly)
         polynomial = PolynomialCap.of(problem, config, softmax_scale, options, blocks.steps * block_N)
         query = tiles.first_query(tile, block_M) + first_row(w)
@@ -302,14 +295,14 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 turns.pass_on(w)
                 dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(steps.first + i))
                 if problem.program is not None:
-                    scores.look_up(query, blocks, steps.first + i, steps)
+                    held = softmax.warp_max[0] if adds_exponents and not update_max else 0.0
+                    scores.look_up(query, blocks, steps.first + i, steps, held)
                 T.wait_wgmma(len(products))  # S is complete
                 shared.K.release(first_step + steps.first + i)
                 if releases_early:
                     if steps.first + i == blocks.steps - 1:
                         shared.Q.release(q_step)
-                held = softmax.warp_max[0] if adds_exponents and not (update_max or at_zero) else 0.0
-                scores.transform(acc_s, query, blocks, steps.first + i, steps, held, cap)
+                scores.transform(acc_s, query, blocks, steps.first + i, steps, cap)
                 shift = scores.shift(blocks.diagonal(query, steps.first + i), is_right)
                 softmax.update(acc_s, shift, update_max, at_zero, subtracts_first=parts > 1)
                 if parts > 1:
@@ -457,7 +450,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         tiles_ahead: inputs.tiles_ahead,
     ):
         traced = traced_arguments(problem, hold_max)
-        more_code = PIECES if shares else MAKE_PARTS if makes_parts else READ_TABLE if has_tables else ""
+        more_code = PIECES if shares else MAKE_PARTS if makes_parts else ""
         more_code += pipeline.ANY_OF_WARPGROUP if may_hold_zero else ""
         more_code += store_code(head_dim_v, O_from_registers) + (SPLIT_TILE if parts > 1 else "")
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles, more_code)) as first_tile:
@@ -473,8 +466,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 tile_box=TileBox(varlen, padded=shares and problem.causal) if persistent else None,
                 bias_columns=alloc_bias_columns(problem, block_N, two_sides),
                 overflows=Overflows(consumer_warps) if hold_max else None,
-                staged=alloc_staged(problem, consumer_warps, block_N, diagonals=not has_tables),
-                tables=DiagonalTables(block_M, block_N, consumer_warps) if has_tables else None,
+                staged=alloc_staged(problem, consumer_warps, block_N),
                 pieces=SharedPieces.of(config, Pieces, Tickets, whole, sharers, tile_cost)
                 if shares
                 else None,
@@ -495,7 +487,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 lambda: produce(first_tile, order, ctas, Tickets, tiles, shared, options),
                 lambda w: consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options),
                 assist(first_tile, ctas, order, tiles, shared, options),
-                assist_warps=MAKERS if makes_parts else TABLE_WARPS if has_tables else 1,
+                assist_warps=MAKERS if makes_parts else 1,
             )
 
     return flash_fwd_kernel

@@ -1,8 +1,7 @@
-"""Warps beside the producer of a forward that follow its tiles: one loads V of keys in pages, or three compute the values per diagonal."""
+"""Warp beside the producer of a forward that follows its tiles and loads V of keys in pages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +11,13 @@ from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels.mask import KeyBlocks, Mask
 from tl_attention.kernels.options import OptionArguments
 from tl_attention.kernels.scheduler import Tile, TileOrder
-from tl_attention.kernels.softmax import LOG2E
 from tl_attention.kernels.tiles import SharedTiles
-from tl_attention.kernels.traced import Traced
 from tl_attention.problem import AttnProblem
 
 
 @dataclass(frozen=True)
 class Followed:
-    """Arguments of a kernel that these warps need."""
+    """Arguments of a kernel that this warp needs."""
 
     problem: AttnProblem
     config: FwdConfig
@@ -77,28 +74,3 @@ def produce_values(followed):
     mask = Mask.of(followed.problem, followed.options, tile, *followed.lengths)
     blocks = KeyBlocks(mask, config.block_M, config.block_N, config.split, overlap=config.hold_max)
     follow_tiles(followed, tile, blocks, lambda first_step: load_values(followed, first_step, tile, blocks))
-
-
-@T.macro
-def fill_tables(followed, first_step, tile, blocks, traced, factor):
-    traced.start(tile.batch, tile.head)
-    for step in steps_from(followed.config, 0, blocks.steps):
-        first_query, first_key = tile.m_block * followed.config.block_M, blocks.first_key(step)
-        followed.shared.tables.fill(traced, first_step + step, first_query, first_key, factor)
-
-
-def produce_tables(followed: Followed, blocks_of: Callable[[Mask, Tile], Any], in_base_2: bool) -> None:
-    """Compute the values per diagonal of all tiles. blocks_of: key blocks of a tile with its mask."""
-    config = followed.config
-    tile = Tile(followed.order)
-    mask = Mask.of(followed.problem, followed.options, tile, *followed.lengths)
-    blocks = blocks_of(mask, tile)
-    arguments, tables = followed.options.traced, followed.shared.tables
-    traced = Traced(followed.problem, arguments, 1.0, config.block_N, tables=tables)
-    factor = LOG2E if in_base_2 else 1.0
-    follow_tiles(
-        followed,
-        tile,
-        blocks,
-        lambda first_step: fill_tables(followed, first_step, tile, blocks, traced, factor),
-    )

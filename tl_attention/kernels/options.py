@@ -10,7 +10,6 @@ from typing import Any
 
 import tilelang.language as T
 
-from tl_attention.kernels.diagonal_tables import DiagonalTables
 from tl_attention.kernels.dropout import PHILOX
 from tl_attention.kernels.linear_bias import LinearBias
 from tl_attention.kernels.program_code import program_code
@@ -115,7 +114,6 @@ class Scores:
     """Transformation of raw scores Q Kᵀ into scores for the softmax, and their factor in exponents of base 2.
 
     softcap: s -> c tanh(s scale / c). alibi: s -> s - slope * |query + seqlen_k - seqlen_q - key|.
-    tables: of the values per diagonal; first_step: step of the CTA at which its table of step 0 is.
     by_element: a causal ALiBi bias is subtracted from each score, too, not added by a product.
     learns: gradients of captured tensors that are dS, or its sums, are stored or added here. sums_pairs: of Traced.
     fuses_slope: the slope of a softcap is SLOPE, which the kernel then needs.
@@ -129,8 +127,6 @@ class Scores:
         cols: int | None = None,
         rows_are_keys: bool = False,
         staged: StagedTiles | None = None,
-        tables: DiagonalTables | None = None,
-        first_step: Any = 0,
         two_sides: bool = False,
         adds_exponents: bool = False,
         hides_raw: bool = False,
@@ -142,11 +138,11 @@ class Scores:
     ):
         # hide_transposed() hides the elements of a program, before exponent(). If that changes scores, softmax_scale is not 0
         self.hides_raw, self.fuses_slope = hides_raw, fuses_slope
-        # New scores are in base 2, relative to the row max of transform()
+        # New scores are in base 2, relative to the row max of look_up()
         self.adds_exponents = adds_exponents
         self.rows_are_keys, self.two_sides = rows_are_keys, two_sides  # of the diagonal have a linear bias
         self.capped, self.causal, self.is_fp32 = problem.has("softcap"), problem.causal, problem.is_fp32
-        self.options, self.softmax_scale, self.first_step = options, softmax_scale, first_step
+        self.options, self.softmax_scale = options, softmax_scale
         is_linear = two_sides or (problem.bias_is_linear and not by_element)
         self.linear = LinearBias(rows_are_keys, name="linear_bias") if is_linear else None
         self.biased = problem.has("alibi") and self.linear is None
@@ -157,11 +153,11 @@ class Scores:
         self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
         # A step has all columns of a block with bits
         self.has_whole_bits = self.has_bits and cols == LISTED_ROWS
-        self.has_diagonals = problem.has_diagonals and tables is None
+        self.has_diagonals = problem.has_diagonals
         # exponent() is -inf for hidden elements; with listed blocks they are set to 0 later, only in blocks that hide some
         self.hides_at_once = self.changed and program.hides and not program.listed
         if program is not None:
-            sizes = cols, rows_are_keys, staged, tables, sums_pairs
+            sizes = cols, rows_are_keys, staged, sums_pairs
             self.traced = Traced(problem, options.traced, softmax_scale, *sizes, name="traced")
 
     @property
@@ -205,10 +201,9 @@ class Scores:
         return None if self.linear is None else self.linear.shift(diagonal, is_right)
 
     @T.inline
-    def transform(self, acc_s, query, blocks, step, steps, row_max=0.0, polynomial=None):
+    def transform(self, acc_s, query, blocks, step, steps, polynomial=None):
         """Apply softcap, ALiBi, program and mask to the scores [64, block_N] of the queries from `query` on, at a step of KeyBlocks.
 
-        row_max: in base 2, which scores become relative to; with adds_exponents.
         polynomial: PolynomialCap that replaces the softcap; scores are in base 2 then.
         """
         if polynomial is None:
@@ -220,17 +215,13 @@ class Scores:
             self.linear.fold(acc_s, blocks.diagonal(query, step))
         if self.traced is not None:
             self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
-            if self.traced.tables is not None:
-                self.traced.open_table(self.first_step + step)
             if self.adds_exponents:
-                self.traced.apply_exponents(acc_s, row_max)
+                self.traced.apply_exponents(acc_s)
             else:
                 self.traced.apply(acc_s)
             if steps.masked or not blocks.listed:
                 may_hide = not steps.is_last_block or blocks.may_hide(step)
                 self.traced.hide_step(acc_s, -T.infinity("float32"), blocks, may_hide)
-            if self.traced.tables is not None:
-                self.traced.tables.release(self.first_step + step)
         if not blocks.listed:
             blocks.hide(acc_s, query, step, steps)
 
@@ -243,8 +234,11 @@ class Scores:
             self.prefetch(query, blocks, 0)
 
     @T.inline
-    def look_up(self, query, blocks, step, steps):
-        """Read what a program needs in a step of the forward. Called well before transform(), as memory latency is long."""
+    def look_up(self, query, blocks, step, steps, row_max=0.0):
+        """Read what a program needs in a step of the forward. Called well before transform(), as memory latency is long.
+
+        row_max: in base 2, which scores become relative to; with adds_exponents.
+        """
         if blocks.listed and (self.traced.needs_key or (steps.masked and not self.has_whole_bits)):
             blocks.find(step)
         if self.has_bits and steps.masked:
@@ -254,7 +248,7 @@ class Scores:
             else:
                 self.traced.fetch_bits(blocks.place_at(step), query, blocks.key_at(step))
         if self.fetches or self.has_diagonals:
-            self.fetch(query, blocks, step)
+            self.fetch(query, blocks, step, row_max)
 
     @T.inline
     def cap(self, acc_s):
@@ -308,10 +302,12 @@ class Scores:
             self.fetch(query, blocks, step)
 
     @T.inline
-    def fetch(self, query, blocks, step):
-        """Set the position of the tile at a step, and fetch what a program needs, except bits."""
+    def fetch(self, query, blocks, step, row_max=0.0):
+        """Set the position of the tile at a step, and fetch what a program needs, except bits. row_max: of look_up()."""
         self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
-        if self.has_diagonals:
+        if self.adds_exponents:
+            self.traced.keep_exponents(row_max)
+        elif self.has_diagonals:
             self.traced.keep_diagonals()
         self.traced.fetch()
         if self.has_diagonals or self.traced.is_staged:

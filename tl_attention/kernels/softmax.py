@@ -166,8 +166,6 @@ class OnlineSoftmax:
                 for i in T.Parallel(64, loop_layout=rows_layout()):
                     self.row_scale[i] = T.exp2(self.row_max[i] * self.scale_log2)
                     self.row_max[i] = 0.0
-                if self.joins is not None:
-                    self.warp_max[0] = 0.0
                 self.scale_rows((acc_s,))
                 for i, j in T.Parallel(64, 8):
                     self.partial_sum[i, j] *= self.row_scale[i]

@@ -20,7 +20,6 @@ class StagedTiles:
         cols: int,
         rows_are_keys: bool = False,
         stores: bool = True,
-        diagonals: bool = True,
         name: str = "staged",
     ):
         self.tiles = [
@@ -29,7 +28,7 @@ class StagedTiles:
         ]
         self.diagonals = [
             SharedBytes(warps * size, name=f"diagonal_{n}").bytes
-            for n, size in enumerate(problem.program.diagonal_bytes(cols) if diagonals else ())
+            for n, size in enumerate(problem.program.diagonal_bytes(cols))
         ]
         sizes = problem.program.stored_bytes(16, cols) if problem.learns and stores else []
         self.gradients = [
@@ -55,16 +54,10 @@ def alloc_staged(
     cols: int,
     rows_are_keys: bool = False,
     stores: bool = True,
-    diagonals: bool = True,
 ) -> StagedTiles | None:
-    """StagedTiles; None without a program.
-
-    Args:
-        stores: the kernel stores gradients of captured tensors.
-        diagonals: each warp has the values of its own diagonals.
-    """
+    """StagedTiles; None without a program. stores: the kernel stores gradients of captured tensors."""
     return (
-        StagedTiles(problem, warps, cols, rows_are_keys, stores, diagonals, name="staged")
+        StagedTiles(problem, warps, cols, rows_are_keys, stores, name="staged")
         if problem.program is not None
         else None
     )

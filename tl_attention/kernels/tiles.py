@@ -334,7 +334,6 @@ class SharedTiles:
     overflows: Any = None  # scheduler.Overflows
     bias_columns: Any = None  # linear_bias.alloc_bias_columns
     staged: Any = None  # staged.StagedTiles
-    tables: Any = None  # diagonal_tables.DiagonalTables
     pieces: Any = None  # shared_tiles.SharedPieces, in global memory
     inputs: Any = None  # input_parts.InputParts, in global memory
     rounding: Any = None  # bwd_round.DqRounding, in global memory

@@ -7,7 +7,6 @@ from typing import Any
 import tilelang.language as T
 from tilelang import tvm
 
-from tl_attention.kernels.diagonal_tables import DiagonalTables
 from tl_attention.kernels.diagonals import Diagonals
 from tl_attention.kernels.program_code import STORED, fetched_type
 from tl_attention.kernels.softmax import LOG2E
@@ -41,7 +40,6 @@ class Traced:
 
     start() says which batch entry and head the scores belong to, locate() which queries and keys.
 
-    tables: where a forward has the values of the diagonals; None: in `staged`, which each warp fills itself.
     sums_pairs: sums of dS along diagonals begin with pairs of bf16, but for fp32.
     """
 
@@ -53,11 +51,10 @@ class Traced:
         cols: int,
         rows_are_keys: bool = False,
         staged: StagedTiles | None = None,
-        tables: DiagonalTables | None = None,
         sums_pairs: bool = False,
         name: str = "traced",
     ):
-        program, self.cols, self.staged, self.tables = problem.program, cols, staged, tables
+        program, self.cols, self.staged = problem.program, cols, staged
         self.is_staged, self.staged_bytes = problem.stages, problem.staged_bytes(cols, rows_are_keys)
         self.program, self.arguments, self.softmax_scale = program, arguments, softmax_scale
         self.rows_are_keys = rows_are_keys
@@ -74,12 +71,11 @@ class Traced:
             for i in program.dense_loads
         ]
         self.diagonals = None
-        if tables is None and (program.diagonals or program.diagonal_gradients):
+        if program.diagonals or program.diagonal_gradients:
             paired = sums_pairs and not problem.is_fp32
             self.diagonals = Diagonals(program, cols, rows_are_keys, paired, name="diagonals")
         self.bits = T.alloc_local([-(-cols // 64)], "uint32") if program.bits else None  # of the tile
         self.first_query = self.first_key = 0
-        self.table = 0
         self.how = MASK
 
     @property
@@ -131,8 +127,6 @@ class Traced:
         if function in [f"target{number}" for number in self.program.diagonal_gradients]:
             return ()
         dense = (self.fetched(n, i, j) for n in range(len(self.tiles)))
-        if self.tables is not None:
-            return *dense, self.tables.value(self.table, i, j)
         return *dense, *(self.diagonals.value(x, i, j) for x in self.staged.diagonals)
 
     def at_distance(self, function: str, dtype: str, head: Any, distance: Any) -> Any:
@@ -166,25 +160,19 @@ class Traced:
         for n in tuple(range(len(self.program.diagonals))):
             self.diagonals.keep(n, self.staged.diagonals[n])
 
-    def of_diagonal(self, distance: Any) -> Any:
-        """Value of the program's only diagonal."""
-        return self.at_distance(f"diagonal{self.program.diagonals[0]}", FLOAT, self.head[0], distance)
-
-    def choose_table(self, step: Any) -> None:
-        self.table = step
+    @T.inline
+    def keep_exponents(self, row_max):
+        """Store the values in base 2 and relative to row_max, for apply_exponents()."""
+        for k in T.unroll(self.diagonals.slots // 32):
+            self.diagonals.values[0][k] = self.diagonals.values[0][k] * LOG2E - row_max
+        self.keep_diagonals()
 
     @T.inline
-    def open_table(self, step):
-        """Wait for the table of a step, from which the values of the diagonals are read until it is released."""
-        self.tables.wait(step)
-        self.choose_table(step)
-
-    @T.inline
-    def apply_exponents(self, acc_s, row_max):
-        """Replace raw scores by new ones in base 2, relative to row_max. The table is in base 2, too."""
+    def apply_exponents(self, acc_s):
+        """Replace raw scores by new ones in base 2, relative to the row max of keep_exponents()."""
         rows, cols = acc_s.shape
         for i, j in T.Parallel(rows, cols):
-            value = self.tables.value(self.table, i, j) - row_max
+            value = self.diagonals.value(self.staged.diagonals[0], i, j)
             acc_s[i, j] = acc_s[i, j] * (self.softmax_scale * LOG2E) + value
 
     def captured(self, load: int) -> Captured:

@@ -304,14 +304,14 @@ class AttnProblem:
         return self.program is not None and bool(self.program.diagonals)
 
     @property
-    def adds_diagonal(self) -> bool:
-        """True for a score_mod that only adds a value per diagonal to the score, as a relative bias does."""
-        return self.changes_scores and self.program.adds_diagonal
-
-    @property
     def is_diagonal_bias(self) -> bool:
-        """True for a score_mod alone that only adds such a value, whose gradient, if it is learned, sums dS."""
-        return self.adds_diagonal and (self.learns_dS or not self.learns) and not self.program.hides
+        """True for a score_mod alone that only adds a value per diagonal, as a relative bias does, whose gradient, if learned, sums dS."""
+        return (
+            self.changes_scores
+            and self.program.adds_diagonal
+            and (self.learns_dS or not self.learns)
+            and not self.program.hides
+        )
 
     @property
     def is_mask_of_bits(self) -> bool:

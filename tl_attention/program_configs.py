@@ -14,22 +14,19 @@ def program_lines(
     serves it.
 
     A forward has one line per width, and optional ones for block masks: fwd_bits, and fwd_listed where the tiles of fwd do not divide
-    program.LISTED_ROWS, fwd_held for scores that stay close, fwd_adds for bf16 ones that only add a value per diagonal, and fwd_scores
-    for a score_mod alone. A backward tries other lines before those of bwd: with bits those of bwd_bits, before these without a score_mod
-    those of bwd_mask, and first those of bwd_band for a mask that shows a range of distances; with a dense bias alone, whose gradient is
-    dS, those of bwd_bias; with a learned value per diagonal
+    program.LISTED_ROWS, fwd_held for scores that stay close, and fwd_scores for a score_mod alone. A backward tries other lines before
+    those of bwd: with bits those of bwd_bits, before these without a score_mod those of bwd_mask, and first those of bwd_band for a mask
+    that shows a range of distances; with a dense bias alone, whose gradient is dS, those of bwd_bias; with a learned value per diagonal
     alone those of bwd_adds. A line of a backward serves problems whose features are all in `serves`.
     """
     width, served = grid["programs"][problem.tile_class], (str(problem.program),)
     table = f"[programs.{problem.tile_class}]"
     if direction == "fwd":
         held = problem.scores_stay_close
-        adds = held and problem.adds_diagonal and problem.profits_from_held_max
         # hold_max needs scores of similar magnitude: those of a score_mod may grow from block to block, or all be -inf in the first ones
         wanted = (
             ("fwd_bits", problem.has_bits and not problem.changes_scores),
             ("fwd_listed", problem.is_listed),
-            ("fwd_adds", adds),
             ("fwd_held", held),
             ("fwd_scores", problem.changes_scores and not (problem.fetches or problem.is_listed)),
         )

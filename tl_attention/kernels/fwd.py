@@ -64,8 +64,6 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     two_sides = problem.bias_has_two_sides and not split and config.page_rows == 0
     near_first = two_sides or (hold_max and problem.scores_stay_close)
     may_hold_zero = PolynomialCap.serves(problem, config)
-    # The row max that a warp holds is subtracted once per diagonal instead of once per score
-    adds_exponents = hold_max and problem.adds_diagonal and not (problem.is_listed or problem.is_fp32)
     q_kt = {"transpose_B": True, "clear_accum": not (problem.bias_is_linear or two_sides)}
     parts, products, makes_parts = problem.parts, problem.products, config.makes_parts
     persistent, shares = config.schedule != "grid", config.schedule == "shared"
@@ -197,15 +195,12 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         # P V of one key block; without parts O itself
         acc_pv = alloc_fragments([[64, o_cols]], "float32") if parts > 1 else (acc_o,)
         lse = T.alloc_fragment([64], "float32")
-        scores = Scores(
-            problem, options, softmax_scale, block_N, staged=shared.staged, two_sides=two_sides, adds_exponents=adds_exponents,
-        )  # fmt: skip
+        scores = Scores(problem, options, softmax_scale, block_N, staged=shared.staged, two_sides=two_sides)
         dropout = Dropout(problem, options, block_N)
         raw_scale = scores.not_too_small(T.max(T.abs(softmax_scale) * LOG2E, SMALLEST_SCALE))
         scale_log2 = raw_scale if scores.raw else scores.scale_log2
         sums_directly = head_dim == 64 and parts == 1
-        joins = recomputes == 0 if adds_exponents else None
-        softmax = OnlineSoftmax(block_N, scale_log2, LAZY_GROWTH, joins, may_hold_zero, sums_directly)
+        softmax = OnlineSoftmax(block_N, scale_log2, LAZY_GROWTH, may_hold_zero, sums_directly)
         polynomial = PolynomialCap.of(problem, config, softmax_scale, options, blocks.steps * block_N)
         query = tiles.first_query(tile, block_M) + first_row(w)
         q_step = turn * config.warpgroups + w
@@ -295,8 +290,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 turns.pass_on(w)
                 dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(steps.first + i))
                 if problem.program is not None:
-                    held = softmax.warp_max[0] if adds_exponents and not update_max else 0.0
-                    scores.look_up(query, blocks, steps.first + i, steps, held)
+                    scores.look_up(query, blocks, steps.first + i, steps)
                 T.wait_wgmma(len(products))  # S is complete
                 shared.K.release(first_step + steps.first + i)
                 if releases_early:

@@ -128,7 +128,6 @@ class Scores:
         rows_are_keys: bool = False,
         staged: StagedTiles | None = None,
         two_sides: bool = False,
-        adds_exponents: bool = False,
         hides_raw: bool = False,
         by_element: bool = False,
         learns: bool = True,
@@ -138,8 +137,6 @@ class Scores:
     ):
         # hide_transposed() hides the elements of a program, before exponent(). If that changes scores, softmax_scale is not 0
         self.hides_raw, self.fuses_slope = hides_raw, fuses_slope
-        # New scores are in base 2, relative to the row max of look_up()
-        self.adds_exponents = adds_exponents
         self.rows_are_keys, self.two_sides = rows_are_keys, two_sides  # of the diagonal have a linear bias
         self.capped, self.causal, self.is_fp32 = problem.has("softcap"), problem.causal, problem.is_fp32
         self.options, self.softmax_scale = options, softmax_scale
@@ -168,8 +165,6 @@ class Scores:
     @property
     def scale_log2(self) -> Any:
         """Factor of scores that are not raw in exponents of base 2."""
-        if self.adds_exponents:
-            return T.float32(1)
         constant = self.biased or self.changed
         return T.float32(LOG2E) if constant else self.options.softcap * LOG2E
 
@@ -215,10 +210,7 @@ class Scores:
             self.linear.fold(acc_s, blocks.diagonal(query, step))
         if self.traced is not None:
             self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
-            if self.adds_exponents:
-                self.traced.apply_exponents(acc_s)
-            else:
-                self.traced.apply(acc_s)
+            self.traced.apply(acc_s)
             if steps.masked or not blocks.listed:
                 may_hide = not steps.is_last_block or blocks.may_hide(step)
                 self.traced.hide_step(acc_s, -T.infinity("float32"), blocks, may_hide)
@@ -234,11 +226,8 @@ class Scores:
             self.prefetch(query, blocks, 0)
 
     @T.inline
-    def look_up(self, query, blocks, step, steps, row_max=0.0):
-        """Read what a program needs in a step of the forward. Called well before transform(), as memory latency is long.
-
-        row_max: in base 2, which scores become relative to; with adds_exponents.
-        """
+    def look_up(self, query, blocks, step, steps):
+        """Read what a program needs in a step of the forward. Called well before transform(), as memory latency is long."""
         if blocks.listed and (self.traced.needs_key or (steps.masked and not self.has_whole_bits)):
             blocks.find(step)
         if self.has_bits and steps.masked:
@@ -248,7 +237,7 @@ class Scores:
             else:
                 self.traced.fetch_bits(blocks.place_at(step), query, blocks.key_at(step))
         if self.fetches or self.has_diagonals:
-            self.fetch(query, blocks, step, row_max)
+            self.fetch(query, blocks, step)
 
     @T.inline
     def cap(self, acc_s):
@@ -302,12 +291,10 @@ class Scores:
             self.fetch(query, blocks, step)
 
     @T.inline
-    def fetch(self, query, blocks, step, row_max=0.0):
-        """Set the position of the tile at a step, and fetch what a program needs, except bits. row_max: of look_up()."""
+    def fetch(self, query, blocks, step):
+        """Set the position of the tile at a step, and fetch what a program needs, except bits."""
         self.traced.locate(query, blocks.key_at(step), blocks.how_at(step))
-        if self.adds_exponents:
-            self.traced.keep_exponents(row_max)
-        elif self.has_diagonals:
+        if self.has_diagonals:
             self.traced.keep_diagonals()
         self.traced.fetch()
         if self.has_diagonals or self.traced.is_staged:

@@ -20,8 +20,6 @@ LAZY_GROWTH = 8.0
 LARGEST_HELD_SUM = 2.0**64
 # Largest magnitude of a maximum, as a power of 2, in place of which 0 may be held
 NEAR_ZERO = 30.0
-# Smallest row sum with the row max of a warp: exponentials down to 2^-30 of it are normal numbers
-SMALLEST_HELD_SUM = 2.0**-96
 
 
 def indices(values: tuple) -> tuple[int, ...]:
@@ -49,7 +47,6 @@ class OnlineSoftmax:
     The row max is a maximum of raw scores; scale_log2 > 0 multiplies them in the exponent. Until finish() each thread of a quad sums its
     own columns of a row, so no step needs a shuffle for row sums. P stays below 2 ** growth.
 
-    joins: where true, the 16 rows of a warp have one row max, warp_max; None: they never have.
     may_hold_zero: hold_zero() may be called; then at_zero is 1 while the row max is 0 in the rows of a
         warpgroup, whatever its scores.
     sums_directly: steps that hold the row max add to the sums of all steps, not to a sum of their own first.
@@ -60,15 +57,13 @@ class OnlineSoftmax:
         block_N: int,
         scale_log2,
         growth: float = LAZY_GROWTH,
-        joins=None,
         may_hold_zero: bool = False,
         sums_directly: bool = False,
         name: str = "softmax",
     ):
-        self.block_N, self.scale_log2, self.growth, self.joins = block_N, scale_log2, growth, joins
+        self.block_N, self.scale_log2, self.growth = block_N, scale_log2, growth
         self.sums_directly = sums_directly
         self.at_zero = T.alloc_var("int32", init=0) if may_hold_zero else None
-        self.warp_max = T.alloc_var("float32", init=LOWEST) if joins is not None else None
         self.row_max = T.alloc_fragment([64], "float32")
         self.row_max_prev = T.alloc_fragment([64], "float32")
         self.row_scale = T.alloc_fragment([64], "float32")  # factor for the row's output so far
@@ -86,16 +81,15 @@ class OnlineSoftmax:
     def update(self, acc_s, shift=None, follow=True, at_zero=False, subtracts_first=False):
         """Replace scores by exp2((score + shift - row_max) * scale_log2), and add them to the row sums.
 
-        follow: update row_max first; else row_max is held, and each row must have seen a score before. Where rows join, scores are then
-        exponents already, as with at_zero, which says that the row max is 0.
+        follow: update row_max first; else row_max is held, and each row must have seen a score before.
+        at_zero: the row max is 0 and held, and scores are exponents already.
         subtracts_first: subtract the row max, then scale: the exponent of the largest score is 0 at any magnitude. Else an FMA does both,
             and from magnitudes of 2^24 on that exponent is below 0, from 2^31 on maybe below all that have an exponential in fp32.
         """
         if follow:
             self.follow(acc_s, shift)
-        is_exponent = not follow and (at_zero or self.joins is not None)
         for i, j in T.Parallel(64, self.block_N):
-            acc_s[i, j] = T.exp2(self.exponent(acc_s[i, j], i, shift, is_exponent, subtracts_first))
+            acc_s[i, j] = T.exp2(self.exponent(acc_s[i, j], i, shift, at_zero, subtracts_first))
         if self.sums_directly and not follow:
             # Other steps give partial_sum its layout, by reduce_sum. From these loops alone TileLang 0.1.15 makes one with all columns
             for n in tuple(range(self.block_N // 8)):
@@ -123,8 +117,6 @@ class OnlineSoftmax:
             T.reduce_max(acc_s, self.row_max, dim=1)
             for i in T.Parallel(64, loop_layout=rows_layout()):
                 self.row_max[i] = T.max(self.row_max[i] + shift, self.row_max_prev[i])
-        if self.joins is not None:
-            self.join()
         for i in T.Parallel(64, loop_layout=rows_layout()):
             grown = (self.row_max[i] - self.row_max_prev[i]) * self.scale_log2
             if self.at_zero is None:
@@ -135,19 +127,6 @@ class OnlineSoftmax:
         for i in T.Parallel(64, loop_layout=rows_layout()):
             # Subtract first: exact for LOWEST, where an FMA would leave a rounding error
             self.row_scale[i] = T.exp2((self.row_max_prev[i] - self.row_max[i]) * self.scale_log2)
-        if self.joins is not None:
-            for i in T.Parallel(64, loop_layout=rows_layout()):
-                self.warp_max[0] = self.row_max[i]
-
-    @T.inline
-    def join(self):
-        """Replace the row max of each row by the largest of its warp."""
-        self.warp_max[0] = LOWEST
-        for i in T.Parallel(64, loop_layout=rows_layout()):
-            self.warp_max[0] = T.max(self.warp_max[0], self.row_max[i])
-        self.warp_max[0] = T.warp_reduce_max(self.warp_max[0])
-        for i in T.Parallel(64, loop_layout=rows_layout()):
-            self.row_max[i] = T.if_then_else(self.joins, self.warp_max[0], self.row_max[i])
 
     @T.inline
     def hold_zero(self, w, acc_s, may):
@@ -170,13 +149,9 @@ class OnlineSoftmax:
                 for i, j in T.Parallel(64, 8):
                     self.partial_sum[i, j] *= self.row_scale[i]
 
-    def exponent(self, score, i, shift, is_exponent, subtracts_first):
-        """Exponent of 2 of a score of row i.
-
-        is_exponent: the score is one already.
-        subtracts_first: see update().
-        """
-        if is_exponent:
+    def exponent(self, score, i, shift, at_zero, subtracts_first):
+        """Exponent of 2 of a score of row i. at_zero, subtracts_first: see update()."""
+        if at_zero:
             return score
         if subtracts_first:
             return (score - self.score_max(i, shift)) * self.scale_log2
@@ -210,16 +185,11 @@ class OnlineSoftmax:
 
     @T.inline
     def check_sums(self):
-        """Compare the row sums with LARGEST_HELD_SUM, where rows join also with SMALLEST_HELD_SUM, for overflowed()."""
+        """Compare the row sums with LARGEST_HELD_SUM, for overflowed()."""
         self.flag[0] = 0
         for i, j in T.Parallel(64, 8):
             if self.partial_sum[i, j] > LARGEST_HELD_SUM:
                 self.flag[0] = 1
-        if self.joins is not None:
-            T.reduce_sum(self.partial_sum, self.row_sum, dim=1)
-            for i in T.Parallel(64, loop_layout=rows_layout()):
-                if self.row_sum[i] < SMALLEST_HELD_SUM:
-                    self.flag[0] = 1
 
     def overflowed(self):
         """True if the held row max is too small, or too large, for the sum of any row of this warp."""

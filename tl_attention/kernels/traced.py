@@ -160,21 +160,6 @@ class Traced:
         for n in tuple(range(len(self.program.diagonals))):
             self.diagonals.keep(n, self.staged.diagonals[n])
 
-    @T.inline
-    def keep_exponents(self, row_max):
-        """Store the values in base 2 and relative to row_max, for apply_exponents()."""
-        for k in T.unroll(self.diagonals.slots // 32):
-            self.diagonals.values[0][k] = self.diagonals.values[0][k] * LOG2E - row_max
-        self.keep_diagonals()
-
-    @T.inline
-    def apply_exponents(self, acc_s):
-        """Replace raw scores by new ones in base 2, relative to the row max of keep_exponents()."""
-        rows, cols = acc_s.shape
-        for i, j in T.Parallel(rows, cols):
-            value = self.diagonals.value(self.staged.diagonals[0], i, j)
-            acc_s[i, j] = acc_s[i, j] * (self.softmax_scale * LOG2E) + value
-
     def captured(self, load: int) -> Captured:
         return self.program.tensors[self.program.values[load].data]
 

@@ -60,11 +60,6 @@ def sums_apart(problem: AttnProblem, config: BwdPass) -> bool:
     return sums and config.dq_apart and config.block_M == config.block_N == STEP
 
 
-def fuses_slope(problem: AttnProblem, config: BwdPass) -> bool:
-    """True if the slope of a softcap is one instruction. In other orders it spills 4 to 8 bytes and gains nothing."""
-    return config.dq_apart and problem.has("softcap")
-
-
 def scale_of_scores(problem: AttnProblem, config: BwdPass, softmax_scale: Any) -> Any:
     """The scale that a program's scores are multiplied by; not 0 where masked raw scores have to stay -inf."""
     if hides_raw(problem, config) and problem.changes_scores:
@@ -89,7 +84,6 @@ def scores_of(
         # In steps of 64 queries pairs spill in other orders, and were 7 % slower in one without spills (d128, H200, 2026-11-23). In the
         # order apart 5.54 -> 5.50 ms (relative bias, B2 8k, 16 heads, H200, 2026-11-27)
         sums_pairs=config.block_M == 128 or config.dq_apart,
-        fuses_slope=fuses_slope(problem, config),
     )
 
 

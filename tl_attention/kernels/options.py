@@ -35,14 +35,6 @@ static __device__ __forceinline__ float tl_attention_tanh(float x) {
   return fabsf(x) < 0.55f ? small : large;
 }
 """
-# 1 - tanh², at least 0, in one instruction. nvcc 13.0.88 makes two of __saturatef, 64 more of 1000 in a step of d64
-SLOPE = """
-static __device__ __forceinline__ float tl_attention_slope(float tanh) {
-  float slope;
-  asm("fma.rn.ftz.sat.f32 %0, %1, %2, 0f3F800000;" : "=f"(slope) : "f"(-tanh), "f"(tanh));
-  return slope;
-}
-"""
 # A zero that nvcc cannot fold, see TileRing.part
 ZERO = """
 static __device__ __forceinline__ int tl_attention_zero() {
@@ -118,7 +110,6 @@ class Scores:
     tables: of the values per diagonal; first_step: step of the CTA at which its table of step 0 is.
     by_element: a causal ALiBi bias is subtracted from each score, too, not added by a product.
     learns: gradients of captured tensors that are dS, or its sums, are stored or added here. sums_pairs: of Traced.
-    fuses_slope: the slope of a softcap is SLOPE, which the kernel then needs.
     """
 
     def __init__(
@@ -137,11 +128,10 @@ class Scores:
         by_element: bool = False,
         learns: bool = True,
         sums_pairs: bool = False,
-        fuses_slope: bool = False,
         name: str = "scores",
     ):
         # hide_transposed() hides the elements of a program, before exponent(). If that changes scores, softmax_scale is not 0
-        self.hides_raw, self.fuses_slope = hides_raw, fuses_slope
+        self.hides_raw = hides_raw
         # New scores are in base 2, relative to the row max of transform()
         self.adds_exponents = adds_exponents
         self.rows_are_keys, self.two_sides = rows_are_keys, two_sides  # of the diagonal have a linear bias
@@ -431,6 +421,4 @@ class Scores:
         """Probability times the derivative of its score: of the program, or of the cap, 1 - tanh², 0 for an infinite score."""
         if self.traced is not None:
             return self.traced.sloped(P, score, i, j)
-        if self.fuses_slope:
-            return P * T.call_extern("float32", "tl_attention_slope", score)
         return P * T.call_extern("float32", "__saturatef", 1.0 - score * score)

@@ -8,7 +8,6 @@ from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels.bwd_apart import DqSums
 from tl_attention.kernels.bwd_one_tile import DqTiles
 from tl_attention.kernels.bwd_order import AddingOrder, AnyOrder
-from tl_attention.kernels.bwd_scores import sums_apart
 from tl_attention.kernels.bwd_tiles import KeyTileBox, dq_pieces, key_chunk
 from tl_attention.kernels.linear_bias import alloc_bias_columns
 from tl_attention.kernels.pipeline import (
@@ -112,7 +111,7 @@ def alloc_shared_tiles(
         dK=alloc_each(warpgroups, dk_shape, dtype_of("dk"), "dK") if has_dk else None,
         tile_box=KeyTileBox(*box) if dynamic else None,
         adding=alloc_adding(problem, config),
-        dq_sums=DqSums(sums_apart(problem, config), name="dq_sums") if config.dq_apart else None,
+        dq_sums=DqSums(name="dq_sums") if config.dq_apart else None,
         bias_columns=alloc_bias_columns(problem, block_M) if config.has_linear_bias(problem) else None,
         staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True, stores=stores_tiles),
         inputs=inputs,

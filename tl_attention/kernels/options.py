@@ -109,7 +109,7 @@ class Scores:
     softcap: s -> c tanh(s scale / c). alibi: s -> s - slope * |query + seqlen_k - seqlen_q - key|.
     tables: of the values per diagonal; first_step: step of the CTA at which its table of step 0 is.
     by_element: a causal ALiBi bias is subtracted from each score, too, not added by a product.
-    learns: gradients of captured tensors that are dS, or its sums, are stored or added here. sums_pairs: of Traced.
+    sums_pairs: of Traced.
     """
 
     def __init__(
@@ -126,7 +126,6 @@ class Scores:
         adds_exponents: bool = False,
         hides_raw: bool = False,
         by_element: bool = False,
-        learns: bool = True,
         sums_pairs: bool = False,
         name: str = "scores",
     ):
@@ -142,8 +141,8 @@ class Scores:
         self.biased = problem.has("alibi") and self.linear is None
         self.alibi_slope = T.alloc_var("float32", init=0.0) if self.biased else None
         self.traced, self.changed, program = None, problem.changes_scores, problem.program
-        self.learns_dS = learns and problem.learns_dS and not problem.sends_dS
-        self.sums_dS = learns and problem.learns_dS and not program.stored
+        self.learns_dS = problem.learns_dS and not problem.sends_dS
+        self.sums_dS = problem.learns_dS and not program.stored
         self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
         # A step has all columns of a block with bits
         self.has_whole_bits = self.has_bits and cols == LISTED_ROWS

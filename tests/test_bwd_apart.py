@@ -42,19 +42,16 @@ def test_a_third_warpgroup_fits(schedule, width):
 CAPPED = AttnProblem("bfloat16", 64, 64, True, ("softcap",))
 
 
-def capped(schedule: str, rounds_dq: bool = False, block_M: int = 64) -> BwdConfig:
-    stages = {64: 4, 128: 2}[block_M]
-    one = BwdPass("dq+dk+dv", block_M, 128, stages, stages, True, "apart", schedule, rounds_dq=rounds_dq)
+def capped(schedule: str, rounds_dq: bool = False) -> BwdConfig:
+    one = BwdPass("dq+dk+dv", 64, 128, 4, 4, True, "apart", schedule, rounds_dq=rounds_dq)
     return BwdConfig((one,))
 
 
-def test_softcaps_of_d64_may_have_steps_of_64_queries():
-    plain = AttnProblem("bfloat16", 64, 64, True)
-    for schedule, rounds_dq in (("dynamic-late", False), ("split", False), ("split", True)):
-        assert fault(CAPPED, capped(schedule, rounds_dq, 128)) is None
-        assert fault(plain, capped(schedule, rounds_dq, 128)) is None
-        assert fault(CAPPED, capped(schedule, rounds_dq)) is None
-        assert "d64 in steps of 128 queries" in fault(plain, capped(schedule, rounds_dq))
+def test_softcaps_of_d64_have_steps_of_64_queries():
+    for config in (capped("dynamic-late"), capped("split"), capped("split", rounds_dq=True)):
+        assert fault(CAPPED, config) is None
+        assert "d64 in steps of 128 queries" in fault(AttnProblem("bfloat16", 64, 64, True), config)
+    assert "got d64 in steps of 128" in fault(CAPPED, apart("split", 64))
     assert "another option" in fault(replace(CAPPED, head_dim=128, head_dim_v=128), capped("dynamic-late"))
 
 
@@ -128,16 +125,14 @@ def test_gradients_in_turns_have_the_same_bits(width, causal):
 @pytest.mark.parametrize("schedule", ["dynamic-late", "split", "rounds-dq"])
 @pytest.mark.parametrize("sizes", [(2, 12, 4, 1000, 1031), (30, 4, 4, 600, 600), (1, 1, 1, 1, 77)], ids=str)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("block_M", [64, 128])
-def test_gradients_of_softcaps_match_those_of_another_order(block_M, causal, sizes, schedule):
+def test_gradients_of_softcaps_match_those_of_another_order(causal, sizes, schedule):
     """Scores reach three times the cap."""
     shape = Shape(*sizes, 64, 64, causal)
     q, k, v = make_inputs(shape, torch.bfloat16)
     dout = make_dout(shape, torch.bfloat16)
     options = Options(softcap=1.5)
     out, lse = launch.forward(q, k, v, 0.125, causal, False, options=options)
-    rounds_dq = schedule == "rounds-dq"
-    config = capped("split" if rounds_dq else schedule, rounds_dq, block_M)
+    config = capped("split", rounds_dq=True) if schedule == "rounds-dq" else capped(schedule)
     other = BwdConfig((BwdPass("dq+dk+dv", 128, 128, 3, 2, True),))
     found, wanted = (
         launch.backward(dout, q, k, v, out, lse, 0.125, causal, False, options=options, config=x)

@@ -249,7 +249,7 @@ def passes(*texts: str) -> BwdConfig:
         (
             D64,
             passes("dq+dk+dv 64x128 reuse apart split"),
-            "order: expected 'apart' for d64 in steps of 128 queries, with a softcap also of 64, or d128 in steps of 64 alone, "
+            "order: expected 'apart' for d64 in steps of 128 queries, of 64 with a softcap, or d128 in steps of 64 alone, "
             "got d64 in steps of 64",
         ),
         (
@@ -479,8 +479,8 @@ def test_option_line_says_why_it_does_not_serve():
     problem = replace(D64, options=("window", "dropout"))
     choice = configs.choose_config(problem, "4k", "NVIDIA H200", "bwd_det")
     assert choice.misses[0] == "line 1 of [options.d64] bwd does not serve dropout"
-    assert "line 16 of [options.d64] bwd sums dq in no fixed order" in choice.misses
-    assert choice.source.startswith("line 19 of [options.d64] bwd of ") and choice.config.deterministic
+    assert "line 15 of [options.d64] bwd sums dq in no fixed order" in choice.misses
+    assert choice.source.startswith("line 18 of [options.d64] bwd of ") and choice.config.deterministic
     with_sink = replace(D64, options=("window", "sink", "dropout"))
     assert configs.choose_config(with_sink, "4k", "NVIDIA H200", "bwd_det") == choice
 

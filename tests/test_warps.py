@@ -13,12 +13,10 @@ import pytest
 
 pytest.importorskip("tilelang")
 
-from tl_attention.kernels.block_sums import ADD_BLOCKS, STEP, SUMS_PER_LANE
 from tl_attention.kernels.diagonals import DIAGONALS, sums_per_lane
 from tl_attention.program import diagonal_slots
 
 NATIVE = Path(__file__).parent / "native"
-STEPS = 3
 
 # Sums of tiles [64 keys, cols] of bf16, as the consumers have them: a line per sum of a lane, slot and number
 CONSUMERS = """
@@ -40,31 +38,6 @@ int main(int, char** files) {
   });
   for (int thread = 0; thread < 128; ++thread)
     for (int i = 0; i < SUMS; ++i) std::printf("%d %.9g\\n", slots[thread][i] - 15 - thread / 32 * 16, found[thread][i]);
-}
-"""
-# Sums of steps of 128 queries, as the warpgroup of dQ has them: a line per sum of a lane, distance and number
-WARPGROUP_OF_DQ = """
-int main(int, char** files) {
-  static uint16_t tiles[STEPS][128][128];
-  if (std::fread(tiles, sizeof tiles, 1, std::fopen(files[1], "rb")) != 1) return 1;
-  static float x[128][16], found[STEPS + 1][128][SUMS];
-  static int distances[STEPS + 1][128][SUMS];
-  for (int step = 0; step <= STEPS; ++step) {
-    if (step < STEPS)  // in the layout of 128-byte swizzle, 64 queries and 64 keys side by side
-      for (int key = 0; key < 128; ++key)
-        for (int query = 0; query < 128; ++query) {
-          int place = key / 64 * 16384 + query / 64 * 8192 + key % 64 * 128 + ((query % 64 / 8 ^ key % 8) * 16) + query % 8 * 2;
-          std::memcpy(shared_memory + 1024 + place, &tiles[step][key][query], 2);
-        }
-    run(4, [&] {
-      if (step < STEPS) tl_attention_add_blocks(x[threadIdx.x], 1024);
-      tl_attention_take_sums(found[step][threadIdx.x], x[threadIdx.x]);
-      for (int i = 0; i < SUMS; ++i) distances[step][threadIdx.x][i] = tl_attention_block_distance(step * 128, i);
-    });
-  }
-  for (int step = 0; step <= STEPS; ++step)
-    for (int thread = 0; thread < 128; ++thread)
-      for (int i = 0; i < SUMS; ++i) std::printf("%d %.9g\\n", distances[step][thread][i], found[step][thread][i]);
 }
 """
 # Values of the elements of 64 rows where that of slot u is u: a line per row. Slots of a warp begin at its last row
@@ -92,21 +65,11 @@ int main() {
 
 
 def for_cpu(code: str) -> str:
-    """The code with calls in place of inline PTX, but for additions to global memory, which are left out."""
+    """The code with the thread's number in place of the PTX that reads it, and without additions to global memory."""
 
     def call(match: re.Match) -> str:
-        text = match[0]
-        name = re.search(r'"(?:\{ \.reg[^;]*; )?(\w+)', text)[1]
-        operands, end = [], 0
-        while found := re.compile(r'"[=+]?[rfl]"\(').search(text, end):
-            depth, end = 1, found.end()
-            while depth:
-                depth += {"(": 1, ")": -1}.get(text[end], 0)
-                end += 1
-            operands.append(text[found.end() : end - 1])
-        if name == "mov":
-            return f"{operands[0]} = threadIdx.x;"
-        return f"{name}({', '.join(operands)});" if name in ("ldmatrix", "mma") else ";"
+        number = re.search(r'mov\.u32.*"=r"\((\w+)\)', match[0])
+        return f"{number[1]} = threadIdx.x;" if number else ";"
 
     return re.sub(r"asm volatile\(.*?\);(?=\s*\n|\s*[}])", call, code, flags=re.DOTALL)
 
@@ -117,7 +80,7 @@ def output(tmp_path: Path, main: str, sizes: dict[str, int], *arguments: Path) -
         pytest.skip("needs g++ 11 or later, which has std::barrier")
     constants = "".join(f"#define {name} {value}\n" for name, value in sizes.items())
     source, program = tmp_path / "main.cc", tmp_path / "main"
-    code = for_cpu(DIAGONALS + ADD_BLOCKS)
+    code = for_cpu(DIAGONALS)
     source.write_text(f'#include "{NATIVE / "warp.h"}"\n{constants}{code}{main}')
     subprocess.run(["g++", "-std=c++20", "-O1", "-w", "-pthread", source, "-o", program], check=True)
     text = check_output([program, *arguments], text=True)
@@ -160,9 +123,3 @@ def test_consumers_sum_the_diagonals_of_a_tile(cols, tmp_path):
     tile = bf16(1, 64, cols)
     found = sums(tmp_path, CONSUMERS, {"COLS": cols, "SUMS": sums_per_lane(cols)}, tile)
     check(found, tile, 2**-8)  # pairs are added in bf16
-
-
-def test_warpgroup_of_dq_sums_the_diagonals_of_steps(tmp_path):
-    tiles = bf16(STEPS, STEP, STEP)
-    found = sums(tmp_path, WARPGROUP_OF_DQ, {"STEPS": STEPS, "SUMS": SUMS_PER_LANE}, tiles)
-    check(found, tiles, 1e-6)

@@ -431,9 +431,9 @@ def _pass_fault(problem: AttnProblem, bwd_pass: BwdPass) -> str | None:
         return f"order: expected another than 'apart' with {where}, got 'apart'"
     if bwd_pass.dq_apart and bwd_pass.schedule not in ("dynamic", "dynamic-late", "split", "ordered"):
         return f"order: expected another than 'apart' with the schedule {bwd_pass.schedule}, got 'apart'"
-    apart_steps = {"d64": (64, 128) if problem.has("softcap") else (128,), "d128": (64,)}
-    if bwd_pass.dq_apart and bwd_pass.block_M not in apart_steps.get(problem.width, ()):
-        wanted = "d64 in steps of 128 queries, with a softcap also of 64, or d128 in steps of 64 alone"
+    apart_step = {"d64": 64 if problem.has("softcap") else 128, "d128": 64}.get(problem.width)
+    if bwd_pass.dq_apart and bwd_pass.block_M != apart_step:
+        wanted = "d64 in steps of 128 queries, of 64 with a softcap, or d128 in steps of 64 alone"
         return f"order: expected 'apart' for {wanted}, got {problem.width} in steps of {bwd_pass.block_M}"
     schedule = "dynamic-late" if problem.has("varlen") else "split"
     if bwd_pass.rounds_dq and not (bwd_pass.dq_apart and bwd_pass.schedule == schedule):

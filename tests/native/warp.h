@@ -60,29 +60,6 @@ static __nv_bfloat162 __hadd2(__nv_bfloat162 x, __nv_bfloat162 y) {
   return {to_bf16(low) | to_bf16(high) << 16};
 }
 
-// ldmatrix.x4: lanes 8 i to 8 i + 7 name the rows of matrix i
-static void ldmatrix(uint32_t& x0, uint32_t& x1, uint32_t& x2, uint32_t& x3, uint32_t address) {
-  uint32_t* x[] = {&x0, &x1, &x2, &x3};
-  int lane = threadIdx.x % 32;
-  for (int i = 0; i < 4; ++i) {
-    uint32_t row = __shfl_sync(0, address, 8 * i + lane / 4);
-    std::memcpy(x[i], shared_memory + row + lane % 4 * 4, 4);
-  }
-}
-// mma.m16n8k16 of bf16
-static void mma(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  float* d[] = {&d0, &d1, &d2, &d3};
-  uint32_t a[] = {a0, a1, a2, a3}, b[] = {b0, b1};
-  int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-  auto half = [](uint32_t pair, int k) { return of_bf16(k % 2 ? pair >> 16 : pair & 0xffff); };
-  for (int k = 0; k < 16; ++k)
-    for (int i = 0; i < 4; ++i) {
-      uint32_t left = __shfl_sync(0, a[k / 8 * 2 + i / 2], g * 4 + k % 8 / 2);
-      uint32_t right[] = {__shfl_sync(0, b[k / 8], c * 8 + k % 8 / 2), __shfl_sync(0, b[k / 8], c * 8 + 4 + k % 8 / 2)};
-      *d[i] += half(left, k) * half(right[i % 2], k);
-    }
-}
-
 // Call body() in each lane of `warps` warps
 template <class Body>
 static void run(int warps, Body body) {

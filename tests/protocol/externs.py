@@ -26,11 +26,11 @@ from .values import UNKNOWN, Address, Place
 # Functions of values, of registers, or of shared memory that is private to a warp. `#` stands for a number
 PURE = {
     "__fdiv_rn", "__saturatef", "fminf", "fmaxf",
-    "add", "add_exactly", "add_fp32_tile", "add_fragment", "add_rows", "add_stored", "add_tile", "add_to_place", "add_transposed",
-    "base#", "before", "bit", "block_distance", "diagonal", "diagonal#", "distance", "draw", "drop_float", "drop_half", "factor#",
+    "add", "add_exactly", "add_fp32_tile", "add_fragment", "add_rows", "add_stored", "add_sum", "add_tile", "add_to_place",
+    "add_transposed", "base#", "before", "bit", "diagonal", "diagonal#", "distance", "draw", "drop_float", "drop_half", "factor#",
     "fence_additions", "fetch", "fetch_bits", "fetch_shared", "fetched", "gradient", "keep_diagonals", "merge_sums", "new_score",
     "prefetch", "prefetch_bits", "random_state", "seen", "slope", "sloped", "slot_of_lane", "store_rows",
-    "store_tile", "store_vector", "sum_diagonals", "sum_pairs", "summed_slot", "take_sums", "tanh", "target#", "wait_for_prefetch",
+    "store_tile", "store_vector", "sum_diagonals", "sum_pairs", "summed_slot", "tanh", "target#", "wait_for_prefetch",
 }  # fmt: skip
 WRITES_FRAGMENTS = {"add_stored", "drop_float", "drop_half", "merge_piece"}
 
@@ -89,13 +89,6 @@ def add_by_tma(warp: Warp, place: Place, address: Address, fragment: Any) -> Non
     warp.tile_write(name, slot, "rows")
     warp.fence()
     warp.put(name, slot, share=("rows", warp.number % WARPS))
-
-
-def add_blocks(warp: Warp, x: Any, address: Address) -> None:
-    """Read the tiles of both warpgroups."""
-    name, slot = address.tile
-    for i in range(2):
-        warp.tile_read(name, slot + i)
 
 
 def set_table(warp: Warp, address: Address, step: int, slot: Any, value: Any, tables: int) -> None:
@@ -282,7 +275,7 @@ MODELS: dict[str, Callable[[list[str], list[int]], str]] = {
     "table_value": lambda args, sizes: f"externs.table_value(warp, {', '.join(args)}, {sizes[1]})",
     "make_parts": lambda args, sizes: f"(yield from externs.make_parts(warp, {', '.join(args)}, {sizes[0]}))",
     "wait_for_parts": lambda args, sizes: f"(yield from externs.wait_for_parts(warp, {', '.join(args)}, {sizes[0]}))",
-    **{name: _plain(name) for name in ("store_fragment", "split_tile", "scale_tile", "add_by_tma", "add_blocks")},
+    **{name: _plain(name) for name in ("store_fragment", "split_tile", "scale_tile", "add_by_tma")},
     **{
         name: _waits(name)
         for name in (

@@ -21,8 +21,7 @@ from tl_attention.kernels.bwd_arguments import KeyPassArguments
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
 from tl_attention.kernels.bwd_order import OrderedBlocks
 from tl_attention.kernels.bwd_round_packed import rounding_of
-from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles
-from tl_attention.kernels.bwd_staged import publish_P, stages_P, wait_to_write_dS
+from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles, stages_P
 from tl_attention.kernels.bwd_store import BiasGradient, store_gradients
 from tl_attention.kernels.bwd_warps import cuda_code, dq_warpgroup, further_warps, pass_roles
 from tl_attention.kernels.dropout import Dropout
@@ -234,7 +233,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                 for n in indices(P_parts):
                     dropout.drop(P_parts[n])
                 if stage_P:
-                    shared.P.write(w, step, dS_place, P_for_dv)
+                    share(w, (P_for_dv,), (shared.P[w],))
 
             # dP' = V dO', in the registers that S' had
             if dynamic and reuse and not splits:
@@ -247,7 +246,6 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
 
             # dV += P' dO
             if makes_dv:
-                publish_P(w, shared)
                 if not makes_dk:
                     shared.dO.wait(step)
                 if by_block:
@@ -257,7 +255,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
                         fp32.continue_jobs(products, dv_jobs, sums, 2)
                         fp32.finish_jobs(products, dv_jobs, sums, 0)
                 else:
-                    P_operands = (shared.P.tile(w, step),) if stage_P else P_parts
+                    P_operands = (shared.P[w],) if stage_P else P_parts
                     fp32.multiply(products, P_operands.__getitem__, shared.dO.parts_of(step), acc_dv)
             if not makes_dk:
                 # Only after the GEMM of P', when every lane has read its log-sum-exps: an arrival overtakes reads in flight. Released
@@ -306,7 +304,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             if early_dK:
                 T.wgmma_gemm(dS, shared.Q[step], acc_dk, policy=row_wise)
             if makes_dq:
-                wait_to_write_dS(w, step, shared)
+                shared.dS.wait_empty(step)
                 shared.dS.write(dS_place, step, dS)
                 shared.dS.announce(step)
                 scores.learn_dS(dS, blocks, not adds_late)

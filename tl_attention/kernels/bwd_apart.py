@@ -3,8 +3,6 @@
 The consumers only share dS' of each step. The product of dQ, its registers and its additions are not theirs. A warp adds 16 rows of 64
 columns at a time: it writes them to shared memory, from where TMA adds them to the sums.
 
-The warpgroup also sums dS along diagonals, for the gradient of a bias per distance at d64 (block_sums.py).
-
 With the schedule ordered a warp adds in the turns of bwd_order.py. An addition by TMA takes about as long as a step, so those of a step are
 announced in the next one.
 """
@@ -17,11 +15,9 @@ from typing import Any
 
 import tilelang.language as T
 
-from tl_attention.kernels.block_sums import BlockSums
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
 from tl_attention.kernels.bwd_order import AddingOrder
 from tl_attention.kernels.bwd_round import RowMajorBlocks
-from tl_attention.kernels.bwd_scores import sums_apart
 
 ROWS, COLUMNS = 64, 64  # of dQ at a time: 32 registers
 
@@ -69,10 +65,7 @@ TL_DEVICE void tl_attention_fence_additions() { asm volatile("fence.proxy.async.
 class DqSums:
     """Shared memory in which dQ waits to be added. Needs ADD_BY_TMA."""
 
-    def __init__(self, unfenced: bool = False, name: str = "dq_sums"):
-        # ADD_BY_TMA has the fence that its writes need. For writes to an address TileLang 0.1.15 puts another in front of the next wgmma.
-        # Without that one relative biases take 1 % less at d64, 1 % more at d128, attention without options as long (H200, 2026-11-27)
-        self.unfenced = unfenced
+    def __init__(self, name: str = "dq_sums"):
         self.tile = T.alloc_shared([ROWS * COLUMNS], "float32")
 
     @T.inline
@@ -85,7 +78,7 @@ class DqSums:
                 "handle",
                 name,
                 T.address_of(sums.tensor[row_block, first_col // 8, 0, 0]),
-                self.tile.access_ptr("r") if self.unfenced else T.address_of(self.tile[0]),
+                T.address_of(self.tile[0]),
                 acc_dq.data,
             )
         )
@@ -127,16 +120,11 @@ def pieces(producer: KeyTileProducer) -> tuple[tuple[int, int], ...]:
 
 
 @T.macro
-def add_step(producer, acc_dq, turns, diagonals, step, tile, blocks):
-    """Compute dQ = dS K of a step, and add it to the sums.
-
-    turns: TakenTurns; None: in any order. diagonals: BlockSums; None: dS is not summed along diagonals here.
-    """
+def add_step(producer, acc_dq, turns, step, tile, blocks):
+    """Compute dQ = dS K of a step, and add it to the sums. turns: TakenTurns; None: in any order."""
     tiles, shared, config = producer.tiles, producer.shared, producer.config
     row_block = tiles.dq_row_block(tile, blocks.head, blocks.query)
     shared.dS.wait(step)
-    if diagonals is not None:
-        diagonals.add(step, blocks.head, blocks.query - tile.first_key)
     for first_row, first_col in pieces(producer):
         for w in tuple(range(config.warpgroups)):
             T.wgmma_gemm(
@@ -147,9 +135,6 @@ def add_step(producer, acc_dq, turns, diagonals, step, tile, blocks):
                 policy=T.GemmWarpPolicy.FullRow,
                 clear_accum=w == 0,
             )
-        if diagonals is not None and (first_row, first_col) == (0, 0):
-            # Beside the product: the fence of the next addition waits until these numbers are in memory
-            diagonals.store(diagonals.difference[0])
         T.wait_wgmma(0)
         if (first_row, first_col) == pieces(producer)[-1]:
             shared.dS.release(step)
@@ -172,9 +157,6 @@ def add_dq(producer: KeyTileProducer) -> None:
     config, ring, rounding = producer.config, producer.shared.K, producer.shared.rounding
     acc_dq = T.alloc_fragment([ROWS, COLUMNS], "float32")
     turns = TakenTurns(producer.shared.adding) if config.is_ordered else None
-    problem, diagonals = producer.problem, None
-    if sums_apart(problem, config):
-        diagonals = BlockSums(problem, producer.options.traced, producer.shared.dS, name="diagonals")
 
     def for_all_keys(call: Callable[[Any], Any], turn: Any) -> None:
         for w in range(config.warpgroups):
@@ -184,12 +166,8 @@ def add_dq(producer: KeyTileProducer) -> None:
         for_all_keys(lambda step: T.evaluate(ring.wait(step)), turn)
         if rounding is not None:
             rounding.await_slot(tile)
-        if diagonals is not None:
-            diagonals.start(tile.batch)
 
     def end_tile(turn: Any, tile: Any) -> None:
-        if diagonals is not None:
-            diagonals.end()
         if turns is not None:
             turns.end()
         for_all_keys(ring.release, turn)
@@ -197,7 +175,7 @@ def add_dq(producer: KeyTileProducer) -> None:
             report(producer, tile)
 
     producer.walk(
-        lambda *place: add_step(producer, acc_dq, turns, diagonals, *place),
+        lambda *place: add_step(producer, acc_dq, turns, *place),
         begin=begin_tile,
         end=end_tile,
     )

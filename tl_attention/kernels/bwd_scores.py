@@ -7,7 +7,6 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
-from tl_attention.kernels.block_sums import STEP
 from tl_attention.kernels.options import OptionArguments, Scores
 from tl_attention.kernels.softmax import SMALLEST_SCALE, probabilities
 from tl_attention.problem import AttnProblem
@@ -50,21 +49,6 @@ def masks_before_exp(problem: AttnProblem, config: BwdPass) -> bool:
     return shares_dq(problem, config) or makes_both == problem.is_sloped
 
 
-def sums_apart(problem: AttnProblem, config: BwdPass) -> bool:
-    """True if the warpgroup that computes dQ sums dS along diagonals, see block_sums.py; else the consumers do.
-
-    Relative bias of d64, B4 4k, 32 heads: 3.40 -> 3.13 ms. Steps of 64 queries took longer so, as dQ came too late: d128, B2 8k, 16 heads
-    5.57 -> 5.77 (H200, 2026-11-27).
-    """
-    sums = problem.is_diagonal_bias and problem.learns_dS and not problem.stores_dS
-    return sums and config.dq_apart and config.block_M == config.block_N == STEP
-
-
-def fuses_slope(problem: AttnProblem, config: BwdPass) -> bool:
-    """True if the slope of a softcap is one instruction. In other orders it spills 4 to 8 bytes and gains nothing."""
-    return config.dq_apart and problem.has("softcap")
-
-
 def scale_of_scores(problem: AttnProblem, config: BwdPass, softmax_scale: Any) -> Any:
     """The scale that a program's scores are multiplied by; not 0 where masked raw scores have to stay -inf."""
     if hides_raw(problem, config) and problem.changes_scores:
@@ -85,11 +69,9 @@ def scores_of(
         staged=staged,
         hides_raw=hides_raw(problem, config),
         by_element=not config.has_linear_bias(problem),
-        learns=not sums_apart(problem, config),
         # In steps of 64 queries pairs spill in other orders, and were 7 % slower in one without spills (d128, H200, 2026-11-23). In the
         # order apart 5.54 -> 5.50 ms (relative bias, B2 8k, 16 heads, H200, 2026-11-27)
         sums_pairs=config.block_M == 128 or config.dq_apart,
-        fuses_slope=fuses_slope(problem, config),
     )
 
 

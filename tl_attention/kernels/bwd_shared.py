@@ -8,8 +8,6 @@ from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels.bwd_apart import DqSums
 from tl_attention.kernels.bwd_one_tile import DqTiles
 from tl_attention.kernels.bwd_order import AddingOrder, AnyOrder
-from tl_attention.kernels.bwd_scores import sums_apart
-from tl_attention.kernels.bwd_staged import SlotsOfDS, alloc_tiles_of_P, lends_slots
 from tl_attention.kernels.bwd_tiles import KeyTileBox, dq_pieces, key_chunk
 from tl_attention.kernels.linear_bias import alloc_bias_columns
 from tl_attention.kernels.pipeline import (
@@ -24,6 +22,11 @@ from tl_attention.kernels.staged import alloc_staged
 from tl_attention.kernels.tiles import SharedTiles
 from tl_attention.part_configs import splits_keys
 from tl_attention.problem import AttnProblem
+
+
+def stages_P(problem: AttnProblem, config: BwdPass) -> bool:
+    """True if dV reads P' from shared memory: with dropout, if dS' takes the registers of another P'. Not in fp32, see legality.py."""
+    return config.reuse_registers and "dv" in config.makes and problem.has("dropout")
 
 
 def alloc_key_rings(problem: AttnProblem, config: BwdPass) -> tuple[TileRing, TileRing | None]:
@@ -96,20 +99,19 @@ def alloc_shared_tiles(
     box = consumer_warps + walkers, has_table, late, ordered, config.has_five_counts(problem)
     Q = TileRing(q_shape, dtype_of("q"), consumer_warps, "Q", row_values, parts=parts)
     dO = TileRing(do_shape, dtype_of("do"), consumer_warps, "dO", parts=parts)
-    tiles_of_P = alloc_tiles_of_P(problem, config)
-    dS = alloc_ds(problem, config)
+    P = alloc_each(warpgroups, [64, block_M], dtype_of("p"), "P") if stages_P(problem, config) else None
     return SharedTiles(
         Q=Q,
         dO=dO,
         K=K,
         V=V,
-        P=SlotsOfDS(dS) if lends_slots(problem, config) else tiles_of_P,
+        P=P,
         dV=dV,
-        dS=dS,
+        dS=alloc_ds(problem, config),
         dK=alloc_each(warpgroups, dk_shape, dtype_of("dk"), "dK") if has_dk else None,
         tile_box=KeyTileBox(*box) if dynamic else None,
         adding=alloc_adding(problem, config),
-        dq_sums=DqSums(sums_apart(problem, config), name="dq_sums") if config.dq_apart else None,
+        dq_sums=DqSums(name="dq_sums") if config.dq_apart else None,
         bias_columns=alloc_bias_columns(problem, block_M) if config.has_linear_bias(problem) else None,
         staged=alloc_staged(problem, consumer_warps, block_M, rows_are_keys=True, stores=stores_tiles),
         inputs=inputs,

@@ -9,16 +9,14 @@ from typing import Any
 from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels import pipeline
 from tl_attention.kernels import products as fp32
-from tl_attention.kernels.block_sums import ADD_BLOCKS
 from tl_attention.kernels.bwd_apart import ADD_BY_TMA, FENCE_ADDITIONS, add_dq
 from tl_attention.kernels.bwd_load import KeyTileProducer
 from tl_attention.kernels.bwd_one_tile import send_dq
 from tl_attention.kernels.bwd_order import TAKE_TURNS, OrderKeeper
 from tl_attention.kernels.bwd_round import BLOCKS_WITH_ROWS, ROUND_DQ, rounding_code
 from tl_attention.kernels.bwd_round_packed import ALL_BLOCKS, ROUND_PACKED_DQ
-from tl_attention.kernels.bwd_scores import fuses_slope, sums_apart
 from tl_attention.kernels.input_parts import MAKE_PARTS
-from tl_attention.kernels.options import SLOPE, ZERO, prelude
+from tl_attention.kernels.options import ZERO, prelude
 from tl_attention.kernels.pipeline import APART_REGISTERS, FOUR_WARPS_REGISTERS, STORE_FRAGMENT
 from tl_attention.kernels.program_code import PREFETCH_BITS
 from tl_attention.kernels.roles import Roles
@@ -46,7 +44,7 @@ def pass_roles(problem: AttnProblem, config: BwdPass) -> Roles:
 
 def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None:
     """CUDA in front of the kernel; None: none."""
-    code = (prelude(problem, roles) or "") + SLOPE * fuses_slope(problem, config)
+    code = prelude(problem, roles) or ""
     if problem.has_bits and config.makes_all:
         code += PREFETCH_BITS
     if config.order:
@@ -59,8 +57,6 @@ def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None
         code += TAKE_TURNS
     if config.dq_apart:
         code += ADD_BY_TMA + FENCE_ADDITIONS * config.is_ordered
-    if sums_apart(problem, config):
-        code += ADD_BLOCKS
     if config.rounds(problem):
         packed = problem.has("varlen")
         loop = (ALL_BLOCKS, ROUND_PACKED_DQ) if packed else (BLOCKS_WITH_ROWS, ROUND_DQ)

@@ -34,14 +34,6 @@ static __device__ __forceinline__ float tl_attention_tanh(float x) {
   return fabsf(x) < 0.55f ? small : large;
 }
 """
-# 1 - tanh², at least 0, in one instruction. nvcc 13.0.88 makes two of __saturatef, 64 more of 1000 in a step of d64
-SLOPE = """
-static __device__ __forceinline__ float tl_attention_slope(float tanh) {
-  float slope;
-  asm("fma.rn.ftz.sat.f32 %0, %1, %2, 0f3F800000;" : "=f"(slope) : "f"(-tanh), "f"(tanh));
-  return slope;
-}
-"""
 # A zero that nvcc cannot fold, see TileRing.part
 ZERO = """
 static __device__ __forceinline__ int tl_attention_zero() {
@@ -115,8 +107,7 @@ class Scores:
 
     softcap: s -> c tanh(s scale / c). alibi: s -> s - slope * |query + seqlen_k - seqlen_q - key|.
     by_element: a causal ALiBi bias is subtracted from each score, too, not added by a product.
-    learns: gradients of captured tensors that are dS, or its sums, are stored or added here. sums_pairs: of Traced.
-    fuses_slope: the slope of a softcap is SLOPE, which the kernel then needs.
+    sums_pairs: of Traced.
     """
 
     def __init__(
@@ -130,13 +121,11 @@ class Scores:
         two_sides: bool = False,
         hides_raw: bool = False,
         by_element: bool = False,
-        learns: bool = True,
         sums_pairs: bool = False,
-        fuses_slope: bool = False,
         name: str = "scores",
     ):
         # hide_transposed() hides the elements of a program, before exponent(). If that changes scores, softmax_scale is not 0
-        self.hides_raw, self.fuses_slope = hides_raw, fuses_slope
+        self.hides_raw = hides_raw
         self.rows_are_keys, self.two_sides = rows_are_keys, two_sides  # of the diagonal have a linear bias
         self.capped, self.causal, self.is_fp32 = problem.has("softcap"), problem.causal, problem.is_fp32
         self.options, self.softmax_scale = options, softmax_scale
@@ -145,8 +134,8 @@ class Scores:
         self.biased = problem.has("alibi") and self.linear is None
         self.alibi_slope = T.alloc_var("float32", init=0.0) if self.biased else None
         self.traced, self.changed, program = None, problem.changes_scores, problem.program
-        self.learns_dS = learns and problem.learns_dS and not problem.sends_dS
-        self.sums_dS = learns and problem.learns_dS and not program.stored
+        self.learns_dS = problem.learns_dS and not problem.sends_dS
+        self.sums_dS = problem.learns_dS and not program.stored
         self.fetches, self.has_bits = problem.fetches, program is not None and program.bits
         # A step has all columns of a block with bits
         self.has_whole_bits = self.has_bits and cols == LISTED_ROWS
@@ -414,6 +403,4 @@ class Scores:
         """Probability times the derivative of its score: of the program, or of the cap, 1 - tanh², 0 for an infinite score."""
         if self.traced is not None:
             return self.traced.sloped(P, score, i, j)
-        if self.fuses_slope:
-            return P * T.call_extern("float32", "tl_attention_slope", score)
         return P * T.call_extern("float32", "__saturatef", 1.0 - score * score)

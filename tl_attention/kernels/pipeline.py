@@ -324,10 +324,6 @@ class ExchangeRing(WrittenTiles):
         """The whole tile."""
         return self.tiles[step % 2 * self.warpgroups + w, :, :]
 
-    def slot_bytes(self, step: Any) -> Any:
-        """Bytes from the first slot to that of a step."""
-        return step % 2 * (self.warpgroups * 64 * self.cols * 2)
-
     def wait(self, step):
         return T.mbarrier_wait_parity(self.full[step % 2], step // 2 % 2)
 
@@ -340,7 +336,7 @@ class ExchangeRing(WrittenTiles):
 
     @T.inline
     def write(self, address, step, fragment):
-        slot = address + self.slot_bytes(step)
+        slot = address + step % 2 * (self.warpgroups * 64 * self.cols * 2)
         T.evaluate(store_fragment(fragment, slot))
 
     @T.inline

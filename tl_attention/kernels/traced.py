@@ -26,14 +26,6 @@ tirx = tvm.tirx
 MAX_SCORE = 1e30
 
 
-def at_distance(
-    function: str, dtype: str, batch: Any, head: Any, distance: Any, arguments: TracedArguments
-) -> Any:
-    """A function of program_code at a diagonal, which the difference of query and key says."""
-    leaves = 0.0, batch, head, distance, 0, T.cast(distance, FLOAT), 0.0
-    return T.call_extern(dtype, f"tl_attention_{function}", *leaves, *arguments.flat)
-
-
 @T.meta_class
 class Traced:
     """Program of a tile of 64 rows: new scores, their slopes, and gradients of captured tensors.
@@ -131,7 +123,8 @@ class Traced:
 
     def at_distance(self, function: str, dtype: str, head: Any, distance: Any) -> Any:
         """A function of program_code at a diagonal, which the difference of query and key says."""
-        return at_distance(function, dtype, self.batch[0], head, distance, self.arguments)
+        leaves = 0.0, self.batch[0], head, distance, 0, T.cast(distance, FLOAT), 0.0
+        return T.call_extern(dtype, f"tl_attention_{function}", *leaves, *self.arguments.flat)
 
     @T.inline
     def fetch_diagonals(self, head, query, key, is_needed):

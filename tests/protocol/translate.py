@@ -36,7 +36,7 @@ IGNORED = {
 FUNCTIONS_OF_FLOATS = {
     "tirx.exp2", "tirx.log2", "tirx.exp", "tirx.log", "tirx.tanh", "tirx.sqrt", "tirx.rsqrt", "tl.infinity", "tirx.reinterpret",
     "tirx.floor", "tirx.ceil", "tirx.pow", "tirx.sin", "tirx.cos", "tirx.sigmoid", "tirx.isnan", "tirx.round", "tirx.nearbyint",
-    "tirx.popcount", "tirx.fma", "tl.ieee_mul", "tl.fma2", "tl.rng_rand", "tl.ldg32", "tl.ldg64", "tl.ldg128", "tirx.erf",
+    "tirx.popcount", "tirx.fma", "tl.fma2", "tl.rng_rand", "tl.ldg32", "tl.ldg64", "tl.ldg128", "tirx.erf",
 }  # fmt: skip
 ATTRIBUTES = (
     "pragma_unroll_factor",

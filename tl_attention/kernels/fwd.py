@@ -254,7 +254,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             if blocks.steps == 1:
                 shared.Q.release(q_step)
         scores.transform(acc_s, query, blocks, 0, LAST_BLOCK)
-        softmax.update(acc_s, scores.shift(blocks.diagonal(query, 0)), subtracts_first=True)
+        softmax.update(acc_s, scores.shift(blocks.diagonal(query, 0)))
         if may_hold_zero:
             fwd_steps.hold_zero(w, softmax, polynomial, acc_s, blocks.steps, recomputes)
         round_kept(acc_s, P_parts, dropout)
@@ -298,7 +298,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                         shared.Q.release(q_step)
                 scores.transform(acc_s, query, blocks, steps.first + i, steps, cap)
                 shift = scores.shift(blocks.diagonal(query, steps.first + i), is_right)
-                softmax.update(acc_s, shift, update_max, at_zero, subtracts_first=parts > 1)
+                softmax.update(acc_s, shift, update_max, at_zero)
                 if parts > 1:
                     add_product(
                         products,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import tilelang.language as T
 
@@ -78,18 +77,16 @@ class OnlineSoftmax:
         T.clear(self.partial_sum)
 
     @T.inline
-    def update(self, acc_s, shift=None, follow=True, at_zero=False, subtracts_first=False):
+    def update(self, acc_s, shift=None, follow=True, at_zero=False):
         """Replace scores by exp2((score + shift - row_max) * scale_log2), and add them to the row sums.
 
         follow: update row_max first; else row_max is held, and each row must have seen a score before.
         at_zero: the row max is 0 and held, and scores are exponents already.
-        subtracts_first: subtract the row max, then scale: the exponent of the largest score is 0 at any magnitude. Else an FMA does both,
-            and from magnitudes of 2^24 on that exponent is below 0, from 2^31 on maybe below all that have an exponential in fp32.
         """
         if follow:
             self.follow(acc_s, shift)
         for i, j in T.Parallel(64, self.block_N):
-            acc_s[i, j] = T.exp2(self.exponent(acc_s[i, j], i, shift, at_zero, subtracts_first))
+            acc_s[i, j] = T.exp2(self.exponent(acc_s[i, j], i, shift, at_zero))
         if self.sums_directly and not follow:
             # Other steps give partial_sum its layout, by reduce_sum. From these loops alone TileLang 0.1.15 makes one with all columns
             for n in tuple(range(self.block_N // 8)):
@@ -149,17 +146,11 @@ class OnlineSoftmax:
                 for i, j in T.Parallel(64, 8):
                     self.partial_sum[i, j] *= self.row_scale[i]
 
-    def exponent(self, score, i, shift, at_zero, subtracts_first):
-        """Exponent of 2 of a score of row i. at_zero, subtracts_first: see update()."""
+    def exponent(self, score, i, shift, at_zero):
+        """Exponent of 2 of a score of row i. at_zero: see update()."""
         if at_zero:
             return score
-        if subtracts_first:
-            return (score - self.score_max(i, shift)) * self.scale_log2
-        return score * self.scale_log2 - self.scaled(self.score_max(i, shift))
-
-    def scaled(self, row_max: Any) -> Any:
-        """Row max in base 2, rounded up: an FMA does not round a score times the scale, and no exponent is to be above 0."""
-        return T.ieee_mul(row_max, self.scale_log2, "ru")
+        return score * self.scale_log2 - self.score_max(i, shift) * self.scale_log2
 
     def score_max(self, i, shift):
         """row_max relative to scores that lack `shift`."""
@@ -206,8 +197,8 @@ class OnlineSoftmax:
             for i in T.Parallel(
                 64, loop_layout=rows_layout()
             ):  # relative to a maximum that includes the sink
-                self.row_max_prev[i] = T.max(self.scaled(self.row_max[i]), sink * LOG2E)
-                self.row_scale[i] = T.exp2(self.scaled(self.row_max[i]) - self.row_max_prev[i])
+                self.row_max_prev[i] = T.max(self.row_max[i] * self.scale_log2, sink * LOG2E)
+                self.row_scale[i] = T.exp2(self.row_max[i] * self.scale_log2 - self.row_max_prev[i])
                 self.row_sum[i] = self.row_sum[i] * self.row_scale[i] + T.exp2(
                     sink * LOG2E - self.row_max_prev[i]
                 )
@@ -218,7 +209,7 @@ class OnlineSoftmax:
                 )
         else:
             for i in T.Parallel(64, loop_layout=rows_layout()):
-                lse[i] = (T.log2(self.row_sum[i]) + self.scaled(self.row_max[i])) * lse_unit
+                lse[i] = (T.log2(self.row_sum[i]) + self.row_max[i] * self.scale_log2) * lse_unit
             for i in T.Parallel(64, loop_layout=rows_layout()):
                 self.row_scale[i] = T.if_then_else(self.row_sum[i] != 0, 1 / self.row_sum[i], 0)
 

@@ -15,20 +15,22 @@ from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels import fwd_assist, fwd_steps, pipeline
 from tl_attention.kernels.block_lists import key_blocks
 from tl_attention.kernels.dropout import Dropout
+from tl_attention.kernels.fwd_steps import FirstSteps, LastSteps, NoSteps
 from tl_attention.kernels.input_parts import MAKE_PARTS, InputArguments, InputParts
 from tl_attention.kernels.linear_bias import alloc_bias_columns, fill_bias_columns
 from tl_attention.kernels.mask import LAST_BLOCK, Mask
 from tl_attention.kernels.options import OptionArguments, Scores, option_arguments, prelude, sink_score
 from tl_attention.kernels.pages import CachePages, page_arguments, paged_loads
-from tl_attention.kernels.pipeline import Turns, alloc_fragments, input_ring, sync_warpgroup, wait_for_stores
-from tl_attention.kernels.products import CHUNK, add_product, alloc_further_parts, multiply, round_kept
-from tl_attention.kernels.results import results_of, store_code, store_output
+from tl_attention.kernels.pipeline import Turns, alloc_fragments, input_ring, wait_for_stores
+from tl_attention.kernels.products import CHUNK, OutputTiles, alloc_further_parts, multiply, round_kept
+from tl_attention.kernels.query_slots import QuerySlots
+from tl_attention.kernels.results import results_of, store_code
 from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder
 from tl_attention.kernels.shared_tiles import PIECES, SharedPieces, stream_of
 from tl_attention.kernels.softcap import PolynomialCap
 from tl_attention.kernels.softmax import LAZY_GROWTH, LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
-from tl_attention.kernels.split_tile import SPLIT_TILE, split_tile
+from tl_attention.kernels.split_tile import SPLIT_TILE
 from tl_attention.kernels.staged import alloc_staged
 from tl_attention.kernels.tiles import FragmentBlocks, SharedTiles, input_arguments
 from tl_attention.kernels.traced_arguments import traced_arguments
@@ -60,7 +62,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
     block_M, block_N, q_stages = config.block_M, config.block_N, config.q_stages
     hold_max, split, varlen = config.hold_max, config.split, problem.has("varlen")
-    warpgroups, consumer_warps = tuple(range(config.warpgroups)), 4 * config.warpgroups
+    consumer_warps = 4 * config.warpgroups
     two_sides = problem.bias_has_two_sides and not split and config.page_rows == 0
     near_first = two_sides or (hold_max and problem.scores_stay_close)
     may_hold_zero = PolynomialCap.serves(problem, config)
@@ -71,8 +73,6 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     roles = Roles(config.warpgroups, config.threads, registers, one_body=not problem.has("dropout"))
     O_from_registers = split or problem.dtype_of("o") == "float32"
     O_in_Q = head_dim == head_dim_v and not O_from_registers  # O is stored through the tile of its queries
-    # With more slots the box of this tile, read again at its end, might be refilled
-    releases_early = not O_in_Q and q_stages == 1 and persistent
     two_producers = config.page_rows > 0  # one warp cannot issue all instructions of the loads in time
     o_cols = CHUNK if parts > 1 else head_dim_v  # columns per tile of O in registers
     lse_is_final = not shares and not problem.has("added")  # nothing is merged into it
@@ -80,9 +80,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     first_row = functools.partial(query_tiles.first_row, problem, config)
     skips = query_tiles.hides_steps(problem, config)
     skips_last = query_tiles.hides_last_steps(problem, config)
-    # Three Q slots: Q of warpgroup 1 is loaded to the slot of warpgroup 0 in the previous tile, once that has begun this tile
-    three_slots = q_stages == 1.5
-    prefetched = warpgroups[:1] if three_slots else warpgroups  # whose Q is loaded before the tile is posted
+    counts_queries = skips and (problem.has("window") or (head_dim == 64 and config.warpgroups == 3))
+    slots = QuerySlots(config, O_in_Q, first_row)
 
     batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic("batch, heads, heads_kv, seqlen_q, seqlen_k")
     columns_qk, columns_v = T.dynamic("columns_qk, columns_v")
@@ -100,10 +99,6 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         how = split, hold_max, near_first, shares
         return key_blocks(problem, options, mask, tile, block_M, block_N, *how)
 
-    def finishes(blocks: Any) -> Any:
-        """True for a tile whose result this CTA stores."""
-        return blocks.partners[0] >= 0 if shares else True
-
     @T.macro
     def load(tile, turn, first_step, blocks, tiles, shared, stream):
         first_query = tiles.first_query(tile, block_M)
@@ -115,8 +110,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         if makes_parts:
             shared.inputs.wait(tile.batch, tile.kv_head)
         tiles.load_k(shared.K, first_step, tile, blocks, 0)
-        for w in prefetched:
-            shared.Q.fill(turn * config.warpgroups + w, tiles.q(tile, first_query + first_row(w), 64))
+        slots.load(turn, tile, first_query, tiles, shared.Q)
         if hold_max:
             shared.overflows.begin(turn, stream.recomputes)
         if persistent:
@@ -132,10 +126,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             for step in fwd_assist.steps_from(config, 1, blocks.steps):
                 tiles.load_k(shared.K, first_step + step, tile, blocks, step)
                 tiles.load_v(shared.V, first_step + step - 1, tile, blocks, step - 1)
-                if three_slots and step == 1:
-                    shared.Q.fill(2 * turn + 1, tiles.q(tile, first_query + first_row(1), 64))
-            if three_slots and blocks.steps == 1:
-                shared.Q.fill(2 * turn + 1, tiles.q(tile, first_query + first_row(1), 64))
+                slots.load_late(step == 1, turn, tile, first_query, tiles, shared.Q)
+            slots.load_late(blocks.steps == 1, turn, tile, first_query, tiles, shared.Q)
             if persistent:
                 stream.draw(turn)
             last = blocks.steps - 1
@@ -174,14 +166,21 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 else:
                     stream.skip_to(tile.group_end)
                 stream.find_overflow(turn)
-            for w in prefetched:
-                shared.Q.wait_empty(turn * config.warpgroups + w)
+            slots.wait_until_read(turn, shared.Q)
             shared.tile_box.close(turn)
             stream.close()
         else:
             tile.locate(first_tile)
             if tile.exists:
                 load(tile, 0, 0, blocks, tiles, shared, None)
+
+    @T.macro
+    def start_scores(w, q_step, step, shared, scores, acc_s, is_right=0):
+        """Issue S = Q Kᵀ of a key block, on top of the linear bias if there is one."""
+        shared.K.wait(step)
+        turns.wait(w)
+        scores.begin(acc_s, shared.bias_columns, is_right)
+        multiply(products, shared.Q.parts_of(q_step), shared.K.parts_of(step), acc_s, **q_kt)
 
     @T.macro
     def attend(
@@ -194,6 +193,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         O_chunks = (acc_o, *alloc_fragments([[64, o_cols]] * (head_dim_v // o_cols - 1), "float32"))
         # P V of one key block; without parts O itself
         acc_pv = alloc_fragments([[64, o_cols]], "float32") if parts > 1 else (acc_o,)
+        output = OutputTiles(products, O_chunks, acc_pv[0])
         lse = T.alloc_fragment([64], "float32")
         scores = Scores(problem, options, softmax_scale, block_N, staged=shared.staged, two_sides=two_sides)
         dropout = Dropout(problem, options, block_N)
@@ -207,60 +207,33 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         softmax.reset()
         scores.start(tile.batch, tile.head, scale_log2)
         dropout.start()
-        if problem.program is not None:
-            scores.look_ahead(query, blocks)
-        if skips:
-            skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(query + 63), 0))
-            fwd_steps.skip_keys(w, shared.K, turns, first_step, skipped)
-            blocks.skip(skipped)
-            first_step = T.shfl_sync(first_step + skipped, 0)
-        if skips_last:
-            hidden_last = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_last_steps(query), 0))
-            blocks.stop_before(hidden_last)
-        if skips and (problem.has("window") or (head_dim == 64 and config.warpgroups == 3)):
+        scores.look_ahead(query, blocks)
+        first = FirstSteps(blocks.hidden_steps(query + 63)) if skips else NoSteps()
+        first.skip(w, shared.K, turns, first_step, blocks)
+        first_step = first.after(first_step)
+        last_ones = LastSteps(blocks.hidden_last_steps(query)) if skips_last else NoSteps()
+        last_ones.skip(blocks)
+        if counts_queries:
             blocks.keep_queries(query)
-        if three_slots:
-            # The other warpgroup has left the slot: two phases behind, the next wait would pass at once
-            shared.Q.wait_empty(q_step)
-        shared.Q.wait(q_step)
-        if parts > 1:
-            split_tile(problem, w, shared.Q, q_step)
-        fwd_steps.prepare_queries(w, shared.Q, q_step, softmax_scale, scores.raw)
+        slots.prepare(problem, w, q_step, shared.Q, softmax_scale, scores.raw)
 
         # S = Q Kᵀ and softmax of the last key block
-        shared.K.wait(first_step)
-        turns.wait(w)
-        scores.begin(acc_s, shared.bias_columns)
-        multiply(
-            products,
-            lambda left: shared.Q.part(q_step, left),
-            lambda right: shared.K.part(first_step, right),
-            acc_s,
-            **q_kt,
-        )
+        start_scores(w, q_step, first_step, shared, scores, acc_s)
         turns.pass_on(w)
         dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(0))
-        if problem.program is not None:
-            scores.look_up(query, blocks, 0, LAST_BLOCK)
-        if O_in_Q and q_stages > 1:  # O of the previous tile has been stored from its slot by now
-            if turn > 0:
-                wait_for_stores()
-                shared.Q.release(q_step - config.warpgroups)
-        for n in indices(O_chunks):
-            T.clear(O_chunks[n])
+        scores.look_up(query, blocks, 0, LAST_BLOCK)
+        slots.free_previous(turn, q_step, shared.Q)
+        output.clear()
         T.wait_wgmma(0)
         shared.K.release(first_step)
-        if releases_early:
-            if blocks.steps == 1:
-                shared.Q.release(q_step)
+        slots.after_scores(blocks.steps == 1, q_step, shared.Q)
         scores.transform(acc_s, query, blocks, 0, LAST_BLOCK)
         softmax.update(acc_s, scores.shift(blocks.diagonal(query, 0)))
         if may_hold_zero:
             fwd_steps.hold_zero(w, softmax, polynomial, acc_s, blocks.steps, recomputes)
         round_kept(acc_s, P_parts, dropout)
 
-        if skips:
-            fwd_steps.skip_values(shared.V, first_step - skipped, skipped)
+        first.release_values(shared.V, first_step)
 
         # S = Q Kᵀ and softmax of each earlier block, beside O += P V of the block after it
         for steps, update_max, at_zero, cap, count in fwd_steps.step_ranges(
@@ -269,114 +242,53 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR per step at d128
             for i in T.serial(count):
                 is_right = blocks.is_right(steps.first + i) if two_sides and not steps.masked else 0
-                shared.K.wait(first_step + steps.first + i)
-                turns.wait(w)
-                scores.begin(acc_s, shared.bias_columns, is_right)
-                multiply(
-                    products,
-                    lambda left: shared.Q.part(q_step, left),
-                    lambda right: shared.K.part(first_step + steps.first + i, right),
-                    acc_s,
-                    **q_kt,
-                )
+                start_scores(w, q_step, first_step + steps.first + i, shared, scores, acc_s, is_right)
                 shared.V.wait(first_step + steps.first + i - 1)
-                multiply(
-                    products,
-                    lambda left: P_parts[left],
-                    lambda right: shared.V.part(first_step + steps.first + i - 1, right, 0, CHUNK),
-                    acc_pv[0],
-                    clear_accum=parts > 1,
-                )
+                output.start(P_parts, shared.V, first_step + steps.first + i - 1)
                 turns.pass_on(w)
                 dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(steps.first + i))
-                if problem.program is not None:
-                    scores.look_up(query, blocks, steps.first + i, steps)
+                scores.look_up(query, blocks, steps.first + i, steps)
                 T.wait_wgmma(len(products))  # S is complete
                 shared.K.release(first_step + steps.first + i)
-                if releases_early:
-                    if steps.first + i == blocks.steps - 1:
-                        shared.Q.release(q_step)
+                slots.after_scores(steps.first + i == blocks.steps - 1, q_step, shared.Q)
                 scores.transform(acc_s, query, blocks, steps.first + i, steps, cap)
                 shift = scores.shift(blocks.diagonal(query, steps.first + i), is_right)
                 softmax.update(acc_s, shift, update_max, at_zero)
-                if parts > 1:
-                    add_product(
-                        products,
-                        lambda left: P_parts[left],
-                        lambda right, col: shared.V.part(first_step + steps.first + i - 1, right, col, CHUNK),
-                        O_chunks,
-                        acc_pv[0],
-                    )
-                else:
-                    T.wait_wgmma(0)  # O is complete, and P free
+                output.finish(
+                    P_parts, shared.V, first_step + steps.first + i - 1
+                )  # O is complete, and P free
                 shared.V.release(first_step + steps.first + i - 1)
                 round_kept(acc_s, P_parts, dropout)
                 if update_max:
-                    softmax.rescale(O_chunks)
+                    softmax.rescale(output.chunks)
 
         # O += P V of the first key block beside the row sums, O /= row sums
         last = blocks.steps - 1
         shared.V.wait(first_step + last)
-        multiply(
-            products,
-            lambda left: P_parts[left],
-            lambda right: shared.V.part(first_step + last, right, 0, CHUNK),
-            acc_pv[0],
-            clear_accum=parts > 1,
-        )
+        output.start(P_parts, shared.V, first_step + last)
         # Read again instead of held in registers, and before the box may be refilled
         if persistent:
             shared.tile_box.read_tile(turn, tile)
         if shares:
             blocks.read_partners(turn, shared.tile_box)
-        if not O_in_Q and not releases_early:
-            shared.Q.release(q_step)
+        slots.after_steps(q_step, shared.Q)
         if hold_max:
             fwd_steps.check_sums(softmax, polynomial, shared.overflows, turn, recomputes)
         softmax.finish(lse, 1.0 if shares else lse_unit, sink_score(problem, options, tile, split))
         query = tiles.first_query(tile, block_M) + first_row(w)
         if lse_is_final:
             tiles.store_lse(lse, tile, query)
-        if parts > 1:
-            add_product(
-                products,
-                lambda left: P_parts[left],
-                lambda right, col: shared.V.part(first_step + last, right, col, CHUNK),
-                O_chunks,
-                acc_pv[0],
-            )
-        else:
-            T.wait_wgmma(0)
+        output.finish(P_parts, shared.V, first_step + last)
         shared.V.release(first_step + last)
-        if skips_last:
-            fwd_steps.skip_last(w, shared.K, shared.V, turns, first_step + blocks.steps, hidden_last)
-        softmax.scale_rows(O_chunks)
-        for n in indices(O_chunks):
-            dropout.scale_kept(O_chunks[n])
+        last_ones.release(w, shared.K, shared.V, turns, first_step + blocks.steps)
+        softmax.scale_rows(output.chunks)
+        for n in indices(output.chunks):
+            dropout.scale_kept(output.chunks[n])
 
         if hold_max:
             if recomputes != 0:  # or the first output of the tile might be written after this one
                 wait_for_stores(read=False)
-        if shares:
-            if blocks.partners[0] < 0:
-                shared.pieces.store(blocks.rank[0], w, acc_o, lse)
-                if O_in_Q and q_stages == 1:
-                    shared.Q.release(q_step)
-            shared.pieces.merge(blocks.rank[0], w, blocks.partners[0], acc_o, lse, lse_unit)
-        if finishes(blocks):
-            if O_from_registers:
-                tiles.store_result(O_chunks, lse, tile, query)
-            elif O_in_Q:
-                store_output(w, tile, query, tiles, shared.Q.tiles, q_step % shared.Q.slots, acc_o)
-                if q_stages == 1:
-                    wait_for_stores()
-                    shared.Q.release(q_step)
-            else:
-                wait_for_stores()  # of the previous tile
-                sync_warpgroup(w)
-                store_output(w, tile, query, tiles, shared.O, w, acc_o)
-            if not lse_is_final:
-                tiles.store_lse(lse, tile, query)
+        results.store(w, q_step, tile, query, blocks, tiles, shared, slots, output.chunks, lse, lse_unit)
 
     @T.macro
     def consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options):

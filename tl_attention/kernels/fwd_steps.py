@@ -94,6 +94,58 @@ def skip_last(w, K, V, turns, first_step, steps):
         V.release(first_step + i)
 
 
+@T.meta_class
+class FirstSteps:
+    """First steps of a tile, whose keys no query of a warpgroup sees. It skips them."""
+
+    def __init__(self, hidden: Any, name: str = "skipped"):
+        self.count = T.alloc_var("int32", init=T.shfl_sync(hidden, 0))
+
+    @T.inline
+    def skip(self, w, K, turns, first_step, blocks):
+        skip_keys(w, K, turns, first_step, self.count[0])
+        blocks.skip(self.count[0])
+
+    def after(self, first_step: Any) -> Any:
+        return T.shfl_sync(first_step + self.count[0], 0)
+
+    @T.inline
+    def release_values(self, V, first_step):
+        skip_values(V, first_step - self.count[0], self.count[0])
+
+
+@T.meta_class
+class LastSteps:
+    """Last steps of a tile, likewise."""
+
+    def __init__(self, hidden: Any, name: str = "hidden_last"):
+        self.count = T.alloc_var("int32", init=T.shfl_sync(hidden, 0))
+
+    @T.inline
+    def skip(self, blocks):
+        blocks.stop_before(self.count[0])
+
+    @T.inline
+    def release(self, w, K, V, turns, first_step):
+        skip_last(w, K, V, turns, first_step, self.count[0])
+
+
+class NoSteps:
+    """Tiles of which every warpgroup takes all steps."""
+
+    def skip(self, *others: Any) -> None:
+        return None
+
+    def after(self, first_step: Any) -> Any:
+        return first_step
+
+    def release_values(self, *others: Any) -> None:
+        return None
+
+    def release(self, *others: Any) -> None:
+        return None
+
+
 @T.macro
 def check_sums(
     softmax: OnlineSoftmax, polynomial: PolynomialCap | None, overflows: Overflows, turn, recomputes

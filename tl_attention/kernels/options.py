@@ -211,7 +211,7 @@ class Scores:
         """Begin to read what a program needs in step 0 of the forward."""
         if blocks.listed:
             blocks.read_ahead(0)
-        if self.has_diagonals or self.traced.is_staged:
+        if self.has_diagonals or (self.traced is not None and self.traced.is_staged):
             self.prefetch(query, blocks, 0)
 
     @T.inline

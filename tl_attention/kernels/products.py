@@ -263,3 +263,47 @@ def finish_jobs(products, jobs, sums, beside):
     for n in tuple(range(max(len(jobs) - 2, 0), len(jobs))):
         T.wait_wgmma(min((len(jobs) - 1 - n) * len(products) + beside, MOST_GROUPS))
         jobs[n].add(sums[n % 2])
+
+
+@dataclass(frozen=True)
+class OutputTiles:
+    """O of 64 queries in registers: tiles side by side, and the products of a key block, which with parts are summed apart.
+
+    Args:
+        chunks: fp32 [64, columns] each.
+        block: accumulator of a block's product; without parts chunks[0] itself.
+    """
+
+    products: tuple
+    chunks: tuple
+    block: Any
+
+    @T.inline
+    def clear(self):
+        for n in indices(self.chunks):
+            T.clear(self.chunks[n])
+
+    @T.inline
+    def start(self, P, V, step):
+        """Issue O += P V of a step; with parts the product of the first columns."""
+        multiply(
+            self.products,
+            P.__getitem__,
+            lambda right: V.part(step, right, 0, CHUNK),
+            self.block,
+            clear_accum=len(P) > 1,
+        )
+
+    @T.inline
+    def finish(self, P, V, step):
+        """Wait until O is complete."""
+        if len(P) > 1:
+            add_product(
+                self.products,
+                P.__getitem__,
+                lambda right, col: V.part(step, right, col, CHUNK),
+                self.chunks,
+                self.block,
+            )
+        else:
+            T.wait_wgmma(0)

@@ -8,7 +8,13 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernel_configs import FwdConfig
-from tl_attention.kernels.pipeline import STORE_FRAGMENT, fragment_address, store_fragment, sync_warpgroup
+from tl_attention.kernels.pipeline import (
+    STORE_FRAGMENT,
+    fragment_address,
+    store_fragment,
+    sync_warpgroup,
+    wait_for_stores,
+)
 from tl_attention.kernels.row_stores import STORE_ROWS, STORE_VECTOR, store_vector
 from tl_attention.kernels.softmax import LOWEST, rows_layout
 from tl_attention.kernels.tiles import (
@@ -27,12 +33,40 @@ from tl_attention.query_tiles import end_at_last_query, first_query
 
 @dataclass(frozen=True)
 class Results:
-    """Tiles class of a forward, and the types of its arguments O and Lse. splits: number of splits; None without a split."""
+    """Way out of O and Lse of a forward: the tiles class, and the types of its arguments. splits: number of splits; None without a split.
+
+    O leaves from registers, through the tile of its queries, or through a shared tile of its own. With the schedule shared a CTA may leave
+    a piece for another CTA instead, or merge the pieces of others.
+    """
 
     Tiles: type[DenseTiles]
     splits: Any
     O: Any
     Lse: Any
+    from_registers: bool = False
+    shares: bool = False
+    lse_is_final: bool = True  # nothing is merged into it
+
+    @T.inline
+    def store(self, w, q_step, tile, query, blocks, tiles, shared, slots, chunks, lse, lse_unit):
+        """Store O of 64 queries, and Lse unless it has been stored."""
+        if self.shares:
+            if blocks.partners[0] < 0:
+                shared.pieces.store(blocks.rank[0], w, chunks[0], lse)
+                slots.after_piece(q_step, shared.Q)
+            shared.pieces.merge(blocks.rank[0], w, blocks.partners[0], chunks[0], lse, lse_unit)
+        if blocks.partners[0] >= 0 if self.shares else True:
+            if self.from_registers:
+                tiles.store_result(chunks, lse, tile, query)
+            elif slots.hold_output:
+                store_output(w, tile, query, tiles, shared.Q.tiles, q_step % shared.Q.slots, chunks[0])
+                slots.after_result(q_step, shared.Q)
+            else:
+                wait_for_stores()  # of the previous tile
+                sync_warpgroup(w)
+                store_output(w, tile, query, tiles, shared.O, w, chunks[0])
+            if not self.lse_is_final:
+                tiles.store_lse(lse, tile, query)
 
 
 def results_of(
@@ -45,16 +79,23 @@ def results_of(
         splits = T.dynamic("splits")
         o_view = T.Tensor([splits, batch, heads, seqlen_q, problem.head_dim_v], "float32")
         lse_view = T.Tensor([splits, batch, heads, seqlen_q], "float32")
-        return Results(Tiles, splits, o_view, lse_view)
+        return Results(Tiles, splits, o_view, lse_view, from_registers=True)
     o_view = result_argument(problem, "o", batch, seqlen_q, heads, columns_v)
     lse_shape = [heads, seqlen_q] if varlen else [batch, heads, seqlen_q]
     if problem.has("added"):
         return Results(
-            AddedPackedTiles if varlen else AddedTiles, None, o_view, strided("lse", lse_shape, "float32")
+            AddedPackedTiles if varlen else AddedTiles,
+            None,
+            o_view,
+            strided("lse", lse_shape, "float32"),
+            from_registers=True,
+            lse_is_final=False,
         )
     dense = TilesFromEnd if end_at_last_query(problem, config) else DenseTiles
     Tiles = PagedTiles if paged else PackedTiles if varlen else dense
-    return Results(Tiles, None, o_view, T.Tensor(lse_shape, "float32"))
+    shares = config.schedule == "shared"
+    lse_view = T.Tensor(lse_shape, "float32")
+    return Results(Tiles, None, o_view, lse_view, problem.dtype_of("o") == "float32", shares, not shares)
 
 
 @T.macro

@@ -138,10 +138,8 @@ DOORS = {
     "version": "",
     "arguments": "problem",
     "question": "torch problem kernel_configs legality target configs gpus testing | launch launch/splits options",
-    "explain": "arguments torch distributed "
-    "gpus problem program kernel_configs part_configs round_configs legality target configs launch/splits launch/block_lists "
-    "launch/bwd_passes launch/common launch/seen query_tiles testing question explain "
-    "| block_masks tracing/builtin_options tracing/dense_bias tracing/trace matplotlib",
+    "explain": "arguments torch gpus problem program kernel_configs target configs testing question explain "
+    "| tracing/builtin_options tracing/by_distance tracing/dense_bias tracing/trace",
     "doctor": "torch problem target configs | compilation/manifest compilation/pack compilation/toolkit testing",
     "cli": "version arguments catalog torch problem kernel_configs legality target configs question doctor compilation/packing"
     "| explain launch compilation/building compilation/store compilation/compiler compilation/cubin compilation/toolkit "

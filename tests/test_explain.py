@@ -52,9 +52,12 @@ def test_explain_says_what_bounds_a_call(text, direction, gpu, bound, capsys):
     out = run(capsys, text, "--pass", direction, "--gpu", gpu)
     assert f"bound by      {bound}: " in out
     assert (
-        f"intensity     {found.intensity:.4g} FLOP per byte; the ridge of this GPU is at {found.gpu.ridge:.0f} ("
+        f"intensity     {found.intensity:.4g} FLOP per byte; the ridge of this GPU is at {found.ridge:.0f} ("
         in out
     )
+    if direction == "fwd":
+        high = call(text, direction, gpus.resolve(gpu), "float32-high")
+        assert high.ridge == pytest.approx(found.ridge / 3), "three products of bf16 terms"
     assert f"at full rate  {bound} {command.duration(max(found.limits.values()))}, " in out
 
 

@@ -17,7 +17,6 @@ def test_tflops_follow_from_the_clock(gpu):
     per_clock = math.log2(1e3 * gpu.tflops / gpu.sms / gpu.boost_ghz)  # and SM: a power of two
     assert per_clock == pytest.approx(round(per_clock), abs=0.03)
     assert gpu.boost_ghz <= gpu.max_ghz
-    assert gpu.ridge == pytest.approx(gpu.tflops / gpu.tb_s)
 
 
 def test_facts_agree_with_those_of_the_kernels():

@@ -30,11 +30,6 @@ class Gpu:
     tb_s: float  # memory bandwidth
     max_ghz: float  # clock of short work without tensor cores
 
-    @property
-    def ridge(self) -> float:
-        """FLOPs per byte of memory at which tensor cores and memory take equally long."""
-        return self.tflops / self.tb_s
-
 
 H200 = Gpu("NVIDIA H200", 132, 989, 1.83, 4.8, 1.98)
 H100 = Gpu("NVIDIA H100 80GB HBM3", 132, 989, 1.83, 3.35, 1.98)

@@ -163,7 +163,7 @@ def _counts(call: Work) -> Iterator[tuple[str, str]]:
 def _roofline(call: Work) -> Iterator[tuple[str, str]]:
     gpu = call.gpu
     known = "" if gpu.name in GPUS else "; this GPU is unknown, its rates are those of the nearest Hopper GPU"
-    ridge = f"{gpu.ridge:.0f} ({gpu.tflops:.0f} TFLOPS over {gpu.tb_s:g} TB/s)"
+    ridge = f"{call.ridge:.0f} ({call.tflops:.0f} TFLOPS over {gpu.tb_s:g} TB/s)"
     yield "intensity", f"{call.intensity:.4g} FLOP per byte; the ridge of this GPU is at {ridge}{known}"
     limits = sorted(call.limits.items(), key=lambda item: -item[1])
     yield "at full rate", ", ".join(f"{unit} {duration(seconds)}" for unit, seconds in limits)

@@ -49,11 +49,21 @@ class Work:
         return self.flops / self.bytes
 
     @property
+    def tflops(self) -> float:
+        """Tensor throughput for this dtype: a product in fp32 takes several of bf16."""
+        return self.gpu.tflops / len(self.problem.products)
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs per byte at which tensor cores and memory take equally long."""
+        return self.tflops / self.gpu.tb_s
+
+    @property
     def limits(self) -> dict[str, float]:
         """Seconds that each unit of the GPU takes at full rate: nothing is faster than the longest."""
         exponentials = EXP_PER_CLOCK * self.gpu.sms * self.gpu.boost_ghz * 1e9
         return {
-            TENSOR_CORES: self.flops * len(self.problem.products) / (self.gpu.tflops * 1e12),
+            TENSOR_CORES: self.flops / (self.tflops * 1e12),
             EXPONENTIALS: self.pairs / exponentials,
             MEMORY: self.bytes / (self.gpu.tb_s * 1e12),
         }

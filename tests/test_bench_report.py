@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tl_attention.explain.report import bench_words
-from tl_attention.explain.work import of_call
-from tl_attention.gpus import H200
+from tl_attention.explain.measured import bench_words
 from tl_attention.testing.shapes import DIRECTIONS, Shape, chosen_shapes
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
@@ -422,7 +420,7 @@ def test_bench_stored_runs_can_be_judged_anew(tmp_path: Path, peers_folder: Path
 )
 def test_explain_names_a_command_that_measures(text, direction, dtype, words):
     shape = Shape.parse(text)
-    found = bench_words(of_call(shape, direction, dtype, H200))
+    found = bench_words(shape, direction, dtype)
     assert found == (words and words.format(shape))
     if found:
         asked = run.parse_args(found.split())

@@ -209,10 +209,6 @@ def test_seconds(text, expected):
         (["tune", "--shapes", "articel"], "--shapes: shape 'articel': not in configs/shapes.toml"),
         (["config", "d128", "sideways"], "tl-attention config: expected a dtype .*; got 'sideways'"),
         (["explain", "articel"], "tl-attention explain: shape 'articel': not in configs/shapes.toml"),
-        (
-            ["explain", "article", "--ranks", "1"],
-            "argument --ranks: expected a whole number, at least 2, got '1'",
-        ),
     ],
 )
 def test_bad_input_ends_with_status_2_and_one_line(words, text, capsys):

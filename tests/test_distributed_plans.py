@@ -12,7 +12,7 @@ import torch
 
 from tl_attention import distributed, flash_attn_func, flash_attn_varlen_func
 from tl_attention.distributed import roll, shards
-from tl_attention.distributed.choice import Sizes, choose, gather_bytes, remote_rows
+from tl_attention.distributed.choice import choose, remote_rows
 from tl_attention.distributed.gather import gather_plan
 from tl_attention.distributed.layout import (
     Layout,
@@ -167,13 +167,11 @@ def test_plans_positions_and_lengths_of_a_shard():
 
 def test_plans_choice_follows_the_bytes_of_gathered_keys():
     layout, mask = named_layout("zigzag", 1 << 16, 2), Mask((0, 1 << 16), CAUSAL)
-    gqa = Sizes(1, 32, 8, 128, 128, 2, training=True)
-    assert choose(layout, mask, gqa).method == "gather"
-    rows = remote_rows(layout, mask)
-    assert rows == 1 << 15 and gather_bytes(rows, 1 << 16, 2, gqa) == 2 * rows * 8 * 256 * 2
-    assert gather_bytes(rows, 1 << 16, 2, gqa._replace(heads_kv=32)) == 3 * rows * 32 * 256 * 2
+    row_bytes = 8 * (128 + 128) * 2
+    assert choose(layout, mask, row_bytes).method == "gather"
+    assert remote_rows(layout, mask) == 1 << 15
     million = named_layout("zigzag", 1 << 22, 2)
-    ring = choose(million, Mask((0, 1 << 22), CAUSAL), gqa)
+    ring = choose(million, Mask((0, 1 << 22), CAUSAL), row_bytes)
     assert ring.method == "ring" and ring.reason == "gathered keys and values take 16384 MiB, ring from 8192"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 
 import pytest
@@ -10,20 +11,17 @@ import torch
 from tl_attention import gpus, target
 from tl_attention.testing import counts
 
-HOPPER = [gpu for gpu in gpus.GPUS.values() if gpu.is_hopper]
-
 
 @pytest.mark.parametrize("gpu", gpus.GPUS.values(), ids=lambda gpu: gpu.name)
 def test_tflops_follow_from_the_clock(gpu):
-    peak = gpu.sms * gpu.flops_per_clock * gpu.boost_ghz / 1e3
-    assert peak == pytest.approx(gpu.tflops, rel=0.02)
+    per_clock = math.log2(1e3 * gpu.tflops / gpu.sms / gpu.boost_ghz)  # and SM: a power of two
+    assert per_clock == pytest.approx(round(per_clock), abs=0.03)
     assert gpu.boost_ghz <= gpu.max_ghz
-    assert gpu.ridge == pytest.approx(gpu.tflops / gpu.tb_s)
 
 
 def test_facts_agree_with_those_of_the_kernels():
     assert gpus.H200.name == target.DEFAULT_GPU and gpus.H200.sms == target.H200_SMS
-    peak = gpus.H200.sms * gpus.H200.flops_per_clock * gpus.H200.max_ghz / 1e3
+    peak = gpus.H200.sms * 4096 * gpus.H200.max_ghz / 1e3
     assert peak == pytest.approx(counts.PEAK_TFLOPS, rel=1e-3)
 
 
@@ -66,9 +64,9 @@ def device(monkeypatch):
 def test_unknown_hopper_goes_by_its_sm_count(sms, near, device):
     device("NVIDIA H100 80GB HBM3 MIG 3g.40gb", sms)
     gpu = gpus.find("NVIDIA H100 80GB HBM3 MIG 3g.40gb")
-    assert gpu.sms == sms and gpu.is_hopper
-    order = gpus.nearest_names(gpu.name, [gpu.name for gpu in HOPPER])
-    assert gpus.GPUS[order[0]].sms == near and len(order) == len(HOPPER)
+    assert gpu.sms == sms
+    order = gpus.nearest_names(gpu.name, gpus.GPUS)
+    assert gpus.GPUS[order[0]].sms == near and len(order) == len(gpus.GPUS)
     assert gpus.resolve(gpu.name) == gpu
 
 

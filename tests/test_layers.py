@@ -130,18 +130,16 @@ DOORS = {
     "reference/jvp": "torch reference",
     "reference/flex": "torch program reference tracing/program_values",
     "testing": "torch problem target configs reference reference/jvp testing",
-    "tuning": "torch options problem kernel_configs target catalog configs launch compilation/building compilation/cubin "
+    "tuning": "torch options problem kernel_configs target question catalog configs launch compilation/building compilation/cubin "
     "compilation/sandbox tuning reference testing | rich",
     "compilation/cubin": "problem kernel_configs legality target compilation/compiler compilation/store compilation/toolkit | tilelang",
     "compilation/manifest": "compilation/building compilation/sandbox catalog configs compilation/cubin compilation/compiler "
     "compilation/toolkit problem program kernel_configs part_configs legality target | tilelang tvm",
     "version": "",
     "arguments": "problem",
-    "question": "torch problem kernel_configs legality target configs gpus | launch",
-    "explain": "arguments torch distributed "
-    "gpus problem program kernel_configs part_configs round_configs legality target configs launch/splits launch/block_lists "
-    "launch/bwd_passes launch/common launch/seen query_tiles testing question explain "
-    "| block_masks tracing/builtin_options tracing/dense_bias tracing/trace matplotlib",
+    "question": "torch problem kernel_configs legality target configs gpus testing | launch launch/splits options",
+    "explain": "arguments torch gpus problem program kernel_configs target configs testing question explain "
+    "| tracing/builtin_options tracing/by_distance tracing/dense_bias tracing/trace",
     "doctor": "torch problem target configs | compilation/manifest compilation/pack compilation/toolkit testing",
     "cli": "version arguments catalog torch problem kernel_configs legality target configs question doctor compilation/packing"
     "| explain launch compilation/building compilation/store compilation/compiler compilation/cubin compilation/toolkit "

@@ -100,9 +100,9 @@ CONFIG = {
     " before. Example: tl-attention config bf16 d128 causal window=127 sink seqlen_k=4096",
 }
 EXPLAIN = {
-    "help": "FLOPs, bytes, roofline, what bounds a problem, and the time that a model predicts; needs no GPU",
-    "description": "Print the work of a problem, the memory traffic of its schedule against that of unfused attention, what bounds it on"
-    " a GPU, the predicted and the measured time, and the config. Example: tl-attention explain 1,32,8,4096,4096,128,causal",
+    "help": "FLOPs, bytes, what bounds a call, its measured time and its config; needs no GPU",
+    "description": "Print the FLOPs and bytes of a call, its intensity beside the ridge of a GPU, what bounds it, its measured time, and"
+    " the config that serves it with the reason. Example: tl-attention explain 1,32,8,4096,4096,128,causal",
 }
 MANIFEST = {
     "help": "rewrite configs/kernels.json and print which shipped kernels changed",

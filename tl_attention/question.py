@@ -34,8 +34,10 @@ from tl_attention.problem import (
     length_bucket,
     option_buckets,
     tile_widths,
+    window_bucket,
 )
 from tl_attention.target import DEFAULT_GPU, gpu_name, is_hopper
+from tl_attention.testing.shapes import Shape, sequences
 
 SIZES = ("seqlen_q", "seqlen_k", "batch", "heads", "heads_kv", "page_size")
 MASKS = ("full", "causal")
@@ -131,6 +133,37 @@ def gpu_of(words: str | None) -> Gpu:
         return gpus.resolve(words)
     here = torch.cuda.is_available() and is_hopper(torch.cuda.current_device())
     return gpus.resolve(gpu_name() if here else DEFAULT_GPU)
+
+
+def shape_bucket(shape: Shape, problem: AttnProblem, direction: str, gpu: Gpu) -> str:
+    """The bucket of a shape and its problem on a GPU."""
+    from tl_attention.launch import splits
+
+    longest = max(seqlen_k for _, seqlen_k in sequences(shape))
+    if direction != "fwd":
+        queries = shape.seqlen_q if problem.is_fp32 and not shape.is_varlen else 0
+        return bwd_bucket(direction == "bwd_det", shape.heads_q, shape.heads_kv, longest, seqlen_q=queries)
+    if shape.is_varlen:
+        return SPLIT_BUCKET if _packed_splits(shape, gpu.sms) > 1 else length_bucket(longest)
+    sizes = shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k
+    bucket = splits.fwd_bucket(*sizes, gpu.sms, splits.sharing(problem, gpu.name))
+    return window_bucket(bucket, problem.options, shape.window_keys)
+
+
+def _packed_splits(shape: Shape, sms: int) -> int:
+    """Splits per tile of packed sequences with the lengths of a shape."""
+    from tl_attention.launch import splits
+    from tl_attention.options import Options
+
+    queries, keys = zip(*sequences(shape), strict=True)
+    cu_seqlens_q = torch.empty(shape.batch + 1, dtype=torch.int32, device="meta")
+    options = Options(
+        window=shape.window_size,
+        max_seqlen_q=max(queries),
+        max_seqlen_k=max(keys),
+        cu_seqlens_q=cu_seqlens_q,
+    )
+    return splits.packed_splits(options, sum(queries), sum(keys), shape.heads_q, sms)
 
 
 def answer(question: Question, direction: str, gpu: Gpu) -> Iterator[str]:

@@ -22,7 +22,7 @@ from tl_attention.checks.common import (
 from tl_attention.checks.keywords import unknown_keyword
 from tl_attention.distributed import roll
 from tl_attention.distributed.calls import Given, Scores, Task
-from tl_attention.distributed.choice import METHODS, Sizes, choose
+from tl_attention.distributed.choice import METHODS, choose
 from tl_attention.distributed.gather import Gather
 from tl_attention.distributed.group import Group, Ranks, ranks_of
 from tl_attention.distributed.layout import Layout
@@ -259,9 +259,9 @@ def _prepare(
     packed = asked.cu_seqlens is not None
     causal, window = canonical_window(asked.causal, asked.window_size)
     mask = Mask(documents, CAUSAL if causal else window)
-    method, training = asked.method, _trains(q, k, v, asked.learnable_sink)
+    method = asked.method
     if method == "auto":
-        method = choose(layout, mask, _sizes(q, k, v, training)).method
+        method = choose(layout, mask, _row_bytes(k, v)).method
     scores = Scores(
         scale_of(q, asked.softmax_scale),
         float(asked.softcap),
@@ -270,6 +270,7 @@ def _prepare(
         packed,
         Needs(asked.alibi_slopes is not None, asked.dropout_p > 0),
     )
+    training = _trains(q, k, v, asked.learnable_sink)
     if packed:
         q, k, v = q[None], k[None], v[None]
     method = CLASSES[method](Task(layout, mask, ranks, scores, asked.return_attn_probs), q, k, v)
@@ -280,10 +281,10 @@ def _trains(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def _sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, training: bool) -> Sizes:
-    batch = len(q) if q.ndim == 4 else 1
-    heads, heads_kv, head_dim, head_dim_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
-    return Sizes(batch, heads, heads_kv, head_dim, head_dim_v, q.element_size(), training)
+def _row_bytes(k: torch.Tensor, v: torch.Tensor) -> int:
+    """Bytes of keys and values per token of all batch entries."""
+    batch = len(k) if k.ndim == 4 else 1
+    return batch * k.shape[-2] * (k.shape[-1] + v.shape[-1]) * k.element_size()
 
 
 def _placement(q: torch.Tensor, ranks: Ranks, asked: Asked) -> tuple[Layout, tuple[int, ...]]:

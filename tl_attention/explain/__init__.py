@@ -1,1 +1,1 @@
-"""`tl-attention explain`: the work of a problem, what bounds it on a GPU, and the time that a model of the kernels predicts."""
+"""`tl-attention explain`: FLOPs and bytes of a call, what bounds it on a GPU, its measured time, and its config."""

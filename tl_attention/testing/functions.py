@@ -1,4 +1,4 @@
-"""Masks, score functions and biases that the word `function=NAME` of a shape names, for benchmarks and the time model."""
+"""Masks, score functions and biases that the word `function=NAME` of a shape names, for benchmarks and `tl-attention explain`."""
 
 from __future__ import annotations
 

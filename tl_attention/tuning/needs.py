@@ -19,10 +19,10 @@ from tl_attention.problem import (
     option_buckets,
     tile_widths,
 )
+from tl_attention.question import gpu_of, shape_bucket
 from tl_attention.target import gpu_name
 from tl_attention.testing.shapes import Shape, sequences
 from tl_attention.tuning.results import Kernel
-from tl_attention.tuning.steps import shape_bucket
 
 
 def kernels_of(shape: Shape, dtype: str, direction: str, all_lengths: bool = False) -> list[Kernel]:
@@ -64,7 +64,7 @@ def kernels_of(shape: Shape, dtype: str, direction: str, all_lengths: bool = Fal
 def _buckets(shape: Shape, problem: AttnProblem, direction: str) -> Sequence[str]:
     """Buckets that a call may need; for packed sequences two, as their split depends on the totals."""
     if not shape.is_varlen:
-        return [shape_bucket(shape, problem, direction)]
+        return [shape_bucket(shape, problem, direction, gpu_of(None))]
     longest = max(seqlen_k for _, seqlen_k in sequences(shape))
     if direction == "fwd":
         return [length_bucket(longest), SPLIT_BUCKET]

@@ -20,13 +20,11 @@ from tl_attention.problem import (
     DIRECTIONS,
     AttnProblem,
     buckets,
-    bwd_bucket,
     tile_widths,
     tuning_key,
-    window_bucket,
 )
+from tl_attention.question import gpu_of, shape_bucket
 from tl_attention.reference import attention_backward_reference, attention_reference
-from tl_attention.target import H200_SMS, gpu_name, sm_count
 from tl_attention.testing import counts, timer
 from tl_attention.testing.inputs import make_dout, make_inputs
 from tl_attention.testing.numeric import check_bwd, check_fwd
@@ -75,23 +73,9 @@ def group_shapes(
     for direction, dtype in itertools.product(directions, dtypes):
         for shape in shapes or default_shapes(direction, dtype):
             problem = shape.problem(dtype, direction)
-            row = Row(direction, problem, shape_bucket(shape, problem, direction))
+            row = Row(direction, problem, shape_bucket(shape, problem, direction, gpu_of(None)))
             groups.setdefault(row, []).append(shape)
     return groups
-
-
-def shape_bucket(shape: Shape, problem: AttnProblem, direction: str) -> str:
-    """The bucket of a shape and its problem on this GPU, or on an H200 where there is none."""
-    from tl_attention import launch
-
-    if direction != "fwd":
-        queries = shape.seqlen_q if problem.is_fp32 else 0
-        heads = shape.heads_q, shape.heads_kv
-        return bwd_bucket(direction == "bwd_det", *heads, shape.seqlen_k, seqlen_q=queries)
-    sms = sm_count(torch.cuda.current_device()) if torch.cuda.is_available() else H200_SMS
-    shares = launch.splits.sharing(problem, gpu_name())
-    bucket = launch.fwd_bucket(shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k, sms, shares)
-    return window_bucket(bucket, problem.options, shape.window_keys)
 
 
 def check_shapes(shapes: Sequence[Shape]) -> list[Shape]:

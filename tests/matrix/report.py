@@ -19,23 +19,7 @@ LEAST_DRAWS = 3  # that launched a kernel, for a pass of it
 Rows = dict[str, dict[str, Any]]
 
 # Kernel name -> why it needs no pass
-GRACE: dict[str, str] = {
-    **{
-        f"bf16 d64 full window {option}, 192x128 dynamic q2 ping-pong hold-max": "its form without halves of key blocks was compiled, and "
-        "checked without a GPU"
-        for option in ("sink", "softcap")
-    },
-    "bf16 d128 full window, dq+dk+dv 64x128x2x2 reuse early-dK dynamic-late": "passed all draws on 2026-11-28 before it waited for the "
-    "stores of a CTA's last tile; with that wait it was compiled, and checked without a GPU",
-    **dict.fromkeys(
-        (
-            "bf16 d64 causal softcap, dq+dk+dv 64x128x4x4 reuse apart split rounds-dq",
-            "bf16 d64 full window softcap, dq+dk+dv 64x128x4x4 reuse apart dynamic-late",
-        ),
-        "passed all draws on 2026-11-28 with the slope of the cap in one instruction; without it, it was compiled, and checked without a "
-        "GPU",
-    ),
-}
+GRACE: dict[str, str] = {}
 
 
 def read(path: Path = PATH) -> Rows:

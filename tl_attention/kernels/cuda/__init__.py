@@ -1,7 +1,7 @@
 """CUDA C++ in front of kernels, one file per idea.
 
-The head of a file ends at its first blank line: a comment, and the headers that the file needs where it is compiled alone. Kernels get what
-follows. They are known by it, so a change there builds all kernels that have it anew. Names in capitals are numbers of Python.
+The head of a file ends at its first blank line: a comment, and the headers that the file needs where it is compiled alone. A kernel gets
+what follows, and its hash covers it. A name in capitals that no header defines stands for a number of Python.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 import torch
 
-from tl_attention.kernels.dropout import PHILOX
+from tl_attention.kernels.cuda import source
 from tl_attention.reference import dropout_keep, rounded_dropout
 
 CUDA_BY_THREADS = """
@@ -78,7 +78,7 @@ PTX = {
 def tile(tmp_path_factory):
     if not (compiler := shutil.which("g++")):
         pytest.skip("g++, which runs the kernels' CUDA as C++, is not on PATH")
-    text = CUDA_BY_THREADS + PHILOX + TILES
+    text = CUDA_BY_THREADS + source("philox") + TILES
     for start, meaning in PTX.items():
         text, found = re.subn(r'asm(?: volatile)?\("' + re.escape(start) + ".*", meaning, text)
         assert found == 1

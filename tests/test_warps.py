@@ -13,7 +13,8 @@ import pytest
 
 pytest.importorskip("tilelang")
 
-from tl_attention.kernels.diagonals import DIAGONALS, sums_per_lane
+from tl_attention.kernels.cuda import source
+from tl_attention.kernels.diagonals import sums_per_lane
 from tl_attention.program import diagonal_slots
 
 NATIVE = Path(__file__).parent / "native"
@@ -79,10 +80,10 @@ def output(tmp_path: Path, main: str, sizes: dict[str, int], *arguments: Path) -
     if not shutil.which("g++") or int(check_output(["g++", "-dumpversion"]).split(b".")[0]) < 11:
         pytest.skip("needs g++ 11 or later, which has std::barrier")
     constants = "".join(f"#define {name} {value}\n" for name, value in sizes.items())
-    source, program = tmp_path / "main.cc", tmp_path / "main"
-    code = for_cpu(DIAGONALS)
-    source.write_text(f'#include "{NATIVE / "warp.h"}"\n{constants}{code}{main}')
-    subprocess.run(["g++", "-std=c++20", "-O1", "-w", "-pthread", source, "-o", program], check=True)
+    file, program = tmp_path / "main.cc", tmp_path / "main"
+    code = for_cpu(source("diagonals"))
+    file.write_text(f'#include "{NATIVE / "warp.h"}"\n{constants}{code}{main}')
+    subprocess.run(["g++", "-std=c++20", "-O1", "-w", "-pthread", file, "-o", program], check=True)
     text = check_output([program, *arguments], text=True)
     return np.array([[float(x) for x in line.split()] for line in text.splitlines()])
 

@@ -206,7 +206,7 @@ class Program:
         return tuple(sorted({gradient.tensor for gradient in self.gradients}))
 
     def staged_bytes(self, queries: int, keys: int, rows_are_keys: bool = False) -> list[int]:
-        """Shared memory of a warp for a tile of each of dense_loads; see kernels/dense_code.py."""
+        """Shared memory of a warp for a tile of each of dense_loads; see kernels/cuda/dense.cuh."""
         dtypes = [self.tensors[self.values[i].data].dtype for i in self.dense_loads]
         padding = [0 if rows_are_keys and BYTES[dtype] == 2 else 16 for dtype in dtypes]
         return [queries * (keys * BYTES[dtype] + more) for dtype, more in zip(dtypes, padding, strict=True)]

@@ -176,7 +176,7 @@ def round_dq(
     parts: int,
     *others: Any,
 ) -> Iterator[tuple]:
-    """The loop of ROUND_DQ in bwd_round.py."""
+    """The loop of round_dq.cuh."""
     rows, heads = dq[4:6]
     per_head = ceildiv(rows, ROUNDED_ROWS)
     number = warp.atomic_add(progress.tensor, (progress.index,), 1)
@@ -203,7 +203,7 @@ def round_packed_dq(
     ring: int,
     *others: Any,
 ) -> Iterator[tuple]:
-    """The loop of ROUND_PACKED_DQ in bwd_round_packed.py."""
+    """The loop of round_packed_dq.cuh."""
     number = warp.atomic_add(progress.tensor, (progress.index,), 1)
     per_tile = query_heads * BLOCKS_PER_TILE
     while True:

@@ -114,7 +114,8 @@ def test_rotating_sample_of_kernels_has_no_fault():
 
 def test_models_name_functions_of_kernels():
     folder = Path(kernels.__file__).parent
-    text = "".join(path.read_text() for path in folder.glob("*.py"))
+    paths = *folder.glob("*.py"), *folder.glob("cuda/*.cuh")
+    text = "".join(path.read_text() for path in paths)
     for name in (*externs.PURE, *externs.MODELS):
         stem = re.escape(name.rstrip("#"))
         assert re.search(rf"\b(tl_attention_)?{stem}\w*\b|[\"']{stem}", text), name

@@ -42,6 +42,8 @@ def sources(template: str) -> tuple[Path, ...]:
         sorted(
             [
                 *kernels,
+                folder / "kernels/cuda/__init__.py",
+                *folder.glob("kernels/cuda/*.cuh"),
                 *(
                     folder / f"{name}.py"
                     for name in (

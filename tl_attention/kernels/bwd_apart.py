@@ -21,49 +21,10 @@ from tl_attention.kernels.bwd_round import RowMajorBlocks
 
 ROWS, COLUMNS = 64, 64  # of dQ at a time: 32 registers
 
-# tile: 4 KB of shared memory per warp, in the order of FragmentBlocks, where the blocks of 16 rows are contiguous; by_rows: in that of
-# RowMajorBlocks
-ADD_BY_TMA = """
-#include <tl_templates/cuda/copy_sm90.h>
-template <int cols, int width_blocks, bool by_rows = false>
-TL_DEVICE void tl_attention_add_by_tma(float const *first_block, float *tile, void const *fragment) {
-  float4 const *numbers = reinterpret_cast<float4 const *>(fragment);
-  int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  float4 *share = reinterpret_cast<float4 *>(tile) + warp * (cols / 8 * 32);
-  tl::tma_store_wait<0, true>();
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < cols / 8; ++i) {
-    if constexpr (by_rows) {
-      float2 *block = reinterpret_cast<float2 *>(share + i * 32);
-      block[lane] = make_float2(numbers[i].x, numbers[i].y);
-      block[32 + lane] = make_float2(numbers[i].z, numbers[i].w);
-    } else {
-      share[i * 32 + lane] = numbers[i];
-    }
-  }
-  tl::fence_proxy_async();
-  __syncwarp();
-  if (lane == 0) {
-    float *place = const_cast<float *>(first_block) + warp * (width_blocks * 128);
-    if constexpr (by_rows)  // rounded soon, from the L2
-      asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, %3;"
-                   :: "l"(place), "r"(smem_ptr_to_uint(share)), "r"(cols * 64), "l"(tl::CacheHintSm90::EVICT_LAST) : "memory");
-    else
-      tl::tma_store_add(reinterpret_cast<float *>(share), place, cols * 64);
-    tl::tma_store_arrive();
-  }
-}
-"""
-# Additions by TMA of other CTAs are complete, by a barrier. This fence puts the additions of this thread after them
-FENCE_ADDITIONS = """
-TL_DEVICE void tl_attention_fence_additions() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-"""
-
 
 @T.meta_class
 class DqSums:
-    """Shared memory in which dQ waits to be added. Needs ADD_BY_TMA."""
+    """Shared memory in which dQ waits to be added. Needs add_by_tma.cuh."""
 
     def __init__(self, name: str = "dq_sums"):
         self.tile = T.alloc_shared([ROWS * COLUMNS], "float32")
@@ -86,7 +47,7 @@ class DqSums:
 
 @T.meta_class
 class TakenTurns:
-    """Turns in which the warps of dQ add. Needs FENCE_ADDITIONS.
+    """Turns in which the warps of dQ add. Needs fence_additions.cuh.
 
     Args:
         adding: AddingOrder of these warps.

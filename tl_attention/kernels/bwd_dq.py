@@ -11,6 +11,7 @@ from tl_attention.kernel_configs import BwdPass, sum_columns
 from tl_attention.kernels import pipeline
 from tl_attention.kernels.block_lists import key_blocks
 from tl_attention.kernels.bwd_tiles import scores_come_first, skip_steps, skips_steps
+from tl_attention.kernels.cuda import source
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.linear_bias import alloc_bias_columns, fill_bias_columns
 from tl_attention.kernels.mask import Mask
@@ -27,7 +28,6 @@ from tl_attention.kernels.products import (
     split_parts,
 )
 from tl_attention.kernels.roles import WARPGROUP, Roles
-from tl_attention.kernels.row_stores import STORE_ROWS
 from tl_attention.kernels.scheduler import Tile, TileCounts, TileOrder
 from tl_attention.kernels.softmax import LOG2E, indices, probabilities, softmax_backward
 from tl_attention.kernels.staged import alloc_staged
@@ -269,7 +269,7 @@ def flash_bwd_dq(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         traced = traced_arguments(problem)
         options = OptionArguments(left, right, softcap, Slopes, Sink, Rng, drop_below, Table, traced)
         counts = TileCounts(heads_per_kv, m_blocks, group_heads, ctas)
-        code = prelude(problem, roles, STORE_ROWS if problem.dtype_of("dq") == "float32" else "")
+        code = prelude(problem, roles, source("rows") if problem.dtype_of("dq") == "float32" else "")
         with T.Kernel(ctas, threads=roles.block, prelude=code) as number:
             shared = SharedTiles(
                 bias_columns=alloc_bias_columns(problem, block_N),

@@ -23,6 +23,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
+from tl_attention.kernels.cuda import source
 from tl_attention.kernels.tiles import FragmentBlocks
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 from tl_attention.round_configs import (
@@ -34,128 +35,10 @@ from tl_attention.round_configs import (
 )
 
 DQ_WARPS = 4  # warps that add dQ in the order "apart"
+BLOCKS_PER_TILE = TABLE_ROWS // ROUNDED_ROWS  # of packed sequences: blocks that warps draw, per query head
 
-# Rounding of rows of sums in the order of RowMajorBlocks
-ROUND_ROWS = """
-#include <tl_templates/cuda/copy_sm90.h>
-TL_DEVICE void tl_attention_await_count(int const *counter, int wanted) {
-  int count;
-  while (true) {  // all lanes, or nvcc takes the warp for diverged
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
-    if (__all_sync(0xffffffff, count >= wanted)) break;
-    __nanosleep(100);
-  }
-}
-TL_DEVICE void tl_attention_await_rounded(int const *counter, int wanted) {
-  tl_attention_await_count(counter, wanted);
-  asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA adds to the zeros
-}
-TL_DEVICE void tl_attention_count(int *counter, int number) {
-  asm volatile("fence.acq_rel.gpu;\\n red.relaxed.gpu.global.add.s32 [%0], %1;" :: "l"(counter), "r"(number) : "memory");
-}
-struct tl_attention_gradient {
-  char *x;
-  int64_t per_batch, per_row, per_head;  // bytes
-  int rows, heads, columns;
-};
-TL_DEVICE tl_attention_gradient tl_attention_gradient_of(void *x, int64_t per_batch, int64_t per_row, int64_t per_head, int rows,
-                                                         int heads, int columns) {
-  return {(char *)x, 2 * per_batch, 2 * per_row, 2 * per_head, rows, heads, columns};
-}
-TL_DEVICE uint32_t tl_attention_pair(float first, float second) {
-  uint32_t pair;
-  asm("cvt.rn.PAIR.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-  return pair;
-}
-TL_DEVICE uint4 tl_attention_round_eight(uint32_t place, float scale) {
-  float4 left, right;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(left.x), "=f"(left.y), "=f"(left.z), "=f"(left.w) : "r"(place) : "memory");
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4 + 16];"
-               : "=f"(right.x), "=f"(right.y), "=f"(right.z), "=f"(right.w) : "r"(place) : "memory");
-  return make_uint4(tl_attention_pair(left.x * scale, left.y * scale), tl_attention_pair(left.z * scale, left.w * scale),
-                    tl_attention_pair(right.x * scale, right.y * scale), tl_attention_pair(right.z * scale, right.w * scale));
-}
-// rows: of dQ. memory: of the warp, stages * STAGE_BYTES. A step is 16 rows of 32 columns. A lane rounds 8 columns of one row, twice
-template <int width, int stages>
-TL_DEVICE void tl_attention_round_rows(float *sums, char *rows, int64_t per_row, int rows_left, int columns, float scale, uint32_t memory) {
-  int lane, steps = BLOCKS_OF_ROWS * (width / 32);
-  asm volatile("mov.u32 %0, %laneid;" : "=r"(lane));
-  sums += 4 * lane;
-  rows_left -= lane % 16;
-  columns -= lane / 16 * 8;
-  rows += lane % 16 * per_row + lane / 16 * 16;
-  auto load = [&](float const *source, int step) {
-    uint32_t place = memory + step % stages * STAGE_BYTES + lane * 16;
-    if (step < steps)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(place + i * 512), "l"(source + i * 128) : "memory");
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  };
-#pragma unroll 1
-  for (int step = 0; step < stages - 1; ++step) load(sums + step * 512, step);
-#pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    asm volatile("cp.async.wait_group %0;" :: "n"(stages - 2) : "memory");
-    __syncwarp();  // all lanes have loaded this step, and read the one before
-    load(sums + (stages - 1) * 512, step + stages - 1);
-    uint32_t place = memory + step % stages * STAGE_BYTES + lane * 32;
-    uint4 first = tl_attention_round_eight(place, scale), second = tl_attention_round_eight(place + 1024, scale);
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1, %1, %1, %1}, %2;"
-                   :: "l"(sums + i * 128), "f"(0.0f), "l"(tl::CacheHintSm90::EVICT_LAST) : "memory");
-    int column = step % (width / 32) * 32;
-    if (rows_left > 0 && column < columns) __stcs(reinterpret_cast<uint4 *>(rows), first);  // not read again
-    if (rows_left > 0 && column + 16 < columns) __stcs(reinterpret_cast<uint4 *>(rows + 32), second);
-    rows += 64;
-    if (column == width - 32) {
-      rows += 16 * per_row - 2 * width;
-      rows_left -= 16;
-    }
-    sums += 512;
-  }
-}
-TL_DEVICE int tl_attention_draw_rows(int *progress) {
-  int number = 0;
-  if (threadIdx.x % 32 == 0)
-    asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(number) : "l"(progress) : "memory");
-  return number;
-}
-"""
 # Blocks of 16 rows that have a gradient, of those that a warp draws
 BLOCKS_WITH_ROWS = "(min(rows_left, ROUNDED_ROWS) + 15) / 16"
-# progress: blocks of ROUNDED_ROWS rows drawn; then per unit DQ_WARPS times the parts of tiles added; then per unit the blocks rounded
-ROUND_DQ = """\
-// heads_per_unit: query heads per key head. slots: see DqRounding. sum_rows: of the sums of a head. tiles, parts: key tiles of a unit, and
-// parts that a tile counts as
-template <int width, int stages>
-TL_DEVICE void tl_attention_round_dq(int *progress, float *sums, tl_attention_gradient dq, int batch, int heads_per_unit, int slots,
-                                     int sum_rows, int tiles, int parts, float scale, void const *memory) {
-  int drawn = tl_attention_draw_rows(progress);
-#pragma unroll 1
-  while (true) {
-    int rows = dq.rows, heads = dq.heads, per_unit = heads_per_unit;
-    asm volatile("" : "+r"(rows), "+r"(heads), "+r"(per_unit));  // or nvcc keeps what follows from them in registers
-    int per_head = (rows + ROUNDED_ROWS - 1) / ROUNDED_ROWS, number = __shfl_sync(0xffffffff, drawn, 0);
-    if (number >= per_head * batch * heads) break;
-    drawn = tl_attention_draw_rows(progress);
-    int head = number / per_head, first = (number - head * per_head) * ROUNDED_ROWS, unit = head / per_unit;
-    tl_attention_await_count(progress + 1 + unit, tiles * parts * DQ_WARPS);
-    int64_t row = uint64_t(head % unsigned(slots * per_unit)) * unsigned(sum_rows) + first;
-    int b = head / heads;
-    char *x = dq.x + b * dq.per_batch + (head - b * heads) * dq.per_head + first * dq.per_row;
-    uint32_t warp;
-    asm volatile("mov.u32 %0, %tid.x;" : "=r"(warp));
-    uint32_t place = smem_ptr_to_uint(memory) + warp / 32 % WARPS * (stages * STAGE_BYTES);
-    tl_attention_round_rows<width, stages>(sums + row * width, x, dq.per_row, rows - first, dq.columns, scale, place);
-    asm volatile("fence.proxy.async.global;" ::: "memory");  // TMA adds to the zeros
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) tl_attention_count(progress + 1 + batch * heads / per_unit + unit, 1);
-  }
-}
-"""
 
 
 def rounding_code(problem: AttnProblem, blocks_of_rows: str, loop: str) -> str:
@@ -163,15 +46,19 @@ def rounding_code(problem: AttnProblem, blocks_of_rows: str, loop: str) -> str:
 
     Args:
         blocks_of_rows: blocks of 16 rows that are rounded and become zeros, where `rows_left` have a gradient.
-        loop: of the warps.
+        loop: file with that of the warps.
     """
-    code = ROUND_ROWS.replace("BLOCKS_OF_ROWS", blocks_of_rows) + loop
-    code = code.replace("PAIR", {"bfloat16": "bf16x2", "float16": "f16x2"}[problem.dtype])
-    sizes = {"DQ_WARPS": DQ_WARPS, "ROUNDED_ROWS": ROUNDED_ROWS}
-    sizes |= {"STAGE_BYTES": ROUND_STAGE_BYTES, "WARPS": ROUNDING_WARPS, "TABLE_ROWS": TABLE_ROWS}
-    for name, number in sizes.items():
-        code = code.replace(name, str(number))
-    return code
+    values: dict[str, object] = {
+        "BLOCKS_OF_ROWS": blocks_of_rows,
+        "PAIR": {"bfloat16": "bf16x2", "float16": "f16x2"}[problem.dtype],
+        "ROUND_STAGE_BYTES": ROUND_STAGE_BYTES,
+        "ROUNDED_ROWS": ROUNDED_ROWS,
+        "TABLE_ROWS": TABLE_ROWS,
+        "BLOCKS_PER_TILE": BLOCKS_PER_TILE,
+        "DQ_WARPS": DQ_WARPS,
+        "ROUNDING_WARPS": ROUNDING_WARPS,
+    }
+    return source("round_rows", **values) + source(loop, **values).removeprefix("\n")
 
 
 def key_policy(problem: AttnProblem, config: BwdPass) -> str | None:
@@ -272,7 +159,7 @@ class DqRounding(Rounding):
     Args:
         sums: RecycledBlocks of the query heads of `slots` units.
         sum_rows: rows of the sums of a head.
-        progress: [1 + 2 * units], see ROUND_DQ.
+        progress: [1 + 2 * units], see round_dq.cuh.
         slots: units whose sums exist at a time.
     """
 

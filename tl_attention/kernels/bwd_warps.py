@@ -8,20 +8,17 @@ from typing import Any
 
 from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels import pipeline
-from tl_attention.kernels import products as fp32
-from tl_attention.kernels.bwd_apart import ADD_BY_TMA, FENCE_ADDITIONS, add_dq
+from tl_attention.kernels.bwd_apart import add_dq
 from tl_attention.kernels.bwd_load import KeyTileProducer
 from tl_attention.kernels.bwd_one_tile import send_dq
-from tl_attention.kernels.bwd_order import TAKE_TURNS, OrderKeeper
-from tl_attention.kernels.bwd_round import BLOCKS_WITH_ROWS, ROUND_DQ, rounding_code
-from tl_attention.kernels.bwd_round_packed import ALL_BLOCKS, ROUND_PACKED_DQ
+from tl_attention.kernels.bwd_order import OrderKeeper
+from tl_attention.kernels.bwd_round import BLOCKS_WITH_ROWS, rounding_code
+from tl_attention.kernels.bwd_round_packed import ALL_BLOCKS
+from tl_attention.kernels.cuda import source
 from tl_attention.kernels.input_parts import MAKE_PARTS
-from tl_attention.kernels.options import ZERO, prelude
-from tl_attention.kernels.pipeline import APART_REGISTERS, FOUR_WARPS_REGISTERS, STORE_FRAGMENT
-from tl_attention.kernels.program_code import PREFETCH_BITS
+from tl_attention.kernels.options import prelude
+from tl_attention.kernels.pipeline import APART_REGISTERS, FOUR_WARPS_REGISTERS
 from tl_attention.kernels.roles import Roles
-from tl_attention.kernels.row_stores import STORE_ROWS
-from tl_attention.kernels.split_tile import SPLIT_TILE
 from tl_attention.part_configs import MAKERS, splits_keys
 from tl_attention.problem import AttnProblem
 from tl_attention.round_configs import ROUNDING_WARPS
@@ -46,27 +43,27 @@ def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None
     """CUDA in front of the kernel; None: none."""
     code = prelude(problem, roles) or ""
     if problem.has_bits and config.makes_all:
-        code += PREFETCH_BITS
+        code += source("prefetch_bits")
     if config.order:
-        code += STORE_FRAGMENT
+        code += source("fragments")
     if problem.is_fp32 and not problem.has("varlen"):
-        code += STORE_ROWS
+        code += source("rows")
     if config.adds_dq and problem.is_fp32:
-        code += fp32.ADD_TRANSPOSED
+        code += source("add_transposed")
     if config.is_ordered:
-        code += TAKE_TURNS
+        code += source("turns")
     if config.dq_apart:
-        code += ADD_BY_TMA + FENCE_ADDITIONS * config.is_ordered
+        code += source("add_by_tma") + source("fence_additions") * config.is_ordered
     if config.rounds(problem):
         packed = problem.has("varlen")
-        loop = (ALL_BLOCKS, ROUND_PACKED_DQ) if packed else (BLOCKS_WITH_ROWS, ROUND_DQ)
+        loop = (ALL_BLOCKS, "round_packed_dq") if packed else (BLOCKS_WITH_ROWS, "round_dq")
         code += rounding_code(problem, *loop)
     if config.is_dynamic and problem.has("varlen"):
-        code += ZERO
+        code += source("zero")
     if config.makes_parts:
         code += MAKE_PARTS
     if splits_keys(problem, config.makes):
-        code += SPLIT_TILE
+        code += source("split_tile")
     return code or None
 
 

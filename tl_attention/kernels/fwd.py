@@ -14,6 +14,7 @@ from tl_attention import query_tiles
 from tl_attention.kernel_configs import FwdConfig
 from tl_attention.kernels import fwd_assist, fwd_steps, pipeline
 from tl_attention.kernels.block_lists import key_blocks
+from tl_attention.kernels.cuda import source
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.fwd_steps import FirstSteps, LastSteps, NoSteps
 from tl_attention.kernels.input_parts import MAKE_PARTS, InputArguments, InputParts
@@ -30,7 +31,6 @@ from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts,
 from tl_attention.kernels.shared_tiles import PIECES, SharedPieces, stream_of
 from tl_attention.kernels.softcap import PolynomialCap
 from tl_attention.kernels.softmax import LAZY_GROWTH, LOG2E, SMALLEST_SCALE, OnlineSoftmax, indices
-from tl_attention.kernels.split_tile import SPLIT_TILE
 from tl_attention.kernels.staged import alloc_staged
 from tl_attention.kernels.tiles import FragmentBlocks, SharedTiles, input_arguments
 from tl_attention.kernels.traced_arguments import traced_arguments
@@ -357,8 +357,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
     ):
         traced = traced_arguments(problem, hold_max)
         more_code = PIECES if shares else MAKE_PARTS if makes_parts else ""
-        more_code += pipeline.ANY_OF_WARPGROUP if may_hold_zero else ""
-        more_code += store_code(head_dim_v, O_from_registers) + (SPLIT_TILE if parts > 1 else "")
+        more_code += source("any_of_warpgroup") if may_hold_zero else ""
+        more_code += store_code(head_dim_v, O_from_registers) + (source("split_tile") if parts > 1 else "")
         with T.Kernel(ctas, threads=roles.block, prelude=prelude(problem, roles, more_code)) as first_tile:
             pairs, stages = ((K_input, K), (V_input, V)), config.part_stages
             makers = InputParts(problem, *pairs, Progress, stages, tiles_ahead) if makes_parts else None

@@ -10,7 +10,7 @@ from typing import Any
 
 import tilelang.language as T
 
-from tl_attention.kernels.dropout import PHILOX
+from tl_attention.kernels.cuda import source
 from tl_attention.kernels.linear_bias import LinearBias
 from tl_attention.kernels.program_code import program_code
 from tl_attention.kernels.roles import Roles
@@ -20,28 +20,6 @@ from tl_attention.kernels.traced import Traced
 from tl_attention.kernels.traced_arguments import TracedArguments
 from tl_attention.problem import AttnProblem
 from tl_attention.program import LISTED_ROWS
-
-# tanh with an error of 2e-7; that of --use_fast_math has 2^-11. Below 0.55 a polynomial, fitted at Chebyshev nodes
-TANH = """
-static __device__ __forceinline__ float tl_attention_tanh(float x) {
-  float square = x * x, power = exp2f(-2.885390082f * fabsf(x));
-  float sum = -6.615746300667524e-3f;
-  sum = fmaf(sum, square, 2.1312739700078964e-2f);
-  sum = fmaf(sum, square, -5.3910065442323685e-2f);
-  sum = fmaf(sum, square, 1.3333117961883545e-1f);
-  sum = fmaf(sum, square, -3.333333134651184e-1f);
-  float small = fmaf(x, square * sum, x), large = copysignf(__fdividef(1.0f - power, 1.0f + power), x);
-  return fabsf(x) < 0.55f ? small : large;
-}
-"""
-# A zero that nvcc cannot fold, see TileRing.part
-ZERO = """
-static __device__ __forceinline__ int tl_attention_zero() {
-  int zero;
-  asm volatile("mov.u32 %0, 0;" : "=r"(zero));
-  return zero;
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -94,9 +72,9 @@ def sink_score(problem: AttnProblem, options: OptionArguments | None, tile: Any,
 
 def prelude(problem: AttnProblem, roles: Roles, more: str = "") -> str | None:
     """CUDA that a kernel needs beside its own, with `more` at its end; None for nothing."""
-    philox = PHILOX if problem.has("dropout") else ""
-    tanh = TANH if problem.has("softcap") and problem.is_fp32 else ""
-    zero = ZERO if problem.parts > 1 else ""
+    philox = source("philox") if problem.has("dropout") else ""
+    tanh = source("tanh") if problem.has("softcap") and problem.is_fp32 else ""
+    zero = source("zero") if problem.parts > 1 else ""
     program = "" if problem.program is None else program_code(problem.program, accurate=problem.is_fp32)
     return (roles.prelude or "") + philox + tanh + zero + program + more or None
 

@@ -17,15 +17,6 @@ from tl_attention.problem import AttnProblem
 
 # First free named barrier: TileLang 0.1.15 uses 0 to 2, and its ThreadSync pass takes 3, 4, ..
 FIRST_BARRIER = 8
-ANY_OF_WARPGROUP = """
-static __device__ __forceinline__ int tl_attention_any_of_warpgroup(int barrier, int flag) {
-  int any;
-  asm volatile(
-      "{.reg .pred p, q; setp.ne.s32 p, %2, 0; bar.red.or.pred q, %1, 128, p; selp.s32 %0, 1, 0, q;}"
-      : "=r"(any) : "r"(barrier), "r"(flag) : "memory");
-  return any;
-}
-"""
 # Registers per thread of (the producer, the consumers), by the number of consumer warpgroups
 REGISTERS = {2: (24, 240), 3: (32, 160)}
 # A producer that looks up sequences needs more: with 24 it spilled, except in the one-pass backward. So does one that reads block lists
@@ -266,26 +257,6 @@ class Exchange(WrittenTiles):
             T.mbarrier_arrive(self.empty[0])
 
 
-# Writes a wgmma fragment [64, cols] of 16-bit elements to a tile with 128-byte swizzle by stmatrix. TileLang 0.1.15 uses stmatrix only for
-# copies to whole buffers, so not to a runtime slot, and first moves every four registers to others
-STORE_FRAGMENT = """
-#include <tl_templates/cuda/common.h>
-TL_DEVICE int tl_attention_fragment_address(void const *tile) {
-  int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-  return smem_ptr_to_uint(tile) + row * 128 + ((lane / 16) ^ (row % 8)) * 16;
-}
-template <int cols>
-TL_DEVICE void tl_attention_store_fragment(int address, void const *fragment) {
-  uint32_t const *pairs = reinterpret_cast<uint32_t const *>(fragment);
-#pragma unroll
-  for (int i = 0; i < cols / 16; ++i)
-    asm volatile("stmatrix.sync.aligned.x4.m8n8.shared.b16 [%0], {%1, %2, %3, %4};"
-                 :: "r"((address ^ (i % 4 * 32)) + i / 4 * 8192), "r"(pairs[4 * i]), "r"(pairs[4 * i + 1]),
-                 "r"(pairs[4 * i + 2]), "r"(pairs[4 * i + 3]) : "memory");
-}
-"""
-
-
 def fragment_address(first: Any) -> Any:
     """Address of this thread's elements in the tile that begins with element `first`."""
     return T.call_extern("int32", "tl_attention_fragment_address", T.address_of(first))
@@ -299,7 +270,7 @@ def store_fragment(fragment: Any, address: Any) -> Any:
 
 @T.meta_class
 class ExchangeRing(WrittenTiles):
-    """Exchange of tiles [64, cols], 16 bits per element, with two slots. Needs STORE_FRAGMENT.
+    """Exchange of tiles [64, cols], 16 bits per element, with two slots. Needs fragments.cuh.
 
     A warpgroup may write the tile of a step while others still read that of the step before.
 
@@ -384,7 +355,7 @@ def sync_warpgroup(w: int):
 
 
 def any_of_warpgroup(w: int, flag: Any) -> Any:
-    """1 if flag, an int, is not 0 in any thread of a warpgroup, else 0; all of its threads wait for each other. Needs ANY_OF_WARPGROUP."""
+    """1 if flag, an int, is not 0 in any thread of a warpgroup, else 0; its threads wait for each other. Needs any_of_warpgroup.cuh."""
     return T.call_extern("int32", "tl_attention_any_of_warpgroup", FIRST_BARRIER + 4 + w, flag)
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 
-from tl_attention.kernels.accurate_code import ACCURATE, ACCURATE_EXPRESSIONS
-from tl_attention.kernels.dense_code import DENSE
-from tl_attention.kernels.diagonals import DIAGONALS, FP32_TILE
+from tl_attention.kernels.accurate_code import ACCURATE_EXPRESSIONS
+from tl_attention.kernels.cuda import source
 from tl_attention.program import BOOL, FLOAT, INT, LONG, MASK, SHOW_ALL, SHOW_TO_LAST, Program, Value
 
 TYPES = {FLOAT: "float", INT: "int", LONG: "long long", BOOL: "bool"}
@@ -29,98 +28,6 @@ STORED = {
 MAX_CHAIN = 16  # integer exponent up to which a power is a chain of products
 # Arguments of all functions; those of tensors and numbers follow. The last two are the query and the key as floats
 LEAVES = "float score, int batch, int head, int query, int key, float query_position, float key_position"
-HELPERS = """
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-template <typename Stored, typename T>
-static __device__ __forceinline__ T tl_attention_captured(const void* tensor, int offset) {
-  return T(__ldg((const Stored*)tensor + offset));
-}
-static __device__ __forceinline__ int tl_attention_index(long long i, int size) {
-  return (int)min(max(i < 0 ? i + size : i, 0ll), size - 1ll);
-}
-static __device__ __forceinline__ int tl_attention_index(int i, int size) {
-  // i + size where i is negative, as it is the smaller unsigned number then
-  return max(min((int)min((unsigned)i + (unsigned)size, (unsigned)i), size - 1), 0);
-}
-template <typename T>
-static __device__ __forceinline__ T tl_attention_floor_divide(T x, T y) {
-  T quotient = x / y;
-  return quotient - (quotient * y != x && (x < 0) != (y < 0));
-}
-template <typename T>
-static __device__ __forceinline__ T tl_attention_remainder(T x, T y) {
-  T rest = x % y;
-  return rest + (rest != 0 && (rest < 0) != (y < 0) ? y : 0);
-}
-// powf of fast math takes no negative base: the sign is that of an odd integer exponent
-static __device__ __forceinline__ float tl_attention_power(float x, float y) {
-  float size = powf(fabsf(x), y);
-  float of_negative = floorf(y) != y ? __int_as_float(0x7fffffff) : floorf(y * .5f) * 2.f != y ? -size : size;
-  return x < 0.f ? of_negative : size;
-}
-// x minus a multiple of 2 pi, in two parts: the sine of fast math is exact near 0 only
-static __device__ __forceinline__ float tl_attention_within_pi(float x) {
-  float turns = rintf(x * 0.15915494309189535f);
-  return __fmaf_rn(turns, -1.9353071795864769e-3f, __fmaf_rn(turns, -6.28125f, x));
-}
-// 0 where the probability is, whatever the slope of a hidden score
-static __device__ __forceinline__ float tl_attention_sloped(float P, float slope) { return P > 0.f ? P * slope : 0.f; }
-"""
-# Functions of a program with gradients of captured tensors
-GRADIENTS = """
-// 0 where the probability is 0, whatever the factor of a hidden score, and past the last query, whose lse_log2 is inf
-static __device__ __forceinline__ float tl_attention_gradient(float P, float dP, float delta, float lse_log2, float factor) {
-  return P != 0.f & lse_log2 != __int_as_float(0x7f800000) ? P * (dP - delta) * factor : 0.f;
-}
-static __device__ __forceinline__ float tl_attention_before(bool is_before, float x) { return is_before ? x : 0.f; }
-static __device__ __forceinline__ void tl_attention_add(void* sums, int offset, float x) {
-  // A predicate, not a branch, for which ptxas serializes all wgmma (C7514). A NaN is not equal to 0: it is added
-  asm volatile("{ .reg .pred p; setp.neu.f32 p, %1, 0f00000000; @p red.global.add.f32 [%0], %1; }" ::"l"((float*)sums + offset), "f"(x)
-               : "memory");
-}
-// Adds x to the exact sum of an element: 15 integers for 8 exponents each, from 2^-64 on, and a count of what is too large for them
-static __device__ __forceinline__ void tl_attention_add_exactly(void* sums, int offset, float x) {
-  int bits = __float_as_int(x), exponent = (bits >> 23 & 255) - 127 + 64;
-  bool is_large = exponent >= 15 * 8;
-  int slot = is_large ? 15 : max(exponent, 0) >> 3;
-  long long digits = (long long)(bits & 0x7fffff | 0x800000) << (exponent & 7);
-  digits = is_large ? 1 : exponent < 0 ? 0 : bits < 0 ? -digits : digits;
-  asm volatile("{ .reg .pred p; setp.ne.s64 p, %1, 0; @p red.global.add.u64 [%0], %1; }" ::"l"(
-                   (long long*)sums + (offset * 16ll + slot)),
-               "l"(digits)
-               : "memory");
-}
-"""
-BITS = """
-// Words of this thread for a tile of 64 rows, as launch/mask_bits.py lays them out; all ones for a negative place
-template <int columns>
-static __device__ __forceinline__ void tl_attention_fetch_bits(void* to, const void* bits, int place, int row, int column) {
-  const unsigned* from = (const unsigned*)bits + (max(place, 0) * 2 + row / 64 % 2) * 256 + threadIdx.x % 128 * 2;
-  if (columns == 128) {
-    uint2 words = __ldg((const uint2*)from);
-    ((unsigned*)to)[0] = place < 0 ? ~0u : words.x;
-    ((unsigned*)to)[columns / 128] = place < 0 ? ~0u : words.y;
-  } else {
-    unsigned word = __ldg(from + column / 64 % 2) >> column % 64 / 32 * 16;
-    *(unsigned*)to = place < 0 ? ~0u : word;
-  }
-}
-static __device__ __forceinline__ bool tl_attention_bit(const void* bits, int place) {
-  return ((const unsigned*)bits)[place / 32] >> place % 32 & 1;
-}
-"""
-PREFETCH_BITS = """
-// The same for 64 or 128 columns, any words for a negative place: nothing waits for them before they are used
-template <int columns>
-static __device__ __forceinline__ void tl_attention_prefetch_bits(void* to, const void* bits, int place, int row, int column) {
-  const unsigned* from = (const unsigned*)bits + (max(place, 0) * 2 + row / 64 % 2) * 256 + threadIdx.x % 128 * 2;
-  if (columns == 128)
-    *(uint2*)to = __ldg((const uint2*)from);
-  else
-    *(unsigned*)to = __ldg(from + column / 64 % 2);
-}
-"""
 
 
 def program_code(program: Program, accurate: bool = False) -> str:
@@ -186,12 +93,25 @@ def program_code(program: Program, accurate: bool = False) -> str:
             )
         of = of_tensors if i in program.diagonal_gradients else None
         functions.append(function(f"target{i}", INT, list(gradient.index), offset, of=of))
-    dense = DENSE if program.dense_loads or program.stored else ""
-    diagonals = DIAGONALS if program.diagonals or program.diagonal_gradients else ""
-    diagonals += FP32_TILE if accurate and program.diagonal_gradients else ""
-    gradients = GRADIENTS if program.gradients else ""
-    helpers = HELPERS + gradients + (ACCURATE if accurate else "") + (BITS if program.bits else "")
-    return helpers + dense + diagonals + "\n".join(functions) + "\n"
+    return _called_code(program, accurate) + "\n".join(functions) + "\n"
+
+
+def _called_code(program: Program, accurate: bool) -> str:
+    """CUDA that the functions of a program call, or the kernel with them."""
+    code = source("program")
+    if program.gradients:
+        code += source("program_gradients")
+    if accurate:
+        code += source("accurate").removeprefix("\n")
+    if program.bits:
+        code += source("bits")
+    if program.dense_loads or program.stored:
+        code += source("dense")
+    if program.diagonals or program.diagonal_gradients:
+        code += source("diagonals")
+    if accurate and program.diagonal_gradients:
+        code += source("diagonals_fp32")
+    return code
 
 
 def _expression(program: Program, i: int, fetches: bool, accurate: bool) -> str:

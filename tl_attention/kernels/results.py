@@ -8,14 +8,9 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernel_configs import FwdConfig
-from tl_attention.kernels.pipeline import (
-    STORE_FRAGMENT,
-    fragment_address,
-    store_fragment,
-    sync_warpgroup,
-    wait_for_stores,
-)
-from tl_attention.kernels.row_stores import STORE_ROWS, STORE_VECTOR, store_vector
+from tl_attention.kernels.cuda import source
+from tl_attention.kernels.pipeline import fragment_address, store_fragment, sync_warpgroup, wait_for_stores
+from tl_attention.kernels.row_stores import store_vector
 from tl_attention.kernels.softmax import LOWEST, rows_layout
 from tl_attention.kernels.tiles import (
     DensePartTiles,
@@ -138,8 +133,8 @@ def add_stored(acc, lse, O, batch, head, lse_at, first_row, rows_left):
 def store_code(columns: int, from_registers: bool) -> str:
     """CUDA that the stores of a forward need. columns: those of O; from_registers: whether O does not pass through shared memory."""
     if from_registers:
-        return STORE_VECTOR + STORE_ROWS
-    return STORE_VECTOR + (STORE_FRAGMENT if _fits_stmatrix(columns) else "")
+        return source("vectors") + source("rows")
+    return source("vectors") + (source("fragments") if _fits_stmatrix(columns) else "")
 
 
 def _fits_stmatrix(columns: int) -> bool:

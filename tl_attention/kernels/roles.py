@@ -13,17 +13,9 @@ from typing import Any
 
 import tilelang.language as T
 
+from tl_attention.kernels.cuda import source
+
 WARPGROUP = 128  # threads
-# tl_shuffle_elect<0> of TileLang 0.1.15 uses threadIdx.x alone: with threads [WARPGROUP, groups] the first warp of each group would
-# initialize the barriers
-ELECT_ONE_THREAD = """
-#include <tl_templates/cuda/intrin.h>
-namespace tl {
-template <> TL_DEVICE bool tl_shuffle_elect<0, false>() {
-  return cute::elect_one_sync() && threadIdx.x < 32 && threadIdx.y == 0;
-}
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,7 @@ class Roles:
     @property
     def prelude(self) -> str | None:
         """CUDA source that the kernel needs in front of its own; None: none."""
-        return ELECT_ONE_THREAD if self.one_body else None
+        return source("elect_one_thread") if self.one_body else None
 
     @property
     def copies(self) -> tuple[int, ...]:

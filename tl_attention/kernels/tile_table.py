@@ -10,33 +10,11 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernel_configs import TileTable
+from tl_attention.kernels.cuda import source
 from tl_attention.kernels.sequence_order import sequence_tiles
 from tl_attention.problem import TABLE_ROWS, AttnProblem
 
 PASS_CONFIGS = {"tl.disable_safe_memory_legalize": True}
-# Sum of the numbers of all threads before this one. sums: 33 numbers of shared memory, of which the last becomes the sum of all threads.
-# T.cumsum leaves the work to one warp. One table took 7.7 us with three of them; two at once take 4.4 without (H200, 2026-11-26)
-SUM_BEFORE = """
-#include <tl_templates/cuda/common.h>
-TL_DEVICE int tl_attention_sum_lanes(int sum) {
-#pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) {
-    int before = __shfl_up_sync(0xffffffff, sum, distance);
-    if (threadIdx.x % 32 >= distance) sum += before;
-  }
-  return sum;
-}
-TL_DEVICE int tl_attention_sum_before(int number, int *sums) {
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, sum = tl_attention_sum_lanes(number);
-  if (lane == 31) sums[warp] = sum;
-  __syncthreads();
-  int of_warps = tl_attention_sum_lanes(lane < blockDim.x / 32 ? sums[lane] : 0);
-  int before = __shfl_sync(0xffffffff, of_warps, (warp + 31) % 32);
-  if (threadIdx.x == 31) sums[32] = of_warps;
-  __syncthreads();
-  return (warp > 0 ? before : 0) + sum - number;
-}
-"""
 
 
 def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
@@ -245,7 +223,7 @@ def flash_tile_table(problem: AttnProblem, config: TileTable) -> T.PrimFunc:
         by_sequence: T.int32,
         clearing_ctas: T.int32,
     ):
-        with T.Kernel(tables + clearing_ctas, threads=threads, prelude=SUM_BEFORE) as number:
+        with T.Kernel(tables + clearing_ctas, threads=threads, prelude=source("sum_before")) as number:
             if number < tables:
                 make_table(
                     number, Cu_q, Cu_k, Used_q, Used_k, Blocks, Table_q, Table_k,

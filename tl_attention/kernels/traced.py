@@ -207,12 +207,12 @@ class Traced:
             )
 
     def tile_types(self, n: int) -> str:
-        """Template arguments of the functions of dense_code."""
+        """Template arguments of the functions of dense.cuh."""
         stored = STORED[self.captured(self.program.dense_loads[n]).dtype]
         return f"{stored}, {str(self.rows_are_keys).lower()}, {self.cols}"
 
     def place(self, n: int, head: Any, query: Any, key: Any) -> tuple[Any, ...]:
-        """Arguments of the functions of dense_code: matrix of a captured tensor, and position of the tile in it."""
+        """Arguments of the functions of dense.cuh: matrix of a captured tensor, and position of the tile in it."""
         load = self.program.dense_loads[n]
         tensor = self.arguments.tensors[self.program.values[load].data]
         leaves = 0.0, self.batch[0], head, 0, 0, 0.0, 0.0

@@ -1,12 +1,9 @@
-"""CUDA of dense captured tensors: matrices [queries, keys], read and written by tiles that a warp owns.
+// Dense captured tensors: matrices [queries, keys], read and written by tiles that a warp owns.
+// A tile in shared memory has one row per query. Rows that a warp reads at once are in different banks: rows have 16 bytes of padding, or,
+// where they hold 16 keys of 2 bytes, every other four rows have their halves exchanged.
+#pragma once
+#include <cuda_bf16.h>
 
-A tile in shared memory has one row per query. Rows that a warp reads at once are in different banks: rows have 16 bytes of padding, or,
-where they hold 16 keys of 2 bytes, every other four rows have their halves exchanged.
-"""
-
-from __future__ import annotations
-
-DENSE = """
 template <int bytes> struct tl_attention_words {};
 template <> struct tl_attention_words<1> { typedef unsigned short type; };
 template <> struct tl_attention_words<2> { typedef unsigned type; };
@@ -139,4 +136,3 @@ static __device__ __forceinline__ void tl_attention_store_tile(
                  : "memory");
   }
 }
-"""

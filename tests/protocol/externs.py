@@ -73,14 +73,6 @@ def split_tile(warp: Warp, address: Address, slot: int) -> None:
     warp.tile_write(name, slot, "rows")
 
 
-def scale_tile(warp: Warp, address: Address, slot: int, factor: Any) -> None:
-    """Each thread reads and writes elements of its own; a fence follows."""
-    name, _ = address.tile
-    warp.tile_read(name, slot, ("threads", warp.number))
-    warp.tile_write(name, slot)
-    warp.fence()
-
-
 def add_by_tma(warp: Warp, place: Place, address: Address, fragment: Any) -> None:
     """A warp waits for its additions, writes its rows, and starts to add them."""
     name, slot = address.tile
@@ -89,15 +81,6 @@ def add_by_tma(warp: Warp, place: Place, address: Address, fragment: Any) -> Non
     warp.tile_write(name, slot, "rows")
     warp.fence()
     warp.put(name, slot, share=("rows", warp.number % WARPS))
-
-
-def set_table(warp: Warp, address: Address, step: int, slot: Any, value: Any, tables: int) -> None:
-    warp.tile_write(address.buffer, step % tables)
-
-
-def table_value(warp: Warp, address: Address, step: int, place: Any, tables: int) -> Any:
-    warp.tile_read(address.buffer, step % tables)
-    return UNKNOWN
 
 
 def _bit(warp: Warp) -> int:
@@ -271,11 +254,9 @@ MODELS: dict[str, Callable[[list[str], list[int]], str]] = {
     "gradient_of": lambda args, _: f"({', '.join(args)},)",
     "input_of": lambda args, _: f"({', '.join(args)},)",
     "make_first_parts": lambda args, _: "UNKNOWN",
-    "set_table": lambda args, sizes: f"externs.set_table(warp, {', '.join(args)}, {sizes[-1]})",
-    "table_value": lambda args, sizes: f"externs.table_value(warp, {', '.join(args)}, {sizes[1]})",
     "make_parts": lambda args, sizes: f"(yield from externs.make_parts(warp, {', '.join(args)}, {sizes[0]}))",
     "wait_for_parts": lambda args, sizes: f"(yield from externs.wait_for_parts(warp, {', '.join(args)}, {sizes[0]}))",
-    **{name: _plain(name) for name in ("store_fragment", "split_tile", "scale_tile", "add_by_tma")},
+    **{name: _plain(name) for name in ("store_fragment", "split_tile", "add_by_tma")},
     **{
         name: _waits(name)
         for name in (

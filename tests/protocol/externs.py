@@ -21,7 +21,7 @@ from tl_attention.round_configs import ROUNDED_ROWS
 
 from .machine import WARP, WARPS, Warp
 from .races import Fault
-from .values import UNKNOWN, Address, Place
+from .values import Address, Place
 
 # Functions of values, of registers, or of shared memory that is private to a warp. `#` stands for a number
 PURE = {

@@ -12,11 +12,11 @@ import tilelang.language as T
 
 from tl_attention import query_tiles
 from tl_attention.kernel_configs import FwdConfig
-from tl_attention.kernels import fwd_assist, fwd_steps, pipeline
+from tl_attention.kernels import fwd_assist, pipeline
 from tl_attention.kernels.block_lists import key_blocks
 from tl_attention.kernels.cuda import source
 from tl_attention.kernels.dropout import Dropout
-from tl_attention.kernels.fwd_steps import FirstSteps, LastSteps, NoSteps
+from tl_attention.kernels.hidden_steps import FirstSteps, LastSteps, NoSteps
 from tl_attention.kernels.input_parts import MAKE_PARTS, InputArguments, InputParts
 from tl_attention.kernels.linear_bias import alloc_bias_columns, fill_bias_columns
 from tl_attention.kernels.mask import LAST_BLOCK, Mask
@@ -27,6 +27,7 @@ from tl_attention.kernels.products import CHUNK, OutputTiles, alloc_further_part
 from tl_attention.kernels.query_slots import QuerySlots
 from tl_attention.kernels.results import results_of, store_code
 from tl_attention.kernels.roles import WARPGROUP, Roles
+from tl_attention.kernels.row_max import RowMax
 from tl_attention.kernels.scheduler import Overflows, Tile, TileBox, TileCounts, TileOrder
 from tl_attention.kernels.shared_tiles import PIECES, SharedPieces, stream_of
 from tl_attention.kernels.softcap import PolynomialCap
@@ -202,6 +203,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         sums_directly = head_dim == 64 and parts == 1
         softmax = OnlineSoftmax(block_N, scale_log2, LAZY_GROWTH, may_hold_zero, sums_directly)
         polynomial = PolynomialCap.of(problem, config, softmax_scale, options, blocks.steps * block_N)
+        row_max = RowMax(softmax, hold_max, polynomial, shared.overflows, recomputes)
         query = tiles.first_query(tile, block_M) + first_row(w)
         q_step = turn * config.warpgroups + w
         softmax.reset()
@@ -229,37 +231,33 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         slots.after_scores(blocks.steps == 1, q_step, shared.Q)
         scores.transform(acc_s, query, blocks, 0, LAST_BLOCK)
         softmax.update(acc_s, scores.shift(blocks.diagonal(query, 0)))
-        if may_hold_zero:
-            fwd_steps.hold_zero(w, softmax, polynomial, acc_s, blocks.steps, recomputes)
+        row_max.after_first_step(w, acc_s, blocks.steps)
         round_kept(acc_s, P_parts, dropout)
 
         first.release_values(shared.V, first_step)
 
         # S = Q Kᵀ and softmax of each earlier block, beside O += P V of the block after it
-        for steps, update_max, at_zero, cap, count in fwd_steps.step_ranges(
-            blocks, hold_max, recomputes, softmax, polynomial
-        ):
+        for some in row_max.ranges(blocks):
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR per step at d128
-            for i in T.serial(count):
-                is_right = blocks.is_right(steps.first + i) if two_sides and not steps.masked else 0
-                start_scores(w, q_step, first_step + steps.first + i, shared, scores, acc_s, is_right)
-                shared.V.wait(first_step + steps.first + i - 1)
-                output.start(P_parts, shared.V, first_step + steps.first + i - 1)
+            for i in T.serial(some.count):
+                step = some.steps.first + i
+                is_right = blocks.is_right(step) if two_sides and not some.steps.masked else 0
+                start_scores(w, q_step, first_step + step, shared, scores, acc_s, is_right)
+                shared.V.wait(first_step + step - 1)
+                output.start(P_parts, shared.V, first_step + step - 1)
                 turns.pass_on(w)
-                dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(steps.first + i))
-                scores.look_up(query, blocks, steps.first + i, steps)
+                dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(step))
+                scores.look_up(query, blocks, step, some.steps)
                 T.wait_wgmma(len(products))  # S is complete
-                shared.K.release(first_step + steps.first + i)
-                slots.after_scores(steps.first + i == blocks.steps - 1, q_step, shared.Q)
-                scores.transform(acc_s, query, blocks, steps.first + i, steps, cap)
-                shift = scores.shift(blocks.diagonal(query, steps.first + i), is_right)
-                softmax.update(acc_s, shift, update_max, at_zero)
-                output.finish(
-                    P_parts, shared.V, first_step + steps.first + i - 1
-                )  # O is complete, and P free
-                shared.V.release(first_step + steps.first + i - 1)
+                shared.K.release(first_step + step)
+                slots.after_scores(step == blocks.steps - 1, q_step, shared.Q)
+                scores.transform(acc_s, query, blocks, step, some.steps, some.cap)
+                shift = scores.shift(blocks.diagonal(query, step), is_right)
+                softmax.update(acc_s, shift, some.update, some.at_zero)
+                output.finish(P_parts, shared.V, first_step + step - 1)  # O is complete, and P free
+                shared.V.release(first_step + step - 1)
                 round_kept(acc_s, P_parts, dropout)
-                if update_max:
+                if some.update:
                     softmax.rescale(output.chunks)
 
         # O += P V of the first key block beside the row sums, O /= row sums
@@ -272,8 +270,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         if shares:
             blocks.read_partners(turn, shared.tile_box)
         slots.after_steps(q_step, shared.Q)
-        if hold_max:
-            fwd_steps.check_sums(softmax, polynomial, shared.overflows, turn, recomputes)
+        row_max.check(turn)
         softmax.finish(lse, 1.0 if shares else lse_unit, sink_score(problem, options, tile, split))
         query = tiles.first_query(tile, block_M) + first_row(w)
         if lse_is_final:
@@ -285,10 +282,15 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         for n in indices(output.chunks):
             dropout.scale_kept(output.chunks[n])
 
-        if hold_max:
-            if recomputes != 0:  # or the first output of the tile might be written after this one
-                wait_for_stores(read=False)
+        row_max.wait_for_first_result()
         results.store(w, q_step, tile, query, blocks, tiles, shared, slots, output.chunks, lse, lse_unit)
+
+    @T.macro
+    def attend_posted(w, turn, tile, blocks, tiles, shared, softmax_scale, lse_unit, options):
+        shared.tile_box.read_blocks(turn, blocks)
+        first_step = shared.tile_box.first_step(turn)
+        recomputes = shared.overflows.recomputes(turn) if hold_max else None
+        attend(w, tile, turn, first_step, blocks, tiles, shared, recomputes, softmax_scale, lse_unit, options)
 
     @T.macro
     def consume(w, first_tile, order, tiles, shared, softmax_scale, lse_unit, options):
@@ -298,18 +300,8 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
         turns.start(w)
         fill_bias_columns(w, shared.bias_columns, WARPGROUP * config.warpgroups)
         if persistent:
-            turn = T.alloc_var("int32", init=0)
-            shared.tile_box.wait(0)
-            while not shared.tile_box.at_end(turn):
-                shared.tile_box.read_tile(turn, tile)
-                shared.tile_box.read_blocks(turn, blocks)
-                first_step = shared.tile_box.first_step(turn)
-                recomputes = shared.overflows.recomputes(turn) if hold_max else None
-                attend(
-                    w, tile, turn, first_step, blocks, tiles, shared, recomputes, softmax_scale, lse_unit, options
-                )  # fmt: skip
-                turn += 1
-                shared.tile_box.wait(turn)
+            call = tile, blocks, tiles, shared, softmax_scale, lse_unit, options
+            shared.tile_box.each_posted(tile, lambda turn: attend_posted(w, turn, *call))
         else:
             tile.locate(first_tile)
             if tile.exists:

@@ -38,39 +38,34 @@ def steps_from(config: FwdConfig, first: int, steps: Any) -> Any:
 
 
 @T.macro
-def follow_tiles(followed, tile, blocks, work):
-    """Call work(first step) for the tiles that the producer posts, or for the CTA's only tile."""
-    config, shared = followed.config, followed.shared
-    if config.schedule != "grid":
-        turn = T.alloc_var("int32", init=0)
-        shared.tile_box.wait(0)
-        while not shared.tile_box.at_end(turn):
-            shared.tile_box.read_tile(turn, tile)
-            tile.find_kv_head()
-            shared.tile_box.read_blocks(turn, blocks)
-            work(shared.tile_box.first_step(turn))
-            turn += 1
-            shared.tile_box.wait(turn)
-    else:
-        tile.locate(followed.first_tile)
-        if tile.exists:
-            blocks.start(tile.m_block * config.block_M)
-            if config.split:
-                blocks.keep_share(tile.split, followed.splits)
-            work(0)
-
-
-@T.macro
 def load_values(followed, first_step, tile, blocks):
     for step in steps_from(followed.config, 0, blocks.steps):
         followed.tiles.load_v(followed.shared.V, first_step + step, tile, blocks, step)
 
 
 @T.macro
+def load_values_of_posted(followed, turn, tile, blocks):
+    tile_box = followed.shared.tile_box
+    tile.find_kv_head()
+    tile_box.read_blocks(turn, blocks)
+    load_values(followed, tile_box.first_step(turn), tile, blocks)
+
+
+@T.macro
 def produce_values(followed):
-    """Load V of all tiles."""
+    """Load V of the tiles that the producer posts, or of the CTA's only tile."""
     config = followed.config
     tile = Tile(followed.order)
     mask = Mask.of(followed.problem, followed.options, tile, *followed.lengths)
     blocks = KeyBlocks(mask, config.block_M, config.block_N, config.split, overlap=config.hold_max)
-    follow_tiles(followed, tile, blocks, lambda first_step: load_values(followed, first_step, tile, blocks))
+    if config.schedule != "grid":
+        followed.shared.tile_box.each_posted(
+            tile, lambda turn: load_values_of_posted(followed, turn, tile, blocks)
+        )
+    else:
+        tile.locate(followed.first_tile)
+        if tile.exists:
+            blocks.start(tile.m_block * config.block_M)
+            if config.split:
+                blocks.keep_share(tile.split, followed.splits)
+            load_values(followed, 0, tile, blocks)

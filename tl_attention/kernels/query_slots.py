@@ -9,8 +9,7 @@ from typing import Any
 import tilelang.language as T
 
 from tl_attention.kernel_configs import FwdConfig
-from tl_attention.kernels.fwd_steps import prepare_queries
-from tl_attention.kernels.pipeline import wait_for_stores
+from tl_attention.kernels.pipeline import sync_warpgroup, wait_for_stores
 from tl_attention.kernels.split_tile import split_tile
 
 
@@ -88,11 +87,19 @@ class QuerySlots:
 
     @T.inline
     def prepare(self, problem, w, q_step, Q, softmax_scale, makes_positive):
-        """Wait for Q of a warpgroup; split it into parts, or negate it where softmax_scale is negative."""
+        """Wait for Q of a warpgroup, and split it into parts.
+
+        makes_positive: softmax_scale is replaced by its magnitude, as the row max is a maximum of raw scores. So Q changes its sign where
+            the scale is negative.
+        """
         if self.config.q_stages == 1.5:
             # The other warpgroup has left the slot: two phases behind, the next wait would pass at once
             Q.wait_empty(q_step)
         Q.wait(q_step)
         if problem.parts > 1:
             split_tile(problem, w, Q, q_step)
-        prepare_queries(w, Q, q_step, softmax_scale, makes_positive)
+        if makes_positive:
+            if softmax_scale < 0:
+                Q.negate(q_step)
+                T.fence_proxy_async()
+                sync_warpgroup(w)

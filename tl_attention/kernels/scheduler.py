@@ -257,6 +257,17 @@ class TileBox:
         T.mbarrier_wait_parity(self.full[turn % 2], turn // 2 % 2)
         T.sync_warp()
 
+    @T.inline
+    def each_posted(self, tile, work):
+        """Read each posted tile and call work(turn), until the end of the work."""
+        turn = T.alloc_var("int32", init=0)
+        self.wait(0)
+        while not self.at_end(turn):
+            self.read_tile(turn, tile)
+            work(turn)
+            turn += 1
+            self.wait(turn)
+
     def at_end(self, turn: Any) -> Any:
         return self.tiles[turn % 2, 0] < 0
 

@@ -1,4 +1,4 @@
-"""The generated pages: docs/performance.md from all stored results, and the block of README between the speed markers."""
+"""The generated pages: docs/performance.md from all stored results, README's plot and its block between the speed markers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import host
 import peers
 import ranks
 import rows as row_files
+import speed_plot
 import tables
 from plots import plot
 from rows import OURS, PLAIN, Row, by_problem, compared, cost, describe, peer_ratios, unit
@@ -61,13 +62,15 @@ B is the batch, H query heads (or query/KV heads), S the sequence length (or que
 METHOD = f"""Unless a section says otherwise:
 
 {bullets([*tables.METHOD, "`error` is the largest error over the allowed error."])}"""
-README_SHAPE = "paper-d128-causal-8k"
+PLOT = ROOT / "docs/speed.svg"
+PLOT_TEXT = "TFLOPS of forward and backward by sequence length"
+PLOTTED = ("fwd", "bwd")
 
 Run = tuple[list[Row], Row]  # rows and header of a file
 
 
 def write(folder: Path) -> list[Path]:
-    """The page of a folder of results, with its plots; for benchmarks/results/GPU docs/performance.md and README's block.
+    """The page of a folder of results, with its plots; for benchmarks/results/GPU the shipped pages.
 
     Returns:
         The written files.
@@ -79,8 +82,11 @@ def write(folder: Path) -> list[Path]:
         page.write_text(f"{TITLE}\n\n{METHOD}\n\n{section(folder, page)}")
         return [*written, page]
     PAGE.write_text(whole_page())
-    README.write_text(with_speed_block(README.read_text(), folder))
-    return [*written, PAGE, README]
+    if folder.name == gpu_slug(DEFAULT_GPU):
+        PLOT.write_text(draw_speed(folder))
+        README.write_text(with_speed_block(README.read_text(), folder))
+        written += [PLOT, README]
+    return [*written, PAGE]
 
 
 def whole_page() -> str:
@@ -420,24 +426,60 @@ def _libraries(rows: list[Row]) -> list[Row]:
 
 
 def speed_block(folder: Path) -> str:
-    """README's block: geometric means of forward, backward and decode, and the speed on README_SHAPE. Six lines."""
-    files = row_files.stored_files(folder)
-    chosen = [
-        row_files.read(files[name, "main"]) for name in ("fwd", "bwd", DECODE) if (name, "main") in files
+    """README's block: the plot, its caption, our speed over each library, and the passes in which one of them is faster."""
+    runs = speed_runs(folder)
+    parts = [
+        part for rows, _ in runs.values() for part in parts_of(TITLES[rows[0]["pass"]].capitalize(), rows)[:2]
     ]
-    runs = [part for rows, _ in chosen for part in parts_of(TITLES[rows[0]["pass"]].capitalize(), rows)[:2]]
-    titles = common_titles(runs)
-    names = list(dict.fromkeys(name for _, rows in runs for name in tables.geomeans(rows)))
-    lines = []
-    for name, rows in runs:
+    titles = common_titles(parts)
+    names = list(dict.fromkeys(name for _, rows in parts for name in tables.geomeans(rows)))
+    lines, lost = [], []
+    for name, rows in parts:
         means = tables.geomeans(rows)
-        example = [row for row in rows if row["provider"] == OURS and row["shape"] == README_SHAPE]
-        cells = [f"{means[peer][0]:.2f}x" if peer in means else "–" for peer in names]
-        lines.append([name, *cells, f"{example[0]['tflops']:.0f} TFLOPS" if example else "–"])
-    header = chosen[0][1]
-    measured = f"{header['gpu']}, {header['dtype']}, geometric means"
-    text = f"Speed of {OURS} over each library ({measured}; [all](docs/performance.md))"
-    return markdown_table([text, *(titles[name] for name in names), "ours, d128 causal 8k"], lines)
+        lines.append([name, *(_mean_and_least(rows, peer) if peer in means else "–" for peer in names)])
+        losses = [ratio for ratio in tables.over_best(rows) if ratio < 1]
+        if losses:
+            lost.append(f"{name} in {len(losses)} of {len(tables.over_best(rows))} (worst {min(losses):.2f})")
+    header = next(iter(runs.values()))[1]
+    text = f"Our speed over each ({header['gpu']}, {header['dtype']})"
+    table = markdown_table([text, *(titles[name] for name in names)], lines)
+    picture = f"![{PLOT_TEXT}]({PLOT.relative_to(ROOT).as_posix()})"
+    losses = f"One of them is faster: {'; '.join(lost) or 'nowhere'}. [All rows](docs/performance.md)."
+    means = "Geometric mean, in brackets the worst problem; below 1 the other one is faster."
+    return "\n\n".join([picture, caption(folder, runs), table, f"{means} {losses}"])
+
+
+def speed_runs(folder: Path) -> dict[str, Run]:
+    """Stored main runs of forward, backward and decode."""
+    files = row_files.stored_files(folder)
+    return {
+        name: row_files.read(files[name, "main"])
+        for name in ("fwd", "bwd", DECODE)
+        if (name, "main") in files
+    }
+
+
+def caption(folder: Path, runs: Mapping[str, Run]) -> str:
+    """Commits of the rows of the plot, and the caption of the folder's notes."""
+    found = []
+    for name in PLOTTED:
+        rows = [row for row in runs.get(name, ([], {}))[0] if row["shape"].startswith(speed_plot.SERIES)]
+        if rows:
+            used = dict.fromkeys(row["commit"] for row in rows)
+            found.append(f"{TITLES[name].capitalize()}: rows of commit {', '.join(used)}.")
+    return " ".join([*found, read_notes(folder).get("caption", "").strip()]).strip()
+
+
+def draw_speed(folder: Path) -> str:
+    """README's plot from the stored runs of a folder."""
+    runs = speed_runs(folder)
+    return speed_plot.draw({name: runs[name][0] for name in PLOTTED})
+
+
+def _mean_and_least(rows: Sequence[Row], peer: str) -> str:
+    ours = (row for row in rows if row["provider"] == OURS and row["status"] == "ok")
+    ratios = [ratio for row in ours if (ratio := row_files.ratio_over(row, peer))]
+    return f"{statistics.geometric_mean(ratios):.2f}x ({min(ratios):.2f})"
 
 
 def with_speed_block(readme: str, folder: Path) -> str:

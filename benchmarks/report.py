@@ -1,4 +1,4 @@
-"""Write docs/performance.md and README's speed block from the stored results.
+"""Write docs/performance.md, README's speed block and plot from the stored results.
 
 python benchmarks/report.py                    the results of benchmarks/results
 python benchmarks/report.py bench_out          those of another folder, to bench_out/performance.md

@@ -6,10 +6,12 @@ import io
 import json
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from tl_attention.explain.measured import bench_words
+from tl_attention.target import DEFAULT_GPU, gpu_slug
 from tl_attention.testing.shapes import DIRECTIONS, Shape, chosen_shapes
 
 pytest.importorskip("rich", reason="the benchmark needs rich")
@@ -22,6 +24,7 @@ import ranks
 import report
 import rows as row_files
 import run
+import speed_plot
 import tables
 from rich.console import Console
 from rows import Row
@@ -243,21 +246,38 @@ def test_bench_plots_where_there_are_two_lengths(tmp_path: Path) -> None:
     assert not plots.plot(ROWS[:3], tmp_path / "none.svg")
 
 
-def test_bench_readme_block_is_short(tmp_path: Path) -> None:
-    store(tmp_path, [row | {"shape": performance.README_SHAPE} for row in ROWS[:3]])
-    store(tmp_path, [row | {"shape": performance.README_SHAPE} for row in forward("bwd")[:3]])
+def test_bench_readme_block_has_a_caption_and_names_losses(tmp_path: Path) -> None:
+    shape = f"{speed_plot.SERIES}8k"
+    store(tmp_path, [row | {"shape": shape} for row in ROWS[:3]])
+    store(tmp_path, [row | {"shape": shape, "commit": "d"} for row in forward("bwd")[:3]])
+    (tmp_path / performance.NOTES).write_text('caption = "Older rows."\n')
     text = performance.with_speed_block("before\n<!-- speed -->\nold\n<!-- /speed -->\nafter\n", tmp_path)
-    assert text.startswith("before\n<!-- speed -->\n| Speed of tl_attention over each library (H, bf16, ")
-    assert "| Forward | 2.00x | 0.90x | 137 TFLOPS |\n| Backward | 2.00x | 0.90x | 344 TFLOPS |\n" in text
+    assert text.startswith(
+        "before\n<!-- speed -->\n![TFLOPS of forward and backward by sequence length](docs/speed.svg)\n"
+    )
+    assert "Forward: rows of commit c. Backward: rows of commit d. Older rows." in text
+    assert "| Forward | 2.00x (2.00) | 0.90x (0.90) |\n| Backward | 2.00x (2.00) | 0.90x (0.90) |\n" in text
+    assert "One of them is faster: Forward in 1 of 1 (worst 0.90); Backward in 1 of 1 (worst 0.90)." in text
     assert text.endswith("\n<!-- /speed -->\nafter\n")
     assert performance.with_speed_block("no markers", tmp_path) == "no markers"
 
 
+def test_bench_readme_plot_has_a_line_per_library() -> None:
+    names = ("paper-d128-causal-1k", "paper-d128-causal-4k")
+    rows = [
+        fake_row(peer, name, 1.0) for name in names for peer in ("tl_attention", "fa2", "fa3", "fa4", "cudnn")
+    ]
+    text = speed_plot.draw({"fwd": [*rows, fake_row("fa2", LONG, 1.0)], "bwd": rows})
+    assert text.count("<polyline") == 10 and text.count("<circle") == 20
+    assert ">1k<" in text and ">4k<" in text and "FlashAttention-4" in text
+    ElementTree.fromstring(text)
+
+
 def stored_results() -> Path:
-    folders = [path for path in performance.RESULTS.glob("*") if row_files.stored_files(path)]
-    if not folders:
+    folder = performance.RESULTS / gpu_slug(DEFAULT_GPU)
+    if not row_files.stored_files(folder):
         pytest.skip("no results are stored: python benchmarks/run.py --out benchmarks/results/GPU")
-    return folders[0]
+    return folder
 
 
 def test_bench_performance_page_is_that_of_the_stored_results() -> None:
@@ -269,13 +289,16 @@ def test_bench_readme_shows_the_stored_results() -> None:
     block = performance.speed_block(stored_results())
     readme = performance.README.read_text()
     assert f"<!-- speed -->\n{block}\n<!-- /speed -->" in readme, "run python benchmarks/report.py"
-    assert block.count("\n") < 6
+    assert block.count("\n") < 14
+    assert performance.PLOT.read_text() == performance.draw_speed(stored_results()), (
+        "run python benchmarks/report.py"
+    )
 
 
 def test_bench_stored_notes_are_of_stored_rows() -> None:
     folder = stored_results()
     notes = performance.read_notes(folder)
-    for name in performance.PROSE:
+    for name in (*performance.PROSE, "caption"):
         notes.pop(name, None)
     for stem, reasons in notes.items():
         rows, _ = row_files.read(folder / f"{stem}.jsonl")

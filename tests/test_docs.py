@@ -10,10 +10,10 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-MAX_README_LINES = 150
+MAX_README_LINES = 100
 LONG_PAGES = [page for page in PAGES if len(page.read_text().splitlines()) > 250]
 
 BLOCKS = [

@@ -14,6 +14,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 MAX_README_LINES = 100
+MAX_NOTE_LINES = 60
+NOTES = sorted((ROOT / "docs/notes").glob("2*.md"))
 LONG_PAGES = [page for page in PAGES if len(page.read_text().splitlines()) > 250]
 
 BLOCKS = [
@@ -60,6 +62,14 @@ def test_docs_links_name_headings(page):
     links = [link.split("#") for link in LINK.findall(page.read_text()) if "#" in link and "://" not in link]
     missing = [link for link in links if link[1] not in anchors(page.parent / link[0] if link[0] else page)]
     assert not missing, f"{page.name} links to {missing}"
+
+
+@pytest.mark.parametrize("page", NOTES, ids=lambda page: page.name)
+def test_docs_note_is_one_decision(page):
+    text = page.read_text()
+    assert len(text.splitlines()) <= MAX_NOTE_LINES
+    index = (page.parent / "README.md").read_text()
+    assert f"[{page.name}]({page.name})" in index, "docs/notes/README.md has a line per note"
 
 
 @pytest.mark.parametrize("page", LONG_PAGES, ids=lambda page: page.name)

@@ -13,9 +13,9 @@ ROUNDING_BYTES = ROUNDING_WARPS * ROUND_STAGES * ROUND_STAGE_BYTES  # shared mem
 # Sums that exist at a time, in waves of a key tile per SM, under a causal mask and without one. With more they leave the L2, with fewer the
 # tiles of later heads wait
 CAUSAL_WAVES, FULL_WAVES = 3, 2
-MANY_WAVES = 6  # with more in all, groups of half a wave are faster, see docs/measurements.md
+MANY_WAVES = 6  # with more in all, groups of half a wave are faster, see docs/notes/2026-11-25-rounded-dq.md
 
-# Packed sequences, in waves of a key tile per SM. docs/measurements.md has other values
+# Packed sequences, in waves of a key tile per SM. The same note has other values
 SIDE_WAVES = 1  # heads of a sequence whose tiles go side by side
 LAST_WAVES = 2  # a sequence with fewer tiles behind it is one of the last, whose heads go side by side
 RING_WAVES = 3  # sums that exist at a time, at least

@@ -1,7 +1,7 @@
 """Softcap by polynomials where the scores of a tile are small beside the cap.
 
-While the tensor cores work, a tanh.approx takes as long as seven multiply-adds (H200, 2026-11-27; docs/measurements.md, "Softcap: what
-bounds it").
+While the tensor cores work, a tanh.approx takes as long as seven multiply-adds (H200, 2026-11-27;
+docs/notes/2026-11-27-softcap.md).
 """
 
 from __future__ import annotations

@@ -38,12 +38,12 @@ QUERY_ROWS = TABLE_ROWS  # lse, delta and the sums of dq are padded to a multipl
 # of several CTAs: 8 us (8 heads of 1024 x 1024, d128, H200, 2026-11-23)
 QUERY_SHARES, SUM_QUERIES = 16, 224
 # Costs in queries of one head against a key tile: the fixed cost of a tile; partial results of one, written and read. The share of the
-# longest tile by which SMs end apart, under a causal mask. All fitted to GQA (H200, docs/measurements.md, "Query heads of a key head")
+# longest tile by which SMs end apart, under a causal mask. All fitted to GQA (H200, docs/notes/2026-11-22-shared-key-heads.md)
 TILE_QUERIES, PART_QUERIES, TAIL = 192, 256, 0.35
 # Under a causal mask CTAs take different times per head, so those of a key head soon read more heads at once than the L2 holds. The
-# share of time that this adds where the query rows that are read at once have many more than NEAR_BYTES (H200, docs/measurements.md)
+# share of time that this adds where the query rows that are read at once have many more than NEAR_BYTES (H200, same note)
 DRIFT, NEAR_BYTES = 0.2, 66 << 20
-# Head groups of passes whose CTAs compute several key tiles (docs/measurements.md, "Head groups of short heads"). Groups of heads with at
+# Head groups of passes whose CTAs compute several key tiles (docs/notes/2026-11-26-backward-head-groups.md). Groups of heads with at
 # most SHORT_BLOCKS tiles have SHORT_SHARE bytes of query rows, and SHORT_TILES tiles per SM. Groups of packed sequences whose rows of a key
 # head exceed L2_SHARE have PACKED_TILES tiles per SM
 SHORT_BLOCKS, SHORT_SHARE, SHORT_TILES, PACKED_TILES = 8, 12 << 20, 0.75, 1
@@ -117,7 +117,7 @@ def bytes_at_once(bwd_pass: BwdPass, queries: int, sms: int, row_bytes: int) -> 
 
     A CTA begins at the diagonal of its keys, so the CTAs of a head are spread over as many queries as they have keys, or are of several key
     heads. Where a head has more, the next key tiles start behind, and CTAs may be anywhere in it. A pass that does not add to dq loses time
-    in such heads alone (docs/measurements.md).
+    in such heads alone (docs/notes/2026-11-22-shared-key-heads.md).
     """
     spread = sms * bwd_pass.block_N
     if not bwd_pass.adds_dq:
@@ -143,7 +143,7 @@ def pass_parts(
     Args:
         row_bytes: that a step reads and adds to per query, see row_bytes_of(); 0: CTAs are assumed to read the same rows.
         shares_last: tiles may be shared where there is at least one per SM. Not with a window or listed blocks: the launches that zero and
-            add up the parts take longer than they save (docs/measurements.md, "Windows").
+            add up the parts take longer than they save (docs/notes/2026-11-26-windows.md).
     """
     head_bytes = bytes_at_once(bwd_pass, queries, sms, row_bytes)
     if not bwd_pass.is_split:

@@ -32,7 +32,7 @@ MAX_GRID = 2**31 - 1  # CTAs per launch
 L2_SHARE = 32 << 20  # bytes of a 50 MB L2 for the keys and values of one head group
 GROUP_TILES = 1.5  # least tiles per SM in one head group
 # A forward sizes head groups as if each head had at least this many keys. In larger groups the few tiles of a short head run so far
-# apart that its keys have left the L2 (docs/measurements.md, "Head groups of short sequences")
+# apart that its keys have left the L2 (docs/notes/2026-11-21-forward-schedules.md)
 GROUP_KEYS = 2048
 TABLE_NUMBERS = 8  # int32 per row of a tile table
 MAX_PLANS = 2048  # per thread and direction, and as many known calls: the number of lengths has no bound

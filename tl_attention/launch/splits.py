@@ -30,7 +30,7 @@ CTA_STEPS, COMBINE_STEPS, PART_STEPS = 3, 5, 1 / 8
 MERGE_STEPS, MIN_PIECE, LEAST_GAIN = 1, 4, 2
 # Steps that it costs to begin, for a second piece of a CTA, and for each tile that a CTA has alone; where they share all tiles
 # under a causal mask, for each tile. Time of a step with a running row max over that of one with a held one, as whole tiles have it.
-# Fitted to 580 shapes on an H200 (2026-11-23, docs/measurements.md, "Forward: few tiles per SM")
+# Fitted to 580 shapes on an H200 (2026-11-23, docs/notes/2026-11-23-shared-tiles.md)
 BEGIN_STEPS, SECOND_STEPS, WHOLE_STEPS, TILE_COST, RUNNING_MAX = 1.5, 1, 0.5, 2, 1.1
 MAX_WAVES = 6  # the most whole tiles per SM beside shared ones: with more the last wave is little, and none were measured
 MAX_STEPS = 2**31  # the kernel numbers steps by int32, times the number of sharers

@@ -31,6 +31,13 @@ TITLES = {
     "fwd_bwd_det": "forward and backward, deterministic",
     DECODE: "decoding",
 }
+HEADINGS = {
+    "main": "{}",
+    "more": "{}: other sizes",
+    "options": "{} with options",
+    "fp32": "{} in fp32",
+    "flex": "{} with functions",
+}
 WIDTHS = {
     "fwd": "head_dim + head_dim_v",
     "bwd": "3 head_dim + 2 head_dim_v",
@@ -116,6 +123,22 @@ def line(rows: list[Row]) -> str:
         if row["status"] != "skipped"
     )
     return f"{describe(rows[0])}: {', '.join(speeds)}"
+
+
+def heading(direction: str, set_name: str) -> str:
+    return HEADINGS[set_name].format(TITLES[direction].capitalize())
+
+
+def parts_of(name: str, rows: list[Row]) -> list[tuple[str, list[Row]]]:
+    """(name, rows) of a run; a decode has parts, as one query per sequence and several are different problems."""
+    if rows[0]["pass"] != DECODE:
+        return [(name, rows)]
+    parts: dict[str, list[Row]] = {}
+    for row in rows:
+        queries = "1 query" if row["seqlen_q"] == 1 else "several queries"
+        layout = ", pages or ragged lengths" if row.get("options") else ""
+        parts.setdefault(f"{name}, {queries}{layout}", []).append(row)
+    return sorted(parts.items(), key=lambda part: len(part[0]))
 
 
 def geomeans(rows: Iterable[Row]) -> dict[str, tuple[float, int, int]]:

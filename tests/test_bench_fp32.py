@@ -18,9 +18,9 @@ import contextlib
 
 import fp32
 import library
-import performance
 import rows as row_files
 import run
+import tables
 from test_bench import gpu_stub  # noqa: F401
 
 SHAPE = "1,2,2,48,48,32,32,causal"
@@ -93,4 +93,4 @@ def test_bench_fp32_bad_arguments_end_with_a_message(argv: list[str], capsys: py
 
 
 def test_bench_fp32_has_no_column_in_the_table_of_means() -> None:
-    assert performance.HEADINGS.keys() == set(row_files.SETS)
+    assert tables.HEADINGS.keys() == set(row_files.SETS)

@@ -22,9 +22,11 @@ import performance
 import plots
 import ranks
 import report
+import row_grids
 import rows as row_files
 import run
 import speed_plot
+import summary
 import tables
 from rich.console import Console
 from rows import Row
@@ -282,7 +284,39 @@ def stored_results() -> Path:
 
 def test_bench_performance_page_is_that_of_the_stored_results() -> None:
     stored_results()
-    assert performance.PAGE.read_text() == performance.whole_page(), "run python benchmarks/report.py"
+    text = performance.PAGE.read_text()
+    assert text == performance.whole_page(), "run python benchmarks/report.py"
+    assert text.count("\n") <= 150, "a reader's page: the rows are in tables.md"
+
+
+@pytest.mark.parametrize("folder", sorted(performance.RESULTS.glob("*/")), ids=lambda folder: folder.name)
+def test_bench_tables_are_those_of_the_stored_results(folder: Path) -> None:
+    assert (folder / performance.TABLES).read_text() == performance.tables_page(folder), (
+        "run python benchmarks/report.py"
+    )
+
+
+def test_bench_summary_page_shows_means_lengths_and_every_lost_row() -> None:
+    runs = {("fwd", "main"): ROWS}
+    text = summary.section("H", "tables.md", runs, {"fwd": {SHORT: "memory"}}, with_grids=True)
+    assert "| Forward | 1.50x (1.12) | 0.90x (0.90) | 1.01x | 1 of 2 |" in text
+    assert "| Forward, H16 d128 full, 16k tokens | 137 (**0.90**) | 275 (1.12) |" in text
+    assert "| Forward | paper-d128-full-1k | B16 H16 S1024 d128 full | 0.90 | cudnn | memory |" in text
+    assert "No library is faster" not in text
+    without = summary.section("H", "tables.md", {("fwd", "main"): ROWS[3:]}, {}, with_grids=False)
+    assert "No library is faster in any row." in without and "16k tokens" not in without
+
+
+def test_bench_summary_page_shows_each_decode() -> None:
+    rows = [
+        ours("1,8,1,1,2048,128,128,full", 1.0, "decode", fa4=0.8),
+        ours("128,8,1,1,2048,128,128,full", 1.0, "decode", fa4=1.5),
+        ours("1,8,1,1,2048,128,128,full", 1.0, "decode", fa4=2.0, options=["page=16"]),
+    ]
+    text = row_grids.of_decode(rows)
+    assert "| queries, heads, layout | B1 2k | B128 2k |" in text
+    assert "| q1 H8/1 | **0.80** | 1.50 |" in text
+    assert "| q1 H8/1 page=16 | 2.00 | – |" in text
 
 
 def test_bench_readme_shows_the_stored_results() -> None:

@@ -1,0 +1,120 @@
+"""The short page of results: per GPU the means of each race, its speeds by length, and every row that another library wins."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import row_grids
+import rows as row_files
+import tables
+from rows import HIGH, OURS, Row, by_problem, describe, peer_ratios, ratio_over
+from tables import heading, markdown_table
+
+from tl_attention.problem import DECODE
+
+PLOTTED = (("fwd", "main"), ("bwd", "main"))
+OVER = {"fp32": "efficient", "flex": "flex"}  # library of the means of a set with libraries of its own
+NOT_ANALYSED = "not analysed"
+
+Key = tuple[str, str]  # pass and set of a race
+
+
+def section(
+    name: str, link: str, runs: Mapping[Key, Sequence[Row]], notes: Mapping[str, Any], *, with_grids: bool
+) -> str:
+    """One GPU.
+
+    Args:
+        link: its full tables, as seen from the page.
+        runs: races that have peers, and their rows.
+        notes: file stem of a race -> name of a shape -> reason.
+        with_grids: with the speeds by length and of decodes.
+    """
+    parts = [f"## {name}", f"All rows, environment, commits and tests: [{link}]({link})."]
+    parts += [means_table(runs), own_means(runs)]
+    if with_grids:
+        plotted = {heading(*key): runs[key] for key in PLOTTED if key in runs}
+        parts.append(f"### Speed by length, {name}\n\n{row_grids.by_length(plotted)}")
+        if (DECODE, "main") in runs:
+            parts.append(f"### Decoding, {name}\n\n{row_grids.of_decode(runs[DECODE, 'main'])}")
+    lost = lost_rows(runs, notes)
+    parts.append(f"### Lost rows, {name}\n\n{lost}" if lost else "No library is faster in any row.")
+    return "\n\n".join(part for part in parts if part)
+
+
+def means_table(runs: Mapping[Key, Sequence[Row]]) -> str:
+    """Our speed over each library, by race."""
+    parts = [
+        part
+        for key, rows in runs.items()
+        if key[1] not in OVER
+        for part in tables.parts_of(heading(*key), list(rows))
+    ]
+    names = list(dict.fromkeys(name for _, rows in parts for name in tables.geomeans(rows)))
+    lines = []
+    for title, rows in parts:
+        found = tables.geomeans(rows)
+        best = tables.over_best(rows)
+        if best:
+            cells = [mean_and_least(rows, name) if name in found else "–" for name in names]
+            lost = sum(ratio < 1 for ratio in best)
+            lines.append([title, *cells, f"{statistics.geometric_mean(best):.2f}x", f"{lost} of {len(best)}"])
+    return markdown_table(["race", *names, "the fastest", "lost"], lines) if lines else ""
+
+
+def own_means(runs: Mapping[Key, Sequence[Row]]) -> str:
+    """Our speed in the races that have libraries of their own, in a sentence."""
+    lines = []
+    for (direction, set_name), rows in runs.items():
+        peer = OVER.get(set_name)
+        for ours in (OURS, HIGH) if peer else ():
+            pairs = [
+                (group[ours], group[peer])
+                for group in by_problem(rows).values()
+                if ours in group and peer in group and group[ours]["status"] == group[peer]["status"] == "ok"
+            ]
+            ratios = [theirs["ms"] / mine["ms"] for mine, theirs in pairs]
+            if ratios:
+                precision = f", {'high' if ours == HIGH else 'highest'}" if peer == OVER["fp32"] else ""
+                race, title = heading(direction, set_name) + precision, pairs[0][1]["title"]
+                lines.append(f"{race}: {_mean_and_least(ratios)} over {title}")
+    return f"{'; '.join(lines)}." if lines else ""
+
+
+def mean_and_least(rows: Sequence[Row], peer: str) -> str:
+    """Geometric mean of our speed over a library's, and the least, as in 1.21x (1.02)."""
+    ours = (row for row in rows if row["provider"] == OURS and row["status"] == "ok")
+    return _mean_and_least([ratio for row in ours if (ratio := ratio_over(row, peer))])
+
+
+def _mean_and_least(ratios: Sequence[float]) -> str:
+    return f"{statistics.geometric_mean(ratios):.2f}x ({min(ratios):.2f})"
+
+
+def lost_rows(runs: Mapping[Key, Sequence[Row]], notes: Mapping[str, Any]) -> str:
+    """Every row in which a library is faster, but those of decodes, whose table shows them."""
+    lines = []
+    for (direction, set_name), rows in runs.items():
+        if direction == DECODE:
+            continue
+        stem = row_files.file_name(direction, set_name).removesuffix(".jsonl")
+        for group in by_problem(rows).values():
+            ours = group.get(OURS)
+            ratios = peer_ratios(ours) if ours and ours["status"] == "ok" else {}
+            peer = min(ratios, key=ratios.__getitem__, default=None)
+            if peer and ratios[peer] < 1:
+                why = notes.get(stem, {}).get(ours["shape"], NOT_ANALYSED)
+                cells = [
+                    heading(direction, set_name),
+                    ours["shape"],
+                    describe(ours),
+                    f"{ratios[peer]:.2f}",
+                    group[peer]["title"],
+                    why,
+                ]
+                lines.append((ratios[peer], cells))
+    header = ["race", "name", "problem", "ours over it", "fastest", "reason"]
+    ordered = [cells for _, cells in sorted(lines, key=lambda line: line[0])]
+    return markdown_table(header, ordered, text_last=True) if lines else ""

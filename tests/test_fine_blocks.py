@@ -395,3 +395,17 @@ def test_fine_blocks_in_a_graph():
     found.zero_()
     graph.replay()
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_fine_blocks_past_the_keys_are_hidden():
+    """A mask made for more keys, cut as a cache does it: its lists name blocks that do not exist."""
+    mask = torch_block_mask(causal_mask, None, None, 512, 512, device="cpu", BLOCK_SIZE=(64, 64))
+    mask.seq_lengths = (512, 200)
+    q, k, v = (torch.randn(1, 1, n, 16, dtype=torch.float64).float() for n in (512, 200, 200))
+    out = flex_attention(q, k, v, block_mask=mask)
+    seen = torch.arange(512)[:, None] >= torch.arange(200)
+    torch.testing.assert_close(out, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen))
+
+
+def causal_mask(b, h, q, k):
+    return q >= k

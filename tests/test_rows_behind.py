@@ -100,3 +100,17 @@ def test_rows_behind_packed_qkv_are_cleared(device):
     (grad,) = torch.autograd.grad(out[: sum(LENGTHS)].float().sum(), qkv)
     assert (out[sum(LENGTHS) :] == 0).all() and (grad[sum(LENGTHS) :] == 0).all()
     assert grad.isfinite().all()
+
+
+def test_rows_behind_are_cleared_without_keys(device):
+    """With a sink, the log-sum-exp of a query that sees no key is the sink, behind the last sequence -inf."""
+    q = torch.randn(9, 2, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    k, v = (torch.randn(0, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(2))
+    starts_q, starts_k = (torch.tensor(x, device=device, dtype=torch.int32) for x in ([0, 6], [0, 0]))
+    sink = torch.tensor([1.0, -2.0], device=device, requires_grad=True)
+    lengths = starts_q, starts_k, 6, 0
+    out, lse, _ = flash_attn_varlen_func(q, k, v, *lengths, learnable_sink=sink, return_attn_probs=True)
+    assert (out == 0).all() and (lse[:, 6:] == -math.inf).all()
+    torch.testing.assert_close(lse[:, :6], sink.detach()[:, None].expand(-1, 6))
+    (grad,) = torch.autograd.grad(lse[:, :6].sum(), sink)
+    torch.testing.assert_close(grad, torch.full_like(sink, 6.0))

@@ -112,12 +112,12 @@ BACKENDS = {
 @pytest.mark.parametrize("forward, backend", BACKENDS.values(), ids=BACKENDS)
 def test_torch_masks_leave_a_backend_that_the_caller_chose(forward, backend):
     q, k, v = (x.detach() for x in inputs())
-    mask, theirs = torch.zeros(ROWS, KEYS).expand(BATCH, HEADS, ROWS, KEYS), lambda *_, **__: "theirs"
-    flash = SDPBackend.FLASH_ATTENTION
+    mask, result = torch.zeros(ROWS, KEYS).expand(BATCH, HEADS, ROWS, KEYS), (torch.zeros(()),) * 9
+    flash, theirs = SDPBackend.FLASH_ATTENTION, lambda *_, **__: result
     with sdpa_kernel(backend):
-        assert forward(theirs, None, q, k, v, mask, True) == "theirs"
+        assert forward(theirs, None, q, k, v, mask, True) is result
     with sdpa_kernel([backend, flash], set_priority=True):
-        assert forward(theirs, None, q, k, v, mask, True) == "theirs"
+        assert forward(theirs, None, q, k, v, mask, True) is result
     with sdpa_kernel([flash, backend], set_priority=True):
         assert forward(refused, None, q, k, v, mask, True)[0].shape == q.shape
     with sdpa_kernel(
@@ -166,16 +166,16 @@ def test_torch_masks_leave_other_calls_to_pytorch(changes):
         "is_causal": False,
     }
     given |= changes
-    seen = []
+    seen, theirs = [], (torch.zeros(()),) * 9
 
     def original(keys, *arguments, scale):
         seen.append((keys, arguments, scale))
-        return "theirs"
+        return theirs
 
     tensors = [given[name] for name in ("query", "key", "value")]
     rest = given["dropout_p"], given["is_causal"]
     for forward in (torch_masks.efficient_forward, torch_masks.cudnn_forward):
-        assert forward(original, "keys", *tensors, given["attn_bias"], True, *rest, scale=0.5) == "theirs"
+        assert forward(original, "keys", *tensors, given["attn_bias"], True, *rest, scale=0.5) is theirs
         assert seen[-1][0] == "keys" and seen[-1][2] == 0.5
         assert all(
             a is b for a, b in zip(seen[-1][1], (*tensors, given["attn_bias"], True, *rest), strict=False)
@@ -184,11 +184,11 @@ def test_torch_masks_leave_other_calls_to_pytorch(changes):
     found = torch_masks.efficient_backward(
         original, "keys", x, *tensors, given["attn_bias"], *saved, rest[0], [True] * 4, rest[1], scale=0.5
     )
-    assert found == "theirs" and len(seen[-1][1]) == 12
+    assert found is theirs and len(seen[-1][1]) == 12
     found = torch_masks.cudnn_backward(
         original, "keys", x, *tensors, *saved, given["attn_bias"], None, None, 3, 3, *rest, scale=0.5
     )
-    assert found == "theirs" and len(seen[-1][1]) == 15
+    assert found is theirs and len(seen[-1][1]) == 15
 
 
 @pytest.mark.parametrize(
@@ -284,3 +284,16 @@ def test_torch_masks_other_calls_are_those_of_pytorch(handle, calls):
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     assert not calls
     assert_close(out, F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=mask))
+
+
+@pytest.mark.parametrize(("forward", "place"), [("efficient_forward", 2), ("cudnn_forward", 6)])
+def test_seed_of_a_forward_of_pytorch_is_not_ours(forward, place, monkeypatch):
+    """Without dropout PyTorch's seed is memory that nobody has written: it may be that of a freed seed of ours."""
+    monkeypatch.setattr(torch_masks, "_served", lambda *_: None)
+    seed = torch.tensor(torch_masks.OURS)
+    passed_on = [None] * 9
+    passed_on[place] = seed
+    x = torch.zeros(1, 1, 8, 64)
+    arguments = (None, None, x, x, x, None, True)
+    result = getattr(torch_masks, forward)(lambda *_, **__: tuple(passed_on), *arguments[1:])
+    assert result[place] is seed and not torch_masks._is_ours(seed)

@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from tl_attention import launch, torch_unmasked
-from tl_attention.checks.common import FWD_DTYPES
+from tl_attention.checks.common import FWD_DTYPES, MAX_SCALE
 from tl_attention.checks.flex import MAX_ELEMENTS, MAX_LENGTH
 from tl_attention.options import options_of_parts
 from tl_attention.program import Call
@@ -28,6 +28,7 @@ from tl_attention.tracing.dense_bias import element
 EFFICIENT, CUDNN = "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"
 FLASH = int(SDPBackend.FLASH_ATTENTION)
 OURS = 0x746C5F61  # seed of a forward of this package, by which its backward knows it
+SEED_OF_EFFICIENT, SEED_OF_CUDNN = 2, 6  # places of the seed in the results
 LSE_ROWS = 32  # the memory-efficient backend pads the rows of its log-sum-exp to a multiple of this
 
 
@@ -68,12 +69,15 @@ def serves(
     attn_bias: torch.Tensor | None,
     dropout_p: float,
     causal: bool,
+    scale: float | None = None,
 ) -> bool:
-    """True for calls that the kernels serve: a mask, no dropout, on Hopper; fp32 as in torch_unmasked.serves().
+    """True for calls that the kernels serve: a mask, no dropout, on Hopper; fp32 and scale as in torch_unmasked.serves().
 
     attn_bias: [batch or 1, heads or 1, seqlen_q or 1, seqlen_k or 1].
     """
     if attn_bias is None or dropout_p or causal or query.dtype not in FWD_DTYPES:
+        return False
+    if scale is not None and not abs(scale) <= MAX_SCALE:
         return False
     tensors = query, key, value, attn_bias
     if any(x.ndim != 4 or not x.numel() for x in tensors) or any(x.stride(3) != 1 for x in tensors[:3]):
@@ -117,7 +121,7 @@ def efficient_forward(
     call = query, key, value, attn_bias, dropout_p, is_causal
     result = _served(SDPBackend.EFFICIENT_ATTENTION, *call, scale)
     if result is None:
-        return original(keys, *arguments, scale=scale)
+        return _not_ours(original(keys, *arguments, scale=scale), SEED_OF_EFFICIENT)
     out, lse = result
     rows = query.shape[2]
     padding = -rows % LSE_ROWS
@@ -172,7 +176,7 @@ def cudnn_forward(
     call = query, key, value, _four_dims(attn_bias), dropout_p, is_causal
     result = None if return_debug_mask else _served(SDPBackend.CUDNN_ATTENTION, *call, scale)
     if result is None:
-        return original(keys, *arguments, scale=scale)
+        return _not_ours(original(keys, *arguments, scale=scale), SEED_OF_CUDNN)
     out, lse = result
     if query.stride(1) >= query.stride(2):
         out = out.contiguous()
@@ -225,6 +229,13 @@ def _seed_and_offset() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(OURS, dtype=torch.int64), torch.empty((), dtype=torch.int64)
 
 
+def _not_ours(result: tuple, seed: int) -> tuple:
+    """Result of a forward of PyTorch. Its seed becomes 0: without dropout it is memory that nobody has written, and may be OURS."""
+    if result[seed].device.type == "cpu":
+        result[seed].zero_()
+    return result
+
+
 def _is_ours(seed: torch.Tensor | None) -> bool:
     """True for a seed of _seed_and_offset(): the backward of a call runs where its forward ran."""
     return seed is not None and seed.device.type == "cpu" and seed.numel() == 1 and seed.item() == OURS
@@ -246,7 +257,7 @@ def _served(
         return None
     if torch_unmasked.serves(*call, scale):
         return torch_unmasked.forward(query, key, value, causal, scale)
-    return _forward(query, key, value, attn_bias, scale) if serves(*call) else None
+    return _forward(query, key, value, attn_bias, scale) if serves(*call, scale) else None
 
 
 def _call(bias: torch.Tensor, differentiate: bool) -> Call:

@@ -2,7 +2,7 @@
 
 Dao 2023 (FlashAttention-2, alg. 1) in the schedule of Shah et al. 2024 (FlashAttention-3). One producer warp feeds rings of K and V
 tiles by TMA. Each consumer warpgroup owns 64 queries and keeps two products in flight: S = Q Kᵀ of one key block beside O += P V of
-the block before.
+the step before. Steps go from the last key block to the first; with near_first from the diagonal on, under a block mask as it lists them.
 """
 
 import functools
@@ -219,7 +219,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
             blocks.keep_queries(query)
         slots.prepare(problem, w, q_step, shared.Q, softmax_scale, scores.raw)
 
-        # S = Q Kᵀ and softmax of the last key block
+        # S = Q Kᵀ and softmax of step 0
         start_scores(w, q_step, first_step, shared, scores, acc_s)
         turns.pass_on(w)
         dropout.draw(tile.batch * heads + tile.head, query, blocks.first_key(0))
@@ -236,7 +236,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
 
         first.release_values(shared.V, first_step)
 
-        # S = Q Kᵀ and softmax of each earlier block, beside O += P V of the block after it
+        # S = Q Kᵀ and softmax of each further step, beside O += P V of the step before it
         for some in row_max.ranges(blocks):
             # From 0: a start in a variable would keep the ring index out of uniform registers, 32 R2UR per step at d128
             for i in T.serial(some.count):
@@ -260,7 +260,7 @@ def flash_fwd(problem: AttnProblem, config: FwdConfig) -> T.PrimFunc:
                 if some.update:
                     softmax.rescale(output.chunks)
 
-        # O += P V of the first key block beside the row sums, O /= row sums
+        # O += P V of the last step beside the row sums, O /= row sums
         last = blocks.steps - 1
         shared.V.wait(first_step + last)
         output.start(P_parts, shared.V, first_step + last)

@@ -266,7 +266,7 @@ class OutputTiles:
 
     @T.inline
     def finish(self, P, V, step):
-        """Wait until O is complete."""
+        """Issue what start() has left of the product, the further columns of parts, and wait until O is complete."""
         if len(P) > 1:
             add_product(
                 self.products,

@@ -57,7 +57,7 @@ class QuerySlots:
 
     @T.inline
     def free_previous(self, turn, q_step, Q):
-        """Free the slot of the previous tile, from which O has been stored by now."""
+        """Free the slot of the previous tile, once O has been stored from it: with more than one tile of slots."""
         if self.hold_output and self.config.q_stages > 1:
             if turn > 0:
                 wait_for_stores()
@@ -65,22 +65,26 @@ class QuerySlots:
 
     @T.inline
     def after_scores(self, is_last, q_step, Q):
+        """Free the slot after the last S, if O does not leave through it."""
         if self.free_after_scores:
             if is_last:
                 Q.release(q_step)
 
     @T.inline
     def after_steps(self, q_step, Q):
+        """Free the slot after the last step, if O does not leave through it and after_scores() has not."""
         if not self.hold_output and not self.free_after_scores:
             Q.release(q_step)
 
     @T.inline
     def after_piece(self, q_step, Q):
+        """Free the slot of a tile whose O another CTA stores."""
         if self.hold_output and self.config.q_stages == 1:
             Q.release(q_step)
 
     @T.inline
     def after_result(self, q_step, Q):
+        """Free the only slot once O has been stored from it; free_previous() does it for more."""
         if self.config.q_stages == 1:
             wait_for_stores()
             Q.release(q_step)

@@ -37,8 +37,8 @@ class MaxSteps:
 class RowMax:
     """Row max of a tile: updated in each step, or held once each row has seen a key.
 
-    A held row max may be too small for later scores. Then the sums overflow, check() says so to the producer, and the tile comes a second
-    time, with `recomputes` and a row max that is updated.
+    A held row max may be too small for later scores, so that the sums overflow; a held 0 may be out of the range of the polynomial.
+    Then check() says so to the producer, and the tile comes a second time, with `recomputes` and a row max that is updated.
 
     Args:
         holds: FwdConfig.hold_max.
@@ -70,7 +70,9 @@ class RowMax:
             return MaxSteps(first, T.if_then_else(again, blocks.steps - 1, first.count), True), *held
         found = []
         for steps in blocks.ranges:
-            if steps.check_right or not self.holds:
+            if (
+                steps.check_right or not self.holds
+            ):  # with check_right a row may see its first key, see KeyBlocks.overlap
                 found.append(MaxSteps(steps, steps.count, True))
                 continue
             # Loops of their own: a branch around the update of the row max costs more than half of the gain

@@ -183,7 +183,7 @@ class OnlineSoftmax:
                 self.flag[0] = 1
 
     def overflowed(self):
-        """True if the held row max is too small, or too large, for the sum of any row of this warp."""
+        """True if a check of the sums has set `flag` in a thread of this warp: the row max does not serve for one of its rows."""
         return T.any_sync(self.flag[0] != 0)
 
     @T.inline

@@ -114,7 +114,9 @@ class DLTensors:
 
 
 class RowWords:
-    """Contiguous tensors [.., rows, ..] as kernel arguments [groups, rows, words], in words of 4 bytes. Serves one thread.
+    """Contiguous tensors as kernel arguments [groups, rows, words], in words of 4 bytes. Serves one thread.
+
+    groups are all dimensions before that of the rows.
 
     Args:
         tensors: (groups, rows, bytes of a row in a group) of each.

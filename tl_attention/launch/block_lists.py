@@ -293,7 +293,8 @@ def block_states(
         if numbers is None:
             continue
         position = torch.arange(listed.shape[-1], device=listed.device)
-        # Entries past the number of a list go to a column of their own
-        blocks = torch.where(position < numbers[..., None], listed, key_blocks).long()
+        # Entries past the number of a list, and blocks past the keys, go to a column of their own
+        is_block = (position < numbers[..., None]) & (listed < key_blocks)
+        blocks = torch.where(is_block, listed, key_blocks).long()
         states.scatter_(-1, blocks, state)
     return states[..., :-1]

@@ -97,7 +97,7 @@ class BwdPlan:
             by_sequence = goes_by_sequence(kernels.problem, [bwd_pass for bwd_pass, _ in kernels.passes])
             results = [(1, shape[0], math.prod(shape[1:]) * dtype.itemsize) for shape, _, dtype in self.grads]
             sizes = self.batch, seqlen_q, seqlen_k, causal, q.get_device()
-            # dq of a distributed call may be part of a larger tensor
+            # Nothing is cleared beside a dq that is part of a larger tensor, which only a distributed call may pass
             clearing_ctas = sm_count(self.device) if dq.is_contiguous() else 0
             self.tiles = PackedTiles(kernels.tile_table, *sizes, results, clearing_ctas, by_sequence)
             of_sequences = {

@@ -433,14 +433,15 @@ def forward(
         config: used instead of the tuned row or default.
         block_table: int32 [batch, pages per sequence], for packed sequences with seqused_k: k and v are then [pages, page_size,
             heads_kv, head_dim], never copied, and page i of a sequence holds its keys from i * page_size on.
-        out: tensor to write to, in the layout of q, with strides and an address that TMA takes; None: a new contiguous one.
+        out: tensor to write to, in the layout of q, with strides and an address that TMA takes, contiguous for packed sequences.
+            None: a new contiguous one.
         traced: score_mod and mask_mod; not with causal or options.
         lse: log-sum-exp over other keys, base 2, whose output is in `out`, fp32. Both are overwritten by the result over all keys. Only
             their last stride must be 1. Rows of out whose lse is -inf may hold anything. Not with a sink, pages, traced or fp32 tensors.
         deterministic: whether a later backward is. If q, k or v requires a gradient, its kernels start to be built.
     Returns:
-        out in the layout of q; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Unused rows of
-        packed sequences are undefined.
+        out in the layout of q; lse [batch, heads, seqlen_q] or [heads, total_q] fp32. Rows of packed sequences between seqused and the
+        next sequence are undefined.
     """
     if q.dtype is torch.float32:  # kernels read views of another dtype, which lose the sign of a negated view
         q, k, v = as_stored(q), as_stored(k), as_stored(v)
@@ -479,6 +480,9 @@ def forward(
         lse.fill_(-math.inf)
         if options is not None and options.sink is not None and not without_sequences:
             lse.copy_((options.sink.float() / (LN2 if lse_base2 else 1.0))[:, None].expand_as(lse))
+            if options.varlen:
+                behind = torch.arange(lse.shape[-1], device=lse.device) >= options.cu_seqlens_q[-1]
+                lse.masked_fill_(behind, -math.inf)
         return out.zero_(), lse
     if q.requires_grad or k.requires_grad or v.requires_grad:
         build_backward_ahead(q, k, v, causal, heads_first, deterministic, options, traced)

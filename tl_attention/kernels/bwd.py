@@ -14,16 +14,17 @@ import functools
 import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
-from tl_attention.kernels import bwd_scores, bwd_tiles, pipeline
+from tl_attention.kernels import bwd_tiles, pipeline
 from tl_attention.kernels import products as fp32
 from tl_attention.kernels.block_lists import query_blocks
 from tl_attention.kernels.bwd_arguments import KeyPassArguments
 from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
 from tl_attention.kernels.bwd_order import OrderedBlocks
 from tl_attention.kernels.bwd_orders import order_of
+from tl_attention.kernels.bwd_pass import KeyPass
 from tl_attention.kernels.bwd_round_packed import rounding_of
 from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles
-from tl_attention.kernels.bwd_step import Elements, Gradients, KeyStep
+from tl_attention.kernels.bwd_step import Elements, KeyStep, Launch
 from tl_attention.kernels.bwd_store import store_gradients
 from tl_attention.kernels.bwd_warps import cuda_code, dq_warpgroup, further_warps, pass_roles
 from tl_attention.kernels.dropout import Dropout
@@ -69,10 +70,10 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     """
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
     block_M, block_N, dynamic = config.block_M, config.block_N, config.is_dynamic
-    makes, varlen, one_tile = Gradients(problem, config), problem.has("varlen"), config.one_tile
+    key_pass, varlen, one_tile = KeyPass(problem, config), problem.has("varlen"), config.one_tile
     warpgroups, consumers = tuple(range(config.warpgroups)), WARPGROUP * config.warpgroups
     roles, rounds = pass_roles(problem, config), config.rounds(problem)
-    scores_first, order = bwd_tiles.scores_come_first(problem, config), order_of(problem, config)
+    scores_first, order = bwd_tiles.scores_come_first(problem, config), order_of(key_pass)
 
     args = KeyPassArguments.of(problem, config)
     batch, heads, heads_kv, seqlen_q, seqlen_k = args.sizes
@@ -82,25 +83,24 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     Sums = OrderedBlocks if config.is_ordered else FragmentBlocks
 
     @T.macro
-    def differentiate(w, number, turn, first, counts, tile, blocks, tiles, shared, softmax_scale, options):
+    def differentiate(w, number, turn, first, tile, blocks, launch):
         """Compute dK and dV of 64 keys, and their share of dQ of all query blocks that see the key tile."""
+        tiles, shared, softmax_scale = launch.tiles, launch.shared, launch.softmax_scale
         key = tile.first_key + 64 * w
-        scores = bwd_scores.scores_of(problem, config, options, softmax_scale, shared.staged)
-        dropout = Dropout(problem, options, block_M, rows_are_keys=True)
-        relative = makes.shared_dq and (varlen or config.dq_apart)
+        scores = key_pass.scores(launch.options, softmax_scale, shared.staged)
+        dropout = Dropout(problem, launch.options, block_M, rows_are_keys=True)
+        relative = key_pass.shares_dS and (varlen or config.dq_apart)
         mask = bwd_tiles.KeyRowsMask(blocks.mask, key, relative=relative)
         raw_scale = T.if_then_else(softmax_scale == 0, SMALLEST_SCALE, softmax_scale * LOG2E)
         scale_log2 = scores.not_too_small(raw_scale) if scores.raw else scores.scale_log2
-        if not makes.shared_dq:  # from one lane, so in a uniform register; with dq there are none to spare
+        if not key_pass.shares_dS:  # from one lane, so in a uniform register; with dq there are none to spare
             scale_log2 = T.shfl_sync(scale_log2, 0)
-        elements = Elements(scores, dropout, mask, scale_log2, softmax_scale)
-        step = KeyStep(
-            *(problem, config, w, key, turn, first, tile, blocks, elements, tiles, shared, heads), name="step"
-        )
+        elements = Elements(scores, dropout, mask, scale_log2)
+        step = KeyStep(key_pass, w, key, turn, first, tile, blocks, elements, launch, name="step")
 
         if dynamic:  # or nvcc keeps them from tile to tile: d128 causal spilled 16 bytes (nvcc 13.0.88)
-            fp32.clear((*(step.dq.acc_dq if makes.dq_before else ()), step.acc_s))
-        for other in warpgroups if makes.dq_before else (w,):
+            fp32.clear((*(step.dq.acc_dq if key_pass.makes_dq_late else ()), step.acc_s))
+        for other in warpgroups if key_pass.makes_dq_late else (w,):
             shared.K.wait(key_step(config, turn, other))
         if splits:
             split_tile(problem, w, shared.K, key_step(config, turn, w), tiles.k_parts(tile, key, 64))
@@ -115,13 +115,13 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             step.start_scores(begin, blocks.head)
         scores.start_transposed(mask, blocks)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
-        if makes.dk:
+        if key_pass.makes_dk:
             if not step.waits_for_V_late:
                 shared.V.wait(key_step(config, turn, w))
             if splits:
                 split_tile(problem, w, shared.V, key_step(config, turn, w), tiles.v_parts(tile, key, 64))
             fp32.clear(step.dk_chunks)
-        if makes.dv:
+        if key_pass.makes_dv:
             fp32.clear(step.dv_chunks)
 
         for i in T.serial(begin, first + blocks.steps):
@@ -133,33 +133,31 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             wait_for_stores()
         if dynamic:
             step.last_read.release(last)
-            if scores_first and not makes.dS_in_P:
+            if scores_first and not key_pass.dS_in_P:
                 shared.dO.release(last)
-            if makes.frees_V:
+            if key_pass.frees_V:
                 shared.V.release(key_step(config, turn, w))
         if config.dq_apart or (dynamic and problem.is_fp32):
             shared.K.release(key_step(config, turn, w))
-        if makes.dq_before:
+        if key_pass.makes_dq_late:
             step.dq.finish(last, turn)
         # Locate the tile again, so that its position takes no registers during the loop
         if dynamic:
             shared.tile_box.read_tile(turn, tile)
             shared.tile_box.release(turn)
         else:
-            tile.start(T.shfl_sync(number, 0), counts, blocks)
+            tile.start(T.shfl_sync(number, 0), launch.counts, blocks)
         key = tile.first_key + 64 * w
-        store_gradients(
-            *(problem, config, w, key, counts, tile, tiles, shared, softmax_scale, dropout),
-            *(step.dk_chunks, step.dv_chunks),
-        )
-        if dynamic and not makes.frees_V:
+        store_gradients(key_pass, w, key, tile, launch, dropout, step.dk_chunks, step.dv_chunks)
+        if dynamic and not key_pass.frees_V:
             wait_for_stores()  # costs nothing: the next keys have not arrived either
             shared.V.release(key_step(config, turn, w))
 
     @T.macro
-    def consume(w, number, tile_order, counts, tiles, shared, softmax_scale, options):
+    def consume(w, number, tile_order, launch):
+        shared = launch.shared
         tile = bwd_tiles.KeyTile(tile_order, block_N, split=config.is_split)
-        blocks = query_blocks(problem, options, tile, seqlen_q, seqlen_k, block_M, block_N)
+        blocks = query_blocks(problem, launch.options, tile, seqlen_q, seqlen_k, block_M, block_N)
         if dynamic:
             fill_bias_columns(w, shared.bias_columns, consumers)
             turn = T.alloc_var("int32", init=0)
@@ -168,19 +166,17 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             while not shared.tile_box.at_end(turn):
                 shared.tile_box.read_tile(turn, tile)
                 shared.tile_box.read_blocks(turn, blocks)
-                differentiate(
-                    w, number, turn, first_step, counts, tile, blocks, tiles, shared, softmax_scale, options
-                )
+                differentiate(w, number, turn, first_step, tile, blocks, launch)
                 first_step += blocks.steps
                 turn += 1
                 shared.tile_box.wait(turn)
             if config.has_dv_tile(problem):
                 wait_for_stores()  # shared memory must stay until TMA has read the last tile's dK and dV
         else:
-            tile.start(number, counts, blocks)
+            tile.start(number, launch.counts, blocks)
             fill_bias_columns(w, shared.bias_columns, consumers)
             if tile.exists:
-                differentiate(w, number, 0, 0, counts, tile, blocks, tiles, shared, softmax_scale, options)
+                differentiate(w, number, 0, 0, tile, blocks, launch)
 
     @T.prim_func
     def flash_bwd_kernel(
@@ -250,19 +246,20 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             tiles = Tiles(
                 *(Q, K, V, dO, Lse_log2, Delta, head_dim, head_dim_v, problem.parts, splits),
                 *((K_parts, V_parts) if stores_parts else ()),
-                dQ=dQ_sum if makes.own_dq or one_tile else None,
+                dQ=dQ_sum if key_pass.adds_own_dq or one_tile else None,
                 dQ_sum=None if one_tile else dq_sums,
                 dK=dK,
                 dV=dV,
                 dK_parts=FragmentBlocks(dK_parts, bwd_tiles.part_blocks(config, counts)),
                 dV_parts=FragmentBlocks(dV_parts, bwd_tiles.part_blocks(config, counts)),
             )
+            launch = Launch(counts, tiles, shared, options, softmax_scale, heads)
             producer = KeyTileProducer(
                 problem, config, tile_order, counts, (seqlen_q, seqlen_k), tiles, shared, options, Tickets
             )
             roles.run(
                 lambda: producer.produce(number),
-                lambda w: consume(w, number, tile_order, counts, tiles, shared, softmax_scale, options),
+                lambda w: consume(w, number, tile_order, launch),
                 apart=dq_warpgroup(producer),
                 **further_warps(producer, number, Turns, softmax_scale),
             )

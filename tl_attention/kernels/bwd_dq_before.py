@@ -12,17 +12,16 @@ import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels.bwd_load import key_step
-from tl_attention.kernels.bwd_store import BiasGradient
+from tl_attention.kernels.bwd_pass import KeyPass
 from tl_attention.kernels.bwd_tiles import dq_pieces
-from tl_attention.kernels.pipeline import sync_consumers
+from tl_attention.kernels.pipeline import sync_consumers, wait_for_stores
 from tl_attention.kernels.roles import WARPGROUP
 from tl_attention.kernels.softmax import indices
-from tl_attention.problem import AttnProblem
 
 
 @T.meta_class
 class StepBefore:
-    """Whether a step has one before it in the same tile, and where in dQ_sum dQ of that one goes.
+    """The step before in the same tile, if there is one, and the row block of dQ_sum that its dQ goes to.
 
     Args:
         counted: the row block tells the first step of a tile, so that its number takes no register: -1 until a step has been noted.
@@ -48,6 +47,40 @@ class StepBefore:
 
 
 @T.meta_class
+class BiasGradient:
+    """Stores dS' as the gradient of a dense bias, a step late: by TMA, from the shared tile that all warpgroups wait for to compute dQ.
+
+    Args:
+        on: dS' is stored so; else all methods do nothing.
+        tiles: Exchange or ExchangeRing of dS'.
+        w, key: the warpgroup and its first key.
+    """
+
+    def __init__(self, on: bool, traced: Any, tiles: Any, w: int, key: Any, name: str = "bias_gradient"):
+        self.on, self.traced, self.tiles, self.w, self.key = on, traced, tiles, w, key
+        # Position of the tile that was written last
+        self.head, self.query = (T.alloc_var("int32", init=0) if on else None for _ in range(2))
+
+    @T.inline
+    def locate(self, blocks):
+        """Note the position of the current step, before it advances."""
+        if self.on:
+            self.head[0] = blocks.head
+            self.query[0] = blocks.query
+
+    def store(self, step: Any) -> None:
+        """Start to store the tile of the step that was located last, after all warps have written it."""
+        if self.on:
+            self.traced.send_dS(self.tiles.tile(step, self.w), self.head[0], self.query[0], self.key)
+
+    @T.inline
+    def wait(self):
+        """Wait until the tile may be overwritten."""
+        if self.on:
+            wait_for_stores()
+
+
+@T.meta_class
 class DqBefore:
     """dQ of the step before.
 
@@ -59,22 +92,20 @@ class DqBefore:
 
     def __init__(
         self,
-        problem: AttnProblem,
-        config: BwdPass,
+        key_pass: KeyPass,
         w: int,
         acc_dq: tuple,
         last: tuple,
         before: StepBefore,
         bias_gradient: BiasGradient,
         first: Any,
-        tiles: Any,
-        shared: Any,
-        softmax_scale: Any,
+        launch: Any,
     ):
+        config = key_pass.config
         self.config, self.w, self.before, self.first = config, w, before, first
-        self.pieces = dq_pieces(config.block_M, problem.head_dim, config.warpgroups)[w]
+        self.pieces = dq_pieces(config.block_M, key_pass.problem.head_dim, config.warpgroups)[w]
         self.acc_dq, self.last, self.bias_gradient = acc_dq, last, bias_gradient
-        self.tiles, self.shared, self.softmax_scale = tiles, shared, softmax_scale
+        self.tiles, self.shared, self.softmax_scale = launch.tiles, launch.shared, launch.softmax_scale
 
     @T.inline
     def start(self, step):

@@ -15,37 +15,34 @@ from collections.abc import Callable
 
 import tilelang.language as T
 
-from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels import products as fp32
-from tl_attention.kernels.bwd_step import Gradients
+from tl_attention.kernels.bwd_pass import KeyPass
 from tl_attention.kernels.bwd_tiles import scores_come_first
-from tl_attention.problem import AttnProblem
 
 
-def order_of(problem: AttnProblem, config: BwdPass) -> Callable[..., None]:
+def order_of(key_pass: KeyPass) -> Callable[..., None]:
     """The order of a pass, a macro."""
-    makes = Gradients(problem, config)
-    if makes.shared_dq:
+    problem, config, makes_dv = key_pass.problem, key_pass.config, key_pass.makes_dv
+    scores_first = scores_come_first(problem, config)
+    if key_pass.shares_dS:
         return {
             "": dq_before_dS,
             "late-sums": dq_added_late,
             "early-dK": early_dk,
             "separate-dS": separate_dS,
-            "apart": scores_first_dq_apart if scores_come_first(problem, config) else dq_apart,
+            "apart": scores_first_dq_apart if scores_first else dq_apart,
         }[config.order]
-    if not makes.dk:
-        return dv_by_block if makes.by_block else dv_alone
-    if problem.is_fp32 and config.reuse_registers:
-        return fp32_reusing if makes.by_block or not makes.dv else fp32_one_sum_reusing
-    if problem.is_fp32 and makes.dv:
-        if makes.by_block:
-            return fp32_by_block
-        return fp32_scores_first if scores_come_first(problem, config) else fp32_one_sum
-    if problem.is_fp32:
-        return fp32_dk
+    if not key_pass.makes_dk:
+        return dv_by_block if key_pass.by_block else dv_alone
+    if not problem.is_fp32:
+        return reusing if config.reuse_registers else dk_and_dv if makes_dv else dk_alone
+    if not makes_dv:
+        return fp32_reusing if config.reuse_registers else fp32_dk
     if config.reuse_registers:
-        return reusing
-    return dk_and_dv if makes.dv else dk_alone
+        return fp32_reusing if key_pass.by_block else fp32_one_sum_reusing
+    if key_pass.by_block:
+        return fp32_by_block
+    return fp32_scores_first if scores_first else fp32_one_sum
 
 
 # Passes over 16-bit tensors that make dQ, too: dP' in registers of S', dS' in those of P'
@@ -125,13 +122,13 @@ def separate_dS(step, i, begin):
     step.all_but("dP", "dV")  # dQ of the step before
     step.dq.free_and_add(i)
     step.all_but("dV")  # dP'
-    if not step.makes.dv:
+    if not step.key_pass.makes_dv:
         shared.dO.release(i)
     step.compute_dS(i)
     step.share_dS(i)
     step.start_dk(i)
     step.start_next_scores(i)
-    if step.makes.dv:
+    if step.key_pass.makes_dv:
         step.all_but("dK", "S")  # dV
         shared.dO.release(i)
     step.advance()
@@ -157,7 +154,7 @@ def dq_apart(step, i, begin):
 
 @T.macro
 def scores_first_dq_apart(step, i, begin):
-    """As dq_apart, but a step issues its own S', see scores_come_first()."""
+    """Order "apart" where a step issues its own S', see scores_come_first()."""
     shared = step.shared
     shared.Q.wait(i)
     step.start_scores(i, step.blocks.head)
@@ -299,7 +296,7 @@ def fp32_dk(step, i, begin):
     shared.dO.release(i)
     step.compute_fp32_dS(i)
     step.split_dS(i)
-    if step.makes.by_block:
+    if step.key_pass.by_block:
         jobs = step.dk_jobs(i)
         fp32.continue_jobs(products, jobs, sums, 0)
         step.start_next_scores(i)
@@ -317,7 +314,7 @@ def fp32_reusing(step, i, begin):
     step.finish_scores(i, begin)
     step.exponentiate(i)
     step.start_dp(i)
-    if step.makes.dv:
+    if step.key_pass.makes_dv:
         dv_jobs = step.dv_jobs(i)
         fp32.start_jobs(products, dv_jobs, sums)
         fp32.continue_jobs(products, dv_jobs, sums, 2)
@@ -326,7 +323,7 @@ def fp32_reusing(step, i, begin):
     shared.dO.release(i)
     step.compute_fp32_dS(i)
     step.split_dS(i)
-    if step.makes.by_block:
+    if step.key_pass.by_block:
         step.share_parts_of_dS()
         jobs = (*step.dk_jobs(i), *step.dq_jobs())
         fp32.continue_jobs(products, jobs, sums, 0)

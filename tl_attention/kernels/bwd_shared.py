@@ -8,7 +8,7 @@ from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels.bwd_apart import DqSums
 from tl_attention.kernels.bwd_one_tile import DqTiles
 from tl_attention.kernels.bwd_order import AddingOrder, AnyOrder
-from tl_attention.kernels.bwd_step import Gradients
+from tl_attention.kernels.bwd_pass import KeyPass
 from tl_attention.kernels.bwd_tiles import KeyTileBox, dq_pieces, key_chunk
 from tl_attention.kernels.linear_bias import alloc_bias_columns
 from tl_attention.kernels.pipeline import (
@@ -97,7 +97,7 @@ def alloc_shared_tiles(
     dO = TileRing(do_shape, dtype_of("do"), consumer_warps, "dO", parts=parts)
     P = (
         alloc_each(warpgroups, [64, block_M], dtype_of("p"), "P")
-        if Gradients(problem, config).stages_P
+        if KeyPass(problem, config).stages_P
         else None
     )
     return SharedTiles(

@@ -11,90 +11,46 @@ from typing import Any
 
 import tilelang.language as T
 
-from tl_attention.kernel_configs import BwdPass, sum_columns
-from tl_attention.kernels import bwd_scores
+from tl_attention.kernel_configs import sum_columns
 from tl_attention.kernels import products as fp32
-from tl_attention.kernels.bwd_dq_before import DqBefore, StepBefore
+from tl_attention.kernels.bwd_dq_before import BiasGradient, DqBefore, StepBefore
 from tl_attention.kernels.bwd_load import key_step
-from tl_attention.kernels.bwd_store import BiasGradient
+from tl_attention.kernels.bwd_pass import KeyPass
 from tl_attention.kernels.bwd_tiles import KeyRowsMask, dq_pieces, piece_shape
 from tl_attention.kernels.dropout import Dropout
-from tl_attention.kernels.options import Scores
+from tl_attention.kernels.options import OptionArguments, Scores
 from tl_attention.kernels.pipeline import alloc_fragments, share
-from tl_attention.kernels.softmax import indices, softmax_backward
+from tl_attention.kernels.softmax import indices, probabilities, softmax_backward
 from tl_attention.part_configs import splits_keys
-from tl_attention.problem import AttnProblem
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Arguments and memory of a CTA, for all its key tiles.
+
+    Args:
+        counts: KeyTileCounts.
+        tiles: where rows are in global memory.
+        shared: SharedTiles.
+        heads: query heads.
+    """
+
+    counts: Any
+    tiles: Any
+    shared: Any
+    options: OptionArguments
+    softmax_scale: Any
+    heads: Any
 
 
 @dataclass(frozen=True)
 class Elements:
-    """What P' and dS' of a tile are computed with, besides S' and dP'."""
+    """Parts that P' and dS' of a tile are computed with, besides S' and dP'."""
 
     scores: Scores
     dropout: Dropout
     mask: KeyRowsMask
     scale_log2: Any  # factor of scores in base 2
-    softmax_scale: Any
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """What a pass by keys makes, and in which registers."""
-
-    problem: AttnProblem
-    config: BwdPass
-
-    @property
-    def dk(self) -> bool:
-        return "dk" in self.config.makes
-
-    @property
-    def dv(self) -> bool:
-        return "dv" in self.config.makes
-
-    @property
-    def shared_dq(self) -> bool:
-        """All warpgroups share dS', from which dQ is computed over the keys of a tile."""
-        return bwd_scores.shares_dq(self.problem, self.config)
-
-    @property
-    def own_dq(self) -> bool:
-        """fp32: each warpgroup adds dQ' = K' dS' of its keys to dQ itself, in the step that makes dS'."""
-        return "dq" in self.config.makes and self.problem.is_fp32
-
-    @property
-    def dq_before(self) -> bool:
-        """The consumers compute dQ of the step before."""
-        return self.shared_dq and not self.config.dq_apart
-
-    @property
-    def dS_in_P(self) -> bool:
-        """dS' takes the registers of P'."""
-        return self.config.reuse_registers and self.config.order != "separate-dS"
-
-    @property
-    def by_block(self) -> bool:
-        """Products are summed by block, see products.py."""
-        return self.problem.parts > 1 and not self.config.one_sum
-
-    @property
-    def reads_delta_ahead(self) -> bool:
-        return self.config.order in ("early-dK", "apart")
-
-    @property
-    def frees_V(self) -> bool:
-        """dV leaves by another way than the tile of V."""
-        return self.config.has_dv_tile(self.problem) or self.problem.is_fp32
-
-    @property
-    def stages_P(self) -> bool:
-        """dV reads P' from shared memory: with dropout, if dS' takes the registers of another P'. Not in fp32, see legality.py."""
-        return self.config.reuse_registers and self.dv and self.problem.has("dropout")
-
-    @property
-    def separate_P(self) -> bool:
-        """dV needs a P' of its own if dS' is made in registers of P' from another P': dV's has dropout, dS's the softcap's slope."""
-        return self.stages_P or (self.config.reuse_registers and self.dv and self.problem.is_sloped)
 
 
 @T.meta_class
@@ -109,8 +65,7 @@ class KeyStep:
 
     def __init__(
         self,
-        problem: AttnProblem,
-        config: BwdPass,
+        key_pass: KeyPass,
         w: int,
         key: Any,
         turn: Any,
@@ -118,25 +73,17 @@ class KeyStep:
         tile: Any,
         blocks: Any,
         elements: Elements,
-        tiles: Any,
-        shared: Any,
-        heads: Any,
+        launch: Launch,
         name: str = "step",
     ):
-        self.problem, self.config, self.w, self.key, self.turn, self.first = (
-            problem,
-            config,
-            w,
-            key,
-            turn,
-            first,
-        )
-        self.tile, self.blocks, self.tiles, self.shared, self.heads = tile, blocks, tiles, shared, heads
+        self.key_pass, self.w, self.key, self.turn, self.first = key_pass, w, key, turn, first
+        self.problem, self.config = problem, config = key_pass.problem, key_pass.config
+        self.tile, self.blocks, self.tiles, self.shared = tile, blocks, launch.tiles, launch.shared
+        self.heads, self.softmax_scale = launch.heads, launch.softmax_scale
         self.scores, self.dropout, self.mask = elements.scores, elements.dropout, elements.mask
-        self.scale_log2, self.softmax_scale = elements.scale_log2, elements.softmax_scale
-        self.makes = makes = Gradients(problem, config)
-        self.products = problem.products
-        self.last_read = shared.Q if makes.dk else shared.dO  # ring that the last GEMM of a step reads
+        self.scale_log2, self.products = elements.scale_log2, problem.products
+        # Ring that the last GEMM of a step reads
+        self.last_read = launch.shared.Q if key_pass.makes_dk else launch.shared.dO
         self.steps_before = 0 if problem.program is None else first  # steps of other tiles
         # Sums of diagonals, beside the next S'. In steps of 64 queries 6.26 ms, else 5.81 (d128, H200, 2026-11-23)
         self.adds_learned_late = config.block_M == 128
@@ -144,13 +91,15 @@ class KeyStep:
         block_M, reuse, parts = config.block_M, config.reuse_registers, problem.parts
         head_dim, head_dim_v, tile_shape = problem.head_dim, problem.head_dim_v, [64, config.block_M]
         sum_cols = sum_columns(problem, config)
-        dk_cols, dv_cols = (sum_cols if makes.by_block else width for width in (head_dim, head_dim_v))
+        dk_cols, dv_cols = (sum_cols if key_pass.by_block else width for width in (head_dim, head_dim_v))
         self.acc_s = T.alloc_fragment(tile_shape, "float32")  # S' [keys, queries], then P'
         self.P = T.alloc_fragment(tile_shape, problem.dtype_of("p"))  # P' [keys, queries]
-        self.P_for_dv = T.alloc_fragment(tile_shape, problem.dtype_of("p")) if makes.separate_P else self.P
+        self.P_for_dv = (
+            T.alloc_fragment(tile_shape, problem.dtype_of("p")) if key_pass.separates_P else self.P
+        )
         self.acc_dp = self.acc_s if reuse else T.alloc_fragment(tile_shape, "float32")  # dP' [keys, queries]
         # dS' [keys, queries]
-        self.dS = self.P if makes.dS_in_P else T.alloc_fragment(tile_shape, problem.dtype_of("ds"))
+        self.dS = self.P if key_pass.dS_in_P else T.alloc_fragment(tile_shape, problem.dtype_of("ds"))
         self.P_parts = (self.P_for_dv, *fp32.alloc_further_parts(tile_shape, parts))
         further = self.P_parts[1:] if reuse else fp32.alloc_further_parts(tile_shape, parts)
         self.dS_parts = (self.dS, *further)
@@ -164,29 +113,28 @@ class KeyStep:
         # dQ of the last step. In acc_dq, nvcc 13.0.88 serializes all wgmma of d64 that computes several tiles
         last_dq = alloc_fragments([x.shape for x in acc_dq], "float32") if config.is_dynamic else acc_dq
         self.lse_log2 = T.alloc_fragment([block_M], "float32")
-        self.before = StepBefore(config, counted=config.is_dynamic and makes.shared_dq, name="before")
-        sends_dS = makes.shared_dq and problem.sends_dS
-        self.bias_gradient = BiasGradient(sends_dS, self.scores.traced, shared.dS, w, key, name="dbias")
-        self.delta = T.alloc_fragment([block_M], "float32") if makes.reads_delta_ahead else None
-        # Where this thread writes dS'
-        self.dS_address = T.alloc_var("int32", init=shared.dS.address(w)) if config.order else None
-        self.dq = DqBefore(
-            *(problem, config, w, acc_dq, last_dq, self.before, self.bias_gradient, first),
-            *(tiles, shared, self.softmax_scale),
+        self.before = StepBefore(config, counted=config.is_dynamic and key_pass.shares_dS, name="before")
+        sends_dS = key_pass.shares_dS and problem.sends_dS
+        self.bias_gradient = BiasGradient(
+            sends_dS, self.scores.traced, launch.shared.dS, w, key, name="dbias"
         )
+        self.delta = T.alloc_fragment([block_M], "float32") if key_pass.reads_delta_ahead else None
+        # Where this thread writes dS'
+        self.dS_address = T.alloc_var("int32", init=launch.shared.dS.address(w)) if config.order else None
+        self.dq = DqBefore(key_pass, w, acc_dq, last_dq, self.before, self.bias_gradient, first, launch)
 
     @property
     def P_operands(self) -> tuple:
         """Tiles of P' that dV is the product of."""
-        return (self.shared.P[self.w],) if self.makes.stages_P else self.P_parts
+        return (self.shared.P[self.w],) if self.key_pass.stages_P else self.P_parts
 
     def all_but(self, *products: str) -> Any:
         """Wait until at most the products of these names, which were issued last, are in flight."""
         counts = {
             "S": len(self.products) + self.config.has_linear_bias(self.problem),
-            "dP": len(self.products) * self.makes.dk,
-            "dV": len(self.products) * self.makes.dv,
-            "dK": len(self.products) * self.makes.dk,
+            "dP": len(self.products) * self.key_pass.makes_dk,
+            "dV": len(self.products) * self.key_pass.makes_dv,
+            "dK": len(self.products) * self.key_pass.makes_dk,
         }
         return T.wait_wgmma(sum(counts[name] for name in products))
 
@@ -226,7 +174,7 @@ class KeyStep:
     @T.inline
     def finish_scores(self, step, begin):
         """Wait for S' and the last GEMM of the step before, after the loads that the exponentials need."""
-        if bwd_scores.prefetches_lse(self.problem, self.config):
+        if self.key_pass.prefetches_lse:
             self.shared.Q.read_row_values(step, 0, self.lse_log2)
         self.dropout.start()
         self.dropout.draw(self.tile.batch * self.heads + self.blocks.head, self.blocks.query, self.key)
@@ -238,33 +186,45 @@ class KeyStep:
     @T.inline
     def exponentiate(self, step):
         """Compute P' = exp2(S' - lse), in fp32 and as operands of dV and dK."""
-        prefetched = bwd_scores.prefetches_lse(self.problem, self.config)
-        reuse, makes = self.config.reuse_registers, self.makes
-        bwd_scores.exponentiate(
-            self.problem,
-            self.config,
-            step - self.steps_before,
-            self.acc_s,
-            self.P_for_dv,
-            lambda j: self.lse_log2[j] if prefetched else self.shared.Q.row_value(step, 0, j),
-            self.blocks,
-            self.mask,
-            self.scores,
-            self.scale_log2,
-            self.softmax_scale,
-        )
+        self.replace_scores(step)
+        reuse, key_pass = self.config.reuse_registers, self.key_pass
         if self.problem.parts > 1:
             fp32.split_kept(self.acc_s, self.P_parts)
         else:
-            if makes.dv and not (self.problem.is_sloped and makes.dk):
+            if key_pass.makes_dv and not (self.problem.is_sloped and key_pass.makes_dk):
                 T.copy(self.acc_s, self.P_for_dv)
-            if reuse and (makes.separate_P or not makes.dv):
+            if reuse and (key_pass.separates_P or not key_pass.makes_dv):
                 T.copy(self.acc_s, self.P)
-        if makes.dv:
+        if key_pass.makes_dv:
             for n in indices(self.P_parts):
                 self.dropout.drop(self.P_parts[n])
-            if makes.stages_P:
+            if key_pass.stages_P:
                 share(self.w, (self.P_for_dv,), (self.shared.P[self.w],))
+
+    @T.inline
+    def replace_scores(self, step):
+        """Replace S' in acc_s by the masked P' = exp2(S' * scale_log2 - lse_log2(query)).
+
+        If scores have a slope, acc_s gets P' * slope for dS', and P_for_dv gets P'.
+        """
+        key_pass, scores, mask, blocks, acc_s = self.key_pass, self.scores, self.mask, self.blocks, self.acc_s
+        prefetched, P = key_pass.prefetches_lse, self.P_for_dv if key_pass.has_two_P else None
+        diagonal = mask.diagonal(blocks.query)
+        scores.locate_transposed(mask.key, blocks, step - self.steps_before)
+        scores.prepare(acc_s, diagonal)
+        if key_pass.masks_before_exp:
+            scores.hide_transposed(acc_s, mask, blocks, self.softmax_scale)
+        probabilities(
+            acc_s,
+            lambda score, i, j: scores.exponent(
+                *(score, i, j, diagonal, self.scale_log2),
+                self.lse_log2[j] if prefetched else self.shared.Q.row_value(step, 0, j),
+            ),
+            P=P,
+            sloped=scores.sloped if self.problem.is_sloped and key_pass.makes_dk else None,
+        )
+        if not key_pass.masks_before_exp:
+            scores.clear_transposed(acc_s, P, mask, blocks)
 
     @T.inline
     def start_dp(self, step):
@@ -292,7 +252,7 @@ class KeyStep:
     @T.inline
     def start_dv(self, step):
         """Issue dV += P' dO, if the pass makes dV."""
-        if self.makes.dv:
+        if self.key_pass.makes_dv:
             dO = self.shared.dO.parts_of(step)
             fp32.multiply(self.products, self.P_operands.__getitem__, dO, self.dv_chunks[0])
 
@@ -321,7 +281,7 @@ class KeyStep:
             self.P if self.config.reuse_registers else self.acc_s,
             self.acc_dp,
             lambda i, j: (
-                self.delta[j] if self.makes.reads_delta_ahead else self.shared.Q.row_value(step, 1, j)
+                self.delta[j] if self.key_pass.reads_delta_ahead else self.shared.Q.row_value(step, 1, j)
             ),
             self.dS,
         )
@@ -335,7 +295,7 @@ class KeyStep:
     @T.inline
     def share_dS(self, step):
         """Write dS' to shared memory, if dQ is computed from there."""
-        if self.makes.shared_dq:
+        if self.key_pass.shares_dS:
             dS = self.shared.dS
             dS.wait_empty(step)
             dS.write(self.w, self.dS_address, step, self.dS)
@@ -348,7 +308,7 @@ class KeyStep:
         self.drop_dp()
         P = self.P_parts if self.config.reuse_registers else (self.acc_s,)
         fp32.replace_dp(P, self.acc_dp, lambda j: self.shared.Q.row_value(step, 1, j))
-        if self.makes.own_dq:
+        if self.key_pass.adds_own_dq:
             self.scores.learn_dS(self.acc_dp, self.blocks, True)
 
     @T.inline
@@ -359,15 +319,15 @@ class KeyStep:
 
     def dv_jobs(self, step: Any) -> tuple:
         """Jobs of dV += P' dO, see products.Job."""
-        return fp32.jobs(self.dv_chunks, self.P_parts, self.shared.dO, step) if self.makes.dv else ()
+        return fp32.jobs(self.dv_chunks, self.P_parts, self.shared.dO, step) if self.key_pass.makes_dv else ()
 
     def dk_jobs(self, step: Any) -> tuple:
         """Jobs of dK += dS' Q."""
-        return fp32.jobs(self.dk_chunks, self.dS_parts, self.shared.Q, step) if self.makes.dk else ()
+        return fp32.jobs(self.dk_chunks, self.dS_parts, self.shared.Q, step) if self.key_pass.makes_dk else ()
 
     def dq_jobs(self) -> tuple:
         """Jobs of dQ' = K' dS', after share_parts_of_dS()."""
-        if not self.makes.own_dq:
+        if not self.key_pass.adds_own_dq:
             return ()
         place = {"tile": self.tile, "head": self.blocks.head, "start": self.blocks.query}
         add_dq = functools.partial(self.tiles.add_dq, **place, factor=self.softmax_scale)
@@ -377,13 +337,13 @@ class KeyStep:
     @T.inline
     def share_parts_of_dS(self):
         """Write the parts of dS' to shared memory of the warpgroup, if it computes dQ of its keys."""
-        if self.makes.own_dq:
+        if self.key_pass.adds_own_dq:
             share(self.w, self.dS_parts, self.shared.dS[self.w])
 
     @T.inline
     def advance(self):
         """Go to the next query block."""
-        if self.makes.shared_dq:
+        if self.key_pass.shares_dS:
             stays = self.config.one_tile or self.config.dq_apart
             row_block = (
                 0 if stays else self.tiles.dq_row_block(self.tile, self.blocks.head, self.blocks.query)

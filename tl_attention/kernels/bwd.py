@@ -10,35 +10,47 @@ A pass computes one or two of the gradients if registers do not hold dK and dV t
 """
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import tilelang.language as T
 
 from tl_attention.kernel_configs import BwdPass
 from tl_attention.kernels import bwd_tiles, pipeline
-from tl_attention.kernels import products as fp32
 from tl_attention.kernels.block_lists import query_blocks
-from tl_attention.kernels.bwd_arguments import KeyPassArguments
-from tl_attention.kernels.bwd_load import KeyTileProducer, key_step
-from tl_attention.kernels.bwd_order import OrderedBlocks
+from tl_attention.kernels.bwd_apart import add_dq
+from tl_attention.kernels.bwd_load import KeyTileProducer
+from tl_attention.kernels.bwd_one_tile import send_dq
+from tl_attention.kernels.bwd_order import OrderedBlocks, OrderKeeper
 from tl_attention.kernels.bwd_orders import order_of
 from tl_attention.kernels.bwd_pass import KeyPass
-from tl_attention.kernels.bwd_round_packed import rounding_of
+from tl_attention.kernels.bwd_round import BLOCKS_WITH_ROWS, rounding_code
+from tl_attention.kernels.bwd_round_packed import ALL_BLOCKS, rounding_of
 from tl_attention.kernels.bwd_shared import alloc_dv, alloc_key_rings, alloc_shared_tiles
 from tl_attention.kernels.bwd_step import Elements, KeyStep, Launch
 from tl_attention.kernels.bwd_store import store_gradients
-from tl_attention.kernels.bwd_warps import cuda_code, dq_warpgroup, further_warps, pass_roles
+from tl_attention.kernels.cuda import source
 from tl_attention.kernels.dropout import Dropout
-from tl_attention.kernels.input_parts import InputArguments, InputParts
+from tl_attention.kernels.input_parts import MAKE_PARTS, InputArguments, InputParts
 from tl_attention.kernels.linear_bias import fill_bias_columns
-from tl_attention.kernels.options import OptionArguments, option_arguments
-from tl_attention.kernels.pipeline import wait_for_stores
-from tl_attention.kernels.roles import WARPGROUP
+from tl_attention.kernels.options import OptionArguments, option_arguments, prelude
+from tl_attention.kernels.pipeline import APART_REGISTERS, FOUR_WARPS_REGISTERS, wait_for_stores
+from tl_attention.kernels.roles import WARPGROUP, Roles
 from tl_attention.kernels.softmax import LOG2E, SMALLEST_SCALE
-from tl_attention.kernels.split_tile import split_tile
-from tl_attention.kernels.tiles import DenseGradTiles, FragmentBlocks, PackedGradTiles, SplitGradTiles
+from tl_attention.kernels.tiles import (
+    DenseGradTiles,
+    FragmentBlocks,
+    PackedGradTiles,
+    SplitGradTiles,
+    dq_sum_argument,
+    input_arguments,
+    rows_argument,
+)
 from tl_attention.kernels.traced_arguments import traced_arguments
-from tl_attention.part_configs import splits_keys, stores_key_parts
+from tl_attention.part_configs import MAKERS, splits_keys, stores_key_parts
 from tl_attention.problem import AttnProblem
+from tl_attention.round_configs import ROUNDING_WARPS
 
 PASS_CONFIGS = {
     **pipeline.PASS_CONFIGS,
@@ -71,7 +83,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
     block_M, block_N, dynamic = config.block_M, config.block_N, config.is_dynamic
     key_pass, varlen, one_tile = KeyPass(problem, config), problem.has("varlen"), config.one_tile
-    warpgroups, consumers = tuple(range(config.warpgroups)), WARPGROUP * config.warpgroups
+    consumers = WARPGROUP * config.warpgroups
     roles, rounds = pass_roles(problem, config), config.rounds(problem)
     scores_first, order = bwd_tiles.scores_come_first(problem, config), order_of(key_pass)
 
@@ -85,7 +97,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
     @T.macro
     def differentiate(w, number, turn, first, tile, blocks, launch):
         """Compute dK and dV of 64 keys, and their share of dQ of all query blocks that see the key tile."""
-        tiles, shared, softmax_scale = launch.tiles, launch.shared, launch.softmax_scale
+        shared, softmax_scale = launch.shared, launch.softmax_scale
         key = tile.first_key + 64 * w
         scores = key_pass.scores(launch.options, softmax_scale, shared.staged)
         dropout = Dropout(problem, launch.options, block_M, rows_are_keys=True)
@@ -98,12 +110,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         elements = Elements(scores, dropout, mask, scale_log2)
         step = KeyStep(key_pass, w, key, turn, first, tile, blocks, elements, launch, name="step")
 
-        if dynamic:  # or nvcc keeps them from tile to tile: d128 causal spilled 16 bytes (nvcc 13.0.88)
-            fp32.clear((*(step.dq.acc_dq if key_pass.makes_dq_late else ()), step.acc_s))
-        for other in warpgroups if key_pass.makes_dq_late else (w,):
-            shared.K.wait(key_step(config, turn, other))
-        if splits:
-            split_tile(problem, w, shared.K, key_step(config, turn, w), tiles.k_parts(tile, key, 64))
+        step.take_keys()
         begin = first
         if w > 0 and bwd_tiles.skips_steps(problem, config):
             skipped = T.alloc_var("int32", init=T.shfl_sync(blocks.hidden_steps(key), 0))
@@ -115,32 +122,12 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             step.start_scores(begin, blocks.head)
         scores.start_transposed(mask, blocks)
         T.wait_wgmma(0)  # with a GEMM in flight here, ptxas serializes all
-        if key_pass.makes_dk:
-            if not step.waits_for_V_late:
-                shared.V.wait(key_step(config, turn, w))
-            if splits:
-                split_tile(problem, w, shared.V, key_step(config, turn, w), tiles.v_parts(tile, key, 64))
-            fp32.clear(step.dk_chunks)
-        if key_pass.makes_dv:
-            fp32.clear(step.dv_chunks)
+        step.take_values()
 
         for i in T.serial(begin, first + blocks.steps):
             order(step, i, begin)
 
-        T.wait_wgmma(0)
-        last = first + blocks.steps - 1
-        if stores_parts:
-            wait_for_stores()
-        if dynamic:
-            step.last_read.release(last)
-            if scores_first and not key_pass.dS_in_P:
-                shared.dO.release(last)
-            if key_pass.frees_V:
-                shared.V.release(key_step(config, turn, w))
-        if config.dq_apart or (dynamic and problem.is_fp32):
-            shared.K.release(key_step(config, turn, w))
-        if key_pass.makes_dq_late:
-            step.dq.finish(last, turn)
+        step.finish(first + blocks.steps - 1)
         # Locate the tile again, so that its position takes no registers during the loop
         if dynamic:
             shared.tile_box.read_tile(turn, tile)
@@ -151,7 +138,7 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
         store_gradients(key_pass, w, key, tile, launch, dropout, step.dk_chunks, step.dv_chunks)
         if dynamic and not key_pass.frees_V:
             wait_for_stores()  # costs nothing: the next keys have not arrived either
-            shared.V.release(key_step(config, turn, w))
+            shared.V.release(step.key_step)
 
     @T.macro
     def consume(w, number, tile_order, launch):
@@ -265,3 +252,140 @@ def flash_bwd(problem: AttnProblem, config: BwdPass) -> T.PrimFunc:
             )
 
     return flash_bwd_kernel
+
+
+@dataclass(frozen=True)
+class KeyPassArguments:
+    """Types of the tensor arguments of flash_bwd(); False for one that the kernel lacks.
+
+    Args:
+        sizes: (batch, heads, heads_kv, seqlen_q, seqlen_k).
+        rounded_q: rows of Lse_log2 and Delta per head.
+    """
+
+    sizes: tuple[Any, ...]
+    rounded_q: Any
+    Q: Any
+    K: Any
+    V: Any
+    dO: Any
+    Lse_log2: Any
+    Delta: Any
+    dQ_sum: Any
+    dK: Any
+    dV: Any
+    dK_parts: Any
+    dV_parts: Any
+    Tickets: Any
+    Turns: Any
+    dQ: Any
+    Progress_dq: Any
+    K_parts: Any = False
+    V_parts: Any = False
+
+    @classmethod
+    def of(cls, problem: AttnProblem, config: BwdPass) -> "KeyPassArguments":
+        sizes = batch, heads, heads_kv, seqlen_q, seqlen_k = T.dynamic(
+            "batch, heads, heads_kv, seqlen_q, seqlen_k"
+        )
+        columns_qk, columns_v = columns = T.dynamic("columns_qk, columns_v")
+        rounded_q, dq_blocks, dk_blocks, dv_blocks = T.dynamic("rounded_q, dq_blocks, dk_blocks, dv_blocks")
+        batch_rows = T.dynamic("batch_rows") if problem.has("varlen") else batch
+        of_keys, lengths = (batch, seqlen_k, heads_kv), (seqlen_q, heads, seqlen_k, heads_kv)
+        key_parts = {}
+        if stores_key_parts(problem, config.makes):
+            key_parts = {
+                "K_parts": rows_argument(problem, "k", *of_keys, columns_qk),
+                "V_parts": rows_argument(problem, "v", *of_keys, columns_v),
+            }
+        # fp32: the inputs have columns of parts, or two per number
+        cols_dk, cols_dv = T.dynamic("columns_dk, columns_dv") if problem.is_fp32 else columns
+        rounds = config.rounds(problem)
+        split = ("k", "v") if splits_keys(problem, config.makes) else ()
+        return cls(
+            sizes,
+            rounded_q,
+            *input_arguments(problem, batch, *lengths, *columns, split=split),
+            *(T.Tensor([batch_rows, heads, rounded_q], "float32") for _ in range(2)),
+            dq_sum_argument(problem, config, batch, seqlen_q, heads, columns_qk, dq_blocks),
+            rows_argument(problem, "dk", *of_keys, cols_dk),
+            rows_argument(problem, "dv", *of_keys, cols_dv),
+            FragmentBlocks.argument(dk_blocks, problem.head_dim),
+            FragmentBlocks.argument(dv_blocks, problem.head_dim_v),
+            T.Tensor([2], "int32") if config.is_dynamic else False,
+            T.Tensor([dq_blocks], "int32") if config.is_ordered else False,
+            rows_argument(problem, "dq", batch, seqlen_q, heads, columns_qk) if rounds else False,
+            T.Tensor([T.dynamic("progress_dq")], "int32") if rounds else False,
+            **key_parts,
+        )
+
+
+def pass_roles(problem: AttnProblem, config: BwdPass) -> Roles:
+    """Roles of a pass by keys."""
+    makes_dq = "dq" in config.makes and not problem.is_fp32
+    registers = pipeline.registers(problem, config.warpgroups, config.makes_parts, full=makes_dq)
+    if config.dq_apart:
+        registers = FOUR_WARPS_REGISTERS if config.is_ordered or config.rounds(problem) else APART_REGISTERS
+    return Roles(
+        config.warpgroups,
+        config.threads,
+        registers,
+        one_body=False,
+        apart=config.dq_apart,
+    )
+
+
+def cuda_code(problem: AttnProblem, config: BwdPass, roles: Roles) -> str | None:
+    """CUDA in front of the kernel; None: none."""
+    code = prelude(problem, roles) or ""
+    if problem.has_bits and config.makes_all:
+        code += source("prefetch_bits")
+    if config.order:
+        code += source("fragments")
+    if problem.is_fp32 and not problem.has("varlen"):
+        code += source("rows")
+    if config.adds_dq and problem.is_fp32:
+        code += source("add_transposed")
+    if config.is_ordered:
+        code += source("turns")
+    if config.dq_apart:
+        code += source("add_by_tma") + source("fence_additions") * config.is_ordered
+    if config.rounds(problem):
+        packed = problem.has("varlen")
+        loop = (ALL_BLOCKS, "round_packed_dq") if packed else (BLOCKS_WITH_ROWS, "round_dq")
+        code += rounding_code(problem, *loop)
+    if config.is_dynamic and problem.has("varlen"):
+        code += source("zero")
+    if config.makes_parts:
+        code += MAKE_PARTS
+    if splits_keys(problem, config.makes):
+        code += source("split_tile")
+    return code or None
+
+
+def further_warps(producer: KeyTileProducer, number: Any, turns: Any, softmax_scale: Any) -> dict[str, Any]:
+    """Arguments of Roles.run() for the warps beside the producer. turns: of OrderKeeper."""
+    if producer.config.makes_parts:
+        ctas = producer.counts.ctas
+        make = functools.partial(producer.shared.inputs.make_share, number, ctas)
+        if not producer.dynamic:
+            return {"assist": make, "assist_warps": MAKERS}
+        return {"assist": lambda: producer.schedule(number), "more": (make,), "more_warps": MAKERS - 1}
+    more: tuple[Callable[[], None], ...] = ()
+    if producer.config.is_ordered:
+        keeper = OrderKeeper(producer, turns)
+        more = lambda: keeper.admit(), lambda: keeper.pass_on()
+    elif producer.config.one_tile:
+        more = (lambda: send_dq(producer),)
+    elif producer.shared.rounding is not None:
+        more = (lambda: producer.shared.rounding.round(softmax_scale),)
+    return {
+        "assist": (lambda: producer.schedule(number)) if producer.dynamic else None,
+        "more": more,
+        "more_warps": ROUNDING_WARPS if producer.shared.rounding is not None else 1,
+    }
+
+
+def dq_warpgroup(producer: KeyTileProducer) -> Callable[[], None] | None:
+    """Function of the warpgroup that computes dQ; None if the consumers do."""
+    return (lambda: add_dq(producer)) if producer.config.dq_apart else None

@@ -16,12 +16,13 @@ from tl_attention.kernels import products as fp32
 from tl_attention.kernels.bwd_dq_before import BiasGradient, DqBefore, StepBefore
 from tl_attention.kernels.bwd_load import key_step
 from tl_attention.kernels.bwd_pass import KeyPass
-from tl_attention.kernels.bwd_tiles import KeyRowsMask, dq_pieces, piece_shape
+from tl_attention.kernels.bwd_tiles import KeyRowsMask, dq_pieces, piece_shape, scores_come_first
 from tl_attention.kernels.dropout import Dropout
 from tl_attention.kernels.options import OptionArguments, Scores
-from tl_attention.kernels.pipeline import alloc_fragments, share
+from tl_attention.kernels.pipeline import alloc_fragments, share, wait_for_stores
 from tl_attention.kernels.softmax import indices, probabilities, softmax_backward
-from tl_attention.part_configs import splits_keys
+from tl_attention.kernels.split_tile import split_tile
+from tl_attention.part_configs import splits_keys, stores_key_parts
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,56 @@ class KeyStep:
         }
         return T.wait_wgmma(sum(counts[name] for name in products))
 
+    @property
+    def key_step(self) -> Any:
+        """Step of the K and V rings that holds the keys."""
+        return key_step(self.config, self.turn, self.w)
+
+    @T.inline
+    def take_keys(self):
+        """Wait for K; for dQ for that of all warpgroups."""
+        config, late_dq = self.config, self.key_pass.makes_dq_late
+        if (
+            config.is_dynamic
+        ):  # or nvcc keeps them from tile to tile: d128 causal spilled 16 bytes (nvcc 13.0.88)
+            fp32.clear((*(self.dq.acc_dq if late_dq else ()), self.acc_s))
+        for other in tuple(range(config.warpgroups)) if late_dq else (self.w,):
+            self.shared.K.wait(key_step(config, self.turn, other))
+        if splits_keys(self.problem, config.makes):
+            parts = self.tiles.k_parts(self.tile, self.key, 64)
+            split_tile(self.problem, self.w, self.shared.K, self.key_step, parts)
+
+    @T.inline
+    def take_values(self):
+        """Wait for V, unless the first step does, and begin the sums of dK and dV."""
+        if self.key_pass.makes_dk:
+            if not self.waits_for_V_late:
+                self.shared.V.wait(self.key_step)
+            if splits_keys(self.problem, self.config.makes):
+                parts = self.tiles.v_parts(self.tile, self.key, 64)
+                split_tile(self.problem, self.w, self.shared.V, self.key_step, parts)
+            fp32.clear(self.dk_chunks)
+        if self.key_pass.makes_dv:
+            fp32.clear(self.dv_chunks)
+
+    @T.inline
+    def finish(self, last):
+        """Wait for the last products, release what the last step has read, and pass its dQ on."""
+        shared, config, key_pass = self.shared, self.config, self.key_pass
+        T.wait_wgmma(0)
+        if stores_key_parts(self.problem, config.makes):
+            wait_for_stores()
+        if config.is_dynamic:
+            self.last_read.release(last)
+            if scores_come_first(self.problem, config) and not key_pass.dS_in_P:
+                shared.dO.release(last)
+            if key_pass.frees_V:
+                shared.V.release(self.key_step)
+        if config.dq_apart or (config.is_dynamic and self.problem.is_fp32):
+            shared.K.release(self.key_step)
+        if key_pass.makes_dq_late:
+            self.dq.finish(last, self.turn)
+
     @T.inline
     def start_scores(self, step, head):
         """Issue S' = K Q', accumulated on the linear bias if there is one."""
@@ -232,7 +283,7 @@ class KeyStep:
         shared = self.shared
         if self.waits_for_V_late:
             if self.before.is_missing:
-                shared.V.wait(key_step(self.config, self.turn, self.w))
+                shared.V.wait(self.key_step)
         shared.dO.wait(step)
         fp32.multiply(
             self.products,
